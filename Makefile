@@ -1,0 +1,72 @@
+# `make demo` and `make test` need Python 3.10 or newer, and make: each sets up .venv at its first call.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint types bench clean
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+DEMO ?= --nproc-per-node 4 --session demo --out traceml-sessions \
+	examples/train_gpt.py --steps 120 --slow data:2:40
+
+PY := $(CURDIR)/.venv/bin/python
+INSTALLED := .venv/.installed
+TYPES := build/types
+
+# Ranks share one machine here: one thread each, or they slow each other down.
+export OMP_NUM_THREADS := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+help:
+	@echo "make demo    train on 4 ranks with one of them slow, and read who it was"
+	@echo "make test    every check: lint, types, tests"
+	@echo "make lint    ruff and mypy alone        make bench   the benchmarks"
+	@echo "make clean   remove what was built (.venv and traceml-sessions stay)"
+	@echo "PYTHON=python3.12 chooses the Python that .venv is made with."
+
+demo: $(INSTALLED)
+	@rm -rf traceml-sessions/demo
+	$(PY) -m traceml_ray.launch $(DEMO)
+	@echo
+	@cat traceml-sessions/demo/report.txt
+	@echo
+	@echo "All of it is in traceml-sessions/demo: report.txt, summary.json, session.sqlite."
+	@echo "The same on your own script: .venv/bin/python -m traceml_ray.launch --nproc-per-node 2 train.py"
+
+test: lint
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: $(INSTALLED)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	@$(MAKE) --no-print-directory types
+
+# The type checker gets the package as a plain install has it: that is where launchers/ and dash_app/
+# are mapped to their names. It runs away from the sources, which it would find first.
+types: $(INSTALLED)
+	@rm -rf $(TYPES) && mkdir -p $(TYPES)/src
+	@cp -r pyproject.toml README.md LICENSE traceml_ray launchers dash_app $(TYPES)/src
+	@$(PY) -m build --wheel --no-isolation --outdir $(TYPES) $(TYPES)/src >$(TYPES)/build.log 2>&1 \
+		|| { cat $(TYPES)/build.log; exit 1; }
+	@$(PY) -m zipfile -e $(TYPES)/*.whl $(TYPES)/installed
+	cd $(TYPES)/installed && MYPYPATH=. $(PY) -m mypy --config-file $(CURDIR)/pyproject.toml \
+		--cache-dir $(CURDIR)/.mypy_cache -p traceml_ray
+
+bench: $(INSTALLED)
+	@for script in benchmarks/*.py; do echo "== $$script"; $(PY) $$script; done
+
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 10) or sys.exit( \
+		"Python 3.10 or newer is needed; %s is %d.%d. Try: make PYTHON=python3.12" % (sys.executable, v[0], v[1]))'
+	@echo "Setting up .venv: torch and ray are large, so this takes from half a minute to several minutes."
+	@test -x .venv/bin/pip || $(PYTHON) -m venv .venv
+	@$(PY) -m pip install --progress-bar off -c constraints.txt -e '.[dev]' | tee .venv/install.log | sed -u -n -E \
+		-e 's/^ *Downloading ([^ ]+) \(([0-9]{2,}\.[0-9]+ MB|[0-9.]+ GB)\).*/  downloading \1, \2/p' \
+		-e 's/^Installing collected packages.*/  installing/p' || { tail -n 20 .venv/install.log; exit 1; }
+	@touch $@

@@ -1,0 +1,139 @@
+"""
+A private Ray cluster of one node, for one launch: it is nobody else's, and leaves nothing behind.
+
+Loopback only, a token of its own (never in arguments, never in a rank's environment), everything
+on disk in one private folder, which is also HOME, so that `~/.ray` is neither read nor written.
+As a program (`python -m traceml_ray.launchers.cluster PARENT ARGS…`) it is `ray ARGS…`, killed by
+the kernel when process PARENT dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import signal
+import site
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+
+OBJECT_STORE_BYTES = 75 * 1024 * 1024
+"""Ray's minimum; our messages are too small to go through it."""
+_RAY_PORTS = range(10_002, 20_000)
+_PR_SET_PDEATHSIG = 1
+
+
+class PrivateRay:
+    """
+    `ray start --head --block` in a session of its own.
+
+    Args:
+        folder: private folder of the launch; short, because socket paths are made from it.
+        environ: the user's environment.
+
+    """
+
+    def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        self.log = folder / "ray.log"
+        self._folder = folder
+        self.environ = {key: value for key, value in environ.items() if not key.startswith("RAY_")} | {
+            "HOME": str(folder),
+            "PYTHONUSERBASE": environ.get("PYTHONUSERBASE", site.getuserbase()),  # follows HOME otherwise
+            "OMP_NUM_THREADS": "1",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        """For whatever attaches to this cluster."""
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, without waiting for it. It dies with the calling *thread*. Raises OSError."""
+        command = [sys.executable, "-m", __name__, str(os.getpid()), "start", "--head", "--block"]
+        command += [f"--port={self.address.rpartition(':')[2]}", f"--temp-dir={self._folder / 'ray'}"]
+        command += [f"--object-store-memory={OBJECT_STORE_BYTES}", "--num-cpus=0", "--num-gpus=0"]
+        command += ["--node-ip-address=127.0.0.1", "--min-worker-port=0", "--max-worker-port=0"]
+        command += ["--include-dashboard=false", "--include-log-monitor=false", "--no-monitor"]
+        command += ["--disable-usage-stats", "--log-style=record"]
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                cwd=self._folder,
+                env=self.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def exited(self) -> bool:
+        """Whether it has ended by itself."""
+        return self._process is not None and self._process.poll() is not None
+
+    def last_words(self) -> str:
+        """Return the last line of its log."""
+        with contextlib.suppress(OSError, IndexError):
+            return self.log.read_text(errors="replace").split("\n")[-2][-300:]
+        return "Ray ended at once and said nothing"
+
+    def stop(self, timeout: float = 2.0) -> None:
+        """Kill every process of it (nothing in there is worth waiting for); safe to call twice."""
+        if self._process is None:
+            return
+        deadline = time.monotonic() + timeout
+        while (left := list(self._members(self._process.pid))) and time.monotonic() < deadline:
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            time.sleep(0.01)
+        self._process.wait()  # only now: until it is reaped, its session id cannot be anyone else's
+        self._process = None
+
+    @staticmethod
+    def _members(session: int) -> Iterator[psutil.Process]:
+        """Yield the living processes of the session. Workers have process groups of their own."""
+        for pid in psutil.pids():
+            with contextlib.suppress(psutil.Error, OSError):
+                if os.getsid(pid) == session:
+                    process = psutil.Process(pid)
+                    if process.status() != psutil.STATUS_ZOMBIE:
+                        yield process
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a TCP port that is free on `host` right now, outside those that Ray's workers take."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            port: int = probe.getsockname()[1]
+        if port not in _RAY_PORTS:
+            return port
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it, in process `parent`, ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main() -> None:
+    """Be `ray`, with a parent to die with."""
+    die_with(int(sys.argv[1]))
+    sys.modules["grpc"] = None  # type: ignore[assignment]  # as without ray[client]: no server on port 10001
+    from ray.scripts.scripts import main as ray
+
+    sys.argv = ["ray", *sys.argv[2:]]
+    ray()  # type: ignore[no-untyped-call]
+
+
+if __name__ == "__main__":
+    main()

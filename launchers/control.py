@@ -1,0 +1,66 @@
+"""Talks to the relay of a live session over its local socket, without Ray."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import msgspec
+
+from traceml_ray import wire
+
+LIVE = "live.json"
+FINISH_TIMEOUT_S = 8.0
+_STOPPED = -15
+
+
+class Live(msgspec.Struct, frozen=True):
+    """What is in `live.json` of a session folder while its monitor runs. No secret."""
+
+    pid: int
+    """Of the launcher."""
+    socket: str
+    namespace: str
+    address: str
+    """Of the Ray cluster."""
+
+
+class ControlError(RuntimeError):
+    """A live session that does not do what it is told; the message says which and why."""
+
+
+def write_live(folder: Path, live: Live) -> None:
+    """Write `live.json` into a session folder, for this user only. Raises OSError."""
+    fd = os.open(folder / LIVE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(msgspec.json.encode(live))
+
+
+def stop(folder: Path) -> None:
+    """
+    End the monitor of the live session in `folder` and have its files written; training goes on.
+
+    Raises ControlError when it is not live, or does not answer.
+    """
+    try:
+        live = msgspec.json.decode((folder / LIVE).read_bytes(), type=Live)
+    except (OSError, msgspec.MsgspecError):
+        raise ControlError(f"session {folder.name!r} is not live: no usable {folder / LIVE}") from None
+    finished = ask_finish(Path(live.socket), wire.Finish(wire.VERSION, _STOPPED))
+    if finished is None:
+        raise ControlError(f"the relay of session {folder.name!r} does not answer at {live.socket}")
+    if not finished.ok:
+        raise ControlError(f"session {folder.name!r} could not be written: {finished.detail}")
+
+
+def ask_finish(path: Path, message: wire.Finish) -> wire.Finished | None:
+    """Send `message` to the relay at `path` and wait for its answer; None when it gives none."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
+        sock.settimeout(FINISH_TIMEOUT_S)
+        try:
+            sock.connect(os.fspath(path))
+            sock.send(wire.encode(message))
+            return wire.decode(sock.recv(wire.MAX_BATCH_BYTES), wire.Finished)
+        except (OSError, wire.WireError):
+            return None

@@ -1,0 +1,106 @@
+"""
+Attaches to a Ray cluster, makes the session's actors there, and exits: what the launcher must not do
+itself, because an attached process is ended by Ray when the cluster's head is lost.
+
+`python -m traceml_ray.launchers.helper`: one JSON `HelperRequest` on stdin, one JSON `HelperReply` on
+stdout. Credentials come in the environment. It exits within `deadline_s`, whatever Ray does.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from typing import TextIO
+
+import msgspec
+
+from traceml_ray.actors.config import ActorConfig
+
+from .cluster import die_with
+
+_DETAIL_CHARS = 300
+
+
+class HelperRequest(msgspec.Struct, frozen=True):
+    """What is to be done."""
+
+    parent: int
+    address: str
+    """host:port of the cluster's GCS."""
+    actors: ActorConfig
+    deadline_s: float
+
+
+class HelperReply(msgspec.Struct, frozen=True):
+    """What became of it."""
+
+    ok: bool
+    detail: str = ""
+
+
+def main() -> None:
+    """Do what stdin asks for and say on stdout how it went."""
+    stdout, sys.stdout = sys.stdout, sys.stderr  # the reply is the only thing there, whatever Ray prints
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=HelperRequest)
+    die_with(request.parent)
+    threading.Timer(
+        request.deadline_s, _answer, (stdout, HelperReply(False, "Ray did not answer in time"))
+    ).start()
+    worker = threading.Thread(target=lambda: _answer(stdout, _attempt(request)))
+    worker.start()  # not on the main thread: there Ray takes over the handling of signals
+    worker.join()
+
+
+def _answer(stdout: TextIO, reply: HelperReply) -> None:
+    """Say it and be gone: a shutdown of Ray may hang, and the actors are detached anyway."""
+    stdout.write(msgspec.json.encode(reply).decode() + "\n")
+    stdout.flush()
+    os._exit(0)
+
+
+def _attempt(request: HelperRequest) -> HelperReply:
+    try:
+        _wait_for_port(request.address, request.deadline_s)
+        _make_actors(request)
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return HelperReply(False, text[:_DETAIL_CHARS])
+    return HelperReply(True)
+
+
+def _wait_for_port(address: str, deadline_s: float) -> None:
+    """Return when something listens there: `ray.init` to a dead address would never return."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + deadline_s
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline - 1:
+                raise ConnectionError(f"nothing answers at {address} ({error})") from None
+        time.sleep(0.05)
+
+
+def _make_actors(request: HelperRequest) -> None:
+    # Before Ray is imported: a lost head ends this process only by our own deadline, and the working
+    # directory of a `uv run` is not uploaded.
+    os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = "31536000"  # noqa: SIM112
+    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+    import ray
+
+    from traceml_ray.actors.discovery import ensure
+
+    ray.init(address=request.address, namespace="traceml", log_to_driver=False, configure_logging=False)
+    actors = request.actors
+    _, relay = ensure(actors.session, actors.to_json(), fresh=True)
+    ray.get(relay.ready.remote(), timeout=request.deadline_s)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.connect(actors.socket)  # from here, as the ranks will
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""
+torchrun, with a monitor beside it.
+
+torchrun itself runs in this process, so its flags, its exit code, its handling of signals and its
+table of failures are its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch.distributed import run as torch_run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+
+from traceml_ray import wire
+from traceml_ray.session import SessionError
+from traceml_ray.settings import SettingError, Settings
+
+from .cluster import free_port
+from .monitor import Monitor
+
+_PROGRAM = "python -m traceml_ray.launch"
+_MESSAGE_CHARS = 2000
+Finish = Callable[[int, list[wire.RankFailure]], None]
+
+
+class UsageError(ValueError):
+    """A command line that cannot be used."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """
+    Launch as torchrun does; `argv` as for torchrun (None: of this process).
+
+    Returns 0, or 2 with one line on stderr for bad input, before anything was started. A failed run
+    raises what torchrun raises, which makes the interpreter exit with torchrun's exit code.
+    """
+    environ = dict(os.environ)
+    try:
+        args = _parse(argv)
+        if args.no_monitor:
+            _train(args, lambda _code, _failures: None)
+            return 0
+        _check(args)
+        monitor = Monitor(_settings(args), _info(args), environ)
+    except (UsageError, SettingError, SessionError) as error:
+        print(f"traceml-ray: {error}", file=sys.stderr)
+        return 2
+    monitor.start()
+    os.environ.update(monitor.rank_environment())
+    _train(args, monitor.finish)
+    return 0
+
+
+@record
+def _train(args: argparse.Namespace, finish: Finish) -> None:
+    code, failures = 1, []
+    try:
+        torch_run.run(args)  # type: ignore[no-untyped-call]
+        code = 0
+    except ChildFailedError as error:
+        failures = _failures(error)
+        raise
+    except SignalException as error:
+        code = -int(error.sigval)
+        raise
+    except KeyboardInterrupt:
+        code = -2
+        raise
+    finally:
+        finish(code, failures)
+
+
+def _failures(error: ChildFailedError) -> list[wire.RankFailure]:
+    return [
+        wire.RankFailure(
+            rank=rank,
+            local_rank=failure.local_rank,
+            pid=failure.pid,
+            exit_code=failure.exitcode,
+            t_ns=int(failure.timestamp) * 1_000_000_000,
+            message=_message(failure.message)[:_MESSAGE_CHARS],
+        )
+        for rank, failure in error.failures.items()
+    ]
+
+
+def _message(message: Any) -> str:
+    """Return what a rank's error file says, without its traceback; nothing where torchrun has only a hint."""
+    if isinstance(message, dict):
+        return str(message.get("message", ""))
+    return "" if "elastic/errors.html" in message else str(message)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = torch_run.get_args_parser()
+    parser.prog = _PROGRAM
+    parser.error = _usage_error  # type: ignore[method-assign]
+    ours = parser.add_argument_group(
+        "traceml-ray", "Also in the environment as TRACEML_SESSION, TRACEML_OUT, …"
+    )
+    ours.add_argument("--session", help="Name of the session; default: made up from the time.")
+    ours.add_argument("--out", help="Folder for session folders; default: traceml-sessions.")
+    ours.add_argument("--interval", help="Seconds between two reports of a rank; default: 1.")
+    ours.add_argument("--channel", help="How ranks reach their relay: auto or socket.")
+    ours.add_argument(
+        "--ray-address", help="host:port of a running Ray cluster; default: RAY_ADDRESS, else a private one."
+    )
+    ours.add_argument("--no-monitor", action="store_true", help="torchrun, and nothing else.")
+    return parser.parse_args(argv)
+
+
+def _usage_error(message: str) -> NoReturn:
+    raise UsageError(f"{message} (see {_PROGRAM} --help)")
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Find what would fail only after the monitor is up. Raises UsageError."""
+    script = Path(args.training_script)
+    if not (args.module or args.no_python or script.exists()):
+        raise UsageError(f"there is no script {script} (in {Path.cwd()})")
+    if args.module and args.no_python:
+        raise UsageError("--no-python and --module cannot be used together")
+    try:
+        _, nnodes = torch_run.parse_min_max_nnodes(args.nnodes)
+    except (ValueError, RuntimeError):
+        raise UsageError(f"--nnodes={args.nnodes} is neither N nor MIN:MAX") from None
+    if nnodes > 1:
+        raise UsageError(f"one node for now: --nnodes={args.nnodes} works only with --no-monitor")
+    _world_size(args)
+    if args.master_port is not None and not _port_is_free(args.master_addr, args.master_port):
+        taken, args.master_port = args.master_port, free_port()
+        print(f"traceml-ray: master port {taken} is in use, taking {args.master_port}", file=sys.stderr)
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    settings = Settings.load(
+        session=args.session,
+        out=args.out,
+        interval=args.interval,
+        channel=args.channel,
+        ray_address=args.ray_address
+        or os.environ.get("TRACEML_RAY_ADDRESS")
+        or os.environ.get("RAY_ADDRESS"),
+    )
+    if settings.channel == "actor":
+        raise UsageError("channel=actor is for processes of Ray; ranks of this launcher use the socket")
+    if settings.ray_address is not None and not re.fullmatch(r"[^\s/]+:\d{1,5}", settings.ray_address):
+        raise UsageError(f"Ray address {settings.ray_address!r} must be host:port (of the cluster's GCS)")
+    return settings
+
+
+def _info(args: argparse.Namespace) -> dict[str, str | int | float | None]:
+    return {
+        "launcher": "torchrun",
+        "script": args.training_script,
+        "nnodes": 1,
+        "world_size": _world_size(args),
+    }
+
+
+def _world_size(args: argparse.Namespace) -> int:
+    try:
+        size: int = torch_run.determine_local_world_size(args.nproc_per_node)  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        raise UsageError(f"--nproc-per-node={args.nproc_per_node}: {error}") from None
+    if size < 1:
+        raise UsageError(f"--nproc-per-node={args.nproc_per_node} must be at least 1")
+    return size
+
+
+def _port_is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError):
+            return False
+    return True

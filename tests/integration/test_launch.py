@@ -1,0 +1,268 @@
+"""`python -m traceml_ray.launch` as people run it: real launches of small scripts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from traceml_ray import wire
+from traceml_ray.identity import RankIdentity
+from traceml_ray.launchers import control
+from traceml_ray.launchers.cluster import PrivateRay
+from traceml_ray.store.session_file import SessionFile
+
+# Plays a rank whose agent finds the relay: sends one batch, waits for the reply. Does not import torch.
+RANK = """
+import os, socket, sys, time
+rank = os.environ["RANK"]
+def talk(data):
+    end = time.monotonic() + 40
+    while time.monotonic() < end:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            try:
+                sock.connect(os.environ["TRACEML_SOCKET"])
+                sock.send(data)
+                sock.recv(65536)
+                return
+            except OSError:
+                time.sleep(0.05)
+    raise SystemExit("no relay")
+if "--batch" in sys.argv and rank == "0":
+    talk(bytes.fromhex(sys.argv[sys.argv.index("--batch") + 1]))
+print("rank", rank, "is up", flush=True)
+if "--environ" in sys.argv and rank == "0":
+    print("environ", sorted(name for name in os.environ if name.startswith(("TRACEML", "RAY"))))
+if "--fail" in sys.argv and rank == "1":
+    raise ValueError("this is the reason")
+if "--wait" in sys.argv:
+    time.sleep(60)
+"""
+
+
+def batch(stream: str = "rank0", pid: int = 1) -> str:
+    who = RankIdentity(0, 0, 0, 2, 2, 1, "host", None, "job", 0, pid, "explicit")
+    keys = (1 << 8).to_bytes(8, "little")
+    rows = (5_000_000).to_bytes(8, "little") * wire.N_STAGES
+    message = wire.RankBatch(wire.VERSION, stream, 0, 0, 1, 0, 0, keys, b"\0", rows, who, final=True)
+    return wire.encode(message).hex()
+
+
+class Bench:
+    """A place to launch from; every process started there carries a mark."""
+
+    def __init__(self, folder: Path) -> None:
+        self.out = folder / "out"
+        self.script = folder / "train.py"
+        self.script.write_text(RANK)
+        self.mark = uuid.uuid4().hex
+        (folder / "home").mkdir()
+        self.environ = {
+            **{key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "TRACEML_"))},
+            "OMP_NUM_THREADS": "1",
+            "HOME": str(folder / "home"),
+            "LAUNCH_MARK": self.mark,
+        }
+
+    def command(self, *args: str, module: str = "traceml_ray.launch") -> list[str]:
+        return [sys.executable, "-m", module, "--nproc-per-node", "2", *args]
+
+    def run(self, *args: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(*args, **environ)
+        out, err = process.communicate(timeout=90)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def start(self, *args: str, **environ: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.command("--out", str(self.out), *args),
+            env={**self.environ, **environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def summary(self, session: str) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads((self.out / session / "summary.json").read_text())
+        return summary
+
+    def ours(self) -> list[psutil.Process]:
+        """Return every living process that carries the mark."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("LAUNCH_MARK") == self.mark:
+                    found.append(process)
+        return found
+
+    def assert_nothing_is_left(self) -> None:
+        until(lambda: not self.ours(), "all processes end")
+        assert not (Path(self.environ["HOME"]) / ".ray").exists()
+        for session in self.out.iterdir():
+            assert not {"live.json", "spool"} & {path.name for path in session.iterdir()}
+
+
+def until(done: Callable[[], Any], what: str, seconds: float = 40) -> Any:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := done():
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"{what}: not within {seconds} s")
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    folder = Path(tempfile.mkdtemp(prefix="tr-", dir="/tmp"))
+    made = Bench(folder)
+    yield made
+    for process in made.ours():
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    shutil.rmtree(folder)
+
+
+def test_a_script_without_torch_ends_well_and_leaves_a_session(bench: Bench) -> None:
+    ran = bench.run("--session", "quick", str(bench.script), "--environ", "--session", "script's")
+    assert ran.returncode == 0, ran.stderr
+    assert "rank 1 is up" in ran.stdout
+    assert "RAY" not in ran.stdout
+    assert "TRACEML_SOCKET" in ran.stdout
+    assert bench.summary("quick")["session"]["status"] == "finished"
+    assert str(bench.out / "quick") in ran.stderr
+    bench.assert_nothing_is_left()
+
+
+def test_what_ranks_report_while_they_run_is_in_the_session(bench: Bench) -> None:
+    process = bench.start("--session", "live", str(bench.script), "--batch", batch())
+    live = (
+        until((bench.out / "live" / control.LIVE).exists, "live.json") and bench.out / "live" / control.LIVE
+    )
+    assert live.stat().st_mode & 0o777 == 0o600
+    told = json.loads(live.read_bytes())
+    assert told["pid"] == process.pid
+    runtime = Path(told["socket"]).parent
+    assert runtime.stat().st_mode & 0o777 == 0o700
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    with SessionFile(bench.out / "live" / "session.sqlite") as file:
+        assert file.ledger()["stored"] == 1
+        assert file.meta()["launcher"] == "torchrun"
+        assert [event["kind"] for event in file.events()[0]].count("relay_start") == 1
+    assert "without" not in err
+    assert not runtime.exists()
+    bench.assert_nothing_is_left()
+
+
+def test_a_failing_rank_gives_torchruns_exit_code_and_table(bench: Bench) -> None:
+    theirs = subprocess.run(
+        bench.command(str(bench.script), "--fail", module="torch.distributed.run"),
+        env=bench.environ, capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+    ran = bench.run("--session", "failed", str(bench.script), "--fail")
+    assert ran.returncode == theirs.returncode
+    for line in ("ValueError: this is the reason", "train.py FAILED", "(local_rank: 1)", "exitcode  : 1"):
+        assert line in theirs.stderr
+        assert line in ran.stderr
+    summary = bench.summary("failed")
+    assert summary["session"]["status"] == "failed"
+    assert (summary["verdict"]["label"], summary["verdict"]["rank"]) == ("rank_lost", 1)
+    bench.assert_nothing_is_left()
+
+
+def test_without_a_monitor_there_is_nothing_of_ours(bench: Bench) -> None:
+    ran = bench.run("--no-monitor", str(bench.script), "--environ", "--fail")
+    assert ran.returncode == 1
+    assert "environ []" in ran.stdout
+    assert "traceml-ray:" not in ran.stderr
+    assert not bench.out.exists()
+
+
+def test_bad_input_is_one_line_and_exit_code_2(bench: Bench) -> None:
+    ran = bench.run("no/such/train.py")
+    assert ran.returncode == 2
+    assert re.fullmatch(r"traceml-ray: .*no/such/train\.py.*\n", ran.stderr)
+    assert not bench.out.exists()
+
+
+def test_two_launches_at_once_do_not_meet_and_sigterm_ends_everything(bench: Bench) -> None:
+    args = (str(bench.script), "--batch", batch(), "--wait")
+    first = bench.start("--session", "one", *args)
+    second = bench.start("--session", "two", *args)
+    for process in (first, second):
+        assert process.stdout is not None
+        until(lambda: "rank 0 is up" in process.stdout.readline(), "relay")  # noqa: B023
+    again = bench.run("--session", "one", str(bench.script))
+    assert again.returncode == 2
+    assert f"'one' is already running (pid {first.pid})" in again.stderr
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(60) == 1
+    assert second.poll() is None
+    control.stop(bench.out / "two")
+    with SessionFile(bench.out / "two" / "session.sqlite") as file:
+        assert file.ledger()["stored"] == 1
+    with pytest.raises(control.ControlError, match="does not answer"):
+        control.stop(bench.out / "two")
+    second.send_signal(signal.SIGTERM)
+    assert second.wait(60) == 1
+    for session in ("one", "two"):
+        assert bench.summary(session)["session"]["status"] == "stopped"
+        assert bench.summary(session)["ledger"]["stored"] == 1
+    bench.assert_nothing_is_left()
+
+
+def test_a_killed_launcher_takes_its_ray_with_it(bench: Bench) -> None:
+    process = bench.start("--session", "killed", str(bench.script), "--batch", batch(), "--wait")
+    assert process.stdout is not None
+    until(lambda: "rank 0 is up" in process.stdout.readline(), "relay")
+    process.kill()
+    until(lambda: all(str(bench.script) in p.cmdline() for p in bench.ours()), "only ranks are left")
+
+
+def test_a_ray_that_cannot_start_is_one_warning_and_training_goes_on(bench: Bench) -> None:
+    broken = bench.out.parent / "broken"
+    (broken / "ray").mkdir(parents=True)
+    (broken / "ray" / "__init__.py").write_text("raise ImportError('Ray is not well')")
+    script = bench.out.parent / "slow.py"
+    script.write_text("import time; time.sleep(6)")
+    ran = bench.run("--session", "s", str(script), PYTHONPATH=str(broken))
+    assert ran.returncode == 0
+    warnings = [line for line in ran.stderr.splitlines() if "without a live monitor" in line]
+    assert len(warnings) == 1
+    assert "Ray is not well" in warnings[0]
+    assert bench.summary("s")["session"]["status"] == "finished"
+    bench.assert_nothing_is_left()
+
+
+def test_a_given_cluster_is_used_and_goes_on(bench: Bench) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="tr-", dir="/tmp"))
+    cluster = PrivateRay(folder, os.environ)
+    cluster.start()
+    try:
+        ran = bench.run(
+            "--session", "guest", "--ray-address", cluster.address, str(bench.script), "--batch", batch(),
+            RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=cluster.environ["RAY_AUTH_TOKEN"],
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stderr
+        assert bench.summary("guest")["ledger"]["stored"] == 1
+        assert not cluster.exited()
+        assert cluster._process is not None
+        pid = cluster._process.pid
+        until(lambda: not [p for p in cluster._members(pid) if "ray::A" in p.name()], "actors end")
+        bench.assert_nothing_is_left()
+    finally:
+        cluster.stop()
+        shutil.rmtree(folder)

@@ -1,0 +1,112 @@
+"""Hand-made sessions: ranks, their batches, and a relay that sends them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from traceml_ray import wire
+from traceml_ray.actors.aggregation import Aggregation
+from traceml_ray.identity import RankIdentity
+from traceml_ray.settings import Settings
+from traceml_ray.store.session_file import SessionFile
+
+SECOND = 1_000_000_000
+MS = 1_000_000
+
+
+class Clock:
+    """A wall clock that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1_700_000_000 * SECOND
+
+    def __call__(self) -> int:
+        return self.now
+
+    def tick(self, seconds: float = 1.0) -> None:
+        self.now += int(seconds * SECOND)
+
+
+def identity(rank: int, world: int = 2, *, per_node: int = 8, attempt: int = 0, pid: int = 0) -> RankIdentity:
+    node = rank // per_node
+    local = min(world, per_node)
+    return RankIdentity(
+        rank, rank % per_node, node, world, local, -(-world // per_node), f"host-{node}", None, "job",
+        attempt, pid or 1000 + rank + 100 * attempt, "torchrun",
+    )  # fmt: skip
+
+
+class Rank:
+    """One rank's agent: `rows` ms per step, sent in batches that count on from the last one."""
+
+    def __init__(self, number: int, world: int = 2, *, stream: str | None = None, **who: Any) -> None:
+        self.identity = identity(number, world, **who)
+        self.stream = stream or f"{self.identity.attempt:08x}{number:08x}"
+        self.seq = -1
+        self.produced = 0
+        self.dropped = 0
+
+    def batch(self, steps: int = 1, ms: list[float] | None = None, **fields: Any) -> bytes:
+        """The next batch, `steps` rows of `ms` (default: a balanced 10 ms step)."""
+        row = np.array([1, 2, 0, 3, 3, 1] if ms is None else ms) * MS
+        first = self.produced
+        keys = np.arange(first, first + steps, dtype="<i8") << wire.SEGMENT_BITS
+        flags = np.zeros(steps, np.uint8)
+        if first == 0 and steps:
+            flags[0] = wire.FLAG_FIRST
+        self.produced += steps
+        self.seq += 1
+        default: dict[str, Any] = {"identity": self.identity, "sent_ns": 0, "first_row": first}
+        columns = {"keys": keys.tobytes(), "flags": flags.tobytes()}
+        rows = np.tile(row.astype("<i8"), (steps, 1)).tobytes()
+        counts = {"seq": self.seq, "produced": self.produced, "dropped": self.dropped}
+        default.update(columns, rows=rows, **counts)
+        return wire.encode(wire.RankBatch(v=wire.VERSION, stream=self.stream, **{**default, **fields}))
+
+
+class Relay:
+    """One node's relay: numbers its messages and remembers what is confirmed."""
+
+    def __init__(self, node: int = 0, incarnation: str | None = None) -> None:
+        self.node = wire.NodeIdentity(f"node-{node}", f"host-{node}", f"10.0.0.{node + 1}")
+        self.incarnation = incarnation or f"relay-{node}"
+        self.seq = 0
+
+    def message(self, *batches: bytes, seq: int | None = None, **fields: Any) -> bytes:
+        if seq is None:
+            self.seq += 1
+        return wire.encode(
+            wire.RelayBatch(
+                v=wire.VERSION, node=self.node, incarnation=self.incarnation, sent_ns=0,
+                seq=self.seq if seq is None else seq, batches=list(batches), **fields,
+            )
+        )  # fmt: skip
+
+
+def aggregation(folder: Path, clock: Clock | None = None, **info: Any) -> Aggregation:
+    """An aggregator on `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return Aggregation(folder, Settings(), {"launcher": "torchrun", **info}, clock or Clock())
+
+
+def confirmed(reply: bytes) -> int:
+    """The number up to which a reply says that messages are stored."""
+    return wire.decode(reply, wire.RelayReply).stored_seq
+
+
+def check_ledger(folder: Path) -> dict[str, Any]:
+    """Check that every produced row is accounted for, and that the stored ones are in the file once."""
+    with SessionFile(folder / "session.sqlite") as session:
+        count = session.ledger()
+        for part in (count, *count["per_rank"].values()):
+            assert part["produced"] == part["stored"] + part["in_flight"] + sum(part["dropped"].values())
+            assert min(part["in_flight"], *part["dropped"].values()) >= 0
+        for stream in session.streams():
+            chunks = session._all("SELECT first_row, n FROM chunk WHERE stream_id = ?", stream.id)
+            numbers = [row for first, n in chunks for row in range(first, first + n)]
+            assert len(numbers) == len(set(numbers)) == stream.stored
+            assert numbers == sorted(numbers)
+        return count

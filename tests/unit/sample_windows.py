@@ -1,0 +1,40 @@
+"""Windows for the tests of the analysis: from a few rows in ms, and the recorded ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from traceml_ray.analysis.window import RankRows, Window, align
+from traceml_ray.wire import SEGMENT_BITS
+
+_DATA = Path(__file__).parent.parent / "data" / "windows"
+RECORDED = dict(np.load(_DATA / "recorded.npz"))
+EXPECTED = json.loads((_DATA / "expected.json").read_text())["expected"]
+
+
+def streams(d: np.ndarray, first_step: int = 0, flags: int | np.ndarray = 0) -> list[RankRows]:
+    """Rows int64 ns (K, R, 6) as one stream per rank, two ranks a node."""
+    steps, ranks, _ = d.shape
+    marks = np.broadcast_to(np.asarray(flags, dtype=np.uint8), (steps, ranks))
+    keys = np.arange(first_step, first_step + steps, dtype=np.int64) << SEGMENT_BITS
+    return [RankRows(r, f"node-{r // 2}", keys, marks[:, r].copy(), d[:, r]) for r in range(ranks)]
+
+
+def window(d: np.ndarray, first_step: int = 0, flags: int | np.ndarray = 0) -> Window:
+    return align(streams(d, first_step, flags), d.shape[1])
+
+
+def of_ms(rows: Sequence[Sequence[float]], steps: int = 1) -> np.ndarray:
+    """The same rows, one per rank in ms, for a number of steps: int64 ns (K, R, 6)."""
+    return np.tile(np.rint(np.array(rows) * 1e6).astype(np.int64), (steps, 1, 1))
+
+
+def synced(local: np.ndarray, exchange: np.ndarray) -> np.ndarray:
+    """Local stages (K, R, 5) and an exchange (K,) as rows of ranks that leave each sync together."""
+    busy = local.sum(axis=2)
+    wait = busy.max(axis=1, keepdims=True) - busy + exchange[:, None]
+    return np.concatenate([local, wait[..., None]], axis=2)

@@ -1,0 +1,471 @@
+"""The aggregator's core: every row once, whatever is sent twice, lost, late, killed or garbage."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sessions import SECOND, Clock, Rank, Relay, aggregation, check_ledger, confirmed, identity
+
+from traceml_ray import wire
+from traceml_ray.actors.aggregation import Aggregation, finish_offline
+from traceml_ray.settings import Settings
+from traceml_ray.spool import read_spool, write_spool
+from traceml_ray.store.session_file import SessionFile
+
+FINISH = wire.Finish(wire.VERSION, 0)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def _ledger(aggregator: Aggregation, folder: Path) -> dict[str, Any]:
+    assert aggregator.commit()
+    return check_ledger(folder)
+
+
+def _steps(folder: Path, rank: int = 0) -> list[int]:
+    with SessionFile(folder / "session.sqlite") as session:
+        return [int(key) >> wire.SEGMENT_BITS for rows in session.rows([rank])[0] for key in rows.keys]
+
+
+def test_nothing_is_confirmed_before_it_is_on_disk(tmp_path: Path) -> None:
+    aggregator, relay, rank = aggregation(tmp_path), Relay(), Rank(0)
+    assert confirmed(aggregator.ingest(relay.message(rank.batch(3)))) == 0
+    assert confirmed(aggregator.ingest(relay.message(rank.batch(3)))) == 0
+    assert _ledger(aggregator, tmp_path)["stored"] == 6
+    again = relay.message(seq=2)
+    assert confirmed(aggregator.ingest(again)) == 2
+
+
+def test_a_message_sent_twice_counts_once_also_after_a_restart(tmp_path: Path) -> None:
+    relay, rank = Relay(), Rank(0)
+    event = wire.Event("note", 1)
+    messages = [relay.message(rank.batch(3, events=[event])) for _ in range(3)]
+    aggregator = aggregation(tmp_path)
+    for message in [*messages, *messages]:
+        aggregator.ingest(message)
+    assert _ledger(aggregator, tmp_path)["stored"] == 9
+    aggregator.close()
+    restarted = aggregation(tmp_path)
+    assert [confirmed(restarted.ingest(message)) for message in messages] == [3, 3, 3]
+    assert _ledger(restarted, tmp_path)["stored"] == 9
+    with SessionFile(tmp_path / "session.sqlite") as session:
+        assert len(session.events()[0]) == 3
+
+
+def test_a_batch_resent_to_another_relay_counts_once(tmp_path: Path) -> None:
+    aggregator, rank = aggregation(tmp_path), Rank(0)
+    batches = [rank.batch(4) for _ in range(3)]
+    aggregator.ingest(Relay(0, "a").message(*batches[:2]))
+    aggregator.ingest(Relay(0, "b").message(*batches[1:]))
+    assert _ledger(aggregator, tmp_path)["stored"] == 12
+
+
+def test_rows_that_overlap_are_cut_at_the_watermark(tmp_path: Path) -> None:
+    aggregator, rank = aggregation(tmp_path), Rank(0)
+    aggregator.ingest(Relay(0, "a").message(rank.batch(4)))
+    rank.produced = 2
+    aggregator.ingest(Relay(0, "b").message(rank.batch(6)))  # rows 2 to 7
+    assert _ledger(aggregator, tmp_path)["stored"] == 8
+    assert _steps(tmp_path) == list(range(8))
+
+
+def test_a_message_that_overtook_another_waits_for_it(tmp_path: Path) -> None:
+    aggregator, relay, rank = aggregation(tmp_path), Relay(), Rank(0)
+    first, second, third = (relay.message(rank.batch(2)) for _ in range(3))
+    for message in (second, third, first, second, third):  # sent, first one lost, all sent again
+        aggregator.ingest(message)
+    assert _ledger(aggregator, tmp_path)["stored"] == 6
+    assert _steps(tmp_path) == list(range(6))
+
+
+def test_a_gap_that_stays_is_let_pass_when_it_is_sent_again(tmp_path: Path) -> None:
+    """The session file was lost: the relay no longer has what an earlier one confirmed."""
+    aggregator, relay, rank = aggregation(tmp_path), Relay(), Rank(0)
+    relay.message(rank.batch(2))
+    second = relay.message(rank.batch(2))
+    aggregator.ingest(second)
+    aggregator.ingest(second)
+    count = _ledger(aggregator, tmp_path)
+    assert (count["stored"], count["in_flight"]) == (2, 2)
+    assert confirmed(aggregator.ingest(second)) == 2
+
+
+def test_drops_are_booked_where_they_happened(tmp_path: Path) -> None:
+    aggregator, relay, rank = aggregation(tmp_path), Relay(), Rank(0)
+    aggregator.ingest(relay.message(rank.batch(10)))
+    rank.batch(5)
+    rank.dropped = 5
+    aggregator.ingest(relay.message(rank.batch(10)))
+    rank.batch(4)
+    aggregator.ingest(relay.message(rank.batch(10), dropped={rank.stream: 4}))
+    rank.batch(3)
+    aggregator.ingest(Relay(0, "next").message(rank.batch(10), dropped={rank.stream: 3}))
+    aggregator.ingest(relay.message(rank.batch(0, produced=rank.produced + 2)))
+    count = _ledger(aggregator, tmp_path)
+    assert count["dropped"] == {"agent": 5, "relay": 7, "aggregator": 0}
+    assert (count["produced"], count["stored"], count["in_flight"]) == (54, 40, 2)
+    aggregator.finish(FINISH)
+    count = check_ledger(tmp_path)
+    assert count["dropped"] == {"agent": 5, "relay": 9, "aggregator": 0}
+    assert count["in_flight"] == 0
+
+
+def test_what_was_given_up_but_did_arrive_counts_as_stored(tmp_path: Path) -> None:
+    aggregator, relay, rank = aggregation(tmp_path), Relay(), Rank(0)
+    rank.dropped = 6  # given up unconfirmed, and yet it came
+    aggregator.ingest(relay.message(rank.batch(10), dropped={rank.stream: 4}))
+    count = _ledger(aggregator, tmp_path)
+    assert (count["stored"], count["in_flight"], sum(count["dropped"].values())) == (10, 0, 0)
+
+
+def test_a_stream_that_only_lost_rows_is_in_the_ledger(tmp_path: Path) -> None:
+    aggregator = aggregation(tmp_path)
+    aggregator.ingest(Relay().message(dropped={"feed": 7}))
+    assert _ledger(aggregator, tmp_path)["per_rank"]["unknown"]["dropped"]["relay"] == 7
+
+
+def test_garbage_is_dropped_counted_and_the_rest_is_taken(tmp_path: Path) -> None:
+    aggregator, relay, rank = aggregation(tmp_path), Relay(), Rank(0)
+    good = rank.batch(3)
+    bad = [b"", b"\xc1junk", good[:-9], wire.encode(FINISH), b"\x00" * 100]
+    assert confirmed(aggregator.ingest(b"junk")) == 0
+    aggregator.ingest(relay.message(*bad, good))
+    assert _ledger(aggregator, tmp_path)["stored"] == 3
+    assert aggregator.errors["ingest: garbage"] == 1
+    named = {place: n for place, n in aggregator.errors.items() if place.startswith("rank batch from host-0")}
+    assert sum(named.values()) == len(bad)
+    aggregator.commit()
+    with SessionFile(tmp_path / "session.sqlite") as session:
+        assert session.meta()["errors"] == aggregator.errors
+
+
+@given(data=st.data())
+def test_no_bytes_make_it_raise_or_lose_balance(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+    folder = tmp_path_factory.mktemp("session")
+    aggregator, relay, rank = aggregation(folder), Relay(), Rank(0)
+    for _ in range(data.draw(st.integers(1, 6))):
+        message = bytearray(relay.message(rank.batch(data.draw(st.integers(0, 5)))))
+        for _ in range(data.draw(st.integers(0, 4))):
+            message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))
+        wire.decode(aggregator.ingest(bytes(message)), wire.RelayReply)
+        aggregator.judge()
+    assert aggregator.commit()
+    check_ledger(folder)
+    aggregator.finish(FINISH)
+    check_ledger(folder)
+    aggregator.close()
+
+
+def test_identity_that_comes_late_names_the_rows_before(tmp_path: Path) -> None:
+    aggregator, relay = aggregation(tmp_path), Relay()
+    rank = Rank(0, 1)
+    aggregator.ingest(relay.message(rank.batch(3)))
+    rank.identity = identity(5, 8, pid=rank.identity.pid)
+    aggregator.ingest(relay.message(rank.batch(3)))
+    assert list(_ledger(aggregator, tmp_path)["per_rank"]) == ["5"]
+    assert _steps(tmp_path, rank=5) == list(range(6))
+
+
+def test_of_two_processes_of_a_rank_the_later_stands_for_it(tmp_path: Path, clock: Clock) -> None:
+    aggregator, relay = aggregation(tmp_path, clock), Relay()
+    first, second = Rank(0, 1, pid=1, stream="a"), Rank(0, 1, pid=2, stream="b")
+    aggregator.ingest(relay.message(first.batch(3)))
+    clock.tick()
+    aggregator.ingest(relay.message(second.batch(2)))
+    clock.tick()
+    aggregator.ingest(relay.message(first.batch(3)))
+    count = _ledger(aggregator, tmp_path)
+    assert count["per_rank"]["0"]["stored"] == 8
+    with SessionFile(tmp_path / "session.sqlite") as session:
+        assert len(session.streams()) == 2
+        assert session.ranks()[0].stream == "b"
+
+
+def test_a_new_attempt_replaces_the_old_one(tmp_path: Path) -> None:
+    aggregator, relay = aggregation(tmp_path), Relay()
+    aggregator.ingest(relay.message(Rank(0, 1).batch(30), Rank(0, 1, attempt=1).batch(7)))
+    assert _ledger(aggregator, tmp_path)["stored"] == 37
+    assert _steps(tmp_path) == list(range(7))
+
+
+# -- the verdict ---------------------------------------------------------------------------------
+
+
+def _run(aggregator: Aggregation, clock: Clock, ranks: list[Rank], seconds: int, late: int | None = None) -> None:
+    relay = Relay(0, f"relay-{clock.now}")
+    for _ in range(seconds):
+        batches = []
+        for rank in ranks:
+            slow = late == rank.identity.global_rank
+            ms = [1, 2, 0, 3, 4, 5] if late is not None and not slow else [1, 6 if slow else 2, 0, 3, 4, 1]
+            batches.append(rank.batch(10, ms))
+        aggregator.ingest(relay.message(*batches))
+        clock.tick()
+        assert aggregator.commit()
+        aggregator.judge()
+
+
+def _label(aggregator: Aggregation) -> str | None:
+    return aggregator.verdict.label if aggregator.verdict else None
+
+
+def test_the_verdict_names_the_late_rank_and_changes_are_stored(tmp_path: Path, clock: Clock) -> None:
+    aggregator, ranks = aggregation(tmp_path, clock), [Rank(i, 4) for i in range(4)]
+    _run(aggregator, clock, ranks, 8)
+    assert _label(aggregator) == "healthy"
+    _run(aggregator, clock, ranks, 8, late=2)
+    assert aggregator.verdict is not None
+    assert (aggregator.verdict.label, aggregator.verdict.stage, aggregator.verdict.ranks) == ("straggler", "data", (2,))
+    assert aggregator.commit()
+    with SessionFile(tmp_path / "session.sqlite") as session:
+        labels = [verdict["label"] for verdict in session.verdicts()[0]]
+    assert labels[0] == "healthy"
+    assert labels[-1] == "straggler"
+    assert len(labels) <= 3
+    assert not aggregator.errors
+
+
+def test_the_verdict_goes_on_after_a_restart(tmp_path: Path, clock: Clock) -> None:
+    aggregator, ranks = aggregation(tmp_path, clock), [Rank(i, 4) for i in range(4)]
+    _run(aggregator, clock, ranks, 10, late=1)
+    aggregator.close()
+    restarted = aggregation(tmp_path, clock)
+    restarted.judge()
+    assert _label(restarted) == "straggler"
+
+
+def test_a_rank_that_falls_silent_is_missing_one_that_ended_is_not(tmp_path: Path, clock: Clock) -> None:
+    aggregator, ranks = aggregation(tmp_path, clock), [Rank(i, 2) for i in range(2)]
+    _run(aggregator, clock, ranks, 6)
+    _run(aggregator, clock, ranks[:1], 6)
+    assert aggregator.verdict is not None
+    assert aggregator.verdict.label == "telemetry_limited"
+    assert aggregator.verdict.coverage == 0.5
+    aggregator.ingest(Relay(0, "end").message(ranks[1].batch(60, [1, 2, 0, 3, 4, 1]), ranks[1].batch(0, final=True)))
+    clock.tick(60)
+    _run(aggregator, clock, ranks[:1], 1)
+    assert _label(aggregator) == "healthy"
+
+
+def test_a_rank_that_is_lost_is_the_headline_at_once(tmp_path: Path, clock: Clock) -> None:
+    aggregator, ranks = aggregation(tmp_path, clock), [Rank(i, 2) for i in range(2)]
+    _run(aggregator, clock, ranks, 6)
+    relay = Relay(0, "end")
+    error = wire.Event("exception", clock(), message="RuntimeError: Connection closed by peer")
+    aggregator.ingest(relay.message(ranks[0].batch(0, final=True, events=[error])))
+    aggregator.judge()
+    assert _label(aggregator) == "healthy"  # rank 0 died of something else: what that is may come yet
+    lost = wire.Event("rank_lost", clock() + SECOND, data={"stream": ranks[1].stream})
+    aggregator.ingest(relay.message(lost=[ranks[1].stream], events=[lost]))
+    aggregator.judge()
+    assert aggregator.verdict is not None
+    assert (aggregator.verdict.label, aggregator.verdict.rank) == ("rank_lost", 1)
+
+
+# -- the end -------------------------------------------------------------------------------------
+
+
+def test_finish_writes_the_files_and_may_be_called_again(tmp_path: Path) -> None:
+    aggregator, relay, rank = aggregation(tmp_path), Relay(), Rank(0, 1)
+    aggregator.ingest(relay.message(rank.batch(30, produced=35)))
+    failure = wire.RankFailure(0, 0, rank.identity.pid, -9, 5)
+    for _ in range(2):
+        aggregator.finish(wire.Finish(wire.VERSION, 1, [failure]))
+    aggregator.close()
+    summary = msgspec.json.decode((tmp_path / "summary.json").read_bytes())
+    assert summary["session"]["status"] == "failed"
+    assert summary["ledger"]["dropped"] == {"agent": 0, "relay": 5, "aggregator": 0}
+    assert summary["ranks"]["0"]["exit_reason"] == "SIGKILL"
+    assert (tmp_path / "report.txt").stat().st_mode & 0o777 == 0o600
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_finish_offline_takes_what_agents_left(tmp_path: Path) -> None:
+    rank, spool = Rank(0, 1), tmp_path / "spool"
+    spool.mkdir()
+    aggregator = aggregation(tmp_path)
+    first, *others = (rank.batch(10) for _ in range(3))
+    aggregator.ingest(Relay().message(first))
+    aggregator.commit()
+    aggregator.close()
+    write_spool(spool / f"{rank.stream}.spool", [first, *others, rank.batch(0, final=True)])
+    (spool / "broken.spool").write_bytes(b"\x05\x00\x00\x00junk!\xff\xff\xff\xff")
+    finish_offline(tmp_path, Settings(), FINISH, spool)
+    count = check_ledger(tmp_path)
+    assert (count["stored"], count["in_flight"]) == (30, 0)
+    assert count["per_rank"]["0"]["unreported"] == 0
+    assert (tmp_path / "report.txt").is_file()
+
+
+def test_a_session_without_any_row_has_a_summary(tmp_path: Path) -> None:
+    finish_offline(tmp_path, Settings(), FINISH)
+    summary = msgspec.json.decode((tmp_path / "summary.json").read_bytes())
+    assert summary["verdict"]["label"] == "telemetry_limited"
+    assert "no rank ever reported" in summary["verdict"]["why"]
+
+
+@given(frames=st.lists(st.binary(max_size=50)), cut=st.integers(0, 60))
+def test_a_cut_spool_gives_its_whole_frames(
+    tmp_path_factory: pytest.TempPathFactory, frames: list[bytes], cut: int
+) -> None:
+    path = tmp_path_factory.mktemp("spool") / "a.spool"
+    write_spool(path, frames)
+    assert read_spool(path) == frames
+    path.write_bytes(path.read_bytes()[: -cut or None])
+    found = read_spool(path)
+    assert found == frames[: len(found)]
+    assert len(found) == len(frames) or cut
+
+
+# -- questions -----------------------------------------------------------------------------------
+
+
+def _ask(aggregator: Aggregation, **request: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = msgspec.msgpack.decode(aggregator.query(msgspec.msgpack.encode(request)))
+    return answer
+
+
+def test_questions_are_answered_with_a_cursor(tmp_path: Path) -> None:
+    aggregator, relay, rank = aggregation(tmp_path), Relay(), Rank(0, 1)
+    aggregator.ingest(relay.message(rank.batch(3)))
+    aggregator.commit()
+    answer = _ask(aggregator, what="rows")
+    (found,) = answer["result"]
+    assert (np.frombuffer(found["keys"], "<i8") >> wire.SEGMENT_BITS).tolist() == [0, 1, 2]
+    assert len(found["rows"]) == 3 * wire.ROW_BYTES
+    assert _ask(aggregator, what="rows", since=answer["cursor"])["result"] == []
+    for what in ("meta", "nodes", "ranks", "streams", "details", "process", "node_samples", "events", "verdicts"):
+        assert "result" in _ask(aggregator, what=what), what
+    assert _ask(aggregator, what="ledger")["result"]["stored"] == 3
+    assert _ask(aggregator, what="status")["result"]["ranks"] == 1
+    assert _ask(aggregator, what="verdict") == {"result": None}
+
+
+def test_a_bad_question_is_answered_with_an_error(tmp_path: Path) -> None:
+    aggregator = aggregation(tmp_path)
+    assert "close" in _ask(aggregator, what="close")["error"]
+    assert "error" in msgspec.msgpack.decode(aggregator.query(b"\xc1"))
+    assert "error" in _ask(aggregator, what="rows", since="x")
+
+
+def test_idle_time_counts_from_the_last_message(tmp_path: Path, clock: Clock) -> None:
+    aggregator = aggregation(tmp_path, clock)
+    clock.tick(30)
+    assert aggregator.idle_s() == 30
+    aggregator.ingest(Relay().message())
+    assert aggregator.idle_s() == 0
+
+
+def test_threads_that_ingest_commit_and_ask_do_not_disturb_each_other(tmp_path: Path) -> None:
+    aggregator, relay, ranks = aggregation(tmp_path), Relay(), [Rank(i, 4) for i in range(4)]
+    done = threading.Event()
+    answers: list[dict[str, Any]] = []
+
+    def keep(*acts: Any) -> None:
+        while not done.is_set():
+            for act in acts:
+                act()
+
+    threads = [
+        threading.Thread(target=keep, args=(aggregator.commit, aggregator.judge)),
+        threading.Thread(target=keep, args=(lambda: answers.append(_ask(aggregator, what="ledger")),)),
+    ]
+    for thread in threads:
+        thread.start()
+    for _ in range(150):
+        aggregator.ingest(relay.message(*(rank.batch(2) for rank in ranks)))
+    done.set()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert _ledger(aggregator, tmp_path)["stored"] == 150 * 8
+    assert not aggregator.errors
+    assert not [answer for answer in answers if "error" in answer]
+
+
+# -- kill -9 -------------------------------------------------------------------------------------
+
+_CHILD = """
+import sys, threading
+from pathlib import Path
+from traceml_ray.actors.aggregation import Aggregation
+from traceml_ray.settings import Settings
+aggregator = Aggregation(Path(sys.argv[1]), Settings(), {})
+def commit():
+    while True:
+        aggregator.commit()
+threading.Thread(target=commit, daemon=True).start()
+source, sink = sys.stdin.buffer, sys.stdout.buffer
+while length := source.read(4):
+    reply = aggregator.ingest(source.read(int.from_bytes(length, "little")))
+    sink.write(len(reply).to_bytes(4, "little") + reply)
+    sink.flush()
+"""
+
+
+def _feed(folder: Path, unconfirmed: dict[int, bytes], make: Any, kill_after: int) -> None:
+    """Be a relay to a child that is killed after so many messages; keeps what it did not confirm."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", _CHILD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    queue = list(unconfirmed.values())
+    try:
+        for _ in range(kill_after):
+            message = queue.pop(0) if queue else make()
+            child.stdin.write(len(message).to_bytes(4, "little") + message)
+            child.stdin.flush()
+            reply = child.stdout.read(int.from_bytes(child.stdout.read(4), "little"))
+            for seq in [seq for seq in unconfirmed if seq <= confirmed(reply)]:
+                del unconfirmed[seq]
+        message = queue.pop(0) if queue else make()  # one is in its hands when it dies
+        child.stdin.write(len(message).to_bytes(4, "little") + message)
+        child.stdin.flush()
+    finally:
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait(timeout=30)
+        child.stdout.close()
+        try:
+            child.stdin.close()
+        except BrokenPipeError:
+            pass
+
+
+def test_killed_at_any_moment_it_neither_loses_nor_doubles_a_row(tmp_path: Path) -> None:
+    chance = random.Random(7)
+    relay, ranks = Relay(), [Rank(i, 2) for i in range(2)]
+    unconfirmed: dict[int, bytes] = {}
+
+    def make() -> bytes:
+        event = wire.Event("note", relay.seq)
+        message = relay.message(*(rank.batch(chance.randint(0, 20), events=[event]) for rank in ranks))
+        unconfirmed[relay.seq] = message
+        return message
+
+    for _ in range(6):
+        _feed(tmp_path, unconfirmed, make, chance.randint(5, 400))
+        check_ledger(tmp_path)
+    aggregator = aggregation(tmp_path)
+    for message in [*unconfirmed.values()]:
+        aggregator.ingest(message)
+    count = _ledger(aggregator, tmp_path)
+    assert count["stored"] == count["produced"] == sum(rank.produced for rank in ranks)
+    for rank in ranks:
+        assert _steps(tmp_path, rank.identity.global_rank) == list(range(rank.produced))
+    with SessionFile(tmp_path / "session.sqlite") as session:
+        assert len(session.events()[0]) == 2 * relay.seq

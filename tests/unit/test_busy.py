@@ -1,0 +1,69 @@
+"""Busy time per rank, node and stage."""
+
+import numpy as np
+import pytest
+from unit.sample_windows import RECORDED, of_ms, streams, window
+
+from traceml_ray.analysis.busy import summarise
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.window import align
+from traceml_ray.wire import FLAG_NO_PEERS, FLAG_NO_SPLIT, STAGES
+
+LIMITS = Thresholds()
+ROWS = of_ms([[1, 2, 0, 3, 4, 5], [1, 2, 0, 4, 4, 4], [1, 6, 0, 3, 4, 1], [1, 2, 0, 3, 4, 5]], 20)
+
+
+def test_ranks_and_nodes():
+    summary = summarise(window(ROWS), LIMITS)
+    assert summary.count == 20
+    assert summary.median_ms == summary.p95_ms == 15
+    assert summary.per_rank_median_ms == {0: 10, 1: 11, 2: 14, 3: 10}
+    assert summary.per_node_median_ms == {"node-0": 10.5, "node-1": 12}
+    assert (summary.busy_median_ms, summary.busy_p95_ms) == (10.5, 14)
+    assert (summary.worst_rank, summary.worst_node) == (2, "node-1")
+    assert summary.global_skew_pct == pytest.approx(100 * 3.5 / 10.5)
+    assert summary.node_skew_pct == pytest.approx(100 * 1.5 / 10.5)
+
+
+def test_stages():
+    stages = {stage.name: stage for stage in summarise(window(ROWS), LIMITS).stages}
+    assert list(stages) == list(STAGES)
+    assert (stages["data"].median_ms, stages["data"].max_ms, stages["data"].worst_rank) == (2, 6, 2)
+    assert stages["data"].exposed_ms == 6
+    assert sum(stage.exposed_share for stage in stages.values()) == pytest.approx(1)
+    assert stages["sync_wait"].worst_rank is None
+
+
+def test_equal_rows_hide_a_slow_rank_but_busy_time_does_not():
+    d = RECORDED["f4_backward_8"]
+    summary = summarise(window(d), LIMITS)
+    whole = np.median(d.sum(axis=2), axis=0)
+    assert np.ptp(whole) < 0.05 * whole.mean()
+    assert summary.worst_rank == 3
+    assert summary.global_skew_pct > 50
+
+
+def test_missing_ranks_are_none_not_zero():
+    summary = summarise(align(streams(ROWS), 6, missing=[3, 5]), LIMITS)
+    assert summary.per_rank_median_ms == {0: 10, 1: 11, 2: 14, 3: None, 5: None}
+
+
+def test_one_rank_has_no_skew():
+    flags = FLAG_NO_PEERS | FLAG_NO_SPLIT
+    summary = summarise(window(of_ms([[1, 2, 0, 3, 4, 0]], 5), flags=flags), LIMITS)
+    assert summary.per_rank_median_ms == {0: 10}  # its backward is all its own
+    assert (summary.worst_rank, summary.worst_node) == (None, None)
+    assert (summary.global_skew_pct, summary.node_skew_pct) == (None, None)
+
+
+def test_backward_that_holds_the_waiting_is_not_busy_time():
+    merged = ROWS.copy()
+    merged[:, :, 4] += merged[:, :, 5]
+    merged[:, :, 5] = 0
+    summary = summarise(window(merged, flags=FLAG_NO_SPLIT), LIMITS)
+    assert summary.per_rank_median_ms == {0: 6, 1: 7, 2: 10, 3: 6}
+
+
+@pytest.mark.parametrize("d", [np.empty((0, 2, 6), np.int64), np.full((3, 2, 6), 2**63 - 1), -ROWS])
+def test_nothing_to_tell(d):
+    assert summarise(window(d), LIMITS) is None

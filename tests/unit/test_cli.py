@@ -1,0 +1,108 @@
+"""The command line as a person meets it: a process, its output, its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sessions import Rank, Relay, aggregation
+
+from traceml_ray import __version__
+from traceml_ray.session import prepare
+
+
+def _run(*arguments: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "traceml_ray.cli", *arguments],
+        cwd=cwd,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """A folder with one live session `s` of one rank."""
+    folder = prepare(tmp_path / "out", "s")
+    aggregator, relay, rank = aggregation(folder.path), Relay(), Rank(0, 1)
+    for _ in range(5):
+        aggregator.ingest(relay.message(rank.batch(10)))
+    aggregator.commit()
+    return folder.path.parent
+
+
+def test_report_of_a_live_session_as_text_and_json(out: Path, tmp_path: Path) -> None:
+    text = _run("report", "--out", str(out), cwd=tmp_path)
+    assert (text.returncode, text.stderr) == (0, "")
+    assert "session s" in text.stdout
+    assert "Verdict    healthy" in text.stdout
+    told = _run("report", "s", "--json", cwd=tmp_path, TRACEML_OUT=str(out))
+    summary = json.loads(told.stdout)
+    assert summary["session"]["status"] == "running"
+    assert summary["steps"]["count"] == 50
+
+
+def test_status_of_a_live_session(out: Path, tmp_path: Path) -> None:
+    told = _run("status", str(out / "s"), cwd=tmp_path)
+    assert told.returncode == 0
+    assert f"running (live, launcher pid {os.getpid()})" in told.stdout
+    assert "50 rows produced = 50 stored" in told.stdout
+
+
+def test_report_needs_neither_torch_nor_ray(out: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from traceml_ray.cli import main; main(['report', '--out', sys.argv[1]]); "
+        "sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(out)], capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "required"),
+        (["nonsense"], "invalid choice: 'nonsense'"),
+        (["report", "missing"], "no session 'missing' under"),
+        (["report", "--out", "nowhere"], "no session under nowhere"),
+        (["report", "broken"], "broken/session.sqlite: cannot use the session file"),
+    ],
+)
+def test_a_mistake_is_one_clear_line_and_exit_code_2(tmp_path: Path, arguments: list[str], told: str) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "session.sqlite").write_bytes(b"x" * 5000)
+    done = _run(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+
+
+def test_stop_of_a_session_that_is_not_live_fails(out: Path, tmp_path: Path) -> None:
+    done = _run("stop", "s", "--out", str(out), cwd=tmp_path)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "not live" in done.stderr
+
+
+def test_help_and_version(tmp_path: Path) -> None:
+    assert _run("--version", cwd=tmp_path).stdout == f"traceml-ray {__version__}\n"
+    told = _run("--help", cwd=tmp_path).stdout
+    assert "2 bad input" in told
+    assert all(name in told for name in ("report", "status", "stop"))
+
+
+def test_a_closed_pipe_is_no_error(out: Path, tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "traceml_ray.cli", "report", "--out", str(out)]
+    done = subprocess.run(command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")

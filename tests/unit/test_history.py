@@ -1,0 +1,151 @@
+"""Verdicts over a run, live and afterwards."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from unit.sample_windows import EXPECTED, RECORDED, of_ms, streams, window
+
+from traceml_ray.analysis.history import RunJudge, judge_run
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.window import align
+
+NO_WARMUP = Thresholds(warmup_steps=0)
+WAITS = [1, 2, 0, 3, 4, 5]
+BALANCED = of_ms([[1, 2, 0, 3, 4, 1]] * 3)
+LATE_DATA = of_ms([WAITS, WAITS, [1, 6, 0, 3, 4, 1]])
+LATE_FORWARD = of_ms([[1, 2, 0, 8, 4, 1], [1, 2, 0, 3, 4, 6], [1, 2, 0, 3, 4, 6]])
+
+
+def rows(*parts):
+    return np.concatenate([np.tile(row, (steps, 1, 1)) for row, steps in parts])
+
+
+def spans(run):
+    return [(span.label, span.stage, span.rank, span.from_step, span.to_step) for span in run.spans]
+
+
+@pytest.mark.parametrize("name", [name for name in RECORDED if name != "late3"])
+def test_recorded_runs_have_one_verdict(name):
+    d, expected = RECORDED[name], EXPECTED[name]
+    run = judge_run(streams(d, first_step=10), d.shape[1], thresholds=NO_WARMUP)
+    whole = run.whole()
+    assert spans(run) == [(expected["label"], expected["stage"], expected["rank"], 10, 209)]
+    assert (whole.label, whole.stage, whole.rank) == tuple(expected.values())
+    assert whole.chronic is (True if expected["rank"] is not None else None)
+
+
+def test_recorded_late_fault():
+    run = judge_run(streams(RECORDED["late3"], first_step=10), 3, thresholds=NO_WARMUP)
+    healthy, late = run.spans
+    assert (healthy.label, healthy.from_step) == ("healthy", 10)
+    assert (late.label, late.stage, late.rank, late.to_step) == ("straggler", "data", 0, 209)
+    assert abs(late.from_step - 130) <= 3
+    assert healthy.to_step == late.from_step - 1
+    assert run.whole().from_step == late.from_step
+
+
+def test_changes_of_verdict():
+    d = rows((BALANCED, 100), (LATE_DATA, 100), (LATE_FORWARD, 100), (BALANCED, 100))
+    run = judge_run(streams(d), 3)
+    found = spans(run)
+    assert [span[:3] for span in found if span[0] == "straggler"] == [
+        ("straggler", "data", 2),
+        ("straggler", "forward", 0),
+    ]
+    assert (found[0][0], found[0][3], found[-1][0], found[-1][4]) == ("healthy", 10, "healthy", 399)
+    assert found[1][3] == 100
+    assert all(a[4] + 1 == b[3] for a, b in pairwise(found))
+
+
+def test_warm_up_is_left_out():
+    run = judge_run(streams(rows((LATE_DATA, 10), (BALANCED, 60)), first_step=1000), 3)
+    assert [span.label for span in run.spans] == ["healthy"]
+    assert (run.whole().from_step, run.whole().window_steps) == (1010, 60)
+
+
+def test_warm_up_is_counted_from_the_runs_first_step():
+    late = window(rows((BALANCED, 50)), first_step=5000)
+    assert RunJudge(first_step=0).update(late).from_step == 5000
+    assert RunJudge().update(late).from_step == 5010
+
+
+@pytest.mark.parametrize("steps", [0, 5, 29])
+def test_too_short_to_judge(steps):
+    run = judge_run(streams(rows((LATE_DATA, 50))[:steps]), 3)
+    assert not run.spans
+    assert run.whole().label == "telemetry_limited"
+    assert f"{max(steps - 10, 0)} step" in run.whole().why
+
+
+def test_missing_ranks_are_said_even_before_there_are_enough_steps():
+    run = judge_run(streams(rows((LATE_DATA, 15))), 9, missing=[3, 4, 5, 6, 7, 8])
+    assert run.whole().why.startswith("6 of 9 ranks do not report: ranks 3-8.")
+
+
+def test_no_rows_at_all():
+    assert judge_run([], 4).whole().label == "telemetry_limited"
+    assert RunJudge().whole().label == "telemetry_limited"
+
+
+def test_chronic_by_the_share_of_windows():
+    run = RunJudge(NO_WARMUP)
+    d = rows((BALANCED, 300), (LATE_DATA, 200))
+    chronic = {}
+    for end in range(50, 501, 10):
+        verdict = run.update(window(d[end - 50 : end], end - 50))
+        if verdict.label == "straggler":
+            chronic[end] = verdict.chronic
+    assert not chronic[min(chronic)]
+    assert chronic[500]
+    assert not run.whole().chronic  # 40 % of the run
+
+
+def test_asking_more_often_changes_nothing():
+    d = rows((BALANCED, 200), (LATE_DATA, 60))
+    seldom, often = RunJudge(), RunJudge()
+    for end in range(50, 261, 10):
+        last = window(d[end - 50 : end], end - 50)
+        verdicts = [often.update(last) for _ in range(5)]
+        assert seldom.update(last) == verdicts[0] == verdicts[-1]
+    assert seldom.whole() == often.whole()
+    assert spans(seldom) == spans(often)
+
+
+def test_a_long_run_is_sampled_evenly_and_bounded():
+    limits = Thresholds(run_steps=500, warmup_steps=0)
+    run = RunJudge(limits)
+    d = rows((LATE_DATA, 50))
+    for start in range(0, 20_000, 50):
+        run.update(window(d if start < 12_000 else rows((BALANCED, 50)), start))
+        if start % 1000 == 0:
+            assert run.whole().window_steps <= 550
+    whole = run.whole()
+    # A fault in 60 % of the run is named by the whole, long after it ended.
+    assert (whole.label, whole.rank, whole.from_step, whole.to_step) == ("straggler", 2, 0, 19_999)
+    assert whole.chronic
+    assert "looked at over the whole run" in whole.why
+
+
+def test_many_ranks_are_sampled_by_rows():
+    run = RunJudge(Thresholds(run_rows=600, warmup_steps=0))
+    for start in range(0, 2000, 50):
+        run.update(window(rows((LATE_DATA, 50)), start))
+    assert run.whole().window_steps <= 250
+
+
+def test_a_change_of_ranks_starts_the_whole_anew():
+    run = RunJudge(NO_WARMUP)
+    d = rows((LATE_DATA, 50))
+    run.update(window(d, 0))
+    without = align(streams(d[:, :2], 50), 2)
+    run.update(without)
+    assert (run.whole().from_step, run.whole().window_steps) == (50, 50)
+    assert [span.label for span in run.spans] == ["straggler", "healthy"]
+
+
+def test_sets_of_ranks_that_overlap_are_one_span():
+    one = of_ms([WAITS, WAITS, [1, 6, 0, 3, 4, 1], [1, 2, 0, 3, 4, 5], WAITS])
+    two = of_ms([WAITS, WAITS, [1, 6, 0, 3, 4, 1], [1, 6, 0, 3, 4, 1], WAITS])
+    run = judge_run(streams(rows((one, 60), (two, 60))), 5)
+    assert len(run.spans) == 1

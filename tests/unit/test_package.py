@@ -1,0 +1,88 @@
+"""The package as it is installed: what the wheel holds, and what an import costs."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import traceml_ray
+
+ROOT = Path(__file__).parents[2]
+MAPPED = {
+    "traceml_ray": "traceml_ray",
+    "launchers": "traceml_ray/launchers",
+    "dash_app": "traceml_ray/dash_app",
+}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel from a copy: a build in place would pick up what an earlier build left."""
+    source = tmp_path_factory.mktemp("source")
+    for name in MAPPED:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist"]
+    built = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=100)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (path,) = (source / "dist").glob("*.whl")
+    return path
+
+
+def test_the_wheel_holds_the_tree_and_nothing_else(wheel):
+    source = wheel.parents[1]
+    expected = {
+        f"{target}/{path.relative_to(source / folder).as_posix()}"
+        for folder, target in MAPPED.items()
+        for path in (source / folder).rglob("*")
+        if path.is_file() and path.suffix != ".md"
+    }
+    names = set(zipfile.ZipFile(wheel).namelist())
+    info = f"traceml_ray-{traceml_ray.__version__}.dist-info/"
+    assert {name for name in names if not name.startswith(info)} == expected
+    assert {info + "licenses/LICENSE", info + "entry_points.txt"} <= names
+
+
+def test_the_wheel_alone_can_be_imported(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = "import traceml_ray, traceml_ray.launchers, traceml_ray.dash_app as d; print(d.__file__)"
+    assert run(code, cwd=tmp_path) == str(tmp_path / "traceml_ray/dash_app/__init__.py")
+
+
+def test_import_brings_nothing_heavy():
+    code = (
+        "import sys; before = set(sys.modules); import traceml_ray; print(*sorted(set(sys.modules) - before))"
+    )
+    brought = {name.partition(".")[0] for name in run(code).split()}
+    assert brought - sys.stdlib_module_names == {"traceml_ray"}
+
+
+def test_import_cost_is_shown(capsys):
+    """Prints the figure; it asserts none, because it depends on the machine."""
+    code = "import time; t = time.perf_counter(); import traceml_ray; print((time.perf_counter() - t) * 1e3)"
+    milliseconds = min(float(run(code)) for _ in range(5))
+    with capsys.disabled():
+        print(f"\nimport traceml_ray: {milliseconds:.1f} ms")
+
+
+def test_public_names_are_there_and_others_are_not():
+    names = "attach, detach, stage, trace_step, watch"
+    assert (
+        run(f"from traceml_ray import {names}; import traceml_ray; print(all(map(callable, ({names}))))")
+        == "True"
+    )
+    assert set(names.split(", ")) < set(dir(traceml_ray))
+    with pytest.raises(AttributeError, match="module 'traceml_ray' has no attribute 'nothing'"):
+        _ = traceml_ray.nothing
+
+
+def run(code: str, cwd: Path = ROOT) -> str:
+    """Run `code` in a fresh interpreter and return what it printed."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()

@@ -1,0 +1,450 @@
+"""The state machine alone, on a clock that only moves when told to."""
+
+from __future__ import annotations
+
+import struct
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from traceml_ray.agent.recorder import Recorder
+from traceml_ray.agent.ring import StepRing
+from traceml_ray.wire import (
+    FLAG_FIRST,
+    FLAG_NO_BACKWARD,
+    FLAG_NO_DATA,
+    FLAG_NO_FORWARD,
+    FLAG_NO_PEERS,
+    FLAG_NO_SPLIT,
+    N_STAGES,
+    SEGMENT_BITS,
+)
+
+
+class Clock:
+    """Time that passes by hand; starts away from 0 because 0 means "never" in places."""
+
+    def __init__(self) -> None:
+        self.now = 1000
+
+    def __call__(self) -> int:
+        return self.now
+
+    def wait(self, ns: int) -> None:
+        self.now += ns
+
+
+class Loop:
+    """A training loop made of marks, each part as long as it is told."""
+
+    def __init__(self, *, peers: bool = True) -> None:
+        self.clock = Clock()
+        self.ring = StepRing(256)
+        self.recorder = Recorder(self.ring, self.clock)
+        if peers:
+            self.recorder.peers = lambda: True
+        self.loader = object()
+
+    def data(self, ns: int, loader: object | None = None, *, got: bool = True) -> None:
+        assert self.recorder.data_begin(loader or self.loader)
+        self.clock.wait(ns)
+        self.recorder.data_end(got)
+
+    def forward(self, ns: int, *, training: bool = True) -> None:
+        self.recorder.forward_begin(training)
+        self.clock.wait(ns)
+
+    def backward(self, own: int, wait: int, *, split: bool = True) -> None:
+        self.recorder.backward_begin()
+        self.clock.wait(own)
+        if split:
+            self.recorder.gradients_done()
+        self.clock.wait(wait)
+        self.recorder.backward_end(True)
+
+    def optimizer(self, ns: int) -> None:
+        began = self.recorder.optimizer_begin()
+        self.clock.wait(ns)
+        self.recorder.optimizer_end(began)
+
+    def step(self, *, post: int = 1, data: int = 2, prepare: int = 3, forward: int = 4) -> None:
+        self.data(data)
+        self.clock.wait(prepare)
+        self.forward(forward)
+        self.backward(5, 6)
+        self.optimizer(post)
+
+    def rows(self) -> list[tuple[int, int, list[int]]]:
+        """(key, flags, row) of everything that has come out so far."""
+        _, keys, flags, rows = self.ring.drain(10_000)
+        return [
+            (
+                struct.unpack_from("<q", keys, 8 * i)[0],
+                flags[i],
+                list(struct.unpack_from(f"<{N_STAGES}q", rows, 8 * N_STAGES * i)),
+            )
+            for i in range(len(flags))
+        ]
+
+
+def test_plain_steps_are_cut_at_sync_exit() -> None:
+    loop = Loop()
+    for _ in range(3):
+        loop.step(post=7)
+    assert loop.rows() == [
+        (0 << SEGMENT_BITS, FLAG_FIRST, [0, 2, 3, 4, 5, 6]),
+        (1 << SEGMENT_BITS, 0, [7, 2, 3, 4, 5, 6]),
+        (2 << SEGMENT_BITS, 0, [7, 2, 3, 4, 5, 6]),
+    ]
+    assert loop.recorder.tail_ns() == 7
+
+
+def test_accumulation_without_sync_is_one_row() -> None:
+    loop = Loop()
+    loop.step()
+    loop.recorder.peers = lambda: False
+    for _ in range(3):
+        loop.data(2)
+        loop.forward(4)
+        loop.backward(5, 0)
+        loop.clock.wait(10)  # loss.item() and the like between two micro-batches
+    loop.recorder.peers = lambda: True
+    loop.step(post=0)
+    assert loop.rows()[1:] == [(1 << SEGMENT_BITS, 0, [1 + 30, 8, 3, 16, 20, 6])]
+
+
+def test_every_synced_backward_of_a_step_is_a_segment() -> None:
+    loop = Loop()
+    loop.step()
+    for _ in range(2):
+        loop.data(2)
+        loop.forward(4)
+        loop.backward(5, 6)
+    loop.optimizer(1)
+    assert [(key, row) for key, _, row in loop.rows()[1:]] == [
+        (1 << SEGMENT_BITS, [1, 2, 0, 4, 5, 6]),
+        (1 << SEGMENT_BITS | 1, [0, 2, 0, 4, 5, 6]),
+    ]
+
+
+def test_second_optimizer_is_no_second_step() -> None:
+    loop = Loop()
+    for _ in range(2):
+        loop.step(post=3)
+        loop.optimizer(4)
+    rows = loop.rows()
+    assert [key >> SEGMENT_BITS for key, _, _ in rows] == [0, 1]
+    assert rows[1][2][0] == 7
+
+
+def test_a_skipped_optimizer_still_closes_the_row() -> None:
+    """GradScaler.step marks first; on overflow no optimizer follows."""
+    loop = Loop()
+    loop.step()
+    loop.data(2)
+    loop.forward(4)
+    loop.backward(5, 6)
+    loop.recorder.optimizer_begin()
+    loop.step()
+    assert [key >> SEGMENT_BITS for key, _, _ in loop.rows()] == [0, 1, 2]
+
+
+def test_evaluation_between_steps_belongs_to_post_sync() -> None:
+    loop = Loop()
+    loop.step()
+    validation = object()
+    for _ in range(3):
+        loop.data(10, validation)
+        loop.forward(20, training=False)
+    loop.data(1, validation, got=False)
+    loop.step()
+    assert loop.rows()[1][2] == [1 + 91, 2, 3, 4, 5, 6]
+
+
+def test_evaluation_after_the_fetch_leaves_the_fetch_in_data() -> None:
+    loop = Loop()
+    for _ in range(2):
+        loop.step()
+    loop.data(2)
+    for _ in range(3):
+        loop.data(10, loop.ring)
+        loop.forward(20, training=False)
+    loop.forward(4)
+    loop.backward(5, 6)
+    loop.optimizer(1)
+    assert loop.rows()[2][2] == [1 + 90, 2, 0, 4, 5, 6]
+
+
+def test_evaluation_of_a_model_we_do_not_know_belongs_to_post_sync() -> None:
+    loop = Loop()
+    for _ in range(2):
+        loop.step()
+    validation = object()
+    for _ in range(3):
+        loop.data(10, validation)
+        loop.clock.wait(20)
+    loop.step()
+    assert loop.rows()[2][2] == [1 + 90, 2, 3, 4, 5, 6]
+
+
+def test_looking_at_the_model_after_the_fetch_does_not_move_the_fetch() -> None:
+    loop = Loop()
+    for _ in range(2):
+        loop.step()
+    loop.data(2)
+    loop.forward(20, training=False)  # a teacher's labels for this very batch
+    loop.forward(4)
+    loop.backward(5, 6)
+    loop.optimizer(1)
+    assert loop.rows()[2][2] == [1, 2, 20, 4, 5, 6]
+
+
+def test_two_loaders_that_feed_one_step_both_count() -> None:
+    loop = Loop()
+    other = object()
+    for _ in range(4):
+        loop.data(2)
+        loop.data(30, other)
+        loop.forward(4)
+        loop.backward(5, 6)
+        loop.optimizer(1)
+    assert [row[1] for _, _, row in loop.rows()] == [32] * 4
+
+
+def test_end_of_an_epoch_is_no_wait() -> None:
+    loop = Loop()
+    loop.step()
+    loop.step()
+    loop.data(9, got=False)
+    loop.recorder.new_iterator()
+    loop.step()
+    assert loop.rows()[2][2] == [1 + 9, 2, 3, 4, 5, 6]
+
+
+def test_fetch_ahead_between_backward_and_optimizer_counts_for_the_next_row() -> None:
+    loop = Loop()
+    loop.step()
+    for _ in range(2):
+        loop.forward(4)
+        loop.backward(5, 6)
+        loop.data(2)
+        loop.optimizer(1)
+    assert loop.rows()[2][2] == [1, 2, 0, 4, 5, 6]
+
+
+def test_missing_marks_merge_neighbours_and_say_so() -> None:
+    loop = Loop()
+    loop.step()
+    loop.forward(4)
+    loop.backward(5, 6)
+    loop.optimizer(1)  # no data
+    loop.data(2)
+    loop.clock.wait(3)
+    loop.backward(5, 6)
+    loop.optimizer(1)  # no forward
+    loop.data(2)
+    loop.forward(4)
+    loop.backward(5, 6, split=False)
+    loop.optimizer(1)  # no split
+    assert loop.rows()[1:] == [
+        (1 << SEGMENT_BITS, FLAG_NO_DATA, [1, 0, 0, 4, 5, 6]),
+        (2 << SEGMENT_BITS, FLAG_NO_FORWARD, [1, 2, 0, 3, 5, 6]),
+        (3 << SEGMENT_BITS, FLAG_NO_SPLIT, [1, 2, 0, 4, 11, 0]),
+    ]
+
+
+def test_nested_backward_sums_its_waits() -> None:
+    """Reentrant checkpointing: DDP finalises inside a nested backward."""
+    loop = Loop()
+    recorder, clock = loop.recorder, loop.clock
+    loop.step()
+    loop.data(2)
+    loop.forward(4)
+    assert recorder.backward_begin()
+    clock.wait(10)
+    assert recorder.backward_begin()
+    clock.wait(10)
+    recorder.gradients_done()
+    clock.wait(7)
+    recorder.backward_end(True)
+    clock.wait(1)
+    recorder.gradients_done()
+    clock.wait(2)
+    recorder.backward_end(True)
+    loop.optimizer(0)
+    assert loop.rows()[1][2] == [1, 2, 0, 4, 21, 9]
+
+
+def test_optimizer_inside_the_backward_closes_at_its_end() -> None:
+    loop = Loop(peers=False)
+    for _ in range(2):
+        loop.data(2)
+        loop.forward(4)
+        loop.recorder.backward_begin()
+        loop.optimizer(5)
+        loop.recorder.gradients_done()
+        loop.recorder.backward_end(True)
+    assert loop.rows() == [
+        (0, FLAG_FIRST | FLAG_NO_PEERS, [0, 2, 0, 4, 5, 0]),
+        (1 << SEGMENT_BITS, FLAG_NO_PEERS, [0, 2, 0, 4, 5, 0]),
+    ]
+
+
+def test_closures_of_lbfgs_are_one_row() -> None:
+    loop = Loop(peers=False)
+    for _ in range(2):
+        loop.data(2)
+        began = loop.recorder.optimizer_begin()
+        for _ in range(3):
+            loop.forward(4)
+            loop.backward(5, 0)
+        loop.recorder.optimizer_end(began)
+    assert [(key >> SEGMENT_BITS, row) for key, _, row in loop.rows()] == [
+        (0, [0, 2, 0, 12, 15, 0]),
+        (1, [0, 2, 0, 12, 15, 0]),
+    ]
+
+
+def test_trace_step_cuts_where_it_is_told() -> None:
+    loop = Loop()
+    recorder = loop.recorder
+    for _ in range(2):
+        recorder.manual = True
+        for _ in range(2):
+            loop.data(2)
+            loop.forward(4)
+            loop.backward(5, 0)
+            recorder.peers = None
+            loop.optimizer(1)
+        recorder.close_traced()
+        recorder.manual = False
+    recorder.close_traced()
+    rows = loop.rows()
+    assert [key >> SEGMENT_BITS for key, _, _ in rows if not key & 255] == [0, 1, 2]
+    assert rows[-1][1] & FLAG_NO_BACKWARD
+
+
+def test_waiting_for_buffers_is_waiting() -> None:
+    loop = Loop()
+    loop.step()
+    loop.data(2)
+    loop.forward(1)
+    before = loop.recorder.sync_begin()
+    loop.clock.wait(50)
+    loop.recorder.sync_end(before)
+    loop.clock.wait(3)
+    loop.backward(5, 6)
+    loop.optimizer(1)
+    assert loop.rows()[1][2] == [1, 2, 0, 4, 5, 56]
+
+
+def test_a_failed_backward_leaves_no_row() -> None:
+    loop = Loop()
+    loop.step()
+    loop.data(2)
+    loop.forward(4)
+    loop.recorder.backward_begin()
+    loop.recorder.backward_end(False)
+    loop.optimizer(1)
+    assert len(loop.rows()) == 1
+
+
+def test_another_thread_does_not_mark_until_the_trainer_is_silent() -> None:
+    loop = Loop()
+    loop.step()
+    results: list[bool] = []
+
+    def elsewhere() -> None:
+        results.append(loop.recorder.data_begin(object()))
+        results.append(loop.recorder.backward_begin())
+
+    def run() -> None:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join(10)
+
+    run()
+    assert results == [False, False]
+    loop.clock.wait(6_000_000_000)
+    run()
+    assert results[2:] == [False, True]
+    assert loop.recorder.first, "the first row of a new training thread has no sync exit before it"
+
+
+def test_full_ring_drops_and_counts() -> None:
+    loop = Loop()
+    for _ in range(300):
+        loop.step()
+    assert loop.ring.dropped == 300 - 256
+    assert len(loop.rows()) == 256
+    loop.step()
+    assert loop.rows()[0][0] == 300 << SEGMENT_BITS
+    assert loop.ring.accepted + loop.ring.dropped == 301
+
+
+def test_drain_takes_rows_in_order_across_the_end_of_the_buffer() -> None:
+    ring = StepRing(4)
+    for number in range(10):
+        ring.push(number, 0, [number] * N_STAGES)
+        first, keys, flags, rows = ring.drain(1)
+        assert (first, struct.unpack("<q", keys), flags) == (number, (number,), b"\0")
+        assert struct.unpack(f"<{N_STAGES}q", rows) == (number,) * N_STAGES
+
+
+MARKS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["data", "none", "val", "forward", "eval", "backward", "nested", "unsplit", "optimizer", "sync"]
+        ),
+        st.integers(0, 1000),
+    ),
+    max_size=80,
+)
+
+
+@given(MARKS)
+def test_whatever_the_order_every_nanosecond_is_in_one_stage(marks: list[tuple[str, int]]) -> None:
+    """Rows plus tail are all the time since the first row began; nothing is negative; marks never raise."""
+    loop = Loop()
+    validation = object()
+    loop.data(0)
+    loop.forward(0)
+    loop.backward(0, 0)
+    loop.optimizer(0)
+    began = loop.clock.now
+    for name, ns in marks:
+        if name in ("data", "none"):
+            loop.data(ns, got=name == "data")
+        elif name == "val":
+            loop.data(ns, validation)
+        elif name in ("forward", "eval"):
+            loop.forward(ns, training=name == "forward")
+        elif name == "nested":
+            loop.recorder.backward_begin()
+            loop.backward(ns, ns)
+            loop.recorder.backward_end(True)
+        elif name in ("backward", "unsplit"):
+            loop.backward(ns, ns, split=name == "backward")
+        elif name == "optimizer":
+            loop.optimizer(ns)
+        else:
+            before = loop.recorder.sync_begin()
+            loop.clock.wait(ns)
+            loop.recorder.sync_end(before)
+    rows = loop.rows()
+    pending = loop.recorder._pending or []
+    assert all(value >= 0 for _, _, row in rows for value in row)
+    assert sum(sum(row) for _, _, row in rows) + sum(pending) + loop.recorder.tail_ns() == loop.clock.now - began
+    keys = [key for key, _, _ in rows]
+    assert keys == sorted(set(keys)) or any(key & 255 == 255 for key in keys)
+
+
+@pytest.mark.parametrize("segments", [300])
+def test_segments_stay_inside_their_bits(segments: int) -> None:
+    loop = Loop()
+    for _ in range(segments):
+        loop.backward(1, 1)
+    loop.optimizer(0)
+    assert max(key & ((1 << SEGMENT_BITS) - 1) for key, _, _ in loop.rows()) == 255

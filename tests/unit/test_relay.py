@@ -1,0 +1,500 @@
+"""The relay core: real sockets and processes, a fake aggregator, a fake clock."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from traceml_ray import wire
+from traceml_ray.actors.outbox import Outbox
+from traceml_ray.actors.relay import FINISH_S, RESEND_S, TICK_S, Relay
+from traceml_ray.identity import RankIdentity
+from traceml_ray.settings import Settings
+from traceml_ray.spool import read_spool, write_spool
+
+NODE = wire.NodeIdentity("node", "host", "127.0.0.1")
+
+
+def rank_batch(stream: str, seq: int, *, rows: int = 3, final: bool = False, pad: int = 0) -> bytes:
+    events = [wire.Event("note", 0, message="x" * pad)] if pad else []
+    return wire.encode(
+        wire.RankBatch(
+            v=wire.VERSION,
+            stream=stream,
+            seq=seq,
+            sent_ns=0,
+            produced=rows * (seq + 1),
+            dropped=0,
+            first_row=rows * seq,
+            keys=bytes(8 * rows),
+            flags=bytes(rows),
+            rows=bytes(wire.ROW_BYTES * rows),
+            events=events,
+            final=final,
+        )
+    )
+
+
+class Aggregator:
+    """Takes messages in order without gaps, forgets what is not committed when it is killed."""
+
+    def __init__(self) -> None:
+        self.up = True
+        self.hangs = False
+        self.stopped = False
+        self.finished: list[wire.Finish] = []
+        self.stored: list[wire.RelayBatch] = []
+        self.taken: list[wire.RelayBatch] = []
+        self.sizes: list[int] = []
+        self._calls: list[tuple[bytes, bool]] = []
+
+    def ingest(self, data: bytes, commit: bool) -> bool:
+        if not self.up or len(self._calls) >= 4:
+            return False
+        self._calls.append((data, commit))
+        return True
+
+    def finish(self, data: bytes) -> bool:
+        return self.ingest(data, False)
+
+    def poll(self) -> list[bytes | Exception]:
+        if self.hangs:
+            return []
+        calls, self._calls = self._calls, []
+        if not self.up:
+            return [ConnectionError("the actor died")] if calls else []
+        return [self._answer(*call) for call in calls]
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def commit(self) -> None:
+        self.stored += self.taken
+        self.taken = []
+
+    def kill(self) -> None:
+        """Die with what is not committed."""
+        self.up = False
+        self.taken = []
+
+    def _answer(self, data: bytes, commit: bool) -> bytes:
+        if wire.tag_of(data) == "finish":
+            self.commit()
+            self.finished.append(wire.decode(data, wire.Finish))
+            return wire.encode(wire.Finished(wire.VERSION, True))
+        batch = wire.decode(data, wire.RelayBatch)
+        self.sizes.append(len(data))
+        if batch.seq == len(self.stored) + len(self.taken) + 1:
+            self.taken.append(batch)
+        if commit:
+            self.commit()
+        return wire.encode(wire.RelayReply(wire.VERSION, len(self.stored)))
+
+    def batches(self) -> list[wire.RankBatch]:
+        return [wire.decode(data, wire.RankBatch) for message in self.stored for data in message.batches]
+
+    def seqs(self, stream: str) -> list[int]:
+        return [batch.seq for batch in self.batches() if batch.stream == stream]
+
+    def lost(self) -> list[str]:
+        return [stream for message in self.stored for stream in message.lost]
+
+    def dropped(self) -> dict[str, int]:
+        return self.stored[-1].dropped if self.stored else {}
+
+    def errors(self) -> dict[str, int]:
+        return self.stored[-1].errors
+
+
+class NoSamples:
+    errors: Counter[str] = Counter()
+
+    def latest(self) -> None:
+        return None
+
+
+class Bench:
+    """A relay whose clock only moves when told to."""
+
+    def __init__(self, folder: Path, limit: int = 64 << 20) -> None:
+        self.now = 100.0
+        self.path = folder / "relay.sock"
+        self.spool = folder / "spool"
+        self.spool.mkdir(exist_ok=True)
+        self.started: list[subprocess.Popen[bytes]] = []
+        self.aggregator = Aggregator()
+        self.relay = Relay(
+            self.path,
+            NODE,
+            self.aggregator,
+            NoSamples(),
+            Settings(relay_buffer_bytes=limit),
+            spool=self.spool,
+            clock=lambda: self.now,
+        )
+
+    def tick(self, times: int = 1) -> None:
+        """Let so many ticks pass, with a commit after each."""
+        for _ in range(times):
+            self.now += TICK_S
+            self.relay.turn()
+            self.aggregator.commit()
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Turn, with real waiting for real processes, until `done`."""
+        for _ in range(400):
+            if done():
+                return
+            self.relay.turn(0.05)
+            self.tick()
+        raise AssertionError("it never happened")
+
+    def connect(self) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.settimeout(10)
+        sock.connect(str(self.path))
+        return sock
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    folder = Path(tempfile.mkdtemp(prefix="tr-"))
+    made = Bench(folder)
+    yield made
+    made.relay.close()
+    for process in made.started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+    shutil.rmtree(folder)
+
+
+def reply(sock: socket.socket) -> wire.RankReply:
+    return wire.decode(sock.recv(1 << 16), wire.RankReply)
+
+
+def test_a_batch_is_acknowledged_and_forwarded_as_it_came(bench: Bench) -> None:
+    with bench.connect() as sock:
+        sent = rank_batch("a", 0)
+        sock.send(sent)
+        bench.relay.turn(5)  # the connection
+        bench.relay.turn(5)  # the packet
+        assert reply(sock) == wire.RankReply(wire.VERSION, "a", 0)
+        bench.tick(2)
+    assert [data for message in bench.aggregator.stored for data in message.batches] == [sent]
+    assert bench.aggregator.stored[0].events[0].kind == "relay_start"
+
+
+def test_the_socket_is_for_this_user_only(bench: Bench) -> None:
+    assert bench.path.stat().st_mode & 0o777 == 0o600
+    open_folder = Path(tempfile.mkdtemp(prefix="tr-"))
+    open_folder.chmod(0o755)
+    with pytest.raises(OSError, match="0700"):
+        Bench(open_folder)
+    shutil.rmtree(open_folder)
+
+
+def test_a_path_too_long_for_a_socket_is_refused_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 80)
+    folder.mkdir(mode=0o700)
+    with pytest.raises(OSError, match="longer than 90 bytes"):
+        Bench(folder)
+
+
+def test_a_new_relay_replaces_the_socket_of_a_dead_one_but_not_of_a_living_one(bench: Bench) -> None:
+    with pytest.raises(OSError, match="another relay is listening"):
+        Bench(bench.path.parent)
+    bench.relay.close()
+    second = Bench(bench.path.parent)
+    with second.connect() as sock:
+        sock.send(rank_batch("a", 7))
+        second.relay.turn(5)
+        second.relay.turn(5)
+        assert reply(sock).acked_seq == 7
+    second.relay.close()
+
+
+def test_everything_of_one_tick_goes_in_one_message(bench: Bench) -> None:
+    for seq in range(3):
+        bench.relay.take(rank_batch("a", seq))
+        bench.relay.take(rank_batch("b", seq))
+    bench.tick(2)
+    assert [len(message.batches) for message in bench.aggregator.stored] == [6]
+
+
+def test_a_backlog_is_split_below_64_kib_and_keeps_its_order(bench: Bench) -> None:
+    bench.aggregator.up = False
+    for seq in range(40):
+        bench.relay.take(rank_batch("a", seq, pad=9000))
+    bench.tick()
+    bench.aggregator.up = True
+    bench.tick(20)
+    assert bench.aggregator.seqs("a") == list(range(40))
+    assert max(bench.aggregator.sizes) <= 64 * 1024
+
+
+def test_a_batch_sent_twice_is_acknowledged_twice_and_forwarded_once(bench: Bench) -> None:
+    for seq in (0, 1, 0, 1, 2):
+        answer = wire.decode(bench.relay.take(rank_batch("a", seq)), wire.RankReply)
+    assert answer.acked_seq == 2
+    bench.tick(2)
+    assert bench.aggregator.seqs("a") == [0, 1, 2]
+
+
+def test_what_a_killed_aggregator_had_not_committed_comes_again(bench: Bench) -> None:
+    for seq in range(2):
+        bench.relay.take(rank_batch("a", seq))
+        bench.tick()
+    bench.relay.take(rank_batch("a", 2))
+    bench.now += TICK_S
+    bench.relay.turn()  # sent
+    bench.relay.turn()  # taken, not committed
+    bench.aggregator.kill()
+    bench.relay.take(rank_batch("a", 3))
+    bench.tick(2)
+    bench.aggregator.up = True
+    bench.tick(int(RESEND_S / TICK_S) + 4)
+    assert bench.aggregator.seqs("a") == [0, 1, 2, 3]
+
+
+def test_a_hanging_aggregator_holds_up_nothing_and_loses_nothing(bench: Bench) -> None:
+    bench.aggregator.hangs = True
+    for seq in range(30):
+        assert wire.decode(bench.relay.take(rank_batch("a", seq)), wire.RankReply).acked_seq == seq
+        bench.tick()
+    bench.aggregator.hangs = False
+    bench.tick(40)
+    assert bench.aggregator.seqs("a") == list(range(30))
+
+
+def test_bad_packets_are_counted_by_reason_and_sender_and_the_connection_stays(bench: Bench) -> None:
+    with bench.connect() as sock:
+        for bad in (b"\xc1garbage", wire.encode(wire.RelayReply(wire.VERSION, 1)), bytes(70_000)):
+            sock.send(bad)
+            bench.relay.turn(1)
+            bench.relay.turn()
+        sock.send(rank_batch("a", 0))
+        bench.until(lambda: bench.aggregator.seqs("a") == [0])
+        assert reply(sock).acked_seq == 0
+    pid = os.getpid()
+    expected = {f"{reason} from pid {pid}": 1 for reason in ("garbage", "wrong_kind", "too_large")}
+    assert bench.aggregator.errors().items() >= expected.items()
+
+
+def test_a_bad_batch_of_a_caller_is_refused_and_counted(bench: Bench) -> None:
+    with pytest.raises(wire.WireError, match="garbage"):
+        bench.relay.take(b"\xc1")
+    bench.tick(2)
+    assert bench.aggregator.errors() == {"garbage from a caller": 1}
+
+
+def test_a_rank_that_does_not_read_its_replies_is_served_all_the_same(bench: Bench) -> None:
+    with bench.connect() as sock:
+        for seq in range(2000):
+            sock.send(rank_batch("a", seq, rows=1))
+            if seq % 20 == 0:
+                bench.relay.turn(1)
+                bench.relay.turn()
+        bench.until(lambda: len(bench.aggregator.seqs("a")) == 2000)
+    assert bench.aggregator.errors()["reply not sent"] > 0
+
+
+RANK = """
+import os, socket, sys, time
+sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+sock.connect(sys.argv[1])
+for data in sys.argv[2].split(","):
+    sock.send(bytes.fromhex(data))
+if "fork" in sys.argv:  # a data loader worker that outlives the rank and holds its connection
+    if os.fork() == 0:
+        time.sleep(60)
+        os._exit(0)
+if "wait" in sys.argv:
+    sock.recv(1 << 16)
+if "die" in sys.argv:
+    os.kill(os.getpid(), 9)
+"""
+
+
+def run_rank(bench: Bench, batches: list[bytes], *how: str) -> None:
+    """Run a rank in a process group of its own; returns when it has ended, unless it waits for a reply."""
+    code = ",".join(data.hex() for data in batches)
+    command = [sys.executable, "-c", RANK, str(bench.path), code, *how]
+    process = subprocess.Popen(command, start_new_session=True)
+    bench.started.append(process)
+    if "wait" not in how:
+        process.wait(60)
+
+
+@pytest.mark.parametrize("when", ["wait", "at once"])
+def test_a_killed_rank_is_lost_though_its_child_holds_the_connection(bench: Bench, when: str) -> None:
+    run_rank(bench, [rank_batch("a", 0), rank_batch("a", 1)], "die", "fork", when)
+    bench.until(lambda: bool(bench.aggregator.lost()))
+    assert bench.aggregator.lost() == ["a"]
+    assert bench.aggregator.seqs("a") == [0, 1]  # its last packets come before the news of its end
+
+
+def test_a_rank_that_said_goodbye_is_not_lost(bench: Bench) -> None:
+    run_rank(bench, [rank_batch("a", 0, final=True)], "die")
+    run_rank(bench, [rank_batch("b", 0)], "die")
+    bench.until(lambda: bool(bench.aggregator.lost()))
+    bench.tick(4)
+    assert bench.aggregator.lost() == ["b"]
+
+
+def test_a_rank_that_left_a_spool_file_is_not_lost(bench: Bench) -> None:
+    write_spool(bench.spool / "a.spool", [rank_batch("a", 1, final=True)])
+    run_rank(bench, [rank_batch("a", 0)])
+    run_rank(bench, [rank_batch("b", 0)])
+    bench.until(lambda: bool(bench.aggregator.lost()))
+    bench.tick(4)
+    assert bench.aggregator.lost() == ["b"]
+
+
+def test_a_calling_process_that_is_killed_is_lost_as_well(bench: Bench) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    bench.started.append(process)
+    who = RankIdentity(0, 0, 0, 1, 1, 1, "host", None, "job", 0, process.pid, "explicit")
+    batch = wire.decode(rank_batch("a", 0), wire.RankBatch)
+    bench.relay.take(wire.encode(msgspec.structs.replace(batch, identity=who)))
+    bench.relay.take(rank_batch("a", 1))
+    bench.tick(2)
+    assert bench.aggregator.lost() == []
+    process.kill()
+    bench.until(lambda: bench.aggregator.lost() == ["a"])
+
+
+def ask_to_finish(bench: Bench) -> tuple[socket.socket, wire.Finish]:
+    sock = bench.connect()
+    message = wire.Finish(wire.VERSION, 1, [wire.RankFailure(0, 0, 9, 1, 0, "boom")])
+    sock.send(wire.encode(message))
+    return sock, message
+
+
+def test_finish_reads_the_spool_flushes_writes_and_ends_the_actors(bench: Bench) -> None:
+    bench.relay.take(rank_batch("a", 0))
+    write_spool(bench.spool / "a.spool", [rank_batch("a", 0), rank_batch("a", 1, final=True)])
+    (bench.spool / "b.spool").write_bytes(b"\xff\xff\xff\x7fcut")
+    sock, message = ask_to_finish(bench)
+    bench.until(lambda: bench.relay.stopped)
+    assert wire.decode(sock.recv(1 << 16), wire.Finished) == wire.Finished(wire.VERSION, True)
+    assert bench.aggregator.finished == [message]
+    assert bench.aggregator.seqs("a") == [0, 1]
+    assert bench.aggregator.stopped
+    sock.close()
+
+
+def test_finish_with_an_aggregator_killed_on_the_way_still_stores_everything_once(bench: Bench) -> None:
+    for seq in range(3):
+        bench.relay.take(rank_batch("a", seq))
+        bench.now += TICK_S
+        bench.relay.turn()
+    sock, _ = ask_to_finish(bench)
+    bench.relay.turn(5)
+    bench.aggregator.kill()
+    bench.tick()
+    bench.aggregator.up = True
+    bench.until(lambda: bench.relay.stopped)
+    assert wire.decode(sock.recv(1 << 16), wire.Finished).ok
+    assert bench.aggregator.seqs("a") == [0, 1, 2]
+    sock.close()
+
+
+def test_finish_without_an_aggregator_says_so_and_leaves_what_it_holds_in_the_spool(bench: Bench) -> None:
+    bench.aggregator.hangs = True
+    for seq in range(4):
+        bench.relay.take(rank_batch("a", seq))
+        bench.tick()
+    write_spool(bench.spool / "a.spool", [rank_batch("a", 4, final=True)])
+    sock, _ = ask_to_finish(bench)
+    bench.relay.turn(5)
+    bench.relay.turn(5)
+    bench.tick(int(FINISH_S / TICK_S) + 2)
+    answer = wire.decode(sock.recv(1 << 16), wire.Finished)
+    assert not answer.ok
+    assert "did not answer" in answer.detail
+    left = [wire.decode(frame, wire.RankBatch) for frame in read_spool(bench.spool / "a.spool")]
+    assert [batch.seq for batch in left] == [0, 1, 2, 3, 4]
+    sock.close()
+
+
+def test_an_unused_relay_ends_itself_but_not_while_a_rank_is_connected(bench: Bench) -> None:
+    with bench.connect() as sock:
+        sock.send(rank_batch("a", 0, final=True))
+        bench.until(lambda: bench.aggregator.seqs("a") == [0])
+        bench.now += 1000
+        bench.tick()
+        assert not bench.relay.stopped
+    bench.relay.turn(5)
+    bench.now += 1000
+    bench.tick()
+    assert bench.relay.stopped
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("send"), st.sampled_from("ab")),
+        st.tuples(st.sampled_from(["turn", "commit", "kill", "back", "hang", "on"]), st.just("")),
+    ),
+    max_size=120,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ACTIONS)
+def test_every_row_is_stored_once_or_counted_as_dropped(actions: list[tuple[str, str]]) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="tr-"))
+    bench = Bench(folder, limit=20_000)
+    sent: Counter[str] = Counter()
+    try:
+        for action, stream in actions:
+            if action == "send":
+                bench.relay.take(rank_batch(stream, sent[stream], pad=2000))
+                sent[stream] += 1
+            elif action == "turn":
+                bench.now += TICK_S
+                bench.relay.turn()
+            elif action == "commit":
+                bench.aggregator.commit()
+            elif action == "kill":
+                bench.aggregator.kill()
+            elif action == "back":
+                bench.aggregator.up = True
+            else:
+                bench.aggregator.hangs = action == "hang"
+        bench.aggregator.up, bench.aggregator.hangs = True, False
+        bench.tick(int(2 * RESEND_S / TICK_S) + 20)
+        for stream, count in sent.items():
+            seqs = bench.aggregator.seqs(stream)
+            assert seqs == sorted(set(seqs))
+            assert 3 * len(seqs) + bench.aggregator.dropped().get(stream, 0) == 3 * count
+    finally:
+        bench.relay.close()
+        shutil.rmtree(folder)
+
+
+@given(st.lists(st.integers(1, 400), max_size=60), st.integers(200, 2000))
+def test_an_outbox_never_holds_more_than_its_limit(sizes: list[int], limit: int) -> None:
+    box = Outbox(limit)
+    for number, size in enumerate(sizes):
+        box.add("a", 1, secrets.token_bytes(size))
+        if number % 3 == 0 and box.may_pack:
+            box.pack(b"".join(box.take()))
+            box.sent()
+        packed, waiting = box.salvage()
+        assert sum(map(len, packed)) + sum(map(len, waiting)) <= limit

@@ -1,0 +1,266 @@
+"""The summary and its text: what they say of a run, and who they blame for its end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sessions import SECOND, Clock, Rank, Relay, aggregation, check_ledger
+
+from traceml_ray import wire
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.reports.deaths import Death
+from traceml_ray.reports.status import render_status
+from traceml_ray.reports.summary import summarize
+from traceml_ray.reports.text import WIDTH, render
+from traceml_ray.store.session_file import SessionFile
+
+BALANCED = [1, 2, 0, 3, 4, 1]
+WAITING = [1, 2, 0, 3, 4, 5]
+LATE = [1, 6, 0, 3, 4, 1]
+
+
+class Run:
+    """A run of `world` ranks, two a node, kept in `folder`."""
+
+    def __init__(self, folder: Path, world: int, **info: Any) -> None:
+        self.folder = folder
+        self.clock = Clock()
+        self.aggregator = aggregation(folder, self.clock, **info)
+        self.ranks = [Rank(i, world, per_node=2) for i in range(world)]
+        self.relays = [Relay(node) for node in range(-(-world // 2))]
+
+    def steps(self, seconds: int, late: int | None = None, **fields: Any) -> None:
+        """Ten steps a second; rank `late` is 4 ms late out of data."""
+        for _ in range(seconds):
+            for relay in self.relays:
+                batches = []
+                for rank in self.of(relay):
+                    number = rank.identity.global_rank
+                    ms = BALANCED if late is None else LATE if number == late else WAITING
+                    batches.append(rank.batch(10, ms, **fields))
+                self.aggregator.ingest(relay.message(*batches))
+            self.clock.tick()
+
+    def of(self, relay: Relay) -> list[Rank]:
+        return self.ranks[2 * self.relays.index(relay) :][:2]
+
+    def last(self, rank: int, *events: wire.Event, **fields: Any) -> None:
+        relay = self.relays[rank // 2]
+        self.aggregator.ingest(relay.message(self.ranks[rank].batch(0, final=True, events=list(events), **fields)))
+
+    def raised(self, rank: int, message: str, after: float) -> None:
+        """Rank ends with an exception `after` seconds from now."""
+        t_ns = self.clock() + int(after * SECOND)
+        self.last(rank, wire.Event("exception", t_ns, 9, 3, message, {"type": message.partition(":")[0]}))
+
+    def failure(self, rank: int, code: int, after: float, message: str = "") -> wire.RankFailure:
+        pid = self.ranks[rank].identity.pid
+        return wire.RankFailure(rank, rank % 2, pid, code, self.clock() + int(after * SECOND), message)
+
+    def finish(self, code: int = 0, *failures: wire.RankFailure) -> dict[str, Any]:
+        self.aggregator.finish(wire.Finish(wire.VERSION, code, list(failures)))
+        self.aggregator.close()
+        check_ledger(self.folder)
+        summary: dict[str, Any] = json.loads((self.folder / "summary.json").read_bytes())
+        return summary
+
+    @property
+    def text(self) -> str:
+        text = (self.folder / "report.txt").read_text()
+        assert max(map(len, text.splitlines())) <= WIDTH
+        return text
+
+
+def test_a_late_rank_is_named_with_its_cost(tmp_path: Path) -> None:
+    run = Run(tmp_path / "s", 4, world_size=4, nnodes=2)
+    run.steps(15)
+    run.steps(30, late=2, strategy="ddp")
+    for rank in range(4):
+        run.last(rank)
+    summary = run.finish()
+    assert summary["schema"] == "traceml_ray/summary/1"
+    assert summary["session"]["status"] == "finished"
+    assert summary["session"]["strategy"] == "ddp"
+    assert [node["ranks"] for node in summary["session"]["nodes"]] == [[0, 1], [2, 3]]
+    verdict = summary["verdict"]
+    assert (verdict["label"], verdict["stage"], verdict["rank"], verdict["node"]) == ("straggler", "data", 2, "host-1")
+    assert 15 < verdict["cost_pct"] < 27
+    steps = summary["steps"]
+    assert (steps["count"], steps["worst_rank"], steps["worst_node"]) == (450, 2, "host-1")
+    assert steps["per_rank_median_ms"] == {"0": 10.0, "1": 10.0, "2": 14.0, "3": 10.0}
+    assert steps["global_skew_pct"] == 40.0
+    assert sum(stage["exposed_share"] for stage in summary["stages"]) == pytest.approx(1, abs=1e-3)
+    assert [(suspect["rank"], suspect["stage"]) for suspect in summary["suspects"]] == [(2, "data")]
+    assert [span["label"] for span in summary["verdicts"]] == ["healthy", "straggler"]
+    assert abs(summary["verdicts"][1]["from_step"] - 150) <= 1
+    assert summary["ledger"]["stored"] == summary["ledger"]["produced"] == 1800
+    assert run.text.index("Verdict    straggler: rank 2 (host-1) in data") < run.text.index("Why        rank 2")
+    assert run.text.index("Why  ") < run.text.index("Next  ") < run.text.index("Steps  ")
+    assert "1800 rows produced = 1800 stored + 0 in flight + 0 dropped" in run.text
+
+
+def test_the_summary_can_be_built_again_from_the_file(tmp_path: Path) -> None:
+    run = Run(tmp_path, 2)
+    run.steps(5)
+    summary = run.finish()
+    with SessionFile(tmp_path / "session.sqlite") as session:
+        assert json.loads(json.dumps(summarize(session, Thresholds()))) == summary
+
+
+def test_memory_system_and_overhead_are_summed_up(tmp_path: Path) -> None:
+    run = Run(tmp_path, 2)
+    run.steps(3)
+    for used, rss in ((10, 300), (30, 200)):
+        sample = wire.NodeSample(1, float(used), 8, 1.0, used, 100, 0, 0, 0, 0, [wire.GpuSample(0, "x", 50.0, 7, 9)])
+        process = wire.ProcessSample(1, 1.0, rss, 1, None, None)
+        overhead = wire.Overhead(300_000, SECOND // 100, SECOND, 3000)
+        batch = run.ranks[0].batch(0, process=process, overhead=overhead)
+        run.aggregator.ingest(run.relays[0].message(batch, sample=sample))
+    summary = run.finish()
+    memory = summary["memory"]["per_rank"]
+    assert memory["0"] == {"rss_peak_bytes": 300, "rss_last_bytes": 200, "allocated_peak_bytes": None}
+    assert memory["1"]["rss_peak_bytes"] is None
+    (node,) = summary["system"]["nodes"]
+    assert node["cpu_pct"] == {"median": 20.0, "peak": 30.0}
+    assert node["gpus"][0]["mem_used_bytes"] == {"median": 7.0, "peak": 7.0}
+    assert summary["overhead"] == {
+        "of": "worst rank", "training_thread_us_per_step": 10.0, "agent_cpu_pct": 1.0, "bytes_per_step": 100.0,
+    }  # fmt: skip
+    assert "10.0 µs a step on the training thread" in run.text
+
+
+def test_the_first_death_that_is_no_consequence_is_the_headline(tmp_path: Path) -> None:
+    run = Run(tmp_path, 4)
+    run.steps(5)
+    run.raised(0, "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:1", 0.1)
+    run.raised(3, "ValueError: label 17 is out of range", 0.3)
+    failures = [run.failure(1, -15, 0.2), run.failure(3, 1, 0.6), run.failure(0, 1, 0.5), run.failure(2, -15, 0.2)]
+    summary = run.finish(1, *failures)
+    verdict = summary["verdict"]
+    assert (verdict["label"], verdict["rank"], verdict["node"]) == ("rank_lost", 3, "host-1")
+    assert (verdict["last_step"], verdict["exit_reason"]) == (49, "ValueError: label 17 is out of range")
+    assert "3 other ranks went down after it" in verdict["why"]
+    assert summary["ranks"]["1"]["exit_reason"] == "SIGTERM"
+    assert "rank lost: rank 3 (host-1)" in run.text
+
+
+def test_a_killed_rank_is_told_with_its_stage_and_signal(tmp_path: Path) -> None:
+    run = Run(tmp_path, 2)
+    run.steps(5, open=wire.OpenStage(50, wire.BACKWARD, 1))
+    run.raised(0, "torch.distributed.DistBackendError: NCCL error", 0.1)
+    summary = run.finish(1, run.failure(1, -9, 0.4))
+    verdict = summary["verdict"]
+    assert (verdict["label"], verdict["rank"], verdict["open_stage"]) == ("rank_lost", 1, "backward")
+    assert verdict["exit_reason"] == "SIGKILL"
+    assert summary["ledger"]["per_rank"]["1"]["unreported"] is None
+    assert summary["ledger"]["per_rank"]["0"]["unreported"] == 0
+    assert "what rank 1 produced after the last report is not known" in run.text
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB",
+        "MemoryError: ",
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)",
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory",
+    ],
+)
+def test_running_out_of_memory_is_its_own_headline(tmp_path: Path, message: str) -> None:
+    run = Run(tmp_path, 2)
+    run.steps(5)
+    run.raised(1, message, 0.1)
+    assert run.finish(1, run.failure(1, 1, 0.4))["verdict"]["label"] == "oom"
+
+
+def test_a_rank_that_never_reported_can_be_the_culprit(tmp_path: Path) -> None:
+    run = Run(tmp_path, 2)
+    failure = wire.RankFailure(1, 1, 4242, 1, 5, "ImportError: no module named x\nlong traceback")
+    summary = run.finish(1, failure)
+    assert (summary["verdict"]["label"], summary["verdict"]["rank"]) == ("rank_lost", 1)
+    assert summary["verdict"]["exit_reason"] == "ImportError: no module named x"
+    assert summary["verdict"]["last_step"] is None
+
+
+def test_a_restart_that_went_well_has_no_headline(tmp_path: Path) -> None:
+    run = Run(tmp_path, 2)
+    run.steps(5)
+    run.raised(0, "ValueError: once", 0.0)
+    old = [run.failure(0, 1, 0.0), run.failure(1, -15, 0.1)]
+    run.ranks = [Rank(i, 2, attempt=1) for i in range(2)]
+    run.clock.tick(10)
+    run.steps(5)
+    for rank in range(2):
+        run.last(rank)
+    summary = run.finish(0, *old)
+    assert summary["verdict"]["label"] == "healthy"
+    assert summary["ranks"]["0"]["attempt"] == 1
+    assert summary["ranks"]["0"]["processes"] == 2
+    assert summary["ledger"]["stored"] == 200
+
+
+def test_a_run_that_was_stopped_blames_nobody(tmp_path: Path) -> None:
+    run = Run(tmp_path, 2)
+    run.steps(8)
+    summary = run.finish(130, run.failure(0, -2, 0), run.failure(1, -15, 0))
+    assert (summary["session"]["status"], summary["verdict"]["label"]) == ("stopped", "healthy")
+
+
+def test_no_step_at_all_says_why(tmp_path: Path) -> None:
+    run = Run(tmp_path, 2)
+    for rank in range(2):
+        run.last(rank, missing={"optimizer": "no optimizer hook in torch 1.0"})
+    summary = run.finish()
+    assert summary["verdict"]["label"] == "telemetry_limited"
+    assert summary["verdict"]["why"] == "no step was seen: optimizer: no optimizer hook in torch 1.0"
+    assert summary["steps"]["median_ms"] is None
+    assert "telemetry limited" in run.text
+
+
+def test_of_many_ranks_the_worst_are_listed(tmp_path: Path) -> None:
+    run = Run(tmp_path, 70)
+    run.steps(4, late=66)
+    run.finish()
+    listed = run.text[run.text.index("Ranks (the worst 32 of 70)") :]
+    assert "\n    66  host-33" in listed
+
+
+def test_text_of_a_summary_with_nothing_in_it(tmp_path: Path) -> None:
+    text = render(Run(tmp_path, 1).finish(), tmp_path)
+    assert "None" not in text
+    assert "nan" not in text
+
+
+def test_status_shows_where_every_rank_is(tmp_path: Path) -> None:
+    run = Run(tmp_path, 2)
+    fields = {"open": wire.OpenStage(30, wire.DATA, 5), "errors": {"hook": 2}, "missing": {"h2d": "no device"}}
+    run.steps(3, **fields)
+    run.aggregator.ingest(b"junk")
+    run.aggregator.commit()
+    with SessionFile(tmp_path / "session.sqlite") as session:
+        text = render_status(session, tmp_path, 77, run.clock() + 2 * SECOND)
+    assert "running (live, launcher pid 77)" in text
+    assert [line.split() for line in text.splitlines() if "host-0" in line] == [
+        [str(rank), "host-0", str(1000 + rank), "3", "s", "ago", "29", "data", "30", "30"] for rank in range(2)
+    ]
+    assert "2 × rank 1, hook" in text
+    assert "1 × aggregator, ingest: garbage" in text
+    assert "2 × h2d: no device" in text
+
+
+@pytest.mark.parametrize(
+    ("death", "consequence", "reason"),
+    [
+        (Death(0, 1, exit_code=-11), False, "SIGSEGV"),
+        (Death(0, 1, exit_code=-15), True, "SIGTERM"),
+        (Death(0, 1, exit_code=3), False, "exit code 3"),
+        (Death(0, 1, exit_code=-99), False, "signal 99"),
+        (Death(0, 1), False, "its process ended without a word"),
+        (Death(0, 1, "RuntimeError: Connection reset by peer", 1), True, "RuntimeError: Connection reset by peer"),
+    ],
+)
+def test_reasons_of_death(death: Death, consequence: bool, reason: str) -> None:
+    assert (death.consequence, death.reason) == (consequence, reason)

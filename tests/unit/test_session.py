@@ -1,0 +1,90 @@
+"""Session folders: made, held, moved aside, found."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from traceml_ray.session import SessionError, find, holder, prepare
+from traceml_ray.settings import SettingError
+from traceml_ray.store.session_file import connect
+
+
+def _finished(out: Path, name: str) -> Path:
+    folder = prepare(out, name)
+    connect(folder.sqlite, create=True).close()
+    folder.release()
+    return folder.path
+
+
+def test_a_name_is_made_up_and_the_folder_is_private(tmp_path: Path) -> None:
+    first, second = prepare(tmp_path), prepare(tmp_path)
+    assert first.name != second.name
+    assert first.path.stat().st_mode & 0o777 == 0o700
+    assert holder(first.path) == os.getpid()
+    first.release()
+    assert holder(first.path) is None
+
+
+def test_a_live_session_is_not_entered_by_another_process(tmp_path: Path) -> None:
+    folder = prepare(tmp_path, "s")
+    code = "import sys; from traceml_ray.session import prepare; prepare(sys.argv[1], 's')"
+    child = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert f"session 's' is already running (pid {os.getpid()})" in child.stderr
+    with pytest.raises(SessionError, match="already running"):
+        prepare(tmp_path, "s")
+    folder.release()
+    assert prepare(tmp_path, "s").moved is None  # nothing was written: nothing to keep
+
+
+def test_finished_sessions_are_moved_aside_one_after_the_other(tmp_path: Path) -> None:
+    for _ in range(2):
+        _finished(tmp_path, "s")
+    third = prepare(tmp_path, "s")
+    assert third.moved == tmp_path / "s.2"
+    assert (tmp_path / "s.1" / "session.sqlite").is_file()
+    assert (tmp_path / "s.2" / "session.sqlite").is_file()
+    assert {entry.name for entry in third.path.iterdir()} == {".lock"}
+
+
+def test_a_folder_that_is_no_session_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "train.py").write_text("")
+    with pytest.raises(SessionError, match="is not a session"):
+        prepare(tmp_path, "src")
+    assert [entry.name for entry in (tmp_path / "src").iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "x" * 65])
+def test_names_that_cannot_be(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SettingError):
+        prepare(tmp_path, name)
+
+
+def test_an_unwritable_out_names_the_path(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SessionError, match=str(tmp_path / "file")):
+        prepare(tmp_path / "file", "s")
+
+
+def test_find_by_name_folder_file_and_newest(tmp_path: Path) -> None:
+    old, new = _finished(tmp_path, "old"), _finished(tmp_path, "new")
+    os.utime(old / "session.sqlite", (1, 1))
+    assert find(None, tmp_path) == new
+    assert find("old", tmp_path) == find(old, "elsewhere") == find(old / "session.sqlite", "elsewhere") == old
+
+
+def test_find_says_what_it_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(SessionError, match=f"no session under {tmp_path}"):
+        find(None, tmp_path)
+    _finished(tmp_path, "a")
+    with pytest.raises(SessionError, match=r"no session 'b' under .*sessions there: a"):
+        find("b", tmp_path)
+    with pytest.raises(SessionError, match="is not a session"):
+        find(tmp_path, tmp_path)

@@ -1,0 +1,181 @@
+"""The session file: what is written is read back, with cursors; what is no session is refused."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sessions import MS, SECOND, Clock, Rank, Relay, aggregation, check_ledger
+
+from traceml_ray import wire
+from traceml_ray.store.session_file import SessionFile, SessionFileError, connect, on_network_filesystem
+from traceml_ray.store.writer import SessionWriter
+
+
+def _stored(folder: Path, *messages: bytes) -> SessionFile:
+    aggregator = aggregation(folder)
+    for message in messages:
+        aggregator.ingest(message)
+    assert aggregator.commit()
+    assert not aggregator.errors
+    aggregator.close()
+    return SessionFile(folder / "session.sqlite")
+
+
+def test_rows_come_back_as_sent_with_cursor_and_limit(tmp_path: Path) -> None:
+    aggregator, relay = aggregation(tmp_path), Relay()
+    ranks = [Rank(0), Rank(1)]
+    aggregator.ingest(relay.message(*(rank.batch(5, [1, 2, 3, 4, 5, 6 + rank.seq]) for rank in ranks)))
+    aggregator.commit()
+    with SessionFile(tmp_path / "session.sqlite") as session:
+        found, cursor = session.rows()
+        assert [(rows.rank, rows.node) for rows in found] == [(0, "host-0"), (1, "host-0")]
+        assert (found[0].keys >> wire.SEGMENT_BITS).tolist() == [0, 1, 2, 3, 4]
+        assert found[0].flags.tolist() == [wire.FLAG_FIRST, 0, 0, 0, 0]
+        assert (found[1].rows == np.array([1, 2, 3, 4, 5, 5]) * MS).all()
+        assert session.rows(since=cursor) == ([], cursor)
+
+        aggregator.ingest(relay.message(*(rank.batch(3) for rank in ranks)))
+        aggregator.commit()
+        later, cursor = session.rows(since=cursor)
+        assert [(rows.keys >> wire.SEGMENT_BITS).tolist() for rows in later] == [[5, 6, 7]] * 2
+        newest, _ = session.rows(only=[1], last=4)
+        assert [(rows.rank, len(rows.keys)) for rows in newest] == [(1, 4)]
+        assert (newest[0].keys >> wire.SEGMENT_BITS).tolist() == [4, 5, 6, 7]
+
+
+def test_everything_a_batch_says_is_read_back(tmp_path: Path) -> None:
+    gpus = [wire.GpuSample(0, "H200", 90.0, 10, None)]
+    sample = wire.NodeSample(7, 50.0, 8, None, 1, 2, 3, 4, 5, 6, gpus)
+    batch = Rank(0, 1).batch(
+        2,
+        process=wire.ProcessSample(9, None, 4096, 3, None, 1),
+        details=[wire.Detail("checkpoint", 0, 2, 30, 20, 1, 2), wire.Detail("checkpoint", 0, 1, 40, 40, 3, 3)],
+        events=[wire.Event("note", 11, 1, 2, "hello", {"x": 1})],
+        open=wire.OpenStage(2, 1, 77),
+        overhead=wire.Overhead(1, 2, 3, 4),
+        missing={"h2d": "no device"},
+        errors={"hook": 2},
+        strategy="ddp",
+    )
+    message = Relay().message(batch, sample=sample, errors={"sampler": 1})
+    with _stored(tmp_path, message) as session:
+        (stream,) = session.streams()
+        assert (stream.open_step, stream.open_stage, stream.open_elapsed_ns) == (2, 1, 77)
+        assert (stream.marks_ns, stream.agent_cpu_ns, stream.agent_wall_ns, stream.sent_bytes) == (1, 2, 3, 4)
+        assert (stream.missing, stream.errors, stream.strategy) == ({"h2d": "no device"}, {"hook": 2}, "ddp")
+        assert stream.identity is not None
+        assert (stream.identity.node_id, stream.identity.hostname) == ("node-0", "host-0")
+        (process,), _ = session.process()
+        assert (process["rank"], process["rss_bytes"], process["cpu_pct"]) == (0, 4096, None)
+        (node,), cursor = session.node_samples()
+        assert (node["load1"], node["cpu_pct"]) == (None, 50.0)
+        assert node["gpus"] == [
+            {"index": 0, "name": "H200", "util_pct": 90.0, "mem_used_bytes": 10, "mem_total_bytes": None}
+        ]
+        assert session.node_samples(cursor) == ([], cursor)
+        (detail,) = session.details()
+        assert (detail["rank"], detail["count"], detail["total_ns"], detail["max_ns"]) == (0, 3, 70, 40)
+        (event,), _ = session.events()
+        assert (event["rank"], event["message"], event["data"]) == (0, "hello", {"x": 1})
+        assert session.nodes()[0]["errors"] == {"sampler": 1}
+        assert session.meta()["launcher"] == "torchrun"
+        assert session.memory() == {stream.id: (4096, 4096)}
+        assert list(session.node_columns()["node-0"]["gpu0_util_pct"]) == [90.0]
+
+
+def test_a_node_is_shown_with_its_address_where_hostnames_repeat(tmp_path: Path) -> None:
+    first, second = Relay(0), Relay(1)
+    ranks = [Rank(0), Rank(1)]  # one hostname, two nodes
+    with _stored(tmp_path, first.message(ranks[0].batch()), second.message(ranks[1].batch())) as session:
+        assert [rows.node for rows in session.rows()[0]] == ["host-0 (10.0.0.1)", "host-0 (10.0.0.2)"]
+
+
+def test_the_stored_file_is_one_private_file(tmp_path: Path) -> None:
+    _stored(tmp_path, Relay().message(Rank(0).batch())).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["session.sqlite"]
+    assert (tmp_path / "session.sqlite").stat().st_mode & 0o777 == 0o600
+
+
+def test_files_that_are_no_session_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "x.sqlite"
+    with pytest.raises(SessionFileError, match=f"{path}: no such session file"):
+        SessionFile(path)
+    path.write_bytes(b"not a database at all" * 100)
+    with pytest.raises(SessionFileError, match="cannot use the session file"):
+        SessionFile(path)
+    path.unlink()
+    sqlite3.connect(path).execute("CREATE TABLE t(x)").connection.close()
+    with pytest.raises(SessionFileError, match="not a traceml-ray session"):
+        SessionFile(path)
+
+
+def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "session.sqlite"
+    connection = connect(path, create=True)
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    with pytest.raises(SessionFileError, match="schema 99"):
+        SessionFile(path)
+
+
+def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    relay, rank = Relay(), Rank(0)
+    _stored(tmp_path, *(relay.message(rank.batch(100)) for _ in range(50))).close()
+    path = tmp_path / "session.sqlite"
+    data = bytearray(path.read_bytes())
+    data[8192:] = b"\xff" * (len(data) - 8192)
+    path.write_bytes(data)
+    with pytest.raises(SessionFileError, match=str(path)), SessionFile(path) as session:
+        session.rows()
+        session.events()
+
+
+@pytest.mark.parametrize(("kind", "network"), [("ext4", False), ("nfs4", True), ("fuse.sshfs", True)])
+def test_network_filesystems_are_known_by_their_mount(tmp_path: Path, kind: str, network: bool) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"/dev/sda / ext4 rw 0 0\nserver:/x {tmp_path} {kind} rw 0 0\n")
+    assert on_network_filesystem(tmp_path / "session.sqlite", mounts) is network
+
+
+def test_while_the_disk_refuses_rows_stay_pending_within_the_bound(tmp_path: Path) -> None:
+    aggregator, relay, rank = aggregation(tmp_path, Clock()), Relay(), Rank(0, 1)
+    writer: SessionWriter = aggregator._writer
+    writer.max_pending_bytes = 40 * 57
+    blocker = sqlite3.connect(tmp_path / "session.sqlite", isolation_level=None)
+    writer._connection.execute("PRAGMA busy_timeout = 10")
+    aggregator.commit()
+    blocker.execute("BEGIN IMMEDIATE")
+    for _ in range(10):
+        aggregator.ingest(relay.message(rank.batch(10)))
+        assert not aggregator.commit()
+    assert aggregator.errors == {"commit: database is locked": 10}
+    blocker.execute("ROLLBACK")
+    blocker.close()
+    assert aggregator.commit()
+    aggregator.ingest(relay.message(rank.batch(10)))
+    aggregator.commit()
+    count = check_ledger(tmp_path)
+    assert count["produced"] == 110
+    assert 0 < count["dropped"]["aggregator"] <= 70
+    assert count["stored"] == 110 - count["dropped"]["aggregator"]
+    aggregator.close()
+
+
+def test_a_query_on_unchanged_data_reads_no_rows(tmp_path: Path) -> None:
+    relay, rank = Relay(), Rank(0)
+    with _stored(tmp_path, *(relay.message(rank.batch(100)) for _ in range(20))) as session:
+        _, cursor = session.rows()
+        asked: list[str] = []
+        session._connection.set_trace_callback(asked.append)
+        assert session.rows(since=cursor) == ([], cursor)
+        assert len(asked) == 1
+        assert "max(id)" in asked[0]
+
+
+def test_clock_of_the_samples_is_the_senders(tmp_path: Path) -> None:
+    process = wire.ProcessSample(5 * SECOND, 1.0, 2, 3, 4, 5)
+    with _stored(tmp_path, Relay().message(Rank(0).batch(process=process))) as session:
+        assert session.process()[0][0]["t_ns"] == 5 * SECOND

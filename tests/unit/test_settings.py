@@ -1,0 +1,172 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.settings import SettingError, Settings, check_session_name
+
+
+def test_defaults():
+    assert Settings.load({}) == Settings()
+
+
+def test_keyword_beats_environment_beats_default():
+    environ = {"TRACEML_INTERVAL": "0.5", "TRACEML_OUT": "/data"}
+    settings = Settings.load(environ, interval=0.25)
+    assert (settings.interval, settings.out, settings.channel) == (0.25, "/data", "auto")
+
+
+def test_the_process_environment_is_the_default_source(monkeypatch):
+    monkeypatch.setenv("TRACEML_SESSION", "nightly-7")
+    assert Settings.load().session == "nightly-7"
+
+
+def test_every_setting_has_its_variable():
+    given = {
+        "session": ("s", "s"),
+        "out": ("o", "o"),
+        "interval": ("0.5", 0.5),
+        "channel": ("socket", "socket"),
+        "ray_address": ("h:1", "h:1"),
+        "socket": ("/s", "/s"),
+        "spool": ("/p", "/p"),
+        "ring_rows": ("128", 128),
+        "agent_buffer_bytes": ("65536", 65536),
+        "relay_buffer_bytes": ("1048576", 1 << 20),
+        "idle_ttl": ("5", 5.0),
+        "debug": ("true", True),
+    }
+    assert set(given) | {"thresholds"} == set(Settings.__struct_fields__)
+    environ = {f"TRACEML_{name.upper()}": text for name, (text, _) in given.items()}
+    assert Settings.load(environ) == Settings(**{name: value for name, (_, value) in given.items()})
+
+
+def test_not_given_is_none_or_empty():
+    assert (
+        Settings.load({"TRACEML_OUT": "", "TRACEML_CHANNEL": ""}, session=None, interval=None) == Settings()
+    )
+
+
+def test_a_path_is_text():
+    assert Settings.load({}, out=Path("a") / "b").out == "a/b"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("interval", "fast", "a number from 0.05 to 60"),
+        ("interval", "0", "a number from 0.05 to 60"),
+        ("interval", "nan", "a number from 0.05 to 60"),
+        ("interval", "inf", "a number from 0.05 to 60"),
+        ("ring_rows", "63", "an integer from 64 to 1048576"),
+        ("ring_rows", "100.5", "an integer from 64 to 1048576"),
+        ("channel", "pigeon", "auto, socket or actor"),
+        ("debug", "perhaps", "true or false"),
+        ("session", "a/b", "1 to 64 letters, digits, '.', '_' or '-', and not begin with '.'"),
+    ],
+)
+def test_a_bad_value_is_one_line_with_name_value_and_what_it_may_be(name, value, allowed):
+    variable = f"TRACEML_{name.upper()}"
+    for where, call in (
+        (variable, lambda: Settings.load({variable: value})),
+        (name, lambda: Settings.load({}, **{name: value})),
+    ):
+        with pytest.raises(SettingError) as caught:
+            call()
+        assert str(caught.value) == f"{where}={value!r} must be {allowed}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("interval", True), ("out", 7), ("ring_rows", [1]), ("debug", 2)]
+)
+def test_a_keyword_of_the_wrong_type_is_refused(name, value):
+    with pytest.raises(SettingError, match=f"^{name}="):
+        Settings.load({}, **{name: value})
+
+
+def test_an_unknown_keyword_is_refused_with_the_known_ones():
+    with pytest.raises(
+        SettingError, match=r"^intervall is not a setting; these are: session, out, interval,"
+    ):
+        Settings.load({}, intervall=1)
+
+
+def test_thresholds_from_environment_keyword_and_struct():
+    environ = {"TRACEML_THRESHOLD_MIN_EXCESS": "0.1", "TRACEML_THRESHOLD_WINDOW_STEPS": "30"}
+    loaded = Settings.load(environ, thresholds={"window_steps": 40}).thresholds
+    assert loaded == Thresholds(min_excess=0.1, window_steps=40)
+    assert Settings.load(environ, thresholds=Thresholds()).thresholds == Thresholds()
+
+
+def test_every_default_threshold_is_allowed():
+    assert Settings.load({}, thresholds=Thresholds()).thresholds == Thresholds()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("MIN_EXCESS", "5%", "TRACEML_THRESHOLD_MIN_EXCESS='5%' must be a number from 0 to 1"),
+        ("MIN_EXCESS", "5", "TRACEML_THRESHOLD_MIN_EXCESS='5' must be a number from 0 to 1"),
+        ("WINDOW_STEPS", "1", "TRACEML_THRESHOLD_WINDOW_STEPS='1' must be an integer from 2 to 10000"),
+        ("MIN_EXCES", "0.1", "TRACEML_THRESHOLD_MIN_EXCES is not a setting; these are: window_steps, "),
+    ],
+)
+def test_a_bad_threshold_is_named(variable, value, message):
+    with pytest.raises(SettingError) as caught:
+        Settings.load({f"TRACEML_THRESHOLD_{variable}": value})
+    assert str(caught.value).startswith(message)
+
+
+def test_variables_of_others_are_left_alone():
+    assert Settings.load({"TRACEML_ELSEWHERE": "x", "INTERVAL": "x"}) == Settings()
+
+
+@pytest.mark.parametrize("name", ["a", "default", "run-7.b_c", "-x", "A" * 64])
+def test_session_names(name):
+    assert check_session_name(name) == name
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "a b", "a\n", "é", "A" * 65, "a\0"])
+def test_session_names_that_would_not_do_for_a_folder(name):
+    with pytest.raises(SettingError) as caught:
+        check_session_name(name)
+    assert repr(name) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@given(
+    session=st.none() | st.from_regex(r"[a-z0-9_-]{1,64}", fullmatch=True),
+    interval=st.floats(0.05, 60),
+    debug=st.booleans(),
+    min_excess=st.floats(0, 1),
+)
+def test_settings_survive_json(session, interval, debug, min_excess):
+    settings = Settings.load(
+        {}, session=session, interval=interval, debug=debug, thresholds={"min_excess": min_excess}
+    )
+    assert Settings.from_json(settings.to_json()) == settings
+
+
+def test_json_of_another_version_is_read_as_far_as_it_goes():
+    assert Settings.from_json(b'{"out": "x", "later": 1}') == Settings(out="x")
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"interval": "x"}', b"\xff"])
+def test_json_that_is_none_is_a_setting_error(data):
+    with pytest.raises(SettingError, match="settings cannot be read"):
+        Settings.from_json(data)
+
+
+def test_loading_settings_imports_nothing_heavy():
+    code = (
+        "import sys; from traceml_ray.settings import Settings; Settings.load();"
+        "print(sorted({'torch', 'ray', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"

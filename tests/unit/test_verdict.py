@@ -1,0 +1,367 @@
+"""The verdict on recorded runs, on degraded telemetry, on noise and on garbage."""
+
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from unit.sample_windows import EXPECTED, RECORDED, of_ms, streams, synced, window
+
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.verdict import Verdict, judge
+from traceml_ray.analysis.window import align
+from traceml_ray.wire import (
+    DATA,
+    FLAG_COUPLED,
+    FLAG_DEVICE_CLOCK,
+    FLAG_NO_BACKWARD,
+    FLAG_NO_DATA,
+    FLAG_NO_FORWARD,
+    FLAG_NO_PEERS,
+    FLAG_NO_SPLIT,
+    FORWARD,
+    STAGES,
+    SYNC_WAIT,
+)
+
+WAITS = [1, 2, 0, 3, 4, 5]
+LATE_DATA = of_ms([WAITS, WAITS, [1, 6, 0, 3, 4, 1], WAITS], 50)
+LATE_BACKWARD = of_ms([WAITS, WAITS, [1, 2, 0, 3, 8, 1], WAITS], 50)
+BALANCED = of_ms([[1, 2, 1, 3, 4, 1]] * 4, 50)
+
+
+def sliding(name):
+    d = RECORDED[name]
+    return [window(d[at : at + 50], at) for at in range(0, len(d) - 49, 10)]
+
+
+@pytest.mark.parametrize("name", [name for name in RECORDED if name != "late3"])
+def test_every_recorded_window(name):
+    expected = EXPECTED[name]
+    for recorded in sliding(name):
+        verdict = judge(recorded)
+        assert (verdict.label, verdict.stage, verdict.rank) == (
+            expected["label"],
+            expected["stage"],
+            expected["rank"],
+        )
+        assert verdict.ranks == (() if expected["rank"] is None else (expected["rank"],))
+        assert not verdict.transient
+
+
+def test_recorded_late_fault_is_seen_from_its_onset_on():
+    verdicts = [judge(recorded) for recorded in sliding("late3")]
+    labels = [verdict.label for verdict in verdicts]
+    first = labels.index("straggler")
+    assert set(labels[:first]) == {"healthy"}
+    assert set(labels[first:]) == {"straggler"}
+    assert first * 10 + 50 <= 120 + 20  # judged by the second window that holds any of it
+    for verdict in verdicts[first:]:
+        assert (verdict.stage, verdict.ranks, verdict.transient) == ("data", (0,), False)
+        assert abs(verdict.from_step - max(120, verdict.to_step - 49)) <= 3
+
+
+def test_recorded_onset_over_the_whole_run():
+    verdict = judge(window(RECORDED["late3"]), whole_run=True)
+    assert (verdict.label, verdict.stage, verdict.rank) == ("straggler", "data", 0)
+    assert abs(verdict.from_step - 120) <= 3
+
+
+def noisy(random, ranks, noise, steps=50):
+    mean = random.uniform(0.2, 1.0, 5) * 8e6
+    factor = 1 + noise * random.standard_normal((steps, ranks, 5))
+    return synced((mean * np.maximum(factor, 0.1)).astype(np.int64), np.full(steps, 1_000_000))
+
+
+def test_no_straggler_in_balanced_noise():
+    random = np.random.default_rng(20260601)
+    blamed = []
+    for trial in range(300):
+        ranks, noise = int(random.integers(2, 65)), float(random.uniform(0, 0.15))
+        verdict = judge(window(noisy(random, ranks, noise)))
+        if verdict.label not in ("healthy", "ambiguous") or verdict.rank is not None:
+            blamed.append((trial, ranks, noise, verdict.why))
+    assert blamed == []
+
+
+@pytest.mark.parametrize("stage", range(SYNC_WAIT))
+def test_a_fault_is_found_in_noise(stage):
+    random = np.random.default_rng(stage)
+    for _ in range(10):
+        ranks = int(random.integers(2, 33))
+        rank = int(random.integers(ranks))
+        d = noisy(random, ranks, 0.10)
+        local = d[:, :, :SYNC_WAIT].copy()
+        local[:, rank, stage] += int(0.25 * d[0, 0].sum())
+        verdict = judge(window(synced(local, np.full(50, 1_000_000))))
+        assert (verdict.label, verdict.stage, verdict.ranks) == ("straggler", STAGES[stage], (rank,))
+
+
+class TestTelemetry:
+    def test_missing_ranks_are_named(self):
+        verdict = judge(align(streams(LATE_DATA), 6, missing=[4, 5]))
+        assert verdict.label == "telemetry_limited"
+        assert verdict.why.startswith("2 of 6 ranks do not report: ranks 4 and 5.")
+        assert verdict.coverage == pytest.approx(4 / 6)
+        assert verdict.confidence is None
+        assert verdict.mean_step_ms == 15
+
+    def test_nearly_all_ranks_are_judged_with_less_confidence(self):
+        d = np.repeat(LATE_DATA, [14, 14, 1, 10], axis=1)
+        assert judge(align(streams(d), 39)).confidence == "high"
+        verdict = judge(align(streams(d), 40, missing=[39]))
+        assert (verdict.label, verdict.rank, verdict.confidence) == ("straggler", 28, "medium")
+
+    def test_rows_that_do_not_line_up(self):
+        one, other = streams(LATE_DATA)[:2]
+        shifted = replace(other, keys=other.keys + (1000 << 8))
+        verdict = judge(align([one, shifted], 2))
+        assert (verdict.label, verdict.window_steps, verdict.exposed_ms) == ("telemetry_limited", 0, None)
+        assert "no step yet that every rank" in verdict.why
+
+    def test_rows_of_which_most_are_not_common(self):
+        one, other = streams(LATE_DATA)[:2]
+        seldom = replace(other, keys=other.keys[::3], flags=other.flags[::3], rows=other.rows[::3])
+        verdict = judge(align([one, seldom], 2))
+        assert (verdict.label, verdict.why.split(":")[0]) == (
+            "telemetry_limited",
+            "Only 17 of 49 steps came from every rank",
+        )
+
+    @pytest.mark.parametrize("value", [-1, -(2**63), 2**63 - 1, 2 * 86_400 * 10**9])
+    def test_absurd_durations_are_named(self, value):
+        d = LATE_DATA.copy()
+        d[7, 3, DATA] = value
+        verdict = judge(window(d, first_step=100))
+        assert verdict.label == "telemetry_limited"
+        assert (
+            f"rank 3 (node-1) reports an impossible duration in step 107: {value:,} ns in `data`"
+            in verdict.why
+        )
+
+    def test_steps_too_short_to_time(self):
+        assert judge(window(LATE_DATA // 100)).label == "telemetry_limited"
+
+    def test_ranks_on_different_clocks(self):
+        flags = np.array([0, 0, FLAG_DEVICE_CLOCK, FLAG_DEVICE_CLOCK])
+        verdict = judge(window(LATE_DATA, flags=flags))
+        assert verdict.label == "telemetry_limited"
+        assert "ranks 0 and 1 by the CPU's" in verdict.why
+
+    def test_a_single_row_on_another_clock_costs_only_that_step(self):
+        flags = np.full((50, 4), FLAG_DEVICE_CLOCK)
+        flags[3, 1] = 0
+        d = LATE_DATA.copy()
+        d[3, 1] = [60_000_000, 0, 0, 0, 0, 0]
+        verdict = judge(window(d, flags=flags))
+        assert (verdict.label, verdict.stage, verdict.rank) == ("straggler", "data", 2)
+
+
+class TestMissingMarks:
+    def test_no_split_still_finds_what_is_local(self):
+        d = LATE_DATA.copy()
+        d[:, :, 4] += d[:, :, 5]
+        d[:, :, 5] = 0
+        verdict = judge(window(d, flags=FLAG_NO_SPLIT))
+        assert (verdict.label, verdict.stage, verdict.rank, verdict.confidence) == (
+            "straggler",
+            "data",
+            2,
+            "medium",
+        )
+        assert verdict.cost_pct == pytest.approx(100 * 4 / 15)
+        assert "ranks wait for it in `backward`" in verdict.why
+        assert "not told apart from waiting" in verdict.why
+
+    def test_no_split_blames_nobody_for_backward(self):
+        d = LATE_BACKWARD.copy()
+        d[:, :, 4] += d[:, :, 5]
+        d[:, :, 5] = 0
+        d[:, 2, 4] += 2_000_000  # even where it differs
+        d[:, 2, 1] -= 2_000_000
+        verdict = judge(window(d, flags=FLAG_NO_SPLIT))
+        assert (verdict.label, verdict.rank) == ("healthy", None)
+        assert "not told apart from waiting" in verdict.why
+
+    def test_a_split_missing_on_one_rank_blames_nobody(self):
+        d = of_ms([[1, 2, 0, 3, 4, 1]] * 4, 50)
+        d[:, 1, 4] += d[:, 1, 5]
+        d[:, 1, 5] = 0
+        assert judge(window(d, flags=np.array([0, FLAG_NO_SPLIT, 0, 0]))).label == "healthy"
+
+    def test_no_data_mark_says_what_post_sync_holds(self):
+        d = LATE_DATA.copy()
+        d[:, :, 0] += d[:, :, 1]
+        d[:, :, 1] = 0
+        verdict = judge(window(d, flags=FLAG_NO_DATA))
+        assert (verdict.stage, verdict.rank) == ("post_sync", 2)
+        assert "`post_sync` includes loading the data" in verdict.why
+
+    @pytest.mark.parametrize(
+        ("flags", "into", "merged"),
+        [
+            ([0, FLAG_NO_DATA, 0, 0], 0, (1, 2)),
+            ([0, FLAG_NO_FORWARD, 0, 0], 3, (2,)),
+        ],
+    )
+    def test_a_mark_missing_on_one_rank_blames_nobody(self, flags, into, merged):
+        d = BALANCED.copy()
+        for stage in merged:
+            d[:, 1, into] += d[:, 1, stage]
+            d[:, 1, stage] = 0
+        assert judge(window(d)).suspects  # without the flag the row would look odd
+        assert not judge(window(d, flags=np.array(flags))).suspects
+
+    def test_data_mark_and_forward_mark_missing_on_different_ranks(self):
+        d = BALANCED.copy()
+        d[:, 1, :4] = np.array([4, 0, 0, 3]) * 10**6
+        d[:, 2, :4] = np.array([1, 2, 0, 4]) * 10**6
+        assert judge(window(d, flags=np.array([0, FLAG_NO_DATA, FLAG_NO_FORWARD, 0]))).label == "healthy"
+
+    def test_no_forward_mark_is_said(self):
+        d = LATE_DATA.copy()
+        d[:, :, [DATA, FORWARD]] = d[:, :, [FORWARD, DATA]]
+        verdict = judge(window(d, flags=FLAG_NO_FORWARD))
+        assert verdict.stage == "forward"
+        assert "`forward` includes preparing the batch" in verdict.why
+
+    @pytest.mark.parametrize("flag", [FLAG_NO_PEERS, FLAG_NO_BACKWARD, FLAG_NO_PEERS | FLAG_NO_SPLIT])
+    def test_no_exchange_anywhere(self, flag):
+        verdict = judge(window(LATE_DATA, flags=flag))
+        assert (verdict.label, verdict.confidence, verdict.rank) == ("accounting_only", None, None)
+        assert verdict.exposed_ms == (1, 6, 0, 3, 4, 1)
+
+    def test_roles_that_differ(self):
+        verdict = judge(window(LATE_DATA, flags=np.array([FLAG_NO_PEERS, 0, 0, 0])))
+        assert verdict.label == "accounting_only"
+        assert verdict.why.startswith("rank 0 takes no part in the gradient exchange")
+
+    def test_coupled_ranks_are_never_called_healthy(self):
+        verdict = judge(window(BALANCED, flags=FLAG_COUPLED))
+        assert verdict.label == "accounting_only"
+        assert "not told apart from work inside forward and backward" in verdict.why
+
+    def test_steps_without_exchange_add_up_to_the_next(self):
+        """Ranks late in turn between two exchanges are level at the exchange: nobody gains."""
+        one, other = [1, 6, 0, 3, 4, 0], [1, 2, 0, 3, 4, 0]
+        pair = np.concatenate([of_ms([one, other, other]), of_ms([other, one, one])])
+        pair[1, :, SYNC_WAIT] = 1_000_000
+        flags = np.tile([[FLAG_NO_PEERS] * 3, [0] * 3], (25, 1))
+        verdict = judge(window(np.tile(pair, (25, 1, 1)), flags=flags))
+        assert verdict.label == "healthy"
+        assert judge(window(np.tile(pair, (25, 1, 1)))).label != "healthy"
+
+    def test_one_rank_alone(self):
+        verdict = judge(window(LATE_DATA[:, :1], flags=FLAG_NO_PEERS | FLAG_NO_SPLIT))
+        assert (verdict.label, verdict.suspects) == ("healthy", ())
+        assert "One rank alone" in verdict.why
+
+
+class TestConfidence:
+    @pytest.mark.parametrize(
+        ("steps", "confidence"), [(50, "high"), (30, "medium"), (20, "medium"), (19, "low")]
+    )
+    def test_by_window(self, steps, confidence):
+        assert judge(window(LATE_DATA[:steps])).confidence == confidence
+        assert judge(window(BALANCED[:steps])).confidence == confidence
+
+    def test_small_excess_is_medium(self):
+        d = of_ms([WAITS, WAITS, [1, 3, 0, 3, 4, 4]], 50)
+        assert judge(window(d)).confidence == "medium"
+
+    def test_barely_persistent_is_low(self):
+        d = np.concatenate([LATE_DATA[:14], BALANCED[:12], LATE_DATA[:14], BALANCED[:10]])
+        verdict = judge(window(d))
+        assert (verdict.label, verdict.rank, verdict.confidence) == ("straggler", 2, "low")
+
+
+def test_a_whole_node_is_named_as_such():
+    d = of_ms([WAITS, WAITS, [1, 6, 0, 3, 4, 1], [1, 6, 0, 3, 4, 1], WAITS, WAITS], 50)
+    verdict = judge(window(d))
+    assert verdict.why == (
+        "ranks 2 and 3 (all of node-1) are 4 ms late out of `data` in 100 % of the last 50 steps; "
+        "the other 4 ranks wait for them in `sync_wait`. Mending them saves 27 % of the step."
+    )
+    assert verdict.next.startswith("Look at what the ranks of node-1 share")
+    assert (verdict.rank, verdict.ranks, verdict.node, verdict.nodes) == (2, (2, 3), "node-1", ("node-1",))
+
+
+def test_suspects_are_sorted_and_small_ones_left_out():
+    d = of_ms([[1, 2, 0, 3, 4, 5], [1, 2, 0, 3.3, 4, 4.7], [1, 6, 0, 3, 4, 1], [1, 2, 0, 3.1, 4, 4.9]], 50)
+    suspects = judge(window(d)).suspects
+    assert [(s.stage, s.rank, s.node) for s in suspects] == [("data", 2, "node-1"), ("forward", 1, "node-0")]
+    assert suspects[0].excess_ms == pytest.approx(4)
+    assert suspects[0].gain_ms == pytest.approx(3.7)  # then rank 1 is the last to arrive
+    assert suspects[1].gain_ms == 0
+
+
+def test_thresholds_are_taken_from_the_settings():
+    assert judge(window(LATE_DATA), Thresholds(min_excess=0.3)).rank == 2  # by the transient rule
+    strict = Thresholds(min_excess=0.3, transient_excess=0.3, rotating_excess=0.3)
+    assert judge(window(LATE_DATA), strict).label == "healthy"
+
+
+def test_headlines_of_the_watchers_fit_in():
+    lost = Verdict(
+        label="rank_lost", rank=3, ranks=(3,), last_step=41, open_stage="data", exit_reason="SIGKILL"
+    )
+    assert msgspec.json.decode(msgspec.json.encode(lost), type=Verdict) == lost
+
+
+WILD = hnp.arrays(
+    np.int64,
+    st.tuples(st.integers(0, 8), st.integers(0, 5), st.just(6)),
+    elements=st.integers(-(2**63), 2**63 - 1)
+    | st.integers(0, 10**7)
+    | st.sampled_from([0, 86_400 * 10**9, 10**7]),
+)
+SANE = hnp.arrays(
+    np.int64,
+    st.tuples(st.integers(1, 8), st.integers(1, 5), st.just(5)),
+    elements=st.integers(0, 9).map(lambda ms: ms * 1_000_000),
+)
+
+
+@given(WILD, st.data())
+def test_judge_never_raises(d, data):
+    flags = data.draw(hnp.arrays(np.uint8, d.shape[:2]))
+    missing = data.draw(st.sets(st.integers(0, 9), max_size=2))
+    verdict = judge(align(streams(d, flags=flags), data.draw(st.integers(0, 9)), missing=missing))
+    assert verdict.label
+    assert verdict.why
+    assert msgspec.json.encode(verdict)
+
+
+def test_more_steps_than_int64_can_sum():
+    limits = Thresholds(max_step_ns=1 << 60)
+    d = np.full((60, 2, 6), (1 << 60) // 6, dtype=np.int64)
+    verdict = judge(window(d), limits)
+    assert (verdict.label, verdict.exposed_ms) == ("telemetry_limited", None)
+
+
+@given(SANE, st.integers(1, 9))
+def test_percentages_stay_within_bounds(local, exchange):
+    verdict = judge(window(synced(local, np.full(len(local), exchange * 1_000_000))))
+    for share in (verdict.gain_pct, verdict.cost_pct):
+        assert share is None or 0 <= share <= 100
+    assert all(0 <= suspect.gain_ms <= verdict.mean_step_ms for suspect in verdict.suspects)
+    assert sum(verdict.exposed_ms) == pytest.approx(verdict.mean_step_ms)
+    assert verdict.from_step <= verdict.to_step
+
+
+@given(SANE, st.integers(1, 9), st.randoms(use_true_random=False))
+def test_renaming_the_ranks_renames_the_verdict(local, exchange, random):
+    d = synced(local, np.full(len(local), exchange * 1_000_000))
+    order = random.sample(range(d.shape[1]), d.shape[1])
+    one, other = judge(window(d)), judge(window(d[:, order]))
+    assert (one.label, one.stage, one.transient, one.rotating) == (
+        other.label,
+        other.stage,
+        other.transient,
+        other.rotating,
+    )
+    assert one.gain_pct == pytest.approx(other.gain_pct)
+    assert set(one.ranks) == {order[rank] for rank in other.ranks}

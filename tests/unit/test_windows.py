@@ -1,0 +1,106 @@
+"""Aligning what ranks report on the steps that all of them have."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.sample_windows import streams
+
+from traceml_ray.analysis.window import RankRows, align
+from traceml_ray.wire import FLAG_FIRST, N_STAGES
+
+
+def rank_rows(rank, keys, flags=None):
+    """Every row says whose it is and of which key, so that a mix-up shows."""
+    keys = np.array(keys, dtype=np.int64)
+    rows = np.repeat(keys * 1000 + rank, N_STAGES).reshape(-1, N_STAGES)
+    marks = np.zeros(len(keys), np.uint8) if flags is None else np.array(flags, np.uint8)
+    return RankRows(rank, f"n{rank}", keys, marks, rows)
+
+
+def assert_rows_belong(window):
+    for place, rank in enumerate(window.ranks):
+        assert (window.d[:, place] == (window.keys * 1000 + rank)[:, None]).all()
+        assert window.nodes[place] == f"n{rank}"
+
+
+def test_identical_keys():
+    window = align([rank_rows(1, [1, 2, 3]), rank_rows(0, [1, 2, 3])], expected=2)
+    assert window.keys.tolist() == [1, 2, 3]
+    assert window.ranks.tolist() == [0, 1]
+    assert window.d.shape == (3, 2, N_STAGES)
+    assert window.coverage == 1.0
+    assert window.gaps == 0
+    assert_rows_belong(window)
+
+
+def test_only_common_keys_and_the_newest_of_them():
+    ranks = [
+        rank_rows(0, [1, 2, 4, 5, 6, 7]),
+        rank_rows(1, [2, 3, 4, 5, 6]),
+        rank_rows(2, [1, 2, 4, 5, 6, 8]),
+    ]
+    assert align(ranks, 3).keys.tolist() == [2, 4, 5, 6]
+    assert align(ranks, 3).gaps == 1  # 3 lies inside; 1, 7 and 8 do not
+    last = align(ranks, 3, last=2)
+    assert last.keys.tolist() == [5, 6]
+    assert last.gaps == 0
+    assert_rows_belong(last)
+
+
+def test_missing_ranks_do_not_hold_the_others_up():
+    window = align(
+        [rank_rows(0, [1, 2]), rank_rows(1, [1]), rank_rows(2, [1, 2])], expected=4, missing=[3, 1]
+    )
+    assert window.keys.tolist() == [1, 2]
+    assert window.missing == (1, 3)
+    assert window.coverage == 0.5
+
+
+def test_first_rows_never_count():
+    window = align([rank_rows(0, [1, 2, 3], [FLAG_FIRST, 0, 0]), rank_rows(1, [1, 2, 3])], expected=2)
+    assert window.keys.tolist() == [2, 3]
+    assert_rows_belong(window)
+
+
+def test_repeated_and_unordered_keys():
+    window = align([rank_rows(0, [3, 1, 2, 2]), rank_rows(1, [1, 2, 3])], expected=2)
+    assert window.keys.tolist() == [1, 2, 3]
+    assert_rows_belong(window)
+
+
+def test_same_unordered_keys_on_every_rank():
+    window = align([rank_rows(0, [3, 1]), rank_rows(1, [3, 1])], expected=2)
+    assert window.keys.tolist() == [1, 3]
+    assert_rows_belong(window)
+
+
+@pytest.mark.parametrize("ranks", [[], [rank_rows(0, [])], [rank_rows(0, [1]), rank_rows(1, [])]])
+def test_nothing_in_common(ranks):
+    window = align(ranks, expected=2)
+    assert window.d.shape == (0, len(ranks), N_STAGES)
+    assert window.first_step is None
+    assert window.last_step is None
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 30), max_size=30), min_size=1, max_size=5),
+    st.none() | st.integers(0, 10),
+)
+def test_align_agrees_with_sets(keys, last):
+    window = align([rank_rows(rank, of_rank) for rank, of_rank in enumerate(keys)], len(keys), last=last)
+    common = sorted(set.intersection(*map(set, keys)))
+    common = common if last is None else common[len(common) - min(last, len(common)) :]
+    assert window.keys.tolist() == common
+    assert_rows_belong(window)
+    inside = {key for of_rank in keys for key in of_rank if common and common[0] <= key <= common[-1]}
+    if common:
+        assert window.gaps == len(inside) - len(common)
+
+
+def test_take_keeps_keys_rows_and_flags_together():
+    d = np.arange(5 * 2 * 6).reshape(5, 2, 6)
+    window = align(streams(d, first_step=7), 2).take(slice(2, 4))
+    assert (window.first_step, window.last_step) == (9, 10)
+    assert (window.d == d[2:4]).all()
+    assert window.flags.shape == (2, 2)

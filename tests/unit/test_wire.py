@@ -1,0 +1,310 @@
+import struct
+import tracemalloc
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from traceml_ray import wire
+from traceml_ray.identity import RankIdentity
+
+IDENTITY = RankIdentity(3, 1, 1, 4, 2, 2, "host-b", None, "job", 0, 4242, "torchrun")
+COMMANDS = [wire.Command("dump", {"reason": "asked", "seconds": 1.5, "rank": 3, "other": None})]
+NODE = wire.NodeIdentity("ab" * 28, "host-b", "10.0.0.2")
+EVENT = wire.Event("exception", 1_800_000_000_000_000_000, 7, wire.FORWARD, "boom", {"code": 1, "why": None})
+
+
+def rank_batch(n: int = 2, **changes: object) -> wire.RankBatch:
+    """Return a batch of `n` rows with nothing optional in it."""
+    step = 70_000
+    keys = struct.pack(f"<{n}q", *((step + i) << wire.SEGMENT_BITS for i in range(n)))
+    rows = struct.pack(f"<{n * wire.N_STAGES}q", *([33_333_333] * (n * wire.N_STAGES)))
+    batch = wire.RankBatch(
+        v=wire.VERSION,
+        stream="0123456789abcdef",
+        seq=7_000,
+        sent_ns=1_800_000_000_000_000_000,
+        produced=step + n,
+        dropped=0,
+        first_row=step,
+        keys=keys,
+        flags=bytes(n),
+        rows=rows,
+    )
+    return msgspec.structs.replace(batch, **changes)
+
+
+def full_rank_batch() -> wire.RankBatch:
+    return rank_batch(
+        identity=IDENTITY,
+        open=wire.OpenStage(70_002, wire.SYNC_WAIT, 12_000_000),
+        process=wire.ProcessSample(1, 99.5, 1 << 33, 41, None, 0),
+        details=[wire.Detail("optimizer", wire.POST_SYNC, 10, 900, 100, 1, 10)],
+        events=[EVENT],
+        errors={"sampler": 2},
+        missing={"nvml": "no driver"},
+        overhead=wire.Overhead(1, 2, 3, 4),
+        strategy="ddp",
+        final=True,
+    )
+
+
+def relay_batch() -> wire.RelayBatch:
+    sample = wire.NodeSample(1, 50.0, 8, 0.5, 1, 2, 3, 4, 5, None, [wire.GpuSample(0, "H200", 98.0, 1, 2)])
+    return wire.RelayBatch(
+        wire.VERSION,
+        NODE,
+        "fedcba9876543210",
+        1,
+        2,
+        [wire.encode(rank_batch())],
+        {"s": 1},
+        sample,
+        ["t"],
+        [EVENT],
+    )
+
+
+FAILURE = wire.RankFailure(1, 1, 77, -9, 5, "killed")
+MESSAGES = [
+    full_rank_batch(),
+    wire.RankReply(wire.VERSION, "0123456789abcdef", 7, COMMANDS),
+    relay_batch(),
+    wire.RelayReply(wire.VERSION, 9, COMMANDS),
+    wire.Finish(wire.VERSION, -15, [FAILURE], stop=False),
+    wire.Finished(wire.VERSION, False, "disk full"),
+]
+KINDS = [type(message) for message in MESSAGES]
+every_message = pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+
+
+def reason(data: bytes, kind: type[wire.Message]) -> str | None:
+    """Return why `decode` refuses `data`, None if it does not. Any other exception fails the test."""
+    try:
+        message = wire.decode(data, kind)
+    except wire.WireError as error:
+        assert error.reason in {
+            "too_large",
+            "garbage",
+            "wrong_version",
+            "wrong_kind",
+            "malformed",
+            "bad_columns",
+        }
+        return error.reason
+    assert type(message) is kind
+    return None
+
+
+def tail(message: wire.Message) -> list[object]:
+    """Return the fields of `message` as they stand on the wire: tag, version, …"""
+    return msgspec.msgpack.decode(wire.encode(message))
+
+
+@every_message
+def test_round_trip(message):
+    data = wire.encode(message)
+    assert wire.decode(data, type(message)) == message
+    assert wire.tag_of(data) == type(message).__struct_config__.tag
+
+
+@every_message
+def test_trailing_fields_of_a_newer_version_are_ignored(message):
+    data = msgspec.msgpack.encode([*tail(message), "new", {"deep": [1, 2]}, None])
+    assert wire.decode(data, type(message)) == message
+
+
+def test_trailing_fields_inside_a_part_are_ignored():
+    fields = tail(rank_batch(open=wire.OpenStage(1, 2, 3)))
+    at = 1 + wire.RankBatch.__struct_fields__.index("open")
+    fields[at] = [*fields[at], "new"]
+    assert wire.decode(msgspec.msgpack.encode(fields), wire.RankBatch).open == wire.OpenStage(1, 2, 3)
+
+
+def test_optional_fields_may_be_missing():
+    short = tail(rank_batch())[: 1 + wire.RankBatch.__struct_fields__.index("identity")]
+    assert wire.decode(msgspec.msgpack.encode(short), wire.RankBatch) == rank_batch()
+
+
+@every_message
+@pytest.mark.parametrize("version", [0, 1, 3, -1])
+def test_another_version_is_refused_by_name(message, version):
+    data = wire.encode(msgspec.structs.replace(message, v=version))
+    with pytest.raises(wire.WireError, match=f"^wrong_version: message has {version}, this is 2$"):
+        wire.decode(data, type(message))
+
+
+@every_message
+def test_a_message_of_another_kind_is_refused(message):
+    for kind in KINDS:
+        assert reason(wire.encode(message), kind) == (None if kind is type(message) else "wrong_kind")
+
+
+@every_message
+def test_every_truncation_is_refused(message):
+    data = wire.encode(message)
+    assert {reason(data[:size], type(message)) for size in range(len(data))} == {"garbage"}
+    assert reason(data + b"\x00", type(message)) == "garbage"
+
+
+@every_message
+def test_size_is_checked_before_anything_else(message):
+    data = wire.encode(message)
+    with pytest.raises(wire.WireError, match=r"^too_large: \d+ bytes, limit \d+$"):
+        wire.decode(data, type(message), max_bytes=len(data) - 1)
+    assert wire.decode(data, type(message), max_bytes=len(data)) == message
+    assert reason(bytes(wire.MAX_MESSAGE_BYTES + 1), type(message)) == "too_large"
+
+
+@pytest.mark.parametrize("data", [None, 7, "text", bytearray(b"\x90"), memoryview(b"\x90")])
+def test_what_is_not_bytes_is_garbage(data):
+    assert reason(data, wire.RankBatch) == "garbage"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"keys": b""},
+        {"keys": bytes(8 * 3)},
+        {"flags": b""},
+        {"flags": bytes(3)},
+        {"rows": bytes(wire.ROW_BYTES * 2 - 1)},
+        {"rows": bytes(wire.ROW_BYTES * 3)},
+        {"dropped": 80_000},
+    ],
+    ids=str,
+)
+def test_columns_that_do_not_fit_each_other(change):
+    assert reason(wire.encode(rank_batch(**change)), wire.RankBatch) == "bad_columns"
+
+
+def test_too_many_rows():
+    assert reason(wire.encode(rank_batch(wire.MAX_ROWS)), wire.RankBatch) is None
+    assert reason(wire.encode(rank_batch(wire.MAX_ROWS + 1)), wire.RankBatch) == "too_large"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seq": -1},
+        {"first_row": -1},
+        {"produced": -1},
+        {"produced": 1 << 63},
+        {"sent_ns": 1 << 63},
+        {"keys": "text"},
+        {"stream": b"bytes"},
+        {"final": 1},
+        {"open": wire.OpenStage(1, wire.N_STAGES, 0)},
+        {"open": wire.OpenStage(1, -1, 0)},
+        {"open": wire.OpenStage(1 << 63, 0, 0)},
+        {"events": [wire.Event("note", 0, data={"n": 1 << 63})]},
+        {"identity": msgspec.structs.replace(IDENTITY, global_rank=-1)},
+        {"identity": msgspec.structs.replace(IDENTITY, world_size=1 << 40)},
+        {"events": [EVENT] * (wire.MAX_ITEMS + 1)},
+        {"errors": {str(i): 1 for i in range(wire.MAX_ITEMS + 1)}},
+        {"missing": {str(i): "" for i in range(wire.MAX_ITEMS + 1)}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_fields_out_of_type_or_range(change):
+    assert reason(wire.encode(rank_batch(**change)), wire.RankBatch) == "malformed"
+
+
+@pytest.mark.parametrize("field", ["batches", "dropped", "lost", "events", "errors"])
+def test_a_relay_batch_is_bounded_in_every_list(field):
+    many = getattr(relay_batch(), field) or {"x": 1}
+    if isinstance(many, dict):
+        many = {str(i): 1 for i in range(wire.MAX_ITEMS + 1)}
+    else:
+        many = many * (wire.MAX_ITEMS + 1)
+    message = msgspec.structs.replace(relay_batch(), batches=[])
+    data = wire.encode(msgspec.structs.replace(message, **{field: many}))
+    assert reason(data, wire.RelayBatch) in {"malformed", "too_large"}
+
+
+@pytest.mark.parametrize(
+    "head", [b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9"], ids=["list", "map", "bytes", "str", "ext"]
+)
+@pytest.mark.parametrize("place", ["whole", "batches", "trailing"])
+def test_a_declared_length_costs_no_memory(head, place):
+    huge = head + b"\xff\xff\xff\xff" + b"\x01\x01"
+    fields = [msgspec.msgpack.encode(field) for field in tail(relay_batch())]
+    if place == "batches":
+        fields[1 + wire.RelayBatch.__struct_fields__.index("batches")] = huge
+    elif place == "trailing":
+        fields.append(huge)
+    data = huge if place == "whole" else bytes([0xDC, 0, len(fields)]) + b"".join(fields)
+    wire.decode(wire.encode(relay_batch()), wire.RelayBatch)  # the decoder itself is made once
+    tracemalloc.start()
+    try:
+        assert reason(data, wire.RelayBatch) == "garbage"
+        assert tracemalloc.get_traced_memory()[1] < 1 << 16
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("nest", [b"\x91", b"\x81\xa1k", b"\x81"], ids=["lists", "maps", "map keys"])
+def test_deep_nesting_is_garbage(nest):
+    deep = nest * (wire.MAX_MESSAGE_BYTES // len(nest) - 64) + b"\xc0"
+    for data in (deep, b"\x93\xa4rank\x02" + deep):
+        assert reason(data, wire.RankBatch) == "garbage"
+        assert wire.tag_of(data) == ""
+
+
+def test_tag_of_garbage_is_empty():
+    assert [wire.tag_of(data) for data in (b"", b"\x90", b"\xff", b"\x92\xa1\xff\x02")] == ["", "", "", ""]
+
+
+kinds = st.sampled_from(KINDS)
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.text(max_size=20)
+    | st.binary(max_size=60)
+)
+anything = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+)
+
+
+@given(kinds, st.binary(max_size=300))
+@example(wire.RankBatch, b"")
+def test_bytes_of_any_kind_raise_nothing_but_wire_errors(kind, data):
+    reason(data, kind)
+
+
+@given(kinds, st.lists(anything, max_size=24), st.booleans())
+def test_msgpack_of_any_shape_raises_nothing_but_wire_errors(kind, fields, headed):
+    head = [kind.__struct_config__.tag, wire.VERSION] if headed else []
+    reason(msgspec.msgpack.encode(head + fields), kind)
+
+
+@given(st.sampled_from(MESSAGES), st.data())
+def test_a_message_with_one_field_replaced(message, data):
+    fields = tail(message)
+    fields[data.draw(st.integers(2, len(fields) - 1))] = data.draw(anything)
+    reason(msgspec.msgpack.encode(fields), type(message))
+
+
+@given(st.sampled_from(MESSAGES), st.data())
+def test_a_message_with_bytes_changed(message, data):
+    changed = bytearray(wire.encode(message))
+    places = st.tuples(st.integers(0, len(changed) - 1), st.integers(0, 255))
+    for at, value in data.draw(st.lists(places, min_size=1, max_size=8)):
+        changed[at] = value
+    reason(bytes(changed), type(message))
+
+
+def test_bytes_per_row():
+    """At 10 steps a second and one batch a second a row may cost 128 bytes, everything counted."""
+    batch = rank_batch(
+        10,
+        open=wire.OpenStage(70_010, wire.SYNC_WAIT, 12_000_000),
+        process=wire.ProcessSample(1_800_000_000_000_000_000, 99.5, 1 << 33, 41, 1 << 40, 1 << 40),
+    )
+    assert len(wire.encode(batch)) <= 128 * 10
+    assert len(wire.encode(rank_batch(wire.MAX_ROWS))) <= wire.MAX_BATCH_BYTES

@@ -1,0 +1,66 @@
+"""The aggregator as a Ray actor: `Aggregation` with a beat of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import ray
+
+from traceml_ray import wire
+from traceml_ray.actors.aggregation import Aggregation
+from traceml_ray.actors.config import ActorConfig
+
+COMMIT_S = 1.0
+
+
+class Aggregator:
+    """
+    One per session. Only bytes come in and go out; a restarted one goes on from the session file.
+
+    Synchronous, with a thread for `ingest` and two for `query`: a slow question holds up nothing.
+    """
+
+    def __init__(self, config: bytes) -> None:
+        made = ActorConfig.from_json(config)
+        self._ttl = made.settings.idle_ttl
+        self._aggregation = Aggregation(Path(made.folder), made.settings, dict(made.info))
+        threading.Thread(target=self._beat, name="traceml-beat", daemon=True).start()
+
+    def _beat(self) -> None:
+        while self._aggregation.idle_s() < self._ttl:
+            self._aggregation.commit()
+            self._aggregation.judge()
+            time.sleep(COMMIT_S)
+        self._aggregation.commit()
+        end_myself()
+
+    @ray.method(concurrency_group="ingest")
+    def ingest(self, data: bytes, commit: bool = False) -> bytes:
+        """Take a RelayBatch and return RelayReply; with `commit`, it is on disk before that."""
+        reply = self._aggregation.ingest(data)
+        if commit and self._aggregation.commit():
+            reply = self._aggregation.ingest(data)  # already taken: only answers what is stored
+        return reply
+
+    @ray.method(concurrency_group="ingest")
+    def finish(self, data: bytes) -> bytes:
+        """Take Finish, end the session and write its files; return Finished."""
+        try:
+            self._aggregation.finish(wire.decode(data, wire.Finish))
+        except Exception as error:
+            return wire.encode(wire.Finished(wire.VERSION, False, f"{type(error).__name__}: {error}"))
+        return wire.encode(wire.Finished(wire.VERSION, True))
+
+    @ray.method(concurrency_group="query")
+    def query(self, request: bytes) -> bytes:
+        """Answer a question (see `Aggregation.query`)."""
+        return self._aggregation.query(request)
+
+
+def end_myself() -> None:
+    """End the actor this process is, for good. Works from any thread of it; does not wait."""
+    kill: Callable[..., None] = ray.kill
+    kill(ray.get_runtime_context().current_actor, no_restart=True)

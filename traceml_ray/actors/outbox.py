@@ -1,0 +1,131 @@
+"""
+What a relay holds until the aggregator says that it is on disk.
+
+Rank batches wait here unnumbered; only when they are packed into a message do they get a sequence
+number, and from then on they are never dropped. So an overflow, which drops the oldest of what
+waits, makes no gap in the numbers and counts each lost row exactly once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+
+PACK_BYTES = 60 * 1024
+"""Rank batches packed into one message, so that the whole of it stays below 64 KiB where it can."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """One rank batch as it came."""
+
+    stream: str
+    rows: int
+    data: bytes
+
+
+@dataclass(slots=True)
+class _Packet:
+    """One message for the aggregator."""
+
+    seq: int
+    data: bytes
+
+
+class Outbox:
+    """
+    A queue bounded by `limit` bytes: waiting → packed → stored.
+
+    Args:
+        limit: bytes of rank batches and packed messages together.
+
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._waiting: deque[_Held] = deque()
+        self._waiting_bytes = 0
+        self._packed: deque[_Packet] = deque()
+        self._packed_bytes = 0
+        self._unsent = 0
+        """_Packets at the end of `_packed` that are still to be sent (again)."""
+        self._last_seq = 0
+        self.dropped: Counter[str] = Counter()
+        """Rows dropped for want of room, by stream."""
+
+    def add(self, stream: str, rows: int, data: bytes) -> None:
+        """Take a rank batch of so many rows; drops the oldest waiting ones if that is too much."""
+        self._waiting.append(_Held(stream, rows, data))
+        self._waiting_bytes += len(data)
+        while self._waiting and self._waiting_bytes + self._packed_bytes > self._limit:
+            oldest = self._pop()
+            self.dropped[oldest.stream] += oldest.rows
+
+    @property
+    def waiting(self) -> bool:
+        """Whether rank batches wait to be packed."""
+        return bool(self._waiting)
+
+    @property
+    def unconfirmed(self) -> bool:
+        """Whether packets wait to be stored by the aggregator."""
+        return bool(self._packed)
+
+    @property
+    def may_pack(self) -> bool:
+        """Whether a packet may be made: all made before are sent, and not too many are unconfirmed."""
+        return not self._unsent and self._packed_bytes <= self._limit // 2
+
+    @property
+    def next_seq(self) -> int:
+        """The number the next packet will get, from 1 without gaps."""
+        return self._last_seq + 1
+
+    def take(self) -> list[bytes]:
+        """Return the waiting batches, oldest first, that go into one packet."""
+        taken: list[bytes] = []
+        size = 0
+        while self._waiting and (not taken or size + len(self._waiting[0].data) <= PACK_BYTES):
+            taken.append(self._pop().data)
+            size += len(taken[-1])
+        return taken
+
+    def pack(self, data: bytes) -> None:
+        """Keep the message made under `next_seq` until it is confirmed."""
+        self._last_seq += 1
+        self._packed.append(_Packet(self._last_seq, data))
+        self._packed_bytes += len(data)
+        self._unsent += 1
+
+    def to_send(self) -> _Packet | None:
+        """Return the oldest packet that is still to be sent."""
+        return self._packed[-self._unsent] if self._unsent else None
+
+    def is_last(self, packet: _Packet) -> bool:
+        """Whether nothing comes after `packet`."""
+        return packet.seq == self._last_seq and not self._waiting
+
+    def sent(self) -> None:
+        """The packet of `to_send` is on its way."""
+        self._unsent -= 1
+
+    def rewind(self) -> None:
+        """Whatever is unconfirmed may be lost: send it again, in order."""
+        self._unsent = len(self._packed)
+
+    def confirm(self, stored_seq: int) -> bool:
+        """Forget the packets up to `stored_seq`; return whether there were any."""
+        before = len(self._packed)
+        while self._packed and self._packed[0].seq <= stored_seq:
+            self._packed_bytes -= len(self._packed.popleft().data)
+        self._unsent = min(self._unsent, len(self._packed))
+        return len(self._packed) < before
+
+    def salvage(self) -> tuple[list[bytes], list[bytes]]:
+        """Return (unconfirmed messages, waiting rank batches), to be kept elsewhere."""
+        return [packet.data for packet in self._packed], [held.data for held in self._waiting]
+
+    def _pop(self) -> _Held:
+        held = self._waiting.popleft()
+        self._waiting_bytes -= len(held.data)
+        return held

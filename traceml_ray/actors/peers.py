@@ -1,0 +1,194 @@
+"""
+The processes of this node that talk to the relay: a Unix SEQPACKET socket and who is behind it.
+
+One packet is one message. Each process is watched through a pidfd, because a forked data loader
+worker may hold a connection open long after its parent was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import stat
+import struct
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MAX_PATH_BYTES = 90
+_PEERCRED = struct.Struct("3i")
+
+
+@dataclass(eq=False)
+class Peer:
+    """One process: connected (`sock`), or one that calls and is only watched."""
+
+    pid: int
+    sock: socket.socket | None = None
+    pidfd: int | None = None
+    streams: set[str] = field(default_factory=set)
+
+    def send(self, data: bytes) -> bool:
+        """Send one packet, without waiting; False when it could not be sent."""
+        try:
+            return self.sock is not None and self.sock.send(data) > 0
+        except OSError:
+            return False
+
+
+class Peers:
+    """
+    Listens on `path`, whose folder is private to this user; not thread-safe but for `select`.
+
+    Args:
+        path: of the socket; what a dead relay left there is replaced.
+        max_packet: longest packet in bytes; a longer one is cut by the kernel.
+        on_packet: called with the peer, the packet, and whether it was cut.
+        on_gone: called once with each peer whose process has ended, all its packets read; where
+            processes cannot be watched, when its connection is closed.
+
+    Raises OSError when it cannot listen there.
+
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        max_packet: int,
+        on_packet: Callable[[Peer, bytes, bool], None],
+        on_gone: Callable[[Peer], None],
+    ) -> None:
+        self.errors: Counter[str] = Counter()
+        self._max_packet = max_packet
+        self._on_packet = on_packet
+        self._on_gone = on_gone
+        self._connected: set[Peer] = set()
+        self._selector = selectors.DefaultSelector()
+        self._server = listen(path)
+        self._selector.register(self._server, selectors.EVENT_READ, self._accept)
+
+    @property
+    def ranks_connected(self) -> bool:
+        """Whether a process that sent rank batches still holds its connection."""
+        return any(peer.streams for peer in self._connected)
+
+    def select(self, timeout: float) -> list[Callable[[], None]]:
+        """Wait at most `timeout` seconds and return what there is to do, to be called one by one."""
+        return [key.data for key, _ in self._selector.select(timeout)]
+
+    def watch(self, pid: int) -> Peer:
+        """Return a peer for a process that does not connect."""
+        peer = Peer(pid)
+        try:
+            self._watch(peer)
+        except OSError as error:
+            self.errors[f"pidfd: {type(error).__name__}"] += 1
+        return peer
+
+    def close(self) -> None:
+        """Stop listening and let go of everyone; safe to call twice."""
+        for key in list((self._selector.get_map() or {}).values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+            else:
+                os.close(key.fd)
+        self._selector.close()
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._server.accept()
+        except OSError as error:
+            self.errors[f"accept: {type(error).__name__}"] += 1
+            return
+        sock.setblocking(False)
+        cred = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
+        pid, uid, _ = _PEERCRED.unpack(cred)
+        if uid != os.getuid():
+            self.errors[f"refused uid {uid}"] += 1
+            sock.close()
+            return
+        peer = Peer(pid, sock)
+        self._connected.add(peer)
+        self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(peer))
+        try:
+            self._watch(peer)
+        except ProcessLookupError:  # it has ended; a child may still hold the connection
+            self._read(peer)
+            self._hang_up(peer)
+        except OSError as error:  # in another pid namespace, or an old kernel
+            self.errors[f"pidfd: {type(error).__name__}"] += 1
+
+    def _watch(self, peer: Peer) -> None:
+        peer.pidfd = os.pidfd_open(peer.pid)
+        self._selector.register(peer.pidfd, selectors.EVENT_READ, lambda: self._process_gone(peer))
+
+    def _read(self, peer: Peer) -> None:
+        while peer.sock is not None:
+            try:
+                data, _, flags, _ = peer.sock.recvmsg(self._max_packet)
+            except BlockingIOError:
+                return
+            except OSError:
+                data, flags = b"", 0
+            if data:
+                self._on_packet(peer, data, bool(flags & socket.MSG_TRUNC))
+            else:
+                self._hang_up(peer)
+
+    def _hang_up(self, peer: Peer) -> None:
+        if peer.sock is not None:
+            self._selector.unregister(peer.sock)
+            peer.sock.close()
+            peer.sock = None
+            self._connected.discard(peer)
+        if peer.pidfd is None:
+            self._on_gone(peer)
+        elif not peer.streams:
+            self._unwatch(peer)
+
+    def _process_gone(self, peer: Peer) -> None:
+        if peer.pidfd is None:  # let go of earlier in the same round
+            return
+        self._read(peer)  # what it sent before its end
+        self._unwatch(peer)
+        self._hang_up(peer)
+
+    def _unwatch(self, peer: Peer) -> None:
+        if peer.pidfd is not None:
+            self._selector.unregister(peer.pidfd)
+            os.close(peer.pidfd)
+            peer.pidfd = None
+
+
+def listen(path: Path) -> socket.socket:
+    """Return a listening socket at `path` (mode 0600), in a folder that only this user can enter."""
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        raise OSError(f"socket path is longer than {MAX_PATH_BYTES} bytes: {path}")
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = path.parent.stat()
+    if folder.st_uid != os.getuid() or stat.S_IMODE(folder.st_mode) & 0o077:
+        raise OSError(f"{path.parent} can be entered by other users: make it 0700")
+    _remove_stale(path)
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    try:
+        server.bind(os.fspath(path))
+        path.chmod(0o600)
+        server.listen(128)
+    except OSError:
+        server.close()
+        raise
+    return server
+
+
+def _remove_stale(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        try:
+            probe.connect(os.fspath(path))
+        except FileNotFoundError:
+            return
+        except ConnectionRefusedError:  # nobody listens any more
+            path.unlink()
+            return
+    raise OSError(f"another relay is listening on {path}")

@@ -1,0 +1,353 @@
+"""
+The relay of one node, free of Ray: takes the rank batches of its node and forwards them to the
+aggregator until it says that they are on disk.
+
+One thread runs `turn` again and again; nothing in it blocks. At the end of a run the launcher asks
+for `Finish` over the same socket that the ranks use.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from traceml_ray import wire
+from traceml_ray.actors.outbox import Outbox
+from traceml_ray.actors.peers import Peer, Peers
+from traceml_ray.settings import Settings
+from traceml_ray.spool import SUFFIX, read_spool, write_spool
+
+TICK_S = 0.25
+BUSY_S = 0.01
+"""How often the loop comes round while there is a backlog, or an end to bring about."""
+RESEND_S = 3.0
+"""Without a confirmation for so long (commits are 1 s apart), what is unconfirmed is sent again."""
+DRAIN_S = 1.0
+"""How long ranks that are still connected at the end may go on sending."""
+FINISH_S = 6.0
+"""How long flushing and writing may take; the launcher waits a little longer."""
+MAX_ERROR_NAMES = 64
+
+
+class Transport(Protocol):
+    """The way to the aggregator. No call blocks or raises; replies come later, in order."""
+
+    def ingest(self, data: bytes, commit: bool) -> bool:
+        """Hand over a RelayBatch (`commit`: store it at once); reply: RelayReply. False: not now."""
+
+    def finish(self, data: bytes) -> bool:
+        """Hand over Finish; reply: Finished. False: not now."""
+
+    def poll(self) -> list[bytes | Exception]:
+        """Return what came back. After an exception, nothing sent before it will be replied to."""
+
+    def stop(self) -> None:
+        """End the aggregator."""
+
+
+class Sampler(Protocol):
+    """Where samples of this node come from."""
+
+    errors: Counter[str]
+
+    def latest(self) -> wire.NodeSample | None:
+        """Return the newest sample, once."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What is remembered of one rank's process."""
+
+    seq: int = -1
+    final: bool = False
+
+
+class Relay:
+    """
+    Args:
+        path: of the socket to listen on (see `peers.Peers`).
+        node: this machine.
+        spool: folder where agents leave what they could not deliver.
+        on_stop: called from the relay's thread when it has ended itself.
+        clock: monotonic seconds.
+
+    Raises OSError when it cannot listen.
+
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        node: wire.NodeIdentity,
+        transport: Transport,
+        sampler: Sampler,
+        settings: Settings,
+        *,
+        spool: Path | None = None,
+        on_stop: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.incarnation = secrets.token_hex(8)
+        self.stopped = False
+        self._node = node
+        self._transport = transport
+        self._sampler = sampler
+        self._idle_ttl = settings.idle_ttl
+        self._spool = spool
+        self._on_stop = on_stop
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._errors: Counter[str] = Counter()
+        self._outbox = Outbox(settings.relay_buffer_bytes)
+        self._streams: dict[str, _Stream] = {}
+        self._callers: dict[int, Peer] = {}
+        self._lost: list[str] = []
+        about: dict[str, str | int | float | None] = {"pid": os.getpid(), "incarnation": self.incarnation}
+        self._events = [wire.Event("relay_start", time.time_ns(), data=about)]
+        self._reported = (0, 0)
+        """Dropped rows and errors that the newest packet tells of."""
+        self._closing = False
+        self._ending: Generator[None, None, wire.Finished] | None = None
+        self._ender: tuple[Peer, wire.Finish] | None = None
+        self._finished: wire.Finished | None = None
+        self._failures = 0
+        self._heard = self._progress = self._next_tick = clock()
+        self._peers = Peers(path, wire.MAX_BATCH_BYTES, self._packet, self._gone)
+
+    def start(self) -> None:
+        """Run in a thread of its own until the relay ends itself or is closed."""
+        threading.Thread(target=self._run, name="traceml-relay", daemon=True).start()
+
+    def _run(self) -> None:
+        while not self.stopped:
+            try:
+                self.turn(BUSY_S if self._ending else max(0.0, self._next_tick - self._clock()))
+            except Exception as error:
+                self._count(f"turn: {type(error).__name__}")
+                time.sleep(BUSY_S)
+        self.close()
+        self._on_stop()
+
+    def turn(self, timeout: float = 0.0) -> None:
+        """Read what is there, waiting at most `timeout` seconds for it, and do what is due."""
+        ready = self._peers.select(timeout)
+        with self._lock:
+            for act in ready:
+                act()
+            now = self._clock()
+            for reply in self._transport.poll():
+                self._replied(reply, now)
+            if self._ending is not None:
+                self._next_tick = now
+                self._end()
+            elif now - self._heard > self._idle_ttl and not (self._peers.ranks_connected or self._callers):
+                self.stopped = True
+            if now >= self._next_tick:
+                self._next_tick = now + (BUSY_S if self._tick(now) else TICK_S)
+
+    def take(self, data: bytes) -> bytes:
+        """
+        Take one RankBatch from a process of this node that calls instead of connecting.
+
+        Returns RankReply bytes; raises `wire.WireError` for a message that is not accepted.
+        """
+        with self._lock:
+            try:
+                batch = wire.decode(data, wire.RankBatch, max_bytes=wire.MAX_BATCH_BYTES)
+            except wire.WireError as error:
+                self._count(f"{error.reason} from a caller")
+                raise
+            if batch.identity is not None:
+                pid = batch.identity.pid
+                if pid not in self._callers:
+                    self._callers[pid] = self._peers.watch(pid)
+                self._callers[pid].streams.add(batch.stream)
+            return self._take(batch, data)
+
+    def close(self) -> None:
+        """Stop listening and let go of every connection."""
+        with self._lock:
+            self.stopped = True
+            self._peers.close()
+
+    # -- from the ranks --------------------------------------------------------------------------
+
+    def _packet(self, peer: Peer, data: bytes, cut: bool) -> None:
+        try:
+            if cut:
+                raise wire.WireError("too_large")
+            if wire.tag_of(data) == "finish":
+                self._begin_end(peer, wire.decode(data, wire.Finish))
+                return
+            batch = wire.decode(data, wire.RankBatch)
+        except wire.WireError as error:
+            self._count(f"{error.reason} from pid {peer.pid}")
+            return
+        peer.streams.add(batch.stream)
+        if not peer.send(self._take(batch, data)):  # a later reply acknowledges this one too
+            self._count("reply not sent")
+
+    def _take(self, batch: wire.RankBatch, data: bytes) -> bytes:
+        self._heard = self._clock()
+        stream = self._streams.setdefault(batch.stream, _Stream())
+        if batch.seq > stream.seq:
+            self._outbox.add(batch.stream, len(batch.flags), data)
+            stream.seq = batch.seq
+            stream.final = batch.final
+        return wire.encode(wire.RankReply(wire.VERSION, batch.stream, stream.seq))
+
+    def _gone(self, peer: Peer) -> None:
+        """Forget the streams of a process that has ended; what it did not end itself is lost."""
+        self._callers.pop(peer.pid, None)
+        for name in peer.streams:
+            stream = self._streams.get(name)
+            if stream is None:
+                continue
+            if not stream.final:
+                if self._spooled(name):  # its last words are read at the end of the run
+                    continue
+                self._lost.append(name)
+            del self._streams[name]
+
+    def _spooled(self, stream: str) -> bool:
+        return self._spool is not None and (self._spool / f"{stream}{SUFFIX}").exists()
+
+    def _count(self, name: str) -> None:
+        known = name in self._errors or len(self._errors) < MAX_ERROR_NAMES
+        self._errors[name if known else "other"] += 1
+
+    # -- to the aggregator -----------------------------------------------------------------------
+
+    def _tick(self, now: float) -> bool:
+        """Send what there is; return whether more is waiting that may go soon."""
+        if not self._outbox.unconfirmed:
+            self._progress = now
+        elif now - self._progress > RESEND_S:
+            self._outbox.rewind()
+            self._progress = now
+        moved = self._send()
+        sample = self._sampler.latest()
+        while self._outbox.may_pack and (sample or self._news()):
+            self._pack(sample)
+            sample = None
+            moved = self._send() or moved
+        return moved and (self._outbox.waiting or not self._outbox.may_pack)
+
+    def _news(self) -> bool:
+        return bool(self._outbox.waiting or self._lost or self._events or self._counts() != self._reported)
+
+    def _counts(self) -> tuple[int, int]:
+        errors = self._errors.total() + self._sampler.errors.total() + self._peers.errors.total()
+        return self._outbox.dropped.total(), errors
+
+    def _pack(self, sample: wire.NodeSample | None) -> None:
+        self._reported = self._counts()
+        message = wire.RelayBatch(
+            v=wire.VERSION,
+            node=self._node,
+            incarnation=self.incarnation,
+            seq=self._outbox.next_seq,
+            sent_ns=time.time_ns(),
+            batches=self._outbox.take(),
+            dropped=dict(self._outbox.dropped),
+            sample=sample,
+            lost=self._lost,
+            events=self._events,
+            errors={**self._errors, **self._sampler.errors, **self._peers.errors},
+        )
+        self._lost, self._events = [], []
+        self._outbox.pack(wire.encode(message))
+
+    def _send(self) -> bool:
+        moved = False
+        while packet := self._outbox.to_send():
+            last = self._closing and self._outbox.is_last(packet)
+            if not self._transport.ingest(packet.data, last):
+                break
+            self._outbox.sent()
+            moved = True
+        return moved
+
+    def _replied(self, reply: bytes | Exception, now: float) -> None:
+        try:
+            if isinstance(reply, Exception):
+                raise reply
+            if wire.tag_of(reply) == "finished":
+                self._finished = wire.decode(reply, wire.Finished)
+            elif self._outbox.confirm(wire.decode(reply, wire.RelayReply).stored_seq):
+                self._progress = now
+        except Exception as error:
+            self._count(f"aggregator: {type(error).__name__}")
+            self._failures += 1
+            self._outbox.rewind()
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def _begin_end(self, peer: Peer, message: wire.Finish) -> None:
+        self._ender = (peer, message)
+        self._finished = None
+        self._ending = self._steps(message)
+
+    def _end(self) -> None:
+        """Go on with the end; when it is brought about, say so to whoever asked for it."""
+        assert self._ending is not None
+        assert self._ender is not None
+        peer, message = self._ender
+        try:
+            next(self._ending)
+            return
+        except StopIteration as done:
+            finished: wire.Finished = done.value
+        except Exception as error:
+            finished = wire.Finished(wire.VERSION, False, f"{type(error).__name__}: {error}")
+        self._ending = None
+        self._closing = False
+        peer.send(wire.encode(finished))
+        if message.stop:
+            self._transport.stop()
+            self.stopped = True
+
+    def _steps(self, message: wire.Finish) -> Generator[None, None, wire.Finished]:
+        """Let the ranks end, read what they left, have all of it stored, have the session written."""
+        started = self._clock()
+        while self._peers.ranks_connected and self._clock() < started + DRAIN_S:
+            yield
+        self._read_spool()
+        self._closing = True
+        self._outbox.rewind()  # so that the last one asks for a commit
+        asked_at: int | None = None
+        while self._clock() < started + FINISH_S:
+            if self._finished is not None:
+                return self._finished
+            if asked_at != self._failures and not self._news() and not self._outbox.unconfirmed:
+                asked_at = self._failures if self._transport.finish(wire.encode(message)) else None
+            yield
+        self._salvage()
+        return wire.Finished(wire.VERSION, False, f"the aggregator did not answer within {FINISH_S:g} s")
+
+    def _read_spool(self) -> None:
+        for path in sorted(self._spool.glob(f"*{SUFFIX}")) if self._spool else []:
+            try:
+                for frame in read_spool(path):
+                    self._take(wire.decode(frame, wire.RankBatch), frame)
+            except (OSError, wire.WireError) as error:
+                self._count(f"spool: {getattr(error, 'reason', type(error).__name__)}")
+
+    def _salvage(self) -> None:
+        """Leave what is not known to be stored in the spool folder."""
+        if self._spool is None:
+            return
+        packets, waiting = self._outbox.salvage()
+        packed = [frame for packet in packets for frame in wire.decode(packet, wire.RelayBatch).batches]
+        frames: dict[str, list[bytes]] = {}
+        for frame in [*packed, *waiting]:
+            frames.setdefault(wire.decode(frame, wire.RankBatch).stream, []).append(frame)
+        for stream, held in frames.items():
+            write_spool(self._spool / f"{stream}{SUFFIX}", held)

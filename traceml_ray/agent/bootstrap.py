@@ -1,0 +1,142 @@
+"""
+How the agent gets into a training process, and out of it.
+
+The launcher puts a folder with our `sitecustomize` on the ranks' PYTHONPATH. It waits for
+`import torch` and nothing else: a process that never imports torch never runs a line of the agent.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from traceml_ray import wire
+from traceml_ray.agent.imports import when_imported
+from traceml_ray.agent.rank_agent import RankAgent
+from traceml_ray.settings import Settings
+
+SITE_FOLDER = str(Path(__file__).parent / "site")
+RANK_PID = "TRACEML_RANK_PID"
+"""Set in a rank's environment once it is watched: its children see it and stay out."""
+
+_agent: RankAgent | None = None
+_lock = threading.Lock()
+
+
+def rank_environment(settings: Settings, environ: dict[str, str] | None = None) -> dict[str, str]:
+    """Return the environment variables that make a rank's process watch itself."""
+    environ = dict(os.environ) if environ is None else environ
+    path = [SITE_FOLDER, *filter(None, [environ.get("PYTHONPATH")])]
+    values = {
+        "PYTHONPATH": os.pathsep.join(path),
+        "TRACEML_SESSION": settings.session,
+        "TRACEML_SOCKET": settings.socket,
+        "TRACEML_SPOOL": settings.spool,
+        "TRACEML_INTERVAL": repr(settings.interval),
+        "TRACEML_RING_ROWS": str(settings.ring_rows),
+        "TRACEML_AGENT_BUFFER_BYTES": str(settings.agent_buffer_bytes),
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def start_on_import() -> None:
+    """Called by our `sitecustomize` in every Python process under the launcher: wait for torch."""
+    if os.environ.get(RANK_PID) in (None, str(os.getpid())):
+        when_imported("torch", _start_quietly)
+
+
+def _start_quietly() -> None:
+    try:
+        start()
+    except Exception as error:
+        # The script goes on without a monitor; the relay will say that this rank never reported.
+        sys.stderr.write(f"traceml-ray: not watching this process: {type(error).__name__}: {error}\n")
+
+
+def start(settings: Settings | None = None) -> RankAgent | None:
+    """Instrument this process and start its agent; None when there is no relay to talk to."""
+    global _agent
+    from traceml_ray.agent.channel import SocketChannel
+
+    with _lock:
+        if _agent is not None:
+            return _agent
+        settings = settings if settings is not None else Settings.load()
+        if settings.socket is None:
+            return None
+        os.environ[RANK_PID] = str(os.getpid())
+        _leave_pythonpath()
+        _agent = RankAgent(settings, SocketChannel(settings.socket))
+        _agent.instrumentation.install()
+        _agent.start()
+        atexit.register(_at_exit)
+        os.register_at_fork(after_in_child=_in_child)
+        return _agent
+
+
+def current() -> RankAgent | None:
+    """Return this process's agent, if it is watched."""
+    return _agent
+
+
+def stop() -> None:
+    """Put torch back as it was, send what is left, and end the agent's thread."""
+    global _agent
+    with _lock:
+        agent, _agent = _agent, None
+    if agent is not None:
+        atexit.unregister(_at_exit)
+        agent.instrumentation.remove()
+        agent.close()
+        os.environ.pop(RANK_PID, None)
+
+
+def _at_exit() -> None:
+    agent = _agent
+    if agent is None:
+        return
+    try:
+        agent.close([_ending(agent)])
+    except Exception as error:
+        agent.instrumentation.failed("exit", error)
+
+
+def _ending(agent: RankAgent) -> wire.Event:
+    """Say how the script ended: by itself, or by an exception that reached the top (sys.last_value)."""
+    opened = agent.recorder.open_stage()
+    error: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is None:
+        return wire.Event(
+            "exit", time.time_ns(), opened.step, opened.stage, data={"tail_ns": agent.recorder.tail_ns()}
+        )
+    return wire.Event(
+        "exception",
+        time.time_ns(),
+        opened.step,
+        opened.stage,
+        message=f"{type(error).__name__}: {error}"[:2000],
+        data={"type": type(error).__name__},
+    )
+
+
+def _in_child() -> None:
+    """After a fork (DataLoader workers): the child is nobody's rank and keeps nothing of ours."""
+    global _agent
+    agent, _agent = _agent, None
+    if agent is not None:
+        atexit.unregister(_at_exit)
+        agent.instrumentation.remove()
+        agent.channel.close()
+
+
+def _leave_pythonpath() -> None:
+    """Take our folder off PYTHONPATH again, so that children start as they would without us."""
+    parts = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != SITE_FOLDER]
+    if parts:
+        os.environ["PYTHONPATH"] = os.pathsep.join(parts)
+    else:
+        os.environ.pop("PYTHONPATH", None)

@@ -1,0 +1,67 @@
+"""Run a callback right after a module has been imported, without importing it ourselves."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+Callback = Callable[[], None]
+
+
+class _Finder:
+    """First on `sys.meta_path`; answers only for the modules somebody waits for."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, Callback] = {}
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        callback = self.waiting.pop(name, None)
+        if callback is None:
+            return None
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            self.waiting[name] = callback
+            return None
+        # The loader stays the module's own (people look at `__loader__`); only this one call of it is ours.
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            try:
+                del loader.exec_module
+            except AttributeError:
+                pass
+            execute(module)
+            callback()
+
+        try:
+            loader.exec_module = exec_module
+        except AttributeError:
+            return None
+        return spec
+
+
+_finder = _Finder()
+
+
+def when_imported(name: str, callback: Callback) -> None:
+    """Call `callback` once `name` has been imported: now, if it has been already. It must not raise."""
+    if name in sys.modules:
+        callback()
+        return
+    _finder.waiting[name] = callback
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)  # type: ignore[arg-type]
+
+
+def forget(name: str) -> None:
+    """Drop the callback for `name`, if it still waits."""
+    _finder.waiting.pop(name, None)
+    if not _finder.waiting and _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)  # type: ignore[arg-type]

@@ -1,0 +1,200 @@
+"""
+The thread that carries a rank's rows to the relay of its node.
+
+Once an interval it drains the ring, looks at the process, and offers one `RankBatch` to its
+channel. What the relay has not confirmed is kept, within a bound; beyond it the oldest batch is
+dropped and counted in the next one. Nothing here runs on the training thread but `close`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+import msgspec
+
+from traceml_ray import identity as identities
+from traceml_ray import wire
+from traceml_ray.agent.channel import Channel
+from traceml_ray.agent.details import Details
+from traceml_ray.agent.instrument import Instrumentation
+from traceml_ray.agent.recorder import Recorder
+from traceml_ray.agent.ring import StepRing
+from traceml_ray.agent.sampler import ProcessSampler
+from traceml_ray.settings import Settings
+
+CLOSE_WAIT_S = 0.3
+"""Longest wait at the end of the process for the relay to confirm the last batch."""
+CONFIRM_POLL_S = 0.005
+
+
+class _Batch(msgspec.Struct, gc=False):
+    seq: int
+    rows: int
+    data: bytes
+    offered: bool = False
+
+
+class RankAgent:
+    """Everything of ours in one training process: recorder, patches, thread and channel."""
+
+    def __init__(self, settings: Settings, channel: Channel) -> None:
+        self.settings = settings
+        self.channel = channel
+        self.ring = StepRing(settings.ring_rows)
+        self.recorder = Recorder(self.ring)
+        self.details = Details()
+        self.instrumentation = Instrumentation(self.recorder, self.details, debug=settings.debug)
+        self.stream = secrets.token_hex(8)
+        self.identity: identities.RankIdentity | None = None
+        self._identity_known = False
+        self._events: list[wire.Event] = []
+        self._outbox: deque[_Batch] = deque()
+        self._outbox_bytes = 0
+        self._generation = 0
+        self._seq = 0
+        self._dropped = 0
+        self._sent_bytes = 0
+        self._began_ns = time.monotonic_ns()
+        self._cpu_ns = 0
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._sampler: ProcessSampler | None = None
+
+    def start(self) -> None:
+        """Start the thread; it does the rest, so that the import of torch is not held up."""
+        self._thread = threading.Thread(target=self._run, name="traceml-agent", daemon=True)
+        self._thread.start()
+
+    def close(self, events: list[wire.Event] | None = None) -> None:
+        """Send what is left as the final batch; what nobody takes goes to the spool. Bounded in time."""
+        self._events.extend(events or [])
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(timeout=2 * CLOSE_WAIT_S + 0.4)
+
+    # -- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closing.wait(self.settings.interval):
+            self._guard("tick", self.tick)
+        self._guard("close", self._finish)
+
+    def _guard(self, place: str, action: object) -> None:
+        try:
+            action()  # type: ignore[operator]
+        except Exception as error:
+            errors = self.instrumentation.errors
+            errors[place] = errors.get(place, 0) + 1
+            if self.settings.debug:
+                sys.stderr.write(f"traceml-ray: {place}: {type(error).__name__}: {error}\n")
+        self._cpu_ns = time.thread_time_ns()
+
+    def tick(self, final: bool = False) -> None:
+        """Do one round: rows into batches, batches to the relay, its replies into account."""
+        more = True
+        while more:
+            more = self._enqueue(final)
+        self._exchange()
+
+    def _enqueue(self, final: bool) -> bool:
+        """Make one batch; True when rows are left for another."""
+        first, keys, flags, rows = self.ring.drain(wire.MAX_ROWS)
+        more = self.ring.accepted > first + len(flags)
+        events, self._events = self._events[: wire.MAX_ITEMS], self._events[wire.MAX_ITEMS :]
+        self._seq += 1
+        patches = self.instrumentation
+        batch = wire.RankBatch(
+            v=wire.VERSION,
+            stream=self.stream,
+            seq=self._seq,
+            sent_ns=time.time_ns(),
+            produced=self.ring.accepted + self.ring.dropped,
+            dropped=self.ring.dropped + self._dropped,
+            first_row=first,
+            keys=keys,
+            flags=flags,
+            rows=rows,
+            identity=self._resolve(),
+            open=self.recorder.open_stage(),
+            process=self._look(),
+            details=self.details.collect() + (self.details.collect() if final else []),
+            events=events,
+            errors=dict(patches.errors),
+            missing=dict(patches.missing),
+            overhead=wire.Overhead(
+                self.recorder.marks_ns,
+                self._cpu_ns,
+                time.monotonic_ns() - self._began_ns,
+                self._sent_bytes,
+            ),
+            strategy=patches.strategy,
+            final=final and not more,
+        )
+        data = wire.encode(batch)
+        self._outbox.append(_Batch(self._seq, len(flags), data))
+        self._outbox_bytes += len(data)
+        while self._outbox_bytes > self.settings.agent_buffer_bytes and len(self._outbox) > 1:
+            old = self._outbox.popleft()
+            self._outbox_bytes -= len(old.data)
+            self._dropped += old.rows
+        return more
+
+    def _exchange(self) -> None:
+        self._take_replies()
+        for batch in self._outbox:
+            if batch.offered and self._generation == self.channel.generation:
+                continue
+            if not self.channel.offer(batch.data):
+                break
+            if self._generation != self.channel.generation:
+                # A new connection: what went into the one before may be lost, so all of it goes again,
+                # in order. The aggregator knows each row by its number and keeps one.
+                self._generation = self.channel.generation
+                for other in self._outbox:
+                    other.offered = False
+            batch.offered = True
+            self._sent_bytes += len(batch.data)
+        self._take_replies()
+
+    def _take_replies(self) -> None:
+        for data in self.channel.replies():
+            try:
+                reply = wire.decode(data, wire.RankReply)
+            except wire.WireError as error:
+                place = f"reply.{error.reason}"
+                self.instrumentation.errors[place] = self.instrumentation.errors.get(place, 0) + 1
+                continue
+            while reply.stream == self.stream and self._outbox and self._outbox[0].seq <= reply.acked_seq:
+                self._outbox_bytes -= len(self._outbox.popleft().data)
+
+    def _resolve(self) -> identities.RankIdentity | None:
+        """Resolve who this is; again until torch.distributed, which knows best, is up."""
+        if not self._identity_known:
+            try:
+                self.identity = identities.resolve()
+                self._identity_known = self.identity.source == "torch.distributed"
+            except identities.IdentityError as error:
+                self.instrumentation.missing["identity"] = str(error)[:200]
+        return self.identity
+
+    def _look(self) -> wire.ProcessSample | None:
+        if self._sampler is None:
+            self._sampler = ProcessSampler()
+        return self._sampler.sample()
+
+    def _finish(self) -> None:
+        self.tick(final=True)
+        deadline = time.monotonic() + CLOSE_WAIT_S
+        while self._outbox and self._generation and time.monotonic() < deadline:
+            time.sleep(CONFIRM_POLL_S)
+            self._exchange()
+        if self._outbox and self.settings.spool is not None:
+            from traceml_ray.spool import write_spool
+
+            write_spool(Path(self.settings.spool) / f"{self.stream}.spool", [b.data for b in self._outbox])
+        self.channel.close()

@@ -1,0 +1,104 @@
+"""
+Which module is the one whose call starts a step's forward.
+
+DDP and FSDP say so themselves; without them it is the module that owns the optimizer's
+parameters. The mark sits on the *class* of that module and looks for the instance: nothing is
+put on the instance, so a pickled, deep-copied or scripted model holds nothing of ours. Submodules
+of other classes pay nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+Mark = Callable[[bool], None]
+
+
+class Roots:
+    """The root modules of this process (usually one) and the classes that carry the mark."""
+
+    def __init__(self, mark: Mark, fail: Callable[[str, BaseException], None]) -> None:
+        self._mark = mark
+        self._fail = fail
+        self._ids: dict[int, weakref.ref[Any]] = {}
+        self._classes: dict[type, Any] = {}
+        self._seen: deque[weakref.ref[Any]] = deque(maxlen=16)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def modules(self) -> list[Any]:
+        """Return the roots that are still alive."""
+        return [module for ref in self._ids.values() if (module := ref()) is not None]
+
+    def add(self, module: Any) -> None:
+        """Make `module` a root; roots that are inside it are none any longer."""
+        module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
+        inside = {id(child) for child in module.modules()} - {id(module)}
+        for key in inside & set(self._ids):
+            del self._ids[key]
+        if any(id(module) in {id(child) for child in root.modules()} for root in self.modules()):
+            return
+        key = id(module)
+        self._ids[key] = weakref.ref(module, lambda _: self._ids.pop(key, None))
+        self._mark_class(type(module))
+
+    def note_owner(self, module: Any) -> None:
+        """Remember that somebody asked `module` for its parameters: it may be what an optimizer gets."""
+        self._seen.append(weakref.ref(module))
+
+    def learn(self, optimizer: Any) -> None:
+        """Make a root of the smallest module that owns most of `optimizer`'s parameters."""
+        wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        best, best_score = None, (0, 0)
+        for ref in self._seen:
+            module = ref()
+            if module is None:
+                continue
+            own = {id(p) for p in module.parameters()}
+            score = (len(wanted & own), -len(own))
+            if score[0] and score > best_score:
+                best, best_score = module, score
+        if best is not None:
+            self.add(best)
+
+    def mark_compiled(self, optimized_module: type) -> None:
+        """Also mark calls of `torch.compile`'s wrapper module: inside it the root's own call is compiled away."""
+        self._mark_class(optimized_module, inner="_orig_mod")
+
+    def restore(self) -> None:
+        """Take the mark off every class."""
+        for cls, own in self._classes.items():
+            if own is None:
+                del cls.__call__  # type: ignore[operator]
+            else:
+                cls.__call__ = own  # type: ignore[operator]
+        self._classes.clear()
+        self._ids.clear()
+
+    def _mark_class(self, cls: type, inner: str | None = None) -> None:
+        if cls in self._classes:
+            return
+        self._classes[cls] = cls.__dict__.get("__call__")
+        cls.__call__ = self._marked(cls, self._classes[cls], inner)  # type: ignore[operator]
+
+    def _marked(self, cls: type, own: Any, inner: str | None) -> Any:
+        import torch
+
+        is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+        roots, mark, fail = self._ids, self._mark, self._fail
+
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it is that method
+            if not is_compiling() and id(self if inner is None else getattr(self, inner)) in roots:
+                try:
+                    mark(self.training and is_grad_enabled())
+                except Exception as error:
+                    fail("forward", error)
+            if own is not None:
+                return own(self, *args, **kwargs)
+            return super(cls, self).__call__(*args, **kwargs)  # type: ignore[misc]
+
+        return __call__

@@ -1,0 +1,106 @@
+"""How long each rank and node was busy: the step times that a slow rank cannot hide behind."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from traceml_ray.analysis.evidence import absurd, comparable
+from traceml_ray.analysis.frontier import Frontier, chain
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.window import Int64, Window
+from traceml_ray.wire import STAGES, SYNC_WAIT
+
+
+class StageSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    One stage, per step: `exposed_ms` is the mean of its exposed time, `exposed_share` (0..1) that
+    over the mean step; `median_ms` and `max_ms` are the median and the largest of the ranks'
+    medians, the latter `worst_rank`'s (`None` for waiting, which is nobody's fault).
+    """
+
+    name: str
+    exposed_ms: float
+    exposed_share: float
+    median_ms: float
+    max_ms: float
+    worst_rank: int | None
+
+
+class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    Step times of a window; ms, `None` where there is nothing to tell.
+
+    `median_ms` and `p95_ms` are of the whole step. All else is **busy time** (the row without its
+    waiting), because rows are equally long on every rank, however slow one of them is: per rank
+    the median over steps, per node the median of its ranks' values, skew in % as
+    (worst − median) ÷ median over ranks and (slowest − fastest) ÷ fastest over nodes.
+    Backward counts as waiting where it is not told apart from it.
+    """
+
+    count: int
+    median_ms: float
+    p95_ms: float
+    busy_median_ms: float
+    busy_p95_ms: float
+    per_rank_median_ms: dict[int, float | None]
+    """Missing ranks are there, with `None`."""
+    per_node_median_ms: dict[str, float]
+    worst_rank: int | None
+    worst_node: str | None
+    global_skew_pct: float | None
+    node_skew_pct: float | None
+    stages: tuple[StageSummary, ...]
+
+
+def summarise(window: Window, thresholds: Thresholds) -> StepSummary | None:
+    """Return the step times of `window`, or `None` when it holds no rows or absurd ones."""
+    if not window.d.size or absurd(window, thresholds) is not None:
+        return None
+    rows = comparable(window)
+    busy = (rows.d * ~rows.waits[:, None, :]).sum(axis=2) / 1e6
+    frontier = chain(rows.d)
+    step = frontier.exposed.sum(axis=1) / 1e6
+    per_rank = np.median(busy, axis=0)
+    by_node: dict[str, list[float]] = {}
+    for node, value in zip(window.nodes, per_rank.tolist(), strict=True):
+        by_node.setdefault(node, []).append(value)
+    per_node = {node: float(np.median(values)) for node, values in by_node.items()}
+    median, fastest, slowest = float(np.median(per_rank)), min(per_node.values()), max(per_node.values())
+    several, nodes = len(per_rank) > 1, len(per_node) > 1
+    ranks: list[int] = window.ranks.tolist()
+    return StepSummary(
+        count=len(window.keys),
+        median_ms=float(np.median(step)),
+        p95_ms=float(np.percentile(step, 95)),
+        busy_median_ms=median,
+        busy_p95_ms=float(np.percentile(busy, 95)),
+        per_rank_median_ms={
+            **dict(zip(ranks, per_rank.tolist(), strict=True)),
+            **dict.fromkeys(window.missing),
+        },
+        per_node_median_ms=per_node,
+        worst_rank=ranks[int(np.argmax(per_rank))] if several else None,
+        worst_node=max(per_node, key=lambda node: per_node[node]) if nodes else None,
+        global_skew_pct=100 * (float(per_rank.max()) - median) / median if several and median else None,
+        node_skew_pct=100 * (slowest - fastest) / fastest if nodes and fastest else None,
+        stages=_stages(rows.d, frontier, ranks),
+    )
+
+
+def _stages(d: Int64, frontier: Frontier, ranks: list[int]) -> tuple[StageSummary, ...]:
+    exposed = frontier.exposed.sum(axis=0)
+    medians = np.median(d, axis=0) / 1e6
+    return tuple(
+        StageSummary(
+            name=name,
+            exposed_ms=float(exposed[stage]) / len(d) / 1e6,
+            exposed_share=float(exposed[stage]) / max(frontier.total_ns, 1),
+            median_ms=float(np.median(medians[:, stage])),
+            max_ms=float(medians[:, stage].max()),
+            worst_rank=ranks[int(np.argmax(medians[:, stage]))]
+            if stage != SYNC_WAIT and len(ranks) > 1
+            else None,
+        )
+        for stage, name in enumerate(STAGES)
+    )

@@ -1,0 +1,201 @@
+"""What the rules of the verdict look at: excess over peers, exposed excess, and what mending gains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from traceml_ray.analysis.finding import Cause
+from traceml_ray.analysis.frontier import Frontier, chain
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.window import Bool, Float, Int64, Window
+from traceml_ray.wire import (
+    BACKWARD,
+    DATA,
+    FLAG_NO_BACKWARD,
+    FLAG_NO_DATA,
+    FLAG_NO_FORWARD,
+    FLAG_NO_PEERS,
+    FLAG_NO_SPLIT,
+    FORWARD,
+    POST_SYNC,
+    PREPARE,
+    SYNC_WAIT,
+)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """
+    A window's rows made comparable between ranks.
+
+    `d` int64 ns (K, R, 6); `waits` (K, 6) tells the stages in which a rank waits for others,
+    `synced` (K,) the steps that end in a gradient exchange. Time in `d` is never lost: where a
+    mark is missing on some rank, the stages it separates are added up on every rank.
+    """
+
+    d: Int64
+    waits: Bool
+    synced: Bool
+
+
+def comparable(window: Window) -> Rows:
+    """Return the rows with merged stages merged alike on every rank, step by step."""
+    d, flags = window.d, window.flags
+    waits = np.zeros((len(window.keys), d.shape[2]), dtype=bool)
+    waits[:, SYNC_WAIT] = True
+    synced: Bool = (flags & (FLAG_NO_PEERS | FLAG_NO_BACKWARD) == 0).any(axis=1)
+    if not flags.any():
+        return Rows(d, waits, synced)
+    no_split = (flags & FLAG_NO_SPLIT != 0).any(axis=1) & synced
+    waits[no_split, BACKWARD] = True
+    no_data, no_forward = _mixed(window, FLAG_NO_DATA), _mixed(window, FLAG_NO_FORWARD)
+    merges: tuple[tuple[Bool, tuple[int, ...]], ...] = (
+        (no_split, (BACKWARD, SYNC_WAIT)),
+        (no_data & no_forward, (POST_SYNC, DATA, PREPARE, FORWARD)),
+        (no_data & ~no_forward, (POST_SYNC, DATA, PREPARE)),
+        (no_forward & ~no_data, (FORWARD, PREPARE)),
+    )
+    if any(steps.any() for steps, _ in merges):
+        d = d.copy(order="K")
+        for steps, (into, *others) in merges:
+            for other in others:
+                d[steps, :, into] += d[steps, :, other]
+                d[steps, :, other] = 0
+    return Rows(d, waits, synced)
+
+
+def _mixed(window: Window, flag: int) -> Bool:
+    """Tell the steps (K,) in which some ranks carry `flag` and others do not."""
+    has = window.flags & flag != 0
+    mixed: Bool = has.any(axis=1) & ~has.all(axis=1)
+    return mixed
+
+
+def absurd(window: Window, thresholds: Thresholds) -> tuple[int, int] | None:
+    """Return the (key, rank) places of a row that is negative or longer than any step, or `None`."""
+    limit = thresholds.max_step_ns
+    d = window.d
+    if not d.size or (d.min() >= 0 and d.max() <= limit // d.shape[2]):
+        return None
+    for bad in (((d < 0) | (d > limit)).any(axis=2), d.sum(axis=2) > limit):
+        if bad.any():
+            key, rank = np.unravel_index(int(np.argmax(bad)), bad.shape)
+            return int(key), int(rank)
+    return None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """
+    Excess over peers in one window; K steps, R ranks.
+
+    `ref` int64 ns (K, 6): the lower median over ranks of a local stage, the least of a waiting
+    one (the real cost of the exchange). `excess` int64 ns (K, R, 6) = d − ref, 0 for waiting stages.
+    `persistent` (R, 6): its median over steps ÷ mean step. `exposed_excess` (R, 6): what of it
+    moved the frontier, shared among the leaders, ÷ elapsed time. `local_ns` (K, R): sum of a
+    rank's local stages.
+    """
+
+    window: Window
+    rows: Rows
+    frontier: Frontier
+    ref: Int64
+    excess: Int64
+    persistent: Float
+    exposed_excess: Float
+    local_ns: Int64
+
+    @property
+    def total_ns(self) -> int:
+        return self.frontier.total_ns
+
+    @property
+    def mean_step_ns(self) -> float:
+        return self.total_ns / len(self.window.keys)
+
+    def replay_ns(self, mended: Iterable[Cause] = ()) -> int:
+        """
+        Return the elapsed time if every rank ran its local stages and all left each sync together.
+
+        A `mended` cause never takes longer than its peers do. Steps without an exchange add up
+        until the next one.
+        """
+        local = self.local_ns
+        mended = tuple(mended)
+        if mended:
+            local = local.copy(order="K")
+            for cause in mended:
+                for place in cause.places:
+                    local[:, place] -= np.maximum(self.excess[:, place, cause.stage], 0)
+        synced = self.rows.synced
+        if not synced.all():
+            starts = np.flatnonzero(np.concatenate(([True], synced[:-1])))
+            local = np.add.reduceat(local, starts, axis=0)
+        exchange = self.ref[synced][self.rows.waits[synced]].sum()
+        return int(local.max(axis=1).sum()) + int(exchange)
+
+    def gain(self, *causes: Cause) -> float:
+        """Return what mending `causes` together saves, as a share of the elapsed time, 0..1."""
+        return min(1.0, max(0, self.replay_ns() - self.replay_ns(causes)) / self.total_ns)
+
+    def series(self, cause: Cause) -> Float:
+        """Return the cause's excess step by step, ns (K,): the mean over its ranks."""
+        series: Float = self.excess[:, list(cause.places), cause.stage].mean(axis=1)
+        return series
+
+
+def gather(window: Window) -> Evidence:
+    """
+    Return the evidence in `window`, whose rows must be sane (`absurd` says `None`), T > 0, R ≥ 1.
+
+    Exposed time: StageFrontier, arXiv 2606.06751; excess and replay are ours.
+    """
+    rows = comparable(window)
+    frontier = chain(rows.d)
+    ref = _reference(rows)
+    local: Bool = np.logical_not(rows.waits)
+    by_rank = rows.d.transpose(1, 0, 2)
+    excess = by_rank - ref
+    if local[:, :SYNC_WAIT].all():
+        excess[:, :, SYNC_WAIT] = 0
+        local_ns = by_rank[:, :, :SYNC_WAIT].sum(axis=2)
+    else:
+        excess *= local
+        local_ns = (by_rank * local).sum(axis=2)
+    mean_step = frontier.total_ns / len(window.keys)
+    return Evidence(
+        window=window,
+        rows=rows,
+        frontier=frontier,
+        ref=ref,
+        excess=excess.transpose(1, 0, 2),
+        persistent=np.median(excess, axis=1) / mean_step,
+        exposed_excess=_exposed_excess(frontier, ref, local),
+        local_ns=local_ns.T,
+    )
+
+
+def _reference(rows: Rows) -> Int64:
+    """Return what a stage costs without anybody being late, ns (K, 6)."""
+    ranks = rows.d.shape[1]
+    middle = (ranks - 1) // 2
+    columns = np.ascontiguousarray(rows.d.transpose(0, 2, 1))
+    least = columns.min(axis=2)
+    columns.partition(middle, axis=2)
+    return np.where(rows.waits, least, columns[:, :, middle])
+
+
+def _exposed_excess(frontier: Frontier, ref: Int64, local: Bool) -> Float:
+    """Return E (R, 6): exposed time above the reference, shared among its leaders, ÷ T."""
+    above = np.where(local, np.maximum(frontier.exposed - ref, 0), 0)
+    leaders = frontier.leaders
+    share = above / leaders.sum(axis=1)
+    result = np.zeros(leaders.shape[1:])
+    steps, stages = np.nonzero(share)
+    for step, stage in zip(steps.tolist(), stages.tolist(), strict=True):
+        result[leaders[step, :, stage], stage] += share[step, stage]
+    total: Float = result / frontier.total_ns
+    return total

@@ -1,0 +1,46 @@
+"""When it began: one change point in a series of excess."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from traceml_ray.analysis.window import Bool, Float
+
+_BEFORE, _AFTER, _LEAST = 0.3, 0.7, 3
+
+
+def late_steps(series: Float) -> Bool:
+    """
+    Tell the steps (K,) that are late: above half of what a late step typically shows.
+
+    Typical is the median where most steps are late, otherwise the mean weighted by size, which a
+    majority of punctual steps does not pull down.
+    """
+    positive = np.maximum(series, 0.0)
+    weighted = float((positive * positive).sum() / max(positive.sum(), 1.0))
+    median = float(np.median(positive))
+    typical = median if median > 0.25 * weighted else weighted
+    late: Bool = positive > 0.5 * typical
+    return late
+
+
+def onset(late: Bool) -> int | None:
+    """
+    Return the place at which `late` (K,) turns from mostly no to mostly yes, or `None`.
+
+    Least squares over all single splits; a split counts when at most 30 % are late before it, at
+    least 70 % from it on, and three or more steps follow. Only whether a step is late is used,
+    not by how much, so that one huge step moves nothing.
+    """
+    count = len(late)
+    if count < 2 * _LEAST:
+        return None
+    before = np.arange(1, count)
+    passed = np.cumsum(late)[:-1]
+    low = passed / before
+    high = (late.sum() - passed) / (count - before)
+    score = np.where(high > low, (high - low) ** 2 * before * (count - before), -1.0)
+    best = int(np.argmax(score))
+    if score[best] < 0 or low[best] > _BEFORE or high[best] < _AFTER or count - before[best] < _LEAST:
+        return None
+    return best + 1

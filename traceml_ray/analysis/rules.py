@@ -1,0 +1,135 @@
+"""The rules of the verdict, in order; the first that applies is the finding. All of it is ours."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from traceml_ray.analysis import wording
+from traceml_ray.analysis.evidence import Evidence, absurd, gather
+from traceml_ray.analysis.finding import Cause, Finding
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.window import Bool, Window
+from traceml_ray.wire import FLAG_COUPLED, FLAG_DEVICE_CLOCK, FLAG_NO_BACKWARD, FLAG_NO_PEERS
+
+_TOO_LONG = 1 << 62
+
+
+def find(window: Window, thresholds: Thresholds) -> tuple[Finding, Evidence | None]:
+    """
+    Return what the rules say about `window`, and the evidence where the rows allow any.
+
+    Never raises, whatever the rows hold.
+    """
+    steps, ranks = len(window.keys), len(window.ranks)
+    clean = absurd(window, thresholds) is None and steps * thresholds.max_step_ns < _TOO_LONG
+    clocks = _mixed_clocks(window)
+    if clocks.any() and 1.0 - float(clocks.mean()) >= thresholds.coverage_limited:
+        window = window.take(~clocks)
+    evidence = gather(window) if clean and window.d.any() else None
+    limit = _limit(window, evidence, thresholds)
+    if limit:
+        return Finding("telemetry_limited", limit), evidence
+    assert evidence is not None
+    if ranks == 1:
+        return Finding("healthy"), evidence
+    apart = _apart(evidence, thresholds)
+    if apart:
+        return Finding("accounting_only", apart), evidence
+    if evidence.persistent.max() >= thresholds.min_excess:
+        return _persistent(evidence, thresholds), evidence
+    return _exposed(evidence, thresholds), evidence
+
+
+def _mixed_clocks(window: Window) -> Bool:
+    """Tell the steps (K,) in which some ranks measure by device events and others do not."""
+    device = window.flags & FLAG_DEVICE_CLOCK != 0
+    mixed: Bool = device.any(axis=1) & ~device.all(axis=1)
+    return mixed
+
+
+def _limit(window: Window, evidence: Evidence | None, thresholds: Thresholds) -> str:
+    """Rule 1: say what is missing for a judgement, or ""."""
+    steps = len(window.keys)
+    if window.coverage < thresholds.coverage_limited or not len(window.ranks):
+        return wording.missing_ranks(window)
+    if steps == 0 or steps < thresholds.aligned_limited * (steps + window.gaps):
+        return wording.not_aligned(steps, window.gaps)
+    place = absurd(window, thresholds)
+    if place is not None:
+        return wording.absurd_row(window, *place)
+    if steps * thresholds.max_step_ns >= _TOO_LONG:
+        return wording.too_many(steps)
+    if _mixed_clocks(window).any():
+        return wording.mixed_clocks(window)
+    mean_ns = evidence.mean_step_ns if evidence else 0.0
+    return wording.too_short(mean_ns, thresholds.min_step_ns) if mean_ns < thresholds.min_step_ns else ""
+
+
+def _apart(evidence: Evidence, thresholds: Thresholds) -> str:
+    """Rule 3: say why these ranks cannot be compared at a common sync, or ""."""
+    window = evidence.window
+    if (window.flags & FLAG_COUPLED).any():
+        return wording.COUPLED
+    if not evidence.rows.synced.any():
+        return wording.NO_SYNC
+    alone = (window.flags & (FLAG_NO_PEERS | FLAG_NO_BACKWARD) != 0).mean(axis=0)
+    if alone.max() - alone.min() > 0.5:
+        return wording.roles_differ(window, alone > 0.5)
+    spread = float(np.ptp(evidence.frontier.slack[-1, :, -1])) / evidence.total_ns
+    return wording.unsynced(spread) if spread > thresholds.unsynced_spread else ""
+
+
+def _persistent(evidence: Evidence, thresholds: Thresholds) -> Finding:
+    """Rule 4: somebody is late all the time; does it matter, and is it the only one?"""
+    persistent = evidence.persistent
+    best = float(persistent.max())
+    stage = int(np.argmax(persistent.max(axis=0)))
+    cause = _cause(stage, persistent[:, stage] >= thresholds.same_cause * best)
+    off = evidence.replay_ns() / evidence.total_ns - 1
+    if abs(off) > thresholds.replay_error:
+        return Finding("accounting_only", wording.replay_misses(off))
+    same_ranks = persistent[list(cause.places)].min(axis=0)
+    same_ranks[stage] = -np.inf
+    second = int(np.argmax(same_ranks))
+    if same_ranks[second] >= thresholds.second_stage * best:
+        return Finding("ambiguous", causes=(cause, Cause(second, cause.places)), excess=best)
+    if evidence.gain(cause) >= thresholds.min_gain * best:
+        return Finding("straggler", causes=(cause,), excess=best)
+    others = persistent >= thresholds.min_excess
+    others[list(cause.places), stage] = False
+    worst = np.where(others, persistent, 0.0).max(axis=0)
+    more = [_cause(int(s), others[:, s]) for s in np.argsort(-worst, kind="stable") if worst[s] > 0]
+    return Finding("co_critical" if more else "healthy", causes=(cause, *more), excess=best)
+
+
+def _cause(stage: int, which: Bool) -> Cause:
+    return Cause(stage, tuple(np.flatnonzero(which).tolist()))
+
+
+def _exposed(evidence: Evidence, thresholds: Thresholds) -> Finding:
+    """
+    Rules 5, 6 and 8: nobody is late all the time; is one now and then, or each in turn?
+
+    What mending would not save is not held against anybody: between two exchanges a rank
+    may be late in one step and early in the next.
+    """
+    exposed = evidence.exposed_excess
+    place, stage = (int(i) for i in np.unravel_index(int(np.argmax(exposed)), exposed.shape))
+    by_stage = exposed.sum(axis=0)
+    if exposed[place, stage] < max(
+        thresholds.transient_excess, thresholds.transient_share * float(exposed.sum())
+    ):
+        stage = int(np.argmax(by_stage))
+        place = int(np.argmax(exposed[:, stage]))
+        if by_stage[stage] < thresholds.rotating_excess:
+            return Finding("healthy")
+    one = float(exposed[place, stage])
+    # Noise in other stages may keep one rank below its share of all excess; of its stage's, it counts too.
+    of_stage = float(by_stage[stage])
+    rotating = one < thresholds.transient_share * of_stage
+    excess = of_stage if rotating else one
+    cause = Cause(stage, tuple(range(len(exposed))) if rotating else (place,))
+    if evidence.gain(cause) < thresholds.min_gain * excess:
+        return Finding("healthy")
+    label = "ambiguous" if rotating else "straggler"
+    return Finding(label, causes=(cause,), excess=excess, transient=not rotating, rotating=rotating)

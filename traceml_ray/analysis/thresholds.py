@@ -1,0 +1,53 @@
+"""Every threshold of the verdict, in one place."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers the verdict rules use; shares are fractions of the mean step."""
+
+    window_steps: int = 50
+    """Steps in a full window."""
+    stride_steps: int = 10
+    first_window_steps: int = 20
+    """A first, shorter window is judged from here on."""
+    warmup_steps: int = 10
+    """Steps at the start of a run that no verdict uses (row 0 never counts)."""
+    coverage_limited: float = 0.95
+    """Below this share of reporting ranks: `telemetry_limited`."""
+    report_timeout_s: float = 5.0
+    """A rank that has not reported for so long is missing."""
+    min_step_ns: int = 1_000_000
+    max_step_ns: int = 86_400_000_000_000
+    aligned_limited: float = 0.5
+    """Below this share of steps that all live ranks have in common: `telemetry_limited`."""
+    unsynced_spread: float = 0.05
+    """Window totals that differ by more between ranks: they do not wait for each other."""
+    min_excess: float = 0.05
+    """Smallest persistent excess p that is looked at."""
+    replay_error: float = 0.15
+    second_stage: float = 0.67
+    """A second stage of the same rank with p above this share of the best: `ambiguous`."""
+    min_gain: float = 0.33
+    """Gain below this share of the best p: mending it alone buys little."""
+    same_cause: float = 0.5
+    """Ranks with p above this share of the best are named together."""
+    suspect_excess: float = 0.01
+    """Smallest excess listed as a suspect."""
+    high_excess: float = 0.10
+    """Excess from which confidence may be high."""
+    high_late_share: float = 0.80
+    """Share of steps in which the named rank is late from which confidence may be high."""
+    transient_excess: float = 0.10
+    transient_share: float = 0.80
+    rotating_excess: float = 0.20
+    chronic_share: float = 0.5
+    """Share of the last windows with the same verdict from which it is called chronic."""
+    chronic_windows: int = 10
+    """How many of the last windows that is counted over."""
+    run_steps: int = 2000
+    """Steps a whole-run verdict looks at, evenly spread over the run."""
+    run_rows: int = 1_000_000
+    """Rows (steps × ranks) a whole-run verdict looks at: fewer steps where there are many ranks."""

@@ -1,0 +1,232 @@
+"""The verdict over one window of steps: who, where, what it costs, and how sure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from traceml_ray.analysis import wording
+from traceml_ray.analysis.evidence import Evidence
+from traceml_ray.analysis.finding import Cause, Finding, Timing
+from traceml_ray.analysis.onset import late_steps, onset
+from traceml_ray.analysis.rules import find
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.window import Float, Window
+from traceml_ray.wire import BACKWARD, STAGES
+
+DEFAULTS = Thresholds()
+_MAX_SUSPECTS = 5
+_OFTEN = 0.6
+
+
+class Suspect(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    One rank late out of one stage.
+
+    `excess_ms` is its lasting excess over its peers per step or, where that is more, the time
+    per step by which it held the others up; `share` is that over the mean step (0..1); `gain_ms`
+    is what a step gets shorter when this one alone is mended.
+    """
+
+    stage: str
+    rank: int
+    node: str
+    excess_ms: float
+    share: float
+    gain_ms: float
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    What is wrong in a window of steps, and what to do. `None` is "not known", never 0.
+
+    `label`: healthy, straggler, ambiguous, co_critical, accounting_only, telemetry_limited (from
+    `judge`), rank_lost, hang, stalled, oom (from whoever watches the processes).
+    `stage` is the first of `stages`, `rank` the worst of `ranks`, `node` its node.
+    """
+
+    label: str
+    stage: str | None = None
+    stages: tuple[str, ...] = ()
+    rank: int | None = None
+    ranks: tuple[int, ...] = ()
+    node: str | None = None
+    nodes: tuple[str, ...] = ()
+    confidence: str | None = None
+    excess_pct: float | None = None
+    """By how much `rank` is late out of `stage`, % of the mean step."""
+    gain_pct: float | None = None
+    """What mending `stage` alone saves, % of the step."""
+    cost_pct: float | None = None
+    """What all that is named costs together, % of the step."""
+    gpu_hours_per_hour: float | None = None
+    """`cost_pct` over all ranks of the job."""
+    chronic: bool | None = None
+    transient: bool = False
+    """It comes and goes."""
+    rotating: bool = False
+    """The late rank changes from step to step."""
+    coverage: float | None = None
+    from_step: int | None = None
+    """Where it began, or the first step of the window if it began before that."""
+    to_step: int | None = None
+    window_steps: int = 0
+    suspects: tuple[Suspect, ...] = ()
+    exposed_ms: tuple[float, ...] | None = None
+    """Exposed time of each of STAGES, mean per step; the sum is `mean_step_ms`."""
+    mean_step_ms: float | None = None
+    why: str = ""
+    next: str = ""
+    last_step: int | None = None
+    open_stage: str | None = None
+    exit_reason: str | None = None
+
+
+def judge(window: Window, thresholds: Thresholds = DEFAULTS, *, whole_run: bool = False) -> Verdict:
+    """
+    Return the verdict over `window`; never raises, whatever the rows hold.
+
+    `whole_run` only changes the wording. `chronic` is left to `history`, which has seen more.
+
+    Confidence of what is named: **high** when every rank reports, the window is full, the excess
+    is at least `high_excess` and the rank is late in at least `high_late_share` of the steps since
+    it began; **low** with fewer than `first_window_steps`, or late in fewer than 60 % of them;
+    else **medium**, which is also the most for two stages, several causes, a rotating rank, what
+    comes and goes, and stages merged by a missing mark. Healthy is high on a full window of all ranks.
+    Abstentions have none.
+
+    Frontier: StageFrontier, arXiv 2606.06751; the rules are ours.
+    """
+    finding, evidence = find(window, thresholds)
+    facts = _facts(window, evidence)
+    if finding.reason or evidence is None:
+        return Verdict(label=finding.label, why=finding.reason, next=wording.next_for(finding.label), **facts)
+    facts["suspects"] = _suspects(evidence, thresholds)
+    if finding.label == "healthy":
+        return Verdict(
+            label=finding.label,
+            confidence=_confidence(finding, evidence, None, thresholds),
+            why=wording.healthy(evidence, finding, thresholds.min_excess),
+            next=wording.next_for(finding.label),
+            **facts,
+        )
+    return _named(finding, evidence, thresholds, facts, whole_run)
+
+
+def too_few_steps(window: Window, needed: int) -> Verdict:
+    """Return the abstention for a window too short to be judged at all."""
+    why = wording.too_few(len(window.keys), needed)
+    return Verdict(label="telemetry_limited", why=why, next="Wait.", **_facts(window, None))
+
+
+def _facts(window: Window, evidence: Evidence | None) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "coverage": window.coverage,
+        "from_step": window.first_step,
+        "to_step": window.last_step,
+        "window_steps": len(window.keys),
+    }
+    if evidence is not None:
+        steps = len(evidence.window.keys)
+        facts["exposed_ms"] = tuple((evidence.frontier.exposed.sum(axis=0) / steps / 1e6).tolist())
+        facts["mean_step_ms"] = evidence.mean_step_ns / 1e6
+    return facts
+
+
+def _named(
+    finding: Finding, evidence: Evidence, thresholds: Thresholds, facts: dict[str, Any], whole_run: bool
+) -> Verdict:
+    window, first = evidence.window, finding.causes[0]
+    places = [] if finding.rotating else sorted({place for cause in finding.causes for place in cause.places})
+    worst = max(first.places, key=lambda place: _score(evidence)[place, first.stage]) if places else None
+    timing = _timing(finding, evidence, thresholds)
+    if timing.began is not None:
+        facts["from_step"] = window.take(slice(timing.began, None)).first_step
+    cost = evidence.gain(*finding.causes)
+    why, advice = wording.named(evidence, finding, timing, whole_run=whole_run)
+    return Verdict(
+        label=finding.label,
+        stage=STAGES[first.stage],
+        stages=tuple(dict.fromkeys(STAGES[cause.stage] for cause in finding.causes)),
+        rank=None if worst is None else int(window.ranks[worst]),
+        ranks=tuple(int(window.ranks[place]) for place in places),
+        node=None if worst is None else window.nodes[worst],
+        nodes=tuple(dict.fromkeys(window.nodes[place] for place in places)),
+        confidence=_confidence(finding, evidence, timing, thresholds),
+        excess_pct=None if finding.excess is None else 100 * finding.excess,
+        gain_pct=100 * evidence.gain(first),
+        cost_pct=100 * cost,
+        gpu_hours_per_hour=cost * window.expected,
+        transient=finding.transient and not timing.goes_on,
+        rotating=finding.rotating,
+        why=why,
+        next=advice,
+        **facts,
+    )
+
+
+def _timing(finding: Finding, evidence: Evidence, thresholds: Thresholds) -> Timing:
+    """
+    Say since when the first cause is late.
+
+    An excess found by the transient rule that began inside the window and has lasted for
+    `stride_steps` since is not transient: it is new.
+    """
+    late = late_steps(evidence.series(finding.causes[0]))
+    if finding.rotating:
+        return Timing(late, None, goes_on=False)
+    began = onset(late)
+    since = late[began or 0 :]
+    goes_on = not finding.transient or (
+        began is not None
+        and len(since) >= thresholds.stride_steps
+        and since.mean() >= thresholds.high_late_share
+    )
+    if finding.transient and began is None:
+        began = int(np.argmax(late))
+    return Timing(late, began, goes_on=bool(goes_on))
+
+
+def _confidence(finding: Finding, evidence: Evidence, timing: Timing | None, thresholds: Thresholds) -> str:
+    window = evidence.window
+    if len(window.keys) < thresholds.first_window_steps:
+        return "low"
+    unsplit = bool(evidence.rows.waits[:, BACKWARD].any())
+    sure = window.coverage == 1.0 and len(window.keys) >= thresholds.window_steps and not unsplit
+    if timing is None or finding.rotating:
+        return "high" if sure and not finding.rotating else "medium"
+    often = float(timing.since.mean())
+    if often < _OFTEN and timing.goes_on:
+        return "low"
+    sure = sure and timing.goes_on and len(finding.causes) == 1 and often >= thresholds.high_late_share
+    return "high" if sure and (finding.excess or 0.0) >= thresholds.high_excess else "medium"
+
+
+def _score(evidence: Evidence) -> Float:
+    """Return how suspicious each rank and stage is (R, 6), as a share of the mean step."""
+    score: Float = np.maximum(evidence.persistent, evidence.exposed_excess)
+    return score
+
+
+def _suspects(evidence: Evidence, thresholds: Thresholds) -> tuple[Suspect, ...]:
+    score = _score(evidence)
+    order = np.argsort(-score, axis=None, kind="stable")[:_MAX_SUSPECTS]
+    suspects = []
+    for flat in order.tolist():
+        place, stage = divmod(flat, score.shape[1])
+        share = float(score[place, stage])
+        if share < thresholds.suspect_excess:
+            break
+        suspects.append(
+            Suspect(
+                stage=STAGES[stage],
+                rank=int(evidence.window.ranks[place]),
+                node=evidence.window.nodes[place],
+                excess_ms=share * evidence.mean_step_ns / 1e6,
+                share=share,
+                gain_ms=evidence.gain(Cause(stage, (place,))) * evidence.mean_step_ns / 1e6,
+            )
+        )
+    return tuple(suspects)

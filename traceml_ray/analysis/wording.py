@@ -1,0 +1,318 @@
+"""The verdict in plain words: why, and what to look at next. Every sentence of it is here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from traceml_ray.analysis.evidence import Evidence
+from traceml_ray.analysis.finding import Cause, Finding, Timing
+from traceml_ray.analysis.window import Bool, Window
+from traceml_ray.wire import (
+    BACKWARD,
+    FLAG_DEVICE_CLOCK,
+    FLAG_NO_DATA,
+    FLAG_NO_FORWARD,
+    FORWARD,
+    POST_SYNC,
+    SEGMENT_BITS,
+    STAGES,
+    SYNC_WAIT,
+)
+
+_SHOWN = 8
+
+COUPLED = (
+    "Collectives run inside forward and backward here, so waiting is not told apart from work "
+    "inside forward and backward: exposed time only."
+)
+NO_SYNC = "No gradient exchange was seen, so these ranks do not wait for each other: exposed time only."
+
+_LOOK = {
+    "post_sync": "what {it} between two steps: optimizer, logging, checkpoint, evaluation",
+    "data": "{its} DataLoader workers and the node's disk",
+    "prepare": "{its} host-to-device copies and preprocessing: pinned memory, CPU load",
+    "forward": "{its} inputs (longer sequences, larger batches), the device's clocks and who else uses it",
+    "backward": "the device's clocks and temperature, who else uses it, and recomputation in backward",
+}
+_EVEN_OUT = {
+    "post_sync": "Look at what takes turns between two steps: logging, checkpoints, garbage collection.",
+    "data": "Look at prefetching and the number of DataLoader workers: loading is uneven on every rank.",
+    "prepare": "Look at preprocessing and copies, which take unevenly long on every rank.",
+    "forward": "Even out the work per batch (bucket by length), and look for noise on the nodes.",
+    "backward": "Even out the work per batch (bucket by length), and look for noise on the nodes.",
+}
+_NEXT = {
+    "healthy": "Nothing to do.",
+    "accounting_only": "Read the exposed time per stage; no rank can be blamed from it.",
+    "telemetry_limited": "Look at the Health page: which ranks report, and what was dropped.",
+}
+
+
+def ms(ns: float) -> str:
+    """Return nanoseconds as "41 ms", "3.9 ms" or "0.25 ms"."""
+    return f"{_number(ns / 1e6)} ms"
+
+
+def percent(share: float) -> str:
+    """Return a share as "28 %" or "6.1 %"."""
+    return f"{_number(100 * share)} %"
+
+
+def _number(value: float) -> str:
+    digits = 0 if abs(value) >= 9.95 else 1 if abs(value) >= 0.995 or value == 0 else 2
+    text = f"{value:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _listed(items: Sequence[str]) -> str:
+    if len(items) > _SHOWN:
+        items = [*items[:_SHOWN], f"{len(items) - _SHOWN} more"]
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    """Return "rank 5", "ranks 2 and 3", "ranks 0, 4-7 and 9"."""
+    ordered = sorted(numbers)
+    runs: list[list[int]] = []
+    for number in ordered:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts: list[str] = []
+    for run in runs:
+        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(number) for number in run]
+    return f"rank{'' if len(ordered) == 1 else 's'} {_listed(parts)}"
+
+
+def _who(window: Window, places: Sequence[int]) -> str:
+    """Return "rank 5 (node-1)", "ranks 4-7 (all of node-1)", …"""
+    node = _whole_node(window, places)
+    nodes = list(dict.fromkeys(window.nodes[place] for place in places))
+    where = f"all of {node}" if node else _listed(nodes) if len(nodes) <= _SHOWN else f"{len(nodes):,} nodes"
+    return f"{_ranks([int(window.ranks[place]) for place in places])} ({where})"
+
+
+def _whole_node(window: Window, places: Sequence[int]) -> str | None:
+    """Return the node, one of several, whose ranks (two or more) `places` are, all of them."""
+    node = window.nodes[places[0]]
+    of_node = {place for place, other in enumerate(window.nodes) if other == node}
+    return node if 1 < len(of_node) < len(window.nodes) and of_node == set(places) else None
+
+
+def missing_ranks(window: Window) -> str:
+    gone = max(window.expected - len(window.ranks), 0)
+    which = f": {_ranks(window.missing)}" if window.missing else ""
+    verb = "does" if gone == 1 else "do"
+    return f"{gone:,} of {_count(window.expected, 'rank')} {verb} not report{which}. Too few to judge by."
+
+
+def not_aligned(steps: int, gaps: int) -> str:
+    if not steps:
+        return "There is no step yet that every rank has reported."
+    return f"Only {steps:,} of {_count(steps + gaps, 'step')} came from every rank: the rows do not line up."
+
+
+def absurd_row(window: Window, key: int, place: int) -> str:
+    step = int(window.keys[key]) >> SEGMENT_BITS
+    what = _worst(window, key, place)
+    return f"{_who(window, [place])} reports an impossible duration in step {step}: {what}."
+
+
+def _worst(window: Window, key: int, place: int) -> str:
+    values = [int(value) for value in window.d[key, place]]
+    stage = int(np.argmin(values)) if min(values) < 0 else int(np.argmax(values))
+    return f"{values[stage]:,} ns in `{STAGES[stage]}`"
+
+
+def too_many(steps: int) -> str:
+    return f"{steps:,} steps are too many for one window."
+
+
+def mixed_clocks(window: Window) -> str:
+    device = (window.flags & FLAG_DEVICE_CLOCK != 0).mean(axis=0) > 0.5
+    on_cpu = [int(rank) for rank in window.ranks[~device]]
+    which = f" ({_ranks(on_cpu)} by the CPU's)" if 0 < len(on_cpu) < len(device) else ""
+    return (
+        f"Some ranks measure by the device's clock and some by the CPU's{which}: "
+        "their rows cannot be compared."
+    )
+
+
+def too_short(mean_ns: float, least_ns: int) -> str:
+    return f"A step takes {ms(mean_ns)} on average; below {ms(least_ns)} timing is mostly noise."
+
+
+def too_few(steps: int, needed: int) -> str:
+    return f"{_count(steps, 'step')} after warm-up so far; {needed} are needed to judge."
+
+
+def roles_differ(window: Window, alone: Bool) -> str:
+    numbers = [int(rank) for rank in window.ranks[alone]]
+    verb = "takes" if len(numbers) == 1 else "take"
+    return f"{_ranks(numbers)} {verb} no part in the gradient exchange: roles differ, exposed time only."
+
+
+def unsynced(spread: float) -> str:
+    return (
+        f"The ranks' elapsed times differ by {percent(spread)}, so these ranks do not wait for each other: "
+        "exposed time only."
+    )
+
+
+def replay_misses(off: float) -> str:
+    side = "more" if off > 0 else "less"
+    return (
+        f"Replaying the steps with one common exchange gives {percent(abs(off))} {side} time than "
+        "was measured: these ranks are coupled in another way. Exposed time only."
+    )
+
+
+def next_for(label: str) -> str:
+    """Return the next step where nobody is named."""
+    return _NEXT[label]
+
+
+def healthy(evidence: Evidence, finding: Finding, limit: float) -> str:
+    """Say why nobody is to blame."""
+    window = evidence.window
+    if len(window.ranks) == 1:
+        share = evidence.frontier.exposed.sum(axis=0) / evidence.total_ns
+        stage = int(np.argmax(share))
+        return (
+            f"One rank alone has nobody to wait for. Of {ms(evidence.mean_step_ns)} a step, "
+            f"`{STAGES[stage]}` takes {percent(float(share[stage]))}."
+        )
+    if finding.causes:
+        cause = finding.causes[0]
+        late = ms((finding.excess or 0) * evidence.mean_step_ns)
+        return (
+            f"{_who(window, cause.places)} {_is(cause)} {late} slower than peers in "
+            f"`{STAGES[cause.stage]}` but faster elsewhere: mending that saves "
+            f"{percent(evidence.gain(cause))} of the step."
+        )
+    largest = max(float(evidence.persistent.max()), 0.0)
+    return (
+        f"No rank holds the others up: the largest lasting excess over peers is {percent(largest)} "
+        f"of the step ({percent(limit)} counts)." + _unsplit(evidence)
+    )
+
+
+def named(evidence: Evidence, finding: Finding, timing: Timing, *, whole_run: bool) -> tuple[str, str]:
+    """Return (why, next) for a finding that names a stage."""
+    if finding.rotating:
+        why, advice = _rotating(finding)
+    elif len(finding.causes) == 1:
+        why, advice = _straggler(evidence, finding.causes[0], timing, whole_run)
+    elif finding.label == "ambiguous":
+        why, advice = _two_stages(evidence, finding, timing, whole_run)
+    else:
+        why, advice = _co_critical(evidence, finding)
+    notes = "".join(dict.fromkeys(_merged(evidence, cause) for cause in finding.causes))
+    return why + notes + _unsplit(evidence), advice
+
+
+def _straggler(evidence: Evidence, cause: Cause, timing: Timing, whole_run: bool) -> tuple[str, str]:
+    window, them = evidence.window, "it" if len(cause.places) == 1 else "them"
+    late_ns = float(np.median(evidence.series(cause)[timing.late])) if timing.late.any() else 0.0
+    others = len(window.ranks) - len(cause.places)
+    why = (
+        f"{_who(window, cause.places)} {_is(cause)} {ms(late_ns)} late out of `{STAGES[cause.stage]}` "
+        f"{_when(window, timing, whole_run)}; the other {_others(others)} for {them} "
+        f"in `{_waiting_place(evidence)}`. Mending {them} saves {percent(evidence.gain(cause))} of the step."
+    )
+    return why, f"Look at {_look(evidence, cause)}."
+
+
+def _two_stages(evidence: Evidence, finding: Finding, timing: Timing, whole_run: bool) -> tuple[str, str]:
+    window, (first, second) = evidence.window, finding.causes
+    why = (
+        f"{_who(window, first.places)} {_is(first)} late out of two stages "
+        f"{_when(window, timing, whole_run)}: {_by(evidence, first)} and {_by(evidence, second)}. "
+        "One cause may well be behind both. Mending both saves "
+        f"{percent(evidence.gain(first, second))} of the step."
+    )
+    return why, f"Look at {_look(evidence, first)}; then at {_look(evidence, second)}."
+
+
+def _co_critical(evidence: Evidence, finding: Finding) -> tuple[str, str]:
+    window, first = evidence.window, finding.causes[0]
+    late = [f"{_who(window, cause.places)} out of {_by(evidence, cause)}" for cause in finding.causes]
+    alone, together = evidence.gain(first), evidence.gain(*finding.causes)
+    why = (
+        f"Late at the same time: {_listed(late)}. Mending the first alone saves {percent(alone)} "
+        f"of the step, all of it together {percent(together)}."
+    )
+    looks = [f"{_who(window, cause.places)} look at {_look(evidence, cause)}" for cause in finding.causes]
+    return why, f"Mend them together: on {'; on '.join(looks)}."
+
+
+def _rotating(finding: Finding) -> tuple[str, str]:
+    stage = STAGES[finding.causes[0].stage]
+    why = (
+        f"A different rank is late out of `{stage}` from step to step; together that holds the others up for "
+        f"{percent(finding.excess or 0)} of the step. No single rank is to blame."
+    )
+    return why, _EVEN_OUT[stage]
+
+
+def _by(evidence: Evidence, cause: Cause) -> str:
+    return f"`{STAGES[cause.stage]}` ({ms(float(np.median(evidence.series(cause))))})"
+
+
+def _is(cause: Cause) -> str:
+    return "is" if len(cause.places) == 1 else "are"
+
+
+def _others(count: int) -> str:
+    return "rank waits" if count == 1 else f"{count:,} ranks wait"
+
+
+def _when(window: Window, timing: Timing, whole_run: bool) -> str:
+    """Return "in 96 % of the last 50 steps", "since step 130", "in 2 of the last 10 steps"."""
+    steps = len(timing.late)
+    span = f"the {steps:,} steps looked at over the whole run" if whole_run else f"the last {steps:,} steps"
+    if timing.began and timing.goes_on:
+        step, since = int(window.keys[timing.began]) >> SEGMENT_BITS, timing.since
+        return f"in {percent(float(since.mean()))} of the {len(since):,} steps since step {step}"
+    if steps == 1:
+        return "in the last step"
+    if timing.late.mean() < 0.5:
+        return f"in {int(timing.late.sum()):,} of {span}"
+    return f"in {percent(timing.late.mean())} of {span}"
+
+
+def _look(evidence: Evidence, cause: Cause) -> str:
+    """Return what to look at; a node that is slow as a whole comes first."""
+    one = len(cause.places) == 1
+    look = _LOOK[STAGES[cause.stage]].format(
+        its="its" if one else "their", it="it does" if one else "they do"
+    )
+    node = _whole_node(evidence.window, cause.places)
+    return f"what the ranks of {node} share (disk, network, CPU, cooling), then at {look}" if node else look
+
+
+def _waiting_place(evidence: Evidence) -> str:
+    return STAGES[BACKWARD if evidence.rows.waits[:, BACKWARD].mean() > 0.5 else SYNC_WAIT]
+
+
+def _merged(evidence: Evidence, cause: Cause) -> str:
+    """Say what else a stage holds because a mark was not seen."""
+    flags = evidence.window.flags
+    if cause.stage == POST_SYNC and (flags & FLAG_NO_DATA != 0).any(axis=1).mean() > 0.5:
+        return " No data wait was seen, so `post_sync` includes loading the data."
+    if cause.stage == FORWARD and (flags & FLAG_NO_FORWARD != 0).any(axis=1).mean() > 0.5:
+        return " No start of forward was seen, so `forward` includes preparing the batch."
+    return ""
+
+
+def _unsplit(evidence: Evidence) -> str:
+    if _waiting_place(evidence) != STAGES[BACKWARD]:
+        return ""
+    return " A rank's own backward is not told apart from waiting here, so nobody is judged by it."

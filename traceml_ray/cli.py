@@ -1,0 +1,111 @@
+"""
+The command `traceml-ray`: one function per subcommand.
+
+Each returns the exit code: 0 done, 1 failed, 2 bad input. Neither torch nor Ray is imported unless
+a subcommand needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+from traceml_ray import __version__, session
+from traceml_ray.settings import SettingError, Settings
+from traceml_ray.store.session_file import SessionFile, SessionFileError
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with the arguments in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's) and return its exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
+    except (session.SessionError, SessionFileError, SettingError) as error:
+        print(f"traceml-ray: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        print(f"traceml-ray: {error}", file=sys.stderr)
+        return 1
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Print the report of a session, built anew from its file."""
+    from traceml_ray.reports.summary import summarize
+    from traceml_ray.reports.text import render
+
+    settings = Settings.load(out=arguments.out)
+    folder = session.find(arguments.session, settings.out)
+    with SessionFile(folder / session.DATABASE) as stored:
+        summary = summarize(stored, settings.thresholds)
+    print(json.dumps(summary, indent=2) if arguments.json else render(summary, folder), end="")
+    return 0
+
+
+def status(arguments: argparse.Namespace) -> int:
+    """Print where a session stands."""
+    from traceml_ray.reports.status import render_status
+
+    folder = session.find(arguments.session, Settings.load(out=arguments.out).out)
+    with SessionFile(folder / session.DATABASE) as stored:
+        print(render_status(stored, folder, session.holder(folder), time.time_ns()), end="")
+    return 0
+
+
+def stop(arguments: argparse.Namespace) -> int:
+    """End the relay and aggregator of a live session."""
+    from traceml_ray.launchers import control
+
+    folder = session.find(arguments.session, Settings.load(out=arguments.out).out)
+    try:
+        control.stop(folder)
+    except control.ControlError as error:
+        print(f"traceml-ray: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="traceml-ray",
+        description="Names the rank, node and stage that makes a distributed training step slow.",
+        epilog="Exit codes: 0 done, 1 failed, 2 bad input (one line on stderr says what).",
+    )
+    parser.add_argument("--version", action="version", version=f"traceml-ray {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for run in (report, status, stop):
+        about = (run.__doc__ or "").strip()
+        command = commands.add_parser(run.__name__, help=about, description=about, epilog=parser.epilog)
+        command.set_defaults(run=run)
+        command.add_argument(
+            "session",
+            nargs="?",
+            metavar="SESSION",
+            help="name, session folder or session.sqlite (default: the newest under --out)",
+        )
+        command.add_argument(
+            "--out", metavar="DIR", help="folder of sessions (default: TRACEML_OUT, else traceml-sessions)"
+        )
+        if run is report:
+            command.add_argument("--json", action="store_true", help="print summary.json instead of text")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

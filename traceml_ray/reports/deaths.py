@@ -1,0 +1,148 @@
+"""
+Who died first, and why: the headline of a run that broke.
+
+When one rank dies, its peers fail in their collectives and the launcher ends the rest. The culprit
+is the first death that is neither of the two.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.store.streams import Stream, shown
+from traceml_ray.wire import SEGMENT_BITS, STAGES
+
+FATAL = ("exception", "rank_lost")
+"""Kinds of event that tell of a death."""
+_FROM_PEERS = re.compile(
+    r"connection closed by peer|connection reset|connection refused|broken pipe|socket timeout|nccl|processgroup|gloo"
+    r"|distbackenderror|distnetworkerror|tcpstore|heartbeat monitor|watchdog caught collective",
+    re.IGNORECASE,
+)
+_OUT_OF_MEMORY = re.compile(
+    r"outofmemoryerror|memoryerror|out of memory|cublas_status_alloc_failed"
+    r"|defaultcpuallocator: (can't|not enough)",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Death:
+    """
+    How one rank's process ended badly. `message` is the exception as `Type: text`, "" when there
+    was none; `exit_code` is None where no launcher saw it, a signal is negative.
+    """
+
+    rank: int
+    t_ns: int
+    message: str = ""
+    exit_code: int | None = None
+    stream: Stream | None = None
+
+    @property
+    def reason(self) -> str:
+        """The exception, else the signal, else the exit code, in words."""
+        if self.message:
+            return self.message.splitlines()[0]
+        return exit_words(self.exit_code)
+
+    @property
+    def consequence(self) -> bool:
+        """Whether it died of another's death: a collective that failed, or ended by the launcher."""
+        return self.exit_code == -signal.SIGTERM or bool(_FROM_PEERS.search(self.message))
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether the exception says that memory ran out."""
+        return bool(_OUT_OF_MEMORY.search(self.message))
+
+
+def exit_words(code: int | None) -> str:
+    """Return an exit code in words: `SIGKILL`, `exit code 1`; None is a process that just went away."""
+    if code is None:
+        return "its process ended without a word"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def deaths(
+    failures: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], streams: Sequence[Stream]
+) -> list[Death]:
+    """
+    Return the deaths of every rank's last attempt, first one first.
+
+    `failures` are the launcher's (RankFailure as dicts), `events` the session's. A death is told by
+    an exception, the launcher, or the relay; each gives its time, the earliest counts.
+    """
+    own: dict[int | None, list[dict[str, Any]]] = {}
+    for event in events:
+        if event["kind"] in FATAL:
+            own.setdefault(event["stream_id"], []).append(event)
+    known = {(s.identity.global_rank, s.identity.pid) for s in streams if s.identity}
+    told = {(failure["rank"], failure["pid"]): failure for failure in failures}
+    found = [
+        Death(failure["rank"], failure["t_ns"], failure["message"], failure["exit_code"])
+        for who, failure in told.items()
+        if who not in known
+    ]
+    for rank, stream in shown(streams).items():
+        failure = told.get((rank, stream.identity.pid if stream.identity else -1))
+        mine = own.get(stream.id, [])
+        if not (failure or stream.lost or any(event["kind"] == "exception" for event in mine)):
+            continue
+        times = [event["t_ns"] for event in mine] + ([failure["t_ns"]] if failure else [])
+        raised = [event["message"] for event in mine if event["kind"] == "exception"]
+        message = next(filter(None, [*raised, failure["message"] if failure else ""]), "")
+        code = failure["exit_code"] if failure else None
+        found.append(Death(rank, min(times, default=stream.last_seen_ns), message, code, stream))
+    return sorted(found, key=lambda death: death.t_ns)
+
+
+def culprit(found: Sequence[Death]) -> Death | None:
+    """Return the first death that no other explains; when every one is explained, the first."""
+    first = [death for death in found if not death.consequence] or list(found)
+    return first[0] if first else None
+
+
+def headline(death: Death, node: str | None, others: int) -> Verdict:
+    """Return the verdict that names `death`; `others` is the number of ranks that went down after it."""
+    stream = death.stream
+    step = stage = None
+    if stream is not None:
+        step = None if stream.last_key is None else stream.last_key >> SEGMENT_BITS
+        stage = None if stream.open_stage is None else STAGES[stream.open_stage]
+    where = f" ({node})" if node else ""
+    at = "" if step is None else f" after step {step}" + (f", in `{stage}`" if stage else "")
+    then = f" {others} other rank{'s' * (others != 1)} went down after it." if others else ""
+    return Verdict(
+        label="oom" if death.out_of_memory else "rank_lost",
+        stage=stage,
+        rank=death.rank,
+        ranks=(death.rank,),
+        node=node,
+        confidence="medium" if death.consequence else "high",
+        last_step=step,
+        open_stage=stage,
+        exit_reason=death.reason,
+        why=f"rank {death.rank}{where} ended first{at}: {death.reason}.{then}",
+        next=_advice(death),
+    )
+
+
+def _advice(death: Death) -> str:
+    if death.out_of_memory:
+        return "Smaller batch or activation checkpointing on this rank; see its memory below."
+    if death.exit_code == -signal.SIGKILL:
+        return "Somebody killed it: look for the kernel's out-of-memory killer (dmesg) and at the scheduler's log."
+    if death.message or death.exit_code is None or death.exit_code > 0:
+        return f"Read the traceback in rank {death.rank}'s own output."
+    return f"It crashed: run rank {death.rank} with `python -X faulthandler` for its stack."

@@ -1,0 +1,76 @@
+"""Renders where a session stands, live or stored, as plain text: `traceml-ray status`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from traceml_ray.reports.text import labelled, ledger_lines, table
+from traceml_ray.store.session_file import SessionFile, ledger
+from traceml_ray.store.streams import Stream, node_labels, shown
+from traceml_ray.wire import SEGMENT_BITS, STAGES
+
+
+def render_status(session: SessionFile, folder: Path, holder: int | None, now: int) -> str:
+    """
+    Return the status of the session in `folder`; `holder` is the pid of its launcher, if it lives,
+    `now` the wall clock in ns.
+    """
+    meta, streams = session.meta(), session.streams()
+    nodes = session.nodes()
+    labels = node_labels(streams, {node["node_id"]: node["address"] for node in nodes})
+    verdicts, _ = session.verdicts()
+    live = f"live, launcher pid {holder}" if holder else "no launcher holds it"
+    parts = [[f"{folder}: {meta.get('status', 'running')} ({live})"]]
+    if verdicts:
+        last = verdicts[-1]
+        parts.append(labelled("Verdict", f"{last['label'].replace('_', ' ')}: {last['why']}"))
+    rows = [_row(rank, stream, labels[stream.id], now) for rank, stream in shown(streams).items()]
+    headers = (">rank", "node", ">pid", ">last seen", ">step", "in", ">produced", ">stored", "end")
+    parts.append(table("Ranks", headers, rows) or ["No rank has reported."])
+    parts.append(ledger_lines(ledger(streams)))
+    parts.append(_counts("Swallowed errors", _errors(meta, nodes, streams)))
+    parts.append(_counts("Not measured", _missing(streams)))
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
+def _row(rank: int, stream: Stream, node: str, now: int) -> tuple[str, ...]:
+    return (
+        str(rank),
+        node,
+        str(stream.identity.pid) if stream.identity else "n/a",
+        _ago((now - stream.last_seen_ns) / 1e9),
+        "n/a" if stream.last_key is None else str(stream.last_key >> SEGMENT_BITS),
+        "" if stream.open_stage is None or stream.ended else STAGES[stream.open_stage],
+        str(stream.produced),
+        str(stream.stored),
+        "finished" if stream.final else "lost" if stream.ended else "",
+    )
+
+
+def _ago(seconds: float) -> str:
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def _errors(meta: dict[str, Any], nodes: list[dict[str, Any]], streams: list[Stream]) -> dict[str, int]:
+    found = {f"aggregator, {place}": count for place, count in meta.get("errors", {}).items()}
+    for node in nodes:
+        found.update({f"relay of {node['hostname']}, {place}": n for place, n in node["errors"].items()})
+    for stream in streams:
+        found.update({f"rank {stream.rank}, {place}": count for place, count in stream.errors.items()})
+    return found
+
+
+def _missing(streams: list[Stream]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for stream in streams:
+        for name, reason in stream.missing.items():
+            found[f"{name}: {reason}"] = found.get(f"{name}: {reason}", 0) + 1
+    return found
+
+
+def _counts(title: str, counts: dict[str, int]) -> list[str]:
+    return [title, *(f"  {count:6} × {name}" for name, count in sorted(counts.items()))] if counts else []

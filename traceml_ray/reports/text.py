@@ -1,0 +1,299 @@
+"""Renders a summary as plain text, at most 100 columns wide: `report.txt` and `traceml-ray report`."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+WIDTH = 100
+_MAX_RANKS = 32
+_MAX_LINES = 20
+_LABEL = 11
+
+
+def render(summary: dict[str, Any], folder: Path) -> str:
+    """Return the report on `summary` (schema `traceml_ray/summary/1`) of the session in `folder`."""
+    parts = [
+        _title(summary["session"]),
+        _verdict(summary["verdict"]),
+        _steps(summary["steps"]),
+        _stages(summary["stages"]),
+        _nodes(summary),
+        _ranks(summary),
+        _suspects(summary["suspects"]),
+        _history(summary["verdicts"]),
+        _events(summary["events"]),
+        ledger_lines(summary["ledger"]),
+        _overhead(summary["overhead"]),
+        _files(folder),
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
+def _title(session: dict[str, Any]) -> list[str]:
+    ranks, nodes = session["world_size"], session["nnodes"]
+    size = f"{_count(ranks, 'rank')} on {_count(nodes, 'node')}" if ranks and nodes else None
+    status = session["status"]
+    if status == "failed" and session["exit_code"] is not None:
+        status += f" (exit code {session['exit_code']})"
+    facts = [status, session["launcher"], size, session["strategy"], _duration(session)]
+    title = f"traceml-ray · session {session['id']}"
+    return [title, "=" * len(title), _cut(" · ".join(fact for fact in facts if fact))]
+
+
+def _verdict(verdict: dict[str, Any]) -> list[str]:
+    named = verdict["label"].replace("_", " ")
+    if verdict["ranks"]:
+        node = f" ({verdict['node']})" if verdict["node"] else ""
+        named += f": {_rank_list(verdict['ranks'])}{node}"
+    if verdict["stages"] or verdict["stage"]:
+        named += " in " + " and ".join(verdict["stages"] or [verdict["stage"]])
+    facts = []
+    if verdict["confidence"]:
+        facts.append(f"confidence {verdict['confidence']}")
+    if verdict["chronic"] is not None or verdict["transient"]:
+        facts.append("chronic" if verdict["chronic"] else "transient" if verdict["transient"] else "now and then")
+    if verdict["cost_pct"] and verdict["label"] != "healthy":
+        facts.append(f"costs {verdict['cost_pct']:.0f} % of the step")
+        facts.append(f"{verdict['gpu_hours_per_hour']:.2f} GPU-hours per hour")
+    lines = labelled("Verdict", named)
+    if facts:
+        lines += labelled("", ", ".join(facts))
+    lines += labelled("Why", verdict["why"]) if verdict["why"] else []
+    return lines + (labelled("Next", verdict["next"]) if verdict["next"] else [])
+
+
+def _steps(steps: dict[str, Any]) -> list[str]:
+    if steps["median_ms"] is None:
+        return []
+    counted = _count(steps["count"], "step") + f", median {_ms(steps['median_ms'])}, p95 {_ms(steps['p95_ms'])}"
+    lines = labelled("Steps", f"{counted} (from {_count(steps['judged'], 'step')} after warm-up)")
+    skew = []
+    if steps["worst_rank"] is not None and steps["global_skew_pct"] is not None:
+        worst = steps["per_rank_median_ms"][str(steps["worst_rank"])]
+        skew.append(f"rank {steps['worst_rank']} works longest: {_ms(worst)} a step without waiting,")
+        skew.append(f"{steps['global_skew_pct']:.1f} % over the median of {_ms(steps['busy_median_ms'])}")
+    lines += labelled("Skew", " ".join(skew)) if skew else []
+    if steps["worst_node"] is not None and steps["node_skew_pct"] is not None:
+        text = f"slowest node {steps['worst_node']}, {steps['node_skew_pct']:.1f} % over the fastest"
+        lines += labelled("", text)
+    return lines
+
+
+def _stages(stages: Sequence[dict[str, Any]]) -> list[str]:
+    rows = [
+        (
+            stage["name"],
+            _number(stage["exposed_ms"]),
+            f"{100 * stage['exposed_share']:.1f} %",
+            _bar(stage["exposed_share"]),
+            _number(stage["median_ms"]),
+            _number(stage["max_ms"]),
+            f"rank {stage['worst_rank']}" if _stands_out(stage) else "",
+        )
+        for stage in stages
+    ]
+    headers = ("stage", ">exposed ms", ">share", "", ">median ms", ">largest ms", "of")
+    return table("Where the time of a step goes (exposed: what the job waited for)", headers, rows)
+
+
+def _stands_out(stage: dict[str, Any]) -> bool:
+    return stage["worst_rank"] is not None and stage["max_ms"] > 1.01 * stage["median_ms"]
+
+
+def _nodes(summary: dict[str, Any]) -> list[str]:
+    busy = summary["steps"]["per_node_median_ms"]
+    system = {node["node_id"]: node for node in summary["system"]["nodes"]}
+    rows = []
+    for node in summary["session"]["nodes"]:
+        name = node["hostname"]
+        measured = system.get(node["node_id"], {})
+        gpus = measured.get("gpus") or []
+        load = [gpu["util_pct"]["median"] for gpu in gpus if gpu.get("util_pct")]
+        rows.append(
+            (
+                name,
+                _ranges(node["ranks"]),
+                _number(busy.get(name)),
+                _spread(measured.get("cpu_pct"), 1, "%"),
+                _spread(measured.get("mem_used_bytes"), 2**30, "GiB"),
+                f"{len(gpus)} × {sum(load) / len(load):.0f} %" if load else "n/a",
+            )
+        )
+    headers = ("node", "ranks", ">busy ms", ">cpu (peak)", ">memory (peak)", ">gpus")
+    return table("Nodes", headers, rows)
+
+
+def _ranks(summary: dict[str, Any]) -> list[str]:
+    busy = summary["steps"]["per_rank_median_ms"]
+    median = summary["steps"]["busy_median_ms"]
+    ranks = summary["ranks"]
+    shown, title = list(ranks), "Ranks"
+    if len(shown) > _MAX_RANKS:
+        worst = sorted(shown, key=lambda rank: (ranks[rank]["ended"] != "died", -(busy.get(rank) or 0)))
+        shown, title = sorted(worst[:_MAX_RANKS], key=int), f"Ranks (the worst {_MAX_RANKS} of {len(ranks)})"
+    rows = []
+    for rank in shown:
+        entry, time = ranks[rank], busy.get(rank)
+        memory = summary["memory"]["per_rank"].get(rank, {}).get("rss_peak_bytes")
+        restarts = f", attempt {entry['attempt']}" if entry["attempt"] else ""
+        rows.append(
+            (
+                rank,
+                entry["node"] or "n/a",
+                _number(time),
+                f"{100 * (time / median - 1):+.1f} %" if time is not None and median else "n/a",
+                "n/a" if memory is None else f"{memory / 2**20:.0f} MiB",
+                "n/a" if entry["last_step"] is None else str(entry["last_step"]),
+                (entry["exit_reason"] or entry["ended"] or "no last word") + restarts,
+            )
+        )
+    headers = (">rank", "node", ">busy ms", ">to median", ">peak rss", ">last step", "end")
+    return table(title, headers, rows)
+
+
+def _suspects(suspects: Sequence[dict[str, Any]]) -> list[str]:
+    rows = [
+        (
+            f"rank {suspect['rank']}",
+            suspect["node"],
+            suspect["stage"],
+            _number(suspect["excess_ms"]),
+            f"{100 * suspect['share']:.1f} %",
+            _number(suspect["gain_ms"]),
+        )
+        for suspect in suspects
+    ]
+    headers = ("rank", "node", "stage", ">late by ms", ">of step", ">mending saves ms")
+    return table("Suspects", headers, rows)
+
+
+def _history(verdicts: Sequence[dict[str, Any]]) -> list[str]:
+    rows = [
+        (
+            f"{_known(span['from_step'])}–{_known(span['to_step'])}",
+            span["label"].replace("_", " "),
+            ", ".join(span["stages"]),
+            _rank_list(span["ranks"]) if span["ranks"] else "",
+            f"{span['cost_pct']:.0f} %" if span["cost_pct"] and span["label"] != "healthy" else "",
+        )
+        for span in verdicts[-_MAX_LINES:]
+    ]
+    return table("Verdicts over the run", ("steps", "verdict", "stage", "who", ">cost"), rows)
+
+
+def _events(events: Sequence[dict[str, Any]]) -> list[str]:
+    worth = [event for event in events if event["message"] or event["kind"] not in ("exit", "relay_start")]
+    rows = [
+        (
+            "n/a" if event["time"] is None else event["time"][11:19],
+            event["kind"],
+            event["node"] or "" if event["rank"] is None else f"rank {event['rank']}",
+            event["message"].partition("\n")[0],
+        )
+        for event in worth[-_MAX_LINES:]
+    ]
+    return table("Events (UTC)", ("time", "kind", "who", "what"), rows)
+
+
+def ledger_lines(ledger: dict[str, Any]) -> list[str]:
+    total = sum(ledger["dropped"].values())
+    dropped = ", ".join(f"{where} {rows}" for where, rows in ledger["dropped"].items() if rows)
+    text = f"{ledger['produced']} rows produced = {ledger['stored']} stored + {ledger['in_flight']} in flight"
+    lines = labelled("Ledger", f"{text} + {total} dropped" + f" ({dropped})" * (total > 0))
+    unknown = [rank for rank, entry in ledger["per_rank"].items() if entry["unreported"] is None]
+    if unknown:
+        who = _rank_list([int(rank) for rank in unknown if rank.isdigit()]) or "a process of unknown rank"
+        lines += labelled("", f"what {who} produced after the last report is not known")
+    return lines
+
+
+def _overhead(overhead: dict[str, Any]) -> list[str]:
+    facts = [
+        ("training_thread_us_per_step", "{:.1f} µs a step on the training thread"),
+        ("agent_cpu_pct", "{:.2f} % of a core for the agent"),
+        ("bytes_per_step", "{:.0f} bytes a step sent"),
+    ]
+    known = [text.format(overhead[name]) for name, text in facts if overhead[name] is not None]
+    return labelled("Monitor", f"{', '.join(known)} ({overhead['of']})") if known else []
+
+
+def _files(folder: Path) -> list[str]:
+    return [f"{'Files':{_LABEL}}{folder}", f"{'':{_LABEL}}session.sqlite · summary.json · report.txt"]
+
+
+def table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a titled table; a header that begins with `>` is of a column of numbers. Nothing for no rows."""
+    if not rows:
+        return []
+    table = [[header.lstrip(">") for header in headers], *([*row] for row in rows)]
+    widths = [max(len(row[at]) for row in table) for at in range(len(headers))]
+    lines = []
+    for row in table:
+        cells = [
+            cell.rjust(width) if header.startswith(">") else cell.ljust(width)
+            for cell, width, header in zip(row, widths, headers, strict=True)
+        ]
+        lines.append(_cut("  " + "  ".join(cells).rstrip()))
+    return [title, *lines]
+
+
+def labelled(label: str, text: str) -> list[str]:
+    """Return `text`, wrapped, in the column beside `label`."""
+    return textwrap.wrap(text, WIDTH, initial_indent=f"{label:{_LABEL}}", subsequent_indent=" " * _LABEL)
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= WIDTH else line[: WIDTH - 1] + "…"
+
+
+def _bar(share: float) -> str:
+    return "█" * round(20 * share)
+
+
+def _known(value: int | None) -> str:
+    return "?" if value is None else str(value)
+
+
+def _number(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def _ms(value: float | None) -> str:
+    return "n/a" if value is None else f"{_number(value)} ms"
+
+
+def _spread(spread: dict[str, float] | None, unit: int, name: str) -> str:
+    if spread is None:
+        return "n/a"
+    return f"{spread['median'] / unit:.1f} {name} ({spread['peak'] / unit:.1f})"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _rank_list(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {_ranges(ranks)}" if ranks else ""
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as `0-3, 7`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _duration(session: dict[str, Any]) -> str | None:
+    if session["started_at"] is None or session["ended_at"] is None:
+        return None
+    times = [datetime.fromisoformat(session[name]) for name in ("started_at", "ended_at")]
+    seconds = int((times[1] - times[0]).total_seconds())
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

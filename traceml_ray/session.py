@@ -1,0 +1,202 @@
+"""
+The session folder: where one run's files are, who holds it, and how it is found again.
+
+`<out>/<session>/` holds `session.sqlite`, `summary.json` and `report.txt`. The launcher's process holds an flock on `.lock` for as long as it
+lives, so a second launch cannot write into a live session. Nothing is ever overwritten: an older
+session of the same name is moved aside.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from traceml_ray.settings import check_session_name
+
+DATABASE = "session.sqlite"
+_LOCK = ".lock"
+
+
+class SessionError(ValueError):
+    """A session that cannot be made or found; the message says which, where, and what to do."""
+
+
+@dataclass
+class SessionFolder:
+    """The files of one session. With `lock_fd`, this process holds the session until `release`."""
+
+    path: Path
+    lock_fd: int | None = None
+    moved: Path | None = None
+    """Where an older session of the same name was moved to."""
+
+    @property
+    def name(self) -> str:
+        """The session's name."""
+        return self.path.name
+
+    @property
+    def sqlite(self) -> Path:
+        """Everything that was recorded."""
+        return self.path / DATABASE
+
+    @property
+    def summary_json(self) -> Path:
+        """The summary, schema `traceml_ray/summary/1`."""
+        return self.path / "summary.json"
+
+    @property
+    def report_txt(self) -> Path:
+        """The report as plain text."""
+        return self.path / "report.txt"
+
+    def release(self) -> None:
+        """Let go of the session, so that its name can be used again."""
+        if self.lock_fd is not None:
+            os.close(self.lock_fd)
+            self.lock_fd = None
+
+
+def prepare(out: str | Path, name: str | None = None) -> SessionFolder:
+    """
+    Make the folder of a new session under `out` and hold it; without a `name` one is made up.
+
+    Raises `SessionError` when the session is already running, `out` cannot be written, or the
+    name belongs to a folder that is no session; `SettingError` for a name that cannot be one.
+    """
+    if name is None:
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    check_session_name(name)
+    path = Path(out).absolute() / name
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return _take(path)
+    except OSError as error:
+        raise SessionError(
+            f"cannot write sessions into {path.parent}: {error.strerror or error}; "
+            "choose another folder with --out or TRACEML_OUT"
+        ) from error
+
+
+def find(session: str | Path | None, out: str | Path) -> Path:
+    """
+    Return the folder of a stored or live session.
+
+    `session` is a name under `out`, a session folder, or a `.sqlite` file; None is the newest
+    session under `out`. Raises `SessionError` naming what was looked for and where.
+    """
+    if session is None:
+        return _newest(Path(out))
+    given = Path(session)
+    if given.is_file() and given.name == DATABASE:
+        return given.parent
+    for folder in (Path(out) / given, given):
+        if (folder / DATABASE).is_file():
+            return folder
+    if given.exists():
+        raise SessionError(f"{given} is not a session: there is no {DATABASE} in it")
+    known = ", ".join(folder.name for folder in _sessions(Path(out))[:5]) or "none"
+    raise SessionError(f"no session {str(session)!r} under {out}; sessions there: {known}")
+
+
+def holder(folder: Path) -> int | None:
+    """Return the pid of the process that holds the session right now, or None when nobody does."""
+    try:
+        fd = os.open(folder / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except OSError as error:
+        return _pid_in(fd) if error.errno == errno.EWOULDBLOCK else None
+    finally:
+        os.close(fd)
+
+
+def _sessions(out: Path) -> list[Path]:
+    """Return the session folders under `out`, newest first."""
+    found = []
+    for database in out.glob(f"*/{DATABASE}"):
+        try:
+            found.append((database.stat().st_mtime_ns, database.parent))
+        except OSError:
+            continue
+    return [folder for _, folder in sorted(found, reverse=True)]
+
+
+def _newest(out: Path) -> Path:
+    sessions = _sessions(out)
+    if not sessions:
+        raise SessionError(f"no session under {out}; say where sessions are with --out or TRACEML_OUT")
+    return sessions[0]
+
+
+def _take(path: Path) -> SessionFolder:
+    """Lock `path`, moving a finished session of that name aside; loops while another launch races."""
+    moved: Path | None = None
+    while True:
+        path.mkdir(mode=0o700, exist_ok=True)
+        contents = _contents(path)
+        if contents and not contents & {DATABASE, _LOCK}:
+            raise SessionError(f"{path} exists and is not a session; choose another name")
+        try:
+            fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:  # another launch has just moved the folder away
+            continue
+        try:
+            _flock(fd, path.name)
+            if not _same_file(fd, path / _LOCK):
+                os.close(fd)
+                continue
+            if _contents(path) - {_LOCK}:
+                moved = _move_aside(path)
+                os.close(fd)
+                continue
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, str(os.getpid()).encode(), 0)
+        except BaseException:
+            os.close(fd)
+            raise
+        return SessionFolder(path, lock_fd=fd, moved=moved)
+
+
+def _contents(path: Path) -> set[str]:
+    return {entry.name for entry in path.iterdir()}
+
+
+def _flock(fd: int, name: str) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno == errno.EWOULDBLOCK:
+            pid = _pid_in(fd)
+            who = f" (pid {pid})" if pid else ""
+            raise SessionError(f"session {name!r} is already running{who}; choose another name") from None
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):  # a filesystem without locks
+            raise
+
+
+def _pid_in(fd: int) -> int | None:
+    text = os.pread(fd, 32, 0).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _same_file(fd: int, path: Path) -> bool:
+    """Whether `path` is still the file behind `fd`: another launch may have moved the folder away."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _move_aside(path: Path) -> Path:
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    return path.rename(aside)

@@ -1,0 +1,153 @@
+"""Every setting in one struct: keyword > environment `TRACEML_*` > default."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from traceml_ray.analysis.thresholds import Thresholds
+
+
+class SettingError(ValueError):
+    """A setting that cannot be used; the message names it, its value, its source and what it may be."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    The settings of one session. Every field can be given as a keyword, or in the environment as
+    `TRACEML_` + its name in capitals (`TRACEML_OUT`, `TRACEML_INTERVAL`, …).
+    """
+
+    session: str | None = None
+    """Name of the session: letters, digits, `.`, `_`, `-`; at most 64. None: one is made up."""
+    out: str = "traceml-sessions"
+    """Folder that holds session folders."""
+    interval: float = 1.0
+    """Seconds between two batches of a rank's agent (0.05 … 60)."""
+    channel: str = "auto"
+    """auto, socket or actor."""
+    ray_address: str | None = None
+    socket: str | None = None
+    """Path of the relay's local socket (set by the launcher, not by people)."""
+    spool: str | None = None
+    """Folder in which an agent leaves what it could not deliver before its process ended."""
+    ring_rows: int = 4096
+    """Rows the training thread may be ahead of the agent before rows are dropped and counted."""
+    agent_buffer_bytes: int = 1 << 20
+    """What an agent keeps unconfirmed before it drops its oldest batch and counts it."""
+    relay_buffer_bytes: int = 64 << 20
+    idle_ttl: float = 600.0
+    """Seconds without any message after which relay and aggregator end themselves."""
+    debug: bool = False
+    """Raise what would be swallowed and counted."""
+    thresholds: Thresholds = Thresholds()
+    """In the environment `TRACEML_THRESHOLD_` + the threshold's name in capitals."""
+
+    @classmethod
+    def load(
+        cls,
+        environ: Mapping[str, str] = os.environ,
+        *,
+        thresholds: Thresholds | Mapping[str, object] | None = None,
+        **keywords: object,
+    ) -> Settings:
+        """
+        Return the settings as keyword, else environment, else default has them.
+
+        A keyword that is None and a variable that is empty count as not given. The constructor
+        itself checks nothing.
+
+        Raises:
+            SettingError: an unknown name, a value of the wrong type, or one out of its range.
+
+        """
+        if isinstance(thresholds, Thresholds):
+            thresholds = msgspec.structs.asdict(thresholds)
+        chosen = _choose(Thresholds, _THRESHOLD, environ, thresholds or {})
+        return cls(**_choose(cls, "TRACEML_", environ, keywords), thresholds=Thresholds(**chosen))
+
+    def to_json(self) -> bytes:
+        """Return the settings as JSON, to be handed to another process."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Settings:
+        """Return what `to_json` wrote; fields it lacks have their defaults. Raises SettingError."""
+        try:
+            return msgspec.json.decode(data, type=cls)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise SettingError(f"settings cannot be read: {error}") from None
+
+
+_THRESHOLD = "TRACEML_THRESHOLD_"
+_CHANNELS = ("auto", "socket", "actor")
+_SESSION_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "interval": (0.05, 60),
+    "ring_rows": (64, 1 << 20),
+    "agent_buffer_bytes": (1 << 16, 1 << 30),
+    "relay_buffer_bytes": (1 << 20, 1 << 36),
+    "idle_ttl": (1, 30 * 86_400),
+    "window_steps": (2, 10_000),
+    "first_window_steps": (2, 10_000),
+    "warmup_steps": (0, 1_000_000),
+    "report_timeout_s": (0.1, 3600),
+}
+_DEFAULT_RANGES: dict[type, tuple[float, float]] = {int: (1, (1 << 63) - 1), float: (0, 1)}
+
+
+def check_session_name(name: str, where: str = "session") -> str:
+    """Return `name` if a session can be called so (it names a folder, too), or raise SettingError."""
+    if not _SESSION_NAME.fullmatch(name):
+        raise SettingError(
+            f"{where}={name!r} must be 1 to 64 letters, digits, '.', '_' or '-', and not begin with '.'"
+        )
+    return name
+
+
+def _choose(
+    kind: type[msgspec.Struct], prefix: str, environ: Mapping[str, str], keywords: Mapping[str, object]
+) -> dict[str, Any]:
+    fields = {field.name: field.type for field in msgspec.structs.fields(kind) if field.name != "thresholds"}
+    named = {name: name for name in keywords}
+    if prefix == _THRESHOLD:  # all names under it are ours, so one that is not known is a slip
+        named |= {key[len(prefix) :].lower(): key for key in environ if key.startswith(prefix)}
+    for name, where in named.items():
+        if name not in fields:
+            raise SettingError(f"{where} is not a setting; these are: {', '.join(fields)}")
+    chosen = {}
+    for name, expected in fields.items():
+        where, value = name, keywords.get(name)
+        if value is None:
+            where = prefix + name.upper()
+            value = environ.get(where) or None
+        if value is not None:
+            chosen[name] = _check(name, where, value, expected)
+    return chosen
+
+
+def _check(name: str, where: str, value: object, expected: Any) -> object:
+    low, high = _RANGES.get(name) or _DEFAULT_RANGES.get(expected) or (None, None)
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    try:
+        result = msgspec.convert(value, expected, strict=False)
+    except msgspec.ValidationError:
+        result = None
+    if name == "session" and isinstance(result, str):
+        return check_session_name(result, where)
+    if low is not None:
+        valid = result is not None and low <= result <= high
+        allowed = f"{'an integer' if expected is int else 'a number'} from {low} to {high}"
+    elif name == "channel":
+        valid, allowed = result in _CHANNELS, "auto, socket or actor"
+    else:
+        valid, allowed = result is not None, "true or false" if expected is bool else "text"
+    if not valid:
+        raise SettingError(f"{where}={value!r} must be {allowed}")
+    return result

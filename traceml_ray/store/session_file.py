@@ -1,0 +1,339 @@
+"""
+The session file: one SQLite database that holds everything of a run, and the one way to read it.
+
+A live session and a stored one are read alike. Rows stand in the file as they came over the wire
+(one chunk per batch), so reading them is one `np.frombuffer` per chunk. Every list that grows is
+read with a cursor, the highest row id seen so far: unchanged data costs one index look-up.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from traceml_ray import wire
+from traceml_ray.analysis.window import RankRows
+from traceml_ray.store.streams import COLUMNS, Stream, from_row, node_labels, shown
+
+SCHEMA = 1
+_APPLICATION = 0x54724D4C  # "TrML" in the file's header: tells a session from any other database
+
+TABLES = f"""
+CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
+CREATE TABLE node(node_id TEXT PRIMARY KEY, hostname TEXT, address TEXT, last_seen_ns INT, errors TEXT);
+CREATE TABLE stream(id INTEGER PRIMARY KEY, {", ".join(COLUMNS[1:])});
+CREATE TABLE relay(incarnation TEXT PRIMARY KEY, node_id TEXT, last_seq INT) WITHOUT ROWID;
+CREATE TABLE chunk(id INTEGER PRIMARY KEY, stream_id INT, first_row INT, n INT,
+    keys BLOB, flags BLOB, rows BLOB);
+CREATE INDEX chunk_stream ON chunk(stream_id, id);
+CREATE TABLE process_sample(id INTEGER PRIMARY KEY, stream_id INT, t_ns INT, cpu_pct REAL, rss_bytes INT,
+    threads INT, read_bytes INT, write_bytes INT);
+CREATE TABLE node_sample(id INTEGER PRIMARY KEY, node_id TEXT, t_ns INT, cpu_pct REAL, cpu_count INT,
+    load1 REAL, mem_used_bytes INT, mem_total_bytes INT, disk_read_bytes INT, disk_write_bytes INT, net_rx_bytes INT,
+    net_tx_bytes INT, gpus TEXT);
+CREATE TABLE detail(id INTEGER PRIMARY KEY, stream_id INT, name TEXT, stage INT, count INT, total_ns INT,
+    max_ns INT, first_step INT, last_step INT);
+CREATE TABLE event(id INTEGER PRIMARY KEY, stream_id INT, node_id TEXT, kind TEXT, t_ns INT,
+    step INT, stage INT, message TEXT, data TEXT);
+CREATE TABLE verdict(id INTEGER PRIMARY KEY, t_ns INT, body TEXT);
+"""
+
+_GPU = ("util_pct", "mem_used_bytes", "mem_total_bytes")
+NETWORK_FILESYSTEMS = frozenset(
+    ("nfs", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs")
+    + ("afs", "9p", "wekafs", "pvfs2", "orangefs", "fuse.sshfs", "fuse.glusterfs", "fuse.ceph")
+    + ("fuse.beegfs", "fuse.juicefs", "fuse.s3fs", "fuse.gcsfuse")
+)
+"""Where SQLite's WAL does not work: its shared memory is not shared between machines."""
+
+
+class SessionFileError(ValueError):
+    """A session file that cannot be read; the message names the file and what is wrong with it."""
+
+
+def connect(path: Path, *, create: bool = False) -> sqlite3.Connection:
+    """
+    Open the session file at `path`; `create` makes one that is not there yet.
+
+    Raises `SessionFileError` when there is none, it is damaged, no session, or of a newer schema.
+    """
+    if not create and not path.is_file():
+        raise SessionFileError(f"{path}: no such session file")
+    try:
+        connection = sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
+    except sqlite3.Error as error:
+        raise SessionFileError(f"{path}: cannot open the session file: {error}") from error
+    try:
+        _set_up(connection, path, create)
+    except sqlite3.Error as error:
+        connection.close()
+        raise SessionFileError(f"{path}: cannot use the session file: {error}") from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _set_up(connection: sqlite3.Connection, path: Path, create: bool) -> None:
+    application = connection.execute("PRAGMA application_id").fetchone()[0]
+    empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+    if create and empty:
+        path.chmod(0o600)
+        if not on_network_filesystem(path):
+            connection.execute("PRAGMA journal_mode=WAL")
+        connection.executescript(
+            f"BEGIN; {TABLES} PRAGMA application_id={_APPLICATION}; PRAGMA user_version={SCHEMA}; COMMIT;"
+        )
+    elif application != _APPLICATION:
+        raise SessionFileError(f"{path}: this is a database, but not a traceml-ray session")
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version > SCHEMA:
+        raise SessionFileError(
+            f"{path}: written by a newer traceml-ray (schema {version}; this one reads {SCHEMA}): upgrade"
+        )
+    connection.execute("PRAGMA synchronous=NORMAL")
+
+
+def on_network_filesystem(path: Path, mounts: Path = Path("/proc/mounts")) -> bool:
+    """Return whether `path` lies on a filesystem that other machines write to as well."""
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return False
+    target = path.resolve()
+    best, kind = -1, ""
+    for line in lines:
+        parts = line.split()
+        if len(parts) < 3:
+            continue
+        point = Path(parts[1].encode().decode("unicode_escape"))
+        if (target == point or point in target.parents) and len(point.parts) >= best:
+            best, kind = len(point.parts), parts[2]
+    return kind in NETWORK_FILESYSTEMS
+
+
+class SessionFile:
+    """
+    Reads one session, live or stored: the one query interface of every view.
+
+    `since` is a cursor from an earlier call (0: from the start); calls with one return
+    (what is new, new cursor). Raises `SessionFileError` for a file that cannot be read.
+    """
+
+    def __init__(self, path: Path, connection: sqlite3.Connection | None = None) -> None:
+        self.path = path
+        self._owned = connection is None
+        self._connection = connection or connect(path)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._owned:
+            self._connection.close()
+
+    def __enter__(self) -> SessionFile:
+        """Return self."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file."""
+        self.close()
+
+    def meta(self) -> dict[str, Any]:
+        """Return what is known of the session as a whole (started_at, status, launcher, …)."""
+        return {key: json.loads(value) for key, value in self._all("SELECT key, value FROM meta")}
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """Return the nodes a relay reported from."""
+        rows = self._dicts("SELECT * FROM node ORDER BY node_id")
+        return [{**row, "errors": json.loads(row["errors"])} for row in rows]
+
+    def streams(self) -> list[Stream]:
+        """Return every stream, in order of first appearance."""
+        return [from_row(row) for row in self._all(f"SELECT {', '.join(COLUMNS)} FROM stream ORDER BY id")]
+
+    def ranks(self) -> dict[int, Stream]:
+        """Return the stream that stands for each rank (see `streams.shown`), by global rank."""
+        return shown(self.streams())
+
+    def rows(
+        self, only: Iterable[int] | None = None, since: int = 0, last: int | None = None
+    ) -> tuple[list[RankRows], int]:
+        """
+        Return the rows of the ranks in `only` (None: all) that came after cursor `since`, and the new cursor.
+
+        One `RankRows` per rank that has any, by rank; `last` keeps only each rank's newest rows.
+        """
+        top = self._top("chunk")
+        if top <= since:
+            return [], since
+        wanted = None if only is None else set(only)
+        found = []
+        ranks = self.ranks()
+        labels = node_labels(ranks.values(), {node["node_id"]: node["address"] for node in self.nodes()})
+        for rank, stream in ranks.items():
+            if wanted is None or rank in wanted:
+                columns = self._columns(stream.id, since, top, last)
+                if columns is not None:
+                    found.append(RankRows(rank, labels[stream.id], *columns))
+        return found, top
+
+    def process(self, since: int = 0) -> tuple[list[dict[str, Any]], int]:
+        """Return process samples as dicts with `rank` (None: not known yet) and the table's columns."""
+        return self._since("process_sample", since)
+
+    def node_samples(self, since: int = 0) -> tuple[list[dict[str, Any]], int]:
+        """Return node samples as dicts; `gpus` is a list of dicts, or None where there is no NVML."""
+        samples, top = self._since("node_sample", since)
+        for sample in samples:
+            sample["gpus"] = json.loads(sample["gpus"]) if sample["gpus"] else None
+        return samples, top
+
+    def memory(self) -> dict[int, tuple[int | None, int | None]]:
+        """Return (peak, last) resident bytes by stream id."""
+        found = self._all(
+            "SELECT p.stream_id, m.peak, p.rss_bytes FROM process_sample p JOIN (SELECT max(id) AS id, "
+            "max(rss_bytes) AS peak FROM process_sample GROUP BY stream_id) m ON p.id = m.id"
+        )
+        return {stream: (peak, last) for stream, peak, last in found}
+
+    def node_columns(self) -> dict[str, dict[str, Sequence[float]]]:
+        """
+        Return what each node's samples measured, by node id and name; values that were not there
+        are left out. Names: `cpu_pct`, `load1`, `mem_used_bytes`, `mem_total_bytes`, and for a
+        device `gpu0_util_pct`, `gpu0_mem_used_bytes`, ….
+        """
+        names = ("cpu_pct", "load1", "mem_used_bytes", "mem_total_bytes")
+        found: dict[str, dict[str, array[float]]] = {}
+        for node, gpus, *values in self._iterate(f"SELECT node_id, gpus, {', '.join(names)} FROM node_sample"):
+            columns = found.setdefault(node, {name: array("d") for name in names})
+            named = list(zip(names, values, strict=True))
+            for gpu in json.loads(gpus) if gpus else []:
+                named += [(f"gpu{gpu['index']}_{name}", gpu[name]) for name in _GPU]
+            for name, value in named:
+                column = columns.setdefault(name, array("d"))
+                if value is not None:
+                    column.append(value)
+        return {node: dict(columns) for node, columns in found.items()}
+
+    def details(self) -> list[dict[str, Any]]:
+        """Return the named parts of each rank, summed over the run, longest first."""
+        return self._dicts(
+            "SELECT s.global_rank AS rank, d.name, d.stage, sum(d.count) AS count, "
+            "sum(d.total_ns) AS total_ns, max(d.max_ns) AS max_ns, min(d.first_step) AS first_step, max(d.last_step) AS last_step "
+            "FROM detail d JOIN stream s ON s.id = d.stream_id GROUP BY 1, 2, 3 ORDER BY total_ns DESC"
+        )
+
+    def events(self, since: int = 0) -> tuple[list[dict[str, Any]], int]:
+        """Return events as dicts with `rank` and the table's columns."""
+        events, top = self._since("event", since)
+        for event in events:
+            event["data"] = json.loads(event["data"])
+        return events, top
+
+    def verdicts(self, since: int = 0) -> tuple[list[dict[str, Any]], int]:
+        """Return every change of the live verdict, as dicts with `t_ns` and the verdict's fields."""
+        rows = self._all("SELECT id, t_ns, body FROM verdict WHERE id > ? ORDER BY id", since)
+        return [{"t_ns": t, **json.loads(body)} for _, t, body in rows], rows[-1][0] if rows else since
+
+    def ledger(self) -> dict[str, Any]:
+        """Return where every produced row is, in rows; see `ledger`."""
+        return ledger(self.streams())
+
+    def _columns(self, stream: int, since: int, top: int, last: int | None) -> Columns | None:
+        chunks: list[tuple[bytes, bytes, bytes]] = []
+        count = 0
+        query = (
+            "SELECT n, keys, flags, rows FROM chunk WHERE stream_id = ? AND id > ? AND id <= ? "
+            "ORDER BY id DESC"
+        )
+        for n, *blobs in self._iterate(query, stream, since, top):
+            chunks.append((blobs[0], blobs[1], blobs[2]))
+            count += n
+            if last is not None and count >= last:
+                break
+        if not count:
+            return None
+        keys, flags, rows = (b"".join(part) for part in zip(*reversed(chunks), strict=True))
+        skip = max(0, count - last) if last is not None else 0
+        return (
+            np.frombuffer(keys, "<i8")[skip:],
+            np.frombuffer(flags, np.uint8)[skip:],
+            np.frombuffer(rows, "<i8").reshape(-1, wire.N_STAGES)[skip:],
+        )
+
+    def _since(self, table: str, since: int) -> tuple[list[dict[str, Any]], int]:
+        """Return the rows of `table` with id > `since`, with their rank where they have one."""
+        top = self._top(table)
+        if top <= since:
+            return [], since
+        rank = "s.global_rank AS rank, " if table != "node_sample" else ""
+        join = "LEFT JOIN stream s ON s.id = t.stream_id" if rank else ""
+        query = f"SELECT {rank}t.* FROM {table} t {join} WHERE t.id > ? AND t.id <= ? ORDER BY t.id"
+        return self._dicts(query, since, top), top
+
+    def _top(self, table: str) -> int:
+        return int(self._all(f"SELECT coalesce(max(id), 0) FROM {table}")[0][0])
+
+    def _all(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        return list(self._iterate(query, *values))
+
+    def _dicts(self, query: str, *values: Any) -> list[dict[str, Any]]:
+        names: list[str] = []
+        return [dict(zip(names, row, strict=True)) for row in self._iterate(query, *values, names=names)]
+
+    def _iterate(
+        self, query: str, *values: Any, names: list[str] | None = None
+    ) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows of `query`; the names of its columns are put into `names`."""
+        try:
+            cursor = self._connection.execute(query, values)
+            if names is not None:
+                names.extend(column[0] for column in cursor.description)
+            yield from cursor
+        except sqlite3.Error as error:
+            raise SessionFileError(f"{self.path}: cannot read the session file: {error}") from error
+
+
+Columns = tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]
+
+
+def ledger(streams: Iterable[Stream]) -> dict[str, Any]:
+    """
+    Return where every produced row is: `produced = stored + dropped + in_flight`, in all and per rank.
+
+    Attempts and processes of one rank are added up. `unreported` is what was produced after a
+    rank's last report: 0 after a last batch, None (not known) for a process that was killed.
+    """
+    per_rank: dict[str, dict[str, Any]] = {}
+    for stream in streams:
+        name = "unknown" if stream.rank is None else str(stream.rank)
+        entry = per_rank.setdefault(name, {**_nothing(), "unreported": 0})
+        _add(entry, stream)
+        if not stream.final:
+            entry["unreported"] = None
+    total = _nothing()
+    for entry in per_rank.values():
+        for key in ("produced", "stored", "in_flight"):
+            total[key] += entry[key]
+        for key in total["dropped"]:
+            total["dropped"][key] += entry["dropped"][key]
+    ordered = sorted(per_rank, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0))
+    return {**total, "per_rank": {name: per_rank[name] for name in ordered}}
+
+
+def _nothing() -> dict[str, Any]:
+    return {"produced": 0, "stored": 0, "in_flight": 0, "dropped": {"agent": 0, "relay": 0, "aggregator": 0}}
+
+
+def _add(entry: dict[str, Any], stream: Stream) -> None:
+    entry["produced"] += stream.produced
+    entry["stored"] += stream.stored
+    entry["in_flight"] += stream.in_flight
+    for name in entry["dropped"]:
+        entry["dropped"][name] += getattr(stream, f"dropped_{name}")

@@ -1,0 +1,166 @@
+"""What is known of one stream (one process's life as a rank), in memory and as a row on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import msgspec
+
+from traceml_ray import wire
+from traceml_ray.identity import RankIdentity
+
+_IDENTITY = RankIdentity.__struct_fields__
+
+
+@dataclass
+class Stream:
+    """
+    One process's life. Counts are rows since its start; `next_row` is the number the next new row
+    will have (everything below it is stored or gone for good), `last_batch` the last batch taken.
+    """
+
+    id: int
+    stream: str
+    identity: RankIdentity | None = None
+    produced: int = 0
+    stored: int = 0
+    dropped_by_agent: int = 0
+    dropped_aggregator: int = 0
+    lost_rows: int = 0
+    """In flight when the session ended; counted as dropped by the relay."""
+    dropped_by_relay: dict[str, int] = field(default_factory=dict)
+    """By relay incarnation."""
+    next_row: int = 0
+    last_batch: int = -1
+    last_key: int | None = None
+    final: bool = False
+    lost: bool = False
+    exit_code: int | None = None
+    """As the launcher saw it; a signal is negative."""
+    exit_message: str = ""
+    exit_ns: int | None = None
+    first_seen_ns: int = 0
+    last_seen_ns: int = 0
+    open_step: int | None = None
+    open_stage: int | None = None
+    open_elapsed_ns: int | None = None
+    strategy: str | None = None
+    missing: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, int] = field(default_factory=dict)
+    marks_ns: int | None = None
+    agent_cpu_ns: int | None = None
+    agent_wall_ns: int | None = None
+    sent_bytes: int | None = None
+
+    @property
+    def rank(self) -> int | None:
+        """Global rank, None while it is not known."""
+        return self.identity.global_rank if self.identity else None
+
+    @property
+    def dropped_agent(self) -> int:
+        """
+        Rows the agent dropped. What an agent or a relay gave up while its confirmation was on the
+        way did arrive: what is stored counts as stored.
+        """
+        return min(self.dropped_by_agent, self.produced - self.stored - self.dropped_aggregator)
+
+    @property
+    def dropped_relay(self) -> int:
+        """Rows that relays dropped, and what was in flight when the session ended."""
+        dropped = sum(self.dropped_by_relay.values()) + self.lost_rows
+        return min(dropped, self.produced - self.stored - self.dropped_aggregator - self.dropped_agent)
+
+    @property
+    def in_flight(self) -> int:
+        """Rows that were produced and have neither arrived nor been dropped so far."""
+        return self.produced - self.stored - self.dropped_aggregator - self.dropped_agent - self.dropped_relay
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come: a last batch, a lost process, or an exit the launcher saw."""
+        return self.final or self.lost or self.exit_code is not None
+
+    def absorb(self, batch: wire.RankBatch, now: int) -> None:
+        """Take over the cumulative and latest values of a batch (not its rows), arrived at `now`."""
+        self.last_batch = batch.seq
+        self.last_seen_ns = now
+        self.produced = max(self.produced, batch.produced, self.next_row)
+        self.dropped_by_agent = max(self.dropped_by_agent, batch.dropped)
+        self.final = self.final or batch.final
+        self.strategy = batch.strategy or self.strategy
+        self.missing = batch.missing or self.missing
+        self.errors = batch.errors or self.errors
+        if batch.open is not None:
+            self.open_step, self.open_stage = batch.open.step, batch.open.stage
+            self.open_elapsed_ns = batch.open.elapsed_ns
+        if batch.overhead is not None:
+            self.marks_ns, self.agent_cpu_ns = batch.overhead.marks_ns, batch.overhead.agent_cpu_ns
+            self.agent_wall_ns, self.sent_bytes = batch.overhead.agent_wall_ns, batch.overhead.sent_bytes
+
+
+_PLAIN = [f.name for f in fields(Stream) if f.name != "identity"]
+_JSON = {"dropped_by_relay", "missing", "errors"}
+_BOOL = {"final", "lost"}
+COLUMNS = (*_PLAIN, *_IDENTITY)
+"""Columns of table `stream`, in order."""
+_NO_IDENTITY = (None,) * len(_IDENTITY)
+
+
+def to_row(stream: Stream) -> tuple[Any, ...]:
+    """Return `stream` as a row of `COLUMNS`."""
+    plain = [_dump(v) if isinstance(v, dict) else v for v in (getattr(stream, n) for n in _PLAIN)]
+    return (*plain, *(msgspec.structs.astuple(stream.identity) if stream.identity else _NO_IDENTITY))
+
+
+def from_row(row: tuple[Any, ...]) -> Stream:
+    """Return the stream of a row of `COLUMNS`."""
+    values = dict(zip(_PLAIN, row, strict=False))
+    for name in _JSON:
+        values[name] = json.loads(values[name])
+    for name in _BOOL:
+        values[name] = bool(values[name])
+    identity = row[len(_PLAIN) :]
+    return Stream(**values, identity=None if identity[0] is None else RankIdentity(*identity))
+
+
+def _dump(value: dict[str, Any]) -> str:
+    return json.dumps(value) if value else "{}"
+
+
+def shown(streams: Iterable[Stream]) -> dict[int, Stream]:
+    """Return the stream that stands for each rank: of its last attempt, the one that started last."""
+    best: dict[int, Stream] = {}
+    for stream in streams:
+        if stream.identity is None:
+            continue
+        rank = stream.identity.global_rank
+        now = best.get(rank)
+        if now is None or now.identity is None or _age(stream) > _age(now):
+            best[rank] = stream
+    return dict(sorted(best.items()))
+
+
+def _age(stream: Stream) -> tuple[int, int, int]:
+    attempt = stream.identity.attempt if stream.identity else -1
+    return attempt, stream.first_seen_ns, stream.id
+
+
+def node_labels(streams: Iterable[Stream], addresses: dict[str, str]) -> dict[int, str]:
+    """
+    Return how the node of each stream (by id) is shown: its hostname, with the address where two
+    nodes have the same one. `addresses` are by node id.
+    """
+    known = [(stream.id, stream.identity) for stream in streams if stream.identity is not None]
+    nodes: dict[str, set[str | None]] = {}
+    for _, identity in known:
+        nodes.setdefault(identity.hostname, set()).add(identity.node_id)
+    return {
+        id: identity.hostname
+        if len(nodes[identity.hostname]) == 1
+        else f"{identity.hostname} ({addresses.get(identity.node_id or '', 'address unknown')})"
+        for id, identity in known
+    }

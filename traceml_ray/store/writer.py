@@ -1,0 +1,205 @@
+"""
+Writes the session file: what arrives is gathered in memory and written in one transaction.
+
+Rows and the relay watermarks that confirm them are in the same transaction, so a process killed
+at any moment leaves a file in which every confirmed message is whole and no other one has begun.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from traceml_ray import wire
+from traceml_ray.store.session_file import SessionFile, connect, on_network_filesystem
+from traceml_ray.store.streams import COLUMNS, Stream, to_row
+
+MAX_PENDING_BYTES = 256 << 20
+"""Rows kept in memory while the disk refuses them; beyond, the oldest are dropped and counted."""
+MAX_PENDING_ITEMS = 100_000
+"""Samples, parts and events kept the same way, of each kind."""
+_WIDTHS = {"process_sample": 7, "node_sample": 12, "detail": 8, "event": 8, "verdict": 2, "chunk": 6}
+
+
+class SessionWriter:
+    """
+    The one writer of a session file. `streams` and `taken` hold everything that arrived, also what
+    is not committed yet; `committed` the relay watermarks that are on disk.
+
+    The caller holds `lock` while it uses anything but `commit` and `reader`.
+    """
+
+    def __init__(self, path: Path, *, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
+        self.path = path
+        self.lock = threading.Lock()
+        self.max_pending_bytes = max_pending_bytes
+        self._database = threading.Lock()
+        self._connection = connect(path, create=True)
+        self.exclusive = on_network_filesystem(path)
+        if self.exclusive:
+            self._connection.execute("PRAGMA locking_mode=EXCLUSIVE")
+        with SessionFile(path, self._connection) as stored:
+            self.streams: dict[str, Stream] = {stream.stream: stream for stream in stored.streams()}
+            self.meta: dict[str, Any] = stored.meta()
+            self.addresses: dict[str, str] = {node["node_id"]: node["address"] for node in stored.nodes()}
+        self.taken: dict[str, int] = dict(
+            self._connection.execute("SELECT incarnation, last_seq FROM relay").fetchall()
+        )
+        self.committed = dict(self.taken)
+        self._by_id = {stream.id: stream for stream in self.streams.values()}
+        self._pending = _Pending()
+
+    def stream(self, name: str, now: int) -> Stream:
+        """Return the stream of that name, made when it is new, and mark it as changed."""
+        stream = self.streams.get(name)
+        if stream is None:
+            stream = Stream(len(self.streams) + 1, name, first_seen_ns=now, last_seen_ns=now)
+            self.streams[name] = self._by_id[stream.id] = stream
+        self._pending.streams[stream.id] = stream
+        return stream
+
+    def set_meta(self, **values: Any) -> None:
+        """Set values of the session as a whole (anything JSON holds)."""
+        for key, value in values.items():
+            if key not in self.meta or self.meta[key] != value:
+                self.meta[key] = value
+                self._pending.meta.add(key)
+
+    def take(self, batch: wire.RelayBatch, now: int) -> None:
+        """Note the message as taken, with what it says of its node."""
+        node = batch.node
+        self.taken[batch.incarnation] = batch.seq
+        self._pending.relays[batch.incarnation] = (batch.incarnation, node.node_id, batch.seq)
+        self.addresses[node.node_id] = node.address
+        errors = json.dumps(batch.errors)
+        self._pending.nodes[node.node_id] = (node.node_id, node.hostname, node.address, now, errors)
+        if batch.sample is not None:
+            *values, gpus = msgspec.structs.astuple(batch.sample)
+            named = None if gpus is None else json.dumps([msgspec.structs.asdict(gpu) for gpu in gpus])
+            self._pending.inserts["node_sample"].append((node.node_id, *values, named))
+
+    def add_rows(self, stream: Stream, first_row: int, keys: bytes, flags: bytes, rows: bytes) -> None:
+        """Add rows to `stream`, columns as on the wire."""
+        n = len(flags)
+        self._pending.inserts["chunk"].append((stream.id, first_row, n, keys, flags, rows))
+        self._pending.row_bytes += _row_bytes(n)
+        stream.stored += n
+        if self._pending.row_bytes > self.max_pending_bytes:
+            self._drop_oldest()
+
+    def add_process(self, stream: Stream, sample: wire.ProcessSample) -> None:
+        """Add a look at the stream's process."""
+        self._pending.inserts["process_sample"].append((stream.id, *msgspec.structs.astuple(sample)))
+
+    def add_detail(self, stream: Stream, detail: wire.Detail) -> None:
+        """Add time spent in a named part."""
+        self._pending.inserts["detail"].append((stream.id, *msgspec.structs.astuple(detail)))
+
+    def add_event(self, event: wire.Event, stream: Stream | None = None, node_id: str | None = None) -> None:
+        """Add an event of a rank's process or of a node."""
+        *values, data = msgspec.structs.astuple(event)
+        self._pending.inserts["event"].append((stream.id if stream else None, node_id, *values, json.dumps(data)))
+
+    def add_verdict(self, t_ns: int, body: bytes) -> None:
+        """Add a verdict (JSON) that differs from the one before."""
+        self._pending.inserts["verdict"].append((t_ns, body.decode()))
+
+    def commit(self) -> None:
+        """
+        Write everything that is pending in one transaction. Called without `lock`.
+
+        Raises `sqlite3.Error` when the disk refuses; what was pending stays pending then.
+        """
+        with self._database:
+            with self.lock:
+                work, self._pending = self._pending, _Pending()
+                streams = [to_row(stream) for stream in work.streams.values()]
+                meta = [(key, json.dumps(self.meta[key])) for key in work.meta]
+            try:
+                self._write(work, streams, meta)
+            except BaseException:
+                with self.lock:
+                    work.follow(self._pending)
+                    self._pending = work
+                raise
+            with self.lock:
+                self.committed.update((incarnation, seq) for incarnation, _, seq in work.relays.values())
+
+    def reader(self) -> SessionFile:
+        """Return a reader of what is committed; on a network filesystem it shares this connection."""
+        return SessionFile(self.path, self._connection if self.exclusive else None)
+
+    def close(self) -> None:
+        """Leave one plain file behind: no `-wal` beside it, readable from anywhere."""
+        with self._database:
+            try:
+                self._connection.execute("PRAGMA journal_mode=DELETE")
+            except sqlite3.Error:  # a view has it open: then it stays as it is
+                pass
+            self._connection.close()
+
+    def _write(self, work: _Pending, streams: list[Any], meta: list[Any]) -> None:
+        run = self._connection.executemany
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            for table, rows in work.inserts.items():
+                run(f"INSERT INTO {table} VALUES(NULL, {_marks(_WIDTHS[table])})", rows)
+            run(f"REPLACE INTO stream VALUES({_marks(len(COLUMNS))})", streams)
+            run("REPLACE INTO meta VALUES(?, ?)", meta)
+            run("REPLACE INTO node VALUES(?, ?, ?, ?, ?)", work.nodes.values())
+            run("REPLACE INTO relay VALUES(?, ?, ?)", work.relays.values())
+            self._connection.execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise
+
+    def _drop_oldest(self) -> None:
+        """Drop the oldest pending rows down to nine tenths of the bound, counted for their stream."""
+        chunks = self._pending.inserts["chunk"]
+        count = 0
+        while count < len(chunks) and self._pending.row_bytes > 0.9 * self.max_pending_bytes:
+            stream, n = self._by_id[chunks[count][0]], chunks[count][2]
+            stream.stored -= n
+            stream.dropped_aggregator += n
+            self._pending.streams[stream.id] = stream
+            self._pending.row_bytes -= _row_bytes(n)
+            count += 1
+        del chunks[:count]
+
+
+class _Pending:
+    """What the next transaction will write."""
+
+    def __init__(self) -> None:
+        self.inserts: dict[str, list[tuple[Any, ...]]] = {table: [] for table in _WIDTHS}
+        self.streams: dict[int, Stream] = {}
+        self.meta: set[str] = set()
+        self.nodes: dict[str, tuple[Any, ...]] = {}
+        self.relays: dict[str, tuple[str, str, int]] = {}
+        self.row_bytes = 0
+
+    def follow(self, later: _Pending) -> None:
+        """Add what came in while this was refused by the disk; samples are kept within a bound."""
+        for table, rows in self.inserts.items():
+            rows.extend(later.inserts[table])
+            if table != "chunk":
+                del rows[:-MAX_PENDING_ITEMS]
+        self.streams.update(later.streams)
+        self.meta |= later.meta
+        self.nodes.update(later.nodes)
+        self.relays.update(later.relays)
+        self.row_bytes += later.row_bytes
+
+
+def _row_bytes(n: int) -> int:
+    return (9 + wire.ROW_BYTES) * n
+
+
+def _marks(n: int) -> str:
+    return ", ".join("?" * n)

@@ -1,0 +1,337 @@
+"""
+What travels between rank, relay and aggregator: msgpack of array-like structs, version 2.
+
+Only bytes cross a process boundary, and nothing is unpickled. Columns are raw little-endian
+bytes. `decode` checks size and version before it builds anything, and raises `WireError` with
+a short reason that the receiver counts; it never raises anything else.
+
+Times are int64 nanoseconds. `*_ns` of a row are durations on the rank's own monotonic clock;
+`sent_ns` and `t_ns` are wall-clock time since the epoch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from traceml_ray.identity import RankIdentity
+
+VERSION = 2
+
+STAGES = ("post_sync", "data", "prepare", "forward", "backward", "sync_wait")
+"""The six stages of a row, in the order in which they happen."""
+N_STAGES = len(STAGES)
+POST_SYNC, DATA, PREPARE, FORWARD, BACKWARD, SYNC_WAIT = range(N_STAGES)
+
+ROW_BYTES = 8 * N_STAGES
+
+# Why a row is less than whole. A missing mark merges two neighbouring stages.
+FLAG_NO_DATA = 1  # no data wait seen: `post_sync` runs to the start of forward
+FLAG_NO_FORWARD = 2  # no forward mark: forward starts where the data wait ended
+FLAG_NO_SPLIT = 4  # `backward` and `sync_wait` are one: the whole of it stands in `backward`
+FLAG_NO_PEERS = 8  # nobody waits for this rank here: no gradient exchange in this backward
+FLAG_DEVICE_CLOCK = 16  # taken from device events, not from the CPU clock
+FLAG_FIRST = 32  # first row of its stream: it has no sync exit before it
+FLAG_NO_BACKWARD = 64  # a step that ran no backward (cut by `trace_step`)
+FLAG_COUPLED = 128  # collectives run inside forward and backward (FSDP): stages not told apart
+
+SEGMENT_BITS = 8
+"""A row's key is `step << SEGMENT_BITS | segment`; segment counts the syncs inside one step."""
+
+MAX_MESSAGE_BYTES = 1 << 20
+MAX_BATCH_BYTES = 64 * 1024
+"""A larger argument of an actor call goes through Ray's object store, 2-3 times as slow."""
+MAX_ROWS = 1024
+MAX_ITEMS = 1024
+"""Entries in any list or map of a message."""
+
+# What is decoded fits the int64 columns it ends in, and an index points at something.
+Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+StageIndex = Annotated[int, msgspec.Meta(ge=0, lt=N_STAGES)]
+Value = str | Int64 | float | None
+_FEW = msgspec.Meta(max_length=MAX_ITEMS)
+
+
+class WireError(ValueError):
+    """A message that is not accepted; `reason` is a short name under which it is counted."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        self.reason = reason
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+
+
+class _Message(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Base of every part of a message; trailing fields a newer version adds are ignored."""
+
+
+class OpenStage(_Message, frozen=True):
+    """Where a rank stands right now: the stage it is in, and for how long it has been there."""
+
+    step: Int64
+    stage: StageIndex
+    elapsed_ns: Int64
+
+
+class ProcessSample(_Message, frozen=True):
+    """One look at a rank's process. `None` is "not known", never 0."""
+
+    t_ns: Int64
+    cpu_pct: float | None
+    rss_bytes: Count | None
+    threads: Count | None
+    read_bytes: Count | None
+    write_bytes: Count | None
+
+
+class Detail(_Message, frozen=True):
+    """Time spent in one named part (`optimizer`, `checkpoint`, a user's stage) since the last batch."""
+
+    name: str
+    stage: StageIndex
+    count: Count
+    total_ns: Int64
+    max_ns: Int64
+    first_step: Int64
+    last_step: Int64
+
+
+class Event(_Message, frozen=True):
+    """
+    Something that happened once, for a person to read.
+
+    `kind` is one of `attach`, `exception`, `exit`, `rank_lost`, `relay_start`, `note`, …
+    """
+
+    kind: str
+    t_ns: Int64
+    step: Int64 | None = None
+    stage: StageIndex | None = None
+    message: str = ""
+    data: Annotated[dict[str, Value], _FEW] = {}
+
+
+class Overhead(_Message, frozen=True):
+    """What the monitor itself has cost this rank so far (cumulative)."""
+
+    marks_ns: Count
+    """Estimated time inside our hooks on the training thread."""
+    agent_cpu_ns: Count
+    agent_wall_ns: Count
+    sent_bytes: Count
+
+
+class RankBatch(_Message, tag="rank", frozen=True):
+    """
+    One tick of one rank's agent.
+
+    A *stream* is one process's life (16 hex digits, drawn at start); its identity may be learned
+    late. Rows are numbered from 0 per stream in the order they were put into the ring:
+    this batch holds `first_row … first_row + n - 1`. `produced` and `dropped` are cumulative,
+    `produced` counts dropped rows too.
+    """
+
+    v: Count
+    stream: str
+    seq: Count
+    sent_ns: Int64
+    produced: Count
+    dropped: Count
+    first_row: Count
+    keys: bytes
+    """n × int64: `step << SEGMENT_BITS | segment`."""
+    flags: bytes
+    """n × uint8: FLAG_*."""
+    rows: bytes
+    """n × N_STAGES × int64 ns."""
+    identity: RankIdentity | None = None
+    open: OpenStage | None = None
+    process: ProcessSample | None = None
+    details: Annotated[list[Detail], _FEW] = []
+    events: Annotated[list[Event], _FEW] = []
+    errors: Annotated[dict[str, Count], _FEW] = {}
+    """Swallowed exceptions by place, cumulative."""
+    missing: Annotated[dict[str, str], _FEW] = {}
+    """Patches and signals that could not be had, with the reason."""
+    overhead: Overhead | None = None
+    strategy: str | None = None
+    """single, ddp, fsdp2, …"""
+    final: bool = False
+
+
+class Command(_Message, frozen=True):
+    """Something the receiver is asked to do; rides back on a reply."""
+
+    name: str
+    args: Annotated[dict[str, Value], _FEW] = {}
+
+
+class RankReply(_Message, tag="rank_reply", frozen=True):
+    """Relay to agent: every batch up to `acked_seq` has been taken over by the relay."""
+
+    v: Count
+    stream: str
+    acked_seq: Int64
+    commands: Annotated[list[Command], _FEW] = []
+
+
+class GpuSample(_Message, frozen=True):
+    """One device as NVML sees it."""
+
+    index: Count
+    name: str | None
+    util_pct: float | None
+    mem_used_bytes: Count | None
+    mem_total_bytes: Count | None
+
+
+class NodeSample(_Message, frozen=True):
+    """One look at a node."""
+
+    t_ns: Int64
+    cpu_pct: float | None
+    cpu_count: Count | None
+    load1: float | None
+    mem_used_bytes: Count | None
+    mem_total_bytes: Count | None
+    disk_read_bytes: Count | None
+    disk_write_bytes: Count | None
+    net_rx_bytes: Count | None
+    net_tx_bytes: Count | None
+    gpus: Annotated[list[GpuSample], _FEW] | None = None
+
+
+class NodeIdentity(_Message, frozen=True):
+    """A machine of the cluster; `node_id` is Ray's."""
+
+    node_id: str
+    hostname: str
+    address: str
+
+
+class RelayBatch(_Message, tag="relay", frozen=True):
+    """
+    One tick of one node: the rank batches as they came, in order.
+
+    `incarnation` is drawn when a relay process starts, `seq` counts from 1 within it; the
+    aggregator takes each (incarnation, seq) once. `dropped` is cumulative rows per stream.
+    """
+
+    v: Count
+    node: NodeIdentity
+    incarnation: str
+    seq: Count
+    sent_ns: Int64
+    batches: Annotated[list[bytes], _FEW] = []
+    dropped: Annotated[dict[str, Count], _FEW] = {}
+    sample: NodeSample | None = None
+    lost: Annotated[list[str], _FEW] = []
+    """Streams whose process is gone without a final batch."""
+    events: Annotated[list[Event], _FEW] = []
+    errors: Annotated[dict[str, Count], _FEW] = {}
+
+
+class RelayReply(_Message, tag="relay_reply", frozen=True):
+    """Aggregator to relay: messages up to `stored_seq` are on disk."""
+
+    v: Count
+    stored_seq: Int64
+    commands: Annotated[list[Command], _FEW] = []
+
+
+class RankFailure(_Message, frozen=True):
+    """How one rank's process ended badly, as the launcher saw it. A signal is a negative exit code."""
+
+    rank: Count
+    local_rank: Count
+    pid: Count
+    exit_code: Int64
+    t_ns: Int64
+    message: str = ""
+
+
+class Finish(_Message, tag="finish", frozen=True):
+    """Launcher to relay, over the rank socket: the job is over; flush, finalise, and say so."""
+
+    v: Count
+    exit_code: Int64
+    failures: Annotated[list[RankFailure], _FEW] = []
+    stop: bool = True
+    """End the session's actors afterwards."""
+
+
+class Finished(_Message, tag="finished", frozen=True):
+    """Relay to launcher: the session's files are written (or why not)."""
+
+    v: Count
+    ok: bool
+    detail: str = ""
+
+
+Message = RankBatch | RankReply | RelayBatch | RelayReply | Finish | Finished
+_M = TypeVar("_M", RankBatch, RankReply, RelayBatch, RelayReply, Finish, Finished)
+
+
+class _Header(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    tag: str
+    v: int
+
+
+_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError, MemoryError)
+_encoder = msgspec.msgpack.Encoder()
+_header = msgspec.msgpack.Decoder(_Header)
+_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
+
+
+def encode(message: Message) -> bytes:
+    """Return `message` as msgpack bytes."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes, kind: type[_M], *, max_bytes: int = MAX_MESSAGE_BYTES) -> _M:
+    """
+    Return `data` as a message of type `kind`, or raise `WireError`.
+
+    Reasons: `too_large`, `garbage`, `wrong_version`, `wrong_kind`, `malformed`, `bad_columns`.
+    """
+    if type(data) is not bytes:
+        raise WireError("garbage", f"{type(data).__name__} where bytes were due")
+    if len(data) > max_bytes:
+        raise WireError("too_large", f"{len(data)} bytes, limit {max_bytes}")
+    try:
+        header = _header.decode(data)
+    except _UNREADABLE as error:
+        raise WireError("garbage", str(error)) from None
+    if header.v != VERSION:
+        raise WireError("wrong_version", f"message has {header.v}, this is {VERSION}")
+    if header.tag != kind.__struct_config__.tag:
+        raise WireError("wrong_kind", f"{header.tag[:40]!r} where {kind.__name__} was due")
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    try:
+        message: _M = decoder.decode(data)
+    except _UNREADABLE as error:
+        raise WireError("malformed", str(error)) from None
+    if isinstance(message, RankBatch):
+        _check_columns(message)
+    return message
+
+
+def tag_of(data: bytes) -> str:
+    """Return the message's tag, or "" when there is none to be had."""
+    try:
+        return _header.decode(data).tag
+    except _UNREADABLE:
+        return ""
+
+
+def _check_columns(batch: RankBatch) -> None:
+    count = len(batch.flags)
+    if count > MAX_ROWS:
+        raise WireError("too_large", f"{count} rows, limit {MAX_ROWS}")
+    if len(batch.keys) != 8 * count or len(batch.rows) != ROW_BYTES * count:
+        raise WireError("bad_columns", f"{count} flags, {len(batch.keys)} / {len(batch.rows)} bytes")
+    if batch.dropped > batch.produced:
+        raise WireError("bad_columns", f"{batch.dropped} rows dropped of {batch.produced} produced")
