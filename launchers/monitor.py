@@ -178,7 +178,7 @@ class Monitor:
 
         if finished is not None:
             _say(f"finishing the session without its aggregator: {finished.detail}")
-        finish_offline(self._session.path, self.settings, message, self._spool)
+        finish_offline(self._session.path, self.settings, message, self._spool, self._info)
 
     def _report(self) -> None:
         """Say the verdict, in the words of the summary, and where to read on."""
@@ -190,7 +190,8 @@ class Monitor:
 
 
 def _say(text: str) -> None:
-    print(f"traceml-ray: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # nobody may be reading any more
+        print(f"traceml-ray: {text}", file=sys.stderr, flush=True)
 
 
 def _private_folder() -> tuple[Path, int]:

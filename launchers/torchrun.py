@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
+import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,7 +31,7 @@ from .monitor import Monitor
 
 _PROGRAM = "python -m traceml_ray.launch"
 _MESSAGE_CHARS = 2000
-Finish = Callable[[int, list[wire.RankFailure]], None]
+_COMMAND_CHARS = 1000
 
 
 class UsageError(ValueError):
@@ -43,27 +45,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns 0, or 2 with one line on stderr for bad input, before anything was started. A failed run
     raises what torchrun raises, which makes the interpreter exit with torchrun's exit code.
     """
-    environ = dict(os.environ)
     try:
         args = _parse(argv)
-        if args.no_monitor:
-            _train(args, lambda _code, _failures: None)
-            return 0
-        _check(args)
-        monitor = Monitor(_settings(args), _info(args), environ)
+        monitor = None if args.no_monitor else _monitor(args)
     except (UsageError, SettingError, SessionError) as error:
         print(f"traceml-ray: {error}", file=sys.stderr)
         return 2
-    monitor.start()
-    os.environ.update(monitor.rank_environment())
-    _train(args, monitor.finish)
+    _train(args, monitor)
     return 0
 
 
 @record
-def _train(args: argparse.Namespace, finish: Finish) -> None:
+def _train(args: argparse.Namespace, monitor: Monitor | None) -> None:
     code, failures = 1, []
     try:
+        if monitor is not None:
+            signal.signal(signal.SIGTERM, _interrupt)  # until torchrun has its own handlers
+            monitor.start()
+            os.environ.update(monitor.rank_environment())
         torch_run.run(args)  # type: ignore[no-untyped-call]
         code = 0
     except ChildFailedError as error:
@@ -76,7 +75,17 @@ def _train(args: argparse.Namespace, finish: Finish) -> None:
         code = -2
         raise
     finally:
-        finish(code, failures)
+        if monitor is not None:
+            monitor.finish(code, failures)
+
+
+def _interrupt(number: int, _frame: object) -> NoReturn:
+    raise SignalException(f"Process {os.getpid()} got signal: {number}", sigval=signal.Signals(number))
+
+
+def _monitor(args: argparse.Namespace) -> Monitor:
+    _check(args)
+    return Monitor(_settings(args), _info(args), os.environ)
 
 
 def _failures(error: ChildFailedError) -> list[wire.RankFailure]:
@@ -161,7 +170,7 @@ def _settings(args: argparse.Namespace) -> Settings:
 def _info(args: argparse.Namespace) -> dict[str, str | int | float | None]:
     return {
         "launcher": "torchrun",
-        "script": args.training_script,
+        "command": shlex.join([args.training_script, *args.training_script_args])[:_COMMAND_CHARS],
         "nnodes": 1,
         "world_size": _world_size(args),
     }
@@ -169,7 +178,7 @@ def _info(args: argparse.Namespace) -> dict[str, str | int | float | None]:
 
 def _world_size(args: argparse.Namespace) -> int:
     try:
-        size: int = torch_run.determine_local_world_size(args.nproc_per_node)  # type: ignore[no-untyped-call]
+        size: int = torch_run.determine_local_world_size(args.nproc_per_node)
     except ValueError as error:
         raise UsageError(f"--nproc-per-node={args.nproc_per_node}: {error}") from None
     if size < 1:

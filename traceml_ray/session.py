@@ -1,9 +1,9 @@
 """
 The session folder: where one run's files are, who holds it, and how it is found again.
 
-`<out>/<session>/` holds `session.sqlite`, `summary.json` and `report.txt`. The launcher's process holds an flock on `.lock` for as long as it
-lives, so a second launch cannot write into a live session. Nothing is ever overwritten: an older
-session of the same name is moved aside.
+`<out>/<session>/` holds `session.sqlite`, `summary.json` and `report.txt`. The launcher's process
+holds an flock on `.lock` for as long as it lives, so a second launch cannot write into a live
+session. Nothing is ever overwritten: an older session of the same name is moved aside.
 """
 
 from __future__ import annotations

@@ -92,7 +92,8 @@ class Detail(_Message, frozen=True):
     stage: StageIndex
     count: Count
     total_ns: Int64
-    max_ns: Int64
+    max_ns: Int64 | None
+    """None where only the sum was kept."""
     first_step: Int64
     last_step: Int64
 

@@ -141,7 +141,8 @@ def test_a_script_without_torch_ends_well_and_leaves_a_session(bench: Bench) -> 
     assert "rank 1 is up" in ran.stdout
     assert "RAY" not in ran.stdout
     assert "TRACEML_SOCKET" in ran.stdout
-    assert bench.summary("quick")["session"]["status"] == "finished"
+    session = bench.summary("quick")["session"]
+    assert (session["status"], session["launcher"], session["world_size"]) == ("finished", "torchrun", 2)
     assert str(bench.out / "quick") in ran.stderr
     bench.assert_nothing_is_left()
 
@@ -232,12 +233,34 @@ def test_a_killed_launcher_takes_its_ray_with_it(bench: Bench) -> None:
     until(lambda: all(str(bench.script) in p.cmdline() for p in bench.ours()), "only ranks are left")
 
 
+def test_a_ray_that_is_killed_leaves_training_alone_and_the_session_is_finished_from_its_files(
+    bench: Bench,
+) -> None:
+    process = bench.start("--session", "orphan", str(bench.script), "--batch", batch(), "--wait")
+    assert process.stdout is not None
+    until(lambda: "rank 0 is up" in process.stdout.readline(), "relay")
+    until((bench.out / "orphan" / "session.sqlite-wal").exists, "the session file")
+    ranks = [p for p in bench.ours() if str(bench.script) in p.cmdline() and p.pid != process.pid]
+    for killed in bench.ours():
+        if killed not in ranks and killed.pid != process.pid:
+            with contextlib.suppress(psutil.Error):
+                killed.kill()
+    assert len(ranks) == 2
+    assert all(rank.is_running() for rank in ranks)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert bench.summary("orphan")["session"]["status"] == "stopped"
+    assert str(bench.out / "orphan") in err
+    bench.assert_nothing_is_left()
+
+
 def test_a_ray_that_cannot_start_is_one_warning_and_training_goes_on(bench: Bench) -> None:
     broken = bench.out.parent / "broken"
     (broken / "ray").mkdir(parents=True)
     (broken / "ray" / "__init__.py").write_text("raise ImportError('Ray is not well')")
     script = bench.out.parent / "slow.py"
-    script.write_text("import time; time.sleep(6)")
+    script.write_text("import time; time.sleep(4)")
     ran = bench.run("--session", "s", str(script), PYTHONPATH=str(broken))
     assert ran.returncode == 0
     warnings = [line for line in ran.stderr.splitlines() if "without a live monitor" in line]

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import msgspec
 import numpy as np
 import pytest
@@ -155,6 +156,7 @@ def test_garbage_is_dropped_counted_and_the_rest_is_taken(tmp_path: Path) -> Non
 
 
 @given(data=st.data())
+@hypothesis.settings(max_examples=25)
 def test_no_bytes_make_it_raise_or_lose_balance(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
     folder = tmp_path_factory.mktemp("session")
     aggregator, relay, rank = aggregation(folder), Relay(), Rank(0)
@@ -206,7 +208,9 @@ def test_a_new_attempt_replaces_the_old_one(tmp_path: Path) -> None:
 # -- the verdict ---------------------------------------------------------------------------------
 
 
-def _run(aggregator: Aggregation, clock: Clock, ranks: list[Rank], seconds: int, late: int | None = None) -> None:
+def _run(
+    aggregator: Aggregation, clock: Clock, ranks: list[Rank], seconds: int, late: int | None = None
+) -> None:
     relay = Relay(0, f"relay-{clock.now}")
     for _ in range(seconds):
         batches = []
@@ -230,7 +234,11 @@ def test_the_verdict_names_the_late_rank_and_changes_are_stored(tmp_path: Path, 
     assert _label(aggregator) == "healthy"
     _run(aggregator, clock, ranks, 8, late=2)
     assert aggregator.verdict is not None
-    assert (aggregator.verdict.label, aggregator.verdict.stage, aggregator.verdict.ranks) == ("straggler", "data", (2,))
+    assert (aggregator.verdict.label, aggregator.verdict.stage, aggregator.verdict.ranks) == (
+        "straggler",
+        "data",
+        (2,),
+    )
     assert aggregator.commit()
     with SessionFile(tmp_path / "session.sqlite") as session:
         labels = [verdict["label"] for verdict in session.verdicts()[0]]
@@ -238,6 +246,14 @@ def test_the_verdict_names_the_late_rank_and_changes_are_stored(tmp_path: Path, 
     assert labels[-1] == "straggler"
     assert len(labels) <= 3
     assert not aggregator.errors
+
+
+def test_ranks_that_report_far_apart_are_judged_where_they_meet(tmp_path: Path, clock: Clock) -> None:
+    aggregator, relay, ranks = aggregation(tmp_path, clock), Relay(), [Rank(i, 2) for i in range(2)]
+    aggregator.ingest(relay.message(ranks[0].batch(900), ranks[1].batch(100)))
+    aggregator.judge()
+    assert aggregator.verdict is not None
+    assert (aggregator.verdict.label, aggregator.verdict.to_step) == ("healthy", 99)
 
 
 def test_the_verdict_goes_on_after_a_restart(tmp_path: Path, clock: Clock) -> None:
@@ -256,7 +272,9 @@ def test_a_rank_that_falls_silent_is_missing_one_that_ended_is_not(tmp_path: Pat
     assert aggregator.verdict is not None
     assert aggregator.verdict.label == "telemetry_limited"
     assert aggregator.verdict.coverage == 0.5
-    aggregator.ingest(Relay(0, "end").message(ranks[1].batch(60, [1, 2, 0, 3, 4, 1]), ranks[1].batch(0, final=True)))
+    aggregator.ingest(
+        Relay(0, "end").message(ranks[1].batch(60, [1, 2, 0, 3, 4, 1]), ranks[1].batch(0, final=True))
+    )
     clock.tick(60)
     _run(aggregator, clock, ranks[:1], 1)
     assert _label(aggregator) == "healthy"
@@ -349,7 +367,17 @@ def test_questions_are_answered_with_a_cursor(tmp_path: Path) -> None:
     assert (np.frombuffer(found["keys"], "<i8") >> wire.SEGMENT_BITS).tolist() == [0, 1, 2]
     assert len(found["rows"]) == 3 * wire.ROW_BYTES
     assert _ask(aggregator, what="rows", since=answer["cursor"])["result"] == []
-    for what in ("meta", "nodes", "ranks", "streams", "details", "process", "node_samples", "events", "verdicts"):
+    for what in (
+        "meta",
+        "nodes",
+        "ranks",
+        "streams",
+        "details",
+        "process",
+        "node_samples",
+        "events",
+        "verdicts",
+    ):
         assert "result" in _ask(aggregator, what=what), what
     assert _ask(aggregator, what="ledger")["result"]["stored"] == 3
     assert _ask(aggregator, what="status")["result"]["ranks"] == 1

@@ -56,12 +56,14 @@ def test_status_of_a_live_session(out: Path, tmp_path: Path) -> None:
     assert "50 rows produced = 50 stored" in told.stdout
 
 
-def test_report_needs_neither_torch_nor_ray(out: Path, tmp_path: Path) -> None:
+def test_report_needs_neither_torch_nor_ray(out: Path) -> None:
     code = (
         "import sys; from traceml_ray.cli import main; main(['report', '--out', sys.argv[1]]); "
         "sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(out)], capture_output=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(out)], capture_output=True, timeout=60, check=False
+    )
     assert done.returncode == 0
 
 
@@ -103,6 +105,8 @@ def test_a_closed_pipe_is_no_error(out: Path, tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "traceml_ray.cli", "report", "--out", str(out)]
-    done = subprocess.run(command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, timeout=60, check=False
+    )
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, b"")

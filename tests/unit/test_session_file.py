@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from sessions import MS, SECOND, Clock, Rank, Relay, aggregation, check_ledger
@@ -52,7 +54,10 @@ def test_everything_a_batch_says_is_read_back(tmp_path: Path) -> None:
     batch = Rank(0, 1).batch(
         2,
         process=wire.ProcessSample(9, None, 4096, 3, None, 1),
-        details=[wire.Detail("checkpoint", 0, 2, 30, 20, 1, 2), wire.Detail("checkpoint", 0, 1, 40, 40, 3, 3)],
+        details=[
+            wire.Detail("checkpoint", 0, 2, 30, 20, 1, 2),
+            wire.Detail("checkpoint", 0, 1, 40, 40, 3, 3),
+        ],
         events=[wire.Event("note", 11, 1, 2, "hello", {"x": 1})],
         open=wire.OpenStage(2, 1, 77),
         overhead=wire.Overhead(1, 2, 3, 4),
@@ -138,6 +143,31 @@ def test_network_filesystems_are_known_by_their_mount(tmp_path: Path, kind: str,
     mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/sda / ext4 rw 0 0\nserver:/x {tmp_path} {kind} rw 0 0\n")
     assert on_network_filesystem(tmp_path / "session.sqlite", mounts) is network
+
+
+def test_on_a_network_filesystem_one_connection_does_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("session_file", "writer"):
+        monkeypatch.setattr(f"traceml_ray.store.{module}.on_network_filesystem", lambda _: True)
+    aggregator, relay, rank = aggregation(tmp_path), Relay(), Rank(0)
+    aggregator.ingest(relay.message(rank.batch(5)))
+    assert aggregator.commit()
+    assert not list(tmp_path.glob("*-wal"))
+    answer = msgspec.msgpack.decode(aggregator.query(msgspec.msgpack.encode({"what": "ledger"})))
+    assert answer["result"]["stored"] == 5
+    aggregator.finish(wire.Finish(wire.VERSION, 0))
+    aggregator.close()
+    assert check_ledger(tmp_path)["stored"] == 5
+
+
+def test_a_finished_session_is_one_file_while_its_aggregator_lives(tmp_path: Path) -> None:
+    aggregator = aggregation(tmp_path)
+    aggregator.ingest(Relay().message(Rank(0).batch(5)))
+    aggregator.finish(wire.Finish(wire.VERSION, 0))
+    shutil.copy(tmp_path / "session.sqlite", tmp_path / "copy.sqlite")
+    with SessionFile(tmp_path / "copy.sqlite") as session:
+        assert session.ledger()["stored"] == 5
 
 
 def test_while_the_disk_refuses_rows_stay_pending_within_the_bound(tmp_path: Path) -> None:

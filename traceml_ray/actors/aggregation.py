@@ -20,6 +20,7 @@ from traceml_ray import wire
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import RankRows, align
+from traceml_ray.identity import RankIdentity
 from traceml_ray.reports.deaths import FATAL, culprit, deaths, headline
 from traceml_ray.reports.files import write_reports
 from traceml_ray.session import SessionFolder
@@ -27,7 +28,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.spool import SUFFIX, read_spool
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.session_file import ledger
-from traceml_ray.store.streams import Stream, node_labels, shown
+from traceml_ray.store.streams import Stream, age, node_labels, shown
 from traceml_ray.store.writer import SessionWriter
 
 _MAX_NAME = 64
@@ -64,9 +65,10 @@ class Aggregation:
         self._writer = SessionWriter(self.folder.sqlite)
         self._recent = Recent()
         self._run = RunJudge(settings.thresholds)
-        self._tail = 2 * settings.thresholds.window_steps + settings.thresholds.stride_steps
+        self._tail = settings.thresholds.window_steps + settings.thresholds.stride_steps
         self._refused: dict[str, int] = {}
         self._fatal: list[dict[str, Any]] = []
+        self._standing = shown(self._writer.streams.values())
         self._judged: list[Any] | None = None
         self._stored: tuple[Any, ...] | None = None
         self._readers = threading.local()
@@ -140,6 +142,7 @@ class Aggregation:
         self._writer.commit()
         with self._writer.reader() as reader:
             write_reports(self.folder, reader, self.settings.thresholds)
+        self._writer.settle()
 
     def take_spool(self, folder: Path) -> None:
         """Take what agents could not deliver from the `.spool` files of `folder`; a bad file is counted."""
@@ -234,11 +237,8 @@ class Aggregation:
         stream = writer.stream(batch.stream, now)
         if batch.seq <= stream.last_batch:
             return
-        if batch.identity is not None and batch.identity != stream.identity:
-            stream.identity = msgspec.structs.replace(
-                batch.identity, node_id=batch.identity.node_id or node_id
-            )
-            self._forget_replaced()
+        if batch.identity is not None:
+            self._identify(stream, batch.identity, node_id)
         self._take_rows(stream, batch)
         stream.absorb(batch, now)
         if batch.process is not None:
@@ -267,10 +267,22 @@ class Aggregation:
         stream.next_row = min(batch.first_row + n, _INT64_MAX)
         stream.last_key = self._recent.last_key(stream.id)
 
-    def _forget_replaced(self) -> None:
-        streams = self._writer.streams.values()
-        standing = {stream.id for stream in shown(streams).values()}
-        self._recent.keep_only(standing | {stream.id for stream in streams if stream.identity is None})
+    def _identify(self, stream: Stream, said: RankIdentity, node_id: str | None) -> None:
+        """Note who a stream is; of an earlier process of the same rank, no rows are kept in memory."""
+        before = stream.identity
+        if said.node_id is None:
+            known = node_id or (before.node_id if before else None)
+            said = msgspec.structs.replace(said, node_id=known)
+        if said == before:
+            return
+        stream.identity = said
+        other = self._standing.get(said.global_rank)
+        if other is not None and other is not stream and other.rank == said.global_rank:
+            older, newer = sorted((other, stream), key=age)
+            self._recent.forget(older.id)
+            self._standing[said.global_rank] = newer
+        else:
+            self._standing[said.global_rank] = stream
 
     def _fail(self, failure: wire.RankFailure) -> None:
         """Note how a rank's process ended, on its stream where it ever reported."""
@@ -312,11 +324,12 @@ class Aggregation:
         if not live or seen == self._judged:
             return
         self._judged = seen
+        last = min((key for rank in live if (key := ranks[rank].last_key) is not None), default=0)
         rows = []
         for rank in live:
             stream = ranks[rank]
             with self._writer.lock:  # rank by rank: a message never waits until all of them are copied
-                columns = self._recent.tail(stream.id, self._tail)
+                columns = self._recent.tail(stream.id, last, self._tail)
             rows.append(RankRows(rank, labels[stream.id], *columns))
         window = align(rows, len(live) + len(missing), missing, last=limits.window_steps)
         verdict = self._run.update(window)
@@ -356,14 +369,19 @@ class Aggregation:
 
 
 def finish_offline(
-    folder: Path, settings: Settings, finish: wire.Finish, spool: Path | None = None
+    folder: Path,
+    settings: Settings,
+    finish: wire.Finish,
+    spool: Path | None = None,
+    info: dict[str, Any] | None = None,
 ) -> None:
     """
     End a session whose aggregator does not answer, from its file and what agents left in `spool`.
+    `info` as for `Aggregation`.
 
     Raises `SessionFileError`, OSError or `sqlite3.Error` when the files cannot be read or written.
     """
-    aggregation = Aggregation(folder, settings, {})
+    aggregation = Aggregation(folder, settings, info or {})
     try:
         if spool is not None:
             aggregation.take_spool(spool)
@@ -374,7 +392,7 @@ def finish_offline(
 
 def _reports(stream: Stream, deadline: int) -> bool:
     """Whether the rank has been heard of since `deadline`, or has ended as it should."""
-    return stream.final or not stream.ended and stream.last_seen_ns >= deadline
+    return stream.final or (not stream.ended and stream.last_seen_ns >= deadline)
 
 
 def _packed(found: RankRows) -> dict[str, Any]:

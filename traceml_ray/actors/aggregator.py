@@ -49,7 +49,10 @@ class Aggregator:
     def finish(self, data: bytes) -> bytes:
         """Take Finish, end the session and write its files; return Finished."""
         try:
-            self._aggregation.finish(wire.decode(data, wire.Finish))
+            message = wire.decode(data, wire.Finish)
+            self._aggregation.finish(message)
+            if message.stop:
+                self._aggregation.close()  # the session file is whole, without a WAL beside it
         except Exception as error:
             return wire.encode(wire.Finished(wire.VERSION, False, f"{type(error).__name__}: {error}"))
         return wire.encode(wire.Finished(wire.VERSION, True))

@@ -130,6 +130,9 @@ class Peers:
                 data, _, flags, _ = peer.sock.recvmsg(self._max_packet)
             except BlockingIOError:
                 return
+            except ConnectionResetError:
+                # It ended without reading our last reply. Linux tells that first; its packets come after.
+                continue
             except OSError:
                 data, flags = b"", 0
             if data:

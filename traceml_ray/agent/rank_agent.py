@@ -58,6 +58,7 @@ class RankAgent:
         self._generation = 0
         self._seq = 0
         self._dropped = 0
+        self._optimizer = (0, 0)
         self._sent_bytes = 0
         self._began_ns = time.monotonic_ns()
         self._cpu_ns = 0
@@ -103,6 +104,7 @@ class RankAgent:
 
     def _enqueue(self, final: bool) -> bool:
         """Make one batch; True when rows are left for another."""
+        self._make_room()
         first, keys, flags, rows = self.ring.drain(wire.MAX_ROWS)
         more = self.ring.accepted > first + len(flags)
         events, self._events = self._events[: wire.MAX_ITEMS], self._events[wire.MAX_ITEMS :]
@@ -122,7 +124,7 @@ class RankAgent:
             identity=self._resolve(),
             open=self.recorder.open_stage(),
             process=self._look(),
-            details=self.details.collect() + (self.details.collect() if final else []),
+            details=self._details(final),
             events=events,
             errors=dict(patches.errors),
             missing=dict(patches.missing),
@@ -138,11 +140,15 @@ class RankAgent:
         data = wire.encode(batch)
         self._outbox.append(_Batch(self._seq, len(flags), data))
         self._outbox_bytes += len(data)
-        while self._outbox_bytes > self.settings.agent_buffer_bytes and len(self._outbox) > 1:
+        return more
+
+    def _make_room(self) -> None:
+        """Drop the oldest batches beyond the bound. One that was handed over is the relay's to account for."""
+        while self._outbox_bytes > self.settings.agent_buffer_bytes:
             old = self._outbox.popleft()
             self._outbox_bytes -= len(old.data)
-            self._dropped += old.rows
-        return more
+            if not old.offered:
+                self._dropped += old.rows
 
     def _exchange(self) -> None:
         self._take_replies()
@@ -171,6 +177,21 @@ class RankAgent:
                 continue
             while reply.stream == self.stream and self._outbox and self._outbox[0].seq <= reply.acked_seq:
                 self._outbox_bytes -= len(self._outbox.popleft().data)
+
+    def _details(self, final: bool) -> list[wire.Detail]:
+        """Collect the named parts; the optimizer's are summed by the recorder itself."""
+        recorder = self.recorder
+        ns, count = recorder.optimizer_ns, recorder.optimizer_steps
+        if count > self._optimizer[1]:
+            ns, count = ns - self._optimizer[0], count - self._optimizer[1]
+            self._optimizer = (self._optimizer[0] + ns, self._optimizer[1] + count)
+            step = max(0, recorder.step - 1)
+            optimizer = [
+                wire.Detail("optimizer", wire.POST_SYNC, count, ns, None, max(0, step - count + 1), step)
+            ]
+        else:
+            optimizer = []
+        return optimizer + self.details.collect() + (self.details.collect() if final else [])
 
     def _resolve(self) -> identities.RankIdentity | None:
         """Resolve who this is; again until torch.distributed, which knows best, is up."""

@@ -20,8 +20,9 @@ from traceml_ray.wire import SEGMENT_BITS, STAGES
 FATAL = ("exception", "rank_lost")
 """Kinds of event that tell of a death."""
 _FROM_PEERS = re.compile(
-    r"connection closed by peer|connection reset|connection refused|broken pipe|socket timeout|nccl|processgroup|gloo"
-    r"|distbackenderror|distnetworkerror|tcpstore|heartbeat monitor|watchdog caught collective",
+    r"connection closed by peer|connection reset|connection refused|broken pipe|socket timeout"
+    r"|nccl|processgroup|gloo|distbackenderror|distnetworkerror|tcpstore"
+    r"|heartbeat monitor|watchdog caught collective",
     re.IGNORECASE,
 )
 _OUT_OF_MEMORY = re.compile(
@@ -142,7 +143,9 @@ def _advice(death: Death) -> str:
     if death.out_of_memory:
         return "Smaller batch or activation checkpointing on this rank; see its memory below."
     if death.exit_code == -signal.SIGKILL:
-        return "Somebody killed it: look for the kernel's out-of-memory killer (dmesg) and at the scheduler's log."
+        return (
+            "It was killed: look for the kernel's out-of-memory killer (dmesg), and in the scheduler's log."
+        )
     if death.message or death.exit_code is None or death.exit_code > 0:
         return f"Read the traceback in rank {death.rank}'s own output."
     return f"It crashed: run rank {death.rank} with `python -X faulthandler` for its stack."

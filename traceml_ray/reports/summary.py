@@ -8,6 +8,7 @@ not known is None.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -21,7 +22,7 @@ from traceml_ray.analysis.history import judge_run
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Suspect, Verdict
 from traceml_ray.analysis.window import RankRows, align
-from traceml_ray.reports.deaths import Death, culprit, deaths, exit_words, headline
+from traceml_ray.reports.deaths import Death, culprit, deaths, headline
 from traceml_ray.store.session_file import SessionFile, ledger
 from traceml_ray.store.streams import Stream, node_labels, shown
 from traceml_ray.wire import SEGMENT_BITS, STAGES
@@ -30,10 +31,6 @@ SCHEMA = "traceml_ray/summary/1"
 _MAX_ROWS = 2_000_000
 """Rows (steps × ranks) that statistics are taken from: the newest, in a run that has more."""
 _MAX_EVENTS = 1000
-_NO_STEPS = StepSummary(
-    count=0, median_ms=0, p95_ms=0, busy_median_ms=0, busy_p95_ms=0, per_rank_median_ms={},
-    per_node_median_ms={}, worst_rank=None, worst_node=None, global_skew_pct=None, node_skew_pct=None, stages=(),
-)  # fmt: skip
 
 
 @dataclass
@@ -75,11 +72,11 @@ def summarize(session: SessionFile, thresholds: Thresholds) -> dict[str, Any]:
         "schema": SCHEMA,
         "session": _session(read),
         "steps": _step_block(read, steps),
-        "stages": [msgspec.to_builtins(stage) for stage in (steps or _NO_STEPS).stages],
+        "stages": [msgspec.to_builtins(stage) for stage in (steps.stages if steps else ())],
         "verdict": _verdict(verdict),
         "suspects": [_suspect(suspect) for suspect in performance.suspects],
         "verdicts": [_verdict(span) for span in verdicts],
-        "ranks": {str(rank): _rank(read, rank, found) for rank in read.ranks},
+        "ranks": _ranks(read, found),
         "memory": _memory(read),
         "system": _system(read),
         "events": [_event(event, read) for event in read.events[-_MAX_EVENTS:]],
@@ -113,16 +110,16 @@ def _judged(read: _Read) -> tuple[Verdict, Sequence[Verdict]]:
 
 
 _NO_STEP_NEXT = (
-    "A step is a backward pass followed by an optimizer step; mark it with `with traceml_ray.trace_step(model):` "
-    "where the script does it another way."
+    "A step is a backward pass followed by an optimizer step; where the script does it another way, "
+    "mark it with `with traceml_ray.trace_step(model):`."
 )
 
 
 def _no_step(read: _Read) -> str:
     if not read.streams:
         return "no step was seen: no rank ever reported"
-    reasons = sorted({f"{name}: {reason}" for stream in read.streams for name, reason in stream.missing.items()})
-    told = "; ".join(reasons) if reasons else "no optimizer step ran after a backward pass"
+    missing = {f"{name}: {why}" for stream in read.streams for name, why in stream.missing.items()}
+    told = "; ".join(sorted(missing)) or "no optimizer step ran after a backward pass"
     return f"no step was seen: {told}"
 
 
@@ -185,23 +182,27 @@ def _suspect(suspect: Suspect) -> dict[str, Any]:
     return told
 
 
-def _rank(read: _Read, rank: int, found: Sequence[Death]) -> dict[str, Any]:
+def _ranks(read: _Read, found: Sequence[Death]) -> dict[str, Any]:
+    died = {death.rank: death for death in found if death.stream is not None}
+    processes = Counter(stream.rank for stream in read.streams)
+    return {str(rank): _rank(read, rank, died.get(rank), processes[rank]) for rank in read.ranks}
+
+
+def _rank(read: _Read, rank: int, death: Death | None, processes: int) -> dict[str, Any]:
     """How far a rank came and how it ended."""
     stream = read.ranks[rank]
-    death = next((death for death in found if death.stream is stream), None)
     identity = stream.identity
     return {
         "node": read.node_of(rank),
         "pid": identity.pid if identity else None,
         "attempt": identity.attempt if identity else None,
-        "processes": sum(other.rank == rank for other in read.streams),
+        "processes": processes,
         "last_step": None if stream.last_key is None else stream.last_key >> SEGMENT_BITS,
         "open_stage": None if stream.open_stage is None or stream.final else STAGES[stream.open_stage],
         "last_seen": _moment(stream.last_seen_ns),
         "ended": "died" if death else "finished" if stream.final else None,
         "exit_code": stream.exit_code,
         "exit_reason": death.reason if death else None,
-        "exit_signal": exit_words(stream.exit_code) if (stream.exit_code or 0) < 0 else None,
         "missing": stream.missing,
         "errors": stream.errors,
     }

@@ -55,7 +55,8 @@ def _verdict(verdict: dict[str, Any]) -> list[str]:
     if verdict["confidence"]:
         facts.append(f"confidence {verdict['confidence']}")
     if verdict["chronic"] is not None or verdict["transient"]:
-        facts.append("chronic" if verdict["chronic"] else "transient" if verdict["transient"] else "now and then")
+        often = "transient" if verdict["transient"] else "now and then"
+        facts.append("chronic" if verdict["chronic"] else often)
     if verdict["cost_pct"] and verdict["label"] != "healthy":
         facts.append(f"costs {verdict['cost_pct']:.0f} % of the step")
         facts.append(f"{verdict['gpu_hours_per_hour']:.2f} GPU-hours per hour")
@@ -69,8 +70,10 @@ def _verdict(verdict: dict[str, Any]) -> list[str]:
 def _steps(steps: dict[str, Any]) -> list[str]:
     if steps["median_ms"] is None:
         return []
-    counted = _count(steps["count"], "step") + f", median {_ms(steps['median_ms'])}, p95 {_ms(steps['p95_ms'])}"
-    lines = labelled("Steps", f"{counted} (from {_count(steps['judged'], 'step')} after warm-up)")
+    times = f"median {_ms(steps['median_ms'])}, p95 {_ms(steps['p95_ms'])}"
+    lines = labelled(
+        "Steps", f"{_count(steps['count'], 'step')}, {times} (of the {steps['judged']} after warm-up)"
+    )
     skew = []
     if steps["worst_rank"] is not None and steps["global_skew_pct"] is not None:
         worst = steps["per_rank_median_ms"][str(steps["worst_rank"])]

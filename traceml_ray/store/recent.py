@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from traceml_ray import wire
 from traceml_ray.store.session_file import Columns
+
+Array = np.ndarray[Any, Any]
 
 _ROWS = 4096
 _FULL_RANKS = 32
@@ -39,16 +43,16 @@ class Recent:
         ring = self._rings.get(stream)
         return int(ring.keys[ring.end - 1]) if ring and ring.end else None
 
-    def tail(self, stream: int, n: int) -> Columns:
-        """Return copies of the newest `n` rows, or as many as there are: keys (m,), flags (m,), rows (m, 6)."""
+    def tail(self, stream: int, last: int, n: int) -> Columns:
+        """Return copies of the `n` rows (or fewer) up to key `last`: keys (m,), flags (m,), rows (m, 6)."""
         ring = self._rings.get(stream) or _NO_ROWS
-        part = slice(max(0, ring.end - n), ring.end)
+        end = int(np.searchsorted(ring.keys[: ring.end], last, "right"))
+        part = slice(max(0, end - n), end)
         return ring.keys[part].copy(), ring.flags[part].copy(), ring.rows[part].copy()
 
-    def keep_only(self, streams: set[int]) -> None:
-        """Forget the rows of every other stream: earlier attempts of a rank."""
-        for stream in self._rings.keys() - streams:
-            del self._rings[stream]
+    def forget(self, stream: int) -> None:
+        """Forget the rows of a stream: an earlier attempt of its rank."""
+        self._rings.pop(stream, None)
 
 
 class _Ring:
@@ -60,17 +64,16 @@ class _Ring:
         self.rows = np.empty((size, wire.N_STAGES), dtype=np.int64)
         self.end = 0
 
-    def append(self, *new: np.ndarray) -> None:  # type: ignore[type-arg]
-        size = len(self.keys)
-        n = min(len(new[0]), size // 2)
-        columns = (self.keys, self.flags, self.rows)
-        if self.end + n > size:
-            keep = size // 2
-            for column in columns:
+    def append(self, keys: Array, flags: Array, rows: Array) -> None:
+        n = min(len(keys), len(self.keys) // 2)
+        if self.end + n > len(self.keys):
+            keep = len(self.keys) // 2
+            for column in (self.keys, self.flags, self.rows):
                 column[:keep] = column[self.end - keep : self.end]
             self.end = keep
-        for column, values in zip(columns, new, strict=True):
-            column[self.end : self.end + n] = values[len(values) - n :]
+        new = slice(self.end, self.end + n)
+        self.keys[new], self.flags[new] = keys[len(keys) - n :], flags[len(keys) - n :]
+        self.rows[new] = rows[len(keys) - n :]
         self.end += n
 
 

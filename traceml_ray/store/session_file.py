@@ -35,8 +35,8 @@ CREATE INDEX chunk_stream ON chunk(stream_id, id);
 CREATE TABLE process_sample(id INTEGER PRIMARY KEY, stream_id INT, t_ns INT, cpu_pct REAL, rss_bytes INT,
     threads INT, read_bytes INT, write_bytes INT);
 CREATE TABLE node_sample(id INTEGER PRIMARY KEY, node_id TEXT, t_ns INT, cpu_pct REAL, cpu_count INT,
-    load1 REAL, mem_used_bytes INT, mem_total_bytes INT, disk_read_bytes INT, disk_write_bytes INT, net_rx_bytes INT,
-    net_tx_bytes INT, gpus TEXT);
+    load1 REAL, mem_used_bytes INT, mem_total_bytes INT, disk_read_bytes INT, disk_write_bytes INT,
+    net_rx_bytes INT, net_tx_bytes INT, gpus TEXT);
 CREATE TABLE detail(id INTEGER PRIMARY KEY, stream_id INT, name TEXT, stage INT, count INT, total_ns INT,
     max_ns INT, first_step INT, last_step INT);
 CREATE TABLE event(id INTEGER PRIMARY KEY, stream_id INT, node_id TEXT, kind TEXT, t_ns INT,
@@ -46,9 +46,23 @@ CREATE TABLE verdict(id INTEGER PRIMARY KEY, t_ns INT, body TEXT);
 
 _GPU = ("util_pct", "mem_used_bytes", "mem_total_bytes")
 NETWORK_FILESYSTEMS = frozenset(
-    ("nfs", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs")
-    + ("afs", "9p", "wekafs", "pvfs2", "orangefs", "fuse.sshfs", "fuse.glusterfs", "fuse.ceph")
-    + ("fuse.beegfs", "fuse.juicefs", "fuse.s3fs", "fuse.gcsfuse")
+    {
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb",
+        "smb2",
+        "smb3",
+        "smbfs",
+        "lustre",
+        "gpfs",
+        "beegfs",
+        "ceph",
+        "glusterfs",
+        "afs",
+    }
+    | {"9p", "wekafs", "pvfs2", "orangefs", "fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.beegfs"}
+    | {"fuse.juicefs", "fuse.s3fs", "fuse.gcsfuse"}
 )
 """Where SQLite's WAL does not work: its shared memory is not shared between machines."""
 
@@ -210,7 +224,9 @@ class SessionFile:
         """
         names = ("cpu_pct", "load1", "mem_used_bytes", "mem_total_bytes")
         found: dict[str, dict[str, array[float]]] = {}
-        for node, gpus, *values in self._iterate(f"SELECT node_id, gpus, {', '.join(names)} FROM node_sample"):
+        for node, gpus, *values in self._iterate(
+            f"SELECT node_id, gpus, {', '.join(names)} FROM node_sample"
+        ):
             columns = found.setdefault(node, {name: array("d") for name in names})
             named = list(zip(names, values, strict=True))
             for gpu in json.loads(gpus) if gpus else []:
@@ -225,7 +241,8 @@ class SessionFile:
         """Return the named parts of each rank, summed over the run, longest first."""
         return self._dicts(
             "SELECT s.global_rank AS rank, d.name, d.stage, sum(d.count) AS count, "
-            "sum(d.total_ns) AS total_ns, max(d.max_ns) AS max_ns, min(d.first_step) AS first_step, max(d.last_step) AS last_step "
+            "sum(d.total_ns) AS total_ns, max(d.max_ns) AS max_ns, "
+            "min(d.first_step) AS first_step, max(d.last_step) AS last_step "
             "FROM detail d JOIN stream s ON s.id = d.stream_id GROUP BY 1, 2, 3 ORDER BY total_ns DESC"
         )
 
@@ -287,9 +304,7 @@ class SessionFile:
         names: list[str] = []
         return [dict(zip(names, row, strict=True)) for row in self._iterate(query, *values, names=names)]
 
-    def _iterate(
-        self, query: str, *values: Any, names: list[str] | None = None
-    ) -> Iterator[tuple[Any, ...]]:
+    def _iterate(self, query: str, *values: Any, names: list[str] | None = None) -> Iterator[tuple[Any, ...]]:
         """Yield the rows of `query`; the names of its columns are put into `names`."""
         try:
             cursor = self._connection.execute(query, values)

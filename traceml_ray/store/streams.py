@@ -139,12 +139,13 @@ def shown(streams: Iterable[Stream]) -> dict[int, Stream]:
             continue
         rank = stream.identity.global_rank
         now = best.get(rank)
-        if now is None or now.identity is None or _age(stream) > _age(now):
+        if now is None or now.identity is None or age(stream) > age(now):
             best[rank] = stream
     return dict(sorted(best.items()))
 
 
-def _age(stream: Stream) -> tuple[int, int, int]:
+def age(stream: Stream) -> tuple[int, int, int]:
+    """Return what orders the processes of one rank, the newest last."""
     attempt = stream.identity.attempt if stream.identity else -1
     return attempt, stream.first_seen_ns, stream.id
 

@@ -103,7 +103,9 @@ class SessionWriter:
     def add_event(self, event: wire.Event, stream: Stream | None = None, node_id: str | None = None) -> None:
         """Add an event of a rank's process or of a node."""
         *values, data = msgspec.structs.astuple(event)
-        self._pending.inserts["event"].append((stream.id if stream else None, node_id, *values, json.dumps(data)))
+        self._pending.inserts["event"].append(
+            (stream.id if stream else None, node_id, *values, json.dumps(data))
+        )
 
     def add_verdict(self, t_ns: int, body: bytes) -> None:
         """Add a verdict (JSON) that differs from the one before."""
@@ -134,13 +136,21 @@ class SessionWriter:
         """Return a reader of what is committed; on a network filesystem it shares this connection."""
         return SessionFile(self.path, self._connection if self.exclusive else None)
 
-    def close(self) -> None:
-        """Leave one plain file behind: no `-wal` beside it, readable from anywhere."""
+    def settle(self) -> None:
+        """Leave one plain file behind, with no `-wal` beside it; while a view has it open, an empty one."""
         with self._database:
-            try:
-                self._connection.execute("PRAGMA journal_mode=DELETE")
-            except sqlite3.Error:  # a view has it open: then it stays as it is
-                pass
+            self._connection.execute("PRAGMA busy_timeout = 100")
+            for pragma in ("wal_checkpoint(TRUNCATE)", "journal_mode = DELETE"):
+                try:
+                    self._connection.execute(f"PRAGMA {pragma}")
+                except sqlite3.Error:
+                    break
+            self._connection.execute("PRAGMA busy_timeout = 5000")
+
+    def close(self) -> None:
+        """Settle and close the file."""
+        self.settle()
+        with self._database:
             self._connection.close()
 
     def _write(self, work: _Pending, streams: list[Any], meta: list[Any]) -> None:

@@ -1,0 +1,241 @@
+"""The agent in a real process of its own: an unchanged script, a socket to a relay, every way to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from traceml_ray import wire
+from traceml_ray.agent.bootstrap import SITE_FOLDER, rank_environment
+from traceml_ray.settings import Settings
+from traceml_ray.spool import read_spool
+
+TRAIN = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+def train(steps=20, **options):
+    torch.manual_seed(0)
+    net = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.ones(steps * 2, 8)), batch_size=2, **options)
+    for (batch,) in loader:
+        net(batch).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+class Relay:
+    """Confirms every packet and keeps it: the relay's side of the socket, without the relay."""
+
+    def __init__(self, path: Path) -> None:
+        self.packets: list[bytes] = []
+        self.connections = 0
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:
+                return
+            self.connections += 1
+            threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
+
+    def _serve(self, peer: socket.socket) -> None:
+        with peer:
+            while True:
+                try:
+                    data = peer.recv(wire.MAX_MESSAGE_BYTES)
+                except ConnectionResetError:  # it ended without reading a reply; its packets come after this
+                    continue
+                if not data:
+                    return
+                self.packets.append(data)
+                batch = wire.decode(data, wire.RankBatch)
+                try:
+                    peer.send(wire.encode(wire.RankReply(wire.VERSION, batch.stream, batch.seq)))
+                except OSError:
+                    return
+
+    def batches(self) -> list[wire.RankBatch]:
+        return [wire.decode(data, wire.RankBatch) for data in self.packets]
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
+@pytest.fixture
+def relay(tmp_path: Path) -> Iterator[Relay]:
+    relay = Relay(tmp_path / "relay.sock")
+    yield relay
+    relay.close()
+
+
+def run(tmp_path: Path, script: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run `script` as a rank's process; its output and exit code."""
+    file = tmp_path / "script.py"
+    file.write_text(script)
+    settings = Settings(
+        session="s", socket=str(tmp_path / "relay.sock"), spool=str(tmp_path), interval=0.1
+    )
+    base = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
+    return subprocess.run(
+        [sys.executable, str(file)],
+        env={**base, **rank_environment(settings, base)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+    )
+
+
+def test_an_unchanged_script_is_watched_to_its_end(tmp_path: Path, relay: Relay) -> None:
+    done = run(tmp_path, TRAIN + "train()", RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+    assert (done.returncode, done.stderr) == (0, "")
+    batches = relay.batches()
+    assert relay.connections == 1 and batches[-1].final
+    assert sum(len(b.flags) for b in batches) == batches[-1].produced == 20
+    assert batches[-1].identity is not None and batches[-1].identity.global_rank == 1
+    assert batches[-1].errors == {} and batches[-1].missing == {}
+    (end,) = [event for b in batches for event in b.events]
+    assert end.kind == "exit" and isinstance(end.data["tail_ns"], int)
+    assert not list(tmp_path.glob("*.spool"))
+
+
+def test_children_start_as_they_would_without_us(tmp_path: Path, relay: Relay) -> None:
+    script = """
+import json, os, subprocess, sys
+import torch
+told = (
+    "import json, os, sys;"
+    "print(json.dumps([os.environ.get('PYTHONPATH'), [m for m in sys.modules if 'traceml_ray.' in m]]))"
+)
+print(subprocess.run([sys.executable, "-c", told + "; import torch"], capture_output=True, text=True).stdout)
+"""
+    done = run(tmp_path, script, PYTHONPATH="/some/where")
+    assert json.loads(done.stdout) == ["/some/where", []]
+    assert relay.connections == 1
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_of_a_loader_stay_out(tmp_path: Path, relay: Relay, method: str) -> None:
+    body = TRAIN + f"if __name__ == '__main__': train(num_workers=1, multiprocessing_context='{method}')"
+    done = run(tmp_path, body)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert relay.connections == 1
+    assert relay.batches()[-1].produced == 20
+
+
+def test_a_forked_child_ends_as_it_likes_and_says_nothing(tmp_path: Path, relay: Relay) -> None:
+    body = """
+import os, sys
+train()
+child = os.fork()
+if child == 0:
+    train()
+    sys.exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = run(tmp_path, TRAIN + body)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "7", "")
+    batches = relay.batches()
+    assert len({b.stream for b in batches}) == 1 and batches[-1].produced == 20
+
+
+def test_the_machines_own_sitecustomize_still_runs(tmp_path: Path, relay: Relay) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "sitecustomize.py").write_text("import sys; sys.theirs = __name__")
+    body = "import sys, sitecustomize; print(sys.theirs, sitecustomize.__file__)"
+    done = run(tmp_path, body, PYTHONPATH=str(theirs))
+    assert done.stdout.split() == ["sitecustomize", str(theirs / "sitecustomize.py")]
+    assert SITE_FOLDER not in done.stdout
+
+
+def test_a_script_without_torch_never_meets_us(tmp_path: Path, relay: Relay) -> None:
+    done = run(tmp_path, "import sys; print([m for m in sys.modules if m.startswith(('psutil', 'msgspec'))])")
+    assert done.returncode == 0
+    assert relay.connections == 0
+
+
+def test_an_exception_keeps_its_traceback_and_is_told(tmp_path: Path, relay: Relay) -> None:
+    done = run(tmp_path, TRAIN + "train()\nraise ValueError('as it was')")
+    plain = subprocess.run(
+        [sys.executable, "script.py"], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert (done.returncode, done.stderr.replace(str(tmp_path) + "/", "")) == (
+        plain.returncode,
+        plain.stderr.replace(str(tmp_path) + "/", ""),
+    )
+    (event,) = [event for b in relay.batches() for event in b.events]
+    assert (event.kind, event.message, event.step) == ("exception", "ValueError: as it was", 20)
+
+
+@pytest.mark.parametrize(("ending", "code"), [("sys.exit(3)", 3), ("os._exit(5)", 5), ("sys.exit('no')", 1)])
+def test_exit_codes_are_the_scripts_own(tmp_path: Path, relay: Relay, ending: str, code: int) -> None:
+    assert run(tmp_path, TRAIN + f"import os, sys\ntrain()\n{ending}").returncode == code
+
+
+def test_a_signal_ends_the_script_as_it_would(tmp_path: Path, relay: Relay) -> None:
+    done = run(tmp_path, TRAIN + "import os, signal\ntrain()\nos.kill(os.getpid(), signal.SIGTERM)")
+    assert done.returncode == -signal.SIGTERM
+
+
+def test_without_a_relay_the_rows_are_left_in_the_spool(tmp_path: Path) -> None:
+    done = run(tmp_path, TRAIN + "train()")
+    assert (done.returncode, done.stderr) == (0, "")
+    (left,) = tmp_path.glob("*.spool")
+    batches = [wire.decode(data, wire.RankBatch) for data in read_spool(left)]
+    assert sum(len(b.flags) for b in batches) == 20 and batches[-1].final
+
+
+def test_the_calls_of_the_api(tmp_path: Path, relay: Relay) -> None:
+    body = """
+import time
+import traceml_ray
+
+net = torch.nn.Linear(8, 1)
+def batches():
+    for _ in range(5):
+        time.sleep(0.01)
+        yield torch.ones(2, 8)
+
+for batch in traceml_ray.watch(batches()):
+    with traceml_ray.trace_step(net):
+        with traceml_ray.stage("tokenize"):
+            time.sleep(0.005)
+        net(batch).mean().backward()
+
+before = torch.autograd.backward
+traceml_ray.detach()
+traceml_ray.detach()
+print(before is torch.autograd.backward)
+net(torch.ones(2, 8)).mean().backward()
+with traceml_ray.trace_step(net), traceml_ray.stage("nobody listens"):
+    pass
+print(list(traceml_ray.watch([1, 2])))
+"""
+    done = run(tmp_path, TRAIN + body)
+    assert (done.returncode, done.stdout.splitlines(), done.stderr) == (0, ["False", "[1, 2]"], "")
+    batches = relay.batches()
+    rows = b"".join(b.rows for b in batches)
+    assert len(rows) == 5 * wire.ROW_BYTES and batches[-1].final
+    data_ns = [int.from_bytes(rows[i + 8 : i + 16], "little") for i in range(0, len(rows), wire.ROW_BYTES)]
+    assert min(data_ns) > 9_000_000
+    (tokenize,) = [d for b in batches for d in b.details if d.name == "tokenize"]
+    assert tokenize.count == 5 and tokenize.total_ns > 25_000_000

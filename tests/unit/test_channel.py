@@ -1,0 +1,108 @@
+"""SocketChannel against a real SEQPACKET listener that comes, goes, and is slow."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from traceml_ray.agent.channel import RECONNECT_S, SocketChannel
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "relay.sock")
+
+
+@pytest.fixture
+def channel(path: str, clock: Clock) -> Iterator[SocketChannel]:
+    channel = SocketChannel(path, clock)
+    yield channel
+    channel.close()
+
+
+def listen(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(path)
+    listener.listen()
+    listener.settimeout(10)
+    return listener
+
+
+def test_no_relay_yet_is_a_refusal_and_no_error(channel: SocketChannel) -> None:
+    assert not channel.offer(b"x")
+    assert channel.replies() == []
+
+
+def test_it_looks_for_the_relay_only_so_often(channel: SocketChannel, clock: Clock, path: str) -> None:
+    assert not channel.offer(b"x")
+    with listen(path):
+        assert not channel.offer(b"x")
+        clock.now += RECONNECT_S
+        assert channel.offer(b"x")
+
+
+def test_packets_and_replies_keep_their_bounds(channel: SocketChannel, path: str) -> None:
+    with listen(path) as listener:
+        assert channel.offer(b"one") and channel.offer(b"two")
+        peer, _ = listener.accept()
+        with peer:
+            assert (peer.recv(100), peer.recv(100)) == (b"one", b"two")
+            peer.send(b"ack 1")
+            peer.send(b"ack 2")
+            assert channel.replies() == [b"ack 1", b"ack 2"]
+            assert channel.replies() == []
+
+
+def test_a_relay_that_does_not_read_is_a_refusal(channel: SocketChannel, path: str) -> None:
+    with listen(path) as listener:
+        assert channel.offer(b"x" * 5000)
+        peer, _ = listener.accept()
+        with peer:
+            sent = 1
+            while channel.offer(b"x" * 5000):
+                sent += 1
+                assert sent < 10_000
+            generation = channel.generation
+            for _ in range(sent):
+                assert len(peer.recv(10_000)) == 5000
+            assert channel.offer(b"again")
+            assert channel.generation == generation
+
+
+def test_a_relay_that_went_and_came_back_is_a_new_generation(
+    channel: SocketChannel, clock: Clock, path: str
+) -> None:
+    with listen(path) as listener:
+        assert channel.offer(b"x")
+        peer, _ = listener.accept()
+        peer.close()
+    Path(path).unlink()
+    assert channel.replies() == []
+    assert not channel.offer(b"y")
+    first = channel.generation
+    with listen(path):
+        clock.now += RECONNECT_S
+        assert channel.offer(b"y")
+        assert channel.generation == first + 1
+
+
+def test_a_path_that_is_too_long_is_a_refusal(tmp_path: Path) -> None:
+    channel = SocketChannel(str(tmp_path / ("x" * 200)))
+    assert not channel.offer(b"x")
+    channel.close()

@@ -1,0 +1,161 @@
+"""The agent's rounds against a channel made of lists: what is kept, resent, dropped and counted."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+
+from traceml_ray import wire
+from traceml_ray.agent.rank_agent import RankAgent
+from traceml_ray.settings import Settings
+from traceml_ray.spool import read_spool
+
+
+class Pipe:
+    """A relay that takes so many packets, and confirms what the test tells it to."""
+
+    def __init__(self, room: int = 1000) -> None:
+        self.room = room
+        self.generation = 1
+        self.taken: list[bytes] = []
+        self.answers: list[bytes] = []
+        self.closed = False
+
+    def offer(self, data: bytes) -> bool:
+        if len(self.taken) >= self.room:
+            return False
+        self.taken.append(data)
+        return True
+
+    def replies(self) -> list[bytes]:
+        answers, self.answers = self.answers, []
+        return answers
+
+    def close(self) -> None:
+        self.closed = True
+
+    def batches(self) -> list[wire.RankBatch]:
+        return [wire.decode(data, wire.RankBatch) for data in self.taken]
+
+    def confirm(self, agent: RankAgent, seq: int) -> None:
+        self.answers.append(wire.encode(wire.RankReply(wire.VERSION, agent.stream, seq)))
+
+
+def make(pipe: Pipe, **options: object) -> RankAgent:
+    return RankAgent(Settings(session="s", **options), pipe)  # type: ignore[arg-type]
+
+
+def push(agent: RankAgent, count: int) -> None:
+    for _ in range(count):
+        agent.ring.push(agent.ring.accepted << wire.SEGMENT_BITS, 0, [1, 2, 3, 4, 5, 6])
+
+
+def test_a_round_carries_rows_and_who_and_how_it_is() -> None:
+    pipe = Pipe()
+    agent = make(pipe)
+    push(agent, 3)
+    agent.tick()
+    (batch,) = pipe.batches()
+    assert (batch.first_row, batch.produced, batch.dropped, len(batch.flags)) == (0, 3, 0, 3)
+    assert struct.unpack("<18q", batch.rows) == (1, 2, 3, 4, 5, 6) * 3
+    assert batch.identity is not None and batch.process is not None and batch.open is not None
+    assert batch.process.rss_bytes and batch.process.threads
+
+
+def test_many_rows_go_in_several_batches_that_follow_on() -> None:
+    pipe = Pipe()
+    agent = make(pipe)
+    push(agent, 2500)
+    agent.tick()
+    assert [(b.first_row, len(b.flags)) for b in pipe.batches()] == [(0, 1024), (1024, 1024), (2048, 452)]
+    assert all(len(data) <= wire.MAX_BATCH_BYTES for data in pipe.taken)
+
+
+def test_what_is_not_confirmed_goes_again_on_a_new_connection_in_order() -> None:
+    pipe = Pipe()
+    agent = make(pipe)
+    for _ in range(3):
+        push(agent, 1)
+        agent.tick()
+    pipe.confirm(agent, 1)
+    pipe.taken.clear()
+    pipe.generation = 2
+    push(agent, 1)
+    agent.tick()
+    assert [b.seq for b in pipe.batches()][-3:] == [2, 3, 4]
+    assert sorted({b.first_row for b in pipe.batches()}) == [1, 2, 3]
+
+
+def test_backpressure_drops_the_oldest_and_says_so() -> None:
+    pipe = Pipe(room=0)
+    agent = make(pipe, agent_buffer_bytes=10_000)
+    for _ in range(20):
+        push(agent, 10)
+        agent.tick()
+    pipe.room = 1000
+    agent.tick()
+    last = pipe.batches()[-1]
+    arrived = sum(len(b.flags) for b in pipe.batches())
+    assert last.produced == 200 and last.dropped == 200 - arrived > 0
+
+
+def test_a_full_ring_counts_as_produced_and_dropped() -> None:
+    pipe = Pipe()
+    agent = make(pipe, ring_rows=64)
+    push(agent, 100)
+    agent.tick()
+    assert (pipe.batches()[0].produced, pipe.batches()[0].dropped) == (100, 36)
+
+
+@pytest.mark.parametrize("reply", [b"", b"garbage", wire.encode(wire.RankReply(wire.VERSION, "other", 99))])
+def test_a_reply_that_is_none_confirms_nothing(reply: bytes) -> None:
+    pipe = Pipe()
+    agent = make(pipe)
+    push(agent, 1)
+    agent.tick()
+    pipe.answers.append(reply)
+    agent.tick()
+    pipe.generation += 1
+    agent.tick()
+    assert [b.seq for b in pipe.batches()][-3:] == [1, 2, 3]
+    counted = pipe.batches()[-1].errors
+    assert bool(counted) == (reply in (b"", b"garbage"))
+
+
+def test_the_end_leaves_what_nobody_took_in_the_spool(tmp_path: Path) -> None:
+    pipe = Pipe(room=1)
+    agent = make(pipe, spool=str(tmp_path), interval=30.0)
+    push(agent, 5)
+    agent.tick()
+    push(agent, 2)
+    agent.start()
+    agent.close([wire.Event("exit", 1)])
+    (left,) = tmp_path.glob("*.spool")
+    batches = [wire.decode(data, wire.RankBatch) for data in read_spool(left)]
+    assert [b.seq for b in batches] == [1, 2], "what was taken but not confirmed is there, too"
+    assert batches[-1].final and batches[-1].events[0].kind == "exit"
+    assert pipe.closed
+
+
+def test_a_confirmed_end_leaves_nothing(tmp_path: Path) -> None:
+    pipe = Pipe()
+    agent = make(pipe, spool=str(tmp_path), interval=30.0)
+    push(agent, 5)
+    pipe.confirm(agent, 1)
+    agent.tick()
+    pipe.confirm(agent, 2)
+    agent.start()
+    agent.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bad_rank_in_the_environment_is_said_and_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    pipe = Pipe()
+    agent = make(pipe)
+    agent.tick()
+    agent.tick()
+    assert "RANK" in pipe.batches()[-1].missing["identity"]
