@@ -3,8 +3,8 @@ A private Ray cluster of one node, for one launch: it is nobody else's, and leav
 
 Loopback only, a token of its own (never in arguments, never in a rank's environment), everything
 on disk in one private folder, which is also HOME, so that `~/.ray` is neither read nor written.
-As a program (`python -m traceml_ray.launchers.cluster PARENT ARGS…`) it is `ray ARGS…`, killed by
-the kernel when process PARENT dies.
+As a program (`python -m traceml_ray.launchers.cluster PARENT ARGS…`) it is `ray ARGS…`, which ends
+with everything it started when process PARENT dies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -76,7 +76,10 @@ class PrivateRay:
 
     def exited(self) -> bool:
         """Whether it has ended by itself."""
-        return self._process is not None and self._process.poll() is not None
+        if self._process is None:
+            return False
+        # Without reaping it: its session id must stay its own until `stop`.
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def last_words(self) -> str:
         """Return the last line of its log."""
@@ -86,26 +89,36 @@ class PrivateRay:
 
     def stop(self, timeout: float = 2.0) -> None:
         """Kill every process of it (nothing in there is worth waiting for); safe to call twice."""
-        if self._process is None:
-            return
-        deadline = time.monotonic() + timeout
-        while (left := list(self._members(self._process.pid))) and time.monotonic() < deadline:
-            for process in left:
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
-            time.sleep(0.01)
-        self._process.wait()  # only now: until it is reaped, its session id cannot be anyone else's
-        self._process = None
+        process = self._process
+        if process is not None:
+            kill_session(process.pid, timeout)
+            process.wait()  # only now: until it is reaped, its session id cannot be anyone else's
+            self._process = None
 
-    @staticmethod
-    def _members(session: int) -> Iterator[psutil.Process]:
-        """Yield the living processes of the session. Workers have process groups of their own."""
-        for pid in psutil.pids():
-            with contextlib.suppress(psutil.Error, OSError):
-                if os.getsid(pid) == session:
-                    process = psutil.Process(pid)
-                    if process.status() != psutil.STATUS_ZOMBIE:
-                        yield process
+
+def members(session: int) -> list[psutil.Process]:
+    """Return the living processes of a session. Ray's workers have process groups of their own."""
+    found = []
+    for pid in psutil.pids():
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getsid(pid) == session:
+                process = psutil.Process(pid)
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+    return found
+
+
+def kill_session(session: int, timeout: float) -> None:
+    """Kill every process of a session but this one; returns when they are gone, or after `timeout` s."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        others = [process for process in members(session) if process.pid != os.getpid()]
+        if not others:
+            return
+        for process in others:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.01)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -118,16 +131,23 @@ def free_port(host: str = "127.0.0.1") -> int:
             return port
 
 
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it, in process `parent`, ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with(parent: int, with_signal: int = signal.SIGKILL) -> None:
+    """Have the kernel signal this process when the thread that started it, in process `parent`, ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, with_signal)
     if os.getppid() != parent:
         os._exit(1)
 
 
+def _orphaned(_number: int, _frame: object) -> None:
+    """Take the whole cluster along: left to themselves, Ray's agents stay for a minute."""
+    kill_session(os.getsid(0), timeout=5)
+    os._exit(1)
+
+
 def main() -> None:
     """Be `ray`, with a parent to die with."""
-    die_with(int(sys.argv[1]))
+    signal.signal(signal.SIGUSR1, _orphaned)
+    die_with(int(sys.argv[1]), signal.SIGUSR1)
     sys.modules["grpc"] = None  # type: ignore[assignment]  # as without ray[client]: no server on port 10001
     from ray.scripts.scripts import main as ray
 

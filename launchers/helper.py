@@ -22,6 +22,7 @@ from traceml_ray.actors.config import ActorConfig
 from .cluster import die_with
 
 _DETAIL_CHARS = 300
+_KILL_S = 2.0
 
 
 class HelperRequest(msgspec.Struct, frozen=True):
@@ -66,8 +67,8 @@ def _attempt(request: HelperRequest) -> HelperReply:
         _wait_for_port(request.address, request.deadline_s)
         _make_actors(request)
     except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        return HelperReply(False, text[:_DETAIL_CHARS])
+        last = str(error).strip().splitlines()[-1:]  # where there are many, they are a remote traceback
+        return HelperReply(False, f"{type(error).__name__}: {''.join(last)}"[:_DETAIL_CHARS])
     return HelperReply(True)
 
 
@@ -92,14 +93,22 @@ def _make_actors(request: HelperRequest) -> None:
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     import ray
 
-    from traceml_ray.actors.discovery import ensure
+    from traceml_ray.actors.discovery import ensure, find_aggregator
 
     ray.init(address=request.address, namespace="traceml", log_to_driver=False, configure_logging=False)
     actors = request.actors
-    _, relay = ensure(actors.session, actors.to_json(), fresh=True)
-    ray.get(relay.ready.remote(), timeout=request.deadline_s)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-        probe.connect(actors.socket)  # from here, as the ranks will
+    made = ensure(actors.session, actors.to_json(), fresh=True)
+    try:
+        ray.get(made[1].ready.remote(), timeout=request.deadline_s)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            probe.connect(actors.socket)  # from here, as the ranks will
+    except BaseException:
+        for actor in made:
+            ray.kill(actor, no_restart=True)
+        deadline = time.monotonic() + _KILL_S  # the order is on its way; this process must not end before
+        while find_aggregator(actors.session) is not None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        raise
 
 
 if __name__ == "__main__":

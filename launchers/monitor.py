@@ -158,6 +158,7 @@ class Monitor:
             reply = HelperReply(False, ended or f"the helper ended with exit code {helper.returncode}")
         if not reply.ok and not self._ended:
             _say(f"training goes on without a live monitor: {reply.detail}")
+            self._end_ray()
 
     def _end_helper(self) -> None:
         """Let an unfinished helper go; on a cluster that stays, what it made would stay, too."""

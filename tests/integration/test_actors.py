@@ -23,6 +23,7 @@ from traceml_ray import wire
 from traceml_ray.actors.config import ActorConfig
 from traceml_ray.identity import RankIdentity
 from traceml_ray.launchers.cluster import PrivateRay, free_port
+from traceml_ray.launchers.cluster import members as session_members
 from traceml_ray.launchers.control import ask_finish
 from traceml_ray.launchers.helper import HelperReply, HelperRequest
 from traceml_ray.session import DATABASE
@@ -56,7 +57,7 @@ def members(cluster: PrivateRay, name: str = "") -> list[psutil.Process]:
     """Return the cluster's processes, or its actors of that class."""
     assert cluster._process is not None
     found = []
-    for process in cluster._members(cluster._process.pid):
+    for process in session_members(cluster._process.pid):
         with contextlib.suppress(psutil.Error):
             if not name or "".join(process.cmdline()[:1]).startswith(f"ray::{name}"):
                 found.append(process)
@@ -261,6 +262,16 @@ def test_a_cluster_that_is_not_there_is_said_within_the_deadline(cluster: Privat
     reply = ask_helper(cluster, made.actors, address, deadline_s=3)
     assert not reply.ok
     assert address in reply.detail
+    shutil.rmtree(made.folder.parent)
+
+
+def test_a_relay_that_cannot_listen_leaves_no_actors(cluster: PrivateRay) -> None:
+    made = make_session()
+    made.folder.parent.chmod(0o755)
+    reply = ask_helper(cluster, made.actors)
+    assert not reply.ok
+    assert "0700" in reply.detail
+    until(lambda: not members(cluster, "Aggregator"), "actors end")
     shutil.rmtree(made.folder.parent)
 
 

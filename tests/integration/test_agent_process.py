@@ -90,9 +90,7 @@ def run(tmp_path: Path, script: str, **environ: str) -> subprocess.CompletedProc
     """Run `script` as a rank's process; its output and exit code."""
     file = tmp_path / "script.py"
     file.write_text(script)
-    settings = Settings(
-        session="s", socket=str(tmp_path / "relay.sock"), spool=str(tmp_path), interval=0.1
-    )
+    settings = Settings(session="s", socket=str(tmp_path / "relay.sock"), spool=str(tmp_path), interval=0.1)
     base = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
     return subprocess.run(
         [sys.executable, str(file)],
@@ -157,7 +155,8 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert len({b.stream for b in batches}) == 1 and batches[-1].produced == 20
 
 
-def test_the_machines_own_sitecustomize_still_runs(tmp_path: Path, relay: Relay) -> None:
+@pytest.mark.usefixtures("relay")
+def test_the_machines_own_sitecustomize_still_runs(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     (theirs / "sitecustomize.py").write_text("import sys; sys.theirs = __name__")
@@ -186,12 +185,14 @@ def test_an_exception_keeps_its_traceback_and_is_told(tmp_path: Path, relay: Rel
     assert (event.kind, event.message, event.step) == ("exception", "ValueError: as it was", 20)
 
 
+@pytest.mark.usefixtures("relay")
 @pytest.mark.parametrize(("ending", "code"), [("sys.exit(3)", 3), ("os._exit(5)", 5), ("sys.exit('no')", 1)])
-def test_exit_codes_are_the_scripts_own(tmp_path: Path, relay: Relay, ending: str, code: int) -> None:
+def test_exit_codes_are_the_scripts_own(tmp_path: Path, ending: str, code: int) -> None:
     assert run(tmp_path, TRAIN + f"import os, sys\ntrain()\n{ending}").returncode == code
 
 
-def test_a_signal_ends_the_script_as_it_would(tmp_path: Path, relay: Relay) -> None:
+@pytest.mark.usefixtures("relay")
+def test_a_signal_ends_the_script_as_it_would(tmp_path: Path) -> None:
     done = run(tmp_path, TRAIN + "import os, signal\ntrain()\nos.kill(os.getpid(), signal.SIGTERM)")
     assert done.returncode == -signal.SIGTERM
 

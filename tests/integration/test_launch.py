@@ -23,7 +23,7 @@ import pytest
 from traceml_ray import wire
 from traceml_ray.identity import RankIdentity
 from traceml_ray.launchers import control
-from traceml_ray.launchers.cluster import PrivateRay
+from traceml_ray.launchers.cluster import PrivateRay, members
 from traceml_ray.store.session_file import SessionFile
 
 # Plays a rank whose agent finds the relay: sends one batch, waits for the reply. Does not import torch.
@@ -63,13 +63,14 @@ def batch(stream: str = "rank0", pid: int = 1) -> str:
 
 
 class Bench:
-    """A place to launch from; every process started there carries a mark."""
+    """A place to launch from. Every process started there carries a mark, until Ray renames it."""
 
     def __init__(self, folder: Path) -> None:
         self.out = folder / "out"
         self.script = folder / "train.py"
         self.script.write_text(RANK)
         self.mark = uuid.uuid4().hex
+        self.sessions: set[int] = set()
         (folder / "home").mkdir()
         self.environ = {
             **{key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "TRACEML_"))},
@@ -83,6 +84,9 @@ class Bench:
 
     def run(self, *args: str, **environ: str) -> subprocess.CompletedProcess[str]:
         process = self.start(*args, **environ)
+        while process.poll() is None:
+            self.ours()
+            time.sleep(0.2)
         out, err = process.communicate(timeout=90)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
@@ -100,11 +104,15 @@ class Bench:
         return summary
 
     def ours(self) -> list[psutil.Process]:
-        """Return every living process that carries the mark."""
+        """Return every living process that carries the mark, or is in a session that one was seen in."""
         found = []
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get("LAUNCH_MARK") == self.mark:
+            with contextlib.suppress(psutil.Error, OSError):
+                session = os.getsid(process.pid)
+                marked = process.environ().get("LAUNCH_MARK") == self.mark
+                if marked and session != os.getsid(0):
+                    self.sessions.add(session)
+                if marked or (session in self.sessions and process.status() != psutil.STATUS_ZOMBIE):
                     found.append(process)
         return found
 
@@ -229,8 +237,11 @@ def test_a_killed_launcher_takes_its_ray_with_it(bench: Bench) -> None:
     process = bench.start("--session", "killed", str(bench.script), "--batch", batch(), "--wait")
     assert process.stdout is not None
     until(lambda: "rank 0 is up" in process.stdout.readline(), "relay")
+    assert {"ray::NodeRelay", "ray::DashboardAgent"} <= {" ".join(p.cmdline()).strip() for p in bench.ours()}
     process.kill()
-    until(lambda: all(str(bench.script) in p.cmdline() for p in bench.ours()), "only ranks are left")
+    until(
+        lambda: all(str(bench.script) in p.cmdline() for p in bench.ours()), "only ranks are left", seconds=10
+    )
 
 
 def test_a_ray_that_is_killed_leaves_training_alone_and_the_session_is_finished_from_its_files(
@@ -284,7 +295,7 @@ def test_a_given_cluster_is_used_and_goes_on(bench: Bench) -> None:
         assert not cluster.exited()
         assert cluster._process is not None
         pid = cluster._process.pid
-        until(lambda: not [p for p in cluster._members(pid) if "ray::A" in p.name()], "actors end")
+        until(lambda: not [p for p in members(pid) if "ray::A" in p.name()], "actors end")
         bench.assert_nothing_is_left()
     finally:
         cluster.stop()

@@ -1,4 +1,4 @@
-"""Real loops of every shape, instrumented: the slow stage is found, results and graphs stay what they were."""
+"""Real loops of every shape, instrumented: the slow stage is found, results and graphs stay as they were."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from integration import loops
+
 from traceml_ray.analysis.verdict import judge
 from traceml_ray.analysis.window import RankRows, align
 from traceml_ray.wire import FLAG_NO_DATA, FLAG_NO_FORWARD, FLAG_NO_PEERS, FLAG_NO_SPLIT, SEGMENT_BITS, STAGES

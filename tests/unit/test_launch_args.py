@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed import run as torch_run
 
-from traceml_ray.launchers import torchrun
+from traceml_ray.launchers import monitor, torchrun
 from traceml_ray.launchers.cluster import free_port
 
 SCRIPT = str(Path(__file__))
@@ -102,6 +104,23 @@ def test_a_free_master_port_is_kept() -> None:
     args = torchrun._parse(["--master-port", str(port), SCRIPT])
     torchrun._check(args)
     assert args.master_port == port
+
+
+def test_folders_of_killed_launchers_are_swept_and_no_others(tmp_path: Path) -> None:
+    held, dead, young, foreign = (
+        tmp_path / f"traceml-{name}" for name in ("held", "dead", "young", "foreign")
+    )
+    for folder in (held, dead, young, foreign):
+        folder.mkdir()
+        (folder / "relay.sock").touch()
+    for folder in (held, dead, young):
+        (folder / ".lock").touch()
+    for folder in (held, dead):
+        os.utime(folder / ".lock", (1, 1))
+    with (held / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        monitor._sweep(tmp_path)
+    assert set(tmp_path.iterdir()) == {held, young, foreign}
 
 
 def test_no_port_of_ours_is_where_ray_workers_are() -> None:

@@ -272,6 +272,30 @@ def test_what_a_killed_aggregator_had_not_committed_comes_again(bench: Bench) ->
     assert bench.aggregator.seqs("a") == [0, 1, 2, 3]
 
 
+def test_a_call_that_failed_is_made_again_as_soon_as_there_is_an_aggregator(bench: Bench) -> None:
+    bench.relay.take(rank_batch("a", 0))
+    bench.now += TICK_S
+    bench.relay.turn()  # sent, not answered
+    bench.aggregator.kill()
+    bench.tick()
+    bench.aggregator.up = True
+    bench.tick(2)
+    assert bench.aggregator.seqs("a") == [0]
+
+
+def test_a_disk_that_stores_nothing_does_not_make_the_relay_grow(bench: Bench) -> None:
+    bench.relay.close()
+    small = Bench(bench.path.parent, limit=50_000)
+    for seq in range(60):
+        small.relay.take(rank_batch("a", seq, pad=6000))
+        small.now += TICK_S
+        small.relay.turn()
+    packed, waiting = small.relay._outbox.salvage()
+    assert sum(map(len, packed)) + sum(map(len, waiting)) <= 50_000
+    assert len(waiting) >= 3  # the newest are held, not only what was sent first
+    small.relay.close()
+
+
 def test_a_hanging_aggregator_holds_up_nothing_and_loses_nothing(bench: Bench) -> None:
     bench.aggregator.hangs = True
     for seq in range(30):
@@ -399,6 +423,21 @@ def test_finish_reads_the_spool_flushes_writes_and_ends_the_actors(bench: Bench)
     sock.close()
 
 
+def test_finish_does_not_wait_for_the_aggregators_own_commit(bench: Bench) -> None:
+    bench.relay.take(rank_batch("a", 0))
+    for _ in range(3):
+        bench.now += TICK_S
+        bench.relay.turn()
+    assert bench.aggregator.taken
+    sock, _ = ask_to_finish(bench)
+    for _ in range(10):
+        bench.now += 0.01
+        bench.relay.turn()
+    assert bench.relay.stopped
+    assert bench.aggregator.seqs("a") == [0]
+    sock.close()
+
+
 def test_finish_with_an_aggregator_killed_on_the_way_still_stores_everything_once(bench: Bench) -> None:
     for seq in range(3):
         bench.relay.take(rank_batch("a", seq))
@@ -464,7 +503,7 @@ def test_every_row_is_stored_once_or_counted_as_dropped(actions: list[tuple[str,
     try:
         for action, stream in actions:
             if action == "send":
-                bench.relay.take(rank_batch(stream, sent[stream], pad=2000))
+                bench.relay.take(rank_batch(stream, sent[stream], pad=6000))
                 sent[stream] += 1
             elif action == "turn":
                 bench.now += TICK_S

@@ -28,7 +28,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.spool import SUFFIX, read_spool
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.session_file import ledger
-from traceml_ray.store.streams import Stream, age, node_labels, shown
+from traceml_ray.store.streams import Stream, age, node_labels, shown, world_size
 from traceml_ray.store.writer import SessionWriter
 
 _MAX_NAME = 64
@@ -295,8 +295,7 @@ class Aggregation:
             identity = stream.identity
             if identity and (identity.global_rank, identity.pid) == (failure.rank, failure.pid):
                 stream = self._writer.stream(name, failure.t_ns)
-                stream.exit_code, stream.exit_message = failure.exit_code, failure.message
-                stream.exit_ns = failure.t_ns
+                stream.exit_code = failure.exit_code
 
     def _reload(self) -> None:
         """After a restart: bring back the last rows, so that the verdict goes on at once."""
@@ -314,7 +313,8 @@ class Aggregation:
             deadline = self._clock() - int(limits.report_timeout_s * 1e9)
             live = [rank for rank, stream in ranks.items() if _reports(stream, deadline)]
             labels = node_labels(ranks.values(), self._writer.addresses)
-            missing = sorted(set(range(self._world(ranks))).difference(live))
+            world = world_size(ranks, self._writer.meta.get("world_size"))
+            missing = sorted(set(range(world)).difference(live))
             seen = [(rank, ranks[rank].id, ranks[rank].stored) for rank in live]
             first = culprit(deaths([], self._fatal, list(self._writer.streams.values())))
         if first is not None and not (first.consequence and first.t_ns > deadline):
@@ -334,11 +334,6 @@ class Aggregation:
         window = align(rows, len(live) + len(missing), missing, last=limits.window_steps)
         verdict = self._run.update(window)
         self._keep(verdict, store=verdict.window_steps >= limits.first_window_steps)
-
-    def _world(self, ranks: dict[int, Stream]) -> int:
-        """Return the size of the job now: what the ranks of the last attempt say, else the launcher."""
-        said = [(s.identity.attempt, s.identity.world_size) for s in ranks.values() if s.identity]
-        return max(said)[1] if said else int(self._writer.meta.get("world_size") or 0)
 
     def _keep(self, verdict: Verdict, store: bool = True) -> None:
         self.verdict = verdict

@@ -31,8 +31,11 @@ class Aggregator:
 
     def _beat(self) -> None:
         while self._aggregation.idle_s() < self._ttl:
-            self._aggregation.commit()
-            self._aggregation.judge()
+            try:
+                self._aggregation.commit()
+                self._aggregation.judge()
+            except Exception as error:  # without this thread nothing would be stored any more
+                self._aggregation.errors[f"beat: {type(error).__name__}"] += 1
             time.sleep(COMMIT_S)
         self._aggregation.commit()
         end_myself()

@@ -59,7 +59,7 @@ def trace_step(model: Any = None) -> Generator[None]:
 
 @contextmanager
 def stage(name: str) -> Generator[None]:
-    """Name a part of the step, `with traceml_ray.stage("tokenize"): …`; its time is shown inside the stage."""
+    """Name a part of the step, `with traceml_ray.stage("tokenize"): …`; shown inside the stage it is in."""
     agent = bootstrap.current()
     if agent is None:
         yield

@@ -57,11 +57,11 @@ def when_imported(name: str, callback: Callback) -> None:
         return
     _finder.waiting[name] = callback
     if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _finder)
 
 
 def forget(name: str) -> None:
     """Drop the callback for `name`, if it still waits."""
     _finder.waiting.pop(name, None)
     if not _finder.waiting and _finder in sys.meta_path:
-        sys.meta_path.remove(_finder)  # type: ignore[arg-type]
+        sys.meta_path.remove(_finder)

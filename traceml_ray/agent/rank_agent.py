@@ -180,18 +180,19 @@ class RankAgent:
 
     def _details(self, final: bool) -> list[wire.Detail]:
         """Collect the named parts; the optimizer's are summed by the recorder itself."""
-        recorder = self.recorder
-        ns, count = recorder.optimizer_ns, recorder.optimizer_steps
-        if count > self._optimizer[1]:
-            ns, count = ns - self._optimizer[0], count - self._optimizer[1]
-            self._optimizer = (self._optimizer[0] + ns, self._optimizer[1] + count)
-            step = max(0, recorder.step - 1)
-            optimizer = [
-                wire.Detail("optimizer", wire.POST_SYNC, count, ns, None, max(0, step - count + 1), step)
-            ]
-        else:
-            optimizer = []
-        return optimizer + self.details.collect() + (self.details.collect() if final else [])
+        parts = self.details.collect()
+        if final:
+            parts += self.details.collect()
+        total, steps = self.recorder.optimizer_ns, self.recorder.optimizer_steps
+        before, done = self._optimizer
+        if steps > done:
+            self._optimizer = (total, steps)
+            last = max(0, self.recorder.step - 1)
+            first = max(0, last - (steps - done) + 1)
+            parts.append(
+                wire.Detail("optimizer", wire.POST_SYNC, steps - done, total - before, None, first, last)
+            )
+        return parts
 
     def _resolve(self) -> identities.RankIdentity | None:
         """Resolve who this is; again until torch.distributed, which knows best, is up."""

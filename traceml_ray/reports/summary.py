@@ -24,7 +24,7 @@ from traceml_ray.analysis.verdict import Suspect, Verdict
 from traceml_ray.analysis.window import RankRows, align
 from traceml_ray.reports.deaths import Death, culprit, deaths, headline
 from traceml_ray.store.session_file import SessionFile, ledger
-from traceml_ray.store.streams import Stream, node_labels, shown
+from traceml_ray.store.streams import Stream, node_labels, shown, world_size
 from traceml_ray.wire import SEGMENT_BITS, STAGES
 
 SCHEMA = "traceml_ray/summary/1"
@@ -48,9 +48,8 @@ class _Read:
 
     @property
     def world_size(self) -> int:
-        """As the ranks say, else the launcher, else how many there are."""
-        said = [s.identity.world_size for s in self.ranks.values() if s.identity]
-        return max(said, default=int(self.meta.get("world_size") or len(self.ranks)))
+        """Number of ranks the job has."""
+        return world_size(self.ranks, self.meta.get("world_size"))
 
     def node_of(self, rank: int) -> str | None:
         """The rank's node as it is shown."""

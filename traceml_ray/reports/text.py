@@ -23,7 +23,7 @@ def render(summary: dict[str, Any], folder: Path) -> str:
         _stages(summary["stages"]),
         _nodes(summary),
         _ranks(summary),
-        _suspects(summary["suspects"]),
+        _suspects(summary["suspects"]) if summary["verdict"]["label"] != "healthy" else [],
         _history(summary["verdicts"]),
         _events(summary["events"]),
         ledger_lines(summary["ledger"]),

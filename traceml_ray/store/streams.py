@@ -40,8 +40,6 @@ class Stream:
     lost: bool = False
     exit_code: int | None = None
     """As the launcher saw it; a signal is negative."""
-    exit_message: str = ""
-    exit_ns: int | None = None
     first_seen_ns: int = 0
     last_seen_ns: int = 0
     open_step: int | None = None
@@ -142,6 +140,15 @@ def shown(streams: Iterable[Stream]) -> dict[int, Stream]:
         if now is None or now.identity is None or age(stream) > age(now):
             best[rank] = stream
     return dict(sorted(best.items()))
+
+
+def world_size(ranks: dict[int, Stream], launched: int | None) -> int:
+    """
+    Return the size of the job now: what the ranks of the last attempt say, else how many the
+    launcher launched.
+    """
+    said = [(s.identity.attempt, s.identity.world_size) for s in ranks.values() if s.identity]
+    return max(said)[1] if said else launched or 0
 
 
 def age(stream: Stream) -> tuple[int, int, int]:

@@ -6,11 +6,10 @@ import sys
 
 def _next_sitecustomize() -> None:
     import importlib.util
-
-    here = os.path.dirname(os.path.abspath(__file__))
-    path = [p for p in sys.path if os.path.abspath(p or ".") != here]
     from importlib.machinery import PathFinder
 
+    here = __file__.rpartition(os.sep)[0]
+    path = [p for p in sys.path if p != here]
     spec = PathFinder.find_spec("sitecustomize", path)
     sys.path[:] = path
     if spec is not None and spec.loader is not None:

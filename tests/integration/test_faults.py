@@ -1,0 +1,122 @@
+"""The main job, end to end: an unchanged script under the launcher, a planted fault, a true verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "train_gpt.py"
+GAIN_TOLERANCE = 0.20
+
+
+def launch(
+    out: Path, session: str, ranks: int, steps: int, *arguments: str, flags: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run the example under the launcher; the finished process."""
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "traceml_ray.launch", "--nproc-per-node", str(ranks)),
+            *("--out", str(out), "--session", session, *flags),
+            *(str(SCRIPT), "--steps", str(steps), *arguments),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=out,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+
+
+def summary_of(out: Path, session: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / session / "summary.json").read_text())
+    return found
+
+
+def check_ledger(summary: dict[str, Any], ranks: int, steps: int) -> None:
+    ledger = summary["ledger"]
+    assert ledger["produced"] == ledger["stored"] == ranks * steps
+    assert ledger["in_flight"] == 0
+    assert ledger["dropped"] == {"agent": 0, "relay": 0, "aggregator": 0}
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "ms", "ranks", "steps", "stage"),
+    [
+        ("forward", 1, 30, 3, 150, "forward"),
+        ("data", 0, 30, 2, 100, "data"),
+        ("backward", 3, 40, 4, 80, "backward"),
+        ("optimizer", 1, 30, 2, 100, "post_sync"),
+        ("data", 2, 40, 4, 80, "data"),
+        ("optimizer", 2, 30, 3, 80, "post_sync"),
+    ],
+)
+def test_a_planted_fault_is_named_with_what_it_costs(
+    tmp_path: Path, fault: str, rank: int, ms: int, ranks: int, steps: int, stage: str
+) -> None:
+    done = launch(tmp_path, "s", ranks, steps, "--slow", f"{fault}:{rank}:{ms}")
+    assert done.returncode == 0, done.stderr[-4000:]
+    summary = summary_of(tmp_path, "s")
+    verdict = summary["verdict"]
+    named = (verdict["label"], verdict["stage"], verdict["rank"])
+    assert named == ("straggler", stage, rank), verdict["why"]
+    planted = ms / summary["steps"]["median_ms"]
+    assert verdict["cost_pct"] / 100 == pytest.approx(planted, rel=GAIN_TOLERANCE)
+    assert summary["session"]["status"] == "finished"
+    check_ledger(summary, ranks, steps)
+    assert f"straggler: rank {rank}" in done.stderr.replace(f" ({os.uname().nodename})", "")
+
+
+@pytest.mark.parametrize(("fault", "stage"), [("forward", "forward"), ("backward", "backward")])
+def test_a_fault_of_15_percent_is_named(tmp_path: Path, fault: str, stage: str) -> None:
+    """The step without a fault is measured first, on this machine, so that 15 % are 15 %."""
+    done = launch(tmp_path, "healthy", 2, 60)
+    assert done.returncode == 0, done.stderr[-4000:]
+    healthy = summary_of(tmp_path, "healthy")
+    ms = 0.15 / 0.85 * healthy["steps"]["median_ms"]
+    done = launch(tmp_path, "faulty", 2, 120, "--slow", f"{fault}:1:{ms:.2f}")
+    assert done.returncode == 0, done.stderr[-4000:]
+    verdict = summary_of(tmp_path, "faulty")["verdict"]
+    assert (verdict["label"], verdict["stage"], verdict["rank"]) == ("straggler", stage, 1), verdict["why"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_healthy_run_is_healthy_and_trains_the_same_to_the_bit(tmp_path: Path, ranks: int) -> None:
+    losses = {}
+    for name, flags in (("watched", ()), ("plain", ("--no-monitor",))):
+        log = tmp_path / name
+        done = launch(tmp_path, "s", ranks, 80, "--loss-log", str(log), flags=flags)
+        assert done.returncode == 0, done.stderr[-4000:]
+        losses[name] = [
+            (tmp_path / f"{name}{'' if rank == 0 else f'.rank{rank}'}").read_text() for rank in range(ranks)
+        ]
+    assert losses["watched"] == losses["plain"]
+    summary = summary_of(tmp_path, "s")
+    assert summary["verdict"]["label"] == "healthy", summary["verdict"]["why"]
+    check_ledger(summary, ranks, 80)
+
+
+def test_a_script_that_raises_keeps_its_traceback_and_its_exit_code(tmp_path: Path) -> None:
+    arguments = ("--fail", "1:30")
+    watched = launch(tmp_path, "s", 2, 60, *arguments)
+    plain = launch(tmp_path, "s", 2, 60, *arguments, flags=("--no-monitor",))
+    assert watched.returncode == plain.returncode == 1
+
+    def traceback_of(text: str) -> list[str]:
+        lines = [line.partition("]:")[2] for line in text.splitlines() if line.startswith("[rank1]:")]
+        return [re.sub(r"0x[0-9a-f]+", "", line) for line in lines]
+
+    assert traceback_of(watched.stderr) == traceback_of(plain.stderr) != []
+    summary = summary_of(tmp_path, "s")
+    verdict = summary["verdict"]
+    assert (verdict["label"], verdict["rank"]) == ("rank_lost", 1), verdict["why"]
+    assert verdict["last_step"] in (28, 29, 30)
+    assert "RuntimeError" in verdict["exit_reason"]
+    assert summary["session"]["status"] == "failed"
