@@ -237,7 +237,7 @@ def test_a_killed_launcher_takes_its_ray_with_it(bench: Bench) -> None:
     process = bench.start("--session", "killed", str(bench.script), "--batch", batch(), "--wait")
     assert process.stdout is not None
     until(lambda: "rank 0 is up" in process.stdout.readline(), "relay")
-    assert {"ray::NodeRelay", "ray::DashboardAgent"} <= {" ".join(p.cmdline()).strip() for p in bench.ours()}
+    assert any("ray::NodeRelay" in " ".join(p.cmdline()) for p in bench.ours())
     process.kill()
     until(
         lambda: all(str(bench.script) in p.cmdline() for p in bench.ours()), "only ranks are left", seconds=10

@@ -62,6 +62,16 @@ def test_devices_are_sampled_and_what_one_cannot_tell_is_none() -> None:
     assert nvml.calls == ["init", "name", "name"]
 
 
+def test_a_machine_without_gpus_is_no_error() -> None:
+    class NVMLError_LibraryNotFound(Exception):  # noqa: N801,N818 - as NVML names it
+        pass
+
+    nvml = Nvml()
+    nvml.nvmlInit = lambda: (_ for _ in ()).throw(NVMLError_LibraryNotFound())  # type: ignore[method-assign]
+    sampler = NodeSampler(nvml)
+    assert sampler.sample(1).gpus is None and not sampler.errors
+
+
 def test_without_a_driver_there_are_no_devices_and_it_is_tried_once() -> None:
     nvml = NoDriver()
     sampler = NodeSampler(nvml)

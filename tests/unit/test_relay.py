@@ -338,6 +338,17 @@ def test_a_rank_that_does_not_read_its_replies_is_served_all_the_same(bench: Ben
     assert bench.aggregator.errors()["reply not sent"] > 0
 
 
+def test_the_last_packets_of_a_rank_that_read_no_reply_are_not_lost(bench: Bench) -> None:
+    with bench.connect() as sock:
+        sock.send(rank_batch("a", 0))
+        bench.relay.turn(5)
+        bench.relay.turn(5)  # its reply lies there unread: the kernel now resets the connection at the close
+        sock.send(rank_batch("a", 1))
+        sock.send(rank_batch("a", 2))
+    bench.until(lambda: len(bench.aggregator.seqs("a")) == 3)
+    assert bench.aggregator.seqs("a") == [0, 1, 2]
+
+
 RANK = """
 import os, socket, sys, time
 sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

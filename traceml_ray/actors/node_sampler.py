@@ -15,6 +15,8 @@ import psutil
 from traceml_ray.wire import GpuSample, NodeSample
 
 _T = TypeVar("_T")
+_NO_GPUS = {"NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"}
+"""A machine without NVIDIA GPUs is no error; NVML's exceptions are made at run time, so they go by name."""
 
 
 class NodeSampler:
@@ -36,7 +38,8 @@ class NodeSampler:
             self._nvml.nvmlInit()
             self._devices = [self._device(index) for index in range(self._nvml.nvmlDeviceGetCount())]
         except Exception as error:
-            self.errors[f"nvml: {type(error).__name__}"] += 1
+            if type(error).__name__ not in _NO_GPUS:
+                self.errors[f"nvml: {type(error).__name__}"] += 1
         self._have_cpu = False
 
     def sample(self, t_ns: int) -> NodeSample:

@@ -44,8 +44,14 @@ def _row(rank: int, stream: Stream, node: str, now: int) -> tuple[str, ...]:
         "" if stream.open_stage is None or stream.ended else STAGES[stream.open_stage],
         str(stream.produced),
         str(stream.stored),
-        "finished" if stream.final else "lost" if stream.ended else "",
+        _end(stream),
     )
+
+
+def _end(stream: Stream) -> str:
+    if stream.exit_code:
+        return f"exit code {stream.exit_code}"
+    return "finished" if stream.final else "lost" if stream.ended else ""
 
 
 def _ago(seconds: float) -> str:
