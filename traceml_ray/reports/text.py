@@ -18,7 +18,7 @@ def render(summary: dict[str, Any], folder: Path) -> str:
     """Return the report on `summary` (schema `traceml_ray/summary/1`) of the session in `folder`."""
     parts = [
         _title(summary["session"]),
-        _verdict(summary["verdict"]),
+        _verdict(summary["verdict"], "GPU" if _has_gpus(summary) else "rank"),
         _steps(summary["steps"]),
         _stages(summary["stages"]),
         _nodes(summary),
@@ -44,7 +44,11 @@ def _title(session: dict[str, Any]) -> list[str]:
     return [title, "=" * len(title), _cut(" · ".join(fact for fact in facts if fact))]
 
 
-def _verdict(verdict: dict[str, Any]) -> list[str]:
+def _has_gpus(summary: dict[str, Any]) -> bool:
+    return any(node["gpus"] for node in summary["system"]["nodes"])
+
+
+def _verdict(verdict: dict[str, Any], unit: str) -> list[str]:
     named = verdict["label"].replace("_", " ")
     if verdict["ranks"]:
         node = f" ({verdict['node']})" if verdict["node"] else ""
@@ -59,7 +63,7 @@ def _verdict(verdict: dict[str, Any]) -> list[str]:
         facts.append("chronic" if verdict["chronic"] else often)
     if verdict["cost_pct"] and verdict["label"] != "healthy":
         facts.append(f"costs {verdict['cost_pct']:.0f} % of the step")
-        facts.append(f"{verdict['gpu_hours_per_hour']:.2f} GPU-hours per hour")
+        facts.append(f"{verdict['gpu_hours_per_hour']:.2f} {unit}-hours per hour")
     lines = labelled("Verdict", named)
     if facts:
         lines += labelled("", ", ".join(facts))

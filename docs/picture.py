@@ -1,0 +1,39 @@
+"""Draw the head of a report as the README shows it: python docs/picture.py SESSION/report.txt OUT.svg"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+CHARACTER_WIDTH = 12.2
+LABELS = r"^(Verdict|Why|Next|Steps|Skew|Where the time.*|Nodes|Ranks)"
+
+
+def draw(report: Path, out: Path) -> None:
+    """Write the report down to its table of ranks as an SVG terminal."""
+    head = report.read_text().partition("\nSuspects")[0].rstrip()
+    text = Text(head)
+    text.highlight_regex(re.compile(LABELS, re.MULTILINE), "bold cyan")
+    text.highlight_regex(r"straggler: rank \d+ \(\S+\) in \w+", "bold red")
+    text.highlight_regex(r"█+", "yellow")
+    console = Console(record=True, width=100, file=sys.stderr)
+    console.print(text, highlight=False)
+    svg = console.export_svg(title="traceml-ray report")
+    svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # no fonts from elsewhere
+    pattern = r'x="([\d.]+)"( y="[\d.]+") textLength="([\d.]+)"([^>]*>)((?:&#160;)+)'
+    out.write_text(re.sub(pattern, _shift, svg))
+
+
+def _shift(found: re.Match[str]) -> str:
+    """Move a text that begins with spaces to where its first letter stands: not every viewer keeps them."""
+    x, y, length, rest, spaces = found.groups()
+    by = CHARACTER_WIDTH * spaces.count("&")
+    return f'x="{float(x) + by:g}"{y} textLength="{float(length) - by:g}"{rest}'
+
+
+if __name__ == "__main__":
+    draw(Path(sys.argv[1]), Path(sys.argv[2]))
