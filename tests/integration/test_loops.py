@@ -7,8 +7,9 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -168,6 +169,49 @@ def test_a_model_in_training_holds_nothing_of_ours(tmp_path: Path) -> None:
         assert loss._backward_hooks is None
     finally:
         job.instrumentation.remove()
+
+
+@pytest.fixture(scope="module")
+def watched_net() -> Iterator[torch.nn.Module]:
+    """A module that is known as the root and has been trained, with everything of ours in place."""
+    job = loops.Job()
+    job.instrumentation.install()
+    loops.plain(job)
+    yield job.nets[0]
+    job.instrumentation.remove()
+    assert job.recorder.depth == 0 and not job.instrumentation.errors
+
+
+X = torch.ones(2, loops.WIDTH)
+TOOLS: dict[str, Callable[[Any], object]] = {
+    "jit.script": lambda net: torch.jit.script(net.first)(X),
+    "jit.trace": lambda net: torch.jit.trace(net, X)(X),
+    "fx": lambda net: torch.fx.symbolic_trace(net.first),
+    "export": lambda net: torch.export.export(net, (X,)),
+    "functional_call": lambda net: torch.func.functional_call(net, dict(net.named_parameters()), (X,)),
+    "vmap": lambda net: torch.func.vmap(net)(X),
+    "jacrev": lambda net: torch.func.jacrev(net)(X),
+    "hessian": lambda net: torch.autograd.functional.hessian(lambda x: net(x).sum(), X),
+    "create_graph": lambda net: net(X).square().sum().backward(create_graph=True),
+    "a generator of roots": lambda net: torch.autograd.backward(iter([net(X).sum(), net(X).mean()])),
+    "roots by name": lambda net: torch.autograd.backward(tensors=net(X).sum()),
+    "grad_tensors": lambda net: net(X).backward(torch.ones(2)),
+    "gradient edge": lambda net: torch.autograd.backward(
+        torch.autograd.graph.get_gradient_edge(net(X).sum())
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tool", list(TOOLS))
+def test_what_else_torch_can_do_with_a_model_still_works(watched_net: torch.nn.Module, tool: str) -> None:
+    TOOLS[tool](watched_net)
+
+
+def test_errors_of_a_backward_are_torchs_own(watched_net: torch.nn.Module) -> None:
+    for wrong in (watched_net(X).detach().sum(), watched_net(X)):
+        with pytest.raises(RuntimeError, match="grad"):
+            wrong.backward()
 
 
 def test_details_name_optimizer_and_checkpoint(tmp_path: Path) -> None:
