@@ -221,6 +221,23 @@ def test_a_restart_that_went_well_has_no_headline(tmp_path: Path) -> None:
     assert summary["ledger"]["stored"] == 200
 
 
+def test_attempts_are_not_mixed(tmp_path: Path) -> None:
+    """The restart died before its first step: its death is the headline, the steps are those before."""
+    run = Run(tmp_path, 2)
+    run.steps(5)
+    run.raised(0, "RuntimeError: gloo: Connection closed by peer", 0.1)
+    run.raised(1, "ValueError: once", 0.0)
+    old, run.ranks = run.ranks, [Rank(i, 2, attempt=1) for i in range(2)]
+    run.clock.tick(10)
+    run.raised(1, "RuntimeError: Gloo connectFullMesh failed", 0.0)
+    summary = run.finish(1, run.failure(1, 1, 0.5), run.failure(0, -15, 0.6))
+    verdict = summary["verdict"]
+    assert (verdict["label"], verdict["rank"]) == ("rank_lost", 1)
+    assert verdict["exit_reason"] == "RuntimeError: Gloo connectFullMesh failed"
+    assert summary["steps"]["count"] == 50
+    assert {who["pid"] for who in summary["ranks"].values()} == {rank.identity.pid for rank in old}
+
+
 def test_a_run_that_was_stopped_blames_nobody(tmp_path: Path) -> None:
     run = Run(tmp_path, 2)
     run.steps(8)

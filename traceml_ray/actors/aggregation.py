@@ -28,7 +28,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.spool import SUFFIX, read_spool
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.session_file import ledger
-from traceml_ray.store.streams import Stream, age, node_labels, shown, world_size
+from traceml_ray.store.streams import Stream, age, attempt_of, node_labels, shown, world_size
 from traceml_ray.store.writer import SessionWriter
 
 _MAX_NAME = 64
@@ -65,6 +65,7 @@ class Aggregation:
         self._writer = SessionWriter(self.folder.sqlite)
         self._recent = Recent()
         self._run = RunJudge(settings.thresholds)
+        self._attempt = 0
         self._tail = settings.thresholds.window_steps + settings.thresholds.stride_steps
         self._refused: dict[str, int] = {}
         self._fatal: list[dict[str, Any]] = []
@@ -312,18 +313,21 @@ class Aggregation:
             ranks = shown(self._writer.streams.values())
             deadline = self._clock() - int(limits.report_timeout_s * 1e9)
             live = [rank for rank, stream in ranks.items() if _reports(stream, deadline)]
-            labels = node_labels(ranks.values(), self._writer.addresses)
+            labels = node_labels(self._writer.streams.values(), self._writer.addresses)
             world = world_size(ranks, self._writer.meta.get("world_size"))
             missing = sorted(set(range(world)).difference(live))
             seen = [(rank, ranks[rank].id, ranks[rank].stored) for rank in live]
             first = culprit(deaths([], self._fatal, list(self._writer.streams.values())))
         if first is not None and not (first.consequence and first.t_ns > deadline):
             # The cause of a failed collective may only become known a moment later.
-            self._keep(headline(first, labels.get(ranks[first.rank].id), 0))
+            self._keep(headline(first, labels.get(first.stream.id) if first.stream else None, 0))
             return
         if not live or seen == self._judged:
             return
         self._judged = seen
+        attempt = attempt_of(ranks[live[0]])
+        if attempt != self._attempt:
+            self._attempt, self._run = attempt, RunJudge(limits)
         last = min((key for rank in live if (key := ranks[rank].last_key) is not None), default=0)
         rows = []
         for rank in live:

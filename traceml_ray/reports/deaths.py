@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.store.streams import Stream, shown
+from traceml_ray.store.streams import Stream, last_attempt
 from traceml_ray.wire import SEGMENT_BITS, STAGES
 
 FATAL = ("exception", "rank_lost")
@@ -79,7 +79,7 @@ def deaths(
     failures: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], streams: Sequence[Stream]
 ) -> list[Death]:
     """
-    Return the deaths of every rank's last attempt, first one first.
+    Return the deaths of the job's last attempt, first one first.
 
     `failures` are the launcher's (RankFailure as dicts), `events` the session's. A death is told by
     an exception, the launcher, or the relay; each gives its time, the earliest counts.
@@ -95,8 +95,10 @@ def deaths(
         for who, failure in told.items()
         if who not in known
     ]
-    for rank, stream in shown(streams).items():
-        failure = told.get((rank, stream.identity.pid if stream.identity else -1))
+    for stream in last_attempt(streams):
+        assert stream.identity is not None
+        rank = stream.identity.global_rank
+        failure = told.get((rank, stream.identity.pid))
         mine = own.get(stream.id, [])
         if not (failure or stream.lost or any(event["kind"] == "exception" for event in mine)):
             continue

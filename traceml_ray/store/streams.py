@@ -129,16 +129,35 @@ def _dump(value: dict[str, Any]) -> str:
     return json.dumps(value) if value else "{}"
 
 
+def attempt_of(stream: Stream) -> int:
+    """Return the attempt a stream belongs to, -1 while that is not known."""
+    return stream.identity.attempt if stream.identity else -1
+
+
+def last_attempt(streams: Iterable[Stream]) -> list[Stream]:
+    """Return the streams of the job's last attempt, of known rank."""
+    known = [stream for stream in streams if stream.identity is not None]
+    last = max(map(attempt_of, known), default=-1)
+    return [stream for stream in known if attempt_of(stream) == last]
+
+
 def shown(streams: Iterable[Stream]) -> dict[int, Stream]:
-    """Return the stream that stands for each rank: of its last attempt, the one that started last."""
+    """
+    Return the stream that stands for each rank, all of one attempt: attempts are never mixed.
+
+    It is the last attempt that has rows (one that died before its first step says nothing of steps);
+    of several processes of a rank, the last that has rows.
+    """
+    known = [stream for stream in streams if stream.identity is not None]
+    trained = [stream for stream in known if stream.stored]
+    attempt = max(map(attempt_of, trained or known), default=-1)
     best: dict[int, Stream] = {}
-    for stream in streams:
-        if stream.identity is None:
+    for stream in known:
+        if attempt_of(stream) != attempt or stream.rank is None:
             continue
-        rank = stream.identity.global_rank
-        now = best.get(rank)
-        if now is None or now.identity is None or age(stream) > age(now):
-            best[rank] = stream
+        now = best.get(stream.rank)
+        if now is None or (stream.stored > 0, age(stream)) > (now.stored > 0, age(now)):
+            best[stream.rank] = stream
     return dict(sorted(best.items()))
 
 
@@ -153,8 +172,7 @@ def world_size(ranks: dict[int, Stream], launched: int | None) -> int:
 
 def age(stream: Stream) -> tuple[int, int, int]:
     """Return what orders the processes of one rank, the newest last."""
-    attempt = stream.identity.attempt if stream.identity else -1
-    return attempt, stream.first_seen_ns, stream.id
+    return attempt_of(stream), stream.first_seen_ns, stream.id
 
 
 def node_labels(streams: Iterable[Stream], addresses: dict[str, str]) -> dict[int, str]:

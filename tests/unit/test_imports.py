@@ -1,0 +1,72 @@
+"""Callbacks after an import, on real modules in a folder of the test's own."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from traceml_ray.agent.imports import forget, when_imported
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    name = f"awaited_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield name
+    forget(name)
+    sys.modules.pop(name, None)
+
+
+def test_the_callback_runs_once_when_the_module_is_whole(module: str) -> None:
+    seen: list[object] = []
+    when_imported(module, lambda: seen.append(sys.modules[module].value))
+    assert seen == []
+    importlib.import_module(module)
+    importlib.reload(sys.modules[module])
+    assert seen == [1]
+
+
+def test_a_module_that_is_there_already_is_called_at_once(module: str) -> None:
+    importlib.import_module(module)
+    seen: list[int] = []
+    when_imported(module, lambda: seen.append(1))
+    assert seen == [1]
+
+
+def test_the_module_is_as_it_would_be_without_us(module: str) -> None:
+    when_imported(module, lambda: None)
+    found = importlib.import_module(module)
+    assert "exec_module" not in vars(found.__loader__)
+    assert inspect.getsource(found) == "value = 1\n"
+    assert found.__spec__ is not None and found.__spec__.loader is found.__loader__
+
+
+def test_what_is_forgotten_is_not_called(module: str) -> None:
+    before = list(sys.meta_path)
+    seen: list[int] = []
+    when_imported(module, lambda: seen.append(1))
+    forget(module)
+    importlib.import_module(module)
+    assert seen == [] and sys.meta_path == before
+
+
+def test_a_module_that_is_not_there_is_still_an_import_error(module: str) -> None:
+    when_imported(f"{module}.nothing", lambda: None)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(f"{module}.nothing")
+    forget(f"{module}.nothing")
+
+
+def test_a_module_that_fails_to_import_fails_as_it_does(module: str, tmp_path: Path) -> None:
+    (tmp_path / f"{module}.py").write_text("raise RuntimeError('its own')\n")
+    seen: list[int] = []
+    when_imported(module, lambda: seen.append(1))
+    with pytest.raises(RuntimeError, match="its own"):
+        importlib.import_module(module)
+    assert seen == []
