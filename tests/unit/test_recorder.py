@@ -9,7 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceml_ray.agent.recorder import Recorder
+from traceml_ray.agent.recorder import (
+    BACKWARD_BEGIN,
+    COST,
+    DATA_BEGIN,
+    DATA_END,
+    FORWARD_BEGIN,
+    GRADIENTS_DONE,
+    OPTIMIZER_BEGIN,
+    OPTIMIZER_END,
+    SYNC_BEGIN,
+    SYNC_END,
+    SYNCED_BACKWARD_END,
+    Recorder,
+)
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.wire import (
     FLAG_FIRST,
@@ -69,6 +82,11 @@ class Loop:
         self.clock.wait(ns)
         self.recorder.optimizer_end(began)
 
+    def sync(self, ns: int) -> None:
+        before = self.recorder.sync_begin()
+        self.clock.wait(ns)
+        self.recorder.sync_end(before)
+
     def step(self, *, post: int = 1, data: int = 2, prepare: int = 3, forward: int = 4) -> None:
         self.data(data)
         self.clock.wait(prepare)
@@ -78,6 +96,7 @@ class Loop:
 
     def rows(self) -> list[tuple[int, int, list[int]]]:
         """(key, flags, row) of everything that has come out so far."""
+        self.recorder.settle()
         _, keys, flags, rows = self.ring.drain(10_000)
         return [
             (
@@ -87,6 +106,59 @@ class Loop:
             )
             for i in range(len(flags))
         ]
+
+
+class WrittenLoop(Loop):
+    """The same loop; marks are written down wherever the instrumentation would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = 0
+
+    def write(self, mark: int) -> bool:
+        done = self.recorder.write(mark)
+        self.written += done
+        return done
+
+    def data(self, ns: int, loader: object | None = None, *, got: bool = True) -> None:
+        usual = id(loader or self.loader) == self.recorder.usual_iterator
+        if not (usual and got and self.write(DATA_BEGIN)):
+            super().data(ns, loader, got=got)
+            return
+        self.clock.wait(ns)
+        self.write(DATA_END)
+
+    def forward(self, ns: int, *, training: bool = True) -> None:
+        if not (training and self.write(FORWARD_BEGIN)):
+            self.recorder.forward_begin(training)
+        self.clock.wait(ns)
+
+    def backward(self, own: int, wait: int, *, split: bool = True) -> None:
+        recorder = self.recorder
+        if not self.write(BACKWARD_BEGIN):
+            super().backward(own, wait, split=split)
+            return
+        thread, recorder.ready = recorder.ready, 0
+        self.clock.wait(own)
+        if split:
+            recorder.log.extend((GRADIENTS_DONE, self.clock()))
+            self.written += 1
+        self.clock.wait(wait)
+        recorder.ready = thread
+        self.write(SYNCED_BACKWARD_END)
+
+    def optimizer(self, ns: int) -> None:
+        began = self.write(OPTIMIZER_BEGIN) or self.recorder.optimizer_begin()
+        self.clock.wait(ns)
+        if not self.write(OPTIMIZER_END):
+            self.recorder.optimizer_end(began)
+
+    def sync(self, ns: int) -> None:
+        if not self.write(SYNC_BEGIN):
+            super().sync(ns)
+            return
+        self.clock.wait(ns)
+        self.write(SYNC_END)
 
 
 def test_plain_steps_are_cut_at_sync_exit() -> None:
@@ -331,9 +403,7 @@ def test_waiting_for_buffers_is_waiting() -> None:
     loop.step()
     loop.data(2)
     loop.forward(1)
-    before = loop.recorder.sync_begin()
-    loop.clock.wait(50)
-    loop.recorder.sync_end(before)
+    loop.sync(50)
     loop.clock.wait(3)
     loop.backward(5, 6)
     loop.optimizer(1)
@@ -396,7 +466,19 @@ def test_drain_takes_rows_in_order_across_the_end_of_the_buffer() -> None:
 MARKS = st.lists(
     st.tuples(
         st.sampled_from(
-            ["data", "none", "val", "forward", "eval", "backward", "nested", "unsplit", "optimizer", "sync"]
+            [
+                "data",
+                "none",
+                "val",
+                "forward",
+                "eval",
+                "backward",
+                "nested",
+                "unsplit",
+                "optimizer",
+                "sync",
+                "settle",
+            ]
         ),
         st.integers(0, 1000),
     ),
@@ -404,10 +486,8 @@ MARKS = st.lists(
 )
 
 
-@given(MARKS)
-def test_whatever_the_order_every_nanosecond_is_in_one_stage(marks: list[tuple[str, int]]) -> None:
-    """Rows plus tail are all the time since the first row began; nothing is negative; marks never raise."""
-    loop = Loop()
+def play(loop: Loop, marks: list[tuple[str, int]]) -> int:
+    """Make one plain step, then `marks`; returns when the latter began."""
     validation = object()
     loop.data(0)
     loop.forward(0)
@@ -429,10 +509,18 @@ def test_whatever_the_order_every_nanosecond_is_in_one_stage(marks: list[tuple[s
             loop.backward(ns, ns, split=name == "backward")
         elif name == "optimizer":
             loop.optimizer(ns)
+        elif name == "sync":
+            loop.sync(ns)
         else:
-            before = loop.recorder.sync_begin()
-            loop.clock.wait(ns)
-            loop.recorder.sync_end(before)
+            loop.recorder.settle()
+    return began
+
+
+@given(MARKS)
+def test_whatever_the_order_every_nanosecond_is_in_one_stage(marks: list[tuple[str, int]]) -> None:
+    """Rows plus tail are all the time since the first row began; nothing is negative; marks never raise."""
+    loop = Loop()
+    began = play(loop, marks)
     rows = loop.rows()
     pending = loop.recorder._pending or []
     assert all(value >= 0 for _, _, row in rows for value in row)
@@ -440,6 +528,58 @@ def test_whatever_the_order_every_nanosecond_is_in_one_stage(marks: list[tuple[s
     assert told == loop.clock.now - began
     keys = [key for key, _, _ in rows]
     assert keys == sorted(set(keys)) or any(key & 255 == 255 for key in keys)
+
+
+@given(MARKS)
+def test_marks_written_down_mean_what_marks_made_at_once_mean(marks: list[tuple[str, int]]) -> None:
+    at_once, written = Loop(), WrittenLoop()
+    for loop in (at_once, written):
+        play(loop, marks)
+        loop.step()
+        loop.step()
+    assert written.written
+    assert written.rows() == at_once.rows()
+    assert written.recorder.open_stage() == at_once.recorder.open_stage()
+    assert written.recorder.tail_ns() == at_once.recorder.tail_ns()
+    assert written.recorder.optimizer_ns == at_once.recorder.optimizer_ns
+
+
+def test_a_mark_that_a_signal_cut_in_two_is_no_mark() -> None:
+    loop = WrittenLoop()
+    loop.step()
+    loop.data(2)
+    loop.recorder.log.append(BACKWARD_BEGIN)  # and no time
+    loop.recorder.settle()
+    loop.clock.wait(3)
+    loop.forward(4)
+    loop.backward(5, 6)
+    loop.optimizer(1)
+    assert loop.rows()[1][2] == [1, 2, 3, 4, 5, 6]
+
+
+def test_only_the_training_thread_writes_marks_down() -> None:
+    loop = WrittenLoop()
+    assert not loop.recorder.write(FORWARD_BEGIN), "nobody has trained yet"
+    loop.step()
+    assert loop.recorder.write(FORWARD_BEGIN)
+    results: list[bool] = []
+    thread = threading.Thread(target=lambda: results.append(loop.recorder.write(FORWARD_BEGIN)))
+    thread.start()
+    thread.join(10)
+    loop.recorder.backward_begin()
+    results.append(loop.recorder.write(FORWARD_BEGIN))
+    assert results == [False, False]
+
+
+def test_the_cost_of_all_marks_is_told_by_those_that_were_weighed() -> None:
+    loop = WrittenLoop()
+    loop.step()
+    before = loop.recorder.marks_ns
+    for _ in range(10):
+        loop.step()  # 8 marks
+    loop.recorder.log.extend((OPTIMIZER_BEGIN, loop.clock(), COST, loop.clock() + 50))
+    loop.recorder.settle()
+    assert (before, loop.recorder.marks_ns) == (0, 50 * (loop.written + 1))
 
 
 @pytest.mark.parametrize("segments", [300])

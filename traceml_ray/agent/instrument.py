@@ -10,19 +10,52 @@ cannot be applied is skipped and listed in `missing`; `remove()` restores everyt
 from __future__ import annotations
 
 import functools
+import inspect
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 from traceml_ray.agent.details import Details
 from traceml_ray.agent.imports import forget, when_imported
-from traceml_ray.agent.recorder import Recorder
+from traceml_ray.agent.recorder import (
+    BACKWARD_BEGIN,
+    BACKWARD_END,
+    COST,
+    DATA_BEGIN,
+    DATA_END,
+    GRADIENTS_DONE,
+    OPTIMIZER_BEGIN,
+    OPTIMIZER_END,
+    SETTLE_AT,
+    SYNC_BEGIN,
+    SYNC_END,
+    SYNCED_BACKWARD_END,
+    Recorder,
+)
 from traceml_ray.agent.roots import Roots
 
 FSDP_MODULE = "torch.distributed.fsdp"
 COMPILE_MODULE = "torch._dynamo.eval_frame"
+BACKWARD_ARGUMENTS = (
+    "tensors",
+    "grad_tensors",
+    "retain_graph",
+    "create_graph",
+    "grad_variables",
+    "inputs",
+)
+
+
+def _expect(function: Any, arguments: tuple[str, ...]) -> None:
+    """Raise TypeError if `function` does not take `arguments` (spelled out: `*args` costs a µs a call)."""
+    found = inspect.signature(function)
+    try:
+        found.bind(*arguments)
+    except TypeError:
+        raise TypeError(f"takes {found}, expected {', '.join(arguments)}") from None
 
 
 class Instrumentation:
@@ -36,7 +69,7 @@ class Instrumentation:
         self.missing: dict[str, str] = {}
         """Patches that could not be applied, with the reason."""
         self.strategy = "single"
-        self.roots = Roots(recorder.forward_begin, self.failed)
+        self.roots = Roots(recorder, self.failed)
         self._debug = debug
         self._undo: list[Callable[[], None]] = []
         self._stop_learning: Callable[[], None] | None = None
@@ -73,6 +106,7 @@ class Instrumentation:
         for restore in reversed(undo):
             self._try("detach", restore)
         self._try("detach", self.roots.restore)
+        self._try("detach", self.recorder.settle)
 
     def _try(self, name: str, action: Callable[[], None]) -> None:
         try:
@@ -101,25 +135,33 @@ class Instrumentation:
         from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter
 
         recorder, failed = self.recorder, self.failed
+        append, clock = recorder.log.append, recorder.clock
         data_begin, data_end = recorder.data_begin, recorder.data_end
 
         def make_next(original: Any) -> Any:
             def __next__(iterator: Any) -> Any:  # noqa: N807
-                began = False
+                began = got = False
                 try:
-                    began = data_begin(iterator)
+                    written = id(iterator) == recorder.usual_iterator and get_ident() == recorder.ready
+                    if written:
+                        append(DATA_BEGIN)
+                        append(clock())
+                    else:
+                        began = data_begin(iterator)
                 except Exception as error:
                     failed("data", error)
-                if not began:
-                    return original(iterator)
-                got = False
+                    written = False
                 try:
                     item = original(iterator)
                     got = True
                     return item
                 finally:
                     try:
-                        data_end(got)
+                        if written and got:
+                            append(DATA_END)
+                            append(clock())
+                        elif written or began:
+                            data_end(got)
                     except Exception as error:
                         failed("data", error)
 
@@ -156,24 +198,22 @@ class Instrumentation:
         import torch
 
         recorder, failed = self.recorder, self.failed
-        is_compiling = torch.compiler.is_compiling
+        backward_begin, backward_end = recorder.backward_begin, recorder.backward_end
+        is_compiling = torch.compiler.is_dynamo_compiling
         tensor_type = torch.Tensor
         queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-
-        backward_begin, backward_end = recorder.backward_begin, recorder.backward_end
-        queued = False
+        log, append, clock = recorder.log, recorder.log.append, recorder.clock
+        queued = True
 
         def gradients_done() -> None:
-            try:
-                recorder.gradients_done()
-            except Exception as error:
-                failed("backward", error)
+            append(GRADIENTS_DONE)
+            append(clock())
 
         def first_gradient(_: Any) -> None:
             # The first gradient queues a callback of the autograd engine. DDP queues its own only when its
             # last bucket is ready, so ours runs first: own gradients are done, the exchange is not.
             nonlocal queued
-            if queued or not recorder.depth or is_compiling():
+            if queued or is_compiling():
                 return
             queued = True
             try:
@@ -181,58 +221,68 @@ class Instrumentation:
             except Exception as error:
                 failed("backward", error)
 
-        first_gradient.__torch_unserializable__ = True  # type: ignore[attr-defined] # saving a loss warns of no hook
-        hooks = OrderedDict({0: first_gradient})
+        # A node takes over the hooks of the tensor that it is shown: this one's, so that the loss is left
+        # alone. It is four times as fast as `register_hook`.
+        carrier = torch.zeros(())
+        carrier._backward_hooks = OrderedDict({0: first_gradient})
 
-        def hook(tensors: Any) -> list[Any]:
-            """Return what `unhook` wants. A lone loss is hooked without a handle: it is four times as fast."""
-            if type(tensors) is tensor_type and tensors._backward_hooks is None and tensors.grad_fn is not None:
-                tensors._backward_hooks = hooks
-                tensors.grad_fn._register_hook_dict(tensors)
-                return [tensors]
-            roots = tensors if isinstance(tensors, (list, tuple)) else (tensors,)
-            return [
-                root.register_hook(first_gradient)
-                for root in roots
-                if isinstance(root, tensor_type) and root.requires_grad
-            ]
-
-        def unhook(hooked: list[Any]) -> None:
-            for item in hooked:
-                if isinstance(item, tensor_type):
-                    item._backward_hooks = None
-                else:
-                    item.remove()
+        def hook(tensors: Any) -> None:
+            for root in tensors if isinstance(tensors, (list, tuple)) else (tensors,):
+                if isinstance(root, tensor_type) and root.grad_fn is not None:
+                    root.grad_fn._register_hook_dict(carrier)
 
         def make(original: Any) -> Any:
-            def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            _expect(original, BACKWARD_ARGUMENTS)
+
+            def backward(
+                tensors: Any,
+                grad_tensors: Any = None,
+                retain_graph: Any = None,
+                create_graph: Any = False,
+                grad_variables: Any = None,
+                inputs: Any = None,
+            ) -> Any:
                 nonlocal queued
                 if is_compiling():
-                    return original(tensors, *args, **kwargs)
-                hooked: list[Any] = []
-                began, outer = False, queued
+                    return original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+                written = began = ok = False
                 try:
-                    began = backward_begin()
-                    if began:
+                    me = get_ident()
+                    written = me == recorder.ready and len(log) < SETTLE_AT
+                    if written:
+                        append(BACKWARD_BEGIN)
+                        append(clock())
+                        recorder.ready = 0
+                    else:
+                        began = backward_begin()
+                    if written or began:
                         queued = False
-                        if type(tensors) is not tensor_type and hasattr(tensors, "__next__"):
-                            tensors = tuple(tensors)  # a generator can be read only once
-                        hooked = hook(tensors)
+                        if type(tensors) is tensor_type and tensors.grad_fn is not None:
+                            tensors.grad_fn._register_hook_dict(carrier)
+                        else:
+                            if hasattr(tensors, "__next__"):
+                                tensors = tuple(tensors)  # a generator can be read only once
+                            hook(tensors)
                 except Exception as error:
                     failed("backward", error)
-                ok = False
                 try:
-                    result = original(tensors, *args, **kwargs)
+                    result = original(
+                        tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs
+                    )
                     ok = True
                     return result
                 finally:
-                    if began:
-                        try:
+                    queued = True
+                    try:
+                        if written and ok:
+                            peers = recorder.peers
+                            append(BACKWARD_END if peers is None or not peers() else SYNCED_BACKWARD_END)
+                            append(clock())
+                            recorder.ready = me
+                        elif written or began:
                             backward_end(ok)
-                            queued = outer
-                            unhook(hooked)
-                        except Exception as error:
-                            failed("backward", error)
+                    except Exception as error:
+                        failed("backward", error)
 
             return backward
 
@@ -248,26 +298,40 @@ class Instrumentation:
         )
 
         recorder, failed = self.recorder, self.failed
+        append, clock = recorder.log.append, recorder.clock
         optimizer_begin, optimizer_end = recorder.optimizer_begin, recorder.optimizer_end
-        is_compiling = torch.compiler.is_compiling
-        began = 0
+        is_compiling = torch.compiler.is_dynamo_compiling
+        began = False
 
-        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        def before(optimizer: Any, _args: Any, _kwargs: Any) -> None:
             nonlocal began
             if is_compiling():
                 return
             try:
                 if self._stop_learning is not None:
                     self._learn(optimizer)
-                began = optimizer_begin()
+                began = get_ident() == recorder.ready
+                if began:
+                    append(OPTIMIZER_BEGIN)
+                    append(clock())
+                    if recorder.weigh:
+                        append(COST)
+                        append(clock())
+                        recorder.weigh = False
+                else:
+                    began = optimizer_begin()
             except Exception as error:
                 failed("optimizer", error)
 
-        def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if is_compiling():
+        def after(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+            if not began or is_compiling():
                 return
             try:
-                optimizer_end(began)
+                if get_ident() == recorder.ready:
+                    append(OPTIMIZER_END)
+                    append(clock())
+                else:
+                    optimizer_end(began)
             except Exception as error:
                 failed("optimizer", error)
 
@@ -285,7 +349,8 @@ class Instrumentation:
         def make(original: Any) -> Any:
             def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
                 try:
-                    recorder.optimizer_begin()  # an overflow skips the optimizer, the step has been one
+                    if not recorder.write(OPTIMIZER_BEGIN):
+                        recorder.optimizer_begin()  # an overflow skips the optimizer, the step has been one
                 except Exception as error:
                     failed("grad_scaler", error)
                 return original(scaler, optimizer, *args, **kwargs)
@@ -342,16 +407,17 @@ class Instrumentation:
             def _sync_buffers(ddp: Any) -> Any:
                 if is_compiling():
                     return original(ddp)
-                before = None
+                began = False
                 try:
-                    before = recorder.sync_begin()
+                    began = recorder.write(SYNC_BEGIN) or recorder.sync_begin()
                 except Exception as error:
                     failed("ddp", error)
                 try:
                     return original(ddp)
                 finally:
                     try:
-                        recorder.sync_end(before)
+                        if began and not recorder.write(SYNC_END):
+                            recorder.sync_end(began)
                     except Exception as error:
                         failed("ddp", error)
 
@@ -375,9 +441,11 @@ class Instrumentation:
         self.recorder.peers = self._exchanges
 
     def _exchanges(self) -> bool:
-        return any(
-            module.require_backward_grad_sync for ref in self._ddp if (module := ref()) is not None
-        )
+        for ref in self._ddp:
+            module = ref()
+            if module is not None and module.require_backward_grad_sync:
+                return True
+        return False
 
     def _patch_compile(self) -> None:
         from torch._dynamo.eval_frame import OptimizedModule

@@ -97,6 +97,7 @@ class RankAgent:
 
     def tick(self, final: bool = False) -> None:
         """Do one round: rows into batches, batches to the relay, its replies into account."""
+        self.recorder.settle()
         more = True
         while more:
             more = self._enqueue(final)

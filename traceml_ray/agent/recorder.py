@@ -8,17 +8,20 @@ A backward that ends leaves its row *pending*: an optimizer step closes it, anot
 without one in between (gradient accumulation) takes it back in. What happens after the backward
 already counts for the next row, because rows are cut at sync exit.
 
-Everything here runs on the training thread, between two kernels, with cold caches: there a Python
-call costs three times what a hot loop shows. So the common path of each mark is one flat function
-over slots, and everything rare stands in a function of its own. The agent only reads.
+Marks are made on the training thread, between two kernels, with cold caches: there a line of Python
+costs five times what a hot loop shows. So the marks of the usual step are only written down there
+(which one and when, in `log`), and understood later, a hundred at a time, by the agent's thread
+(`settle`). The methods are the marks made at once; each settles what was written down before it.
 """
 
 from __future__ import annotations
 
+import functools
+from collections import deque
 from collections.abc import Callable
-from threading import get_ident
+from threading import RLock, get_ident
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, TypeVar
 
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.wire import (
@@ -41,8 +44,53 @@ from traceml_ray.wire import (
 
 MAX_SEGMENT = (1 << SEGMENT_BITS) - 1
 SILENT_OWNER_NS = 5_000_000_000
-SAMPLE_STEPS = 64
-"""One step in so many has the time inside its own marks measured."""
+
+(
+    DATA_BEGIN,
+    DATA_END,
+    FORWARD_BEGIN,
+    BACKWARD_BEGIN,
+    GRADIENTS_DONE,
+    BACKWARD_END,
+    SYNCED_BACKWARD_END,
+    SYNC_BEGIN,
+    SYNC_END,
+    OPTIMIZER_BEGIN,
+    OPTIMIZER_END,
+    COST,
+) = range(12)
+"""The marks of the usual step; COST says when the one before it was done being made."""
+
+LOG_SIZE = 1 << 17
+"""What is written beyond this pushes out the oldest."""
+SETTLE_AT = LOG_SIZE // 2
+"""With so much written, a backward settles by itself: the agent's thread does not come round."""
+LOCK_S = 0.2
+"""Longest wait of a mark for the agent's thread, which holds the lock for a millisecond."""
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _at_once(method: Method) -> Method:
+    """Make `method` a mark that is made now, by this thread, after all that were written down."""
+
+    @functools.wraps(method)
+    def mark(self: Recorder, *args: Any) -> Any:
+        called = self.clock()
+        if not self._lock.acquire(timeout=LOCK_S):
+            raise TimeoutError("the agent's thread does not let go of the recorder")
+        try:
+            self._replay()
+            self.now, self.thread = self.clock(), get_ident()
+            result = method(self, *args)
+            if self.thread == self.owner:
+                self.ready = 0 if self.depth else self.owner
+                self._cost_ns += self.clock() - called
+            return result
+        finally:
+            self._lock.release()
+
+    return mark  # type: ignore[return-value]
 
 
 class Recorder:
@@ -50,95 +98,159 @@ class Recorder:
 
     __slots__ = (
         "_acc",
+        "_before_sync",
         "_before_wait",
+        "_cost_ns",
         "_foreign_ns",
-        "_iterator",
         "_last_iterator",
         "_last_loader",
+        "_lock",
+        "_manual",
+        "_mark",
+        "_optimizer_began",
         "_pending",
         "_pending_flags",
         "_pending_synced",
         "_resume",
-        "_sampling",
         "_split",
+        "_stage",
+        "_step",
         "_step_in_backward",
         "_train_loaders",
         "_waited",
         "_waits",
+        "_weighed",
+        "_written",
+        "_written_ns",
         "clock",
         "coupled",
         "depth",
         "first",
         "last",
-        "manual",
-        "marks_ns",
+        "log",
+        "now",
         "optimizer_ns",
         "optimizer_steps",
         "owner",
         "peers",
+        "ready",
         "ring",
         "segment",
-        "stage",
-        "step",
+        "thread",
+        "usual_iterator",
+        "weigh",
     )
 
     def __init__(self, ring: StepRing, clock: Callable[[], int] = perf_counter_ns) -> None:
         self.ring = ring
         self.clock = clock
-        self.step = 0
-        self.segment = 0
+        self.log: deque[int] = deque(maxlen=LOG_SIZE)
+        """
+        Marks written down and not yet understood: which, when, which, when, … A signal may come between
+        the two, so a mark without its time is nothing: times are all larger than marks.
+        """
+        self.ready = 0
+        """The thread that may write marks down: the one that trains, outside of a backward."""
+        self.usual_iterator = 0
+        """The id of the iterator that feeds training, where there is just one."""
+        self.weigh = True
+        """The next mark that can is to say what it cost."""
+        self.now = clock()
+        """The time of the mark that is being understood, and its thread."""
+        self.thread = 0
         self.owner: int | None = None
         """The thread that trains; None until one has."""
         self.peers: Callable[[], bool] | None = None
         """Does the backward that ends now exchange gradients? None: nobody to exchange with."""
         self.coupled = False
         """Waits for peers cannot be told apart inside forward and backward (FSDP, device clock)."""
-        self.manual = False
-        """Steps are cut by `trace_step`, not by the optimizer."""
-        self.marks_ns = 0
+        self._manual = False
+        self.segment = 0
         self.optimizer_ns = 0
         self.optimizer_steps = 0
+        self._step = self._mark = 0
+        self._cost_ns = self._written = self._written_ns = self._weighed = 0
+        self._lock = RLock()
         self._train_loaders: set[int] = set()
         self._waited: set[int] = set()
-        self.reset()
+        self._reset()
 
-    def reset(self) -> None:
+    def _reset(self) -> None:
         """Forget the open row; the next one is a first row again."""
         self._acc = [0, 0, 0, 0, 0, 0]
         self._pending: list[int] | None = None
         self._pending_flags = 0
-        self._pending_synced = self._split = self._step_in_backward = self._sampling = False
-        self.stage, self.last, self.first, self.depth = POST_SYNC, self.clock(), True, 0
-        self._waits = self._iterator = self._last_iterator = self._last_loader = self._foreign_ns = 0
+        self._pending_synced = self._split = self._step_in_backward = False
+        self._stage, self.last, self.first, self.depth = POST_SYNC, self.now, True, 0
+        self._waits = self.usual_iterator = self._last_iterator = self._last_loader = self._foreign_ns = 0
         self._resume = self._before_wait = POST_SYNC
+        self._before_sync: int | None = None
+        self._optimizer_began = 0
         self._waited.clear()
 
+    # -- what was written down ---------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Understand what was written down until now (or leave it to the thread that is at it)."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._replay()
+                self.weigh = True
+            finally:
+                self._lock.release()
+
+    def _replay(self) -> None:
+        log = self.log
+        self.thread = self.owner or 0
+        for _ in range(len(log)):
+            value = log.popleft()
+            if value <= COST:
+                self._mark = value
+            elif self._mark == COST:
+                self._written_ns += value - self.now
+                self._weighed += 1
+            else:
+                self.now = value
+                self._written += 1
+                _UNDERSTAND[self._mark](self)
+
     # -- the training thread -----------------------------------------------------------------
+
+    def write(self, mark: int) -> bool:
+        """Write `mark` down, if this thread may; False: its method has to be called instead."""
+        if get_ident() != self.ready:
+            return False
+        log = self.log
+        log.append(mark)
+        log.append(self.clock())
+        return True
 
     def mine(self) -> bool:
         """Return whether this thread is the one that trains (or nobody has trained yet)."""
         return self.owner is None or get_ident() == self.owner
 
+    def _may(self) -> bool:
+        """Return whether the mark's thread is the one that trains (or nobody has trained yet)."""
+        return self.owner is None or self.thread == self.owner
+
     def _own(self, *, take_over: bool = False) -> bool:
-        """Return whether this thread may mark; a new training thread takes over from a silent one."""
-        me = get_ident()
-        if self.owner == me:
+        """Return whether the mark counts; a new training thread takes over from a silent one."""
+        if self.owner == self.thread:
             return True
         if self.owner is not None:
-            if self.depth or not take_over or self.clock() - self.last < SILENT_OWNER_NS:
+            if self.depth or not take_over or self.now - self.last < SILENT_OWNER_NS:
                 return False
-            self.reset()
-        self.owner = me
+            self._reset()
+        self.owner = self.thread
         return True
 
     def _to(self, stage: int) -> None:
-        now = self.clock()
-        self._acc[self.stage] += now - self.last
-        self.last = now
-        self.stage = stage
+        self._acc[self._stage] += self.now - self.last
+        self.last = self.now
+        self._stage = stage
 
     def _fold(self) -> None:
-        """What ran since sync exit was not for this step (but for fetches of the training loaders): `post_sync`."""
+        """What ran since sync exit was not for this step, but for its own fetches: it is `post_sync`."""
         self._to(POST_SYNC)
         acc = self._acc
         acc[POST_SYNC] += self._foreign_ns + acc[PREPARE] + acc[FORWARD]
@@ -148,114 +260,92 @@ class Recorder:
 
     # -- data ----------------------------------------------------------------------------------
 
+    @_at_once
     def data_begin(self, iterator: Any) -> bool:
         """Mark: this thread starts to wait for `iterator`; True when a `data_end` has to follow."""
-        if id(iterator) != self._iterator or self._waits or self.depth or get_ident() != self.owner:
-            return self._other_data_begin(iterator)
-        now = self.clock()
-        stage = self.stage
-        self._acc[stage] += now - self.last
-        self.last = now
-        self.stage = DATA
-        self._before_wait = stage
-        self._resume = FORWARD if stage == FORWARD else PREPARE
-        self._waits = 1
-        if self._sampling:
-            self.marks_ns += self.clock() - now
-        return True
-
-    def _other_data_begin(self, iterator: Any) -> bool:
-        """Any wait but the usual one: of another loader, nested, or of a thread that does not train."""
-        if not self.mine() or self.depth:
+        if not self._may() or self.depth:
             return False
-        self._waits += 1
-        if self._waits > 1:  # a loader inside a loader
+        if self._waits:  # a loader inside a loader
+            self._waits += 1
             return True
-        # Iterators come and go with the epochs: the loader (noted on them) is who feeds the step.
-        loader = getattr(iterator, "__dict__", {}).get("_traceml_loader") or id(iterator)
-        if loader in self._train_loaders and not self._waited <= self._train_loaders:
-            self._fold()
-        self._last_loader, self._last_iterator = loader, id(iterator)
-        self._iterator = 0  # the next wait of the usual loader has to look at this one first
-        self._before_wait = self.stage
-        self._resume = FORWARD if self.stage == FORWARD else PREPARE
-        self._to(DATA)
+        if id(iterator) != self.usual_iterator:
+            # Iterators come and go with the epochs: the loader (noted on them) is who feeds the step.
+            loader = getattr(iterator, "__dict__", {}).get("_traceml_loader") or id(iterator)
+            if loader in self._train_loaders and not self._waited <= self._train_loaders:
+                self._fold()
+            self._last_loader, self._last_iterator = loader, id(iterator)
+            self.usual_iterator = 0  # the next wait of the usual loader has to look at this one first
+        self._data_begin()
         return True
 
+    def _data_begin(self) -> None:
+        self._waits = 1
+        self._before_wait = self._stage
+        self._resume = FORWARD if self._stage == FORWARD else PREPARE
+        self._to(DATA)
+
+    @_at_once
     def data_end(self, got: bool) -> None:
         """Mark: the data is there, or (`got` False) there was none: then it was no wait of this step."""
+        self._data_end(got)
+
+    def _data_end(self, got: bool = True) -> None:
         if self._waits != 1:
             self._waits = max(0, self._waits - 1)
             return
         self._waits = 0
-        if got:
-            now, last = self.clock(), self.last
-            self._acc[DATA] += now - last
-            self.last = now
-            self.stage = self._resume
-            if self._last_iterator != self._iterator:
-                self._waited.add(self._last_loader)
-                if self._last_loader not in self._train_loaders:
-                    self._foreign_ns += now - last
-            if self._sampling:
-                self.marks_ns += self.clock() - now
-        else:
-            self.stage = self._before_wait
-            self._to(self.stage)
+        if not got:
+            self._stage = self._before_wait
+            self._to(self._stage)
+            return
+        if self._last_iterator != self.usual_iterator:
+            self._waited.add(self._last_loader)
+            if self._last_loader not in self._train_loaders:
+                self._foreign_ns += self.now - self.last
+        self._to(self._resume)
 
+    @_at_once
     def new_iterator(self) -> None:
         """An iterator was made: its id may be that of one that is gone."""
-        self._iterator = 0
+        self.usual_iterator = 0
 
     # -- forward -------------------------------------------------------------------------------
 
+    @_at_once
     def forward_begin(self, training: bool) -> None:
         """Mark: the root module is called; not `training` is an evaluation (or a look at the model)."""
-        if self.depth or not training or get_ident() != self.owner:
-            self._other_forward(training)
-            return
-        stage = self.stage
-        if stage == FORWARD:
-            return
-        now = self.clock()
-        self._acc[stage] += now - self.last
-        self.last = now
-        self.stage = FORWARD
-        if self._sampling:
-            self.marks_ns += self.clock() - now
-
-    def _other_forward(self, training: bool) -> None:
         if self.depth or not self._own():
             return
         if training:
-            if self.stage != FORWARD:
-                self._to(FORWARD)
+            self._forward_begin()
         elif self._last_loader not in self._train_loaders:
             self._fold()
 
+    def _forward_begin(self) -> None:
+        if self._stage != FORWARD:
+            self._to(FORWARD)
+
     # -- backward ------------------------------------------------------------------------------
 
+    @_at_once
     def backward_begin(self) -> bool:
         """Mark: a backward starts; False when it is not one of the training thread's."""
-        if self.depth or get_ident() != self.owner:
-            if not self._own(take_over=True):
-                return False
-            if self.depth:
-                self.depth += 1
-                return True
-        now = self.clock()
-        self._acc[self.stage] += now - self.last
-        self.last = now
-        self.stage = BACKWARD
+        if not self._own(take_over=True):
+            return False
+        if self.depth:
+            self.depth += 1
+        else:
+            self._backward_begin()
+        return True
+
+    def _backward_begin(self) -> None:
+        self._to(BACKWARD)
         self.depth = 1
         self._split = self._step_in_backward = False
         if self._pending is not None:
             self._take_back()
         if self._waited:
             self._learn_loaders()
-        if self._sampling:
-            self.marks_ns += self.clock() - now
-        return True
 
     def _take_back(self) -> None:
         """Another backward before an optimizer step: a synced one stands as a segment, others go on."""
@@ -271,92 +361,114 @@ class Recorder:
         """The loaders waited for on the way to a backward are the ones that feed training."""
         if self._waited != self._train_loaders:
             self._train_loaders = set(self._waited)
-        self._iterator = self._last_iterator if len(self._waited) == 1 else 0
+        self.usual_iterator = self._last_iterator if len(self._waited) == 1 else 0
         self._waited.clear()
         self._foreign_ns = 0
 
+    @_at_once
     def gradients_done(self) -> None:
         """Mark: this rank's own gradients are done; what follows inside the backward is waiting."""
-        if self.depth:
-            now = self.clock()
-            self._acc[self.stage] += now - self.last
-            self.last = now
-            self.stage = SYNC_WAIT
-            self._split = True
-            if self._sampling:
-                self.marks_ns += self.clock() - now
+        self._gradients_done()
 
+    def _gradients_done(self) -> None:
+        if self.depth:
+            self._to(SYNC_WAIT)
+            self._split = True
+
+    @_at_once
     def backward_end(self, ok: bool) -> None:
         """Mark: a backward has returned (`ok`) or raised. The outermost one leaves its row pending."""
-        now = self.clock()
-        acc = self._acc
-        acc[self.stage] += now - self.last
-        self.last = now
+        self._backward_end(ok, self.peers is not None and self.peers())
+
+    def _backward_end(self, ok: bool, synced: bool) -> None:
         if self.depth > 1:
             self.depth -= 1
-            self.stage = BACKWARD
+            self._to(BACKWARD)
             return
         self.depth = 0
-        self.stage = POST_SYNC
+        self._to(POST_SYNC)
         if not ok:
             return
-        synced = self.peers is not None and self.peers()
         flags = 0 if synced else FLAG_NO_PEERS
         if not self._split:
             flags |= FLAG_NO_SPLIT
         if self.coupled:
             flags |= FLAG_COUPLED
-        self._pending_flags, self._pending_synced, self._pending = flags, synced, acc
+        self._pending_flags, self._pending_synced, self._pending = flags, synced, self._acc
         self._acc = [0, 0, 0, 0, 0, 0]
-        if self._step_in_backward and not self.manual:
+        if self._step_in_backward and not self._manual:
             self._close_step()
-        if self._sampling:
-            self.marks_ns += self.clock() - now
 
-    def sync_begin(self) -> int | None:
+    @_at_once
+    def sync_begin(self) -> bool:
         """Mark: the framework waits for peers outside a backward (DDP's buffers); pass on to `sync_end`."""
-        if self.depth or not self.mine():
-            return None
-        before = self.stage
-        self._to(SYNC_WAIT)
-        return before
+        if self.depth or not self._may():
+            return False
+        self._sync_begin()
+        return True
 
-    def sync_end(self, before: int | None) -> None:
+    def _sync_begin(self) -> None:
+        self._before_sync = self._stage
+        self._to(SYNC_WAIT)
+
+    @_at_once
+    def sync_end(self, began: bool) -> None:
         """Mark: that wait is over; the stage it interrupted goes on."""
-        if before is not None:
-            self._to(before)
+        if began:
+            self._sync_end()
+
+    def _sync_end(self) -> None:
+        if self._before_sync is not None:
+            self._to(self._before_sync)
+            self._before_sync = None
 
     # -- what closes a row -----------------------------------------------------------------------
 
-    def optimizer_begin(self) -> int:
+    @_at_once
+    def optimizer_begin(self) -> bool:
         """
         Mark: an optimizer (or `GradScaler`) step: it closes the pending row, if there is one.
 
-        Returns what `optimizer_end` wants: the time, or 0 when this step is none of ours to measure.
+        Returns what `optimizer_end` wants: whether this step is one of ours to measure.
         """
-        if not self.mine():
-            return 0
+        if not self._may():
+            return False
         if self.depth:
             self._step_in_backward = True
-            return 0
-        now = self.clock()
-        if self._pending is not None and not self.manual:
+            return False
+        self._optimizer_begin()
+        return True
+
+    def _optimizer_begin(self) -> None:
+        self._optimizer_began = self.now
+        if self._pending is not None and not self._manual:
             self._close_step()
-        if self.stage != POST_SYNC:
+        if self._stage != POST_SYNC:
             self._to(POST_SYNC)
-        if self._sampling:
-            self.marks_ns += self.clock() - now
-        return now
 
-    def optimizer_end(self, began: int) -> None:
+    @_at_once
+    def optimizer_end(self, began: bool) -> None:
         """Mark: the optimizer step is over; backwards that ran inside it (LBFGS) are its row."""
-        if not began:
-            return
-        self.optimizer_ns += self.clock() - began
+        if began:
+            self._optimizer_end()
+
+    def _optimizer_end(self) -> None:
+        self.optimizer_ns += self.now - self._optimizer_began
         self.optimizer_steps += 1
-        if self._pending is not None and not self.manual and not self.depth:
+        if self._pending is not None and not self._manual and not self.depth:
             self._close_step()
 
+    @property
+    def manual(self) -> bool:
+        """Steps are cut by `trace_step`, not by the optimizer."""
+        return self._manual
+
+    @manual.setter
+    @_at_once
+    def manual(self, manual: bool) -> None:
+        self._manual = manual
+
+    @_at_once
     def close_traced(self) -> None:
         """End of a `trace_step`: its last backward closes the row, else the row ends here."""
         if self._pending is None:
@@ -368,9 +480,8 @@ class Recorder:
     def _close_step(self) -> None:
         """Close the pending row and count a step."""
         self._emit()
-        self.step += 1
+        self._step += 1
         self.segment = 0
-        self._sampling = not self.step % SAMPLE_STEPS
 
     def _emit(self) -> None:
         row, flags = self._pending, self._pending_flags
@@ -385,15 +496,49 @@ class Recorder:
             flags |= FLAG_FIRST
             self.first = False
             row[POST_SYNC] = 0  # there was no sync before: a first row starts at its first data wait
-        self.ring.push(self.step << SEGMENT_BITS | self.segment, flags, row)
+        self.ring.push(self._step << SEGMENT_BITS | self.segment, flags, row)
 
-    # -- read by the agent -----------------------------------------------------------------------
+    # -- how it stands ---------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """The step that is open, of the marks made until now."""
+        self.settle()
+        return self._step
+
+    @property
+    def stage(self) -> int:
+        """The stage that the training thread is in."""
+        self.settle()
+        return self._stage
+
+    @property
+    def marks_ns(self) -> int:
+        """Time that the marks have taken on the training thread; of those written down, a few are weighed."""
+        return self._cost_ns + self._written_ns * self._written // max(1, self._weighed)
 
     def open_stage(self) -> OpenStage:
-        """Return where the training thread stands now (a glance, not a lock)."""
-        stage, last = self.stage, self.last
-        return OpenStage(self.step, stage, max(0, self.clock() - last))
+        """Return where the training thread stands now."""
+        self.settle()
+        stage, last = self._stage, self.last
+        return OpenStage(self._step, stage, max(0, self.clock() - last))
 
     def tail_ns(self) -> int:
         """Return the time since the last sync exit, which belongs to no row."""
+        self.settle()
         return sum(self._acc) + max(0, self.clock() - self.last)
+
+
+_UNDERSTAND: dict[int, Callable[[Recorder], None]] = {
+    DATA_BEGIN: Recorder._data_begin,
+    DATA_END: Recorder._data_end,
+    FORWARD_BEGIN: Recorder._forward_begin,
+    BACKWARD_BEGIN: Recorder._backward_begin,
+    GRADIENTS_DONE: Recorder._gradients_done,
+    BACKWARD_END: lambda recorder: recorder._backward_end(True, False),
+    SYNCED_BACKWARD_END: lambda recorder: recorder._backward_end(True, True),
+    SYNC_BEGIN: Recorder._sync_begin,
+    SYNC_END: Recorder._sync_end,
+    OPTIMIZER_BEGIN: Recorder._optimizer_begin,
+    OPTIMIZER_END: Recorder._optimizer_end,
+}

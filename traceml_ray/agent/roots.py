@@ -12,16 +12,17 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
-Mark = Callable[[bool], None]
+from traceml_ray.agent.recorder import FORWARD_BEGIN, Recorder
 
 
 class Roots:
     """The root modules of this process (usually one) and the classes that carry the mark."""
 
-    def __init__(self, mark: Mark, fail: Callable[[str, BaseException], None]) -> None:
-        self._mark = mark
+    def __init__(self, recorder: Recorder, fail: Callable[[str, BaseException], None]) -> None:
+        self._recorder = recorder
         self._fail = fail
         self._ids: dict[int, weakref.ref[Any]] = {}
         self._classes: dict[type, Any] = {}
@@ -66,8 +67,8 @@ class Roots:
             self.add(best)
 
     def mark_compiled(self, optimized_module: type) -> None:
-        """Also mark calls of `torch.compile`'s wrapper module: inside it the root's own call is compiled away."""
-        self._mark_class(optimized_module, inner="_orig_mod")
+        """Also mark calls of `torch.compile`'s wrapper: inside it the root's own call is compiled away."""
+        self._mark_class(optimized_module, lambda module: id(module._orig_mod))
 
     def restore(self) -> None:
         """Take the mark off every class."""
@@ -79,22 +80,29 @@ class Roots:
         self._classes.clear()
         self._ids.clear()
 
-    def _mark_class(self, cls: type, inner: str | None = None) -> None:
+    def _mark_class(self, cls: type, root_id: Callable[[Any], int] = id) -> None:
         if cls in self._classes:
             return
         self._classes[cls] = cls.__dict__.get("__call__")
-        cls.__call__ = self._marked(cls, self._classes[cls], inner)  # type: ignore[operator]
+        cls.__call__ = self._marked(cls, self._classes[cls], root_id)  # type: ignore[operator]
 
-    def _marked(self, cls: type, own: Any, inner: str | None) -> Any:
+    def _marked(self, cls: type, own: Any, root_id: Callable[[Any], int]) -> Any:
         import torch
 
-        is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
-        roots, mark, fail = self._ids, self._mark, self._fail
+        is_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
+        roots, fail = self._ids, self._fail
+        recorder, forward_begin = self._recorder, self._recorder.forward_begin
+        append, clock = recorder.log.append, recorder.clock
 
         def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it is that method
-            if not is_compiling() and id(self if inner is None else getattr(self, inner)) in roots:
+            if not is_compiling() and root_id(self) in roots:
                 try:
-                    mark(self.training and is_grad_enabled())
+                    training = self.training and is_grad_enabled()
+                    if training and get_ident() == recorder.ready:
+                        append(FORWARD_BEGIN)
+                        append(clock())
+                    else:
+                        forward_begin(training)
                 except Exception as error:
                     fail("forward", error)
             if own is not None:

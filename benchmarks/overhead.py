@@ -1,0 +1,561 @@
+"""
+What the monitor costs the run that it watches, against the budgets.
+
+    python benchmarks/overhead.py [--quick] [--only PART] [--markdown]
+
+    step    a step of 20 to 30 ms, the monitor attached and detached every few steps
+    marks   time on the training thread, alone and under DDP
+    agent   CPU of the agent's thread, bytes on the wire
+    run     whole runs with and without: start, end, memory
+
+A small machine is noisy, so everything is measured in pairs next to each other, in random order, and
+the middle of the pairs counts. Nothing else should run meanwhile. Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import platform
+import random
+import secrets
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from traceml_ray import wire
+from traceml_ray.actors.relay import Relay
+from traceml_ray.agent import bootstrap
+from traceml_ray.agent.channel import SocketChannel
+from traceml_ray.agent.details import Details
+from traceml_ray.agent.instrument import Instrumentation
+from traceml_ray.agent.rank_agent import RankAgent
+from traceml_ray.agent.recorder import Recorder
+from traceml_ray.agent.ring import StepRing
+from traceml_ray.settings import Settings
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+STRETCH = 5
+"""Steps between attaching and detaching."""
+BLOCK = 100
+"""Steps of the tiny model that are timed as one."""
+RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+
+
+class Figure(NamedTuple):
+    """One line of the table."""
+
+    part: str
+    what: str
+    value: str
+    budget: str = ""
+
+
+class Middle(NamedTuple):
+    """A median and its bootstrap 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def medians(values: list[float], rounds: int = 2000) -> Any:
+    """Return an array: the median of `values`, then those of `rounds` resamples of them (bootstrap)."""
+    import numpy as np
+
+    found = np.asarray(values)
+    chosen = np.random.default_rng().choice(found, (rounds, len(found)))
+    return np.concatenate([[np.median(found)], np.median(chosen, axis=1)])
+
+
+def middle(values: Any) -> Middle:
+    """Return what `medians` found, with where 95 % of the resamples lie."""
+    import numpy as np
+
+    low, high = np.percentile(values[1:], (2.5, 97.5))
+    return Middle(float(values[0]), float(low), float(high))
+
+
+# -- a relay of its own --------------------------------------------------------------------------
+
+
+class Confirms:
+    """An aggregator that has stored whatever it is sent (transport and sampler of the relay)."""
+
+    def __init__(self) -> None:
+        self.errors: Counter[str] = Counter()
+        self._replies: list[bytes | Exception] = []
+
+    def ingest(self, data: bytes, commit: bool) -> bool:
+        """Confirm a RelayBatch."""
+        batch = wire.decode(data, wire.RelayBatch)
+        self._replies.append(wire.encode(wire.RelayReply(wire.VERSION, batch.seq)))
+        return True
+
+    def finish(self, data: bytes) -> bool:
+        """Refuse: this session has no end."""
+        return False
+
+    def poll(self) -> list[bytes | Exception]:
+        """Return the confirmations."""
+        replies, self._replies = self._replies, []
+        return replies
+
+    def stop(self) -> None:
+        """Nothing to stop."""
+
+    def latest(self) -> None:
+        """Sample nothing."""
+
+
+def serve(path: str) -> None:
+    """Be the relay at `path` until this process is ended."""
+    node = wire.NodeIdentity("bench", socket.gethostname(), "127.0.0.1")
+    confirms = Confirms()
+    relay = Relay(Path(path), node, confirms, confirms, Settings())
+    while True:
+        relay.turn(0.25)
+
+
+@contextlib.contextmanager
+def relay_process() -> Iterator[str]:
+    """Run a relay in a process of its own; gives the path of its socket."""
+    with tempfile.TemporaryDirectory(prefix="bench-", dir="/tmp") as folder:
+        path = f"{folder}/relay.sock"
+        process = multiprocessing.get_context("spawn").Process(target=serve, args=(path,), daemon=True)
+        process.start()
+        try:
+            until(lambda: Path(path).exists(), "the relay listens", 30)
+            yield path
+        finally:
+            process.terminate()
+            process.join()
+
+
+def until(done: Callable[[], Any], what: str, seconds: float) -> Any:
+    """Wait until `done()` is true and return it; RuntimeError after `seconds`."""
+    end = time.monotonic() + seconds
+    while not (found := done()):
+        if time.monotonic() > end:
+            raise RuntimeError(f"waited {seconds:g} s in vain until {what}")
+        time.sleep(0.005)
+    return found
+
+
+# -- training loops ------------------------------------------------------------------------------
+
+
+class Training:
+    """A loop that can be run a few steps at a time; the model is the loop's root."""
+
+    def __init__(self, model: Any, loader: Any, loss: Callable[[Any, Any], Any]) -> None:
+        import torch
+
+        self.model = model
+        self._loader = loader
+        self._loss = loss
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        self._batches = iter(loader)
+
+    def run(self, steps: int) -> None:
+        """Train for so many steps."""
+        for _ in range(steps):
+            batch = next(self._batches, None)
+            if batch is None:
+                self._batches = iter(self._loader)
+                batch = next(self._batches)
+            self._loss(self.model, batch).backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+    def seconds(self, steps: int) -> float:
+        """Time `steps` steps."""
+        began = time.perf_counter()
+        self.run(steps)
+        return time.perf_counter() - began
+
+
+def gpt_training() -> Training:
+    """Make the loop of the example, in one process, with steps of 20 to 30 ms."""
+    sys.path.insert(0, str(EXAMPLES))
+    import train_gpt  # type: ignore[import-not-found]
+    from torch.nn.functional import cross_entropy
+    from torch.utils.data import DataLoader
+
+    def loss(model: Any, batch: Any) -> Any:
+        return cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    text = train_gpt.read_corpus()
+    for batch_size in itertools.count(4, 2):
+        model = train_gpt.GPT(layers=3, heads=4, width=96, context=64)
+        training = Training(model, DataLoader(train_gpt.Windows(text, 64), batch_size, shuffle=True), loss)
+        training.run(10)
+        if statistics.median(training.seconds(1) for _ in range(20)) > 0.022:
+            return training
+    raise AssertionError
+
+
+def tiny_training(wrap: Callable[[Any], Any] = lambda model: model) -> Training:
+    """Make a loop of which a step takes 0.1 ms: there a microsecond can be seen."""
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    loader = DataLoader(TensorDataset(torch.randn(50_000, 64)), batch_size=2)
+    return Training(wrap(model), loader, lambda model, batch: model(batch[0]).mean())
+
+
+# -- the parts -----------------------------------------------------------------------------------
+
+
+def measure_step(quick: bool) -> list[Figure]:
+    """
+    Measure the share of a step that the whole monitor takes.
+
+    The agent lives all the time, its patches come and go. Its rounds are not left to the clock, which
+    would put them where it is detached, and in so few stretches that no median saw them: every third
+    attached stretch begins with one, and what that adds counts as often as there is one a second.
+    """
+    training = gpt_training()
+    ratios: dict[bool, list[float]] = {True: [], False: []}
+    bare = []
+    with relay_process() as path:
+        agent = RankAgent(Settings(socket=path, session="bench"), SocketChannel(path))
+        due = threading.Semaphore(0)
+
+        def rounds() -> None:
+            while True:
+                due.acquire()
+                agent.tick()
+
+        threading.Thread(target=rounds, daemon=True).start()
+        due.release()  # the first round connects and looks everything up
+        for pair in range(45 if quick else 900):
+            taken, with_round = {}, pair % 3 == 0
+            for attached in random.sample((True, False), 2):
+                if attached:
+                    agent.instrumentation.install()
+                    agent.instrumentation.roots.add(training.model)
+                training.run(1)  # Python looks up anew what was patched
+                if attached and with_round:
+                    due.release()
+                taken[attached] = training.seconds(STRETCH)
+                if attached:
+                    agent.instrumentation.remove()
+            ratios[with_round].append(100 * (taken[True] / taken[False] - 1))
+            bare.append(taken[False])
+        check(agent.instrumentation)
+        agent.channel.close()
+    stretch = statistics.median(bare)
+    often = stretch / agent.settings.interval
+    marks, rounds_too = medians(ratios[False]), medians(ratios[True])
+    share = middle(marks + often * (rounds_too - marks))
+    return [
+        Figure("step", "step without monitor", f"{stretch / STRETCH * 1e3:.1f} ms"),
+        Figure("step", f"added, median of {len(bare)} pairs", f"{share.value:+.2f} %", "≤ 0.2 %"),
+        Figure("step", "its 95 % interval", f"{share.low:+.2f} … {share.high:+.2f} %", "within ± 0.5 %"),
+        Figure("step", "of that the marks", f"{marks[0]:+.2f} %"),
+    ]
+
+
+def check(instrumentation: Instrumentation) -> None:
+    """Raise RuntimeError if something was swallowed or left out: then less was measured than is there."""
+    if instrumentation.errors or instrumentation.missing:
+        raise RuntimeError(f"not all there: {instrumentation.errors} {instrumentation.missing}")
+
+
+def measure_marks(quick: bool) -> list[Figure]:
+    """Measure what the patched functions add to a step, with all six stages."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    blocks = 60 if quick else 600
+    figures = []
+    with tempfile.NamedTemporaryFile() as store:
+        dist.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
+        for what, wrap in (("", lambda model: model), (" (DDP)", DistributedDataParallel)):
+            training = tiny_training(wrap)
+            cost, bare = marks_us(training, blocks)
+            figures += [
+                Figure("marks", f"step without monitor{what}", f"{bare:.0f} µs"),
+                Figure(
+                    "marks",
+                    f"added a step{what}",
+                    f"{cost.value:.1f} µs ({cost.low:.1f} … {cost.high:.1f})",
+                    "≤ 10 µs",
+                ),
+            ]
+        dist.destroy_process_group()
+    return figures
+
+
+def marks_us(training: Training, blocks: int) -> tuple[Middle, float]:
+    """Compare medians of blocks with and without patches; µs added a step, µs of a step without."""
+    recorder = Recorder(StepRing(4 * BLOCK))
+    if hasattr(training.model, "require_backward_grad_sync"):  # one rank has no peers: act as if
+        recorder.peers = lambda: bool(training.model.require_backward_grad_sync)
+    instrumentation = Instrumentation(recorder, Details())
+    training.run(4 * BLOCK)
+    added, bare = [], []
+    for _ in range(blocks):
+        taken = {}
+        for attached in random.sample((True, False), 2):
+            if attached:
+                instrumentation.install()
+                instrumentation.roots.add(training.model)
+            training.run(5)
+            taken[attached] = statistics.median(training.seconds(1) for _ in range(BLOCK))
+            if attached:
+                instrumentation.remove()
+                rows = len(recorder.ring.drain(4 * BLOCK)[2])
+                if rows < BLOCK:
+                    raise RuntimeError(f"{rows} rows of {BLOCK} steps")
+        added.append((taken[True] - taken[False]) * 1e6)
+        bare.append(taken[False] * 1e6)
+    check(instrumentation)
+    return middle(medians(added)), statistics.median(bare)
+
+
+class Tap:
+    """The agent's channel, with what goes through it kept."""
+
+    def __init__(self, channel: SocketChannel) -> None:
+        self._channel = channel
+        self.sent: list[bytes] = []
+
+    def offer(self, data: bytes) -> bool:
+        """Keep what is taken."""
+        taken = self._channel.offer(data)
+        if taken:
+            self.sent.append(data)
+        return taken
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the channel's own."""
+        return getattr(self._channel, name)
+
+
+def measure_agent(quick: bool) -> list[Figure]:
+    """Measure the agent as it is started in a rank, beside loops of a given pace."""
+    os.environ.update(RANK)
+    figures = []
+    training = tiny_training()
+    for rate in (10, 40):
+        with relay_process() as path:
+            agent = bootstrap.start(Settings(socket=path, session="bench"))
+            assert agent is not None
+            tap = Tap(agent.channel)  # type: ignore[arg-type]
+            agent.channel = tap
+            agent.instrumentation.roots.add(training.model)
+            end = time.monotonic() + (4.5 if quick else 20.5)
+            while time.monotonic() < end:
+                training.run(1)
+                time.sleep(1 / rate)
+            check(agent.instrumentation)
+            bootstrap.stop()
+        # The first tells who this is and meets a cold process; the last one is the end.
+        batches = [wire.decode(data, wire.RankBatch) for data in tap.sent][1:-1]
+        first, last = batches[0], batches[-1]
+        begun, done = first.overhead, last.overhead
+        assert begun is not None
+        assert done is not None
+        seconds = (done.agent_wall_ns - begun.agent_wall_ns) / 1e9
+        steps = last.produced - first.produced
+        cpu = (done.agent_cpu_ns - begun.agent_cpu_ns) / 1e9 / seconds
+        sent = done.sent_bytes - begun.sent_bytes
+        at = f"at {rate} steps/s"
+        figures += [
+            Figure("agent", f"CPU {at}", f"{100 * cpu:.2f} % of a core", "≤ 0.5 %"),
+            Figure("agent", f"a step and rank {at}", f"{sent / steps:.0f} B", "≤ 128 B"),
+            Figure(
+                "agent", f"a second and rank {at}", f"{sent / seconds / 1e3:.2f} kB", "≤ 2 kB" * (rate == 10)
+            ),
+        ]
+    return figures
+
+
+# -- whole runs ----------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """One launch: seconds to the first step, from the last to the end; memory."""
+
+    start_s: float
+    end_s: float
+    rank_bytes: float
+    other_bytes: float
+
+
+def measure_run(quick: bool) -> list[Figure]:
+    """Launch the example with two ranks, with a monitor and its own Ray, and without."""
+    pairs = 1 if quick else 5
+    runs: dict[bool, list[Run]] = {True: [], False: []}
+    for _ in range(pairs):
+        for monitored in random.sample((True, False), 2):
+            runs[monitored].append(launch(monitored))
+
+    def added(field: str) -> float:
+        with_it, without = ([getattr(run, field) for run in runs[on]] for on in (True, False))
+        return float(statistics.median(with_it) - statistics.median(without))
+
+    return [
+        Figure("run", "added before the first step", f"{added('start_s'):+.2f} s"),
+        Figure("run", "added after the last step", f"{added('end_s'):+.2f} s", "≤ 3 s"),
+        Figure(
+            "run", "memory of the monitor and its Ray", f"{added('other_bytes') / 1e6:.0f} MB", "≤ 550 MB"
+        ),
+        Figure("run", "memory added to a rank", f"{added('rank_bytes') / 2e6:+.1f} MB"),
+    ]
+
+
+def launch(monitored: bool) -> Run:
+    """Run the launcher once, 80 steps of about 0.1 s: long enough for Ray to be all there."""
+    mark = secrets.token_hex(8)
+    with tempfile.TemporaryDirectory(prefix="bench-", dir="/tmp") as folder:
+        losses = Path(folder) / "losses"
+        command = [
+            *(
+                sys.executable,
+                "-m",
+                "traceml_ray.launch",
+                "--nproc-per-node",
+                "2",
+                "--master-port",
+                free_port(),
+            ),
+            *(("--out", folder) if monitored else ("--no-monitor",)),
+            *(
+                str(EXAMPLES / "train_gpt.py"),
+                "--steps",
+                "80",
+                "--slow",
+                "data:0:90",
+                "--loss-log",
+                str(losses),
+            ),
+        ]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "BENCH_MARK": mark}
+        for name in ("RAY_ADDRESS", *RANK):
+            environ.pop(name, None)
+        began = time.monotonic()
+        process = subprocess.Popen(
+            command, cwd=folder, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+
+        def trained(steps: int) -> bool:
+            if process.poll() is not None:
+                raise RuntimeError(f"{' '.join(command)}: {process.communicate()[1][-2000:]}")
+            return losses.exists() and losses.read_text().count("train") >= steps
+
+        until(lambda: trained(1), "the first step", 120)
+        first = time.monotonic()
+        until(lambda: trained(60), "step 60", 120)
+        ranks, others = memory(mark)
+        until(lambda: trained(80), "the last step", 120)
+        last = time.monotonic()
+        _, said = process.communicate(timeout=120)
+        ended = time.monotonic()
+        if process.returncode:
+            raise RuntimeError(f"exit code {process.returncode}: {said[-2000:]}")
+        if monitored:
+            (summary,) = Path(folder).glob("*/summary.json")
+            stored = json.loads(summary.read_text())["ledger"]["stored"]
+            if stored < 2 * 80:
+                raise RuntimeError(f"only {stored} rows were stored: this was no watched run")
+    return Run(first - began, ended - last, ranks, others)
+
+
+def free_port() -> str:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def memory(mark: str) -> tuple[float, float]:
+    """Return the bytes (PSS) of all ranks, and of all other processes of the run that carries `mark`."""
+    import psutil
+
+    marked, sessions = set(), set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get("BENCH_MARK") == mark:
+                marked.add(process.pid)
+                sessions.add(os.getsid(process.pid))
+    sessions.discard(os.getsid(0))
+    ranks = others = 0.0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):  # Ray's workers wipe the mark, not the session
+            if process.pid in marked or os.getsid(process.pid) in sessions:
+                size = process.memory_full_info().pss
+                if "LOCAL_RANK" in process.environ():
+                    ranks += size
+                else:
+                    others += size
+    return ranks, others
+
+
+# -- the table -----------------------------------------------------------------------------------
+
+PARTS = {"step": measure_step, "marks": measure_marks, "agent": measure_agent, "run": measure_run}
+
+
+def machine() -> str:
+    """Say what this was measured on."""
+    with open("/proc/cpuinfo") as file:  # noqa: PTH123
+        model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), "?")
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "ray"))
+    return (
+        f"{date.today()}: {model}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; "
+        f"Linux {platform.release()}, Python {platform.python_version()}, {versions}"
+    )
+
+
+def table(figures: list[Figure], markdown: bool) -> str:
+    """Lay `figures` out for people, or for RESULTS.md."""
+    rows = [Figure("part", "what", "measured", "budget"), *figures]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    if markdown:
+        lines = ["| " + " | ".join(row) + " |" for row in rows]
+        lines.insert(1, "|---|---|---|---|")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a minute, to see that it works")
+    parser.add_argument("--only", choices=PARTS, action="append", help="this part alone; may be repeated")
+    parser.add_argument("--markdown", action="store_true", help="print the block for RESULTS.md")
+    args = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    where = machine()
+    figures = []
+    for name in args.only or PARTS:
+        print(f"measuring {name} …", file=sys.stderr, flush=True)
+        figures += PARTS[name](args.quick)
+    print(where, table(figures, args.markdown), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
