@@ -144,7 +144,7 @@ class RankAgent:
         return more
 
     def _make_room(self) -> None:
-        """Drop the oldest batches beyond the bound. One that was handed over is the relay's to account for."""
+        """Drop the oldest batches beyond the bound; those handed over are the relay's to account for."""
         while self._outbox_bytes > self.settings.agent_buffer_bytes:
             old = self._outbox.popleft()
             self._outbox_bytes -= len(old.data)

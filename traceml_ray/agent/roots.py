@@ -25,7 +25,7 @@ class Roots:
         self._recorder = recorder
         self._fail = fail
         self._ids: dict[int, weakref.ref[Any]] = {}
-        self._classes: dict[type, Any] = {}
+        self._classes: dict[Any, Any] = {}
         self._seen: deque[weakref.ref[Any]] = deque(maxlen=16)
 
     def __len__(self) -> int:
@@ -74,19 +74,19 @@ class Roots:
         """Take the mark off every class."""
         for cls, own in self._classes.items():
             if own is None:
-                del cls.__call__  # type: ignore[operator]
+                del cls.__call__
             else:
-                cls.__call__ = own  # type: ignore[operator]
+                cls.__call__ = own
         self._classes.clear()
         self._ids.clear()
 
-    def _mark_class(self, cls: type, root_id: Callable[[Any], int] = id) -> None:
+    def _mark_class(self, cls: Any, root_id: Callable[[Any], int] = id) -> None:
         if cls in self._classes:
             return
         self._classes[cls] = cls.__dict__.get("__call__")
-        cls.__call__ = self._marked(cls, self._classes[cls], root_id)  # type: ignore[operator]
+        cls.__call__ = self._marked(cls, self._classes[cls], root_id)
 
-    def _marked(self, cls: type, own: Any, root_id: Callable[[Any], int]) -> Any:
+    def _marked(self, cls: Any, own: Any, root_id: Callable[[Any], int]) -> Any:
         import torch
 
         is_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
