@@ -429,7 +429,7 @@ class Instrumentation:
     def add_ddp(self, ddp: Any) -> None:
         """A DDP module: root, and its backward waits for peers unless `no_sync` is on."""
         self.roots.add(ddp)
-        self._ddp.append(weakref.ref(ddp))
+        self._ddp = [*(ref for ref in self._ddp if ref() is not None), weakref.ref(ddp)]
         self.strategy = "ddp"
         import torch.distributed as dist
 
