@@ -93,7 +93,8 @@ def _make_actors(request: HelperRequest) -> None:
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     import ray
 
-    from traceml_ray.actors.discovery import ensure, find_aggregator
+    from traceml_ray.actors.discovery import ensure
+    from traceml_ray.actors.names import find_aggregator
 
     ray.init(address=request.address, namespace="traceml", log_to_driver=False, configure_logging=False)
     actors = request.actors

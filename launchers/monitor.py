@@ -24,7 +24,7 @@ import msgspec
 
 from traceml_ray import wire
 from traceml_ray.actors.config import ActorConfig
-from traceml_ray.actors.discovery import NAMESPACE
+from traceml_ray.actors.names import NAMESPACE
 from traceml_ray.agent.bootstrap import rank_environment
 from traceml_ray.session import SessionError, prepare
 from traceml_ray.settings import Settings

@@ -13,7 +13,7 @@ import ray
 from traceml_ray import wire
 from traceml_ray.actors.aggregator import end_myself
 from traceml_ray.actors.config import ActorConfig
-from traceml_ray.actors.discovery import find_aggregator
+from traceml_ray.actors.names import find_aggregator
 from traceml_ray.actors.node_sampler import NodeSampler, SamplerThread
 from traceml_ray.actors.relay import Relay
 
