@@ -219,17 +219,17 @@ def evaluation(job: Job) -> None:
 
 
 def fork_workers(job: Job) -> None:
-    model = job.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for batch in job.loader(num_workers=1, multiprocessing_context="fork", prefetch_factor=1):
-        model(batch).mean().backward()
-        job.finish(optimizer)
+    _with_workers(job, "fork")
 
 
 def spawn_workers(job: Job) -> None:
+    _with_workers(job, "spawn")
+
+
+def _with_workers(job: Job, method: str) -> None:
     model = job.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for batch in job.loader(num_workers=1, multiprocessing_context="spawn", prefetch_factor=1):
+    for batch in job.loader(num_workers=1, multiprocessing_context=method, prefetch_factor=1):
         model(batch).mean().backward()
         job.finish(optimizer)
 
