@@ -162,13 +162,11 @@ def until(done: Callable[[], Any], what: str, seconds: float) -> Any:
 class Training:
     """A loop that can be run a few steps at a time; the model is the loop's root."""
 
-    def __init__(self, model: Any, loader: Any, loss: Callable[[Any, Any], Any]) -> None:
-        import torch
-
+    def __init__(self, model: Any, loader: Any, loss: Callable[[Any, Any], Any], optimizer: Any) -> None:
         self.model = model
         self._loader = loader
         self._loss = loss
-        self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        self._optimizer = optimizer(model.parameters(), lr=1e-3)
         self._batches = iter(loader)
 
     def run(self, steps: int) -> None:
@@ -192,6 +190,7 @@ class Training:
 def gpt_training() -> Training:
     """Make the loop of the example, in one process, with steps of 20 to 30 ms."""
     sys.path.insert(0, str(EXAMPLES))
+    import torch
     import train_gpt  # type: ignore[import-not-found]
     from torch.nn.functional import cross_entropy
     from torch.utils.data import DataLoader
@@ -202,7 +201,8 @@ def gpt_training() -> Training:
     text = train_gpt.read_corpus()
     for batch_size in itertools.count(4, 2):
         model = train_gpt.GPT(layers=3, heads=4, width=96, context=64)
-        training = Training(model, DataLoader(train_gpt.Windows(text, 64), batch_size, shuffle=True), loss)
+        loader = DataLoader(train_gpt.Windows(text, 64), batch_size, shuffle=True)
+        training = Training(model, loader, loss, torch.optim.AdamW)
         training.run(10)
         if statistics.median(training.seconds(1) for _ in range(20)) > 0.022:
             return training
@@ -216,7 +216,7 @@ def tiny_training(wrap: Callable[[Any], Any] = lambda model: model) -> Training:
 
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
     loader = DataLoader(TensorDataset(torch.randn(50_000, 64)), batch_size=2)
-    return Training(wrap(model), loader, lambda model, batch: model(batch[0]).mean())
+    return Training(wrap(model), loader, lambda model, batch: model(batch[0]).mean(), torch.optim.SGD)
 
 
 # -- the parts -----------------------------------------------------------------------------------
