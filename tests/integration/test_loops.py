@@ -16,6 +16,7 @@ import pytest
 import torch
 from integration import loops
 
+from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import judge
 from traceml_ray.analysis.window import RankRows, align
 from traceml_ray.wire import FLAG_NO_DATA, FLAG_NO_FORWARD, FLAG_NO_PEERS, FLAG_NO_SPLIT, SEGMENT_BITS, STAGES
@@ -23,6 +24,8 @@ from traceml_ray.wire import FLAG_NO_DATA, FLAG_NO_FORWARD, FLAG_NO_PEERS, FLAG_
 SLOW = ("data", "forward", "backward", "optimizer")
 WHERE = {"data": "data", "forward": "forward", "backward": "backward", "optimizer": "post_sync"}
 PLANTED_NS = loops.SLOW_S * 1e9
+SHORT = Thresholds(unsynced_spread=0.3)
+"""Seven steps: where they begin and end, one rank may be milliseconds ahead, which is no 5 % of 50 steps."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -269,7 +272,7 @@ def rank_rows(folder: Path, name: str, slow: str) -> list[RankRows]:
 @pytest.mark.parametrize("slow", SLOW)
 @pytest.mark.parametrize("name", [n for n in loops.ATTRIBUTED if n != "spawn_workers"])
 def test_rank_and_stage_are_named(ddp_rows: Path, name: str, slow: str) -> None:
-    verdict = judge(align(rank_rows(ddp_rows, name, slow), expected=2))
+    verdict = judge(align(rank_rows(ddp_rows, name, slow), expected=2), SHORT)
     stage = "post_sync" if (name, slow) == ("custom_iterator", "data") else WHERE[slow]
     if (name, slow) == ("non_reentrant_checkpoint", "forward"):
         # What is slow in forward is slow once more where backward recomputes it, and both are said.
@@ -288,7 +291,7 @@ def test_the_innocent_are_not_blamed(ddp_rows: Path, name: str) -> None:
     if name in ("reentrant_checkpoint", "optimizer_in_backward", "gan"):
         for stream in streams:
             assert not (stream.flags & (FLAG_NO_SPLIT | FLAG_NO_PEERS)).any()
-    verdict = judge(align(streams, expected=2))
+    verdict = judge(align(streams, expected=2), SHORT)
     if name == "direct_forward":
         assert verdict.label == "accounting_only"
     assert verdict.rank in (None, 1), verdict.why
