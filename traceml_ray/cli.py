@@ -70,7 +70,7 @@ def status(arguments: argparse.Namespace) -> int:
 
 def stop(arguments: argparse.Namespace) -> int:
     """End the relay and aggregator of a live session."""
-    from traceml_ray.launchers import control
+    import traceml_ray.launchers.control as control
 
     folder = session.find(arguments.session, Settings.load(out=arguments.out).out)
     try:

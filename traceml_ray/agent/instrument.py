@@ -13,7 +13,7 @@ import functools
 import inspect
 import time
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from threading import get_ident
 from typing import Any
@@ -64,7 +64,7 @@ class Instrumentation:
     def __init__(self, recorder: Recorder, details: Details, *, debug: bool = False) -> None:
         self.recorder = recorder
         self.details = details
-        self.errors: dict[str, int] = {}
+        self.errors: Counter[str] = Counter()
         """Exceptions swallowed, by place."""
         self.missing: dict[str, str] = {}
         """Patches that could not be applied, with the reason."""
@@ -77,7 +77,7 @@ class Instrumentation:
 
     def failed(self, place: str, error: BaseException) -> None:
         """Count an exception that is kept away from the training script (or raise it: debug)."""
-        self.errors[place] = self.errors.get(place, 0) + 1
+        self.errors[place] += 1
         if self._debug:
             raise error
 
@@ -128,6 +128,22 @@ class Instrumentation:
 
         self._undo.append(restore)
         return restore
+
+    def _then(self, place: str, action: Callable[[Any], None]) -> Callable[[Any], Any]:
+        """Return what makes a wrapper that calls the original and then `action` on its first argument."""
+
+        def make(original: Any) -> Any:
+            def call(first: Any, *args: Any, **kwargs: Any) -> Any:
+                result = original(first, *args, **kwargs)
+                try:
+                    action(first)
+                except Exception as error:
+                    self.failed(place, error)
+                return result
+
+            return call
+
+        return make
 
     # -- data ------------------------------------------------------------------------------------
 
@@ -393,16 +409,6 @@ class Instrumentation:
         recorder, failed = self.recorder, self.failed
         is_compiling = torch.compiler.is_compiling
 
-        def make_init(original: Any) -> Any:
-            def __init__(ddp: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-                original(ddp, *args, **kwargs)
-                try:
-                    self.add_ddp(ddp)
-                except Exception as error:
-                    failed("ddp", error)
-
-            return __init__
-
         def make_sync_buffers(original: Any) -> Any:
             def _sync_buffers(ddp: Any) -> Any:
                 if is_compiling():
@@ -423,7 +429,7 @@ class Instrumentation:
 
             return _sync_buffers
 
-        self._replace(DistributedDataParallel, "__init__", make_init)
+        self._replace(DistributedDataParallel, "__init__", self._then("ddp", self.add_ddp))
         self._replace(DistributedDataParallel, "_sync_buffers", make_sync_buffers)
 
     def add_ddp(self, ddp: Any) -> None:
@@ -455,38 +461,18 @@ class Instrumentation:
     def _patch_fsdp(self) -> None:
         import torch.distributed.fsdp as fsdp
 
-        failed = self.failed
+        def coupled(strategy: str) -> Callable[[Any], None]:
+            def add(module: Any) -> None:
+                self.roots.add(module)
+                self.strategy = strategy
+                self.recorder.coupled = True
+                self.recorder.peers = lambda: True
 
-        def coupled(module: Any, strategy: str) -> None:
-            self.roots.add(module)
-            self.strategy = strategy
-            self.recorder.coupled = True
-            self.recorder.peers = lambda: True
-
-        def make_function(original: Any) -> Any:
-            def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
-                result = original(module, *args, **kwargs)
-                try:
-                    coupled(module, "fsdp2")
-                except Exception as error:
-                    failed("fsdp", error)
-                return result
-
-            return fully_shard
-
-        def make_init(original: Any) -> Any:
-            def __init__(module: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-                original(module, *args, **kwargs)
-                try:
-                    coupled(module, "fsdp")
-                except Exception as error:
-                    failed("fsdp", error)
-
-            return __init__
+            return add
 
         if hasattr(fsdp, "fully_shard"):
-            self._replace(fsdp, "fully_shard", make_function)
-        self._replace(fsdp.FullyShardedDataParallel, "__init__", make_init)
+            self._replace(fsdp, "fully_shard", self._then("fsdp", coupled("fsdp2")))
+        self._replace(fsdp.FullyShardedDataParallel, "__init__", self._then("fsdp", coupled("fsdp")))
 
     # -- details -----------------------------------------------------------------------------------
 

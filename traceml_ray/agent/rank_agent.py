@@ -89,8 +89,7 @@ class RankAgent:
         try:
             action()  # type: ignore[operator]
         except Exception as error:
-            errors = self.instrumentation.errors
-            errors[place] = errors.get(place, 0) + 1
+            self.instrumentation.errors[place] += 1
             if self.settings.debug:
                 sys.stderr.write(f"traceml-ray: {place}: {type(error).__name__}: {error}\n")
         self._cpu_ns = time.thread_time_ns()
@@ -173,8 +172,7 @@ class RankAgent:
             try:
                 reply = wire.decode(data, wire.RankReply)
             except wire.WireError as error:
-                place = f"reply.{error.reason}"
-                self.instrumentation.errors[place] = self.instrumentation.errors.get(place, 0) + 1
+                self.instrumentation.errors[f"reply.{error.reason}"] += 1
                 continue
             while reply.stream == self.stream and self._outbox and self._outbox[0].seq <= reply.acked_seq:
                 self._outbox_bytes -= len(self._outbox.popleft().data)
