@@ -98,7 +98,7 @@ def _make_actors(request: HelperRequest) -> None:
 
     ray.init(address=request.address, namespace="traceml", log_to_driver=False, configure_logging=False)
     actors = request.actors
-    made = ensure(actors.session, actors.to_json(), fresh=True)
+    made = ensure(actors, fresh=True)
     try:
         ray.get(made[1].ready.remote(), timeout=request.deadline_s)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:

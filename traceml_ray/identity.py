@@ -24,8 +24,9 @@ class RankIdentity(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """
     One rank of one attempt of one job, resolved once.
 
-    `node_id` is Ray's id of the node, `None` until a relay has said so. Two attempts of a rank
-    (a restart by torchrun or Ray Train) are two identities.
+    `node_id` is Ray's id of the node, `None` until a relay has said so. `job_id` names the run: a
+    session may hold several. Two attempts of a rank (a restart by torchrun or Ray Train) are two
+    identities.
     """
 
     global_rank: Rank
@@ -40,7 +41,12 @@ class RankIdentity(msgspec.Struct, array_like=True, frozen=True, gc=False):
     attempt: Number
     pid: Number
     source: str
-    """Where the ranks came from: explicit, torch.distributed, torchrun, openmpi, slurm, pmi, single."""
+    """
+    Where the ranks came from: explicit, ray_train, torch.distributed, torchrun, openmpi, slurm, pmi,
+    single; `ray` for a process of Ray that has none: the aggregator numbers those of one job.
+    """
+    name: str = ""
+    """Of the Ray actor, where it has one."""
 
 
 _FIELDS = ("global_rank", "world_size", "local_rank", "local_world_size", "node_rank", "nnodes")

@@ -263,15 +263,35 @@ class Finish(_Message, tag="finish", frozen=True):
 
 
 class Finished(_Message, tag="finished", frozen=True):
-    """Relay to launcher: the session's files are written (or why not)."""
+    """The session's (or the run's) files are written, or why not."""
 
     v: Count
     ok: bool
     detail: str = ""
+    waiting: Count = 0
+    """Ranks, or nodes, that may still deliver: nothing has been written yet. Ask again, or insist."""
 
 
-Message = RankBatch | RankReply | RelayBatch | RelayReply | Finish | Finished
-_M = TypeVar("_M", RankBatch, RankReply, RelayBatch, RelayReply, Finish, Finished)
+class Run(_Message, tag="run", frozen=True):
+    """
+    What starts ranks inside Ray (Ray Train's controller) to the aggregator, about one run of the
+    session; the reply is Finished.
+    """
+
+    v: Count
+    job_id: str
+    """As in the identity of the run's ranks."""
+    info: Annotated[dict[str, Value], _FEW] = {}
+    """name, launcher, world_size, nnodes, …: what is not there is as it was."""
+    events: Annotated[list[Event], _FEW] = []
+    status: str | None = None
+    """finished, failed, stopped: the run is over, its files are to be written. None: it goes on."""
+    force: bool = False
+    """End it although some of its ranks may still deliver."""
+
+
+Message = RankBatch | RankReply | RelayBatch | RelayReply | Finish | Finished | Run
+_M = TypeVar("_M", RankBatch, RankReply, RelayBatch, RelayReply, Finish, Finished, Run)
 
 
 class _Header(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import ray
@@ -12,6 +11,7 @@ import ray
 from traceml_ray import wire
 from traceml_ray.actors.aggregation import Aggregation
 from traceml_ray.actors.config import ActorConfig
+from traceml_ray.actors.names import end_myself
 
 COMMIT_S = 1.0
 
@@ -64,9 +64,3 @@ class Aggregator:
     def query(self, request: bytes) -> bytes:
         """Answer a question (see `Aggregation.query`)."""
         return self._aggregation.query(request)
-
-
-def end_myself() -> None:
-    """End the actor this process is, for good. Works from any thread of it; does not wait."""
-    kill: Callable[..., None] = ray.kill
-    kill(ray.get_runtime_context().current_actor, no_restart=True)

@@ -6,36 +6,42 @@ Ray is imported when it is needed: the launcher and the ranks use this package w
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+from traceml_ray.actors.config import ActorConfig
 from traceml_ray.actors.names import NAMESPACE, aggregator_name, relay_name
 
 _GROUPS: dict[str, Any] = {"concurrency_groups": {"ingest": 1, "query": 2}}
 
 
-def ensure(session: str, config: bytes, *, fresh: bool = False) -> tuple[Any, Any]:
+def ensure(config: ActorConfig, *, fresh: bool = False) -> tuple[Any, Any]:
     """
-    Find or make the aggregator and this node's relay; return both handles.
+    Find or make the aggregator and the relay of this node; return both handles.
 
-    Args:
-        session: name of the session.
-        config: an encoded `ActorConfig`.
-        fresh: they must not exist yet.
-
-    Raises ValueError when `fresh` and there is such a session on the cluster.
-
+    Raises ValueError when they must be `fresh` and there is such a session on the cluster.
     """
     import ray
 
+    node_id = ray.get_runtime_context().get_node_id()
+    return ensure_aggregator(config, node_id, fresh=fresh), ensure_relay(config, node_id, fresh=fresh)
+
+
+def ensure_aggregator(config: ActorConfig, node_id: str, *, fresh: bool = False) -> Any:
+    """Find or make the session's aggregator, on that node; return its handle. Raises as `ensure`."""
     from traceml_ray.actors.aggregator import Aggregator
+
+    return _make(Aggregator, aggregator_name(config.session), node_id, config, fresh)
+
+
+def ensure_relay(config: ActorConfig, node_id: str, *, fresh: bool = False) -> Any:
+    """Find or make the session's relay of that node; return its handle. Raises as `ensure`."""
     from traceml_ray.actors.node_relay import NodeRelay
 
-    node_id = ray.get_runtime_context().get_node_id()
-    aggregator = _make(Aggregator, aggregator_name(session), node_id, config, fresh)
-    return aggregator, _make(NodeRelay, relay_name(session, node_id), node_id, config, fresh)
+    return _make(NodeRelay, relay_name(config.session, node_id), node_id, config, fresh)
 
 
-def _make(cls: type, name: str, node_id: str, config: bytes, fresh: bool) -> Any:
+def _make(cls: type, name: str, node_id: str, config: ActorConfig, fresh: bool) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -50,4 +56,5 @@ def _make(cls: type, name: str, node_id: str, config: bytes, fresh: bool) -> Any
         max_task_retries=0,
         enable_task_events=False,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-    ).remote(config)
+        runtime_env=json.loads(config.runtime_env) if config.runtime_env else None,
+    ).remote(config.to_json())

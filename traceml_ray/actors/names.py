@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 NAMESPACE = "traceml"
@@ -27,10 +31,26 @@ def find_relay(session: str, node_id: str) -> Any | None:
     return _find(relay_name(session, node_id))
 
 
+def relay_folder(session: str, node_id: str) -> Path:
+    """Return the private folder of a relay that was given none: its socket and spool are in there."""
+    named = hashlib.sha256(relay_name(session, node_id).encode()).hexdigest()[:12]
+    return Path(f"/tmp/traceml-{os.getuid()}-{named}")  # not TMPDIR: paths of sockets may not be long
+
+
+def end_myself() -> None:
+    """End the actor this process is, for good. Works from any thread of it; does not wait."""
+    import ray
+
+    kill: Callable[..., None] = ray.kill
+    kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
 def _find(name: str) -> Any | None:
     import ray
 
+    get_actor: Any = ray.get_actor
     try:
-        return ray.get_actor(name, namespace=NAMESPACE)
+        # The bare one: where Ray has been shut down, the other would start a cluster.
+        return getattr(get_actor, "__wrapped__", get_actor)(name, namespace=NAMESPACE)
     except ValueError:
         return None

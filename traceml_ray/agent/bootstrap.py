@@ -12,11 +12,14 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from traceml_ray import wire
+from traceml_ray.agent.channel import Channel
 from traceml_ray.agent.imports import when_imported
 from traceml_ray.agent.rank_agent import RankAgent
+from traceml_ray.identity import RankIdentity, resolve
 from traceml_ray.settings import Settings
 
 SITE_FOLDER = str(Path(__file__).parent / "site")
@@ -57,8 +60,22 @@ def _start_quietly() -> None:
         sys.stderr.write(f"traceml-ray: not watching this process: {type(error).__name__}: {error}\n")
 
 
-def start(settings: Settings | None = None) -> RankAgent | None:
-    """Instrument this process and start its agent; None when there is no relay to talk to."""
+def start(
+    settings: Settings | None = None,
+    *,
+    channel: Channel | None = None,
+    identity: Callable[[], RankIdentity] = resolve,
+) -> RankAgent | None:
+    """
+    Instrument this process and start its agent; None when there is no relay to talk to.
+
+    Args:
+        settings: default: from the environment.
+        channel: the way to the relay; default: its socket, where the settings say one.
+        identity: returns who this process is; asked again and again until it says that
+            torch.distributed, or whoever started the rank, has told.
+
+    """
     global _agent
     from traceml_ray.agent.channel import SocketChannel
 
@@ -66,11 +83,13 @@ def start(settings: Settings | None = None) -> RankAgent | None:
         if _agent is not None:
             return _agent
         settings = settings if settings is not None else Settings.load()
-        if settings.socket is None:
-            return None
+        if channel is None:
+            if settings.socket is None:
+                return None
+            channel = SocketChannel(settings.socket)
         os.environ[RANK_PID] = str(os.getpid())
         _leave_pythonpath()
-        _agent = RankAgent(settings, SocketChannel(settings.socket))
+        _agent = RankAgent(settings, channel, identity)
         _agent.instrumentation.install()
         _agent.start()
         atexit.register(_at_exit)
@@ -83,15 +102,15 @@ def current() -> RankAgent | None:
     return _agent
 
 
-def stop() -> None:
-    """Put torch back as it was, send what is left, and end the agent's thread."""
+def stop(events: list[wire.Event] | None = None) -> None:
+    """Put torch back as it was, send what is left, `events` last, and end the agent's thread."""
     global _agent
     with _lock:
         agent, _agent = _agent, None
     if agent is not None:
         atexit.unregister(_at_exit)
         agent.instrumentation.remove()
-        agent.close()
+        agent.close(events)
         os.environ.pop(RANK_PID, None)
 
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -30,6 +31,8 @@ from traceml_ray.settings import Settings
 CLOSE_WAIT_S = 0.3
 """Longest wait at the end of the process for the relay to confirm the last batch."""
 CONFIRM_POLL_S = 0.005
+_CERTAIN = ("torch.distributed", "ray_train", "explicit")
+"""Sources that know it for good; the others are asked again."""
 
 
 class _Batch(msgspec.Struct, gc=False):
@@ -42,9 +45,15 @@ class _Batch(msgspec.Struct, gc=False):
 class RankAgent:
     """Everything of ours in one training process: recorder, patches, thread and channel."""
 
-    def __init__(self, settings: Settings, channel: Channel) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        channel: Channel,
+        identity: Callable[[], identities.RankIdentity] = identities.resolve,
+    ) -> None:
         self.settings = settings
         self.channel = channel
+        self._who = identity
         self.ring = StepRing(settings.ring_rows)
         self.recorder = Recorder(self.ring)
         self.details = Details()
@@ -197,8 +206,8 @@ class RankAgent:
         """Resolve who this is; again until torch.distributed, which knows best, is up."""
         if not self._identity_known:
             try:
-                self.identity = identities.resolve()
-                self._identity_known = self.identity.source == "torch.distributed"
+                self.identity = self._who()
+                self._identity_known = self.identity.source in _CERTAIN
             except identities.IdentityError as error:
                 self.instrumentation.missing["identity"] = str(error)[:200]
         return self.identity

@@ -1,0 +1,100 @@
+"""Calls to a named actor that never block: an agent calls its relay so, a relay the aggregator."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+LOOK_UP_S = 1.0
+
+
+def _bare(api: Any) -> Any:
+    """Return an API of Ray without its habit of starting a cluster where there is none (any more)."""
+    return getattr(api, "__wrapped__", api)
+
+
+_wait, _get = _bare(ray.wait), _bare(ray.get)
+
+
+class ActorCalls:
+    """
+    At most `max_in_flight` calls are unanswered; Ray itself would queue them without end.
+
+    After an error the handle is dropped, and looked up again at most once a second, in a thread,
+    because a lookup waits for the GCS.
+
+    Args:
+        find: returns the actor's handle, None when there is none; may raise, may take its time.
+        max_in_flight: calls.
+
+    """
+
+    def __init__(self, find: Callable[[], Any | None], max_in_flight: int = 4) -> None:
+        self.found = 0
+        """How often a handle was found: what was sent before may be lost."""
+        self._find = find
+        self._max_in_flight = max_in_flight
+        self._actor: Any | None = None
+        self._refs: list[Any] = []
+        self._failed: list[Exception] = []
+        self._looking = False
+        self._look_at = 0.0
+        self._closed = False
+
+    def call(self, method: str, *args: object) -> bool:
+        """Call, without waiting; False while there is no such actor or it has enough to do."""
+        if self._actor is None:
+            self._look_up()
+            return False
+        if len(self._refs) >= self._max_in_flight:
+            return False
+        try:
+            self._refs.append(getattr(self._actor, method).remote(*args))
+        except Exception as error:
+            self._lost(error)
+            return False
+        return True
+
+    def poll(self) -> list[bytes | Exception]:
+        """Return the replies that have come, in order; an exception ends all calls before it."""
+        replies: list[bytes | Exception] = []
+        if self._refs:
+            try:
+                done, self._refs = _wait(self._refs, num_returns=len(self._refs), timeout=0)
+                for ref in done:
+                    replies.append(_get(ref))
+            except Exception as error:
+                self._lost(error)
+        replies += self._failed
+        self._failed.clear()
+        return replies
+
+    def close(self) -> None:
+        """Let go of the actor; there is no call after this."""
+        self._closed = True
+        self._actor, self._refs = None, []
+
+    def _lost(self, error: Exception) -> None:
+        self._failed.append(error)
+        self._actor, self._refs = None, []
+
+    def _look_up(self) -> None:
+        now = time.monotonic()
+        if not self._looking and not self._closed and now >= self._look_at:
+            self._looking, self._look_at = True, now + LOOK_UP_S
+            threading.Thread(target=self._look, name="traceml-look-up", daemon=True).start()
+
+    def _look(self) -> None:
+        try:
+            actor = self._find()
+            if actor is not None and not self._closed:
+                self.found += 1
+                self._actor = actor
+        except Exception as error:  # the GCS does not answer; the next lookup tries again
+            self._failed.append(error)
+        finally:
+            self._looking = False

@@ -1,0 +1,63 @@
+"""The way to the relay from a process that is Ray's own: asynchronous calls of the node's relay actor."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+import ray
+
+from traceml_ray.actors.calls import ActorCalls
+from traceml_ray.actors.names import find_aggregator, find_relay
+
+MAX_IN_FLIGHT = 4
+
+
+class ActorChannel:
+    """
+    Finds the relay of this node by name and calls it, `MAX_IN_FLIGHT` calls at a time.
+
+    The relay may come later, be restarted or replaced: the agent just keeps offering. Where there
+    is none on this node, the session's aggregator is asked for one.
+    """
+
+    def __init__(self, session: str, node_id: str | None = None) -> None:
+        self.errors: Counter[str] = Counter()
+        """Failed calls, by the kind of failure."""
+        self._session = session
+        self._node_id = node_id
+        self._calls = ActorCalls(self._find, MAX_IN_FLIGHT)
+
+    @property
+    def generation(self) -> int:
+        """Number of relays found so far."""
+        return self._calls.found
+
+    def offer(self, data: bytes) -> bool:
+        """Call the relay; False when there is none or enough calls are unanswered."""
+        return self._calls.call("ingest", data)
+
+    def replies(self) -> list[bytes]:
+        """Return whatever the relay has answered since the last call."""
+        found = []
+        for reply in self._calls.poll():
+            if isinstance(reply, bytes):
+                found.append(reply)
+            else:
+                self.errors[type(reply).__name__] += 1
+        return found
+
+    def close(self) -> None:
+        """Let go of the relay."""
+        self._calls.close()
+
+    def _find(self) -> Any | None:
+        if not ray.is_initialized():
+            return None
+        if self._node_id is None:
+            self._node_id = ray.get_runtime_context().get_node_id()
+        relay = find_relay(self._session, self._node_id)
+        if relay is None and (aggregator := find_aggregator(self._session)) is not None:
+            aggregator.query.remote(msgspec.msgpack.encode({"what": "relay", "node_id": self._node_id}))
+        return relay
