@@ -1,10 +1,12 @@
 """
-A private Ray cluster of one node, for one launch: it is nobody else's, and leaves nothing behind.
+A private Ray cluster for one launch: it is nobody else's, and leaves nothing behind.
 
-Loopback only, a token of its own (never in arguments, never in a rank's environment), everything
-on disk in one private folder, which is also HOME, so that `~/.ray` is neither read nor written.
-As a program (`python -m traceml_ray.launchers.cluster PARENT ARGS…`) it is `ray ARGS…`, which ends
-with everything it started when process PARENT dies.
+For one node: loopback only, with a token of its own. For a job of several nodes, the first starts a
+head that the others can reach, and each of the others a raylet that joins it; their token is the one
+that every node has been given. A token is never in arguments, nor put into a rank's environment.
+Everything on disk is in one private folder, which is also HOME, so that `~/.ray` is not written.
+As a program (`python -m traceml_ray.launchers.cluster PARENT HEAD RANK ARGS…`) it is `ray ARGS…`,
+which ends with everything it started when process PARENT dies; with a HEAD it waits for that first.
 """
 
 from __future__ import annotations
@@ -24,49 +26,73 @@ from pathlib import Path
 
 import psutil
 
+from traceml_ray.reach import ONE_NODE, own_address, reach
+
 OBJECT_STORE_BYTES = 75 * 1024 * 1024
 """Ray's minimum; our messages are too small to go through it."""
+JOIN_S = 300.0
+"""How long the launchers of a job wait for the first one: nodes may start minutes apart."""
 _RAY_PORTS = range(10_002, 20_000)
+_TOKEN_FILE = ".ray/auth_token"
 _PR_SET_PDEATHSIG = 1
 
 
 class PrivateRay:
     """
-    `ray start --head --block` in a session of its own.
+    `ray start --block`, of this launch's node, in a session of its own.
 
     Args:
         folder: private folder of the launch; short, because socket paths are made from it.
         environ: the user's environment.
+        head: host:port of the head of a job of several nodes; "" where there is one.
+        rank: of this node; the first (0) is the head, the others join it.
+
+    Raises OSError when the head's host cannot be resolved.
 
     """
 
-    def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
+    def __init__(self, folder: Path, environ: Mapping[str, str], head: str = "", rank: int = 0) -> None:
+        self._joins = head if rank else ""
+        self._rank = rank
+        self._host = "127.0.0.1" if not head else own_address(head, rank) if not rank else ""
+        self.address = head if rank else f"{self._host}:{head.rpartition(':')[2] or free_port()}"
         self.log = folder / "ray.log"
-        self._folder = folder
+        self.folder = folder / "ray"
+        """Ray's own files; no other node of the cluster has this folder."""
+        self._cwd = folder
+        self.token = cluster_token(environ) if head else secrets.token_hex(32)
+        auth = {"RAY_AUTH_TOKEN": self.token} if self.token else {}
         self.environ = {key: value for key, value in environ.items() if not key.startswith("RAY_")} | {
             "HOME": str(folder),
             "PYTHONUSERBASE": environ.get("PYTHONUSERBASE", site.getuserbase()),  # follows HOME otherwise
             "OMP_NUM_THREADS": "1",
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_AUTH_MODE": "token" if self.token else "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
+            **({} if head else ONE_NODE),
+            **auth,
         }
         """For whatever attaches to this cluster."""
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it, without waiting for it. It dies with the calling *thread*. Raises OSError."""
-        command = [sys.executable, "-m", __name__, str(os.getpid()), "start", "--head", "--block"]
-        command += [f"--port={self.address.rpartition(':')[2]}", f"--temp-dir={self._folder / 'ray'}"]
+        command = [sys.executable, "-m", __name__, str(os.getpid()), self._joins, str(self._rank)]
+        command += ["start", "--block", f"--temp-dir={self.folder}"]
+        if not self._joins:
+            command += [
+                "--head",
+                f"--port={self.address.rpartition(':')[2]}",
+                f"--node-ip-address={self._host}",
+            ]
+            command += ["--include-dashboard=false"]
         command += [f"--object-store-memory={OBJECT_STORE_BYTES}", "--num-cpus=0", "--num-gpus=0"]
-        command += ["--node-ip-address=127.0.0.1", "--min-worker-port=0", "--max-worker-port=0"]
-        command += ["--include-dashboard=false", "--include-log-monitor=false", "--no-monitor"]
+        command += ["--min-worker-port=0", "--max-worker-port=0"]
+        command += ["--include-log-monitor=false", "--no-monitor"]
         command += ["--disable-usage-stats", "--log-style=record"]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
-                cwd=self._folder,
+                cwd=self._cwd,
                 env=self.environ,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -121,6 +147,18 @@ def kill_session(session: int, timeout: float) -> None:
         time.sleep(0.01)
 
 
+def cluster_token(environ: Mapping[str, str]) -> str | None:
+    """Return the token that every node of the job has been given, as Ray looks for it; None without one."""
+    if token := environ.get("RAY_AUTH_TOKEN", "").strip():
+        return token
+    given = environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(given) if given else Path(environ.get("HOME", "~")).expanduser() / _TOKEN_FILE
+    try:
+        return path.read_text().strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
 def free_port(host: str = "127.0.0.1") -> int:
     """Return a TCP port that is free on `host` right now, outside those that Ray's workers take."""
     while True:
@@ -147,11 +185,15 @@ def _orphaned(_number: int, _frame: object) -> None:
 def main() -> None:
     """Be `ray`, with a parent to die with."""
     signal.signal(signal.SIGUSR1, _orphaned)
-    die_with(int(sys.argv[1]), signal.SIGUSR1)
+    parent, head, rank, *arguments = sys.argv[1:]
+    die_with(int(parent), signal.SIGUSR1)
+    if head:
+        address, own = reach(head, JOIN_S)
+        arguments += [f"--address={address}", f"--node-ip-address={own_address(address, int(rank), own)}"]
     sys.modules["grpc"] = None  # type: ignore[assignment]  # as without ray[client]: no server on port 10001
     from ray.scripts.scripts import main as ray
 
-    sys.argv = ["ray", *sys.argv[2:]]
+    sys.argv = ["ray", *arguments]
     ray()  # type: ignore[no-untyped-call]
 
 

@@ -32,9 +32,14 @@ class ControlError(RuntimeError):
 
 def write_live(folder: Path, live: Live) -> None:
     """Write `live.json` into a session folder, for this user only. Raises OSError."""
-    fd = os.open(folder / LIVE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    write_private(folder / LIVE, msgspec.json.encode(live))
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file for this user only. Raises OSError."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:
-        file.write(msgspec.json.encode(live))
+        file.write(data)
 
 
 def stop(folder: Path) -> None:
@@ -47,7 +52,7 @@ def stop(folder: Path) -> None:
         live = msgspec.json.decode((folder / LIVE).read_bytes(), type=Live)
     except (OSError, msgspec.MsgspecError):
         raise ControlError(f"session {folder.name!r} is not live: no usable {folder / LIVE}") from None
-    finished = ask_finish(Path(live.socket), wire.Finish(wire.VERSION, _STOPPED))
+    finished = ask_finish(Path(live.socket), wire.Finish(wire.VERSION, _STOPPED, force=True))
     if finished is None:
         raise ControlError(f"the relay of session {folder.name!r} does not answer at {live.socket}")
     if not finished.ok:

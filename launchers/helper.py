@@ -18,11 +18,13 @@ from typing import TextIO
 import msgspec
 
 from traceml_ray.actors.config import ActorConfig
+from traceml_ray.reach import attach_environment, reach
 
 from .cluster import die_with
 
 _DETAIL_CHARS = 300
 _KILL_S = 2.0
+_LOOK_S = 0.05
 
 
 class HelperRequest(msgspec.Struct, frozen=True):
@@ -33,6 +35,10 @@ class HelperRequest(msgspec.Struct, frozen=True):
     """host:port of the cluster's GCS."""
     actors: ActorConfig
     deadline_s: float
+    temp_dir: str = ""
+    """Where the raylet of this node has its files, when it is our own: there may be others."""
+    first: bool = True
+    """Make the aggregator; else wait until the launcher of the first node has."""
 
 
 class HelperReply(msgspec.Struct, frozen=True):
@@ -64,51 +70,40 @@ def _answer(stdout: TextIO, reply: HelperReply) -> None:
 
 def _attempt(request: HelperRequest) -> HelperReply:
     try:
-        _wait_for_port(request.address, request.deadline_s)
-        _make_actors(request)
+        address, _ = reach(request.address, request.deadline_s - 1)
+        _make_actors(request, address)
     except Exception as error:
         last = str(error).strip().splitlines()[-1:]  # where there are many, they are a remote traceback
         return HelperReply(False, f"{type(error).__name__}: {''.join(last)}"[:_DETAIL_CHARS])
     return HelperReply(True)
 
 
-def _wait_for_port(address: str, deadline_s: float) -> None:
-    """Return when something listens there: `ray.init` to a dead address would never return."""
-    host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + deadline_s
-    while True:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline - 1:
-                raise ConnectionError(f"nothing answers at {address} ({error})") from None
-        time.sleep(0.05)
-
-
-def _make_actors(request: HelperRequest) -> None:
-    # Before Ray is imported: a lost head ends this process only by our own deadline, and the working
-    # directory of a `uv run` is not uploaded.
-    os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = "31536000"  # noqa: SIM112
-    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+def _make_actors(request: HelperRequest, address: str) -> None:
+    os.environ.update(attach_environment(address))
     import ray
 
-    from traceml_ray.actors.discovery import ensure
+    from traceml_ray.actors.discovery import ensure, ensure_relay
     from traceml_ray.actors.names import find_aggregator
 
-    ray.init(address=request.address, namespace="traceml", log_to_driver=False, configure_logging=False)
+    temp_dir = {"_temp_dir": request.temp_dir} if request.temp_dir else {}
+    ray.init(address=address, namespace="traceml", log_to_driver=False, configure_logging=False, **temp_dir)
     actors = request.actors
-    made = ensure(actors, fresh=True)
+    if request.first:
+        made = ensure(actors, fresh=True)
+    else:
+        while find_aggregator(actors.session) is None:
+            time.sleep(_LOOK_S)
+        made = (ensure_relay(actors, ray.get_runtime_context().get_node_id(), fresh=True),)
     try:
-        ray.get(made[1].ready.remote(), timeout=request.deadline_s)
+        ray.get(made[-1].ready.remote(), timeout=request.deadline_s)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
             probe.connect(actors.socket)  # from here, as the ranks will
     except BaseException:
         for actor in made:
             ray.kill(actor, no_restart=True)
         deadline = time.monotonic() + _KILL_S  # the order is on its way; this process must not end before
-        while find_aggregator(actors.session) is not None and time.monotonic() < deadline:
-            time.sleep(0.05)
+        while request.first and find_aggregator(actors.session) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
         raise
 
 

@@ -25,13 +25,17 @@ import msgspec
 from traceml_ray import wire
 from traceml_ray.actors.config import ActorConfig
 from traceml_ray.actors.names import NAMESPACE
+from traceml_ray.agent.attached import FILE as ATTACHMENT
+from traceml_ray.agent.attached import Attachment
 from traceml_ray.agent.bootstrap import rank_environment
-from traceml_ray.session import SessionError, prepare
+from traceml_ray.session import SessionError, SessionFolder, prepare
 from traceml_ray.settings import Settings
+from traceml_ray.spool import SUFFIX
 
-from .cluster import PrivateRay
-from .control import LIVE, Live, ask_finish, write_live
+from .cluster import JOIN_S, PrivateRay
+from .control import LIVE, Live, ask_finish, write_live, write_private
 from .helper import HelperReply, HelperRequest
+from .nodes import Nodes
 
 HELPER_S = 30.0
 HELPER_END_S = 3.0
@@ -41,30 +45,41 @@ _SWEEP_AGE_S = 60.0
 
 class Monitor:
     """
+    Only the first of several nodes has the session's folder and makes its aggregator; each has a relay.
+
     Args:
         settings: of the session; `ray_address` None starts a private Ray.
         info: what the launcher knows of the run.
         environ: the user's environment.
+        nodes: of the job.
 
     Raises SessionError when there can be no such session.
 
     """
 
     def __init__(
-        self, settings: Settings, info: dict[str, str | int | float | None], environ: Mapping[str, str]
+        self,
+        settings: Settings,
+        info: dict[str, str | int | float | None],
+        environ: Mapping[str, str],
+        nodes: Nodes,
     ) -> None:
-        self._session = prepare(settings.out, settings.session)
-        self._spool = self._session.path / "spool"
+        name = settings.session or nodes.job or None
+        self._nodes = nodes
+        self._session = prepare(settings.out, name) if nodes.first else None
         try:
-            self._spool.mkdir(mode=0o700)
             self._runtime, self._lock = _private_folder()
+            self._spool = (self._session.path if self._session else self._runtime) / "spool"
+            self._spool.mkdir(mode=0o700)
         except OSError as error:
-            self._session.release()
+            if self._session:
+                self._session.release()
             raise SessionError(f"no room for the monitor's own files: {error}") from error
         self._environ = dict(environ)
+        self._name = self._session.name if self._session else str(name)
         self.settings = msgspec.structs.replace(
             settings,
-            session=self._session.name,
+            session=self._name,
             socket=str(self._runtime / "relay.sock"),
             spool=str(self._spool),
         )
@@ -80,14 +95,20 @@ class Monitor:
     def start(self) -> None:
         """Bring everything up in the background; call it on the main thread, which they die with."""
         try:
-            if self._session.moved is not None:
-                _say(f"an older session {self._session.name!r} is now {self._session.moved}")
+            if self._session and self._session.moved is not None:
+                _say(f"an older session {self._name!r} is now {self._session.moved}")
             environ, address = self._environ, self.settings.ray_address
             if address is None:
-                self._ray = PrivateRay(self._runtime, self._environ)
+                self._ray = PrivateRay(self._runtime, self._environ, self._nodes.head, self._nodes.rank)
                 self._ray.start()
                 environ, address = self._ray.environ, self._ray.address
-            write_live(self._session.path, Live(os.getpid(), str(self.settings.socket), NAMESPACE, address))
+                if self._ray.token is None:
+                    _say("no RAY_AUTH_TOKEN and no token file: whoever reaches this job's Ray can use it")
+            if self._session:
+                live = Live(os.getpid(), str(self.settings.socket), NAMESPACE, address)
+                write_live(self._session.path, live)
+            if self.settings.channel == "actor":
+                self._let_ranks_attach(address)
             self._helper = self._start_helper(address, environ)
         except Exception as error:
             _say(f"no monitor for this run: {type(error).__name__}: {error}")
@@ -95,38 +116,91 @@ class Monitor:
     def finish(self, exit_code: int, failures: list[wire.RankFailure]) -> None:
         """End the session, have its files written, say what they say, and leave nothing behind."""
         self._ended = True
+        left_behind = False
         try:
-            message = wire.Finish(wire.VERSION, exit_code, failures)
+            message = wire.Finish(
+                wire.VERSION, exit_code, failures, stop=self._nodes.first, nodes=self._nodes.count
+            )
             self._end_helper()
             finished = ask_finish(Path(str(self.settings.socket)), message)
             self._end_ray()
-            if finished is None or not finished.ok:
-                self._finish_offline(message, finished)
-            shutil.rmtree(self._spool, ignore_errors=True)
-            self._report()
+            if self._session is None:
+                left_behind = self._report_elsewhere(finished)
+            else:
+                self._finish_here(self._session, message, finished)
         except Exception as error:
-            _say(
-                f"the session in {self._session.path} could not be finished: {type(error).__name__}: {error}"
-            )
+            _say(f"session {self._name!r} could not be finished: {type(error).__name__}: {error}")
         finally:
             self._end_ray()
-            with contextlib.suppress(OSError):
-                (self._session.path / LIVE).unlink(missing_ok=True)
-            shutil.rmtree(self._runtime, ignore_errors=True)
+            if self._session is not None:
+                with contextlib.suppress(OSError):
+                    (self._session.path / LIVE).unlink(missing_ok=True)
+            self._clear(left_behind)
             os.close(self._lock)
-            self._session.release()
+            if self._session is not None:
+                self._session.release()
+
+    def _finish_here(
+        self, session: SessionFolder, message: wire.Finish, finished: wire.Finished | None
+    ) -> None:
+        if finished is None or not finished.ok:
+            self._finish_offline(session, message, finished)
+        elif finished.waiting:
+            _say(f"{finished.waiting} of {self._nodes.count} nodes have not delivered all of their rows")
+        shutil.rmtree(self._spool, ignore_errors=True)
+        _report(session)
+
+    def _report_elsewhere(self, finished: wire.Finished | None) -> bool:
+        """Say where the session is; return whether rows of this node are left here."""
+        left = len(list(self._spool.glob(f"*{SUFFIX}")))
+        if left:
+            why = f" ({finished.detail})" if finished is not None and finished.detail else ""
+            _say(f"rows of {left} ranks could not be delivered{why}; they are in {self._spool}")
+        host = self._nodes.host or "the first node"
+        _say(f"session {self._name!r} is written by the launcher on {host}, into its --out folder")
+        return left > 0
+
+    def _clear(self, left_behind: bool) -> None:
+        """Remove the private folder, but for rows that nobody has."""
+        if not left_behind:
+            shutil.rmtree(self._runtime, ignore_errors=True)
+            return
+        for path in self._runtime.iterdir():
+            if path.is_dir() and path != self._spool:
+                shutil.rmtree(path, ignore_errors=True)
+            elif path != self._spool:
+                path.unlink(missing_ok=True)
+
+    def _let_ranks_attach(self, address: str) -> None:
+        """Leave beside the socket what ranks need to attach; so the token is in nobody's environment."""
+        found = Attachment(address)
+        if self._ray is not None:
+            environ: dict[str, str | None] = {name: None for name in self._environ if name.startswith("RAY_")}
+            environ["RAY_AUTH_MODE"] = self._ray.environ["RAY_AUTH_MODE"]
+            if self._ray.token is not None:
+                environ["RAY_AUTH_TOKEN_PATH"] = str(self._runtime / "token")
+                write_private(self._runtime / "token", self._ray.token.encode())
+            found = Attachment(address, str(self._ray.folder), environ)
+        write_private(self._runtime / ATTACHMENT, msgspec.json.encode(found))
 
     def _start_helper(self, address: str, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
         settings = self.settings
         actors = ActorConfig(
-            session=self._session.name,
-            folder=str(self._session.path),
+            session=self._name,
+            folder=str(self._session.path) if self._session else "",
             socket=str(settings.socket),
             spool=str(self._spool),
             settings=settings,
             info=self._info,
         )
-        request = HelperRequest(os.getpid(), address, actors, HELPER_S)
+        request = HelperRequest(
+            os.getpid(),
+            address,
+            actors,
+            HELPER_S if self._nodes.first else JOIN_S,
+            temp_dir=str(self._ray.folder) if self._ray is not None else "",
+            first=self._nodes.first,
+        )
         helper = subprocess.Popen(
             [sys.executable, "-m", "traceml_ray.launchers.helper"],
             cwd=self._runtime,  # the user's folder may hold files named like modules that Ray imports
@@ -174,20 +248,24 @@ class Monitor:
         if self._ray is not None:
             self._ray.stop()
 
-    def _finish_offline(self, message: wire.Finish, finished: wire.Finished | None) -> None:
+    def _finish_offline(
+        self, session: SessionFolder, message: wire.Finish, finished: wire.Finished | None
+    ) -> None:
         from traceml_ray.actors.aggregation import finish_offline
 
         if finished is not None:
             _say(f"finishing the session without its aggregator: {finished.detail}")
-        finish_offline(self._session.path, self.settings, message, self._spool, self._info)
+        message = msgspec.structs.replace(message, force=True)
+        finish_offline(session.path, self.settings, message, self._spool, self._info)
 
-    def _report(self) -> None:
-        """Say the verdict, in the words of the summary, and where to read on."""
-        verdict = json.loads(self._session.summary_json.read_bytes())["verdict"]
-        _say(f"{verdict['label']}: {verdict['why']}")
-        if verdict["next"]:
-            _say(f"next: {verdict['next']}")
-        _say(f"files: {self._session.path}")
+
+def _report(session: SessionFolder) -> None:
+    """Say the verdict, in the words of the summary, and where to read on."""
+    verdict = json.loads(session.summary_json.read_bytes())["verdict"]
+    _say(f"{verdict['label']}: {verdict['why']}")
+    if verdict["next"]:
+        _say(f"next: {verdict['next']}")
+    _say(f"files: {session.path}")
 
 
 def _say(text: str) -> None:

@@ -28,14 +28,12 @@ from traceml_ray.settings import SettingError, Settings
 
 from .cluster import free_port
 from .monitor import Monitor
+from .nodes import Nodes, NotGiven, UsageError
+from .nodes import read as read_nodes
 
 _PROGRAM = "python -m traceml_ray.launch"
 _MESSAGE_CHARS = 2000
 _COMMAND_CHARS = 1000
-
-
-class UsageError(ValueError):
-    """A command line that cannot be used."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,8 +82,10 @@ def _interrupt(number: int, _frame: object) -> NoReturn:
 
 
 def _monitor(args: argparse.Namespace) -> Monitor:
-    _check(args)
-    return Monitor(_settings(args), _info(args), os.environ)
+    settings = _settings(args)
+    nodes = read_nodes(args, settings.ray_address)
+    _check(args, nodes)
+    return Monitor(settings, _info(args, nodes), os.environ, nodes)
 
 
 def _failures(error: ChildFailedError) -> list[wire.RankFailure]:
@@ -113,38 +113,52 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = torch_run.get_args_parser()
     parser.prog = _PROGRAM
     parser.error = _usage_error  # type: ignore[method-assign]
+    theirs, complete = set(parser._option_string_actions), parser._get_option_tuples
+    # An abbreviation that torchrun understands is not ambiguous because of our flags.
+    parser._get_option_tuples = lambda text: (  # type: ignore[method-assign]
+        [found for found in complete(text) if found[1] in theirs] or complete(text)
+    )
     ours = parser.add_argument_group(
         "traceml-ray", "Also in the environment as TRACEML_SESSION, TRACEML_OUT, …"
     )
     ours.add_argument("--session", help="Name of the session; default: made up from the time.")
     ours.add_argument("--out", help="Folder for session folders; default: traceml-sessions.")
     ours.add_argument("--interval", help="Seconds between two reports of a rank; default: 1.")
-    ours.add_argument("--channel", help="How ranks reach their relay: auto or socket.")
+    ours.add_argument("--channel", help="How ranks reach their relay: auto, socket or actor.")
     ours.add_argument(
         "--ray-address", help="host:port of a running Ray cluster; default: RAY_ADDRESS, else a private one."
     )
+    ours.add_argument(
+        "--traceml-port",
+        type=_port,
+        help="Of the monitor's own Ray, on the first of several nodes; default: the master's port + 1.",
+    )
     ours.add_argument("--no-monitor", action="store_true", help="torchrun, and nothing else.")
+    if "PET_NODE_RANK" not in os.environ:
+        parser.set_defaults(node_rank=NotGiven(0))
     return parser.parse_args(argv)
+
+
+def _port(text: str) -> int:
+    if not (text.isdecimal() and 0 < int(text) < 1 << 16):
+        raise argparse.ArgumentTypeError(f"{text} is not a port")
+    return int(text)
 
 
 def _usage_error(message: str) -> NoReturn:
     raise UsageError(f"{message} (see {_PROGRAM} --help)")
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace, nodes: Nodes) -> None:
     """Find what would fail only after the monitor is up. Raises UsageError."""
     script = Path(args.training_script)
     if not (args.module or args.no_python or script.exists()):
         raise UsageError(f"there is no script {script} (in {Path.cwd()})")
     if args.module and args.no_python:
         raise UsageError("--no-python and --module cannot be used together")
-    try:
-        _, nnodes = torch_run.parse_min_max_nnodes(args.nnodes)
-    except (ValueError, RuntimeError):
-        raise UsageError(f"--nnodes={args.nnodes} is neither N nor MIN:MAX") from None
-    if nnodes > 1:
-        raise UsageError(f"one node for now: --nnodes={args.nnodes} works only with --no-monitor")
     _world_size(args)
+    if nodes.several:
+        return
     if args.master_port is not None and not _port_is_free(args.master_addr, args.master_port):
         taken, args.master_port = args.master_port, free_port()
         print(f"traceml-ray: master port {taken} is in use, taking {args.master_port}", file=sys.stderr)
@@ -160,19 +174,17 @@ def _settings(args: argparse.Namespace) -> Settings:
         or os.environ.get("TRACEML_RAY_ADDRESS")
         or os.environ.get("RAY_ADDRESS"),
     )
-    if settings.channel == "actor":
-        raise UsageError("channel=actor is for processes of Ray; ranks of this launcher use the socket")
     if settings.ray_address is not None and not re.fullmatch(r"[^\s/]+:\d{1,5}", settings.ray_address):
         raise UsageError(f"Ray address {settings.ray_address!r} must be host:port (of the cluster's GCS)")
     return settings
 
 
-def _info(args: argparse.Namespace) -> dict[str, str | int | float | None]:
+def _info(args: argparse.Namespace, nodes: Nodes) -> dict[str, str | int | float | None]:
     return {
         "launcher": "torchrun",
         "command": shlex.join([args.training_script, *args.training_script_args])[:_COMMAND_CHARS],
-        "nnodes": 1,
-        "world_size": _world_size(args),
+        "nnodes": nodes.count if nodes.fixed else None,
+        "world_size": nodes.count * _world_size(args) if nodes.fixed else None,
     }
 
 

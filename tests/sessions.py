@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from traceml_ray import wire
@@ -30,13 +31,17 @@ class Clock:
         self.now += int(seconds * SECOND)
 
 
-def identity(rank: int, world: int = 2, *, per_node: int = 8, attempt: int = 0, pid: int = 0) -> RankIdentity:
+def identity(
+    rank: int, world: int = 2, *, per_node: int = 8, attempt: int = 0, pid: int = 0, **other: Any
+) -> RankIdentity:
+    """A rank of job `job` as torchrun has it; `other` are fields of RankIdentity."""
     node = rank // per_node
     local = min(world, per_node)
-    return RankIdentity(
+    said = RankIdentity(
         rank, rank % per_node, node, world, local, -(-world // per_node), f"host-{node}", None, "job",
         attempt, pid or 1000 + rank + 100 * attempt, "torchrun",
     )  # fmt: skip
+    return msgspec.structs.replace(said, **other)
 
 
 class Rank:
@@ -44,7 +49,8 @@ class Rank:
 
     def __init__(self, number: int, world: int = 2, *, stream: str | None = None, **who: Any) -> None:
         self.identity = identity(number, world, **who)
-        self.stream = stream or f"{self.identity.attempt:08x}{number:08x}"
+        job = "" if self.identity.job_id == "job" else self.identity.job_id
+        self.stream = stream or f"{job}{self.identity.attempt:08x}{number:08x}"
         self.seq = -1
         self.produced = 0
         self.dropped = 0
@@ -92,6 +98,18 @@ def aggregation(folder: Path, clock: Clock | None = None, **info: Any) -> Aggreg
     return Aggregation(folder, Settings(), {"launcher": "torchrun", **info}, clock or Clock())
 
 
+def told(aggregator: Aggregation, run: str = "job", **fields: Any) -> wire.Finished:
+    """What the aggregator answers to word of a run."""
+    return wire.decode(aggregator.run(wire.encode(wire.Run(wire.VERSION, run, **fields))), wire.Finished)
+
+
+def ask(aggregator: Aggregation, what: str, **request: Any) -> Any:
+    """The answer to a question."""
+    answer = msgspec.msgpack.decode(aggregator.query(msgspec.msgpack.encode({"what": what, **request})))
+    assert "error" not in answer, answer
+    return answer["result"]
+
+
 def confirmed(reply: bytes) -> int:
     """The number up to which a reply says that messages are stored."""
     return wire.decode(reply, wire.RelayReply).stored_seq
@@ -104,9 +122,18 @@ def check_ledger(folder: Path) -> dict[str, Any]:
         for part in (count, *count["per_rank"].values()):
             assert part["produced"] == part["stored"] + part["in_flight"] + sum(part["dropped"].values())
             assert min(part["in_flight"], *part["dropped"].values()) >= 0
+        runs = [run["ledger"] for run in session.runs()]
+        for part in runs:
+            assert part["produced"] == part["stored"] + part["in_flight"] + sum(part["dropped"].values())
+        assert sum(part["produced"] for part in runs) + _unknown(session) == count["produced"]
         for stream in session.streams():
             chunks = session._all("SELECT first_row, n FROM chunk WHERE stream_id = ?", stream.id)
             numbers = [row for first, n in chunks for row in range(first, first + n)]
             assert len(numbers) == len(set(numbers)) == stream.stored
             assert numbers == sorted(numbers)
         return count
+
+
+def _unknown(session: SessionFile) -> int:
+    """Rows of processes that are of no run, because it is not known who they are."""
+    return sum(stream.produced for stream in session.streams() if stream.identity is None)

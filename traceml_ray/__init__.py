@@ -1,21 +1,39 @@
 """traceml-ray: names the rank, node and stage that makes a distributed training step slow."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from traceml_ray.agent.api import attach, detach, stage, trace_step, watch
+    from traceml_ray.driver import Session, StartError, start
+    from traceml_ray.launchers.ray_train import TraceMLTrainCallback
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "attach", "detach", "stage", "trace_step", "watch"]
+__all__ = [
+    "Session",
+    "StartError",
+    "TraceMLTrainCallback",
+    "__version__",
+    "attach",
+    "detach",
+    "stage",
+    "start",
+    "trace_step",
+    "watch",
+]
+_MODULES = {
+    "Session": "traceml_ray.driver",
+    "StartError": "traceml_ray.driver",
+    "start": "traceml_ray.driver",
+    "TraceMLTrainCallback": "traceml_ray.launchers.ray_train",
+}
 
 
 def __getattr__(name: str) -> object:
     # Loaded at first use: importing the package costs a training script nothing.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from traceml_ray.agent import api
-
-    value: object = getattr(api, name)
+    value: object = getattr(import_module(_MODULES.get(name, "traceml_ray.agent.api")), name)
     globals()[name] = value  # so that a training loop pays for this call once
     return value
 

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return its exit code."""
     arguments = _parser().parse_args(argv)
     try:
-        code: int = arguments.run(arguments)
+        code: int = arguments.command(arguments)
         sys.stdout.flush()
         return code
     except (session.SessionError, SessionFileError, SettingError) as error:
@@ -53,9 +53,21 @@ def report(arguments: argparse.Namespace) -> int:
     settings = Settings.load(out=arguments.out)
     folder = session.find(arguments.session, settings.out)
     with SessionFile(folder / session.DATABASE) as stored:
-        summary = summarize(stored, settings.thresholds)
+        summary = summarize(stored, settings.thresholds, run=_run(arguments.run, stored))
     print(json.dumps(summary, indent=2) if arguments.json else render(summary, folder), end="")
     return 0
+
+
+def _run(named: str | None, stored: SessionFile) -> str | None:
+    """Return the id of the run of that id or name (the newest so named). Raises SessionError."""
+    if named is None:
+        return None
+    runs = stored.runs()
+    for run in reversed(runs):
+        if named in (run["id"], run["name"]):
+            return str(run["id"])
+    known = ", ".join(f"{run['name']} ({run['id']})" for run in runs) or "none"
+    raise session.SessionError(f"no run {named!r} in {stored.path.parent}; runs there: {known}")
 
 
 def status(arguments: argparse.Namespace) -> int:
@@ -92,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     for run in (report, status, stop):
         about = (run.__doc__ or "").strip()
         command = commands.add_parser(run.__name__, help=about, description=about, epilog=parser.epilog)
-        command.set_defaults(run=run)
+        command.set_defaults(command=run)
         command.add_argument(
             "session",
             nargs="?",
@@ -104,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         if run is report:
             command.add_argument("--json", action="store_true", help="print summary.json instead of text")
+            command.add_argument("--run", help="id or name of one run of the session (default: the newest)")
     return parser
 
 

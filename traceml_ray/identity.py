@@ -125,6 +125,7 @@ def resolve(
         attempt=_integer("attempt", attempt),
         pid=os.getpid(),
         source=source,
+        name="",
     )
 
 

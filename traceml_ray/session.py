@@ -2,8 +2,9 @@
 The session folder: where one run's files are, who holds it, and how it is found again.
 
 `<out>/<session>/` holds `session.sqlite`, `summary.json` and `report.txt`. The launcher's process
-holds an flock on `.lock` for as long as it lives, so a second launch cannot write into a live
-session. Nothing is ever overwritten: an older session of the same name is moved aside.
+(the aggregator's, where there is no launcher) holds an flock on `.lock` for as long as it lives, so a
+second launch cannot write into a live session. Nothing is ever overwritten: an older session of the
+same name is moved aside.
 """
 
 from __future__ import annotations
@@ -71,11 +72,19 @@ def prepare(out: str | Path, name: str | None = None) -> SessionFolder:
     """
     if name is None:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    return open_folder(out, name, again=False)
+
+
+def open_folder(out: str | Path, name: str, *, again: bool) -> SessionFolder:
+    """
+    Make and hold the folder as `prepare` does; `again`: go on in the one that is there (its holder was
+    restarted). Raises as `prepare` does.
+    """
     check_session_name(name)
     path = Path(out).absolute() / name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return _take(path)
+        return _take(path, again)
     except OSError as error:
         raise SessionError(
             f"cannot write sessions into {path.parent}: {error.strerror or error}; "
@@ -137,8 +146,11 @@ def _newest(out: Path) -> Path:
     return sessions[0]
 
 
-def _take(path: Path) -> SessionFolder:
-    """Lock `path`, moving a finished session of that name aside; loops while another launch races."""
+def _take(path: Path, again: bool) -> SessionFolder:
+    """
+    Lock `path`, moving a finished session of that name aside, unless it is to go on; loops while
+    another launch races.
+    """
     moved: Path | None = None
     while True:
         path.mkdir(mode=0o700, exist_ok=True)
@@ -154,7 +166,7 @@ def _take(path: Path) -> SessionFolder:
             if not _same_file(fd, path / _LOCK):
                 os.close(fd)
                 continue
-            if _contents(path) - {_LOCK}:
+            if not again and _contents(path) - {_LOCK}:
                 moved = _move_aside(path)
                 os.close(fd)
                 continue

@@ -259,7 +259,13 @@ class Finish(_Message, tag="finish", frozen=True):
     exit_code: Int64
     failures: Annotated[list[RankFailure], _FEW] = []
     stop: bool = True
-    """End the session's actors afterwards."""
+    """End the session's actors once every node has left; without it, only the relay ends itself."""
+    node_id: str = ""
+    """Of the node that leaves; the relay fills it in."""
+    nodes: Count = 1
+    """How many nodes the job has: the session's files are written when the last one has left."""
+    force: bool = False
+    """Write them now."""
 
 
 class Finished(_Message, tag="finished", frozen=True):

@@ -391,11 +391,15 @@ def test_a_bad_question_is_answered_with_an_error(tmp_path: Path) -> None:
     assert "error" in _ask(aggregator, what="rows", since="x")
 
 
-def test_idle_time_counts_from_the_last_message(tmp_path: Path, clock: Clock) -> None:
-    aggregator = aggregation(tmp_path, clock)
+def test_idle_time_counts_from_the_last_word_of_a_rank_or_question(tmp_path: Path, clock: Clock) -> None:
+    aggregator, relay = aggregation(tmp_path, clock), Relay()
     clock.tick(30)
+    aggregator.ingest(relay.message())  # of its node only
     assert aggregator.idle_s() == 30
-    aggregator.ingest(Relay().message())
+    aggregator.ingest(relay.message(Rank(0).batch()))
+    assert aggregator.idle_s() == 0
+    clock.tick(10)
+    _ask(aggregator, what="status")
     assert aggregator.idle_s() == 0
 
 

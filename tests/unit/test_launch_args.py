@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 from torch.distributed import run as torch_run
 
-from traceml_ray.launchers import monitor, torchrun
-from traceml_ray.launchers.cluster import free_port
+from traceml_ray.launchers import monitor, nodes, torchrun
+from traceml_ray.launchers.cluster import PrivateRay, cluster_token, free_port
+from traceml_ray.launchers.nodes import Nodes
+from traceml_ray.reach import own_address
+from traceml_ray.settings import check_session_name
 
 SCRIPT = str(Path(__file__))
 
@@ -41,6 +44,7 @@ def test_our_arguments_are_ours_only_before_the_script() -> None:
     assert args.training_script_args == ["--session", "script's"]
 
 
+C10D = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "host-0:29400"]
 BAD: list[tuple[list[str], dict[str, str], str]] = [
     ([], {}, "training_script"),
     (["--nproc-per-node", "2", "no/such/train.py"], {}, "no/such/train.py"),
@@ -49,12 +53,14 @@ BAD: list[tuple[list[str], dict[str, str], str]] = [
     (["--nproc-per-node", "two", SCRIPT], {}, "--nproc-per-node=two"),
     (["--nproc-per-node", "0", SCRIPT], {}, "at least 1"),
     (["--nnodes", "a:b", SCRIPT], {}, "--nnodes=a:b"),
-    (["--nnodes", "2", SCRIPT], {}, "one node for now"),
-    (["--nnodes", "1:2", SCRIPT], {}, "one node for now"),
+    (["--nnodes", "0", SCRIPT], {}, "at least one node"),
+    (["--nnodes", "2", "--rdzv-backend", "c10d", SCRIPT], {}, "--rdzv-endpoint"),
+    ([*C10D, SCRIPT], {}, "--ray-address"),
+    ([*C10D, "--traceml-port", "70000", SCRIPT], {}, "70000 is not a port"),
     (["--no-python", "-m", "x"], {}, "cannot be used together"),
     (["--session", "a/b", SCRIPT], {}, "a/b"),
     (["--interval", "soon", SCRIPT], {}, "soon"),
-    (["--channel", "actor", SCRIPT], {}, "channel=actor"),
+    (["--channel", "pigeon", SCRIPT], {}, "pigeon"),
     (["--ray-address", "auto", SCRIPT], {}, "host:port"),
     ([SCRIPT], {"RAY_ADDRESS": "ray://head:10001"}, "ray://head:10001"),
     ([SCRIPT], {"TRACEML_INTERVAL": "-1"}, "TRACEML_INTERVAL"),
@@ -94,7 +100,10 @@ def test_a_busy_master_port_is_replaced_by_a_free_one(capsys: pytest.CaptureFixt
         taken.listen()
         port = taken.getsockname()[1]
         args = torchrun._parse(["--master-port", str(port), SCRIPT])
-        torchrun._check(args)
+        torchrun._check(args, Nodes())
+        several = torchrun._parse(["--master-port", str(port), "--nnodes", "2", SCRIPT])
+        torchrun._check(several, nodes.read(several, None))
+    assert several.master_port == port  # the other nodes know it, too
     assert args.master_port != port
     assert f"master port {port} is in use" in capsys.readouterr().err
 
@@ -102,8 +111,81 @@ def test_a_busy_master_port_is_replaced_by_a_free_one(capsys: pytest.CaptureFixt
 def test_a_free_master_port_is_kept() -> None:
     port = free_port()
     args = torchrun._parse(["--master-port", str(port), SCRIPT])
-    torchrun._check(args)
+    torchrun._check(args, Nodes())
     assert args.master_port == port
+
+
+def read(*argv: str, address: str | None = None) -> Nodes:
+    return nodes.read(torchrun._parse([*argv, SCRIPT]), address)
+
+
+def test_all_nodes_of_a_job_find_the_same_head_and_the_same_session() -> None:
+    static = ("--nnodes", "3", "--master-addr", "host-0", "--master-port", "7000")
+    first, other = read(*static, "--node-rank", "0"), read(*static, "--node-rank", "2")
+    assert (first.first, first.rank, other.first, other.rank) == (True, 0, False, 2)
+    assert first.head == other.head == "host-0:7001"
+    assert first.job == other.job != read(*static[:-1], "7002").job
+    check_session_name(first.job)
+    check_session_name(read(*static, "--rdzv-id", "../a b").job)
+    assert read(*static, "--traceml-port", "9000").head == "host-0:9000"
+    assert (first.count, first.fixed, first.several) == (3, True, True)
+
+
+def test_one_node_has_no_head_that_others_could_reach() -> None:
+    for argv in ([], ["--nnodes", "1"], ["--nnodes", "1:1"], ["--standalone"], ["--node-rank", "0"]):
+        assert read(*argv) == Nodes()
+        assert not read(*argv).several
+
+
+def test_the_first_node_of_a_rendezvous_is_the_one_that_hosts_it() -> None:
+    here = ("--nnodes", "2:4", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{socket.gethostname()}:29400")
+    assert read(*here, address="head:6379").first
+    assert not read(*C10D, address="head:6379").first
+    assert not read(*here, "--rdzv-conf", "is_host=0", address="head:6379").first
+    assert read(*C10D, "--rdzv-conf", "is_host=true", address="head:6379").first
+    ranked = read(*C10D, "--node-rank", "1")
+    assert (ranked.first, ranked.head, ranked.count, ranked.fixed) == (False, "host-0:29401", 1, False)
+    assert read(*C10D, "--node-rank", "0").first
+
+
+def test_launchers_on_one_machine_have_addresses_of_their_own() -> None:
+    local = read("--nnodes", "2", "--master-port", "7000")
+    assert local.head == "127.0.0.2:7001"
+    assert [own_address(local.head, rank) for rank in (0, 1)] == ["127.0.0.2", "127.0.0.3"]
+    assert own_address("10.1.1.1:7001", 5, "10.1.1.2") == "10.1.1.2"
+
+
+def test_the_token_of_a_cluster_is_looked_for_as_ray_does(tmp_path: Path) -> None:
+    (tmp_path / ".ray").mkdir()
+    home = {"HOME": str(tmp_path)}
+    assert cluster_token(home) is None
+    (tmp_path / ".ray" / "auth_token").write_text("of the user\n")
+    (tmp_path / "file").write_text("of the file")
+    assert cluster_token(home) == "of the user"
+    assert cluster_token({**home, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "file")}) == "of the file"
+    assert cluster_token({**home, "RAY_AUTH_TOKEN": "said"}) == "said"
+
+
+def test_several_nodes_without_a_token_have_no_authentication_and_one_node_has_its_own(
+    tmp_path: Path,
+) -> None:
+    home = {"HOME": str(tmp_path), "RAY_AUTH_MODE": "token", "RAY_ADDRESS": "elsewhere:1"}
+    several = PrivateRay(tmp_path, home, "127.0.0.2:7001", 1)
+    assert (several.token, several.environ["RAY_AUTH_MODE"]) == (None, "disabled")
+    given = PrivateRay(tmp_path, {**home, "RAY_AUTH_TOKEN": "t"}, "127.0.0.2:7001", 1)
+    assert (given.environ["RAY_AUTH_TOKEN"], given.environ["RAY_AUTH_MODE"]) == ("t", "token")
+    alone = PrivateRay(tmp_path, {**home, "RAY_AUTH_TOKEN": "t"})
+    assert alone.environ["RAY_AUTH_TOKEN"] == alone.token != "t"
+    assert "RAY_ADDRESS" not in alone.environ
+
+
+def test_what_is_known_of_a_job_of_several_nodes() -> None:
+    args = torchrun._parse(["--nnodes", "2", "--nproc-per-node", "4", SCRIPT])
+    info = torchrun._info(args, nodes.read(args, None))
+    assert (info["nnodes"], info["world_size"]) == (2, 8)
+    elastic = torchrun._parse(["--nnodes", "2:3", "--nproc-per-node", "4", "--node-rank", "0", SCRIPT])
+    info = torchrun._info(elastic, nodes.read(elastic, None))
+    assert (info["nnodes"], info["world_size"]) == (None, None)
 
 
 def test_folders_of_killed_launchers_are_swept_and_no_others(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ class Pipe:
     def __init__(self, room: int = 1000) -> None:
         self.room = room
         self.generation = 1
+        self.errors: Counter[str] = Counter()
         self.taken: list[bytes] = []
         self.answers: list[bytes] = []
         self.closed = False

@@ -11,9 +11,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,7 +24,7 @@ from hypothesis import strategies as st
 
 from traceml_ray import wire
 from traceml_ray.actors.outbox import Outbox
-from traceml_ray.actors.relay import FINISH_S, RESEND_S, TICK_S, Relay
+from traceml_ray.actors.relay import FINISH_S, NODES_S, RESEND_S, TICK_S, Relay
 from traceml_ray.identity import RankIdentity
 from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool, write_spool
@@ -57,6 +59,7 @@ class Aggregator:
         self.up = True
         self.hangs = False
         self.stopped = False
+        self.waiting = 0
         self.finished: list[wire.Finish] = []
         self.stored: list[wire.RelayBatch] = []
         self.taken: list[wire.RelayBatch] = []
@@ -96,7 +99,7 @@ class Aggregator:
         if wire.tag_of(data) == "finish":
             self.commit()
             self.finished.append(wire.decode(data, wire.Finish))
-            return wire.encode(wire.Finished(wire.VERSION, True))
+            return wire.encode(wire.Finished(wire.VERSION, True, waiting=self.waiting))
         batch = wire.decode(data, wire.RelayBatch)
         self.sizes.append(len(data))
         if batch.seq == len(self.stored) + len(self.taken) + 1:
@@ -414,11 +417,11 @@ def test_a_calling_process_that_is_killed_is_lost_as_well(bench: Bench) -> None:
     bench.until(lambda: bench.aggregator.lost() == ["a"])
 
 
-def ask_to_finish(bench: Bench) -> tuple[socket.socket, wire.Finish]:
+def ask_to_finish(bench: Bench, **fields: Any) -> tuple[socket.socket, wire.Finish]:
     sock = bench.connect()
-    message = wire.Finish(wire.VERSION, 1, [wire.RankFailure(0, 0, 9, 1, 0, "boom")])
+    message = wire.Finish(wire.VERSION, 1, [wire.RankFailure(0, 0, 9, 1, 0, "boom")], **fields)
     sock.send(wire.encode(message))
-    return sock, message
+    return sock, msgspec.structs.replace(message, node_id=NODE.node_id)
 
 
 def test_finish_reads_the_spool_flushes_writes_and_ends_the_actors(bench: Bench) -> None:
@@ -481,6 +484,113 @@ def test_finish_without_an_aggregator_says_so_and_leaves_what_it_holds_in_the_sp
     left = [wire.decode(frame, wire.RankBatch) for frame in read_spool(bench.spool / "a.spool")]
     assert [batch.seq for batch in left] == [0, 1, 2, 3, 4]
     sock.close()
+
+
+def test_of_several_nodes_one_that_ends_nothing_leaves_when_its_own_rows_are_stored(bench: Bench) -> None:
+    bench.aggregator.waiting = 1
+    bench.relay.take(rank_batch("a", 0))
+    sock, message = ask_to_finish(bench, stop=False, nodes=2)
+    bench.until(lambda: bench.relay.stopped)
+    assert wire.decode(sock.recv(1 << 16), wire.Finished) == wire.Finished(wire.VERSION, True, waiting=1)
+    assert bench.aggregator.finished == [message]
+    assert bench.aggregator.seqs("a") == [0]
+    assert not bench.aggregator.stopped
+    sock.close()
+
+
+def test_the_node_that_ends_the_session_waits_for_the_others(bench: Bench) -> None:
+    bench.aggregator.waiting = 1
+    sock, message = ask_to_finish(bench, nodes=2)
+    bench.until(lambda: len(bench.aggregator.finished) >= 3)
+    assert not bench.relay.stopped
+    bench.aggregator.waiting = 0
+    bench.until(lambda: bench.relay.stopped)
+    assert wire.decode(sock.recv(1 << 16), wire.Finished) == wire.Finished(wire.VERSION, True)
+    assert all(asked == message for asked in bench.aggregator.finished)
+    assert bench.aggregator.stopped
+    sock.close()
+
+
+def test_it_insists_after_a_while_and_stays_until_the_last_has_left(bench: Bench) -> None:
+    bench.aggregator.waiting = 1
+    sock, message = ask_to_finish(bench, nodes=2)
+    started = bench.now
+    bench.until(lambda: bench.aggregator.finished[-1:] == [msgspec.structs.replace(message, force=True)])
+    assert NODES_S < bench.now - started < NODES_S + 1
+    bench.tick(2)
+    assert wire.decode(sock.recv(1 << 16), wire.Finished).waiting == 1
+    sock.close()
+    bench.tick(20)
+    assert not (bench.relay.stopped or bench.aggregator.stopped)
+    bench.aggregator.waiting = 0
+    bench.until(lambda: bench.relay.stopped)
+    assert bench.aggregator.finished[-1] == message
+    assert bench.aggregator.stopped
+
+
+def test_a_node_without_an_aggregator_leaves_in_time_and_keeps_what_it_has(bench: Bench) -> None:
+    bench.aggregator.kill()
+    bench.relay.take(rank_batch("a", 0, final=True))
+    sock, _ = ask_to_finish(bench, stop=False, nodes=2)
+    bench.relay.turn(5)
+    bench.relay.turn(5)
+    bench.tick(int(NODES_S / TICK_S) + 2)
+    assert not wire.decode(sock.recv(1 << 16), wire.Finished).ok
+    assert len(read_spool(bench.spool / "a.spool")) == 1
+    assert bench.relay.stopped
+    sock.close()
+
+
+def flush(bench: Bench, timeout_s: float) -> tuple[threading.Thread, list[bool]]:
+    answers: list[bool] = []
+    thread = threading.Thread(target=lambda: answers.append(bench.relay.flush(timeout_s)))
+    thread.start()
+    return thread, answers
+
+
+def test_a_flush_returns_when_all_is_stored_the_spool_too(bench: Bench) -> None:
+    bench.relay.take(rank_batch("a", 0))
+    write_spool(bench.spool / "b.spool", [rank_batch("b", 0), rank_batch("b", 1, final=True)])
+    thread, answers = flush(bench, 20)
+    bench.until(lambda: not thread.is_alive())
+    assert answers == [True]
+    assert (bench.aggregator.seqs("a"), bench.aggregator.seqs("b")) == ([0], [0, 1])
+    assert not list(bench.spool.iterdir())  # so that nothing of it comes a second time
+    assert not bench.relay.stopped
+
+
+def test_a_flush_that_is_not_confirmed_says_so_and_leaves_the_spool(bench: Bench) -> None:
+    bench.aggregator.kill()
+    write_spool(bench.spool / "b.spool", [rank_batch("b", 0)])
+    thread, answers = flush(bench, 0.3)
+    bench.until(lambda: not thread.is_alive())
+    assert answers == [False]
+    assert list(bench.spool.iterdir())
+
+
+def test_a_relay_that_ends_takes_its_socket_along_and_its_own_folder_if_nothing_is_left_there() -> None:
+    for left in (False, True):
+        folder = Path(tempfile.mkdtemp(prefix="tr-"))
+        relay = Relay(folder / "relay.sock", NODE, Aggregator(), NoSamples(), Settings(), spool=folder)
+        if left:
+            write_spool(folder / "a.spool", [rank_batch("a", 0)])
+        relay.close()
+        relay.close()
+        assert folder.exists() == left
+        assert not (folder / "relay.sock").exists()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_relay_whose_aggregator_answers_is_not_unused(bench: Bench) -> None:
+    bench.relay.take(rank_batch("a", 0))
+    bench.tick()
+    bench.now += 1000
+    bench.relay.turn()  # the answer to that batch
+    assert not bench.relay.stopped
+    bench.aggregator.up = False
+    bench.now += 1000
+    bench.relay.turn()
+    assert bench.relay.stopped
 
 
 def test_an_unused_relay_ends_itself_but_not_while_a_rank_is_connected(bench: Bench) -> None:

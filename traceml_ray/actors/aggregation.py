@@ -7,7 +7,6 @@ raises into the caller's loop: what goes wrong is counted by place in `errors`.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,18 +16,21 @@ from typing import Any
 import msgspec
 
 from traceml_ray import wire
-from traceml_ray.analysis.history import RunJudge
+from traceml_ray.actors.answers import Answers
+from traceml_ray.actors.groups import SOURCE, Groups
+from traceml_ray.actors.judging import LiveJudge
+from traceml_ray.actors.restarts import Restarts
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.analysis.window import RankRows, align
 from traceml_ray.identity import RankIdentity
-from traceml_ray.reports.deaths import FATAL, culprit, deaths, headline
+from traceml_ray.reports.deaths import FATAL
 from traceml_ray.reports.files import write_reports
+from traceml_ray.reports.summary import summarize
 from traceml_ray.session import SessionFolder
 from traceml_ray.settings import Settings
 from traceml_ray.spool import SUFFIX, read_spool
 from traceml_ray.store.recent import Recent
-from traceml_ray.store.session_file import ledger
-from traceml_ray.store.streams import Stream, age, attempt_of, node_labels, shown, world_size
+from traceml_ray.store.runs import by_run, newest, note, with_rows
+from traceml_ray.store.streams import Stream, age, last_attempt, shown
 from traceml_ray.store.writer import SessionWriter
 
 _MAX_NAME = 64
@@ -60,24 +62,30 @@ class Aggregation:
     ) -> None:
         self.folder = SessionFolder(Path(folder))
         self.settings = settings
-        self.verdict: Verdict | None = None
         self._clock = clock
         self._writer = SessionWriter(self.folder.sqlite)
         self._recent = Recent()
-        self._run = RunJudge(settings.thresholds)
-        self._attempt = 0
-        self._tail = settings.thresholds.window_steps + settings.thresholds.stride_steps
-        self._refused: dict[str, int] = {}
-        self._fatal: list[dict[str, Any]] = []
-        self._standing = shown(self._writer.streams.values())
-        self._judged: list[Any] | None = None
-        self._stored: tuple[Any, ...] | None = None
-        self._readers = threading.local()
-        self._last_message_ns = clock()
         self.errors: Counter[str] = Counter(self._writer.meta.get("errors", {}))
+        self._judge = LiveJudge(self._writer, self._recent, settings, clock, self.errors)
+        self._refused: dict[str, int] = {}
+        streams = self._writer.streams.values()
+        self._groups, self._restarts = Groups(streams), Restarts(streams)
+        self._standing = {
+            (run, rank): stream
+            for run, known in by_run(streams).items()
+            for rank, stream in shown(known).items()
+        }
+        self._told: set[tuple[str, str, int, str]] = set()
+        self._answers = Answers(self.folder, settings, self._writer, self._judge, self.errors, self.commit)
+        self._busy_ns = clock()
         start = {"session": self.folder.name, "started_at": clock(), "status": "running", **info}
         self._writer.set_meta(**{key: self._writer.meta.get(key, value) for key, value in start.items()})
         self._reload()
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The verdict on the newest run as it stands."""
+        return self._judge.verdict()
 
     def ingest(self, data: bytes) -> bytes:
         """
@@ -92,7 +100,8 @@ class Aggregation:
             incarnation = batch.incarnation
             inner = [self._decode(part, batch.node) for part in batch.batches]
             with self._writer.lock:
-                self._last_message_ns = self._clock()
+                if inner:
+                    self._busy_ns = self._clock()
                 if self._is_next(incarnation, batch.seq):
                     self._take(batch, [part for part in inner if part is not None])
         except wire.WireError as error:
@@ -107,6 +116,7 @@ class Aggregation:
         """Write what is pending; False (and counted) when the disk refuses, then it stays pending."""
         try:
             with self._writer.lock:
+                self._resize_groups()
                 self._writer.set_meta(errors=dict(self.errors))
             self._writer.commit()
         except Exception as error:
@@ -115,35 +125,80 @@ class Aggregation:
         return True
 
     def judge(self) -> None:
-        """Judge the last steps that every live rank reported; store the verdict when it changed."""
+        """Judge the last steps of every run that goes on; store a verdict when it changed."""
         try:
-            self._judge()
+            self._judge.judge()
         except Exception as error:
             self.errors[f"judge: {type(error).__name__}"] += 1
             if self.settings.debug:
                 raise
 
-    def finish(self, finish: wire.Finish) -> None:
+    def run(self, data: bytes) -> bytes:
         """
-        End the session: everything is committed, what is still in flight counts as dropped by the
-        relay, and the reports are written. May be called again.
+        Take an encoded `Run`; return an encoded `Finished`. May be called again with the same.
+
+        When the run is over and none of its ranks may still deliver (or it insists), what is in
+        flight counts as dropped by the relay, and the reports are written.
+        """
+        try:
+            told = wire.decode(data, wire.Run)
+            waiting = self._note_run(told)
+            if told.status is not None and not waiting:
+                self._end_run(told.job_id)
+        except Exception as error:
+            self.errors[f"run: {type(error).__name__}"] += 1
+            return wire.encode(wire.Finished(wire.VERSION, False, f"{type(error).__name__}: {error}"))
+        return wire.encode(wire.Finished(wire.VERSION, True, waiting=waiting))
+
+    def finish(self, finish: wire.Finish) -> int:
+        """
+        Note that a node (no `node_id`: whoever speaks for all of them) has nothing more to say; return
+        how many nodes of the job have not said so yet.
+
+        With 0, or `force`, the session is over: everything is committed, what is still in flight counts
+        as dropped by the relay, and the reports are written. May be called again.
 
         Raises OSError or `sqlite3.Error` when the files cannot be written.
         """
         with self._writer.lock:
+            self._busy_ns = now = self._clock()
+            self._resize_groups()
             for failure in finish.failures:
                 self._fail(failure)
-            for name, stream in self._writer.streams.items():
-                if stream.in_flight > 0:
-                    self._writer.stream(name, 0).lost_rows += stream.in_flight
-            code = finish.exit_code
-            status = "finished" if code == 0 else "stopped" if code in _STOPPED else "failed"
-            ended = self._writer.meta.get("ended_at", self._clock())
-            self._writer.set_meta(status=status, exit_code=code, ended_at=ended, errors=dict(self.errors))
+            left = {**self._writer.meta.get("left", {}), finish.node_id: finish.exit_code}
+            self._writer.set_meta(left=left)
+            waiting = 0 if finish.force or not finish.node_id else self._staying(finish.nodes, set(left))
+            if not waiting:
+                self._drop_in_flight(list(self._writer.streams.values()))
+                code = _exit_code(list(left.values()))
+                status = "finished" if code == 0 else "stopped" if code in _STOPPED else "failed"
+                ended = self._writer.meta.get("ended_at", now)
+                self._writer.set_meta(status=status, exit_code=code, ended_at=ended, errors=dict(self.errors))
         self._writer.commit()
-        with self._writer.reader() as reader:
-            write_reports(self.folder, reader, self.settings.thresholds)
-        self._writer.settle()
+        if not waiting:
+            with self._writer.reader() as reader:
+                write_reports(self.folder, reader, self.settings.thresholds)
+            self._answers.snapshots.remove()
+            self._writer.settle()
+        return waiting
+
+    def node_state(self, node_id: str, hostname: str, address: str, alive: bool) -> None:
+        """
+        Take word of a node of the cluster that came (or is there) or went. May be said again.
+
+        The ranks of one that went are lost with it. One that came before any rank has reported was
+        there from the start and is no event.
+        """
+        with self._writer.lock:
+            now, node = self._clock(), self._writer.nodes.get(node_id)
+            if alive and (node is None or node.lost_ns is not None):
+                self._writer.node(node_id, hostname, address).lost_ns = None
+                if self._writer.streams:
+                    joined = wire.Event("node_joined", now, message=f"{hostname} ({address}) joined")
+                    self._writer.add_event(joined, node_id=node_id)
+            elif not alive and node is not None and node.lost_ns is None:
+                self._writer.node(node_id, node.hostname, node.address).lost_ns = now
+                self._lose_node(node_id, f"{node.hostname} ({node.address}) is gone from the cluster", now)
 
     def take_spool(self, folder: Path) -> None:
         """Take what agents could not deliver from the `.spool` files of `folder`; a bad file is counted."""
@@ -161,40 +216,21 @@ class Aggregation:
                         self._take_rank(batch, None)
 
     def query(self, request: bytes) -> bytes:
-        """
-        Answer msgpack `{"what": name, "since": cursor, …}` with `{"result": …, "cursor": …}`.
-
-        `what` is a method of `SessionFile`, `status` or `verdict`; rows come as little-endian
-        bytes. An error is an answer too: `{"error": text}`.
-        """
-        try:
-            asked = msgspec.msgpack.decode(request, type=dict[str, Any])
-            return msgspec.msgpack.encode(self._answer(asked))
-        except Exception as error:
-            return msgspec.msgpack.encode({"error": f"{type(error).__name__}: {error}"})
+        """Answer a question, see `Answers`; an error is an answer too."""
+        self._busy_ns = self._clock()
+        return self._answers.answer(request)
 
     def status(self) -> dict[str, Any]:
         """Return how the aggregator itself is doing: counts in rows, errors by place."""
-        with self._writer.lock:
-            streams = list(self._writer.streams.values())
-            count = ledger(streams)
-            meta = dict(self._writer.meta)
-        del count["per_rank"]
-        label = self.verdict.label if self.verdict else None
-        return {
-            **meta,
-            "ranks": len(shown(streams)),
-            "ledger": count,
-            "errors": dict(self.errors),
-            "verdict": label,
-        }
+        return self._answers.status()
 
     def idle_s(self) -> float:
-        """Seconds since the last message."""
-        return (self._clock() - self._last_message_ns) / 1e9
+        """Seconds since the last word from a rank or of a run, or the last question."""
+        return (self._clock() - self._busy_ns) / 1e9
 
     def close(self) -> None:
         """Let go of the session file."""
+        self._answers.close()
         self._writer.close()
 
     def _decode(self, data: bytes, node: wire.NodeIdentity) -> wire.RankBatch | None:
@@ -218,7 +254,7 @@ class Aggregation:
         return seq >= due
 
     def _take(self, batch: wire.RelayBatch, inner: list[wire.RankBatch]) -> None:
-        now, writer, node_id = self._last_message_ns, self._writer, batch.node.node_id
+        now, writer, node_id = self._clock(), self._writer, batch.node.node_id
         writer.take(batch, now)
         for part in inner:
             self._take_rank(part, node_id)
@@ -234,14 +270,17 @@ class Aggregation:
             self._add_event(event, writer.streams.get(str(event.data.get("stream"))), node_id)
 
     def _take_rank(self, batch: wire.RankBatch, node_id: str | None) -> None:
-        now, writer = self._last_message_ns, self._writer
+        now, writer = self._clock(), self._writer
         stream = writer.stream(batch.stream, now)
         if batch.seq <= stream.last_batch:
             return
         if batch.identity is not None:
             self._identify(stream, batch.identity, node_id)
-        self._take_rows(stream, batch)
+        self._take_rows(stream, batch, now)
         stream.absorb(batch, now)
+        restart = self._restarts.look(stream)
+        if restart is not None and stream.identity is not None:
+            writer.add_event(restart, run=stream.identity.job_id)
         if batch.process is not None:
             writer.add_process(stream, batch.process)
         for detail in batch.details:
@@ -253,9 +292,9 @@ class Aggregation:
         self._writer.add_event(event, stream, node_id)
         if stream is not None and event.kind in FATAL:
             told = {"stream_id": stream.id, "kind": event.kind, "t_ns": event.t_ns, "message": event.message}
-            self._fatal.append(told)
+            self._judge.fatal.append(told)
 
-    def _take_rows(self, stream: Stream, batch: wire.RankBatch) -> None:
+    def _take_rows(self, stream: Stream, batch: wire.RankBatch, now: int) -> None:
         """Add the rows that are new: an agent sends what its relay may have lost a second time."""
         n = len(batch.flags)
         skip = max(0, stream.next_row - batch.first_row)
@@ -267,6 +306,7 @@ class Aggregation:
         self._recent.append(stream.id, keys, flags, rows)
         stream.next_row = min(batch.first_row + n, _INT64_MAX)
         stream.last_key = self._recent.last_key(stream.id)
+        stream.last_rows_ns = now
 
     def _identify(self, stream: Stream, said: RankIdentity, node_id: str | None) -> None:
         """Note who a stream is; of an earlier process of the same rank, no rows are kept in memory."""
@@ -274,16 +314,94 @@ class Aggregation:
         if said.node_id is None:
             known = node_id or (before.node_id if before else None)
             said = msgspec.structs.replace(said, node_id=known)
+        if said.source == SOURCE:
+            said = self._groups.number(stream, said)
         if said == before:
             return
         stream.identity = said
-        other = self._standing.get(said.global_rank)
+        key = said.job_id, said.global_rank
+        other = self._standing.get(key)
         if other is not None and other is not stream and other.rank == said.global_rank:
             older, newer = sorted((other, stream), key=age)
             self._recent.forget(older.id)
-            self._standing[said.global_rank] = newer
+            self._standing[key] = newer
         else:
-            self._standing[said.global_rank] = stream
+            self._standing[key] = stream
+
+    def _resize_groups(self) -> None:
+        """Bring the sizes that numbered processes were given up to date."""
+        for stream, identity in self._groups.grown():
+            self._writer.stream(stream.stream, 0).identity = identity
+
+    def _note_run(self, told: wire.Run) -> int:
+        """Note what is told of a run; return how many of its ranks may still deliver."""
+        with self._writer.lock:
+            self._busy_ns = now = self._clock()
+            last = last_attempt(by_run(self._writer.streams.values()).get(told.job_id, []))
+            waiting = 0 if told.force else sum(self._may_deliver(stream) for stream in last)
+            status = None if waiting else told.status
+            self._writer.set_meta(runs=note(self._runs(), told.job_id, now, told.info, status))
+            for event in told.events:
+                said = told.job_id, event.kind, event.t_ns, event.message
+                if said not in self._told:
+                    self._told.add(said)
+                    self._writer.add_event(event, run=told.job_id)
+        return waiting
+
+    def _end_run(self, run: str) -> None:
+        """Settle the account of a run that is over, and write the reports."""
+        with self._writer.lock:
+            self._resize_groups()
+            runs = by_run(self._writer.streams.values())
+            self._drop_in_flight(runs.get(run, []))
+            latest = newest(with_rows(runs), self._runs())
+        self._writer.commit()
+        with self._writer.reader() as reader:
+            if run != latest:
+                label = summarize(reader, self.settings.thresholds, run)["verdict"]["label"]
+                self._label(run, label)
+            summary = write_reports(self.folder, reader, self.settings.thresholds)
+        if run == latest:
+            self._label(run, summary["verdict"]["label"])
+
+    def _label(self, run: str, label: str) -> None:
+        """Note the label of a run's verdict, on disk."""
+        with self._writer.lock:
+            self._writer.set_meta(runs=note(self._runs(), run, self._clock(), {"label": label}))
+        self._writer.commit()
+
+    def _runs(self) -> dict[str, Any]:
+        """Return what has been told of runs, by run."""
+        told: dict[str, Any] = self._writer.meta.get("runs", {})
+        return told
+
+    def _may_deliver(self, stream: Stream) -> bool:
+        """Whether rows of this stream may still come: what its node's relay held is gone with the node."""
+        identity = stream.identity
+        node = self._writer.nodes.get(identity.node_id or "") if identity else None
+        return not stream.ended or (stream.in_flight > 0 and (node is None or node.lost_ns is None))
+
+    def _drop_in_flight(self, streams: list[Stream]) -> None:
+        for stream in streams:
+            if stream.in_flight > 0:
+                self._writer.stream(stream.stream, 0).lost_rows += stream.in_flight
+
+    def _staying(self, nodes: int, left: set[str]) -> int:
+        """Return how many nodes of the launched run (`nodes` at least) have neither left nor been lost."""
+        runs = by_run(self._writer.streams.values())
+        own = self._writer.meta["session"]
+        last = last_attempt(runs.get(own if own in runs else newest(with_rows(runs)) or "", []))
+        seen = {stream.identity.node_id for stream in last if stream.identity and stream.identity.node_id}
+        lost = {node.node_id for node in self._writer.nodes.values() if node.lost_ns is not None}
+        return max(0, max(nodes, len(seen | left)) - len(left | (seen & lost)))
+
+    def _lose_node(self, node_id: str, what: str, now: int) -> None:
+        self._writer.add_event(wire.Event("node_lost", now, message=what), node_id=node_id)
+        for name, stream in self._writer.streams.items():
+            if stream.identity and stream.identity.node_id == node_id and not stream.ended:
+                self._writer.stream(name, now).lost = True
+                event = wire.Event("rank_lost", now, message="its node was lost", data={"stream": name})
+                self._add_event(event, stream, node_id)
 
     def _fail(self, failure: wire.RankFailure) -> None:
         """Note how a rank's process ended, on its stream where it ever reported."""
@@ -299,72 +417,18 @@ class Aggregation:
                 stream.exit_code = failure.exit_code
 
     def _reload(self) -> None:
-        """After a restart: bring back the last rows, so that the verdict goes on at once."""
+        """After a restart: bring back the last rows, so that the verdicts go on at once."""
         with self._writer.reader() as reader:
-            self._fatal = [event for event in reader.events()[0] if event["kind"] in FATAL]
-            ranks = reader.ranks()
-            for found in reader.rows(last=self._tail)[0]:
-                columns = found.keys.tobytes(), found.flags.tobytes(), found.rows.tobytes()
-                self._recent.append(ranks[found.rank].id, *columns)
-
-    def _judge(self) -> None:
-        limits = self.settings.thresholds
-        with self._writer.lock:
-            ranks = shown(self._writer.streams.values())
-            deadline = self._clock() - int(limits.report_timeout_s * 1e9)
-            live = [rank for rank, stream in ranks.items() if _reports(stream, deadline)]
-            labels = node_labels(self._writer.streams.values(), self._writer.addresses)
-            world = world_size(ranks, self._writer.meta.get("world_size"))
-            missing = sorted(set(range(world)).difference(live))
-            seen = [(rank, ranks[rank].id, ranks[rank].stored) for rank in live]
-            first = culprit(deaths([], self._fatal, list(self._writer.streams.values())))
-        if first is not None and not (first.consequence and first.t_ns > deadline):
-            # The cause of a failed collective may only become known a moment later.
-            self._keep(headline(first, labels.get(first.stream.id) if first.stream else None, 0))
-            return
-        if not live or seen == self._judged:
-            return
-        self._judged = seen
-        attempt = attempt_of(ranks[live[0]])
-        if attempt != self._attempt:
-            self._attempt, self._run = attempt, RunJudge(limits)
-        last = min((key for rank in live if (key := ranks[rank].last_key) is not None), default=0)
-        rows = []
-        for rank in live:
-            stream = ranks[rank]
-            with self._writer.lock:  # rank by rank: a message never waits until all of them are copied
-                columns = self._recent.tail(stream.id, last, self._tail)
-            rows.append(RankRows(rank, labels[stream.id], *columns))
-        window = align(rows, len(live) + len(missing), missing, last=limits.window_steps)
-        verdict = self._run.update(window)
-        self._keep(verdict, store=verdict.window_steps >= limits.first_window_steps)
-
-    def _keep(self, verdict: Verdict, store: bool = True) -> None:
-        self.verdict = verdict
-        named = verdict.label, verdict.stages, verdict.ranks
-        if store and named != self._stored:
-            self._stored = named
-            with self._writer.lock:
-                self._writer.add_verdict(self._clock(), msgspec.json.encode(verdict))
-
-    def _answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        what, since = asked.get("what"), int(asked.get("since", 0))
-        if what == "status":
-            return {"result": self.status()}
-        if what == "verdict":
-            return {"result": msgspec.to_builtins(self.verdict)}
-        reader = getattr(self._readers, "file", None)
-        if reader is None:
-            reader = self._readers.file = self._writer.reader()
-        if what == "rows":
-            found, cursor = reader.rows(asked.get("only"), since, asked.get("last"))
-            return {"result": [_packed(rows) for rows in found], "cursor": cursor}
-        if what in ("process", "node_samples", "events", "verdicts"):
-            result, cursor = getattr(reader, what)(since)
-            return {"result": result, "cursor": cursor}
-        if what in ("meta", "nodes", "ranks", "streams", "details", "ledger"):
-            return {"result": msgspec.to_builtins(getattr(reader, what)())}
-        raise ValueError(f"there is nothing called {what!r} to ask for")
+            self._told = set(reader.told())
+            for run, streams in self._judge.live_runs().items():
+                reader.run = run
+                own = {stream.id for stream in streams}
+                events, _ = reader.events()
+                self._judge.fatal += [e for e in events if e["kind"] in FATAL and e["stream_id"] in own]
+                ranks = reader.ranks()
+                for found in reader.rows(last=self._judge.tail)[0]:
+                    columns = found.keys.tobytes(), found.flags.tobytes(), found.rows.tobytes()
+                    self._recent.append(ranks[found.rank].id, *columns)
 
 
 def finish_offline(
@@ -389,11 +453,6 @@ def finish_offline(
         aggregation.close()
 
 
-def _reports(stream: Stream, deadline: int) -> bool:
-    """Whether the rank has been heard of since `deadline`, or has ended as it should."""
-    return stream.final or (not stream.ended and stream.last_seen_ns >= deadline)
-
-
-def _packed(found: RankRows) -> dict[str, Any]:
-    columns = {"keys": found.keys.tobytes(), "flags": found.flags.tobytes(), "rows": found.rows.tobytes()}
-    return {"rank": found.rank, "node": found.node, **columns}
+def _exit_code(codes: list[int]) -> int:
+    """Return the exit code of a job of several nodes: the first that tells of a failure of its own."""
+    return next((code for code in codes if code and code not in _STOPPED), next(filter(None, codes), 0))

@@ -1,19 +1,28 @@
-"""The aggregator as a Ray actor: `Aggregation` with a beat of its own."""
+"""The aggregator as a Ray actor: `Aggregation` with a beat of its own, and with an eye on the cluster."""
 
 from __future__ import annotations
 
 import threading
 import time
+import warnings
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import ray
 
-from traceml_ray import wire
+from traceml_ray import __version__, wire
 from traceml_ray.actors.aggregation import Aggregation
 from traceml_ray.actors.config import ActorConfig
+from traceml_ray.actors.membership import Membership
 from traceml_ray.actors.names import end_myself
+from traceml_ray.session import SessionFolder, open_folder
 
 COMMIT_S = 1.0
+FLUSH_S = 1.5
+"""How long relays may take to hand over what they hold."""
+GOODBYE_S = 0.2
+"""Between the answer to `stop` and the end of this actor."""
 
 
 class Aggregator:
@@ -25,20 +34,39 @@ class Aggregator:
 
     def __init__(self, config: bytes) -> None:
         made = ActorConfig.from_json(config)
-        self._ttl = made.settings.idle_ttl
-        self._aggregation = Aggregation(Path(made.folder), made.settings, dict(made.info))
+        context = ray.get_runtime_context()
+        self._config = made
+        self._node_id = context.get_node_id()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ray's own way to ask this is deprecated by Ray
+            again = context.was_current_actor_reconstructed
+        self._held: SessionFolder | None = None
+        if not made.folder:
+            self._held = open_folder(Path(made.settings.out).expanduser(), made.session, again=again)
+        folder = Path(made.folder) if self._held is None else self._held.path
+        self._aggregation = Aggregation(folder, made.settings, dict(made.info))
+        self._membership = Membership(made, self._aggregation.node_state)
+        self._stopping = threading.Lock()
+        if made.everywhere:
+            self._membership.start()
         threading.Thread(target=self._beat, name="traceml-beat", daemon=True).start()
 
     def _beat(self) -> None:
-        while self._aggregation.idle_s() < self._ttl:
+        while self._aggregation.idle_s() < self._config.settings.idle_ttl:
             try:
                 self._aggregation.commit()
                 self._aggregation.judge()
+                self._collect_errors()
             except Exception as error:  # without this thread nothing would be stored any more
                 self._aggregation.errors[f"beat: {type(error).__name__}"] += 1
             time.sleep(COMMIT_S)
-        self._aggregation.commit()
+        with self._stopping:
+            self._stop()
         end_myself()
+
+    def _collect_errors(self) -> None:
+        for place, count in self._membership.errors.items():
+            self._aggregation.errors[place] = count
 
     @ray.method(concurrency_group="ingest")
     def ingest(self, data: bytes, commit: bool = False) -> bytes:
@@ -50,17 +78,79 @@ class Aggregator:
 
     @ray.method(concurrency_group="ingest")
     def finish(self, data: bytes) -> bytes:
-        """Take Finish, end the session and write its files; return Finished."""
+        """Take Finish of a node; once all have left, end the session and write its files. Return Finished."""
         try:
             message = wire.decode(data, wire.Finish)
-            self._aggregation.finish(message)
-            if message.stop:
+            waiting = self._aggregation.finish(message)
+            if message.stop and not waiting:
                 self._aggregation.close()  # the session file is whole, without a WAL beside it
         except Exception as error:
             return wire.encode(wire.Finished(wire.VERSION, False, f"{type(error).__name__}: {error}"))
-        return wire.encode(wire.Finished(wire.VERSION, True))
+        return wire.encode(wire.Finished(wire.VERSION, True, waiting=waiting))
+
+    @ray.method(concurrency_group="ingest")
+    def run(self, data: bytes) -> bytes:
+        """Take Run, return Finished."""
+        return self._aggregation.run(data)
 
     @ray.method(concurrency_group="query")
     def query(self, request: bytes) -> bytes:
-        """Answer a question (see `Aggregation.query`)."""
+        """
+        Answer a question (see `Aggregation.query`), and two more: `about`, who and where this is,
+        and `relay`: there is none on node `node_id`.
+        """
+        try:
+            asked = msgspec.msgpack.decode(request, type=dict[str, Any])
+        except msgspec.MsgspecError:
+            asked = {}
+        if asked.get("what") == "about":
+            return msgspec.msgpack.encode({"result": self._about()})
+        if asked.get("what") == "relay":
+            self._membership.look()
+            return msgspec.msgpack.encode({"result": self._config.everywhere})
+        if asked.get("what") in ("summary", "snapshot"):
+            self._ask_relays("flush", FLUSH_S)  # what they hold is in it
         return self._aggregation.query(request)
+
+    @ray.method(concurrency_group="query")
+    def stop(self) -> bytes:
+        """
+        End the session: relays hand over what they hold, the files are written, and every actor of
+        the session ends. Return Finished; this actor is gone a moment later.
+        """
+        with self._stopping:
+            finished = self._stop()
+        threading.Timer(GOODBYE_S, end_myself).start()
+        return wire.encode(finished)
+
+    def _stop(self) -> wire.Finished:
+        self._membership.end()
+        relays = self._ask_relays("end")
+        try:
+            self._aggregation.finish(wire.Finish(wire.VERSION, 0, force=True))
+            self._aggregation.close()
+            finished = wire.Finished(wire.VERSION, True)
+        except Exception as error:
+            finished = wire.Finished(wire.VERSION, False, f"{type(error).__name__}: {error}")
+        for relay in relays:
+            ray.kill(relay, no_restart=True)
+        if self._held is not None:
+            self._held.release()
+        return finished
+
+    def _ask_relays(self, method: str, *args: object) -> list[Any]:
+        """Call every relay, wait for them a little; return their handles."""
+        relays = list(self._membership.relays().values())
+        asked = [getattr(relay, method).remote(*args) for relay in relays]
+        if asked:
+            ray.wait(asked, num_returns=len(asked), timeout=FLUSH_S)
+        return relays
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "session": self._config.session,
+            "version": __version__,
+            "folder": str(self._aggregation.folder.path),
+            "node_id": self._node_id,
+            "settings": self._config.settings.to_json().decode(),
+        }

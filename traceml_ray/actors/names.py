@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 NAMESPACE = "traceml"
+DEFAULT_SESSION = "default"
 
 
 def aggregator_name(session: str) -> str:
@@ -43,6 +44,14 @@ def end_myself() -> None:
 
     kill: Callable[..., None] = ray.kill
     kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+def cluster_nodes() -> list[dict[str, Any]]:
+    """Return every node that is or was in the cluster, as `ray.nodes` does."""
+    import ray
+
+    nodes: Callable[[], list[dict[str, Any]]] = ray.nodes
+    return nodes()
 
 
 def _find(name: str) -> Any | None:

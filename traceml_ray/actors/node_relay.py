@@ -15,6 +15,7 @@ from traceml_ray.actors.node_sampler import NodeSampler, SamplerThread
 from traceml_ray.actors.relay import Relay
 
 MAX_IN_FLIGHT = 4
+FLUSH_S = 1.0
 
 
 class NodeRelay:
@@ -45,6 +46,17 @@ class NodeRelay:
     def ready(self) -> str:
         """Return the relay's incarnation: it is listening."""
         return self._relay.incarnation
+
+    @ray.method(concurrency_group="query")
+    def flush(self, timeout_s: float) -> bool:
+        """Return whether the aggregator has confirmed everything this relay holds, within `timeout_s`."""
+        return self._relay.flush(timeout_s)
+
+    @ray.method(concurrency_group="query")
+    def end(self) -> None:
+        """Hand over what is held, and let go of socket and folder; the actor itself is ended from outside."""
+        self._relay.flush(FLUSH_S)
+        self._relay.close()
 
 
 class ActorTransport(ActorCalls):

@@ -3,20 +3,23 @@ The relay of one node, free of Ray: takes the rank batches of its node and forwa
 aggregator until it says that they are on disk.
 
 One thread runs `turn` again and again; nothing in it blocks. At the end of a run the launcher asks
-for `Finish` over the same socket that the ranks use.
+for `Finish` over the same socket that the ranks use; of a job of several nodes, each launcher does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+import msgspec
 
 from traceml_ray import wire
 from traceml_ray.actors.outbox import Outbox
@@ -29,10 +32,14 @@ BUSY_S = 0.01
 """How often the loop comes round while there is a backlog, or an end to bring about."""
 RESEND_S = 3.0
 """Without a confirmation for so long (commits are 1 s apart), what is unconfirmed is sent again."""
+SPOOL_S = 1.0
+"""How often a relay without a launcher looks for what agents left."""
 DRAIN_S = 1.0
 """How long ranks that are still connected at the end may go on sending."""
 FINISH_S = 6.0
 """How long flushing and writing may take; the launcher waits a little longer."""
+NODES_S = 2.3
+"""Of several nodes: how long the one that ends the session waits for the others, who may take no longer."""
 MAX_ERROR_NAMES = 64
 
 
@@ -113,12 +120,15 @@ class Relay:
         self._events = [wire.Event("relay_start", time.time_ns(), data=about)]
         self._reported = (0, 0)
         """Dropped rows and errors that the newest packet tells of."""
-        self._closing = False
+        self._closing = self._closed = False
         self._ending: Generator[None, None, wire.Finished] | None = None
         self._ender: tuple[Peer, wire.Finish] | None = None
         self._finished: wire.Finished | None = None
         self._failures = 0
         self._heard = self._progress = self._next_tick = clock()
+        self._next_spool = clock()
+        self._collected: list[Path] = []
+        self._path = path
         self._peers = Peers(path, wire.MAX_BATCH_BYTES, self._packet, self._gone)
 
     def start(self) -> None:
@@ -147,10 +157,15 @@ class Relay:
             if self._ending is not None:
                 self._next_tick = now
                 self._end()
+            elif self._closing:
+                self._next_tick = now
             elif now - self._heard > self._idle_ttl and not (self._peers.ranks_connected or self._callers):
                 self.stopped = True
             if now >= self._next_tick:
                 self._next_tick = now + (BUSY_S if self._tick(now) else TICK_S)
+            if now >= self._next_spool:
+                self._next_spool = now + SPOOL_S
+                self._collect()
 
     def take(self, data: bytes) -> bytes:
         """
@@ -171,11 +186,39 @@ class Relay:
                 self._callers[pid].streams.add(batch.stream)
             return self._take(batch, data)
 
+    def flush(self, timeout_s: float) -> bool:
+        """
+        Have everything that is here, and in the spool, stored now. Called from another thread.
+
+        Returns whether the aggregator has confirmed all of it within `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            read = self._read_spool()
+            self._hurry()
+        stored = False
+        while not (stored or self.stopped) and time.monotonic() < deadline:
+            with self._lock:
+                stored = self._all_stored()
+            time.sleep(0 if stored else BUSY_S)
+        with self._lock:
+            self._closing = self._ending is not None
+        if stored:
+            _remove(read)
+        return stored
+
     def close(self) -> None:
-        """Stop listening and let go of every connection."""
+        """Stop listening, let go of every connection, and take the socket away; safe to call twice."""
         with self._lock:
             self.stopped = True
+            if self._closed:
+                return
+            self._closed = True
+            _remove([self._path])
             self._peers.close()
+            if self._has_own_folder():
+                with contextlib.suppress(OSError):  # not empty: somebody's rows are still in there
+                    self._path.parent.rmdir()
 
     # -- from the ranks --------------------------------------------------------------------------
 
@@ -279,6 +322,7 @@ class Relay:
         try:
             if isinstance(reply, Exception):
                 raise reply
+            self._heard = now
             if wire.tag_of(reply) == "finished":
                 self._finished = wire.decode(reply, wire.Finished)
             elif self._outbox.confirm(wire.decode(reply, wire.RelayReply).stored_seq):
@@ -290,7 +334,16 @@ class Relay:
 
     # -- the end ---------------------------------------------------------------------------------
 
+    def _hurry(self) -> None:
+        """Send what is unconfirmed again, so that the last of it asks for a commit."""
+        self._closing = True
+        self._outbox.rewind()
+
+    def _all_stored(self) -> bool:
+        return not self._news() and not self._outbox.unconfirmed
+
     def _begin_end(self, peer: Peer, message: wire.Finish) -> None:
+        message = msgspec.structs.replace(message, node_id=self._node.node_id)
         self._ender = (peer, message)
         self._finished = None
         self._ending = self._steps(message)
@@ -310,35 +363,82 @@ class Relay:
         self._ending = None
         self._closing = False
         peer.send(wire.encode(finished))
+        if message.stop and message.nodes > 1 and finished.waiting:  # the files are written again for each
+            self._ending = self._outlast(msgspec.structs.replace(message, force=False))
+            return
         if message.stop:
             self._transport.stop()
-            self.stopped = True
+        self.stopped = True
 
     def _steps(self, message: wire.Finish) -> Generator[None, None, wire.Finished]:
         """Let the ranks end, read what they left, have all of it stored, have the session written."""
         started = self._clock()
+        limit = FINISH_S if message.stop else NODES_S
         while self._peers.ranks_connected and self._clock() < started + DRAIN_S:
             yield
-        self._read_spool()
-        self._closing = True
-        self._outbox.rewind()  # so that the last one asks for a commit
+        read = self._read_spool()
+        self._hurry()
         asked_at: int | None = None
-        while self._clock() < started + FINISH_S:
-            if self._finished is not None:
-                return self._finished
-            if asked_at != self._failures and not self._news() and not self._outbox.unconfirmed:
+        while self._clock() < started + limit:
+            if (finished := self._finished) is not None:
+                if finished.ok:
+                    _remove(read)
+                if not finished.waiting or message.force or not message.stop:
+                    return finished
+                force = self._clock() > started + NODES_S
+                message = msgspec.structs.replace(message, force=force)
+                self._finished, asked_at = None, None
+                yield from self._pause(0 if force else TICK_S / 2)
+            if asked_at != self._failures and self._all_stored():
                 asked_at = self._failures if self._transport.finish(wire.encode(message)) else None
             yield
         self._salvage()
-        return wire.Finished(wire.VERSION, False, f"the aggregator did not answer within {FINISH_S:g} s")
+        return wire.Finished(wire.VERSION, False, f"the aggregator did not answer within {limit:g} s")
 
-    def _read_spool(self) -> None:
-        for path in sorted(self._spool.glob(f"*{SUFFIX}")) if self._spool else []:
+    def _outlast(self, message: wire.Finish) -> Generator[None, None, wire.Finished]:
+        """Stay until the last node has left: then the session's actors may end."""
+        finished = wire.Finished(wire.VERSION, True)
+        until = self._clock() + self._idle_ttl
+        while self._clock() < until:
+            self._finished = None
+            if self._transport.finish(wire.encode(message)):
+                failed = self._failures
+                while self._finished is None and failed == self._failures:
+                    yield
+                if self._finished is not None and not self._finished.waiting:
+                    break
+            yield from self._pause(TICK_S * 4)
+        return finished
+
+    def _pause(self, seconds: float) -> Generator[None, None, None]:
+        until = self._clock() + seconds
+        while self._clock() < until:
+            yield
+
+    def _has_own_folder(self) -> bool:
+        return self._spool == self._path.parent
+
+    def _collect(self) -> None:
+        """Take what agents left, where no launcher asks for it at the end: processes of Ray come and go."""
+        if not self._has_own_folder():
+            return
+        if self._collected and self._all_stored():
+            _remove(self._collected)
+            self._collected = []
+        self._collected += self._read_spool(besides=self._collected)
+
+    def _read_spool(self, besides: Sequence[Path] = ()) -> list[Path]:
+        """Take what agents left; return the files that can go once it is stored."""
+        read = []
+        found = set(self._spool.glob(f"*{SUFFIX}")) if self._spool else set()
+        for path in sorted(found.difference(besides)):
             try:
                 for frame in read_spool(path):
                     self._take(wire.decode(frame, wire.RankBatch), frame)
+                read.append(path)
             except (OSError, wire.WireError) as error:
                 self._count(f"spool: {getattr(error, 'reason', type(error).__name__)}")
+        return read
 
     def _salvage(self) -> None:
         """Leave what is not known to be stored in the spool folder."""
@@ -351,3 +451,9 @@ class Relay:
             frames.setdefault(wire.decode(frame, wire.RankBatch).stream, []).append(frame)
         for stream, held in frames.items():
             write_spool(self._spool / f"{stream}{SUFFIX}", held)
+
+
+def _remove(files: list[Path]) -> None:
+    for path in files:
+        with contextlib.suppress(OSError):
+            path.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from typing import Any
 
@@ -51,6 +52,10 @@ class ActorChannel:
     def close(self) -> None:
         """Let go of the relay."""
         self._calls.close()
+
+    def forked(self) -> None:
+        """Leave Ray's objects as they are: letting go of one takes locks that nobody here may give back."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def _find(self) -> Any | None:
         if not ray.is_initialized():

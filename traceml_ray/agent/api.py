@@ -2,25 +2,61 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from traceml_ray.agent import bootstrap
+from traceml_ray.identity import resolve
+from traceml_ray.settings import Settings
 
 T = TypeVar("T")
 
 
-def attach() -> bool:
+def attach(session: str | None = None, **who: Any) -> bool:
     """
     Watch this process from here on; True when it is watched.
 
-    Under `python -m traceml_ray.launch` that has happened already. Elsewhere it needs the path of a
-    relay's socket in `TRACEML_SOCKET`.
+    In a process of Ray (actor, task, driver) it reports to the session of that name (else
+    `TRACEML_SESSION`, else `default`), whether that runs already or not. Under
+    `python -m traceml_ray.launch` it is watched already; elsewhere this needs the path of a relay's
+    socket in `TRACEML_SOCKET`.
+
+    Args:
+        session: name.
+        who: `rank`, `world_size`, `local_rank`, `local_world_size`, `node_rank`, `nnodes`, `attempt`
+            and `job_id` (the run it belongs to), where torch.distributed and the environment do
+            not tell. A process of Ray without any rank is numbered by the session.
+
+    Raises:
+        IdentityError: ranks that contradict each other, or a rank without a world size.
+        SettingError: a name that cannot be used.
+        TypeError: a keyword that is none of these.
+
     """
     import torch  # noqa: F401 - what is going to be patched
 
-    return bootstrap.start() is not None
+    if bootstrap.current() is not None:
+        return True
+    settings = Settings.load(session=session)
+    if "rank" in who:
+        who["global_rank"] = who.pop("rank")
+    identity = functools.partial(resolve, **who)
+    identity()  # what is wrong with it is said here
+    if settings.socket is None and _ray_is_up():
+        from traceml_ray.agent import in_ray
+
+        settings = in_ray.settings(settings)
+        channel = in_ray.channel(settings)
+        return bootstrap.start(settings, channel=channel, identity=in_ray.named(identity)) is not None
+    return bootstrap.start(settings, identity=identity) is not None
+
+
+def _ray_is_up() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
 
 
 def detach() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from traceml_ray import wire
-from traceml_ray.agent.channel import Channel
+from traceml_ray.agent.channel import Channel, SocketChannel
 from traceml_ray.agent.imports import when_imported
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.identity import RankIdentity, resolve
@@ -39,6 +39,7 @@ def rank_environment(settings: Settings, environ: dict[str, str] | None = None) 
         "TRACEML_SESSION": settings.session,
         "TRACEML_SOCKET": settings.socket,
         "TRACEML_SPOOL": settings.spool,
+        "TRACEML_CHANNEL": settings.channel,
         "TRACEML_INTERVAL": repr(settings.interval),
         "TRACEML_RING_ROWS": str(settings.ring_rows),
         "TRACEML_AGENT_BUFFER_BYTES": str(settings.agent_buffer_bytes),
@@ -71,22 +72,20 @@ def start(
 
     Args:
         settings: default: from the environment.
-        channel: the way to the relay; default: its socket, where the settings say one.
+        channel: the way to the relay; default: its socket, where the settings say one, or with
+            `channel` set to actor, calls of the actor that listens there.
         identity: returns who this process is; asked again and again until it says that
             torch.distributed, or whoever started the rank, has told.
 
     """
     global _agent
-    from traceml_ray.agent.channel import SocketChannel
-
     with _lock:
         if _agent is not None:
             return _agent
         settings = settings if settings is not None else Settings.load()
+        channel = channel or _channel(settings)
         if channel is None:
-            if settings.socket is None:
-                return None
-            channel = SocketChannel(settings.socket)
+            return None
         os.environ[RANK_PID] = str(os.getpid())
         _leave_pythonpath()
         _agent = RankAgent(settings, channel, identity)
@@ -95,6 +94,16 @@ def start(
         atexit.register(_at_exit)
         os.register_at_fork(after_in_child=_in_child)
         return _agent
+
+
+def _channel(settings: Settings) -> Channel | None:
+    if settings.socket is None:
+        return None
+    if settings.channel == "actor" and settings.session is not None:
+        from traceml_ray.agent.attached import AttachedChannel
+
+        return AttachedChannel(settings.socket, settings.session)
+    return SocketChannel(settings.socket)
 
 
 def current() -> RankAgent | None:
@@ -149,7 +158,7 @@ def _in_child() -> None:
     if agent is not None:
         atexit.unregister(_at_exit)
         agent.instrumentation.remove()
-        agent.channel.close()
+        agent.channel.forked()
 
 
 def _leave_pythonpath() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
@@ -17,6 +18,9 @@ RECEIVE_BYTES = 64 * 1024
 
 class Channel(Protocol):
     """The way to the relay of this node."""
+
+    errors: Counter[str]
+    """What went wrong on it, by kind."""
 
     @property
     def generation(self) -> int:
@@ -31,6 +35,9 @@ class Channel(Protocol):
     def close(self) -> None:
         """Let go of the relay; safe to call twice."""
 
+    def forked(self) -> None:
+        """In a child made by `os.fork`: let go of the parent's, touching nothing that may be locked."""
+
 
 class SocketChannel:
     """
@@ -40,6 +47,7 @@ class SocketChannel:
     """
 
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.errors: Counter[str] = Counter()
         self._path = path
         self._clock = clock
         self._socket: socket.socket | None = None
@@ -60,7 +68,8 @@ class SocketChannel:
             self._socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except (BlockingIOError, InterruptedError):
             return False
-        except OSError:
+        except OSError as error:
+            self.errors[type(error).__name__] += 1
             self.close()
             return False
         return True
@@ -86,6 +95,10 @@ class SocketChannel:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+    def forked(self) -> None:
+        """Close this child's end; the parent's stays open."""
+        self.close()
 
     def _connect(self) -> bool:
         now = self._clock()

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
+from traceml_ray.agent import ray_data
 from traceml_ray.agent.details import Details
 from traceml_ray.agent.imports import forget, when_imported
 from traceml_ray.agent.recorder import (
@@ -97,11 +98,13 @@ class Instrumentation:
             self._try(name, patch)
         when_imported(FSDP_MODULE, lambda: self._try("fsdp", self._patch_fsdp))
         when_imported(COMPILE_MODULE, lambda: self._try("compile", self._patch_compile))
+        when_imported(ray_data.MODULE, lambda: self._try("ray_data", self._patch_ray_data))
 
     def remove(self) -> None:
         """Put everything back as it was; never raises, safe to call twice."""
         forget(FSDP_MODULE)
         forget(COMPILE_MODULE)
+        forget(ray_data.MODULE)
         undo, self._undo = self._undo, []
         for restore in reversed(undo):
             self._try("detach", restore)
@@ -207,6 +210,9 @@ class Instrumentation:
 
         self._replace(_BaseDataLoaderIter, "__next__", make_next)
         self._replace(DataLoader, "__iter__", make_iter)
+
+    def _patch_ray_data(self) -> None:
+        ray_data.patch(self._replace, self.recorder, self.failed)
 
     # -- backward --------------------------------------------------------------------------------
 

@@ -135,7 +135,7 @@ class RankAgent:
             process=self._look(),
             details=self._details(final),
             events=events,
-            errors=dict(patches.errors),
+            errors={**patches.errors, **{f"channel.{kind}": n for kind, n in self.channel.errors.items()}},
             missing=dict(patches.missing),
             overhead=wire.Overhead(
                 self.recorder.marks_ns,

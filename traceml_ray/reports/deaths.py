@@ -44,12 +44,16 @@ class Death:
     message: str = ""
     exit_code: int | None = None
     stream: Stream | None = None
+    circumstances: str = ""
+    """What was said when it was found to be gone."""
 
     @property
     def reason(self) -> str:
-        """The exception, else the signal, else the exit code, in words."""
+        """The exception, else the signal, else the exit code, else what was found, in words."""
         if self.message:
             return self.message.splitlines()[0]
+        if self.exit_code is None and self.circumstances:
+            return self.circumstances
         return exit_words(self.exit_code)
 
     @property
@@ -79,9 +83,9 @@ def deaths(
     failures: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], streams: Sequence[Stream]
 ) -> list[Death]:
     """
-    Return the deaths of the job's last attempt, first one first.
+    Return the deaths of the last attempt of a run, first one first.
 
-    `failures` are the launcher's (RankFailure as dicts), `events` the session's. A death is told by
+    `failures` are the launcher's (RankFailure as dicts), `events` and `streams` the run's. A death is told by
     an exception, the launcher, or the relay; each gives its time, the earliest counts.
     """
     own: dict[int | None, list[dict[str, Any]]] = {}
@@ -100,13 +104,16 @@ def deaths(
         rank = stream.identity.global_rank
         failure = told.get((rank, stream.identity.pid))
         mine = own.get(stream.id, [])
-        if not (failure or stream.lost or any(event["kind"] == "exception" for event in mine)):
+        # A plain actor may be killed when its work is done: that alone is no death of a job.
+        lost = bool(mine) if stream.identity.source == "ray" else stream.lost
+        if not (failure or lost or any(event["kind"] == "exception" for event in mine)):
             continue
         times = [event["t_ns"] for event in mine] + ([failure["t_ns"]] if failure else [])
         raised = [event["message"] for event in mine if event["kind"] == "exception"]
         message = next(filter(None, [*raised, failure["message"] if failure else ""]), "")
         code = failure["exit_code"] if failure else None
-        found.append(Death(rank, min(times, default=stream.last_seen_ns), message, code, stream))
+        gone = next((event["message"] for event in mine if event["kind"] == "rank_lost"), "")
+        found.append(Death(rank, min(times, default=stream.last_seen_ns), message, code, stream, gone))
     return sorted(found, key=lambda death: death.t_ns)
 
 
@@ -148,6 +155,8 @@ def _advice(death: Death) -> str:
         return (
             "It was killed: look for the kernel's out-of-memory killer (dmesg), and in the scheduler's log."
         )
+    if not death.message and death.exit_code is None and death.circumstances:
+        return "Look in the scheduler's log and in the cloud's: the machine went, not the process."
     if death.message or death.exit_code is None or death.exit_code > 0:
         return f"Read the traceback in rank {death.rank}'s own output."
     return f"It crashed: run rank {death.rank} with `python -X faulthandler` for its stack."

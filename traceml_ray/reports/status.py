@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from traceml_ray.reports.text import labelled, ledger_lines, table
-from traceml_ray.store.session_file import SessionFile, ledger
-from traceml_ray.store.streams import Stream, node_labels, shown
+from traceml_ray.reports.summary import runs_of
+from traceml_ray.reports.text import labelled, ledger_lines, run_lines, table
+from traceml_ray.store.nodes import Node, label_nodes, node_key
+from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.streams import Stream
 from traceml_ray.wire import SEGMENT_BITS, STAGES
 
 
@@ -17,18 +19,23 @@ def render_status(session: SessionFile, folder: Path, holder: int | None, now: i
     `now` the wall clock in ns.
     """
     meta, streams = session.meta(), session.streams()
-    nodes = session.nodes()
-    labels = node_labels(streams, {node["node_id"]: node["address"] for node in nodes})
+    nodes = session.cluster()
+    labels = label_nodes(nodes, streams)
+    labels.update({node.node_id: f"{labels[node.node_id]} (lost)" for node in nodes if node.lost_ns})
     verdicts, _ = session.verdicts()
     live = f"live, launcher pid {holder}" if holder else "no launcher holds it"
     parts = [[f"{folder}: {meta.get('status', 'running')} ({live})"]]
     if verdicts:
         last = verdicts[-1]
         parts.append(labelled("Verdict", f"{last['label'].replace('_', ' ')}: {last['why']}"))
-    rows = [_row(rank, stream, labels[stream.id], now) for rank, stream in shown(streams).items()]
-    headers = (">rank", "node", ">pid", ">last seen", ">step", "in", ">produced", ">stored", "end")
+    parts.append(run_lines(runs_of(session), session.run_id()))
+    ranks = session.ranks()
+    rows = [_row(rank, stream, labels[node_key(stream)], now) for rank, stream in ranks.items()]
+    headers = (">rank", "name", "node", ">pid", ">last seen", ">step", "in", ">produced", ">stored", "end")
     parts.append(table("Ranks", headers, rows) or ["No rank has reported."])
-    parts.append(ledger_lines(ledger(streams)))
+    lost = [labels[node.node_id] for node in nodes if node.lost_ns]
+    parts.append(labelled("Nodes", ", ".join(lost)) if lost else [])
+    parts.append(ledger_lines(session.ledger()))
     parts.append(_counts("Swallowed errors", _errors(meta, nodes, streams)))
     parts.append(_counts("Not measured", _missing(streams)))
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
@@ -37,6 +44,7 @@ def render_status(session: SessionFile, folder: Path, holder: int | None, now: i
 def _row(rank: int, stream: Stream, node: str, now: int) -> tuple[str, ...]:
     return (
         str(rank),
+        stream.identity.name if stream.identity else "",
         node,
         str(stream.identity.pid) if stream.identity else "n/a",
         _ago((now - stream.last_seen_ns) / 1e9),
@@ -61,10 +69,10 @@ def _ago(seconds: float) -> str:
     return f"{seconds:.0f} s ago"
 
 
-def _errors(meta: dict[str, Any], nodes: list[dict[str, Any]], streams: list[Stream]) -> dict[str, int]:
+def _errors(meta: dict[str, Any], nodes: list[Node], streams: list[Stream]) -> dict[str, int]:
     found = {f"aggregator, {place}": count for place, count in meta.get("errors", {}).items()}
     for node in nodes:
-        found.update({f"relay of {node['hostname']}, {place}": n for place, n in node["errors"].items()})
+        found.update({f"relay of {node.hostname}, {place}": n for place, n in node.errors.items()})
     for stream in streams:
         found.update({f"rank {stream.rank}, {place}": count for place, count in stream.errors.items()})
     return found

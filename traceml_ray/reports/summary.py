@@ -23,8 +23,10 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Suspect, Verdict
 from traceml_ray.analysis.window import RankRows, align
 from traceml_ray.reports.deaths import Death, culprit, deaths, headline
-from traceml_ray.store.session_file import SessionFile, ledger
-from traceml_ray.store.streams import Stream, node_labels, shown, world_size
+from traceml_ray.store.nodes import Node, label_nodes, node_key
+from traceml_ray.store.runs import ledger, of_run
+from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.streams import Stream, shown, world_size
 from traceml_ray.wire import SEGMENT_BITS, STAGES
 
 SCHEMA = "traceml_ray/summary/1"
@@ -40,36 +42,68 @@ class _Read:
     session: SessionFile
     thresholds: Thresholds
     meta: dict[str, Any]
+    runs: list[dict[str, Any]]
+    run: dict[str, Any]
+    """The one of `runs` that the summary is of; empty before any."""
+    every: list[Stream]
     streams: list[Stream]
+    """Those of the run."""
     ranks: dict[int, Stream]
-    labels: dict[int, str]
+    nodes: dict[str, Node]
+    labels: dict[str, str]
+    """How nodes are shown, by `node_key`."""
     rows: list[RankRows]
     events: list[dict[str, Any]]
 
     @property
+    def own(self) -> bool:
+        """Whether what the launcher said of the session holds for this run."""
+        return len(self.runs) <= 1 or self.run["id"] == self.meta.get("session")
+
+    def said(self, name: str) -> Any:
+        """What was said of the run, or by the launcher of its session."""
+        return self.run.get(name) or (self.meta.get(name) if self.own else None)
+
+    @property
     def world_size(self) -> int:
         """Number of ranks the job has."""
-        return world_size(self.ranks, self.meta.get("world_size"))
+        return world_size(self.ranks, self.said("world_size"))
+
+    @property
+    def failures(self) -> list[dict[str, Any]]:
+        """How ranks of the run ended badly, as the launcher saw it."""
+        runs = {(s.rank, s.identity.pid): s.identity.job_id for s in self.every if s.identity}
+        other = self.run.get("id") if self.own else None
+        found = self.meta.get("failures", [])
+        return [f for f in found if runs.get((f["rank"], f["pid"]), other) == self.run.get("id")]
 
     def node_of(self, rank: int) -> str | None:
         """The rank's node as it is shown."""
         stream = self.ranks.get(rank)
-        return self.labels[stream.id] if stream else None
+        return self.labels[node_key(stream)] if stream else None
 
 
-def summarize(session: SessionFile, thresholds: Thresholds) -> dict[str, Any]:
-    """Return the summary of `session`. Raises `SessionFileError` when the file cannot be read."""
-    read = _read(session, thresholds)
-    found = deaths(read.meta.get("failures", []), read.events, read.streams)
+def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = None) -> dict[str, Any]:
+    """
+    Return the summary of a run of `session` (None: the one that the session says, see `SessionFile`).
+
+    Raises `SessionFileError` when the file cannot be read.
+    """
+    read = _read(session if run is None else session.of(run), thresholds)
+    found = deaths(read.failures, read.events, read.streams)
     performance, verdicts = _judged(read)
     verdict = performance
     first = culprit(found)
-    if first is not None and read.meta.get("status") in ("failed", "running"):
+    status = read.run.get("status") or read.meta.get("status")
+    if first is not None and status not in ("finished", "stopped"):
         verdict = headline(first, read.node_of(first.rank), len(found) - 1)
     steps = _steps(read)
+    run_id = read.run.get("id")
     summary = {
         "schema": SCHEMA,
         "session": _session(read),
+        "run": run_id,
+        "runs": [_run(entry, verdict.label if entry["id"] == run_id else None) for entry in read.runs],
         "steps": _step_block(read, steps),
         "stages": [msgspec.to_builtins(stage) for stage in (steps.stages if steps else ())],
         "verdict": _verdict(verdict),
@@ -79,20 +113,51 @@ def summarize(session: SessionFile, thresholds: Thresholds) -> dict[str, Any]:
         "memory": _memory(read),
         "system": _system(read),
         "events": [_event(event, read) for event in read.events[-_MAX_EVENTS:]],
-        "ledger": ledger(read.streams),
+        "ledger": ledger(read.every, run_id),
         "overhead": _overhead(read),
     }
     rounded: dict[str, Any] = _rounded(summary)
     return rounded
 
 
+def runs_of(session: SessionFile) -> list[dict[str, Any]]:
+    """Return the runs of `session` as the summary lists them."""
+    return [_run(entry) for entry in session.runs()]
+
+
+def nodes_of(session: SessionFile) -> list[dict[str, Any]]:
+    """Return the nodes as `SessionFile.nodes` does, with the moments `last_seen` and `lost_at`."""
+    return [
+        {**node, "last_seen": _moment(node["last_seen_ns"]), "lost_at": _moment(node["lost_ns"])}
+        for node in session.nodes()
+    ]
+
+
+def _run(entry: dict[str, Any], label: str | None = None) -> dict[str, Any]:
+    times = {name: _moment(entry[name]) for name in ("started_at", "ended_at")}
+    return {**entry, **times, "label": label or entry["label"]}
+
+
 def _read(session: SessionFile, thresholds: Thresholds) -> _Read:
-    streams = session.streams()
+    every, meta, runs, run = session.streams(), session.meta(), session.runs(), session.run_id()
+    streams = of_run(every, run)
     ranks = shown(streams)
-    addresses = {node["node_id"]: node["address"] for node in session.nodes()}
+    nodes = {node.node_id: node for node in session.cluster()}
     rows, _ = session.rows(last=_MAX_ROWS // max(1, len(ranks)))
-    labels = node_labels(ranks.values(), addresses)
-    return _Read(session, thresholds, session.meta(), streams, ranks, labels, rows, session.events()[0])
+    return _Read(
+        session=session,
+        thresholds=thresholds,
+        meta=meta,
+        runs=runs,
+        run=next((entry for entry in runs if entry["id"] == run), {}),
+        every=every,
+        streams=streams,
+        ranks=ranks,
+        nodes=nodes,
+        labels=label_nodes(nodes.values(), every),
+        rows=rows,
+        events=session.events()[0],
+    )
 
 
 def _missing(read: _Read) -> list[int]:
@@ -123,13 +188,7 @@ def _no_step(read: _Read) -> str:
 
 
 def _session(read: _Read) -> dict[str, Any]:
-    meta = read.meta
-    nodes: dict[int, dict[str, Any]] = {}
-    for rank, stream in read.ranks.items():
-        if stream.identity is not None:
-            at = stream.identity.node_rank
-            named = {"node_id": stream.identity.node_id, "hostname": read.labels[stream.id]}
-            nodes.setdefault(at, {"node_rank": at, **named, "ranks": []})["ranks"].append(rank)
+    meta, nodes = read.meta, _nodes(read)
     strategies = [stream.strategy for stream in read.ranks.values() if stream.strategy]
     return {
         "id": meta.get("session"),
@@ -137,13 +196,48 @@ def _session(read: _Read) -> dict[str, Any]:
         "exit_code": meta.get("exit_code"),
         "started_at": _moment(meta.get("started_at")),
         "ended_at": _moment(meta.get("ended_at")),
-        "launcher": meta.get("launcher"),
+        "launcher": read.run.get("launcher") or meta.get("launcher"),
         "command": meta.get("command"),
         "strategy": strategies[0] if strategies else meta.get("strategy"),
         "world_size": read.world_size or None,
-        "nnodes": meta.get("nnodes") or len(nodes) or None,
-        "nodes": [nodes[at] for at in sorted(nodes)],
+        "nnodes": read.said("nnodes") or sum(bool(node["ranks"]) for node in nodes) or None,
+        "nodes": nodes,
     }
+
+
+def _nodes(read: _Read) -> list[dict[str, Any]]:
+    """
+    Return the nodes that the run's ranks are on, then those that it lost before. Their numbers are what
+    the ranks say where that can be (one number a node, and no number twice), else the order of the
+    lowest ranks.
+    """
+    ranks: dict[str, list[int]] = {}
+    said: dict[str, set[int]] = {}
+    for rank, stream in read.ranks.items():
+        if stream.identity is not None:
+            ranks.setdefault(node_key(stream), []).append(rank)
+            said.setdefault(node_key(stream), set()).add(stream.identity.node_rank)
+    numbers = [number for numbers in said.values() for number in numbers]
+    if len(numbers) == len(said) == len(set(numbers)):
+        number = {key: min(numbers) for key, numbers in said.items()}
+    else:
+        number = {key: at for at, key in enumerate(sorted(ranks, key=lambda key: ranks[key][0]))}
+    before = {node_key(stream) for stream in read.streams if stream.identity}.difference(ranks)
+    gone = [key for key in sorted(before) if _is_lost(read, key)]
+    return [
+        {
+            "node_rank": number.get(key),
+            "node_id": key if key in read.nodes else None,
+            "hostname": read.labels[key],
+            "lost": _is_lost(read, key),
+            "ranks": ranks.get(key, []),
+        }
+        for key in [*sorted(ranks, key=lambda key: number[key]), *gone]
+    ]
+
+
+def _is_lost(read: _Read, key: str) -> bool:
+    return key in read.nodes and read.nodes[key].lost_ns is not None
 
 
 def _steps(read: _Read) -> StepSummary | None:
@@ -192,6 +286,7 @@ def _rank(read: _Read, rank: int, death: Death | None, processes: int) -> dict[s
     stream = read.ranks[rank]
     identity = stream.identity
     return {
+        "name": (identity.name or None) if identity else None,
         "node": read.node_of(rank),
         "pid": identity.pid if identity else None,
         "attempt": identity.attempt if identity else None,
@@ -218,7 +313,7 @@ def _memory(read: _Read) -> dict[str, Any]:
 
 def _system(read: _Read) -> dict[str, Any]:
     """Median and peak of each node's samples."""
-    hostnames = {node["node_id"]: node["hostname"] for node in read.session.nodes()}
+    hostnames = {node.node_id: node.hostname for node in read.nodes.values()}
     nodes = []
     for node_id, columns in sorted(read.session.node_columns().items()):
         gpus: dict[str, dict[str, Any]] = {}
@@ -239,12 +334,12 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
 
 def _event(event: dict[str, Any], read: _Read) -> dict[str, Any]:
     rank = event["rank"] if event["rank"] is not None else event["data"].get("rank")
-    stage = event["stage"]
+    stage, node_id = event["stage"], event["node_id"]
     return {
         "time": _moment(event["t_ns"]),
         "kind": event["kind"],
         "rank": rank,
-        "node": read.node_of(rank) if isinstance(rank, int) else event["node_id"],
+        "node": read.labels.get(node_id, node_id) if node_id else read.node_of(rank),
         "step": event["step"],
         "stage": None if stage is None else STAGES[stage],
         "message": event["message"],

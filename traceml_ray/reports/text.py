@@ -17,7 +17,7 @@ _LABEL = 11
 def render(summary: dict[str, Any], folder: Path) -> str:
     """Return the report on `summary` (schema `traceml_ray/summary/1`) of the session in `folder`."""
     parts = [
-        _title(summary["session"]),
+        _title(summary),
         _verdict(summary["verdict"], "GPU" if _has_gpus(summary) else "rank"),
         _steps(summary["steps"]),
         _stages(summary["stages"]),
@@ -26,6 +26,7 @@ def render(summary: dict[str, Any], folder: Path) -> str:
         _suspects(summary["suspects"]) if summary["verdict"]["label"] != "healthy" else [],
         _history(summary["verdicts"]),
         _events(summary["events"]),
+        run_lines(summary["runs"], summary["run"]),
         ledger_lines(summary["ledger"]),
         _overhead(summary["overhead"]),
         _files(folder),
@@ -33,7 +34,8 @@ def render(summary: dict[str, Any], folder: Path) -> str:
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
 
-def _title(session: dict[str, Any]) -> list[str]:
+def _title(summary: dict[str, Any]) -> list[str]:
+    session = summary["session"]
     ranks, nodes = session["world_size"], session["nnodes"]
     size = f"{_count(ranks, 'rank')} on {_count(nodes, 'node')}" if ranks and nodes else None
     status = session["status"]
@@ -41,7 +43,35 @@ def _title(session: dict[str, Any]) -> list[str]:
         status += f" (exit code {session['exit_code']})"
     facts = [status, session["launcher"], size, session["strategy"], _duration(session)]
     title = f"traceml-ray · session {session['id']}"
-    return [title, "=" * len(title), _cut(" · ".join(fact for fact in facts if fact))]
+    lines = [title, "=" * len(title), _cut(" · ".join(fact for fact in facts if fact))]
+    return lines + _run_of(summary["runs"], summary["run"])
+
+
+def _run_of(runs: Sequence[dict[str, Any]], shown: str | None) -> list[str]:
+    """Say which run this is of, where there is more than one or it has a name of its own."""
+    for at, run in enumerate(runs):
+        if run["id"] == shown and (len(runs) > 1 or run["name"] != run["id"]):
+            of = f" ({at + 1} of {len(runs)})" if len(runs) > 1 else ""
+            return [_cut(f"run {run['name']}{of}: {run['status']}")]
+    return []
+
+
+def run_lines(runs: Sequence[dict[str, Any]], shown: str | None) -> list[str]:
+    """Return the list of runs, where there is more than one; `shown` is the one that the rest is of."""
+    rows = [
+        (
+            run["name"],
+            run["status"],
+            "n/a" if run["started_at"] is None else run["started_at"][11:19],
+            "n/a" if run["world_size"] is None else str(run["world_size"]),
+            str(run["attempts"]),
+            str(run["ledger"]["stored"]),
+            (run["label"] or "n/a").replace("_", " ") + " (shown here)" * (run["id"] == shown),
+        )
+        for run in runs[-_MAX_LINES:]
+    ]
+    headers = ("run", "status", "began (UTC)", ">ranks", ">attempts", ">rows", "verdict")
+    return table("Runs of this session", headers, rows) if len(runs) > 1 else []
 
 
 def _has_gpus(summary: dict[str, Any]) -> bool:
@@ -122,7 +152,7 @@ def _nodes(summary: dict[str, Any]) -> list[str]:
         load = [gpu["util_pct"]["median"] for gpu in gpus if gpu.get("util_pct")]
         rows.append(
             (
-                name,
+                name + " (lost)" * node["lost"],
                 _ranges(node["ranks"]),
                 _number(busy.get(name)),
                 _spread(measured.get("cpu_pct"), 1, "%"),
@@ -150,6 +180,7 @@ def _ranks(summary: dict[str, Any]) -> list[str]:
         rows.append(
             (
                 rank,
+                entry["name"] or "",
                 entry["node"] or "n/a",
                 _number(time),
                 f"{100 * (time / median - 1):+.1f} %" if time is not None and median else "n/a",
@@ -158,7 +189,7 @@ def _ranks(summary: dict[str, Any]) -> list[str]:
                 (entry["exit_reason"] or entry["ended"] or "no last word") + restarts,
             )
         )
-    headers = (">rank", "node", ">busy ms", ">to median", ">peak rss", ">last step", "end")
+    headers = (">rank", "name", "node", ">busy ms", ">to median", ">peak rss", ">last step", "end")
     return table(title, headers, rows)
 
 
@@ -233,9 +264,14 @@ def _files(folder: Path) -> list[str]:
 
 
 def table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a titled table; a header that begins with `>` is of a column of numbers. Nothing for no rows."""
+    """
+    Return a titled table; a header that begins with `>` is of a column of numbers. A column `name` in
+    which nothing stands is left out. Nothing for no rows.
+    """
     if not rows:
         return []
+    kept = [at for at, header in enumerate(headers) if header != "name" or any(row[at] for row in rows)]
+    headers, rows = [headers[at] for at in kept], [[row[at] for at in kept] for row in rows]
     table = [[header.lstrip(">") for header in headers], *([*row] for row in rows)]
     widths = [max(len(row[at]) for row in table) for at in range(len(headers))]
     lines = []

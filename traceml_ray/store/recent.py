@@ -54,6 +54,11 @@ class Recent:
         """Forget the rows of a stream: an earlier attempt of its rank."""
         self._rings.pop(stream, None)
 
+    def keep(self, streams: set[int]) -> None:
+        """Forget the rows of all other streams."""
+        for stream in self._rings.keys() - streams:
+            del self._rings[stream]
+
 
 class _Ring:
     """Rows in one piece: when the buffer is full its newer half moves to the front."""

@@ -8,10 +8,12 @@ read with a cursor, the highest row id seen so far: unchanged data costs one ind
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,18 @@ import numpy as np
 
 from traceml_ray import wire
 from traceml_ray.analysis.window import RankRows
-from traceml_ray.store.streams import COLUMNS, Stream, from_row, node_labels, shown
+from traceml_ray.store.nodes import COLUMNS as NODE_COLUMNS
+from traceml_ray.store.nodes import Node, label_nodes, node_key, stream_labels
+from traceml_ray.store.runs import ledger, list_runs, newest, of_run
+from traceml_ray.store.streams import COLUMNS, Stream, from_row, shown
 
 SCHEMA = 1
 _APPLICATION = 0x54724D4C  # "TrML" in the file's header: tells a session from any other database
 
 TABLES = f"""
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
-CREATE TABLE node(node_id TEXT PRIMARY KEY, hostname TEXT, address TEXT, last_seen_ns INT, errors TEXT);
+CREATE TABLE node(node_id TEXT PRIMARY KEY, hostname TEXT, address TEXT, last_seen_ns INT, errors TEXT,
+    lost_ns INT);
 CREATE TABLE stream(id INTEGER PRIMARY KEY, {", ".join(COLUMNS[1:])});
 CREATE TABLE relay(incarnation TEXT PRIMARY KEY, node_id TEXT, last_seq INT) WITHOUT ROWID;
 CREATE TABLE chunk(id INTEGER PRIMARY KEY, stream_id INT, first_row INT, n INT,
@@ -40,8 +46,8 @@ CREATE TABLE node_sample(id INTEGER PRIMARY KEY, node_id TEXT, t_ns INT, cpu_pct
 CREATE TABLE detail(id INTEGER PRIMARY KEY, stream_id INT, name TEXT, stage INT, count INT, total_ns INT,
     max_ns INT, first_step INT, last_step INT);
 CREATE TABLE event(id INTEGER PRIMARY KEY, stream_id INT, node_id TEXT, kind TEXT, t_ns INT,
-    step INT, stage INT, message TEXT, data TEXT);
-CREATE TABLE verdict(id INTEGER PRIMARY KEY, t_ns INT, body TEXT);
+    step INT, stage INT, message TEXT, data TEXT, run TEXT);
+CREATE TABLE verdict(id INTEGER PRIMARY KEY, t_ns INT, body TEXT, run TEXT);
 """
 
 _GPU = ("util_pct", "mem_used_bytes", "mem_total_bytes")
@@ -137,11 +143,15 @@ class SessionFile:
     Reads one session, live or stored: the one query interface of every view.
 
     `since` is a cursor from an earlier call (0: from the start); calls with one return
-    (what is new, new cursor). Raises `SessionFileError` for a file that cannot be read.
+    (what is new, new cursor). What is of ranks is of one run: `run`, else (None) of the newest that has
+    rows, see `run_id`. Raises `SessionFileError` for a file that cannot be read.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection | None = None) -> None:
+    def __init__(
+        self, path: Path, connection: sqlite3.Connection | None = None, *, run: str | None = None
+    ) -> None:
         self.path = path
+        self.run = run
         self._owned = connection is None
         self._connection = connection or connect(path)
 
@@ -162,18 +172,62 @@ class SessionFile:
         """Return what is known of the session as a whole (started_at, status, launcher, …)."""
         return {key: json.loads(value) for key, value in self._all("SELECT key, value FROM meta")}
 
+    def cluster(self) -> list[Node]:
+        """Return the nodes of the cluster that are known of."""
+        found = self._all(f"SELECT {', '.join(NODE_COLUMNS)} FROM node ORDER BY node_id")
+        return [Node.from_row(row) for row in found]
+
     def nodes(self) -> list[dict[str, Any]]:
-        """Return the nodes a relay reported from."""
-        rows = self._dicts("SELECT * FROM node ORDER BY node_id")
-        return [{**row, "errors": json.loads(row["errors"])} for row in rows]
+        """
+        Return the nodes as dicts: what `Node` holds, `alive`, `label` (how it is shown), and `ranks`,
+        those of the run that were seen there last.
+        """
+        streams, nodes = self.streams(), self.cluster()
+        at: dict[str, list[int]] = {}
+        for rank, stream in shown(of_run(streams, self.run_id())).items():
+            at.setdefault(node_key(stream), []).append(rank)
+        labels = label_nodes(nodes, streams)
+        return [
+            {
+                **asdict(node),
+                "alive": node.lost_ns is None,
+                "label": labels[node.node_id],
+                "ranks": at.get(node.node_id, []),
+            }
+            for node in nodes
+        ]
 
     def streams(self) -> list[Stream]:
-        """Return every stream, in order of first appearance."""
+        """Return every stream of every run, in order of first appearance."""
         return [from_row(row) for row in self._all(f"SELECT {', '.join(COLUMNS)} FROM stream ORDER BY id")]
+
+    def run_id(self) -> str | None:
+        """Return the run that `ranks`, `rows` and so on are of; None while no rank has reported."""
+        if self.run is not None:
+            return self.run
+        runs = self._all(
+            "SELECT job_id, max(stored > 0) FROM stream WHERE job_id NOT NULL "
+            "GROUP BY job_id ORDER BY min(id)"
+        )
+        return newest({run: bool(rows) for run, rows in runs}, self.meta().get("runs", {}))
+
+    def runs(self) -> list[dict[str, Any]]:
+        """Return every run of the session, oldest first, see `runs.list_runs`."""
+        last = self._all(
+            "SELECT v.run, v.body FROM verdict v JOIN (SELECT max(id) AS id FROM verdict GROUP BY run) m "
+            "ON v.id = m.id"
+        )
+        labels = {run: json.loads(body)["label"] for run, body in last}
+        return list_runs(self.streams(), self.meta(), labels)
+
+    def of(self, run: str | None) -> SessionFile:
+        """Return a reader of that run that shares this one's connection."""
+        return SessionFile(self.path, self._connection, run=run)
 
     def ranks(self) -> dict[int, Stream]:
         """Return the stream that stands for each rank (see `streams.shown`), by global rank."""
-        return shown(self.streams())
+        streams = self.streams()
+        return shown(of_run(streams, self.run_id()))
 
     def rows(
         self, only: Iterable[int] | None = None, since: int = 0, last: int | None = None
@@ -188,9 +242,9 @@ class SessionFile:
             return [], since
         wanted = None if only is None else set(only)
         found = []
-        ranks = self.ranks()
-        labels = node_labels(ranks.values(), {node["node_id"]: node["address"] for node in self.nodes()})
-        for rank, stream in ranks.items():
+        streams = self.streams()
+        labels = stream_labels(self.cluster(), streams)
+        for rank, stream in shown(of_run(streams, self.run_id())).items():
             if wanted is None or rank in wanted:
                 columns = self._columns(stream.id, since, top, last)
                 if columns is not None:
@@ -203,7 +257,10 @@ class SessionFile:
 
     def node_samples(self, since: int = 0) -> tuple[list[dict[str, Any]], int]:
         """Return node samples as dicts; `gpus` is a list of dicts, or None where there is no NVML."""
-        samples, top = self._since("node_sample", since)
+        top = self._top("node_sample")
+        if top <= since:
+            return [], since
+        samples = self._dicts("SELECT * FROM node_sample WHERE id > ? AND id <= ? ORDER BY id", since, top)
         for sample in samples:
             sample["gpus"] = json.loads(sample["gpus"]) if sample["gpus"] else None
         return samples, top
@@ -243,24 +300,45 @@ class SessionFile:
             "SELECT s.global_rank AS rank, d.name, d.stage, sum(d.count) AS count, "
             "sum(d.total_ns) AS total_ns, max(d.max_ns) AS max_ns, "
             "min(d.first_step) AS first_step, max(d.last_step) AS last_step "
-            "FROM detail d JOIN stream s ON s.id = d.stream_id GROUP BY 1, 2, 3 ORDER BY total_ns DESC"
+            "FROM detail d JOIN stream s ON s.id = d.stream_id "
+            "WHERE s.job_id IS NULL OR s.job_id = ? GROUP BY 1, 2, 3 ORDER BY total_ns DESC",
+            self.run_id(),
         )
 
     def events(self, since: int = 0) -> tuple[list[dict[str, Any]], int]:
-        """Return events as dicts with `rank` and the table's columns."""
-        events, top = self._since("event", since)
+        """Return events of the run and of nodes as dicts with `rank` and the table's columns."""
+        events, top = self._since("event", since, "coalesce(t.run, s.job_id)")
         for event in events:
             event["data"] = json.loads(event["data"])
         return events, top
 
+    def told(self) -> list[tuple[str, str, int, str]]:
+        """Return (run, kind, t_ns, message) of the events that are of a run, not of a rank or a node."""
+        found = self._all("SELECT run, kind, t_ns, message FROM event WHERE run IS NOT NULL")
+        return [(run, kind, t_ns, message) for run, kind, t_ns, message in found]
+
     def verdicts(self, since: int = 0) -> tuple[list[dict[str, Any]], int]:
-        """Return every change of the live verdict, as dicts with `t_ns` and the verdict's fields."""
-        rows = self._all("SELECT id, t_ns, body FROM verdict WHERE id > ? ORDER BY id", since)
-        return [{"t_ns": t, **json.loads(body)} for _, t, body in rows], rows[-1][0] if rows else since
+        """Return every change of the run's live verdict, as dicts with `t_ns` and the verdict's fields."""
+        top = self._top("verdict")
+        if top <= since:
+            return [], since
+        query = "SELECT t_ns, body FROM verdict WHERE id > ? AND id <= ? AND run = ? ORDER BY id"
+        rows = self._all(query, since, top, self.run_id())
+        return [{"t_ns": t, **json.loads(body)} for t, body in rows], top
 
     def ledger(self) -> dict[str, Any]:
-        """Return where every produced row is, in rows; see `ledger`."""
-        return ledger(self.streams())
+        """Return where every produced row is, in rows; see `runs.ledger`."""
+        streams = self.streams()
+        return ledger(streams, self.run_id())
+
+    def copy_to(self, path: Path) -> None:
+        """Copy the whole file, as it stands, into the empty file `path`. Raises `SessionFileError`."""
+        try:
+            with contextlib.closing(sqlite3.connect(path)) as target:
+                self._connection.backup(target)
+                target.execute("PRAGMA journal_mode=DELETE")  # one file, with no `-wal` beside it
+        except sqlite3.Error as error:
+            raise SessionFileError(f"{self.path}: cannot copy the session file: {error}") from error
 
     def _columns(self, stream: int, since: int, top: int, last: int | None) -> Columns | None:
         chunks: list[tuple[bytes, bytes, bytes]] = []
@@ -284,15 +362,16 @@ class SessionFile:
             np.frombuffer(rows, "<i8").reshape(-1, wire.N_STAGES)[skip:],
         )
 
-    def _since(self, table: str, since: int) -> tuple[list[dict[str, Any]], int]:
-        """Return the rows of `table` with id > `since`, with their rank where they have one."""
+    def _since(self, table: str, since: int, run: str = "s.job_id") -> tuple[list[dict[str, Any]], int]:
+        """Return rows of `table` after `since` with their rank, those of the run or of none (`run`: SQL)."""
         top = self._top(table)
         if top <= since:
             return [], since
-        rank = "s.global_rank AS rank, " if table != "node_sample" else ""
-        join = "LEFT JOIN stream s ON s.id = t.stream_id" if rank else ""
-        query = f"SELECT {rank}t.* FROM {table} t {join} WHERE t.id > ? AND t.id <= ? ORDER BY t.id"
-        return self._dicts(query, since, top), top
+        query = (
+            f"SELECT s.global_rank AS rank, t.* FROM {table} t LEFT JOIN stream s ON s.id = t.stream_id "
+            f"WHERE t.id > ? AND t.id <= ? AND ({run} IS NULL OR {run} = ?) ORDER BY t.id"
+        )
+        return self._dicts(query, since, top, self.run_id()), top
 
     def _top(self, table: str) -> int:
         return int(self._all(f"SELECT coalesce(max(id), 0) FROM {table}")[0][0])
@@ -316,39 +395,3 @@ class SessionFile:
 
 
 Columns = tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]
-
-
-def ledger(streams: Iterable[Stream]) -> dict[str, Any]:
-    """
-    Return where every produced row is: `produced = stored + dropped + in_flight`, in all and per rank.
-
-    Attempts and processes of one rank are added up. `unreported` is what was produced after a
-    rank's last report: 0 after a last batch, None (not known) for a process that was killed.
-    """
-    per_rank: dict[str, dict[str, Any]] = {}
-    for stream in streams:
-        name = "unknown" if stream.rank is None else str(stream.rank)
-        entry = per_rank.setdefault(name, {**_nothing(), "unreported": 0})
-        _add(entry, stream)
-        if not stream.final:
-            entry["unreported"] = None
-    total = _nothing()
-    for entry in per_rank.values():
-        for key in ("produced", "stored", "in_flight"):
-            total[key] += entry[key]
-        for key in total["dropped"]:
-            total["dropped"][key] += entry["dropped"][key]
-    ordered = sorted(per_rank, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0))
-    return {**total, "per_rank": {name: per_rank[name] for name in ordered}}
-
-
-def _nothing() -> dict[str, Any]:
-    return {"produced": 0, "stored": 0, "in_flight": 0, "dropped": {"agent": 0, "relay": 0, "aggregator": 0}}
-
-
-def _add(entry: dict[str, Any], stream: Stream) -> None:
-    entry["produced"] += stream.produced
-    entry["stored"] += stream.stored
-    entry["in_flight"] += stream.in_flight
-    for name in entry["dropped"]:
-        entry["dropped"][name] += getattr(stream, f"dropped_{name}")

@@ -36,6 +36,8 @@ class Stream:
     next_row: int = 0
     last_batch: int = -1
     last_key: int | None = None
+    last_rows_ns: int | None = None
+    """When rows came last."""
     final: bool = False
     lost: bool = False
     exit_code: int | None = None
@@ -135,7 +137,7 @@ def attempt_of(stream: Stream) -> int:
 
 
 def last_attempt(streams: Iterable[Stream]) -> list[Stream]:
-    """Return the streams of the job's last attempt, of known rank."""
+    """Return the streams of the last attempt, of known rank; `streams` are of one run."""
     known = [stream for stream in streams if stream.identity is not None]
     last = max(map(attempt_of, known), default=-1)
     return [stream for stream in known if attempt_of(stream) == last]
@@ -144,6 +146,7 @@ def last_attempt(streams: Iterable[Stream]) -> list[Stream]:
 def shown(streams: Iterable[Stream]) -> dict[int, Stream]:
     """
     Return the stream that stands for each rank, all of one attempt: attempts are never mixed.
+    `streams` are of one run (see `runs.of_run`).
 
     It is the last attempt that has rows (one that died before its first step says nothing of steps);
     of several processes of a rank, the last that has rows.
@@ -173,20 +176,3 @@ def world_size(ranks: dict[int, Stream], launched: int | None) -> int:
 def age(stream: Stream) -> tuple[int, int, int]:
     """Return what orders the processes of one rank, the newest last."""
     return attempt_of(stream), stream.first_seen_ns, stream.id
-
-
-def node_labels(streams: Iterable[Stream], addresses: dict[str, str]) -> dict[int, str]:
-    """
-    Return how the node of each stream (by id) is shown: its hostname, with the address where two
-    nodes have the same one. `addresses` are by node id.
-    """
-    known = [(stream.id, stream.identity) for stream in streams if stream.identity is not None]
-    nodes: dict[str, set[str | None]] = {}
-    for _, identity in known:
-        nodes.setdefault(identity.hostname, set()).add(identity.node_id)
-    return {
-        id: identity.hostname
-        if len(nodes[identity.hostname]) == 1
-        else f"{identity.hostname} ({addresses.get(identity.node_id or '', 'address unknown')})"
-        for id, identity in known
-    }

@@ -16,6 +16,8 @@ from typing import Any
 import msgspec
 
 from traceml_ray import wire
+from traceml_ray.store.nodes import COLUMNS as NODE_COLUMNS
+from traceml_ray.store.nodes import Node
 from traceml_ray.store.session_file import SessionFile, connect, on_network_filesystem
 from traceml_ray.store.streams import COLUMNS, Stream, to_row
 
@@ -23,7 +25,7 @@ MAX_PENDING_BYTES = 256 << 20
 """Rows kept in memory while the disk refuses them; beyond, the oldest are dropped and counted."""
 MAX_PENDING_ITEMS = 100_000
 """Samples, parts and events kept the same way, of each kind."""
-_WIDTHS = {"process_sample": 7, "node_sample": 12, "detail": 8, "event": 8, "verdict": 2, "chunk": 6}
+_WIDTHS = {"process_sample": 7, "node_sample": 12, "detail": 8, "event": 9, "verdict": 3, "chunk": 6}
 
 
 class SessionWriter:
@@ -46,7 +48,7 @@ class SessionWriter:
         with SessionFile(path, self._connection) as stored:
             self.streams: dict[str, Stream] = {stream.stream: stream for stream in stored.streams()}
             self.meta: dict[str, Any] = stored.meta()
-            self.addresses: dict[str, str] = {node["node_id"]: node["address"] for node in stored.nodes()}
+            self.nodes: dict[str, Node] = {node.node_id: node for node in stored.cluster()}
         self.taken: dict[str, int] = dict(
             self._connection.execute("SELECT incarnation, last_seq FROM relay").fetchall()
         )
@@ -63,6 +65,13 @@ class SessionWriter:
         self._pending.streams[stream.id] = stream
         return stream
 
+    def node(self, node_id: str, hostname: str, address: str) -> Node:
+        """Return the node of that id, made when it is new, and mark it as changed."""
+        node = self.nodes.setdefault(node_id, Node(node_id, hostname, address))
+        node.hostname, node.address = hostname, address
+        self._pending.nodes[node_id] = node
+        return node
+
     def set_meta(self, **values: Any) -> None:
         """Set values of the session as a whole (anything JSON holds)."""
         for key, value in values.items():
@@ -75,9 +84,8 @@ class SessionWriter:
         node = batch.node
         self.taken[batch.incarnation] = batch.seq
         self._pending.relays[batch.incarnation] = (batch.incarnation, node.node_id, batch.seq)
-        self.addresses[node.node_id] = node.address
-        errors = json.dumps(batch.errors)
-        self._pending.nodes[node.node_id] = (node.node_id, node.hostname, node.address, now, errors)
+        known = self.node(node.node_id, node.hostname, node.address)
+        known.last_seen_ns, known.errors = now, batch.errors
         if batch.sample is not None:
             *values, gpus = msgspec.structs.astuple(batch.sample)
             named = None if gpus is None else json.dumps([msgspec.structs.asdict(gpu) for gpu in gpus])
@@ -100,16 +108,22 @@ class SessionWriter:
         """Add time spent in a named part."""
         self._pending.inserts["detail"].append((stream.id, *msgspec.structs.astuple(detail)))
 
-    def add_event(self, event: wire.Event, stream: Stream | None = None, node_id: str | None = None) -> None:
-        """Add an event of a rank's process or of a node."""
+    def add_event(
+        self,
+        event: wire.Event,
+        stream: Stream | None = None,
+        node_id: str | None = None,
+        run: str | None = None,
+    ) -> None:
+        """Add an event of a rank's process, of a node, or of a run as a whole."""
         *values, data = msgspec.structs.astuple(event)
         self._pending.inserts["event"].append(
-            (stream.id if stream else None, node_id, *values, json.dumps(data))
+            (stream.id if stream else None, node_id, *values, json.dumps(data), run)
         )
 
-    def add_verdict(self, t_ns: int, body: bytes) -> None:
-        """Add a verdict (JSON) that differs from the one before."""
-        self._pending.inserts["verdict"].append((t_ns, body.decode()))
+    def add_verdict(self, t_ns: int, body: bytes, run: str) -> None:
+        """Add a verdict (JSON) on a run that differs from the one before."""
+        self._pending.inserts["verdict"].append((t_ns, body.decode(), run))
 
     def commit(self) -> None:
         """
@@ -121,9 +135,10 @@ class SessionWriter:
             with self.lock:
                 work, self._pending = self._pending, _Pending()
                 streams = [to_row(stream) for stream in work.streams.values()]
+                nodes = [node.to_row() for node in work.nodes.values()]
                 meta = [(key, json.dumps(self.meta[key])) for key in work.meta]
             try:
-                self._write(work, streams, meta)
+                self._write(work, streams, nodes, meta)
             except BaseException:
                 with self.lock:
                     work.follow(self._pending)
@@ -153,7 +168,7 @@ class SessionWriter:
         with self._database:
             self._connection.close()
 
-    def _write(self, work: _Pending, streams: list[Any], meta: list[Any]) -> None:
+    def _write(self, work: _Pending, streams: list[Any], nodes: list[Any], meta: list[Any]) -> None:
         run = self._connection.executemany
         self._connection.execute("BEGIN IMMEDIATE")
         try:
@@ -161,7 +176,7 @@ class SessionWriter:
                 run(f"INSERT INTO {table} VALUES(NULL, {_marks(_WIDTHS[table])})", rows)
             run(f"REPLACE INTO stream VALUES({_marks(len(COLUMNS))})", streams)
             run("REPLACE INTO meta VALUES(?, ?)", meta)
-            run("REPLACE INTO node VALUES(?, ?, ?, ?, ?)", work.nodes.values())
+            run(f"REPLACE INTO node VALUES({_marks(len(NODE_COLUMNS))})", nodes)
             run("REPLACE INTO relay VALUES(?, ?, ?)", work.relays.values())
             self._connection.execute("COMMIT")
         except BaseException:
@@ -190,7 +205,7 @@ class _Pending:
         self.inserts: dict[str, list[tuple[Any, ...]]] = {table: [] for table in _WIDTHS}
         self.streams: dict[int, Stream] = {}
         self.meta: set[str] = set()
-        self.nodes: dict[str, tuple[Any, ...]] = {}
+        self.nodes: dict[str, Node] = {}
         self.relays: dict[str, tuple[str, str, int]] = {}
         self.row_bytes = 0
 

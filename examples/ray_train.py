@@ -1,0 +1,80 @@
+"""
+The GPT of train_gpt.py under Ray Train, watched without a line in the training loop.
+
+    python examples/ray_train.py
+    python examples/ray_train.py --workers 4 --slow data:2:40
+
+The driver says `traceml_ray.start()` after `ray.init()`; that is all. The second line plants a fault for
+it to find (see train_gpt.py): the worker of rank 2 gets every batch 40 ms late. Without a cluster at hand
+(RAY_ADDRESS), Ray starts one here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import tempfile
+from typing import Any
+
+import ray
+import ray.train
+import train_gpt
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer, get_device
+
+import traceml_ray
+
+
+def train_loop(config: dict[str, Any]) -> float:
+    """Train on one worker; return the last validation loss. Nothing here knows that it is watched."""
+    context = ray.train.get_context()
+    me = train_gpt.Process(context.get_world_rank(), context.get_world_size(), get_device())
+    losses = io.StringIO()
+    train_gpt.train(argparse.Namespace(**config), me, losses)
+    return float.fromhex(losses.getvalue().split()[-1])
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [options]", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--workers", type=train_gpt.count, default=2, help="Ray Train workers")
+    add("--steps", type=train_gpt.count, default=120)
+    add("--gpus", action="store_true", help="one GPU a worker")
+    add("--slow", type=train_gpt.parse_slow, action="append", default=[], metavar="STAGE:RANK:MS[@STEP]")
+    args = parser.parse_args()
+    for slow in args.slow:
+        if slow.rank >= args.workers:
+            parser.error(f"a fault on rank {slow.rank}: this run has ranks 0 to {args.workers - 1}")
+    return args
+
+
+def main() -> None:
+    """Train, then say which rank was late, where, and what that cost."""
+    args = parse_arguments()
+    config = {"steps": args.steps, "slow": args.slow, "fail": None, "seed": 0, "lr": 1e-3}
+    config |= {"layers": 3, "heads": 4, "width": 96, "context": 64, "batch_size": 4, "accumulate": 1}
+    config |= {"workers": 1, "amp": False, "compile": False, "log_every": 20}
+    config |= {"eval_every": args.steps, "eval_batches": 4, "checkpoint_dir": None}
+
+    ray.init()
+    session = traceml_ray.start()
+
+    with tempfile.TemporaryDirectory() as results:  # where Ray Train keeps its own files of the run
+        result = TorchTrainer(
+            train_loop,
+            train_loop_config=config,
+            scaling_config=ScalingConfig(num_workers=args.workers, use_gpu=args.gpus),
+            run_config=RunConfig(name="gpt", storage_path=results),
+        ).fit()
+    verdict = session.summary()["verdict"]
+    print(f"validation loss {result.return_value:.4f}")
+    print(f"{verdict['label']}: {verdict['why']}")
+    print(f"{verdict['next']}\nReport: {session.folder / 'report.txt'}")
+    session.stop()
+
+
+if __name__ == "__main__":
+    main()

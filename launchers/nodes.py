@@ -1,0 +1,106 @@
+"""Which of a job's nodes this is, and where the others find the monitor: read off torchrun's own flags."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+from dataclasses import dataclass
+
+from torch.distributed import run as torch_run
+from torch.distributed.elastic.rendezvous import utils as rendezvous
+
+from traceml_ray.reach import join
+
+
+class UsageError(ValueError):
+    """A command line that cannot be used."""
+
+
+class NotGiven(int):
+    """A node rank that nobody gave: to torchrun it is 0."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of one job, as this launcher sees them."""
+
+    count: int = 1
+    """How many there are at least."""
+    fixed: bool = True
+    """Whether there cannot be more."""
+    rank: int = 0
+    first: bool = True
+    """Whether this one makes the session."""
+    host: str = ""
+    """Of the first, as it was given."""
+    head: str = ""
+    """host:port of the private cluster's head; "" where there is one node."""
+    job: str = ""
+    """What the job is called where nobody has named its session: the same on every node."""
+
+    @property
+    def several(self) -> bool:
+        """Whether there are, or may come, others."""
+        return self.count > 1 or not self.fixed
+
+
+def read(args: argparse.Namespace, ray_address: str | None) -> Nodes:
+    """Return what torchrun's arguments say. Raises UsageError."""
+    try:
+        least, most = torch_run.parse_min_max_nnodes(args.nnodes)
+    except (ValueError, RuntimeError):
+        raise UsageError(f"--nnodes={args.nnodes} is neither N nor MIN:MAX") from None
+    if not 0 < least <= most:
+        raise UsageError(f"--nnodes={args.nnodes}: at least one node, and MIN not above MAX")
+    if most == 1:
+        return Nodes()
+    host, port = _endpoint(args)
+    rank: int | None = None if isinstance(args.node_rank, NotGiven) else args.node_rank
+    if args.rdzv_backend == "static":
+        rank = args.node_rank
+    if rank is None and ray_address is None:
+        raise UsageError(
+            f"--nnodes={args.nnodes} with --rdzv-backend={args.rdzv_backend} needs --node-rank on every "
+            "node, or the --ray-address of a running cluster"
+        )
+    first = _hosts_rendezvous(args, host) if rank is None else rank == 0
+    named = re.sub(r"[^A-Za-z0-9_-]", "-", args.rdzv_id)[:40] if args.rdzv_id != "none" else "job"
+    place = hashlib.sha256(f"{host}:{port}".encode()).hexdigest()[:8]
+    return Nodes(
+        count=least,
+        fixed=least == most,
+        rank=rank if rank is not None else int(not first),
+        first=first,
+        host=host,
+        head=join(_head_host(host), args.traceml_port or port + 1),
+        job=f"{named}-{place}",
+    )
+
+
+def _endpoint(args: argparse.Namespace) -> tuple[str, int]:
+    """Return where the ranks of all nodes meet."""
+    if args.rdzv_backend == "static" and not args.rdzv_endpoint:
+        return args.master_addr, args.master_port or 29500
+    if not args.rdzv_endpoint:
+        raise UsageError(
+            f"--rdzv-backend={args.rdzv_backend} with --nnodes={args.nnodes} needs --rdzv-endpoint"
+        )
+    try:
+        host, port = rendezvous.parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=29400)
+    except ValueError as error:
+        raise UsageError(f"--rdzv-endpoint={args.rdzv_endpoint}: {error}") from None
+    return host, port
+
+
+def _hosts_rendezvous(args: argparse.Namespace, host: str) -> bool:
+    """Return whether this is the machine of the rendezvous, as torch itself decides it."""
+    said = rendezvous._parse_rendezvous_config(args.rdzv_conf or "").get("is_host")
+    if said is not None:
+        return said.lower() in ("1", "true", "t", "yes", "y")
+    return rendezvous._matches_machine_hostname(host)
+
+
+def _head_host(host: str) -> str:
+    # Ray takes localhost and 127.0.0.1 for "whatever address this machine has"; not so the next one.
+    return "127.0.0.2" if host == "localhost" or host.startswith("127.") else host

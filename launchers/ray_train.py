@@ -1,0 +1,63 @@
+"""
+Ray Train: where our callback is to be found, and whether it can be used here.
+
+Light on purpose: `traceml_ray.start()` asks in every driver, and most of them never train.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .train_callback import TraceMLTrainCallback as TraceMLTrainCallback
+
+_NAME = "TraceMLTrainCallback"
+_NEEDED = ("fsspec", "pandas", "pyarrow", "pydantic", "requests")
+"""What `import ray.train` raises an error without."""
+
+
+def train_callback_path() -> str | None:
+    """
+    Return what RAY_TRAIN_CALLBACKS has to name so that Ray Train is watched, None where that cannot be.
+
+    Imports nothing: looks for Ray Train v2 and what it needs. Once `fit()` imports what is named, it
+    gets a callback in any case, if need be one that does nothing.
+    """
+    if os.environ.get("RAY_TRAIN_V2_ENABLED", "1").lower() not in ("1", "true"):
+        return None
+    ray = importlib.util.find_spec("ray")
+    if ray is None or not ray.submodule_search_locations:
+        return None
+    reads_variable = Path(ray.submodule_search_locations[0], "train/v2/_internal/callbacks/env_callback.py")
+    if not reads_variable.is_file() or any(importlib.util.find_spec(name) is None for name in _NEEDED):
+        return None
+    return f"{__name__}.{_NAME}"
+
+
+def __getattr__(name: str) -> object:
+    if name != _NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from .train_callback import TraceMLTrainCallback
+    except Exception as error:
+        # In a driver of ours this is asked for by `fit()`, which must not fail because of us.
+        return _inert(error)
+    return TraceMLTrainCallback
+
+
+def _inert(error: Exception) -> type:
+    """Return a callback for a Ray Train that ours does not fit. Raises ImportError where there is none."""
+    from ray.train.v2.api.callback import RayTrainCallback
+
+    class TraceMLTrainCallback(RayTrainCallback):
+        def __init__(self, **_settings: object) -> None:
+            import logging
+
+            logging.getLogger("traceml_ray").warning("Ray Train is not watched: %s", reason)
+
+    reason = f"{type(error).__name__}: {error}"
+    TraceMLTrainCallback.__module__ = "__main__"  # so that it is pickled whole
+    return TraceMLTrainCallback

@@ -1,0 +1,313 @@
+"""
+Our callback for Ray Train v2: watches its workers, and follows the run.
+
+One object, three lives: it is made in the driver, sent to the controller, and from there to every
+worker, again for each attempt. Ray ends a run when a hook raises, so none of ours does; and it has to be
+unpickled where our package may be missing, so what it is unpickled by travels with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from ray.train.v2._internal.execution.callback import (
+    ControllerCallback,
+    WorkerCallback,
+    WorkerGroupCallback,
+)
+
+from traceml_ray import driver, wire
+from traceml_ray.actors.config import ActorConfig
+from traceml_ray.actors.names import DEFAULT_SESSION
+from traceml_ray.agent import bootstrap
+from traceml_ray.agent.imports import forget, when_imported
+from traceml_ray.identity import RankIdentity
+from traceml_ray.settings import Settings
+
+from .train_run import RunReporter
+
+_MESSAGE_CHARS = 2000
+
+_chosen: dict[str, str] = {}
+"""In a controller: which callback watches its run, where it was given several of ours."""
+
+
+def _hook(result: Callable[[], object] = lambda: None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a method safe to be called by Ray: when it fails, that is counted and `result()` returned."""
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(self: TraceMLTrainCallback, *args: Any, **kwargs: Any) -> Any:
+            try:
+                if self._watching:
+                    return method(self, *args, **kwargs)
+            except Exception as error:
+                self._failed(method.__name__, error)
+            return result()
+
+        return call
+
+    return decorate
+
+
+class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallback):
+    """
+    Watches a Ray Train run: `RunConfig(callbacks=[TraceMLTrainCallback()])`.
+
+    Not needed after `traceml_ray.start()` in the same driver; given nevertheless, it is the one that
+    counts. Reports to the session that this driver started last, else to the one of the default
+    name, which is made where it does not run. Local mode (`num_workers=0`) trains in the driver and
+    takes no callbacks: there it is `traceml_ray.attach()`.
+
+    Args:
+        settings: any field of `Settings`, by name; `session` chooses another session.
+
+    Raises SettingError for one that cannot be used.
+
+    """
+
+    def __init__(self, **settings: object) -> None:
+        self._settings: dict[str, Any] = {}
+        if settings:  # without any, it is made by `fit()`, which is to go on whatever the environment says
+            loaded = Settings.load(**settings)  # type: ignore[arg-type]
+            self._settings = {name: getattr(loaded, name) for name in settings}
+        self._id = secrets.token_hex(8)
+        self._config = b""
+        """ActorConfig as JSON, from when it leaves the driver."""
+        self._watching = True
+        self._attempt = -1
+        """Counted here: Ray gives an elastic resize no number of its own."""
+        self._nnodes = 0
+        self._forget_the_rest()
+
+    def _forget_the_rest(self) -> None:
+        """Set what is not sent along."""
+        self._errors: Counter[str] = Counter()
+        self._run: RunReporter | None = None
+        self._starting = False
+        self._world_size = 0
+        self._told: object = None
+
+    # -- being sent ------------------------------------------------------------------------------
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state: dict[str, Any] = {"_watching": False}
+        try:
+            config = self._config or _config(self._settings).to_json()
+            kept = ("_id", "_watching", "_attempt", "_nnodes")
+            state = {"_config": config, **{name: getattr(self, name) for name in kept}}
+        except Exception as error:
+            self._failed("__reduce__", error)
+        return _unpickled, (state,)
+
+    @classmethod
+    def _from_state(cls, state: dict[str, Any]) -> TraceMLTrainCallback:
+        made = cls.__new__(cls)
+        made.__dict__.update(_settings={}, _config=b"", _id="", _attempt=-1, _nnodes=0)
+        made.__dict__.update(state)
+        made._forget_the_rest()
+        return made
+
+    def _failed(self, place: str, error: Exception) -> None:
+        try:
+            if not self._errors:
+                _log.warning("Ray Train's %s: %s: %s", place, type(error).__name__, error)
+            self._errors[f"train: {place}: {type(error).__name__}"] += 1
+            agent = bootstrap.current()
+            if agent is not None:
+                agent.instrumentation.errors[f"train: {place}"] += 1
+        except Exception:
+            pass  # there is nobody left to tell
+
+    # -- in the controller -----------------------------------------------------------------------
+
+    @_hook()
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Begin a run; of several callbacks of ours, the one that the user gave follows it."""
+        run_id, given = train_run_context.run_id, train_run_context.run_config.callbacks or []
+        ours = [callback._id for callback in given if isinstance(callback, TraceMLTrainCallback)]
+        self._watching = _chosen.setdefault(run_id, (ours or [self._id])[0]) == self._id
+        if self._watching:
+            self._run = RunReporter(ActorConfig.from_json(self._config), run_id)
+            self._run.tell({"name": train_run_context.run_config.name, "launcher": "ray_train"})
+
+    @_hook()
+    def before_worker_group_start(self, worker_group_context: Any) -> None:
+        """See to the session's actors, while the workers start."""
+        self._starting, self._nnodes = True, 0
+        if self._run is not None:
+            self._run.ensure()
+
+    @_hook(dict)
+    def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
+        """Begin an attempt (or replace some of its workers): who they are is known now."""
+        if self._starting:
+            self._starting = False
+            self._attempt += 1
+        contexts = [worker.distributed_context for worker in workers]
+        self._world_size = max(context.world_size for context in contexts)
+        self._nnodes = max(self._nnodes, *(context.node_rank + 1 for context in contexts))
+        if self._run is not None:
+            self._run.tell({"world_size": self._world_size, "nnodes": self._nnodes, "attempt": self._attempt})
+        return {}
+
+    @_hook()
+    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        """Tell of failures and resizes; of restarts, rows tell."""
+        after = getattr(current_state, "next_state", current_state)  # of a run that is shutting down
+        self._failure(getattr(after, "training_failed_error", None))
+        name = type(current_state).__name__
+        if name == "ResizingState":
+            self._resize(current_state.scaling_decision.num_workers)
+        elif name == "AbortedState":
+            self._end("stopped")
+
+    @_hook()
+    def after_controller_finish(self, result: Any) -> None:
+        """Wait for the files of a run that is over, and whose workers are gone."""
+        self._failure(result.error)
+        self._end("finished" if result.error is None else "failed")
+
+    def _failure(self, error: Any) -> None:
+        if error is None or error is self._told or self._run is None:
+            return
+        self._told = error
+        failures: dict[int, Exception] = getattr(error, "worker_failures", {})
+        told = [f"rank {rank}: {_in_a_line(failure)}" for rank, failure in sorted(failures.items())]
+        data: dict[str, wire.Value] = {"attempt": max(0, self._attempt)}
+        if failures:
+            data["ranks"] = ",".join(map(str, sorted(failures)))[:_MESSAGE_CHARS]
+        if len(failures) == 1:
+            data["rank"] = next(iter(failures))
+        message = "; ".join(told) or _in_a_line(error)
+        kind = "worker_failure" if failures else "failure"
+        self._run.tell(None, wire.Event(kind, time.time_ns(), message=message[:_MESSAGE_CHARS], data=data))
+
+    def _resize(self, num_workers: int) -> None:
+        if self._run is not None:
+            data: dict[str, wire.Value] = {"attempt": self._attempt, "world_size_after": num_workers}
+            text = f"Ray Train goes from {self._world_size} to {num_workers} workers"
+            self._run.tell(None, wire.Event("resize", time.time_ns(), message=text, data=data))
+
+    def _end(self, status: str) -> None:
+        if self._run is None:
+            return
+        if errors := self._errors + self._run.errors:
+            text = "swallowed in Ray Train's controller: " + ", ".join(
+                f"{e} ({n})" for e, n in errors.items()
+            )
+            self._run.tell(None, wire.Event("note", time.time_ns(), message=text[:_MESSAGE_CHARS]))
+        if not self._run.end(status):
+            _log.warning("the summary of this run may be missing: the session's aggregator did not answer")
+
+    # -- in a worker -----------------------------------------------------------------------------
+
+    @_hook()
+    def after_init_train_context(self) -> None:
+        """Watch this worker from when torch is there, which is mostly now."""
+        when_imported("torch", self._watch)
+
+    @_hook()
+    def before_worker_shutdown(self) -> None:
+        """Hand over what is left, and say how the training loop ended."""
+        forget("torch")
+        agent = bootstrap.current()
+        if agent is not None:
+            bootstrap.stop([_ending(agent)])
+
+    @_hook()
+    def _watch(self) -> None:
+        from ray.train.v2._internal.execution.context import get_train_context
+
+        from traceml_ray.agent import in_ray
+
+        context = get_train_context()
+        place = context.distributed_context
+        config = ActorConfig.from_json(self._config)
+        identity = RankIdentity(
+            global_rank=place.world_rank,
+            local_rank=place.local_rank,
+            node_rank=place.node_rank,
+            world_size=place.world_size,
+            local_world_size=place.local_world_size,
+            nnodes=max(self._nnodes, place.node_rank + 1),
+            hostname=os.uname().nodename,
+            node_id=None,
+            job_id=context.train_run_context.run_id,
+            attempt=max(0, self._attempt),
+            pid=os.getpid(),
+            source="ray_train",
+        )
+        settings = in_ray.settings(msgspec.structs.replace(config.settings, session=config.session))
+        bootstrap.start(settings, channel=in_ray.channel(settings), identity=lambda: identity)
+
+
+_log = logging.getLogger("traceml_ray")
+
+
+def _config(given: dict[str, Any]) -> ActorConfig:
+    """Return the session that this driver uses, with what was said otherwise."""
+    current = driver.current_config()
+    if current is not None and given.get("session") in (None, current.session):
+        return msgspec.structs.replace(current, settings=msgspec.structs.replace(current.settings, **given))
+    settings = msgspec.structs.replace(Settings.load(), **given)
+    name = settings.session or DEFAULT_SESSION
+    out = str(Path.cwd() / Path(settings.out).expanduser())
+    settings = msgspec.structs.replace(settings, session=name, out=out)
+    return ActorConfig(name, settings, info={"launcher": "ray_train"}, everywhere=True)
+
+
+def _ending(agent: Any) -> wire.Event:
+    """Say how the training thread ended: by itself, by an exception, or not: then it was stopped."""
+    from ray.train.v2._internal.execution.context import get_train_context
+
+    opened = agent.recorder.open_stage()
+    runner = get_train_context().execution_context.training_thread_runner
+    error = runner.get_error()
+    if error is None:
+        kind = "stopped" if runner.is_running() else "exit"
+        return wire.Event(kind, time.time_ns(), opened.step, opened.stage)
+    error = getattr(error, "_base_exc", error)  # as the loop raised it
+    message = f"{type(error).__name__}: {error}"[:_MESSAGE_CHARS]
+    data: dict[str, wire.Value] = {"type": type(error).__name__}
+    return wire.Event("exception", time.time_ns(), opened.step, opened.stage, message, data)
+
+
+def _in_a_line(error: Exception) -> str:
+    error = getattr(error, "health_check_failure", error)
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first}"
+
+
+def _unpickled(state: dict[str, Any]) -> Any:
+    """
+    Return the callback; where our package is missing or broken, one of Ray's own that does nothing.
+
+    Pickled by value, so it may use nothing from around it.
+    """
+    try:
+        from traceml_ray.launchers.train_callback import TraceMLTrainCallback
+
+        return TraceMLTrainCallback._from_state(state)
+    except Exception as error:
+        import logging
+
+        from ray.train.v2._internal.execution.callback import WorkerCallback
+
+        log = logging.getLogger("traceml_ray")
+        if not log.__dict__.get("told"):  # there are several copies of it
+            log.__dict__["told"] = True
+            log.warning("traceml-ray: not watching this process: %s: %s", type(error).__name__, error)
+        return WorkerCallback()
+
+
+_unpickled.__module__ = "__main__"  # what is there, cloudpickle sends whole

@@ -1,0 +1,211 @@
+"""Ranks attached to Ray (`--channel actor`): a process that Ray is let into ends as it would have without."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from traceml_ray import wire
+from traceml_ray.actors.config import ActorConfig
+from traceml_ray.agent.attached import FILE, Attachment
+from traceml_ray.agent.bootstrap import rank_environment
+from traceml_ray.launchers.cluster import PrivateRay, members
+from traceml_ray.launchers.helper import HelperReply, HelperRequest
+from traceml_ray.settings import Settings
+from traceml_ray.spool import read_spool
+from traceml_ray.store.session_file import SessionFile
+
+SCRIPT = """
+import json, os, signal, sys, time
+import torch
+
+def handled():
+    return [line for line in open("/proc/self/status") if line.startswith("SigCgt")]
+
+def attached():
+    from traceml_ray.agent import bootstrap
+    return bootstrap.current().channel.generation > 0
+
+before = sys.excepthook, handled()
+torch.manual_seed(0)
+net = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+end = time.monotonic() + 60
+steps = 0
+went = None
+while time.monotonic() < end and (went is None or steps < went + 60):
+    net(torch.ones(2, 64)).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    steps += 1
+    time.sleep(0.02)
+    if went is None and attached():
+        went = steps
+        print(json.dumps({"up": True}), flush=True)
+        sys.stdin.readline()
+print(json.dumps({
+    "steps": steps,
+    "untouched": (sys.excepthook, handled()) == before,
+    "environ": sorted(name for name in os.environ if name.startswith("RAY")),
+    "ended": time.time(),
+}), flush=True)
+if sys.argv[1] == "raise":
+    raise ValueError("as it was")
+if sys.argv[1] == "fork":
+    child = os.fork()
+    if child == 0:
+        sys.exit(7)
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+if sys.argv[1] == "term":
+    os.kill(os.getpid(), signal.SIGTERM)
+raise SystemExit(3)
+"""
+ENDS = {"exit": 3, "raise": 1, "fork": 7, "term": -signal.SIGTERM}
+EXIT_S = 15
+"""A rank that hangs at its end hangs for longer than a machine that is busy with other tests."""
+
+
+@dataclass
+class Node:
+    """A private cluster with a session on it, and what a rank needs to join."""
+
+    folder: Path
+    ray: PrivateRay
+    settings: Settings
+
+    def signal(self, name: str, number: int) -> None:
+        """Send a signal to the cluster's processes of that name."""
+        assert self.ray._process is not None
+        found = [p for p in members(self.ray._process.pid) if Path(p.cmdline()[0]).name == name]
+        assert found
+        for process in found:
+            process.send_signal(number)
+
+    def spooled(self) -> list[wire.RankBatch]:
+        frames = [frame for path in (self.folder / "spool").iterdir() for frame in read_spool(path)]
+        return [wire.decode(frame, wire.RankBatch) for frame in frames]
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    folder = Path(tempfile.mkdtemp(prefix="tr-", dir="/tmp"))
+    for name in ("run", "spool", "user"):
+        (folder / name).mkdir()
+    ray = PrivateRay(folder, {**os.environ, "HOME": str(folder / "user")})
+    ray.start()
+    paths = {"socket": str(folder / "relay.sock"), "spool": str(folder / "spool")}
+    settings = Settings(session="run", channel="actor", interval=0.2, **paths)
+    actors = ActorConfig(session="run", folder=str(folder / "run"), settings=settings, **paths)
+    request = HelperRequest(os.getpid(), ray.address, actors, 40, temp_dir=str(ray.folder))
+    helper = subprocess.run(
+        [sys.executable, "-m", "traceml_ray.launchers.helper"],
+        input=msgspec.json.encode(request), env=ray.environ, stdout=subprocess.PIPE, timeout=60, check=True,
+    )  # fmt: skip
+    assert msgspec.json.decode(helper.stdout, type=HelperReply) == HelperReply(True)
+    (folder / "token").write_text(str(ray.token))
+    environ: dict[str, str | None] = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
+    (folder / FILE).write_bytes(msgspec.json.encode(Attachment(ray.address, str(ray.folder), environ)))
+    made = Node(folder, ray, settings)
+    yield made
+    assert ray._process is not None
+    for process in members(ray._process.pid):
+        process.send_signal(signal.SIGCONT)
+    ray.stop()
+    shutil.rmtree(folder)
+
+
+def start(node: Node, ending: str) -> subprocess.Popen[str]:
+    """Start a rank; returns once it is attached, waiting for a line to go on."""
+    script = node.folder / "script.py"
+    script.write_text(SCRIPT)
+    base = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(node.folder / "user")}
+    rank = subprocess.Popen(
+        [sys.executable, str(script), ending],
+        env={**base, **rank_environment(node.settings, base)},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert rank.stdout is not None
+    assert json.loads(rank.stdout.readline()) == {"up": True}
+    return rank
+
+
+def end(rank: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
+    """Let it go on to its end; what it printed, and its stderr. Fails when the end takes too long."""
+    out, err = rank.communicate("\n", timeout=60)
+    told = json.loads(out.splitlines()[0])
+    assert time.time() - told["ended"] < EXIT_S
+    return told, err
+
+
+@pytest.mark.parametrize("ending", ENDS)
+def test_a_rank_ends_as_it_would_with_nothing_of_ray_left_in_it(node: Node, ending: str) -> None:
+    rank = start(node, ending)
+    told, err = end(rank)
+    assert rank.returncode == ENDS[ending], err
+    assert told["untouched"]
+    assert told["environ"] == []
+    if ending == "raise":
+        assert err.splitlines()[0] == "Traceback (most recent call last):"
+        assert err.splitlines()[-1] == "ValueError: as it was"
+        assert len(err.splitlines()) == 4
+    else:
+        assert err == ""
+    if ending == "term":
+        return
+    assert node.spooled() == []
+    deadline = time.monotonic() + 20
+    stored = 0
+    while stored < told["steps"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+        with SessionFile(node.folder / "run" / "session.sqlite") as file:
+            stored = file.ledger()["stored"]
+    assert stored == told["steps"]
+
+
+@pytest.mark.parametrize(
+    ("process", "number", "ending"),
+    [
+        ("raylet", signal.SIGKILL, "fork"),
+        ("raylet", signal.SIGSTOP, "exit"),
+        ("gcs_server", signal.SIGKILL, "raise"),
+        ("gcs_server", signal.SIGSTOP, "exit"),
+    ],
+)
+def test_a_ray_that_is_lost_changes_neither_the_exit_code_nor_the_time_it_takes(
+    node: Node, process: str, number: int, ending: str
+) -> None:
+    rank = start(node, ending)
+    node.signal(process, number)
+    told, err = end(rank)
+    assert rank.returncode == ENDS[ending], err
+    assert told["untouched"]
+    assert err == "" or ending == "raise"
+
+
+def test_a_rank_that_ends_before_it_is_attached_leaves_its_rows_in_the_spool(node: Node) -> None:
+    (node.folder / FILE).unlink()  # nobody tells it where
+    base = {**os.environ, "OMP_NUM_THREADS": "1"}
+    script = SCRIPT.replace("time.monotonic() + 60", "time.monotonic() + 2")
+    ran = subprocess.run(
+        [sys.executable, "-c", script, "exit"],
+        env={**base, **rank_environment(node.settings, base)},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (ran.returncode, ran.stderr) == (3, "")
+    batches = node.spooled()
+    assert sum(len(batch.flags) for batch in batches) == json.loads(ran.stdout)["steps"]
+    assert batches[-1].errors == {"channel.attach: FileNotFoundError": 1}

@@ -1,0 +1,249 @@
+"""
+One torchrun job over two hosts: network namespaces with a veth pair between them, each with a hostname
+of its own, each with a launcher, as two machines would have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from sessions import check_ledger
+
+from traceml_ray.store.session_file import SessionFile
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+SMALL = ("--layers", "2", "--width", "64", "--context", "32", "--batch-size", "4")
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+MASTER_PORT = 29620
+TOKEN = "multihost" * 8
+
+
+def why_not() -> str:
+    """Return why two hosts cannot be made here, "" if they can."""
+    if os.getuid() != 0:
+        return "two hosts are made of network namespaces, which takes root"
+    if missing := [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]:
+        return f"two hosts are made with {missing[0]}, which is not here"
+    made = subprocess.run(["unshare", "--net", "--uts", "true"], capture_output=True, check=False)
+    return "" if made.returncode == 0 else f"no namespaces here: {made.stderr.decode().strip()}"
+
+
+NOT_HERE = why_not()
+pytestmark = pytest.mark.skipif(bool(NOT_HERE), reason=NOT_HERE)
+
+
+@dataclass
+class Hosts:
+    """Two namespaces that reach each other over `eth0`."""
+
+    folder: Path
+    names: list[str]
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def start(self, host: int, *command: str, **environ: str) -> subprocess.Popen[str]:
+        hostname = f"host-{'ab'[host]}"
+        home = self.folder / hostname
+        home.mkdir(exist_ok=True)
+        mine = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "TRACEML_"))}
+        settled = {"HOME": str(home), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "MARK": self.mark}
+        inside = 'hostname "$0" && exec "$@"'
+        return subprocess.Popen(
+            [
+                "ip",
+                "netns",
+                "exec",
+                self.names[host],
+                "unshare",
+                "--uts",
+                "sh",
+                "-c",
+                inside,
+                hostname,
+                *command,
+            ],
+            env={**mine, **settled, **environ},
+            cwd=home,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def launch(self, host: int, *arguments: str, **environ: str) -> subprocess.Popen[str]:
+        """Start the launcher of one node of the job: 2 ranks."""
+        return self.start(
+            host,
+            *(sys.executable, "-m", "traceml_ray.launch", "--nnodes", "2", "--node-rank", str(host)),
+            *("--nproc-per-node", "2", "--master-addr", ADDRESSES[0], "--master-port", str(MASTER_PORT)),
+            *arguments,
+            **environ,
+        )
+
+    def processes(self) -> list[psutil.Process]:
+        """Return what runs in the namespaces."""
+        pids: set[int] = set()
+        for name in self.names:
+            listed = subprocess.run(
+                ["ip", "netns", "pids", name], capture_output=True, text=True, check=False
+            )
+            pids.update(map(int, listed.stdout.split()))
+        found = []
+        for pid in pids:
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    folder = Path(tempfile.mkdtemp(prefix="tr-", dir="/tmp"))
+    names = [f"tr-{os.getpid()}-{host}" for host in "ab"]
+    made = Hosts(folder, names)
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip(
+            "link",
+            "add",
+            "eth0",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            names[1],
+        )
+        for name, address in zip(names, ADDRESSES, strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                ip("-n", name, "link", "set", device, "up")
+        yield made
+    finally:
+        for process in made.processes():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False)
+        shutil.rmtree(folder)
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, timeout=10)
+
+
+def ours() -> set[Path]:
+    return {*Path("/tmp").glob("traceml-????????")}  # a launcher's own
+
+
+def both(first: subprocess.Popen[str], other: subprocess.Popen[str]) -> list[str]:
+    """Wait for both launchers; return what they said on stderr, and check that they ended together."""
+    said = [first.communicate(timeout=100)[1]]
+    ended = time.monotonic()
+    said.append(other.communicate(timeout=20)[1])
+    assert time.monotonic() - ended < 10
+    return said
+
+
+def until_gone(hosts: Hosts) -> None:
+    end = time.monotonic() + 20
+    while hosts.processes():
+        assert time.monotonic() < end, [process.cmdline() for process in hosts.processes()]
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("channel", ["socket", "actor"])
+def test_one_session_knows_both_hosts_and_names_the_fault_on_the_second(hosts: Hosts, channel: str) -> None:
+    before = ours()
+    script = (str(EXAMPLE), "--steps", "240", "--slow", "data:3:60", *SMALL)
+    flags = ("--channel", channel, "--out", str(hosts.folder / "out"), *script)
+    other = hosts.launch(1, *flags, RAY_AUTH_TOKEN=TOKEN)
+    first = hosts.launch(0, *flags, RAY_AUTH_TOKEN=TOKEN)
+    said = both(first, other)
+    assert (first.returncode, other.returncode) == (0, 0), said
+    assert "RAY_AUTH_TOKEN" not in said[0] + said[1]
+    (folder,) = (hosts.folder / "out").iterdir()
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    verdict = summary["verdict"]
+    named = (verdict["label"], verdict["stage"], verdict["rank"], verdict["node"])
+    assert named == ("straggler", "data", 3, "host-b"), verdict["why"]
+    session = summary["session"]
+    assert (session["status"], session["world_size"], session["nnodes"]) == ("finished", 4, 2)
+    ledger = check_ledger(folder)
+    assert ledger["produced"] == ledger["stored"] == 4 * 240
+    with SessionFile(folder / "session.sqlite") as file:
+        streams = [stream.identity for stream in file.streams() if stream.identity is not None]
+        samples, _ = file.node_samples()
+        events, _ = file.events()
+    who = sorted((i.global_rank, i.local_rank, i.node_rank, i.hostname) for i in streams)
+    assert who == [(0, 0, 0, "host-a"), (1, 1, 0, "host-a"), (2, 0, 1, "host-b"), (3, 1, 1, "host-b")]
+    nodes = {identity.node_rank: identity.node_id for identity in streams}
+    assert None not in nodes.values() and len(set(nodes.values())) == 2
+    assert {sample["node_id"] for sample in samples} == set(nodes.values())
+    assert [event["kind"] for event in events].count("relay_start") == 2
+    assert f"session {folder.name!r} is written by the launcher on {ADDRESSES[0]}" in said[1]
+    assert str(folder) in said[0]
+    until_gone(hosts)
+    assert ours() <= before
+    assert not list(hosts.folder.glob("host-*/.ray"))
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_fails_on_the_second_host_is_named_and_both_launchers_fail(hosts: Hosts) -> None:
+    before = ours()
+    script = (str(EXAMPLE), "--steps", "4000", "--fail", "2:150", *SMALL)
+    flags = ("--out", str(hosts.folder / "out"), "--session", "failing", *script)
+    other = hosts.launch(1, *flags, RAY_AUTH_TOKEN=TOKEN)
+    first = hosts.launch(0, *flags, RAY_AUTH_TOKEN=TOKEN)
+    said = both(first, other)
+    assert (first.returncode, other.returncode) == (1, 1), said
+    assert "planted by --fail at step 150" in said[1]
+    summary = json.loads((hosts.folder / "out" / "failing" / "summary.json").read_text())
+    verdict = summary["verdict"]
+    assert (verdict["label"], verdict["rank"]) == ("rank_lost", 2), verdict["why"]
+    assert summary["session"]["status"] == "failed"
+    check_ledger(hosts.folder / "out" / "failing")
+    until_gone(hosts)
+    assert ours() <= before
+
+
+@pytest.mark.timeout(120)
+def test_without_a_token_it_works_and_is_said_and_a_lost_host_leaves_the_other_alone(hosts: Hosts) -> None:
+    script = (str(EXAMPLE), "--steps", "4000", *SMALL)
+    flags = ("--out", str(hosts.folder / "out"), "--session", "open", *script)
+    other, first = hosts.launch(1, *flags), hosts.launch(0, *flags)
+    stored = hosts.folder / "out" / "open" / "session.sqlite"
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        with contextlib.suppress(Exception), SessionFile(stored) as file:
+            if len([stream for stream in file.streams() if stream.stored]) == 4:
+                break
+        time.sleep(0.5)
+    first.send_signal(signal.SIGTERM)
+    said = both(first, other)
+    assert first.returncode != 0 and other.returncode != 0
+    for text in said:
+        assert text.count("no RAY_AUTH_TOKEN") == 1
+    summary = json.loads((hosts.folder / "out" / "open" / "summary.json").read_text())
+    assert len(summary["session"]["nodes"]) == 2
+    check_ledger(hosts.folder / "out" / "open")
+    until_gone(hosts)

@@ -1,0 +1,242 @@
+"""`traceml_ray.start()` and `attach()` on a cluster of one node: a session, its questions, its end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray import cloudpickle
+from ray_cluster import FakeCluster, actor_processes, fake_cluster, until
+
+import traceml_ray
+from traceml_ray import driver
+from traceml_ray.actors.names import find_aggregator, relay_folder
+from traceml_ray.settings import SettingError
+from traceml_ray.store.session_file import SessionFile
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[FakeCluster]:
+    with fake_cluster(nodes=1, cpus=3) as made:
+        yield made
+
+
+@ray.remote(num_cpus=0.1)
+class Worker:
+    """Trains a tiny model by itself; the optimizer is slow where it is told so."""
+
+    def attach(self, session: str, **who: Any) -> bool:
+        return traceml_ray.attach(session, **who)
+
+    def train(self, steps: int, pause_ms: float = 0.0) -> float:
+        import time
+
+        import torch
+
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = torch.utils.data.DataLoader([torch.ones(4)] * steps, batch_size=1)
+        for batch in data:
+            loss = model(batch).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(pause_ms / 1e3)
+        return float(loss)
+
+    def detach(self) -> None:
+        traceml_ray.detach()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def names_of(session: str) -> list[str]:
+    listed = ray.util.list_named_actors(all_namespaces=True)
+    return [actor["name"] for actor in listed if actor["name"].startswith(f"{session}/")]
+
+
+def rows_of(folder: Path) -> int:
+    with SessionFile(folder / "session.sqlite") as file:
+        return int(file.ledger()["stored"])
+
+
+def test_a_session_is_found_again_by_name_and_leaves_no_actor(tmp_path: Path) -> None:
+    session = traceml_ray.start("found", out=tmp_path)
+    assert session.wait_ready() is session
+    assert str(tmp_path / "found") in repr(session)
+    again = traceml_ray.start("found")
+    assert (again.id, again.folder) == ("found", tmp_path / "found")
+    with pytest.warns(UserWarning, match="runs already; interval"):
+        traceml_ray.start("found", interval=2)
+    [node] = session.nodes()
+    assert node["alive"]
+    assert node["node_id"] == ray.get_runtime_context().get_node_id()
+    folder = relay_folder("found", node["node_id"])
+    assert folder.exists()
+    session.stop()
+    assert names_of("found") == []
+    assert not folder.exists()
+    until(lambda: not actor_processes("NodeRelay") and not actor_processes("Aggregator"), "processes end")
+    session.stop()  # it has ended already
+    with pytest.raises(traceml_ray.StartError, match="'found' cannot be reached"):
+        again.verdict()
+    assert (tmp_path / "found" / "summary.json").exists()
+
+
+def test_another_driver_finds_the_session(cluster: FakeCluster, tmp_path: Path) -> None:
+    with traceml_ray.start("shared", out=tmp_path) as session:
+        script = (
+            f"import ray, traceml_ray; ray.init({cluster.address!r}, log_to_driver=False)\n"
+            "session = traceml_ray.start('shared'); print(session.folder)"
+        )
+        environ = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+        ran = subprocess.run(
+            [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60
+        )
+        assert ran.stdout.strip() == str(session.folder), ran.stderr[-2000:]
+
+
+def test_two_sessions_on_one_cluster_do_not_meet(tmp_path: Path) -> None:
+    with traceml_ray.start("one", out=tmp_path) as one, traceml_ray.start("two", out=tmp_path) as two:
+        worker = Worker.options(name="alone").remote()
+        assert ray.get(worker.attach.remote("two"))
+        ray.get(worker.train.remote(20))
+        ray.get(worker.detach.remote())
+        until(lambda: two.status()["ledger"]["stored"] == 20, "rows of two")
+        assert one.status()["ledger"]["produced"] == 0
+        ray.kill(worker)
+
+
+def test_actors_without_ranks_are_a_group_of_their_own_by_name(tmp_path: Path) -> None:
+    with traceml_ray.start("plain", out=tmp_path) as session:
+        workers = [Worker.options(name=f"learner-{at}").remote() for at in range(2)]
+        assert all(ray.get([worker.attach.remote("plain") for worker in workers]))
+        ray.get([worker.train.remote(60, 5 + 25 * at) for at, worker in enumerate(workers)])
+        ray.get([worker.detach.remote() for worker in workers])
+        until(lambda: session.status()["ledger"]["stored"] == 120, "all rows")
+        summary = session.summary()
+        assert sorted(rank["name"] for rank in summary["ranks"].values()) == ["learner-0", "learner-1"]
+        assert summary["session"]["world_size"] == 2
+        assert summary["verdict"]["label"] == "accounting_only"  # nobody waits for anybody
+        [run] = session.runs()
+        assert run["id"] == ray.get_runtime_context().get_job_id()
+        for worker in workers:
+            ray.kill(worker)
+
+
+def test_an_actor_with_ranks_of_its_own(tmp_path: Path) -> None:
+    with traceml_ray.start("explicit", out=tmp_path) as session:
+        worker = Worker.remote()
+        who = {"rank": 3, "local_rank": 1, "local_world_size": 2, "world_size": 4, "job_id": "mine"}
+        assert ray.get(worker.attach.remote("explicit", **who))
+        ray.get(worker.train.remote(5))
+        ray.get(worker.detach.remote())
+        until(lambda: session.status()["ledger"]["stored"] == 5, "rows")
+        assert list(session.summary()["ranks"]) == ["3"]
+        assert session.summary()["session"]["world_size"] == 4
+        assert [run["id"] for run in session.runs()] == ["mine"]
+        with pytest.raises(ray.exceptions.RayTaskError, match="must be given together"):
+            ray.get(Worker.remote().attach.remote("explicit", rank=1))
+
+
+def test_rows_wait_for_a_session_that_starts_late(tmp_path: Path) -> None:
+    worker = Worker.remote()
+    assert ray.get(worker.attach.remote("late"))
+    ray.get(worker.train.remote(30))
+    with traceml_ray.start("late", out=tmp_path) as session:
+        until(lambda: session.status()["ledger"]["stored"] == 30, "rows of before")
+    ray.kill(worker)
+
+
+def test_killed_relay_and_aggregator_come_back_and_nothing_held_is_lost(tmp_path: Path) -> None:
+    with traceml_ray.start("killed", out=tmp_path) as session:
+        session.wait_ready()
+        worker = Worker.remote()
+        ray.get(worker.attach.remote("killed"))
+        ray.get(worker.train.remote(40))
+        until(lambda: rows_of(session.folder) == 40, "rows")
+        [aggregator] = actor_processes("Aggregator")
+        aggregator.kill()
+        ray.get(worker.train.remote(40))
+        until(lambda: rows_of(session.folder) == 80, "rows of while there was no aggregator")
+        [relay] = actor_processes("NodeRelay")
+        relay.kill()
+        ray.get(worker.train.remote(40))
+        ray.get(worker.detach.remote())
+        until(lambda: rows_of(session.folder) == 120, "rows of while there was no relay")
+        # Killed for good, as by `ray.kill`: it is made anew.
+        ray.kill(driver.find_relay("killed", ray.get_runtime_context().get_node_id()), no_restart=True)
+        until(lambda: names_of("killed") and len(names_of("killed")) == 2, "a new relay", seconds=6)
+        ledger = session.status()["ledger"]
+        assert (ledger["produced"], ledger["stored"]) == (120, 120)
+        ray.kill(worker)
+
+
+def test_files_are_brought_to_the_driver(tmp_path: Path) -> None:
+    with traceml_ray.start("far", out=tmp_path / "there") as session:
+        worker = Worker.remote()
+        ray.get(worker.attach.remote("far"))
+        ray.get(worker.train.remote(25))
+        ray.get(worker.detach.remote())
+        until(lambda: session.status()["ledger"]["stored"] == 25, "rows")
+        here = session.download(tmp_path / "here")
+        assert rows_of(here) == 25
+        assert sorted(path.name for path in session.folder.iterdir() if "download" in path.name) == []
+        ray.kill(worker)
+
+
+def test_an_idle_session_ends_itself_and_writes_its_files(tmp_path: Path) -> None:
+    session = traceml_ray.start("idle", out=tmp_path, idle_ttl=2)
+    until(lambda: not names_of("idle"), "the end of an idle session")
+    assert (session.folder / "report.txt").exists()
+
+
+def test_what_cannot_be_started_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingError, match="session='a/b' must be"):
+        traceml_ray.start("a/b")
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(traceml_ray.StartError, match="cannot write sessions into"):
+        traceml_ray.start("blocked", out=blocked / "sessions")
+    until(lambda: not names_of("blocked"), "nothing is left of it")
+    with traceml_ray.start("old", out=tmp_path) as _:
+        monkeypatch.setattr(driver, "__version__", "9.9.9")
+        with pytest.raises(traceml_ray.StartError, match=r"traceml-ray 0\.\d+\.\d+, this is 9\.9\.9"):
+            traceml_ray.start("old")
+    monkeypatch.setattr(ray, "__version__", "2.40.0")
+    with pytest.raises(traceml_ray.StartError, match=r"2\.51 or newer"):
+        traceml_ray.start("any")
+
+
+def test_without_ray_it_says_what_to_call_first() -> None:
+    script = "import traceml_ray\ntry: traceml_ray.start()\nexcept traceml_ray.StartError as e: print(e)"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert "call ray.init() before" in ran.stdout, ran.stderr
+
+
+def test_after_ray_shutdown_an_agent_starts_no_cluster_of_its_own(cluster: FakeCluster) -> None:
+    script = (
+        f"import ray, time, traceml_ray, torch; ray.init({cluster.address!r}, log_to_driver=False)\n"
+        "assert traceml_ray.attach('nobody'); time.sleep(1.5); ray.shutdown(); time.sleep(2.5)\n"
+        "print(ray.is_initialized())"
+    )
+    environ = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    began = time.monotonic()
+    ran = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert ran.stdout.strip() == "False", ran.stderr[-2000:]
+    assert ran.returncode == 0
+    assert time.monotonic() - began < 40
+    assert find_aggregator("nobody") is None

@@ -1,0 +1,114 @@
+"""A Ray cluster of several nodes on this machine, for tests: private, without authentication, ours alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+OBJECT_STORE_BYTES = 78 * 1024 * 1024
+QUICK_TO_NOTICE = {
+    "health_check_initial_delay_ms": 500,
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 4,
+}
+"""Ray's own way to find a lost node takes about 20 s otherwise."""
+
+
+def until(done: Callable[[], Any], what: str, seconds: float = 30) -> Any:
+    """Return the first true result of `done`."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := done():
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"{what}: not within {seconds} s")
+
+
+class FakeCluster:
+    """The head has this machine's address, the others 127.0.0.2, …; this process is a driver on the head."""
+
+    def __init__(self, folder: Path, cpus: int) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._folder = folder
+        self._count = 0
+        self._cluster = Cluster(shutdown_at_exit=False)
+        self.head = self.add(cpus, _system_config=QUICK_TO_NOTICE, include_dashboard=False)
+        self.address = str(self._cluster.address)
+
+    def add(self, cpus: int = 2, **more: Any) -> Any:
+        """Add a node of so many CPUs; return it (`remove` takes it)."""
+        self._count += 1
+        if self._count > 1:
+            more["node_ip_address"] = f"127.0.0.{self._count}"
+        return self._cluster.add_node(
+            num_cpus=cpus,
+            object_store_memory=OBJECT_STORE_BYTES,
+            temp_dir=str(self._folder / "ray"),
+            include_log_monitor=False,
+            **more,
+        )
+
+    @property
+    def others(self) -> list[Any]:
+        """All nodes but the head."""
+        return list(self._cluster.worker_nodes)
+
+    def remove(self, node: Any, *, graceful: bool = False) -> None:
+        """End a node, as a machine goes away."""
+        self._cluster.remove_node(node, allow_graceful=graceful)
+
+    def close(self) -> None:
+        """End every node."""
+        for node in [*self.others, self.head]:
+            with contextlib.suppress(Exception):
+                node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+
+
+@contextlib.contextmanager
+def fake_cluster(nodes: int = 1, cpus: int = 2) -> Iterator[FakeCluster]:
+    """Start a cluster, be connected to it, end it; for that long, the environment has what it needs."""
+    folder = Path(tempfile.mkdtemp(prefix="tr-", dir="/tmp"))
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(folder))
+        patch.setenv("PYTHONUSERBASE", os.environ.get("PYTHONUSERBASE", ""))
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        import ray
+
+        patch.setattr("ray._private.utils.write_ray_address", lambda *_: None)  # nobody else is to find it
+        cluster = FakeCluster(folder, cpus)
+        try:
+            for _ in range(nodes - 1):
+                cluster.add(cpus)
+            ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.close()
+            for process in set(psutil.Process().children(recursive=True)) - before:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def actor_processes(name: str) -> list[psutil.Process]:
+    """Return the processes of Ray actors of that class which descend from this process."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "".join(process.cmdline()[:1]).startswith(f"ray::{name}"):
+                found.append(process)
+    return found

@@ -1,0 +1,129 @@
+"""Processes of Ray without ranks: numbered as they arrive, the same actor under the same number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sessions import Clock, Rank, Relay, aggregation, ask, check_ledger
+
+from traceml_ray.actors.aggregation import Aggregation
+from traceml_ray.reports.status import render_status
+from traceml_ray.reports.text import render
+from traceml_ray.store.session_file import SessionFile
+
+
+def _process(name: str, *, job: str = "actors", life: str = "") -> Rank:
+    """A process that says it is rank 0 of 1, as one does that has no rank."""
+    return Rank(0, 1, job_id=job, source="ray", name=name, stream=f"{job}-{name}-{life}")
+
+
+def _come(aggregator: Aggregation, process: Rank, node: int = 0, **fields: Any) -> None:
+    relay = Relay(node, f"{process.stream}-{process.seq}")
+    aggregator.ingest(relay.message(process.batch(5, **fields)))
+
+
+def _triples(aggregator: Aggregation, job: str = "actors") -> dict[str, tuple[int, ...]]:
+    """By actor name: rank, local rank, node rank, world size, local world size, nodes."""
+    assert aggregator.commit()
+    found = [stream["identity"] for stream in ask(aggregator, "ranks", run=job).values()]
+    names = ("global_rank", "local_rank", "node_rank", "world_size", "local_world_size", "nnodes")
+    who = [dict(zip(_FIELDS, identity, strict=True)) for identity in found]
+    return {one["name"]: tuple(one[name] for name in names) for one in who}
+
+
+_FIELDS = Rank(0).identity.__struct_fields__
+
+
+def test_processes_are_numbered_as_they_come_run_by_run(tmp_path: Path) -> None:
+    aggregator = aggregation(tmp_path)
+    for name, node in (("a", 1), ("b", 0), ("c", 1)):
+        _come(aggregator, _process(name), node)
+    _come(aggregator, _process("d", job="other"), 0)
+    expected = {"a": (0, 0, 0, 3, 2, 2), "b": (1, 0, 1, 3, 1, 2), "c": (2, 1, 0, 3, 2, 2)}
+    assert _triples(aggregator) == expected
+    assert _triples(aggregator, "other") == {"d": (0, 0, 0, 1, 1, 1)}
+    aggregator.close()
+    restarted = aggregation(tmp_path)
+    _come(restarted, _process("e"), 2)
+    found = _triples(restarted)
+    assert found["e"] == (3, 0, 2, 4, 1, 3)
+    assert [found[name][:3] for name in "abc"] == [expected[name][:3] for name in "abc"]
+    assert {sizes[3] for sizes in found.values()} == {4}
+
+
+def test_an_actor_that_was_made_again_has_its_rank_again(tmp_path: Path) -> None:
+    aggregator = aggregation(tmp_path, clock := Clock())
+    first, other = _process("learner"), _process("actor")
+    _come(aggregator, first)
+    _come(aggregator, other)
+    twin = _process("learner", life="at the same time")
+    _come(aggregator, twin)
+    aggregator.ingest(Relay(0, "loss").message(lost=[first.stream, twin.stream]))
+    clock.tick()
+    again = _process("learner", life="again")
+    _come(aggregator, again, node=1)
+    assert aggregator.commit()
+    ranks = ask(aggregator, "ranks", run="actors")
+    assert {rank: stream["stream"] for rank, stream in ranks.items()} == {
+        0: first.stream, 1: other.stream, 2: again.stream,
+    }  # fmt: skip
+    summary = ask(aggregator, "summary")
+    assert (summary["ranks"]["2"]["processes"], summary["ranks"]["1"]["name"]) == (2, "actor")
+    assert "learner" in render(summary, tmp_path)
+    with SessionFile(tmp_path / "session.sqlite") as session:
+        assert "learner" in render_status(session, tmp_path, None, clock())
+
+
+def test_who_says_it_again_keeps_its_rank(tmp_path: Path) -> None:
+    aggregator = aggregation(tmp_path)
+    processes = [_process(""), _process("", life="2")]
+    for _ in range(3):
+        for process in processes:
+            _come(aggregator, process)
+    assert aggregator.commit()
+    ranks = ask(aggregator, "ranks", run="actors")
+    assert {rank: stream["stream"] for rank, stream in ranks.items()} == {
+        rank: process.stream for rank, process in enumerate(processes)
+    }
+    assert check_ledger(tmp_path)["stored"] == 30
+
+
+def test_a_process_that_joins_a_group_of_torch_takes_its_rank_there(tmp_path: Path) -> None:
+    aggregator = aggregation(tmp_path)
+    processes = [_process(str(at)) for at in range(2)]
+    for process in processes:
+        _come(aggregator, process)
+    for process, rank in zip(processes, (1, 0), strict=True):
+        process.identity = Rank(rank, 2, job_id="actors", source="torch.distributed").identity
+        _come(aggregator, process)
+    assert aggregator.commit()
+    ranks = ask(aggregator, "ranks", run="actors")
+    assert [stream["stream"] for stream in ranks.values()] == [processes[1].stream, processes[0].stream]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@given(
+    comers=st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["", "a", "b"]), st.booleans()), max_size=12)
+)
+@settings(max_examples=15, deadline=None)
+def test_ranks_are_the_numbers_from_0_on(
+    tmp_path_factory: pytest.TempPathFactory, restarted: bool, comers: list[tuple[int, str, bool]]
+) -> None:
+    folder = tmp_path_factory.mktemp("session")
+    aggregator = aggregation(folder)
+    for at, (node, name, ends) in enumerate(comers):
+        _come(aggregator, _process(name, life=str(at)), node, final=ends)
+        if restarted:
+            assert aggregator.commit()
+            aggregator.close()
+            aggregator = aggregation(folder)
+    aggregator.commit()
+    with SessionFile(folder / "session.sqlite") as session:
+        who = [stream.identity for stream in session.ranks().values() if stream.identity]
+    assert [one.global_rank for one in who] == list(range(len(who)))
+    assert {one.world_size for one in who} <= {len(who)}
+    aggregator.close()

@@ -1,0 +1,175 @@
+"""Nodes that come, go and come back: their labels stay apart, and what was on them is told as lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sessions import Clock, Rank, Relay, aggregation, ask, check_ledger, told
+
+from traceml_ray import wire
+from traceml_ray.actors.aggregation import Aggregation
+from traceml_ray.reports.status import render_status
+from traceml_ray.reports.text import render
+from traceml_ray.store.nodes import Node, label_nodes
+from traceml_ray.store.session_file import SessionFile
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def _feed(
+    aggregator: Aggregation, ranks: list[Rank], relays: list[Relay], clock: Clock, seconds: int
+) -> None:
+    """Ranks 0, 1, … are on the nodes of `relays` in turn."""
+    for _ in range(seconds):
+        for at, relay in enumerate(relays):
+            aggregator.ingest(relay.message(*(rank.batch(10) for rank in ranks[at :: len(relays)])))
+        clock.tick()
+        assert aggregator.commit()
+        aggregator.judge()
+
+
+def _events(aggregator: Aggregation) -> list[tuple[str, str]]:
+    aggregator.commit()
+    return [(event["kind"], event["message"]) for event in ask(aggregator, "events")]
+
+
+def test_the_ranks_of_a_lost_node_are_lost_and_their_rows_kept(tmp_path: Path, clock: Clock) -> None:
+    aggregator, relays = aggregation(tmp_path, clock), [Relay(0), Relay(1)]
+    for node in range(3):
+        aggregator.node_state(f"node-{node}", f"host-{node}", f"10.0.0.{node + 1}", True)
+    ranks = [Rank(i, 4, hostname=f"host-{i % 2}", node_rank=i % 2) for i in range(4)]
+    _feed(aggregator, ranks, relays, clock, 8)
+    assert _events(aggregator) == []  # all of them were there from the start
+    error = wire.Event("exception", clock(), message="RuntimeError: Connection closed by peer")
+    aggregator.ingest(relays[0].message(ranks[0].batch(0, final=True, events=[error])))
+    clock.tick(18)
+    for _ in range(2):
+        aggregator.node_state("node-1", "host-1", "10.0.0.2", False)
+    aggregator.judge()
+    assert [kind for kind, _ in _events(aggregator)] == ["exception", "node_lost", "rank_lost", "rank_lost"]
+    verdict = ask(aggregator, "verdict")
+    assert (verdict["label"], verdict["rank"], verdict["exit_reason"]) == (
+        "rank_lost",
+        1,
+        "its node was lost",
+    )
+    assert "(host-1)" in verdict["why"]
+    nodes = {node["node_id"]: node for node in ask(aggregator, "nodes")}
+    assert [(node["alive"], node["ranks"]) for node in nodes.values()] == [
+        (True, [0, 2]), (False, [1, 3]), (True, []),
+    ]  # fmt: skip
+    assert nodes["node-1"]["last_seen"] < nodes["node-1"]["lost_at"]
+    assert nodes["node-2"]["last_seen"] is None
+    summary = ask(aggregator, "summary")
+    assert [node["lost"] for node in summary["session"]["nodes"]] == [False, True]
+    assert summary["ranks"]["3"]["ended"] == "died"
+    assert summary["ledger"]["per_rank"]["3"]["stored"] == 80
+    assert "host-1 (lost)" in render(summary, tmp_path)
+    with SessionFile(tmp_path / "session.sqlite") as session:
+        assert "host-1 (lost)" in render_status(session, tmp_path, None, clock())
+    aggregator.close()
+    restarted = aggregation(tmp_path, clock)
+    restarted.node_state("node-1", "host-1", "10.0.0.2", False)
+    restarted.judge()
+    assert ask(restarted, "verdict")["rank"] == 1
+    assert len(_events(restarted)) == 4
+
+
+def test_a_machine_that_comes_back_is_another_node_with_a_label_of_its_own(
+    tmp_path: Path, clock: Clock
+) -> None:
+    aggregator, relays = aggregation(tmp_path, clock), [Relay(0), Relay(1)]
+    ranks = [Rank(i, 2, per_node=1) for i in range(2)]
+    _feed(aggregator, ranks, relays, clock, 5)
+    aggregator.node_state("node-1", "host-1", "10.0.0.2", False)
+    back = Relay(1, "back")
+    back.node = wire.NodeIdentity("back-again-and-long", "host-1", "10.0.0.2")
+    aggregator.node_state("back-again-and-long", "host-1", "10.0.0.2", True)
+    second = [Rank(i, 2, per_node=1, attempt=1) for i in range(2)]
+    _feed(aggregator, second, [relays[0], back], clock, 5)
+    assert ("node_joined", "host-1 (10.0.0.2) joined") in _events(aggregator)
+    summary = ask(aggregator, "summary")
+    assert [(node["hostname"], node["ranks"], node["lost"]) for node in summary["session"]["nodes"]] == [
+        ("host-0", [0], False),
+        ("host-1 (10.0.0.2, back-aga)", [1], False),
+        ("host-1 (10.0.0.2, node-1)", [], True),
+    ]
+    assert summary["session"]["nnodes"] == 2
+    assert "host-1 (10.0.0.2, node-1) (lost)" in render(summary, tmp_path)
+    with SessionFile(tmp_path / "session.sqlite") as session:
+        assert "Nodes      host-1 (10.0.0.2, node-1) (lost)" in render_status(
+            session, tmp_path, None, clock()
+        )
+    assert [node["ranks"] for node in ask(aggregator, "nodes")] == [[1], [0], []]
+    assert ask(aggregator, "verdict")["label"] == "healthy"
+
+
+def test_a_node_that_was_only_out_of_sight_is_back(tmp_path: Path, clock: Clock) -> None:
+    aggregator = aggregation(tmp_path, clock)
+    _feed(aggregator, [Rank(0, 1)], [Relay()], clock, 1)
+    for alive in (False, True, True):
+        aggregator.node_state("node-0", "host-0", "10.0.0.1", alive)
+    aggregator.node_state("never-seen", "host-9", "10.0.0.9", False)
+    aggregator.commit()
+    (node,) = ask(aggregator, "nodes")
+    assert (node["alive"], node["lost_at"]) == (True, None)
+
+
+def test_what_a_lost_node_held_is_not_waited_for(tmp_path: Path, clock: Clock) -> None:
+    aggregator, rank = aggregation(tmp_path, clock), Rank(0, 1)
+    aggregator.ingest(Relay().message(rank.batch(30, produced=37)))
+    assert told(aggregator, "job", status="failed").waiting == 1
+    aggregator.node_state("node-0", "host-0", "10.0.0.1", False)
+    assert told(aggregator, "job", status="failed").waiting == 0
+    assert check_ledger(tmp_path)["dropped"]["relay"] == 7
+
+
+def _nodes(
+    folder: Path, clock: Clock, *ranks: tuple[int, dict[str, Any]]
+) -> list[tuple[int, str | None, list[int]]]:
+    """(node rank, node id, ranks) as the summary has them, for ranks on the node of that number."""
+    aggregator = aggregation(folder, clock)
+    for rank, (node, who) in enumerate(ranks):
+        batch = Rank(rank, len(ranks), hostname=f"host-{node}", **who).batch(20)
+        aggregator.ingest(Relay(node, f"{rank}").message(batch))
+    aggregator.commit()
+    found = ask(aggregator, "summary")["session"]["nodes"]
+    return [(node["node_rank"], node["node_id"], node["ranks"]) for node in found]
+
+
+def test_ranks_that_guess_their_node_are_grouped_by_where_they_are(tmp_path: Path, clock: Clock) -> None:
+    guess = {"node_rank": 0, "source": "torch.distributed"}
+    found = _nodes(tmp_path, clock, (1, guess), (0, guess), (1, guess), (0, guess))
+    assert found == [(0, "node-1", [0, 2]), (1, "node-0", [1, 3])]
+
+
+def test_node_ranks_that_fit_together_are_believed(tmp_path: Path, clock: Clock) -> None:
+    found = _nodes(tmp_path, clock, (1, {"node_rank": 1}), (0, {"node_rank": 0}), (1, {"node_rank": 1}))
+    assert found == [(0, "node-0", [1]), (1, "node-1", [0, 2])]
+
+
+@given(
+    st.dictionaries(
+        st.text("ab", min_size=9, max_size=9),
+        st.tuples(st.sampled_from("xy"), st.sampled_from("12")),
+        max_size=8,
+    )
+)
+def test_labels_tell_nodes_apart_as_briefly_as_they_can(places: dict[str, tuple[str, str]]) -> None:
+    nodes = [Node(id, name, address) for id, (name, address) in places.items()]
+    labels = label_nodes(nodes, [])
+    for node in nodes:
+        name = [other for other in nodes if other.hostname == node.hostname]
+        place = [other for other in name if other.address == node.address]
+        short = [other for other in place if other.node_id[:8] == node.node_id[:8]]
+        same = [other for other in nodes if labels[other.node_id] == labels[node.node_id]]
+        assert len(same) == len(short)
+        assert (labels[node.node_id] == node.hostname) == (len(name) == 1)
+        assert (node.node_id[:8] in labels[node.node_id]) == (len(place) > 1)

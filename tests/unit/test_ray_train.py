@@ -1,0 +1,477 @@
+"""The callback for Ray Train without a cluster, and Ray Data's batches as `data`."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray.train")
+pytest.importorskip("torch")
+
+import ray.data.iterator as ray_iterator
+from ray import cloudpickle
+from ray.train.v2._internal.execution.callback import (
+    ControllerCallback,
+    ReplicaGroupCallback,
+    WorkerCallback,
+    WorkerGroupCallback,
+)
+from ray.train.v2._internal.execution.controller import state as states
+from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
+
+from traceml_ray import wire
+from traceml_ray.actors.config import ActorConfig
+from traceml_ray.agent.details import Details
+from traceml_ray.agent.instrument import Instrumentation
+from traceml_ray.agent.recorder import Recorder
+from traceml_ray.agent.ring import StepRing
+from traceml_ray.launchers import ray_train, train_callback, train_run
+from traceml_ray.launchers.train_callback import TraceMLTrainCallback
+from traceml_ray.settings import SettingError, Settings
+from traceml_ray.wire import DATA, FORWARD, N_STAGES, PREPARE
+
+CONFIG = ActorConfig("s", Settings(session="s"))
+
+
+def sent(callback: Any) -> Any:
+    """The callback as another process has it."""
+    return pickle.loads(cloudpickle.dumps(callback))
+
+
+def controller_context(run_id: str, *callbacks: Any) -> Any:
+    return SimpleNamespace(run_id=run_id, run_config=SimpleNamespace(name="run", callbacks=list(callbacks)))
+
+
+def worker(rank: int, world: int = 2, node: int = 0) -> Any:
+    return SimpleNamespace(
+        distributed_context=SimpleNamespace(world_rank=rank, world_size=world, node_rank=node)
+    )
+
+
+class Reports:
+    """What a controller tells the aggregator about its run."""
+
+    def __init__(self) -> None:
+        self.info: dict[str, Any] = {}
+        self.events: list[wire.Event] = []
+        self.ended: list[str] = []
+        self.ensured = 0
+        self.errors: Counter[str] = Counter()
+
+    def ensure(self) -> None:
+        self.ensured += 1
+
+    def tell(self, info: dict[str, Any] | None = None, *events: wire.Event) -> None:
+        self.info.update(info or {})
+        self.events.extend(events)
+
+    def end(self, status: str) -> bool:
+        self.ended.append(status)
+        return True
+
+
+@pytest.fixture
+def controller(monkeypatch: pytest.MonkeyPatch) -> tuple[TraceMLTrainCallback, Reports]:
+    """A callback as it is in a controller, at the beginning of a run."""
+    reports = Reports()
+    monkeypatch.setattr(train_callback, "RunReporter", lambda *_: reports)
+    monkeypatch.setattr(train_callback, "_chosen", {})
+    callback = sent(TraceMLTrainCallback())
+    callback.after_controller_start(controller_context("r"))
+    return callback, reports
+
+
+def run(command: list[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=True)
+
+
+# -- where it is found ---------------------------------------------------------------------------
+
+
+def test_asking_for_the_callback_imports_neither_ray_train_nor_torch() -> None:
+    code = (
+        "import sys; from traceml_ray.launchers.ray_train import train_callback_path as path; print(path());"
+        "print([name for name in ('torch', 'ray', 'ray.train') if name in sys.modules])"
+    )
+    done = run([sys.executable, "-c", code])
+    assert done.stdout.split("\n")[:2] == ["traceml_ray.launchers.ray_train.TraceMLTrainCallback", "[]"]
+
+
+def test_without_ray_train_v2_there_is_no_callback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TRAIN_V2_ENABLED", "0")
+    assert ray_train.train_callback_path() is None
+    monkeypatch.setenv("RAY_TRAIN_V2_ENABLED", "1")
+    find = ray_train.importlib.util.find_spec
+    only_ray = lambda name: find(name) if name == "ray" else None  # noqa: E731
+    monkeypatch.setattr(ray_train.importlib.util, "find_spec", only_ray)
+    assert ray_train.train_callback_path() is None
+
+
+def test_what_the_path_names_is_a_callback_even_where_ours_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from ray.train.v2._internal.callbacks.env_callback import _initialize_env_callbacks
+
+    monkeypatch.setenv("RAY_TRAIN_CALLBACKS", str(ray_train.train_callback_path()))
+    assert [type(found) for found in _initialize_env_callbacks()] == [TraceMLTrainCallback]
+    monkeypatch.setitem(sys.modules, "traceml_ray.launchers.train_callback", None)
+    (inert,) = _initialize_env_callbacks()
+    assert not isinstance(inert, (WorkerCallback, WorkerGroupCallback, ControllerCallback))
+    assert "Ray Train is not watched" in caplog.text
+    assert sent(inert) is not None
+
+
+def test_settings_are_those_of_the_session_this_driver_started_unless_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started = ActorConfig("mine", Settings(session="mine", out="/kept", interval=0.5), everywhere=True)
+    monkeypatch.setattr(train_callback.driver, "current_config", lambda: started)
+    for settings, session, out, interval in (
+        ({}, "mine", "/kept", 0.5),
+        ({"interval": 2}, "mine", "/kept", 2.0),
+        ({"session": "other"}, "other", str(Path.cwd() / "traceml-sessions"), 1.0),
+    ):
+        made = ActorConfig.from_json(sent(TraceMLTrainCallback(**settings))._config)
+        assert (made.session, made.settings.out, made.settings.interval) == (session, out, interval)
+        assert made.everywhere
+    with pytest.raises(SettingError, match="colour is not a setting"):
+        TraceMLTrainCallback(colour="red")
+
+
+def test_an_environment_that_cannot_be_used_is_no_reason_for_fit_to_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRACEML_INTERVAL", "soon")
+    assert not sent(TraceMLTrainCallback())._watching
+
+
+# -- sent to where things are missing ------------------------------------------------------------
+
+
+def test_where_the_package_is_missing_it_is_a_callback_that_does_nothing(tmp_path: Path) -> None:
+    (tmp_path / "callback").write_bytes(cloudpickle.dumps([TraceMLTrainCallback(), TraceMLTrainCallback()]))
+    code = (
+        "import pickle, sys; sys.modules['traceml_ray'] = None;"
+        "found = pickle.load(open('callback', 'rb'));"
+        "[(c.after_init_train_context(), c.before_worker_shutdown()) for c in found];"
+        "print(*(type(c).__name__ for c in found))"
+    )
+    done = run([sys.executable, "-c", code], cwd=tmp_path)
+    assert done.stdout.split() == ["WorkerCallback", "WorkerCallback"]
+    assert done.stderr.count("not watching this process") == 1
+
+
+def hooks() -> list[str]:
+    """Every hook of Ray's that we have something to do in."""
+    bases = (WorkerCallback, WorkerGroupCallback, ControllerCallback, ReplicaGroupCallback)
+    named = {name for base in bases for name in dir(base) if not name.startswith("_")}
+    return sorted(named & set(vars(TraceMLTrainCallback)))
+
+
+def test_a_hook_that_fails_is_counted_and_nothing_comes_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    callback = sent(TraceMLTrainCallback())
+    callback._config = b"garbage"
+    callback._run = object()  # nothing works on this one
+    assert len(hooks()) >= 7
+    for name in hooks():
+        returned = getattr(callback, name)("too", "many", "arguments")
+        assert returned == ({} if name == "before_init_train_context" else None)
+    callback.after_controller_start(None)
+    callback._watch()
+    assert sum(callback._errors.values()) == len(hooks()) + 2
+    assert len(caplog.records) == 1
+
+
+def test_a_callback_that_cannot_be_configured_is_sent_and_stays_quiet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(train_callback.driver, "current_config", fails)
+    callback = sent(TraceMLTrainCallback())
+    assert not callback._watching
+    assert callback.before_init_train_context("nonsense") == {}
+    assert not callback._errors
+
+
+# -- in the controller ---------------------------------------------------------------------------
+
+
+def test_two_of_ours_watch_once_and_the_one_given_is_the_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_callback, "RunReporter", lambda *_: Reports())
+    monkeypatch.setattr(train_callback, "_chosen", {})
+    named, given = TraceMLTrainCallback(), TraceMLTrainCallback(interval=0.3)
+    context = controller_context("r", sent(given))
+    first, second = sent(named), sent(given)
+    for callback in (first, second):
+        callback.after_controller_start(context)
+    assert (first._run, sent(first)._watching) == (None, False)
+    assert second._run is not None
+    twice = [sent(TraceMLTrainCallback()) for _ in range(2)]
+    for callback in twice:
+        callback.after_controller_start(controller_context("r2"))
+    assert [callback._watching for callback in twice] == [True, False]
+
+
+def test_every_worker_group_is_an_attempt_and_a_replaced_worker_is_not(controller: Any) -> None:
+    callback, reports = controller
+    for attempt in (0, 1):
+        callback.before_worker_group_start(None)
+        callback.before_worker_group_start(None)  # the first try got no resources
+        assert callback.before_init_train_context([worker(0), worker(1, node=1)]) == {}
+        assert sent(callback)._attempt == attempt
+    callback.before_init_train_context([worker(0)])
+    assert (sent(callback)._attempt, sent(callback)._nnodes) == (1, 2)
+    assert reports.ensured == 4
+    assert reports.info == {
+        "name": "run", "launcher": "ray_train", "world_size": 2, "nnodes": 2, "attempt": 1
+    }  # fmt: skip
+
+
+def test_failures_and_resizes_are_told_once_and_the_end_is_waited_for(controller: Any) -> None:
+    callback, reports = controller
+    callback.before_worker_group_start(None)
+    callback.before_init_train_context([worker(0), worker(1)])
+    running = states.RunningState()
+    failed = WorkerGroupError("…", {1: ValueError("bad\nbatch"), 0: RuntimeError("gloo")})
+    decision = SimpleNamespace(num_workers=1)
+    scheduling = ControllerError(TimeoutError("no room"))
+    for state in (
+        running,
+        states.ResizingState(decision),
+        states.RestartingState(failed),
+        states.ReschedulingState(scheduling),
+        running,
+        states.ShuttingDownState(states.ErroredState(failed)),
+        states.ErroredState(failed),
+    ):
+        callback.after_controller_state_update(running, state)
+    told = [(event.kind, event.message, event.data.get("ranks")) for event in reports.events]
+    assert told == [
+        ("resize", "Ray Train goes from 2 to 1 workers", None),
+        ("worker_failure", "rank 0: RuntimeError: gloo; rank 1: ValueError: bad", "0,1"),
+        ("failure", "ControllerError: Training failed due to controller error:", None),
+        ("worker_failure", "rank 0: RuntimeError: gloo; rank 1: ValueError: bad", "0,1"),
+    ]
+    assert reports.ended == []  # its workers may still be there
+    callback.after_controller_finish(SimpleNamespace(error=failed))
+    assert reports.ended == ["failed"]
+    assert len(reports.events) == 4
+
+
+def test_a_run_that_went_well_is_finished_and_one_that_is_aborted_stopped(controller: Any) -> None:
+    callback, reports = controller
+    running = states.RunningState()
+    callback.after_controller_state_update(running, states.ShuttingDownState(states.FinishedState()))
+    callback.after_controller_state_update(running, states.FinishedState())
+    callback.after_controller_finish(SimpleNamespace(error=None))
+    callback.after_controller_state_update(running, states.AbortedState())
+    assert (reports.ended, reports.events) == (["finished", "stopped"], [])
+
+
+def test_what_was_swallowed_is_told_at_the_end(controller: Any) -> None:
+    callback, reports = controller
+    callback.before_init_train_context("nonsense")
+    callback.after_controller_finish(SimpleNamespace(error=None))
+    (event,) = reports.events
+    assert "before_init_train_context: AttributeError (1)" in event.message
+
+
+# -- what the aggregator is told -----------------------------------------------------------------
+
+
+class Aggregator:
+    """Answers each Run with the next of `answers` (an exception is raised), the last one for ever."""
+
+    def __init__(self, *answers: wire.Finished | Exception) -> None:
+        self.answers = list(answers)
+        self.got: list[wire.Run] = []
+        self.run = SimpleNamespace(remote=self._take)
+
+    def _take(self, data: bytes) -> bytes:
+        self.got.append(wire.decode(data, wire.Run))
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return wire.encode(answer)
+
+
+DONE = wire.Finished(wire.VERSION, True)
+
+
+def reporter(monkeypatch: pytest.MonkeyPatch, aggregator: Aggregator | None) -> train_run.RunReporter:
+    monkeypatch.setattr(train_run, "find_aggregator", lambda _: aggregator)
+    monkeypatch.setattr(train_run.ray, "get", lambda ref, **_: ref)
+    for name in ("RETRY_S", "ASK_AGAIN_S"):
+        monkeypatch.setattr(train_run, name, 0.001)
+    for name in ("PATIENCE_S", "WRITE_S"):
+        monkeypatch.setattr(train_run, name, 0.3)
+    return train_run.RunReporter(CONFIG, "job")
+
+
+def event(message: str) -> wire.Event:
+    return wire.Event("note", 1, message=message)
+
+
+def test_what_was_not_delivered_goes_with_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    aggregator = Aggregator(RuntimeError("gone"), DONE)
+    made = reporter(monkeypatch, aggregator)
+    made.tell({"name": "run"}, event("a"))
+    assert made.end("finished")
+    assert {(run.job_id, run.info["name"]) for run in aggregator.got} == {("job", "run")}
+    assert [e.message for run in aggregator.got[1:] for e in run.events] == ["a"]
+    assert (aggregator.got[-1].status, aggregator.got[-1].force) == ("finished", False)
+    assert made.errors == {"run: RuntimeError": 1}
+
+
+def test_the_end_waits_for_ranks_that_deliver_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = wire.Finished(wire.VERSION, True, waiting=1)
+    aggregator = Aggregator(waiting, waiting, DONE)
+    assert reporter(monkeypatch, aggregator).end("finished")
+    assert [run.force for run in aggregator.got] == [False] * 3
+    aggregator = Aggregator(waiting)
+    assert reporter(monkeypatch, aggregator).end("failed")
+    assert [run.force for run in aggregator.got][-2:] == [False, True]
+
+
+def test_without_an_aggregator_the_end_comes_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = reporter(monkeypatch, None)
+    made.tell(None, event("a"))
+    assert not made.end("finished")
+
+
+# -- Ray Data ------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000
+
+    def __call__(self) -> int:
+        return self.now
+
+
+class Shard(ray_iterator.DataIterator):
+    """Batches that take 50 ns each."""
+
+    def __init__(self, clock: Clock, count: int) -> None:
+        self.clock, self.count, self.closed = clock, count, 0
+
+    def _iter_batches(self, **_: Any) -> Any:
+        def batches() -> Iterator[int]:
+            try:
+                for number in range(self.count):
+                    self.clock.now += 50
+                    yield number
+            finally:
+                self.closed += 1
+
+        return ray_iterator._IterableFromIterator(batches)
+
+    def _to_ref_bundle_iterator(self) -> Any: ...
+    def stats(self) -> str:
+        return ""
+
+    def schema(self) -> Any: ...
+    def get_context(self) -> Any: ...
+    def materialize(self) -> Any: ...
+
+
+class Watched:
+    """One process with our patches in, on a clock of its own."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.ring = StepRing(64)
+        self.recorder = Recorder(self.ring, self.clock)
+        self.patches = Instrumentation(self.recorder, Details())
+
+    def train(self) -> None:
+        """The rest of a step: 10 ns of preparing, 20 of forward and 30 of backward."""
+        self.clock.now += 10
+        self.recorder.forward_begin(True)
+        self.clock.now += 20
+        self.recorder.backward_begin()
+        self.clock.now += 30
+        self.recorder.backward_end(True)
+        self.recorder.optimizer_begin()
+        self.recorder.optimizer_end(True)
+
+    def rows(self) -> list[list[int]]:
+        self.recorder.settle()
+        _, _, _, rows = self.ring.drain(64)
+        found = memoryview(rows).cast("q").tolist()
+        return [found[at : at + N_STAGES] for at in range(0, len(found), N_STAGES)]
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    made = Watched()
+    made.patches.install()
+    yield made
+    made.patches.remove()
+
+
+@pytest.mark.parametrize("method", ["iter_batches", "iter_torch_batches"])
+def test_the_wait_for_a_batch_of_ray_data_is_data(watched: Watched, method: str) -> None:
+    shard = Shard(watched.clock, 3)
+    for _ in range(2):  # epochs
+        for _ in getattr(shard, method)(batch_size=2):
+            watched.train()
+    rows = watched.rows()
+    assert len(rows) == 6
+    assert {(row[DATA], row[PREPARE], row[FORWARD]) for row in rows} == {(50, 10, 20)}
+    assert shard.closed == 2
+    assert not watched.patches.errors
+    assert not watched.patches.missing
+
+
+def test_the_batches_can_be_iterated_again_asked_and_left(watched: Watched) -> None:
+    shard = Shard(watched.clock, 3)
+    batches = shard.iter_batches()
+    assert list(batches) == list(batches) == [0, 1, 2]
+    assert callable(batches.iterator_gen)
+    for _ in batches:
+        break
+    assert shard.closed == 3
+    iterator = iter(batches)
+    assert (next(iterator), next(iterator)) == (0, 1)
+    iterator.close()
+    assert shard.closed == 4
+    assert list(iterator) == []
+    with pytest.raises(AttributeError, match="nothing"):
+        batches.nothing  # noqa: B018
+
+
+def test_batches_of_batches_count_once(watched: Watched) -> None:
+    inner, outer = Shard(watched.clock, 2), Shard(watched.clock, 1)
+    outer._iter_batches = lambda **_: inner.iter_batches()  # type: ignore[method-assign]
+    for _ in outer.iter_torch_batches():
+        watched.train()
+    assert [row[DATA] for row in watched.rows()] == [50, 50]
+
+
+def test_taken_out_ray_data_is_as_it_was() -> None:
+    before = ray_iterator.DataIterator.iter_batches
+    made = Watched()
+    made.patches.install()
+    assert ray_iterator.DataIterator.iter_batches is not before
+    made.patches.remove()
+    assert ray_iterator.DataIterator.iter_batches is before
+
+
+def test_a_ray_data_that_does_not_fit_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_iterator, "DataIterator", object)
+    made = Watched()
+    made.patches.install()
+    made.patches.remove()
+    assert list(made.patches.missing) == ["ray_data"]

@@ -1,0 +1,431 @@
+"""Several runs in one session: told, judged, ended and summed up each by itself; restarts with their cost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sessions import Clock, Rank, Relay, aggregation, ask, check_ledger, told
+
+from traceml_ray import wire
+from traceml_ray.actors.aggregation import Aggregation
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.reports.files import write_reports
+from traceml_ray.reports.status import render_status
+from traceml_ray.reports.summary import summarize
+from traceml_ray.reports.text import render
+from traceml_ray.session import SessionFolder
+from traceml_ray.store.session_file import SessionFile
+
+BALANCED = [1, 2, 0, 3, 4, 1]
+WAITING = [1, 2, 0, 3, 4, 5]
+LATE = [1, 6, 0, 3, 4, 1]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+class Fit:
+    """A run of some ranks whose rows go to `aggregator`, ten steps a second."""
+
+    def __init__(self, aggregator: Aggregation, run: str, world: int = 2, attempt: int = 0) -> None:
+        self.aggregator, self.run = aggregator, run
+        self.relay = Relay(0, f"{run}-{attempt}-{world}")
+        who = {"job_id": run, "attempt": attempt, "source": "ray_train"}
+        self.ranks = [Rank(rank, world, **who) for rank in range(world)]
+
+    def step(self, late: int | None = None, **fields: Any) -> None:
+        rows = [
+            BALANCED if late is None else LATE if rank == late else WAITING for rank in range(len(self.ranks))
+        ]
+        batches = [rank.batch(10, ms, **fields) for rank, ms in zip(self.ranks, rows, strict=True)]
+        self.aggregator.ingest(self.relay.message(*batches))
+
+    def end(self) -> None:
+        self.aggregator.ingest(self.relay.message(*(rank.batch(0, final=True) for rank in self.ranks)))
+
+
+def _second(aggregator: Aggregation, clock: Clock) -> None:
+    clock.tick()
+    assert aggregator.commit()
+    aggregator.judge()
+
+
+def _summary(folder: Path, run: str | None = None) -> dict[str, Any]:
+    with SessionFile(folder / "session.sqlite") as session:
+        return summarize(session, Thresholds(), run)
+
+
+# -- what is told of a run -----------------------------------------------------------------------
+
+
+def test_a_run_ends_when_none_of_its_ranks_may_still_deliver(tmp_path: Path, clock: Clock) -> None:
+    aggregator = aggregation(tmp_path, clock)
+    fit = Fit(aggregator, "a")
+    assert told(aggregator, "a", info={"name": "first fit", "world_size": 2}) == wire.Finished(
+        wire.VERSION, True
+    )
+    for _ in range(5):
+        fit.step()
+        _second(aggregator, clock)
+    assert told(aggregator, "a", status="finished").waiting == 2
+    assert not (tmp_path / "summary.json").exists()
+    aggregator.ingest(
+        fit.relay.message(fit.ranks[0].batch(0, final=True), fit.ranks[1].batch(0, produced=57, final=True))
+    )
+    assert told(aggregator, "a", status="finished").waiting == 1  # 7 rows of rank 1 are on their way
+    finished = told(aggregator, "a", status="finished", force=True)
+    assert (finished.ok, finished.waiting) == (True, 0)
+    summary = json.loads((tmp_path / "summary.json").read_bytes())
+    (run,) = summary["runs"]
+    assert (run["id"], run["name"], run["status"], run["label"]) == ("a", "first fit", "finished", "healthy")
+    assert summary["session"]["status"] == "running"
+    assert check_ledger(tmp_path)["dropped"]["relay"] == 7
+    assert "run first fit: finished" in (tmp_path / "report.txt").read_text()
+
+
+def test_to_end_a_run_twice_changes_nothing(tmp_path: Path, clock: Clock) -> None:
+    aggregator = aggregation(tmp_path, clock)
+    fit = Fit(aggregator, "a")
+    fit.step()
+    fit.end()
+    event = wire.Event("note", 5, message="the controller says")
+    for _ in range(3):
+        assert told(aggregator, "a", status="failed", events=[event]).waiting == 0
+        clock.tick(10)
+    summary = _summary(tmp_path)
+    assert [event["message"] for event in summary["events"]] == ["the controller says"]
+    assert summary["runs"][0]["ended_at"] == summary["runs"][0]["started_at"]
+    aggregator.close()
+    restarted = aggregation(tmp_path, clock)
+    assert told(restarted, "a", status="failed", events=[event]).waiting == 0
+    assert len(_summary(tmp_path)["events"]) == 1
+
+
+def test_a_run_that_is_over_leaves_the_others_alone(tmp_path: Path, clock: Clock) -> None:
+    aggregator = aggregation(tmp_path, clock)
+    fits = [Fit(aggregator, "a"), Fit(aggregator, "b")]
+    for _ in range(5):
+        for fit in fits:
+            fit.step(details=[wire.Detail("checkpoint", 0, 1, 5, 5, 0, 0)])
+        _second(aggregator, clock)
+    for fit in fits:
+        aggregator.ingest(fit.relay.message(fit.ranks[0].batch(0, produced=60)))
+    verdict = ask(aggregator, "verdict", run="a")
+    assert told(aggregator, "a", status="failed", force=True).waiting == 0
+    ledgers = {run["id"]: run["ledger"] for run in ask(aggregator, "runs")}
+    assert (ledgers["a"]["dropped"]["relay"], ledgers["a"]["in_flight"]) == (10, 0)
+    assert (ledgers["b"]["dropped"]["relay"], ledgers["b"]["in_flight"]) == (0, 10)
+    assert [detail["count"] for detail in ask(aggregator, "details", run="a")] == [5, 5]
+    for fit in fits:
+        fit.step(late=1)  # as for `a`, too late
+    _second(aggregator, clock)
+    assert ask(aggregator, "verdict", run="a") == verdict
+    kept = [aggregator._recent.last_key(stream["id"]) for stream in ask(aggregator, "streams")]
+    assert [key is None for key in kept] == [True, True, False, False]
+    assert aggregator.commit()
+    assert check_ledger(tmp_path)["stored"] == 240
+
+
+def test_what_is_told_of_runs_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("traceml_ray.store.runs.MAX_RUNS", 4)
+    aggregator = aggregation(tmp_path)
+    for run in range(8):
+        assert told(
+            aggregator, f"run-{run}", info={"name": "x" * 10_000}, status="finished" if run else None
+        ).ok
+    runs = ask(aggregator, "status")["runs"]
+    assert list(runs) == ["run-0", "run-5", "run-6", "run-7"]  # run-0 goes on
+    assert len(runs["run-0"]["name"]) == 500
+
+
+def test_word_of_a_run_that_cannot_be_read_is_an_answer(tmp_path: Path) -> None:
+    aggregator = aggregation(tmp_path)
+    finished = wire.decode(aggregator.run(b"\xc1"), wire.Finished)
+    assert not finished.ok
+    assert aggregator.errors["run: WireError"] == 1
+
+
+# -- runs do not mix -----------------------------------------------------------------------------
+
+
+def test_the_newest_run_with_rows_is_shown_unless_another_is_asked_for(tmp_path: Path, clock: Clock) -> None:
+    aggregator = aggregation(tmp_path / "s", clock)
+    first = Fit(aggregator, "a", 4)
+    for _ in range(12):
+        first.step(late=3)
+        _second(aggregator, clock)
+    first.end()
+    told(aggregator, "a", info={"name": "tune", "world_size": 4}, status="finished")
+    second = Fit(aggregator, "b", 2)
+    assert ask(aggregator, "summary")["run"] == "a"
+    for _ in range(12):
+        second.step(strategy="ddp")
+        _second(aggregator, clock)
+    third = Fit(aggregator, "c", 8)
+    aggregator.ingest(third.relay.message(third.ranks[0].batch(0)))  # no rows yet
+    _second(aggregator, clock)
+    summary = ask(aggregator, "summary")
+    assert (summary["run"], summary["verdict"]["label"], summary["session"]["world_size"]) == (
+        "b",
+        "healthy",
+        2,
+    )
+    assert list(summary["ranks"]) == list(summary["ledger"]["per_rank"]) == ["0", "1"]
+    assert summary["ledger"]["stored"] == 720
+    assert [(run["id"], run["label"], run["ledger"]["stored"]) for run in summary["runs"]] == [
+        ("a", "straggler", 480), ("b", "healthy", 240), ("c", None, 0),
+    ]  # fmt: skip
+    older = ask(aggregator, "summary", run="a")
+    assert (older["run"], older["verdict"]["rank"], older["steps"]["count"]) == ("a", 3, 120)
+    assert {span["label"] for span in older["verdicts"]} == {"straggler"}
+    assert ask(aggregator, "verdict")["label"] == ask(aggregator, "status")["verdict"] == "healthy"
+    assert ask(aggregator, "verdict", run="a")["ranks"] == [3]
+    assert ask(aggregator, "verdict", run="x") is None
+    assert len(ask(aggregator, "ranks", run="a")) == 4
+    assert [verdict["label"] for verdict in ask(aggregator, "verdicts", run="a")] == ["straggler"]
+    assert [verdict["label"] for verdict in ask(aggregator, "verdicts")] == ["healthy"]
+    assert [run["id"] for run in ask(aggregator, "runs")] == ["a", "b", "c"]
+    text = render(summary, tmp_path)
+    assert "run b (2 of 3): running" in text
+    assert "tune  finished" in text
+    with SessionFile(tmp_path / "s" / "session.sqlite", run="a") as session:
+        assert "straggler" in render_status(session, tmp_path, None, clock())
+
+
+def test_deaths_and_events_are_those_of_the_run(tmp_path: Path, clock: Clock) -> None:
+    aggregator = aggregation(tmp_path, clock)
+    first, second = Fit(aggregator, "a"), Fit(aggregator, "b")
+    for _ in range(5):
+        first.step()
+        second.step()
+        _second(aggregator, clock)
+    error = wire.Event("exception", clock(), message="ValueError: bad label")
+    aggregator.ingest(first.relay.message(first.ranks[1].batch(0, final=True, events=[error])))
+    _second(aggregator, clock)
+    assert ask(aggregator, "verdict", run="a")["label"] == "rank_lost"
+    assert ask(aggregator, "verdict", run="b")["label"] == "healthy"
+    summary = _summary(tmp_path, "b")
+    assert (summary["verdict"]["label"], summary["events"]) == ("healthy", [])
+    assert _summary(tmp_path, "a")["verdict"]["exit_reason"] == "ValueError: bad label"
+    assert [event["rank"] for event in ask(aggregator, "events", run="a")] == [1]
+    assert ask(aggregator, "events", run="b") == []
+
+
+def test_two_runs_at_once_are_judged_as_each_would_be_alone(tmp_path: Path, clock: Clock) -> None:
+    """Same ranks, same times; one has a late rank, one restarts in between."""
+    aggregator = aggregation(tmp_path / "both", clock)
+    alone = aggregation(tmp_path / "alone", clock)
+    late, both, single = Fit(aggregator, "a", 4), Fit(aggregator, "b", 4), Fit(alone, "a", 4)
+    for second in range(16):
+        if second == 8:
+            both = Fit(aggregator, "b", 4, attempt=1)
+        for fit in (late, single):
+            fit.step(late=2 if second >= 4 else None)
+        both.step()
+        _second(aggregator, clock)
+        alone.commit()
+        alone.judge()
+    assert ask(aggregator, "verdict", run="a") == ask(alone, "verdict")
+    assert ask(aggregator, "verdict", run="a")["ranks"] == [2]
+    assert ask(aggregator, "verdict", run="b")["label"] == "healthy"
+    changes = [ask(who, "verdicts", run="a") for who in (aggregator, alone)]
+    assert changes[0] == changes[1] != []
+    assert not aggregator.errors
+
+
+def test_after_a_restart_of_the_aggregator_every_live_run_is_judged_on(tmp_path: Path, clock: Clock) -> None:
+    aggregator = aggregation(tmp_path, clock)
+    fits = [Fit(aggregator, "a", 3), Fit(aggregator, "b", 3)]
+    for _ in range(10):
+        for late, fit in enumerate(fits):
+            fit.step(late=late)
+        _second(aggregator, clock)
+    aggregator.close()
+    restarted = aggregation(tmp_path, clock)
+    restarted.judge()
+    assert [ask(restarted, "verdict", run=run)["ranks"] for run in "ab"] == [[0], [1]]
+
+
+def test_the_summary_of_a_job_of_torchrun_is_what_it_was(tmp_path: Path, clock: Clock) -> None:
+    """One run, called as the session: what the launcher said of it holds."""
+    aggregator = aggregation(tmp_path / "job", clock, world_size=2, nnodes=1)
+    fit = Fit(aggregator, "job")
+    for _ in range(5):
+        fit.step()
+        _second(aggregator, clock)
+    fit.end()
+    other = Rank(0, 1, job_id="notebook")
+    aggregator.ingest(Relay(0, "x").message(other.batch(0)))
+    failure = wire.RankFailure(1, 1, 4242, 1, 5, "ImportError: x")  # a process that never reported
+    assert aggregator.finish(wire.Finish(wire.VERSION, 1, [failure])) == 0
+    summary = json.loads((tmp_path / "job" / "summary.json").read_bytes())
+    assert (summary["run"], summary["session"]["nnodes"], summary["session"]["world_size"]) == ("job", 1, 2)
+    assert summary["verdict"]["exit_reason"] == "ImportError: x"
+    assert _summary(tmp_path / "job", "notebook")["verdict"]["label"] == "telemetry_limited"
+    assert "run job" in (tmp_path / "job" / "report.txt").read_text()
+
+
+# -- restarts ------------------------------------------------------------------------------------
+
+
+def test_a_restart_is_an_event_with_what_it_cost(tmp_path: Path, clock: Clock) -> None:
+    aggregator = aggregation(tmp_path, clock)
+    first, other = Fit(aggregator, "a", 4), Fit(aggregator, "b", 2)
+    for _ in range(3):
+        first.step()
+        other.step()
+        _second(aggregator, clock)
+    clock.tick(11)
+    aggregator.ingest(first.relay.message(first.ranks[0].batch(0)))  # a sign of life, but no steps
+    second = Fit(aggregator, "a", 3, attempt=1)
+    aggregator.ingest(second.relay.message(second.ranks[0].batch(0)))
+    clock.tick(5)
+    for _ in range(2):
+        second.step()
+        first.step()  # what a relay still held of the attempt before
+        other.step()
+        _second(aggregator, clock)
+    (event,) = _summary(tmp_path, "a")["events"]
+    assert (event["kind"], event["rank"]) == ("restart", None)
+    assert event["data"] == {"attempt": 1, "seconds": 17.0, "world_size_before": 4, "world_size_after": 3}
+    assert event["message"] == "17 s (to about 1 s) without steps; then attempt 1 on 3 ranks (4 before)"
+    assert _summary(tmp_path, "b")["events"] == []
+    assert [run["attempts"] for run in _summary(tmp_path)["runs"]] == [2, 1]
+    assert event["message"] in render(_summary(tmp_path, "a"), tmp_path)
+    with SessionFile(tmp_path / "session.sqlite", run="a") as session:
+        assert len(session.ranks()) == 3
+
+
+def test_a_restart_is_noticed_across_a_restart_of_the_aggregator(tmp_path: Path, clock: Clock) -> None:
+    aggregator = aggregation(tmp_path, clock)
+    Fit(aggregator, "a").step()
+    aggregator.commit()
+    aggregator.close()
+    clock.tick(20)
+    restarted = aggregation(tmp_path, clock)
+    second = Fit(restarted, "a", attempt=2)
+    second.step()
+    restarted.commit()
+    restarted.close()
+    again = aggregation(tmp_path, clock)
+    second.aggregator = again
+    second.step()
+    again.commit()
+    (event,) = _summary(tmp_path)["events"]
+    assert (event["data"]["attempt"], event["data"]["seconds"]) == (2, 20.0)
+
+
+def test_an_attempt_is_judged_from_its_own_beginning(tmp_path: Path, clock: Clock) -> None:
+    aggregator = aggregation(tmp_path, clock)
+    chronic = []
+    for attempt, seconds in ((0, 20), (1, 4)):
+        fit = Fit(aggregator, "a", 3, attempt)
+        for _ in range(seconds):
+            fit.step(late=2)
+            _second(aggregator, clock)
+        assert ask(aggregator, "verdict")["ranks"] == [2]
+        chronic.append(ask(aggregator, "verdict")["chronic"])
+    assert chronic == [True, None]
+
+
+# -- the end of a job of several nodes -----------------------------------------------------------
+
+
+def _leave(aggregator: Aggregation, node: int, code: int = 0, nodes: int = 2, **fields: Any) -> int:
+    return aggregator.finish(wire.Finish(wire.VERSION, code, node_id=f"node-{node}", nodes=nodes, **fields))
+
+
+def test_the_session_is_over_when_the_last_node_has_left(tmp_path: Path, clock: Clock) -> None:
+    aggregator = aggregation(tmp_path, clock)
+    ranks = [Rank(i, 3, per_node=1) for i in range(3)]
+    for node, rank in enumerate(ranks):
+        aggregator.ingest(Relay(node).message(rank.batch(20)))
+    assert _leave(aggregator, 0, -15) == _leave(aggregator, 0, -15) == 2  # 3 were seen, whatever it says
+    aggregator.close()
+    restarted = aggregation(tmp_path, clock)
+    failure = wire.RankFailure(1, 0, ranks[1].identity.pid, -9, clock())
+    assert _leave(restarted, 1, 1, failures=[failure]) == 1
+    assert not (tmp_path / "summary.json").exists()
+    assert _leave(restarted, 2) == 0
+    summary = json.loads((tmp_path / "summary.json").read_bytes())
+    assert (summary["session"]["status"], summary["session"]["exit_code"]) == ("failed", 1)
+    assert summary["verdict"]["exit_reason"] == "SIGKILL"
+
+
+def test_nobody_waits_for_a_node_that_was_lost(tmp_path: Path) -> None:
+    aggregator = aggregation(tmp_path)
+    for node in range(2):
+        aggregator.ingest(Relay(node).message(Rank(node, 2, per_node=1).batch(5)))
+    aggregator.node_state("node-1", "host-1", "10.0.0.2", False)
+    assert _leave(aggregator, 0) == 0
+
+
+def test_a_node_that_never_reported_is_waited_for_unless_one_insists(tmp_path: Path) -> None:
+    aggregator = aggregation(tmp_path)
+    aggregator.ingest(Relay().message(Rank(0, 2, per_node=1).batch(5)))
+    assert _leave(aggregator, 0) == 1
+    assert _leave(aggregator, 0, force=True) == 0
+    assert (tmp_path / "summary.json").exists()
+
+
+# -- the account ---------------------------------------------------------------------------------
+
+
+@given(data=st.data())
+@hypothesis.settings(max_examples=20, deadline=None)
+def test_no_order_of_messages_breaks_the_account(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+    """Runs and attempts in any order; rows dropped, lost on the way, sent twice; runs ended early."""
+    folder = tmp_path_factory.mktemp("session")
+    clock = Clock()
+    aggregator, relay = aggregation(folder, clock), Relay()
+    ranks = [
+        Rank(rank, 2, job_id=run, attempt=attempt, stream=f"{run}{attempt}{rank}")
+        for run in "ab" for attempt in range(2) for rank in range(2)
+    ]  # fmt: skip
+    draw = data.draw
+    for _ in range(draw(st.integers(1, 25))):
+        act = draw(
+            st.sampled_from(["rows", "rows", "rows", "lose", "drop", "end", "finish", "restart", "gone"])
+        )
+        rank = draw(st.sampled_from(ranks))
+        if act == "rows":
+            message = relay.message(rank.batch(draw(st.integers(0, 9))))
+            for _ in range(draw(st.integers(1, 2))):
+                aggregator.ingest(message)
+        elif act == "lose":
+            rank.batch(draw(st.integers(1, 5)))
+        elif act == "drop":
+            rank.batch(4)
+            rank.dropped += draw(st.integers(0, 4))
+        elif act == "end":
+            aggregator.ingest(relay.message(rank.batch(2, final=True), dropped={rank.stream: 1}))
+        elif act == "finish":
+            told(aggregator, rank.identity.job_id, status="finished", force=draw(st.booleans()))
+        elif act == "gone":
+            aggregator.node_state("node-0", "host-0", "10.0.0.1", draw(st.booleans()))
+        else:
+            aggregator.commit()
+            aggregator.close()
+            aggregator = aggregation(folder, clock)
+        clock.tick(draw(st.integers(0, 3)))
+        aggregator.judge()
+    assert aggregator.commit()
+    check_ledger(folder)
+    assert not aggregator.errors
+    aggregator.finish(wire.Finish(wire.VERSION, 0))
+    assert check_ledger(folder)["in_flight"] == 0
+    with SessionFile(folder / "session.sqlite") as session:
+        attempts = [
+            event["data"]["attempt"] for event in session.of("a").events()[0] if event["kind"] == "restart"
+        ]
+        assert attempts in ([], [1])
+        write_reports(SessionFolder(folder), session, Thresholds())
+    aggregator.close()

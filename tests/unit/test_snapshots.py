@@ -1,0 +1,78 @@
+"""A session taken away while it runs: a whole copy in pieces, and nothing else of the folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from sessions import Clock, Rank, Relay, aggregation, ask, check_ledger
+
+from traceml_ray import wire
+from traceml_ray.actors.aggregation import Aggregation
+
+
+def _download(aggregator: Aggregation, name: str, n: int = 1000) -> bytes:
+    data = b""
+    while chunk := ask(aggregator, "file", name=name, offset=len(data), n=n):
+        assert len(chunk) <= n
+        data += chunk
+    return data
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_copy_is_whole_though_rows_go_on_coming(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    for module in ("session_file", "writer"):
+        monkeypatch.setattr(f"traceml_ray.store.{module}.on_network_filesystem", lambda _: shared)
+    live, away = tmp_path / "live", tmp_path / "away"
+    aggregator, relay, rank = aggregation(live, Clock()), Relay(), Rank(0, 1)
+    aggregator.ingest(relay.message(rank.batch(100)))  # not committed yet
+    copy = ask(aggregator, "snapshot")
+    assert (live / copy["name"]).stat().st_mode & 0o777 == 0o600
+    aggregator.ingest(relay.message(rank.batch(50)))
+    aggregator.commit()
+    away.mkdir()
+    (away / "session.sqlite").write_bytes(_download(aggregator, copy["name"], 7000))
+    assert (away / "session.sqlite").stat().st_size == copy["size"]
+    assert (away / "session.sqlite").read_bytes()[
+        18:20
+    ] == b"\1\1"  # not WAL: reads where nothing can be written
+    assert check_ledger(away)["stored"] == 100
+    assert [path.name for path in away.iterdir()] == ["session.sqlite"]
+    assert json.loads(_download(aggregator, "summary.json"))["ledger"]["stored"] == 100
+    assert _download(aggregator, "report.txt").startswith(b"traceml-ray")
+    ask(aggregator, "unsnapshot", name=copy["name"])
+    assert not list(live.glob("snapshot-*"))
+
+
+def test_nothing_else_can_be_read(tmp_path: Path) -> None:
+    aggregator = aggregation(tmp_path / "live")
+    (tmp_path / "secret").write_text("x")
+    for name in (
+        "../secret",
+        "session.sqlite",
+        str(tmp_path / "secret"),
+        "snapshot-../../secret.sqlite",
+        None,
+        "",
+    ):
+        answer = msgspec.msgpack.decode(
+            aggregator.query(msgspec.msgpack.encode({"what": "file", "name": name, "offset": 0, "n": 9}))
+        )
+        assert "no file called" in answer["error"]
+
+
+def test_copies_do_not_stay_behind(tmp_path: Path) -> None:
+    aggregator = aggregation(tmp_path)
+    for _ in range(2):
+        ask(aggregator, "snapshot")
+    assert len(list(tmp_path.glob("snapshot-*"))) == 2
+    aggregator.close()
+    restarted = aggregation(tmp_path)
+    assert not list(tmp_path.glob("snapshot-*"))
+    ask(restarted, "snapshot")
+    restarted.finish(wire.Finish(wire.VERSION, 0))
+    assert not list(tmp_path.glob("snapshot-*"))

@@ -1,0 +1,145 @@
+"""Answers what is asked of a running session."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from traceml_ray.actors.judging import LiveJudge
+from traceml_ray.actors.snapshots import Snapshots
+from traceml_ray.analysis.window import RankRows
+from traceml_ray.reports.files import write_reports
+from traceml_ray.reports.summary import nodes_of, runs_of, summarize
+from traceml_ray.session import SessionFolder
+from traceml_ray.settings import Settings
+from traceml_ray.store.runs import by_run, newest, with_rows
+from traceml_ray.store.runs import count as count_rows
+from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.streams import shown
+from traceml_ray.store.writer import SessionWriter
+
+
+class Answers:
+    """
+    Made to be asked by several threads at once. What stands in the session file is as of the last commit.
+
+    Args:
+        folder: of the session.
+        settings: of the session.
+        writer: of the session file.
+        judge: has the verdicts as they stand.
+        errors: the aggregator's, by place.
+        commit: writes what is pending.
+
+    """
+
+    def __init__(
+        self,
+        folder: SessionFolder,
+        settings: Settings,
+        writer: SessionWriter,
+        judge: LiveJudge,
+        errors: Counter[str],
+        commit: Callable[[], bool],
+    ) -> None:
+        self.snapshots = Snapshots(folder.path)
+        self._folder = folder
+        self._settings = settings
+        self._writer = writer
+        self._judge = judge
+        self._errors = errors
+        self._commit = commit
+        self._own = threading.local()
+        self._readers: list[SessionFile] = []
+
+    def close(self) -> None:
+        """Let go of the session file, so that its writer can leave it in one piece."""
+        while self._readers:
+            self._readers.pop().close()
+
+    def answer(self, request: bytes) -> bytes:
+        """
+        Answer msgpack `{"what": name, "since": cursor, "run": id, …}` with `{"result": …, "cursor": …}`.
+
+        `what` is a method of `SessionFile`, or `status`, `verdict`, `summary`; rows come as little-endian
+        bytes. `run` says of which run, without it the newest that has rows. `snapshot` makes a copy of
+        the session file and answers its `name` and `size`, `file` (`name`, `offset`, `n`) reads from it
+        or from a report, `unsnapshot` removes it. An error is an answer too: `{"error": text}`.
+        """
+        try:
+            asked = msgspec.msgpack.decode(request, type=dict[str, Any])
+            return msgspec.msgpack.encode(self._answer(asked))
+        except Exception as error:
+            return msgspec.msgpack.encode({"error": f"{type(error).__name__}: {error}"})
+
+    def status(self) -> dict[str, Any]:
+        """Return how the aggregator itself is doing: counts in rows, errors by place."""
+        with self._writer.lock:
+            streams = list(self._writer.streams.values())
+            meta = dict(self._writer.meta)
+        runs = by_run(streams)
+        run = newest(with_rows(runs), meta.get("runs", {}))
+        verdict = self._judge.verdict(run) if run else None
+        return {
+            **meta,
+            "run": run,
+            "ranks": len(shown(runs.get(run or "", []))),
+            "ledger": count_rows(streams),
+            "errors": dict(self._errors),
+            "verdict": verdict.label if verdict else None,
+        }
+
+    def _answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        what, since = asked.get("what"), int(asked.get("since", 0))
+        if what == "status":
+            return {"result": self.status()}
+        if what == "verdict":
+            return {"result": msgspec.to_builtins(self._judge.verdict(asked.get("run")))}
+        if what == "file":
+            offset, n = int(asked.get("offset", 0)), int(asked.get("n", 0))
+            return {"result": self.snapshots.read(str(asked.get("name")), offset, n)}
+        if what == "unsnapshot":
+            self.snapshots.remove(asked.get("name"))
+            return {"result": None}
+        if what in ("summary", "runs", "nodes", "ranks"):
+            self._commit()  # what has come until now is in the answer
+        reader = self._reader()
+        reader.run = asked.get("run")
+        if what == "snapshot":
+            return {"result": self._snapshot(reader)}
+        if what == "summary":
+            return {"result": summarize(reader, self._settings.thresholds)}
+        if what in ("runs", "nodes"):
+            return {"result": (runs_of if what == "runs" else nodes_of)(reader)}
+        if what == "rows":
+            found, cursor = reader.rows(asked.get("only"), since, asked.get("last"))
+            return {"result": [_packed(rows) for rows in found], "cursor": cursor}
+        if what in ("process", "node_samples", "events", "verdicts"):
+            result, cursor = getattr(reader, what)(since)
+            return {"result": result, "cursor": cursor}
+        if what in ("meta", "ranks", "streams", "details", "ledger"):
+            return {"result": msgspec.to_builtins(getattr(reader, what)())}
+        raise ValueError(f"there is nothing called {what!r} to ask for")
+
+    def _reader(self) -> SessionFile:
+        """Return this thread's reader of the session file."""
+        reader: SessionFile | None = getattr(self._own, "reader", None)
+        if reader is None:
+            reader = self._own.reader = self._writer.reader()
+            self._readers.append(reader)
+        return reader
+
+    def _snapshot(self, reader: SessionFile) -> dict[str, str | int]:
+        """Copy the session file as it stands, with everything that has come; the reports are of the same."""
+        self._commit()
+        write_reports(self._folder, reader, self._settings.thresholds)
+        return self.snapshots.make(reader)
+
+
+def _packed(found: RankRows) -> dict[str, Any]:
+    columns = {"keys": found.keys.tobytes(), "flags": found.flags.tobytes(), "rows": found.rows.tobytes()}
+    return {"rank": found.rank, "node": found.node, **columns}

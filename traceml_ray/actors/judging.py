@@ -1,0 +1,148 @@
+"""The live judge: the verdict of every run as it stands, each run by itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from traceml_ray.analysis.history import RunJudge
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.analysis.window import RankRows, align
+from traceml_ray.reports.deaths import culprit, deaths, headline
+from traceml_ray.settings import Settings
+from traceml_ray.store.nodes import stream_labels
+from traceml_ray.store.recent import Recent
+from traceml_ray.store.runs import by_run, newest, with_rows
+from traceml_ray.store.streams import Stream, attempt_of, shown, world_size
+from traceml_ray.store.writer import SessionWriter
+
+MAX_LIVE = 16
+"""Runs judged at the same time, the newest; of the others no rows are kept in memory."""
+
+
+class LiveJudge:
+    """
+    Judges from what is in memory; changes of a verdict are stored with their run.
+
+    Args:
+        writer: of the session; its lock is held in short stretches only.
+        recent: the newest rows of every stream.
+        settings: of the session.
+        clock: wall clock in ns.
+        errors: where a run that cannot be judged is counted.
+
+    """
+
+    def __init__(
+        self,
+        writer: SessionWriter,
+        recent: Recent,
+        settings: Settings,
+        clock: Callable[[], int],
+        errors: Counter[str],
+    ) -> None:
+        self.fatal: list[dict[str, Any]] = []
+        """Events that tell of a death (`deaths.FATAL`), with `stream_id`, `kind`, `t_ns`, `message`."""
+        self.tail = settings.thresholds.window_steps + settings.thresholds.stride_steps
+        """Rows of each rank that are looked at."""
+        self._writer = writer
+        self._recent = recent
+        self._limits = settings.thresholds
+        self._debug = settings.debug
+        self._clock = clock
+        self._errors = errors
+        self._runs: dict[str, _LiveRun] = {}
+
+    def verdict(self, run: str | None = None) -> Verdict | None:
+        """Return the verdict on `run` (None: the newest) as it stands; None while there is none."""
+        if run is None:
+            with self._writer.lock:
+                told = self._writer.meta.get("runs", {})
+                run = newest(with_rows(by_run(self._writer.streams.values())), told)
+        found = self._runs.get(run or "")
+        return found.verdict if found else None
+
+    def live_runs(self) -> dict[str, list[Stream]]:
+        """Return the streams of the runs that are judged. Called with the writer's lock."""
+        told = self._writer.meta.get("runs", {})
+        runs = by_run(self._writer.streams.values())
+        going = [run for run in runs if "ended_at" not in told.get(run, {})]
+        return {run: runs[run] for run in going[-MAX_LIVE:]}
+
+    def judge(self) -> None:
+        """Judge the last steps that every live rank of each run reported. An error is counted."""
+        with self._writer.lock:
+            runs = self.live_runs()
+            labels = stream_labels(self._writer.nodes.values(), self._writer.streams.values())
+            live = {stream.id for streams in runs.values() for stream in streams}
+            self._recent.keep(live | {s.id for s in self._writer.streams.values() if s.identity is None})
+        for run, streams in runs.items():
+            try:
+                self._judge(run, streams, labels)
+            except Exception as error:
+                self._errors[f"judge: {type(error).__name__}"] += 1
+                if self._debug:
+                    raise
+        while len(self._runs) > 4 * MAX_LIVE:
+            del self._runs[next(iter(self._runs))]
+
+    def _judge(self, run: str, streams: list[Stream], labels: dict[int, str]) -> None:
+        limits = self._limits
+        state = self._runs.setdefault(run, _LiveRun(limits))
+        with self._writer.lock:
+            ranks = shown(streams)
+            deadline = self._clock() - int(limits.report_timeout_s * 1e9)
+            live = [rank for rank, stream in ranks.items() if _reports(stream, deadline)]
+            world = world_size(ranks, None)
+            missing = sorted(set(range(world)).difference(live))
+            seen = [(rank, ranks[rank].id, ranks[rank].stored) for rank in live]
+            first = culprit(deaths([], self.fatal, streams))
+        if first is not None and not (first.consequence and first.t_ns > deadline):
+            # The cause of a failed collective may only become known a moment later.
+            self._keep(run, headline(first, labels.get(first.stream.id) if first.stream else None, 0))
+            return
+        if not live or seen == state.judged:
+            return
+        state.judged = seen
+        attempt = attempt_of(ranks[live[0]])
+        if attempt != state.attempt:
+            state.attempt, state.judge = attempt, RunJudge(limits)
+        last = min((key for rank in live if (key := ranks[rank].last_key) is not None), default=0)
+        rows = []
+        for rank in live:
+            stream = ranks[rank]
+            with self._writer.lock:  # rank by rank: a message never waits until all of them are copied
+                columns = self._recent.tail(stream.id, last, self.tail)
+            rows.append(RankRows(rank, labels[stream.id], *columns))
+        window = align(rows, len(live) + len(missing), missing, last=limits.window_steps)
+        verdict = state.judge.update(window)
+        self._keep(run, verdict, store=verdict.window_steps >= limits.first_window_steps)
+
+    def _keep(self, run: str, verdict: Verdict, store: bool = True) -> None:
+        state = self._runs[run]
+        state.verdict = verdict
+        named = verdict.label, verdict.stages, verdict.ranks
+        if store and named != state.stored:
+            state.stored = named
+            with self._writer.lock:
+                self._writer.add_verdict(self._clock(), msgspec.json.encode(verdict), run)
+
+
+class _LiveRun:
+    """How far the judging of one run has come."""
+
+    def __init__(self, limits: Thresholds) -> None:
+        self.judge = RunJudge(limits)
+        self.attempt = 0
+        self.judged: list[Any] | None = None
+        self.stored: tuple[Any, ...] | None = None
+        self.verdict: Verdict | None = None
+
+
+def _reports(stream: Stream, deadline: int) -> bool:
+    """Whether the rank has been heard of since `deadline`, or has ended as it should."""
+    return stream.final or (not stream.ended and stream.last_seen_ns >= deadline)

@@ -1,0 +1,85 @@
+"""Keeps a relay on every living node of the cluster, and says which nodes came and went."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from ray.util import list_named_actors
+
+from traceml_ray.actors.config import ActorConfig
+from traceml_ray.actors.discovery import ensure_relay
+from traceml_ray.actors.names import NAMESPACE, cluster_nodes, find_relay, relay_name
+
+LOOK_S = 2.0
+"""How often the cluster is looked at; a node that joins has its relay within twice that."""
+
+
+class Membership:
+    """
+    A thread that makes the relays that are missing; one that was killed for good is made again.
+
+    Args:
+        config: of the session.
+        tell: called with (node id, hostname, address, alive) when a node came or went, and once for each
+            that was there, or gone, before.
+
+    """
+
+    def __init__(self, config: ActorConfig, tell: Callable[[str, str, str, bool], None]) -> None:
+        self.errors: Counter[str] = Counter()
+        self._config = config
+        self._tell = tell
+        self._alive: dict[str, bool] = {}
+        self._wake = threading.Event()
+        self._ended = threading.Event()
+        self._looking = threading.Lock()
+
+    def start(self) -> None:
+        """Run until `end`."""
+        threading.Thread(target=self._run, name="traceml-membership", daemon=True).start()
+
+    def look(self) -> None:
+        """Look at once: somebody found no relay."""
+        self._wake.set()
+
+    def end(self) -> None:
+        """Make no more relays; returns when none is being made."""
+        self._ended.set()
+        self._wake.set()
+        with self._looking:
+            pass
+
+    def relays(self) -> dict[str, Any]:
+        """Return the handles of the session's relays by node id."""
+        found = {node_id: find_relay(self._config.session, node_id) for node_id in self._named()}
+        return {node_id: relay for node_id, relay in found.items() if relay is not None}
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            self._wake.clear()
+            try:
+                with self._looking:
+                    self._look()
+            except Exception as error:  # the GCS does not answer: look again later
+                self.errors[f"membership: {type(error).__name__}"] += 1
+            self._wake.wait(LOOK_S)
+
+    def _look(self) -> None:
+        named = self._named()
+        for node in cluster_nodes():
+            node_id, alive = node["NodeID"], node["Alive"]
+            if alive != self._alive.get(node_id):
+                self._alive[node_id] = alive
+                self._tell(node_id, node["NodeManagerHostname"], node["NodeManagerAddress"], alive)
+            if alive and node_id not in named and not self._ended.is_set():
+                ensure_relay(self._config, node_id)
+
+    def _named(self) -> set[str]:
+        """Return the ids of the nodes for which there is a relay of this session."""
+        prefix = relay_name(self._config.session, "")
+        listed: list[dict[str, str]] = list_named_actors(all_namespaces=True)
+        names = [actor["name"] for actor in listed if actor["namespace"] == NAMESPACE]
+        return {name[len(prefix) :] for name in names if name.startswith(prefix)}

@@ -1,0 +1,53 @@
+"""Copies of the session file to be taken away, and the files that may be read from outside."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+from traceml_ray.store.session_file import SessionFile
+
+_PREFIX = "snapshot-"
+_REPORTS = frozenset({"summary.json", "report.txt"})
+MAX_CHUNK = 4 << 20
+"""Bytes of a file in one answer."""
+
+
+class Snapshots:
+    """In the session folder `folder`. Copies that an earlier aggregator left are removed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.remove()
+
+    def make(self, session: SessionFile) -> dict[str, str | int]:
+        """Copy the session file as it stands; return the copy's `name` and `size` in bytes."""
+        path = self._folder / f"{_PREFIX}{secrets.token_hex(4)}.sqlite"
+        path.touch(mode=0o600)
+        try:
+            session.copy_to(path)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        return {"name": path.name, "size": path.stat().st_size}
+
+    def read(self, name: str, offset: int, n: int) -> bytes:
+        """
+        Return at most `n` bytes of a copy or of a report, b"" beyond its end.
+
+        Raises ValueError for any other name, OSError for a file that is not there.
+        """
+        if name not in _REPORTS and name not in {path.name for path in self._copies()}:
+            raise ValueError(f"there is no file called {name!r} to be read")
+        with (self._folder / name).open("rb") as file:
+            file.seek(offset)
+            return file.read(max(0, min(n, MAX_CHUNK)))
+
+    def remove(self, name: str | None = None) -> None:
+        """Remove the copy of that name; None: all of them."""
+        for path in self._copies():
+            if name in (None, path.name):
+                path.unlink(missing_ok=True)
+
+    def _copies(self) -> list[Path]:
+        return list(self._folder.glob(f"{_PREFIX}*.sqlite"))

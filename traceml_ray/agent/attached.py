@@ -1,0 +1,238 @@
+"""
+The way to the relay by actor calls from a process that is not Ray's own: a rank under torchrun with
+`--channel actor`.
+
+To attach is to let Ray into the training process, so it is done late (in a thread of its own, when
+the relay of this node is known to be there), leaves no hook behind, and ends within a deadline. Until
+then, and whenever Ray is away, offers are refused and the agent buffers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from traceml_ray.reach import attach_environment, reach
+
+FILE = "attach.json"
+ATTACH_S = 2.0
+"""How long the end of the process waits for an attaching that is under way."""
+SHUTDOWN_S = 1.0
+_LOOK_S = 0.2
+_REACH_S = 2.0
+_SIGACTION_BYTES = 256  # of struct sigaction, and to spare
+_FATAL = (
+    *(signal.SIGSEGV, signal.SIGILL, signal.SIGFPE, signal.SIGABRT),
+    *(signal.SIGTERM, signal.SIGBUS, signal.SIGTRAP),
+)
+"""Those that Ray handles."""
+
+
+class Attachment(msgspec.Struct, frozen=True):
+    """How to attach to this node of the cluster: `attach.json` beside the relay's socket."""
+
+    address: str
+    """host:port of the cluster's head."""
+    temp_dir: str = ""
+    """Of this node's raylet, where it is the launcher's own."""
+    environ: dict[str, str | None] = {}
+    """What to have in the environment while attaching; None: what not to have."""
+
+
+class AttachedChannel:
+    """
+    Attaches to Ray in the background and is an `ActorChannel` from then on.
+
+    Args:
+        path: of the relay's socket: while nobody listens there, Ray is left alone.
+        session: name.
+
+    """
+
+    def __init__(self, path: str, session: str) -> None:
+        self.errors: Counter[str] = Counter()
+        self._path = path
+        self._session = session
+        self._channel: Any = None
+        self._ending = threading.Event()
+        self._attached = False
+        self._thread = threading.Thread(target=self._run, name="traceml-attach", daemon=True)
+        atexit.register(self._leave)  # before the agent's own: so it runs after the last batch is sent
+        self._thread.start()
+
+    @property
+    def generation(self) -> int:
+        """Number of relays found so far."""
+        return 0 if self._channel is None else int(self._channel.generation)
+
+    def offer(self, data: bytes) -> bool:
+        """Call the relay; False until this process is attached, and as `ActorChannel`."""
+        return self._channel is not None and bool(self._channel.offer(data))
+
+    def replies(self) -> list[bytes]:
+        """Return whatever the relay has answered since the last call."""
+        return [] if self._channel is None else list(self._channel.replies())
+
+    def close(self) -> None:
+        """Make no more calls; Ray is left when the process ends."""
+        self._ending.set()
+        if self._channel is not None:
+            self._channel.close()
+
+    def forked(self) -> None:
+        """Leave Ray's objects as they are: letting go of one takes locks that nobody here may give back."""
+        atexit.unregister(self._leave)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
+    def _run(self) -> None:
+        while not self._ending.wait(_LOOK_S):
+            if not _listens(self._path):
+                continue
+            try:
+                self._attach()
+            except Exception as error:
+                self.errors[f"attach: {type(error).__name__}"] += 1
+            return
+
+    def _attach(self) -> None:
+        found = msgspec.json.decode((Path(self._path).parent / FILE).read_bytes(), type=Attachment)
+        address, _ = reach(found.address, _REACH_S)
+        if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+            raise RuntimeError("the script has attached to Ray itself")
+        with _environment({**attach_environment(address), **found.environ}), _hooks_as_they_were():
+            import ray
+
+            temp_dir = {"_temp_dir": found.temp_dir} if found.temp_dir else {}
+            self._attached = True
+            with _silence(logging.getLogger("ray")):
+                ray.init(
+                    address=address,
+                    namespace="traceml",
+                    log_to_driver=False,
+                    configure_logging=False,
+                    **temp_dir,
+                )
+            _let_go_of_the_end(ray)
+        from traceml_ray.agent.actor_channel import ActorChannel
+
+        channel = ActorChannel(self._session)
+        channel.errors = self.errors
+        self._channel = channel
+
+    def _leave(self) -> None:
+        """End of the process: leave Ray, and do not wait for it longer than a moment."""
+        self.close()
+        self._thread.join(ATTACH_S if self._attached else 0)
+        if not self._attached:
+            return
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+        import ray
+
+        leaving = threading.Thread(target=_quietly, args=(ray.shutdown,), daemon=True)
+        leaving.start()
+        leaving.join(SHUTDOWN_S)
+
+
+def _quietly(call: Any) -> None:
+    with contextlib.suppress(Exception):
+        call()
+
+
+def _listens(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True
+
+
+def _let_go_of_the_end(ray: Any) -> None:
+    """
+    Take the end of the process out of Ray's hands.
+
+    Ray's own handler at exit has no deadline. And C++ objects, ended by the interpreter or after it, hang
+    or crash where Ray's threads still wait for a head or a raylet that does not answer, and in every
+    forked child. So they are never ended: when the interpreter is done, the process (or the child) is
+    over, with the exit code it has.
+    """
+    atexit.unregister(ray.shutdown)
+    state, kv = (
+        importlib.import_module("ray._private.state"),
+        importlib.import_module("ray.experimental.internal_kv"),
+    )
+    worker = ray._private.worker
+    for holder in (worker.global_worker, worker._global_node, state.state, kv):
+        for held in list(vars(holder).values()):
+            if type(held).__module__ == "ray._raylet":
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)  # called as _exit(status, None), before the handlers of Ray's library
+    libc.on_exit(libc.fcloseall, None)  # before that one: what C code has buffered is written
+    with contextlib.suppress(Exception):  # Ray would print the cluster's troubles into the script's output
+        worker.global_worker.threads_stopped.set()
+        worker.global_worker.gcs_error_subscriber.close()
+        worker.global_worker.listener_thread.join(SHUTDOWN_S)
+
+
+@contextlib.contextmanager
+def _environment(wanted: dict[str, str | None]) -> Generator[None]:
+    """Change the environment for a moment: neither the script nor its children are to have this."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+    _set(wanted)
+    try:
+        yield
+    finally:
+        ours = [name for name in os.environ if name.startswith("RAY_")]
+        _set({**dict.fromkeys(ours), **before})
+
+
+def _set(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _silence(logger: logging.Logger) -> Generator[None]:
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _hooks_as_they_were() -> Generator[None]:
+    """Undo what Ray puts into this process: `sys.excepthook`, and signal handlers below Python's."""
+    hook = sys.excepthook
+    libc = ctypes.CDLL(None)
+    before = {number: signal.getsignal(number) for number in _FATAL}
+    handlers = {number: ctypes.create_string_buffer(_SIGACTION_BYTES) for number in _FATAL}
+    known = [number for number in _FATAL if libc.sigaction(number, None, handlers[number]) == 0]
+    try:
+        yield
+    finally:
+        for number in known:
+            if signal.getsignal(number) == before[number]:  # the script has not set one of its own meanwhile
+                libc.sigaction(number, handlers[number], None)
+        if getattr(sys.excepthook, "__module__", "").startswith("ray."):
+            sys.excepthook = hook

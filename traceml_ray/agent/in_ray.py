@@ -1,0 +1,47 @@
+"""What an agent needs in a process that is Ray's own: its session, its way to the relay, its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import ray
+
+from traceml_ray.actors.names import DEFAULT_SESSION, relay_folder
+from traceml_ray.agent.actor_channel import ActorChannel
+from traceml_ray.identity import RankIdentity
+from traceml_ray.settings import Settings
+
+
+def settings(given: Settings) -> Settings:
+    """Return the settings with what follows from the node: the session's name, and where to spool."""
+    session = given.session or DEFAULT_SESSION
+    node_id = ray.get_runtime_context().get_node_id()
+    return msgspec.structs.replace(given, session=session, spool=str(relay_folder(session, node_id)))
+
+
+def channel(given: Settings) -> ActorChannel:
+    """Return the way to this node's relay of the session."""
+    return ActorChannel(given.session or DEFAULT_SESSION)
+
+
+def named(identity: Callable[[], RankIdentity]) -> Callable[[], RankIdentity]:
+    """
+    Return `identity` with what Ray knows: the actor's (or task's) name, and as the run, where none was
+    given, the Ray job. A process that has no rank is left to the aggregator to be numbered.
+    """
+    context = ray.get_runtime_context()
+    name = (context.get_actor_name() if context.get_actor_id() else context.get_task_name()) or ""
+    node_id, job_id = context.get_node_id(), context.get_job_id()
+
+    def who() -> RankIdentity:
+        found = identity()
+        return msgspec.structs.replace(
+            found,
+            node_id=node_id,
+            job_id=job_id if found.job_id == "default" else found.job_id,
+            source="ray" if found.source == "single" else found.source,
+            name=name[:64],
+        )
+
+    return who

@@ -1,0 +1,350 @@
+"""
+What a driver says: `ray.init(); traceml_ray.start()`, and what it gets: a `Session`.
+
+The session's actors are detached: they outlive the driver, and end themselves when nothing has come
+for `idle_ttl` seconds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import re
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from traceml_ray import __version__
+from traceml_ray.actors.config import ActorConfig
+from traceml_ray.actors.names import DEFAULT_SESSION, cluster_nodes, find_aggregator, find_relay
+from traceml_ray.identity import RankIdentity
+from traceml_ray.settings import Settings
+
+OLDEST_RAY = (2, 51)
+ANSWER_S = 20.0
+"""How long a question may take to be answered."""
+_EXIT_S = 3.0
+"""How long the end of a driver may be held up, where the cluster ends with it."""
+_CHUNK = 4 << 20
+_CALLBACKS = "RAY_TRAIN_CALLBACKS"
+
+_current: ActorConfig | None = None
+
+
+class StartError(RuntimeError):
+    """A session that cannot be started, reached or stopped; the message says which, why, and what to do."""
+
+
+def start(
+    session: str | None = None,
+    *,
+    runtime_env: dict[str, Any] | None = None,
+    ship: bool = False,
+    **settings: object,
+) -> Session:
+    """
+    Start the monitor on every node of the cluster this driver is connected to, or find the one that runs.
+
+    From here on every TorchTrainer of this driver is watched. Nothing of the cluster's CPUs or GPUs
+    is held. Returns when the aggregator answers; the relays follow (`Session.wait_ready`).
+
+    Args:
+        session: name; sessions of different names on one cluster do not meet.
+        runtime_env: of the session's actors, for nodes that need one; local paths are not for these.
+        ship: send this package to nodes that lack it (its dependencies must be there).
+        settings: any field of `Settings`, by name: `out`, `interval`, `idle_ttl`, ….
+
+    Raises:
+        StartError: Ray is not initialised or too old, the session of that name is of another version,
+            or its folder cannot be written.
+        SettingError: a name or value that cannot be used.
+
+    """
+    global _current
+    loaded = Settings.load(session=session, **settings)  # type: ignore[arg-type]  # it checks them
+    name = loaded.session or DEFAULT_SESSION
+    _check_ray()
+    found = find_aggregator(name)
+    if found is not None:
+        given = sorted(settings)
+        if given:
+            warnings.warn(
+                f"session {name!r} runs already; {', '.join(given)} are as they were when it started",
+                stacklevel=2,
+            )
+        made = Session(name, found)
+    else:
+        loaded = msgspec.structs.replace(loaded, session=name, out=str(_here() / loaded.out))
+        env = _runtime_env(runtime_env, ship)
+        config = ActorConfig(name, loaded, info={"launcher": "ray"}, everywhere=True, runtime_env=env)
+        made = _make(config)
+        if _cluster_is_ours():
+            atexit.register(_stop_quietly, made)
+    _current = made.config
+    _watch_trainers()
+    return made
+
+
+def current_config() -> ActorConfig | None:
+    """Return how the session that this process started (or found) last is made; None before any `start`."""
+    return _current
+
+
+class Session:
+    """
+    A running session, from outside. Use it as a context manager to have it stopped at the end.
+
+    Every question raises StartError when the session does not answer.
+    """
+
+    def __init__(self, name: str, aggregator: Any) -> None:
+        self.id = name
+        self._aggregator = aggregator
+        about = self._ask("about")
+        if about["version"] != __version__:
+            raise StartError(
+                f"session {name!r} is run by traceml-ray {about['version']}, this is {__version__}: "
+                "choose another name, or stop that one first"
+            )
+        self.folder = Path(about["folder"])
+        """Where its files are, on the aggregator's node."""
+        self.node_id: str = about["node_id"]
+        """The aggregator's node."""
+        settings = Settings.from_json(about["settings"].encode())
+        self.config = ActorConfig(name, settings, info={"launcher": "ray"}, everywhere=True)
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """Return the nodes: node_id, hostname, address, alive, last_seen, and the ranks on each."""
+        nodes: list[dict[str, Any]] = self._ask("nodes")
+        return nodes
+
+    def ranks(self, run: str | None = None) -> list[dict[str, Any]]:
+        """Return who is rank what in the newest run, or in that one: `RankIdentity`, and its rows so far."""
+        streams: dict[int, dict[str, Any]] = self._ask("ranks", run=run)
+        names = RankIdentity.__struct_fields__
+        return [
+            {**dict(zip(names, stream["identity"], strict=True)), "stored": stream["stored"]}
+            for stream in streams.values()
+        ]
+
+    def runs(self) -> list[dict[str, Any]]:
+        """Return the runs of this session, one for each `fit()` or launch: id, name, status, …."""
+        runs: list[dict[str, Any]] = self._ask("runs")
+        return runs
+
+    def summary(self, run: str | None = None) -> dict[str, Any]:
+        """Return the summary (`traceml_ray/summary/1`) of the newest run, or of that one."""
+        summary: dict[str, Any] = self._ask("summary", run=run)
+        return summary
+
+    def verdict(self, run: str | None = None) -> dict[str, Any] | None:
+        """Return the verdict as it stands; None while there is none."""
+        verdict: dict[str, Any] | None = self._ask("verdict", run=run)
+        return verdict
+
+    def status(self) -> dict[str, Any]:
+        """Return how the session itself is doing: the ledger in rows, swallowed errors by place."""
+        status: dict[str, Any] = self._ask("status")
+        return status
+
+    def wait_ready(self, timeout: float = 30.0) -> Session:
+        """Return self when every living node has a relay that answers; StartError after `timeout` seconds."""
+        import ray
+
+        deadline = time.monotonic() + timeout
+        waiting = {node["NodeID"]: node["NodeManagerHostname"] for node in cluster_nodes() if node["Alive"]}
+        while waiting and time.monotonic() < deadline:
+            relays = {node_id: find_relay(self.id, node_id) for node_id in waiting}
+            asked = {relay.ready.remote(): node_id for node_id, relay in relays.items() if relay is not None}
+            left = max(0.0, deadline - time.monotonic())
+            answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=left) if asked else ([], [])
+            for ref in answered:
+                try:
+                    ray.get(ref)
+                    del waiting[asked[ref]]
+                except ray.exceptions.RayError:
+                    continue
+            time.sleep(0.05 if waiting else 0)
+        if waiting:
+            names = ", ".join(sorted(waiting.values())[:5])
+            raise StartError(f"no relay of session {self.id!r} within {timeout:g} s on {names}")
+        return self
+
+    def download(self, path: str | os.PathLike[str]) -> Path:
+        """Bring the session's files here, into the folder `path`/<session>; return that folder."""
+        folder = Path(path) / self.id
+        folder.mkdir(parents=True, exist_ok=True)
+        copy = self._ask("snapshot")
+        try:
+            for name, target in ((copy["name"], "session.sqlite"), *((n, n) for n in _REPORTS)):
+                self._fetch(name, folder / target)
+        finally:
+            self._ask("unsnapshot", name=copy["name"])
+        return folder
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """
+        End the session: its files are written, its actors are gone and its name is free when this returns.
+
+        Training that goes on is not touched. Raises StartError when something is still there after
+        `timeout` seconds; stopping a session that has ended already does nothing.
+        """
+        import ray
+
+        global _current
+        deadline = time.monotonic() + timeout
+        if _current is not None and _current.session == self.id:
+            _current = None
+            _leave_trainers()
+        relays = self._relays()
+        try:
+            ray.get(self._aggregator.stop.remote(), timeout=max(0.1, timeout - 1))
+        except (ray.exceptions.RayError, ValueError):
+            for actor in (self._aggregator, *relays):
+                ray.kill(actor, no_restart=True)
+        while find_aggregator(self.id) is not None or self._relays():
+            if time.monotonic() > deadline:
+                raise StartError(f"session {self.id!r} is still there {timeout:g} s after it was stopped")
+            time.sleep(0.05)
+
+    def __enter__(self) -> Session:
+        """Return self."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop the session; what was done in the block does not fail when that does."""
+        try:
+            self.stop()
+        except StartError as error:
+            warnings.warn(str(error), stacklevel=2)
+
+    def __repr__(self) -> str:
+        """Say what this is and where to look."""
+        return f"<traceml_ray session {self.id!r}: files in {self.folder}; try .verdict(), .nodes(), .stop()>"
+
+    def _relays(self) -> list[Any]:
+
+        found = [find_relay(self.id, node["NodeID"]) for node in cluster_nodes()]
+        return [relay for relay in found if relay is not None]
+
+    def _fetch(self, name: str, target: Path) -> None:
+        with target.open("wb") as file:
+            while chunk := self._ask("file", name=name, offset=file.tell(), n=_CHUNK):
+                file.write(chunk)
+
+    def _ask(self, what: str, **more: object) -> Any:
+        return ask(self._aggregator, self.id, what, **more)
+
+
+def ask(aggregator: Any, session: str, what: str, **more: object) -> Any:
+    """Return the answer of a session's aggregator to a question (`Aggregation.query`). Raises StartError."""
+    import ray
+
+    request = msgspec.msgpack.encode({"what": what, **more})
+    try:
+        reply = ray.get(aggregator.query.remote(request), timeout=ANSWER_S)
+    except ray.exceptions.RayActorError as error:
+        raise StartError(f"session {session!r} cannot be reached: {_cause(error)}") from error
+    except ray.exceptions.GetTimeoutError as error:
+        raise StartError(f"session {session!r} did not answer within {ANSWER_S:g} s") from error
+    answer = msgspec.msgpack.decode(reply)
+    if "error" in answer:
+        raise StartError(f"session {session!r}, {what}: {answer['error']}")
+    return answer["result"]
+
+
+_REPORTS = ("summary.json", "report.txt")
+
+
+def _check_ray() -> None:
+    import ray
+
+    if not ray.is_initialized():
+        raise StartError("Ray is not initialised in this process: call ray.init() before traceml_ray.start()")
+    version = tuple(int(part) for part in re.findall(r"\d+", ray.__version__)[:2])
+    if version < OLDEST_RAY:
+        oldest = ".".join(map(str, OLDEST_RAY))
+        raise StartError(f"Ray {ray.__version__} is too old: traceml-ray needs {oldest} or newer")
+
+
+def _make(config: ActorConfig) -> Session:
+    """Make the aggregator here and a relay on every node, side by side; return when the former answers."""
+    import ray
+
+    from traceml_ray.actors.discovery import ensure_aggregator, ensure_relay
+
+    aggregator = ensure_aggregator(config, ray.get_runtime_context().get_node_id())
+    relays = [ensure_relay(config, node["NodeID"]) for node in cluster_nodes() if node["Alive"]]
+    try:
+        return Session(config.session, aggregator)
+    except StartError:
+        for actor in (aggregator, *relays):
+            ray.kill(actor, no_restart=True)
+        raise
+
+
+def _here() -> Path:
+    """Return what a relative folder is relative to; for a driver that is not on the cluster, a home there."""
+    from ray.util.client import ray as client
+
+    is_connected: Callable[[], bool] = client.is_connected
+    return Path("~") if is_connected() else Path.cwd()
+
+
+def _cluster_is_ours() -> bool:
+    """Whether this process has started the cluster, which then ends with it."""
+    import ray
+
+    node: Any = ray._private.worker._global_node
+    return node is not None and bool(node.is_head())
+
+
+def _stop_quietly(session: Session) -> None:
+    """End of a driver that takes its cluster along: let the session be whole before that."""
+    import ray
+
+    with contextlib.suppress(Exception):
+        if ray.is_initialized():
+            session.stop(_EXIT_S)
+
+
+def _cause(error: Exception) -> str:
+    """Return what an actor that could not be made says of why, without its traceback."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (told or lines or [type(error).__name__])[-1]
+
+
+def _runtime_env(given: dict[str, Any] | None, ship: bool) -> str:
+    """Return the runtime_env of the actors as JSON; with `ship`, this package is in it."""
+    env = dict(given or {})
+    if ship:
+        from traceml_ray.actors.shipping import upload
+
+        env["py_modules"] = [*env.get("py_modules", []), upload()]
+    return json.dumps(env) if env else ""
+
+
+def _watch_trainers() -> None:
+    """Have Ray Train take our callback by itself, in this driver, where it can."""
+    from traceml_ray.launchers.ray_train import train_callback_path
+
+    path = train_callback_path()
+    named = [name for name in os.environ.get(_CALLBACKS, "").split(",") if name]
+    if path is not None and path not in named:
+        os.environ[_CALLBACKS] = ",".join([*named, path])
+
+
+def _leave_trainers() -> None:
+    ours = "traceml_ray.launchers.ray_train."
+    named = [name for name in os.environ.get(_CALLBACKS, "").split(",") if name and not name.startswith(ours)]
+    if named:
+        os.environ[_CALLBACKS] = ",".join(named)
+    else:
+        os.environ.pop(_CALLBACKS, None)

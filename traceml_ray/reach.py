@@ -1,0 +1,79 @@
+"""
+Whether the head of a Ray cluster can be reached, and from what address: asked without Ray, because
+`ray.init` to a dead address never returns.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+
+ONE_NODE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Keeps Ray on 127.0.0.1; without it, it takes that for an address of this machine that others can reach."""
+_TRY_S = 2.0
+_AGAIN_S = 0.05
+_NOBODY = "192.0.2.1"
+"""Which of our addresses leads there is all that is asked; nothing is sent."""
+
+
+def attach_environment(address: str) -> dict[str, str]:
+    """Return what a process has in its environment, before it imports Ray, to attach to `address` safely."""
+    return {
+        # A lost head does not end this process a minute later.
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "31536000",
+        # The working directory of a `uv run` is not uploaded.
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        **(ONE_NODE if address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]") else {}),
+    }
+
+
+def reach(address: str, timeout_s: float) -> tuple[str, str]:
+    """
+    Return (ip:port of the head, own address on the way to it) once something listens at `address`.
+
+    Names are resolved anew at each attempt: the head's may not exist yet. Raises ConnectionError
+    after `timeout_s`.
+    """
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=_TRY_S) as connection:
+                peer, own = connection.getpeername(), connection.getsockname()
+            return join(peer[0], peer[1]), own[0]
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConnectionError(f"nothing answers at {address} ({error})") from None
+        time.sleep(_AGAIN_S)
+
+
+def join(host: str, port: int) -> str:
+    """Return host:port, with brackets around an address that has colons itself."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def own_address(head: str, rank: int, own: str = "") -> str:
+    """
+    Return the address under which the others reach this node.
+
+    Args:
+        head: host:port of the cluster's head.
+        rank: of this node: several launchers on one machine have a loopback address each.
+        own: address on the way to the head, where that is known.
+
+    """
+    host, _, port = head.rpartition(":")
+    own = own or _source_address(host.strip("[]"), int(port))
+    if not own.startswith("127."):
+        return own
+    if host.startswith("127."):
+        return f"127.0.0.{2 + rank % 250}"
+    return _source_address(_NOBODY, 9)  # a machine that knows its own name only as 127.0.1.1
+
+
+def _source_address(host: str, port: int) -> str:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        own: str = probe.getsockname()[0]
+    return own

@@ -1,0 +1,75 @@
+"""What is known of one node of the cluster, and how nodes are shown."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from traceml_ray.store.streams import Stream
+
+COLUMNS = ("node_id", "hostname", "address", "last_seen_ns", "errors", "lost_ns")
+
+
+@dataclass
+class Node:
+    """A machine for as long as it is in the cluster: one that comes back is another node."""
+
+    node_id: str
+    hostname: str
+    address: str
+    last_seen_ns: int | None = None
+    """When its relay reported last."""
+    errors: dict[str, int] = field(default_factory=dict)
+    """That its relay swallowed, by place."""
+    lost_ns: int | None = None
+    """When it was found to be gone from the cluster; None while it is there."""
+
+    def to_row(self) -> tuple[Any, ...]:
+        """Return this as a row of `COLUMNS`."""
+        values = (getattr(self, name) for name in COLUMNS)
+        return tuple(json.dumps(value) if isinstance(value, dict) else value for value in values)
+
+    @classmethod
+    def from_row(cls, row: tuple[Any, ...]) -> Node:
+        """Return the node of a row of `COLUMNS`."""
+        node_id, hostname, address, last_seen_ns, errors, lost_ns = row
+        return cls(node_id, hostname, address, last_seen_ns, json.loads(errors), lost_ns)
+
+
+def node_key(stream: Stream) -> str:
+    """Return what tells the stream's node from others: its id, its hostname while that is not known."""
+    assert stream.identity is not None
+    return stream.identity.node_id or stream.identity.hostname
+
+
+def label_nodes(nodes: Iterable[Node], streams: Iterable[Stream]) -> dict[str, str]:
+    """
+    Return how each node (by `node_key`) is shown: its hostname, with the address where two nodes have
+    the same one, and the beginning of its id where that does not tell them apart.
+
+    Where ranks reported from, the hostname is the one that they said.
+    """
+    nodes = list(nodes)
+    hostnames = {node.node_id: node.hostname for node in nodes}
+    hostnames.update({node_key(stream): stream.identity.hostname for stream in streams if stream.identity})
+    addresses = {node.node_id: node.address for node in nodes}
+    places = {key: (name, addresses.get(key, "address unknown")) for key, name in hostnames.items()}
+    same_name, same_place = Counter(hostnames.values()), Counter(places.values())
+    labels = {}
+    for key, (name, address) in places.items():
+        labels[key] = name
+        if same_place[name, address] > 1:
+            labels[key] = f"{name} ({address}, {key[:8]})"
+        elif same_name[name] > 1:
+            labels[key] = f"{name} ({address})"
+    return labels
+
+
+def stream_labels(nodes: Iterable[Node], streams: Iterable[Stream]) -> dict[int, str]:
+    """Return how the node of each stream (by id) is shown, see `label_nodes`."""
+    streams = list(streams)
+    labels = label_nodes(nodes, streams)
+    return {stream.id: labels[node_key(stream)] for stream in streams if stream.identity}

@@ -1,0 +1,159 @@
+"""The runs of a session: several `fit()` of a driver, groups of plain actors, or one torchrun job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from traceml_ray.store.streams import Stream, attempt_of, last_attempt, shown, world_size
+
+MAX_RUNS = 256
+"""Runs of which is kept what was told of them."""
+_MAX_TEXT = 500
+_MAX_FACTS = 32
+_OURS = frozenset({"id", "started_at", "ended_at", "status"})
+
+
+def by_run(streams: Iterable[Stream]) -> dict[str, list[Stream]]:
+    """Return the streams of each run by its id, oldest run first; those of unknown rank are left out."""
+    found: dict[str, list[Stream]] = {}
+    for stream in streams:
+        if stream.identity is not None:
+            found.setdefault(stream.identity.job_id, []).append(stream)
+    return found
+
+
+def of_run(streams: Iterable[Stream], run: str | None) -> list[Stream]:
+    """Return the streams of `run`, and those of which the run is not known."""
+    return [stream for stream in streams if stream.identity is None or stream.identity.job_id == run]
+
+
+def newest(runs: Mapping[str, bool], told: Iterable[str] = ()) -> str | None:
+    """
+    Return the newest run that has rows, else the newest at all. `runs`, oldest first, say whether they
+    have rows; `told` are those there is word of.
+    """
+    stored = [run for run, rows in runs.items() if rows]
+    known = [*runs, *(run for run in told if run not in runs)]
+    return stored[-1] if stored else known[-1] if known else None
+
+
+def with_rows(runs: Mapping[str, list[Stream]]) -> dict[str, bool]:
+    """Return whether each run has rows."""
+    return {run: any(stream.stored for stream in streams) for run, streams in runs.items()}
+
+
+def note(
+    told: Mapping[str, Any], job_id: str, now: int, info: Mapping[str, Any], status: str | None = None
+) -> dict[str, Any]:
+    """Return `told` (by run) with what is said of one run; what it holds is bounded."""
+    facts: dict[str, Any] = {**told.get(job_id, {"id": job_id, "started_at": now})}
+    for name, value in info.items():
+        if name not in _OURS and (name in facts or len(facts) < _MAX_FACTS):
+            facts[name[:_MAX_TEXT]] = value[:_MAX_TEXT] if isinstance(value, str) else value
+    if status is not None:
+        facts["status"] = status[:_MAX_TEXT]
+        facts.setdefault("ended_at", now)
+    runs = {**told, job_id: facts}
+    while len(runs) > MAX_RUNS:
+        del runs[next((run for run in runs if "ended_at" in runs[run]), next(iter(runs)))]
+    return runs
+
+
+def status_of(streams: list[Stream], told: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
+    """
+    Return how a run stands: what was told of it, else how the session stands.
+
+    While the session runs, a run of which nobody said how it ended has `ended` when all its ranks have.
+    """
+    session: str = told.get("status") or meta.get("status", "running")
+    last = last_attempt(streams)
+    return "ended" if session == "running" and last and all(stream.ended for stream in last) else session
+
+
+def list_runs(
+    streams: Iterable[Stream], meta: Mapping[str, Any], labels: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """
+    Return every run of a session, oldest first: `id`, `name`, `launcher`, `status`, `started_at` and
+    `ended_at` (ns), `world_size`, `nnodes`, `attempts`, `label` of its verdict (`labels`: the last live
+    ones), `ledger` in rows.
+    """
+    runs, told = by_run(streams), meta.get("runs", {})
+    ids = [*runs, *(run for run in told if run not in runs)]
+    return [
+        _entry(
+            run, runs.get(run, []), told.get(run, {}), meta, labels, own=len(ids) == 1 or _is_own(run, meta)
+        )
+        for run in ids
+    ]
+
+
+def _is_own(run: str, meta: Mapping[str, Any]) -> bool:
+    """Whether this is the run for which the session was made, by torchrun's launcher."""
+    return bool(run == meta.get("session"))
+
+
+def _entry(
+    run: str,
+    streams: list[Stream],
+    told: Mapping[str, Any],
+    meta: Mapping[str, Any],
+    labels: Mapping[str, str],
+    *,
+    own: bool,
+) -> dict[str, Any]:
+    """What is known of one run; what was said of the session holds for its `own` run."""
+    said = {**meta, **told} if own else told
+    status = status_of(streams, told, meta)
+    ended = told.get("ended_at") or meta.get("ended_at")
+    if not ended and status == "ended":
+        ended = max(stream.last_seen_ns for stream in streams)
+    first = min((stream.first_seen_ns for stream in streams), default=None)
+    return {
+        "id": run,
+        "name": told.get("name") or run,
+        "launcher": told.get("launcher") or meta.get("launcher"),
+        "status": status,
+        "started_at": said.get("started_at") or first,
+        "ended_at": ended,
+        "world_size": world_size(shown(streams), said.get("world_size")) or None,
+        "nnodes": said.get("nnodes"),
+        "attempts": len({attempt_of(stream) for stream in streams}),
+        "label": told.get("label") or labels.get(run),
+        "ledger": count(streams),
+    }
+
+
+def count(streams: Iterable[Stream]) -> dict[str, Any]:
+    """Return where every produced row is: `produced = stored + dropped + in_flight`, in rows."""
+    total = {"produced": 0, "stored": 0, "in_flight": 0}
+    dropped = {"agent": 0, "relay": 0, "aggregator": 0}
+    for stream in streams:
+        for name in total:
+            total[name] += getattr(stream, name)
+        for name in dropped:
+            dropped[name] += getattr(stream, f"dropped_{name}")
+    return {**total, "dropped": dropped}
+
+
+def ledger(streams: Iterable[Stream], run: str | None) -> dict[str, Any]:
+    """
+    Return `count` of all streams, and in `per_rank` that of each rank of `run`: attempts and processes
+    of one rank are added up, those of other runs are not.
+
+    `unreported` is what was produced after a rank's last report: 0 after a last batch, None (not
+    known) for a process that was killed.
+    """
+    streams = list(streams)
+    ranks: dict[int | None, list[Stream]] = {}
+    for stream in of_run(streams, run):
+        ranks.setdefault(stream.rank, []).append(stream)
+    per_rank = {
+        "unknown" if rank is None else str(rank): {
+            **count(ranks[rank]),
+            "unreported": 0 if all(stream.final for stream in ranks[rank]) else None,
+        }
+        for rank in sorted(ranks, key=lambda rank: (rank is None, rank))
+    }
+    return {**count(streams), "per_rank": per_rank}
