@@ -9,37 +9,14 @@ from pathlib import Path
 import msgspec
 
 from traceml_ray import wire
+from traceml_ray.session import LIVE, Live
 
-LIVE = "live.json"
 FINISH_TIMEOUT_S = 8.0
 _STOPPED = -15
 
 
-class Live(msgspec.Struct, frozen=True):
-    """What is in `live.json` of a session folder while its monitor runs. No secret."""
-
-    pid: int
-    """Of the launcher."""
-    socket: str
-    namespace: str
-    address: str
-    """Of the Ray cluster."""
-
-
 class ControlError(RuntimeError):
     """A live session that does not do what it is told; the message says which and why."""
-
-
-def write_live(folder: Path, live: Live) -> None:
-    """Write `live.json` into a session folder, for this user only. Raises OSError."""
-    write_private(folder / LIVE, msgspec.json.encode(live))
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """Write a file for this user only. Raises OSError."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(data)
 
 
 def stop(folder: Path) -> None:

@@ -13,12 +13,12 @@ import socket
 import sys
 import threading
 import time
-from typing import TextIO
+from typing import Any, TextIO
 
 import msgspec
 
 from traceml_ray.actors.config import ActorConfig
-from traceml_ray.reach import attach_environment, reach
+from traceml_ray.reach import attach, attach_environment, reach
 
 from .cluster import die_with
 
@@ -85,9 +85,9 @@ def _make_actors(request: HelperRequest, address: str) -> None:
     from traceml_ray.actors.discovery import ensure, ensure_relay
     from traceml_ray.actors.names import find_aggregator
 
-    temp_dir = {"_temp_dir": request.temp_dir} if request.temp_dir else {}
-    ray.init(address=address, namespace="traceml", log_to_driver=False, configure_logging=False, **temp_dir)
+    attach(address, request.temp_dir)
     actors = request.actors
+    made: tuple[Any, ...]
     if request.first:
         made = ensure(actors, fresh=True)
     else:

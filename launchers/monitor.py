@@ -28,12 +28,12 @@ from traceml_ray.actors.names import NAMESPACE
 from traceml_ray.agent.attached import FILE as ATTACHMENT
 from traceml_ray.agent.attached import Attachment
 from traceml_ray.agent.bootstrap import rank_environment
-from traceml_ray.session import SessionError, SessionFolder, prepare
+from traceml_ray.session import LIVE, Live, SessionError, SessionFolder, prepare, write_live, write_private
 from traceml_ray.settings import Settings
 from traceml_ray.spool import SUFFIX
 
 from .cluster import JOIN_S, PrivateRay
-from .control import LIVE, Live, ask_finish, write_live, write_private
+from .control import ask_finish
 from .helper import HelperReply, HelperRequest
 from .nodes import Nodes
 

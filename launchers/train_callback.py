@@ -202,10 +202,9 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
         if self._run is None:
             return
         if errors := self._errors + self._run.errors:
-            text = "swallowed in Ray Train's controller: " + ", ".join(
-                f"{e} ({n})" for e, n in errors.items()
-            )
-            self._run.tell(None, wire.Event("note", time.time_ns(), message=text[:_MESSAGE_CHARS]))
+            places = ", ".join(f"{place} ({count})" for place, count in errors.items())
+            text = f"swallowed in Ray Train's controller: {places}"[:_MESSAGE_CHARS]
+            self._run.tell(None, wire.Event("note", time.time_ns(), message=text))
         if not self._run.end(status):
             _log.warning("the summary of this run may be missing: the session's aggregator did not answer")
 

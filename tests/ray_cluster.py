@@ -49,7 +49,7 @@ class FakeCluster:
         """Add a node of so many CPUs; return it (`remove` takes it)."""
         self._count += 1
         if self._count > 1:
-            more["node_ip_address"] = f"127.0.0.{self._count}"
+            more.setdefault("node_ip_address", f"127.0.0.{self._count}")
         return self._cluster.add_node(
             num_cpus=cpus,
             object_store_memory=OBJECT_STORE_BYTES,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
+from typing import Any
 
 ONE_NODE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Keeps Ray on 127.0.0.1; without it, it takes that for an address of this machine that others can reach."""
@@ -25,6 +26,17 @@ def attach_environment(address: str) -> dict[str, str]:
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         **(ONE_NODE if address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]") else {}),
     }
+
+
+def attach(address: str, temp_dir: str = "") -> None:
+    """
+    Attach this process to a Ray cluster that answers; `temp_dir` is that of the raylet of this node, where
+    there may be others. The environment is as `attach_environment` says.
+    """
+    import ray
+
+    where: dict[str, Any] = {"_temp_dir": temp_dir} if temp_dir else {}
+    ray.init(address=address, namespace="traceml", log_to_driver=False, configure_logging=False, **where)
 
 
 def reach(address: str, timeout_s: float) -> tuple[str, str]:

@@ -9,6 +9,7 @@ same name is moved aside.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -17,14 +18,29 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from traceml_ray.settings import check_session_name
 
 DATABASE = "session.sqlite"
+LIVE = "live.json"
 _LOCK = ".lock"
 
 
 class SessionError(ValueError):
     """A session that cannot be made or found; the message says which, where, and what to do."""
+
+
+class Live(msgspec.Struct, frozen=True):
+    """What is in `live.json` of a session folder while its monitor runs. No secret."""
+
+    pid: int
+    """Of the launcher, or of the aggregator where there is none."""
+    socket: str
+    """Of the relay beside it: it can be asked to end the session."""
+    namespace: str
+    address: str
+    """Of the Ray cluster."""
 
 
 @dataclass
@@ -59,6 +75,8 @@ class SessionFolder:
     def release(self) -> None:
         """Let go of the session, so that its name can be used again."""
         if self.lock_fd is not None:
+            with contextlib.suppress(OSError):
+                (self.path / LIVE).unlink(missing_ok=True)
             os.close(self.lock_fd)
             self.lock_fd = None
 
@@ -126,6 +144,18 @@ def holder(folder: Path) -> int | None:
         return _pid_in(fd) if error.errno == errno.EWOULDBLOCK else None
     finally:
         os.close(fd)
+
+
+def write_live(folder: Path, live: Live) -> None:
+    """Write `live.json` into a session folder, for this user only. Raises OSError."""
+    write_private(folder / LIVE, msgspec.json.encode(live))
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file for this user only. Raises OSError."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
 
 
 def _sessions(out: Path) -> list[Path]:

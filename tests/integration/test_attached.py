@@ -196,16 +196,28 @@ def test_a_ray_that_is_lost_changes_neither_the_exit_code_nor_the_time_it_takes(
     assert err == "" or ending == "raise"
 
 
-def test_a_rank_that_ends_before_it_is_attached_leaves_its_rows_in_the_spool(node: Node) -> None:
-    (node.folder / FILE).unlink()  # nobody tells it where
+def run_alone(node: Node, seconds: int) -> subprocess.CompletedProcess[str]:
+    """Run a rank that does not get attached, for so long."""
     base = {**os.environ, "OMP_NUM_THREADS": "1"}
-    script = SCRIPT.replace("time.monotonic() + 60", "time.monotonic() + 2")
+    script = SCRIPT.replace("time.monotonic() + 60", f"time.monotonic() + {seconds}")
     ran = subprocess.run(
         [sys.executable, "-c", script, "exit"],
         env={**base, **rank_environment(node.settings, base)},
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
+    told = json.loads(ran.stdout)
+    assert time.time() - told["ended"] < EXIT_S
     assert (ran.returncode, ran.stderr) == (3, "")
-    batches = node.spooled()
-    assert sum(len(batch.flags) for batch in batches) == json.loads(ran.stdout)["steps"]
-    assert batches[-1].errors == {"channel.attach: FileNotFoundError": 1}
+    assert sum(len(batch.flags) for batch in node.spooled()) == told["steps"]
+    return ran
+
+
+def test_a_rank_that_cannot_attach_leaves_its_rows_in_the_spool_and_says_why(node: Node) -> None:
+    (node.folder / FILE).unlink()
+    run_alone(node, 2)
+    assert node.spooled()[-1].errors == {"channel.attach: FileNotFoundError": 1}
+
+
+def test_a_rank_that_ends_while_it_is_attaching_ends_well(node: Node) -> None:
+    node.signal("raylet", signal.SIGSTOP)  # where `ray.init` waits for it
+    run_alone(node, 6)

@@ -108,6 +108,12 @@ def test_four_nodes_of_two_ranks_through_every_loss(cluster: FakeCluster, tmp_pa
         print(f"relay on a joined node reports after {took:.1f} s")
         cluster.remove(joined)
         until(lambda: _alive(session) == 4, "the node is gone", 30)
+        back = cluster.add(1, node_ip_address=joined.node_ip_address)  # the same machine, a new node
+        until(lambda: _alive(session) == 5, "a relay on the node that came back", 15)
+        both = [_node(session, node.node_id) for node in (joined, back)]
+        assert [node["alive"] for node in both] == [False, True]
+        assert both[0]["address"] == both[1]["address"]
+        assert both[0]["label"] != both[1]["label"]
 
         until(lambda: running.done() or label(session) == ("straggler", "data", 5), "the verdict again")
         stop.touch()
@@ -117,7 +123,7 @@ def test_four_nodes_of_two_ranks_through_every_loss(cluster: FakeCluster, tmp_pa
         check_ledger(summary)
         assert [run["status"] for run in session.runs()] == ["finished"]
         kinds = [event["kind"] for event in summary["events"]]
-        assert kinds.count("node_joined") >= 1
+        assert kinds.count("node_joined") == 2
         assert kinds.count("node_lost") == 1
         verdict = summary["verdict"]
         assert (verdict["label"], verdict["stage"], verdict["rank"]) == ("straggler", "data", 5)

@@ -23,14 +23,20 @@ a planted millisecond does not cost the job one.
 
 
 def launch(
-    out: Path, session: str, ranks: int, steps: int, *arguments: str, flags: tuple[str, ...] = ()
+    out: Path,
+    session: str,
+    ranks: int,
+    steps: int,
+    *arguments: str,
+    flags: tuple[str, ...] = (),
+    script: tuple[str, ...] = (str(SCRIPT),),
 ) -> subprocess.CompletedProcess[str]:
     """Run the example under the launcher; the finished process."""
     return subprocess.run(
         [
             *(sys.executable, "-m", "traceml_ray.launch", "--nproc-per-node", str(ranks)),
             *("--out", str(out), "--session", session, *flags),
-            *(str(SCRIPT), "--steps", str(steps), *arguments),
+            *(*script, "--steps", str(steps), *arguments),
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=out,
@@ -109,10 +115,39 @@ def test_a_healthy_run_is_healthy_and_trains_the_same_to_the_bit(tmp_path: Path,
     check_ledger(summary, ranks, 80)
 
 
-def test_a_script_that_raises_keeps_its_traceback_and_its_exit_code(tmp_path: Path) -> None:
-    arguments = ("--fail", "1:30")
-    watched = launch(tmp_path, "s", 2, 60, *arguments)
-    plain = launch(tmp_path, "s", 2, 60, *arguments, flags=("--no-monitor",))
+def test_over_the_actor_channel_it_is_the_same(tmp_path: Path) -> None:
+    """Ranks that attach to Ray while they train; the script around the example says whether they did."""
+    around = tmp_path / "around.py"
+    around.write_text(
+        "import os, runpy, sys\n"
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "ray = sys.modules.get('ray')\n"
+        "told = [name for name in os.environ if name.startswith('RAY')]\n"
+        "print('attached', ray is not None and ray.is_initialized(), told)\n"
+    )
+    losses = {}
+    for name, flags in (("watched", ("--channel", "actor")), ("plain", ("--no-monitor",))):
+        log = tmp_path / name
+        arguments = ("--slow", "data:1:30", "--loss-log", str(log), *SMALL)
+        done = launch(tmp_path, "s", 2, 400, *arguments, flags=flags, script=(str(around), str(SCRIPT)))
+        assert done.returncode == 0, done.stderr[-4000:]
+        losses[name] = log.read_text(), log.with_name(f"{name}.rank1").read_text()
+        assert done.stdout.count("attached True []") == (2 if name == "watched" else 0), done.stdout[-500:]
+    assert losses["watched"] == losses["plain"]
+    summary = summary_of(tmp_path, "s")
+    verdict = summary["verdict"]
+    assert (verdict["label"], verdict["stage"], verdict["rank"]) == ("straggler", "data", 1), verdict["why"]
+    check_ledger(summary, 2, 400)
+
+
+@pytest.mark.parametrize(("channel", "step"), [("socket", 30), ("actor", 500)])
+def test_a_script_that_raises_keeps_its_traceback_and_its_exit_code(
+    tmp_path: Path, channel: str, step: int
+) -> None:
+    arguments = ("--fail", f"1:{step}", *SMALL)
+    watched = launch(tmp_path, "s", 2, 2 * step, *arguments, flags=("--channel", channel))
+    plain = launch(tmp_path, "s", 2, 2 * step, *arguments, flags=("--no-monitor",))
     assert watched.returncode == plain.returncode == 1
 
     def traceback_of(text: str) -> list[str]:
@@ -123,6 +158,6 @@ def test_a_script_that_raises_keeps_its_traceback_and_its_exit_code(tmp_path: Pa
     summary = summary_of(tmp_path, "s")
     verdict = summary["verdict"]
     assert (verdict["label"], verdict["rank"]) == ("rank_lost", 1), verdict["why"]
-    assert verdict["last_step"] in (28, 29, 30)
+    assert step - 2 <= verdict["last_step"] <= step
     assert "RuntimeError" in verdict["exit_reason"]
     assert summary["session"]["status"] == "failed"

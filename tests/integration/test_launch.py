@@ -23,7 +23,8 @@ import pytest
 from traceml_ray import wire
 from traceml_ray.identity import RankIdentity
 from traceml_ray.launchers import control
-from traceml_ray.launchers.cluster import PrivateRay, members
+from traceml_ray.launchers.cluster import PrivateRay, free_port, members
+from traceml_ray.session import LIVE
 from traceml_ray.store.session_file import SessionFile
 
 # Plays a rank whose agent finds the relay: sends one batch, waits for the reply. Does not import torch.
@@ -42,8 +43,9 @@ def talk(data):
             except OSError:
                 time.sleep(0.05)
     raise SystemExit("no relay")
-if "--batch" in sys.argv and rank == "0":
-    talk(bytes.fromhex(sys.argv[sys.argv.index("--batch") + 1]))
+for flag, number in (("--batch", "0"), ("--other", "2")):
+    if flag in sys.argv and rank == number:
+        talk(bytes.fromhex(sys.argv[sys.argv.index(flag) + 1]))
 print("rank", rank, "is up", flush=True)
 if "--environ" in sys.argv and rank == "0":
     print("environ", sorted(name for name in os.environ if name.startswith(("TRACEML", "RAY"))))
@@ -54,8 +56,8 @@ if "--wait" in sys.argv:
 """
 
 
-def batch(stream: str = "rank0", pid: int = 1) -> str:
-    who = RankIdentity(0, 0, 0, 2, 2, 1, "host", None, "job", 0, pid, "explicit")
+def batch(stream: str = "rank0", pid: int = 1, rank: int = 0) -> str:
+    who = RankIdentity(rank, 0, rank // 2, 4, 2, 2, "host", None, "job", 0, pid, "explicit")
     keys = (1 << 8).to_bytes(8, "little")
     rows = (5_000_000).to_bytes(8, "little") * wire.N_STAGES
     message = wire.RankBatch(wire.VERSION, stream, 0, 0, 1, 0, 0, keys, b"\0", rows, who, final=True)
@@ -157,9 +159,7 @@ def test_a_script_without_torch_ends_well_and_leaves_a_session(bench: Bench) -> 
 
 def test_what_ranks_report_while_they_run_is_in_the_session(bench: Bench) -> None:
     process = bench.start("--session", "live", str(bench.script), "--batch", batch())
-    live = (
-        until((bench.out / "live" / control.LIVE).exists, "live.json") and bench.out / "live" / control.LIVE
-    )
+    live = until((bench.out / "live" / LIVE).exists, "live.json") and bench.out / "live" / LIVE
     assert live.stat().st_mode & 0o777 == 0o600
     told = json.loads(live.read_bytes())
     assert told["pid"] == process.pid
@@ -231,6 +231,52 @@ def test_two_launches_at_once_do_not_meet_and_sigterm_ends_everything(bench: Ben
         assert bench.summary(session)["session"]["status"] == "stopped"
         assert bench.summary(session)["ledger"]["stored"] == 1
     bench.assert_nothing_is_left()
+
+
+def test_two_launchers_of_one_job_on_one_machine_make_one_session(bench: Bench) -> None:
+    ranks = (str(bench.script), "--batch", batch(), "--other", batch("rank2", rank=2))
+    job = ("--nnodes", "2", "--master-port", str(free_port()), "--traceml-port", str(free_port()))
+    other = bench.start(*job, "--node-rank", "1", *ranks, RAY_AUTH_TOKEN="t" * 32)
+    first = bench.start(*job, "--node-rank", "0", *ranks, RAY_AUTH_TOKEN="t" * 32)
+    _, err = first.communicate(timeout=90)
+    ended = time.monotonic()
+    _, others = other.communicate(timeout=20)
+    assert time.monotonic() - ended < 10
+    assert (first.returncode, other.returncode) == (0, 0), err + others
+    (folder,) = bench.out.iterdir()
+    assert f"files: {folder}" in err
+    assert f"session {folder.name!r} is written by the launcher on 127.0.0.1" in others
+    session = bench.summary(folder.name)["session"]
+    assert (session["status"], session["world_size"], session["nnodes"]) == ("finished", 4, 2)
+    assert [node["ranks"] for node in session["nodes"]] == [[0], [2]]
+    with SessionFile(folder / "session.sqlite") as file:
+        assert file.ledger()["stored"] == 2
+        assert [event["kind"] for event in file.events()[0]].count("relay_start") == 2
+    bench.assert_nothing_is_left()
+
+
+def test_a_node_whose_first_never_comes_trains_and_says_what_it_keeps(bench: Bench) -> None:
+    script = bench.out.parent / "alone.py"
+    script.write_text("import os; open(os.environ['TRACEML_SPOOL'] + '/left.spool', 'w').close()")
+    job = (
+        "--nnodes",
+        "1:2",
+        "--node-rank",
+        "1",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-conf",
+        "last_call_timeout=1",
+    )
+    place = ("--rdzv-endpoint", f"localhost:{free_port()}", "--traceml-port", str(free_port()))
+    ran = bench.run(*job, *place, str(script), RAY_AUTH_TOKEN="t" * 32)
+    assert ran.returncode == 0, ran.stderr
+    (kept,) = re.findall(r"rows of 1 ranks could not be delivered; they are in (\S+)", ran.stderr)
+    assert [path.name for path in Path(kept).iterdir()] == ["left.spool"]
+    assert [path.name for path in Path(kept).parent.iterdir()] == ["spool"]
+    shutil.rmtree(Path(kept).parent)
+    assert not bench.out.exists()
+    until(lambda: not bench.ours(), "all processes end")
 
 
 def test_a_killed_launcher_takes_its_ray_with_it(bench: Bench) -> None:

@@ -227,7 +227,7 @@ def test_a_rank_that_fails_on_the_second_host_is_named_and_both_launchers_fail(h
 
 
 @pytest.mark.timeout(120)
-def test_without_a_token_it_works_and_is_said_and_a_lost_host_leaves_the_other_alone(hosts: Hosts) -> None:
+def test_without_a_token_it_works_and_says_so_and_a_stop_on_one_host_ends_both(hosts: Hosts) -> None:
     script = (str(EXAMPLE), "--steps", "4000", *SMALL)
     flags = ("--out", str(hosts.folder / "out"), "--session", "open", *script)
     other, first = hosts.launch(1, *flags), hosts.launch(0, *flags)

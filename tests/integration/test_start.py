@@ -202,6 +202,35 @@ def test_an_idle_session_ends_itself_and_writes_its_files(tmp_path: Path) -> Non
     assert (session.folder / "report.txt").exists()
 
 
+def test_the_example_of_plain_actors_names_the_slow_one(cluster: FakeCluster, tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "ray_actors.py"
+    ran = subprocess.run(
+        [sys.executable, str(example), "--steps", "80", "--slow-actor", "1"],
+        env={**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": cluster.address},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert "straggler: rank 1" in ran.stdout, ran.stderr[-3000:]
+    left = sorted(path.name for path in (tmp_path / "traceml-sessions" / "default").iterdir())
+    assert left == [".lock", "report.txt", "session.sqlite", "summary.json"]
+    assert "trainer-1" in (tmp_path / "traceml-sessions" / "default" / "report.txt").read_text()
+
+
+def test_the_command_line_says_how_it_stands_and_ends_it(tmp_path: Path) -> None:
+    traceml_ray.start("told", out=tmp_path).wait_ready()
+    command = [sys.executable, "-m", "traceml_ray.cli"]
+    told = subprocess.run([*command, "status", str(tmp_path / "told")], capture_output=True, text=True)
+    [aggregator] = actor_processes("Aggregator")
+    assert f"running (live, aggregator pid {aggregator.pid})" in told.stdout, told.stderr
+    ended = subprocess.run([*command, "stop", str(tmp_path / "told")], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    until(lambda: not names_of("told"), "every actor ends")
+    assert not (tmp_path / "told" / "live.json").exists()
+    assert '"stopped"' in (tmp_path / "told" / "summary.json").read_text()
+
+
 def test_what_cannot_be_started_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingError, match="session='a/b' must be"):
         traceml_ray.start("a/b")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import warnings
@@ -15,8 +16,8 @@ from traceml_ray import __version__, wire
 from traceml_ray.actors.aggregation import Aggregation
 from traceml_ray.actors.config import ActorConfig
 from traceml_ray.actors.membership import Membership
-from traceml_ray.actors.names import end_myself
-from traceml_ray.session import SessionFolder, open_folder
+from traceml_ray.actors.names import NAMESPACE, end_myself, relay_folder
+from traceml_ray.session import Live, SessionFolder, open_folder, write_live
 
 COMMIT_S = 1.0
 FLUSH_S = 1.5
@@ -47,12 +48,18 @@ class Aggregator:
         self._aggregation = Aggregation(folder, made.settings, dict(made.info))
         self._membership = Membership(made, self._aggregation.node_state)
         self._stopping = threading.Lock()
+        self._closed = False
+        if self._held is not None:
+            socket = relay_folder(made.session, self._node_id) / "relay.sock"
+            write_live(folder, Live(os.getpid(), str(socket), NAMESPACE, context.gcs_address))
         if made.everywhere:
             self._membership.start()
         threading.Thread(target=self._beat, name="traceml-beat", daemon=True).start()
 
     def _beat(self) -> None:
         while self._aggregation.idle_s() < self._config.settings.idle_ttl:
+            if self._closed:
+                return
             try:
                 self._aggregation.commit()
                 self._aggregation.judge()
@@ -83,7 +90,7 @@ class Aggregator:
             message = wire.decode(data, wire.Finish)
             waiting = self._aggregation.finish(message)
             if message.stop and not waiting:
-                self._aggregation.close()  # the session file is whole, without a WAL beside it
+                self._close()
         except Exception as error:
             return wire.encode(wire.Finished(wire.VERSION, False, f"{type(error).__name__}: {error}"))
         return wire.encode(wire.Finished(wire.VERSION, True, waiting=waiting))
@@ -127,8 +134,9 @@ class Aggregator:
         self._membership.end()
         relays = self._ask_relays("end")
         try:
-            self._aggregation.finish(wire.Finish(wire.VERSION, 0, force=True))
-            self._aggregation.close()
+            if not self._closed:
+                self._aggregation.finish(wire.Finish(wire.VERSION, 0, force=True))
+                self._close()
             finished = wire.Finished(wire.VERSION, True)
         except Exception as error:
             finished = wire.Finished(wire.VERSION, False, f"{type(error).__name__}: {error}")
@@ -137,6 +145,11 @@ class Aggregator:
         if self._held is not None:
             self._held.release()
         return finished
+
+    def _close(self) -> None:
+        """Leave a session file that is whole, without a WAL beside it."""
+        self._closed = True
+        self._aggregation.close()
 
     def _ask_relays(self, method: str, *args: object) -> list[Any]:
         """Call every relay, wait for them a little; return their handles."""

@@ -16,6 +16,8 @@ from traceml_ray.actors.relay import Relay
 
 MAX_IN_FLIGHT = 4
 FLUSH_S = 1.0
+SENT_S = 0.3
+"""Long enough for a call to be on its way before this process ends."""
 
 
 class NodeRelay:
@@ -74,6 +76,6 @@ class ActorTransport(ActorCalls):
         return self.call("finish", data)
 
     def stop(self) -> None:
-        """End the aggregator."""
+        """Have the aggregator end the session's actors, this one among them."""
         if self._actor is not None:
-            ray.kill(self._actor, no_restart=True)
+            ray.wait([self._actor.stop.remote()], timeout=SENT_S)

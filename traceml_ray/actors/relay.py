@@ -403,12 +403,15 @@ class Relay:
             self._finished = None
             if self._transport.finish(wire.encode(message)):
                 failed = self._failures
-                while self._finished is None and failed == self._failures:
+                while (answer := self._answer()) is None and failed == self._failures:
                     yield
-                if self._finished is not None and not self._finished.waiting:
+                if answer is not None and not answer.waiting:
                     break
             yield from self._pause(TICK_S * 4)
         return finished
+
+    def _answer(self) -> wire.Finished | None:
+        return self._finished
 
     def _pause(self, seconds: float) -> Generator[None, None, None]:
         until = self._clock() + seconds

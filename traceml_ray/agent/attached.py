@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from traceml_ray.reach import attach_environment, reach
+from traceml_ray.reach import attach, attach_environment, reach
 
 FILE = "attach.json"
 ATTACH_S = 2.0
@@ -116,17 +116,12 @@ class AttachedChannel:
         with _environment({**attach_environment(address), **found.environ}), _hooks_as_they_were():
             import ray
 
-            temp_dir = {"_temp_dir": found.temp_dir} if found.temp_dir else {}
             self._attached = True
+            _end_with_the_interpreter(ray)
             with _silence(logging.getLogger("ray")):
-                ray.init(
-                    address=address,
-                    namespace="traceml",
-                    log_to_driver=False,
-                    configure_logging=False,
-                    **temp_dir,
-                )
-            _let_go_of_the_end(ray)
+                attach(address, found.temp_dir)
+            _keep_for_good(ray)
+            _hear_no_messages(ray)
         from traceml_ray.agent.actor_channel import ActorChannel
 
         channel = ActorChannel(self._session)
@@ -137,9 +132,9 @@ class AttachedChannel:
         """End of the process: leave Ray, and do not wait for it longer than a moment."""
         self.close()
         self._thread.join(ATTACH_S if self._attached else 0)
-        if not self._attached:
-            return
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+        if self._channel is None:
+            return
         import ray
 
         leaving = threading.Thread(target=_quietly, args=(ray.shutdown,), daemon=True)
@@ -162,32 +157,35 @@ def _listens(path: str) -> bool:
     return True
 
 
-def _let_go_of_the_end(ray: Any) -> None:
+def _end_with_the_interpreter(ray: Any) -> None:
     """
-    Take the end of the process out of Ray's hands.
+    Have this process, and each child that it forks, be over when Python is done, with the exit code it has.
 
-    Ray's own handler at exit has no deadline. And C++ objects, ended by the interpreter or after it, hang
-    or crash where Ray's threads still wait for a head or a raylet that does not answer, and in every
-    forked child. So they are never ended: when the interpreter is done, the process (or the child) is
-    over, with the exit code it has.
+    Ray's own handler at exit has no deadline, and what C++ does after Python hangs or crashes where Ray's
+    threads still wait for a head or a raylet that does not answer, and in every forked child.
     """
     atexit.unregister(ray.shutdown)
-    state, kv = (
-        importlib.import_module("ray._private.state"),
-        importlib.import_module("ray.experimental.internal_kv"),
-    )
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)  # called as _exit(status, None), before the handlers of Ray's library
+    libc.on_exit(libc.fcloseall, None)  # before that one: what C code has buffered is written
+
+
+def _keep_for_good(ray: Any) -> None:
+    """Never end Ray's C++ objects, for the same reason: Python would, on its way out."""
     worker = ray._private.worker
+    state, kv = map(importlib.import_module, ("ray._private.state", "ray.experimental.internal_kv"))
     for holder in (worker.global_worker, worker._global_node, state.state, kv):
         for held in list(vars(holder).values()):
             if type(held).__module__ == "ray._raylet":
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
-    libc = ctypes.CDLL(None)
-    libc.on_exit(libc._exit, None)  # called as _exit(status, None), before the handlers of Ray's library
-    libc.on_exit(libc.fcloseall, None)  # before that one: what C code has buffered is written
-    with contextlib.suppress(Exception):  # Ray would print the cluster's troubles into the script's output
-        worker.global_worker.threads_stopped.set()
-        worker.global_worker.gcs_error_subscriber.close()
-        worker.global_worker.listener_thread.join(SHUTDOWN_S)
+
+
+def _hear_no_messages(ray: Any) -> None:
+    """End the thread in which Ray prints the cluster's troubles into the script's output."""
+    worker = ray._private.worker.global_worker
+    worker.threads_stopped.set()
+    worker.gcs_error_subscriber.close()
+    worker.listener_thread.join(SHUTDOWN_S)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from traceml_ray.wire import SEGMENT_BITS, STAGES
 
 def render_status(session: SessionFile, folder: Path, holder: int | None, now: int) -> str:
     """
-    Return the status of the session in `folder`; `holder` is the pid of its launcher, if it lives,
+    Return the status of the session in `folder`; `holder` is the pid of who holds it, if that lives,
     `now` the wall clock in ns.
     """
     meta, streams = session.meta(), session.streams()
@@ -23,7 +23,8 @@ def render_status(session: SessionFile, folder: Path, holder: int | None, now: i
     labels = label_nodes(nodes, streams)
     labels.update({node.node_id: f"{labels[node.node_id]} (lost)" for node in nodes if node.lost_ns})
     verdicts, _ = session.verdicts()
-    live = f"live, launcher pid {holder}" if holder else "no launcher holds it"
+    holds = "launcher" if meta.get("launcher") == "torchrun" else "aggregator"
+    live = f"live, {holds} pid {holder}" if holder else f"no {holds} holds it"
     parts = [[f"{folder}: {meta.get('status', 'running')} ({live})"]]
     if verdicts:
         last = verdicts[-1]
