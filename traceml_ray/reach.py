@@ -5,13 +5,18 @@ Whether the head of a Ray cluster can be reached, and from what address: asked w
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from typing import Any
 
+import psutil
+
 ONE_NODE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Keeps Ray on 127.0.0.1; without it, it takes that for an address of this machine that others can reach."""
 _TRY_S = 2.0
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""How a connection of HTTP/2, which gRPC is, begins."""
 _AGAIN_S = 0.05
 _NOBODY = "192.0.2.1"
 """Which of our addresses leads there is all that is asked; nothing is sent."""
@@ -52,11 +57,38 @@ def reach(address: str, timeout_s: float) -> tuple[str, str]:
         try:
             with socket.create_connection((host.strip("[]"), int(port)), timeout=_TRY_S) as connection:
                 peer, own = connection.getpeername(), connection.getsockname()
+                _greet(connection)
             return join(peer[0], peer[1]), own[0]
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ConnectionError(f"nothing answers at {address} ({error})") from None
         time.sleep(_AGAIN_S)
+
+
+def _greet(connection: socket.socket) -> None:
+    """Have a gRPC server say its first word: the kernel alone takes connections for one that is stopped."""
+    if os.environ.get("RAY_USE_TLS", "0").lower() in ("0", "false", ""):
+        connection.sendall(_GREETING)
+        if not connection.recv(1):
+            raise ConnectionError("it hung up")
+
+
+def raylet_answers(relay_pid: int) -> bool:
+    """Return whether the raylet that a relay is a worker of answers on any of its ports."""
+    raylet: Any = psutil.Process(relay_pid).parent()
+    if raylet is None:
+        return False
+    sockets = raylet.net_connections if hasattr(raylet, "net_connections") else raylet.connections
+    for found in [found for found in sockets() if found.status == "LISTEN"]:
+        host = found.laddr.ip.removeprefix("::ffff:")
+        try:
+            where = "127.0.0.1" if host in ("0.0.0.0", "::") else host, found.laddr.port
+            with socket.create_connection(where, timeout=_TRY_S) as connection:
+                _greet(connection)
+            return True
+        except OSError:
+            continue
+    return False
 
 
 def join(host: str, port: int) -> str:

@@ -205,9 +205,9 @@ def run_alone(node: Node, seconds: int) -> subprocess.CompletedProcess[str]:
         env={**base, **rank_environment(node.settings, base)},
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
+    assert (ran.returncode, ran.stderr) == (3, ""), ran.stderr
     told = json.loads(ran.stdout)
     assert time.time() - told["ended"] < EXIT_S
-    assert (ran.returncode, ran.stderr) == (3, "")
     assert sum(len(batch.flags) for batch in node.spooled()) == told["steps"]
     return ran
 
@@ -218,6 +218,8 @@ def test_a_rank_that_cannot_attach_leaves_its_rows_in_the_spool_and_says_why(nod
     assert node.spooled()[-1].errors == {"channel.attach: FileNotFoundError": 1}
 
 
-def test_a_rank_that_ends_while_it_is_attaching_ends_well(node: Node) -> None:
-    node.signal("raylet", signal.SIGSTOP)  # where `ray.init` waits for it
-    run_alone(node, 6)
+@pytest.mark.parametrize("process", ["raylet", "gcs_server"])
+def test_nobody_attaches_to_a_ray_that_does_not_answer(node: Node, process: str) -> None:
+    node.signal(process, signal.SIGSTOP)  # the kernel still takes connections for it
+    run_alone(node, 8)
+    assert node.spooled()[-1].errors == {"channel.attach: ConnectionError": 1}

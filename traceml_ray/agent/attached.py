@@ -17,6 +17,7 @@ import logging
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
 from collections import Counter
@@ -26,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from traceml_ray.reach import attach, attach_environment, reach
+from traceml_ray.reach import attach, attach_environment, raylet_answers, reach
 
 FILE = "attach.json"
 ATTACH_S = 2.0
@@ -34,6 +35,7 @@ ATTACH_S = 2.0
 SHUTDOWN_S = 1.0
 _LOOK_S = 0.2
 _REACH_S = 2.0
+_PEERCRED = struct.Struct("3i")
 _SIGACTION_BYTES = 256  # of struct sigaction, and to spare
 _FATAL = (
     *(signal.SIGSEGV, signal.SIGILL, signal.SIGFPE, signal.SIGABRT),
@@ -100,7 +102,7 @@ class AttachedChannel:
 
     def _run(self) -> None:
         while not self._ending.wait(_LOOK_S):
-            if not _listens(self._path):
+            if not _listener(self._path):
                 continue
             try:
                 self._attach()
@@ -111,6 +113,9 @@ class AttachedChannel:
     def _attach(self) -> None:
         found = msgspec.json.decode((Path(self._path).parent / FILE).read_bytes(), type=Attachment)
         address, _ = reach(found.address, _REACH_S)
+        # `ray.init` holds the GIL while a raylet does not answer, and then ends the process.
+        if not raylet_answers(_listener(self._path)):
+            raise ConnectionError("the raylet does not answer")
         if "ray" in sys.modules and sys.modules["ray"].is_initialized():
             raise RuntimeError("the script has attached to Ray itself")
         with _environment({**attach_environment(address), **found.environ}), _hooks_as_they_were():
@@ -120,8 +125,9 @@ class AttachedChannel:
             _end_with_the_interpreter(ray)
             with _silence(logging.getLogger("ray")):
                 attach(address, found.temp_dir)
-            _keep_for_good(ray)
-            _hear_no_messages(ray)
+            _end_with_the_interpreter(ray)  # again: before what was registered meanwhile
+            os.register_at_fork(after_in_child=lambda: _quietly(_keep_for_good, ray))
+            _quietly(_hear_no_messages, ray)
         from traceml_ray.agent.actor_channel import ActorChannel
 
         channel = ActorChannel(self._session)
@@ -137,24 +143,28 @@ class AttachedChannel:
             return
         import ray
 
+        _quietly(_keep_for_good, ray)
         leaving = threading.Thread(target=_quietly, args=(ray.shutdown,), daemon=True)
         leaving.start()
         leaving.join(SHUTDOWN_S)
 
 
-def _quietly(call: Any) -> None:
+def _quietly(call: Any, *arguments: Any) -> None:
     with contextlib.suppress(Exception):
-        call()
+        call(*arguments)
 
 
-def _listens(path: str) -> bool:
+def _listener(path: str) -> int:
+    """Return the pid of the relay that listens there; 0 when nobody does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as probe:
         probe.setblocking(False)
         try:
             probe.connect(path)
         except OSError:
-            return False
-    return True
+            return 0
+        credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
+    pid: int = _PEERCRED.unpack(credentials)[0]
+    return pid
 
 
 def _end_with_the_interpreter(ray: Any) -> None:
