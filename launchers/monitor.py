@@ -8,7 +8,6 @@ then on whatever goes wrong is one line on stderr.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -16,19 +15,19 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from traceml_ray import wire
+from traceml_ray.actors import folders
 from traceml_ray.actors.config import ActorConfig
 from traceml_ray.actors.names import NAMESPACE
 from traceml_ray.agent.attached import FILE as ATTACHMENT
 from traceml_ray.agent.attached import Attachment
 from traceml_ray.agent.bootstrap import rank_environment
-from traceml_ray.session import LIVE, Live, SessionError, SessionFolder, prepare, write_live, write_private
+from traceml_ray.session import Live, SessionError, SessionFolder, prepare, write_live, write_private
 from traceml_ray.settings import Settings
 from traceml_ray.spool import SUFFIX
 
@@ -40,7 +39,6 @@ from .nodes import Nodes
 HELPER_S = 30.0
 HELPER_END_S = 3.0
 """How long an unfinished helper may still take when the job is over (on a cluster not ours)."""
-_SWEEP_AGE_S = 60.0
 
 
 class Monitor:
@@ -132,9 +130,6 @@ class Monitor:
             _say(f"session {self._name!r} could not be finished: {type(error).__name__}: {error}")
         finally:
             self._end_ray()
-            if self._session is not None:
-                with contextlib.suppress(OSError):
-                    (self._session.path / LIVE).unlink(missing_ok=True)
             self._clear(left_behind)
             os.close(self._lock)
             if self._session is not None:
@@ -275,23 +270,6 @@ def _say(text: str) -> None:
 
 def _private_folder() -> tuple[Path, int]:
     """Return a new folder for sockets and Ray's files, and the lock that says that it is in use."""
-    # Not TMPDIR: paths of sockets may not be long.
-    _sweep(Path("/tmp"))
-    folder = Path(tempfile.mkdtemp(prefix="traceml-", dir="/tmp"))
-    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return folder, lock
-
-
-def _sweep(where: Path) -> None:
-    """Remove the folders of launchers that were killed: nobody holds their lock."""
-    for lock in where.glob("traceml-*/.lock"):
-        try:
-            status = lock.lstat()
-            if status.st_uid != os.getuid() or time.time() - status.st_mtime < _SWEEP_AGE_S:
-                continue
-            with lock.open() as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent, ignore_errors=True)
-        except OSError:
-            continue
+    folders.sweep()
+    folder = Path(tempfile.mkdtemp(prefix="traceml-", dir=folders.PLACE))
+    return folder, folders.hold(folder)

@@ -15,7 +15,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,7 +26,6 @@ from ray.train.v2._internal.execution.callback import (
 
 from traceml_ray import driver, wire
 from traceml_ray.actors.config import ActorConfig
-from traceml_ray.actors.names import DEFAULT_SESSION
 from traceml_ray.agent import bootstrap
 from traceml_ray.agent.imports import forget, when_imported
 from traceml_ray.identity import RankIdentity
@@ -258,11 +256,7 @@ def _config(given: dict[str, Any]) -> ActorConfig:
     current = driver.current_config()
     if current is not None and given.get("session") in (None, current.session):
         return msgspec.structs.replace(current, settings=msgspec.structs.replace(current.settings, **given))
-    settings = msgspec.structs.replace(Settings.load(), **given)
-    name = settings.session or DEFAULT_SESSION
-    out = str(Path.cwd() / Path(settings.out).expanduser())
-    settings = msgspec.structs.replace(settings, session=name, out=out)
-    return ActorConfig(name, settings, info={"launcher": "ray_train"}, everywhere=True)
+    return driver.configure(msgspec.structs.replace(Settings.load(), **given))
 
 
 def _ending(agent: Any) -> wire.Event:

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from traceml_ray.agent.api import attach, detach, stage, trace_step, watch
     from traceml_ray.driver import Session, StartError, start
-    from traceml_ray.launchers.ray_train import TraceMLTrainCallback
+    from traceml_ray.launchers.ray_train import TraceMLTrainCallback as TraceMLTrainCallback
 
 __version__ = "0.1.0"
 __all__ = [
     "Session",
     "StartError",
-    "TraceMLTrainCallback",
     "__version__",
     "attach",
     "detach",
@@ -25,13 +24,13 @@ _MODULES = {
     "Session": "traceml_ray.driver",
     "StartError": "traceml_ray.driver",
     "start": "traceml_ray.driver",
-    "TraceMLTrainCallback": "traceml_ray.launchers.ray_train",
+    "TraceMLTrainCallback": "traceml_ray.launchers.ray_train",  # not in __all__: it needs ray[train]
 }
 
 
 def __getattr__(name: str) -> object:
     # Loaded at first use: importing the package costs a training script nothing.
-    if name not in __all__:
+    if name not in __all__ and name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(import_module(_MODULES.get(name, "traceml_ray.agent.api")), name)
     globals()[name] = value  # so that a training loop pays for this call once
@@ -39,4 +38,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+    return sorted({*globals(), *__all__, *_MODULES})

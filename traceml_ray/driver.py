@@ -34,7 +34,8 @@ _EXIT_S = 3.0
 _CHUNK = 4 << 20
 _CALLBACKS = "RAY_TRAIN_CALLBACKS"
 
-_current: ActorConfig | None = None
+_started: list[ActorConfig] = []
+"""The sessions that this process has started or found and not stopped, the last one last."""
 
 
 class StartError(RuntimeError):
@@ -66,7 +67,6 @@ def start(
         SettingError: a name or value that cannot be used.
 
     """
-    global _current
     loaded = Settings.load(session=session, **settings)  # type: ignore[arg-type]  # it checks them
     name = loaded.session or DEFAULT_SESSION
     _check_ray()
@@ -80,20 +80,26 @@ def start(
             )
         made = Session(name, found)
     else:
-        loaded = msgspec.structs.replace(loaded, session=name, out=str(_here() / loaded.out))
-        env = _runtime_env(runtime_env, ship)
-        config = ActorConfig(name, loaded, info={"launcher": "ray"}, everywhere=True, runtime_env=env)
-        made = _make(config)
+        made = _make(configure(loaded, _runtime_env(runtime_env, ship)))
         if _cluster_is_ours():
             atexit.register(_stop_quietly, made)
-    _current = made.config
+    _forget(made)
+    _started.append(made.config)
     _watch_trainers()
     return made
 
 
+def configure(settings: Settings, runtime_env: str = "") -> ActorConfig:
+    """Return how the actors of a session are made that has a relay on every node; `runtime_env` as JSON."""
+    name = settings.session or DEFAULT_SESSION
+    out = settings.out if settings.out.startswith("~") else str(_here() / settings.out)
+    settings = msgspec.structs.replace(settings, session=name, out=out)
+    return ActorConfig(name, settings, info={"launcher": "ray"}, everywhere=True, runtime_env=runtime_env)
+
+
 def current_config() -> ActorConfig | None:
-    """Return how the session that this process started (or found) last is made; None before any `start`."""
-    return _current
+    """Return how that session is made which this process started (or found) last and has not stopped."""
+    return _started[-1] if _started else None
 
 
 class Session:
@@ -116,8 +122,8 @@ class Session:
         """Where its files are, on the aggregator's node."""
         self.node_id: str = about["node_id"]
         """The aggregator's node."""
-        settings = Settings.from_json(about["settings"].encode())
-        self.config = ActorConfig(name, settings, info={"launcher": "ray"}, everywhere=True)
+        self.config = ActorConfig.from_json(about["config"])
+        """How its actors are made."""
 
     def nodes(self) -> list[dict[str, Any]]:
         """Return the nodes: node_id, hostname, address, alive, last_seen, and the ranks on each."""
@@ -197,11 +203,8 @@ class Session:
         """
         import ray
 
-        global _current
         deadline = time.monotonic() + timeout
-        if _current is not None and _current.session == self.id:
-            _current = None
-            _leave_trainers()
+        _forget(self)
         relays = self._relays()
         try:
             ray.get(self._aggregator.stop.remote(), timeout=max(0.1, timeout - 1))
@@ -339,6 +342,12 @@ def _watch_trainers() -> None:
     named = [name for name in os.environ.get(_CALLBACKS, "").split(",") if name]
     if path is not None and path not in named:
         os.environ[_CALLBACKS] = ",".join([*named, path])
+
+
+def _forget(session: Session) -> None:
+    _started[:] = [config for config in _started if config.session != session.id]
+    if not _started:
+        _leave_trainers()
 
 
 def _leave_trainers() -> None:

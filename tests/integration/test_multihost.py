@@ -247,3 +247,54 @@ def test_without_a_token_it_works_and_says_so_and_a_stop_on_one_host_ends_both(h
     assert len(summary["session"]["nodes"]) == 2
     check_ledger(hosts.folder / "out" / "open")
     until_gone(hosts)
+
+
+@pytest.mark.timeout(150)
+def test_a_rendezvous_without_node_ranks_on_a_cluster_that_stays(hosts: Hosts) -> None:
+    address, off = f"{ADDRESSES[0]}:6399", {"RAY_AUTH_MODE": "disabled"}
+    common = ("--num-cpus", "0", "--block", "--disable-usage-stats", "--object-store-memory", "78643200")
+    head = ("--head", "--port", "6399", "--include-dashboard", "false", "--node-ip-address", ADDRESSES[0])
+    ray = (sys.executable, "-m", "ray.scripts.scripts", "start", *common)
+    cluster = [hosts.start(0, *ray, *head, "--temp-dir", str(hosts.folder / "ray"), **off)]
+    time.sleep(5)
+    cluster.append(hosts.start(1, *ray, "--address", address, "--node-ip-address", ADDRESSES[1], **off))
+    time.sleep(3)
+    meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:{MASTER_PORT}", "--rdzv-id", "meet")
+    launched = []
+    for host in (1, 0):
+        launcher = (sys.executable, "-m", "traceml_ray.launch", "--nnodes", "2", "--nproc-per-node", "1")
+        flags = (
+            "--rdzv-conf",
+            f"is_host={1 - host}",
+            "--ray-address",
+            address,
+            "--local-addr",
+            ADDRESSES[host],
+        )
+        script = (
+            "--out",
+            str(hosts.folder / "out"),
+            str(EXAMPLE),
+            "--steps",
+            "240",
+            "--slow",
+            "forward:1:60",
+        )
+        launched.append(hosts.start(host, *launcher, *meet, *flags, *script, *SMALL, **off))
+    other, first = launched
+    said = both(first, other)
+    assert (first.returncode, other.returncode) == (0, 0), said
+    (folder,) = (hosts.folder / "out").iterdir()
+    assert folder.name.startswith("meet-")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["verdict"]["label"] == "straggler", summary["verdict"]["why"]
+    assert summary["verdict"]["stage"] == "forward"
+    assert len(summary["session"]["nodes"]) == 2
+    assert check_ledger(folder)["stored"] == 2 * 240
+    end = time.monotonic() + 10
+    while actors := [
+        p for p in hosts.processes() if "".join(p.cmdline()[:1]).startswith(("ray::Node", "ray::Agg"))
+    ]:
+        assert time.monotonic() < end, actors
+        time.sleep(0.1)
+    assert all(node.poll() is None for node in cluster)

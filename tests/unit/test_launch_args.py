@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from torch.distributed import run as torch_run
 
-from traceml_ray.launchers import monitor, nodes, torchrun
+from traceml_ray.actors import folders
+from traceml_ray.launchers import nodes, torchrun
 from traceml_ray.launchers.cluster import PrivateRay, cluster_token, free_port
 from traceml_ray.launchers.nodes import Nodes
 from traceml_ray.reach import own_address
@@ -201,7 +202,7 @@ def test_folders_of_killed_launchers_are_swept_and_no_others(tmp_path: Path) -> 
         os.utime(folder / ".lock", (1, 1))
     with (held / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        monitor._sweep(tmp_path)
+        folders.sweep(tmp_path)
     assert set(tmp_path.iterdir()) == {held, young, foreign}
 
 

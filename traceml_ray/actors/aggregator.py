@@ -165,5 +165,5 @@ class Aggregator:
             "version": __version__,
             "folder": str(self._aggregation.folder.path),
             "node_id": self._node_id,
-            "settings": self._config.settings.to_json().decode(),
+            "config": self._config.to_json(),
         }

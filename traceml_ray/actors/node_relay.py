@@ -8,6 +8,7 @@ from pathlib import Path
 import ray
 
 from traceml_ray import wire
+from traceml_ray.actors import folders
 from traceml_ray.actors.calls import ActorCalls
 from traceml_ray.actors.config import ActorConfig
 from traceml_ray.actors.names import end_myself, find_aggregator, relay_folder
@@ -28,6 +29,9 @@ class NodeRelay:
         node_id = ray.get_runtime_context().get_node_id()
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         folder = relay_folder(made.session, node_id)
+        if not made.socket:
+            folders.sweep()
+            self._lock = folders.hold(folder)
         self._relay = Relay(
             Path(made.socket or folder / "relay.sock"),
             wire.NodeIdentity(node_id, socket.gethostname(), address),

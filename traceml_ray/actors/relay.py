@@ -22,6 +22,7 @@ from typing import Protocol
 import msgspec
 
 from traceml_ray import wire
+from traceml_ray.actors import folders
 from traceml_ray.actors.outbox import Outbox
 from traceml_ray.actors.peers import Peer, Peers
 from traceml_ray.settings import Settings
@@ -217,8 +218,7 @@ class Relay:
             _remove([self._path])
             self._peers.close()
             if self._has_own_folder():
-                with contextlib.suppress(OSError):  # not empty: somebody's rows are still in there
-                    self._path.parent.rmdir()
+                folders.leave(self._path.parent)  # unless somebody's rows are still in there
 
     # -- from the ranks --------------------------------------------------------------------------
 
