@@ -258,7 +258,7 @@ def measure_step(quick: bool) -> list[Figure]:
 
         threading.Thread(target=rounds, daemon=True).start()
         due.release()  # the first round connects and looks everything up
-        for pair in range(45 if quick else 600):
+        for pair in range(20 if quick else 600):
             taken, with_round = {}, pair % 3 == 0
             for attached in random.sample((True, False), 2):
                 if attached:
@@ -297,7 +297,7 @@ def measure_marks(quick: bool) -> list[Figure]:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    blocks = 60 if quick else 600
+    blocks = 30 if quick else 600
     figures = []
     with tempfile.NamedTemporaryFile() as store:
         dist.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
@@ -375,7 +375,7 @@ def measure_agent(quick: bool) -> list[Figure]:
             tap = Tap(agent.channel)  # type: ignore[arg-type]
             agent.channel = tap
             agent.instrumentation.roots.add(training.model)
-            end = time.monotonic() + (4.5 if quick else 20.5)
+            end = time.monotonic() + (3.5 if quick else 20.5)
             while time.monotonic() < end:
                 training.run(1)
                 time.sleep(1 / rate)

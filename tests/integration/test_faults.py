@@ -64,8 +64,6 @@ def check_ledger(summary: dict[str, Any], ranks: int, steps: int) -> None:
         ("forward", 1, 30, 3, 150, "forward"),
         ("data", 0, 30, 2, 100, "data"),
         ("backward", 3, 40, 4, 80, "backward"),
-        ("optimizer", 1, 30, 2, 100, "post_sync"),
-        ("data", 2, 40, 4, 80, "data"),
         ("optimizer", 2, 30, 3, 80, "post_sync"),
     ],
 )
@@ -86,20 +84,21 @@ def test_a_planted_fault_is_named_with_what_it_costs(
     assert f"straggler: rank {rank}" in done.stderr.replace(f" ({os.uname().nodename})", "")
 
 
-@pytest.mark.parametrize(("fault", "stage"), [("forward", "forward"), ("backward", "backward")])
-def test_a_fault_of_15_percent_is_named(tmp_path: Path, fault: str, stage: str) -> None:
+def test_a_fault_of_15_percent_is_named(tmp_path: Path) -> None:
     """The step without a fault is measured first, on this machine, so that 15 % are 15 %."""
     done = launch(tmp_path, "healthy", 2, 60)
     assert done.returncode == 0, done.stderr[-4000:]
     healthy = summary_of(tmp_path, "healthy")
     ms = 0.15 / 0.85 * healthy["steps"]["median_ms"]
-    done = launch(tmp_path, "faulty", 2, 120, "--slow", f"{fault}:1:{ms:.2f}")
-    assert done.returncode == 0, done.stderr[-4000:]
-    verdict = summary_of(tmp_path, "faulty")["verdict"]
-    assert (verdict["label"], verdict["stage"], verdict["rank"]) == ("straggler", stage, 1), verdict["why"]
+    for stage in ("forward", "backward"):
+        done = launch(tmp_path, stage, 2, 120, "--slow", f"{stage}:1:{ms:.2f}")
+        assert done.returncode == 0, done.stderr[-4000:]
+        verdict = summary_of(tmp_path, stage)["verdict"]
+        named = (verdict["label"], verdict["stage"], verdict["rank"])
+        assert named == ("straggler", stage, 1), verdict["why"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_a_healthy_run_is_healthy_and_trains_the_same_to_the_bit(tmp_path: Path, ranks: int) -> None:
     losses = {}
     for name, flags in (("watched", ()), ("plain", ("--no-monitor",))):
@@ -124,7 +123,7 @@ def test_over_the_actor_channel_it_is_the_same(tmp_path: Path) -> None:
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
         "ray = sys.modules.get('ray')\n"
         "told = [name for name in os.environ if name.startswith('RAY')]\n"
-        "print('attached', ray is not None and ray.is_initialized(), told)\n"
+        "sys.stdout.write(f'attached {ray is not None and ray.is_initialized()} {told}\\n')\n"
     )
     losses = {}
     for name, flags in (("watched", ("--channel", "actor")), ("plain", ("--no-monitor",))):
