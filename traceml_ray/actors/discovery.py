@@ -1,18 +1,14 @@
-"""
-Makes the actors of a session. The one place that knows their options.
-
-Ray is imported when it is needed: the launcher and the ranks use this package without it.
-"""
+"""Finds the actors of a session, or makes them."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from traceml_ray.actors.config import ActorConfig
-from traceml_ray.actors.names import NAMESPACE, aggregator_name, relay_name
+from traceml_ray.actors.making import ensure_relay, make
+from traceml_ray.actors.names import aggregator_name
 
-_GROUPS: dict[str, Any] = {"concurrency_groups": {"ingest": 1, "query": 2}}
+__all__ = ["ensure", "ensure_aggregator", "ensure_relay"]
 
 
 def ensure(config: ActorConfig, *, fresh: bool = False) -> tuple[Any, Any]:
@@ -31,30 +27,4 @@ def ensure_aggregator(config: ActorConfig, node_id: str, *, fresh: bool = False)
     """Find or make the session's aggregator, on that node; return its handle. Raises as `ensure`."""
     from traceml_ray.actors.aggregator import Aggregator
 
-    return _make(Aggregator, aggregator_name(config.session), node_id, config, fresh)
-
-
-def ensure_relay(config: ActorConfig, node_id: str, *, fresh: bool = False) -> Any:
-    """Find or make the session's relay of that node; return its handle. Raises as `ensure`."""
-    from traceml_ray.actors.node_relay import NodeRelay
-
-    return _make(NodeRelay, relay_name(config.session, node_id), node_id, config, fresh)
-
-
-def _make(cls: type, name: str, node_id: str, config: ActorConfig, fresh: bool) -> Any:
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    actor: Any = ray.remote(**_GROUPS)(cls)
-    return actor.options(
-        name=name,
-        namespace=NAMESPACE,
-        lifetime="detached",
-        get_if_exists=not fresh,
-        num_cpus=0,
-        max_restarts=-1,
-        max_task_retries=0,
-        enable_task_events=False,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-        runtime_env=json.loads(config.runtime_env) if config.runtime_env else None,
-    ).remote(config.to_json())
+    return make(Aggregator, aggregator_name(config.session), node_id, config, fresh)

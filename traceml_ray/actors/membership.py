@@ -10,7 +10,7 @@ from typing import Any
 from ray.util import list_named_actors
 
 from traceml_ray.actors.config import ActorConfig
-from traceml_ray.actors.discovery import ensure_relay
+from traceml_ray.actors.making import ensure_relay
 from traceml_ray.actors.names import NAMESPACE, cluster_nodes, find_relay, relay_name
 
 LOOK_S = 2.0
