@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
 from traceml_ray import wire
+from traceml_ray.reports.baseline import checked
 from traceml_ray.session import SessionError
 from traceml_ray.settings import SettingError, Settings
 
@@ -85,7 +86,7 @@ def _monitor(args: argparse.Namespace) -> Monitor:
     settings = _settings(args)
     nodes = read_nodes(args, settings.ray_address)
     _check(args, nodes)
-    return Monitor(settings, _info(args, nodes), os.environ, nodes)
+    return Monitor(checked(settings) if nodes.first else settings, _info(args, nodes), os.environ, nodes)
 
 
 def _failures(error: ChildFailedError) -> list[wire.RankFailure]:

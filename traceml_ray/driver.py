@@ -94,6 +94,10 @@ def configure(settings: Settings, runtime_env: str = "") -> ActorConfig:
     name = settings.session or DEFAULT_SESSION
     out = settings.out if settings.out.startswith("~") else str(_here() / settings.out)
     settings = msgspec.structs.replace(settings, session=name, out=out)
+    if settings.baseline is not None:
+        from traceml_ray.reports.baseline import checked  # it imports numpy
+
+        settings = checked(settings)
     return ActorConfig(name, settings, info={"launcher": "ray"}, everywhere=True, runtime_env=runtime_env)
 
 

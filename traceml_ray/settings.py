@@ -44,6 +44,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds without any message after which relay and aggregator end themselves."""
     debug: bool = False
     """Raise what would be swallowed and counted."""
+    baseline: str | None = None
+    """Name or path of a stored session that was good: what steps are expected to cost."""
     thresholds: Thresholds = Thresholds()
     """In the environment `TRACEML_THRESHOLD_` + the threshold's name in capitals."""
 
@@ -97,6 +99,12 @@ _RANGES: dict[str, tuple[float, float]] = {
     "first_window_steps": (2, 10_000),
     "warmup_steps": (0, 1_000_000),
     "report_timeout_s": (0.1, 3600),
+    "hang_timeout_s": (0.1, 86_400),
+    "hang_steps": (1, 1_000_000),
+    "baseline_after_steps": (0, 1_000_000),
+    "baseline_windows": (2, 1000),
+    "drift_mads": (0, 100),
+    "drift_errors": (0, 100),
 }
 _DEFAULT_RANGES: dict[type, tuple[float, float]] = {int: (1, (1 << 63) - 1), float: (0, 1)}
 

@@ -72,6 +72,10 @@ class OpenStage(_Message, frozen=True):
     step: Int64
     stage: StageIndex
     elapsed_ns: Int64
+    part: str | None = None
+    """Name of the part inside the stage that is open: `checkpoint`, `barrier`, a user's stage, …"""
+    part_ns: Int64 | None = None
+    """For how long it has been."""
 
 
 class ProcessSample(_Message, frozen=True):
@@ -96,13 +100,16 @@ class Detail(_Message, frozen=True):
     """None where only the sum was kept."""
     first_step: Int64
     last_step: Int64
+    bytes: Count | None = None
+    """Of a collective, the size of its buffers."""
 
 
 class Event(_Message, frozen=True):
     """
     Something that happened once, for a person to read.
 
-    `kind` is one of `attach`, `exception`, `exit`, `rank_lost`, `relay_start`, `note`, …
+    `kind` is one of `attach`, `exception`, `exit`, `rank_lost`, `process_ended`, `stacks`,
+    `flight_recorder`, `relay_start`, `note`, …
     """
 
     kind: str
@@ -162,7 +169,12 @@ class RankBatch(_Message, tag="rank", frozen=True):
 
 
 class Command(_Message, frozen=True):
-    """Something the receiver is asked to do; rides back on a reply."""
+    """
+    Something the receiver is asked to do; rides back on a reply, on every one until it has been done,
+    so that no lost reply matters: the receiver does each `args["id"]` once.
+
+    `dump`: say where every thread stands (event `stacks`). `args["run"]`: ranks of that job only.
+    """
 
     name: str
     args: Annotated[dict[str, Value], _FEW] = {}

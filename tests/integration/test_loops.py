@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,20 @@ import numpy as np
 import pytest
 import torch
 from integration import loops
+from torch import Tensor
 
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import judge
 from traceml_ray.analysis.window import RankRows, align
-from traceml_ray.wire import FLAG_NO_DATA, FLAG_NO_FORWARD, FLAG_NO_PEERS, FLAG_NO_SPLIT, SEGMENT_BITS, STAGES
+from traceml_ray.wire import (
+    FLAG_NO_DATA,
+    FLAG_NO_FORWARD,
+    FLAG_NO_PEERS,
+    FLAG_NO_SPLIT,
+    SEGMENT_BITS,
+    STAGES,
+    Detail,
+)
 
 SLOW = ("data", "forward", "backward", "optimizer")
 WHERE = {"data": "data", "forward": "forward", "backward": "backward", "optimizer": "post_sync"}
@@ -128,13 +138,21 @@ def test_a_step_compiled_as_one_graph_stays_one(what: str) -> None:
 
 
 def test_everything_is_put_back() -> None:
+    import torch.distributed.checkpoint as dcp
     from torch.optim import optimizer as optimizers
-    from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter
+    from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
     def state() -> list[object]:
         return [
             torch.autograd.backward,
             torch.save,
+            dcp.save,
+            dcp.async_save,
+            dcp.load,
+            torch.distributed.all_reduce,
+            torch.distributed.barrier,
+            torch.distributed.Work.__dict__["wait"],
+            _SingleProcessDataLoaderIter.__init__,
             DataLoader.__iter__,
             _BaseDataLoaderIter.__next__,
             torch.amp.GradScaler.step,
@@ -217,19 +235,139 @@ def test_errors_of_a_backward_are_torchs_own(watched_net: torch.nn.Module) -> No
             wrong.backward()
 
 
-def test_details_name_optimizer_and_checkpoint(tmp_path: Path) -> None:
+# -- named parts -----------------------------------------------------------------------------------------
+
+
+def parts(job: loops.Job) -> dict[tuple[str, str], Detail]:
+    """The parts of the rows that can be judged, and what they come to: never more than their stages."""
+    job.recorder.finish()
+    job.details.collect()
+    rows = job.rows()
+    last = int(str(rows[-1]["step"]))
+    inside = [d for d in job.details.collect() if d.first_step > 0 and d.first_step <= last]
+    for detail in inside:
+        assert detail.total_ns <= sum(row["row"][detail.stage] for row in rows[1:])  # type: ignore[index]
+    return {(d.name, STAGES[d.stage]): d for d in inside}
+
+
+def test_fetching_and_collating_are_told_apart() -> None:
+    found = parts(loops.run("plain", "data"))
+    fetch, collate = found["fetch", "data"], found["collate", "data"]
+    # Until the second step it is not known whose data the steps wait for.
+    assert loops.STEPS - 2 <= fetch.count == collate.count
+    assert fetch.total_ns > 0.9 * fetch.count * PLANTED_NS > 10 * collate.total_ns
+    assert found["optimizer", "post_sync"].count == loops.STEPS - 1  # the last one is in no row
+    assert found.keys() == {("fetch", "data"), ("collate", "data"), ("optimizer", "post_sync")}
+
+
+def test_an_iterator_that_outlives_the_monitor_writes_nothing_more() -> None:
     job = loops.Job()
     job.instrumentation.install()
     try:
         loops.plain(job)
-        torch.save({}, tmp_path / "empty.pt")
+        batches = iter(job.loader())
     finally:
         job.instrumentation.remove()
-    assert job.recorder.optimizer_steps == loops.STEPS and job.recorder.optimizer_ns > 0
-    job.details.collect()
-    assert [(d.name, STAGES[d.stage], d.count) for d in job.details.collect()] == [
-        ("checkpoint", "post_sync", 1)
-    ]
+    assert len(list(batches)) == loops.STEPS and not job.recorder.log
+
+
+def test_waiting_for_workers_has_a_name() -> None:
+    found = parts(loops.run("fork_workers", "data"))
+    workers = found["workers", "data"]
+    assert workers.total_ns > 0.5 * workers.count * PLANTED_NS and workers.count >= loops.STEPS - 2
+    assert ("fetch", "data") not in found
+
+
+def test_an_evaluation_has_a_name_with_its_own_fetches() -> None:
+    found = parts(loops.run("evaluation"))
+    evaluation = found["evaluation", "post_sync"]
+    assert evaluation.count == loops.STEPS // 2 - 1  # not that before the first step
+    assert evaluation.total_ns > 0.9 * evaluation.count * 8 * 1e6
+    # After an evaluation it has to be looked who feeds the step: that wait is known, too.
+    assert all(stage == "data" for name, stage in found if name in ("fetch", "collate"))
+
+
+def test_checkpoints_collectives_and_stages_of_a_user_have_names(tmp_path: Path) -> None:
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    class Slow:
+        def __reduce__(self) -> Any:
+            time.sleep(loops.SLOW_S)
+            return dict, ()
+
+    job = loops.Job()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        job.instrumentation.install()
+        few = dist.new_group([0], group_desc="few")
+        model = job.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for batch in job.loader():
+            begun = job.instrumentation.parts.begin("mine")
+            dist.all_reduce(torch.ones(10))
+            assert job.details.open == "mine" and begun is not None
+            job.instrumentation.parts.end(begun)
+            model(batch).mean().backward()
+            job.finish(optimizer)
+            dist.broadcast(torch.ones(4, dtype=torch.float64), 0, few)
+            work = dist.all_reduce(torch.ones(10), async_op=True)
+            assert work is not None
+            work.wait()
+            torch.save({"slow": Slow()}, tmp_path / "one.pt")
+            dcp.save({"net": model.state_dict()}, checkpoint_id=tmp_path / "many", no_dist=True)
+    finally:
+        job.instrumentation.remove()
+        after = dist.all_reduce(torch.ones(1), async_op=True)
+        assert after is not None and after.wait()
+        dist.destroy_process_group()
+    found = parts(job)
+    steps = loops.STEPS - 1  # after the first row
+    inside, async_reduce = found["all_reduce", "prepare"], found["all_reduce", "post_sync"]
+    assert (inside.count, inside.bytes) == (steps, 40 * steps)
+    assert found["mine", "prepare"].total_ns > inside.total_ns
+    assert (async_reduce.count, found["wait", "post_sync"].count) == (steps, steps)
+    assert ("wait", "prepare") not in found
+    assert found["broadcast of 1 (few)", "post_sync"].bytes == 32 * steps
+    checkpoint = found["checkpoint", "post_sync"]
+    assert checkpoint.count == 2 * steps and checkpoint.total_ns > PLANTED_NS * steps
+    assert job.details.open is None
+
+
+def test_a_collective_compiles_into_one_graph_as_before() -> None:
+    import torch.distributed as dist
+
+    def reduced(x: Tensor) -> Tensor:
+        dist.all_reduce(x)
+        return x * 2
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    job = loops.Job()
+    job.instrumentation.install()
+    try:
+        loops.plain(job)
+        compiled = torch.compile(reduced, fullgraph=True, backend="eager")
+        assert compiled(torch.ones(3)).tolist() == [2, 2, 2]
+    finally:
+        job.instrumentation.remove()
+        dist.destroy_process_group()
+        torch._dynamo.reset()
+    assert not any(name == "all_reduce" for name, _ in parts(job))
+
+
+def test_a_collective_that_fails_raises_what_torch_raises() -> None:
+    import torch.distributed as dist
+
+    job = loops.Job()
+    job.instrumentation.install()
+    try:
+        loops.plain(job)
+        with pytest.raises(ValueError, match="process group has not been initialized"):
+            dist.all_reduce(torch.ones(1))
+        assert job.details.open is None
+    finally:
+        job.instrumentation.remove()
+    assert not job.instrumentation.errors
 
 
 # -- two ranks on gloo: every loop above, rank 1 slow in one stage after another -------------------------

@@ -67,6 +67,7 @@ BAD: list[tuple[list[str], dict[str, str], str]] = [
     ([SCRIPT], {"TRACEML_INTERVAL": "-1"}, "TRACEML_INTERVAL"),
     ([SCRIPT], {"TRACEML_THRESHOLD_NONSENSE": "1"}, "TRACEML_THRESHOLD_NONSENSE"),
     (["--out", "/proc/none", SCRIPT], {}, "/proc"),
+    ([SCRIPT], {"TRACEML_BASELINE": "gone"}, "baseline='gone': no session 'gone'"),
 ]
 
 

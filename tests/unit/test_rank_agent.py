@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -161,3 +162,51 @@ def test_a_bad_rank_in_the_environment_is_said_and_breaks_nothing(monkeypatch: p
     agent.tick()
     agent.tick()
     assert "RANK" in pipe.batches()[-1].missing["identity"]
+
+
+def dump(agent: RankAgent, name: str, run: str | None = None) -> bytes:
+    command = wire.Command("dump", {"id": name, "run": run})
+    return wire.encode(wire.RankReply(wire.VERSION, agent.stream, 0, [command]))
+
+
+def test_a_stack_is_asked_for_again_and_again_and_answered_once() -> None:
+    pipe = Pipe()
+    agent = make(pipe)
+    for asked in ("h1", "h1", "h2"):
+        pipe.answers.append(dump(agent, asked))
+        thread = threading.Thread(target=agent.tick)
+        thread.start()
+        thread.join(30)
+    events = [event for batch in pipe.batches() for event in batch.events]
+    assert [(e.kind, e.data["dump"]) for e in events] == [("stacks", "h1"), ("stacks", "h2")]
+    assert "test_rank_agent.py" in str(events[0].data["where"])
+
+
+def test_what_is_asked_of_another_run_or_not_known_is_left_alone() -> None:
+    pipe = Pipe()
+    agent = make(pipe)
+    agent.tick()
+    pipe.answers += [dump(agent, "h1", "another"), dump(agent, "h2").replace(b"dump", b"jump")]
+    agent.tick()
+    agent.tick()
+    assert [event for batch in pipe.batches() for event in batch.events] == []
+    assert pipe.batches()[-1].errors == {}
+
+
+def test_long_events_beside_many_rows_stay_within_a_packet() -> None:
+    pipe = Pipe()
+    agent = make(pipe)
+    push(agent, 1024)
+    agent._events += [wire.Event(kind, 1, message="x" * 12_000) for kind in ("stacks", "flight_recorder")]
+    agent.tick()
+    assert all(len(data) <= wire.MAX_BATCH_BYTES for data in pipe.taken)
+    assert sum(len(batch.flags) for batch in pipe.batches()) == 1024
+
+
+def test_the_part_that_is_open_is_said() -> None:
+    pipe = Pipe()
+    agent = make(pipe)
+    agent.details.open = "checkpoint"
+    agent.tick()
+    (batch,) = pipe.batches()
+    assert batch.open is not None and batch.open.part == "checkpoint"

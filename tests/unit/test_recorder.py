@@ -31,7 +31,10 @@ from traceml_ray.wire import (
     FLAG_NO_FORWARD,
     FLAG_NO_PEERS,
     FLAG_NO_SPLIT,
+    FORWARD,
     N_STAGES,
+    POST_SYNC,
+    PREPARE,
     SEGMENT_BITS,
 )
 
@@ -478,6 +481,10 @@ MARKS = st.lists(
                 "optimizer",
                 "sync",
                 "settle",
+                "begin a",
+                "end a",
+                "begin b",
+                "end b",
             ]
         ),
         st.integers(0, 1000),
@@ -495,7 +502,9 @@ def play(loop: Loop, marks: list[tuple[str, int]]) -> int:
     loop.optimizer(0)
     began = loop.clock.now
     for name, ns in marks:
-        if name in ("data", "none"):
+        if name == "wait":
+            loop.clock.wait(ns)
+        elif name in ("data", "none"):
             loop.data(ns, got=name == "data")
         elif name == "val":
             loop.data(ns, validation)
@@ -511,8 +520,17 @@ def play(loop: Loop, marks: list[tuple[str, int]]) -> int:
             loop.optimizer(ns)
         elif name == "sync":
             loop.sync(ns)
-        else:
+        elif name == "settle":
             loop.recorder.settle()
+        else:
+            what, _, part = name.partition(" ")
+            number = loop.recorder.details.number(part)
+            assert number is not None
+            if what == "begin":
+                assert loop.recorder.part_begin(number)
+            else:
+                loop.recorder.part_end(number, ns)
+            loop.clock.wait(ns)
     return began
 
 
@@ -541,7 +559,98 @@ def test_marks_written_down_mean_what_marks_made_at_once_mean(marks: list[tuple[
     assert written.rows() == at_once.rows()
     assert written.recorder.open_stage() == at_once.recorder.open_stage()
     assert written.recorder.tail_ns() == at_once.recorder.tail_ns()
-    assert written.recorder.optimizer_ns == at_once.recorder.optimizer_ns
+    for loop in (at_once, written):
+        loop.recorder.finish()
+        loop.recorder.details.collect()
+    assert written.recorder.details.collect() == at_once.recorder.details.collect()
+
+
+@given(MARKS)
+def test_a_part_never_takes_longer_than_the_stages_that_it_is_in(marks: list[tuple[str, int]]) -> None:
+    """Whatever is folded into other stages, folded back or never ended; and rows are the same without it."""
+    loop, bare = Loop(), Loop()
+    play(loop, marks)
+    play(bare, [(name if " " not in name else "wait", ns) for name, ns in marks])
+    rows = whole(loop)
+    assert rows == whole(bare)
+    stages = [sum(column) for column in zip(*rows, strict=True)]
+    loop.recorder.finish()
+    assert loop.recorder.details.collect() == []
+    spent: dict[str, list[int]] = {}
+    for part in loop.recorder.details.collect():
+        assert part.total_ns >= 0 and part.count > 0
+        spent.setdefault(part.name, [0] * N_STAGES)[part.stage] += part.total_ns
+    for found in (*spent.values(), stages):
+        found[FORWARD] += found.pop(PREPARE)  # of a row without forward, what was prepared is its forward
+    for name, found in spent.items():
+        assert all(part <= stage for part, stage in zip(found, stages, strict=True)), name
+
+
+def whole(loop: Loop) -> list[list[int]]:
+    """Every row, the pending one and the tail."""
+    loop.recorder.settle()
+    rows = [list(row) for _, _, row in loop.rows()]
+    recorder = loop.recorder
+    tail = list(recorder._acc)
+    tail[recorder.stage] += recorder.clock() - recorder.last
+    return [*rows, recorder._pending or [0] * N_STAGES, tail]
+
+
+def test_parts_are_told_by_the_row_that_they_are_in() -> None:
+    loop = Loop()
+    recorder, details = loop.recorder, loop.recorder.details
+    number = details.number("tokenize")
+    assert number is not None
+
+    def tokenize(ns: int) -> None:
+        recorder.part_begin(number)
+        loop.clock.wait(ns)
+        recorder.part_end(number)
+
+    for step in range(3):
+        loop.data(10)
+        tokenize(1 + step)
+        loop.forward(10)
+        loop.backward(10, 10)
+        loop.optimizer(5)
+    tokenize(7)  # in the tail, which no row has
+    recorder.finish()
+    details.collect()
+    found = [(p.name, p.stage, p.count, p.total_ns, p.first_step, p.last_step) for p in details.collect()]
+    assert found == [
+        ("tokenize", PREPARE, 1, 1, 0, 0),
+        ("optimizer", POST_SYNC, 2, 10, 1, 2),
+        ("tokenize", PREPARE, 2, 5, 1, 2),
+        ("optimizer", POST_SYNC, 1, 5, 3, 3),
+        ("tokenize", POST_SYNC, 1, 7, 3, 3),
+    ]
+
+
+def test_a_part_inside_one_of_its_name_counts_once_and_an_evaluation_ends_with_training() -> None:
+    loop = Loop()
+    recorder, validation = loop.recorder, object()
+    number = recorder.details.number("checkpoint")
+    assert number is not None
+    for _ in range(3):
+        loop.step()
+    for _ in range(2):
+        recorder.part_begin(number)
+        loop.clock.wait(4)
+    for _ in range(2):
+        recorder.part_end(number)
+    for _ in range(3):
+        loop.data(100, validation)
+        loop.forward(10, training=False)
+        assert recorder.open_stage().part == "evaluation"
+    loop.data(5)
+    assert recorder.open_stage().part is None
+    loop.forward(1)
+    loop.backward(1, 1)
+    recorder.details.collect()
+    found = {(p.name, p.stage): p.total_ns for p in recorder.details.collect() if p.last_step == 3}
+    assert found["checkpoint", POST_SYNC] == 8
+    assert found["evaluation", POST_SYNC] == 330
+    assert found.keys() <= {("checkpoint", POST_SYNC), ("evaluation", POST_SYNC), ("optimizer", POST_SYNC)}
 
 
 def test_a_mark_that_a_signal_cut_in_two_is_no_mark() -> None:

@@ -64,6 +64,7 @@ class Aggregator:
         self.stored: list[wire.RelayBatch] = []
         self.taken: list[wire.RelayBatch] = []
         self.sizes: list[int] = []
+        self.commands: list[wire.Command] = []
         self._calls: list[tuple[bytes, bool]] = []
 
     def ingest(self, data: bytes, commit: bool) -> bool:
@@ -106,7 +107,7 @@ class Aggregator:
             self.taken.append(batch)
         if commit:
             self.commit()
-        return wire.encode(wire.RelayReply(wire.VERSION, len(self.stored)))
+        return wire.encode(wire.RelayReply(wire.VERSION, len(self.stored), self.commands))
 
     def batches(self) -> list[wire.RankBatch]:
         return [wire.decode(data, wire.RankBatch) for message in self.stored for data in message.batches]
@@ -415,6 +416,64 @@ def test_a_calling_process_that_is_killed_is_lost_as_well(bench: Bench) -> None:
     assert bench.aggregator.lost() == []
     process.kill()
     bench.until(lambda: bench.aggregator.lost() == ["a"])
+
+
+def events(bench: Bench, kind: str) -> list[wire.Event]:
+    return [e for message in bench.aggregator.stored for e in message.events if e.kind == kind]
+
+
+@pytest.mark.parametrize("code", ["import os; os.kill(os.getpid(), 11)", "import os; os._exit(7)"])
+def test_how_a_lost_process_ended_is_read_before_its_parent_asks(bench: Bench, code: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import sys; sys.stdin.read(); {code}"],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    bench.started.append(process)
+    who = RankIdentity(0, 0, 0, 1, 1, 1, "host", None, "job", 0, process.pid, "explicit")
+    batch = wire.decode(rank_batch("a", 0), wire.RankBatch)
+    bench.relay.take(wire.encode(msgspec.structs.replace(batch, identity=who)))
+    assert process.stdin is not None
+    process.stdin.close()
+    bench.until(lambda: bool(events(bench, "process_ended")))
+    assert events(bench, "process_ended")[0].data == {
+        "stream": "a",
+        "exit_code": -11 if "kill" in code else 7,
+    }
+
+
+def test_a_command_goes_to_every_rank_until_it_is_asked_no_more(bench: Bench) -> None:
+    sock = bench.connect()
+    sock.send(rank_batch("a", 0))
+    bench.tick(2)
+    assert reply(sock).commands == []
+    bench.aggregator.commands = [wire.Command("dump", {"id": "h1", "run": "job"})]
+    for seq in (1, 2):
+        sock.send(rank_batch("a", seq))
+        bench.tick(2)
+    assert [reply(sock).commands for _ in range(2)][-1] == bench.aggregator.commands
+    bench.aggregator.commands = []
+    for seq in (3, 4):
+        sock.send(rank_batch("a", seq))
+        bench.tick(2)
+    assert [reply(sock).commands for _ in range(2)][-1] == []
+    assert events(bench, "stacks") == [], "it answers itself"
+
+
+def test_a_rank_that_does_not_answer_is_looked_at_from_outside_once(bench: Bench) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    bench.started.append(process)
+    who = RankIdentity(0, 0, 0, 1, 1, 1, "host", None, "job", 0, process.pid, "explicit")
+    batch = wire.decode(rank_batch("a", 0), wire.RankBatch)
+    bench.relay.take(wire.encode(msgspec.structs.replace(batch, identity=who)))
+    os.kill(process.pid, signal.SIGSTOP)
+    bench.now += 6
+    bench.relay.take(rank_batch("b", 0))
+    bench.aggregator.commands = [wire.Command("dump", {"id": "h1", "run": "job"})]
+    bench.until(lambda: bool(events(bench, "stacks")))
+    bench.tick(8)
+    (event,) = events(bench, "stacks")
+    assert event.data == {"dump": "h1", "stream": "a", "state": "stopped (SIGSTOP)"}
 
 
 def ask_to_finish(bench: Bench, **fields: Any) -> tuple[socket.socket, wire.Finish]:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from sessions import SECOND, Clock, Rank, Relay, aggregation, check_ledger
 
@@ -193,6 +194,57 @@ def test_running_out_of_memory_is_its_own_headline(tmp_path: Path, message: str)
     run.steps(5)
     run.raised(1, message, 0.1)
     assert run.finish(1, run.failure(1, 1, 0.4))["verdict"]["label"] == "oom"
+
+
+def _ended(run: Run, rank: int, after: float, **data: Any) -> None:
+    """The relay of the rank's node says that its process is gone, and how."""
+    stream = run.ranks[rank].stream
+    t_ns = run.clock() + int(after * SECOND)
+    event = wire.Event("process_ended", t_ns, data={"stream": stream, "exit_code": None, **data})
+    run.aggregator.ingest(run.relays[rank // 2].message(lost=[stream], events=[event]))
+    run.aggregator.judge()
+
+
+def test_what_the_relay_saw_of_an_end_is_known_at_once(tmp_path: Path) -> None:
+    run = Run(tmp_path, 3)
+    run.steps(5)
+    _ended(run, 2, 0.1, exit_code=-15)
+    _ended(run, 1, 0.2, exit_code=-11)
+    verdict = run.aggregator.verdict
+    assert verdict is not None
+    assert (verdict.label, verdict.rank, verdict.exit_reason) == ("rank_lost", 1, "SIGSEGV")
+
+
+@pytest.mark.parametrize(
+    ("kills", "code", "label"),
+    [(1, -9, "oom"), (1, None, "oom"), (1, -11, "rank_lost"), (0, -9, "rank_lost")],
+)
+def test_a_kill_of_the_kernels_for_want_of_memory_is_told_from_others(
+    tmp_path: Path, kills: int, code: int | None, label: str
+) -> None:
+    run = Run(tmp_path, 2)
+    run.steps(5)
+    _ended(run, 1, 0.1, exit_code=code, oom_kills=kills)
+    run.raised(0, "RuntimeError: Connection closed by peer", 0.2)
+    assert run.aggregator.verdict is not None and run.aggregator.verdict.label == label
+    verdict = run.finish(1, run.failure(1, -9 if code is None else code, 0.4))["verdict"]
+    assert (verdict["label"], verdict["rank"]) == (label, 1)
+
+
+def test_what_the_launcher_says_of_a_signal_is_no_exception(tmp_path: Path) -> None:
+    run = Run(tmp_path, 2)
+    run.steps(5)
+    summary = run.finish(1, run.failure(1, -9, 0.1, "Signal 9 (SIGKILL) received by PID 4242"))
+    assert summary["verdict"]["exit_reason"] == "SIGKILL"
+
+
+def test_a_plain_actor_that_is_gone_is_no_death(tmp_path: Path) -> None:
+    run = Run(tmp_path, 2)
+    for rank in run.ranks:
+        rank.identity = msgspec.structs.replace(rank.identity, source="ray")
+    run.steps(5)
+    _ended(run, 1, 0.1, exit_code=-9)
+    assert run.finish(0)["verdict"]["label"] == "healthy"
 
 
 def test_a_rank_that_never_reported_can_be_the_culprit(tmp_path: Path) -> None:

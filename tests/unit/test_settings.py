@@ -39,6 +39,7 @@ def test_every_setting_has_its_variable():
         "relay_buffer_bytes": ("1048576", 1 << 20),
         "idle_ttl": ("5", 5.0),
         "debug": ("true", True),
+        "baseline": ("good", "good"),
     }
     assert set(given) | {"thresholds"} == set(Settings.__struct_fields__)
     environ = {f"TRACEML_{name.upper()}": text for name, (text, _) in given.items()}

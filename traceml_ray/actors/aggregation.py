@@ -22,7 +22,6 @@ from traceml_ray.actors.judging import LiveJudge
 from traceml_ray.actors.restarts import Restarts
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.identity import RankIdentity
-from traceml_ray.reports.deaths import FATAL
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.summary import summarize
 from traceml_ray.session import SessionFolder
@@ -110,7 +109,8 @@ class Aggregation:
             self.errors[f"ingest: {type(error).__name__}"] += 1
             if self.settings.debug:
                 raise
-        return wire.encode(wire.RelayReply(wire.VERSION, self._writer.committed.get(incarnation, 0)))
+        stored = self._writer.committed.get(incarnation, 0)
+        return wire.encode(wire.RelayReply(wire.VERSION, stored, self._judge.commands))
 
     def commit(self) -> bool:
         """Write what is pending; False (and counted) when the disk refuses, then it stays pending."""
@@ -285,14 +285,14 @@ class Aggregation:
             writer.add_process(stream, batch.process)
         for detail in batch.details:
             writer.add_detail(stream, detail)
+            self._recent.add_detail(stream.id, detail)
         for event in batch.events:
             self._add_event(event, stream, node_id)
 
     def _add_event(self, event: wire.Event, stream: Stream | None, node_id: str | None) -> None:
         self._writer.add_event(event, stream, node_id)
-        if stream is not None and event.kind in FATAL:
-            told = {"stream_id": stream.id, "kind": event.kind, "t_ns": event.t_ns, "message": event.message}
-            self._judge.fatal.append(told)
+        if stream is not None:
+            self._judge.note({"stream_id": stream.id, **msgspec.structs.asdict(event)})
 
     def _take_rows(self, stream: Stream, batch: wire.RankBatch, now: int) -> None:
         """Add the rows that are new: an agent sends what its relay may have lost a second time."""
@@ -424,7 +424,9 @@ class Aggregation:
                 reader.run = run
                 own = {stream.id for stream in streams}
                 events, _ = reader.events()
-                self._judge.fatal += [e for e in events if e["kind"] in FATAL and e["stream_id"] in own]
+                for event in events:
+                    if event["stream_id"] in own:
+                        self._judge.note(event)
                 ranks = reader.ranks()
                 for found in reader.rows(last=self._judge.tail)[0]:
                     columns = found.keys.tobytes(), found.flags.tobytes(), found.rows.tobytes()

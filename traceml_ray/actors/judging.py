@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
+from traceml_ray import wire
+from traceml_ray.actors.baselines import Baselines
+from traceml_ray.actors.standstill import Standstill
 from traceml_ray.analysis.history import RunJudge
+from traceml_ray.analysis.parts import Rates, rates, with_part
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import RankRows, align
-from traceml_ray.reports.deaths import culprit, deaths, headline
+from traceml_ray.reports.deaths import FATAL, culprit, deaths, headline
 from traceml_ray.settings import Settings
 from traceml_ray.store.nodes import stream_labels
 from traceml_ray.store.recent import Recent
@@ -45,8 +50,8 @@ class LiveJudge:
         clock: Callable[[], int],
         errors: Counter[str],
     ) -> None:
-        self.fatal: list[dict[str, Any]] = []
-        """Events that tell of a death (`deaths.FATAL`), with `stream_id`, `kind`, `t_ns`, `message`."""
+        self.commands: list[wire.Command] = []
+        """What is asked of the ranks, said with every reply to a relay."""
         self.tail = settings.thresholds.window_steps + settings.thresholds.stride_steps
         """Rows of each rank that are looked at."""
         self._writer = writer
@@ -56,6 +61,9 @@ class LiveJudge:
         self._clock = clock
         self._errors = errors
         self._runs: dict[str, _LiveRun] = {}
+        self._baselines = Baselines(writer, settings, errors)
+        self._fatal: list[dict[str, Any]] = []
+        self._standstill = Standstill(writer, recent, settings, clock)
 
     def verdict(self, run: str | None = None) -> Verdict | None:
         """Return the verdict on `run` (None: the newest) as it stands; None while there is none."""
@@ -65,6 +73,16 @@ class LiveJudge:
                 run = newest(with_rows(by_run(self._writer.streams.values())), told)
         found = self._runs.get(run or "")
         return found.verdict if found else None
+
+    def note(self, event: dict[str, Any]) -> None:
+        """
+        Take an event of a stream (`stream_id`, `kind`, `t_ns`, `message`, `data`, …), if it tells of a
+        death or was asked for in a hang. Called with the writer's lock.
+        """
+        if event["kind"] in FATAL:
+            self._fatal.append(event)
+        elif event["kind"] == "stacks":
+            self._standstill.note(event)
 
     def live_runs(self) -> dict[str, list[Stream]]:
         """Return the streams of the runs that are judged. Called with the writer's lock."""
@@ -87,6 +105,7 @@ class LiveJudge:
                 self._errors[f"judge: {type(error).__name__}"] += 1
                 if self._debug:
                     raise
+        self.commands = self._standstill.commands()
         while len(self._runs) > 4 * MAX_LIVE:
             del self._runs[next(iter(self._runs))]
 
@@ -100,17 +119,23 @@ class LiveJudge:
             world = world_size(ranks, None)
             missing = sorted(set(range(world)).difference(live))
             seen = [(rank, ranks[rank].id, ranks[rank].stored) for rank in live]
-            first = culprit(deaths([], self.fatal, streams))
+            first = culprit(deaths([], self._fatal, streams))
         if first is not None and not (first.consequence and first.t_ns > deadline):
             # The cause of a failed collective may only become known a moment later.
             self._keep(run, headline(first, labels.get(first.stream.id) if first.stream else None, 0))
             return
-        if not live or seen == state.judged:
+        hang = self._standstill.look(run, streams, ranks, labels)
+        if hang is not None:
+            self._keep(run, hang)
+        if not live or seen == state.judged or (hang is not None and hang.lasted_s is None):
             return
         state.judged = seen
         attempt = attempt_of(ranks[live[0]])
         if attempt != state.attempt:
-            state.attempt, state.judge = attempt, RunJudge(limits)
+            before = self._baselines.of(run)
+            if before is not None and state.attempt is not None:
+                before = before.elsewhere(f"attempt {state.attempt}")
+            state.attempt, state.judge = attempt, RunJudge(limits, baseline=before)
         last = min((key for rank in live if (key := ranks[rank].last_key) is not None), default=0)
         rows = []
         for rank in live:
@@ -119,13 +144,22 @@ class LiveJudge:
                 columns = self._recent.tail(stream.id, last, self.tail)
             rows.append(RankRows(rank, labels[stream.id], *columns))
         window = align(rows, len(live) + len(missing), missing, last=limits.window_steps)
-        verdict = state.judge.update(window)
+        verdict = with_part(state.judge.update(window), window, functools.partial(self._rates, ranks), limits)
+        self._baselines.keep(run, state.judge.baseline)
         self._keep(run, verdict, store=verdict.window_steps >= limits.first_window_steps)
+
+    def _rates(
+        self, streams: dict[int, Stream], ranks: Sequence[int], first: int, last: int
+    ) -> dict[int, Rates]:
+        """Return how long the named parts of some ranks took, see `analysis.parts.Find`."""
+        with self._writer.lock:
+            found = {rank: self._recent.details(streams[rank].id) for rank in ranks}
+        return {rank: rates(details, first, last) for rank, details in found.items() if details}
 
     def _keep(self, run: str, verdict: Verdict, store: bool = True) -> None:
         state = self._runs[run]
         state.verdict = verdict
-        named = verdict.label, verdict.stages, verdict.ranks
+        named = verdict.label, verdict.stages, verdict.ranks, verdict.lasted_s, verdict.stacks
         if store and named != state.stored:
             state.stored = named
             with self._writer.lock:
@@ -137,7 +171,7 @@ class _LiveRun:
 
     def __init__(self, limits: Thresholds) -> None:
         self.judge = RunJudge(limits)
-        self.attempt = 0
+        self.attempt: int | None = None
         self.judged: list[Any] | None = None
         self.stored: tuple[Any, ...] | None = None
         self.verdict: Verdict | None = None

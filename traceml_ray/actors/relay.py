@@ -22,7 +22,7 @@ from typing import Protocol
 import msgspec
 
 from traceml_ray import wire
-from traceml_ray.actors import folders
+from traceml_ray.actors import folders, processes
 from traceml_ray.actors.outbox import Outbox
 from traceml_ray.actors.peers import Peer, Peers
 from traceml_ray.settings import Settings
@@ -75,6 +75,11 @@ class _Stream:
 
     seq: int = -1
     final: bool = False
+    pid: int | None = None
+    heard: float = 0.0
+    memory_events: Path | None = None
+    oom_kills: int | None = None
+    """In the process's cgroup, when it was first heard of."""
 
 
 class Relay:
@@ -108,6 +113,10 @@ class Relay:
         self._transport = transport
         self._sampler = sampler
         self._idle_ttl = settings.idle_ttl
+        self._silent_s = max(settings.thresholds.report_timeout_s, 2 * settings.interval)
+        self._commands: list[wire.Command] = []
+        """What the aggregator asks of the ranks, said with every reply until it asks no more."""
+        self._obeyed: set[wire.Value] = set()
         self._spool = spool
         self._on_stop = on_stop
         self._clock = clock
@@ -185,7 +194,7 @@ class Relay:
                 if pid not in self._callers:
                     self._callers[pid] = self._peers.watch(pid)
                 self._callers[pid].streams.add(batch.stream)
-            return self._take(batch, data)
+            return self._take(batch, data, batch.identity.pid if batch.identity else None)
 
     def flush(self, timeout_s: float) -> bool:
         """
@@ -234,17 +243,21 @@ class Relay:
             self._count(f"{error.reason} from pid {peer.pid}")
             return
         peer.streams.add(batch.stream)
-        if not peer.send(self._take(batch, data)):  # a later reply acknowledges this one too
+        if not peer.send(self._take(batch, data, peer.pid)):  # a later reply acknowledges this one too
             self._count("reply not sent")
 
-    def _take(self, batch: wire.RankBatch, data: bytes) -> bytes:
+    def _take(self, batch: wire.RankBatch, data: bytes, pid: int | None = None) -> bytes:
         self._heard = self._clock()
         stream = self._streams.setdefault(batch.stream, _Stream())
+        stream.heard = self._heard
+        if stream.pid is None and pid is not None:
+            stream.pid, stream.memory_events = pid, processes.memory_events(pid)
+            stream.oom_kills = processes.oom_kills(stream.memory_events)
         if batch.seq > stream.seq:
             self._outbox.add(batch.stream, len(batch.flags), data)
             stream.seq = batch.seq
             stream.final = batch.final
-        return wire.encode(wire.RankReply(wire.VERSION, batch.stream, stream.seq))
+        return wire.encode(wire.RankReply(wire.VERSION, batch.stream, stream.seq, self._commands))
 
     def _gone(self, peer: Peer) -> None:
         """Forget the streams of a process that has ended; what it did not end itself is lost."""
@@ -257,6 +270,7 @@ class Relay:
                 if self._spooled(name):  # its last words are read at the end of the run
                     continue
                 self._lost.append(name)
+                self._events.append(_how_it_ended(name, peer.pid, stream))
             del self._streams[name]
 
     def _spooled(self, stream: str) -> bool:
@@ -325,12 +339,35 @@ class Relay:
             self._heard = now
             if wire.tag_of(reply) == "finished":
                 self._finished = wire.decode(reply, wire.Finished)
-            elif self._outbox.confirm(wire.decode(reply, wire.RelayReply).stored_seq):
+                return
+            answer = wire.decode(reply, wire.RelayReply)
+            self._obey(answer.commands, now)
+            if self._outbox.confirm(answer.stored_seq):
                 self._progress = now
         except Exception as error:
             self._count(f"aggregator: {type(error).__name__}")
             self._failures += 1
             self._outbox.rewind()
+
+    def _obey(self, commands: list[wire.Command], now: float) -> None:
+        """Pass on what is asked of the ranks; of those that do not answer any more, say what can be seen."""
+        self._commands = commands
+        for command in commands:
+            asked = command.args.get("id")
+            if command.name != "dump" or asked in self._obeyed:
+                continue
+            self._obeyed.add(asked)
+            for name, stream in self._streams.items():
+                if stream.pid is not None and not stream.final and now - stream.heard > self._silent_s:
+                    told = (name, stream.pid, str(asked))
+                    threading.Thread(target=self._spy, args=told, name="traceml-spy", daemon=True).start()
+
+    def _spy(self, stream: str, pid: int, asked: str) -> None:
+        """Look at a process from outside; in a thread, because that may take seconds."""
+        data: dict[str, wire.Value] = {"dump": asked, "stream": stream, "state": processes.state(pid)}
+        text = processes.spy(pid)
+        with self._lock:
+            self._events.append(wire.Event("stacks", time.time_ns(), message=text, data=data))
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -454,6 +491,16 @@ class Relay:
             frames.setdefault(wire.decode(frame, wire.RankBatch).stream, []).append(frame)
         for stream, held in frames.items():
             write_spool(self._spool / f"{stream}{SUFFIX}", held)
+
+
+def _how_it_ended(name: str, pid: int, stream: _Stream) -> wire.Event:
+    """Return event `process_ended`: `exit_code` where the process is still a zombie, and kernel's kills."""
+    code, before = processes.exit_code(pid), stream.oom_kills
+    kills = processes.oom_kills(stream.memory_events)
+    data: dict[str, wire.Value] = {"stream": name, "exit_code": code}
+    if kills is not None and before is not None and kills > before:
+        data["oom_kills"] = kills - before
+    return wire.Event("process_ended", time.time_ns(), data=data)
 
 
 def _remove(files: list[Path]) -> None:

@@ -100,16 +100,13 @@ def stage(name: str) -> Generator[None]:
     if agent is None:
         yield
         return
-    recorder = agent.recorder
-    began, inside = recorder.clock(), recorder.stage
+    parts = agent.instrumentation.parts
+    begun = parts.begin(name)
     try:
         yield
     finally:
-        try:
-            if recorder.mine():
-                agent.details.add(name, inside, recorder.step, recorder.clock() - began)
-        except Exception as error:
-            agent.instrumentation.failed("stage", error)
+        if begun is not None:
+            parts.end(begun)
 
 
 def watch(iterable: Iterable[T]) -> Iterator[T]:

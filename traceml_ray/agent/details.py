@@ -5,37 +5,58 @@ from __future__ import annotations
 from traceml_ray.wire import Detail
 
 MAX_NAMES = 256
+_KNOWN = ("evaluation", "optimizer", "fetch", "collate", "workers")
+EVALUATION, OPTIMIZER, FETCH, COLLATE, WORKERS = range(len(_KNOWN))
+"""Numbers of the parts that the recorder tells by itself."""
 
 
 class Details:
     """
-    Sums per (name, stage), written by the training thread and collected by the agent.
+    Sums per name and stage, written by the recorder (under its lock) and collected by the agent.
 
-    `collect` hands out what was swapped away one call earlier, so that an update which the
-    training thread was in the middle of is never lost, and no lock is needed.
+    What is not part of a row that is judged, the first one and the tail, has sums `apart`.
+    `collect` hands out what was swapped away one call earlier, so that an update which is being made
+    is never lost, and no lock is needed.
     """
 
     def __init__(self) -> None:
-        self._now: dict[tuple[str, int], list[int]] = {}
-        self._before: dict[tuple[str, int], list[int]] = {}
+        self._now: dict[tuple[str, int, bool], list[int]] = {}
+        self._before: dict[tuple[str, int, bool], list[int]] = {}
+        self._numbers = {name: number for number, name in enumerate(_KNOWN)}
+        self.names = list(_KNOWN)
         self.refused = 0
+        self.open: str | None = None
+        """The part that the training thread is in; whoever begins one puts back what was there before."""
 
-    def add(self, name: str, stage: int, step: int, ns: int) -> None:
-        """Add one stretch of `ns` nanoseconds that began in `stage` of `step`."""
-        sums = self._now
-        entry = sums.get((name, stage))
-        if entry is None:
-            if len(sums) >= MAX_NAMES:
+    def number(self, name: str) -> int | None:
+        """Return the number of a part's name; None when there are too many of them."""
+        found = self._numbers.get(name)
+        if found is None:
+            if len(self.names) >= MAX_NAMES:
                 self.refused += 1
-                return
-            sums[name, stage] = [1, ns, ns, step, step]
+                return None
+            self.names.append(name[:64])
+            found = self._numbers[name] = len(self.names) - 1
+        return found
+
+    def add(self, name: str, stage: int, step: int, ns: int, size: int, apart: bool) -> None:
+        """Add one stretch of `ns` nanoseconds in `stage` of `step`, with `size` bytes moved."""
+        key = (name, stage, apart)
+        entry = self._now.get(key)
+        if entry is None:
+            self._now[key] = [1, ns, ns, step, step, size]
             return
         entry[0] += 1
         entry[1] += ns
-        entry[2] = max(entry[2], ns)
+        if ns > entry[2]:
+            entry[2] = ns
         entry[4] = step
+        entry[5] += size
 
     def collect(self) -> list[Detail]:
         """Return the sums of the tick before this one."""
         done, self._before, self._now = self._before, self._now, {}
-        return [Detail(name[:64], stage, *entry) for (name, stage), entry in done.items()]
+        return [
+            Detail(name, stage, count, total, longest, first, last, size or None)
+            for (name, stage, _), (count, total, longest, first, last, size) in done.items()
+        ]

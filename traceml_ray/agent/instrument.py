@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import time
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from typing import Any
 from traceml_ray.agent import ray_data
 from traceml_ray.agent.details import Details
 from traceml_ray.agent.imports import forget, when_imported
+from traceml_ray.agent.parts import CHECKPOINT_MODULE, Parts
 from traceml_ray.agent.recorder import (
     BACKWARD_BEGIN,
     BACKWARD_END,
@@ -64,7 +64,8 @@ class Instrumentation:
 
     def __init__(self, recorder: Recorder, details: Details, *, debug: bool = False) -> None:
         self.recorder = recorder
-        self.details = details
+        recorder.details = details
+        self.parts = Parts(recorder, details, self.failed)
         self.errors: Counter[str] = Counter()
         """Exceptions swallowed, by place."""
         self.missing: dict[str, str] = {}
@@ -93,23 +94,28 @@ class Instrumentation:
             ("grad_scaler", self._patch_grad_scaler),
             ("ddp", self._patch_ddp),
             ("forward", self._patch_parameters),
-            ("checkpoint", self._patch_save),
+            ("checkpoint", lambda: self.parts.patch_save(self._replace)),
+            ("collectives", lambda: self.parts.patch_collectives(self._replace)),
         ):
             self._try(name, patch)
-        when_imported(FSDP_MODULE, lambda: self._try("fsdp", self._patch_fsdp))
-        when_imported(COMPILE_MODULE, lambda: self._try("compile", self._patch_compile))
-        when_imported(ray_data.MODULE, lambda: self._try("ray_data", self._patch_ray_data))
+        for name, module, patch in (
+            ("fsdp", FSDP_MODULE, self._patch_fsdp),
+            ("compile", COMPILE_MODULE, self._patch_compile),
+            ("ray_data", ray_data.MODULE, lambda: ray_data.patch(self._replace, self.recorder, self.failed)),
+            ("checkpoint", CHECKPOINT_MODULE, lambda: self.parts.patch_checkpoint(self._replace)),
+        ):
+            when_imported(module, functools.partial(self._try, name, patch))
 
     def remove(self) -> None:
         """Put everything back as it was; never raises, safe to call twice."""
-        forget(FSDP_MODULE)
-        forget(COMPILE_MODULE)
-        forget(ray_data.MODULE)
+        for module in (FSDP_MODULE, COMPILE_MODULE, ray_data.MODULE, CHECKPOINT_MODULE):
+            forget(module)
         undo, self._undo = self._undo, []
         for restore in reversed(undo):
             self._try("detach", restore)
         self._try("detach", self.roots.restore)
         self._try("detach", self.recorder.settle)
+        self.recorder.ready = 0  # what still holds a wrapper of ours, a DataLoader's iterator, writes no more
 
     def _try(self, name: str, action: Callable[[], None]) -> None:
         try:
@@ -121,13 +127,14 @@ class Instrumentation:
 
     def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
         original = getattr(owner, name)
+        stored = owner.__dict__.get(name, original)  # how it is bound: not all that is callable is a function
         wrapper = functools.wraps(original)(make(original))
         setattr(owner, name, wrapper)
 
         def restore() -> None:
             # Somebody may have wrapped our wrapper since: then theirs stays, and ours inside it is inert.
             if owner.__dict__.get(name) is wrapper:
-                setattr(owner, name, original)
+                setattr(owner, name, stored)
 
         self._undo.append(restore)
         return restore
@@ -151,7 +158,11 @@ class Instrumentation:
     # -- data ------------------------------------------------------------------------------------
 
     def _patch_data(self) -> None:
-        from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter
+        from torch.utils.data.dataloader import (
+            DataLoader,
+            _BaseDataLoaderIter,
+            _SingleProcessDataLoaderIter,
+        )
 
         recorder, failed = self.recorder, self.failed
         append, clock = recorder.log.append, recorder.clock
@@ -210,9 +221,8 @@ class Instrumentation:
 
         self._replace(_BaseDataLoaderIter, "__next__", make_next)
         self._replace(DataLoader, "__iter__", make_iter)
-
-    def _patch_ray_data(self) -> None:
-        ray_data.patch(self._replace, self.recorder, self.failed)
+        collate = self._then("collate", self.parts.patch_collate)
+        self._replace(_SingleProcessDataLoaderIter, "__init__", collate)
 
     # -- backward --------------------------------------------------------------------------------
 
@@ -479,27 +489,3 @@ class Instrumentation:
         if hasattr(fsdp, "fully_shard"):
             self._replace(fsdp, "fully_shard", self._then("fsdp", coupled("fsdp2")))
         self._replace(fsdp.FullyShardedDataParallel, "__init__", self._then("fsdp", coupled("fsdp")))
-
-    # -- details -----------------------------------------------------------------------------------
-
-    def _patch_save(self) -> None:
-        import torch
-
-        recorder, details, failed = self.recorder, self.details, self.failed
-
-        def make(original: Any) -> Any:
-            def save(*args: Any, **kwargs: Any) -> Any:
-                began = time.perf_counter_ns()
-                try:
-                    return original(*args, **kwargs)
-                finally:
-                    try:
-                        if recorder.mine():
-                            elapsed = time.perf_counter_ns() - began
-                            details.add("checkpoint", recorder.stage, recorder.step, elapsed)
-                    except Exception as error:
-                        failed("checkpoint", error)
-
-            return save
-
-        self._replace(torch, "save", make)

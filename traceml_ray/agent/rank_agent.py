@@ -8,6 +8,7 @@ dropped and counted in the next one. Nothing here runs on the training thread bu
 
 from __future__ import annotations
 
+import functools
 import secrets
 import sys
 import threading
@@ -20,6 +21,7 @@ import msgspec
 
 from traceml_ray import identity as identities
 from traceml_ray import wire
+from traceml_ray.agent import dump
 from traceml_ray.agent.channel import Channel
 from traceml_ray.agent.details import Details
 from traceml_ray.agent.instrument import Instrumentation
@@ -67,7 +69,7 @@ class RankAgent:
         self._generation = 0
         self._seq = 0
         self._dropped = 0
-        self._optimizer = (0, 0)
+        self._dumped: set[wire.Value] = set()
         self._sent_bytes = 0
         self._began_ns = time.monotonic_ns()
         self._cpu_ns = 0
@@ -110,11 +112,15 @@ class RankAgent:
         while more:
             more = self._enqueue(final)
         self._exchange()
+        if self._events and not final:  # what the relay has asked for
+            self._enqueue(final)
+            self._exchange()
 
     def _enqueue(self, final: bool) -> bool:
         """Make one batch; True when rows are left for another."""
         self._make_room()
-        first, keys, flags, rows = self.ring.drain(wire.MAX_ROWS)
+        # Events may be long: with fewer rows beside them the batch stays below its limit.
+        first, keys, flags, rows = self.ring.drain(wire.MAX_ROWS // 2 if self._events else wire.MAX_ROWS)
         more = self.ring.accepted > first + len(flags)
         events, self._events = self._events[: wire.MAX_ITEMS], self._events[wire.MAX_ITEMS :]
         self._seq += 1
@@ -131,7 +137,7 @@ class RankAgent:
             flags=flags,
             rows=rows,
             identity=self._resolve(),
-            open=self.recorder.open_stage(),
+            open=self._open_stage(),
             process=self._look(),
             details=self._details(final),
             events=events,
@@ -185,22 +191,36 @@ class RankAgent:
                 continue
             while reply.stream == self.stream and self._outbox and self._outbox[0].seq <= reply.acked_seq:
                 self._outbox_bytes -= len(self._outbox.popleft().data)
+            for command in reply.commands:
+                self._guard(f"command {command.name}", functools.partial(self._obey, command))
+
+    def _obey(self, command: wire.Command) -> None:
+        """Do what the aggregator asks for; what is not known, or of another run, is nothing to this rank."""
+        asked, run = command.args.get("id"), command.args.get("run")
+        if command.name != "dump" or asked in self._dumped:
+            return
+        if run is not None and (self.identity is None or run != self.identity.job_id):
+            return
+        self._dumped.add(asked)
+        opened = self._open_stage()
+        self._events.append(dump.stacks(self.recorder.owner, opened, str(asked)))
+        self._guard("flight recorder", functools.partial(self._dump_flight_recorder, opened, str(asked)))
+
+    def _dump_flight_recorder(self, opened: wire.OpenStage, asked: str) -> None:
+        found = dump.flight_recorder(opened, asked)
+        if found is not None:
+            self._events.append(found)
+
+    def _open_stage(self) -> wire.OpenStage:
+        opened = self.recorder.open_stage()
+        return msgspec.structs.replace(opened, part=self.details.open or opened.part)
 
     def _details(self, final: bool) -> list[wire.Detail]:
-        """Collect the named parts; the optimizer's are summed by the recorder itself."""
-        parts = self.details.collect()
-        if final:
-            parts += self.details.collect()
-        total, steps = self.recorder.optimizer_ns, self.recorder.optimizer_steps
-        before, done = self._optimizer
-        if steps > done:
-            self._optimizer = (total, steps)
-            last = max(0, self.recorder.step - 1)
-            first = max(0, last - (steps - done) + 1)
-            parts.append(
-                wire.Detail("optimizer", wire.POST_SYNC, steps - done, total - before, None, first, last)
-            )
-        return parts
+        """Collect the named parts."""
+        if not final:
+            return self.details.collect()
+        self.recorder.finish()
+        return [*self.details.collect(), *self.details.collect()]
 
     def _resolve(self) -> identities.RankIdentity | None:
         """Resolve who this is; again until torch.distributed, which knows best, is up."""

@@ -23,6 +23,7 @@ from threading import RLock, get_ident
 from time import perf_counter_ns
 from typing import Any, TypeVar
 
+from traceml_ray.agent.details import COLLATE, EVALUATION, FETCH, MAX_NAMES, OPTIMIZER, WORKERS, Details
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.wire import (
     BACKWARD,
@@ -35,6 +36,7 @@ from traceml_ray.wire import (
     FLAG_NO_PEERS,
     FLAG_NO_SPLIT,
     FORWARD,
+    N_STAGES,
     POST_SYNC,
     PREPARE,
     SEGMENT_BITS,
@@ -57,9 +59,15 @@ SILENT_OWNER_NS = 5_000_000_000
     SYNC_END,
     OPTIMIZER_BEGIN,
     OPTIMIZER_END,
+    COLLATED,
     COST,
-) = range(12)
-"""The marks of the usual step; COST says when the one before it was done being made."""
+    PARTS,
+) = range(14)
+"""
+The marks of the usual step; COST says when the one before it was done being made. From PARTS on there are
+two for each name of `Details`: a part of that name begins, and ends.
+"""
+_MARKS = PARTS + 2 * MAX_NAMES
 
 LOG_SIZE = 1 << 17
 """What is written beyond this pushes out the oldest."""
@@ -67,6 +75,8 @@ SETTLE_AT = LOG_SIZE // 2
 """With so much written, a backward settles by itself: the agent's thread does not come round."""
 LOCK_S = 0.2
 """Longest wait of a mark for the agent's thread, which holds the lock for a millisecond."""
+_MAX_OPEN = 32
+_MAX_CLOSED = 1024
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -93,6 +103,26 @@ def _at_once(method: Method) -> Method:
     return mark  # type: ignore[return-value]
 
 
+class _Part:
+    """A named stretch: the stage it began in, and its time in each since the row began."""
+
+    __slots__ = ("began", "foreign_ns", "number", "size", "stage", "sums")
+
+    def __init__(self, number: int, stage: int, began: int) -> None:
+        self.number, self.stage, self.began = number, stage, began
+        self.size = self.foreign_ns = 0
+        self.sums = [0] * N_STAGES
+
+    def fold(self) -> None:
+        """See `Recorder._fold`."""
+        sums = self.sums
+        sums[POST_SYNC] += self.foreign_ns + sums[PREPARE] + sums[FORWARD]
+        sums[DATA] -= self.foreign_ns
+        self.foreign_ns = sums[PREPARE] = sums[FORWARD] = 0
+        if self.stage in (PREPARE, FORWARD):
+            self.stage = POST_SYNC
+
+
 class Recorder:
     """The state machine of one process; methods named `*_begin` and `*_end` are the marks."""
 
@@ -100,18 +130,24 @@ class Recorder:
         "_acc",
         "_before_sync",
         "_before_wait",
+        "_closed",
+        "_collated",
         "_cost_ns",
+        "_evaluation",
         "_foreign_ns",
         "_last_iterator",
         "_last_loader",
         "_lock",
         "_manual",
         "_mark",
-        "_optimizer_began",
+        "_open",
+        "_optimizer",
         "_pending",
         "_pending_flags",
         "_pending_synced",
         "_resume",
+        "_since",
+        "_size",
         "_split",
         "_stage",
         "_step",
@@ -120,17 +156,17 @@ class Recorder:
         "_waited",
         "_waits",
         "_weighed",
+        "_workers",
         "_written",
         "_written_ns",
         "clock",
         "coupled",
         "depth",
+        "details",
         "first",
         "last",
         "log",
         "now",
-        "optimizer_ns",
-        "optimizer_steps",
         "owner",
         "peers",
         "ready",
@@ -147,7 +183,8 @@ class Recorder:
         self.log: deque[int] = deque(maxlen=LOG_SIZE)
         """
         Marks written down and not yet understood: which, when, which, when, … A signal may come between
-        the two, so a mark without its time is nothing: times are all larger than marks.
+        the two, so a mark without its time is nothing: times are all larger than marks. What is below 0
+        is the size of the part that ends next.
         """
         self.ready = 0
         """The thread that may write marks down: the one that trains, outside of a backward."""
@@ -166,8 +203,8 @@ class Recorder:
         """Waits for peers cannot be told apart inside forward and backward (FSDP, device clock)."""
         self._manual = False
         self.segment = 0
-        self.optimizer_ns = 0
-        self.optimizer_steps = 0
+        self.details = Details()
+        """Where the named parts go, once it is known which row they are of."""
         self._step = self._mark = 0
         self._cost_ns = self._written = self._written_ns = self._weighed = 0
         self._lock = RLock()
@@ -185,7 +222,11 @@ class Recorder:
         self._waits = self.usual_iterator = self._last_iterator = self._last_loader = self._foreign_ns = 0
         self._resume = self._before_wait = POST_SYNC
         self._before_sync: int | None = None
-        self._optimizer_began = 0
+        self._open: list[_Part] = []
+        self._closed: list[_Part] = []
+        self._evaluation: _Part | None = None
+        self._optimizer: _Part | None = None
+        self._collated = self._workers = self._size = self._since = 0
         self._waited.clear()
 
     # -- what was written down ---------------------------------------------------------------
@@ -204,15 +245,21 @@ class Recorder:
         self.thread = self.owner or 0
         for _ in range(len(log)):
             value = log.popleft()
-            if value <= COST:
-                self._mark = value
+            if value < _MARKS:
+                if value < 0:
+                    self._size = -value
+                else:
+                    self._mark = value
             elif self._mark == COST:
                 self._written_ns += value - self.now
                 self._weighed += 1
             else:
                 self.now = value
                 self._written += 1
-                _UNDERSTAND[self._mark](self)
+                if self._mark < PARTS:
+                    _UNDERSTAND[self._mark](self)
+                else:
+                    self._part(self._mark)
 
     # -- the training thread -----------------------------------------------------------------
 
@@ -245,18 +292,28 @@ class Recorder:
         return True
 
     def _to(self, stage: int) -> None:
+        if self._open:
+            self._spread()
         self._acc[self._stage] += self.now - self.last
         self.last = self.now
         self._stage = stage
 
-    def _fold(self) -> None:
-        """What ran since sync exit was not for this step, but for its own fetches: it is `post_sync`."""
+    def _fold(self) -> int:
+        """
+        What ran since sync exit was not for this step, but for its own fetches: it is `post_sync`.
+
+        Returns how long that took, from the first of those fetches on.
+        """
         self._to(POST_SYNC)
         acc = self._acc
-        acc[POST_SYNC] += self._foreign_ns + acc[PREPARE] + acc[FORWARD]
+        for part in (*self._open, *self._closed):
+            part.fold()
+        folded = self._foreign_ns + acc[PREPARE] + acc[FORWARD]
+        acc[POST_SYNC] += folded
         acc[DATA] -= self._foreign_ns
         self._foreign_ns = acc[PREPARE] = acc[FORWARD] = 0
         self._waited &= self._train_loaders
+        return folded
 
     # -- data ----------------------------------------------------------------------------------
 
@@ -270,16 +327,32 @@ class Recorder:
             return True
         if id(iterator) != self.usual_iterator:
             # Iterators come and go with the epochs: the loader (noted on them) is who feeds the step.
-            loader = getattr(iterator, "__dict__", {}).get("_traceml_loader") or id(iterator)
-            if loader in self._train_loaders and not self._waited <= self._train_loaders:
-                self._fold()
+            known = getattr(iterator, "__dict__", {})
+            loader = known.get("_traceml_loader") or id(iterator)
+            if loader in self._train_loaders:
+                self._train_again()
             self._last_loader, self._last_iterator = loader, id(iterator)
+            self._workers = known.get("_num_workers") or 0
             self.usual_iterator = 0  # the next wait of the usual loader has to look at this one first
-        self._data_begin()
+            self._data_begin()
+        else:
+            self._usual_data_begin()
         return True
+
+    def _train_again(self) -> None:
+        """An evaluation, if there was one, is over; where the root was not called, its fetches tell."""
+        folded = 0 if self._waited <= self._train_loaders else self._fold()
+        if folded:
+            self._begin_evaluation(folded)
+        self._end_evaluation()
+
+    def _usual_data_begin(self) -> None:
+        self._end_evaluation()
+        self._data_begin()
 
     def _data_begin(self) -> None:
         self._waits = 1
+        self._collated = 0
         self._before_wait = self._stage
         self._resume = FORWARD if self._stage == FORWARD else PREPARE
         self._to(DATA)
@@ -302,7 +375,19 @@ class Recorder:
             self._waited.add(self._last_loader)
             if self._last_loader not in self._train_loaders:
                 self._foreign_ns += self.now - self.last
+                for part in self._open:
+                    part.foreign_ns += self.now - max(self.last, part.began)
+        elif self._workers:
+            self._add(WORKERS, self.now - self.last)
+        elif self._collated:
+            self._add(FETCH, self._collated - self.last)
+            self._add(COLLATE, self.now - self._collated)
         self._to(self._resume)
+
+    def _note_collated(self) -> None:
+        """The samples of a batch are there; what follows inside the wait puts them together."""
+        if self._waits == 1:
+            self._collated = self.now
 
     @_at_once
     def new_iterator(self) -> None:
@@ -318,10 +403,11 @@ class Recorder:
             return
         if training:
             self._forward_begin()
-        elif self._last_loader not in self._train_loaders:
-            self._fold()
+            return
+        self._begin_evaluation(0 if self._last_loader in self._train_loaders else self._fold())
 
     def _forward_begin(self) -> None:
+        self._end_evaluation()
         if self._stage != FORWARD:
             self._to(FORWARD)
 
@@ -339,7 +425,10 @@ class Recorder:
         return True
 
     def _backward_begin(self) -> None:
+        self._end_evaluation()
         self._to(BACKWARD)
+        if self._closed:
+            self._flush()
         self.depth = 1
         self._split = self._step_in_backward = False
         if self._pending is not None:
@@ -387,6 +476,8 @@ class Recorder:
             return
         self.depth = 0
         self._to(POST_SYNC)
+        if self._open:
+            self._cut_parts()
         if not ok:
             return
         flags = 0 if synced else FLAG_NO_PEERS
@@ -440,11 +531,14 @@ class Recorder:
         return True
 
     def _optimizer_begin(self) -> None:
-        self._optimizer_began = self.now
+        self._end_evaluation()
+        if self._optimizer in self._open:  # it never ended: GradScaler has skipped it
+            self._open.remove(self._optimizer)
         if self._pending is not None and not self._manual:
             self._close_step()
         if self._stage != POST_SYNC:
             self._to(POST_SYNC)
+        self._optimizer = self._begin_part(OPTIMIZER)
 
     @_at_once
     def optimizer_end(self, began: bool) -> None:
@@ -453,8 +547,9 @@ class Recorder:
             self._optimizer_end()
 
     def _optimizer_end(self) -> None:
-        self.optimizer_ns += self.now - self._optimizer_began
-        self.optimizer_steps += 1
+        if self._optimizer is not None:
+            self._end_part(self._optimizer)
+            self._optimizer = None
         if self._pending is not None and not self._manual and not self.depth:
             self._close_step()
 
@@ -473,6 +568,7 @@ class Recorder:
         """End of a `trace_step`: its last backward closes the row, else the row ends here."""
         if self._pending is None:
             self._to(POST_SYNC)
+            self._flush()
             self._pending, self._acc = self._acc, [0, 0, 0, 0, 0, 0]
             self._pending_flags = FLAG_NO_BACKWARD | FLAG_NO_PEERS
         self._close_step()
@@ -498,6 +594,118 @@ class Recorder:
             row[POST_SYNC] = 0  # there was no sync before: a first row starts at its first data wait
         self.ring.push(self._step << SEGMENT_BITS | self.segment, flags, row)
 
+    # -- named parts -----------------------------------------------------------------------------
+
+    def part_begin(self, number: int) -> bool:
+        """Mark: the part of this number (see `Details`) begins; True when `part_end` has to follow."""
+        return self._note(PARTS + 2 * number)
+
+    def part_end(self, number: int, size: int = 0) -> None:
+        """Mark: it ends, having moved `size` bytes."""
+        self._note(PARTS + 2 * number + 1, size)
+
+    def _note(self, mark: int, size: int = 0) -> bool:
+        """Write a mark of a part down; the training thread may at any time, since no row is cut by it."""
+        if get_ident() == self.owner:
+            if size:
+                self.log.append(-size)
+            self.log.append(mark)
+            self.log.append(self.clock())
+            return True
+        return bool(self.owner is None and self._part_at_once(mark, size))
+
+    @_at_once
+    def _part_at_once(self, mark: int, size: int) -> bool:
+        self._size = size
+        self._part(mark)
+        return True
+
+    def _part(self, mark: int) -> None:
+        number, ends = divmod(mark - PARTS, 2)
+        if not ends:
+            self._begin_part(number)
+            return
+        ours = (self._evaluation, self._optimizer)
+        for part in reversed(self._open):
+            if part.number == number and part not in ours:
+                part.size, self._size = self._size, 0
+                self._end_part(part)
+                return
+
+    def _begin_part(self, number: int) -> _Part:
+        self._spread()
+        part = _Part(number, self._stage, self.now)
+        self._open.append(part)
+        del self._open[:-_MAX_OPEN]  # those never ended
+        return part
+
+    def _end_part(self, part: _Part) -> None:
+        self._spread()
+        if part not in self._open:
+            return
+        self._open.remove(part)
+        if self._open and any(other.number == part.number for other in self._open):
+            return  # inside one of the same name
+        self._closed.append(part)
+        if self.depth or len(self._closed) > _MAX_CLOSED:
+            self._flush()
+
+    def _begin_evaluation(self, folded: int) -> None:
+        """It began so much earlier, with its first fetch, unless one before it has had that time."""
+        if self._evaluation is not None:
+            return
+        again = any(part.number == EVALUATION for part in self._closed)
+        self._evaluation = self._begin_part(EVALUATION)
+        self._evaluation.sums[POST_SYNC] = 0 if again else folded
+
+    def _end_evaluation(self) -> None:
+        if self._evaluation is not None:
+            self._end_part(self._evaluation)
+            self._evaluation = None
+
+    def _spread(self) -> None:
+        """The time since the mark before was in every part that is open."""
+        for part in self._open:
+            part.sums[self._stage] += self.now - self._since
+        self._since = self.now
+
+    def _cut_parts(self) -> None:
+        """A row ends: what is open has been a part of it, too; of parts of one name the outermost."""
+        seen = set()
+        for part in self._open:
+            if part.number not in seen and any(part.sums):
+                self._hand_out(part, self.first)
+            seen.add(part.number)
+            part.sums, part.foreign_ns = [0] * N_STAGES, 0
+
+    def _flush(self, tail: bool = False) -> None:
+        """Hand the parts out: until a backward begins, what they are part of may yet be folded."""
+        for part in self._closed:
+            self._hand_out(part, tail or self.first)
+        self._closed = []
+
+    def _hand_out(self, part: _Part, apart: bool) -> None:
+        """Add what a part took of the open row to the sums; it counts once in each stage it was in."""
+        name = self.details.names[part.number]
+        for stage, ns in enumerate(part.sums):
+            if ns:
+                self.details.add(name, stage, self._step, ns, part.size, apart)
+                part.size = 0
+        if not any(part.sums):
+            self.details.add(name, part.stage, self._step, 0, part.size, apart)
+
+    def _add(self, number: int, ns: int) -> None:
+        self.details.add(self.details.names[number], DATA, self._step, ns, 0, self.first)
+
+    def finish(self) -> None:
+        """Hand out the parts of the tail, which is in no row: each by itself."""
+        self.settle()
+        if self._lock.acquire(timeout=LOCK_S):
+            try:
+                self._flush(tail=True)
+            finally:
+                self._lock.release()
+
     # -- how it stands ---------------------------------------------------------------------------
 
     @property
@@ -521,7 +729,11 @@ class Recorder:
         """Return where the training thread stands now."""
         self.settle()
         stage, last = self._stage, self.last
-        return OpenStage(self._step, stage, max(0, self.clock() - last))
+        part = None if self._evaluation is None else "evaluation"
+        part_ns = None
+        for innermost in self._open[-1:]:
+            part_ns = sum(innermost.sums) + max(0, self.clock() - self._since)
+        return OpenStage(self._step, stage, max(0, self.clock() - last), part, part_ns)
 
     def tail_ns(self) -> int:
         """Return the time since the last sync exit, which belongs to no row."""
@@ -530,7 +742,7 @@ class Recorder:
 
 
 _UNDERSTAND: dict[int, Callable[[Recorder], None]] = {
-    DATA_BEGIN: Recorder._data_begin,
+    DATA_BEGIN: Recorder._usual_data_begin,
     DATA_END: Recorder._data_end,
     FORWARD_BEGIN: Recorder._forward_begin,
     BACKWARD_BEGIN: Recorder._backward_begin,
@@ -541,4 +753,5 @@ _UNDERSTAND: dict[int, Callable[[Recorder], None]] = {
     SYNC_END: Recorder._sync_end,
     OPTIMIZER_BEGIN: Recorder._optimizer_begin,
     OPTIMIZER_END: Recorder._optimizer_end,
+    COLLATED: Recorder._note_collated,
 }

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from traceml_ray.analysis.window import Bool
+
+if TYPE_CHECKING:
+    from traceml_ray.analysis.drift import Drift
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,8 @@ class Finding:
     The rule that applied: a label, and either a `reason` to abstain or the `causes`, best first.
 
     `excess` is the excess of the worst rank of the first cause, as a share of the mean step. `transient`
-    says that it was found by the transient rule, `rotating` that no single rank is meant.
+    says that it was found by the transient rule, `rotating` that no single rank is meant. `drift` is
+    all that `group_wide` has.
     """
 
     label: str
@@ -30,6 +35,7 @@ class Finding:
     excess: float | None = None
     transient: bool = False
     rotating: bool = False
+    drift: Drift | None = None
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,10 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
+from traceml_ray.analysis import wording
+from traceml_ray.analysis.baseline import Baseline, Learner
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.verdict import DEFAULTS, Verdict, judge, too_few_steps
+from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess, judge, too_few_steps
 from traceml_ray.analysis.window import RankRows, Window, align
 from traceml_ray.wire import SEGMENT_BITS
 
@@ -31,10 +33,21 @@ class RunJudge:
     window that shares no step with the one before it is kept until there are `run_steps` steps
     (or `run_rows` rows); then every second is dropped and from there on only every second taken,
     and so on, so that the sample is spread evenly over the run however long it gets.
+
+    `baseline` is what drift is measured from: the one given, else learned from the first quiet windows
+    (healthy, high confidence); another size of the job makes a learned one void.
     """
 
-    def __init__(self, thresholds: Thresholds = DEFAULTS, first_step: int | None = None) -> None:
+    def __init__(
+        self,
+        thresholds: Thresholds = DEFAULTS,
+        first_step: int | None = None,
+        baseline: Baseline | None = None,
+    ) -> None:
+        self.baseline = baseline
+        self._learner = Learner(thresholds)
         self._thresholds = thresholds
+        self._staying = msgspec.structs.replace(thresholds, min_drift=thresholds.min_drift / 2)
         self._first_step = first_step
         self._window: Window | None = None
         self._sample: list[Window] = []
@@ -44,6 +57,7 @@ class RunJudge:
         self._counted_to: int | None = None
         self._recent: deque[Verdict] = deque(maxlen=thresholds.chronic_windows)
         self._totals: dict[tuple[str, str | None, int | None], int] = {}
+        self._costs: dict[tuple[str, str | None, int | None], float] = {}
         self._counted = 0
         self.spans: deque[Verdict] = deque(maxlen=_MAX_SPANS)
 
@@ -56,7 +70,15 @@ class RunJudge:
         self._window = window
         if self._short(window):
             return too_few_steps(window, self._thresholds.first_window_steps)
-        verdict = judge(window, self._thresholds)
+        if self.baseline is not None and not self.baseline.fits(window.expected):
+            self.baseline, self._learner = None, Learner(self._thresholds)
+        # What has been found stays until it is half of what finds it: near the threshold noise decides.
+        stands = bool(self.spans) and self.spans[-1].label == "group_wide"
+        verdict, evidence = assess(
+            window, self._staying if stands else self._thresholds, baseline=self.baseline
+        )
+        if self.baseline is None and evidence and (verdict.label, verdict.confidence) == ("healthy", "high"):
+            self.baseline = self._learner.add(evidence)
         self._count(verdict)
         self._collect(window)
         self._merge(verdict, window)
@@ -84,7 +106,35 @@ class RunJudge:
         if self._short(window):
             return too_few_steps(window, self._thresholds.first_window_steps)
         verdict = judge(window, self._thresholds, whole_run=True)
+        if verdict.label == "healthy":
+            verdict = self._drifted(verdict)
         return self._with_chronic(verdict, self._totals.get(_identity(verdict), 0), self._counted)
+
+    def _drifted(self, whole: Verdict) -> Verdict:
+        """Return the drift that costs most over the run, where that is at least `min_drift`; else `whole`."""
+        costs = {which: cost / self._counted for which, cost in self._costs.items()}
+        which = max(costs, key=lambda which: costs[which], default=None)
+        spans = [span for span in self.spans if which is not None and _identity(span) == which]
+        if which is None or not spans or costs[which] < 100 * self._thresholds.min_drift:
+            return whole
+        worst = max(spans, key=lambda span: span.cost_pct or 0.0)
+        cost, stage = costs[which], worst.stage or ""
+        share = self._totals[which] / self._counted
+        return msgspec.structs.replace(
+            whole,
+            label=worst.label,
+            stage=stage,
+            stages=worst.stages,
+            confidence=worst.confidence,
+            excess_pct=worst.excess_pct,
+            gain_pct=cost,
+            cost_pct=cost,
+            gpu_hours_per_hour=cost / 100 * (self._window.expected if self._window else 0),
+            from_step=spans[0].from_step,
+            to_step=spans[-1].to_step,
+            why=wording.over_the_run(stage, share, cost / 100, worst.why),
+            next=worst.next,
+        )
 
     def _warm(self, window: Window) -> Window:
         if self._first_step is None:
@@ -106,10 +156,13 @@ class RunJudge:
         self._counted_to = step
         self._counted += 1
         self._recent.append(verdict)
-        self._totals[_identity(verdict)] = self._totals.get(_identity(verdict), 0) + 1
+        which = _identity(verdict)
+        self._totals[which] = self._totals.get(which, 0) + 1
+        if verdict.label == "group_wide":
+            self._costs[which] = self._costs.get(which, 0.0) + (verdict.cost_pct or 0.0)
 
     def _with_chronic(self, verdict: Verdict, same: int, counted: int) -> Verdict:
-        if verdict.rank is None or counted < _ENOUGH:
+        if (verdict.rank is None and verdict.label != "group_wide") or counted < _ENOUGH:
             return verdict
         return msgspec.structs.replace(verdict, chronic=same >= self._thresholds.chronic_share * counted)
 
@@ -164,15 +217,16 @@ def judge_run(
     expected: int,
     missing: Sequence[int] = (),
     thresholds: Thresholds = DEFAULTS,
+    baseline: Baseline | None = None,
 ) -> RunJudge:
     """
-    Judge a recorded run the way it is judged live; read `spans` and `whole()` of the result.
+    Judge a recorded run the way it is judged live; read `spans`, `whole()` and `baseline` of the result.
 
     Windows of `window_steps` slide by `stride_steps` (more in runs of over 20,000 steps, so that
     there are at most 2000 windows); the first is judged from `first_window_steps` on.
     """
     window = align(streams, expected, missing)
-    run = RunJudge(thresholds, window.first_step)
+    run = RunJudge(thresholds, window.first_step, baseline)
     steps = len(window.keys)
     stride = max(thresholds.stride_steps, -(-steps // _MAX_WINDOWS))
     first = min(steps, thresholds.warmup_steps + thresholds.first_window_steps)

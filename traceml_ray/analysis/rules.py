@@ -5,16 +5,22 @@ from __future__ import annotations
 import numpy as np
 
 from traceml_ray.analysis import wording
+from traceml_ray.analysis.baseline import Baseline
+from traceml_ray.analysis.drift import drift
 from traceml_ray.analysis.evidence import Evidence, absurd, gather
 from traceml_ray.analysis.finding import Cause, Finding
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.window import Bool, Window
+from traceml_ray.analysis.window import Bool, Float, Int64, Window
 from traceml_ray.wire import FLAG_COUPLED, FLAG_DEVICE_CLOCK, FLAG_NO_BACKWARD, FLAG_NO_PEERS
 
 _TOO_LONG = 1 << 62
+_AGREE = 0.1
+_LEAST_SET = 2
 
 
-def find(window: Window, thresholds: Thresholds) -> tuple[Finding, Evidence | None]:
+def find(
+    window: Window, thresholds: Thresholds, baseline: Baseline | None = None
+) -> tuple[Finding, Evidence | None]:
     """
     Return what the rules say about `window`, and the evidence where the rows allow any.
 
@@ -35,9 +41,11 @@ def find(window: Window, thresholds: Thresholds) -> tuple[Finding, Evidence | No
     apart = _apart(evidence, thresholds)
     if apart:
         return Finding("accounting_only", apart), evidence
-    if evidence.persistent.max() >= thresholds.min_excess:
-        return _persistent(evidence, thresholds), evidence
-    return _exposed(evidence, thresholds), evidence
+    late = evidence.persistent.max() >= thresholds.min_excess
+    finding = (_persistent if late else _exposed)(evidence, thresholds)
+    # Rule 7. An imbalance that costs nothing (4d) must not hide it: it may be there all the time.
+    drifted = drift(evidence, baseline, thresholds) if baseline and finding.label == "healthy" else None
+    return Finding("group_wide", drift=drifted) if drifted else finding, evidence
 
 
 def _mixed_clocks(window: Window) -> Bool:
@@ -75,8 +83,24 @@ def _apart(evidence: Evidence, thresholds: Thresholds) -> str:
     alone = (window.flags & (FLAG_NO_PEERS | FLAG_NO_BACKWARD) != 0).mean(axis=0)
     if alone.max() - alone.min() > 0.5:
         return wording.roles_differ(window, alone > 0.5)
-    spread = float(np.ptp(evidence.frontier.slack[-1, :, -1])) / evidence.total_ns
-    return wording.unsynced(spread) if spread > thresholds.unsynced_spread else ""
+    behind = evidence.frontier.slack[-1, :, -1] / evidence.total_ns
+    spread = float(np.ptp(behind))
+    if spread <= thresholds.unsynced_spread:
+        return ""
+    return wording.unsynced(window, spread, _together(behind, _AGREE * thresholds.unsynced_spread))
+
+
+def _together(behind: Float, agree: float) -> list[Int64]:
+    """
+    Return the sets of places whose totals agree where each rank has its set, of two or more; else [].
+
+    `behind` (R,) is by how much each rank's total is the shorter one, as a share.
+    """
+    order = np.argsort(behind, kind="stable")
+    sets = np.split(order, np.flatnonzero(np.diff(behind[order]) > agree) + 1)
+    if any(len(places) < _LEAST_SET or np.ptp(behind[places]) > agree for places in sets):
+        return []
+    return sorted((np.sort(places) for places in sets), key=lambda places: int(places[0]))
 
 
 def _persistent(evidence: Evidence, thresholds: Thresholds) -> Finding:

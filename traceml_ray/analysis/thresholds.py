@@ -19,6 +19,10 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     """Below this share of reporting ranks: `telemetry_limited`."""
     report_timeout_s: float = 5.0
     """A rank that has not reported for so long is missing."""
+    hang_timeout_s: float = 20.0
+    """With no row from any rank for so long, and"""
+    hang_steps: float = 10.0
+    """for so many median steps, while one waits for another, the job hangs."""
     min_step_ns: int = 1_000_000
     max_step_ns: int = 86_400_000_000_000
     aligned_limited: float = 0.5
@@ -34,6 +38,10 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     """Gain below this share of the best p: mending it alone buys little."""
     same_cause: float = 0.5
     """Ranks with p above this share of the best are named together."""
+    part_share: float = 0.6
+    """Share of a rank's excess in its stage from which one part explains it,"""
+    part_often: float = 0.5
+    """and the share of the steps that it is in, where the excess is a lasting one."""
     suspect_excess: float = 0.01
     """Smallest excess listed as a suspect."""
     high_excess: float = 0.10
@@ -43,6 +51,16 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     transient_excess: float = 0.10
     transient_share: float = 0.80
     rotating_excess: float = 0.20
+    baseline_windows: int = 5
+    """Quiet windows that the run's own baseline is learned from."""
+    baseline_after_steps: int = 50
+    """Steps after warm-up that it is not learned from."""
+    min_drift: float = 0.03
+    """Smallest drift from the baseline that is called `group_wide`."""
+    drift_mads: float = 3.0
+    """It must also be above so many MADs of the baseline's windows,"""
+    drift_errors: float = 5.0
+    """and above so many standard errors of the mean over single steps."""
     chronic_share: float = 0.5
     """Share of the last windows with the same verdict from which it is called chronic."""
     chronic_windows: int = 10

@@ -8,6 +8,8 @@ import msgspec
 import numpy as np
 
 from traceml_ray.analysis import wording
+from traceml_ray.analysis.baseline import Baseline
+from traceml_ray.analysis.drift import Drift
 from traceml_ray.analysis.evidence import Evidence
 from traceml_ray.analysis.finding import Cause, Finding, Timing
 from traceml_ray.analysis.onset import late_steps, onset
@@ -38,12 +40,19 @@ class Suspect(msgspec.Struct, frozen=True, kw_only=True):
     gain_ms: float
 
 
+class Stack(msgspec.Struct, frozen=True, kw_only=True):
+    """Where `ranks` stood when they were asked, all alike: the innermost call last."""
+
+    ranks: tuple[int, ...]
+    text: str
+
+
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """
     What is wrong in a window of steps, and what to do. `None` is "not known", never 0.
 
-    `label`: healthy, straggler, ambiguous, co_critical, accounting_only, telemetry_limited (from
-    `judge`), rank_lost, hang, stalled, oom (from whoever watches the processes).
+    `label`: healthy, straggler, ambiguous, co_critical, group_wide, accounting_only,
+    telemetry_limited (from `judge`), rank_lost, hang, stalled, oom (from whoever watches the processes).
     `stage` is the first of `stages`, `rank` the worst of `ranks`, `node` its node.
     """
 
@@ -56,7 +65,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[str, ...] = ()
     confidence: str | None = None
     excess_pct: float | None = None
-    """By how much `rank` is late out of `stage`, % of the mean step."""
+    """By how much `rank` is late out of `stage`, % of the mean step; of `group_wide`, all ranks together."""
     gain_pct: float | None = None
     """What mending `stage` alone saves, % of the step."""
     cost_pct: float | None = None
@@ -82,13 +91,28 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     last_step: int | None = None
     open_stage: str | None = None
     exit_reason: str | None = None
+    part: str | None = None
+    """What `rank` is late in, inside `stage`; of a hang, what is open: `checkpoint`, a user's stage, …"""
+    began_ns: int | None = None
+    """Of a hang: when the last row before it came (ns since the epoch)."""
+    lasted_s: float | None = None
+    """Of a hang that is over: until the next row came."""
+    stacks: tuple[Stack, ...] = ()
+    """Of a hang: the odd rank's first, then the others', each kind once."""
 
 
-def judge(window: Window, thresholds: Thresholds = DEFAULTS, *, whole_run: bool = False) -> Verdict:
+def judge(
+    window: Window,
+    thresholds: Thresholds = DEFAULTS,
+    *,
+    whole_run: bool = False,
+    baseline: Baseline | None = None,
+) -> Verdict:
     """
     Return the verdict over `window`; never raises, whatever the rows hold.
 
     `whole_run` only changes the wording. `chronic` is left to `history`, which has seen more.
+    Without a `baseline` nothing can be `group_wide`.
 
     Confidence of what is named: **high** when every rank reports, the window is full, the excess
     is at least `high_excess` and the rank is late in at least `high_late_share` of the steps since
@@ -99,20 +123,31 @@ def judge(window: Window, thresholds: Thresholds = DEFAULTS, *, whole_run: bool 
 
     Frontier: StageFrontier, arXiv 2606.06751; the rules are ours.
     """
-    finding, evidence = find(window, thresholds)
+    return assess(window, thresholds, whole_run=whole_run, baseline=baseline)[0]
+
+
+def assess(
+    window: Window, thresholds: Thresholds, *, whole_run: bool = False, baseline: Baseline | None = None
+) -> tuple[Verdict, Evidence | None]:
+    """Return what `judge` does, and the evidence, where there is any."""
+    finding, evidence = find(window, thresholds, baseline)
     facts = _facts(window, evidence)
     if finding.reason or evidence is None:
-        return Verdict(label=finding.label, why=finding.reason, next=wording.next_for(finding.label), **facts)
+        why, advice = finding.reason, wording.next_for(finding.label)
+        return Verdict(label=finding.label, why=why, next=advice, **facts), evidence
     facts["suspects"] = _suspects(evidence, thresholds)
+    if finding.drift is not None:
+        return _group_wide(finding.drift, evidence, thresholds, facts), evidence
     if finding.label == "healthy":
-        return Verdict(
+        healthy = Verdict(
             label=finding.label,
             confidence=_confidence(finding, evidence, None, thresholds),
             why=wording.healthy(evidence, finding, thresholds.min_excess),
             next=wording.next_for(finding.label),
             **facts,
         )
-    return _named(finding, evidence, thresholds, facts, whole_run)
+        return healthy, evidence
+    return _named(finding, evidence, thresholds, facts, whole_run), evidence
 
 
 def too_few_steps(window: Window, needed: int) -> Verdict:
@@ -167,6 +202,25 @@ def _named(
     )
 
 
+def _group_wide(drift: Drift, evidence: Evidence, thresholds: Thresholds, facts: dict[str, Any]) -> Verdict:
+    finding = Finding("group_wide", excess=drift.share)
+    why, advice = wording.group_wide(drift, evidence)
+    pct = 100 * drift.share
+    return Verdict(
+        label=finding.label,
+        stage=STAGES[drift.stage],
+        stages=(STAGES[drift.stage],),
+        confidence=_confidence(finding, evidence, drift.timing, thresholds),
+        excess_pct=pct,
+        gain_pct=pct,
+        cost_pct=pct,
+        gpu_hours_per_hour=drift.share * evidence.window.expected,
+        why=why,
+        next=advice,
+        **{**facts, "from_step": drift.from_step},
+    )
+
+
 def _timing(finding: Finding, evidence: Evidence, thresholds: Thresholds) -> Timing:
     """
     Say since when the first cause is late.
@@ -200,7 +254,7 @@ def _confidence(finding: Finding, evidence: Evidence, timing: Timing | None, thr
     often = float(timing.since.mean())
     if often < _OFTEN and timing.goes_on:
         return "low"
-    sure = sure and timing.goes_on and len(finding.causes) == 1 and often >= thresholds.high_late_share
+    sure = sure and timing.goes_on and len(finding.causes) <= 1 and often >= thresholds.high_late_share
     return "high" if sure and (finding.excess or 0.0) >= thresholds.high_excess else "medium"
 
 

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from traceml_ray.analysis.baseline import Baseline
+from traceml_ray.analysis.drift import Drift
 from traceml_ray.analysis.evidence import Evidence
 from traceml_ray.analysis.finding import Cause, Finding, Timing
-from traceml_ray.analysis.window import Bool, Window
+from traceml_ray.analysis.window import Bool, Int64, Window
 from traceml_ray.wire import (
     BACKWARD,
     FLAG_DEVICE_CLOCK,
@@ -42,6 +44,19 @@ _EVEN_OUT = {
     "prepare": "Look at preprocessing and copies, which take unevenly long on every rank.",
     "forward": "Even out the work per batch (bucket by length), and look for noise on the nodes.",
     "backward": "Even out the work per batch (bucket by length), and look for noise on the nodes.",
+}
+_SHARED = {
+    "post_sync": "Look at what all ranks do between two steps: optimizer, logging, checkpoint, evaluation.",
+    "data": "Look at what all ranks load from: shared storage, the network to it, larger samples.",
+    "prepare": "Look at what changed in preprocessing and copies, and at the CPU load of the nodes.",
+    "forward": "Look at the work per batch (longer sequences, recompilation) and the devices' clocks.",
+    "backward": "Look at the work per batch, recomputation in backward, and the devices' clocks.",
+    "sync_wait": "Look at the network between the nodes, and at who else uses it.",
+}
+_PARTS = {
+    "workers": "Its DataLoader workers do not keep up: see how many there are, and what one sample takes.",
+    "fetch": "Reading its samples takes the time (`__getitem__`): use DataLoader workers, see the disk.",
+    "collate": "Putting its batches together takes the time: see `collate_fn`, use DataLoader workers.",
 }
 _NEXT = {
     "healthy": "Nothing to do.",
@@ -159,11 +174,12 @@ def roles_differ(window: Window, alone: Bool) -> str:
     return f"{_ranks(numbers)} {verb} no part in the gradient exchange: roles differ, exposed time only."
 
 
-def unsynced(spread: float) -> str:
-    return (
-        f"The ranks' elapsed times differ by {percent(spread)}, so these ranks do not wait for each other: "
-        "exposed time only."
-    )
+def unsynced(window: Window, spread: float, together: Sequence[Int64]) -> str:
+    differ = f"The ranks' elapsed times differ by {percent(spread)}"
+    if together:
+        sets = _listed([_ranks(window.ranks[places].tolist()) for places in together])
+        return f"{differ} between {sets}, so these groups do not wait for each other: exposed time only."
+    return f"{differ}, so these ranks do not wait for each other: exposed time only."
 
 
 def replay_misses(off: float) -> str:
@@ -260,6 +276,47 @@ def _rotating(finding: Finding) -> tuple[str, str]:
         f"{percent(finding.excess or 0)} of the step. No single rank is to blame."
     )
     return why, _EVEN_OUT[stage]
+
+
+def group_wide(drift: Drift, evidence: Evidence) -> tuple[str, str]:
+    """Return (why, next) for a stage that has drifted from the baseline."""
+    stage, baseline = STAGES[drift.stage], drift.baseline
+    old = baseline.level_ns[drift.stage]
+    slow, ranks = len(drift.slow), len(evidence.window.ranks)
+    who = (
+        ""
+        if 2 * slow < ranks
+        else f" on {'both' if ranks == 2 else f'all {ranks:,}'} ranks"
+        if slow == ranks
+        else f" on {slow:,} of {_count(ranks, 'rank')}"
+    )
+    since = f" since step {drift.from_step}" if drift.timing.began else ""
+    why = (
+        f"`{stage}` takes {ms(old + drift.extra_ns)} a step{who}{since}, {ms(drift.extra_ns)} more than "
+        f"the {ms(old)} of {baseline_is(baseline)}: {percent(drift.share)} of the step. Comparing ranks with "
+        "each other does not show it."
+    )
+    return why + _unsplit(evidence), _SHARED[stage]
+
+
+def baseline_is(baseline: Baseline) -> str:
+    """Say what the baseline is: "the baseline (steps 60-309)", "the baseline (session good)"."""
+    where = baseline.source or f"steps {baseline.from_step}-{baseline.to_step}"
+    return f"the baseline ({where})"
+
+
+def over_the_run(stage: str, share: float, cost: float, strongest: str) -> str:
+    """Say how much of the run a drift takes; `strongest` is what was said where it was largest."""
+    return (
+        f"In {percent(share)} of the run `{stage}` is slower than the baseline: {percent(cost)} of a step "
+        f"over all of it. Where it was worst: {strongest}"
+    )
+
+
+def part(rank: int, name: str, ns: float) -> tuple[str, str]:
+    """Return what to add to (why, next) for the part of the stage that makes `rank` late."""
+    why = f" Of what rank {rank} is late, {ms(ns)} a step are in `{name}`."
+    return why, _PARTS.get(name, f"Look at `{name}` of rank {rank} first.") + " "
 
 
 def _by(evidence: Evidence, cause: Cause) -> str:

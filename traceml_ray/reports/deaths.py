@@ -17,14 +17,18 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.store.streams import Stream, last_attempt
 from traceml_ray.wire import SEGMENT_BITS, STAGES
 
-FATAL = ("exception", "rank_lost")
-"""Kinds of event that tell of a death."""
+ENDED = "process_ended"
+"""Kind of event that tells how a process ended, whether that was a death or not."""
+FATAL = ("exception", "rank_lost", ENDED)
+"""Kinds of event that deaths are told by."""
 _FROM_PEERS = re.compile(
     r"connection closed by peer|connection reset|connection refused|broken pipe|socket timeout"
     r"|nccl|processgroup|gloo|distbackenderror|distnetworkerror|tcpstore"
     r"|heartbeat monitor|watchdog caught collective",
     re.IGNORECASE,
 )
+_SIGNAL = re.compile(r"Signal \d+ \(\w+\) received by PID \d+")
+"""What torchrun says of a rank that raised nothing."""
 _OUT_OF_MEMORY = re.compile(
     r"outofmemoryerror|memoryerror|out of memory|cublas_status_alloc_failed"
     r"|defaultcpuallocator: (can't|not enough)",
@@ -46,6 +50,8 @@ class Death:
     stream: Stream | None = None
     circumstances: str = ""
     """What was said when it was found to be gone."""
+    oom_kills: int = 0
+    """Processes of its cgroup that the kernel killed meanwhile because memory ran out."""
 
     @property
     def reason(self) -> str:
@@ -54,6 +60,8 @@ class Death:
             return self.message.splitlines()[0]
         if self.exit_code is None and self.circumstances:
             return self.circumstances
+        if self.out_of_memory:
+            return "killed by the kernel: memory ran out"
         return exit_words(self.exit_code)
 
     @property
@@ -63,8 +71,10 @@ class Death:
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether the exception says that memory ran out."""
-        return bool(_OUT_OF_MEMORY.search(self.message))
+        """Whether the exception says that memory ran out, or the kernel killed it for that."""
+        if self.message:
+            return bool(_OUT_OF_MEMORY.search(self.message))
+        return self.oom_kills > 0 and self.exit_code in (None, -signal.SIGKILL)
 
 
 def exit_words(code: int | None) -> str:
@@ -95,7 +105,7 @@ def deaths(
     known = {(s.identity.global_rank, s.identity.pid) for s in streams if s.identity}
     told = {(failure["rank"], failure["pid"]): failure for failure in failures}
     found = [
-        Death(failure["rank"], failure["t_ns"], failure["message"], failure["exit_code"])
+        Death(failure["rank"], failure["t_ns"], _said(failure), failure["exit_code"])
         for who, failure in told.items()
         if who not in known
     ]
@@ -103,18 +113,27 @@ def deaths(
         assert stream.identity is not None
         rank = stream.identity.global_rank
         failure = told.get((rank, stream.identity.pid))
-        mine = own.get(stream.id, [])
+        every = own.get(stream.id, [])
+        mine = [event for event in every if event["kind"] != ENDED]
+        seen = next((event for event in reversed(every) if event["kind"] == ENDED), None)
         # A plain actor may be killed when its work is done: that alone is no death of a job.
         lost = bool(mine) if stream.identity.source == "ray" else stream.lost
         if not (failure or lost or any(event["kind"] == "exception" for event in mine)):
             continue
-        times = [event["t_ns"] for event in mine] + ([failure["t_ns"]] if failure else [])
+        times = [event["t_ns"] for event in every] + ([failure["t_ns"]] if failure else [])
         raised = [event["message"] for event in mine if event["kind"] == "exception"]
-        message = next(filter(None, [*raised, failure["message"] if failure else ""]), "")
-        code = failure["exit_code"] if failure else None
+        message = next(filter(None, [*raised, _said(failure)]), "")
+        ended = seen["data"] if seen else {}
+        code = failure["exit_code"] if failure else ended.get("exit_code")
         gone = next((event["message"] for event in mine if event["kind"] == "rank_lost"), "")
-        found.append(Death(rank, min(times, default=stream.last_seen_ns), message, code, stream, gone))
+        t_ns, kills = min(times, default=stream.last_seen_ns), ended.get("oom_kills", 0)
+        found.append(Death(rank, t_ns, message, code, stream, gone, kills))
     return sorted(found, key=lambda death: death.t_ns)
+
+
+def _said(failure: dict[str, Any] | None) -> str:
+    message = str(failure["message"]) if failure else ""
+    return "" if _SIGNAL.match(message) else message
 
 
 def culprit(found: Sequence[Death]) -> Death | None:

@@ -17,12 +17,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.busy import StepSummary, summarise
-from traceml_ray.analysis.history import judge_run
+from traceml_ray.analysis.history import RunJudge, judge_run
+from traceml_ray.analysis.parts import with_part
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Suspect, Verdict
-from traceml_ray.analysis.window import RankRows, align
+from traceml_ray.analysis.window import RankRows, Window, align
 from traceml_ray.reports.deaths import Death, culprit, deaths, headline
+from traceml_ray.reports.hangs import hangs, still_open, with_hangs
+from traceml_ray.reports.parts import StoredParts
 from traceml_ray.store.nodes import Node, label_nodes, node_key
 from traceml_ray.store.runs import ledger, of_run
 from traceml_ray.store.session_file import SessionFile
@@ -33,6 +37,7 @@ SCHEMA = "traceml_ray/summary/1"
 _MAX_ROWS = 2_000_000
 """Rows (steps × ranks) that statistics are taken from: the newest, in a run that has more."""
 _MAX_EVENTS = 1000
+_MAX_MESSAGE = 2000
 
 
 @dataclass
@@ -91,13 +96,20 @@ def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = No
     """
     read = _read(session if run is None else session.of(run), thresholds)
     found = deaths(read.failures, read.events, read.streams)
-    performance, verdicts = _judged(read)
-    verdict = performance
+    judged = _judged(read, _kept_baseline(read))
+    parts, window = StoredParts(session, read.ranks), _window(read)
+    performance = verdict = judged.whole() if judged else _no_step(read)
+    if window is not None:
+        performance = verdict = with_part(performance, window, parts.find, thresholds)
+    verdicts = tuple(judged.spans) if judged else ()
     first = culprit(found)
     status = read.run.get("status") or read.meta.get("status")
     if first is not None and status not in ("finished", "stopped"):
         verdict = headline(first, read.node_of(first.rank), len(found) - 1)
-    steps = _steps(read)
+    stood = hangs(read.session.verdicts()[0])
+    verdict = still_open(stood, status) or verdict
+    warm = _warm(window, thresholds)
+    steps = None if warm is None else summarise(warm, thresholds)
     run_id = read.run.get("id")
     summary = {
         "schema": SCHEMA,
@@ -106,9 +118,11 @@ def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = No
         "runs": [_run(entry, verdict.label if entry["id"] == run_id else None) for entry in read.runs],
         "steps": _step_block(read, steps),
         "stages": [msgspec.to_builtins(stage) for stage in (steps.stages if steps else ())],
+        "parts": parts.block(warm),
         "verdict": _verdict(verdict),
         "suspects": [_suspect(suspect) for suspect in performance.suspects],
-        "verdicts": [_verdict(span) for span in verdicts],
+        "verdicts": [_verdict(span) for span in with_hangs(verdicts, stood)],
+        "baseline": _baseline(judged.baseline if judged else None),
         "ranks": _ranks(read, found),
         "memory": _memory(read),
         "system": _system(read),
@@ -118,6 +132,16 @@ def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = No
     }
     rounded: dict[str, Any] = _rounded(summary)
     return rounded
+
+
+def baseline_of(session: SessionFile, thresholds: Thresholds) -> Baseline | None:
+    """Return what a step of `session` costs when all is well, or None. Raises `SessionFileError`."""
+    read = _read(session, thresholds)
+    kept = _kept_baseline(read)
+    if kept is not None and not kept.source:
+        return kept
+    judged = _judged(read)
+    return judged.baseline if judged else None
 
 
 def runs_of(session: SessionFile) -> list[dict[str, Any]]:
@@ -165,12 +189,31 @@ def _missing(read: _Read) -> list[int]:
     return [rank for rank in range(read.world_size) if rank not in reported]
 
 
-def _judged(read: _Read) -> tuple[Verdict, Sequence[Verdict]]:
-    """Return (verdict over the run, changes of verdict)."""
+def _judged(read: _Read, baseline: Baseline | None = None) -> RunJudge | None:
+    """Judge the run; None when it has no rows."""
     if not read.rows:
-        return Verdict(label="telemetry_limited", why=_no_step(read), next=_NO_STEP_NEXT), ()
-    run = judge_run(read.rows, read.world_size, _missing(read), read.thresholds)
-    return run.whole(), tuple(run.spans)
+        return None
+    return judge_run(read.rows, read.world_size, _missing(read), read.thresholds, baseline)
+
+
+def _kept_baseline(read: _Read) -> Baseline | None:
+    """Return what the run was judged by while it ran."""
+    kept = read.meta.get("baselines", {}).get(read.run.get("id"))
+    return None if kept is None else msgspec.convert(kept, Baseline)
+
+
+def _baseline(baseline: Baseline | None) -> dict[str, Any] | None:
+    if baseline is None:
+        return None
+    return {
+        **{name: getattr(baseline, name) for name in ("from_step", "to_step", "steps")},
+        "source": baseline.source or None,
+        "step_ms": baseline.step_ns / 1e6,
+        "stages": [
+            {"name": name, "exposed_ms": level / 1e6, "mad_ms": mad / 1e6}
+            for name, level, mad in zip(STAGES, baseline.level_ns, baseline.mad_ns, strict=True)
+        ],
+    }
 
 
 _NO_STEP_NEXT = (
@@ -179,12 +222,11 @@ _NO_STEP_NEXT = (
 )
 
 
-def _no_step(read: _Read) -> str:
-    if not read.streams:
-        return "no step was seen: no rank ever reported"
+def _no_step(read: _Read) -> Verdict:
     missing = {f"{name}: {why}" for stream in read.streams for name, why in stream.missing.items()}
     told = "; ".join(sorted(missing)) or "no optimizer step ran after a backward pass"
-    return f"no step was seen: {told}"
+    why = f"no step was seen: {told if read.streams else 'no rank ever reported'}"
+    return Verdict(label="telemetry_limited", why=why, next=_NO_STEP_NEXT)
 
 
 def _session(read: _Read) -> dict[str, Any]:
@@ -240,14 +282,17 @@ def _is_lost(read: _Read, key: str) -> bool:
     return key in read.nodes and read.nodes[key].lost_ns is not None
 
 
-def _steps(read: _Read) -> StepSummary | None:
-    """Summarise the steps after warm-up; all of them when hardly any are left."""
+def _window(read: _Read) -> Window | None:
     window = align(read.rows, read.world_size, _missing(read))
-    if not len(window.keys):
+    return window if len(window.keys) else None
+
+
+def _warm(window: Window | None, thresholds: Thresholds) -> Window | None:
+    """Return the steps after warm-up; all of them when hardly any are left."""
+    if window is None:
         return None
-    warm = window.take(window.keys >> SEGMENT_BITS >= (window.first_step or 0) + read.thresholds.warmup_steps)
-    enough = len(warm.keys) >= read.thresholds.first_window_steps
-    return summarise(warm if enough else window, read.thresholds)
+    warm = window.take(window.keys >> SEGMENT_BITS >= (window.first_step or 0) + thresholds.warmup_steps)
+    return warm if len(warm.keys) >= thresholds.first_window_steps else window
 
 
 def _step_block(read: _Read, steps: StepSummary | None) -> dict[str, Any]:
@@ -342,7 +387,7 @@ def _event(event: dict[str, Any], read: _Read) -> dict[str, Any]:
         "node": read.labels.get(node_id, node_id) if node_id else read.node_of(rank),
         "step": event["step"],
         "stage": None if stage is None else STAGES[stage],
-        "message": event["message"],
+        "message": event["message"][:_MAX_MESSAGE],
         "data": event["data"],
     }
 

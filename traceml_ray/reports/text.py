@@ -11,7 +11,10 @@ from typing import Any
 WIDTH = 100
 _MAX_RANKS = 32
 _MAX_LINES = 20
+_MAX_STACKS = 4
+_MAX_STACK_LINES = 100
 _LABEL = 11
+_WORTH = 0.03
 
 
 def render(summary: dict[str, Any], folder: Path) -> str:
@@ -19,12 +22,14 @@ def render(summary: dict[str, Any], folder: Path) -> str:
     parts = [
         _title(summary),
         _verdict(summary["verdict"], "GPU" if _has_gpus(summary) else "rank"),
-        _steps(summary["steps"]),
+        _steps(summary["steps"]) + _baseline(summary),
         _stages(summary["stages"]),
+        _parts(summary["parts"], summary["steps"]["median_ms"]),
         _nodes(summary),
         _ranks(summary),
         _suspects(summary["suspects"]) if summary["verdict"]["label"] != "healthy" else [],
         _history(summary["verdicts"]),
+        _stacks(summary["verdicts"]),
         _events(summary["events"]),
         run_lines(summary["runs"], summary["run"]),
         ledger_lines(summary["ledger"]),
@@ -83,7 +88,9 @@ def _verdict(verdict: dict[str, Any], unit: str) -> list[str]:
     if verdict["ranks"]:
         node = f" ({verdict['node']})" if verdict["node"] else ""
         named += f": {_rank_list(verdict['ranks'])}{node}"
-    if verdict["stages"] or verdict["stage"]:
+    if verdict["label"] == "stalled":
+        named += f" in {verdict['part']}"
+    elif verdict["stages"] or verdict["stage"]:
         named += " in " + " and ".join(verdict["stages"] or [verdict["stage"]])
     facts = []
     if verdict["confidence"]:
@@ -120,6 +127,16 @@ def _steps(steps: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _baseline(summary: dict[str, Any]) -> list[str]:
+    """Say what drift is measured from, where a person gave it or something has drifted."""
+    baseline = summary["baseline"]
+    labels = {verdict["label"] for verdict in [summary["verdict"], *summary["verdicts"]]}
+    if baseline is None or not (baseline["source"] or "group_wide" in labels):
+        return []
+    where = baseline["source"] or f"steps {baseline['from_step']}–{baseline['to_step']} of this run"
+    return labelled("Baseline", f"{where}: {_ms(baseline['step_ms'])} a step")
+
+
 def _stages(stages: Sequence[dict[str, Any]]) -> list[str]:
     rows = [
         (
@@ -135,6 +152,24 @@ def _stages(stages: Sequence[dict[str, Any]]) -> list[str]:
     ]
     headers = ("stage", ">exposed ms", ">share", "", ">median ms", ">largest ms", "of")
     return table("Where the time of a step goes (exposed: what the job waited for)", headers, rows)
+
+
+def _parts(parts: Sequence[dict[str, Any]], step_ms: float | None) -> list[str]:
+    """Show the parts that take enough of a step to be worth a look."""
+    rows = [
+        (
+            part["name"],
+            part["stage"],
+            _number(part["median_ms"]),
+            _number(part["max_ms"]),
+            f"rank {part['worst_rank']}" if _stands_out(part) else "",
+            "n/a" if part["share"] is None else f"{100 * part['share']:.0f} %",
+        )
+        for part in parts
+        if step_ms and part["max_ms"] >= _WORTH * step_ms
+    ]
+    headers = ("part", "in", ">median ms", ">largest ms", "of", ">of its stage")
+    return table("Parts inside the stages (mean per step)", headers, rows[:_MAX_LINES])
 
 
 def _stands_out(stage: dict[str, Any]) -> bool:
@@ -216,15 +251,35 @@ def _history(verdicts: Sequence[dict[str, Any]]) -> list[str]:
             span["label"].replace("_", " "),
             ", ".join(span["stages"]),
             _rank_list(span["ranks"]) if span["ranks"] else "",
-            f"{span['cost_pct']:.0f} %" if span["cost_pct"] and span["label"] != "healthy" else "",
+            _cost(span),
         )
         for span in verdicts[-_MAX_LINES:]
     ]
     return table("Verdicts over the run", ("steps", "verdict", "stage", "who", ">cost"), rows)
 
 
+def _cost(span: dict[str, Any]) -> str:
+    if span["label"] in ("hang", "stalled"):
+        return "to the end" if span["lasted_s"] is None else f"{span['lasted_s']:.0f} s"
+    return f"{span['cost_pct']:.0f} %" if span["cost_pct"] and span["label"] != "healthy" else ""
+
+
+def _stacks(verdicts: Sequence[dict[str, Any]]) -> list[str]:
+    """Show where the ranks stood in the last hang: the odd one's threads, then the others, once."""
+    every = [span["stacks"] for span in verdicts if span["stacks"]]
+    last = every[-1] if every else []
+    lines = ["Where the ranks stood"] if last else []
+    for stack in last[:_MAX_STACKS]:
+        lines.append(f"  {_rank_list(stack['ranks'])}")
+        for line in stack["text"].splitlines()[:_MAX_STACK_LINES]:
+            lines.append("    " + (line if len(line) <= WIDTH - 4 else f"  …{line[-(WIDTH - 7) :]}"))
+    return lines
+
+
 def _events(events: Sequence[dict[str, Any]]) -> list[str]:
-    worth = [event for event in events if event["message"] or event["kind"] not in ("exit", "relay_start")]
+    silent = ("exit", "relay_start", "process_ended")
+    worth = [event for event in events if event["message"] or event["kind"] not in silent]
+    worth = [event for event in worth if event["kind"] not in ("stacks", "flight_recorder")]
     rows = [
         (
             "n/a" if event["time"] is None else event["time"][11:19],

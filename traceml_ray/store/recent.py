@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ Array = np.ndarray[Any, Any]
 _ROWS = 4096
 _FULL_RANKS = 32
 _MIN_ROWS = 256
+_DETAILS = 1 << 17
 
 
 class Recent:
@@ -25,6 +27,7 @@ class Recent:
 
     def __init__(self) -> None:
         self._rings: dict[int, _Ring] = {}
+        self._details: dict[int, deque[wire.Detail]] = {}
 
     def append(self, stream: int, keys: bytes, flags: bytes, rows: bytes) -> None:
         """Add rows, columns as on the wire."""
@@ -50,14 +53,25 @@ class Recent:
         part = slice(max(0, end - n), end)
         return ring.keys[part].copy(), ring.flags[part].copy(), ring.rows[part].copy()
 
+    def add_detail(self, stream: int, detail: wire.Detail) -> None:
+        """Add time spent in a named part; the newest 32 to 512 of a stream are kept."""
+        if stream not in self._details:
+            self._details[stream] = deque(maxlen=min(512, max(32, _DETAILS // (len(self._details) + 1))))
+        self._details[stream].append(detail)
+
+    def details(self, stream: int) -> list[wire.Detail]:
+        """Return the newest named parts of a stream, oldest first."""
+        return list(self._details.get(stream, ()))
+
     def forget(self, stream: int) -> None:
-        """Forget the rows of a stream: an earlier attempt of its rank."""
+        """Forget what is known of a stream: an earlier attempt of its rank."""
         self._rings.pop(stream, None)
+        self._details.pop(stream, None)
 
     def keep(self, streams: set[int]) -> None:
-        """Forget the rows of all other streams."""
-        for stream in self._rings.keys() - streams:
-            del self._rings[stream]
+        """Forget all other streams."""
+        for stream in (self._rings.keys() | self._details.keys()) - streams:
+            self.forget(stream)
 
 
 class _Ring:

@@ -44,7 +44,7 @@ CREATE TABLE node_sample(id INTEGER PRIMARY KEY, node_id TEXT, t_ns INT, cpu_pct
     load1 REAL, mem_used_bytes INT, mem_total_bytes INT, disk_read_bytes INT, disk_write_bytes INT,
     net_rx_bytes INT, net_tx_bytes INT, gpus TEXT);
 CREATE TABLE detail(id INTEGER PRIMARY KEY, stream_id INT, name TEXT, stage INT, count INT, total_ns INT,
-    max_ns INT, first_step INT, last_step INT);
+    max_ns INT, first_step INT, last_step INT, bytes INT);
 CREATE TABLE event(id INTEGER PRIMARY KEY, stream_id INT, node_id TEXT, kind TEXT, t_ns INT,
     step INT, stage INT, message TEXT, data TEXT, run TEXT);
 CREATE TABLE verdict(id INTEGER PRIMARY KEY, t_ns INT, body TEXT, run TEXT);
@@ -294,15 +294,23 @@ class SessionFile:
                     column.append(value)
         return {node: dict(columns) for node, columns in found.items()}
 
-    def details(self) -> list[dict[str, Any]]:
-        """Return the named parts of each rank, summed over the run, longest first."""
+    def details(self, first: int = 0, last: int = 1 << 62) -> list[dict[str, Any]]:
+        """
+        Return the named parts of each process over the steps `first` to `last`, summed, longest first.
+
+        Of a sum that reaches beyond them, the share of its steps that lies inside counts.
+        """
+        inside = "max(0, min(d.last_step, ?2) - max(d.first_step, ?1) + 1.0)"
+        share = f"{inside} / (d.last_step - d.first_step + 1)"
+        sums = [f"CAST(round(sum(d.{name} * {share})) AS INT) AS {name}" for name in ("count", "total_ns")]
+        known = any(column[1] == "bytes" for column in self._all("PRAGMA table_info(detail)"))
+        sums.append(f"CAST(sum(d.bytes * {share}) AS INT) AS bytes" if known else "NULL AS bytes")
         return self._dicts(
-            "SELECT s.global_rank AS rank, d.name, d.stage, sum(d.count) AS count, "
-            "sum(d.total_ns) AS total_ns, max(d.max_ns) AS max_ns, "
-            "min(d.first_step) AS first_step, max(d.last_step) AS last_step "
+            f"SELECT s.global_rank AS rank, d.stream_id AS stream, d.name, d.stage, {', '.join(sums)}, "
+            "max(d.max_ns) AS max_ns, min(d.first_step) AS first_step, max(d.last_step) AS last_step "
             "FROM detail d JOIN stream s ON s.id = d.stream_id "
-            "WHERE s.job_id IS NULL OR s.job_id = ? GROUP BY 1, 2, 3 ORDER BY total_ns DESC",
-            self.run_id(),
+            "WHERE s.job_id IS NULL OR s.job_id = ?3 GROUP BY 1, 2, 3, 4 ORDER BY total_ns DESC",
+            *(first, last, self.run_id()),
         )
 
     def events(self, since: int = 0) -> tuple[list[dict[str, Any]], int]:

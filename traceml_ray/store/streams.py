@@ -47,6 +47,9 @@ class Stream:
     open_step: int | None = None
     open_stage: int | None = None
     open_elapsed_ns: int | None = None
+    open_part: str | None = None
+    open_part_ns: int | None = None
+    """These two are not kept on disk."""
     strategy: str | None = None
     missing: dict[str, str] = field(default_factory=dict)
     errors: dict[str, int] = field(default_factory=dict)
@@ -97,12 +100,13 @@ class Stream:
         if batch.open is not None:
             self.open_step, self.open_stage = batch.open.step, batch.open.stage
             self.open_elapsed_ns = batch.open.elapsed_ns
+            self.open_part, self.open_part_ns = batch.open.part, batch.open.part_ns
         if batch.overhead is not None:
             self.marks_ns, self.agent_cpu_ns = batch.overhead.marks_ns, batch.overhead.agent_cpu_ns
             self.agent_wall_ns, self.sent_bytes = batch.overhead.agent_wall_ns, batch.overhead.sent_bytes
 
 
-_PLAIN = [f.name for f in fields(Stream) if f.name != "identity"]
+_PLAIN = [f.name for f in fields(Stream) if f.name not in ("identity", "open_part", "open_part_ns")]
 _JSON = {"dropped_by_relay", "missing", "errors"}
 _BOOL = {"final", "lost"}
 COLUMNS = (*_PLAIN, *_IDENTITY)

@@ -25,7 +25,7 @@ MAX_PENDING_BYTES = 256 << 20
 """Rows kept in memory while the disk refuses them; beyond, the oldest are dropped and counted."""
 MAX_PENDING_ITEMS = 100_000
 """Samples, parts and events kept the same way, of each kind."""
-_WIDTHS = {"process_sample": 7, "node_sample": 12, "detail": 8, "event": 9, "verdict": 3, "chunk": 6}
+_WIDTHS = {"process_sample": 7, "node_sample": 12, "detail": 9, "event": 9, "verdict": 3, "chunk": 6}
 
 
 class SessionWriter:

@@ -1,0 +1,326 @@
+"""Rule 7: what became slower than it was when all was well, and the baseline that says so."""
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit.sample_windows import RECORDED, of_ms, streams, synced, window
+from unit.test_verdict import WILD
+from unit.test_worked_cases import LATE_DATA, PLAIN, WAITS
+
+from traceml_ray.analysis.baseline import Baseline, Learner
+from traceml_ray.analysis.history import RunJudge, judge_run
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.verdict import assess, judge
+from traceml_ray.wire import DATA, SEGMENT_BITS, STAGES, SYNC_WAIT
+
+LEARNED = 10 + 50 + 5 * 50
+"""Steps after which a run has its baseline: warm-up, what follows it, five windows."""
+W1 = Baseline(
+    level_ns=tuple(ms * 1e6 for ms in PLAIN), mad_ns=(0.0,) * 6, sd_ns=(0.0,) * 6, step_ns=11e6,
+    steps=250, ranks=3, source="session good",
+)  # fmt: skip
+BALANCED = of_ms([PLAIN] * 3)
+SLOW = of_ms([LATE_DATA] * 3)
+MAJORITY = of_ms([WAITS, LATE_DATA, LATE_DATA])
+
+
+def rows(*parts):
+    return np.concatenate([np.tile(row, (steps, 1, 1)) for row, steps in parts])
+
+
+def noisy(seed, steps, ranks, noise):
+    """Stationary rows (K, R, 6): stages of 1.6 to 8 ms."""
+    random = np.random.default_rng(seed)
+    mean = random.uniform(0.2, 1.0, 5) * 8e6
+    factor = 1 + noise * random.standard_normal((steps, ranks, 5))
+    return synced((mean * np.maximum(factor, 0.1)).astype(np.int64), np.full(steps, 1_000_000))
+
+
+def slower(d, stage, at, share):
+    """The same rows with `stage` of all ranks longer by `share` of the step from step `at` on."""
+    more = int(share * d[:at, 0].sum(axis=1).mean())
+    if stage == SYNC_WAIT:
+        d[at:, :, SYNC_WAIT] += more
+        return d
+    local = d[:, :, :SYNC_WAIT].copy()
+    local[at:, :, stage] += more
+    return synced(local, np.full(len(d), 1_000_000))
+
+
+def live(d, run=None, every=10, first=30):
+    """The verdict after each `every` steps."""
+    run = run or RunJudge()
+    whole = window(d)
+    ends = range(first, len(d) + 1, every)
+    return run, {end: run.update(whole.take(slice(max(0, end - 50), end))) for end in ends}
+
+
+def labels(verdicts, first=0, last=10**9):
+    return {verdict.label for end, verdict in verdicts.items() if first <= end <= last}
+
+
+class TestRule:
+    @pytest.mark.parametrize(("case", "who"), [(SLOW, " on all 3 ranks"), (MAJORITY, " on 2 of 3 ranks")])
+    def test_w10_and_w12_against_w1(self, case, who):
+        rows50 = window(np.tile(case, (50, 1, 1)), first_step=100)
+        assert judge(rows50).label == "healthy"
+        verdict = judge(rows50, baseline=W1)
+        assert (verdict.label, verdict.stages, verdict.rank, verdict.ranks) == (
+            "group_wide", ("data",), None, (),
+        )  # fmt: skip
+        assert verdict.cost_pct == pytest.approx(100 * 4 / 15)
+        assert verdict.gpu_hours_per_hour == pytest.approx(3 * 4 / 15)
+        assert (verdict.from_step, verdict.to_step, verdict.confidence) == (100, 149, "high")
+        assert verdict.why == (
+            f"`data` takes 6 ms a step{who}, 4 ms more than the 2 ms of the baseline (session good): "
+            "27 % of the step. Comparing ranks with each other does not show it."
+        )
+        assert verdict.next == (
+            "Look at what all ranks load from: shared storage, the network to it, larger samples."
+        )
+        assert msgspec.json.decode(msgspec.json.encode(verdict), type=type(verdict)) == verdict
+
+    def test_one_late_rank_comes_first(self):
+        late = of_ms([WAITS, WAITS, LATE_DATA], 50)
+        assert judge(window(late), baseline=W1) == judge(window(late))
+
+    def test_an_imbalance_that_costs_nothing_does_not_hide_it(self):
+        d = of_ms([PLAIN, PLAIN, [1, 4, 0, 1, 4, 1]], 50)
+        assert "faster elsewhere" in judge(window(d), baseline=W1).why
+        d[:, :, 4] += 3_000_000
+        assert judge(window(d), baseline=W1).stage == "backward"
+
+    def test_one_rank_alone_is_healthy(self):
+        assert judge(window(SLOW[:, :1].repeat(50, axis=0)), baseline=W1).label == "healthy"
+
+    @pytest.mark.parametrize(("more", "label"), [(0.3, "healthy"), (0.4, "group_wide")])
+    def test_three_percent_of_the_step(self, more, label):
+        d = of_ms([[1, 2 + more, 0, 3, 4, 1]] * 3, 50)
+        assert judge(window(d), baseline=W1).label == label
+
+    @pytest.mark.parametrize(("mad", "label"), [(1.4, "healthy"), (1.2, "group_wide")])
+    def test_three_mads(self, mad, label):
+        wide = msgspec.structs.replace(W1, mad_ns=(mad * 1e6,) * 6)
+        assert judge(window(np.tile(SLOW, (50, 1, 1))), baseline=wide).label == label
+
+    def test_time_that_moves_to_another_stage_costs_nothing(self):
+        assert judge(window(of_ms([[1, 4, 0, 1, 4, 1]] * 3, 50)), baseline=W1).label == "healthy"
+
+    def test_a_checkpoint_is_no_drift_but_a_stall_in_every_fifth_step_is(self):
+        d = rows((BALANCED, 50))
+        d[20, :, 0] += 500_000_000
+        assert judge(window(d), baseline=W1).label == "healthy"
+        d = rows((BALANCED, 50))
+        d[::5, :, DATA] += 20_000_000
+        assert judge(window(d), baseline=W1).stage == "data"
+
+    def test_a_step_of_several_rows_is_their_sum(self):
+        d = rows((BALANCED, 50))
+        d[1::2, :, DATA] = 30_000_000
+        halves = window(d)
+        keys = (np.arange(50) // 2 << SEGMENT_BITS) + np.arange(50) % 2
+        two = msgspec.structs.replace(W1, level_ns=(2e6, 32e6, 0, 6e6, 8e6, 2e6), step_ns=50e6)
+        segments = type(halves)(**{**vars(halves), "keys": keys})
+        assert judge(segments, baseline=two).label == "healthy"
+        less = msgspec.structs.replace(two, level_ns=(2e6, 28e6, 0, 6e6, 8e6, 2e6), step_ns=46e6)
+        assert judge(segments, baseline=less).excess_pct == pytest.approx(8)
+
+    def test_the_change_point_is_the_first_step(self):
+        verdict = judge(window(rows((BALANCED, 33), (SLOW, 17)), first_step=100), baseline=W1)
+        assert (verdict.stage, verdict.from_step) == ("data", 133)
+        assert "since step 133, 4 ms more" in verdict.why
+        assert verdict.cost_pct == pytest.approx(100 * 4 / 15, rel=0.001)
+
+
+class TestBaseline:
+    def test_it_is_learned_after_the_first_windows_and_never_changes(self):
+        run, verdicts = live(rows((SLOW, 60), (BALANCED, 400)))
+        assert labels(verdicts) == {"healthy"}
+        assert run.baseline.level_ns == tuple(ms * 1e6 for ms in PLAIN)
+        assert (run.baseline.from_step, run.baseline.to_step, run.baseline.steps) == (60, 309, 250)
+        learned = run.baseline
+        _, after = live(rows((BALANCED, 460), (SLOW, 200)), run, first=470)
+        assert run.baseline is learned
+        assert labels(after, 480) == {"group_wide"}
+
+    def test_it_is_not_learned_from_windows_with_a_fault(self):
+        late = of_ms([WAITS, WAITS, LATE_DATA])
+        run, _ = live(rows((BALANCED, 160), (late, 300), (BALANCED, 200)))
+        assert run.baseline.level_ns == tuple(ms * 1e6 for ms in PLAIN)
+        assert run.baseline.to_step > 460
+
+    def test_windows_it_learns_from_are_not_judged_by_it(self):
+        run, _ = live(rows((BALANCED, 400)))
+        own = msgspec.structs.replace(run.baseline, step_ns=1e6, level_ns=(1e5,) * 6)
+        whole = window(rows((BALANCED, 400)))
+        at = own.to_step
+        assert judge(whole.take(slice(at - 20, at + 30)), baseline=own).label == "healthy"
+        assert judge(whole.take(slice(at + 1, at + 51)), baseline=own).label == "group_wide"
+
+    def test_it_does_not_follow_a_slow_drift(self):
+        """Half a thousandth of the step more in every step: never more than 0.5 % between two windows."""
+        d = np.repeat(rows((BALANCED, 1)), 1500, axis=0)
+        d[LEARNED:, :, DATA] += (np.arange(1500 - LEARNED) * 5_500)[:, None]
+        run, verdicts = live(d)
+        found = next(end for end, verdict in verdicts.items() if verdict.label == "group_wide")
+        # 3 % of the step is passed 60 steps after the drift began, by the mean of a window 25 later.
+        assert LEARNED + 60 <= found <= LEARNED + 100
+        assert labels(verdicts, found) == {"group_wide"}
+        assert run.baseline.step_ns == 11e6
+        assert run.spans[-1].cost_pct == pytest.approx(100 * 6.4 / 17.4, abs=1)
+
+    def test_another_number_of_ranks_begins_anew_a_missing_one_does_not(self):
+        run, _ = live(rows((BALANCED, 400)))
+        learned = run.baseline
+        run.update(
+            type(window(SLOW))(**{**vars(window(np.tile(SLOW, (50, 1, 1))[:, :2], 400)), "expected": 3})
+        )
+        assert run.baseline is learned
+        run.update(window(np.tile(SLOW, (50, 1, 1))[:, :2], 450))
+        assert run.baseline is None
+
+    def test_what_was_given_is_used_at_once_for_any_number_of_ranks(self):
+        run = RunJudge(baseline=msgspec.structs.replace(W1, ranks=None))
+        _, verdicts = live(rows((of_ms([LATE_DATA] * 5), 60)), run)
+        assert labels(verdicts) == {"group_wide"}
+
+    def test_a_learner_holds_no_more_than_it_needs(self):
+        learner = Learner(Thresholds(baseline_after_steps=0))
+        found = [
+            learner.add(assess(window(rows((BALANCED, 50)), at), Thresholds())[1]) for at in range(0, 250, 10)
+        ]
+        assert [at for at, baseline in enumerate(found) if baseline] == [20]
+
+
+class TestHistory:
+    def test_it_has_a_beginning_and_an_end(self):
+        run = judge_run(streams(rows((BALANCED, 403), (SLOW, 100), (BALANCED, 200))), 3)
+        spans = [(span.label, span.stage, span.from_step, span.to_step) for span in run.spans]
+        assert spans[:2] == [("healthy", None, 10, 402), ("group_wide", "data", 403, spans[1][3])]
+        assert [span[0] for span in spans] == ["healthy", "group_wide", "healthy"]
+        assert 490 <= spans[1][3] <= 515
+        assert spans[2][2:] == (spans[1][3] + 1, 702)
+
+    def test_the_whole_run_says_its_share(self):
+        run = judge_run(streams(rows((BALANCED, 500), (SLOW, 500))), 3)
+        whole = run.whole()
+        assert (whole.label, whole.stage, whole.rank, whole.from_step, whole.to_step) == (
+            "group_wide", "data", None, 500, 999,
+        )  # fmt: skip
+        assert whole.cost_pct == pytest.approx(100 * 4 / 15 / 2, abs=1)
+        assert whole.chronic is True
+        assert whole.why.startswith("In 51 % of the run `data` is slower than the baseline: 14 % of a step")
+
+    def test_in_a_tenth_of_the_run_it_is_in_the_history_only(self):
+        run = judge_run(streams(rows((BALANCED, 500), (SLOW, 60), (BALANCED, 440))), 3)
+        assert run.whole().label == "healthy"
+        assert "group_wide" in {span.label for span in run.spans}
+
+    def test_chronic_by_the_share_of_windows(self):
+        _, verdicts = live(rows((BALANCED, 500), (SLOW, 200)))
+        first = next(end for end, verdict in verdicts.items() if verdict.label == "group_wide")
+        assert (verdicts[first].chronic, verdicts[700].chronic, verdicts[700].transient) == (
+            False, True, False,
+        )  # fmt: skip
+
+    def test_just_at_the_threshold_it_does_not_come_and_go(self):
+        for seed in range(6):
+            run, verdicts = live(slower(noisy(seed, 1000, 4, 0.10), seed, 400, 0.035))
+            assert [span.label for span in run.spans] == ["healthy", "group_wide"]
+            assert verdicts[1000].label == "group_wide"
+
+    def test_asking_more_often_changes_nothing(self):
+        whole = window(rows((BALANCED, 433), (SLOW, 120), (BALANCED, 100)))
+        seldom, often = RunJudge(), RunJudge()
+        for end in range(50, 651, 10):
+            last = whole.take(slice(end - 50, end))
+            verdicts = [often.update(last) for _ in range(3)]
+            assert seldom.update(last) == verdicts[0] == verdicts[-1]
+        assert (seldom.whole(), seldom.spans, seldom.baseline) == (often.whole(), often.spans, often.baseline)
+
+    def test_a_straggler_of_the_run_stays_the_headline(self):
+        late = of_ms([WAITS, WAITS, LATE_DATA])
+        run = judge_run(streams(rows((BALANCED, 350), (SLOW, 250), (late, 700))), 3)
+        assert (run.whole().label, run.whole().rank) == ("straggler", 2)
+
+
+@pytest.mark.parametrize("name", ["h2", "h3", "h4", "late3"])
+def test_recorded_runs_do_not_drift_from_their_own_first_windows(name):
+    d = RECORDED[name]
+    soon = Thresholds(warmup_steps=0, baseline_after_steps=0, baseline_windows=2)
+    run = judge_run(streams(d), d.shape[1], thresholds=soon)
+    assert run.baseline.to_step == 99
+    assert {span.label for span in run.spans} <= {"healthy", "straggler"}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([2, 3, 4, 8, 16]), st.floats(0, 0.15))
+def test_stationary_noise_is_no_drift(seed, ranks, noise):
+    run, verdicts = live(noisy(seed, 600, ranks, noise))
+    assert run.baseline is not None
+    assert labels(verdicts) <= {"healthy", "ambiguous"}
+
+
+@pytest.mark.parametrize("stage", range(6))
+def test_a_tenth_of_the_step_is_found_within_ten_steps(stage):
+    latency, onset = [], []
+    for seed in range(9):
+        at, noise = 400 + 7 * seed, (0.02, 0.05, 0.10)[seed % 3]
+        d = slower(noisy(seed, at + 60, (2, 4, 8)[seed // 3], noise), stage, at, 0.10)
+        run, before = live(d[:at])
+        assert labels(before) == {"healthy"}
+        _, after = live(d, run, every=1, first=at + 1)
+        found = next(end for end, verdict in after.items() if verdict.label == "group_wide")
+        latency.append(found - at)
+        onset.append(abs(after[at + 40].from_step - at))
+        assert {verdict.stage for verdict in after.values()} <= {None, STAGES[stage]}
+        assert labels(after, found) == {"group_wide"}
+    assert np.median(latency) <= 10
+    assert max(latency) <= 20
+    assert np.median(onset) <= 2
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from(range(6)))
+@settings(max_examples=20, deadline=None)
+def test_it_is_over_when_it_is_over(seed, stage):
+    d = noisy(seed, 620, 4, 0.05)
+    slow = slower(d.copy(), stage, 400, 0.15)
+    slow[500:] = d[500:]
+    _, verdicts = live(slow)
+    assert verdicts[500].label == "group_wide"
+    assert labels(verdicts, 520) == {"healthy"}
+
+
+class TestGroups:
+    def test_groups_that_wait_only_among_themselves_are_named(self):
+        slow = of_ms([PLAIN] * 4 + [LATE_DATA] * 3, 50)
+        verdict = judge(window(slow), baseline=W1)
+        assert (verdict.label, verdict.rank) == ("accounting_only", None)
+        assert verdict.why == (
+            "The ranks' elapsed times differ by 27 % between ranks 0-3 and ranks 4-6, so these groups do "
+            "not wait for each other: exposed time only."
+        )
+
+    def test_a_late_rank_in_one_group_is_not_held_against_the_other(self):
+        group = of_ms([WAITS, LATE_DATA], 50)
+        verdict = judge(window(np.concatenate([group, of_ms([PLAIN, PLAIN], 50)], axis=1)))
+        assert (verdict.label, verdict.rank) == ("accounting_only", None)
+        assert "between ranks 0 and 1 and ranks 2 and 3" in verdict.why
+
+    @pytest.mark.parametrize("ranks", [4, 16, 64])
+    def test_ranks_by_themselves_are_no_groups(self, ranks):
+        random = np.random.default_rng(ranks)
+        for _ in range(20):
+            pace = random.uniform(1, 2, (ranks, 1))
+            verdict = judge(window(of_ms(pace * np.array(PLAIN), 50)))
+            assert verdict.label == "accounting_only"
+            assert "these ranks do not wait for each other" in verdict.why
+
+
+@given(WILD, st.integers(1, 60), st.booleans())
+def test_whatever_the_rows_hold_judge_never_raises(d, steps, short):
+    limits = Thresholds(first_window_steps=2, stride_steps=1 if short else 10)
+    many = np.concatenate([d] * (steps // max(len(d), 1) + 1))
+    assert judge(window(many), limits, baseline=W1).label

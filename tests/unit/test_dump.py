@@ -1,0 +1,77 @@
+"""Where the threads of this process stand, as its agent tells it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from traceml_ray import wire
+from traceml_ray.agent import dump
+
+OPEN = wire.OpenStage(3, wire.SYNC_WAIT, 7)
+
+
+@contextmanager
+def stuck(code: str, path: str = "/jobs/train.py", library: str = "") -> Iterator[int]:
+    """A thread named `trainer` that is stuck in `wait()` of `code`, the file `path`; its ident."""
+    inside, release = threading.Event(), threading.Event()
+    space: dict[str, Any] = {"here": inside.set, "release": release.wait}
+    exec(compile("def wait():\n    here()\n    release(30)", "<string>", "exec"), space)
+    exec(compile(library, f"{dump._LIBRARIES[0]}/torch/distributed/distributed_c10d.py", "exec"), space)
+    exec(compile(code, path, "exec"), space)
+    thread = threading.Thread(target=space["main"], name="trainer", daemon=True)
+    thread.start()
+    try:
+        assert inside.wait(30)
+        assert thread.ident is not None
+        yield thread.ident
+    finally:
+        release.set()
+        thread.join(30)
+
+
+def test_the_training_thread_comes_first_with_where_it_is() -> None:
+    with stuck("def evaluate():\n    wait()\ndef main():\n    evaluate()\n") as owner:
+        event = dump.stacks(owner, OPEN, "h1")
+    assert (event.kind, event.step, event.stage, event.data["dump"]) == ("stacks", 3, wire.SYNC_WAIT, "h1")
+    first, *others = event.message.split("\nthread ")
+    assert first.startswith("thread trainer, training:\n")
+    assert first.index("train.py:4 in main") < first.index("train.py:2 in evaluate")
+    assert len(others) < threading.active_count() and not any("dump.py" in other for other in others)
+
+
+def test_a_call_of_torch_distributed_is_told_from_the_callers_own_code() -> None:
+    library = "def all_reduce(x):\n    wait()\ndef wrapper(*args):\n    all_reduce(*args)\n"
+    with stuck("def mean(x):\n    wrapper(x)\ndef main():\n    mean(1)\n", library=library) as owner:
+        event = dump.stacks(owner, OPEN, "h1")
+    assert (event.data["where"], event.data["call"]) == ("mean (train.py:2)", "all_reduce")
+    with stuck("def main():\n    wait()\n") as owner:
+        event = dump.stacks(owner, OPEN, "h1")
+    assert (event.data["where"], event.data["call"]) == ("main (train.py:2)", None)
+
+
+@pytest.mark.parametrize("owner", [None, 12345678])
+def test_without_a_training_thread_the_main_one_is_taken(owner: int | None) -> None:
+    found: list[wire.Event] = []
+    asking = threading.Thread(target=lambda: found.append(dump.stacks(owner, OPEN, "h1")))
+    asking.start()
+    asking.join(30)
+    assert found[0].message.startswith("thread MainThread, training:\n")
+    assert "test_dump.py" in str(found[0].data["where"])
+
+
+def test_text_is_bounded_and_fits_the_wire_whatever_files_are_called() -> None:
+    deep = "def f(n):\n    wait() if n == 0 else f(n - 1)\ndef main():\n    f(200)\n"
+    with stuck(deep, "/jobs/ä\udc80" + "x" * 400 + ".py") as owner:
+        event = dump.stacks(owner, OPEN, "h1")
+    assert len(event.message.encode()) <= dump.MAX_BYTES
+    assert event.message.splitlines()[1] == "  …"
+    assert wire._encoder.encode(event)
+
+
+def test_there_is_no_flight_recorder_without_entries() -> None:
+    assert dump.flight_recorder(OPEN, "h1") is None

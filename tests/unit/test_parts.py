@@ -1,0 +1,213 @@
+"""Named parts: what they take per step, and which of them explains why a rank is late."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sessions import MS, Rank, Relay, aggregation, ask
+
+from traceml_ray.analysis.parts import Rate, Rates, rates, with_part
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.verdict import Verdict, judge
+from traceml_ray.analysis.window import RankRows, Window, align
+from traceml_ray.reports.parts import StoredParts
+from traceml_ray.reports.text import WIDTH, render
+from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.streams import shown
+from traceml_ray.wire import DATA, POST_SYNC, SEGMENT_BITS, Detail
+
+LIMITS = Thresholds()
+ORDINARY = [10, 2, 0, 3, 4, 1]
+
+
+def window(late_ms: float, ranks: int = 3, steps: int = 50, every: int = 1) -> Window:
+    """Steps in which rank 1 is late out of `post_sync`, each or every so many of them."""
+    keys = np.arange(10, 10 + steps, dtype=np.int64) << SEGMENT_BITS
+    flags = np.zeros(steps, np.uint8)
+    found = []
+    for rank in range(ranks):
+        rows = np.tile(np.array(ORDINARY, dtype=np.float64), (steps, 1))
+        late = np.arange(steps) % every == 0
+        rows[late, 0 if rank == 1 else 5] += late_ms
+        found.append(RankRows(rank, "node-0", keys, flags, (rows * MS).astype(np.int64)))
+    return align(found, ranks)
+
+
+class Known:
+    """Parts of every rank as `find` returns them; of rank 1, others."""
+
+    def __init__(self, late: dict[str, Rate], others: dict[str, Rate]) -> None:
+        self.late, self.others = late, others
+        self.asked: list[tuple[list[int], int, int]] = []
+
+    def __call__(self, ranks: Sequence[int], first: int, last: int) -> Mapping[int, Rates]:
+        self.asked.append((list(ranks), first, last))
+        return {
+            rank: {
+                (name, POST_SYNC): rate for name, rate in (self.late if rank == 1 else self.others).items()
+            }
+            for rank in ranks
+        }
+
+
+def named(rows: Window, known: Known) -> Verdict:
+    verdict = judge(rows, LIMITS)
+    assert (verdict.rank, verdict.stage) == (1, "post_sync")
+    return with_part(verdict, rows, known, LIMITS)
+
+
+@given(late_ms=st.floats(5, 100), share=st.floats(0, 1), ordinary=st.floats(0, 8))
+def test_a_part_is_named_from_sixty_percent_on(late_ms: float, share: float, ordinary: float) -> None:
+    common = {"optimizer": Rate(ordinary * MS, 1.0), "logging": Rate(9 * MS, 1.0)}
+    more = {**common, "optimizer": Rate((ordinary + share * late_ms) * MS, 1.0)}
+    known = Known(more, common)
+    verdict = named(window(late_ms), known)
+    if abs(share - LIMITS.part_share) > 1e-3:
+        assert verdict.part == ("optimizer" if share > LIMITS.part_share else None)
+    assert known.asked == [([1, 0, 2], 10, 59)]
+
+
+def test_the_sentence_says_how_much_of_it() -> None:
+    known = Known({"optimizer": Rate(36 * MS, 1.0)}, {"optimizer": Rate(5 * MS, 1.0)})
+    verdict = named(window(40), known)
+    assert verdict.why.endswith(" Of what rank 1 is late, 31 ms a step are in `optimizer`.")
+    assert verdict.next.startswith("Look at `optimizer` of rank 1 first. ")
+
+
+def test_of_parts_inside_each_other_the_innermost_is_named() -> None:
+    late = {"update": Rate(41 * MS, 1.0), "optimizer": Rate(30 * MS, 1.0), "clip": Rate(5 * MS, 1.0)}
+    assert named(window(40), Known(late, {})).part == "optimizer"
+
+
+def test_what_happened_once_does_not_explain_what_happens_in_every_step() -> None:
+    """An evaluation of 10 s in 50 steps is 200 ms a step on average, but no step of the others has it."""
+    late = {"evaluation": Rate(200 * MS, 0.02), "optimizer": Rate(40 * MS, 1.0)}
+    assert named(window(40), Known(late, {})).part == "optimizer"
+
+
+def test_what_comes_and_goes_is_explained_by_what_comes_and_goes() -> None:
+    known = Known({"checkpoint": Rate(10 * MS, 0.1), "optimizer": Rate(1 * MS, 1.0)}, {})
+    verdict = named(window(100, every=10), known)
+    assert (verdict.transient, verdict.part) == (True, "checkpoint")
+
+
+@pytest.mark.parametrize("nobody", [[1], [0, 2]], ids=["the others", "the late one"])
+def test_without_anything_known_no_part_is_named(nobody: list[int]) -> None:
+    def find(ranks: Sequence[int], *_: int) -> Mapping[int, Rates]:
+        return {rank: {("optimizer", POST_SYNC): Rate(50 * MS, 1.0)} for rank in ranks if rank in nobody}
+
+    rows = window(40)
+    assert with_part(judge(rows, LIMITS), rows, find, LIMITS).part is None
+
+
+def test_a_verdict_without_a_rank_or_with_a_part_stays_as_it_is() -> None:
+    for verdict in (Verdict(label="healthy"), Verdict(label="stalled", rank=1, stage="data", part="x")):
+        assert with_part(verdict, window(40), Known({}, {}), LIMITS) is verdict
+
+
+def test_thousands_of_ranks_are_compared_by_a_sample() -> None:
+    known = Known({"optimizer": Rate(40 * MS, 1.0)}, {})
+    assert named(window(40, ranks=3000, steps=25), known).part == "optimizer"
+    ((asked, _, _),) = known.asked
+    assert len(asked) <= 65 and asked[0] == 1
+
+
+DETAILS = st.lists(
+    st.builds(
+        lambda name, stage, count, ns, first, steps, size: Detail(
+            name, stage, count, ns, None, first, first + steps, size
+        ),
+        st.sampled_from(["a", "b"]),
+        st.sampled_from([POST_SYNC, DATA]),
+        st.integers(0, 100),
+        st.integers(0, 10**12),
+        st.integers(0, 60),
+        st.integers(0, 20),
+        st.none() | st.integers(0, 10**9),
+    ),
+    max_size=12,
+)
+
+
+@given(DETAILS, st.integers(0, 80))
+def test_two_stretches_together_are_the_whole(details: list[Detail], cut: int) -> None:
+    last = max((detail.last_step for detail in details), default=0)
+    whole, before, after = rates(details, 0, last), rates(details, 0, cut), rates(details, cut + 1, last)
+    for name in ("a", "b"):
+        total = sum(d.total_ns for d in details if (d.name, d.stage) == (name, DATA))
+        none = Rate(0.0, 0.0)
+        first, second = before.get((name, DATA), none), after.get((name, DATA), none)
+        steps = min(cut, last) + 1
+        assert whole.get((name, DATA), none).ns * (last + 1) == pytest.approx(total)
+        assert first.ns * steps + second.ns * (last - cut) == pytest.approx(total)
+
+
+@settings(max_examples=25)
+@given(DETAILS, st.integers(0, 80), st.integers(0, 80))
+def test_what_is_stored_counts_as_what_is_in_memory(
+    tmp_path_factory: pytest.TempPathFactory, details: list[Detail], one: int, other: int
+) -> None:
+    first, last = sorted((one, other))
+    folder = tmp_path_factory.mktemp("s")
+    aggregator = aggregation(folder)
+    aggregator.ingest(Relay().message(Rank(0, 1).batch(details=details)))
+    assert aggregator.commit()
+    aggregator.close()
+    with SessionFile(folder / "session.sqlite") as session:
+        stored = StoredParts(session, shown(session.streams())).find([0], first, last)
+    live = rates(details, first, last)
+    found = stored.get(0, {})
+    for key in found.keys() | live.keys():
+        for a, b in zip(found.get(key, Rate(0, 0)), live.get(key, Rate(0, 0)), strict=True):
+            assert a == pytest.approx(b, abs=1)
+
+
+def test_the_summary_the_report_and_the_live_verdict_name_the_part(tmp_path: Path) -> None:
+    aggregator = aggregation(tmp_path / "s", world_size=2)
+    relay, ranks = Relay(), [Rank(0), Rank(1)]
+    for second in range(8):
+        batches = []
+        for rank, ms in zip(ranks, ([1, 2, 0, 3, 4, 31], [31, 2, 0, 3, 4, 1]), strict=True):
+            took = ms[0] * 10 * MS
+            steps = 10 * second, 10 * second + 9
+            told = [Detail("optimizer", POST_SYNC, 10, took, None, *steps)]
+            told += [Detail("all_reduce", POST_SYNC, 10, MS, None, *steps, 40_000)]
+            batches.append(rank.batch(10, [float(value) for value in ms], details=told))
+        aggregator.ingest(relay.message(*batches))
+        aggregator._clock.tick()  # type: ignore[attr-defined]
+    aggregator._judge.judge()
+    live = ask(aggregator, "verdict")
+    summary: dict[str, Any] = ask(aggregator, "summary")
+    aggregator.close()
+    for verdict in (live, summary["verdict"]):
+        assert (verdict["rank"], verdict["stage"], verdict["part"]) == (1, "post_sync", "optimizer")
+        assert "30 ms a step are in `optimizer`" in verdict["why"]
+    optimizer, reduce = summary["parts"]
+    assert optimizer == {
+        "stage": "post_sync",
+        "name": "optimizer",
+        "median_ms": 16.0,
+        "max_ms": 31.0,
+        "worst_rank": 1,
+        "share": 1.0,
+        "times_per_step": 1.0,
+        "bytes": None,
+    }
+    assert (reduce["name"], reduce["max_ms"], reduce["bytes"]) == ("all_reduce", 0.1, 4000.0)
+    text = render(summary, tmp_path)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    (line,) = [line.split() for line in text.splitlines() if line.startswith("  optimizer ")]
+    assert line == ["optimizer", "post_sync", "16.00", "31.00", "rank", "1", "100", "%"]
+    assert "  all_reduce  " not in text  # too little of a step to be worth a line
+
+
+def test_a_detail_of_an_older_agent_has_no_size() -> None:
+    packed = msgspec.msgpack.encode(["optimizer", 0, 1, 2, None, 3, 4])
+    assert msgspec.msgpack.decode(packed, type=Detail).bytes is None

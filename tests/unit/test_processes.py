@@ -1,0 +1,59 @@
+"""What is told of other processes: from a /proc and a cgroup file system laid out by hand, and real ones."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from traceml_ray.actors import processes
+
+
+@pytest.mark.parametrize(
+    ("text", "kills"),
+    [
+        ("low 0\nhigh 0\nmax 12\noom 3\noom_kill 2\n", 2),
+        ("oom_kill_disable 0\nunder_oom 0\noom_kill 5\n", 5),
+        ("oom_kill_disable 0\nunder_oom 0\n", None),
+        ("", None),
+        ("oom_kill\n", None),
+    ],
+)
+def test_kills_are_counted_where_the_kernel_counts_them(tmp_path: Path, text: str, kills: int | None) -> None:
+    file = tmp_path / "memory.events"
+    file.write_text(text)
+    assert processes.oom_kills(file) == kills
+
+
+def test_a_file_that_cannot_be_read_tells_nothing(tmp_path: Path) -> None:
+    assert processes.oom_kills(tmp_path / "none") is None
+    assert processes.oom_kills(None) is None
+    assert processes.memory_events(os.getpid(), tmp_path) is None
+
+
+def test_the_files_of_both_kinds_of_cgroup_are_found(tmp_path: Path) -> None:
+    """Seen from inside a container the path of the process's cgroup may lead nowhere: then the root's."""
+    for name in ("memory.events", "memory/memory.oom_control"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("oom_kill 1\n")
+    assert processes.oom_kills(processes.memory_events(os.getpid(), tmp_path)) == 1
+
+
+def test_a_process_that_is_not_there() -> None:
+    gone = os.fork()
+    if gone == 0:
+        os._exit(9)
+    os.waitpid(gone, 0)
+    assert (processes.state(gone), processes.exit_code(gone)) == (None, None)
+    assert processes.state(os.getpid()) == "running"
+    assert processes.exit_code(os.getpid()) is None
+
+
+def test_without_py_spy_there_is_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert processes.spy(os.getpid()) == ""
+    program = tmp_path / "py-spy"
+    program.write_text("#!/bin/sh\nexit 1\n")
+    program.chmod(0o755)
+    assert processes.spy(os.getpid()) == "", "it may not be allowed to look"

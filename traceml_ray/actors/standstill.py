@@ -1,0 +1,184 @@
+"""Watches for runs in which no rank closes a row any more, and has the ranks say where they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from traceml_ray import wire
+from traceml_ray.analysis.hang import Place, find
+from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.settings import Settings
+from traceml_ray.store.recent import Recent
+from traceml_ray.store.streams import Stream, attempt_of
+from traceml_ray.store.writer import SessionWriter
+
+MAX_SAID = 10_000
+"""Stacks kept; beyond, the oldest go."""
+ASK_S = 15.0
+"""How long the ranks are asked for their stacks."""
+STACKS_S = 6.0
+"""After so long the verdict goes by the stacks that have come."""
+_MEDIAN_OF = 50
+
+
+class Standstill:
+    """
+    One per session; not thread-safe but for `note`, which is called with the writer's lock.
+
+    A run stands still when none of its ranks has closed a row for `hang_timeout_s` and for `hang_steps`
+    median steps. One that has not begun cannot: before every rank has closed its first row (which
+    compiles, and loads) nothing is expected of anyone. Arguments as for `LiveJudge`.
+    """
+
+    def __init__(
+        self, writer: SessionWriter, recent: Recent, settings: Settings, clock: Callable[[], int]
+    ) -> None:
+        self._writer = writer
+        self._recent = recent
+        self._limits = settings.thresholds
+        self._doubt_s = 2 * settings.interval + 1
+        """One that has been silent for so long may be stopped: what it said last need not hold any more."""
+        self._clock = clock
+        self._hangs: dict[str, _Hang] = {}
+        self._said: dict[tuple[str, int], dict[str, Any]] = {}
+        """What ranks said when they were asked, by (what for, stream)."""
+
+    def note(self, event: dict[str, Any]) -> None:
+        """Take an event `stacks` of a stream; one that py-spy made does not replace the rank's own."""
+        self._said.setdefault((str(event["data"].get("dump")), event["stream_id"]), event)
+        if len(self._said) > MAX_SAID:
+            del self._said[next(iter(self._said))]
+
+    def commands(self) -> list[wire.Command]:
+        """Return what is to be asked of the ranks now."""
+        since = self._clock() - int(ASK_S * 1e9)
+        asking = [(run, hang) for run, hang in self._hangs.items() if hang.found_ns > since]
+        return [wire.Command("dump", {"id": hang.name, "run": run}) for run, hang in asking]
+
+    def look(
+        self, run: str, streams: list[Stream], ranks: dict[int, Stream], labels: dict[int, str]
+    ) -> Verdict | None:
+        """
+        Return the verdict on a hang, once more with `lasted_s` when it is over; None when all goes on.
+
+        Args:
+            run: of the session.
+            streams: of the run.
+            ranks: the streams that stand for its ranks.
+            labels: how the streams' nodes are shown.
+
+        """
+        now, hang = self._clock(), self._hangs.get(run)
+        with self._writer.lock:
+            last_ns = max((stream.last_rows_ns or 0 for stream in ranks.values()), default=0)
+            if hang is not None and last_ns > hang.began_ns:
+                return self._over(run, hang, last_ns)
+            quiet_s = (now - last_ns) / 1e9
+            if not self._expected(streams, ranks, quiet_s):
+                return None
+            ended = {rank for rank, stream in ranks.items() if stream.ended}
+            if hang is not None and ended != hang.ended:
+                return hang.verdict  # it comes to its end: who goes now is not who held it up
+            places = self._places(ranks, labels, now, hang)
+        found = None if places is None else find(places, quiet_s)
+        if found is not None:
+            found = msgspec.structs.replace(found, began_ns=last_ns)
+            if hang is None:
+                hang = self._hangs[run] = _Hang(last_ns, now, ended, found)
+            elif not _same(found, hang.verdict):
+                hang.verdict = found
+        return hang.verdict if hang else None
+
+    def _expected(self, streams: list[Stream], ranks: dict[int, Stream], quiet_s: float) -> bool:
+        """Whether a row should have come in the last `quiet_s` seconds."""
+        limits = self._limits
+        if (
+            quiet_s < max(limits.hang_timeout_s, self._doubt_s)
+            or len(ranks) < 2
+            or not all(s.stored for s in ranks.values())
+        ):
+            return False
+        first = ranks[min(ranks)]
+        if any(attempt_of(stream) > attempt_of(first) for stream in streams):
+            return False  # it starts again
+        return quiet_s >= limits.hang_steps * self._median_s(first)
+
+    def _over(self, run: str, hang: _Hang, last_ns: int) -> Verdict:
+        del self._hangs[run]
+        for said in [said for said in self._said if said[0] == hang.name]:
+            del self._said[said]
+        return msgspec.structs.replace(hang.verdict, lasted_s=(last_ns - hang.began_ns) / 1e9)
+
+    def _median_s(self, stream: Stream) -> float:
+        _, _, rows = self._recent.tail(stream.id, stream.last_key or 0, _MEDIAN_OF)
+        return float(np.median(rows.sum(axis=1))) / 1e9 if len(rows) else 0.0
+
+    def _places(
+        self, ranks: dict[int, Stream], labels: dict[int, str], now: int, hang: _Hang | None
+    ) -> list[Place] | None:
+        """Return where the ranks stand; None while one that fell silent may still answer."""
+        said: dict[int, dict[str, Any]] = {}
+        if hang is not None:
+            said = {s.id: e for s in ranks.values() if (e := self._said.get((hang.name, s.id)))}
+            if now - hang.found_ns < STACKS_S * 1e9 and len(said) < len(ranks):
+                said = {}
+        places = []
+        for rank, stream in ranks.items():
+            silent_s = (now - stream.last_seen_ns) / 1e9
+            silent = silent_s > max(self._limits.report_timeout_s, self._doubt_s)
+            if self._unreachable(stream, now) or stream.open_stage is None or stream.open_step is None:
+                continue
+            if silent_s > self._doubt_s and not (silent or stream.ended):
+                return None
+            event = said.get(stream.id, {})
+            data = event.get("data", {})
+            places.append(
+                Place(
+                    rank=rank,
+                    node=labels[stream.id],
+                    step=stream.open_step,
+                    stage=stream.open_stage,
+                    elapsed_s=(stream.open_elapsed_ns or 0) / 1e9 + silent_s,
+                    part=stream.open_part,
+                    part_s=(stream.open_part_ns or 0) / 1e9 + silent_s,
+                    ended=stream.ended,
+                    silent_s=silent_s if silent and not stream.ended else None,
+                    state=data.get("state"),
+                    where=data.get("where"),
+                    call=data.get("call"),
+                    stack=event.get("message", ""),
+                )
+            )
+        return places
+
+    def _unreachable(self, stream: Stream, now: int) -> bool:
+        """Whether nothing is heard of the rank's node: then its silence says nothing of the rank."""
+        node = self._writer.nodes.get((stream.identity.node_id if stream.identity else None) or "")
+        if stream.ended or node is None or node.last_seen_ns is None:
+            return False
+        return now - node.last_seen_ns > self._limits.report_timeout_s * 1e9
+
+
+class _Hang:
+    """One stretch without rows in a run."""
+
+    def __init__(self, began_ns: int, found_ns: int, ended: set[int], verdict: Verdict) -> None:
+        self.began_ns = began_ns
+        self.found_ns = found_ns
+        self.ended = ended
+        """Ranks that had ended when it was found."""
+        self.verdict = verdict
+
+    @property
+    def name(self) -> str:
+        """The same again after a restart of the aggregator."""
+        return f"{self.began_ns:x}"
+
+
+def _same(one: Verdict, other: Verdict) -> bool:
+    """Whether nothing has become known since; the stage may change to and fro while a rank is at work."""
+    return (one.label, one.ranks, one.stacks) == (other.label, other.ranks, other.stacks)

@@ -1,0 +1,117 @@
+"""
+Where every thread of this process stands, asked for when the job hangs.
+
+Made by the agent's own thread, so a training thread that is stuck in a collective is no obstacle; one
+that holds the interpreter's lock is, and then the silence says so. No source files are read: the disk
+may be what hangs.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from traceml_ray import wire
+
+MAX_BYTES = 12_000
+"""Of one event's text: with half a batch of rows beside two of them, the batch stays below its limit."""
+MAX_FRAMES = 40
+MAX_THREADS = 64
+_OURS = str(Path(__file__).parents[1])
+_LIBRARIES = tuple(
+    {path for name, path in sysconfig.get_paths().items() if name in ("stdlib", "platlib", "purelib")}
+)
+_COLLECTIVES = "/torch/distributed/"
+_WRAPPERS = {"wrapper", "wrapped"}
+
+
+def stacks(owner: int | None, opened: wire.OpenStage, of: str) -> wire.Event:
+    """
+    Return event `stacks`: all threads' stacks as text, the thread `owner` first.
+
+    `data` has `dump` (`of`, what asked for it), `where` the training thread is in the user's own code
+    (`evaluate (train.py:88)`), and the `call` of torch.distributed that it waits in, where it does.
+    """
+    frames = sys._current_frames()
+    frames.pop(threading.get_ident(), None)
+    # Not `threading.enumerate`, which takes a lock that nobody here may give back.
+    known = {ident: thread.name for ident, thread in dict(vars(threading).get("_active", {})).items()}
+    owner = owner if owner in frames else threading.main_thread().ident
+    order = sorted(frames, key=lambda ident: (ident != owner, ident))[:MAX_THREADS]
+    parts = []
+    for ident in order:
+        trained = ", training" if ident == owner else ""
+        parts.append(f"thread {known.get(ident, ident)}{trained}:\n{_text(frames[ident])}")
+    data: dict[str, wire.Value] = {"dump": of}
+    if owner in frames:
+        where, call = place(frames[owner])
+        data.update(where=where, call=call)
+    text = "\n".join(parts)
+    return wire.Event("stacks", time.time_ns(), opened.step, opened.stage, _bounded(text), data)
+
+
+def flight_recorder(opened: wire.OpenStage, of: str) -> wire.Event | None:
+    """Return event `flight_recorder`: the collectives that torch has under way, None where it keeps none."""
+    if "torch.distributed" not in sys.modules:
+        return None
+    module = sys.modules.get("torch._C._distributed_c10d")
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        dump: Callable[..., bytes] | None = getattr(module, name, None)
+        if dump is None:
+            continue
+        text = dump(True, True).decode("utf-8", "replace")  # collectives, only those that are active
+        if '"entries"' in text:
+            return wire.Event(
+                "flight_recorder",
+                time.time_ns(),
+                opened.step,
+                opened.stage,
+                _bounded(text),
+                {"dump": of, "by": name},
+            )
+    return None
+
+
+def place(frame: FrameType) -> tuple[str | None, str | None]:
+    """
+    Return (where in the user's code, in which function of torch.distributed) a stack ends; None where
+    it is in neither.
+    """
+    call = None
+    for one in _inner_first(frame):
+        code = one.f_code
+        if not _is_library(code.co_filename):
+            return _bounded(f"{code.co_name} ({Path(code.co_filename).name}:{one.f_lineno})"), call
+        if _COLLECTIVES in code.co_filename and code.co_name not in _WRAPPERS:
+            call = code.co_name
+    return None, call
+
+
+def _is_library(path: str) -> bool:
+    return path.startswith(("<", _OURS, *_LIBRARIES))
+
+
+def _inner_first(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _text(frame: FrameType) -> str:
+    """Return a stack as lines, the innermost call last, as in a traceback."""
+    lines: list[str] = []
+    for one in _inner_first(frame):
+        if len(lines) == MAX_FRAMES:
+            lines.append("  …")
+            break
+        lines.append(f"  {one.f_code.co_filename}:{one.f_lineno} in {one.f_code.co_name}")
+    return "\n".join(reversed(lines))
+
+
+def _bounded(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace")[:MAX_BYTES].decode("utf-8", "ignore")

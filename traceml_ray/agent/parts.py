@@ -1,0 +1,178 @@
+"""
+Names for what torch itself does inside a stage: collectives, checkpoints, putting a batch together.
+
+All of it costs only when it is called, and none of it while torch is compiling. The functions are
+replaced where users find them (`torch.distributed.all_reduce`, …): a name imported before the
+monitor came stays as it was, and is not timed. DDP exchanges gradients without them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+from traceml_ray.agent.details import Details
+from traceml_ray.agent.recorder import COLLATED, Recorder
+
+CHECKPOINT_MODULE = "torch.distributed.checkpoint"
+_COLLECTIVES = (
+    *("all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "scatter", "gather"),
+    *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_single"),
+    *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all", "all_to_all_single"),
+    *("barrier", "monitored_barrier", "send", "recv", "isend", "irecv", "batch_isend_irecv"),
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("send_object_list", "recv_object_list"),
+)
+"""Those that this torch has are timed."""
+
+Begun = tuple[int, str | None]
+Make = Callable[[Any], Any]
+Replace = Callable[[Any, str, Make], Any]
+Failed = Callable[[str, BaseException], None]
+
+
+class Parts:
+    """Begins and ends named parts on the training thread; never raises."""
+
+    def __init__(self, recorder: Recorder, details: Details, failed: Failed) -> None:
+        self._recorder = recorder
+        self._details = details
+        self._failed = failed
+        self._communicates = False
+
+    def begin(self, name: str) -> Begun | None:
+        """Begin a part; None when there is none to end: this is not the thread that trains."""
+        try:
+            details = self._details
+            if not self._recorder.mine():
+                return None
+            name = str(name)[:64]
+            number = details.number(name)
+            if number is None or not self._recorder.part_begin(number):
+                return None
+            outer, details.open = details.open, name
+            return number, outer
+        except Exception as error:
+            self._failed("part", error)
+            return None
+
+    def end(self, begun: Begun, size: int = 0) -> None:
+        """End what `begin` began; `size` bytes were moved."""
+        try:
+            number, self._details.open = begun
+            self._recorder.part_end(number, size)
+        except Exception as error:
+            self._failed("part", error)
+
+    # -- what is patched ---------------------------------------------------------------------------
+
+    def patch_save(self, replace: Replace) -> None:
+        """Time `torch.save`."""
+        import torch
+
+        replace(torch, "save", self._timed("checkpoint"))
+
+    def patch_checkpoint(self, replace: Replace) -> None:
+        """Time `torch.distributed.checkpoint`; of `async_save` what the training thread has to wait for."""
+        import torch.distributed.checkpoint as checkpoint
+
+        for function, name in (
+            ("save", "checkpoint"),
+            ("async_save", "checkpoint"),
+            ("load", "checkpoint load"),
+        ):
+            if hasattr(checkpoint, function):
+                replace(checkpoint, function, self._timed(name))
+
+    def patch_collectives(self, replace: Replace) -> None:
+        """Time the functions of `torch.distributed`, and the wait for those that were started only."""
+        import torch.distributed as dist
+
+        if not dist.is_available():
+            return
+        for name in _COLLECTIVES:
+            if hasattr(dist, name):
+                replace(dist, name, self._collective(name))
+        replace(dist.Work, "wait", self._timed("wait", outside=True))
+
+    def patch_collate(self, iterator: Any) -> None:
+        """In a DataLoader without workers, note when the samples are there; the loader stays as it is."""
+        fetcher = iterator._dataset_fetcher
+        collate, recorder = fetcher.collate_fn, self._recorder
+        append, clock = recorder.log.append, recorder.clock
+
+        def noted(samples: Any) -> Any:
+            if get_ident() == recorder.ready:
+                append(COLLATED)
+                append(clock())
+            return collate(samples)
+
+        fetcher.collate_fn = noted
+
+    def _timed(self, name: str, outside: bool = False) -> Make:
+        """Return what makes a timed wrapper; `outside`: only where it is not part of a collective."""
+        from torch.compiler import is_dynamo_compiling
+
+        def make(original: Any) -> Any:
+            def timed(*args: Any, **kwargs: Any) -> Any:
+                if is_dynamo_compiling() or (outside and self._communicates):
+                    return original(*args, **kwargs)
+                begun = self.begin(name)
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    if begun is not None:
+                        self.end(begun)
+
+            return timed
+
+        return make
+
+    def _collective(self, op: str) -> Make:
+        import torch
+        from torch.compiler import is_dynamo_compiling
+
+        def make(original: Any) -> Any:
+            parameters = list(inspect.signature(original).parameters)
+            place = parameters.index("group") if "group" in parameters else len(parameters)
+
+            def collective(*args: Any, **kwargs: Any) -> Any:
+                if is_dynamo_compiling() or self._communicates:
+                    return original(*args, **kwargs)
+                group = args[place] if len(args) > place else kwargs.get("group")
+                begun = self.begin(op if group is None else _named(op, group))
+                if begun is None:
+                    return original(*args, **kwargs)
+                self._communicates = True
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    self._communicates = False
+                    self.end(begun, max(map(_size, (*args, *kwargs.values())), default=0))
+
+            return collective
+
+        tensor_type = torch.Tensor
+
+        def _size(value: Any) -> int:
+            """Bytes of a tensor or of a list of tensors: of a collective's buffers the largest counts."""
+            if isinstance(value, tensor_type):
+                return int(value.numel() * value.element_size())
+            return sum(map(_size, value)) if type(value) in (list, tuple) else 0
+
+        return make
+
+
+def _named(op: str, group: Any) -> str:
+    """Return the name of a collective in a group, which is not that of all ranks as a rule."""
+    try:
+        import torch.distributed as dist
+
+        if group is dist.group.WORLD:
+            return op
+        what = group.group_desc
+        return f"{op} of {group.size()}" + f" ({what})" * (what not in ("", "undefined"))
+    except Exception:  # whatever it is that was given: torch will say what it thinks of it
+        return op

@@ -1,0 +1,113 @@
+"""What a step costs when all is well: learned once from a run's own quiet windows, then left alone."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from traceml_ray.analysis.evidence import Evidence
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.window import Float, Int64
+from traceml_ray.wire import SEGMENT_BITS
+
+
+class Baseline(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    Exposed time per step of each of STAGES, in ns: `level_ns` the median over windows, `mad_ns` its
+    median absolute deviation over them, `sd_ns` the standard deviation of single steps.
+    """
+
+    level_ns: tuple[float, ...]
+    mad_ns: tuple[float, ...]
+    sd_ns: tuple[float, ...]
+    step_ns: float
+    """The whole step."""
+    steps: int
+    """How many it was learned from."""
+    ranks: int | None
+    """
+    Size of the job: with another, exposed time is not the same thing. None: it was given by a person, and
+    holds for any.
+    """
+    from_step: int | None = None
+    to_step: int | None = None
+    """Where in this run it was learned; None when elsewhere. No window that begins before is judged by it."""
+    source: str = ""
+    """Where else: a session or an earlier attempt."""
+
+    def elsewhere(self, source: str) -> Baseline:
+        """Return it for steps that are not those it was learned from; `source` says where that was."""
+        return msgspec.structs.replace(self, from_step=None, to_step=None, source=self.source or source)
+
+    def fits(self, ranks: int) -> bool:
+        """Tell whether a job of `ranks` can be judged by it."""
+        return self.ranks is None or self.ranks == ranks
+
+
+class Learner:
+    """
+    Learns a baseline from the first `baseline_windows` quiet windows that share no step, after
+    `baseline_after_steps` from where it begins to look (the end of warm-up).
+
+    The result is never touched again: what follows slowly along with a drift cannot see it.
+    """
+
+    def __init__(self, thresholds: Thresholds) -> None:
+        self._limits = thresholds
+        self._after: int | None = None
+        self._first: int | None = None
+        self._levels: list[Float] = []
+        self._squares: list[Float] = []
+        self._steps = 0
+
+    def add(self, evidence: Evidence) -> Baseline | None:
+        """Take a quiet window if its turn has come; return the baseline with the last that is needed."""
+        window = evidence.window
+        first, last = window.first_step or 0, window.last_step or 0
+        if self._after is None:
+            self._after = first + self._limits.baseline_after_steps
+        if first < self._after:
+            return None
+        self._after = last + 1
+        self._first = first if self._first is None else self._first
+        _, exposed = per_step(evidence)
+        cut = without_largest(exposed)
+        self._levels.append(cut.mean(axis=0))
+        self._squares.append(cut.var(axis=0))
+        self._steps += len(cut)
+        if len(self._levels) < self._limits.baseline_windows:
+            return None
+        levels = np.array(self._levels)
+        middle = np.median(levels, axis=0)
+        return Baseline(
+            level_ns=tuple(middle.tolist()),
+            mad_ns=tuple(np.median(np.abs(levels - middle), axis=0).tolist()),
+            sd_ns=tuple(np.sqrt(np.mean(self._squares, axis=0)).tolist()),
+            step_ns=float(np.median(levels.sum(axis=1))),
+            steps=self._steps,
+            ranks=window.expected,
+            from_step=self._first,
+            to_step=last,
+        )
+
+
+def per_step(evidence: Evidence) -> tuple[Int64, Float]:
+    """
+    Return the steps (N,) and their exposed time, ns (N, 6).
+
+    A step of several rows (segments) is their sum; one of which the window holds only a part is left out.
+    """
+    steps = evidence.window.keys >> SEGMENT_BITS
+    exposed = evidence.frontier.exposed
+    starts = np.flatnonzero(np.diff(steps, prepend=steps[0] - 1))
+    rows = np.diff(starts, append=len(steps))
+    whole = rows == np.bincount(rows).argmax()
+    return steps[starts][whole], np.add.reduceat(exposed, starts, axis=0)[whole].astype(np.float64)
+
+
+def without_largest(exposed: Float) -> Float:
+    """Return the series (N, 6) with each stage's largest value cut down to its second: one checkpoint."""
+    if len(exposed) < 2:
+        return exposed
+    cut: Float = np.minimum(exposed, np.partition(exposed, -2, axis=0)[-2])
+    return cut

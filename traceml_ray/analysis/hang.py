@@ -1,0 +1,220 @@
+"""
+A job that stands still: from where every rank stands to who holds the others up.
+
+No rank closes a row any more, one waits in the exchange of gradients, another does not: who has come
+least far is waited for. Where everyone waits, they wait for different things, and the fewest are odd.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from traceml_ray.analysis.verdict import Stack, Verdict
+from traceml_ray.analysis.wording import _listed, _ranks
+from traceml_ray.wire import POST_SYNC, STAGES, SYNC_WAIT
+
+_COLLECTIVE = re.compile(
+    r"(all_(reduce|gather|to_all)|reduce|broadcast|scatter|gather|(monitored_)?barrier|i?send|i?recv|batch_isend"
+    r"|send_object|recv_object|wait$)"
+)
+"""Names of parts that are functions of torch.distributed."""
+WAITED = 0.5
+"""
+Who has waited for less of the quiet time than this proves no hang: the ranks may all be busy with one
+long step (a validation), and it is the first to come out.
+"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """
+    Where one rank stands.
+
+    `elapsed_s` is how long it has been in `stage`; `part` what is open inside of it, for `part_s`.
+    `silent_s`: its agent has not answered for so long though its process is there; then `state` is what
+    the kernel says of it. Once it has been asked, `where` in the user's code and in which `call` of
+    torch.distributed it is are known, and all of its `stack`.
+    """
+
+    rank: int
+    node: str
+    step: int
+    stage: int
+    elapsed_s: float
+    part: str | None = None
+    part_s: float = 0.0
+    ended: bool = False
+    silent_s: float | None = None
+    state: str | None = None
+    where: str | None = None
+    call: str | None = None
+    stack: str = ""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for others."""
+        return self.stage == SYNC_WAIT or self.collective is not None
+
+    @property
+    def collective(self) -> str | None:
+        """The function of torch.distributed that it waits in, None in the exchange of gradients."""
+        return self.call or (self.part if _COLLECTIVE.match(self.part or "") else None)
+
+    @property
+    def waited_s(self) -> float:
+        """How long it has waited at least, as far as is certain."""
+        in_part = self.part_s if _COLLECTIVE.match(self.part or "") else 0.0
+        return self.elapsed_s if self.stage == SYNC_WAIT else in_part
+
+    @property
+    def stalled(self) -> bool:
+        """Whether it is known to be busy with something between two steps."""
+        at_work = self.silent_s is None and not self.ended and not self.waits
+        return at_work and self.stage == POST_SYNC and self.part is not None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """How far it has come."""
+        return self.step, self.stage
+
+
+def find(places: Sequence[Place], quiet_s: float) -> Verdict | None:
+    """
+    Return what `places` say after `quiet_s` seconds in which no rank closed a row; None: no hang.
+
+    All ranks busy alike are no hang, however long it takes; nor is a rank that has nobody to wait for it.
+    """
+    heard = [place for place in places if place.silent_s is None and not place.ended]
+    waiting = [place for place in heard if place.waited_s >= WAITED * quiet_s]
+    if len(places) < 2 or not waiting:
+        return None
+    odd = _odd(places, heard)
+    ranks = {place.rank for place in odd}
+    others = [place for place in heard if place.rank not in ranks]
+    first = odd[0] if odd else None
+    stalled = first is not None and first.stalled
+    known = first is not None and not first.ended and first.silent_s is None
+    step = first.step if first and known else min(place.step for place in waiting)
+    stage = None if first is None or first.ended else STAGES[first.stage]
+    return Verdict(
+        label="stalled" if stalled else "hang",
+        stage=stage,
+        stages=(stage,) if stage else (),
+        rank=first.rank if first else None,
+        ranks=tuple(place.rank for place in odd),
+        node=first.node if first else None,
+        nodes=tuple(dict.fromkeys(place.node for place in odd)),
+        confidence="high" if len(odd) == 1 else "medium" if odd else "low",
+        from_step=step,
+        to_step=step,
+        last_step=step - 1,
+        open_stage=stage,
+        part=first.part if first else None,
+        why=f"{_why(odd, others, heard)} No step was closed for {quiet_s:.0f} s.",
+        next=_next(odd, stalled),
+        stacks=_stacks(odd, others),
+    )
+
+
+def _odd(places: Sequence[Place], heard: Sequence[Place]) -> list[Place]:
+    """Return who is waited for: who does not answer, who has come least far, who waits for something else."""
+    silent = [place for place in places if place.silent_s is not None]
+    working = [place for place in heard if not place.waits]
+    if silent:
+        return silent
+    if working:
+        least = min(place.key for place in working)
+        return [place for place in working if place.key == least]
+    groups: dict[tuple[object, ...], list[Place]] = {}
+    for place in heard:
+        groups.setdefault((place.step, place.collective or place.stage, place.where), []).append(place)
+    fewest, *more = sorted(groups.values(), key=len)
+    if more and len(fewest) < len(more[0]):
+        return fewest
+    return [place for place in places if place.ended] if not more else []
+
+
+def _why(odd: Sequence[Place], others: Sequence[Place], heard: Sequence[Place]) -> str:
+    if not odd:
+        if len({(place.collective, place.where, place.step) for place in heard}) > 1:
+            each = [f"{_ranks([place.rank])} {_doing(place)}" for place in heard[:8]]
+            return f"The ranks wait for different things: {_listed(each)}."
+        return f"Every rank {_doing(heard[0])}: the exchange itself does not get through."
+    first = odd[0]
+    who = f"{_ranks([place.rank for place in odd])} ({_listed(list(dict.fromkeys(p.node for p in odd)))})"
+    verb = "is" if len(odd) == 1 else "are"
+    if first.ended:
+        what = "has ended" if len(odd) == 1 else "have ended"
+    elif first.silent_s is not None:
+        state = f", {first.state}" if first.state else ""
+        what = (
+            f"{'does' if len(odd) == 1 else 'do'} not answer any more: nothing was heard for "
+            f"{first.silent_s:.0f} s though the process is there{state}. The last that was said: in "
+            f"{_standing(first)}"
+        )
+    elif first.waits:
+        what = _doing(first)
+    else:
+        part = f"`{first.part}`" if first.part else None
+        at = ", ".join(filter(None, [part, first.where, _standing(first)]))
+        what = f"{verb} in {at}, for {first.elapsed_s:.0f} s"
+    return f"{who} {what}; {_others(others)}." if others else f"{who} {what}."
+
+
+def _standing(place: Place) -> str:
+    return f"`{STAGES[place.stage]}` of step {place.step}"
+
+
+def _doing(place: Place) -> str:
+    at = f", {place.where}" if place.where else ""
+    return f"waits in {f'`{place.collective}`' if place.collective else 'the gradient exchange'}{at}"
+
+
+def _others(others: Sequence[Place]) -> str:
+    """Return "the other 3 wait in `all_reduce`, main (train.py:60)", of the most of them."""
+    alike: dict[str, int] = {}
+    for place in others:
+        doing = _doing(place) if place.waits else f"is in {place.where or _standing(place)}"
+        alike[doing] = alike.get(doing, 0) + 1
+    doing, count = max(alike.items(), key=lambda item: item[1])
+    if count == len(others):
+        if count == 1:
+            return f"the other one {doing}"
+        return f"the other {count:,} {doing.replace('waits', 'wait', 1)}"
+    return f"of the other {len(others):,}, {count:,} {doing.replace('waits', 'wait', 1)}"
+
+
+def _next(odd: Sequence[Place], stalled: bool) -> str:
+    if not odd:
+        return "Look at the network between the nodes, and whether every rank takes part in every collective."
+    who = _ranks([place.rank for place in odd])
+    if odd[0].ended:
+        return f"Give every rank the same number of steps: {who} had fewer."
+    if odd[0].silent_s is not None:
+        if odd[0].state and odd[0].state.startswith("stopped"):
+            return f"Let {who} go on (kill -CONT), and find out who stopped it."
+        return f"Look at the machine of {who} (dmesg, disk), and at the process with py-spy."
+    if odd[0].waits:
+        return (
+            "All ranks have to call the same collectives in the same order: look at what makes "
+            f"{who} leave one out, or call one more."
+        )
+    if stalled:
+        return f"Look at what `{odd[0].part}` waits for; if it comes to an end, the job goes on."
+    return f"Look at the stack of {who} below: what it is in there is what the others wait for."
+
+
+def _stacks(odd: Sequence[Place], others: Sequence[Place]) -> tuple[Stack, ...]:
+    """Return all threads of the first odd rank, and the training thread of the others, once for all alike."""
+    first = odd[:1] if odd and odd[0].stack else []
+    found = [Stack(ranks=(place.rank,), text=place.stack) for place in first]
+    alike: dict[tuple[str | None, str | None], list[Place]] = {}
+    for place in [*odd[1:], *others]:
+        if place.stack:
+            alike.setdefault((place.where, place.call), []).append(place)
+    for places in alike.values():
+        ranks = tuple(sorted(place.rank for place in places))
+        found.append(Stack(ranks=ranks, text=places[0].stack.partition("\nthread ")[0]))
+    return tuple(found)

@@ -1,0 +1,97 @@
+"""Which named part of its stage makes a rank late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from traceml_ray.analysis import wording
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.analysis.window import Int64, Window
+from traceml_ray.wire import SEGMENT_BITS, STAGES, Detail
+
+_MAX_PEERS = 64
+"""Ranks that a part is compared with, evenly chosen: enough for a median."""
+
+
+class Rate(NamedTuple):
+    """Of one part in one stage, per step: time, how often, bytes."""
+
+    ns: float
+    times: float
+    size: float = 0.0
+
+
+_NONE = Rate(0.0, 0.0)
+Rates = Mapping[tuple[str, int], Rate]
+"""By name and stage; what a rank never did is not in it."""
+Find = Callable[[Sequence[int], int, int], Mapping[int, Rates]]
+"""Returns the rates of some ranks from one step to another; a rank of which nothing is known is left out."""
+
+
+def rates(details: Iterable[Detail], first: int, last: int) -> Rates:
+    """
+    Return the rates over the steps `first` to `last`, or to the last step that is known.
+
+    Of a sum that reaches beyond them, the share of its steps that lies inside counts.
+    """
+    details = list(details)
+    last = min(last, max((detail.last_step for detail in details), default=-1))
+    found: dict[tuple[str, int], Rate] = {}
+    for detail in details:
+        inside = min(detail.last_step, last) - max(detail.first_step, first) + 1
+        if inside > 0:
+            share = inside / (detail.last_step - detail.first_step + 1) / (last - first + 1)
+            before = found.get((detail.name, detail.stage), _NONE)
+            found[detail.name, detail.stage] = Rate(
+                before.ns + share * detail.total_ns,
+                before.times + share * detail.count,
+                before.size + share * (detail.bytes or 0),
+            )
+    return found
+
+
+def with_part(verdict: Verdict, window: Window, find: Find, thresholds: Thresholds) -> Verdict:
+    """
+    Return `verdict` with the part that explains most of what its rank is late out of its stage, if one does.
+
+    That is the innermost part in which the rank spends at least `part_share` of its excess more than the
+    median of its peers does. What explains a lasting excess is there in half of the steps.
+    """
+    if verdict.rank is None or verdict.stage not in STAGES or verdict.part is not None:
+        return verdict
+    everyone = window.ranks.tolist()
+    peers = [rank for rank in everyone if rank not in verdict.ranks]
+    peers = peers[:: -(-len(peers) // _MAX_PEERS) or 1]
+    steps = window.keys >> SEGMENT_BITS
+    inside = np.flatnonzero((steps >= (verdict.from_step or 0)) & (steps <= (verdict.to_step or 0)))
+    if not peers or verdict.rank not in everyone or not len(inside):
+        return verdict
+    stage, compared = STAGES.index(verdict.stage), [verdict.rank, *peers]
+    known = find(compared, int(steps[inside[0]]), int(steps[inside[-1]]))
+    d = window.d[:, :, stage][np.ix_(inside, np.searchsorted(window.ranks, compared))]
+    excess_ns = _excess_ns(d, transient=verdict.transient) * len(inside) / len(np.unique(steps[inside]))
+    others = [known[rank] for rank in peers if rank in known]
+    if not others:
+        return verdict
+    best: tuple[float, str] | None = None
+    for (name, where), rate in known.get(verdict.rank, {}).items():
+        more_ns = rate.ns - float(np.median([other.get((name, where), _NONE).ns for other in others]))
+        explains = more_ns >= thresholds.part_share * excess_ns > 0
+        lasts = verdict.transient or rate.times >= thresholds.part_often
+        if where == stage and explains and lasts and (best is None or more_ns < best[0]):
+            best = more_ns, name
+    if best is None:
+        return verdict
+    why, advice = wording.part(verdict.rank, best[1], best[0])
+    return msgspec.structs.replace(verdict, part=best[1], why=verdict.why + why, next=advice + verdict.next)
+
+
+def _excess_ns(d: Int64, *, transient: bool) -> float:
+    """Return how late the first rank of `d` (K, R) is as a rule or, where that comes and goes, on average."""
+    excess = d[:, 0] - np.median(d[:, 1:], axis=1)
+    return float(excess.mean() if transient else np.median(excess))

@@ -1,0 +1,64 @@
+"""The setting `baseline`: a stored session that is known to be good, and what a step costs there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from traceml_ray.analysis.baseline import Baseline
+from traceml_ray.reports.summary import baseline_of
+from traceml_ray.session import DATABASE, SessionError, find
+from traceml_ray.settings import SettingError, Settings
+from traceml_ray.store.session_file import SessionFile, SessionFileError
+
+
+def checked(settings: Settings) -> Settings:
+    """
+    Return the settings with `baseline` as an absolute path, for another process to read.
+
+    Raises SettingError when it names no session that a baseline can be had from.
+    """
+    if settings.baseline is None:
+        return settings
+    folder = _folder(settings)
+    if settings.session and folder == (_out(settings) / settings.session).absolute():
+        raise SettingError(
+            f"baseline={settings.baseline!r} has the name of the session that is to begin, which moves it "
+            "aside: choose another name for this one"
+        )
+    given(settings)
+    return msgspec.structs.replace(settings, baseline=str(folder))
+
+
+def given(settings: Settings) -> Baseline | None:
+    """Return the baseline that the settings name, None when they name none. Raises SettingError."""
+    if settings.baseline is None:
+        return None
+    folder = _folder(settings)
+    try:
+        with SessionFile(folder / DATABASE) as session:
+            found = baseline_of(session, settings.thresholds)
+    except SessionFileError as error:
+        raise SettingError(f"baseline={settings.baseline!r}: {error}") from None
+    if found is None:
+        limits = settings.thresholds
+        steps = (
+            limits.warmup_steps + limits.baseline_after_steps + limits.baseline_windows * limits.window_steps
+        )
+        raise SettingError(
+            f"baseline={settings.baseline!r} has too few healthy steps to be a baseline: all ranks must have "
+            f"reported, and it takes about {steps} steps"
+        )
+    return msgspec.structs.replace(found.elsewhere(f"session {folder.name}"), ranks=None)
+
+
+def _out(settings: Settings) -> Path:
+    return Path(settings.out).expanduser()
+
+
+def _folder(settings: Settings) -> Path:
+    try:
+        return find(settings.baseline, _out(settings)).absolute()
+    except SessionError as error:
+        raise SettingError(f"baseline={settings.baseline!r}: {error}") from None

@@ -1,0 +1,65 @@
+"""The named parts of the stages in the summary, from what is stored of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from traceml_ray.analysis.parts import Rate, Rates
+from traceml_ray.analysis.window import Window
+from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.streams import Stream
+from traceml_ray.wire import SEGMENT_BITS, STAGES
+
+_MAX_PARTS = 100
+
+
+class StoredParts:
+    """What the ranks of a run said of their parts; `ranks` holds the process that each rank is."""
+
+    def __init__(self, session: SessionFile, ranks: Mapping[int, Stream]) -> None:
+        self._session = session
+        self._ranks = {stream.id: rank for rank, stream in ranks.items()}
+
+    def find(self, ranks: Sequence[int], first: int, last: int) -> dict[int, Rates]:
+        """Return the rates of `ranks` over the steps `first` to `last`, see `analysis.parts.Find`."""
+        stored = self._session.details(first, last)
+        known: dict[int, int] = {}
+        for row in stored:
+            known[row["stream"]] = max(known.get(row["stream"], -1), min(row["last_step"], last))
+        found: dict[int, dict[tuple[str, int], Rate]] = {}
+        for row in stored:
+            rank, steps = self._ranks.get(row["stream"]), known[row["stream"]] - first + 1
+            if rank is not None and steps > 0 and (row["total_ns"] or row["count"]):
+                rate = Rate(row["total_ns"] / steps, row["count"] / steps, (row["bytes"] or 0) / steps)
+                found.setdefault(rank, {})[row["name"], row["stage"]] = rate
+        return {rank: found[rank] for rank in ranks if rank in found}
+
+    def block(self, window: Window | None) -> list[dict[str, Any]]:
+        """Return the parts over `window`, the largest on any rank first."""
+        if window is None or window.first_step is None:
+            return []
+        ranks = window.ranks.tolist()
+        known = self.find(ranks, window.first_step, window.last_step or 0)
+        steps = len(np.unique(window.keys >> SEGMENT_BITS))
+        stage_ns = dict(zip(ranks, (window.d.sum(axis=0) / steps).tolist(), strict=True))
+        block: list[dict[str, Any]] = []
+        for name, stage in {key for rates in known.values() for key in rates}:
+            of = {rank: rates[name, stage] for rank, rates in known.items() if (name, stage) in rates}
+            worst = max(of, key=lambda rank: of[rank].ns)
+            rate = of[worst]
+            block.append(
+                {
+                    "stage": STAGES[stage],
+                    "name": name,
+                    "median_ms": float(np.median([of[r].ns if r in of else 0.0 for r in known])) / 1e6,
+                    "max_ms": rate.ns / 1e6,
+                    "worst_rank": worst,
+                    "share": min(1.0, rate.ns / stage_ns[worst][stage]) if stage_ns[worst][stage] else None,
+                    "times_per_step": rate.times,
+                    "bytes": rate.size / rate.times if rate.size and rate.times else None,
+                }
+            )
+        return sorted(block, key=lambda part: (-part["max_ms"], part["name"]))[:_MAX_PARTS]
