@@ -1,0 +1,144 @@
+"""
+One real aggregator under the load of many nodes: `python benchmarks/scale.py [RANKS …]`.
+
+Relays are played: 8 ranks each, one message a second, 5 steps a second, one rank late in data from the
+middle on. Told for each size: CPU and memory of the aggregator's process, how long a message waits for
+its answer, how long until the late rank is named, what was lost, how far the player fell behind.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import numpy as np
+import ray
+from ray_cluster import actor_processes, fake_cluster
+
+from traceml_ray import wire
+from traceml_ray.actors.config import ActorConfig
+from traceml_ray.actors.discovery import ensure_aggregator
+from traceml_ray.driver import Session
+from traceml_ray.identity import RankIdentity
+from traceml_ray.settings import Settings
+
+SIZES = (8, 64, 512, 2048, 8192)
+PER_NODE, STEPS_A_SECOND, SECONDS = 8, 5, 40
+LATE_FROM_S = 20
+MS = 1_000_000
+ROW = np.array([5, 10, 1, 60, 100, 24]) * MS
+"""Of a rank that is not late, ns."""
+
+
+class Node:
+    """One relay with its ranks."""
+
+    def __init__(self, number: int, ranks: int) -> None:
+        self.identity = wire.NodeIdentity(
+            f"{number:056x}", f"node-{number}", f"10.0.{number >> 8}.{number & 255}"
+        )
+        self.seq = 0
+        self.who = [
+            RankIdentity(
+                number * PER_NODE + local, local, number, ranks, min(PER_NODE, ranks), -(-ranks // PER_NODE),
+                self.identity.hostname, self.identity.node_id, "scale", 0, 1000 + local, "torchrun",
+            )
+            for local in range(min(PER_NODE, ranks))
+        ]  # fmt: skip
+
+    def message(self, late: int | None, rng: np.random.Generator) -> bytes:
+        """Return what this relay has to say of one second; `late` is the rank that is."""
+        first, self.seq = self.seq * STEPS_A_SECOND, self.seq + 1
+        keys = (np.arange(first, first + STEPS_A_SECOND, dtype="<i8") << wire.SEGMENT_BITS).tobytes()
+        batches = []
+        for identity in self.who:
+            rows = np.tile(ROW, (STEPS_A_SECOND, 1)) + rng.integers(0, MS, (STEPS_A_SECOND, wire.N_STAGES))
+            if late is not None:
+                rows[:, wire.DATA if identity.global_rank == late else wire.SYNC_WAIT] += 60 * MS
+            batches.append(
+                wire.encode(
+                    wire.RankBatch(
+                        wire.VERSION, f"{identity.global_rank:016x}", self.seq, time.time_ns(),
+                        first + STEPS_A_SECOND, 0, first, keys, bytes(STEPS_A_SECOND),
+                        rows.astype("<i8").tobytes(), identity if self.seq == 1 else None,
+                        wire.OpenStage(first + STEPS_A_SECOND, wire.FORWARD, 0),
+                    )
+                )
+            )  # fmt: skip
+        message = wire.RelayBatch(
+            wire.VERSION, self.identity, f"{self.identity.node_id[-16:]}", self.seq, time.time_ns(), batches
+        )
+        return wire.encode(message)
+
+
+def collect(sent: deque[tuple[float, Any]], waits: list[float], timeout_s: float) -> None:
+    """Wait a moment for the oldest answer; note how long it took."""
+    if not sent:
+        time.sleep(timeout_s)
+    elif ray.wait([sent[0][1]], timeout=timeout_s)[0]:
+        when, ref = sent.popleft()
+        ray.get(ref)
+        waits.append(time.monotonic() - when)
+
+
+def run(ranks: int) -> str:
+    """Play one size; return its row of the table."""
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as out:
+        config = ActorConfig(f"scale-{ranks}", Settings(session=f"scale-{ranks}", out=out))
+        aggregator = ensure_aggregator(config, ray.get_runtime_context().get_node_id())
+        session = Session(config.session, aggregator)
+        [process] = actor_processes("Aggregator")
+        nodes = [Node(number, ranks) for number in range(-(-ranks // PER_NODE))]
+        late, found = ranks - 1, None
+        waits: list[float] = []
+        sent: deque[tuple[float, Any]] = deque()
+        began, cpu = time.monotonic(), sum(process.cpu_times()[:2])
+        for second in range(SECONDS):
+            for at, node in enumerate(nodes):
+                due = began + second + at / len(nodes)
+                while (left := due - time.monotonic()) > 0:
+                    collect(sent, waits, min(left, 0.002))
+                batch = node.message(late if second >= LATE_FROM_S else None, rng)
+                sent.append((time.monotonic(), aggregator.ingest.remote(batch)))
+                while len(sent) > 2048:
+                    collect(sent, waits, 0.1)
+            if found is None and second >= LATE_FROM_S:
+                verdict = session.verdict() or {}
+                if (verdict.get("label"), verdict.get("rank")) == ("straggler", late):
+                    found = time.monotonic() - began - LATE_FROM_S
+        ray.get([ref for _, ref in sent])
+        elapsed = time.monotonic() - began
+        used = (sum(process.cpu_times()[:2]) - cpu) / elapsed
+        memory = process.memory_info().rss / 2**20
+        time.sleep(2)
+        ledger = session.status()["ledger"]
+        session.stop(20)
+    lost = len(nodes) * min(PER_NODE, ranks) * SECONDS * STEPS_A_SECOND - ledger["stored"]
+    waits_ms = np.percentile(np.array(waits) * 1e3, [50, 99])
+    named = "not named" if found is None else f"{found:.1f} s"
+    return (
+        f"| {ranks} | {used:.3f} | {memory:.0f} MiB | {waits_ms[0]:.1f} / {waits_ms[1]:.0f} ms "
+        f"| {named} | {lost} | {elapsed - SECONDS:+.1f} s |"
+    )
+
+
+def main() -> None:
+    """Play each size in turn."""
+    print(f"{os.cpu_count()} cores, {STEPS_A_SECOND} steps/s, {SECONDS} s each")
+    print("| ranks | cores used | memory | answer p50 / p99 | named after | rows lost | player behind |")
+    print("|---|---|---|---|---|---|---|")
+    with fake_cluster(nodes=1, cpus=1):
+        for ranks in map(int, sys.argv[1:]) if sys.argv[1:] else SIZES:
+            print(run(ranks), flush=True)
+
+
+if __name__ == "__main__":
+    main()
