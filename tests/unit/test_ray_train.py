@@ -41,6 +41,11 @@ from traceml_ray.wire import DATA, FORWARD, N_STAGES, PREPARE
 CONFIG = ActorConfig("s", Settings(session="s"))
 
 
+@pytest.fixture(autouse=True)
+def _a_driver_that_started_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_callback.driver, "_started", [])
+
+
 def sent(callback: Any) -> Any:
     """The callback as another process has it."""
     return pickle.loads(cloudpickle.dumps(callback))
