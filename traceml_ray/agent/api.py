@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Generator, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from traceml_ray.agent import bootstrap
-from traceml_ray.identity import resolve
+from traceml_ray.identity import RankIdentity, resolve
 from traceml_ray.settings import Settings
 
 T = TypeVar("T")
@@ -43,15 +44,19 @@ def attach(session: str | None = None, **who: Any) -> bool:
     settings = Settings.load(session=session)
     if "rank" in who:
         who["global_rank"] = who.pop("rank")
-    identity = functools.partial(resolve, **who)
+    identity: Callable[[], RankIdentity] = functools.partial(resolve, **who)
     identity()  # what is wrong with it is said here
-    if settings.socket is None and _ray_is_up():
-        from traceml_ray.agent import in_ray
+    try:
+        if settings.socket is None and _ray_is_up():
+            from traceml_ray.agent import in_ray
 
-        settings = in_ray.settings(settings)
-        channel = in_ray.channel(settings)
-        return bootstrap.start(settings, channel=channel, identity=in_ray.named(identity)) is not None
-    return bootstrap.start(settings, identity=identity) is not None
+            settings = in_ray.settings(settings)
+            channel, identity = in_ray.channel(settings), in_ray.named(identity)
+            return bootstrap.start(settings, channel=channel, identity=identity) is not None
+        return bootstrap.start(settings, identity=identity) is not None
+    except Exception as error:  # whatever it is, the script goes on as without us
+        warnings.warn(f"not watching this process: {type(error).__name__}: {error}", stacklevel=2)
+        return False
 
 
 def _ray_is_up() -> bool:

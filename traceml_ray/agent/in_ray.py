@@ -31,7 +31,9 @@ def named(identity: Callable[[], RankIdentity]) -> Callable[[], RankIdentity]:
     given, the Ray job. A process that has no rank is left to the aggregator to be numbered.
     """
     context = ray.get_runtime_context()
-    name = (context.get_actor_name() if context.get_actor_id() else context.get_task_name()) or ""
+    name = ""
+    if context.worker.mode == ray.WORKER_MODE:  # a driver has none, and Ray complains when it is asked
+        name = (context.get_actor_name() if context.get_actor_id() else context.get_task_name()) or ""
     node_id, job_id = context.get_node_id(), context.get_job_id()
 
     def who() -> RankIdentity:
