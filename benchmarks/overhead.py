@@ -258,7 +258,7 @@ def measure_step(quick: bool) -> list[Figure]:
 
         threading.Thread(target=rounds, daemon=True).start()
         due.release()  # the first round connects and looks everything up
-        for pair in range(20 if quick else 600):
+        for pair in range(12 if quick else 600):
             taken, with_round = {}, pair % 3 == 0
             for attached in random.sample((True, False), 2):
                 if attached:
@@ -297,7 +297,7 @@ def measure_marks(quick: bool) -> list[Figure]:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    blocks = 30 if quick else 600
+    blocks = 20 if quick else 600
     figures = []
     with tempfile.NamedTemporaryFile() as store:
         dist.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)

@@ -19,7 +19,7 @@ def late_steps(series: Float) -> Bool:
     positive = np.maximum(series, 0.0)
     weighted = float((positive * positive).sum() / max(positive.sum(), 1.0))
     median = float(np.median(positive))
-    typical = median if median > 0.25 * weighted else weighted
+    typical = median if median > 0.3 * weighted else weighted
     late: Bool = positive > 0.5 * typical
     return late
 

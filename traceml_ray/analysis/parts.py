@@ -78,16 +78,16 @@ def with_part(verdict: Verdict, window: Window, find: Find, thresholds: Threshol
     others = [known[rank] for rank in peers if rank in known]
     if not others:
         return verdict
-    best: tuple[float, str] | None = None
+    best: tuple[float, str, float] | None = None  # the innermost: never longer than what it is in
     for (name, where), rate in known.get(verdict.rank, {}).items():
         more_ns = rate.ns - float(np.median([other.get((name, where), _NONE).ns for other in others]))
         explains = more_ns >= thresholds.part_share * excess_ns > 0
         lasts = verdict.transient or rate.times >= thresholds.part_often
-        if where == stage and explains and lasts and (best is None or more_ns < best[0]):
-            best = more_ns, name
+        if where == stage and explains and lasts and (best is None or rate.ns < best[0]):
+            best = rate.ns, name, more_ns
     if best is None:
         return verdict
-    why, advice = wording.part(verdict.rank, best[1], best[0])
+    why, advice = wording.part(verdict.rank, best[1], best[2])
     return msgspec.structs.replace(verdict, part=best[1], why=verdict.why + why, next=advice + verdict.next)
 
 
