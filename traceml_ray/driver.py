@@ -22,7 +22,14 @@ import msgspec
 
 from traceml_ray import __version__
 from traceml_ray.actors.config import ActorConfig
-from traceml_ray.actors.names import DEFAULT_SESSION, cluster_nodes, find_aggregator, find_relay
+from traceml_ray.actors.names import (
+    DEFAULT_SESSION,
+    cluster_nodes,
+    find_aggregator,
+    find_relay,
+    find_relays,
+    relay_nodes,
+)
 from traceml_ray.identity import RankIdentity
 from traceml_ray.settings import Settings
 
@@ -209,13 +216,13 @@ class Session:
 
         deadline = time.monotonic() + timeout
         _forget(self)
-        relays = self._relays()
+        relays = find_relays(self.id).values()
         try:
             ray.get(self._aggregator.stop.remote(), timeout=max(0.1, timeout - 1))
         except (ray.exceptions.RayError, ValueError):
             for actor in (self._aggregator, *relays):
                 ray.kill(actor, no_restart=True)
-        while find_aggregator(self.id) is not None or self._relays():
+        while find_aggregator(self.id) is not None or relay_nodes(self.id):
             if time.monotonic() > deadline:
                 raise StartError(f"session {self.id!r} is still there {timeout:g} s after it was stopped")
             time.sleep(0.05)
@@ -234,11 +241,6 @@ class Session:
     def __repr__(self) -> str:
         """Say what this is and where to look."""
         return f"<traceml_ray session {self.id!r}: files in {self.folder}; try .verdict(), .nodes(), .stop()>"
-
-    def _relays(self) -> list[Any]:
-
-        found = [find_relay(self.id, node["NodeID"]) for node in cluster_nodes()]
-        return [relay for relay in found if relay is not None]
 
     def _fetch(self, name: str, target: Path) -> None:
         with target.open("wb") as file:

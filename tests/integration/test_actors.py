@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from ray_cluster import until
 
 from traceml_ray import wire
 from traceml_ray.actors.config import ActorConfig
@@ -31,15 +32,6 @@ from traceml_ray.settings import Settings
 from traceml_ray.store.session_file import SessionFile
 
 ROWS = 5
-
-
-def until(done: Callable[[], Any], what: str, seconds: float = 30) -> Any:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := done():
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"{what}: not within {seconds} s")
 
 
 @pytest.fixture(scope="module")

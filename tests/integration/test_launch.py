@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -13,12 +14,13 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import ray_cluster
 
 from traceml_ray import wire
 from traceml_ray.identity import RankIdentity
@@ -62,6 +64,9 @@ def batch(stream: str = "rank0", pid: int = 1, rank: int = 0) -> str:
     rows = (5_000_000).to_bytes(8, "little") * wire.N_STAGES
     message = wire.RankBatch(wire.VERSION, stream, 0, 0, 1, 0, 0, keys, b"\0", rows, who, final=True)
     return wire.encode(message).hex()
+
+
+until = functools.partial(ray_cluster.until, seconds=40)
 
 
 class Bench:
@@ -123,15 +128,6 @@ class Bench:
         assert not (Path(self.environ["HOME"]) / ".ray").exists()
         for session in self.out.iterdir():
             assert not {"live.json", "spool"} & {path.name for path in session.iterdir()}
-
-
-def until(done: Callable[[], Any], what: str, seconds: float = 40) -> Any:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := done():
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"{what}: not within {seconds} s")
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from traceml_ray import __version__, wire
 from traceml_ray.actors.aggregation import Aggregation
 from traceml_ray.actors.config import ActorConfig
 from traceml_ray.actors.membership import Membership
-from traceml_ray.actors.names import NAMESPACE, end_myself, relay_folder
+from traceml_ray.actors.names import NAMESPACE, end_myself, find_relays, relay_folder
 from traceml_ray.session import Live, SessionFolder, open_folder, write_live
 
 COMMIT_S = 1.0
@@ -153,7 +153,7 @@ class Aggregator:
 
     def _ask_relays(self, method: str, *args: object) -> list[Any]:
         """Call every relay, wait for them a little; return their handles."""
-        relays = list(self._membership.relays().values())
+        relays = list(find_relays(self._config.session).values())
         asked = [getattr(relay, method).remote(*args) for relay in relays]
         if asked:
             ray.wait(asked, num_returns=len(asked), timeout=FLUSH_S)

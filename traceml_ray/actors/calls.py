@@ -9,15 +9,12 @@ from typing import Any
 
 import ray
 
+from traceml_ray.actors.names import bare
+
 LOOK_UP_S = 1.0
 
 
-def _bare(api: Any) -> Any:
-    """Return an API of Ray without its habit of starting a cluster where there is none (any more)."""
-    return getattr(api, "__wrapped__", api)
-
-
-_wait, _get = _bare(ray.wait), _bare(ray.get)
+_wait, _get = bare(ray.wait), bare(ray.get)
 
 
 class ActorCalls:

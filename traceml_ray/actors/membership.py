@@ -5,13 +5,10 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
-
-from ray.util import list_named_actors
 
 from traceml_ray.actors.config import ActorConfig
 from traceml_ray.actors.making import ensure_relay
-from traceml_ray.actors.names import NAMESPACE, cluster_nodes, find_relay, relay_name
+from traceml_ray.actors.names import cluster_nodes, relay_nodes
 
 LOOK_S = 2.0
 """How often the cluster is looked at; a node that joins has its relay within twice that."""
@@ -52,11 +49,6 @@ class Membership:
         with self._looking:
             pass
 
-    def relays(self) -> dict[str, Any]:
-        """Return the handles of the session's relays by node id."""
-        found = {node_id: find_relay(self._config.session, node_id) for node_id in self._named()}
-        return {node_id: relay for node_id, relay in found.items() if relay is not None}
-
     def _run(self) -> None:
         while not self._ended.is_set():
             self._wake.clear()
@@ -68,7 +60,7 @@ class Membership:
             self._wake.wait(LOOK_S)
 
     def _look(self) -> None:
-        named = self._named()
+        named = relay_nodes(self._config.session)
         for node in cluster_nodes():
             node_id, alive = node["NodeID"], node["Alive"]
             if alive != self._alive.get(node_id):
@@ -76,10 +68,3 @@ class Membership:
                 self._tell(node_id, node["NodeManagerHostname"], node["NodeManagerAddress"], alive)
             if alive and node_id not in named and not self._ended.is_set():
                 ensure_relay(self._config, node_id)
-
-    def _named(self) -> set[str]:
-        """Return the ids of the nodes for which there is a relay of this session."""
-        prefix = relay_name(self._config.session, "")
-        listed: list[dict[str, str]] = list_named_actors(all_namespaces=True)
-        names = [actor["name"] for actor in listed if actor["namespace"] == NAMESPACE]
-        return {name[len(prefix) :] for name in names if name.startswith(prefix)}

@@ -46,20 +46,39 @@ def end_myself() -> None:
     kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
+def find_relays(session: str) -> dict[str, Any]:
+    """Return the handles of a session's relays by node id."""
+    found = {node_id: find_relay(session, node_id) for node_id in relay_nodes(session)}
+    return {node_id: relay for node_id, relay in found.items() if relay is not None}
+
+
+def relay_nodes(session: str) -> set[str]:
+    """Return the ids of the nodes for which there is a relay of that session; asks the cluster once."""
+    from ray.util import list_named_actors
+
+    prefix = relay_name(session, "")
+    listed: list[dict[str, str]] = bare(list_named_actors)(all_namespaces=True)
+    names = [actor["name"] for actor in listed if actor["namespace"] == NAMESPACE]
+    return {name[len(prefix) :] for name in names if name.startswith(prefix)}
+
+
 def cluster_nodes() -> list[dict[str, Any]]:
     """Return every node that is or was in the cluster, as `ray.nodes` does."""
     import ray
 
-    nodes: Callable[[], list[dict[str, Any]]] = ray.nodes
-    return nodes()
+    nodes: list[dict[str, Any]] = bare(ray.nodes)()
+    return nodes
+
+
+def bare(api: Any) -> Any:
+    """Return an API of Ray without its habit of starting a cluster where there is none (any more)."""
+    return getattr(api, "__wrapped__", api)
 
 
 def _find(name: str) -> Any | None:
     import ray
 
-    get_actor: Any = ray.get_actor
     try:
-        # The bare one: where Ray has been shut down, the other would start a cluster.
-        return getattr(get_actor, "__wrapped__", get_actor)(name, namespace=NAMESPACE)
+        return bare(ray.get_actor)(name, namespace=NAMESPACE)
     except ValueError:
         return None
