@@ -34,7 +34,7 @@ FLAG_NO_PEERS = 8  # nobody waits for this rank here: no gradient exchange in th
 FLAG_DEVICE_CLOCK = 16  # taken from device events, not from the CPU clock
 FLAG_FIRST = 32  # first row of its stream: it has no sync exit before it
 FLAG_NO_BACKWARD = 64  # a step that ran no backward (cut by `trace_step`)
-FLAG_COUPLED = 128  # collectives run inside forward and backward (FSDP): stages not told apart
+FLAG_COUPLED = 128  # ranks wait inside forward and backward, which is not seen: stages not told apart
 
 SEGMENT_BITS = 8
 """A row's key is `step << SEGMENT_BITS | segment`; segment counts the syncs inside one step."""
@@ -109,7 +109,7 @@ class Event(_Message, frozen=True):
     Something that happened once, for a person to read.
 
     `kind` is one of `attach`, `exception`, `exit`, `rank_lost`, `process_ended`, `stacks`,
-    `flight_recorder`, `relay_start`, `note`, …
+    `standing`, `flight_recorder`, `relay_start`, `note`, …
     """
 
     kind: str
@@ -164,8 +164,13 @@ class RankBatch(_Message, tag="rank", frozen=True):
     """Patches and signals that could not be had, with the reason."""
     overhead: Overhead | None = None
     strategy: str | None = None
-    """single, ddp, fsdp2, …"""
+    """single, ddp, fsdp2, ddp+tp, pp, …"""
     final: bool = False
+    group: tuple[Count, Count] | None = None
+    """
+    The ranks that this one exchanges gradients with: the lowest global rank among them and how many they
+    are, which tells groups apart, since they share no rank. None: not known.
+    """
 
 
 class Command(_Message, frozen=True):
@@ -173,7 +178,8 @@ class Command(_Message, frozen=True):
     Something the receiver is asked to do; rides back on a reply, on every one until it has been done,
     so that no lost reply matters: the receiver does each `args["id"]` once.
 
-    `dump`: say where every thread stands (event `stacks`). `args["run"]`: ranks of that job only.
+    `dump`: say where every thread stands (event `stacks`); `where`: only where the training thread does
+    (event `standing`, which is not stored). `args["run"]`: ranks of that job only.
     """
 
     name: str
@@ -189,18 +195,41 @@ class RankReply(_Message, tag="rank_reply", frozen=True):
     commands: Annotated[list[Command], _FEW] = []
 
 
+class GpuProcess(_Message, frozen=True):
+    """A process that computes on a device; `parents` are its parent, that one's parent, and so on."""
+
+    pid: Count
+    mem_bytes: Count | None
+    name: str | None = None
+    parents: Annotated[list[Count], _FEW] = []
+
+
 class GpuSample(_Message, frozen=True):
-    """One device as NVML sees it."""
+    """One device as NVML sees it. Byte counters and `processes` are not asked for in every sample."""
 
     index: Count
     name: str | None
     util_pct: float | None
     mem_used_bytes: Count | None
     mem_total_bytes: Count | None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    temperature_c: float | None = None
+    sm_mhz: float | None = None
+    sm_max_mhz: float | None = None
+    throttle: Annotated[list[str], _FEW] | None = None
+    """Why its clocks are not higher: `sw_power_cap`, `hw_thermal_slowdown`, `gpu_idle`, …"""
+    ecc_uncorrected: Count | None = None
+    """Since the driver was loaded."""
+    pcie_rx_bytes: Count | None = None
+    pcie_tx_bytes: Count | None = None
+    nvlink_rx_bytes: Count | None = None
+    nvlink_tx_bytes: Count | None = None
+    processes: Annotated[list[GpuProcess], _FEW] | None = None
 
 
 class NodeSample(_Message, frozen=True):
-    """One look at a node."""
+    """One look at a node. Bytes of disk, network and swap, and `cpu_throttled_ns`, are counters."""
 
     t_ns: Int64
     cpu_pct: float | None
@@ -213,6 +242,15 @@ class NodeSample(_Message, frozen=True):
     net_rx_bytes: Count | None
     net_tx_bytes: Count | None
     gpus: Annotated[list[GpuSample], _FEW] | None = None
+    swap_in_bytes: Count | None = None
+    psi_cpu: float | None = None
+    """Share (0..1) of the time since the sample before in which some task waited for a CPU,"""
+    psi_memory: float | None = None
+    """for memory,"""
+    psi_io: float | None = None
+    """for the disk."""
+    cpu_throttled_ns: Count | None = None
+    """CPU time that the container's quota held back."""
 
 
 class NodeIdentity(_Message, frozen=True):

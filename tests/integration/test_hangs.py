@@ -237,6 +237,52 @@ def test_a_killed_rank_is_named_at_once_with_its_signal(launch: Callable[..., La
     assert datetime.fromisoformat(summary["session"]["ended_at"]).timestamp() < killed + 5
 
 
+RECORDER = """
+import json, os, sys, threading, time
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_reduce
+from traceml_ray import wire
+from traceml_ray.agent import dump
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+dist.barrier()
+opened = wire.OpenStage(1, 0, 0)
+if rank == 0:
+    assert "pending" not in dump.flight_recorder(opened, "h").data
+    waiting = threading.Thread(target=lambda: all_reduce(torch.ones(4), "sum", [0, 1]).wait())
+    waiting.start()
+    time.sleep(0.5)
+    found = dump.flight_recorder(opened, "h")
+    print(json.dumps([found.data, json.loads(found.message)["entries"][0]["state"]]), flush=True)
+    dist.distributed_c10d._get_default_store().set("seen", b"1")
+    waiting.join()
+else:
+    dist.distributed_c10d._get_default_store().wait(["seen"])
+    all_reduce(torch.ones(4), "sum", [0, 1]).wait()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_a_collective_that_no_mark_sees_is_in_torchs_own_recorder(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RECORDER]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), tmp_path / "store"], env=environ, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    data, state = json.loads(said[0])
+    assert (data["pending"], state) == ("all_reduce", "scheduled")
+    assert 0.4e9 < data["pending_ns"] < 30e9
+    assert data["pending_seq"] >= 1
+
+
 class Straight:
     """The way from a relay to an aggregation in the same process."""
 

@@ -48,6 +48,7 @@ def test_a_slow_checkpoint_inside_a_stage_of_the_user_is_named(tmp_path: Path) -
     verdict = summary["verdict"]
     named = verdict["label"], verdict["stage"], verdict["rank"], verdict["part"]
     assert named == ("straggler", "post_sync", 1, "checkpoint"), verdict["why"]
+    assert summary["verdicts"][-1]["part"] == "checkpoint"
     parts = {part["name"]: part for part in summary["parts"] if part["stage"] == "post_sync"}
     assert parts["checkpoint"]["worst_rank"] == parts["keep"]["worst_rank"] == 1
     assert 20 < parts["checkpoint"]["max_ms"] < parts["keep"]["max_ms"]

@@ -137,3 +137,19 @@ def test_stacks_are_kept_once_for_all_alike_and_whole_for_the_odd_one() -> None:
     assert [stack.ranks for stack in verdict.stacks] == [(1,), (0, 2, 3)]
     assert verdict.stacks[0].text == odd.stack
     assert verdict.stacks[1].text == "thread MainThread, training:\n  train.py:60 in train"
+
+
+def test_a_collective_on_the_device_is_waited_for_though_no_mark_says_so() -> None:
+    pending = {"pending": "all_reduce", "pending_seq": 57, "pending_s": 21.0}
+    others = place(0, FORWARD, **pending), place(2, FORWARD, **pending)
+    assert named(*others, place(1, FORWARD)) == ("hang", (1,), "forward")
+    assert "the other 2 wait in `all_reduce`" in why(*others, place(1, FORWARD))
+    skipped = {**pending, "pending_seq": 56}
+    assert named(*others, place(1, POST_SYNC, **skipped)) == ("hang", (1,), "post_sync")
+    assert find([place(0, FORWARD, **{**pending, "pending_s": 3.0}), place(1, FORWARD)], QUIET_S) is None
+
+
+def test_a_stopped_process_is_evidence_enough() -> None:
+    stopped = place(1, FORWARD, silent_s=9.0, state="stopped (SIGSTOP)")
+    assert named(place(0, FORWARD), stopped) == ("hang", (1,), "forward")
+    assert find([place(0, FORWARD), place(1, FORWARD, silent_s=9.0, state="running")], QUIET_S) is None

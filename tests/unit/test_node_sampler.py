@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +13,17 @@ import psutil
 import pytest
 
 from traceml_ray.actors.node_sampler import NodeSampler, SamplerThread
-from traceml_ray.wire import GpuSample
+from traceml_ray.wire import GpuProcess, GpuSample
+
+SECOND = 1_000_000_000
 
 
 class Nvml:
-    """Two devices; the second one cannot tell its utilisation."""
+    """Two devices; the second one cannot tell its utilisation and is too hot. Both count bytes."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.processes: dict[int, list[Any]] = {0: [], 1: []}
 
     def nvmlInit(self) -> None:
         self.calls.append("init")
@@ -41,6 +46,35 @@ class Nvml:
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
         return SimpleNamespace(used=10 + handle, total=100)
 
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: int) -> int:
+        return 700_000
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        return 650_500
+
+    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:
+        return 61 + handle
+
+    def nvmlDeviceGetMaxClockInfo(self, handle: int, kind: int) -> int:
+        return 1980 if kind == 1 else 0
+
+    def nvmlDeviceGetClockInfo(self, handle: int, kind: int) -> int:
+        return 1200 if kind == 1 else 0
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: int) -> int:
+        return 0x40 | 0x8 if handle else 0
+
+    def nvmlDeviceGetFieldValues(self, handle: int, fields: list[tuple[int, int]]) -> list[Any]:
+        self.calls.append("fields")
+        known = {4: 0, 197: 11, 198: 12}  # no NVLink
+        return [
+            SimpleNamespace(nvmlReturn=0 if f in known else 3, value=SimpleNamespace(ullVal=known.get(f, 9)))
+            for f, _ in fields
+        ]
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:
+        return self.processes[handle]
+
 
 class NoDriver(Nvml):
     def nvmlInit(self) -> None:
@@ -51,15 +85,125 @@ class NoDriver(Nvml):
 def test_devices_are_sampled_and_what_one_cannot_tell_is_none() -> None:
     nvml = Nvml()
     sampler = NodeSampler(nvml)
-    for t_ns in (5, 6):
-        sample = sampler.sample(t_ns)
+    first, sample = sampler.sample(5), sampler.sample(6)
     assert sample.t_ns == 6
+    clocks = (650.5, 700.0, 61.0, 1200.0, 1980.0, [])
+    hot = (650.5, 700.0, 62.0, 1200.0, 1980.0, ["hw_slowdown", "hw_thermal_slowdown"])
     assert sample.gpus == [
-        GpuSample(0, "H200", 37.0, 10, 100),
-        GpuSample(1, "old binding", None, 11, 100),
+        GpuSample(0, "H200", 37.0, 10, 100, *clocks),
+        GpuSample(1, "old binding", None, 11, 100, *hot),
     ]
-    assert sampler.errors == {"nvml utilization: RuntimeError": 2}
-    assert nvml.calls == ["init", "name", "name"]
+    assert first.gpus is not None
+    assert first.gpus[0] == GpuSample(0, "H200", 37.0, 10, 100, *clocks, 0, 12, 11, None, None, [])
+    assert sampler.errors == {"nvml utilization: RuntimeError": 1}
+    assert nvml.calls == ["init", "name", "name", "fields", "fields"]
+
+
+def test_what_fails_is_counted_once_by_name_and_asked_for_again_a_minute_later() -> None:
+    class Broken(Nvml):
+        def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+            self.calls.append("power")
+            raise RuntimeError("not supported")
+
+    nvml = Broken()
+    sampler = NodeSampler(nvml)
+    for t in range(60):
+        sampler.sample(t)
+    assert nvml.calls.count("power") == 2  # once a device
+    sampler.sample(60)
+    assert nvml.calls.count("power") == 4
+    assert sampler.errors == {"nvml utilization: RuntimeError": 1, "nvml power: RuntimeError": 1}
+
+
+def test_what_may_take_long_is_asked_for_in_every_fifth_sample() -> None:
+    nvml = Nvml()
+    sampler = NodeSampler(nvml)
+    asked = []
+    for t in range(11):
+        gpus = sampler.sample(t).gpus
+        assert gpus is not None
+        asked += [t] if gpus[0].processes is not None and gpus[0].pcie_rx_bytes is not None else []
+        assert gpus[0].power_limit_w == 700.0
+    assert asked == [0, 5, 10]
+
+
+def test_processes_of_a_device_are_told_with_their_parents(tmp_path: Path) -> None:
+    _write(tmp_path, "proc/70/stat", "70 (data (loader) 1) S 60 1 1")
+    _write(tmp_path, "proc/60/stat", "60 (python) S 1 1 1")
+    nvml = Nvml()
+    nvml.processes[1] = [
+        SimpleNamespace(pid=70, usedGpuMemory=5),
+        SimpleNamespace(pid=71, usedGpuMemory=None),
+    ]
+    sampler = NodeSampler(nvml, tmp_path)
+    gpus = sampler.sample(0).gpus
+    assert gpus is not None
+    assert gpus[0].processes == []
+    assert gpus[1].processes == [GpuProcess(70, 5, "data (loader) 1", [60, 1]), GpuProcess(71, None)]
+
+
+def _write(root: Path, name: str, text: str) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def _pressure(root: Path, us: int) -> None:
+    for at, resource in enumerate(("cpu", "memory", "io")):
+        some = f"some avg10=0.00 avg60=0.00 avg300=0.00 total={1000 + us * (at + 1)}"
+        _write(root, f"proc/pressure/{resource}", f"{some}\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=7\n")
+
+
+def test_pressure_is_the_share_of_the_time_since_the_sample_before(tmp_path: Path) -> None:
+    sampler = NodeSampler(NoDriver(), tmp_path)
+    _pressure(tmp_path, 0)
+    first = sampler.sample(0)
+    assert (first.psi_cpu, first.psi_memory, first.psi_io) == (None, None, None)
+    _pressure(tmp_path, 250_000)
+    second = sampler.sample(SECOND)
+    assert (second.psi_cpu, second.psi_memory, second.psi_io) == (0.25, 0.5, 0.75)
+    _pressure(tmp_path, 900_000)
+    third = sampler.sample(SECOND + 1)  # the kernel counted on for longer: never above 1
+    assert third.psi_io == 1.0
+    assert sampler.sample(SECOND).psi_io is None
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "throttled_ns"),
+    [
+        ("0::/pod/box", {"pod/box": "throttled_usec 30", "pod": "usage_usec 5\nthrottled_usec 4"}, 34_000),
+        ("0::/pod/box", {"": "throttled_usec 7"}, 7_000),  # seen from within the container
+        ("0::/", {"": "usage_usec 1"}, None),  # a machine's own root has no quota
+        ("4:memory:/x\n3:cpu,cpuacct:/box\n0::/", {"cpu/box": "throttled_time 12"}, 12),
+        ("9:name=systemd:/", {}, None),
+    ],
+)
+def test_what_cpu_quotas_held_back_is_added_up(
+    tmp_path: Path, cgroup: str, files: dict[str, str], throttled_ns: int | None
+) -> None:
+    _write(tmp_path, "proc/self/cgroup", cgroup + "\n")
+    for where, text in files.items():
+        _write(tmp_path, f"sys/fs/cgroup/{where}/cpu.stat", text + "\n")
+    sampler = NodeSampler(NoDriver(), tmp_path)
+    assert sampler.sample(0).cpu_throttled_ns == throttled_ns
+    assert sampler.errors == {"nvml: OSError": 1}
+
+
+def test_what_is_swapped_in_is_in_bytes(tmp_path: Path) -> None:
+    _write(tmp_path, "proc/vmstat", "pgpgin 9\npswpin 3\npswpout 8\n")
+    assert NodeSampler(NoDriver(), tmp_path).sample(0).swap_in_bytes == 3 * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_kernel_without_these_files_is_no_error_and_a_broken_one_is_counted_once(tmp_path: Path) -> None:
+    sampler = NodeSampler(NoDriver(), tmp_path)
+    sample = sampler.sample(0)
+    assert (sample.psi_io, sample.swap_in_bytes, sample.cpu_throttled_ns) == (None, None, None)
+    assert sampler.errors == {"nvml: OSError": 1}
+    _write(tmp_path, "proc/pressure/io", "nonsense")
+    broken = NodeSampler(NoDriver(), tmp_path)
+    for t in range(3):
+        assert broken.sample(t).psi_io is None
+    assert broken.errors == {"nvml: OSError": 1, "psi io: ValueError": 1}
 
 
 def test_a_machine_without_gpus_is_no_error() -> None:

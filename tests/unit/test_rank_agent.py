@@ -164,8 +164,8 @@ def test_a_bad_rank_in_the_environment_is_said_and_breaks_nothing(monkeypatch: p
     assert "RANK" in pipe.batches()[-1].missing["identity"]
 
 
-def dump(agent: RankAgent, name: str, run: str | None = None) -> bytes:
-    command = wire.Command("dump", {"id": name, "run": run})
+def dump(agent: RankAgent, name: str, run: str | None = None, what: str = "dump") -> bytes:
+    command = wire.Command(what, {"id": name, "run": run})
     return wire.encode(wire.RankReply(wire.VERSION, agent.stream, 0, [command]))
 
 
@@ -181,6 +181,21 @@ def test_a_stack_is_asked_for_again_and_again_and_answered_once(monkeypatch: pyt
     events = [event for batch in pipe.batches() for event in batch.events]
     assert [(e.kind, e.data["dump"]) for e in events] == [("stacks", "h1"), ("stacks", "h2")]
     assert "test_rank_agent.py" in str(events[0].data["where"])
+
+
+def test_where_it_is_is_answered_in_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    pending = {"dump": "h1?0", "by": "a recorder", "pending": "all_reduce", "pending_ns": 7}
+    found = wire.Event("flight_recorder", 1, message="{}", data=pending)
+    monkeypatch.setattr("traceml_ray.agent.dump.flight_recorder", lambda *_: found)
+    pipe = Pipe()
+    agent = make(pipe)
+    pipe.answers.append(dump(agent, "h1?0", what="where"))
+    thread = threading.Thread(target=agent.tick)
+    thread.start()
+    thread.join(30)
+    (event,) = [event for batch in pipe.batches() for event in batch.events]
+    assert (event.kind, event.message, event.data["pending"]) == ("standing", "", "all_reduce")
+    assert "test_rank_agent.py" in str(event.data["where"])
 
 
 def test_what_is_asked_of_another_run_or_not_known_is_left_alone() -> None:

@@ -77,9 +77,7 @@ def test_everything_a_batch_says_is_read_back(tmp_path: Path) -> None:
         assert (process["rank"], process["rss_bytes"], process["cpu_pct"]) == (0, 4096, None)
         (node,), cursor = session.node_samples()
         assert (node["load1"], node["cpu_pct"]) == (None, 50.0)
-        assert node["gpus"] == [
-            {"index": 0, "name": "H200", "util_pct": 90.0, "mem_used_bytes": 10, "mem_total_bytes": None}
-        ]
+        assert [wire.GpuSample(**gpu) for gpu in node["gpus"]] == gpus
         assert session.node_samples(cursor) == ([], cursor)
         (detail,) = session.details()
         assert (detail["rank"], detail["count"], detail["total_ns"], detail["max_ns"]) == (0, 3, 70, 40)

@@ -61,6 +61,13 @@ class Job:
         event = wire.Event("stacks", self.clock(), message=text, data=data)
         self._report([self.ranks[rank].batch(0, events=[event])])
 
+    def says(self, rank: int, **known: Any) -> None:
+        """A rank's answer to where it is."""
+        (command,) = self.commands
+        assert command.name == "where"
+        data = {"dump": command.args["id"], "where": "train (train.py:60)", "call": None, **known}
+        self._report([self.ranks[rank].batch(0, events=[wire.Event("standing", self.clock(), data=data)])])
+
     def history(self) -> list[dict[str, Any]]:
         self.aggregator.commit()
         with SessionFile(self.folder / "session.sqlite") as session:
@@ -222,3 +229,32 @@ def test_a_restarted_aggregator_goes_on_with_the_same_hang(tmp_path: Path, job: 
     assert after.args == before.args
     verdict = ask(job.aggregator, "verdict")
     assert (verdict["label"], verdict["rank"], verdict["stacks"][0]["ranks"]) == ("hang", 1, [1])
+
+
+def test_ranks_are_asked_where_they_are_and_a_collective_no_mark_has_seen_shows_a_hang(job: Job) -> None:
+    job.runs(8)
+    where = at(FORWARD), at(FORWARD), at(FORWARD)
+    assert "hang" not in job.stands(21, *where)
+    for rank in (0, 2):
+        job.says(rank, pending="all_reduce", pending_seq=57, pending_ns=21 * SECOND)
+    assert job.aggregator.verdict is not None and job.aggregator.verdict.label == "healthy"
+    job.says(1)
+    verdict = job.aggregator.verdict
+    assert verdict is not None and (verdict.label, verdict.rank) == ("hang", 1)
+    assert "rank 1 (host-0) is in train (train.py:60), `forward` of step 80" in verdict.why
+    assert job.stands(1, *where, since=24) == ["hang"]
+    assert [command.name for command in job.commands] == ["dump"]
+    with SessionFile(job.folder / "session.sqlite") as session:
+        assert "standing" not in {event["kind"] for event in session.events()[0]}
+
+
+def test_ranks_that_are_all_at_work_are_asked_again_ever_more_seldom(job: Job) -> None:
+    job.runs(8)
+    asked = []
+    for second in range(200):
+        job.stands(1, at(POST_SYNC), at(POST_SYNC), at(POST_SYNC), since=second)
+        asked += [str(command.args["id"]) for command in job.commands]
+    assert len(set(asked)) == 4
+    job.runs(1)
+    assert job.commands == []
+    assert {verdict["label"] for verdict in job.history()} == {"healthy"}

@@ -87,6 +87,53 @@ def test_no_straggler_in_balanced_noise():
     assert blamed == []
 
 
+def begun(random, ranks, share, stage, late, noise=0.03):
+    """A window of 50 steps in whose last `late` the last rank is late by `share` of the longer step."""
+    local = noisy(random, ranks, noise)[:, :, :SYNC_WAIT].copy()
+    step = float(local.sum(axis=2).max(axis=1).mean()) + 1e6
+    local[50 - late :, -1, stage] += int(step * share / (1 - share))
+    return window(synced(local, np.full(50, 1_000_000)), first_step=1000)
+
+
+class TestNewlyLate:
+    @pytest.mark.parametrize("share", [0.15, 0.3, 0.6])
+    @pytest.mark.parametrize("stage", range(SYNC_WAIT))
+    def test_ten_steps_are_enough(self, stage, share):
+        random = np.random.default_rng(stage)
+        for ranks in (2, 3, 4, 16):
+            verdict = judge(begun(random, ranks, share, stage, 10))
+            assert (verdict.label, verdict.stage, verdict.rank) == ("straggler", STAGES[stage], ranks - 1)
+            assert abs(verdict.from_step - 1040) <= 2
+            assert (verdict.confidence, verdict.window_steps, verdict.to_step) == ("medium", 50, 1049)
+            assert verdict.cost_pct == pytest.approx(100 * share, abs=5)
+
+    def test_it_stays_named_until_the_whole_window_shows_it(self):
+        random = np.random.default_rng(1)
+        for late in range(10, 51):
+            verdict = judge(begun(random, 4, 0.2, FORWARD, late))
+            assert (verdict.label, verdict.stage, verdict.rank) == ("straggler", "forward", 3), late
+
+    def test_five_steps_are_not(self):
+        random = np.random.default_rng(2)
+        assert judge(begun(random, 4, 0.2, FORWARD, 5)).label == "healthy"
+
+    def test_nor_what_comes_again_and_again(self):
+        local = noisy(np.random.default_rng(3), 4, 0.03)[:, :, :SYNC_WAIT].copy()
+        for first in (2, 14, 26, 40):
+            local[first : first + 8, 3, FORWARD] += 4_000_000
+        verdict = judge(window(synced(local, np.full(50, 1_000_000))))
+        assert (verdict.label, verdict.rank, verdict.from_step) == ("straggler", 3, 0)
+
+
+def test_two_ranks_that_are_late_in_turn_are_not_a_set_of_stragglers():
+    for seed in range(20):
+        local = noisy(np.random.default_rng(seed), 2, 0.05)[:, :, :SYNC_WAIT].copy()
+        local[::2, 0, FORWARD] += 12_000_000
+        local[1::2, 1, FORWARD] += 12_000_000
+        verdict = judge(window(synced(local, np.full(50, 1_000_000))))
+        assert (verdict.label, verdict.rotating, verdict.rank) == ("ambiguous", True, None)
+
+
 @pytest.mark.parametrize("stage", range(SYNC_WAIT))
 def test_a_fault_is_found_in_noise(stage):
     random = np.random.default_rng(stage)

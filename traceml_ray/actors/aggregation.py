@@ -268,6 +268,8 @@ class Aggregation:
             stream.lost = not stream.final
         for event in batch.events:
             self._add_event(event, writer.streams.get(str(event.data.get("stream"))), node_id)
+        if batch.sample is not None:
+            self._recent.add_sample(node_id, batch.sample)
 
     def _take_rank(self, batch: wire.RankBatch, node_id: str | None) -> None:
         now, writer = self._clock(), self._writer
@@ -290,7 +292,8 @@ class Aggregation:
             self._add_event(event, stream, node_id)
 
     def _add_event(self, event: wire.Event, stream: Stream | None, node_id: str | None) -> None:
-        self._writer.add_event(event, stream, node_id)
+        if event.kind != "standing":  # of use for a moment only
+            self._writer.add_event(event, stream, node_id)
         if stream is not None:
             self._judge.note({"stream_id": stream.id, **msgspec.structs.asdict(event)})
 

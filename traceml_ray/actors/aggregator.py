@@ -20,6 +20,9 @@ from traceml_ray.actors.names import NAMESPACE, end_myself, find_relays, relay_f
 from traceml_ray.session import Live, SessionFolder, open_folder, write_live
 
 COMMIT_S = 1.0
+JUDGE_S = 0.25
+JUDGE_SHARE = 0.1
+"""A large job is judged less often, at most once a commit: judging may take this share of a core."""
 FLUSH_S = 1.5
 """How long relays may take to hand over what they hold."""
 GOODBYE_S = 0.2
@@ -57,16 +60,21 @@ class Aggregator:
         threading.Thread(target=self._beat, name="traceml-beat", daemon=True).start()
 
     def _beat(self) -> None:
+        due = took = 0.0
         while self._aggregation.idle_s() < self._config.settings.idle_ttl:
             if self._closed:
                 return
             try:
-                self._aggregation.commit()
+                if time.monotonic() >= due:
+                    due = time.monotonic() + COMMIT_S
+                    self._aggregation.commit()
+                    self._collect_errors()
+                took = time.monotonic()
                 self._aggregation.judge()
-                self._collect_errors()
+                took = time.monotonic() - took
             except Exception as error:  # without this thread nothing would be stored any more
                 self._aggregation.errors[f"beat: {type(error).__name__}"] += 1
-            time.sleep(COMMIT_S)
+            time.sleep(min(COMMIT_S, max(JUDGE_S, took / JUDGE_SHARE)))
         with self._stopping:
             self._stop()
         end_myself()

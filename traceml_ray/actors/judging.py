@@ -11,6 +11,7 @@ import msgspec
 
 from traceml_ray import wire
 from traceml_ray.actors.baselines import Baselines
+from traceml_ray.actors.beside import Beside
 from traceml_ray.actors.standstill import Standstill
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.parts import Rates, rates, with_part
@@ -81,7 +82,7 @@ class LiveJudge:
         """
         if event["kind"] in FATAL:
             self._fatal.append(event)
-        elif event["kind"] == "stacks":
+        elif event["kind"] in ("stacks", "standing"):
             self._standstill.note(event)
 
     def live_runs(self) -> dict[str, list[Stream]]:
@@ -111,7 +112,9 @@ class LiveJudge:
 
     def _judge(self, run: str, streams: list[Stream], labels: dict[int, str]) -> None:
         limits = self._limits
-        state = self._runs.setdefault(run, _LiveRun(limits))
+        state = self._runs.get(run)
+        if state is None:
+            state = self._runs[run] = _LiveRun(limits, Beside(self._writer, self._recent, self._clock))
         with self._writer.lock:
             ranks = shown(streams)
             deadline = self._clock() - int(limits.report_timeout_s * 1e9)
@@ -122,11 +125,12 @@ class LiveJudge:
             first = culprit(deaths([], self._fatal, streams))
         if first is not None and not (first.consequence and first.t_ns > deadline):
             # The cause of a failed collective may only become known a moment later.
-            self._keep(run, headline(first, labels.get(first.stream.id) if first.stream else None, 0))
+            dead = headline(first, labels.get(first.stream.id) if first.stream else None, 0)
+            self._keep(run, state.beside.look(dead, ranks, labels))
             return
         hang = self._standstill.look(run, streams, ranks, labels)
         if hang is not None:
-            self._keep(run, hang)
+            self._keep(run, state.beside.look(hang, ranks, labels))
         if not live or seen == state.judged or (hang is not None and hang.lasted_s is None):
             return
         state.judged = seen
@@ -142,10 +146,11 @@ class LiveJudge:
             stream = ranks[rank]
             with self._writer.lock:  # rank by rank: a message never waits until all of them are copied
                 columns = self._recent.tail(stream.id, last, self.tail)
-            rows.append(RankRows(rank, labels[stream.id], *columns))
+            rows.append(RankRows(rank, labels[stream.id], *columns, stream.group, stream.strategy))
         window = align(rows, len(live) + len(missing), missing, last=limits.window_steps)
         verdict = with_part(state.judge.update(window), window, functools.partial(self._rates, ranks), limits)
         self._baselines.keep(run, state.judge.baseline)
+        verdict = state.beside.look(verdict, ranks, labels)
         self._keep(run, verdict, store=verdict.window_steps >= limits.first_window_steps)
 
     def _rates(
@@ -159,7 +164,7 @@ class LiveJudge:
     def _keep(self, run: str, verdict: Verdict, store: bool = True) -> None:
         state = self._runs[run]
         state.verdict = verdict
-        named = verdict.label, verdict.stages, verdict.ranks, verdict.lasted_s, verdict.stacks
+        named = verdict.label, verdict.stages, verdict.ranks, verdict.part, verdict.lasted_s, verdict.stacks
         if store and named != state.stored:
             state.stored = named
             with self._writer.lock:
@@ -169,8 +174,9 @@ class LiveJudge:
 class _LiveRun:
     """How far the judging of one run has come."""
 
-    def __init__(self, limits: Thresholds) -> None:
+    def __init__(self, limits: Thresholds, beside: Beside) -> None:
         self.judge = RunJudge(limits)
+        self.beside = beside
         self.attempt: int | None = None
         self.judged: list[Any] | None = None
         self.stored: tuple[Any, ...] | None = None

@@ -2,36 +2,83 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 
-from traceml_ray.wire import GpuSample, NodeSample
+from traceml_ray.wire import GpuProcess, GpuSample, NodeSample
 
 _T = TypeVar("_T")
 _NO_GPUS = {"NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"}
 """A machine without NVIDIA GPUs is no error; NVML's exceptions are made at run time, so they go by name."""
+_SLOW = 5
+"""Calls that may take a driver's time are made once in so many samples."""
+_RETRY = 60
+"""What failed is asked for again after so many samples."""
+_NOT_THERE = {errno.ENOENT, errno.EOPNOTSUPP}
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_MAX_PARENTS = 32
+_MAX_PROCESSES = 64
+
+# nvmlClocksEventReasons*, once nvmlClocksThrottleReasons*: the numbers are the same in all versions.
+_THROTTLE = {
+    0x1: "gpu_idle",
+    0x2: "applications_clocks_setting",
+    0x4: "sw_power_cap",
+    0x8: "hw_slowdown",
+    0x10: "sync_boost",
+    0x20: "sw_thermal_slowdown",
+    0x40: "hw_thermal_slowdown",
+    0x80: "hw_power_brake_slowdown",
+    0x100: "display_clock_setting",
+}
+_TEMPERATURE_GPU = 0
+_CLOCK_SM = 1
+# NVML_FI_DEV_*: (field, scope), what one unit of it is; links are summed over by the scope of all ones.
+_ALL_LINKS = 0xFFFFFFFF
+_FIELDS = {
+    "ecc_uncorrected": ((4, 0), 1),
+    "pcie_rx_bytes": ((198, 0), 1),
+    "pcie_tx_bytes": ((197, 0), 1),
+    "nvlink_rx_bytes": ((139, _ALL_LINKS), 1024),
+    "nvlink_tx_bytes": ((138, _ALL_LINKS), 1024),
+}
 
 
 class NodeSampler:
     """
-    Samples this node. What cannot be had is None, and counted in `errors` by name.
+    Samples this node. What cannot be had is None; what failed is counted in `errors`, each name once, and
+    is asked for again a minute later. A file or feature that a kernel does not have is no error.
 
     Args:
         nvml: the NVML binding; None imports `pynvml`. It is tried once: a machine without a driver
             costs nothing from then on.
+        root: where `proc` and `sys` are.
 
     """
 
-    def __init__(self, nvml: Any = None) -> None:
+    def __init__(self, nvml: Any = None, root: Path = Path("/")) -> None:
         self.errors: Counter[str] = Counter()
         self._devices: list[tuple[int, str | None, Any]] | None = None
+        self._proc = root / "proc"
+        self._samples = 0
+        self._failed: dict[tuple[str, int], int] = {}
+        """In which sample something failed last, by what and device."""
+        self._standing: dict[int, tuple[float | None, float | None]] = {}
+        """Power limit and highest clock by device: as they were found last."""
+        self._processes: dict[int, GpuProcess] = {}
+        self._known: dict[int, GpuProcess] = {}
+        """By pid, those on any device: found this time, and the time before."""
+        self._waited: dict[str, tuple[int, int]] = {}
+        """When each resource was looked at, and for how long (µs) tasks had waited for it until then."""
         self._nvml = nvml
         try:
             self._nvml = nvml or importlib.import_module("pynvml")
@@ -40,10 +87,13 @@ class NodeSampler:
         except Exception as error:
             if type(error).__name__ not in _NO_GPUS:
                 self.errors[f"nvml: {type(error).__name__}"] += 1
+        self._quotas = self._try("cgroup", lambda: _quota_files(root)) or []
         self._have_cpu = False
 
     def sample(self, t_ns: int) -> NodeSample:
-        """Return one sample stamped `t_ns` (ns since the epoch). CPU percent is since the sample before."""
+        """Return one sample stamped `t_ns` (ns since the epoch). Shares are since the sample before."""
+        if self._samples % _SLOW == 0:
+            self._known, self._processes = self._processes, {}
         cpu = self._try("cpu", lambda: psutil.cpu_percent(None))
         memory = self._try("memory", psutil.virtual_memory)
         disk = self._try("disk", psutil.disk_io_counters)
@@ -60,9 +110,29 @@ class NodeSampler:
             net_rx_bytes=net.bytes_recv if net else None,
             net_tx_bytes=net.bytes_sent if net else None,
             gpus=None if self._devices is None else [self._gpu(*device) for device in self._devices],
+            swap_in_bytes=self._try("swap", self._swapped_in),
+            psi_cpu=self._try("psi cpu", lambda: self._waiting("cpu", t_ns)),
+            psi_memory=self._try("psi memory", lambda: self._waiting("memory", t_ns)),
+            psi_io=self._try("psi io", lambda: self._waiting("io", t_ns)),
+            cpu_throttled_ns=self._try("cgroup", lambda: _held_back_ns(self._quotas)),
         )
         self._have_cpu = True
+        self._samples += 1
         return sample
+
+    def _swapped_in(self) -> int:
+        text = (self._proc / "vmstat").read_bytes()
+        return int(text.partition(b"\npswpin ")[2].split(maxsplit=1)[0]) * _PAGE
+
+    def _waiting(self, resource: str, t_ns: int) -> float | None:
+        """Return in which share of the time since the sample before some task waited for `resource`."""
+        some = (self._proc / "pressure" / resource).read_bytes().split(b"\n", 1)[0]
+        total_us = int(some.rpartition(b"total=")[2])
+        before = self._waited.get(resource)
+        self._waited[resource] = t_ns, total_us
+        if before is None or t_ns <= before[0]:
+            return None
+        return min(max((total_us - before[1]) * 1000 / (t_ns - before[0]), 0.0), 1.0)
 
     def _device(self, index: int) -> tuple[int, str | None, Any]:
         handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
@@ -70,22 +140,113 @@ class NodeSampler:
         return index, name.decode() if isinstance(name, bytes) else name, handle
 
     def _gpu(self, index: int, name: str | None, handle: Any) -> GpuSample:
-        rates = self._try("nvml utilization", lambda: self._nvml.nvmlDeviceGetUtilizationRates(handle))
-        memory = self._try("nvml memory", lambda: self._nvml.nvmlDeviceGetMemoryInfo(handle))
+        nvml = self._nvml
+
+        def ask(what: str, look: Callable[[], _T]) -> _T | None:
+            return self._try(f"nvml {what}", look, index)
+
+        rates = ask("utilization", lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+        memory = ask("memory", lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        counters: dict[str, int | None] = {}
+        processes = None
+        if self._samples % _SLOW == 0:
+            limit = ask("power limit", lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3)
+            highest = ask("clock limit", lambda: float(nvml.nvmlDeviceGetMaxClockInfo(handle, _CLOCK_SM)))
+            self._standing[index] = limit, highest
+            counters = ask("counters", lambda: self._counters(handle)) or {}
+            processes = ask("processes", lambda: self._on_device(handle))
+        limit, highest = self._standing.get(index, (None, None))
+        temperature = ask("temperature", lambda: nvml.nvmlDeviceGetTemperature(handle, _TEMPERATURE_GPU))
+        clock = ask("clock", lambda: nvml.nvmlDeviceGetClockInfo(handle, _CLOCK_SM))
+        reasons = ask("throttle", lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
         return GpuSample(
             index=index,
             name=name,
             util_pct=float(rates.gpu) if rates else None,
             mem_used_bytes=memory.used if memory else None,
             mem_total_bytes=memory.total if memory else None,
+            power_w=ask("power", lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3),
+            power_limit_w=limit,
+            temperature_c=None if temperature is None else float(temperature),
+            sm_mhz=None if clock is None else float(clock),
+            sm_max_mhz=highest,
+            throttle=None if reasons is None else [_THROTTLE[bit] for bit in _THROTTLE if reasons & bit],
+            processes=processes,
+            **counters,
         )
 
-    def _try(self, what: str, look: Callable[[], _T]) -> _T | None:
+    def _counters(self, handle: Any) -> dict[str, int | None]:
+        """Return the counters of `_FIELDS`: no call that measures over an interval of its own."""
+        asked = [field for field, _ in _FIELDS.values()]
+        values = self._nvml.nvmlDeviceGetFieldValues(handle, asked)
+        return {
+            name: int(value.value.ullVal) * unit if value.nvmlReturn == 0 else None
+            for (name, (_, unit)), value in zip(_FIELDS.items(), values, strict=True)
+        }
+
+    def _on_device(self, handle: Any) -> list[GpuProcess]:
+        """Return the processes that compute on a device; the family of each is looked up once."""
+        found = []
+        for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)[:_MAX_PROCESSES]:
+            known = self._known.get(process.pid)
+            name, parents = (known.name, known.parents) if known else self._family(process.pid)
+            found.append(GpuProcess(process.pid, process.usedGpuMemory, name, parents))
+        self._processes.update((process.pid, process) for process in found)
+        return found
+
+    def _family(self, pid: int) -> tuple[str | None, list[int]]:
+        """Return a process's name and its parents' pids, as far as they can be seen from here."""
+        name: str | None = None
+        parents: list[int] = []
+        while pid > 1 and len(parents) < _MAX_PARENTS:
+            try:
+                head, _, tail = (self._proc / str(pid) / "stat").read_text().rpartition(")")
+            except OSError:
+                break
+            name = name or head.partition("(")[2]
+            pid = int(tail.split()[1])
+            parents.append(pid)
+        return name, parents
+
+    def _try(self, what: str, look: Callable[[], _T], device: int = -1) -> _T | None:
+        if self._samples < self._failed.get((what, device), -_RETRY) + _RETRY:
+            return None
         try:
             return look()
         except Exception as error:
-            self.errors[f"{what}: {type(error).__name__}"] += 1
+            self._failed[what, device] = self._samples
+            if not (isinstance(error, OSError) and error.errno in _NOT_THERE):
+                self.errors[f"{what}: {type(error).__name__}"] = 1
             return None
+
+
+def _quota_files(root: Path) -> list[Path]:
+    """Return where the kernel counts what CPU quotas held back: of this process's cgroup and those above."""
+    found = []
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        own = Path(path.lstrip("/"))
+        # Which of these exists depends on whether the process sees its cgroup from within.
+        base = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        files = [base / part / "cpu.stat" for part in dict.fromkeys([own, *own.parents])]
+        found += [file for file in files if file.is_file()]
+    return found
+
+
+def _held_back_ns(files: list[Path]) -> int | None:
+    total = None
+    for file in files:
+        values = dict(line.split() for line in file.read_text().splitlines())
+        ns = (
+            int(values["throttled_usec"]) * 1000
+            if "throttled_usec" in values
+            else values.get("throttled_time")
+        )
+        if ns is not None:
+            total = (total or 0) + int(ns)
+    return total
 
 
 class SamplerThread:

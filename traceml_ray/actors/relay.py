@@ -354,20 +354,20 @@ class Relay:
         self._commands = commands
         for command in commands:
             asked = command.args.get("id")
-            if command.name != "dump" or asked in self._obeyed:
+            if command.name not in ("where", "dump") or asked in self._obeyed:
                 continue
             self._obeyed.add(asked)
             for name, stream in self._streams.items():
                 if stream.pid is not None and not stream.final and now - stream.heard > self._silent_s:
-                    told = (name, stream.pid, str(asked))
+                    told = (name, stream.pid, str(asked), command.name == "dump")
                     threading.Thread(target=self._spy, args=told, name="traceml-spy", daemon=True).start()
 
-    def _spy(self, stream: str, pid: int, asked: str) -> None:
+    def _spy(self, stream: str, pid: int, asked: str, dump: bool) -> None:
         """Look at a process from outside; in a thread, because that may take seconds."""
         data: dict[str, wire.Value] = {"dump": asked, "stream": stream, "state": processes.state(pid)}
-        text = processes.spy(pid)
+        text, kind = (processes.spy(pid), "stacks") if dump else ("", "standing")
         with self._lock:
-            self._events.append(wire.Event("stacks", time.time_ns(), message=text, data=data))
+            self._events.append(wire.Event(kind, time.time_ns(), message=text, data=data))
 
     # -- the end ---------------------------------------------------------------------------------
 

@@ -30,8 +30,10 @@ class Standstill:
     One per session; not thread-safe but for `note`, which is called with the writer's lock.
 
     A run stands still when none of its ranks has closed a row for `hang_timeout_s` and for `hang_steps`
-    median steps. One that has not begun cannot: before every rank has closed its first row (which
-    compiles, and loads) nothing is expected of anyone. Arguments as for `LiveJudge`.
+    median steps. Its ranks are then asked where they are, which shows waits that no mark does (for a
+    collective on the device); once a hang is known, for all their stacks. A run that has not begun cannot
+    hang: before every rank has closed its first row (which compiles, and loads) nothing is expected of
+    anyone. Arguments as for `LiveJudge`.
     """
 
     def __init__(
@@ -57,7 +59,8 @@ class Standstill:
         """Return what is to be asked of the ranks now."""
         since = self._clock() - int(ASK_S * 1e9)
         asking = [(run, hang) for run, hang in self._hangs.items() if hang.found_ns > since]
-        return [wire.Command("dump", {"id": hang.name, "run": run}) for run, hang in asking]
+        what = {run: "where" if hang.verdict is None else "dump" for run, hang in asking}
+        return [wire.Command(what[run], {"id": hang.name, "run": run}) for run, hang in asking]
 
     def look(
         self, run: str, streams: list[Stream], ranks: dict[int, Stream], labels: dict[int, str]
@@ -81,17 +84,19 @@ class Standstill:
             if not self._expected(streams, ranks, quiet_s):
                 return None
             ended = {rank for rank, stream in ranks.items() if stream.ended}
-            if hang is not None and ended != hang.ended:
+            if hang is not None and hang.verdict is not None and ended != hang.ended:
                 return hang.verdict  # it comes to its end: who goes now is not who held it up
             places = self._places(ranks, labels, now, hang)
-        found = None if places is None else find(places, quiet_s)
-        if found is not None:
-            found = msgspec.structs.replace(found, began_ns=last_ns)
-            if hang is None:
-                hang = self._hangs[run] = _Hang(last_ns, now, ended, found)
-            elif not _same(found, hang.verdict):
-                hang.verdict = found
-        return hang.verdict if hang else None
+        if places is None:
+            return hang.verdict if hang else None
+        found = find(places, quiet_s)
+        if hang is None:
+            hang = self._hangs[run] = _Hang(last_ns, now, ended)
+        elif hang.verdict is None and (found is not None or hang.doubts_again(now)):
+            hang.found_ns, hang.ended, hang.looks = now, ended, hang.looks + 1
+        if found is not None and not _same(found, hang.verdict):
+            hang.verdict = msgspec.structs.replace(found, began_ns=last_ns)
+        return hang.verdict
 
     def _expected(self, streams: list[Stream], ranks: dict[int, Stream], quiet_s: float) -> bool:
         """Whether a row should have come in the last `quiet_s` seconds."""
@@ -107,10 +112,12 @@ class Standstill:
             return False  # it starts again
         return quiet_s >= limits.hang_steps * self._median_s(first)
 
-    def _over(self, run: str, hang: _Hang, last_ns: int) -> Verdict:
+    def _over(self, run: str, hang: _Hang, last_ns: int) -> Verdict | None:
         del self._hangs[run]
-        for said in [said for said in self._said if said[0] == hang.name]:
+        for said in [said for said in self._said if said[0].startswith(f"{hang.began_ns:x}")]:
             del self._said[said]
+        if hang.verdict is None:
+            return None
         return msgspec.structs.replace(hang.verdict, lasted_s=(last_ns - hang.began_ns) / 1e9)
 
     def _median_s(self, stream: Stream) -> float:
@@ -151,6 +158,9 @@ class Standstill:
                     where=data.get("where"),
                     call=data.get("call"),
                     stack=event.get("message", ""),
+                    pending=data.get("pending"),
+                    pending_seq=data.get("pending_seq"),
+                    pending_s=(data.get("pending_ns") or 0) / 1e9,
                 )
             )
         return places
@@ -164,21 +174,29 @@ class Standstill:
 
 
 class _Hang:
-    """One stretch without rows in a run."""
+    """One stretch without rows in a run; it is no hang while there is no verdict."""
 
-    def __init__(self, began_ns: int, found_ns: int, ended: set[int], verdict: Verdict) -> None:
+    def __init__(self, began_ns: int, found_ns: int, ended: set[int]) -> None:
         self.began_ns = began_ns
         self.found_ns = found_ns
+        """When the ranks were asked."""
         self.ended = ended
         """Ranks that had ended when it was found."""
-        self.verdict = verdict
+        self.verdict: Verdict | None = None
+        self.looks = 0
 
     @property
     def name(self) -> str:
         """The same again after a restart of the aggregator."""
-        return f"{self.began_ns:x}"
+        return f"{self.began_ns:x}" if self.verdict is not None else f"{self.began_ns:x}?{self.looks}"
+
+    def doubts_again(self, now: int) -> bool:
+        """Whether it has stood for twice as long as when the ranks were asked where they are."""
+        return now - self.began_ns >= 2 * (self.found_ns - self.began_ns)
 
 
-def _same(one: Verdict, other: Verdict) -> bool:
+def _same(one: Verdict, other: Verdict | None) -> bool:
     """Whether nothing has become known since; the stage may change to and fro while a rank is at work."""
+    if other is None:
+        return False
     return (one.label, one.ranks, one.stacks) == (other.label, other.ranks, other.stacks)

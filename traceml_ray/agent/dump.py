@@ -8,6 +8,7 @@ may be what hangs.
 
 from __future__ import annotations
 
+import json
 import sys
 import sysconfig
 import threading
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from traceml_ray import wire
 
@@ -56,7 +58,12 @@ def stacks(owner: int | None, opened: wire.OpenStage, of: str) -> wire.Event:
 
 
 def flight_recorder(opened: wire.OpenStage, of: str) -> wire.Event | None:
-    """Return event `flight_recorder`: the collectives that torch has under way, None where it keeps none."""
+    """
+    Return event `flight_recorder`: the collectives that torch has under way, None where it keeps none.
+
+    `data` has the oldest of them: `pending` (its name), `pending_seq` (its number in its group) and
+    `pending_ns` (for how long), or none of these when nothing is under way.
+    """
     if "torch.distributed" not in sys.modules:
         return None
     module = sys.modules.get("torch._C._distributed_c10d")
@@ -64,17 +71,29 @@ def flight_recorder(opened: wire.OpenStage, of: str) -> wire.Event | None:
         dump: Callable[..., bytes] | None = getattr(module, name, None)
         if dump is None:
             continue
-        text = dump(True, True).decode("utf-8", "replace")  # collectives, only those that are active
-        if '"entries"' in text:
-            return wire.Event(
-                "flight_recorder",
-                time.time_ns(),
-                opened.step,
-                opened.stage,
-                _bounded(text),
-                {"dump": of, "by": name},
-            )
+        found = json.loads(dump(True, True))  # collectives, only those that are active
+        # Of gloo's, those that are over are only known to be retired.
+        entries = [entry for entry in found.get("entries", ()) if not entry.get("retired")]
+        if "entries" in found:
+            data = {"dump": of, "by": name, **_pending(entries, time.time_ns())}
+            text = json.dumps({**found, "entries": entries})
+            now = time.time_ns()
+            return wire.Event("flight_recorder", now, opened.step, opened.stage, _bounded(text), data)
     return None
+
+
+def _pending(entries: list[dict[str, Any]], now_ns: int) -> dict[str, wire.Value]:
+    """Return the oldest collective under way: its name and group, its number in the group, its age."""
+    if not entries:
+        return {}
+    oldest = min(entries, key=lambda entry: int(entry["time_created_ns"]))
+    group = (list(oldest.get("process_group", ())) or [""])[-1]
+    name = str(oldest["profiling_name"]).rpartition(":")[2]
+    return {
+        "pending": name if group in ("", "default_pg", "undefined") else f"{name} of {group}",
+        "pending_seq": int(oldest["collective_seq_id"] or oldest["p2p_seq_id"]),
+        "pending_ns": max(0, now_ns - int(oldest["time_created_ns"])),
+    }
 
 
 def place(frame: FrameType) -> tuple[str | None, str | None]:

@@ -31,14 +31,15 @@ from traceml_ray.agent.recorder import (
     OPTIMIZER_BEGIN,
     OPTIMIZER_END,
     SETTLE_AT,
-    SYNC_BEGIN,
-    SYNC_END,
     SYNCED_BACKWARD_END,
     Recorder,
 )
 from traceml_ray.agent.roots import Roots
 
 FSDP_MODULE = "torch.distributed.fsdp"
+FUNCTIONAL_MODULE = "torch.distributed._functional_collectives"
+TENSOR_MODULE = "torch.distributed.tensor.parallel"
+PIPELINE_MODULE = "torch.distributed.pipelining.stage"
 COMPILE_MODULE = "torch._dynamo.eval_frame"
 BACKWARD_ARGUMENTS = (
     "tensors",
@@ -70,7 +71,10 @@ class Instrumentation:
         """Exceptions swallowed, by place."""
         self.missing: dict[str, str] = {}
         """Patches that could not be applied, with the reason."""
-        self.strategy = "single"
+        self.group: tuple[int, int] | None = None
+        """With whom this rank exchanges gradients, see `wire.RankBatch`; of several groups the largest."""
+        self._data_parallel = ""
+        self._model_parallel: set[str] = set()
         self.roots = Roots(recorder, self.failed)
         self._debug = debug
         self._undo: list[Callable[[], None]] = []
@@ -82,6 +86,11 @@ class Instrumentation:
         self.errors[place] += 1
         if self._debug:
             raise error
+
+    @property
+    def strategy(self) -> str:
+        """How the job is known to be parallel: single, ddp, fsdp, fsdp2, ddp+tp, fsdp2+pp, …"""
+        return "+".join(filter(None, [self._data_parallel, *sorted(self._model_parallel)])) or "single"
 
     # -- putting it in and taking it out ---------------------------------------------------------
 
@@ -98,17 +107,24 @@ class Instrumentation:
             ("collectives", lambda: self.parts.patch_collectives(self._replace)),
         ):
             self._try(name, patch)
-        for name, module, patch in (
+        for name, module, patch in self._later():
+            when_imported(module, functools.partial(self._try, name, patch))
+
+    def _later(self) -> tuple[tuple[str, str, Callable[[], None]], ...]:
+        """Return (name, module, patch) of what is patched once the script imports it."""
+        return (
             ("fsdp", FSDP_MODULE, self._patch_fsdp),
+            ("tp", TENSOR_MODULE, self._patch_tensor_parallel),
+            ("pp", PIPELINE_MODULE, self._patch_pipeline),
             ("compile", COMPILE_MODULE, self._patch_compile),
             ("ray_data", ray_data.MODULE, lambda: ray_data.patch(self._replace, self.recorder, self.failed)),
             ("checkpoint", CHECKPOINT_MODULE, lambda: self.parts.patch_checkpoint(self._replace)),
-        ):
-            when_imported(module, functools.partial(self._try, name, patch))
+            ("collectives", FUNCTIONAL_MODULE, lambda: self.parts.patch_functional(self._replace)),
+        )
 
     def remove(self) -> None:
         """Put everything back as it was; never raises, safe to call twice."""
-        for module in (FSDP_MODULE, COMPILE_MODULE, ray_data.MODULE, CHECKPOINT_MODULE):
+        for _, module, _ in self._later():
             forget(module)
         undo, self._undo = self._undo, []
         for restore in reversed(undo):
@@ -139,14 +155,14 @@ class Instrumentation:
         self._undo.append(restore)
         return restore
 
-    def _then(self, place: str, action: Callable[[Any], None]) -> Callable[[Any], Any]:
-        """Return what makes a wrapper that calls the original and then `action` on its first argument."""
+    def _then(self, place: str, action: Callable[[Any, dict[str, Any]], None]) -> Callable[[Any], Any]:
+        """Return what makes a wrapper that calls the original, then `action(first argument, keywords)`."""
 
         def make(original: Any) -> Any:
             def call(first: Any, *args: Any, **kwargs: Any) -> Any:
                 result = original(first, *args, **kwargs)
                 try:
-                    action(first)
+                    action(first, kwargs)
                 except Exception as error:
                     self.failed(place, error)
                 return result
@@ -221,7 +237,7 @@ class Instrumentation:
 
         self._replace(_BaseDataLoaderIter, "__next__", make_next)
         self._replace(DataLoader, "__iter__", make_iter)
-        collate = self._then("collate", self.parts.patch_collate)
+        collate = self._then("collate", lambda iterator, _: self.parts.patch_collate(iterator))
         self._replace(_SingleProcessDataLoaderIter, "__init__", collate)
 
     # -- backward --------------------------------------------------------------------------------
@@ -422,45 +438,40 @@ class Instrumentation:
         import torch
         from torch.nn.parallel import DistributedDataParallel
 
-        recorder, failed = self.recorder, self.failed
-        is_compiling = torch.compiler.is_compiling
+        recorder, is_compiling = self.recorder, torch.compiler.is_compiling
 
         def make_sync_buffers(original: Any) -> Any:
             def _sync_buffers(ddp: Any) -> Any:
-                if is_compiling():
-                    return original(ddp)
-                began = False
-                try:
-                    began = recorder.write(SYNC_BEGIN) or recorder.sync_begin()
-                except Exception as error:
-                    failed("ddp", error)
+                began = not is_compiling() and recorder.sync_begin()
                 try:
                     return original(ddp)
                 finally:
-                    try:
-                        if began and not recorder.write(SYNC_END):
-                            recorder.sync_end(began)
-                    except Exception as error:
-                        failed("ddp", error)
+                    recorder.sync_end(began)
 
             return _sync_buffers
 
-        self._replace(DistributedDataParallel, "__init__", self._then("ddp", self.add_ddp))
+        self._replace(DistributedDataParallel, "__init__", self._then("ddp", self._add_ddp))
         self._replace(DistributedDataParallel, "_sync_buffers", make_sync_buffers)
 
-    def add_ddp(self, ddp: Any) -> None:
+    def _add_ddp(self, ddp: Any, _: dict[str, Any]) -> None:
         """A DDP module: root, and its backward waits for peers unless `no_sync` is on."""
         self.roots.add(ddp)
         self._ddp = [*(ref for ref in self._ddp if ref() is not None), weakref.ref(ddp)]
-        self.strategy = "ddp"
+        self._data_parallel = "ddp"
         import torch.distributed as dist
 
-        if dist.get_world_size(ddp.process_group) < 2:
+        ranks = dist.get_process_group_ranks(ddp.process_group)
+        self._note_group(min(ranks), len(ranks))
+        if len(ranks) < 2:
             return
         if next(ddp.parameters()).is_cuda:
             # The exchange runs on the device: its waits are not on the CPU clock of these rows.
             self.recorder.coupled = True
         self.recorder.peers = self._exchanges
+
+    def _note_group(self, first: int, size: int) -> None:
+        if self.group is None or size > self.group[1]:
+            self.group = first, size
 
     def _exchanges(self) -> bool:
         for ref in self._ddp:
@@ -477,15 +488,56 @@ class Instrumentation:
     def _patch_fsdp(self) -> None:
         import torch.distributed.fsdp as fsdp
 
-        def coupled(strategy: str) -> Callable[[Any], None]:
-            def add(module: Any) -> None:
-                self.roots.add(module)
-                self.strategy = strategy
-                self.recorder.coupled = True
-                self.recorder.peers = lambda: True
-
-            return add
-
         if hasattr(fsdp, "fully_shard"):
-            self._replace(fsdp, "fully_shard", self._then("fsdp", coupled("fsdp2")))
-        self._replace(fsdp.FullyShardedDataParallel, "__init__", self._then("fsdp", coupled("fsdp")))
+            self._replace(fsdp, "fully_shard", self._then("fsdp", self._add_fsdp2))
+        self._replace(fsdp.FullyShardedDataParallel, "__init__", self._then("fsdp", self._add_fsdp))
+
+    def _add_fsdp2(self, modules: Any, said: dict[str, Any]) -> None:
+        """Of a mesh of two dimensions all ranks exchange gradients; without a mesh, those of the job."""
+        import torch
+        import torch.distributed as dist
+
+        mesh = said.get("mesh")
+        if said.get("dp_mesh_dims") is None:  # else some of its dimensions are for something else
+            ranks = list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist()
+            self._note_group(min(ranks), len(ranks))
+        devices = getattr(torch, "accelerator", torch.cuda)
+        on_cpu = mesh.device_type == "cpu" if mesh is not None else not devices.is_available()
+        for module in modules if isinstance(modules, (list, tuple)) else (modules,):
+            self._add_sharded("fsdp2", module, on_cpu)
+
+    def _add_fsdp(self, module: Any, _: dict[str, Any]) -> None:
+        import torch.distributed as dist
+
+        ranks = dist.get_process_group_ranks(module.process_group)
+        first, size = min(ranks), len(ranks)
+        between = getattr(module, "_inter_node_pg", None)
+        if between is not None:  # hybrid: a grid of ranks, of which this rank knows its row and its column
+            column = dist.get_process_group_ranks(between)
+            first, size = first + min(column) - dist.get_rank(), size * len(column)
+        self._note_group(first, size)
+        self._add_sharded("fsdp", module, module.compute_device.type == "cpu")
+
+    def _add_sharded(self, strategy: str, module: Any, on_cpu: bool) -> None:
+        """On the CPU every wait inside forward and backward is seen (see `Parts`); else it is on a stream."""
+        self._data_parallel = strategy
+        self.roots.add(module)
+        if self.group is None or self.group[1] > 1:
+            self.recorder.peers = lambda: True
+            self.recorder.coupled = self.recorder.coupled or not on_cpu
+
+    # -- who is coupled in another way -------------------------------------------------------------
+
+    def _patch_tensor_parallel(self) -> None:
+        import torch.distributed.tensor.parallel as parallel
+
+        self._replace(parallel, "parallelize_module", self._then("tp", lambda *_: self._couple("tp")))
+
+    def _patch_pipeline(self) -> None:
+        from torch.distributed.pipelining.stage import _PipelineStageBase
+
+        self._replace(_PipelineStageBase, "__init__", self._then("pp", lambda *_: self._couple("pp")))
+
+    def _couple(self, strategy: str) -> None:
+        self._model_parallel.add(strategy)
+        self.recorder.coupled = True

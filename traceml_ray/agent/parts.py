@@ -21,11 +21,14 @@ _COLLECTIVES = (
     *("all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "scatter", "gather"),
     *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_single"),
     *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all", "all_to_all_single"),
-    *("barrier", "monitored_barrier", "send", "recv", "isend", "irecv", "batch_isend_irecv"),
+    *("barrier", "monitored_barrier", "send", "recv", "batch_isend_irecv"),
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
     *("send_object_list", "recv_object_list"),
 )
-"""Those that this torch has are timed."""
+"""
+Those that this torch has are timed. Not `isend` and `irecv`: `P2POp` accepts no others in their place, and
+pipelines are made of it; what they take is in the wait.
+"""
 
 Begun = tuple[int, str | None]
 Make = Callable[[Any], Any]
@@ -95,7 +98,13 @@ class Parts:
         for name in _COLLECTIVES:
             if hasattr(dist, name):
                 replace(dist, name, self._collective(name))
-        replace(dist.Work, "wait", self._timed("wait", outside=True))
+        replace(dist.Work, "wait", self._timed("wait", waits=True))
+
+    def patch_functional(self, replace: Replace) -> None:
+        """Time the wait for a functional collective: DTensor uses them (the norm of sharded gradients)."""
+        import torch.distributed._functional_collectives as functional
+
+        replace(functional, "wait_tensor", self._timed("wait", waits=True))
 
     def patch_collate(self, iterator: Any) -> None:
         """In a DataLoader without workers, note when the samples are there; the loader stays as it is."""
@@ -111,18 +120,27 @@ class Parts:
 
         fetcher.collate_fn = noted
 
-    def _timed(self, name: str, outside: bool = False) -> Make:
-        """Return what makes a timed wrapper; `outside`: only where it is not part of a collective."""
+    def _timed(self, name: str, waits: bool = False) -> Make:
+        """
+        Return what makes a timed wrapper; `waits`: all it does is wait for peers.
+
+        Such a wait is a part by itself only where it is not part of a collective, which torch.distributed
+        starts and then waits for: what of that is work (pickling an object) stays in its stage.
+        """
         from torch.compiler import is_dynamo_compiling
+
+        recorder = self._recorder
 
         def make(original: Any) -> Any:
             def timed(*args: Any, **kwargs: Any) -> Any:
-                if is_dynamo_compiling() or (outside and self._communicates):
+                if is_dynamo_compiling():
                     return original(*args, **kwargs)
-                begun = self.begin(name)
+                begun = None if waits and self._communicates else self.begin(name)
+                blocks = waits and recorder.sync_begin()
                 try:
                     return original(*args, **kwargs)
                 finally:
+                    recorder.sync_end(blocks)
                     if begun is not None:
                         self.end(begun)
 
@@ -146,10 +164,12 @@ class Parts:
                 if begun is None:
                     return original(*args, **kwargs)
                 self._communicates = True
+                blocks = op == "monitored_barrier" and self._recorder.sync_begin()
                 try:
                     return original(*args, **kwargs)
                 finally:
                     self._communicates = False
+                    self._recorder.sync_end(blocks)
                     self.end(begun, max(map(_size, (*args, *kwargs.values())), default=0))
 
             return collective

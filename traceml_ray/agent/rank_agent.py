@@ -151,6 +151,7 @@ class RankAgent:
             ),
             strategy=patches.strategy,
             final=final and not more,
+            group=patches.group,
         )
         data = wire.encode(batch)
         self._outbox.append(_Batch(self._seq, len(flags), data))
@@ -197,19 +198,24 @@ class RankAgent:
     def _obey(self, command: wire.Command) -> None:
         """Do what the aggregator asks for; what is not known, or of another run, is nothing to this rank."""
         asked, run = command.args.get("id"), command.args.get("run")
-        if command.name != "dump" or asked in self._dumped:
+        if command.name not in ("where", "dump") or asked in self._dumped:
             return
         if run is not None and (self.identity is None or run != self.identity.job_id):
             return
         self._dumped.add(asked)
         opened = self._open_stage()
-        self._events.append(dump.stacks(self.recorder.owner, opened, str(asked)))
-        self._guard("flight recorder", functools.partial(self._dump_flight_recorder, opened, str(asked)))
+        event = dump.stacks(self.recorder.owner, opened, str(asked))
+        self._guard("flight recorder", functools.partial(self._add_pending, event, opened, command.name))
+        if command.name == "where":
+            event = msgspec.structs.replace(event, kind="standing", message="")
+        self._events.append(event)
 
-    def _dump_flight_recorder(self, opened: wire.OpenStage, asked: str) -> None:
-        found = dump.flight_recorder(opened, asked)
+    def _add_pending(self, event: wire.Event, opened: wire.OpenStage, asked: str) -> None:
+        """Add the collective under way to what `event` says; asked for a dump, all that the recorder has."""
+        found = dump.flight_recorder(opened, str(event.data["dump"]))
         if found is not None:
-            self._events.append(found)
+            event.data.update({name: value for name, value in found.data.items() if name != "by"})
+            self._events.extend([found] if asked == "dump" else [])
 
     def _open_stage(self) -> wire.OpenStage:
         opened = self.recorder.open_stage()

@@ -200,7 +200,7 @@ class Recorder:
         self.peers: Callable[[], bool] | None = None
         """Does the backward that ends now exchange gradients? None: nobody to exchange with."""
         self.coupled = False
-        """Waits for peers cannot be told apart inside forward and backward (FSDP, device clock)."""
+        """Waits for peers cannot be told apart inside forward and backward (on a device, tensor parallel)."""
         self._manual = False
         self.segment = 0
         self.details = Details()
@@ -221,7 +221,7 @@ class Recorder:
         self._stage, self.last, self.first, self.depth = POST_SYNC, self.now, True, 0
         self._waits = self.usual_iterator = self._last_iterator = self._last_loader = self._foreign_ns = 0
         self._resume = self._before_wait = POST_SYNC
-        self._before_sync: int | None = None
+        self._before_sync: list[int] = []
         self._open: list[_Part] = []
         self._closed: list[_Part] = []
         self._evaluation: _Part | None = None
@@ -379,7 +379,7 @@ class Recorder:
                     part.foreign_ns += self.now - max(self.last, part.began)
         elif self._workers:
             self._add(WORKERS, self.now - self.last)
-        elif self._collated:
+        elif self._collated > self.last:
             self._add(FETCH, self._collated - self.last)
             self._add(COLLATE, self.now - self._collated)
         self._to(self._resume)
@@ -490,28 +490,33 @@ class Recorder:
         if self._step_in_backward and not self._manual:
             self._close_step()
 
-    @_at_once
     def sync_begin(self) -> bool:
-        """Mark: the framework waits for peers outside a backward (DDP's buffers); pass on to `sync_end`."""
-        if self.depth or not self._may():
+        """
+        Mark: the training thread blocks for its peers, inside whatever stage; pass on to `sync_end`.
+
+        Such a wait is no time of that stage: else who is on time is blamed for waiting for who is late.
+        It is written down at any time, as a part is, since no row is cut by it; not where the waits that
+        matter are not on this clock anyway.
+        """
+        if self.coupled or get_ident() != self.owner:
             return False
-        self._sync_begin()
+        self.log.append(SYNC_BEGIN)
+        self.log.append(self.clock())
         return True
 
     def _sync_begin(self) -> None:
-        self._before_sync = self._stage
+        self._before_sync.append(self._stage)
         self._to(SYNC_WAIT)
 
-    @_at_once
     def sync_end(self, began: bool) -> None:
         """Mark: that wait is over; the stage it interrupted goes on."""
         if began:
-            self._sync_end()
+            self.log.append(SYNC_END)
+            self.log.append(self.clock())
 
     def _sync_end(self) -> None:
-        if self._before_sync is not None:
-            self._to(self._before_sync)
-            self._before_sync = None
+        if self._before_sync:
+            self._to(self._before_sync.pop())
 
     # -- what closes a row -----------------------------------------------------------------------
 

@@ -54,12 +54,18 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarise(window: Window, thresholds: Thresholds) -> StepSummary | None:
-    """Return the step times of `window`, or `None` when it holds no rows or absurd ones."""
+    """
+    Return the step times of `window`, or `None` when it holds no rows or absurd ones.
+
+    Of several groups of ranks that exchange gradients, the step is that of the slowest.
+    """
     if not window.d.size or absurd(window, thresholds) is not None:
         return None
     rows = comparable(window)
     busy = (rows.d * ~rows.waits[:, None, :]).sum(axis=2) / 1e6
-    frontier = chain(rows.d)
+    groups = [group for group in window.by_group() if len(group.ranks)]
+    frontiers = [chain((rows if group is window else comparable(group)).d) for group in groups]
+    frontier = max(frontiers, key=lambda each: each.total_ns)
     step = frontier.exposed.sum(axis=1) / 1e6
     per_rank = np.median(busy, axis=0)
     by_node: dict[str, list[float]] = {}

@@ -192,10 +192,5 @@ def _exposed_excess(frontier: Frontier, ref: Int64, local: Bool) -> Float:
     """Return E (R, 6): exposed time above the reference, shared among its leaders, ÷ T."""
     above = np.where(local, np.maximum(frontier.exposed - ref, 0), 0)
     leaders = frontier.leaders
-    share = above / leaders.sum(axis=1)
-    result = np.zeros(leaders.shape[1:])
-    steps, stages = np.nonzero(share)
-    for step, stage in zip(steps.tolist(), stages.tolist(), strict=True):
-        result[leaders[step, :, stage], stage] += share[step, stage]
-    total: Float = result / frontier.total_ns
+    total: Float = np.einsum("krs,ks->rs", leaders, above / leaders.sum(axis=1)) / frontier.total_ns
     return total

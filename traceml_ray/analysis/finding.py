@@ -25,8 +25,8 @@ class Finding:
     The rule that applied: a label, and either a `reason` to abstain or the `causes`, best first.
 
     `excess` is the excess of the worst rank of the first cause, as a share of the mean step. `transient`
-    says that it was found by the transient rule, `rotating` that no single rank is meant. `drift` is
-    all that `group_wide` has.
+    says that it was found by the transient rule, `rotating` that no single rank is meant, `new` that the
+    newest steps alone show it. `drift` is all that `group_wide` has.
     """
 
     label: str
@@ -35,6 +35,7 @@ class Finding:
     excess: float | None = None
     transient: bool = False
     rotating: bool = False
+    new: bool = False
     drift: Drift | None = None
 
 

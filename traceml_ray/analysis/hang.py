@@ -51,6 +51,9 @@ class Place:
     where: str | None = None
     call: str | None = None
     stack: str = ""
+    pending: str | None = None
+    pending_seq: int | None = None
+    pending_s: float = 0.0
 
     @property
     def waits(self) -> bool:
@@ -60,13 +63,14 @@ class Place:
     @property
     def collective(self) -> str | None:
         """The function of torch.distributed that it waits in, None in the exchange of gradients."""
-        return self.call or (self.part if _COLLECTIVE.match(self.part or "") else None)
+        pending = None if self.stage == SYNC_WAIT else self.pending
+        return self.call or pending or (self.part if _COLLECTIVE.match(self.part or "") else None)
 
     @property
     def waited_s(self) -> float:
         """How long it has waited at least, as far as is certain."""
         in_part = self.part_s if _COLLECTIVE.match(self.part or "") else 0.0
-        return self.elapsed_s if self.stage == SYNC_WAIT else in_part
+        return max(self.elapsed_s if self.stage == SYNC_WAIT else in_part, self.pending_s)
 
     @property
     def stalled(self) -> bool:
@@ -88,7 +92,8 @@ def find(places: Sequence[Place], quiet_s: float) -> Verdict | None:
     """
     heard = [place for place in places if place.silent_s is None and not place.ended]
     waiting = [place for place in heard if place.waited_s >= WAITED * quiet_s]
-    if len(places) < 2 or not waiting:
+    stopped = any(place.silent_s is not None and _is_stopped(place) for place in places)
+    if len(places) < 2 or not (waiting or stopped):
         return None
     odd = _odd(places, heard)
     ranks = {place.rank for place in odd}
@@ -96,7 +101,7 @@ def find(places: Sequence[Place], quiet_s: float) -> Verdict | None:
     first = odd[0] if odd else None
     stalled = first is not None and first.stalled
     known = first is not None and not first.ended and first.silent_s is None
-    step = first.step if first and known else min(place.step for place in waiting)
+    step = first.step if first and known else min(place.step for place in waiting or places)
     stage = None if first is None or first.ended else STAGES[first.stage]
     return Verdict(
         label="stalled" if stalled else "hang",
@@ -118,6 +123,10 @@ def find(places: Sequence[Place], quiet_s: float) -> Verdict | None:
     )
 
 
+def _is_stopped(place: Place) -> bool:
+    return (place.state or "").startswith("stopped")
+
+
 def _odd(places: Sequence[Place], heard: Sequence[Place]) -> list[Place]:
     """Return who is waited for: who does not answer, who has come least far, who waits for something else."""
     silent = [place for place in places if place.silent_s is not None]
@@ -129,7 +138,8 @@ def _odd(places: Sequence[Place], heard: Sequence[Place]) -> list[Place]:
         return [place for place in working if place.key == least]
     groups: dict[tuple[object, ...], list[Place]] = {}
     for place in heard:
-        groups.setdefault((place.step, place.collective or place.stage, place.where), []).append(place)
+        doing = place.collective or place.stage, place.pending_seq, place.where
+        groups.setdefault((place.step, *doing), []).append(place)
     fewest, *more = sorted(groups.values(), key=len)
     if more and len(fewest) < len(more[0]):
         return fewest
@@ -193,7 +203,7 @@ def _next(odd: Sequence[Place], stalled: bool) -> str:
     if odd[0].ended:
         return f"Give every rank the same number of steps: {who} had fewer."
     if odd[0].silent_s is not None:
-        if odd[0].state and odd[0].state.startswith("stopped"):
+        if _is_stopped(odd[0]):
             return f"Let {who} go on (kill -CONT), and find out who stopped it."
         return f"Look at the machine of {who} (dmesg, disk), and at the process with py-spy."
     if odd[0].waits:

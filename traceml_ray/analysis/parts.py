@@ -64,12 +64,14 @@ def with_part(verdict: Verdict, window: Window, find: Find, thresholds: Threshol
     """
     if verdict.rank is None or verdict.stage not in STAGES or verdict.part is not None:
         return verdict
-    everyone = window.ranks.tolist()
-    peers = [rank for rank in everyone if rank not in verdict.ranks]
+    if verdict.rank not in window.ranks:
+        return verdict
+    window = window.group_of(verdict.rank)
+    peers = [rank for rank in window.ranks.tolist() if rank not in verdict.ranks]
     peers = peers[:: -(-len(peers) // _MAX_PEERS) or 1]
     steps = window.keys >> SEGMENT_BITS
     inside = np.flatnonzero((steps >= (verdict.from_step or 0)) & (steps <= (verdict.to_step or 0)))
-    if not peers or verdict.rank not in everyone or not len(inside):
+    if not peers or not len(inside):
         return verdict
     stage, compared = STAGES.index(verdict.stage), [verdict.rank, *peers]
     known = find(compared, int(steps[inside[0]]), int(steps[inside[-1]]))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import numpy as np
 
 from traceml_ray.analysis import wording
@@ -9,6 +12,7 @@ from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.drift import drift
 from traceml_ray.analysis.evidence import Evidence, absurd, gather
 from traceml_ray.analysis.finding import Cause, Finding
+from traceml_ray.analysis.onset import onset
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Bool, Float, Int64, Window
 from traceml_ray.wire import FLAG_COUPLED, FLAG_DEVICE_CLOCK, FLAG_NO_BACKWARD, FLAG_NO_PEERS
@@ -16,6 +20,8 @@ from traceml_ray.wire import FLAG_COUPLED, FLAG_DEVICE_CLOCK, FLAG_NO_BACKWARD, 
 _TOO_LONG = 1 << 62
 _AGREE = 0.1
 _LEAST_SET = 2
+_MEDIAN_ERROR = 1.2533 * 1.4826
+"""Standard error of the median of n values times √n, from their MAD, under normal noise."""
 
 
 def find(
@@ -43,6 +49,12 @@ def find(
         return Finding("accounting_only", apart), evidence
     late = evidence.persistent.max() >= thresholds.min_excess
     finding = (_persistent if late else _exposed)(evidence, thresholds)
+    if finding.label == "straggler" and len(finding.causes[0].places) == ranks:
+        finding = _exposed(evidence, thresholds)  # all of them, each in turn
+    passing = finding.label == "healthy" or finding.transient or finding.rotating
+    new = _newly(evidence, thresholds) if passing else None
+    if new is not None:
+        return new
     # Rule 7. An imbalance that costs nothing (4d) must not hide it: it may be there all the time.
     drifted = drift(evidence, baseline, thresholds) if baseline and finding.label == "healthy" else None
     return Finding("group_wide", drift=drifted) if drifted else finding, evidence
@@ -77,7 +89,7 @@ def _apart(evidence: Evidence, thresholds: Thresholds) -> str:
     """Rule 3: say why these ranks cannot be compared at a common sync, or ""."""
     window = evidence.window
     if (window.flags & FLAG_COUPLED).any():
-        return wording.COUPLED
+        return wording.coupled(window)
     if not evidence.rows.synced.any():
         return wording.NO_SYNC
     alone = (window.flags & (FLAG_NO_PEERS | FLAG_NO_BACKWARD) != 0).mean(axis=0)
@@ -124,6 +136,44 @@ def _persistent(evidence: Evidence, thresholds: Thresholds) -> Finding:
     worst = np.where(others, persistent, 0.0).max(axis=0)
     more = [_cause(int(s), others[:, s]) for s in np.argsort(-worst, kind="stable") if worst[s] > 0]
     return Finding("co_critical" if more else "healthy", causes=(cause, *more), excess=best)
+
+
+def _newly(evidence: Evidence, thresholds: Thresholds) -> tuple[Finding, Evidence] | None:
+    """
+    Rule 4 on the newest 20 or 10 steps: who has just become late, before half of the window shows it.
+
+    Of n of K steps √(K ÷ n) times the excess is asked, in `high_late_share` of them; the steps before
+    are the control. Returned with the evidence since it began.
+    """
+    steps = len(evidence.window.keys)
+    for count in (2 * thresholds.stride_steps, thresholds.stride_steps):
+        least = thresholds.min_excess * float(np.sqrt(max(1.0, thresholds.window_steps / count)))
+        step_ns = evidence.frontier.exposed[-count:].sum() / count
+        if steps < count + thresholds.stride_steps or not (
+            np.median(evidence.excess[-count:], axis=0).max() >= least * step_ns
+        ):
+            continue
+        limits = msgspec.structs.replace(thresholds, min_excess=least)
+        finding = _persistent(gather(evidence.window.take(slice(-count, None))), limits)
+        began = _began(evidence.series(finding.causes[0]), count, thresholds) if finding.causes else None
+        if finding.label == "straggler" and began is not None:
+            return replace(finding, new=True), gather(evidence.window.take(slice(began, None)))
+    return None
+
+
+def _began(series: Float, count: int, thresholds: Thresholds) -> int | None:
+    """Return where the excess of the newest `count` of `series` (K,) began, None if it is nothing new."""
+    before, newest = series[:-count], series[-count:]
+    excess = float(np.median(newest))
+    usual = float(np.median(before))
+    error = _MEDIAN_ERROR * float(np.median(np.abs(before - usual))) / np.sqrt(count)
+    if (
+        (newest > excess / 2).mean() < thresholds.high_late_share
+        or (before > excess / 2).mean() > 1 - thresholds.high_late_share
+        or excess - usual < thresholds.drift_errors * error
+    ):
+        return None
+    return len(before) if (since := onset(series > excess / 2)) is None else since
 
 
 def _cause(stage: int, which: Bool) -> Cause:

@@ -69,3 +69,49 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     """Steps a whole-run verdict looks at, evenly spread over the run."""
     run_rows: int = 1_000_000
     """Rows (steps × ranks) a whole-run verdict looks at: fewer steps where there are many ranks."""
+
+
+class MachineLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    From where on something about a node is odd. Pairs are (level, how much above what is usual).
+
+    Shares are 0..1, rates bytes or cores.
+    """
+
+    samples: int = 8
+    """Fewer samples than this say nothing."""
+    often: float = 0.7
+    """Share of the samples that must be odd,"""
+    usual_quantile: float = 0.95
+    """and above so many of the samples they are compared with."""
+    processes: int = 2
+    """Looks at the processes of a device from which on a foreign one counts."""
+    live_s: float = 60.0
+    """The live verdict looks at the last so many seconds of what it names; of a death, at those before it."""
+    lead_s: float = 30.0
+    """Peers are compared with over so many seconds more, so that a short time has enough samples;"""
+    before_s: float = 300.0
+    """a node that has none with itself over so many seconds before."""
+    mem_used: float = 0.95
+    """Of a node's memory; odd whatever is usual."""
+    swap_in_bps: tuple[float, float] = (1 << 20, 1 << 20)
+    psi_memory: tuple[float, float] = (0.10, 0.10)
+    cpu_throttled: tuple[float, float] = (0.05, 0.05)
+    cpu_pct: tuple[float, float] = (90.0, 20.0)
+    psi_cpu: tuple[float, float] = (0.30, 0.20)
+    load: tuple[float, float] = (1.5, 0.5)
+    """Per core."""
+    psi_io: tuple[float, float] = (0.20, 0.15)
+    bps: tuple[float, float] = (50e6, 50e6)
+    """Of disk or network; it must also be"""
+    bps_times: float = 3.0
+    """so many times what is usual."""
+    power_cap: float = 0.5
+    """Share of samples in which a device is held back by its power limit, above what is usual."""
+    power: tuple[float, float] = (0.97, 0.08)
+    """Of the device's limit."""
+    clock_lack: tuple[float, float] = (0.10, 0.08)
+    """Of the highest SM clock, by how much the clock is below it."""
+
+
+MACHINE = MachineLimits()

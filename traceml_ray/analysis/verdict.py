@@ -12,6 +12,7 @@ from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.drift import Drift
 from traceml_ray.analysis.evidence import Evidence
 from traceml_ray.analysis.finding import Cause, Finding, Timing
+from traceml_ray.analysis.machine import Oddity
 from traceml_ray.analysis.onset import late_steps, onset
 from traceml_ray.analysis.rules import find
 from traceml_ray.analysis.thresholds import Thresholds
@@ -71,7 +72,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     cost_pct: float | None = None
     """What all that is named costs together, % of the step."""
     gpu_hours_per_hour: float | None = None
-    """`cost_pct` over all ranks of the job."""
+    """`cost_pct` over all ranks that exchange gradients with the late ones."""
     chronic: bool | None = None
     transient: bool = False
     """It comes and goes."""
@@ -99,6 +100,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Of a hang that is over: until the next row came."""
     stacks: tuple[Stack, ...] = ()
     """Of a hang: the odd rank's first, then the others', each kind once."""
+    machine: tuple[Oddity, ...] | None = None
+    """What else was odd then on the nodes of `ranks` (`group_wide`: on any): no cause. None: not known."""
 
 
 def judge(
@@ -118,8 +121,8 @@ def judge(
     is at least `high_excess` and the rank is late in at least `high_late_share` of the steps since
     it began; **low** with fewer than `first_window_steps`, or late in fewer than 60 % of them;
     else **medium**, which is also the most for two stages, several causes, a rotating rank, what
-    comes and goes, and stages merged by a missing mark. Healthy is high on a full window of all ranks.
-    Abstentions have none.
+    comes and goes, what the newest steps alone show, and stages merged by a missing mark.
+    Healthy is high on a full window of all ranks. Abstentions have none.
 
     Frontier: StageFrontier, arXiv 2606.06751; the rules are ours.
     """
@@ -129,9 +132,42 @@ def judge(
 def assess(
     window: Window, thresholds: Thresholds, *, whole_run: bool = False, baseline: Baseline | None = None
 ) -> tuple[Verdict, Evidence | None]:
-    """Return what `judge` does, and the evidence, where there is any."""
+    """
+    Return what `judge` does, and the evidence, where there is any.
+
+    Each group of ranks that exchange gradients is judged by itself. The verdict and the evidence are those
+    of the one that matters most: something named before an abstention before healthy, of several named
+    the one that costs most. With several groups nothing is `group_wide`, and of healthy ones there is no
+    evidence, so that no baseline is learned: a baseline is of one frontier.
+    """
+    groups = window.by_group()
+    if len(groups) == 1:
+        return _assess(window, thresholds, whole_run, baseline)
+    found = [(group, *_assess(group, thresholds, whole_run)) for group in groups]
+    group, verdict, evidence = max(found, key=lambda each: _matters(each[1]))
+    if verdict.label == "healthy":
+        sure = min((each.confidence or "low" for _, each, _ in found), key=("low", "medium", "high").index)
+        told = wording.healthy_groups(len(groups))
+        return msgspec.structs.replace(verdict, confidence=sure, why=told), None
+    return msgspec.structs.replace(verdict, why=wording.in_group(group, verdict.why)), evidence
+
+
+def _matters(verdict: Verdict) -> tuple[int, float]:
+    """Return by what the verdict on one of several groups is chosen, the largest first."""
+    if verdict.gpu_hours_per_hour is not None:
+        return 2, verdict.gpu_hours_per_hour
+    return int(verdict.label != "healthy"), 0.0
+
+
+def _assess(
+    window: Window, thresholds: Thresholds, whole_run: bool, baseline: Baseline | None = None
+) -> tuple[Verdict, Evidence | None]:
+    """Return what `assess` does of one group of ranks."""
     finding, evidence = find(window, thresholds, baseline)
     facts = _facts(window, evidence)
+    if finding.label == "healthy" and finding.causes and window.waits_inside:
+        # Slow here and faster there costs nothing only where nobody waits in between.
+        finding = Finding("accounting_only", wording.HIDDEN)
     if finding.reason or evidence is None:
         why, advice = finding.reason, wording.next_for(finding.label)
         return Verdict(label=finding.label, why=why, next=advice, **facts), evidence
@@ -176,9 +212,8 @@ def _named(
     window, first = evidence.window, finding.causes[0]
     places = [] if finding.rotating else sorted({place for cause in finding.causes for place in cause.places})
     worst = max(first.places, key=lambda place: _score(evidence)[place, first.stage]) if places else None
-    timing = _timing(finding, evidence, thresholds)
-    if timing.began is not None:
-        facts["from_step"] = window.take(slice(timing.began, None)).first_step
+    timing = _timing(finding, evidence)
+    facts["from_step"] = window.take(slice(timing.began, None)).first_step
     cost = evidence.gain(*finding.causes)
     why, advice = wording.named(evidence, finding, timing, whole_run=whole_run)
     return Verdict(
@@ -221,30 +256,23 @@ def _group_wide(drift: Drift, evidence: Evidence, thresholds: Thresholds, facts:
     )
 
 
-def _timing(finding: Finding, evidence: Evidence, thresholds: Thresholds) -> Timing:
-    """
-    Say since when the first cause is late.
-
-    An excess found by the transient rule that began inside the window and has lasted for
-    `stride_steps` since is not transient: it is new.
-    """
+def _timing(finding: Finding, evidence: Evidence) -> Timing:
+    """Say since when the first cause is late."""
     late = late_steps(evidence.series(finding.causes[0]))
+    if finding.new:  # the evidence begins where it does
+        return Timing(late, 0, goes_on=True)
     if finding.rotating:
         return Timing(late, None, goes_on=False)
     began = onset(late)
-    since = late[began or 0 :]
-    goes_on = not finding.transient or (
-        began is not None
-        and len(since) >= thresholds.stride_steps
-        and since.mean() >= thresholds.high_late_share
-    )
     if finding.transient and began is None:
         began = int(np.argmax(late))
-    return Timing(late, began, goes_on=bool(goes_on))
+    return Timing(late, began, goes_on=not finding.transient)
 
 
 def _confidence(finding: Finding, evidence: Evidence, timing: Timing | None, thresholds: Thresholds) -> str:
     window = evidence.window
+    if finding.new:
+        return "medium"
     if len(window.keys) < thresholds.first_window_steps:
         return "low"
     unsplit = bool(evidence.rows.waits[:, BACKWARD].any())

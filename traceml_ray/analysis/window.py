@@ -14,17 +14,25 @@ Int64 = npt.NDArray[np.int64]
 UInt8 = npt.NDArray[np.uint8]
 Bool = npt.NDArray[np.bool_]
 Float = npt.NDArray[np.float64]
+Group = tuple[int, int]
+"""Ranks that exchange gradients with each other: the lowest of them, and how many they are."""
 
 
 @dataclass(frozen=True)
 class RankRows:
-    """What one rank reported: `keys` int64 (n,), `flags` uint8 (n,), `rows` int64 ns (n, 6)."""
+    """
+    What one rank reported: `keys` int64 (n,), `flags` uint8 (n,), `rows` int64 ns (n, 6).
+
+    Whom it exchanges gradients with, and how the job is parallel, are None where that is not known.
+    """
 
     rank: int
     node: str
     keys: Int64
     flags: UInt8
     rows: Int64
+    group: Group | None = None
+    strategy: str | None = None
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,8 @@ class Window:
 
     `keys` (K,), `ranks` (R,) ascending, `nodes` one label per rank, `d` int64 ns (K, R, 6),
     `flags` uint8 (K, R). `expected` is the world size, `missing` the ranks that do not report,
-    `gaps` the number of keys inside the window's range that some live rank lacks.
+    `gaps` the number of keys inside the window's range that some live rank lacks. `groups` has one
+    entry per rank, see `RankRows`, `strategies` all that occur.
     """
 
     keys: Int64
@@ -45,6 +54,8 @@ class Window:
     expected: int
     missing: tuple[int, ...] = ()
     gaps: int = 0
+    groups: tuple[Group | None, ...] = ()
+    strategies: frozenset[str] = frozenset()
 
     @property
     def coverage(self) -> float:
@@ -59,9 +70,65 @@ class Window:
     def last_step(self) -> int | None:
         return int(self.keys[-1]) >> SEGMENT_BITS if len(self.keys) else None
 
+    @property
+    def waits_inside(self) -> bool:
+        """
+        Whether ranks wait for each other inside forward and backward (FSDP), not at the end of a step only.
+
+        A row has the sum of these waits, so it is not known whose lateness hides behind whose.
+        """
+        return any("fsdp" in strategy for strategy in self.strategies)
+
     def take(self, which: slice | Bool) -> Window:
         """Return the window with only the keys of `which`."""
         return replace(self, keys=self.keys[which], d=self.d[which], flags=self.flags[which])
+
+    def by_group(self) -> list[Window]:
+        """
+        Return the window of every group of ranks that exchange gradients, in order of their lowest rank.
+
+        Ranks of unknown group, and those that no live rank speaks for, are one together; so are ranks of
+        which each is alone. A missing rank is counted where its group says so, and listed there if it is
+        clear that it is its.
+        """
+        at: dict[Group | None, list[int]] = {}
+        for place, group in enumerate(self.groups):
+            at.setdefault(group, []).append(place)
+        unknown = at.pop(None, [])
+        known = sorted(group for group in at if group is not None)
+        sizes = [size for _, size in known]
+        if max(sizes, default=self.expected) >= self.expected or (max(sizes) == 1 and not unknown):
+            return [self]
+        rest = max(self.expected - sum(sizes), len(unknown))
+        found, left = [], list(self.missing)
+        for (first, size), (following, _) in zip(known, [*known[1:], (1 << 62, 0)], strict=True):
+            places = at[first, size]
+            end = first + size
+            compact = int(self.ranks[places[-1]]) < end <= following
+            gone = [rank for rank in left if first <= rank < end] if compact else left
+            gone = gone if len(gone) == size - len(places) else []
+            left = [rank for rank in left if rank not in gone] if gone else left
+            found.append(self._of(places, size, gone))
+        if rest > 0:
+            found.append(self._of(unknown, rest, left if len(left) == rest - len(unknown) else []))
+        return found
+
+    def group_of(self, rank: int) -> Window:
+        """Return the window of the group that `rank`, one of `ranks`, is in."""
+        return next(group for group in self.by_group() if rank in group.ranks)
+
+    def _of(self, places: list[int], expected: int, missing: Sequence[int]) -> Window:
+        """Return the window of the ranks at `places` alone, laid out as before."""
+        return replace(
+            self,
+            ranks=self.ranks[places],
+            nodes=tuple(self.nodes[place] for place in places),
+            d=self.d.transpose(1, 0, 2)[places].transpose(1, 0, 2),
+            flags=self.flags.T[places].T,
+            expected=expected,
+            missing=tuple(missing),
+            groups=tuple(self.groups[place] for place in places),
+        )
 
 
 def align(
@@ -100,6 +167,8 @@ def align(
         expected=expected,
         missing=tuple(sorted(gone)),
         gaps=int(inside.sum()) - len(keys) if len(keys) else len(seen),
+        groups=tuple(stream.group for stream in live),
+        strategies=frozenset(stream.strategy for stream in live if stream.strategy),
     )
 
 

@@ -29,7 +29,16 @@ COUPLED = (
     "Collectives run inside forward and backward here, so waiting is not told apart from work "
     "inside forward and backward: exposed time only."
 )
-NO_SYNC = "No gradient exchange was seen, so these ranks do not wait for each other: exposed time only."
+PIPELINE = "These ranks are stages of a pipeline, and pipeline stages do different work: exposed time only."
+TENSOR = (
+    "Tensor-parallel collectives run inside forward and backward here, so waiting is not told apart from "
+    "work inside forward and backward: exposed time only."
+)
+HIDDEN = (
+    "Ranks take turns in being late, and wait for each other inside forward and backward: whether one is "
+    "behind another's lateness or adds to it is not known from their sums. Exposed time only."
+)
+NO_SYNC = "These ranks do not exchange gradients, so they do not wait for each other: exposed time only."
 
 _LOOK = {
     "post_sync": "what {it} between two steps: optimizer, logging, checkpoint, evaluation",
@@ -182,6 +191,21 @@ def unsynced(window: Window, spread: float, together: Sequence[Int64]) -> str:
     return f"{differ}, so these ranks do not wait for each other: exposed time only."
 
 
+def coupled(window: Window) -> str:
+    """Say how else than by one exchange a step the ranks depend on each other."""
+    parts = {part for strategy in window.strategies for part in strategy.split("+")}
+    return PIPELINE if "pp" in parts else TENSOR if "tp" in parts else COUPLED
+
+
+def in_group(group: Window, why: str) -> str:
+    """Say of which of several groups `why` is."""
+    return f"In the group of {_ranks(group.ranks.tolist())}: {why}" if len(group.ranks) else why
+
+
+def healthy_groups(groups: int) -> str:
+    return f"{groups:,} groups of ranks, each judged by itself: no rank holds the others of its group up."
+
+
 def replay_misses(off: float) -> str:
     side = "more" if off > 0 else "less"
     return (
@@ -265,6 +289,8 @@ def _co_critical(evidence: Evidence, finding: Finding) -> tuple[str, str]:
         f"Late at the same time: {_listed(late)}. Mending the first alone saves {percent(alone)} "
         f"of the step, all of it together {percent(together)}."
     )
+    if window.waits_inside:
+        why += " The ranks wait inside forward and backward as well, so each may save more."
     looks = [f"{_who(window, cause.places)} look at {_look(evidence, cause)}" for cause in finding.causes]
     return why, f"Mend them together: on {'; on '.join(looks)}."
 
@@ -335,7 +361,7 @@ def _when(window: Window, timing: Timing, whole_run: bool) -> str:
     """Return "in 96 % of the last 50 steps", "since step 130", "in 2 of the last 10 steps"."""
     steps = len(timing.late)
     span = f"the {steps:,} steps looked at over the whole run" if whole_run else f"the last {steps:,} steps"
-    if timing.began and timing.goes_on:
+    if timing.began is not None and timing.goes_on:
         step, since = int(window.keys[timing.began]) >> SEGMENT_BITS, timing.since
         return f"in {percent(float(since.mean()))} of the {len(since):,} steps since step {step}"
     if steps == 1:

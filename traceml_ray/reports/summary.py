@@ -26,6 +26,7 @@ from traceml_ray.analysis.verdict import Suspect, Verdict
 from traceml_ray.analysis.window import RankRows, Window, align
 from traceml_ray.reports.deaths import Death, culprit, deaths, headline
 from traceml_ray.reports.hangs import hangs, still_open, with_hangs
+from traceml_ray.reports.machines import Machines
 from traceml_ray.reports.parts import StoredParts
 from traceml_ray.store.nodes import Node, label_nodes, node_key
 from traceml_ray.store.runs import ledger, of_run
@@ -38,6 +39,8 @@ _MAX_ROWS = 2_000_000
 """Rows (steps × ranks) that statistics are taken from: the newest, in a run that has more."""
 _MAX_EVENTS = 1000
 _MAX_MESSAGE = 2000
+_MAX_PARTED = 50
+_MAX_BESIDE = 10
 
 
 @dataclass
@@ -101,13 +104,15 @@ def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = No
     performance = verdict = judged.whole() if judged else _no_step(read)
     if window is not None:
         performance = verdict = with_part(performance, window, parts.find, thresholds)
-    verdicts = tuple(judged.spans) if judged else ()
+    verdicts = _spans(judged, window, parts, thresholds)
     first = culprit(found)
     status = read.run.get("status") or read.meta.get("status")
     if first is not None and status not in ("finished", "stopped"):
         verdict = headline(first, read.node_of(first.rank), len(found) - 1)
     stood = hangs(read.session.verdicts()[0])
     verdict = still_open(stood, status) or verdict
+    beside = Machines(read.session.machines, read.ranks, read.every, read.labels)
+    verdict = _beside(verdict, beside, read.rows)
     warm = _warm(window, thresholds)
     steps = None if warm is None else summarise(warm, thresholds)
     run_id = read.run.get("id")
@@ -121,7 +126,7 @@ def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = No
         "parts": parts.block(warm),
         "verdict": _verdict(verdict),
         "suspects": [_suspect(suspect) for suspect in performance.suspects],
-        "verdicts": [_verdict(span) for span in with_hangs(verdicts, stood)],
+        "verdicts": [_verdict(span) for span in _all_beside(with_hangs(verdicts, stood), beside, read.rows)],
         "baseline": _baseline(judged.baseline if judged else None),
         "ranks": _ranks(read, found),
         "memory": _memory(read),
@@ -182,6 +187,35 @@ def _read(session: SessionFile, thresholds: Thresholds) -> _Read:
         rows=rows,
         events=session.events()[0],
     )
+
+
+def _spans(
+    judged: RunJudge | None, window: Window | None, parts: StoredParts, thresholds: Thresholds
+) -> tuple[Verdict, ...]:
+    """Return the changes of verdict; the newest that name a rank say its part, too."""
+    spans = list(judged.spans) if judged else []
+    named = [at for at, span in enumerate(spans) if span.rank is not None]
+    for at in named[-_MAX_PARTED:] if window is not None else ():
+        assert window is not None
+        spans[at] = with_part(spans[at], window, parts.find, thresholds)
+    return tuple(spans)
+
+
+def _beside(verdict: Verdict, machines: Machines, rows: Sequence[RankRows]) -> Verdict:
+    """Return `verdict` with what else was odd on the machines that it names."""
+    witness = machines.witness(verdict)
+    own = next((found for found in rows if found.rank == witness), None)
+    if verdict.machine is not None or witness is None or own is None:
+        return verdict
+    when = machines.when(verdict, own.keys, own.rows)
+    return verdict if when is None else machines.look(verdict, *when)
+
+
+def _all_beside(spans: Sequence[Verdict], machines: Machines, rows: Sequence[RankRows]) -> list[Verdict]:
+    """Return `spans`, the newest of those that name someone with what was odd there."""
+    named = [at for at, span in enumerate(spans) if machines.witness(span) is not None]
+    looked = set(named[-_MAX_BESIDE:])
+    return [_beside(span, machines, rows) if at in looked else span for at, span in enumerate(spans)]
 
 
 def _missing(read: _Read) -> list[int]:

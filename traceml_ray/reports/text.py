@@ -105,7 +105,17 @@ def _verdict(verdict: dict[str, Any], unit: str) -> list[str]:
     if facts:
         lines += labelled("", ", ".join(facts))
     lines += labelled("Why", verdict["why"]) if verdict["why"] else []
+    lines += _machine(verdict["machine"] or ())
     return lines + (labelled("Next", verdict["next"]) if verdict["next"] else [])
+
+
+def _machine(oddities: Sequence[dict[str, Any]]) -> list[str]:
+    """Say what else was odd on the nodes named: beside the verdict, not as its cause."""
+    lines = []
+    for node in dict.fromkeys(odd["node"] for odd in oddities):
+        told = "; ".join(odd["text"] for odd in oddities if odd["node"] == node)
+        lines += labelled("", f"at the same time on {node}: {told}")
+    return lines
 
 
 def _steps(steps: dict[str, Any]) -> list[str]:

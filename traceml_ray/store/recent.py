@@ -1,13 +1,15 @@
-"""The newest rows of every stream, in memory, for the live verdict."""
+"""The newest rows of every stream and samples of every node, in memory, for the live verdict."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from traceml_ray import wire
+from traceml_ray.analysis.machine import Part, Samples
 from traceml_ray.store.session_file import Columns
 
 Array = np.ndarray[Any, Any]
@@ -16,6 +18,7 @@ _ROWS = 4096
 _FULL_RANKS = 32
 _MIN_ROWS = 256
 _DETAILS = 1 << 17
+_NODES = 4096
 
 
 class Recent:
@@ -28,6 +31,7 @@ class Recent:
     def __init__(self) -> None:
         self._rings: dict[int, _Ring] = {}
         self._details: dict[int, deque[wire.Detail]] = {}
+        self._nodes: dict[str, Samples] = {}
 
     def append(self, stream: int, keys: bytes, flags: bytes, rows: bytes) -> None:
         """Add rows, columns as on the wire."""
@@ -62,6 +66,19 @@ class Recent:
     def details(self, stream: int) -> list[wire.Detail]:
         """Return the newest named parts of a stream, oldest first."""
         return list(self._details.get(stream, ()))
+
+    def add_sample(self, node: str, sample: wire.NodeSample) -> None:
+        """Add a sample of a node (by id), see `Samples`; of more than 4,096 nodes, the first is forgotten."""
+        if node not in self._nodes:
+            self._nodes[node] = Samples()
+            if len(self._nodes) > _NODES:
+                del self._nodes[next(iter(self._nodes))]
+        self._nodes[node].add(sample)
+
+    def machines(self, nodes: Sequence[str], first_ns: int, last_ns: int) -> dict[str, Part]:
+        """Return what was sampled on those of `nodes` that are known, see `analysis.machine.Between`."""
+        known = {node: self._nodes[node] for node in nodes if node in self._nodes}
+        return {node: samples.between(first_ns, last_ns) for node, samples in known.items()}
 
     def forget(self, stream: int) -> None:
         """Forget what is known of a stream: an earlier attempt of its rank."""

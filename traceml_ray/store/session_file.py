@@ -8,6 +8,7 @@ read with a cursor, the highest row id seen so far: unchanged data costs one ind
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import json
 import sqlite3
@@ -17,9 +18,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from traceml_ray import wire
+from traceml_ray.analysis.machine import NODE, Part, Samples, node_values
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.store.nodes import COLUMNS as NODE_COLUMNS
 from traceml_ray.store.nodes import Node, label_nodes, node_key, stream_labels
@@ -42,7 +45,8 @@ CREATE TABLE process_sample(id INTEGER PRIMARY KEY, stream_id INT, t_ns INT, cpu
     threads INT, read_bytes INT, write_bytes INT);
 CREATE TABLE node_sample(id INTEGER PRIMARY KEY, node_id TEXT, t_ns INT, cpu_pct REAL, cpu_count INT,
     load1 REAL, mem_used_bytes INT, mem_total_bytes INT, disk_read_bytes INT, disk_write_bytes INT,
-    net_rx_bytes INT, net_tx_bytes INT, gpus TEXT);
+    net_rx_bytes INT, net_tx_bytes INT, gpus TEXT, swap_in_bytes INT, psi_cpu REAL, psi_memory REAL,
+    psi_io REAL, cpu_throttled_ns INT);
 CREATE TABLE detail(id INTEGER PRIMARY KEY, stream_id INT, name TEXT, stage INT, count INT, total_ns INT,
     max_ns INT, first_step INT, last_step INT, bytes INT);
 CREATE TABLE event(id INTEGER PRIMARY KEY, stream_id INT, node_id TEXT, kind TEXT, t_ns INT,
@@ -50,7 +54,13 @@ CREATE TABLE event(id INTEGER PRIMARY KEY, stream_id INT, node_id TEXT, kind TEX
 CREATE TABLE verdict(id INTEGER PRIMARY KEY, t_ns INT, body TEXT, run TEXT);
 """
 
-_GPU = ("util_pct", "mem_used_bytes", "mem_total_bytes")
+_SAMPLE = wire.NodeSample.__struct_fields__
+_PLAIN = ("cpu_pct", "load1", "mem_used_bytes", "mem_total_bytes")
+_GPU = ("util_pct", "mem_used_bytes", "mem_total_bytes", "power_w", "temperature_c", "sm_mhz")
+_MOST_SAMPLES = 120
+"""Of a node, that are read to see what was odd there: of a longer time, one in so many seconds."""
+_LATE_NS = 10_000_000_000
+"""By how much a sample may have come earlier or later than those of other nodes."""
 NETWORK_FILESYSTEMS = frozenset(
     {
         "nfs",
@@ -199,7 +209,9 @@ class SessionFile:
 
     def streams(self) -> list[Stream]:
         """Return every stream of every run, in order of first appearance."""
-        return [from_row(row) for row in self._all(f"SELECT {', '.join(COLUMNS)} FROM stream ORDER BY id")]
+        known = {column[1] for column in self._all("PRAGMA table_info(stream)")}  # an older file has fewer
+        columns = ", ".join(name if name in known else f"NULL AS {name}" for name in COLUMNS)
+        return [from_row(row) for row in self._all(f"SELECT {columns} FROM stream ORDER BY id")]
 
     def run_id(self) -> str | None:
         """Return the run that `ranks`, `rows` and so on are of; None while no rank has reported."""
@@ -248,7 +260,7 @@ class SessionFile:
             if wanted is None or rank in wanted:
                 columns = self._columns(stream.id, since, top, last)
                 if columns is not None:
-                    found.append(RankRows(rank, labels[stream.id], *columns))
+                    found.append(RankRows(rank, labels[stream.id], *columns, stream.group, stream.strategy))
         return found, top
 
     def process(self, since: int = 0) -> tuple[list[dict[str, Any]], int]:
@@ -260,10 +272,8 @@ class SessionFile:
         top = self._top("node_sample")
         if top <= since:
             return [], since
-        samples = self._dicts("SELECT * FROM node_sample WHERE id > ? AND id <= ? ORDER BY id", since, top)
-        for sample in samples:
-            sample["gpus"] = json.loads(sample["gpus"]) if sample["gpus"] else None
-        return samples, top
+        found = self._samples("id > ? AND id <= ?", since, top)
+        return [{"id": at, "node_id": node, **_as_dict(sample)} for at, node, sample in found], top
 
     def memory(self) -> dict[int, tuple[int | None, int | None]]:
         """Return (peak, last) resident bytes by stream id."""
@@ -273,26 +283,64 @@ class SessionFile:
         )
         return {stream: (peak, last) for stream, peak, last in found}
 
-    def node_columns(self) -> dict[str, dict[str, Sequence[float]]]:
+    def node_columns(
+        self, first_ns: int = 0, last_ns: int = 1 << 62
+    ) -> dict[str, dict[str, Sequence[float]]]:
         """
-        Return what each node's samples measured, by node id and name; values that were not there
-        are left out. Names: `cpu_pct`, `load1`, `mem_used_bytes`, `mem_total_bytes`, and for a
-        device `gpu0_util_pct`, `gpu0_mem_used_bytes`, ….
+        Return what each node's samples from `first_ns` to `last_ns` measured, by node id and name; values
+        that were not there are left out. Names: `cpu_pct`, `load1`, `mem_used_bytes`, `mem_total_bytes`,
+        `swap_in_bps`, `psi_memory`, `cpu_throttled` (cores), `psi_cpu`, `psi_io`, `disk_bps`, `net_bps`, and
+        for a device `gpu0_util_pct`, `gpu0_mem_used_bytes`, `gpu0_power_w`, ….
         """
-        names = ("cpu_pct", "load1", "mem_used_bytes", "mem_total_bytes")
+        names = (*_PLAIN, *(name for name in NODE if name not in ("mem_used", "load", "cpu_pct")))
         found: dict[str, dict[str, array[float]]] = {}
-        for node, gpus, *values in self._iterate(
-            f"SELECT node_id, gpus, {', '.join(names)} FROM node_sample"
-        ):
+        last: dict[str, wire.NodeSample] = {}
+        for _, node, sample in self._samples("t_ns >= ? AND t_ns <= ?", first_ns, last_ns):
             columns = found.setdefault(node, {name: array("d") for name in names})
-            named = list(zip(names, values, strict=True))
-            for gpu in json.loads(gpus) if gpus else []:
-                named += [(f"gpu{gpu['index']}_{name}", gpu[name]) for name in _GPU]
-            for name, value in named:
-                column = columns.setdefault(name, array("d"))
-                if value is not None:
-                    column.append(value)
+            named: dict[str, float | None] = dict(zip(NODE, node_values(sample, last.get(node)), strict=True))
+            named.update((name, getattr(sample, name)) for name in _PLAIN)
+            for gpu in sample.gpus or ():
+                named.update((f"gpu{gpu.index}_{name}", getattr(gpu, name)) for name in _GPU)
+            for name, value in named.items():
+                if name not in ("mem_used", "load"):
+                    column = columns.setdefault(name, array("d"))
+                    if value is not None and value == value:
+                        column.append(value)
+            last[node] = sample
         return {node: dict(columns) for node, columns in found.items()}
+
+    def machines(self, nodes: Sequence[str], first_ns: int, last_ns: int) -> dict[str, Part]:
+        """Return what was sampled on `nodes` from `first_ns` to `last_ns`, see `analysis.machine.Between`."""
+        low = self._first_sample(first_ns - _LATE_NS)
+        high = self._first_sample(last_ns + _LATE_NS)
+        every = max(1, int((last_ns - first_ns) / 1e9 / _MOST_SAMPLES))
+        every += every % 5 == 0  # every fifth sample has more in it than the others
+        found = {node: Samples() for node in nodes}
+        marks = ", ".join("?" * len(nodes))
+        where = "id >= ? AND id < ? AND t_ns BETWEEN ? AND ? AND t_ns / 1000000000 % ? = 0"
+        where += f" AND node_id IN ({marks})"
+        for _, node, sample in self._samples(where, low, high, first_ns, last_ns, every, *nodes):
+            found[node].add(sample)
+        return {node: samples.between(first_ns, last_ns) for node, samples in found.items()}
+
+    def _first_sample(self, t_ns: int) -> int:
+        """Return the id of the first node sample at `t_ns` or later: they came in about that order."""
+
+        def at(sample: int) -> int:
+            found = self._all("SELECT t_ns FROM node_sample WHERE id >= ? ORDER BY id LIMIT 1", sample)
+            return int(found[0][0]) if found else 1 << 62
+
+        return bisect.bisect_left(range(self._top("node_sample") + 1), t_ns, key=at)
+
+    def _samples(self, where: str, *values: Any) -> Iterator[tuple[int, str, wire.NodeSample]]:
+        """Yield (row id, node id, sample) of the node samples for which `where` (SQL) holds."""
+        known = {column[1] for column in self._all("PRAGMA table_info(node_sample)")}
+        columns = ", ".join(name if name in known else "NULL" for name in _SAMPLE)  # an older file has fewer
+        query = f"SELECT id, node_id, {columns} FROM node_sample WHERE {where} ORDER BY id"
+        at = _SAMPLE.index("gpus")
+        for row, node, *sample in self._iterate(query, *values):
+            sample[at] = _gpus(sample[at])
+            yield row, node, wire.NodeSample(*sample)
 
     def details(self, first: int = 0, last: int = 1 << 62) -> list[dict[str, Any]]:
         """
@@ -400,6 +448,27 @@ class SessionFile:
             yield from cursor
         except sqlite3.Error as error:
             raise SessionFileError(f"{self.path}: cannot read the session file: {error}") from error
+
+
+def _gpus(text: str | None) -> list[wire.GpuSample] | None:
+    if not text:
+        return None
+    if text.startswith("[{"):  # as it was stored at first
+        return [wire.GpuSample(**gpu) for gpu in json.loads(text)]
+    return _gpu_decoder.decode(text)
+
+
+_gpu_decoder = msgspec.json.Decoder(list[wire.GpuSample])
+
+
+def _as_dict(sample: wire.NodeSample) -> dict[str, Any]:
+    gpus = sample.gpus
+    told = msgspec.structs.asdict(sample)
+    told["gpus"] = None if gpus is None else [msgspec.structs.asdict(gpu) for gpu in gpus]
+    for gpu in told["gpus"] or ():
+        processes = gpu["processes"]
+        gpu["processes"] = processes and [msgspec.structs.asdict(process) for process in processes]
+    return told
 
 
 Columns = tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -57,6 +58,15 @@ class Stream:
     agent_cpu_ns: int | None = None
     agent_wall_ns: int | None = None
     sent_bytes: int | None = None
+    group_first: int | None = None
+    group_size: int | None = None
+
+    @property
+    def group(self) -> tuple[int, int] | None:
+        """Whom the rank exchanges gradients with, see `wire.RankBatch`."""
+        if self.group_first is None or self.group_size is None:
+            return None
+        return self.group_first, self.group_size
 
     @property
     def rank(self) -> int | None:
@@ -95,6 +105,8 @@ class Stream:
         self.dropped_by_agent = max(self.dropped_by_agent, batch.dropped)
         self.final = self.final or batch.final
         self.strategy = batch.strategy or self.strategy
+        if batch.group is not None:
+            self.group_first, self.group_size = batch.group
         self.missing = batch.missing or self.missing
         self.errors = batch.errors or self.errors
         if batch.open is not None:
@@ -106,18 +118,21 @@ class Stream:
             self.agent_wall_ns, self.sent_bytes = batch.overhead.agent_wall_ns, batch.overhead.sent_bytes
 
 
-_PLAIN = [f.name for f in fields(Stream) if f.name not in ("identity", "open_part", "open_part_ns")]
-_JSON = {"dropped_by_relay", "missing", "errors"}
+_JSON = ("dropped_by_relay", "missing", "errors")
 _BOOL = {"final", "lost"}
+_ELSEWHERE = {"identity", "open_part", "open_part_ns", *_JSON}
+_PLAIN = (*(f.name for f in fields(Stream) if f.name not in _ELSEWHERE), *_JSON)
 COLUMNS = (*_PLAIN, *_IDENTITY)
 """Columns of table `stream`, in order."""
 _NO_IDENTITY = (None,) * len(_IDENTITY)
+_plain = attrgetter(*_PLAIN[: -len(_JSON)])  # every stream is written once a second: in a large job it counts
+_json = attrgetter(*_JSON)
 
 
 def to_row(stream: Stream) -> tuple[Any, ...]:
     """Return `stream` as a row of `COLUMNS`."""
-    plain = [_dump(v) if isinstance(v, dict) else v for v in (getattr(stream, n) for n in _PLAIN)]
-    return (*plain, *(msgspec.structs.astuple(stream.identity) if stream.identity else _NO_IDENTITY))
+    identity = msgspec.structs.astuple(stream.identity) if stream.identity else _NO_IDENTITY
+    return (*_plain(stream), *map(_dump, _json(stream)), *identity)
 
 
 def from_row(row: tuple[Any, ...]) -> Stream:

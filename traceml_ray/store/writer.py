@@ -25,7 +25,7 @@ MAX_PENDING_BYTES = 256 << 20
 """Rows kept in memory while the disk refuses them; beyond, the oldest are dropped and counted."""
 MAX_PENDING_ITEMS = 100_000
 """Samples, parts and events kept the same way, of each kind."""
-_WIDTHS = {"process_sample": 7, "node_sample": 12, "detail": 9, "event": 9, "verdict": 3, "chunk": 6}
+_WIDTHS = {"process_sample": 7, "node_sample": 17, "detail": 9, "event": 9, "verdict": 3, "chunk": 6}
 
 
 class SessionWriter:
@@ -87,9 +87,10 @@ class SessionWriter:
         known = self.node(node.node_id, node.hostname, node.address)
         known.last_seen_ns, known.errors = now, batch.errors
         if batch.sample is not None:
-            *values, gpus = msgspec.structs.astuple(batch.sample)
-            named = None if gpus is None else json.dumps([msgspec.structs.asdict(gpu) for gpu in gpus])
-            self._pending.inserts["node_sample"].append((node.node_id, *values, named))
+            values = msgspec.structs.asdict(batch.sample)
+            if batch.sample.gpus is not None:
+                values["gpus"] = msgspec.json.encode(batch.sample.gpus).decode()
+            self._pending.inserts["node_sample"].append((node.node_id, *values.values()))
 
     def add_rows(self, stream: Stream, first_row: int, keys: bytes, flags: bytes, rows: bytes) -> None:
         """Add rows to `stream`, columns as on the wire."""

@@ -1,0 +1,558 @@
+"""
+How often the verdict is right: faults planted in real gloo DDP runs under the real launcher, relay,
+aggregator and live judge.
+
+    python benchmarks/faults.py [--quick] [--keep DIR] [--out FILE.json] [--traceml VENV/bin]
+    python benchmarks/faults.py --rescore DIR    judge kept runs again with the engine as it is now
+
+One launch for each world size and seed; in it faults in random order, each with a balanced stretch before
+and after it. A severity is the share of the *faulty* step that the fault makes up, excess ÷ (step + excess),
+which is what the rules call excess; the step is measured in the run itself before anything is planted.
+
+Told are: the last full window of each fault, judged as the live judge does (it is replayed every 5 steps);
+the live verdicts as they were stored, with their time; every full window of the balanced stretches; what
+simpler methods say about the same windows; and, on request, what TraceML says about runs of one fault each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from overhead import machine  # type: ignore[import-not-found]
+
+from traceml_ray.analysis.frontier import chain
+from traceml_ray.analysis.history import RunJudge
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.window import Window, align
+from traceml_ray.launchers.cluster import free_port
+from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import BACKWARD, SEGMENT_BITS, STAGES, SYNC_WAIT
+
+SCRIPT = str(Path(__file__).parent / "training" / "planted.py")
+LIMITS = Thresholds()
+WINDOW = LIMITS.window_steps
+SPECIALS = ["rotating", "two_late", "co_critical", "balanced", "group_wide"]
+SPECIAL_SHARE = 0.3
+EVERY = 5
+"""Steps between two judgements of the replay."""
+BAR_STEPS, BAR_S = 10, 3.0
+"""A fault is to be named live by then, whichever is later."""
+SINGLE_FIRST, SINGLE_ROWS = 60, 260
+"""Of the runs of one fault each."""
+TRACEML_STAGES = {"INPUT_STRAGGLER": "data", "H2D_STRAGGLER": "prepare", "COMPUTE_STRAGGLER": "forward"}
+"""What its diagnoses say of a late rank; one more, STRAGGLER, names a rank and no stage."""
+OURS = "traceml-ray"
+Case = dict[str, Any]
+
+
+class Late(msgspec.Struct, frozen=True):
+    """`ranks` (one after the other, if `rotating`) take longer in `stage`: by `share` of the faulty step."""
+
+    stage: str
+    ranks: list[int]
+    share: float
+    rotating: bool = False
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """Rows `first` to `first + steps - 1`, and who is late in them."""
+
+    kind: str
+    first: int
+    steps: int
+    late: list[Late] = []
+
+    @property
+    def end(self) -> int:
+        return self.first + self.steps
+
+    def overlaps(self, verdict: Case) -> bool:
+        """Tell whether the window of `verdict` holds a row of this."""
+        last = verdict["to_step"]
+        return last is not None and self.first <= last < self.end + verdict["window_steps"] - 1
+
+    def right(self, verdict: Case, world: int) -> bool:
+        """Tell whether `verdict` says what is planted here."""
+        label, stages = verdict["label"], set(verdict["stages"])
+        if self.kind == "balanced":
+            return bool(label == "healthy")
+        truth = {late.stage for late in self.late}
+        late = sorted({rank for late in self.late for rank in late.ranks})
+        if self.kind == "rotating":
+            return label == "ambiguous" and verdict["rotating"] and stages == truth
+        if self.kind == "group_wide" or (self.kind == "two_late" and 2 * len(late) > world):
+            return label == "group_wide" and stages == truth
+        wanted = "co_critical" if self.kind == "co_critical" else "straggler"
+        return (label, stages, sorted(verdict["ranks"])) == (wanted, truth, late)
+
+    def __str__(self) -> str:
+        late = ", ".join(
+            f"{one.stage} of {'+'.join(map(str, one.ranks))} by {one.share:.0%}" for one in self.late
+        )
+        return late if self.kind == "fault" else f"{self.kind} ({late or 'nothing'})"
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What `planted.py` reads."""
+
+    world: int
+    seed: int
+    step_ms: float
+    noise: float
+    work: str
+    rows: int
+    segments: list[Segment]
+    traceml: bool = False
+    measured: tuple[int, int] = (20, SINGLE_FIRST)
+
+
+# -- running -------------------------------------------------------------------------------------
+
+
+def planned(world: int, seed: int, args: argparse.Namespace) -> Plan:
+    """Return what is planted in one run."""
+    rng = random.Random(f"{world} {seed}")
+    cases: list[tuple[str, list[Late]]] = []
+    for (i, stage), (j, share) in itertools.product(enumerate(args.stages), enumerate(args.severities)):
+        one = (seed + i + j) % world  # the seed moves the culprit on: several seeds have every rank
+        cases += [
+            ("fault", [Late(stage, [rank], share / 100)])
+            for rank in (range(world) if args.every_rank else [one])
+        ]
+    for _ in range(100):  # the same fault twice in a row would be one verdict
+        rng.shuffle(cases)
+        named = [(late[0].stage, late[0].ranks) for _, late in cases]
+        if all(one != other for one, other in itertools.pairwise(named)):
+            break
+    for kind in args.specials:
+        if kind != "two_late" or world > 2:
+            # What all ranks do comes last: it takes the run's own baseline.
+            at = len(cases) if kind == "group_wide" else rng.randrange(len(cases) + 1)
+            cases.insert(at, (kind, special(kind, world, rng)))
+    every = args.steps + args.balanced
+    segments = [
+        Segment(kind, args.opening + number * every, args.steps, late)
+        for number, (kind, late) in enumerate(cases)
+    ]
+    rows = args.opening + len(cases) * every
+    return Plan(world, seed, args.step_ms, args.noise, args.work, rows, segments)
+
+
+def special(kind: str, world: int, rng: random.Random) -> list[Late]:
+    """Return who is late in a scenario that is not one late rank."""
+    ranks = rng.sample(range(world), world)
+    stage, other = rng.sample(["post_sync", "data", "forward", "backward"], 2)
+    share = SPECIAL_SHARE
+    return {
+        "rotating": [Late(stage, ranks, share, rotating=True)],
+        "two_late": [Late(stage, sorted(ranks[:2]), share)],
+        "co_critical": [Late(stage, ranks[:1], share), Late(other, ranks[1:2], share)],
+        "group_wide": [Late(stage, sorted(ranks), share)],
+        "balanced": [],
+    }[kind]
+
+
+def launch(plan: Plan, folder: Path, traceml: Path | None = None) -> None:
+    """Train as planned under our launcher, or TraceML's; all files go to `folder`. Raises RuntimeError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
+    ranks = ("--nproc-per-node", str(plan.world))
+    ours = (sys.executable, "-m", "traceml_ray.launch", *ranks, "--out", str(folder), "--session", "session")
+    command = [*ours, SCRIPT, str(folder / "plan.json")]
+    if traceml is not None:
+        ports = ("--master-port", str(free_port()), "--aggregator-port", str(free_port()))
+        where = ("--logs-dir", str(folder), "--run-name", "session", "--args", str(folder / "plan.json"))
+        command = [str(traceml / "traceml"), "run", SCRIPT, *ranks, *ports, *where]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=folder, stdout=log, stderr=log
+        )
+        try:
+            code = process.wait(90 + 4 * plan.rows * plan.step_ms / 1e3)
+        except BaseException:
+            process.send_signal(signal.SIGTERM)  # a launcher ends its ranks, and what else it started
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(40)
+            process.kill()
+            raise
+    if code:
+        raise RuntimeError(f"{command} ended with {code}:\n{(folder / 'log').read_text()[-3000:]}")
+
+
+def single_runs(args: argparse.Namespace, root: Path) -> list[Case]:
+    """Run one fault each, and none, under our launcher and under TraceML's."""
+    share = sorted(args.severities)[len(args.severities) // 2] / 100
+    found = []
+    for world in sorted({min(args.worlds), max(args.worlds)}):
+        for number, stage in enumerate([*args.stages, None]):
+            rank = (number + 1) % world
+            late = [Late(stage, [rank], share)] if stage else []
+            kind = "fault" if stage else "balanced"
+            segment = Segment(kind, SINGLE_FIRST, SINGLE_ROWS - SINGLE_FIRST, late)
+            plan = Plan(world, 0, args.step_ms, args.noise, args.work, SINGLE_ROWS, [segment])
+            ours, theirs = (root / f"single-{world}-{stage}-{who}" for who in ("ours", "traceml"))
+            say(f"{world} ranks, alone: {segment}")
+            launch(plan, ours)
+            launch(msgspec.structs.replace(plan, traceml=True), theirs, args.traceml)
+            verdict = json.loads((ours / "session" / "summary.json").read_bytes())["verdict"]
+            summary = json.loads((theirs / "session" / "final_summary.json").read_bytes())
+            told = summary["step_time"]["diagnosis"]
+            ranks = told["ranks"] if told["kind"].endswith("STRAGGLER") else []
+            theirs_named = [TRACEML_STAGES.get(told["kind"]), ranks[0] if ranks else None]
+            found.append(
+                {
+                    "what": f"{world} ranks: {segment}",
+                    "truth": [stage, rank] if late else None,
+                    OURS: [verdict["label"], verdict["stage"], verdict["rank"]],
+                    "TraceML": [told["kind"], *theirs_named],
+                }
+            )
+    return found
+
+
+def say(what: str) -> None:
+    """Tell how far it has come."""
+    print(what, "…", file=sys.stderr, flush=True)
+
+
+# -- scoring -------------------------------------------------------------------------------------
+
+
+class Run:
+    """One run that is over: its plan, its rows, its live verdicts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name = folder.name
+        self.plan = msgspec.json.decode((folder / "plan.json").read_bytes(), type=Plan)
+        times = json.loads((folder / "plan.times.json").read_bytes())
+        self.began_ns: list[int] = times["began_ns"]
+        self.base_ms: float = times["base_ms"]
+        with SessionFile(folder / "session" / "session.sqlite") as file:
+            self.window = align(file.rows()[0], self.plan.world)
+            self.live = file.verdicts()[0]
+        self._steps = self.window.keys >> SEGMENT_BITS
+        self.planted = [segment for segment in self.plan.segments if segment.late]
+
+    def until(self, end: int) -> Window:
+        """Return the full window that ends before row `end`."""
+        place = int(np.searchsorted(self._steps, end))
+        return self.window.take(slice(max(0, place - WINDOW), place))
+
+    def quiet_ends(self) -> list[int]:
+        """Return where the full windows end, sliding by 10, in which nothing is planted."""
+        begins = [LIMITS.warmup_steps, *(segment.end for segment in self.planted)]
+        ends = [*(segment.first for segment in self.planted), self.plan.rows]
+        stretches = zip(begins, ends, strict=True)
+        return [
+            end for first, last in stretches for end in range(first + WINDOW, last + 1, LIMITS.stride_steps)
+        ]
+
+    def replay(self) -> dict[int, Case]:
+        """Judge as the live judge would, had it looked every 5 steps; the verdicts by their windows' ends."""
+        judge = RunJudge(LIMITS, first_step=0)
+        ends = range(LIMITS.warmup_steps + WINDOW, self.plan.rows + 1, EVERY)
+        return {end: msgspec.to_builtins(judge.update(self.until(end))) for end in ends}
+
+
+def said(verdict: Case) -> str:
+    """Return what a verdict says, in short."""
+    who = f" {'+'.join(verdict['stages'])}" if verdict["stages"] else ""
+    ranks = f" of {'+'.join(map(str, verdict['ranks']))}" if verdict["ranks"] else ""
+    return verdict["label"] + who + ranks + (" rotating" if verdict["rotating"] else "")
+
+
+def score(run: Run) -> dict[str, list[Case]]:
+    """Return what is to be told of a run: by `planted` segment, `quiet` window, and false live `alarms`."""
+    replayed = run.replay()
+    common = {"run": run.name, "world": run.plan.world, "base_ms": run.base_ms}
+    quiet = [
+        {
+            **common,
+            "end": end,
+            "label": replayed[end]["label"],
+            "said": said(replayed[end]),
+            "best": {name: float(found.max()) for name, found in simpler(run.until(end)).items()},
+        }
+        for end in run.quiet_ends()
+    ]
+    alarms = [
+        {**common, "end": verdict["to_step"], "said": said(verdict)}
+        for verdict in run.live
+        if verdict["label"] == "straggler" and not any(segment.overlaps(verdict) for segment in run.planted)
+    ]
+    planted = [{**common, **judged(run, segment, replayed)} for segment in run.plan.segments]
+    return {"planted": planted, "quiet": quiet, "alarms": alarms}
+
+
+def judged(run: Run, segment: Segment, replayed: dict[int, Case]) -> Case:
+    """Return what was said about a segment: in the end, live, when replayed, and by simpler methods."""
+    world, verdict = run.plan.world, replayed[segment.end]
+    truth = [(late.stage, late.ranks[0]) for late in segment.late][:1]
+    suspects = [(suspect["stage"], suspect["rank"]) for suspect in verdict["suspects"]]
+    live = [told for told in run.live if segment.overlaps(told)]
+    wrong = sum(told["label"] == "straggler" and not segment.right(told, world) for told in live)
+    hit = next((told["t_ns"] for told in live if segment.right(told, world)), None)
+    ends = range(segment.first + EVERY, segment.end + 1, EVERY)
+    began = run.began_ns[segment.first]
+    found = {
+        "what": str(segment),
+        "kind": segment.kind,
+        "share": segment.late[0].share if segment.late else 0.0,
+        "step_ms": verdict["mean_step_ms"],
+        "row": segment.first,
+        "onset_ns": began,
+        "label": verdict["label"],
+        "said": said(verdict),
+        "right": segment.right(verdict, world),
+        "top2": set(truth) <= set(suspects[:2]),
+        "parts": Counter(
+            "right" if segment.right(replayed[end], world) else replayed[end]["label"]
+            for end in (*ends, *range(segment.end + EVERY, segment.end + WINDOW, EVERY))
+        ),
+        "replay_steps": next((e - segment.first for e in ends if segment.right(replayed[e], world)), None),
+        "live_said": list(dict.fromkeys(map(said, live))),
+        "live_wrong": wrong,
+        "live_right": not wrong if segment.kind == "balanced" else hit is not None,
+        "live_s": hit and (hit - began) / 1e9,
+        "live_steps": hit and bisect.bisect(run.began_ns, hit) - segment.first,
+    }
+    if segment.kind == "fault":
+        scores = simpler(run.until(segment.end))
+        found["simpler"] = {name: place(of, *truth[0]) for name, of in scores.items()}
+    return found
+
+
+def simpler(window: Window) -> dict[str, Any]:
+    """
+    Return what simpler methods think of each rank and stage, (R, 6) or (R, 5), as shares of the mean step.
+
+    With and without the split of backward from the wait for peers; nobody is excused for waiting.
+    """
+    whole = window.d[:, :, :SYNC_WAIT].copy()
+    whole[:, :, BACKWARD] += window.d[:, :, SYNC_WAIT]
+    found = {}
+    for view, d in (("", whole), (", split", window.d)):
+        step, mean = d.sum(axis=2).mean(), d.mean(axis=0)
+        others = (mean.sum(axis=0) - mean) / (len(mean) - 1)
+        found[f"mean over the other ranks{view}"] = (mean - others) / step
+        slowest = d == d.max(axis=1, keepdims=True)
+        found[f"time of the slowest rank{view}"] = np.where(slowest, d, 0).mean(axis=0) / step
+        front = chain(np.ascontiguousarray(d))
+        share = front.leaders * (front.exposed / front.leaders.sum(axis=1))[:, None]
+        found[f"frontier share{view}"] = share.sum(axis=0) / front.total_ns
+    return found
+
+
+def place(scores: Any, stage: str, rank: int) -> dict[str, float]:
+    """Return which place the truth has in an order by `scores` (R, S), and the best score."""
+    return {"place": int((scores > scores[rank, STAGES.index(stage)]).sum()) + 1, "best": float(scores.max())}
+
+
+# -- telling -------------------------------------------------------------------------------------
+
+
+def pct(hits: Iterable[bool]) -> str:
+    """Return the share that is true."""
+    return f"{100 * np.mean(list(hits)):.0f} %"
+
+
+def counted(labels: Counter[str]) -> str:
+    """Return how many there are of each, most first."""
+    return ", ".join(f"{number} {label}" for label, number in labels.most_common())
+
+
+def spread(values: Iterable[float | None], digits: int) -> str:
+    """Return median / p90 / worst, as order statistics: None comes after all others."""
+    known = sorted(np.inf if value is None else value for value in values)
+    picked = (known[int(share * (len(known) - 1) + 0.5)] for share in (0.5, 0.9, 1.0))
+    return " / ".join("never" if value == np.inf else f"{value:.{digits}f}" for value in picked)
+
+
+def markdown(head: str, rows: Iterable[Sequence[object]]) -> str:
+    """Return a table; `head` has its columns, separated by |."""
+    lines = [head, " | ".join(["---"] * (head.count("|") + 1)), *(" | ".join(map(str, row)) for row in rows)]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def in_time(case: Case) -> bool:
+    """Tell whether the fault was named live by the bar."""
+    return case["live_s"] is not None and (case["live_s"] <= BAR_S or case["live_steps"] <= BAR_STEPS)
+
+
+def faults_table(faults: list[Case]) -> str:
+    """Tell of single faults, by world and severity."""
+    groups: dict[tuple[str, str], list[Case]] = {}
+    for case in sorted(faults, key=lambda case: (case["world"], case["share"])):
+        for world in (str(case["world"]), "all"):
+            groups.setdefault((world, f"{case['share']:.0%}"), []).append(case)
+    rows = []
+    for key, cases in (*sorted(groups.items()), (("all", "all"), faults)):
+        tops = (pct(case[what] for case in cases) for what in ("right", "top2"))
+        steps, live, seconds = (
+            spread((case[what] for case in cases), digits)
+            for what, digits in (("replay_steps", 0), ("live_steps", 0), ("live_s", 1))
+        )
+        wrong = sum(case["live_wrong"] for case in cases)
+        rows.append((*key, len(cases), *tops, steps, pct(map(in_time, cases)), live, seconds, wrong))
+    head = "ranks | severity | n | top-1 | top-2 | replayed: steps | live: in time | steps | s | wrong names"
+    return markdown(head, rows)
+
+
+def simpler_table(faults: list[Case], quiet: list[Case]) -> str:
+    """Compare with simpler methods, on the same windows."""
+    wrong = sum(window["label"] == "straggler" for window in quiet)
+    own = [pct(case["right"] for case in faults), pct(case["top2"] for case in faults)]
+    rows = [("**traceml-ray**", *own, f"{wrong} of {len(quiet)}", f"{LIMITS.min_excess:.1%}", own[0])]
+    for name in faults[0]["simpler"]:
+        best = sorted((window["best"][name] for window in quiet), reverse=True)
+        bar = best[min(wrong, len(best) - 1)]
+        told = [case["simpler"][name] for case in faults]
+        hits = (pct(one["place"] <= most for one in told) for most in (1, 2))
+        alarms = f"{sum(one >= LIMITS.min_excess for one in best)} of {len(best)}"
+        above = pct(one["place"] == 1 and one["best"] > bar for one in told)
+        rows.append((name, *hits, alarms, f"{bar:.1%}", above))
+    head = f"method | top-1 | top-2 | balanced windows ≥ 5 % | threshold for {wrong} of them | top-1 above it"
+    return markdown(head, rows)
+
+
+def specials_table(specials: list[Case]) -> str:
+    """Tell of everything that is not one late rank."""
+    rows = []
+    for kind in sorted({case["kind"] for case in specials}):
+        cases = [case for case in specials if case["kind"] == kind]
+        right = (sum(case[what] for case in cases) for what in ("right", "live_right"))
+        rows.append((kind, len(cases), *right, counted(Counter(case["label"] for case in cases))))
+    return markdown("scenario | n | right | right live | labels of the last window", rows)
+
+
+def singles_table(singles: list[Case]) -> str:
+    """Compare with TraceML: the same script and seed, one fault a run, what is said at its end."""
+    faults = [case for case in singles if case["truth"]]
+    quiet = [case for case in singles if not case["truth"]]
+    rows: list[Sequence[object]] = []
+    for who in (OURS, "TraceML"):
+        hits = (pct(case[who][1 + at :] == case["truth"][at:] for case in faults) for at in (0, 1))
+        alarms = sum(case[who][2] is not None for case in quiet)
+        rows.append((who, len(faults), *hits, f"{alarms} of {len(quiet)}"))
+    told = [f"- {case['what']}: {OURS} {case[OURS]}, TraceML {case['TraceML']}" for case in singles]
+    head = "one fault a run | n | stage and rank | rank | a rank blamed where nothing is"
+    return markdown(head, rows) + "\n\n" + "\n".join(told)
+
+
+def missed(planted: list[Case], quiet: list[Case], alarms: list[Case]) -> list[str]:
+    """Return what a person should look at."""
+    found = [
+        f"- {case['run']}, row {case['row']}: {case['what']}: {case['said']}; live: "
+        + (", ".join(case["live_said"]) or "no change")
+        for case in planted
+        if not case["right"] or case["live_wrong"] or (case["kind"] == "fault" and not in_time(case))
+    ]
+    odd = [window for window in quiet if window["label"] != "healthy"]
+    for case in odd + alarms:
+        live = "live, " if case in alarms else ""
+        found.append(f"- {case['run']}, {live}to row {case['end']}: nothing is planted: {case['said']}")
+    return found or ["- nothing"]
+
+
+def report(scored: list[dict[str, list[Case]]], singles: list[Case] | None, plan: Plan) -> str:
+    """Return everything, as Markdown."""
+    planted, quiet, alarms = ([case for one in scored for case in one[what]] for what in scored[0])
+    faults = [case for case in planted if case["kind"] == "fault"]
+    specials = [case for case in planted if case["kind"] != "fault"]
+    base = np.median([case["base_ms"] for case in quiet])
+    labels = Counter(window["label"] for window in quiet)
+    mixed = sum((case["parts"] for case in faults), Counter())
+    parts = [
+        machine(),
+        f"{len(scored)} launches; a step without a fault takes {base:.0f} ms (median), {plan.noise:.0%} "
+        f"noise in each stage; faults: {plan.work}. In time: named live within {BAR_STEPS} steps or "
+        f"{BAR_S:.0f} s of onset, whichever is later. Steps and seconds: median / p90 / worst.",
+        f"{len(quiet)} balanced windows: {counted(labels)}. Live: {len(alarms)} straggler verdicts there. "
+        f"{mixed.total()} windows that hold a part of a fault, or all of it: {counted(mixed)}.",
+        *([faults_table(faults), simpler_table(faults, quiet)] if faults else []),
+        *([specials_table(specials)] if specials else []),
+        singles_table(singles) if singles else "TraceML was not asked (--traceml).",
+        "\n".join(["Missed, late or wrong:", "", *missed(planted, quiet, alarms)]),
+    ]
+    return "\n\n".join(parts)
+
+
+QUICK = {"worlds": [2], "seeds": [0], "stages": ["data", "backward"], "severities": [15, 60],
+         "specials": ["rotating", "co_critical"], "opening": 100}  # fmt: skip
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    local = STAGES[:SYNC_WAIT]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="two minutes, to see that it works")
+    add("--worlds", type=int, nargs="+", default=[2, 3, 4], help="numbers of ranks")
+    add("--seeds", type=int, nargs="+", default=[0, 1])
+    add("--stages", nargs="+", choices=local, default=list(local))
+    add("--severities", type=int, nargs="+", default=[15, 30, 60], help="%% of the faulty step")
+    add("--specials", nargs="*", choices=SPECIALS, default=SPECIALS)
+    add("--every-rank", action="store_true", help="each rank is late in turn, not a chosen one")
+    add("--work", choices=("sleep", "cpu"), default="sleep", help="what a late rank does")
+    add("--step-ms", type=float, default=40.0, help="a step without a fault, about")
+    add("--noise", type=float, default=0.05, help="standard deviation of each stage's time")
+    add("--opening", type=int, default=360, help="steps before the first fault")
+    add("--steps", type=int, default=60, help="of a fault")
+    add("--balanced", type=int, default=60, help="steps after a fault")
+    add("--out", type=Path, help="write what was found as JSON")
+    add("--keep", type=Path, metavar="DIR", help="leave plans and sessions there")
+    add("--rescore", type=Path, metavar="DIR", help="judge what --keep left again; run nothing")
+    add("--traceml", type=Path, metavar="BIN", help="where `traceml` is: compare with it, too")
+    args = parser.parse_args(argv)
+    if args.quick:
+        vars(args).update(QUICK)
+    lengths = args.opening - LIMITS.warmup_steps, args.steps, args.balanced
+    if any(length % EVERY or length < WINDOW for length in lengths):
+        parser.error(
+            f"--steps, --balanced, and --opening without the {LIMITS.warmup_steps} steps of warm-up, must "
+            f"be {WINDOW} or more and multiples of {EVERY}"
+        )
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run, score, print."""
+    args = parse(argv)
+    singles = None
+    with tempfile.TemporaryDirectory(prefix="faults-") as made:
+        root = (args.rescore or args.keep or Path(made)).absolute()
+        folders = sorted(path.parent for path in root.glob("*-seed-*/plan.times.json"))
+        if args.rescore is None:
+            folders = []
+            for seed, world in itertools.product(args.seeds, args.worlds):
+                say(f"{world} ranks, seed {seed}")
+                folders.append(root / f"{world}-ranks-seed-{seed}")
+                launch(planned(world, seed, args), folders[-1])
+            singles = single_runs(args, root) if args.traceml else None
+        runs = [Run(folder) for folder in folders]
+        scored = [score(run) for run in runs]
+    print(report(scored, singles, runs[0].plan))
+    if args.out:
+        args.out.write_text(json.dumps({"runs": scored, "singles": singles}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""
+Real DDP training over gloo with faults planted where a plan says: `planted.py PLAN.json`.
+
+Run by `faults.py` under a launcher. A step is mostly sleep, with a little noise, so that ranks do not fight
+for cores; the model, the loader, the optimizer and the exchange of gradients are real. Rank 0 leaves
+`<PLAN>.times.json`: when each row began (ns since the epoch) and how long a step without a fault takes.
+
+A fault belongs to a row, and a row begins when the exchange before it is over: what `post_sync` of row k
+takes longer is slept after the optimizer's step that follows row k - 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+
+SHARES = {"post_sync": 0.1, "data": 0.1, "prepare": 0.05, "forward": 0.25, "backward": 0.5}
+"""Of the step that the plan asks for."""
+BATCH, WIDTH = 4, 128
+
+
+def burn(seconds: float) -> None:
+    """Keep a core busy until this thread has had so much of it."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        sum(range(200))
+
+
+class Pace:
+    """How long one rank takes for each stage of each row, s."""
+
+    def __init__(self, plan: dict[str, Any], rank: int) -> None:
+        self.base_s = plan["step_ms"] / 1e3
+        """Of a step without a fault: as asked for, until it has been measured."""
+        self.began_ns: list[int] = []
+        self._plan = plan
+        self._rank = rank
+        self._late = time.sleep if plan["work"] == "sleep" else burn
+        self._planted = {
+            row: segment
+            for segment in plan["segments"]
+            for row in range(segment["first"], segment["first"] + segment["steps"])
+        }
+        noise = np.random.default_rng((plan["seed"], rank)).normal(
+            1, plan["noise"], (plan["rows"] + 1, len(SHARES))
+        )
+        self._noise = np.clip(noise, 0.5, 2.0)
+
+    def begin(self) -> None:
+        """Note that a row begins; after the first ones, what they took is what a step takes."""
+        self.began_ns.append(time.time_ns())
+        first, last = self._plan["measured"]
+        if len(self.began_ns) == last:
+            self.base_s = statistics.median(np.diff(self.began_ns[first:]).tolist()) / 1e9
+
+    def pass_time(self, stage: str) -> None:
+        """Take as long as `stage` takes in this row."""
+        row = len(self.began_ns) - 1
+        column = list(SHARES).index(stage)
+        time.sleep(SHARES[stage] * self._plan["step_ms"] / 1e3 * self._noise[row, column])
+        for late in self._planted.get(row, {}).get("late", ()):
+            ranks = [late["ranks"][row % len(late["ranks"])]] if late["rotating"] else late["ranks"]
+            if stage == late["stage"] and self._rank in ranks:
+                self._late(late["share"] / (1 - late["share"]) * self.base_s)
+
+
+class _Backward(torch.autograd.Function):
+    """Does nothing; its gradient takes time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pace: Pace) -> Tensor:
+        ctx.pace = pace
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.pace.pass_time("backward")
+        return grads[0], None
+
+
+class Net(nn.Module):
+    """Three layers; the first one's gradients, and so the last bucket, are late when backward is."""
+
+    def __init__(self, pace: Pace) -> None:
+        super().__init__()
+        self.pace = pace
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.rest = nn.Sequential(nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return one number for each row of x (n, WIDTH)."""
+        self.pace.pass_time("forward")
+        hidden = _Backward.apply(self.first(x), self.pace)
+        found: Tensor = self.rest(hidden)
+        return found
+
+
+def train(plan: dict[str, Any], rank: int) -> Pace:
+    """Train as planned."""
+    pace = Pace(plan, rank)
+
+    def collate(samples: list[Any]) -> Any:
+        pace.pass_time("data")
+        return default_collate(samples)
+
+    torch.manual_seed(plan["seed"])
+    model = DistributedDataParallel(Net(pace))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    samples = TensorDataset(torch.randn(64, WIDTH).repeat(BATCH * plan["rows"] // 64 + 1, 1))
+    step = _traced(model) if plan.get("traceml") else contextlib.nullcontext
+    pace.begin()
+    for (batch,) in itertools.islice(
+        DataLoader(samples, BATCH, shuffle=True, collate_fn=collate), plan["rows"]
+    ):
+        with step():
+            pace.pass_time("prepare")
+            model(batch).pow(2).mean().backward()
+            pace.begin()
+            optimizer.step()
+            optimizer.zero_grad()
+            pace.pass_time("post_sync")
+    return pace
+
+
+def _traced(model: nn.Module) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Return what TraceML wants around a step; only under its own launcher."""
+    import traceml_ai  # type: ignore[import-not-found]
+
+    traceml_ai.init(mode="auto")
+    return functools.partial(traceml_ai.trace_step, model)
+
+
+def main() -> None:
+    """Train, and write down when."""
+    path = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    pace = train(json.loads(path.read_text()), rank)
+    if rank == 0:
+        told = {"began_ns": pace.began_ns, "base_ms": 1e3 * pace.base_s}
+        path.with_suffix(".times.json").write_text(json.dumps(told))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

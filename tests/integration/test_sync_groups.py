@@ -1,0 +1,246 @@
+"""
+Several groups of ranks on real gloo, and couplings beyond one exchange a step.
+
+Run by `torch.distributed.run` with a folder as argument, this file trains every case of CASES on four ranks
+and leaves what the agent of each would say in `<folder>/<case>.<rank>.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from integration import loops
+from torch import nn
+
+from traceml_ray.analysis.verdict import judge
+from traceml_ray.analysis.window import RankRows, align
+from traceml_ray.wire import FLAG_COUPLED, POST_SYNC, SEGMENT_BITS, STAGES, SYNC_WAIT
+
+STEPS = 26
+WORLD = 4
+ROOT = Path(__file__).parents[2]
+
+
+def train(job: loops.Job, model: nn.Module, reduce: bool = False) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for batch in job.loader(STEPS):
+        loss = model(batch).mean()
+        loss.backward()
+        if reduce and job.slow == "metrics":
+            time.sleep(loops.SLOW_S)
+        if reduce:
+            dist.all_reduce(loss.detach())
+        job.finish(optimizer)
+
+
+def pairs(job: loops.Job) -> dist.ProcessGroup:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return groups[job.rank // 2]
+
+
+def two_groups(job: loops.Job) -> None:
+    train(job, job.model(process_group=pairs(job)))
+
+
+def each_alone(job: loops.Job) -> None:
+    groups = [dist.new_group([rank]) for rank in range(WORLD)]
+    train(job, job.model(process_group=groups[job.rank]))
+
+
+def without_ddp(job: loops.Job) -> None:
+    train(job, job.bare())
+
+
+def metrics(job: loops.Job) -> None:
+    train(job, job.model(), reduce=True)
+
+
+def sharded(job: loops.Job, mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    net = loops.Net(job.slow)
+    for module in (net.first, net):
+        fully_shard(module, mesh=mesh)
+    train(job, net)
+
+
+def fsdp2(job: loops.Job) -> None:
+    """Two groups of two ranks."""
+    sharded(job, dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("apart", "shard"))["shard"])
+
+
+def hybrid(job: loops.Job) -> None:
+    """One group of two dimensions."""
+    sharded(job, dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+CASES: dict[str, tuple[Callable[[loops.Job], None], int, str]] = {
+    "two_groups": (two_groups, 3, "forward"),
+    "each_alone": (each_alone, 1, "forward"),
+    "without_ddp": (without_ddp, 1, "forward"),
+    "metrics": (metrics, 1, "metrics"),
+    "fsdp2_forward": (fsdp2, 1, "forward"),
+    "fsdp2_backward": (fsdp2, 2, "backward"),
+    "hybrid": (hybrid, 3, "data"),
+}
+"""What is trained, and which rank is slow in what."""
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    for name, (case, slow_rank, slow) in CASES.items():
+        dist.barrier()
+        job = loops.Job(slow if rank == slow_rank else "", rank, WORLD)
+        job.instrumentation.install()
+        try:
+            case(job)
+        finally:
+            job.instrumentation.remove()
+        of = job.instrumentation
+        said = {"rows": job.rows(), "errors": of.errors, "missing": of.missing, "group": of.group}
+        (folder / f"{name}.{rank}.json").write_text(json.dumps({**said, "strategy": of.strategy}))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("groups")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD)),
+            *("--master-port", str(port), __file__, str(folder)),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+def ranks_of(folder: Path, name: str) -> list[RankRows]:
+    found = []
+    for rank in range(WORLD):
+        said = json.loads((folder / f"{name}.{rank}.json").read_text())
+        assert said["errors"] == said["missing"] == {}
+        rows = said["rows"][5:]  # the first ones allocate and connect
+        keys = np.array([row["step"] << SEGMENT_BITS | row["segment"] for row in rows], dtype=np.int64)
+        flags = np.array([row["flags"] for row in rows], dtype=np.uint8)
+        values = np.array([row["row"] for row in rows], dtype=np.int64).reshape(len(rows), len(STAGES))
+        group = None if said["group"] is None else tuple(said["group"])
+        found.append(RankRows(rank, "node-0", keys, flags, values, group, said["strategy"]))
+    return found
+
+
+PAIRS = [(0, 2), (0, 2), (2, 2), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "strategy", "stage"),
+    [
+        ("two_groups", PAIRS, "ddp", "forward"),
+        ("metrics", [(0, 4)] * 4, "ddp", "post_sync"),
+        ("fsdp2_forward", PAIRS, "fsdp2", "forward"),
+        ("fsdp2_backward", PAIRS, "fsdp2", "backward"),
+        ("hybrid", [(0, 4)] * 4, "fsdp2", "data"),
+    ],
+)
+def test_the_late_rank_is_named_in_its_group(
+    told: Path, name: str, groups: list[tuple[int, int]], strategy: str, stage: str
+) -> None:
+    ranks = ranks_of(told, name)
+    assert [rank.group for rank in ranks] == groups and {rank.strategy for rank in ranks} == {strategy}
+    assert not any((rank.flags & FLAG_COUPLED).any() for rank in ranks)
+    verdict = judge(align(ranks, WORLD))
+    late = CASES[name][1]
+    assert (verdict.label, verdict.stage, verdict.ranks) == ("straggler", stage, (late,)), verdict.why
+    size = groups[late][1]
+    assert verdict.gpu_hours_per_hour == pytest.approx(size * (verdict.cost_pct or 0) / 100)
+    members = f"In the group of ranks {late // 2 * 2} and {late // 2 * 2 + 1}: "
+    assert verdict.why.startswith(members) == (size == 2)
+
+
+@pytest.mark.parametrize("name", ["each_alone", "without_ddp"])
+def test_ranks_that_train_by_themselves_hold_nobody_up(told: Path, name: str) -> None:
+    verdict = judge(align(ranks_of(told, name), WORLD))
+    assert (verdict.label, verdict.rank, verdict.suspects) == ("accounting_only", None, ())
+    assert "do not exchange gradients" in verdict.why
+
+
+@pytest.mark.parametrize("strategy", ["tp", "pp", "ddp+tp"])
+def test_tensor_parallel_layers_and_pipeline_stages_are_seen(strategy: str) -> None:
+    import torch.distributed._functional_collectives as functional
+
+    job, wait = loops.Job(), functional.wait_tensor
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        job.instrumentation.install()
+        assert functional.wait_tensor is not wait
+        net = job.bare()
+        if "pp" in strategy:
+            from torch.distributed.pipelining import PipelineStage
+
+            PipelineStage(net, 0, 1, torch.device("cpu"))
+            for operation in (dist.isend, dist.irecv):  # P2POp looks whether they are torch's own
+                dist.P2POp(operation, torch.ones(1), 0)
+        else:
+            from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+            parallelize_module(net, dist.init_device_mesh("cpu", (1,)), {"first": ColwiseParallel()})
+        if "ddp" in strategy:
+            nn.parallel.DistributedDataParallel(loops.Net())
+        assert job.instrumentation.strategy == strategy and job.recorder.coupled
+        train(job, loops.Net())
+    finally:
+        job.instrumentation.remove()
+        dist.destroy_process_group()
+    assert not job.instrumentation.errors and not job.instrumentation.missing
+    assert functional.wait_tensor is wait
+    flags = {int(row["flags"]) & FLAG_COUPLED for row in job.rows()}  # type: ignore[call-overload]
+    assert flags == {FLAG_COUPLED}
+
+
+def test_what_a_collective_works_at_before_it_waits_is_the_ranks_own_time() -> None:
+    class Slow:
+        def __reduce__(self) -> Any:
+            time.sleep(loops.SLOW_S)
+            return dict, ()
+
+    job = loops.Job()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        job.instrumentation.install()
+        net = job.bare()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for batch in job.loader():
+            net(batch).mean().backward()
+            dist.broadcast_object_list([Slow()])
+            job.finish(optimizer)
+    finally:
+        job.instrumentation.remove()
+        dist.destroy_process_group()
+    rows = np.array([row["row"] for row in job.rows()[1:]])
+    post_sync, sync_wait = np.median(rows[:, POST_SYNC]), np.median(rows[:, SYNC_WAIT])
+    assert post_sync > 0.9e9 * loops.SLOW_S > sync_wait
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,481 @@
+"""What else is odd on a machine: every kind of it, nothing of noise, and beside the verdict end to end."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from sessions import SECOND, Clock, Rank, Relay, aggregation, ask
+
+from traceml_ray import wire
+from traceml_ray.actors.aggregation import Aggregation
+from traceml_ray.analysis.machine import GPU, NODE, Machine, Oddity, Samples, oddities, span
+from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.reports.machines import Machines
+from traceml_ray.reports.text import WIDTH
+from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.streams import Stream
+
+GIB = 1 << 30
+ALL = (0, 1 << 62)
+Process = wire.GpuProcess
+
+
+def gpu(index: int = 0, **fields: Any) -> wire.GpuSample:
+    """A device at work."""
+    normal: dict[str, Any] = {
+        "name": "H200", "util_pct": 98.0, "mem_used_bytes": GIB, "mem_total_bytes": 140 * GIB,
+        "power_w": 500.0, "power_limit_w": 700.0, "sm_mhz": 1950.0, "sm_max_mhz": 1980.0, "throttle": [],
+    }  # fmt: skip
+    return wire.GpuSample(index=index, **{**normal, **fields})
+
+
+def sample(second: float, gpus: list[wire.GpuSample] | None = None, **fields: Any) -> wire.NodeSample:
+    """A node at work; counters are given as rates per second."""
+    normal: dict[str, Any] = {
+        "cpu_pct": 40.0, "cpu_count": 8, "load1": 4.0, "mem_used_bytes": 50 * GIB,
+        "mem_total_bytes": 100 * GIB, "disk_read_bytes": 1e6, "disk_write_bytes": 1e6, "net_rx_bytes": 1e6,
+        "net_tx_bytes": 1e6, "swap_in_bytes": 0, "psi_cpu": 0.05, "psi_memory": 0.0, "psi_io": 0.02,
+        "cpu_throttled_ns": 0,
+    }  # fmt: skip
+    told = {**normal, **fields}
+    for name in ("disk_read_bytes", "disk_write_bytes", "net_rx_bytes", "net_tx_bytes", "swap_in_bytes"):
+        told[name] = int(told[name] * second)
+    told["cpu_throttled_ns"] = int(told["cpu_throttled_ns"] * second)
+    return wire.NodeSample(t_ns=int(second * SECOND), gpus=gpus, **told)
+
+
+def machine(
+    name: str,
+    gpus: list[wire.GpuSample] | None = None,
+    *,
+    named: tuple[int, ...] = (),
+    before: dict[str, Any] | None = None,
+    ranks: dict[int, int | None] | None = None,
+    seconds: int = 20,
+    **fields: Any,
+) -> Machine:
+    """A node that is the same in every second; `before`: what it was before."""
+    during, earlier = Samples(), Samples()
+    for second in range(1, seconds + 1):
+        during.add(sample(second, gpus, **fields))
+        earlier.add(sample(second, gpus if before is None else before.pop("gpus", gpus), **(before or {})))
+    return Machine(name, during.between(*ALL), earlier.between(*ALL), ranks or {}, frozenset(named))
+
+
+def told(found: tuple[Oddity, ...]) -> list[tuple[str, str, int | None]]:
+    return [(odd.kind, odd.node, odd.device) for odd in found]
+
+
+NODE_ODDITIES = [
+    ({"mem_used_bytes": 98 * GIB}, "mem_used", "98 % of the memory in use"),
+    ({"swap_in_bytes": 30e6}, "swap_in_bps", "swapping in 30 MB/s (other nodes 0 MB/s)"),
+    ({"psi_memory": 0.4}, "psi_memory", "tasks wait for memory 40 % of the time (other nodes 0 %)"),
+    ({"cpu_throttled_ns": 2e9}, "cpu_throttled", "the container's CPU quota holds back 2.00 cores"),
+    ({"cpu_pct": 97.0}, "cpu_pct", "CPU 97 % busy (other nodes 40 %)"),
+    ({"psi_cpu": 0.6}, "psi_cpu", "tasks wait for a CPU 60 % of the time (other nodes 5 %)"),
+    ({"load1": 40.0}, "load", "load 5.0 per core (other nodes 0.5)"),
+    ({"psi_io": 0.5}, "psi_io", "tasks wait for the disk 50 % of the time (other nodes 2 %)"),
+    ({"disk_read_bytes": 800e6}, "disk_bps", "disk 801 MB/s (other nodes 2 MB/s)"),
+    ({"net_rx_bytes": 900e6}, "net_bps", "network 901 MB/s (other nodes 2 MB/s)"),
+]
+each_node_oddity = pytest.mark.parametrize(
+    ("fields", "kind", "text"), NODE_ODDITIES, ids=[kind for _, kind, _ in NODE_ODDITIES]
+)
+each_node_kind = pytest.mark.parametrize(("fields", "kind"), [(f, kind) for f, kind, _ in NODE_ODDITIES])
+
+
+def test_every_column_of_a_node_is_looked_at() -> None:
+    assert [kind for _, kind, _ in NODE_ODDITIES] == list(NODE)
+
+
+@each_node_oddity
+def test_what_the_other_nodes_do_not_have_is_odd(fields: dict[str, Any], kind: str, text: str) -> None:
+    found = oddities([machine("a", named=(0,), **fields), machine("b"), machine("c")])
+    assert told(found) == [(kind, "a", None)]
+    assert found[0].text.startswith(text)
+    assert (found[0].usual is None) == (kind == "mem_used")
+
+
+@each_node_kind
+def test_a_single_node_is_compared_with_itself_before(fields: dict[str, Any], kind: str) -> None:
+    assert told(oddities([machine("a", named=(0,), before={}, **fields)])) == [(kind, "a", None)]
+    always = oddities([machine("a", named=(0,), before=dict(fields), **fields)])
+    assert told(always) == ([(kind, "a", None)] if kind == "mem_used" else [])
+
+
+@each_node_kind
+def test_what_is_so_on_all_nodes_is_not_odd_of_one(fields: dict[str, Any], kind: str) -> None:
+    everywhere = [machine("a", named=(0,), before={}, **fields), machine("b", **fields), machine("c")]
+    if kind != "mem_used":
+        assert not oddities(everywhere[:2])
+        assert not oddities(everywhere)  # one of two peers is enough: it is not this node's own
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mem_used_bytes": 90 * GIB, "swap_in_bytes": 1e5, "psi_memory": 0.08},
+        {"cpu_throttled_ns": 2e7, "cpu_pct": 85.0, "psi_cpu": 0.2, "load1": 10.0},
+        {"psi_io": 0.15, "disk_read_bytes": 30e6, "net_tx_bytes": 40e6},
+    ],
+)
+def test_a_little_more_than_the_others_is_not_odd(fields: dict[str, Any]) -> None:
+    warm = gpu(0, power_w=600.0, sm_mhz=1850.0)
+    assert not oddities([machine("a", [warm], named=(0,), **fields), machine("b", [gpu(0)])])
+
+
+def test_near_its_limit_and_hardly_above_the_others_is_not_odd() -> None:
+    high = {"cpu_pct": 80.0, "psi_cpu": 0.3, "load1": 14.0, "psi_io": 0.3, "net_rx_bytes": 400e6}
+    more = {"cpu_pct": 95.0, "psi_cpu": 0.45, "load1": 17.0, "psi_io": 0.4, "net_rx_bytes": 900e6}
+    devices = [gpu(0, power_w=650.0, sm_mhz=1700.0)], [gpu(0, power_w=690.0, sm_mhz=1600.0)]
+    assert not oddities([machine("a", devices[1], named=(0,), **more), machine("b", devices[0], **high)])
+
+
+def test_when_all_are_slow_every_node_is_compared_with_itself_before() -> None:
+    rose = [machine(name, before={}, cpu_pct=97.0 + at) for at, name in enumerate("abc")]
+    (odd,) = oddities(rose, everyone=True)
+    assert (odd.node, odd.text) == ("c", "CPU 99 % busy (before 40 %); so too on 2 more nodes")
+    assert not oddities([machine("a", before={}), machine("b", before={})], everyone=True)
+
+
+GPU_ODDITIES: list[tuple[dict[str, Any], str, str]] = [
+    ({"throttle": ["sw_thermal_slowdown"]}, "thermal", "GPU 1: throttles: too hot"),
+    ({"throttle": ["hw_slowdown"]}, "slowdown", "GPU 1: throttles: hardware slowdown"),
+    ({"throttle": ["sw_power_cap"]}, "power_cap", "GPU 1: held back by its power limit (its peers not)"),
+    ({"power_w": 699.0}, "power", "GPU 1: power at 100 % of its limit (its peers 71 %)"),
+    ({"sm_mhz": 1200.0}, "clock_lack", "GPU 1: SM clock 39 % below its highest (its peers 2 %)"),
+]
+each_gpu_oddity = pytest.mark.parametrize(
+    ("fields", "kind", "text"), GPU_ODDITIES, ids=[kind for _, kind, _ in GPU_ODDITIES]
+)
+
+
+def test_every_column_of_a_device_is_looked_at() -> None:
+    assert [kind for _, kind, _ in GPU_ODDITIES] == list(GPU)
+
+
+@each_gpu_oddity
+def test_a_device_that_is_not_like_its_peers_is_odd(fields: dict[str, Any], kind: str, text: str) -> None:
+    found = oddities([machine("a", [gpu(0), gpu(1, **fields)], named=(0,)), machine("b", [gpu(0), gpu(1)])])
+    assert told(found) == [(kind, "a", 1)]
+    assert found[0].text == text
+    alike = [machine(name, [gpu(i, **fields) for i in range(2)], named=(0,) * (name == "a")) for name in "ab"]
+    assert {odd.kind for odd in oddities(alike)} <= {"thermal", "slowdown"}  # odd of themselves
+
+
+def test_only_devices_of_the_named_rank_are_told_where_they_are_known() -> None:
+    def node(hot: int) -> list[wire.GpuSample]:
+        """Rank r (pid 70 + r) computes on device 1 - r: CUDA_VISIBLE_DEVICES turned them round."""
+        reasons = [["hw_thermal_slowdown"] if index == hot else [] for index in (0, 1)]
+        return [gpu(i, throttle=reasons[i], processes=[Process(71 - i, GIB, "python", [9])]) for i in (0, 1)]
+
+    ranks: dict[int, int | None] = {70: 0, 71: 1}
+    (odd,) = oddities([machine("a", node(hot=0), named=(1,), ranks=ranks)])
+    assert odd.text == "GPU 0 (rank 1): throttles: too hot"
+    assert not oddities([machine("a", node(hot=1), named=(1,), ranks=ranks)])
+
+
+def test_the_clock_of_an_idle_device_says_nothing() -> None:
+    for idle in ({"throttle": ["gpu_idle"]}, {"util_pct": 1.0}):
+        slow = gpu(0, sm_mhz=345.0, **idle)
+        assert not oddities([machine("a", [slow], named=(0,)), machine("b", [gpu(0)])])
+
+
+def test_a_process_on_the_device_that_is_no_rank_s_is_told() -> None:
+    own = Process(70, GIB, "python", [9, 1])
+    worker = Process(75, GIB, "python", [70, 9, 1])
+    stranger = Process(500, 12 * GIB, "serve", [499, 1])
+    ranks: dict[int, int | None] = {70: 0, 71: None}  # 71: of another run of the session
+
+    def node(name: str, *processes: Process, **other: Any) -> Machine:
+        return machine(name, [gpu(0, processes=list(processes))], named=(0,), **{"ranks": ranks, **other})
+
+    (odd,) = oddities([node("a", own, worker, stranger)])
+    assert odd.text == "GPU 0 (rank 0): process 500 (serve) is no rank's and holds 12.0 GiB"
+    assert (odd.kind, odd.device, odd.value) == ("foreign_process", 0, 12 * GIB)
+    assert not oddities([node("a", own, worker, Process(71, GIB))])
+    assert not oddities([node("a", stranger)]), "no rank is seen: pids may be of another namespace"
+    monitors = machine("b", [gpu(0, processes=[Process(80, GIB), Process(81, 1, "serve")])], ranks={80: 2})
+    assert not oddities([node("a", own, stranger), monitors]), "it is on the other devices, too"
+
+
+def test_a_stranger_must_stay() -> None:
+    samples = Samples()
+    for second in range(20):
+        there = [Process(500, GIB, "serve")] if second < 8 else []
+        samples.add(sample(second, [gpu(0, processes=[Process(70, GIB), *there])]))
+    passing = Machine("a", samples.between(*ALL), None, {70: 0}, frozenset({0}))
+    assert not oddities([passing])
+
+
+def test_what_is_not_known_is_not_odd() -> None:
+    samples, empty = Samples(), Samples()
+    for second in range(20):
+        samples.add(wire.NodeSample(second * SECOND, *[None] * 9, [wire.GpuSample(0, *[None] * 4)]))
+    empty.add(wire.NodeSample(0, *[None] * 9))
+    for found in (samples, empty):
+        part = found.between(*ALL)
+        assert not oddities([Machine("a", part, part, {}, frozenset({0})), machine("b", [gpu(0)])])
+    few = machine("a", named=(0,), seconds=7, cpu_pct=99.0)
+    assert not oddities([few, machine("b")])
+
+
+def test_it_takes_most_of_the_samples() -> None:
+    def busy(share: float) -> Machine:
+        samples = Samples()
+        for second in range(1, 21):
+            samples.add(sample(second, cpu_pct=98.0 if second <= 20 * share else 40.0))
+        return Machine("a", samples.between(*ALL), None, {}, frozenset({0}))
+
+    assert not oddities([busy(0.5), machine("b")])
+    assert told(oddities([busy(0.75), machine("b")])) == [("cpu_pct", "a", None)]
+
+
+NOISES: dict[str, Callable[[np.random.Generator, float], float]] = {
+    "none": lambda rng, level: level + 0 * rng.uniform(),
+    "a fifth": lambda rng, level: level * rng.uniform(0.8, 1.2),
+    "heavy": lambda rng, level: min(level * rng.lognormal(0, 0.5), 1.0),
+    "any": lambda rng, level: rng.uniform(0, 1) + 0 * level,
+    "on and off": lambda rng, level: float(rng.uniform(0, 1) < level),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 32),
+    noise=st.sampled_from(sorted(NOISES)),
+    level=st.floats(0, 0.9),
+    nodes=st.integers(1, 5),
+    everyone=st.booleans(),
+)
+def test_noise_is_never_odd(seed: int, noise: str, level: float, nodes: int, everyone: bool) -> None:
+    """Every value of every node drawn alike, from calm to wild, now and before."""
+    rng = np.random.default_rng(seed)
+
+    def draw() -> float:
+        return NOISES[noise](rng, level)
+
+    def noisy() -> Any:
+        samples = Samples()
+        total = np.zeros(6)
+        for second in range(30):
+            total += [1e9 * draw() for _ in range(6)]
+            names = ("disk_read_bytes", "disk_write_bytes", "net_rx_bytes", "net_tx_bytes", "swap_in_bytes")
+            counters = dict(zip(names, total.astype(int).tolist(), strict=False))
+            reasons = ["sw_power_cap"] if draw() > 0.5 else []
+            devices = [
+                gpu(i, power_w=700 * draw(), sm_mhz=1980 * (1 - draw()), throttle=reasons) for i in range(2)
+            ]
+            plain = sample(1, devices, cpu_pct=100 * draw(), load1=40 * draw(), psi_cpu=draw(), psi_io=draw())
+            values = {name: getattr(plain, name) for name in plain.__struct_fields__}
+            values.update(
+                counters, t_ns=second * SECOND, psi_memory=draw(), mem_used_bytes=int(94 * draw() * GIB)
+            )
+            values["cpu_throttled_ns"] = int(total[5])
+            samples.add(wire.NodeSample(**values))
+        return samples.between(*ALL)
+
+    named = frozenset() if everyone else frozenset({0})
+    drawn = [Machine(str(at), noisy(), noisy(), {}, named if at == 0 else frozenset()) for at in range(nodes)]
+    assert oddities(drawn, everyone=everyone) == ()
+
+
+def test_samples_are_bounded_and_go_back_to_the_beginning() -> None:
+    samples = Samples(size=64)
+    for second in range(5000):
+        samples.add(sample(second, [gpu(0, processes=[Process(second, None)])], cpu_pct=second / 50))
+    every, recent = samples.between(*ALL), samples.between(4970 * SECOND, 1 << 62)
+    assert 32 <= len(every.node) <= 64
+    assert recent.node[:, NODE.index("cpu_pct")].tolist() == pytest.approx(
+        [s / 50 for s in range(4970, 5000)]
+    )
+    assert recent.gpus.shape == (30, 1, len(GPU))
+    assert every.node[0, NODE.index("cpu_pct")] == 0.0
+    assert [devices[0][0].pid for devices in recent.processes] == list(range(4970, 5000))
+
+
+def test_a_counter_that_begins_anew_has_no_rate() -> None:
+    samples = Samples()
+    for second, swapped in enumerate((5_000_000, 6_000_000, 1_000, 2_001_000)):
+        samples.add(wire.NodeSample(second * SECOND, *[None] * 9, swap_in_bytes=swapped))
+    rates = samples.between(*ALL).node[:, NODE.index("swap_in_bps")]
+    assert rates.tolist() == pytest.approx([np.nan, 1e6, np.nan, 2e6], nan_ok=True)
+
+
+@given(st.lists(st.integers(1, 10**9), min_size=3, max_size=30), st.data())
+def test_steps_follow_one_another_back_from_the_newest(took: list[int], data: st.DataObject) -> None:
+    keys = np.arange(len(took)) << wire.SEGMENT_BITS
+    rows = np.zeros((len(took), wire.N_STAGES), np.int64)
+    rows[:, 1] = took
+    first = data.draw(st.integers(0, len(took) - 1))
+    last = data.draw(st.integers(first, len(took) - 1))
+    end = 10**18
+    assert span(keys, rows, end, first, last) == (end - sum(took[first:]), end - sum(took[last + 1 :]))
+    assert span(keys, rows, end, len(took), None) is None
+
+
+# -- from the relays to the report ---------------------------------------------------------------
+
+LATE = [1, 6, 0, 63, 29, 1]
+WAITING = [1, 2, 0, 33, 29, 35]
+BALANCED = [1, 2, 0, 33, 29, 5]
+BASE_S = 1_700_000_000
+
+
+class Played:
+    """Two nodes of two ranks, each rank on a device of its own; ten steps a second."""
+
+    def __init__(self, folder: Path) -> None:
+        self.clock = Clock()
+        self.folder = folder
+        self.aggregator: Aggregation = aggregation(folder, self.clock, world_size=4, nnodes=2)
+        self.ranks = [Rank(i, 4, per_node=2) for i in range(4)]
+        self.relays = [Relay(0), Relay(1)]
+        self.gone: int | None = None
+
+    def play(self, seconds: int, late: int | None, hot: int | None, **busy: Any) -> None:
+        """Rank `late` is late out of forward, the device of rank `hot` throttles, its node is `busy`."""
+        for _ in range(seconds):
+            for node, relay in enumerate(self.relays):
+                gpus = []
+                for rank in (2 * node, 2 * node + 1):
+                    pid = self.ranks[rank].identity.pid
+                    reasons = ["sw_thermal_slowdown"] if rank == hot else []
+                    clock = 1100.0 if rank == hot else 1950.0
+                    gpus.append(
+                        gpu(rank % 2, throttle=reasons, sm_mhz=clock, processes=[Process(pid, GIB, "python")])
+                    )
+                fields = busy if hot is not None and hot // 2 == node else {}
+                seen = sample(self.clock() / SECOND, gpus, **fields)
+                batches = []
+                for rank in (2 * node, 2 * node + 1):
+                    ms = BALANCED if late is None else LATE if rank == late else WAITING
+                    if rank != self.gone:
+                        batches.append(self.ranks[rank].batch(10, ms))
+                self.aggregator.ingest(relay.message(*batches, sample=seen))
+            self.clock.tick()
+            self.aggregator.commit()
+            self.aggregator.judge()
+
+
+def test_a_straggler_on_a_device_that_throttles_says_so_and_its_healthy_peer_does_not(tmp_path: Path) -> None:
+    run = Played(tmp_path)
+    run.play(12, late=None, hot=None)
+    assert ask(run.aggregator, "verdict")["machine"] is None  # it names no one
+    run.play(4, late=3, hot=3, cpu_pct=98.0)
+    fresh = ask(run.aggregator, "verdict")
+    assert (fresh["rank"], fresh["machine"]) == (3, None)  # too few samples to know
+    run.play(11, late=3, hot=3, cpu_pct=98.0)
+    live = ask(run.aggregator, "verdict")
+    run.play(15, late=0, hot=3)  # now another rank is late, and it still throttles
+    other = ask(run.aggregator, "verdict")
+    run.aggregator.finish(wire.Finish(wire.VERSION, 0))
+    summary = json.loads((tmp_path / "summary.json").read_bytes())
+
+    assert (live["label"], live["rank"]) == ("straggler", 3)
+    expected = ["CPU 98 % busy (other nodes 40 %)", "GPU 1 (rank 3): throttles: too hot"]
+    expected.append("GPU 1 (rank 3): SM clock 44 % below its highest (its peers 2 %)")
+    assert [odd["text"] for odd in live["machine"]] == expected
+    assert {odd["node"] for odd in live["machine"]} == {"host-1"}
+    assert (other["rank"], other["machine"]) == (0, [])
+
+    spans = {span["rank"]: span for span in summary["verdicts"] if span["label"] == "straggler"}
+    assert [odd["text"] for odd in spans[3]["machine"]] == expected
+    assert spans[0]["machine"] == []
+    healthy = [span["machine"] for span in summary["verdicts"] if span["label"] == "healthy"]
+    assert healthy == [None] * len(healthy)
+
+
+def test_the_report_tells_it_beside_the_verdict(tmp_path: Path) -> None:
+    run = Played(tmp_path)
+    run.play(4, late=None, hot=None)
+    run.play(26, late=3, hot=3)
+    run.aggregator.finish(wire.Finish(wire.VERSION, 0))
+    run.aggregator.close()
+    summary = json.loads((tmp_path / "summary.json").read_bytes())
+    assert [odd["kind"] for odd in summary["verdict"]["machine"]] == ["thermal", "clock_lack"]
+    text = (tmp_path / "report.txt").read_text()
+    assert max(map(len, text.splitlines())) <= WIDTH
+    at = text.index("at the same time on host-1: GPU 1 (rank 3): throttles: too hot; GPU 1")
+    assert text.index("Why  ") < at < text.index("Next  ")
+
+
+def test_a_death_is_looked_at_from_a_minute_before_it_and_only_once(tmp_path: Path) -> None:
+    run = Played(tmp_path)
+    run.play(20, late=None, hot=3, mem_used_bytes=99 * GIB)
+    run.aggregator.ingest(run.relays[1].message(lost=[run.ranks[3].stream]))
+    run.aggregator.judge()
+    first = ask(run.aggregator, "verdict")
+    run.gone = 3
+    run.play(20, late=None, hot=None)
+    later = ask(run.aggregator, "verdict")
+    run.aggregator.finish(wire.Finish(wire.VERSION, 1))
+    stored = json.loads((tmp_path / "summary.json").read_bytes())["verdict"]
+    for verdict in (first, later, stored):
+        assert (verdict["label"], verdict["rank"]) == ("rank_lost", 3)
+        assert [odd["kind"] for odd in verdict["machine"]] == ["mem_used", "thermal", "clock_lack"]
+
+
+def test_a_hang_is_about_the_time_since_the_last_row() -> None:
+    def seen(at: int) -> Stream:
+        return Stream(1, "s", last_seen_ns=at)
+
+    machines = Machines(lambda *_: {}, {0: seen(90), 1: seen(95)}, [], {})
+    none = np.empty(0, np.int64), np.empty((0, wire.N_STAGES), np.int64)
+    hang = Verdict(label="hang", rank=0, ranks=(0,), began_ns=60)
+    assert machines.when(hang, *none) == (60, 95)
+    assert machines.when(replace(hang, lasted_s=2e-8), *none) == (60, 80)
+    assert machines.when(Verdict(label="healthy"), *none) is None
+    assert machines.when(Verdict(label="straggler", rank=7, ranks=(7,)), *none) is None
+
+
+def test_an_older_session_file_has_no_such_evidence_and_is_read(tmp_path: Path) -> None:
+    run = Played(tmp_path)
+    run.play(30, late=3, hot=3, psi_io=0.25)
+    run.aggregator.commit()
+    run.aggregator.close()
+    path = tmp_path / "session.sqlite"
+    with SessionFile(path) as session:
+        columns = session.node_columns()["node-1"]
+        assert list(columns["psi_io"]) == [0.25] * 30
+        assert next(iter(columns["disk_bps"])) == pytest.approx(2e6, rel=0.01)
+        assert list(columns["gpu1_sm_mhz"]) == [1100.0] * 30
+        begin = BASE_S * SECOND + 10 * SECOND
+        assert len(session.node_columns(begin, begin + 4 * SECOND)["node-1"]["cpu_pct"]) == 5
+        part = session.machines(["node-1"], begin, begin + 4 * SECOND)["node-1"]
+        assert part.node.shape == (5, len(NODE))
+        assert part.gpus[:, 1, GPU.index("thermal")].tolist() == [1.0] * 5
+    old = [{"index": 0, "name": "x", "util_pct": 5.0, "mem_used_bytes": 1, "mem_total_bytes": 2}]
+    with sqlite3.connect(path) as database:
+        for name in ("swap_in_bytes", "psi_cpu", "psi_memory", "psi_io", "cpu_throttled_ns"):
+            database.execute(f"ALTER TABLE node_sample DROP COLUMN {name}")
+        database.execute("UPDATE node_sample SET gpus = ?", (json.dumps(old),))
+    with SessionFile(path) as session:
+        last = session.node_samples()[0][-1]
+        assert (last["psi_io"], last["gpus"][0]["util_pct"], last["gpus"][0]["throttle"]) == (None, 5.0, None)
+        columns = session.node_columns()["node-1"]
+        assert (len(columns["psi_io"]), list(columns["gpu0_util_pct"])) == (0, [5.0] * 30)
+
+
+def test_of_a_long_time_some_samples_are_read(tmp_path: Path) -> None:
+    aggregator, relay, clock = aggregation(tmp_path), Relay(), Clock()
+    for _ in range(1500):
+        aggregator.ingest(relay.message(sample=sample(clock() / SECOND, [gpu(0, processes=[])])))
+        clock.tick()
+    aggregator.commit()
+    aggregator.close()
+    with SessionFile(tmp_path / "session.sqlite") as session:
+        begin = BASE_S * SECOND
+        part = session.machines(["node-0"], begin, begin + 1200 * SECOND)["node-0"]
+        assert 90 <= len(part.node) <= 130
+        assert np.nanmedian(part.node[:, NODE.index("disk_bps")]) == pytest.approx(2e6, rel=0.01)
+        assert session.machines(["node-0", "gone"], 0, 9)["gone"].node.shape == (0, len(NODE))

@@ -1,0 +1,294 @@
+"""Ranks that exchange gradients in several groups: each group is judged by itself, the costliest is told."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sessions import Rank, Relay, aggregation
+from unit.sample_windows import of_ms, streams, window
+from unit.test_rank_agent import Pipe, make
+from unit.test_recorder import Loop
+
+from traceml_ray import wire
+from traceml_ray.analysis import wording
+from traceml_ray.analysis.history import RunJudge, judge_run
+from traceml_ray.analysis.parts import Rate, Rates, with_part
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess, judge
+from traceml_ray.analysis.window import Group, Window, align
+from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import FLAG_COUPLED, FLAG_NO_PEERS, N_STAGES, SEGMENT_BITS, SYNC_WAIT
+
+MS = 1_000_000
+BALANCED = [[1, 2, 0, 3, 4, 1]] * 2
+LATE = [[1, 2, 0, 3, 4, 5], [1, 6, 0, 3, 4, 1]]
+LATER = [[1, 2, 0, 3, 4, 11], [1, 2, 0, 13, 4, 1]]
+LONG = [[1, 2, 0, 30, 40, 1]] * 2
+"""Rows in ms of two ranks; in LATE rank 1 of the two is late by 4 ms, in LATER by 10."""
+PAIRS: list[Group | None] = [(0, 2), (0, 2), (2, 2), (2, 2)]
+
+
+def grouped(
+    rows: Sequence[Sequence[float]],
+    groups: Sequence[Group | None] = PAIRS,
+    missing: Sequence[int] = (),
+    steps: int = 50,
+    strategy: str | None = None,
+    flags: int = 0,
+) -> Window:
+    found = streams(of_ms(rows, steps), flags=flags)
+    told = [replace(one, group=group, strategy=strategy) for one, group in zip(found, groups, strict=True)]
+    return align(told, len(rows), missing)
+
+
+def named(verdict: Verdict) -> tuple[str, str | None, tuple[int, ...]]:
+    return verdict.label, verdict.stage, verdict.ranks
+
+
+# -- the verdict over several groups ---------------------------------------------------------------
+
+
+def test_a_straggler_is_named_in_its_group_and_costs_its_group() -> None:
+    verdict, evidence = assess(grouped([*BALANCED, *LATE]), DEFAULTS)
+    alone = judge(window(of_ms(LATE, 50)))
+    assert named(verdict) == ("straggler", "data", (3,))
+    assert verdict.gpu_hours_per_hour == alone.gpu_hours_per_hour == pytest.approx(2 * 4 / 15)
+    assert (verdict.mean_step_ms, verdict.coverage, verdict.confidence) == (15, 1.0, "high")
+    assert verdict.why.startswith("In the group of ranks 2 and 3: rank 3 (node-1) is 4 ms late out of `data`")
+    assert {suspect.rank for suspect in verdict.suspects} == {3}
+    assert evidence is not None and evidence.window.ranks.tolist() == [2, 3]
+
+
+def test_groups_need_not_take_equally_long() -> None:
+    """As one group they would not be compared at all: their totals differ."""
+    verdict = judge(grouped([*LONG, *LATE]))
+    assert named(verdict) == ("straggler", "data", (3,))
+    unknown = judge(grouped([*LONG, *LATE], groups=[None] * 4))
+    assert unknown.label == "accounting_only"
+
+
+def test_of_two_late_ranks_the_costlier_is_told() -> None:
+    assert named(judge(grouped([*LATE, *LATER]))) == ("straggler", "forward", (3,))
+    assert named(judge(grouped([*LATER, *LATE]))) == ("straggler", "forward", (1,))
+    # A smaller share of more ranks may cost more.
+    many: list[Group | None] = [(0, 2)] * 2 + [(2, 6)] * 6
+    verdict = judge(grouped([*LATE, *[LATE[0]] * 5, LATE[1]], many))
+    assert named(verdict) == ("straggler", "data", (7,))
+    assert verdict.gpu_hours_per_hour == pytest.approx(6 * 4 / 15)
+
+
+def test_groups_of_which_none_is_late_are_healthy_and_leave_no_baseline() -> None:
+    rows = grouped([*BALANCED, *LONG], steps=400)
+    verdict, evidence = assess(rows, DEFAULTS)
+    assert (verdict.label, verdict.confidence, evidence) == ("healthy", "high", None)
+    assert (
+        verdict.why == "2 groups of ranks, each judged by itself: no rank holds the others of its group up."
+    )
+    run = judge_run([replace(one, group=(0, 2)) for one in streams(of_ms(BALANCED, 400))], 2)
+    assert run.baseline is not None
+    several = RunJudge()
+    for end in range(50, 400, 10):
+        several.update(rows.take(slice(end - 50, end)))
+    assert several.baseline is None and several.whole().label == "healthy"
+
+
+def test_what_one_group_lacks_hides_nobody_in_another() -> None:
+    three: list[Group | None] = [*PAIRS[:2], (2, 3), (2, 3), (2, 3)]
+    late = judge(grouped([*LATE, *BALANCED, BALANCED[0]], three, missing=[4]))
+    assert named(late) == ("straggler", "data", (1,))
+    healthy = judge(grouped([*BALANCED, *BALANCED, BALANCED[0]], three, missing=[4]))
+    assert healthy.label == "telemetry_limited"
+    assert healthy.why == (
+        "In the group of ranks 2 and 3: 1 of 3 ranks does not report: rank 4. Too few to judge by."
+    )
+
+
+def test_ranks_of_which_nothing_is_known_are_one_group() -> None:
+    silent = judge(grouped([*BALANCED, *BALANCED], missing=[2, 3]))
+    assert silent.label == "telemetry_limited"
+    assert silent.why == "2 of 2 ranks do not report: ranks 2 and 3. Too few to judge by."
+    assert named(judge(grouped([*BALANCED, *LATE], [*PAIRS[:2], None, None])))[2] == (3,)
+    # One that says nothing is of the group that says it is all of the job.
+    whole: list[Group | None] = [(0, 4), (0, 4), None, (0, 4)]
+    rows = grouped([*[LATE[0]] * 3, LATE[1]], whole)
+    assert rows.by_group() == [rows] and named(judge(rows)) == ("straggler", "data", (3,))
+
+
+def test_ranks_that_are_each_alone_do_not_exchange_gradients() -> None:
+    own: list[Group | None] = [(rank, 1) for rank in range(4)]
+    verdict = judge(grouped([*BALANCED, *LATE], own, flags=FLAG_NO_PEERS))
+    assert (verdict.label, verdict.why) == ("accounting_only", wording.NO_SYNC)
+    assert "do not exchange gradients" in verdict.why
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.floats(0, 20)), min_size=2, max_size=2),
+    st.lists(st.floats(1, 5), min_size=2, max_size=2),
+    st.integers(2, 4),
+)
+def test_two_groups_are_judged_as_the_costlier_of_them_is_alone(
+    faults: list[tuple[int, float]], scale: list[float], size: int
+) -> None:
+    alone, parts = [], []
+    for (stage, late_ms), times in zip(faults, scale, strict=True):
+        rows = np.tile(np.array([1, 2, 1, 3, 4, 1]) * times, (size, 1))
+        rows[:, SYNC_WAIT] += late_ms
+        rows[-1, stage] += late_ms
+        rows[-1, SYNC_WAIT] -= late_ms
+        parts.append(rows)
+        alone.append(judge(window(of_ms(rows, 50))))
+    groups: list[Group | None] = [(0, size)] * size + [(size, size)] * size
+    verdict = judge(grouped(np.concatenate(parts).tolist(), groups))
+    costs = [each.gpu_hours_per_hour or 0.0 for each in alone]
+    assert (verdict.gpu_hours_per_hour or 0.0) == max(costs)
+    worst = int(np.argmax(costs))
+    expected = named(alone[worst])
+    assert named(verdict) == (*expected[:2], tuple(rank + worst * size for rank in expected[2]))
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.booleans(), st.data())
+def test_every_rank_is_in_one_group_and_every_missing_one_counted_once(
+    groups: int, size: int, strided: bool, data: st.DataObject
+) -> None:
+    world = groups * size
+    of = [(rank % groups, size) if strided else (rank // size * size, size) for rank in range(world)]
+    missing = sorted(data.draw(st.sets(st.integers(0, world - 1), max_size=world - 1)))
+    found = grouped([BALANCED[0]] * world, of, missing, steps=2).by_group()
+    live = [rank for part in found for rank in part.ranks.tolist()]
+    assert sorted(live) == sorted(set(range(world)) - set(missing))
+    assert sum(part.expected - len(part.ranks) for part in found) == len(missing)
+    for part in found:
+        assert len({of[rank] for rank in part.ranks.tolist()}) <= 1 or len(found) == 1
+        assert part.d.shape == (2, len(part.ranks), N_STAGES) == (*part.flags.shape, N_STAGES)
+        assert part.missing == () or len(part.missing) == part.expected - len(part.ranks)
+        if not strided and len(found) > 1 and len(part.ranks):
+            ours = of[int(part.ranks[0])]
+            assert part.missing == tuple(rank for rank in missing if of[rank] == ours)
+
+
+def test_a_part_is_compared_with_that_of_the_ranks_own_group() -> None:
+    """The others spend as long in it, but nobody waits for them there."""
+    rows = grouped([*LONG, *LATE])
+    asked: list[int] = []
+
+    def find(ranks: Sequence[int], *_: int) -> Mapping[int, Rates]:
+        asked.extend(ranks)
+        return {rank: {("fetch", wire.DATA): Rate((1 if rank == 2 else 6) * MS, 1.0)} for rank in ranks}
+
+    assert with_part(judge(rows), rows, find, Thresholds()).part == "fetch"
+    assert asked == [3, 2]
+
+
+# -- other couplings -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [
+        ("fsdp2", wording.COUPLED),
+        ("fsdp2+tp", "Tensor-parallel collectives run inside forward"),
+        ("tp", "Tensor-parallel collectives run inside forward"),
+        ("fsdp2+pp", "pipeline stages do different work"),
+        ("ddp+pp+tp", "pipeline stages do different work"),
+    ],
+)
+def test_the_reason_of_a_coupling_is_told(strategy: str, why: str) -> None:
+    for groups in (PAIRS, [None] * 4):
+        verdict = judge(grouped([*BALANCED, *LATE], groups, strategy=strategy, flags=FLAG_COUPLED))
+        assert verdict.label == "accounting_only" and why in verdict.why
+
+
+def test_what_hides_behind_waits_inside_a_step_is_not_called_healthy() -> None:
+    """Slow in forward and fast in backward: nothing for DDP, but under FSDP the others wait twice."""
+    turns = [[1, 2, 0, 2, 9, 6], [1, 2, 0, 2, 9, 6], [1, 2, 0, 9, 2, 6]]
+    everyone: list[Group | None] = [(0, 3)] * 3
+    assert judge(grouped(turns, everyone, strategy="ddp")).label == "healthy"
+    verdict = judge(grouped(turns, everyone, strategy="fsdp2"))
+    assert (verdict.label, verdict.why) == ("accounting_only", wording.HIDDEN)
+    both = [[1, 2, 0, 9, 2, 10], [1, 2, 0, 2, 9, 10], [1, 2, 0, 2, 2, 17]]
+    verdict = judge(grouped(both, everyone, strategy="fsdp2"))
+    assert verdict.label == "co_critical" and "each may save more" in verdict.why
+
+
+# -- what blocks inside a stage --------------------------------------------------------------------
+
+
+def test_a_wait_inside_a_stage_is_sync_wait_wherever_it_is() -> None:
+    loop = Loop()
+    loop.step()
+    loop.data(2)
+    loop.sync(10)  # in prepare
+    loop.forward(4)
+    loop.sync(20)
+    loop.recorder.backward_begin()
+    loop.clock.wait(3)
+    loop.sync(30)
+    loop.clock.wait(2)
+    loop.recorder.gradients_done()
+    loop.sync(40)
+    loop.recorder.backward_end(True)
+    outer = loop.recorder.sync_begin()
+    loop.sync(50)  # inside another wait
+    loop.clock.wait(5)
+    loop.recorder.sync_end(outer)
+    loop.clock.wait(6)
+    loop.data(1)
+    loop.forward(1)
+    loop.backward(1, 1)
+    loop.optimizer(1)
+    (_, _, row), (_, _, following) = loop.rows()[1:]
+    assert row == [1, 2, 0, 4, 5, 100]
+    assert following == [6, 1, 0, 1, 1, 56]
+
+
+def test_a_wait_of_another_thread_is_none() -> None:
+    loop = Loop()
+    loop.step()
+    loop.recorder.owner = -1
+    assert not loop.recorder.sync_begin()
+
+
+# -- from the batch to the verdict -----------------------------------------------------------------
+
+
+def test_the_group_reaches_the_file_and_files_without_it_still_open(tmp_path: Path) -> None:
+    aggregator, relay = aggregation(tmp_path), Relay()
+    ranks = [Rank(number, 4) for number in range(4)]
+    for rank, row in zip(ranks, [*LONG, *LATE], strict=True):
+        pair = (rank.identity.global_rank // 2 * 2, 2)
+        aggregator.ingest(relay.message(rank.batch(80, row, group=pair, strategy="ddp")))
+        aggregator.ingest(relay.message(rank.batch(1, row)))  # one that does not say changes nothing
+    aggregator.commit()
+    aggregator.judge()
+    live = aggregator._judge.verdict()
+    assert live is not None and named(live) == ("straggler", "data", (3,))
+    aggregator.close()
+    path = tmp_path / "session.sqlite"
+    with SessionFile(path) as session:
+        rows, _ = session.rows()
+        assert [one.group for one in rows] == PAIRS and {one.strategy for one in rows} == {"ddp"}
+        assert named(judge_run(rows, 4).whole()) == ("straggler", "data", (3,))
+    with sqlite3.connect(path) as connection:
+        for column in ("group_first", "group_size"):
+            connection.execute(f"ALTER TABLE stream DROP COLUMN {column}")
+    connection.close()
+    with SessionFile(path) as session:
+        rows, _ = session.rows()
+        assert [one.group for one in rows] == [None] * 4
+        assert len(rows[0].keys) == 81 and int(rows[0].keys[-1]) >> SEGMENT_BITS == 80
+
+
+def test_the_agent_says_the_group_from_when_it_knows_it() -> None:
+    pipe = Pipe()
+    agent = make(pipe)
+    agent.tick()
+    agent.instrumentation.group = (4, 8)
+    agent.tick()
+    assert [batch.group for batch in pipe.batches()] == [None, (4, 8)]

@@ -1,0 +1,74 @@
+"""What is odd on the machines that the live verdict names, as long as it names them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from traceml_ray.analysis.machine import Oddity, Part
+from traceml_ray.analysis.thresholds import MACHINE
+from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.reports.machines import Machines
+from traceml_ray.store.nodes import node_key
+from traceml_ray.store.recent import Recent
+from traceml_ray.store.streams import Stream
+from traceml_ray.store.writer import SessionWriter
+
+EVERY_NS = 1_000_000_000
+_ROWS = 1024
+
+
+class Beside:
+    """Of one run. It remembers since when the same is named: what was usual before that stays usual."""
+
+    def __init__(self, writer: SessionWriter, recent: Recent, clock: Callable[[], int]) -> None:
+        self._writer = writer
+        self._recent = recent
+        self._clock = clock
+        self._named: object = None
+        self._since_ns = 0
+        self._looked_ns = 0
+        self._machine: tuple[Oddity, ...] | None = None
+
+    def look(self, verdict: Verdict, ranks: dict[int, Stream], labels: dict[int, str]) -> Verdict:
+        """
+        Return `verdict` with its `machine`, looked at again after a second; of a death, only once.
+
+        Args:
+            verdict: on the run.
+            ranks: the streams that stand for its ranks.
+            labels: how the streams' nodes are shown.
+
+        """
+        with self._writer.lock:
+            every = list(self._writer.streams.values())
+        shown = {node_key(stream): labels[stream.id] for stream in every if stream.id in labels}
+        machines = Machines(self._sampled, ranks, every, shown)
+        witness, now = machines.witness(verdict), self._clock()
+        if witness is None:
+            self._named = None
+            return verdict
+        named = verdict.label, verdict.stages, verdict.ranks
+        fresh = named != self._named
+        due = now - self._looked_ns >= EVERY_NS and verdict.exit_reason is None
+        if fresh or due:
+            stream = ranks[witness]
+            with self._writer.lock:
+                keys, _, rows = self._recent.tail(stream.id, stream.last_key or 0, _ROWS)
+                when = machines.when(verdict, keys, rows)
+            if when is None:
+                return verdict
+            if fresh:
+                self._named, self._since_ns = named, when[0]
+            first_ns = max(self._since_ns, when[1] - int(MACHINE.live_s * 1e9))
+            self._looked_ns = now
+            self._machine = machines.look(verdict, first_ns, when[1], self._since_ns).machine
+        return msgspec.structs.replace(verdict, machine=self._machine)
+
+    def _sampled(self, nodes: Sequence[str], first_ns: int, last_ns: int) -> dict[str, Part]:
+        found = {}
+        for node in nodes:
+            with self._writer.lock:  # node by node: a message never waits until all of them are copied
+                found.update(self._recent.machines([node], first_ns, last_ns))
+        return found

@@ -1,0 +1,107 @@
+"""What else was odd on the machines that a verdict names, from samples in memory or on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from traceml_ray.analysis.machine import Between, Machine, oddities, span
+from traceml_ray.analysis.thresholds import MACHINE
+from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.analysis.window import Int64
+from traceml_ray.store.nodes import node_key
+from traceml_ray.store.streams import Stream
+
+_MAX_PEERS = 16
+"""Nodes that are compared with, evenly chosen."""
+
+
+@dataclass
+class Machines:
+    """
+    The nodes of a run. Args:
+
+        between: their samples.
+        ranks: the streams that stand for the run's ranks.
+        every: the streams of the session.
+        labels: how nodes are shown, by `node_key`.
+
+    A node's samples are stamped by its own clock, a verdict's time is told by the aggregator's.
+    """
+
+    between: Between
+    ranks: Mapping[int, Stream]
+    every: Iterable[Stream]
+    labels: Mapping[str, str]
+
+    def when(self, verdict: Verdict, keys: Int64, rows: Int64) -> tuple[int, int] | None:
+        """
+        Return from when to when the verdict is about (ns since the epoch), None where it names no one or
+        that is not known. `keys` and `rows` are those of `witness`, the newest ones last.
+        """
+        rank = self.witness(verdict)
+        if rank is None:
+            return None
+        stream = self.ranks[rank]
+        if verdict.began_ns is not None:
+            last_ns = max(stream.last_seen_ns for stream in self.ranks.values())
+            lasted_s = verdict.lasted_s
+            return verdict.began_ns, last_ns if lasted_s is None else verdict.began_ns + int(lasted_s * 1e9)
+        if verdict.exit_reason is not None:
+            return stream.last_seen_ns - int(MACHINE.live_s * 1e9), stream.last_seen_ns
+        if stream.last_rows_ns is None:
+            return None
+        return span(keys, rows, stream.last_rows_ns, verdict.from_step, verdict.to_step)
+
+    def witness(self, verdict: Verdict) -> int | None:
+        """Return the rank whose rows tell when the verdict's steps were; None where it names no one."""
+        if verdict.label == "group_wide":
+            return min(self.ranks, default=None)
+        return verdict.rank if verdict.rank in self.ranks else None
+
+    def look(self, verdict: Verdict, first_ns: int, last_ns: int, since_ns: int | None = None) -> Verdict:
+        """
+        Return `verdict` with what was odd from `first_ns` to `last_ns`. It began at `since_ns` (None:
+        `first_ns`): what was before is usual where there is nothing to compare with.
+        """
+        since_ns = first_ns if since_ns is None else since_ns
+        everyone = verdict.label == "group_wide"
+        on = {rank: node_key(stream) for rank, stream in self.ranks.items()}
+        named = {on[rank] for rank in verdict.ranks if rank in on}
+        others = sorted(set(on.values()) - named)
+        peers = others[:: -(-len(others) // _MAX_PEERS) or 1]
+        own, peers = (peers, []) if everyone else (sorted(named), peers)
+        nodes = [*own, *peers]
+        during = {
+            **self.between(peers, first_ns - int(MACHINE.lead_s * 1e9), last_ns),
+            **self.between(own, first_ns, last_ns),
+        }
+        before = self.between(own, since_ns - int(MACHINE.before_s * 1e9), since_ns - 1)
+        pids = self._pids(nodes)
+        machines = [
+            Machine(
+                self.labels.get(node, node),
+                during[node],
+                before.get(node),
+                pids[node],
+                frozenset(rank for rank in verdict.ranks if on.get(rank) == node),
+            )
+            for node in nodes
+            if node in during
+        ]
+        own_samples = [len(machine.during.node) for machine in machines if everyone or machine.named]
+        if max(own_samples, default=0) < MACHINE.samples:
+            return verdict  # too few to know
+        return msgspec.structs.replace(verdict, machine=oddities(machines, everyone=everyone))
+
+    def _pids(self, nodes: Iterable[str]) -> dict[str, dict[int, int | None]]:
+        """Return, by node, the ranks of the run (None: of another, or of an earlier process) by pid."""
+        pids: dict[str, dict[int, int | None]] = {node: {} for node in nodes}
+        for stream in self.every:
+            if stream.identity is not None and node_key(stream) in pids and stream.identity.pid > 1:
+                rank = stream.rank
+                shown = rank is not None and self.ranks.get(rank) is stream
+                pids[node_key(stream)][stream.identity.pid] = rank if shown else None
+        return pids
