@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types bench clean
+.PHONY: help demo test lint types bench screenshots clean
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
@@ -23,6 +23,7 @@ help:
 	@echo "make demo    train on 4 ranks with one of them slow, and read who it was"
 	@echo "make test    every check: lint, types, tests"
 	@echo "make lint    ruff and mypy alone        make bench   the benchmarks"
+	@echo "make screenshots   the pictures of the web app in docs/img (needs chromium and chromedriver)"
 	@echo "make clean   remove what was built (.venv and traceml-sessions stay)"
 	@echo "PYTHON=python3.12 chooses the Python that .venv is made with."
 
@@ -56,6 +57,9 @@ types: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@for script in benchmarks/*.py; do echo "== $$script"; $(PY) $$script; done
+
+screenshots: $(INSTALLED)
+	$(PY) docs/screenshots.py docs/img
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

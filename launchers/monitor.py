@@ -33,6 +33,7 @@ from traceml_ray.spool import SUFFIX
 
 from .cluster import JOIN_S, PrivateRay
 from .control import ask_finish
+from .dashboard import DashboardProcess
 from .helper import HelperReply, HelperRequest
 from .nodes import Nodes
 
@@ -50,6 +51,7 @@ class Monitor:
         info: what the launcher knows of the run.
         environ: the user's environment.
         nodes: of the job.
+        dashboard: port of the dashboard; "0" for a free one, "" for the usual one, None for no dashboard.
 
     Raises SessionError when there can be no such session.
 
@@ -61,6 +63,7 @@ class Monitor:
         info: dict[str, str | int | float | None],
         environ: Mapping[str, str],
         nodes: Nodes,
+        dashboard: str | None = None,
     ) -> None:
         name = settings.session or nodes.job or None
         self._nodes = nodes
@@ -84,6 +87,8 @@ class Monitor:
         self._info = info
         self._ray: PrivateRay | None = None
         self._helper: subprocess.Popen[bytes] | None = None
+        self._port = dashboard
+        self._dashboard: DashboardProcess | None = None
         self._ended = False
 
     def rank_environment(self) -> dict[str, str]:
@@ -105,16 +110,19 @@ class Monitor:
             if self._session:
                 live = Live(os.getpid(), str(self.settings.socket), NAMESPACE, address)
                 write_live(self._session.path, live)
-            if self.settings.channel == "actor":
-                self._let_ranks_attach(address)
+            self._let_others_attach(address)
             self._helper = self._start_helper(address, environ)
         except Exception as error:
             _say(f"no monitor for this run: {type(error).__name__}: {error}")
+        else:
+            self._start_dashboard()
 
     def finish(self, exit_code: int, failures: list[wire.RankFailure]) -> None:
         """End the session, have its files written, say what they say, and leave nothing behind."""
         self._ended = True
         left_behind = False
+        if self._dashboard is not None:
+            self._dashboard.end()
         try:
             message = wire.Finish(
                 wire.VERSION, exit_code, failures, stop=self._nodes.first, nodes=self._nodes.count
@@ -129,6 +137,8 @@ class Monitor:
         except Exception as error:
             _say(f"session {self._name!r} could not be finished: {type(error).__name__}: {error}")
         finally:
+            if self._dashboard is not None:
+                self._dashboard.kill()
             self._end_ray()
             self._clear(left_behind)
             os.close(self._lock)
@@ -166,8 +176,22 @@ class Monitor:
             elif path != self._spool:
                 path.unlink(missing_ok=True)
 
-    def _let_ranks_attach(self, address: str) -> None:
-        """Leave beside the socket what ranks need to attach; so the token is in nobody's environment."""
+    def _start_dashboard(self) -> None:
+        """Have the session shown; nothing of the run waits for that."""
+        if self._port is None:
+            return
+        if self._session is None:
+            _say(f"the dashboard is on {self._nodes.host or 'the first node'}")
+            return
+        try:
+            environ = {name: value for name, value in self._environ.items() if name != "RAY_ADDRESS"}
+            out = str(self._session.path.parent)
+            self._dashboard = DashboardProcess(self._name, environ, _say, out=out, port=self._port)
+        except OSError as error:
+            _say(f"no dashboard: {error}")
+
+    def _let_others_attach(self, address: str) -> None:
+        """Leave beside the socket what ranks and views need to attach; so the token is in no environment."""
         found = Attachment(address)
         if self._ray is not None:
             environ: dict[str, str | None] = {name: None for name in self._environ if name.startswith("RAY_")}

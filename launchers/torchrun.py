@@ -35,6 +35,7 @@ from .nodes import read as read_nodes
 _PROGRAM = "python -m traceml_ray.launch"
 _MESSAGE_CHARS = 2000
 _COMMAND_CHARS = 1000
+_BARE = "--dashboard=\0"  # no argument can be that
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +87,9 @@ def _monitor(args: argparse.Namespace) -> Monitor:
     settings = _settings(args)
     nodes = read_nodes(args, settings.ray_address)
     _check(args, nodes)
-    return Monitor(checked(settings) if nodes.first else settings, _info(args, nodes), os.environ, nodes)
+    if nodes.first:
+        settings = checked(settings)
+    return Monitor(settings, _info(args, nodes), os.environ, nodes, args.dashboard)
 
 
 def _failures(error: ChildFailedError) -> list[wire.RankFailure]:
@@ -134,10 +137,25 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=_port,
         help="Of the monitor's own Ray, on the first of several nodes; default: the master's port + 1.",
     )
+    ours.add_argument(
+        "--dashboard",
+        type=_dashboard_port,
+        metavar="[=PORT]",
+        help="Serve the web app on this node while the job runs; default: port 8050, or a free one.",
+    )
     ours.add_argument("--no-monitor", action="store_true", help="torchrun, and nothing else.")
     if "PET_NODE_RANK" not in os.environ:
         parser.set_defaults(node_rank=NotGiven(0))
-    return parser.parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    # Without a port it would take the script for one, so it is given one for as long as the parser runs.
+    args = parser.parse_args([_BARE if text == "--dashboard" else text for text in given])
+    theirs = args.training_script_args
+    args.training_script_args = ["--dashboard" if text == _BARE else text for text in theirs]
+    return args
+
+
+def _dashboard_port(text: str) -> str:
+    return text.strip("\0") if text in ("\0", "0") else str(_port(text))
 
 
 def _port(text: str) -> int:

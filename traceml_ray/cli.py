@@ -93,6 +93,29 @@ def stop(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def dashboard(arguments: argparse.Namespace) -> int:
+    """Serve the web app of a session, live or stored, until told to end."""
+    if arguments.child:
+        os.nice(5)  # training comes first
+    try:
+        from traceml_ray.dash_app import run
+        from traceml_ray.dash_app.source import SourceError
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("traceml_ray"):
+            raise
+        told = f"the dashboard needs {error.name}: pip install 'traceml-ray[dash]'"
+        print(f"traceml-ray: {told}", file=sys.stderr)
+        return 1
+    token = os.environ.pop("TRACEML_DASHBOARD_TOKEN", None) or None
+    if arguments.token is None:
+        arguments.token = token
+    try:
+        return run.run(arguments)
+    except SourceError as error:
+        print(f"traceml-ray: {error}", file=sys.stderr)
+        return 1
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="traceml-ray",
@@ -101,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"traceml-ray {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for run in (report, status, stop):
+    for run in (report, status, dashboard, stop):
         about = (run.__doc__ or "").strip()
         command = commands.add_parser(run.__name__, help=about, description=about, epilog=parser.epilog)
         command.set_defaults(command=run)
@@ -116,8 +139,31 @@ def _parser() -> argparse.ArgumentParser:
         )
         if run is report:
             command.add_argument("--json", action="store_true", help="print summary.json instead of text")
+        if run in (report, dashboard):
             command.add_argument("--run", help="id or name of one run of the session (default: the newest)")
+        if run is dashboard:
+            _serving(command)
     return parser
+
+
+def _serving(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--ray-address", metavar="HOST:PORT", help="of the cluster of a live session (default: RAY_ADDRESS)"
+    )
+    command.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1); others need a token"
+    )
+    command.add_argument("--port", type=_port, help="port to listen on; 0: a free one (default: 8050)")
+    command.add_argument(
+        "--token", help="what to ask for (or TRACEML_DASHBOARD_TOKEN); made up where one is needed"
+    )
+    command.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+
+
+def _port(text: str) -> int:
+    if not (text.isdecimal() and int(text) < 1 << 16):
+        raise argparse.ArgumentTypeError(f"{text} is not a port")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from traceml_ray.actors.names import (
     relay_nodes,
 )
 from traceml_ray.identity import RankIdentity
+from traceml_ray.launchers.dashboard import DashboardProcess
 from traceml_ray.settings import Settings
 
 OLDEST_RAY = (2, 51)
@@ -135,6 +136,7 @@ class Session:
         """The aggregator's node."""
         self.config = ActorConfig.from_json(about["config"])
         """How its actors are made."""
+        self._dashboard: DashboardProcess | None = None
 
     def nodes(self) -> list[dict[str, Any]]:
         """Return the nodes: node_id, hostname, address, alive, last_seen, and the ranks on each."""
@@ -205,6 +207,35 @@ class Session:
             self._ask("unsnapshot", name=copy["name"])
         return folder
 
+    def dashboard(self, port: int | None = None) -> str:
+        """
+        Serve the web app of this session from here, and return its URL; asked again, that of the first time.
+
+        It is a process of its own, on 127.0.0.1, and ends with `stop()` or with this process.
+
+        Args:
+            port: 0: a free one; None: 8050, or a free one where that is taken.
+
+        Raises StartError when it does not come up.
+
+        """
+        import ray
+
+        if self._dashboard is not None and (url := self._dashboard.wait(0)):
+            return url
+        self._dashboard = DashboardProcess(
+            self.id,
+            os.environ,
+            out=str(self.folder.parent),
+            ray_address=ray.get_runtime_context().gcs_address,
+            port="" if port is None else str(port),
+        )
+        url = self._dashboard.wait(ANSWER_S)
+        if not url:
+            self._dashboard.kill()
+            raise StartError(f"no dashboard of session {self.id!r}: {self._dashboard.words}")
+        return url
+
     def stop(self, timeout: float = 5.0) -> None:
         """
         End the session: its files are written, its actors are gone and its name is free when this returns.
@@ -215,6 +246,8 @@ class Session:
         import ray
 
         deadline = time.monotonic() + timeout
+        if self._dashboard is not None:
+            self._dashboard.kill()
         _forget(self)
         relays = find_relays(self.id).values()
         try:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -201,6 +202,26 @@ def test_bad_input_is_one_line_and_exit_code_2(bench: Bench) -> None:
     assert ran.returncode == 2
     assert re.fullmatch(r"traceml-ray: .*no/such/train\.py.*\n", ran.stderr)
     assert not bench.out.exists()
+
+
+def test_a_dashboard_serves_while_the_job_runs_and_is_gone_with_it(bench: Bench) -> None:
+    script, go = bench.out.parent / "waits.py", bench.out.parent / "go"
+    script.write_text(f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.05)")
+    process = bench.start("--session", "shown", "--dashboard=0", str(script))
+    assert process.stderr is not None
+    said = process.stderr.readline()
+    url = said.removeprefix("traceml-ray: dashboard: ").strip()
+    assert url.startswith("http://127.0.0.1:"), said
+    for path in ("", "health", "metrics"):
+        with urllib.request.urlopen(url + path, timeout=20) as answer:
+            assert answer.status == 200
+    go.touch()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "dashboard" not in err
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(url, timeout=20)
+    bench.assert_nothing_is_left()
 
 
 def test_two_launches_at_once_do_not_meet_and_sigterm_ends_everything(bench: Bench) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,25 @@ def test_a_session_is_found_again_by_name_and_leaves_no_actor(tmp_path: Path) ->
     with pytest.raises(traceml_ray.StartError, match="'found' cannot be reached"):
         again.verdict()
     assert (tmp_path / "found" / "summary.json").exists()
+
+
+def test_a_session_has_a_dashboard_until_it_is_stopped(tmp_path: Path) -> None:
+    with traceml_ray.start("shown", out=tmp_path) as session:
+        url = session.dashboard(port=0)
+        assert session.dashboard() == url
+
+        def state() -> str:
+            with urllib.request.urlopen(url + "health", timeout=20) as answer:
+                return str(json.loads(answer.read())["state"])
+
+        until(lambda: state() == "waiting", "the session is seen")
+        [aggregator] = actor_processes("Aggregator")
+        aggregator.suspend()
+        until(lambda: state() == "stale", "an aggregator that does not answer is noticed")
+        aggregator.resume()
+        until(lambda: state() == "waiting", "it is heard again")
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(url, timeout=20)
 
 
 def test_another_driver_finds_the_session(cluster: FakeCluster, tmp_path: Path) -> None:

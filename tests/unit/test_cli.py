@@ -98,7 +98,7 @@ def test_help_and_version(tmp_path: Path) -> None:
     assert _run("--version", cwd=tmp_path).stdout == f"traceml-ray {__version__}\n"
     told = _run("--help", cwd=tmp_path).stdout
     assert "2 bad input" in told
-    assert all(name in told for name in ("report", "status", "stop"))
+    assert all(name in told for name in ("report", "status", "dashboard", "stop"))
 
 
 def test_a_closed_pipe_is_no_error(out: Path, tmp_path: Path) -> None:

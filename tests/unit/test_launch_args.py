@@ -45,6 +45,20 @@ def test_our_arguments_are_ours_only_before_the_script() -> None:
     assert args.training_script_args == ["--session", "script's"]
 
 
+def test_a_dashboard_needs_no_port_and_takes_none_of_the_scripts() -> None:
+    given = ["--dashboard", "--nproc-per-node", "2", SCRIPT, "--dashboard", "--dashboard=7"]
+    for argv, port in (
+        (given, ""),
+        (["--dashboard=8051", *given[1:]], "8051"),
+        (["--dashboard=0", *given[1:]], "0"),
+    ):
+        args = torchrun._parse(argv)
+        assert (args.dashboard, args.training_script) == (port, SCRIPT)
+        assert args.training_script_args == ["--dashboard", "--dashboard=7"]
+    assert torchrun._parse(["--dashboard", SCRIPT]).dashboard == ""
+    assert torchrun._parse([SCRIPT, "--dashboard"]).dashboard is None
+
+
 C10D = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "host-0:29400"]
 BAD: list[tuple[list[str], dict[str, str], str]] = [
     ([], {}, "training_script"),
@@ -58,6 +72,7 @@ BAD: list[tuple[list[str], dict[str, str], str]] = [
     (["--nnodes", "2", "--rdzv-backend", "c10d", SCRIPT], {}, "--rdzv-endpoint"),
     ([*C10D, SCRIPT], {}, "--ray-address"),
     ([*C10D, "--traceml-port", "70000", SCRIPT], {}, "70000 is not a port"),
+    (["--dashboard=many", SCRIPT], {}, "many is not a port"),
     (["--no-python", "-m", "x"], {}, "cannot be used together"),
     (["--session", "a/b", SCRIPT], {}, "a/b"),
     (["--interval", "soon", SCRIPT], {}, "soon"),

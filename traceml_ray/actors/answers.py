@@ -8,11 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from traceml_ray.actors.judging import LiveJudge
 from traceml_ray.actors.snapshots import Snapshots
+from traceml_ray.analysis.parts import MAX_PEERS
+from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.reports.files import write_reports
+from traceml_ray.reports.parts import StoredParts
 from traceml_ray.reports.summary import nodes_of, runs_of, summarize
 from traceml_ray.session import SessionFolder
 from traceml_ray.settings import Settings
@@ -21,6 +25,7 @@ from traceml_ray.store.runs import count as count_rows
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import shown
 from traceml_ray.store.writer import SessionWriter
+from traceml_ray.wire import STAGES
 
 
 class Answers:
@@ -66,9 +71,10 @@ class Answers:
         Answer msgpack `{"what": name, "since": cursor, "run": id, …}` with `{"result": …, "cursor": …}`.
 
         `what` is a method of `SessionFile`, or `status`, `verdict`, `summary`; rows come as little-endian
-        bytes. `run` says of which run, without it the newest that has rows. `snapshot` makes a copy of
-        the session file and answers its `name` and `size`, `file` (`name`, `offset`, `n`) reads from it
-        or from a report, `unsnapshot` removes it. An error is an answer too: `{"error": text}`.
+        bytes. `run` says of which run, without it the newest that has rows. `several` answers a list of
+        questions (`asked`) with a list of answers, as of the last commit. `snapshot` makes a copy of the
+        session file and answers its `name` and `size`, `file` (`name`, `offset`, `n`) reads from it or
+        from a report, `unsnapshot` removes it. An error is an answer too: `{"error": text}`.
         """
         try:
             asked = msgspec.msgpack.decode(request, type=dict[str, Any])
@@ -93,8 +99,10 @@ class Answers:
             "verdict": verdict.label if verdict else None,
         }
 
-    def _answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        what, since = asked.get("what"), int(asked.get("since", 0))
+    def _answer(self, asked: dict[str, Any], fresh: bool = True) -> dict[str, Any]:
+        what = asked.get("what")
+        if what == "several":
+            return {"result": [self._answer(question, fresh=False) for question in asked["asked"]]}
         if what == "status":
             return {"result": self.status()}
         if what == "verdict":
@@ -105,25 +113,13 @@ class Answers:
         if what == "unsnapshot":
             self.snapshots.remove(asked.get("name"))
             return {"result": None}
-        if what in ("summary", "runs", "nodes", "ranks"):
+        if fresh and what in ("summary", "runs", "nodes", "ranks"):
             self._commit()  # what has come until now is in the answer
         reader = self._reader()
         reader.run = asked.get("run")
         if what == "snapshot":
             return {"result": self._snapshot(reader)}
-        if what == "summary":
-            return {"result": summarize(reader, self._settings.thresholds)}
-        if what in ("runs", "nodes"):
-            return {"result": (runs_of if what == "runs" else nodes_of)(reader)}
-        if what == "rows":
-            found, cursor = reader.rows(asked.get("only"), since, asked.get("last"))
-            return {"result": [_packed(rows) for rows in found], "cursor": cursor}
-        if what in ("process", "node_samples", "events", "verdicts"):
-            result, cursor = getattr(reader, what)(since)
-            return {"result": result, "cursor": cursor}
-        if what in ("meta", "ranks", "streams", "details", "ledger"):
-            return {"result": msgspec.to_builtins(getattr(reader, what)())}
-        raise ValueError(f"there is nothing called {what!r} to ask for")
+        return answer_from(reader, asked, self._settings.thresholds)
 
     def _reader(self) -> SessionFile:
         """Return this thread's reader of the session file."""
@@ -140,6 +136,53 @@ class Answers:
         return self.snapshots.make(reader)
 
 
+def answer_from(reader: SessionFile, asked: dict[str, Any], thresholds: Thresholds) -> dict[str, Any]:
+    """Answer what a session file alone can say, live or stored. Raises ValueError for any other question."""
+    what, since = asked.get("what"), int(asked.get("since", 0))
+    if what == "summary":
+        return {"result": summarize(reader, thresholds)}
+    if what in ("runs", "nodes"):
+        return {"result": (runs_of if what == "runs" else nodes_of)(reader)}
+    if what == "rows":
+        found, cursor = reader.rows(asked.get("only"), since, asked.get("last"), asked.get("most"))
+        return {"result": [_packed(rows) for rows in found], "cursor": cursor}
+    if what in ("process_of", "node_samples_of"):
+        return {"result": getattr(reader, what)(asked["only"], int(asked["last"]))}
+    if what == "parts":
+        return {"result": _parts(reader, int(asked["rank"]), int(asked["first"]), int(asked["last"]))}
+    if what == "events":
+        result, cursor = reader.events(since, brief=bool(asked.get("brief")))
+        return {"result": result, "cursor": cursor}
+    if what in ("process", "node_samples", "verdicts"):
+        result, cursor = getattr(reader, what)(since)
+        return {"result": result, "cursor": cursor}
+    if what in ("meta", "ranks", "streams", "details", "ledger"):
+        return {"result": msgspec.to_builtins(getattr(reader, what)())}
+    raise ValueError(f"there is nothing called {what!r} to ask for")
+
+
+def _parts(reader: SessionFile, rank: int, first: int, last: int) -> list[dict[str, Any]]:
+    """Return the named parts of a rank per step, the longest first; in a small job, against the others'."""
+    ranks = reader.ranks()
+    known = ranks if len(ranks) <= MAX_PEERS else {rank: ranks[rank]} if rank in ranks else {}
+    found = StoredParts(reader, known).find([*known], first, last)
+    parts = []
+    for (name, stage), rate in sorted(found.get(rank, {}).items(), key=lambda part: -part[1].ns):
+        every = [rates[name, stage].ns / 1e6 if (name, stage) in rates else 0.0 for rates in found.values()]
+        parts.append(
+            {
+                "stage": STAGES[stage],
+                "name": name,
+                "ms": rate.ns / 1e6,
+                "median_ms": float(np.median(every)) if known is ranks else None,
+                "times_per_step": rate.times,
+                "bytes": rate.size / rate.times if rate.size and rate.times else None,
+            }
+        )
+    return parts
+
+
 def _packed(found: RankRows) -> dict[str, Any]:
     columns = {"keys": found.keys.tobytes(), "flags": found.flags.tobytes(), "rows": found.rows.tobytes()}
-    return {"rank": found.rank, "node": found.node, **columns}
+    who = {name: getattr(found, name) for name in ("rank", "node", "stream", "group", "strategy")}
+    return {**who, **columns}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
-from traceml_ray.analysis.evidence import absurd, comparable
+from traceml_ray.analysis.evidence import Rows, absurd, comparable
 from traceml_ray.analysis.frontier import Frontier, chain
+from traceml_ray.analysis.spread import spread
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Int64, Window
 from traceml_ray.wire import STAGES, SYNC_WAIT
@@ -62,36 +65,54 @@ def summarise(window: Window, thresholds: Thresholds) -> StepSummary | None:
     if not window.d.size or absurd(window, thresholds) is not None:
         return None
     rows = comparable(window)
-    busy = (rows.d * ~rows.waits[:, None, :]).sum(axis=2) / 1e6
-    groups = [group for group in window.by_group() if len(group.ranks)]
-    frontiers = [chain((rows if group is window else comparable(group)).d) for group in groups]
-    frontier = max(frontiers, key=lambda each: each.total_ns)
+    busy = busy_ns(rows) / 1e6
+    frontier = max(frontiers(window, rows), key=lambda each: each.total_ns)
     step = frontier.exposed.sum(axis=1) / 1e6
     per_rank = np.median(busy, axis=0)
-    by_node: dict[str, list[float]] = {}
-    for node, value in zip(window.nodes, per_rank.tolist(), strict=True):
-        by_node.setdefault(node, []).append(value)
-    per_node = {node: float(np.median(values)) for node, values in by_node.items()}
-    median, fastest, slowest = float(np.median(per_rank)), min(per_node.values()), max(per_node.values())
-    several, nodes = len(per_rank) > 1, len(per_node) > 1
+    apart = spread(per_rank[:, None], window.nodes)
+    per_node = dict(zip(apart.nodes, apart.per_node[:, 0].tolist(), strict=True))
     ranks: list[int] = window.ranks.tolist()
     return StepSummary(
         count=len(window.keys),
         median_ms=float(np.median(step)),
         p95_ms=float(np.percentile(step, 95)),
-        busy_median_ms=median,
+        busy_median_ms=float(apart.median[0]),
         busy_p95_ms=float(np.percentile(busy, 95)),
         per_rank_median_ms={
             **dict(zip(ranks, per_rank.tolist(), strict=True)),
             **dict.fromkeys(window.missing),
         },
         per_node_median_ms=per_node,
-        worst_rank=ranks[int(np.argmax(per_rank))] if several else None,
-        worst_node=max(per_node, key=lambda node: per_node[node]) if nodes else None,
-        global_skew_pct=100 * (float(per_rank.max()) - median) / median if several and median else None,
-        node_skew_pct=100 * (slowest - fastest) / fastest if nodes and fastest else None,
+        worst_rank=ranks[int(apart.worst[0])] if len(ranks) > 1 else None,
+        worst_node=max(per_node, key=lambda node: per_node[node]) if len(per_node) > 1 else None,
+        global_skew_pct=_known(apart.global_skew_pct[0]),
+        node_skew_pct=_known(apart.node_skew_pct[0]),
         stages=_stages(rows.d, frontier, ranks),
     )
+
+
+def busy_ns(rows: Rows) -> Int64:
+    """Return how long each rank worked in each step, ns (K, R): its row without its waiting."""
+    busy: Int64 = (rows.d * ~rows.waits[:, None, :]).sum(axis=2)
+    return busy
+
+
+def frontiers(window: Window, rows: Rows, behind: Sequence[Int64 | None] = ()) -> list[Frontier]:
+    """
+    Return the frontier of each group of ranks, see `Window.by_group`; `rows` are those of `window`.
+
+    `behind` is where each group ended before, see `chain`.
+    """
+    groups = [group for group in window.by_group() if len(group.ranks)]
+    before = behind or [None] * len(groups)
+    return [
+        chain((rows if group is window else comparable(group)).d, late)
+        for group, late in zip(groups, before, strict=True)
+    ]
+
+
+def _known(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
 
 
 def _stages(d: Int64, frontier: Frontier, ranks: list[int]) -> tuple[StageSummary, ...]:

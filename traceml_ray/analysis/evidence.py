@@ -87,6 +87,14 @@ def absurd(window: Window, thresholds: Thresholds) -> tuple[int, int] | None:
     return None
 
 
+def sane(window: Window, thresholds: Thresholds) -> Bool:
+    """Tell the steps (K,) in which no row is `absurd`."""
+    limit, d = thresholds.max_step_ns, window.d
+    bad = ((d < 0) | (d > limit)).any(axis=2) | (d.sum(axis=2) > limit)
+    fine: Bool = ~bad.any(axis=1)
+    return fine
+
+
 @dataclass(frozen=True)
 class Evidence:
     """

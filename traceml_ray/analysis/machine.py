@@ -159,6 +159,19 @@ def node_values(now: NodeSample, before: NodeSample | None) -> list[float]:
     ]
 
 
+def per_second(t_ns: Sequence[int], counter: Sequence[float | None]) -> list[float | None]:
+    """Return what a counter grew by in a second since the value before; None where that is not known."""
+    rates: list[float | None] = []
+    before: tuple[int, float] | None = None
+    for t, value in zip(t_ns, counter, strict=True):
+        known = value is not None and before is not None and value >= before[1] and t > before[0]
+        rates.append(
+            (value - before[1]) / ((t - before[0]) / 1e9) if known and value is not None and before else None
+        )
+        before = before if value is None else (t, value)
+    return rates
+
+
 def gpu_values(gpu: GpuSample) -> list[float]:
     """Return what a sample says of a device as GPU. An idle one's clock says nothing."""
     why = None if gpu.throttle is None else set(gpu.throttle)

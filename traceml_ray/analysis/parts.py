@@ -14,7 +14,7 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Int64, Window
 from traceml_ray.wire import SEGMENT_BITS, STAGES, Detail
 
-_MAX_PEERS = 64
+MAX_PEERS = 64
 """Ranks that a part is compared with, evenly chosen: enough for a median."""
 
 
@@ -68,7 +68,7 @@ def with_part(verdict: Verdict, window: Window, find: Find, thresholds: Threshol
         return verdict
     window = window.group_of(verdict.rank)
     peers = [rank for rank in window.ranks.tolist() if rank not in verdict.ranks]
-    peers = peers[:: -(-len(peers) // _MAX_PEERS) or 1]
+    peers = peers[:: -(-len(peers) // MAX_PEERS) or 1]
     steps = window.keys >> SEGMENT_BITS
     inside = np.flatnonzero((steps >= (verdict.from_step or 0)) & (steps <= (verdict.to_step or 0)))
     if not peers or not len(inside):

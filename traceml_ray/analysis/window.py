@@ -33,6 +33,8 @@ class RankRows:
     rows: Int64
     group: Group | None = None
     strategy: str | None = None
+    stream: int = 0
+    """Tells one process of the rank from the next."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ class StoredParts:
 
     def find(self, ranks: Sequence[int], first: int, last: int) -> dict[int, Rates]:
         """Return the rates of `ranks` over the steps `first` to `last`, see `analysis.parts.Find`."""
-        stored = self._session.details(first, last)
+        alone = next(iter(self._ranks)) if len(self._ranks) == 1 else None
+        stored = self._session.details(first, last, alone)
         known: dict[int, int] = {}
         for row in stored:
             known[row["stream"]] = max(known.get(row["stream"], -1), min(row["last_step"], last))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -133,7 +133,7 @@ def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = No
         "system": _system(read),
         "events": [_event(event, read) for event in read.events[-_MAX_EVENTS:]],
         "ledger": ledger(read.every, run_id),
-        "overhead": _overhead(read),
+        "overhead": overhead_of(read.ranks.values()),
     }
     rounded: dict[str, Any] = _rounded(summary)
     return rounded
@@ -157,13 +157,13 @@ def runs_of(session: SessionFile) -> list[dict[str, Any]]:
 def nodes_of(session: SessionFile) -> list[dict[str, Any]]:
     """Return the nodes as `SessionFile.nodes` does, with the moments `last_seen` and `lost_at`."""
     return [
-        {**node, "last_seen": _moment(node["last_seen_ns"]), "lost_at": _moment(node["lost_ns"])}
+        {**node, "last_seen": moment(node["last_seen_ns"]), "lost_at": moment(node["lost_ns"])}
         for node in session.nodes()
     ]
 
 
 def _run(entry: dict[str, Any], label: str | None = None) -> dict[str, Any]:
-    times = {name: _moment(entry[name]) for name in ("started_at", "ended_at")}
+    times = {name: moment(entry[name]) for name in ("started_at", "ended_at")}
     return {**entry, **times, "label": label or entry["label"]}
 
 
@@ -270,8 +270,8 @@ def _session(read: _Read) -> dict[str, Any]:
         "id": meta.get("session"),
         "status": meta.get("status", "running"),
         "exit_code": meta.get("exit_code"),
-        "started_at": _moment(meta.get("started_at")),
-        "ended_at": _moment(meta.get("ended_at")),
+        "started_at": moment(meta.get("started_at")),
+        "ended_at": moment(meta.get("ended_at")),
         "launcher": read.run.get("launcher") or meta.get("launcher"),
         "command": meta.get("command"),
         "strategy": strategies[0] if strategies else meta.get("strategy"),
@@ -372,7 +372,7 @@ def _rank(read: _Read, rank: int, death: Death | None, processes: int) -> dict[s
         "processes": processes,
         "last_step": None if stream.last_key is None else stream.last_key >> SEGMENT_BITS,
         "open_stage": None if stream.open_stage is None or stream.final else STAGES[stream.open_stage],
-        "last_seen": _moment(stream.last_seen_ns),
+        "last_seen": moment(stream.last_seen_ns),
         "ended": "died" if death else "finished" if stream.final else None,
         "exit_code": stream.exit_code,
         "exit_reason": death.reason if death else None,
@@ -415,7 +415,7 @@ def _event(event: dict[str, Any], read: _Read) -> dict[str, Any]:
     rank = event["rank"] if event["rank"] is not None else event["data"].get("rank")
     stage, node_id = event["stage"], event["node_id"]
     return {
-        "time": _moment(event["t_ns"]),
+        "time": moment(event["t_ns"]),
         "kind": event["kind"],
         "rank": rank,
         "node": read.labels.get(node_id, node_id) if node_id else read.node_of(rank),
@@ -426,10 +426,10 @@ def _event(event: dict[str, Any], read: _Read) -> dict[str, Any]:
     }
 
 
-def _overhead(read: _Read) -> dict[str, Any]:
-    """What the monitor cost the rank that it cost most, each figure by itself."""
+def overhead_of(streams: Iterable[Stream]) -> dict[str, Any]:
+    """Return what the monitor cost the rank that it cost most, each figure by itself."""
     marks, cpu, sent = [], [], []
-    for stream in read.ranks.values():
+    for stream in streams:
         if stream.produced and stream.marks_ns is not None:
             marks.append(stream.marks_ns / stream.produced / 1e3)
         if stream.produced and stream.sent_bytes is not None:
@@ -444,7 +444,8 @@ def _overhead(read: _Read) -> dict[str, Any]:
     }
 
 
-def _moment(t_ns: int | None) -> str | None:
+def moment(t_ns: int | None) -> str | None:
+    """Return ns since the epoch as ISO 8601 in UTC."""
     if not t_ns:
         return None
     return datetime.fromtimestamp(t_ns / 1e9, timezone.utc).isoformat(timespec="milliseconds")

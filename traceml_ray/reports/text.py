@@ -83,15 +83,20 @@ def _has_gpus(summary: dict[str, Any]) -> bool:
     return any(node["gpus"] for node in summary["system"]["nodes"])
 
 
-def _verdict(verdict: dict[str, Any], unit: str) -> list[str]:
-    named = verdict["label"].replace("_", " ")
+def named(verdict: dict[str, Any]) -> str:
+    """Return what a verdict names in one line: "straggler: rank 5 (node-1) in data"."""
+    told = str(verdict["label"]).replace("_", " ")
     if verdict["ranks"]:
         node = f" ({verdict['node']})" if verdict["node"] else ""
-        named += f": {_rank_list(verdict['ranks'])}{node}"
+        told += f": {_rank_list(verdict['ranks'])}{node}"
     if verdict["label"] == "stalled":
-        named += f" in {verdict['part']}"
+        told += f" in {verdict['part']}"
     elif verdict["stages"] or verdict["stage"]:
-        named += " in " + " and ".join(verdict["stages"] or [verdict["stage"]])
+        told += " in " + " and ".join(verdict["stages"] or [verdict["stage"]])
+    return told
+
+
+def _verdict(verdict: dict[str, Any], unit: str) -> list[str]:
     facts = []
     if verdict["confidence"]:
         facts.append(f"confidence {verdict['confidence']}")
@@ -101,7 +106,7 @@ def _verdict(verdict: dict[str, Any], unit: str) -> list[str]:
     if verdict["cost_pct"] and verdict["label"] != "healthy":
         facts.append(f"costs {verdict['cost_pct']:.0f} % of the step")
         facts.append(f"{verdict['gpu_hours_per_hour']:.2f} {unit}-hours per hour")
-    lines = labelled("Verdict", named)
+    lines = labelled("Verdict", named(verdict))
     if facts:
         lines += labelled("", ", ".join(facts))
     lines += labelled("Why", verdict["why"]) if verdict["why"] else []

@@ -43,10 +43,12 @@ CREATE TABLE chunk(id INTEGER PRIMARY KEY, stream_id INT, first_row INT, n INT,
 CREATE INDEX chunk_stream ON chunk(stream_id, id);
 CREATE TABLE process_sample(id INTEGER PRIMARY KEY, stream_id INT, t_ns INT, cpu_pct REAL, rss_bytes INT,
     threads INT, read_bytes INT, write_bytes INT);
+CREATE INDEX process_stream ON process_sample(stream_id, id);
 CREATE TABLE node_sample(id INTEGER PRIMARY KEY, node_id TEXT, t_ns INT, cpu_pct REAL, cpu_count INT,
     load1 REAL, mem_used_bytes INT, mem_total_bytes INT, disk_read_bytes INT, disk_write_bytes INT,
     net_rx_bytes INT, net_tx_bytes INT, gpus TEXT, swap_in_bytes INT, psi_cpu REAL, psi_memory REAL,
     psi_io REAL, cpu_throttled_ns INT);
+CREATE INDEX node_samples ON node_sample(node_id, id);
 CREATE TABLE detail(id INTEGER PRIMARY KEY, stream_id INT, name TEXT, stage INT, count INT, total_ns INT,
     max_ns INT, first_step INT, last_step INT, bytes INT);
 CREATE TABLE event(id INTEGER PRIMARY KEY, stream_id INT, node_id TEXT, kind TEXT, t_ns INT,
@@ -242,14 +244,22 @@ class SessionFile:
         return shown(of_run(streams, self.run_id()))
 
     def rows(
-        self, only: Iterable[int] | None = None, since: int = 0, last: int | None = None
+        self,
+        only: Iterable[int] | None = None,
+        since: int = 0,
+        last: int | None = None,
+        most: int | None = None,
     ) -> tuple[list[RankRows], int]:
         """
         Return the rows of the ranks in `only` (None: all) that came after cursor `since`, and the new cursor.
 
-        One `RankRows` per rank that has any, by rank; `last` keeps only each rank's newest rows.
+        One `RankRows` per rank that has any, by rank; `last` keeps only each rank's newest rows. With `most`,
+        no more than so many batches are looked at: ask again until the cursor stays. Negative, a cursor is
+        so far from the end.
         """
         top = self._top("chunk")
+        since = max(0, top + since) if since < 0 else since
+        top = top if most is None else min(top, since + most)
         if top <= since:
             return [], since
         wanted = None if only is None else set(only)
@@ -260,20 +270,34 @@ class SessionFile:
             if wanted is None or rank in wanted:
                 columns = self._columns(stream.id, since, top, last)
                 if columns is not None:
-                    found.append(RankRows(rank, labels[stream.id], *columns, stream.group, stream.strategy))
+                    more = stream.group, stream.strategy, stream.id
+                    found.append(RankRows(rank, labels[stream.id], *columns, *more))
         return found, top
 
     def process(self, since: int = 0) -> tuple[list[dict[str, Any]], int]:
         """Return process samples as dicts with `rank` (None: not known yet) and the table's columns."""
         return self._since("process_sample", since)
 
+    def process_of(self, streams: Iterable[int], last: int) -> list[dict[str, Any]]:
+        """Return the newest `last` samples of each of `streams` (by id), as dicts with the columns."""
+        query = "SELECT * FROM process_sample WHERE stream_id = ? ORDER BY id DESC LIMIT ?"
+        return [sample for stream in streams for sample in reversed(self._dicts(query, stream, last))]
+
     def node_samples(self, since: int = 0) -> tuple[list[dict[str, Any]], int]:
         """Return node samples as dicts; `gpus` is a list of dicts, or None where there is no NVML."""
         top = self._top("node_sample")
         if top <= since:
             return [], since
-        found = self._samples("id > ? AND id <= ?", since, top)
-        return [{"id": at, "node_id": node, **_as_dict(sample)} for at, node, sample in found], top
+        return self._sample_dicts("id > ? AND id <= ?", since, top), top
+
+    def node_samples_of(self, nodes: Iterable[str], last: int) -> list[dict[str, Any]]:
+        """Return the newest `last` samples of each of `nodes` (by id), as `node_samples` does."""
+        where = "id IN (SELECT id FROM node_sample WHERE node_id = ? ORDER BY id DESC LIMIT ?)"
+        return [sample for node in nodes for sample in self._sample_dicts(where, node, last)]
+
+    def _sample_dicts(self, where: str, *values: Any) -> list[dict[str, Any]]:
+        found = self._samples(where, *values)
+        return [{"id": at, "node_id": node, **_as_dict(sample)} for at, node, sample in found]
 
     def memory(self) -> dict[int, tuple[int | None, int | None]]:
         """Return (peak, last) resident bytes by stream id."""
@@ -342,9 +366,10 @@ class SessionFile:
             sample[at] = _gpus(sample[at])
             yield row, node, wire.NodeSample(*sample)
 
-    def details(self, first: int = 0, last: int = 1 << 62) -> list[dict[str, Any]]:
+    def details(self, first: int = 0, last: int = 1 << 62, stream: int | None = None) -> list[dict[str, Any]]:
         """
-        Return the named parts of each process over the steps `first` to `last`, summed, longest first.
+        Return the named parts of each process (or of that stream) over the steps `first` to `last`, summed,
+        longest first.
 
         Of a sum that reaches beyond them, the share of its steps that lies inside counts.
         """
@@ -357,13 +382,18 @@ class SessionFile:
             f"SELECT s.global_rank AS rank, d.stream_id AS stream, d.name, d.stage, {', '.join(sums)}, "
             "max(d.max_ns) AS max_ns, min(d.first_step) AS first_step, max(d.last_step) AS last_step "
             "FROM detail d JOIN stream s ON s.id = d.stream_id "
-            "WHERE s.job_id IS NULL OR s.job_id = ?3 GROUP BY 1, 2, 3, 4 ORDER BY total_ns DESC",
-            *(first, last, self.run_id()),
+            "WHERE (s.job_id IS NULL OR s.job_id = ?3) AND d.stream_id = coalesce(?4, d.stream_id) "
+            "GROUP BY 1, 2, 3, 4 ORDER BY total_ns DESC",
+            *(first, last, self.run_id(), stream),
         )
 
-    def events(self, since: int = 0) -> tuple[list[dict[str, Any]], int]:
-        """Return events of the run and of nodes as dicts with `rank` and the table's columns."""
-        events, top = self._since("event", since, "coalesce(t.run, s.job_id)")
+    def events(self, since: int = 0, *, brief: bool = False) -> tuple[list[dict[str, Any]], int]:
+        """
+        Return events of the run and of nodes as dicts with `rank` and the table's columns; `brief` leaves
+        out those that are files (stacks, flight recorders).
+        """
+        which = "t.kind NOT IN ('stacks', 'flight_recorder')" if brief else "true"
+        events, top = self._since("event", since, "coalesce(t.run, s.job_id)", which)
         for event in events:
             event["data"] = json.loads(event["data"])
         return events, top
@@ -418,14 +448,16 @@ class SessionFile:
             np.frombuffer(rows, "<i8").reshape(-1, wire.N_STAGES)[skip:],
         )
 
-    def _since(self, table: str, since: int, run: str = "s.job_id") -> tuple[list[dict[str, Any]], int]:
+    def _since(
+        self, table: str, since: int, run: str = "s.job_id", which: str = "true"
+    ) -> tuple[list[dict[str, Any]], int]:
         """Return rows of `table` after `since` with their rank, those of the run or of none (`run`: SQL)."""
         top = self._top(table)
         if top <= since:
             return [], since
         query = (
             f"SELECT s.global_rank AS rank, t.* FROM {table} t LEFT JOIN stream s ON s.id = t.stream_id "
-            f"WHERE t.id > ? AND t.id <= ? AND ({run} IS NULL OR {run} = ?) ORDER BY t.id"
+            f"WHERE t.id > ? AND t.id <= ? AND ({run} IS NULL OR {run} = ?) AND {which} ORDER BY t.id"
         )
         return self._dicts(query, since, top, self.run_id()), top
 

@@ -139,7 +139,7 @@ def from_row(row: tuple[Any, ...]) -> Stream:
     """Return the stream of a row of `COLUMNS`."""
     values = dict(zip(_PLAIN, row, strict=False))
     for name in _JSON:
-        values[name] = json.loads(values[name])
+        values[name] = {} if values[name] == "{}" else json.loads(values[name])
     for name in _BOOL:
         values[name] = bool(values[name])
     identity = row[len(_PLAIN) :]

@@ -1,0 +1,100 @@
+"""
+The dashboard under a large job: `python benchmarks/dashboard.py [--ranks 1024] [--steps 300]`.
+
+A session is played into a real aggregator, five steps a second, one rank late. Told: how long one tick
+takes to bring the board up to date, how long a browser's refresh takes in the server, what it weighs on
+the wire (gzip, as a browser gets it, and as it is), and the memory held. With `--browser`, a real one is
+put on top.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import numpy as np
+from played import Played
+from plotly.io.json import to_json_plotly
+
+from traceml_ray.dash_app.app import Refresher
+from traceml_ray.dash_app.board import Board
+
+STEPS_A_SECOND = 5
+PAGES = ("/", "/node/node-1", "/rank/5", "/events", "/ledger")
+
+
+def main() -> None:
+    """Play, look, and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--ticks", type=int, default=60)
+    parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--browser", action="store_true", help="measure a real browser, too (Chromium)")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        played = Played(
+            Path(folder) / "bench",
+            arguments.ranks,
+            per_node=min(8, arguments.ranks),
+            late=arguments.ranks - 1,
+            onset=arguments.steps // 2,
+            gpus=arguments.gpus,
+        )
+        board = Board(played.source, clock=played.clock)
+        size = f"{arguments.ranks} ranks × {arguments.steps} steps"
+        print(f"{os.cpu_count()} cores; {size}, {STEPS_A_SECOND} steps/s")
+        for _ in range(0, arguments.steps, 50):
+            played.play(50)
+            board.poll()
+        server(played, board, arguments.ticks)
+        if arguments.browser:
+            browser(played, board)
+
+
+def server(played: Played, board: Board, ticks: int) -> None:
+    """Measure what the server does for one browser on each page."""
+    print("\n| page | refresh p50 | p95 | first, gzip | refresh p50, gzip | p95, gzip | p95, as it is |")
+    print("|---|---|---|---|---|---|---|")
+    polls: list[float] = []
+    for page in PAGES:
+        refresher, seen, times, sizes = Refresher(board), dict[str, Any](), [], []
+        for _ in range(ticks if page == "/" else max(5, ticks // 4)):
+            played.play(STEPS_A_SECOND)
+            while not board.poll():  # it rests where a machine is slow
+                time.sleep(0.05)
+            polls.append(board.poll_ms[-1])
+            began = time.perf_counter()
+            elements, answer = refresher.refresh(page, "", seen)
+            sent = to_json_plotly([elements, answer]).encode()
+            times.append(1e3 * (time.perf_counter() - began))
+            sizes.append((len(gzip.compress(sent, 6)) / 1e3, len(sent) / 1e3))
+            seen = answer["seen"]
+        p50, p95 = np.percentile(times[1:], [50, 95])
+        (small, _), (large, whole) = np.percentile(sizes[1:], [50, 95], axis=0)
+        took, first = f"{p50:.1f} ms | {p95:.1f} ms", f"{sizes[0][0]:.0f} kB"
+        print(f"| {page} | {took} | {first} | {small:.1f} kB | {large:.1f} kB | {whole:.0f} kB |")
+    p50, p95 = np.percentile(polls, [50, 95])
+    held = board.newest.steps.nbytes / 2**20 if board.newest else 0
+    print(f"\none tick: p50 {p50:.0f} ms, p95 {p95:.0f} ms, with the aggregator's part; held: {held:.0f} MiB")
+
+
+def browser(played: Played, board: Board) -> None:
+    """Measure a browser on the overview: time to draw a refresh, and whether its memory grows."""
+    from browser.measure import measure  # tests/browser
+
+    measure(board, lambda: played.play(STEPS_A_SECOND))
+
+
+if __name__ == "__main__":
+    main()

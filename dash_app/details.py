@@ -1,0 +1,183 @@
+"""The pages of one node and of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from traceml_ray.analysis.machine import per_second
+from traceml_ray.analysis.spread import quantiles
+from traceml_ray.reports.hangs import hangs
+from traceml_ray.store.nodes import node_key
+from traceml_ray.store.streams import Stream
+from traceml_ray.wire import SEGMENT_BITS, STAGES
+
+from .events import node_of
+from .overview import is_over, lately, nodes, unheard
+from .values import by_stage, mean_of, natural, number, told
+
+if TYPE_CHECKING:
+    from .board import Board, Run
+
+_BUSY_SPARK = 120
+_SAMPLES, _WITH_PROCESSES = 300, 6
+
+
+def node(board: Board, run: Run | None, node: str) -> dict[str, Any]:
+    """Return the page of a node, by id or label."""
+    recent = lately(run, is_over(board, run)) if run else None
+    cards = nodes(run, recent) if run else []
+    card = next((card for card in cards if node in (card["key"], card["label"])), None)
+    by_name = sorted(cards, key=lambda card: natural(card["label"]))
+    found: dict[str, Any] = {"node": None, "nodes": by_name, "ranks": [], "samples": {}, "gpus": []}
+    if run is None or card is None:
+        return found
+    known: dict[str, Any] = next(
+        (n for n in run.nodes if n["node_id"] == card["key"]), unheard(run, card["label"])
+    )
+    streams = {run.ranks[rank].id: rank for rank in card["ranks"] if rank in run.ranks}
+    processes = board.ask("process_of", only=[*streams], last=1) or []
+    memory = {streams[sample["stream_id"]]: sample["rss_bytes"] for sample in processes}
+    samples = board.ask("node_samples_of", only=[card["key"]], last=_SAMPLES) or []
+    columns = run.steps.columns(most=_BUSY_SPARK)
+    rows = []
+    for rank in sorted(streams.values()):
+        who = run.steps.ranks.index(rank) if rank in run.steps.ranks else None
+        rows.append(
+            {
+                **_about(run, rank, samples),
+                "median_ms": number(recent.per_rank[who]) if recent and who is not None else None,
+                "busy": told(columns.busy[who]) if who is not None else [],
+                "rss_bytes": memory.get(rank),
+            }
+        )
+    about = {**card, **{name: known[name] for name in ("hostname", "address", "node_id")}}
+    return {**found, "node": about, "ranks": rows, "samples": _machine(samples), "gpus": _gpus(samples)}
+
+
+def _about(run: Run, rank: int, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return who a rank is and where it stands; `samples` are of its node."""
+    stream = run.ranks[rank]
+    identity, opened = stream.identity, stream.open_stage
+    return {
+        "rank": rank,
+        "local_rank": identity.local_rank if identity else None,
+        "gpu": _gpu_of(identity.pid, samples) if identity else None,
+        "last_step": None if stream.last_key is None else stream.last_key >> SEGMENT_BITS,
+        "open_stage": None if opened is None or stream.ended else STAGES[opened],
+        "state": _state(run, rank, stream),
+    }
+
+
+def _state(run: Run, rank: int, stream: Stream) -> str:
+    if stream.exit_code:
+        return f"exit code {stream.exit_code}"
+    if stream.ended:
+        return "finished" if stream.final else "lost"
+    return "running" if rank in run.reporting() else "silent"
+
+
+def _gpu_of(pid: int, samples: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the device on which a process was seen last; not every sample tells of processes."""
+    for sample in reversed(samples):
+        for gpu in sample["gpus"] or ():
+            if any(pid in (process["pid"], *process["parents"]) for process in gpu["processes"] or ()):
+                return int(gpu["index"])
+    return None
+
+
+_PLAIN = ("cpu_pct", "load1", "mem_used_bytes", "mem_total_bytes")
+_RATES = {"disk_read_bps": "disk_read_bytes", "disk_write_bps": "disk_write_bytes"}
+_RATES |= {"net_rx_bps": "net_rx_bytes", "net_tx_bps": "net_tx_bytes"}
+_GPU = {"util_pct": "util_pct", "mem_used_bytes": "mem_used_bytes", "mem_total_bytes": "mem_total_bytes"}
+_GPU |= {
+    "power_w": "power_w",
+    "power_limit_w": "power_limit_w",
+    "temp_c": "temperature_c",
+    "sm_mhz": "sm_mhz",
+}
+_GPU |= {"throttle": "throttle", "ecc": "ecc_uncorrected"}
+_GPU_RATES = {f"{name}_bps": f"{name}_bytes" for name in ("pcie_rx", "pcie_tx", "nvlink_rx", "nvlink_tx")}
+
+
+def _machine(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        "t_ns": [sample["t_ns"] for sample in samples],
+        **_series(samples, dict.fromkeys(_PLAIN, ""), _RATES),
+    }
+
+
+def _gpus(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the series of each device; what was not asked for in a sample is as it was before."""
+    by_device: dict[int, list[dict[str, Any]]] = {}
+    for sample in samples:
+        for gpu in sample["gpus"] or ():
+            by_device.setdefault(gpu["index"], []).append({**gpu, "t_ns": sample["t_ns"]})
+    return [
+        {
+            "index": index,
+            "name": found[-1]["name"],
+            "t_ns": [gpu["t_ns"] for gpu in found],
+            **_series(found, _GPU, _GPU_RATES),
+        }
+        for index, found in sorted(by_device.items())
+    ]
+
+
+def _series(
+    samples: Sequence[Mapping[str, Any]], plain: Mapping[str, str], rates: Mapping[str, str]
+) -> dict[str, list[Any] | None]:
+    """Return what was measured, None where it never was."""
+    t_ns = [sample["t_ns"] for sample in samples]
+    found = {name: [sample[column or name] for sample in samples] for name, column in plain.items()}
+    found |= {
+        name: per_second(t_ns, [sample[column] for sample in samples]) for name, column in rates.items()
+    }
+    return {name: values if any(v is not None for v in values) else None for name, values in found.items()}
+
+
+def rank(board: Board, run: Run | None, rank: int | str) -> dict[str, Any]:
+    """Return the page of a rank."""
+    rank = int(rank)
+    found: dict[str, Any] = {"rank": None, "stages": {}, "median": {}, "parts": [], "process": {}}
+    found |= {"stacks": [], "suspect": None}
+    if run is None or rank not in run.ranks:
+        return found
+    stream, newest = run.ranks[rank], run.steps.columns()
+    node = node_key(stream) if stream.identity else ""
+    samples = board.ask("node_samples_of", only=[node], last=_WITH_PROCESSES) or []
+    found["rank"] = {
+        **_about(run, rank, samples),
+        "node": node_of(run, rank),
+        "node_key": node or None,
+        "pid": stream.identity.pid if stream.identity else None,
+        "attempt": stream.identity.attempt if stream.identity else None,
+        "exit": stream.exit_code,
+        "errors": stream.errors,
+        "missing": stream.missing,
+    }
+    suspects = (run.verdict or {}).get("suspects") or ()
+    found["suspect"] = next((suspect for suspect in suspects if suspect["rank"] == rank), None)
+    stood = hangs(run.verdicts)
+    found["stacks"] = [{"ranks": list(s.ranks), "text": s.text} for s in stood[-1].stacks] if stood else []
+    found["process"] = _process(board.ask("process_of", only=[stream.id], last=_SAMPLES) or [])
+    if rank in run.steps.ranks and len(newest.first):
+        first, last = int(newest.first[0]), int(newest.last[-1])
+        steps, d, _ = run.steps.stages(first, last)
+        mine = d[run.steps.ranks.index(rank)]
+        found["stages"] = {"steps": steps.tolist(), **by_stage(mine)}
+        found["median"] = by_stage(quantiles(d, (0.5,))[0])
+        mean = dict(zip(STAGES, mean_of(mine[None])[0].tolist(), strict=True))
+        parts = board.ask("parts", run=run.id, rank=rank, first=first, last=last) or []
+        found["parts"] = [{**part, "share": _of_stage(part["ms"], mean[part["stage"]])} for part in parts]
+    return found
+
+
+def _of_stage(ms: float, stage_ms: float) -> float | None:
+    return min(1.0, ms / stage_ms) if stage_ms > 0 else None
+
+
+def _process(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    plain = dict.fromkeys(("rss_bytes", "cpu_pct", "threads"), "")
+    rates = {"read_bps": "read_bytes", "write_bps": "write_bytes"}
+    return {"t_ns": [sample["t_ns"] for sample in samples], **_series(samples, plain, rates)}

@@ -1,0 +1,86 @@
+"""What happened in a run: events and changes of verdict, the newest first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from traceml_ray.reports.summary import moment
+from traceml_ray.reports.text import named
+from traceml_ray.store.nodes import node_key
+from traceml_ray.wire import STAGES
+
+if TYPE_CHECKING:
+    from .board import Board, Run
+
+_CRITICAL = {"rank_lost", "node_lost", "exception", "oom", "hang", "stalled"}
+_WARNING = {"restart", "straggler", "co_critical", "ambiguous", "group_wide", "note"}
+_SILENT = {"exit", "relay_start", "process_ended", "attach"}
+"""Of these only those with a message are worth telling."""
+
+
+def events(
+    _board: Board,
+    run: Run | None,
+    kind: str | None = None,
+    rank: int | str | None = None,
+    node: str | None = None,
+) -> dict[str, Any]:
+    """Return what happened, the newest first, of one kind, rank or node."""
+    found = events_of(run) if run else []
+    kinds = Counter(event["kind"] for event in found)
+    if rank not in (None, ""):
+        found = [event for event in found if event["rank"] == int(rank)]
+    if node:
+        label = run.labels.get(node) if run else None
+        found = [event for event in found if event["node"] in (node, label)]
+    if kind:
+        found = [event for event in found if event["kind"] == kind]
+    return {"events": found, "kinds": dict(kinds)}
+
+
+def events_of(run: Run) -> list[dict[str, Any]]:
+    """Return the events and the changes of verdict, the newest first."""
+    worth = [event for event in run.events if event["message"] or event["kind"] not in _SILENT]
+    found = [_event(run, event) for event in worth] + [_change(verdict) for verdict in run.verdicts]
+    return sorted(found, key=lambda event: -event["t_ns"])[: run.events.maxlen]
+
+
+def _event(run: Run, event: Mapping[str, Any]) -> dict[str, Any]:
+    rank = event["rank"] if event["rank"] is not None else event["data"].get("rank")
+    kind, stage = event["kind"], event["stage"]
+    node = run.labels.get(event["node_id"], event["node_id"]) if event["node_id"] else node_of(run, rank)
+    return {
+        "id": f"e{event['id']}",
+        "t_ns": event["t_ns"],
+        "time": moment(event["t_ns"]),
+        "kind": kind,
+        "severity": "critical" if kind in _CRITICAL else "warning" if kind in _WARNING else "info",
+        "rank": rank,
+        "node": node,
+        "step": event["step"],
+        "stage": None if stage is None else STAGES[stage],
+        "text": event["message"].partition("\n")[0][:500],
+    }
+
+
+def _change(verdict: Mapping[str, Any]) -> dict[str, Any]:
+    label = verdict["label"]
+    return {
+        "id": f"v{verdict['t_ns']}",
+        "t_ns": verdict["t_ns"],
+        "time": moment(verdict["t_ns"]),
+        "kind": "verdict",
+        "severity": "critical" if label in _CRITICAL else "warning" if label in _WARNING else "info",
+        "rank": verdict["rank"],
+        "node": verdict["node"],
+        "step": verdict["from_step"] if verdict["from_step"] is not None else verdict["last_step"],
+        "stage": verdict["stage"],
+        "text": named(dict(verdict)) + (f": {verdict['why']}" if verdict["why"] else ""),
+    }
+
+
+def node_of(run: Run, rank: int | None) -> str | None:
+    stream = run.ranks.get(rank) if rank is not None else None
+    return run.labels.get(node_key(stream), node_key(stream)) if stream and stream.identity else None

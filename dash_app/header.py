@@ -1,0 +1,109 @@
+"""What stands above every page: the session, its state in a sentence, the verdict, who reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from traceml_ray.reports.summary import moment
+from traceml_ray.reports.text import named
+
+if TYPE_CHECKING:
+    from .board import Board, Run
+
+
+def header(board: Board, run: Run | None, asked: str | None = None) -> dict[str, Any]:
+    """Return what stands above every page; `asked` is the run that was asked for."""
+    meta, state = board.status, state_of(board, run)
+    entry: dict[str, Any] = next(
+        (each for each in board.runs if run is not None and each["id"] == run.id), {}
+    )
+    strategies = [stream.strategy for stream in run.ranks.values() if stream.strategy] if run else []
+    verdict = run.verdict if run else None
+    return {
+        "version": board.version,
+        "state": state,
+        "state_text": _another(board, asked) + state_text(board, run, state),
+        "age_s": age_s(board, run) if state in ("live", "stale") else None,
+        "session": {
+            "id": meta.get("session") or board.source.target,
+            "status": meta.get("status"),
+            "launcher": entry.get("launcher") or meta.get("launcher"),
+            "strategy": strategies[0] if strategies else meta.get("strategy"),
+            "started_at": entry.get("started_at") or moment(meta.get("started_at")),
+            "world_size": entry.get("world_size") or (run.world if run else None) or meta.get("world_size"),
+            "nnodes": entry.get("nnodes")
+            or (sum(bool(node["ranks"]) for node in run.nodes) if run else None),
+            "gpus": any(sample["gpus"] for sample in (run.samples if run else {}).values()),
+            "run": run.id if run else None,
+            "runs": [{name: each[name] for name in ("id", "name", "label", "status")} for each in board.runs],
+        },
+        "verdict": None if verdict is None else {**verdict, "headline": named(verdict)},
+        "coverage_text": coverage_text(board, run, state),
+        "step": run.steps.last_step if run else None,
+    }
+
+
+def _another(board: Board, asked: str | None) -> str:
+    known = asked is None or not board.runs or any(asked in (each["id"], each["name"]) for each in board.runs)
+    return "" if known else f"There is no run {asked!r} in this session; this is the newest. "
+
+
+def state_of(board: Board, run: Run | None) -> str:
+    """Return the state in one word: empty, waiting, live, stale, finished or stored."""
+    if not board.status:
+        return "empty"
+    if board.source.stored:
+        return "stored"
+    if board.status.get("status", "running") != "running":
+        return "finished"
+    if board.stale_since_ns is not None:
+        return "stale"
+    return "live" if run is not None and run.steps.last_step is not None else "waiting"
+
+
+def state_text(board: Board, run: Run | None, state: str) -> str:
+    """Return in one sentence what is going on, and what to do."""
+    if state == "empty":
+        return board.trouble or "The session is being looked for."
+    if state == "stale":
+        since = (moment(board.stale_since_ns) or "")[11:19]
+        return f"Aggregator not answering since {since} UTC ({board.trouble}); shown is what was known then."
+    if state in ("stored", "finished"):
+        status = board.status.get("status", "running")
+        ended = "was never finished" if status == "running" else f"has ended: {status}"
+        reading = "" if run is None or run.whole else " It is still being read."
+        return f"This session {ended}; nothing changes any more.{reading}"
+    world = run.world if run else 0
+    seen = sorted(run.ranks) if run else []
+    awaited = sorted(set(range(world)).difference(seen))
+    if state == "waiting":
+        who = f"{len(seen)} of {world or board.status.get('world_size') or 'the'} ranks have reported"
+        return f"Waiting for the first step: {who}." + (f" Awaited: {_ranks(awaited)}." if awaited else "")
+    silent = sorted(set(seen) - _heard(run)) if run else []
+    told = [f"awaited: {_ranks(awaited)}" if awaited else "", f"silent: {_ranks(silent)}" if silent else ""]
+    return "; ".join(["Training runs", *filter(None, told)]) + "."
+
+
+def coverage_text(board: Board, run: Run | None, state: str) -> str:
+    """Return how many ranks report, and how old that is."""
+    if run is None or not run.world:
+        return "no rank yet"
+    heard = len(_heard(run)) if state in ("live", "stale", "waiting") else len(run.ranks)
+    age = age_s(board, run) if state in ("live", "stale", "waiting") else None
+    return f"{heard} of {run.world} ranks" + (f", {age:.0f} s old" if age is not None else "")
+
+
+def age_s(board: Board, run: Run | None) -> float | None:
+    """Return how long ago a rank was heard of last."""
+    latest = max((stream.last_seen_ns for stream in run.ranks.values()), default=None) if run else None
+    return None if latest is None else round(max(0.0, (board.clock() - latest) / 1e9), 1)
+
+
+def _heard(run: Run) -> set[int]:
+    return run.reporting() | {rank for rank, stream in run.ranks.items() if stream.final}
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"

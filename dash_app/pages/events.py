@@ -1,0 +1,74 @@
+"""Everything that happened, newest first; the filter is in the URL."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from dash import dcc, html
+
+from .. import words
+from ..place import Place
+from . import bits
+
+_SHOWN = 200
+
+
+def layout(_: Mapping[str, Any]) -> Any:
+    """Return the elements of the page."""
+    return html.Div(
+        [
+            html.H1("Events"),
+            html.Nav(id="event-filter", className="chips", **bits.aria(label="Filter")),
+            html.Div(id="event-list", className="panel"),
+        ]
+    )
+
+
+def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
+    """Return what stands in them."""
+    events = view["events"]
+    rows = [
+        (
+            html.Time((event["time"] or words.NA).replace("T", " ")[:19], dateTime=event["time"] or ""),
+            html.Span(
+                [bits.SEVERITY.get(event["severity"], "●"), " ", event["severity"]],
+                className=f"sev {event['severity']}",
+            ),
+            words.said(event["kind"]),
+            "" if event["rank"] is None else bits.rank_link(event["rank"], place, ""),
+            event["node"] or "",
+            "" if event["step"] is None else f"{event['step']:,}",
+            words.said(event["stage"] or ""),
+            html.Span(words.marked(event["text"])),
+        )
+        for event in events[:_SHOWN]
+    ]
+    headers = ("time, UTC", "severity", "kind", ">rank", "node", ">step", "stage", "what")
+    more = f"{_SHOWN} of {len(events):,} events; choose a kind to see others." if len(events) > _SHOWN else ""
+    table = bits.table(headers, rows, empty="No event of this kind yet.", label="Events")
+    return {
+        "event-filter": {"children": _filter(view, place)},
+        "event-list": {"children": [table, html.P(more, className="hint")]},
+    }
+
+
+def _filter(view: Mapping[str, Any], place: Place) -> list[Any]:
+    """Return one link for each kind there is, and one to take out each filter that is set."""
+    kinds = view.get("kinds") or Counter(event["kind"] for event in view["events"])
+    chosen = place.get("kind")
+    links = [_chip("all kinds", place.here(kind=None), chosen is None)]
+    links += [
+        _chip(f"{words.said(kind)} {count:,}", place.here(kind=kind), kind == chosen)
+        for kind, count in sorted(kinds.items())
+    ]
+    return links + [
+        _chip(f"{name} {place.get(name)} ✕", place.here(**{name: None}), True)
+        for name in ("rank", "node")
+        if place.get(name)
+    ]
+
+
+def _chip(text: str, href: str, on: bool) -> dcc.Link:
+    return dcc.Link(text, href=href, className="chip on" if on else "chip")

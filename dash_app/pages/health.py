@@ -1,0 +1,92 @@
+"""How the monitor itself is doing: what was produced, stored and dropped, what it costs, what went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dash import html
+
+from .. import words
+from ..place import Place
+from . import bits
+
+_TITLES = {
+    "ledger": "Ledger, in rows",
+    "relays": "Relays, one on each node",
+    "errors": "Errors, swallowed and counted",
+}
+_RANKS = 200
+
+
+def layout(_: Mapping[str, Any]) -> Any:
+    """Return the elements of the page."""
+    panels = [bits.panel(title, html.Div(id=f"health-{name}")) for name, title in _TITLES.items()]
+    facts = html.Div(id="health-facts")
+    return html.Div([html.H1("Health of the monitor"), facts, html.Div(panels, className="grid two")])
+
+
+def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
+    """Return what stands in them."""
+    relays = [
+        (
+            bits.node_link(relay["key"], relay["label"], place),
+            "alive" if relay["alive"] else "lost",
+            words.age(relay["age_s"]),
+            words.plain(len(relay["ranks"])),
+        )
+        for relay in view["relays"]
+    ]
+    errors = [(place, f"{n:,}") for place, n in sorted(view["errors"].items(), key=lambda each: -each[1])]
+    return {
+        "health-facts": {"children": bits.facts(_facts(view))},
+        "health-ledger": {"children": _ledger(view["ledger"], view["state"] in ("stored", "finished"))},
+        "health-relays": {"children": bits.table(("node", "state", ">heard of", ">ranks"), relays)},
+        "health-errors": {"children": bits.table(("where", ">times"), errors[:_RANKS], empty="None.")},
+    }
+
+
+def _facts(view: Mapping[str, Any]) -> dict[str, str]:
+    cost, polls = view["overhead"], view["poll_ms"]
+    return {
+        "on the training thread": words.unit(cost["training_thread_us_per_step"], "µs a step"),
+        "agent": words.unit(cost["agent_cpu_pct"], "% of a core"),
+        "sent by the ranks": words.size(view["bytes_per_s"], "/s"),
+        "relays started anew": words.plain(view["restarts"]["relays"]),
+        "one poll of this page's server": f"{words.ms(polls['p50'])}, p95 {words.ms(polls['p95'])}",
+        "rows in its memory": words.size(view["memory_bytes"]),
+    }
+
+
+def _ledger(ledger: Mapping[str, Any] | None, over: bool) -> Any:
+    """Return what became of the rows: of all ranks, then of each one that lost any or is cut short."""
+    if ledger is None:
+        return html.P("Not known while the aggregator does not answer.", className="empty")
+    odd = {
+        rank: of
+        for rank, of in ledger["per_rank"].items()
+        if sum(of["dropped"].values()) or (over and of["unreported"] is None)
+    }
+    rows = [("all", *_counts(ledger), "")]
+    rows += [
+        (rank, *_counts(of), "not known" if over and of["unreported"] is None else "")
+        for rank, of in list(odd.items())[:_RANKS]
+    ]
+    headers = (
+        ">rank",
+        ">produced",
+        ">stored",
+        ">in flight",
+        ">dropped",
+        "dropped where",
+        "after the last report",
+    )
+    told = "produced = stored + in flight + dropped. Ranks without a loss are in the sum alone."
+    return [bits.table(headers, rows, label="Ledger"), html.P(told, className="hint")]
+
+
+def _counts(of: Mapping[str, Any]) -> tuple[str, ...]:
+    dropped = {place: rows for place, rows in of["dropped"].items() if rows}
+    where = ", ".join(f"{words.said(place)} {rows:,}" for place, rows in dropped.items())
+    numbers = (of["produced"], of["stored"], of["in_flight"], sum(dropped.values()))
+    return *(words.plain(number) for number in numbers), where

@@ -1,0 +1,218 @@
+"""The first screen: what a step takes, who is late since when, where the time goes, nodes, events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dash import dcc, html
+
+from .. import figures, words
+from ..place import Place
+from . import bits
+
+_CARDS, _FEW_CARDS = 24, 12
+_EVENTS = 40
+_SHOWN = ("total", "post_sync", "data", "prepare", "forward", "backward")
+
+
+def layout(_: Mapping[str, Any]) -> Any:
+    """Return the elements of the page."""
+    heat = bits.panel(
+        "Busy time by rank, against the median of the step",
+        html.Div(
+            [
+                dcc.Graph(
+                    id="heat",
+                    figure=figures.blank(""),
+                    config=bits.CLICKED,
+                    clear_on_unhover=True,
+                ),
+                html.Div(id="heat-tip", className="tip", **bits.aria(hidden="true")),
+            ],
+            className="graph heat-box",
+            role="img",
+            **bits.aria(label="Busy time of each rank by step, over the median; as a table below"),
+        ),
+        html.Div([*_scale(), _table()], className="heat-legend"),
+        note=[
+            html.Nav(id="heat-span", className="segments", **bits.aria(label="Steps shown")),
+            html.Nav(id="heat-stages", className="segments", **bits.aria(label="Stage shown in the heatmap")),
+        ],
+    )
+    exposed = bits.chart(
+        "exposed",
+        "Where a step's time goes",
+        "Exposed time of each stage by step, stacked",
+        note=bits.legend(figures.STAGES),
+    )
+    timeline = bits.chart(
+        "timeline",
+        "Step timeline",
+        "Busy time of the median and the worst rank by step",
+        note=bits.legend({"worst": figures.ORANGE, "median": figures.BLUE, "p10–p90": "#3b82c466"}),
+    )
+    skew = bits.chart(
+        "skew",
+        "Skew",
+        "How far the worst rank and the slowest node are over the others, by step",
+        note=bits.legend({"ranks": figures.ORANGE, "nodes": figures.BLUE}),
+        tall="low",
+    )
+    nodes = bits.panel("Nodes, worst first", html.Div(id="node-cards", className="cards"))
+    events = bits.panel(
+        "Events",
+        html.Ol(id="event-list", className="events", tabIndex=0),
+        note=dcc.Link("all", id="events-all", href="/events"),
+    )
+    return html.Div(
+        [
+            html.H1("Overview", className="unseen"),
+            html.Div(id="tiles", className="tiles"),
+            html.Div(
+                [
+                    html.Div([heat, timeline, nodes], className="column"),
+                    html.Div([exposed, skew, events], className="column"),
+                ],
+                className="split",
+            ),
+        ]
+    )
+
+
+def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
+    """Return what stands in them."""
+    line, skew = view["timeline"], view["skew"]
+    revision = str(view["session"]["run"])
+    empty = {} if len(view["heat"]["ranks"]) else {"heat": {"figure": figures.blank("No closed step yet.")}}
+    return {
+        **empty,
+        "tiles": {"children": [_tile(tile) for tile in view["tiles"]]},
+        "heat-stages": {"children": [_segment(name, place) for name in _SHOWN]},
+        "heat-span": {"children": _spans(view, place)},
+        "exposed": {"figure": figures.exposed(view["exposed"]["steps"], view["exposed"]["stages"], revision)},
+        "timeline": {"figure": figures.timeline(line["steps"], line, view["events"])},
+        "skew": {
+            "figure": figures.lines(
+                skew["steps"],
+                {"ranks": skew["global_pct"], "nodes": skew["node_pct"]},
+                "skew %",
+                unit="%",
+                colours=(figures.ORANGE, figures.BLUE),
+                revision=revision,
+            )
+        },
+        "events-all": {"href": place.to("events")},
+        "node-cards": {"children": _cards(view["nodes"], place)},
+        "event-list": {
+            "children": bits.event_rows(view["events"][:_EVENTS], place)
+            or html.Li("Nothing happened yet.", className="empty")
+        },
+    }
+
+
+def _scale() -> list[Any]:
+    missing = html.Span([html.I(className="missing"), "missing"], className="key")
+    return [
+        html.Span("0.5×"),
+        html.I(className="scale"),
+        html.Span("1.5× the median"),
+        missing,
+        html.Span(id="heat-hint", className="key"),
+        html.Button("Whole heatmap", id="heat-whole", type="button", hidden=True),
+    ]
+
+
+def _table() -> html.Details:
+    """Return what holds the heatmap in numbers, for those who cannot read colours."""
+    table = html.Div(id="heat-table", className="scroll", tabIndex=0)
+    return html.Details([html.Summary("As a table"), table], id="heat-details")
+
+
+def _tile(tile: Mapping[str, Any]) -> html.Div:
+    value = [html.Span(words.number(tile["value"]), className="value")]
+    if tile["value"] is not None:
+        value.append(html.Span(tile["unit"], className="unit"))
+    known = [v for v in tile["series"] if v is not None]
+    text = (
+        f"{tile['label']}: {words.number(known[0])} to {words.number(known[-1])} {tile['unit']}"
+        if known
+        else ""
+    )
+    label, under = html.Div(tile["label"], className="label"), html.Div(tile["text"] or "", className="text")
+    return html.Div([label, html.Div(value), bits.spark(tile["series"], text), under], className="tile")
+
+
+def _segment(name: str, place: Place) -> dcc.Link:
+    on = name == (place.get("stage") or "total")
+    href = place.here(stage=None if name == "total" else name)
+    return dcc.Link(words.said(name), href=href, className="segment on" if on else "segment")
+
+
+def _spans(view: Mapping[str, Any], place: Place) -> list[Any]:
+    over = view["state"] in ("stored", "finished")
+    shown = place.get("span") or ("run" if over else "recent")
+    spans = {"recent": "newest steps", "run": "whole run"}
+    return [
+        dcc.Link(told, href=place.here(span=name), className="segment on" if name == shown else "segment")
+        for name, told in spans.items()
+    ]
+
+
+def _cards(nodes: list[Mapping[str, Any]], place: Place) -> list[Any]:
+    """Return a card for each node, of very many the worst and the names of the others."""
+    shown = nodes if len(nodes) <= _CARDS else nodes[:_FEW_CARDS]
+    cards: list[Any] = [_card(node, place) for node in shown]
+    rest = nodes[len(shown) :]
+    if rest:
+        links: list[Any] = [bits.node_link(node["key"], node["label"], place) for node in rest]
+        cards.append(
+            html.Details(
+                [html.Summary(f"{len(rest)} more nodes"), html.Div(links, className="links")],
+                className="rest",
+            )
+        )
+    return cards or [html.P("No node yet.", className="empty")]
+
+
+def _card(node: Mapping[str, Any], place: Place) -> dcc.Link:
+    over = node["slower_pct"]
+    told = (
+        ""
+        if over is None
+        else "the fastest"
+        if over < 0.05
+        else f"{words.pct(over, sign=True)} over the fastest"
+    )
+    ranks = node["ranks"]
+    count = ranks if isinstance(ranks, int) else len(ranks)
+    worst = [html.Span(f"worst rank {node['worst_rank']}, {words.ms(node['worst_ms'])}")]
+    worst.append(html.Span(f"skew {words.pct(node['skew_pct'])}"))
+    used = (("CPU", "cpu_pct"), ("RAM", "mem_pct"), ("GPU", "gpu_util_pct"), ("VRAM", "gpu_mem_pct"))
+    body = [
+        html.Div(
+            [
+                html.Strong(node["label"]),
+                html.Span(
+                    f"{count} rank{'s' * (count != 1)}" if node["alive"] else "lost",
+                    className="" if node["alive"] else "gone-word",
+                ),
+            ],
+            className="card-head",
+        ),
+        html.Div(
+            [
+                html.Span(words.number(node["median_ms"]), className="value"),
+                html.Span("ms median", className="unit"),
+                html.Span(told, className="over"),
+            ],
+            className="card-value",
+        ),
+        html.Div(worst if node["worst_rank"] is not None else None, className="text"),
+        html.Div(
+            [bits.meter(name, node[key]) for name, key in used if node[key] is not None], className="meters"
+        ),
+    ]
+    return dcc.Link(
+        body, href=place.to("node", node["key"]), className="card" if node["alive"] else "card gone"
+    )

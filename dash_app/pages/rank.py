@@ -1,0 +1,153 @@
+"""One rank: where its time goes against the median rank, its parts, its process, where it stood."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dash import dcc, html
+
+from .. import figures, words
+from ..place import Place
+from . import bits
+
+_PROCESS = {
+    "rss_bytes": ("Memory (RSS)", "GB", 1e9),
+    "cpu_pct": ("CPU", "% of a core", 1.0),
+    "threads": ("Threads", "threads", 1.0),
+    "read_bps": ("Read from disk", "MB/s", 1e6),
+    "write_bps": ("Written to disk", "MB/s", 1e6),
+}
+
+
+def layout(view: Mapping[str, Any]) -> Any:
+    """Return the elements of the page; panels of what was not measured are absent."""
+    if view["rank"] is None:
+        return html.Div([html.H1(id="rank-title"), html.Div(id="rank-around", className="chips")])
+    stages = [_stage(name, colour) for name, colour in figures.STAGES.items() if name in view["stages"]]
+    process = [
+        bits.chart(f"process-{name}", title, f"{title} of the process over time", tall="low")
+        for name, (title, _, _) in _PROCESS.items()
+        if _any(view["process"].get(name))
+    ]
+    body: list[Any] = [
+        html.Div(
+            [html.H1(id="rank-title"), html.Div(id="rank-around", className="chips")], className="title-row"
+        ),
+        html.Div(id="rank-suspect"),
+        html.Div(id="rank-facts"),
+        html.H2("Stages, against the median rank"),
+        html.Div(stages, className="grid three"),
+        bits.panel("Parts inside the stages, mean per step", html.Div(id="rank-parts")),
+    ]
+    if process:
+        body += [html.H2("Process"), html.Div(process, className="grid")]
+    if view["stacks"]:
+        body.append(bits.panel("Where the ranks stood in the last hang", html.Div(id="rank-stacks")))
+    return html.Div(body)
+
+
+def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
+    """Return what stands in them."""
+    rank, stages, process = view["rank"], view["stages"], view["process"]
+    number = int(place.key)
+    around = [dcc.Link("← previous", href=place.to("rank", number - 1), className="chip")] if number else []
+    around.append(dcc.Link("next →", href=place.to("rank", number + 1), className="chip"))
+    if rank is None:
+        return {
+            "rank-title": {"children": f"Rank {number} has not reported in this run."},
+            "rank-around": {"children": around},
+        }
+    made: dict[str, dict[str, Any]] = {
+        "rank-title": {
+            "children": [
+                f"Rank {number} on ",
+                bits.node_link(rank["node_key"], rank["node"], place),
+            ]
+        },
+        "rank-around": {"children": around},
+        "rank-suspect": {"children": _suspect(view["suspect"])},
+        "rank-facts": {"children": bits.facts(_facts(rank))},
+        "rank-parts": {"children": _parts(view["parts"])},
+    }
+    for name, colour in figures.STAGES.items():
+        if name in stages:
+            series = {"this rank": stages[name], "median rank": view["median"][name]}
+            figure = figures.lines(
+                stages["steps"],
+                series,
+                "ms",
+                unit="ms",
+                colours=(colour, figures.GREY),
+                dashed="median rank",
+                revision=place.key,
+            )
+            made[f"stage-{name}"] = {"figure": figure}
+    for name, (_, unit, scale) in _PROCESS.items():
+        if _any(process.get(name)):
+            values = [None if v is None else v / scale for v in process[name]]
+            made[f"process-{name}"] = {
+                "figure": figures.lines(
+                    process["t_ns"], {name: values}, unit, unit=unit, kind="time", revision=place.key
+                )
+            }
+    if view["stacks"]:
+        made["rank-stacks"] = {"children": [_stack(stack) for stack in view["stacks"]]}
+    return made
+
+
+def _stage(name: str, colour: str) -> Any:
+    told = f"Time in {name} by step, this rank and the median rank"
+    key = bits.legend({"this rank": colour, "median rank": figures.GREY})
+    return bits.chart(f"stage-{name}", words.said(name), told, note=key, tall="low")
+
+
+def _any(values: Sequence[Any] | None) -> bool:
+    return any(value is not None for value in values or ())
+
+
+def _facts(rank: Mapping[str, Any]) -> dict[str, Any]:
+    unseen = [f"{name} ({why})" if why else name for name, why in (rank["missing"] or {}).items()]
+    return {
+        "state": words.said(rank["state"] or words.NA),
+        "last step": rank["last_step"],
+        "now in": words.said(rank["open_stage"] or words.NA),
+        "local rank": rank["local_rank"],
+        "GPU": rank["gpu"],
+        "process": rank["pid"] and str(rank["pid"]),
+        "attempt": rank["attempt"],
+        "errors of the monitor": sum((rank["errors"] or {}).values()),
+        **({"exit code": rank["exit"]} if rank["exit"] is not None else {}),
+        **({"not seen": ", ".join(unseen)} if unseen else {}),
+    }
+
+
+def _suspect(suspect: Mapping[str, Any] | None) -> Any:
+    if suspect is None:
+        return None
+    late, share = words.ms(suspect["excess_ms"]), words.pct(100 * suspect["share"])
+    text = f"Late out of {words.said(suspect['stage'])} by {late} a step ({share} of it); "
+    text += f"mending it saves {words.ms(suspect['gain_ms'])}."
+    return html.P(["▲ ", text], className="callout warning")
+
+
+def _parts(found: Sequence[Mapping[str, Any]]) -> Any:
+    rows = [
+        (
+            part["name"],
+            words.said(part["stage"]),
+            words.ms(part["ms"]),
+            words.ms(part["median_ms"]),
+            words.pct(None if part["share"] is None else 100 * part["share"]),
+            words.number(part["times_per_step"]),
+            words.size(part["bytes"]),
+        )
+        for part in found
+    ]
+    headers = ("part", "in", ">this rank", ">median rank", ">of its stage", ">times a step", ">bytes each")
+    return bits.table(headers, rows, empty="No part was marked in this run.", label="Parts")
+
+
+def _stack(stack: Mapping[str, Any]) -> html.Details:
+    ranks = ", ".join(str(rank) for rank in stack["ranks"][:16])
+    return html.Details([html.Summary(f"ranks {ranks}"), html.Pre(stack["text"])], open=True)

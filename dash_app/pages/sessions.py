@@ -1,0 +1,100 @@
+"""Past sessions, and two of them side by side; which two is in the URL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dash import dcc, html
+
+from .. import words
+from ..place import Place
+from . import bits
+
+
+def layout(_: Mapping[str, Any]) -> Any:
+    """Return the elements of the page."""
+    return html.Div(
+        [
+            html.H1("Sessions"),
+            html.P(
+                ["Choose two to compare. To open one: ", html.Code("traceml-ray dashboard NAME")],
+                className="hint",
+            ),
+            html.Div(id="session-compare"),
+            html.Div(id="session-list", className="panel"),
+        ]
+    )
+
+
+def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
+    """Return what stands in them."""
+    rows = [
+        (
+            html.Span([_choose("a", s["name"], place), _choose("b", s["name"], place)], className="choose"),
+            html.Strong(s["name"], title=str(s["path"])),
+            (s["started_at"] or words.NA).replace("T", " ")[:16],
+            words.plain(s["status"]),
+            words.plain(s["launcher"]),
+            words.plain(s["world_size"]),
+            words.plain(s["steps"]),
+            words.ms(s["median_ms"]),
+            _verdict(s),
+            words.pct(s["cost_pct"]),
+        )
+        for s in view["sessions"]
+    ]
+    headers = (
+        "compare",
+        "session",
+        "began, UTC",
+        "status",
+        "launcher",
+        ">ranks",
+        ">steps",
+        ">median step",
+        "verdict",
+        ">costs",
+    )
+    table = bits.table(headers, rows, empty="No stored session here yet.", label="Stored sessions")
+    return {
+        "session-list": {"children": table},
+        "session-compare": {"children": _compared(view.get("compare"), place)},
+    }
+
+
+def _choose(side: str, name: str, place: Place) -> dcc.Link:
+    on = place.get(side) == name
+    label = f"{'Chosen' if on else 'Choose'} {name} as {side.upper()}"
+    return dcc.Link(
+        side.upper(),
+        href=place.here(**{side: None if on else name}),
+        className="chip on" if on else "chip",
+        title=label,
+    )
+
+
+def _verdict(session: Mapping[str, Any]) -> str:
+    where = [] if session["rank"] is None else [f"rank {session['rank']}"]
+    where += [f"in {words.said(session['stage'])}"] if session["stage"] else []
+    return words.said(session["label"] or words.NA) + (": " if where else "") + " ".join(where)
+
+
+def _compared(rows: Any, place: Place) -> Any:
+    a, b = place.get("a"), place.get("b")
+    if not (a and b):
+        return None
+    cells = [
+        (row["what"], _value(row["a"]), _value(row["b"]), words.pct(row["change_pct"], sign=True))
+        for row in rows or ()
+    ]
+    table = bits.table(
+        ("", f">{a}", f">{b}", ">change"),
+        cells,
+        empty="These two cannot be compared: one of them has no summary.",
+    )
+    return bits.panel(f"{a} and {b}", table)
+
+
+def _value(value: Any) -> str:
+    return words.number(value) if isinstance(value, float) else words.plain(value)

@@ -1,0 +1,127 @@
+"""
+The dashboard's process: opens a session, asks it once a tick, however many look, and serves the web app.
+
+It ends, with everything it has, at SIGTERM or Ctrl-C, or with the process that started it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+from urllib.parse import urlencode
+
+import waitress
+
+from traceml_ray.launchers.cluster import free_port
+from traceml_ray.reach import join
+from traceml_ray.settings import Settings
+
+from . import security
+from .board import Board
+from .server import create_app
+from .source import open_source
+
+PORT = 8050
+"""Where nobody says otherwise; where that one is taken, a free one."""
+POLL_S = 1.0
+_LOOK_S = 0.2
+_END_S = 1.0
+"""How long the end may take: Ray's own, with its cluster gone, takes minutes."""
+_WAITRESS = {
+    "threads": 8,
+    "ident": None,
+    "max_request_header_size": 1 << 16,
+    "max_request_body_size": security.MAX_BODY_BYTES,
+    "channel_timeout": 30,
+}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """
+    Serve what `traceml-ray dashboard` was given until told to end; return the exit code.
+
+    Raises SessionError or SourceError where there is nothing to show, SettingError, and OSError where
+    the address cannot be had.
+    """
+    signal.signal(signal.SIGTERM, _end)
+    for noisy in ("ray._private.worker", "waitress.queue"):  # of its own signals; of every request that waits
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    token, made_up = security.choose_token(arguments.token, arguments.host)
+    settings = Settings.load(out=arguments.out)
+    listening = _listen(arguments.host, arguments.port)
+    source = open_source(arguments.session, settings.out, arguments.ray_address)
+    code = 1
+    try:
+        board = Board(source, thresholds=settings.thresholds)
+        app = create_app(board, token=token, hosts=security.names_of(arguments.host), poll_s=POLL_S)
+        threads = [_thread("poll", _poll, board), _thread("serve", _serve, app.server, listening)]
+        query = {"token": token if made_up else None, "run": arguments.run}
+        print(f"Dashboard: {_url(arguments.host, listening, query)}", flush=True)
+        parent = _parent(arguments.child)
+        while parent.is_alive() and all(thread.is_alive() for thread in threads):
+            time.sleep(_LOOK_S)
+            signal.signal(signal.SIGTERM, _end)  # Ray puts its own there when it attaches
+        code = int(parent.is_alive())
+    except (KeyboardInterrupt, SystemExit):
+        code = 0
+    finally:
+        _thread("end", _give_up, code)
+        source.close()
+    return code
+
+
+def _end(_number: int, _frame: object) -> NoReturn:
+    raise SystemExit(0)
+
+
+def _give_up(code: int) -> NoReturn:
+    time.sleep(_END_S)
+    os._exit(code)
+
+
+def _thread(name: str, target: Callable[..., object], *args: object) -> threading.Thread:
+    thread = threading.Thread(name=f"traceml-{name}", target=target, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
+def _parent(child: bool) -> threading.Thread:
+    """Return a thread that lives as long as whoever holds the other end of stdin; for a person, as we do."""
+    return _thread("parent", os.read, 0, 1) if child else threading.current_thread()
+
+
+def _poll(board: Board) -> None:
+    while True:
+        board.poll()
+        time.sleep(POLL_S)
+
+
+def _serve(application: Any, listening: socket.socket) -> None:
+    waitress.create_server(application, sockets=[listening], **_WAITRESS).run()
+
+
+def _listen(host: str, port: int | None) -> socket.socket:
+    """Return a socket that listens there. Raises OSError."""
+    wanted = PORT if port is None else port or free_port()
+    family, *_, address = min(socket.getaddrinfo(host, wanted, type=socket.SOCK_STREAM))  # IPv4 first
+    try:
+        return socket.create_server(address[:2], family=family, backlog=128)
+    except OSError as error:
+        if port is None and error.errno == errno.EADDRINUSE:
+            return _listen(host, 0)
+        where, why = join(host, wanted), os.strerror(error.errno or 0)
+        raise OSError(f"cannot listen on {where}: {why}; choose another with --port") from None
+
+
+def _url(host: str, listening: socket.socket, query: dict[str, str | None]) -> str:
+    given = urlencode({name: value for name, value in query.items() if value is not None})
+    name = socket.gethostname() if host in security.WILDCARDS else host
+    return f"http://{join(name, listening.getsockname()[1])}/" + (f"?{given}" if given else "")

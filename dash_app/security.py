@@ -1,0 +1,205 @@
+"""Who may look: the token, the names under which the server may be asked for, the headers of every answer."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import secrets
+import socket
+from collections.abc import Iterable, Sequence
+from html import escape
+from urllib.parse import quote, urlencode, urlsplit
+
+from flask import Flask, Response, redirect, request
+
+from traceml_ray.settings import SettingError
+
+MAX_BODY_BYTES = 1 << 20
+"""Of a request: larger ones are refused before they are read."""
+_OPEN = (("GET", "/health"), ("HEAD", "/health"), ("POST", "/login"))
+_METHODS = ("GET", "HEAD", "POST")
+WILDCARDS = ("0.0.0.0", "::")
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_POLICY = {
+    "default-src": "'none'",
+    "script-src": "'self'",
+    "style-src": "'self' 'unsafe-inline'",  # plotly.js puts rules of its own into the page
+    "img-src": "'self' data: blob:",
+    "font-src": "'self' data:",
+    "connect-src": "'self'",
+    "form-action": "'self'",
+    "base-uri": "'none'",
+    "frame-ancestors": "'none'",
+}
+_HEADERS = {
+    "X-Frame-Options": "DENY",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",  # not stricter: a form would then be posted with the Origin "null"
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+_ASK = "This dashboard asks for the token that was printed when it started."
+_WRONG = "That is not the token."
+_FORM = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<meta name="color-scheme" content="light dark">
+<title>traceml-ray</title>
+<body style="font: 16px system-ui; max-width: 32rem; margin: 15vh auto; padding: 0 1rem">
+<h1 style="font-size: 1.25rem">traceml-ray dashboard</h1>
+<p role="status">{said}</p>
+<form method="post" action="/login?{query}">
+<label>Token <input name="token" type="password" autofocus autocomplete="current-password"></label>
+<button>Open</button>
+</form>
+"""
+
+
+def choose_token(given: str | None, host: str) -> tuple[str | None, bool]:
+    """
+    Return the token to ask for, or None, and whether it was made up here.
+
+    Without one that was `given`, whoever can reach a loopback address may look; any other `host` gets a
+    token. Raises SettingError for one that is empty or could not be sent, and for a host of no address.
+    """
+    if given is not None:
+        if not (given.isascii() and given.isprintable() and given.split() == [given]):
+            raise SettingError("the token must be printable ASCII without spaces, and not empty")
+        return given, False
+    return (None, False) if _is_loopback(host) else (secrets.token_urlsafe(24), True)
+
+
+def names_of(host: str) -> list[str]:
+    """Return under which names a server bound to `host` may be asked for; a wildcard is for any address."""
+    names = [host, *_addresses(host)]
+    if _is_loopback(host):
+        return [*names, *_LOOPBACK]
+    return [*names, socket.gethostname(), socket.getfqdn(), *(_LOOPBACK if host in WILDCARDS else ())]
+
+
+def _is_loopback(host: str) -> bool:
+    return all(ipaddress.ip_address(address).is_loopback for address in _addresses(host))
+
+
+def _addresses(host: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise SettingError(f"host={host!r} has no address: {error}") from None
+    return [str(address[0]).partition("%")[0] for *_, address in found]
+
+
+class Guard:
+    """
+    Stands before every route of a Flask server.
+
+    Args:
+        token: to be asked for; None lets everybody look.
+        hosts: names that `Host` may have: a page elsewhere whose name is made to point here gets nothing.
+        scripts: CSP hashes of the page's own inline scripts; may be set later.
+
+    """
+
+    def __init__(self, token: str | None, hosts: Iterable[str], scripts: Sequence[str] = ()) -> None:
+        self.scripts = scripts
+        self._token = token
+        self._hosts = {host.lower() for host in hosts}
+        # Not the token itself. The name differs, too: cookies of one host are shared by all of its ports.
+        key = (token or "").encode()
+        self._cookie = "traceml-" + hmac.new(key, b"name", "sha256").hexdigest()[:8]
+        self._proof = hmac.new(key, b"cookie", "sha256").hexdigest()
+
+    def install(self, server: Flask) -> None:
+        """Begin; before anything else of that server does."""
+        server.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
+        server.before_request(self._admit)
+        server.after_request(self._harden)
+        server.add_url_rule("/login", view_func=self._login, methods=["POST"])
+
+    def _admit(self) -> Response | None:
+        """Return the refusal, or None where the request may go on."""
+        if not self._is_ours(request.headers.get("Host", "")):
+            return _refusal(421, "This server is not known by that name.")
+        if request.method not in _METHODS:
+            return _refusal(405, "There is nothing like that here.", Allow=", ".join(_METHODS))
+        origin = request.headers.get("Origin")
+        if request.method == "POST" and origin is not None and urlsplit(origin).netloc != request.host:
+            return _refusal(403, "This request was made by another page.")
+        if self._token is None or (request.method, request.path) in _OPEN:
+            return None
+        return self._identify()
+
+    def _identify(self) -> Response | None:
+        """Ask for the token: where one is sent, that one counts, whatever the cookie says."""
+        path, query = request.path, _query_without_token()
+        given = request.args.get("token")
+        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        if given is not None and self._knows(given):
+            return self._welcome(path, query) if request.method == "GET" else None
+        if given is None and scheme.lower() == "bearer":
+            given = bearer.strip()
+            if self._knows(given):
+                return None
+        if given is None and _same(request.cookies.get(self._cookie, ""), self._proof):
+            return None
+        return _ask(_WRONG if given is not None else _ASK, path, query)
+
+    def _login(self) -> Response:
+        """Take the token of the form."""
+        target = urlsplit(request.args.get("next", "/"))
+        if self._knows(request.form.get("token", "")):
+            return self._welcome(target.path, target.query)
+        return _ask(_WRONG, target.path, target.query)
+
+    def _welcome(self, path: str, query: str) -> Response:
+        """Give the cookie, and lead to where the address bar does not show the token."""
+        response: Response = redirect(_here(path, query), 303)  # type: ignore[assignment]
+        response.set_cookie(self._cookie, self._proof, httponly=True, samesite="Strict")
+        return response
+
+    def _knows(self, given: str) -> bool:
+        return self._token is None or _same(given, self._token)
+
+    def _is_ours(self, host: str) -> bool:
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").lower()
+            if name in self._hosts:
+                return True
+            ipaddress.ip_address(name)  # nobody else's name can be made to point here when none is used
+        except ValueError:
+            return False
+        return not self._hosts.isdisjoint(WILDCARDS)
+
+    def _harden(self, response: Response) -> Response:
+        policy = {**_POLICY, "script-src": " ".join([_POLICY["script-src"], *self.scripts])}
+        response.headers["Content-Security-Policy"] = "; ".join(" ".join(said) for said in policy.items())
+        response.headers.update(_HEADERS)
+        response.headers.setdefault("Cache-Control", "no-store")
+        return response
+
+
+def _same(given: str, expected: str) -> bool:
+    """Compare in a time that says nothing of where they differ."""
+    return hmac.compare_digest(given.encode(errors="replace"), expected.encode())
+
+
+def _query_without_token() -> str:
+    return urlencode([pair for pair in request.args.items(multi=True) if pair[0] != "token"])
+
+
+def _here(path: str, query: str) -> str:
+    """Return a path on this server: two slashes would lead to another one."""
+    return quote("/" + path.lstrip("/")) + (f"?{query}" if query else "")
+
+
+def _ask(said: str, path: str, query: str) -> Response:
+    if request.path != "/login" and "text/html" not in request.headers.get("Accept", ""):
+        return _refusal(401, said, WWW_Authenticate="Bearer")
+    form = _FORM.format(said=escape(said), query=escape(urlencode({"next": _here(path, query)})))
+    return Response(form, 401, {"WWW-Authenticate": "Bearer"}, mimetype="text/html")
+
+
+def _refusal(status: int, said: str, **headers: str) -> Response:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return Response(said + "\n", status, named, mimetype="text/plain")

@@ -1,0 +1,39 @@
+"""The WSGI application: the web app behind its guard, and two plain endpoints for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import dash
+from dash.exceptions import DependencyException
+from flask import Flask, Response, jsonify
+
+from . import app, metrics
+from .board import Board
+from .security import Guard
+
+
+def create_app(board: Board, *, token: str | None, hosts: Sequence[str], poll_s: float = 1.0) -> dash.Dash:
+    """
+    Return the app; `.server` is what a WSGI server takes.
+
+    Args:
+        board: what there is to see; somebody else polls it.
+        token: to be asked for; None lets everybody look.
+        hosts: names that `Host` may have.
+        poll_s: seconds between two polls of the board; a browser asks as often.
+
+    """
+    server = Flask("traceml_ray.dash_app", static_folder=None)
+    guard = Guard(token, hosts)
+    guard.install(server)
+    server.add_url_rule("/health", view_func=lambda: jsonify(metrics.health(board)))
+    server.add_url_rule("/metrics", endpoint="metrics", view_func=lambda: _text(metrics.prometheus(board)))
+    server.register_error_handler(DependencyException, lambda _: ("", 404))  # of a file that is not there
+    made = app.build(board, server=server, poll_s=poll_s)
+    guard.scripts = made.csp_hashes()
+    return made
+
+
+def _text(found: str) -> Response:
+    return Response(found, content_type="text/plain; version=0.0.4; charset=utf-8")

@@ -1,0 +1,79 @@
+"""The sessions stored under a folder, and two of them side by side, from the summary each one left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from traceml_ray.session import DATABASE
+
+_MOST = 500
+_COMPARED = {
+    "median step": ("steps", "median_ms"),
+    "p95 step": ("steps", "p95_ms"),
+    "median busy time": ("steps", "busy_median_ms"),
+    "skew between ranks, %": ("steps", "global_skew_pct"),
+    "skew between nodes, %": ("steps", "node_skew_pct"),
+    "cost of the verdict, %": ("verdict", "cost_pct"),
+}
+_known: dict[Path, tuple[int, dict[str, Any]]] = {}
+
+
+def listed(out: str) -> list[dict[str, Any]]:
+    """Return the sessions under `out`, newest first."""
+    folders = sorted(Path(out).glob(f"*/{DATABASE}"), key=lambda path: -path.stat().st_mtime_ns)
+    return [_entry(path.parent) for path in folders[:_MOST]]
+
+
+def _entry(folder: Path) -> dict[str, Any]:
+    summary = _summary(folder)
+    session, verdict = summary.get("session", {}), summary.get("verdict", {})
+    return {
+        "name": folder.name,
+        "path": str(folder),
+        "started_at": session.get("started_at"),
+        "status": session.get("status"),
+        "launcher": session.get("launcher"),
+        "world_size": session.get("world_size"),
+        "steps": summary.get("steps", {}).get("count"),
+        "median_ms": summary.get("steps", {}).get("median_ms"),
+        "label": verdict.get("label"),
+        "rank": verdict.get("rank"),
+        "stage": verdict.get("stage"),
+        "cost_pct": verdict.get("cost_pct"),
+    }
+
+
+def compared(out: str, a: str, b: str) -> list[dict[str, Any]]:
+    """Return what two sessions (by name) have in common, side by side; empty when one has no summary."""
+    folders = {path.parent.name: path.parent for path in Path(out).glob(f"*/{DATABASE}")}
+    one, other = (_summary(folders[name]) if name in folders else {} for name in (a, b))
+    if not one or not other:
+        return []
+    rows = [(what, one[block][name], other[block][name]) for what, (block, name) in _COMPARED.items()]
+    for mine, theirs in zip(one["stages"], other["stages"], strict=False):
+        rows.append((f"exposed {mine['name']}", mine["exposed_ms"], theirs["exposed_ms"]))
+    told = [{"what": what, "a": x, "b": y, "change_pct": _change(x, y)} for what, x, y in rows]
+    words = [("verdict", "label"), ("rank", "rank"), ("stage", "stage")]
+    told += [
+        {"what": what, "a": one["verdict"][name], "b": other["verdict"][name], "change_pct": None}
+        for what, name in words
+    ]
+    return told
+
+
+def _change(before: float | None, after: float | None) -> float | None:
+    return 100 * (after - before) / before if before and after is not None else None
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    """Return the summary that lies in a session folder, empty while there is none."""
+    path = folder / "summary.json"
+    try:
+        changed = path.stat().st_mtime_ns
+        if _known.get(path, (0, {}))[0] != changed:
+            _known[path] = changed, json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return _known[path][1]

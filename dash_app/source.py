@@ -1,0 +1,309 @@
+"""
+Where a session comes from: its aggregator, asked through Ray, or its file. Both answer the same questions.
+
+Ray is kept at arm's length: it is attached to in a thread of its own, which may hang for as long as it
+likes, and nothing is asked of it while an earlier question has not come back.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswer
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from traceml_ray.actors.answers import answer_from
+from traceml_ray.actors.names import DEFAULT_SESSION, find_aggregator
+from traceml_ray.agent.attached import FILE as ATTACHMENT
+from traceml_ray.agent.attached import Attachment
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.reach import attach, attach_environment, reach
+from traceml_ray.session import DATABASE, LIVE, Live, SessionError, find, holder
+from traceml_ray.settings import Settings
+from traceml_ray.store.runs import by_run, count, newest, with_rows
+from traceml_ray.store.session_file import SessionFile, SessionFileError
+from traceml_ray.store.streams import shown
+
+ASK_S = 2.0
+"""How long an answer may take; the first one,"""
+ATTACH_S = 15.0
+"""for which Ray has to be attached to."""
+START = (
+    "Start one with `python -m traceml_ray.launch --nproc-per-node 4 train.py` in place of torchrun, "
+    "or with `traceml_ray.start()` after `ray.init()`."
+)
+
+
+class SourceError(RuntimeError):
+    """Nothing answers; the message is for a person."""
+
+
+class NothingYet(SourceError):  # noqa: N818
+    """There is no such session (yet)."""
+
+
+class Source(Protocol):
+    """A session that can be asked, see `Aggregation.query`. Any thread may ask."""
+
+    target: str
+    """What a person calls it: the session's name, or its file."""
+    out: str
+    """Where past sessions are."""
+
+    @property
+    def stored(self) -> bool:
+        """Whether it is over, and nothing will change."""
+
+    def ask(self, what: str, **args: Any) -> tuple[Any, int]:
+        """Return (answer, cursor). Raises `SourceError`."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+def open_source(session: str | None, out: str, ray_address: str | None) -> Source:
+    """
+    Return the session to look at: on the cluster at `ray_address` where one is given; else the one of that
+    name under `out` (or at that path); without a name, the newest that is live, else that on the cluster
+    of TRACEML_RAY_ADDRESS or RAY_ADDRESS, else the newest. One that is not there may still come.
+
+    Raises `SessionError` for a path that is no session.
+    """
+    around = os.environ.get("TRACEML_RAY_ADDRESS") or os.environ.get("RAY_ADDRESS")
+    if not ray_address:
+        try:
+            folder = find(session, out)
+            around = around if session is None and holder(folder) is None else None
+        except SessionError:
+            if session is not None and (os.sep in session or Path(session).exists()):
+                raise
+    address = ray_address or around
+    if address and address != "auto":
+        return LiveSource(session or DEFAULT_SESSION, Attachment(address), out)
+    return LocalSource(session, out)
+
+
+class StoredSource:
+    """Asks the session file in `folder`; one that is still written to is followed."""
+
+    def __init__(self, folder: Path, thresholds: Thresholds | None = None) -> None:
+        self.target, self.out = str(folder), str(folder.parent)
+        self._folder = folder
+        self._thresholds = thresholds or Settings.load().thresholds
+        self._lock = threading.Lock()
+        self._verdicts: dict[str | None, Any] = {}
+        try:
+            self._reader = SessionFile(folder / DATABASE)
+        except SessionFileError as error:
+            raise SourceError(str(error)) from error
+
+    @property
+    def stored(self) -> bool:
+        """Whether nobody writes to it."""
+        return holder(self._folder) is None
+
+    def ask(self, what: str, **args: Any) -> tuple[Any, int]:
+        """Return (answer, cursor). Raises `SourceError`."""
+        with self._lock:
+            try:
+                answer = self._answer({"what": what, **args})
+            except (SessionFileError, ValueError, KeyError) as error:
+                raise SourceError(f"{self.target}: {error}") from error
+        return answer["result"], answer.get("cursor", 0)
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._reader.close()
+
+    def _answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        if asked["what"] == "several":
+            return {"result": [self._answer(question) for question in asked["asked"]]}
+        self._reader.run = asked.get("run")
+        if asked["what"] == "status":
+            return {"result": self._status()}
+        if asked["what"] == "verdict":
+            return {"result": self._verdict(self._reader.run_id())}
+        return answer_from(self._reader, asked, self._thresholds)
+
+    def _status(self) -> dict[str, Any]:
+        meta, streams = self._reader.meta(), self._reader.streams()
+        runs = by_run(streams)
+        run = newest(with_rows(runs), meta.get("runs", {}))
+        ranks = len(shown(runs.get(run or "", [])))
+        return {"errors": {}, **meta, "run": run, "ranks": ranks, "ledger": count(streams)}
+
+    def _verdict(self, run: str | None) -> Any:
+        """Return what stands in the summary; while the file is written to, what was judged last."""
+        if not self.stored:
+            told, _ = self._reader.verdicts()
+            return told[-1] if told else None
+        if run not in self._verdicts:
+            summary = self._summary(run)
+            self._verdicts[run] = {**summary["verdict"], "suspects": summary["suspects"]}
+        return self._verdicts[run]
+
+    def _summary(self, run: str | None) -> Any:
+        """Return what was written when the session ended, where it is of this run, else make it."""
+        try:
+            summary = json.loads((self._folder / "summary.json").read_bytes())
+            if summary["run"] == run and summary["session"]["status"] == self._reader.meta().get("status"):
+                return summary
+        except (OSError, ValueError, KeyError):
+            pass
+        return answer_from(self._reader, {"what": "summary"}, self._thresholds)["result"]
+
+
+class LiveSource:
+    """Asks the aggregator of `session` on the cluster that `where` says; it may come and go."""
+
+    stored = False
+
+    def __init__(self, session: str, where: Attachment, out: str) -> None:
+        self.target, self.out = session, out
+        self._where = where
+        self._aggregator: Any = None
+        self._attached = False
+        self._turn = threading.Lock()
+        self._asked: Future[bytes] | None = None
+        self._work: queue.SimpleQueue[tuple[Future[bytes], Callable[[], bytes]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="traceml-ray-asks", daemon=True).start()
+
+    def ask(self, what: str, **args: Any) -> tuple[Any, int]:
+        """Return (answer, cursor). Raises `SourceError`."""
+        request = msgspec.msgpack.encode({"what": what, **args})
+        if not self._turn.acquire(timeout=ASK_S):
+            raise SourceError(f"session {self.target!r} does not answer")
+        try:
+            if self._asked is not None and not self._asked.done():
+                raise SourceError(f"session {self.target!r} does not answer")
+            self._asked = Future()
+            self._work.put((self._asked, lambda: self._query(request)))
+            reply = self._asked.result(ASK_S if self._attached else ATTACH_S)
+        except NoAnswer:
+            raise SourceError(f"session {self.target!r} did not answer in time") from None
+        finally:
+            self._turn.release()
+        answer = msgspec.msgpack.decode(reply)
+        if "error" in answer:
+            raise SourceError(f"session {self.target!r}, {what}: {answer['error']}")
+        return answer["result"], answer.get("cursor", 0)
+
+    def close(self) -> None:
+        """Ask no more; Ray is left when the process ends."""
+        self._work.put(None)
+
+    def _run(self) -> None:
+        while (asked := self._work.get()) is not None:
+            future, work = asked
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def _query(self, request: bytes) -> bytes:
+        """Ask the aggregator; in the thread that is Ray's."""
+        self._attach()
+        import ray
+
+        if self._aggregator is None:
+            self._aggregator = find_aggregator(self.target)
+        if self._aggregator is None:
+            where = f"on the Ray cluster at {self._where.address}"
+            raise NothingYet(f"There is no session {self.target!r} {where} (yet); it is looked for again.")
+        try:
+            reply: bytes = ray.get(self._aggregator.query.remote(request), timeout=0.9 * ASK_S)
+        except ray.exceptions.GetTimeoutError:
+            raise SourceError(f"the aggregator of session {self.target!r} did not answer in time") from None
+        except ray.exceptions.RayError as error:
+            self._aggregator = None
+            raise SourceError(f"the aggregator of session {self.target!r} is gone") from error
+        return reply
+
+    def _attach(self) -> None:
+        if self._attached:
+            return
+        try:
+            address, _ = reach(self._where.address, ASK_S)
+            for name, value in {**attach_environment(address), **self._where.environ}.items():
+                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+            import ray  # it sets up its loggers
+
+            logging.getLogger(ray.__name__).setLevel(logging.ERROR)
+            attach(address, self._where.temp_dir)
+        except Exception as error:
+            said = str(error).strip().splitlines()[-1:]
+            raise CannotAttach(f"cannot attach to Ray at {self._where.address}: {''.join(said)}") from error
+        self._attached = True
+
+
+class CannotAttach(SourceError):  # noqa: N818
+    """The Ray cluster is not to be reached, or does not let us in."""
+
+
+class LocalSource:
+    """
+    The session of that name under `out` (None: the newest), on this machine: its aggregator while it is
+    live and lets us in, else its file.
+    """
+
+    def __init__(self, session: str | None, out: str) -> None:
+        self.target = session or f"the newest session under {out}"
+        self.out = out
+        self._session = session
+        self._folder: Path | None = None
+        self._now: StoredSource | LiveSource | None = None
+
+    @property
+    def stored(self) -> bool:
+        """Whether it is over."""
+        return self._now is not None and self._now.stored
+
+    def ask(self, what: str, **args: Any) -> tuple[Any, int]:
+        """Return (answer, cursor). Raises `SourceError`."""
+        now = self._now or self._choose()
+        try:
+            return now.ask(what, **args)
+        except SourceError as error:
+            if not isinstance(now, LiveSource) or self._folder is None:
+                raise
+            if not isinstance(error, CannotAttach) and holder(self._folder) is not None:
+                raise
+            now.close()
+            self._now = StoredSource(self._folder)
+            return self._now.ask(what, **args)
+
+    def close(self) -> None:
+        """Let go of it."""
+        if self._now is not None:
+            self._now.close()
+
+    def _choose(self) -> StoredSource | LiveSource:
+        try:
+            self._folder = folder = find(self._session, self.out)
+        except SessionError as error:
+            raise NothingYet(f"{error}. {START}") from error
+        self.target = folder.name
+        where = _attachment(folder) if holder(folder) is not None else None
+        self._now = StoredSource(folder) if where is None else LiveSource(folder.name, where, self.out)
+        return self._now
+
+
+def _attachment(folder: Path) -> Attachment | None:
+    """Return how to attach to the cluster of a live session, as its launcher left it; None: not known."""
+    try:
+        live = msgspec.json.decode((folder / LIVE).read_bytes(), type=Live)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    try:
+        return msgspec.json.decode(Path(live.socket).with_name(ATTACHMENT).read_bytes(), type=Attachment)
+    except (OSError, msgspec.MsgspecError):
+        return Attachment(live.address) if live.address else None

@@ -1,0 +1,165 @@
+"""The shell of every page: navigation, the verdict in words, how fresh and how complete it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dash import dcc, html
+
+from . import words
+from .pages.bits import aria
+from .place import Place
+
+_NAV = {"overview": "Overview", "events": "Events", "sessions": "Sessions", "health": "Health"}
+_TONES = {
+    "healthy": ("good", "✓"),
+    "hang": ("critical", "◆"),
+    "stalled": ("critical", "◆"),
+    "rank_lost": ("critical", "◆"),
+    "oom": ("critical", "◆"),
+    "straggler": ("warning", "▲"),
+    "co_critical": ("warning", "▲"),
+    "group_wide": ("warning", "▲"),
+    "ambiguous": ("warning", "▲"),
+}
+_UNSURE = ("unsure", "○")
+_STATES = {
+    "empty": "no session",
+    "waiting": "waiting",
+    "live": "live",
+    "stale": "stale",
+    "finished": "finished",
+    "stored": "stored file",
+}
+
+
+def shell(poll_s: float) -> html.Div:
+    """Return what stands around every page; `strip` says what stands in it."""
+    bar = html.Header(
+        [
+            dcc.Link("traceml-ray", href="/", className="brand"),
+            html.Nav(id="nav", **aria(label="Pages")),
+            html.Div(id="session"),
+            dcc.Input(
+                id="goto",
+                type="text",
+                placeholder="rank …",
+                inputMode="numeric",
+                autoComplete="off",
+                className="goto",
+            ),
+            html.Button("Pause", id="pause", type="button"),
+            html.Button("Theme", id="theme", type="button"),
+        ],
+        className="bar",
+    )
+    verdict = html.Section(
+        [
+            html.Div(id="verdict-sign", className="sign", **aria(hidden="true")),
+            html.Div(
+                [
+                    html.Div(html.Strong(id="verdict-headline"), **aria(live="polite", atomic="true")),
+                    html.P(id="verdict-why"),
+                    html.P(id="verdict-next"),
+                ],
+                className="said",
+            ),
+            html.Div(id="verdict-cost", className="cost"),
+            html.Div(
+                [
+                    html.Div([html.Span(id="state-badge"), html.Span(id="paused")]),
+                    html.Div(id="coverage"),
+                    html.Div(id="state-text"),
+                ],
+                className="fresh",
+            ),
+        ],
+        id="verdict-strip",
+        **aria(label="Verdict"),
+    )
+    stores = [dcc.Store(id=name) for name in ("answer", "seen", "asked", "cell")]
+    return html.Div(
+        [
+            html.A("Skip to the page", href="#page", className="skip"),
+            bar,
+            verdict,
+            html.Div(id="problem", className="problem", role="alert"),
+            html.Div(id="lost", className="problem", role="alert"),
+            html.Main(html.P("Loading …", className="empty"), id="page", tabIndex=-1),
+            dcc.Location(id="url", refresh=False),
+            dcc.Interval(id="tick", interval=max(250, round(1000 * poll_s))),
+            *stores,
+        ]
+    )
+
+
+def strip(header: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
+    """Return what stands in the shell."""
+    verdict, state = header["verdict"], header["state"]
+    tone, sign = _TONES.get(verdict["label"], _UNSURE) if verdict else _UNSURE
+    compact = "" if place.page == "overview" else " compact"
+    what, _, more = header["state_text"].partition(". ")
+    headline = verdict["headline"] if verdict else what
+    why = verdict["why"] if verdict else more
+    stale = state == "stale"
+    step = "" if header["step"] is None else f"step {header['step']:,}"
+    return {
+        "nav": {"children": [_tab(page, told, place) for page, told in _NAV.items()]},
+        "session": {"children": _session(header["session"] or {}, place)},
+        "verdict-strip": {"className": f"verdict tone-{tone}{compact}{' stale' * stale}"},
+        "verdict-sign": {"children": sign},
+        "verdict-headline": {"children": headline[:1].upper() + headline[1:]},
+        "verdict-why": {"children": words.marked(why)},
+        "verdict-next": {
+            "children": [html.B("Next "), *words.marked(verdict["next"])]
+            if verdict and verdict["next"]
+            else None
+        },
+        "verdict-cost": {
+            "children": _cost(verdict, "GPU" if header["session"]["gpus"] else "rank") if verdict else None
+        },
+        "state-badge": {"children": _STATES[state], "className": f"badge {state}"},
+        "coverage": {"children": " · ".join(part for part in (header["coverage_text"], step) if part)},
+        "state-text": {"children": header["state_text"] if verdict and not stale else None},
+        "problem": {"children": header["state_text"] if stale else None},
+    }
+
+
+def _tab(page: str, told: str, place: Place) -> dcc.Link:
+    on = page == place.page or (page == "overview" and place.page in ("node", "rank"))
+    return dcc.Link(told, href=place.to(page), className="tab on" if on else "tab")
+
+
+def _session(session: Mapping[str, Any], place: Place) -> list[Any]:
+    """Return the session's name and size, and a menu of its runs where there are several."""
+    if not session.get("id"):
+        return []
+    ranks, nodes = session.get("world_size"), session.get("nnodes")
+    size = f"{ranks:,} ranks on {nodes} node{'s' * (nodes != 1)}" if ranks and nodes else None
+    facts = " · ".join(fact for fact in (size, session.get("strategy"), session.get("launcher")) if fact)
+    shown: list[Any] = [html.Strong(session["id"]), html.Span(facts)]
+    runs = session.get("runs") or []
+    if len(runs) > 1:
+        name = next((run["name"] for run in runs if run["id"] == session["run"]), words.NA)
+        links = [
+            dcc.Link(f"{run['name']} ({run['status']})", href=place.here(run=run["id"]))
+            for run in reversed(runs)
+        ]
+        shown.append(html.Details([html.Summary(f"run {name}"), html.Div(links, className="menu")]))
+    return shown
+
+
+def _cost(verdict: Mapping[str, Any], unit: str) -> list[Any]:
+    """Return what it costs, and how sure that is."""
+    told: list[Any] = []
+    if verdict["cost_pct"] and verdict["label"] != "healthy":
+        told += [
+            html.Span(words.pct(verdict["cost_pct"]), className="value"),
+            html.Span("of each step", className="unit"),
+        ]
+        if verdict["gpu_hours_per_hour"]:
+            told.append(html.Div(f"≈ {words.number(verdict['gpu_hours_per_hour'])} {unit}-hours per hour"))
+    sure = [f"confidence {verdict['confidence']}"] if verdict["confidence"] else []
+    sure += ["comes and goes"] if verdict["transient"] else ["chronic"] if verdict["chronic"] else []
+    return [*told, html.Div(", ".join(sure))] if told or sure else []

@@ -1,0 +1,44 @@
+"""Numbers on their way to a page: None where nothing is known."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from traceml_ray.wire import STAGES
+
+Array = np.ndarray[Any, Any]
+
+
+def number(value: Any, digits: int = 4) -> float | None:
+    """Return a number as JSON has it."""
+    return round(float(value), digits) if value is not None and np.isfinite(value) else None
+
+
+def told(values: Iterable[float] | Array, digits: int = 3) -> list[float | None]:
+    """Return numbers as JSON has them."""
+    shown = np.round(np.asarray(values, dtype=float), digits)
+    return [value if value == value and abs(value) != np.inf else None for value in shown.tolist()]
+
+
+def by_stage(values: Array) -> dict[str, list[float | None]]:
+    """Return a series for each stage of `values` (K, 6)."""
+    return {name: told(values[:, at]) for at, name in enumerate(STAGES)}
+
+
+def mean_of(values: Array) -> Array:
+    """Return the mean over the steps of what is known: (R, K, n) to (R, n)."""
+    known = ~np.isnan(values)
+    count = known.sum(axis=1)
+    mean: Array = np.where(count > 0, np.where(known, values, 0).sum(axis=1) / np.maximum(count, 1), np.nan)
+    return mean
+
+
+@functools.lru_cache(4096)
+def natural(text: str) -> tuple[tuple[int, int, str], ...]:
+    """Return what sorts names as people do: node-2 before node-10."""
+    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", text))

@@ -1,0 +1,87 @@
+"""The dashboard of a session as a process of its own: it ends with this one, and never takes it along."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+
+_SAYS = "Dashboard: "
+_END_S = 1.0
+
+
+class DashboardProcess:
+    """
+    `traceml-ray dashboard`, on a loopback address.
+
+    Args:
+        session: name.
+        environ: what the process has in its environment.
+        tell: called, on another thread, with where it is, or why it is not (any more).
+        options: of the command, by name; an empty one is as if not given.
+
+    Raises OSError when there can be no process.
+
+    """
+
+    def __init__(
+        self,
+        session: str,
+        environ: Mapping[str, str],
+        tell: Callable[[str], None] = lambda _text: None,
+        **options: str,
+    ) -> None:
+        self.url = ""
+        self.words = ""
+        """The last line it has said of itself."""
+        self._tell = tell
+        self._told = threading.Event()
+        self._ending = False
+        given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "traceml_ray.cli", "dashboard", session, "--child", *given],
+            cwd="/",  # the user's folder may hold files named like modules
+            env={**environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,  # the process ends when this is closed, as it is when we are gone
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            text=True,
+            errors="replace",
+        )
+        threading.Thread(target=self._listen, name="traceml-dashboard", daemon=True).start()
+
+    def wait(self, timeout: float) -> str:
+        """Return the URL once it serves; "" when it has ended, or not said so within `timeout` seconds."""
+        self._told.wait(timeout)
+        return self.url if self._process.poll() is None else ""
+
+    def end(self) -> None:
+        """Have it end; does not wait."""
+        self._ending = True
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """See it gone."""
+        self._ending = True
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+
+    def _listen(self) -> None:
+        """Hear what it says until it ends, so that it never waits for a reader."""
+        assert self._process.stdout is not None
+        with self._process.stdout as said:
+            for line in said:
+                if line.startswith(_SAYS):
+                    self.url = line.removeprefix(_SAYS).strip()
+                    self._told.set()
+                    self._tell(f"dashboard: {self.url}")
+                else:
+                    self.words = line.strip().removeprefix("traceml-ray: ") or self.words
+        self.words = self.words or f"it ended with exit code {self._process.wait()}"
+        self._told.set()
+        if not self._ending:
+            self._tell(f"no dashboard: {self.words}")

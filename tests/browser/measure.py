@@ -1,0 +1,70 @@
+"""How long a real browser takes for a refresh of the overview, and whether its memory grows."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import waitress
+from looking import chromium
+from selenium import webdriver
+from selenium.webdriver.support.ui import WebDriverWait
+
+from traceml_ray.dash_app.board import Board
+from traceml_ray.dash_app.server import create_app
+
+_WATCH = """
+window.took = [];
+let began = null;
+const done = () => { window.took.push(performance.now() - began); began = null; };
+const apply = window.dash_clientside.traceml.apply;
+window.dash_clientside.traceml.apply = (answer) => {
+  if (answer && answer.heat) began = performance.now();
+  return apply(answer);
+};
+document.querySelector('#heat .js-plotly-plot').on('plotly_afterplot', () => {
+  if (began !== null) requestAnimationFrame(done);
+});
+"""
+
+
+def measure(board: Board, play: Callable[[], Any], refreshes: int = 300) -> None:
+    """Play and look so many times; print the time from an answer to the picture, and the heap."""
+    app = create_app(board, token=None, hosts=["127.0.0.1"], poll_s=0.25)
+    server: Any = waitress.create_server(app.server, host="127.0.0.1", port=0, threads=4)
+    threading.Thread(target=server.run, daemon=True).start()
+    with tempfile.TemporaryDirectory() as profile:
+        browser = chromium(Path(profile))
+        try:
+            browser.get(f"http://127.0.0.1:{server.effective_port}/")
+            drawn = "return document.querySelector('#heat .js-plotly-plot').data[0].z.length"
+            WebDriverWait(browser, 60, ignored_exceptions=(Exception,)).until(
+                lambda b: b.execute_script(drawn)
+            )
+            browser.execute_script(_WATCH)
+            heap = {}
+            for at in range(1, refreshes + 1):
+                play()
+                board.poll()
+                WebDriverWait(browser, 60, 0.02).until(lambda b: b.execute_script("return took.length") >= at)  # noqa: B023
+                if at in (refreshes // 5, refreshes):
+                    heap[at] = _heap(browser)
+            took = sorted(browser.execute_script("return took"))
+            print(f"\nbrowser: {refreshes} refreshes, from the answer to the picture")
+            print(f"median {statistics.median(took):.0f} ms, p95 {took[int(0.95 * len(took))]:.0f} ms")
+            print("heap: " + ", ".join(f"{size:.1f} MB after {at}" for at, size in heap.items()))
+        finally:
+            browser.quit()
+            server.close()
+
+
+def _heap(browser: webdriver.Chrome) -> float:
+    """Return what is in use after a collection, MB."""
+    browser.execute_cdp_cmd("HeapProfiler.collectGarbage", {})
+    browser.execute_cdp_cmd("Performance.enable", {})
+    found = browser.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
+    return float(next(m["value"] for m in found if m["name"] == "JSHeapUsedSize")) / 1e6

@@ -1,0 +1,65 @@
+"""The token as a person gives it: in the address, or in the form, in a real browser."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import waitress
+from played import Played
+from ray_cluster import until
+from selenium.webdriver.common.by import By
+
+from traceml_ray.dash_app.board import Board
+from traceml_ray.dash_app.security import names_of
+from traceml_ray.dash_app.server import create_app
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    played = Played(tmp_path / "played", world=2, per_node=2, late=None)
+    board = Board(played.source, clock=played.clock)
+    played.play(5)
+    board.poll()
+    app = create_app(board, token="open-sesame", hosts=names_of("127.0.0.1"))
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = waitress.create_server(app.server, sockets=[listening])
+    threading.Thread(target=server.run, daemon=True).start()
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    server.close()
+
+
+def shown(browser, id: str) -> bool:
+    return bool(browser.find_elements(By.ID, id))
+
+
+def give(browser, token: str) -> None:
+    field = browser.find_element(By.NAME, "token")
+    field.send_keys(token)
+    field.submit()
+
+
+def test_the_form_leads_to_the_page_that_was_asked_for(browser, url: str) -> None:
+    browser.delete_all_cookies()
+    browser.get(f"{url}/rank/1?run=job")
+    assert not shown(browser, "verdict-strip")
+    give(browser, "guessed")
+    until(lambda: "not the token" in browser.page_source, "it is refused")
+    give(browser, "open-sesame")
+    until(lambda: shown(browser, "rank-title"), "the rank's page")
+    assert browser.current_url == f"{url}/rank/1?run=job"
+    [cookie] = browser.get_cookies()
+    assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
+    assert browser.execute_script("return document.cookie") == ""
+
+
+def test_a_link_with_the_token_shows_it_no_more(browser, url: str) -> None:
+    browser.get(f"{url}/events?token=open-sesame&kind=exit")
+    until(lambda: shown(browser, "verdict-strip"), "the page")
+    assert browser.current_url == f"{url}/events?kind=exit"
+    browser.get(f"{url}/?token=wrong")
+    until(lambda: shown(browser, "verdict-strip") is False, "it is refused")
+    assert "not the token" in browser.page_source

@@ -1,0 +1,62 @@
+"""A browser that looks at the web app, and a server with a session that is played into it."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+import waitress
+from played import Played
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+
+from traceml_ray.dash_app.board import Board
+from traceml_ray.dash_app.server import create_app
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--window-size=1440,900",
+)
+
+
+def chromium(profile: Path) -> webdriver.Chrome:
+    """Return a browser that keeps what its console says."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM or ""
+    for flag in (*FLAGS, f"--user-data-dir={profile}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    return webdriver.Chrome(options=options, service=Service(DRIVER))
+
+
+class Served:
+    """A played session behind a server: it is played on, and the page follows."""
+
+    def __init__(self, played: Played) -> None:
+        self.played = played
+        self.board = Board(played.source, clock=played.clock)
+        app = create_app(self.board, token=None, hosts=["127.0.0.1"], poll_s=0.25)
+        self._server = waitress.create_server(app.server, host="127.0.0.1", port=0, threads=4)
+        self.url = f"http://127.0.0.1:{self._server.effective_port}"
+        threading.Thread(target=self._server.run, daemon=True).start()
+
+    def play(self, seconds: int, *, down: bool = False) -> None:
+        """Play so many seconds, of 5 steps each, and poll; `down`: the poll is not answered."""
+        self.played.source.down = down
+        for _ in range(seconds):
+            self.played.play(5)
+        self.board.poll()
+
+    def close(self) -> None:
+        """Serve no more."""
+        self._server.close()

@@ -1,0 +1,163 @@
+"""A session with a planted fault, played into a real aggregator: what a board or a browser looks at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from sessions import MS, SECOND, Clock, Rank, Relay, aggregation
+
+from traceml_ray import wire
+from traceml_ray.actors.aggregation import Aggregation
+from traceml_ray.dash_app.source import SourceError
+
+QUIET = (1.0, 2.0, 0.5, 6.0, 9.0, 1.5)
+"""ms of a balanced step: post_sync, data, prepare, forward, backward, sync_wait."""
+
+
+class PlayedSource:
+    """Asks an aggregator in this process; `down` makes it not answer."""
+
+    stored = False
+
+    def __init__(self, aggregator: Aggregation) -> None:
+        self.target = aggregator.folder.name
+        self.out = str(aggregator.folder.path.parent)
+        self.aggregator = aggregator
+        self.down = False
+        self.asked = 0
+
+    def ask(self, what: str, **args: Any) -> tuple[Any, int]:
+        self.asked += 1
+        if self.down:
+            raise SourceError(f"session {self.target!r} did not answer in time")
+        answer = msgspec.msgpack.decode(self.aggregator.query(msgspec.msgpack.encode({"what": what, **args})))
+        if "error" in answer:
+            raise SourceError(answer["error"])
+        return answer["result"], answer.get("cursor", 0)
+
+    def close(self) -> None: ...
+
+
+class Played:
+    """
+    `world` ranks, `per_node` on each node, in the session folder `folder`. From step `onset` on, rank `late`
+    takes `late_ms` more in `stage`, and the others wait for it. `jitter_ms` of noise everywhere.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        world: int = 8,
+        *,
+        per_node: int = 4,
+        late: int | None = 5,
+        stage: int = wire.DATA,
+        late_ms: float = 12.0,
+        onset: int = 100,
+        jitter_ms: float = 0.3,
+        gpus: int = 2,
+        clock: Clock | None = None,
+        seed: int = 0,
+        **who: Any,
+    ) -> None:
+        self.clock = clock or Clock()
+        self.aggregator = aggregation(folder, self.clock, world_size=world, nnodes=-(-world // per_node))
+        self.folder = folder
+        self.source = PlayedSource(self.aggregator)
+        self.world, self.late, self.stage, self.onset = world, late, stage, onset
+        self._late_ms, self._jitter, self._gpus = late_ms, jitter_ms, gpus
+        self._rng = np.random.default_rng(seed)
+        self._who, self._per_node = who, per_node
+        self._seconds = 0
+        self._held: dict[int, list[bytes]] = {}
+        self.begin()
+
+    def begin(self, **who: Any) -> None:
+        """New processes for all ranks (`who`: attempt, job_id, …), from step 0."""
+        who = {**self._who, **who}
+        self.step = 0
+        self.ranks = [Rank(rank, self.world, per_node=self._per_node, **who) for rank in range(self.world)]
+        for rank in self.ranks:
+            node = f"node-{rank.identity.node_rank}"
+            rank.identity = msgspec.structs.replace(rank.identity, node_id=node)
+        name = "".join(str(value) for value in who.values())
+        self.relays = [Relay(n, f"relay-{n}-{name}") for n in range(-(-self.world // self._per_node))]
+
+    def rows(self, n: int) -> np.ndarray:
+        """The next `n` steps of all ranks, int64 ns (world, n, 6): nobody leaves before the last is there."""
+        local = np.array(QUIET) + self._rng.uniform(0, self._jitter, (self.world, n, wire.N_STAGES))
+        if self.late is not None:
+            from_here = np.arange(self.step, self.step + n) >= self.onset
+            local[self.late, from_here, self.stage] += self._late_ms
+        busy = local[:, :, : wire.SYNC_WAIT].sum(axis=2)
+        local[:, :, wire.SYNC_WAIT] = busy.max(axis=0) - busy + QUIET[wire.SYNC_WAIT]
+        return (local * MS).astype("<i8")
+
+    def play(
+        self,
+        steps: int = 5,
+        *,
+        silent: tuple[int, ...] = (),
+        lost: tuple[int, ...] = (),
+        late: tuple[int, ...] = (),
+        commit: bool = True,
+        **fields: Any,
+    ) -> None:
+        """
+        One second: `steps` steps of all ranks but the `silent` ones (those of `lost` ones are dropped, what
+        `late` ones say arrives in a later second), a sample of each node, a judgement.
+        """
+        self.clock.tick()
+        self._seconds += 1
+        rows = self.rows(steps)
+        for node, relay in enumerate(self.relays):
+            batches = []
+            for rank in self.ranks:
+                number = rank.identity.global_rank
+                if rank.identity.node_rank == node and number not in silent:
+                    held = self._held.setdefault(number, [])
+                    held.append(self._batch(rank, rows[number], **fields))
+                    batches += held if number not in (*lost, *late) else []
+                    if number not in late:
+                        held.clear()
+            self.aggregator.ingest(relay.message(*batches, sample=self._sample(node)))
+        self.step += steps
+        if commit:
+            assert self.aggregator.commit()
+        self.aggregator.judge()
+
+    def end(self, exit_code: int = 0) -> None:
+        """All ranks say their last word, and the session is over."""
+        for node, relay in enumerate(self.relays):
+            ranks = [rank for rank in self.ranks if rank.identity.node_rank == node]
+            self.aggregator.ingest(relay.message(*(rank.batch(0, final=True) for rank in ranks)))
+        self.aggregator.finish(wire.Finish(wire.VERSION, exit_code, force=True))
+
+    def _batch(self, rank: Rank, rows: np.ndarray, **fields: Any) -> bytes:
+        n, last, s = len(rows), self.step + len(rows) - 1, self._seconds
+        said: dict[str, Any] = {
+            "process": wire.ProcessSample(self.clock(), 95.0, (900 + 5 * s) << 20, 24, 1 << 20, s << 21),
+            "open": wire.OpenStage(last + 1, wire.FORWARD, 2 * MS),
+            "details": [wire.Detail("optimizer", wire.POST_SYNC, n, n * MS // 2, MS, self.step, last)],
+            "overhead": wire.Overhead(5_000 * (last + 1), 2 * MS * s, SECOND * s, 900 * s),
+            "strategy": "ddp",
+        }
+        return rank.batch(n, rows=rows.tobytes(), **{**said, **fields})
+
+    def _sample(self, node: int) -> wire.NodeSample:
+        n, first = self._seconds, self.ranks[node * self._per_node].identity.pid
+        gpus = [
+            wire.GpuSample(
+                gpu, "NVIDIA H200", 88.0 + gpu, 60 << 30, 140 << 30, 600.0 + 5 * node, 700.0, 61.0, 1900.0,
+                1980.0, ["sw_power_cap"] if node else [], 0, n << 28, n << 27, n << 30, n << 30,
+                [wire.GpuProcess(first + gpu, 60 << 30)] if n % 5 == 0 else None,
+            )
+            for gpu in range(self._gpus)
+        ]  # fmt: skip
+        return wire.NodeSample(
+            self.clock(), 40.0 + 10 * node, 96, 21.0, 200 << 30, 512 << 30, n << 26, n << 24, n << 27,
+            n << 27, gpus or None, 0, 0.01, 0.0, 0.02, 0,
+        )  # fmt: skip

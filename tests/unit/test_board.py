@@ -1,0 +1,504 @@
+"""The board of the web app: its numbers are the report's, live or stored, and its memory has a bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from played import Played
+from unit.sample_windows import streams, synced
+
+from traceml_ray import wire
+from traceml_ray.analysis.busy import summarise
+from traceml_ray.analysis.spread import MISSING, deviations, quantiles
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.window import align
+from traceml_ray.dash_app import metrics
+from traceml_ray.dash_app.board import Board
+from traceml_ray.dash_app.columns import MAX_BINS, Bins, Steps, _Store
+from traceml_ray.dash_app.source import StoredSource
+from traceml_ray.reports.files import write_reports
+from traceml_ray.reports.summary import summarize
+from traceml_ray.session import SessionFolder
+from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import STAGES
+
+LIMITS = Thresholds()
+DRAWN = ("heat", "exposed", "timeline", "skew", "nodes", "tiles")
+
+
+@pytest.fixture
+def played(tmp_path: Path) -> Played:
+    return Played(tmp_path / "demo")
+
+
+def followed(played: Played, seconds: int = 30, **fields: Any) -> Board:
+    """A board that looks on while a session is played."""
+    board = Board(played.source, clock=played.clock)
+    for _ in range(seconds):
+        played.play(5, **fields)
+        board.poll()
+    assert not board.errors
+    return board
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two payloads are equal, arrays and all."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
+
+
+def tile(view: dict[str, Any], key: str) -> float:
+    return next(tile["value"] for tile in view["tiles"] if tile["key"] == key)
+
+
+@pytest.mark.parametrize(
+    ("world", "per_node", "late", "stage"), [(8, 4, 5, 1), (4, 2, 0, 3), (6, 2, None, 1)]
+)
+def test_numbers_are_those_of_the_summary(
+    tmp_path: Path, world: int, per_node: int, late: int | None, stage: int
+) -> None:
+    played = Played(tmp_path / "demo", world, per_node=per_node, late=late, stage=stage)
+    live = followed(played)
+    played.end()
+    live.poll()
+    with SessionFile(played.folder / "session.sqlite") as session:
+        summary = summarize(session, LIMITS)
+    source = StoredSource(played.folder)
+    stored = Board(source)
+    stored.poll()
+    steps = summary["steps"]
+    for board in (live, stored):
+        view = board.view("overview")
+        assert tile(view, "median") == pytest.approx(steps["median_ms"], rel=1e-6)
+        assert tile(view, "p95") == pytest.approx(steps["p95_ms"], rel=1e-6)
+        assert tile(view, "worst") == pytest.approx(1 + steps["global_skew_pct"] / 100, abs=1e-4)
+        wait = 100 * next(
+            stage["exposed_share"] for stage in summary["stages"] if stage["name"] == "sync_wait"
+        )
+        assert tile(view, "wait") == pytest.approx(wait, abs=0.01)
+        found = {card["label"]: card for card in view["nodes"]}
+        for node, ms in steps["per_node_median_ms"].items():
+            assert found[node]["median_ms"] == pytest.approx(ms, rel=1e-6)
+            rows = board.view("node", node=node)["ranks"]
+            medians = {str(row["rank"]): row["median_ms"] for row in rows}
+            assert medians == pytest.approx({r: steps["per_rank_median_ms"][r] for r in medians}, rel=1e-6)
+        assert max(card["slower_pct"] for card in view["nodes"]) == pytest.approx(
+            steps["node_skew_pct"], abs=1e-4
+        )
+        warm = LIMITS.warmup_steps
+        for stage in summary["stages"]:
+            mean = np.mean(view["exposed"]["stages"][stage["name"]][warm:])
+            assert mean == pytest.approx(stage["exposed_ms"], rel=1e-3, abs=1e-3)
+    assert stored.view("header")["verdict"]["label"] == summary["verdict"]["label"]
+    assert stored.view("header")["verdict"]["rank"] == summary["verdict"]["rank"] == late
+    source.close()
+
+
+def test_stored_equals_live(played: Played) -> None:
+    live = followed(played)
+    played.end()
+    live.poll()
+    stored = Board(StoredSource(played.folder), clock=played.clock)
+    stored.poll()
+    for stage in ("total", "data"):
+        one, other = (board.view("overview", stage=stage) for board in (live, stored))
+        assert all(same(one[name], other[name]) for name in DRAWN)
+        assert one["events"] == other["events"]
+    for page, selection in (
+        ("rank", {"rank": 5}),
+        ("node", {"node": "node-1"}),
+        ("events", {}),
+        ("cell", CELL),
+    ):
+        one, other = (board.view(page, **selection) for board in (live, stored))
+        own = one.keys() - live.view("header").keys() - {"suspect"}  # of the window, and of the whole run
+        assert own and all(same(one[name], other[name]) for name in own)
+    assert (live.view("header")["state"], stored.view("header")["state"]) == ("finished", "stored")
+
+
+CELL = {"rank": 5, "first": 120, "last": 122}
+
+
+def test_the_late_rank_is_seen(played: Played) -> None:
+    view = followed(played).view("overview")
+    assert view["verdict"]["headline"] == "straggler: rank 5 (host-1) in data"
+    z, late = view["heat"]["z"], view["heat"]["ranks"].index(5)
+    after = np.array(view["heat"]["first"]) >= played.onset
+    assert (z[late, after] == 254).all() and (np.delete(z, late, 0)[:, after] < 150).all()
+    assert (z[:, ~after] < 150).all()
+    assert set(np.array(view["timeline"]["worst_rank"])[after]) == {5}
+    total = np.sum([view["exposed"]["stages"][name] for name in STAGES], axis=0)
+    assert total[after].mean() == pytest.approx(33, abs=1)
+    assert view["nodes"][0]["worst_rank"] == 5
+    assert tile(view, "worst") == pytest.approx(1 + 12 / 19.2, abs=0.01)  # though most of the run was well
+    assert view["tiles"][0]["text"] == "of the newest 50 steps"
+    assert view["events"][0]["kind"] == "verdict" and view["events"][0]["step"] == played.onset
+
+
+def test_missing_is_never_zero(played: Played) -> None:
+    """One rank never reports, another falls silent, a row of a third is lost on the way."""
+    board = Board(played.source, clock=played.clock)
+    for second in range(20):
+        played.play(5, silent=(7, 2) if second >= 8 else (7,), lost=(3,) if second == 4 else ())
+        board.poll()
+    heat = board.view("overview")["heat"]
+    z, ranks, first = heat["z"], heat["ranks"], heat["first"]
+    assert (z[ranks.index(7)] == MISSING).all()
+    assert heat["nodes"][ranks.index(7)] == "no report"
+    assert (z[ranks.index(2)][np.array(first) >= 40] == MISSING).all()
+    assert (z[ranks.index(0)] != MISSING).all() and first == list(range(1, 100))
+    assert (z[ranks.index(3)] == MISSING).tolist() == [20 <= step < 25 for step in first]
+    exposed = board.view("overview")["exposed"]["stages"]["forward"]
+    assert [value is None for value in exposed] == [20 <= step < 25 or step >= 40 for step in first]
+    rows = {row["rank"]: row for row in board.view("node", node="node-0")["ranks"]}
+    assert rows[2]["busy"][-1] is None and rows[1]["busy"][-1] > 0
+    assert board.view("cell", rank=2, first=90, last=92)["busy_ms"] is None
+    header = board.view("header")
+    assert header["state_text"] == "Training runs; awaited: rank 7; silent: rank 2."
+    assert header["coverage_text"] == "6 of 8 ranks, 0 s old"
+    nobody = board.view("rank", rank=7)
+    assert (nobody["rank"], nobody["stages"]) == (None, {})
+
+
+def test_what_comes_late_is_put_where_it_belongs(played: Played) -> None:
+    """A node is cut off for longer than anybody waits for it; one rank begins late."""
+    other = Board(played.source, clock=played.clock)
+    board = Board(played.source, clock=played.clock)
+    for second in range(30):
+        cut_off = (4, 5, 6, 7) if 8 <= second < 20 else (2,) if second < 7 else ()
+        played.play(5, late=cut_off)
+        board.poll()
+        z = board.view("overview")["heat"]["z"]
+        if second == 18:
+            assert (z[4:, -40:] == MISSING).all() and (z[:4] != MISSING).all()
+    assert not board.errors
+    other.poll()
+    one, whole = board.view("overview"), other.view("overview")
+    assert (one["heat"]["z"] != MISSING).all()
+    assert all(same(one[name], whole[name]) for name in DRAWN)
+
+
+def test_states(played: Played) -> None:
+    board = Board(played.source, clock=played.clock)
+    played.source.down = True
+    assert board.poll() and board.view("overview")["state"] == "empty"
+    assert "did not answer" in board.view("header")["state_text"]
+    played.source.down = False
+    board.poll()
+    assert board.view("overview")["state"] == "waiting"
+    played.play(0)
+    board.poll()
+    assert board.view("header")["state_text"] == "Waiting for the first step: 8 of 8 ranks have reported."
+    played.play(50)
+    assert board.poll() and board.view("header")["state"] == "live"
+    before, machine = board.view("overview"), board.view("node", node="host-1")["samples"]
+    played.source.down = True
+    assert board.poll()
+    stale = board.view("overview")
+    assert stale["state"] == "stale" and "not answering since 22:13:22 UTC" in stale["state_text"]
+    assert all(same(stale[name], before[name]) for name in DRAWN)
+    played.clock.tick(30)
+    assert not board.poll()
+    assert board.view("header")["age_s"] == 30
+    assert board.view("node", node="host-1")["samples"] == machine and machine["t_ns"]
+    assert board.view("rank", rank=1)["process"]["t_ns"] == []
+    played.source.down = False
+    assert board.poll() and board.view("header")["state"] == "live"
+    played.end()
+    assert board.poll() and board.view("header")["state"] == "finished"
+    assert not board.errors
+
+
+def test_a_new_attempt_and_a_new_run_take_over(played: Played) -> None:
+    board = followed(played, 10)
+    played.begin(attempt=1)
+    played.late = None
+    for _ in range(6):
+        played.play(5)
+        board.poll()
+    assert board.view("overview")["heat"]["first"] == list(range(1, 30))
+    assert board.view("rank", rank=3)["rank"]["attempt"] == 1
+    played.begin(job_id="second")
+    for _ in range(4):
+        played.play(5)
+        board.poll()
+    view = board.view("overview")
+    assert (view["session"]["run"], view["step"]) == ("second", 19)
+    first = board.view("overview", run="job")
+    assert (first["session"]["run"], first["step"]) == ("job", 29)
+    assert first["heat"]["first"] == list(range(1, 30))
+    assert [run["id"] for run in view["session"]["runs"]] == ["job", "second"]
+    none = board.view("header", run="third")
+    assert (none["session"]["run"], none["step"]) == ("second", 19)
+    assert none["state_text"].startswith("There is no run 'third' in this session; this is the newest.")
+
+
+def test_one_message_a_tick_however_many_look(played: Played) -> None:
+    board = followed(played, 5)
+    asked = played.source.asked
+    views = [board.view("overview") for _ in range(20)]
+    assert played.source.asked == asked
+    assert all(view["heat"]["z"] is views[0]["heat"]["z"] for view in views)
+    played.play(5)
+    board.poll()
+    assert played.source.asked == asked + 1
+    assert views[0]["heat"]["z"].shape[1] == 24  # what was handed out stays as it was
+    assert board.view("overview")["heat"]["z"].shape[1] == 29
+
+
+def test_an_aggregator_that_is_long_ahead_is_caught_up_with(played: Played) -> None:
+    for _ in range(400):
+        played.play(20)
+    board = Board(played.source, clock=played.clock)
+    board.poll()
+    assert board.view("header")["step"] == 7999
+    recent, run = (board.view("overview", span=span) for span in ("recent", "run"))
+    assert recent["heat"]["first"] == list(range(7700, 8000))
+    assert (run["heat"]["first"][0], run["heat"]["last"][-1]) == (1, 7999)
+    assert 150 < len(run["heat"]["first"]) <= 300
+    assert run["heat"]["first"][1:] == [last + 1 for last in run["heat"]["last"][:-1]]
+
+
+def test_node_page(played: Played) -> None:
+    page = followed(played, 12).view("node", node="node-1")
+    assert (page["node"]["label"], page["node"]["address"], page["node"]["ranks"]) == (
+        "host-1",
+        "10.0.0.2",
+        [4, 5, 6, 7],
+    )
+    samples = page["samples"]
+    assert samples["net_rx_bps"][0] is None and samples["net_rx_bps"][1] == pytest.approx(1 << 27)
+    assert samples["cpu_pct"][-1] == 50
+    gpu = page["gpus"][1]
+    assert (gpu["index"], gpu["name"], gpu["throttle"][-1], gpu["ecc"][-1]) == (
+        1,
+        "NVIDIA H200",
+        ["sw_power_cap"],
+        0,
+    )
+    assert gpu["nvlink_rx_bps"][-1] == pytest.approx(1 << 30)
+    assert board_node(page, "host-1")["gpu_mem_pct"] == pytest.approx(100 * 60 / 140)
+    rank = page["ranks"][1]
+    assert (rank["rank"], rank["local_rank"], rank["last_step"], rank["open_stage"]) == (5, 1, 59, "forward")
+    assert (rank["rss_bytes"], rank["gpu"], rank["state"]) == ((900 + 5 * 12) << 20, 1, "running")
+
+
+def board_node(page: dict[str, Any], label: str) -> dict[str, Any]:
+    return next(card for card in page["nodes"] if card["label"] == label)
+
+
+def test_a_machine_without_sensors_has_none(tmp_path: Path) -> None:
+    played = Played(tmp_path / "demo", 2, late=None, gpus=0)
+    page = followed(played, 3).view("node", node="host-0")
+    assert page["gpus"] == []
+    assert board_node(page, "host-0")["gpu_util_pct"] is None
+
+
+def test_rank_page(played: Played) -> None:
+    page = followed(played, 40).view("rank", rank=5)
+    assert page["suspect"]["stage"] == "data"
+    after = np.array(page["stages"]["steps"]) >= played.onset
+    more = np.array(page["stages"]["data"]) - np.array(page["median"]["data"])
+    assert more[after].mean() == pytest.approx(12, abs=0.2) and abs(more[~after].mean()) < 0.2
+    (part,) = page["parts"]
+    assert (part["name"], part["stage"], part["times_per_step"]) == (
+        "optimizer",
+        "post_sync",
+        pytest.approx(1),
+    )
+    assert part["ms"] == part["median_ms"] == pytest.approx(0.5, rel=0.01)
+    assert part["share"] == pytest.approx(0.5 / 1.15, rel=0.05)
+    assert page["process"]["write_bps"][-1] == pytest.approx(1 << 21)
+
+
+def test_events_can_be_chosen(played: Played) -> None:
+    board = followed(played, 25, events=[wire.Event("note", 1_700_000_000_000_000_000, message="here")])
+    every = board.view("events")
+    assert every["kinds"]["note"] == 200 and every["kinds"]["verdict"] == 2
+    moments = [event["t_ns"] for event in every["events"]]
+    assert moments == sorted(moments, reverse=True)
+    assert {event["rank"] for event in board.view("events", rank=3)["events"]} == {3}
+    assert {event["node"] for event in board.view("events", node="node-1", kind="note")["events"]} == {
+        "host-1"
+    }
+    assert len({event["id"] for event in every["events"]}) == len(moments)
+
+
+def test_sessions_side_by_side(tmp_path: Path) -> None:
+    for name, late in (("good", None), ("slow", 1)):
+        played = Played(tmp_path / name, 2, late=late, onset=0)
+        for _ in range(12):
+            played.play(5)
+        played.end()
+    with SessionFile(tmp_path / "slow" / "session.sqlite") as session:
+        write_reports(SessionFolder(tmp_path / "slow"), session, LIMITS)
+    view = Board(StoredSource(tmp_path / "good")).view("sessions", a="good", b="slow")
+    found = {session["name"]: session for session in view["sessions"]}
+    assert (found["good"]["label"], found["slow"]["label"], found["slow"]["rank"]) == (
+        "healthy",
+        "straggler",
+        1,
+    )
+    rows = {row["what"]: row for row in view["compare"]}
+    assert rows["median step"]["change_pct"] == pytest.approx(57, abs=3)
+    assert (rows["verdict"]["a"], rows["verdict"]["b"]) == ("healthy", "straggler")
+    assert rows["exposed data"]["b"] - rows["exposed data"]["a"] == pytest.approx(12, abs=0.2)
+
+
+def test_health_and_metrics(played: Played) -> None:
+    board = Board(played.source, clock=played.clock)
+    assert metrics.health(board) == {"status": "ok", "state": "empty"}
+    board = followed(played)
+    page = board.view("health")
+    assert page["ledger"]["produced"] == page["ledger"]["stored"] == 8 * 150
+    assert page["overhead"]["training_thread_us_per_step"] == pytest.approx(5, rel=0.1)
+    assert [relay["age_s"] for relay in page["relays"]] == [0, 0]
+    text = metrics.prometheus(board)
+    assert 'traceml_verdict{run="job",label="straggler",stage="data",rank="5",node="host-1"} 1\n' in text
+    assert 'traceml_rows_total{where="stored"} 1200\n' in text
+    assert text.count("# TYPE traceml_rank_busy_seconds gauge") == 1 and "nan" not in text
+
+
+def rows(steps: int, ranks: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return synced(rng.integers(1, 20, (steps, ranks, 5)) * 1_000_000, np.full(steps, 1_000_000))
+
+
+def fed(d: np.ndarray, cuts: list[list[int]], flags: int | np.ndarray = 0) -> Steps:
+    """Steps that get each rank's rows in pieces that end where `cuts` (one list a delivery) say."""
+    steps, every = Steps(LIMITS), streams(d, flags=flags)
+    at = [0] * len(every)
+    for ends in [*cuts, [len(d)] * len(every)]:
+        pieces = []
+        for rank, end in enumerate(ends):
+            end = max(end, at[rank])
+            whole = every[rank]
+            part = slice(at[rank], end)
+            pieces.append(
+                type(whole)(rank, whole.node, whole.keys[part], whole.flags[part], whole.rows[part])
+            )
+            at[rank] = end
+        steps.take(pieces)
+        steps.advance(set(range(len(every))), at.count(0), len(every))
+    return steps
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_how_rows_arrive_does_not_matter(data: st.DataObject) -> None:
+    """In whatever pieces they come, they say what `summarise` says of all of them at once."""
+    d = rows(
+        data.draw(st.integers(31, 90)), ranks := data.draw(st.integers(1, 5)), data.draw(st.integers(0, 99))
+    )
+    ends = st.lists(st.integers(0, len(d)), min_size=ranks, max_size=ranks)
+    marks = st.sampled_from([0, wire.FLAG_NO_SPLIT, wire.FLAG_NO_DATA, wire.FLAG_NO_PEERS, wire.FLAG_COUPLED])
+    some = np.array(data.draw(st.lists(marks, min_size=3, max_size=3)), np.uint8)
+    flags = some[np.random.default_rng(0).integers(0, 3, d.shape[:2])]
+    steps = fed(d, data.draw(st.lists(ends, max_size=6)), flags)
+    window = align(streams(d, flags=flags), ranks)
+    summary = summarise(window.take(window.keys >> wire.SEGMENT_BITS >= LIMITS.warmup_steps), LIMITS)
+    recent = steps.recent()
+    assert summary is not None and recent is not None
+    assert recent.steps == summary.count
+    assert np.median(recent.step_ms) == pytest.approx(summary.median_ms)
+    assert recent.per_rank.tolist() == pytest.approx([*summary.per_rank_median_ms.values()])
+    assert recent.exposed_ms.tolist() == pytest.approx([stage.exposed_ms for stage in summary.stages])
+    assert steps.columns().first.tolist() == list(range(len(d)))
+
+
+def test_of_several_groups_the_slowest_is_the_step() -> None:
+    d = np.concatenate([rows(80, 2), 2 * rows(80, 2, 1)], axis=1)
+    every = [replace(told, group=(told.rank // 2 * 2, 2)) for told in streams(d)]
+    steps = Steps(LIMITS)
+    for begin in range(0, 80, 16):
+        part = slice(begin, begin + 16)
+        steps.take([replace(t, keys=t.keys[part], flags=t.flags[part], rows=t.rows[part]) for t in every])
+        steps.advance({0, 1, 2, 3}, 0, 4)
+    window = align(every, 4)
+    summary = summarise(window.take(window.keys >> wire.SEGMENT_BITS >= LIMITS.warmup_steps), LIMITS)
+    recent = steps.recent()
+    assert summary is not None and recent is not None
+    assert np.median(recent.step_ms) == pytest.approx(summary.median_ms)
+    assert recent.exposed_ms.tolist() == pytest.approx([stage.exposed_ms for stage in summary.stages])
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(1, 700), min_size=1, max_size=12), st.integers(0, 99))
+def test_bins_add_up(counts: list[int], seed: int) -> None:
+    rng, bins, told = np.random.default_rng(seed), Bins(2), 0
+    busy = np.zeros(2)
+    for count in counts:
+        store = _Store(2, count)
+        store.end = count
+        store.busy[:] = rng.integers(1, 9, (2, count))
+        store.count[:] = store.busy > 1
+        store.busy *= store.count
+        store.steps[:] = 1
+        store.exposed[:] = 2
+        store.first[:] = store.last[:] = np.arange(told, told + count)
+        bins.fold(store, count)
+        told += count
+        busy += store.busy.sum(axis=1)
+    end = bins.end
+    assert end <= MAX_BINS
+    assert (bins.steps[: end - 1] == bins.width).all() and 1 <= bins.steps[end - 1] <= bins.width
+    assert bins.steps.sum() == told and bins.exposed.sum() == 12 * told
+    assert bins.busy.sum(axis=1).tolist() == busy.tolist()
+    assert bins.first[0] == 0 and bins.last[end - 1] == told - 1
+    assert (bins.first[1:end] == bins.last[: end - 1] + 1).all()
+
+
+def test_memory_has_a_bound() -> None:
+    steps, ranks, piece = Steps(LIMITS), 8192, 60
+    d = np.tile(rows(piece, 64), (1, ranks // 64, 1))
+    for begin in range(0, 9 * piece, piece):
+        steps.take(streams(d, begin))
+        steps.advance(set(range(ranks)), 0, ranks)
+    assert steps.kept == 300
+    assert steps.last_step == 9 * piece - 1
+    assert len(steps.columns().first) == 300 and steps.columns(whole=True).first[0] == 0
+    assert steps.nbytes < 220 << 20
+
+
+def test_values_that_no_step_can_have_are_left_out() -> None:
+    d = rows(60, 3)
+    d[40, 1, 2] = -5
+    steps = fed(d, [[40] * 3, [41] * 3])
+    assert steps.absurd == 1
+    columns = steps.columns()
+    assert columns.first.tolist() == list(range(60))
+    assert np.isnan(columns.busy).nonzero()[0].tolist() == [1] and np.isnan(columns.busy[1, 40])
+    assert np.isnan(columns.exposed).any(axis=1).nonzero()[0].tolist() == [40]
+
+
+@given(st.lists(st.floats(0.1, 100) | st.just(float("nan")), min_size=1, max_size=20), st.floats(0, 1))
+def test_quantiles_are_numpys(values: list[float], share: float) -> None:
+    known = [value for value in values if value == value]
+    found = quantiles(np.array(values), (share,))[0]
+    assert found == pytest.approx(np.quantile(known, share)) if known else np.isnan(found)
+
+
+def test_deviations() -> None:
+    values = np.array([[0.5, 1.0, 1.5, 9.0, 0.0, np.nan]])
+    middle = np.ones(6)
+    assert deviations(values, middle, middle).tolist() == [[0, 127, 254, 254, 0, MISSING]]
+    assert (deviations(values, middle, np.zeros(6)) == MISSING).all()
+
+
+def test_a_few_runs_at_a_time(played: Played) -> None:
+    board = Board(played.source, clock=played.clock)
+    for name in "abcdef":
+        played.begin(job_id=name)
+        played.play(30)
+        board.poll()
+    for name in "abcd":
+        assert board.view("overview", run=name)["session"]["run"] == name
+    assert len(board._followed) == 3
+    assert board.view("header")["session"]["run"] == "f"

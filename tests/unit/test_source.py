@@ -1,0 +1,165 @@
+"""Where the web app finds its session: live or stored, coming and going, and never waiting for ever."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from played import Played
+
+from traceml_ray import session
+from traceml_ray.agent.attached import Attachment
+from traceml_ray.dash_app import source as sources
+from traceml_ray.dash_app.board import Board
+from traceml_ray.dash_app.source import (
+    LiveSource,
+    LocalSource,
+    NothingYet,
+    SourceError,
+    StoredSource,
+    open_source,
+)
+from traceml_ray.session import Live, SessionError, write_live
+from traceml_ray.wire import Event
+
+NOWHERE = "127.0.0.1:1"
+
+
+def recorded(folder: Path, seconds: int = 10) -> Played:
+    played = Played(folder, 2, late=None)
+    for _ in range(seconds):
+        played.play(5)
+    return played
+
+
+def test_nothing_yet_and_then_a_session(tmp_path: Path) -> None:
+    source = open_source(None, str(tmp_path), None)
+    board = Board(source)
+    assert board.poll() and board.view("overview")["state"] == "empty"
+    text = board.view("header")["state_text"]
+    assert str(tmp_path) in text and "traceml_ray.launch" in text
+    assert not board.poll()
+    recorded(tmp_path / "demo").end()
+    assert board.poll() and board.view("header")["state"] == "stored"
+    assert (source.target, source.stored) == ("demo", True)
+    assert board.view("header")["step"] == 49
+    assert not board.poll()
+    source.close()
+
+
+def test_which_session_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded(tmp_path / "demo", 1)
+    out = str(tmp_path)
+    assert isinstance(open_source("demo", out, None), LocalSource)
+    assert isinstance(open_source(str(tmp_path / "demo" / "session.sqlite"), out, None), LocalSource)
+    with pytest.raises(SessionError, match="no session"):
+        open_source(str(tmp_path / "nothing"), out, None)
+    on_cluster = open_source("demo", out, NOWHERE)
+    assert isinstance(on_cluster, LiveSource) and on_cluster.target == "demo"
+    monkeypatch.setenv("RAY_ADDRESS", NOWHERE)
+    assert isinstance(open_source("demo", out, None), LocalSource)
+    assert isinstance(open_source(None, out, None), LiveSource)  # what is here is over
+    elsewhere = open_source("other", out, None)
+    assert isinstance(elsewhere, LiveSource)
+    with pytest.raises(SourceError, match=f"cannot attach to Ray at {NOWHERE}"):
+        elsewhere.ask("status")
+
+
+def test_a_live_session_that_lets_nobody_attach_is_read_from_its_file(tmp_path: Path) -> None:
+    held = session.prepare(tmp_path, "demo")
+    played = recorded(held.path)
+    write_live(held.path, Live(1, str(tmp_path / "relay.sock"), "traceml", NOWHERE))
+    source = open_source("demo", str(tmp_path), None)
+    board = Board(source, clock=played.clock)
+    board.poll()
+    assert (board.view("header")["state"], source.stored) == ("live", False)
+    played.play(5)
+    assert board.poll() and board.view("header")["step"] == 54
+    assert board.view("header")["verdict"]["label"] == "healthy"
+    played.end()
+    held.release()
+    assert board.poll() and board.view("header")["state"] == "stored"
+
+
+def test_when_the_aggregator_has_gone_for_good_its_file_takes_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = session.prepare(tmp_path, "demo")
+    played = recorded(held.path)
+    write_live(held.path, Live(1, str(tmp_path / "relay.sock"), "traceml", NOWHERE))
+    alive = threading.Event()
+    alive.set()
+
+    def query(_: LiveSource, request: bytes) -> bytes:
+        if not alive.is_set():
+            raise SourceError("the aggregator of session 'demo' is gone")
+        return played.aggregator.query(request)
+
+    monkeypatch.setattr(LiveSource, "_query", query)
+    board = Board(open_source("demo", str(tmp_path), None), clock=played.clock)
+    board.poll()
+    assert board.view("header")["state"] == "live"
+    alive.clear()
+    assert board.poll() and board.view("header")["state"] == "stale"
+    alive.set()
+    assert board.poll() and board.view("header")["state"] == "live"
+    alive.clear()
+    played.end()
+    held.release()
+    assert board.poll() and board.view("header")["state"] == "stored"
+
+
+def test_an_answer_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "ATTACH_S", 0.05)
+    stuck = threading.Event()
+
+    def query(_: LiveSource, request: bytes) -> bytes:
+        stuck.wait(10)
+        return msgspec.msgpack.encode({"result": msgspec.msgpack.decode(request), "cursor": 3})
+
+    monkeypatch.setattr(LiveSource, "_query", query)
+    source = LiveSource("demo", Attachment(NOWHERE), "")
+    for _ in range(3):
+        with pytest.raises(SourceError, match="not answer"):
+            source.ask("status")
+    stuck.set()
+    monkeypatch.setattr(sources, "ATTACH_S", 10.0)
+    for _ in range(100):  # the answers to those questions are nobody's
+        try:
+            assert source.ask("rows", since=2) == ({"what": "rows", "since": 2}, 3)
+            break
+        except SourceError:
+            time.sleep(0.01)
+    else:
+        raise AssertionError("it did not recover")
+    source.close()
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "session.sqlite").write_bytes(b"no database")
+    with pytest.raises(SourceError, match=r"demo/session\.sqlite"):
+        StoredSource(tmp_path / "demo")
+    with pytest.raises(NothingYet):
+        LocalSource("other", str(tmp_path)).ask("status")
+
+
+def test_questions_about_a_stored_session(tmp_path: Path) -> None:
+    played = Played(tmp_path / "demo", 2, late=1, onset=0)
+    for _ in range(20):
+        played.play(5, events=[Event("note", 7, message="x")])
+    played.end()
+    source = StoredSource(tmp_path / "demo")
+    live, _ = played.source.ask("several", asked=[{"what": "ranks"}, {"what": "events", "since": 3}])
+    stored, _ = source.ask("several", asked=[{"what": "ranks"}, {"what": "events", "since": 3}])
+    assert stored == live
+    assert source.ask("status")[0]["status"] == "finished"
+    assert source.ask("verdict")[0]["rank"] == 1
+    (tmp_path / "demo" / "summary.json").unlink()
+    assert StoredSource(tmp_path / "demo").ask("verdict")[0] == source.ask("verdict")[0]
+    with pytest.raises(SourceError, match="nothing called 'secrets'"):
+        source.ask("secrets")
+    source.close()

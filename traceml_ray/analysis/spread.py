@@ -1,0 +1,94 @@
+"""How ranks and nodes lie apart, for one number of each rank or for a row of them; unknown is NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from traceml_ray.analysis.window import Float, Int64, UInt8
+
+Values = npt.NDArray[np.floating[Any]]
+MISSING = 255
+"""Of `deviations`: not known."""
+
+
+class Spread(NamedTuple):
+    """
+    Busy time over ranks: a value of each rank, (R, C). Of nodes (N, C), by name in `nodes`: the median of
+    its ranks. Skew in %: (worst − median) ÷ median over ranks, (slowest − fastest) ÷ fastest over nodes.
+    """
+
+    median: Float
+    """(C,)"""
+    worst: Int64
+    """Place of the largest among the ranks (C,), -1 where none is known."""
+    nodes: tuple[str, ...]
+    per_node: Float
+    global_skew_pct: Float
+    """NaN with one rank."""
+    node_skew_pct: Float
+    """NaN with one node."""
+
+
+def spread(values: Values, nodes: Sequence[str]) -> Spread:
+    """Return how `values` (R, C) lie apart, R ≥ 1; `nodes` says where each rank is."""
+    at: dict[str, list[int]] = {}
+    for place, node in enumerate(nodes):
+        at.setdefault(node, []).append(place)
+    per_node = np.empty((len(at), values.shape[1]))
+    order = {node: row for row, node in enumerate(at)}
+    sizes: dict[int, list[str]] = {}
+    for node, places in at.items():
+        sizes.setdefault(len(places), []).append(node)
+    for same in sizes.values():  # nodes of one size all at once: a job has a thousand of them
+        where = np.array([at[node] for node in same])
+        per_node[[order[node] for node in same]] = quantiles(np.swapaxes(values[where], 0, 1), (0.5,))[0]
+    median = quantiles(values, (0.5,))[0]
+    known = np.where(np.isnan(values), -np.inf, values)
+    worst, largest = known.argmax(axis=0), known.max(axis=0)
+    several = (~np.isnan(values)).sum(axis=0) > 1
+    seen = ~np.isnan(per_node)
+    slowest = np.where(seen, per_node, -np.inf).max(axis=0)
+    fastest = np.where(seen, per_node, np.inf).min(axis=0)
+    return Spread(
+        median=median,
+        worst=np.where(np.isfinite(largest), worst, -1),
+        nodes=tuple(at),
+        per_node=per_node,
+        global_skew_pct=np.where(several, over_pct(largest, median), np.nan),
+        node_skew_pct=np.where(seen.sum(axis=0) > 1, over_pct(slowest, fastest), np.nan),
+    )
+
+
+def over_pct(value: Values, base: Values) -> Float:
+    """Return by how many % `value` is above `base`; NaN where that cannot be said."""
+    known = np.isfinite(value) & np.isfinite(base) & (base > 0)
+    return np.where(known, 100 * (np.where(known, value, 0) - base) / np.where(known, base, 1), np.nan)
+
+
+def quantiles(values: Values, shares: Sequence[float]) -> Float:
+    """Return the quantiles (0..1, linear between two values) of what is known along the first axis."""
+    ordered = np.sort(values, axis=0)  # NaN comes last
+    count = (~np.isnan(ordered)).sum(axis=0)
+    found = np.full((len(shares), *count.shape), np.nan)
+    for at, share in enumerate(shares):
+        place = share * np.maximum(count - 1, 0)
+        low = np.floor(place).astype(np.int64)
+        high = np.minimum(low + 1, np.maximum(count - 1, 0))
+        below, above = (np.take_along_axis(ordered, each[None], axis=0)[0] for each in (low, high))
+        found[at] = below + (above - below) * (place - low)
+    return found
+
+
+def deviations(values: Values, middle: Values, unit: Values) -> UInt8:
+    """
+    Return how far `values` (R, C) are from `middle` (C,) in `unit`s (C,): 0..254 stand for half a unit less
+    to half a unit more, clipped (127: none), MISSING for what is not known.
+    """
+    known = np.isfinite(unit) & (unit > 0)
+    away = (values - middle) / np.where(known, unit, np.nan)
+    levels = np.clip(np.rint(127 + 254 * away), 0, 254)
+    return np.where(np.isnan(levels), MISSING, levels).astype(np.uint8)
