@@ -33,7 +33,7 @@ def test_quick_run_prints_every_figure() -> None:
 def test_a_planted_fault_is_scored_and_can_be_scored_again(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARK.with_name("faults.py")), "--out", str(tmp_path / "out.json")]
     small = ["--worlds", "2", "--seeds", "0", "--stages", "forward", "--severities", "60", "--specials"]
-    short = ["--step-ms", "10", "--opening", "60", "--steps", "50", "--balanced", "50"]
+    short = ["--step-ms", "6", "--opening", "60", "--steps", "50", "--balanced", "50"]
     texts, found = [], []
     for arguments in ([*small, *short, "--keep", str(tmp_path)], ["--rescore", str(tmp_path)]):
         ran = subprocess.run(

@@ -49,8 +49,8 @@ def find(
         return Finding("accounting_only", apart), evidence
     late = evidence.persistent.max() >= thresholds.min_excess
     finding = (_persistent if late else _exposed)(evidence, thresholds)
-    if finding.label == "straggler" and len(finding.causes[0].places) == ranks:
-        finding = _exposed(evidence, thresholds)  # all of them, each in turn
+    if finding.label == "straggler" and _everyone(finding, evidence):
+        finding = _exposed(evidence, thresholds)
     passing = finding.label == "healthy" or finding.transient or finding.rotating
     new = _newly(evidence, thresholds) if passing else None
     if new is not None:
@@ -155,10 +155,17 @@ def _newly(evidence: Evidence, thresholds: Thresholds) -> tuple[Finding, Evidenc
             continue
         limits = msgspec.structs.replace(thresholds, min_excess=least)
         finding = _persistent(gather(evidence.window.take(slice(-count, None))), limits)
-        began = _began(evidence.series(finding.causes[0]), count, thresholds) if finding.causes else None
-        if finding.label == "straggler" and began is not None:
+        if finding.label != "straggler" or _everyone(finding, evidence):
+            continue
+        began = _began(evidence.series(finding.causes[0]), count, thresholds)
+        if began is not None:
             return replace(finding, new=True), gather(evidence.window.take(slice(began, None)))
     return None
+
+
+def _everyone(finding: Finding, evidence: Evidence) -> bool:
+    """Whether all ranks are named together: they are late in turn, for nobody is later than all others."""
+    return len(finding.causes[0].places) == len(evidence.window.ranks)
 
 
 def _began(series: Float, count: int, thresholds: Thresholds) -> int | None:
