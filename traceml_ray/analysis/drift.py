@@ -9,8 +9,7 @@ import numpy as np
 
 from traceml_ray.analysis.baseline import Baseline, per_step, without_largest
 from traceml_ray.analysis.evidence import Evidence
-from traceml_ray.analysis.finding import Timing
-from traceml_ray.analysis.onset import late_steps, onset
+from traceml_ray.analysis.onset import Timing, late_steps, onset
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Bool, Float
 

@@ -10,8 +10,8 @@ import numpy as np
 from traceml_ray.analysis import wording
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.drift import drift
-from traceml_ray.analysis.evidence import Evidence, absurd, gather
-from traceml_ray.analysis.finding import Cause, Finding
+from traceml_ray.analysis.evidence import Cause, Evidence, absurd, gather
+from traceml_ray.analysis.finding import Finding
 from traceml_ray.analysis.onset import onset
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Bool, Float, Int64, Window
