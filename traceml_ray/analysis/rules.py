@@ -149,9 +149,10 @@ def _newly(evidence: Evidence, thresholds: Thresholds) -> tuple[Finding, Evidenc
     for count in (2 * thresholds.stride_steps, thresholds.stride_steps):
         least = thresholds.min_excess * float(np.sqrt(max(1.0, thresholds.window_steps / count)))
         step_ns = evidence.frontier.exposed[-count:].sum() / count
-        if steps < count + thresholds.stride_steps or not (
-            np.median(evidence.excess[-count:], axis=0).max() >= least * step_ns
-        ):
+        if steps < count + thresholds.stride_steps:
+            continue
+        often = np.count_nonzero(evidence.excess[-count:] >= least * step_ns, axis=0)
+        if 2 * often.max() < count:
             continue
         limits = msgspec.structs.replace(thresholds, min_excess=least)
         finding = _persistent(gather(evidence.window.take(slice(-count, None))), limits)
