@@ -34,8 +34,11 @@ from traceml_ray.wire import (
 SLOW = ("data", "forward", "backward", "optimizer")
 WHERE = {"data": "data", "forward": "forward", "backward": "backward", "optimizer": "post_sync"}
 PLANTED_NS = loops.SLOW_S * 1e9
-SHORT = Thresholds(unsynced_spread=0.3)
-"""Seven steps: where they begin and end, one rank may be milliseconds ahead, which is no 5 % of 50 steps."""
+SHORT = Thresholds(unsynced_spread=0.3, replay_error=1.0)
+"""
+Seven steps: where they begin and end, one rank may be milliseconds ahead, which is no 5 % of 50 steps, and a
+few milliseconds in which the machine did something else are a good part of them.
+"""
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -324,3 +324,27 @@ def test_whatever_the_rows_hold_judge_never_raises(d, steps, short):
     limits = Thresholds(first_window_steps=2, stride_steps=1 if short else 10)
     many = np.concatenate([d] * (steps // max(len(d), 1) + 1))
     assert judge(window(many), limits, baseline=W1).label
+
+
+def test_one_rank_that_has_just_become_late_or_each_in_turn_is_not_the_group():
+    quiet = noisy(5, 360, 4, 0.03)
+    step = int(quiet[:, 0].sum(axis=1).mean())
+    for late in ([3] * 20, [0, 1, 2, 3] * 5):
+        local = quiet[:, :, :SYNC_WAIT].copy()
+        for at, rank in enumerate(late, 340):
+            local[at, rank, DATA] += step // 3
+        d = synced(local, np.full(360, 1_000_000))
+        run, _ = live(d[:340])
+        found = live(d, run, every=1, first=341)[1]
+        assert "group_wide" not in {verdict.label for verdict in found.values()}
+
+
+def test_what_a_late_rank_leaves_in_the_window_is_no_drift():
+    d = noisy(6, 420, 4, 0.03)
+    local = d[:, :, :SYNC_WAIT].copy()
+    step = int(d[:, 0].sum(axis=1).mean())
+    local[340:360, 3, DATA] += step // 3
+    local[340:, :, DATA] += step // 50  # and a drift that is none yet
+    run, found = live(synced(local, np.full(420, 1_000_000)), every=1)
+    assert run.baseline is not None
+    assert "group_wide" not in labels(found)

@@ -524,7 +524,7 @@ def play(loop: Loop, marks: list[tuple[str, int]]) -> int:
             loop.recorder.settle()
         else:
             what, _, part = name.partition(" ")
-            number = loop.recorder.details.number(part)
+            number = loop.recorder.parts.details.number(part)
             assert number is not None
             if what == "begin":
                 assert loop.recorder.part_begin(number)
@@ -561,8 +561,8 @@ def test_marks_written_down_mean_what_marks_made_at_once_mean(marks: list[tuple[
     assert written.recorder.tail_ns() == at_once.recorder.tail_ns()
     for loop in (at_once, written):
         loop.recorder.finish()
-        loop.recorder.details.collect()
-    assert written.recorder.details.collect() == at_once.recorder.details.collect()
+        loop.recorder.parts.details.collect()
+    assert written.recorder.parts.details.collect() == at_once.recorder.parts.details.collect()
 
 
 @given(MARKS)
@@ -575,9 +575,9 @@ def test_a_part_never_takes_longer_than_the_stages_that_it_is_in(marks: list[tup
     assert rows == whole(bare)
     stages = [sum(column) for column in zip(*rows, strict=True)]
     loop.recorder.finish()
-    assert loop.recorder.details.collect() == []
+    assert loop.recorder.parts.details.collect() == []
     spent: dict[str, list[int]] = {}
-    for part in loop.recorder.details.collect():
+    for part in loop.recorder.parts.details.collect():
         assert part.total_ns >= 0 and part.count > 0
         spent.setdefault(part.name, [0] * N_STAGES)[part.stage] += part.total_ns
     for found in (*spent.values(), stages):
@@ -598,7 +598,7 @@ def whole(loop: Loop) -> list[list[int]]:
 
 def test_parts_are_told_by_the_row_that_they_are_in() -> None:
     loop = Loop()
-    recorder, details = loop.recorder, loop.recorder.details
+    recorder, details = loop.recorder, loop.recorder.parts.details
     number = details.number("tokenize")
     assert number is not None
 
@@ -629,7 +629,7 @@ def test_parts_are_told_by_the_row_that_they_are_in() -> None:
 def test_a_part_inside_one_of_its_name_counts_once_and_an_evaluation_ends_with_training() -> None:
     loop = Loop()
     recorder, validation = loop.recorder, object()
-    number = recorder.details.number("checkpoint")
+    number = recorder.parts.details.number("checkpoint")
     assert number is not None
     for _ in range(3):
         loop.step()
@@ -646,8 +646,8 @@ def test_a_part_inside_one_of_its_name_counts_once_and_an_evaluation_ends_with_t
     assert recorder.open_stage().part is None
     loop.forward(1)
     loop.backward(1, 1)
-    recorder.details.collect()
-    found = {(p.name, p.stage): p.total_ns for p in recorder.details.collect() if p.last_step == 3}
+    recorder.parts.details.collect()
+    found = {(p.name, p.stage): p.total_ns for p in recorder.parts.details.collect() if p.last_step == 3}
     assert found["checkpoint", POST_SYNC] == 8
     assert found["evaluation", POST_SYNC] == 330
     assert found.keys() <= {("checkpoint", POST_SYNC), ("evaluation", POST_SYNC), ("optimizer", POST_SYNC)}

@@ -122,7 +122,8 @@ class LiveJudge:
             world = world_size(ranks, None)
             missing = sorted(set(range(world)).difference(live))
             seen = [(rank, ranks[rank].id, ranks[rank].stored) for rank in live]
-            first = culprit(deaths([], self._fatal, streams))
+            died = self._fatal or any(stream.lost for stream in streams)
+            first = culprit(deaths([], self._fatal, streams)) if died else None
         if first is not None and not (first.consequence and first.t_ns > deadline):
             # The cause of a failed collective may only become known a moment later.
             dead = headline(first, labels.get(first.stream.id) if first.stream else None, 0)

@@ -65,7 +65,7 @@ class Instrumentation:
 
     def __init__(self, recorder: Recorder, details: Details, *, debug: bool = False) -> None:
         self.recorder = recorder
-        recorder.details = details
+        recorder.parts.details = details
         self.parts = Parts(recorder, details, self.failed)
         self.errors: Counter[str] = Counter()
         """Exceptions swallowed, by place."""

@@ -23,8 +23,9 @@ from threading import RLock, get_ident
 from time import perf_counter_ns
 from typing import Any, TypeVar
 
-from traceml_ray.agent.details import COLLATE, EVALUATION, FETCH, MAX_NAMES, OPTIMIZER, WORKERS, Details
+from traceml_ray.agent.details import COLLATE, EVALUATION, FETCH, MAX_NAMES, OPTIMIZER, WORKERS
 from traceml_ray.agent.ring import StepRing
+from traceml_ray.agent.stretches import Stretch, Stretches
 from traceml_ray.wire import (
     BACKWARD,
     DATA,
@@ -36,7 +37,6 @@ from traceml_ray.wire import (
     FLAG_NO_PEERS,
     FLAG_NO_SPLIT,
     FORWARD,
-    N_STAGES,
     POST_SYNC,
     PREPARE,
     SEGMENT_BITS,
@@ -75,8 +75,6 @@ SETTLE_AT = LOG_SIZE // 2
 """With so much written, a backward settles by itself: the agent's thread does not come round."""
 LOCK_S = 0.2
 """Longest wait of a mark for the agent's thread, which holds the lock for a millisecond."""
-_MAX_OPEN = 32
-_MAX_CLOSED = 1024
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -103,26 +101,6 @@ def _at_once(method: Method) -> Method:
     return mark  # type: ignore[return-value]
 
 
-class _Part:
-    """A named stretch: the stage it began in, and its time in each since the row began."""
-
-    __slots__ = ("began", "foreign_ns", "number", "size", "stage", "sums")
-
-    def __init__(self, number: int, stage: int, began: int) -> None:
-        self.number, self.stage, self.began = number, stage, began
-        self.size = self.foreign_ns = 0
-        self.sums = [0] * N_STAGES
-
-    def fold(self) -> None:
-        """See `Recorder._fold`."""
-        sums = self.sums
-        sums[POST_SYNC] += self.foreign_ns + sums[PREPARE] + sums[FORWARD]
-        sums[DATA] -= self.foreign_ns
-        self.foreign_ns = sums[PREPARE] = sums[FORWARD] = 0
-        if self.stage in (PREPARE, FORWARD):
-            self.stage = POST_SYNC
-
-
 class Recorder:
     """The state machine of one process; methods named `*_begin` and `*_end` are the marks."""
 
@@ -130,7 +108,6 @@ class Recorder:
         "_acc",
         "_before_sync",
         "_before_wait",
-        "_closed",
         "_collated",
         "_cost_ns",
         "_evaluation",
@@ -140,13 +117,11 @@ class Recorder:
         "_lock",
         "_manual",
         "_mark",
-        "_open",
         "_optimizer",
         "_pending",
         "_pending_flags",
         "_pending_synced",
         "_resume",
-        "_since",
         "_size",
         "_split",
         "_stage",
@@ -162,12 +137,12 @@ class Recorder:
         "clock",
         "coupled",
         "depth",
-        "details",
         "first",
         "last",
         "log",
         "now",
         "owner",
+        "parts",
         "peers",
         "ready",
         "ring",
@@ -203,8 +178,8 @@ class Recorder:
         """Waits for peers cannot be told apart inside forward and backward (on a device, tensor parallel)."""
         self._manual = False
         self.segment = 0
-        self.details = Details()
-        """Where the named parts go, once it is known which row they are of."""
+        self.parts = Stretches()
+        """The named parts; they go to `parts.details` once it is known which row they are of."""
         self._step = self._mark = 0
         self._cost_ns = self._written = self._written_ns = self._weighed = 0
         self._lock = RLock()
@@ -222,11 +197,10 @@ class Recorder:
         self._waits = self.usual_iterator = self._last_iterator = self._last_loader = self._foreign_ns = 0
         self._resume = self._before_wait = POST_SYNC
         self._before_sync: list[int] = []
-        self._open: list[_Part] = []
-        self._closed: list[_Part] = []
-        self._evaluation: _Part | None = None
-        self._optimizer: _Part | None = None
-        self._collated = self._workers = self._size = self._since = 0
+        self.parts.forget()
+        self._evaluation: Stretch | None = None
+        self._optimizer: Stretch | None = None
+        self._collated = self._workers = self._size = 0
         self._waited.clear()
 
     # -- what was written down ---------------------------------------------------------------
@@ -292,8 +266,8 @@ class Recorder:
         return True
 
     def _to(self, stage: int) -> None:
-        if self._open:
-            self._spread()
+        if self.parts.open:
+            self.parts.spread(self._stage, self.now)
         self._acc[self._stage] += self.now - self.last
         self.last = self.now
         self._stage = stage
@@ -306,8 +280,7 @@ class Recorder:
         """
         self._to(POST_SYNC)
         acc = self._acc
-        for part in (*self._open, *self._closed):
-            part.fold()
+        self.parts.fold()
         folded = self._foreign_ns + acc[PREPARE] + acc[FORWARD]
         acc[POST_SYNC] += folded
         acc[DATA] -= self._foreign_ns
@@ -375,7 +348,7 @@ class Recorder:
             self._waited.add(self._last_loader)
             if self._last_loader not in self._train_loaders:
                 self._foreign_ns += self.now - self.last
-                for part in self._open:
+                for part in self.parts.open:
                     part.foreign_ns += self.now - max(self.last, part.began)
         elif self._workers:
             self._add(WORKERS, self.now - self.last)
@@ -427,8 +400,8 @@ class Recorder:
     def _backward_begin(self) -> None:
         self._end_evaluation()
         self._to(BACKWARD)
-        if self._closed:
-            self._flush()
+        if self.parts.over:
+            self.parts.hand_out(self._step, self.first)
         self.depth = 1
         self._split = self._step_in_backward = False
         if self._pending is not None:
@@ -476,8 +449,8 @@ class Recorder:
             return
         self.depth = 0
         self._to(POST_SYNC)
-        if self._open:
-            self._cut_parts()
+        if self.parts.open:
+            self.parts.cut(self._step, self.first)
         if not ok:
             return
         flags = 0 if synced else FLAG_NO_PEERS
@@ -537,13 +510,12 @@ class Recorder:
 
     def _optimizer_begin(self) -> None:
         self._end_evaluation()
-        if self._optimizer in self._open:  # it never ended: GradScaler has skipped it
-            self._open.remove(self._optimizer)
+        self.parts.drop(self._optimizer)  # GradScaler has skipped it
         if self._pending is not None and not self._manual:
             self._close_step()
         if self._stage != POST_SYNC:
             self._to(POST_SYNC)
-        self._optimizer = self._begin_part(OPTIMIZER)
+        self._optimizer = self.parts.begin(OPTIMIZER, self._stage, self.now)
 
     @_at_once
     def optimizer_end(self, began: bool) -> None:
@@ -573,7 +545,7 @@ class Recorder:
         """End of a `trace_step`: its last backward closes the row, else the row ends here."""
         if self._pending is None:
             self._to(POST_SYNC)
-            self._flush()
+            self.parts.hand_out(self._step, self.first)
             self._pending, self._acc = self._acc, [0, 0, 0, 0, 0, 0]
             self._pending_flags = FLAG_NO_BACKWARD | FLAG_NO_PEERS
         self._close_step()
@@ -628,39 +600,25 @@ class Recorder:
     def _part(self, mark: int) -> None:
         number, ends = divmod(mark - PARTS, 2)
         if not ends:
-            self._begin_part(number)
+            self.parts.begin(number, self._stage, self.now)
             return
         ours = (self._evaluation, self._optimizer)
-        for part in reversed(self._open):
+        for part in reversed(self.parts.open):
             if part.number == number and part not in ours:
                 part.size, self._size = self._size, 0
                 self._end_part(part)
                 return
 
-    def _begin_part(self, number: int) -> _Part:
-        self._spread()
-        part = _Part(number, self._stage, self.now)
-        self._open.append(part)
-        del self._open[:-_MAX_OPEN]  # those never ended
-        return part
-
-    def _end_part(self, part: _Part) -> None:
-        self._spread()
-        if part not in self._open:
-            return
-        self._open.remove(part)
-        if self._open and any(other.number == part.number for other in self._open):
-            return  # inside one of the same name
-        self._closed.append(part)
-        if self.depth or len(self._closed) > _MAX_CLOSED:
-            self._flush()
+    def _end_part(self, part: Stretch) -> None:
+        if self.parts.end(part, self._stage, self.now) or self.depth:
+            self.parts.hand_out(self._step, self.first)
 
     def _begin_evaluation(self, folded: int) -> None:
         """It began so much earlier, with its first fetch, unless one before it has had that time."""
         if self._evaluation is not None:
             return
-        again = any(part.number == EVALUATION for part in self._closed)
-        self._evaluation = self._begin_part(EVALUATION)
+        again = any(part.number == EVALUATION for part in self.parts.over)
+        self._evaluation = self.parts.begin(EVALUATION, self._stage, self.now)
         self._evaluation.sums[POST_SYNC] = 0 if again else folded
 
     def _end_evaluation(self) -> None:
@@ -668,46 +626,16 @@ class Recorder:
             self._end_part(self._evaluation)
             self._evaluation = None
 
-    def _spread(self) -> None:
-        """The time since the mark before was in every part that is open."""
-        for part in self._open:
-            part.sums[self._stage] += self.now - self._since
-        self._since = self.now
-
-    def _cut_parts(self) -> None:
-        """A row ends: what is open has been a part of it, too; of parts of one name the outermost."""
-        seen = set()
-        for part in self._open:
-            if part.number not in seen and any(part.sums):
-                self._hand_out(part, self.first)
-            seen.add(part.number)
-            part.sums, part.foreign_ns = [0] * N_STAGES, 0
-
-    def _flush(self, tail: bool = False) -> None:
-        """Hand the parts out: until a backward begins, what they are part of may yet be folded."""
-        for part in self._closed:
-            self._hand_out(part, tail or self.first)
-        self._closed = []
-
-    def _hand_out(self, part: _Part, apart: bool) -> None:
-        """Add what a part took of the open row to the sums; it counts once in each stage it was in."""
-        name = self.details.names[part.number]
-        for stage, ns in enumerate(part.sums):
-            if ns:
-                self.details.add(name, stage, self._step, ns, part.size, apart)
-                part.size = 0
-        if not any(part.sums):
-            self.details.add(name, part.stage, self._step, 0, part.size, apart)
-
     def _add(self, number: int, ns: int) -> None:
-        self.details.add(self.details.names[number], DATA, self._step, ns, 0, self.first)
+        details = self.parts.details
+        details.add(details.names[number], DATA, self._step, ns, 0, self.first)
 
     def finish(self) -> None:
         """Hand out the parts of the tail, which is in no row: each by itself."""
         self.settle()
         if self._lock.acquire(timeout=LOCK_S):
             try:
-                self._flush(tail=True)
+                self.parts.hand_out(self._step, apart=True)
             finally:
                 self._lock.release()
 
@@ -735,9 +663,7 @@ class Recorder:
         self.settle()
         stage, last = self._stage, self.last
         part = None if self._evaluation is None else "evaluation"
-        part_ns = None
-        for innermost in self._open[-1:]:
-            part_ns = sum(innermost.sums) + max(0, self.clock() - self._since)
+        part_ns = self.parts.innermost_ns(self.clock())
         return OpenStage(self._step, stage, max(0, self.clock() - last), part, part_ns)
 
     def tail_ns(self) -> int:

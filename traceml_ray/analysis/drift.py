@@ -9,13 +9,13 @@ import numpy as np
 
 from traceml_ray.analysis.baseline import Baseline, per_step, without_largest
 from traceml_ray.analysis.evidence import Evidence
-from traceml_ray.analysis.finding import Timing
-from traceml_ray.analysis.onset import late_steps, onset
+from traceml_ray.analysis.onset import Timing, late_steps, onset
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Bool, Float
 
 _BLOCK = 5
 _GOES_ON = 1 / 3
+_LASTS = 3 / 4
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,9 @@ def drift(evidence: Evidence, baseline: Baseline, thresholds: Thresholds) -> Dri
     The window's newest 10, 20, … steps are looked at, and all of it. Asked of a full window is a drift of
     `min_drift` of the step and `drift_mads` MADs; of n of its K steps √(K ÷ n) times as much. And
     always: that it stands out of the noise of single steps by `drift_errors` standard errors,
-    lasts (the lower median over blocks of 5 steps shows half of it), goes on (the newest 10 steps show
-    a third of it), and that the step as a whole has become longer.
+    lasts (the lower median over blocks of 5 steps shows three quarters of it), goes on (the newest 10 steps
+    show a third of it), and that the step as a whole has become longer. Of the newest steps alone also that
+    most ranks are slow: one that has become late, or each in turn, is for the other rules to see.
     """
     first = evidence.window.first_step
     if baseline.to_step is not None and (first is None or first <= baseline.to_step):
@@ -60,6 +61,7 @@ def drift(evidence: Evidence, baseline: Baseline, thresholds: Thresholds) -> Dri
     if best is None:
         return None
     _, stage, count, extra_ns, step_ns = best
+    looked = count
     late = late_steps(exposed[:, stage] - baseline.level_ns[stage])
     began = onset(late)
     if began is None and count < len(steps):
@@ -71,6 +73,9 @@ def drift(evidence: Evidence, baseline: Baseline, thresholds: Thresholds) -> Dri
     level = baseline.level_ns[stage] + extra_ns / 2
     rows = max(1, round(len(evidence.window.keys) / len(steps)))
     own = rows * evidence.rows.d[-count * rows :, :, stage].mean(axis=0)
+    slow = np.flatnonzero(own >= level)
+    if looked < len(steps) and 2 * len(slow) <= len(own):
+        return None
     return Drift(
         stage=stage,
         extra_ns=extra_ns,
@@ -78,7 +83,7 @@ def drift(evidence: Evidence, baseline: Baseline, thresholds: Thresholds) -> Dri
         baseline=baseline,
         timing=Timing(late, began, goes_on=True),
         from_step=int(steps[began or 0]),
-        slow=tuple(np.flatnonzero(own >= level).tolist()),
+        slow=tuple(slow.tolist()),
     )
 
 
@@ -110,7 +115,7 @@ def _look(
         (extra >= short * thresholds.min_drift * step_ns)
         & (extra > short * thresholds.drift_mads * np.array(baseline.mad_ns))
         & (extra > thresholds.drift_errors * noise)
-        & (lasting >= extra / 2)
+        & (lasting >= _LASTS * extra)
         & (newest >= _GOES_ON * extra)
         & (longer >= thresholds.min_gain * extra)
     )

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from traceml_ray.analysis.finding import Cause
 from traceml_ray.analysis.frontier import Frontier, chain
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Bool, Float, Int64, Window
@@ -24,6 +23,14 @@ from traceml_ray.wire import (
     PREPARE,
     SYNC_WAIT,
 )
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A stage and the ranks (places in the window, not rank numbers) that are late out of it."""
+
+    stage: int
+    places: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from traceml_ray.analysis.window import Bool
-
-if TYPE_CHECKING:
-    from traceml_ray.analysis.drift import Drift
-
-
-@dataclass(frozen=True)
-class Cause:
-    """A stage and the ranks (places in the window, not rank numbers) that are late out of it."""
-
-    stage: int
-    places: tuple[int, ...]
+from traceml_ray.analysis.drift import Drift
+from traceml_ray.analysis.evidence import Cause
 
 
 @dataclass(frozen=True)
@@ -37,22 +26,3 @@ class Finding:
     rotating: bool = False
     new: bool = False
     drift: Drift | None = None
-
-
-@dataclass(frozen=True)
-class Timing:
-    """
-    When the first cause is late.
-
-    `late` (K,) per step of the window; `began` is the place in it at which it began, `None` when
-    that lies before the window; `goes_on` that it has not stopped since.
-    """
-
-    late: Bool
-    began: int | None
-    goes_on: bool
-
-    @property
-    def since(self) -> Bool:
-        """The steps from the beginning on."""
-        return self.late[self.began or 0 :]

@@ -68,6 +68,10 @@ class Part(NamedTuple):
     """By device, of the samples that asked for them."""
 
 
+Between = Callable[[Sequence[str], int, int], Mapping[str, Part]]
+"""Returns what was sampled on nodes (by id) between two times (ns since the epoch)."""
+
+
 class Machine(NamedTuple):
     """
     A node of the run. `ranks` are those of the session there by pid (None: of another run), `named`
@@ -471,7 +475,3 @@ def _merged(found: Sequence[Oddity]) -> list[Oddity]:
         also = f"; so too on {more} more node{'s' * (more > 1)}" if more else ""
         merged.append(msgspec.structs.replace(worst, text=worst.text + also))
     return merged
-
-
-Between = Callable[[Sequence[str], int, int], Mapping[str, Part]]
-"""Returns what was sampled on nodes (by id) between two times (ns since the epoch)."""

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from traceml_ray.analysis.window import Bool, Float
 
 _BEFORE, _AFTER, _LEAST = 0.3, 0.7, 3
+
+
+@dataclass(frozen=True)
+class Timing:
+    """
+    When the first cause is late.
+
+    `late` (K,) per step of the window; `began` is the place in it at which it began, `None` when
+    that lies before the window; `goes_on` that it has not stopped since.
+    """
+
+    late: Bool
+    began: int | None
+    goes_on: bool
+
+    @property
+    def since(self) -> Bool:
+        """The steps from the beginning on."""
+        return self.late[self.began or 0 :]
 
 
 def late_steps(series: Float) -> Bool:

@@ -10,8 +10,8 @@ import numpy as np
 from traceml_ray.analysis import wording
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.drift import drift
-from traceml_ray.analysis.evidence import Evidence, absurd, gather
-from traceml_ray.analysis.finding import Cause, Finding
+from traceml_ray.analysis.evidence import Cause, Evidence, absurd, gather
+from traceml_ray.analysis.finding import Finding
 from traceml_ray.analysis.onset import onset
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Bool, Float, Int64, Window
@@ -49,8 +49,8 @@ def find(
         return Finding("accounting_only", apart), evidence
     late = evidence.persistent.max() >= thresholds.min_excess
     finding = (_persistent if late else _exposed)(evidence, thresholds)
-    if finding.label == "straggler" and len(finding.causes[0].places) == ranks:
-        finding = _exposed(evidence, thresholds)  # all of them, each in turn
+    if finding.label == "straggler" and _everyone(finding, evidence):
+        finding = _exposed(evidence, thresholds)
     passing = finding.label == "healthy" or finding.transient or finding.rotating
     new = _newly(evidence, thresholds) if passing else None
     if new is not None:
@@ -149,16 +149,24 @@ def _newly(evidence: Evidence, thresholds: Thresholds) -> tuple[Finding, Evidenc
     for count in (2 * thresholds.stride_steps, thresholds.stride_steps):
         least = thresholds.min_excess * float(np.sqrt(max(1.0, thresholds.window_steps / count)))
         step_ns = evidence.frontier.exposed[-count:].sum() / count
-        if steps < count + thresholds.stride_steps or not (
-            np.median(evidence.excess[-count:], axis=0).max() >= least * step_ns
-        ):
+        if steps < count + thresholds.stride_steps:
+            continue
+        often = np.count_nonzero(evidence.excess[-count:] >= least * step_ns, axis=0)
+        if 2 * often.max() < count:
             continue
         limits = msgspec.structs.replace(thresholds, min_excess=least)
         finding = _persistent(gather(evidence.window.take(slice(-count, None))), limits)
-        began = _began(evidence.series(finding.causes[0]), count, thresholds) if finding.causes else None
-        if finding.label == "straggler" and began is not None:
+        if finding.label != "straggler" or _everyone(finding, evidence):
+            continue
+        began = _began(evidence.series(finding.causes[0]), count, thresholds)
+        if began is not None:
             return replace(finding, new=True), gather(evidence.window.take(slice(began, None)))
     return None
+
+
+def _everyone(finding: Finding, evidence: Evidence) -> bool:
+    """Whether all ranks are named together: they are late in turn, for nobody is later than all others."""
+    return len(finding.causes[0].places) == len(evidence.window.ranks)
 
 
 def _began(series: Float, count: int, thresholds: Thresholds) -> int | None:

@@ -10,10 +10,10 @@ import numpy as np
 from traceml_ray.analysis import wording
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.drift import Drift
-from traceml_ray.analysis.evidence import Evidence
-from traceml_ray.analysis.finding import Cause, Finding, Timing
+from traceml_ray.analysis.evidence import Cause, Evidence
+from traceml_ray.analysis.finding import Finding
 from traceml_ray.analysis.machine import Oddity
-from traceml_ray.analysis.onset import late_steps, onset
+from traceml_ray.analysis.onset import Timing, late_steps, onset
 from traceml_ray.analysis.rules import find
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Float, Window

@@ -8,8 +8,9 @@ import numpy as np
 
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.drift import Drift
-from traceml_ray.analysis.evidence import Evidence
-from traceml_ray.analysis.finding import Cause, Finding, Timing
+from traceml_ray.analysis.evidence import Cause, Evidence
+from traceml_ray.analysis.finding import Finding
+from traceml_ray.analysis.onset import Timing
 from traceml_ray.analysis.window import Bool, Int64, Window
 from traceml_ray.wire import (
     BACKWARD,
