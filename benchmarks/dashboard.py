@@ -10,6 +10,7 @@ put on top.
 from __future__ import annotations
 
 import argparse
+import gc
 import gzip
 import os
 import sys
@@ -57,6 +58,8 @@ def main() -> None:
         for _ in range(0, arguments.steps, 50):
             played.play(50)
             board.poll()
+        gc.collect()
+        gc.freeze()  # as the server does
         server(played, board, arguments.ticks)
         if arguments.browser:
             browser(played, board)

@@ -23,8 +23,9 @@ from plotly.io.json import to_json_plotly
 from . import words
 from .board import Board
 from .heat import HeatWire
+from .light import light
 from .pages import PAGES, Parts, start
-from .place import Place, is_number
+from .place import WHAT, Place, is_number
 from .strip import shell, strip
 
 _LOG = logging.getLogger("traceml_ray.dash_app")
@@ -77,15 +78,18 @@ class Refresher:
             }
 
     def _answer(self, place: Place, seen: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        header = self._board.view("header", **_selected(place, "run"))
+        header = self._board.view("header", **_selected(place, *WHAT))
         made = self._page(place, header)
-        outer = strip(header, place)
+        outer = lightened(strip(header, place))
         sums = {id: _sum(props) for id, props in outer.items()} | made.sums
         new = seen.get("page") != made.key
         known = seen.get("sums", {})
         changed = {id: props for id, props in outer.items() if known.get(id) != sums[id]}
-        if not new:
-            changed |= {id: props for id, props in made.parts.items() if known.get(id) != sums[id]}
+        for id, props in made.parts.items():
+            if new and "children" in props:
+                changed[id] = {"children": props["children"]}  # the other properties come with the elements
+            elif not new and known.get(id) != sums[id]:
+                changed[id] = props
         heat = made.view.get("heat")
         delta = None if heat is None or not len(heat["ranks"]) else self._heat.delta(heat, seen.get("heat"))
         known_heat = delta["id"] if delta else seen.get("heat")
@@ -102,8 +106,8 @@ class Refresher:
             start if header["state"] == "empty" and place.page != "sessions" else PAGES[place.page]
         )
         view = header if module is start else self._board.view(place.page, **_selection(place))
-        parts = module.parts(view, place)
-        key = f"{module.__name__} {place.key} {place.get('run')} {_sum(sorted(parts))}"
+        parts = lightened(module.parts(view, place))
+        key = f"{module.__name__} {place.key} {_selected(place, *WHAT)} {_sum(sorted(parts))}"
         made = _Made(key, module, view, parts, {id: _sum(props) for id, props in parts.items()})
         with self._lock:
             self._made[place, view["version"]] = made
@@ -117,7 +121,7 @@ class Refresher:
             place = Place.of("/", search)
             if not asked or place is None:
                 return None
-            found = self._board.view("cell", **asked, **_selected(place, "run"))
+            found = self._board.view("cell", **asked, **_selected(place, *WHAT))
             return {**asked, "text": _cell_text(found)}
         except Exception:
             _LOG.exception("cell %s", asked)
@@ -181,8 +185,11 @@ def _filled(made: _Made) -> Any:
     for id, props in made.parts.items():
         element = layout[id]
         for name, value in props.items():
-            setattr(element, name, value)
-    return layout
+            if name != "children":
+                setattr(element, name, value)
+    view: Any = html.Div(layout, id="view", key=made.key)
+    setattr(view, "data-key", made.key)
+    return view
 
 
 def _selected(place: Place, *names: str) -> dict[str, str]:
@@ -191,12 +198,8 @@ def _selected(place: Place, *names: str) -> dict[str, str]:
 
 def _selection(place: Place) -> dict[str, Any]:
     """Return the arguments of the board's view."""
-    names = {
-        "overview": ("run", "stage", "span"),
-        "events": ("run", "kind", "rank", "node"),
-        "sessions": ("run", "a", "b"),
-    }
-    chosen: dict[str, Any] = _selected(place, *names.get(place.page, ("run",)))
+    names = {"overview": ("stage", "span"), "events": ("kind", "rank", "node"), "sessions": ("a", "b")}
+    chosen: dict[str, Any] = _selected(place, *WHAT, *names.get(place.page, ()))
     if place.page in ("node", "rank"):
         chosen[place.page] = int(place.key) if place.page == "rank" else place.key
     elif "rank" in chosen:
@@ -218,6 +221,14 @@ def _cell_text(found: dict[str, Any]) -> str:
     far = sorted(found["stages"].items(), key=lambda each: -abs((each[1][0] or 0) - (each[1][1] or 0)))[:2]
     parts = [f"{words.said(name)} {words.ms(ms)} (median {words.ms(median)})" for name, (ms, median) in far]
     return "\n".join([own, *parts])
+
+
+def lightened(parts: Parts) -> Parts:
+    """Return the parts with what stands in them as plain data."""
+    return {
+        id: {name: light(value) if name == "children" else value for name, value in props.items()}
+        for id, props in parts.items()
+    }
 
 
 def _sum(props: Any) -> int:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,16 +20,18 @@ import numpy as np
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.store.streams import Stream, world_size
 
-from . import views
+from . import sessions, views
 from .columns import Steps, unpacked
 from .header import header
-from .source import Source, SourceError
+from .source import Source, SourceError, StoredSource
 
 MAX_EVENTS = 2000
 _MAX_RUNS = 3
 """Runs that are followed at the same time: the newest, and those that somebody looks at."""
 _LOOKED_AT_S = 60.0
 _MAX_VIEWS = 64
+_MAX_OTHERS = 2
+"""Past sessions that are open at the same time."""
 _FEW_BATCHES, _MANY_BATCHES = 1 << 7, 1 << 14
 """Batches of rows that are asked for at once, so many that about"""
 _ROWS = 1 << 18
@@ -191,6 +194,7 @@ class Board:
         self._views: OrderedDict[_Key, tuple[int, dict[str, Any]]] = OrderedDict()
         self._looked_at: set[_Key] = set()
         self._answers: OrderedDict[bytes, Any] = OrderedDict()
+        self._others: OrderedDict[str, Board] = OrderedDict()
         self._asked_runs = self._rest_until = 0.0
         self._over = False
         """Everything of a session that is over has been read."""
@@ -223,10 +227,16 @@ class Board:
 
     def view(self, page: str, **selection: Any) -> dict[str, Any]:
         """
-        Return what a page shows, with the header that all have; see `views` for the selections.
+        Return what a page shows, with the header that all have; see `views` for the selections. `run` is one
+        of the session (id or name), `session` another stored one beside it (name).
 
         Raises KeyError for a page that there is not.
         """
+        other = self._past(selection.pop("session", None))
+        if other is not None:
+            with other.lock:
+                other.poll()  # until it has been read
+            return other.view(page, **selection)
         with self.lock:
             named = selection.pop("run", None)
             run = self._selected(named)
@@ -247,6 +257,21 @@ class Board:
                 self.errors[f"view: {what}"] += 1
                 self.trouble = str(error)
         return self._answers.get(question)
+
+    def _past(self, name: str | None) -> Board | None:
+        """Return the board of a stored session of that name; None where there is none, or it is this one."""
+        if name is None or name == self.status.get("session"):
+            return None
+        with self.lock:
+            if name not in self._others and name in sessions.names(self.source.out):
+                try:
+                    source = StoredSource(Path(self.source.out) / name)
+                except SourceError:
+                    return None
+                self._others[name] = Board(source, clock=self.clock, thresholds=self._limits)
+                while len(self._others) > _MAX_OTHERS:
+                    self._others.popitem(last=False)[1].source.close()
+            return self._others.get(name)
 
     def _made(self, key: _Key, run: Run | None) -> dict[str, Any]:
         """Return a page as of now."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .board import Board, Run
 
 _BUSY_SPARK = 120
-_SAMPLES, _WITH_PROCESSES = 300, 6
+_SAMPLES, _WITH_PROCESSES = 200, 6
 
 
 def node(board: Board, run: Run | None, node: str) -> dict[str, Any]:

@@ -36,7 +36,13 @@ _SPIKE = 3.0
 
 
 def _axis(title: str, **more: Any) -> dict[str, Any]:
-    return {"title": {"text": title, "standoff": 6}, "automargin": True, "zeroline": False, **more}
+    return {
+        "title": {"text": title, "standoff": 6},
+        "automargin": True,
+        "zeroline": False,
+        "separatethousands": True,
+        **more,
+    }
 
 
 def _figure(traces: list[dict[str, Any]], x: str, y: str, *, revision: str = "", **layout: Any) -> Figure:

@@ -242,8 +242,13 @@ def cell(_board: Board, run: Run | None, rank: int, first: int, last: int) -> di
     if not len(steps):  # long ago: only sums are left
         at = np.flatnonzero((columns.first <= first) & (columns.last >= last))
         total = columns.busy[:, at[0]] if len(at) else np.full(len(run.steps.ranks), np.nan)
+    if run.world > _MAX_ROWS:  # a row is a node: its slowest rank
+        labels = run.steps.nodes
+        same = [at for at, label in enumerate(labels) if label == labels[who] and total[at] == total[at]]
+        who = max(same, key=lambda at: total[at], default=who)
     return {
         **found,
+        "rank": run.steps.ranks[who],
         "node": run.steps.nodes[who],
         "steps": int((~np.isnan(busy[who])).sum()),
         "busy_ms": number(total[who]),

@@ -15,8 +15,8 @@ PAGES = {
     "sessions": "sessions",
     "ledger": "health",
 }
-_KEPT = ("run",)
-"""What a link to another page keeps of the query."""
+WHAT = ("session", "run")
+"""What all pages are of: a link to another page keeps it."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -31,11 +31,7 @@ class Place(msgspec.Struct, frozen=True):
         """Read a URL; None where it is of no page."""
         first, _, key = (pathname or "/").strip("/").partition("/")
         page = PAGES.get(first)
-        if (
-            page is None
-            or bool(key) != (page in ("node", "rank"))
-            or (page == "rank" and not is_number(key))
-        ):
+        if page is None or bool(key) != (page in ("node", "rank")) or (page == "rank" and not is_number(key)):
             return None
         query = tuple((k, v) for k, v in parse_qsl((search or "").lstrip("?"))[:8] if len(v) <= 200)
         return cls(page, unquote(key), query)
@@ -46,7 +42,7 @@ class Place(msgspec.Struct, frozen=True):
 
     def to(self, page: str, key: Any = "", **query: Any) -> str:
         """Return the link to another page; the run stays."""
-        kept = {name: value for name, value in self.query if name in _KEPT}
+        kept = {name: value for name, value in self.query if name in WHAT}
         path = next(path for path, name in PAGES.items() if name == page)
         return _url(f"/{path}" + (f"/{quote(str(key), safe='')}" if key != "" else ""), {**kept, **query})
 

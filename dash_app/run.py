@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import logging
 import os
 import signal
@@ -99,9 +100,12 @@ def _parent(child: bool) -> threading.Thread:
 
 
 def _poll(board: Board) -> None:
+    board.poll()
+    gc.collect()
+    gc.freeze()  # modules, mostly: a full collection goes through them for 0.1 s, in the midst of a page
     while True:
-        board.poll()
         time.sleep(POLL_S)
+        board.poll()
 
 
 def _serve(application: Any, listening: socket.socket) -> None:

@@ -20,6 +20,11 @@ _COMPARED = {
 _known: dict[Path, tuple[int, dict[str, Any]]] = {}
 
 
+def names(out: str) -> set[str]:
+    """Return the names of the sessions under `out`."""
+    return {path.parent.name for path in Path(out).glob(f"*/{DATABASE}")}
+
+
 def listed(out: str) -> list[dict[str, Any]]:
     """Return the sessions under `out`, newest first."""
     folders = sorted(Path(out).glob(f"*/{DATABASE}"), key=lambda path: -path.stat().st_mtime_ns)
@@ -47,8 +52,8 @@ def _entry(folder: Path) -> dict[str, Any]:
 
 def compared(out: str, a: str, b: str) -> list[dict[str, Any]]:
     """Return what two sessions (by name) have in common, side by side; empty when one has no summary."""
-    folders = {path.parent.name: path.parent for path in Path(out).glob(f"*/{DATABASE}")}
-    one, other = (_summary(folders[name]) if name in folders else {} for name in (a, b))
+    known = names(out)
+    one, other = (_summary(Path(out) / name) if name in known else {} for name in (a, b))
     if not one or not other:
         return []
     rows = [(what, one[block][name], other[block][name]) for what, (block, name) in _COMPARED.items()]

@@ -8,7 +8,6 @@ likes, and nothing is asked of it while an earlier question has not come back.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import queue
 import threading
@@ -235,9 +234,6 @@ class LiveSource:
             address, _ = reach(self._where.address, ASK_S)
             for name, value in {**attach_environment(address), **self._where.environ}.items():
                 os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-            import ray  # it sets up its loggers
-
-            logging.getLogger(ray.__name__).setLevel(logging.ERROR)
             attach(address, self._where.temp_dir)
         except Exception as error:
             said = str(error).strip().splitlines()[-1:]

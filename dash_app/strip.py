@@ -139,6 +139,8 @@ def _session(session: Mapping[str, Any], place: Place) -> list[Any]:
     size = f"{ranks:,} ranks on {nodes} node{'s' * (nodes != 1)}" if ranks and nodes else None
     facts = " · ".join(fact for fact in (size, session.get("strategy"), session.get("launcher")) if fact)
     shown: list[Any] = [html.Strong(session["id"]), html.Span(facts)]
+    if place.get("session"):
+        shown.append(dcc.Link("back to this dashboard's own", href="/"))
     runs = session.get("runs") or []
     if len(runs) > 1:
         name = next((run["name"] for run in runs if run["id"] == session["run"]), words.NA)

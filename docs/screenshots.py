@@ -1,7 +1,7 @@
 """
 Take the pictures of the web app that the README shows: python docs/screenshots.py OUT
 
-A session of 16 ranks on two nodes is played into an aggregator: from step 700 on, rank 13 waits for its data.
+A session of 16 ranks on two nodes is played into an aggregator: after a while, rank 13 waits for its data.
 Chromium and chromedriver have to be installed.
 """
 
@@ -27,7 +27,7 @@ from traceml_ray import wire  # noqa: E402
 PAGES = {"overview": "/", "node": "/node/host-1", "rank": "/rank/13"}
 THEMES = ("light", "dark")
 WIDTH, HEIGHT = 1440, 900
-SECONDS = 190
+SECONDS, RATE = 90, 28
 
 
 class Lively(Played):
@@ -65,10 +65,18 @@ def take(out: Path) -> None:
     """Write one PNG of each page and theme into `out`."""
     with tempfile.TemporaryDirectory() as folder:
         played = Lively(
-            Path(folder) / "gpt-pretrain", 16, per_node=8, gpus=8, late=13, onset=700, jitter_ms=0.8
+            Path(folder) / "gpt-pretrain",
+            16,
+            per_node=8,
+            gpus=8,
+            late=13,
+            onset=SECONDS * RATE - 240,
+            jitter_ms=0.8,
         )
         served = Served(played)
-        served.play(SECONDS)
+        for _ in range(SECONDS):
+            played.play(RATE)
+        served.board.poll()
         browser = chromium(Path(folder) / "profile")
         try:
             size = {"width": WIDTH, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}

@@ -32,23 +32,68 @@
   function apply(answer) {
     if (!answer) return window.dash_clientside.no_update;
     answered = Date.now();
-    for (const [id, props] of Object.entries(answer.set)) {
-      if (!document.getElementById(id)) continue;
-      if (props.figure) keepZoom(id, props.figure.layout);
-      set(id, props);
-    }
     const moved = answer.page !== page;
     const marked = JSON.stringify(answer.marks) !== JSON.stringify(marks);
     page = answer.page;
     marks = answer.marks || { ranks: [], nodes: [] };
     const seen = answer.seen;
-    if (answer.heat && !merge(answer.heat)) {
+    const lost = answer.heat && !merge(answer.heat);
+    if (lost) {
       heat = null;
       seen.heat = null; // asks for all of it
-    } else if (heat && (answer.heat || moved || marked)) {
-      whenThere("heat", () => draw());
     }
+    once(() => !moved || there(answer.page), () => {
+      for (const [id, props] of Object.entries(answer.set)) fill(id, props);
+      if (heat && !lost && (answer.heat || moved || marked) && document.getElementById("heat")) draw();
+    });
     return seen;
+  }
+
+  /* Whether the elements of a page are there: they come with React, a moment after the answer. */
+  function there(key) {
+    const view = document.getElementById("view");
+    return !key || (view && view.dataset.key === key);
+  }
+
+  function once(ready, then, tries = 120) {
+    if (ready()) then();
+    else if (tries > 0) requestAnimationFrame(() => once(ready, then, tries - 1));
+  }
+
+  function fill(id, { children, ...others }) {
+    const element = document.getElementById(id);
+    if (!element) return;
+    if (children !== undefined) morph(element, children);
+    if (others.figure) keepZoom(id, others.figure.layout);
+    if (Object.keys(others).length) set(id, others);
+  }
+
+  /* Make what stands in an element as told (see light.py), with as few changes as can be: focus and scroll stay. */
+  function morph(parent, content) {
+    const wanted = [content].flat(Infinity).filter((one) => one !== null && one !== "");
+    wanted.forEach((one, i) => {
+      const old = parent.childNodes[i];
+      if (typeof one === "string") {
+        if (old && old.nodeType === Node.TEXT_NODE) {
+          if (old.data !== one) old.data = one;
+        } else if (old) old.replaceWith(one);
+        else parent.append(one);
+        return;
+      }
+      const { t: tag, a: attributes = {}, c: inside = [] } = one;
+      const same = old && old.nodeName.toLowerCase() === tag;
+      const element = same ? old : document.createElement(tag);
+      for (const name of element.getAttributeNames()) {
+        if (!(name in attributes) && name !== "open") element.removeAttribute(name);
+      }
+      for (const [name, value] of Object.entries(attributes)) {
+        if (element.getAttribute(name) !== value && !(same && name === "open")) element.setAttribute(name, value);
+      }
+      morph(element, inside);
+      if (old && !same) old.replaceWith(element);
+      else if (!old) parent.append(element);
+    });
+    while (parent.childNodes.length > wanted.length) parent.lastChild.remove();
   }
 
   /* A zoom stays while `uirevision` does. Plotly's own memory of it ends where dcc.Graph writes the zoom into `figure`. */
@@ -61,12 +106,6 @@
         layout[axis] = { ...layout[axis], autorange: false, range: [...before[axis].range] };
       }
     }
-  }
-
-  function whenThere(id, then, tries = 60) {
-    const element = document.getElementById(id);
-    if (element) then();
-    else if (tries > 0 && page !== null) requestAnimationFrame(() => whenThere(id, then, tries - 1));
   }
 
   /* ---- the heatmap ---- */
@@ -150,7 +189,7 @@
   }
 
   function height() {
-    return document.getElementById("heat").clientHeight - 40;
+    return document.querySelector(".heat-box").clientHeight - 40;
   }
 
   /* Ticks of the rows, as many as there is room for; those of opened nodes come first. */
@@ -391,6 +430,12 @@
       set("pause", { children: paused ? "Resume" : "Pause" });
       set("paused", { children: paused ? "paused at " + new Date().toLocaleTimeString("en-GB") : null });
       run();
+    }
+    const link = event.target.closest("a[href^='/']");
+    if (link && !event.defaultPrevented && !event.ctrlKey && !event.metaKey && !event.shiftKey) {
+      event.preventDefault(); // another page of ours: no reload
+      set("url", { pathname: link.pathname, search: link.search });
+      window.scrollTo(0, 0);
     }
     const menu = document.querySelector("#session details[open]");
     if (menu && !menu.contains(event.target)) menu.open = false;

@@ -21,7 +21,7 @@ def layout(_: Mapping[str, Any]) -> Any:
         [
             html.H1("Events"),
             html.Nav(id="event-filter", className="chips", **bits.aria(label="Filter")),
-            html.Div(id="event-list", className="panel"),
+            html.Div(id="event-table", className="panel"),
         ]
     )
 
@@ -50,7 +50,7 @@ def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
     table = bits.table(headers, rows, empty="No event of this kind yet.", label="Events")
     return {
         "event-filter": {"children": _filter(view, place)},
-        "event-list": {"children": [table, html.P(more, className="hint")]},
+        "event-table": {"children": [table, html.P(more, className="hint")]},
     }
 
 

@@ -17,10 +17,7 @@ def layout(_: Mapping[str, Any]) -> Any:
     return html.Div(
         [
             html.H1("Sessions"),
-            html.P(
-                ["Choose two to compare. To open one: ", html.Code("traceml-ray dashboard NAME")],
-                className="hint",
-            ),
+            html.P("A name opens the session; A and B put two of them side by side.", className="hint"),
             html.Div(id="session-compare"),
             html.Div(id="session-list", className="panel"),
         ]
@@ -32,7 +29,7 @@ def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
     rows = [
         (
             html.Span([_choose("a", s["name"], place), _choose("b", s["name"], place)], className="choose"),
-            html.Strong(s["name"], title=str(s["path"])),
+            dcc.Link(s["name"], href=place.to("overview", session=s["name"], run=None), title=str(s["path"])),
             (s["started_at"] or words.NA).replace("T", " ")[:16],
             words.plain(s["status"]),
             words.plain(s["launcher"]),

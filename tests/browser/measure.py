@@ -46,11 +46,11 @@ def measure(board: Board, play: Callable[[], Any], refreshes: int = 300) -> None
                 lambda b: b.execute_script(drawn)
             )
             browser.execute_script(_WATCH)
+            wait = WebDriverWait(browser, 60, 0.05)
             heap = {}
             for at in range(1, refreshes + 1):
                 play()
-                board.poll()
-                WebDriverWait(browser, 60, 0.02).until(lambda b: b.execute_script("return took.length") >= at)  # noqa: B023
+                wait.until(lambda b, at=at: (board.poll(), b.execute_script("return took.length") >= at)[1])
                 if at in (refreshes // 5, refreshes):
                     heap[at] = _heap(browser)
             took = sorted(browser.execute_script("return took"))

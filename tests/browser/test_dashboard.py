@@ -158,6 +158,26 @@ def test_a_zoom_survives_new_steps(browser, served, chart):
         until(browser, lambda: browser.execute_script(shown)[0] <= 0)
 
 
+def test_from_page_to_page_without_a_reload(browser, served):
+    browser.get(served.url + "/rank/5")
+    shows(browser, "rank-title", "Rank 5")
+    browser.execute_script("window.kept = true")
+    browser.find_element(By.LINK_TEXT, "next →").click()
+    shows(browser, "rank-title", "Rank 6")
+    shows(browser, "rank-facts", "last step")
+    browser.find_element(By.LINK_TEXT, "host-1").click()
+    shows(browser, "node-ranks", "forward")
+    for page, id in (("Events", "event-table"), ("Overview", "event-list"), ("Health", "health-ledger")):
+        browser.find_element(By.LINK_TEXT, page).click()
+        until(browser, lambda id=id: text(browser, id))
+    browser.back()
+    shows(browser, "event-list", "rank 5")
+    field = browser.find_element(By.ID, "goto")
+    field.send_keys("3\n")
+    shows(browser, "rank-title", "Rank 3")
+    assert browser.execute_script("return window.kept")
+
+
 def test_the_heatmap_as_a_table(browser, served):
     browser.get(served.url + "/")
     drawn(browser)

@@ -352,6 +352,31 @@ def test_sessions_side_by_side(tmp_path: Path) -> None:
     assert rows["exposed data"]["b"] - rows["exposed data"]["a"] == pytest.approx(12, abs=0.2)
 
 
+def test_above_a_thousand_ranks_a_row_is_a_node(tmp_path: Path) -> None:
+    board = followed(Played(tmp_path / "demo", 1032, per_node=8, late=1029, onset=10, gpus=0), 4)
+    heat = board.view("overview")["heat"]
+    assert (heat["by"], heat["z"].shape, heat["nodes"][-1]) == ("node", (129, 19), "host-128")
+    assert (heat["z"][-1, 10:] == 254).all() and (heat["z"][:-1] < 160).all()
+    assert board.view("cell", rank=heat["ranks"][-1], first=15, last=15)["rank"] == 1029
+
+
+def test_past_sessions_open_in_the_same_pages(tmp_path: Path) -> None:
+    for name, late in (("old", 1), ("now", None)):
+        played = Played(tmp_path / name, 2, late=late, onset=0)
+        board = followed(played, 12)
+        if name == "old":
+            played.end()
+    assert board.view("header")["session"]["id"] == "now"
+    old = board.view("overview", session="old")
+    assert (old["session"]["id"], old["state"], old["step"]) == ("old", "stored", 59)
+    assert old["verdict"]["rank"] == 1 and len(old["heat"]["first"]) == 59
+    assert board.view("rank", session="old", rank=1)["rank"]["state"] == "finished"
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "session.sqlite").write_bytes(b"no database")
+    for name in ("gone", "bad", "../old", "now", str(tmp_path / "old")):
+        assert board.view("header", session=name)["session"]["id"] == "now"
+
+
 def test_health_and_metrics(played: Played) -> None:
     board = Board(played.source, clock=played.clock)
     assert metrics.health(board) == {"status": "ok", "state": "empty"}

@@ -104,8 +104,8 @@ class TestRefresh:
 
     @pytest.mark.parametrize("path", ["/rank/77", "/node/gone"])
     def test_a_rank_or_node_that_is_not_there_is_said(self, board: Board, path: str) -> None:
-        page, _ = Refresher(board).refresh(path, "", {})
-        assert path.rpartition("/")[2] in to_json_plotly(page)
+        _, answer = Refresher(board).refresh(path, "", {})
+        assert path.rpartition("/")[2] in to_json_plotly(answer["set"])
         assert not board.errors
 
     @pytest.mark.parametrize(

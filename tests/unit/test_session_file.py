@@ -207,3 +207,32 @@ def test_clock_of_the_samples_is_the_senders(tmp_path: Path) -> None:
     process = wire.ProcessSample(5 * SECOND, 1.0, 2, 3, 4, 5)
     with _stored(tmp_path, Relay().message(Rank(0).batch(process=process))) as session:
         assert session.process()[0][0]["t_ns"] == 5 * SECOND
+
+
+def test_what_is_long_can_be_read_in_parts(tmp_path: Path) -> None:
+    relay, ranks = Relay(), [Rank(0), Rank(1)]
+    kinds = ("note", "stacks", "flight_recorder")
+    events = [wire.Event(kind, t, message="x") for t, kind in enumerate(kinds)]
+    messages = []
+    for second in range(6):
+        process = wire.ProcessSample(second, 1.0, second, 1, 0, 0)
+        sample = wire.NodeSample(second, 1.0, 1, None, 1, 2, 3, 4, 5, 6)
+        batches = [rank.batch(2, process=process, events=events) for rank in ranks]
+        messages.append(relay.message(*batches, sample=sample))
+    with _stored(tmp_path, *messages) as session:
+        found, cursor, read = [], 0, -1
+        while cursor != read:
+            read = cursor
+            rows, cursor = session.rows(since=read, most=4)
+            found.append([len(part.keys) for part in rows])
+        assert found == [[4, 4]] * 3 + [[]]
+        newest, _ = session.rows(since=-2)
+        assert [(part.keys >> wire.SEGMENT_BITS).tolist() for part in newest] == [[10, 11]] * 2
+        assert len({part.stream for part in newest}) == 2
+        assert {event["kind"] for event in session.events(brief=True)[0]} == {"note"}
+        second = session.ranks()[1].id
+        assert [(s["stream_id"], s["t_ns"]) for s in session.process_of([second], 2)] == [
+            (second, 4),
+            (second, 5),
+        ]
+        assert [sample["t_ns"] for sample in session.node_samples_of(["node-0", "node-9"], 3)] == [3, 4, 5]
