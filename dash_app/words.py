@@ -35,7 +35,7 @@ def pct(value: float | None, sign: bool = False) -> str:
     if value is None:
         return NA
     digits = 0 if abs(value) >= 9.95 else 1
-    return f"{value:{'+' if sign else ''}.{digits}f} %"
+    return f"{value:{'+' if sign else ''}.{digits}f} %".replace("-", "−")
 
 
 def size(value: float | None, per: str = "") -> str:

@@ -30,9 +30,7 @@ def chart(id: str, title: str, label: str, *, note: Any = None, tall: str = "") 
     """Return a panel with one figure; `label` tells those who do not see it what it shows."""
     graph = dcc.Graph(id=id, figure=figures.blank(""), config=CONFIG)
     return panel(
-        title,
-        html.Div(graph, className=f"graph {tall}".strip(), role="img", **aria(label=label)),
-        note=note,
+        title, html.Div(graph, className=f"graph {tall}".strip(), role="img", **aria(label=label)), note=note
     )
 
 

@@ -22,12 +22,7 @@ def layout(_: Mapping[str, Any]) -> Any:
         "Busy time by rank, against the median of the step",
         html.Div(
             [
-                dcc.Graph(
-                    id="heat",
-                    figure=figures.blank(""),
-                    config=bits.CLICKED,
-                    clear_on_unhover=True,
-                ),
+                dcc.Graph(id="heat", figure=figures.blank(""), config=bits.CLICKED, clear_on_unhover=True),
                 html.Div(id="heat-tip", className="tip", **bits.aria(hidden="true")),
             ],
             className="graph heat-box",

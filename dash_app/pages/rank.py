@@ -60,10 +60,7 @@ def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
         }
     made: dict[str, dict[str, Any]] = {
         "rank-title": {
-            "children": [
-                f"Rank {number} on ",
-                bits.node_link(rank["node_key"], rank["node"], place),
-            ]
+            "children": [f"Rank {number} on ", bits.node_link(rank["node_key"], rank["node"], place)]
         },
         "rank-around": {"children": around},
         "rank-suspect": {"children": _suspect(view["suspect"])},

@@ -82,7 +82,7 @@ def _compared(rows: Any, place: Place) -> Any:
     if not (a and b):
         return None
     cells = [
-        (row["what"], _value(row["a"]), _value(row["b"]), words.pct(row["change_pct"], sign=True))
+        (words.said(row["what"]), _value(row["a"]), _value(row["b"]), _change(row["change_pct"]))
         for row in rows or ()
     ]
     table = bits.table(
@@ -90,7 +90,11 @@ def _compared(rows: Any, place: Place) -> Any:
         cells,
         empty="These two cannot be compared: one of them has no summary.",
     )
-    return bits.panel(f"{a} and {b}", table)
+    return bits.panel(f"{a} and {b}", table, note="times in ms")
+
+
+def _change(pct: float | None) -> str:
+    return "" if pct is None else words.pct(pct, sign=True)
 
 
 def _value(value: Any) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
@@ -38,7 +39,7 @@ def quiet(browser: webdriver.Chrome) -> Iterator[None]:
     assert bad == []
 
 
-def until(browser: webdriver.Chrome, seen: Callable[[], Any], seconds: float = 5.0) -> Any:
+def until(browser: webdriver.Chrome, seen: Callable[[], Any], seconds: float = 20.0) -> Any:
     """Return what `seen` does, once that is true."""
     wait = WebDriverWait(browser, seconds, 0.05, ignored_exceptions=(Exception,))
     return wait.until(lambda _: seen())
@@ -49,11 +50,19 @@ def answers(port: int) -> bool:
         return bool(answer.status == 200)
 
 
+def aggregator(launcher: int) -> psutil.Process:
+    """Return the aggregator's process, of that launcher's own Ray."""
+    members = psutil.Process(launcher).children(recursive=True)
+    return next(
+        one for one in members if one.cmdline()[:1] and one.cmdline()[0].startswith("ray::Aggregator")
+    )
+
+
 def text(browser: webdriver.Chrome, id: str) -> str:
     return browser.find_element(By.ID, id).get_attribute("textContent") or ""
 
 
-def shows(browser: webdriver.Chrome, id: str, what: str, seconds: float = 5.0) -> None:
+def shows(browser: webdriver.Chrome, id: str, what: str, seconds: float = 20.0) -> None:
     until(browser, lambda: what in text(browser, id), seconds)
 
 
@@ -217,7 +226,7 @@ def test_an_aggregator_that_does_not_answer_is_stale_and_comes_back(browser, ser
     until(browser, lambda: text(browser, "problem") == "")
 
 
-def test_the_launchers_own_dashboard_names_the_slow_rank(browser, tmp_path):
+def test_the_launchers_own_dashboard_names_the_slow_rank_and_outlives_the_aggregator(browser, tmp_path):
     port = free_port()
     script = [str(EXAMPLE), "--steps", "100000", "--slow", "data:1:60@20"]
     ours = ["--nproc-per-node", "2", "--session", "seen", "--out", str(tmp_path), f"--dashboard={port}"]
@@ -231,6 +240,9 @@ def test_the_launchers_own_dashboard_names_the_slow_rank(browser, tmp_path):
             shows(browser, "state-badge", "live")
             point(browser, 1, of=2).click().perform()
             shows(browser, "rank-title", "Rank 1")
+            aggregator(job.pid).kill()
+            shows(browser, "state-badge", "stale", 20.0)
+            shows(browser, "state-badge", "live", 40.0)  # Ray has started another
         finally:
             job.terminate()
             job.wait(60)

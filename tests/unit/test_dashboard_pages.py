@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dash import dcc, html
 from hypothesis import given
 from hypothesis import strategies as st
 from played import Played
@@ -18,6 +19,7 @@ from traceml_ray.dash_app import figures, words
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.board import Board
 from traceml_ray.dash_app.heat import HeatWire
+from traceml_ray.dash_app.light import light
 from traceml_ray.dash_app.place import Place
 
 PAGES = ["/", "/node/host-1", "/rank/5", "/events", "/sessions", "/ledger"]
@@ -109,7 +111,17 @@ class TestRefresh:
         assert not board.errors
 
     @pytest.mark.parametrize(
-        "search", ["?run=none", "?stage=none", "?rank=x", "?a=../../etc&b=x", "?" + "x=1&" * 100, "?kind=%00"]
+        "search",
+        [
+            "?run=none",
+            "?session=none",
+            "?session=../etc",
+            "?stage=none",
+            "?rank=x",
+            "?a=../../etc&b=x",
+            "?" + "x=1&" * 100,
+            "?kind=%00",
+        ],
     )
     @pytest.mark.parametrize("path", PAGES)
     def test_a_strange_query_is_no_error(self, board: Board, path: str, search: str) -> None:
@@ -185,6 +197,19 @@ class Browser:
             [next(come) if at < 0 else self.z[:, at] for at in told["columns"]], dtype=np.uint8
         ).T
         self.id, self.first = told["id"], told["first"]
+
+
+class TestLight:
+    def test_components_as_plain_data(self) -> None:
+        made = html.Div(
+            [None, "a & <b>", dcc.Link("rank 5", href="/rank/5")], className="x", style={"width": "3%"}
+        )
+        assert light(made) == {
+            "t": "div",
+            "a": {"class": "x", "style": "width:3%"},
+            "c": ["a & <b>", {"t": "a", "a": {"href": "/rank/5"}, "c": "rank 5"}],
+        }
+        assert light([html.Details(open=True), None, 3]) == [{"t": "details", "a": {"open": ""}}, "3"]
 
 
 class TestPlace:
