@@ -72,7 +72,7 @@ def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
         "node-title": {"children": f"Node {node['label']}"},
         "node-tabs": {"children": [_tab(other, place) for other in _around(view["nodes"], node)]},
         "node-facts": {"children": bits.facts(_facts(node, view["samples"]))},
-        "node-ranks": {"children": _ranks(view["ranks"], place)},
+        "node-ranks": {"children": _ranks(view["ranks"], place, (view["verdict"] or {}).get("ranks") or ())},
     }
     made |= {f"node-{name}": {"figure": _machine(name, view["samples"])} for name in _MACHINE}
     if view["gpus"]:
@@ -123,7 +123,7 @@ def _facts(node: Mapping[str, Any], samples: Mapping[str, Sequence[Any]]) -> dic
     }
 
 
-def _ranks(ranks: Sequence[Mapping[str, Any]], place: Place) -> Any:
+def _ranks(ranks: Sequence[Mapping[str, Any]], place: Place, named: Sequence[int]) -> Any:
     known = [value for rank in ranks for value in rank["busy"] if value is not None]
     between = (min(known), max(known)) if known else None
     rows = [
@@ -136,7 +136,9 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], place: Place) -> Any:
             words.plain(rank["last_step"]),
             words.said(rank["open_stage"] or words.NA),
             words.size(rank["rss_bytes"]),
-            words.said(rank["state"] or words.NA),
+            html.Span("▲ named by the verdict", className="sev warning")
+            if rank["rank"] in named
+            else words.said(rank["state"] or words.NA),
         )
         for rank in ranks
     ]
