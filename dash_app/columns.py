@@ -216,9 +216,8 @@ class Steps:
         if not self.last_key:
             return False
         waiting = [sum(len(rows.keys) for rows in pieces) for pieces in self._pending.values()]
-        full = (
-            max(waiting, default=0) > self.kept // 2
-        )  # whoever is so far behind does not hold up the others
+        # Whoever is so far behind does not hold up the others.
+        full = max(waiting, default=0) > self.kept // 2
         if waited and not full:
             return False
         known = self.last_key.values()

@@ -234,12 +234,12 @@ def cell(_board: Board, run: Run | None, rank: int, first: int, last: int) -> di
     if run is None or rank not in run.steps.ranks:
         return found
     who = run.steps.ranks.index(rank)
-    columns = run.steps.columns(whole=True)
     steps, d, busy = run.steps.stages(first, last)
     mean = mean_of(d)
     middle = quantiles(mean, (0.5,))[0] if len(steps) else np.full(len(STAGES), np.nan)
     total = mean_of(busy[..., None])[:, 0]
     if not len(steps):  # long ago: only sums are left
+        columns = run.steps.columns(whole=True)
         at = np.flatnonzero((columns.first <= first) & (columns.last >= last))
         total = columns.busy[:, at[0]] if len(at) else np.full(len(run.steps.ranks), np.nan)
     if run.world > _MAX_ROWS:  # a row is a node: its slowest rank

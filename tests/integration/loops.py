@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,14 @@ from traceml_ray.wire import N_STAGES, SEGMENT_BITS
 STEPS = 8
 WIDTH = 16
 SLOW_S = 0.015
+
+
+class Slow:
+    """Takes its time when it is pickled."""
+
+    def __reduce__(self) -> Any:
+        time.sleep(SLOW_S)
+        return dict, ()
 
 
 class Numbers(Dataset[Tensor]):

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -294,11 +293,6 @@ def test_checkpoints_collectives_and_stages_of_a_user_have_names(tmp_path: Path)
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
-    class Slow:
-        def __reduce__(self) -> Any:
-            time.sleep(loops.SLOW_S)
-            return dict, ()
-
     job = loops.Job()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -317,7 +311,7 @@ def test_checkpoints_collectives_and_stages_of_a_user_have_names(tmp_path: Path)
             work = dist.all_reduce(torch.ones(10), async_op=True)
             assert work is not None
             work.wait()
-            torch.save({"slow": Slow()}, tmp_path / "one.pt")
+            torch.save({"slow": loops.Slow()}, tmp_path / "one.pt")
             dcp.save({"net": model.state_dict()}, checkpoint_id=tmp_path / "many", no_dist=True)
     finally:
         job.instrumentation.remove()

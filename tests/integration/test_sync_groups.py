@@ -219,11 +219,6 @@ def test_tensor_parallel_layers_and_pipeline_stages_are_seen(strategy: str) -> N
 
 
 def test_what_a_collective_works_at_before_it_waits_is_the_ranks_own_time() -> None:
-    class Slow:
-        def __reduce__(self) -> Any:
-            time.sleep(loops.SLOW_S)
-            return dict, ()
-
     job = loops.Job()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -232,7 +227,7 @@ def test_what_a_collective_works_at_before_it_waits_is_the_ranks_own_time() -> N
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
         for batch in job.loader():
             net(batch).mean().backward()
-            dist.broadcast_object_list([Slow()])
+            dist.broadcast_object_list([loops.Slow()])
             job.finish(optimizer)
     finally:
         job.instrumentation.remove()

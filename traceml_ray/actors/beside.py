@@ -9,7 +9,7 @@ import msgspec
 from traceml_ray.analysis.machine import Oddity, Part
 from traceml_ray.analysis.thresholds import MACHINE
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.reports.machines import Machines
+from traceml_ray.reports.machines import Machines, witness
 from traceml_ray.store.nodes import node_key
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.streams import Stream
@@ -41,19 +41,19 @@ class Beside:
             labels: how the streams' nodes are shown.
 
         """
-        with self._writer.lock:
-            every = list(self._writer.streams.values())
-        shown = {node_key(stream): labels[stream.id] for stream in every if stream.id in labels}
-        machines = Machines(self._sampled, ranks, every, shown)
-        witness, now = machines.witness(verdict), self._clock()
-        if witness is None:
+        rank, now = witness(verdict, ranks), self._clock()
+        if rank is None:
             self._named = None
             return verdict
         named = verdict.label, verdict.stages, verdict.ranks
         fresh = named != self._named
         due = now - self._looked_ns >= EVERY_NS and verdict.exit_reason is None
         if fresh or due:
-            stream = ranks[witness]
+            stream = ranks[rank]
+            with self._writer.lock:
+                every = list(self._writer.streams.values())
+            shown = {node_key(stream): labels[stream.id] for stream in every if stream.id in labels}
+            machines = Machines(self._sampled, ranks, every, shown)
             with self._writer.lock:
                 keys, _, rows = self._recent.tail(stream.id, stream.last_key or 0, _ROWS)
                 when = machines.when(verdict, keys, rows)

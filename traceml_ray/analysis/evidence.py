@@ -87,7 +87,7 @@ def absurd(window: Window, thresholds: Thresholds) -> tuple[int, int] | None:
     d = window.d
     if not d.size or (d.min() >= 0 and d.max() <= limit // d.shape[2]):
         return None
-    for bad in (((d < 0) | (d > limit)).any(axis=2), d.sum(axis=2) > limit):
+    for bad in _bad(d, limit):
         if bad.any():
             key, rank = np.unravel_index(int(np.argmax(bad)), bad.shape)
             return int(key), int(rank)
@@ -96,10 +96,16 @@ def absurd(window: Window, thresholds: Thresholds) -> tuple[int, int] | None:
 
 def sane(window: Window, thresholds: Thresholds) -> Bool:
     """Tell the steps (K,) in which no row is `absurd`."""
-    limit, d = thresholds.max_step_ns, window.d
-    bad = ((d < 0) | (d > limit)).any(axis=2) | (d.sum(axis=2) > limit)
-    fine: Bool = ~bad.any(axis=1)
+    stages, whole = _bad(window.d, thresholds.max_step_ns)
+    fine: Bool = np.logical_not((stages | whole).any(axis=1))
     return fine
+
+
+def _bad(d: Int64, limit: int) -> tuple[Bool, Bool]:
+    """Tell the rows (K, R) of which a stage is absurd, and those that are so as a whole."""
+    stages: Bool = np.any((d < 0) | (d > limit), axis=2)
+    whole: Bool = d.sum(axis=2) > limit
+    return stages, whole
 
 
 @dataclass(frozen=True)

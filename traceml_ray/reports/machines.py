@@ -18,6 +18,13 @@ _MAX_PEERS = 16
 """Nodes that are compared with, evenly chosen."""
 
 
+def witness(verdict: Verdict, ranks: Mapping[int, Stream]) -> int | None:
+    """Return the rank whose rows tell when the verdict's steps were; None where it names no one."""
+    if verdict.label == "group_wide":
+        return min(ranks, default=None)
+    return verdict.rank if verdict.rank in ranks else None
+
+
 @dataclass
 class Machines:
     """
@@ -41,7 +48,7 @@ class Machines:
         Return from when to when the verdict is about (ns since the epoch), None where it names no one or
         that is not known. `keys` and `rows` are those of `witness`, the newest ones last.
         """
-        rank = self.witness(verdict)
+        rank = witness(verdict, self.ranks)
         if rank is None:
             return None
         stream = self.ranks[rank]
@@ -54,12 +61,6 @@ class Machines:
         if stream.last_rows_ns is None:
             return None
         return span(keys, rows, stream.last_rows_ns, verdict.from_step, verdict.to_step)
-
-    def witness(self, verdict: Verdict) -> int | None:
-        """Return the rank whose rows tell when the verdict's steps were; None where it names no one."""
-        if verdict.label == "group_wide":
-            return min(self.ranks, default=None)
-        return verdict.rank if verdict.rank in self.ranks else None
 
     def look(self, verdict: Verdict, first_ns: int, last_ns: int, since_ns: int | None = None) -> Verdict:
         """

@@ -26,7 +26,7 @@ from traceml_ray.analysis.verdict import Suspect, Verdict
 from traceml_ray.analysis.window import RankRows, Window, align
 from traceml_ray.reports.deaths import Death, culprit, deaths, headline
 from traceml_ray.reports.hangs import hangs, still_open, with_hangs
-from traceml_ray.reports.machines import Machines
+from traceml_ray.reports.machines import Machines, witness
 from traceml_ray.reports.parts import StoredParts
 from traceml_ray.store.nodes import Node, label_nodes, node_key
 from traceml_ray.store.runs import ledger, of_run
@@ -203,9 +203,9 @@ def _spans(
 
 def _beside(verdict: Verdict, machines: Machines, rows: Sequence[RankRows]) -> Verdict:
     """Return `verdict` with what else was odd on the machines that it names."""
-    witness = machines.witness(verdict)
-    own = next((found for found in rows if found.rank == witness), None)
-    if verdict.machine is not None or witness is None or own is None:
+    rank = witness(verdict, machines.ranks)
+    own = next((found for found in rows if found.rank == rank), None)
+    if verdict.machine is not None or rank is None or own is None:
         return verdict
     when = machines.when(verdict, own.keys, own.rows)
     return verdict if when is None else machines.look(verdict, *when)
@@ -213,7 +213,7 @@ def _beside(verdict: Verdict, machines: Machines, rows: Sequence[RankRows]) -> V
 
 def _all_beside(spans: Sequence[Verdict], machines: Machines, rows: Sequence[RankRows]) -> list[Verdict]:
     """Return `spans`, the newest of those that name someone with what was odd there."""
-    named = [at for at, span in enumerate(spans) if machines.witness(span) is not None]
+    named = [at for at, span in enumerate(spans) if witness(span, machines.ranks) is not None]
     looked = set(named[-_MAX_BESIDE:])
     return [_beside(span, machines, rows) if at in looked else span for at, span in enumerate(spans)]
 
