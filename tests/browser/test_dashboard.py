@@ -240,9 +240,12 @@ def test_the_launchers_own_dashboard_names_the_slow_rank_and_outlives_the_aggreg
             shows(browser, "state-badge", "live")
             point(browser, 1, of=2).click().perform()
             shows(browser, "rank-title", "Rank 1")
-            aggregator(job.pid).kill()
+            judge = aggregator(job.pid)
+            judge.suspend()  # killed at once it could be back before anyone has waited for an answer
             shows(browser, "state-badge", "stale", 20.0)
+            judge.kill()
             shows(browser, "state-badge", "live", 40.0)  # Ray has started another
+            shows(browser, "verdict-headline", "rank 1")
         finally:
             job.terminate()
             job.wait(60)
