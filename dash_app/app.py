@@ -68,8 +68,8 @@ class Refresher:
                 return _nowhere(pathname), {"seen": {}, "page": "", "set": {}}
             return self._answer(place, seen)
         except Exception as error:
-            _LOG.exception("refresh of %s", pathname)
-            self._board.errors["refresh"] += 1
+            if self._board.errors.note("refresh", error):
+                _LOG.exception("refresh of %s", pathname)
             told = f"This page could not be made ({type(error).__name__}); the next refresh tries again."
             return dash.no_update, {
                 "seen": seen,
@@ -123,9 +123,9 @@ class Refresher:
                 return None
             found = self._board.view("cell", **asked, **_selected(place, *WHAT))
             return {**asked, "text": _cell_text(found)}
-        except Exception:
-            _LOG.exception("cell %s", asked)
-            self._board.errors["cell"] += 1
+        except Exception as error:
+            if self._board.errors.note("cell", error):
+                _LOG.exception("cell %s", asked)
             return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.errors import Errors
 from traceml_ray.store.streams import Stream, world_size
 
 from . import sessions, views
@@ -178,7 +179,7 @@ class Board:
     ) -> None:
         self.source = source
         self.version = 0
-        self.errors: Counter[str] = Counter()
+        self.errors = Errors()
         """What went wrong in here, by place."""
         self.status: dict[str, Any] = {}
         self.runs: list[dict[str, Any]] = []
@@ -213,7 +214,7 @@ class Board:
         except SourceError as error:
             changed = self._failed(error)
         except Exception as error:
-            self.errors[f"poll: {type(error).__name__}"] += 1
+            self.errors.note("poll", error)
             changed = self._failed(SourceError(f"{type(error).__name__}: {error}"))
         took = time.perf_counter() - began
         before = self.poll_ms[-1] / 1e3 if self.poll_ms else 0.0
@@ -254,7 +255,7 @@ class Board:
                 while len(self._answers) > _MAX_VIEWS:
                     self._answers.popitem(last=False)
             except SourceError as error:
-                self.errors[f"view: {what}"] += 1
+                self.errors.count(f"view: {what}")
                 self.trouble = str(error)
         return self._answers.get(question)
 
@@ -294,7 +295,7 @@ class Board:
                 try:
                     self._made(key, self._followed.get(key[1] or ""))
                 except Exception as error:
-                    self.errors[f"{key[0]}: {type(error).__name__}"] += 1
+                    self.errors.note(key[0], error)
 
     @property
     def newest(self) -> Run | None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .board import Board, Run
 
 _CRITICAL = {"rank_lost", "node_lost", "exception", "oom", "hang", "stalled"}
-_WARNING = {"restart", "straggler", "co_critical", "ambiguous", "group_wide", "note"}
+_WARNING = {"restart", "straggler", "co_critical", "ambiguous", "group_wide", "note", "swallowed"}
 _SILENT = {"exit", "relay_start", "process_ended", "attach"}
 """Of these only those with a message are worth telling."""
 

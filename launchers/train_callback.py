@@ -13,7 +13,6 @@ import logging
 import os
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +27,7 @@ from traceml_ray import driver, wire
 from traceml_ray.actors.config import ActorConfig
 from traceml_ray.agent import bootstrap
 from traceml_ray.agent.imports import forget, when_imported
+from traceml_ray.errors import Errors
 from traceml_ray.identity import RankIdentity
 from traceml_ray.settings import Settings
 
@@ -89,7 +89,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
 
     def _forget_the_rest(self) -> None:
         """Set what is not sent along."""
-        self._errors: Counter[str] = Counter()
+        self._errors = Errors()
         self._run: RunReporter | None = None
         self._starting = False
         self._world_size = 0
@@ -119,10 +119,10 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
         try:
             if not self._errors:
                 _log.warning("Ray Train's %s: %s: %s", place, type(error).__name__, error)
-            self._errors[f"train: {place}: {type(error).__name__}"] += 1
+            self._errors.note(f"train: {place}", error)
             agent = bootstrap.current()
             if agent is not None:
-                agent.instrumentation.errors[f"train: {place}"] += 1
+                agent.instrumentation.errors.note(f"train: {place}", error)
         except Exception:
             pass  # there is nobody left to tell
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from typing import Any
 
 import ray
@@ -13,6 +12,7 @@ from traceml_ray import wire
 from traceml_ray.actors.config import ActorConfig
 from traceml_ray.actors.discovery import ensure_aggregator
 from traceml_ray.actors.names import find_aggregator
+from traceml_ray.errors import Errors
 
 ANSWER_S = 5.0
 """How long one answer may take; the first one includes the making of the actor."""
@@ -34,7 +34,7 @@ class RunReporter:
     """
 
     def __init__(self, config: ActorConfig, job_id: str) -> None:
-        self.errors: Counter[str] = Counter()
+        self.errors = Errors()
         """What could not be sent, by kind of failure."""
         self._config = config
         self._job_id = job_id
@@ -101,7 +101,7 @@ class RunReporter:
             )
             finished = wire.decode(reply, wire.Finished)
         except Exception as error:
-            self.errors[f"run: {type(error).__name__}"] += 1
+            self.errors.note("run", error)
             self._aggregator = None
             return None
         del self._events[: len(events)]

@@ -8,10 +8,10 @@ for `idle_ttl` seconds.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import os
 import re
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -351,9 +351,11 @@ def _stop_quietly(session: Session) -> None:
     """End of a driver that takes its cluster along: let the session be whole before that."""
     import ray
 
-    with contextlib.suppress(Exception):
+    try:
         if ray.is_initialized():
             session.stop(_EXIT_S)
+    except Exception as error:
+        sys.stderr.write(f"traceml-ray: session {session.id!r} may be incomplete: {_cause(error)}\n")
 
 
 def _cause(error: Exception) -> str:

@@ -157,7 +157,9 @@ def test_one_that_cannot_be_read_is_counted_and_nothing_else(tmp_path: Path) -> 
     aggregator = judged_by(tmp_path / "now", "gone", tmp_path)
     feed(aggregator, Relay(), [Rank(0), Rank(1)], 400, BALANCED)
     assert label(aggregator) == "healthy"
-    (error,) = aggregator.errors
-    assert error.startswith("baseline='gone': no session 'gone' under")
-    assert aggregator.errors[error] == 1
+    assert aggregator.errors == {"baseline: SettingError": 1}
+    assert aggregator.commit()
+    with SessionFile(aggregator.folder.sqlite) as session:
+        (told,) = [event["message"] for event in session.events()[0] if event["kind"] == "swallowed"]
+    assert "baseline='gone': no session 'gone' under" in told
     assert msgspec.convert(kept(aggregator)["job"], dict)["source"] == ""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from traceml_ray import wire
 from traceml_ray.agent.rank_agent import RankAgent
+from traceml_ray.errors import Errors
 from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool
 
@@ -21,7 +21,7 @@ class Pipe:
     def __init__(self, room: int = 1000) -> None:
         self.room = room
         self.generation = 1
-        self.errors: Counter[str] = Counter()
+        self.errors = Errors()
         self.taken: list[bytes] = []
         self.answers: list[bytes] = []
         self.closed = False

@@ -179,7 +179,7 @@ def test_while_the_disk_refuses_rows_stay_pending_within_the_bound(tmp_path: Pat
     for _ in range(10):
         aggregator.ingest(relay.message(rank.batch(10)))
         assert not aggregator.commit()
-    assert aggregator.errors == {"commit: database is locked": 10}
+    assert aggregator.errors == {"commit: database is locked: OperationalError": 10}
     blocker.execute("ROLLBACK")
     blocker.close()
     assert aggregator.commit()

@@ -8,7 +8,6 @@ raises into the caller's loop: what goes wrong is counted by place in `errors`.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from traceml_ray.actors.groups import SOURCE, Groups
 from traceml_ray.actors.judging import LiveJudge
 from traceml_ray.actors.restarts import Restarts
 from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.errors import Errors
 from traceml_ray.identity import RankIdentity
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.summary import summarize
@@ -64,7 +64,7 @@ class Aggregation:
         self._clock = clock
         self._writer = SessionWriter(self.folder.sqlite)
         self._recent = Recent()
-        self.errors: Counter[str] = Counter(self._writer.meta.get("errors", {}))
+        self.errors = Errors(debug=settings.debug, **self._writer.meta.get("errors", {}))
         self._judge = LiveJudge(self._writer, self._recent, settings, clock, self.errors)
         self._refused: dict[str, int] = {}
         streams = self._writer.streams.values()
@@ -104,11 +104,9 @@ class Aggregation:
                 if self._is_next(incarnation, batch.seq):
                     self._take(batch, [part for part in inner if part is not None])
         except wire.WireError as error:
-            self.errors[f"ingest: {error.reason}"] += 1
+            self.errors.note("ingest", error)
         except Exception as error:
-            self.errors[f"ingest: {type(error).__name__}"] += 1
-            if self.settings.debug:
-                raise
+            self.errors.swallow("ingest", error)
         stored = self._writer.committed.get(incarnation, 0)
         return wire.encode(wire.RelayReply(wire.VERSION, stored, self._judge.commands))
 
@@ -118,9 +116,11 @@ class Aggregation:
             with self._writer.lock:
                 self._resize_groups()
                 self._writer.set_meta(errors=dict(self.errors))
+                for cause in self.errors.causes():
+                    self._writer.add_event(cause)
             self._writer.commit()
         except Exception as error:
-            self.errors[f"commit: {error}"] += 1
+            self.errors.note(f"commit: {error}", error)
             return False
         return True
 
@@ -129,9 +129,7 @@ class Aggregation:
         try:
             self._judge.judge()
         except Exception as error:
-            self.errors[f"judge: {type(error).__name__}"] += 1
-            if self.settings.debug:
-                raise
+            self.errors.swallow("judge", error)
 
     def run(self, data: bytes) -> bytes:
         """
@@ -146,7 +144,7 @@ class Aggregation:
             if told.status is not None and not waiting:
                 self._end_run(told.job_id)
         except Exception as error:
-            self.errors[f"run: {type(error).__name__}"] += 1
+            self.errors.note("run", error)
             return wire.encode(wire.Finished(wire.VERSION, False, f"{type(error).__name__}: {error}"))
         return wire.encode(wire.Finished(wire.VERSION, True, waiting=waiting))
 
@@ -207,7 +205,7 @@ class Aggregation:
             try:
                 frames = read_spool(path)
             except OSError as error:
-                self.errors[f"spool: {error}"] += 1
+                self.errors.note("spool", error)
                 continue
             decoded = [self._decode(frame, node) for frame in frames]
             with self._writer.lock:
@@ -239,7 +237,7 @@ class Aggregation:
             if not 0 < len(batch.stream) <= _MAX_NAME:
                 raise wire.WireError("malformed", "name of the stream")
         except wire.WireError as error:
-            self.errors[f"rank batch from {node.hostname}: {error.reason}"] += 1
+            self.errors.note(f"rank batch from {node.hostname}", error)
             return None
         return batch
 

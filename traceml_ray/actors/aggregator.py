@@ -49,7 +49,7 @@ class Aggregator:
             self._held = open_folder(Path(made.settings.out).expanduser(), made.session, again=again)
         folder = Path(made.folder) if self._held is None else self._held.path
         self._aggregation = Aggregation(folder, made.settings, dict(made.info))
-        self._membership = Membership(made, self._aggregation.node_state)
+        self._membership = Membership(made, self._aggregation.node_state, self._aggregation.errors)
         self._stopping = threading.Lock()
         self._closed = False
         if self._held is not None:
@@ -68,20 +68,15 @@ class Aggregator:
                 if time.monotonic() >= due:
                     due = time.monotonic() + COMMIT_S
                     self._aggregation.commit()
-                    self._collect_errors()
                 took = time.monotonic()
                 self._aggregation.judge()
                 took = time.monotonic() - took
             except Exception as error:  # without this thread nothing would be stored any more
-                self._aggregation.errors[f"beat: {type(error).__name__}"] += 1
+                self._aggregation.errors.note("beat", error)
             time.sleep(min(COMMIT_S, max(JUDGE_S, took / JUDGE_SHARE)))
         with self._stopping:
             self._stop()
         end_myself()
-
-    def _collect_errors(self) -> None:
-        for place, count in self._membership.errors.items():
-            self._aggregation.errors[place] = count
 
     @ray.method(concurrency_group="ingest")
     def ingest(self, data: bytes, commit: bool = False) -> bytes:
@@ -100,6 +95,7 @@ class Aggregator:
             if message.stop and not waiting:
                 self._close()
         except Exception as error:
+            self._aggregation.errors.note("finish", error)
             return wire.encode(wire.Finished(wire.VERSION, False, f"{type(error).__name__}: {error}"))
         return wire.encode(wire.Finished(wire.VERSION, True, waiting=waiting))
 
@@ -147,6 +143,7 @@ class Aggregator:
                 self._close()
             finished = wire.Finished(wire.VERSION, True)
         except Exception as error:
+            self._aggregation.errors.note("stop", error)
             finished = wire.Finished(wire.VERSION, False, f"{type(error).__name__}: {error}")
         for relay in relays:
             ray.kill(relay, no_restart=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from traceml_ray.actors.snapshots import Snapshots
 from traceml_ray.analysis.parts import MAX_PEERS
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
+from traceml_ray.errors import Errors
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.parts import StoredParts
 from traceml_ray.reports.summary import nodes_of, runs_of, summarize
@@ -48,7 +48,7 @@ class Answers:
         settings: Settings,
         writer: SessionWriter,
         judge: LiveJudge,
-        errors: Counter[str],
+        errors: Errors,
         commit: Callable[[], bool],
     ) -> None:
         self.snapshots = Snapshots(folder.path)
@@ -80,6 +80,7 @@ class Answers:
             asked = msgspec.msgpack.decode(request, type=dict[str, Any])
             return msgspec.msgpack.encode(self._answer(asked))
         except Exception as error:
+            self._errors.note("query", error)
             return msgspec.msgpack.encode({"error": f"{type(error).__name__}: {error}"})
 
     def status(self) -> dict[str, Any]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import msgspec
 
 from traceml_ray.analysis.baseline import Baseline
+from traceml_ray.errors import Errors
 from traceml_ray.reports.baseline import given
 from traceml_ray.settings import SettingError, Settings
 from traceml_ray.store.runs import MAX_RUNS
@@ -16,7 +15,7 @@ from traceml_ray.store.writer import SessionWriter
 class Baselines:
     """What runs are judged by; of a baseline that is given and cannot be read, `errors` tells."""
 
-    def __init__(self, writer: SessionWriter, settings: Settings, errors: Counter[str]) -> None:
+    def __init__(self, writer: SessionWriter, settings: Settings, errors: Errors) -> None:
         self._writer = writer
         self._settings = settings
         self._errors = errors
@@ -34,7 +33,7 @@ class Baselines:
             try:
                 self._given = given(self._settings)
             except SettingError as error:
-                self._errors[str(error)] += 1
+                self._errors.note("baseline", error)
         return self._given
 
     def keep(self, run: str, baseline: Baseline | None) -> None:

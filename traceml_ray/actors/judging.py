@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from traceml_ray.analysis.parts import Rates, rates, with_part
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import RankRows, align
+from traceml_ray.errors import Errors
 from traceml_ray.reports.deaths import FATAL, culprit, deaths, headline
 from traceml_ray.settings import Settings
 from traceml_ray.store.nodes import stream_labels
@@ -49,7 +49,7 @@ class LiveJudge:
         recent: Recent,
         settings: Settings,
         clock: Callable[[], int],
-        errors: Counter[str],
+        errors: Errors,
     ) -> None:
         self.commands: list[wire.Command] = []
         """What is asked of the ranks, said with every reply to a relay."""
@@ -58,7 +58,6 @@ class LiveJudge:
         self._writer = writer
         self._recent = recent
         self._limits = settings.thresholds
-        self._debug = settings.debug
         self._clock = clock
         self._errors = errors
         self._runs: dict[str, _LiveRun] = {}
@@ -103,9 +102,7 @@ class LiveJudge:
             try:
                 self._judge(run, streams, labels)
             except Exception as error:
-                self._errors[f"judge: {type(error).__name__}"] += 1
-                if self._debug:
-                    raise
+                self._errors.swallow("judge", error)
         self.commands = self._standstill.commands()
         while len(self._runs) > 4 * MAX_LIVE:
             del self._runs[next(iter(self._runs))]

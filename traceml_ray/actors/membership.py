@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable
 
 from traceml_ray.actors.config import ActorConfig
 from traceml_ray.actors.making import ensure_relay
 from traceml_ray.actors.names import cluster_nodes, relay_nodes
+from traceml_ray.errors import Errors
 
 LOOK_S = 2.0
 """How often the cluster is looked at; a node that joins has its relay within twice that."""
@@ -22,11 +22,14 @@ class Membership:
         config: of the session.
         tell: called with (node id, hostname, address, alive) when a node came or went, and once for each
             that was there, or gone, before.
+        errors: where a look that failed is counted.
 
     """
 
-    def __init__(self, config: ActorConfig, tell: Callable[[str, str, str, bool], None]) -> None:
-        self.errors: Counter[str] = Counter()
+    def __init__(
+        self, config: ActorConfig, tell: Callable[[str, str, str, bool], None], errors: Errors
+    ) -> None:
+        self._errors = errors
         self._config = config
         self._tell = tell
         self._alive: dict[str, bool] = {}
@@ -56,7 +59,7 @@ class Membership:
                 with self._looking:
                     self._look()
             except Exception as error:  # the GCS does not answer: look again later
-                self.errors[f"membership: {type(error).__name__}"] += 1
+                self._errors.note("membership", error)
             self._wake.wait(LOOK_S)
 
     def _look(self) -> None:

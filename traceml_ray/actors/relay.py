@@ -25,6 +25,7 @@ from traceml_ray import wire
 from traceml_ray.actors import folders, processes
 from traceml_ray.actors.outbox import Outbox
 from traceml_ray.actors.peers import Peer, Peers
+from traceml_ray.errors import Errors
 from traceml_ray.settings import Settings
 from traceml_ray.spool import SUFFIX, read_spool, write_spool
 
@@ -41,7 +42,6 @@ FINISH_S = 6.0
 """How long flushing and writing may take; the launcher waits a little longer."""
 NODES_S = 2.3
 """Of several nodes: how long the one that ends the session waits for the others, who may take no longer."""
-MAX_ERROR_NAMES = 64
 
 
 class Transport(Protocol):
@@ -121,7 +121,7 @@ class Relay:
         self._on_stop = on_stop
         self._clock = clock
         self._lock = threading.Lock()
-        self._errors: Counter[str] = Counter()
+        self._errors = Errors(debug=settings.debug)
         self._outbox = Outbox(settings.relay_buffer_bytes)
         self._streams: dict[str, _Stream] = {}
         self._callers: dict[int, Peer] = {}
@@ -150,7 +150,7 @@ class Relay:
             try:
                 self.turn(BUSY_S if self._ending else max(0.0, self._next_tick - self._clock()))
             except Exception as error:
-                self._count(f"turn: {type(error).__name__}")
+                self._errors.note("turn", error)
                 time.sleep(BUSY_S)
         self.close()
         self._on_stop()
@@ -187,7 +187,7 @@ class Relay:
             try:
                 batch = wire.decode(data, wire.RankBatch, max_bytes=wire.MAX_BATCH_BYTES)
             except wire.WireError as error:
-                self._count(f"{error.reason} from a caller")
+                self._errors.count(f"{error.reason} from a caller")
                 raise
             if batch.identity is not None:
                 pid = batch.identity.pid
@@ -240,11 +240,11 @@ class Relay:
                 return
             batch = wire.decode(data, wire.RankBatch)
         except wire.WireError as error:
-            self._count(f"{error.reason} from pid {peer.pid}")
+            self._errors.count(f"{error.reason} from pid {peer.pid}")
             return
         peer.streams.add(batch.stream)
         if not peer.send(self._take(batch, data, peer.pid)):  # a later reply acknowledges this one too
-            self._count("reply not sent")
+            self._errors.count("reply not sent")
 
     def _take(self, batch: wire.RankBatch, data: bytes, pid: int | None = None) -> bytes:
         self._heard = self._clock()
@@ -275,10 +275,6 @@ class Relay:
 
     def _spooled(self, stream: str) -> bool:
         return self._spool is not None and (self._spool / f"{stream}{SUFFIX}").exists()
-
-    def _count(self, name: str) -> None:
-        known = name in self._errors or len(self._errors) < MAX_ERROR_NAMES
-        self._errors[name if known else "other"] += 1
 
     # -- to the aggregator -----------------------------------------------------------------------
 
@@ -316,7 +312,7 @@ class Relay:
             dropped=dict(self._outbox.dropped),
             sample=sample,
             lost=self._lost,
-            events=self._events,
+            events=self._events + self._errors.causes(),
             errors={**self._errors, **self._sampler.errors, **self._peers.errors},
         )
         self._lost, self._events = [], []
@@ -345,7 +341,7 @@ class Relay:
             if self._outbox.confirm(answer.stored_seq):
                 self._progress = now
         except Exception as error:
-            self._count(f"aggregator: {type(error).__name__}")
+            self._errors.note("aggregator", error)
             self._failures += 1
             self._outbox.rewind()
 
@@ -396,6 +392,7 @@ class Relay:
         except StopIteration as done:
             finished: wire.Finished = done.value
         except Exception as error:
+            self._errors.note("end", error)
             finished = wire.Finished(wire.VERSION, False, f"{type(error).__name__}: {error}")
         self._ending = None
         self._closing = False
@@ -477,7 +474,7 @@ class Relay:
                     self._take(wire.decode(frame, wire.RankBatch), frame)
                 read.append(path)
             except (OSError, wire.WireError) as error:
-                self._count(f"spool: {getattr(error, 'reason', type(error).__name__)}")
+                self._errors.count(f"spool: {getattr(error, 'reason', type(error).__name__)}")
         return read
 
     def _salvage(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections import Counter
 from typing import Any
 
 import msgspec
@@ -11,6 +10,7 @@ import ray
 
 from traceml_ray.actors.calls import ActorCalls
 from traceml_ray.actors.names import find_aggregator, find_relay
+from traceml_ray.errors import Errors
 
 MAX_IN_FLIGHT = 4
 
@@ -24,7 +24,7 @@ class ActorChannel:
     """
 
     def __init__(self, session: str, node_id: str | None = None) -> None:
-        self.errors: Counter[str] = Counter()
+        self.errors = Errors()
         """Failed calls, by the kind of failure."""
         self._session = session
         self._node_id = node_id

@@ -20,13 +20,13 @@ import socket
 import struct
 import sys
 import threading
-from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from traceml_ray.errors import Errors
 from traceml_ray.reach import attach, attach_environment, raylet_answers, reach
 
 FILE = "attach.json"
@@ -66,7 +66,7 @@ class AttachedChannel:
     """
 
     def __init__(self, path: str, session: str) -> None:
-        self.errors: Counter[str] = Counter()
+        self.errors = Errors()
         self._path = path
         self._session = session
         self._channel: Any = None
@@ -107,7 +107,7 @@ class AttachedChannel:
             try:
                 self._attach()
             except Exception as error:
-                self.errors[f"attach: {type(error).__name__}"] += 1
+                self.errors.note("attach", error)
             return
 
     def _attach(self) -> None:
@@ -126,8 +126,8 @@ class AttachedChannel:
             with _silence(logging.getLogger("ray")):
                 attach(address, found.temp_dir)
             _end_with_the_interpreter(ray)  # again: before what was registered meanwhile
-            os.register_at_fork(after_in_child=lambda: _quietly(_keep_for_good, ray))
-            _quietly(_hear_no_messages, ray)
+            os.register_at_fork(after_in_child=lambda: self._quietly(_keep_for_good, ray))
+            self._quietly(_hear_no_messages, ray)
         from traceml_ray.agent.actor_channel import ActorChannel
 
         channel = ActorChannel(self._session)
@@ -143,15 +143,16 @@ class AttachedChannel:
             return
         import ray
 
-        _quietly(_keep_for_good, ray)
-        leaving = threading.Thread(target=_quietly, args=(ray.shutdown,), daemon=True)
+        self._quietly(_keep_for_good, ray)
+        leaving = threading.Thread(target=self._quietly, args=(ray.shutdown,), daemon=True)
         leaving.start()
         leaving.join(SHUTDOWN_S)
 
-
-def _quietly(call: Any, *arguments: Any) -> None:
-    with contextlib.suppress(Exception):
-        call(*arguments)
+    def _quietly(self, call: Any, *arguments: Any) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:
+            self.errors.note("leave", error)
 
 
 def _listener(path: str) -> int:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
+
+from traceml_ray.errors import Errors
 
 RECONNECT_S = 0.2
 RECEIVE_BYTES = 64 * 1024
@@ -19,7 +20,7 @@ RECEIVE_BYTES = 64 * 1024
 class Channel(Protocol):
     """The way to the relay of this node."""
 
-    errors: Counter[str]
+    errors: Errors
     """What went wrong on it, by kind."""
 
     @property
@@ -47,7 +48,7 @@ class SocketChannel:
     """
 
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self.errors: Counter[str] = Counter()
+        self.errors = Errors()
         self._path = path
         self._clock = clock
         self._socket: socket.socket | None = None

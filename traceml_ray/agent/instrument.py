@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from threading import get_ident
 from typing import Any
@@ -35,6 +35,7 @@ from traceml_ray.agent.recorder import (
     Recorder,
 )
 from traceml_ray.agent.roots import Roots
+from traceml_ray.errors import Errors
 
 FSDP_MODULE = "torch.distributed.fsdp"
 FUNCTIONAL_MODULE = "torch.distributed._functional_collectives"
@@ -67,7 +68,7 @@ class Instrumentation:
         self.recorder = recorder
         recorder.parts.details = details
         self.parts = Parts(recorder, details, self.failed)
-        self.errors: Counter[str] = Counter()
+        self.errors = Errors(debug=debug)
         """Exceptions swallowed, by place."""
         self.missing: dict[str, str] = {}
         """Patches that could not be applied, with the reason."""
@@ -76,16 +77,13 @@ class Instrumentation:
         self._data_parallel = ""
         self._model_parallel: set[str] = set()
         self.roots = Roots(recorder, self.failed)
-        self._debug = debug
         self._undo: list[Callable[[], None]] = []
         self._stop_learning: Callable[[], None] | None = None
         self._ddp: list[Any] = []
 
     def failed(self, place: str, error: BaseException) -> None:
         """Count an exception that is kept away from the training script (or raise it: debug)."""
-        self.errors[place] += 1
-        if self._debug:
-            raise error
+        self.errors.swallow(place, error)
 
     @property
     def strategy(self) -> str:
@@ -138,7 +136,7 @@ class Instrumentation:
             action()
         except Exception as error:
             self.missing[name] = f"{type(error).__name__}: {error}"[:200]
-            if self._debug:
+            if self.errors.debug:
                 raise
 
     def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import secrets
-import sys
 import threading
 import time
 from collections import deque
@@ -100,9 +99,7 @@ class RankAgent:
         try:
             action()  # type: ignore[operator]
         except Exception as error:
-            self.instrumentation.errors[place] += 1
-            if self.settings.debug:
-                sys.stderr.write(f"traceml-ray: {place}: {type(error).__name__}: {error}\n")
+            self.instrumentation.errors.note(place, error)
         self._cpu_ns = time.thread_time_ns()
 
     def tick(self, final: bool = False) -> None:
@@ -119,6 +116,7 @@ class RankAgent:
     def _enqueue(self, final: bool) -> bool:
         """Make one batch; True when rows are left for another."""
         self._make_room()
+        self._events += self.instrumentation.errors.causes() + self.channel.errors.causes()
         # Events may be long: with fewer rows beside them the batch stays below its limit.
         first, keys, flags, rows = self.ring.drain(wire.MAX_ROWS // 2 if self._events else wire.MAX_ROWS)
         more = self.ring.accepted > first + len(flags)
@@ -188,7 +186,7 @@ class RankAgent:
             try:
                 reply = wire.decode(data, wire.RankReply)
             except wire.WireError as error:
-                self.instrumentation.errors[f"reply.{error.reason}"] += 1
+                self.instrumentation.errors.note("reply", error)
                 continue
             while reply.stream == self.stream and self._outbox and self._outbox[0].seq <= reply.acked_seq:
                 self._outbox_bytes -= len(self._outbox.popleft().data)

@@ -1,0 +1,96 @@
+"""What is swallowed is counted by place, told once, and raised where somebody debugs."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from traceml_ray.errors import MAX_PLACES, Errors
+from traceml_ray.wire import WireError
+
+ROOT = Path(__file__).parents[2]
+BROAD = {"Exception", "BaseException"}
+TELLS = {"note", "swallow", "failed", "_failed", "fail", "_traceml_failed", "_lost", "set_exception"}
+"""Calls that count an exception, or hand it on to who asked."""
+SAYS = {"_say", "warn", "warning", "write", "_inert"}
+"""Calls that tell a person at once, where there is nothing to count in yet, or not any more."""
+OTHERWISE = {
+    "actors/calls.py _look": "handed to whoever polls, who counts it",
+    "agent/parts.py _named": "only a prettier name is lost",
+    "agent/sampler.py sample": "the value is null then, which says so",
+    "launchers/helper.py _attempt": "it is the answer",
+    "launchers/train_callback.py _failed": "counting itself has failed",
+}
+
+
+def broad(handler: ast.AST) -> bool:
+    """Whether it catches everything."""
+    if not isinstance(handler, ast.ExceptHandler):
+        return False
+    names = (
+        {node.id for node in ast.walk(handler.type) if isinstance(node, ast.Name)} if handler.type else BROAD
+    )
+    return bool(names & BROAD)
+
+
+def handlers(path: Path) -> Iterator[tuple[str, ast.AST]]:
+    """Give what catches everything, with the name of the innermost function around it."""
+    where = f"{path.relative_to(ROOT)}".removeprefix("traceml_ray/")
+    inside: dict[ast.AST, str] = {}
+    for function in ast.walk(ast.parse(path.read_text())):
+        if isinstance(function, ast.FunctionDef):
+            inside |= {node: function.name for node in ast.walk(function) if broad(node)}
+    yield from ((f"{where} {name}", node) for node, name in inside.items())
+
+
+def tells(handler: ast.AST) -> bool:
+    """Whether somebody hears of it: it is raised again, counted, said, or the answer to who asked."""
+    for node in ast.walk(handler):
+        if isinstance(node, ast.Raise) or (isinstance(node, ast.Subscript) and "errors" in ast.unparse(node)):
+            return True
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in TELLS | SAYS:
+                return True
+    return False
+
+
+@pytest.mark.parametrize("package", ["traceml_ray", "launchers", "dash_app"])
+def test_no_handler_of_everything_is_silent(package: str) -> None:
+    found = [each for path in (ROOT / package).rglob("*.py") for each in handlers(path)]
+    assert {where for where, handler in found if not tells(handler)} - OTHERWISE.keys() == set()
+
+
+def test_counted_by_place_and_kind_and_told_once() -> None:
+    errors = Errors()
+    for _ in range(3):
+        errors.swallow("backward", ValueError("torch moved"))
+    errors.note("reply", WireError("garbage", "0 bytes"))
+    assert errors == {"backward: ValueError": 3, "reply: garbage": 1}
+    said = [cause.message for cause in errors.causes()]
+    assert said == [
+        "swallowed in backward: ValueError: torch moved",
+        "swallowed in reply: WireError: garbage: 0 bytes",
+    ]
+    errors.swallow("backward", ValueError("again"))
+    assert errors.causes() == []
+
+
+def test_names_that_come_from_elsewhere_are_bounded() -> None:
+    errors = Errors()
+    for number in range(10 * MAX_PLACES):
+        errors.count(f"garbage from pid {number}")
+    assert len(errors) == MAX_PLACES + 1
+    assert errors.total() == 10 * MAX_PLACES
+
+
+def test_debugging_raises_where_it_may_and_prints_where_it_must_go_on(capsys) -> None:
+    errors = Errors(debug=True)
+    with pytest.raises(ValueError, match="torch moved"):
+        errors.swallow("backward", ValueError("torch moved"))
+    errors.note("turn", ValueError("relay"))
+    assert "ValueError: relay" in capsys.readouterr().err
+    assert errors.total() == 2

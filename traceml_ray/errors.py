@@ -1,0 +1,60 @@
+"""Exceptions that are swallowed: counted by place, each cause told once, raised where somebody debugs."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections import Counter
+
+from traceml_ray.wire import Event, WireError
+
+MAX_PLACES = 64
+"""More than these are counted together: what is in a name may come from elsewhere."""
+_MESSAGE_CHARS = 300
+
+
+class Errors(Counter[str]):
+    """
+    Counts by place and kind, as `status` and the Health page show them.
+
+    Args:
+        debug: `swallow` raises, `note` prints a traceback (TRACEML_DEBUG=1).
+
+    """
+
+    def __init__(self, *, debug: bool = False, **known: int) -> None:
+        super().__init__(**known)
+        self.debug = debug
+        self._causes: list[Event] = []
+
+    def count(self, name: str) -> bool:
+        """Count something under a name; return whether it is there for the first time."""
+        fresh = name not in self
+        if fresh and len(self) >= MAX_PLACES:
+            name, fresh = "other", False
+        self[name] += 1
+        return fresh
+
+    def note(self, place: str, error: BaseException) -> bool:
+        """Count an exception where a thread has to go on; return whether it is the first of its kind."""
+        kind = error.reason if isinstance(error, WireError) else type(error).__name__
+        fresh = self.count(f"{place}: {kind}")
+        if fresh:
+            said = f"swallowed in {place}: {type(error).__name__}: {error}"
+            self._causes.append(Event("swallowed", time.time_ns(), message=said[:_MESSAGE_CHARS]))
+        if self.debug:
+            sys.stderr.write("traceml-ray: " + "".join(traceback.format_exception(error)))
+        return fresh
+
+    def swallow(self, place: str, error: BaseException) -> None:
+        """Count an exception that the caller's caller is not to see; debugging, raise it."""
+        if self.debug:
+            self.count(f"{place}: {type(error).__name__}")
+            raise error
+        self.note(place, error)
+
+    def causes(self) -> list[Event]:
+        """Return what each new kind was about, once."""
+        causes, self._causes = self._causes, []
+        return causes
