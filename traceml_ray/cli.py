@@ -155,7 +155,9 @@ def _serving(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--port", type=_port, help="port to listen on; 0: a free one (default: 8050)")
     command.add_argument(
-        "--token", help="what to ask for (or TRACEML_DASHBOARD_TOKEN); made up where one is needed"
+        "--token",
+        help="what to ask for, made up where one is needed; better in TRACEML_DASHBOARD_TOKEN: arguments can "
+        "be read by everybody on this machine",
     )
     command.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
 

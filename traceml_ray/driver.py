@@ -198,7 +198,7 @@ class Session:
     def download(self, path: str | os.PathLike[str]) -> Path:
         """Bring the session's files here, into the folder `path`/<session>; return that folder."""
         folder = Path(path) / self.id
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         copy = self._ask("snapshot")
         try:
             for name, target in ((copy["name"], "session.sqlite"), *((n, n) for n in _REPORTS)):

@@ -50,6 +50,8 @@ MAX_ITEMS = 1024
 Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 StageIndex = Annotated[int, msgspec.Meta(ge=0, lt=N_STAGES)]
+Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
+"""Of a stream: files are called by it."""
 Value = str | Int64 | float | None
 _FEW = msgspec.Meta(max_length=MAX_ITEMS)
 
@@ -141,7 +143,7 @@ class RankBatch(_Message, tag="rank", frozen=True):
     """
 
     v: Count
-    stream: str
+    stream: Name
     seq: Count
     sent_ns: Int64
     produced: Count
@@ -190,7 +192,7 @@ class RankReply(_Message, tag="rank_reply", frozen=True):
     """Relay to agent: every batch up to `acked_seq` has been taken over by the relay."""
 
     v: Count
-    stream: str
+    stream: Name
     acked_seq: Int64
     commands: Annotated[list[Command], _FEW] = []
 

@@ -284,9 +284,12 @@ def test_the_whole_monitor_is_small_and_leaves_the_home_folder_alone(
     assert not (Path(cluster.environ["HOME"]) / ".ray").exists()
 
 
-@pytest.mark.usefixtures("session")
-def test_no_argument_of_any_process_holds_the_token(cluster: PrivateRay) -> None:
+def test_the_token_is_in_no_argument_no_log_and_no_session(cluster: PrivateRay, session: Session) -> None:
     token = cluster.environ["RAY_AUTH_TOKEN"]
     everyone = members(cluster)
     assert len(everyone) > 5
     assert not [process for process in everyone if token in " ".join(process.cmdline())]
+    written = [path for path in cluster.folder.parent.rglob("*") if path.is_file()]
+    written += [path for path in session.folder.rglob("*") if path.is_file()]
+    assert {"ray.log", "session.sqlite"} <= {path.name for path in written}
+    assert [path for path in written if token.encode() in path.read_bytes()] == []

@@ -94,7 +94,7 @@ class TestRefresh:
         told = to_json_plotly(answer)
         assert "could not be made" in told
         assert "secret" not in told
-        assert board.errors["refresh"] == 1
+        assert board.errors.total() == 1
 
     @pytest.mark.parametrize(
         "path",

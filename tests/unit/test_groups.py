@@ -60,7 +60,7 @@ def test_an_actor_that_was_made_again_has_its_rank_again(tmp_path: Path) -> None
     first, other = _process("learner"), _process("actor")
     _come(aggregator, first)
     _come(aggregator, other)
-    twin = _process("learner", life="at the same time")
+    twin = _process("learner", life="twin")
     _come(aggregator, twin)
     aggregator.ingest(Relay(0, "loss").message(lost=[first.stream, twin.stream]))
     clock.tick()

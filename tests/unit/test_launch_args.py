@@ -16,6 +16,7 @@ from traceml_ray.launchers import nodes, torchrun
 from traceml_ray.launchers.cluster import PrivateRay, cluster_token, free_port
 from traceml_ray.launchers.nodes import Nodes
 from traceml_ray.reach import own_address
+from traceml_ray.session import prepare
 from traceml_ray.settings import check_session_name
 
 SCRIPT = str(Path(__file__))
@@ -206,20 +207,20 @@ def test_what_is_known_of_a_job_of_several_nodes() -> None:
 
 
 def test_folders_of_killed_launchers_are_swept_and_no_others(tmp_path: Path) -> None:
-    held, dead, young, foreign = (
-        tmp_path / f"traceml-{name}" for name in ("held", "dead", "young", "foreign")
-    )
+    names = ("held", "dead", "young", "foreign", "session")
+    held, dead, young, foreign, session = (tmp_path / f"traceml-{name}" for name in names)
+    prepare(tmp_path, session.name).release()
     for folder in (held, dead, young, foreign):
         folder.mkdir()
         (folder / "relay.sock").touch()
     for folder in (held, dead, young):
-        (folder / ".lock").touch()
-    for folder in (held, dead):
-        os.utime(folder / ".lock", (1, 1))
-    with (held / ".lock").open() as lock:
+        os.close(folders.hold(folder))
+    for lock in (held / ".in-use", dead / ".in-use", session / ".lock"):
+        os.utime(lock, (1, 1))
+    with (held / ".in-use").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         folders.sweep(tmp_path)
-    assert set(tmp_path.iterdir()) == {held, young, foreign}
+    assert set(tmp_path.iterdir()) == {held, young, foreign, session}
 
 
 def test_no_port_of_ours_is_where_ray_workers_are() -> None:

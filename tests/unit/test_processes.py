@@ -57,3 +57,7 @@ def test_without_py_spy_there_is_nothing(monkeypatch: pytest.MonkeyPatch, tmp_pa
     program.write_text("#!/bin/sh\nexit 1\n")
     program.chmod(0o755)
     assert processes.spy(os.getpid()) == "", "it may not be allowed to look"
+    program.write_text(
+        "#!/bin/sh\nprintf 'Process 7: python train.py --key secret\\nThread 7 (idle)\\n  f (a.py:1)\\n'\n"
+    )
+    assert processes.spy(os.getpid()) == "Thread 7 (idle)\n  f (a.py:1)\n", "arguments may be secret"

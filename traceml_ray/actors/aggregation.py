@@ -32,7 +32,6 @@ from traceml_ray.store.runs import by_run, newest, note, with_rows
 from traceml_ray.store.streams import Stream, age, last_attempt, shown
 from traceml_ray.store.writer import SessionWriter
 
-_MAX_NAME = 64
 _INT64_MAX = (1 << 63) - 1
 _STOPPED = {-2, -15, 130, 143}
 """Exit codes of a job that was stopped by SIGINT or SIGTERM."""
@@ -234,8 +233,6 @@ class Aggregation:
     def _decode(self, data: bytes, node: wire.NodeIdentity) -> wire.RankBatch | None:
         try:
             batch = wire.decode(data, wire.RankBatch)
-            if not 0 < len(batch.stream) <= _MAX_NAME:
-                raise wire.WireError("malformed", "name of the stream")
         except wire.WireError as error:
             self.errors.note(f"rank batch from {node.hostname}", error)
             return None

@@ -10,7 +10,8 @@ from pathlib import Path
 
 PLACE = Path("/tmp")  # not TMPDIR: paths of sockets may not be long
 _PREFIX = "traceml-"
-_LOCK = ".lock"
+_LOCK = ".in-use"
+"""Not the name of a session's lock: a session may lie under /tmp too, and is nobody's to remove."""
 _AGE_S = 60.0
 """A folder this young may still be being made."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -75,5 +76,6 @@ def spy(pid: int) -> str:
     command = [program, "dump", "--nonblocking", "--pid", str(pid)]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, capture_output=True, timeout=SPY_S, check=True)
-        return done.stdout[:SPY_BYTES].decode("utf-8", "replace")
+        text = done.stdout[:SPY_BYTES].decode("utf-8", "replace")
+        return re.sub(r"^Process .*\n", "", text)  # its arguments: what a script is given may be secret
     return ""
