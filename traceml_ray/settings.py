@@ -40,6 +40,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     agent_buffer_bytes: int = 1 << 20
     """What an agent keeps unconfirmed before it drops its oldest batch and counts it."""
     relay_buffer_bytes: int = 64 << 20
+    session_bytes: int = 1 << 30
+    """Beyond this size of the session file its oldest rows are kept as sums of about ten seconds."""
     idle_ttl: float = 600.0
     """Seconds without any message after which relay and aggregator end themselves."""
     debug: bool = False
@@ -94,6 +96,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "ring_rows": (64, 1 << 20),
     "agent_buffer_bytes": (1 << 16, 1 << 30),
     "relay_buffer_bytes": (1 << 20, 1 << 36),
+    "session_bytes": (1 << 24, 1 << 44),
     "idle_ttl": (1, 30 * 86_400),
     "window_steps": (2, 10_000),
     "first_window_steps": (2, 10_000),

@@ -61,7 +61,7 @@ class Aggregation:
         self.folder = SessionFolder(Path(folder))
         self.settings = settings
         self._clock = clock
-        self._writer = SessionWriter(self.folder.sqlite)
+        self._writer = SessionWriter(self.folder.sqlite, max_bytes=settings.session_bytes)
         self._recent = Recent()
         self.errors = Errors(debug=settings.debug, **self._writer.meta.get("errors", {}))
         self._judge = LiveJudge(self._writer, self._recent, settings, clock, self.errors)

@@ -29,7 +29,7 @@ from traceml_ray.reports.hangs import hangs, still_open, with_hangs
 from traceml_ray.reports.machines import Machines, witness
 from traceml_ray.reports.parts import StoredParts
 from traceml_ray.store.nodes import Node, label_nodes, node_key
-from traceml_ray.store.runs import ledger, of_run
+from traceml_ray.store.runs import of_run
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import Stream, shown, world_size
 from traceml_ray.wire import SEGMENT_BITS, STAGES
@@ -132,7 +132,7 @@ def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = No
         "memory": _memory(read),
         "system": _system(read),
         "events": [_event(event, read) for event in read.events[-_MAX_EVENTS:]],
-        "ledger": ledger(read.every, run_id),
+        "ledger": read.session.ledger(),
         "overhead": overhead_of(read.ranks.values()),
     }
     rounded: dict[str, Any] = _rounded(summary)

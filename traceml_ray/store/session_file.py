@@ -413,9 +413,9 @@ class SessionFile:
         return [{"t_ns": t, **json.loads(body)} for t, body in rows], top
 
     def ledger(self) -> dict[str, Any]:
-        """Return where every produced row is, in rows; see `runs.ledger`."""
-        streams = self.streams()
-        return ledger(streams, self.run_id())
+        """Return where every produced row is, see `runs.ledger`; `folded`: stored, but only as sums."""
+        folded = self.meta().get("folded", {}).get("rows", 0)
+        return {**ledger(self.streams(), self.run_id()), "folded": folded}
 
     def copy_to(self, path: Path) -> None:
         """Copy the whole file, as it stands, into the empty file `path`. Raises `SessionFileError`."""

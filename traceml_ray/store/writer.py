@@ -7,9 +7,11 @@ at any moment leaves a file in which every confirmed message is whole and no oth
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import msgspec
 from traceml_ray import wire
 from traceml_ray.store.nodes import COLUMNS as NODE_COLUMNS
 from traceml_ray.store.nodes import Node
+from traceml_ray.store.retention import Retention
 from traceml_ray.store.session_file import SessionFile, connect, on_network_filesystem
 from traceml_ray.store.streams import COLUMNS, Stream, to_row
 
@@ -36,7 +39,9 @@ class SessionWriter:
     The caller holds `lock` while it uses anything but `commit` and `reader`.
     """
 
-    def __init__(self, path: Path, *, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
+    def __init__(
+        self, path: Path, *, max_pending_bytes: int = MAX_PENDING_BYTES, max_bytes: int = 1 << 62
+    ) -> None:
         self.path = path
         self.lock = threading.Lock()
         self.max_pending_bytes = max_pending_bytes
@@ -55,6 +60,7 @@ class SessionWriter:
         self.committed = dict(self.taken)
         self._by_id = {stream.id: stream for stream in self.streams.values()}
         self._pending = _Pending()
+        self._retention = Retention(self._connection, max_bytes, self.meta.get("folded", {}))
 
     def stream(self, name: str, now: int) -> Stream:
         """Return the stream of that name, made when it is new, and mark it as changed."""
@@ -147,6 +153,16 @@ class SessionWriter:
                 raise
             with self.lock:
                 self.committed.update((incarnation, seq) for incarnation, _, seq in work.relays.values())
+            if self._retention.due():
+                self._fold(len(streams))
+
+    def _fold(self, streams: int) -> None:
+        """Make room for what comes: the file has reached its bound."""
+        with self._transaction():
+            folded = self._retention.fold(streams)
+            self._connection.execute("REPLACE INTO meta VALUES('folded', ?)", (json.dumps(folded),))
+        with self.lock:
+            self.meta["folded"] = self._retention.cursors = folded
 
     def reader(self) -> SessionFile:
         """Return a reader of what is committed; on a network filesystem it shares this connection."""
@@ -171,14 +187,19 @@ class SessionWriter:
 
     def _write(self, work: _Pending, streams: list[Any], nodes: list[Any], meta: list[Any]) -> None:
         run = self._connection.executemany
-        self._connection.execute("BEGIN IMMEDIATE")
-        try:
+        with self._transaction():
             for table, rows in work.inserts.items():
                 run(f"INSERT INTO {table} VALUES(NULL, {_marks(_WIDTHS[table])})", rows)
             run(f"REPLACE INTO stream VALUES({_marks(len(COLUMNS))})", streams)
             run("REPLACE INTO meta VALUES(?, ?)", meta)
             run(f"REPLACE INTO node VALUES({_marks(len(NODE_COLUMNS))})", nodes)
             run("REPLACE INTO relay VALUES(?, ?, ?)", work.relays.values())
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
             self._connection.execute("COMMIT")
         except BaseException:
             if self._connection.in_transaction:
