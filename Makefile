@@ -56,7 +56,8 @@ types: $(INSTALLED)
 		--cache-dir $(CURDIR)/.mypy_cache -p traceml_ray
 
 bench: $(INSTALLED)
-	@for run in overhead.py nodes.py "scale.py 8 64 512" "faults.py --quick" dashboard.py; do \
+	@for run in overhead.py nodes.py "scale.py 8 64 512" "faults.py --quick" dashboard.py \
+		"soak.py --seconds 20 --ranks 2"; do \
 		echo "== $$run"; $(PY) benchmarks/$$run; done
 
 screenshots: $(INSTALLED)

@@ -295,6 +295,24 @@ def test_a_rank_that_is_lost_is_the_headline_at_once(tmp_path: Path, clock: Cloc
     assert (aggregator.verdict.label, aggregator.verdict.rank) == ("rank_lost", 1)
 
 
+def test_a_process_that_tells_of_its_death_without_end_is_kept_few_times(
+    tmp_path: Path, clock: Clock
+) -> None:
+    aggregator, rank = aggregation(tmp_path, clock), Rank(0, 1)
+    _run(aggregator, clock, [rank], 6)
+    for number in range(20):
+        errors = [wire.Event("exception", clock() + n, message=f"Error {number} {n}") for n in range(50)]
+        aggregator.ingest(Relay(0, f"end {number}").message(rank.batch(0, final=number == 19, events=errors)))
+    aggregator.judge()
+    assert aggregator.verdict is not None
+    assert (aggregator.verdict.label, aggregator.verdict.rank) == ("rank_lost", 0)
+    assert "Error 0 0" in aggregator.verdict.why
+    assert len(aggregator._judge._fatal) < 10
+    assert _ledger(aggregator, tmp_path)["dropped"] == {"agent": 0, "relay": 0, "aggregator": 0}
+    with SessionFile(tmp_path / "session.sqlite") as stored:
+        assert len(stored.events()[0]) == 1000
+
+
 # -- the end -------------------------------------------------------------------------------------
 
 

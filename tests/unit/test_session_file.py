@@ -89,6 +89,24 @@ def test_everything_a_batch_says_is_read_back(tmp_path: Path) -> None:
         assert list(session.node_columns()["node-0"]["gpu0_util_pct"]) == [90.0]
 
 
+def test_a_look_at_the_last_steps_takes_no_longer_in_a_long_run(tmp_path: Path) -> None:
+    work = []
+    for batches in (20, 400):
+        rank, sent = Rank(0, 1), []
+        for batch in range(batches):
+            part = wire.Detail("load", 1, 1, 100, 100, 10 * batch, 10 * batch + 9)
+            sent.append(Relay(0, f"relay {batch}").message(rank.batch(10, details=[part])))
+        with _stored(tmp_path / str(batches), *sent) as session:
+            counted: list[int] = []
+            session._connection.set_progress_handler(lambda into=counted: into.append(1), 10)
+            last = 10 * batches - 1
+            (detail,) = session.details(last - 14, last)
+            session._connection.set_progress_handler(None, 0)
+            assert (detail["count"], detail["total_ns"], detail["last_step"]) == (2, 150, last)
+            work.append(len(counted))
+    assert work[1] < 1.5 * work[0]
+
+
 def test_a_node_is_shown_with_its_address_where_hostnames_repeat(tmp_path: Path) -> None:
     first, second = Relay(0), Relay(1)
     ranks = [Rank(0), Rank(1)]  # one hostname, two nodes

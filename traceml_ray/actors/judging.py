@@ -28,6 +28,8 @@ from traceml_ray.store.writer import SessionWriter
 
 MAX_LIVE = 16
 """Runs judged at the same time, the newest; of the others no rows are kept in memory."""
+MAX_FATAL = 4
+"""Events of a kind that are kept of how one process died: it does so once, whatever it may say."""
 
 
 class LiveJudge:
@@ -63,6 +65,7 @@ class LiveJudge:
         self._runs: dict[str, _LiveRun] = {}
         self._baselines = Baselines(writer, settings, errors)
         self._fatal: list[dict[str, Any]] = []
+        self._fatal_seen: Counter[tuple[int, str]] = Counter()
         self._standstill = Standstill(writer, recent, settings, clock)
 
     def verdict(self, run: str | None = None) -> Verdict | None:
@@ -80,7 +83,9 @@ class LiveJudge:
         death or was asked for in a hang. Called with the writer's lock.
         """
         if event["kind"] in FATAL:
-            self._fatal.append(event)
+            self._fatal_seen[event["stream_id"], event["kind"]] += 1
+            if self._fatal_seen[event["stream_id"], event["kind"]] <= MAX_FATAL:
+                self._fatal.append(event)
         elif event["kind"] in ("stacks", "standing"):
             self._standstill.note(event)
 

@@ -51,6 +51,7 @@ CREATE TABLE node_sample(id INTEGER PRIMARY KEY, node_id TEXT, t_ns INT, cpu_pct
 CREATE INDEX node_samples ON node_sample(node_id, id);
 CREATE TABLE detail(id INTEGER PRIMARY KEY, stream_id INT, name TEXT, stage INT, count INT, total_ns INT,
     max_ns INT, first_step INT, last_step INT, bytes INT);
+CREATE INDEX detail_steps ON detail(stream_id, last_step);
 CREATE TABLE event(id INTEGER PRIMARY KEY, stream_id INT, node_id TEXT, kind TEXT, t_ns INT,
     step INT, stage INT, message TEXT, data TEXT, run TEXT);
 CREATE TABLE verdict(id INTEGER PRIMARY KEY, t_ns INT, body TEXT, run TEXT);
@@ -381,8 +382,8 @@ class SessionFile:
         return self._dicts(
             f"SELECT s.global_rank AS rank, d.stream_id AS stream, d.name, d.stage, {', '.join(sums)}, "
             "max(d.max_ns) AS max_ns, min(d.first_step) AS first_step, max(d.last_step) AS last_step "
-            "FROM detail d JOIN stream s ON s.id = d.stream_id "
-            "WHERE (s.job_id IS NULL OR s.job_id = ?3) AND d.stream_id = coalesce(?4, d.stream_id) "
+            "FROM stream s CROSS JOIN detail d ON d.stream_id = s.id "  # in this order, by the index
+            "WHERE (s.job_id IS NULL OR s.job_id = ?3) AND s.id = coalesce(?4, s.id) AND d.last_step >= ?1 "
             "GROUP BY 1, 2, 3, 4 ORDER BY total_ns DESC",
             *(first, last, self.run_id(), stream),
         )

@@ -1,0 +1,611 @@
+"""
+Does anything grow? Many small steps, random faults, and a look at every process once a second.
+
+    python benchmarks/soak.py [--seconds 600] [--ranks 8] [--rate 200] [--seed 0] [--no-dashboard]
+
+A real launch of `training/soaking.py`: real ranks, the private Ray, relay, aggregator, and a dashboard that
+is asked once a second as a browser asks. In the first two fifths relay and aggregator are killed again and
+again; all the time they are stopped for seconds, flooded with events and named parts, and sent garbage.
+
+Of each process, the longest life counts, without its first half, in which what has a bound fills: the slope
+of its memory is the median of the slopes between any two looks (Theil-Sen), which a few steps up or down do
+not move. At the end the ledger is compared with what the ranks themselves counted. Exit code 1 when a bar is
+missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+import msgspec
+import numpy as np
+import psutil
+from overhead import machine, until  # type: ignore[import-not-found]
+
+from traceml_ray import wire
+from traceml_ray.session import LIVE, Live
+from traceml_ray.store.session_file import SessionFile
+
+SCRIPT = Path(__file__).parent / "training" / "soaking.py"
+LONG_S = 300
+"""In a shorter run much is still warming up: then the second of two bars counts, for what runs away."""
+SLOPE_MB_MIN = (1.0, 150.0)
+FLAT = (2, 8)
+"""By how many file descriptors, or threads, the last quarter may have more than the first."""
+LIFE = 0.5
+"""Share of a run that a process has to live to be measured."""
+HOUR_MB = 100
+"""Largest session file of 8 ranks, 10 steps a second, one hour."""
+KILLS_UNTIL = 0.4
+KINDS = ("kill relay", "kill aggregator", "stop relay", "stop aggregator", "stop both")
+KINDS += ("events", "parts", "garbage")
+EVERY_S = 15.0
+ROW_BYTES = 9 + wire.ROW_BYTES
+START_S, END_S = 120.0, 60.0
+MB = 1e6
+
+
+# -- the processes -------------------------------------------------------------------------------
+
+
+class Look(NamedTuple):
+    """One process at one moment: seconds, bytes, counts, seconds of CPU so far."""
+
+    t: float
+    rss: int
+    uss: int
+    fds: int
+    threads: int
+    cpu: float
+
+
+class Life:
+    """One process from when it was first seen."""
+
+    def __init__(self, role: str, process: psutil.Process) -> None:
+        self.role = role
+        self.process = process
+        self.looks: list[Look] = []
+
+    def look(self) -> None:
+        """Look once; raises `psutil.Error` or OSError when it is gone."""
+        sizes: Counter[str] = Counter()
+        for line in Path(f"/proc/{self.process.pid}/smaps_rollup").read_text().splitlines()[1:]:
+            name, size = line.split()[:2]
+            sizes[name.partition("_")[0].rstrip(":")] += 1024 * int(size)
+        counts = self.process.num_fds(), self.process.num_threads()
+        cpu = sum(self.process.cpu_times()[:2])
+        self.looks.append(Look(time.monotonic(), sizes["Rss"], sizes["Private"], *counts, cpu))
+
+    @property
+    def seconds(self) -> float:
+        """From its first to its last look."""
+        return self.looks[-1].t - self.looks[0].t if self.looks else 0.0
+
+    def settled(self) -> list[Look]:
+        """Return the looks without those of its first half."""
+        return [look for look in self.looks if look.t >= self.looks[0].t + self.seconds / 2]
+
+
+class Lives:
+    """Every process of a launch that is to be looked at."""
+
+    def __init__(self, launcher: psutil.Process) -> None:
+        self._launcher = launcher
+        self._known: dict[psutil.Process, Life] = {}
+
+    def look(self) -> None:
+        """Find who is there and look at each."""
+        for process in self._launcher.children(recursive=True):
+            with contextlib.suppress(psutil.Error, OSError):
+                life = self._known.get(process)
+                if life is None and (role := role_of(process)):
+                    life = self._known[process] = Life(role, process)
+                if life is not None:
+                    life.look()
+
+    def begin(self) -> None:
+        """Forget what was seen until now."""
+        for life in self._known.values():
+            life.looks.clear()
+
+    def now(self, role: str) -> psutil.Process | None:
+        """Return the living process of that role."""
+        living = (life.process for life in reversed(self._known.values()) if life.role == role)
+        return next((process for process in living if process.is_running()), None)
+
+    def of(self, role: str) -> list[Life]:
+        """Return every life of that role, or roles that begin so."""
+        return [life for life in self._known.values() if life.role.startswith(role)]
+
+
+def role_of(process: psutil.Process) -> str | None:
+    """Return what a process is, None when it is nothing that is looked at (yet)."""
+    command = process.cmdline()
+    if not command:
+        return None
+    if command[0].startswith("ray::"):
+        return {"NodeRelay": "relay", "Aggregator": "aggregator"}.get(command[0][5:].partition(".")[0])
+    if str(SCRIPT) in command and "LOCAL_RANK" in (environ := process.environ()):
+        return f"rank {environ['LOCAL_RANK']}"
+    if "traceml_ray.cli" in command and "dashboard" in command:
+        return "dashboard"
+    return {"raylet": "raylet", "gcs_server": "GCS"}.get(Path(command[0]).name)
+
+
+def slope_mb_min(times: list[float], values: list[int]) -> float:
+    """Return the median of the slopes between any two of at most 600 points (Theil-Sen), MB a minute."""
+    every = -(-len(times) // 600)
+    t, v = np.array(times[::every]), np.array(values[::every], float)
+    first, second = np.triu_indices(len(t), 1)
+    return float(np.median((v[second] - v[first]) / (t[second] - t[first]))) * 60 / MB
+
+
+# -- the faults ----------------------------------------------------------------------------------
+
+
+class Fault(NamedTuple):
+    """What happens when, in seconds from the first step, and for how long."""
+
+    at: float
+    kind: str
+    seconds: float
+
+
+def planned(seed: int, seconds: float) -> list[Fault]:
+    """Return the faults of a run: each kind at least once, nobody killed in the last three fifths."""
+    rng = random.Random(seed)
+    count = max(len(KINDS), int(seconds / EVERY_S))
+    room = 0.85 * seconds / count
+    kinds: list[str] = []
+    while len(kinds) < count:
+        kinds += rng.sample(KINDS, len(KINDS))
+    kinds = sorted(kinds[: len(KINDS)], key=lambda kind: not kind.startswith("kill")) + kinds[len(KINDS) :]
+    found = []
+    for number, kind in enumerate(kinds[:count]):
+        at = 0.05 * seconds + room * (number + 0.3 * rng.random())
+        if kind.startswith("kill") and at > KILLS_UNTIL * seconds:
+            kind = kind.replace("kill", "stop")
+        found.append(Fault(at, kind, min(rng.uniform(3, 8), 0.6 * room)))
+    return found
+
+
+class Faults:
+    """Brings about what is planned, each in a thread of its own."""
+
+    def __init__(self, plan: list[Fault], lives: Lives, path: str, seed: int) -> None:
+        self.done: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+        self._plan = list(plan)
+        self._lives = lives
+        self._path = path
+        self._rng = random.Random(seed)
+        self._threads: list[threading.Thread] = []
+
+    def turn(self, now: float) -> None:
+        """Begin what is due."""
+        while self._plan and self._plan[0].at <= now:
+            self._threads.append(threading.Thread(target=self._do, args=(self._plan.pop(0),)))
+            self._threads[-1].start()
+
+    def end(self) -> None:
+        """Wait for what has begun."""
+        for thread in self._threads:
+            thread.join()
+
+    def _do(self, fault: Fault) -> None:
+        what, _, who = fault.kind.partition(" ")
+        try:
+            if what == "kill":
+                self._signal(who, signal.SIGKILL)
+            elif what == "stop":
+                stopped = [self._signal(one, signal.SIGSTOP) for one in roles(who)]
+                time.sleep(fault.seconds)
+                for process in stopped:
+                    process.send_signal(signal.SIGCONT)
+            elif what != "parts":  # that the ranks do themselves
+                {"events": self._events, "garbage": self._garbage}[what](fault.seconds)
+            self.done[fault.kind] += 1
+        except (psutil.Error, OSError, LookupError) as error:
+            self.failed[f"{fault.kind}: {error}"] += 1
+
+    def _signal(self, role: str, number: int) -> psutil.Process:
+        process = self._lives.now(role)
+        if process is None:
+            raise LookupError(f"no {role}")
+        process.send_signal(number)
+        return process
+
+    def _connect(self) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.settimeout(5)
+        sock.connect(self._path)
+        return sock
+
+    def _events(self, seconds: float) -> None:
+        """Be a process that has nothing but events to tell: 300 of them every 0.1 s."""
+        stream, batches = f"{self._rng.getrandbits(64):016x}", int(10 * seconds)
+        with self._connect() as sock:
+            for seq in range(batches):
+                events = [wire.Event("note", time.time_ns(), message=f"{n} " + "x" * 100) for n in range(300)]
+                batch = wire.RankBatch(
+                    wire.VERSION, stream, seq, time.time_ns(), 0, 0, 0, b"", b"", b"",
+                    events=events, final=seq == batches - 1,
+                )  # fmt: skip
+                sock.send(wire.encode(batch))
+                sock.recv(wire.MAX_BATCH_BYTES)
+                time.sleep(0.1)
+
+    def _garbage(self, seconds: float) -> None:
+        """Connect again and again to send what is no message, or half of one."""
+        good = wire.encode(wire.RankBatch(wire.VERSION, "garbage", 0, 0, 1, 0, 0, bytes(8), b"\0", bytes(48)))
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            with self._connect() as sock:
+                for _ in range(20):
+                    size = self._rng.choice((1, 10, 1000, 60_000, 100_000))
+                    sock.send(
+                        self._rng.choice((self._rng.randbytes(size), good[: self._rng.randrange(1, 40)]))
+                    )
+            time.sleep(0.05)
+
+
+def roles(who: str) -> tuple[str, ...]:
+    """Return whom a fault is of."""
+    return ("relay", "aggregator") if who == "both" else (who,)
+
+
+# -- the browser ---------------------------------------------------------------------------------
+
+
+class Browser(threading.Thread):
+    """Asks once a second what a browser on some page asks; stays ten seconds on each."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self.answers: Counter[str] = Counter()
+        self.stale = 0
+        """Answers in which it was first said that the aggregator does not answer."""
+        self.took_ms: list[float] = []
+        self._url = url.rstrip("/")
+        self._over = threading.Event()
+        self._pages = (
+            "/",
+            "/rank/1",
+            f"/node/{quote(socket.gethostname())}",
+            "/events",
+            "/ledger",
+            "/sessions",
+        )
+
+    def run(self) -> None:
+        """Ask until `end`."""
+        seen: dict[str, Any] = {}
+        for number in range(1 << 30):
+            page = self._pages[number // 10 % len(self._pages)]
+            if number % 10 == 0:
+                seen = {}
+                self._get(page)
+            self._get("/metrics")
+            seen = self._refresh(page, number, seen)
+            if self._over.wait(1.0):
+                return
+
+    def end(self) -> None:
+        """Ask no more."""
+        self._over.set()
+        self.join(30)
+
+    def _refresh(self, page: str, number: int, seen: dict[str, Any]) -> dict[str, Any]:
+        asked = {
+            "output": "..page.children...answer.data..",
+            "outputs": [{"id": "page", "property": "children"}, {"id": "answer", "property": "data"}],
+            "inputs": [
+                {"id": "tick", "property": "n_intervals", "value": number},
+                {"id": "url", "property": "pathname", "value": page},
+                {"id": "url", "property": "search", "value": ""},
+            ],
+            "changedPropIds": ["tick.n_intervals"],
+            "state": [{"id": "seen", "property": "data", "value": seen}],
+        }
+        body = self._get("/_dash-update-component", json.dumps(asked).encode())
+        if not body:
+            return seen
+        answer = json.loads(body)["response"]["answer"]["data"]
+        told = answer["set"].get("problem", {}).get("children") or ""
+        if "could not be made" in told:
+            self.answers[f"{page}: {told}"] += 1
+        self.stale += bool(told)
+        found: dict[str, Any] = answer["seen"]
+        return found
+
+    def _get(self, path: str, data: bytes | None = None) -> bytes:
+        began = time.monotonic()
+        request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                body: bytes = answer.read()
+                self.answers["ok"] += 1
+        except (OSError, ValueError) as error:
+            self.answers[f"{path}: {error}"] += 1
+            return b""
+        self.took_ms.append(1e3 * (time.monotonic() - began))
+        return body
+
+
+# -- the run -------------------------------------------------------------------------------------
+
+
+class Soak:
+    """One run; `play` it, then `bars` tells what came of it."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.args = args
+        self.session = folder / "soak"
+        self.browser: Browser | None = None
+        self.file_bytes: list[int] = []
+        self.wal_bytes: list[int] = []
+        self._path = folder / "plan.json"
+        self._said: list[str] = []
+        self.plan = planned(args.seed, args.seconds)
+        floods = [(fault.at, fault.at + fault.seconds) for fault in self.plan if fault.kind == "parts"]
+        plan = {"ranks": args.ranks, "rate": args.rate, "seconds": args.seconds, "floods": floods}
+        self._path.write_text(json.dumps(plan))
+
+    def play(self) -> None:
+        """Launch; once all is up, bring about the faults, and look. Raises RuntimeError."""
+        with self._launched() as process:
+            self.lives = Lives(psutil.Process(process.pid))
+            until(lambda: self._is_up(process), "everything is up", START_S)
+            live = msgspec.json.decode((self.session / LIVE).read_bytes(), type=Live)
+            self.faults = Faults(self.plan, self.lives, live.socket, self.args.seed)
+            if self.browser is not None:
+                self.browser.start()
+            begin = time.monotonic() + 1.0
+            go = self._path.with_suffix(".tmp")
+            go.write_text(repr(begin))
+            go.rename(self._path.with_suffix(".go"))
+            self.lives.begin()
+            for second in range(int(self.args.seconds)):
+                while (now := time.monotonic() - begin) < second:
+                    time.sleep(min(0.05, second - now))
+                    self.faults.turn(now)
+                self._look()
+            self.faults.end()
+            if self.browser is not None:
+                self.browser.end()
+            process.wait(END_S)
+            self.exit_code = process.returncode
+
+    @contextlib.contextmanager
+    def _launched(self) -> Iterator[subprocess.Popen[str]]:
+        more = ["--session", self.session.name, "--out", str(self.session.parent)]
+        more += ["--dashboard=0"] if self.args.dashboard else []
+        command = [sys.executable, "-m", "traceml_ray.launch", "--nproc-per-node", str(self.args.ranks)]
+        command += [*more, str(SCRIPT), str(self._path)]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
+        threading.Thread(target=self._listen, args=(process,), daemon=True).start()
+        try:
+            yield process
+        finally:
+            process.terminate()  # a launcher ends its ranks, and what else it started
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    def _listen(self, process: subprocess.Popen[str]) -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            self._said.append(line.rstrip())
+            print(line, end="", file=sys.stderr, flush=True)
+
+    def _is_up(self, process: subprocess.Popen[str]) -> bool:
+        if process.poll() is not None:
+            raise RuntimeError("the launcher ended:\n" + "\n".join(self._said[-20:]))
+        mark = "traceml-ray: dashboard: "
+        url = next((line.removeprefix(mark) for line in self._said if line.startswith(mark)), None)
+        if url is not None and self.browser is None:
+            self.browser = Browser(url)
+        self.lives.look()
+        found = [self.lives.now(role) for role in ("relay", "aggregator")]
+        ready = len(list(self._path.parent.glob("plan.*.ready")))
+        time.sleep(0.2)
+        return all(found) and ready == self.args.ranks and (url is not None or not self.args.dashboard)
+
+    def _look(self) -> None:
+        self.lives.look()
+        for name, found in (("session.sqlite", self.file_bytes), ("session.sqlite-wal", self.wal_bytes)):
+            path = self.session / name
+            found.append(path.stat().st_size if path.exists() else 0)
+
+    def counted(self) -> int:
+        """Return how many steps the ranks themselves have counted."""
+        files = [self._path.with_suffix(f".{rank}.json") for rank in range(self.args.ranks)]
+        return sum(json.loads(file.read_text())["steps"] for file in files)
+
+
+# -- what came of it -----------------------------------------------------------------------------
+
+
+class Bar(NamedTuple):
+    """One thing that has to be so."""
+
+    what: str
+    measured: str
+    ok: bool
+
+
+def process_rows(soak: Soak) -> tuple[list[str], list[Bar]]:
+    """Return the table of the processes, and the bars on those that are ours."""
+    rows, bars = [], []
+    short = soak.args.seconds < LONG_S
+    limit, flat = SLOPE_MB_MIN[short], FLAT[short]
+    ours = ("rank", "relay", "aggregator", *(["dashboard"] if soak.args.dashboard else []))
+    for role in (*ours, "raylet", "GCS"):
+        lives = soak.lives.of(role)
+        measured = [(slope(life, "rss"), life) for life in lives if life.seconds >= LIFE * soak.args.seconds]
+        if not measured:
+            bars.append(Bar(f"{role}: lives long enough to be measured", f"{len(lives)} lives", False))
+            continue
+        worst, life = max(measured, key=lambda each: each[0])
+        looks = life.settled()
+        fds, threads = (change([getattr(look, name) for look in looks]) for name in ("fds", "threads"))
+        name = f"rank (worst of {len(lives)})" if role == "rank" else role
+        rows.append(
+            f"| {name} | {len(lives)} | {life.looks[0].rss / MB:.0f} | {looks[0].rss / MB:.0f} "
+            f"| {looks[-1].rss / MB:.0f} | {worst:+.2f} | {slope(life, 'uss'):+.2f} "
+            f"| {fds[0]} → {fds[1]} | {threads[0]} → {threads[1]} | {cpu_pct(looks)} |"
+        )
+        if role in ours:
+            bars.append(Bar(f"{name}: MB/min < {limit:g}", f"{worst:+.2f}", worst < limit))
+            for what, (before, after) in (("file descriptors", fds), ("threads", threads)):
+                bars.append(Bar(f"{name}: {what} stay", f"{before} → {after}", after <= before + flat))
+    head = "| process | lives | RSS first, MB | warm | last | RSS, MB/min | USS | fds | threads | CPU, % |"
+    return [head, "|---|---|---|---|---|---|---|---|---|---|", *rows], bars
+
+
+def slope(life: Life, name: str) -> float:
+    """Return how fast a process grows, MB a minute, after its warm-up."""
+    looks = life.settled()
+    return slope_mb_min([look.t for look in looks], [getattr(look, name) for look in looks])
+
+
+def cpu_pct(looks: list[Look]) -> str:
+    """Return what it took of a core in the first and in the last quarter, %."""
+    quarter = max(2, len(looks) // 4)
+    parts = looks[:quarter], looks[-quarter:]
+    shares = [(part[-1].cpu - part[0].cpu) / max(1e-9, part[-1].t - part[0].t) for part in parts]
+    return " → ".join(f"{100 * share:.1f}" for share in shares)
+
+
+def change(counts: list[int]) -> tuple[int, int]:
+    """Return the medians of the first and of the last quarter."""
+    quarter = max(1, len(counts) // 4)
+    return int(np.median(counts[:quarter])), int(np.median(counts[-quarter:]))
+
+
+def row_bars(soak: Soak) -> tuple[list[str], list[Bar]]:
+    """Compare the ledger with what the ranks have counted, and with the rows that are in the file."""
+    with SessionFile(soak.session / "session.sqlite") as stored:
+        ledger = stored.ledger()
+        doubled = sum(doubled_rows(stored, stream.id) for stream in stored.streams())
+        errors = stored.meta().get("errors", {})
+    counted, dropped = soak.counted(), ledger["dropped"]
+    total = ledger["stored"] + sum(dropped.values())
+    aimed = soak.args.ranks * soak.args.rate * soak.args.seconds
+    told = [
+        f"Rows: {counted} made by the ranks ({counted / aimed:.1%} of the rate asked for), "
+        f"{ledger['stored']} stored; dropped: {', '.join(f'{name} {n}' for name, n in dropped.items())}.",
+        f"Errors counted by the aggregator: {errors or 'none'}.",
+    ]
+    bars = [
+        Bar(
+            "produced = what the ranks counted",
+            f"{ledger['produced']}, {counted}",
+            ledger["produced"] == counted,
+        ),
+        Bar("produced = stored + dropped", f"{ledger['produced']}, {total}", ledger["produced"] == total),
+        Bar("no row is in the file twice", str(doubled), doubled == 0),
+    ]
+    return told, bars
+
+
+def doubled_rows(stored: SessionFile, stream: int) -> int:
+    """Return how many rows of a stream are in the file a second time."""
+    chunks = stored._all("SELECT first_row, n FROM chunk WHERE stream_id = ? ORDER BY first_row", stream)
+    ends = [first + n for first, n in chunks]
+    return sum(max(0, end - first) for end, (first, _) in zip(ends, chunks[1:], strict=False))
+
+
+def file_bars(soak: Soak) -> tuple[list[str], list[Bar]]:
+    """Tell what a row takes in the session file, without the floods, and what an hour's file would be."""
+    path = soak.session / "session.sqlite"
+    whole = path.stat().st_size
+    with sqlite3.connect(path, isolation_level=None) as database:  # of no further use
+        (rows,) = database.execute("SELECT sum(n) FROM chunk").fetchone()
+        database.execute("DELETE FROM event WHERE kind = 'note'")
+        database.execute("DELETE FROM detail WHERE name LIKE 'part %'")
+        database.execute("VACUUM")
+    size = path.stat().st_size
+    seconds, ranks = soak.args.seconds, soak.args.ranks
+    rest = (size - rows * ROW_BYTES) / seconds / ranks
+    hour = 8 * 3600 * (10 * ROW_BYTES + rest) / MB
+    here = ranks * 3600 * (soak.args.rate * ROW_BYTES + rest) / MB
+    told = [
+        f"Session file: {whole / MB:.1f} MB, {size / MB:.1f} without the floods: {size / rows:.1f} B a row, "
+        f"{ROW_BYTES} B of them its own, the rest {rest:.0f} B a second and rank; at most "
+        f"{max(soak.wal_bytes) / MB:.1f} MB more in the WAL.",
+        f"By that, an hour of 8 ranks at 10 steps/s is {hour:.0f} MB, an hour of this run {here:.0f} MB.",
+    ]
+    bar = Bar(f"MB of 8 ranks × 1 h × 10 steps/s < {HOUR_MB}", f"{hour:.0f}", hour < HOUR_MB)
+    return told, [bar] if seconds >= LONG_S else []  # an empty file has a size, too
+
+
+def other_bars(soak: Soak) -> tuple[list[str], list[Bar]]:
+    """Tell what happened, and how the dashboard answered."""
+    done = ", ".join(f"{kind} {count}" for kind, count in sorted(soak.faults.done.items()))
+    failed = f"; could not: {dict(soak.faults.failed)}" if soak.faults.failed else ""
+    told = [f"Faults: {done}{failed}."]
+    bars = [Bar("exit code of the run", str(soak.exit_code), soak.exit_code == 0)]
+    if soak.browser is not None:
+        ok, answers = soak.browser.answers["ok"], soak.browser.answers.total()
+        p50, p95 = np.percentile(soak.browser.took_ms or [np.nan], [50, 95])
+        stale = f"it said {soak.browser.stale} times that the aggregator does not answer"
+        told.append(f"Dashboard: {answers} requests, p50 {p50:.0f} ms, p95 {p95:.0f} ms; {stale}.")
+        bad = {what: count for what, count in soak.browser.answers.items() if what != "ok"}
+        bars.append(
+            Bar("the dashboard answers everything", f"{ok} of {answers} {bad or ''}", ok == answers > 0)
+        )
+    return told, bars
+
+
+def main() -> int:
+    """Run, print, return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--rate", type=float, default=200, help="steps a second of each rank")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    parser.add_argument("--no-dashboard", dest="dashboard", action="store_false")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="leave every look at every process there")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="soak-") as made:
+        soak = Soak(args, Path(made))
+        soak.play()
+        parts: list[Callable[[Soak], tuple[list[str], list[Bar]]]]
+        parts = [process_rows, row_bars, file_bars, other_bars]
+        found = [part(soak) for part in parts]
+        if args.json:
+            lives = [[life.role, life.process.pid, life.looks] for life in soak.lives.of("")]
+            args.json.write_text(json.dumps({"lives": lives, "file": soak.file_bytes, "wal": soak.wal_bytes}))
+    print(f"{machine()}\n\n{args.ranks} ranks, {args.rate:g} steps/s, {args.seconds:g} s, seed {args.seed}\n")
+    print("\n".join(found[0][0]), *("\n".join(told) for told, _ in found[1:]), sep="\n\n")
+    bars = [bar for _, part in found for bar in part]
+    print("\n" + "\n".join(f"{'ok  ' if bar.ok else 'MISS'}  {bar.what}: {bar.measured}" for bar in bars))
+    return 0 if all(bar.ok for bar in bars) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
