@@ -4,10 +4,11 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types bench screenshots clean
+.PHONY: help demo test lint types fuzz bench screenshots clean
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+EXAMPLES ?= 1000
 DEMO ?= --nproc-per-node 4 --session demo --out traceml-sessions \
 	examples/train_gpt.py --steps 120 --slow data:2:40
 
@@ -22,6 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:
 	@echo "make demo    train on 4 ranks with one of them slow, and read who it was"
 	@echo "make test    every check: lint, types, tests"
+	@echo "make fuzz    foreign bytes into every decoder, for minutes; EXAMPLES=10000 for longer"
 	@echo "make lint    ruff and mypy alone        make bench   the benchmarks, in short"
 	@echo "make screenshots   the pictures of the web app in docs/img (needs chromium and chromedriver)"
 	@echo "make clean   remove what was built (.venv and traceml-sessions stay)"
@@ -54,6 +56,9 @@ types: $(INSTALLED)
 	@$(PY) -m zipfile -e $(TYPES)/*.whl $(TYPES)/installed
 	cd $(TYPES)/installed && MYPYPATH=. $(PY) -m mypy --config-file $(CURDIR)/pyproject.toml \
 		--cache-dir $(CURDIR)/.mypy_cache -p traceml_ray
+
+fuzz: $(INSTALLED)
+	FUZZ_EXAMPLES=$(EXAMPLES) $(PY) -m pytest tests/fuzz --timeout=0 $(PYTEST_ARGS)
 
 bench: $(INSTALLED)
 	@for run in overhead.py nodes.py "scale.py 8 64 512" "faults.py --quick" dashboard.py \

@@ -52,9 +52,7 @@ class Refresher:
         self._lock = threading.Lock()
         self._made: OrderedDict[tuple[Place, int], _Made] = OrderedDict()
 
-    def refresh(
-        self, pathname: str | None, search: str | None, seen: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any]]:
+    def refresh(self, pathname: str | None, search: str | None, seen: Any) -> tuple[Any, dict[str, Any]]:
         """
         Return the page's elements where they change, and `{"seen", "page", "set", "heat", "marks"}`:
         `set` is `{id: props}`, `heat` what `HeatWire` says, `marks` what the heatmap points at.
@@ -62,6 +60,7 @@ class Refresher:
         `seen` is what the last answer said, so that nothing is sent twice. What goes wrong is said
         in one line on the page and counted.
         """
+        seen = seen if isinstance(seen, dict) else {}
         try:
             place = Place.of(pathname, search)
             if place is None:
@@ -152,8 +151,8 @@ def build(board: Board, *, server: Flask, poll_s: float = 1.0) -> dash.Dash:
         Input("url", "search"),
         State("seen", "data"),
     )
-    def refresh(_: int, pathname: str | None, search: str | None, seen: dict[str, Any] | None) -> Any:
-        return refresher.refresh(pathname, search, seen or {})
+    def refresh(_: int, pathname: str | None, search: str | None, seen: Any) -> Any:
+        return refresher.refresh(pathname, search, seen)
 
     @app.callback(
         Output("cell", "data"), Input("asked", "data"), State("url", "search"), prevent_initial_call=True

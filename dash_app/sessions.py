@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from traceml_ray.session import DATABASE
+import msgspec
+
+from traceml_ray.session import DATABASE, read_json
 
 _MOST = 500
 _COMPARED = {
@@ -18,6 +19,43 @@ _COMPARED = {
     "cost of the verdict, %": ("verdict", "cost_pct"),
 }
 _known: dict[Path, tuple[int, dict[str, Any]]] = {}
+
+
+class _Session(msgspec.Struct):
+    started_at: str | None = None
+    status: str | None = None
+    launcher: str | None = None
+    world_size: int | None = None
+
+
+class _Steps(msgspec.Struct):
+    count: int | None = None
+    median_ms: float | None = None
+    p95_ms: float | None = None
+    busy_median_ms: float | None = None
+    global_skew_pct: float | None = None
+    node_skew_pct: float | None = None
+
+
+class _Verdict(msgspec.Struct):
+    label: str | None = None
+    rank: int | None = None
+    stage: str | None = None
+    cost_pct: float | None = None
+
+
+class _Stage(msgspec.Struct):
+    name: str
+    exposed_ms: float | None = None
+
+
+class _Summary(msgspec.Struct):
+    """What is shown here of a summary, which somebody else may have written."""
+
+    session: _Session = msgspec.field(default_factory=_Session)
+    steps: _Steps = msgspec.field(default_factory=_Steps)
+    verdict: _Verdict = msgspec.field(default_factory=_Verdict)
+    stages: list[_Stage] = []
 
 
 def names(out: str) -> set[str]:
@@ -78,7 +116,7 @@ def _summary(folder: Path) -> dict[str, Any]:
     try:
         changed = path.stat().st_mtime_ns
         if _known.get(path, (0, {}))[0] != changed:
-            _known[path] = changed, json.loads(path.read_text())
+            _known[path] = changed, msgspec.to_builtins(read_json(path, _Summary))
     except (OSError, ValueError):
         return {}
     return _known[path][1]

@@ -7,7 +7,6 @@ likes, and nothing is asked of it while an earlier question has not come back.
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import threading
@@ -25,10 +24,10 @@ from traceml_ray.agent.attached import FILE as ATTACHMENT
 from traceml_ray.agent.attached import Attachment
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.reach import attach, attach_environment, reach
-from traceml_ray.session import DATABASE, LIVE, Live, SessionError, find, holder
+from traceml_ray.session import DATABASE, LIVE, Live, SessionError, find, holder, read_json
 from traceml_ray.settings import Settings
 from traceml_ray.store.runs import by_run, count, newest, with_rows
-from traceml_ray.store.session_file import SessionFile, SessionFileError
+from traceml_ray.store.session_file import SessionFile, SessionFileError, legible
 from traceml_ray.store.streams import shown
 
 ASK_S = 2.0
@@ -113,8 +112,9 @@ class StoredSource:
         """Return (answer, cursor). Raises `SourceError`."""
         with self._lock:
             try:
-                answer = self._answer({"what": what, **args})
-            except (SessionFileError, ValueError, KeyError) as error:
+                with legible(self._folder / DATABASE):
+                    answer = self._answer({"what": what, **args})
+            except SessionFileError as error:
                 raise SourceError(f"{self.target}: {error}") from error
         return answer["result"], answer.get("cursor", 0)
 
@@ -153,10 +153,12 @@ class StoredSource:
     def _summary(self, run: str | None) -> Any:
         """Return what was written when the session ended, where it is of this run, else make it."""
         try:
-            summary = json.loads((self._folder / "summary.json").read_bytes())
-            if summary["run"] == run and summary["session"]["status"] == self._reader.meta().get("status"):
+            summary = read_json(self._folder / "summary.json", dict[str, Any])
+            kinds = type(summary["verdict"]["label"]), type(summary["suspects"])
+            written = summary["run"], summary["session"]["status"]
+            if kinds == (str, list) and written == (run, self._reader.meta().get("status")):
                 return summary
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             pass
         return answer_from(self._reader, {"what": "summary"}, self._thresholds)["result"]
 
@@ -296,10 +298,10 @@ class LocalSource:
 def _attachment(folder: Path) -> Attachment | None:
     """Return how to attach to the cluster of a live session, as its launcher left it; None: not known."""
     try:
-        live = msgspec.json.decode((folder / LIVE).read_bytes(), type=Live)
-    except (OSError, msgspec.MsgspecError):
+        live = read_json(folder / LIVE, Live)
+    except (OSError, ValueError):
         return None
     try:
-        return msgspec.json.decode(Path(live.socket).with_name(ATTACHMENT).read_bytes(), type=Attachment)
-    except (OSError, msgspec.MsgspecError):
+        return read_json(Path(live.socket).with_name(ATTACHMENT), Attachment)
+    except (OSError, ValueError):
         return Attachment(live.address) if live.address else None

@@ -6,10 +6,8 @@ import os
 import socket
 from pathlib import Path
 
-import msgspec
-
 from traceml_ray import wire
-from traceml_ray.session import LIVE, Live
+from traceml_ray.session import LIVE, Live, read_json
 
 FINISH_TIMEOUT_S = 8.0
 _STOPPED = -15
@@ -26,8 +24,8 @@ def stop(folder: Path) -> None:
     Raises ControlError when it is not live, or does not answer.
     """
     try:
-        live = msgspec.json.decode((folder / LIVE).read_bytes(), type=Live)
-    except (OSError, msgspec.MsgspecError):
+        live = read_json(folder / LIVE, Live)
+    except (OSError, ValueError):
         raise ControlError(f"session {folder.name!r} is not live: no usable {folder / LIVE}") from None
     finished = ask_finish(Path(live.socket), wire.Finish(wire.VERSION, _STOPPED, force=True))
     if finished is None:
@@ -44,5 +42,5 @@ def ask_finish(path: Path, message: wire.Finish) -> wire.Finished | None:
             sock.connect(os.fspath(path))
             sock.send(wire.encode(message))
             return wire.decode(sock.recv(wire.MAX_BATCH_BYTES), wire.Finished)
-        except (OSError, wire.WireError):
+        except (OSError, ValueError):  # WireError is one, and so is a path that none can be
             return None

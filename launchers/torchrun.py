@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
 from traceml_ray import wire
+from traceml_ray.plain import one_line
 from traceml_ray.reports.baseline import checked
 from traceml_ray.session import SessionError
 from traceml_ray.settings import SettingError, Settings
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parse(argv)
         monitor = None if args.no_monitor else _monitor(args)
     except (UsageError, SettingError, SessionError) as error:
-        print(f"traceml-ray: {error}", file=sys.stderr)
+        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
         return 2
     _train(args, monitor)
     return 0
@@ -171,7 +172,7 @@ def _usage_error(message: str) -> NoReturn:
 def _check(args: argparse.Namespace, nodes: Nodes) -> None:
     """Find what would fail only after the monitor is up. Raises UsageError."""
     script = Path(args.training_script)
-    if not (args.module or args.no_python or script.exists()):
+    if not (args.module or args.no_python or _is_there(script)):
         raise UsageError(f"there is no script {script} (in {Path.cwd()})")
     if args.module and args.no_python:
         raise UsageError("--no-python and --module cannot be used together")
@@ -181,6 +182,13 @@ def _check(args: argparse.Namespace, nodes: Nodes) -> None:
     if args.master_port is not None and not _port_is_free(args.master_addr, args.master_port):
         taken, args.master_port = args.master_port, free_port()
         print(f"traceml-ray: master port {taken} is in use, taking {args.master_port}", file=sys.stderr)
+
+
+def _is_there(script: Path) -> bool:
+    try:
+        return script.exists()
+    except OSError:  # no name that a file can have
+        return False
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -222,6 +230,6 @@ def _port_is_free(host: str, port: int) -> bool:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except (OSError, OverflowError):
+        except (OSError, OverflowError, TypeError, ValueError):  # it may be no name at all
             return False
     return True

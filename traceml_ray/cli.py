@@ -16,15 +16,16 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from traceml_ray import __version__, session
+from traceml_ray.plain import one_line
 from traceml_ray.settings import SettingError, Settings
-from traceml_ray.store.session_file import SessionFile, SessionFileError
+from traceml_ray.store.session_file import SessionFile, SessionFileError, legible
 
 
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong with the arguments in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: {one_line(message)} (see {self.prog} --help)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,13 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except (session.SessionError, SessionFileError, SettingError) as error:
-        print(f"traceml-ray: {error}", file=sys.stderr)
+        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        print(f"traceml-ray: {error}", file=sys.stderr)
+        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
         return 1
 
 
@@ -52,9 +53,13 @@ def report(arguments: argparse.Namespace) -> int:
 
     settings = Settings.load(out=arguments.out)
     folder = session.find(arguments.session, settings.out)
-    with SessionFile(folder / session.DATABASE) as stored:
-        summary = summarize(stored, settings.thresholds, run=_run(arguments.run, stored))
-    print(json.dumps(summary, indent=2) if arguments.json else render(summary, folder), end="")
+    path = folder / session.DATABASE
+    with SessionFile(path) as stored:
+        run = _run(arguments.run, stored)
+        with legible(path):
+            summary = summarize(stored, settings.thresholds, run=run)
+            text = json.dumps(summary, indent=2) if arguments.json else render(summary, folder)
+    print(text, end="")
     return 0
 
 
@@ -62,7 +67,8 @@ def _run(named: str | None, stored: SessionFile) -> str | None:
     """Return the id of the run of that id or name (the newest so named). Raises SessionError."""
     if named is None:
         return None
-    runs = stored.runs()
+    with legible(stored.path):
+        runs = stored.runs()
     for run in reversed(runs):
         if named in (run["id"], run["name"]):
             return str(run["id"])
@@ -75,8 +81,10 @@ def status(arguments: argparse.Namespace) -> int:
     from traceml_ray.reports.status import render_status
 
     folder = session.find(arguments.session, Settings.load(out=arguments.out).out)
-    with SessionFile(folder / session.DATABASE) as stored:
-        print(render_status(stored, folder, session.holder(folder), time.time_ns()), end="")
+    path = folder / session.DATABASE
+    with SessionFile(path) as stored, legible(path):
+        text = render_status(stored, folder, session.holder(folder), time.time_ns())
+    print(text, end="")
     return 0
 
 
@@ -88,7 +96,7 @@ def stop(arguments: argparse.Namespace) -> int:
     try:
         control.stop(folder)
     except control.ControlError as error:
-        print(f"traceml-ray: {error}", file=sys.stderr)
+        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
         return 1
     return 0
 
@@ -112,7 +120,7 @@ def dashboard(arguments: argparse.Namespace) -> int:
     try:
         return run.run(arguments)
     except SourceError as error:
-        print(f"traceml-ray: {error}", file=sys.stderr)
+        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
         return 1
 
 

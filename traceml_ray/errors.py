@@ -6,6 +6,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Mapping
 
 from traceml_ray.wire import Event, WireError
 
@@ -19,12 +20,13 @@ class Errors(Counter[str]):
     Counts by place and kind, as `status` and the Health page show them.
 
     Args:
+        known: counts to go on from.
         debug: `swallow` raises, `note` prints a traceback (TRACEML_DEBUG=1).
 
     """
 
-    def __init__(self, *, debug: bool = False, **known: int) -> None:
-        super().__init__(**known)
+    def __init__(self, known: Mapping[str, int] | None = None, *, debug: bool = False) -> None:
+        super().__init__(known or {})
         self.debug = debug
         self._causes: list[Event] = []
 

@@ -43,7 +43,8 @@ class RankIdentity(msgspec.Struct, array_like=True, frozen=True, gc=False):
     source: str
     """
     Where the ranks came from: explicit, ray_train, torch.distributed, torchrun, openmpi, slurm, pmi,
-    single; `ray` for a process of Ray that has none: the aggregator numbers those of one job.
+    single; `ray` for a process of Ray that has none: the aggregator numbers those of one job; `v1` for a
+    sender of TraceML's own format.
     """
     name: str = ""
     """Of the Ray actor, where it has one."""

@@ -17,14 +17,18 @@ import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
+from traceml_ray.files import read_file
 from traceml_ray.settings import check_session_name
 
 DATABASE = "session.sqlite"
 LIVE = "live.json"
 _LOCK = ".lock"
+_MAX_JSON_BYTES = 64 << 20
+_T = TypeVar("_T")
 
 
 class SessionError(ValueError):
@@ -117,6 +121,13 @@ def find(session: str | Path | None, out: str | Path) -> Path:
     `session` is a name under `out`, a session folder, or a `.sqlite` file; None is the newest
     session under `out`. Raises `SessionError` naming what was looked for and where.
     """
+    try:
+        return _find(session, out)
+    except OSError as error:  # no name that a file can have
+        raise SessionError(f"cannot look for session {str(session)[:80]!r}: {error.strerror}") from error
+
+
+def _find(session: str | Path | None, out: str | Path) -> Path:
     if session is None:
         return _newest(Path(out))
     given = Path(session)
@@ -134,7 +145,7 @@ def find(session: str | Path | None, out: str | Path) -> Path:
 def holder(folder: Path) -> int | None:
     """Return the pid of the process that holds the session right now, or None when nobody does."""
     try:
-        fd = os.open(folder / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(folder / _LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
     try:
@@ -144,6 +155,14 @@ def holder(folder: Path) -> int | None:
         return _pid_in(fd) if error.errno == errno.EWOULDBLOCK else None
     finally:
         os.close(fd)
+
+
+def read_json(path: Path, kind: type[_T]) -> _T:
+    """Return what a JSON file of a session folder holds. Raises OSError, ValueError for other contents."""
+    try:
+        return msgspec.json.decode(read_file(path, _MAX_JSON_BYTES), type=kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def write_live(folder: Path, live: Live) -> None:
@@ -225,7 +244,9 @@ def _flock(fd: int, name: str) -> None:
 
 
 def _pid_in(fd: int) -> int | None:
-    text = os.pread(fd, 32, 0).strip()
+    text = b""
+    with contextlib.suppress(OSError):  # it is no file
+        text = os.pread(fd, 32, 0).strip()
     return int(text) if text.isdigit() else None
 
 

@@ -83,7 +83,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         """Return what `to_json` wrote; fields it lacks have their defaults. Raises SettingError."""
         try:
             return msgspec.json.decode(data, type=cls)
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise SettingError(f"settings cannot be read: {error}") from None
 
 
@@ -148,7 +148,8 @@ def _check(name: str, where: str, value: object, expected: Any) -> object:
         value = os.fspath(value)
     try:
         result = msgspec.convert(value, expected, strict=False)
-    except msgspec.ValidationError:
+        str(result).encode()  # it is handed to other processes as JSON
+    except (msgspec.ValidationError, UnicodeError):
         result = None
     if name == "session" and isinstance(result, str):
         return check_session_name(result, where)

@@ -12,7 +12,10 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
+from traceml_ray.files import read_file
+
 SUFFIX = ".spool"
+_MAX_BYTES = 1 << 30
 _LENGTH = struct.Struct("<I")
 
 
@@ -33,7 +36,7 @@ def write_spool(path: Path, frames: Iterable[bytes]) -> None:
 
 def read_spool(path: Path, *, max_frame: int = 1 << 20) -> list[bytes]:
     """Return the whole frames of `path`; stops at a cut or absurd frame. Raises OSError."""
-    data = path.read_bytes()
+    data = read_file(path, _MAX_BYTES)
     frames: list[bytes] = []
     at = 0
     while at + _LENGTH.size <= len(data):

@@ -357,7 +357,7 @@ class _Header(msgspec.Struct, array_like=True, frozen=True, gc=False):
     v: int
 
 
-_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError, MemoryError)
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError, MemoryError)
 _encoder = msgspec.msgpack.Encoder()
 _header = msgspec.msgpack.Decoder(_Header)
 _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
@@ -380,7 +380,7 @@ def decode(data: bytes, kind: type[_M], *, max_bytes: int = MAX_MESSAGE_BYTES) -
         raise WireError("too_large", f"{len(data)} bytes, limit {max_bytes}")
     try:
         header = _header.decode(data)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise WireError("garbage", str(error)) from None
     if header.v != VERSION:
         raise WireError("wrong_version", f"message has {header.v}, this is {VERSION}")
@@ -391,7 +391,7 @@ def decode(data: bytes, kind: type[_M], *, max_bytes: int = MAX_MESSAGE_BYTES) -
         decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
     try:
         message: _M = decoder.decode(data)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise WireError("malformed", str(error)) from None
     if isinstance(message, RankBatch):
         _check_columns(message)
@@ -402,7 +402,7 @@ def tag_of(data: bytes) -> str:
     """Return the message's tag, or "" when there is none to be had."""
     try:
         return _header.decode(data).tag
-    except _UNREADABLE:
+    except UNREADABLE:
         return ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,6 +78,12 @@ def test_counted_by_place_and_kind_and_told_once() -> None:
     ]
     errors.swallow("backward", ValueError("again"))
     assert errors.causes() == []
+
+
+def test_counts_travel() -> None:
+    errors = Errors({"run: garbage": 2})
+    errors.count("run: garbage")
+    assert pickle.loads(pickle.dumps(errors)) == {"run: garbage": 3}
 
 
 def test_names_that_come_from_elsewhere_are_bounded() -> None:

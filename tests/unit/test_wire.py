@@ -1,80 +1,11 @@
-import struct
 import tracemalloc
 
 import msgspec
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from messages import EVENT, IDENTITY, MESSAGES, rank_batch, relay_batch
 
 from traceml_ray import wire
-from traceml_ray.identity import RankIdentity
 
-IDENTITY = RankIdentity(3, 1, 1, 4, 2, 2, "host-b", None, "job", 0, 4242, "torchrun")
-COMMANDS = [wire.Command("dump", {"reason": "asked", "seconds": 1.5, "rank": 3, "other": None})]
-NODE = wire.NodeIdentity("ab" * 28, "host-b", "10.0.0.2")
-EVENT = wire.Event("exception", 1_800_000_000_000_000_000, 7, wire.FORWARD, "boom", {"code": 1, "why": None})
-
-
-def rank_batch(n: int = 2, **changes: object) -> wire.RankBatch:
-    """Return a batch of `n` rows with nothing optional in it."""
-    step = 70_000
-    keys = struct.pack(f"<{n}q", *((step + i) << wire.SEGMENT_BITS for i in range(n)))
-    rows = struct.pack(f"<{n * wire.N_STAGES}q", *([33_333_333] * (n * wire.N_STAGES)))
-    batch = wire.RankBatch(
-        v=wire.VERSION,
-        stream="0123456789abcdef",
-        seq=7_000,
-        sent_ns=1_800_000_000_000_000_000,
-        produced=step + n,
-        dropped=0,
-        first_row=step,
-        keys=keys,
-        flags=bytes(n),
-        rows=rows,
-    )
-    return msgspec.structs.replace(batch, **changes)
-
-
-def full_rank_batch() -> wire.RankBatch:
-    return rank_batch(
-        identity=IDENTITY,
-        open=wire.OpenStage(70_002, wire.SYNC_WAIT, 12_000_000),
-        process=wire.ProcessSample(1, 99.5, 1 << 33, 41, None, 0),
-        details=[wire.Detail("optimizer", wire.POST_SYNC, 10, 900, 100, 1, 10)],
-        events=[EVENT],
-        errors={"sampler": 2},
-        missing={"nvml": "no driver"},
-        overhead=wire.Overhead(1, 2, 3, 4),
-        strategy="ddp",
-        final=True,
-    )
-
-
-def relay_batch() -> wire.RelayBatch:
-    sample = wire.NodeSample(1, 50.0, 8, 0.5, 1, 2, 3, 4, 5, None, [wire.GpuSample(0, "H200", 98.0, 1, 2)])
-    return wire.RelayBatch(
-        wire.VERSION,
-        NODE,
-        "fedcba9876543210",
-        1,
-        2,
-        [wire.encode(rank_batch())],
-        {"s": 1},
-        sample,
-        ["t"],
-        [EVENT],
-    )
-
-
-FAILURE = wire.RankFailure(1, 1, 77, -9, 5, "killed")
-MESSAGES = [
-    full_rank_batch(),
-    wire.RankReply(wire.VERSION, "0123456789abcdef", 7, COMMANDS),
-    relay_batch(),
-    wire.RelayReply(wire.VERSION, 9, COMMANDS),
-    wire.Finish(wire.VERSION, -15, [FAILURE], stop=False),
-    wire.Finished(wire.VERSION, False, "disk full"),
-]
 KINDS = [type(message) for message in MESSAGES]
 every_message = pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 
@@ -254,49 +185,6 @@ def test_deep_nesting_is_garbage(nest):
 
 def test_tag_of_garbage_is_empty():
     assert [wire.tag_of(data) for data in (b"", b"\x90", b"\xff", b"\x92\xa1\xff\x02")] == ["", "", "", ""]
-
-
-kinds = st.sampled_from(KINDS)
-scalars = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(1 << 63), (1 << 64) - 1)
-    | st.floats()
-    | st.text(max_size=20)
-    | st.binary(max_size=60)
-)
-anything = st.recursive(
-    scalars,
-    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
-)
-
-
-@given(kinds, st.binary(max_size=300))
-@example(wire.RankBatch, b"")
-def test_bytes_of_any_kind_raise_nothing_but_wire_errors(kind, data):
-    reason(data, kind)
-
-
-@given(kinds, st.lists(anything, max_size=24), st.booleans())
-def test_msgpack_of_any_shape_raises_nothing_but_wire_errors(kind, fields, headed):
-    head = [kind.__struct_config__.tag, wire.VERSION] if headed else []
-    reason(msgspec.msgpack.encode(head + fields), kind)
-
-
-@given(st.sampled_from(MESSAGES), st.data())
-def test_a_message_with_one_field_replaced(message, data):
-    fields = tail(message)
-    fields[data.draw(st.integers(2, len(fields) - 1))] = data.draw(anything)
-    reason(msgspec.msgpack.encode(fields), type(message))
-
-
-@given(st.sampled_from(MESSAGES), st.data())
-def test_a_message_with_bytes_changed(message, data):
-    changed = bytearray(wire.encode(message))
-    places = st.tuples(st.integers(0, len(changed) - 1), st.integers(0, 255))
-    for at, value in data.draw(st.lists(places, min_size=1, max_size=8)):
-        changed[at] = value
-    reason(bytes(changed), type(message))
 
 
 def test_bytes_per_row():

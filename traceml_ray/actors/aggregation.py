@@ -63,7 +63,7 @@ class Aggregation:
         self._clock = clock
         self._writer = SessionWriter(self.folder.sqlite, max_bytes=settings.session_bytes)
         self._recent = Recent()
-        self.errors = Errors(debug=settings.debug, **self._writer.meta.get("errors", {}))
+        self.errors = Errors(self._writer.meta.get("errors"), debug=settings.debug)
         self._judge = LiveJudge(self._writer, self._recent, settings, clock, self.errors)
         self._refused: dict[str, int] = {}
         streams = self._writer.streams.values()

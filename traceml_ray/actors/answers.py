@@ -27,6 +27,9 @@ from traceml_ray.store.streams import shown
 from traceml_ray.store.writer import SessionWriter
 from traceml_ray.wire import STAGES
 
+_MAX_ERROR = 1000
+"""Characters of an error: it may repeat what was asked."""
+
 
 class Answers:
     """
@@ -81,7 +84,7 @@ class Answers:
             return msgspec.msgpack.encode(self._answer(asked))
         except Exception as error:
             self._errors.note("query", error)
-            return msgspec.msgpack.encode({"error": f"{type(error).__name__}: {error}"})
+            return msgspec.msgpack.encode({"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR]})
 
     def status(self) -> dict[str, Any]:
         """Return how the aggregator itself is doing: counts in rows, errors by place."""

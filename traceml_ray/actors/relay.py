@@ -21,7 +21,7 @@ from typing import Protocol
 
 import msgspec
 
-from traceml_ray import wire
+from traceml_ray import v1, wire
 from traceml_ray.actors import folders, processes
 from traceml_ray.actors.outbox import Outbox
 from traceml_ray.actors.peers import Peer, Peers
@@ -125,6 +125,7 @@ class Relay:
         self._outbox = Outbox(settings.relay_buffer_bytes)
         self._streams: dict[str, _Stream] = {}
         self._callers: dict[int, Peer] = {}
+        self._v1 = v1.Senders(f"v1-{node.hostname}")
         self._lost: list[str] = []
         about: dict[str, str | int | float | None] = {"pid": os.getpid(), "incarnation": self.incarnation}
         self._events = [wire.Event("relay_start", time.time_ns(), data=about)]
@@ -179,11 +180,14 @@ class Relay:
 
     def take(self, data: bytes) -> bytes:
         """
-        Take one RankBatch from a process of this node that calls instead of connecting.
+        Take one RankBatch, or a message of version 1, from a process of this node that calls and does not
+        connect.
 
         Returns RankReply bytes; raises `wire.WireError` for a message that is not accepted.
         """
         with self._lock:
+            if v1.is_v1(data):
+                return self._take_v1(data, None)
             try:
                 batch = wire.decode(data, wire.RankBatch, max_bytes=wire.MAX_BATCH_BYTES)
             except wire.WireError as error:
@@ -235,6 +239,9 @@ class Relay:
         try:
             if cut:
                 raise wire.WireError("too_large")
+            if v1.is_v1(data):
+                self._take_v1(data, peer)
+                return
             if wire.tag_of(data) == "finish":
                 self._begin_end(peer, wire.decode(data, wire.Finish))
                 return
@@ -259,9 +266,29 @@ class Relay:
             stream.final = batch.final
         return wire.encode(wire.RankReply(wire.VERSION, batch.stream, stream.seq, self._commands))
 
+    def _take_v1(self, data: bytes, peer: Peer | None) -> bytes:
+        """
+        Take a message of version 1; whoever is connected reads no reply. Raises the last of what is refused
+        where nothing was taken.
+        """
+        reply, refused = b"", wire.WireError("malformed")
+        pid = peer.pid if peer else None
+        for found in self._v1.read(data, pid or 0, time.time_ns()):
+            if isinstance(found, wire.WireError):
+                self._count(f"{found.reason} from {f'pid {pid}' if pid else 'a caller'}")
+                refused = found
+                continue
+            if peer is not None:
+                peer.streams.add(found.stream)
+            reply = self._take(found, wire.encode(found), pid)
+        if not (reply or peer):
+            raise refused
+        return reply
+
     def _gone(self, peer: Peer) -> None:
         """Forget the streams of a process that has ended; what it did not end itself is lost."""
         self._callers.pop(peer.pid, None)
+        self._v1.forget(peer.pid)
         for name in peer.streams:
             stream = self._streams.get(name)
             if stream is None:

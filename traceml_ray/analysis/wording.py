@@ -30,6 +30,10 @@ COUPLED = (
     "Collectives run inside forward and backward here, so waiting is not told apart from work "
     "inside forward and backward: exposed time only."
 )
+UNSAID = (
+    "Nothing says where these ranks exchange gradients, so waiting is not told apart from work "
+    "inside forward and backward: exposed time only."
+)
 PIPELINE = "These ranks are stages of a pipeline, and pipeline stages do different work: exposed time only."
 TENSOR = (
     "Tensor-parallel collectives run inside forward and backward here, so waiting is not told apart from "
@@ -195,6 +199,8 @@ def unsynced(window: Window, spread: float, together: Sequence[Int64]) -> str:
 def coupled(window: Window) -> str:
     """Say how else than by one exchange a step the ranks depend on each other."""
     parts = {part for strategy in window.strategies for part in strategy.split("+")}
+    if not parts:
+        return UNSAID
     return PIPELINE if "pp" in parts else TENSOR if "tp" in parts else COUPLED
 
 

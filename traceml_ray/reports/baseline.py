@@ -10,7 +10,7 @@ from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.reports.summary import baseline_of
 from traceml_ray.session import DATABASE, SessionError, find
 from traceml_ray.settings import SettingError, Settings
-from traceml_ray.store.session_file import SessionFile, SessionFileError
+from traceml_ray.store.session_file import SessionFile, SessionFileError, legible
 
 
 def checked(settings: Settings) -> Settings:
@@ -37,7 +37,7 @@ def given(settings: Settings) -> Baseline | None:
         return None
     folder = _folder(settings)
     try:
-        with SessionFile(folder / DATABASE) as session:
+        with SessionFile(folder / DATABASE) as session, legible(folder / DATABASE):
             found = baseline_of(session, settings.thresholds)
     except SessionFileError as error:
         raise SettingError(f"baseline={settings.baseline!r}: {error}") from None

@@ -34,6 +34,11 @@ _OUT_OF_MEMORY = re.compile(
     r"|defaultcpuallocator: (can't|not enough)",
     re.IGNORECASE,
 )
+_SILENT = frozenset({"ray", "v1"})
+"""
+Sources of ranks that end without a word: a plain actor may be killed when its work is done, version 1 has no
+last message. That alone is no death of a job.
+"""
 
 
 @dataclass(frozen=True)
@@ -116,8 +121,7 @@ def deaths(
         every = own.get(stream.id, [])
         mine = [event for event in every if event["kind"] != ENDED]
         seen = next((event for event in reversed(every) if event["kind"] == ENDED), None)
-        # A plain actor may be killed when its work is done: that alone is no death of a job.
-        lost = bool(mine) if stream.identity.source == "ray" else stream.lost
+        lost = bool(mine) if stream.identity.source in _SILENT else stream.lost
         if not (failure or lost or any(event["kind"] == "exception" for event in mine)):
             continue
         times = [event["t_ns"] for event in every] + ([failure["t_ns"]] if failure else [])

@@ -381,8 +381,8 @@ def _ms(value: float | None) -> str:
     return "n/a" if value is None else f"{_number(value)} ms"
 
 
-def _spread(spread: dict[str, float] | None, unit: int, name: str) -> str:
-    if spread is None:
+def _spread(spread: dict[str, float | None] | None, unit: int, name: str) -> str:
+    if spread is None or spread["median"] is None or spread["peak"] is None:
         return "n/a"
     return f"{spread['median'] / unit:.1f} {name} ({spread['peak'] / unit:.1f})"
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import json
+import math
 import sqlite3
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -88,6 +89,21 @@ NETWORK_FILESYSTEMS = frozenset(
 
 class SessionFileError(ValueError):
     """A session file that cannot be read; the message names the file and what is wrong with it."""
+
+
+_NONSENSE = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
+
+
+@contextlib.contextmanager
+def legible(path: Path) -> Iterator[None]:
+    """Raise `SessionFileError` for what goes wrong inside because what stands in the file makes no sense."""
+    try:
+        yield
+    except SessionFileError:
+        raise
+    except (*_NONSENSE, msgspec.MsgspecError) as error:
+        told = f"{type(error).__name__}: {str(error)[:200]}"
+        raise SessionFileError(f"{path}: the session file is damaged ({told})") from error
 
 
 def connect(path: Path, *, create: bool = False) -> sqlite3.Connection:
@@ -329,7 +345,7 @@ class SessionFile:
             for name, value in named.items():
                 if name not in ("mem_used", "load"):
                     column = columns.setdefault(name, array("d"))
-                    if value is not None and value == value:
+                    if value is not None and math.isfinite(value):
                         column.append(value)
             last[node] = sample
         return {node: dict(columns) for node, columns in found.items()}

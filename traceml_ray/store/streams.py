@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from traceml_ray import wire
-from traceml_ray.identity import RankIdentity
+from traceml_ray.identity import MAX_RANKS, RankIdentity
 
 _IDENTITY = RankIdentity.__struct_fields__
 
@@ -136,14 +136,18 @@ def to_row(stream: Stream) -> tuple[Any, ...]:
 
 
 def from_row(row: tuple[Any, ...]) -> Stream:
-    """Return the stream of a row of `COLUMNS`."""
+    """Return the stream of a row of `COLUMNS`. Raises ValueError, msgspec.ValidationError for nonsense."""
     values = dict(zip(_PLAIN, row, strict=False))
     for name in _JSON:
         values[name] = {} if values[name] == "{}" else json.loads(values[name])
     for name in _BOOL:
         values[name] = bool(values[name])
     identity = row[len(_PLAIN) :]
-    return Stream(**values, identity=None if identity[0] is None else RankIdentity(*identity))
+    who = None
+    if identity[0] is not None:
+        *most, name = identity  # which an older file has not
+        who = msgspec.convert([*most, name or ""], RankIdentity)
+    return Stream(**values, identity=who)
 
 
 def _dump(value: dict[str, Any]) -> str:
@@ -189,7 +193,7 @@ def world_size(ranks: dict[int, Stream], launched: int | None) -> int:
     launcher launched.
     """
     said = [(s.identity.attempt, s.identity.world_size) for s in ranks.values() if s.identity]
-    return max(said)[1] if said else launched or 0
+    return max(said)[1] if said else min(launched or 0, MAX_RANKS)
 
 
 def age(stream: Stream) -> tuple[int, int, int]:

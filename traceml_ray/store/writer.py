@@ -21,7 +21,7 @@ from traceml_ray import wire
 from traceml_ray.store.nodes import COLUMNS as NODE_COLUMNS
 from traceml_ray.store.nodes import Node
 from traceml_ray.store.retention import Retention
-from traceml_ray.store.session_file import SessionFile, connect, on_network_filesystem
+from traceml_ray.store.session_file import SessionFile, connect, legible, on_network_filesystem
 from traceml_ray.store.streams import COLUMNS, Stream, to_row
 
 MAX_PENDING_BYTES = 256 << 20
@@ -50,7 +50,7 @@ class SessionWriter:
         self.exclusive = on_network_filesystem(path)
         if self.exclusive:
             self._connection.execute("PRAGMA locking_mode=EXCLUSIVE")
-        with SessionFile(path, self._connection) as stored:
+        with SessionFile(path, self._connection) as stored, legible(path):
             self.streams: dict[str, Stream] = {stream.stream: stream for stream in stored.streams()}
             self.meta: dict[str, Any] = stored.meta()
             self.nodes: dict[str, Node] = {node.node_id: node for node in stored.cluster()}

@@ -1,0 +1,179 @@
+"""Requests to the dashboard that no browser of ours makes: paths, queries, headers, cookies, bodies."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from flask import Flask
+from fuzzing import bounded, fuzz, json_values, mutated
+from hypothesis import example, given
+from hypothesis import strategies as st
+from sessions import Rank, Relay, aggregation
+
+from traceml_ray.dash_app import security
+from traceml_ray.dash_app.app import Refresher
+from traceml_ray.dash_app.board import Board
+from traceml_ray.dash_app.place import Place
+from traceml_ray.dash_app.server import create_app
+from traceml_ray.dash_app.source import open_source
+
+TOKEN = "a-Token_that.is-long"
+HOST = {"HTTP_HOST": "localhost"}
+UPDATE = "/_dash-update-component"
+OPEN = ("/health",)
+
+header_text = st.text(st.characters(max_codepoint=255, exclude_characters="\\r\\n\\0"), max_size=60)
+hosts = header_text | st.sampled_from(
+    ["[", "[::1", "a@b", "localhost:", "localhost:99999999", "localhost:é", "//", "%00"]
+)
+paths = (
+    st.text(max_size=40).map("/".__add__)
+    | st.sampled_from(
+        ["//evil.example", "/%00", "/rank/", "/rank/9" * 9, "/node/%2e%2e", "/assets/%00", "/assets/..%2f"]
+    )
+    | st.sampled_from(["/", "/health", "/metrics", "/login", "/_dash-layout", "/_dash-dependencies", UPDATE])
+)
+queries = st.text(max_size=40) | st.dictionaries(
+    st.sampled_from(["run", "session", "stage", "span", "kind", "rank", "node", "a", "b", "next", "token"]),
+    st.text(max_size=20) | st.sampled_from(["-1", "9" * 400, "..", "/etc/passwd", "nan", "1e999", "٣"]),
+    max_size=4,
+).map(lambda given: "&".join(f"{name}={value}" for name, value in given.items()))
+
+
+@pytest.fixture(scope="module")
+def board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Board]:
+    logging.disable(logging.CRITICAL)
+    folder = tmp_path_factory.mktemp("out") / "stored"
+    aggregator, relay, ranks = aggregation(folder), Relay(), [Rank(0), Rank(1)]
+    for _ in range(6):
+        aggregator.ingest(relay.message(*(rank.batch(10) for rank in ranks)))
+    aggregator.commit()
+    aggregator.close()
+    made = Board(open_source(str(folder), str(folder.parent), None))
+    made.poll()
+    yield made
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope="module")
+def opened(board: Board) -> Flask:
+    return create_app(board, token=None, hosts=security.names_of("127.0.0.1")).server  # type: ignore[return-value]
+
+
+@pytest.fixture(scope="module")
+def closed(board: Board) -> Flask:
+    return create_app(board, token=TOKEN, hosts=security.names_of("127.0.0.1")).server  # type: ignore[return-value]
+
+
+def ask(
+    server: Flask, path: str, query: str = "", method: str = "GET", body: bytes = b"", **headers: str
+) -> Any:
+    """The answer of the application itself, as waitress would call it: bytes of the request as Latin-1."""
+    environ = {**HOST, **headers, "PATH_INFO": path.encode(errors="replace").decode("latin-1")}
+    environ["QUERY_STRING"] = query.encode(errors="replace").decode("latin-1")
+    with bounded():
+        answer = server.test_client(use_cookies=False).open(
+            "/", method=method, data=body, environ_overrides=environ, content_type=headers.get("CONTENT_TYPE")
+        )
+    assert answer.headers["X-Frame-Options"] == "DENY"
+    assert "Traceback" not in answer.text
+    return answer
+
+
+@fuzz(2)
+@given(paths, queries, st.sampled_from(["GET", "HEAD", "POST"]), header_text)
+@example("/", "session=..", "GET", "")
+def test_addresses(opened: Flask, path: str, query: str, method: str, accept: str) -> None:
+    answer = ask(opened, path, query, method, HTTP_ACCEPT=accept)
+    assert answer.status_code < 500 or path == UPDATE, (answer.status_code, answer.text[:300])
+    assert "root:" not in answer.text
+
+
+@fuzz(2)
+@given(paths, queries, hosts | st.just("localhost"), st.lists(header_text, min_size=4, max_size=4), st.data())
+def test_nobody_gets_in_without_the_token(
+    closed: Flask, path: str, query: str, host: str, said: list[str], data: st.DataObject
+) -> None:
+    proof = security.Guard(TOKEN, [])
+    cookie = data.draw(
+        st.sampled_from([said[0], f"{proof._cookie}={said[0]}", f"{proof._cookie}={proof._proof}x"])
+    )
+    bearer = data.draw(st.sampled_from([said[1], f"Bearer {said[1]}", f"bearer {TOKEN} x", f"Basic {TOKEN}"]))
+    method = data.draw(st.sampled_from(["GET", "HEAD", "POST"]))
+    more = {"HTTP_HOST": host, "HTTP_COOKIE": cookie, "HTTP_AUTHORIZATION": bearer, "HTTP_ORIGIN": said[2]}
+    answer = ask(closed, path, query, method, f"token={said[3]}".encode(), **more)
+    refused = answer.status_code in (400, 401, 403, 404, 405, 421)
+    assert refused or (path in OPEN and answer.status_code == 200), (answer.status_code, answer.text[:300])
+    assert "Set-Cookie" not in answer.headers
+
+
+callback = {
+    "output": "..page.children...answer.data..",
+    "outputs": [{"id": "page", "property": "children"}, {"id": "answer", "property": "data"}],
+    "inputs": [
+        {"id": "tick", "property": "n_intervals", "value": 1},
+        {"id": "url", "property": "pathname", "value": "/"},
+        {"id": "url", "property": "search", "value": ""},
+    ],
+    "changedPropIds": ["tick.n_intervals"],
+    "state": [{"id": "seen", "property": "data", "value": None}],
+}
+
+
+@fuzz()
+@given(mutated(json.dumps(callback).encode(), [b"[" * 50_000, b"null", b"1e999", b'"\\ud800"', b"{}"]))
+def test_bodies_of_callbacks(opened: Flask, body: bytes) -> None:
+    """What Dash itself cannot make sense of is its 500; nothing of it reaches the board, or is told."""
+    answer = ask(opened, UPDATE, method="POST", body=body, CONTENT_TYPE="application/json")
+    assert len(answer.text) < 1 << 20
+    assert ask(opened, "/health").status_code == 200
+
+
+@fuzz()
+@given(st.none() | st.text(max_size=20) | json_values, st.none() | json_values, json_values, st.data())
+def test_values_in_callbacks(
+    opened: Flask, pathname: Any, search: Any, seen: Any, data: st.DataObject
+) -> None:
+    values = [data.draw(json_values), pathname, search]
+    inputs = [{**given, "value": value} for given, value in zip(callback["inputs"], values, strict=True)]  # type: ignore[arg-type]
+    body = {**callback, "inputs": inputs, "state": [{"id": "seen", "property": "data", "value": seen}]}
+    answer = ask(
+        opened, UPDATE, method="POST", body=json.dumps(body).encode(), CONTENT_TYPE="application/json"
+    )
+    assert answer.status_code == 200, answer.text[:300]
+
+
+@fuzz(2)
+@given(paths, queries, json_values, json_values)
+@example("/", "", {"page": [], "sums": [], "heat": {}}, {"rank": 1 << 70, "first": -1, "last": None})
+@example("/", "", {"sums": {"x": {}}, "heat": {"id": []}}, {"rank": 0, "first": 0, "last": 1 << 62})
+def test_what_a_browser_says_it_has(board: Board, path: str, query: str, seen: Any, asked: Any) -> None:
+    refresher = Refresher(board)
+    with bounded(mib=64):
+        _, told = refresher.refresh(path, "?" + query, seen)
+        cell = refresher.cell(asked, "?" + query)
+    assert {"seen", "page", "set"} <= told.keys()
+    assert cell is None or isinstance(cell["text"], str)
+    assert len(json.dumps(told, default=str)) < 1 << 20
+
+
+@fuzz(4)
+@given(st.text(max_size=60) | paths, st.text(max_size=200) | queries)
+def test_a_place_is_one_or_none(path: str, search: str) -> None:
+    with bounded(mib=16):
+        place = Place.of(path, search)
+        if place is not None:
+            again = Place.of(*place.here().partition("?")[::2])
+            assert again is None or again.page == place.page
+            msgspec.json.encode(place)
+
+
+def test_a_folder_that_is_no_session_cannot_be_chosen(board: Board, tmp_path: Path) -> None:
+    for name in ("..", "../..", "/etc", str(tmp_path), "stored/../stored", "\0", "x" * 5000, ""):
+        assert board._past(name) is None

@@ -1,0 +1,173 @@
+"""Messages from nobody knows whom: `wire.decode`, and what an aggregator makes of those that it takes."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from fuzzing import BOMBS, anything, bounded, fuzz, mutated
+from hypothesis import example, given
+from hypothesis import strategies as st
+from messages import MESSAGES, rank_batch, relay_batch
+from sessions import Clock, Rank, Relay
+
+from traceml_ray import wire
+from traceml_ray.actors.aggregation import Aggregation
+from traceml_ray.settings import Settings
+from traceml_ray.store.session_file import SessionFile
+
+KINDS = [type(message) for message in MESSAGES]
+REASONS = {"too_large", "garbage", "wrong_version", "wrong_kind", "malformed", "bad_columns"}
+MIB = 24.0
+"""Of the largest message that is let in, 1 MiB of entries of one byte, as Python's objects."""
+kinds = st.sampled_from(KINDS)
+
+
+def decoded(data: bytes, kind: type[Any]) -> Any:
+    """The message, or None; nothing but a WireError of a known reason is let through."""
+    with bounded(mib=MIB):
+        try:
+            message = wire.decode(data, kind)
+        except wire.WireError as error:
+            assert error.reason in REASONS and len(str(error)) < 500
+            return None
+        wire.tag_of(data)
+    assert type(message) is kind
+    return message
+
+
+@fuzz()
+@given(kinds, st.binary(max_size=300))
+@example(wire.RankBatch, b"")
+def test_bytes_of_any_kind(kind: type[Any], data: bytes) -> None:
+    decoded(data, kind)
+
+
+@fuzz()
+@given(kinds, st.lists(anything, max_size=24), st.booleans())
+def test_msgpack_of_any_shape(kind: type[Any], fields: list[Any], headed: bool) -> None:
+    head = [kind.__struct_config__.tag, wire.VERSION] if headed else []
+    decoded(msgspec.msgpack.encode(head + fields), kind)
+
+
+@fuzz()
+@given(st.sampled_from(MESSAGES), st.data())
+def test_a_message_with_one_field_replaced(message: Any, data: st.DataObject) -> None:
+    fields = msgspec.msgpack.decode(wire.encode(message))
+    fields[data.draw(st.integers(2, len(fields) - 1))] = data.draw(anything)
+    taken = decoded(msgspec.msgpack.encode(fields), type(message))
+    assert taken is None or wire.decode(wire.encode(taken), type(message)) is not None
+
+
+@fuzz(2)
+@given(st.sampled_from(MESSAGES), st.data())
+def test_a_message_with_bytes_changed(message: Any, data: st.DataObject) -> None:
+    decoded(data.draw(mutated(wire.encode(message))), type(message))
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_bomb_in_every_field(message: Any) -> None:
+    fields = [msgspec.msgpack.encode(field) for field in msgspec.msgpack.decode(wire.encode(message))]
+    for bomb in BOMBS:
+        decoded(bomb, type(message))
+        for at in range(len(fields)):
+            decoded(
+                bytes([0xDC, 0, len(fields)]) + b"".join([*fields[:at], bomb, *fields[at + 1 :]]),
+                type(message),
+            )
+
+
+INT64 = st.integers(-(1 << 63), (1 << 63) - 1) | st.sampled_from([0, -1, 1, (1 << 63) - 1, -(1 << 63)])
+COUNT = INT64.map(lambda n: n & ((1 << 63) - 1))
+FLOAT = st.none() | st.floats()
+details = st.builds(
+    wire.Detail, st.text(max_size=9), st.integers(0, 5), COUNT, INT64, st.none() | INT64, INT64, INT64,
+    st.none() | COUNT,
+)  # fmt: skip
+events = st.builds(
+    wire.Event,
+    st.sampled_from(["exception", "rank_lost", "process_ended", "stacks", "standing", "note", ""]),
+    INT64, st.none() | INT64, st.none() | st.integers(0, 5), st.text(max_size=9),
+    st.dictionaries(
+        st.sampled_from(["dump", "stream", "state", "exit_code", "oom_kills", "call", "pending_ns"]),
+        st.none() | st.text(max_size=9) | INT64 | st.floats(), max_size=4,
+    ),
+)  # fmt: skip
+processes = st.builds(wire.ProcessSample, INT64, FLOAT, *[st.none() | COUNT for _ in range(4)])
+gpus = st.builds(
+    wire.GpuSample, COUNT, st.none(), FLOAT, st.none() | COUNT, st.none() | COUNT, FLOAT, FLOAT, FLOAT
+)
+samples = st.builds(
+    wire.NodeSample, INT64, FLOAT, st.none() | COUNT, FLOAT, *[st.none() | COUNT for _ in range(6)],
+    st.none() | st.lists(gpus, max_size=2), st.none() | COUNT, FLOAT, FLOAT, FLOAT, st.none() | COUNT,
+)  # fmt: skip
+opens = st.builds(
+    wire.OpenStage, INT64, st.integers(0, 5), INT64, st.none() | st.text(max_size=9), st.none() | INT64
+)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> bytes:
+    """A rank batch that the wire lets in, with whatever values it lets in."""
+    n = draw(st.integers(0, 12))
+    columns = {
+        "keys": b"".join(draw(INT64).to_bytes(8, "little", signed=True) for _ in range(n)),
+        "flags": draw(st.binary(min_size=n, max_size=n)),
+        "rows": b"".join(draw(INT64).to_bytes(8, "little", signed=True) for _ in range(n * wire.N_STAGES)),
+    }
+    dropped, more = sorted((draw(COUNT), draw(COUNT)))
+    return Rank(draw(st.integers(0, 3)), 4, stream=draw(st.sampled_from(["a", "b", "c"]))).batch(
+        0, **columns, seq=draw(COUNT), first_row=draw(COUNT | st.integers(0, 40)), produced=more,
+        dropped=dropped, sent_ns=draw(INT64), open=draw(st.none() | opens), final=draw(st.booleans()),
+        process=draw(st.none() | processes), details=draw(st.lists(details, max_size=2)),
+        events=draw(st.lists(events, max_size=2)), group=draw(st.none() | st.tuples(COUNT, COUNT)),
+        strategy=draw(st.none() | st.text(max_size=5)),
+    )  # fmt: skip
+
+
+ticks = st.tuples(st.lists(batches(), max_size=3), st.none() | samples, st.lists(events, max_size=1))
+
+
+@fuzz(0.5)
+@given(st.lists(ticks, max_size=4), st.dictionaries(st.sampled_from(["a", "b", "new"]), COUNT, max_size=2))
+def test_whatever_the_wire_lets_in_an_aggregator_can_live_with(
+    sent: list[Any], dropped: dict[str, int]
+) -> None:
+    with tempfile.TemporaryDirectory() as folder, bounded():
+        clock, relay = Clock(), Relay()
+        aggregator = Aggregation(Path(folder), Settings(debug=True), {"launcher": "torchrun"}, clock)
+        for inner, sample, told in sent:
+            aggregator.ingest(relay.message(*inner, sample=sample, events=told, dropped=dropped, lost=["b"]))
+            clock.tick(30)
+            assert aggregator.commit(), aggregator.errors
+            aggregator.judge()
+        assert not aggregator.errors
+        aggregator.finish(wire.Finish(wire.VERSION, 0))
+        aggregator.close()
+        with SessionFile(Path(folder) / "session.sqlite") as stored:
+            count = stored.ledger()
+        for part in (count, *count["per_rank"].values()):
+            assert part["produced"] == part["stored"] + part["in_flight"] + sum(part["dropped"].values())
+            assert min(part["in_flight"], part["stored"], *part["dropped"].values()) >= 0
+
+
+@fuzz()
+@given(st.data())
+def test_messages_of_relays_and_launchers_to_an_aggregator(data: st.DataObject) -> None:
+    """Whatever comes, it is answered; what is refused is counted under the name of a WireError."""
+    run = wire.Run(wire.VERSION, "job", {"name": "fit"}, [], "finished")
+    with tempfile.TemporaryDirectory() as folder, bounded():
+        aggregator = Aggregation(Path(folder), Settings(), {})
+        aggregator.ingest(data.draw(mutated(wire.encode(relay_batch()))))
+        aggregator.ingest(Relay().message(data.draw(mutated(wire.encode(rank_batch())))))
+        said = wire.decode(
+            aggregator.run(data.draw(mutated(wire.encode(run)) | st.binary(max_size=50))), wire.Finished
+        )
+        assert said.ok or "WireError" in said.detail
+        assert aggregator.commit()
+        names = {name.partition(": ")[2] for name in aggregator.errors}
+        assert names <= REASONS | {"WireError"}, aggregator.errors
+        aggregator.close()

@@ -1,0 +1,78 @@
+"""One message of every kind, with everything in it that may be."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from traceml_ray import wire
+from traceml_ray.identity import RankIdentity
+
+IDENTITY = RankIdentity(3, 1, 1, 4, 2, 2, "host-b", None, "job", 0, 4242, "torchrun")
+COMMANDS = [wire.Command("dump", {"reason": "asked", "seconds": 1.5, "rank": 3, "other": None})]
+NODE = wire.NodeIdentity("ab" * 28, "host-b", "10.0.0.2")
+EVENT = wire.Event("exception", 1_800_000_000_000_000_000, 7, wire.FORWARD, "boom", {"code": 1, "why": None})
+
+
+def rank_batch(n: int = 2, **changes: object) -> wire.RankBatch:
+    """Return a batch of `n` rows with nothing optional in it."""
+    step = 70_000
+    keys = struct.pack(f"<{n}q", *((step + i) << wire.SEGMENT_BITS for i in range(n)))
+    rows = struct.pack(f"<{n * wire.N_STAGES}q", *([33_333_333] * (n * wire.N_STAGES)))
+    batch = wire.RankBatch(
+        v=wire.VERSION,
+        stream="0123456789abcdef",
+        seq=7_000,
+        sent_ns=1_800_000_000_000_000_000,
+        produced=step + n,
+        dropped=0,
+        first_row=step,
+        keys=keys,
+        flags=bytes(n),
+        rows=rows,
+    )
+    return msgspec.structs.replace(batch, **changes)
+
+
+def full_rank_batch() -> wire.RankBatch:
+    return rank_batch(
+        identity=IDENTITY,
+        open=wire.OpenStage(70_002, wire.SYNC_WAIT, 12_000_000),
+        process=wire.ProcessSample(1, 99.5, 1 << 33, 41, None, 0),
+        details=[wire.Detail("optimizer", wire.POST_SYNC, 10, 900, 100, 1, 10)],
+        events=[EVENT],
+        errors={"sampler": 2},
+        missing={"nvml": "no driver"},
+        overhead=wire.Overhead(1, 2, 3, 4),
+        strategy="ddp",
+        final=True,
+    )
+
+
+def relay_batch() -> wire.RelayBatch:
+    sample = wire.NodeSample(1, 50.0, 8, 0.5, 1, 2, 3, 4, 5, None, [wire.GpuSample(0, "H200", 98.0, 1, 2)])
+    return wire.RelayBatch(
+        wire.VERSION,
+        NODE,
+        "fedcba9876543210",
+        1,
+        2,
+        [wire.encode(rank_batch())],
+        {"s": 1},
+        sample,
+        ["t"],
+        [EVENT],
+    )
+
+
+FAILURE = wire.RankFailure(1, 1, 77, -9, 5, "killed")
+MESSAGES = [
+    full_rank_batch(),
+    wire.RankReply(wire.VERSION, "0123456789abcdef", 7, COMMANDS),
+    relay_batch(),
+    wire.RelayReply(wire.VERSION, 9, COMMANDS),
+    wire.Finish(wire.VERSION, -15, [FAILURE], stop=False),
+    wire.Finished(wire.VERSION, False, "disk full"),
+    wire.Run(wire.VERSION, "job", {"name": "fit", "world_size": 2}, [EVENT], "finished"),
+]

@@ -1,0 +1,158 @@
+"""What foreign bytes once broke: each found by tests/fuzz, each kept from coming back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from sessions import Clock, Rank, Relay, aggregation, identity
+
+from traceml_ray import cli, session, wire
+from traceml_ray.dash_app import sessions
+from traceml_ray.dash_app.source import StoredSource, _attachment
+from traceml_ray.files import read_file
+from traceml_ray.launchers import control, torchrun
+from traceml_ray.plain import one_line
+from traceml_ray.settings import SettingError, Settings
+from traceml_ray.store.session_file import SessionFile, SessionFileError, legible
+from traceml_ray.store.streams import Stream, world_size
+
+
+def stored(folder: Path) -> Path:
+    aggregator, relay, rank = aggregation(folder), Relay(), Rank(0, 1)
+    aggregator.ingest(relay.message(rank.batch(60)))
+    aggregator.finish(wire.Finish(wire.VERSION, 0))
+    aggregator.close()
+    return folder
+
+
+def change(folder: Path, sql: str, *values: Any) -> None:
+    with contextlib.closing(sqlite3.connect(folder / "session.sqlite")) as changed, changed:
+        changed.execute(sql, values)
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "UPDATE stream SET world_size = 391226345",  # it took gigabytes
+        "UPDATE stream SET global_rank = -1",
+        "UPDATE meta SET value = 'x' WHERE key = 'session'",
+        "UPDATE meta SET value = '1.5'",
+        "UPDATE chunk SET rows = x'00'",
+        "UPDATE chunk SET flags = NULL",
+    ],
+)
+def test_values_that_nobody_wrote_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sql: str
+) -> None:
+    change(stored(tmp_path / "s"), sql)
+    assert cli.main(["report", str(tmp_path / "s")]) == 2
+    told = capsys.readouterr()
+    assert "s/session.sqlite: the session file is damaged (" in told.err
+    assert (told.out, told.err.count("\n")) == ("", 1)
+
+
+def test_errors_of_a_session_file_keep_their_words() -> None:
+    with pytest.raises(SessionFileError, match="as it was"), legible(Path("x")):
+        raise SessionFileError("as it was")
+
+
+def test_an_older_file_without_the_names_of_actors_is_read(tmp_path: Path) -> None:
+    change(stored(tmp_path / "s"), "ALTER TABLE stream DROP COLUMN name")
+    with SessionFile(tmp_path / "s" / "session.sqlite") as found:
+        assert [stream.identity.name for stream in found.streams() if stream.identity] == [""]
+
+
+def test_a_launcher_that_tells_of_a_huge_job_costs_no_memory() -> None:
+    assert world_size({}, 1 << 62) == 1 << 20
+    assert world_size({0: Stream(1, "a", identity(0, 4))}, 1 << 62) == 4
+
+
+def test_infinite_samples_do_not_keep_the_report_from_being_written(tmp_path: Path) -> None:
+    clock, relay = Clock(), Relay()
+    aggregator = aggregation(tmp_path / "s", clock)
+    nothing = [None] * 8
+    for cpu in (float("inf"), 1.7e308, 1.7e308):
+        sample = wire.NodeSample(clock(), cpu, *nothing)  # type: ignore[arg-type]
+        aggregator.ingest(relay.message(Rank(0, 1).batch(1), sample=sample))
+    aggregator.finish(wire.Finish(wire.VERSION, 0))
+    aggregator.close()
+    assert "n/a" in (tmp_path / "s" / "report.txt").read_text()
+
+
+def test_nested_json_is_no_setting() -> None:
+    with pytest.raises(SettingError, match="settings cannot be read"):
+        Settings.from_json(b'{"x":' * 100_000)
+
+
+@pytest.mark.parametrize("name", ["OUT", "RING_ROWS", "SESSION", "INTERVAL"])
+def test_bytes_that_are_no_text_are_no_setting(name: str) -> None:
+    with pytest.raises(SettingError, match=f"TRACEML_{name}="):
+        Settings.load({f"TRACEML_{name}": os.fsdecode(b"caf\xe9")})
+
+
+def test_an_error_does_not_repeat_all_that_was_asked(tmp_path: Path) -> None:
+    aggregator = aggregation(tmp_path / "s")
+    answer = msgspec.msgpack.decode(aggregator.query(msgspec.msgpack.encode({"what": [0] * 60_000})))
+    aggregator.close()
+    assert len(answer["error"]) <= 1000
+
+
+def test_a_fifo_is_read_by_nobody(tmp_path: Path) -> None:
+    stored(tmp_path / "s")
+    for name in ("live.json", ".lock", "x"):
+        (tmp_path / "s" / name).unlink(missing_ok=True)
+        os.mkfifo(tmp_path / "s" / name)
+    (tmp_path / "s" / "summary.json").unlink()
+    os.mkfifo(tmp_path / "s" / "summary.json")
+    assert session.holder(tmp_path / "s") is None
+    assert _attachment(tmp_path / "s") is None
+    assert sessions.listed(str(tmp_path))[0]["label"] is None
+    assert StoredSource(tmp_path / "s").ask("verdict")[0]["label"] == "healthy"
+    with pytest.raises(OSError, match="not a regular file"):
+        read_file(tmp_path / "s" / "x", 10)
+    (tmp_path / "y").write_bytes(b"x" * 11)
+    with pytest.raises(OSError, match="larger than 10 bytes"):
+        read_file(tmp_path / "y", 10)
+
+
+@pytest.mark.parametrize("socket", ["", "/", "a\\u0000b", "x" * 300])
+def test_a_live_json_with_a_path_that_is_none(tmp_path: Path, socket: str) -> None:
+    said = f'{{"pid": 1, "socket": "{socket}", "namespace": "", "address": "127.0.0.1:1"}}'
+    (tmp_path / "live.json").write_text(said)
+    found = _attachment(tmp_path)
+    assert found is not None and found.address == "127.0.0.1:1"
+    with pytest.raises(control.ControlError, match="does not answer"):
+        control.stop(tmp_path)
+
+
+@pytest.mark.parametrize("summary", ["[]", '{"verdict": 3}', '{"steps": {"median_ms": "x"}}', "[" * 100_000])
+def test_a_summary_of_somebody_else_is_none(tmp_path: Path, summary: str) -> None:
+    (stored(tmp_path / "s") / "summary.json").write_text(summary)
+    assert sessions.listed(str(tmp_path))[0]["label"] is None
+    assert StoredSource(tmp_path / "s").ask("verdict")[0]["label"] == "healthy"
+
+
+@pytest.mark.parametrize("given", ["\n", "\x1b[2J", "x" * 5000, "caf\udce9"])
+def test_arguments_are_told_in_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", given]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and told.rstrip("\n").isprintable()
+
+
+def test_a_master_address_that_cannot_be_a_name() -> None:
+    assert torchrun._port_is_free("é" * 100, 1) is False
+
+
+def test_a_script_of_no_possible_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert torchrun.main(["x" * 5000]) == 2
+    assert "there is no script xxx" in capsys.readouterr().err
+
+
+def test_text_in_one_line() -> None:
+    assert one_line("a\nb\x1b[2J é \udce9") == "a\\nb\\x1b[2J é \\udce9"

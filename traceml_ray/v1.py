@@ -1,0 +1,283 @@
+"""
+Messages of version 1, the format of TraceML on one node, as batches of this one's.
+
+One is a msgpack map `{"rank", "sampler", "tables": {name: [row, …]}}`, `_v` 1 or absent; a list of such
+maps is taken one by one. It says nothing of when gradients are exchanged, so its rows are flagged in a
+way that nobody is blamed by them. What each table becomes: docs/v1.md. Nothing here raises but `WireError`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from traceml_ray import wire
+from traceml_ray.identity import Rank, RankIdentity
+from traceml_ray.plain import one_line
+from traceml_ray.wire import WireError
+
+SOURCE = "v1"
+HOSTNAME = "localhost"
+MAX_SENDERS = 1024
+"""Ranks of processes that are told apart at a time."""
+MAX_NAMES = 32
+"""Names of a sender's tables and fields that are counted each by itself; the rest is `v1: other`."""
+MAX_NAME = 48
+MAX_SAMPLES = 64
+"""Looks at a process that are taken of one message: the newest."""
+MAX_STEP = (1 << (63 - wire.SEGMENT_BITS)) - 1
+
+_MAX_MS = 86_400_000.0
+_EVENT = "_traceml_internal:"
+_STAGES = {
+    f"{_EVENT}dataloader_next": wire.DATA,
+    f"{_EVENT}h2d_time": wire.PREPARE,
+    f"{_EVENT}forward_time": wire.FORWARD,
+    f"{_EVENT}backward_time": wire.BACKWARD,
+    f"{_EVENT}optimizer_step": wire.POST_SYNC,
+}
+_WHOLE = f"{_EVENT}step_time"
+"""All of a step but the wait for data, which comes before it."""
+_MISSING = (
+    (wire.DATA, wire.FLAG_NO_DATA),
+    (wire.FORWARD, wire.FLAG_NO_FORWARD),
+    (wire.BACKWARD, wire.FLAG_NO_BACKWARD),
+)
+_KNOWN = frozenset({"rank", "sampler", "tables", "timestamp", "_v"})
+_KNOWN_OF_STEP = frozenset({"seq", "timestamp", "step", "events"})
+
+
+class _Time(msgspec.Struct):
+    """Of one event on one device in one step; the CPU's own time is there in newer messages only."""
+
+    duration_ms: float
+    cpu_ms: float | None = None
+    is_gpu: bool = False
+
+
+class _Process(msgspec.Struct):
+    ts: float
+    cpu: float | None = None
+    ram_used: float | None = None
+
+
+_T = TypeVar("_T")
+_Fields = dict[str, msgspec.Raw]
+_Step = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
+
+
+def is_v1(data: bytes) -> bool:
+    """Tell a message of version 1, a map or a list of maps, from one of version 2: a list, a tag first."""
+    at = {0xDC: 3, 0xDD: 5}.get(data[0], 1 if 0x90 <= data[0] <= 0x9F else 0) if data else 0
+    first = data[at] if at < len(data) else 0
+    return 0x80 <= first <= 0x8F or first in (0xDE, 0xDF)
+
+
+@dataclass
+class _Sender:
+    """One rank of one process, for as long as the process is there."""
+
+    stream: str = field(default_factory=lambda: secrets.token_hex(8))
+    seq: int = -1
+    stored: int = 0
+    dropped: int = 0
+    """Rows that could not be understood."""
+    ignored: Counter[str] = field(default_factory=Counter)
+
+    def ignore(self, what: str, names: Iterable[str]) -> None:
+        """Count what is not made use of."""
+        for name in names:
+            told = f"v1 {what}: {one_line(name[:MAX_NAME])[:MAX_NAME]}"
+            known = told in self.ignored or len(self.ignored) < MAX_NAMES
+            self.ignored[told if known else "v1: other"] += 1
+
+
+class Senders:
+    """
+    Who speaks version 1 to a relay: it is the relay that numbers their rows.
+
+    Args:
+        run: id of the run that their ranks are of.
+
+    """
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._known: dict[tuple[int, int], _Sender] = {}
+
+    def read(self, data: bytes, pid: int, now_ns: int) -> Iterator[wire.RankBatch | WireError]:
+        """
+        Yield the batches that a message of process `pid` (0: not known) makes at wall-clock time `now_ns`,
+        and why a part of it is refused: `too_large`, `wrong_version`, `malformed`, `too_many`.
+        """
+        try:
+            if len(data) > wire.MAX_BATCH_BYTES:
+                raise WireError("too_large", f"{len(data)} bytes, limit {wire.MAX_BATCH_BYTES}")
+            listed = not (0x80 <= data[0] <= 0x8F or data[0] in (0xDE, 0xDF))
+            parts = _as(data, list[msgspec.Raw]) if listed else [data]
+            if len(parts) > wire.MAX_ITEMS:
+                yield WireError("too_many", f"{len(parts)} messages in one, limit {wire.MAX_ITEMS}")
+        except WireError as error:
+            yield error
+            return
+        for part in parts[: wire.MAX_ITEMS]:
+            try:
+                yield from self._read(_as(part, _Fields), pid, now_ns)
+            except WireError as error:
+                yield error
+
+    def forget(self, pid: int) -> None:
+        """A process is gone."""
+        for key in [key for key in self._known if key[0] == pid]:
+            del self._known[key]
+
+    def _read(self, message: _Fields, pid: int, now_ns: int) -> Iterator[wire.RankBatch]:
+        version = _as(message["_v"], Any) if "_v" in message else 1
+        if type(version) is not int or version != 1:
+            raise WireError("wrong_version", f"message has {str(version)[:40]}, a map is of 1")
+        if not {"rank", "sampler", "tables"} <= message.keys():
+            raise WireError("malformed", "rank, sampler or tables is not there")
+        rank, _ = _as(message["rank"], Rank), _as(message["sampler"], str)
+        tables = {
+            name: _as(table, list[msgspec.Raw]) for name, table in _as(message["tables"], _Fields).items()
+        }
+        sender = self._sender(pid, rank)
+        sender.ignore("field", message.keys() - _KNOWN)
+        sender.ignore("table", tables.keys() - {"StepTimeTable", "ProcessTable"})
+        steps = _steps(tables.get("StepTimeTable", []), sender)
+        samples = _samples(tables.get("ProcessTable", []), sender)
+        identity = self._identity(rank, pid)
+        chunks = [steps[at : at + wire.MAX_ROWS] for at in range(0, len(steps), wire.MAX_ROWS)]
+        for chunk, sample in list(zip_longest(chunks, samples)) or [(None, None)]:
+            yield _batch(sender, identity, chunk or [], sample, now_ns)
+
+    def _sender(self, pid: int, rank: int) -> _Sender:
+        sender = self._known.get((pid, rank))
+        if sender is None:
+            if len(self._known) >= MAX_SENDERS:
+                raise WireError("too_many", f"more than {MAX_SENDERS} ranks speak version 1")
+            sender = self._known[pid, rank] = _Sender()
+        return sender
+
+    def _identity(self, rank: int, pid: int) -> RankIdentity:
+        """Return who that is: the size of the job is not said, so each rank knows of those below it."""
+        size = min(rank + 1, 1 << 20)
+        return RankIdentity(rank, rank, 0, size, size, 1, HOSTNAME, None, self._run, 0, pid, SOURCE)
+
+
+def _as(data: bytes | msgspec.Raw, kind: type[_T]) -> _T:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except wire.UNREADABLE as error:
+        raise WireError("malformed", str(error)) from None
+
+
+_Row = tuple[int, int, list[int]]
+"""Key, flags, and ns of the six stages."""
+
+
+def _steps(table: list[msgspec.Raw], sender: _Sender) -> list[_Row]:
+    """Return the rows of a table of steps; those that make no sense are counted as dropped."""
+    rows = []
+    for raw in table[: wire.MAX_ROWS]:
+        try:
+            rows.append(_step(_as(raw, _Fields), sender))
+        except WireError as error:
+            sender.ignore("row", [error.reason])
+    sender.dropped += len(table) - len(rows)
+    sender.ignore("row", ["too_many"] * (len(table) > wire.MAX_ROWS))
+    return rows
+
+
+def _step(said: _Fields, sender: _Sender) -> _Row:
+    sender.ignore("field of a step", said.keys() - _KNOWN_OF_STEP)
+    if not {"step", "events"} <= said.keys():
+        raise WireError("malformed", "step or events is not there")
+    step: int = _as(said["step"], _Step)
+    events = _as(said["events"], _Fields)
+    sender.ignore("event", events.keys() - {*_STAGES, _WHOLE})
+    times = {name: _time(events[name]) for name in (*_STAGES, _WHOLE) if name in events}
+    if not times:
+        raise WireError("malformed", "a step without times")
+    ns = [0] * wire.N_STAGES
+    for name, stage in _STAGES.items():
+        ns[stage] = times.get(name, (0, False))[0]
+    if _WHOLE in times:
+        rest = times[_WHOLE][0] - ns[wire.PREPARE] - ns[wire.FORWARD] - ns[wire.BACKWARD]
+        ns[wire.POST_SYNC] = max(rest, ns[wire.POST_SYNC])
+    seen = {_STAGES[name] for name in times if name in _STAGES}
+    flags = wire.FLAG_NO_SPLIT | wire.FLAG_COUPLED
+    flags |= sum(flag for stage, flag in _MISSING if stage not in seen)
+    flags |= wire.FLAG_DEVICE_CLOCK * any(device for _, device in times.values())
+    return step << wire.SEGMENT_BITS, flags, ns
+
+
+def _time(raw: msgspec.Raw) -> tuple[int, bool]:
+    """Return the ns of an event, of all devices together, and whether some are by a device's clock."""
+    times = _as(raw, dict[str, _Time]).values()
+    ms = sum(time.duration_ms if time.cpu_ms is None else time.cpu_ms for time in times)
+    least = min((time.duration_ms if time.cpu_ms is None else time.cpu_ms for time in times), default=0.0)
+    if not (least >= 0 and ms <= _MAX_MS):  # not a number is neither
+        raise WireError("malformed", "an impossible duration")
+    return round(ms * 1e6), any(time.is_gpu and time.cpu_ms is None for time in times)
+
+
+def _samples(table: list[msgspec.Raw], sender: _Sender) -> list[wire.ProcessSample]:
+    """Return the newest looks at a process; what TraceML could not have a value of, it says is 0."""
+    samples = []
+    for raw in table[-MAX_SAMPLES:]:
+        try:
+            said = _as(raw, _Process)
+            t_ns = _within(said.ts, 1, 1 << 32)
+            if t_ns is None:
+                raise WireError("malformed", "a time that cannot be")
+            ram = _within(said.ram_used, 1, 1 << 60)
+            sample = wire.ProcessSample(
+                round(t_ns * 1e9),
+                _within(said.cpu, 0, 1e6),
+                None if ram is None else int(ram),
+                None,
+                None,
+                None,
+            )
+            samples.append(sample)
+        except WireError as error:
+            sender.ignore("sample", [error.reason])
+    sender.ignore("sample", ["too_many"] * (len(table) > MAX_SAMPLES))
+    return samples
+
+
+def _within(value: float | None, least: float, most: float) -> float | None:
+    return value if value is not None and least <= value <= most else None
+
+
+def _batch(
+    sender: _Sender,
+    identity: RankIdentity,
+    rows: list[_Row],
+    sample: wire.ProcessSample | None,
+    now_ns: int,
+) -> wire.RankBatch:
+    first, sender.stored, sender.seq = sender.stored, sender.stored + len(rows), sender.seq + 1
+    return wire.RankBatch(
+        v=wire.VERSION,
+        stream=sender.stream,
+        seq=sender.seq,
+        sent_ns=now_ns,
+        produced=sender.stored + sender.dropped,
+        dropped=sender.dropped,
+        first_row=first,
+        keys=np.array([key for key, _, _ in rows], dtype="<i8").tobytes(),
+        flags=bytes(flags for _, flags, _ in rows),
+        rows=np.array([ns for _, _, ns in rows], dtype="<i8").tobytes(),
+        identity=identity,
+        process=sample,
+        errors=dict(sender.ignored),
+    )
