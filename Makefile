@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types fuzz bench screenshots clean
+.PHONY: help demo test lint types fuzz chaos bench screenshots clean
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
@@ -25,6 +25,7 @@ help:
 	@echo "make test    every check: lint, types, tests"
 	@echo "make fuzz    foreign bytes into every decoder, for minutes; EXAMPLES=10000 for longer"
 	@echo "make lint    ruff and mypy alone        make bench   the benchmarks, in short"
+	@echo "make chaos   everything that can happen to the monitor, beside a run without one (half an hour)"
 	@echo "make screenshots   the pictures of the web app in docs/img (needs chromium and chromedriver)"
 	@echo "make clean   remove what was built (.venv and traceml-sessions stay)"
 	@echo "PYTHON=python3.12 chooses the Python that .venv is made with."
@@ -40,6 +41,9 @@ demo: $(INSTALLED)
 
 test: lint
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+chaos: $(INSTALLED)
+	$(PY) -m pytest tests/chaos -m "long or not long" $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check .

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from pathlib import Path
 
 from traceml_ray import wire
 from traceml_ray.session import LIVE, Live, read_json
 
 FINISH_TIMEOUT_S = 8.0
+SILENT_S = 1.5
+"""A relay that brings a session to its end says so all the time; one that is silent for so long hangs."""
 _STOPPED = -15
 
 
@@ -37,10 +40,15 @@ def stop(folder: Path) -> None:
 def ask_finish(path: Path, message: wire.Finish) -> wire.Finished | None:
     """Send `message` to the relay at `path` and wait for its answer; None when it gives none."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
-        sock.settimeout(FINISH_TIMEOUT_S)
+        sock.settimeout(SILENT_S)
+        deadline = time.monotonic() + FINISH_TIMEOUT_S
         try:
             sock.connect(os.fspath(path))
             sock.send(wire.encode(message))
-            return wire.decode(sock.recv(wire.MAX_BATCH_BYTES), wire.Finished)
+            while time.monotonic() < deadline:
+                data = sock.recv(wire.MAX_BATCH_BYTES)
+                if wire.tag_of(data) != "rank_reply":  # a sign of life
+                    return wire.decode(data, wire.Finished)
         except (OSError, ValueError):  # WireError is one, and so is a path that none can be
             return None
+    return None

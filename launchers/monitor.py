@@ -38,7 +38,7 @@ from .helper import HelperReply, HelperRequest
 from .nodes import Nodes
 
 HELPER_S = 30.0
-HELPER_END_S = 3.0
+HELPER_END_S = 2.0
 """How long an unfinished helper may still take when the job is over (on a cluster not ours)."""
 
 
@@ -275,7 +275,9 @@ class Monitor:
         if finished is not None:
             _say(f"finishing the session without its aggregator: {finished.detail}")
         message = msgspec.structs.replace(message, force=True)
-        finish_offline(session.path, self.settings, message, self._spool, self._info)
+        aside = finish_offline(session.path, self.settings, message, self._spool, self._info)
+        if aside is not None:
+            _say(f"the session file was damaged and is now {aside.name}; some rows are lost with it")
 
 
 def _report(session: SessionFolder) -> None:

@@ -95,7 +95,8 @@ class Relay:
 def aggregation(folder: Path, clock: Clock | None = None, **info: Any) -> Aggregation:
     """An aggregator on `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    return Aggregation(folder, Settings(), {"launcher": "torchrun", **info}, clock or Clock())
+    clock = clock or Clock()
+    return Aggregation(folder, Settings(), {"launcher": "torchrun", **info}, clock, clock)
 
 
 def told(aggregator: Aggregation, run: str = "job", **fields: Any) -> wire.Finished:

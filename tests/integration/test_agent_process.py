@@ -193,8 +193,9 @@ def test_exit_codes_are_the_scripts_own(tmp_path: Path, ending: str, code: int) 
 
 @pytest.mark.usefixtures("relay")
 def test_a_signal_ends_the_script_as_it_would(tmp_path: Path) -> None:
-    done = run(tmp_path, TRAIN + "import os, signal\ntrain()\nos.kill(os.getpid(), signal.SIGTERM)")
-    assert done.returncode == -signal.SIGTERM
+    for number in (signal.SIGTERM, signal.SIGINT):
+        done = run(tmp_path, TRAIN + f"import os\ntrain()\nos.kill(os.getpid(), {number:d})")
+        assert done.returncode == -number
 
 
 def test_without_a_relay_the_rows_are_left_in_the_spool(tmp_path: Path) -> None:

@@ -348,6 +348,22 @@ def test_finish_offline_takes_what_agents_left(tmp_path: Path) -> None:
     assert (tmp_path / "report.txt").is_file()
 
 
+def test_a_damaged_session_file_is_set_aside_and_what_agents_left_is_stored(tmp_path: Path) -> None:
+    rank, spool = Rank(0, 1), tmp_path / "spool"
+    spool.mkdir()
+    aggregator = aggregation(tmp_path)
+    aggregator.ingest(Relay().message(rank.batch(10)))
+    aggregator.close()
+    file = tmp_path / "session.sqlite"
+    file.write_bytes(file.read_bytes()[:4096] + b"\xa5" * 40_000)
+    write_spool(spool / f"{rank.stream}.spool", [rank.batch(20, final=True)])
+    aside = finish_offline(tmp_path, Settings(), FINISH, spool)
+    assert aside is not None and aside.stat().st_size > 40_000
+    count = check_ledger(tmp_path)
+    assert (count["produced"], count["stored"], count["in_flight"]) == (30, 20, 0)
+    assert (tmp_path / "report.txt").is_file()
+
+
 def test_a_session_without_any_row_has_a_summary(tmp_path: Path) -> None:
     finish_offline(tmp_path, Settings(), FINISH)
     summary = msgspec.json.decode((tmp_path / "summary.json").read_bytes())
@@ -419,6 +435,12 @@ def test_idle_time_counts_from_the_last_word_of_a_rank_or_question(tmp_path: Pat
     clock.tick(10)
     _ask(aggregator, what="status")
     assert aggregator.idle_s() == 0
+
+
+def test_a_wall_clock_that_is_set_makes_no_session_idle(tmp_path: Path, clock: Clock) -> None:
+    aggregator = Aggregation(tmp_path, Settings(), {}, clock)
+    clock.tick(3600)
+    assert aggregator.idle_s() < 600
 
 
 def test_threads_that_ingest_commit_and_ask_do_not_disturb_each_other(tmp_path: Path) -> None:

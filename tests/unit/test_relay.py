@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from traceml_ray import wire
 from traceml_ray.actors.outbox import Outbox
-from traceml_ray.actors.relay import FINISH_S, NODES_S, RESEND_S, TICK_S, Relay
+from traceml_ray.actors.relay import FINISH_S, NODES_S, RESEND_S, SIGN_S, STUCK_S, TICK_S, Relay
 from traceml_ray.identity import RankIdentity
 from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool, write_spool
@@ -483,13 +483,20 @@ def ask_to_finish(bench: Bench, **fields: Any) -> tuple[socket.socket, wire.Fini
     return sock, msgspec.structs.replace(message, node_id=NODE.node_id)
 
 
+def finished(sock: socket.socket) -> wire.Finished:
+    """The answer, after the signs of life before it."""
+    while wire.tag_of(data := sock.recv(1 << 16)) == "rank_reply":
+        pass
+    return wire.decode(data, wire.Finished)
+
+
 def test_finish_reads_the_spool_flushes_writes_and_ends_the_actors(bench: Bench) -> None:
     bench.relay.take(rank_batch("a", 0))
     write_spool(bench.spool / "a.spool", [rank_batch("a", 0), rank_batch("a", 1, final=True)])
     (bench.spool / "b.spool").write_bytes(b"\xff\xff\xff\x7fcut")
     sock, message = ask_to_finish(bench)
     bench.until(lambda: bench.relay.stopped)
-    assert wire.decode(sock.recv(1 << 16), wire.Finished) == wire.Finished(wire.VERSION, True)
+    assert finished(sock) == wire.Finished(wire.VERSION, True)
     assert bench.aggregator.finished == [message]
     assert bench.aggregator.seqs("a") == [0, 1]
     assert bench.aggregator.stopped
@@ -522,22 +529,35 @@ def test_finish_with_an_aggregator_killed_on_the_way_still_stores_everything_onc
     bench.tick()
     bench.aggregator.up = True
     bench.until(lambda: bench.relay.stopped)
-    assert wire.decode(sock.recv(1 << 16), wire.Finished).ok
+    assert finished(sock).ok
     assert bench.aggregator.seqs("a") == [0, 1, 2]
     sock.close()
 
 
-def test_finish_without_an_aggregator_says_so_and_leaves_what_it_holds_in_the_spool(bench: Bench) -> None:
+@pytest.mark.parametrize(
+    ("began", "patience"), [(False, FINISH_S), (True, STUCK_S / 2)], ids=["starting", "stuck"]
+)
+def test_finish_without_an_aggregator_says_so_and_leaves_what_it_holds_in_the_spool(
+    bench: Bench, began: bool, patience: float
+) -> None:
+    if began:
+        for seq in range(4):  # a reply says what of those before is stored
+            bench.relay.take(rank_batch("b", seq))
+            bench.tick()
     bench.aggregator.hangs = True
     for seq in range(4):
         bench.relay.take(rank_batch("a", seq))
-        bench.tick()
+        bench.tick(int(STUCK_S / 4 / TICK_S))
     write_spool(bench.spool / "a.spool", [rank_batch("a", 4, final=True)])
     sock, _ = ask_to_finish(bench)
     bench.relay.turn(5)
     bench.relay.turn(5)
-    bench.tick(int(FINISH_S / TICK_S) + 2)
-    answer = wire.decode(sock.recv(1 << 16), wire.Finished)
+    for sign in range(int(patience / SIGN_S)):  # whoever waits for the end is told that there is somebody
+        assert wire.tag_of(sock.recv(1 << 16)) == "rank_reply", sign
+        assert not bench.relay.stopped
+        bench.tick(int(SIGN_S / TICK_S))
+    bench.tick(2)
+    answer = finished(sock)
     assert not answer.ok
     assert "did not answer" in answer.detail
     left = [wire.decode(frame, wire.RankBatch) for frame in read_spool(bench.spool / "a.spool")]
@@ -550,7 +570,7 @@ def test_of_several_nodes_one_that_ends_nothing_leaves_when_its_own_rows_are_sto
     bench.relay.take(rank_batch("a", 0))
     sock, message = ask_to_finish(bench, stop=False, nodes=2)
     bench.until(lambda: bench.relay.stopped)
-    assert wire.decode(sock.recv(1 << 16), wire.Finished) == wire.Finished(wire.VERSION, True, waiting=1)
+    assert finished(sock) == wire.Finished(wire.VERSION, True, waiting=1)
     assert bench.aggregator.finished == [message]
     assert bench.aggregator.seqs("a") == [0]
     assert not bench.aggregator.stopped
@@ -564,7 +584,7 @@ def test_the_node_that_ends_the_session_waits_for_the_others(bench: Bench) -> No
     assert not bench.relay.stopped
     bench.aggregator.waiting = 0
     bench.until(lambda: bench.relay.stopped)
-    assert wire.decode(sock.recv(1 << 16), wire.Finished) == wire.Finished(wire.VERSION, True)
+    assert finished(sock) == wire.Finished(wire.VERSION, True)
     assert all(asked == message for asked in bench.aggregator.finished)
     assert bench.aggregator.stopped
     sock.close()
@@ -577,7 +597,7 @@ def test_it_insists_after_a_while_and_stays_until_the_last_has_left(bench: Bench
     bench.until(lambda: bench.aggregator.finished[-1:] == [msgspec.structs.replace(message, force=True)])
     assert NODES_S < bench.now - started < NODES_S + 1
     bench.tick(2)
-    assert wire.decode(sock.recv(1 << 16), wire.Finished).waiting == 1
+    assert finished(sock).waiting == 1
     sock.close()
     bench.tick(20)
     assert not (bench.relay.stopped or bench.aggregator.stopped)
@@ -594,7 +614,7 @@ def test_a_node_without_an_aggregator_leaves_in_time_and_keeps_what_it_has(bench
     bench.relay.turn(5)
     bench.relay.turn(5)
     bench.tick(int(NODES_S / TICK_S) + 2)
-    assert not wire.decode(sock.recv(1 << 16), wire.Finished).ok
+    assert not finished(sock).ok
     assert len(read_spool(bench.spool / "a.spool")) == 1
     assert bench.relay.stopped
     sock.close()

@@ -29,6 +29,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.spool import SUFFIX, read_spool
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.runs import by_run, newest, note, with_rows
+from traceml_ray.store.session_file import damaged
 from traceml_ray.store.streams import Stream, age, last_attempt, shown
 from traceml_ray.store.writer import SessionWriter
 
@@ -46,6 +47,7 @@ class Aggregation:
         settings: of the session.
         info: what the launcher knows (launcher, command, world_size, nnodes, strategy, …).
         clock: wall clock in ns.
+        ticks: a clock in ns that nobody can set: whether a session is idle must not depend on the wall clock.
 
     Raises `SessionFileError` when the session file cannot be made or used.
 
@@ -57,10 +59,12 @@ class Aggregation:
         settings: Settings,
         info: dict[str, Any],
         clock: Callable[[], int] = time.time_ns,
+        ticks: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.folder = SessionFolder(Path(folder))
         self.settings = settings
         self._clock = clock
+        self._ticks = ticks
         self._writer = SessionWriter(self.folder.sqlite, max_bytes=settings.session_bytes)
         self._recent = Recent()
         self.errors = Errors(self._writer.meta.get("errors"), debug=settings.debug)
@@ -75,7 +79,7 @@ class Aggregation:
         }
         self._told: set[tuple[str, str, int, str]] = set()
         self._answers = Answers(self.folder, settings, self._writer, self._judge, self.errors, self.commit)
-        self._busy_ns = clock()
+        self._busy_ns = ticks()
         start = {"session": self.folder.name, "started_at": clock(), "status": "running", **info}
         self._writer.set_meta(**{key: self._writer.meta.get(key, value) for key, value in start.items()})
         self._reload()
@@ -99,7 +103,7 @@ class Aggregation:
             inner = [self._decode(part, batch.node) for part in batch.batches]
             with self._writer.lock:
                 if inner:
-                    self._busy_ns = self._clock()
+                    self._busy_ns = self._ticks()
                 if self._is_next(incarnation, batch.seq):
                     self._take(batch, [part for part in inner if part is not None])
         except wire.WireError as error:
@@ -158,7 +162,7 @@ class Aggregation:
         Raises OSError or `sqlite3.Error` when the files cannot be written.
         """
         with self._writer.lock:
-            self._busy_ns = now = self._clock()
+            self._busy_ns, now = self._ticks(), self._clock()
             self._resize_groups()
             for failure in finish.failures:
                 self._fail(failure)
@@ -214,7 +218,7 @@ class Aggregation:
 
     def query(self, request: bytes) -> bytes:
         """Answer a question, see `Answers`; an error is an answer too."""
-        self._busy_ns = self._clock()
+        self._busy_ns = self._ticks()
         return self._answers.answer(request)
 
     def status(self) -> dict[str, Any]:
@@ -223,7 +227,7 @@ class Aggregation:
 
     def idle_s(self) -> float:
         """Seconds since the last word from a rank or of a run, or the last question."""
-        return (self._clock() - self._busy_ns) / 1e9
+        return (self._ticks() - self._busy_ns) / 1e9
 
     def close(self) -> None:
         """Let go of the session file."""
@@ -334,7 +338,7 @@ class Aggregation:
     def _note_run(self, told: wire.Run) -> int:
         """Note what is told of a run; return how many of its ranks may still deliver."""
         with self._writer.lock:
-            self._busy_ns = now = self._clock()
+            self._busy_ns, now = self._ticks(), self._clock()
             last = last_attempt(by_run(self._writer.streams.values()).get(told.job_id, []))
             waiting = 0 if told.force else sum(self._may_deliver(stream) for stream in last)
             status = None if waiting else told.status
@@ -437,13 +441,35 @@ def finish_offline(
     finish: wire.Finish,
     spool: Path | None = None,
     info: dict[str, Any] | None = None,
-) -> None:
+) -> Path | None:
     """
     End a session whose aggregator does not answer, from its file and what agents left in `spool`.
     `info` as for `Aggregation`.
 
+    A file that is damaged is set aside, and the session made from `spool` alone; returns where it is then.
     Raises `SessionFileError`, OSError or `sqlite3.Error` when the files cannot be read or written.
     """
+    try:
+        _finish_offline(folder, settings, finish, spool, info)
+    except Exception:
+        file = SessionFolder(Path(folder)).sqlite
+        if not damaged(file):
+            raise
+        aside = file.replace(file.with_suffix(".damaged"))
+        for rest in ("-wal", "-shm"):
+            file.with_name(file.name + rest).unlink(missing_ok=True)
+        _finish_offline(folder, settings, finish, spool, info)
+        return aside
+    return None
+
+
+def _finish_offline(
+    folder: Path,
+    settings: Settings,
+    finish: wire.Finish,
+    spool: Path | None,
+    info: dict[str, Any] | None,
+) -> None:
     aggregation = Aggregation(folder, settings, info or {})
     try:
         if spool is not None:

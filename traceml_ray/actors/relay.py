@@ -40,6 +40,13 @@ DRAIN_S = 1.0
 """How long ranks that are still connected at the end may go on sending."""
 FINISH_S = 6.0
 """How long flushing and writing may take; the launcher waits a little longer."""
+STUCK_S = 2.0
+"""
+An aggregator that has stored nothing more for so long by then is stuck (half of it, if it was before): the
+launcher writes the files itself. One that has not said a word yet may still be starting.
+"""
+SIGN_S = 0.5
+"""How often whoever asked for the end is told that it is under way."""
 NODES_S = 2.3
 """Of several nodes: how long the one that ends the session waits for the others, who may take no longer."""
 
@@ -136,6 +143,9 @@ class Relay:
         self._ender: tuple[Peer, wire.Finish] | None = None
         self._finished: wire.Finished | None = None
         self._failures = 0
+        self._next_sign = 0.0
+        self._stored: float | None = None
+        """When the aggregator has last stored something, or has said its first word."""
         self._heard = self._progress = self._next_tick = clock()
         self._next_spool = clock()
         self._collected: list[Path] = []
@@ -360,13 +370,15 @@ class Relay:
             if isinstance(reply, Exception):
                 raise reply
             self._heard = now
+            self._stored = self._stored or now
             if wire.tag_of(reply) == "finished":
                 self._finished = wire.decode(reply, wire.Finished)
+                self._stored = now
                 return
             answer = wire.decode(reply, wire.RelayReply)
             self._obey(answer.commands, now)
             if self._outbox.confirm(answer.stored_seq):
-                self._progress = now
+                self._progress = self._stored = now
         except Exception as error:
             self._errors.note("aggregator", error)
             self._failures += 1
@@ -415,6 +427,9 @@ class Relay:
         peer, message = self._ender
         try:
             next(self._ending)
+            if self._clock() >= self._next_sign:
+                self._next_sign = self._clock() + SIGN_S
+                peer.send(wire.encode(wire.RankReply(wire.VERSION, "", 0)))
             return
         except StopIteration as done:
             finished: wire.Finished = done.value
@@ -440,7 +455,7 @@ class Relay:
         read = self._read_spool()
         self._hurry()
         asked_at: int | None = None
-        while self._clock() < started + limit:
+        while self._clock() < self._patience(started, limit):
             if (finished := self._finished) is not None:
                 if finished.ok:
                     _remove(read)
@@ -454,7 +469,13 @@ class Relay:
                 asked_at = self._failures if self._transport.finish(wire.encode(message)) else None
             yield
         self._salvage()
-        return wire.Finished(wire.VERSION, False, f"the aggregator did not answer within {limit:g} s")
+        return wire.Finished(wire.VERSION, False, "the aggregator did not answer in time")
+
+    def _patience(self, started: float, limit: float) -> float:
+        """Return until when to wait for the aggregator, at an end that has `started` then."""
+        if self._stored is None:
+            return started + limit
+        return min(started + limit, max(self._stored, started - STUCK_S / 2) + STUCK_S)
 
     def _outlast(self, message: wire.Finish) -> Generator[None, None, wire.Finished]:
         """Stay until the last node has left: then the session's actors may end."""

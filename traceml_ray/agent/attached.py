@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from traceml_ray.agent.bootstrap import end_as_interrupted
 from traceml_ray.errors import Errors
 from traceml_ray.reach import attach, attach_environment, raylet_answers, reach
 
@@ -147,6 +148,7 @@ class AttachedChannel:
         leaving = threading.Thread(target=self._quietly, args=(ray.shutdown,), daemon=True)
         leaving.start()
         leaving.join(SHUTDOWN_S)
+        end_as_interrupted()
 
     def _quietly(self, call: Any, *arguments: Any) -> None:
         try:

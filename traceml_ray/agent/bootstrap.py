@@ -8,6 +8,7 @@ The launcher puts a folder with our `sitecustomize` on the ranks' PYTHONPATH. It
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -131,6 +132,19 @@ def _at_exit() -> None:
         agent.close([_ending(agent)])
     except Exception as error:
         agent.instrumentation.failed("exit", error)
+    end_as_interrupted()
+
+
+def end_as_interrupted() -> None:
+    """
+    Have a process that an unhandled KeyboardInterrupt ends die of SIGINT, as it would have without us.
+
+    Python notes that such an exception came out of the code of a whole file or string; any `exec` of a string
+    at exit (a dataclass that is imported then) makes it forget that, and exit with 1.
+    """
+    if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")
 
 
 def _ending(agent: RankAgent) -> wire.Event:

@@ -129,6 +129,17 @@ def connect(path: Path, *, create: bool = False) -> sqlite3.Connection:
     return connection
 
 
+def damaged(path: Path) -> bool:
+    """Return whether the file at `path` is no database, or not a whole one. Reads all of it."""
+    try:
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            return bool(connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok")
+    except sqlite3.OperationalError:  # it cannot be read now, which says nothing of what is in it
+        return False
+    except sqlite3.DatabaseError:
+        return True
+
+
 def _set_up(connection: sqlite3.Connection, path: Path, create: bool) -> None:
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0

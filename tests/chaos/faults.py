@@ -1,0 +1,207 @@
+"""What can be done to a monitor while it runs: each is a `harness.Fault`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Generator
+
+import msgspec
+from chaos.harness import Fault, Run
+
+from traceml_ray import wire
+from traceml_ray.store.session_file import SessionFile
+
+Steps = Generator[None, None, None]
+RELAY, AGGREGATOR, RAYLET, GCS = "NodeRelay", "Aggregator", "raylet", "gcs_server"
+PAUSE_S = 1.5
+"""Of training, where there has to be time for something to be noticed."""
+
+
+def nothing(_run: Run) -> Steps:
+    """No harm, but the monitor is up before training goes on."""
+    yield
+
+
+def killed(*names: str, node: int = 0) -> Fault:
+    """Kill them for good, or until Ray makes them again."""
+
+    def fault(run: Run) -> Steps:
+        for name in names:
+            run.signal(name, signal.SIGKILL, node)
+        yield
+
+    return fault
+
+
+def stopped(name: str, *, go_on: bool = False, node: int = 0) -> Fault:
+    """Stop it at the first stop; have it `go_on` at the third."""
+
+    def fault(run: Run) -> Steps:
+        run.signal(name, signal.SIGSTOP, node)
+        yield
+        yield
+        if go_on:
+            run.signal(name, signal.SIGCONT, node)
+        yield
+
+    return fault
+
+
+def hung(who: str, *, go_on: bool = False) -> Fault:
+    """Hang it in the middle of a message."""
+
+    def fault(run: Run) -> Steps:
+        (run.folder / f"hang.{who}").touch()
+        yield
+        yield
+        if go_on:
+            (run.folder / f"hang.{who}").unlink()
+        yield
+
+    return fault
+
+
+def slow(run: Run) -> Steps:
+    """An aggregator that gets a tenth of the time."""
+    run.signal(AGGREGATOR, signal.SIGSTOP)
+    command = "while kill -CONT {0} && sleep 0.05 && kill -STOP {0} && sleep 0.45; do :; done"
+    (found,) = run.processes(AGGREGATOR)
+    beating = subprocess.Popen(["bash", "-c", command.format(found.pid)], stderr=subprocess.DEVNULL)
+    run.undo.append(beating.kill)
+    yield
+
+
+def filled(*, freed: bool = False, kill: str = "") -> Fault:
+    """Fill the disk that sessions are on, kill something then, and make room again at the third stop."""
+
+    def fault(run: Run) -> Steps:
+        filler = run.out / "filler"
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+            while file.write(bytes(1 << 12)):
+                pass
+        yield
+        if kill:
+            run.signal(kill, signal.SIGKILL)
+        time.sleep(PAUSE_S)
+        yield
+        if freed:
+            filler.unlink()
+        yield
+
+    return fault
+
+
+def read_only(run: Run) -> Steps:
+    """No file can be made, or removed, in the session's folder any more."""
+    if os.geteuid():
+        run.session.chmod(0o500)
+        run.undo.append(lambda: run.session.chmod(0o700))
+    else:
+        subprocess.run(["chattr", "+i", str(run.session)], check=True)
+        run.undo.append(lambda: subprocess.run(["chattr", "-i", str(run.session)], check=True))
+    yield
+
+
+def corrupted(run: Run) -> Steps:
+    """Garbage over the session file, and what belongs to it."""
+    for path in run.session.glob("session.sqlite*"):
+        path.write_bytes(secrets.token_bytes(path.stat().st_size))
+    yield
+
+
+def removed(run: Run) -> Steps:
+    """The session's folder is gone."""
+    shutil.rmtree(run.session)
+    yield
+
+
+def clock(who: str, seconds: float) -> Fault:
+    """Move the wall clock of `rank`s or of the `monitor`."""
+
+    def fault(run: Run) -> Steps:
+        (run.folder / f"clock.{who}").write_text(str(seconds))
+        yield
+
+    return fault
+
+
+def spoken(run: Run) -> Steps:
+    """Send what no agent sends, and what one has sent before."""
+    with SessionFile(run.session / "session.sqlite") as file:
+        streams = [(stream.stream, stream.last_batch) for stream in file.streams()]
+    replayed = [batch(name, number) for name, last in streams for number in range(last + 1)]
+    good = batch("0" * 16, 0)
+    newer = msgspec.structs.replace(wire.decode(good, wire.RankBatch), v=wire.VERSION + 1)
+    with connected(run) as sock:
+        for data in (
+            *(b"\0", b"\xc1junk", secrets.token_bytes(4000), bytes(60_000)),
+            *(good[:cut] for cut in range(1, len(good), 7)),
+            *(wire.encode(newer), good + b"\0"),
+            *replayed * 3,
+            secrets.token_bytes(wire.MAX_BATCH_BYTES + 1),
+        ):
+            with contextlib.suppress(OSError):  # larger than a packet can be, here
+                sock.send(data)
+            with contextlib.suppress(BlockingIOError):
+                sock.recv(1 << 16, socket.MSG_DONTWAIT)
+    yield
+
+
+def flooded(run: Run) -> Steps:
+    """A process that sends as fast as it can and reads no answer."""
+    data = [batch("f" * 16, number, wire.MAX_ROWS) for number in range(300)]
+    with connected(run) as sock:
+        sock.settimeout(1)
+        with contextlib.suppress(OSError):
+            for one in data:
+                sock.send(one)
+    yield
+
+
+def stolen(*, kill: bool = False) -> Fault:
+    """Somebody else listens at the relay's path, and takes everything."""
+
+    def fault(run: Run) -> Steps:
+        path = run.socket
+        path.unlink()
+        thief = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        thief.bind(str(path))
+        thief.listen(16)
+        run.undo.append(thief.close)
+        if kill:
+            run.signal(RELAY, signal.SIGKILL)
+        yield
+
+    return fault
+
+
+def unlinked(run: Run) -> Steps:
+    """The relay's socket is removed, and the relay killed."""
+    run.socket.unlink()
+    run.signal(RELAY, signal.SIGKILL)
+    yield
+
+
+@contextlib.contextmanager
+def connected(run: Run) -> Generator[socket.socket, None, None]:
+    """A connection to the relay."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.connect(str(run.socket))
+        yield sock
+
+
+def batch(stream: str, seq: int, rows: int = 4) -> bytes:
+    """A batch such as an agent might have sent."""
+    return wire.encode(
+        wire.RankBatch(
+            v=wire.VERSION, stream=stream, seq=seq, sent_ns=0, produced=rows * (seq + 1), dropped=0,
+            first_row=rows * seq, keys=bytes(8 * rows), flags=bytes(rows), rows=bytes(wire.ROW_BYTES * rows),
+        )
+    )  # fmt: skip

@@ -1,0 +1,164 @@
+"""
+How long our hooks hold up the training thread: its time in them, without the original that they call.
+
+What a busy machine does is taken out, so that it cannot fail a test: a hook that never left the processor has
+taken its CPU time; one that did has also been blocked (a lock, I/O, the GIL) for as long as neither it nor a
+thread of ours (which may hold what it waits for) was only waiting for a processor.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Now = tuple[int, int, int, int]
+
+
+class Stopwatch:
+    """Times hooks: `outer` around each, `inner` around the original inside it."""
+
+    def __init__(self) -> None:
+        self.longest_ns = 0
+        self.where = ""
+        self.count = 0
+        self._local = threading.local()
+
+    def outer(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `hook`, timed."""
+
+        @functools.wraps(hook)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            running = self._running()
+            if not running:
+                _look_up(self._local)
+            running.append([0, self._now()])
+            try:
+                return hook(*args, **kwargs)
+            finally:
+                spent, began = running.pop()
+                self._note(name, spent + _spent(began, self._now()))
+
+        return call
+
+    def inner(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `original`, whose time is not the hook's."""
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            running = self._running()
+            if not running:
+                return original(*args, **kwargs)
+            mine = running[-1]
+            mine[0] += _spent(mine[1], self._now())
+            try:
+                return original(*args, **kwargs)
+            finally:
+                mine[1] = self._now()
+
+        return call
+
+    def _running(self) -> list[list[Any]]:
+        found: list[list[Any]] = self._local.__dict__.setdefault("running", [])
+        return found
+
+    def _note(self, name: str, ns: int) -> None:
+        self.count += 1
+        if ns > self.longest_ns:
+            self.longest_ns, self.where = ns, name
+
+    def _now(self) -> Now:
+        switches = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        waited = sum(map(_queued, self._local.files))
+        return time.perf_counter_ns(), time.thread_time_ns(), waited, switches
+
+
+def _spent(began: Now, ended: Now) -> int:
+    wall, cpu, waited, switches = (b - a for a, b in zip(began, ended, strict=True))
+    return cpu if not switches else cpu + max(0, wall - cpu - max(0, waited))
+
+
+def _look_up(local: threading.local) -> None:
+    """Open the accounts of this thread and of those of ours, twice a second."""
+    if time.monotonic() < local.__dict__.get("again", 0.0):
+        return
+    for fd in local.__dict__.get("files", ()):
+        os.close(fd)
+    ids = [thread.native_id for thread in threading.enumerate() if thread.name.startswith("traceml")]
+    local.files = [_open(number) for number in (threading.get_native_id(), *ids) if number]
+    local.again = time.monotonic() + 0.5
+
+
+def _open(thread: int) -> int:
+    try:
+        return os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _queued(fd: int) -> int:
+    """Return ns for which a thread was ready to run and did not."""
+    try:
+        return int(os.pread(fd, 64, 0).split()[1])
+    except (OSError, IndexError):  # it is gone
+        return 0
+
+
+def stalls_s() -> float:
+    """Return seconds for which, since the machine started, something waited for a processor."""
+    try:
+        return int(Path("/proc/pressure/cpu").read_text().split("total=")[1].split()[0]) / 1e6
+    except OSError:
+        return 0.0
+
+
+def measured() -> Stopwatch:
+    """Have every hook that is put in from now on timed."""
+    from traceml_ray.agent.instrument import Instrumentation
+    from traceml_ray.agent.roots import Roots
+
+    watch = Stopwatch()
+    replace, install, marked = Instrumentation._replace, Instrumentation.install, Roots._marked
+
+    def replaced(self: Any, owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
+        def timed(original: Any) -> Any:
+            wrapper = make(watch.inner(original))
+            _inside(watch, wrapper)
+            return watch.outer(f"{getattr(owner, '__name__', owner)}.{name}", wrapper)
+
+        return replace(self, owner, name, timed)
+
+    def installed(self: Any) -> None:
+        install(self)
+        from torch.optim import optimizer
+
+        for hooks in (optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks):
+            for key, hook in hooks.items():
+                hooks[key] = watch.outer("optimizer", hook)
+
+    def mark(self: Any, cls: Any, own: Any, root_id: Any) -> Any:
+        theirs = own if own is not None else lambda self, *a, **k: super(cls, self).__call__(*a, **k)
+        return watch.outer("forward", marked(self, cls, watch.inner(theirs), root_id))
+
+    Instrumentation._replace = replaced  # type: ignore[method-assign, assignment]
+    Instrumentation.install = installed  # type: ignore[method-assign]
+    Roots._marked = mark  # type: ignore[method-assign]
+    return watch
+
+
+def _inside(watch: Stopwatch, wrapper: Any) -> None:
+    """Time what a backward calls from inside torch, too."""
+    names = getattr(getattr(wrapper, "__code__", None), "co_freevars", ())
+    cells = dict(zip(names, getattr(wrapper, "__closure__", None) or (), strict=True))
+    if "carrier" not in cells:
+        return
+    hooks = cells["carrier"].cell_contents._backward_hooks
+    first = hooks[0]
+    hooks[0] = watch.outer("first gradient", first)
+    done = dict(zip(first.__code__.co_freevars, first.__closure__, strict=True))["gradients_done"]
+    done.cell_contents = watch.outer("gradients done", done.cell_contents)

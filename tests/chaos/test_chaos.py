@@ -1,0 +1,144 @@
+"""
+Whatever happens to the monitor, training does not notice: each case beside the same script without one.
+
+Cases marked long are for `make chaos`. What other tests prove better has no case here: a session on a cluster
+that stays, a launcher that is killed or told to end (`test_launch`), Ray Train over nodes that are lost
+(`test_cluster`), without the package (`test_shipping`) or with one that is broken (`test_ray_train`), the
+moment of attaching (`test_attached`), loader workers (`test_agent_process`).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from chaos import faults
+from chaos.faults import AGGREGATOR, GCS, RAYLET, RELAY
+from chaos.harness import HERE, TRAIN, Case, check, plain, row, run
+from chaos.stopwatch import Stopwatch
+
+from traceml_ray.launchers.cluster import free_port
+
+BOTH = ("socket", "actor")
+HOUR = 3600.0
+
+SHORT = [
+    Case("aggregator and relay killed", faults.killed(AGGREGATOR, RELAY)),
+    Case("relay stopped", faults.stopped(RELAY)),
+    Case("aggregator stopped", faults.stopped(AGGREGATOR), "actor"),
+    Case("raylet stopped", faults.stopped(RAYLET), "actor"),
+    Case("GCS killed", faults.killed(GCS), "actor"),
+    Case("aggregator killed while disk full", faults.filled(kill=AGGREGATOR, freed=True), disk_mb=4),
+    Case("session file corrupted", faults.corrupted),
+    Case("bad and replayed messages", faults.spoken),
+    Case("socket taken over, relay killed", faults.stolen(kill=True)),
+]
+
+LONG = [
+    *(
+        Case(name, fault, channel, **more)
+        for channel in BOTH
+        for name, fault, more in [
+            ("nothing", faults.nothing, {}),
+            ("relay killed", faults.killed(RELAY), {}),
+            ("relay stopped, goes on", faults.stopped(RELAY, go_on=True), {}),
+            ("relay stopped", faults.stopped(RELAY), {}),
+            ("relay hangs in a message", faults.hung("relay"), {"injected": True}),
+            ("aggregator killed", faults.killed(AGGREGATOR), {}),
+            ("aggregator stopped, goes on", faults.stopped(AGGREGATOR, go_on=True), {}),
+            ("aggregator stopped", faults.stopped(AGGREGATOR), {}),
+            ("aggregator hangs in a message", faults.hung("aggregator"), {"injected": True}),
+            ("aggregator slow", faults.slow, {}),
+            ("raylet killed", faults.killed(RAYLET), {}),
+            ("raylet stopped, goes on", faults.stopped(RAYLET, go_on=True), {}),
+            ("raylet stopped", faults.stopped(RAYLET), {}),
+            ("GCS killed", faults.killed(GCS), {}),
+            ("GCS stopped", faults.stopped(GCS), {}),
+            ("raylet of another node killed", faults.killed(RAYLET, node=1), {"nodes": 2}),
+            ("raylet of another node stopped", faults.stopped(RAYLET, node=1), {"nodes": 2}),
+        ]
+    ),
+    *(
+        Case(
+            "GCS gone for 120 s", faults.killed(GCS), channel, ("--steps", "300", "--ms", "480"), limit_s=260
+        )
+        for channel in BOTH
+    ),
+    Case("disk full", faults.filled(), disk_mb=4, session=False),
+    Case("disk full for a while", faults.filled(freed=True), disk_mb=4),
+    Case("session folder read-only", faults.read_only, session=False),
+    Case("session folder removed", faults.removed, session=False),
+    *(
+        Case(f"clock of the {who} {seconds:+.0f} s", faults.clock(who, seconds), injected=True)
+        for who in ("monitor", "rank")
+        for seconds in (HOUR, -HOUR)
+    ),
+    Case("flood of messages", faults.flooded),
+    Case("socket taken over", faults.stolen()),
+    Case("socket removed, relay killed", faults.unlinked),
+    Case("Ray not installed", environ={"PYTHONPATH": str(HERE / "without_ray")}, up=False),
+    Case("no cluster there", flags=("--ray-address", f"127.0.0.1:{free_port()}"), up=False),
+    *(
+        Case(f"the script {what}", faults.nothing, channel, ("--end", end))
+        for channel in BOTH
+        for what, end in [
+            ("calls sys.exit(3)", "exit"),
+            ("raises", "raise"),
+            ("calls os._exit(7)", "gone"),
+            ("gets SIGTERM", "term"),
+            ("gets SIGINT", "int"),
+        ]
+    ),
+    *(
+        Case(f"children: {method}", faults.nothing, channel, ("--children", method))
+        for channel in BOTH
+        for method in ("fork", "spawn")
+    ),
+    Case("raylet stopped, script forks", faults.stopped(RAYLET), "actor", ("--children", "fork")),
+    Case("GCS killed, script raises", faults.killed(GCS), "actor", ("--end", "raise")),
+    *(
+        Case(f"Ray Train, {name}", fault, "actor", command=TRAIN)
+        for name, fault in [
+            ("nothing", faults.nothing),
+            ("relay killed", faults.killed(RELAY)),
+            ("relay stopped", faults.stopped(RELAY)),
+            ("aggregator killed", faults.killed(AGGREGATOR)),
+            ("aggregator stopped", faults.stopped(AGGREGATOR)),
+        ]
+    ),
+]
+
+_titles = {case.title for case in SHORT}
+CASES = [
+    *(pytest.param(case, id=case.title) for case in SHORT),
+    *(
+        pytest.param(case, id=case.title, marks=pytest.mark.long)
+        for case in LONG
+        if case.title not in _titles
+    ),
+]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("case", CASES)
+def test_training_does_not_notice(case: Case, record_property: Any) -> None:
+    expected = plain(case)
+    got = run(case)
+    record_property("chaos", row(case, got, expected))
+    check(case, got, expected)
+
+
+def test_the_stopwatch_sees_what_blocks_and_what_computes_but_not_the_original() -> None:
+    def compute() -> None:
+        end = time.thread_time() + 0.02
+        while time.thread_time() < end:
+            pass
+
+    watch = Stopwatch()
+    watch.outer("original", watch.inner(lambda: time.sleep(0.02)))()
+    assert watch.longest_ns < 5e6
+    for harm in (lambda: time.sleep(0.02), compute):
+        watch = Stopwatch()
+        watch.outer("hook", harm)()
+        assert (watch.where, watch.longest_ns > 10e6) == ("hook", True)

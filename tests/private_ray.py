@@ -1,0 +1,189 @@
+"""A private Ray with a session's actors on it, as the launcher makes them; ranks played over the socket."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+from ray_cluster import until
+
+from traceml_ray import wire
+from traceml_ray.actors.config import ActorConfig
+from traceml_ray.identity import RankIdentity
+from traceml_ray.launchers.cluster import PrivateRay
+from traceml_ray.launchers.cluster import members as session_members
+from traceml_ray.launchers.control import ask_finish
+from traceml_ray.launchers.helper import HelperReply, HelperRequest
+from traceml_ray.session import DATABASE
+from traceml_ray.settings import Settings
+from traceml_ray.store.session_file import SessionFile
+
+ROWS = 5
+
+
+@contextlib.contextmanager
+def private_ray() -> Iterator[PrivateRay]:
+    """Start one, end it."""
+    folder = Path(tempfile.mkdtemp(prefix="tr-", dir="/tmp"))
+    (folder / "user").mkdir()
+    ray = PrivateRay(folder, {**os.environ, "HOME": str(folder / "user")})
+    ray.start()
+    yield ray
+    ray.stop()
+    shutil.rmtree(folder)
+
+
+def members(cluster: PrivateRay, name: str = "") -> list[psutil.Process]:
+    """Return the cluster's processes, or its actors of that class."""
+    assert cluster._process is not None
+    found = []
+    for process in session_members(cluster._process.pid):
+        with contextlib.suppress(psutil.Error):
+            if not name or "".join(process.cmdline()[:1]).startswith(f"ray::{name}"):
+                found.append(process)
+    return found
+
+
+@dataclass
+class Session:
+    folder: Path
+    actors: ActorConfig
+
+    @property
+    def socket(self) -> Path:
+        return Path(self.actors.socket)
+
+    def ledger(self) -> dict[str, Any]:
+        if not (self.folder / DATABASE).exists():
+            return {}
+        with SessionFile(self.folder / DATABASE) as file:
+            return file.ledger()
+
+    def keys(self, rank: int = 0) -> list[int]:
+        with SessionFile(self.folder / DATABASE) as file:
+            (keys,) = (found.keys.tolist() for found in file.rows()[0] if found.rank == rank)
+            return list(keys)
+
+    def finish(self) -> wire.Finished:
+        finished = ask_finish(self.socket, wire.Finish(wire.VERSION, 0))
+        assert finished is not None
+        return finished
+
+
+def ask_helper(
+    cluster: PrivateRay, actors: ActorConfig, address: str = "", deadline_s: float = 40
+) -> HelperReply:
+    request = HelperRequest(os.getpid(), address or cluster.address, actors, deadline_s)
+    ran = subprocess.run(
+        [sys.executable, "-m", "traceml_ray.launchers.helper"],
+        input=msgspec.json.encode(request),
+        env=cluster.environ,
+        stdout=subprocess.PIPE,
+        timeout=60,
+        check=True,
+    )
+    return msgspec.json.decode(ran.stdout, type=HelperReply)
+
+
+@contextlib.contextmanager
+def live_session(cluster: PrivateRay, **settings: Any) -> Iterator[Session]:
+    """Make a session on the cluster, end it."""
+    made = make_session(**settings)
+    assert ask_helper(cluster, made.actors) == HelperReply(True)
+    yield made
+    ask_finish(made.socket, wire.Finish(wire.VERSION, 0))
+    until(lambda: not members(cluster, "NodeRelay") and not members(cluster, "Aggregator"), "actors end")
+    shutil.rmtree(made.folder.parent)
+
+
+def make_session(**settings: Any) -> Session:
+    out = Path(tempfile.mkdtemp(prefix="tr-", dir="/tmp"))
+    folder = out / "run"
+    folder.mkdir()
+    (folder / "spool").mkdir()
+    actors = ActorConfig(
+        session=out.name,
+        folder=str(folder),
+        socket=str(out / "relay.sock"),
+        spool=str(folder / "spool"),
+        settings=Settings(session=out.name, **settings),
+    )
+    return Session(folder, actors)
+
+
+class Rank:
+    """Sends batches like an agent: what is not acknowledged is sent again over a new connection."""
+
+    def __init__(self, path: Path, number: int = 0) -> None:
+        self.number = number
+        self._path = path
+        self._sock: socket.socket | None = None
+        self._held: dict[int, bytes] = {}
+        self._seq = 0
+
+    @property
+    def produced(self) -> int:
+        return self._seq * ROWS
+
+    def send(self, *, final: bool = False) -> None:
+        size = self.number + 1
+        who = RankIdentity(
+            self.number, self.number, 0, size, size, 1, "host", None, "job", 0, os.getpid(), "explicit"
+        )
+        keys = b"".join(
+            (key << 8).to_bytes(8, "little") for key in range(self.produced, self.produced + ROWS)
+        )
+        batch = wire.RankBatch(
+            wire.VERSION, f"rank{self.number}", self._seq, time.time_ns(), self.produced + ROWS, 0,
+            self.produced, keys, bytes(ROWS), b"\x01".ljust(8, b"\x00") * wire.N_STAGES * ROWS,
+            identity=who, final=final,
+        )  # fmt: skip
+        self._held[self._seq] = wire.encode(batch)
+        self._seq += 1
+        self._offer(self._held[self._seq - 1])
+
+    def settle(self) -> None:
+        """Wait until everything is acknowledged."""
+        until(self.take_replies, "acknowledged")
+
+    def take_replies(self) -> bool:
+        """Return whether everything is acknowledged; over a lost connection, send again what is not."""
+        try:
+            while self._held and self._sock:
+                data = self._sock.recv(1 << 16)
+                if not data:
+                    raise ConnectionResetError
+                acked = wire.decode(data, wire.RankReply).acked_seq
+                self._held = {seq: held for seq, held in self._held.items() if seq > acked}
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._sock = None
+        if self._sock is None:
+            for held in list(self._held.values()):
+                self._offer(held)
+        return not self._held
+
+    def _offer(self, data: bytes) -> None:
+        try:
+            if self._sock is None:
+                self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+                self._sock.connect(str(self._path))
+                for held in self._held.values():
+                    self._sock.send(held)
+            else:
+                self._sock.send(data)
+        except OSError:
+            self._sock = None
