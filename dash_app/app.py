@@ -88,7 +88,7 @@ class Refresher:
             if new and "children" in props:
                 changed[id] = {"children": props["children"]}  # the other properties come with the elements
             elif not new and known.get(id) != sums[id]:
-                changed[id] = props
+                changed[id] = _sent(props)
         heat = made.view.get("heat")
         delta = None if heat is None or not len(heat["ranks"]) else self._heat.delta(heat, seen.get("heat"))
         known_heat = delta["id"] if delta else seen.get("heat")
@@ -171,6 +171,15 @@ def build(board: Board, *, server: Flask, poll_s: float = 1.0) -> dash.Dash:
     in_browser("zoomed", Input("heat", "relayoutData"))
     in_browser("tell", Input("cell", "data"))
     return app
+
+
+def _sent(props: dict[str, Any]) -> dict[str, Any]:
+    """Leave the x that traces share with the first out of a figure; assets/app.js puts it back."""
+    first, *rest = props.get("figure", {}).get("data") or [None]
+    if not rest:
+        return props
+    rest = [{k: v for k, v in trace.items() if v is not first["x"]} for trace in rest]
+    return {**props, "figure": {**props["figure"], "data": [first, *rest]}}
 
 
 def _nowhere(pathname: str | None) -> html.Div:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from traceml_ray.analysis.machine import per_second
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .board import Board, Run
 
 _BUSY_SPARK = 120
+_RARE = 5
+"""What NVML is asked for in each so manieth sample only is as it was until it is asked for again."""
 _SAMPLES, _WITH_PROCESSES = 200, 6
 
 
@@ -52,7 +54,13 @@ def node(board: Board, run: Run | None, node: str) -> dict[str, Any]:
             }
         )
     about = {**card, **{name: known[name] for name in ("hostname", "address", "node_id")}}
-    return {**found, "node": about, "ranks": rows, "samples": _machine(samples), "gpus": _gpus(samples)}
+    return {
+        **found,
+        "node": about,
+        "ranks": rows,
+        "samples": _machine(samples),
+        "gpus": _gpus(samples, run.events),
+    }
 
 
 def _about(run: Run, rank: int, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -96,7 +104,7 @@ _GPU |= {
     "temp_c": "temperature_c",
     "sm_mhz": "sm_mhz",
 }
-_GPU |= {"throttle": "throttle", "ecc": "ecc_uncorrected"}
+_GPU |= {"throttle": "throttle"}
 _GPU_RATES = {f"{name}_bps": f"{name}_bytes" for name in ("pcie_rx", "pcie_tx", "nvlink_rx", "nvlink_tx")}
 
 
@@ -107,21 +115,39 @@ def _machine(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _gpus(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the series of each device; what was not asked for in a sample is as it was before."""
+def _gpus(samples: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the series of each device, and its critical errors, the newest first (None: not known)."""
     by_device: dict[int, list[dict[str, Any]]] = {}
     for sample in samples:
         for gpu in sample["gpus"] or ():
             by_device.setdefault(gpu["index"], []).append({**gpu, "t_ns": sample["t_ns"]})
-    return [
-        {
-            "index": index,
-            "name": found[-1]["name"],
-            "t_ns": [gpu["t_ns"] for gpu in found],
-            **_series(found, _GPU, _GPU_RATES),
-        }
-        for index, found in sorted(by_device.items())
-    ]
+    node = samples[-1]["node_id"] if samples else None
+    told = [event["data"] for event in events if event["kind"] == "xid" and event["node_id"] == node]
+    made = []
+    for index, found in sorted(by_device.items()):
+        series = _series(found, _GPU, _GPU_RATES)
+        xids = [data["xid"] for data in reversed(told) if data.get("gpu") == index]
+        made.append(
+            {
+                "index": index,
+                "name": found[-1]["name"],
+                "t_ns": [gpu["t_ns"] for gpu in found],
+                **series,
+                **{name: _held(series[name]) for name in _GPU_RATES},
+                "ecc": _held([gpu["ecc_uncorrected"] for gpu in found]),
+                "xid": xids or (None if found[-1]["xid"] is None else []),
+            }
+        )
+    return made
+
+
+def _held(values: Sequence[Any] | None) -> list[Any] | None:
+    """Fill the gaps between the samples in which something was asked for."""
+    last, age, filled = None, 0, []
+    for value in values or ():
+        last, age = (last, age + 1) if value is None else (value, 0)
+        filled.append(last if age < _RARE else None)
+    return filled if any(value is not None for value in filled) else None
 
 
 def _series(

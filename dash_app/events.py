@@ -14,7 +14,7 @@ from traceml_ray.wire import STAGES
 if TYPE_CHECKING:
     from .board import Board, Run
 
-_CRITICAL = {"rank_lost", "node_lost", "exception", "oom", "hang", "stalled"}
+_CRITICAL = {"rank_lost", "node_lost", "exception", "oom", "hang", "stalled", "xid"}
 _WARNING = {"restart", "straggler", "co_critical", "ambiguous", "group_wide", "note", "swallowed"}
 _SILENT = {"exit", "relay_start", "process_ended", "attach"}
 """Of these only those with a message are worth telling."""

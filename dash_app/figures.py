@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from . import words
+from .values import brief
 
 Series = Sequence[float | None]
 Figure = dict[str, Any]
@@ -187,13 +188,13 @@ def lines(
             "mode": "lines",
             "name": name,
             "x": at,
-            "y": values,
+            "y": brief(values),
             "line": {
                 "width": 1.5,
                 "color": colours[i % len(colours)],
                 "dash": "dot" if name == dashed else "solid",
             },
-            "hovertemplate": "%{y:,.4~g} " + unit,
+            "hovertemplate": "%{y:,} " + unit,
         }
         for i, (name, values) in enumerate(shown.items())
     ]

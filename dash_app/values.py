@@ -25,6 +25,14 @@ def told(values: Iterable[float] | Array, digits: int = 3) -> list[float | None]
     return [value if value == value and abs(value) != np.inf else None for value in shown.tolist()]
 
 
+def brief(values: Iterable[float | None]) -> list[float | None]:
+    """Return numbers with about three figures, as `words.number` says them: a chart shows no more."""
+    shown = np.array(list(values), dtype=float)
+    size = np.log10(np.maximum(np.abs(shown), 1e-3))
+    scale = 10.0 ** np.clip(2 - np.floor(size), 0, 4)
+    return told(np.round(shown * scale) / scale, 4)
+
+
 def by_stage(values: Array) -> dict[str, list[float | None]]:
     """Return a series for each stage of `values` (K, 6)."""
     return {name: told(values[:, at]) for at, name in enumerate(STAGES)}

@@ -111,7 +111,7 @@ class Event(_Message, frozen=True):
     Something that happened once, for a person to read.
 
     `kind` is one of `attach`, `exception`, `exit`, `rank_lost`, `process_ended`, `stacks`,
-    `standing`, `flight_recorder`, `relay_start`, `note`, …
+    `standing`, `flight_recorder`, `relay_start`, `xid`, `note`, …
     """
 
     kind: str
@@ -228,6 +228,8 @@ class GpuSample(_Message, frozen=True):
     nvlink_rx_bytes: Count | None = None
     nvlink_tx_bytes: Count | None = None
     processes: Annotated[list[GpuProcess], _FEW] | None = None
+    xid: Annotated[list[Count], _FEW] | None = None
+    """Numbers of the critical errors since the sample before; None: not known."""
 
 
 class NodeSample(_Message, frozen=True):

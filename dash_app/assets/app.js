@@ -64,7 +64,10 @@
     const element = document.getElementById(id);
     if (!element) return;
     if (children !== undefined) morph(element, children);
-    if (others.figure) keepZoom(id, others.figure.layout);
+    if (others.figure) {
+      for (const trace of others.figure.data) trace.x ??= others.figure.data[0].x; // told once
+      keepZoom(id, others.figure.layout);
+    }
     if (Object.keys(others).length) set(id, others);
   }
 

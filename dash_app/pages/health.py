@@ -17,6 +17,7 @@ _TITLES = {
     "errors": "Errors, swallowed and counted",
 }
 _RANKS = 200
+_RELAYS = 24
 
 
 def layout(_: Mapping[str, Any]) -> Any:
@@ -28,6 +29,7 @@ def layout(_: Mapping[str, Any]) -> Any:
 
 def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
     """Return what stands in them."""
+    known = sorted(view["relays"], key=lambda relay: (relay["alive"], -(relay["age_s"] or 0)))
     relays = [
         (
             bits.node_link(relay["key"], relay["label"], place),
@@ -35,13 +37,20 @@ def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
             words.age(relay["age_s"]),
             words.plain(len(relay["ranks"])),
         )
-        for relay in view["relays"]
+        for relay in known[:_RELAYS]
     ]
+    rest = len(known) - len(relays)
+    more = (
+        f"{rest:,} more nodes, heard of since; the lost and the longest silent ones are shown."
+        if rest
+        else ""
+    )
+    table = bits.table(("node", "state", ">heard of", ">ranks"), relays)
     errors = [(place, f"{n:,}") for place, n in sorted(view["errors"].items(), key=lambda each: -each[1])]
     return {
         "health-facts": {"children": bits.facts(_facts(view))},
         "health-ledger": {"children": _ledger(view["ledger"], view["state"] in ("stored", "finished"))},
-        "health-relays": {"children": bits.table(("node", "state", ">heard of", ">ranks"), relays)},
+        "health-relays": {"children": [table, html.P(more, className="hint")]},
         "health-errors": {"children": bits.table(("where", ">times"), errors[:_RANKS], empty="None.")},
     }
 

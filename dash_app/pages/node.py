@@ -175,8 +175,11 @@ def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Any:
             f"{words.number(_last(gpu.get('power_w')), 0)} of {_watts(gpu)}",
             words.unit(_last(gpu.get("temp_c")), "°C", 0),
             words.unit(_last(gpu.get("sm_mhz")), "MHz", 0),
+            _both(gpu, "pcie"),
+            _both(gpu, "nvlink"),
             _listed(gpu.get("throttle")),
             words.plain(_last(gpu.get("ecc"))),
+            _critical(gpu["xid"]),
         )
         for gpu in gpus
     ]
@@ -188,8 +191,11 @@ def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Any:
         ">power",
         ">temperature",
         ">SM clock",
+        ">PCIe out, in",
+        ">NVLink out, in",
         "throttled by",
         ">ECC errors",
+        "XID errors",
     )
     return bits.table(headers, rows, label="GPUs of this node")
 
@@ -200,6 +206,18 @@ def _memory(of: Mapping[str, Any]) -> str:
 
 def _watts(gpu: Mapping[str, Any]) -> str:
     return words.unit(_last(gpu.get("power_limit_w")), "W", 0)
+
+
+def _both(gpu: Mapping[str, Any], link: str) -> str:
+    rates = [_last(gpu.get(f"{link}_{way}_bps")) for way in ("tx", "rx")]
+    return words.NA if rates == [None, None] else ", ".join(words.size(rate, "/s") for rate in rates)
+
+
+def _critical(xids: Sequence[int] | None) -> Any:
+    if not xids:
+        return words.NA if xids is None else "none"
+    told = ", ".join(map(str, dict.fromkeys(xids)))
+    return html.Span(["◆ ", told], className="sev critical")
 
 
 def _listed(found: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from sessions import SECOND, Clock, Rank, Relay, aggregation, ask
 
 from traceml_ray import wire
 from traceml_ray.actors.aggregation import Aggregation
+from traceml_ray.actors.node_sampler import xid_events
 from traceml_ray.analysis.machine import GPU, NODE, Machine, Oddity, Samples, oddities, span
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.reports.machines import Machines
@@ -341,6 +343,8 @@ class Played:
         self.ranks = [Rank(i, 4, per_node=2) for i in range(4)]
         self.relays = [Relay(0), Relay(1)]
         self.gone: int | None = None
+        self.xid: dict[int, int] = {}
+        """A critical error of the device of a rank, in the next second."""
 
     def play(self, seconds: int, late: int | None, hot: int | None, **busy: Any) -> None:
         """Rank `late` is late out of forward, the device of rank `hot` throttles, its node is `busy`."""
@@ -351,9 +355,10 @@ class Played:
                     pid = self.ranks[rank].identity.pid
                     reasons = ["sw_thermal_slowdown"] if rank == hot else []
                     clock = 1100.0 if rank == hot else 1950.0
-                    gpus.append(
-                        gpu(rank % 2, throttle=reasons, sm_mhz=clock, processes=[Process(pid, GIB, "python")])
-                    )
+                    more = {"processes": [Process(pid, GIB, "python")], "xid": []}
+                    if rank in self.xid:
+                        more["xid"] = [self.xid.pop(rank)]
+                    gpus.append(gpu(rank % 2, throttle=reasons, sm_mhz=clock, **more))
                 fields = busy if hot is not None and hot // 2 == node else {}
                 seen = sample(self.clock() / SECOND, gpus, **fields)
                 batches = []
@@ -361,7 +366,7 @@ class Played:
                     ms = BALANCED if late is None else LATE if rank == late else WAITING
                     if rank != self.gone:
                         batches.append(self.ranks[rank].batch(10, ms))
-                self.aggregator.ingest(relay.message(*batches, sample=seen))
+                self.aggregator.ingest(relay.message(*batches, sample=seen, events=xid_events(seen)))
             self.clock.tick()
             self.aggregator.commit()
             self.aggregator.judge()
@@ -425,6 +430,38 @@ def test_a_death_is_looked_at_from_a_minute_before_it_and_only_once(tmp_path: Pa
         assert [odd["kind"] for odd in verdict["machine"]] == ["mem_used", "thermal", "clock_lack"]
 
 
+def test_a_critical_error_is_told_even_of_a_short_time(tmp_path: Path) -> None:
+    run = Played(tmp_path)
+    run.play(12, late=None, hot=None)
+    run.xid = {2: 94, 1: 31}  # of the device beside the late one; and on another node
+    run.play(4, late=3, hot=None)
+    live = ask(run.aggregator, "verdict")
+    run.aggregator.finish(wire.Finish(wire.VERSION, 0))
+    run.aggregator.close()
+    summary = json.loads((tmp_path / "summary.json").read_bytes())
+    (late,) = (span for span in summary["verdicts"] if span["label"] == "straggler")
+    for verdict in (live, late):
+        (odd,) = verdict["machine"]
+        assert (odd["kind"], odd["node"], odd["device"], odd["value"]) == ("xid", "host-1", 0, 94)
+        assert odd["text"] == "GPU 0 (rank 2): XID 94: contained memory error"
+    report = (tmp_path / "report.txt").read_text()
+    assert re.search(r"xid +host-1 +GPU 0: XID 94: contained memory error", report)
+    assert re.search(r"xid +host-0 +GPU 1: XID 31: GPU memory page fault", report)
+
+
+def test_the_error_that_killed_a_process_is_in_the_sample_after_it(tmp_path: Path) -> None:
+    run = Played(tmp_path)
+    run.play(3, late=None, hot=None)
+    run.gone, run.xid = 3, {3: 79}
+    run.play(1, late=None, hot=None)
+    run.aggregator.ingest(run.relays[1].message(lost=[run.ranks[3].stream]))
+    run.aggregator.finish(wire.Finish(wire.VERSION, 1))
+    verdict = json.loads((tmp_path / "summary.json").read_bytes())["verdict"]
+    assert [odd["text"] for odd in verdict["machine"]] == [
+        "GPU 1 (rank 3): XID 79: the GPU has fallen off the bus"
+    ]
+
+
 def test_a_hang_is_about_the_time_since_the_last_row() -> None:
     def seen(at: int) -> Stream:
         return Stream(1, "s", last_seen_ns=at)
@@ -468,8 +505,10 @@ def test_an_older_session_file_has_no_such_evidence_and_is_read(tmp_path: Path) 
 
 def test_of_a_long_time_some_samples_are_read(tmp_path: Path) -> None:
     aggregator, relay, clock = aggregation(tmp_path), Relay(), Clock()
-    for _ in range(1500):
-        aggregator.ingest(relay.message(sample=sample(clock() / SECOND, [gpu(0, processes=[])])))
+    for second in range(1500):
+        xid = [79] if second == 998 else []
+        seen = sample(clock() / SECOND, [gpu(0, processes=[], xid=xid)])
+        aggregator.ingest(relay.message(sample=seen, events=xid_events(seen)))
         clock.tick()
     aggregator.commit()
     aggregator.close()
@@ -478,4 +517,5 @@ def test_of_a_long_time_some_samples_are_read(tmp_path: Path) -> None:
         part = session.machines(["node-0"], begin, begin + 1200 * SECOND)["node-0"]
         assert 90 <= len(part.node) <= 130
         assert np.nanmedian(part.node[:, NODE.index("disk_bps")]) == pytest.approx(2e6, rel=0.01)
+        assert part.xids == [(0, 79)]  # whatever else is left out
         assert session.machines(["node-0", "gone"], 0, 9)["gone"].node.shape == (0, len(NODE))

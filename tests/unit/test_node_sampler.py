@@ -12,10 +12,14 @@ from typing import Any
 import psutil
 import pytest
 
-from traceml_ray.actors.node_sampler import NodeSampler, SamplerThread
+from traceml_ray.actors.node_sampler import NodeSampler, SamplerThread, xid_events
 from traceml_ray.wire import GpuProcess, GpuSample
 
 SECOND = 1_000_000_000
+
+
+class NVMLError_Timeout(Exception):  # noqa: N801,N818 - as NVML names it
+    pass
 
 
 class Nvml:
@@ -24,6 +28,10 @@ class Nvml:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.processes: dict[int, list[Any]] = {0: [], 1: []}
+        self.critical: dict[int, list[int | Exception]] = {0: [], 1: []}
+        """What each device has to tell; an exception is raised."""
+        self.sets: list[list[int]] = []
+        """Event sets that are not freed, with the devices in them."""
 
     def nvmlInit(self) -> None:
         self.calls.append("init")
@@ -75,6 +83,26 @@ class Nvml:
     def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:
         return self.processes[handle]
 
+    def nvmlEventSetCreate(self) -> list[int]:
+        self.sets.append([])
+        return self.sets[-1]
+
+    def nvmlDeviceRegisterEvents(self, handle: int, kinds: int, events: list[int]) -> None:
+        assert kinds == 8
+        events.append(handle)
+
+    def nvmlEventSetWait_v2(self, events: list[int], timeout_ms: int) -> Any:
+        assert timeout_ms == 0 and any(events is known for known in self.sets)
+        if not self.critical[events[0]]:
+            raise NVMLError_Timeout
+        found = self.critical[events[0]].pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return SimpleNamespace(eventData=found)
+
+    def nvmlEventSetFree(self, events: list[int]) -> None:
+        self.sets = [known for known in self.sets if known is not events]
+
 
 class NoDriver(Nvml):
     def nvmlInit(self) -> None:
@@ -90,11 +118,11 @@ def test_devices_are_sampled_and_what_one_cannot_tell_is_none() -> None:
     clocks = (650.5, 700.0, 61.0, 1200.0, 1980.0, [])
     hot = (650.5, 700.0, 62.0, 1200.0, 1980.0, ["hw_slowdown", "hw_thermal_slowdown"])
     assert sample.gpus == [
-        GpuSample(0, "H200", 37.0, 10, 100, *clocks),
-        GpuSample(1, "old binding", None, 11, 100, *hot),
+        GpuSample(0, "H200", 37.0, 10, 100, *clocks, xid=[]),
+        GpuSample(1, "old binding", None, 11, 100, *hot, xid=[]),
     ]
     assert first.gpus is not None
-    assert first.gpus[0] == GpuSample(0, "H200", 37.0, 10, 100, *clocks, 0, 12, 11, None, None, [])
+    assert first.gpus[0] == GpuSample(0, "H200", 37.0, 10, 100, *clocks, 0, 12, 11, None, None, [], [])
     assert sampler.errors == {"nvml utilization: RuntimeError": 1}
     assert nvml.calls == ["init", "name", "name", "fields", "fields"]
 
@@ -140,6 +168,79 @@ def test_processes_of_a_device_are_told_with_their_parents(tmp_path: Path) -> No
     assert gpus is not None
     assert gpus[0].processes == []
     assert gpus[1].processes == [GpuProcess(70, 5, "data (loader) 1", [60, 1]), GpuProcess(71, None)]
+
+
+def _xids(sampler: NodeSampler, t: int) -> list[list[int] | None]:
+    return [gpu.xid for gpu in sampler.sample(t).gpus or ()]
+
+
+def test_critical_errors_are_told_once_and_as_events() -> None:
+    nvml = Nvml()
+    sampler = NodeSampler(nvml)
+    assert _xids(sampler, 0) == [[], []]
+    nvml.critical[1] += [31, 31, 4711]
+    sample = sampler.sample(7)
+    assert [gpu.xid for gpu in sample.gpus or ()] == [[], [31, 31, 4711]]
+    assert [(event.kind, event.t_ns, event.data) for event in xid_events(sample)] == [
+        ("xid", 7, {"gpu": 1, "xid": 31, "times": 2}),
+        ("xid", 7, {"gpu": 1, "xid": 4711, "times": 1}),
+    ]
+    told = [event.message for event in xid_events(sample)]
+    assert told[0].startswith("GPU 1: XID 31: GPU memory page fault") and told[0].endswith("(2 times)")
+    assert told[1] == "GPU 1: XID 4711: see NVIDIA's XID list"
+    assert _xids(sampler, 8) == [[], []]
+    assert nvml.sets == [[0], [1]]
+    sampler.close()
+    assert nvml.sets == []
+
+
+def test_a_flood_of_critical_errors_is_read_piece_by_piece() -> None:
+    nvml = Nvml()
+    nvml.critical[0] += [13] * 100
+    sampler = NodeSampler(nvml)
+    assert [len(_xids(sampler, t)[0] or ()) for t in range(3)] == [64, 36, 0]
+
+
+def test_a_driver_without_events_is_counted_and_nothing_is_known() -> None:
+    class Old(Nvml):
+        def nvmlDeviceRegisterEvents(self, handle: int, kinds: int, events: list[int]) -> None:
+            raise RuntimeError("not supported")
+
+    nvml = Old()
+    sampler = NodeSampler(nvml)
+    assert [_xids(sampler, t) for t in range(3)] == [[None, None]] * 3
+    assert sampler.errors["nvml xid: RuntimeError"] == 1
+    assert nvml.sets == []
+
+
+def test_a_device_that_is_lost_has_told_why_and_is_listened_to_again_a_minute_later() -> None:
+    nvml = Nvml()
+    sampler = NodeSampler(nvml)
+    _xids(sampler, 0)
+    nvml.critical[0] += [79, RuntimeError("lost"), RuntimeError("lost")]
+    assert _xids(sampler, 1) == [[79], []]
+    assert _xids(sampler, 2) == [None, []]
+    assert (nvml.sets, sampler.errors["nvml xid: RuntimeError"]) == ([[1]], 1)
+    nvml.critical[0] += [48]
+    seen = [_xids(sampler, t)[0] for t in range(3, 64)]
+    assert seen == [None] * 59 + [[48], []]
+
+
+def test_critical_errors_wait_until_they_are_taken() -> None:
+    nvml = Nvml()
+    nvml.critical[0] += [79]
+    thread = SamplerThread(NodeSampler(nvml), interval=0.001)
+    while len(nvml.sets) < 2:
+        pass
+    nvml.critical[1] += [48]
+    found: list[int] = []
+    while len(found) < 2:
+        sample = thread.latest()
+        found += [xid for gpu in (sample and sample.gpus) or () for xid in gpu.xid or ()]
+    assert found == [79, 48]
+    thread.close()
+    while nvml.sets:
+        pass
 
 
 def _write(root: Path, name: str, text: str) -> None:

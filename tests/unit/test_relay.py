@@ -127,9 +127,11 @@ class Aggregator:
 
 class NoSamples:
     errors: Counter[str] = Counter()
+    sample: wire.NodeSample | None = None
 
-    def latest(self) -> None:
-        return None
+    def latest(self) -> wire.NodeSample | None:
+        sample, self.sample = self.sample, None
+        return sample
 
 
 class Bench:
@@ -142,11 +144,12 @@ class Bench:
         self.spool.mkdir(exist_ok=True)
         self.started: list[subprocess.Popen[bytes]] = []
         self.aggregator = Aggregator()
+        self.sampler = NoSamples()
         self.relay = Relay(
             self.path,
             NODE,
             self.aggregator,
-            NoSamples(),
+            self.sampler,
             Settings(relay_buffer_bytes=limit),
             spool=self.spool,
             clock=lambda: self.now,
@@ -416,6 +419,20 @@ def test_a_calling_process_that_is_killed_is_lost_as_well(bench: Bench) -> None:
     assert bench.aggregator.lost() == []
     process.kill()
     bench.until(lambda: bench.aggregator.lost() == ["a"])
+
+
+def test_critical_errors_are_told_as_events_and_the_end_of_a_flood_is_counted(bench: Bench) -> None:
+    gpus = [wire.GpuSample(n, None, None, None, None, xid=[79]) for n in range(8)]
+    bench.aggregator.up = False
+    for t in range(100):
+        bench.sampler.sample = wire.NodeSample(t, *[None] * 9, gpus=gpus)
+        bench.tick()
+    bench.aggregator.up = True
+    bench.tick(400)
+    told = events(bench, "xid")
+    counted = bench.aggregator.stored[-1].errors["event: no room"]
+    assert (len(told) + counted, told[0].data["gpu"]) == (800, 0)
+    assert max(len(message.events) for message in bench.aggregator.stored) <= 512
 
 
 def events(bench: Bench, kind: str) -> list[wire.Event]:

@@ -32,11 +32,12 @@ class NodeRelay:
         if not made.socket:
             folders.sweep()
             self._lock = folders.hold(folder)
+        self._sampler = SamplerThread(NodeSampler())
         self._relay = Relay(
             Path(made.socket or folder / "relay.sock"),
             wire.NodeIdentity(node_id, socket.gethostname(), address),
             ActorTransport(made.session),
-            SamplerThread(NodeSampler()),
+            self._sampler,
             made.settings,
             spool=Path(made.spool or folder),
             on_stop=end_myself,
@@ -63,6 +64,7 @@ class NodeRelay:
         """Hand over what is held, and let go of socket and folder; the actor itself is ended from outside."""
         self._relay.flush(FLUSH_S)
         self._relay.close()
+        self._sampler.close()
 
 
 class ActorTransport(ActorCalls):

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 import psutil
 
-from traceml_ray.wire import GpuProcess, GpuSample, NodeSample
+from traceml_ray.analysis.xid import meaning
+from traceml_ray.wire import Event, GpuProcess, GpuSample, NodeSample
 
 _T = TypeVar("_T")
 _NO_GPUS = {"NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"}
@@ -27,6 +28,10 @@ _NOT_THERE = {errno.ENOENT, errno.EOPNOTSUPP}
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MAX_PARENTS = 32
 _MAX_PROCESSES = 64
+_XID = 8
+"""nvmlEventTypeXidCriticalError"""
+_MAX_XIDS = 64
+"""Read in one sample; what is left waits in the driver."""
 
 # nvmlClocksEventReasons*, once nvmlClocksThrottleReasons*: the numbers are the same in all versions.
 _THROTTLE = {
@@ -77,6 +82,8 @@ class NodeSampler:
         self._processes: dict[int, GpuProcess] = {}
         self._known: dict[int, GpuProcess] = {}
         """By pid, those on any device: found this time, and the time before."""
+        self._listening: dict[int, Any] = {}
+        """NVML's event set of each device that tells of its critical errors."""
         self._waited: dict[str, tuple[int, int]] = {}
         """When each resource was looked at, and for how long (µs) tasks had waited for it until then."""
         self._nvml = nvml
@@ -119,6 +126,11 @@ class NodeSampler:
         self._have_cpu = True
         self._samples += 1
         return sample
+
+    def close(self) -> None:
+        """Listen to the devices no more."""
+        for index in [*self._listening]:
+            self._release(index)
 
     def _swapped_in(self) -> int:
         text = (self._proc / "vmstat").read_bytes()
@@ -173,7 +185,30 @@ class NodeSampler:
             throttle=None if reasons is None else [_THROTTLE[bit] for bit in _THROTTLE if reasons & bit],
             processes=processes,
             **counters,
+            xid=ask("xid", lambda: self._xids(index, handle)),
         )
+
+    def _xids(self, index: int, handle: Any) -> list[int]:
+        """Return the critical errors of a device since the call before, or since the first one."""
+        nvml, found = self._nvml, list[int]()
+        try:
+            if index not in self._listening:
+                self._listening[index] = nvml.nvmlEventSetCreate()
+                nvml.nvmlDeviceRegisterEvents(handle, _XID, self._listening[index])
+            while len(found) < _MAX_XIDS:
+                found.append(int(nvml.nvmlEventSetWait_v2(self._listening[index], 0).eventData))
+        except Exception as error:
+            if type(error).__name__ == "NVMLError_Timeout":
+                return found  # nothing more waits
+            self._release(index)
+            if not found:  # a device that is lost has told why just before
+                raise
+        return found
+
+    def _release(self, index: int) -> None:
+        events = self._listening.pop(index, None)
+        if events is not None:
+            self._try("nvml events", lambda: self._nvml.nvmlEventSetFree(events))
 
     def _counters(self, handle: Any) -> dict[str, int | None]:
         """Return the counters of `_FIELDS`: no call that measures over an interval of its own."""
@@ -249,14 +284,32 @@ def _held_back_ns(files: list[Path]) -> int | None:
     return total
 
 
+def xid_events(sample: NodeSample) -> list[Event]:
+    """Return the critical errors that a sample tells of as events, each number of a device once."""
+    return [
+        Event(
+            "xid",
+            sample.t_ns,
+            message=f"GPU {gpu.index}: {meaning(xid)}" + (f" ({times} times)" if times > 1 else ""),
+            data={"gpu": gpu.index, "xid": xid, "times": times},
+        )
+        for gpu in sample.gpus or ()
+        for xid, times in Counter(gpu.xid or ()).items()
+    ]
+
+
 class SamplerThread:
-    """Samples once a second in a thread of its own: a hanging driver must not hold up the relay."""
+    """
+    Samples once a second in a thread of its own: a hanging driver must not hold up the relay. A sample
+    with critical errors is not followed by another before it has been taken.
+    """
 
     def __init__(self, sampler: NodeSampler, interval: float = 1.0) -> None:
         self.errors = sampler.errors
         self._sampler = sampler
         self._interval = interval
         self._latest: NodeSample | None = None
+        self._ended = threading.Event()
         threading.Thread(target=self._run, name="traceml-node-sampler", daemon=True).start()
 
     def latest(self) -> NodeSample | None:
@@ -264,7 +317,13 @@ class SamplerThread:
         sample, self._latest = self._latest, None
         return sample
 
+    def close(self) -> None:
+        """End; what the driver holds for us is given back once it has answered."""
+        self._ended.set()
+
     def _run(self) -> None:
         while True:
-            self._latest = self._sampler.sample(time.time_ns())
-            time.sleep(self._interval)
+            if self._latest is None or not xid_events(self._latest):
+                self._latest = self._sampler.sample(time.time_ns())
+            if self._ended.wait(self._interval):
+                return self._sampler.close()

@@ -23,6 +23,7 @@ import msgspec
 
 from traceml_ray import v1, wire
 from traceml_ray.actors import folders, processes
+from traceml_ray.actors.node_sampler import xid_events
 from traceml_ray.actors.outbox import Outbox
 from traceml_ray.actors.peers import Peer, Peers
 from traceml_ray.errors import Errors
@@ -324,11 +325,20 @@ class Relay:
             self._progress = now
         moved = self._send()
         sample = self._sampler.latest()
+        if sample is not None:
+            self._tell(xid_events(sample))
         while self._outbox.may_pack and (sample or self._news()):
             self._pack(sample)
             sample = None
             moved = self._send() or moved
         return moved and (self._outbox.waiting or not self._outbox.may_pack)
+
+    def _tell(self, events: list[wire.Event]) -> None:
+        """Have what happened on the node told, when somebody asks; the end of a flood is only counted."""
+        room = max(0, wire.MAX_ITEMS // 2 - len(self._events))
+        self._events += events[:room]
+        for _ in events[room:]:
+            self._count("event: no room")
 
     def _news(self) -> bool:
         return bool(self._outbox.waiting or self._lost or self._events or self._counts() != self._reported)

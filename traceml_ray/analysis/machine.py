@@ -3,12 +3,13 @@ What else is odd on a machine while a verdict names it: evidence beside the verd
 
 What is measured there is compared with the run's other nodes (or devices) at the same time; where there
 are none, or where all ranks are slow together, with the same node before. What is so everywhere, or was
-so before, is not odd; only a device that throttles and memory that runs out are so of themselves.
+so before, is not odd; only a device that throttles or has critical errors, and memory that runs out, are
+so of themselves.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import msgspec
 import numpy as np
 
 from traceml_ray.analysis.thresholds import MACHINE, MachineLimits
+from traceml_ray.analysis.xid import meaning
 from traceml_ray.wire import SEGMENT_BITS, GpuProcess, GpuSample, NodeSample
 
 Float = np.ndarray[Any, np.dtype[np.float32]]
@@ -40,6 +42,8 @@ _SLOWDOWN = {"hw_slowdown", "hw_power_brake_slowdown"}
 _IDLE_PCT = 10
 _NAN = float("nan")
 _MAX_ODD = 8
+XID_LATE_NS = 2_000_000_000
+"""What went wrong is in the sample after it, and a process may be gone by then."""
 
 
 class Oddity(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +51,8 @@ class Oddity(msgspec.Struct, frozen=True, kw_only=True):
     Something about a node, or one device of it, that is not as elsewhere or as before.
 
     `value` is the median of what was measured, `usual` that of what it was compared with (None: odd
-    whatever is usual). `kind` says in what: a column of NODE or GPU, or `foreign_process` (bytes).
+    whatever is usual). `kind` says in what: a column of NODE or GPU, `foreign_process` (bytes), or `xid`
+    (its number).
     """
 
     kind: str
@@ -66,6 +71,8 @@ class Part(NamedTuple):
     devices: tuple[int, ...]
     processes: list[Devices]
     """By device, of the samples that asked for them."""
+    xids: list[tuple[int, int]]
+    """(device, number) of the critical errors."""
 
 
 Between = Callable[[Sequence[str], int, int], Mapping[str, Part]]
@@ -98,6 +105,7 @@ class Samples:
         self._t: Int64 = np.zeros(size, np.int64)
         self._values: Float = _rows(size, 0)
         self._processes: list[Devices | None] = []
+        self._xids: deque[tuple[int, int, int]] = deque(maxlen=size)
 
     def add(self, sample: NodeSample) -> None:
         """Add one; another number of devices than before begins anew."""
@@ -119,6 +127,7 @@ class Samples:
         self._values[end, : len(values)] = values
         asked = {gpu.index: gpu.processes for gpu in sample.gpus or () if gpu.processes is not None}
         self._processes.append(asked or None)
+        self._xids.extend((sample.t_ns, gpu.index, xid) for gpu in sample.gpus or () for xid in gpu.xid or ())
         self._last = sample
 
     def between(self, first_ns: int, last_ns: int) -> Part:
@@ -128,7 +137,9 @@ class Samples:
         values = self._values[at]
         asked = [self._processes[i] for i in at.tolist()]
         gpus = values[:, len(NODE) :].reshape(len(at), len(self._devices), len(GPU))
-        return Part(values[:, : len(NODE)], gpus, self._devices, [devices for devices in asked if devices])
+        processes = [devices for devices in asked if devices]
+        xids = [(gpu, xid) for t, gpu, xid in self._xids if first_ns <= t <= last_ns + XID_LATE_NS]
+        return Part(values[:, : len(NODE)], gpus, self._devices, processes, xids)
 
 
 def _rows(n: int, devices: int) -> Float:
@@ -271,16 +282,30 @@ def oddities(
     Return what is odd on the machines on which ranks are named, or on all of them (`everyone`), the
     gravest first, at most eight. Those on which no rank is named are what they are compared with.
 
-    It takes most of the samples, and eight of them at least.
+    It takes most of the samples, and eight of them at least; of critical errors, one.
     """
     looked = [machine for machine in machines if everyone or machine.named]
     others = [] if everyone else [machine for machine in machines if not machine.named]
-    found: list[Oddity] = []
+    found = [odd for machine in looked for odd in _critical(machine)]
     for machine in looked:
         peers = np.concatenate([_NO_NODE, *(other.during.node for other in others)])
         found += _on_node(machine, peers, limits)
         found += _on_devices(machine, others, limits, everyone=everyone)
     return tuple(_merged(found) if everyone else found)[:_MAX_ODD]
+
+
+def _critical(machine: Machine) -> list[Oddity]:
+    """Return the critical errors of any device of the node, the last ones first, each number once."""
+    owners = _owners(machine)
+    found = []
+    for device, xid in dict.fromkeys(reversed(machine.during.xids)):
+        text = _device(device, owners.get(device)) + meaning(xid)
+        found.append(Oddity(kind="xid", node=machine.name, device=device, value=xid, text=text))
+    return found
+
+
+def _device(device: int, rank: int | None) -> str:
+    return f"GPU {device}" + (f" (rank {rank})" if rank is not None else "") + ": "
 
 
 _NO_NODE: Float = np.empty((0, len(NODE)), np.float32)
@@ -317,8 +342,7 @@ def _on_devices(
             before = machine.before
             same = before is not None and before.devices == part.devices
             usual, where = (before.gpus[:, at] if before is not None and same else _NO_GPU), "before"
-        rank = named[device]
-        what = f"GPU {device}" + (f" (rank {rank})" if rank is not None else "") + ": "
+        what = _device(device, named[device])
         found += _odd(part.gpus[:, at], usual, looks, GPU, limits, machine.name, device, what, where)
     return found + _foreign(machine, others, named, limits)
 
@@ -457,10 +481,9 @@ def _strangers(machine: Machine, limits: MachineLimits) -> dict[int, list[GpuPro
 
 
 def _stranger(device: int, rank: int | None, process: GpuProcess) -> str:
-    whose = f" (rank {rank})" if rank is not None else ""
     name = f" ({process.name})" if process.name else ""
     holds = "" if process.mem_bytes is None else f" and holds {process.mem_bytes / 2**30:.1f} GiB"
-    return f"GPU {device}{whose}: process {process.pid}{name} is no rank's{holds}"
+    return f"{_device(device, rank)}process {process.pid}{name} is no rank's{holds}"
 
 
 def _merged(found: Sequence[Oddity]) -> list[Oddity]:

@@ -93,7 +93,8 @@ class Machines:
             if node in during
         ]
         own_samples = [len(machine.during.node) for machine in machines if everyone or machine.named]
-        if max(own_samples, default=0) < MACHINE.samples:
+        critical = any(machine.during.xids for machine in machines if everyone or machine.named)
+        if max(own_samples, default=0) < MACHINE.samples and not critical:
             return verdict  # too few to know
         return msgspec.structs.replace(verdict, machine=oddities(machines, everyone=everyone))
 

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from traceml_ray import wire
-from traceml_ray.analysis.machine import NODE, Part, Samples, node_values
+from traceml_ray.analysis.machine import NODE, XID_LATE_NS, Part, Samples, node_values
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.store.nodes import COLUMNS as NODE_COLUMNS
 from traceml_ray.store.nodes import Node, label_nodes, node_key, stream_labels
@@ -369,9 +369,10 @@ class SessionFile:
         every += every % 5 == 0  # every fifth sample has more in it than the others
         found = {node: Samples() for node in nodes}
         marks = ", ".join("?" * len(nodes))
-        where = "id >= ? AND id < ? AND t_ns BETWEEN ? AND ? AND t_ns / 1000000000 % ? = 0"
-        where += f" AND node_id IN ({marks})"
-        for _, node, sample in self._samples(where, low, high, first_ns, last_ns, every, *nodes):
+        where = "id >= ? AND id < ? AND t_ns BETWEEN ? AND ? AND (t_ns / 1000000000 % ? = 0"
+        where += f" OR t_ns IN (SELECT t_ns FROM event WHERE kind = 'xid')) AND node_id IN ({marks})"
+        span = first_ns, last_ns + XID_LATE_NS
+        for _, node, sample in self._samples(where, low, high, *span, every, *nodes):
             found[node].add(sample)
         return {node: samples.between(first_ns, last_ns) for node, samples in found.items()}
 
