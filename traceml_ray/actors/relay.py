@@ -286,7 +286,7 @@ class Relay:
         pid = peer.pid if peer else None
         for found in self._v1.read(data, pid or 0, time.time_ns()):
             if isinstance(found, wire.WireError):
-                self._count(f"{found.reason} from {f'pid {pid}' if pid else 'a caller'}")
+                self._errors.count(f"{found.reason} from {f'pid {pid}' if pid else 'a caller'}")
                 refused = found
                 continue
             if peer is not None:
@@ -338,7 +338,7 @@ class Relay:
         room = max(0, wire.MAX_ITEMS // 2 - len(self._events))
         self._events += events[:room]
         for _ in events[room:]:
-            self._count("event: no room")
+            self._errors.count("event: no room")
 
     def _news(self) -> bool:
         return bool(self._outbox.waiting or self._lost or self._events or self._counts() != self._reported)
