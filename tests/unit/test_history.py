@@ -1,5 +1,6 @@
 """Verdicts over a run, live and afterwards."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -125,6 +126,17 @@ def test_a_long_run_is_sampled_evenly_and_bounded():
     assert (whole.label, whole.rank, whole.from_step, whole.to_step) == ("straggler", 2, 0, 19_999)
     assert whole.chronic
     assert "looked at over the whole run" in whole.why
+
+
+def test_rows_lost_here_and_there_in_a_long_run_are_not_a_run_that_does_not_line_up():
+    recorded = streams(rows((LATE_DATA, 9000)))
+    lost = np.zeros(9000, dtype=bool)
+    lost[700:790] = lost[5000:5090] = True  # once ninety steps are missing in a row, more than a window
+    cut = recorded[1]
+    recorded[1] = replace(cut, keys=cut.keys[~lost], flags=cut.flags[~lost], rows=cut.rows[~lost])
+    run = judge_run(recorded, len(recorded))
+    assert (run.whole().label, run.whole().rank) == ("straggler", 2)
+    assert "telemetry_limited" in {span.label for span in run.spans}  # where they are missing it says so
 
 
 def test_many_ranks_are_sampled_by_rows():

@@ -101,7 +101,7 @@ class RunJudge:
                 keys=np.concatenate([piece.keys for piece in pieces]),
                 d=np.concatenate([piece.d for piece in pieces]),
                 flags=np.concatenate([piece.flags for piece in pieces]),
-                gaps=sum(piece.gaps for piece in pieces),
+                lacking=np.concatenate([piece.lacking for piece in pieces]),
             )
         if self._short(window):
             return too_few_steps(window, self._thresholds.first_window_steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,7 @@ class Window:
 
     `keys` (K,), `ranks` (R,) ascending, `nodes` one label per rank, `d` int64 ns (K, R, 6),
     `flags` uint8 (K, R). `expected` is the world size, `missing` the ranks that do not report,
-    `gaps` the number of keys inside the window's range that some live rank lacks. `groups` has one
+    `lacking` (G,) the keys inside the window's range that some live rank lacks. `groups` has one
     entry per rank, see `RankRows`, `strategies` all that occur.
     """
 
@@ -55,7 +55,7 @@ class Window:
     flags: UInt8
     expected: int
     missing: tuple[int, ...] = ()
-    gaps: int = 0
+    lacking: Int64 = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     groups: tuple[Group | None, ...] = ()
     strategies: frozenset[str] = frozenset()
 
@@ -63,6 +63,11 @@ class Window:
     def coverage(self) -> float:
         """Share of the expected ranks that report, 0..1."""
         return min(1.0, len(self.ranks) / max(self.expected, 1))
+
+    @property
+    def gaps(self) -> int:
+        """Number of steps inside the window's range that some live rank lacks."""
+        return len(self.lacking)
 
     @property
     def first_step(self) -> int | None:
@@ -83,7 +88,12 @@ class Window:
 
     def take(self, which: slice | Bool) -> Window:
         """Return the window with only the keys of `which`."""
-        return replace(self, keys=self.keys[which], d=self.d[which], flags=self.flags[which])
+        keys = self.keys[which]
+        lacking = self.lacking
+        if len(self.keys):
+            low, high = (keys[0], keys[-1]) if len(keys) else (0, 0)
+            lacking = lacking[np.searchsorted(lacking, low) : np.searchsorted(lacking, high)]
+        return replace(self, keys=keys, d=self.d[which], flags=self.flags[which], lacking=lacking)
 
     def by_group(self) -> list[Window]:
         """
@@ -155,7 +165,7 @@ def align(
         keys, at, seen = _common(np.concatenate([stream.keys for stream in live]), flags, lengths)
     if last is not None:
         keys, at = keys[len(keys) - min(last, len(keys)) :], at[:, at.shape[1] - min(last, at.shape[1]) :]
-    inside = (seen >= keys[0]) & (seen <= keys[-1]) if len(keys) else np.empty(0, dtype=bool)
+    inside = seen[(seen >= keys[0]) & (seen <= keys[-1])] if len(keys) else seen
     everything = np.array_equal(at.ravel(), np.arange(len(flags)))
     shape = (len(live), len(keys))
     d = (rows if everything else rows[at.ravel()]).reshape(*shape, N_STAGES)
@@ -168,7 +178,7 @@ def align(
         flags=marks.T,
         expected=expected,
         missing=tuple(sorted(gone)),
-        gaps=int(inside.sum()) - len(keys) if len(keys) else len(seen),
+        lacking=np.setdiff1d(inside, keys, assume_unique=True) if len(inside) > len(keys) else seen[:0],
         groups=tuple(stream.group for stream in live),
         strategies=frozenset(stream.strategy for stream in live if stream.strategy),
     )
