@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--ticks", type=int, default=60)
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--browser", action="store_true", help="measure a real browser, too (Chromium)")
+    parser.add_argument("--refreshes", type=int, default=300, help="of that browser")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         played = Played(
@@ -62,7 +63,7 @@ def main() -> None:
         gc.freeze()  # as the server does
         server(played, board, arguments.ticks)
         if arguments.browser:
-            browser(played, board)
+            browser(played, board, arguments.refreshes)
 
 
 def server(played: Played, board: Board, ticks: int) -> None:
@@ -92,11 +93,11 @@ def server(played: Played, board: Board, ticks: int) -> None:
     print(f"\none tick: p50 {p50:.0f} ms, p95 {p95:.0f} ms, with the aggregator's part; held: {held:.0f} MiB")
 
 
-def browser(played: Played, board: Board) -> None:
+def browser(played: Played, board: Board, refreshes: int) -> None:
     """Measure a browser on the overview: time to draw a refresh, and whether its memory grows."""
     from browser.measure import measure  # tests/browser
 
-    measure(board, lambda: played.play(STEPS_A_SECOND))
+    measure(board, lambda: played.play(STEPS_A_SECOND), refreshes)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _BUSY_SPARK = 120
 _RARE = 5
 """What NVML is asked for in each so manieth sample only is as it was until it is asked for again."""
-_SAMPLES, _WITH_PROCESSES = 200, 6
+_SAMPLES, _WITH_PROCESSES = 170, 6
 
 
 def node(board: Board, run: Run | None, node: str) -> dict[str, Any]:

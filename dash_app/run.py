@@ -62,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     code = 1
     try:
         board = Board(source, thresholds=settings.thresholds)
-        app = create_app(board, token=token, hosts=security.names_of(arguments.host), poll_s=POLL_S)
+        hosts = [*security.names_of(arguments.host), *arguments.allow_host]
+        app = create_app(board, token=token, hosts=hosts, poll_s=POLL_S)
         threads = [_thread("poll", _poll, board), _thread("serve", _serve, app.server, listening)]
         query = {"token": token if made_up else None, "run": arguments.run}
         print(f"Dashboard: {_url(arguments.host, listening, query)}", flush=True)

@@ -167,6 +167,13 @@ def _serving(command: argparse.ArgumentParser) -> None:
         help="what to ask for, made up where one is needed; better in TRACEML_DASHBOARD_TOKEN: arguments can "
         "be read by everybody on this machine",
     )
+    command.add_argument(
+        "--allow-host",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="another name it is asked for by, as behind a proxy; may be given several times",
+    )
     command.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
 
 

@@ -75,7 +75,7 @@ def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
                 series,
                 "ms",
                 unit="ms",
-                colours=(colour, figures.GREY),
+                colours=(colour, figures.ROSE),
                 dashed="median rank",
                 revision=place.key,
             )
@@ -95,7 +95,7 @@ def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
 
 def _stage(name: str, colour: str) -> Any:
     told = f"Time in {name} by step, this rank and the median rank"
-    key = bits.legend({"this rank": colour, "median rank": figures.GREY})
+    key = bits.legend({"this rank": colour, "median rank": figures.ROSE})
     return bits.chart(f"stage-{name}", words.said(name), told, note=key, tall="low")
 
 

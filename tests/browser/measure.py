@@ -47,24 +47,27 @@ def measure(board: Board, play: Callable[[], Any], refreshes: int = 300) -> None
             )
             browser.execute_script(_WATCH)
             wait = WebDriverWait(browser, 60, 0.05)
-            heap = {}
+            held = {0: _held(browser)}
             for at in range(1, refreshes + 1):
                 play()
                 wait.until(lambda b, at=at: (board.poll(), b.execute_script("return took.length") >= at)[1])
-                if at in (refreshes // 5, refreshes):
-                    heap[at] = _heap(browser)
+                if at % 100 == 0:
+                    held[at] = _held(browser)
             took = sorted(browser.execute_script("return took"))
             print(f"\nbrowser: {refreshes} refreshes, from the answer to the picture")
             print(f"median {statistics.median(took):.0f} ms, p95 {took[int(0.95 * len(took))]:.0f} ms")
-            print("heap: " + ", ".join(f"{size:.1f} MB after {at}" for at, size in heap.items()))
+            print("\n| after refreshes | heap, MB | DOM nodes | listeners |\n|---|---|---|---|")
+            for at, (heap, nodes, listeners) in held.items():
+                print(f"| {at} | {heap:.1f} | {nodes} | {listeners} |")
         finally:
             browser.quit()
             server.close()
 
 
-def _heap(browser: webdriver.Chrome) -> float:
-    """Return what is in use after a collection, MB."""
-    browser.execute_cdp_cmd("HeapProfiler.collectGarbage", {})
+def _held(browser: webdriver.Chrome) -> tuple[float, int, int]:
+    """Return what is in use after collections: heap in MB, nodes, listeners."""
+    for _ in range(3):
+        browser.execute_cdp_cmd("HeapProfiler.collectGarbage", {})
     browser.execute_cdp_cmd("Performance.enable", {})
-    found = browser.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
-    return float(next(m["value"] for m in found if m["name"] == "JSHeapUsedSize")) / 1e6
+    found = {m["name"]: m["value"] for m in browser.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]}
+    return found["JSHeapUsedSize"] / 1e6, int(found["Nodes"]), int(found["JSEventListeners"])

@@ -105,8 +105,11 @@ def test_elsewhere_than_on_loopback_a_token_is_made_up_and_printed_once(start: A
 
 
 def test_a_token_from_the_environment_is_asked_for_and_shown_nowhere(start: Any) -> None:
-    started = start("--port", "0", TRACEML_DASHBOARD_TOKEN="of-the-environment")
+    started = start(
+        "--port", "0", "--allow-host", "job.example", TRACEML_DASHBOARD_TOKEN="of-the-environment"
+    )
     url = started.url()
+    assert [get(url + "health", Host=name)[0] for name in ("job.example", "evil.example")] == [200, 421]
     assert "token" not in url
     assert get(url)[0] == 401
     assert get(url, Authorization="Bearer of-the-environment")[0] == 200
