@@ -11,7 +11,7 @@ import ray
 from traceml_ray import wire
 from traceml_ray.actors.config import ActorConfig
 from traceml_ray.actors.discovery import ensure_aggregator
-from traceml_ray.actors.names import find_aggregator
+from traceml_ray.actors.names import answers, find_aggregator
 from traceml_ray.errors import Errors
 
 ANSWER_S = 5.0
@@ -23,6 +23,8 @@ PATIENCE_S = 2.5
 WRITE_S = 2.5
 """How long the writing itself may take before the end goes on without it."""
 ASK_AGAIN_S = 0.1
+SIGN_S = 0.5
+"""How long a sign of life may take when the run is over."""
 
 
 class RunReporter:
@@ -62,10 +64,13 @@ class RunReporter:
         """
         Say that the run is over and wait until its files are written; False when they may not be.
 
-        Takes as long as ranks still deliver, at most PATIENCE_S + WRITE_S.
+        Takes as long as ranks still deliver, at most PATIENCE_S + WRITE_S; an aggregator that hangs is
+        not waited for.
         """
         self._status = status
         self._wake.set()
+        if self._aggregator is not None and not answers(self._aggregator, SIGN_S):
+            return False
         self._thread.join(PATIENCE_S + WRITE_S)
         return not self._thread.is_alive() and not self._events
 

@@ -24,6 +24,7 @@ from traceml_ray import __version__
 from traceml_ray.actors.config import ActorConfig
 from traceml_ray.actors.names import (
     DEFAULT_SESSION,
+    answers,
     cluster_nodes,
     find_aggregator,
     find_relay,
@@ -39,6 +40,8 @@ ANSWER_S = 20.0
 """How long a question may take to be answered."""
 _EXIT_S = 3.0
 """How long the end of a driver may be held up, where the cluster ends with it."""
+_SIGN_S = 2.0
+"""How long the aggregator may take to say anything before it is ended for good."""
 _CHUNK = 4 << 20
 _CALLBACKS = "RAY_TRAIN_CALLBACKS"
 
@@ -251,8 +254,12 @@ class Session:
         _forget(self)
         relays = find_relays(self.id).values()
         try:
-            ray.get(self._aggregator.stop.remote(), timeout=max(0.1, timeout - 1))
+            hangs = not answers(self._aggregator, min(_SIGN_S, timeout / 2))
+            if not hangs:
+                ray.get(self._aggregator.stop.remote(), timeout=max(0.1, timeout - 1))
         except (ray.exceptions.RayError, ValueError):
+            hangs = True
+        if hangs:
             for actor in (self._aggregator, *relays):
                 ray.kill(actor, no_restart=True)
         while find_aggregator(self.id) is not None or relay_nodes(self.id):

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 NAMESPACE = "traceml"
 DEFAULT_SESSION = "default"
 
@@ -44,6 +46,17 @@ def end_myself() -> None:
 
     kill: Callable[..., None] = ray.kill
     kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+def answers(aggregator: Any, timeout: float) -> bool:
+    """Return whether an aggregator says anything within `timeout` seconds; one that has died does not."""
+    import ray
+
+    asked = msgspec.msgpack.encode({"what": "about"})
+    try:
+        return bool(ray.get(aggregator.query.remote(asked), timeout=timeout))
+    except ray.exceptions.RayError:
+        return False
 
 
 def find_relays(session: str) -> dict[str, Any]:
