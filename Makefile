@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types fuzz chaos bench screenshots clean
+.PHONY: help demo test long lint types fuzz chaos bench screenshots clean
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
@@ -41,6 +41,9 @@ demo: $(INSTALLED)
 
 test: lint
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+long: $(INSTALLED)
+	$(PY) -m pytest -m long $(PYTEST_ARGS)
 
 chaos: $(INSTALLED)
 	$(PY) -m pytest tests/chaos -m "long or not long" $(PYTEST_ARGS)

@@ -24,18 +24,17 @@ BOTH = ("socket", "actor")
 HOUR = 3600.0
 
 SHORT = [
-    Case("aggregator and relay killed", faults.killed(AGGREGATOR, RELAY)),
     Case("relay stopped", faults.stopped(RELAY)),
     Case("aggregator stopped", faults.stopped(AGGREGATOR), "actor"),
-    Case("raylet stopped", faults.stopped(RAYLET), "actor"),
     Case("GCS killed", faults.killed(GCS), "actor"),
     Case("aggregator killed while disk full", faults.filled(kill=AGGREGATOR, freed=True), disk_mb=4),
-    Case("session file corrupted", faults.corrupted),
     Case("bad and replayed messages", faults.spoken),
-    Case("socket taken over, relay killed", faults.stolen(kill=True)),
 ]
 
 LONG = [
+    Case("aggregator and relay killed", faults.killed(AGGREGATOR, RELAY)),
+    Case("session file corrupted", faults.corrupted),
+    Case("socket taken over, relay killed", faults.stolen(kill=True)),
     *(
         Case(name, fault, channel, **more)
         for channel in BOTH

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "overhead.py"
 PARTS = {"step": 4, "marks": 4, "agent": 6}
 
@@ -30,6 +32,7 @@ def test_quick_run_prints_every_figure() -> None:
     assert all(any(character.isdigit() for character in row[2]) for row in rows)
 
 
+@pytest.mark.long
 def test_a_planted_fault_is_scored_and_can_be_scored_again(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARK.with_name("faults.py")), "--out", str(tmp_path / "out.json")]
     small = ["--worlds", "2", "--seeds", "0", "--stages", "forward", "--severities", "15", "60"]

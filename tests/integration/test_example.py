@@ -55,6 +55,7 @@ def test_one_process_learns_and_repeats_itself_to_the_bit(tmp_path: Path) -> Non
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["step-20.pt"]
 
 
+@pytest.mark.long
 def test_a_slow_rank_changes_no_loss(tmp_path: Path) -> None:
     common = (*TINY, "--steps", "12", "--accumulate", "2", "--eval-every", "6")
     stages = ("data", "prepare", "forward", "backward", "optimizer", "log", "eval")

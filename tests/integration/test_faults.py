@@ -62,7 +62,7 @@ def check_ledger(summary: dict[str, Any], ranks: int, steps: int) -> None:
     ("fault", "rank", "ms", "ranks", "steps", "stage"),
     [
         ("backward", 3, 40, 4, 80, "backward"),
-        ("optimizer", 2, 30, 3, 80, "post_sync"),
+        pytest.param("optimizer", 2, 30, 3, 80, "post_sync", marks=pytest.mark.long),
     ],
 )
 def test_a_planted_fault_is_named_with_what_it_costs(
@@ -82,8 +82,8 @@ def test_a_planted_fault_is_named_with_what_it_costs(
     assert f"straggler: rank {rank}" in done.stderr.replace(f" ({os.uname().nodename})", "")
 
 
-@pytest.mark.parametrize("ranks", [2])
-def test_a_healthy_run_is_healthy_and_trains_the_same_to_the_bit(tmp_path: Path, ranks: int) -> None:
+def test_a_healthy_run_has_nobody_to_blame_and_trains_the_same_to_the_bit(tmp_path: Path) -> None:
+    ranks = 2
     losses = {}
     for name, flags in (("watched", ()), ("plain", ("--no-monitor",))):
         log = tmp_path / name
@@ -94,11 +94,12 @@ def test_a_healthy_run_is_healthy_and_trains_the_same_to_the_bit(tmp_path: Path,
         ]
     assert losses["watched"] == losses["plain"]
     summary = summary_of(tmp_path, "s")
-    if ranks <= (os.cpu_count() or 1):  # where ranks fight for cores, one may well be late
-        assert summary["verdict"]["label"] == "healthy", summary["verdict"]["why"]
+    verdict = summary["verdict"]  # where others use the cores, one or the other may well be late in turn
+    assert (verdict["label"], verdict["rank"]) in (("healthy", None), ("ambiguous", None)), verdict["why"]
     check_ledger(summary, ranks, 80)
 
 
+@pytest.mark.long
 def test_over_the_actor_channel_it_is_the_same(tmp_path: Path) -> None:
     """Ranks that attach to Ray while they train; the script around the example says whether they did."""
     around = tmp_path / "around.py"
@@ -125,7 +126,9 @@ def test_over_the_actor_channel_it_is_the_same(tmp_path: Path) -> None:
     check_ledger(summary, 2, 260)
 
 
-@pytest.mark.parametrize(("channel", "step"), [("socket", 30), ("actor", 350)])
+@pytest.mark.parametrize(
+    ("channel", "step"), [("socket", 30), pytest.param("actor", 350, marks=pytest.mark.long)]
+)
 def test_a_script_that_raises_keeps_its_traceback_and_its_exit_code(
     tmp_path: Path, channel: str, step: int
 ) -> None:

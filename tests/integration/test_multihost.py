@@ -171,7 +171,9 @@ def until_gone(hosts: Hosts) -> None:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("channel", "steps"), [("socket", 140), ("actor", 240)])
+@pytest.mark.parametrize(
+    ("channel", "steps"), [("socket", 140), pytest.param("actor", 240, marks=pytest.mark.long)]
+)
 def test_one_session_knows_both_hosts_and_names_the_fault_on_the_second(
     hosts: Hosts, channel: str, steps: int
 ) -> None:

@@ -303,7 +303,9 @@ def test_a_callback_alone_makes_its_session_times_ray_data_and_survives_a_failin
     assert current_config().session == "train"  # still that of `start`
     summary = json.loads((tmp_path / "out" / "other" / "summary.json").read_text())
     assert [run["name"] for run in summary["runs"]] == ["ray data"]
-    whole(summary, 40, {"train: fails": 1})  # what was swallowed while there was an agent to tell
+    whole(
+        summary, 40, {"train: fails: RuntimeError": 1}
+    )  # what was swallowed while there was an agent to tell
     stages = {stage["name"]: stage for stage in summary["stages"]}
     assert stages["data"]["median_ms"] > 0
     assert stages["prepare"]["median_ms"] >= 2
