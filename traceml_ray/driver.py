@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
-from traceml_ray import __version__
+from traceml_ray import __version__, wire
 from traceml_ray.actors.config import ActorConfig
 from traceml_ray.actors.names import (
     DEFAULT_SESSION,
@@ -33,6 +34,7 @@ from traceml_ray.actors.names import (
 )
 from traceml_ray.identity import RankIdentity
 from traceml_ray.launchers.dashboard import DashboardProcess
+from traceml_ray.session import DATABASE, holder
 from traceml_ray.settings import Settings
 
 OLDEST_RAY = (2, 51)
@@ -40,7 +42,7 @@ ANSWER_S = 20.0
 """How long a question may take to be answered."""
 _EXIT_S = 3.0
 """How long the end of a driver may be held up, where the cluster ends with it."""
-_SIGN_S = 2.0
+_SIGN_S = 1.5
 """How long the aggregator may take to say anything before it is ended for good."""
 _CHUNK = 4 << 20
 _CALLBACKS = "RAY_TRAIN_CALLBACKS"
@@ -266,6 +268,21 @@ class Session:
             if time.monotonic() > deadline:
                 raise StartError(f"session {self.id!r} is still there {timeout:g} s after it was stopped")
             time.sleep(0.05)
+        if hangs:
+            self._finish_from_file()
+
+    def _finish_from_file(self) -> None:
+        """Write the reports that the aggregator did not, of what it had stored, where its files are here."""
+        from traceml_ray.actors.aggregation import finish_offline
+
+        if not (self.folder / DATABASE).is_file():
+            return
+        over = wire.Finish(wire.VERSION, 0, force=True)
+        try:
+            _end_hung(holder(self.folder))
+            finish_offline(self.folder, Settings(session=self.id), over)
+        except Exception as error:
+            warnings.warn(f"no report of session {self.id!r}: {_cause(error)}", stacklevel=3)
 
     def __enter__(self) -> Session:
         """Return self."""
@@ -363,6 +380,15 @@ def _stop_quietly(session: Session) -> None:
             session.stop(_EXIT_S)
     except Exception as error:
         sys.stderr.write(f"traceml-ray: session {session.id!r} may be incomplete: {_cause(error)}\n")
+
+
+def _end_hung(pid: int | None) -> None:
+    """End an aggregator of this node that Ray has told to go, and that hears nothing."""
+    if pid is not None:
+        process = psutil.Process(pid)
+        if "".join(process.cmdline()[:1]).startswith("ray::Aggregator"):
+            process.kill()
+            process.wait(1.0)
 
 
 def _cause(error: Exception) -> str:
