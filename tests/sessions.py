@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,39 @@ class Relay:
                 seq=self.seq if seq is None else seq, batches=list(batches), **fields,
             )
         )  # fmt: skip
+
+
+class Straight:
+    """A relay's way to an aggregation in the same process."""
+
+    def __init__(self, aggregator: Aggregation) -> None:
+        self._aggregator = aggregator
+        self._replies: list[bytes | Exception] = []
+
+    def ingest(self, data: bytes, commit: bool) -> bool:
+        self._replies.append(self._aggregator.ingest(data))
+        return True
+
+    def finish(self, data: bytes) -> bool:
+        raise AssertionError("nobody asks for the end here")
+
+    def poll(self) -> list[bytes | Exception]:
+        replies, self._replies = self._replies, []
+        return replies
+
+    def stop(self) -> None:
+        pass
+
+
+class NoSamples:
+    """A node's sampler that has one sample at most: the one that a test puts there."""
+
+    errors: Counter[str] = Counter()
+    sample: wire.NodeSample | None = None
+
+    def latest(self) -> wire.NodeSample | None:
+        sample, self.sample = self.sample, None
+        return sample
 
 
 def aggregation(folder: Path, clock: Clock | None = None, **info: Any) -> Aggregation:

@@ -76,8 +76,11 @@ _Step = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
 def is_v1(data: bytes) -> bool:
     """Tell a message of version 1, a map or a list of maps, from one of version 2: a list, a tag first."""
     at = {0xDC: 3, 0xDD: 5}.get(data[0], 1 if 0x90 <= data[0] <= 0x9F else 0) if data else 0
-    first = data[at] if at < len(data) else 0
-    return 0x80 <= first <= 0x8F or first in (0xDE, 0xDF)
+    return _is_map(data[at : at + 1])
+
+
+def _is_map(data: bytes) -> bool:
+    return data[:1] != b"" and (0x80 <= data[0] <= 0x8F or data[0] in (0xDE, 0xDF))
 
 
 @dataclass
@@ -120,8 +123,7 @@ class Senders:
         try:
             if len(data) > wire.MAX_BATCH_BYTES:
                 raise WireError("too_large", f"{len(data)} bytes, limit {wire.MAX_BATCH_BYTES}")
-            listed = not (0x80 <= data[0] <= 0x8F or data[0] in (0xDE, 0xDF))
-            parts = _as(data, list[msgspec.Raw]) if listed else [data]
+            parts = [data] if _is_map(data) else _as(data, list[msgspec.Raw])
             if len(parts) > wire.MAX_ITEMS:
                 yield WireError("too_many", f"{len(parts)} messages in one, limit {wire.MAX_ITEMS}")
         except WireError as error:

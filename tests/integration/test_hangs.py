@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from sessions import Rank
+from sessions import NoSamples, Rank, Straight
 from torch import nn
 
 from traceml_ray import wire
@@ -281,35 +280,6 @@ def test_a_collective_that_no_mark_sees_is_in_torchs_own_recorder(tmp_path: Path
     assert (data["pending"], state) == ("all_reduce", "scheduled")
     assert 0.4e9 < data["pending_ns"] < 30e9
     assert data["pending_seq"] >= 1
-
-
-class Straight:
-    """The way from a relay to an aggregation in the same process."""
-
-    def __init__(self, aggregator: Aggregation) -> None:
-        self.aggregator = aggregator
-        self.replies: list[bytes | Exception] = []
-
-    def ingest(self, data: bytes, commit: bool) -> bool:
-        self.replies.append(self.aggregator.ingest(data))
-        return True
-
-    def finish(self, data: bytes) -> bool:
-        return False
-
-    def poll(self) -> list[bytes | Exception]:
-        replies, self.replies = self.replies, []
-        return replies
-
-    def stop(self) -> None:
-        pass
-
-
-class NoSamples:
-    errors: Counter[str] = Counter()
-
-    def latest(self) -> None:
-        return None
 
 
 def test_while_nobody_ends_the_job_a_killed_rank_is_named_live() -> None:

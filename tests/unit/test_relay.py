@@ -21,6 +21,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sessions import NoSamples
 
 from traceml_ray import wire
 from traceml_ray.actors.outbox import Outbox
@@ -123,15 +124,6 @@ class Aggregator:
 
     def errors(self) -> dict[str, int]:
         return self.stored[-1].errors
-
-
-class NoSamples:
-    errors: Counter[str] = Counter()
-    sample: wire.NodeSample | None = None
-
-    def latest(self) -> wire.NodeSample | None:
-        sample, self.sample = self.sample, None
-        return sample
 
 
 class Bench:

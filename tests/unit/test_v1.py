@@ -8,7 +8,6 @@ import shutil
 import socket
 import struct
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from sessions import Clock, aggregation, check_ledger
+from sessions import Clock, NoSamples, Straight, aggregation, check_ledger
 
 from traceml_ray import v1, wire
-from traceml_ray.actors.aggregation import Aggregation
 from traceml_ray.actors.relay import TICK_S, Relay
 from traceml_ray.settings import Settings
 
@@ -244,35 +242,6 @@ def test_senders_are_bounded() -> None:
 # -- through a relay and an aggregator ---------------------------------------------------------------
 
 
-class Direct:
-    """A transport that is the aggregator itself."""
-
-    def __init__(self, aggregator: Aggregation) -> None:
-        self._aggregator = aggregator
-        self._replies: list[bytes | Exception] = []
-
-    def ingest(self, data: bytes, commit: bool) -> bool:
-        self._replies.append(self._aggregator.ingest(data))
-        return True
-
-    def finish(self, data: bytes) -> bool:
-        raise AssertionError("nobody asks for the end here")
-
-    def poll(self) -> list[bytes | Exception]:
-        replies, self._replies = self._replies, []
-        return replies
-
-    def stop(self) -> None:
-        pass
-
-
-class NoSamples:
-    errors: Counter[str] = Counter()
-
-    def latest(self) -> None:
-        return None
-
-
 class Bench:
     """A relay and an aggregator whose clocks only move when told to."""
 
@@ -285,7 +254,7 @@ class Bench:
         node = wire.NodeIdentity("ab" * 28, "real-host", "10.0.0.1")
         path = self.home / "relay.sock"
         self.relay = Relay(
-            path, node, Direct(self.aggregator), NoSamples(), Settings(), clock=lambda: self.now
+            path, node, Straight(self.aggregator), NoSamples(), Settings(), clock=lambda: self.now
         )
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.connect(str(path))

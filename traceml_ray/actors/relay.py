@@ -532,7 +532,7 @@ class Relay:
                     self._take(wire.decode(frame, wire.RankBatch), frame)
                 read.append(path)
             except (OSError, wire.WireError) as error:
-                self._errors.count(f"spool: {getattr(error, 'reason', type(error).__name__)}")
+                self._errors.note("spool", error)
         return read
 
     def _salvage(self) -> None:

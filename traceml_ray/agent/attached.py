@@ -29,6 +29,7 @@ import msgspec
 from traceml_ray.agent.bootstrap import end_as_interrupted
 from traceml_ray.errors import Errors
 from traceml_ray.reach import attach, attach_environment, raylet_answers, reach
+from traceml_ray.session import read_json
 
 FILE = "attach.json"
 ATTACH_S = 2.0
@@ -112,7 +113,7 @@ class AttachedChannel:
             return
 
     def _attach(self) -> None:
-        found = msgspec.json.decode((Path(self._path).parent / FILE).read_bytes(), type=Attachment)
+        found = read_json(Path(self._path).parent / FILE, Attachment)
         address, _ = reach(found.address, _REACH_S)
         # `ray.init` holds the GIL while a raylet does not answer, and then ends the process.
         if not raylet_answers(_listener(self._path)):
