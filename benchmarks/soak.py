@@ -50,8 +50,10 @@ LONG_S = 300
 SLOPE_MB_MIN = (1.0, 150.0)
 FLAT = (2, 8)
 """By how many file descriptors, or threads, the last quarter may have more than the first."""
-LIFE = 0.5
+LIFE = (0.5, 0.25)
 """Share of a run that a process has to live to be measured."""
+BACK_S = 10.0
+"""Within which who was killed is there again."""
 HOUR_MB = 100
 """Largest session file of 8 ranks, 10 steps a second, one hour."""
 KILLS_UNTIL = 0.4
@@ -129,7 +131,7 @@ class Lives:
 
     def now(self, role: str) -> psutil.Process | None:
         """Return the living process of that role."""
-        living = (life.process for life in reversed(self._known.values()) if life.role == role)
+        living = (life.process for life in reversed([*self._known.values()]) if life.role == role)
         return next((process for process in living if process.is_running()), None)
 
     def of(self, role: str) -> list[Life]:
@@ -224,21 +226,27 @@ class Faults:
             elif what != "parts":  # that the ranks do themselves
                 {"events": self._events, "garbage": self._garbage}[what](fault.seconds)
             self.done[fault.kind] += 1
-        except (psutil.Error, OSError, LookupError) as error:
+        except (psutil.Error, OSError, RuntimeError) as error:
             self.failed[f"{fault.kind}: {error}"] += 1
 
     def _signal(self, role: str, number: int) -> psutil.Process:
-        process = self._lives.now(role)
-        if process is None:
-            raise LookupError(f"no {role}")
+        process = until(lambda: self._lives.now(role), f"{role} is there", BACK_S)
         process.send_signal(number)
         return process
 
     def _connect(self) -> socket.socket:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.settimeout(5)
-        sock.connect(self._path)
-        return sock
+        def connected() -> socket.socket | None:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            sock.settimeout(5)
+            try:
+                sock.connect(self._path)
+            except OSError:  # killed, and not there again
+                sock.close()
+                return None
+            return sock
+
+        found: socket.socket = until(connected, "relay listens", BACK_S)
+        return found
 
     def _events(self, seconds: float) -> None:
         """Be a process that has nothing but events to tell: 300 of them every 0.1 s."""
@@ -459,11 +467,11 @@ def process_rows(soak: Soak) -> tuple[list[str], list[Bar]]:
     """Return the table of the processes, and the bars on those that are ours."""
     rows, bars = [], []
     short = soak.args.seconds < LONG_S
-    limit, flat = SLOPE_MB_MIN[short], FLAT[short]
+    limit, flat, least_s = SLOPE_MB_MIN[short], FLAT[short], LIFE[short] * soak.args.seconds
     ours = ("rank", "relay", "aggregator", *(["dashboard"] if soak.args.dashboard else []))
     for role in (*ours, "raylet", "GCS"):
         lives = soak.lives.of(role)
-        measured = [(slope(life, "rss"), life) for life in lives if life.seconds >= LIFE * soak.args.seconds]
+        measured = [(slope(life, "rss"), life) for life in lives if life.seconds >= least_s]
         if not measured:
             bars.append(Bar(f"{role}: lives long enough to be measured", f"{len(lives)} lives", False))
             continue

@@ -50,7 +50,7 @@ class Refresher:
         self._board = board
         self._heat = HeatWire()
         self._lock = threading.Lock()
-        self._made: OrderedDict[tuple[Place, int], _Made] = OrderedDict()
+        self._made: OrderedDict[Place, tuple[int, _Made]] = OrderedDict()
 
     def refresh(self, pathname: str | None, search: str | None, seen: Any) -> tuple[Any, dict[str, Any]]:
         """
@@ -98,9 +98,9 @@ class Refresher:
 
     def _page(self, place: Place, header: dict[str, Any]) -> _Made:
         with self._lock:
-            made = self._made.get((place, header["version"]))
-        if made is not None:
-            return made
+            known = self._made.get(place)
+        if known is not None and known[0] == header["version"]:
+            return known[1]
         module: ModuleType = (
             start if header["state"] == "empty" and place.page != "sessions" else PAGES[place.page]
         )
@@ -109,7 +109,8 @@ class Refresher:
         key = f"{module.__name__} {place.key} {_selected(place, *WHAT)} {_sum(sorted(parts))}"
         made = _Made(key, module, view, parts, {id: _sum(props) for id, props in parts.items()})
         with self._lock:
-            self._made[place, view["version"]] = made
+            self._made[place] = view["version"], made
+            self._made.move_to_end(place)
             while len(self._made) > _CACHED:
                 self._made.popitem(last=False)
         return made

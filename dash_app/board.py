@@ -35,7 +35,7 @@ _MAX_OTHERS = 2
 """Past sessions that are open at the same time."""
 _FEW_BATCHES, _MANY_BATCHES = 1 << 7, 1 << 14
 """Batches of rows that are asked for at once, so many that about"""
-_ROWS = 1 << 18
+_ROWS = 1 << 15
 """rows come."""
 _HISTORY, _PER_RANK = 1 << 18, 64
 """How many batches before the newest the history of a live run begins; in a large job, of each rank."""
@@ -69,7 +69,7 @@ class Run:
         self._patience_ns = int(limits.report_timeout_s * 1e9)
         self._late: set[int] = set()
         """Ranks that came late, and because of which everything has been read anew."""
-        self._batches = 1 << 11
+        self._batches = _FEW_BATCHES
         self._cursors = {"events": 0, "verdicts": 0}
         self._asked_who = float("-inf")
         self.begin()
@@ -87,7 +87,8 @@ class Run:
     def questions(self, now: float) -> list[dict[str, Any]]:
         """Return what to ask; `take` takes the answers."""
         asked: list[dict[str, Any]] = [{"what": "verdict"}, self.question()]
-        asked += [{"what": name, "since": since, "brief": True} for name, since in self._cursors.items()]
+        few = {"brief": True, "most": MAX_EVENTS}
+        asked += [{"what": name, "since": since, **few} for name, since in self._cursors.items()]
         if not self.ranks or len(self.ranks) < _SLOW_RANKS or now - self._asked_who > _SLOW_S:
             self._asked_who = now
             asked += [{"what": "ranks"}, {"what": "nodes"}]
@@ -247,7 +248,8 @@ class Board:
 
     def ask(self, what: str, **args: Any) -> Any:
         """Return the answer to a question of one page; the last one while the source does not answer."""
-        question = msgspec.msgpack.encode([what, args])
+        lasting = {name: value for name, value in args.items() if name not in ("first", "last")}
+        question = msgspec.msgpack.encode([what, lasting])  # of the same, whatever the steps
         if self.stale_since_ns is None and not self.trouble:
             try:
                 self._answers[question] = self.source.ask(what, **args)[0]

@@ -126,7 +126,7 @@ def _gpus(samples: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, An
     made = []
     for index, found in sorted(by_device.items()):
         series = _series(found, _GPU, _GPU_RATES)
-        xids = [data["xid"] for data in reversed(told) if data.get("gpu") == index]
+        xids = [xid for data in reversed(told) if data.get("gpu") == index and (xid := data.get("xid"))]
         made.append(
             {
                 "index": index,

@@ -32,6 +32,19 @@ def test_quick_run_prints_every_figure() -> None:
     assert all(any(character.isdigit() for character in row[2]) for row in rows)
 
 
+def test_a_short_soak_loses_nothing_and_nothing_runs_away() -> None:
+    ran = subprocess.run(
+        [sys.executable, str(BENCHMARK.with_name("soak.py")), "--seconds", "20", "--ranks", "2"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.count("\nok  ") >= 17 and "kill relay 1" in ran.stdout
+
+
 @pytest.mark.long
 def test_a_planted_fault_is_scored_and_can_be_scored_again(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARK.with_name("faults.py")), "--out", str(tmp_path / "out.json")]

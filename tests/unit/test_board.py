@@ -294,6 +294,29 @@ def board_node(page: dict[str, Any], label: str) -> dict[str, Any]:
     return next(card for card in page["nodes"] if card["label"] == label)
 
 
+def test_critical_errors_of_a_device_are_on_its_node_page(played: Played) -> None:
+    board = followed(played, 6)
+    told = [{"gpu": 1, "xid": 31}, {"gpu": 1}, {"xid": 79}, {"gpu": 1, "xid": 79}]  # two by somebody else
+    events = [wire.Event("xid", played.clock(), message="GPU", data=data) for data in told]
+    played.aggregator.ingest(played.relays[1].message(events=events))
+    assert played.aggregator.commit() and board.poll()
+    assert [gpu["xid"] for gpu in board.view("node", node="node-1")["gpus"]] == [None, [79, 31]]
+
+
+def test_of_a_flood_of_events_only_the_newest_are_fetched(played: Played) -> None:
+    board = followed(played, 2)
+    for part in range(3):
+        events = [wire.Event("note", 1000 * part + n, message="x") for n in range(1000)]
+        played.play(5, events=events, silent=tuple(range(1, played.world)))
+    run = board.newest
+    assert run is not None
+    [asked] = [question for question in run.questions(0.0) if question["what"] == "events"]
+    found, cursor = played.source.ask(**asked)
+    assert len(found) == 2000 and [event["t_ns"] for event in found] == list(range(1000, 3000))
+    assert board.poll() and len(run.events) == 2000
+    assert cursor >= 3000
+
+
 def test_a_machine_without_sensors_has_none(tmp_path: Path) -> None:
     played = Played(tmp_path / "demo", 2, late=None, gpus=0)
     page = followed(played, 3).view("node", node="host-0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from traceml_ray.reports.summary import summarize
 from traceml_ray.reports.text import render
 from traceml_ray.settings import Settings
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import DATA
 
 LIMIT = 400_000
 ROW = [1, 2, 0, 3, 3, 1]
@@ -34,12 +36,12 @@ class Job:
         self.folder.mkdir(exist_ok=True)
         self.aggregator = Aggregation(self.folder, Settings(session_bytes=LIMIT), {}, self.clock)
 
-    def run(self, seconds: int, steps: int = 20) -> None:
+    def run(self, seconds: int, steps: int = 20, **more: Any) -> None:
         for second in range(seconds):
             self.clock.tick()
             process = wire.ProcessSample(self.clock(), 50.0, PEAK if second == 7 else 1 << 30, 9, 0, 0)
             sample = wire.NodeSample(self.clock(), *[None] * 9)
-            batches = [rank.batch(steps, process=process) for rank in self.ranks]
+            batches = [rank.batch(steps, process=process, **more) for rank in self.ranks]
             self.aggregator.ingest(self.relay.message(*batches, sample=sample))
             assert self.aggregator.commit()
 
@@ -60,6 +62,21 @@ def test_the_file_stays_near_its_bound_however_long_it_runs(job: Job) -> None:
     assert LIMIT / 2 < grown < 2 * LIMIT
     assert job.size < 1.2 * grown  # what is folded away comes to a twelfth of it
     assert not job.aggregator.errors
+
+
+def test_named_parts_and_a_flood_of_events_stay_within_it_too(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("traceml_ray.store.retention.EVENTS", 500)
+    part = wire.Detail("load", DATA, 20, 9, 9, 0, 20)
+    for second in range(600):
+        told = [wire.Event("note", second, message=f"{second} {n}" + "x" * 100) for n in range(5)]
+        job.run(1, 5, details=[part], events=told)
+    assert job.size < 2 * LIMIT
+    with SessionFile(job.aggregator.folder.sqlite) as session:
+        events, [(details,)] = session.events()[0], session._all("SELECT count(*) FROM detail")
+    assert 500 <= len(events) < 1000 and events[-1]["message"].startswith("599 4")
+    assert 0 < details < 4 * 300
 
 
 def test_what_is_folded_adds_up(job: Job) -> None:

@@ -65,6 +65,13 @@ def test_nothing_else_can_be_read(tmp_path: Path) -> None:
         assert "no file called" in answer["error"]
 
 
+def test_copies_are_few(tmp_path: Path) -> None:
+    aggregator = aggregation(tmp_path)
+    made = [ask(aggregator, "snapshot")["name"] for _ in range(6)]
+    assert sorted(path.name for path in tmp_path.glob("snapshot-*")) == sorted(made[-3:])
+    aggregator.close()
+
+
 def test_copies_do_not_stay_behind(tmp_path: Path) -> None:
     aggregator = aggregation(tmp_path)
     for _ in range(2):

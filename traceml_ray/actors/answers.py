@@ -155,7 +155,7 @@ def answer_from(reader: SessionFile, asked: dict[str, Any], thresholds: Threshol
     if what == "parts":
         return {"result": _parts(reader, int(asked["rank"]), int(asked["first"]), int(asked["last"]))}
     if what == "events":
-        result, cursor = reader.events(since, brief=bool(asked.get("brief")))
+        result, cursor = reader.events(since, brief=bool(asked.get("brief")), most=asked.get("most"))
         return {"result": result, "cursor": cursor}
     if what in ("process", "node_samples", "verdicts"):
         result, cursor = getattr(reader, what)(since)

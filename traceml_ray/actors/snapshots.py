@@ -9,6 +9,8 @@ from traceml_ray.store.session_file import SessionFile
 
 _PREFIX = "snapshot-"
 _REPORTS = frozenset({"summary.json", "report.txt"})
+_MOST = 3
+"""Copies at the same time; whoever asks for another one ends the oldest."""
 MAX_CHUNK = 4 << 20
 """Bytes of a file in one answer."""
 
@@ -22,6 +24,8 @@ class Snapshots:
 
     def make(self, session: SessionFile) -> dict[str, str | int]:
         """Copy the session file as it stands; return the copy's `name` and `size` in bytes."""
+        for old in sorted(self._copies(), key=lambda path: path.stat().st_mtime_ns)[: 1 - _MOST]:
+            old.unlink(missing_ok=True)
         path = self._folder / f"{_PREFIX}{secrets.token_hex(4)}.sqlite"
         path.touch(mode=0o600)
         try:

@@ -2,7 +2,7 @@
 Keeps a session file within a bound: beyond it, the oldest rows are folded into sums of about ten seconds.
 
 What was folded still counts as stored; statistics are taken from the newest rows, as they are of any long
-run. Of samples that old, one in ten is kept, and of a process the one with the most memory.
+run. Of samples that old, one in ten is kept, and of a process the one with the most memory; named parts go.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ _TABLE = """CREATE TABLE IF NOT EXISTS rollup(id INTEGER PRIMARY KEY, stream_id 
     first_key INT, last_key INT, sums BLOB, max_ns INT)"""
 CHUNKS = 10
 """Of a stream in one sum: its agent sends about one a second."""
+EVENTS = 100_000
+"""So many are kept in a file beyond its bound: only what goes wrong has so many to tell."""
 
 
 class Retention:
@@ -41,6 +43,7 @@ class Retention:
 
     def fold(self, streams: int) -> dict[str, int]:
         """Fold one slice, of so many streams, within the caller's transaction; return the new cursors."""
+        self._connection.execute("DELETE FROM event WHERE id <= (SELECT max(id) FROM event) - ?", (EVENTS,))
         slice_ = CHUNKS * max(1, streams)
         newest = self._one("SELECT max(id) FROM chunk") or 0
         query = "SELECT id, stream_id, first_row, n, keys, rows FROM chunk WHERE id < ? ORDER BY id LIMIT ?"
@@ -61,6 +64,7 @@ class Retention:
         kept = {
             "process_sample": f"id NOT IN ({largest} GROUP BY stream_id))",
             "node_sample": "t_ns / 1000000000 % 10 != 0",
+            "detail": "true",
         }
         ends = {}
         for table, rest in kept.items():

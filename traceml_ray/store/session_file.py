@@ -416,13 +416,15 @@ class SessionFile:
             *(first, last, self.run_id(), stream),
         )
 
-    def events(self, since: int = 0, *, brief: bool = False) -> tuple[list[dict[str, Any]], int]:
+    def events(
+        self, since: int = 0, *, brief: bool = False, most: int | None = None
+    ) -> tuple[list[dict[str, Any]], int]:
         """
-        Return events of the run and of nodes as dicts with `rank` and the table's columns; `brief` leaves
-        out those that are files (stacks, flight recorders).
+        Return the newest `most` events of the run and of nodes as dicts with `rank` and the table's columns;
+        `brief` leaves out those that are files (stacks, flight recorders).
         """
         which = "t.kind NOT IN ('stacks', 'flight_recorder')" if brief else "true"
-        events, top = self._since("event", since, "coalesce(t.run, s.job_id)", which)
+        events, top = self._since("event", since, "coalesce(t.run, s.job_id)", which, most)
         for event in events:
             event["data"] = json.loads(event["data"])
         return events, top
@@ -478,7 +480,12 @@ class SessionFile:
         )
 
     def _since(
-        self, table: str, since: int, run: str = "s.job_id", which: str = "true"
+        self,
+        table: str,
+        since: int,
+        run: str = "s.job_id",
+        which: str = "true",
+        most: int | None = None,
     ) -> tuple[list[dict[str, Any]], int]:
         """Return rows of `table` after `since` with their rank, those of the run or of none (`run`: SQL)."""
         top = self._top(table)
@@ -486,9 +493,10 @@ class SessionFile:
             return [], since
         query = (
             f"SELECT s.global_rank AS rank, t.* FROM {table} t LEFT JOIN stream s ON s.id = t.stream_id "
-            f"WHERE t.id > ? AND t.id <= ? AND ({run} IS NULL OR {run} = ?) AND {which} ORDER BY t.id"
+            f"WHERE t.id > ? AND t.id <= ? AND ({run} IS NULL OR {run} = ?) AND {which} "
+            "ORDER BY t.id DESC LIMIT ?"
         )
-        return self._dicts(query, since, top, self.run_id()), top
+        return self._dicts(query, since, top, self.run_id(), -1 if most is None else most)[::-1], top
 
     def _top(self, table: str) -> int:
         return int(self._all(f"SELECT coalesce(max(id), 0) FROM {table}")[0][0])
