@@ -124,7 +124,7 @@ def make_session(**settings: Any) -> Session:
 
 
 class Rank:
-    """Sends batches like an agent: what is not acknowledged is sent again over a new connection."""
+    """Sends batches like an agent: what is not known to be stored is sent again over a new connection."""
 
     def __init__(self, path: Path, number: int = 0) -> None:
         self.number = number
@@ -132,6 +132,7 @@ class Rank:
         self._sock: socket.socket | None = None
         self._held: dict[int, bytes] = {}
         self._seq = 0
+        self._acked = -1
 
     @property
     def produced(self) -> int:
@@ -159,31 +160,40 @@ class Rank:
         until(self.take_replies, "acknowledged")
 
     def take_replies(self) -> bool:
-        """Return whether everything is acknowledged; over a lost connection, send again what is not."""
+        """Return whether everything is acknowledged; a connection that was lost is made anew."""
         try:
             while self._held and self._sock:
                 data = self._sock.recv(1 << 16)
                 if not data:
                     raise ConnectionResetError
-                acked = wire.decode(data, wire.RankReply).acked_seq
-                self._held = {seq: held for seq, held in self._held.items() if seq > acked}
+                reply = wire.decode(data, wire.RankReply)
+                assert reply.settled_seq is not None
+                self._acked = reply.acked_seq
+                self._held = {seq: held for seq, held in self._held.items() if seq > reply.settled_seq}
         except BlockingIOError:
             pass
         except OSError:
             self._sock = None
         if self._sock is None:
-            for held in list(self._held.values()):
-                self._offer(held)
-        return not self._held
+            self._acked = -1
+            self._connect()
+        return self._acked == self._seq - 1
 
     def _offer(self, data: bytes) -> None:
+        if self._sock is None:
+            self._connect()
+            return
         try:
-            if self._sock is None:
-                self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-                self._sock.connect(str(self._path))
-                for held in self._held.values():
-                    self._sock.send(held)
-            else:
-                self._sock.send(data)
+            self._sock.send(data)
+        except OSError:
+            self._sock = None
+
+    def _connect(self) -> None:
+        """Connect, and send everything that is held, the oldest first."""
+        try:
+            self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+            self._sock.connect(str(self._path))
+            for held in self._held.values():
+                self._sock.send(held)
         except OSError:
             self._sock = None

@@ -23,6 +23,7 @@ import psutil
 
 from traceml_ray import __version__, wire
 from traceml_ray.actors.config import ActorConfig
+from traceml_ray.actors.folders import is_private
 from traceml_ray.actors.names import (
     DEFAULT_SESSION,
     answers,
@@ -30,6 +31,7 @@ from traceml_ray.actors.names import (
     find_aggregator,
     find_relay,
     find_relays,
+    relay_folder,
     relay_nodes,
 )
 from traceml_ray.identity import RankIdentity
@@ -44,6 +46,8 @@ _EXIT_S = 3.0
 """How long the end of a driver may be held up, where the cluster ends with it."""
 _SIGN_S = 1.5
 """How long the aggregator may take to say anything before it is ended for good."""
+_LEAVE_S = 0.5
+"""How long relays may then take to leave what they hold in a file."""
 _CHUNK = 4 << 20
 _CALLBACKS = "RAY_TRAIN_CALLBACKS"
 
@@ -262,8 +266,12 @@ class Session:
         except (ray.exceptions.RayError, ValueError):
             hangs = True
         if hangs:
-            for actor in (self._aggregator, *relays):
-                ray.kill(actor, no_restart=True)
+            ray.kill(self._aggregator, no_restart=True)
+            ending = [relay.end.remote(0.0) for relay in relays]
+            if ending:
+                ray.wait(ending, num_returns=len(ending), timeout=min(_LEAVE_S, timeout / 4))
+            for relay in relays:
+                ray.kill(relay, no_restart=True)
         while find_aggregator(self.id) is not None or relay_nodes(self.id):
             if time.monotonic() > deadline:
                 raise StartError(f"session {self.id!r} is still there {timeout:g} s after it was stopped")
@@ -273,6 +281,8 @@ class Session:
 
     def _finish_from_file(self) -> None:
         """Write the reports that the aggregator did not, of what it had stored, where its files are here."""
+        import ray
+
         from traceml_ray.actors.aggregation import finish_offline
 
         if not (self.folder / DATABASE).is_file():
@@ -280,7 +290,8 @@ class Session:
         over = wire.Finish(wire.VERSION, 0, force=True)
         try:
             _end_hung(holder(self.folder))
-            finish_offline(self.folder, Settings(session=self.id), over)
+            left = relay_folder(self.id, ray.get_runtime_context().get_node_id())
+            finish_offline(self.folder, Settings(session=self.id), over, left if is_private(left) else None)
         except Exception as error:
             warnings.warn(f"no report of session {self.id!r}: {_cause(error)}", stacklevel=3)
 

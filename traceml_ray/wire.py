@@ -189,12 +189,16 @@ class Command(_Message, frozen=True):
 
 
 class RankReply(_Message, tag="rank_reply", frozen=True):
-    """Relay to agent: every batch up to `acked_seq` has been taken over by the relay."""
+    """
+    Relay to agent: every batch up to `acked_seq` has been taken over by the relay, and none up to
+    `settled_seq` (None: `acked_seq`) need be sent again: they are on disk, or counted as dropped.
+    """
 
     v: Count
     stream: Name
     acked_seq: Int64
     commands: Annotated[list[Command], _FEW] = []
+    settled_seq: Int64 | None = None
 
 
 class GpuProcess(_Message, frozen=True):

@@ -204,6 +204,24 @@ def test_killed_relay_and_aggregator_come_back_and_nothing_held_is_lost(tmp_path
         ray.kill(worker)
 
 
+@pytest.mark.parametrize("who", ["NodeRelay", "Aggregator"])
+def test_rows_that_one_who_hangs_never_took_are_in_the_file(tmp_path: Path, who: str) -> None:
+    session = traceml_ray.start(f"hung-{who}", out=tmp_path).wait_ready()
+    worker = Worker.remote()
+    assert ray.get(worker.attach.remote(session.id))
+    ray.get(worker.train.remote(20))
+    until(lambda: rows_of(session.folder) == 20, "rows")
+    [hung] = actor_processes(who)
+    hung.suspend()
+    ray.get(worker.train.remote(30))
+    ray.get(worker.detach.remote())
+    session.stop()
+    with SessionFile(session.folder / "session.sqlite") as file:
+        assert file.ledger()["stored"] == file.ledger()["produced"] == 50
+    assert (session.folder / "report.txt").exists()
+    ray.kill(worker)
+
+
 def test_files_are_brought_to_the_driver(tmp_path: Path) -> None:
     with traceml_ray.start("far", out=tmp_path / "there") as session:
         worker = Worker.remote()

@@ -42,8 +42,9 @@ class Pipe:
     def batches(self) -> list[wire.RankBatch]:
         return [wire.decode(data, wire.RankBatch) for data in self.taken]
 
-    def confirm(self, agent: RankAgent, seq: int) -> None:
-        self.answers.append(wire.encode(wire.RankReply(wire.VERSION, agent.stream, seq)))
+    def confirm(self, agent: RankAgent, seq: int, settled: int | None = None) -> None:
+        reply = wire.RankReply(wire.VERSION, agent.stream, seq, settled_seq=settled)
+        self.answers.append(wire.encode(reply))
 
 
 def make(pipe: Pipe, **options: object) -> RankAgent:
@@ -91,6 +92,43 @@ def test_what_is_not_confirmed_goes_again_on_a_new_connection_in_order() -> None
     assert sorted({b.first_row for b in pipe.batches()}) == [1, 2, 3]
 
 
+def test_what_a_relay_took_and_did_not_store_goes_to_the_one_that_comes_anew() -> None:
+    pipe = Pipe()
+    agent = make(pipe)
+    for _ in range(3):
+        push(agent, 1)
+        agent.tick()
+    pipe.confirm(agent, 3, settled=1)
+    agent.tick()
+    assert [b.seq for b in pipe.batches()] == [1, 2, 3, 4]  # the same relay gets nothing twice
+    pipe.taken.clear()
+    pipe.generation += 1
+    agent.tick()
+    assert [b.seq for b in pipe.batches()] == [2, 3, 4, 5]
+    pipe.confirm(agent, 5, settled=5)
+    pipe.taken.clear()
+    pipe.generation += 1
+    agent.tick()
+    assert [b.seq for b in pipe.batches()] == [6]
+
+
+def test_what_a_relay_has_taken_is_not_counted_as_dropped_here() -> None:
+    pipe = Pipe()
+    agent = make(pipe, agent_buffer_bytes=10_000)
+    for _ in range(20):
+        push(agent, 10)
+        agent.tick()
+        pipe.confirm(agent, agent._seq, settled=-1)
+    pipe.generation += 1
+    pipe.room = 0
+    for _ in range(20):
+        agent.tick()
+    pipe.room = 1000
+    agent.tick()
+    assert sum(len(b.flags) for b in pipe.batches()[:20]) == 200
+    assert pipe.batches()[-1].dropped == 0
+
+
 def test_backpressure_drops_the_oldest_and_says_so() -> None:
     pipe = Pipe(room=0)
     agent = make(pipe, agent_buffer_bytes=10_000)
@@ -125,6 +163,17 @@ def test_a_reply_that_is_none_confirms_nothing(reply: bytes) -> None:
     assert [b.seq for b in pipe.batches()][-3:] == [1, 2, 3]
     counted = pipe.batches()[-1].errors
     assert bool(counted) == (reply in (b"", b"garbage"))
+
+
+def test_the_end_waits_for_a_relay_not_for_the_disk(tmp_path: Path) -> None:
+    pipe = Pipe()
+    agent = make(pipe, spool=str(tmp_path), interval=30.0)
+    agent.tick()
+    push(agent, 5)
+    pipe.confirm(agent, 2, settled=-1)
+    agent.start()
+    agent.close()
+    assert len(pipe.batches()) == 2 and not list(tmp_path.iterdir())
 
 
 def test_the_end_leaves_what_nobody_took_in_the_spool(tmp_path: Path) -> None:

@@ -193,10 +193,23 @@ def test_a_batch_is_acknowledged_and_forwarded_as_it_came(bench: Bench) -> None:
         sock.send(sent)
         bench.relay.turn(5)  # the connection
         bench.relay.turn(5)  # the packet
-        assert reply(sock) == wire.RankReply(wire.VERSION, "a", 0)
+        assert reply(sock) == wire.RankReply(wire.VERSION, "a", 0, settled_seq=-1)
         bench.tick(2)
     assert [data for message in bench.aggregator.stored for data in message.batches] == [sent]
     assert bench.aggregator.stored[0].events[0].kind == "relay_start"
+
+
+def test_what_is_stored_need_not_be_kept_by_the_rank(bench: Bench) -> None:
+    with bench.connect() as sock:
+        told = []
+        for seq in range(4):
+            sock.send(rank_batch("a", seq))
+            bench.relay.turn(5)
+            bench.relay.turn(5)
+            told.append((answer := reply(sock)).settled_seq)
+            assert answer.acked_seq == seq
+            bench.tick(2)
+    assert told[0] == -1 and told[-1] >= 1 and told == sorted(told)
 
 
 def test_the_socket_is_for_this_user_only(bench: Bench) -> None:
@@ -740,9 +753,14 @@ def test_every_row_is_stored_once_or_counted_as_dropped(actions: list[tuple[str,
 def test_an_outbox_never_holds_more_than_its_limit(sizes: list[int], limit: int) -> None:
     box = Outbox(limit)
     for number, size in enumerate(sizes):
-        box.add("a", 1, secrets.token_bytes(size))
+        box.add("a", number, 1, secrets.token_bytes(size))
         if number % 3 == 0 and box.may_pack:
             box.pack(b"".join(box.take()))
             box.sent()
+        if number % 7 == 6:
+            before = box.settled.get("a", -1)
+            box.confirm(box.next_seq - 1)
+            left = number + 1 - len(box.salvage()[1])
+            assert before <= box.settled["a"] == left - 1  # what is neither held any more nor waiting
         packed, waiting = box.salvage()
         assert sum(map(len, packed)) + sum(map(len, waiting)) <= limit

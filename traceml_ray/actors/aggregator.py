@@ -15,6 +15,7 @@ import ray
 from traceml_ray import __version__, wire
 from traceml_ray.actors.aggregation import Aggregation
 from traceml_ray.actors.config import ActorConfig
+from traceml_ray.actors.folders import is_private
 from traceml_ray.actors.membership import Membership
 from traceml_ray.actors.names import NAMESPACE, end_myself, find_relays, relay_folder
 from traceml_ray.session import Live, SessionFolder, open_folder, write_live
@@ -139,6 +140,9 @@ class Aggregator:
         relays = self._ask_relays("end")
         try:
             if not self._closed:
+                left = relay_folder(self._config.session, self._node_id)
+                if is_private(left):  # its relay may hang
+                    self._aggregation.take_spool(left)
                 self._aggregation.finish(wire.Finish(wire.VERSION, 0, force=True))
                 self._close()
             finished = wire.Finished(wire.VERSION, True)

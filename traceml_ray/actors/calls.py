@@ -32,10 +32,11 @@ class ActorCalls:
 
     def __init__(self, find: Callable[[], Any | None], max_in_flight: int = 4) -> None:
         self.found = 0
-        """How often a handle was found: what was sent before may be lost."""
+        """How often a handle was found, as of the last `poll`: what was sent before may be lost."""
         self._find = find
         self._max_in_flight = max_in_flight
         self._actor: Any | None = None
+        self._new: Any | None = None
         self._refs: list[Any] = []
         self._failed: list[Exception] = []
         self._looking = False
@@ -57,7 +58,13 @@ class ActorCalls:
         return True
 
     def poll(self) -> list[bytes | Exception]:
-        """Return the replies that have come, in order; an exception ends all calls before it."""
+        """
+        Return the replies that have come, in order; an exception ends all calls before it. An actor that was
+        found is called from here on.
+        """
+        if self._new is not None:
+            self._actor, self._new = self._new, None
+            self.found += 1
         replies: list[bytes | Exception] = []
         if self._refs:
             try:
@@ -73,7 +80,7 @@ class ActorCalls:
     def close(self) -> None:
         """Let go of the actor; there is no call after this."""
         self._closed = True
-        self._actor, self._refs = None, []
+        self._actor, self._new, self._refs = None, None, []
 
     def _lost(self, error: Exception) -> None:
         self._failed.append(error)
@@ -81,7 +88,7 @@ class ActorCalls:
 
     def _look_up(self) -> None:
         now = time.monotonic()
-        if not self._looking and not self._closed and now >= self._look_at:
+        if not (self._looking or self._closed or self._new) and now >= self._look_at:
             self._looking, self._look_at = True, now + LOOK_UP_S
             threading.Thread(target=self._look, name="traceml-look-up", daemon=True).start()
 
@@ -89,8 +96,7 @@ class ActorCalls:
         try:
             actor = self._find()
             if actor is not None and not self._closed:
-                self.found += 1
-                self._actor = actor
+                self._new = actor
         except Exception as error:  # the GCS does not answer; the next lookup tries again
             self._failed.append(error)
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 import time
 from pathlib import Path
 
@@ -31,6 +32,15 @@ def hold(folder: Path) -> int:
         os.close(lock)
         raise
     return lock
+
+
+def is_private(folder: Path) -> bool:
+    """Return whether `folder` is there, of this user, and nobody else can enter it."""
+    try:
+        status = folder.stat()
+    except OSError:
+        return False
+    return status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
 
 
 def leave(folder: Path) -> None:

@@ -60,9 +60,12 @@ class NodeRelay:
         return self._relay.flush(timeout_s)
 
     @ray.method(concurrency_group="query")
-    def end(self) -> None:
-        """Hand over what is held, and let go of socket and folder; the actor itself is ended from outside."""
-        self._relay.flush(FLUSH_S)
+    def end(self, timeout_s: float = FLUSH_S) -> None:
+        """
+        Hand over what is held, or leave it in the folder when nobody takes it, and let go of socket and
+        folder; the actor itself is ended from outside.
+        """
+        self._relay.flush(timeout_s, leave=True)
         self._relay.close()
         self._sampler.close()
 

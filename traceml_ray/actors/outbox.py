@@ -20,16 +20,18 @@ class _Held:
     """One rank batch as it came."""
 
     stream: str
+    seq: int
     rows: int
     data: bytes
 
 
 @dataclass(slots=True)
 class _Packet:
-    """One message for the aggregator."""
+    """One message for the aggregator, and the newest batch of each stream that is in it."""
 
     seq: int
     data: bytes
+    holds: dict[str, int]
 
 
 class Outbox:
@@ -50,16 +52,20 @@ class Outbox:
         self._unsent = 0
         """_Packets at the end of `_packed` that are still to be sent (again)."""
         self._last_seq = 0
+        self._taken: dict[str, int] = {}
         self.dropped: Counter[str] = Counter()
         """Rows dropped for want of room, by stream."""
+        self.settled: dict[str, int] = {}
+        """The newest batch of each stream that is stored, or dropped; whoever has read it clears it."""
 
-    def add(self, stream: str, rows: int, data: bytes) -> None:
+    def add(self, stream: str, seq: int, rows: int, data: bytes) -> None:
         """Take a rank batch of so many rows; drops the oldest waiting ones if that is too much."""
-        self._waiting.append(_Held(stream, rows, data))
+        self._waiting.append(_Held(stream, seq, rows, data))
         self._waiting_bytes += len(data)
         while self._waiting and self._waiting_bytes + self._packed_bytes > self._limit:
             oldest = self._pop()
             self.dropped[oldest.stream] += oldest.rows
+            self._settle({oldest.stream: oldest.seq})
 
     @property
     def waiting(self) -> bool:
@@ -86,14 +92,17 @@ class Outbox:
         taken: list[bytes] = []
         size = 0
         while self._waiting and (not taken or size + len(self._waiting[0].data) <= PACK_BYTES):
-            taken.append(self._pop().data)
-            size += len(taken[-1])
+            held = self._pop()
+            taken.append(held.data)
+            size += len(held.data)
+            self._taken[held.stream] = held.seq
         return taken
 
     def pack(self, data: bytes) -> None:
-        """Keep the message made under `next_seq` until it is confirmed."""
+        """Keep the message made under `next_seq`, of what was taken, until it is confirmed."""
         self._last_seq += 1
-        self._packed.append(_Packet(self._last_seq, data))
+        self._packed.append(_Packet(self._last_seq, data, self._taken))
+        self._taken = {}
         self._packed_bytes += len(data)
         self._unsent += 1
 
@@ -117,13 +126,19 @@ class Outbox:
         """Forget the packets up to `stored_seq`; return whether there were any."""
         before = len(self._packed)
         while self._packed and self._packed[0].seq <= stored_seq:
-            self._packed_bytes -= len(self._packed.popleft().data)
+            packet = self._packed.popleft()
+            self._packed_bytes -= len(packet.data)
+            self._settle(packet.holds)
         self._unsent = min(self._unsent, len(self._packed))
         return len(self._packed) < before
 
     def salvage(self) -> tuple[list[bytes], list[bytes]]:
         """Return (unconfirmed messages, waiting rank batches), to be kept elsewhere."""
         return [packet.data for packet in self._packed], [held.data for held in self._waiting]
+
+    def _settle(self, seqs: dict[str, int]) -> None:
+        for stream, seq in seqs.items():
+            self.settled[stream] = max(seq, self.settled.get(stream, seq))
 
     def _pop(self) -> _Held:
         held = self._waiting.popleft()

@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 import selectors
 import socket
-import stat
 import struct
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from traceml_ray.actors.folders import is_private
 
 MAX_PATH_BYTES = 90
 _PEERCRED = struct.Struct("3i")
@@ -170,8 +171,7 @@ def listen(path: Path) -> socket.socket:
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
         raise OSError(f"socket path is longer than {MAX_PATH_BYTES} bytes: {path}")
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder = path.parent.stat()
-    if folder.st_uid != os.getuid() or stat.S_IMODE(folder.st_mode) & 0o077:
+    if not is_private(path.parent):
         raise OSError(f"{path.parent} can be entered by other users: make it 0700")
     _remove_stale(path)
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)

@@ -82,6 +82,8 @@ class _Stream:
     """What is remembered of one rank's process."""
 
     seq: int = -1
+    settled: int = -1
+    """The newest batch that is on disk, or dropped: its agent need not keep it."""
     final: bool = False
     pid: int | None = None
     heard: float = 0.0
@@ -211,11 +213,12 @@ class Relay:
                 self._callers[pid].streams.add(batch.stream)
             return self._take(batch, data, batch.identity.pid if batch.identity else None)
 
-    def flush(self, timeout_s: float) -> bool:
+    def flush(self, timeout_s: float, *, leave: bool = False) -> bool:
         """
         Have everything that is here, and in the spool, stored now. Called from another thread.
 
-        Returns whether the aggregator has confirmed all of it within `timeout_s`.
+        Returns whether the aggregator has confirmed all of it within `timeout_s`. What it has not is left in
+        the spool where nobody comes back for it (`leave`).
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -228,6 +231,8 @@ class Relay:
             time.sleep(0 if stored else BUSY_S)
         with self._lock:
             self._closing = self._ending is not None
+            if leave and not stored:
+                self._salvage()
         if stored:
             _remove(read)
         return stored
@@ -272,10 +277,18 @@ class Relay:
             stream.pid, stream.memory_events = pid, processes.memory_events(pid)
             stream.oom_kills = processes.oom_kills(stream.memory_events)
         if batch.seq > stream.seq:
-            self._outbox.add(batch.stream, len(batch.flags), data)
+            self._outbox.add(batch.stream, batch.seq, len(batch.flags), data)
             stream.seq = batch.seq
             stream.final = batch.final
-        return wire.encode(wire.RankReply(wire.VERSION, batch.stream, stream.seq, self._commands))
+        self._settle()
+        reply = wire.RankReply(wire.VERSION, batch.stream, stream.seq, self._commands, stream.settled)
+        return wire.encode(reply)
+
+    def _settle(self) -> None:
+        for name, seq in self._outbox.settled.items():
+            if (stream := self._streams.get(name)) is not None:
+                stream.settled = max(stream.settled, seq)
+        self._outbox.settled.clear()
 
     def _take_v1(self, data: bytes, peer: Peer | None) -> bytes:
         """

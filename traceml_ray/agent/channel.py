@@ -25,7 +25,10 @@ class Channel(Protocol):
 
     @property
     def generation(self) -> int:
-        """Grows whenever what was offered before may be lost: everything unconfirmed is offered again."""
+        """
+        Grows whenever what was offered before may be lost, before anything else is taken: everything
+        unconfirmed is offered again, the oldest first. 0 until there is a relay.
+        """
 
     def offer(self, data: bytes) -> bool:
         """Hand `data` over without waiting; False when it cannot be taken now."""
@@ -57,7 +60,7 @@ class SocketChannel:
 
     @property
     def generation(self) -> int:
-        """Number of connections made so far."""
+        """Number of connections made and lost so far."""
         return self._generation
 
     def offer(self, data: bytes) -> bool:
@@ -96,6 +99,7 @@ class SocketChannel:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+            self._generation += 1
 
     def forked(self) -> None:
         """Close this child's end; the parent's stays open."""

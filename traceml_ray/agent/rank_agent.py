@@ -2,8 +2,9 @@
 The thread that carries a rank's rows to the relay of its node.
 
 Once an interval it drains the ring, looks at the process, and offers one `RankBatch` to its
-channel. What the relay has not confirmed is kept, within a bound; beyond it the oldest batch is
-dropped and counted in the next one. Nothing here runs on the training thread but `close`.
+channel. What is not known to be stored is kept, within a bound, and offered again to a relay that
+comes anew; beyond it the oldest batch is dropped, and counted where no relay has taken it. Nothing here
+runs on the training thread but `close`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class _Batch(msgspec.Struct, gc=False):
     rows: int
     data: bytes
     offered: bool = False
+    handed: bool = False
+    """A relay has been given it, though maybe not the one that is there now."""
 
 
 class RankAgent:
@@ -66,6 +69,8 @@ class RankAgent:
         self._outbox: deque[_Batch] = deque()
         self._outbox_bytes = 0
         self._generation = 0
+        self._acked = -1
+        """The newest batch that the relay of this connection has taken over."""
         self._seq = 0
         self._dropped = 0
         self._dumped: set[wire.Value] = set()
@@ -161,25 +166,31 @@ class RankAgent:
         while self._outbox_bytes > self.settings.agent_buffer_bytes:
             old = self._outbox.popleft()
             self._outbox_bytes -= len(old.data)
-            if not old.offered:
+            if not old.handed:
                 self._dropped += old.rows
 
     def _exchange(self) -> None:
         self._take_replies()
+        self._begin_anew()
         for batch in self._outbox:
-            if batch.offered and self._generation == self.channel.generation:
+            if batch.offered:
                 continue
             if not self.channel.offer(batch.data):
                 break
-            if self._generation != self.channel.generation:
-                # A new connection: what went into the one before may be lost, so all of it goes again,
-                # in order. The aggregator knows each row by its number and keeps one.
-                self._generation = self.channel.generation
-                for other in self._outbox:
-                    other.offered = False
-            batch.offered = True
+            self._begin_anew()
+            batch.offered = batch.handed = True
             self._sent_bytes += len(batch.data)
         self._take_replies()
+
+    def _begin_anew(self) -> None:
+        """
+        After a connection was lost or made: what went into the one before may be lost, so all of it goes
+        again, in order. The aggregator knows each batch by its number and keeps one.
+        """
+        if self._generation != self.channel.generation:
+            self._generation, self._acked = self.channel.generation, -1
+            for batch in self._outbox:
+                batch.offered = False
 
     def _take_replies(self) -> None:
         for data in self.channel.replies():
@@ -188,8 +199,11 @@ class RankAgent:
             except wire.WireError as error:
                 self.instrumentation.errors.note("reply", error)
                 continue
-            while reply.stream == self.stream and self._outbox and self._outbox[0].seq <= reply.acked_seq:
-                self._outbox_bytes -= len(self._outbox.popleft().data)
+            if reply.stream == self.stream:
+                self._acked = max(self._acked, reply.acked_seq)
+                settled = reply.acked_seq if reply.settled_seq is None else reply.settled_seq
+                while self._outbox and self._outbox[0].seq <= settled:
+                    self._outbox_bytes -= len(self._outbox.popleft().data)
             for command in reply.commands:
                 self._guard(f"command {command.name}", functools.partial(self._obey, command))
 
@@ -244,11 +258,15 @@ class RankAgent:
     def _finish(self) -> None:
         self.tick(final=True)
         deadline = time.monotonic() + CLOSE_WAIT_S
-        while self._outbox and self._generation and time.monotonic() < deadline:
+        while self._unacked() and self._generation and time.monotonic() < deadline:
             time.sleep(CONFIRM_POLL_S)
             self._exchange()
-        if self._outbox and self.settings.spool is not None:
+        if self._unacked() and self.settings.spool is not None:
             from traceml_ray.spool import write_spool
 
             write_spool(Path(self.settings.spool) / f"{self.stream}.spool", [b.data for b in self._outbox])
         self.channel.close()
+
+    def _unacked(self) -> bool:
+        """Whether there is a batch that no relay is known to have."""
+        return bool(self._outbox) and self._outbox[-1].seq > self._acked
