@@ -248,8 +248,8 @@ class Board:
 
     def ask(self, what: str, **args: Any) -> Any:
         """Return the answer to a question of one page; the last one while the source does not answer."""
-        lasting = {name: value for name, value in args.items() if name not in ("first", "last")}
-        question = msgspec.msgpack.encode([what, lasting])  # of the same, whatever the steps
+        changes = ("first", "last") if what == "parts" else ()  # the steps that are shown
+        question = msgspec.msgpack.encode([what, {k: v for k, v in args.items() if k not in changes}])
         if self.stale_since_ns is None and not self.trouble:
             try:
                 self._answers[question] = self.source.ask(what, **args)[0]

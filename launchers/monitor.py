@@ -157,7 +157,7 @@ class Monitor:
 
     def _report_elsewhere(self, finished: wire.Finished | None) -> bool:
         """Say where the session is; return whether rows of this node are left here."""
-        left = len(list(self._spool.glob(f"*{SUFFIX}")))
+        left = len({path.name.partition(".")[0] for path in self._spool.glob(f"*{SUFFIX}")})
         if left:
             why = f" ({finished.detail})" if finished is not None and finished.detail else ""
             _say(f"rows of {left} ranks could not be delivered{why}; they are in {self._spool}")

@@ -1,14 +1,23 @@
 """
-Reads files that others may have put there: a FIFO does not hang, a huge one is not taken in. Standard
-library only.
+Reads files that others may have put there (a FIFO does not hang, a huge one is not taken in), and removes
+some. Standard library only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Remove what is there of `paths`, as far as that can be."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def read_file(path: Path, most: int) -> bytes:

@@ -191,7 +191,7 @@ class Command(_Message, frozen=True):
 class RankReply(_Message, tag="rank_reply", frozen=True):
     """
     Relay to agent: every batch up to `acked_seq` has been taken over by the relay, and none up to
-    `settled_seq` (None: `acked_seq`) need be sent again: they are on disk, or counted as dropped.
+    `settled_seq` (None: `acked_seq`) need be sent again: they are on disk.
     """
 
     v: Count

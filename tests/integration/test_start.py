@@ -18,8 +18,9 @@ from ray import cloudpickle
 from ray_cluster import FakeCluster, actor_processes, fake_cluster, until
 
 import traceml_ray
-from traceml_ray import driver
+from traceml_ray import driver, wire
 from traceml_ray.actors.names import find_aggregator, relay_folder
+from traceml_ray.agent.actor_channel import ActorChannel
 from traceml_ray.settings import SettingError
 from traceml_ray.store.session_file import SessionFile
 
@@ -204,6 +205,32 @@ def test_killed_relay_and_aggregator_come_back_and_nothing_held_is_lost(tmp_path
         ray.kill(worker)
 
 
+def test_an_agent_notices_a_relay_that_was_restarted_between_two_of_its_calls(tmp_path: Path) -> None:
+    def batch(seq: int) -> bytes:
+        made = wire.RankBatch(wire.VERSION, "stream", seq, 0, seq, 0, seq - 1, bytes(8), b"\0", bytes(48))
+        return wire.encode(made)
+
+    with traceml_ray.start("restarted", out=tmp_path) as session:
+        session.wait_ready()
+        channel = ActorChannel("restarted")
+        until(lambda: channel.replies() == [] and channel.offer(batch(1)), "a relay")
+        until(channel.replies, "a reply")
+        [relay] = actor_processes("NodeRelay")
+        relay.kill()
+        until(lambda: [p for p in actor_processes("NodeRelay") if p.pid != relay.pid], "a new one")
+        session.wait_ready()
+        before = channel.generation
+
+        def noticed() -> bool:
+            assert channel.replies() == []
+            return channel.generation > before or (channel.offer(batch(9)) and False)
+
+        until(noticed, "it is found anew")  # though it takes calls, as if nothing had happened
+        assert channel.offer(batch(1)) and channel.offer(batch(9))
+        until(lambda: rows_of(session.folder) == 2, "both")
+        channel.close()
+
+
 @pytest.mark.parametrize("who", ["NodeRelay", "Aggregator"])
 def test_rows_that_one_who_hangs_never_took_are_in_the_file(tmp_path: Path, who: str) -> None:
     session = traceml_ray.start(f"hung-{who}", out=tmp_path).wait_ready()
@@ -219,6 +246,7 @@ def test_rows_that_one_who_hangs_never_took_are_in_the_file(tmp_path: Path, who:
     with SessionFile(session.folder / "session.sqlite") as file:
         assert file.ledger()["stored"] == file.ledger()["produced"] == 50
     assert (session.folder / "report.txt").exists()
+    assert not list(relay_folder(session.id, ray.get_runtime_context().get_node_id()).glob("*.spool"))
     ray.kill(worker)
 
 

@@ -429,3 +429,16 @@ def test_no_order_of_messages_breaks_the_account(tmp_path_factory: pytest.TempPa
         assert attempts in ([], [1])
         write_reports(SessionFolder(folder), session, Thresholds())
     aggregator.close()
+
+
+def test_the_end_of_a_run_waits_for_its_ranks_but_not_where_a_relay_has_fallen_silent(
+    tmp_path: Path, clock: Clock
+) -> None:
+    aggregator = aggregation(tmp_path, clock)
+    fit = Fit(aggregator, "a")
+    fit.relay.node = wire.NodeIdentity("node-a", "host", "10.0.0.1")
+    fit.step()
+    assert told(aggregator, "a", status="finished").waiting == 2
+    clock.tick(3)
+    assert aggregator.is_silent("node-a") and not aggregator.is_silent("node-b")
+    assert told(aggregator, "a", status="finished").waiting == 0

@@ -21,6 +21,7 @@ from traceml_ray.actors.judging import LiveJudge
 from traceml_ray.actors.restarts import Restarts
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.errors import Errors
+from traceml_ray.files import remove
 from traceml_ray.identity import RankIdentity
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.summary import summarize
@@ -33,6 +34,8 @@ from traceml_ray.store.session_file import damaged
 from traceml_ray.store.streams import Stream, age, last_attempt, shown
 from traceml_ray.store.writer import SessionWriter
 
+_SILENT_NS = 2_500_000_000
+"""A relay that has said nothing for so long is not waited for at an end."""
 _INT64_MAX = (1 << 63) - 1
 _STOPPED = {-2, -15, 130, 143}
 """Exit codes of a job that was stopped by SIGINT or SIGTERM."""
@@ -201,9 +204,13 @@ class Aggregation:
                 self._writer.node(node_id, node.hostname, node.address).lost_ns = now
                 self._lose_node(node_id, f"{node.hostname} ({node.address}) is gone from the cluster", now)
 
-    def take_spool(self, folder: Path) -> None:
-        """Take what agents could not deliver from the `.spool` files of `folder`; a bad file is counted."""
+    def take_spool(self, folder: Path) -> list[Path]:
+        """
+        Take what agents could not deliver from the `.spool` files of `folder`; a bad file is counted.
+        Returns the files that can go once it is stored.
+        """
         node = wire.NodeIdentity("", "spool", "")
+        read = []
         for path in sorted(folder.glob(f"*{SUFFIX}")):
             try:
                 frames = read_spool(path)
@@ -215,6 +222,8 @@ class Aggregation:
                 for batch in decoded:
                     if batch is not None:
                         self._take_rank(batch, None)
+            read.append(path)
+        return read
 
     def query(self, request: bytes) -> bytes:
         """Answer a question, see `Answers`; an error is an answer too."""
@@ -378,10 +387,17 @@ class Aggregation:
         return told
 
     def _may_deliver(self, stream: Stream) -> bool:
-        """Whether rows of this stream may still come: what its node's relay held is gone with the node."""
-        identity = stream.identity
-        node = self._writer.nodes.get(identity.node_id or "") if identity else None
+        """Whether rows of this stream may still come: not from a node that is gone, or says no word."""
+        node_id = (stream.identity.node_id if stream.identity else None) or ""
+        if self.is_silent(node_id):
+            return False
+        node = self._writer.nodes.get(node_id)
         return not stream.ended or (stream.in_flight > 0 and (node is None or node.lost_ns is None))
+
+    def is_silent(self, node_id: str) -> bool:
+        """Return whether that node's relay, which samples it each second, has not been heard of for long."""
+        node = self._writer.nodes.get(node_id)
+        return bool(node and node.last_seen_ns and self._clock() - node.last_seen_ns > _SILENT_NS)
 
     def _drop_in_flight(self, streams: list[Stream]) -> None:
         for stream in streams:
@@ -472,9 +488,9 @@ def _finish_offline(
 ) -> None:
     aggregation = Aggregation(folder, settings, info or {})
     try:
-        if spool is not None:
-            aggregation.take_spool(spool)
+        read = aggregation.take_spool(spool) if spool is not None else []
         aggregation.finish(finish)
+        remove(read)
     finally:
         aggregation.close()
 

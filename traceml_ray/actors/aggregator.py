@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from traceml_ray.actors.aggregation import Aggregation
 from traceml_ray.actors.config import ActorConfig
 from traceml_ray.actors.folders import is_private
 from traceml_ray.actors.membership import Membership
-from traceml_ray.actors.names import NAMESPACE, end_myself, find_relays, relay_folder
+from traceml_ray.actors.names import NAMESPACE, end_myself, find_relays, is_restarted, relay_folder
+from traceml_ray.files import remove
 from traceml_ray.session import Live, SessionFolder, open_folder, write_live
 
 COMMIT_S = 1.0
@@ -42,12 +42,9 @@ class Aggregator:
         context = ray.get_runtime_context()
         self._config = made
         self._node_id = context.get_node_id()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Ray's own way to ask this is deprecated by Ray
-            again = context.was_current_actor_reconstructed
         self._held: SessionFolder | None = None
         if not made.folder:
-            self._held = open_folder(Path(made.settings.out).expanduser(), made.session, again=again)
+            self._held = open_folder(Path(made.settings.out).expanduser(), made.session, again=is_restarted())
         folder = Path(made.folder) if self._held is None else self._held.path
         self._aggregation = Aggregation(folder, made.settings, dict(made.info))
         self._membership = Membership(made, self._aggregation.node_state, self._aggregation.errors)
@@ -141,9 +138,9 @@ class Aggregator:
         try:
             if not self._closed:
                 left = relay_folder(self._config.session, self._node_id)
-                if is_private(left):  # its relay may hang
-                    self._aggregation.take_spool(left)
+                read = self._aggregation.take_spool(left) if is_private(left) else []  # its relay may hang
                 self._aggregation.finish(wire.Finish(wire.VERSION, 0, force=True))
+                remove(read)
                 self._close()
             finished = wire.Finished(wire.VERSION, True)
         except Exception as error:
@@ -161,12 +158,13 @@ class Aggregator:
         self._aggregation.close()
 
     def _ask_relays(self, method: str, *args: object) -> list[Any]:
-        """Call every relay, wait for them a little; return their handles."""
-        relays = list(find_relays(self._config.session).values())
-        asked = [getattr(relay, method).remote(*args) for relay in relays]
-        if asked:
-            ray.wait(asked, num_returns=len(asked), timeout=FLUSH_S)
-        return relays
+        """Call every relay, wait a little for those that were heard of lately; return their handles."""
+        relays = find_relays(self._config.session)
+        asked = {node: getattr(relay, method).remote(*args) for node, relay in relays.items()}
+        awaited = [ref for node, ref in asked.items() if not self._aggregation.is_silent(node)]
+        if awaited:
+            ray.wait(awaited, num_returns=len(awaited), timeout=FLUSH_S)
+        return list(relays.values())
 
     def _about(self) -> dict[str, Any]:
         return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,15 @@ def relay_folder(session: str, node_id: str) -> Path:
     """Return the private folder of a relay that was given none: its socket and spool are in there."""
     named = hashlib.sha256(relay_name(session, node_id).encode()).hexdigest()[:12]
     return Path(f"/tmp/traceml-{os.getuid()}-{named}")  # not TMPDIR: paths of sockets may not be long
+
+
+def is_restarted() -> bool:
+    """Return whether Ray has restarted the actor that this process is."""
+    import ray
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray's own way to ask this is deprecated by Ray
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def end_myself() -> None:

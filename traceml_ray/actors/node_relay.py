@@ -11,7 +11,7 @@ from traceml_ray import wire
 from traceml_ray.actors import folders
 from traceml_ray.actors.calls import ActorCalls
 from traceml_ray.actors.config import ActorConfig
-from traceml_ray.actors.names import end_myself, find_aggregator, relay_folder
+from traceml_ray.actors.names import end_myself, find_aggregator, is_restarted, relay_folder
 from traceml_ray.actors.node_sampler import NodeSampler, SamplerThread
 from traceml_ray.actors.relay import Relay
 
@@ -30,7 +30,8 @@ class NodeRelay:
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         folder = relay_folder(made.session, node_id)
         if not made.socket:
-            folders.sweep()
+            if not is_restarted():  # else what is in the folder is of this session
+                folders.sweep()
             self._lock = folders.hold(folder)
         self._sampler = SamplerThread(NodeSampler())
         self._relay = Relay(
@@ -45,9 +46,9 @@ class NodeRelay:
         self._relay.start()
 
     @ray.method(concurrency_group="ingest")
-    def ingest(self, data: bytes) -> bytes:
-        """Take a RankBatch and return RankReply. Raises `wire.WireError`."""
-        return self._relay.take(data)
+    def ingest(self, data: bytes, fresh: bool = True) -> bytes:
+        """Take a RankBatch, return RankReply; see `Relay.take`."""
+        return self._relay.take(data, fresh)
 
     @ray.method(concurrency_group="query")
     def ready(self) -> str:
@@ -65,7 +66,8 @@ class NodeRelay:
         Hand over what is held, or leave it in the folder when nobody takes it, and let go of socket and
         folder; the actor itself is ended from outside.
         """
-        self._relay.flush(timeout_s, leave=True)
+        if not self._relay.flush(timeout_s):
+            self._relay.salvage()
         self._relay.close()
         self._sampler.close()
 

@@ -55,17 +55,17 @@ class Outbox:
         self._taken: dict[str, int] = {}
         self.dropped: Counter[str] = Counter()
         """Rows dropped for want of room, by stream."""
-        self.settled: dict[str, int] = {}
-        """The newest batch of each stream that is stored, or dropped; whoever has read it clears it."""
+        self.stored: dict[str, int] = {}
+        """The newest batch of each stream that is stored, from -1 on; who forgets a stream takes it out."""
 
     def add(self, stream: str, seq: int, rows: int, data: bytes) -> None:
         """Take a rank batch of so many rows; drops the oldest waiting ones if that is too much."""
+        self.stored.setdefault(stream, -1)
         self._waiting.append(_Held(stream, seq, rows, data))
         self._waiting_bytes += len(data)
         while self._waiting and self._waiting_bytes + self._packed_bytes > self._limit:
             oldest = self._pop()
             self.dropped[oldest.stream] += oldest.rows
-            self._settle({oldest.stream: oldest.seq})
 
     @property
     def waiting(self) -> bool:
@@ -128,17 +128,13 @@ class Outbox:
         while self._packed and self._packed[0].seq <= stored_seq:
             packet = self._packed.popleft()
             self._packed_bytes -= len(packet.data)
-            self._settle(packet.holds)
+            self.stored.update({name: seq for name, seq in packet.holds.items() if name in self.stored})
         self._unsent = min(self._unsent, len(self._packed))
         return len(self._packed) < before
 
     def salvage(self) -> tuple[list[bytes], list[bytes]]:
         """Return (unconfirmed messages, waiting rank batches), to be kept elsewhere."""
         return [packet.data for packet in self._packed], [held.data for held in self._waiting]
-
-    def _settle(self, seqs: dict[str, int]) -> None:
-        for stream, seq in seqs.items():
-            self.settled[stream] = max(seq, self.settled.get(stream, seq))
 
     def _pop(self) -> _Held:
         held = self._waiting.popleft()

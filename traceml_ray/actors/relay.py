@@ -8,7 +8,6 @@ for `Finish` over the same socket that the ranks use; of a job of several nodes,
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import threading
@@ -27,6 +26,7 @@ from traceml_ray.actors.node_sampler import xid_events
 from traceml_ray.actors.outbox import Outbox
 from traceml_ray.actors.peers import Peer, Peers
 from traceml_ray.errors import Errors
+from traceml_ray.files import remove
 from traceml_ray.settings import Settings
 from traceml_ray.spool import SUFFIX, read_spool, write_spool
 
@@ -82,8 +82,6 @@ class _Stream:
     """What is remembered of one rank's process."""
 
     seq: int = -1
-    settled: int = -1
-    """The newest batch that is on disk, or dropped: its agent need not keep it."""
     final: bool = False
     pid: int | None = None
     heard: float = 0.0
@@ -191,12 +189,14 @@ class Relay:
                 self._next_spool = now + SPOOL_S
                 self._collect()
 
-    def take(self, data: bytes) -> bytes:
+    def take(self, data: bytes, fresh: bool = True) -> bytes:
         """
         Take one RankBatch, or a message of version 1, from a process of this node that calls and does not
         connect.
 
-        Returns RankReply bytes; raises `wire.WireError` for a message that is not accepted.
+        Returns RankReply bytes; raises `wire.WireError` for a message that is not accepted, and LookupError
+        for one of a stream that is not known here and does not begin `fresh`: Ray has restarted this relay,
+        its caller has not noticed, and is to send again what may be lost.
         """
         with self._lock:
             if v1.is_v1(data):
@@ -206,6 +206,8 @@ class Relay:
             except wire.WireError as error:
                 self._errors.count(f"{error.reason} from a caller")
                 raise
+            if not fresh and batch.stream not in self._streams:
+                raise LookupError("this relay is another one than before")
             if batch.identity is not None:
                 pid = batch.identity.pid
                 if pid not in self._callers:
@@ -213,12 +215,11 @@ class Relay:
                 self._callers[pid].streams.add(batch.stream)
             return self._take(batch, data, batch.identity.pid if batch.identity else None)
 
-    def flush(self, timeout_s: float, *, leave: bool = False) -> bool:
+    def flush(self, timeout_s: float) -> bool:
         """
         Have everything that is here, and in the spool, stored now. Called from another thread.
 
-        Returns whether the aggregator has confirmed all of it within `timeout_s`. What it has not is left in
-        the spool where nobody comes back for it (`leave`).
+        Returns whether the aggregator has confirmed all of it within `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -231,11 +232,14 @@ class Relay:
             time.sleep(0 if stored else BUSY_S)
         with self._lock:
             self._closing = self._ending is not None
-            if leave and not stored:
-                self._salvage()
         if stored:
-            _remove(read)
+            remove(read)
         return stored
+
+    def salvage(self) -> None:
+        """Leave what is not known to be stored in the spool. Called from another thread; raises OSError."""
+        with self._lock:
+            self._salvage()
 
     def close(self) -> None:
         """Stop listening, let go of every connection, and take the socket away; safe to call twice."""
@@ -244,7 +248,7 @@ class Relay:
             if self._closed:
                 return
             self._closed = True
-            _remove([self._path])
+            remove([self._path])
             self._peers.close()
             if self._has_own_folder():
                 folders.leave(self._path.parent)  # unless somebody's rows are still in there
@@ -280,15 +284,9 @@ class Relay:
             self._outbox.add(batch.stream, batch.seq, len(batch.flags), data)
             stream.seq = batch.seq
             stream.final = batch.final
-        self._settle()
-        reply = wire.RankReply(wire.VERSION, batch.stream, stream.seq, self._commands, stream.settled)
+        settled = self._outbox.stored.get(batch.stream, -1)
+        reply = wire.RankReply(wire.VERSION, batch.stream, stream.seq, self._commands, settled)
         return wire.encode(reply)
-
-    def _settle(self) -> None:
-        for name, seq in self._outbox.settled.items():
-            if (stream := self._streams.get(name)) is not None:
-                stream.settled = max(stream.settled, seq)
-        self._outbox.settled.clear()
 
     def _take_v1(self, data: bytes, peer: Peer | None) -> bytes:
         """
@@ -323,6 +321,7 @@ class Relay:
                 self._lost.append(name)
                 self._events.append(_how_it_ended(name, peer.pid, stream))
             del self._streams[name]
+            self._outbox.stored.pop(name, None)
 
     def _spooled(self, stream: str) -> bool:
         return self._spool is not None and (self._spool / f"{stream}{SUFFIX}").exists()
@@ -481,7 +480,7 @@ class Relay:
         while self._clock() < self._patience(started, limit):
             if (finished := self._finished) is not None:
                 if finished.ok:
-                    _remove(read)
+                    remove(read)
                 if not finished.waiting or message.force or not message.stop:
                     return finished
                 force = self._clock() > started + NODES_S
@@ -531,7 +530,7 @@ class Relay:
         if not self._has_own_folder():
             return
         if self._collected and self._all_stored():
-            _remove(self._collected)
+            remove(self._collected)
             self._collected = []
         self._collected += self._read_spool(besides=self._collected)
 
@@ -558,7 +557,8 @@ class Relay:
         for frame in [*packed, *waiting]:
             frames.setdefault(wire.decode(frame, wire.RankBatch).stream, []).append(frame)
         for stream, held in frames.items():
-            write_spool(self._spool / f"{stream}{SUFFIX}", held)
+            # Beside what its agent may have left, which begins later or goes further: this is read first.
+            write_spool(self._spool / f"{stream}.0{SUFFIX}", held)
 
 
 def _how_it_ended(name: str, pid: int, stream: _Stream) -> wire.Event:
@@ -569,9 +569,3 @@ def _how_it_ended(name: str, pid: int, stream: _Stream) -> wire.Event:
     if kills is not None and before is not None and kills > before:
         data["oom_kills"] = kills - before
     return wire.Event("process_ended", time.time_ns(), data=data)
-
-
-def _remove(files: list[Path]) -> None:
-    for path in files:
-        with contextlib.suppress(OSError):
-            path.unlink()

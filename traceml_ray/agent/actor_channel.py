@@ -29,6 +29,7 @@ class ActorChannel:
         self._session = session
         self._node_id = node_id
         self._calls = ActorCalls(self._find, MAX_IN_FLIGHT)
+        self._began = 0
 
     @property
     def generation(self) -> int:
@@ -37,7 +38,10 @@ class ActorChannel:
 
     def offer(self, data: bytes) -> bool:
         """Call the relay; False when there is none or enough calls are unanswered."""
-        return self._calls.call("ingest", data)
+        fresh = self._calls.found != self._began
+        taken = self._calls.call("ingest", data, fresh)
+        self._began = self._calls.found if taken else self._began
+        return taken
 
     def replies(self) -> list[bytes]:
         """Return whatever the relay has answered since the last call."""

@@ -181,6 +181,7 @@ class RankAgent:
             batch.offered = batch.handed = True
             self._sent_bytes += len(batch.data)
         self._take_replies()
+        self._begin_anew()
 
     def _begin_anew(self) -> None:
         """
