@@ -2,7 +2,7 @@
 
 from typing import Any
 
-HEAD = ("case", "channel", "survived", "rows not stored", "longest hook, ms", "end, s", "busy, s")
+HEAD = ("case", "channel", "survived", "rows not stored", "longest hook, ms", "rank, MB", "end, s", "busy, s")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -62,6 +62,8 @@ class Case:
     nodes: int = 1
     session: bool = True
     """There is a summary at the end."""
+    whole: bool = False
+    """Every row is in the session."""
     injected: bool = False
     """Every process has `injected/sitecustomize.py` in it."""
     disk_mb: int = 0
@@ -341,6 +343,7 @@ def check(case: Case, got: Outcome, expected: Outcome) -> None:
     for count in (got.ledger, *got.ledger["per_rank"].values()):
         assert count["produced"] == count["stored"] + count["in_flight"] + sum(count["dropped"].values())
     assert _told(got.ledger) <= RANKS * case.steps
+    assert not case.whole or (got.lost, _told(got.ledger)) == ("0", RANKS * case.steps)
 
 
 def row(case: Case, got: Outcome, expected: Outcome) -> tuple[str, ...]:
@@ -354,6 +357,7 @@ def row(case: Case, got: Outcome, expected: Outcome) -> tuple[str, ...]:
         case.channel,
         lost.removeprefix("0, "),
         f"{got.hook_ms:.2f}",
+        f"{got.rss_mb - expected.rss_mb:+.0f}",
         f"{late:+.1f}",
         f"{got.stalled_s:.1f}",
     )
