@@ -202,7 +202,7 @@ def test_a_rank_that_cannot_attach_leaves_its_rows_in_the_spool_and_says_why(nod
     assert node.spooled()[-1].errors == {"channel.attach: FileNotFoundError": 1}
 
 
-@pytest.mark.parametrize("process", ["raylet", "gcs_server"])
+@pytest.mark.parametrize("process", ["raylet", pytest.param("gcs_server", marks=pytest.mark.long)])
 def test_nobody_attaches_to_a_ray_that_does_not_answer(node: Node, process: str) -> None:
     node.signal(process, signal.SIGSTOP)  # the kernel still takes connections for it
     run_alone(node, 8)

@@ -14,6 +14,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "overhead.py"
 PARTS = {"step": 4, "marks": 4, "agent": 6}
 
 
+@pytest.mark.long
 def test_quick_run_prints_every_figure() -> None:
     ran = subprocess.run(
         [sys.executable, str(BENCHMARK), "--quick", "--markdown", *(f"--only={part}" for part in PARTS)],

@@ -131,6 +131,7 @@ def test_four_nodes_of_two_ranks_through_every_loss(cluster: FakeCluster, tmp_pa
         assert nodes[where]["address"] in verdict["node"]  # the hostnames are all the same
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_lost_node_keeps_its_rows_and_the_restart_is_a_new_attempt(
     cluster: FakeCluster, tmp_path: Path

@@ -253,6 +253,7 @@ def test_without_a_token_it_works_and_says_so_and_a_stop_on_one_host_ends_both(h
     until_gone(hosts)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(150)
 def test_a_rendezvous_without_node_ranks_on_a_cluster_that_stays(hosts: Hosts) -> None:
     address, off = f"{ADDRESSES[0]}:6399", {"RAY_AUTH_MODE": "disabled"}

@@ -320,6 +320,7 @@ def test_local_mode_is_left_alone(session: Session, tmp_path: Path) -> None:
     assert session.runs() == before
 
 
+@pytest.mark.long
 def test_the_example_names_the_rank_it_made_late(cluster: FakeCluster, tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "ray_train.py"
     done = subprocess.run(
@@ -335,6 +336,7 @@ def test_the_example_names_the_rank_it_made_late(cluster: FakeCluster, tmp_path:
     assert (tmp_path / "traceml-sessions" / "default" / "report.txt").is_file()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("callbacks_by_name")
 def test_a_trainer_that_grows_goes_on_as_another_attempt(
     cluster: FakeCluster, session: Session, tmp_path: Path

@@ -202,9 +202,9 @@ def test_a_batch_is_acknowledged_and_forwarded_as_it_came(bench: Bench) -> None:
 def test_what_is_stored_need_not_be_kept_by_the_rank(bench: Bench) -> None:
     with bench.connect() as sock:
         told = []
+        bench.relay.turn(5)  # the connection
         for seq in range(4):
             sock.send(rank_batch("a", seq))
-            bench.relay.turn(5)
             bench.relay.turn(5)
             told.append((answer := reply(sock)).settled_seq)
             assert answer.acked_seq == seq
