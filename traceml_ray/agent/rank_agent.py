@@ -171,7 +171,6 @@ class RankAgent:
 
     def _exchange(self) -> None:
         self._take_replies()
-        self._begin_anew()
         for batch in self._outbox:
             if batch.offered:
                 continue
@@ -181,7 +180,6 @@ class RankAgent:
             batch.offered = batch.handed = True
             self._sent_bytes += len(batch.data)
         self._take_replies()
-        self._begin_anew()
 
     def _begin_anew(self) -> None:
         """
@@ -207,6 +205,7 @@ class RankAgent:
                     self._outbox_bytes -= len(self._outbox.popleft().data)
             for command in reply.commands:
                 self._guard(f"command {command.name}", functools.partial(self._obey, command))
+        self._begin_anew()  # a lost connection is noticed here; what it has acked counts no more
 
     def _obey(self, command: wire.Command) -> None:
         """Do what the aggregator asks for; what is not known, or of another run, is nothing to this rank."""
