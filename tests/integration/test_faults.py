@@ -85,9 +85,10 @@ def test_a_planted_fault_is_named_with_what_it_costs(
 def test_a_healthy_run_has_nobody_to_blame_and_trains_the_same_to_the_bit(tmp_path: Path) -> None:
     ranks = 2
     losses = {}
+    alike = [f"--slow=data:{rank}:30" for rank in range(ranks)]  # a core that another takes costs little
     for name, flags in (("watched", ()), ("plain", ("--no-monitor",))):
         log = tmp_path / name
-        done = launch(tmp_path, "s", ranks, 80, "--loss-log", str(log), flags=flags)
+        done = launch(tmp_path, "s", ranks, 80, "--loss-log", str(log), *alike, *SMALL, flags=flags)
         assert done.returncode == 0, done.stderr[-4000:]
         losses[name] = [
             (tmp_path / f"{name}{'' if rank == 0 else f'.rank{rank}'}").read_text() for rank in range(ranks)

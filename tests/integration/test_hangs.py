@@ -249,11 +249,15 @@ dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, 
 dist.barrier()
 opened = wire.OpenStage(1, 0, 0)
 if rank == 0:
-    assert "pending" not in dump.flight_recorder(opened, "h").data
+    end = time.monotonic() + 20  # gloo's thread retires the barrier after it let us go
+    while "pending" in dump.flight_recorder(opened, "h").data:
+        assert time.monotonic() < end
+        time.sleep(0.01)
     waiting = threading.Thread(target=lambda: all_reduce(torch.ones(4), "sum", [0, 1]).wait())
     waiting.start()
-    time.sleep(0.5)
-    found = dump.flight_recorder(opened, "h")
+    while (found := dump.flight_recorder(opened, "h")).data.get("pending_ns", 0) < 0.4e9:
+        assert time.monotonic() < end
+        time.sleep(0.01)
     print(json.dumps([found.data, json.loads(found.message)["entries"][0]["state"]]), flush=True)
     dist.distributed_c10d._get_default_store().set("seen", b"1")
     waiting.join()
@@ -274,7 +278,12 @@ def test_a_collective_that_no_mark_sees_is_in_torchs_own_recorder(tmp_path: Path
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    try:
+        said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait(10)
     assert [rank.returncode for rank in ranks] == [0, 0]
     data, state = json.loads(said[0])
     assert (data["pending"], state) == ("all_reduce", "scheduled")
