@@ -168,7 +168,6 @@ class Board:
         source: the session.
         clock: wall clock in ns.
         thresholds: of the session's steps (warm-up, first window, coverage).
-
     """
 
     def __init__(

@@ -211,7 +211,6 @@ class Steps:
             holding: ranks that may still deliver.
             waited: how many more will have rows, but have none yet.
             expected: the world size.
-
         """
         if not self.last_key:
             return False

@@ -97,14 +97,10 @@ def _gpu_of(pid: int, samples: Sequence[Mapping[str, Any]]) -> int | None:
 _PLAIN = ("cpu_pct", "load1", "mem_used_bytes", "mem_total_bytes")
 _RATES = {"disk_read_bps": "disk_read_bytes", "disk_write_bps": "disk_write_bytes"}
 _RATES |= {"net_rx_bps": "net_rx_bytes", "net_tx_bps": "net_tx_bytes"}
-_GPU = {"util_pct": "util_pct", "mem_used_bytes": "mem_used_bytes", "mem_total_bytes": "mem_total_bytes"}
-_GPU |= {
-    "power_w": "power_w",
-    "power_limit_w": "power_limit_w",
-    "temp_c": "temperature_c",
-    "sm_mhz": "sm_mhz",
-}
-_GPU |= {"throttle": "throttle"}
+_GPU = dict.fromkeys(
+    ("util_pct", "mem_used_bytes", "mem_total_bytes", "power_w", "power_limit_w", "sm_mhz"), ""
+)
+_GPU |= {"throttle": "", "temp_c": "temperature_c"}
 _GPU_RATES = {f"{name}_bps": f"{name}_bytes" for name in ("pcie_rx", "pcie_tx", "nvlink_rx", "nvlink_tx")}
 
 

@@ -40,6 +40,11 @@ def events(
     return {"events": found, "kinds": dict(kinds)}
 
 
+def severity(kind: str) -> str:
+    """Return how bad a kind of event, or the label of a verdict, is."""
+    return "critical" if kind in _CRITICAL else "warning" if kind in _WARNING else "info"
+
+
 def events_of(run: Run) -> list[dict[str, Any]]:
     """Return the events and the changes of verdict, the newest first."""
     worth = [event for event in run.events if event["message"] or event["kind"] not in _SILENT]
@@ -56,7 +61,7 @@ def _event(run: Run, event: Mapping[str, Any]) -> dict[str, Any]:
         "t_ns": event["t_ns"],
         "time": moment(event["t_ns"]),
         "kind": kind,
-        "severity": "critical" if kind in _CRITICAL else "warning" if kind in _WARNING else "info",
+        "severity": severity(kind),
         "rank": rank,
         "node": node,
         "step": event["step"],
@@ -72,7 +77,7 @@ def _change(verdict: Mapping[str, Any]) -> dict[str, Any]:
         "t_ns": verdict["t_ns"],
         "time": moment(verdict["t_ns"]),
         "kind": "verdict",
-        "severity": "critical" if label in _CRITICAL else "warning" if label in _WARNING else "info",
+        "severity": severity(label),
         "rank": verdict["rank"],
         "node": verdict["node"],
         "step": verdict["from_step"] if verdict["from_step"] is not None else verdict["last_step"],

@@ -213,14 +213,9 @@ def _clock(t_ns: Sequence[int]) -> dict[str, Any]:
     return {"type": "date", "hoverformat": "%d %b %H:%M:%S", **ticks}
 
 
-def spark(
-    values: Series,
-    colour: str = BLUE,
-    between: tuple[float, float] | None = None,
-    width: int = 120,
-    height: int = 28,
-) -> str | None:
+def spark(values: Series, colour: str = BLUE, between: tuple[float, float] | None = None) -> str | None:
     """Return a sparkline as an image's data URI; None where fewer than two values are known."""
+    width, height = 120, 28
     known = _known(values)
     if len(known) < 2:
         return None

@@ -151,7 +151,6 @@ def _heat(run: Run, columns: Columns, stage: int | None, middle: Array) -> dict[
         "last": columns.last.tolist(),
         "z": deviations(values, of, middle),
         "stage": "total" if stage is None else STAGES[stage],
-        "unit_ms": told(middle),
     }
 
 
@@ -268,8 +267,8 @@ _NOTHING: dict[str, Any] = {
         "first": [],
         "last": [],
         "z": np.full((0, 0), MISSING, np.uint8),
-    }
-    | {"stage": "total", "unit_ms": []},
+        "stage": "total",
+    },
     "exposed": {"steps": [], "stages": {name: [] for name in STAGES}},
     "timeline": {name: [] for name in ("steps", "median_ms", "p10_ms", "p90_ms", "worst_ms", "worst_rank")},
     "skew": {"steps": [], "global_pct": [], "node_pct": []},

@@ -40,25 +40,19 @@ class Place(msgspec.Struct, frozen=True):
         """Return one value of the query."""
         return dict(self.query).get(name)
 
-    def to(self, page: str, key: Any = "", **query: Any) -> str:
+    def to(self, page: str, key: Any = "", /, **query: Any) -> str:
         """Return the link to another page; the run stays."""
         kept = {name: value for name, value in self.query if name in WHAT}
         path = next(path for path, name in PAGES.items() if name == page)
-        return _url(f"/{path}" + (f"/{quote(str(key), safe='')}" if key != "" else ""), {**kept, **query})
+        given = {name: value for name, value in {**kept, **query}.items() if value is not None}
+        url = f"/{path}" + (f"/{quote(str(key), safe='')}" if key != "" else "")
+        return url + ("?" + urlencode(given) if given else "")
 
     def here(self, **query: Any) -> str:
         """Return the link to this page with some of the selection changed; None takes a value out."""
-        path = next(path for path, name in PAGES.items() if name == self.page)
-        return _url(
-            f"/{path}" + (f"/{quote(self.key, safe='')}" if self.key else ""), {**dict(self.query), **query}
-        )
+        return self.to(self.page, self.key, **{**dict(self.query), **query})
 
 
 def is_number(key: str) -> bool:
     """Tell whether a part of a URL can be a rank."""
     return key.isdecimal() and len(key) < 10
-
-
-def _url(path: str, query: dict[str, Any]) -> str:
-    given = {name: value for name, value in query.items() if value is not None}
-    return path + ("?" + urlencode(given) if given else "")

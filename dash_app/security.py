@@ -98,7 +98,6 @@ class Guard:
         token: to be asked for; None lets everybody look.
         hosts: names that `Host` may have: a page elsewhere whose name is made to point here gets nothing.
         scripts: CSP hashes of the page's own inline scripts; may be set later.
-
     """
 
     def __init__(self, token: str | None, hosts: Iterable[str], scripts: Sequence[str] = ()) -> None:

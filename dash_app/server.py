@@ -22,7 +22,6 @@ def create_app(board: Board, *, token: str | None, hosts: Sequence[str], poll_s:
         token: to be asked for; None lets everybody look.
         hosts: names that `Host` may have.
         poll_s: seconds between two polls of the board; a browser asks as often.
-
     """
     server = Flask("traceml_ray.dash_app", static_folder=None)
     guard = Guard(token, hosts)

@@ -8,22 +8,11 @@ from typing import Any
 from dash import dcc, html
 
 from . import words
-from .pages.bits import aria
+from .events import severity
+from .pages.bits import SEVERITY, aria
 from .place import Place
 
 _NAV = {"overview": "Overview", "events": "Events", "sessions": "Sessions", "health": "Health"}
-_TONES = {
-    "healthy": ("good", "✓"),
-    "hang": ("critical", "◆"),
-    "stalled": ("critical", "◆"),
-    "rank_lost": ("critical", "◆"),
-    "oom": ("critical", "◆"),
-    "straggler": ("warning", "▲"),
-    "co_critical": ("warning", "▲"),
-    "group_wide": ("warning", "▲"),
-    "ambiguous": ("warning", "▲"),
-}
-_UNSURE = ("unsure", "○")
 _STATES = {
     "empty": "no session",
     "waiting": "waiting",
@@ -97,7 +86,9 @@ def shell(poll_s: float) -> html.Div:
 def strip(header: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
     """Return what stands in the shell."""
     verdict, state = header["verdict"], header["state"]
-    tone, sign = _TONES.get(verdict["label"], _UNSURE) if verdict else _UNSURE
+    label = verdict["label"] if verdict else ""
+    tone = "good" if label == "healthy" else severity(label).replace("info", "unsure")
+    sign = {"good": "✓", "unsure": "○"}.get(tone) or SEVERITY[tone]
     compact = "" if place.page == "overview" else " compact"
     what, _, more = header["state_text"].partition(". ")
     headline = verdict["headline"] if verdict else what

@@ -60,7 +60,6 @@ def health(board: Board, run: Run | None) -> dict[str, Any]:
         ],
         "poll_ms": {"p50": number(np.median(poll)), "p95": number(np.percentile(poll, 95))},
         "memory_bytes": run.steps.nbytes if run else 0,
-        "absurd_steps": run.steps.absurd if run else 0,
     }
 
 

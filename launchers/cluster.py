@@ -48,7 +48,6 @@ class PrivateRay:
         rank: of this node; the first (0) is the head, the others join it.
 
     Raises OSError when the head's host cannot be resolved.
-
     """
 
     def __init__(self, folder: Path, environ: Mapping[str, str], head: str = "", rank: int = 0) -> None:

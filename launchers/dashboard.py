@@ -23,7 +23,6 @@ class DashboardProcess:
         options: of the command, by name; an empty one is as if not given.
 
     Raises OSError when there can be no process.
-
     """
 
     def __init__(

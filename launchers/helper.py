@@ -82,18 +82,17 @@ def _make_actors(request: HelperRequest, address: str) -> None:
     os.environ.update(attach_environment(address))
     import ray
 
-    from traceml_ray.actors.discovery import ensure, ensure_relay
+    from traceml_ray.actors.making import ensure_aggregator, ensure_relay
     from traceml_ray.actors.names import find_aggregator
 
     attach(address, request.temp_dir)
     actors = request.actors
-    made: tuple[Any, ...]
+    node_id, made = ray.get_runtime_context().get_node_id(), list[Any]()
     if request.first:
-        made = ensure(actors, fresh=True)
-    else:
-        while find_aggregator(actors.session) is None:
-            time.sleep(_LOOK_S)
-        made = (ensure_relay(actors, ray.get_runtime_context().get_node_id(), fresh=True),)
+        made.append(ensure_aggregator(actors, node_id, fresh=True))
+    while find_aggregator(actors.session) is None:
+        time.sleep(_LOOK_S)
+    made.append(ensure_relay(actors, node_id, fresh=True))
     try:
         ray.get(made[-1].ready.remote(), timeout=request.deadline_s)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:

@@ -27,7 +27,8 @@ from traceml_ray.actors.names import NAMESPACE
 from traceml_ray.agent.attached import FILE as ATTACHMENT
 from traceml_ray.agent.attached import Attachment
 from traceml_ray.agent.bootstrap import rank_environment
-from traceml_ray.session import Live, SessionError, SessionFolder, prepare, write_live, write_private
+from traceml_ray.files import write_file
+from traceml_ray.session import Live, SessionError, SessionFolder, prepare, write_live
 from traceml_ray.settings import Settings
 from traceml_ray.spool import SUFFIX
 
@@ -54,7 +55,6 @@ class Monitor:
         dashboard: port of the dashboard; "0" for a free one, "" for the usual one, None for no dashboard.
 
     Raises SessionError when there can be no such session.
-
     """
 
     def __init__(
@@ -198,9 +198,9 @@ class Monitor:
             environ["RAY_AUTH_MODE"] = self._ray.environ["RAY_AUTH_MODE"]
             if self._ray.token is not None:
                 environ["RAY_AUTH_TOKEN_PATH"] = str(self._runtime / "token")
-                write_private(self._runtime / "token", self._ray.token.encode())
+                write_file(self._runtime / "token", self._ray.token.encode())
             found = Attachment(address, str(self._ray.folder), environ)
-        write_private(self._runtime / ATTACHMENT, msgspec.json.encode(found))
+        write_file(self._runtime / ATTACHMENT, msgspec.json.encode(found))
 
     def _start_helper(self, address: str, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
         settings = self.settings

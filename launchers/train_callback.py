@@ -70,7 +70,6 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
         settings: any field of `Settings`, by name; `session` chooses another session.
 
     Raises SettingError for one that cannot be used.
-
     """
 
     def __init__(self, **settings: object) -> None:
@@ -100,7 +99,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
     def __reduce__(self) -> tuple[Any, ...]:
         state: dict[str, Any] = {"_watching": False}
         try:
-            config = self._config or _config(self._settings).to_json()
+            config = self._config or msgspec.json.encode(_config(self._settings))
             kept = ("_id", "_watching", "_attempt", "_nnodes")
             state = {"_config": config, **{name: getattr(self, name) for name in kept}}
         except Exception as error:
@@ -135,7 +134,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
         ours = [callback._id for callback in given if isinstance(callback, TraceMLTrainCallback)]
         self._watching = _chosen.setdefault(run_id, (ours or [self._id])[0]) == self._id
         if self._watching:
-            self._run = RunReporter(ActorConfig.from_json(self._config), run_id)
+            self._run = RunReporter(msgspec.json.decode(self._config, type=ActorConfig), run_id)
             self._run.tell({"name": train_run_context.run_config.name, "launcher": "ray_train"})
 
     @_hook()
@@ -226,10 +225,11 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
         from ray.train.v2._internal.execution.context import get_train_context
 
         from traceml_ray.agent import in_ray
+        from traceml_ray.agent.actor_channel import ActorChannel
 
         context = get_train_context()
         place = context.distributed_context
-        config = ActorConfig.from_json(self._config)
+        config = msgspec.json.decode(self._config, type=ActorConfig)
         identity = RankIdentity(
             global_rank=place.world_rank,
             local_rank=place.local_rank,
@@ -245,7 +245,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
             source="ray_train",
         )
         settings = in_ray.settings(msgspec.structs.replace(config.settings, session=config.session))
-        bootstrap.start(settings, channel=in_ray.channel(settings), identity=lambda: identity)
+        bootstrap.start(settings, channel=ActorChannel(config.session), identity=lambda: identity)
 
 
 _log = logging.getLogger("traceml_ray")
@@ -263,16 +263,10 @@ def _ending(agent: Any) -> wire.Event:
     """Say how the training thread ended: by itself, by an exception, or not: then it was stopped."""
     from ray.train.v2._internal.execution.context import get_train_context
 
-    opened = agent.recorder.open_stage()
     runner = get_train_context().execution_context.training_thread_runner
     error = runner.get_error()
-    if error is None:
-        kind = "stopped" if runner.is_running() else "exit"
-        return wire.Event(kind, time.time_ns(), opened.step, opened.stage)
-    error = getattr(error, "_base_exc", error)  # as the loop raised it
-    message = f"{type(error).__name__}: {error}"[:_MESSAGE_CHARS]
-    data: dict[str, wire.Value] = {"type": type(error).__name__}
-    return wire.Event("exception", time.time_ns(), opened.step, opened.stage, message, data)
+    kind = "stopped" if runner.is_running() else "exit"
+    return bootstrap.ending(agent, getattr(error, "_base_exc", error), kind)  # as the loop raised it
 
 
 def _in_a_line(error: Exception) -> str:

@@ -10,7 +10,7 @@ import ray
 
 from traceml_ray import wire
 from traceml_ray.actors.config import ActorConfig
-from traceml_ray.actors.discovery import ensure_aggregator
+from traceml_ray.actors.making import ensure_aggregator
 from traceml_ray.actors.names import answers, find_aggregator
 from traceml_ray.errors import Errors
 

@@ -82,7 +82,6 @@ def start(
         StartError: Ray is not initialised or too old, the session of that name is of another version,
             or its folder cannot be written.
         SettingError: a name or value that cannot be used.
-
     """
     loaded = Settings.load(session=session, **settings)  # type: ignore[arg-type]  # it checks them
     name = loaded.session or DEFAULT_SESSION
@@ -143,7 +142,7 @@ class Session:
         """Where its files are, on the aggregator's node."""
         self.node_id: str = about["node_id"]
         """The aggregator's node."""
-        self.config = ActorConfig.from_json(about["config"])
+        self.config = msgspec.json.decode(about["config"], type=ActorConfig)
         """How its actors are made."""
         self._dashboard: DashboardProcess | None = None
 
@@ -226,7 +225,6 @@ class Session:
             port: 0: a free one; None: 8050, or a free one where that is taken.
 
         Raises StartError when it does not come up.
-
         """
         import ray
 
@@ -354,7 +352,7 @@ def _make(config: ActorConfig) -> Session:
     """Make the aggregator here and a relay on every node, side by side; return when the former answers."""
     import ray
 
-    from traceml_ray.actors.discovery import ensure_aggregator, ensure_relay
+    from traceml_ray.actors.making import ensure_aggregator, ensure_relay
 
     aggregator = ensure_aggregator(config, ray.get_runtime_context().get_node_id())
     relays = [ensure_relay(config, node["NodeID"]) for node in cluster_nodes() if node["Alive"]]

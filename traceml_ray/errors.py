@@ -22,7 +22,6 @@ class Errors(Counter[str]):
     Args:
         known: counts to go on from.
         debug: `swallow` raises, `note` prints a traceback (TRACEML_DEBUG=1).
-
     """
 
     def __init__(self, known: Mapping[str, int] | None = None, *, debug: bool = False) -> None:

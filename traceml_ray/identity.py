@@ -104,7 +104,6 @@ def resolve(
     Raises:
         IdentityError: a value is no integer or out of range, ranks and sizes contradict each
             other, or a rank is given by keyword without a world size.
-
     """
     given = {
         "global_rank": global_rank,

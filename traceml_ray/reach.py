@@ -104,7 +104,6 @@ def own_address(head: str, rank: int, own: str = "") -> str:
         head: host:port of the cluster's head.
         rank: of this node: several launchers on one machine have a loopback address each.
         own: address on the way to the head, where that is known.
-
     """
     host, _, port = head.rpartition(":")
     own = own or _source_address(host.strip("[]"), int(port))

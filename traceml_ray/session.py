@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import msgspec
 
-from traceml_ray.files import read_file
+from traceml_ray.files import read_file, write_file
 from traceml_ray.settings import check_session_name
 
 DATABASE = "session.sqlite"
@@ -85,23 +85,16 @@ class SessionFolder:
             self.lock_fd = None
 
 
-def prepare(out: str | Path, name: str | None = None) -> SessionFolder:
+def prepare(out: str | Path, name: str | None = None, *, again: bool = False) -> SessionFolder:
     """
-    Make the folder of a new session under `out` and hold it; without a `name` one is made up.
+    Make the folder of a new session under `out` and hold it; without a `name` one is made up. `again`: go
+    on in the one that is there (its holder was restarted).
 
     Raises `SessionError` when the session is already running, `out` cannot be written, or the
     name belongs to a folder that is no session; `SettingError` for a name that cannot be one.
     """
     if name is None:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    return open_folder(out, name, again=False)
-
-
-def open_folder(out: str | Path, name: str, *, again: bool) -> SessionFolder:
-    """
-    Make and hold the folder as `prepare` does; `again`: go on in the one that is there (its holder was
-    restarted). Raises as `prepare` does.
-    """
     check_session_name(name)
     path = Path(out).absolute() / name
     try:
@@ -167,14 +160,7 @@ def read_json(path: Path, kind: type[_T]) -> _T:
 
 def write_live(folder: Path, live: Live) -> None:
     """Write `live.json` into a session folder, for this user only. Raises OSError."""
-    write_private(folder / LIVE, msgspec.json.encode(live))
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """Write a file for this user only. Raises OSError."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(data)
+    write_file(folder / LIVE, msgspec.json.encode(live))
 
 
 def _sessions(out: Path) -> list[Path]:

@@ -67,24 +67,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises:
             SettingError: an unknown name, a value of the wrong type, or one out of its range.
-
         """
         if isinstance(thresholds, Thresholds):
             thresholds = msgspec.structs.asdict(thresholds)
         chosen = _choose(Thresholds, _THRESHOLD, environ, thresholds or {})
         return cls(**_choose(cls, "TRACEML_", environ, keywords), thresholds=Thresholds(**chosen))
-
-    def to_json(self) -> bytes:
-        """Return the settings as JSON, to be handed to another process."""
-        return msgspec.json.encode(self)
-
-    @classmethod
-    def from_json(cls, data: bytes) -> Settings:
-        """Return what `to_json` wrote; fields it lacks have their defaults. Raises SettingError."""
-        try:
-            return msgspec.json.decode(data, type=cls)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise SettingError(f"settings cannot be read: {error}") from None
 
 
 _THRESHOLD = "TRACEML_THRESHOLD_"

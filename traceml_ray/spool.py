@@ -7,12 +7,11 @@ What an agent could not deliver before its process ended, left in a file for the
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Iterable
 from pathlib import Path
 
-from traceml_ray.files import read_file
+from traceml_ray.files import read_file, write_file
 
 SUFFIX = ".spool"
 _MAX_BYTES = 1 << 30
@@ -20,18 +19,8 @@ _LENGTH = struct.Struct("<I")
 
 
 def write_spool(path: Path, frames: Iterable[bytes]) -> None:
-    """Write `frames` to `path`, whole or not at all (a temporary file, then a rename). Raises OSError."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            for frame in frames:
-                file.write(_LENGTH.pack(len(frame)))
-                file.write(frame)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    """Write `frames` to `path`, whole or not at all. Raises OSError."""
+    write_file(path, b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames))
 
 
 def read_spool(path: Path, *, max_frame: int = 1 << 20) -> list[bytes]:

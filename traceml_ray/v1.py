@@ -108,7 +108,6 @@ class Senders:
 
     Args:
         run: id of the run that their ranks are of.
-
     """
 
     def __init__(self, run: str) -> None:

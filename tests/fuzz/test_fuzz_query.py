@@ -18,7 +18,7 @@ from traceml_ray.actors.aggregation import Aggregation
 MIB = 24.0
 WHAT = [
     "several", "status", "verdict", "file", "unsnapshot", "snapshot", "summary", "runs", "nodes", "rows",
-    "process_of", "node_samples_of", "parts", "events", "process", "node_samples", "verdicts", "ranks",
+    "process_of", "node_samples_of", "parts", "events", "node_samples", "verdicts", "ranks",
     "meta",
     "streams", "details", "ledger", "close", "__class__", "_all", "",
 ]  # fmt: skip

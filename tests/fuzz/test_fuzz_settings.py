@@ -1,13 +1,12 @@
-"""Settings from another process, from the environment, and from keywords, whatever they are."""
+"""Settings from the environment, and from keywords, whatever they are."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import msgspec
-from fuzzing import bounded, fuzz, json_values, mutated
-from hypothesis import example, given
+from fuzzing import bounded, fuzz, json_values
+from hypothesis import given
 from hypothesis import strategies as st
 
 from traceml_ray.analysis.thresholds import Thresholds
@@ -38,36 +37,6 @@ ODD = [
 texts = st.sampled_from(ODD) | st.text(max_size=30) | st.integers().map(str) | st.floats().map(str)
 
 
-def from_json(data: bytes) -> None:
-    with bounded(mib=16):
-        try:
-            assert isinstance(Settings.from_json(data), Settings)
-        except SettingError as error:
-            assert str(error).startswith("settings cannot be read")
-
-
-@fuzz()
-@given(st.binary(max_size=200) | json_values.map(lambda value: json.dumps(value).encode()))
-@example(b"[" * 200_000)
-@example(b'{"x":' * 200_000)
-@example(b'{"session": "\\ud800"}')
-@example(b'{"interval": 1e999}')
-def test_json_of_any_kind(data: bytes) -> None:
-    from_json(data)
-
-
-@fuzz()
-@given(mutated(Settings(session="s").to_json(), [b"[" * 50_000, b"1e999", b"null", b"\\ud800", b"9" * 5000]))
-def test_good_json_with_bytes_changed(data: bytes) -> None:
-    from_json(data)
-
-
-@fuzz()
-@given(st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=8), json_values, max_size=6))
-def test_json_with_fields_of_any_kind(said: dict[str, Any]) -> None:
-    from_json(json.dumps(said).encode())
-
-
 @fuzz(4)
 @given(
     st.dictionaries(
@@ -82,7 +51,6 @@ def test_an_environment_of_any_kind(environ: dict[str, str]) -> None:
         except SettingError as error:
             assert any(name in str(error) for name in environ)
             return
-    assert Settings.from_json(loaded.to_json()) == loaded
     assert 0.05 <= loaded.interval <= 60 and 0 <= loaded.thresholds.min_excess <= 1
 
 

@@ -407,7 +407,6 @@ def test_questions_are_answered_with_a_cursor(tmp_path: Path) -> None:
         "ranks",
         "streams",
         "details",
-        "process",
         "node_samples",
         "events",
         "verdicts",

@@ -85,11 +85,6 @@ def test_infinite_samples_do_not_keep_the_report_from_being_written(tmp_path: Pa
     assert "n/a" in (tmp_path / "s" / "report.txt").read_text()
 
 
-def test_nested_json_is_no_setting() -> None:
-    with pytest.raises(SettingError, match="settings cannot be read"):
-        Settings.from_json(b'{"x":' * 100_000)
-
-
 @pytest.mark.parametrize("name", ["OUT", "RING_ROWS", "SESSION", "INTERVAL"])
 def test_bytes_that_are_no_text_are_no_setting(name: str) -> None:
     with pytest.raises(SettingError, match=f"TRACEML_{name}="):

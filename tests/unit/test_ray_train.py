@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("ray.train")
@@ -144,7 +145,7 @@ def test_settings_are_those_of_the_session_this_driver_started_unless_said(
         ({"interval": 2}, "mine", "/kept", 2.0),
         ({"session": "other"}, "other", str(Path.cwd() / "traceml-sessions"), 1.0),
     ):
-        made = ActorConfig.from_json(sent(TraceMLTrainCallback(**settings))._config)
+        made = msgspec.json.decode(sent(TraceMLTrainCallback(**settings))._config, type=ActorConfig)
         assert (made.session, made.settings.out, made.settings.interval) == (session, out, interval)
         assert made.everywhere
     with pytest.raises(SettingError, match="colour is not a setting"):

@@ -386,7 +386,7 @@ def test_trace_step_cuts_where_it_is_told() -> None:
     loop = Loop()
     recorder = loop.recorder
     for _ in range(2):
-        recorder.manual = True
+        recorder.trace(True)
         for _ in range(2):
             loop.data(2)
             loop.forward(4)
@@ -394,7 +394,7 @@ def test_trace_step_cuts_where_it_is_told() -> None:
             recorder.peers = None
             loop.optimizer(1)
         recorder.close_traced()
-        recorder.manual = False
+        recorder.trace(False)
     recorder.close_traced()
     rows = loop.rows()
     assert [key >> SEGMENT_BITS for key, _, _ in rows if not key & 255] == [0, 1, 2]
@@ -592,7 +592,7 @@ def whole(loop: Loop) -> list[list[int]]:
     rows = [list(row) for _, _, row in loop.rows()]
     recorder = loop.recorder
     tail = list(recorder._acc)
-    tail[recorder.stage] += recorder.clock() - recorder.last
+    tail[recorder.open_stage().stage] += recorder.clock() - recorder.last
     return [*rows, recorder._pending or [0] * N_STAGES, tail]
 
 

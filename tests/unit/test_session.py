@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from traceml_ray.session import SessionError, find, holder, open_folder, prepare
+from traceml_ray.session import SessionError, find, holder, prepare
 from traceml_ray.settings import SettingError
 from traceml_ray.store.session_file import connect
 
@@ -55,14 +55,14 @@ def test_finished_sessions_are_moved_aside_one_after_the_other(tmp_path: Path) -
 
 def test_a_holder_that_was_restarted_goes_on_in_its_folder(tmp_path: Path) -> None:
     path = _finished(tmp_path, "s")
-    again = open_folder(tmp_path, "s", again=True)
+    again = prepare(tmp_path, "s", again=True)
     assert (again.path, again.moved) == (path, None)
     assert again.sqlite.is_file()
     with pytest.raises(SessionError, match="already running"):
-        open_folder(tmp_path, "s", again=True)
+        prepare(tmp_path, "s", again=True)
     again.release()
-    assert open_folder(tmp_path, "s", again=False).moved == tmp_path / "s.1"
-    assert open_folder(tmp_path, "new", again=True).path.is_dir()
+    assert prepare(tmp_path, "s", again=False).moved == tmp_path / "s.1"
+    assert prepare(tmp_path, "new", again=True).path.is_dir()
 
 
 def test_a_folder_that_is_no_session_is_left_alone(tmp_path: Path) -> None:

@@ -73,8 +73,8 @@ def test_everything_a_batch_says_is_read_back(tmp_path: Path) -> None:
         assert (stream.missing, stream.errors, stream.strategy) == ({"h2d": "no device"}, {"hook": 2}, "ddp")
         assert stream.identity is not None
         assert (stream.identity.node_id, stream.identity.hostname) == ("node-0", "host-0")
-        (process,), _ = session.process()
-        assert (process["rank"], process["rss_bytes"], process["cpu_pct"]) == (0, 4096, None)
+        (process,) = session.process_of([stream.id], 2)
+        assert (process["rss_bytes"], process["cpu_pct"]) == (4096, None)
         (node,), cursor = session.node_samples()
         assert (node["load1"], node["cpu_pct"]) == (None, 50.0)
         assert [wire.GpuSample(**gpu) for gpu in node["gpus"]] == gpus
@@ -224,7 +224,7 @@ def test_a_query_on_unchanged_data_reads_no_rows(tmp_path: Path) -> None:
 def test_clock_of_the_samples_is_the_senders(tmp_path: Path) -> None:
     process = wire.ProcessSample(5 * SECOND, 1.0, 2, 3, 4, 5)
     with _stored(tmp_path, Relay().message(Rank(0).batch(process=process))) as session:
-        assert session.process()[0][0]["t_ns"] == 5 * SECOND
+        assert session.process_of([1], 1)[0]["t_ns"] == 5 * SECOND
 
 
 def test_what_is_long_can_be_read_in_parts(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.settings import SettingError, Settings, check_session_name
@@ -138,29 +136,6 @@ def test_session_names_that_would_not_do_for_a_folder(name):
         check_session_name(name)
     assert repr(name) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@given(
-    session=st.none() | st.from_regex(r"[a-z0-9_-]{1,64}", fullmatch=True),
-    interval=st.floats(0.05, 60),
-    debug=st.booleans(),
-    min_excess=st.floats(0, 1),
-)
-def test_settings_survive_json(session, interval, debug, min_excess):
-    settings = Settings.load(
-        {}, session=session, interval=interval, debug=debug, thresholds={"min_excess": min_excess}
-    )
-    assert Settings.from_json(settings.to_json()) == settings
-
-
-def test_json_of_another_version_is_read_as_far_as_it_goes():
-    assert Settings.from_json(b'{"out": "x", "later": 1}') == Settings(out="x")
-
-
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"interval": "x"}', b"\xff"])
-def test_json_that_is_none_is_a_setting_error(data):
-    with pytest.raises(SettingError, match="settings cannot be read"):
-        Settings.from_json(data)
 
 
 def test_loading_settings_imports_nothing_heavy():

@@ -7,6 +7,7 @@ raises into the caller's loop: what goes wrong is counted by place in `errors`.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -53,7 +54,6 @@ class Aggregation:
         ticks: a clock in ns that nobody can set: whether a session is idle must not depend on the wall clock.
 
     Raises `SessionFileError` when the session file cannot be made or used.
-
     """
 
     def __init__(
@@ -465,34 +465,21 @@ def finish_offline(
     A file that is damaged is set aside, and the session made from `spool` alone; returns where it is then.
     Raises `SessionFileError`, OSError or `sqlite3.Error` when the files cannot be read or written.
     """
-    try:
-        _finish_offline(folder, settings, finish, spool, info)
-    except Exception:
-        file = SessionFolder(Path(folder)).sqlite
-        if not damaged(file):
-            raise
+    aside = None
+    while True:
+        try:
+            with contextlib.closing(Aggregation(folder, settings, info or {})) as aggregation:
+                read = aggregation.take_spool(spool) if spool is not None else []
+                aggregation.finish(finish)
+                remove(read)
+            return aside
+        except Exception:
+            file = SessionFolder(Path(folder)).sqlite
+            if aside is not None or not damaged(file):
+                raise
         aside = file.replace(file.with_suffix(".damaged"))
         for rest in ("-wal", "-shm"):
             file.with_name(file.name + rest).unlink(missing_ok=True)
-        _finish_offline(folder, settings, finish, spool, info)
-        return aside
-    return None
-
-
-def _finish_offline(
-    folder: Path,
-    settings: Settings,
-    finish: wire.Finish,
-    spool: Path | None,
-    info: dict[str, Any] | None,
-) -> None:
-    aggregation = Aggregation(folder, settings, info or {})
-    try:
-        read = aggregation.take_spool(spool) if spool is not None else []
-        aggregation.finish(finish)
-        remove(read)
-    finally:
-        aggregation.close()
 
 
 def _exit_code(codes: list[int]) -> int:

@@ -18,7 +18,7 @@ from traceml_ray.actors.folders import is_private
 from traceml_ray.actors.membership import Membership
 from traceml_ray.actors.names import NAMESPACE, end_myself, find_relays, is_restarted, relay_folder
 from traceml_ray.files import remove
-from traceml_ray.session import Live, SessionFolder, open_folder, write_live
+from traceml_ray.session import Live, SessionFolder, prepare, write_live
 
 COMMIT_S = 1.0
 JUDGE_S = 0.25
@@ -38,13 +38,13 @@ class Aggregator:
     """
 
     def __init__(self, config: bytes) -> None:
-        made = ActorConfig.from_json(config)
+        made = msgspec.json.decode(config, type=ActorConfig)
         context = ray.get_runtime_context()
         self._config = made
         self._node_id = context.get_node_id()
         self._held: SessionFolder | None = None
         if not made.folder:
-            self._held = open_folder(Path(made.settings.out).expanduser(), made.session, again=is_restarted())
+            self._held = prepare(Path(made.settings.out).expanduser(), made.session, again=is_restarted())
         folder = Path(made.folder) if self._held is None else self._held.path
         self._aggregation = Aggregation(folder, made.settings, dict(made.info))
         self._membership = Membership(made, self._aggregation.node_state, self._aggregation.errors)
@@ -172,5 +172,5 @@ class Aggregator:
             "version": __version__,
             "folder": str(self._aggregation.folder.path),
             "node_id": self._node_id,
-            "config": self._config.to_json(),
+            "config": msgspec.json.encode(self._config),
         }

@@ -42,7 +42,6 @@ class Answers:
         judge: has the verdicts as they stand.
         errors: the aggregator's, by place.
         commit: writes what is pending.
-
     """
 
     def __init__(

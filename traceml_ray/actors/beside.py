@@ -39,7 +39,6 @@ class Beside:
             verdict: on the run.
             ranks: the streams that stand for its ranks.
             labels: how the streams' nodes are shown.
-
         """
         rank, now = witness(verdict, ranks), self._clock()
         if rank is None:

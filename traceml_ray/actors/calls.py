@@ -27,7 +27,6 @@ class ActorCalls:
     Args:
         find: returns the actor's handle, None when there is none; may raise, may take its time.
         max_in_flight: calls.
-
     """
 
     def __init__(self, find: Callable[[], Any | None], max_in_flight: int = 4) -> None:

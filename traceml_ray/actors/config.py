@@ -24,12 +24,3 @@ class ActorConfig(msgspec.Struct, frozen=True):
     """Whether the aggregator keeps a relay on every node of the cluster, also on those that join later."""
     runtime_env: str = ""
     """Of the relays that it makes, as JSON."""
-
-    def to_json(self) -> bytes:
-        """Return this as JSON."""
-        return msgspec.json.encode(self)
-
-    @classmethod
-    def from_json(cls, data: bytes) -> ActorConfig:
-        """Return what `to_json` wrote."""
-        return msgspec.json.decode(data, type=cls)

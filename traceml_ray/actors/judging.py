@@ -43,7 +43,6 @@ class LiveJudge:
         settings: of the session.
         clock: wall clock in ns.
         errors: where a run that cannot be judged is counted.
-
     """
 
     def __init__(

@@ -9,21 +9,34 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
+
 from traceml_ray.actors.config import ActorConfig
-from traceml_ray.actors.names import NAMESPACE, relay_name
+from traceml_ray.actors.names import NAMESPACE, aggregator_name, relay_name
 
 _GROUPS: dict[str, Any] = {"concurrency_groups": {"ingest": 1, "query": 2}}
 
 
 def ensure_relay(config: ActorConfig, node_id: str, *, fresh: bool = False) -> Any:
-    """Find or make the session's relay of that node; return its handle. Raises as `discovery.ensure`."""
+    """Find or make the session's relay of that node; return its handle. Raises as `make`."""
     from traceml_ray.actors.node_relay import NodeRelay
 
     return make(NodeRelay, relay_name(config.session, node_id), node_id, config, fresh)
 
 
+def ensure_aggregator(config: ActorConfig, node_id: str, *, fresh: bool = False) -> Any:
+    """Find or make the session's aggregator, on that node; return its handle. Raises as `make`."""
+    from traceml_ray.actors.aggregator import Aggregator
+
+    return make(Aggregator, aggregator_name(config.session), node_id, config, fresh)
+
+
 def make(cls: type, name: str, node_id: str, config: ActorConfig, fresh: bool) -> Any:
-    """Find or make the actor of that name on that node; return its handle. Raises as `discovery.ensure`."""
+    """
+    Find or make the actor of that name on that node; return its handle.
+
+    Raises ValueError when it must be `fresh` and there is one already.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -39,4 +52,4 @@ def make(cls: type, name: str, node_id: str, config: ActorConfig, fresh: bool) -
         enable_task_events=False,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         runtime_env=json.loads(config.runtime_env) if config.runtime_env else None,
-    ).remote(config.to_json())
+    ).remote(msgspec.json.encode(config))

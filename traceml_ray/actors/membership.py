@@ -23,7 +23,6 @@ class Membership:
         tell: called with (node id, hostname, address, alive) when a node came or went, and once for each
             that was there, or gone, before.
         errors: where a look that failed is counted.
-
     """
 
     def __init__(

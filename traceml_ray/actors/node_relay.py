@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+import msgspec
 import ray
 
 from traceml_ray import wire
@@ -25,7 +26,7 @@ class NodeRelay:
     """One per node and session, pinned to its node."""
 
     def __init__(self, config: bytes) -> None:
-        made = ActorConfig.from_json(config)
+        made = msgspec.json.decode(config, type=ActorConfig)
         node_id = ray.get_runtime_context().get_node_id()
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         folder = relay_folder(made.session, node_id)

@@ -67,7 +67,6 @@ class NodeSampler:
         nvml: the NVML binding; None imports `pynvml`. It is tried once: a machine without a driver
             costs nothing from then on.
         root: where `proc` and `sys` are.
-
     """
 
     def __init__(self, nvml: Any = None, root: Path = Path("/")) -> None:

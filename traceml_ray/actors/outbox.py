@@ -40,7 +40,6 @@ class Outbox:
 
     Args:
         limit: bytes of rank batches and packed messages together.
-
     """
 
     def __init__(self, limit: int) -> None:

@@ -51,7 +51,6 @@ class Peers:
             processes cannot be watched, when its connection is closed.
 
     Raises OSError when it cannot listen there.
-
     """
 
     def __init__(

@@ -12,7 +12,6 @@ import os
 import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ import msgspec
 
 from traceml_ray import v1, wire
 from traceml_ray.actors import folders, processes
-from traceml_ray.actors.node_sampler import xid_events
+from traceml_ray.actors.node_sampler import SamplerThread, xid_events
 from traceml_ray.actors.outbox import Outbox
 from traceml_ray.actors.peers import Peer, Peers
 from traceml_ray.errors import Errors
@@ -68,15 +67,6 @@ class Transport(Protocol):
         """End the aggregator."""
 
 
-class Sampler(Protocol):
-    """Where samples of this node come from."""
-
-    errors: Counter[str]
-
-    def latest(self) -> wire.NodeSample | None:
-        """Return the newest sample, once."""
-
-
 @dataclass(slots=True)
 class _Stream:
     """What is remembered of one rank's process."""
@@ -100,7 +90,6 @@ class Relay:
         clock: monotonic seconds.
 
     Raises OSError when it cannot listen.
-
     """
 
     def __init__(
@@ -108,7 +97,7 @@ class Relay:
         path: Path,
         node: wire.NodeIdentity,
         transport: Transport,
-        sampler: Sampler,
+        sampler: SamplerThread,
         settings: Settings,
         *,
         spool: Path | None = None,
@@ -128,7 +117,7 @@ class Relay:
         self._spool = spool
         self._on_stop = on_stop
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._errors = Errors(debug=settings.debug)
         self._outbox = Outbox(settings.relay_buffer_bytes)
         self._streams: dict[str, _Stream] = {}
@@ -235,11 +224,6 @@ class Relay:
         if stored:
             remove(read)
         return stored
-
-    def salvage(self) -> None:
-        """Leave what is not known to be stored in the spool. Called from another thread; raises OSError."""
-        with self._lock:
-            self._salvage()
 
     def close(self) -> None:
         """Stop listening, let go of every connection, and take the socket away; safe to call twice."""
@@ -490,7 +474,7 @@ class Relay:
             if asked_at != self._failures and self._all_stored():
                 asked_at = self._failures if self._transport.finish(wire.encode(message)) else None
             yield
-        self._salvage()
+        self.salvage()
         return wire.Finished(wire.VERSION, False, "the aggregator did not answer in time")
 
     def _patience(self, started: float, limit: float) -> float:
@@ -547,11 +531,12 @@ class Relay:
                 self._errors.note("spool", error)
         return read
 
-    def _salvage(self) -> None:
-        """Leave what is not known to be stored in the spool folder."""
+    def salvage(self) -> None:
+        """Leave what is not known to be stored in the spool folder; any thread may. Raises OSError."""
         if self._spool is None:
             return
-        packets, waiting = self._outbox.salvage()
+        with self._lock:
+            packets, waiting = self._outbox.salvage()
         packed = [frame for packet in packets for frame in wire.decode(packet, wire.RelayBatch).batches]
         frames: dict[str, list[bytes]] = {}
         for frame in [*packed, *waiting]:

@@ -73,7 +73,6 @@ class Standstill:
             streams: of the run.
             ranks: the streams that stand for its ranks.
             labels: how the streams' nodes are shown.
-
         """
         now, hang = self._clock(), self._hangs.get(run)
         with self._writer.lock:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from traceml_ray.agent import bootstrap
+from traceml_ray.agent.ray_data import timed_next
 from traceml_ray.identity import RankIdentity, resolve
 from traceml_ray.settings import Settings
 
@@ -35,7 +36,6 @@ def attach(session: str | None = None, **who: Any) -> bool:
         IdentityError: ranks that contradict each other, or a rank without a world size.
         SettingError: a name that cannot be used.
         TypeError: a keyword that is none of these.
-
     """
     import torch  # noqa: F401 - what is going to be patched
 
@@ -49,9 +49,10 @@ def attach(session: str | None = None, **who: Any) -> bool:
     try:
         if settings.socket is None and _ray_is_up():
             from traceml_ray.agent import in_ray
+            from traceml_ray.agent.actor_channel import ActorChannel
 
             settings = in_ray.settings(settings)
-            channel, identity = in_ray.channel(settings), in_ray.named(identity)
+            channel, identity = ActorChannel(str(settings.session)), in_ray.named(identity)
             return bootstrap.start(settings, channel=channel, identity=identity) is not None
         return bootstrap.start(settings, identity=identity) is not None
     except Exception as error:  # whatever it is, the script goes on as without us
@@ -85,7 +86,7 @@ def trace_step(model: Any = None) -> Generator[None]:
     try:
         if model is not None and not any(root is model for root in agent.instrumentation.roots.modules()):
             agent.instrumentation.roots.add(model)
-        recorder.manual = True
+        recorder.trace(True)
     except Exception as error:
         failed("trace_step", error)
     try:
@@ -93,7 +94,7 @@ def trace_step(model: Any = None) -> Generator[None]:
     finally:
         try:
             recorder.close_traced()
-            recorder.manual = False
+            recorder.trace(False)
         except Exception as error:
             failed("trace_step", error)
 
@@ -122,30 +123,11 @@ def watch(iterable: Iterable[T]) -> Iterator[T]:
         agent.recorder.new_iterator()
     while True:
         agent = bootstrap.current()
-        began = got = False
         try:
-            if agent is not None:
-                began = _quietly_begin(agent, iterable)
-            item = next(items)
-            got = True
+            if agent is None:
+                item = next(items)
+            else:
+                item = timed_next(items, iterable, agent.recorder, agent.instrumentation.failed, "watch")
         except StopIteration:
             return
-        finally:
-            if began and agent is not None:
-                _quietly_end(agent, got)
         yield item
-
-
-def _quietly_begin(agent: Any, loader: object) -> bool:
-    try:
-        return bool(agent.recorder.data_begin(loader))
-    except Exception as error:
-        agent.instrumentation.failed("watch", error)
-        return False
-
-
-def _quietly_end(agent: Any, got: bool) -> None:
-    try:
-        agent.recorder.data_end(got)
-    except Exception as error:
-        agent.instrumentation.failed("watch", error)

@@ -64,7 +64,6 @@ class AttachedChannel:
     Args:
         path: of the relay's socket: while nobody listens there, Ray is left alone.
         session: name.
-
     """
 
     def __init__(self, path: str, session: str) -> None:

@@ -35,17 +35,10 @@ def rank_environment(settings: Settings, environ: dict[str, str] | None = None) 
     """Return the environment variables that make a rank's process watch itself."""
     environ = dict(os.environ) if environ is None else environ
     path = [SITE_FOLDER, *filter(None, [environ.get("PYTHONPATH")])]
-    values = {
-        "PYTHONPATH": os.pathsep.join(path),
-        "TRACEML_SESSION": settings.session,
-        "TRACEML_SOCKET": settings.socket,
-        "TRACEML_SPOOL": settings.spool,
-        "TRACEML_CHANNEL": settings.channel,
-        "TRACEML_INTERVAL": repr(settings.interval),
-        "TRACEML_RING_ROWS": str(settings.ring_rows),
-        "TRACEML_AGENT_BUFFER_BYTES": str(settings.agent_buffer_bytes),
-    }
-    return {name: value for name, value in values.items() if value is not None}
+    names = ("session", "socket", "spool", "channel", "interval", "ring_rows", "agent_buffer_bytes")
+    given = {f"TRACEML_{name.upper()}": getattr(settings, name) for name in names}
+    told = {name: str(value) for name, value in given.items() if value is not None}
+    return {"PYTHONPATH": os.pathsep.join(path), **told}
 
 
 def start_on_import() -> None:
@@ -77,7 +70,6 @@ def start(
             `channel` set to actor, calls of the actor that listens there.
         identity: returns who this process is; asked again and again until it says that
             torch.distributed, or whoever started the rank, has told.
-
     """
     global _agent
     with _lock:
@@ -129,7 +121,8 @@ def _at_exit() -> None:
     if agent is None:
         return
     try:
-        agent.close([_ending(agent)])
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # it reached the top
+        agent.close([ending(agent, error, tail_ns=agent.recorder.tail_ns())])
     except Exception as error:
         agent.instrumentation.failed("exit", error)
     end_as_interrupted()
@@ -147,22 +140,15 @@ def end_as_interrupted() -> None:
             exec("raise KeyboardInterrupt")
 
 
-def _ending(agent: RankAgent) -> wire.Event:
-    """Say how the script ended: by itself, or by an exception that reached the top (sys.last_value)."""
-    opened = agent.recorder.open_stage()
-    error: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if error is None:
-        return wire.Event(
-            "exit", time.time_ns(), opened.step, opened.stage, data={"tail_ns": agent.recorder.tail_ns()}
-        )
-    return wire.Event(
-        "exception",
-        time.time_ns(),
-        opened.step,
-        opened.stage,
-        message=f"{type(error).__name__}: {error}"[:2000],
-        data={"type": type(error).__name__},
-    )
+def ending(
+    agent: RankAgent, error: BaseException | None, kind: str = "exit", **data: wire.Value
+) -> wire.Event:
+    """Say how the training thread ended: as `kind`, or by an exception."""
+    opened, message = agent.recorder.open_stage(), ""
+    if error is not None:
+        kind, data = "exception", {"type": type(error).__name__}
+        message = f"{type(error).__name__}: {error}"[:2000]
+    return wire.Event(kind, time.time_ns(), opened.step, opened.stage, message, data)
 
 
 def _in_child() -> None:

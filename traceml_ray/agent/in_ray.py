@@ -8,7 +8,6 @@ import msgspec
 import ray
 
 from traceml_ray.actors.names import DEFAULT_SESSION, relay_folder
-from traceml_ray.agent.actor_channel import ActorChannel
 from traceml_ray.identity import RankIdentity
 from traceml_ray.settings import Settings
 
@@ -18,11 +17,6 @@ def settings(given: Settings) -> Settings:
     session = given.session or DEFAULT_SESSION
     node_id = ray.get_runtime_context().get_node_id()
     return msgspec.structs.replace(given, session=session, spool=str(relay_folder(session, node_id)))
-
-
-def channel(given: Settings) -> ActorChannel:
-    """Return the way to this node's relay of the session."""
-    return ActorChannel(given.session or DEFAULT_SESSION)
 
 
 def named(identity: Callable[[], RankIdentity]) -> Callable[[], RankIdentity]:

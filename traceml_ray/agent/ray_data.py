@@ -66,18 +66,24 @@ class _TimedIterator(_Timed):
         return self
 
     def __next__(self) -> Any:
-        began = got = False
+        inner, recorder = self._traceml_inner, self._traceml_recorder
+        return timed_next(inner, self, recorder, self._traceml_failed, "ray_data")
+
+
+def timed_next(items: Iterator[Any], loader: Any, recorder: Recorder, failed: Failed, place: str) -> Any:
+    """Return the next of `items`, with the wait for it counted as `data` of `loader`."""
+    began = got = False
+    try:
+        began = recorder.data_begin(loader)
+    except Exception as error:
+        failed(place, error)
+    try:
+        item = next(items)
+        got = True
+        return item
+    finally:
         try:
-            began = self._traceml_recorder.data_begin(self)
+            if began:
+                recorder.data_end(got)
         except Exception as error:
-            self._traceml_failed("ray_data", error)
-        try:
-            item = next(self._traceml_inner)
-            got = True
-            return item
-        finally:
-            try:
-                if began:
-                    self._traceml_recorder.data_end(got)
-            except Exception as error:
-                self._traceml_failed("ray_data", error)
+            failed(place, error)

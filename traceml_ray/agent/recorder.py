@@ -105,51 +105,12 @@ class Recorder:
     """The state machine of one process; methods named `*_begin` and `*_end` are the marks."""
 
     __slots__ = (
-        "_acc",
-        "_before_sync",
-        "_before_wait",
-        "_collated",
-        "_cost_ns",
-        "_evaluation",
-        "_foreign_ns",
-        "_last_iterator",
-        "_last_loader",
-        "_lock",
-        "_manual",
-        "_mark",
-        "_optimizer",
-        "_pending",
-        "_pending_flags",
-        "_pending_synced",
-        "_resume",
-        "_size",
-        "_split",
-        "_stage",
-        "_step",
-        "_step_in_backward",
-        "_train_loaders",
-        "_waited",
-        "_waits",
-        "_weighed",
-        "_workers",
-        "_written",
-        "_written_ns",
-        "clock",
-        "coupled",
-        "depth",
-        "first",
-        "last",
-        "log",
-        "now",
-        "owner",
-        "parts",
-        "peers",
-        "ready",
-        "ring",
-        "segment",
-        "thread",
-        "usual_iterator",
-        "weigh",
+        *("_acc", "_before_sync", "_before_wait", "_collated", "_cost_ns", "_evaluation", "_foreign_ns"),
+        *("_last_iterator", "_last_loader", "_lock", "_manual", "_mark", "_optimizer", "_pending"),
+        *("_pending_flags", "_pending_synced", "_resume", "_size", "_split", "_stage", "_step"),
+        *("_step_in_backward", "_train_loaders", "_waited", "_waits", "_weighed", "_workers", "_written"),
+        *("_written_ns", "clock", "coupled", "depth", "first", "last", "log", "now", "owner", "parts"),
+        *("peers", "ready", "ring", "segment", "thread", "usual_iterator", "weigh"),
     )
 
     def __init__(self, ring: StepRing, clock: Callable[[], int] = perf_counter_ns) -> None:
@@ -530,14 +491,9 @@ class Recorder:
         if self._pending is not None and not self._manual and not self.depth:
             self._close_step()
 
-    @property
-    def manual(self) -> bool:
-        """Steps are cut by `trace_step`, not by the optimizer."""
-        return self._manual
-
-    @manual.setter
     @_at_once
-    def manual(self, manual: bool) -> None:
+    def trace(self, manual: bool) -> None:
+        """Have steps cut by `trace_step` (`manual`), or by the optimizer."""
         self._manual = manual
 
     @_at_once
@@ -640,18 +596,6 @@ class Recorder:
                 self._lock.release()
 
     # -- how it stands ---------------------------------------------------------------------------
-
-    @property
-    def step(self) -> int:
-        """The step that is open, of the marks made until now."""
-        self.settle()
-        return self._step
-
-    @property
-    def stage(self) -> int:
-        """The stage that the training thread is in."""
-        self.settle()
-        return self._stage
 
     @property
     def marks_ns(self) -> int:

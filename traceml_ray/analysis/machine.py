@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from traceml_ray.analysis.thresholds import MACHINE, MachineLimits
+from traceml_ray.analysis.thresholds import MACHINE
 from traceml_ray.analysis.xid import meaning
 from traceml_ray.wire import SEGMENT_BITS, GpuProcess, GpuSample, NodeSample
 
@@ -240,44 +240,38 @@ class _Look(NamedTuple):
     times: float = 1.0
 
 
-def _node_looks(limits: MachineLimits) -> list[_Look]:
-    mb = {"scale": 1e-6, "unit": "{:.0f} MB/s"}
-    percent: dict[str, Any] = {"scale": 100.0, "unit": "{:.0f} %"}
-    rates: dict[str, Any] = {**mb, "times": limits.bps_times}
-    return [
-        _Look("mem_used", "memory", limits.mem_used, None, "{} of the memory in use", **percent),
-        _Look("swap_in_bps", "memory", *limits.swap_in_bps, "swapping in {}", **rates),
-        _Look("psi_memory", "memory", *limits.psi_memory, "tasks wait for memory {} of the time", **percent),
-        _Look(
-            "cpu_throttled",
-            "cpu",
-            *limits.cpu_throttled,
-            "the container's CPU quota holds back {} cores",
-            unit="{:.2f}",
-        ),
-        _Look("cpu_pct", "cpu", *limits.cpu_pct, "CPU {} busy", unit="{:.0f} %"),
-        _Look("psi_cpu", "cpu", *limits.psi_cpu, "tasks wait for a CPU {} of the time", **percent),
-        _Look("load", "cpu", *limits.load, "load {} per core", unit="{:.1f}"),
-        _Look("psi_io", "disk", *limits.psi_io, "tasks wait for the disk {} of the time", **percent),
-        _Look("disk_bps", "disk", *limits.bps, "disk {}", **rates),
-        _Look("net_bps", "net", *limits.bps, "network {}", **rates),
-    ]
+_PERCENT: dict[str, Any] = {"scale": 100.0, "unit": "{:.0f} %"}
+_RATES: dict[str, Any] = {"scale": 1e-6, "unit": "{:.0f} MB/s", "times": MACHINE.bps_times}
+_NODE_LOOKS = [
+    _Look("mem_used", "memory", MACHINE.mem_used, None, "{} of the memory in use", **_PERCENT),
+    _Look("swap_in_bps", "memory", *MACHINE.swap_in_bps, "swapping in {}", **_RATES),
+    _Look("psi_memory", "memory", *MACHINE.psi_memory, "tasks wait for memory {} of the time", **_PERCENT),
+    _Look(
+        "cpu_throttled",
+        "cpu",
+        *MACHINE.cpu_throttled,
+        "the container's CPU quota holds back {} cores",
+        unit="{:.2f}",
+    ),
+    _Look("cpu_pct", "cpu", *MACHINE.cpu_pct, "CPU {} busy", unit="{:.0f} %"),
+    _Look("psi_cpu", "cpu", *MACHINE.psi_cpu, "tasks wait for a CPU {} of the time", **_PERCENT),
+    _Look("load", "cpu", *MACHINE.load, "load {} per core", unit="{:.1f}"),
+    _Look("psi_io", "disk", *MACHINE.psi_io, "tasks wait for the disk {} of the time", **_PERCENT),
+    _Look("disk_bps", "disk", *MACHINE.bps, "disk {}", **_RATES),
+    _Look("net_bps", "net", *MACHINE.bps, "network {}", **_RATES),
+]
 
 
-def _gpu_looks(limits: MachineLimits) -> list[_Look]:
-    percent: dict[str, Any] = {"scale": 100.0, "unit": "{:.0f} %"}
-    return [
-        _Look("thermal", "throttle", 0.5, None, "throttles: too hot"),
-        _Look("slowdown", "throttle", 0.5, None, "throttles: hardware slowdown"),
-        _Look("power_cap", "power", 0.5, limits.power_cap, "held back by its power limit", unit=""),
-        _Look("power", "power", *limits.power, "power at {} of its limit", **percent),
-        _Look("clock_lack", "clock", *limits.clock_lack, "SM clock {} below its highest", **percent),
-    ]
+_GPU_LOOKS = [
+    _Look("thermal", "throttle", 0.5, None, "throttles: too hot"),
+    _Look("slowdown", "throttle", 0.5, None, "throttles: hardware slowdown"),
+    _Look("power_cap", "power", 0.5, MACHINE.power_cap, "held back by its power limit", unit=""),
+    _Look("power", "power", *MACHINE.power, "power at {} of its limit", **_PERCENT),
+    _Look("clock_lack", "clock", *MACHINE.clock_lack, "SM clock {} below its highest", **_PERCENT),
+]
 
 
-def oddities(
-    machines: Sequence[Machine], limits: MachineLimits = MACHINE, *, everyone: bool = False
-) -> tuple[Oddity, ...]:
+def oddities(machines: Sequence[Machine], *, everyone: bool = False) -> tuple[Oddity, ...]:
     """
     Return what is odd on the machines on which ranks are named, or on all of them (`everyone`), the
     gravest first, at most eight. Those on which no rank is named are what they are compared with.
@@ -289,8 +283,8 @@ def oddities(
     found = [odd for machine in looked for odd in _critical(machine)]
     for machine in looked:
         peers = np.concatenate([_NO_NODE, *(other.during.node for other in others)])
-        found += _on_node(machine, peers, limits)
-        found += _on_devices(machine, others, limits, everyone=everyone)
+        found += _on_node(machine, peers)
+        found += _on_devices(machine, others, everyone=everyone)
     return tuple(_merged(found) if everyone else found)[:_MAX_ODD]
 
 
@@ -312,17 +306,14 @@ _NO_NODE: Float = np.empty((0, len(NODE)), np.float32)
 _NO_GPU: Float = np.empty((0, len(GPU)), np.float32)
 
 
-def _on_node(machine: Machine, peers: Float, limits: MachineLimits) -> list[Oddity]:
+def _on_node(machine: Machine, peers: Float) -> list[Oddity]:
     usual, where = peers, "other nodes"
-    if len(peers) < limits.samples:
+    if len(peers) < MACHINE.samples:
         usual, where = (machine.before.node if machine.before else _NO_NODE), "before"
-    looks = _node_looks(limits)
-    return _odd(machine.during.node, usual, looks, NODE, limits, machine.name, None, "", where)
+    return _odd(machine.during.node, usual, _NODE_LOOKS, NODE, machine.name, None, "", where)
 
 
-def _on_devices(
-    machine: Machine, others: Sequence[Machine], limits: MachineLimits, *, everyone: bool
-) -> list[Oddity]:
+def _on_devices(machine: Machine, others: Sequence[Machine], *, everyone: bool) -> list[Oddity]:
     """Look at the devices of the named ranks; where those are not known, at every device of the node."""
     part = machine.during
     owners = _owners(machine)
@@ -330,7 +321,6 @@ def _on_devices(
     if not named:
         named = dict.fromkeys(part.devices)
     elsewhere = [_of_ranks(other) for other in others]
-    looks = _gpu_looks(limits)
     found: list[Oddity] = []
     for at, device in enumerate(part.devices):
         if device not in named:
@@ -338,13 +328,13 @@ def _on_devices(
         beside = [i for i, other in enumerate(part.devices) if _is_peer(other, device, owners, named)]
         usual = np.concatenate([part.gpus[:, beside].reshape(-1, len(GPU)), *elsewhere])
         where = "its peers"
-        if everyone or len(usual) < limits.samples:
+        if everyone or len(usual) < MACHINE.samples:
             before = machine.before
             same = before is not None and before.devices == part.devices
             usual, where = (before.gpus[:, at] if before is not None and same else _NO_GPU), "before"
         what = _device(device, named[device])
-        found += _odd(part.gpus[:, at], usual, looks, GPU, limits, machine.name, device, what, where)
-    return found + _foreign(machine, others, named, limits)
+        found += _odd(part.gpus[:, at], usual, _GPU_LOOKS, GPU, machine.name, device, what, where)
+    return found + _foreign(machine, others, named)
 
 
 def _is_peer(
@@ -389,7 +379,6 @@ def _odd(
     usual: Float,
     looks: Sequence[_Look],
     columns: Sequence[str],
-    limits: MachineLimits,
     node: str,
     device: int | None,
     what: str,
@@ -399,7 +388,7 @@ def _odd(
     found: dict[str, Oddity] = {}
     for look in looks:
         column = columns.index(look.kind)
-        level = _level(values[:, column], usual[:, column], look, limits)
+        level = _level(values[:, column], usual[:, column], look)
         if level is None or look.group in found:
             continue
         value, normal = level
@@ -414,27 +403,23 @@ def _odd(
     return list(found.values())
 
 
-def _level(
-    values: Float, usual: Float, look: _Look, limits: MachineLimits
-) -> tuple[float, float | None] | None:
+def _level(values: Float, usual: Float, look: _Look) -> tuple[float, float | None] | None:
     """Return (median, what is usual) of values that are odd in most samples."""
     values, usual = values[~np.isnan(values)], usual[~np.isnan(usual)]
-    if len(values) < limits.samples:
+    if len(values) < MACHINE.samples:
         return None
     least, high, normal = look.least, -np.inf, None
     if look.more is not None:
-        if len(usual) < limits.samples:
+        if len(usual) < MACHINE.samples:
             return None
         # "higher": of two kinds of peers the higher one is usual, not a value between that no one has.
-        normal, high = np.quantile(usual, [0.5, limits.usual_quantile], method="higher").tolist()
+        normal, high = np.quantile(usual, [0.5, MACHINE.usual_quantile], method="higher").tolist()
         least = max(least, normal + look.more, normal * look.times)
     odd = (values >= least) & (values > high)
-    return (float(np.median(values)), normal) if odd.mean() >= limits.often else None
+    return (float(np.median(values)), normal) if odd.mean() >= MACHINE.often else None
 
 
-def _foreign(
-    machine: Machine, others: Sequence[Machine], named: Mapping[int, int | None], limits: MachineLimits
-) -> list[Oddity]:
+def _foreign(machine: Machine, others: Sequence[Machine], named: Mapping[int, int | None]) -> list[Oddity]:
     """
     Return the processes on the devices that are no rank's of the session. Not those of a name that
     computes on most of the other devices too (a monitor).
@@ -442,7 +427,7 @@ def _foreign(
     elsewhere: Counter[str | None] = Counter()
     count = 0
     for other in (machine, *others):
-        for device, found in _strangers(other, limits).items():
+        for device, found in _strangers(other).items():
             if other is not machine or device not in named:
                 count += 1
                 elsewhere.update({process.name for process in found})
@@ -454,20 +439,20 @@ def _foreign(
             value=process.mem_bytes,
             text=_stranger(device, named[device], process),
         )
-        for device, found in sorted(_strangers(machine, limits).items())
+        for device, found in sorted(_strangers(machine).items())
         for process in found
         if device in named and 2 * elsewhere[process.name] <= count
     ]
 
 
-def _strangers(machine: Machine, limits: MachineLimits) -> dict[int, list[GpuProcess]]:
+def _strangers(machine: Machine) -> dict[int, list[GpuProcess]]:
     """
     Return, for each device, the processes that are no rank's in most looks at it, as they were last.
 
     Nothing where no process of a rank is seen on any device: then pids are not the same here and there.
     """
     looks = machine.during.processes
-    if not _owners(machine) or len(looks) < limits.processes:
+    if not _owners(machine) or len(looks) < MACHINE.processes:
         return {}
     found: dict[int, list[GpuProcess]] = {}
     for device in machine.during.devices:
@@ -476,7 +461,7 @@ def _strangers(machine: Machine, limits: MachineLimits) -> dict[int, list[GpuPro
         for devices in looks:
             last.update({p.pid: p for p in devices.get(device, ()) if _own(p, machine.ranks) is None})
             seen.update({p.pid for p in devices.get(device, ())} & last.keys())
-        found[device] = [last[pid] for pid in last if seen[pid] >= limits.often * len(looks)]
+        found[device] = [last[pid] for pid in last if seen[pid] >= MACHINE.often * len(looks)]
     return found
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
-from pathlib import Path
 from typing import Any
 
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.files import write_file
 from traceml_ray.reports.summary import summarize
 from traceml_ray.reports.text import render
 from traceml_ray.session import SessionFolder
@@ -22,17 +20,6 @@ def write_reports(folder: SessionFolder, session: SessionFile, thresholds: Thres
     Raises OSError.
     """
     summary = summarize(session, thresholds)
-    _write(folder.summary_json, json.dumps(summary, indent=2, allow_nan=False) + "\n")
-    _write(folder.report_txt, render(summary, folder.path))
+    write_file(folder.summary_json, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
+    write_file(folder.report_txt, render(summary, folder.path).encode())
     return summary
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
-    try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(text)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

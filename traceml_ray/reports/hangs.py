@@ -26,8 +26,3 @@ def still_open(found: Sequence[Verdict], status: str | None) -> Verdict | None:
     What ranks died of after it (a collective's time-out, whoever lost patience) only followed from it.
     """
     return found[-1] if found and found[-1].lasted_s is None and status != "finished" else None
-
-
-def with_hangs(spans: Sequence[Verdict], found: Sequence[Verdict]) -> list[Verdict]:
-    """Return the history of a run with its hangs, in the order of steps."""
-    return sorted([*spans, *found], key=lambda verdict: verdict.from_step or 0)

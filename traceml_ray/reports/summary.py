@@ -22,10 +22,10 @@ from traceml_ray.analysis.busy import StepSummary, summarise
 from traceml_ray.analysis.history import RunJudge, judge_run
 from traceml_ray.analysis.parts import with_part
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.verdict import Suspect, Verdict
+from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import RankRows, Window, align
 from traceml_ray.reports.deaths import Death, culprit, deaths, headline
-from traceml_ray.reports.hangs import hangs, still_open, with_hangs
+from traceml_ray.reports.hangs import hangs, still_open
 from traceml_ray.reports.machines import Machines, witness
 from traceml_ray.reports.parts import StoredParts
 from traceml_ray.store.nodes import Node, label_nodes, node_key
@@ -116,6 +116,7 @@ def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = No
     warm = _warm(window, thresholds)
     steps = None if warm is None else summarise(warm, thresholds)
     run_id = read.run.get("id")
+    spans = sorted([*verdicts, *stood], key=lambda span: span.from_step or 0)
     summary = {
         "schema": SCHEMA,
         "session": _session(read),
@@ -125,8 +126,8 @@ def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = No
         "stages": [msgspec.to_builtins(stage) for stage in (steps.stages if steps else ())],
         "parts": parts.block(warm),
         "verdict": _verdict(verdict),
-        "suspects": [_suspect(suspect) for suspect in performance.suspects],
-        "verdicts": [_verdict(span) for span in _all_beside(with_hangs(verdicts, stood), beside, read.rows)],
+        "suspects": msgspec.to_builtins(performance.suspects),
+        "verdicts": [_verdict(span) for span in _all_beside(spans, beside, read.rows)],
         "baseline": _baseline(judged.baseline if judged else None),
         "ranks": _ranks(read, found),
         "memory": _memory(read),
@@ -346,11 +347,6 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
     told: dict[str, Any] = msgspec.to_builtins(verdict)
     for name in ("suspects", "exposed_ms"):  # these have a place of their own
         del told[name]
-    return told
-
-
-def _suspect(suspect: Suspect) -> dict[str, Any]:
-    told: dict[str, Any] = msgspec.to_builtins(suspect)
     return told
 
 

@@ -65,25 +65,11 @@ _MOST_SAMPLES = 120
 """Of a node, that are read to see what was odd there: of a longer time, one in so many seconds."""
 _LATE_NS = 10_000_000_000
 """By how much a sample may have come earlier or later than those of other nodes."""
-NETWORK_FILESYSTEMS = frozenset(
-    {
-        "nfs",
-        "nfs4",
-        "cifs",
-        "smb",
-        "smb2",
-        "smb3",
-        "smbfs",
-        "lustre",
-        "gpfs",
-        "beegfs",
-        "ceph",
-        "glusterfs",
-        "afs",
-    }
-    | {"9p", "wekafs", "pvfs2", "orangefs", "fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.beegfs"}
-    | {"fuse.juicefs", "fuse.s3fs", "fuse.gcsfuse"}
-)
+NETWORK_FILESYSTEMS = {
+    *("nfs", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs"),
+    *("afs", "9p", "wekafs", "pvfs2", "orangefs", "fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.beegfs"),
+    *("fuse.juicefs", "fuse.s3fs", "fuse.gcsfuse"),
+}
 """Where SQLite's WAL does not work: its shared memory is not shared between machines."""
 
 
@@ -301,10 +287,6 @@ class SessionFile:
                     more = stream.group, stream.strategy, stream.id
                     found.append(RankRows(rank, labels[stream.id], *columns, *more))
         return found, top
-
-    def process(self, since: int = 0) -> tuple[list[dict[str, Any]], int]:
-        """Return process samples as dicts with `rank` (None: not known yet) and the table's columns."""
-        return self._since("process_sample", since)
 
     def process_of(self, streams: Iterable[int], last: int) -> list[dict[str, Any]]:
         """Return the newest `last` samples of each of `streams` (by id), as dicts with the columns."""
