@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
 from traceml_ray import wire
+from traceml_ray.agent.bootstrap import leave_rank
 from traceml_ray.plain import one_line
 from traceml_ray.reports.baseline import checked
 from traceml_ray.session import SessionError
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns 0, or 2 with one line on stderr for bad input, before anything was started. A failed run
     raises what torchrun raises, which makes the interpreter exit with torchrun's exit code.
     """
+    leave_rank()
     try:
         args = _parse(argv)
         monitor = None if args.no_monitor else _monitor(args)

@@ -27,7 +27,7 @@ from traceml_ray import driver, wire
 from traceml_ray.actors.config import ActorConfig
 from traceml_ray.agent import bootstrap
 from traceml_ray.agent.imports import forget, when_imported
-from traceml_ray.errors import Errors
+from traceml_ray.errors import Errors, said
 from traceml_ray.identity import RankIdentity
 from traceml_ray.settings import Settings
 
@@ -218,7 +218,8 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
         forget("torch")
         agent = bootstrap.current()
         if agent is not None:
-            bootstrap.stop([_ending(agent)])
+            end = agent.guard("exit", lambda: _ending(agent))
+            bootstrap.stop([end] if end else [])
 
     @_hook()
     def _watch(self) -> None:
@@ -271,8 +272,8 @@ def _ending(agent: Any) -> wire.Event:
 
 def _in_a_line(error: Exception) -> str:
     error = getattr(error, "health_check_failure", error)
-    first = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {first}"
+    kind, _, text = said(error).partition(":")
+    return f"{kind}: {next(iter(text.strip().splitlines()), '')}"
 
 
 def _unpickled(state: dict[str, Any]) -> Any:

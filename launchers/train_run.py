@@ -69,9 +69,11 @@ class RunReporter:
         """
         self._status = status
         self._wake.set()
-        if self._aggregator is not None and not answers(self._aggregator, SIGN_S):
+        known = self._aggregator
+        if known is not None and not answers(known, SIGN_S):
             return False
-        self._thread.join(PATIENCE_S + WRITE_S)
+        lost = known is None and self.errors  # it was asked before, in vain
+        self._thread.join(PATIENCE_S + (0 if lost else WRITE_S))
         return not self._thread.is_alive() and not self._events
 
     # -- the thread ------------------------------------------------------------------------------

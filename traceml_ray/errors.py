@@ -15,6 +15,20 @@ MAX_PLACES = 64
 _MESSAGE_CHARS = 300
 
 
+def said(error: BaseException) -> str:
+    """Return an exception as a line that can be sent, whatever its own `__str__` does."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        text = type(error).__name__
+    return sendable(text)
+
+
+def sendable(text: str) -> str:
+    """Return `text` without what has no UTF-8: names of files may hold anything."""
+    return text.encode("utf-8", "replace").decode()
+
+
 class Errors(Counter[str]):
     """
     Counts by place and kind, as `status` and the Health page show them.
@@ -42,8 +56,8 @@ class Errors(Counter[str]):
         kind = error.reason if isinstance(error, WireError) else type(error).__name__
         fresh = self.count(f"{place}: {kind}")
         if fresh:
-            said = f"swallowed in {place}: {type(error).__name__}: {error}"
-            self._causes.append(Event("swallowed", time.time_ns(), message=said[:_MESSAGE_CHARS]))
+            message = f"swallowed in {place}: {said(error)}"[:_MESSAGE_CHARS]
+            self._causes.append(Event("swallowed", time.time_ns(), message=message))
         if self.debug:
             sys.stderr.write("traceml-ray: " + "".join(traceback.format_exception(error)))
         return fresh

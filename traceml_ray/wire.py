@@ -49,6 +49,8 @@ MAX_ITEMS = 1024
 # What is decoded fits the int64 columns it ends in, and an index points at something.
 Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Rows = Annotated[int, msgspec.Meta(ge=0, le=1 << 44)]
+"""A number of rows: more than any run has, and those of all ranks add up to an int64."""
 StageIndex = Annotated[int, msgspec.Meta(ge=0, lt=N_STAGES)]
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
 """Of a stream: files are called by it."""
@@ -146,9 +148,9 @@ class RankBatch(_Message, tag="rank", frozen=True):
     stream: Name
     seq: Count
     sent_ns: Int64
-    produced: Count
-    dropped: Count
-    first_row: Count
+    produced: Rows
+    dropped: Rows
+    first_row: Rows
     keys: bytes
     """n × int64: `step << SEGMENT_BITS | segment`."""
     flags: bytes
@@ -283,7 +285,7 @@ class RelayBatch(_Message, tag="relay", frozen=True):
     seq: Count
     sent_ns: Int64
     batches: Annotated[list[bytes], _FEW] = []
-    dropped: Annotated[dict[str, Count], _FEW] = {}
+    dropped: Annotated[dict[str, Rows], _FEW] = {}
     sample: NodeSample | None = None
     lost: Annotated[list[str], _FEW] = []
     """Streams whose process is gone without a final batch."""
@@ -372,6 +374,11 @@ _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
 def encode(message: Message) -> bytes:
     """Return `message` as msgpack bytes."""
     return _encoder.encode(message)
+
+
+def size_of(part: Event | Detail) -> int:
+    """Return how many bytes a part of a message takes."""
+    return len(_encoder.encode(part))
 
 
 def decode(data: bytes, kind: type[_M], *, max_bytes: int = MAX_MESSAGE_BYTES) -> _M:

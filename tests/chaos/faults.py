@@ -13,7 +13,8 @@ import time
 from collections.abc import Generator
 
 import msgspec
-from chaos.harness import Fault, Run
+from chaos.harness import TRAIN, Fault, Run
+from ray_cluster import until
 
 from traceml_ray import wire
 from traceml_ray.store.session_file import SessionFile
@@ -139,24 +140,36 @@ def spoken(run: Run) -> Steps:
     replayed = [batch(name, number) for name, last in streams for number in range(last + 1)]
     good = batch("0" * 16, 0)
     newer = msgspec.structs.replace(wire.decode(good, wire.RankBatch), v=wire.VERSION + 1)
-    with connected(run) as sock:
-        for data in (
-            *(b"\0", b"\xc1junk", secrets.token_bytes(4000), bytes(60_000)),
-            *(good[:cut] for cut in range(1, len(good), 7)),
-            *(wire.encode(newer), good + b"\0"),
-            *replayed * 3,
-            secrets.token_bytes(wire.MAX_BATCH_BYTES + 1),
-        ):
-            with contextlib.suppress(OSError):  # larger than a packet can be, here
-                sock.send(data)
-            with contextlib.suppress(BlockingIOError):
-                sock.recv(1 << 16, socket.MSG_DONTWAIT)
+    messages = [
+        *(b"\0", b"\xc1junk", secrets.token_bytes(4000), bytes(60_000)),
+        *(good[:cut] for cut in range(1, len(good), 7)),
+        *(wire.encode(newer), good + b"\0"),
+        *replayed * 3,
+        secrets.token_bytes(wire.MAX_BATCH_BYTES + 1),
+    ]
+    if run.case.command == TRAIN:
+        (run.folder / "messages.part").write_bytes(msgspec.msgpack.encode(messages))
+        (run.folder / "messages.part").rename(run.folder / "messages")
+        until(lambda: (run.folder / "messages.sent").exists(), "messages were sent", 30)
+    else:
+        with connected(run) as sock:
+            send(sock, messages)
     yield
 
 
+def send(sock: socket.socket, messages: list[bytes]) -> None:
+    """Send them, and read what is answered."""
+    for data in messages:
+        with contextlib.suppress(OSError):  # larger than a packet can be, here
+            sock.send(data)
+        with contextlib.suppress(BlockingIOError):
+            sock.recv(1 << 16, socket.MSG_DONTWAIT)
+
+
 def flooded(run: Run) -> Steps:
-    """A process that sends as fast as it can and reads no answer."""
+    """A process that sends as fast as it can, for itself and for many that are not, and reads no answer."""
     data = [batch("f" * 16, number, wire.MAX_ROWS) for number in range(300)]
+    data += [batch(f"{number:016}", 0, 0) for number in range(3000)]
     with connected(run) as sock:
         sock.settimeout(1)
         with contextlib.suppress(OSError):

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,8 @@ UP_S = 60.0
 RUN_S = 120.0
 HOOK_MS = 5.0
 EXIT_S = 3.0
+SAID = 8
+"""Lines on stderr: one a cause, and the verdict."""
 TRAIN = (str(HERE / "driver.py"),)
 """Ray Train in the launcher's place."""
 RSS_MB = {"socket": 40.0, "actor": 220.0}
@@ -62,8 +65,8 @@ class Case:
     nodes: int = 1
     session: bool = True
     """There is a summary at the end."""
-    whole: bool = False
-    """Every row is in the session."""
+    whole: bool = True
+    """Every row is in the session: nothing is lost by this."""
     injected: bool = False
     """Every process has `injected/sitecustomize.py` in it."""
     disk_mb: int = 0
@@ -97,6 +100,8 @@ class Outcome:
     """Lines of ours on stderr."""
     stderr: str
     ledger: dict[str, Any] | None = None
+    doubled: int = 0
+    """Rows that are in the session file more than once, or in it and not in the ledger."""
     summary: dict[str, Any] | None = None
 
     @property
@@ -247,6 +252,7 @@ class Run:
         )
         with contextlib.suppress(SessionFileError), SessionFile(self.session / "session.sqlite") as file:
             outcome.ledger = file.ledger()
+            outcome.doubled = doubled_rows(self.session / "session.sqlite", outcome.ledger["stored"])
         with contextlib.suppress(OSError):
             outcome.summary = json.loads((self.session / "summary.json").read_bytes())
         return outcome
@@ -332,6 +338,8 @@ def check(case: Case, got: Outcome, expected: Outcome) -> None:
     assert got.computed == expected.computed, about
     assert len(got.results) == RANKS, about
     assert got.code == expected.code, about
+    assert len(set(got.said)) == len(got.said) <= SAID, about
+    assert all(told["hooks"] > case.steps for told in got.results) or not case.up, about
     assert got.hook_ms < HOOK_MS, [(told["hook_ms"], told["where"]) for told in got.results]
     late = got.free_end_s - expected.free_end_s
     assert late < EXIT_S, f"{late:.1f} s late\n{about}"
@@ -341,9 +349,23 @@ def check(case: Case, got: Outcome, expected: Outcome) -> None:
         assert not case.session
         return
     for count in (got.ledger, *got.ledger["per_rank"].values()):
-        assert count["produced"] == count["stored"] + count["in_flight"] + sum(count["dropped"].values())
+        counts = count["stored"], count["in_flight"], *count["dropped"].values()
+        assert count["produced"] == sum(counts) and min(counts) >= 0, count
+    assert (got.ledger["in_flight"], got.doubled) == (0, 0), got.ledger
     assert _told(got.ledger) <= RANKS * case.steps
-    assert not case.whole or (got.lost, _told(got.ledger)) == ("0", RANKS * case.steps)
+    assert not case.whole or (got.lost, _told(got.ledger)) == ("0", RANKS * case.steps), got.ledger
+
+
+def doubled_rows(path: Path, stored: int) -> int:
+    """Return how many rows of a session file overlap others, or are not among those counted as `stored`."""
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as file:
+        chunks = file.execute("SELECT stream_id, first_row, n FROM chunk ORDER BY 1, 2").fetchall()
+    seen: dict[int, int] = {}
+    doubled = 0
+    for stream, first, n in chunks:
+        doubled += max(0, seen.get(stream, 0) - first)
+        seen[stream] = max(seen.get(stream, 0), first + n)
+    return doubled or abs(sum(n for _, _, n in chunks) - stored)
 
 
 def row(case: Case, got: Outcome, expected: Outcome) -> tuple[str, ...]:

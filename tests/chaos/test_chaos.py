@@ -33,28 +33,28 @@ SHORT = [
 
 LONG = [
     Case("aggregator and relay killed", faults.killed(AGGREGATOR, RELAY)),
-    Case("session file corrupted", faults.corrupted),
+    Case("session file corrupted", faults.corrupted, whole=False),
     Case("socket taken over, relay killed", faults.stolen(kill=True)),
     *(
-        Case(name, fault, channel, **more)
+        Case(name, fault, channel, **dict(*more))
         for channel in BOTH
-        for name, fault, more in [
-            ("nothing", faults.nothing, {"whole": True}),
-            ("relay killed", faults.killed(RELAY), {"whole": True}),
-            ("relay stopped, goes on", faults.stopped(RELAY, go_on=True), {"whole": True}),
-            ("relay stopped", faults.stopped(RELAY), {}),
+        for name, fault, *more in [
+            ("nothing", faults.nothing),
+            ("relay killed", faults.killed(RELAY)),
+            ("relay stopped, goes on", faults.stopped(RELAY, go_on=True)),
+            ("relay stopped", faults.stopped(RELAY)),
             ("relay hangs in a message", faults.hung("relay"), {"injected": True}),
-            ("aggregator killed", faults.killed(AGGREGATOR), {"whole": True}),
-            ("aggregator stopped, goes on", faults.stopped(AGGREGATOR, go_on=True), {"whole": True}),
-            ("aggregator stopped", faults.stopped(AGGREGATOR), {}),
+            ("aggregator killed", faults.killed(AGGREGATOR)),
+            ("aggregator stopped, goes on", faults.stopped(AGGREGATOR, go_on=True)),
+            ("aggregator stopped", faults.stopped(AGGREGATOR)),
             ("aggregator hangs in a message", faults.hung("aggregator"), {"injected": True}),
-            ("aggregator slow", faults.slow, {}),
-            ("raylet killed", faults.killed(RAYLET), {"whole": True}),
-            ("raylet stopped, goes on", faults.stopped(RAYLET, go_on=True), {}),
-            ("raylet stopped", faults.stopped(RAYLET), {}),
-            ("GCS killed", faults.killed(GCS), {"whole": True}),
-            ("GCS stopped", faults.stopped(GCS), {}),
-            ("raylet of another node killed", faults.killed(RAYLET, node=1), {"nodes": 2}),
+            ("aggregator slow", faults.slow),
+            ("raylet killed", faults.killed(RAYLET)),
+            ("raylet stopped, goes on", faults.stopped(RAYLET, go_on=True)),
+            ("raylet stopped", faults.stopped(RAYLET)),
+            ("GCS killed", faults.killed(GCS)),
+            ("GCS stopped", faults.stopped(GCS)),
+            ("raylet of another node killed", faults.killed(RAYLET, node=1), {"nodes": 2, "whole": False}),
             ("raylet of another node stopped", faults.stopped(RAYLET, node=1), {"nodes": 2}),
         ]
     ),
@@ -64,7 +64,7 @@ LONG = [
         )
         for channel in BOTH
     ),
-    Case("disk full", faults.filled(), disk_mb=4, session=False),
+    Case("disk full", faults.filled(), disk_mb=4, session=False, whole=False),
     Case("disk full for a while", faults.filled(freed=True), disk_mb=4),
     Case("session folder read-only", faults.read_only, session=False),
     Case("session folder removed", faults.removed, session=False),
@@ -79,7 +79,7 @@ LONG = [
     Case("Ray not installed", environ={"PYTHONPATH": str(HERE / "without_ray")}, up=False),
     Case("no cluster there", flags=("--ray-address", f"127.0.0.1:{free_port()}"), up=False),
     *(
-        Case(f"the script {what}", faults.nothing, channel, ("--end", end))
+        Case(f"the script {what}", faults.nothing, channel, ("--end", end), whole=False)
         for channel in BOTH
         for what, end in [
             ("calls sys.exit(3)", "exit"),
@@ -95,7 +95,7 @@ LONG = [
         for method in ("fork", "spawn")
     ),
     Case("raylet stopped, script forks", faults.stopped(RAYLET), "actor", ("--children", "fork")),
-    Case("GCS killed, script raises", faults.killed(GCS), "actor", ("--end", "raise")),
+    Case("GCS killed, script raises", faults.killed(GCS), "actor", ("--end", "raise"), whole=False),
     *(
         Case(f"Ray Train, {name}", fault, "actor", command=TRAIN)
         for name, fault in [
@@ -104,8 +104,11 @@ LONG = [
             ("relay stopped", faults.stopped(RELAY)),
             ("aggregator killed", faults.killed(AGGREGATOR)),
             ("aggregator stopped", faults.stopped(AGGREGATOR)),
+            ("aggregator slow", faults.slow),
+            ("bad and replayed messages", faults.spoken),
         ]
     ),
+    Case("Ray Train, children: fork", faults.nothing, "actor", ("--children", "fork"), command=TRAIN),
 ]
 
 _titles = {case.title for case in SHORT}

@@ -82,6 +82,7 @@ def test_a_bomb_in_every_field(message: Any) -> None:
 
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1) | st.sampled_from([0, -1, 1, (1 << 63) - 1, -(1 << 63)])
 COUNT = INT64.map(lambda n: n & ((1 << 63) - 1))
+ROWS = INT64.map(lambda n: n & ((1 << 44) - 1)) | st.just(1 << 44)
 FLOAT = st.none() | st.floats()
 details = st.builds(
     wire.Detail, st.text(max_size=9), st.integers(0, 5), COUNT, INT64, st.none() | INT64, INT64, INT64,
@@ -118,9 +119,9 @@ def batches(draw: st.DrawFn) -> bytes:
         "flags": draw(st.binary(min_size=n, max_size=n)),
         "rows": b"".join(draw(INT64).to_bytes(8, "little", signed=True) for _ in range(n * wire.N_STAGES)),
     }
-    dropped, more = sorted((draw(COUNT), draw(COUNT)))
+    dropped, more = sorted((draw(ROWS), draw(ROWS)))
     return Rank(draw(st.integers(0, 3)), 4, stream=draw(st.sampled_from(["a", "b", "c"]))).batch(
-        0, **columns, seq=draw(COUNT), first_row=draw(COUNT | st.integers(0, 40)), produced=more,
+        0, **columns, seq=draw(COUNT), first_row=draw(ROWS | st.integers(0, 40)), produced=more,
         dropped=dropped, sent_ns=draw(INT64), open=draw(st.none() | opens), final=draw(st.booleans()),
         process=draw(st.none() | processes), details=draw(st.lists(details, max_size=2)),
         events=draw(st.lists(events, max_size=2)), group=draw(st.none() | st.tuples(COUNT, COUNT)),
@@ -132,7 +133,7 @@ ticks = st.tuples(st.lists(batches(), max_size=3), st.none() | samples, st.lists
 
 
 @fuzz(0.5)
-@given(st.lists(ticks, max_size=4), st.dictionaries(st.sampled_from(["a", "b", "new"]), COUNT, max_size=2))
+@given(st.lists(ticks, max_size=4), st.dictionaries(st.sampled_from(["a", "b", "new"]), ROWS, max_size=2))
 def test_whatever_the_wire_lets_in_an_aggregator_can_live_with(
     sent: list[Any], dropped: dict[str, int]
 ) -> None:
@@ -144,6 +145,9 @@ def test_whatever_the_wire_lets_in_an_aggregator_can_live_with(
             clock.tick(30)
             assert aggregator.commit(), aggregator.errors
             aggregator.judge()
+        for what in ("status", "runs", "ledger", "verdict"):
+            answer = aggregator.query(msgspec.msgpack.encode({"what": what}))
+            assert "result" in msgspec.msgpack.decode(answer), answer
         assert not aggregator.errors
         aggregator.finish(wire.Finish(wire.VERSION, 0))
         aggregator.close()

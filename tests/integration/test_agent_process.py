@@ -125,8 +125,8 @@ told = (
 )
 print(subprocess.run([sys.executable, "-c", told + "; import torch"], capture_output=True, text=True).stdout)
 """
-    done = run(tmp_path, script, PYTHONPATH="/some/where")
-    assert json.loads(done.stdout) == ["/some/where", []]
+    done = run(tmp_path, script, PYTHONPATH=":/some/where")  # the working directory first
+    assert json.loads(done.stdout) == [":/some/where", []]
     assert relay.connections == 1
 
 
@@ -149,8 +149,17 @@ if child == 0:
     sys.exit(7)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    done = run(tmp_path, TRAIN + body)
+    early = """
+import os
+if os.fork() == 0:  # before torch is there
+    import time, torch
+    time.sleep(0.5)
+    os._exit(0)
+os.wait()
+"""
+    done = run(tmp_path, early + TRAIN + body)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "7", "")
+    assert relay.connections == 1
     batches = relay.batches()
     assert len({b.stream for b in batches}) == 1 and batches[-1].produced == 20
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from traceml_ray import wire
+from traceml_ray.actors.calls import LOOK_UP_S, ActorCalls
 from traceml_ray.agent.channel import RECONNECT_S, SocketChannel
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.settings import Settings
@@ -130,3 +134,33 @@ def test_a_path_that_is_too_long_is_a_refusal(tmp_path: Path) -> None:
     channel = SocketChannel(str(tmp_path / ("x" * 200)))
     assert not channel.offer(b"x")
     channel.close()
+
+
+def test_a_rank_without_free_files_is_refused_and_tries_again(
+    channel: SocketChannel, clock: Clock, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with listen(path):
+        with monkeypatch.context() as patched:
+            patched.setattr(socket, "socket", lambda *_: os.open("/nothing/there", os.O_RDONLY))
+            assert not channel.offer(b"x")
+        clock.now += RECONNECT_S
+        assert channel.offer(b"x")
+    assert channel.errors.total() == 1
+
+
+def test_without_a_new_thread_the_relay_is_looked_up_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    calls = ActorCalls(lambda: "actor")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        assert not calls.call("ingest", b"")
+    (failed,) = calls.poll()
+    assert isinstance(failed, RuntimeError)
+    monkeypatch.setattr("traceml_ray.actors.calls.LOOK_UP_S", 0.0)
+    end = time.monotonic() + 10 + LOOK_UP_S
+    while not calls.found and time.monotonic() < end:
+        calls.call("ingest", b"")
+        calls.poll()
+    assert calls.found == 1

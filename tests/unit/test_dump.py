@@ -16,12 +16,14 @@ OPEN = wire.OpenStage(3, wire.SYNC_WAIT, 7)
 
 
 @contextmanager
-def stuck(code: str, path: str = "/jobs/train.py", library: str = "") -> Iterator[int]:
+def stuck(
+    code: str, path: str = "/jobs/train.py", library: str = "", where: str = dump._LIBRARIES[0]
+) -> Iterator[int]:
     """A thread named `trainer` that is stuck in `wait()` of `code`, the file `path`; its ident."""
     inside, release = threading.Event(), threading.Event()
     space: dict[str, Any] = {"here": inside.set, "release": release.wait}
     exec(compile("def wait():\n    here()\n    release(30)", "<string>", "exec"), space)
-    exec(compile(library, f"{dump._LIBRARIES[0]}/torch/distributed/distributed_c10d.py", "exec"), space)
+    exec(compile(library, f"{where}/torch/distributed/distributed_c10d.py", "exec"), space)
     exec(compile(code, path, "exec"), space)
     thread = threading.Thread(target=space["main"], name="trainer", daemon=True)
     thread.start()
@@ -44,9 +46,11 @@ def test_the_training_thread_comes_first_with_where_it_is() -> None:
     assert len(others) < threading.active_count() and not any("dump.py" in other for other in others)
 
 
-def test_a_call_of_torch_distributed_is_told_from_the_callers_own_code() -> None:
+@pytest.mark.parametrize("where", [dump._LIBRARIES[0], "/other/lib/site-packages", "/usr/lib/dist-packages"])
+def test_a_call_of_torch_distributed_is_told_from_the_callers_own_code(where: str) -> None:
     library = "def all_reduce(x):\n    wait()\ndef wrapper(*args):\n    all_reduce(*args)\n"
-    with stuck("def mean(x):\n    wrapper(x)\ndef main():\n    mean(1)\n", library=library) as owner:
+    code = "def mean(x):\n    wrapper(x)\ndef main():\n    mean(1)\n"
+    with stuck(code, library=library, where=where) as owner:
         event = dump.stacks(owner, OPEN, "h1")
     assert (event.data["where"], event.data["call"]) == ("mean (train.py:2)", "all_reduce")
     with stuck("def main():\n    wait()\n") as owner:

@@ -20,6 +20,7 @@ SAYS = {"_say", "warn", "warning", "write", "_inert"}
 """Calls that tell a person at once, where there is nothing to count in yet, or not any more."""
 OTHERWISE = {
     "actors/calls.py _look": "handed to whoever polls, who counts it",
+    "errors.py said": "its kind is told",
     "agent/parts.py _named": "only a prettier name is lost",
     "agent/sampler.py sample": "the value is null then, which says so",
     "launchers/helper.py _attempt": "it is the answer",

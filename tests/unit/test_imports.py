@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator
@@ -30,6 +31,16 @@ def test_the_callback_runs_once_when_the_module_is_whole(module: str) -> None:
     importlib.import_module(module)
     importlib.reload(sys.modules[module])
     assert seen == [1]
+
+
+def test_who_only_asks_whether_there_is_such_a_module_changes_nothing(module: str) -> None:
+    seen: list[int] = []
+    when_imported(module, lambda: seen.append(1))
+    for _ in range(2):
+        assert importlib.util.find_spec(module) is not None
+    assert seen == []
+    found = importlib.import_module(module)
+    assert seen == [1] and "exec_module" not in vars(found.__loader__)
 
 
 def test_a_module_that_is_there_already_is_called_at_once(module: str) -> None:

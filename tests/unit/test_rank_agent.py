@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from traceml_ray import wire
+from traceml_ray.agent import bootstrap
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.errors import Errors
+from traceml_ray.identity import RankIdentity
 from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool
 
@@ -275,3 +278,74 @@ def test_the_part_that_is_open_is_said() -> None:
     agent.tick()
     (batch,) = pipe.batches()
     assert batch.open is not None and batch.open.part == "checkpoint"
+
+
+def test_what_cannot_be_had_or_sent_costs_no_row() -> None:
+    def nobody() -> RankIdentity:
+        raise OSError("too many open files")
+
+    pipe = Pipe()
+    agent = RankAgent(Settings(session="s"), pipe, nobody)  # type: ignore[arg-type]
+    for name in ("file-\udc80", "good"):
+        agent.details.add(name, wire.DATA, 1, 10, 0, False)
+    agent.close([wire.Event("exception", 0, message="\udc80")])  # the thread was never started
+    for _ in range(2):
+        push(agent, 5)
+        agent.tick()
+    agent.channel.errors["\udc80"] = 1
+    push(agent, 3)
+    agent.tick()
+    agent.channel.errors.clear()
+    push(agent, 1)
+    agent.tick()
+    batches = pipe.batches()
+    assert [(b.first_row, len(b.flags)) for b in batches] == [(0, 5), (5, 5), (13, 1)]
+    assert [b.seq for b in batches] == [1, 2, 3]
+    assert [detail.name for b in batches for detail in b.details] == ["good"]
+    last = batches[-1]
+    assert (last.produced, last.dropped, last.identity) == (14, 3, None)
+    for place in ("identity: OSError", "telling: UnicodeEncodeError", "batch: UnicodeEncodeError"):
+        assert last.errors[place]
+    assert not [event for b in batches for event in b.events if event.kind == "exception"]
+
+
+def test_however_much_there_is_to_tell_each_batch_is_below_its_limit() -> None:
+    pipe = Pipe()
+    agent = make(pipe)
+    names = [f"{number:03}-{'x' * 60}" for number in range(256)]
+    for name in names:
+        for stage in range(wire.N_STAGES):
+            agent.details.add(name, stage, 1, 1 << 60, 1 << 60, False)
+    agent.close([wire.Event("stacks", 0, message="y" * 12_000), wire.Event("note", 0, message="z" * 60_000)])
+    push(agent, 2000)
+    agent.tick()
+    push(agent, 1)
+    agent.tick(final=True)
+    assert max(map(len, pipe.taken)) <= wire.MAX_BATCH_BYTES
+    batches = pipe.batches()
+    assert sum(len(b.flags) for b in batches) == batches[-1].produced == 2001
+    assert len({(d.name, d.stage) for b in batches for d in b.details}) == len(names) * wire.N_STAGES
+    assert [event.kind for b in batches for event in b.events if event.kind != "swallowed"] == ["stacks"]
+    assert batches[-1].errors["too large to tell"] == 1
+    assert [b.final for b in batches] == [False] * (len(batches) - 1) + [True]
+
+
+def test_an_exception_that_cannot_be_said_is_told_by_its_kind() -> None:
+    class SilentError(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    agent = make(Pipe())
+    assert bootstrap.ending(agent, SilentError()).message == "SilentError"
+    assert bootstrap.ending(agent, KeyError("\udc80")).message.startswith("KeyError")
+    assert wire.size_of(bootstrap.ending(agent, ValueError("\udc80")))
+
+
+def test_a_job_that_a_rank_launches_is_not_told_what_that_rank_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in bootstrap.rank_environment(Settings(session="s", socket="/x"), {}).items():
+        monkeypatch.setenv(name, value)
+    bootstrap.leave_rank()
+    assert os.environ["TRACEML_SESSION"] == "s", "that was said by a person"
+    monkeypatch.setenv(bootstrap.RANK_PID, "1")
+    bootstrap.leave_rank()
+    assert not [name for name in os.environ if name.startswith("TRACEML_")]

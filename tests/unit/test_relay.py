@@ -120,7 +120,7 @@ class Aggregator:
         return [stream for message in self.stored for stream in message.lost]
 
     def dropped(self) -> dict[str, int]:
-        return self.stored[-1].dropped if self.stored else {}
+        return {stream: rows for message in self.stored for stream, rows in message.dropped.items()}
 
     def errors(self) -> dict[str, int]:
         return self.stored[-1].errors
@@ -768,6 +768,22 @@ def test_every_row_is_stored_once_or_counted_as_dropped(actions: list[tuple[str,
     finally:
         bench.relay.close()
         shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 40_000])
+def test_many_small_batches_go_in_packets_that_are_taken(tmp_path: Path, limit: int) -> None:
+    """And so do the counts of many streams of which rows were dropped."""
+    bench = Bench(tmp_path, limit=limit)
+    streams = [f"s{number}" for number in range(2 * wire.MAX_ITEMS + 1)]
+    for stream in streams:
+        bench.relay.take(rank_batch(stream, 0, rows=1))
+    bench.tick(40)
+    dropped = bench.aggregator.dropped()
+    stored = [batch.stream for batch in bench.aggregator.batches()]
+    assert sorted([*stored, *dropped]) == sorted(streams)
+    assert len(dropped) > wire.MAX_ITEMS if limit < 1 << 20 else not dropped
+    assert max(len(message.batches) for message in bench.aggregator.stored) <= wire.MAX_ITEMS
+    bench.relay.close()
 
 
 @given(st.lists(st.integers(1, 400), max_size=60), st.integers(200, 2000))

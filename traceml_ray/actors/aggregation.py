@@ -37,7 +37,6 @@ from traceml_ray.store.writer import SessionWriter
 
 _SILENT_NS = 2_500_000_000
 """A relay that has said nothing for so long is not waited for at an end."""
-_INT64_MAX = (1 << 63) - 1
 _STOPPED = {-2, -15, 130, 143}
 """Exit codes of a job that was stopped by SIGINT or SIGTERM."""
 
@@ -315,7 +314,7 @@ class Aggregation:
         rows = batch.rows[wire.ROW_BYTES * skip :]
         self._writer.add_rows(stream, batch.first_row + skip, keys, flags, rows)
         self._recent.append(stream.id, keys, flags, rows)
-        stream.next_row = min(batch.first_row + n, _INT64_MAX)
+        stream.next_row = batch.first_row + n
         stream.last_key = self._recent.last_key(stream.id)
         stream.last_rows_ns = now
 

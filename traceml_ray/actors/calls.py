@@ -89,7 +89,11 @@ class ActorCalls:
         now = time.monotonic()
         if not (self._looking or self._closed or self._new) and now >= self._look_at:
             self._looking, self._look_at = True, now + LOOK_UP_S
-            threading.Thread(target=self._look, name="traceml-look-up", daemon=True).start()
+            try:
+                threading.Thread(target=self._look, name="traceml-look-up", daemon=True).start()
+            except RuntimeError as error:  # no more threads, or the interpreter is about to end
+                self._looking = False
+                self._failed.append(error)
 
     def _look(self) -> None:
         try:

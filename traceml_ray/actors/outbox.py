@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass
 
+from traceml_ray.wire import MAX_ITEMS
+
 PACK_BYTES = 60 * 1024
 """Rank batches packed into one message, so that the whole of it stays below 64 KiB where it can."""
 
@@ -54,6 +56,8 @@ class Outbox:
         self._taken: dict[str, int] = {}
         self.dropped: Counter[str] = Counter()
         """Rows dropped for want of room, by stream."""
+        self._untold: dict[str, None] = {}
+        """Streams of which rows were dropped that no packet tells of."""
         self.stored: dict[str, int] = {}
         """The newest batch of each stream that is stored, from -1 on; who forgets a stream takes it out."""
 
@@ -65,11 +69,17 @@ class Outbox:
         while self._waiting and self._waiting_bytes + self._packed_bytes > self._limit:
             oldest = self._pop()
             self.dropped[oldest.stream] += oldest.rows
+            self._untold[oldest.stream] = None
 
     @property
     def waiting(self) -> bool:
         """Whether rank batches wait to be packed."""
         return bool(self._waiting)
+
+    @property
+    def untold(self) -> bool:
+        """Whether rows were dropped that no packet tells of yet."""
+        return bool(self._untold)
 
     @property
     def unconfirmed(self) -> bool:
@@ -90,12 +100,21 @@ class Outbox:
         """Return the waiting batches, oldest first, that go into one packet."""
         taken: list[bytes] = []
         size = 0
-        while self._waiting and (not taken or size + len(self._waiting[0].data) <= PACK_BYTES):
+        while self._waiting and len(taken) < MAX_ITEMS:
+            if taken and size + len(self._waiting[0].data) > PACK_BYTES:
+                break
             held = self._pop()
             taken.append(held.data)
             size += len(held.data)
             self._taken[held.stream] = held.seq
         return taken
+
+    def take_dropped(self, most: int) -> dict[str, int]:
+        """Return how many rows were dropped of at most so many streams, of which that is not told yet."""
+        told = [*self._untold][:most]
+        for stream in told:
+            del self._untold[stream]
+        return {stream: self.dropped[stream] for stream in told}
 
     def pack(self, data: bytes) -> None:
         """Keep the message made under `next_seq`, of what was taken, until it is confirmed."""

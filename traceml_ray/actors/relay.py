@@ -47,6 +47,8 @@ launcher writes the files itself. One that has not said a word yet may still be 
 """
 SIGN_S = 0.5
 """How often whoever asked for the end is told that it is under way."""
+_MOST = wire.MAX_ITEMS // 2
+"""Of what happened, told in one packet."""
 NODES_S = 2.3
 """Of several nodes: how long the one that ends the session waits for the others, who may take no longer."""
 
@@ -126,8 +128,8 @@ class Relay:
         self._lost: list[str] = []
         about: dict[str, str | int | float | None] = {"pid": os.getpid(), "incarnation": self.incarnation}
         self._events = [wire.Event("relay_start", time.time_ns(), data=about)]
-        self._reported = (0, 0)
-        """Dropped rows and errors that the newest packet tells of."""
+        self._reported = 0
+        """Errors that the newest packet tells of."""
         self._closing = self._closed = False
         self._ending: Generator[None, None, wire.Finished] | None = None
         self._ender: tuple[Peer, wire.Finish] | None = None
@@ -331,20 +333,22 @@ class Relay:
 
     def _tell(self, events: list[wire.Event]) -> None:
         """Have what happened on the node told, when somebody asks; the end of a flood is only counted."""
-        room = max(0, wire.MAX_ITEMS // 2 - len(self._events))
+        room = max(0, _MOST - len(self._events))
         self._events += events[:room]
         for _ in events[room:]:
             self._errors.count("event: no room")
 
     def _news(self) -> bool:
-        return bool(self._outbox.waiting or self._lost or self._events or self._counts() != self._reported)
+        told = self._outbox.waiting or self._outbox.untold or self._lost or self._events
+        return bool(told or self._errors_seen() != self._reported)
 
-    def _counts(self) -> tuple[int, int]:
-        errors = self._errors.total() + self._sampler.errors.total() + self._peers.errors.total()
-        return self._outbox.dropped.total(), errors
+    def _errors_seen(self) -> int:
+        return self._errors.total() + self._sampler.errors.total() + self._peers.errors.total()
 
     def _pack(self, sample: wire.NodeSample | None) -> None:
-        self._reported = self._counts()
+        self._reported = self._errors_seen()
+        lost, self._lost = self._lost[:_MOST], self._lost[_MOST:]
+        events, self._events = self._events[:_MOST], self._events[_MOST:]
         message = wire.RelayBatch(
             v=wire.VERSION,
             node=self._node,
@@ -352,13 +356,12 @@ class Relay:
             seq=self._outbox.next_seq,
             sent_ns=time.time_ns(),
             batches=self._outbox.take(),
-            dropped=dict(self._outbox.dropped),
+            dropped=self._outbox.take_dropped(_MOST),
             sample=sample,
-            lost=self._lost,
-            events=self._events + self._errors.causes(),
+            lost=lost,
+            events=events + self._errors.causes(),
             errors={**self._errors, **self._sampler.errors, **self._peers.errors},
         )
-        self._lost, self._events = [], []
         self._outbox.pack(wire.encode(message))
 
     def _send(self) -> bool:

@@ -145,10 +145,13 @@ class AttachedChannel:
         import ray
 
         self._quietly(_keep_for_good, ray)
-        leaving = threading.Thread(target=self._quietly, args=(ray.shutdown,), daemon=True)
-        leaving.start()
-        leaving.join(SHUTDOWN_S)
+        self._quietly(self._shut_down, ray)
         end_as_interrupted()
+
+    def _shut_down(self, ray: Any) -> None:
+        leaving = threading.Thread(target=self._quietly, args=(ray.shutdown,), daemon=True)
+        leaving.start()  # Python 3.12 refuses that at its end: then there is no goodbye
+        leaving.join(SHUTDOWN_S)
 
     def _quietly(self, call: Any, *arguments: Any) -> None:
         try:

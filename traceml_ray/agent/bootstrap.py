@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -20,12 +21,17 @@ from traceml_ray import wire
 from traceml_ray.agent.channel import Channel, SocketChannel
 from traceml_ray.agent.imports import when_imported
 from traceml_ray.agent.rank_agent import RankAgent
+from traceml_ray.errors import said
 from traceml_ray.identity import RankIdentity, resolve
 from traceml_ray.settings import Settings
 
 SITE_FOLDER = str(Path(__file__).parent / "site")
 RANK_PID = "TRACEML_RANK_PID"
 """Set in a rank's environment once it is watched: its children see it and stay out."""
+
+_NAMES = ("session", "socket", "spool", "channel", "interval", "ring_rows", "agent_buffer_bytes")
+_TOLD = {name: f"TRACEML_{name.upper()}" for name in _NAMES}
+"""Settings that a rank is told, and their variables."""
 
 _agent: RankAgent | None = None
 _lock = threading.Lock()
@@ -35,24 +41,32 @@ def rank_environment(settings: Settings, environ: dict[str, str] | None = None) 
     """Return the environment variables that make a rank's process watch itself."""
     environ = dict(os.environ) if environ is None else environ
     path = [SITE_FOLDER, *filter(None, [environ.get("PYTHONPATH")])]
-    names = ("session", "socket", "spool", "channel", "interval", "ring_rows", "agent_buffer_bytes")
-    given = {f"TRACEML_{name.upper()}": getattr(settings, name) for name in names}
-    told = {name: str(value) for name, value in given.items() if value is not None}
+    given = {variable: getattr(settings, name) for name, variable in _TOLD.items()}
+    told = {variable: str(value) for variable, value in given.items() if value is not None}
     return {"PYTHONPATH": os.pathsep.join(path), **told}
+
+
+def leave_rank() -> None:
+    """In a child of a rank that launches a job of its own: forget what that rank was told."""
+    if os.environ.pop(RANK_PID, None) is not None:
+        for variable in _TOLD.values():
+            os.environ.pop(variable, None)
 
 
 def start_on_import() -> None:
     """Called by our `sitecustomize` in every Python process under the launcher: wait for torch."""
     if os.environ.get(RANK_PID) in (None, str(os.getpid())):
-        when_imported("torch", _start_quietly)
+        when_imported("torch", functools.partial(_start_quietly, os.getpid()))
 
 
-def _start_quietly() -> None:
+def _start_quietly(pid: int) -> None:
+    if os.getpid() != pid:  # forked before torch was imported
+        return
     try:
         start()
     except Exception as error:
         # The script goes on without a monitor; the relay will say that this rank never reported.
-        sys.stderr.write(f"traceml-ray: not watching this process: {type(error).__name__}: {error}\n")
+        sys.stderr.write(f"traceml-ray: not watching this process: {said(error)}\n")
 
 
 def start(
@@ -120,11 +134,9 @@ def _at_exit() -> None:
     agent = _agent
     if agent is None:
         return
-    try:
-        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # it reached the top
-        agent.close([ending(agent, error, tail_ns=agent.recorder.tail_ns())])
-    except Exception as error:
-        agent.instrumentation.failed("exit", error)
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # it reached the top
+    end = agent.guard("exit", lambda: ending(agent, error, tail_ns=agent.recorder.tail_ns()))
+    agent.guard("exit", lambda: agent.close([end] if end else []))
     end_as_interrupted()
 
 
@@ -147,7 +159,7 @@ def ending(
     opened, message = agent.recorder.open_stage(), ""
     if error is not None:
         kind, data = "exception", {"type": type(error).__name__}
-        message = f"{type(error).__name__}: {error}"[:2000]
+        message = said(error)[:2000]
     return wire.Event(kind, time.time_ns(), opened.step, opened.stage, message, data)
 
 
@@ -163,8 +175,9 @@ def _in_child() -> None:
 
 def _leave_pythonpath() -> None:
     """Take our folder off PYTHONPATH again, so that children start as they would without us."""
-    parts = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != SITE_FOLDER]
-    if parts:
+    parts = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if SITE_FOLDER in parts:
+        parts.remove(SITE_FOLDER)  # an empty one is the working directory, and stays
         os.environ["PYTHONPATH"] = os.pathsep.join(parts)
-    else:
-        os.environ.pop("PYTHONPATH", None)
+    if parts == []:
+        del os.environ["PYTHONPATH"]

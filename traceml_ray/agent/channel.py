@@ -110,7 +110,11 @@ class SocketChannel:
         if now < self._next_try:
             return False
         self._next_try = now + RECONNECT_S
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        except OSError as error:  # too many open files
+            self.errors[type(error).__name__] += 1
+            return False
         sock.setblocking(False)
         try:
             sock.connect(self._path)

@@ -28,6 +28,7 @@ _OURS = str(Path(__file__).parents[1])
 _LIBRARIES = tuple(
     {path for name, path in sysconfig.get_paths().items() if name in ("stdlib", "platlib", "purelib")}
 )
+_INSTALLED = ("/site-packages/", "/dist-packages/")
 _COLLECTIVES = "/torch/distributed/"
 _WRAPPERS = {"wrapper", "wrapped"}
 
@@ -112,7 +113,7 @@ def place(frame: FrameType) -> tuple[str | None, str | None]:
 
 
 def _is_library(path: str) -> bool:
-    return path.startswith(("<", _OURS, *_LIBRARIES))
+    return path.startswith(("<", _OURS, *_LIBRARIES)) or any(folder in path for folder in _INSTALLED)
 
 
 def _inner_first(frame: FrameType | None) -> Iterator[FrameType]:

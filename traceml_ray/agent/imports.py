@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -21,12 +20,12 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        callback = self.waiting.pop(name, None)
-        if callback is None:
+        if name not in self.waiting:
             return None
-        spec = importlib.util.find_spec(name)
+        finders = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(name, path, target) for finder in finders)
+        spec = next(filter(None, specs), None)
         if spec is None or spec.loader is None:
-            self.waiting[name] = callback
             return None
         # The loader stays the module's own (people look at `__loader__`); only this one call of it is ours.
         loader: Any = spec.loader
@@ -38,7 +37,9 @@ class _Finder:
             except AttributeError:
                 pass
             execute(module)
-            callback()
+            callback = self.waiting.pop(name, None)
+            if callback is not None:  # whoever only asked whether there is such a module has not run it
+                callback()
 
         try:
             loader.exec_module = exec_module

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -28,13 +29,22 @@ from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.agent.sampler import ProcessSampler
+from traceml_ray.errors import sendable
 from traceml_ray.settings import Settings
 
 CLOSE_WAIT_S = 0.3
 """Longest wait at the end of the process for the relay to confirm the last batch."""
 CONFIRM_POLL_S = 0.005
+_TOLD_BYTES = 28 * 1024
+"""Of events and named parts in one batch; the rest of them waits for the next one."""
+_FIXED_BYTES = 7 * 1024
+"""Of a batch, for what is neither these nor rows."""
 _CERTAIN = ("torch.distributed", "ray_train", "explicit")
 """Sources that know it for good; the others are asked again."""
+
+
+_T = TypeVar("_T")
+_Item = TypeVar("_Item", wire.Event, wire.Detail)
 
 
 class _Batch(msgspec.Struct, gc=False):
@@ -66,6 +76,7 @@ class RankAgent:
         self.identity: identities.RankIdentity | None = None
         self._identity_known = False
         self._events: list[wire.Event] = []
+        self._parts: list[wire.Detail] = []
         self._outbox: deque[_Batch] = deque()
         self._outbox_bytes = 0
         self._generation = 0
@@ -97,41 +108,48 @@ class RankAgent:
 
     def _run(self) -> None:
         while not self._closing.wait(self.settings.interval):
-            self._guard("tick", self.tick)
-        self._guard("close", self._finish)
+            self.guard("tick", self.tick)
+            self._cpu_ns = time.thread_time_ns()
+        self.guard("close", self._finish)
 
-    def _guard(self, place: str, action: object) -> None:
+    def guard(self, place: str, action: Callable[[], _T]) -> _T | None:
+        """Return what `action` does; None, and counted, when it raises."""
         try:
-            action()  # type: ignore[operator]
+            return action()
         except Exception as error:
             self.instrumentation.errors.note(place, error)
-        self._cpu_ns = time.thread_time_ns()
+            return None
 
     def tick(self, final: bool = False) -> None:
         """Do one round: rows into batches, batches to the relay, its replies into account."""
         self.recorder.settle()
-        more = True
-        while more:
-            more = self._enqueue(final)
+        while self._enqueue(final):
+            pass
         self._exchange()
         if self._events and not final:  # what the relay has asked for
             self._enqueue(final)
             self._exchange()
 
     def _enqueue(self, final: bool) -> bool:
-        """Make one batch; True when rows are left for another."""
+        """Make one batch; True when there is more, for another."""
         self._make_room()
-        self._events += self.instrumentation.errors.causes() + self.channel.errors.causes()
-        # Events may be long: with fewer rows beside them the batch stays below its limit.
-        first, keys, flags, rows = self.ring.drain(wire.MAX_ROWS // 2 if self._events else wire.MAX_ROWS)
-        more = self.ring.accepted > first + len(flags)
-        events, self._events = self._events[: wire.MAX_ITEMS], self._events[wire.MAX_ITEMS :]
-        self._seq += 1
-        patches = self.instrumentation
+        patches, channel = self.instrumentation, self.channel
+        identity = self.guard("identity", self._resolve)
+        opened = self.guard("open stage", self._open_stage)
+        process = self.guard("process", self._look)
+        self._parts += self.guard("details", functools.partial(self._details, final)) or []
+        self._events += patches.errors.causes() + channel.errors.causes()
+        room = _TOLD_BYTES
+        events, room = self._told(self._events, room)
+        details, room = self._told(self._parts, room)
+        # Rows come last: from here on nothing but the encoding may go wrong.
+        most = (wire.MAX_BATCH_BYTES - _FIXED_BYTES - (_TOLD_BYTES - room)) // (wire.ROW_BYTES + 9)
+        first, keys, flags, rows = self.ring.drain(min(wire.MAX_ROWS, most))
+        more = bool(self.ring.accepted > first + len(flags) or self._events or self._parts)
         batch = wire.RankBatch(
             v=wire.VERSION,
             stream=self.stream,
-            seq=self._seq,
+            seq=self._seq + 1,
             sent_ns=time.time_ns(),
             produced=self.ring.accepted + self.ring.dropped,
             dropped=self.ring.dropped + self._dropped,
@@ -139,13 +157,13 @@ class RankAgent:
             keys=keys,
             flags=flags,
             rows=rows,
-            identity=self._resolve(),
-            open=self._open_stage(),
-            process=self._look(),
-            details=self._details(final),
+            identity=identity,
+            open=opened,
+            process=process,
+            details=details,
             events=events,
-            errors={**patches.errors, **{f"channel.{kind}": n for kind, n in self.channel.errors.items()}},
-            missing=dict(patches.missing),
+            errors={**patches.errors, **{f"channel.{kind}": n for kind, n in channel.errors.items()}},
+            missing={name: sendable(why) for name, why in patches.missing.items()},
             overhead=wire.Overhead(
                 self.recorder.marks_ns,
                 self._cpu_ns,
@@ -156,10 +174,29 @@ class RankAgent:
             final=final and not more,
             group=patches.group,
         )
-        data = wire.encode(batch)
+        data = self.guard("batch", functools.partial(wire.encode, batch))
+        if data is None:
+            self._dropped += len(flags)
+            return more
+        self._seq += 1
         self._outbox.append(_Batch(self._seq, len(flags), data))
         self._outbox_bytes += len(data)
         return more
+
+    def _told(self, waiting: list[_Item], room: int) -> tuple[list[_Item], int]:
+        """Take what fits into `room` bytes from `waiting`, in order; return it, and the room that is left."""
+        taken: list[_Item] = []
+        while waiting and len(taken) < wire.MAX_ITEMS:
+            size = self.guard("telling", functools.partial(wire.size_of, waiting[0]))
+            if size is None or size > _TOLD_BYTES:
+                self.instrumentation.errors.count("too large to tell")
+                del waiting[0]
+                continue
+            if size > room:
+                break
+            taken.append(waiting.pop(0))
+            room -= size
+        return taken, room
 
     def _make_room(self) -> None:
         """Drop the oldest batches beyond the bound; those handed over are the relay's to account for."""
@@ -204,7 +241,7 @@ class RankAgent:
                 while self._outbox and self._outbox[0].seq <= settled:
                     self._outbox_bytes -= len(self._outbox.popleft().data)
             for command in reply.commands:
-                self._guard(f"command {command.name}", functools.partial(self._obey, command))
+                self.guard(f"command {command.name}", functools.partial(self._obey, command))
         self._begin_anew()  # a lost connection is noticed here; what it has acked counts no more
 
     def _obey(self, command: wire.Command) -> None:
@@ -217,7 +254,7 @@ class RankAgent:
         self._dumped.add(asked)
         opened = self._open_stage()
         event = dump.stacks(self.recorder.owner, opened, str(asked))
-        self._guard("flight recorder", functools.partial(self._add_pending, event, opened, command.name))
+        self.guard("flight recorder", functools.partial(self._add_pending, event, opened, command.name))
         if command.name == "where":
             event = msgspec.structs.replace(event, kind="standing", message="")
         self._events.append(event)
@@ -256,7 +293,7 @@ class RankAgent:
         return self._sampler.sample()
 
     def _finish(self) -> None:
-        self.tick(final=True)
+        self.guard("last tick", functools.partial(self.tick, final=True))
         deadline = time.monotonic() + CLOSE_WAIT_S
         while self._unacked() and self._generation and time.monotonic() < deadline:
             time.sleep(CONFIRM_POLL_S)

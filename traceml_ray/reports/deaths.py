@@ -128,11 +128,17 @@ def deaths(
         raised = [event["message"] for event in mine if event["kind"] == "exception"]
         message = next(filter(None, [*raised, _said(failure)]), "")
         ended = seen["data"] if seen else {}
-        code = failure["exit_code"] if failure else ended.get("exit_code")
+        code = failure["exit_code"] if failure else _whole(ended, "exit_code")
         gone = next((event["message"] for event in mine if event["kind"] == "rank_lost"), "")
-        t_ns, kills = min(times, default=stream.last_seen_ns), ended.get("oom_kills", 0)
+        t_ns, kills = min(times, default=stream.last_seen_ns), _whole(ended, "oom_kills") or 0
         found.append(Death(rank, t_ns, message, code, stream, gone, kills))
     return sorted(found, key=lambda death: death.t_ns)
+
+
+def _whole(data: dict[str, Any], name: str) -> int | None:
+    """Return a number that is told in an event; anybody may have sent that."""
+    value = data.get(name)
+    return value if isinstance(value, int) else None
 
 
 def _said(failure: dict[str, Any] | None) -> str:
