@@ -115,8 +115,11 @@ def test_the_whole_monitor_is_small_and_leaves_the_home_folder_alone(
     cluster: PrivateRay, session: Session
 ) -> None:
     Rank(session.socket).send()
-    pss = {process.pid: process.memory_full_info().pss for process in members(cluster)}
+    everyone = members(cluster)
+    pss = {process.pid: process.memory_full_info().pss for process in everyone}
     assert sum(pss.values()) < 550e6
+    listening = [c.laddr.ip for p in everyone for c in p.net_connections("inet") if c.status == "LISTEN"]
+    assert set(listening) <= {"127.0.0.1", "::1"} and listening
     user = Path(cluster.environ["HOME"]) / "user"
     assert list(user.iterdir()) == []
     assert not (Path(cluster.environ["HOME"]) / ".ray").exists()
@@ -127,7 +130,11 @@ def test_the_token_is_in_no_argument_no_log_and_no_session(cluster: PrivateRay, 
     everyone = members(cluster)
     assert len(everyone) > 5
     assert not [process for process in everyone if token in " ".join(process.cmdline())]
+    rank = Rank(session.socket)
+    rank.send(final=True)
+    rank.settle()
+    assert session.finish().ok
     written = [path for path in cluster.folder.parent.rglob("*") if path.is_file()]
     written += [path for path in session.folder.rglob("*") if path.is_file()]
-    assert {"ray.log", "session.sqlite"} <= {path.name for path in written}
+    assert {"ray.log", "session.sqlite", "report.txt", "summary.json"} <= {path.name for path in written}
     assert [path for path in written if token.encode() in path.read_bytes()] == []

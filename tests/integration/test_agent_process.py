@@ -182,7 +182,8 @@ def test_a_script_without_torch_never_meets_us(tmp_path: Path, relay: Relay) -> 
 
 
 def test_an_exception_keeps_its_traceback_and_is_told(tmp_path: Path, relay: Relay) -> None:
-    done = run(tmp_path, TRAIN + "train()\nraise ValueError('as it was')")
+    done = run(tmp_path, TRAIN + "train()\nraise ValueError('as it was')", API_KEY="hush-hush")
+    assert not [packet for packet in relay.packets if b"hush-hush" in packet]
     plain = subprocess.run(
         [sys.executable, "script.py"], capture_output=True, text=True, timeout=60, cwd=tmp_path
     )

@@ -76,6 +76,7 @@ if sys.argv[1] == "term":
 raise SystemExit(3)
 """
 ENDS = {"exit": 3, "raise": 1, "fork": 7, "int": -signal.SIGINT, "term": -signal.SIGTERM}
+SHORT = ("exit", "fork", "term")
 EXIT_S = 15
 """A rank that hangs at its end hangs for longer than a machine that is busy with other tests."""
 
@@ -152,7 +153,10 @@ def end(rank: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
     return told, err
 
 
-@pytest.mark.parametrize("ending", ENDS)
+@pytest.mark.parametrize(
+    "ending",
+    [*SHORT, *(pytest.param(ending, marks=pytest.mark.long) for ending in ENDS if ending not in SHORT)],
+)
 def test_a_rank_ends_as_it_would_with_nothing_of_ray_left_in_it(node: Node, ending: str) -> None:
     rank = start(node, ending)
     told, err = end(rank)

@@ -127,9 +127,8 @@ def test_over_the_actor_channel_it_is_the_same(tmp_path: Path) -> None:
     check_ledger(summary, 2, 260)
 
 
-@pytest.mark.parametrize(
-    ("channel", "step"), [("socket", 30), pytest.param("actor", 350, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("channel", "step"), [("socket", 30), ("actor", 350)])
 def test_a_script_that_raises_keeps_its_traceback_and_its_exit_code(
     tmp_path: Path, channel: str, step: int
 ) -> None:

@@ -231,6 +231,7 @@ def test_a_rank_that_fails_on_the_second_host_is_named_and_both_launchers_fail(h
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.long
 def test_without_a_token_it_works_and_says_so_and_a_stop_on_one_host_ends_both(hosts: Hosts) -> None:
     script = (str(EXAMPLE), "--steps", "4000", *SMALL)
     flags = ("--out", str(hosts.folder / "out"), "--session", "open", *script)

@@ -242,6 +242,21 @@ def test_the_socket_is_for_this_user_only(bench: Bench) -> None:
     shutil.rmtree(open_folder)
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+def test_another_user_who_gets_through_to_the_socket_is_refused(bench: Bench) -> None:
+    bench.path.parent.chmod(0o711)
+    bench.path.chmod(0o666)
+    talk = (
+        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET);"
+        "s.connect(sys.argv[1]); s.send(b'x'); sys.exit(s.recv(10) != b'')"
+    )
+    stranger = subprocess.Popen([sys.executable, "-c", talk, str(bench.path)], stderr=subprocess.DEVNULL)
+    bench.started.append(stranger)
+    bench.until(lambda: stranger.poll() is not None)
+    bench.until(lambda: bool(bench.aggregator.stored) and "refused uid 65534" in bench.aggregator.errors())
+    assert not bench.aggregator.batches()
+
+
 def test_a_path_too_long_for_a_socket_is_refused_by_name(tmp_path: Path) -> None:
     folder = tmp_path / ("x" * 80)
     folder.mkdir(mode=0o700)
