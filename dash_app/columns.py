@@ -19,7 +19,7 @@ from traceml_ray.analysis.busy import busy_ns, frontiers
 from traceml_ray.analysis.evidence import absurd, comparable, sane
 from traceml_ray.analysis.spread import Spread, quantiles, spread
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.window import Bool, Float, Group, Int64, RankRows, Window, align
+from traceml_ray.analysis.window import Bool, Float, Group, Int64, RankRows, Window, align, missing_of
 from traceml_ray.wire import BACKWARD, FLAG_FIRST, FLAG_NO_SPLIT, N_STAGES, SEGMENT_BITS, SYNC_WAIT
 
 MAX_BINS = 300
@@ -308,8 +308,8 @@ class Steps:
         pieces = {rank: piece for rank in [*self._pending] if (piece := self._cut(rank, end)) is not None}
         members = [r for r in self.ranks if self._first_key[r] <= end and self.last_key[r] >= end]
         here = [piece for rank in members if (piece := pieces.get(rank)) is not None]
-        missing = sorted(set(range(expected)).difference(members))
-        window = align(here if len(here) == len(members) else [], expected, missing)
+        here = here if len(here) == len(members) else []
+        window = align(here, expected, missing_of(expected, members))
         if absurd(window, self._limits) is not None:
             fine = sane(window, self._limits)
             self.absurd += int((~fine).sum())

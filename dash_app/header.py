@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports.summary import moment
 from traceml_ray.reports.text import named
 
@@ -76,12 +77,14 @@ def state_text(board: Board, run: Run | None, state: str) -> str:
         return f"This session {ended}; nothing changes any more.{reading}"
     world = run.world if run else 0
     seen = sorted(run.ranks) if run else []
-    awaited = sorted(set(range(world)).difference(seen))
+    missing = missing_of(world, seen)
+    awaited = _ranks(missing, max(len(missing), world - len(seen))) if missing else ""
     if state == "waiting":
         who = f"{len(seen)} of {world or board.status.get('world_size') or 'the'} ranks have reported"
-        return f"Waiting for the first step: {who}." + (f" Awaited: {_ranks(awaited)}." if awaited else "")
+        return f"Waiting for the first step: {who}." + (f" Awaited: {awaited}." if awaited else "")
     silent = sorted(set(seen) - _heard(run)) if run else []
-    told = [f"awaited: {_ranks(awaited)}" if awaited else "", f"silent: {_ranks(silent)}" if silent else ""]
+    quiet = f"silent: {_ranks(silent, len(silent))}" if silent else ""
+    told = [f"awaited: {awaited}" if awaited else "", quiet]
     return "; ".join(["Training runs", *filter(None, told)]) + "."
 
 
@@ -104,6 +107,7 @@ def _heard(run: Run) -> set[int]:
     return run.reporting() | {rank for rank, stream in run.ranks.items() if stream.final}
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+def _ranks(ranks: Sequence[int], count: int) -> str:
+    """Return which ranks it is, `count` in all."""
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {count - 8} more" if count > 8 else "")
+    return f"rank{'s' * (count > 1)} {shown}"

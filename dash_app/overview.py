@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from traceml_ray.analysis.spread import MISSING, deviations, over_pct, quantiles, spread
+from traceml_ray.analysis.window import missing_of
 from traceml_ray.wire import STAGES
 
 from .events import events_of, node_of
@@ -128,7 +129,7 @@ def _goodput(run: Run) -> tuple[float | None, str]:
 
 def _heat(run: Run, columns: Columns, stage: int | None, middle: Array) -> dict[str, Any]:
     """Return the heatmap; in a very large job a row is a node: in each column, its slowest rank."""
-    absent = sorted(set(range(run.world)).difference(run.steps.ranks))
+    absent = missing_of(run.world, run.steps.ranks, _MAX_ROWS)
     labels = [*run.steps.nodes, *(node_of(run, rank) or UNHEARD for rank in absent)]
     ranks = [*run.steps.ranks, *absent]
     of = middle if stage is None else quantiles(columns.values, (0.5,))[0]

@@ -8,7 +8,7 @@ import secrets
 import socket
 from collections.abc import Iterable, Sequence
 from html import escape
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import SplitResult, quote, urlencode, urlsplit
 
 from flask import Flask, Response, redirect, request
 
@@ -123,7 +123,7 @@ class Guard:
         if request.method not in _METHODS:
             return _refusal(405, "There is nothing like that here.", Allow=", ".join(_METHODS))
         origin = request.headers.get("Origin")
-        if request.method == "POST" and origin is not None and urlsplit(origin).netloc != request.host:
+        if request.method == "POST" and origin is not None and _split(origin).netloc != request.host:
             return _refusal(403, "This request was made by another page.")
         if self._token is None or (request.method, request.path) in _OPEN:
             return None
@@ -146,7 +146,7 @@ class Guard:
 
     def _login(self) -> Response:
         """Take the token of the form."""
-        target = urlsplit(request.args.get("next", "/"))
+        target = _split(request.args.get("next", "/"))
         if self._knows(request.form.get("token", "")):
             return self._welcome(target.path, target.query)
         return _ask(_WRONG, target.path, target.query)
@@ -181,6 +181,14 @@ class Guard:
 def _same(given: str, expected: str) -> bool:
     """Compare in a time that says nothing of where they differ."""
     return hmac.compare_digest(given.encode(errors="replace"), expected.encode())
+
+
+def _split(url: str) -> SplitResult:
+    """Take a URL apart; what is none has no parts."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return urlsplit("")
 
 
 def _query_without_token() -> str:

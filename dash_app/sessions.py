@@ -65,8 +65,16 @@ def names(out: str) -> set[str]:
 
 def listed(out: str) -> list[dict[str, Any]]:
     """Return the sessions under `out`, newest first."""
-    folders = sorted(Path(out).glob(f"*/{DATABASE}"), key=lambda path: -path.stat().st_mtime_ns)
-    return [_entry(path.parent) for path in folders[:_MOST]]
+    files = sorted(Path(out).glob(f"*/{DATABASE}"), key=_changed, reverse=True)
+    return [_entry(path.parent) for path in files[:_MOST]]
+
+
+def _changed(path: Path) -> int:
+    """Return when a file was changed, in ns; 0 for one that has just been moved away."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _entry(folder: Path) -> dict[str, Any]:
@@ -115,8 +123,9 @@ def _summary(folder: Path) -> dict[str, Any]:
     path = folder / "summary.json"
     try:
         changed = path.stat().st_mtime_ns
-        if _known.get(path, (0, {}))[0] != changed:
-            _known[path] = changed, msgspec.to_builtins(read_json(path, _Summary))
+        known = _known.get(path)
+        if known is None or known[0] != changed:
+            known = _known[path] = changed, msgspec.to_builtins(read_json(path, _Summary))
     except (OSError, ValueError):
         return {}
-    return _known[path][1]
+    return known[1]

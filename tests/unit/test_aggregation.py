@@ -20,7 +20,12 @@ from hypothesis import strategies as st
 from sessions import SECOND, Clock, Rank, Relay, aggregation, check_ledger, confirmed, identity
 
 from traceml_ray import wire
+from traceml_ray.actors import aggregation as core
+from traceml_ray.actors import aggregator as actor
 from traceml_ray.actors.aggregation import Aggregation, finish_offline
+from traceml_ray.actors.config import ActorConfig
+from traceml_ray.actors.judging import MAX_UNKNOWN
+from traceml_ray.actors.membership import Membership
 from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool, write_spool
 from traceml_ray.store.session_file import SessionFile
@@ -540,3 +545,64 @@ def test_killed_at_any_moment_it_neither_loses_nor_doubles_a_row(tmp_path: Path)
         assert _steps(tmp_path, rank.identity.global_rank) == list(range(rank.produced))
     with SessionFile(tmp_path / "session.sqlite") as session:
         assert len(session.events()[0]) == 2 * relay.seq
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["unused", "its relay died before it said `stop`"])
+def test_an_actor_ends_itself_though_ray_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    aggregator, ended = aggregation(tmp_path), list[bool]()
+    config = ActorConfig("s", Settings(idle_ttl=0.01))
+    made = object.__new__(actor.Aggregator)  # what `__init__` asks of Ray is here
+    made._config, made._aggregation, made._held, made._node_id = config, aggregator, None, "n"
+    made._membership = Membership(config, aggregator.node_state, aggregator.errors)
+    made._stopping, made._closed = threading.Lock(), False
+
+    def no_answer(_: str) -> None:
+        raise ConnectionError("the GCS does not answer")
+
+    monkeypatch.setattr(actor, "find_relays", no_answer)
+    monkeypatch.setattr(actor, "end_myself", lambda: ended.append(True))
+    if closed:
+        assert wire.decode(made.finish(wire.encode(FINISH)), wire.Finished).ok
+    else:
+        aggregator._busy_ns -= SECOND
+    made._beat()
+    assert ended == [True]
+    assert made._closed and (tmp_path / "summary.json").is_file()
+    assert aggregator.errors == {"relays, end: ConnectionError": 1}
+
+
+def test_of_too_many_streams_nothing_is_taken_and_that_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, "MAX_STREAMS", 2)
+    aggregator, relay, ranks = aggregation(tmp_path), Relay(), [Rank(number, 3) for number in range(3)]
+    aggregator.ingest(relay.message(*(rank.batch(3) for rank in ranks)))
+    aggregator.ingest(relay.message(ranks[0].batch(3), lost=[ranks[2].stream], dropped={"x": 5}))
+    assert _ledger(aggregator, tmp_path)["stored"] == 9
+    assert aggregator.errors == {"too_many_streams": 3}
+
+
+def test_only_the_newest_streams_of_unknown_rank_are_kept_in_memory(tmp_path: Path) -> None:
+    aggregator, relay, rank = aggregation(tmp_path), Relay(), Rank(0, 1)
+    aggregator.ingest(relay.message(rank.batch(3)))
+    strangers = [Rank(0, 1, stream=f"stranger-{n}").batch(1, identity=None) for n in range(300)]
+    aggregator.ingest(relay.message(*strangers))
+    aggregator.judge()
+    streams = aggregator._writer.streams
+    held = [name for name, stream in streams.items() if aggregator._recent.last_key(stream.id) is not None]
+    assert held == [rank.stream, *(f"stranger-{n}" for n in range(300 - MAX_UNKNOWN, 300))]
+
+
+def test_a_job_said_to_be_huge_is_judged_and_reported_like_any_other(tmp_path: Path) -> None:
+    aggregator, relay, ranks = aggregation(tmp_path), Relay(), [Rank(number, 1 << 20) for number in (0, 1)]
+    aggregator.ingest(relay.message(*(rank.batch(60) for rank in ranks)))
+    aggregator.judge()
+    verdict = aggregator.verdict
+    assert verdict is not None and verdict.coverage == 2 / (1 << 20)
+    assert verdict.why.startswith(
+        "1,048,574 of 1,048,576 ranks do not report, the first of them ranks 2-65. Too few"
+    )
+    aggregator.finish(FINISH)
+    assert (tmp_path / "summary.json").stat().st_size < 50_000

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from played import Played
+from played import Played, PlayedSource
+from sessions import Clock, Rank, Relay, aggregation
 from unit.sample_windows import streams, synced
 
 from traceml_ray import wire
@@ -165,6 +166,19 @@ def test_missing_is_never_zero(played: Played) -> None:
     assert header["coverage_text"] == "6 of 8 ranks, 0 s old"
     nobody = board.view("rank", rank=7)
     assert (nobody["rank"], nobody["stages"]) == (None, {})
+
+
+def test_of_a_job_said_to_be_huge_the_lowest_missing_ranks_are_shown(tmp_path: Path) -> None:
+    aggregator, clock, relay = aggregation(tmp_path / "s"), Clock(), Relay()
+    board = Board(PlayedSource(aggregator), clock=clock)
+    ranks = [Rank(number, 1 << 20) for number in (0, 1)]
+    for _ in range(2):
+        aggregator.ingest(relay.message(*(rank.batch(20) for rank in ranks)))
+        assert aggregator.commit()
+        board.poll()
+    awaited = "awaited: ranks 2, 3, 4, 5, 6, 7, 8, 9 and 1048566 more."
+    assert board.view("header")["state_text"].lower().endswith(awaited)
+    assert board.view("overview")["heat"]["ranks"] in ([], [0, 2])
 
 
 def test_what_comes_late_is_put_where_it_belongs(played: Played) -> None:

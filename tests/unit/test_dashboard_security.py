@@ -149,6 +149,11 @@ def test_acting_needs_the_token_and_a_page_of_ours(closed: Server, opened: Serve
         assert server.ask("POST", path, "not json", **json, **who, Origin=ours).status == 400
 
 
+def test_an_origin_that_is_none_is_refused(opened: Server) -> None:
+    answer = opened.ask("POST", "/_dash-update-component", "{}", Origin="http://[")
+    assert answer.status == 403
+
+
 def test_a_token_in_the_address_is_swapped_for_a_cookie(closed: Server) -> None:
     answer = closed.ask("GET", f"/rank/3?run=a%26b&token={TOKEN}&stage=data&stage=")
     assert (answer.status, answer.getheader("Location")) == (303, "/rank/3?run=a%26b&stage=data&stage=")
@@ -188,6 +193,7 @@ ELSEWHERE = [
     "\\\\evil.example",
     "///evil.example",
     "/\\evil.example",
+    "//[",
 ]
 
 

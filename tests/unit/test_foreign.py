@@ -126,6 +126,16 @@ def test_a_live_json_with_a_path_that_is_none(tmp_path: Path, socket: str) -> No
         control.stop(tmp_path)
 
 
+def test_sessions_are_listed_though_one_is_moved_away_meanwhile_and_one_is_of_long_ago(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.utime(stored(tmp_path / "s") / "summary.json", (0, 0))
+    there = [tmp_path / name / "session.sqlite" for name in ("moved", "s")]
+    monkeypatch.setattr(Path, "glob", lambda *_: there)
+    found = sessions.listed(str(tmp_path))
+    assert [(entry["name"], entry["label"]) for entry in found] == [("s", "healthy"), ("moved", None)]
+
+
 @pytest.mark.parametrize("summary", ["[]", '{"verdict": 3}', '{"steps": {"median_ms": "x"}}', "[" * 100_000])
 def test_a_summary_of_somebody_else_is_none(tmp_path: Path, summary: str) -> None:
     (stored(tmp_path / "s") / "summary.json").write_text(summary)

@@ -207,20 +207,40 @@ def test_what_is_known_of_a_job_of_several_nodes() -> None:
 
 
 def test_folders_of_killed_launchers_are_swept_and_no_others(tmp_path: Path) -> None:
-    names = ("held", "dead", "young", "foreign", "session")
-    held, dead, young, foreign, session = (tmp_path / f"traceml-{name}" for name in names)
+    names = ("held", "dead", "young", "rows", "old-rows", "foreign", "session")
+    held, dead, young, rows, old, foreign, session = (tmp_path / f"traceml-{name}" for name in names)
     prepare(tmp_path, session.name).release()
-    for folder in (held, dead, young, foreign):
-        folder.mkdir()
+    for folder in (held, dead, young, rows, old, foreign):
+        folder.mkdir(mode=0o700)
         (folder / "relay.sock").touch()
-    for folder in (held, dead, young):
+    for folder in (held, dead, young, rows, old):
         os.close(folders.hold(folder))
-    for lock in (held / ".in-use", dead / ".in-use", session / ".lock"):
-        os.utime(lock, (1, 1))
+    for folder in (rows, old):
+        (folder / "a.spool").touch()
+    locks = [folder / ".in-use" for folder in (held, dead, rows, old)]
+    for file in (*locks, session / ".lock", old / "a.spool"):
+        os.utime(file, (1, 1))
     with (held / ".in-use").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         folders.sweep(tmp_path)
-    assert set(tmp_path.iterdir()) == {held, young, foreign, session}
+    assert set(tmp_path.iterdir()) == {held, young, rows, foreign, session}
+
+
+def test_a_folder_that_others_can_reach_is_not_held(tmp_path: Path) -> None:
+    opened, link, own = tmp_path / "opened", tmp_path / "link", tmp_path / "own"
+    opened.mkdir()
+    opened.chmod(0o777)
+    os.close(folders.hold(own))
+    link.symlink_to(own)
+    for folder in (opened, link):
+        assert not folders.is_private(folder)
+        with pytest.raises(OSError, match="only this user can enter"):
+            folders.hold(folder)
+    (own / ".in-use").unlink()
+    (own / ".in-use").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic links"):
+        folders.hold(own)
+    assert {path.name for path in tmp_path.rglob("*")} == {"opened", "link", "own", ".in-use"}
 
 
 def test_no_port_of_ours_is_where_ray_workers_are() -> None:

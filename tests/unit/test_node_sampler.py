@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from traceml_ray.actors.node_sampler import NodeSampler, SamplerThread, xid_events
-from traceml_ray.wire import GpuProcess, GpuSample
+from traceml_ray.wire import GpuProcess, GpuSample, NodeSample
 
 SECOND = 1_000_000_000
 
@@ -353,3 +353,20 @@ def test_a_sample_of_the_thread_is_given_out_once() -> None:
         pass
     assert sample.t_ns > 0
     assert thread.latest() is None
+
+
+class Stumbling(NodeSampler):
+    """Its first sample goes wrong."""
+
+    def sample(self, t_ns: int) -> NodeSample:
+        if not self.errors["sample: ZeroDivisionError"]:
+            raise ZeroDivisionError
+        return super().sample(t_ns)
+
+
+def test_a_sample_that_goes_wrong_is_counted_and_the_next_one_taken() -> None:
+    thread = SamplerThread(Stumbling(NoDriver()), interval=0.001)
+    while thread.latest() is None:
+        pass
+    assert thread.errors["sample: ZeroDivisionError"] == 1
+    thread.close()

@@ -11,9 +11,13 @@ from hypothesis import strategies as st
 from sessions import Clock, Rank, Relay, aggregation, ask, check_ledger, told
 
 from traceml_ray import wire
+from traceml_ray.actors import membership
 from traceml_ray.actors.aggregation import Aggregation
+from traceml_ray.actors.config import ActorConfig
+from traceml_ray.errors import Errors
 from traceml_ray.reports.status import render_status
 from traceml_ray.reports.text import render
+from traceml_ray.settings import Settings
 from traceml_ray.store.nodes import Node, label_nodes
 from traceml_ray.store.session_file import SessionFile
 
@@ -173,3 +177,54 @@ def test_labels_tell_nodes_apart_as_briefly_as_they_can(places: dict[str, tuple[
         assert len(same) == len(short)
         assert (labels[node.node_id] == node.hostname) == (len(name) == 1)
         assert (node.node_id[:8] in labels[node.node_id]) == (len(place) > 1)
+
+
+class Cluster:
+    """A cluster of one node, whose relay has its name for `lasts` looks after it was made."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        self.lasts = 1
+        self.made: list[float] = []
+        self._left = 0
+        self.errors = Errors()
+        node = {"NodeID": "n", "Alive": True, "NodeManagerHostname": "host-n", "NodeManagerAddress": "a"}
+        monkeypatch.setattr(membership, "cluster_nodes", lambda: [node])
+        monkeypatch.setattr(membership, "relay_nodes", lambda _: {"n"} if self._left > 0 else set())
+        monkeypatch.setattr(membership, "ensure_relay", self._make)
+        config = ActorConfig("s", Settings())
+        self._looks = membership.Membership(config, lambda *_: None, self.errors, lambda: self.now)
+
+    def _make(self, *_: Any) -> None:
+        self.made.append(self.now)
+        self._left = self.lasts
+
+    def look(self, seconds: float, *, asked: bool = False) -> None:
+        for _ in range(int(seconds / membership.LOOK_S)):
+            self._looks._look(asked)
+            self._left -= 1
+            self.now += membership.LOOK_S
+
+
+def test_where_no_relay_stays_one_is_made_less_and_less_often_and_that_is_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster(monkeypatch)
+    cluster.look(7200)
+    waits = [after - before for before, after in zip(cluster.made, cluster.made[1:], strict=False)]
+    assert waits == [2, 4, 8, 16, 32, 64, 128, 256, *[300] * (len(waits) - 8)]
+    assert cluster.errors == {"relay: none on host-n": 1}
+    before = len(cluster.made)
+    cluster.look(100, asked=True)
+    assert len(cluster.made) <= before + 1, "they ask every second"
+
+
+def test_a_relay_that_was_killed_is_made_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch)
+    cluster.lasts = 100
+    cluster.look(3000)
+    assert cluster.made == [1000 + 200 * n for n in range(15)]
+    cluster.lasts = 1
+    cluster.look(30, asked=True)
+    assert cluster.made[15:] == [4000, 4002, 4004, 4006, 4008], "whoever finds none may ask, but not for ever"
+    assert cluster.errors == {"relay: none on host-n": 1}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from traceml_ray.actors import processes
+from traceml_ray.actors.node_sampler import NodeSampler
 
 
 @pytest.mark.parametrize(
@@ -48,6 +51,18 @@ def test_a_process_that_is_not_there() -> None:
     assert (processes.state(gone), processes.exit_code(gone)) == (None, None)
     assert processes.state(os.getpid()) == "running"
     assert processes.exit_code(os.getpid()) is None
+
+
+def test_a_name_cut_in_the_middle_of_a_character() -> None:
+    code = "import ctypes; ctypes.CDLL(None).prctl(15, b'\\xe7\\xb1\\xbb\\xe5'); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert processes.state(process.pid) in ("running", "sleeping")
+        assert NodeSampler()._family(process.pid)[1][0] == os.getpid()
+        process.communicate(b"\n")
 
 
 def test_without_py_spy_there_is_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

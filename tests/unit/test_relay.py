@@ -24,6 +24,8 @@ from hypothesis import strategies as st
 from sessions import NoSamples
 
 from traceml_ray import wire
+from traceml_ray.actors import peers
+from traceml_ray.actors import relay as core
 from traceml_ray.actors.outbox import Outbox
 from traceml_ray.actors.relay import FINISH_S, NODES_S, RESEND_S, SIGN_S, STUCK_S, TICK_S, Relay
 from traceml_ray.identity import RankIdentity
@@ -397,6 +399,57 @@ def test_the_last_packets_of_a_rank_that_read_no_reply_are_not_lost(bench: Bench
     assert bench.aggregator.seqs("a") == [0, 1, 2]
 
 
+def test_who_sends_without_end_holds_up_nobody_and_its_last_packets_are_read_at_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_AT_ONCE", 4)
+    with bench.connect() as sock:
+        bench.relay.turn(5)
+        for seq in range(6):
+            sock.send(rank_batch("a", seq))
+        bench.relay.turn(5)
+        assert bench.relay._streams["a"].seq == 3
+        bench.relay.turn(5)
+        assert bench.relay._streams["a"].seq == 5
+    run_rank(bench, [rank_batch("b", seq) for seq in range(10)], "die")
+    bench.until(lambda: bench.aggregator.lost() == ["b"])
+    assert bench.aggregator.seqs("b") == list(range(10))
+
+
+V1_STEP = {"step": 1, "events": {"_traceml_internal:step_time": {"cpu": {"duration_ms": 9.0, "n_calls": 1}}}}
+V1_ROWS = {"rank": 0, "sampler": "StepTimeSampler", "tables": {"StepTimeTable": [V1_STEP]}}
+
+
+def test_one_stream_too_many_is_refused_by_every_way_until_one_has_ended(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, "MAX_STREAMS", 2)
+    for stream in "ab":
+        bench.relay.take(rank_batch(stream, 0))
+    with pytest.raises(wire.WireError, match="too_many_streams"):
+        bench.relay.take(rank_batch("c", 0))
+    with pytest.raises(wire.WireError, match="too_many_streams"):
+        bench.relay.take(msgspec.msgpack.encode(V1_ROWS))
+    write_spool(bench.spool / "c.spool", [rank_batch("c", 0)])
+    assert not bench.relay.flush(0)
+    with bench.connect() as sock:
+        sock.setblocking(False)
+        bench.relay.turn(5)
+        sock.send(rank_batch("c", 0))
+        bench.relay.turn(5)
+        with pytest.raises(BlockingIOError):
+            sock.recv(1 << 16)
+    bench.relay.take(rank_batch("b", 1, final=True))
+    bench.relay.take(rank_batch("d", 0))
+    bench.tick(2)
+    assert {batch.stream for batch in bench.aggregator.batches()} == {"a", "b", "d"}
+    assert bench.aggregator.errors() == {
+        "too_many_streams from a caller": 2,
+        "spool: too_many_streams": 1,
+        f"too_many_streams from pid {os.getpid()}": 1,
+    }
+
+
 RANK = """
 import os, socket, sys, time
 sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -718,6 +771,21 @@ def test_a_relay_that_ends_takes_its_socket_along_and_its_own_folder_if_nothing_
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def test_a_spool_is_taken_as_far_as_it_can_be_and_read_once() -> None:
+    folder = Path(tempfile.mkdtemp(prefix="tr-"))
+    bench = Bench(folder, spool=folder)
+    write_spool(folder / "a.spool", [rank_batch("a", 0), b"\xc1junk", rank_batch("a", 1)])
+    (folder / "b.spool").mkdir()
+    bench.tick(40)
+    assert bench.aggregator.seqs("a") == [0, 1]
+    assert [path.name for path in folder.glob("*.spool")] == ["b.spool"]
+    bench.relay.take(rank_batch("c", 0))
+    bench.tick(2)
+    assert bench.aggregator.errors() == {"spool: garbage": 1, "spool: IsADirectoryError": 1}
+    bench.relay.close()
+    shutil.rmtree(folder)
+
+
 def test_a_relay_whose_aggregator_answers_is_not_unused(bench: Bench) -> None:
     bench.relay.take(rank_batch("a", 0))
     bench.tick()
@@ -727,6 +795,19 @@ def test_a_relay_whose_aggregator_answers_is_not_unused(bench: Bench) -> None:
     bench.aggregator.up = False
     bench.now += 1000
     bench.relay.turn()
+    assert bench.relay.stopped
+
+
+def test_a_caller_that_cannot_be_watched_does_not_keep_an_unused_relay(bench: Bench) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(60)
+    who = RankIdentity(0, 0, 0, 1, 1, 1, "host", None, "job", 0, ended.pid, "explicit")
+    batch = wire.decode(rank_batch("a", 0), wire.RankBatch)
+    bench.relay.take(wire.encode(msgspec.structs.replace(batch, identity=who)))
+    bench.tick(2)
+    assert not bench.relay.stopped and bench.aggregator.lost() == []
+    bench.now += 1000
+    bench.tick()
     assert bench.relay.stopped
 
 

@@ -22,7 +22,7 @@ from traceml_ray.analysis.history import RunJudge, judge_run
 from traceml_ray.analysis.parts import Rate, Rates, with_part
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess, judge
-from traceml_ray.analysis.window import Group, Window, align
+from traceml_ray.analysis.window import Group, Window, align, missing_of
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.wire import FLAG_COUPLED, FLAG_NO_PEERS, N_STAGES, SEGMENT_BITS, SYNC_WAIT
 
@@ -108,6 +108,12 @@ def test_what_one_group_lacks_hides_nobody_in_another() -> None:
     assert healthy.why == (
         "In the group of ranks 2 and 3: 1 of 3 ranks does not report: rank 4. Too few to judge by."
     )
+
+
+def test_missing_ranks_that_are_not_all_listed_are_nobodys() -> None:
+    rows = grouped(BALANCED, [(0, 65), (1, 65)])
+    window = replace(rows, expected=130, missing=tuple(missing_of(130, [0, 1])))
+    assert window.by_group()[0].missing == ()
 
 
 def test_ranks_of_which_nothing_is_known_are_one_group() -> None:

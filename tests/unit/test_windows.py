@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.sample_windows import streams
 
-from traceml_ray.analysis.window import RankRows, align
+from traceml_ray.analysis.window import MAX_MISSING, RankRows, align, missing_of
 from traceml_ray.wire import FLAG_FIRST, N_STAGES
 
 
@@ -55,6 +55,11 @@ def test_missing_ranks_do_not_hold_the_others_up():
     assert window.keys.tolist() == [1, 2]
     assert window.missing == (1, 3)
     assert window.coverage == 0.5
+
+
+def test_of_very_many_missing_ranks_the_lowest_are_listed():
+    assert missing_of(6, [4, 0, 1, 7]) == [2, 3, 5]
+    assert missing_of(1 << 20, range(3)) == list(range(3, 3 + MAX_MISSING))
 
 
 def test_first_rows_never_count():

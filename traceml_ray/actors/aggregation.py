@@ -37,6 +37,8 @@ from traceml_ray.store.writer import SessionWriter
 
 _SILENT_NS = 2_500_000_000
 """A relay that has said nothing for so long is not waited for at an end."""
+MAX_STREAMS = 1 << 17
+"""Streams of one session; of any more nothing is taken, and that is counted."""
 _STOPPED = {-2, -15, 130, 143}
 """Exit codes of a job that was stopped by SIGINT or SIGTERM."""
 
@@ -266,13 +268,14 @@ class Aggregation:
         for part in inner:
             self._take_rank(part, node_id)
         for name, rows in batch.dropped.items():
-            stream = writer.stream(name, now)
+            if (stream := self._stream(name, now)) is None:
+                continue
             before = stream.dropped_by_relay.get(batch.incarnation, 0)
             stream.dropped_by_relay[batch.incarnation] = max(rows, before)
             stream.produced = max(stream.produced, rows)
         for name in batch.lost:
-            stream = writer.stream(name, now)
-            stream.lost = not stream.final
+            if (stream := self._stream(name, now)) is not None:
+                stream.lost = not stream.final
         for event in batch.events:
             self._add_event(event, writer.streams.get(str(event.data.get("stream"))), node_id)
         if batch.sample is not None:
@@ -280,8 +283,8 @@ class Aggregation:
 
     def _take_rank(self, batch: wire.RankBatch, node_id: str | None) -> None:
         now, writer = self._clock(), self._writer
-        stream = writer.stream(batch.stream, now)
-        if batch.seq <= stream.last_batch:
+        stream = self._stream(batch.stream, now)
+        if stream is None or batch.seq <= stream.last_batch:
             return
         if batch.identity is not None:
             self._identify(stream, batch.identity, node_id)
@@ -297,6 +300,13 @@ class Aggregation:
             self._recent.add_detail(stream.id, detail)
         for event in batch.events:
             self._add_event(event, stream, node_id)
+
+    def _stream(self, name: str, now: int) -> Stream | None:
+        """Return the stream of that name, made when it is new; None where there are too many."""
+        if name not in self._writer.streams and len(self._writer.streams) >= MAX_STREAMS:
+            self.errors.count("too_many_streams")
+            return None
+        return self._writer.stream(name, now)
 
     def _add_event(self, event: wire.Event, stream: Stream | None, node_id: str | None) -> None:
         if event.kind != "standing":  # of use for a moment only

@@ -59,9 +59,8 @@ class Aggregator:
 
     def _beat(self) -> None:
         due = took = 0.0
-        while self._aggregation.idle_s() < self._config.settings.idle_ttl:
-            if self._closed:
-                return
+        idle_ttl = self._config.settings.idle_ttl
+        while not self._closed and self._aggregation.idle_s() < idle_ttl:
             try:
                 if time.monotonic() >= due:
                     due = time.monotonic() + COMMIT_S
@@ -72,9 +71,15 @@ class Aggregator:
             except Exception as error:  # without this thread nothing would be stored any more
                 self._aggregation.errors.note("beat", error)
             time.sleep(min(COMMIT_S, max(JUDGE_S, took / JUDGE_SHARE)))
-        with self._stopping:
-            self._stop()
-        end_myself()
+        if self._closed:  # whoever ended the session calls `stop`, if it still can
+            time.sleep(idle_ttl)
+        try:
+            with self._stopping:
+                self._stop()
+        except Exception as error:
+            self._aggregation.errors.note("stop", error)
+        finally:
+            end_myself()
 
     @ray.method(concurrency_group="ingest")
     def ingest(self, data: bytes, commit: bool = False) -> bytes:
@@ -127,10 +132,11 @@ class Aggregator:
         End the session: relays hand over what they hold, the files are written, and every actor of
         the session ends. Return Finished; this actor is gone a moment later.
         """
-        with self._stopping:
-            finished = self._stop()
-        threading.Timer(GOODBYE_S, end_myself).start()
-        return wire.encode(finished)
+        try:
+            with self._stopping:
+                return wire.encode(self._stop())
+        finally:
+            threading.Timer(GOODBYE_S, end_myself).start()
 
     def _stop(self) -> wire.Finished:
         self._membership.end()
@@ -158,12 +164,19 @@ class Aggregator:
         self._aggregation.close()
 
     def _ask_relays(self, method: str, *args: object) -> list[Any]:
-        """Call every relay, wait a little for those that were heard of lately; return their handles."""
-        relays = find_relays(self._config.session)
-        asked = {node: getattr(relay, method).remote(*args) for node, relay in relays.items()}
-        awaited = [ref for node, ref in asked.items() if not self._aggregation.is_silent(node)]
-        if awaited:
-            ray.wait(awaited, num_returns=len(awaited), timeout=FLUSH_S)
+        """
+        Call every relay, wait a little for those that were heard of lately; return the handles of all that
+        could be found.
+        """
+        relays: dict[str, Any] = {}
+        try:
+            relays = find_relays(self._config.session)
+            asked = {node: getattr(relay, method).remote(*args) for node, relay in relays.items()}
+            awaited = [ref for node, ref in asked.items() if not self._aggregation.is_silent(node)]
+            if awaited:
+                ray.wait(awaited, num_returns=len(awaited), timeout=FLUSH_S)
+        except Exception as error:  # the GCS does not answer
+            self._aggregation.errors.note(f"relays, {method}", error)
         return list(relays.values())
 
     def _about(self) -> dict[str, Any]:

@@ -9,12 +9,16 @@ import stat
 import time
 from pathlib import Path
 
+from traceml_ray.spool import SUFFIX
+
 PLACE = Path("/tmp")  # not TMPDIR: paths of sockets may not be long
 _PREFIX = "traceml-"
 _LOCK = ".in-use"
 """Not the name of a session's lock: a session may lie under /tmp too, and is nobody's to remove."""
 _AGE_S = 60.0
 """A folder this young may still be being made."""
+_ROWS_S = 86_400.0
+"""For so long, rows that could not be delivered are kept."""
 
 
 def hold(folder: Path) -> int:
@@ -23,8 +27,8 @@ def hold(folder: Path) -> int:
 
     Raises OSError when that cannot be, or when another process holds it.
     """
-    folder.mkdir(mode=0o700, exist_ok=True)
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    make_private(folder)
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.utime(lock)
@@ -34,13 +38,21 @@ def hold(folder: Path) -> int:
     return lock
 
 
+def make_private(folder: Path) -> None:
+    """Make `folder` for this user alone. Raises OSError when what is there is not so, or nothing can be."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not is_private(folder):
+        raise OSError(f"{folder} is not a folder that only this user can enter: make it 0700, or remove it")
+
+
 def is_private(folder: Path) -> bool:
-    """Return whether `folder` is there, of this user, and nobody else can enter it."""
+    """Return whether `folder` is there (not a link to one), of this user, and nobody else can enter it."""
     try:
-        status = folder.stat()
+        status = folder.lstat()
     except OSError:
         return False
-    return status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
+    ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    return ours and not stat.S_IMODE(status.st_mode) & 0o077
 
 
 def leave(folder: Path) -> None:
@@ -54,14 +66,16 @@ def leave(folder: Path) -> None:
 
 
 def sweep(where: Path = PLACE) -> None:
-    """Remove the folders of processes that were killed: nobody holds their lock."""
+    """Remove the folders of processes that were killed: nobody holds their lock. Young rows are kept."""
     for lock in where.glob(f"{_PREFIX}*/{_LOCK}"):
         try:
-            status = lock.lstat()
-            if status.st_uid != os.getuid() or time.time() - status.st_mtime < _AGE_S:
+            folder, now = lock.parent, time.time()
+            if not is_private(folder) or now - lock.lstat().st_mtime < _AGE_S:
+                continue
+            if any(now - rows.lstat().st_mtime < _ROWS_S for rows in folder.glob(f"*{SUFFIX}")):
                 continue
             with lock.open() as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
         except OSError:
             continue

@@ -17,7 +17,7 @@ from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.parts import Rates, rates, with_part
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.analysis.window import RankRows, align
+from traceml_ray.analysis.window import RankRows, align, missing_of
 from traceml_ray.errors import Errors
 from traceml_ray.reports.deaths import FATAL, culprit, deaths, headline
 from traceml_ray.settings import Settings
@@ -29,6 +29,8 @@ from traceml_ray.store.writer import SessionWriter
 
 MAX_LIVE = 16
 """Runs judged at the same time, the newest; of the others no rows are kept in memory."""
+MAX_UNKNOWN = 256
+"""Streams of which nobody has said who they are, the newest, that rows are kept of in memory."""
 MAX_FATAL = 4
 """Events of a kind that are kept of how one process died: it does so once, whatever it may say."""
 
@@ -102,7 +104,8 @@ class LiveJudge:
             runs = self.live_runs()
             labels = stream_labels(self._writer.nodes.values(), self._writer.streams.values())
             live = {stream.id for streams in runs.values() for stream in streams}
-            self._recent.keep(live | {s.id for s in self._writer.streams.values() if s.identity is None})
+            unknown = [s.id for s in self._writer.streams.values() if s.identity is None]
+            self._recent.keep(live.union(unknown[-MAX_UNKNOWN:]))
         for run, streams in runs.items():
             try:
                 self._judge(run, streams, labels)
@@ -122,7 +125,7 @@ class LiveJudge:
             deadline = self._clock() - int(limits.report_timeout_s * 1e9)
             live = [rank for rank, stream in ranks.items() if _reports(stream, deadline)]
             world = world_size(ranks, None)
-            missing = sorted(set(range(world)).difference(live))
+            missing = missing_of(world, live)
             seen = [(rank, ranks[rank].id, ranks[rank].stored) for rank in live]
             died = self._fatal or any(stream.lost for stream in streams)
             first = culprit(deaths([], self._fatal, streams)) if died else None
@@ -150,7 +153,8 @@ class LiveJudge:
             with self._writer.lock:  # rank by rank: a message never waits until all of them are copied
                 columns = self._recent.tail(stream.id, last, self.tail)
             rows.append(RankRows(rank, labels[stream.id], *columns, stream.group, stream.strategy))
-        window = align(rows, len(live) + len(missing), missing, last=limits.window_steps)
+        expected = world + sum(rank >= world for rank in live)
+        window = align(rows, expected, missing, last=limits.window_steps)
         verdict = with_part(state.judge.update(window), window, functools.partial(self._rates, ranks), limits)
         self._baselines.keep(run, state.judge.baseline)
         verdict = state.beside.look(verdict, ranks, labels)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
+from typing import Any
 
 from traceml_ray.actors.config import ActorConfig
 from traceml_ray.actors.making import ensure_relay
@@ -12,6 +15,14 @@ from traceml_ray.errors import Errors
 
 LOOK_S = 2.0
 """How often the cluster is looked at; a node that joins has its relay within twice that."""
+MOST_S = 300.0
+"""A relay that does not stay is made again after 2, 4, 8, … s, but after so many at most."""
+STAYS_S = 60.0
+"""A relay that is there so long after that has started; it has its name before."""
+AT_ONCE = 5
+"""So often in a row a relay is made at once when somebody has found none."""
+_TOLD = 3
+"""A relay that was made so often in a row and did not stay is told of: one alone may have been killed."""
 
 
 class Membership:
@@ -22,16 +33,24 @@ class Membership:
         config: of the session.
         tell: called with (node id, hostname, address, alive) when a node came or went, and once for each
             that was there, or gone, before.
-        errors: where a look that failed is counted.
+        errors: where a look that failed is counted, and a node on which no relay stays.
+        clock: monotonic seconds.
     """
 
     def __init__(
-        self, config: ActorConfig, tell: Callable[[str, str, str, bool], None], errors: Errors
+        self,
+        config: ActorConfig,
+        tell: Callable[[str, str, str, bool], None],
+        errors: Errors,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._errors = errors
         self._config = config
         self._tell = tell
         self._alive: dict[str, bool] = {}
+        self._made: dict[str, tuple[int, float]] = {}
+        """By node id: how often in a row its relay was made, and when it may be made again."""
         self._wake = threading.Event()
         self._ended = threading.Event()
         self._looking = threading.Lock()
@@ -52,21 +71,36 @@ class Membership:
             pass
 
     def _run(self) -> None:
+        asked = False
         while not self._ended.is_set():
             self._wake.clear()
             try:
                 with self._looking:
-                    self._look()
+                    self._look(asked)
             except Exception as error:  # the GCS does not answer: look again later
                 self._errors.note("membership", error)
-            self._wake.wait(LOOK_S)
+            asked = self._wake.wait(LOOK_S)
 
-    def _look(self) -> None:
+    def _look(self, asked: bool) -> None:
         named = relay_nodes(self._config.session)
         for node in cluster_nodes():
             node_id, alive = node["NodeID"], node["Alive"]
             if alive != self._alive.get(node_id):
                 self._alive[node_id] = alive
                 self._tell(node_id, node["NodeManagerHostname"], node["NodeManagerAddress"], alive)
-            if alive and node_id not in named and not self._ended.is_set():
+            if node_id in named:
+                if self._clock() > self._made.get(node_id, (0, math.inf))[1] + STAYS_S:
+                    del self._made[node_id]
+            elif alive and not self._ended.is_set() and self._is_due(node, asked):
                 ensure_relay(self._config, node_id)
+
+    def _is_due(self, node: dict[str, Any], asked: bool) -> bool:
+        """Return whether to make a relay now on a node that has none, and note that it is made."""
+        now = self._clock()
+        times, due = self._made.get(node["NodeID"], (0, now))
+        if now < due and not (asked and times < AT_ONCE):
+            return False
+        if times == _TOLD:
+            self._errors.count(f"relay: none on {node['NodeManagerHostname']}")
+        self._made[node["NodeID"]] = times + 1, now + min(LOOK_S * 2.0 ** min(times, 9), MOST_S)
+        return True

@@ -234,9 +234,10 @@ class NodeSampler:
         parents: list[int] = []
         while pid > 1 and len(parents) < _MAX_PARENTS:
             try:
-                head, _, tail = (self._proc / str(pid) / "stat").read_text().rpartition(")")
+                text = (self._proc / str(pid) / "stat").read_text(errors="replace")
             except OSError:
                 break
+            head, _, tail = text.rpartition(")")
             name = name or head.partition("(")[2]
             pid = int(tail.split()[1])
             parents.append(pid)
@@ -308,12 +309,14 @@ class SamplerThread:
         self._sampler = sampler
         self._interval = interval
         self._latest: NodeSample | None = None
+        self._lock = threading.Lock()
         self._ended = threading.Event()
         threading.Thread(target=self._run, name="traceml-node-sampler", daemon=True).start()
 
     def latest(self) -> NodeSample | None:
         """Return the newest sample, once."""
-        sample, self._latest = self._latest, None
+        with self._lock:
+            sample, self._latest = self._latest, None
         return sample
 
     def close(self) -> None:
@@ -322,7 +325,13 @@ class SamplerThread:
 
     def _run(self) -> None:
         while True:
-            if self._latest is None or not xid_events(self._latest):
-                self._latest = self._sampler.sample(time.time_ns())
+            try:
+                waiting = self._latest
+                if waiting is None or not xid_events(waiting):
+                    sample = self._sampler.sample(time.time_ns())
+                    with self._lock:
+                        self._latest = sample
+            except Exception as error:
+                self.errors[f"sample: {type(error).__name__}"] += 1
             if self._ended.wait(self._interval):
                 return self._sampler.close()

@@ -11,14 +11,17 @@ import os
 import selectors
 import socket
 import struct
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from traceml_ray.actors.folders import is_private
+from traceml_ray.actors.folders import make_private
 
 MAX_PATH_BYTES = 90
+_AT_ONCE = 64
+"""Packets of a process that are read before it is another's turn."""
 _PEERCRED = struct.Struct("3i")
 
 
@@ -111,7 +114,7 @@ class Peers:
             return
         peer = Peer(pid, sock)
         self._connected.add(peer)
-        self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(peer))
+        self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(peer, _AT_ONCE))
         try:
             self._watch(peer)
         except ProcessLookupError:  # it has ended; a child may still hold the connection
@@ -124,8 +127,11 @@ class Peers:
         peer.pidfd = os.pidfd_open(peer.pid)
         self._selector.register(peer.pidfd, selectors.EVENT_READ, lambda: self._process_gone(peer))
 
-    def _read(self, peer: Peer) -> None:
-        while peer.sock is not None:
+    def _read(self, peer: Peer, most: int = sys.maxsize) -> None:
+        """Read what a process has sent, at most so many packets."""
+        for _ in range(most):
+            if peer.sock is None:
+                return
             try:
                 data, _, flags, _ = peer.sock.recvmsg(self._max_packet)
             except BlockingIOError:
@@ -169,9 +175,7 @@ def listen(path: Path) -> socket.socket:
     """Return a listening socket at `path` (mode 0600), in a folder that only this user can enter."""
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
         raise OSError(f"socket path is longer than {MAX_PATH_BYTES} bytes: {path}")
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not is_private(path.parent):
-        raise OSError(f"{path.parent} can be entered by other users: make it 0700")
+    make_private(path.parent)
     _remove_stale(path)
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:

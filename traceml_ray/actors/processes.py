@@ -38,7 +38,7 @@ def exit_code(pid: int) -> int | None:
 def _stat(pid: int) -> list[str]:
     """Return the fields of /proc/<pid>/stat from the state on (the name before it may hold anything)."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return []
 
 
@@ -46,7 +46,7 @@ def memory_events(pid: int, root: Path = Path("/sys/fs/cgroup")) -> Path | None:
     """Return the file in which the kernel counts the out-of-memory kills of the process's cgroup."""
     found = None
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+        for line in Path(f"/proc/{pid}/cgroup").read_text(errors="replace").splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers == "":
                 files = [root / path.lstrip("/") / "memory.events", root / "memory.events"]

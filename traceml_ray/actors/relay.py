@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -45,6 +45,8 @@ STUCK_S = 2.0
 An aggregator that has stored nothing more for so long by then is stuck (half of it, if it was before): the
 launcher writes the files itself. One that has not said a word yet may still be starting.
 """
+MAX_STREAMS = 4096
+"""Processes of this node that report at the same time; what one more sends is refused."""
 SIGN_S = 0.5
 """How often whoever asked for the end is told that it is under way."""
 _MOST = wire.MAX_ITEMS // 2
@@ -141,6 +143,7 @@ class Relay:
         self._heard = self._progress = self._next_tick = clock()
         self._next_spool = clock()
         self._collected: list[Path] = []
+        self._unreadable: set[Path] = set()
         self._path = path
         self._peers = Peers(path, wire.MAX_BATCH_BYTES, self._packet, self._gone)
 
@@ -172,13 +175,18 @@ class Relay:
                 self._end()
             elif self._closing:
                 self._next_tick = now
-            elif now - self._heard > self._idle_ttl and not (self._peers.ranks_connected or self._callers):
+            elif now - self._heard > self._idle_ttl and not self._in_use():
                 self.stopped = True
             if now >= self._next_tick:
                 self._next_tick = now + (BUSY_S if self._tick(now) else TICK_S)
             if now >= self._next_spool:
                 self._next_spool = now + SPOOL_S
                 self._collect()
+
+    def _in_use(self) -> bool:
+        """Whether a process that reported still lives; one that cannot be watched has to call for that."""
+        watched = any(caller.pidfd is not None for caller in self._callers.values())
+        return watched or self._peers.ranks_connected
 
     def take(self, data: bytes, fresh: bool = True) -> bytes:
         """
@@ -194,17 +202,18 @@ class Relay:
                 return self._take_v1(data, None)
             try:
                 batch = wire.decode(data, wire.RankBatch, max_bytes=wire.MAX_BATCH_BYTES)
+                if not fresh and batch.stream not in self._streams:
+                    raise LookupError("this relay is another one than before")
+                pid = batch.identity.pid if batch.identity else None
+                reply = self._take(batch, data, pid)
             except wire.WireError as error:
                 self._errors.count(f"{error.reason} from a caller")
                 raise
-            if not fresh and batch.stream not in self._streams:
-                raise LookupError("this relay is another one than before")
-            if batch.identity is not None:
-                pid = batch.identity.pid
+            if pid is not None:
                 if pid not in self._callers:
                     self._callers[pid] = self._peers.watch(pid)
                 self._callers[pid].streams.add(batch.stream)
-            return self._take(batch, data, batch.identity.pid if batch.identity else None)
+            return reply
 
     def flush(self, timeout_s: float) -> bool:
         """
@@ -252,14 +261,18 @@ class Relay:
                 self._begin_end(peer, wire.decode(data, wire.Finish))
                 return
             batch = wire.decode(data, wire.RankBatch)
+            reply = self._take(batch, data, peer.pid)
         except wire.WireError as error:
             self._errors.count(f"{error.reason} from pid {peer.pid}")
             return
         peer.streams.add(batch.stream)
-        if not peer.send(self._take(batch, data, peer.pid)):  # a later reply acknowledges this one too
+        if not peer.send(reply):  # a later reply acknowledges this one too
             self._errors.count("reply not sent")
 
     def _take(self, batch: wire.RankBatch, data: bytes, pid: int | None = None) -> bytes:
+        """Take a batch, return RankReply. Raises `wire.WireError` where there are too many streams."""
+        if batch.stream not in self._streams and not self._has_room():
+            raise wire.WireError("too_many_streams")
         self._heard = self._clock()
         stream = self._streams.setdefault(batch.stream, _Stream())
         stream.heard = self._heard
@@ -274,6 +287,14 @@ class Relay:
         reply = wire.RankReply(wire.VERSION, batch.stream, stream.seq, self._commands, settled)
         return wire.encode(reply)
 
+    def _has_room(self) -> bool:
+        """Whether one more stream may begin; those that have said their last word make room."""
+        if len(self._streams) >= MAX_STREAMS:
+            for name in [name for name, stream in self._streams.items() if stream.final]:
+                del self._streams[name]
+                self._outbox.stored.pop(name, None)
+        return len(self._streams) < MAX_STREAMS
+
     def _take_v1(self, data: bytes, peer: Peer | None) -> bytes:
         """
         Take a message of version 1; whoever is connected reads no reply. Raises the last of what is refused
@@ -282,13 +303,16 @@ class Relay:
         reply, refused = b"", wire.WireError("malformed")
         pid = peer.pid if peer else None
         for found in self._v1.read(data, pid or 0, time.time_ns()):
-            if isinstance(found, wire.WireError):
-                self._errors.count(f"{found.reason} from {f'pid {pid}' if pid else 'a caller'}")
-                refused = found
+            try:
+                if isinstance(found, wire.WireError):
+                    raise found
+                reply = self._take(found, wire.encode(found), pid)
+            except wire.WireError as error:
+                self._errors.count(f"{error.reason} from {f'pid {pid}' if pid else 'a caller'}")
+                refused = error
                 continue
             if peer is not None:
                 peer.streams.add(found.stream)
-            reply = self._take(found, wire.encode(found), pid)
         if not (reply or peer):
             raise refused
         return reply
@@ -519,19 +543,25 @@ class Relay:
         if self._collected and self._all_stored():
             remove(self._collected)
             self._collected = []
-        self._collected += self._read_spool(besides=self._collected)
+        self._collected += self._read_spool(besides=self._unreadable.union(self._collected))
 
-    def _read_spool(self, besides: Sequence[Path] = ()) -> list[Path]:
-        """Take what agents left; return the files that can go once it is stored."""
+    def _read_spool(self, besides: Iterable[Path] = ()) -> list[Path]:
+        """Take what agents left, a bad frame is counted; return the files that can go once it is stored."""
         read = []
         found = set(self._spool.glob(f"*{SUFFIX}")) if self._spool else set()
         for path in sorted(found.difference(besides)):
             try:
-                for frame in read_spool(path):
-                    self._take(wire.decode(frame, wire.RankBatch), frame)
-                read.append(path)
-            except (OSError, wire.WireError) as error:
+                frames = read_spool(path)
+            except OSError as error:
                 self._errors.note("spool", error)
+                self._unreadable.add(path)
+                continue
+            for frame in frames:
+                try:
+                    self._take(wire.decode(frame, wire.RankBatch), frame)
+                except wire.WireError as error:
+                    self._errors.note("spool", error)
+            read.append(path)
         return read
 
     def salvage(self) -> None:

@@ -47,7 +47,7 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     busy_median_ms: float
     busy_p95_ms: float
     per_rank_median_ms: dict[int, float | None]
-    """Missing ranks are there, with `None`."""
+    """Missing ranks are there, with `None`; of very many, the lowest."""
     per_node_median_ms: dict[str, float]
     worst_rank: int | None
     worst_node: str | None

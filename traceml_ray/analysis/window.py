@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,6 +17,8 @@ Bool = npt.NDArray[np.bool_]
 Float = npt.NDArray[np.float64]
 Group = tuple[int, int]
 """Ranks that exchange gradients with each other: the lowest of them, and how many they are."""
+MAX_MISSING = 64
+"""Missing ranks that are listed; how many they are is known from the size of the job."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,9 @@ class Window:
     The steps that every live rank reported, in order.
 
     `keys` (K,), `ranks` (R,) ascending, `nodes` one label per rank, `d` int64 ns (K, R, 6),
-    `flags` uint8 (K, R). `expected` is the world size, `missing` the ranks that do not report,
-    `lacking` (G,) the keys inside the window's range that some live rank lacks. `groups` has one
-    entry per rank, see `RankRows`, `strategies` all that occur.
+    `flags` uint8 (K, R). `expected` is the world size, `missing` the ranks that do not report (of very
+    many, the lowest), `lacking` (G,) the keys inside the window's range that some live rank lacks.
+    `groups` has one entry per rank, see `RankRows`, `strategies` all that occur.
     """
 
     keys: Int64
@@ -113,16 +116,18 @@ class Window:
             return [self]
         rest = max(self.expected - sum(sizes), len(unknown))
         found, left = [], list(self.missing)
+        all_listed = len(left) >= self.expected - len(self.ranks)
         for (first, size), (following, _) in zip(known, [*known[1:], (1 << 62, 0)], strict=True):
             places = at[first, size]
             end = first + size
             compact = int(self.ranks[places[-1]]) < end <= following
-            gone = [rank for rank in left if first <= rank < end] if compact else left
+            gone = [rank for rank in left if (first <= rank < end if compact else all_listed)]
             gone = gone if len(gone) == size - len(places) else []
             left = [rank for rank in left if rank not in gone] if gone else left
             found.append(self._of(places, size, gone))
         if rest > 0:
-            found.append(self._of(unknown, rest, left if len(left) == rest - len(unknown) else []))
+            clear = all_listed and len(left) == rest - len(unknown)
+            found.append(self._of(unknown, rest, left if clear else []))
         return found
 
     def group_of(self, rank: int) -> Window:
@@ -141,6 +146,12 @@ class Window:
             missing=tuple(missing),
             groups=tuple(self.groups[place] for place in places),
         )
+
+
+def missing_of(world: int, live: Iterable[int], most: int = MAX_MISSING) -> list[int]:
+    """Return the ranks of a job of size `world` that are not `live`; of more than `most`, the lowest."""
+    known = frozenset(live)
+    return list(itertools.islice((rank for rank in range(world) if rank not in known), most))
 
 
 def align(

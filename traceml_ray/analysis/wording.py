@@ -137,7 +137,8 @@ def _whole_node(window: Window, places: Sequence[int]) -> str | None:
 
 def missing_ranks(window: Window) -> str:
     gone = max(window.expected - len(window.ranks), 0)
-    which = f": {_ranks(window.missing)}" if window.missing else ""
+    begin = ": " if len(window.missing) >= gone else ", the first of them "
+    which = f"{begin}{_ranks(window.missing)}" if window.missing else ""
     verb = "does" if gone == 1 else "do"
     return f"{gone:,} of {_count(window.expected, 'rank')} {verb} not report{which}. Too few to judge by."
 

@@ -23,7 +23,7 @@ from traceml_ray.analysis.history import RunJudge, judge_run
 from traceml_ray.analysis.parts import with_part
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.analysis.window import RankRows, Window, align
+from traceml_ray.analysis.window import RankRows, Window, align, missing_of
 from traceml_ray.reports.deaths import Death, culprit, deaths, headline
 from traceml_ray.reports.hangs import hangs, still_open
 from traceml_ray.reports.machines import Machines, witness
@@ -220,8 +220,7 @@ def _all_beside(spans: Sequence[Verdict], machines: Machines, rows: Sequence[Ran
 
 
 def _missing(read: _Read) -> list[int]:
-    reported = {rows.rank for rows in read.rows}
-    return [rank for rank in range(read.world_size) if rank not in reported]
+    return missing_of(read.world_size, (rows.rank for rows in read.rows))
 
 
 def _judged(read: _Read, baseline: Baseline | None = None) -> RunJudge | None:
