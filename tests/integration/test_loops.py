@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import pickle
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from integration import loops
-from torch import Tensor
+from torch import Tensor, nn
 
+import traceml_ray
+from traceml_ray.agent import bootstrap, ray_data, recorder
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import judge
 from traceml_ray.analysis.window import RankRows, align
@@ -175,7 +182,6 @@ def test_everything_is_put_back() -> None:
 
 def test_a_model_in_training_holds_nothing_of_ours(tmp_path: Path) -> None:
     import copy
-    import pickle
 
     job = loops.Job()
     job.instrumentation.install()
@@ -190,8 +196,58 @@ def test_a_model_in_training_holds_nothing_of_ours(tmp_path: Path) -> None:
         torch.save({"loss": loss}, tmp_path / "loss.pt")
         loss.backward()
         assert loss._backward_hooks is None
+        held = torch.save, torch.distributed.all_reduce
+        stored = pickle.dumps(held)
+        assert pickle.loads(stored) == held
     finally:
         job.instrumentation.remove()
+    assert pickle.loads(stored) == (torch.save, torch.distributed.all_reduce)
+
+
+class Calling(loops.Net):
+    """With a `__call__` of its own."""
+
+    def __call__(self, x: Tensor, more: float = 1.0) -> Tensor:
+        return super().__call__(x) * more  # type: ignore[no-any-return]
+
+
+def test_a_call_of_the_users_own_keeps_its_signature_and_one_put_over_ours_stays() -> None:
+    job, own = loops.Job(), Calling.__call__
+    signature = inspect.signature(Calling())
+    for theirs in (None, lambda *_: "theirs"):
+        job.instrumentation.roots.add(Calling())
+        assert Calling.__call__ is not own and inspect.signature(Calling()) == signature
+        if theirs is not None:
+            Calling.__call__ = theirs  # type: ignore[assignment]
+        job.instrumentation.remove()
+        assert Calling.__call__ is (theirs or own)
+    Calling.__call__ = own  # type: ignore[method-assign]
+
+
+def calls_of_ours(action: Callable[[], object]) -> int:
+    found: list[str] = []
+
+    def see(frame: Any, event: str, _: object) -> None:
+        if event == "call" and "/traceml_ray/" in frame.f_code.co_filename:
+            found.append(frame.f_code.co_name)
+
+    sys.setprofile(see)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return len(found)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nothing_of_ours_piles_up_in_a_graph_that_stays(watched_net: nn.Module) -> None:
+    one, both = watched_net(X).sum(), [watched_net(X).sum(), watched_net(X).mean()]
+    for backward in (
+        lambda: one.backward(retain_graph=True),
+        lambda: torch.autograd.backward(both, create_graph=True),
+    ):
+        first, *others = [calls_of_ours(backward) for _ in range(4)]
+        assert others == [first] * 3 and first > 1
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +291,96 @@ def test_errors_of_a_backward_are_torchs_own(watched_net: torch.nn.Module) -> No
     for wrong in (watched_net(X).detach().sum(), watched_net(X)):
         with pytest.raises(RuntimeError, match="grad"):
             wrong.backward()
+
+
+def test_what_a_generator_of_losses_raises_is_the_users_own() -> None:
+    def losses() -> Iterator[Tensor]:
+        yield torch.ones((), requires_grad=True) * 2
+        raise ZeroDivisionError("their own")
+
+    job = loops.Job()
+    job.instrumentation.errors.debug = False
+    job.instrumentation.install()
+    try:
+        with pytest.raises(ZeroDivisionError, match="their own"):
+            torch.autograd.backward(losses())  # type: ignore[arg-type]
+    finally:
+        job.instrumentation.remove()
+    assert not job.instrumentation.errors
+
+
+# -- what a script says itself -----------------------------------------------------------------------------
+
+
+@contextmanager
+def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[loops.Job]:
+    """A job that the calls of the API find."""
+    job = loops.Job()
+    agent = SimpleNamespace(recorder=job.recorder, instrumentation=job.instrumentation)
+    monkeypatch.setattr(bootstrap, "_agent", agent)
+    job.instrumentation.install()
+    try:
+        yield job
+    finally:
+        job.instrumentation.remove()
+        monkeypatch.setattr(bootstrap, "_agent", None)
+
+
+class Staged(loops.Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with traceml_ray.trace_step(self), traceml_ray.stage("first"):
+            hidden = self.first(x)
+        return hidden.mean() + sum(parameter.square().sum() for parameter in self.parameters())
+
+
+def test_a_forward_with_a_stage_and_its_parameters_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    def train() -> int:
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        net = Staged()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        compiled = torch.compile(net, fullgraph=True, backend=counter)
+        for _ in range(3):
+            compiled(X).backward()
+            optimizer.step()
+        return int(counter.frame_count)
+
+    with listening(monkeypatch):
+        assert train() == 1
+    assert train() == 1
+
+
+def test_a_mark_that_cannot_be_made_is_counted_and_the_script_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recorder, "LOCK_S", 0.01)
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with job.recorder._lock:
+            held.set()
+            release.wait(30)
+
+    with listening(monkeypatch) as job:
+        job.instrumentation.errors.debug = False
+        loops.plain(job)
+        steps = len(job.rows())
+        holder = threading.Thread(target=hold)
+        with traceml_ray.trace_step():
+            holder.start()
+            assert held.wait(30)
+        assert list(traceml_ray.watch([1, 2])) == [1, 2]
+        failed = job.instrumentation.failed
+        assert list(ray_data._TimedBatches([3], 0, job.recorder, failed)) == [3]
+        release.set()
+        holder.join(30)
+        loops.plain(job)
+        job.recorder.settle()
+        assert len(job.rows()) == steps, "the steps after it are cut by the optimizer"
+    errors = job.instrumentation.errors
+    assert errors.keys() == {f"{place}: TimeoutError" for place in ("trace_step", "watch", "ray_data")}
 
 
 # -- named parts -----------------------------------------------------------------------------------------
@@ -329,6 +475,41 @@ def test_checkpoints_collectives_and_stages_of_a_user_have_names(tmp_path: Path)
     checkpoint = found["checkpoint", "post_sync"]
     assert checkpoint.count == 2 * steps and checkpoint.total_ns > PLANTED_NS * steps
     assert job.details.open is None
+
+
+class Unsized(Tensor):
+    def numel(self) -> int:
+        raise RuntimeError("nobody knows")
+
+
+def test_of_a_collective_only_tensors_are_measured() -> None:
+    import torch.distributed as dist
+
+    job = loops.Job()
+    everything: list[object] = []
+    everything.append(everything)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        job.instrumentation.install()
+        model = job.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for batch in job.loader():
+            dist.all_gather([torch.ones(10)], torch.ones(10))
+            dist.all_gather_object([None], everything)
+            dist.broadcast_object_list([torch.ones(10)])
+            model(batch).mean().backward()
+            job.finish(optimizer)
+    finally:
+        job.instrumentation.remove()
+        dist.destroy_process_group()
+    found, steps = parts(job), loops.STEPS - 1
+    assert found["all_gather", "prepare"].bytes == 40 * steps
+    assert found["all_gather_object", "prepare"].count == steps
+    assert not found["all_gather_object", "prepare"].bytes
+    assert not found["broadcast_object_list", "prepare"].bytes
+    job.instrumentation.errors.debug = False
+    assert job.instrumentation.parts._largest([torch.ones(10), Unsized()]) == 40
+    assert job.instrumentation.errors == {"part: RuntimeError": 1}
 
 
 def test_a_collective_compiles_into_one_graph_as_before() -> None:

@@ -71,8 +71,8 @@ def sharded(job: loops.Job, mesh: Any) -> None:
     from torch.distributed.fsdp import fully_shard
 
     net = loops.Net(job.slow)
-    for module in (net.first, net):
-        fully_shard(module, mesh=mesh)
+    fully_shard(net.first, mesh=mesh)
+    fully_shard(module=net, mesh=mesh)
     train(job, net)
 
 
@@ -204,7 +204,8 @@ def test_tensor_parallel_layers_and_pipeline_stages_are_seen(strategy: str) -> N
         else:
             from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-            parallelize_module(net, dist.init_device_mesh("cpu", (1,)), {"first": ColwiseParallel()})
+            plan, mesh = {"first": ColwiseParallel()}, dist.init_device_mesh("cpu", (1,))
+            parallelize_module(module=net, device_mesh=mesh, parallelize_plan=plan)
         if "ddp" in strategy:
             nn.parallel.DistributedDataParallel(loops.Net())
         assert job.instrumentation.strategy == strategy and job.recorder.coupled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import subprocess
 import sys
@@ -464,6 +465,35 @@ def test_batches_of_batches_count_once(watched: Watched) -> None:
     for _ in outer.iter_torch_batches():
         watched.train()
     assert [row[DATA] for row in watched.rows()] == [50, 50]
+
+
+def test_a_model_in_training_goes_to_a_process_without_us(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    def sent_away() -> bytes:
+        class Net(torch.nn.Linear):
+            def __call__(self, x: Any) -> Any:
+                return super().__call__(x) + 1
+
+        class Outer(torch.nn.Sequential): ...
+
+        net = Outer(Net(2, 2))
+        watched.patches.roots.add(net)
+        watched.patches.roots._mark_class(Net)
+        torch.nn.init.zeros_(net[0].weight)
+        torch.nn.init.zeros_(net[0].bias)
+        stored = cloudpickle.dumps(net)
+        watched.patches.remove()
+        return stored
+
+    stored = sent_away()
+    gc.collect()  # else the class is found again that is still here
+    for name in [name for name in sys.modules if name.partition(".")[0] == "traceml_ray"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    found = pickle.loads(stored)
+    assert "__call__" in vars(type(found)) and found(torch.ones(2)).tolist() == [1, 1]
 
 
 def test_taken_out_ray_data_is_as_it_was() -> None:

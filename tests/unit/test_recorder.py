@@ -386,7 +386,7 @@ def test_trace_step_cuts_where_it_is_told() -> None:
     loop = Loop()
     recorder = loop.recorder
     for _ in range(2):
-        recorder.trace(True)
+        recorder.trace()
         for _ in range(2):
             loop.data(2)
             loop.forward(4)
@@ -394,7 +394,7 @@ def test_trace_step_cuts_where_it_is_told() -> None:
             recorder.peers = None
             loop.optimizer(1)
         recorder.close_traced()
-        recorder.trace(False)
+        recorder.manual = False
     recorder.close_traced()
     rows = loop.rows()
     assert [key >> SEGMENT_BITS for key, _, _ in rows if not key & 255] == [0, 1, 2]

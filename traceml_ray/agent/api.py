@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from traceml_ray.agent import bootstrap
-from traceml_ray.agent.ray_data import timed_next
+from traceml_ray.agent.rank_agent import RankAgent
+from traceml_ray.agent.ray_data import new_iterator, timed_next
 from traceml_ray.identity import RankIdentity, resolve
 from traceml_ray.settings import Settings
 
@@ -34,6 +35,7 @@ def attach(session: str | None = None, **who: Any) -> bool:
 
     Raises:
         IdentityError: ranks that contradict each other, or a rank without a world size.
+        ModuleNotFoundError: there is no torch.
         SettingError: a name that cannot be used.
         TypeError: a keyword that is none of these.
     """
@@ -70,6 +72,12 @@ def detach() -> None:
     bootstrap.stop()
 
 
+def _listening() -> RankAgent | None:
+    """Return this process's agent; None also while torch compiles: a mark is no part of a graph."""
+    agent = bootstrap.current()
+    return None if agent is None or sys.modules["torch"].compiler.is_dynamo_compiling() else agent
+
+
 @contextmanager
 def trace_step(model: Any = None) -> Generator[None]:
     """
@@ -78,7 +86,7 @@ def trace_step(model: Any = None) -> Generator[None]:
     The row closes at the end of the last backward inside the block. `model` is the module whose
     call starts the forward, where that cannot be learned from DDP, FSDP or the optimizer.
     """
-    agent = bootstrap.current()
+    agent = _listening()
     if agent is None:
         yield
         return
@@ -86,7 +94,7 @@ def trace_step(model: Any = None) -> Generator[None]:
     try:
         if model is not None and not any(root is model for root in agent.instrumentation.roots.modules()):
             agent.instrumentation.roots.add(model)
-        recorder.trace(True)
+        recorder.trace()
     except Exception as error:
         failed("trace_step", error)
     try:
@@ -94,15 +102,16 @@ def trace_step(model: Any = None) -> Generator[None]:
     finally:
         try:
             recorder.close_traced()
-            recorder.trace(False)
         except Exception as error:
             failed("trace_step", error)
+        finally:
+            recorder.manual = False
 
 
 @contextmanager
 def stage(name: str) -> Generator[None]:
     """Name a part of the step, `with traceml_ray.stage("tokenize"): …`; shown inside the stage it is in."""
-    agent = bootstrap.current()
+    agent = _listening()
     if agent is None:
         yield
         return
@@ -120,7 +129,7 @@ def watch(iterable: Iterable[T]) -> Iterator[T]:
     items = iter(iterable)
     agent = bootstrap.current()
     if agent is not None:
-        agent.recorder.new_iterator()
+        new_iterator(agent.recorder, agent.instrumentation.failed, "watch")
     while True:
         agent = bootstrap.current()
         try:

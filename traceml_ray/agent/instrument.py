@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -77,8 +78,8 @@ class Instrumentation:
         self._data_parallel = ""
         self._model_parallel: set[str] = set()
         self.roots = Roots(recorder, self.failed)
+        self._learning = True
         self._undo: list[Callable[[], None]] = []
-        self._stop_learning: Callable[[], None] | None = None
         self._ddp: list[Any] = []
 
     def failed(self, place: str, error: BaseException) -> None:
@@ -139,10 +140,12 @@ class Instrumentation:
             if self.errors.debug:
                 raise
 
-    def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
+    def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         original = getattr(owner, name)
         stored = owner.__dict__.get(name, original)  # how it is bound: not all that is callable is a function
         wrapper = functools.wraps(original)(make(original))
+        if isinstance(owner, types.ModuleType):  # where pickle finds the wrapper, and without us the original
+            wrapper.__module__, wrapper.__qualname__ = owner.__name__, name
         setattr(owner, name, wrapper)
 
         def restore() -> None:
@@ -151,16 +154,15 @@ class Instrumentation:
                 setattr(owner, name, stored)
 
         self._undo.append(restore)
-        return restore
 
     def _then(self, place: str, action: Callable[[Any, dict[str, Any]], None]) -> Callable[[Any], Any]:
-        """Return what makes a wrapper that calls the original, then `action(first argument, keywords)`."""
+        """Return what makes a wrapper that calls the original, then `action(self or module, keywords)`."""
 
         def make(original: Any) -> Any:
-            def call(first: Any, *args: Any, **kwargs: Any) -> Any:
-                result = original(first, *args, **kwargs)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                result = original(*args, **kwargs)
                 try:
-                    action(first, kwargs)
+                    action(args[0] if args else kwargs["module"], kwargs)
                 except Exception as error:
                     self.failed(place, error)
                 return result
@@ -272,10 +274,10 @@ class Instrumentation:
         carrier = torch.zeros(())
         carrier._backward_hooks = OrderedDict({0: first_gradient})
 
-        def hook(tensors: Any) -> None:
-            for root in tensors if isinstance(tensors, (list, tuple)) else (tensors,):
-                if isinstance(root, tensor_type) and root.grad_fn is not None:
-                    root.grad_fn._register_hook_dict(carrier)
+        def nodes(tensors: Any) -> list[Any]:
+            roots = tensors if isinstance(tensors, (list, tuple)) else (tensors,)
+            found = [root.grad_fn for root in roots if isinstance(root, tensor_type)]
+            return [node for node in found if node is not None]
 
         def make(original: Any) -> Any:
             _expect(original, BACKWARD_ARGUMENTS)
@@ -291,7 +293,10 @@ class Instrumentation:
                 nonlocal queued
                 if is_compiling():
                     return original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+                if type(tensors) is not tensor_type and hasattr(type(tensors), "__next__"):
+                    tensors = tuple(tensors)  # it can be read only once, and what it raises is the user's
                 written = began = ok = False
+                handles: Any = ()
                 try:
                     me = get_ident()
                     written = me == recorder.ready and len(log) < SETTLE_AT
@@ -303,12 +308,13 @@ class Instrumentation:
                         began = backward_begin()
                     if written or began:
                         queued = False
-                        if type(tensors) is tensor_type and tensors.grad_fn is not None:
+                        if retain_graph or create_graph:  # the graph stays: nothing of ours may pile up in it
+                            handles = [node.register_prehook(first_gradient) for node in nodes(tensors)]
+                        elif type(tensors) is tensor_type and tensors.grad_fn is not None:
                             tensors.grad_fn._register_hook_dict(carrier)
                         else:
-                            if hasattr(tensors, "__next__"):
-                                tensors = tuple(tensors)  # a generator can be read only once
-                            hook(tensors)
+                            for node in nodes(tensors):
+                                node._register_hook_dict(carrier)
                 except Exception as error:
                     failed("backward", error)
                 try:
@@ -320,6 +326,8 @@ class Instrumentation:
                 finally:
                     queued = True
                     try:
+                        for handle in handles:
+                            handle.remove()
                         if written and ok:
                             peers = recorder.peers
                             append(BACKWARD_END if peers is None or not peers() else SYNCED_BACKWARD_END)
@@ -354,7 +362,7 @@ class Instrumentation:
             if is_compiling():
                 return
             try:
-                if self._stop_learning is not None:
+                if self._learning:
                     self._learn(optimizer)
                 began = get_ident() == recorder.ready
                 if began:
@@ -408,29 +416,32 @@ class Instrumentation:
     # -- who is the root, and who are its peers ----------------------------------------------------
 
     def _patch_parameters(self) -> None:
-        """Until the first optimizer step: see whose parameters are asked for, to know the root module."""
-        from torch.nn import Module
+        """
+        Until the first optimizer step: see whose parameters are asked for, to know the root module.
 
-        note, failed = self.roots.note_owner, self.failed
+        The wrapper stays beyond that: what was compiled with it would be compiled again without it.
+        """
+        import torch
+
+        note, failed, is_compiling = self.roots.note_owner, self.failed, torch.compiler.is_dynamo_compiling
 
         def make(original: Any) -> Any:
             def named_parameters(module: Any, *args: Any, **kwargs: Any) -> Any:
                 try:
-                    note(module)
+                    if not is_compiling() and self._learning:
+                        note(module)
                 except Exception as error:
                     failed("forward", error)
                 return original(module, *args, **kwargs)
 
             return named_parameters
 
-        self._stop_learning = self._replace(Module, "named_parameters", make)
+        self._replace(torch.nn.Module, "named_parameters", make)
 
     def _learn(self, optimizer: Any) -> None:
-        assert self._stop_learning is not None
-        self._stop_learning()
+        self._learning = False
         if not len(self.roots):
             self.roots.learn(optimizer)
-        self._stop_learning = None
 
     def _patch_ddp(self) -> None:
         import torch

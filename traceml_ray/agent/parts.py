@@ -9,7 +9,7 @@ monitor came stays as it was, and is not timed. DDP exchanges gradients without 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from threading import get_ident
 from typing import Any
 
@@ -149,8 +149,9 @@ class Parts:
         return make
 
     def _collective(self, op: str) -> Make:
-        import torch
         from torch.compiler import is_dynamo_compiling
+
+        sized = not op.endswith(("_object", "_object_list"))  # objects have no size before they are pickled
 
         def make(original: Any) -> Any:
             parameters = list(inspect.signature(original).parameters)
@@ -170,19 +171,25 @@ class Parts:
                 finally:
                     self._communicates = False
                     self._recorder.sync_end(blocks)
-                    self.end(begun, max(map(_size, (*args, *kwargs.values())), default=0))
+                    self.end(begun, self._largest((*args, *kwargs.values())) if sized else 0)
 
             return collective
 
-        tensor_type = torch.Tensor
-
-        def _size(value: Any) -> int:
-            """Bytes of a tensor or of a list of tensors: of a collective's buffers the largest counts."""
-            if isinstance(value, tensor_type):
-                return int(value.numel() * value.element_size())
-            return sum(map(_size, value)) if type(value) in (list, tuple) else 0
-
         return make
+
+    def _largest(self, values: Iterable[Any]) -> int:
+        """Return the bytes of the largest of a collective's buffers: a tensor, or a list of tensors."""
+        import torch
+
+        largest = 0
+        try:
+            for value in values:
+                buffer = value if type(value) in (list, tuple) else (value,)
+                tensors = [one for one in buffer if isinstance(one, torch.Tensor)]
+                largest = max(largest, sum(one.numel() * one.element_size() for one in tensors))
+        except Exception as error:
+            self._failed("part", error)
+        return largest
 
 
 def _named(op: str, group: Any) -> str:

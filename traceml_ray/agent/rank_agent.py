@@ -35,6 +35,7 @@ from traceml_ray.settings import Settings
 CLOSE_WAIT_S = 0.3
 """Longest wait at the end of the process for the relay to confirm the last batch."""
 CONFIRM_POLL_S = 0.005
+SETTLE_S = 1.0
 _TOLD_BYTES = 28 * 1024
 """Of events and named parts in one batch; the rest of them waits for the next one."""
 _FIXED_BYTES = 7 * 1024
@@ -107,9 +108,14 @@ class RankAgent:
     # -- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._closing.wait(self.settings.interval):
+        due = time.monotonic() + self.settings.interval
+        while not self._closing.wait(max(0.0, min(SETTLE_S, due - time.monotonic()))):
+            if time.monotonic() < due:  # however long the interval: what is written down stays short
+                self.guard("settle", self.recorder.settle)
+                continue
             self.guard("tick", self.tick)
             self._cpu_ns = time.thread_time_ns()
+            due = time.monotonic() + self.settings.interval
         self.guard("close", self._finish)
 
     def guard(self, place: str, action: Callable[[], _T]) -> _T | None:

@@ -60,7 +60,7 @@ class _TimedBatches(_Timed):
 class _TimedIterator(_Timed):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._traceml_recorder.new_iterator()
+        new_iterator(self._traceml_recorder, self._traceml_failed, "ray_data")
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -68,6 +68,14 @@ class _TimedIterator(_Timed):
     def __next__(self) -> Any:
         inner, recorder = self._traceml_inner, self._traceml_recorder
         return timed_next(inner, self, recorder, self._traceml_failed, "ray_data")
+
+
+def new_iterator(recorder: Recorder, failed: Failed, place: str) -> None:
+    """Tell the recorder that an iterator was made."""
+    try:
+        recorder.new_iterator()
+    except Exception as error:
+        failed(place, error)
 
 
 def timed_next(items: Iterator[Any], loader: Any, recorder: Recorder, failed: Failed, place: str) -> Any:

@@ -106,11 +106,11 @@ class Recorder:
 
     __slots__ = (
         *("_acc", "_before_sync", "_before_wait", "_collated", "_cost_ns", "_evaluation", "_foreign_ns"),
-        *("_last_iterator", "_last_loader", "_lock", "_manual", "_mark", "_optimizer", "_pending"),
+        *("_last_iterator", "_last_loader", "_lock", "_mark", "_optimizer", "_pending"),
         *("_pending_flags", "_pending_synced", "_resume", "_size", "_split", "_stage", "_step"),
         *("_step_in_backward", "_train_loaders", "_waited", "_waits", "_weighed", "_workers", "_written"),
-        *("_written_ns", "clock", "coupled", "depth", "first", "last", "log", "now", "owner", "parts"),
-        *("peers", "ready", "ring", "segment", "thread", "usual_iterator", "weigh"),
+        *("_written_ns", "clock", "coupled", "depth", "first", "last", "log", "manual", "now", "owner"),
+        *("parts", "peers", "ready", "ring", "segment", "thread", "usual_iterator", "weigh"),
     )
 
     def __init__(self, ring: StepRing, clock: Callable[[], int] = perf_counter_ns) -> None:
@@ -137,7 +137,8 @@ class Recorder:
         """Does the backward that ends now exchange gradients? None: nobody to exchange with."""
         self.coupled = False
         """Waits for peers cannot be told apart inside forward and backward (on a device, tensor parallel)."""
-        self._manual = False
+        self.manual = False
+        """Steps are cut by `trace_step`, not by the optimizer."""
         self.segment = 0
         self.parts = Stretches()
         """The named parts; they go to `parts.details` once it is known which row they are of."""
@@ -421,7 +422,7 @@ class Recorder:
             flags |= FLAG_COUPLED
         self._pending_flags, self._pending_synced, self._pending = flags, synced, self._acc
         self._acc = [0, 0, 0, 0, 0, 0]
-        if self._step_in_backward and not self._manual:
+        if self._step_in_backward and not self.manual:
             self._close_step()
 
     def sync_begin(self) -> bool:
@@ -472,7 +473,7 @@ class Recorder:
     def _optimizer_begin(self) -> None:
         self._end_evaluation()
         self.parts.drop(self._optimizer)  # GradScaler has skipped it
-        if self._pending is not None and not self._manual:
+        if self._pending is not None and not self.manual:
             self._close_step()
         if self._stage != POST_SYNC:
             self._to(POST_SYNC)
@@ -488,13 +489,13 @@ class Recorder:
         if self._optimizer is not None:
             self._end_part(self._optimizer)
             self._optimizer = None
-        if self._pending is not None and not self._manual and not self.depth:
+        if self._pending is not None and not self.manual and not self.depth:
             self._close_step()
 
     @_at_once
-    def trace(self, manual: bool) -> None:
-        """Have steps cut by `trace_step` (`manual`), or by the optimizer."""
-        self._manual = manual
+    def trace(self) -> None:
+        """Have steps cut by `trace_step` from here on."""
+        self.manual = True
 
     @_at_once
     def close_traced(self) -> None:

@@ -9,6 +9,7 @@ of other classes pay nothing.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -18,14 +19,29 @@ from typing import Any
 from traceml_ray.agent.recorder import FORWARD_BEGIN, Recorder
 
 
+class _Ids(dict[int, weakref.ref[Any]]):
+    """
+    The roots by id, and all else of ours that a mark needs.
+
+    It is all that a marked class holds of us: where that is pickled by value, as one of `__main__` is, an
+    empty dict goes with it, and calls go straight through.
+    """
+
+    __slots__ = ("ours",)
+
+    ours: tuple[Recorder, Callable[[int], None], Callable[[], int], Callable[[str, BaseException], None]]
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return dict, ()
+
+
 class Roots:
     """The root modules of this process (usually one) and the classes that carry the mark."""
 
     def __init__(self, recorder: Recorder, fail: Callable[[str, BaseException], None]) -> None:
-        self._recorder = recorder
-        self._fail = fail
-        self._ids: dict[int, weakref.ref[Any]] = {}
-        self._classes: dict[Any, Any] = {}
+        self._ids = _Ids()
+        self._ids.ours = recorder, recorder.log.append, recorder.clock, fail
+        self._classes: dict[Any, tuple[Any, Any]] = {}
         self._seen: deque[weakref.ref[Any]] = deque(maxlen=16)
 
     def __len__(self) -> int:
@@ -72,7 +88,9 @@ class Roots:
 
     def restore(self) -> None:
         """Take the mark off every class."""
-        for cls, own in self._classes.items():
+        for cls, (own, marked) in self._classes.items():
+            if cls.__dict__.get("__call__") is not marked:
+                continue  # somebody's own since then: theirs stays
             if own is None:
                 del cls.__call__
             else:
@@ -83,30 +101,31 @@ class Roots:
     def _mark_class(self, cls: Any, root_id: Callable[[Any], int] = id) -> None:
         if cls in self._classes:
             return
-        self._classes[cls] = cls.__dict__.get("__call__")
-        cls.__call__ = self._marked(cls, self._classes[cls], root_id)
+        own = cls.__dict__.get("__call__")
+        cls.__call__ = marked = _marked(cls, own, root_id, self._ids)
+        self._classes[cls] = own, marked
 
-    def _marked(self, cls: Any, own: Any, root_id: Callable[[Any], int]) -> Any:
-        import torch
 
-        is_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
-        roots, fail = self._ids, self._fail
-        recorder, forward_begin = self._recorder, self._recorder.forward_begin
-        append, clock = recorder.log.append, recorder.clock
+def _marked(cls: Any, own: Any, root_id: Callable[[Any], int], roots: _Ids) -> Any:
+    """Return the `__call__` that marks calls of `roots`; no method, whose `super` holds its class."""
+    import torch
 
-        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it is that method
-            if not is_compiling() and root_id(self) in roots:
-                try:
-                    training = self.training and is_grad_enabled()
-                    if training and get_ident() == recorder.ready:
-                        append(FORWARD_BEGIN)
-                        append(clock())
-                    else:
-                        forward_begin(training)
-                except Exception as error:
-                    fail("forward", error)
-            if own is not None:
-                return own(self, *args, **kwargs)
-            return super(cls, self).__call__(*args, **kwargs)  # type: ignore[misc]
+    is_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 
-        return __call__
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it is that method
+        if not is_compiling() and root_id(self) in roots:
+            recorder, append, clock, fail = roots.ours
+            try:
+                training = self.training and is_grad_enabled()
+                if training and get_ident() == recorder.ready:
+                    append(FORWARD_BEGIN)
+                    append(clock())
+                else:
+                    recorder.forward_begin(training)
+            except Exception as error:
+                fail("forward", error)
+        if own is not None:
+            return own(self, *args, **kwargs)
+        return super(cls, self).__call__(*args, **kwargs)
+
+    return __call__ if own is None else functools.wraps(own)(__call__)
