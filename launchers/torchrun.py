@@ -37,6 +37,8 @@ from .nodes import read as read_nodes
 _PROGRAM = "python -m traceml_ray.launch"
 _MESSAGE_CHARS = 2000
 _COMMAND_CHARS = 1000
+_SECRET = re.compile(r"(key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
+_URL_LOGIN = re.compile(r"://[^/@\s]+@")
 _BARE = "--dashboard=\0"  # no argument can be that
 
 
@@ -211,10 +213,25 @@ def _settings(args: argparse.Namespace) -> Settings:
 def _info(args: argparse.Namespace, nodes: Nodes) -> dict[str, str | int | float | None]:
     return {
         "launcher": "torchrun",
-        "command": shlex.join([args.training_script, *args.training_script_args])[:_COMMAND_CHARS],
+        "command": _command([args.training_script, *args.training_script_args])[:_COMMAND_CHARS],
         "nnodes": nodes.count if nodes.fixed else None,
         "world_size": nodes.count * _world_size(args) if nodes.fixed else None,
     }
+
+
+def _command(words: Sequence[str]) -> str:
+    """Return the script and its arguments, without what is given to one that is named like a secret."""
+    told, hide = [], False
+    for word in words:
+        name, sign, _ = word.partition("=")
+        secret = _SECRET.search(name) is not None
+        if secret and sign:
+            word = f"{name}=***"
+        elif hide and not word.startswith("-"):
+            word = "***"
+        hide = secret and not sign and word.startswith("-")
+        told.append(_URL_LOGIN.sub("://***@", word))
+    return shlex.join(told)
 
 
 def _world_size(args: argparse.Namespace) -> int:

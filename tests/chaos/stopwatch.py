@@ -119,11 +119,11 @@ def stalls_s() -> float:
 
 def measured() -> Stopwatch:
     """Have every hook that is put in from now on timed."""
+    from traceml_ray.agent import roots as marks
     from traceml_ray.agent.instrument import Instrumentation
-    from traceml_ray.agent.roots import Roots
 
     watch = Stopwatch()
-    replace, install, marked = Instrumentation._replace, Instrumentation.install, Roots._marked
+    replace, install, marked = Instrumentation._replace, Instrumentation.install, marks._marked
 
     def replaced(self: Any, owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
         def timed(original: Any) -> Any:
@@ -141,13 +141,13 @@ def measured() -> Stopwatch:
             for key, hook in hooks.items():
                 hooks[key] = watch.outer("optimizer", hook)
 
-    def mark(self: Any, cls: Any, own: Any, root_id: Any) -> Any:
+    def mark(cls: Any, own: Any, root_id: Any, roots: Any) -> Any:
         theirs = own if own is not None else lambda self, *a, **k: super(cls, self).__call__(*a, **k)
-        return watch.outer("forward", marked(self, cls, watch.inner(theirs), root_id))
+        return watch.outer("forward", marked(cls, watch.inner(theirs), root_id, roots))
 
     Instrumentation._replace = replaced  # type: ignore[method-assign, assignment]
     Instrumentation.install = installed  # type: ignore[method-assign]
-    Roots._marked = mark  # type: ignore[method-assign]
+    marks._marked = mark
     return watch
 
 

@@ -254,3 +254,21 @@ def test_without_a_monitor_nothing_of_ours_is_made(monkeypatch: pytest.MonkeyPat
     assert torchrun.main(["--no-monitor", "--nnodes", "2", SCRIPT, "-x"]) == 0
     assert seen[0].training_script_args == ["-x"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_secrets_among_the_scripts_arguments_are_not_told() -> None:
+    words = [
+        "--api-key",
+        "hush1",
+        "--hf_token=hush2",
+        "wandb.api_key=hush3",
+        "--tokenizer",
+        "gpt2",
+        "--password",
+    ]
+    told = torchrun._command(
+        ["train.py", *words, "--db", "postgres://me:hush4@host/runs", "--max-tokens", "512"]
+    )
+    assert "hush" not in told
+    for kept in ("train.py", "--api-key '***'", "--tokenizer gpt2", "--password --db", "--max-tokens 512"):
+        assert kept in told
