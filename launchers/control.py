@@ -11,7 +11,7 @@ from traceml_ray import wire
 from traceml_ray.session import LIVE, Live, read_json
 
 FINISH_TIMEOUT_S = 8.0
-SILENT_S = 1.5
+SILENT_S = 1.2
 """A relay that brings a session to its end says so all the time; one that is silent for so long hangs."""
 _STOPPED = -15
 

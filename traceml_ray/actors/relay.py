@@ -47,11 +47,11 @@ launcher writes the files itself. One that has not said a word yet may still be 
 """
 MAX_STREAMS = 4096
 """Processes of this node that report at the same time; what one more sends is refused."""
-SIGN_S = 0.5
+SIGN_S = 0.25
 """How often whoever asked for the end is told that it is under way."""
 _MOST = wire.MAX_ITEMS // 2
 """Of what happened, told in one packet."""
-NODES_S = 2.3
+NODES_S = 1.8
 """Of several nodes: how long the one that ends the session waits for the others, who may take no longer."""
 
 
