@@ -226,6 +226,7 @@ def test_an_aggregator_that_does_not_answer_is_stale_and_comes_back(browser, ser
     until(browser, lambda: text(browser, "problem") == "")
 
 
+@pytest.mark.long
 def test_the_launchers_own_dashboard_names_the_slow_rank_and_outlives_the_aggregator(browser, tmp_path):
     port = free_port()
     script = [str(EXAMPLE), "--steps", "100000", "--slow", "data:1:60@20"]

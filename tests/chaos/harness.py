@@ -324,6 +324,15 @@ def plain(case: Case) -> Outcome:
     return _plain(case.script, case.command)
 
 
+def after(case: Case, got: Outcome) -> Outcome:
+    """Return what to compare `got` with; run it again where `got` is late: the machine may be slower now."""
+    expected = plain(case)
+    if got.free_end_s - expected.free_end_s >= EXIT_S:
+        _plain.cache_clear()
+        expected = plain(case)
+    return expected
+
+
 @functools.cache
 def _plain(script: tuple[str, ...], command: tuple[str, ...]) -> Outcome:
     case = Case("plain", script=script, command=command)

@@ -212,6 +212,7 @@ def test_one_session_knows_both_hosts_and_names_the_fault_on_the_second(
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.long
 def test_a_rank_that_fails_on_the_second_host_is_named_and_both_launchers_fail(hosts: Hosts) -> None:
     before = ours()
     script = (str(EXAMPLE), "--steps", "4000", "--fail", "2:150", *SMALL)

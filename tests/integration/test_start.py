@@ -129,6 +129,7 @@ def test_another_driver_finds_the_session(cluster: FakeCluster, tmp_path: Path) 
         assert ran.stdout.strip() == str(session.folder), ran.stderr[-2000:]
 
 
+@pytest.mark.long
 def test_two_sessions_on_one_cluster_do_not_meet(tmp_path: Path) -> None:
     with traceml_ray.start("one", out=tmp_path) as one, traceml_ray.start("two", out=tmp_path) as two:
         worker = Worker.options(name="alone").remote()
@@ -157,6 +158,7 @@ def test_actors_without_ranks_are_a_group_of_their_own_by_name(tmp_path: Path) -
             ray.kill(worker)
 
 
+@pytest.mark.long
 def test_an_actor_with_ranks_of_its_own(tmp_path: Path) -> None:
     with traceml_ray.start("explicit", out=tmp_path) as session:
         worker = Worker.remote()
