@@ -33,9 +33,14 @@ def test_the_callback_runs_once_when_the_module_is_whole(module: str) -> None:
     assert seen == [1]
 
 
-def test_who_only_asks_whether_there_is_such_a_module_changes_nothing(module: str) -> None:
+def test_who_only_asks_whether_there_is_such_a_module_changes_nothing(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[int] = []
     when_imported(module, lambda: seen.append(1))
+    monkeypatch.setattr(
+        sys, "meta_path", [*sys.meta_path[:1], object(), *sys.meta_path[1:]]
+    )  # a very old one
     for _ in range(2):
         assert importlib.util.find_spec(module) is not None
     assert seen == []

@@ -22,8 +22,8 @@ class _Finder:
     ) -> ModuleSpec | None:
         if name not in self.waiting:
             return None
-        finders = (finder for finder in sys.meta_path if finder is not self)
-        specs = (finder.find_spec(name, path, target) for finder in finders)
+        finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self)
+        specs = (find(name, path, target) for find in finders if find is not None)  # old ones have none
         spec = next(filter(None, specs), None)
         if spec is None or spec.loader is None:
             return None
