@@ -24,7 +24,7 @@ class _Finder:
             return None
         finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self)
         specs = (find(name, path, target) for find in finders if find is not None)  # old ones have none
-        spec = next(filter(None, specs), None)
+        spec: ModuleSpec | None = next(filter(None, specs), None)
         if spec is None or spec.loader is None:
             return None
         # The loader stays the module's own (people look at `__loader__`); only this one call of it is ours.
