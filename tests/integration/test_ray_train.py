@@ -201,7 +201,6 @@ METRICS: dict[str, Any] = {}
 
 
 @pytest.mark.usefixtures("callbacks_by_name")
-@pytest.mark.long
 def test_a_driver_that_only_started_a_session_gets_the_verdict(session: Session, tmp_path: Path) -> None:
     config = {"late": 1, "folder": str(tmp_path)}
     result = trainer(train, tmp_path, "zero code", train_loop_config=config).fit()
