@@ -40,6 +40,9 @@ import numpy as np
 import psutil
 from overhead import machine, until  # type: ignore[import-not-found]
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from sessions import doubled_rows
+
 from traceml_ray import wire
 from traceml_ray.session import LIVE, Live
 from traceml_ray.store.session_file import SessionFile
@@ -516,7 +519,7 @@ def row_bars(soak: Soak) -> tuple[list[str], list[Bar]]:
     """Compare the ledger with what the ranks have counted, and with the rows that are in the file."""
     with SessionFile(soak.session / "session.sqlite") as stored:
         ledger = stored.ledger()
-        doubled = sum(doubled_rows(stored, stream.id) for stream in stored.streams())
+        doubled = doubled_rows(stored)
         errors = stored.meta().get("errors", {})
     counted, dropped = soak.counted(), ledger["dropped"]
     total = ledger["stored"] + sum(dropped.values())
@@ -536,13 +539,6 @@ def row_bars(soak: Soak) -> tuple[list[str], list[Bar]]:
         Bar("no row is in the file twice", str(doubled), doubled == 0),
     ]
     return told, bars
-
-
-def doubled_rows(stored: SessionFile, stream: int) -> int:
-    """Return how many rows of a stream are in the file a second time."""
-    chunks = stored._all("SELECT first_row, n FROM chunk WHERE stream_id = ? ORDER BY first_row", stream)
-    ends = [first + n for first, n in chunks]
-    return sum(max(0, end - first) for end, (first, _) in zip(ends, chunks[1:], strict=False))
 
 
 def file_bars(soak: Soak) -> tuple[list[str], list[Bar]]:

@@ -172,3 +172,14 @@ def check_ledger(folder: Path) -> dict[str, Any]:
 def _unknown(session: SessionFile) -> int:
     """Rows of processes that are of no run, because it is not known who they are."""
     return sum(stream.produced for stream in session.streams() if stream.identity is None)
+
+
+def doubled_rows(stored: SessionFile) -> int:
+    """Return how many rows of a session file overlap others, else by how many they are not those counted."""
+    ends: dict[int, int] = {}
+    rows = doubled = 0
+    for stream, first, n in stored._all("SELECT stream_id, first_row, n FROM chunk ORDER BY 1, 2"):
+        doubled += max(0, ends.get(stream, 0) - first)
+        ends[stream] = max(ends.get(stream, 0), first + n)
+        rows += n
+    return doubled or abs(rows - sum(stream.stored for stream in stored.streams()))

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ import psutil
 import pytest
 from chaos.stopwatch import stalls_s
 from ray_cluster import until
+from sessions import doubled_rows
 
 from traceml_ray.launchers.cluster import free_port
 from traceml_ray.session import LIVE
@@ -252,7 +252,7 @@ class Run:
         )
         with contextlib.suppress(SessionFileError), SessionFile(self.session / "session.sqlite") as file:
             outcome.ledger = file.ledger()
-            outcome.doubled = doubled_rows(self.session / "session.sqlite", outcome.ledger["stored"])
+            outcome.doubled = doubled_rows(file)
         with contextlib.suppress(OSError):
             outcome.summary = json.loads((self.session / "summary.json").read_bytes())
         return outcome
@@ -363,18 +363,6 @@ def check(case: Case, got: Outcome, expected: Outcome) -> None:
     assert (got.ledger["in_flight"], got.doubled) == (0, 0), got.ledger
     assert _told(got.ledger) <= RANKS * case.steps
     assert not case.whole or (got.lost, _told(got.ledger)) == ("0", RANKS * case.steps), got.ledger
-
-
-def doubled_rows(path: Path, stored: int) -> int:
-    """Return how many rows of a session file overlap others, or are not among those counted as `stored`."""
-    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as file:
-        chunks = file.execute("SELECT stream_id, first_row, n FROM chunk ORDER BY 1, 2").fetchall()
-    seen: dict[int, int] = {}
-    doubled = 0
-    for stream, first, n in chunks:
-        doubled += max(0, seen.get(stream, 0) - first)
-        seen[stream] = max(seen.get(stream, 0), first + n)
-    return doubled or abs(sum(n for _, _, n in chunks) - stored)
 
 
 def row(case: Case, got: Outcome, expected: Outcome) -> tuple[str, ...]:
