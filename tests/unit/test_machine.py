@@ -334,17 +334,24 @@ BASE_S = 1_700_000_000
 
 
 class Played:
-    """Two nodes of two ranks, each rank on a device of its own; ten steps a second."""
+    """Nodes of two ranks, each rank on a device of its own; ten steps a second."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, nodes: int = 2) -> None:
         self.clock = Clock()
         self.folder = folder
-        self.aggregator: Aggregation = aggregation(folder, self.clock, world_size=4, nnodes=2)
-        self.ranks = [Rank(i, 4, per_node=2) for i in range(4)]
-        self.relays = [Relay(0), Relay(1)]
+        self.aggregator: Aggregation = aggregation(folder, self.clock, world_size=2 * nodes, nnodes=nodes)
+        self.ranks = [Rank(i, 2 * nodes, per_node=2) for i in range(2 * nodes)]
+        self.relays = [Relay(i) for i in range(nodes)]
         self.gone: int | None = None
         self.xid: dict[int, int] = {}
         """A critical error of the device of a rank, in the next second."""
+
+    def start_up(self, seconds: int) -> None:
+        """Nobody trains yet."""
+        for _ in range(seconds):
+            for relay in self.relays:
+                self.aggregator.ingest(relay.message(sample=sample(self.clock() / SECOND, [gpu(0), gpu(1)])))
+            self.clock.tick()
 
     def play(self, seconds: int, late: int | None, hot: int | None, **busy: Any) -> None:
         """Rank `late` is late out of forward, the device of rank `hot` throttles, its node is `busy`."""
@@ -412,6 +419,47 @@ def test_the_report_tells_it_beside_the_verdict(tmp_path: Path) -> None:
     assert max(map(len, text.splitlines())) <= WIDTH
     at = text.index("at the same time on host-1: GPU 1 (rank 3): throttles: too hot; GPU 1")
     assert text.index("Why  ") < at < text.index("Next  ")
+
+
+BUSY = {"cpu_pct": 98.0, "psi_io": 0.5, "disk_read_bytes": 800e6, "net_rx_bytes": 600e6, "load1": 40.0}
+
+
+def test_what_a_node_did_before_training_is_not_what_is_usual(tmp_path: Path) -> None:
+    run = Played(tmp_path, nodes=1)
+    run.start_up(60)
+    run.play(30, late=1, hot=1, **BUSY)  # late, and at work, from the first step on
+    live = ask(run.aggregator, "verdict")
+    run.aggregator.finish(wire.Finish(wire.VERSION, 0))
+    stored = json.loads((tmp_path / "summary.json").read_bytes())["verdict"]
+    for verdict in (live, stored):
+        assert (verdict["label"], verdict["rank"]) == ("straggler", 1)
+        assert [odd["kind"] for odd in verdict["machine"]] == ["thermal", "clock_lack"]
+
+
+def test_without_training_before_it_nothing_is_known_of_a_single_node(tmp_path: Path) -> None:
+    run = Played(tmp_path, nodes=1)
+    run.start_up(60)
+    run.play(30, late=1, hot=None)
+    live = ask(run.aggregator, "verdict")
+    run.aggregator.finish(wire.Finish(wire.VERSION, 0))
+    stored = json.loads((tmp_path / "summary.json").read_bytes())["verdict"]
+    for verdict in (live, stored):
+        assert (verdict["rank"], verdict["machine"]) == (1, None)
+
+
+def test_a_single_node_in_training_is_compared_with_its_training_before(tmp_path: Path) -> None:
+    run = Played(tmp_path, nodes=1)
+    run.start_up(60)
+    run.play(60, late=None, hot=1)
+    run.play(30, late=1, hot=1, **BUSY)
+    live = ask(run.aggregator, "verdict")
+    run.aggregator.finish(wire.Finish(wire.VERSION, 0))
+    spans = json.loads((tmp_path / "summary.json").read_bytes())["verdicts"]
+    (late,) = (span for span in spans if span["label"] == "straggler")
+    for verdict in (live, late):
+        found = {odd["kind"]: odd["text"] for odd in verdict["machine"]}
+        assert found["net_bps"] == "network 601 MB/s (before 2 MB/s)"
+        assert found["cpu_pct"] == "CPU 98 % busy (before 40 %)"
 
 
 def test_a_death_is_looked_at_from_a_minute_before_it_and_only_once(tmp_path: Path) -> None:

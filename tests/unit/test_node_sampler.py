@@ -336,7 +336,7 @@ def test_this_machine_has_memory_and_processors_and_no_cpu_percent_before_the_se
 
 
 def test_what_the_system_does_not_have_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> Any:
+    def broken(**_: Any) -> Any:
         raise PermissionError
 
     monkeypatch.setattr(psutil, "disk_io_counters", lambda: None)
@@ -345,6 +345,30 @@ def test_what_the_system_does_not_have_is_none(monkeypatch: pytest.MonkeyPatch) 
     sample = sampler.sample(1)
     assert (sample.disk_read_bytes, sample.net_rx_bytes) == (None, None)
     assert sampler.errors["net: PermissionError"] == 1
+
+
+@pytest.mark.parametrize(
+    ("hardware", "expected"),
+    [(("eth0", "ib0"), (110, 220)), ((), (1111110, 2222220)), (None, (None, None))],
+    ids=["a machine", "a container", "no network"],
+)
+def test_network_is_hardware_and_never_loopback(
+    hardware: tuple[str, ...] | None,
+    expected: tuple[int | None, int | None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("lo", "eth0", "ib0", "docker0", "veth1", "bond0", "tun0") if hardware is not None else ("lo",)
+    counters = {
+        name: SimpleNamespace(bytes_recv=10**at, bytes_sent=2 * 10**at) for at, name in enumerate(names)
+    }
+    monkeypatch.setattr(psutil, "net_io_counters", lambda **_: dict(counters))
+    for name in names:
+        (tmp_path / "sys/class/net" / name).mkdir(parents=True)
+    for name in hardware or ():
+        (tmp_path / "sys/class/net" / name / "device").mkdir()
+    sample = NodeSampler(NoDriver(), tmp_path).sample(1)
+    assert (sample.net_rx_bytes, sample.net_tx_bytes) == expected
 
 
 def test_a_sample_of_the_thread_is_given_out_once() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from traceml_ray.analysis.machine import Oddity, Part
+from traceml_ray.analysis.machine import Oddity, Part, trained_since
 from traceml_ray.analysis.thresholds import MACHINE
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.reports.machines import Machines, witness
@@ -22,10 +22,14 @@ _ROWS = 1024
 class Beside:
     """Of one run. It remembers since when the same is named: what was usual before that stays usual."""
 
-    def __init__(self, writer: SessionWriter, recent: Recent, clock: Callable[[], int]) -> None:
+    def __init__(
+        self, writer: SessionWriter, recent: Recent, clock: Callable[[], int], warmup_steps: int
+    ) -> None:
         self._writer = writer
         self._recent = recent
         self._clock = clock
+        self._warmup = warmup_steps
+        self._trained: tuple[int | None, int] = None, 0
         self._named: object = None
         self._since_ns = 0
         self._looked_ns = 0
@@ -41,6 +45,7 @@ class Beside:
             labels: how the streams' nodes are shown.
         """
         rank, now = witness(verdict, ranks), self._clock()
+        trained_ns = self._trained_ns(ranks)
         if rank is None:
             self._named = None
             return verdict
@@ -62,8 +67,22 @@ class Beside:
                 self._named, self._since_ns = named, when[0]
             first_ns = max(self._since_ns, when[1] - int(MACHINE.live_s * 1e9))
             self._looked_ns = now
-            self._machine = machines.look(verdict, first_ns, when[1], self._since_ns).machine
+            self._machine = machines.look(verdict, first_ns, when[1], trained_ns, self._since_ns).machine
         return msgspec.structs.replace(verdict, machine=self._machine)
+
+    def _trained_ns(self, ranks: dict[int, Stream]) -> int:
+        """Return since when the run is beyond its warm-up; its first rows say so, and are forgotten later."""
+        stream = ranks[min(ranks)] if ranks else None
+        if stream is None or stream.last_rows_ns is None:
+            return self._clock()
+        if stream.id != self._trained[0]:
+            with self._writer.lock:
+                keys, _, rows = self._recent.tail(stream.id, stream.last_key or 0, _ROWS)
+            trained_ns = trained_since(keys, rows, stream.last_rows_ns, self._warmup)
+            if trained_ns == stream.last_rows_ns:
+                return trained_ns
+            self._trained = stream.id, trained_ns
+        return self._trained[1]
 
     def _sampled(self, nodes: Sequence[str], first_ns: int, last_ns: int) -> dict[str, Part]:
         found = {}

@@ -119,7 +119,9 @@ class LiveJudge:
         limits = self._limits
         state = self._runs.get(run)
         if state is None:
-            state = self._runs[run] = _LiveRun(limits, Beside(self._writer, self._recent, self._clock))
+            state = self._runs[run] = _LiveRun(
+                limits, Beside(self._writer, self._recent, self._clock, limits.warmup_steps)
+            )
         with self._writer.lock:
             ranks = shown(streams)
             deadline = self._clock() - int(limits.report_timeout_s * 1e9)

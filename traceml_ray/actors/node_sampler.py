@@ -73,6 +73,7 @@ class NodeSampler:
         self.errors: Counter[str] = Counter()
         self._devices: list[tuple[int, str | None, Any]] | None = None
         self._proc = root / "proc"
+        self._interfaces = root / "sys/class/net"
         self._samples = 0
         self._failed: dict[tuple[str, int], int] = {}
         """In which sample something failed last, by what and device."""
@@ -103,7 +104,7 @@ class NodeSampler:
         cpu = self._try("cpu", lambda: psutil.cpu_percent(None))
         memory = self._try("memory", psutil.virtual_memory)
         disk = self._try("disk", psutil.disk_io_counters)
-        net = self._try("net", psutil.net_io_counters)
+        received, sent = self._try("net", self._traffic) or (None, None)
         sample = NodeSample(
             t_ns=t_ns,
             cpu_pct=cpu if self._have_cpu else None,  # the first value has no interval behind it
@@ -113,8 +114,8 @@ class NodeSampler:
             mem_total_bytes=memory.total if memory else None,
             disk_read_bytes=disk.read_bytes if disk else None,
             disk_write_bytes=disk.write_bytes if disk else None,
-            net_rx_bytes=net.bytes_recv if net else None,
-            net_tx_bytes=net.bytes_sent if net else None,
+            net_rx_bytes=received,
+            net_tx_bytes=sent,
             gpus=None if self._devices is None else [self._gpu(*device) for device in self._devices],
             swap_in_bytes=self._try("swap", self._swapped_in),
             psi_cpu=self._try("psi cpu", lambda: self._waiting("cpu", t_ns)),
@@ -130,6 +131,19 @@ class NodeSampler:
         """Listen to the devices no more."""
         for index in [*self._listening]:
             self._release(index)
+
+    def _traffic(self) -> tuple[int, int] | None:
+        """
+        Return the bytes received and sent by hardware, without loopback and without bridges and tunnels,
+        whose bytes a device counts again. A container sees no hardware: then all but loopback.
+        """
+        counters = psutil.net_io_counters(pernic=True)
+        counters.pop("lo", None)
+        devices = [name for name in counters if (self._interfaces / name / "device").exists()]
+        counted = [counters[name] for name in devices or counters]
+        if not counted:
+            return None
+        return sum(each.bytes_recv for each in counted), sum(each.bytes_sent for each in counted)
 
     def _swapped_in(self) -> int:
         text = (self._proc / "vmstat").read_bytes()

@@ -225,6 +225,15 @@ def span(
     return int(ends[inside[0]] - took[inside[0]]), int(ends[inside[-1]])
 
 
+def trained_since(keys: Int64, rows: Int64, end_ns: int, warmup: int) -> int:
+    """
+    Return since when (ns since the epoch) a rank was through the first `warmup` of its steps; `end_ns`
+    where it is not. `keys`, `rows` and `end_ns` are as for `span`.
+    """
+    warm = span(keys, rows, end_ns, int(keys[0] >> SEGMENT_BITS) + warmup, None) if len(keys) else None
+    return end_ns if warm is None else warm[0]
+
+
 class _Look(NamedTuple):
     """One thing that is looked at. Of a group, the first that is odd is told."""
 

@@ -62,10 +62,13 @@ class Machines:
             return None
         return span(keys, rows, stream.last_rows_ns, verdict.from_step, verdict.to_step)
 
-    def look(self, verdict: Verdict, first_ns: int, last_ns: int, since_ns: int | None = None) -> Verdict:
+    def look(
+        self, verdict: Verdict, first_ns: int, last_ns: int, trained_ns: int, since_ns: int | None = None
+    ) -> Verdict:
         """
         Return `verdict` with what was odd from `first_ns` to `last_ns`. It began at `since_ns` (None:
-        `first_ns`): what was before is usual where there is nothing to compare with.
+        `first_ns`): what was before is usual where there is nothing to compare with, but not what was
+        before `trained_ns`, when training was under way: a job that starts up does other things.
         """
         since_ns = first_ns if since_ns is None else since_ns
         everyone = verdict.label == "group_wide"
@@ -75,11 +78,12 @@ class Machines:
         peers = others[:: -(-len(others) // _MAX_PEERS) or 1]
         own, peers = (peers, []) if everyone else (sorted(named), peers)
         nodes = [*own, *peers]
+        lead_ns = max(trained_ns, first_ns - int(MACHINE.lead_s * 1e9))
         during = {
-            **self.between(peers, first_ns - int(MACHINE.lead_s * 1e9), last_ns),
+            **self.between(peers, min(first_ns, lead_ns), last_ns),
             **self.between(own, first_ns, last_ns),
         }
-        before = self.between(own, since_ns - int(MACHINE.before_s * 1e9), since_ns - 1)
+        before = self.between(own, max(trained_ns, since_ns - int(MACHINE.before_s * 1e9)), since_ns - 1)
         pids = self._pids(nodes)
         machines = [
             Machine(
@@ -92,11 +96,17 @@ class Machines:
             for node in nodes
             if node in during
         ]
-        own_samples = [len(machine.during.node) for machine in machines if everyone or machine.named]
-        critical = any(machine.during.xids for machine in machines if everyone or machine.named)
-        if max(own_samples, default=0) < MACHINE.samples and not critical:
+        looked = [machine for machine in machines if everyone or machine.named]
+        compared = [len(part.node) for part in before.values()]
+        compared += [sum(len(machine.during.node) for machine in machines if machine not in looked)]
+        own_samples = max((len(machine.during.node) for machine in looked), default=0)
+        critical = any(machine.during.xids for machine in looked)
+        if own_samples < MACHINE.samples and not critical:
             return verdict  # too few to know
-        return msgspec.structs.replace(verdict, machine=oddities(machines, everyone=everyone))
+        found = oddities(machines, everyone=everyone)
+        if not found and max(compared) < MACHINE.samples:
+            return verdict  # nothing to compare with
+        return msgspec.structs.replace(verdict, machine=found)
 
     def _pids(self, nodes: Iterable[str]) -> dict[str, dict[int, int | None]]:
         """Return, by node, the ranks of the run (None: of another, or of an earlier process) by pid."""

@@ -20,6 +20,7 @@ import numpy as np
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.busy import StepSummary, summarise
 from traceml_ray.analysis.history import RunJudge, judge_run
+from traceml_ray.analysis.machine import trained_since
 from traceml_ray.analysis.parts import with_part
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
@@ -112,7 +113,7 @@ def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = No
     stood = hangs(read.session.verdicts()[0])
     verdict = still_open(stood, status) or verdict
     beside = Machines(read.session.machines, read.ranks, read.every, read.labels)
-    verdict = _beside(verdict, beside, read.rows)
+    verdict = _beside(verdict, beside, read)
     warm = _warm(window, thresholds)
     steps = None if warm is None else summarise(warm, thresholds)
     run_id = read.run.get("id")
@@ -127,7 +128,7 @@ def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = No
         "parts": parts.block(warm),
         "verdict": _verdict(verdict),
         "suspects": msgspec.to_builtins(performance.suspects),
-        "verdicts": [_verdict(span) for span in _all_beside(spans, beside, read.rows)],
+        "verdicts": [_verdict(span) for span in _all_beside(spans, beside, read)],
         "baseline": _baseline(judged.baseline if judged else None),
         "ranks": _ranks(read, found),
         "memory": _memory(read),
@@ -202,21 +203,24 @@ def _spans(
     return tuple(spans)
 
 
-def _beside(verdict: Verdict, machines: Machines, rows: Sequence[RankRows]) -> Verdict:
+def _beside(verdict: Verdict, machines: Machines, read: _Read) -> Verdict:
     """Return `verdict` with what else was odd on the machines that it names."""
     rank = witness(verdict, machines.ranks)
-    own = next((found for found in rows if found.rank == rank), None)
+    own = next((found for found in read.rows if found.rank == rank), None)
     if verdict.machine is not None or rank is None or own is None:
         return verdict
-    when = machines.when(verdict, own.keys, own.rows)
-    return verdict if when is None else machines.look(verdict, *when)
+    when, end_ns = machines.when(verdict, own.keys, own.rows), machines.ranks[rank].last_rows_ns
+    if when is None or end_ns is None:
+        return verdict
+    trained_ns = trained_since(own.keys, own.rows, end_ns, read.thresholds.warmup_steps)
+    return machines.look(verdict, *when, trained_ns)
 
 
-def _all_beside(spans: Sequence[Verdict], machines: Machines, rows: Sequence[RankRows]) -> list[Verdict]:
+def _all_beside(spans: Sequence[Verdict], machines: Machines, read: _Read) -> list[Verdict]:
     """Return `spans`, the newest of those that name someone with what was odd there."""
     named = [at for at, span in enumerate(spans) if witness(span, machines.ranks) is not None]
     looked = set(named[-_MAX_BESIDE:])
-    return [_beside(span, machines, rows) if at in looked else span for at, span in enumerate(spans)]
+    return [_beside(span, machines, read) if at in looked else span for at, span in enumerate(spans)]
 
 
 def _missing(read: _Read) -> list[int]:
