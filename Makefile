@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test long lint types fuzz chaos bench screenshots clean
+.PHONY: help demo test long snapshots lint types fuzz chaos bench screenshots clean
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
@@ -24,6 +24,7 @@ help:
 	@echo "make demo    train on 4 ranks with one of them slow, and read who it was"
 	@echo "make test    every check: lint, types, tests"
 	@echo "make fuzz    foreign bytes into every decoder, for minutes; EXAMPLES=10000 for longer"
+	@echo "make snapshots   the texts that tests compare, written anew after a change of wording"
 	@echo "make lint    ruff and mypy alone        make bench   the benchmarks, in short"
 	@echo "make chaos   everything that can happen to the monitor, beside a run without one (half an hour)"
 	@echo "make screenshots   the pictures of the web app in docs/img (needs chromium and chromedriver)"
@@ -63,6 +64,12 @@ types: $(INSTALLED)
 	@$(PY) -m zipfile -e $(TYPES)/*.whl $(TYPES)/installed
 	cd $(TYPES)/installed && MYPYPATH=. $(PY) -m mypy --config-file $(CURDIR)/pyproject.toml \
 		--cache-dir $(CURDIR)/.mypy_cache -p traceml_ray
+
+# What people read, as the tests keep it; read the diff before it is committed.
+snapshots: $(INSTALLED)
+	@rm -rf tests/snapshots
+	TRACEML_TEST_SNAPSHOTS=1 $(PY) -m pytest -q -p no:xdist -m snapshot tests/unit
+	@git --no-pager diff --stat -- tests/snapshots
 
 fuzz: $(INSTALLED)
 	FUZZ_EXAMPLES=$(EXAMPLES) $(PY) -m pytest tests/fuzz --timeout=0 $(PYTEST_ARGS)

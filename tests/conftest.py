@@ -5,6 +5,7 @@ import signal
 
 import hypothesis
 import pytest
+from snapshot import WRITE, Snapshot
 
 hypothesis.settings.register_profile("shared-machine", deadline=None)
 hypothesis.settings.load_profile("shared-machine")
@@ -19,5 +20,16 @@ _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", 
 @pytest.fixture(autouse=True)
 def _quiet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [*os.environ]:
-        if name.startswith(_FOREIGN) or name in _RANKS:
+        if name != WRITE and (name.startswith(_FOREIGN) or name in _RANKS):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def snapshot(request: pytest.FixtureRequest) -> Snapshot:
+    return Snapshot(request.node.nodeid.removeprefix("tests/"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "snapshot" in getattr(item, "fixturenames", ()):
+            item.add_marker("snapshot")

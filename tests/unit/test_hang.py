@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from snapshot import Snapshot
 
 from traceml_ray.analysis.hang import Place, find
 from traceml_ray.analysis.verdict import Verdict
@@ -33,81 +34,69 @@ def why(*places: Place) -> str:
     return verdict.why
 
 
-def test_the_rank_that_has_come_least_far_is_waited_for() -> None:
+def test_the_rank_that_has_come_least_far_is_waited_for(snapshot: Snapshot) -> None:
     places = place(0), place(1, FORWARD), place(2, DATA), place(3)
     assert named(*places) == ("hang", (2,), "data")
-    assert why(*places) == (
-        "rank 2 (host-0) is in `data` of step 31, for 21 s; of the other 3, 2 wait in the gradient exchange. "
-        "No step was closed for 22 s."
-    )
+    snapshot("verdict", why(*places))
     assert named(place(0), place(1, DATA), place(2, DATA)) == ("hang", (1, 2), "data")
     assert named(place(0, step=31), place(1, POST_SYNC, step=30), place(2, POST_SYNC)) == (
         "hang", (1,), "post_sync",
     )  # fmt: skip
 
 
-def test_a_part_that_is_known_between_two_steps_is_no_hang_but_a_stall() -> None:
+def test_a_part_that_is_known_between_two_steps_is_no_hang_but_a_stall(snapshot: Snapshot) -> None:
     places = place(0, POST_SYNC, part="checkpoint"), place(1)
     assert named(*places) == ("stalled", (0,), "post_sync")
-    assert why(*places).startswith(
-        "rank 0 (host-0) is in `checkpoint`, `post_sync` of step 31, for 21 s; the"
-    )
+    snapshot("verdict", why(*places))
     verdict = find(places, QUIET_S)
     assert verdict is not None and verdict.part == "checkpoint"
     assert named(place(0, DATA, part="tokenize"), place(1))[0] == "hang"
     assert named(place(0, POST_SYNC, part="checkpoint", silent_s=9.0), place(1))[0] == "hang"
 
 
-def test_a_rank_that_is_waited_for_in_a_barrier_is_busy_those_in_it_are_not() -> None:
+def test_a_rank_that_is_waited_for_in_a_barrier_is_busy_those_in_it_are_not(snapshot: Snapshot) -> None:
     others = [place(rank, POST_SYNC, part="barrier", part_s=20.0) for rank in (1, 2)]
     saving = place(0, POST_SYNC, part="checkpoint")
     assert named(saving, *others) == ("stalled", (0,), "post_sync")
-    assert "the other 2 wait in `barrier`" in why(saving, *others)
+    snapshot("verdict", why(saving, *others))
     assert find([saving, *(place(r, POST_SYNC, part="barrier", part_s=2.0) for r in (1, 2))], QUIET_S) is None
 
 
-def test_a_rank_that_does_not_answer_is_the_evidence_wherever_it_was_last() -> None:
+def test_a_rank_that_does_not_answer_is_the_evidence_wherever_it_was_last(snapshot: Snapshot) -> None:
     gone = place(1, BACKWARD, silent_s=21.0, state="stopped (SIGSTOP)")
     places = place(0), gone, place(2, POST_SYNC)
     assert named(*places) == ("hang", (1,), "backward")
-    assert "rank 1 (host-0) does not answer any more" in why(*places)
-    assert "stopped (SIGSTOP)" in why(*places)
+    snapshot("verdict", why(*places))
     verdict = find([place(0), place(1, BACKWARD, 27, silent_s=21.0, state="stopped (SIGSTOP)")], QUIET_S)
     assert verdict is not None and "kill -CONT" in verdict.next
     assert (verdict.from_step, verdict.last_step) == (31, 30), "what it said last is older than that"
 
 
-def test_stacks_say_who_is_the_odd_one_out() -> None:
+def test_stacks_say_who_is_the_odd_one_out(snapshot: Snapshot) -> None:
     waiting = [place(rank, POST_SYNC, where="mean (train.py:40)", call="all_reduce") for rank in (0, 2, 3)]
     busy = place(1, POST_SYNC, where="evaluate (train.py:88)", step=31)
     witness = waits(4)
-    text = why(*waiting, busy, witness)
-    assert text.startswith(
-        "rank 1 (host-0) is in evaluate (train.py:88), `post_sync` of step 31, for 21 s; of"
-    )
-    assert "3 wait in `all_reduce`, mean (train.py:40)" in text
+    assert named(*waiting, busy, witness) == ("hang", (1,), "post_sync")
+    snapshot("verdict", why(*waiting, busy, witness))
 
 
-def test_where_all_wait_the_fewest_left_a_collective_out() -> None:
+def test_where_all_wait_the_fewest_left_a_collective_out(snapshot: Snapshot) -> None:
     barrier = [place(r, POST_SYNC, where="all_here (train.py:12)", call="barrier") for r in (0, 2)]
     assert named(*barrier, waits(1)) == ("hang", (1,), "sync_wait")
-    assert why(*barrier, waits(1)) == (
-        "rank 1 (host-0) waits in the gradient exchange, train (train.py:60); the other 2 wait in `barrier`, "
-        "all_here (train.py:12). No step was closed for 22 s."
-    )
+    snapshot("verdict", why(*barrier, waits(1)))
     assert named(barrier[0], waits(1)) == ("hang", (), None), "of two, either may be the odd one"
-    assert "rank 0 waits in `barrier`" in why(barrier[0], waits(1))
+    snapshot("verdict", why(barrier[0], waits(1)))
 
 
-def test_where_all_wait_for_the_same_nobody_is_named() -> None:
+def test_where_all_wait_for_the_same_nobody_is_named(snapshot: Snapshot) -> None:
     assert named(place(0), place(1)) == ("hang", (), None)
-    assert "the exchange itself does not get through" in why(place(0), place(1))
+    snapshot("verdict", why(place(0), place(1)))
 
 
-def test_a_rank_that_has_ended_is_waited_for_in_vain() -> None:
+def test_a_rank_that_has_ended_is_waited_for_in_vain(snapshot: Snapshot) -> None:
     places = place(0), place(1), place(2, POST_SYNC, ended=True)
     assert named(*places) == ("hang", (2,), None)
-    assert "rank 2 (host-0) has ended; the other 2 wait in the gradient exchange" in why(*places)
+    snapshot("verdict", why(*places))
 
 
 @pytest.mark.parametrize(
@@ -139,11 +128,11 @@ def test_stacks_are_kept_once_for_all_alike_and_whole_for_the_odd_one() -> None:
     assert verdict.stacks[1].text == "thread MainThread, training:\n  train.py:60 in train"
 
 
-def test_a_collective_on_the_device_is_waited_for_though_no_mark_says_so() -> None:
+def test_a_collective_on_the_device_is_waited_for_though_no_mark_says_so(snapshot: Snapshot) -> None:
     pending = {"pending": "all_reduce", "pending_seq": 57, "pending_s": 21.0}
     others = place(0, FORWARD, **pending), place(2, FORWARD, **pending)
     assert named(*others, place(1, FORWARD)) == ("hang", (1,), "forward")
-    assert "the other 2 wait in `all_reduce`" in why(*others, place(1, FORWARD))
+    snapshot("verdict", why(*others, place(1, FORWARD)))
     skipped = {**pending, "pending_seq": 56}
     assert named(*others, place(1, POST_SYNC, **skipped)) == ("hang", (1,), "post_sync")
     assert find([place(0, FORWARD, **{**pending, "pending_s": 3.0}), place(1, FORWARD)], QUIET_S) is None

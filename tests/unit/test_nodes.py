@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sessions import Clock, Rank, Relay, aggregation, ask, check_ledger, told
+from snapshot import Snapshot
 
 from traceml_ray import wire
 from traceml_ray.actors import membership
@@ -87,7 +88,7 @@ def test_the_ranks_of_a_lost_node_are_lost_and_their_rows_kept(tmp_path: Path, c
 
 
 def test_a_machine_that_comes_back_is_another_node_with_a_label_of_its_own(
-    tmp_path: Path, clock: Clock
+    tmp_path: Path, clock: Clock, snapshot: Snapshot
 ) -> None:
     aggregator, relays = aggregation(tmp_path, clock), [Relay(0), Relay(1)]
     ranks = [Rank(i, 2, per_node=1) for i in range(2)]
@@ -106,11 +107,9 @@ def test_a_machine_that_comes_back_is_another_node_with_a_label_of_its_own(
         ("host-1 (10.0.0.2, node-1)", [], True),
     ]
     assert summary["session"]["nnodes"] == 2
-    assert "host-1 (10.0.0.2, node-1) (lost)" in render(summary, tmp_path)
+    snapshot("report", render(summary, Path("<folder>")))
     with SessionFile(tmp_path / "session.sqlite") as session:
-        assert "Nodes      host-1 (10.0.0.2, node-1) (lost)" in render_status(
-            session, tmp_path, None, clock()
-        )
+        snapshot("cli", render_status(session, Path("<folder>"), None, clock()))
     assert [node["ranks"] for node in ask(aggregator, "nodes")] == [[1], [0], []]
     assert ask(aggregator, "verdict")["label"] == "healthy"
 

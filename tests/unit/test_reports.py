@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from sessions import SECOND, Clock, Rank, Relay, aggregation, check_ledger
+from snapshot import Snapshot
 
 from traceml_ray import wire
 from traceml_ray.analysis.thresholds import Thresholds
@@ -74,10 +75,10 @@ class Run:
     def text(self) -> str:
         text = (self.folder / "report.txt").read_text()
         assert max(map(len, text.splitlines())) <= WIDTH
-        return text
+        return text.replace(str(self.folder), "<folder>")
 
 
-def test_a_late_rank_is_named_with_its_cost(tmp_path: Path) -> None:
+def test_a_late_rank_is_named_with_its_cost(tmp_path: Path, snapshot: Snapshot) -> None:
     run = Run(tmp_path / "s", 4, world_size=4, nnodes=2)
     run.steps(15)
     run.steps(30, late=2, strategy="ddp")
@@ -105,11 +106,7 @@ def test_a_late_rank_is_named_with_its_cost(tmp_path: Path) -> None:
     assert [span["label"] for span in summary["verdicts"]] == ["healthy", "straggler"]
     assert abs(summary["verdicts"][1]["from_step"] - 150) <= 1
     assert summary["ledger"]["stored"] == summary["ledger"]["produced"] == 1800
-    assert run.text.index("Verdict    straggler: rank 2 (host-1) in data") < run.text.index(
-        "Why        rank 2"
-    )
-    assert run.text.index("Why  ") < run.text.index("Next  ") < run.text.index("Steps  ")
-    assert "1800 rows produced = 1800 stored + 0 in flight + 0 dropped" in run.text
+    snapshot("report", run.text)
 
 
 def test_the_summary_can_be_built_again_from_the_file(tmp_path: Path) -> None:
@@ -120,8 +117,8 @@ def test_the_summary_can_be_built_again_from_the_file(tmp_path: Path) -> None:
         assert json.loads(json.dumps(summarize(session, Thresholds()))) == summary
 
 
-def test_memory_system_and_overhead_are_summed_up(tmp_path: Path) -> None:
-    run = Run(tmp_path, 2)
+def test_memory_system_and_overhead_are_summed_up(tmp_path: Path, snapshot: Snapshot) -> None:
+    run = Run(tmp_path / "s", 2)
     run.steps(3)
     for used, rss in ((10, 300), (30, 200)):
         sample = wire.NodeSample(
@@ -142,11 +139,11 @@ def test_memory_system_and_overhead_are_summed_up(tmp_path: Path) -> None:
         "of": "worst rank",
         "training_thread_us_per_step": 10.0, "agent_cpu_pct": 1.0, "bytes_per_step": 100.0,
     }  # fmt: skip
-    assert "10.0 µs a step on the training thread" in run.text
+    snapshot("report", run.text)
 
 
-def test_the_first_death_that_is_no_consequence_is_the_headline(tmp_path: Path) -> None:
-    run = Run(tmp_path, 4)
+def test_the_first_death_that_is_no_consequence_is_the_headline(tmp_path: Path, snapshot: Snapshot) -> None:
+    run = Run(tmp_path / "s", 4)
     run.steps(5)
     run.raised(
         0, "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:1", 0.1
@@ -162,13 +159,12 @@ def test_the_first_death_that_is_no_consequence_is_the_headline(tmp_path: Path) 
     verdict = summary["verdict"]
     assert (verdict["label"], verdict["rank"], verdict["node"]) == ("rank_lost", 3, "host-1")
     assert (verdict["last_step"], verdict["exit_reason"]) == (49, "ValueError: label 17 is out of range")
-    assert "3 other ranks went down after it" in verdict["why"]
     assert summary["ranks"]["1"]["exit_reason"] == "SIGTERM"
-    assert "rank lost: rank 3 (host-1)" in run.text
+    snapshot("report", run.text)
 
 
-def test_a_killed_rank_is_told_with_its_stage_and_signal(tmp_path: Path) -> None:
-    run = Run(tmp_path, 2)
+def test_a_killed_rank_is_told_with_its_stage_and_signal(tmp_path: Path, snapshot: Snapshot) -> None:
+    run = Run(tmp_path / "s", 2)
     run.steps(5, open=wire.OpenStage(50, wire.BACKWARD, 1))
     run.raised(0, "torch.distributed.DistBackendError: NCCL error", 0.1)
     summary = run.finish(1, run.failure(1, -9, 0.4))
@@ -177,7 +173,7 @@ def test_a_killed_rank_is_told_with_its_stage_and_signal(tmp_path: Path) -> None
     assert verdict["exit_reason"] == "SIGKILL"
     assert summary["ledger"]["per_rank"]["1"]["unreported"] is None
     assert summary["ledger"]["per_rank"]["0"]["unreported"] == 0
-    assert "what rank 1 produced after the last report is not known" in run.text
+    snapshot("report", run.text)
 
 
 @pytest.mark.parametrize(
@@ -297,15 +293,14 @@ def test_a_run_that_was_stopped_blames_nobody(tmp_path: Path) -> None:
     assert (summary["session"]["status"], summary["verdict"]["label"]) == ("stopped", "healthy")
 
 
-def test_no_step_at_all_says_why(tmp_path: Path) -> None:
-    run = Run(tmp_path, 2)
+def test_no_step_at_all_says_why(tmp_path: Path, snapshot: Snapshot) -> None:
+    run = Run(tmp_path / "s", 2)
     for rank in range(2):
         run.last(rank, missing={"optimizer": "no optimizer hook in torch 1.0"})
     summary = run.finish()
     assert summary["verdict"]["label"] == "telemetry_limited"
-    assert summary["verdict"]["why"] == "no step was seen: optimizer: no optimizer hook in torch 1.0"
     assert summary["steps"]["median_ms"] is None
-    assert "telemetry limited" in run.text
+    snapshot("report", run.text)
 
 
 def test_of_many_ranks_the_worst_are_listed(tmp_path: Path) -> None:
@@ -322,7 +317,7 @@ def test_text_of_a_summary_with_nothing_in_it(tmp_path: Path) -> None:
     assert "nan" not in text
 
 
-def test_status_shows_where_every_rank_is(tmp_path: Path) -> None:
+def test_status_shows_where_every_rank_is(tmp_path: Path, snapshot: Snapshot) -> None:
     run = Run(tmp_path, 2)
     fields = {
         "open": wire.OpenStage(30, wire.DATA, 5),
@@ -334,14 +329,11 @@ def test_status_shows_where_every_rank_is(tmp_path: Path) -> None:
     run.aggregator.commit()
     with SessionFile(tmp_path / "session.sqlite") as session:
         text = render_status(session, tmp_path, 77, run.clock() + 2 * SECOND)
-    assert "running (live, launcher pid 77)" in text
     assert [line.split() for line in text.splitlines() if "host-0" in line] == [
         [str(rank), "host-0", str(1000 + rank), "3", "s", "ago", "29", "data", "30", "30"]
         for rank in range(2)
     ]
-    assert "2 × rank 1, hook" in text
-    assert "1 × aggregator, ingest: garbage" in text
-    assert "2 × h2d: no device" in text
+    snapshot("cli", text.replace(str(tmp_path), "<folder>"))
 
 
 @pytest.mark.parametrize(
