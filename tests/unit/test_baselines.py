@@ -72,15 +72,13 @@ def test_a_new_attempt_is_judged_by_the_one_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("by", ["name", "path", "file"])
-def test_a_session_is_judged_by_the_one_that_is_given(
-    tmp_path: Path, good: Path, by: str, snapshot: Snapshot
-) -> None:
+def test_a_session_is_judged_by_the_one_that_is_given(tmp_path: Path, good: Path, by: str) -> None:
     named = {"name": "good", "path": str(good), "file": str(good / "session.sqlite")}[by]
     aggregator = judged_by(tmp_path / "now", named, tmp_path)
     feed(aggregator, Relay(), [Rank(0), Rank(1)], 70, SLOW)
     assert aggregator.verdict is not None
     assert (aggregator.verdict.label, aggregator.verdict.stage) == ("group_wide", "data")
-    snapshot("verdict", aggregator.verdict.why)
+    assert "(session good)" in aggregator.verdict.why
 
 
 def test_the_report_says_what_it_was_measured_from(tmp_path: Path, good: Path, snapshot: Snapshot) -> None:
