@@ -87,6 +87,20 @@ def test_the_ranks_of_a_lost_node_are_lost_and_their_rows_kept(tmp_path: Path, c
     assert len(_events(restarted)) == 4
 
 
+def test_node_lost_after_a_failure_is_not_tied_with_it(tmp_path: Path, clock: Clock) -> None:
+    aggregator, relays = aggregation(tmp_path, clock), [Relay(0), Relay(1)]
+    ranks = [Rank(i, 2, per_node=1) for i in range(2)]
+    _feed(aggregator, ranks, relays, clock, 8)
+    error = wire.Event("exception", clock(), message="ValueError: label 17 is out of range")
+    aggregator.ingest(relays[0].message(ranks[0].batch(0, final=True, events=[error])))
+    clock.tick(2)
+    aggregator.ingest(relays[1].message(ranks[1].batch(0)))
+    clock.tick(9)  # the cluster takes back its nodes
+    aggregator.node_state("node-1", "host-1", "10.0.0.2", False)
+    aggregator.judge()
+    assert ask(aggregator, "verdict")["ranks"] == [0]
+
+
 def test_a_machine_that_comes_back_is_another_node_with_a_label_of_its_own(
     tmp_path: Path, clock: Clock, snapshot: Snapshot
 ) -> None:

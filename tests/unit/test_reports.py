@@ -13,7 +13,7 @@ from snapshot import Snapshot
 
 from traceml_ray import wire
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.reports.deaths import Death
+from traceml_ray.reports.deaths import Death, Moment
 from traceml_ray.reports.status import render_status
 from traceml_ray.reports.summary import summarize
 from traceml_ray.reports.text import WIDTH, render
@@ -161,6 +161,52 @@ def test_the_first_death_that_is_no_consequence_is_the_headline(tmp_path: Path, 
     assert (verdict["last_step"], verdict["exit_reason"]) == (49, "ValueError: label 17 is out of range")
     assert summary["ranks"]["1"]["exit_reason"] == "SIGTERM"
     snapshot("report", run.text)
+
+
+def test_exact_time_of_an_agent_beats_the_whole_seconds_of_the_launcher(tmp_path: Path) -> None:
+    run = Run(tmp_path, 4)
+    run.steps(5)
+    run.raised(3, "ValueError: label 17 is out of range", 0.1)
+    run.raised(1, "KeyError: 'loss'", 0.9)
+    summary = run.finish(1, run.failure(1, 1, 0.0), run.failure(3, 1, 0.0))  # cut, as torchrun has them
+    verdict = summary["verdict"]
+    assert (verdict["rank"], verdict["ranks"], verdict["confidence"]) == (3, [3], "high")
+    assert "rank 3 (host-1) ended first after step 49" in verdict["why"]
+
+
+@pytest.mark.parametrize(("apart", "first"), [(0.05, [1, 3]), (0.3, [3])])
+def test_deaths_closer_than_the_clocks_of_two_nodes_are_a_tie(
+    tmp_path: Path, apart: float, first: list[int], snapshot: Snapshot
+) -> None:
+    run = Run(tmp_path / "s", 4)
+    run.steps(5)
+    run.raised(3, "ValueError: label 17 is out of range", 0.1)
+    run.raised(1, "KeyError: 'loss'", 0.1 + apart)
+    run.raised(0, "RuntimeError: Connection closed by peer", 0.1)
+    assert run.aggregator.verdict is None or run.aggregator.verdict.label == "healthy"
+    run.aggregator.judge()
+    assert run.aggregator.verdict is not None
+    assert list(run.aggregator.verdict.ranks) == first
+    verdict = run.finish(1)["verdict"]
+    assert (verdict["rank"], verdict["ranks"]) == (3, first)
+    if len(first) > 1:
+        assert (verdict["confidence"], verdict["node"], verdict["exit_reason"]) == ("medium", None, None)
+        snapshot("report", run.text)
+
+
+def test_order_on_one_node_is_known_to_the_nanosecond(tmp_path: Path) -> None:
+    run = Run(tmp_path, 2)
+    run.steps(5)
+    run.raised(1, "ValueError: label 17 is out of range", 0.1)
+    run.raised(0, "KeyError: 'loss'", 0.101)
+    assert run.finish(1)["verdict"]["ranks"] == [1]
+
+
+def test_deaths_that_only_the_launcher_saw_within_a_second_are_a_tie(tmp_path: Path) -> None:
+    run = Run(tmp_path, 4)
+    run.steps(5)
+    verdict = run.finish(1, run.failure(2, 7, 0), run.failure(1, 7, 0), run.failure(3, 7, 5))["verdict"]
+    assert (verdict["ranks"], verdict["exit_reason"]) == ([1, 2], "exit code 7")
 
 
 def test_a_killed_rank_is_told_with_its_stage_and_signal(tmp_path: Path, snapshot: Snapshot) -> None:
@@ -339,13 +385,13 @@ def test_status_shows_where_every_rank_is(tmp_path: Path, snapshot: Snapshot) ->
 @pytest.mark.parametrize(
     ("death", "consequence", "reason"),
     [
-        (Death(0, 1, exit_code=-11), False, "SIGSEGV"),
-        (Death(0, 1, exit_code=-15), True, "SIGTERM"),
-        (Death(0, 1, exit_code=3), False, "exit code 3"),
-        (Death(0, 1, exit_code=-99), False, "signal 99"),
-        (Death(0, 1), False, "its process ended without a word"),
+        (Death(0, Moment(1), exit_code=-11), False, "SIGSEGV"),
+        (Death(0, Moment(1), exit_code=-15), True, "SIGTERM"),
+        (Death(0, Moment(1), exit_code=3), False, "exit code 3"),
+        (Death(0, Moment(1), exit_code=-99), False, "signal 99"),
+        (Death(0, Moment(1)), False, "its process ended without a word"),
         (
-            Death(0, 1, "RuntimeError: Connection reset by peer", 1),
+            Death(0, Moment(1), "RuntimeError: Connection reset by peer", 1),
             True,
             "RuntimeError: Connection reset by peer",
         ),

@@ -19,7 +19,7 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import RankRows, align, missing_of
 from traceml_ray.errors import Errors
-from traceml_ray.reports.deaths import FATAL, culprit, deaths, headline
+from traceml_ray.reports.deaths import FATAL, culprits, deaths, headline
 from traceml_ray.settings import Settings
 from traceml_ray.store.nodes import stream_labels
 from traceml_ray.store.recent import Recent
@@ -130,10 +130,10 @@ class LiveJudge:
             missing = missing_of(world, live)
             seen = [(rank, ranks[rank].id, ranks[rank].stored) for rank in live]
             died = self._fatal or any(stream.lost for stream in streams)
-            first = culprit(deaths([], self._fatal, streams)) if died else None
-        if first is not None and not (first.consequence and first.t_ns > deadline):
+            first = culprits(deaths([], self._fatal, streams)) if died else []
+        if first and not (first[0].consequence and first[0].when.t_ns > deadline):
             # The cause of a failed collective may only become known a moment later.
-            dead = headline(first, labels.get(first.stream.id) if first.stream else None, 0)
+            dead = headline(first, lambda death: labels.get(death.stream.id) if death.stream else None, 0)
             self._keep(run, state.beside.look(dead, ranks, labels))
             return
         hang = self._standstill.look(run, streams, ranks, labels)

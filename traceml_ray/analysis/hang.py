@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from traceml_ray.analysis.verdict import Stack, Verdict
-from traceml_ray.analysis.wording import _listed, _ranks
+from traceml_ray.analysis.wording import _listed, rank_list
 from traceml_ray.wire import POST_SYNC, STAGES, SYNC_WAIT
 
 _COLLECTIVE = re.compile(
@@ -149,11 +149,11 @@ def _odd(places: Sequence[Place], heard: Sequence[Place]) -> list[Place]:
 def _why(odd: Sequence[Place], others: Sequence[Place], heard: Sequence[Place]) -> str:
     if not odd:
         if len({(place.collective, place.where, place.step) for place in heard}) > 1:
-            each = [f"{_ranks([place.rank])} {_doing(place)}" for place in heard[:8]]
+            each = [f"{rank_list([place.rank])} {_doing(place)}" for place in heard[:8]]
             return f"The ranks wait for different things: {_listed(each)}."
         return f"Every rank {_doing(heard[0])}: the exchange itself does not get through."
     first = odd[0]
-    who = f"{_ranks([place.rank for place in odd])} ({_listed(list(dict.fromkeys(p.node for p in odd)))})"
+    who = f"{rank_list([place.rank for place in odd])} ({_listed(list(dict.fromkeys(p.node for p in odd)))})"
     verb = "is" if len(odd) == 1 else "are"
     if first.ended:
         what = "has ended" if len(odd) == 1 else "have ended"
@@ -199,7 +199,7 @@ def _others(others: Sequence[Place]) -> str:
 def _next(odd: Sequence[Place], stalled: bool) -> str:
     if not odd:
         return "Look at the network between the nodes, and whether every rank takes part in every collective."
-    who = _ranks([place.rank for place in odd])
+    who = rank_list([place.rank for place in odd])
     if odd[0].ended:
         return f"Give every rank the same number of steps: {who} had fewer."
     if odd[0].silent_s is not None:

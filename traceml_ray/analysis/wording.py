@@ -105,7 +105,7 @@ def _listed(items: Sequence[str]) -> str:
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
 
 
-def _ranks(numbers: Sequence[int]) -> str:
+def rank_list(numbers: Sequence[int]) -> str:
     """Return "rank 5", "ranks 2 and 3", "ranks 0, 4-7 and 9"."""
     ordered = sorted(numbers)
     runs: list[list[int]] = []
@@ -125,7 +125,7 @@ def _who(window: Window, places: Sequence[int]) -> str:
     node = _whole_node(window, places)
     nodes = list(dict.fromkeys(window.nodes[place] for place in places))
     where = f"all of {node}" if node else _listed(nodes) if len(nodes) <= _SHOWN else f"{len(nodes):,} nodes"
-    return f"{_ranks([int(window.ranks[place]) for place in places])} ({where})"
+    return f"{rank_list([int(window.ranks[place]) for place in places])} ({where})"
 
 
 def _whole_node(window: Window, places: Sequence[int]) -> str | None:
@@ -138,7 +138,7 @@ def _whole_node(window: Window, places: Sequence[int]) -> str | None:
 def missing_ranks(window: Window) -> str:
     gone = max(window.expected - len(window.ranks), 0)
     begin = ": " if len(window.missing) >= gone else ", the first of them "
-    which = f"{begin}{_ranks(window.missing)}" if window.missing else ""
+    which = f"{begin}{rank_list(window.missing)}" if window.missing else ""
     verb = "does" if gone == 1 else "do"
     return f"{gone:,} of {_count(window.expected, 'rank')} {verb} not report{which}. Too few to judge by."
 
@@ -168,7 +168,7 @@ def too_many(steps: int) -> str:
 def mixed_clocks(window: Window) -> str:
     device = (window.flags & FLAG_DEVICE_CLOCK != 0).mean(axis=0) > 0.5
     on_cpu = [int(rank) for rank in window.ranks[~device]]
-    which = f" ({_ranks(on_cpu)} by the CPU's)" if 0 < len(on_cpu) < len(device) else ""
+    which = f" ({rank_list(on_cpu)} by the CPU's)" if 0 < len(on_cpu) < len(device) else ""
     return (
         f"Some ranks measure by the device's clock and some by the CPU's{which}: "
         "their rows cannot be compared."
@@ -186,13 +186,13 @@ def too_few(steps: int, needed: int) -> str:
 def roles_differ(window: Window, alone: Bool) -> str:
     numbers = [int(rank) for rank in window.ranks[alone]]
     verb = "takes" if len(numbers) == 1 else "take"
-    return f"{_ranks(numbers)} {verb} no part in the gradient exchange: roles differ, exposed time only."
+    return f"{rank_list(numbers)} {verb} no part in the gradient exchange: roles differ, exposed time only."
 
 
 def unsynced(window: Window, spread: float, together: Sequence[Int64]) -> str:
     differ = f"The ranks' elapsed times differ by {percent(spread)}"
     if together:
-        sets = _listed([_ranks(window.ranks[places].tolist()) for places in together])
+        sets = _listed([rank_list(window.ranks[places].tolist()) for places in together])
         return f"{differ} between {sets}, so these groups do not wait for each other: exposed time only."
     return f"{differ}, so these ranks do not wait for each other: exposed time only."
 
@@ -207,7 +207,7 @@ def coupled(window: Window) -> str:
 
 def in_group(group: Window, why: str) -> str:
     """Say of which of several groups `why` is."""
-    return f"In the group of {_ranks(group.ranks.tolist())}: {why}" if len(group.ranks) else why
+    return f"In the group of {rank_list(group.ranks.tolist())}: {why}" if len(group.ranks) else why
 
 
 def healthy_groups(groups: int) -> str:

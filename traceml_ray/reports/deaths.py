@@ -9,18 +9,31 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.analysis.wording import rank_list
+from traceml_ray.store.nodes import node_key
 from traceml_ray.store.streams import Stream, last_attempt
 from traceml_ray.wire import SEGMENT_BITS, STAGES
 
 ENDED = "process_ended"
 """Kind of event that tells how a process ended, whether that was a death or not."""
-FATAL = ("exception", "rank_lost", ENDED)
+_CLOCKS_NS = 100_000_000
+"""The clocks of two nodes are taken to differ by at most so much."""
+_SEEN_NS = 100_000_000
+"""The end of a process is seen from outside at most so much later,"""
+_LOST_NS = 20_000_000_000
+"""and that of a whole node, which had been heard of before."""
+_CUT_NS = 1_000_000_000
+"""torchrun cuts its times to whole seconds."""
+_LATE_NS = {"exception": 0, "rank_lost": _LOST_NS, ENDED: _SEEN_NS}
+FATAL = tuple(_LATE_NS)
 """Kinds of event that deaths are told by."""
+_SHOWN = 3
+"""Deaths that nobody knows the order of, told one by one."""
 _FROM_PEERS = re.compile(
     r"connection closed by peer|connection reset|connection refused|broken pipe|socket timeout"
     r"|nccl|processgroup|gloo|distbackenderror|distnetworkerror|tcpstore"
@@ -42,6 +55,15 @@ last message. That alone is no death of a job.
 
 
 @dataclass(frozen=True)
+class Moment:
+    """A time on some node's clock; the true one is at most `early_ns` before or `late_ns` after it."""
+
+    t_ns: int
+    early_ns: int = 0
+    late_ns: int = 0
+
+
+@dataclass(frozen=True)
 class Death:
     """
     How one rank's process ended badly. `message` is the exception as `Type: text`, "" when there
@@ -49,7 +71,7 @@ class Death:
     """
 
     rank: int
-    t_ns: int
+    when: Moment
     message: str = ""
     exit_code: int | None = None
     stream: Stream | None = None
@@ -57,6 +79,23 @@ class Death:
     """What was said when it was found to be gone."""
     oom_kills: int = 0
     """Processes of its cgroup that the kernel killed meanwhile because memory ran out."""
+
+    @property
+    def node(self) -> str | None:
+        """Key of the node it was on, None where that is not known."""
+        return node_key(self.stream) if self.stream and self.stream.identity else None
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step it closed."""
+        key = self.stream.last_key if self.stream else None
+        return None if key is None else key >> SEGMENT_BITS
+
+    @property
+    def stage(self) -> str | None:
+        """The stage it was in, as last told."""
+        stage = self.stream.open_stage if self.stream else None
+        return None if stage is None else STAGES[stage]
 
     @property
     def reason(self) -> str:
@@ -101,7 +140,7 @@ def deaths(
     Return the deaths of the last attempt of a run, first one first.
 
     `failures` are the launcher's (RankFailure as dicts), `events` and `streams` the run's. A death is told by
-    an exception, the launcher, or the relay; each gives its time, the earliest counts.
+    an exception, the launcher, or the relay; each gives its time, the most exact counts.
     """
     own: dict[int | None, list[dict[str, Any]]] = {}
     for event in events:
@@ -110,7 +149,7 @@ def deaths(
     known = {(s.identity.global_rank, s.identity.pid) for s in streams if s.identity}
     told = {(failure["rank"], failure["pid"]): failure for failure in failures}
     found = [
-        Death(failure["rank"], failure["t_ns"], _said(failure), failure["exit_code"])
+        Death(failure["rank"], _moment([], failure), _said(failure), failure["exit_code"])
         for who, failure in told.items()
         if who not in known
     ]
@@ -124,15 +163,29 @@ def deaths(
         lost = bool(mine) if stream.identity.source in _SILENT else stream.lost
         if not (failure or lost or any(event["kind"] == "exception" for event in mine)):
             continue
-        times = [event["t_ns"] for event in every] + ([failure["t_ns"]] if failure else [])
         raised = [event["message"] for event in mine if event["kind"] == "exception"]
         message = next(filter(None, [*raised, _said(failure)]), "")
         ended = seen["data"] if seen else {}
         code = failure["exit_code"] if failure else _whole(ended, "exit_code")
         gone = next((event["message"] for event in mine if event["kind"] == "rank_lost"), "")
-        t_ns, kills = min(times, default=stream.last_seen_ns), _whole(ended, "oom_kills") or 0
-        found.append(Death(rank, t_ns, message, code, stream, gone, kills))
-    return sorted(found, key=lambda death: death.t_ns)
+        when, kills = _moment(every, failure, stream.last_seen_ns), _whole(ended, "oom_kills") or 0
+        found.append(Death(rank, when, message, code, stream, gone, kills))
+    return sorted(found, key=lambda death: death.when.t_ns)
+
+
+def _moment(
+    events: Sequence[dict[str, Any]], failure: dict[str, Any] | None, last_seen_ns: int = 0
+) -> Moment:
+    """Return when a process ended: the most exact of what is known, of those the earliest."""
+    alive = {"rank_lost": last_seen_ns}  # by the same clock: the aggregator's
+    known = [
+        Moment(t_ns, early_ns=min(_LATE_NS[kind], max(0, t_ns - alive.get(kind, 0))))
+        for kind, t_ns in ((event["kind"], event["t_ns"]) for event in events)
+    ]
+    if failure is not None:
+        known.append(Moment(failure["t_ns"], _SEEN_NS, _CUT_NS))
+    exact = min(known, key=lambda m: (m.early_ns + m.late_ns, m.t_ns), default=None)
+    return exact or Moment(last_seen_ns, late_ns=_LOST_NS)
 
 
 def _whole(data: dict[str, Any], name: str) -> int | None:
@@ -146,35 +199,69 @@ def _said(failure: dict[str, Any] | None) -> str:
     return "" if _SIGNAL.match(message) else message
 
 
-def culprit(found: Sequence[Death]) -> Death | None:
-    """Return the first death that no other explains; when every one is explained, the first."""
-    first = [death for death in found if not death.consequence] or list(found)
-    return first[0] if first else None
+def culprits(found: Sequence[Death]) -> list[Death]:
+    """
+    Return the first death that no other explains (where each is explained, the first), then those that
+    came before it as far as clocks can tell.
+    """
+    unexplained = [death for death in found if not death.consequence] or list(found)
+    return [death for death in unexplained if death is unexplained[0] or _maybe_before(death, unexplained[0])]
 
 
-def headline(death: Death, node: str | None, others: int) -> Verdict:
-    """Return the verdict that names `death`; `others` is the number of ranks that went down after it."""
-    stream = death.stream
-    step = stage = None
-    if stream is not None:
-        step = None if stream.last_key is None else stream.last_key >> SEGMENT_BITS
-        stage = None if stream.open_stage is None else STAGES[stream.open_stage]
-    where = f" ({node})" if node else ""
-    at = "" if step is None else f" after step {step}" + (f", in `{stage}`" if stage else "")
-    then = f" {others} other rank{'s' * (others != 1)} went down after it." if others else ""
+def _maybe_before(death: Death, other: Death) -> bool:
+    one_clock = death.node is not None and death.node == other.node
+    gap = (death.when.t_ns - death.when.early_ns) - (other.when.t_ns + other.when.late_ns)
+    return gap <= (0 if one_clock else _CLOCKS_NS)
+
+
+def headline(first: Sequence[Death], node_of: Callable[[Death], str | None], others: int) -> Verdict:
+    """
+    Return the verdict that names `first` (see `culprits`); `node_of` returns a node as it is shown, `others`
+    is the number of ranks that went down after them.
+    """
+    death, tie = first[0], len(first) > 1
+    nodes = {node_of(one) for one in first}
+    stages, steps = {one.stage for one in first}, {one.last_step for one in first}
+    then = f" {others} other rank{'s' * (others != 1)} went down after {'them' if tie else 'it'}."
     return Verdict(
         label="oom" if death.out_of_memory else "rank_lost",
-        stage=stage,
+        stage=_one(stages),
         rank=death.rank,
-        ranks=(death.rank,),
-        node=node,
-        confidence="medium" if death.consequence else "high",
-        last_step=step,
-        open_stage=stage,
-        exit_reason=death.reason,
-        why=f"rank {death.rank}{where} ended first{at}: {death.reason}.{then}",
+        ranks=tuple(sorted(one.rank for one in first)),
+        node=_one(nodes),
+        confidence="medium" if tie or death.consequence else "high",
+        last_step=_one(steps),
+        open_stage=_one(stages),
+        exit_reason=_one({one.reason for one in first}),
+        why=_why(first, node_of) + then * (others > 0),
         next=_advice(death),
     )
+
+
+_T = TypeVar("_T")
+
+
+def _one(values: set[_T]) -> _T | None:
+    """Return what is the same of all that are named."""
+    return next(iter(values)) if len(values) == 1 else None
+
+
+def _why(first: Sequence[Death], node_of: Callable[[Death], str | None]) -> str:
+    told = [_where(death, node_of(death)) for death in first]
+    if len(first) == 1:
+        return f"{told[0][0]} ended first{told[0][1]}: {first[0].reason}."
+    each = "; ".join(
+        f"{who}{at}: {death.reason}" for (who, at), death in zip(told[:_SHOWN], first, strict=False)
+    )
+    more = f"; and {len(first) - _SHOWN} more" if len(first) > _SHOWN else ""
+    ranks = rank_list([death.rank for death in first])
+    return f"{ranks} ended so close together that clocks cannot tell which was first: {each}{more}."
+
+
+def _where(death: Death, node: str | None) -> tuple[str, str]:
+    at = "" if death.last_step is None else f" after step {death.last_step}"
+    in_stage = f", in `{death.stage}`" if at and death.stage else ""
+    return f"rank {death.rank}" + (f" ({node})" if node else ""), at + in_stage
 
 
 def _advice(death: Death) -> str:
