@@ -98,6 +98,32 @@ class _Store:
             column[keep:] = 0
         self.end = keep
 
+    def merged(self) -> _Store:
+        """Return it with one column for each step: a step has a row for each of its exchanges."""
+        starts = np.flatnonzero(np.diff(self.first[: self.end], prepend=-1))
+        if len(starts) == self.end:
+            return self
+        made = _Store(len(self.busy), len(starts))
+        made.end = len(starts)
+        made.busy[:], made.d[:] = (
+            np.add.reduceat(each[:, : self.end], starts, axis=1) for each in (self.busy, self.d)
+        )
+        made.count[:] = np.maximum.reduceat(self.count[:, : self.end], starts, axis=1)
+        made.exposed[:] = np.add.reduceat(self.exposed[: self.end], starts, axis=0)
+        made.chained[:] = np.minimum.reduceat(self.chained[: self.end], starts)
+        made.first[:], made.last[:], made.steps[:] = self.first[starts], self.last[starts], 1
+        return made
+
+    def go_on(self, of: _Store) -> None:
+        """Add the first column of another one to the last, which is the beginning of the same step."""
+        at = self.end - 1
+        self.busy[:, at] += of.busy[:, 0]
+        self.d[:, at] += of.d[:, 0]
+        self.count[:, at] |= of.count[:, 0]
+        self.exposed[at] += of.exposed[0]
+        self.chained[at] &= of.chained[0]
+        of.drop(1)
+
     @property
     def nbytes(self) -> int:
         return sum(column.nbytes for column in (*self.by_rank(), *self.by_step()))
@@ -327,7 +353,8 @@ class Steps:
                 self._fill(block, part, inside)
             for piece in left:
                 self._single(block, part, piece)
-            self._append(block, block.end)
+            merged = block.merged()
+            self._append(merged, merged.end)
         self._done = end
 
     def _fill(self, block: _Store, keys: Int64, window: Window) -> None:
@@ -379,6 +406,9 @@ class Steps:
     def _append(self, block: _Store, n: int) -> None:
         """Add `n` columns; the oldest move into the bins when there is no room."""
         store = self._newest
+        if n and store.end and block.first[0] == store.last[store.end - 1]:
+            store.go_on(block)
+            n -= 1
         if n and store.end + n > store.busy.shape[1]:
             old = min(store.end, store.end + n - self.kept)
             self._bins = self._bins or Bins(len(self.ranks))

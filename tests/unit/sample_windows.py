@@ -16,16 +16,19 @@ RECORDED = dict(np.load(_DATA / "recorded.npz"))
 EXPECTED = json.loads((_DATA / "expected.json").read_text())["expected"]
 
 
-def streams(d: np.ndarray, first_step: int = 0, flags: int | np.ndarray = 0) -> list[RankRows]:
-    """Rows int64 ns (K, R, 6) as one stream per rank, two ranks a node."""
-    steps, ranks, _ = d.shape
-    marks = np.broadcast_to(np.asarray(flags, dtype=np.uint8), (steps, ranks))
-    keys = np.arange(first_step, first_step + steps, dtype=np.int64) << SEGMENT_BITS
+def streams(
+    d: np.ndarray, first_step: int = 0, flags: int | np.ndarray = 0, exchanges: int = 1
+) -> list[RankRows]:
+    """Rows int64 ns (K, R, 6) as one stream per rank, two ranks a node; each step has so many rows."""
+    rows, ranks, _ = d.shape
+    marks = np.broadcast_to(np.asarray(flags, dtype=np.uint8), (rows, ranks))
+    numbers = np.arange(rows, dtype=np.int64)
+    keys = first_step + numbers // exchanges << SEGMENT_BITS | numbers % exchanges
     return [RankRows(r, f"node-{r // 2}", keys, marks[:, r].copy(), d[:, r]) for r in range(ranks)]
 
 
-def window(d: np.ndarray, first_step: int = 0, flags: int | np.ndarray = 0) -> Window:
-    return align(streams(d, first_step, flags), d.shape[1])
+def window(d: np.ndarray, first_step: int = 0, flags: int | np.ndarray = 0, exchanges: int = 1) -> Window:
+    return align(streams(d, first_step, flags, exchanges), d.shape[1])
 
 
 def of_ms(rows: Sequence[Sequence[float]], steps: int = 1) -> np.ndarray:

@@ -442,9 +442,9 @@ def rows(steps: int, ranks: int, seed: int = 0) -> np.ndarray:
     return synced(rng.integers(1, 20, (steps, ranks, 5)) * 1_000_000, np.full(steps, 1_000_000))
 
 
-def fed(d: np.ndarray, cuts: list[list[int]], flags: int | np.ndarray = 0) -> Steps:
+def fed(d: np.ndarray, cuts: list[list[int]], flags: int | np.ndarray = 0, exchanges: int = 1) -> Steps:
     """Steps that get each rank's rows in pieces that end where `cuts` (one list a delivery) say."""
-    steps, every = Steps(LIMITS), streams(d, flags=flags)
+    steps, every = Steps(LIMITS), streams(d, flags=flags, exchanges=exchanges)
     at = [0] * len(every)
     for ends in [*cuts, [len(d)] * len(every)]:
         pieces = []
@@ -465,15 +465,14 @@ def fed(d: np.ndarray, cuts: list[list[int]], flags: int | np.ndarray = 0) -> St
 @given(st.data())
 def test_how_rows_arrive_does_not_matter(data: st.DataObject) -> None:
     """In whatever pieces they come, they say what `summarise` says of all of them at once."""
-    d = rows(
-        data.draw(st.integers(31, 90)), ranks := data.draw(st.integers(1, 5)), data.draw(st.integers(0, 99))
-    )
+    count, exchanges = data.draw(st.integers(31, 90)), data.draw(st.integers(1, 3))
+    d = rows(count * exchanges, ranks := data.draw(st.integers(1, 5)), data.draw(st.integers(0, 99)))
     ends = st.lists(st.integers(0, len(d)), min_size=ranks, max_size=ranks)
     marks = st.sampled_from([0, wire.FLAG_NO_SPLIT, wire.FLAG_NO_DATA, wire.FLAG_NO_PEERS, wire.FLAG_COUPLED])
     some = np.array(data.draw(st.lists(marks, min_size=3, max_size=3)), np.uint8)
     flags = some[np.random.default_rng(0).integers(0, 3, d.shape[:2])]
-    steps = fed(d, data.draw(st.lists(ends, max_size=6)), flags)
-    window = align(streams(d, flags=flags), ranks)
+    steps = fed(d, data.draw(st.lists(ends, max_size=6)), flags, exchanges)
+    window = align(streams(d, flags=flags, exchanges=exchanges), ranks)
     summary = summarise(window.take(window.keys >> wire.SEGMENT_BITS >= LIMITS.warmup_steps), LIMITS)
     recent = steps.recent()
     assert summary is not None and recent is not None
@@ -481,7 +480,7 @@ def test_how_rows_arrive_does_not_matter(data: st.DataObject) -> None:
     assert np.median(recent.step_ms) == pytest.approx(summary.median_ms)
     assert recent.per_rank.tolist() == pytest.approx([*summary.per_rank_median_ms.values()])
     assert recent.exposed_ms.tolist() == pytest.approx([stage.exposed_ms for stage in summary.stages])
-    assert steps.columns().first.tolist() == list(range(len(d)))
+    assert steps.columns().first.tolist() == list(range(count))
 
 
 def test_of_several_groups_the_slowest_is_the_step() -> None:

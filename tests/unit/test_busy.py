@@ -25,6 +25,21 @@ def test_ranks_and_nodes():
     assert summary.node_skew_pct == pytest.approx(100 * 1.5 / 10.5)
 
 
+def test_times_are_of_whole_steps_however_many_exchanges_they_have():
+    short = of_ms([[0, 0, 0, 1, 1, 1], [0, 0, 0, 2, 1, 0]])
+    first = of_ms([[9, 6, 0, 1, 1, 1], [9, 6, 0, 2, 1, 0]])
+    summary = summarise(
+        window(np.tile(np.concatenate([first, short, short]), (20, 1, 1)), exchanges=3), LIMITS
+    )
+    assert (summary.count, summary.exchanges) == (20, 3)
+    assert summary.median_ms == summary.p95_ms == 24
+    assert summary.per_rank_median_ms == {0: 21, 1: 24}
+    stages = {stage.name: stage for stage in summary.stages}
+    assert (stages["data"].exposed_ms, stages["data"].median_ms) == (6, 6)
+    assert (stages["forward"].median_ms, stages["forward"].max_ms) == (4.5, 6)
+    assert sum(stage.exposed_ms for stage in stages.values()) == 24
+
+
 def test_stages():
     stages = {stage.name: stage for stage in summarise(window(ROWS), LIMITS).stages}
     assert list(stages) == list(STAGES)

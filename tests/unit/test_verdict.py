@@ -34,6 +34,30 @@ LATE_BACKWARD = of_ms([WAITS, WAITS, [1, 2, 0, 3, 8, 1], WAITS], 50)
 BALANCED = of_ms([[1, 2, 1, 3, 4, 1]] * 4, 50)
 
 
+def test_rank_late_once_in_a_step_of_several_exchanges_is_late_in_every_step():
+    late = of_ms([[1, 2, 0, 3, 4, 5], [5, 2, 0, 3, 4, 1]])
+    others = of_ms([[1, 0, 0, 3, 4, 1], [1, 0, 0, 3, 4, 1]])
+    verdict = judge(window(np.tile(np.concatenate([late, others, others]), (50, 1, 1)), exchanges=3))
+    assert (verdict.label, verdict.stage, verdict.rank) == ("straggler", "post_sync", 1)
+    assert (verdict.window_steps, verdict.confidence, verdict.transient) == (50, "high", False)
+    assert verdict.mean_step_ms == pytest.approx(15 + 2 * 9)
+    assert verdict.cost_pct == pytest.approx(100 * 4 / 33)
+    assert "100 % of the last 50 steps" in verdict.why
+
+
+def test_rank_that_became_late_in_steps_of_several_exchanges_is_named_from_there_on():
+    calm = of_ms([[1, 2, 0, 3, 4, 1]] * 3, 2)
+    late = of_ms([[1, 2, 0, 3, 4, 7]] * 2 + [[7, 2, 0, 3, 4, 1]])
+    d = np.concatenate([np.tile(calm, (38, 1, 1)), np.tile(np.concatenate([late, calm[:1]]), (12, 1, 1))])
+    verdict = judge(window(d, 100, exchanges=2))
+    assert (verdict.label, verdict.stage, verdict.rank, verdict.from_step) == (
+        "straggler",
+        "post_sync",
+        2,
+        138,
+    )
+
+
 def sliding(name):
     d = RECORDED[name]
     return [window(d[at : at + 50], at) for at in range(0, len(d) - 49, 10)]

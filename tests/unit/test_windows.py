@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from unit.sample_windows import streams
 
 from traceml_ray.analysis.window import MAX_MISSING, RankRows, align, missing_of
-from traceml_ray.wire import FLAG_FIRST, N_STAGES
+from traceml_ray.wire import FLAG_FIRST, N_STAGES, SEGMENT_BITS
 
 
 def rank_rows(rank, keys, flags=None):
@@ -35,17 +35,28 @@ def test_identical_keys():
 
 
 def test_only_common_keys_and_the_newest_of_them():
+    step = 1 << SEGMENT_BITS
     ranks = [
-        rank_rows(0, [1, 2, 4, 5, 6, 7]),
-        rank_rows(1, [2, 3, 4, 5, 6]),
-        rank_rows(2, [1, 2, 4, 5, 6, 8]),
+        rank_rows(0, [step * each for each in (1, 2, 4, 5, 6, 7)]),
+        rank_rows(1, [step * each for each in (2, 3, 4, 5, 6)]),
+        rank_rows(2, [step * each for each in (1, 2, 4, 5, 6, 8)]),
     ]
-    assert align(ranks, 3).keys.tolist() == [2, 4, 5, 6]
+    assert align(ranks, 3).steps.tolist() == [2, 4, 5, 6]
     assert align(ranks, 3).gaps == 1  # 3 lies inside; 1, 7 and 8 do not
     last = align(ranks, 3, last=2)
-    assert last.keys.tolist() == [5, 6]
+    assert last.steps.tolist() == [5, 6]
     assert last.gaps == 0
     assert_rows_belong(last)
+
+
+def test_the_newest_steps_are_whole_ones():
+    keys = [step << SEGMENT_BITS | exchange for step in range(5) for exchange in range(3)]
+    window = align([rank_rows(0, keys), rank_rows(1, keys)], 2, last=2)
+    assert window.keys.tolist() == keys[-6:]
+    assert window.steps.tolist() == [3, 4]
+    assert window.last(1).keys.tolist() == keys[-3:]
+    assert (window.by_step(window.d)[1] == window.d[3:].sum(axis=0)).all()
+    assert_rows_belong(window)
 
 
 def test_missing_ranks_do_not_hold_the_others_up():
@@ -93,9 +104,12 @@ def test_nothing_in_common(ranks):
     st.none() | st.integers(0, 10),
 )
 def test_align_agrees_with_sets(keys, last):
+    keys = [[key // 2 << SEGMENT_BITS | key % 2 for key in of_rank] for of_rank in keys]  # two rows a step
     window = align([rank_rows(rank, of_rank) for rank, of_rank in enumerate(keys)], len(keys), last=last)
     common = sorted(set.intersection(*map(set, keys)))
-    common = common if last is None else common[len(common) - min(last, len(common)) :]
+    if last is not None:
+        steps = sorted({key >> SEGMENT_BITS for key in common})
+        common = [key for key in common if key >> SEGMENT_BITS in steps[len(steps) - min(last, len(steps)) :]]
     assert window.keys.tolist() == common
     assert_rows_belong(window)
     inside = {key for of_rank in keys for key in of_rank if common and common[0] <= key <= common[-1]}

@@ -11,6 +11,7 @@ import numpy as np
 from traceml_ray import wire
 from traceml_ray.analysis.hang import Place, find
 from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.analysis.window import starts_of
 from traceml_ray.settings import Settings
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.streams import Stream, attempt_of
@@ -120,8 +121,9 @@ class Standstill:
         return msgspec.structs.replace(hang.verdict, lasted_s=(last_ns - hang.began_ns) / 1e9)
 
     def _median_s(self, stream: Stream) -> float:
-        _, _, rows = self._recent.tail(stream.id, stream.last_key or 0, _MEDIAN_OF)
-        return float(np.median(rows.sum(axis=1))) / 1e9 if len(rows) else 0.0
+        keys, _, rows = self._recent.tail(stream.id, stream.last_key or 0, _MEDIAN_OF)
+        steps = np.add.reduceat(rows.sum(axis=1), starts_of(keys)) if len(rows) else np.zeros(1)
+        return float(np.median(steps)) / 1e9
 
     def _places(
         self, ranks: dict[int, Stream], labels: dict[int, str], now: int, hang: _Hang | None

@@ -8,7 +8,6 @@ import numpy as np
 from traceml_ray.analysis.evidence import Evidence
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Float, Int64
-from traceml_ray.wire import SEGMENT_BITS
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,12 +96,10 @@ def per_step(evidence: Evidence) -> tuple[Int64, Float]:
 
     A step of several rows (segments) is their sum; one of which the window holds only a part is left out.
     """
-    steps = evidence.window.keys >> SEGMENT_BITS
-    exposed = evidence.frontier.exposed
-    starts = np.flatnonzero(np.diff(steps, prepend=steps[0] - 1))
-    rows = np.diff(starts, append=len(steps))
+    window = evidence.window
+    rows = np.diff(window.starts, append=len(window.keys))
     whole = rows == np.bincount(rows).argmax()
-    return steps[starts][whole], np.add.reduceat(exposed, starts, axis=0)[whole].astype(np.float64)
+    return window.steps[whole], window.by_step(evidence.frontier.exposed)[whole].astype(np.float64)
 
 
 def without_largest(exposed: Float) -> Float:

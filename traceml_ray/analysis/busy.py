@@ -34,7 +34,8 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     """
     Step times of a window; ms, `None` where there is nothing to tell.
 
-    `median_ms` and `p95_ms` are of the whole step. All else is **busy time** (the row without its
+    `median_ms` and `p95_ms` are of the whole step, however many exchanges it has: `exchanges`, on average.
+    All else is **busy time** (the row without its
     waiting), because rows are equally long on every rank, however slow one of them is: per rank
     the median over steps, per node the median of its ranks' values, skew in % as
     (worst − median) ÷ median over ranks and (slowest − fastest) ÷ fastest over nodes.
@@ -42,6 +43,7 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     count: int
+    exchanges: float
     median_ms: float
     p95_ms: float
     busy_median_ms: float
@@ -65,15 +67,17 @@ def summarise(window: Window, thresholds: Thresholds) -> StepSummary | None:
     if not window.d.size or absurd(window, thresholds) is not None:
         return None
     rows = comparable(window)
-    busy = busy_ns(rows) / 1e6
+    busy = window.by_step(busy_ns(rows)) / 1e6
     frontier = max(frontiers(window, rows), key=lambda each: each.total_ns)
-    step = frontier.exposed.sum(axis=1) / 1e6
+    exposed = window.by_step(frontier.exposed)
+    step = exposed.sum(axis=1) / 1e6
     per_rank = np.median(busy, axis=0)
     apart = spread(per_rank[:, None], window.nodes)
     per_node = dict(zip(apart.nodes, apart.per_node[:, 0].tolist(), strict=True))
     ranks: list[int] = window.ranks.tolist()
     return StepSummary(
-        count=len(window.keys),
+        count=len(step),
+        exchanges=len(window.keys) / len(step),
         median_ms=float(np.median(step)),
         p95_ms=float(np.percentile(step, 95)),
         busy_median_ms=float(apart.median[0]),
@@ -87,12 +91,12 @@ def summarise(window: Window, thresholds: Thresholds) -> StepSummary | None:
         worst_node=max(per_node, key=lambda node: per_node[node]) if len(per_node) > 1 else None,
         global_skew_pct=_known(apart.global_skew_pct[0]),
         node_skew_pct=_known(apart.node_skew_pct[0]),
-        stages=_stages(rows.d, frontier, ranks),
+        stages=_stages(window.by_step(rows.d), exposed, ranks),
     )
 
 
 def busy_ns(rows: Rows) -> Int64:
-    """Return how long each rank worked in each step, ns (K, R): its row without its waiting."""
+    """Return how long each rank worked in each row, ns (K, R): without its waiting."""
     busy: Int64 = (rows.d * ~rows.waits[:, None, :]).sum(axis=2)
     return busy
 
@@ -115,14 +119,15 @@ def _known(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-def _stages(d: Int64, frontier: Frontier, ranks: list[int]) -> tuple[StageSummary, ...]:
-    exposed = frontier.exposed.sum(axis=0)
+def _stages(d: Int64, by_step: Int64, ranks: list[int]) -> tuple[StageSummary, ...]:
+    """Return the stages of `d` (S, R, 6), whose exposed time is `by_step` (S, 6)."""
+    exposed = by_step.sum(axis=0)
     medians = np.median(d, axis=0) / 1e6
     return tuple(
         StageSummary(
             name=name,
             exposed_ms=float(exposed[stage]) / len(d) / 1e6,
-            exposed_share=float(exposed[stage]) / max(frontier.total_ns, 1),
+            exposed_share=float(exposed[stage]) / max(int(exposed.sum()), 1),
             median_ms=float(np.median(medians[:, stage])),
             max_ms=float(medians[:, stage].max()),
             worst_rank=ranks[int(np.argmax(medians[:, stage]))]

@@ -111,13 +111,13 @@ def _bad(d: Int64, limit: int) -> tuple[Bool, Bool]:
 @dataclass(frozen=True)
 class Evidence:
     """
-    Excess over peers in one window; K steps, R ranks.
+    Excess over peers in one window; K rows, S steps, R ranks.
 
     `ref` int64 ns (K, 6): the lower median over ranks of a local stage, the least of a waiting
-    one (the real cost of the exchange). `excess` int64 ns (K, R, 6) = d − ref, 0 for waiting stages.
-    `persistent` (R, 6): its median over steps ÷ mean step. `exposed_excess` (R, 6): what of it
-    moved the frontier, shared among the leaders, ÷ elapsed time. `local_ns` (K, R): sum of a
-    rank's local stages.
+    one (the real cost of the exchange). `excess` int64 ns (K, R, 6) = d − ref, 0 for waiting stages;
+    `by_step` (S, R, 6): that of whole steps. `persistent` (R, 6): its median over steps ÷ mean step.
+    `exposed_excess` (R, 6): what of it moved the frontier, shared among the leaders, ÷ elapsed time.
+    `local_ns` (K, R): sum of a rank's local stages.
     """
 
     window: Window
@@ -125,6 +125,7 @@ class Evidence:
     frontier: Frontier
     ref: Int64
     excess: Int64
+    by_step: Int64
     persistent: Float
     exposed_excess: Float
     local_ns: Int64
@@ -135,7 +136,7 @@ class Evidence:
 
     @property
     def mean_step_ns(self) -> float:
-        return self.total_ns / len(self.window.keys)
+        return self.total_ns / len(self.window.starts)
 
     def replay_ns(self, mended: Iterable[Cause] = ()) -> int:
         """
@@ -163,8 +164,8 @@ class Evidence:
         return min(1.0, max(0, self.replay_ns() - self.replay_ns(causes)) / self.total_ns)
 
     def series(self, cause: Cause) -> Float:
-        """Return the cause's excess step by step, ns (K,): the mean over its ranks."""
-        series: Float = self.excess[:, list(cause.places), cause.stage].mean(axis=1)
+        """Return the cause's excess step by step, ns (S,): the mean over its ranks."""
+        series: Float = self.by_step[:, list(cause.places), cause.stage].mean(axis=1)
         return series
 
 
@@ -186,14 +187,16 @@ def gather(window: Window) -> Evidence:
     else:
         excess *= local
         local_ns = (by_rank * local).sum(axis=2)
-    mean_step = frontier.total_ns / len(window.keys)
+    several = len(window.starts) < len(window.keys)
+    steps = np.add.reduceat(excess, window.starts, axis=1) if several else excess
     return Evidence(
         window=window,
         rows=rows,
         frontier=frontier,
         ref=ref,
         excess=excess.transpose(1, 0, 2),
-        persistent=np.median(excess, axis=1) / mean_step,
+        by_step=steps.transpose(1, 0, 2),
+        persistent=np.median(steps, axis=1) / (frontier.total_ns / len(window.starts)),
         exposed_excess=_exposed_excess(frontier, ref, local),
         local_ns=local_ns.T,
     )

@@ -146,7 +146,7 @@ class RunJudge:
     def _short(self, window: Window) -> bool:
         """Tell whether there is nothing to say about `window` but that it is short."""
         limits = self._thresholds
-        return len(window.keys) < limits.first_window_steps and window.coverage >= limits.coverage_limited
+        return len(window.starts) < limits.first_window_steps and window.coverage >= limits.coverage_limited
 
     def _count(self, verdict: Verdict) -> None:
         """Count a window for `chronic`, once per stride, so that asking more often changes nothing."""
@@ -169,7 +169,7 @@ class RunJudge:
     def _collect(self, window: Window) -> None:
         """Keep a window for the whole-run verdict if its turn has come."""
         thresholds = self._thresholds
-        if len(window.keys) < thresholds.window_steps or window.keys[0] <= self._sampled_to:
+        if len(window.starts) < thresholds.window_steps or window.keys[0] <= self._sampled_to:
             return
         self._sampled_to = int(window.keys[-1])
         self._offered += 1
@@ -227,9 +227,10 @@ def judge_run(
     """
     window = align(streams, expected, missing)
     run = RunJudge(thresholds, window.first_step, baseline)
-    steps = len(window.keys)
+    edges = [*window.starts.tolist(), len(window.keys)]
+    steps = len(window.starts)
     stride = max(thresholds.stride_steps, -(-steps // _MAX_WINDOWS))
     first = min(steps, thresholds.warmup_steps + thresholds.first_window_steps)
     for end in dict.fromkeys([*range(first, steps, stride), steps]):
-        run.update(window.take(slice(max(0, end - thresholds.window_steps), end)))
+        run.update(window.take(slice(edges[max(0, end - thresholds.window_steps)], edges[end])))
     return run

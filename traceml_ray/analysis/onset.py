@@ -16,7 +16,7 @@ class Timing:
     """
     When the first cause is late.
 
-    `late` (K,) per step of the window; `began` is the place in it at which it began, `None` when
+    `late` (S,) per step of the window; `began` is the place in it at which it began, `None` when
     that lies before the window; `goes_on` that it has not stopped since.
     """
 
@@ -32,7 +32,7 @@ class Timing:
 
 def late_steps(series: Float) -> Bool:
     """
-    Tell the steps (K,) that are late: above half of what a late step typically shows.
+    Tell the steps (S,) that are late: above half of what a late step typically shows.
 
     Typical is the median where most steps are late, otherwise the mean weighted by size, which a
     majority of punctual steps does not pull down.
@@ -47,7 +47,7 @@ def late_steps(series: Float) -> Bool:
 
 def onset(late: Bool) -> int | None:
     """
-    Return the place at which `late` (K,) turns from mostly no to mostly yes, or `None`.
+    Return the place at which `late` (S,) turns from mostly no to mostly yes, or `None`.
 
     Least squares over all single splits; a split counts when at most 30 % are late before it, at
     least 70 % from it on, and three or more steps follow. Only whether a step is late is used,

@@ -70,13 +70,13 @@ def with_part(verdict: Verdict, window: Window, find: Find, thresholds: Threshol
     peers = [rank for rank in window.ranks.tolist() if rank not in verdict.ranks]
     peers = peers[:: -(-len(peers) // MAX_PEERS) or 1]
     steps = window.keys >> SEGMENT_BITS
-    inside = np.flatnonzero((steps >= (verdict.from_step or 0)) & (steps <= (verdict.to_step or 0)))
-    if not peers or not len(inside):
+    inside = window.take((steps >= (verdict.from_step or 0)) & (steps <= (verdict.to_step or 0)))
+    if not peers or not len(inside.keys):
         return verdict
     stage, compared = STAGES.index(verdict.stage), [verdict.rank, *peers]
-    known = find(compared, int(steps[inside[0]]), int(steps[inside[-1]]))
-    d = window.d[:, :, stage][np.ix_(inside, np.searchsorted(window.ranks, compared))]
-    excess_ns = _excess_ns(d, transient=verdict.transient) * len(inside) / len(np.unique(steps[inside]))
+    known = find(compared, int(inside.steps[0]), int(inside.steps[-1]))
+    d = inside.by_step(inside.d[:, np.searchsorted(window.ranks, compared), stage])
+    excess_ns = _excess_ns(d, transient=verdict.transient)
     others = [known[rank] for rank in peers if rank in known]
     if not others:
         return verdict
@@ -94,6 +94,6 @@ def with_part(verdict: Verdict, window: Window, find: Find, thresholds: Threshol
 
 
 def _excess_ns(d: Int64, *, transient: bool) -> float:
-    """Return how late the first rank of `d` (K, R) is as a rule or, where that comes and goes, on average."""
+    """Return how late the first rank of `d` (S, R) is as a rule or, where that comes and goes, on average."""
     excess = d[:, 0] - np.median(d[:, 1:], axis=1)
     return float(excess.mean() if transient else np.median(excess))

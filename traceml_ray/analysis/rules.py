@@ -145,22 +145,22 @@ def _newly(evidence: Evidence, thresholds: Thresholds) -> tuple[Finding, Evidenc
     Of n of K steps √(K ÷ n) times the excess is asked, in `high_late_share` of them; the steps before
     are the control. Returned with the evidence since it began.
     """
-    steps = len(evidence.window.keys)
+    window, steps = evidence.window, len(evidence.window.starts)
     for count in (2 * thresholds.stride_steps, thresholds.stride_steps):
-        least = thresholds.min_excess * float(np.sqrt(max(1.0, thresholds.window_steps / count)))
-        step_ns = evidence.frontier.exposed[-count:].sum() / count
         if steps < count + thresholds.stride_steps:
             continue
-        often = np.count_nonzero(evidence.excess[-count:] >= least * step_ns, axis=0)
+        least = thresholds.min_excess * float(np.sqrt(max(1.0, thresholds.window_steps / count)))
+        step_ns = evidence.frontier.exposed[window.starts[-count] :].sum() / count
+        often = np.count_nonzero(evidence.by_step[-count:] >= least * step_ns, axis=0)
         if 2 * often.max() < count:
             continue
         limits = msgspec.structs.replace(thresholds, min_excess=least)
-        finding = _persistent(gather(evidence.window.take(slice(-count, None))), limits)
+        finding = _persistent(gather(window.last(count)), limits)
         if finding.label != "straggler" or _everyone(finding, evidence):
             continue
         began = _began(evidence.series(finding.causes[0]), count, thresholds)
         if began is not None:
-            return replace(finding, new=True), gather(evidence.window.take(slice(began, None)))
+            return replace(finding, new=True), gather(window.last(steps - began))
     return None
 
 
@@ -170,7 +170,7 @@ def _everyone(finding: Finding, evidence: Evidence) -> bool:
 
 
 def _began(series: Float, count: int, thresholds: Thresholds) -> int | None:
-    """Return where the excess of the newest `count` of `series` (K,) began, None if it is nothing new."""
+    """Return where the excess of the newest `count` of `series` (S,) began, None if it is nothing new."""
     before, newest = series[:-count], series[-count:]
     excess = float(np.median(newest))
     usual = float(np.median(before))

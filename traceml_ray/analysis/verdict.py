@@ -188,7 +188,7 @@ def _assess(
 
 def too_few_steps(window: Window, needed: int) -> Verdict:
     """Return the abstention for a window too short to be judged at all."""
-    why = wording.too_few(len(window.keys), needed)
+    why = wording.too_few(len(window.starts), needed)
     return Verdict(label="telemetry_limited", why=why, next="Wait.", **_facts(window, None))
 
 
@@ -197,10 +197,10 @@ def _facts(window: Window, evidence: Evidence | None) -> dict[str, Any]:
         "coverage": window.coverage,
         "from_step": window.first_step,
         "to_step": window.last_step,
-        "window_steps": len(window.keys),
+        "window_steps": len(window.starts),
     }
     if evidence is not None:
-        steps = len(evidence.window.keys)
+        steps = len(evidence.window.starts)
         facts["exposed_ms"] = tuple((evidence.frontier.exposed.sum(axis=0) / steps / 1e6).tolist())
         facts["mean_step_ms"] = evidence.mean_step_ns / 1e6
     return facts
@@ -213,7 +213,7 @@ def _named(
     places = [] if finding.rotating else sorted({place for cause in finding.causes for place in cause.places})
     worst = max(first.places, key=lambda place: _score(evidence)[place, first.stage]) if places else None
     timing = _timing(finding, evidence)
-    facts["from_step"] = window.take(slice(timing.began, None)).first_step
+    facts["from_step"] = int(window.steps[timing.began or 0])
     cost = evidence.gain(*finding.causes)
     why, advice = wording.named(evidence, finding, timing, whole_run=whole_run)
     return Verdict(
@@ -273,10 +273,10 @@ def _confidence(finding: Finding, evidence: Evidence, timing: Timing | None, thr
     window = evidence.window
     if finding.new:
         return "medium"
-    if len(window.keys) < thresholds.first_window_steps:
+    if len(window.starts) < thresholds.first_window_steps:
         return "low"
     unsplit = bool(evidence.rows.waits[:, BACKWARD].any())
-    sure = window.coverage == 1.0 and len(window.keys) >= thresholds.window_steps and not unsplit
+    sure = window.coverage == 1.0 and len(window.starts) >= thresholds.window_steps and not unsplit
     if timing is None or finding.rotating:
         return "high" if sure and not finding.rotating else "medium"
     often = float(timing.since.mean())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +44,7 @@ class RankRows:
 @dataclass(frozen=True)
 class Window:
     """
-    The steps that every live rank reported, in order.
+    The steps that every live rank reported, in order. A step has a row for each of its exchanges.
 
     `keys` (K,), `ranks` (R,) ascending, `nodes` one label per rank, `d` int64 ns (K, R, 6),
     `flags` uint8 (K, R). `expected` is the world size, `missing` the ranks that do not report (of very
@@ -66,6 +67,25 @@ class Window:
     def coverage(self) -> float:
         """Share of the expected ranks that report, 0..1."""
         return min(1.0, len(self.ranks) / max(self.expected, 1))
+
+    @cached_property
+    def starts(self) -> Int64:
+        """The places (S,) of the rows with which a step begins."""
+        return starts_of(self.keys)
+
+    @property
+    def steps(self) -> Int64:
+        """The numbers of the steps (S,)."""
+        return self.keys[self.starts] >> SEGMENT_BITS
+
+    def by_step(self, values: Int64) -> Int64:
+        """Return `values` (K, …) added up over the rows of each step (S, …)."""
+        return values if len(self.starts) == len(values) else np.add.reduceat(values, self.starts, axis=0)
+
+    def last(self, steps: int) -> Window:
+        """Return the newest `steps` of the window, or all of it."""
+        starts = self.starts
+        return self.take(slice(starts[-steps], None)) if 0 < steps < len(starts) else self
 
     @property
     def gaps(self) -> int:
@@ -148,6 +168,12 @@ class Window:
         )
 
 
+def starts_of(keys: Int64) -> Int64:
+    """Return the places (S,) in sorted `keys` at which a step begins."""
+    steps = keys >> SEGMENT_BITS
+    return np.flatnonzero(np.diff(steps, prepend=steps[:1] - 1))
+
+
 def missing_of(world: int, live: Iterable[int], most: int = MAX_MISSING) -> list[int]:
     """Return the ranks of a job of size `world` that are not `live`; of more than `most`, the lowest."""
     known = frozenset(live)
@@ -158,7 +184,7 @@ def align(
     streams: Sequence[RankRows], expected: int, missing: Sequence[int] = (), last: int | None = None
 ) -> Window:
     """
-    Return the keys that every live rank reported, sorted; the newest `last` of them if given.
+    Return the keys that every live rank reported, sorted; of the newest `last` steps, if given.
 
     `streams` holds one entry per rank; those of `missing` ranks are left out. Rows flagged
     FLAG_FIRST are left out, of a repeated key the first row counts. `d` is laid out rank by rank
@@ -175,7 +201,9 @@ def align(
         flags = np.concatenate([stream.flags for stream in live])
         keys, at, seen = _common(np.concatenate([stream.keys for stream in live]), flags, lengths)
     if last is not None:
-        keys, at = keys[len(keys) - min(last, len(keys)) :], at[:, at.shape[1] - min(last, at.shape[1]) :]
+        begins = [*starts_of(keys).tolist(), len(keys)]
+        cut = begins[max(0, len(begins) - 1 - last)]
+        keys, at = keys[cut:], at[:, cut:]
     inside = seen[(seen >= keys[0]) & (seen <= keys[-1])] if len(keys) else seen
     everything = np.array_equal(at.ravel(), np.arange(len(flags)))
     shape = (len(live), len(keys))

@@ -370,7 +370,7 @@ def _when(window: Window, timing: Timing, whole_run: bool) -> str:
     steps = len(timing.late)
     span = f"the {steps:,} steps looked at over the whole run" if whole_run else f"the last {steps:,} steps"
     if timing.began is not None and timing.goes_on:
-        step, since = int(window.keys[timing.began]) >> SEGMENT_BITS, timing.since
+        step, since = int(window.steps[timing.began]), timing.since
         return f"in {percent(float(since.mean()))} of the {len(since):,} steps since step {step}"
     if steps == 1:
         return "in the last step"

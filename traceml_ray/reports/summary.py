@@ -330,7 +330,7 @@ def _warm(window: Window | None, thresholds: Thresholds) -> Window | None:
     if window is None:
         return None
     warm = window.take(window.keys >> SEGMENT_BITS >= (window.first_step or 0) + thresholds.warmup_steps)
-    return warm if len(warm.keys) >= thresholds.first_window_steps else window
+    return warm if len(warm.starts) >= thresholds.first_window_steps else window
 
 
 def _step_block(read: _Read, steps: StepSummary | None) -> dict[str, Any]:
@@ -429,10 +429,12 @@ def overhead_of(streams: Iterable[Stream]) -> dict[str, Any]:
     """Return what the monitor cost the rank that it cost most, each figure by itself."""
     marks, cpu, sent = [], [], []
     for stream in streams:
+        known = stream.produced if stream.last_key is None else (stream.last_key >> SEGMENT_BITS) + 1
+        steps = min(stream.produced, known)
         if stream.produced and stream.marks_ns is not None:
-            marks.append(stream.marks_ns / stream.produced / 1e3)
+            marks.append(stream.marks_ns / steps / 1e3)
         if stream.produced and stream.sent_bytes is not None:
-            sent.append(stream.sent_bytes / stream.produced)
+            sent.append(stream.sent_bytes / steps)
         if stream.agent_wall_ns and stream.agent_cpu_ns is not None:
             cpu.append(100 * stream.agent_cpu_ns / stream.agent_wall_ns)
     return {

@@ -127,8 +127,10 @@ def _steps(steps: dict[str, Any]) -> list[str]:
     if steps["median_ms"] is None:
         return []
     times = f"median {_ms(steps['median_ms'])}, p95 {_ms(steps['p95_ms'])}"
+    several = steps["exchanges"] > 1.05  # else one here and there is cut in two
+    of = f" of {steps['exchanges']:.3g} exchanges" if several else ""
     lines = labelled(
-        "Steps", f"{_count(steps['count'], 'step')}, {times} (of the {steps['judged']} after warm-up)"
+        "Steps", f"{_count(steps['count'], 'step')}{of}, {times} (of the {steps['judged']} after warm-up)"
     )
     skew = []
     if steps["worst_rank"] is not None and steps["global_skew_pct"] is not None:

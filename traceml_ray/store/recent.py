@@ -51,10 +51,12 @@ class Recent:
         return int(ring.keys[ring.end - 1]) if ring and ring.end else None
 
     def tail(self, stream: int, last: int, n: int) -> Columns:
-        """Return copies of the `n` rows (or fewer) up to key `last`: keys (m,), flags (m,), rows (m, 6)."""
+        """Return copies of the rows of `n` steps (or fewer) up to key `last`: keys, flags, rows (m, 6)."""
         ring = self._rings.get(stream) or _NO_ROWS
         end = int(np.searchsorted(ring.keys[: ring.end], last, "right"))
-        part = slice(max(0, end - n), end)
+        steps = ring.keys[max(0, end - n) : end] >> wire.SEGMENT_BITS
+        several = -(-len(steps) // (np.count_nonzero(np.diff(steps)) + 1))  # rows of a step
+        part = slice(max(0, end - n * several), end)
         return ring.keys[part].copy(), ring.flags[part].copy(), ring.rows[part].copy()
 
     def add_detail(self, stream: int, detail: wire.Detail) -> None:
