@@ -373,7 +373,7 @@ def test_a_mark_that_cannot_be_made_is_counted_and_the_script_goes_on(
             assert held.wait(30)
         assert list(traceml_ray.watch([1, 2])) == [1, 2]
         failed = job.instrumentation.failed
-        assert list(ray_data._TimedBatches([3], 0, job.recorder, failed)) == [3]
+        assert list(ray_data.timed((n for n in [3]), 1, job.recorder, failed)) == [3]
         release.set()
         holder.join(30)
         loops.plain(job)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from contextlib import ContextDecorator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from traceml_ray.agent import bootstrap
 from traceml_ray.agent.rank_agent import RankAgent
-from traceml_ray.agent.ray_data import new_iterator, timed_next
+from traceml_ray.agent.watched import watched
 from traceml_ray.identity import RankIdentity, resolve
 from traceml_ray.settings import Settings
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from typing import Self
+
+Items = TypeVar("Items", bound=Iterable[Any])
 
 
 def attach(session: str | None = None, **who: Any) -> bool:
@@ -78,65 +81,80 @@ def _listening() -> RankAgent | None:
     return None if agent is None or sys.modules["torch"].compiler.is_dynamo_compiling() else agent
 
 
-@contextmanager
-def trace_step(model: Any = None) -> Generator[None]:
+class _Block(ContextDecorator):
+    """A `with` block that is a decorator, too; may be entered again, also inside itself, and pickled."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+        self._open: list[Any] = []
+        """What each entering has begun."""
+
+    def _recreate_cm(self) -> Self:  # a decorated function may be called by several threads at once
+        return type(self)(self._given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._given,)
+
+
+class trace_step(_Block):  # noqa: N801 - used as a function is
     """
     Cut one step here instead of at the optimizer: `with traceml_ray.trace_step(model): …`.
 
     The row closes at the end of the last backward inside the block. `model` is the module whose
     call starts the forward, where that cannot be learned from DDP, FSDP or the optimizer.
     """
-    agent = _listening()
-    if agent is None:
-        yield
-        return
-    recorder, failed = agent.recorder, agent.instrumentation.failed
-    try:
-        if model is not None and not any(root is model for root in agent.instrumentation.roots.modules()):
-            agent.instrumentation.roots.add(model)
-        recorder.trace()
-    except Exception as error:
-        failed("trace_step", error)
-    try:
-        yield
-    finally:
+
+    def __init__(self, model: Any = None) -> None:
+        super().__init__(model)
+
+    def __enter__(self) -> None:
+        agent = _listening()
+        self._open.append(agent)
+        if agent is None:
+            return
+        patches = agent.instrumentation
         try:
-            recorder.close_traced()
+            model = self._given
+            if model is not None and not any(root is model for root in patches.roots.modules()):
+                patches.roots.add(model)
+            agent.recorder.trace()
         except Exception as error:
-            failed("trace_step", error)
+            patches.failed("trace_step", error)
+
+    def __exit__(self, *_: object) -> None:
+        agent = self._open.pop()
+        if agent is None:
+            return
+        try:
+            agent.recorder.close_traced()
+        except Exception as error:
+            agent.instrumentation.failed("trace_step", error)
         finally:
-            recorder.manual = False
+            agent.recorder.manual = False
 
 
-@contextmanager
-def stage(name: str) -> Generator[None]:
+class stage(_Block):  # noqa: N801
     """Name a part of the step, `with traceml_ray.stage("tokenize"): …`; shown inside the stage it is in."""
-    agent = _listening()
-    if agent is None:
-        yield
-        return
-    parts = agent.instrumentation.parts
-    begun = parts.begin(name)
-    try:
-        yield
-    finally:
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+
+    def __enter__(self) -> None:
+        agent = _listening()
+        parts = agent.instrumentation.parts if agent is not None else None
+        self._open.append((parts, parts.begin(self._given) if parts is not None else None))
+
+    def __exit__(self, *_: object) -> None:
+        parts, begun = self._open.pop()
         if begun is not None:
             parts.end(begun)
 
 
-def watch(iterable: Iterable[T]) -> Iterator[T]:
-    """Yield from `iterable`, with the wait for each item counted as `data`."""
-    items = iter(iterable)
-    agent = bootstrap.current()
-    if agent is not None:
-        new_iterator(agent.recorder, agent.instrumentation.failed, "watch")
-    while True:
-        agent = bootstrap.current()
-        try:
-            if agent is None:
-                item = next(items)
-            else:
-                item = timed_next(items, iterable, agent.recorder, agent.instrumentation.failed, "watch")
-        except StopIteration:
-            return
-        yield item
+def watch(iterable: Items) -> Items:
+    """
+    Return `iterable` with the wait for each of its items counted as `data`.
+
+    In all else it is what it was: length, attributes, `isinstance`; what can be iterated again still can.
+    """
+    result: Items = watched(iterable)
+    return result

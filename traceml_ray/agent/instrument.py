@@ -9,6 +9,7 @@ cannot be applied is skipped and listed in `missing`; `remove()` restores everyt
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
@@ -143,7 +144,9 @@ class Instrumentation:
     def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         original = getattr(owner, name)
         stored = owner.__dict__.get(name, original)  # how it is bound: not all that is callable is a function
-        wrapper = functools.wraps(original)(make(original))
+        wrapper: Any = functools.wraps(original)(make(original))
+        with contextlib.suppress(TypeError, ValueError):  # not all look through wrappers: `getfullargspec`
+            wrapper.__signature__ = inspect.signature(original)
         if isinstance(owner, types.ModuleType):  # where pickle finds the wrapper, and without us the original
             wrapper.__module__, wrapper.__qualname__ = owner.__name__, name
         setattr(owner, name, wrapper)

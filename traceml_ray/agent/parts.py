@@ -8,6 +8,7 @@ monitor came stays as it was, and is not timed. DDP exchanges gradients without 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from threading import get_ident
@@ -112,6 +113,7 @@ class Parts:
         collate, recorder = fetcher.collate_fn, self._recorder
         append, clock = recorder.log.append, recorder.clock
 
+        @functools.wraps(collate)
         def noted(samples: Any) -> Any:
             if get_ident() == recorder.ready:
                 append(COLLATED)

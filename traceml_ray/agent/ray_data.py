@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from types import GeneratorType, SimpleNamespace
 from typing import Any
 
 from traceml_ray.agent.recorder import Recorder
 
 MODULE = "ray.data.iterator"
 _METHODS = ("iter_batches", "iter_torch_batches")
+_LOADER = "_traceml_loader"
 
 Failed = Callable[[str, BaseException], None]
 
@@ -16,58 +18,54 @@ Failed = Callable[[str, BaseException], None]
 def patch(
     replace: Callable[[Any, str, Callable[[Any], Any]], Any], recorder: Recorder, failed: Failed
 ) -> None:
-    """Patch `DataIterator`, whose module has been imported; raises what does not fit."""
-    from ray.data.iterator import DataIterator
+    """
+    Patch Ray's iterable, whose module has been imported; raises what does not fit.
 
-    def make(original: Any) -> Any:
+    What the methods return stays Ray's own object, which Ray and others ask for its type; on it is noted
+    which dataset it reads, and its class's `__iter__` times the iterators of those that are noted.
+    """
+    from ray.data.iterator import DataIterator, _IterableFromIterator
+
+    def make_batches(original: Any) -> Any:
         def batches(source: Any, *args: Any, **kwargs: Any) -> Any:
             found = original(source, *args, **kwargs)
             try:
-                kind = _TimedIterator if hasattr(type(found), "__next__") else _TimedBatches
-                return kind(found, id(source), recorder, failed)
+                found.__dict__[_LOADER] = id(source)
             except Exception as error:
                 failed("ray_data", error)
-                return found
+            return found
 
         return batches
 
+    def make_iter(original: Any) -> Any:
+        def __iter__(iterable: Any) -> Any:  # noqa: N807
+            items, loader = original(iterable), iterable.__dict__.get(_LOADER)
+            if loader is None or type(items) is not GeneratorType:
+                return items
+            return timed(items, loader, recorder, failed)
+
+        return __iter__
+
+    replace(_IterableFromIterator, "__iter__", make_iter)
     for name in _METHODS:
-        replace(DataIterator, name, make)
+        replace(DataIterator, name, make_batches)
 
 
-class _Timed:
-    """In place of what Ray Data returned; whatever else is asked of it, that is asked."""
-
-    def __init__(self, inner: Any, source: int, recorder: Recorder, failed: Failed) -> None:
-        self._traceml_inner = inner
-        self._traceml_loader = source
-        """What the recorder knows it by: iterators come and go with the epochs."""
-        self._traceml_recorder = recorder
-        self._traceml_failed = failed
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_traceml"):  # half-made, as while it is being copied
-            raise AttributeError(name)
-        return getattr(self._traceml_inner, name)
-
-
-class _TimedBatches(_Timed):
-    def __iter__(self) -> Iterator[Any]:
-        inner = iter(self._traceml_inner)
-        return _TimedIterator(inner, self._traceml_loader, self._traceml_recorder, self._traceml_failed)
-
-
-class _TimedIterator(_Timed):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        new_iterator(self._traceml_recorder, self._traceml_failed, "ray_data")
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        inner, recorder = self._traceml_inner, self._traceml_recorder
-        return timed_next(inner, self, recorder, self._traceml_failed, "ray_data")
+def timed(
+    items: Generator[Any, Any, Any], loader: int, recorder: Recorder, failed: Failed
+) -> Generator[Any, None, None]:
+    """Yield from `items`, a generator of nobody else, with each wait counted as `data` of `loader`."""
+    iterator = SimpleNamespace(**{_LOADER: loader})  # iterators come and go with the epochs
+    new_iterator(recorder, failed, "ray_data")
+    try:
+        while True:
+            try:
+                item = timed_next(items, iterator, recorder, failed, "ray_data")
+            except StopIteration:
+                return
+            yield item
+    finally:
+        items.close()
 
 
 def new_iterator(recorder: Recorder, failed: Failed, place: str) -> None:

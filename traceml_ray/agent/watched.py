@@ -1,0 +1,117 @@
+"""What `traceml_ray.watch` returns: in all but its iteration the iterable that it was given."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+from traceml_ray.agent import bootstrap
+from traceml_ray.agent.ray_data import new_iterator, timed_next
+
+_PLACE = "watch"
+_BY_TYPE = ("__len__", "__length_hint__", "__getitem__", "__setitem__", "__contains__", "__reversed__")
+
+
+class _Watched:
+    """
+    Iterates over its source with each wait counted as `data`; whatever else is asked of it, that answers.
+
+    It has the source's length, items and attributes, passes for one of its type (`isinstance`), can be
+    iterated as often, and is copied and pickled with it.
+    """
+
+    __slots__ = ("_traceml_source",)
+
+    def __iter__(self) -> Iterator[Any]:
+        return _timed(_source(self))
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(_source(self))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_source(self), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(_source(self), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(_source(self), name)
+
+    def __bool__(self) -> bool:
+        return bool(_source(self))
+
+    def __repr__(self) -> str:
+        return repr(_source(self))
+
+    def __dir__(self) -> list[str]:
+        return dir(_source(self))
+
+    def __copy__(self) -> Any:
+        return watched(copy.copy(_source(self)))
+
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        return watched, (_source(self),)
+
+
+class _WatchedIterator(_Watched):
+    """Of an iterator: one itself."""
+
+    __slots__ = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return _next(_source(self), _source(self))
+
+
+def watched(iterable: Any) -> Any:
+    """Return `iterable` with its waits counted; see `traceml_ray.watch`."""
+    found: Any = object.__new__(_kind(type(iterable)))  # type: ignore[arg-type]
+    object.__setattr__(found, "_traceml_source", iterable)
+    if hasattr(type(found), "__next__"):
+        _begin()
+    return found
+
+
+@lru_cache(maxsize=256)
+def _kind(source: type) -> type:
+    """Return the class for sources of that type: Python asks for some methods of the type alone."""
+
+    def asks(name: str) -> Callable[..., Any]:
+        return lambda self, *arguments: getattr(_source(self), name)(*arguments)
+
+    methods = {name: asks(name) for name in _BY_TYPE if hasattr(source, name)}
+    base = _WatchedIterator if hasattr(source, "__next__") else _Watched
+    return type(base.__name__, (base,), {"__slots__": (), **methods})
+
+
+def _source(proxy: _Watched) -> Any:
+    return object.__getattribute__(proxy, "_traceml_source")
+
+
+def _begin() -> None:
+    agent = bootstrap.current()
+    if agent is not None:
+        new_iterator(agent.recorder, agent.instrumentation.failed, _PLACE)
+
+
+def _timed(source: Any) -> Iterator[Any]:
+    items = iter(source)
+    _begin()
+    while True:
+        try:
+            item = _next(items, source)
+        except StopIteration:
+            return
+        yield item
+
+
+def _next(items: Iterator[Any], source: Any) -> Any:
+    agent = bootstrap.current()
+    if agent is None:
+        return next(items)
+    return timed_next(items, source, agent.recorder, agent.instrumentation.failed, _PLACE)
