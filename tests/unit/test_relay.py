@@ -235,6 +235,17 @@ def test_what_a_relay_leaves_is_beside_what_its_agent_left(bench: Bench) -> None
     again.relay.close()
 
 
+def test_relay_hands_on_what_was_left_before_newer_batches_came(bench: Bench) -> None:
+    bench.relay.take(rank_batch("a", 5))
+    bench.tick(2)
+    write_spool(bench.spool / "a.0.spool", [rank_batch("a", 3), rank_batch("a", 4)])
+    assert not bench.relay.flush(0)
+    bench.tick(3)
+    assert sorted(bench.aggregator.seqs("a")) == [3, 4, 5]
+    answer = wire.decode(bench.relay.take(rank_batch("a", 6)), wire.RankReply)
+    assert (answer.acked_seq, answer.settled_seq) == (6, 5)
+
+
 def test_the_socket_is_for_this_user_only(bench: Bench) -> None:
     assert bench.path.stat().st_mode & 0o777 == 0o600
     open_folder = Path(tempfile.mkdtemp(prefix="tr-"))
