@@ -114,7 +114,7 @@ class Stream:
         return new
 
     def absorb(self, batch: wire.RankBatch, now: int) -> None:
-        """Take over the counts of a batch that arrived at `now`, and of the newest what else it says; no rows."""
+        """Take over the counts of a batch that arrived at `now`, and of the newest what else it says."""
         self.produced = max(self.produced, batch.produced, self.next_row)
         self.dropped_by_agent = max(self.dropped_by_agent, batch.dropped)
         self.final = self.final or batch.final
