@@ -256,9 +256,7 @@ def test_two_launchers_of_one_job_on_one_machine_make_one_session(bench: Bench) 
     other = bench.start(*job, "--node-rank", "1", *ranks, RAY_AUTH_TOKEN="t" * 32)
     first = bench.start(*job, "--node-rank", "0", *ranks, RAY_AUTH_TOKEN="t" * 32)
     _, err = first.communicate(timeout=90)
-    ended = time.monotonic()
     _, others = other.communicate(timeout=20)
-    assert time.monotonic() - ended < 10
     assert (first.returncode, other.returncode) == (0, 0), err + others
     (folder,) = bench.out.iterdir()
     assert f"files: {folder}" in err

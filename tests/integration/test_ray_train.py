@@ -44,7 +44,7 @@ BATCHES = 60
 
 
 class Lines(torch.utils.data.Dataset[Any]):
-    """Points of a line; on the rank `late` each of them is 8 ms late."""
+    """Points of a line; on the rank `late` each of them is 20 ms late."""
 
     def __init__(self, late: bool) -> None:
         self.late = late
@@ -54,7 +54,7 @@ class Lines(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self.late:
-            time.sleep(0.008)
+            time.sleep(0.02)
         x = torch.full((4,), index / BATCHES)
         return x, x[:1] * 3
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -330,11 +329,9 @@ def test_after_ray_shutdown_an_agent_starts_no_cluster_of_its_own(cluster: FakeC
         "print(ray.is_initialized())"
     )
     environ = {**os.environ, "RAY_AUTH_MODE": "disabled"}
-    began = time.monotonic()
     ran = subprocess.run(
         [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60
     )
     assert ran.stdout.strip() == "False", ran.stderr[-2000:]
     assert ran.returncode == 0
-    assert time.monotonic() - began < 40
     assert find_aggregator("nobody") is None

@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -335,47 +334,6 @@ def test_finish_writes_the_files_and_may_be_called_again(tmp_path: Path) -> None
     assert summary["ranks"]["0"]["exit_reason"] == "SIGKILL"
     assert (tmp_path / "report.txt").stat().st_mode & 0o777 == 0o600
     assert not list(tmp_path.glob("*.tmp"))
-
-
-@given(st.permutations(range(8)), st.sets(st.integers(0, 7), max_size=3), st.integers(0, 8))
-def test_rows_are_stored_once_in_whatever_order_batches_come(
-    order: list[int], lost: set[int], restart: int
-) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        aggregator, relay, rank = aggregation(Path(folder)), Relay(), Rank(0, 1)
-        sent = [rank.batch(n % 4, events=[wire.Event("note", n)]) for n in range(8)]
-        for at, number in enumerate(order):
-            if at == restart:
-                aggregator.commit()
-                aggregator.close()
-                aggregator = aggregation(Path(folder))
-            if number not in lost:
-                aggregator.ingest(relay.message(sent[number], sent[number]))
-        came = sorted(set(range(8)) - lost)
-        keys = [key for n in came for key in np.frombuffer(wire.decode(sent[n], wire.RankBatch).keys, "<i8")]
-        ledger = _ledger(aggregator, Path(folder))
-        assert (ledger["stored"], ledger["produced"]) == (len(keys), sum(n % 4 for n in range(max(came) + 1)))
-        with SessionFile(Path(folder) / "session.sqlite") as stored:
-            assert [found.keys.tolist() for found in stored.rows()[0]] == ([keys] if keys else [])
-            assert sorted(event["t_ns"] for event in stored.events()[0]) == came
-
-
-def test_older_batch_of_a_salvage_file_is_stored_after_newer_ones(tmp_path: Path) -> None:
-    aggregator, relay, rank, spool = aggregation(tmp_path), Relay(), Rank(0, 1), tmp_path / "spool"
-    lost = [rank.batch(10, missing={"h2d": "no device"}), rank.batch(10)]
-    aggregator.ingest(relay.message(rank.batch(10, missing={})))
-    aggregator.commit()
-    spool.mkdir()
-    write_spool(spool / f"{rank.stream}.0.spool", lost)
-    write_spool(spool / f"{rank.stream}.spool", [lost[1], rank.batch(10, final=True)])
-    assert len(aggregator.take_spool(spool)) == 2
-    aggregator.finish(wire.Finish(wire.VERSION, 0))
-    aggregator.close()
-    with SessionFile(tmp_path / "session.sqlite") as stored:
-        assert stored.ledger()["stored"] == stored.ledger()["produced"] == 40
-        (found,) = stored.rows()[0]
-        assert (found.keys >> wire.SEGMENT_BITS).tolist() == list(range(40))
-        assert stored.streams()[0].last_key == 39 << wire.SEGMENT_BITS
 
 
 def test_finish_offline_takes_what_agents_left(tmp_path: Path) -> None:

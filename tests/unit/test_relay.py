@@ -1,4 +1,4 @@
-"""The relay core: real sockets and processes, a fake aggregator, a fake clock."""
+"""The relay core: real sockets and processes, the real aggregator on a real file, a fake clock."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import secrets
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -21,16 +22,20 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sessions import NoSamples
+from sessions import SECOND, Clock, NoSamples, Straight, aggregation
+from sessions import Rank as SentRank
+from sessions import Relay as SentRelay
 
 from traceml_ray import wire
 from traceml_ray.actors import peers
 from traceml_ray.actors import relay as core
+from traceml_ray.actors.aggregation import Aggregation
 from traceml_ray.actors.outbox import Outbox
 from traceml_ray.actors.relay import FINISH_S, NODES_S, RESEND_S, SIGN_S, STUCK_S, TICK_S, Relay
 from traceml_ray.identity import RankIdentity
 from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool, write_spool
+from traceml_ray.store.session_file import SessionFile
 
 NODE = wire.NodeIdentity("node", "host", "127.0.0.1")
 
@@ -46,7 +51,9 @@ def rank_batch(stream: str, seq: int, *, rows: int = 3, final: bool = False, pad
             produced=rows * (seq + 1),
             dropped=0,
             first_row=rows * seq,
-            keys=bytes(8 * rows),
+            keys=struct.pack(
+                f"<{rows}q", *(row << wire.SEGMENT_BITS for row in range(rows * seq, rows * (seq + 1)))
+            ),
             flags=bytes(rows),
             rows=bytes(wire.ROW_BYTES * rows),
             events=events,
@@ -55,77 +62,128 @@ def rank_batch(stream: str, seq: int, *, rows: int = 3, final: bool = False, pad
     )
 
 
-class Aggregator:
-    """Takes messages in order without gaps, forgets what is not committed when it is killed."""
+class Aggregator(Straight):
+    """
+    A real one on a session file in `folder`, made when it is first called. It may hang, and it may be killed
+    with what it has not committed; the next one goes on from the file.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         self.up = True
         self.hangs = False
         self.stopped = False
-        self.waiting = 0
+        self.clock = Clock()
         self.finished: list[wire.Finish] = []
-        self.stored: list[wire.RelayBatch] = []
-        self.taken: list[wire.RelayBatch] = []
         self.sizes: list[int] = []
-        self.commands: list[wire.Command] = []
-        self._calls: list[tuple[bytes, bool]] = []
+        self._folder = folder
+        self._core: Aggregation | None = None
+        self._sent: dict[tuple[str, int], bytes] = {}
+        self._calls = []
+
+    @property
+    def core(self) -> Aggregation:
+        if self._core is None:
+            self._core = aggregation(self._folder, self.clock)
+            self.attach(self._core)
+        return self._core
 
     def ingest(self, data: bytes, commit: bool) -> bool:
-        if not self.up or len(self._calls) >= 4:
+        if not (self.up and self.core and super().ingest(data, commit)):
             return False
-        self._calls.append((data, commit))
+        self.sizes.append(len(data))
+        message = wire.decode(data, wire.RelayBatch)
+        assert self._sent.setdefault((message.incarnation, message.seq), data) == data
         return True
 
     def finish(self, data: bytes) -> bool:
-        return self.ingest(data, False)
+        if not (self.up and self.core and super().finish(data)):
+            return False
+        self.finished.append(wire.decode(data, wire.Finish))
+        return True
 
     def poll(self) -> list[bytes | Exception]:
         if self.hangs:
             return []
-        calls, self._calls = self._calls, []
-        if not self.up:
-            return [ConnectionError("the actor died")] if calls else []
-        return [self._answer(*call) for call in calls]
-
-    def stop(self) -> None:
-        self.stopped = True
+        if not self.up and self._calls:
+            self._calls = []
+            return [ConnectionError("the actor died")]
+        return super().poll()
 
     def commit(self) -> None:
-        self.stored += self.taken
-        self.taken = []
+        if self._core is not None and not self._actor._closed:
+            assert self._core.commit()
 
     def kill(self) -> None:
         """Die with what is not committed."""
         self.up = False
-        self.taken = []
+        self.close()
 
-    def _answer(self, data: bytes, commit: bool) -> bytes:
-        if wire.tag_of(data) == "finish":
-            self.commit()
-            self.finished.append(wire.decode(data, wire.Finish))
-            return wire.encode(wire.Finished(wire.VERSION, True, waiting=self.waiting))
-        batch = wire.decode(data, wire.RelayBatch)
-        self.sizes.append(len(data))
-        if batch.seq == len(self.stored) + len(self.taken) + 1:
-            self.taken.append(batch)
-        if commit:
-            self.commit()
-        return wire.encode(wire.RelayReply(wire.VERSION, len(self.stored), self.commands))
+    def close(self) -> None:
+        if self._core is not None and not self._actor._closed:
+            self._core.close()
+        self._core = None
+
+    def hang(self) -> Callable[[], None]:
+        """Ranks of another node hang: all ranks are asked for their stacks; call the result to end that."""
+        relay, ranks = SentRelay(1), [SentRank(rank, job_id="other") for rank in range(2)]
+        self.core.ingest(relay.message(*(rank.batch(60) for rank in ranks)))
+        self.clock.tick(25)
+        places = [wire.OpenStage(60, stage, 24 * SECOND) for stage in (wire.SYNC_WAIT, wire.DATA)]
+        waits = [rank.batch(0, open=place) for rank, place in zip(ranks, places, strict=True)]
+        self.core.ingest(relay.message(*waits))
+        self.core.judge()
+        assert [command.name for command in self.commands] == ["dump"]
+
+        def end() -> None:
+            self.core.ingest(relay.message(*(rank.batch(10) for rank in ranks)))
+            self.core.judge()
+            assert not self.commands
+
+        return end
+
+    @property
+    def commands(self) -> list[wire.Command]:
+        return self.core._judge.commands
+
+    @contextlib.contextmanager
+    def file(self) -> Iterator[SessionFile]:
+        if not (self._folder / "session.sqlite").exists():
+            assert self.core
+        with SessionFile(self._folder / "session.sqlite") as file:
+            yield file
+
+    @property
+    def stored(self) -> list[wire.RelayBatch]:
+        """The messages that are in the file."""
+        with self.file() as file:
+            marks = dict(file._all("SELECT incarnation, last_seq FROM relay"))
+        sent = [data for (relay, seq), data in sorted(self._sent.items()) if seq <= marks.get(relay, 0)]
+        return [wire.decode(data, wire.RelayBatch) for data in sent]
 
     def batches(self) -> list[wire.RankBatch]:
         return [wire.decode(data, wire.RankBatch) for message in self.stored for data in message.batches]
 
-    def seqs(self, stream: str) -> list[int]:
+    def forwarded(self, stream: str) -> list[int]:
+        """Numbers of the batches that the relay has sent and that are stored."""
         return [batch.seq for batch in self.batches() if batch.stream == stream]
 
+    def seqs(self, stream: str) -> list[int]:
+        """Numbers of the batches whose rows are in the file."""
+        query = "SELECT first_row, n FROM chunk JOIN stream ON stream_id = stream.id WHERE stream = ?"
+        with self.file() as file:
+            return [first // n for first, n in file._all(f"{query} ORDER BY chunk.id", stream)]
+
     def lost(self) -> list[str]:
-        return [stream for message in self.stored for stream in message.lost]
+        with self.file() as file:
+            return [stream.stream for stream in file.streams() if stream.lost]
 
     def dropped(self) -> dict[str, int]:
-        return {stream: rows for message in self.stored for stream, rows in message.dropped.items()}
+        with self.file() as file:
+            return {s.stream: sum(s.dropped_by_relay.values()) for s in file.streams() if s.dropped_by_relay}
 
     def errors(self) -> dict[str, int]:
-        return self.stored[-1].errors
+        with self.file() as file:
+            return next(node.errors for node in file.cluster() if node.node_id == NODE.node_id)
 
 
 class Bench:
@@ -137,7 +195,7 @@ class Bench:
         self.spool = spool or folder / "spool"
         self.spool.mkdir(exist_ok=True)
         self.started: list[subprocess.Popen[bytes]] = []
-        self.aggregator = Aggregator()
+        self.aggregator = Aggregator(folder / "session")
         self.sampler = NoSamples()
         self.relay = Relay(
             self.path,
@@ -149,10 +207,15 @@ class Bench:
             clock=lambda: self.now,
         )
 
+    def close(self) -> None:
+        self.relay.close()
+        self.aggregator.close()
+
     def tick(self, times: int = 1) -> None:
         """Let so many ticks pass, with a commit after each."""
         for _ in range(times):
             self.now += TICK_S
+            self.aggregator.clock.tick(TICK_S)
             self.relay.turn()
             self.aggregator.commit()
 
@@ -177,7 +240,7 @@ def bench() -> Iterator[Bench]:
     folder = Path(tempfile.mkdtemp(prefix="tr-"))
     made = Bench(folder)
     yield made
-    made.relay.close()
+    made.close()
     for process in made.started:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -232,18 +295,7 @@ def test_what_a_relay_leaves_is_beside_what_its_agent_left(bench: Bench) -> None
     assert not again.relay.flush(0)
     again.tick(3)
     assert again.aggregator.seqs("a") == [1, 2]
-    again.relay.close()
-
-
-def test_relay_hands_on_what_was_left_before_newer_batches_came(bench: Bench) -> None:
-    bench.relay.take(rank_batch("a", 5))
-    bench.tick(2)
-    write_spool(bench.spool / "a.0.spool", [rank_batch("a", 3), rank_batch("a", 4)])
-    assert not bench.relay.flush(0)
-    bench.tick(3)
-    assert sorted(bench.aggregator.seqs("a")) == [3, 4, 5]
-    answer = wire.decode(bench.relay.take(rank_batch("a", 6)), wire.RankReply)
-    assert (answer.acked_seq, answer.settled_seq) == (6, 5)
+    again.close()
 
 
 def test_the_socket_is_for_this_user_only(bench: Bench) -> None:
@@ -287,7 +339,7 @@ def test_a_new_relay_replaces_the_socket_of_a_dead_one_but_not_of_a_living_one(b
         second.relay.turn(5)
         second.relay.turn(5)
         assert reply(sock).acked_seq == 7
-    second.relay.close()
+    second.close()
 
 
 def test_everything_of_one_tick_goes_in_one_message(bench: Bench) -> None:
@@ -314,7 +366,7 @@ def test_a_batch_sent_twice_is_acknowledged_twice_and_forwarded_once(bench: Benc
         answer = wire.decode(bench.relay.take(rank_batch("a", seq)), wire.RankReply)
     assert answer.acked_seq == 2
     bench.tick(2)
-    assert bench.aggregator.seqs("a") == [0, 1, 2]
+    assert bench.aggregator.forwarded("a") == [0, 1, 2]
 
 
 def test_what_a_killed_aggregator_had_not_committed_comes_again(bench: Bench) -> None:
@@ -354,7 +406,7 @@ def test_a_disk_that_stores_nothing_does_not_make_the_relay_grow(bench: Bench) -
     packed, waiting = small.relay._outbox.salvage()
     assert sum(map(len, packed)) + sum(map(len, waiting)) <= 50_000
     assert len(waiting) >= 3  # the newest are held, not only what was sent first
-    small.relay.close()
+    small.close()
 
 
 def test_a_hanging_aggregator_holds_up_nothing_and_loses_nothing(bench: Bench) -> None:
@@ -569,12 +621,12 @@ def test_a_command_goes_to_every_rank_until_it_is_asked_no_more(bench: Bench) ->
     sock.send(rank_batch("a", 0))
     bench.tick(2)
     assert reply(sock).commands == []
-    bench.aggregator.commands = [wire.Command("dump", {"id": "h1", "run": "job"})]
+    go_on = bench.aggregator.hang()
     for seq in (1, 2):
         sock.send(rank_batch("a", seq))
         bench.tick(2)
     assert [reply(sock).commands for _ in range(2)][-1] == bench.aggregator.commands
-    bench.aggregator.commands = []
+    go_on()
     for seq in (3, 4):
         sock.send(rank_batch("a", seq))
         bench.tick(2)
@@ -591,11 +643,12 @@ def test_a_rank_that_does_not_answer_is_looked_at_from_outside_once(bench: Bench
     os.kill(process.pid, signal.SIGSTOP)
     bench.now += 6
     bench.relay.take(rank_batch("b", 0))
-    bench.aggregator.commands = [wire.Command("dump", {"id": "h1", "run": "job"})]
+    bench.aggregator.hang()
     bench.until(lambda: bool(events(bench, "stacks")))
     bench.tick(8)
     (event,) = events(bench, "stacks")
-    assert event.data == {"dump": "h1", "stream": "a", "state": "stopped (SIGSTOP)"}
+    (command,) = bench.aggregator.commands
+    assert event.data == {"dump": command.args["id"], "stream": "a", "state": "stopped (SIGSTOP)"}
 
 
 def ask_to_finish(bench: Bench, **fields: Any) -> tuple[socket.socket, wire.Finish]:
@@ -630,7 +683,7 @@ def test_finish_does_not_wait_for_the_aggregators_own_commit(bench: Bench) -> No
     for _ in range(3):
         bench.now += TICK_S
         bench.relay.turn()
-    assert bench.aggregator.taken
+    assert bench.aggregator.seqs("a") == []
     sock, _ = ask_to_finish(bench)
     for _ in range(10):
         bench.now += 0.01
@@ -688,7 +741,6 @@ def test_finish_without_an_aggregator_says_so_and_leaves_what_it_holds_in_the_sp
 
 
 def test_of_several_nodes_one_that_ends_nothing_leaves_when_its_own_rows_are_stored(bench: Bench) -> None:
-    bench.aggregator.waiting = 1
     bench.relay.take(rank_batch("a", 0))
     sock, message = ask_to_finish(bench, stop=False, nodes=2)
     bench.until(lambda: bench.relay.stopped)
@@ -700,11 +752,11 @@ def test_of_several_nodes_one_that_ends_nothing_leaves_when_its_own_rows_are_sto
 
 
 def test_the_node_that_ends_the_session_waits_for_the_others(bench: Bench) -> None:
-    bench.aggregator.waiting = 1
     sock, message = ask_to_finish(bench, nodes=2)
     bench.until(lambda: len(bench.aggregator.finished) >= 3)
     assert not bench.relay.stopped
-    bench.aggregator.waiting = 0
+    other = msgspec.structs.replace(message, node_id="other", stop=False)
+    assert bench.aggregator.core.finish(other) == 0
     bench.until(lambda: bench.relay.stopped)
     assert finished(sock) == wire.Finished(wire.VERSION, True)
     assert all(asked == message for asked in bench.aggregator.finished)
@@ -712,21 +764,15 @@ def test_the_node_that_ends_the_session_waits_for_the_others(bench: Bench) -> No
     sock.close()
 
 
-def test_it_insists_after_a_while_and_stays_until_the_last_has_left(bench: Bench) -> None:
-    bench.aggregator.waiting = 1
+def test_the_node_that_ends_the_session_insists_after_a_while(bench: Bench) -> None:
     sock, message = ask_to_finish(bench, nodes=2)
     started = bench.now
     bench.until(lambda: bench.aggregator.finished[-1:] == [msgspec.structs.replace(message, force=True)])
     assert NODES_S < bench.now - started < NODES_S + 1
-    bench.tick(2)
-    assert finished(sock).waiting == 1
-    sock.close()
-    bench.tick(20)
-    assert not (bench.relay.stopped or bench.aggregator.stopped)
-    bench.aggregator.waiting = 0
     bench.until(lambda: bench.relay.stopped)
-    assert bench.aggregator.finished[-1] == message
+    assert finished(sock) == wire.Finished(wire.VERSION, True)
     assert bench.aggregator.stopped
+    sock.close()
 
 
 def test_a_node_without_an_aggregator_leaves_in_time_and_keeps_what_it_has(bench: Bench) -> None:
@@ -772,7 +818,7 @@ def test_a_flush_that_is_not_confirmed_says_so_and_leaves_the_spool(bench: Bench
 def test_a_relay_that_ends_takes_its_socket_along_and_its_own_folder_if_nothing_is_left_there() -> None:
     for left in (False, True):
         folder = Path(tempfile.mkdtemp(prefix="tr-"))
-        relay = Relay(folder / "relay.sock", NODE, Aggregator(), NoSamples(), Settings(), spool=folder)
+        relay = Relay(folder / "relay.sock", NODE, Aggregator(folder), NoSamples(), Settings(), spool=folder)
         if left:
             write_spool(folder / "a.0.spool", [rank_batch("a", 0)])
         relay.close()
@@ -793,7 +839,7 @@ def test_a_spool_is_taken_as_far_as_it_can_be_and_read_once() -> None:
     bench.relay.take(rank_batch("c", 0))
     bench.tick(2)
     assert bench.aggregator.errors() == {"spool: garbage": 1, "spool: IsADirectoryError": 1}
-    bench.relay.close()
+    bench.close()
     shutil.rmtree(folder)
 
 
@@ -873,7 +919,7 @@ def test_every_row_is_stored_once_or_counted_as_dropped(actions: list[tuple[str,
             assert seqs == sorted(set(seqs))
             assert 3 * len(seqs) + bench.aggregator.dropped().get(stream, 0) == 3 * count
     finally:
-        bench.relay.close()
+        bench.close()
         shutil.rmtree(folder)
 
 
@@ -890,7 +936,7 @@ def test_many_small_batches_go_in_packets_that_are_taken(tmp_path: Path, limit: 
     assert sorted([*stored, *dropped]) == sorted(streams)
     assert len(dropped) > wire.MAX_ITEMS if limit < 1 << 20 else not dropped
     assert max(len(message.batches) for message in bench.aggregator.stored) <= wire.MAX_ITEMS
-    bench.relay.close()
+    bench.close()
 
 
 @given(st.lists(st.integers(1, 400), max_size=60), st.integers(200, 2000))

@@ -284,7 +284,7 @@ class Aggregation:
     def _take_rank(self, batch: wire.RankBatch, node_id: str | None) -> None:
         now, writer = self._clock(), self._writer
         stream = self._stream(batch.stream, now)
-        if stream is None or not stream.claim_batch(batch.seq):
+        if stream is None or batch.seq <= stream.last_batch:
             return
         if batch.identity is not None:
             self._identify(stream, batch.identity, node_id)
@@ -315,20 +315,18 @@ class Aggregation:
             self._judge.note({"stream_id": stream.id, **msgspec.structs.asdict(event)})
 
     def _take_rows(self, stream: Stream, batch: wire.RankBatch, now: int) -> None:
-        """
-        Add the rows whose numbers have not come yet: what a relay may have lost is sent a second time, and
-        what one left in a file may be older than what has come since.
-        """
-        newest = stream.next_row
-        for first, end in stream.claim_rows(batch.first_row, len(batch.flags)):
-            skip, to = first - batch.first_row, end - batch.first_row
-            keys, flags = batch.keys[8 * skip : 8 * to], batch.flags[skip:to]
-            rows = batch.rows[wire.ROW_BYTES * skip : wire.ROW_BYTES * to]
-            self._writer.add_rows(stream, first, keys, flags, rows)
-            if first >= newest:
-                self._recent.append(stream.id, keys, flags, rows)
-                stream.last_key = self._recent.last_key(stream.id)
-                stream.last_rows_ns = now
+        """Add the rows that are new: an agent sends what its relay may have lost a second time."""
+        n = len(batch.flags)
+        skip = max(0, stream.next_row - batch.first_row)
+        if skip >= n:
+            return
+        keys, flags = batch.keys[8 * skip :], batch.flags[skip:]
+        rows = batch.rows[wire.ROW_BYTES * skip :]
+        self._writer.add_rows(stream, batch.first_row + skip, keys, flags, rows)
+        self._recent.append(stream.id, keys, flags, rows)
+        stream.next_row = batch.first_row + n
+        stream.last_key = self._recent.last_key(stream.id)
+        stream.last_rows_ns = now
 
     def _identify(self, stream: Stream, said: RankIdentity, node_id: str | None) -> None:
         """Note who a stream is; of an earlier process of the same rank, no rows are kept in memory."""

@@ -106,7 +106,7 @@ class Outbox:
             held = self._pop()
             taken.append(held.data)
             size += len(held.data)
-            self._taken[held.stream] = max(held.seq, self._taken.get(held.stream, -1))
+            self._taken[held.stream] = held.seq
         return taken
 
     def take_dropped(self, most: int) -> dict[str, int]:
@@ -146,9 +146,7 @@ class Outbox:
         while self._packed and self._packed[0].seq <= stored_seq:
             packet = self._packed.popleft()
             self._packed_bytes -= len(packet.data)
-            for name, seq in packet.holds.items():
-                if name in self.stored:
-                    self.stored[name] = max(seq, self.stored[name])
+            self.stored.update({name: seq for name, seq in packet.holds.items() if name in self.stored})
         self._unsent = min(self._unsent, len(self._packed))
         return len(self._packed) < before
 

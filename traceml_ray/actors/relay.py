@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -28,7 +28,6 @@ from traceml_ray.errors import Errors
 from traceml_ray.files import remove
 from traceml_ray.settings import Settings
 from traceml_ray.spool import SUFFIX, read_spool, write_spool
-from traceml_ray.store.streams import claim
 
 TICK_S = 0.25
 BUSY_S = 0.01
@@ -77,8 +76,6 @@ class _Stream:
     """What is remembered of one rank's process."""
 
     seq: int = -1
-    gaps: list[list[int]] = field(default_factory=list)
-    """Batches below `seq` that have not come: what was left in a file may be older than what came last."""
     final: bool = False
     pid: int | None = None
     heard: float = 0.0
@@ -282,10 +279,10 @@ class Relay:
         if stream.pid is None and pid is not None:
             stream.pid, stream.memory_events = pid, processes.memory_events(pid)
             stream.oom_kills = processes.oom_kills(stream.memory_events)
-        if claim(stream.gaps, stream.seq + 1, batch.seq, batch.seq + 1):
+        if batch.seq > stream.seq:
             self._outbox.add(batch.stream, batch.seq, len(batch.flags), data)
-            stream.final = stream.final or batch.final
-            stream.seq = max(stream.seq, batch.seq)
+            stream.seq = batch.seq
+            stream.final = batch.final
         settled = self._outbox.stored.get(batch.stream, -1)
         reply = wire.RankReply(wire.VERSION, batch.stream, stream.seq, self._commands, settled)
         return wire.encode(reply)

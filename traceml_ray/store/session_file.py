@@ -453,14 +453,13 @@ class SessionFile:
                 break
         if not count:
             return None
-        parts = [b"".join(part) for part in zip(*reversed(chunks), strict=True)]
-        keys, flags = np.frombuffer(parts[0], "<i8"), np.frombuffer(parts[1], np.uint8)
-        rows = np.frombuffer(parts[2], "<i8").reshape(-1, wire.N_STAGES)
-        if (keys[1:] < keys[:-1]).any():  # some came late
-            order = np.argsort(keys, kind="stable")
-            keys, flags, rows = keys[order], flags[order], rows[order]
+        keys, flags, rows = (b"".join(part) for part in zip(*reversed(chunks), strict=True))
         skip = max(0, count - last) if last is not None else 0
-        return keys[skip:], flags[skip:], rows[skip:]
+        return (
+            np.frombuffer(keys, "<i8")[skip:],
+            np.frombuffer(flags, np.uint8)[skip:],
+            np.frombuffer(rows, "<i8").reshape(-1, wire.N_STAGES)[skip:],
+        )
 
     def _since(
         self,

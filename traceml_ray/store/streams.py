@@ -14,15 +14,13 @@ from traceml_ray import wire
 from traceml_ray.identity import MAX_RANKS, RankIdentity
 
 _IDENTITY = RankIdentity.__struct_fields__
-MAX_GAPS = 64
-"""Gaps in the numbers of one stream that are known of, the newest: what falls into another is not taken."""
 
 
 @dataclass
 class Stream:
     """
     One process's life. Counts are rows since its start; `next_row` is the number the next new row
-    will have, `last_batch` the newest batch taken, `gaps` what has not come of the numbers below.
+    will have (everything below it is stored or gone for good), `last_batch` the last batch taken.
     """
 
     id: int
@@ -56,8 +54,6 @@ class Stream:
     strategy: str | None = None
     missing: dict[str, str] = field(default_factory=dict)
     errors: dict[str, int] = field(default_factory=dict)
-    gaps: dict[str, list[list[int]]] = field(default_factory=dict)
-    """Of `rows` and of `batches`: [first, end), ascending."""
     marks_ns: int | None = None
     agent_cpu_ns: int | None = None
     agent_wall_ns: int | None = None
@@ -101,26 +97,13 @@ class Stream:
         """Whether nothing more will come: a last batch, a lost process, or an exit the launcher saw."""
         return self.final or self.lost or self.exit_code is not None
 
-    def claim_batch(self, seq: int) -> bool:
-        """Note a batch as taken; return whether it was not before."""
-        new = claim(self.gaps.setdefault("batches", []), self.last_batch + 1, seq, seq + 1)
-        self.last_batch = max(self.last_batch, seq)
-        return bool(new)
-
-    def claim_rows(self, first: int, n: int) -> list[tuple[int, int]]:
-        """Note the rows of those numbers as taken; return the parts [first, end) that were not before."""
-        new = claim(self.gaps.setdefault("rows", []), self.next_row, first, first + n)
-        self.next_row = max(self.next_row, first + n)
-        return new
-
     def absorb(self, batch: wire.RankBatch, now: int) -> None:
-        """Take over the counts of a batch that arrived at `now`, and of the newest what else it says."""
+        """Take over the cumulative and latest values of a batch (not its rows), arrived at `now`."""
+        self.last_batch = batch.seq
+        self.last_seen_ns = now
         self.produced = max(self.produced, batch.produced, self.next_row)
         self.dropped_by_agent = max(self.dropped_by_agent, batch.dropped)
         self.final = self.final or batch.final
-        if batch.seq < self.last_batch:
-            return
-        self.last_seen_ns = now
         self.strategy = batch.strategy or self.strategy
         if batch.group is not None:
             self.group_first, self.group_size = batch.group
@@ -135,21 +118,7 @@ class Stream:
             self.agent_wall_ns, self.sent_bytes = batch.overhead.agent_wall_ns, batch.overhead.sent_bytes
 
 
-def claim(gaps: list[list[int]], due: int, first: int, end: int) -> list[tuple[int, int]]:
-    """
-    Return the parts of the numbers [first, end) that have not come yet: those in `gaps`, and from `due` on.
-    `gaps` are brought up to date.
-    """
-    if first == due:  # nearly always
-        return [(first, end)] if end > first else []
-    open_ = [*gaps, [due, max(due, end)]]
-    parts = [(max(first, a), min(end, b)) for a, b in open_]
-    left = [[a, min(b, first)] for a, b in open_] + [[max(a, end), b] for a, b in open_]
-    gaps[:] = sorted(gap for gap in left if gap[0] < gap[1])[-MAX_GAPS:]
-    return [(a, b) for a, b in parts if a < b]
-
-
-_JSON = ("dropped_by_relay", "missing", "errors", "gaps")
+_JSON = ("dropped_by_relay", "missing", "errors")
 _BOOL = {"final", "lost"}
 _ELSEWHERE = {"identity", "open_part", "open_part_ns", *_JSON}
 _PLAIN = (*(f.name for f in fields(Stream) if f.name not in _ELSEWHERE), *_JSON)
@@ -170,7 +139,7 @@ def from_row(row: tuple[Any, ...]) -> Stream:
     """Return the stream of a row of `COLUMNS`. Raises ValueError, msgspec.ValidationError for nonsense."""
     values = dict(zip(_PLAIN, row, strict=False))
     for name in _JSON:
-        values[name] = {} if values[name] in ("{}", None) else json.loads(values[name])
+        values[name] = {} if values[name] == "{}" else json.loads(values[name])
     for name in _BOOL:
         values[name] = bool(values[name])
     identity = row[len(_PLAIN) :]
@@ -182,7 +151,7 @@ def from_row(row: tuple[Any, ...]) -> Stream:
 
 
 def _dump(value: dict[str, Any]) -> str:
-    return msgspec.json.encode(value).decode() if value else "{}"
+    return json.dumps(value) if value else "{}"
 
 
 def attempt_of(stream: Stream) -> int:
