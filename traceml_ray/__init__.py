@@ -1,8 +1,6 @@
 """traceml-ray: names the rank, node and stage that makes a distributed training step slow."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # `typing` costs more than all that is here
 if TYPE_CHECKING:
     from traceml_ray.agent.api import attach, detach, stage, trace_step, watch
     from traceml_ray.driver import Session, StartError, start
@@ -30,6 +28,8 @@ _MODULES = {
 
 def __getattr__(name: str) -> object:
     # Loaded at first use: importing the package costs a training script nothing.
+    from importlib import import_module
+
     if name not in __all__ and name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(import_module(_MODULES.get(name, "traceml_ray.agent.api")), name)

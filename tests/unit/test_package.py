@@ -53,6 +53,22 @@ def test_the_wheel_alone_can_be_imported(wheel, tmp_path):
     assert run(code, cwd=tmp_path) == str(tmp_path / "traceml_ray/dash_app/__init__.py")
 
 
+def test_a_checkout_is_whole_where_its_folder_hides_an_installed_package():
+    done = subprocess.run(  # without `site`, which is what finds the folders of an editable install
+        [
+            sys.executable,
+            "-S",
+            "-c",
+            "import traceml_ray.launchers, traceml_ray.dash_app as d; print(d.__file__)",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.stdout.strip(), done.stderr) == (str(ROOT / "traceml_ray/dash_app/__init__.py"), "")
+
+
 def test_import_brings_nothing_heavy():
     code = (
         "import sys; before = set(sys.modules); import traceml_ray; print(*sorted(set(sys.modules) - before))"

@@ -2,14 +2,13 @@
 How the agent gets into a training process, and out of it.
 
 The launcher puts a folder with our `sitecustomize` on the ranks' PYTHONPATH. It waits for
-`import torch` and nothing else: a process that never imports torch never runs a line of the agent.
+`import torch` and nothing else: a process that never imports torch never loads this module.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
 import sys
 import threading
@@ -19,7 +18,6 @@ from pathlib import Path
 
 from traceml_ray import wire
 from traceml_ray.agent.channel import Channel, SocketChannel
-from traceml_ray.agent.imports import when_imported
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.errors import said
 from traceml_ray.identity import RankIdentity, resolve
@@ -53,13 +51,8 @@ def leave_rank() -> None:
             os.environ.pop(variable, None)
 
 
-def start_on_import() -> None:
-    """Called by our `sitecustomize` in every Python process under the launcher: wait for torch."""
-    if os.environ.get(RANK_PID) in (None, str(os.getpid())):
-        when_imported("torch", functools.partial(_start_quietly, os.getpid()))
-
-
-def _start_quietly(pid: int) -> None:
+def start_on_import(pid: int) -> None:
+    """Called by our `sitecustomize` when torch has been imported, in process `pid` or a fork of it."""
     if os.getpid() != pid:  # forked before torch was imported
         return
     try:

@@ -1,14 +1,21 @@
-"""Run a callback right after a module has been imported, without importing it ourselves."""
+"""
+Run a callback right after a module has been imported, without importing it ourselves.
+
+Loaded into every Python process under a launcher of ours: it imports `sys` and nothing else.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any
 
-Callback = Callable[[], None]
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+    Callback = Callable[[], None]
 
 
 class _Finder:
