@@ -43,12 +43,14 @@ class Errors(Counter[str]):
         self.debug = debug
         self._causes: list[Event] = []
 
-    def count(self, name: str) -> bool:
-        """Count something under a name; return whether it is there for the first time."""
+    def count(self, name: str, number: int = 1) -> bool:
+        """Count something (so many of it) under a name; return whether it is there for the first time."""
+        if not number:
+            return False
         fresh = name not in self
         if fresh and len(self) >= MAX_PLACES:
             name, fresh = "other", False
-        self[name] += 1
+        self[name] += number
         return fresh
 
     def note(self, place: str, error: BaseException) -> bool:

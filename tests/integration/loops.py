@@ -227,6 +227,47 @@ def evaluation(job: Job) -> None:
         job.finish(optimizer)
 
 
+def lightning(job: Job, accumulate: int = 1) -> None:
+    """
+    As Lightning's automatic optimisation goes: forward and backward run inside `optimizer.step(closure)`, and
+    validation leaves the wrapper in eval mode.
+    """
+    model = job.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    validation = DataLoader(Numbers(8, 0.001), batch_size=2)
+    for number, batch in enumerate(job.loader(accumulate * STEPS), 1):
+        last = number % accumulate == 0
+
+        def closure(batch: Tensor = batch, last: bool = last) -> Tensor:
+            loss = model(batch).mean()
+            if last:
+                optimizer.zero_grad()
+            loss.backward()
+            if last and job.slow == "optimizer":
+                time.sleep(SLOW_S)
+            return loss
+
+        if last:
+            optimizer.step(closure)
+        elif isinstance(model, nn.parallel.DistributedDataParallel):
+            with model.no_sync():
+                closure()
+        else:
+            closure()
+        if number % (2 * accumulate) == 0:
+            modes = [(module, module.training) for module in job.nets[-1].modules()]
+            model.eval()
+            with torch.inference_mode():
+                for other in validation:
+                    model(other)
+            for module, training in modes:
+                module.training = training
+
+
+def lightning_accumulation(job: Job) -> None:
+    lightning(job, accumulate=3)
+
+
 def fork_workers(job: Job) -> None:
     _with_workers(job, "fork")
 
@@ -372,6 +413,8 @@ ATTRIBUTED: dict[str, Callable[[Job], None]] = {
         skipped,
         custom_iterator,
         evaluation,
+        lightning,
+        lightning_accumulation,
         fork_workers,
         spawn_workers,
         several_roots,

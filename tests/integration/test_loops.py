@@ -23,11 +23,12 @@ from integration import loops
 from torch import Tensor, nn
 
 import traceml_ray
-from traceml_ray.agent import bootstrap, ray_data, recorder
+from traceml_ray.agent import bootstrap, instrument, mark_log, ray_data
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import judge
 from traceml_ray.analysis.window import RankRows, align
 from traceml_ray.wire import (
+    FLAG_FIRST,
     FLAG_NO_DATA,
     FLAG_NO_FORWARD,
     FLAG_NO_PEERS,
@@ -106,6 +107,48 @@ def test_what_is_not_seen_is_said() -> None:
     assert flags_of("custom_iterator") == {FLAG_NO_DATA}
     assert flags_of("compiled_model") == flags_of("compiled_inside") == {0}
     assert loops.run("autograd_grad").rows() == []
+
+
+@pytest.mark.parametrize("name", ["lightning", "lightning_accumulation"])
+def test_a_closure_and_a_wrapper_in_eval_mode_leave_steps_stages_and_parts_as_they_are(name: str) -> None:
+    rows = loops.run(name).rows()
+    assert [row["step"] for row in rows] == list(range(loops.STEPS))
+    assert {int(str(row["flags"])) for row in rows[1:]} == {FLAG_NO_PEERS}
+    found = parts(loops.run(name))
+    assert [stage for part, stage in found if part == "optimizer"] == ["post_sync"]
+    assert [stage for part, stage in found if part == "evaluation"] == ["post_sync"]
+    assert found["optimizer", "post_sync"].count == loops.STEPS - 1
+
+
+class CountedLock:
+    def __init__(self) -> None:
+        self.lock, self.taken = threading.RLock(), 0
+
+    def acquire(self, *args: Any, **kwargs: Any) -> bool:
+        self.taken += 1
+        return self.lock.acquire(*args, **kwargs)
+
+    def release(self) -> None:
+        self.lock.release()
+
+
+def test_the_training_thread_does_not_work_off_the_log_in_an_evaluation() -> None:
+    job = loops.Job()
+    job.instrumentation.install()
+    try:
+        loops.plain(job)
+        net = job.nets[0].eval()
+        lock = job.recorder._lock = CountedLock()  # type: ignore[assignment]
+        with torch.no_grad():
+            for batch in job.loader(50):
+                net(batch)
+        assert lock.taken == 0
+        net.train()
+        for batch in job.loader(3):
+            net(batch).mean().backward()
+        assert lock.taken == 0
+    finally:
+        job.instrumentation.remove()
 
 
 def whole_step(watched: bool, what: str) -> list[str]:
@@ -352,35 +395,62 @@ def test_a_forward_with_a_stage_and_its_parameters_is_compiled_once(monkeypatch:
     assert train() == 1
 
 
-def test_a_mark_that_cannot_be_made_is_counted_and_the_script_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(recorder, "LOCK_S", 0.01)
-    held, release = threading.Event(), threading.Event()
+@contextmanager
+def held(lock: Any) -> Iterator[None]:
+    """Have another thread hold the recorder's lock."""
+    inside, release = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with job.recorder._lock:
-            held.set()
-            release.wait(30)
+        with lock:
+            inside.set()
+            release.wait(60)
 
-    with listening(monkeypatch) as job:
-        job.instrumentation.errors.debug = False
-        loops.plain(job)
-        steps = len(job.rows())
-        holder = threading.Thread(target=hold)
-        with traceml_ray.trace_step():
-            holder.start()
-            assert held.wait(30)
-        assert list(traceml_ray.watch([1, 2])) == [1, 2]
-        failed = job.instrumentation.failed
-        assert list(ray_data.timed((n for n in [3]), 1, job.recorder, failed)) == [3]
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert inside.wait(30)
+    try:
+        yield
+    finally:
         release.set()
         holder.join(30)
+
+
+def test_no_row_is_lost_while_another_thread_holds_the_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listening(monkeypatch) as job:
         loops.plain(job)
         job.recorder.settle()
-        assert len(job.rows()) == steps, "the steps after it are cut by the optimizer"
-    errors = job.instrumentation.errors
-    assert errors.keys() == {f"{place}: TimeoutError" for place in ("trace_step", "watch", "ray_data")}
+        assert len(job.rows()) == loops.STEPS
+        with held(job.recorder._lock):
+            with traceml_ray.trace_step(), traceml_ray.trace_step():
+                loops.plain(job)  # one step and, where the outer block ends, an empty one
+            assert list(traceml_ray.watch([1, 2])) == [1, 2]
+            failed = job.instrumentation.failed
+            assert list(ray_data.timed((n for n in [3]), 1, job.recorder, failed)) == [3]
+            loops.plain(job)
+            assert job.rows() == []
+        loops.plain(job)
+        job.recorder.settle()
+        assert [row["step"] for row in job.rows()] == list(range(loops.STEPS, 3 * loops.STEPS + 2))
+    assert (job.recorder.depth, job.recorder.lost_marks) == (0, 0)
+
+
+def test_rows_that_the_log_has_no_room_for_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (mark_log, instrument):
+        monkeypatch.setattr(module, "SETTLE_AT", 100)
+    with listening(monkeypatch) as job:
+        loops.plain(job)
+        with held(job.recorder._lock):
+            for _ in range(5):
+                loops.plain(job)
+            assert job.recorder.lost_rows > loops.STEPS
+        for _ in range(2):
+            loops.plain(job)
+        job.recorder.settle()
+        rows = job.rows()
+    assert job.recorder.lost_marks > job.ring.dropped > 0 == job.recorder.lost_rows
+    assert abs(len(rows) + job.ring.dropped - 8 * loops.STEPS) <= 1, "one row may be cut in two"
+    assert abs(int(str(rows[-1]["step"])) + 1 - 8 * loops.STEPS) <= 1
+    assert sum(bool(int(str(row["flags"])) & FLAG_FIRST) for row in rows) == 2
 
 
 # -- named parts -----------------------------------------------------------------------------------------

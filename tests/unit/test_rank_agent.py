@@ -271,6 +271,69 @@ def test_long_events_beside_many_rows_stay_within_a_packet() -> None:
     assert sum(len(batch.flags) for batch in pipe.batches()) == 1024
 
 
+def test_rows_wait_in_the_ring_while_other_threads_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A patch that fails on the training thread while the batch is being made."""
+    pipe = Pipe()
+    agent = make(pipe)
+    missing, place = agent.instrumentation.missing, iter(range(1000))
+
+    def counts(text: str) -> str:
+        missing[f"another {next(place)}"] = agent.instrumentation.errors.debug = False  # type: ignore[assignment]
+        return text
+
+    missing["one"] = "reason"
+    monkeypatch.setattr("traceml_ray.agent.rank_agent.sendable", counts)
+    push(agent, 3)
+    agent.guard("tick", agent.tick)
+    monkeypatch.undo()
+    missing.clear()
+    agent.tick()
+    assert sum(len(b.flags) for b in pipe.batches()) == 3
+    assert (pipe.batches()[-1].produced, pipe.batches()[-1].dropped) == (3, 0)
+
+
+def test_what_was_lost_before_it_was_sent_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = Pipe(room=0)
+    agent = make(pipe, agent_buffer_bytes=0)
+    recorder, spans = agent.recorder, agent.instrumentation.parts
+    for number in range(260):
+        begun = spans.begin(f"stage {number}")
+        if begun is not None:
+            spans.end(begun)
+    for _ in range(40):
+        spans.begin("stage 0")
+    recorder.lost_marks, recorder.lost_rows = 7, 2
+    for seq in range(3):
+        agent._events.append(wire.Event("note", seq))
+        agent.details.add("mine", wire.DATA, 1, 10, 0, False)
+        agent.tick()  # what was made before has no room any longer
+    encode = wire.encode
+    monkeypatch.setattr(wire, "encode", lambda _: encode(1 / 0))
+    agent._events.append(wire.Event("note", 4))
+    agent.tick()
+    monkeypatch.undo()
+    pipe.room = 1000
+    agent.tick()
+    last = pipe.batches()[-1]
+    assert (last.produced, last.dropped) == (2, 2)
+    assert last.errors["marks lost: no room"] == 7
+    assert last.errors["spans lost: more than 256 names"] == 260 - (256 - 5)
+    assert last.errors["spans lost: too many open"] == 40 - 32
+    assert last.errors["events lost with their batch"] >= 4
+    assert last.errors["spans lost with their batch"] >= 2
+
+
+def test_marks_that_cannot_be_read_are_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("traceml_ray.agent.rank_agent.LOCK_S", 0.0)
+    pipe = Pipe()
+    agent = make(pipe)
+    with agent.recorder._lock:
+        thread = threading.Thread(target=agent.tick)
+        thread.start()
+        thread.join(30)
+    assert pipe.batches()[-1].errors["marks: not read, a thread holds the recorder"] == 1
+
+
 def test_the_part_that_is_open_is_said() -> None:
     pipe = Pipe()
     agent = make(pipe)

@@ -33,6 +33,7 @@ from traceml_ray import wire
 from traceml_ray.actors.config import ActorConfig
 from traceml_ray.agent.details import Details
 from traceml_ray.agent.instrument import Instrumentation
+from traceml_ray.agent.mark_log import FORWARD_BEGIN
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.launchers import ray_train, train_callback, train_run
@@ -405,7 +406,7 @@ class Watched:
     def train(self) -> None:
         """The rest of a step: 10 ns of preparing, 20 of forward and 30 of backward."""
         self.clock.now += 10
-        self.recorder.forward_begin(True)
+        self.recorder.forward_begin(FORWARD_BEGIN)
         self.clock.now += 20
         self.recorder.backward_begin()
         self.clock.now += 30

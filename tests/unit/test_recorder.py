@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceml_ray.agent.recorder import (
+from traceml_ray.agent.mark_log import (
     BACKWARD_BEGIN,
     COST,
-    DATA_BEGIN,
-    DATA_END,
+    EVAL_MODE_FORWARD_BEGIN,
     FORWARD_BEGIN,
     GRADIENTS_DONE,
+    NO_GRAD_FORWARD_BEGIN,
     OPTIMIZER_BEGIN,
     OPTIMIZER_END,
     SYNC_BEGIN,
     SYNC_END,
     SYNCED_BACKWARD_END,
-    Recorder,
 )
+from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.wire import (
     FLAG_FIRST,
@@ -63,13 +63,19 @@ class Loop:
             self.recorder.peers = lambda: True
         self.loader = object()
 
-    def data(self, ns: int, loader: object | None = None, *, got: bool = True) -> None:
-        assert self.recorder.data_begin(loader or self.loader)
-        self.clock.wait(ns)
-        self.recorder.data_end(got)
+    @property
+    def at_once(self) -> Recorder:
+        """The recorder, which makes its next mark at once."""
+        self.recorder.ready = 0
+        return self.recorder
 
-    def forward(self, ns: int, *, training: bool = True) -> None:
-        self.recorder.forward_begin(training)
+    def data(self, ns: int, loader: object | None = None, *, got: bool = True) -> None:
+        assert self.at_once.data_begin(loader or self.loader)
+        self.clock.wait(ns)
+        self.at_once.data_end(got)
+
+    def forward(self, ns: int, mark: int = FORWARD_BEGIN) -> None:
+        self.recorder.forward_begin(mark)
         self.clock.wait(ns)
 
     def backward(self, own: int, wait: int, *, split: bool = True) -> None:
@@ -124,16 +130,14 @@ class WrittenLoop(Loop):
         return done
 
     def data(self, ns: int, loader: object | None = None, *, got: bool = True) -> None:
-        usual = id(loader or self.loader) == self.recorder.usual_iterator
-        if not (usual and got and self.write(DATA_BEGIN)):
-            super().data(ns, loader, got=got)
-            return
+        self.written += 2 * (self.recorder.ready != 0)
+        assert self.recorder.data_begin(loader or self.loader)
         self.clock.wait(ns)
-        self.write(DATA_END)
+        self.recorder.data_end(got)
 
-    def forward(self, ns: int, *, training: bool = True) -> None:
-        if not (training and self.write(FORWARD_BEGIN)):
-            self.recorder.forward_begin(training)
+    def forward(self, ns: int, mark: int = FORWARD_BEGIN) -> None:
+        if not self.write(mark):
+            self.recorder.forward_begin(mark)
         self.clock.wait(ns)
 
     def backward(self, own: int, wait: int, *, split: bool = True) -> None:
@@ -232,7 +236,7 @@ def test_evaluation_between_steps_belongs_to_post_sync() -> None:
     validation = object()
     for _ in range(3):
         loop.data(10, validation)
-        loop.forward(20, training=False)
+        loop.forward(20, NO_GRAD_FORWARD_BEGIN)
     loop.data(1, validation, got=False)
     loop.step()
     assert loop.rows()[1][2] == [1 + 91, 2, 3, 4, 5, 6]
@@ -245,7 +249,7 @@ def test_evaluation_after_the_fetch_leaves_the_fetch_in_data() -> None:
     loop.data(2)
     for _ in range(3):
         loop.data(10, loop.ring)
-        loop.forward(20, training=False)
+        loop.forward(20, NO_GRAD_FORWARD_BEGIN)
     loop.forward(4)
     loop.backward(5, 6)
     loop.optimizer(1)
@@ -269,7 +273,7 @@ def test_looking_at_the_model_after_the_fetch_does_not_move_the_fetch() -> None:
     for _ in range(2):
         loop.step()
     loop.data(2)
-    loop.forward(20, training=False)  # a teacher's labels for this very batch
+    loop.forward(20, NO_GRAD_FORWARD_BEGIN)  # a teacher's labels for this very batch
     loop.forward(4)
     loop.backward(5, 6)
     loop.optimizer(1)
@@ -286,6 +290,71 @@ def test_two_loaders_that_feed_one_step_both_count() -> None:
         loop.backward(5, 6)
         loop.optimizer(1)
     assert [row[1] for _, _, row in loop.rows()] == [32] * 4
+
+
+def test_a_model_in_eval_mode_is_trained_where_its_data_has_come() -> None:
+    loop = Loop()
+    for _ in range(3):
+        loop.data(2)
+        loop.clock.wait(3)
+        loop.forward(4, EVAL_MODE_FORWARD_BEGIN)
+        loop.backward(5, 6)
+        loop.optimizer(1)
+    assert [row for _, _, row in loop.rows()[1:]] == [[1, 2, 3, 4, 5, 6]] * 2
+    loop.forward(20, EVAL_MODE_FORWARD_BEGIN)  # an evaluation that does not turn gradients off
+    assert loop.recorder.open_stage().part == "evaluation"
+    for _ in range(2):
+        loop.data(10, loop.ring)  # another one, with data of its own
+        loop.forward(20, EVAL_MODE_FORWARD_BEGIN)
+    loop.step()
+    assert loop.rows()[0][2] == [1 + 80, 2, 3, 4, 5, 6]
+
+
+def test_an_accumulated_backward_waits_for_that_in_the_closure() -> None:
+    loop = Loop()
+    loop.step()
+    for synced in (False, True):
+        for _ in range(3):
+            loop.recorder.peers = lambda synced=synced: synced  # type: ignore[misc]
+            loop.data(2)
+            loop.forward(4)
+            loop.backward(5, 6)
+            loop.recorder.peers = lambda: True
+            loop.data(2)
+            loop.clock.wait(3)
+            began = loop.recorder.optimizer_begin(True)
+            loop.forward(4)
+            loop.backward(5, 6)
+            loop.clock.wait(7)
+            loop.recorder.optimizer_end(began)
+    rows = loop.rows()[1:]
+    assert [(key >> SEGMENT_BITS, key & 255) for key, _, _ in rows] == [
+        *((1, 0), (2, 0), (3, 0)),
+        *((4, 0), (4, 1), (5, 0), (5, 1), (6, 0), (6, 1)),
+    ]
+    assert [row for _, _, row in rows[:3]] == [[1, 4, 3, 8, 10, 12]] + [[7, 4, 3, 8, 10, 12]] * 2
+
+
+def test_what_a_closure_does_is_not_the_optimizers() -> None:
+    loop = Loop()
+    loop.step(post=0)
+    for _ in range(2):
+        loop.data(2)
+        began = loop.recorder.optimizer_begin(True)
+        for _ in range(2):
+            loop.forward(40)
+            loop.backward(50, 60)
+            loop.clock.wait(7)
+        loop.recorder.optimizer_end(began)
+    began = loop.recorder.optimizer_begin(True)
+    loop.clock.wait(8)  # nothing in it but the optimizer
+    loop.recorder.optimizer_end(began)
+    loop.recorder.finish()
+    details = loop.recorder.parts.details
+    details.collect()
+    found = [(part.name, part.stage, part.total_ns) for part in details.collect() if part.total_ns]
+    assert {part[:2] for part in found} == {("optimizer", POST_SYNC)}
+    assert sum(ns for _, _, ns in found) == 7 * 4 + 8
 
 
 def test_end_of_an_epoch_is_no_wait() -> None:
@@ -466,6 +535,11 @@ def test_drain_takes_rows_in_order_across_the_end_of_the_buffer() -> None:
         assert struct.unpack(f"<{N_STAGES}q", rows) == (number,) * N_STAGES
 
 
+FORWARDS = {
+    "forward": FORWARD_BEGIN,
+    "eval": NO_GRAD_FORWARD_BEGIN,
+    "eval-mode": EVAL_MODE_FORWARD_BEGIN,
+}
 MARKS = st.lists(
     st.tuples(
         st.sampled_from(
@@ -473,12 +547,12 @@ MARKS = st.lists(
                 "data",
                 "none",
                 "val",
-                "forward",
-                "eval",
+                *FORWARDS,
                 "backward",
                 "nested",
                 "unsplit",
                 "optimizer",
+                "closure",
                 "sync",
                 "settle",
                 "begin a",
@@ -493,13 +567,16 @@ MARKS = st.lists(
 )
 
 
-def play(loop: Loop, marks: list[tuple[str, int]]) -> int:
-    """Make one plain step, then `marks`; returns when the latter began."""
-    validation = object()
-    loop.data(0)
-    loop.forward(0)
-    loop.backward(0, 0)
-    loop.optimizer(0)
+VALIDATION = object()
+
+
+def play(loop: Loop, marks: list[tuple[str, int]], *, begun: bool = False) -> int:
+    """Make one plain step (if it has not `begun`), then `marks`; returns when the latter began."""
+    if not begun:
+        loop.data(0)
+        loop.forward(0)
+        loop.backward(0, 0)
+        loop.optimizer(0)
     began = loop.clock.now
     for name, ns in marks:
         if name == "wait":
@@ -507,9 +584,9 @@ def play(loop: Loop, marks: list[tuple[str, int]]) -> int:
         elif name in ("data", "none"):
             loop.data(ns, got=name == "data")
         elif name == "val":
-            loop.data(ns, validation)
-        elif name in ("forward", "eval"):
-            loop.forward(ns, training=name == "forward")
+            loop.data(ns, VALIDATION)
+        elif name in FORWARDS:
+            loop.forward(ns, FORWARDS[name])
         elif name == "nested":
             loop.recorder.backward_begin()
             loop.backward(ns, ns)
@@ -518,6 +595,11 @@ def play(loop: Loop, marks: list[tuple[str, int]]) -> int:
             loop.backward(ns, ns, split=name == "backward")
         elif name == "optimizer":
             loop.optimizer(ns)
+        elif name == "closure":
+            began_step = loop.recorder.optimizer_begin(True)
+            loop.forward(ns)
+            loop.backward(ns, ns)
+            loop.recorder.optimizer_end(began_step)
         elif name == "sync":
             loop.sync(ns)
         elif name == "settle":
@@ -640,7 +722,7 @@ def test_a_part_inside_one_of_its_name_counts_once_and_an_evaluation_ends_with_t
         recorder.part_end(number)
     for _ in range(3):
         loop.data(100, validation)
-        loop.forward(10, training=False)
+        loop.forward(10, NO_GRAD_FORWARD_BEGIN)
         assert recorder.open_stage().part == "evaluation"
     loop.data(5)
     assert recorder.open_stage().part is None
@@ -664,6 +746,72 @@ def test_a_mark_that_a_signal_cut_in_two_is_no_mark() -> None:
     loop.backward(5, 6)
     loop.optimizer(1)
     assert loop.rows()[1][2] == [1, 2, 3, 4, 5, 6]
+
+
+class Door:
+    """A lock that somebody else holds, or not, as the test says."""
+
+    def __init__(self) -> None:
+        self.shut = False
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        return not self.shut
+
+    def release(self) -> None:
+        pass
+
+
+class HeldUpLoop(WrittenLoop):
+    """The same loop; between "hold" and "let go" the recorder is another thread's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorder._lock = self.door = Door()  # type: ignore[assignment]
+
+
+@given(MARKS, st.sets(st.integers(0, 80)), st.booleans())
+def test_marks_that_were_deferred_mean_what_marks_made_at_once_mean(
+    marks: list[tuple[str, int]], turns: set[int], at_once: bool
+) -> None:
+    plain, held_up = Loop(), HeldUpLoop()
+    play(plain, marks)
+    play(held_up, [])
+    for number, mark in enumerate(marks):
+        held_up.door.shut ^= number in turns
+        if at_once:
+            held_up.recorder.ready = 0
+        play(held_up, [mark], begun=True)
+    held_up.door.shut = False
+    for loop in (plain, held_up):
+        loop.step()
+        loop.step()
+    assert held_up.rows() == plain.rows()
+    assert held_up.recorder.open_stage() == plain.recorder.open_stage()
+    assert held_up.recorder.tail_ns() == plain.recorder.tail_ns()
+    assert not held_up.recorder.lost_marks
+
+
+def test_a_deferred_mark_of_another_thread_does_not_count() -> None:
+    loop = HeldUpLoop()
+    loop.step()
+    loop.data(2)
+    loop.door.shut = True
+
+    def elsewhere() -> None:
+        assert loop.recorder.data_begin(object())
+        loop.recorder.data_end(True)
+        assert loop.recorder.backward_begin()
+        loop.recorder.backward_end(True)
+        loop.recorder.optimizer_end(loop.recorder.optimizer_begin())
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join(10)
+    loop.door.shut = False
+    loop.forward(4)
+    loop.backward(5, 6)
+    loop.optimizer(1)
+    assert loop.rows()[1][2] == [1, 2, 0, 4, 5, 6]
 
 
 def test_only_the_training_thread_writes_marks_down() -> None:

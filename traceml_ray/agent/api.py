@@ -129,8 +129,6 @@ class trace_step(_Block):  # noqa: N801 - used as a function is
             agent.recorder.close_traced()
         except Exception as error:
             agent.instrumentation.failed("trace_step", error)
-        finally:
-            agent.recorder.manual = False
 
 
 class stage(_Block):  # noqa: N801

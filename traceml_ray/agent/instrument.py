@@ -22,10 +22,10 @@ from typing import Any
 from traceml_ray.agent import ray_data
 from traceml_ray.agent.details import Details
 from traceml_ray.agent.imports import forget, when_imported
-from traceml_ray.agent.parts import CHECKPOINT_MODULE, Parts
-from traceml_ray.agent.recorder import (
+from traceml_ray.agent.mark_log import (
     BACKWARD_BEGIN,
     BACKWARD_END,
+    CLOSURE_BEGIN,
     COST,
     DATA_BEGIN,
     DATA_END,
@@ -34,8 +34,9 @@ from traceml_ray.agent.recorder import (
     OPTIMIZER_END,
     SETTLE_AT,
     SYNCED_BACKWARD_END,
-    Recorder,
 )
+from traceml_ray.agent.parts import CHECKPOINT_MODULE, Parts
+from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.roots import Roots
 from traceml_ray.errors import Errors
 
@@ -133,7 +134,7 @@ class Instrumentation:
         self._try("detach", self.recorder.settle)
         self.recorder.ready = 0  # what still holds a wrapper of ours, a DataLoader's iterator, writes no more
 
-    def _try(self, name: str, action: Callable[[], None]) -> None:
+    def _try(self, name: str, action: Callable[[], object]) -> None:
         try:
             action()
         except Exception as error:
@@ -191,7 +192,7 @@ class Instrumentation:
             def __next__(iterator: Any) -> Any:  # noqa: N807
                 began = got = False
                 try:
-                    written = id(iterator) == recorder.usual_iterator and get_ident() == recorder.ready
+                    written = id(iterator) == recorder.iterator and get_ident() == recorder.ready
                     if written:
                         append(DATA_BEGIN)
                         append(clock())
@@ -360,23 +361,24 @@ class Instrumentation:
         is_compiling = torch.compiler.is_dynamo_compiling
         began = False
 
-        def before(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
             nonlocal began
             if is_compiling():
                 return
             try:
                 if self._learning:
                     self._learn(optimizer)
+                closure = (len(args) > 1 or kwargs) and any(map(callable, (*args[1:], *kwargs.values())))
                 began = get_ident() == recorder.ready
                 if began:
-                    append(OPTIMIZER_BEGIN)
+                    append(CLOSURE_BEGIN if closure else OPTIMIZER_BEGIN)
                     append(clock())
                     if recorder.weigh:
                         append(COST)
                         append(clock())
                         recorder.weigh = False
                 else:
-                    began = optimizer_begin()
+                    began = optimizer_begin(bool(closure))
             except Exception as error:
                 failed("optimizer", error)
 

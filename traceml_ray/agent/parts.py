@@ -15,7 +15,8 @@ from threading import get_ident
 from typing import Any
 
 from traceml_ray.agent.details import Details
-from traceml_ray.agent.recorder import COLLATED, Recorder
+from traceml_ray.agent.mark_log import COLLATED
+from traceml_ray.agent.recorder import Recorder
 
 CHECKPOINT_MODULE = "torch.distributed.checkpoint"
 _COLLECTIVES = (

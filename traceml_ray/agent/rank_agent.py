@@ -26,6 +26,7 @@ from traceml_ray.agent import dump
 from traceml_ray.agent.channel import Channel
 from traceml_ray.agent.details import Details
 from traceml_ray.agent.instrument import Instrumentation
+from traceml_ray.agent.mark_log import LOCK_S
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.agent.sampler import ProcessSampler
@@ -51,6 +52,8 @@ _Item = TypeVar("_Item", wire.Event, wire.Detail)
 class _Batch(msgspec.Struct, gc=False):
     seq: int
     rows: int
+    events: int
+    spans: int
     data: bytes
     offered: bool = False
     handed: bool = False
@@ -128,7 +131,9 @@ class RankAgent:
 
     def tick(self, final: bool = False) -> None:
         """Do one round: rows into batches, batches to the relay, its replies into account."""
-        self.recorder.settle()
+        if not self.recorder.settle(LOCK_S):
+            self.instrumentation.errors.count("marks: not read, a thread holds the recorder")
+        self._parts += self.guard("details", functools.partial(self._details, final)) or []
         while self._enqueue(final):
             pass
         self._exchange()
@@ -139,37 +144,51 @@ class RankAgent:
     def _enqueue(self, final: bool) -> bool:
         """Make one batch; True when there is more, for another."""
         self._make_room()
-        patches, channel = self.instrumentation, self.channel
-        identity = self.guard("identity", self._resolve)
-        opened = self.guard("open stage", self._open_stage)
-        process = self.guard("process", self._look)
-        self._parts += self.guard("details", functools.partial(self._details, final)) or []
-        self._events += patches.errors.causes() + channel.errors.causes()
-        room = _TOLD_BYTES
-        events, room = self._told(self._events, room)
-        details, room = self._told(self._parts, room)
+        batch, room = self._without_rows()
         # Rows come last: from here on nothing but the encoding may go wrong.
         most = (wire.MAX_BATCH_BYTES - _FIXED_BYTES - (_TOLD_BYTES - room)) // (wire.ROW_BYTES + 9)
         first, keys, flags, rows = self.ring.drain(min(wire.MAX_ROWS, most))
         more = bool(self.ring.accepted > first + len(flags) or self._events or self._parts)
+        lost = self.ring.dropped + self.recorder.lost_rows
+        batch = msgspec.structs.replace(
+            batch,
+            produced=self.ring.accepted + lost,
+            dropped=lost + self._dropped,
+            first_row=first,
+            keys=keys,
+            flags=flags,
+            rows=rows,
+            final=final and not more,
+        )
+        data = self.guard("batch", functools.partial(wire.encode, batch))
+        made = _Batch(self._seq + 1, len(flags), len(batch.events), len(batch.details), data or b"")
+        if data is None:
+            self._lose(made)
+            return more
+        self._seq += 1
+        self._outbox.append(made)
+        self._outbox_bytes += len(data)
+        return more
+
+    def _without_rows(self) -> tuple[wire.RankBatch, int]:
+        """Return a batch with all but rows, and the room that events and named parts have left in it."""
+        patches = self.instrumentation
+        self._events += patches.errors.causes() + self.channel.errors.causes()
         batch = wire.RankBatch(
             v=wire.VERSION,
             stream=self.stream,
             seq=self._seq + 1,
             sent_ns=time.time_ns(),
-            produced=self.ring.accepted + self.ring.dropped,
-            dropped=self.ring.dropped + self._dropped,
-            first_row=first,
-            keys=keys,
-            flags=flags,
-            rows=rows,
-            identity=identity,
-            open=opened,
-            process=process,
-            details=details,
-            events=events,
-            errors={**patches.errors, **{f"channel.{kind}": n for kind, n in channel.errors.items()}},
-            missing={name: sendable(why) for name, why in patches.missing.items()},
+            produced=0,
+            dropped=0,
+            first_row=0,
+            keys=b"",
+            flags=b"",
+            rows=b"",
+            identity=self.guard("identity", self._resolve),
+            open=self.guard("open stage", self._open_stage),
+            process=self.guard("process", self._look),
+            missing={name: sendable(why) for name, why in dict(patches.missing).items()},
             overhead=wire.Overhead(
                 self.recorder.marks_ns,
                 self._cpu_ns,
@@ -177,17 +196,33 @@ class RankAgent:
                 self._sent_bytes,
             ),
             strategy=patches.strategy,
-            final=final and not more,
             group=patches.group,
         )
-        data = self.guard("batch", functools.partial(wire.encode, batch))
-        if data is None:
-            self._dropped += len(flags)
-            return more
-        self._seq += 1
-        self._outbox.append(_Batch(self._seq, len(flags), data))
-        self._outbox_bytes += len(data)
-        return more
+        events, room = self._told(self._events, _TOLD_BYTES)
+        details, room = self._told(self._parts, room)
+        return msgspec.structs.replace(batch, events=events, details=details, errors=self._errors()), room
+
+    def _errors(self) -> dict[str, int]:
+        """
+        Return what went wrong by place, and what was lost before it was in a batch.
+
+        Dictionaries that other threads count in are copied whole: they may not change in a loop over them.
+        """
+        recorder = self.recorder
+        found = dict(self.instrumentation.errors)
+        found.update({f"channel.{kind}": n for kind, n in dict(self.channel.errors).items()})
+        lost = {
+            "marks lost: no room": recorder.lost_marks,
+            "spans lost: more than 256 names": self.details.refused,
+            "spans lost: too many open": recorder.parts.lost,
+        }
+        return found | {place: count for place, count in lost.items() if count}
+
+    def _lose(self, batch: _Batch) -> None:
+        """Count what a batch held that nobody will have."""
+        self._dropped += batch.rows
+        self.instrumentation.errors.count("events lost with their batch", batch.events)
+        self.instrumentation.errors.count("spans lost with their batch", batch.spans)
 
     def _told(self, waiting: list[_Item], room: int) -> tuple[list[_Item], int]:
         """Take what fits into `room` bytes from `waiting`, in order; return it, and the room that is left."""
@@ -210,7 +245,7 @@ class RankAgent:
             old = self._outbox.popleft()
             self._outbox_bytes -= len(old.data)
             if not old.handed:
-                self._dropped += old.rows
+                self._lose(old)
 
     def _exchange(self) -> None:
         self._take_replies()

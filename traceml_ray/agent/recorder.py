@@ -8,22 +8,40 @@ A backward that ends leaves its row *pending*: an optimizer step closes it, anot
 without one in between (gradient accumulation) takes it back in. What happens after the backward
 already counts for the next row, because rows are cut at sync exit.
 
-Marks are made on the training thread, between two kernels, with cold caches: there a line of Python
-costs five times what a hot loop shows. So the marks of the usual step are only written down there
-(which one and when, in `log`), and understood later, a hundred at a time, by the agent's thread
-(`settle`). The methods are the marks made at once; each settles what was written down before it.
+How marks come here: see `mark_log`.
 """
 
 from __future__ import annotations
 
-import functools
-from collections import deque
 from collections.abc import Callable
-from threading import RLock, get_ident
+from inspect import unwrap
+from threading import get_ident
 from time import perf_counter_ns
-from typing import Any, TypeVar
+from typing import Any
 
-from traceml_ray.agent.details import COLLATE, EVALUATION, FETCH, MAX_NAMES, OPTIMIZER, WORKERS
+from traceml_ray.agent.details import COLLATE, EVALUATION, FETCH, OPTIMIZER, WORKERS
+from traceml_ray.agent.mark_log import (
+    BACKWARD_BEGIN,
+    BACKWARD_END,
+    CLOSURE_BEGIN,
+    COLLATED,
+    DATA_BEGIN,
+    DATA_END,
+    EVAL_MODE_FORWARD_BEGIN,
+    FORWARD_BEGIN,
+    GRADIENTS_DONE,
+    LOCK_S,
+    NO_GRAD_FORWARD_BEGIN,
+    OPTIMIZER_BEGIN,
+    OPTIMIZER_END,
+    PARTS,
+    SYNC_BEGIN,
+    SYNC_END,
+    SYNCED_BACKWARD_END,
+    Deferred,
+    MarkLog,
+    at_once,
+)
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.agent.stretches import Stretch, Stretches
 from traceml_ray.wire import (
@@ -47,92 +65,25 @@ from traceml_ray.wire import (
 MAX_SEGMENT = (1 << SEGMENT_BITS) - 1
 SILENT_OWNER_NS = 5_000_000_000
 
-(
-    DATA_BEGIN,
-    DATA_END,
-    FORWARD_BEGIN,
-    BACKWARD_BEGIN,
-    GRADIENTS_DONE,
-    BACKWARD_END,
-    SYNCED_BACKWARD_END,
-    SYNC_BEGIN,
-    SYNC_END,
-    OPTIMIZER_BEGIN,
-    OPTIMIZER_END,
-    COLLATED,
-    COST,
-    PARTS,
-) = range(14)
-"""
-The marks of the usual step; COST says when the one before it was done being made. From PARTS on there are
-two for each name of `Details`: a part of that name begins, and ends.
-"""
-_MARKS = PARTS + 2 * MAX_NAMES
 
-LOG_SIZE = 1 << 17
-"""What is written beyond this pushes out the oldest."""
-SETTLE_AT = LOG_SIZE // 2
-"""With so much written, a backward settles by itself: the agent's thread does not come round."""
-LOCK_S = 0.2
-"""Longest wait of a mark for the agent's thread, which holds the lock for a millisecond."""
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _at_once(method: Method) -> Method:
-    """Make `method` a mark that is made now, by this thread, after all that were written down."""
-
-    @functools.wraps(method)
-    def mark(self: Recorder, *args: Any) -> Any:
-        called = self.clock()
-        if not self._lock.acquire(timeout=LOCK_S):
-            raise TimeoutError("the agent's thread does not let go of the recorder")
-        try:
-            self._replay()
-            self.now, self.thread = self.clock(), get_ident()
-            result = method(self, *args)
-            if self.thread == self.owner:
-                self.ready = 0 if self.depth else self.owner
-                self._cost_ns += self.clock() - called
-            return result
-        finally:
-            self._lock.release()
-
-    return mark  # type: ignore[return-value]
-
-
-class Recorder:
+class Recorder(MarkLog):
     """The state machine of one process; methods named `*_begin` and `*_end` are the marks."""
 
     __slots__ = (
-        *("_acc", "_before_sync", "_before_wait", "_collated", "_cost_ns", "_evaluation", "_foreign_ns"),
-        *("_last_iterator", "_last_loader", "_lock", "_mark", "_optimizer", "_pending"),
-        *("_pending_flags", "_pending_synced", "_resume", "_size", "_split", "_stage", "_step"),
-        *("_step_in_backward", "_train_loaders", "_waited", "_waits", "_weighed", "_workers", "_written"),
-        *("_written_ns", "clock", "coupled", "depth", "first", "last", "log", "manual", "now", "owner"),
-        *("parts", "peers", "ready", "ring", "segment", "thread", "usual_iterator", "weigh"),
+        *("_acc", "_before_sync", "_before_wait", "_collated", "_evaluation", "_foreign_ns"),
+        *("_last_loader", "_named", "_optimizer", "_pending", "_pending_flags", "_pending_synced"),
+        *("_resume", "_split", "_stage", "_step", "_step_in_backward", "_train_loaders", "_waited"),
+        *("_waits", "_workers", "coupled", "first", "iterator", "last", "manual", "parts", "peers"),
+        *("ring", "segment", "several"),
     )
 
     def __init__(self, ring: StepRing, clock: Callable[[], int] = perf_counter_ns) -> None:
+        super().__init__(clock)
         self.ring = ring
-        self.clock = clock
-        self.log: deque[int] = deque(maxlen=LOG_SIZE)
-        """
-        Marks written down and not yet understood: which, when, which, when, … A signal may come between
-        the two, so a mark without its time is nothing: times are all larger than marks. What is below 0
-        is the size of the part that ends next.
-        """
-        self.ready = 0
-        """The thread that may write marks down: the one that trains, outside of a backward."""
-        self.usual_iterator = 0
-        """The id of the iterator that feeds training, where there is just one."""
-        self.weigh = True
-        """The next mark that can is to say what it cost."""
-        self.now = clock()
-        """The time of the mark that is being understood, and its thread."""
-        self.thread = 0
-        self.owner: int | None = None
-        """The thread that trains; None until one has."""
+        self.iterator = 0
+        """The id of the iterator that the training thread has waited for last."""
+        self.several = False
+        """Some step has had several backwards that were taken to exchange gradients."""
         self.peers: Callable[[], bool] | None = None
         """Does the backward that ends now exchange gradients? None: nobody to exchange with."""
         self.coupled = False
@@ -142,9 +93,8 @@ class Recorder:
         self.segment = 0
         self.parts = Stretches()
         """The named parts; they go to `parts.details` once it is known which row they are of."""
-        self._step = self._mark = 0
-        self._cost_ns = self._written = self._written_ns = self._weighed = 0
-        self._lock = RLock()
+        self._step = 0
+        self._named = (0, 0)
         self._train_loaders: set[int] = set()
         self._waited: set[int] = set()
         self._reset()
@@ -156,7 +106,7 @@ class Recorder:
         self._pending_flags = 0
         self._pending_synced = self._split = self._step_in_backward = False
         self._stage, self.last, self.first, self.depth = POST_SYNC, self.now, True, 0
-        self._waits = self.usual_iterator = self._last_iterator = self._last_loader = self._foreign_ns = 0
+        self._waits = self._last_loader = self._foreign_ns = 0
         self._resume = self._before_wait = POST_SYNC
         self._before_sync: list[int] = []
         self.parts.forget()
@@ -165,52 +115,18 @@ class Recorder:
         self._collated = self._workers = self._size = 0
         self._waited.clear()
 
-    # -- what was written down ---------------------------------------------------------------
+    def _understand(self, mark: int) -> None:
+        if mark < PARTS:
+            _UNDERSTAND[mark](self)
+        else:
+            self._part(mark)
 
-    def settle(self) -> None:
-        """Understand what was written down until now (or leave it to the thread that is at it)."""
-        if self._lock.acquire(blocking=False):
-            try:
-                self._replay()
-                self.weigh = True
-            finally:
-                self._lock.release()
-
-    def _replay(self) -> None:
-        log = self.log
-        self.thread = self.owner or 0
-        for _ in range(len(log)):
-            value = log.popleft()
-            if value < _MARKS:
-                if value < 0:
-                    self._size = -value
-                else:
-                    self._mark = value
-            elif self._mark == COST:
-                self._written_ns += value - self.now
-                self._weighed += 1
-            else:
-                self.now = value
-                self._written += 1
-                if self._mark < PARTS:
-                    _UNDERSTAND[self._mark](self)
-                else:
-                    self._part(self._mark)
+    def _recover(self, lost: int) -> None:
+        self.ring.dropped += lost
+        self._step += lost
+        self._reset()
 
     # -- the training thread -----------------------------------------------------------------
-
-    def write(self, mark: int) -> bool:
-        """Write `mark` down, if this thread may; False: its method has to be called instead."""
-        if get_ident() != self.ready:
-            return False
-        log = self.log
-        log.append(mark)
-        log.append(self.clock())
-        return True
-
-    def mine(self) -> bool:
-        """Return whether this thread is the one that trains (or nobody has trained yet)."""
-        return self.owner is None or get_ident() == self.owner
 
     def _may(self) -> bool:
         """Return whether the mark's thread is the one that trains (or nobody has trained yet)."""
@@ -224,6 +140,7 @@ class Recorder:
             if self.depth or not take_over or self.now - self.last < SILENT_OWNER_NS:
                 return False
             self._reset()
+            self.ready = 0
         self.owner = self.thread
         return True
 
@@ -252,27 +169,45 @@ class Recorder:
 
     # -- data ----------------------------------------------------------------------------------
 
-    @_at_once
     def data_begin(self, iterator: Any) -> bool:
         """Mark: this thread starts to wait for `iterator`; True when a `data_end` has to follow."""
+        mine = get_ident() == self.ready
+        if mine and id(iterator) == self.iterator:
+            self.log.append(DATA_BEGIN)
+            self.log.append(self.clock())
+            return True
+        # Iterators come and go with the epochs: the loader (noted on them) is who feeds the step.
+        known = getattr(iterator, "__dict__", {})
+        named = known.get("_traceml_loader") or id(iterator), known.get("_num_workers") or 0
+        if mine:
+            self.iterator = id(iterator)
+            self.log.append(Deferred(_BEGIN_WAIT, self.clock(), self.ready, named))
+            return True
+        if self.mine():
+            self.iterator = 0
+        return bool(self._begin_wait(*named))
+
+    @at_once
+    def _begin_wait(self, loader: int, workers: int) -> bool:
         if not self._may() or self.depth:
             return False
+        self._named = loader, workers
+        self._data_begin()
+        return True
+
+    def _data_begin(self) -> None:
         if self._waits:  # a loader inside a loader
             self._waits += 1
-            return True
-        if id(iterator) != self.usual_iterator:
-            # Iterators come and go with the epochs: the loader (noted on them) is who feeds the step.
-            known = getattr(iterator, "__dict__", {})
-            loader = known.get("_traceml_loader") or id(iterator)
-            if loader in self._train_loaders:
-                self._train_again()
-            self._last_loader, self._last_iterator = loader, id(iterator)
-            self._workers = known.get("_num_workers") or 0
-            self.usual_iterator = 0  # the next wait of the usual loader has to look at this one first
-            self._data_begin()
-        else:
-            self._usual_data_begin()
-        return True
+            return
+        self._last_loader, self._workers = self._named
+        if self._last_loader in self._train_loaders:
+            self._train_again()
+        self._waits = 1
+        self._collated = 0
+        self._before_wait = self._stage
+        self._resume = FORWARD if self._stage == FORWARD else PREPARE
+        self._to(DATA)
+        self._in_closure()
 
     def _train_again(self) -> None:
         """An evaluation, if there was one, is over; where the root was not called, its fetches tell."""
@@ -281,21 +216,20 @@ class Recorder:
             self._begin_evaluation(folded)
         self._end_evaluation()
 
-    def _usual_data_begin(self) -> None:
-        self._end_evaluation()
-        self._data_begin()
-
-    def _data_begin(self) -> None:
-        self._waits = 1
-        self._collated = 0
-        self._before_wait = self._stage
-        self._resume = FORWARD if self._stage == FORWARD else PREPARE
-        self._to(DATA)
-
-    @_at_once
     def data_end(self, got: bool) -> None:
         """Mark: the data is there, or (`got` False) there was none: then it was no wait of this step."""
-        self._data_end(got)
+        if get_ident() != self.ready:
+            self._end_wait(got)
+        elif got:
+            self.log.append(DATA_END)
+            self.log.append(self.clock())
+        else:
+            self.log.append(Deferred(_END_WAIT, self.clock(), self.ready, (got,)))
+
+    @at_once
+    def _end_wait(self, got: bool) -> None:
+        if self._may():
+            self._data_end(got)
 
     def _data_end(self, got: bool = True) -> None:
         if self._waits != 1:
@@ -306,12 +240,11 @@ class Recorder:
             self._stage = self._before_wait
             self._to(self._stage)
             return
-        if self._last_iterator != self.usual_iterator:
-            self._waited.add(self._last_loader)
-            if self._last_loader not in self._train_loaders:
-                self._foreign_ns += self.now - self.last
-                for part in self.parts.open:
-                    part.foreign_ns += self.now - max(self.last, part.began)
+        self._waited.add(self._last_loader)
+        if self._last_loader not in self._train_loaders:
+            self._foreign_ns += self.now - self.last
+            for part in self.parts.running():
+                part.foreign_ns += self.now - max(self.last, part.began)
         elif self._workers:
             self._add(WORKERS, self.now - self.last)
         elif self._collated > self.last:
@@ -324,31 +257,43 @@ class Recorder:
         if self._waits == 1:
             self._collated = self.now
 
-    @_at_once
     def new_iterator(self) -> None:
         """An iterator was made: its id may be that of one that is gone."""
-        self.usual_iterator = 0
+        self.iterator = 0
 
     # -- forward -------------------------------------------------------------------------------
 
-    @_at_once
-    def forward_begin(self, training: bool) -> None:
-        """Mark: the root module is called; not `training` is an evaluation (or a look at the model)."""
-        if self.depth or not self._own():
-            return
-        if training:
-            self._forward_begin()
-            return
-        self._begin_evaluation(0 if self._last_loader in self._train_loaders else self._fold())
+    @at_once
+    def forward_begin(self, mark: int) -> None:
+        """Mark, one of the three FORWARD_BEGIN: the root module is called."""
+        if not self.depth and self._own():
+            _UNDERSTAND[mark](self)
 
     def _forward_begin(self) -> None:
         self._end_evaluation()
         if self._stage != FORWARD:
             self._to(FORWARD)
+        self._in_closure()
+
+    def _eval_mode_forward_begin(self) -> None:
+        """
+        Of a module in eval mode, with gradients: frozen layers are trained like that, and some evaluate so.
+
+        It is no forward of a step where the step's data has not come yet. Where another loader's has, it is
+        known later who that was for (see `_train_again`).
+        """
+        if self._train_loaders and self._pending is None and not self._acc[DATA]:
+            self._no_grad_forward_begin()
+        else:
+            self._forward_begin()
+
+    def _no_grad_forward_begin(self) -> None:
+        """It is an evaluation, or a look at the model."""
+        self._begin_evaluation(0 if self._last_loader in self._train_loaders else self._fold())
 
     # -- backward ------------------------------------------------------------------------------
 
-    @_at_once
+    @at_once
     def backward_begin(self) -> bool:
         """Mark: a backward starts; False when it is not one of the training thread's."""
         if not self._own(take_over=True):
@@ -370,11 +315,13 @@ class Recorder:
             self._take_back()
         if self._waited:
             self._learn_loaders()
+        self._in_closure()
 
     def _take_back(self) -> None:
         """Another backward before an optimizer step: a synced one stands as a segment, others go on."""
         assert self._pending is not None
         if self._pending_synced:
+            self.several = True
             self._emit()
             self.segment = min(self.segment + 1, MAX_SEGMENT)
         else:
@@ -385,11 +332,10 @@ class Recorder:
         """The loaders waited for on the way to a backward are the ones that feed training."""
         if self._waited != self._train_loaders:
             self._train_loaders = set(self._waited)
-        self.usual_iterator = self._last_iterator if len(self._waited) == 1 else 0
         self._waited.clear()
         self._foreign_ns = 0
 
-    @_at_once
+    @at_once
     def gradients_done(self) -> None:
         """Mark: this rank's own gradients are done; what follows inside the backward is waiting."""
         self._gradients_done()
@@ -399,18 +345,25 @@ class Recorder:
             self._to(SYNC_WAIT)
             self._split = True
 
-    @_at_once
     def backward_end(self, ok: bool) -> None:
         """Mark: a backward has returned (`ok`) or raised. The outermost one leaves its row pending."""
-        self._backward_end(ok, self.peers is not None and self.peers())
+        self._end_backward(ok, self.peers is not None and self.peers())
+
+    @at_once
+    def _end_backward(self, ok: bool, synced: bool) -> None:
+        if self._may():
+            self._backward_end(ok, synced)
 
     def _backward_end(self, ok: bool, synced: bool) -> None:
-        if self.depth > 1:
-            self.depth -= 1
-            self._to(BACKWARD)
+        if self.depth != 1:
+            self.depth = max(0, self.depth - 1)
+            if self.depth:
+                self._to(BACKWARD)
             return
         self.depth = 0
         self._to(POST_SYNC)
+        if self._optimizer is not None:
+            self._optimizer.paused = False
         if self.parts.open:
             self.parts.cut(self._step, self.first)
         if not ok:
@@ -433,7 +386,7 @@ class Recorder:
         It is written down at any time, as a part is, since no row is cut by it; not where the waits that
         matter are not on this clock anyway.
         """
-        if self.coupled or get_ident() != self.owner:
+        if self.coupled or get_ident() != self.owner or not self._room():
             return False
         self.log.append(SYNC_BEGIN)
         self.log.append(self.clock())
@@ -455,51 +408,72 @@ class Recorder:
 
     # -- what closes a row -----------------------------------------------------------------------
 
-    @_at_once
-    def optimizer_begin(self) -> bool:
+    @at_once
+    def optimizer_begin(self, closure: bool = False) -> bool:
         """
         Mark: an optimizer (or `GradScaler`) step: it closes the pending row, if there is one.
 
-        Returns what `optimizer_end` wants: whether this step is one of ours to measure.
+        With a `closure` the row is closed when the step is over: the backward in it goes on with what is
+        pending. Returns what `optimizer_end` wants: whether this step is one of ours to measure.
         """
         if not self._may():
             return False
         if self.depth:
             self._step_in_backward = True
             return False
-        self._optimizer_begin()
+        if closure:
+            self._closure_begin()
+        else:
+            self._optimizer_begin()
         return True
 
     def _optimizer_begin(self) -> None:
-        self._end_evaluation()
-        self.parts.drop(self._optimizer)  # GradScaler has skipped it
         if self._pending is not None and not self.manual:
             self._close_step()
         if self._stage != POST_SYNC:
             self._to(POST_SYNC)
+        self._begin_optimizer()
+
+    def _closure_begin(self) -> None:
+        self._begin_optimizer()
+        if self._stage != POST_SYNC:  # the data of this step is there: the closure is what uses it
+            self._in_closure()
+
+    def _begin_optimizer(self) -> None:
+        self._end_evaluation()
+        self.parts.drop(self._optimizer)  # GradScaler has skipped it
         self._optimizer = self.parts.begin(OPTIMIZER, self._stage, self.now)
 
-    @_at_once
+    def _in_closure(self) -> None:
+        """From here to the end of a backward the time is not the optimizer's, if one has begun."""
+        if self._optimizer is not None:
+            self._optimizer.paused = True
+
+    @at_once
     def optimizer_end(self, began: bool) -> None:
         """Mark: the optimizer step is over; backwards that ran inside it (LBFGS) are its row."""
-        if began:
+        if began and self._may():
             self._optimizer_end()
 
     def _optimizer_end(self) -> None:
         if self._optimizer is not None:
-            self._end_part(self._optimizer)
+            if self._optimizer.paused:
+                self.parts.drop(self._optimizer)
+            else:
+                self._end_part(self._optimizer)
             self._optimizer = None
         if self._pending is not None and not self.manual and not self.depth:
             self._close_step()
 
-    @_at_once
+    @at_once
     def trace(self) -> None:
-        """Have steps cut by `trace_step` from here on."""
+        """Have steps cut by `trace_step` from here on, until `close_traced`."""
         self.manual = True
 
-    @_at_once
+    @at_once
     def close_traced(self) -> None:
         """End of a `trace_step`: its last backward closes the row, else the row ends here."""
+        self.manual = False
         if self._pending is None:
             self._to(POST_SYNC)
             self.parts.hand_out(self._step, self.first)
@@ -541,6 +515,8 @@ class Recorder:
     def _note(self, mark: int, size: int = 0) -> bool:
         """Write a mark of a part down; the training thread may at any time, since no row is cut by it."""
         if get_ident() == self.owner:
+            if not self._room():
+                return False
             if size:
                 self.log.append(-size)
             self.log.append(mark)
@@ -548,7 +524,7 @@ class Recorder:
             return True
         return bool(self.owner is None and self._part_at_once(mark, size))
 
-    @_at_once
+    @at_once
     def _part_at_once(self, mark: int, size: int) -> bool:
         self._size = size
         self._part(mark)
@@ -589,19 +565,12 @@ class Recorder:
 
     def finish(self) -> None:
         """Hand out the parts of the tail, which is in no row: each by itself."""
-        self.settle()
-        if self._lock.acquire(timeout=LOCK_S):
-            try:
-                self.parts.hand_out(self._step, apart=True)
-            finally:
-                self._lock.release()
+        if not self.settle(LOCK_S):
+            raise TimeoutError("a mark does not let go of the recorder")
+        with self._lock:
+            self.parts.hand_out(self._step, apart=True)
 
     # -- how it stands ---------------------------------------------------------------------------
-
-    @property
-    def marks_ns(self) -> int:
-        """Time that the marks have taken on the training thread; of those written down, a few are weighed."""
-        return self._cost_ns + self._written_ns * self._written // max(1, self._weighed)
 
     def open_stage(self) -> OpenStage:
         """Return where the training thread stands now."""
@@ -618,9 +587,11 @@ class Recorder:
 
 
 _UNDERSTAND: dict[int, Callable[[Recorder], None]] = {
-    DATA_BEGIN: Recorder._usual_data_begin,
+    DATA_BEGIN: Recorder._data_begin,
     DATA_END: Recorder._data_end,
     FORWARD_BEGIN: Recorder._forward_begin,
+    EVAL_MODE_FORWARD_BEGIN: Recorder._eval_mode_forward_begin,
+    NO_GRAD_FORWARD_BEGIN: Recorder._no_grad_forward_begin,
     BACKWARD_BEGIN: Recorder._backward_begin,
     GRADIENTS_DONE: Recorder._gradients_done,
     BACKWARD_END: lambda recorder: recorder._backward_end(True, False),
@@ -628,6 +599,9 @@ _UNDERSTAND: dict[int, Callable[[Recorder], None]] = {
     SYNC_BEGIN: Recorder._sync_begin,
     SYNC_END: Recorder._sync_end,
     OPTIMIZER_BEGIN: Recorder._optimizer_begin,
+    CLOSURE_BEGIN: Recorder._closure_begin,
     OPTIMIZER_END: Recorder._optimizer_end,
     COLLATED: Recorder._note_collated,
 }
+
+_BEGIN_WAIT, _END_WAIT = unwrap(Recorder._begin_wait), unwrap(Recorder._end_wait)

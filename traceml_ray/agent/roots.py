@@ -16,7 +16,11 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
-from traceml_ray.agent.recorder import FORWARD_BEGIN, Recorder
+from traceml_ray.agent.mark_log import EVAL_MODE_FORWARD_BEGIN, FORWARD_BEGIN, NO_GRAD_FORWARD_BEGIN
+from traceml_ray.agent.recorder import Recorder
+
+_WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module")
+"""What DDP and others, `torch.compile` and FSDP call the module that they wrap."""
 
 
 class _Ids(dict[int, weakref.ref[Any]]):
@@ -29,7 +33,13 @@ class _Ids(dict[int, weakref.ref[Any]]):
 
     __slots__ = ("ours",)
 
-    ours: tuple[Recorder, Callable[[int], None], Callable[[], int], Callable[[str, BaseException], None]]
+    ours: tuple[
+        Recorder,
+        Callable[[int], None],
+        Callable[[], int],
+        Callable[[Any], bool],
+        Callable[[str, BaseException], None],
+    ]
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return dict, ()
@@ -40,7 +50,7 @@ class Roots:
 
     def __init__(self, recorder: Recorder, fail: Callable[[str, BaseException], None]) -> None:
         self._ids = _Ids()
-        self._ids.ours = recorder, recorder.log.append, recorder.clock, fail
+        self._ids.ours = recorder, recorder.log.append, recorder.clock, _inner_trains, fail
         self._classes: dict[Any, tuple[Any, Any]] = {}
         self._seen: deque[weakref.ref[Any]] = deque(maxlen=16)
 
@@ -106,6 +116,18 @@ class Roots:
         self._classes[cls] = own, marked
 
 
+def _inner_trains(module: Any) -> bool:
+    """
+    Return whether a module that `module` wraps is in training mode, though it is not.
+
+    Lightning puts the wrapper (DDP) into eval mode for a validation, and only what is inside back.
+    """
+    while module is not None and not module.training:
+        inside = module._modules
+        module = next((inside[name] for name in _WRAPPED if name in inside), None)
+    return module is not None
+
+
 def _marked(cls: Any, own: Any, root_id: Callable[[Any], int], roots: _Ids) -> Any:
     """Return the `__call__` that marks calls of `roots`; no method, whose `super` holds its class."""
     import torch
@@ -114,14 +136,19 @@ def _marked(cls: Any, own: Any, root_id: Callable[[Any], int], roots: _Ids) -> A
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it is that method
         if not is_compiling() and root_id(self) in roots:
-            recorder, append, clock, fail = roots.ours
+            recorder, append, clock, inner_trains, fail = roots.ours
             try:
-                training = self.training and is_grad_enabled()
-                if training and get_ident() == recorder.ready:
-                    append(FORWARD_BEGIN)
+                if not is_grad_enabled():
+                    mark = NO_GRAD_FORWARD_BEGIN
+                elif self.training or inner_trains(self):
+                    mark = FORWARD_BEGIN
+                else:
+                    mark = EVAL_MODE_FORWARD_BEGIN
+                if get_ident() == recorder.ready:
+                    append(mark)
                     append(clock())
                 else:
-                    recorder.forward_begin(training)
+                    recorder.forward_begin(mark)
             except Exception as error:
                 fail("forward", error)
         if own is not None:

@@ -12,12 +12,14 @@ _MAX_CLOSED = 1024
 class Stretch:
     """A named stretch: the stage it began in, and its time in each since the row began."""
 
-    __slots__ = ("began", "foreign_ns", "number", "size", "stage", "sums")
+    __slots__ = ("began", "foreign_ns", "number", "paused", "size", "stage", "sums")
 
     def __init__(self, number: int, stage: int, began: int) -> None:
         self.number, self.stage, self.began = number, stage, began
         self.size = self.foreign_ns = 0
         self.sums = [0] * N_STAGES
+        self.paused = False
+        """What happens now is not part of it."""
 
     def fold(self) -> None:
         """See `Recorder._fold`."""
@@ -35,12 +37,14 @@ class Stretches:
     out to `details`: until a backward begins, what they are part of may yet be folded.
     """
 
-    __slots__ = ("_since", "details", "open", "over")
+    __slots__ = ("_since", "details", "lost", "open", "over")
 
     def __init__(self) -> None:
         self.details = Details()
         self.open: list[Stretch] = []
         self.over: list[Stretch] = []
+        self.lost = 0
+        """Those that were open when too many others began."""
         self._since = 0
 
     def forget(self) -> None:
@@ -54,16 +58,22 @@ class Stretches:
 
     def spread(self, stage: int, now: int) -> None:
         """The time since the mark before was in every one that is open."""
-        for stretch in self.open:
+        for stretch in self.running():
             stretch.sums[stage] += now - self._since
         self._since = now
+
+    def running(self) -> list[Stretch]:
+        """Return those that time goes to, the innermost last."""
+        return [stretch for stretch in self.open if not stretch.paused]
 
     def begin(self, number: int, stage: int, now: int) -> Stretch:
         """One of this number (see `Details`) begins."""
         self.spread(stage, now)
         stretch = Stretch(number, stage, now)
         self.open.append(stretch)
-        del self.open[:-_MAX_OPEN]  # those never ended
+        if len(self.open) > _MAX_OPEN:  # the oldest was never ended
+            del self.open[0]
+            self.lost += 1
         return stretch
 
     def end(self, stretch: Stretch, stage: int, now: int) -> bool:
@@ -82,7 +92,8 @@ class Stretches:
 
     def innermost_ns(self, now: int) -> int | None:
         """Return how long the innermost one has been open in this row, None where there is none."""
-        return sum(self.open[-1].sums) + max(0, now - self._since) if self.open else None
+        running = self.running()
+        return sum(running[-1].sums) + max(0, now - self._since) if running else None
 
     def cut(self, step: int, apart: bool) -> None:
         """A row ends: what is open has been a part of it, too; of those of one name the outermost."""

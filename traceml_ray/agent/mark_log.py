@@ -1,0 +1,213 @@
+"""
+Where marks are written down, and how they are understood later.
+
+Marks are made on the training thread, between two kernels, with cold caches: there a line of Python
+costs five times what a hot loop shows. So the marks of the usual step are only written down there
+(which one and when, in `log`), and understood later, a hundred at a time, by the agent's thread
+(`settle`). Others are made at once (`at_once`); each settles what was written down before it, and
+is itself written down, with its arguments, while another thread is reading the log: no mark waits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable
+from threading import RLock, get_ident
+from typing import Any, NamedTuple, TypeVar
+
+from traceml_ray.agent.details import MAX_NAMES
+
+(
+    DATA_BEGIN,
+    DATA_END,
+    FORWARD_BEGIN,
+    EVAL_MODE_FORWARD_BEGIN,
+    NO_GRAD_FORWARD_BEGIN,
+    BACKWARD_BEGIN,
+    GRADIENTS_DONE,
+    BACKWARD_END,
+    SYNCED_BACKWARD_END,
+    SYNC_BEGIN,
+    SYNC_END,
+    OPTIMIZER_BEGIN,
+    CLOSURE_BEGIN,
+    OPTIMIZER_END,
+    COLLATED,
+    COST,
+    PARTS,
+) = range(17)
+"""
+The marks of the usual step. DATA_BEGIN: the iterator waited for is the one of the wait before.
+CLOSURE_BEGIN: an optimizer step begins that is given a closure. COST says when the mark before it was done
+being made. From PARTS on there are two for each name of `Details`: a part of that name begins, and ends.
+"""
+_MARKS = PARTS + 2 * MAX_NAMES
+
+LOG_SIZE = 1 << 17
+"""What is written beyond this pushes out the oldest."""
+SETTLE_AT = LOG_SIZE // 2
+"""With so much written, a backward settles by itself: the agent's thread does not come round."""
+LOCK_S = 0.2
+"""Longest wait of the agent's thread for the lock, which a mark holds for a millisecond at most."""
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class Deferred(NamedTuple):
+    """A mark in the log with all that it needs."""
+
+    method: Callable[..., Any]
+    time: int
+    thread: int
+    args: tuple[Any, ...]
+
+
+def at_once(method: Method) -> Method:
+    """
+    Make `method` a mark that is made now, by this thread, after all that were written down.
+
+    Where another thread has the lock it is written down; then it returns True, and the mark that ends what
+    this one begins is to be made, which does nothing if this one turns out not to count.
+    """
+
+    @functools.wraps(method)
+    def mark(self: MarkLog, *args: Any) -> Any:
+        called = self.clock()
+        if not self._lock.acquire(blocking=False):
+            return self._defer(method, called, args)
+        try:
+            self._replay()
+            self.now, self.thread = self.clock(), get_ident()
+            result = method(self, *args)
+            if self.thread == self.owner:
+                self.ready = 0 if self.depth else self.owner
+                self._cost_ns += self.clock() - called
+            return result
+        finally:
+            self._lock.release()
+
+    return mark  # type: ignore[return-value]
+
+
+class MarkLog:
+    """The log, the lock of whoever reads it, and who may write; `Recorder` says what marks mean."""
+
+    __slots__ = (
+        *("_cost_ns", "_lock", "_losing", "_mark", "_size", "_weighed", "_written", "_written_ns"),
+        *("clock", "depth", "log", "lost_marks", "lost_rows", "now", "owner", "ready", "thread", "weigh"),
+    )
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        self.clock = clock
+        self.log: deque[int | Deferred] = deque(maxlen=LOG_SIZE)
+        """
+        Marks written down and not yet understood: which, when, which, when, … A signal may come between
+        the two, so a mark without its time is nothing: times are all larger than marks. What is below 0
+        is the size of the part that ends next.
+        """
+        self.ready = 0
+        """
+        The thread that may write marks down: the one that trains, outside of a backward. 0 after one that
+        had to be deferred, until one has been made at once again.
+        """
+        self.lost_marks = self.lost_rows = 0
+        """What the log had no room for, and how many rows that would have been."""
+        self.weigh = True
+        """The next mark that can is to say what it cost."""
+        self.now = clock()
+        """The time of the mark that is being understood, and its thread."""
+        self.thread = 0
+        self.owner: int | None = None
+        """The thread that trains; None until one has."""
+        self.depth = 0
+        """How many backwards the training thread is in."""
+        self._mark = self._size = 0
+        self._cost_ns = self._written = self._written_ns = self._weighed = 0
+        self._lock = RLock()
+        self._losing = False
+
+    def _understand(self, mark: int) -> None:
+        """Do what `mark` means, at the time `now`."""
+        raise NotImplementedError
+
+    def _recover(self, lost: int) -> None:
+        """Go on after marks were lost, with so many backwards: in a first row, so many steps later."""
+        raise NotImplementedError
+
+    def write(self, mark: int) -> bool:
+        """Write `mark` down, if this thread may; False: its method has to be called instead."""
+        if get_ident() != self.ready:
+            return False
+        log = self.log
+        log.append(mark)
+        log.append(self.clock())
+        return True
+
+    def mine(self) -> bool:
+        """Return whether this thread is the one that trains (or nobody has trained yet)."""
+        return self.owner is None or get_ident() == self.owner
+
+    def settle(self, wait_s: float = 0.0) -> bool:
+        """Understand what was written down until now; False: another thread was at it for `wait_s`."""
+        if not self._lock.acquire(timeout=wait_s):
+            return False
+        try:
+            self._replay()
+            self.weigh = True
+        finally:
+            self._lock.release()
+        return True
+
+    def _replay(self) -> None:
+        log = self.log
+        self.thread = self.owner or 0
+        self.lost_marks += len(log) == LOG_SIZE  # and maybe more of them
+        for _ in range(len(log)):
+            value = log.popleft()
+            if isinstance(value, Deferred):
+                self._written += 1
+                self.now, self.thread = value.time, value.thread
+                value.method(self, *value.args)
+                self.thread = self.owner or 0
+            elif value < _MARKS:
+                if value < 0:
+                    self._size = -value
+                else:
+                    self._mark = value
+            elif self._mark == COST:
+                self._written_ns += value - self.now
+                self._weighed += 1
+            else:
+                self.now = value
+                self._written += 1
+                self._understand(self._mark)
+        if self._losing:
+            lost, self.lost_rows = self.lost_rows, 0
+            self._recover(lost)
+            self._losing = False
+
+    def _defer(self, method: Callable[..., Any], called: int, args: tuple[Any, ...]) -> bool:
+        """Write a mark down in full, wherever it is made; where there is no room, count it."""
+        thread = get_ident()
+        if thread == self.owner:
+            self.ready = 0
+        if self._losing or len(self.log) >= SETTLE_AT:
+            self._losing = True
+            self.lost_marks += 1
+            self.lost_rows += method.__name__ == "_end_backward"
+        else:
+            self.log.append(Deferred(method, called, thread, args))
+        return True
+
+    def _room(self) -> bool:
+        """Return whether the log has room for a mark that may be left out; else it is counted."""
+        if not self._losing and (len(self.log) < SETTLE_AT or self.settle()):
+            return True
+        self.lost_marks += 1
+        return False
+
+    @property
+    def marks_ns(self) -> int:
+        """Time that the marks have taken on the training thread; of those written down, a few are weighed."""
+        return self._cost_ns + self._written_ns * self._written // max(1, self._weighed)
