@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -29,7 +30,23 @@ def snapshot(request: pytest.FixtureRequest) -> Snapshot:
     return Snapshot(request.node.nodeid.removeprefix("tests/"))
 
 
+# Where time is judged, or many processes are started at once, nothing else may run.
+_ALONE = {
+    "browser",
+    "chaos",
+    "integration/test_cluster.py",
+    "integration/test_faults.py",
+    "integration/test_hangs.py",
+    "integration/test_loops.py",
+    "integration/test_parts.py",
+    "integration/test_sync_groups.py",
+}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        where = item.path.relative_to(Path(__file__).parent)
+        if {where.parts[0], str(where)} & _ALONE:
+            item.add_marker("alone")
         if "snapshot" in getattr(item, "fixturenames", ()):
             item.add_marker("snapshot")
