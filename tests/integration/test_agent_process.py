@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ray_cluster import until
+from sessions import NoSamples, Straight, aggregation
 
 from traceml_ray import wire
+from traceml_ray.actors.aggregation import Aggregation
+from traceml_ray.actors.relay import Relay
 from traceml_ray.agent.bootstrap import SITE_FOLDER, rank_environment
 from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool
@@ -35,55 +37,56 @@ def train(steps=20, **options):
 """
 
 
-class Relay:
-    """Confirms every packet and keeps it: the relay's side of the socket, without the relay."""
+class Heard(Straight):
+    """The way to the aggregator, on which it can be seen what went."""
 
-    def __init__(self, path: Path) -> None:
-        self.packets: list[bytes] = []
-        self.connections = 0
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(str(path))
-        self._listener.listen()
-        threading.Thread(target=self._accept, daemon=True).start()
+    def __init__(self, aggregator: Aggregation) -> None:
+        super().__init__(aggregator)
+        self.messages: dict[int, wire.RelayBatch] = {}
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                peer, _ = self._listener.accept()
-            except OSError:
-                return
-            self.connections += 1
-            threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
+    def ingest(self, data: bytes, commit: bool) -> bool:
+        message = wire.decode(data, wire.RelayBatch)
+        return super().ingest(data, commit) and bool(self.messages.setdefault(message.seq, message))
 
-    def _serve(self, peer: socket.socket) -> None:
-        with peer:
-            while True:
-                try:
-                    data = peer.recv(wire.MAX_MESSAGE_BYTES)
-                except ConnectionResetError:  # it ended without reading a reply; its packets come after this
-                    continue
-                if not data:
-                    return
-                self.packets.append(data)
-                batch = wire.decode(data, wire.RankBatch)
-                try:
-                    peer.send(wire.encode(wire.RankReply(wire.VERSION, batch.stream, batch.seq)))
-                except OSError:
-                    return
+
+class Node:
+    """What a rank's process meets: the relay of its node, and the aggregator, without Ray."""
+
+    def __init__(self, folder: Path) -> None:
+        self._aggregator = aggregation(folder / "session")
+        self._way = Heard(self._aggregator)
+        node = wire.NodeIdentity("n", "host", "127.0.0.1")
+        self._relay = Relay(folder / "relay.sock", node, self._way, NoSamples(), Settings())
+        self._relay.start()
+
+    def heard(self) -> list[bytes]:
+        """Everything that processes have sent so far."""
+        assert self._relay.flush(20)
+        return [data for message in self._way.messages.values() for data in message.batches]
 
     def batches(self) -> list[wire.RankBatch]:
-        return [wire.decode(data, wire.RankBatch) for data in self.packets]
+        """The same, once the last word of a rank is there."""
+        found = until(lambda: (sent := self._decoded()) and sent[-1].final and sent, "its last word")
+        assert isinstance(found, list)
+        return found
+
+    def processes(self) -> int:
+        """How many processes have reported."""
+        return len({batch.stream for batch in self.batches()})
+
+    def _decoded(self) -> list[wire.RankBatch]:
+        return [wire.decode(data, wire.RankBatch) for data in self.heard()]
 
     def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._relay.close()
+        self._aggregator.close()
 
 
 @pytest.fixture
-def relay(tmp_path: Path) -> Iterator[Relay]:
-    relay = Relay(tmp_path / "relay.sock")
-    yield relay
-    relay.close()
+def relay(tmp_path: Path) -> Iterator[Node]:
+    node = Node(tmp_path)
+    yield node
+    node.close()
 
 
 def run(tmp_path: Path, script: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -102,11 +105,11 @@ def run(tmp_path: Path, script: str, **environ: str) -> subprocess.CompletedProc
     )
 
 
-def test_an_unchanged_script_is_watched_to_its_end(tmp_path: Path, relay: Relay) -> None:
+def test_an_unchanged_script_is_watched_to_its_end(tmp_path: Path, relay: Node) -> None:
     done = run(tmp_path, TRAIN + "train()", RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
     assert (done.returncode, done.stderr) == (0, "")
     batches = relay.batches()
-    assert relay.connections == 1 and batches[-1].final
+    assert relay.processes() == 1 and batches[-1].final
     assert sum(len(b.flags) for b in batches) == batches[-1].produced == 20
     assert batches[-1].identity is not None and batches[-1].identity.global_rank == 1
     assert batches[-1].errors == {} and batches[-1].missing == {}
@@ -115,7 +118,7 @@ def test_an_unchanged_script_is_watched_to_its_end(tmp_path: Path, relay: Relay)
     assert not list(tmp_path.glob("*.spool"))
 
 
-def test_children_start_as_they_would_without_us(tmp_path: Path, relay: Relay) -> None:
+def test_children_start_as_they_would_without_us(tmp_path: Path, relay: Node) -> None:
     script = """
 import json, os, subprocess, sys
 import torch
@@ -127,19 +130,19 @@ print(subprocess.run([sys.executable, "-c", told + "; import torch"], capture_ou
 """
     done = run(tmp_path, script, PYTHONPATH=":/some/where")  # the working directory first
     assert json.loads(done.stdout) == [":/some/where", []]
-    assert relay.connections == 1
+    assert relay.processes() == 1
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_of_a_loader_stay_out(tmp_path: Path, relay: Relay, method: str) -> None:
+def test_workers_of_a_loader_stay_out(tmp_path: Path, relay: Node, method: str) -> None:
     body = TRAIN + f"if __name__ == '__main__': train(num_workers=1, multiprocessing_context='{method}')"
     done = run(tmp_path, body)
     assert (done.returncode, done.stderr) == (0, "")
-    assert relay.connections == 1
+    assert relay.processes() == 1
     assert relay.batches()[-1].produced == 20
 
 
-def test_a_forked_child_ends_as_it_likes_and_says_nothing(tmp_path: Path, relay: Relay) -> None:
+def test_a_forked_child_ends_as_it_likes_and_says_nothing(tmp_path: Path, relay: Node) -> None:
     body = """
 import os, sys
 train()
@@ -159,7 +162,7 @@ os.wait()
 """
     done = run(tmp_path, early + TRAIN + body)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "7", "")
-    assert relay.connections == 1
+    assert relay.processes() == 1
     batches = relay.batches()
     assert len({b.stream for b in batches}) == 1 and batches[-1].produced == 20
 
@@ -175,19 +178,20 @@ def test_the_machines_own_sitecustomize_still_runs(tmp_path: Path) -> None:
     assert SITE_FOLDER not in done.stdout
 
 
-def test_a_script_without_torch_loads_the_import_hook_alone(tmp_path: Path, relay: Relay) -> None:
+def test_a_script_without_torch_loads_the_import_hook_alone(tmp_path: Path, relay: Node) -> None:
     loaded = "import sys; print(*sorted(sys.modules))"
     plain = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, timeout=60)
     done = run(tmp_path, loaded)
     assert set(done.stdout.split()) - set(plain.stdout.split()) <= {
         *("sitecustomize", "traceml_ray", "traceml_ray.agent", "traceml_ray.agent.imports"),
     }
-    assert (done.returncode, relay.connections) == (0, 0)
+    assert done.returncode == 0
+    assert not relay.heard()
 
 
-def test_an_exception_keeps_its_traceback_and_is_told(tmp_path: Path, relay: Relay) -> None:
+def test_an_exception_keeps_its_traceback_and_is_told(tmp_path: Path, relay: Node) -> None:
     done = run(tmp_path, TRAIN + "train()\nraise ValueError('as it was')", API_KEY="hush-hush")
-    assert not [packet for packet in relay.packets if b"hush-hush" in packet]
+    assert not [packet for packet in relay.heard() if b"hush-hush" in packet]
     plain = subprocess.run(
         [sys.executable, "script.py"], capture_output=True, text=True, timeout=60, cwd=tmp_path
     )
@@ -220,7 +224,7 @@ def test_without_a_relay_the_rows_are_left_in_the_spool(tmp_path: Path) -> None:
     assert sum(len(b.flags) for b in batches) == 20 and batches[-1].final
 
 
-def test_the_calls_of_the_api(tmp_path: Path, relay: Relay) -> None:
+def test_the_calls_of_the_api(tmp_path: Path, relay: Node) -> None:
     body = """
 import time
 import traceml_ray

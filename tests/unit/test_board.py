@@ -528,11 +528,11 @@ def test_bins_add_up(counts: list[int], seed: int) -> None:
 def test_memory_has_a_bound() -> None:
     steps, ranks, piece = Steps(LIMITS), 8192, 60
     d = np.tile(rows(piece, 64), (1, ranks // 64, 1))
-    for begin in range(0, 9 * piece, piece):
+    for begin in range(0, 6 * piece, piece):
         steps.take(streams(d, begin))
         steps.advance(set(range(ranks)), 0, ranks)
     assert steps.kept == 300
-    assert steps.last_step == 9 * piece - 1
+    assert steps.last_step == 6 * piece - 1
     assert len(steps.columns().first) == 300 and steps.columns(whole=True).first[0] == 0
     assert steps.nbytes < 220 << 20
 

@@ -28,6 +28,7 @@ from ray.train.v2._internal.execution.callback import (
 )
 from ray.train.v2._internal.execution.controller import state as states
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
+from sessions import Rank, Relay, aggregation, ask
 
 from traceml_ray import wire
 from traceml_ray.actors.config import ActorConfig
@@ -298,22 +299,26 @@ def test_what_was_swallowed_is_told_at_the_end(controller: Any) -> None:
 
 
 class Aggregator:
-    """Answers each Run with the next of `answers` (an exception is raised), the last one for ever."""
+    """
+    A real one that has heard of one rank, and is asked as an actor is. It hears that rank's last word when it
+    is asked for the time `last`; the first time, it may not answer.
+    """
 
-    def __init__(self, *answers: wire.Finished | Exception) -> None:
-        self.answers = list(answers)
+    def __init__(self, folder: Path, last: int = 1, answers: bool = True) -> None:
+        self.core = aggregation(folder)
         self.got: list[wire.Run] = []
         self.run = SimpleNamespace(remote=self._take)
+        self._relay, self._rank = Relay(), Rank(0, 1)
+        self._last, self._answers = last, answers
+        self.core.ingest(self._relay.message(self._rank.batch(3)))
 
     def _take(self, data: bytes) -> bytes:
         self.got.append(wire.decode(data, wire.Run))
-        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        if isinstance(answer, Exception):
-            raise answer
-        return wire.encode(answer)
-
-
-DONE = wire.Finished(wire.VERSION, True)
+        if len(self.got) == self._last:
+            self.core.ingest(self._relay.message(self._rank.batch(0, final=True)))
+        if len(self.got) == 1 and not self._answers:
+            raise RuntimeError("gone")
+        return self.core.run(data)
 
 
 def reporter(monkeypatch: pytest.MonkeyPatch, aggregator: Aggregator | None) -> train_run.RunReporter:
@@ -330,25 +335,32 @@ def event(message: str) -> wire.Event:
     return wire.Event("note", 1, message=message)
 
 
-def test_what_was_not_delivered_goes_with_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    aggregator = Aggregator(RuntimeError("gone"), DONE)
+def test_what_was_not_delivered_goes_with_the_next_message(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    aggregator = Aggregator(tmp_path, answers=False)
     made = reporter(monkeypatch, aggregator)
     made.tell({"name": "run"}, event("a"))
     assert made.end("finished")
     assert {(run.job_id, run.info["name"]) for run in aggregator.got} == {("job", "run")}
     assert [e.message for run in aggregator.got[1:] for e in run.events] == ["a"]
     assert (aggregator.got[-1].status, aggregator.got[-1].force) == ("finished", False)
+    (run,) = ask(aggregator.core, "runs")
+    assert (run["name"], run["status"], run["ledger"]["stored"]) == ("run", "finished", 3)
+    assert [event["message"] for event in ask(aggregator.core, "events")] == ["a"]
     assert made.errors == {"run: RuntimeError": 1}
 
 
-def test_the_end_waits_for_ranks_that_deliver_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting = wire.Finished(wire.VERSION, True, waiting=1)
-    aggregator = Aggregator(waiting, waiting, DONE)
+def test_the_end_waits_for_ranks_that_deliver_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    aggregator = Aggregator(tmp_path / "waits", last=3)
     assert reporter(monkeypatch, aggregator).end("finished")
     assert [run.force for run in aggregator.got] == [False] * 3
-    aggregator = Aggregator(waiting)
+    aggregator = Aggregator(tmp_path / "insists", last=1 << 30)
     assert reporter(monkeypatch, aggregator).end("failed")
     assert [run.force for run in aggregator.got][-2:] == [False, True]
+    assert [run["status"] for run in ask(aggregator.core, "runs")] == ["failed"]
 
 
 def test_without_an_aggregator_the_end_comes_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
