@@ -4,6 +4,9 @@ aggregator and live judge.
 
     python benchmarks/faults.py [--quick] [--keep DIR] [--out FILE.json] [--traceml VENV/bin]
     python benchmarks/faults.py --rescore DIR    judge kept runs again with the engine as it is now
+    python benchmarks/faults.py --busy [--seconds 60] [--step-ms 12 25 50] [--seeds 0 1 2 3 4] [--only KIND]
+                                                 on cores that are all busy: who is named where nothing is
+                                                 planted, and whether faults of 30 % are named (25 minutes)
 
 One launch for each world size and seed; in it faults in random order, each with a balanced stretch before
 and after it. A severity is the share of the *faulty* step that the fault makes up, excess ÷ (step + excess),
@@ -39,6 +42,7 @@ from overhead import machine  # type: ignore[import-not-found]
 from traceml_ray.analysis.frontier import chain
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.verdict import assess
 from traceml_ray.analysis.window import Window, align
 from traceml_ray.launchers.cluster import free_port
 from traceml_ray.store.session_file import SessionFile
@@ -51,8 +55,11 @@ SPECIALS = ["rotating", "two_late", "co_critical", "balanced", "group_wide"]
 SPECIAL_SHARE = 0.3
 EVERY = 5
 """Steps between two judgements of the replay."""
-BAR_STEPS, BAR_S = 10, 3.0
-"""A fault is to be named live by then, whichever is later."""
+BAR_STEPS, BAR_S, BAR_SMALL_S = 10, 3.0, 5.0
+"""A fault is to be named live by then, whichever is later; one of 15 % by the last."""
+SMALL = 0.15
+BUSY_STEPS_MS, BUSY_SEEDS, BUSY_SHARE = [12.0, 25.0, 50.0], [0, 1, 2, 3, 4], 0.3
+BUSY_OPENING_S, BUSY_FAULT_S = 12.0, 6.0
 SINGLE_FIRST, SINGLE_ROWS = 60, 260
 """Of the runs of one fault each."""
 TRACEML_STAGES = {"INPUT_STRAGGLER": "data", "H2D_STRAGGLER": "prepare", "COMPUTE_STRAGGLER": "forward"}
@@ -119,6 +126,7 @@ class Plan(msgspec.Struct, frozen=True):
     rows: int
     segments: list[Segment]
     traceml: bool = False
+    busy: bool = False
     measured: tuple[int, int] = (20, SINGLE_FIRST)
 
 
@@ -151,7 +159,7 @@ def planned(world: int, seed: int, args: argparse.Namespace) -> Plan:
         for number, (kind, late) in enumerate(cases)
     ]
     rows = args.opening + len(cases) * every
-    return Plan(world, seed, args.step_ms, args.noise, args.work, rows, segments)
+    return Plan(world, seed, args.step_ms[0], args.noise, args.work, rows, segments)
 
 
 def special(kind: str, world: int, rng: random.Random) -> list[Late]:
@@ -205,7 +213,7 @@ def single_runs(args: argparse.Namespace, root: Path) -> list[Case]:
             late = [Late(stage, [rank], share)] if stage else []
             kind = "fault" if stage else "balanced"
             segment = Segment(kind, SINGLE_FIRST, SINGLE_ROWS - SINGLE_FIRST, late)
-            plan = Plan(world, 0, args.step_ms, args.noise, args.work, SINGLE_ROWS, [segment])
+            plan = Plan(world, 0, args.step_ms[0], args.noise, args.work, SINGLE_ROWS, [segment])
             ours, theirs = (root / f"single-{world}-{stage}-{who}" for who in ("ours", "traceml"))
             say(f"{world} ranks, alone: {segment}")
             launch(plan, ours)
@@ -238,7 +246,7 @@ class Run:
     """One run that is over: its plan, its rows, its live verdicts."""
 
     def __init__(self, folder: Path) -> None:
-        self.name = folder.name
+        self.name, self.folder = folder.name, folder
         self.plan = msgspec.json.decode((folder / "plan.json").read_bytes(), type=Plan)
         times = json.loads((folder / "plan.times.json").read_bytes())
         self.began_ns: list[int] = times["began_ns"]
@@ -256,7 +264,9 @@ class Run:
 
     def quiet_ends(self) -> list[int]:
         """Return where the full windows end, sliding by 10, in which nothing is planted."""
-        begins = [LIMITS.warmup_steps, *(segment.end for segment in self.planted)]
+        # A name is taken back when it has been gone for a while, and so are its windows.
+        gone = int(1.2 * LIMITS.hold_s * 1e3 / self.base_ms) + LIMITS.hold_steps - WINDOW
+        begins = [LIMITS.warmup_steps, *(segment.end + max(0, gone) for segment in self.planted)]
         ends = [*(segment.first for segment in self.planted), self.plan.rows]
         stretches = zip(begins, ends, strict=True)
         return [
@@ -392,7 +402,8 @@ def markdown(head: str, rows: Iterable[Sequence[object]]) -> str:
 
 def in_time(case: Case) -> bool:
     """Tell whether the fault was named live by the bar."""
-    return case["live_s"] is not None and (case["live_s"] <= BAR_S or case["live_steps"] <= BAR_STEPS)
+    bar_s = BAR_SMALL_S if case["share"] <= SMALL else BAR_S
+    return case["live_s"] is not None and (case["live_s"] <= bar_s or case["live_steps"] <= BAR_STEPS)
 
 
 def faults_table(faults: list[Case]) -> str:
@@ -482,7 +493,8 @@ def report(scored: list[dict[str, list[Case]]], singles: list[Case] | None, plan
         machine(),
         f"{len(scored)} launches; a step without a fault takes {base:.0f} ms (median), {plan.noise:.0%} "
         f"noise in each stage; faults: {plan.work}. In time: named live within {BAR_STEPS} steps or "
-        f"{BAR_S:.0f} s of onset, whichever is later. Steps and seconds: median / p90 / worst.",
+        f"{BAR_S:.0f} s of onset ({SMALL:.0%} faults: {BAR_SMALL_S:.0f} s), whichever is later. "
+        "Steps and seconds: median / p90 / worst.",
         f"{len(quiet)} balanced windows: {counted(labels)}. Live: {len(alarms)} straggler verdicts there. "
         f"{mixed.total()} windows that hold a part of a fault, or all of it: {counted(mixed)}.",
         *([faults_table(faults), simpler_table(faults, quiet)] if faults else []),
@@ -491,6 +503,125 @@ def report(scored: list[dict[str, list[Case]]], singles: list[Case] | None, plan
         "\n".join(["Missed, late or wrong:", "", *missed(planted, quiet, alarms)]),
     ]
     return "\n\n".join(parts)
+
+
+# -- on cores that are all busy ------------------------------------------------------------------
+
+
+def busy_plan(kind: str, step_ms: float, seed: int, args: argparse.Namespace) -> Plan:
+    """Return a run of two ranks that work all the time: `healthy`, or with a fault in each stage in turn."""
+    rows = int(args.seconds * 1e3 / step_ms)
+    segments = []
+    if kind == "faults":
+        at = int(BUSY_OPENING_S * 1e3 / step_ms)
+        steps = int(BUSY_FAULT_S * (1 - BUSY_SHARE) * 1e3 / step_ms)
+        for number, stage in enumerate(args.stages):
+            late = [Late(stage, [(number + seed) % 2], BUSY_SHARE)]
+            segments.append(Segment("fault", at, steps, late))
+            at += steps + int(BUSY_FAULT_S * 1e3 / step_ms)
+        rows = at
+    return Plan(2, seed, step_ms, args.noise, "cpu", rows, segments, busy=True)
+
+
+def busy(args: argparse.Namespace) -> None:
+    """Run jobs that fill the cores; print who was named, how often the verdict changed, what was missed."""
+    healthy: list[Case] = []
+    faults: list[Case] = []
+    with tempfile.TemporaryDirectory(prefix="busy-") as made:
+        root = (args.rescore or args.keep or Path(made)).absolute()
+        kinds = [args.only] if args.only else ["healthy", "faults"]
+        for kind, step_ms, seed in itertools.product(kinds, args.step_ms, args.seeds):
+            folder = root / f"{kind}-{step_ms:g}-ms-seed-{seed}"
+            if kind == "faults" and seed > args.seeds[0] + 1:
+                continue  # two runs of five faults each
+            if args.rescore is None:
+                say(f"{kind}, {step_ms:g} ms, seed {seed}")
+                launch(busy_plan(kind, step_ms, seed, args), folder)
+            run = Run(folder)
+            (healthy if kind == "healthy" else faults).extend(
+                [undisturbed(run)] if kind == "healthy" else [busy_fault(run, one) for one in run.planted]
+            )
+    print("\n\n".join([machine(), *filter(None, [healthy_table(healthy), busy_table(faults)])]))
+    if args.out:
+        args.out.write_text(json.dumps({"healthy": healthy, "faults": faults}, indent=1))
+
+
+def undisturbed(run: Run) -> Case:
+    """Return what was said live of a run in which nothing is planted, and at its end."""
+    said_live = [said(verdict) for verdict in run.live if verdict["window_steps"]]
+    known = [what for what in said_live if not what.startswith("telemetry_limited")]
+    changes = sum(one != other for one, other in itertools.pairwise(known))
+    elapsed_s = (run.began_ns[-1] - run.began_ns[0]) / 1e9
+    summary = json.loads((run.folder / "session" / "summary.json").read_bytes())
+    every = run.window.d.sum(axis=2).mean(axis=1) / 1e6
+    single = Counter(assess(run.until(end), LIMITS)[0].label for end in run.quiet_ends())
+    return {
+        "run": run.name,
+        "asked_ms": run.plan.step_ms,
+        "step_ms": float(np.median(every)),
+        "seconds": elapsed_s,
+        "named": sorted({said(verdict) for verdict in run.live if verdict["ranks"]}),
+        "changes": changes,
+        "said": known,
+        "single": sum(count for label, count in single.items() if label != "healthy"),
+        "windows": single.total(),
+        "brief": summary["brief"],
+        "whole": said(summary["verdict"]),
+    }
+
+
+def busy_fault(run: Run, segment: Segment) -> Case:
+    """Return what was said live of a fault on a busy core."""
+    live = [told for told in run.live if segment.overlaps(told)]
+    began = run.began_ns[segment.first]
+    hit = next((told["t_ns"] for told in live if segment.right(told, run.plan.world)), None)
+    return {
+        "run": run.name,
+        "asked_ms": run.plan.step_ms,
+        "what": str(segment),
+        "right": hit is not None,
+        "live_s": hit and (hit - began) / 1e9,
+        "wrong": sum(bool(told["ranks"]) and not segment.right(told, run.plan.world) for told in live),
+        "said": list(dict.fromkeys(map(said, live))),
+    }
+
+
+def healthy_table(cases: list[Case]) -> str:
+    """Tell who was named where nothing is planted."""
+    rows = [
+        (
+            f"{case['asked_ms']:g} ms",
+            f"{case['step_ms']:.0f} ms",
+            f"{case['seconds']:.0f} s",
+            f"{case['single']} of {case['windows']}",
+            ", ".join(case["named"]) or "nobody",
+            case["changes"],
+            f"{60 * case['changes'] / case['seconds']:.1f}",
+            f"{case['brief']['count']}, {case['brief']['cost_s']:.1f} s",
+            case["whole"],
+        )
+        for case in cases
+    ]
+    head = "step asked | step (median) | run | single windows not healthy | named live | changes | a minute"
+    quiet = sum(not case["named"] for case in cases)
+    calm = sum(60 * case["changes"] <= case["seconds"] for case in cases)
+    told = f"Nobody named in {quiet} of {len(cases)} runs; at most one change a minute in {calm}."
+    return f"{markdown(head + ' | brief ones | whole run', rows)}\n\n{told}" if cases else ""
+
+
+def busy_table(cases: list[Case]) -> str:
+    """Tell how many of the faults were named."""
+    rows = []
+    for key in [*sorted({case["asked_ms"] for case in cases}), None]:
+        some = [case for case in cases if key in (case["asked_ms"], None)]
+        step = "all" if key is None else f"{key:g} ms"
+        live = spread((case["live_s"] for case in some), 1) if some else ""
+        rows.append((step, len(some), pct(case["right"] for case in some) if some else "", live,
+                     sum(case["wrong"] for case in some)))  # fmt: skip
+    missed = [f"- {case['run']}: {case['what']}: live: {', '.join(case['said']) or 'nothing'}"
+              for case in cases if not case["right"] or case["wrong"]]  # fmt: skip
+    head = f"step asked | faults of {BUSY_SHARE:.0%} | named right | s (median / p90 / worst) | wrong names"
+    return "\n\n".join([markdown(head, rows), *missed]) if cases else ""
 
 
 QUICK = {"worlds": [2], "seeds": [0], "stages": ["data", "backward"], "severities": [15, 60],
@@ -512,16 +643,22 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--specials", nargs="*", choices=SPECIALS, default=SPECIALS)
     add("--every-rank", action="store_true", help="each rank is late in turn, not a chosen one")
     add("--work", choices=("sleep", "cpu"), default="sleep", help="what a late rank does")
-    add("--step-ms", type=float, default=40.0, help="a step without a fault, about")
+    add("--step-ms", type=float, nargs="+", default=[40.0], help="a step without a fault, about")
     add("--noise", type=float, default=0.05, help="standard deviation of each stage's time")
     add("--opening", type=int, default=360, help="steps before the first fault")
-    add("--steps", type=int, default=60, help="of a fault")
-    add("--balanced", type=int, default=60, help="steps after a fault")
+    add("--steps", type=int, default=80, help="of a fault")
+    add("--balanced", type=int, default=100, help="steps after a fault")
+    add("--busy", action="store_true", help="two ranks that work all the time; each on one core")
+    add("--seconds", type=float, default=60.0, help="of a busy run in which nothing is planted, about")
+    add("--only", choices=("healthy", "faults"), help="of the busy runs")
     add("--out", type=Path, help="write what was found as JSON")
     add("--keep", type=Path, metavar="DIR", help="leave plans and sessions there")
     add("--rescore", type=Path, metavar="DIR", help="judge what --keep left again; run nothing")
     add("--traceml", type=Path, metavar="BIN", help="where `traceml` is: compare with it, too")
     args = parser.parse_args(argv)
+    if args.busy:
+        vars(args).update({"step_ms": BUSY_STEPS_MS, "seeds": BUSY_SEEDS} | chosen(args, parser))
+        return args
     if args.quick:
         vars(args).update(QUICK)
     lengths = args.opening - LIMITS.warmup_steps, args.steps, args.balanced
@@ -533,9 +670,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def chosen(args: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """Return what was given on the command line of what a busy run has other defaults for."""
+    return {
+        name: getattr(args, name)
+        for name in ("step_ms", "seeds")
+        if getattr(args, name) != parser.get_default(name)
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run, score, print."""
     args = parse(argv)
+    if args.busy:
+        busy(args)
+        return
     singles = None
     with tempfile.TemporaryDirectory(prefix="faults-") as made:
         root = (args.rescore or args.keep or Path(made)).absolute()

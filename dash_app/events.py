@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from traceml_ray.reports.summary import moment
-from traceml_ray.reports.text import named
+from traceml_ray.reports.text import brief, named
 from traceml_ray.store.nodes import node_key
 from traceml_ray.wire import STAGES
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _CRITICAL = {"rank_lost", "node_lost", "exception", "oom", "hang", "stalled", "xid"}
 _WARNING = {"restart", "straggler", "co_critical", "ambiguous", "group_wide", "note", "swallowed"}
+NO_BRIEF = {"count": 0, "cost_s": 0.0}
 _SILENT = {"exit", "relay_start", "process_ended", "attach"}
 """Of these only those with a message are worth telling."""
 
@@ -37,7 +38,13 @@ def events(
         found = [event for event in found if event["node"] in (node, label)]
     if kind:
         found = [event for event in found if event["kind"] == kind]
-    return {"events": found, "kinds": dict(kinds)}
+    verdict = run.verdict or {} if run else {}
+    return {
+        "events": found,
+        "kinds": dict(kinds),
+        "episodes": [{**one, "headline": named(one)} for one in verdict.get("episodes") or ()],
+        "brief": brief(verdict.get("brief") or NO_BRIEF),
+    }
 
 
 def severity(kind: str) -> str:

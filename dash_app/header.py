@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports.summary import moment
-from traceml_ray.reports.text import named
+from traceml_ray.reports.text import lost, named
 
 if TYPE_CHECKING:
     from .board import Board, Run
@@ -39,10 +39,17 @@ def header(board: Board, run: Run | None, asked: str | None = None) -> dict[str,
             "run": run.id if run else None,
             "runs": [{name: each[name] for name in ("id", "name", "label", "status")} for each in board.runs],
         },
-        "verdict": None if verdict is None else {**verdict, "headline": named(verdict)},
+        "verdict": None if verdict is None else _shown(verdict, state),
         "coverage_text": coverage_text(board, run, state),
         "step": run.steps.last_step if run else None,
     }
+
+
+def _shown(verdict: Mapping[str, Any], state: str) -> dict[str, Any]:
+    """Return the verdict with its headline, and what all that was named has cost."""
+    cost = lost(verdict) + " so far" * (state == "live") if verdict.get("lost_s") else ""
+    kept = {name: value for name, value in verdict.items() if name not in ("episodes", "brief")}
+    return {**kept, "headline": named(kept), "lost_text": cost}
 
 
 def _another(board: Board, asked: str | None) -> str:

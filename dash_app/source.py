@@ -147,7 +147,8 @@ class StoredSource:
             return told[-1] if told else None
         if run not in self._verdicts:
             summary = self._summary(run)
-            self._verdicts[run] = {**summary["verdict"], "suspects": summary["suspects"]}
+            more = {name: summary.get(name) for name in ("suspects", "episodes", "brief")}
+            self._verdicts[run] = {**summary["verdict"], **more}
         return self._verdicts[run]
 
     def _summary(self, run: str | None) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dash import dcc, html
@@ -92,7 +92,8 @@ def strip(header: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
     compact = "" if place.page == "overview" else " compact"
     what, _, more = header["state_text"].partition(". ")
     headline = verdict["headline"] if verdict else what
-    why = verdict["why"] if verdict else more
+    note = verdict.get("note") if verdict else ""
+    why = verdict["why"] + f" ({note})" * bool(note) if verdict else more
     stale = state == "stale"
     step = "" if header["step"] is None else f"step {header['step']:,}"
     return {
@@ -143,16 +144,25 @@ def _session(session: Mapping[str, Any], place: Place) -> list[Any]:
     return shown
 
 
+def _range(cost_pct: Sequence[float] | None) -> str:
+    """Return between what the cost was in most windows, where that is more than a rounding."""
+    if cost_pct is None or cost_pct[1] - cost_pct[0] < 1:
+        return ""
+    return f" ({cost_pct[0]:.0f}–{cost_pct[1]:.0f})"
+
+
 def _cost(verdict: Mapping[str, Any], unit: str) -> list[Any]:
     """Return what it costs, and how sure that is."""
     told: list[Any] = []
     if verdict["cost_pct"] and verdict["label"] != "healthy":
         told += [
             html.Span(words.pct(verdict["cost_pct"]), className="value"),
-            html.Span("of each step", className="unit"),
+            html.Span(f"of each step{_range(verdict.get('cost_range_pct'))}", className="unit"),
         ]
         if verdict["gpu_hours_per_hour"]:
             told.append(html.Div(f"≈ {words.number(verdict['gpu_hours_per_hour'])} {unit}-hours per hour"))
+    if verdict["lost_text"]:
+        told.append(html.Div(verdict["lost_text"]))
     sure = [f"confidence {verdict['confidence']}"] if verdict["confidence"] else []
     sure += ["comes and goes"] if verdict["transient"] else ["chronic"] if verdict["chronic"] else []
     return [*told, html.Div(", ".join(sure))] if told or sure else []

@@ -14,6 +14,7 @@ from traceml_ray import wire
 from traceml_ray.actors.aggregation import Aggregation
 from traceml_ray.actors.aggregator import Aggregator
 from traceml_ray.actors.node_relay import MAX_IN_FLIGHT
+from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.identity import RankIdentity
 from traceml_ray.settings import Settings
 from traceml_ray.store.session_file import SessionFile
@@ -143,11 +144,15 @@ class NoSamples:
         return sample
 
 
+LIMITS = Thresholds(hold_s=0.2, hold_cost_s=0.05)
+"""What is played here takes seconds of the clock, but its steps take only some tenths of one."""
+
+
 def aggregation(folder: Path, clock: Clock | None = None, **info: Any) -> Aggregation:
     """An aggregator on `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     clock = clock or Clock()
-    return Aggregation(folder, Settings(), {"launcher": "torchrun", **info}, clock, clock)
+    return Aggregation(folder, Settings(thresholds=LIMITS), {"launcher": "torchrun", **info}, clock, clock)
 
 
 def told(aggregator: Aggregation, run: str = "job", **fields: Any) -> wire.Finished:

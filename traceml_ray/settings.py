@@ -95,6 +95,10 @@ _RANGES: dict[str, tuple[float, float]] = {
     "baseline_windows": (2, 1000),
     "drift_mads": (0, 100),
     "drift_errors": (0, 100),
+    "hold_s": (0, 3600),
+    "hold_steps": (0, 1_000_000),
+    "hold_cost_s": (0, 3600),
+    "hold_share": (0.01, 1),
 }
 _DEFAULT_RANGES: dict[type, tuple[float, float]] = {int: (1, (1 << 63) - 1), float: (0, 1)}
 

@@ -2,8 +2,9 @@
 Real DDP training over gloo with faults planted where a plan says: `planted.py PLAN.json`.
 
 Run by `faults.py` under a launcher. A step is mostly sleep, with a little noise, so that ranks do not fight
-for cores; the model, the loader, the optimizer and the exchange of gradients are real. Rank 0 leaves
-`<PLAN>.times.json`: when each row began (ns since the epoch) and how long a step without a fault takes.
+for cores, or, with `busy`, all work, so that they do; the model, the loader, the optimizer and the exchange
+of gradients are real. Rank 0 leaves `<PLAN>.times.json`: when each row began (ns since the epoch) and how
+long a step without a fault takes.
 
 A fault belongs to a row, and a row begins when the exchange before it is over: what `post_sync` of row k
 takes longer is slept after the optimizer's step that follows row k - 1.
@@ -32,13 +33,14 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 SHARES = {"post_sync": 0.1, "data": 0.1, "prepare": 0.05, "forward": 0.25, "backward": 0.5}
 """Of the step that the plan asks for."""
 BATCH, WIDTH = 4, 128
+_BURNT = torch.eye(64)
 
 
 def burn(seconds: float) -> None:
     """Keep a core busy until this thread has had so much of it."""
     end = time.thread_time() + seconds
     while time.thread_time() < end:
-        sum(range(200))
+        torch.mm(_BURNT, _BURNT)
 
 
 class Pace:
@@ -51,6 +53,7 @@ class Pace:
         self._plan = plan
         self._rank = rank
         self._late = time.sleep if plan["work"] == "sleep" else burn
+        self._take = burn if plan.get("busy") else time.sleep
         self._planted = {
             row: segment
             for segment in plan["segments"]
@@ -72,7 +75,7 @@ class Pace:
         """Take as long as `stage` takes in this row."""
         row = len(self.began_ns) - 1
         column = list(SHARES).index(stage)
-        time.sleep(SHARES[stage] * self._plan["step_ms"] / 1e3 * self._noise[row, column])
+        self._take(SHARES[stage] * self._plan["step_ms"] / 1e3 * self._noise[row, column])
         for late in self._planted.get(row, {}).get("late", ()):
             ranks = [late["ranks"][row % len(late["ranks"])]] if late["rotating"] else late["ranks"]
             if stage == late["stage"] and self._rank in ranks:

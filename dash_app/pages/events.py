@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dash import dcc, html
+
+from traceml_ray.analysis.wording import seconds
 
 from .. import words
 from ..place import Place
@@ -20,6 +22,7 @@ def layout(_: Mapping[str, Any]) -> Any:
     return html.Div(
         [
             html.H1("Events"),
+            bits.panel("Episodes, the costliest first", html.Div(id="episodes")),
             html.Nav(id="event-filter", className="chips", **bits.aria(label="Filter")),
             html.Div(id="event-table", className="panel"),
         ]
@@ -49,9 +52,30 @@ def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
     more = f"{_SHOWN} of {len(events):,} events; choose a kind to see others." if len(events) > _SHOWN else ""
     table = bits.table(headers, rows, empty="No event of this kind yet.", label="Events")
     return {
+        "episodes": {
+            "children": [_episodes(view["episodes"], place), html.P(view["brief"], className="hint")]
+        },
         "event-filter": {"children": _filter(view, place)},
         "event-table": {"children": [table, html.P(more, className="hint")]},
     }
+
+
+def _episodes(episodes: Sequence[Mapping[str, Any]], place: Place) -> Any:
+    """Return a table of what was named, and what it cost."""
+    rows = [
+        (
+            one["headline"],
+            "" if one["rank"] is None else bits.rank_link(one["rank"], place, ""),
+            f"{one['from_step']:,}–{one['to_step']:,}" + " …" * one["goes_on"],
+            seconds(one["seconds"]),
+            seconds(one["cost_s"]),
+            words.pct(one["cost_pct"]),
+            words.number(one["gpu_hours"]),
+        )
+        for one in episodes[:_SHOWN]
+    ]
+    headers = ("what", ">rank", ">steps", ">lasted", ">cost", ">of it", ">GPU-hours")
+    return bits.table(headers, rows, empty="Nobody was named.", label="Episodes")
 
 
 def _filter(view: Mapping[str, Any], place: Place) -> list[Any]:

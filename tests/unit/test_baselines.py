@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from sessions import Clock, Rank, Relay, aggregation
+from sessions import LIMITS, Clock, Rank, Relay, aggregation
 from snapshot import Snapshot
 
 from traceml_ray import driver
@@ -48,7 +48,7 @@ def good(tmp_path: Path) -> Path:
 
 def judged_by(folder: Path, baseline: str | None, out: Path) -> Aggregation:
     folder.mkdir(parents=True, exist_ok=True)
-    return Aggregation(folder, Settings(baseline=baseline, out=str(out)), {}, Clock())
+    return Aggregation(folder, Settings(baseline=baseline, out=str(out), thresholds=LIMITS), {}, Clock())
 
 
 def test_a_restarted_aggregator_goes_on_with_what_was_learned(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_the_report_says_what_it_was_measured_from(tmp_path: Path, good: Path, s
     aggregator = judged_by(tmp_path / "now", good.name, tmp_path)
     feed(aggregator, Relay(), [Rank(0), Rank(1)], 100, SLOW)
     with SessionFile(tmp_path / "now" / "session.sqlite") as session:
-        summary = summarize(session, Settings().thresholds)
+        summary = summarize(session, LIMITS)
     assert (summary["verdict"]["label"], summary["verdict"]["chronic"]) == ("group_wide", True)
     assert summary["baseline"]["source"] == "session good"
     assert summary["baseline"]["stages"][1] == {"name": "data", "exposed_ms": 2.0, "mad_ms": 0.0}
@@ -98,7 +98,7 @@ def test_a_report_of_a_drift_agrees_with_what_was_said_live(tmp_path: Path) -> N
     feed(aggregator, relay, ranks, 400, SLOW)
     with SessionFile(tmp_path / "session.sqlite") as session:
         live = [(told["label"], told["from_step"]) for told in session.verdicts()[0]]
-        summary = summarize(session, Settings().thresholds)
+        summary = summarize(session, LIMITS)
     spans = [(span["label"], span["from_step"], span["to_step"]) for span in summary["verdicts"]]
     assert spans == [("healthy", 11, 399), ("group_wide", 400, 799)]
     assert live[-1] == ("group_wide", 400)
@@ -108,7 +108,7 @@ def test_a_report_of_a_drift_agrees_with_what_was_said_live(tmp_path: Path) -> N
 
 def test_no_line_about_a_baseline_where_nothing_is_measured_from_it(good: Path) -> None:
     with SessionFile(good / "session.sqlite") as session:
-        summary = summarize(session, Settings().thresholds)
+        summary = summarize(session, LIMITS)
     assert summary["baseline"]["steps"] == 250
     assert "Baseline" not in render(summary, good)
 

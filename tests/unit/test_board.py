@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from played import Played, PlayedSource
-from sessions import Clock, Rank, Relay, aggregation
+from sessions import LIMITS, Clock, Rank, Relay, aggregation
 from snapshot import Snapshot
 from unit.sample_windows import streams, synced
 
 from traceml_ray import wire
 from traceml_ray.analysis.busy import summarise
 from traceml_ray.analysis.spread import MISSING, deviations, quantiles
-from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import align
 from traceml_ray.dash_app import metrics
 from traceml_ray.dash_app.board import Board
@@ -30,7 +29,6 @@ from traceml_ray.session import SessionFolder
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.wire import STAGES
 
-LIMITS = Thresholds()
 DRAWN = ("heat", "exposed", "timeline", "skew", "nodes", "tiles")
 
 
@@ -127,11 +125,13 @@ def test_stored_equals_live(played: Played) -> None:
         ("cell", CELL),
     ):
         one, other = (board.view(page, **selection) for board in (live, stored))
-        own = one.keys() - live.view("header").keys() - {"suspect"}  # of the window, and of the whole run
+        own = one.keys() - live.view("header").keys() - OF_JUDGEMENT
         assert own and all(same(one[name], other[name]) for name in own)
     assert (live.view("header")["state"], stored.view("header")["state"]) == ("finished", "stored")
 
 
+OF_JUDGEMENT = {"suspect", "episodes", "brief"}
+"""Live they are of the windows that were judged then."""
 CELL = {"rank": 5, "first": 120, "last": 122}
 
 
@@ -362,6 +362,25 @@ def test_rank_page(played: Played) -> None:
     assert part["ms"] == part["median_ms"] == pytest.approx(0.5, rel=0.01)
     assert part["share"] == pytest.approx(0.5 / 1.15, rel=0.05)
     assert page["process"]["write_bps"][-1] == pytest.approx(1 << 21)
+
+
+def test_episodes_are_shown_live_and_stored(played: Played) -> None:
+    live = followed(played).view("events")
+    (episode,) = live["episodes"]
+    assert (episode["headline"], episode["goes_on"]) == ("straggler: rank 5 (host-1) in data", True)
+    assert (episode["from_step"], episode["to_step"]) == (played.onset, 149)
+    assert episode["cost_s"] == pytest.approx(50 * 0.012, rel=0.05)
+    assert live["verdict"]["lost_text"].endswith(" so far") and "episodes" not in live["verdict"]
+    played.end()
+    with SessionFile(played.folder / "session.sqlite") as session:
+        write_reports(SessionFolder(played.folder), session, LIMITS)
+    source = StoredSource(played.folder)
+    board = Board(source, clock=played.clock)
+    board.poll()
+    (stored,) = board.view("events")["episodes"]
+    source.close()
+    assert (stored["rank"], stored["from_step"], stored["to_step"]) == (5, played.onset, 149)
+    assert stored["started_at"] < stored["ended_at"]
 
 
 def test_events_can_be_chosen(played: Played) -> None:

@@ -16,6 +16,7 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import assess, judge
 from traceml_ray.wire import DATA, SEGMENT_BITS, STAGES, SYNC_WAIT
 
+AT_ONCE = Thresholds(hold_s=0, hold_steps=0, hold_cost_s=0)
 LEARNED = 10 + 50 + 5 * 50
 """Steps after which a run has its baseline: warm-up, what follows it, five windows."""
 W1 = Baseline(
@@ -52,7 +53,7 @@ def slower(d, stage, at, share):
 
 def live(d, run=None, every=10, first=30):
     """The verdict after each `every` steps."""
-    run = run or RunJudge()
+    run = run or RunJudge(AT_ONCE)
     whole = window(d)
     ends = range(first, len(d) + 1, every)
     return run, {end: run.update(whole.take(slice(max(0, end - 50), end))) for end in ends}
@@ -164,7 +165,9 @@ class TestBaseline:
         assert LEARNED + 60 <= found <= LEARNED + 100
         assert labels(verdicts, found) == {"group_wide"}
         assert run.baseline.step_ns == 11e6
-        assert run.spans[-1].cost_pct == pytest.approx(100 * 6.4 / 17.4, abs=1)
+        last = run.spans[-1]
+        assert last.excess_pct == pytest.approx(100 * 6.4 / 17.4, abs=1)
+        assert last.cost_range_pct[0] < last.cost_pct < last.cost_range_pct[1] < last.excess_pct
 
     def test_another_number_of_ranks_begins_anew_a_missing_one_does_not(self):
         run, _ = live(rows((BALANCED, 400)))
@@ -177,7 +180,7 @@ class TestBaseline:
         assert run.baseline is None
 
     def test_what_was_given_is_used_at_once_for_any_number_of_ranks(self):
-        run = RunJudge(baseline=msgspec.structs.replace(W1, ranks=None))
+        run = RunJudge(AT_ONCE, baseline=msgspec.structs.replace(W1, ranks=None))
         _, verdicts = live(rows((of_ms([LATE_DATA] * 5), 60)), run)
         assert labels(verdicts) == {"group_wide"}
 
@@ -191,12 +194,12 @@ class TestBaseline:
 
 class TestHistory:
     def test_it_has_a_beginning_and_an_end(self):
-        run = judge_run(streams(rows((BALANCED, 403), (SLOW, 100), (BALANCED, 200))), 3)
+        run = judge_run(streams(rows((BALANCED, 403), (SLOW, 200), (BALANCED, 300))), 3)
         spans = [(span.label, span.stage, span.from_step, span.to_step) for span in run.spans]
         assert spans[:2] == [("healthy", None, 10, 402), ("group_wide", "data", 403, spans[1][3])]
         assert [span[0] for span in spans] == ["healthy", "group_wide", "healthy"]
-        assert 490 <= spans[1][3] <= 515
-        assert spans[2][2:] == (spans[1][3] + 1, 702)
+        assert 590 <= spans[1][3] <= 615
+        assert spans[2][2:] == (spans[1][3] + 1, 902)
 
     def test_the_whole_run_says_its_share(self, snapshot: Snapshot):
         run = judge_run(streams(rows((BALANCED, 500), (SLOW, 500))), 3)
@@ -204,12 +207,12 @@ class TestHistory:
         assert (whole.label, whole.stage, whole.rank, whole.from_step, whole.to_step) == (
             "group_wide", "data", None, 500, 999,
         )  # fmt: skip
-        assert whole.cost_pct == pytest.approx(100 * 4 / 15 / 2, abs=1)
+        assert whole.cost_pct == pytest.approx(100 * 500 * 4 / (500 * 15 + 490 * 11), abs=1)
         assert whole.chronic is True
         snapshot("verdict", whole.why)
 
     def test_in_a_tenth_of_the_run_it_is_in_the_history_only(self):
-        run = judge_run(streams(rows((BALANCED, 500), (SLOW, 60), (BALANCED, 440))), 3)
+        run = judge_run(streams(rows((BALANCED, 5000), (SLOW, 200), (BALANCED, 440))), 3)
         assert run.whole().label == "healthy"
         assert "group_wide" in {span.label for span in run.spans}
 

@@ -13,6 +13,8 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import align
 
 NO_WARMUP = Thresholds(warmup_steps=0)
+SHORT = Thresholds(warmup_steps=0, hold_s=1)
+AT_ONCE = Thresholds(warmup_steps=0, hold_s=0, hold_steps=0, hold_cost_s=0)
 WAITS = [1, 2, 0, 3, 4, 5]
 BALANCED = of_ms([[1, 2, 0, 3, 4, 1]] * 3)
 LATE_DATA = of_ms([WAITS, WAITS, [1, 6, 0, 3, 4, 1]])
@@ -38,7 +40,7 @@ def test_recorded_runs_have_one_verdict(name):
 
 
 def test_recorded_late_fault():
-    run = judge_run(streams(RECORDED["late3"], first_step=10), 3, thresholds=NO_WARMUP)
+    run = judge_run(streams(RECORDED["late3"], first_step=10), 3, thresholds=SHORT)  # late for 1.7 s
     healthy, late = run.spans
     assert (healthy.label, healthy.from_step) == ("healthy", 10)
     assert (late.label, late.stage, late.rank, late.to_step) == ("straggler", "data", 0, 209)
@@ -48,14 +50,14 @@ def test_recorded_late_fault():
 
 
 def test_changes_of_verdict():
-    d = rows((BALANCED, 100), (LATE_DATA, 100), (LATE_FORWARD, 100), (BALANCED, 100))
+    d = rows((BALANCED, 100), (LATE_DATA, 300), (LATE_FORWARD, 300), (BALANCED, 300))
     run = judge_run(streams(d), 3)
     found = spans(run)
     assert [span[:3] for span in found if span[0] == "straggler"] == [
         ("straggler", "data", 2),
         ("straggler", "forward", 0),
     ]
-    assert (found[0][0], found[0][3], found[-1][0], found[-1][4]) == ("healthy", 10, "healthy", 399)
+    assert (found[0][0], found[0][3], found[-1][0], found[-1][4]) == ("healthy", 10, "healthy", 999)
     assert found[1][3] == 100
     assert all(a[4] + 1 == b[3] for a, b in pairwise(found))
 
@@ -91,7 +93,7 @@ def test_no_rows_at_all():
 
 
 def test_chronic_by_the_share_of_windows():
-    run = RunJudge(NO_WARMUP)
+    run = RunJudge(AT_ONCE)
     d = rows((BALANCED, 300), (LATE_DATA, 200))
     chronic = {}
     for end in range(50, 501, 10):
@@ -148,7 +150,7 @@ def test_many_ranks_are_sampled_by_rows():
 
 
 def test_a_change_of_ranks_starts_the_whole_anew():
-    run = RunJudge(NO_WARMUP)
+    run = RunJudge(AT_ONCE)
     d = rows((LATE_DATA, 50))
     run.update(window(d, 0))
     without = align(streams(d[:, :2], 50), 2)

@@ -10,12 +10,11 @@ import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sessions import Clock, Rank, Relay, aggregation, ask, check_ledger, told
+from sessions import LIMITS, Clock, Rank, Relay, aggregation, ask, check_ledger, told
 from snapshot import Snapshot
 
 from traceml_ray import wire
 from traceml_ray.actors.aggregation import Aggregation
-from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.status import render_status
 from traceml_ray.reports.summary import summarize
@@ -61,7 +60,7 @@ def _second(aggregator: Aggregation, clock: Clock) -> None:
 
 def _summary(folder: Path, run: str | None = None) -> dict[str, Any]:
     with SessionFile(folder / "session.sqlite") as session:
-        return summarize(session, Thresholds(), run)
+        return summarize(session, LIMITS, run)
 
 
 # -- what is told of a run -----------------------------------------------------------------------
@@ -428,7 +427,7 @@ def test_no_order_of_messages_breaks_the_account(tmp_path_factory: pytest.TempPa
             event["data"]["attempt"] for event in session.of("a").events()[0] if event["kind"] == "restart"
         ]
         assert attempts in ([], [1])
-        write_reports(SessionFolder(folder), session, Thresholds())
+        write_reports(SessionFolder(folder), session, LIMITS)
     aggregator.close()
 
 

@@ -109,7 +109,7 @@ class Answers:
         if what == "status":
             return {"result": self.status()}
         if what == "verdict":
-            return {"result": msgspec.to_builtins(self._judge.verdict(asked.get("run")))}
+            return {"result": self._judge.answer(asked.get("run"))}
         if what == "file":
             offset, n = int(asked.get("offset", 0)), int(asked.get("n", 0))
             return {"result": self.snapshots.read(str(asked.get("name")), offset, n)}

@@ -13,6 +13,7 @@ from traceml_ray import wire
 from traceml_ray.actors.baselines import Baselines
 from traceml_ray.actors.beside import Beside
 from traceml_ray.actors.standstill import Standstill
+from traceml_ray.analysis.episodes import Brief
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.parts import Rates, rates, with_part
 from traceml_ray.analysis.thresholds import Thresholds
@@ -29,6 +30,12 @@ from traceml_ray.store.writer import SessionWriter
 
 MAX_LIVE = 16
 """Runs judged at the same time, the newest; of the others no rows are kept in memory."""
+MAX_WINDOWS = 32
+"""Windows judged at a time: all that are new, where steps are short; of many ranks, fewer."""
+MAX_ROWS = 100_000
+"""Rows that are looked at for more than the newest window."""
+MAX_EPISODES = 50
+"""Episodes of a run that a question is answered with."""
 MAX_UNKNOWN = 256
 """Streams of which nobody has said who they are, the newest, that rows are kept of in memory."""
 MAX_FATAL = 4
@@ -57,8 +64,8 @@ class LiveJudge:
     ) -> None:
         self.commands: list[wire.Command] = []
         """What is asked of the ranks, said with every reply to a relay."""
-        self.tail = settings.thresholds.window_steps + settings.thresholds.stride_steps
-        """Rows of each rank that are looked at."""
+        self.tail = settings.thresholds.window_steps + MAX_WINDOWS * settings.thresholds.stride_steps
+        """Steps of each rank that are looked at, where there are few ranks."""
         self._writer = writer
         self._recent = recent
         self._limits = settings.thresholds
@@ -72,12 +79,26 @@ class LiveJudge:
 
     def verdict(self, run: str | None = None) -> Verdict | None:
         """Return the verdict on `run` (None: the newest) as it stands; None while there is none."""
-        if run is None:
-            with self._writer.lock:
-                told = self._writer.meta.get("runs", {})
-                run = newest(with_rows(by_run(self._writer.streams.values())), told)
-        found = self._runs.get(run or "")
+        found = self._runs.get(run or self._newest() or "")
         return found.verdict if found else None
+
+    def answer(self, run: str | None = None) -> dict[str, Any] | None:
+        """Return `verdict` as data, with the `episodes` of the run, the costliest first, and the `brief`."""
+        verdict = self.verdict(run)
+        if verdict is None:
+            return None
+        found = self._runs.get(run or self._newest() or "")
+        episodes = found.judge.episodes if found else None
+        return {
+            **msgspec.to_builtins(verdict),
+            "episodes": msgspec.to_builtins(episodes.episodes[:MAX_EPISODES]) if episodes else [],
+            "brief": msgspec.to_builtins(episodes.brief if episodes else Brief()),
+        }
+
+    def _newest(self) -> str | None:
+        with self._writer.lock:
+            told = self._writer.meta.get("runs", {})
+            return newest(with_rows(by_run(self._writer.streams.values())), told)
 
     def note(self, event: dict[str, Any]) -> None:
         """
@@ -149,14 +170,15 @@ class LiveJudge:
                 before = before.elsewhere(f"attempt {state.attempt}")
             state.attempt, state.judge = attempt, RunJudge(limits, baseline=before)
         last = min((key for rank in live if (key := ranks[rank].last_key) is not None), default=0)
-        rows = []
+        rows, least = [], limits.window_steps + limits.stride_steps
+        steps = max(least, min(self.tail, MAX_ROWS // len(live)))
         for rank in live:
             stream = ranks[rank]
             with self._writer.lock:  # rank by rank: a message never waits until all of them are copied
-                columns = self._recent.tail(stream.id, last, self.tail)
+                columns = self._recent.tail(stream.id, last, steps)
             rows.append(RankRows(rank, labels[stream.id], *columns, stream.group, stream.strategy))
         expected = world + sum(rank >= world for rank in live)
-        window = align(rows, expected, missing, last=limits.window_steps)
+        window = align(rows, expected, missing, last=steps)
         verdict = with_part(state.judge.update(window), window, functools.partial(self._rates, ranks), limits)
         self._baselines.keep(run, state.judge.baseline)
         verdict = state.beside.look(verdict, ranks, labels)

@@ -145,6 +145,22 @@ class Evidence:
         A `mended` cause never takes longer than its peers do. Steps without an exchange add up
         until the next one.
         """
+        exchange = self.ref[self.rows.synced][self.rows.waits[self.rows.synced]].sum()
+        return int(self._arrivals(mended)[0].sum()) + int(exchange)
+
+    def waited_ns(self, *causes: Cause) -> Int64:
+        """
+        Return by how much `causes` make each row longer, ns (K,); the sum is what `gain` is a share of.
+
+        Of rows without an exchange it stands at the last of them.
+        """
+        waited = np.zeros(len(self.window.keys), dtype=np.int64)
+        arrivals, last = self._arrivals()
+        waited[last] = arrivals - self._arrivals(causes)[0]
+        return waited
+
+    def _arrivals(self, mended: Iterable[Cause] = ()) -> tuple[Int64, Int64]:
+        """Return how long the last rank works until each exchange, ns (S,), and the places of their steps."""
         local = self.local_ns
         mended = tuple(mended)
         if mended:
@@ -153,11 +169,10 @@ class Evidence:
                 for place in cause.places:
                     local[:, place] -= np.maximum(self.excess[:, place, cause.stage], 0)
         synced = self.rows.synced
+        starts = np.flatnonzero(np.concatenate(([True], synced[:-1])))
         if not synced.all():
-            starts = np.flatnonzero(np.concatenate(([True], synced[:-1])))
             local = np.add.reduceat(local, starts, axis=0)
-        exchange = self.ref[synced][self.rows.waits[synced]].sum()
-        return int(local.max(axis=1).sum()) + int(exchange)
+        return local.max(axis=1), np.append(starts[1:] - 1, len(synced) - 1)
 
     def gain(self, *causes: Cause) -> float:
         """Return what mending `causes` together saves, as a share of the elapsed time, 0..1."""

@@ -11,8 +11,12 @@ import numpy as np
 
 from traceml_ray.analysis import wording
 from traceml_ray.analysis.baseline import Baseline, Learner
+from traceml_ray.analysis.episodes import FINDINGS, Episodes
+from traceml_ray.analysis.evidence import Evidence
+from traceml_ray.analysis.onset import late_steps
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess, judge, too_few_steps
+from traceml_ray.analysis.track import Episode, waited_ns
+from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess, too_few_steps
 from traceml_ray.analysis.window import RankRows, Window, align
 from traceml_ray.wire import SEGMENT_BITS
 
@@ -55,33 +59,51 @@ class RunJudge:
         self._offered = 0
         self._sampled_to = -1
         self._counted_to: int | None = None
+        self._judged_to: int | None = None
+        self._same_ranks_from = 0
         self._recent: deque[Verdict] = deque(maxlen=thresholds.chronic_windows)
         self._totals: dict[tuple[str, str | None, int | None], int] = {}
-        self._costs: dict[tuple[str, str | None, int | None], float] = {}
         self._counted = 0
         self.spans: deque[Verdict] = deque(maxlen=_MAX_SPANS)
+        self.episodes = Episodes(thresholds)
 
     def update(self, window: Window) -> Verdict:
-        """Judge `window`, with `chronic` from its share of the last `chronic_windows` windows."""
+        """
+        Judge `window`; return what stands after it, see `Episodes`.
+
+        Of one that is longer than `window_steps`, every window of the usual length that ends at a new step,
+        `stride_steps` apart, is judged. `chronic` is by the share of the last `chronic_windows` windows.
+        """
         window = self._warm(window)
+        size, stride = self._thresholds.window_steps, self._thresholds.stride_steps
+        edges = [*window.starts.tolist(), len(window.keys)]
+        judged = (
+            0 if self._judged_to is None else int(np.searchsorted(window.steps, self._judged_to, "right"))
+        )
+        for end in range(max(judged + stride, size), len(edges) - 1, stride):
+            self._judge(window.take(slice(edges[max(0, end - size)], edges[end])))
+        return self._judge(window.last(size))
+
+    def _judge(self, window: Window) -> Verdict:
         if self._window is not None and not np.array_equal(self._window.ranks, window.ranks):
             # Ranks came or went: rows of different sets of ranks cannot be judged together.
             self._sample.clear()
+            self._same_ranks_from = window.first_step or 0
         self._window = window
         if self._short(window):
             return too_few_steps(window, self._thresholds.first_window_steps)
+        self._judged_to = window.last_step if len(window.keys) else self._judged_to
         if self.baseline is not None and not self.baseline.fits(window.expected):
             self.baseline, self._learner = None, Learner(self._thresholds)
         # What has been found stays until it is half of what finds it: near the threshold noise decides.
-        stands = bool(self.spans) and self.spans[-1].label == "group_wide"
-        verdict, evidence = assess(
-            window, self._staying if stands else self._thresholds, baseline=self.baseline
-        )
-        if self.baseline is None and evidence and (verdict.label, verdict.confidence) == ("healthy", "high"):
+        stays = self.episodes.follows("group_wide")
+        found, evidence = assess(window, self._staying if stays else self._thresholds, baseline=self.baseline)
+        if self.baseline is None and evidence and (found.label, found.confidence) == ("healthy", "high"):
             self.baseline = self._learner.add(evidence)
-        self._count(verdict)
+        counts = self._count(found)
+        verdict = self.episodes.update(window, found, evidence, counts=counts)
         self._collect(window)
-        self._merge(verdict, window)
+        self._merge(verdict)
         return self._with_chronic(verdict, sum(_same(verdict, v) for v in self._recent), len(self._recent))
 
     def whole(self) -> Verdict:
@@ -105,35 +127,70 @@ class RunJudge:
             )
         if self._short(window):
             return too_few_steps(window, self._thresholds.first_window_steps)
-        verdict = judge(window, self._thresholds, whole_run=True)
+        verdict, evidence = assess(window, self._thresholds, whole_run=True)
+        if verdict.label in FINDINGS and evidence is not None and not self._lasts(verdict, evidence):
+            verdict = msgspec.structs.replace(
+                too_few_steps(window, 0), label="healthy", confidence="medium", suspects=verdict.suspects,
+                exposed_ms=verdict.exposed_ms, mean_step_ms=verdict.mean_step_ms,
+                why=wording.passing(verdict.why), next=wording.next_for("healthy"),
+            )  # fmt: skip
         if verdict.label == "healthy":
-            verdict = self._drifted(verdict)
+            verdict = self._costliest(verdict)
+        elapsed_s, lost_s = self.episodes.clock.now_ns / 1e9, self.episodes.lost_s
+        if verdict.label in FINDINGS and not lost_s:
+            lost_s = (verdict.cost_pct or 0.0) / 100 * elapsed_s
+        verdict = msgspec.structs.replace(verdict, lost_s=lost_s, elapsed_s=elapsed_s)
         return self._with_chronic(verdict, self._totals.get(_identity(verdict), 0), self._counted)
 
-    def _drifted(self, whole: Verdict) -> Verdict:
-        """Return the drift that costs most over the run, where that is at least `min_drift`; else `whole`."""
-        costs = {which: cost / self._counted for which, cost in self._costs.items()}
-        which = max(costs, key=lambda which: costs[which], default=None)
-        spans = [span for span in self.spans if which is not None and _identity(span) == which]
-        if which is None or not spans or costs[which] < 100 * self._thresholds.min_drift:
+    def _lasts(self, whole: Verdict, evidence: Evidence) -> bool:
+        """
+        Whether what the whole run shows is more than a blip: it was named, or makes up most of the run, or
+        comes back. Where the run is too short for anybody to be named it counts, too.
+        """
+        limits, episodes = self._thresholds, self.episodes
+        elapsed_s = episodes.clock.now_ns / 1e9
+        if elapsed_s < limits.hold_s or any(_same(whole, episode) for episode in episodes.episodes):
+            return True
+        if (whole.cost_pct or 0.0) / 100 * elapsed_s < limits.hold_cost_s:
+            return False
+        if not (whole.transient or whole.rotating):
+            return True
+        late = np.flatnonzero(late_steps(waited_ns(whole, evidence).astype(np.float64)))
+        between_ns = evidence.frontier.exposed[late[0] : late[-1] + 1].sum() if len(late) else 0
+        return len(late) > 1 and late[-1] - late[0] >= limits.hold_steps and between_ns >= limits.hold_s * 1e9
+
+    def _costliest(self, whole: Verdict) -> Verdict:
+        """Return what cost most of all that was named, where that is `min_drift` of the run; else `whole`."""
+        elapsed_s = max(self.episodes.clock.now_ns / 1e9, 1e-9)
+        sums: dict[tuple[str, str | None, int | None], list[Episode]] = {}
+        for episode in self.episodes.episodes:
+            if episode.to_step >= self._same_ranks_from:
+                sums.setdefault(_identity(episode), []).append(episode)
+        if not sums:
             return whole
+        which = max(sums, key=lambda each: sum(episode.cost_s for episode in sums[each]))
+        cost = sum(episode.cost_s for episode in sums[which]) / elapsed_s
+        spans = [span for span in self.spans if _identity(span) == which]
+        if cost < self._thresholds.min_drift or not spans:
+            note = wording.was_named(len(self.episodes.episodes), self.episodes.lost_s)
+            return msgspec.structs.replace(whole, note=note)
         worst = max(spans, key=lambda span: span.cost_pct or 0.0)
-        cost, stage = costs[which], worst.stage or ""
-        share = self._totals[which] / self._counted
+        share = sum(episode.seconds for episode in sums[which]) / elapsed_s
         return msgspec.structs.replace(
-            whole,
-            label=worst.label,
-            stage=stage,
-            stages=worst.stages,
-            confidence=worst.confidence,
-            excess_pct=worst.excess_pct,
-            gain_pct=cost,
-            cost_pct=cost,
-            gpu_hours_per_hour=cost / 100 * (self._window.expected if self._window else 0),
-            from_step=spans[0].from_step,
-            to_step=spans[-1].to_step,
-            why=wording.over_the_run(stage, share, cost / 100, worst.why),
-            next=worst.next,
+            worst,
+            suspects=whole.suspects,
+            exposed_ms=whole.exposed_ms,
+            mean_step_ms=whole.mean_step_ms,
+            coverage=whole.coverage,
+            window_steps=whole.window_steps,
+            gain_pct=100 * cost,
+            cost_pct=100 * cost,
+            cost_range_pct=None,
+            gpu_hours_per_hour=cost * (self._window.expected if self._window else 0),
+            from_step=min(span.from_step or 0 for span in spans),
+            to_step=max(span.to_step or 0 for span in spans),
+            why=wording.over_the_run(worst.label, worst.rank, worst.stage or "", share, cost, worst.why),
+            note="",
         )
 
     def _warm(self, window: Window) -> Window:
@@ -148,18 +205,17 @@ class RunJudge:
         limits = self._thresholds
         return len(window.starts) < limits.first_window_steps and window.coverage >= limits.coverage_limited
 
-    def _count(self, verdict: Verdict) -> None:
+    def _count(self, verdict: Verdict) -> bool:
         """Count a window for `chronic`, once per stride, so that asking more often changes nothing."""
         step = verdict.to_step or 0
         if self._counted_to is not None and step < self._counted_to + self._thresholds.stride_steps:
-            return
+            return False
         self._counted_to = step
         self._counted += 1
         self._recent.append(verdict)
         which = _identity(verdict)
         self._totals[which] = self._totals.get(which, 0) + 1
-        if verdict.label == "group_wide":
-            self._costs[which] = self._costs.get(which, 0.0) + (verdict.cost_pct or 0.0)
+        return True
 
     def _with_chronic(self, verdict: Verdict, same: int, counted: int) -> Verdict:
         if (verdict.rank is None and verdict.label != "group_wide") or counted < _ENOUGH:
@@ -181,34 +237,41 @@ class RunJudge:
             del self._sample[1::2]
             self._spacing *= 2
 
-    def _merge(self, verdict: Verdict, window: Window) -> None:
+    def _merge(self, verdict: Verdict) -> None:
         """Extend the last span, or end it where `verdict` begins."""
+        verdict = msgspec.structs.replace(verdict, note="")  # it is of the moment
+        to_step, since = verdict.to_step or 0, self.episodes.since
+        while verdict.label in FINDINGS and self.spans and (self.spans[-1].from_step or 0) >= (since or 0):
+            if _same(self.spans[-1], verdict):
+                break
+            self.spans.pop()  # it is known only now when this began
         if not self.spans:
             self.spans.append(verdict)
             return
         span = self.spans[-1]
         if _same(span, verdict):
             strongest = verdict if (verdict.cost_pct or 0.0) >= (span.cost_pct or 0.0) else span
+            costs = {name: getattr(verdict, name) for name in _COSTS}
             self.spans[-1] = msgspec.structs.replace(
-                strongest, from_step=span.from_step, to_step=verdict.to_step
+                strongest, **costs, from_step=span.from_step, to_step=verdict.to_step
             )
             return
-        begins, to_step = verdict.from_step or 0, verdict.to_step or 0
-        if verdict.from_step == window.first_step:
-            begins = max(begins, min((span.to_step or 0) + 1, to_step))
-        begins = min(max(begins, (span.from_step or 0) + 1), to_step)
+        begins = min(max(since or 0, (span.from_step or 0) + 1), to_step)
         self.spans[-1] = msgspec.structs.replace(span, to_step=begins - 1)
         self.spans.append(msgspec.structs.replace(verdict, from_step=begins))
 
 
-def _same(one: Verdict, other: Verdict) -> bool:
+_COSTS = ("cost_pct", "cost_range_pct", "gpu_hours_per_hour", "lost_s", "elapsed_s")
+
+
+def _same(one: Verdict, other: Verdict | Episode) -> bool:
     """Tell whether two verdicts name the same thing; of a set of ranks, at least one in common."""
     if (one.label, one.stage, one.rotating) != (other.label, other.stage, other.rotating):
         return False
     return not set(one.ranks).isdisjoint(other.ranks) if one.ranks else not other.ranks
 
 
-def _identity(verdict: Verdict) -> tuple[str, str | None, int | None]:
+def _identity(verdict: Verdict | Episode) -> tuple[str, str | None, int | None]:
     return verdict.label, verdict.stage, verdict.rank
 
 

@@ -65,6 +65,20 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the last windows with the same verdict from which it is called chronic."""
     chronic_windows: int = 10
     """How many of the last windows that is counted over."""
+    hold_s: float = 2.0
+    """What is late is named once that has held for so long,"""
+    hold_steps: int = 10
+    """and for so many steps,"""
+    hold_cost_s: float = 0.3
+    """and has made the job wait for so long in all. The name is taken back when it is gone for as long."""
+    hold_share: float = 0.67
+    """Share of the windows since it began that must show it."""
+    weather_windows: int = 200
+    """Windows that its excess is held against: the last so many in which nobody was named,"""
+    weather_least: int = 20
+    """where there are so many of them,"""
+    weather_quantile: float = 0.9
+    """by this quantile."""
     run_steps: int = 2000
     """Steps a whole-run verdict looks at, evenly spread over the run."""
     run_rows: int = 1_000_000

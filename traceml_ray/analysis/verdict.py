@@ -71,6 +71,12 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What mending `stage` alone saves, % of the step."""
     cost_pct: float | None = None
     """What all that is named costs together, % of the step."""
+    cost_range_pct: tuple[float, float] | None = None
+    """Of what is named over several windows: between what `cost_pct` was in most of them (p10, p90)."""
+    lost_s: float | None = None
+    """What all that has been named in the run so far made it wait for, s,"""
+    elapsed_s: float | None = None
+    """and how long the run has been judged, s."""
     gpu_hours_per_hour: float | None = None
     """`cost_pct` over all ranks that exchange gradients with the late ones."""
     chronic: bool | None = None
@@ -89,6 +95,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     mean_step_ms: float | None = None
     why: str = ""
     next: str = ""
+    note: str = ""
+    """What is too brief to be named as yet, or named and not seen just now."""
     last_step: int | None = None
     open_stage: str | None = None
     exit_reason: str | None = None

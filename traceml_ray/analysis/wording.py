@@ -339,12 +339,71 @@ def baseline_is(baseline: Baseline) -> str:
     return f"the baseline ({where})"
 
 
-def over_the_run(stage: str, share: float, cost: float, strongest: str) -> str:
-    """Say how much of the run a drift takes; `strongest` is what was said where it was largest."""
+def over_the_run(label: str, rank: int | None, stage: str, share: float, cost: float, strongest: str) -> str:
+    """Say how much of the run something takes; `strongest` is what was said where it was largest."""
+    who = "`{}` is slower than the baseline" if label == "group_wide" else f"{_late(rank)} out of `{{}}`"
     return (
-        f"In {percent(share)} of the run `{stage}` is slower than the baseline: {percent(cost)} of a step "
-        f"over all of it. Where it was worst: {strongest}"
+        f"In {percent(share)} of the run {who.format(stage)}: {percent(cost)} of its time. "
+        f"Where it was worst: {strongest}"
     )
+
+
+def _late(rank: int | None) -> str:
+    return "ranks are late in turn" if rank is None else f"rank {rank} is late"
+
+
+def passing(strongest: str) -> str:
+    """Say that what the whole run shows was over too soon to name anybody."""
+    return f"Nobody is late for long. Once: {strongest}"
+
+
+def was_named(times: int, cost_s: float) -> str:
+    """Say that somebody was named in a run that is healthy on the whole."""
+    often = "once" if times == 1 else f"{times:,} times"
+    return f"somebody was named {often}, which cost {seconds(cost_s)} in all"
+
+
+def pending(found: Sequence[tuple[int | None, str, bool, float]]) -> str:
+    """Say what is not named as yet: of each the rank, the stage, whether ranks take turns, seconds."""
+    told = []
+    for rank, stage, rotating, lasted_s in found[:2]:
+        who = f"rank {rank} late" if rank is not None else "ranks late in turn" if rotating else "slower"
+        told.append(f"{who} in `{stage}` for {seconds(lasted_s)}")
+    return "; ".join(told)
+
+
+def not_now(silent_s: float) -> str:
+    """Say that what is named is not seen just now."""
+    return f"not seen for {seconds(silent_s)}"
+
+
+def too_brief(hold_s: float) -> str:
+    """Say why nobody is named although something was found."""
+    return f"What is late now has not been so for {seconds(hold_s)}, or costs next to nothing."
+
+
+def too_early(hold_s: float) -> str:
+    """Say why nothing is said of a run that begins with somebody late."""
+    return f"Somebody is late in the first steps; whether that lasts is known after {seconds(hold_s)}."
+
+
+def so_far(lasted_s: float, cost_s: float) -> str:
+    """Say what an episode that goes on has cost."""
+    return f"for {seconds(lasted_s)}, of which it cost {seconds(cost_s)}"
+
+
+def of_run(cost_s: float, elapsed_s: float) -> str:
+    """Say what all that was named has cost: "cost 41 s of 16 min so far"."""
+    return f"cost {seconds(cost_s)} of {seconds(elapsed_s)} so far"
+
+
+def seconds(value: float) -> str:
+    """Return "0.4 s", "41 s", "16 min" or "3.2 h"."""
+    for name, of in (("s", 120.0), ("min", 120.0)):
+        if value < of:
+            return f"{_number(value)} {name}"
+        value /= 60
+    return f"{_number(value)} h"
 
 
 def part(rank: int, name: str, ns: float) -> tuple[str, str]:

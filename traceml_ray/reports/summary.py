@@ -19,8 +19,9 @@ import numpy as np
 
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.busy import StepSummary, summarise
+from traceml_ray.analysis.episodes import Brief
 from traceml_ray.analysis.history import RunJudge, judge_run
-from traceml_ray.analysis.machine import trained_since
+from traceml_ray.analysis.machine import span, trained_since
 from traceml_ray.analysis.parts import with_part
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
@@ -41,6 +42,7 @@ _MAX_ROWS = 2_000_000
 _MAX_EVENTS = 1000
 _MAX_MESSAGE = 2000
 _MAX_PARTED = 50
+_MAX_EPISODES = 200
 _MAX_BESIDE = 10
 
 
@@ -129,6 +131,8 @@ def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = No
         "verdict": _verdict(verdict),
         "suspects": msgspec.to_builtins(performance.suspects),
         "verdicts": [_verdict(span) for span in _all_beside(spans, beside, read)],
+        "episodes": _episodes(judged, verdicts, read),
+        "brief": msgspec.to_builtins(judged.episodes.brief if judged else Brief()),
         "baseline": _baseline(judged.baseline if judged else None),
         "ranks": _ranks(read, found),
         "memory": _memory(read),
@@ -201,6 +205,24 @@ def _spans(
         assert window is not None
         spans[at] = with_part(spans[at], window, parts.find, thresholds)
     return tuple(spans)
+
+
+def _episodes(judged: RunJudge | None, spans: Sequence[Verdict], read: _Read) -> list[dict[str, Any]]:
+    """Return the episodes, the costliest first, with when they were and the part that was late."""
+    parts = {(span.label, span.stage, span.from_step): span.part for span in spans}
+    rows = {found.rank: found for found in read.rows}
+    found = []
+    for episode in judged.episodes.episodes[:_MAX_EPISODES] if judged else ():
+        own = rows.get(min(rows) if episode.rank is None else episode.rank)
+        last_ns = read.ranks[own.rank].last_rows_ns if own is not None and own.rank in read.ranks else None
+        when: tuple[int | None, int | None] = (None, None)
+        if own is not None and last_ns is not None:
+            when = span(own.keys, own.rows, last_ns, episode.from_step, episode.to_step) or when
+        told = msgspec.to_builtins(episode)
+        told["part"] = parts.get((episode.label, episode.stage, episode.from_step))
+        told["started_at"], told["ended_at"] = moment(when[0]), moment(when[1])
+        found.append(told)
+    return found
 
 
 def _beside(verdict: Verdict, machines: Machines, read: _Read) -> Verdict:

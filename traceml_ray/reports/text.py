@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+from traceml_ray.analysis.wording import seconds
 
 WIDTH = 100
 _MAX_RANKS = 32
@@ -28,7 +30,7 @@ def render(summary: dict[str, Any], folder: Path) -> str:
         _nodes(summary),
         _ranks(summary),
         _suspects(summary["suspects"]) if summary["verdict"]["label"] != "healthy" else [],
-        _history(summary["verdicts"]),
+        _history(summary["episodes"], summary["brief"], summary["verdicts"]),
         _stacks(summary["verdicts"]),
         _events(summary["events"]),
         run_lines(summary["runs"], summary["run"]),
@@ -106,10 +108,13 @@ def _verdict(verdict: dict[str, Any], unit: str) -> list[str]:
     if verdict["cost_pct"] and verdict["label"] != "healthy":
         facts.append(f"costs {verdict['cost_pct']:.0f} % of the step")
         facts.append(f"{verdict['gpu_hours_per_hour']:.2f} {unit}-hours per hour")
+    if verdict["lost_s"]:
+        facts.append(lost(verdict))
     lines = labelled("Verdict", named(verdict))
     if facts:
         lines += labelled("", ", ".join(facts))
     lines += labelled("Why", verdict["why"]) if verdict["why"] else []
+    lines += labelled("", verdict["note"]) if verdict["note"] else []
     lines += _machine(verdict["machine"] or ())
     return lines + (labelled("Next", verdict["next"]) if verdict["next"] else [])
 
@@ -261,24 +266,47 @@ def _suspects(suspects: Sequence[dict[str, Any]]) -> list[str]:
     return table("Suspects", headers, rows)
 
 
-def _history(verdicts: Sequence[dict[str, Any]]) -> list[str]:
+def lost(verdict: Mapping[str, Any]) -> str:
+    """Return what all that was named has cost over the run: "cost 41 s of 16 min"."""
+    return f"cost {seconds(verdict['lost_s'])} of {seconds(verdict['elapsed_s'])}"
+
+
+def brief(found: dict[str, Any]) -> str:
+    """Return the findings that nobody was named for: "9 brief ones, 1.1 s in all"."""
+    ones = "one brief one" if found["count"] == 1 else f"{found['count']:,} brief ones"
+    return f"{ones}, {seconds(found['cost_s'])} in all" if found["count"] else ""
+
+
+def _history(
+    episodes: Sequence[dict[str, Any]], few: dict[str, Any], verdicts: Sequence[dict[str, Any]]
+) -> list[str]:
+    """Show the hangs, the episodes, and where nobody could be judged."""
+    costly = {(episode["label"], episode["from_step"]) for episode in episodes}
+    others = [v for v in verdicts if v["label"] != "healthy" and (v["label"], v["from_step"]) not in costly]
+    stood = [verdict for verdict in others if verdict["began_ns"] is not None]
+    blind = [verdict for verdict in others if verdict["label"] in ("telemetry_limited", "accounting_only")]
     rows = [
         (
-            f"{_known(span['from_step'])}–{_known(span['to_step'])}",
-            span["label"].replace("_", " "),
-            ", ".join(span["stages"]),
-            _rank_list(span["ranks"]) if span["ranks"] else "",
-            _cost(span),
+            f"{_known(one['from_step'])}–{_known(one['to_step'])}",
+            one["label"].replace("_", " "),
+            ", ".join(one["stages"]),
+            _rank_list(one["ranks"]) if one["ranks"] else "",
+            *_lasted(one),
         )
-        for span in verdicts[-_MAX_LINES:]
+        for one in [*stood, *episodes, *blind][:_MAX_LINES]
     ]
-    return table("Verdicts over the run", ("steps", "verdict", "stage", "who", ">cost"), rows)
+    headers = ("steps", "verdict", "stage", "who", ">lasted", ">cost", ">of it")
+    told = f"  {brief(few)}"
+    return table("Episodes, the costliest first", headers, rows) + [told] * (few["count"] > 0)
 
 
-def _cost(span: dict[str, Any]) -> str:
-    if span["label"] in ("hang", "stalled"):
-        return "to the end" if span["lasted_s"] is None else f"{span['lasted_s']:.0f} s"
-    return f"{span['cost_pct']:.0f} %" if span["cost_pct"] and span["label"] != "healthy" else ""
+def _lasted(one: dict[str, Any]) -> tuple[str, str, str]:
+    if "cost_s" in one:
+        share = "" if one["cost_pct"] is None else f"{one['cost_pct']:.0f} %"
+        return seconds(one["seconds"]), seconds(one["cost_s"]), share
+    if one["began_ns"] is None:
+        return "", "", ""
+    return "to the end" if one["lasted_s"] is None else seconds(one["lasted_s"]), "", ""
 
 
 def _stacks(verdicts: Sequence[dict[str, Any]]) -> list[str]:

@@ -1,0 +1,251 @@
+"""What is named, for how long, and what it costs: on played rows, whose own times are the clock."""
+
+import numpy as np
+import pytest
+from unit.sample_windows import of_ms, streams, synced, window
+
+from traceml_ray.analysis.history import RunJudge, judge_run
+from traceml_ray.analysis.verdict import DEFAULTS, assess
+from traceml_ray.wire import BACKWARD, DATA, FORWARD, SYNC_WAIT
+
+QUIET = [1, 2, 0, 3, 4, 1]
+EXCHANGE = 1_000_000
+
+
+def played(steps, step_ms, *late, ranks=2, noise=0.03, seed=0, swings=0.0):
+    """
+    Rows (K, R, 6) of `steps` steps that wait for each other. `late`: (stage, rank, first, end, share of the
+    faulty step). `swings`: for stretches of 0.2 to 1 s one rank or the other is slower by about so much.
+    """
+    random = np.random.default_rng(seed)
+    local = step_ms * 1e6 * np.array([0.1, 0.1, 0.05, 0.25, 0.5]) * np.ones((steps, ranks, 1))
+    at = 0
+    while swings and at < steps:
+        length = int(random.uniform(200, 1000) / step_ms)
+        more = 1 + random.exponential(swings)
+        local[at : at + length, random.integers(ranks), random.choice([FORWARD, BACKWARD])] *= more
+        at += length + int(random.exponential(1000) / step_ms)
+    local *= np.clip(random.normal(1, noise, local.shape), 0.5, 2)
+    for stage, rank, first, end, share in late:
+        local[first:end, rank, stage] += share / (1 - share) * step_ms * 1e6
+    return synced(local.astype(np.int64), np.full(steps, EXCHANGE))
+
+
+def live(d, every_s=0.5, run=None):
+    """The judge, and what it said, with the step and the time, every `every_s` of the rows."""
+    run = run or RunJudge()
+    whole, ends_s = window(d), np.cumsum(d.sum(axis=2).mean(axis=1)) / 1e9
+    said = []
+    for at in np.arange(every_s, ends_s[-1], every_s):
+        end = int(np.searchsorted(ends_s, at))
+        said.append((end, at, run.update(whole.take(slice(max(0, end - 400), end)))))
+    return run, said
+
+
+def changes(said):
+    """What stood in turn."""
+    found = []
+    for _, _, verdict in said:
+        what = verdict.label, verdict.stage, verdict.ranks
+        if not found or found[-1] != what:
+            found.append(what)
+    return found
+
+
+def named(said):
+    return {verdict.ranks for _, _, verdict in said if verdict.ranks}
+
+
+def since(d, step, at_s):
+    """How long after `step` began it was."""
+    return at_s - d[:step].sum(axis=2).mean(axis=1).sum() / 1e9
+
+
+@pytest.mark.parametrize(("share", "within_s"), [(0.15, 4.0), (0.3, 2.6), (0.6, 2.6)])
+@pytest.mark.parametrize("step_ms", [12, 45])
+def test_a_fault_is_named_in_time_and_not_before_two_seconds(share, within_s, step_ms):
+    first = 30_000 // step_ms
+    d = played(first + 10_000 // step_ms, step_ms, (DATA, 1, first, None, share))
+    _, said = live(d, every_s=0.25)
+    _, at, verdict = next(each for each in said if each[2].ranks)
+    assert (verdict.label, verdict.stage, verdict.ranks) == ("straggler", "data", (1,))
+    assert 2.0 <= since(d, first, at) <= within_s
+    assert abs(verdict.from_step - first) <= 2
+    assert changes(said)[-2:] == [("healthy", None, ()), ("straggler", "data", (1,))]
+
+
+def test_a_fault_in_long_steps_is_named_after_ten_of_them():
+    d = played(100, 2000, (FORWARD, 0, 70, None, 0.4))
+    _, said = live(d, every_s=2)
+    end, _, verdict = next(each for each in said if each[2].ranks)
+    assert (verdict.ranks, verdict.from_step) == ((0,), 70)
+    assert 80 <= end <= 84
+
+
+@pytest.mark.parametrize("seconds", [0.3, 0.8, 1.6])
+def test_what_is_late_for_less_than_two_seconds_is_a_note_and_then_a_brief_one(seconds):
+    step_ms, first = 12, 1000
+    d = played(2500, step_ms, (DATA, 1, first, first + int(seconds * 1000 / step_ms / 1.4), 0.4))
+    run, said = live(d, every_s=0.1)
+    assert named(said) == set()
+    assert {verdict.label for _, _, verdict in said[20:]} == {"healthy"}
+    notes = [verdict.note for _, _, verdict in said if verdict.note]
+    assert any(note.startswith("rank 1 late in `data` for 0.") for note in notes)
+    assert (run.episodes.episodes, run.episodes.brief.count) == ([], 1)
+    assert run.episodes.brief.cost_s == pytest.approx(0.4 * seconds, rel=0.2)
+    assert run.whole().label == "healthy"
+
+
+def test_a_name_is_taken_back_two_seconds_after_the_last_late_step():
+    d = played(1500, 20, (DATA, 0, 400, 800, 0.3))
+    _, said = live(d, every_s=0.25)
+    back = next(at for end, at, verdict in said if end > 800 and verdict.label == "healthy")
+    assert 2.0 < since(d, 800, back) <= 2.5
+    assert changes(said)[-3:] == [("healthy", None, ()), ("straggler", "data", (0,)), ("healthy", None, ())]
+    assert "not seen for" in next(verdict.note for end, _, verdict in said if end > 840 and verdict.ranks)
+
+
+def test_an_episode_has_begin_end_rank_stage_and_its_whole_cost():
+    d = played(3000, 20, (DATA, 0, 400, 800, 0.3), (BACKWARD, 1, 1200, 2400, 0.5))
+    run, _ = live(d)
+    long, short = run.episodes.episodes
+    assert (long.label, long.stage, long.rank, short.stage, short.rank) == (
+        "straggler", "backward", 1, "data", 0,
+    )  # fmt: skip
+    for episode, first, last, share, step in ((long, 1200, 2399, 0.5, 20), (short, 400, 799, 0.3, 20)):
+        cost_s = (last + 1 - first) * share / (1 - share) * step / 1e3
+        assert abs(episode.from_step - first) <= 2 and abs(episode.to_step - last) <= 2
+        assert episode.cost_s == pytest.approx(cost_s, rel=0.03)
+        assert episode.gpu_hours == pytest.approx(2 * episode.cost_s / 3600)
+        assert episode.cost_pct == pytest.approx(100 * share, abs=3)
+        assert episode.cost_range_pct[0] <= episode.cost_pct <= episode.cost_range_pct[1] + 1
+        assert not episode.goes_on
+
+
+def test_the_onset_stays_and_the_cost_is_smooth():
+    d = played(4000, 20, (FORWARD, 1, 1000, None, 0.3), noise=0.15)
+    _, said = live(d)
+    late = [verdict for _, _, verdict in said if verdict.ranks]
+    assert len(late) > 50 and len({verdict.from_step for verdict in late}) == 1
+    assert abs(late[0].from_step - 1000) <= 3
+    costs = [verdict.cost_pct for verdict in late[4:]]
+    assert max(map(abs, np.diff(costs))) < 0.5
+    assert all(
+        low <= cost <= high for cost, (low, high) in ((v.cost_pct, v.cost_range_pct) for v in late[4:])
+    )
+    lost = [verdict.lost_s for verdict in late]
+    assert lost == sorted(lost)
+
+
+def test_a_run_that_is_late_from_its_first_step_is_named():
+    d = played(1000, 30, (DATA, 1, 0, None, 0.15))
+    run, said = live(d)
+    assert changes(said)[0][0] == "telemetry_limited"  # nothing is said before it has lasted
+    assert changes(said)[-1] == ("straggler", "data", (1,))
+    assert next(at for _, at, verdict in said if verdict.ranks) <= 6
+    (span,) = run.spans
+    assert (span.label, span.from_step) == ("straggler", 10)
+    assert run.whole().chronic
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("step_ms", [12, 25, 50])
+def test_nobody_is_named_for_the_weather_of_full_cores(step_ms, seed):
+    d = played(60_000 // step_ms, step_ms, swings=0.2, seed=seed)
+    found = {rule.label for rule in single_windows(d)}
+    assert found != {"healthy"}  # window by window somebody is late now and then
+    run, said = live(d)
+    assert named(said) == set()
+    assert len(changes(said)) <= 2
+    assert run.whole().label in ("healthy", "ambiguous")
+
+
+def single_windows(d):
+    """What the rules say of every window by itself."""
+    whole = window(d)
+    return [assess(whole.take(slice(at, at + 50)), DEFAULTS)[0] for at in range(0, len(d) - 50, 10)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_fault_of_thirty_percent_is_named_in_the_weather_of_full_cores(seed):
+    stage = [DATA, FORWARD, BACKWARD, 0][seed]
+    d = played(5000, 12, (stage, seed % 2, 2500, None, 0.3), swings=0.2, seed=seed)
+    run, said = live(d)
+    assert run.episodes.episodes[0].rank == seed % 2
+    assert named(said[: int(2500 * 0.012 / 0.5)]) == set()
+    last = said[-1][2]
+    assert (last.label, last.ranks) == ("straggler", (seed % 2,))
+    assert abs(last.from_step - 2500) <= 10
+
+
+def test_live_and_afterwards_the_same_is_named():
+    d = played(2000, 20, (DATA, 0, 400, 800, 0.3), (BACKWARD, 1, 1200, 1700, 0.5))
+    run, _ = live(d)
+    after = judge_run(streams(d), 2)
+    one, other = (
+        [(e.label, e.stage, e.rank, e.from_step, e.to_step) for e in judged.episodes.episodes]
+        for judged in (run, after)
+    )
+    assert one == other
+    for each, again in zip(run.episodes.episodes, after.episodes.episodes, strict=True):
+        assert each.cost_s == pytest.approx(again.cost_s, rel=0.02)
+
+
+def test_steps_that_nobody_judged_count_as_long_as_those_that_were():
+    d = played(2000, 10, (DATA, 0, 400, None, 0.4))
+    run, whole = RunJudge(), window(d)
+    for end in range(50, 2001, 200):
+        run.update(whole.take(slice(end - 50, end)))
+    (episode,) = run.episodes.episodes
+    full, _ = live(d)
+    assert episode.cost_s == pytest.approx(full.episodes.episodes[0].cost_s, rel=0.15)
+    assert run.episodes.clock.now_ns == pytest.approx(full.episodes.clock.now_ns, rel=0.1)
+
+
+class TestWholeRun:
+    def test_one_stall_is_no_straggler(self):
+        d = played(800, 20)
+        d[400, 0, DATA] += 3_000_000_000
+        d[400, 1, SYNC_WAIT] += 3_000_000_000
+        run, said = live(d)
+        assert named(said) == set()
+        assert run.whole().label == "healthy"
+
+    def test_a_stall_that_comes_back_is_one(self):
+        d = played(2000, 20)
+        d[100::200, 0, DATA] += 1_500_000_000
+        d[100::200, 1, SYNC_WAIT] += 1_500_000_000
+        whole = judge_run(streams(d), 2).whole()
+        assert (whole.label, whole.stage, whole.rank, whole.transient) == ("straggler", "data", 0, True)
+        assert whole.lost_s == pytest.approx(15, rel=0.1)
+
+    def test_a_costly_episode_is_the_verdict_of_the_run(self):
+        run = judge_run(streams(played(3000, 20, (DATA, 1, 1000, 1800, 0.3))), 2)
+        whole = run.whole()
+        assert (whole.label, whole.stage, whole.rank) == ("straggler", "data", 1)
+        assert (abs(whole.from_step - 1000) <= 2, abs(whole.to_step - 1799) <= 2) == (True, True)
+        assert whole.lost_s == pytest.approx(800 * 3 / 7 * 0.02, rel=0.05)
+        assert whole.cost_pct == pytest.approx(100 * whole.lost_s / whole.elapsed_s, rel=0.01)
+
+    def test_a_cheap_episode_is_a_note(self):
+        whole = judge_run(streams(played(9000, 20, (DATA, 1, 1000, 1200, 0.3))), 2).whole()
+        assert (whole.label, whole.rank) == ("healthy", None)
+        assert "somebody was named once" in whole.note
+        assert whole.lost_s == pytest.approx(200 * 3 / 7 * 0.02, rel=0.1)
+
+
+def test_too_little_to_see_is_said_at_once_and_the_episode_goes_on_after_it():
+    d = played(1200, 20, (DATA, 1, 200, None, 0.3))
+    run, whole = RunJudge(), window(d)
+    for end in range(50, 601, 10):
+        run.update(whole.take(slice(end - 50, end)))
+    blind = type(whole)(**{**vars(whole.take(slice(560, 610))), "expected": 4})
+    assert run.update(blind).label == "telemetry_limited"
+    assert run.update(whole.take(slice(570, 620))).ranks == (1,)
+    assert [span.label for span in run.spans] == ["healthy", "straggler", "telemetry_limited", "straggler"]
+    assert len(run.episodes.episodes) == 1
+
+
+def test_balanced_rows_have_no_episode():
+    run = judge_run(streams(np.tile(of_ms([QUIET] * 3), (400, 1, 1))), 3)
+    assert (run.episodes.episodes, run.episodes.brief.count, run.whole().lost_s) == ([], 0, 0)

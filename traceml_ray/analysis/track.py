@@ -1,0 +1,230 @@
+"""One finding followed from window to window, in the job's own time: how long it lasts, what it costs."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+import numpy as np
+
+from traceml_ray.analysis.evidence import Cause, Evidence
+from traceml_ray.analysis.onset import late_steps
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.analysis.window import Float, Int64, Window
+from traceml_ray.wire import STAGES
+
+MAX_LEVELS = 1000
+
+
+class Episode(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    What was named from one step to another, and what it cost in all.
+
+    `cost_s` is by how much it made the job longer, `gpu_hours` that on all ranks that exchange gradients
+    with the late ones, `cost_pct` its share of the episode, `cost_range_pct` between what that was in most
+    of the windows (p10, p90).
+    """
+
+    label: str
+    stage: str | None
+    stages: tuple[str, ...]
+    rank: int | None
+    ranks: tuple[int, ...]
+    node: str | None
+    rotating: bool
+    from_step: int
+    to_step: int
+    seconds: float
+    cost_s: float
+    gpu_hours: float
+    cost_pct: float | None
+    cost_range_pct: tuple[float, float] | None
+    goes_on: bool
+    why: str
+
+
+class Clock:
+    """
+    How long the job has run since the first row, ns, from the rows alone.
+
+    Steps that no window holds count as long as those after them.
+    """
+
+    def __init__(self, thresholds: Thresholds) -> None:
+        self.now_ns = 0
+        self.skipped_ns = 0
+        """Between the windows of the last `advance` and the one before it."""
+        self.steps: Int64 = np.empty(0, dtype=np.int64)
+        """Of the last window, (S,)."""
+        self._step_ns: Int64 = self.steps
+        self._longest = thresholds.max_step_ns
+
+    def advance(self, window: Window) -> bool:
+        """Take the steps of `window` that are new; return whether there are any."""
+        rows_ns = np.clip(window.d.sum(axis=2).mean(axis=1), 0, self._longest).astype(np.int64)
+        steps, step_ns = window.steps, window.by_step(rows_ns)
+        last, before_ns = (self.steps[-1], self._step_ns[-1]) if len(self.steps) else (-1, 0)
+        new = steps > last
+        if not new.any():
+            return False
+        skipped = int(steps[new][0]) - int(last) - 1 if len(self.steps) else 0
+        self.skipped_ns = max(0, skipped) * int(step_ns[new].mean())
+        again_ns = step_ns[steps == last].sum() - before_ns if (steps == last).any() else 0
+        self.now_ns += self.skipped_ns + int(again_ns + step_ns[new].sum())
+        self.steps, self._step_ns = steps, step_ns
+        return True
+
+    def begin_ns(self, step: int) -> int:
+        """Return when `step`, of the last window, began."""
+        return self.now_ns - int(self._step_ns[np.searchsorted(self.steps, step) :].sum())
+
+    def end_ns(self, step: int) -> int:
+        """Return when it ended."""
+        return self.begin_ns(step + 1)
+
+
+class Track:
+    """One finding, followed from window to window."""
+
+    def __init__(self, verdict: Verdict, began: int, began_ns: int) -> None:
+        self.verdict = verdict
+        """As it was found last."""
+        self.began, self.began_ns = began, began_ns
+        self.last, self.last_ns = began, began_ns
+        """The last late step, and its end."""
+        self.cost_ns = 0
+        self.seen = self.exact = self.missed = 0
+        """Windows that show it, of these with the same label and stages, and those that do not."""
+        self.levels: list[Float] = []
+        self.ranks = 1
+        self._counted_to = -1
+        self._pieces: deque[tuple[int, int, int]] = deque(maxlen=256)
+        """Step, time and cost so far, to take back what another explains better."""
+        self._shares: deque[float] = deque(maxlen=MAX_LEVELS)
+
+    def supports(self, found: Verdict) -> bool:
+        """Whether `found` names what this names, and maybe more."""
+        mine = self.verdict
+        if (mine.label == "group_wide") != (found.label == "group_wide") or mine.rotating != found.rotating:
+            return False
+        same = not mine.ranks or not set(mine.ranks).isdisjoint(found.ranks)
+        return same and mine.stage in found.stages
+
+    def is_found(self, found: Verdict) -> bool:
+        """Whether `found` names just this; of a set of ranks, at least one in common."""
+        same = (self.verdict.label, set(self.verdict.stages)) == (found.label, set(found.stages))
+        return same and self.supports(found)
+
+    def lingers(self, evidence: Evidence, thresholds: Thresholds) -> bool:
+        """Whether half of what it was found by is still there."""
+        if self.verdict.label == "group_wide" or self.verdict.stage not in STAGES:
+            return False
+        stage, places = STAGES.index(self.verdict.stage), _places(self.verdict, evidence.window)
+        exposed = evidence.exposed_excess[places, stage]
+        if self.verdict.rotating:
+            return bool(exposed.sum() >= thresholds.rotating_excess / 2)
+        if self.verdict.transient:
+            return bool(exposed.max(initial=0) >= thresholds.transient_excess / 2)
+        return bool(evidence.persistent[places, stage].max(initial=0) >= thresholds.min_excess / 2)
+
+    def extend(self, evidence: Evidence, clock: Clock, found: Verdict | None) -> None:
+        """Add the new steps of a window that shows it; `found` is what was found, where it is just this."""
+        if found is not None:
+            self.verdict = found
+        window, waited = evidence.window, waited_ns(self.verdict, evidence)
+        steps = window.steps
+        since = steps >= self.began
+        if len(steps) < len(window.keys):
+            since[-1] = False  # its other rows may be still to come
+        new = since & (steps > self._counted_to)
+        if not new.any():
+            return
+        late = steps[since & late_steps(waited.astype(np.float64))]
+        if len(late):
+            self.last, self.last_ns = int(late[-1]), clock.end_ns(int(late[-1]))
+        if self._counted_to >= 0 and clock.skipped_ns:
+            self.cost_ns += int(clock.skipped_ns * waited.sum() / max(evidence.total_ns, 1))
+        self.cost_ns += int(waited[new].sum())
+        self._counted_to = int(steps[new][-1])
+        self._pieces.append((self.last, self.last_ns, self.cost_ns))
+        total_ns = window.by_step(evidence.frontier.exposed.sum(axis=1))[since].sum()
+        self._shares.append(100 * float(waited[since].sum()) / max(float(total_ns), 1.0))
+        self.ranks = window.expected
+
+    def held(self, thresholds: Thresholds) -> bool:
+        """Whether it has lasted for so long, and cost so much, that it is worth naming."""
+        return (
+            self.last_ns - self.began_ns >= thresholds.hold_s * 1e9
+            and self.last - self.began + 1 >= thresholds.hold_steps
+            and self.cost_ns >= thresholds.hold_cost_s * 1e9
+        )
+
+    def gone(self, step: int, now_ns: int, thresholds: Thresholds) -> bool:
+        """Whether no step has been late for as long as it takes to be named."""
+        return now_ns - self.last_ns > thresholds.hold_s * 1e9 and step - self.last > thresholds.hold_steps
+
+    def cut(self, step: int) -> None:
+        """End it before `step`."""
+        while len(self._pieces) > 1 and self._pieces[-1][0] >= step:
+            self._pieces.pop()
+            self.last, self.last_ns, self.cost_ns = self._pieces[-1]
+        self.last = max(self.began, min(self.last, step - 1))
+
+    def episode(self, *, goes_on: bool) -> Episode:
+        mine, seconds = self.verdict, max(self.last_ns - self.began_ns, 1) / 1e9
+        return Episode(
+            **{name: getattr(mine, name) for name in _SHARED},
+            from_step=self.began,
+            to_step=self.last,
+            seconds=seconds,
+            cost_s=self.cost_ns / 1e9,
+            gpu_hours=self.cost_ns * self.ranks / 3.6e12,
+            cost_pct=min(100.0, 100 * self.cost_ns / 1e9 / seconds),
+            cost_range_pct=self.cost_range(),
+            goes_on=goes_on,
+        )
+
+    def cost_range(self) -> tuple[float, float] | None:
+        if not self._shares:
+            return None
+        low, high = np.quantile(self._shares, (0.1, 0.9)).tolist()
+        return low, high
+
+
+_SHARED = ("label", "stage", "stages", "rank", "ranks", "node", "rotating", "why")
+
+
+def _places(verdict: Verdict, window: Window) -> list[int]:
+    """Return the places in `window` of the ranks that are named; where nobody is, of all."""
+    places = [at for at, rank in enumerate(window.ranks.tolist()) if rank in verdict.ranks]
+    return places if verdict.ranks else list(range(len(window.ranks)))
+
+
+def waited_ns(verdict: Verdict, evidence: Evidence) -> Int64:
+    """Return by how much what `verdict` names makes each step longer, ns (S,)."""
+    window = evidence.window
+    if verdict.label == "group_wide":
+        step_ns = window.by_step(evidence.frontier.exposed.sum(axis=1))
+        since = window.steps >= (verdict.from_step or 0)
+        return np.where(since, (verdict.excess_pct or 0.0) / 100 * step_ns, 0).astype(np.int64)
+    places = tuple(_places(verdict, window))
+    causes = [Cause(STAGES.index(stage), places) for stage in verdict.stages]
+    return window.by_step(evidence.waited_ns(*causes))
+
+
+def level_of(evidence: Evidence, since: int = 0) -> Float:
+    """
+    Return what a window is compared with others by (9,): the largest excess that is lasting, of one rank now
+    and then, and of all ranks in a stage; then the mean exposed time of each stage from step `since` on.
+    """
+    exposed, later = evidence.exposed_excess, evidence.window.steps >= since
+    mean = evidence.window.by_step(evidence.frontier.exposed)[later if later.any() else ~later].mean(axis=0)
+    return np.array([evidence.persistent.max(), exposed.max(), exposed.sum(axis=0).max(), *mean])
+
+
+def kind_of(verdict: Verdict) -> int:
+    """Return by which of these the windows that say `verdict` are compared with others."""
+    if verdict.label == "group_wide":
+        return 3 + STAGES.index(verdict.stage or "")
+    return 2 if verdict.rotating else 1 if verdict.transient else 0
