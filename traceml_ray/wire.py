@@ -36,6 +36,12 @@ FLAG_FIRST = 32  # first row of its stream: it has no sync exit before it
 FLAG_NO_BACKWARD = 64  # a step that ran no backward (cut by `trace_step`)
 FLAG_COUPLED = 128  # ranks wait inside forward and backward, which is not seen: stages not told apart
 
+INFERRED = " (inferred)"
+"""
+In a strategy, after the function (`all_reduce`, …): nothing says where gradients are exchanged, and rows are
+cut where ranks have waited for each other in it last before the optimizer.
+"""
+
 SEGMENT_BITS = 8
 """A row's key is `step << SEGMENT_BITS | segment`; segment counts the syncs inside one step."""
 
@@ -168,7 +174,7 @@ class RankBatch(_Message, tag="rank", frozen=True):
     """Patches and signals that could not be had, with the reason."""
     overhead: Overhead | None = None
     strategy: str | None = None
-    """single, ddp, fsdp2, ddp+tp, pp, …"""
+    """single, ddp, fsdp2, ddp+tp, pp, all_reduce (inferred), … see INFERRED"""
     final: bool = False
     group: tuple[Count, Count] | None = None
     """

@@ -7,6 +7,7 @@ and leaves what the agent of each would say in `<folder>/<case>.<rank>.json`.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -86,6 +87,83 @@ def hybrid(job: loops.Job) -> None:
     sharded(job, dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
+class ReducesInStep(torch.optim.SGD):
+    """Gradients are reduced as they come, and waited for where the optimizer steps."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net.parameters(), lr=0.01)
+        self.handles: list[dist.Work] = []
+        for parameter in net.parameters():
+            parameter.register_post_accumulate_grad_hook(self.begin)
+
+    def begin(self, parameter: torch.Tensor) -> None:
+        handle = dist.all_reduce(parameter.grad, async_op=True)
+        assert handle is not None
+        self.handles.append(handle)
+
+    def step(self, closure: Any = None) -> None:
+        for handle in self.handles:
+            handle.wait()
+        self.handles.clear()
+        super().step(closure)
+
+
+def in_step(job: loops.Job) -> None:
+    net = job.bare()
+    optimizer = ReducesInStep(net)
+    for batch in job.loader(STEPS):
+        net(batch).mean().backward()
+        job.finish(optimizer)
+
+
+def by_hand(job: loops.Job, group: dist.ProcessGroup | None = None, gather: bool = False) -> None:
+    net = job.bare()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for batch in job.loader(STEPS):
+        loss = net(batch).mean()
+        loss.backward()
+        for parameter in net.parameters():
+            dist.all_reduce(parameter.grad, group=group)
+        job.finish(optimizer)
+        if gather:  # each rank has updated its part of the parameters
+            for parameter in net.parameters():
+                dist.broadcast(parameter.detach(), 0)
+        dist.all_reduce(loss.detach()) if group is None else None
+
+
+def at_once(job: loops.Job) -> None:
+    net = job.bare()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for batch in job.loader(STEPS):
+        net(batch).mean().backward()
+        handles = [dist.all_reduce(parameter.grad, async_op=True) for parameter in net.parameters()]
+        for handle in handles:
+            assert handle is not None
+            handle.wait()
+        job.finish(optimizer)
+
+
+def in_backward(job: loops.Job) -> None:
+    net = job.bare()
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: dist.all_reduce(parameter.grad))
+    train(job, net)
+
+
+def of_pairs(job: loops.Job) -> None:
+    by_hand(job, pairs(job))
+
+
+def logging(job: loops.Job) -> None:
+    net = job.bare()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for batch in job.loader(STEPS):
+        loss = net(batch).mean()
+        loss.backward()
+        job.finish(optimizer)
+        dist.all_reduce(loss.detach())
+
+
 CASES: dict[str, tuple[Callable[[loops.Job], None], int, str]] = {
     "two_groups": (two_groups, 3, "forward"),
     "each_alone": (each_alone, 1, "forward"),
@@ -94,6 +172,14 @@ CASES: dict[str, tuple[Callable[[loops.Job], None], int, str]] = {
     "fsdp2_forward": (fsdp2, 1, "forward"),
     "fsdp2_backward": (fsdp2, 2, "backward"),
     "hybrid": (hybrid, 3, "data"),
+    "by_hand_data": (by_hand, 2, "data"),
+    "by_hand_optimizer": (functools.partial(by_hand, gather=True), 0, "optimizer"),
+    "at_once_backward": (at_once, 1, "backward"),
+    "in_backward_forward": (in_backward, 2, "forward"),
+    "in_step_backward": (in_step, 2, "backward"),
+    "by_hand_healthy": (by_hand, 0, ""),
+    "of_pairs": (of_pairs, 1, "forward"),
+    "logging": (logging, 1, "forward"),
 }
 """What is trained, and which rank is slow in what."""
 
@@ -176,6 +262,43 @@ def test_the_late_rank_is_named_in_its_group(
     assert verdict.gpu_hours_per_hour == pytest.approx(size * (verdict.cost_pct or 0) / 100)
     members = f"In the group of ranks {late // 2 * 2} and {late // 2 * 2 + 1}: "
     assert verdict.why.startswith(members) == (size == 2)
+
+
+INFERRED_CASES = [
+    name for name in CASES if name.startswith(("by_hand_", "at_once_", "in_backward_", "in_step_"))
+]
+
+
+@pytest.mark.parametrize("name", [name for name in INFERRED_CASES if "healthy" not in name])
+def test_an_exchange_that_nothing_tells_of_is_inferred_from_where_ranks_wait(told: Path, name: str) -> None:
+    ranks = ranks_of(told, name)
+    verdict = judge(align(ranks, WORLD))
+    _, late, stage = CASES[name]
+    stage = "post_sync" if stage == "optimizer" else stage
+    assert (verdict.label, verdict.stage, verdict.ranks) == ("straggler", stage, (late,)), verdict.why
+    assert {rank.strategy for rank in ranks} == {"all_reduce (inferred)"}
+    assert verdict.why.endswith("`all_reduce`, before the optimizer, is inferred.")
+    assert "wait for it in `sync_wait`" in verdict.why
+
+
+def test_ranks_that_reduce_by_hand_and_are_even_are_healthy(told: Path) -> None:
+    verdict = judge(align(ranks_of(told, "by_hand_healthy"), WORLD))
+    assert verdict.label == "healthy", verdict.why
+    assert verdict.why.endswith("`all_reduce`, before the optimizer, is inferred.")
+
+
+def test_a_reduction_in_which_not_all_ranks_wait_for_each_other_is_not_judged_by(told: Path) -> None:
+    verdict = judge(align(ranks_of(told, "of_pairs"), WORLD))
+    assert (verdict.label, verdict.rank) == ("accounting_only", None)
+    assert verdict.why.startswith("These ranks wait for each other in `all_reduce`, but they do not leave it")
+
+
+def test_a_reduction_after_the_optimizer_is_no_exchange_of_gradients(told: Path) -> None:
+    ranks = ranks_of(told, "logging")
+    verdict = judge(align(ranks, WORLD))
+    assert {rank.strategy for rank in ranks} == {"single"}
+    assert (verdict.label, verdict.rank) == ("accounting_only", None)
+    assert verdict.why.startswith("These ranks wait for each other in collectives, ")
 
 
 @pytest.mark.parametrize("name", ["each_alone", "without_ddp"])

@@ -25,6 +25,8 @@ from traceml_ray.agent.mark_log import (
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.wire import (
+    BACKWARD,
+    FLAG_COUPLED,
     FLAG_FIRST,
     FLAG_NO_BACKWARD,
     FLAG_NO_DATA,
@@ -36,6 +38,7 @@ from traceml_ray.wire import (
     POST_SYNC,
     PREPARE,
     SEGMENT_BITS,
+    SYNC_WAIT,
 )
 
 
@@ -95,6 +98,11 @@ class Loop:
         before = self.recorder.sync_begin()
         self.clock.wait(ns)
         self.recorder.sync_end(before)
+
+    def reduce(self, local: int, wait: int, *, on_device: bool = False) -> None:
+        self.clock.wait(local)
+        self.sync(wait)
+        self.recorder.reduced(on_device)
 
     def step(self, *, post: int = 1, data: int = 2, prepare: int = 3, forward: int = 4) -> None:
         self.data(data)
@@ -482,6 +490,102 @@ def test_waiting_for_buffers_is_waiting() -> None:
     assert loop.rows()[1][2] == [1, 2, 0, 4, 5, 56]
 
 
+def flags_and_rows(loop: Loop) -> list[tuple[int, list[int]]]:
+    return [(flags, row) for _, flags, row in loop.rows()[1:]]
+
+
+def test_a_reduction_before_the_optimizer_is_taken_for_the_exchange_where_nothing_tells_of_one() -> None:
+    loop = Loop(peers=False)
+    for _ in range(2):
+        loop.data(2)
+        loop.forward(4)
+        loop.backward(5, 0)
+        loop.reduce(1, 20)
+        loop.reduce(1, 3)
+        loop.clock.wait(7)
+        loop.optimizer(10)
+        loop.reduce(1, 30)  # of what is logged
+    assert flags_and_rows(loop) == [(0, [18, 2, 0, 4, 7, 53])]
+    assert loop.recorder.inferred
+
+
+def test_a_reduction_is_nothing_where_an_exchange_is_known_or_without_a_backward_before_it() -> None:
+    known, logged = Loop(), Loop(peers=False)
+    for loop in (known, logged):
+        loop.step()
+        loop.reduce(0, 8)
+        loop.step()
+    known.data(2)
+    known.backward(5, 6)
+    known.reduce(1, 20)
+    known.optimizer(1)
+    assert flags_and_rows(logged) == [(FLAG_NO_PEERS, [1, 2, 3, 4, 5, 14])]
+    assert flags_and_rows(known) == [(0, [1, 2, 3, 4, 5, 14]), (FLAG_NO_FORWARD, [1, 2, 0, 0, 5, 6])]
+    assert not known.recorder.inferred and not logged.recorder.inferred
+
+
+def test_reductions_inside_the_backward_end_with_it() -> None:
+    loop = Loop(peers=False)
+    for _ in range(2):
+        loop.data(2)
+        loop.forward(4)
+        loop.recorder.backward_begin()
+        loop.reduce(5, 20)
+        loop.clock.wait(1)
+        loop.recorder.backward_end(True)
+        loop.optimizer(3)
+    assert flags_and_rows(loop) == [(0, [3, 2, 0, 4, 6, 20])]
+
+
+def test_an_optimizer_that_reduces_in_its_step_ends_the_row_there() -> None:
+    loop = Loop(peers=False)
+    for _ in range(4):
+        loop.data(2)
+        loop.forward(4)
+        loop.backward(5, 0)
+        began = loop.recorder.optimizer_begin()
+        loop.reduce(1, 20)
+        loop.optimizer(3)  # the one that it is made of
+        loop.recorder.optimizer_end(began)
+    learned, *rows = flags_and_rows(loop)
+    assert learned == (0, [4, 2, 0, 4, 6, 40])  # it begins at the end of a backward
+    assert rows == [(0, [3, 2, 0, 4, 6, 20])] * 2
+
+
+def test_what_was_waited_for_on_a_device_is_on_no_clock_of_these_rows() -> None:
+    loop = Loop(peers=False)
+    for _ in range(2):
+        loop.data(2)
+        loop.backward(5, 0)
+        loop.reduce(1, 0, on_device=True)
+        loop.optimizer(1)
+    assert [flags & ~FLAG_NO_FORWARD for flags, _ in flags_and_rows(loop)] == [FLAG_COUPLED]
+
+
+def test_parts_before_an_inferred_exchange_are_of_its_row() -> None:
+    loop = Loop(peers=False)
+    number = loop.recorder.parts.details.number("all_reduce")
+    assert number is not None
+    for _ in range(3):
+        loop.data(2)
+        loop.backward(5, 0)
+        loop.recorder.part_begin(number)
+        loop.clock.wait(3)
+        loop.sync(20)
+        loop.recorder.part_end(number)
+        loop.recorder.reduced(False)
+        loop.optimizer(1)
+    loop.recorder.finish()
+    details = loop.recorder.parts.details
+    found = [*details.collect(), *details.collect()]
+    sums = {
+        (told.stage, told.total_ns, told.first_step, told.last_step)
+        for told in found
+        if told.name == "all_reduce"
+    }
+    assert {(BACKWARD, 6, 1, 2), (SYNC_WAIT, 40, 1, 2)} <= sums
+
+
 def test_a_failed_backward_leaves_no_row() -> None:
     loop = Loop()
     loop.step()
@@ -554,6 +658,8 @@ MARKS = st.lists(
                 "optimizer",
                 "closure",
                 "sync",
+                "reduce",
+                "reducing",
                 "settle",
                 "begin a",
                 "end a",
@@ -602,6 +708,12 @@ def play(loop: Loop, marks: list[tuple[str, int]], *, begun: bool = False) -> in
             loop.recorder.optimizer_end(began_step)
         elif name == "sync":
             loop.sync(ns)
+        elif name == "reduce":
+            loop.reduce(ns, ns)
+        elif name == "reducing":
+            step = loop.recorder.optimizer_begin()
+            loop.reduce(ns, ns)
+            loop.recorder.optimizer_end(step)
         elif name == "settle":
             loop.recorder.settle()
         else:
@@ -616,10 +728,12 @@ def play(loop: Loop, marks: list[tuple[str, int]], *, begun: bool = False) -> in
     return began
 
 
-@given(MARKS)
-def test_whatever_the_order_every_nanosecond_is_in_one_stage(marks: list[tuple[str, int]]) -> None:
+@given(MARKS, st.booleans())
+def test_whatever_the_order_every_nanosecond_is_in_one_stage(
+    marks: list[tuple[str, int]], peers: bool
+) -> None:
     """Rows plus tail are all the time since the first row began; nothing is negative; marks never raise."""
-    loop = Loop()
+    loop = Loop(peers=peers)
     began = play(loop, marks)
     rows = loop.rows()
     pending = loop.recorder._pending or []

@@ -227,6 +227,38 @@ class TestTelemetry:
         assert (verdict.label, verdict.stage, verdict.rank) == ("straggler", "data", 2)
 
 
+class TestInferredExchange:
+    def judge(self, d, flags=0):
+        return judge(
+            align([replace(rank, strategy="all_reduce (inferred)") for rank in streams(d, 0, flags)], 4)
+        )
+
+    def test_what_it_says_of_ranks_that_leave_it_together_holds(self, snapshot: Snapshot):
+        late, balanced = self.judge(LATE_DATA), self.judge(BALANCED)
+        assert (late.label, late.stage, late.rank) == ("straggler", "data", 2)
+        assert balanced.label == "healthy"
+        snapshot("verdict", late.why, balanced.why)
+
+    def test_ranks_that_do_not_leave_it_together_are_not_judged_by_it(self, snapshot: Snapshot):
+        d = np.array(BALANCED)
+        d[::2, 0, DATA] += 6_000_000  # ahead in one step and behind in the next: in the end, even
+        d[1::2, 1, DATA] += 6_000_000
+        verdict = self.judge(d)
+        assert (verdict.label, verdict.rank) == ("accounting_only", None)
+        assert self.judge(of_ms([[1, 2, 0, 3, 4, 0]] * 3 + [[1, 6, 0, 3, 4, 0]], 50)).why == verdict.why
+        snapshot("verdict", verdict.why)
+
+    def test_one_on_a_device_is_on_no_clock_of_these_rows(self, snapshot: Snapshot):
+        verdict = self.judge(LATE_DATA, FLAG_COUPLED)
+        assert verdict.label == "accounting_only"
+        snapshot("verdict", verdict.why)
+
+    def test_waits_that_are_no_exchange_are_not_denied(self, snapshot: Snapshot):
+        verdict = judge(window(LATE_DATA, flags=FLAG_NO_PEERS))
+        assert verdict.label == "accounting_only"
+        snapshot("verdict", verdict.why)
+
+
 class TestMissingMarks:
     def test_no_split_still_finds_what_is_local(self, snapshot: Snapshot):
         d = LATE_DATA.copy()

@@ -39,6 +39,7 @@ from traceml_ray.agent.parts import CHECKPOINT_MODULE, Parts
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.roots import Roots
 from traceml_ray.errors import Errors
+from traceml_ray.wire import INFERRED
 
 FSDP_MODULE = "torch.distributed.fsdp"
 FUNCTIONAL_MODULE = "torch.distributed._functional_collectives"
@@ -90,8 +91,10 @@ class Instrumentation:
 
     @property
     def strategy(self) -> str:
-        """How the job is known to be parallel: single, ddp, fsdp, fsdp2, ddp+tp, fsdp2+pp, …"""
-        return "+".join(filter(None, [self._data_parallel, *sorted(self._model_parallel)])) or "single"
+        """How the job is known to be parallel: single, ddp, fsdp, fsdp2, ddp+tp, all_reduce (inferred), …"""
+        inferred = self.parts.reduction + INFERRED if self.recorder.inferred else ""
+        known = [self._data_parallel, inferred, *sorted(self._model_parallel)]
+        return "+".join(filter(None, known)) or "single"
 
     # -- putting it in and taking it out ---------------------------------------------------------
 

@@ -33,10 +33,11 @@ from traceml_ray.agent.details import MAX_NAMES
     OPTIMIZER_BEGIN,
     CLOSURE_BEGIN,
     OPTIMIZER_END,
+    REDUCED,
     COLLATED,
     COST,
     PARTS,
-) = range(17)
+) = range(18)
 """
 The marks of the usual step. DATA_BEGIN: the iterator waited for is the one of the wait before.
 CLOSURE_BEGIN: an optimizer step begins that is given a closure. COST says when the mark before it was done

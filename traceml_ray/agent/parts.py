@@ -32,6 +32,10 @@ Those that this torch has are timed. Not `isend` and `irecv`: `P2POp` accepts no
 pipelines are made of it; what they take is in the wait.
 """
 
+_REDUCTIONS = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+"""What gradients are exchanged with by hand, or by a framework that is neither DDP nor FSDP."""
+_MAX_HANDLES = 4096
+
 Begun = tuple[int, str | None]
 Make = Callable[[Any], Any]
 Replace = Callable[[Any, str, Make], Any]
@@ -46,6 +50,11 @@ class Parts:
         self._details = details
         self._failed = failed
         self._communicates = False
+        self._handles: dict[int, bool] = {}
+        """Reductions (by id) that were started and not yet waited for: whether they run on a device."""
+        self._largest_reduced = 0
+        self.reduction = ""
+        """The one of _REDUCTIONS that has reduced most at once."""
 
     def begin(self, name: str) -> Begun | None:
         """Begin a part; None when there is none to end: this is not the thread that trains."""
@@ -146,6 +155,8 @@ class Parts:
                     recorder.sync_end(blocks)
                     if begun is not None:
                         self.end(begun)
+                        if args and id(args[0]) in self._handles:
+                            recorder.reduced(self._handles.pop(id(args[0])))
 
             return timed
 
@@ -155,6 +166,7 @@ class Parts:
         from torch.compiler import is_dynamo_compiling
 
         sized = not op.endswith(("_object", "_object_list"))  # objects have no size before they are pickled
+        reduces = op in _REDUCTIONS
 
         def make(original: Any) -> Any:
             parameters = list(inspect.signature(original).parameters)
@@ -169,16 +181,42 @@ class Parts:
                     return original(*args, **kwargs)
                 self._communicates = True
                 blocks = op == "monitored_barrier" and self._recorder.sync_begin()
+                result, values = None, (*args, *kwargs.values())
                 try:
-                    return original(*args, **kwargs)
+                    result = original(*args, **kwargs)
                 finally:
                     self._communicates = False
                     self._recorder.sync_end(blocks)
-                    self.end(begun, self._largest((*args, *kwargs.values())) if sized else 0)
+                    size = self._largest(values) if sized else 0
+                    self.end(begun, size)
+                if reduces and self._recorder.peers is None:
+                    self._reduced(op, group, values, size, result)
+                return result
 
             return collective
 
         return make
+
+    def _reduced(self, op: str, group: Any, values: Iterable[Any], size: int, handle: Any) -> None:
+        """Tell the recorder that a reduction is over, or once it will have been waited for."""
+        import torch
+        import torch.distributed as dist
+
+        try:
+            if dist.get_world_size(group) < 2:
+                return
+            if size > self._largest_reduced:
+                self._largest_reduced, self.reduction = size, op
+            tensors = [
+                one for value in values for one in (value if type(value) in (list, tuple) else (value,))
+            ]
+            on_device = any(isinstance(one, torch.Tensor) and one.device.type != "cpu" for one in tensors)
+            if not isinstance(handle, dist.Work):
+                self._recorder.reduced(on_device)
+            elif len(self._handles) < _MAX_HANDLES:
+                self._handles[id(handle)] = on_device
+        except Exception as error:
+            self._failed("part", error)
 
     def _largest(self, values: Iterable[Any]) -> int:
         """Return the bytes of the largest of a collective's buffers: a tensor, or a list of tensors."""

@@ -35,6 +35,7 @@ from traceml_ray.agent.mark_log import (
     OPTIMIZER_BEGIN,
     OPTIMIZER_END,
     PARTS,
+    REDUCED,
     SYNC_BEGIN,
     SYNC_END,
     SYNCED_BACKWARD_END,
@@ -72,9 +73,10 @@ class Recorder(MarkLog):
     __slots__ = (
         *("_acc", "_before_sync", "_before_wait", "_collated", "_evaluation", "_foreign_ns"),
         *("_last_loader", "_named", "_optimizer", "_pending", "_pending_flags", "_pending_synced"),
-        *("_resume", "_split", "_stage", "_step", "_step_in_backward", "_train_loaders", "_waited"),
-        *("_waits", "_workers", "coupled", "first", "iterator", "last", "manual", "parts", "peers"),
-        *("ring", "segment", "several"),
+        *("_reduced_inside", "_reduces_in_step", "_resume", "_split", "_stage", "_step"),
+        *("_step_in_backward", "_stepped", "_train_loaders", "_waited", "_waits", "_workers", "coupled"),
+        *("first", "inferred", "iterator", "last", "manual", "on_device", "parts", "peers", "ring"),
+        *("segment", "several"),
     )
 
     def __init__(self, ring: StepRing, clock: Callable[[], int] = perf_counter_ns) -> None:
@@ -88,6 +90,11 @@ class Recorder(MarkLog):
         """Does the backward that ends now exchange gradients? None: nobody to exchange with."""
         self.coupled = False
         """Waits for peers cannot be told apart inside forward and backward (on a device, tensor parallel)."""
+        self.inferred = self.on_device = False
+        """
+        Rows are cut where a reduction ended, because nothing else says where gradients are exchanged; and
+        that ran on a device, so that its waits are not on this clock.
+        """
         self.manual = False
         """Steps are cut by `trace_step`, not by the optimizer."""
         self.segment = 0
@@ -95,6 +102,7 @@ class Recorder(MarkLog):
         """The named parts; they go to `parts.details` once it is known which row they are of."""
         self._step = 0
         self._named = (0, 0)
+        self._reduces_in_step = False
         self._train_loaders: set[int] = set()
         self._waited: set[int] = set()
         self._reset()
@@ -105,6 +113,7 @@ class Recorder(MarkLog):
         self._pending: list[int] | None = None
         self._pending_flags = 0
         self._pending_synced = self._split = self._step_in_backward = False
+        self._reduced_inside = self._stepped = False
         self._stage, self.last, self.first, self.depth = POST_SYNC, self.now, True, 0
         self._waits = self._last_loader = self._foreign_ns = 0
         self._resume = self._before_wait = POST_SYNC
@@ -310,7 +319,7 @@ class Recorder(MarkLog):
         if self.parts.over:
             self.parts.hand_out(self._step, self.first)
         self.depth = 1
-        self._split = self._step_in_backward = False
+        self._split = self._step_in_backward = self._reduced_inside = False
         if self._pending is not None:
             self._take_back()
         if self._waited:
@@ -375,6 +384,9 @@ class Recorder(MarkLog):
             flags |= FLAG_COUPLED
         self._pending_flags, self._pending_synced, self._pending = flags, synced, self._acc
         self._acc = [0, 0, 0, 0, 0, 0]
+        self._stepped = False
+        if self._reduced_inside:
+            self._infer()
         if self._step_in_backward and not self.manual:
             self._close_step()
 
@@ -406,6 +418,51 @@ class Recorder(MarkLog):
         if self._before_sync:
             self._to(self._before_sync.pop())
 
+    # -- an exchange that nothing tells of ---------------------------------------------------------
+
+    def reduced(self, on_device: bool) -> None:
+        """Mark: a reduction over several ranks, or the wait for one, is over. Written down as a part is."""
+        if self.peers is None and get_ident() == self.owner and self._room():
+            self.on_device = self.on_device or on_device
+            self.log.append(REDUCED)
+            self.log.append(self.clock())
+
+    def _reduced(self) -> None:
+        """
+        Between a backward and the optimizer, or inside either, it is taken for the exchange of gradients.
+
+        The pending row then ends here. One whose optimizer reduces in its `step` is closed when that is over.
+        """
+        if self.peers is not None:
+            return
+        if self.depth:
+            self._reduced_inside = True
+        elif self._pending is None:
+            stepping = self._optimizer is not None and not self._optimizer.paused
+            self._reduces_in_step = self._reduces_in_step or stepping
+        elif not self._stepped:
+            self._extend()
+            self._infer()
+
+    def _extend(self) -> None:
+        """The pending row goes on until now; what is no wait is work on gradients, so it is `backward`."""
+        assert self._pending is not None
+        self._to(self._stage)
+        acc = self._acc
+        acc[BACKWARD] += acc[POST_SYNC]
+        acc[POST_SYNC] = 0
+        self._pending = [a + b for a, b in zip(self._pending, acc, strict=True)]
+        self._acc = [0, 0, 0, 0, 0, 0]
+        self.parts.extend(self._step, self.first)
+
+    def _infer(self) -> None:
+        """All waits of such a row were seen, so its backward is its own."""
+        self.inferred = self._pending_synced = True
+        self._pending_flags &= ~(FLAG_NO_PEERS | FLAG_NO_SPLIT)
+        if self.on_device:
+            self.coupled = True
+            self._pending_flags |= FLAG_COUPLED
+
     # -- what closes a row -----------------------------------------------------------------------
 
     @at_once
@@ -428,7 +485,8 @@ class Recorder(MarkLog):
         return True
 
     def _optimizer_begin(self) -> None:
-        if self._pending is not None and not self.manual:
+        reduces = self._reduces_in_step and self._optimizer is None  # and not in one inside of it
+        if self._pending is not None and not self.manual and not reduces:
             self._close_step()
         if self._stage != POST_SYNC:
             self._to(POST_SYNC)
@@ -462,6 +520,7 @@ class Recorder(MarkLog):
             else:
                 self._end_part(self._optimizer)
             self._optimizer = None
+        self._stepped = True
         if self._pending is not None and not self.manual and not self.depth:
             self._close_step()
 
@@ -601,6 +660,7 @@ _UNDERSTAND: dict[int, Callable[[Recorder], None]] = {
     OPTIMIZER_BEGIN: Recorder._optimizer_begin,
     CLOSURE_BEGIN: Recorder._closure_begin,
     OPTIMIZER_END: Recorder._optimizer_end,
+    REDUCED: Recorder._reduced,
     COLLATED: Recorder._note_collated,
 }
 

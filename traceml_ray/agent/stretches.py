@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from traceml_ray.agent.details import Details
-from traceml_ray.wire import DATA, FORWARD, N_STAGES, POST_SYNC, PREPARE
+from traceml_ray.wire import BACKWARD, DATA, FORWARD, N_STAGES, POST_SYNC, PREPARE
 
 _MAX_OPEN = 32
 _MAX_CLOSED = 1024
@@ -103,6 +103,14 @@ class Stretches:
                 self._hand_out(stretch, step, apart)
             seen.add(stretch.number)
             stretch.sums, stretch.foreign_ns = [0] * N_STAGES, 0
+
+    def extend(self, step: int, apart: bool) -> None:
+        """See `Recorder._extend`: the row ends now, and what was after its backward belongs to that."""
+        for stretch in (*self.open, *self.over):
+            stretch.sums[BACKWARD] += stretch.sums[POST_SYNC]
+            stretch.sums[POST_SYNC] = 0
+        self.cut(step, apart)
+        self.hand_out(step, apart)
 
     def hand_out(self, step: int, apart: bool) -> None:
         """Add those that are over to the sums of `details`, as of `step`; `apart`: each by itself."""

@@ -91,15 +91,23 @@ def _apart(evidence: Evidence, thresholds: Thresholds) -> str:
     if (window.flags & FLAG_COUPLED).any():
         return wording.coupled(window)
     if not evidence.rows.synced.any():
-        return wording.NO_SYNC
+        return wording.no_sync(evidence, thresholds.min_excess)
     alone = (window.flags & (FLAG_NO_PEERS | FLAG_NO_BACKWARD) != 0).mean(axis=0)
     if alone.max() - alone.min() > 0.5:
         return wording.roles_differ(window, alone > 0.5)
     behind = evidence.frontier.slack[-1, :, -1] / evidence.total_ns
     spread = float(np.ptp(behind))
+    if window.inferred and not (spread <= thresholds.unsynced_spread and _line_up(evidence, thresholds)):
+        return wording.unclear(window)
     if spread <= thresholds.unsynced_spread:
         return ""
     return wording.unsynced(window, spread, _together(behind, _AGREE * thresholds.unsynced_spread))
+
+
+def _line_up(evidence: Evidence, thresholds: Thresholds) -> bool:
+    """Tell whether the ranks leave their exchanges together, as those do that wait for each other there."""
+    apart = evidence.frontier.slack[evidence.rows.synced, :, -1].max(axis=1)
+    return float(np.median(apart)) <= thresholds.replay_error * evidence.mean_step_ns
 
 
 def _together(behind: Float, agree: float) -> list[Int64]:

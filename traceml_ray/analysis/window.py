@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from traceml_ray.wire import FLAG_FIRST, N_STAGES, SEGMENT_BITS
+from traceml_ray.wire import FLAG_FIRST, INFERRED, N_STAGES, SEGMENT_BITS
 
 Int64 = npt.NDArray[np.int64]
 UInt8 = npt.NDArray[np.uint8]
@@ -108,6 +108,12 @@ class Window:
         A row has the sum of these waits, so it is not known whose lateness hides behind whose.
         """
         return any("fsdp" in strategy for strategy in self.strategies)
+
+    @property
+    def inferred(self) -> tuple[str, ...]:
+        """The functions in which ranks are taken to exchange gradients, see `wire.INFERRED`."""
+        parts = {part for strategy in self.strategies for part in strategy.split("+")}
+        return tuple(sorted(part.removesuffix(INFERRED) for part in parts if part.endswith(INFERRED)))
 
     def take(self, which: slice | Bool) -> Window:
         """Return the window with only the keys of `which`."""

@@ -43,6 +43,10 @@ HIDDEN = (
     "Ranks take turns in being late, and wait for each other inside forward and backward: whether one is "
     "behind another's lateness or adds to it is not known from their sums. Exposed time only."
 )
+ON_DEVICE = (
+    "Ranks wait for each other in {} on the device, and these waits are not on the clock of the rows: "
+    "exposed time only."
+)
 NO_SYNC = "These ranks do not exchange gradients, so they do not wait for each other: exposed time only."
 
 _LOOK = {
@@ -197,11 +201,42 @@ def unsynced(window: Window, spread: float, together: Sequence[Int64]) -> str:
     return f"{differ}, so these ranks do not wait for each other: exposed time only."
 
 
+def no_sync(evidence: Evidence, least: float) -> str:
+    """Say that no exchange was seen; waits of more than `least` of the step are no exchange, but there."""
+    waits_ns = float(evidence.rows.d[:, :, SYNC_WAIT].mean(axis=1).sum()) / len(evidence.window.starts)
+    if waits_ns < least * evidence.mean_step_ns or None not in evidence.window.groups:
+        return NO_SYNC
+    return (
+        f"These ranks wait for each other in collectives, {ms(waits_ns)} a step on average, but none of "
+        "these is known to be the exchange of gradients: exposed time only."
+    )
+
+
+def unclear(window: Window) -> str:
+    """Say that what was taken for the exchange is none in which all ranks wait for each other."""
+    return (
+        f"These ranks wait for each other in {_functions(window)}, but they do not leave it together in "
+        "every step, so where they wait for whom is not clear: exposed time only."
+    )
+
+
+def _functions(window: Window) -> str:
+    return _listed([f"`{name}`" for name in window.inferred])
+
+
+def _inferred(window: Window) -> str:
+    if not window.inferred:
+        return ""
+    return f" That ranks exchange gradients in {_functions(window)}, before the optimizer, is inferred."
+
+
 def coupled(window: Window) -> str:
     """Say how else than by one exchange a step the ranks depend on each other."""
     parts = {part for strategy in window.strategies for part in strategy.split("+")}
     if not parts:
         return UNSAID
+    if window.inferred and not parts & {"pp", "tp"}:
+        return ON_DEVICE.format(_functions(window))
     return PIPELINE if "pp" in parts else TENSOR if "tp" in parts else COUPLED
 
 
@@ -248,7 +283,7 @@ def healthy(evidence: Evidence, finding: Finding, limit: float) -> str:
     largest = max(float(evidence.persistent.max()), 0.0)
     return (
         f"No rank holds the others up: the largest lasting excess over peers is {percent(largest)} "
-        f"of the step ({percent(limit)} counts)." + _unsplit(evidence)
+        f"of the step ({percent(limit)} counts)." + _unsplit(evidence) + _inferred(window)
     )
 
 
@@ -263,7 +298,7 @@ def named(evidence: Evidence, finding: Finding, timing: Timing, *, whole_run: bo
     else:
         why, advice = _co_critical(evidence, finding)
     notes = "".join(dict.fromkeys(_merged(evidence, cause) for cause in finding.causes))
-    return why + notes + _unsplit(evidence), advice
+    return why + notes + _unsplit(evidence) + _inferred(evidence.window), advice
 
 
 def _straggler(evidence: Evidence, cause: Cause, timing: Timing, whole_run: bool) -> tuple[str, str]:
@@ -330,7 +365,7 @@ def group_wide(drift: Drift, evidence: Evidence) -> tuple[str, str]:
         f"the {ms(old)} of {baseline_is(baseline)}: {percent(drift.share)} of the step. Comparing ranks with "
         "each other does not show it."
     )
-    return why + _unsplit(evidence), _SHARED[stage]
+    return why + _unsplit(evidence) + _inferred(evidence.window), _SHARED[stage]
 
 
 def baseline_is(baseline: Baseline) -> str:
