@@ -1,4 +1,4 @@
-"""Which of a job's nodes this is, and where the others find the monitor: read off torchrun's own flags."""
+"""Which of a job's nodes this is, and where the others find the monitor; read off torchrun's own flags."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import argparse
 import hashlib
 import re
 from dataclasses import dataclass
-
-from torch.distributed import run as torch_run
-from torch.distributed.elastic.rendezvous import utils as rendezvous
 
 from traceml_ray.reach import join
 
@@ -47,6 +44,8 @@ class Nodes:
 
 def read(args: argparse.Namespace, ray_address: str | None) -> Nodes:
     """Return what torchrun's arguments say. Raises UsageError."""
+    from torch.distributed import run as torch_run
+
     try:
         least, most = torch_run.parse_min_max_nnodes(args.nnodes)
     except (ValueError, RuntimeError):
@@ -73,13 +72,15 @@ def read(args: argparse.Namespace, ray_address: str | None) -> Nodes:
         rank=rank if rank is not None else int(not first),
         first=first,
         host=host,
-        head=join(_head_host(host), args.traceml_port or port + 1),
+        head=join(head_host(host), args.traceml_port or port + 1),
         job=f"{named}-{place}",
     )
 
 
 def _endpoint(args: argparse.Namespace) -> tuple[str, int]:
     """Return where the ranks of all nodes meet."""
+    from torch.distributed.elastic.rendezvous import utils as rendezvous
+
     if args.rdzv_backend == "static" and not args.rdzv_endpoint:
         return args.master_addr, args.master_port or 29500
     if not args.rdzv_endpoint:
@@ -95,12 +96,15 @@ def _endpoint(args: argparse.Namespace) -> tuple[str, int]:
 
 def _hosts_rendezvous(args: argparse.Namespace, host: str) -> bool:
     """Return whether this is the machine of the rendezvous, as torch itself decides it."""
+    from torch.distributed.elastic.rendezvous import utils as rendezvous
+
     said = rendezvous._parse_rendezvous_config(args.rdzv_conf or "").get("is_host")
     if said is not None:
         return said.lower() in ("1", "true", "t", "yes", "y")
     return rendezvous._matches_machine_hostname(host)
 
 
-def _head_host(host: str) -> str:
+def head_host(host: str) -> str:
+    """Return the name of the head's host for Ray."""
     # Ray takes localhost and 127.0.0.1 for "whatever address this machine has"; not so the next one.
     return "127.0.0.2" if host == "localhost" or host.startswith("127.") else host

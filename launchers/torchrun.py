@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
-import shlex
 import signal
 import socket
 import sys
@@ -27,8 +25,9 @@ from traceml_ray.agent.bootstrap import leave_rank
 from traceml_ray.plain import one_line
 from traceml_ray.reports.baseline import checked
 from traceml_ray.session import SessionError
-from traceml_ray.settings import SettingError, Settings
+from traceml_ray.settings import SettingError
 
+from .arguments import add_flags, command_text, marked, settings_of, unmarked
 from .cluster import free_port
 from .monitor import Monitor
 from .nodes import Nodes, NotGiven, UsageError
@@ -36,10 +35,8 @@ from .nodes import read as read_nodes
 
 _PROGRAM = "python -m traceml_ray.launch"
 _MESSAGE_CHARS = 2000
-_COMMAND_CHARS = 1000
-_SECRET = re.compile(r"(key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
-_URL_LOGIN = re.compile(r"://[^/@\s]+@")
-_BARE = "--dashboard=\0"  # no argument can be that
+_LAUNCHERS = ("accelerate", "deepspeed", "torchrun", "mpirun", "mpiexec", "srun", "horovodrun", "composer")
+"""Commands that are no rank, but start some."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,7 +86,7 @@ def _interrupt(number: int, _frame: object) -> NoReturn:
 
 
 def _monitor(args: argparse.Namespace) -> Monitor:
-    settings = _settings(args)
+    settings = settings_of(args)
     nodes = read_nodes(args, settings.ray_address)
     _check(args, nodes)
     if nodes.first:
@@ -130,43 +127,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     ours = parser.add_argument_group(
         "traceml-ray", "Also in the environment as TRACEML_SESSION, TRACEML_OUT, …"
     )
-    ours.add_argument("--session", help="Name of the session; default: made up from the time.")
-    ours.add_argument("--out", help="Folder for session folders; default: traceml-sessions.")
-    ours.add_argument("--interval", help="Seconds between two reports of a rank; default: 1.")
-    ours.add_argument("--channel", help="How ranks reach their relay: auto, socket or actor.")
-    ours.add_argument(
-        "--ray-address", help="host:port of a running Ray cluster; default: RAY_ADDRESS, else a private one."
-    )
-    ours.add_argument(
-        "--traceml-port",
-        type=_port,
-        help="Of the monitor's own Ray, on the first of several nodes; default: the master's port + 1.",
-    )
-    ours.add_argument(
-        "--dashboard",
-        type=_dashboard_port,
-        metavar="[=PORT]",
-        help="Serve the web app on this node while the job runs; default: port 8050, or a free one.",
-    )
+    add_flags(ours.add_argument, "the master's port + 1")
     ours.add_argument("--no-monitor", action="store_true", help="torchrun, and nothing else.")
     if "PET_NODE_RANK" not in os.environ:
         parser.set_defaults(node_rank=NotGiven(0))
     given = sys.argv[1:] if argv is None else argv
-    # Without a port it would take the script for one, so it is given one for as long as the parser runs.
-    args = parser.parse_args([_BARE if text == "--dashboard" else text for text in given])
-    theirs = args.training_script_args
-    args.training_script_args = ["--dashboard" if text == _BARE else text for text in theirs]
+    args = parser.parse_args(marked(given))
+    args.training_script_args = unmarked(args.training_script_args)
     return args
-
-
-def _dashboard_port(text: str) -> str:
-    return text.strip("\0") if text in ("\0", "0") else str(_port(text))
-
-
-def _port(text: str) -> int:
-    if not (text.isdecimal() and 0 < int(text) < 1 << 16):
-        raise argparse.ArgumentTypeError(f"{text} is not a port")
-    return int(text)
 
 
 def _usage_error(message: str) -> NoReturn:
@@ -180,6 +148,11 @@ def _check(args: argparse.Namespace, nodes: Nodes) -> None:
         raise UsageError(f"there is no script {script} (in {Path.cwd()})")
     if args.module and args.no_python:
         raise UsageError("--no-python and --module cannot be used together")
+    if args.no_python and script.name in _LAUNCHERS:
+        raise UsageError(
+            f"{script.name} starts ranks itself: traceml-ray run -- {script.name} … (torchrun's --no-python "
+            "would start one of it for each rank)"
+        )
     _world_size(args)
     if nodes.several:
         return
@@ -195,43 +168,13 @@ def _is_there(script: Path) -> bool:
         return False
 
 
-def _settings(args: argparse.Namespace) -> Settings:
-    settings = Settings.load(
-        session=args.session,
-        out=args.out,
-        interval=args.interval,
-        channel=args.channel,
-        ray_address=args.ray_address
-        or os.environ.get("TRACEML_RAY_ADDRESS")
-        or os.environ.get("RAY_ADDRESS"),
-    )
-    if settings.ray_address is not None and not re.fullmatch(r"[^\s/]+:\d{1,5}", settings.ray_address):
-        raise UsageError(f"Ray address {settings.ray_address!r} must be host:port (of the cluster's GCS)")
-    return settings
-
-
 def _info(args: argparse.Namespace, nodes: Nodes) -> dict[str, str | int | float | None]:
     return {
         "launcher": "torchrun",
-        "command": _command([args.training_script, *args.training_script_args])[:_COMMAND_CHARS],
+        "command": command_text([args.training_script, *args.training_script_args]),
         "nnodes": nodes.count if nodes.fixed else None,
         "world_size": nodes.count * _world_size(args) if nodes.fixed else None,
     }
-
-
-def _command(words: Sequence[str]) -> str:
-    """Return the script and its arguments, without what is given to one that is named like a secret."""
-    told, hide = [], False
-    for word in words:
-        name, sign, _ = word.partition("=")
-        secret = _SECRET.search(name) is not None
-        if secret and sign:
-            word = f"{name}=***"
-        elif hide and not word.startswith("-"):
-            word = "***"
-        hide = secret and not sign and word.startswith("-")
-        told.append(_URL_LOGIN.sub("://***@", word))
-    return shlex.join(told)
 
 
 def _world_size(args: argparse.Namespace) -> int:

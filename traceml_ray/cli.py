@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from traceml_ray import __version__, session
+from traceml_ray.launchers.arguments import add_command, marked
 from traceml_ray.plain import one_line
 from traceml_ray.settings import SettingError, Settings
 from traceml_ray.store.session_file import SessionFile, SessionFileError, legible
@@ -30,7 +31,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return its exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parser().parse_args(marked(sys.argv[1:] if argv is None else argv))
     try:
         code: int = arguments.command(arguments)
         sys.stdout.flush()
@@ -44,6 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
         return 1
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run any command, as `traceml-ray run -- accelerate launch train.py`, and watch the ranks it starts."""
+    from traceml_ray.launchers import command
+
+    return command.run(arguments)
 
 
 def report(arguments: argparse.Namespace) -> int:
@@ -132,10 +140,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"traceml-ray {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for run in (report, status, dashboard, stop):
-        about = (run.__doc__ or "").strip()
-        command = commands.add_parser(run.__name__, help=about, description=about, epilog=parser.epilog)
-        command.set_defaults(command=run)
+    about = (run.__doc__ or "").strip()
+    command = commands.add_parser(
+        "run", help=about, description=about, usage="%(prog)s [options] -- COMMAND …"
+    )
+    command.set_defaults(command=run)
+    add_command(command.add_argument)
+    for subcommand in (report, status, dashboard, stop):
+        about = (subcommand.__doc__ or "").strip()
+        name = subcommand.__name__
+        command = commands.add_parser(name, help=about, description=about, epilog=parser.epilog)
+        command.set_defaults(command=subcommand)
         command.add_argument(
             "session",
             nargs="?",
@@ -145,11 +160,11 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--out", metavar="DIR", help="folder of sessions (default: TRACEML_OUT, else traceml-sessions)"
         )
-        if run is report:
+        if subcommand is report:
             command.add_argument("--json", action="store_true", help="print summary.json instead of text")
-        if run in (report, dashboard):
+        if subcommand in (report, dashboard):
             command.add_argument("--run", help="id or name of one run of the session (default: the newest)")
-        if run is dashboard:
+        if subcommand is dashboard:
             _serving(command)
     return parser
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,6 +70,10 @@ class Node:
         found = until(lambda: (sent := self._decoded()) and sent[-1].final and sent, "its last word")
         assert isinstance(found, list)
         return found
+
+    def last(self) -> list[wire.RankBatch]:
+        """The last words that are there."""
+        return [batch for batch in self._decoded() if batch.final]
 
     def processes(self) -> int:
         """How many processes have reported."""
@@ -259,3 +264,63 @@ print(list(traceml_ray.watch([1, 2])))
     assert min(data_ns) > 9_000_000
     tokenize = [d for b in batches for d in b.details if d.name == "tokenize"]
     assert sum(d.count for d in tokenize) == 5 and sum(d.total_ns for d in tokenize) > 25_000_000
+
+
+# -- what a command of any kind starts: `traceml-ray run` ------------------------------------------------
+
+RANK = """
+import os, subprocess, sys
+import torch, torch.distributed as dist
+
+def rank(number):
+    dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/meet", rank=number, world_size=2)
+    net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for batch in torch.utils.data.DataLoader(torch.ones(40, 8), batch_size=4):
+        net(batch).mean().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+"""
+STARTED: dict[str, tuple[str, int]] = {
+    "forked": ("torch.multiprocessing.start_processes(rank, (), 2, start_method='fork')", 2),
+    "by a child of a child": (
+        "again = [sys.executable, __file__, 'rank']\n"
+        "if sys.argv[1:]: rank(int(os.environ['RANK']))\n"
+        "else:\n"
+        "    helps = [sys.executable, '-c', 'import torch; torch.save({}, \"x\")']\n"
+        "    helper = subprocess.Popen(helps, env={**os.environ, 'RANK': '0'})\n"
+        "    words = ['bash', '-c', '\"$@\"; exit $?', 'bash', *again]\n"
+        "    ranks = [subprocess.Popen(words, env={**os.environ, 'RANK': str(n)}) for n in (0, 1)]\n"
+        "    assert [one.wait() for one in (helper, *ranks)] == [0, 0, 0]",
+        2,
+    ),
+    "alone, without a group": ("exec(TRAIN + 'train(steps=10)')", 1),
+}
+
+
+@pytest.mark.parametrize("how", list(STARTED))
+def test_of_what_a_command_starts_the_ranks_are_watched(tmp_path: Path, relay: Node, how: str) -> None:
+    body, ranks = STARTED[how]
+    script = f"{RANK}\nTRAIN = {TRAIN!r}\nif __name__ == '__main__':\n{textwrap.indent(body, '    ')}"
+    done = run(tmp_path, script, TRACEML_COMMAND="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    ended = until(lambda: len(relay.last()) >= ranks and relay.last(), "their last words")
+    assert sorted(batch.identity.global_rank for batch in ended if batch.identity) == list(range(ranks))
+    assert [batch.produced for batch in ended] == [10] * ranks
+    assert all(batch.errors == {} and batch.missing == {} for batch in ended)
+    assert relay.processes() == ranks
+
+
+def test_attach_without_a_monitor_says_once_what_to_do(tmp_path: Path) -> None:
+    script = "import traceml_ray\nprint([traceml_ray.attach() for _ in range(3)])"
+    for rank, lines in (("0", 1), ("1", 0)):
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=tmp_path,
+            env={**os.environ, "RANK": rank, "WORLD_SIZE": "2"},
+        )
+        assert done.stdout.strip() == str([False] * 3)
+        assert done.stderr.count("\n") == lines == done.stderr.count("`traceml-ray run -- COMMAND`")

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import run as torch_run
 
 from traceml_ray.actors import folders
-from traceml_ray.launchers import nodes, torchrun
+from traceml_ray.launchers import arguments, nodes, torchrun
 from traceml_ray.launchers.cluster import PrivateRay, cluster_token, free_port
 from traceml_ray.launchers.nodes import Nodes
 from traceml_ray.reach import own_address
@@ -266,7 +266,7 @@ def test_secrets_among_the_scripts_arguments_are_not_told() -> None:
         "gpt2",
         "--password",
     ]
-    told = torchrun._command(
+    told = arguments.command_text(
         ["train.py", *words, "--db", "postgres://me:hush4@host/runs", "--max-tokens", "512"]
     )
     assert "hush" not in told

@@ -21,7 +21,7 @@ import pytest
 import yaml
 from ray.runtime_env import RuntimeEnv
 
-from traceml_ray.launchers import torchrun
+from traceml_ray.launchers import arguments, torchrun
 from traceml_ray.launchers.nodes import read as read_nodes
 from traceml_ray.settings import Settings, check_session_name
 
@@ -391,7 +391,7 @@ def test_torchrun_one_launcher_on_each_node(slurm, monkeypatch):
         given = read_nodes(args, None)
         assert (given.count, given.rank, given.first, given.head) == (3, rank, rank == 0, "node1:21423")
         torchrun._check(args, given)
-        settings = torchrun._settings(args)
+        settings = arguments.settings_of(args)
         assert (settings.session, settings.out) == ("slurm-4711-0", str(slurm.folder / "traceml-sessions"))
     assert all(launch["env"]["SRUN_CPUS_PER_TASK"] == "8" for launch in slurm.launches())
 

@@ -27,8 +27,8 @@ def attach(session: str | None = None, **who: Any) -> bool:
 
     In a process of Ray (actor, task, driver) it reports to the session of that name (else
     `TRACEML_SESSION`, else `default`), whether that runs already or not. Under
-    `python -m traceml_ray.launch` it is watched already; elsewhere this needs the path of a relay's
-    socket in `TRACEML_SOCKET`.
+    `python -m traceml_ray.launch` and `traceml-ray run` ranks are watched already. Without any of these it
+    says so once on stderr, in rank 0.
 
     Args:
         session: name.
@@ -59,10 +59,21 @@ def attach(session: str | None = None, **who: Any) -> bool:
             settings = in_ray.settings(settings)
             channel, identity = ActorChannel(str(settings.session)), in_ray.named(identity)
             return bootstrap.start(settings, channel=channel, identity=identity) is not None
-        return bootstrap.start(settings, identity=identity) is not None
+        watched = bootstrap.start(settings, identity=identity) is not None
+        if not watched and identity().global_rank == 0:
+            _say_what_to_do()
+        return watched
     except Exception as error:  # whatever it is, the script goes on as without us
         warnings.warn(f"not watching this process: {type(error).__name__}: {error}", stacklevel=2)
         return False
+
+
+@functools.cache  # once
+def _say_what_to_do() -> None:
+    sys.stderr.write(
+        "traceml-ray: attach: there is no monitor here; start the job with `traceml-ray run -- COMMAND`, "
+        "or call traceml_ray.start() after ray.init()\n"
+    )
 
 
 def _ray_is_up() -> bool:

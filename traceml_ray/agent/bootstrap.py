@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from traceml_ray import wire
 from traceml_ray.agent.channel import Channel, SocketChannel
-from traceml_ray.agent.rank_agent import RankAgent
+from traceml_ray.agent.rank_agent import RankAgent, new_stream
 from traceml_ray.errors import said
 from traceml_ray.identity import RankIdentity, resolve
 from traceml_ray.settings import Settings
@@ -27,11 +28,16 @@ SITE_FOLDER = str(Path(__file__).parent / "site")
 RANK_PID = "TRACEML_RANK_PID"
 """Set in a rank's environment once it is watched: its children see it and stay out."""
 
+COMMAND = "TRACEML_COMMAND"
+"""Set where a command of any kind runs: which of its processes are ranks shows in what they do."""
+
 _NAMES = ("session", "socket", "spool", "channel", "interval", "ring_rows", "agent_buffer_bytes")
 _TOLD = {name: f"TRACEML_{name.upper()}" for name in _NAMES}
 """Settings that a rank is told, and their variables."""
 
 _agent: RankAgent | None = None
+_asleep: RankAgent | None = None
+"""In place, but not yet known to be a rank's."""
 _lock = threading.Lock()
 
 
@@ -45,21 +51,48 @@ def rank_environment(settings: Settings, environ: dict[str, str] | None = None) 
 
 
 def leave_rank() -> None:
-    """In a child of a rank that launches a job of its own: forget what that rank was told."""
-    if os.environ.pop(RANK_PID, None) is not None:
+    """In a process that launches a job of its own inside another one: forget what the other was told."""
+    inside = [os.environ.pop(name, None) for name in (RANK_PID, COMMAND)]
+    if any(inside):
         for variable in _TOLD.values():
             os.environ.pop(variable, None)
 
 
 def start_on_import(pid: int) -> None:
     """Called by our `sitecustomize` when torch has been imported, in process `pid` or a fork of it."""
-    if os.getpid() != pid:  # forked before torch was imported
-        return
     try:
-        start()
+        if os.environ.get(COMMAND):
+            _start_asleep()
+        elif os.getpid() == pid:  # not forked before torch was imported
+            start()
     except Exception as error:
         # The script goes on without a monitor; the relay will say that this rank never reported.
         sys.stderr.write(f"traceml-ray: not watching this process: {said(error)}\n")
+
+
+def _start_asleep() -> None:
+    """
+    Instrument this process; it reports nothing before it joins a process group or takes an optimizer step.
+
+    A launcher, or a helper of it, does neither, whatever it has in its environment. There is no thread until
+    then: the process may be about to fork its ranks.
+    """
+    global _asleep
+    settings = Settings.load()
+    if settings.socket is not None:
+        _asleep = RankAgent(settings, SocketChannel(settings.socket))
+        _asleep.instrumentation.when_rank(_wake)
+        _asleep.instrumentation.install()
+
+
+def _wake() -> None:
+    global _asleep
+    with _lock:
+        agent, _asleep = _asleep, None
+        if agent is not None:
+            agent.stream = new_stream()  # forks of one process are ranks of their own
+            agent.channel = _channel(agent.settings) or agent.channel
+            _begin(agent)
 
 
 def start(
@@ -78,7 +111,7 @@ def start(
         identity: returns who this process is; asked again and again until it says that
             torch.distributed, or whoever started the rank, has told.
     """
-    global _agent
+    global _asleep
     with _lock:
         if _agent is not None:
             return _agent
@@ -86,14 +119,25 @@ def start(
         channel = channel or _channel(settings)
         if channel is None:
             return None
-        os.environ[RANK_PID] = str(os.getpid())
-        _leave_pythonpath()
-        _agent = RankAgent(settings, channel, identity)
-        _agent.instrumentation.install()
-        _agent.start()
-        atexit.register(_at_exit)
-        os.register_at_fork(after_in_child=_in_child)
-        return _agent
+        asleep, _asleep = _asleep, None
+        if asleep is not None:
+            asleep.instrumentation.remove()
+        agent = RankAgent(settings, channel, identity)
+        agent.instrumentation.install()
+        _begin(agent)
+        return agent
+
+
+def _begin(agent: RankAgent) -> None:
+    global _agent
+    os.environ[RANK_PID] = str(os.getpid())
+    _leave_pythonpath()
+    _agent = agent
+    agent.start()
+    atexit.register(_at_exit)
+    os.register_at_fork(after_in_child=_in_child)
+    if multiprocessing.parent_process() is not None:  # a forked one ends without `atexit`
+        multiprocessing.util.Finalize(None, _at_exit, exitpriority=0)
 
 
 def _channel(settings: Settings) -> Channel | None:
@@ -113,9 +157,12 @@ def current() -> RankAgent | None:
 
 def stop(events: list[wire.Event] | None = None) -> None:
     """Put torch back as it was, send what is left, `events` last, and end the agent's thread."""
-    global _agent
+    global _agent, _asleep
     with _lock:
         agent, _agent = _agent, None
+        asleep, _asleep = _asleep, None
+    if asleep is not None:
+        asleep.instrumentation.remove()
     if agent is not None:
         atexit.unregister(_at_exit)
         agent.instrumentation.remove()
@@ -124,7 +171,8 @@ def stop(events: list[wire.Event] | None = None) -> None:
 
 
 def _at_exit() -> None:
-    agent = _agent
+    global _agent
+    agent, _agent = _agent, None
     if agent is None:
         return
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # it reached the top

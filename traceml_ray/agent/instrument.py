@@ -82,6 +82,7 @@ class Instrumentation:
         self._model_parallel: set[str] = set()
         self.roots = Roots(recorder, self.failed)
         self._learning = True
+        self._ranked: Callable[[], None] | None = None
         self._undo: list[Callable[[], None]] = []
         self._ddp: list[Any] = []
 
@@ -111,6 +112,8 @@ class Instrumentation:
             ("collectives", lambda: self.parts.patch_collectives(self._replace)),
         ):
             self._try(name, patch)
+        if self._ranked is not None:
+            self._try("rank", self._patch_process_group)
         for name, module, patch in self._later():
             when_imported(module, functools.partial(self._try, name, patch))
 
@@ -125,6 +128,22 @@ class Instrumentation:
             ("checkpoint", CHECKPOINT_MODULE, lambda: self.parts.patch_checkpoint(self._replace)),
             ("collectives", FUNCTIONAL_MODULE, lambda: self.parts.patch_functional(self._replace)),
         )
+
+    def when_rank(self, then: Callable[[], None]) -> None:
+        """Before `install`: have `then` called when this process joins a process group or takes a step."""
+        self._ranked = then
+
+    def _patch_process_group(self) -> None:
+        import torch.distributed as dist
+
+        if dist.is_available():
+            joined = self._then("rank", lambda *_: self._is_rank())
+            self._replace(dist, "init_process_group", joined)
+
+    def _is_rank(self) -> None:
+        then, self._ranked = self._ranked, None
+        if then is not None:
+            then()
 
     def remove(self) -> None:
         """Put everything back as it was; never raises, safe to call twice."""
@@ -169,7 +188,7 @@ class Instrumentation:
             def call(*args: Any, **kwargs: Any) -> Any:
                 result = original(*args, **kwargs)
                 try:
-                    action(args[0] if args else kwargs["module"], kwargs)
+                    action(args[0] if args else kwargs.get("module"), kwargs)
                 except Exception as error:
                     self.failed(place, error)
                 return result
@@ -448,6 +467,7 @@ class Instrumentation:
 
     def _learn(self, optimizer: Any) -> None:
         self._learning = False
+        self._is_rank()
         if not len(self.roots):
             self.roots.learn(optimizer)
 

@@ -49,6 +49,11 @@ _T = TypeVar("_T")
 _Item = TypeVar("_Item", wire.Event, wire.Detail)
 
 
+def new_stream() -> str:
+    """Return the id of one rank's process."""
+    return secrets.token_hex(8)
+
+
 class _Batch(msgspec.Struct, gc=False):
     seq: int
     rows: int
@@ -76,7 +81,7 @@ class RankAgent:
         self.recorder = Recorder(self.ring)
         self.details = Details()
         self.instrumentation = Instrumentation(self.recorder, self.details, debug=settings.debug)
-        self.stream = secrets.token_hex(8)
+        self.stream = new_stream()
         self.identity: identities.RankIdentity | None = None
         self._identity_known = False
         self._events: list[wire.Event] = []

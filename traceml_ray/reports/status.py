@@ -23,7 +23,7 @@ def render_status(session: SessionFile, folder: Path, holder: int | None, now: i
     labels = label_nodes(nodes, streams)
     labels.update({node.node_id: f"{labels[node.node_id]} (lost)" for node in nodes if node.lost_ns})
     verdicts, _ = session.verdicts()
-    holds = "launcher" if meta.get("launcher") == "torchrun" else "aggregator"
+    holds = "aggregator" if meta.get("launcher", "ray") == "ray" else "launcher"
     live = f"live, {holds} pid {holder}" if holder else f"no {holds} holds it"
     parts = [[f"{folder}: {meta.get('status', 'running')} ({live})"]]
     if verdicts:

@@ -1,0 +1,102 @@
+"""What the command lines of all launchers have in common: our flags, and what follows from them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from traceml_ray.settings import Settings
+
+from .nodes import UsageError
+
+_SECRET = re.compile(r"(key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
+_URL_LOGIN = re.compile(r"://[^/@\s]+@")
+_COMMAND_CHARS = 1000
+RAY_PORT = 29501
+"""Of `traceml-ray run` on several nodes: torchrun's default port + 1."""
+_BARE = "--dashboard=\0"  # no argument can be that
+
+
+def add_flags(add: Callable[..., Any], default_port: str) -> None:
+    """Add our flags by `add`, an `add_argument`."""
+    add("--session", help="Name of the session; default: made up from the time.")
+    add("--out", help="Folder for session folders; default: traceml-sessions.")
+    add("--interval", help="Seconds between two reports of a rank; default: 1.")
+    add("--channel", help="How ranks reach their relay: auto, socket or actor.")
+    add("--ray-address", help="host:port of a running Ray cluster; default: RAY_ADDRESS, else a private one.")
+    add(
+        "--traceml-port",
+        type=_port,
+        help=f"Of the monitor's own Ray, on the first of several nodes; default: {default_port}.",
+    )
+    add(
+        "--dashboard",
+        type=_dashboard_port,
+        metavar="[=PORT]",
+        help="Serve the web app on this node while the job runs; default: port 8050, or a free one.",
+    )
+
+
+def add_command(add: Callable[..., Any]) -> None:
+    """Add what `traceml-ray run` takes by `add`, an `add_argument`."""
+    add_flags(add, str(RAY_PORT))
+    add("--nnodes", type=int, default=1, metavar="N", help="Nodes of the job, with one `run` on each.")
+    add("--node-rank", type=int, default=0, metavar="R", help="Of this node; the session is written on 0.")
+    add("--master-addr", metavar="HOST", help="Of node rank 0, where there are several.")
+    add("--no-monitor", action="store_true", help="The command, and nothing else.")
+    add("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="What to run, with its arguments.")
+
+
+def marked(argv: Sequence[str]) -> list[str]:
+    """Return `argv` with a `--dashboard` without port as one word: it would take the next one for a port."""
+    return [_BARE if text == "--dashboard" else text for text in argv]
+
+
+def unmarked(argv: Sequence[str]) -> list[str]:
+    """Return those of `marked` that are not for us as they were."""
+    return ["--dashboard" if text == _BARE else text for text in argv]
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """Return the settings of a launch. Raises UsageError, SettingError."""
+    settings = Settings.load(
+        session=args.session,
+        out=args.out,
+        interval=args.interval,
+        channel=args.channel,
+        ray_address=args.ray_address
+        or os.environ.get("TRACEML_RAY_ADDRESS")
+        or os.environ.get("RAY_ADDRESS"),
+    )
+    if settings.ray_address is not None and not re.fullmatch(r"[^\s/]+:\d{1,5}", settings.ray_address):
+        raise UsageError(f"Ray address {settings.ray_address!r} must be host:port (of the cluster's GCS)")
+    return settings
+
+
+def command_text(words: Sequence[str]) -> str:
+    """Return a command as a line, cut, without what is given to an argument that is named like a secret."""
+    shown, hide = [], False
+    for word in words:
+        name, sign, _ = word.partition("=")
+        secret = _SECRET.search(name) is not None
+        if secret and sign:
+            word = f"{name}=***"
+        elif hide and not word.startswith("-"):
+            word = "***"
+        hide = secret and not sign and word.startswith("-")
+        shown.append(_URL_LOGIN.sub("://***@", word))
+    return shlex.join(shown)[:_COMMAND_CHARS]
+
+
+def _dashboard_port(text: str) -> str:
+    return text.strip("\0") if text in ("\0", "0") else str(_port(text))
+
+
+def _port(text: str) -> int:
+    if not (text.isdecimal() and 0 < int(text) < 1 << 16):
+        raise argparse.ArgumentTypeError(f"{text} is not a port")
+    return int(text)

@@ -1,0 +1,153 @@
+"""`traceml-ray run -- COMMAND`: real commands; exit code, signals, input and output are theirs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TRAIN = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+for batch in torch.utils.data.DataLoader(torch.ones(80, 8), batch_size=4):
+    net(batch).mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+sys.stdout.write(f"rank {os.environ['RANK']} of {sys.stdin.read() or 'nobody'}\\n")
+sys.exit(3 * (os.environ["RANK"] == "1"))
+"""
+NO_RAY = ("--ray-address", "127.0.0.1:1")
+"""Nobody is there: no live monitor, but all else is as ever."""
+
+
+def command(folder: Path, *words: str) -> list[str]:
+    module = [sys.executable, "-m", "traceml_ray.cli", "run", "--out", str(folder / "out"), "--session", "s"]
+    return [*module, *words]
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(folder, *words),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+def test_ranks_of_a_foreign_launcher_are_watched_and_its_end_is_the_commands(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    # The launcher imports torch itself, and is no rank.
+    launcher = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 train.py"
+    process = start(tmp_path, "--interval", "0.2", "--", "bash", "-c", f"{launcher}; exit $(( $? + 40 ))")
+    out, err = process.communicate("stdin", timeout=100)
+    assert process.returncode == 41, err
+    assert "rank 0 of stdin" in out and "traceml-ray" not in out
+    summary = json.loads((tmp_path / "out" / "s" / "summary.json").read_text())
+    assert summary["session"]["launcher"] == "bash"
+    assert {rank: of["produced"] for rank, of in summary["ledger"]["per_rank"].items()} == {"0": 20, "1": 20}
+    assert summary["ledger"]["produced"] == summary["ledger"]["stored"]
+    assert f"files: {tmp_path / 'out' / 's'}" in err
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [("exit 3", 3), ("kill -TERM $$", -signal.SIGTERM), ("kill -KILL $$", -signal.SIGKILL), ("exit 0", 0)],
+)
+def test_the_exit_is_the_commands_own(tmp_path: Path, script: str, code: int) -> None:
+    process = start(tmp_path, *NO_RAY, "--", "bash", "-c", f"echo to stdout; {script}")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (code, "to stdout\n"), err
+    assert (tmp_path / "out" / "s" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_goes_on_to_the_command_which_ends_as_it_likes(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    script = f"trap 'echo heard; exit 7' {number:d}; echo ready; while :; do sleep 0.05; done"
+    process = start(tmp_path, *NO_RAY, "--", "bash", "-c", script)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (7, "heard\n"), err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "line"),
+    [
+        ((), 2, "which command?"),
+        (("--",), 2, "which command?"),
+        (("--", "there-is-none"), 127, "there-is-none is not a command here"),
+        (("--", "./text"), 126, "./text cannot be executed"),
+        (("--nnodes", "2", "--", "true"), 2, "--master-addr"),
+        (("--interval", "no", "--", "true"), 2, "interval"),
+        (("--ray-address", "nowhere", "--", "true"), 2, "host:port"),
+    ],
+)
+def test_what_cannot_be_run_is_one_line_before_anything_is_started(
+    tmp_path: Path, words: tuple[str, ...], code: int, line: str
+) -> None:
+    (tmp_path / "text").write_text("no program")
+    process = start(tmp_path, *words)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err.count("\n")) == (code, "", 1)
+    assert line in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_monitor_it_is_the_command_and_nothing_else(tmp_path: Path) -> None:
+    process = start(
+        tmp_path, "--no-monitor", "--", "bash", "-c", "echo $$ ${PYTHONPATH:-none} $TRACEML_SOCKET"
+    )
+    out, err = process.communicate(timeout=60)
+    assert (out.split(), err) == ([str(process.pid), os.environ.get("PYTHONPATH", "none")], "")
+
+
+def test_the_terminals_own_interrupt_reaches_the_command_once(tmp_path: Path) -> None:
+    script = "trap 'echo heard' INT; echo ready; sleep 0.6; sleep 0.6; exit 5"
+    master, slave = os.openpty()
+    child = os.fork()
+    if child == 0:
+        os.login_tty(slave) if hasattr(os, "login_tty") else _take(slave)
+        os.chdir(tmp_path)
+        words = command(tmp_path, *NO_RAY, "--", "bash", "-c", script)
+        os.execv(words[0], words)
+    os.close(slave)
+    seen, deadline = b"", time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            found = os.read(master, 4096)
+        except OSError:  # everybody has gone
+            break
+        if b"ready" in found and b"ready" not in seen:
+            os.write(master, b"\x03")
+        seen += found
+        if not found:
+            break
+    _, status = os.waitpid(child, 0)
+    os.close(master)
+    assert os.waitstatus_to_exitcode(status) == 5, seen
+    assert seen.count(b"heard") == 1
+
+
+def _take(terminal: int) -> None:
+    import fcntl
+    import termios
+
+    os.setsid()
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+    for number in range(3):
+        os.dup2(terminal, number)
