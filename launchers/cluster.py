@@ -28,6 +28,8 @@ import psutil
 
 from traceml_ray.reach import ONE_NODE, own_address, reach
 
+from .lean_ray import leave_out_agents
+
 OBJECT_STORE_BYTES = 75 * 1024 * 1024
 """Ray's minimum; our messages are too small to go through it."""
 JOIN_S = 300.0
@@ -46,13 +48,17 @@ class PrivateRay:
         environ: the user's environment.
         head: host:port of the head of a job of several nodes; "" where there is one.
         rank: of this node; the first (0) is the head, the others join it.
+        nice: how much lower than this process's its priority is, 0 … 19.
 
     Raises OSError when the head's host cannot be resolved.
     """
 
-    def __init__(self, folder: Path, environ: Mapping[str, str], head: str = "", rank: int = 0) -> None:
+    def __init__(
+        self, folder: Path, environ: Mapping[str, str], head: str = "", rank: int = 0, nice: int = 0
+    ) -> None:
         self._joins = head if rank else ""
         self._rank = rank
+        self._nice = nice
         self._host = "127.0.0.1" if not head else own_address(head, rank) if not rank else ""
         self.address = head if rank else f"{self._host}:{head.rpartition(':')[2] or free_port()}"
         self.log = folder / "ray.log"
@@ -67,6 +73,7 @@ class PrivateRay:
             "OMP_NUM_THREADS": "1",
             "RAY_AUTH_MODE": "token" if self.token else "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",  # relative to the raylet's
             **({} if head else ONE_NODE),
             **auth,
         }
@@ -98,6 +105,7 @@ class PrivateRay:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        yield_cores(self._process.pid, self._nice)
 
     def exited(self) -> bool:
         """Whether it has ended by itself."""
@@ -168,6 +176,23 @@ def free_port(host: str = "127.0.0.1") -> int:
             return port
 
 
+def yield_cores(session: int, nice: int) -> None:
+    """
+    Lower the priority of a session's leader, just started, and of all that it will start.
+
+    Linux may share cores out by session first (autogroup); a process's own priority then counts only
+    within its session, so both are set.
+    """
+    if not nice:
+        return
+    with contextlib.suppress(OSError, psutil.Error):
+        psutil.Process(session).ionice(psutil.IOPRIO_CLASS_IDLE)
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, session, nice)
+    with contextlib.suppress(OSError):  # not every kernel has it
+        Path(f"/proc/{session}/autogroup").write_text(str(nice))
+
+
 def die_with(parent: int, with_signal: int = signal.SIGKILL) -> None:
     """Have the kernel signal this process when the thread that started it, in process `parent`, ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, with_signal)
@@ -192,6 +217,7 @@ def main() -> None:
     sys.modules["grpc"] = None  # type: ignore[assignment]  # as without ray[client]: no server on port 10001
     from ray.scripts.scripts import main as ray
 
+    leave_out_agents()
     sys.argv = ["ray", *arguments]
     ray()  # type: ignore[no-untyped-call]
 

@@ -32,13 +32,14 @@ from traceml_ray.session import Live, SessionError, SessionFolder, prepare, writ
 from traceml_ray.settings import Settings
 from traceml_ray.spool import SUFFIX
 
-from .cluster import JOIN_S, PrivateRay
+from .cluster import JOIN_S, PrivateRay, yield_cores
 from .control import ask_finish
 from .dashboard import DashboardProcess
 from .helper import HelperReply, HelperRequest
 from .nodes import Nodes
 
 HELPER_S = 30.0
+"""How long a running cluster may take to answer. Our own Ray has longer: its priority is low."""
 HELPER_END_S = 2.0
 """How long an unfinished helper may still take when the job is over (on a cluster not ours)."""
 
@@ -100,9 +101,12 @@ class Monitor:
         try:
             if self._session and self._session.moved is not None:
                 _say(f"an older session {self._name!r} is now {self._session.moved}")
-            environ, address = self._environ, self.settings.ray_address
+            settings = self.settings
+            environ, address = self._environ, settings.ray_address
             if address is None:
-                self._ray = PrivateRay(self._runtime, self._environ, self._nodes.head, self._nodes.rank)
+                self._ray = PrivateRay(
+                    self._runtime, self._environ, self._nodes.head, self._nodes.rank, settings.nice
+                )
                 self._ray.start()
                 environ, address = self._ray.environ, self._ray.address
                 if self._ray.token is None:
@@ -216,7 +220,7 @@ class Monitor:
             os.getpid(),
             address,
             actors,
-            HELPER_S if self._nodes.first else JOIN_S,
+            HELPER_S if self._nodes.first and self._ray is None else JOIN_S,
             temp_dir=str(self._ray.folder) if self._ray is not None else "",
             first=self._nodes.first,
         )
@@ -229,6 +233,7 @@ class Monitor:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        yield_cores(helper.pid, settings.nice)
         watch = threading.Thread(target=self._watch, args=(helper, msgspec.json.encode(request)), daemon=True)
         watch.start()
         return helper

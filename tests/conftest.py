@@ -19,10 +19,12 @@ _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", 
 
 
 @pytest.fixture(autouse=True)
-def _quiet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quiet_environment(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     for name in [*os.environ]:
         if name != WRITE and (name.startswith(_FOREIGN) or name in _RANKS):
             monkeypatch.delenv(name)
+    if "unit" not in request.path.parts:
+        monkeypatch.setenv("TRACEML_NICE", "0")  # a test waits for its monitor while others may be busy
 
 
 @pytest.fixture

@@ -44,6 +44,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Beyond this size of the session file its oldest rows are kept as sums of about ten seconds."""
     idle_ttl: float = 600.0
     """Seconds without any message after which relay and aggregator end themselves."""
+    nice: int = 10
+    """How much lower than the launcher's the priority of the monitor's own Ray is, 0 … 19."""
     debug: bool = False
     """Raise what would be swallowed and counted."""
     baseline: str | None = None
@@ -85,6 +87,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "relay_buffer_bytes": (1 << 20, 1 << 36),
     "session_bytes": (1 << 24, 1 << 44),
     "idle_ttl": (1, 30 * 86_400),
+    "nice": (0, 19),
     "window_steps": (2, 10_000),
     "first_window_steps": (2, 10_000),
     "warmup_steps": (0, 1_000_000),

@@ -83,6 +83,7 @@ class Bench:
         self.environ = {
             **{key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "TRACEML_"))},
             "OMP_NUM_THREADS": "1",
+            "TRACEML_NICE": "0",
             "HOME": str(folder / "home"),
             "LAUNCH_MARK": self.mark,
         }
@@ -294,11 +295,18 @@ def test_a_node_whose_first_never_comes_trains_and_says_what_it_keeps(bench: Ben
     until(lambda: not bench.ours(), "all processes end")
 
 
-def test_a_killed_launcher_takes_its_ray_with_it(bench: Bench) -> None:
-    process = bench.start("--session", "killed", str(bench.script), "--batch", batch(), "--wait")
+def test_private_ray_is_low_in_priority_without_agents_and_ends_with_a_killed_launcher(bench: Bench) -> None:
+    waits = (str(bench.script), "--batch", batch(), "--wait")
+    process = bench.start("--session", "killed", *waits, TRACEML_NICE="3")
     assert process.stdout is not None
     until(lambda: "rank 0 is up" in process.stdout.readline(), "relay")
-    assert any("ray::NodeRelay" in " ".join(p.cmdline()) for p in bench.ours())
+    [relay] = [p for p in bench.ours() if "ray::NodeRelay" in " ".join(p.cmdline())]
+    of_ray = members(os.getsid(relay.pid))
+    assert {os.getpriority(os.PRIO_PROCESS, p.pid) for p in of_ray} == {3}
+    autogroup = Path(f"/proc/{relay.pid}/autogroup")
+    assert not autogroup.exists() or autogroup.read_text().endswith("nice 3\n")
+    commands = [" ".join(p.cmdline()) for p in of_ray]
+    assert not [text for text in commands if re.search("ray::\\w*Agent|dashboard.py", text)]
     process.kill()
     until(
         lambda: all(str(bench.script) in p.cmdline() for p in bench.ours()), "only ranks are left", seconds=10
