@@ -191,6 +191,7 @@ def test_a_failing_rank_gives_torchruns_exit_code_and_table(bench: Bench) -> Non
 
 
 def test_without_a_monitor_there_is_nothing_of_ours(bench: Bench) -> None:
+    del bench.environ["TRACEML_NICE"]
     ran = bench.run("--no-monitor", str(bench.script), "--environ", "--fail")
     assert ran.returncode == 1
     assert "environ []" in ran.stdout
