@@ -40,9 +40,9 @@ demo: $(INSTALLED)
 	@echo "All of it is in traceml-sessions/demo: report.txt, summary.json, session.sqlite."
 	@echo "The same on your own script: .venv/bin/python -m traceml_ray.launch --nproc-per-node 2 train.py"
 
-# Two at a time, then those that judge time. A status of 5: PYTEST_ARGS has chosen none of them.
+# Two at a time, the long ones first; then those that judge time. Status 5: PYTEST_ARGS has chosen none of them.
 test: lint
-	@one=0; $(PY) -m pytest -n 2 --dist loadfile -m "not long and not alone" $(PYTEST_ARGS) || one=$$?; \
+	@one=0; $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not alone" $(PYTEST_ARGS) || one=$$?; \
 	two=0; $(PY) -m pytest -m "not long and alone" $(PYTEST_ARGS) || two=$$?; \
 	[[ $$one$$two =~ ^(00|05|50)$$ ]]
 
