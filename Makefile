@@ -4,17 +4,20 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test long snapshots lint types fuzz chaos bench screenshots clean
+.PHONY: help demo test long snapshots lint types fuzz chaos frameworks bench screenshots clean
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
 EXAMPLES ?= 1000
+CASES ?=
+FRAMEWORKS_ARGS ?=
 DEMO ?= --nproc-per-node 4 --session demo --out traceml-sessions \
 	examples/train_gpt.py --steps 120 --slow data:2:40
 
 PY := $(CURDIR)/.venv/bin/python
 INSTALLED := .venv/.installed
 TYPES := build/types
+FRAMEWORKS := .venv-frameworks
 
 # Ranks share one machine here: one thread each, or they slow each other down.
 export OMP_NUM_THREADS := 1
@@ -27,8 +30,9 @@ help:
 	@echo "make snapshots   the texts that tests compare, written anew after a change of wording"
 	@echo "make lint    ruff and mypy alone        make bench   the benchmarks, in short"
 	@echo "make chaos   everything that can happen to the monitor, beside a run without one (half an hour)"
+	@echo "make frameworks   Lightning, Hugging Face and others with a slow rank (a venv of its own; 40 minutes)"
 	@echo "make screenshots   the pictures of the web app in docs/img (needs chromium and chromedriver)"
-	@echo "make clean   remove what was built (.venv and traceml-sessions stay)"
+	@echo "make clean   remove what was built (.venv, .venv-frameworks and traceml-sessions stay)"
 	@echo "PYTHON=python3.12 chooses the Python that .venv is made with."
 
 demo: $(INSTALLED)
@@ -51,6 +55,10 @@ long: $(INSTALLED)
 
 chaos: $(INSTALLED)
 	$(PY) -m pytest tests/chaos -m "long or not long" $(PYTEST_ARGS)
+
+# CASES=lightning,hf_trainer/data: beginnings of names; FRAMEWORKS_ARGS="--docs docs/frameworks.md" writes the page.
+frameworks: $(FRAMEWORKS)/.installed
+	@$(CURDIR)/$(FRAMEWORKS)/bin/python tests/frameworks/run.py --only "$(CASES)" $(FRAMEWORKS_ARGS)
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check .
@@ -88,6 +96,13 @@ screenshots: $(INSTALLED)
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+$(FRAMEWORKS)/.installed: pyproject.toml constraints.txt tests/frameworks/requirements.txt
+	@echo "Setting up $(FRAMEWORKS): torch, ray and the frameworks, several minutes." >&2
+	@test -x $(FRAMEWORKS)/bin/pip || $(PYTHON) -m venv $(FRAMEWORKS)
+	@$(FRAMEWORKS)/bin/pip install -q -c constraints.txt -e '.[train]' -r tests/frameworks/requirements.txt >&2
+	@$(FRAMEWORKS)/bin/pip install -q --no-deps --target $(FRAMEWORKS)/timm timm==1.0.31 >&2
+	@touch $@
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 10) or sys.exit( \
