@@ -27,7 +27,7 @@ from torch import nn
 
 from traceml_ray.analysis.verdict import judge
 from traceml_ray.analysis.window import RankRows, align
-from traceml_ray.wire import FLAG_COUPLED, POST_SYNC, SEGMENT_BITS, STAGES, SYNC_WAIT
+from traceml_ray.wire import FLAG_COUPLED, FLAG_NO_PEERS, POST_SYNC, SEGMENT_BITS, STAGES, SYNC_WAIT
 
 STEPS = 26
 WORLD = 4
@@ -164,6 +164,45 @@ def logging(job: loops.Job) -> None:
         dist.all_reduce(loss.detach())
 
 
+class Chunked(loops.Net):
+    """The head is used outside, as for a loss in chunks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x).relu()
+
+
+def in_chunks(job: loops.Job, model: nn.Module, head: nn.Module, sync: Callable[[bool], object]) -> None:
+    """The loss goes backward in three chunks to what the model returned, and from there once."""
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.01)
+    for number, batch in enumerate(job.loader(STEPS)):
+        hidden = model(batch)
+        cut = hidden.detach().requires_grad_()
+        for chunk in range(3):
+            sync(chunk == 2)
+            head(cut).mean().backward()
+        hidden.backward(cut.grad)
+        job.finish(optimizer)
+        if number == 2:
+            job.recorder.settle()  # as the agent's thread does
+
+
+def chunks_ddp(job: loops.Job) -> None:
+    """The head is no part of DDP's module."""
+    net = nn.Linear(loops.WIDTH, loops.WIDTH)
+    in_chunks(job, nn.parallel.DistributedDataParallel(net), nn.Linear(loops.WIDTH, 1), lambda _: None)
+
+
+def chunks_fsdp2(job: loops.Job) -> None:
+    """The head's gradients are exchanged with the last chunk."""
+    from torch.distributed.fsdp import fully_shard
+
+    net, head = Chunked(), nn.Linear(loops.WIDTH, 1)
+    del net.second
+    fully_shard(head)
+    fully_shard(net)
+    in_chunks(job, net, head, head.set_requires_gradient_sync)
+
+
 CASES: dict[str, tuple[Callable[[loops.Job], None], int, str]] = {
     "two_groups": (two_groups, 3, "forward"),
     "each_alone": (each_alone, 1, "forward"),
@@ -180,6 +219,8 @@ CASES: dict[str, tuple[Callable[[loops.Job], None], int, str]] = {
     "by_hand_healthy": (by_hand, 0, ""),
     "of_pairs": (of_pairs, 1, "forward"),
     "logging": (logging, 1, "forward"),
+    "chunks_ddp": (chunks_ddp, 1, "data"),
+    "chunks_fsdp2": (chunks_fsdp2, 1, "data"),
 }
 """What is trained, and which rank is slow in what."""
 
@@ -299,6 +340,17 @@ def test_a_reduction_after_the_optimizer_is_no_exchange_of_gradients(told: Path)
     assert {rank.strategy for rank in ranks} == {"single"}
     assert (verdict.label, verdict.rank) == ("accounting_only", None)
     assert verdict.why.startswith("These ranks wait for each other in collectives, ")
+
+
+@pytest.mark.parametrize(("name", "exchanges"), [("chunks_ddp", 1), ("chunks_fsdp2", 2)])
+def test_a_backward_that_exchanges_nothing_is_no_segment(told: Path, name: str, exchanges: int) -> None:
+    ranks = ranks_of(told, name)
+    for rank in ranks:
+        keys = rank.keys[rank.keys >> SEGMENT_BITS > 4]
+        segments = set(np.unique(keys >> SEGMENT_BITS, return_counts=True)[1])
+        assert segments == {exchanges} and not (rank.flags & FLAG_NO_PEERS).any()
+    verdict = judge(align(ranks, WORLD))
+    assert (verdict.label, verdict.stage, verdict.ranks) == ("straggler", "data", (1,)), verdict.why
 
 
 @pytest.mark.parametrize("name", ["each_alone", "without_ddp"])

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import inspect
 import types
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from threading import get_ident
@@ -21,6 +20,7 @@ from typing import Any
 
 from traceml_ray.agent import ray_data
 from traceml_ray.agent.details import Details
+from traceml_ray.agent.exchanges import Exchanges
 from traceml_ray.agent.imports import forget, when_imported
 from traceml_ray.agent.mark_log import (
     BACKWARD_BEGIN,
@@ -84,7 +84,7 @@ class Instrumentation:
         self._learning = True
         self._ranked: Callable[[], None] | None = None
         self._undo: list[Callable[[], None]] = []
-        self._ddp: list[Any] = []
+        self._exchanges = Exchanges(recorder, self.failed)
 
     def failed(self, place: str, error: BaseException) -> None:
         """Count an exception that is kept away from the training script (or raise it: debug)."""
@@ -493,7 +493,7 @@ class Instrumentation:
     def _add_ddp(self, ddp: Any, _: dict[str, Any]) -> None:
         """A DDP module: root, and its backward waits for peers unless `no_sync` is on."""
         self.roots.add(ddp)
-        self._ddp = [*(ref for ref in self._ddp if ref() is not None), weakref.ref(ddp)]
+        self._exchanges.add_ddp(ddp)
         self._data_parallel = "ddp"
         import torch.distributed as dist
 
@@ -504,18 +504,11 @@ class Instrumentation:
         if next(ddp.parameters()).is_cuda:
             # The exchange runs on the device: its waits are not on the CPU clock of these rows.
             self.recorder.coupled = True
-        self.recorder.peers = self._exchanges
+        self.recorder.peers = self._exchanges.of_ddp
 
     def _note_group(self, first: int, size: int) -> None:
         if self.group is None or size > self.group[1]:
             self.group = first, size
-
-    def _exchanges(self) -> bool:
-        for ref in self._ddp:
-            module = ref()
-            if module is not None and module.require_backward_grad_sync:
-                return True
-        return False
 
     def _patch_compile(self) -> None:
         from torch._dynamo.eval_frame import OptimizedModule
@@ -528,6 +521,7 @@ class Instrumentation:
         if hasattr(fsdp, "fully_shard"):
             self._replace(fsdp, "fully_shard", self._then("fsdp", self._add_fsdp2))
         self._replace(fsdp.FullyShardedDataParallel, "__init__", self._then("fsdp", self._add_fsdp))
+        self._exchanges.patch_fsdp(self._replace)
 
     def _add_fsdp2(self, modules: Any, said: dict[str, Any]) -> None:
         """Of a mesh of two dimensions all ranks exchange gradients; without a mesh, those of the job."""
@@ -560,7 +554,7 @@ class Instrumentation:
         self._data_parallel = strategy
         self.roots.add(module)
         if self.group is None or self.group[1] > 1:
-            self.recorder.peers = lambda: True
+            self.recorder.peers = self._exchanges.of_fsdp
             self.recorder.coupled = self.recorder.coupled or not on_cpu
 
     # -- who is coupled in another way -------------------------------------------------------------

@@ -85,7 +85,7 @@ class Recorder(MarkLog):
         self.iterator = 0
         """The id of the iterator that the training thread has waited for last."""
         self.several = False
-        """Some step has had several backwards that were taken to exchange gradients."""
+        """Some step has had several backwards that exchanged gradients, or might have."""
         self.peers: Callable[[], bool] | None = None
         """Does the backward that ends now exchange gradients? None: nobody to exchange with."""
         self.coupled = False
@@ -356,7 +356,8 @@ class Recorder(MarkLog):
 
     def backward_end(self, ok: bool) -> None:
         """Mark: a backward has returned (`ok`) or raised. The outermost one leaves its row pending."""
-        self._end_backward(ok, self.peers is not None and self.peers())
+        outermost = self.depth < 2
+        self._end_backward(ok, outermost and self.peers is not None and self.peers())
 
     @at_once
     def _end_backward(self, ok: bool, synced: bool) -> None:
