@@ -105,9 +105,8 @@ def _apart(evidence: Evidence, thresholds: Thresholds) -> str:
 
 
 def _line_up(evidence: Evidence, thresholds: Thresholds) -> bool:
-    """Tell whether the ranks leave their exchanges together, as those do that wait for each other there."""
-    apart = evidence.frontier.slack[evidence.rows.synced, :, -1].max(axis=1)
-    return float(np.median(apart)) <= thresholds.replay_error * evidence.mean_step_ns
+    """Tell whether steps take what they would if all left each exchange when the last has come."""
+    return abs(evidence.replay_ns() / evidence.total_ns - 1) <= thresholds.replay_error
 
 
 def _together(behind: Float, agree: float) -> list[Int64]:
