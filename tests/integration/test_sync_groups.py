@@ -154,6 +154,21 @@ def of_pairs(job: loops.Job) -> None:
     by_hand(job, pairs(job))
 
 
+def dispatched(job: loops.Job) -> None:
+    """Rank 0 fetches and tells the others what is coming, then hands it out: as Accelerate does it."""
+    model = job.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batches = iter(job.loader(STEPS)) if job.rank == 0 else None
+    for _ in range(STEPS):
+        batch = next(batches) if batches is not None else None
+        said = [None if batch is None else batch.shape]
+        dist.broadcast_object_list(said, 0)
+        batch = torch.empty(said[0] or ()) if batch is None else batch
+        dist.broadcast(batch, 0)
+        model(batch).mean().backward()
+        job.finish(optimizer)
+
+
 def logging(job: loops.Job) -> None:
     net = job.bare()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -217,6 +232,7 @@ CASES: dict[str, tuple[Callable[[loops.Job], None], int, str]] = {
     "in_backward_forward": (in_backward, 2, "forward"),
     "in_step_backward": (in_step, 2, "backward"),
     "by_hand_healthy": (by_hand, 0, ""),
+    "dispatched": (dispatched, 0, "data"),
     "of_pairs": (of_pairs, 1, "forward"),
     "logging": (logging, 1, "forward"),
     "chunks_ddp": (chunks_ddp, 1, "data"),
@@ -320,6 +336,12 @@ def test_an_exchange_that_nothing_tells_of_is_inferred_from_where_ranks_wait(tol
     assert {rank.strategy for rank in ranks} == {"all_reduce (inferred)"}
     assert verdict.why.endswith("`all_reduce`, before the optimizer, is inferred.")
     assert "wait for it in `sync_wait`" in verdict.why
+
+
+def test_a_rank_that_fetches_for_all_is_named_by_its_own_marks(told: Path) -> None:
+    verdict = judge(align(ranks_of(told, "dispatched"), WORLD))
+    assert (verdict.label, verdict.stage, verdict.ranks) == ("straggler", "data", (0,)), verdict.why
+    assert "No data wait" not in verdict.why
 
 
 def test_ranks_that_reduce_by_hand_and_are_even_are_healthy(told: Path) -> None:

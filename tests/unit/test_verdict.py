@@ -259,6 +259,34 @@ class TestInferredExchange:
         snapshot("verdict", verdict.why)
 
 
+class TestMarksOfSomeRanks:
+    """Rank 0 fetches for all, the others get their batches from it: only it has a data wait."""
+
+    def judge(self, *rows):
+        return judge(window(of_ms(rows, 50), flags=np.array([[0, FLAG_NO_DATA, FLAG_NO_DATA]], np.uint8)))
+
+    def test_a_rank_is_named_by_the_marks_that_it_has_itself(self, snapshot: Snapshot):
+        verdict = self.judge([1, 43, 0, 3, 4, 1], [1, 0, 0, 3, 4, 44], [1, 0, 0, 3, 4, 44])
+        assert (verdict.label, verdict.stage, verdict.rank) == ("straggler", "data", 0)
+        assert verdict.stages == ("data",)
+        assert verdict.suspects[0].stage == "data"
+        snapshot("verdict", verdict.why, verdict.next)
+
+    def test_one_that_is_late_in_what_others_have_too_is_named_by_that(self, snapshot: Snapshot):
+        verdict = self.judge([31, 4, 0, 3, 4, 1], [1, 0, 0, 3, 4, 35], [1, 0, 0, 3, 4, 35])
+        assert (verdict.stage, verdict.rank) == ("post_sync", 0)
+        snapshot("verdict", verdict.why, verdict.next)
+
+    def test_where_two_of_its_stages_could_hold_it_neither_is_named(self):
+        verdict = self.judge([30, 30, 0, 3, 4, 1], [30, 0, 0, 3, 4, 31], [30, 0, 0, 3, 4, 31])
+        assert (verdict.stage, verdict.rank) == ("post_sync", 0)
+
+    def test_one_without_the_mark_is_named_by_what_it_is_compared_in(self):
+        verdict = self.judge([1, 4, 0, 3, 4, 27], [31, 0, 0, 3, 4, 1], [1, 0, 0, 3, 4, 31])
+        assert (verdict.stage, verdict.rank) == ("post_sync", 1)
+        assert "No data wait was seen on ranks 1 and 2, so" in verdict.why
+
+
 class TestMissingMarks:
     def test_no_split_still_finds_what_is_local(self, snapshot: Snapshot):
         d = LATE_DATA.copy()

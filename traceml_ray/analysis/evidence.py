@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from traceml_ray.analysis.frontier import Frontier, chain
+from traceml_ray.analysis.onset import late_steps
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Bool, Float, Int64, Window
 from traceml_ray.wire import (
@@ -23,6 +24,9 @@ from traceml_ray.wire import (
     PREPARE,
     SYNC_WAIT,
 )
+
+_HOLDS = 0.6
+"""Share of an excess that a stage must have taken to be able to hold it."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +181,24 @@ class Evidence:
     def gain(self, *causes: Cause) -> float:
         """Return what mending `causes` together saves, as a share of the elapsed time, 0..1."""
         return min(1.0, max(0, self.replay_ns() - self.replay_ns(causes)) / self.total_ns)
+
+    def seen_in(self, cause: Cause) -> int:
+        """
+        Return the stage in which the ranks of `cause` themselves have their excess, where a mark that others
+        lack has merged stages: the only one of them that can hold it, else the one they are merged into.
+        """
+        series, places = self.series(cause), list(cause.places)
+        late = late_steps(series)
+        if self.rows.d is self.window.d or not late.any():
+            return cause.stage
+        own, compared = (
+            np.median(self.window.by_step(d[:, places].mean(axis=1))[late], axis=0)
+            for d in (self.window.d, self.rows.d)
+        )
+        least = _HOLDS * float(np.median(series[late]))
+        merged = [s for s in range(SYNC_WAIT) if s == cause.stage or (own[s] > 0 and compared[s] == 0)]
+        holds = [s for s in merged if own[s] >= least]
+        return holds[0] if len(holds) == 1 else cause.stage
 
     def series(self, cause: Cause) -> Float:
         """Return the cause's excess step by step, ns (S,): the mean over its ranks."""

@@ -226,8 +226,8 @@ def _named(
     why, advice = wording.named(evidence, finding, timing, whole_run=whole_run)
     return Verdict(
         label=finding.label,
-        stage=STAGES[first.stage],
-        stages=tuple(dict.fromkeys(STAGES[cause.stage] for cause in finding.causes)),
+        stage=STAGES[evidence.seen_in(first)],
+        stages=tuple(dict.fromkeys(STAGES[evidence.seen_in(cause)] for cause in finding.causes)),
         rank=None if worst is None else int(window.ranks[worst]),
         ranks=tuple(int(window.ranks[place]) for place in places),
         node=None if worst is None else window.nodes[worst],
@@ -311,7 +311,7 @@ def _suspects(evidence: Evidence, thresholds: Thresholds) -> tuple[Suspect, ...]
             break
         suspects.append(
             Suspect(
-                stage=STAGES[stage],
+                stage=STAGES[evidence.seen_in(Cause(stage, (place,)))],
                 rank=int(evidence.window.ranks[place]),
                 node=evidence.window.nodes[place],
                 excess_ms=share * evidence.mean_step_ns / 1e6,

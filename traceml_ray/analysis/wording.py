@@ -71,6 +71,11 @@ _SHARED = {
     "backward": "Look at the work per batch, recomputation in backward, and the devices' clocks.",
     "sync_wait": "Look at the network between the nodes, and at who else uses it.",
 }
+_LACKING = {
+    POST_SYNC: (FLAG_NO_DATA, "data wait", "loading the data"),
+    FORWARD: (FLAG_NO_FORWARD, "start of forward", "preparing the batch"),
+}
+"""The flag of a mark that merges what comes before it into a stage; what that is."""
 _PARTS = {
     "workers": "Its DataLoader workers do not keep up: see how many there are, and what one sample takes.",
     "fetch": "Reading its samples takes the time (`__getitem__`): use DataLoader workers, see the disk.",
@@ -277,7 +282,7 @@ def healthy(evidence: Evidence, finding: Finding, limit: float) -> str:
         late = ms((finding.excess or 0) * evidence.mean_step_ns)
         return (
             f"{_who(window, cause.places)} {_is(cause)} {late} slower than peers in "
-            f"`{STAGES[cause.stage]}` but faster elsewhere: mending that saves "
+            f"`{STAGES[evidence.seen_in(cause)]}` but faster elsewhere: mending that saves "
             f"{percent(evidence.gain(cause))} of the step."
         )
     largest = max(float(evidence.persistent.max()), 0.0)
@@ -303,10 +308,11 @@ def named(evidence: Evidence, finding: Finding, timing: Timing, *, whole_run: bo
 
 def _straggler(evidence: Evidence, cause: Cause, timing: Timing, whole_run: bool) -> tuple[str, str]:
     window, them = evidence.window, "it" if len(cause.places) == 1 else "them"
+    stage = STAGES[evidence.seen_in(cause)]
     late_ns = float(np.median(evidence.series(cause)[timing.late])) if timing.late.any() else 0.0
     others = len(window.ranks) - len(cause.places)
     why = (
-        f"{_who(window, cause.places)} {_is(cause)} {ms(late_ns)} late out of `{STAGES[cause.stage]}` "
+        f"{_who(window, cause.places)} {_is(cause)} {ms(late_ns)} late out of `{stage}` "
         f"{_when(window, timing, whole_run)}; the other {_others(others)} for {them} "
         f"in `{_waiting_place(evidence)}`. Mending {them} saves {percent(evidence.gain(cause))} of the step."
     )
@@ -448,7 +454,7 @@ def part(rank: int, name: str, ns: float) -> tuple[str, str]:
 
 
 def _by(evidence: Evidence, cause: Cause) -> str:
-    return f"`{STAGES[cause.stage]}` ({ms(float(np.median(evidence.series(cause))))})"
+    return f"`{STAGES[evidence.seen_in(cause)]}` ({ms(float(np.median(evidence.series(cause))))})"
 
 
 def _is(cause: Cause) -> str:
@@ -476,7 +482,7 @@ def _when(window: Window, timing: Timing, whole_run: bool) -> str:
 def _look(evidence: Evidence, cause: Cause) -> str:
     """Return what to look at; a node that is slow as a whole comes first."""
     one = len(cause.places) == 1
-    look = _LOOK[STAGES[cause.stage]].format(
+    look = _LOOK[STAGES[evidence.seen_in(cause)]].format(
         its="its" if one else "their", it="it does" if one else "they do"
     )
     node = _whole_node(evidence.window, cause.places)
@@ -488,13 +494,17 @@ def _waiting_place(evidence: Evidence) -> str:
 
 
 def _merged(evidence: Evidence, cause: Cause) -> str:
-    """Say what else a stage holds because a mark was not seen."""
-    flags = evidence.window.flags
-    if cause.stage == POST_SYNC and (flags & FLAG_NO_DATA != 0).any(axis=1).mean() > 0.5:
-        return " No data wait was seen, so `post_sync` includes loading the data."
-    if cause.stage == FORWARD and (flags & FLAG_NO_FORWARD != 0).any(axis=1).mean() > 0.5:
-        return " No start of forward was seen, so `forward` includes preparing the batch."
-    return ""
+    """Say what else a stage holds because a mark was not seen, on all ranks or on some."""
+    stage = evidence.seen_in(cause)
+    if stage not in _LACKING or stage != cause.stage:
+        return ""
+    flag, mark, more = _LACKING[stage]
+    window = evidence.window
+    lacking = (window.flags & flag != 0).mean(axis=0) > 0.5
+    if not lacking.any():
+        return ""
+    some = "" if lacking.all() else f" on {rank_list(window.ranks[lacking].tolist())}"
+    return f" No {mark} was seen{some}, so `{STAGES[stage]}` includes {more}."
 
 
 def _unsplit(evidence: Evidence) -> str:
