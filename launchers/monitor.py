@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -85,7 +86,8 @@ class Monitor:
             socket=str(self._runtime / "relay.sock"),
             spool=str(self._spool),
         )
-        self._info = info
+        # Of the launch: Ray may come up long after, or not at all.
+        self._info = {"started_at": time.time_ns(), **info}
         self._ray: PrivateRay | None = None
         self._helper: subprocess.Popen[bytes] | None = None
         self._port = dashboard

@@ -77,10 +77,17 @@ class Case(NamedTuple):
         """Return the same run with nobody late."""
         return self._replace(late="none", rank=0)
 
+    @property
+    def late_ms(self) -> int:
+        """By how much: a loader's worker that is late hides what a step takes."""
+        return 2 * LATE_MS if "workers" in self.features else LATE_MS
+
     def command(self, out: Path, monitor: bool) -> list[str]:
         """Return the command line, files going to `out`."""
         script = [f"{HERE}/scripts/{self.script}.py", *f"--out {out} --steps {STEPS}".split()]
-        script += f"--late {self.late} --late-rank {self.rank} --late-ms {LATE_MS} {self.features}".split()
+        script += (
+            f"--late {self.late} --late-rank {self.rank} --late-ms {self.late_ms} {self.features}".split()
+        )
         alone = [] if monitor else ["--no-monitor"]
         if self.script.startswith("ray_"):
             return [sys.executable, *script, *alone]
