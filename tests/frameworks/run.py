@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
-STEPS, LATE_MS, LIMIT_S = 60, 50, 150
+STEPS, LATE_MS, LIMIT_S = 60, 50, 400
 STAGE = {"data": "data", "forward": "forward", "between": "post_sync"}
 INNOCENT = {"optimizer", "checkpoint", "evaluation", "all_reduce", "barrier"}
 """Parts that are never late here."""
