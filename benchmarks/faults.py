@@ -282,7 +282,7 @@ class Run:
 
 def said(verdict: Case) -> str:
     """Return what a verdict says, in short."""
-    who = f" {'+'.join(verdict['stages'])}" if verdict["stages"] else ""
+    who = f" {'+'.join(sorted(verdict['stages']))}" if verdict["stages"] else ""
     ranks = f" of {'+'.join(map(str, verdict['ranks']))}" if verdict["ranks"] else ""
     return verdict["label"] + who + ranks + (" rotating" if verdict["rotating"] else "")
 

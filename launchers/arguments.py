@@ -25,7 +25,7 @@ def add_flags(add: Callable[..., Any], default_port: str) -> None:
     """Add our flags by `add`, an `add_argument`."""
     add("--session", help="Name of the session; default: made up from the time.")
     add("--out", help="Folder for session folders; default: traceml-sessions.")
-    add("--interval", help="Seconds between two reports of a rank; default: 1.")
+    add("--interval", help="Seconds between two reports of a rank; default: 0.5.")
     add("--channel", help="How ranks reach their relay: auto, socket or actor.")
     add("--ray-address", help="host:port of a running Ray cluster; default: RAY_ADDRESS, else a private one.")
     add(

@@ -202,6 +202,22 @@ def test_steps_that_nobody_judged_count_as_long_as_those_that_were():
     assert run.episodes.clock.now_ns == pytest.approx(full.episodes.clock.now_ns, rel=0.1)
 
 
+def test_a_second_stage_that_shows_now_and_then_does_not_change_the_name():
+    stretches = [(FORWARD, 1, first, first + 40, 0.4) for first in range(1000, 3000, 200)]
+    d = played(3000, 20, (BACKWARD, 1, 600, None, 0.3), *stretches, noise=0.1)
+    assert "ambiguous" in {verdict.label for verdict in single_windows(d)}
+    _, said = live(d)
+    assert changes(said)[-1] == ("straggler", "backward", (1,)) and len(changes(said)) <= 4
+
+
+def test_a_second_stage_that_stays_changes_the_name_after_two_seconds():
+    d = played(2000, 20, (BACKWARD, 1, 600, None, 0.3), (FORWARD, 1, 1200, None, 0.35))
+    _, said = live(d, every_s=0.25)
+    at = next(at for _, at, verdict in said if verdict.label == "ambiguous")
+    assert 2 <= since(d, 1200, at) <= 4
+    assert [what[0] for what in changes(said)[-2:]] == ["straggler", "ambiguous"]
+
+
 class TestWholeRun:
     def test_one_stall_is_no_straggler(self):
         d = played(800, 20)

@@ -71,6 +71,25 @@ def test_a_round_carries_rows_and_who_and_how_it_is() -> None:
     assert batch.process.rss_bytes and batch.process.threads
 
 
+def test_a_process_is_looked_at_once_a_second_however_often_it_reports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipe, now = Pipe(), [100.0]
+    agent = make(pipe)
+    monkeypatch.setattr("traceml_ray.agent.rank_agent.time.monotonic", lambda: now[0])
+    for _ in range(6):
+        agent.tick()
+        now[0] += 0.5
+    assert [batch.process is not None for batch in pipe.batches()] == [True, False] * 3
+
+
+@pytest.mark.parametrize(("world", "seconds"), [(8, 0.5), (256, 0.5), (1024, 1.0)])
+def test_ranks_of_a_large_job_report_half_as_often(world: int, seconds: float) -> None:
+    agent = make(Pipe())
+    agent.identity = RankIdentity(0, 0, 0, world, 8, world // 8, "host", None, "job", 0, 1, "torchrun")
+    assert agent._interval_s() == seconds
+
+
 def test_many_rows_go_in_several_batches_that_follow_on() -> None:
     pipe = Pipe()
     agent = make(pipe)

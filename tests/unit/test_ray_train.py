@@ -146,7 +146,7 @@ def test_settings_are_those_of_the_session_this_driver_started_unless_said(
     for settings, session, out, interval in (
         ({}, "mine", "/kept", 0.5),
         ({"interval": 2}, "mine", "/kept", 2.0),
-        ({"session": "other"}, "other", str(Path.cwd() / "traceml-sessions"), 1.0),
+        ({"session": "other"}, "other", str(Path.cwd() / "traceml-sessions"), 0.5),
     ):
         made = msgspec.json.decode(sent(TraceMLTrainCallback(**settings))._config, type=ActorConfig)
         assert (made.session, made.settings.out, made.settings.interval) == (session, out, interval)

@@ -84,16 +84,10 @@ class LiveJudge:
 
     def answer(self, run: str | None = None) -> dict[str, Any] | None:
         """Return `verdict` as data, with the `episodes` of the run, the costliest first, and the `brief`."""
-        verdict = self.verdict(run)
-        if verdict is None:
-            return None
         found = self._runs.get(run or self._newest() or "")
-        episodes = found.judge.episodes if found else None
-        return {
-            **msgspec.to_builtins(verdict),
-            "episodes": msgspec.to_builtins(episodes.episodes[:MAX_EPISODES]) if episodes else [],
-            "brief": msgspec.to_builtins(episodes.brief if episodes else Brief()),
-        }
+        if found is None or found.verdict is None:
+            return None
+        return {**msgspec.to_builtins(found.verdict), **msgspec.to_builtins(found.history)}
 
     def _newest(self) -> str | None:
         with self._writer.lock:
@@ -181,6 +175,8 @@ class LiveJudge:
         window = align(rows, expected, missing, last=steps)
         verdict = with_part(state.judge.update(window), window, functools.partial(self._rates, ranks), limits)
         self._baselines.keep(run, state.judge.baseline)
+        episodes = state.judge.episodes
+        state.history = {"episodes": episodes.episodes[:MAX_EPISODES], "brief": episodes.brief}
         verdict = state.beside.look(verdict, ranks, labels)
         self._keep(run, verdict, store=verdict.window_steps >= limits.first_window_steps)
 
@@ -195,7 +191,9 @@ class LiveJudge:
     def _keep(self, run: str, verdict: Verdict, store: bool = True) -> None:
         state = self._runs[run]
         state.verdict = verdict
-        named = verdict.label, verdict.stages, verdict.ranks, verdict.part, verdict.lasted_s, verdict.stacks
+        # Which of two stages is the larger may change in every window.
+        what = verdict.label, frozenset(verdict.stages), verdict.ranks
+        named = *what, verdict.part, verdict.lasted_s, verdict.stacks
         if store and named != state.stored:
             state.stored = named
             with self._writer.lock:
@@ -212,6 +210,8 @@ class _LiveRun:
         self.judged: list[Any] | None = None
         self.stored: tuple[Any, ...] | None = None
         self.verdict: Verdict | None = None
+        self.history: dict[str, Any] = {"episodes": [], "brief": Brief()}
+        """What is answered from other threads."""
 
 
 def _reports(stream: Stream, deadline: int) -> bool:

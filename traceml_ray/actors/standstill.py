@@ -43,7 +43,7 @@ class Standstill:
         self._writer = writer
         self._recent = recent
         self._limits = settings.thresholds
-        self._doubt_s = 2 * settings.interval + 1
+        self._doubt_s = max(3.0, 2 * settings.interval + 1)
         """One that has been silent for so long may be stopped: what it said last need not hold any more."""
         self._clock = clock
         self._hangs: dict[str, _Hang] = {}

@@ -33,6 +33,10 @@ from traceml_ray.agent.sampler import ProcessSampler
 from traceml_ray.errors import sendable
 from traceml_ray.settings import Settings
 
+MANY_RANKS = 256
+"""In a larger job an agent reports half as often: the aggregator has as much to take."""
+LOOK_S = 0.9
+"""Between two looks at the process, which cost more than a batch."""
 CLOSE_WAIT_S = 0.3
 """Longest wait at the end of the process for the relay to confirm the last batch."""
 CONFIRM_POLL_S = 0.005
@@ -100,6 +104,7 @@ class RankAgent:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._sampler: ProcessSampler | None = None
+        self._looked = -LOOK_S
 
     def start(self) -> None:
         """Start the thread; it does the rest, so that the import of torch is not held up."""
@@ -116,15 +121,19 @@ class RankAgent:
     # -- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        due = time.monotonic() + self.settings.interval
+        due = time.monotonic() + self._interval_s()
         while not self._closing.wait(max(0.0, min(SETTLE_S, due - time.monotonic()))):
             if time.monotonic() < due:  # however long the interval: what is written down stays short
                 self.guard("settle", self.recorder.settle)
                 continue
             self.guard("tick", self.tick)
             self._cpu_ns = time.thread_time_ns()
-            due = time.monotonic() + self.settings.interval
+            due = time.monotonic() + self._interval_s()
         self.guard("close", self._finish)
+
+    def _interval_s(self) -> float:
+        many = self.identity is not None and (self.identity.world_size or 0) > MANY_RANKS
+        return self.settings.interval * (2 if many else 1)
 
     def guard(self, place: str, action: Callable[[], _T]) -> _T | None:
         """Return what `action` does; None, and counted, when it raises."""
@@ -336,6 +345,9 @@ class RankAgent:
     def _look(self) -> wire.ProcessSample | None:
         if self._sampler is None:
             self._sampler = ProcessSampler()
+        if time.monotonic() - self._looked < LOOK_S:
+            return None
+        self._looked = time.monotonic()
         return self._sampler.sample()
 
     def _finish(self) -> None:

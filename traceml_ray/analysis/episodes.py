@@ -129,6 +129,7 @@ class Episodes:
         if self._judged_to is not None and began == first:
             began = max(began, min(self._judged_to + 1, last))
         track = Track(found, began, self.clock.begin_ns(began))
+        track.found, track.found_ns = last, self.clock.now_ns
         track.extend(evidence, self.clock, found)
         return track
 
@@ -148,13 +149,25 @@ class Episodes:
         """Name what has come to be worth it."""
         for track in self._candidates:
             if track.is_found(verdict) and 2 * track.exact >= track.seen and self._worth(track):
+                if not self._replaces(track):
+                    continue
                 if self._named is not None:
                     self._named.cut(track.began)
                     self._end(self._named)
                 self._candidates.remove(track)
                 self._candidates = [each for each in self._candidates if not each.supports(track.verdict)]
                 self._named, self.since = track, track.began
+                track.found, track.found_ns = int(self.clock.steps[-1]), self.clock.now_ns
                 return
+
+    def _replaces(self, track: Track) -> bool:
+        """Whether `track` may be named: for what says nearly the same only when found for as long."""
+        named = self._named
+        if named is None or not (named.supports(track.verdict) or track.supports(named.verdict)):
+            return True
+        step, now_ns = int(self.clock.steps[-1]), self.clock.now_ns
+        since, since_ns = max(named.found, track.found), max(named.found_ns, track.found_ns)
+        return now_ns - since_ns >= self._limits.hold_s * 1e9 and step - since >= self._limits.hold_steps
 
     def _worth(self, track: Track) -> bool:
         if not track.held(self._limits):

@@ -93,6 +93,8 @@ class Track:
         self.began, self.began_ns = began, began_ns
         self.last, self.last_ns = began, began_ns
         """The last late step, and its end."""
+        self.found, self.found_ns = began, began_ns
+        """When a window showed it first; once it is named, when that was."""
         self.cost_ns = 0
         self.seen = self.exact = self.missed = 0
         """Windows that show it, of these with the same label and stages, and those that do not."""
@@ -106,7 +108,9 @@ class Track:
     def supports(self, found: Verdict) -> bool:
         """Whether `found` names what this names, and maybe more."""
         mine = self.verdict
-        if (mine.label == "group_wide") != (found.label == "group_wide") or mine.rotating != found.rotating:
+        if "group_wide" in (mine.label, found.label):
+            return mine.label == found.label  # where a stage is slower, others are in some windows
+        if mine.rotating != found.rotating:
             return False
         same = not mine.ranks or not set(mine.ranks).isdisjoint(found.ranks)
         return same and mine.stage in found.stages
