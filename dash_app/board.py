@@ -7,153 +7,53 @@ what is not known is None (NaN in arrays).
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors
-from traceml_ray.store.streams import Stream, world_size
 
 from . import sessions, views
-from .columns import Steps, unpacked
+from .followed import SLOW_RANKS, SLOW_S, Run
 from .header import header
 from .source import Source, SourceError, StoredSource
 
-MAX_EVENTS = 2000
 _MAX_RUNS = 3
 """Runs that are followed at the same time: the newest, and those that somebody looks at."""
 _LOOKED_AT_S = 60.0
 _MAX_VIEWS = 64
 _MAX_OTHERS = 2
 """Past sessions that are open at the same time."""
-_FEW_BATCHES, _MANY_BATCHES = 1 << 7, 1 << 14
-"""Batches of rows that are asked for at once, so many that about"""
-_ROWS = 1 << 15
-"""rows come."""
 _HISTORY, _PER_RANK = 1 << 18, 64
 """How many batches before the newest the history of a live run begins; in a large job, of each rank."""
 _SLICE_S = 0.5
 """How long one tick reads on in a long run."""
-_SLOW_RANKS, _SLOW_S = 256, 5.0
-"""From so many ranks on, who they are is asked this often only."""
 _QUICK_S, _SHARE = 0.25, 5
 """A source that takes longer to answer is left alone for so many times as long."""
 
 
-class Run:
-    """One run as it is kept: its steps, and what was said of its ranks, nodes, events and verdicts."""
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
-    def __init__(self, run: str, limits: Thresholds, start: int) -> None:
-        self.id = run
-        self.limits = limits
-        self.looked_at = 0.0
-        self.verdict: dict[str, Any] | None = None
-        self.ranks: dict[int, Stream] = {}
-        self.nodes: list[dict[str, Any]] = []
-        self.labels: dict[str, str] = {}
-        """How nodes are shown, by id."""
-        self.samples: dict[str, dict[str, Any]] = {}
-        """The newest of each node, by its id."""
-        self.events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
-        self.verdicts: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
-        self.whole = False
-        """All that is stored has been read."""
-        self._start = start
-        self._patience_ns = int(limits.report_timeout_s * 1e9)
-        self._late: set[int] = set()
-        """Ranks that came late, and because of which everything has been read anew."""
-        self._batches = _FEW_BATCHES
-        self._cursors = {"events": 0, "verdicts": 0}
-        self._asked_who = float("-inf")
-        self.begin()
 
-    def begin(self) -> None:
-        """Forget the steps, and read them anew."""
-        self.steps = Steps(self.limits)
-        self._cursor = self._start
-        self.whole = False
+def _keep(kept: OrderedDict[_K, _V], key: _K, value: _V) -> None:
+    """Keep a value, and of all no more than the newest."""
+    kept[key] = value
+    kept.move_to_end(key)
+    while len(kept) > _MAX_VIEWS:
+        kept.popitem(last=False)
 
-    def question(self) -> dict[str, Any]:
-        """Return how to ask for the rows that come next; `take_rows` takes the answer."""
-        return {"what": "rows", "run": self.id, "since": self._cursor, "most": self._batches}
 
-    def questions(self, now: float) -> list[dict[str, Any]]:
-        """Return what to ask; `take` takes the answers."""
-        asked: list[dict[str, Any]] = [{"what": "verdict"}, self.question()]
-        few = {"brief": True, "most": MAX_EVENTS}
-        asked += [{"what": name, "since": since, **few} for name, since in self._cursors.items()]
-        if not self.ranks or len(self.ranks) < _SLOW_RANKS or now - self._asked_who > _SLOW_S:
-            self._asked_who = now
-            asked += [{"what": "ranks"}, {"what": "nodes"}]
-            asked.append({"what": "node_samples_of", "only": [n["node_id"] for n in self.nodes], "last": 1})
-        return [{**question, "run": self.id} for question in asked]
-
-    def take(self, asked: list[dict[str, Any]], answers: list[dict[str, Any]]) -> bool:
-        """Take the answers; return whether anything is new."""
-        new = False
-        said = {question["what"]: answer for question, answer in zip(asked, answers, strict=True)}
-        for name in self._cursors:
-            self._cursors[name] = said[name]["cursor"]
-            getattr(self, name).extend(said[name]["result"])
-            new |= bool(said[name]["result"])
-        verdict = said["verdict"]["result"] or (self.verdicts[-1] if self.verdicts else None)
-        new |= verdict != self.verdict
-        self.verdict = verdict
-        if "ranks" in said:
-            nodes = said["nodes"]["result"]
-            ranks = msgspec.convert(said["ranks"]["result"], dict[int, Stream])
-            new |= (ranks, nodes) != (self.ranks, self.nodes)
-            self.ranks, self.nodes = ranks, nodes
-            self.labels = {node["node_id"]: node["label"] for node in nodes}
-            self.samples = {sample["node_id"]: sample for sample in said["node_samples_of"]["result"]}
-        return self.take_rows(asked[1], answers[1]) or new
-
-    def take_rows(self, asked: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
-        """Take rows; return whether any step is whole now."""
-        if asked["since"] != self._cursor:
-            return False  # another thread was quicker
-        found = unpacked(answer["result"])
-        count = sum(len(rows.keys) for rows in found)
-        self.whole = self._cursor >= 0 and answer["cursor"] < self._cursor + asked["most"]
-        self._cursor = answer["cursor"]
-        if not self.whole:
-            self._batches = int(np.clip(self._batches * _ROWS // max(1, count), _FEW_BATCHES, _MANY_BATCHES))
-        late = self.steps.late(found) - self._late
-        if late or self.steps.replaced(found):
-            self._late = self._late | late if late else set()
-            self.begin()
-            return True
-        self.steps.take(found)
-        known = set(self.steps.last_key)
-        holding = self.reporting() | (known - self.ranks.keys()) if self.whole else known
-        return self.steps.advance(holding, len(self._awaited() - known), self.world)
-
-    def _awaited(self) -> set[int]:
-        """Return the ranks that have rows or may soon have some: of a young job, all."""
-        streams = self.ranks.values()
-        latest = max((stream.last_seen_ns for stream in streams), default=0)
-        young = latest - min((stream.first_seen_ns for stream in streams), default=0) < self._patience_ns
-        everyone = set(range(self.world)) if young else set()
-        return everyone | {rank for rank, stream in self.ranks.items() if stream.stored}
-
-    @property
-    def world(self) -> int:
-        """How many ranks the job has, as far as they have said so."""
-        return world_size(self.ranks, None)
-
-    def reporting(self) -> set[int]:
-        """Return the ranks that may still deliver: neither ended nor silent for long while others are not."""
-        latest = max((stream.last_seen_ns for stream in self.ranks.values()), default=0)
-        since = latest - self._patience_ns
-        seen = {rank for rank, stream in self.ranks.items() if stream.last_seen_ns >= since}
-        return {rank for rank in seen if not self.ranks[rank].ended}
+def _about(what: str, args: Mapping[str, Any]) -> bytes:
+    """Return what names a question whatever steps it is of: an older answer is better than none."""
+    return msgspec.msgpack.encode([what, {k: v for k, v in args.items() if k not in ("first", "last")}, None])
 
 
 _Key = tuple[str, str | None, bytes]
@@ -162,7 +62,8 @@ _Key = tuple[str, str | None, bytes]
 
 class Board:
     """
-    What all browsers look at. `poll` is called by one thread, `view` by any.
+    What all browsers look at. Any thread may call `poll` and `view`; none holds `lock` while the source is
+    asked, so one that is slow holds up only who needs its answer.
 
     Args:
         source: the session.
@@ -195,13 +96,26 @@ class Board:
         self._views: OrderedDict[_Key, tuple[int, dict[str, Any]]] = OrderedDict()
         self._looked_at: set[_Key] = set()
         self._answers: OrderedDict[bytes, Any] = OrderedDict()
+        self._asked: OrderedDict[bytes, int] = OrderedDict()
+        """Questions of pages, and at which version they were asked last."""
+        self._wanted: dict[bytes, tuple[str, dict[str, Any]]] = {}
+        """What the pages that were just made would like to have asked."""
+        self._turn = threading.Lock()
+        """Of who polls."""
         self._others: OrderedDict[str, Board] = OrderedDict()
+        self._readers = 0
+        """Of another session: how many threads look at it, for the board that it is kept by."""
+        self._retired = False
         self._asked_runs = self._rest_until = 0.0
         self._over = False
         """Everything of a session that is over has been read."""
 
     def poll(self) -> bool:
         """Bring everything up to date; return whether anything changed. Never raises."""
+        with self._turn:
+            return self._poll()
+
+    def _poll(self) -> bool:
         began = time.perf_counter()
         if began < self._rest_until or (self._over and self._caught_up()):
             return False
@@ -233,58 +147,109 @@ class Board:
 
         Raises KeyError for a page that there is not.
         """
-        other = self._past(selection.pop("session", None))
-        if other is not None:
-            with other.lock:
+        with self._past(selection.pop("session", None)) as other:
+            if other is not None:
                 other.poll()  # until it has been read
-            return other.view(page, **selection)
+                return other.view(page, **selection)
+        named = selection.pop("run", None)
+        run = self._selected(named)
+        key = page, run.id if run else None, msgspec.json.encode(selection, order="deterministic")
         with self.lock:
-            named = selection.pop("run", None)
-            run = self._selected(named)
-            key = page, run.id if run else None, msgspec.json.encode(selection, order="deterministic")
             self._looked_at.add(key)
-            return {**header(self, run, named), **self._made(key, run)}
+        body = self._made(key, run)
+        with self.lock:
+            return {**header(self, run, named), **body}
 
     def ask(self, what: str, **args: Any) -> Any:
-        """Return the answer to a question of one page; the last one while the source does not answer."""
-        changes = ("first", "last") if what == "parts" else ()  # the steps that are shown
-        question = msgspec.msgpack.encode([what, {k: v for k, v in args.items() if k not in changes}])
-        if self.stale_since_ns is None and not self.trouble:
-            try:
-                self._answers[question] = self.source.ask(what, **args)[0]
-                self._answers.move_to_end(question)
-                while len(self._answers) > _MAX_VIEWS:
-                    self._answers.popitem(last=False)
-            except SourceError as error:
-                self.errors.count(f"view: {what}")
-                self.trouble = str(error)
-        return self._answers.get(question)
+        """
+        Return the newest answer to a question of one page, None before any. Called with `lock` by what makes
+        a page; what is not as of now is asked afterwards, and the page made again.
+        """
+        question = msgspec.msgpack.encode([what, args])
+        if self._asked.get(question) != self.version:
+            self._wanted[question] = what, args
+        return self._answers.get(question, self._answers.get(_about(what, args)))
 
-    def _past(self, name: str | None) -> Board | None:
-        """Return the board of a stored session of that name; None where there is none, or it is this one."""
-        if name is None or name == self.status.get("session"):
+    def _question(self, what: str, **args: Any) -> tuple[Any, int]:
+        """Ask the source, without `lock`; a page that stays open is no use of the session, and says so."""
+        return self.source.ask(what, watching=True, **args)
+
+    def _fetch(self, wanted: dict[bytes, tuple[str, dict[str, Any]]]) -> bool:
+        """Ask what pages want to know, unless the source does not answer; return whether anything is new."""
+        new = False
+        for question, (what, args) in wanted.items():
+            if self.stale_since_ns is not None or self.trouble:
+                break
+            version = self.version
+            try:
+                answer = self._question(what, **args)[0]
+            except SourceError as error:
+                self.errors.note("view", error, what)
+                self.trouble = str(error)
+                break
+            with self.lock:
+                new |= question not in self._answers or self._answers[question] != answer
+                _keep(self._answers, question, answer)
+                _keep(self._answers, _about(what, args), answer)
+                _keep(self._asked, question, version)
+        return new
+
+    @contextlib.contextmanager
+    def _past(self, name: str | None) -> Iterator[Board | None]:
+        """
+        Give the board of a stored session of that name; None where there is none, or it is this one. Its file
+        is closed when it is no longer kept and nobody looks at it.
+        """
+        other = None if name is None or name == self.status.get("session") else self._open(name)
+        try:
+            yield other
+        finally:
+            if other is not None:
+                with self.lock:
+                    other._readers -= 1
+                    over = other._retired and not other._readers
+                if over:
+                    other.source.close()
+
+    def _open(self, name: str) -> Board | None:
+        """Return the board of a stored session with one reader more."""
+        with self.lock:
+            other = self._others.get(name)
+            if other is not None:
+                other._readers += 1
+                return other
+        if name not in sessions.names(self.source.out):
+            return None
+        try:
+            source = StoredSource(Path(self.source.out) / name)
+        except SourceError:
             return None
         with self.lock:
-            if name not in self._others and name in sessions.names(self.source.out):
-                try:
-                    source = StoredSource(Path(self.source.out) / name)
-                except SourceError:
-                    return None
-                self._others[name] = Board(source, clock=self.clock, thresholds=self._limits)
-                while len(self._others) > _MAX_OTHERS:
-                    self._others.popitem(last=False)[1].source.close()
-            return self._others.get(name)
+            other = self._others.setdefault(name, Board(source, clock=self.clock, thresholds=self._limits))
+            other._readers += 1
+            retired = [self._others.popitem(last=False)[1] for _ in range(len(self._others) - _MAX_OTHERS)]
+            for board in retired:
+                board._retired = True
+            unused = [board.source for board in retired if not board._readers]
+        for each in unused if other.source is source else [*unused, source]:  # another thread was quicker
+            each.close()
+        return other
 
     def _made(self, key: _Key, run: Run | None) -> dict[str, Any]:
-        """Return a page as of now."""
+        """Return a page as of now: made of what is known, and again once its questions are answered."""
         page, _, selection = key
-        version, body = self._views.get(key, (-1, {}))
-        if version != self.version:
-            body = views.PAGES[page](self, run, **msgspec.json.decode(selection))
-            self._views[key] = self.version, body
-            self._views.move_to_end(key)
-            while len(self._views) > _MAX_VIEWS:
-                self._views.popitem(last=False)
+        for _ in range(2):
+            with self.lock:
+                version, body = self._views.get(key, (-1, {}))
+                if version == self.version:
+                    return body
+                body = views.PAGES[page](self, run, **msgspec.json.decode(selection))
+                wanted, self._wanted = self._wanted, {}
+                _keep(self._views, key, (self.version, body))
+            if not self._fetch(wanted):
+                break
+            with self.lock:
+                self._views.pop(key, None)
         return body
 
     def _prepare(self) -> None:
@@ -292,11 +257,10 @@ class Board:
         with self.lock:
             looked_at, self._looked_at = self._looked_at, set()
         for key in looked_at:
-            with self.lock:
-                try:
-                    self._made(key, self._followed.get(key[1] or ""))
-                except Exception as error:
-                    self.errors.note(key[0], error)
+            try:
+                self._made(key, self._followed.get(key[1] or ""))
+            except Exception as error:
+                self.errors.note("page", error, key[0])
 
     @property
     def newest(self) -> Run | None:
@@ -310,11 +274,11 @@ class Board:
                 if run is not self.newest and now - run.looked_at > _LOOKED_AT_S:
                     del self._followed[run.id]
             followed = [*self._followed.values()]
-        slow = int(self.status.get("ranks") or 0) >= _SLOW_RANKS
-        runs = not slow or self.newest is None or now - self._asked_runs > _SLOW_S
+        slow = int(self.status.get("ranks") or 0) >= SLOW_RANKS
+        runs = not slow or self.newest is None or now - self._asked_runs > SLOW_S
         asked = [{"what": "status"}, *([{"what": "runs"}] if runs else [])]
         parts = [(run, run.questions(now)) for run in followed]
-        answers, _ = self.source.ask("several", asked=[*asked, *(q for _, part in parts for q in part)])
+        answers, _ = self._question("several", asked=[*asked, *(q for _, part in parts for q in part)])
         status, at = answers[0]["result"], len(asked)
         changed = bool(status != self.status)
         with self.lock:
@@ -336,9 +300,9 @@ class Board:
         """Begin with a run."""
         ranks = int(self.status.get("ranks") or 0)
         run = Run(run_id, self._limits, 0 if self.source.stored else -max(_HISTORY, _PER_RANK * ranks))
-        for again in (0.0, _SLOW_S + 1):  # samples can be asked for once the nodes are known
+        for again in (0.0, SLOW_S + 1):  # samples can be asked for once the nodes are known
             questions = run.questions(now + again)
-            answers, _ = self.source.ask("several", asked=questions)
+            answers, _ = self._question("several", asked=questions)
             with self.lock:
                 run.take(questions, answers)
         run.looked_at = now
@@ -356,7 +320,7 @@ class Board:
         changed = False
         while not run.whole and time.perf_counter() - began < _SLICE_S:
             question = run.question()
-            answers, _ = self.source.ask("several", asked=[question])
+            answers, _ = self._question("several", asked=[question])
             with self.lock:
                 changed |= run.take_rows(question, answers[0])
         return changed
@@ -365,7 +329,7 @@ class Board:
         return all(run.whole for run in [*self._followed.values()])
 
     def _selected(self, named: str | None) -> Run | None:
-        """Return the run of that id or name; one that is not followed yet is from here on."""
+        """Return the run of that id or name, from here on followed. Called without `lock`."""
         if named is None:
             return self.newest
         run_id = next((run["id"] for run in reversed(self.runs) if named in (run["id"], run["name"])), None)

@@ -17,7 +17,8 @@ from .overview import is_over, lately, nodes, unheard
 from .values import by_stage, mean_of, natural, number, told
 
 if TYPE_CHECKING:
-    from .board import Board, Run
+    from .board import Board
+    from .followed import Run
 
 _BUSY_SPARK = 120
 _RARE = 5

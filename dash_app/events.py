@@ -12,7 +12,8 @@ from traceml_ray.store.nodes import node_key
 from traceml_ray.wire import STAGES
 
 if TYPE_CHECKING:
-    from .board import Board, Run
+    from .board import Board
+    from .followed import Run
 
 _CRITICAL = {"rank_lost", "node_lost", "exception", "oom", "hang", "stalled", "xid"}
 _WARNING = {"restart", "straggler", "co_critical", "ambiguous", "group_wide", "note", "swallowed"}

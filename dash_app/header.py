@@ -10,7 +10,8 @@ from traceml_ray.reports.summary import moment
 from traceml_ray.reports.text import lost, named
 
 if TYPE_CHECKING:
-    from .board import Board, Run
+    from .board import Board
+    from .followed import Run
 
 
 def header(board: Board, run: Run | None, asked: str | None = None) -> dict[str, Any]:

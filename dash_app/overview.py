@@ -16,8 +16,9 @@ from .header import state_of
 from .values import Array, by_stage, mean_of, natural, number, told
 
 if TYPE_CHECKING:
-    from .board import Board, Run
+    from .board import Board
     from .columns import Columns, Recent
+    from .followed import Run
 
 _SPARK = 60
 _EVENTS = 200

@@ -18,7 +18,8 @@ from .overview import cell, overview
 from .values import number
 
 if TYPE_CHECKING:
-    from .board import Board, Run
+    from .board import Board
+    from .followed import Run
 
 
 def health(board: Board, run: Run | None) -> dict[str, Any]:

@@ -25,6 +25,8 @@ from .cluster import die_with
 _DETAIL_CHARS = 300
 _KILL_S = 2.0
 _LOOK_S = 0.05
+_answered = threading.Lock()
+"""Held from the first answer on: the deadline and the work may both have one."""
 
 
 class HelperRequest(msgspec.Struct, frozen=True):
@@ -62,7 +64,8 @@ def main() -> None:
 
 
 def _answer(stdout: TextIO, reply: HelperReply) -> None:
-    """Say it and be gone: a shutdown of Ray may hang, and the actors are detached anyway."""
+    """Say it, once, and be gone: a shutdown of Ray may hang, and the actors are detached anyway."""
+    _answered.acquire()
     stdout.write(msgspec.json.encode(reply).decode() + "\n")
     stdout.flush()
     os._exit(0)

@@ -66,7 +66,7 @@ def report(arguments: argparse.Namespace) -> int:
         run = _run(arguments.run, stored)
         with legible(path):
             summary = summarize(stored, settings.thresholds, run=run)
-            text = json.dumps(summary, indent=2) if arguments.json else render(summary, folder)
+            text = json.dumps(summary, indent=2) + "\n" if arguments.json else render(summary, folder)
     print(text, end="")
     return 0
 

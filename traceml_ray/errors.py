@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from traceml_ray.wire import Event, WireError
 
 MAX_PLACES = 64
-"""More than these are counted together: what is in a name may come from elsewhere."""
+"""More than these are counted together: kinds of exceptions come from elsewhere."""
 _MESSAGE_CHARS = 300
 
 
@@ -44,7 +44,7 @@ class Errors(Counter[str]):
         self._causes: list[Event] = []
 
     def count(self, name: str, number: int = 1) -> bool:
-        """Count something (so many of it) under a name; return whether it is there for the first time."""
+        """Count so many things under a name fixed in the code; return whether it is new."""
         if not number:
             return False
         fresh = name not in self
@@ -53,12 +53,18 @@ class Errors(Counter[str]):
         self[name] += number
         return fresh
 
-    def note(self, place: str, error: BaseException) -> bool:
-        """Count an exception where a thread has to go on; return whether it is the first of its kind."""
+    def note(self, place: str, error: BaseException, who: str = "") -> bool:
+        """
+        Count an exception where a thread has to go on; return whether it is the first of its kind.
+
+        `place` is fixed in the code. What varies (`who` caused it, the error's text) is in the event that the
+        first of a kind makes.
+        """
         kind = error.reason if isinstance(error, WireError) else type(error).__name__
         fresh = self.count(f"{place}: {kind}")
         if fresh:
-            message = f"swallowed in {place}: {said(error)}"[:_MESSAGE_CHARS]
+            where = f"{place} ({who})" if who else place
+            message = f"swallowed in {where}: {said(error)}"[:_MESSAGE_CHARS]
             self._causes.append(Event("swallowed", time.time_ns(), message=message))
         if self.debug:
             sys.stderr.write("traceml-ray: " + "".join(traceback.format_exception(error)))

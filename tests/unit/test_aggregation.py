@@ -154,11 +154,12 @@ def test_garbage_is_dropped_counted_and_the_rest_is_taken(tmp_path: Path) -> Non
     aggregator.ingest(relay.message(*bad, good))
     assert _ledger(aggregator, tmp_path)["stored"] == 3
     assert aggregator.errors["ingest: garbage"] == 1
-    named = {place: n for place, n in aggregator.errors.items() if place.startswith("rank batch from host-0")}
+    named = {place: n for place, n in aggregator.errors.items() if place.startswith("rank batch: ")}
     assert sum(named.values()) == len(bad)
     aggregator.commit()
     with SessionFile(tmp_path / "session.sqlite") as session:
         assert session.meta()["errors"] == aggregator.errors
+        assert any("rank batch (host-0)" in event["message"] for event in session.events()[0])
 
 
 @given(data=st.data())
@@ -319,6 +320,18 @@ def test_a_process_that_tells_of_its_death_without_end_is_kept_few_times(
         assert len(stored.events()[0]) == 1000
 
 
+def test_deaths_of_earlier_attempts_are_forgotten(tmp_path: Path, clock: Clock) -> None:
+    aggregator, relay = aggregation(tmp_path, clock), Relay()
+    for attempt in range(30):
+        ranks = [Rank(number, 2, attempt=attempt) for number in range(2)]
+        error = wire.Event("exception", clock(), message=f"ValueError: {attempt}")
+        aggregator.ingest(relay.message(*(r.batch(5, final=True, events=[error]) for r in ranks)))
+        clock.tick()
+        aggregator.judge()
+    assert len(aggregator._judge._fatal) == len(aggregator._judge._fatal_seen) == 2
+    assert aggregator.verdict is not None and aggregator.verdict.exit_reason == "ValueError: 29"
+
+
 # -- the end -------------------------------------------------------------------------------------
 
 
@@ -438,6 +451,8 @@ def test_idle_time_counts_from_the_last_word_of_a_rank_or_question(tmp_path: Pat
     aggregator.ingest(relay.message(Rank(0).batch()))
     assert aggregator.idle_s() == 0
     clock.tick(10)
+    _ask(aggregator, what="several", asked=[{"what": "status"}], watching=True)
+    assert aggregator.idle_s() == 10, "a page that stays open is no use of a session"
     _ask(aggregator, what="status")
     assert aggregator.idle_s() == 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -440,6 +442,64 @@ def test_past_sessions_open_in_the_same_pages(tmp_path: Path) -> None:
     (tmp_path / "bad" / "session.sqlite").write_bytes(b"no database")
     for name in ("gone", "bad", "../old", "now", str(tmp_path / "old")):
         assert board.view("header", session=name)["session"]["id"] == "now"
+
+
+class Held:
+    """Makes a source wait with its answer to one question until it is let go."""
+
+    def __init__(self, source: Any, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+        self.waits, self.go = threading.Event(), threading.Event()
+        ask = source.ask
+
+        def held(self_or_what: Any, *args: Any, **more: Any) -> Any:
+            if what in (self_or_what, *args):
+                self.waits.set()
+                assert self.go.wait(30)
+            return ask(self_or_what, *args, **more)
+
+        monkeypatch.setattr(source, "ask", held)
+
+
+@pytest.mark.parametrize(
+    ("page", "selection", "what"), [("health", {}, "ledger"), ("overview", {"run": "a"}, "several")]
+)
+def test_slow_aggregator_holds_up_only_who_needs_its_answer(
+    played: Played, monkeypatch: pytest.MonkeyPatch, page: str, selection: dict[str, Any], what: str
+) -> None:
+    board = followed(played)
+    board.runs = [*board.runs, {**board.runs[0], "id": "a", "name": "a"}]  # one that is not followed yet
+    held = Held(played.source, monkeypatch, what)
+    slow = ThreadPoolExecutor(1).submit(board.view, page, **selection)
+    assert held.waits.wait(30)
+    others = ThreadPoolExecutor(1).submit(board.view, "overview")
+    assert others.result(30)["state"] == "live"
+    assert not slow.done()
+    held.go.set()
+    page_now = slow.result(30)
+    if page == "health":
+        assert page_now["ledger"]["stored"] == board.view("health")["ledger"]["stored"] > 0
+
+
+def test_board_stays_open_while_another_thread_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "abcd":
+        played = Played(tmp_path / name, 2, per_node=2, late=None)
+        played.play(40)
+        played.end()
+        played.aggregator.close()
+    board = Board(StoredSource(tmp_path / "a"))
+    assert board.poll()
+    held = Held(StoredSource, monkeypatch, "several")
+    reading = ThreadPoolExecutor(1).submit(board.view, "overview", session="b")
+    assert held.waits.wait(30)
+    monkeypatch.undo()
+    for name in "cd":
+        assert board.view("overview", session=name)["session"]["id"] == name
+    held.go.set()
+    seen = reading.result(30)
+    assert (seen["session"]["id"], seen["state"], seen["step"]) == ("b", "stored", 39)
+    assert seen["verdict"]["label"]
 
 
 def test_health_and_metrics(played: Played) -> None:

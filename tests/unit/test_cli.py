@@ -44,6 +44,7 @@ def test_report_of_a_live_session_as_text_and_json(out: Path, tmp_path: Path) ->
     assert "session s" in text.stdout
     assert "Verdict    healthy" in text.stdout
     told = _run("report", "s", "--json", cwd=tmp_path, TRACEML_OUT=str(out))
+    assert told.stdout.endswith("}\n")
     summary = json.loads(told.stdout)
     assert summary["session"]["status"] == "running"
     assert summary["steps"]["count"] == 50

@@ -40,8 +40,10 @@ from traceml_ray.store.session_file import SessionFile
 NODE = wire.NodeIdentity("node", "host", "127.0.0.1")
 
 
-def rank_batch(stream: str, seq: int, *, rows: int = 3, final: bool = False, pad: int = 0) -> bytes:
-    events = [wire.Event("note", 0, message="x" * pad)] if pad else []
+def rank_batch(
+    stream: str, seq: int, *, rows: int = 3, final: bool = False, pad: int = 0, **fields: Any
+) -> bytes:
+    fields.setdefault("events", [wire.Event("note", 0, message="x" * pad)] if pad else [])
     return wire.encode(
         wire.RankBatch(
             v=wire.VERSION,
@@ -56,8 +58,8 @@ def rank_batch(stream: str, seq: int, *, rows: int = 3, final: bool = False, pad
             ),
             flags=bytes(rows),
             rows=bytes(wire.ROW_BYTES * rows),
-            events=events,
             final=final,
+            **fields,
         )
     )
 
@@ -184,6 +186,9 @@ class Aggregator(Straight):
     def errors(self) -> dict[str, int]:
         with self.file() as file:
             return next(node.errors for node in file.cluster() if node.node_id == NODE.node_id)
+
+    def told(self, kind: str) -> list[str]:
+        return [e.message for message in self.stored for e in message.events if e.kind == kind]
 
 
 class Bench:
@@ -318,7 +323,10 @@ def test_another_user_who_gets_through_to_the_socket_is_refused(bench: Bench) ->
     stranger = subprocess.Popen([sys.executable, "-c", talk, str(bench.path)], stderr=subprocess.DEVNULL)
     bench.started.append(stranger)
     bench.until(lambda: stranger.poll() is not None)
-    bench.until(lambda: bool(bench.aggregator.stored) and "refused uid 65534" in bench.aggregator.errors())
+    bench.until(
+        lambda: bool(bench.aggregator.stored) and "socket: PermissionError" in bench.aggregator.errors()
+    )
+    assert "uid 65534" in bench.aggregator.told("swallowed")[0]
     assert not bench.aggregator.batches()
 
 
@@ -409,6 +417,41 @@ def test_a_disk_that_stores_nothing_does_not_make_the_relay_grow(bench: Bench) -
     small.close()
 
 
+def test_what_an_overflow_drops_besides_rows_is_counted(bench: Bench) -> None:
+    bench.relay.close()
+    small = Bench(bench.path.parent, limit=20_000)
+    small.aggregator.up = False
+    events, spans = [wire.Event("note", 1, message="x" * 4000)], [wire.Detail("a", 1, 1, 5, 5, 0, 0)]
+    process = wire.ProcessSample(1, 1.0, 1, 1, 0, 0)
+    for seq in range(12):
+        small.relay.take(rank_batch("a", seq, events=events, details=spans, process=process))
+        small.sampler.sample = wire.NodeSample(seq, *[None] * 9)
+        small.tick()
+    small.aggregator.up = True
+    small.tick(10)
+    batches, errors = small.aggregator.batches(), small.aggregator.errors()
+    for what in ("events", "details"):
+        kept = sum(len(getattr(batch, what)) for batch in batches)
+        name = {"events": "event", "details": "span"}[what]
+        assert 0 < kept < 12
+        assert kept + errors[f"{name}: no room"] == 12
+    assert errors["process sample: no room"] == 12 - len(batches)
+    samples = sum(message.sample is not None for message in small.aggregator.stored)
+    assert samples + errors["node sample: no room"] == 12
+    small.relay.close()
+
+
+def test_a_process_that_is_gone_is_reported_gone_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: list[peers.Peer] = []
+    monkeypatch.setattr(bench.relay._peers, "_on_gone", gone.append)
+    monkeypatch.setattr(os, "pidfd_open", lambda _: (_ for _ in ()).throw(ProcessLookupError()))
+    with bench.connect() as sock:
+        sock.send(rank_batch("a", 0))
+    bench.relay.turn(1)
+    bench.relay.turn()
+    assert len(gone) == 1
+
+
 def test_a_hanging_aggregator_holds_up_nothing_and_loses_nothing(bench: Bench) -> None:
     bench.aggregator.hangs = True
     for seq in range(30):
@@ -429,15 +472,17 @@ def test_bad_packets_are_counted_by_reason_and_sender_and_the_connection_stays(b
         bench.until(lambda: bench.aggregator.seqs("a") == [0])
         assert reply(sock).acked_seq == 0
     pid = os.getpid()
-    expected = {f"{reason} from pid {pid}": 1 for reason in ("garbage", "wrong_kind", "too_large")}
+    expected = {f"packet: {reason}": 1 for reason in ("garbage", "wrong_kind", "too_large")}
     assert bench.aggregator.errors().items() >= expected.items()
+    told = bench.aggregator.told("swallowed")
+    assert len(told) == 3 and all(f"packet (pid {pid})" in message for message in told)
 
 
 def test_a_bad_batch_of_a_caller_is_refused_and_counted(bench: Bench) -> None:
     with pytest.raises(wire.WireError, match="garbage"):
         bench.relay.take(b"\xc1")
     bench.tick(2)
-    assert bench.aggregator.errors() == {"garbage from a caller": 1}
+    assert bench.aggregator.errors() == {"batch of a caller: garbage": 1}
 
 
 def test_a_rank_that_does_not_read_its_replies_is_served_all_the_same(bench: Bench) -> None:
@@ -507,9 +552,9 @@ def test_one_stream_too_many_is_refused_by_every_way_until_one_has_ended(
     bench.tick(2)
     assert {batch.stream for batch in bench.aggregator.batches()} == {"a", "b", "d"}
     assert bench.aggregator.errors() == {
-        "too_many_streams from a caller": 2,
+        "batch of a caller: too_many_streams": 2,
         "spool: too_many_streams": 1,
-        f"too_many_streams from pid {os.getpid()}": 1,
+        "packet: too_many_streams": 1,
     }
 
 

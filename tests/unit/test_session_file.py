@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -12,6 +14,8 @@ import pytest
 from sessions import MS, SECOND, Clock, Rank, Relay, aggregation, check_ledger
 
 from traceml_ray import wire
+from traceml_ray.reports.status import render_status
+from traceml_ray.store.retention import Retention
 from traceml_ray.store.session_file import SessionFile, SessionFileError, connect, on_network_filesystem
 from traceml_ray.store.writer import SessionWriter
 
@@ -161,20 +165,44 @@ def test_network_filesystems_are_known_by_their_mount(tmp_path: Path, kind: str,
     assert on_network_filesystem(tmp_path / "session.sqlite", mounts) is network
 
 
-def test_on_a_network_filesystem_one_connection_does_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("session_file", "writer"):
-        monkeypatch.setattr(f"traceml_ray.store.{module}.on_network_filesystem", lambda _: True)
+@pytest.fixture(params=["local", "network"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kind of filesystem that a session file is taken to lie on."""
+    on_network = request.param == "network"
+    monkeypatch.setattr("traceml_ray.store.session_file.on_network_filesystem", lambda _: on_network)
+    return str(request.param)
+
+
+def test_other_processes_read_while_the_session_is_written(tmp_path: Path, kind: str) -> None:
     aggregator, relay, rank = aggregation(tmp_path), Relay(), Rank(0)
     aggregator.ingest(relay.message(rank.batch(5)))
     assert aggregator.commit()
-    assert not list(tmp_path.glob("*-wal"))
-    answer = msgspec.msgpack.decode(aggregator.query(msgspec.msgpack.encode({"what": "ledger"})))
-    assert answer["result"]["stored"] == 5
+    assert bool(list(tmp_path.glob("*-wal"))) is (kind == "local")
+    told = subprocess.run(
+        [sys.executable, "-m", "traceml_ray.cli", "status", str(tmp_path)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert "5 rows produced = 5 stored" in told.stdout, told.stderr
+    aggregator.ingest(relay.message(rank.batch(5)))
+    assert aggregator.commit()
     aggregator.finish(wire.Finish(wire.VERSION, 0))
     aggregator.close()
-    assert check_ledger(tmp_path)["stored"] == 5
+    assert check_ledger(tmp_path)["stored"] == 10
+
+
+@pytest.mark.usefixtures("kind")
+def test_question_inside_the_writers_transaction_is_of_the_last_commit(tmp_path: Path) -> None:
+    aggregator, relay, rank = aggregation(tmp_path), Relay(), Rank(0)
+    aggregator.ingest(relay.message(rank.batch(5)))
+    assert aggregator.commit()
+    asked = msgspec.msgpack.encode({"what": "rows"})
+    writer, answers = aggregator._writer, []
+    with pytest.raises(KeyboardInterrupt), writer._transaction():
+        writer._connection.execute("DELETE FROM chunk")
+        answers.append(msgspec.msgpack.decode(aggregator.query(asked)))
+        raise KeyboardInterrupt
+    assert [len(rows["flags"]) for rows in answers[0]["result"]] == [5]
+    aggregator.close()
 
 
 def test_a_finished_session_is_one_file_while_its_aggregator_lives(tmp_path: Path) -> None:
@@ -197,7 +225,7 @@ def test_while_the_disk_refuses_rows_stay_pending_within_the_bound(tmp_path: Pat
     for _ in range(10):
         aggregator.ingest(relay.message(rank.batch(10)))
         assert not aggregator.commit()
-    assert aggregator.errors == {"commit: database is locked: OperationalError": 10}
+    assert aggregator.errors == {"commit: OperationalError": 10}
     blocker.execute("ROLLBACK")
     blocker.close()
     assert aggregator.commit()
@@ -207,6 +235,59 @@ def test_while_the_disk_refuses_rows_stay_pending_within_the_bound(tmp_path: Pat
     assert count["produced"] == 110
     assert 0 < count["dropped"]["aggregator"] <= 70
     assert count["stored"] == 110 - count["dropped"]["aggregator"]
+    aggregator.close()
+
+
+def test_what_is_cut_while_the_disk_refuses_is_counted_by_kind(tmp_path: Path) -> None:
+    aggregator, relay, rank = aggregation(tmp_path, Clock()), Relay(), Rank(0, 1)
+    writer = aggregator._writer
+    writer.max_pending_items = 5
+    aggregator.commit()
+    blocker = sqlite3.connect(tmp_path / "session.sqlite", isolation_level=None)
+    writer._connection.execute("PRAGMA busy_timeout = 10")
+    blocker.execute("BEGIN IMMEDIATE")
+    for number in range(12):
+        batch = rank.batch(
+            events=[wire.Event("note", number)],
+            details=[wire.Detail("a", 1, 1, 5, 5, 0, 0)],
+            process=wire.ProcessSample(number, 1.0, 1, 1, 0, 0),
+        )
+        aggregator.ingest(relay.message(batch, sample=wire.NodeSample(number, *[None] * 9)))
+        assert not aggregator.commit()
+    blocker.execute("ROLLBACK")
+    blocker.close()
+    assert aggregator.commit() and aggregator.commit()
+    with SessionFile(tmp_path / "session.sqlite") as stored:
+        tables = {"event": "event", "detail": "span", "process_sample": "process sample"}
+        for table, name in {**tables, "node_sample": "node sample"}.items():
+            kept = stored._all(f"SELECT count(*) FROM {table}")[0][0]
+            lost = stored.meta()["errors"][f"{name}: not stored, no room"]
+            told = 1 if table == "event" else 0  # of the commit that failed
+            assert 0 < kept <= 5 and kept + lost == 12 + told
+            line = f"{lost} × aggregator, {name}: not stored, no room"
+            assert line in render_status(stored, tmp_path, None, 0)
+    aggregator.close()
+    again = aggregation(tmp_path)
+    assert again.commit()
+    assert again.errors["span: not stored, no room"] == lost
+    again.close()
+
+
+def test_commit_has_succeeded_where_only_folding_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aggregator, rank = aggregation(tmp_path), Rank(0)
+
+    def refuse(*_: object) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(Retention, "due", lambda _: True)
+    monkeypatch.setattr(Retention, "fold", refuse)
+    reply = aggregator.ingest(Relay().message(rank.batch(5)))
+    assert aggregator.commit()
+    assert aggregator.errors == {"fold: OperationalError": 1}
+    assert check_ledger(tmp_path)["stored"] == 5
+    assert reply
     aggregator.close()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 import struct
@@ -313,8 +312,8 @@ def test_ranks_of_version_1_are_stored_judged_and_counted_like_any_other(bench: 
     assert "localhost" in report
     errors = bench.aggregator._writer.nodes["ab" * 28].errors
     assert errors == {
-        f"wrong_version from pid {os.getpid()}": 2,
-        "wrong_version from a caller": 1,
+        "packet: wrong_version": 2,
+        "batch of a caller: wrong_version": 1,
     }
 
 

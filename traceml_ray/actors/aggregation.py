@@ -122,13 +122,20 @@ class Aggregation:
         try:
             with self._writer.lock:
                 self._resize_groups()
+                for what, n in self._writer.lost.items():
+                    self.errors.count(what, n)
+                self._writer.lost.clear()
                 self._writer.set_meta(errors=dict(self.errors))
                 for cause in self.errors.causes():
                     self._writer.add_event(cause)
             self._writer.commit()
         except Exception as error:
-            self.errors.note(f"commit: {error}", error)
+            self.errors.note("commit", error)
             return False
+        try:
+            self._writer.fold()
+        except Exception as error:  # the next commit tries again
+            self.errors.note("fold", error)
         return True
 
     def judge(self) -> None:
@@ -228,15 +235,17 @@ class Aggregation:
 
     def query(self, request: bytes) -> bytes:
         """Answer a question, see `Answers`; an error is an answer too."""
-        self._busy_ns = self._ticks()
-        return self._answers.answer(request)
+        reply, watching = self._answers.answer(request)
+        if not watching:
+            self._busy_ns = self._ticks()
+        return reply
 
     def status(self) -> dict[str, Any]:
         """Return how the aggregator itself is doing: counts in rows, errors by place."""
         return self._answers.status()
 
     def idle_s(self) -> float:
-        """Seconds since the last word from a rank or of a run, or the last question."""
+        """Seconds since the last word from a rank or of a run, or a question of more than a page."""
         return (self._ticks() - self._busy_ns) / 1e9
 
     def close(self) -> None:
@@ -248,7 +257,7 @@ class Aggregation:
         try:
             batch = wire.decode(data, wire.RankBatch)
         except wire.WireError as error:
-            self.errors.note(f"rank batch from {node.hostname}", error)
+            self.errors.note("rank batch", error, node.hostname)
             return None
         return batch
 

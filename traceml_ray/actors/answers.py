@@ -68,8 +68,10 @@ class Answers:
         while self._readers:
             self._readers.pop().close()
 
-    def answer(self, request: bytes) -> bytes:
+    def answer(self, request: bytes) -> tuple[bytes, bool]:
         """
+        Return the answer, and whether who asks says that it is only `watching`, as a page that stays open.
+
         Answer msgpack `{"what": name, "since": cursor, "run": id, …}` with `{"result": …, "cursor": …}`.
 
         `what` is a method of `SessionFile`, or `status`, `verdict`, `summary`; rows come as little-endian
@@ -78,12 +80,15 @@ class Answers:
         session file and answers its `name` and `size`, `file` (`name`, `offset`, `n`) reads from it or
         from a report, `unsnapshot` removes it. An error is an answer too: `{"error": text}`.
         """
+        watching = False
         try:
             asked = msgspec.msgpack.decode(request, type=dict[str, Any])
-            return msgspec.msgpack.encode(self._answer(asked))
+            watching = asked.get("watching") is True
+            return msgspec.msgpack.encode(self._answer(asked)), watching
         except Exception as error:
             self._errors.note("query", error)
-            return msgspec.msgpack.encode({"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR]})
+            failed = {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR]}
+            return msgspec.msgpack.encode(failed), watching
 
     def status(self) -> dict[str, Any]:
         """Return how the aggregator itself is doing: counts in rows, errors by place."""

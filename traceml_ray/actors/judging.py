@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -25,7 +25,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.store.nodes import stream_labels
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.runs import by_run, newest, with_rows
-from traceml_ray.store.streams import Stream, attempt_of, shown, world_size
+from traceml_ray.store.streams import Stream, attempt_of, last_attempt, shown, world_size
 from traceml_ray.store.writer import SessionWriter
 
 MAX_LIVE = 16
@@ -106,6 +106,12 @@ class LiveJudge:
         elif event["kind"] in ("stacks", "standing"):
             self._standstill.note(event)
 
+    def _forget_deaths(self, runs: Iterable[list[Stream]], unknown: Sequence[int]) -> None:
+        """Keep what tells of deaths in the last attempt of each run, and of processes not known yet."""
+        last = {stream.id for streams in runs for stream in last_attempt(streams)}.union(unknown)
+        self._fatal = [event for event in self._fatal if event["stream_id"] in last]
+        self._fatal_seen = Counter({who: n for who, n in self._fatal_seen.items() if who[0] in last})
+
     def live_runs(self) -> dict[str, list[Stream]]:
         """Return the streams of the runs that are judged. Called with the writer's lock."""
         told = self._writer.meta.get("runs", {})
@@ -121,6 +127,7 @@ class LiveJudge:
             live = {stream.id for streams in runs.values() for stream in streams}
             unknown = [s.id for s in self._writer.streams.values() if s.identity is None]
             self._recent.keep(live.union(unknown[-MAX_UNKNOWN:]))
+            self._forget_deaths(runs.values(), unknown[-MAX_UNKNOWN:])
         for run, streams in runs.items():
             try:
                 self._judge(run, streams, labels)

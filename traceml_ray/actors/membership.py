@@ -101,6 +101,7 @@ class Membership:
         if now < due and not (asked and times < AT_ONCE):
             return False
         if times == _TOLD:
-            self._errors.count(f"relay: none on {node['NodeManagerHostname']}")
+            error = RuntimeError(f"it has ended {times} times in a row, soon after it was made")
+            self._errors.note("no relay stays", error, node["NodeManagerHostname"])
         self._made[node["NodeID"]] = times + 1, now + min(LOOK_S * 2.0 ** min(times, 9), MOST_S)
         return True

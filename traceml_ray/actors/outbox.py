@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass
 
-from traceml_ray.wire import MAX_ITEMS
+from traceml_ray.wire import MAX_ITEMS, RankBatch, WireError, decode
 
 PACK_BYTES = 60 * 1024
 """Rank batches packed into one message, so that the whole of it stays below 64 KiB where it can."""
@@ -56,6 +56,8 @@ class Outbox:
         self._taken: dict[str, int] = {}
         self.dropped: Counter[str] = Counter()
         """Rows dropped for want of room, by stream."""
+        self.lost: Counter[str] = Counter()
+        """What else was dropped with them."""
         self._untold: dict[str, None] = {}
         """Streams of which rows were dropped that no packet tells of."""
         self.stored: dict[str, int] = {}
@@ -70,6 +72,7 @@ class Outbox:
             oldest = self._pop()
             self.dropped[oldest.stream] += oldest.rows
             self._untold[oldest.stream] = None
+            self.lost += _besides_rows(oldest.data)
 
     @property
     def waiting(self) -> bool:
@@ -158,3 +161,14 @@ class Outbox:
         held = self._waiting.popleft()
         self._waiting_bytes -= len(held.data)
         return held
+
+
+def _besides_rows(data: bytes) -> Counter[str]:
+    """Return how much a rank batch holds that is not rows, by what it is called when it is dropped."""
+    try:
+        batch = decode(data, RankBatch)
+    except WireError:
+        return Counter()
+    samples = int(batch.process is not None)
+    found = {"event": len(batch.events), "span": len(batch.details), "process sample": samples}
+    return Counter({f"{what}: no room": n for what, n in found.items() if n})

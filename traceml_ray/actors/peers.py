@@ -12,12 +12,12 @@ import selectors
 import socket
 import struct
 import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from traceml_ray.actors.folders import make_private
+from traceml_ray.errors import Errors
 
 MAX_PATH_BYTES = 90
 _AT_ONCE = 64
@@ -32,6 +32,8 @@ class Peer:
     pid: int
     sock: socket.socket | None = None
     pidfd: int | None = None
+    gone: bool = False
+    """`on_gone` has been called with it."""
     streams: set[str] = field(default_factory=set)
 
     def send(self, data: bytes) -> bool:
@@ -63,7 +65,7 @@ class Peers:
         on_packet: Callable[[Peer, bytes, bool], None],
         on_gone: Callable[[Peer], None],
     ) -> None:
-        self.errors: Counter[str] = Counter()
+        self.errors = Errors()
         self._max_packet = max_packet
         self._on_packet = on_packet
         self._on_gone = on_gone
@@ -87,7 +89,7 @@ class Peers:
         try:
             self._watch(peer)
         except OSError as error:
-            self.errors[f"pidfd: {type(error).__name__}"] += 1
+            self.errors.note("pidfd", error)
         return peer
 
     def close(self) -> None:
@@ -103,13 +105,13 @@ class Peers:
         try:
             sock, _ = self._server.accept()
         except OSError as error:
-            self.errors[f"accept: {type(error).__name__}"] += 1
+            self.errors.note("accept", error)
             return
         sock.setblocking(False)
         cred = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
         pid, uid, _ = _PEERCRED.unpack(cred)
         if uid != os.getuid():
-            self.errors[f"refused uid {uid}"] += 1
+            self.errors.note("socket", PermissionError(f"uid {uid} is not let in"))
             sock.close()
             return
         peer = Peer(pid, sock)
@@ -121,7 +123,7 @@ class Peers:
             self._read(peer)
             self._hang_up(peer)
         except OSError as error:  # in another pid namespace, or an old kernel
-            self.errors[f"pidfd: {type(error).__name__}"] += 1
+            self.errors.note("pidfd", error)
 
     def _watch(self, peer: Peer) -> None:
         peer.pidfd = os.pidfd_open(peer.pid)
@@ -152,9 +154,10 @@ class Peers:
             peer.sock.close()
             peer.sock = None
             self._connected.discard(peer)
-        if peer.pidfd is None:
+        if peer.pidfd is None and not peer.gone:
+            peer.gone = True
             self._on_gone(peer)
-        elif not peer.streams:
+        elif peer.pidfd is not None and not peer.streams:
             self._unwatch(peer)
 
     def _process_gone(self, peer: Peer) -> None:

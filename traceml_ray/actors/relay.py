@@ -12,6 +12,7 @@ import os
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,7 +208,7 @@ class Relay:
                 pid = batch.identity.pid if batch.identity else None
                 reply = self._take(batch, data, pid)
             except wire.WireError as error:
-                self._errors.count(f"{error.reason} from a caller")
+                self._errors.note("batch of a caller", error)
                 raise
             if pid is not None:
                 if pid not in self._callers:
@@ -263,7 +264,7 @@ class Relay:
             batch = wire.decode(data, wire.RankBatch)
             reply = self._take(batch, data, peer.pid)
         except wire.WireError as error:
-            self._errors.count(f"{error.reason} from pid {peer.pid}")
+            self._errors.note("packet", error, f"pid {peer.pid}")
             return
         peer.streams.add(batch.stream)
         if not peer.send(reply):  # a later reply acknowledges this one too
@@ -308,7 +309,8 @@ class Relay:
                     raise found
                 reply = self._take(found, wire.encode(found), pid)
             except wire.WireError as error:
-                self._errors.count(f"{error.reason} from {f'pid {pid}' if pid else 'a caller'}")
+                place, who = ("packet", f"pid {pid}") if pid else ("batch of a caller", "")
+                self._errors.note(place, error, who)
                 refused = error
                 continue
             if peer is not None:
@@ -353,6 +355,8 @@ class Relay:
             self._pack(sample)
             sample = None
             moved = self._send() or moved
+        if sample is not None:
+            self._errors.count("node sample: no room")
         return moved and (self._outbox.waiting or not self._outbox.may_pack)
 
     def _tell(self, events: list[wire.Event]) -> None:
@@ -367,7 +371,10 @@ class Relay:
         return bool(told or self._errors_seen() != self._reported)
 
     def _errors_seen(self) -> int:
-        return self._errors.total() + self._sampler.errors.total() + self._peers.errors.total()
+        return sum(errors.total() for errors in self._counted())
+
+    def _counted(self) -> list[Counter[str]]:
+        return [self._errors, self._sampler.errors, self._peers.errors, self._outbox.lost]
 
     def _pack(self, sample: wire.NodeSample | None) -> None:
         self._reported = self._errors_seen()
@@ -383,8 +390,8 @@ class Relay:
             dropped=self._outbox.take_dropped(_MOST),
             sample=sample,
             lost=lost,
-            events=events + self._errors.causes(),
-            errors={**self._errors, **self._sampler.errors, **self._peers.errors},
+            events=events + self._errors.causes() + self._peers.errors.causes(),
+            errors={name: n for errors in self._counted() for name, n in errors.items()},
         )
         self._outbox.pack(wire.encode(message))
 

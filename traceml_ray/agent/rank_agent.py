@@ -296,7 +296,7 @@ class RankAgent:
                 while self._outbox and self._outbox[0].seq <= settled:
                     self._outbox_bytes -= len(self._outbox.popleft().data)
             for command in reply.commands:
-                self.guard(f"command {command.name}", functools.partial(self._obey, command))
+                self.guard("command", functools.partial(self._obey, command))
         self._begin_anew()  # a lost connection is noticed here; what it has acked counts no more
 
     def _obey(self, command: wire.Command) -> None:

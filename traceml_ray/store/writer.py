@@ -11,6 +11,7 @@ import contextlib
 import json
 import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,15 @@ from traceml_ray import wire
 from traceml_ray.store.nodes import COLUMNS as NODE_COLUMNS
 from traceml_ray.store.nodes import Node
 from traceml_ray.store.retention import Retention
-from traceml_ray.store.session_file import SessionFile, connect, legible, on_network_filesystem
+from traceml_ray.store.session_file import SessionFile, connect, legible
 from traceml_ray.store.streams import COLUMNS, Stream, to_row
 
 MAX_PENDING_BYTES = 256 << 20
 """Rows kept in memory while the disk refuses them; beyond, the oldest are dropped and counted."""
 MAX_PENDING_ITEMS = 100_000
-"""Samples, parts and events kept the same way, of each kind."""
+"""Samples, parts, events and verdicts kept the same way, of each kind."""
 _WIDTHS = {"process_sample": 7, "node_sample": 17, "detail": 9, "event": 9, "verdict": 3, "chunk": 6}
+_ITEMS = {"process_sample": "process sample", "node_sample": "node sample", "detail": "span"}
 
 
 class SessionWriter:
@@ -46,10 +48,8 @@ class SessionWriter:
         self.lock = threading.Lock()
         self.max_pending_bytes = max_pending_bytes
         self._database = threading.Lock()
+        self.max_pending_items = MAX_PENDING_ITEMS
         self._connection = connect(path, create=True)
-        self.exclusive = on_network_filesystem(path)
-        if self.exclusive:
-            self._connection.execute("PRAGMA locking_mode=EXCLUSIVE")
         with SessionFile(path, self._connection) as stored, legible(path):
             self.streams: dict[str, Stream] = {stream.stream: stream for stream in stored.streams()}
             self.meta: dict[str, Any] = stored.meta()
@@ -58,6 +58,8 @@ class SessionWriter:
             self._connection.execute("SELECT incarnation, last_seq FROM relay").fetchall()
         )
         self.committed = dict(self.taken)
+        self.lost: Counter[str] = Counter()
+        """What was dropped of all but rows, by place; who counts it takes it out."""
         self._by_id = {stream.id: stream for stream in self.streams.values()}
         self._pending = _Pending()
         self._retention = Retention(self._connection, max_bytes, self.meta.get("folded", {}))
@@ -96,7 +98,7 @@ class SessionWriter:
             values = msgspec.structs.asdict(batch.sample)
             if batch.sample.gpus is not None:
                 values["gpus"] = msgspec.json.encode(batch.sample.gpus).decode()
-            self._pending.inserts["node_sample"].append((node.node_id, *values.values()))
+            self._add("node_sample", (node.node_id, *values.values()))
 
     def add_rows(self, stream: Stream, first_row: int, keys: bytes, flags: bytes, rows: bytes) -> None:
         """Add rows to `stream`, columns as on the wire."""
@@ -109,11 +111,11 @@ class SessionWriter:
 
     def add_process(self, stream: Stream, sample: wire.ProcessSample) -> None:
         """Add a look at the stream's process."""
-        self._pending.inserts["process_sample"].append((stream.id, *msgspec.structs.astuple(sample)))
+        self._add("process_sample", (stream.id, *msgspec.structs.astuple(sample)))
 
     def add_detail(self, stream: Stream, detail: wire.Detail) -> None:
         """Add time spent in a named part."""
-        self._pending.inserts["detail"].append((stream.id, *msgspec.structs.astuple(detail)))
+        self._add("detail", (stream.id, *msgspec.structs.astuple(detail)))
 
     def add_event(
         self,
@@ -124,13 +126,24 @@ class SessionWriter:
     ) -> None:
         """Add an event of a rank's process, of a node, or of a run as a whole."""
         *values, data = msgspec.structs.astuple(event)
-        self._pending.inserts["event"].append(
-            (stream.id if stream else None, node_id, *values, json.dumps(data), run)
-        )
+        self._add("event", (stream.id if stream else None, node_id, *values, json.dumps(data), run))
 
     def add_verdict(self, t_ns: int, body: bytes, run: str) -> None:
         """Add a verdict (JSON) on a run that differs from the one before."""
-        self._pending.inserts["verdict"].append((t_ns, body.decode(), run))
+        self._add("verdict", (t_ns, body.decode(), run))
+
+    def _add(self, table: str, row: tuple[Any, ...]) -> None:
+        rows = self._pending.inserts[table]
+        rows.append(row)
+        if len(rows) > self.max_pending_items:
+            self._cut(table)
+
+    def _cut(self, table: str) -> None:
+        """Drop the oldest that are pending for `table` down to nine tenths of the bound, and count them."""
+        rows = self._pending.inserts[table]
+        excess = len(rows) - self.max_pending_items * 9 // 10
+        del rows[:excess]
+        self.lost[f"{_ITEMS.get(table, table)}: not stored, no room"] += excess
 
     def commit(self) -> None:
         """
@@ -150,23 +163,31 @@ class SessionWriter:
                 with self.lock:
                     work.follow(self._pending)
                     self._pending = work
+                    for table, rows in work.inserts.items():
+                        if table != "chunk" and len(rows) > self.max_pending_items:
+                            self._cut(table)
                 raise
             with self.lock:
                 self.committed.update((incarnation, seq) for incarnation, _, seq in work.relays.values())
-            if self._retention.due():
-                self._fold(len(streams))
 
-    def _fold(self, streams: int) -> None:
-        """Make room for what comes: the file has reached its bound."""
-        with self._transaction():
-            folded = self._retention.fold(streams)
-            self._connection.execute("REPLACE INTO meta VALUES('folded', ?)", (json.dumps(folded),))
-        with self.lock:
-            self.meta["folded"] = self._retention.cursors = folded
+    def fold(self) -> None:
+        """
+        Make room for what comes where the file has reached its bound. Called without `lock`.
+
+        Raises `sqlite3.Error` when the disk refuses; nothing is lost then.
+        """
+        with self._database:
+            if not self._retention.due():
+                return
+            with self._transaction():
+                folded = self._retention.fold(len(self.streams))
+                self._connection.execute("REPLACE INTO meta VALUES('folded', ?)", (json.dumps(folded),))
+            with self.lock:
+                self.meta["folded"] = self._retention.cursors = folded
 
     def reader(self) -> SessionFile:
-        """Return a reader of what is committed; on a network filesystem it shares this connection."""
-        return SessionFile(self.path, self._connection if self.exclusive else None)
+        """Return a reader of what is committed, with a connection of its own."""
+        return SessionFile(self.path)
 
     def settle(self) -> None:
         """Leave one plain file behind, with no `-wal` beside it; while a view has it open, an empty one."""
@@ -232,11 +253,9 @@ class _Pending:
         self.row_bytes = 0
 
     def follow(self, later: _Pending) -> None:
-        """Add what came in while this was refused by the disk; samples are kept within a bound."""
+        """Add what came in while this was refused by the disk."""
         for table, rows in self.inserts.items():
             rows.extend(later.inserts[table])
-            if table != "chunk":
-                del rows[:-MAX_PENDING_ITEMS]
         self.streams.update(later.streams)
         self.meta |= later.meta
         self.nodes.update(later.nodes)
