@@ -106,7 +106,26 @@ def test_statistics_and_ledger_go_on_and_say_so(job: Job) -> None:
     with SessionFile(job.aggregator.folder.sqlite) as session:
         summary = summarize(session, Settings().thresholds)
     assert summary["steps"]["median_ms"] == pytest.approx(sum(ROW))
-    assert f"the oldest {ledger['folded']} stored rows are kept as sums" in render(summary, job.folder)
+    text = render(summary, job.folder)
+    assert f"the oldest {ledger['folded']} stored rows are kept as sums" in text
+    covers = summary["steps"]["covers"]
+    assert covers["to_step"] == 400 * 20 - 1
+    assert covers["rows"] == ledger["stored"] - ledger["folded"] == 4 * (400 * 20 - covers["from_step"])
+    assert covers["rows_pct"] == pytest.approx(100 * covers["rows"] / ledger["stored"], abs=1e-3)
+    assert "Covers     not the whole run: " in text
+    assert f"of steps {covers['from_step']}" in " ".join(text.split())
+
+
+def test_report_of_more_rows_than_are_read_says_what_it_covers(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("traceml_ray.reports.summary._MAX_ROWS", 400)
+    for seconds, covers in ((5, (0, 99, 400, 100.0)), (5, (100, 199, 400, 50.0))):
+        job.run(seconds)
+        with SessionFile(job.aggregator.folder.sqlite) as session:
+            summary = summarize(session, Settings().thresholds)
+        assert tuple(summary["steps"]["covers"].values()) == covers
+        assert ("Covers " in render(summary, job.folder)) is (covers[-1] < 100)
 
 
 def test_it_goes_on_where_it_was_after_a_restart(job: Job) -> None:

@@ -234,7 +234,7 @@ def headline(first: Sequence[Death], node_of: Callable[[Death], str | None], oth
         open_stage=_one(stages),
         exit_reason=_one({one.reason for one in first}),
         why=_why(first, node_of) + then * (others > 0),
-        next=_advice(death),
+        next=" ".join(dict.fromkeys(map(_advice, first[:_SHOWN]))),
     )
 
 

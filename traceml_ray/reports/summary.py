@@ -38,7 +38,7 @@ from traceml_ray.wire import SEGMENT_BITS, STAGES
 
 SCHEMA = "traceml_ray/summary/1"
 _MAX_ROWS = 2_000_000
-"""Rows (steps × ranks) that statistics are taken from: the newest, in a run that has more."""
+"""Rows (steps × ranks) that statistics are taken from: the newest, in a run that has more, which is said."""
 _MAX_EVENTS = 1000
 _MAX_MESSAGE = 2000
 _MAX_PARTED = 50
@@ -363,9 +363,23 @@ def _step_block(read: _Read, steps: StepSummary | None) -> dict[str, Any]:
     numbers = [rows.keys >> SEGMENT_BITS for rows in read.rows]
     block["count"] = min((len(np.unique(steps)) for steps in numbers), default=0)
     block["judged"] = steps.count if steps else 0
+    block["covers"] = _covers(read)
     block["per_rank_median_ms"] = block["per_rank_median_ms"] or {}
     block["per_node_median_ms"] = block["per_node_median_ms"] or {}
     return block
+
+
+def _covers(read: _Read) -> dict[str, Any] | None:
+    """Return the steps and rows that statistics and verdict over the run are of; None when there are none."""
+    if not read.rows:
+        return None
+    rows, stored = sum(len(own.keys) for own in read.rows), sum(s.stored for s in read.ranks.values())
+    return {
+        "from_step": min(int(own.keys[0]) for own in read.rows) >> SEGMENT_BITS,
+        "to_step": max(int(own.keys[-1]) for own in read.rows) >> SEGMENT_BITS,
+        "rows": rows,
+        "rows_pct": 100 * rows / max(rows, stored),
+    }
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:

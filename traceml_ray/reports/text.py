@@ -146,7 +146,16 @@ def _steps(steps: dict[str, Any]) -> list[str]:
     if steps["worst_node"] is not None and steps["node_skew_pct"] is not None:
         text = f"slowest node {steps['worst_node']}, {steps['node_skew_pct']:.1f} % over the fastest"
         lines += labelled("", text)
-    return lines
+    return lines + _covers(steps["covers"])
+
+
+def _covers(covers: dict[str, Any] | None) -> list[str]:
+    """Say so where the numbers and the verdict leave out the oldest rows."""
+    if covers is None or covers["rows_pct"] == 100:
+        return []
+    text = f"not the whole run: all numbers, the verdict and its history are of steps {covers['from_step']}"
+    text += f"–{covers['to_step']}, the newest {covers['rows_pct']:.3g} % of the rows that were stored"
+    return labelled("Covers", text)
 
 
 def _baseline(summary: dict[str, Any]) -> list[str]:

@@ -2,7 +2,8 @@
 Keeps a session file within a bound: beyond it, the oldest rows are folded into sums of about ten seconds.
 
 What was folded still counts as stored; statistics are taken from the newest rows, as they are of any long
-run. Of samples that old, one in ten is kept, and of a process the one with the most memory; named parts go.
+run, and the report says of which. Of samples that old, one in ten is kept, and of a process the one with
+the most memory; named parts go.
 """
 
 from __future__ import annotations
