@@ -2,6 +2,8 @@
 
 TYPE_CHECKING = False  # `typing` costs more than all that is here
 if TYPE_CHECKING:
+    from traceml_ray.adapters.huggingface import TraceMLTrainerCallback as TraceMLTrainerCallback
+    from traceml_ray.adapters.lightning import TraceMLCallback as TraceMLCallback
     from traceml_ray.agent.api import attach, detach, stage, trace_step, watch
     from traceml_ray.driver import Session, StartError, start
     from traceml_ray.launchers.ray_train import TraceMLTrainCallback as TraceMLTrainCallback
@@ -22,7 +24,10 @@ _MODULES = {
     "Session": "traceml_ray.driver",
     "StartError": "traceml_ray.driver",
     "start": "traceml_ray.driver",
-    "TraceMLTrainCallback": "traceml_ray.launchers.ray_train",  # not in __all__: it needs ray[train]
+    # Not in __all__: each needs its framework.
+    "TraceMLCallback": "traceml_ray.adapters.lightning",
+    "TraceMLTrainCallback": "traceml_ray.launchers.ray_train",
+    "TraceMLTrainerCallback": "traceml_ray.adapters.huggingface",
 }
 
 

@@ -207,6 +207,8 @@ class RankReply(_Message, tag="rank_reply", frozen=True):
     acked_seq: Int64
     commands: Annotated[list[Command], _FEW] = []
     settled_seq: Int64 | None = None
+    verdict: Annotated[dict[str, Value], _FEW] = {}
+    """To rank 0: `label`, `why`, `stage`, `rank`, `cost_pct`, `mean_step_ms` of its run just now."""
 
 
 class GpuProcess(_Message, frozen=True):
@@ -305,6 +307,8 @@ class RelayReply(_Message, tag="relay_reply", frozen=True):
     v: Count
     stored_seq: Int64
     commands: Annotated[list[Command], _FEW] = []
+    verdicts: Annotated[dict[str, dict[str, Value]], _FEW] = {}
+    """By run; see `RankReply.verdict`."""
 
 
 class RankFailure(_Message, frozen=True):

@@ -115,7 +115,7 @@ class Aggregation:
         except Exception as error:
             self.errors.swallow("ingest", error)
         stored = self._writer.committed.get(incarnation, 0)
-        return wire.encode(wire.RelayReply(wire.VERSION, stored, self._judge.commands))
+        return wire.encode(wire.RelayReply(wire.VERSION, stored, self._judge.commands, self._judge.brief))
 
     def commit(self) -> bool:
         """Write what is pending; False (and counted) when the disk refuses, then it stays pending."""

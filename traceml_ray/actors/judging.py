@@ -64,6 +64,8 @@ class LiveJudge:
     ) -> None:
         self.commands: list[wire.Command] = []
         """What is asked of the ranks, said with every reply to a relay."""
+        self.brief: dict[str, dict[str, wire.Value]] = {}
+        """The verdict of each live run, as its rank 0 has it, said likewise."""
         self.tail = settings.thresholds.window_steps + MAX_WINDOWS * settings.thresholds.stride_steps
         """Steps of each rank that are looked at, where there are few ranks."""
         self._writer = writer
@@ -134,6 +136,8 @@ class LiveJudge:
             except Exception as error:
                 self._errors.swallow("judge", error)
         self.commands = self._standstill.commands()
+        verdicts = {run: state.verdict for run in runs if (state := self._runs.get(run)) is not None}
+        self.brief = {run: _brief(verdict) for run, verdict in verdicts.items() if verdict is not None}
         while len(self._runs) > 4 * MAX_LIVE:
             del self._runs[next(iter(self._runs))]
 
@@ -224,3 +228,9 @@ class _LiveRun:
 def _reports(stream: Stream, deadline: int) -> bool:
     """Whether the rank has been heard of since `deadline`, or has ended as it should."""
     return stream.final or (not stream.ended and stream.last_seen_ns >= deadline)
+
+
+def _brief(verdict: Verdict) -> dict[str, wire.Value]:
+    """Return what a rank's own log can use."""
+    values = {name: getattr(verdict, name) for name in ("label", "stage", "rank", "cost_pct", "mean_step_ms")}
+    return {**values, "why": verdict.why[:400]}

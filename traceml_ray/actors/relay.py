@@ -118,6 +118,8 @@ class Relay:
         self._silent_s = max(settings.thresholds.report_timeout_s, 2 * settings.interval)
         self._commands: list[wire.Command] = []
         """What the aggregator asks of the ranks, said with every reply until it asks no more."""
+        self._verdicts: dict[str, dict[str, wire.Value]] = {}
+        """Of each run, for the log of its rank 0."""
         self._obeyed: set[wire.Value] = set()
         self._spool = spool
         self._on_stop = on_stop
@@ -285,7 +287,9 @@ class Relay:
             stream.seq = batch.seq
             stream.final = batch.final
         settled = self._outbox.stored.get(batch.stream, -1)
-        reply = wire.RankReply(wire.VERSION, batch.stream, stream.seq, self._commands, settled)
+        who = batch.identity
+        verdict = self._verdicts.get(who.job_id, {}) if who is not None and who.global_rank == 0 else {}
+        reply = wire.RankReply(wire.VERSION, batch.stream, stream.seq, self._commands, settled, verdict)
         return wire.encode(reply)
 
     def _has_room(self) -> bool:
@@ -417,6 +421,7 @@ class Relay:
                 return
             answer = wire.decode(reply, wire.RelayReply)
             self._obey(answer.commands, now)
+            self._verdicts = answer.verdicts
             if self._outbox.confirm(answer.stored_seq):
                 self._progress = self._stored = now
         except Exception as error:

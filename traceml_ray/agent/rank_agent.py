@@ -88,6 +88,8 @@ class RankAgent:
         self.stream = new_stream()
         self.identity: identities.RankIdentity | None = None
         self._identity_known = False
+        self.verdict: dict[str, wire.Value] = {}
+        """On rank 0: how its run is judged just now, see `wire.RankReply`."""
         self._events: list[wire.Event] = []
         self._parts: list[wire.Detail] = []
         self._outbox: deque[_Batch] = deque()
@@ -110,6 +112,10 @@ class RankAgent:
         """Start the thread; it does the rest, so that the import of torch is not held up."""
         self._thread = threading.Thread(target=self._run, name="traceml-agent", daemon=True)
         self._thread.start()
+
+    def tell(self, event: wire.Event) -> None:
+        """Have an event sent with the next batch; any thread may."""
+        self._events.append(event)
 
     def close(self, events: list[wire.Event] | None = None) -> None:
         """Send what is left as the final batch; what nobody takes goes to the spool. Bounded in time."""
@@ -291,6 +297,7 @@ class RankAgent:
                 self.instrumentation.errors.note("reply", error)
                 continue
             if reply.stream == self.stream:
+                self.verdict = reply.verdict or self.verdict
                 self._acked = max(self._acked, reply.acked_seq)
                 settled = reply.acked_seq if reply.settled_seq is None else reply.settled_seq
                 while self._outbox and self._outbox[0].seq <= settled:

@@ -541,6 +541,12 @@ class Recorder(MarkLog):
             self._pending_flags = FLAG_NO_BACKWARD | FLAG_NO_PEERS
         self._close_step()
 
+    @at_once
+    def number(self, done: int) -> None:
+        """Say how many steps are done, where a framework counts them; the numbers of rows only grow."""
+        if self._pending is None:
+            self._step = max(self._step, done)
+
     def _close_step(self) -> None:
         """Close the pending row and count a step."""
         self._emit()
