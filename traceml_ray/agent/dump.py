@@ -26,7 +26,7 @@ MAX_FRAMES = 40
 MAX_THREADS = 64
 _OURS = str(Path(__file__).parents[1])
 _LIBRARIES = tuple(
-    {path for name, path in sysconfig.get_paths().items() if name in ("stdlib", "platlib", "purelib")}
+    sorted({path for name, path in sysconfig.get_paths().items() if name in ("stdlib", "platlib", "purelib")})
 )
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 _COLLECTIVES = "/torch/distributed/"
