@@ -13,7 +13,6 @@ from traceml_ray.agent.rank_agent import RankAgent
 
 EVALUATION, CHECKPOINT = "evaluation", "checkpoint"
 """As they are called where no callback tells: a span inside one of its name counts once."""
-_PLACE = "adapter"
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,7 +29,7 @@ def quietly(method: Callable[Concatenate[Any, RankAgent, P], R]) -> Callable[Con
         try:
             return method(self, agent, *args, **kwargs)
         except Exception as error:
-            agent.instrumentation.failed(_PLACE, error)
+            agent.instrumentation.failed("adapter", error)
             return None
 
     return call  # type: ignore[return-value]
