@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "overhead.py"
-PARTS = {"step": 4, "marks": 4, "agent": 6}
+PARTS = {"step": 4, "marks": 11, "agent": 6}
 
 
 @pytest.mark.long
