@@ -18,7 +18,10 @@ class Lit(lightning.LightningModule):
     def __init__(self, args: Arguments, planted: Planted, losses: Losses) -> None:
         super().__init__()
         self.args, self.losses = args, losses
-        self.net = Model(planted)
+        net = Model(planted)
+        self.net = (
+            torch.compile(net) if args.compile else net
+        )  # Dynamo of torch 2.13 fails on the module itself
 
     def training_step(self, batch: dict[str, Tensor], _number: int) -> Tensor:
         """Return the loss."""
@@ -76,7 +79,7 @@ def fit(args: Arguments, environment: Any, **keywords: Any) -> None:
         enable_model_summary=False,
         **keywords,
     )
-    trainer.fit(torch.compile(lit) if args.compile else lit, loader, validation)
+    trainer.fit(lit, loader, validation)
     losses.write(lit)
 
 
