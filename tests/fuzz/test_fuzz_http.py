@@ -176,4 +176,5 @@ def test_a_place_is_one_or_none(path: str, search: str) -> None:
 
 def test_a_folder_that_is_no_session_cannot_be_chosen(board: Board, tmp_path: Path) -> None:
     for name in ("..", "../..", "/etc", str(tmp_path), "stored/../stored", "\0", "x" * 5000, ""):
-        assert board._past(name) is None
+        with board._past(name) as other:
+            assert other is None
