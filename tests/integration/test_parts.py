@@ -23,7 +23,7 @@ class State:
 
 net = nn.parallel.DistributedDataParallel(nn.Linear(16, 1))
 optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-for batch in DataLoader([torch.ones(16)] * 160, batch_size=2):
+for batch in DataLoader([torch.ones(16)] * 240, batch_size=2):
     time.sleep(0.005)
     net(batch).mean().backward()
     optimizer.step()
