@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test long snapshots lint types fuzz chaos frameworks bench screenshots clean
+.PHONY: help demo test long snapshots lint types fuzz chaos frameworks bench compat screenshots clean
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
@@ -13,6 +13,11 @@ CASES ?=
 FRAMEWORKS_ARGS ?=
 DEMO ?= --nproc-per-node 4 --session demo --out traceml-sessions \
 	examples/train_gpt.py --steps 120 --slow data:2:40
+
+COMPAT_oldest := torch==2.4.0 'ray[train]==2.51.0'
+COMPAT_newest := torch 'ray[train]'
+COMPAT_TESTS := tests/unit --deselect tests/unit/test_package.py $(addprefix tests/integration/test_, \
+	loops.py parts.py example.py sync_groups.py launch.py attached.py start.py ray_train.py)
 
 PY := $(CURDIR)/.venv/bin/python
 INSTALLED := .venv/.installed
@@ -31,6 +36,7 @@ help:
 	@echo "make lint    ruff and mypy alone        make bench   the benchmarks, in short"
 	@echo "make chaos   everything that can happen to the monitor, beside a run without one (half an hour)"
 	@echo "make frameworks   Lightning, Hugging Face and others with a slow rank (a venv of its own; 40 minutes)"
+	@echo "make compat  the tests on the oldest and on the newest torch and Ray, each in a .venv-… of its own"
 	@echo "make screenshots   the pictures of the web app in docs/img (needs chromium and chromedriver)"
 	@echo "make clean   remove what was built (.venv, .venv-frameworks and traceml-sessions stay)"
 	@echo "PYTHON=python3.12 chooses the Python that .venv is made with."
@@ -86,9 +92,18 @@ fuzz: $(INSTALLED)
 	FUZZ_EXAMPLES=$(EXAMPLES) $(PY) -m pytest tests/fuzz --timeout=0 $(PYTEST_ARGS)
 
 bench: $(INSTALLED)
-	@for run in overhead.py nodes.py "scale.py 8 64 512" "faults.py --quick" dashboard.py \
-		"soak.py --seconds 20 --ranks 2"; do \
+	@for run in overhead.py startup.py nodes.py "scale.py 8 64 512" \
+		"faults.py --quick" dashboard.py "soak.py --seconds 20 --ranks 2"; do \
 		echo "== $$run"; $(PY) benchmarks/$$run; done
+
+# The versions that pyproject.toml promises: its oldest torch and Ray, and the newest there are.
+compat: compat-oldest compat-newest
+
+compat-%:
+	@test -x .venv-$*/bin/pip || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install -q --progress-bar off --upgrade -e '.[dev]' $(COMPAT_$*)
+	.venv-$*/bin/python -m pytest -q $(COMPAT_TESTS) $(PYTEST_ARGS)
+	@.venv-$*/bin/python benchmarks/figures.py
 
 screenshots: $(INSTALLED)
 	$(PY) docs/screenshots.py docs/img

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import gzip
-import os
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import numpy as np
+from figures import machine
 from played import Played
 from plotly.io.json import to_json_plotly
 
@@ -55,7 +55,7 @@ def main() -> None:
         )
         board = Board(played.source, clock=played.clock)
         size = f"{arguments.ranks} ranks × {arguments.steps} steps"
-        print(f"{os.cpu_count()} cores; {size}, {STEPS_A_SECOND} steps/s")
+        print(f"{machine()}\n{size}, {STEPS_A_SECOND} steps/s")
         for _ in range(0, arguments.steps, 50):
             played.play(50)
             board.poll()

@@ -1,12 +1,11 @@
 """
-What the monitor costs on a cluster of many nodes where nothing trains: `python benchmarks/nodes.py [NODES]`.
+What the monitor costs on a cluster of many nodes where nothing trains: `nodes.py [NODES [SECONDS]]`.
 
 The nodes are raylets on this one machine, so relays that start side by side share its cores.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import time
@@ -15,27 +14,26 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import psutil
+from figures import machine
 from ray_cluster import actor_processes, fake_cluster
 
 import traceml_ray
 
-QUIET_S = 20.0
 
-
-def main(nodes: int) -> None:
+def main(nodes: int = 24, quiet: int = 20) -> None:
     """Start, wait for every relay, watch them idle, stop; print what each took."""
     with fake_cluster(nodes=nodes, cpus=1) as _, tempfile.TemporaryDirectory() as out:
-        print(f"{nodes} nodes on {os.cpu_count()} cores, load before {os.getloadavg()[0]:.1f}")
+        print(f"{machine()}\n{nodes} nodes\n")
         began = time.monotonic()
         session = traceml_ray.start("nodes", out=out)
         print(f"start() returned after   {time.monotonic() - began:6.2f} s")
         session.wait_ready(120)
         print(f"every relay answered     {time.monotonic() - began:6.2f} s")
-        time.sleep(5)
+        time.sleep(min(5, quiet))
         processes = actor_processes("NodeRelay") + actor_processes("Aggregator")
         before = cpu_s(processes)
-        time.sleep(QUIET_S)
-        used = (cpu_s(processes) - before) / QUIET_S
+        time.sleep(quiet)
+        used = (cpu_s(processes) - before) / quiet
         print(f"idle, all {len(processes)} processes   {used:6.3f} of a core")
         relays = [process.memory_full_info().pss / 2**20 for process in actor_processes("NodeRelay")]
         print(f"memory of a relay        {sum(relays) / len(relays):6.1f} MiB (PSS)")
@@ -56,4 +54,4 @@ def cpu_one(process: psutil.Process) -> float:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 24)
+    main(*map(int, sys.argv[1:]))

@@ -6,7 +6,8 @@ What the monitor costs the run that it watches, against the budgets.
     step    a step of 20 to 30 ms, the monitor attached and detached every few steps
     marks   time on the training thread, alone and under DDP
     agent   CPU of the agent's thread, bytes on the wire
-    run     whole runs with and without: start, end, memory
+
+What a whole launch pays is in `startup.py`.
 
 A small machine is noisy, so everything is measured in pairs next to each other, in random order, and
 the middle of the pairs counts. Nothing else should run meanwhile. Linux.
@@ -18,15 +19,11 @@ import argparse
 import contextlib
 import gc
 import itertools
-import json
 import multiprocessing
 import os
-import platform
 import random
-import secrets
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -34,10 +31,10 @@ import time
 import timeit
 from collections import Counter
 from collections.abc import Callable, Iterator
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from figures import Figure, machine, table
 
 from traceml_ray import wire
 from traceml_ray.actors.relay import Relay
@@ -56,15 +53,6 @@ STRETCH = 5
 BLOCK = 100
 """Steps of the tiny model that are timed as one."""
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-
-
-class Figure(NamedTuple):
-    """One line of the table."""
-
-    part: str
-    what: str
-    value: str
-    budget: str = ""
 
 
 class Middle(NamedTuple):
@@ -438,152 +426,9 @@ def measure_agent(quick: bool) -> list[Figure]:
     return figures
 
 
-# -- whole runs ----------------------------------------------------------------------------------
-
-
-class Run(NamedTuple):
-    """One launch: seconds to the first step, from the last to the end; memory."""
-
-    start_s: float
-    end_s: float
-    rank_bytes: float
-    other_bytes: float
-
-
-def measure_run(quick: bool) -> list[Figure]:
-    """Launch the example with two ranks, with a monitor and its own Ray, and without."""
-    pairs = 1 if quick else 5
-    runs: dict[bool, list[Run]] = {True: [], False: []}
-    for _ in range(pairs):
-        for monitored in random.sample((True, False), 2):
-            runs[monitored].append(launch(monitored))
-
-    def added(field: str) -> float:
-        with_it, without = ([getattr(run, field) for run in runs[on]] for on in (True, False))
-        return float(statistics.median(with_it) - statistics.median(without))
-
-    return [
-        Figure("run", "added before the first step", f"{added('start_s'):+.2f} s"),
-        Figure("run", "added after the last step", f"{added('end_s'):+.2f} s", "≤ 3 s"),
-        Figure(
-            "run", "memory of the monitor and its Ray", f"{added('other_bytes') / 1e6:.0f} MB", "≤ 550 MB"
-        ),
-        Figure("run", "memory added to a rank", f"{added('rank_bytes') / 2e6:+.1f} MB"),
-    ]
-
-
-def launch(monitored: bool) -> Run:
-    """Run the launcher once, 80 steps of about 0.1 s: long enough for Ray to be all there."""
-    mark = secrets.token_hex(8)
-    with tempfile.TemporaryDirectory(prefix="bench-", dir="/tmp") as folder:
-        losses = Path(folder) / "losses"
-        command = [
-            *(
-                sys.executable,
-                "-m",
-                "traceml_ray.launch",
-                "--nproc-per-node",
-                "2",
-                "--master-port",
-                free_port(),
-            ),
-            *(("--out", folder) if monitored else ("--no-monitor",)),
-            *(
-                str(EXAMPLES / "train_gpt.py"),
-                "--steps",
-                "80",
-                "--slow",
-                "data:0:90",
-                "--loss-log",
-                str(losses),
-            ),
-        ]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "BENCH_MARK": mark}
-        for name in ("RAY_ADDRESS", *RANK):
-            environ.pop(name, None)
-        began = time.monotonic()
-        process = subprocess.Popen(
-            command, cwd=folder, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-
-        def trained(steps: int) -> bool:
-            if process.poll() is not None:
-                raise RuntimeError(f"{' '.join(command)}: {process.communicate()[1][-2000:]}")
-            return losses.exists() and losses.read_text().count("train") >= steps
-
-        until(lambda: trained(1), "the first step", 120)
-        first = time.monotonic()
-        until(lambda: trained(60), "step 60", 120)
-        ranks, others = memory(mark)
-        until(lambda: trained(80), "the last step", 120)
-        last = time.monotonic()
-        _, said = process.communicate(timeout=120)
-        ended = time.monotonic()
-        if process.returncode:
-            raise RuntimeError(f"exit code {process.returncode}: {said[-2000:]}")
-        if monitored:
-            (summary,) = Path(folder).glob("*/summary.json")
-            stored = json.loads(summary.read_text())["ledger"]["stored"]
-            if stored < 2 * 80:
-                raise RuntimeError(f"only {stored} rows were stored: this was no watched run")
-    return Run(first - began, ended - last, ranks, others)
-
-
-def free_port() -> str:
-    """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def memory(mark: str) -> tuple[float, float]:
-    """Return the bytes (PSS) of all ranks, and of all other processes of the run that carries `mark`."""
-    import psutil
-
-    marked, sessions = set(), set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get("BENCH_MARK") == mark:
-                marked.add(process.pid)
-                sessions.add(os.getsid(process.pid))
-    sessions.discard(os.getsid(0))
-    ranks = others = 0.0
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):  # Ray's workers wipe the mark, not the session
-            if process.pid in marked or os.getsid(process.pid) in sessions:
-                size = process.memory_full_info().pss
-                if "LOCAL_RANK" in process.environ():
-                    ranks += size
-                else:
-                    others += size
-    return ranks, others
-
-
 # -- the table -----------------------------------------------------------------------------------
 
-PARTS = {"step": measure_step, "marks": measure_marks, "agent": measure_agent, "run": measure_run}
-
-
-def machine() -> str:
-    """Say what this was measured on."""
-    with open("/proc/cpuinfo") as file:  # noqa: PTH123
-        model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), "?")
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "ray"))
-    return (
-        f"{date.today()}: {model}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; "
-        f"Linux {platform.release()}, Python {platform.python_version()}, {versions}"
-    )
-
-
-def table(figures: list[Figure], markdown: bool) -> str:
-    """Lay `figures` out for people, or for RESULTS.md."""
-    rows = [Figure("part", "what", "measured", "budget"), *figures]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    if markdown:
-        lines = ["| " + " | ".join(row) + " |" for row in rows]
-        lines.insert(1, "|---|---|---|---|")
-    return "\n".join(line.rstrip() for line in lines)
+PARTS = {"step": measure_step, "marks": measure_marks, "agent": measure_agent}
 
 
 def main() -> None:

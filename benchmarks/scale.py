@@ -1,5 +1,5 @@
 """
-One real aggregator under the load of many nodes: `python benchmarks/scale.py [RANKS …]`.
+One real aggregator under the load of many nodes: `python benchmarks/scale.py [--seconds 40] [RANKS …]`.
 
 Relays are played: 8 ranks each, one message a second, 5 steps a second, one rank late in data from the
 middle on. Told for each size: CPU and memory of the aggregator's process, how long a message waits for
@@ -8,7 +8,7 @@ its answer, how long until the late rank is named, what was lost, how far the pl
 
 from __future__ import annotations
 
-import os
+import argparse
 import sys
 import tempfile
 import time
@@ -20,18 +20,18 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import numpy as np
 import ray
+from figures import machine
 from ray_cluster import actor_processes, fake_cluster
 
 from traceml_ray import wire
 from traceml_ray.actors.config import ActorConfig
-from traceml_ray.actors.discovery import ensure_aggregator
+from traceml_ray.actors.making import ensure_aggregator
 from traceml_ray.driver import Session
 from traceml_ray.identity import RankIdentity
 from traceml_ray.settings import Settings
 
 SIZES = (8, 64, 512, 2048, 8192)
-PER_NODE, STEPS_A_SECOND, SECONDS = 8, 5, 40
-LATE_FROM_S = 20
+PER_NODE, STEPS_A_SECOND = 8, 5
 MS = 1_000_000
 ROW = np.array([5, 10, 1, 60, 100, 24]) * MS
 """Of a rank that is not late, ns."""
@@ -88,9 +88,9 @@ def collect(sent: deque[tuple[float, Any]], waits: list[float], timeout_s: float
         waits.append(time.monotonic() - when)
 
 
-def run(ranks: int) -> str:
+def run(ranks: int, seconds: int) -> str:
     """Play one size; return its row of the table."""
-    rng = np.random.default_rng(0)
+    rng, late_from = np.random.default_rng(0), seconds // 2
     with tempfile.TemporaryDirectory() as out:
         config = ActorConfig(f"scale-{ranks}", Settings(session=f"scale-{ranks}", out=out))
         aggregator = ensure_aggregator(config, ray.get_runtime_context().get_node_id())
@@ -101,19 +101,19 @@ def run(ranks: int) -> str:
         waits: list[float] = []
         sent: deque[tuple[float, Any]] = deque()
         began, cpu = time.monotonic(), sum(process.cpu_times()[:2])
-        for second in range(SECONDS):
+        for second in range(seconds):
             for at, node in enumerate(nodes):
                 due = began + second + at / len(nodes)
                 while (left := due - time.monotonic()) > 0:
                     collect(sent, waits, min(left, 0.002))
-                batch = node.message(late if second >= LATE_FROM_S else None, rng)
+                batch = node.message(late if second >= late_from else None, rng)
                 sent.append((time.monotonic(), aggregator.ingest.remote(batch)))
                 while len(sent) > 2048:
                     collect(sent, waits, 0.1)
-            if found is None and second >= LATE_FROM_S:
+            if found is None and second >= late_from:
                 verdict = session.verdict() or {}
                 if (verdict.get("label"), verdict.get("rank")) == ("straggler", late):
-                    found = time.monotonic() - began - LATE_FROM_S
+                    found = time.monotonic() - began - late_from
         ray.get([ref for _, ref in sent])
         elapsed = time.monotonic() - began
         used = (sum(process.cpu_times()[:2]) - cpu) / elapsed
@@ -121,23 +121,29 @@ def run(ranks: int) -> str:
         time.sleep(2)
         ledger = session.status()["ledger"]
         session.stop(20)
-    lost = len(nodes) * min(PER_NODE, ranks) * SECONDS * STEPS_A_SECOND - ledger["stored"]
+    lost = len(nodes) * min(PER_NODE, ranks) * seconds * STEPS_A_SECOND - ledger["stored"]
     waits_ms = np.percentile(np.array(waits) * 1e3, [50, 99])
     named = "not named" if found is None else f"{found:.1f} s"
     return (
         f"| {ranks} | {used:.3f} | {memory:.0f} MiB | {waits_ms[0]:.1f} / {waits_ms[1]:.0f} ms "
-        f"| {named} | {lost} | {elapsed - SECONDS:+.1f} s |"
+        f"| {named} | {lost} | {elapsed - seconds:+.1f} s |"
     )
 
 
 def main() -> None:
     """Play each size in turn."""
-    print(f"{os.cpu_count()} cores, {STEPS_A_SECOND} steps/s, {SECONDS} s each")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("ranks", type=int, nargs="*", default=SIZES)
+    parser.add_argument("--seconds", type=int, default=40, help="of each size")
+    args = parser.parse_args()
+    print(f"{machine()}\n{STEPS_A_SECOND} steps/s, {args.seconds} s each\n")
     print("| ranks | cores used | memory | answer p50 / p99 | named after | rows lost | player behind |")
     print("|---|---|---|---|---|---|---|")
     with fake_cluster(nodes=1, cpus=1):
-        for ranks in map(int, sys.argv[1:]) if sys.argv[1:] else SIZES:
-            print(run(ranks), flush=True)
+        for ranks in args.ranks:
+            print(run(ranks, args.seconds), flush=True)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def leave_out_agents() -> None:
 
 
 def _report_ports(command: list[str]) -> None:
-    """Report the agents' ports to the raylet, which waits for that since Ray 2.52: none is in use."""
+    """Report the agents' ports to the raylet, which waits for that since Ray 2.54: none is in use."""
     from ray import _raylet
 
     if not hasattr(_raylet, "persist_port"):

@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 
 from traceml_ray import wire
 from traceml_ray.agent.bootstrap import leave_rank
+from traceml_ray.floors import too_old
 from traceml_ray.plain import one_line
 from traceml_ray.reports.baseline import checked
 from traceml_ray.session import SessionError
@@ -49,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     leave_rank()
     try:
         args = _parse(argv)
+        if not args.no_monitor and (lack := too_old("torch") or too_old("ray")):
+            print(f"traceml-ray: no monitor for this run: {lack}", file=sys.stderr)
+            args.no_monitor = True
         monitor = None if args.no_monitor else _monitor(args)
     except (UsageError, SettingError, SessionError) as error:
         print(f"traceml-ray: {one_line(error)}", file=sys.stderr)

@@ -34,12 +34,12 @@ from traceml_ray.actors.names import (
     relay_folder,
     relay_nodes,
 )
+from traceml_ray.floors import FLOORS, too_old
 from traceml_ray.identity import RankIdentity
 from traceml_ray.launchers.dashboard import DashboardProcess
 from traceml_ray.session import DATABASE, holder
 from traceml_ray.settings import Settings
 
-OLDEST_RAY = (2, 51)
 ANSWER_S = 20.0
 """How long a question may take to be answered."""
 _EXIT_S = 3.0
@@ -342,10 +342,9 @@ def _check_ray() -> None:
 
     if not ray.is_initialized():
         raise StartError("Ray is not initialised in this process: call ray.init() before traceml_ray.start()")
-    version = tuple(int(part) for part in re.findall(r"\d+", ray.__version__)[:2])
-    if version < OLDEST_RAY:
-        oldest = ".".join(map(str, OLDEST_RAY))
-        raise StartError(f"Ray {ray.__version__} is too old: traceml-ray needs {oldest} or newer")
+    for package in FLOORS:
+        if lack := too_old(package):
+            raise StartError(lack)
 
 
 def _make(config: ActorConfig) -> Session:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,29 @@ import pytest
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "overhead.py"
 PARTS = {"step": 4, "marks": 11, "agent": 6}
+TINY = {
+    "scale.py --seconds 8 8": "| 8 |",
+    "nodes.py 2 1": "stop() returned after",
+    "dashboard.py --ranks 16 --steps 100 --ticks 5": "one tick: p50",
+    "startup.py --quick --only full": "added to it, median of 1 pairs",
+}
+"""The other benchmarks, in a form that takes seconds, and what each prints last."""
+
+
+@pytest.mark.parametrize("command", TINY)
+def test_benchmark_runs_and_names_its_commit(command: str) -> None:
+    name, *arguments = command.split()
+    ran = subprocess.run(
+        [sys.executable, str(BENCHMARK.with_name(name)), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert TINY[command] in ran.stdout
+    assert re.match(r"commit ([0-9a-f]{7,}\+?|unknown), \d{4}-\d\d-\d\d: .* cores", ran.stdout)
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +37,8 @@ from traceml_ray.wire import (
     STAGES,
     Detail,
 )
+
+OLD = torch.__version__.startswith("2.4.")
 
 SLOW = ("data", "forward", "backward", "optimizer")
 WHERE = {"data": "data", "forward": "forward", "backward": "backward", "optimizer": "post_sync"}
@@ -185,7 +187,9 @@ def whole_step(watched: bool, what: str) -> list[str]:
 
 @pytest.mark.parametrize("what", ["forward", "both"])
 def test_a_step_compiled_as_one_graph_stays_one(what: str) -> None:
-    with torch._dynamo.config.patch(trace_autograd_ops=True):
+    if what == "both" and OLD:
+        pytest.skip("torch 2.4 compiles no backward into a graph")
+    with torch._dynamo.config.patch(trace_autograd_ops=True) if what == "both" else nullcontext():
         assert whole_step(True, what) == whole_step(False, what)
 
 
@@ -327,6 +331,8 @@ TOOLS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("tool", list(TOOLS))
 def test_what_else_torch_can_do_with_a_model_still_works(watched_net: torch.nn.Module, tool: str) -> None:
+    if tool == "gradient edge" and OLD:
+        pytest.skip("torch 2.4 takes no gradient edge for a backward")
     TOOLS[tool](watched_net)
 
 
@@ -378,6 +384,9 @@ class Staged(loops.Net):
 
 def test_a_forward_with_a_stage_and_its_parameters_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.testing import CompileCounter
+
+    if OLD:
+        pytest.skip("torch 2.4 takes no context manager with an __init__ into a graph, whoever's it is")
 
     def train() -> int:
         torch._dynamo.reset()
@@ -528,7 +537,8 @@ def test_checkpoints_collectives_and_stages_of_a_user_have_names(tmp_path: Path)
             assert work is not None
             work.wait()
             torch.save({"slow": loops.Slow()}, tmp_path / "one.pt")
-            dcp.save({"net": model.state_dict()}, checkpoint_id=tmp_path / "many", no_dist=True)
+            alone = {"no_dist": True} if "no_dist" in inspect.signature(dcp.save).parameters else {}
+            dcp.save({"net": model.state_dict()}, checkpoint_id=tmp_path / "many", **alone)
     finally:
         job.instrumentation.remove()
         after = dist.all_reduce(torch.ones(1), async_op=True)

@@ -207,7 +207,8 @@ def test_a_driver_that_only_started_a_session_gets_the_verdict(session: Session,
     summary = json.loads((session.folder / "summary.json").read_text())  # there when `fit` returns
     METRICS.update(result.metrics)
     assert result.error is None
-    assert result.return_value == result.metrics["loss"]
+    if hasattr(result, "return_value"):  # an older Ray keeps none
+        assert result.return_value == result.metrics["loss"]
     verdict = summary["verdict"]
     assert (verdict["label"], verdict["stage"], verdict["rank"]) == ("straggler", "data", 1)
     run = run_named(session, "zero code")

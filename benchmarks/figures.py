@@ -1,0 +1,65 @@
+"""What the benchmarks have in common: what was measured on which machine and commit, and its table."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Figure(NamedTuple):
+    """One line of the table."""
+
+    part: str
+    what: str
+    value: str
+    budget: str = ""
+
+
+def machine() -> str:
+    """Return the commit, day, machine and versions, as one line to stand over a table."""
+    with open("/proc/cpuinfo") as file:  # noqa: PTH123
+        model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), "?")
+    software = ["Linux " + platform.release(), "Python " + platform.python_version()]
+    software += [f"{name} {_release(name)}" for name in ("torch", "ray")]
+    return (
+        f"commit {commit()}, {date.today()}: {model}, {os.cpu_count()} cores, "
+        f"load {os.getloadavg()[0]:.1f}; {', '.join(software)}"
+    )
+
+
+def commit() -> str:
+    """Return the short name of the commit that is checked out; with a + where files differ from it."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        name = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
+        changed = subprocess.check_output([*git, "status", "--porcelain", "-uno"], text=True).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return name + "+" * bool(changed)
+
+
+def _release(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def table(figures: list[Figure], markdown: bool) -> str:
+    """Lay `figures` out for people, or for RESULTS.md."""
+    rows = [Figure("part", "what", "measured", "budget"), *figures]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    if markdown:
+        lines = ["| " + " | ".join(row) + " |" for row in rows]
+        lines.insert(1, "|---|---|---|---|")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+if __name__ == "__main__":
+    print(machine())
