@@ -42,6 +42,7 @@ def main(train_loop: Callable[[Arguments], None]) -> None:
     args = arguments()
     ray.init(num_cpus=4, include_dashboard=False, logging_level="warning")
     session = traceml_ray.start("session", out=str(args.out)) if args.monitor else None
+    ray.data.DataContext.get_current().execution_options.preserve_order = True  # so that runs are equal
     length = args.steps * args.micro * BATCH * 2
     datasets = {
         "train": ray.data.range(length, override_num_blocks=4).map_batches(tokens),

@@ -19,9 +19,8 @@ class Lit(lightning.LightningModule):
         super().__init__()
         self.args, self.losses = args, losses
         net = Model(planted)
-        self.net = (
-            torch.compile(net) if args.compile else net
-        )  # Dynamo of torch 2.13 fails on the module itself
+        # Not the module itself: there Dynamo of torch 2.13 fails, with and without a monitor.
+        self.net = torch.compile(net) if args.compile else net
 
     def training_step(self, batch: dict[str, Tensor], _number: int) -> Tensor:
         """Return the loss."""
