@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ from sessions import MS, SECOND, Clock, Rank, Relay, ask
 
 from traceml_ray import wire
 from traceml_ray.actors.aggregation import Aggregation
-from traceml_ray.reports.summary import summarize
+from traceml_ray.reports.files import write_reports
+from traceml_ray.reports.summary import summaries, summarize
 from traceml_ray.reports.text import render
 from traceml_ray.settings import Settings
 from traceml_ray.store.session_file import SessionFile
@@ -26,22 +29,28 @@ PEAK = 9 << 30
 class Job:
     """Ranks that report each second, `steps` rows at a time, with a look at process and node."""
 
-    def __init__(self, folder: Path, ranks: int = 4) -> None:
-        self.folder, self.clock = folder, Clock()
+    def __init__(self, folder: Path, ranks: int = 4, limit: int = LIMIT) -> None:
+        self.folder, self.clock, self.limit = folder, Clock(), limit
         self.ranks = [Rank(number, ranks) for number in range(ranks)]
         self.relay = Relay()
         self.open()
 
     def open(self) -> None:
         self.folder.mkdir(exist_ok=True)
-        self.aggregator = Aggregation(self.folder, Settings(session_bytes=LIMIT), {}, self.clock)
+        self.aggregator = Aggregation(self.folder, Settings(session_bytes=self.limit), {}, self.clock)
 
-    def run(self, seconds: int, steps: int = 20, **more: Any) -> None:
+    def run(self, seconds: int, steps: int = 20, late: int | None = None, **more: Any) -> None:
+        """`late` is the rank that is 10 ms late out of loading data."""
+        waits = None if late is None else [*ROW[:5], ROW[5] + 10]
         for second in range(seconds):
             self.clock.tick()
             process = wire.ProcessSample(self.clock(), 50.0, PEAK if second == 7 else 1 << 30, 9, 0, 0)
             sample = wire.NodeSample(self.clock(), *[None] * 9)
-            batches = [rank.batch(steps, process=process, **more) for rank in self.ranks]
+            rows = {late: [ROW[0], ROW[1] + 10, *ROW[2:]]}
+            batches = [
+                rank.batch(steps, rows.get(number, waits), process=process, **more)
+                for number, rank in enumerate(self.ranks)
+            ]
             self.aggregator.ingest(self.relay.message(*batches, sample=sample))
             assert self.aggregator.commit()
 
@@ -116,16 +125,60 @@ def test_statistics_and_ledger_go_on_and_say_so(job: Job) -> None:
     assert f"of steps {covers['from_step']}" in " ".join(text.split())
 
 
-def test_report_of_more_rows_than_are_read_says_what_it_covers(
-    job: Job, monkeypatch: pytest.MonkeyPatch
+def test_report_of_more_rows_than_fit_into_memory_is_of_the_whole_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("traceml_ray.reports.summary._MAX_ROWS", 400)
-    for seconds, covers in ((5, (0, 99, 400, 100.0)), (5, (100, 199, 400, 50.0))):
-        job.run(seconds)
+    job = Job(tmp_path / "job", limit=1 << 30)
+    job.run(30, late=1)
+    job.run(20)
+    summary = {}
+    for rows in (1 << 20, 400):
+        monkeypatch.setattr("traceml_ray.reports.whole.MAX_ROWS", rows)
+        monkeypatch.setattr("traceml_ray.reports.whole.PIECE_ROWS", rows)
         with SessionFile(job.aggregator.folder.sqlite) as session:
-            summary = summarize(session, Settings().thresholds)
-        assert tuple(summary["steps"]["covers"].values()) == covers
-        assert ("Covers " in render(summary, job.folder)) is (covers[-1] < 100)
+            summary[rows] = summarize(session, Settings().thresholds)
+        text = render(summary[rows], job.folder)
+        assert "Covers " not in text
+        assert ("within 1 %" in " ".join(text.split())) is (rows == 400)
+    at_once, piecewise = summary.values()
+    steps = piecewise["steps"]
+    assert list(steps["covers"].values()) == [0, 999, 4000, 100.0, 1.0]
+    assert (steps["count"], steps["judged"]) == (1000, 989)
+    assert piecewise["verdict"]["rank"] == 1 and piecewise["verdict"]["elapsed_s"] > 15
+    assert [each["to_step"] for each in piecewise["episodes"]] == [599]
+    for name in ("median_ms", "p95_ms", "busy_median_ms", "busy_p95_ms"):
+        assert steps[name] == pytest.approx(at_once["steps"][name], rel=0.01)
+        steps[name] = at_once["steps"][name]
+    for rank, median in at_once["steps"]["per_rank_median_ms"].items():
+        assert steps["per_rank_median_ms"][rank] == pytest.approx(median, rel=0.01)
+    for one, other in zip(piecewise["stages"], at_once["stages"], strict=True):
+        assert one["exposed_ms"] == other["exposed_ms"]
+        assert one["worst_rank"] == other["worst_rank"]
+        assert one["max_ms"] == pytest.approx(other["max_ms"], rel=0.01)
+    for block in ("parts", "ledger", "baseline", "brief", "memory", "events"):
+        assert piecewise[block] == at_once[block]
+    (one,), (other,) = piecewise["episodes"], at_once["episodes"]
+    for name in ("started_at", "ended_at"):  # of ten rows at a time
+        moments = [datetime.fromisoformat(each.pop(name)).timestamp() for each in (one, other)]
+        assert abs(moments[0] - moments[1]) <= 0.2
+    for block in ("episodes", "verdicts", "verdict"):
+        assert piecewise[block] == at_once[block]
+
+
+def test_reports_of_a_long_run_are_first_of_its_newest_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(tmp_path / "job", limit=1 << 30)
+    job.run(20)
+    monkeypatch.setattr("traceml_ray.reports.whole.MAX_ROWS", 400)
+    with SessionFile(job.aggregator.folder.sqlite) as session:
+        newest, whole = [each["steps"]["covers"] for each in summaries(session, Settings().thresholds)]
+        assert (
+            write_reports(job.aggregator.folder, session, Settings().thresholds)["steps"]["covers"] == whole
+        )
+    assert list(newest.values()) == [300, 399, 400, 25.0, 0.0]
+    assert list(whole.values()) == [0, 399, 1600, 100.0, 1.0]
+    assert json.loads(job.aggregator.folder.summary_json.read_text())["steps"]["covers"] == whole
 
 
 def test_it_goes_on_where_it_was_after_a_restart(job: Job) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -11,7 +12,7 @@ from traceml_ray.analysis.evidence import Rows, absurd, comparable
 from traceml_ray.analysis.frontier import Frontier, chain
 from traceml_ray.analysis.spread import spread
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.window import Int64, Window
+from traceml_ray.analysis.window import Float, Int64, Window
 from traceml_ray.wire import STAGES, SYNC_WAIT
 
 
@@ -67,21 +68,53 @@ def summarise(window: Window, thresholds: Thresholds) -> StepSummary | None:
     if not window.d.size or absurd(window, thresholds) is not None:
         return None
     rows = comparable(window)
-    busy = window.by_step(busy_ns(rows)) / 1e6
+    busy = window.by_step(busy_ns(rows))
     frontier = max(frontiers(window, rows), key=lambda each: each.total_ns)
     exposed = window.by_step(frontier.exposed)
-    step = exposed.sum(axis=1) / 1e6
-    per_rank = np.median(busy, axis=0)
+    step = exposed.sum(axis=1)
+    times = StepTimes(
+        count=len(step),
+        rows=len(window.keys),
+        quantiles=(float(np.median(step)), float(np.percentile(step, 95))),
+        busy=np.median(busy, axis=0),
+        busy_p95=float(np.percentile(busy, 95)),
+        stages=np.median(window.by_step(rows.d), axis=0),
+        exposed=exposed.sum(axis=0),
+    )
+    return step_summary(window, times)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What a summary of steps is made from; ns, R ranks."""
+
+    count: int
+    rows: int
+    quantiles: tuple[float, ...]
+    """Median and p95 of the step."""
+    busy: Float
+    """Median of each rank's busy time (R,)."""
+    busy_p95: float
+    stages: Float
+    """Median of each rank's stages (R, 6)."""
+    exposed: Int64
+    """Sum over the steps (6,)."""
+
+
+def step_summary(window: Window, times: StepTimes) -> StepSummary:
+    """Return the summary of `times`, of the ranks of `window`."""
+    per_rank = times.busy / 1e6
     apart = spread(per_rank[:, None], window.nodes)
     per_node = dict(zip(apart.nodes, apart.per_node[:, 0].tolist(), strict=True))
     ranks: list[int] = window.ranks.tolist()
+    median_ns, p95_ns = times.quantiles
     return StepSummary(
-        count=len(step),
-        exchanges=len(window.keys) / len(step),
-        median_ms=float(np.median(step)),
-        p95_ms=float(np.percentile(step, 95)),
+        count=times.count,
+        exchanges=times.rows / times.count,
+        median_ms=median_ns / 1e6,
+        p95_ms=p95_ns / 1e6,
         busy_median_ms=float(apart.median[0]),
-        busy_p95_ms=float(np.percentile(busy, 95)),
+        busy_p95_ms=times.busy_p95 / 1e6,
         per_rank_median_ms={
             **dict(zip(ranks, per_rank.tolist(), strict=True)),
             **dict.fromkeys(window.missing),
@@ -91,7 +124,7 @@ def summarise(window: Window, thresholds: Thresholds) -> StepSummary | None:
         worst_node=max(per_node, key=lambda node: per_node[node]) if len(per_node) > 1 else None,
         global_skew_pct=_known(apart.global_skew_pct[0]),
         node_skew_pct=_known(apart.node_skew_pct[0]),
-        stages=_stages(window.by_step(rows.d), exposed, ranks),
+        stages=_stages(times, ranks),
     )
 
 
@@ -119,15 +152,13 @@ def _known(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-def _stages(d: Int64, by_step: Int64, ranks: list[int]) -> tuple[StageSummary, ...]:
-    """Return the stages of `d` (S, R, 6), whose exposed time is `by_step` (S, 6)."""
-    exposed = by_step.sum(axis=0)
-    medians = np.median(d, axis=0) / 1e6
+def _stages(times: StepTimes, ranks: list[int]) -> tuple[StageSummary, ...]:
+    medians = times.stages / 1e6
     return tuple(
         StageSummary(
             name=name,
-            exposed_ms=float(exposed[stage]) / len(d) / 1e6,
-            exposed_share=float(exposed[stage]) / max(int(exposed.sum()), 1),
+            exposed_ms=float(times.exposed[stage]) / times.count / 1e6,
+            exposed_share=float(times.exposed[stage]) / max(int(times.exposed.sum()), 1),
             median_ms=float(np.median(medians[:, stage])),
             max_ms=float(medians[:, stage].max()),
             worst_rank=ranks[int(np.argmax(medians[:, stage]))]

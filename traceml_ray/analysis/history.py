@@ -17,7 +17,7 @@ from traceml_ray.analysis.onset import late_steps
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.track import Episode, waited_ns
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess, too_few_steps
-from traceml_ray.analysis.window import RankRows, Window, align
+from traceml_ray.analysis.window import RankRows, Window, align, joined
 from traceml_ray.wire import SEGMENT_BITS
 
 _MAX_SPANS = 1000
@@ -112,19 +112,9 @@ class RunJudge:
 
         After a change in the set of ranks, the run since then.
         """
-        window = self._window
+        window = self.sample()
         if window is None:
             return too_few_steps(align([], 0), self._thresholds.first_window_steps)
-        if self._sample:
-            tail = window.take(window.keys > self._sample[-1].keys[-1])
-            pieces = [*self._sample, tail]
-            window = replace(
-                window,
-                keys=np.concatenate([piece.keys for piece in pieces]),
-                d=np.concatenate([piece.d for piece in pieces]),
-                flags=np.concatenate([piece.flags for piece in pieces]),
-                lacking=np.concatenate([piece.lacking for piece in pieces]),
-            )
         if self._short(window):
             return too_few_steps(window, self._thresholds.first_window_steps)
         verdict, evidence = assess(window, self._thresholds, whole_run=True)
@@ -141,6 +131,13 @@ class RunJudge:
             lost_s = (verdict.cost_pct or 0.0) / 100 * elapsed_s
         verdict = msgspec.structs.replace(verdict, lost_s=lost_s, elapsed_s=elapsed_s)
         return self._with_chronic(verdict, self._totals.get(_identity(verdict), 0), self._counted)
+
+    def sample(self) -> Window | None:
+        """Return the steps that `whole` judges, None before any."""
+        if self._window is None or not self._sample:
+            return self._window
+        tail = self._window.take(self._window.keys > self._sample[-1].keys[-1])
+        return joined([*self._sample, tail])
 
     def _lasts(self, whole: Verdict, evidence: Evidence) -> bool:
         """
@@ -275,6 +272,48 @@ def _identity(verdict: Verdict | Episode) -> tuple[str, str | None, int | None]:
     return verdict.label, verdict.stage, verdict.rank
 
 
+class Replay:
+    """
+    Judges a recorded run of about `steps` steps the way it is judged live, from pieces of any size.
+
+    Windows of `window_steps` slide by `stride_steps` (more in runs of over 20,000 steps, so that
+    there are at most 2000 windows); the first is judged from `first_window_steps` on.
+    """
+
+    def __init__(
+        self, steps: int, thresholds: Thresholds = DEFAULTS, baseline: Baseline | None = None
+    ) -> None:
+        self._limits = thresholds
+        self._baseline = baseline
+        self._run: RunJudge | None = None
+        self._stride = max(thresholds.stride_steps, -(-steps // _MAX_WINDOWS))
+        self._due = min(steps, thresholds.warmup_steps + thresholds.first_window_steps)
+        self._seen = self._judged = 0
+        self._tail: Window | None = None
+
+    def add(self, piece: Window) -> None:
+        """Take the steps that follow."""
+        if self._run is None:
+            self._run = RunJudge(self._limits, piece.first_step, self._baseline)
+        window = piece if self._tail is None else joined([self._tail, piece])
+        edges = [*window.starts.tolist(), len(window.keys)]
+        self._seen += len(piece.starts)
+        before = self._seen - len(window.starts)
+        while self._due <= self._seen:
+            end = self._due - before
+            self._run.update(window.take(slice(edges[max(0, end - self._limits.window_steps)], edges[end])))
+            self._judged = self._due
+            self._due += self._stride
+        self._tail = window.last(self._limits.window_steps)
+
+    def done(self) -> RunJudge:
+        """Judge the last steps; read `spans`, `whole()` and `baseline` of the result."""
+        run = self._run or RunJudge(self._limits, None, self._baseline)
+        if self._tail is not None and self._judged != self._seen:
+            run.update(self._tail)
+        return run
+
+
 def judge_run(
     streams: Sequence[RankRows],
     expected: int,
@@ -282,18 +321,8 @@ def judge_run(
     thresholds: Thresholds = DEFAULTS,
     baseline: Baseline | None = None,
 ) -> RunJudge:
-    """
-    Judge a recorded run the way it is judged live; read `spans`, `whole()` and `baseline` of the result.
-
-    Windows of `window_steps` slide by `stride_steps` (more in runs of over 20,000 steps, so that
-    there are at most 2000 windows); the first is judged from `first_window_steps` on.
-    """
+    """Judge a recorded run that fits into memory, see `Replay`."""
     window = align(streams, expected, missing)
-    run = RunJudge(thresholds, window.first_step, baseline)
-    edges = [*window.starts.tolist(), len(window.keys)]
-    steps = len(window.starts)
-    stride = max(thresholds.stride_steps, -(-steps // _MAX_WINDOWS))
-    first = min(steps, thresholds.warmup_steps + thresholds.first_window_steps)
-    for end in dict.fromkeys([*range(first, steps, stride), steps]):
-        run.update(window.take(slice(edges[max(0, end - thresholds.window_steps)], edges[end])))
-    return run
+    replay = Replay(len(window.starts), thresholds, baseline)
+    replay.add(window)
+    return replay.done()

@@ -40,6 +40,20 @@ class RankRows:
     stream: int = 0
     """Tells one process of the rank from the next."""
 
+    def take(self, which: slice | Bool | Int64) -> RankRows:
+        """Return the rows of `which` alone."""
+        return replace(self, keys=self.keys[which], flags=self.flags[which], rows=self.rows[which])
+
+    def follow(self, *before: RankRows) -> RankRows:
+        """Return these rows after those of `before`."""
+        all_ = [*before, self]
+        return replace(
+            self,
+            keys=np.concatenate([own.keys for own in all_]),
+            flags=np.concatenate([own.flags for own in all_]),
+            rows=np.concatenate([own.rows for own in all_]),
+        )
+
 
 @dataclass(frozen=True)
 class Window:
@@ -178,6 +192,17 @@ def starts_of(keys: Int64) -> Int64:
     """Return the places (S,) in sorted `keys` at which a step begins."""
     steps = keys >> SEGMENT_BITS
     return np.flatnonzero(np.diff(steps, prepend=steps[:1] - 1))
+
+
+def joined(pieces: Sequence[Window]) -> Window:
+    """Return pieces of a run that follow one another as one window, of the ranks of the last."""
+    return replace(
+        pieces[-1],
+        keys=np.concatenate([piece.keys for piece in pieces]),
+        d=np.concatenate([piece.d for piece in pieces]),
+        flags=np.concatenate([piece.flags for piece in pieces]),
+        lacking=np.concatenate([piece.lacking for piece in pieces]),
+    )
 
 
 def missing_of(world: int, live: Iterable[int], most: int = MAX_MISSING) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.files import write_file
-from traceml_ray.reports.summary import summarize
+from traceml_ray.reports.summary import summaries
 from traceml_ray.reports.text import render
 from traceml_ray.session import SessionFolder
 from traceml_ray.store.session_file import SessionFile
@@ -17,9 +17,11 @@ def write_reports(folder: SessionFolder, session: SessionFile, thresholds: Thres
     """
     Write the reports of `session` into `folder`, each whole or not at all; return the summary.
 
+    Of a very long run those of its newest steps are written first: the job's end does not wait for ever.
     Raises OSError.
     """
-    summary = summarize(session, thresholds)
-    write_file(folder.summary_json, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
-    write_file(folder.report_txt, render(summary, folder.path).encode())
+    summary: dict[str, Any] = {}
+    for summary in summaries(session, thresholds):
+        write_file(folder.summary_json, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
+        write_file(folder.report_txt, render(summary, folder.path).encode())
     return summary

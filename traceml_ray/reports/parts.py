@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from traceml_ray.analysis.parts import Rate, Rates
-from traceml_ray.analysis.window import Window
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import Stream
-from traceml_ray.wire import SEGMENT_BITS, STAGES
+from traceml_ray.wire import STAGES
 
 _MAX_PARTS = 100
 
@@ -38,14 +37,12 @@ class StoredParts:
                 found.setdefault(rank, {})[row["name"], row["stage"]] = rate
         return {rank: found[rank] for rank in ranks if rank in found}
 
-    def block(self, window: Window | None) -> list[dict[str, Any]]:
-        """Return the parts over `window`, the largest on any rank first."""
-        if window is None or window.first_step is None:
-            return []
-        ranks = window.ranks.tolist()
-        known = self.find(ranks, window.first_step, window.last_step or 0)
-        steps = len(np.unique(window.keys >> SEGMENT_BITS))
-        stage_ns = dict(zip(ranks, (window.d.sum(axis=0) / steps).tolist(), strict=True))
+    def block(self, stages: Mapping[int, Sequence[float]], first: int, last: int) -> list[dict[str, Any]]:
+        """
+        Return the parts over the steps `first` to `last`, the largest on any rank first; `stages` is the
+        mean of each stage then, ns, by rank.
+        """
+        known = self.find(list(stages), first, last)
         block: list[dict[str, Any]] = []
         for name, stage in {key for rates in known.values() for key in rates}:
             of = {rank: rates[name, stage] for rank, rates in known.items() if (name, stage) in rates}
@@ -58,7 +55,7 @@ class StoredParts:
                     "median_ms": float(np.median([of[r].ns if r in of else 0.0 for r in known])) / 1e6,
                     "max_ms": rate.ns / 1e6,
                     "worst_rank": worst,
-                    "share": min(1.0, rate.ns / stage_ns[worst][stage]) if stage_ns[worst][stage] else None,
+                    "share": min(1.0, rate.ns / stages[worst][stage]) if stages[worst][stage] else None,
                     "times_per_step": rate.times,
                     "bytes": rate.size / rate.times if rate.size and rate.times else None,
                 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -18,18 +18,19 @@ import msgspec
 import numpy as np
 
 from traceml_ray.analysis.baseline import Baseline
-from traceml_ray.analysis.busy import StepSummary, summarise
+from traceml_ray.analysis.busy import StepSummary
 from traceml_ray.analysis.episodes import Brief
-from traceml_ray.analysis.history import RunJudge, judge_run
+from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.machine import span, trained_since
 from traceml_ray.analysis.parts import with_part
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.analysis.window import RankRows, Window, align, missing_of
+from traceml_ray.analysis.window import RankRows, Window, missing_of
 from traceml_ray.reports.deaths import Death, culprits, deaths, headline
 from traceml_ray.reports.hangs import hangs, still_open
 from traceml_ray.reports.machines import Machines, witness
 from traceml_ray.reports.parts import StoredParts
+from traceml_ray.reports.whole import Whole, fits, most_of, reduce
 from traceml_ray.store.nodes import Node, label_nodes, node_key
 from traceml_ray.store.runs import of_run
 from traceml_ray.store.session_file import SessionFile
@@ -37,8 +38,6 @@ from traceml_ray.store.streams import Stream, shown, world_size
 from traceml_ray.wire import SEGMENT_BITS, STAGES
 
 SCHEMA = "traceml_ray/summary/1"
-_MAX_ROWS = 2_000_000
-"""Rows (steps × ranks) that statistics are taken from: the newest, in a run that has more, which is said."""
 _MAX_EVENTS = 1000
 _MAX_MESSAGE = 2000
 _MAX_PARTED = 50
@@ -65,6 +64,11 @@ class _Read:
     """How nodes are shown, by `node_key`."""
     rows: list[RankRows]
     events: list[dict[str, Any]]
+
+    @property
+    def most(self) -> int:
+        """How many rows of each rank are held in memory."""
+        return most_of(len(self.ranks))
 
     @property
     def own(self) -> bool:
@@ -100,10 +104,26 @@ def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = No
 
     Raises `SessionFileError` when the file cannot be read.
     """
-    read = _read(session if run is None else session.of(run), thresholds)
+    return _summary(_read(session if run is None else session.of(run), thresholds))
+
+
+def summaries(session: SessionFile, thresholds: Thresholds) -> Iterator[dict[str, Any]]:
+    """
+    Yield the summary; of a run that does not fit into memory, first that of its newest steps, which takes no
+    longer however long the run is. Raises `SessionFileError`.
+    """
+    read = _read(session, thresholds)
+    if not fits(read.rows, read.most):
+        yield _summary(read, newest=True)
+    yield _summary(read)
+
+
+def _summary(read: _Read, newest: bool = False) -> dict[str, Any]:
+    session, thresholds = read.session, read.thresholds
     found = deaths(read.failures, read.events, read.streams)
-    judged = _judged(read, _kept_baseline(read))
-    parts, window = StoredParts(session, read.ranks), _window(read)
+    whole = _whole(read, _kept_baseline(read), newest)
+    judged, steps = (whole.judged, whole.steps) if whole else (None, None)
+    parts, window = StoredParts(session, read.ranks), whole.window if whole else None
     performance = verdict = judged.whole() if judged else _no_step(read)
     if window is not None:
         performance = verdict = with_part(performance, window, parts.find, thresholds)
@@ -116,8 +136,6 @@ def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = No
     verdict = still_open(stood, status) or verdict
     beside = Machines(read.session.machines, read.ranks, read.every, read.labels)
     verdict = _beside(verdict, beside, read)
-    warm = _warm(window, thresholds)
-    steps = None if warm is None else summarise(warm, thresholds)
     run_id = read.run.get("id")
     spans = sorted([*verdicts, *stood], key=lambda span: span.from_step or 0)
     summary = {
@@ -125,9 +143,9 @@ def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = No
         "session": _session(read),
         "run": run_id,
         "runs": [_run(entry, verdict.label if entry["id"] == run_id else None) for entry in read.runs],
-        "steps": _step_block(read, steps),
+        "steps": _step_block(read, whole),
         "stages": [msgspec.to_builtins(stage) for stage in (steps.stages if steps else ())],
-        "parts": parts.block(warm),
+        "parts": _parts(parts, whole),
         "verdict": _verdict(verdict),
         "suspects": msgspec.to_builtins(performance.suspects),
         "verdicts": [_verdict(span) for span in _all_beside(spans, beside, read)],
@@ -151,8 +169,8 @@ def baseline_of(session: SessionFile, thresholds: Thresholds) -> Baseline | None
     kept = _kept_baseline(read)
     if kept is not None and not kept.source:
         return kept
-    judged = _judged(read)
-    return judged.baseline if judged else None
+    whole = _whole(read)
+    return whole.judged.baseline if whole else None
 
 
 def runs_of(session: SessionFile) -> list[dict[str, Any]]:
@@ -178,7 +196,7 @@ def _read(session: SessionFile, thresholds: Thresholds) -> _Read:
     streams = of_run(every, run)
     ranks = shown(streams)
     nodes = {node.node_id: node for node in session.cluster()}
-    rows, _ = session.rows(last=_MAX_ROWS // max(1, len(ranks)))
+    rows, _ = session.rows(last=most_of(len(ranks)))
     return _Read(
         session=session,
         thresholds=thresholds,
@@ -249,11 +267,19 @@ def _missing(read: _Read) -> list[int]:
     return missing_of(read.world_size, (rows.rank for rows in read.rows))
 
 
-def _judged(read: _Read, baseline: Baseline | None = None) -> RunJudge | None:
-    """Judge the run; None when it has no rows."""
-    if not read.rows:
-        return None
-    return judge_run(read.rows, read.world_size, _missing(read), read.thresholds, baseline)
+def _whole(read: _Read, baseline: Baseline | None = None, newest: bool = False) -> Whole | None:
+    """Reduce the run, or its newest rows; None when it has none. `read.rows` are of all that then."""
+    most = read.most + newest
+    whole = reduce(read.session, read.world_size, _missing(read), read.thresholds, read.rows, most, baseline)
+    read.rows = whole.rows if whole else []
+    return whole
+
+
+def _parts(parts: StoredParts, whole: Whole | None) -> list[dict[str, Any]]:
+    if whole is None or whole.window is None or whole.stage_ns is None:
+        return []
+    stages = dict(zip(whole.window.ranks.tolist(), whole.stage_ns.tolist(), strict=True))
+    return parts.block(stages, *whole.between)
 
 
 def _kept_baseline(read: _Read) -> Baseline | None:
@@ -342,43 +368,31 @@ def _is_lost(read: _Read, key: str) -> bool:
     return key in read.nodes and read.nodes[key].lost_ns is not None
 
 
-def _window(read: _Read) -> Window | None:
-    window = align(read.rows, read.world_size, _missing(read))
-    return window if len(window.keys) else None
-
-
-def _warm(window: Window | None, thresholds: Thresholds) -> Window | None:
-    """Return the steps after warm-up; all of them when hardly any are left."""
-    if window is None:
-        return None
-    warm = window.take(window.keys >> SEGMENT_BITS >= (window.first_step or 0) + thresholds.warmup_steps)
-    return warm if len(warm.starts) >= thresholds.first_window_steps else window
-
-
-def _step_block(read: _Read, steps: StepSummary | None) -> dict[str, Any]:
+def _step_block(read: _Read, whole: Whole | None) -> dict[str, Any]:
     block: dict[str, Any] = dict.fromkeys(StepSummary.__struct_fields__)
+    steps = whole.steps if whole else None
     if steps is not None:
         block.update(msgspec.to_builtins(steps, str_keys=True))
     del block["stages"]
-    numbers = [rows.keys >> SEGMENT_BITS for rows in read.rows]
-    block["count"] = min((len(np.unique(steps)) for steps in numbers), default=0)
+    block["count"] = whole.count if whole else 0
     block["judged"] = steps.count if steps else 0
-    block["covers"] = _covers(read)
+    block["covers"] = _covers(read, whole)
     block["per_rank_median_ms"] = block["per_rank_median_ms"] or {}
     block["per_node_median_ms"] = block["per_node_median_ms"] or {}
     return block
 
 
-def _covers(read: _Read) -> dict[str, Any] | None:
+def _covers(read: _Read, whole: Whole | None) -> dict[str, Any] | None:
     """Return the steps and rows that statistics and verdict over the run are of; None when there are none."""
-    if not read.rows:
+    if whole is None:
         return None
-    rows, stored = sum(len(own.keys) for own in read.rows), sum(s.stored for s in read.ranks.values())
+    stored = sum(stream.stored for stream in read.ranks.values())
     return {
-        "from_step": min(int(own.keys[0]) for own in read.rows) >> SEGMENT_BITS,
-        "to_step": max(int(own.keys[-1]) for own in read.rows) >> SEGMENT_BITS,
-        "rows": rows,
-        "rows_pct": 100 * rows / max(rows, stored),
+        "from_step": whole.first_step,
+        "to_step": whole.last_step,
+        "rows": whole.read,
+        "rows_pct": 100 * whole.read / max(whole.read, stored),
+        "error_pct": whole.error_pct,
     }
 
 

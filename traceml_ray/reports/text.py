@@ -134,9 +134,10 @@ def _steps(steps: dict[str, Any]) -> list[str]:
     times = f"median {_ms(steps['median_ms'])}, p95 {_ms(steps['p95_ms'])}"
     several = steps["exchanges"] > 1.05  # else one here and there is cut in two
     of = f" of {steps['exchanges']:.3g} exchanges" if several else ""
-    lines = labelled(
-        "Steps", f"{_count(steps['count'], 'step')}{of}, {times} (of the {steps['judged']} after warm-up)"
-    )
+    error_pct = (steps["covers"] or {}).get("error_pct")
+    within = f"; medians and percentiles within {error_pct:.3g} %" if error_pct else ""
+    text = f"{_count(steps['count'], 'step')}{of}, {times} (of the {steps['judged']} after warm-up{within})"
+    lines = labelled("Steps", text)
     skew = []
     if steps["worst_rank"] is not None and steps["global_skew_pct"] is not None:
         worst = steps["per_rank_median_ms"][str(steps["worst_rank"])]
@@ -154,7 +155,7 @@ def _covers(covers: dict[str, Any] | None) -> list[str]:
     if covers is None or covers["rows_pct"] == 100:
         return []
     text = f"not the whole run: all numbers, the verdict and its history are of steps {covers['from_step']}"
-    text += f"–{covers['to_step']}, the newest {covers['rows_pct']:.3g} % of the rows that were stored"
+    text += f"–{covers['to_step']}, {covers['rows_pct']:.3g} % of the rows that were stored"
     return labelled("Covers", text)
 
 

@@ -440,18 +440,20 @@ class SessionFile:
             raise SessionFileError(f"{self.path}: cannot copy the session file: {error}") from error
 
     def _columns(self, stream: int, since: int, top: int, last: int | None) -> Columns | None:
-        chunks: list[tuple[bytes, bytes, bytes]] = []
-        count = 0
+        chunks: list[tuple[bytes, ...]] = []
         query = (
-            "SELECT n, keys, flags, rows FROM chunk WHERE stream_id = ? AND id > ? AND id <= ? "
-            "ORDER BY id DESC"
+            "SELECT keys, flags, rows FROM chunk WHERE stream_id = ? AND id > ? AND id <= ? ORDER BY id DESC"
         )
-        for n, *blobs in self._iterate(query, stream, since, top):
-            chunks.append((blobs[0], blobs[1], blobs[2]))
-            count += n
-            if last is not None and count >= last:
-                break
-        if not count:
+        count = 0
+        if last is None:
+            chunks = self._all(query, stream, since, top)
+        else:
+            for chunk in self._iterate(query, stream, since, top):
+                chunks.append(chunk)
+                count += len(chunk[1])
+                if count >= last:
+                    break
+        if not chunks:
             return None
         keys, flags, rows = (b"".join(part) for part in zip(*reversed(chunks), strict=True))
         skip = max(0, count - last) if last is not None else 0
@@ -484,7 +486,10 @@ class SessionFile:
         return int(self._all(f"SELECT coalesce(max(id), 0) FROM {table}")[0][0])
 
     def _all(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
-        return list(self._iterate(query, *values))
+        try:
+            return self._connection.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise self._unreadable(error) from error
 
     def _dicts(self, query: str, *values: Any) -> list[dict[str, Any]]:
         names: list[str] = []
@@ -498,7 +503,10 @@ class SessionFile:
                 names.extend(column[0] for column in cursor.description)
             yield from cursor
         except sqlite3.Error as error:
-            raise SessionFileError(f"{self.path}: cannot read the session file: {error}") from error
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: sqlite3.Error) -> SessionFileError:
+        return SessionFileError(f"{self.path}: cannot read the session file: {error}")
 
 
 def _gpus(text: str | None) -> list[wire.GpuSample] | None:
