@@ -17,8 +17,9 @@ from traceml_ray.actors.aggregation import Aggregation
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.summary import summaries, summarize
 from traceml_ray.reports.text import render
+from traceml_ray.reports.whole import _folded_steps
 from traceml_ray.settings import Settings
-from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.session_file import Folded, SessionFile
 from traceml_ray.wire import DATA
 
 LIMIT = 400_000
@@ -121,8 +122,37 @@ def test_statistics_and_ledger_go_on_and_say_so(job: Job) -> None:
     assert covers["to_step"] == 400 * 20 - 1
     assert covers["rows"] == ledger["stored"] - ledger["folded"] == 4 * (400 * 20 - covers["from_step"])
     assert covers["rows_pct"] == pytest.approx(100 * covers["rows"] / ledger["stored"], abs=1e-3)
-    assert "Covers     not the whole run: " in text
-    assert f"of steps {covers['from_step']}" in " ".join(text.split())
+    assert covers["counted_pct"] == 100
+    assert (summary["steps"]["count"], summary["steps"]["mean_ms"]) == (400 * 20, sum(ROW))
+    text = " ".join(text.split())
+    assert "Covers not the whole run: medians, shares, the verdict and its history are of steps" in text
+    assert "; the 8000 steps and their mean, 10.00 ms, are of the whole run" in text
+    assert f"of steps {covers['from_step']}" in text
+
+
+@pytest.mark.parametrize("pieces", [1 << 20, 4000])
+def test_number_and_mean_of_steps_are_of_those_that_were_folded_too(
+    job: Job, monkeypatch: pytest.MonkeyPatch, pieces: int
+) -> None:
+    monkeypatch.setattr("traceml_ray.reports.whole.MAX_ROWS", pieces)
+    monkeypatch.setattr("traceml_ray.reports.whole.PIECE_ROWS", 1000)
+    job.run(200, late=1)
+    job.run(200)
+    with SessionFile(job.aggregator.folder.sqlite) as session:
+        summary = summarize(session, Settings().thresholds)
+    assert summary["ledger"]["folded"] > 200 * 20 * 4
+    assert (summary["steps"]["count"], summary["steps"]["mean_ms"]) == (400 * 20, 15)
+    assert summary["steps"]["median_ms"] == pytest.approx(10, rel=0.01)
+
+
+def test_a_step_that_is_cut_in_two_by_folding_counts_once() -> None:
+    keys = np.array([[0, 2], [2, 5], [7, 9], [3, 4], [9, 12]])
+    segments = np.array([[0, 1], [2, 0], [0, 0], [0, 0], [1, 0]])
+    first, last = (keys << wire.SEGMENT_BITS | segments).T
+    counts = np.array([7, 10, 2, 2, 9])
+    folded = Folded(counts, first, last, np.zeros((5, 6), np.int64))
+    assert _folded_steps(folded, 20) == 3 + 3 + 2 + 3
+    assert _folded_steps(folded, 12) == 3 + 3 + 2 + 2
 
 
 def test_report_of_more_rows_than_fit_into_memory_is_of_the_whole_run(
@@ -142,7 +172,7 @@ def test_report_of_more_rows_than_fit_into_memory_is_of_the_whole_run(
         assert ("within 1 %" in " ".join(text.split())) is (rows == 400)
     at_once, piecewise = summary.values()
     steps = piecewise["steps"]
-    assert list(steps["covers"].values()) == [0, 999, 4000, 100.0, 1.0]
+    assert list(steps["covers"].values()) == [0, 999, 4000, 100.0, 1.0, 100.0]
     assert (steps["count"], steps["judged"]) == (1000, 989)
     assert piecewise["verdict"]["rank"] == 1 and piecewise["verdict"]["elapsed_s"] > 15
     assert [each["to_step"] for each in piecewise["episodes"]] == [599]
@@ -176,8 +206,8 @@ def test_reports_of_a_long_run_are_first_of_its_newest_steps(
         assert (
             write_reports(job.aggregator.folder, session, Settings().thresholds)["steps"]["covers"] == whole
         )
-    assert list(newest.values()) == [300, 399, 400, 25.0, 0.0]
-    assert list(whole.values()) == [0, 399, 1600, 100.0, 1.0]
+    assert list(newest.values()) == [300, 399, 400, 25.0, 0.0, 25.0]
+    assert list(whole.values()) == [0, 399, 1600, 100.0, 1.0, 100.0]
     assert json.loads(job.aggregator.folder.summary_json.read_text())["steps"]["covers"] == whole
 
 

@@ -375,6 +375,7 @@ def _step_block(read: _Read, whole: Whole | None) -> dict[str, Any]:
         block.update(msgspec.to_builtins(steps, str_keys=True))
     del block["stages"]
     block["count"] = whole.count if whole else 0
+    block["mean_ms"] = whole.mean_ns() / 1e6 if whole else None
     block["judged"] = steps.count if steps else 0
     block["covers"] = _covers(read, whole)
     block["per_rank_median_ms"] = block["per_rank_median_ms"] or {}
@@ -383,7 +384,10 @@ def _step_block(read: _Read, whole: Whole | None) -> dict[str, Any]:
 
 
 def _covers(read: _Read, whole: Whole | None) -> dict[str, Any] | None:
-    """Return the steps and rows that statistics and verdict over the run are of; None when there are none."""
+    """
+    Return the steps and rows that statistics and verdict over the run are of, and of how many the number of
+    steps and their mean is; None when there are none.
+    """
     if whole is None:
         return None
     stored = sum(stream.stored for stream in read.ranks.values())
@@ -393,6 +397,7 @@ def _covers(read: _Read, whole: Whole | None) -> dict[str, Any] | None:
         "rows": whole.read,
         "rows_pct": 100 * whole.read / max(whole.read, stored),
         "error_pct": whole.error_pct,
+        "counted_pct": 100 * whole.counted / max(whole.counted, stored),
     }
 
 

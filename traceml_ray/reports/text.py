@@ -147,15 +147,19 @@ def _steps(steps: dict[str, Any]) -> list[str]:
     if steps["worst_node"] is not None and steps["node_skew_pct"] is not None:
         text = f"slowest node {steps['worst_node']}, {steps['node_skew_pct']:.1f} % over the fastest"
         lines += labelled("", text)
-    return lines + _covers(steps["covers"])
+    return lines + _covers(steps)
 
 
-def _covers(covers: dict[str, Any] | None) -> list[str]:
+def _covers(steps: dict[str, Any]) -> list[str]:
     """Say so where the numbers and the verdict leave out the oldest rows."""
+    covers = steps["covers"]
     if covers is None or covers["rows_pct"] == 100:
         return []
-    text = f"not the whole run: all numbers, the verdict and its history are of steps {covers['from_step']}"
-    text += f"–{covers['to_step']}, {covers['rows_pct']:.3g} % of the rows that were stored"
+    what = "medians, shares, the verdict and its history" if covers["counted_pct"] == 100 else "all numbers"
+    text = f"not the whole run: {what} are of steps {covers['from_step']}–{covers['to_step']}, "
+    text += f"{covers['rows_pct']:.3g} % of the rows that were stored"
+    if covers["counted_pct"] == 100:
+        text += f"; the {steps['count']} steps and their mean, {_ms(steps['mean_ms'])}, are of the whole run"
     return labelled("Covers", text)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +15,7 @@ from traceml_ray.analysis.tally import Tally
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Float, RankRows, Window, align
 from traceml_ray.store.pieces import pieces
-from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.session_file import Folded, SessionFile
 from traceml_ray.wire import SEGMENT_BITS
 
 MAX_ROWS = 2_000_000
@@ -30,8 +30,8 @@ class Whole:
     judged: RunJudge
     rows: list[RankRows]
     """When each rank's steps were: of a long run several are added up, under the key of their first."""
-    count: int
-    """Steps of the rank that has fewest."""
+    counts: dict[int, int]
+    """How many steps each rank has."""
     read: int
     """Rows that this is of, and from which step to which."""
     first_step: int
@@ -46,6 +46,32 @@ class Whole:
     """First and last step."""
     error_pct: float = 0.0
     """By how much medians and percentiles may be off."""
+    folded: int = 0
+    """Rows of which there are only sums."""
+
+    @property
+    def count(self) -> int:
+        """Steps of the rank that has fewest."""
+        return min(self.counts.values())
+
+    def mean_ns(self) -> float:
+        """Return how long a step was on average, warm-up included."""
+        return float(np.mean([own.rows.sum() / self.counts[own.rank] for own in self.rows]))
+
+    @property
+    def counted(self) -> int:
+        """Rows that `counts` and `mean_ns` are of."""
+        return self.read + self.folded
+
+    def add_folded(self, folded: Mapping[int, Folded]) -> None:
+        """Let `counts`, `rows` and `mean_ns` be of the rows as well that are only kept as sums, by stream."""
+        for at, own in enumerate(self.rows):
+            if own.stream in folded:
+                sums = folded[own.stream]
+                self.folded += int(sums.counts.sum())
+                self.counts[own.rank] += _folded_steps(sums, int(own.keys[0]) >> SEGMENT_BITS)
+                flags = np.zeros(len(sums.counts), dtype=np.uint8)
+                self.rows[at] = own.follow(replace(own, keys=sums.first_keys, flags=flags, rows=sums.sums))
 
 
 def reduce(
@@ -64,11 +90,14 @@ def reduce(
     if not newest:
         return None
     if fits(newest, most):
-        return _at_once(newest, align(newest, expected, missing), thresholds, baseline)
-    long = _Long(session, newest, thresholds, baseline)
-    for piece in pieces(session, newest, PIECE_ROWS):
-        long.add(piece, align(piece, expected, missing))
-    return long.done()
+        whole = _at_once(newest, align(newest, expected, missing), thresholds, baseline)
+    else:
+        long = _Long(session, newest, thresholds, baseline)
+        for piece in pieces(session, newest, PIECE_ROWS):
+            long.add(piece, align(piece, expected, missing))
+        whole = long.done()
+    whole.add_folded(session.folded())
+    return whole
 
 
 def fits(newest: Sequence[RankRows], most: int) -> bool:
@@ -89,7 +118,7 @@ def _at_once(
     found = Whole(
         replay.done(),
         list(rows),
-        count=min(_steps(own) for own in rows),
+        {own.rank: _steps(own) for own in rows},
         read=sum(len(own.keys) for own in rows),
         first_step=min(int(own.keys[0]) for own in rows) >> SEGMENT_BITS,
         last_step=max(int(own.keys[-1]) for own in rows) >> SEGMENT_BITS,
@@ -148,7 +177,7 @@ class _Long:
         return Whole(
             judged,
             [own.take(slice(0)).follow(*self._rows[own.rank]) for own in self._newest],
-            count=min(self._steps[own.rank] for own in self._newest),
+            dict(self._steps),
             read=self._read,
             first_step=self._first_step or 0,
             last_step=max(int(own.keys.max()) for own in self._newest) >> SEGMENT_BITS,
@@ -178,6 +207,14 @@ def _steps(own: RankRows) -> int:
     if (more >= 0).all():  # else rows of a time came late
         return int(np.count_nonzero(more)) + 1
     return len(np.unique(steps))
+
+
+def _folded_steps(folded: Folded, next_step: int) -> int:
+    """Return how many steps before `next_step` `folded` is of; the rows of one may be in two sums."""
+    first, last = folded.first_keys >> SEGMENT_BITS, folded.last_keys >> SEGMENT_BITS
+    before = np.concatenate([[-1], np.maximum.accumulate(last)[:-1]])
+    spans = np.minimum(last, next_step - 1) - np.maximum(first, before + 1) + 1
+    return int(np.clip(np.minimum(spans, folded.counts), 0, None).sum())
 
 
 def _since(window: Window, step: int) -> Window:

@@ -1,9 +1,10 @@
 """
 Keeps a session file within a bound: beyond it, the oldest rows are folded into sums of about ten seconds.
 
-What was folded still counts as stored; statistics are taken from the newest rows, as they are of any long
-run, and the report says of which. Of samples that old, one in ten is kept, and of a process the one with
-the most memory; named parts go.
+What was folded still counts as stored. The number of steps and their mean are of these rows, too, and so is
+the time at which things were; other statistics and verdicts are of the rows that are left, and the report
+says of which. Of samples that old, one in ten is kept, and of a process the one with the most memory; named
+parts go.
 """
 
 from __future__ import annotations

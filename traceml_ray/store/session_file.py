@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -430,6 +430,17 @@ class SessionFile:
         folded = self.meta().get("folded", {}).get("rows", 0)
         return {**ledger(self.streams(), self.run_id()), "folded": folded}
 
+    def folded(self) -> dict[int, Folded]:
+        """Return what is only kept as sums, by stream, see `retention`."""
+        if not self._all("SELECT 1 FROM sqlite_master WHERE name = 'rollup'"):
+            return {}
+        by_stream: dict[int, list[tuple[Any, ...]]] = {}
+        for stream, *sums in self._all(
+            "SELECT stream_id, n, first_key, last_key, sums FROM rollup ORDER BY id"
+        ):
+            by_stream.setdefault(stream, []).append(tuple(sums))
+        return {stream: _folded(sums) for stream, sums in by_stream.items()}
+
     def copy_to(self, path: Path) -> None:
         """Copy the whole file, as it stands, into the empty file `path`. Raises `SessionFileError`."""
         try:
@@ -507,6 +518,21 @@ class SessionFile:
 
     def _unreadable(self, error: sqlite3.Error) -> SessionFileError:
         return SessionFileError(f"{self.path}: cannot read the session file: {error}")
+
+
+class Folded(NamedTuple):
+    """Rows of a stream that were added up, oldest first: int64 (m,), `sums` ns (m, 6)."""
+
+    counts: np.ndarray[Any, Any]
+    first_keys: np.ndarray[Any, Any]
+    last_keys: np.ndarray[Any, Any]
+    sums: np.ndarray[Any, Any]
+
+
+def _folded(rows: list[tuple[Any, ...]]) -> Folded:
+    counts, first_keys, last_keys, sums = zip(*rows, strict=True)
+    all_sums = np.frombuffer(b"".join(sums), "<i8").reshape(-1, wire.N_STAGES)
+    return Folded(np.array(counts), np.array(first_keys), np.array(last_keys), all_sums)
 
 
 def _gpus(text: str | None) -> list[wire.GpuSample] | None:
