@@ -13,7 +13,7 @@ from traceml_ray.analysis.window import Float, Int64, Window
 from traceml_ray.wire import N_STAGES
 
 _LEAST_NS = 1000
-_FINE_RANKS = 1024
+_FINE_RANKS = 4096
 """Up to so many ranks a quantile is within 1 %; twice as many, 2 %, so that memory stays bounded."""
 _COLUMNS = 256
 """Histograms that are filled at a time."""
