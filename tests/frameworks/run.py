@@ -36,11 +36,8 @@ FALSE = {
 }
 MARK = "<!-- what follows is written by tests/frameworks/run.py -->\n"
 BIN = f"{Path(sys.executable).parent}/"
-LAUNCHERS = {
-    "accelerate": "launch --cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no",
-    "deepspeed": "--num_gpus 2",
-}
-"""Commands that start ranks, with their arguments for two."""
+LAUNCHERS = {"deepspeed": "--num_gpus 2"}
+"""Commands that start ranks, with their arguments for two. On CPUs `accelerate launch` needs MPI for that."""
 NAMES = {
     "hf_trainer": "Hugging Face Trainer",
     "accelerate_loop": "Accelerate",
@@ -124,7 +121,6 @@ def cases() -> list[Case]:
         Case(script, "forward", 0, "validate") for script in ("ignite_engine", "ray_hf", "ray_lightning")
     ]
     found += [
-        Case("accelerate_loop", "forward", 1, launcher="accelerate"),
         Case("deepspeed_zero", "data", 1, launcher="deepspeed"),
     ]
     return found

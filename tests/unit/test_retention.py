@@ -195,18 +195,20 @@ def test_report_of_more_rows_than_fit_into_memory_is_of_the_whole_run(
         assert piecewise[block] == at_once[block]
 
 
-def test_reports_of_a_long_run_are_first_of_its_newest_steps(
+def test_reports_and_live_summary_of_a_long_run_are_first_of_its_newest_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job(tmp_path / "job", limit=1 << 30)
     job.run(20)
     monkeypatch.setattr("traceml_ray.reports.whole.MAX_ROWS", 400)
+    live = ask(job.aggregator, "summary")["steps"]["covers"]
     with SessionFile(job.aggregator.folder.sqlite) as session:
         newest, whole = [each["steps"]["covers"] for each in summaries(session, Settings().thresholds)]
         assert (
             write_reports(job.aggregator.folder, session, Settings().thresholds)["steps"]["covers"] == whole
         )
     assert list(newest.values()) == [300, 399, 400, 25.0, 0.0, 25.0]
+    assert live == newest
     assert list(whole.values()) == [0, 399, 1600, 100.0, 1.0, 100.0]
     assert json.loads(job.aggregator.folder.summary_json.read_text())["steps"]["covers"] == whole
 

@@ -17,7 +17,7 @@ from traceml_ray.analysis.window import RankRows
 from traceml_ray.errors import Errors
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.parts import StoredParts
-from traceml_ray.reports.summary import nodes_of, runs_of, summarize
+from traceml_ray.reports.summary import nodes_of, runs_of, summaries
 from traceml_ray.session import SessionFolder
 from traceml_ray.settings import Settings
 from traceml_ray.store.runs import by_run, newest, with_rows
@@ -140,7 +140,7 @@ class Answers:
     def _snapshot(self, reader: SessionFile) -> dict[str, str | int]:
         """Copy the session file as it stands, with everything that has come; the reports are of the same."""
         self._commit()
-        write_reports(self._folder, reader, self._settings.thresholds)
+        write_reports(self._folder, reader, self._settings.thresholds, quick=True)
         return self.snapshots.make(reader)
 
 
@@ -148,7 +148,7 @@ def answer_from(reader: SessionFile, asked: dict[str, Any], thresholds: Threshol
     """Answer what a session file alone can say, live or stored. Raises ValueError for any other question."""
     what, since = asked.get("what"), int(asked.get("since", 0))
     if what == "summary":
-        return {"result": summarize(reader, thresholds)}
+        return {"result": next(summaries(reader, thresholds))}  # of a very long run, its newest steps
     if what in ("runs", "nodes"):
         return {"result": (runs_of if what == "runs" else nodes_of)(reader)}
     if what == "rows":
