@@ -311,7 +311,9 @@ def test_what_cannot_be_started_is_said_in_one_line(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(driver, "__version__", "9.9.9")
         with pytest.raises(traceml_ray.StartError, match=r"traceml-ray 0\.\d+\.\d+, this is 9\.9\.9"):
             traceml_ray.start("old")
-    monkeypatch.setattr(ray, "__version__", "2.40.0")
+    (tmp_path / "ray-2.40.0.dist-info").mkdir()
+    (tmp_path / "ray-2.40.0.dist-info" / "METADATA").write_text("Name: ray\nVersion: 2.40.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(traceml_ray.StartError, match=r"2\.51 or newer"):
         traceml_ray.start("any")
 
