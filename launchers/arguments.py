@@ -6,9 +6,11 @@ import argparse
 import os
 import re
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from traceml_ray.floors import too_old
 from traceml_ray.settings import Settings
 
 from .nodes import UsageError
@@ -59,6 +61,13 @@ def marked(argv: Sequence[str]) -> list[str]:
 def unmarked(argv: Sequence[str]) -> list[str]:
     """Return those of `marked` that are not for us as they were."""
     return ["--dashboard" if text == _BARE else text for text in argv]
+
+
+def check_floors(args: argparse.Namespace) -> None:
+    """Set `no_monitor`, and say why in one line, where torch or Ray is too old for one."""
+    if not args.no_monitor and (lack := too_old("torch") or too_old("ray")):
+        print(f"traceml-ray: no monitor for this run: {lack}", file=sys.stderr)
+        args.no_monitor = True
 
 
 def settings_of(args: argparse.Namespace) -> Settings:

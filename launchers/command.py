@@ -24,7 +24,7 @@ from traceml_ray.agent.bootstrap import COMMAND, leave_rank
 from traceml_ray.plain import one_line
 from traceml_ray.reach import join
 
-from .arguments import RAY_PORT, command_text, settings_of, unmarked
+from .arguments import RAY_PORT, check_floors, command_text, settings_of, unmarked
 from .monitor import Monitor
 from .nodes import Nodes, UsageError, head_host
 
@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
             f"{words[0]} {'cannot be executed' if there else 'is not a command here'}",
             _NOT_EXECUTABLE if there else _NOT_FOUND,
         )
+    check_floors(args)
     if args.no_monitor:
         os.execvp(words[0], words)
     try:

@@ -22,13 +22,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 
 from traceml_ray import wire
 from traceml_ray.agent.bootstrap import leave_rank
-from traceml_ray.floors import too_old
 from traceml_ray.plain import one_line
 from traceml_ray.reports.baseline import checked
 from traceml_ray.session import SessionError
 from traceml_ray.settings import SettingError
 
-from .arguments import add_flags, command_text, marked, settings_of, unmarked
+from .arguments import add_flags, check_floors, command_text, marked, settings_of, unmarked
 from .cluster import free_port
 from .monitor import Monitor
 from .nodes import Nodes, NotGiven, UsageError
@@ -50,9 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     leave_rank()
     try:
         args = _parse(argv)
-        if not args.no_monitor and (lack := too_old("torch") or too_old("ray")):
-            print(f"traceml-ray: no monitor for this run: {lack}", file=sys.stderr)
-            args.no_monitor = True
+        check_floors(args)
         monitor = None if args.no_monitor else _monitor(args)
     except (UsageError, SettingError, SessionError) as error:
         print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
