@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from traceml_ray.analysis.onset import late_steps, onset
@@ -35,8 +35,6 @@ def test_onset(pattern, at):
 
 @given(st.integers(10, 60), st.integers(10, 60), st.integers(0, 2**32 - 1))
 def test_onset_in_noise_is_found_within_a_few_steps(before, after, seed):
-    # Where half of the steps are late, their median depends on the largest punctual one.
-    assume(not 0 <= before - after <= 2)
     random = np.random.default_rng(seed)
     series = random.normal(0, 1e6, before + after)
     series[before:] += 10e6

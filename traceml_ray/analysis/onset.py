@@ -34,14 +34,13 @@ def late_steps(series: Float) -> Bool:
     """
     Tell the steps (S,) that are late: above half of what a late step typically shows.
 
-    Typical is the median where most steps are late, otherwise the mean weighted by size, which a
-    majority of punctual steps does not pull down.
+    Typical is the size that splits the sum of all excess in halves (the median weighted by size): neither
+    a majority of punctual steps nor a few huge ones move it.
     """
-    positive = np.maximum(series, 0.0)
-    weighted = float((positive * positive).sum() / max(positive.sum(), 1.0))
-    median = float(np.median(positive))
-    typical = median if median > 0.3 * weighted else weighted
-    late: Bool = positive > 0.5 * typical
+    ordered = np.sort(np.maximum(series, 0.0))
+    passed = np.cumsum(ordered)
+    typical = ordered[np.searchsorted(passed, passed[-1] / 2)]
+    late: Bool = series > 0.5 * typical
     return late
 
 
