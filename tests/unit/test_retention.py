@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sqlite3
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +21,8 @@ from traceml_ray.reports.summary import summaries, summarize
 from traceml_ray.reports.text import render
 from traceml_ray.reports.whole import _folded_steps
 from traceml_ray.settings import Settings
+from traceml_ray.store.kept import Kept
+from traceml_ray.store.retention import Retention
 from traceml_ray.store.session_file import Folded, SessionFile
 from traceml_ray.wire import DATA
 
@@ -115,34 +119,145 @@ def test_statistics_and_ledger_go_on_and_say_so(job: Job) -> None:
     assert 0 < ledger["folded"] < ledger["stored"]
     with SessionFile(job.aggregator.folder.sqlite) as session:
         summary = summarize(session, Settings().thresholds)
-    assert summary["steps"]["median_ms"] == pytest.approx(sum(ROW))
     text = render(summary, job.folder)
     assert f"the oldest {ledger['folded']} stored rows are kept as sums" in text
+    assert "Covers " not in text and "within 1 %" in text
+    assert list(summary["steps"]["covers"].values()) == [0, 400 * 20 - 1, ledger["stored"], 100, 1, 100]
+
+
+@pytest.mark.parametrize("kept", ["DROP TABLE kept", "UPDATE kept SET body = x'789c'"])
+def test_report_of_folded_rows_of_which_there_are_only_sums_says_so(job: Job, kept: str) -> None:
+    job.run(200)
+    job.aggregator.close()
+    with contextlib.closing(sqlite3.connect(job.aggregator.folder.sqlite)) as older:
+        older.execute(kept)
+        older.commit()
+    with SessionFile(job.aggregator.folder.sqlite) as session:
+        summary, ledger = summarize(session, Settings().thresholds), session.ledger()
     covers = summary["steps"]["covers"]
-    assert covers["to_step"] == 400 * 20 - 1
-    assert covers["rows"] == ledger["stored"] - ledger["folded"] == 4 * (400 * 20 - covers["from_step"])
+    assert covers["to_step"] == 200 * 20 - 1
+    assert covers["rows"] == ledger["stored"] - ledger["folded"] == 4 * (200 * 20 - covers["from_step"])
     assert covers["rows_pct"] == pytest.approx(100 * covers["rows"] / ledger["stored"], abs=1e-3)
     assert covers["counted_pct"] == 100
-    assert (summary["steps"]["count"], summary["steps"]["mean_ms"]) == (400 * 20, sum(ROW))
-    text = " ".join(text.split())
+    assert (summary["steps"]["count"], summary["steps"]["mean_ms"]) == (200 * 20, sum(ROW))
+    text = " ".join(render(summary, job.folder).split())
     assert "Covers not the whole run: medians, shares, the verdict and its history are of steps" in text
-    assert "; the 8000 steps and their mean, 10.00 ms, are of the whole run" in text
+    assert "; the 4000 steps and their mean, 10.00 ms, are of the whole run" in text
     assert f"of steps {covers['from_step']}" in text
 
 
-@pytest.mark.parametrize("pieces", [1 << 20, 4000])
-def test_number_and_mean_of_steps_are_of_those_that_were_folded_too(
-    job: Job, monkeypatch: pytest.MonkeyPatch, pieces: int
-) -> None:
-    monkeypatch.setattr("traceml_ray.reports.whole.MAX_ROWS", pieces)
-    monkeypatch.setattr("traceml_ray.reports.whole.PIECE_ROWS", 1000)
-    job.run(200, late=1)
-    job.run(200)
+def job_of(folder: Path, limit: int, closed: bool = False) -> Job:
+    """A job with a slow rank at first, and another one later; `closed`: its aggregator was restarted."""
+    job = Job(folder, limit=limit)
+    job.run(100, late=1, details=[wire.Detail("load", DATA, 20, 200 * MS, 10 * MS, 0, 19)])
+    job.run(100)
+    if closed:
+        job.aggregator.close()
+        job.open()
+    job.run(40, late=2)
+    job.run(60)
+    return job
+
+
+def report_of(job: Job) -> dict[str, Any]:
     with SessionFile(job.aggregator.folder.sqlite) as session:
-        summary = summarize(session, Settings().thresholds)
-    assert summary["ledger"]["folded"] > 200 * 20 * 4
-    assert (summary["steps"]["count"], summary["steps"]["mean_ms"]) == (400 * 20, 15)
-    assert summary["steps"]["median_ms"] == pytest.approx(10, rel=0.01)
+        return summarize(session, Settings().thresholds)
+
+
+def without_moments(episodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """They are as exact as the sums of the rows that they are taken from."""
+    return [{**each, "started_at": None, "ended_at": None} for each in episodes]
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_report_of_folded_rows_is_what_it_is_of_all_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    monkeypatch.setattr("traceml_ray.reports.whole.MAX_ROWS", 4000)
+    monkeypatch.setattr("traceml_ray.reports.whole.PIECE_ROWS", 1000)
+    folded = report_of(job_of(tmp_path / "folded", LIMIT, closed))
+    whole = report_of(job_of(tmp_path / "whole", 1 << 30))
+    assert folded["ledger"]["folded"] > 240 * 20 * 4
+    for block in ("steps", "stages", "verdict", "verdicts", "suspects", "brief", "baseline", "parts"):
+        assert folded[block] == whole[block]
+    assert without_moments(folded["episodes"]) == without_moments(whole["episodes"])
+    assert [(each["rank"], each["to_step"]) for each in folded["episodes"]] == [(1, 1999), (2, 4799)]
+    for one, other in zip(folded["episodes"], whole["episodes"], strict=True):
+        for name in ("started_at", "ended_at"):
+            moments = [datetime.fromisoformat(each[name]).timestamp() for each in (one, other)]
+            assert abs(moments[0] - moments[1]) < 300 / 40
+
+
+def test_report_of_folded_rows_is_within_one_percent_of_one_that_holds_all_in_memory(tmp_path: Path) -> None:
+    folded = report_of(job_of(tmp_path / "folded", LIMIT))
+    whole = report_of(job_of(tmp_path / "whole", 1 << 30))
+    assert whole["steps"]["covers"]["error_pct"] == 0
+    for name in ("count", "mean_ms", "judged"):
+        assert folded["steps"][name] == whole["steps"][name]
+    for name in ("median_ms", "p95_ms", "busy_median_ms", "busy_p95_ms"):
+        assert folded["steps"][name] == pytest.approx(whole["steps"][name], rel=0.01)
+    for rank, median in whole["steps"]["per_rank_median_ms"].items():
+        assert folded["steps"]["per_rank_median_ms"][rank] == pytest.approx(median, rel=0.01)
+    assert folded["verdict"] == whole["verdict"]
+    assert without_moments(folded["episodes"]) == without_moments(whole["episodes"])
+
+
+def test_what_could_not_be_folded_is_folded_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk refuses in the middle of it."""
+    whole = report_of(job_of(tmp_path / "whole", LIMIT))
+    thin, refused = Retention._thin, []
+
+    def refuse(self: Retention, share: float) -> dict[str, int]:
+        if len(refused) < 20:
+            refused.append(share)
+            raise sqlite3.OperationalError("disk I/O error")
+        return thin(self, share)
+
+    monkeypatch.setattr(Retention, "_thin", refuse)
+    job = job_of(tmp_path / "refused", LIMIT)
+    assert job.aggregator.errors == {"fold: OperationalError": 20}
+    again = report_of(job)
+    for block in ("steps", "stages", "verdict", "verdicts", "suspects", "brief", "baseline"):
+        assert again[block] == whole[block]
+
+
+def test_rows_are_folded_into_sums_alone_where_statistics_fail(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.run(150)
+
+    def fail(*_: object) -> None:
+        raise ValueError("of no use")
+
+    monkeypatch.setattr(Kept, "add", fail)
+    job.run(150)
+    assert job.aggregator.errors == {"fold: ValueError": 1}
+    assert job.size < 2 * LIMIT
+    steps = report_of(job)["steps"]
+    assert (steps["count"], steps["covers"]["counted_pct"]) == (300 * 20, 100)
+    assert 0 < steps["covers"]["rows_pct"] < 50
+
+
+def test_attempt_that_follows_is_of_its_own_rows(job: Job) -> None:
+    job.run(200, late=1)
+    job.ranks = [Rank(number, 4, attempt=1) for number in range(4)]
+    job.run(200)
+    assert report_of(job)["ledger"]["folded"] > 300 * 20 * 4
+    summary = report_of(job)
+    assert (summary["steps"]["count"], summary["steps"]["mean_ms"]) == (200 * 20, sum(ROW))
+    assert summary["steps"]["covers"]["rows_pct"] == 100
+    assert (summary["verdict"]["label"], summary["episodes"]) == ("healthy", [])
+
+
+def test_sums_of_a_long_run_are_added_up(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("traceml_ray.store.retention.SUMS", 60)
+    job.run(600)
+    with SessionFile(job.aggregator.folder.sqlite) as session:
+        sums = session.folded().values()
+    assert sum(len(each.counts) for each in sums) <= 60 + 4 * 3
+    assert all(len(each.counts) >= 4 for each in sums)
+    summary = report_of(job)
+    assert (summary["steps"]["count"], summary["steps"]["mean_ms"]) == (600 * 20, sum(ROW))
 
 
 def test_a_step_that_is_cut_in_two_by_folding_counts_once() -> None:

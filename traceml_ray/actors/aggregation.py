@@ -69,7 +69,9 @@ class Aggregation:
         self.settings = settings
         self._clock = clock
         self._ticks = ticks
-        self._writer = SessionWriter(self.folder.sqlite, max_bytes=settings.session_bytes)
+        self._writer = SessionWriter(
+            self.folder.sqlite, max_bytes=settings.session_bytes, thresholds=settings.thresholds
+        )
         self._recent = Recent()
         self.errors = Errors(self._writer.meta.get("errors"), debug=settings.debug)
         self._judge = LiveJudge(self._writer, self._recent, settings, clock, self.errors)

@@ -18,7 +18,6 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.track import Episode, waited_ns
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess, too_few_steps
 from traceml_ray.analysis.window import RankRows, Window, align, joined
-from traceml_ray.wire import SEGMENT_BITS
 
 _MAX_SPANS = 1000
 _MAX_WINDOWS = 2000
@@ -195,7 +194,7 @@ class RunJudge:
             self._first_step = window.first_step
         if self._first_step is None:
             return window
-        return window.take(window.keys >> SEGMENT_BITS >= self._first_step + self._thresholds.warmup_steps)
+        return window.since(self._first_step + self._thresholds.warmup_steps)
 
     def _short(self, window: Window) -> bool:
         """Tell whether there is nothing to say about `window` but that it is short."""
@@ -277,19 +276,27 @@ class Replay:
     Judges a recorded run of about `steps` steps the way it is judged live, from pieces of any size.
 
     Windows of `window_steps` slide by `stride_steps` (more in runs of over 20,000 steps, so that
-    there are at most 2000 windows); the first is judged from `first_window_steps` on.
+    there are at most 2000 windows); the first is judged from `first_window_steps` on. Of a run that goes on
+    `steps` is None: they slide by more from 20,000 steps on.
     """
 
     def __init__(
-        self, steps: int, thresholds: Thresholds = DEFAULTS, baseline: Baseline | None = None
+        self, steps: int | None, thresholds: Thresholds = DEFAULTS, baseline: Baseline | None = None
     ) -> None:
         self._limits = thresholds
         self._baseline = baseline
         self._run: RunJudge | None = None
-        self._stride = max(thresholds.stride_steps, -(-steps // _MAX_WINDOWS))
-        self._due = min(steps, thresholds.warmup_steps + thresholds.first_window_steps)
+        self._steps = 0
+        self._due = thresholds.warmup_steps + thresholds.first_window_steps
         self._seen = self._judged = 0
         self._tail: Window | None = None
+        if steps is not None:
+            self.expect(steps)
+
+    def expect(self, steps: int) -> None:
+        """Note that the run has about `steps` steps, those that were added included."""
+        self._steps = steps
+        self._due = self._due if self._judged else min(steps, self._due)
 
     def add(self, piece: Window) -> None:
         """Take the steps that follow."""
@@ -303,7 +310,7 @@ class Replay:
             end = self._due - before
             self._run.update(window.take(slice(edges[max(0, end - self._limits.window_steps)], edges[end])))
             self._judged = self._due
-            self._due += self._stride
+            self._due += max(self._limits.stride_steps, -(-max(self._steps, self._due) // _MAX_WINDOWS))
         self._tail = window.last(self._limits.window_steps)
 
     def done(self) -> RunJudge:

@@ -101,6 +101,10 @@ class Window:
         starts = self.starts
         return self.take(slice(starts[-steps], None)) if 0 < steps < len(starts) else self
 
+    def since(self, step: int) -> Window:
+        """Return the window from `step` on."""
+        return self.take(self.keys >> SEGMENT_BITS >= step)
+
     @property
     def gaps(self) -> int:
         """Number of steps inside the window's range that some live rank lacks."""

@@ -25,7 +25,7 @@ from traceml_ray.analysis.machine import span, trained_since
 from traceml_ray.analysis.parts import with_part
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.analysis.window import RankRows, Window, missing_of
+from traceml_ray.analysis.window import RankRows, Window
 from traceml_ray.reports.deaths import Death, culprits, deaths, headline
 from traceml_ray.reports.hangs import hangs, still_open
 from traceml_ray.reports.machines import Machines, witness
@@ -121,7 +121,7 @@ def summaries(session: SessionFile, thresholds: Thresholds) -> Iterator[dict[str
 def _summary(read: _Read, newest: bool = False) -> dict[str, Any]:
     session, thresholds = read.session, read.thresholds
     found = deaths(read.failures, read.events, read.streams)
-    whole = _whole(read, _kept_baseline(read), newest)
+    whole = _whole(read, session.baseline(), newest)
     judged, steps = (whole.judged, whole.steps) if whole else (None, None)
     parts, window = StoredParts(session, read.ranks), whole.window if whole else None
     performance = verdict = judged.whole() if judged else _no_step(read)
@@ -166,7 +166,7 @@ def _summary(read: _Read, newest: bool = False) -> dict[str, Any]:
 def baseline_of(session: SessionFile, thresholds: Thresholds) -> Baseline | None:
     """Return what a step of `session` costs when all is well, or None. Raises `SessionFileError`."""
     read = _read(session, thresholds)
-    kept = _kept_baseline(read)
+    kept = session.baseline()
     if kept is not None and not kept.source:
         return kept
     whole = _whole(read)
@@ -263,14 +263,10 @@ def _all_beside(spans: Sequence[Verdict], machines: Machines, read: _Read) -> li
     return [_beside(span, machines, read) if at in looked else span for at, span in enumerate(spans)]
 
 
-def _missing(read: _Read) -> list[int]:
-    return missing_of(read.world_size, (rows.rank for rows in read.rows))
-
-
 def _whole(read: _Read, baseline: Baseline | None = None, newest: bool = False) -> Whole | None:
     """Reduce the run, or its newest rows; None when it has none. `read.rows` are of all that then."""
-    most = read.most + newest
-    whole = reduce(read.session, read.world_size, _missing(read), read.thresholds, read.rows, most, baseline)
+    what = read.session, read.world_size, read.thresholds, read.rows, read.most, baseline
+    whole = reduce(*what, newest_only=newest)
     read.rows = whole.rows if whole else []
     return whole
 
@@ -280,12 +276,6 @@ def _parts(parts: StoredParts, whole: Whole | None) -> list[dict[str, Any]]:
         return []
     stages = dict(zip(whole.window.ranks.tolist(), whole.stage_ns.tolist(), strict=True))
     return parts.block(stages, *whole.between)
-
-
-def _kept_baseline(read: _Read) -> Baseline | None:
-    """Return what the run was judged by while it ran."""
-    kept = read.meta.get("baselines", {}).get(read.run.get("id"))
-    return None if kept is None else msgspec.convert(kept, Baseline)
 
 
 def _baseline(baseline: Baseline | None) -> dict[str, Any] | None:

@@ -357,7 +357,8 @@ def ledger_lines(ledger: dict[str, Any]) -> list[str]:
     text = f"{ledger['produced']} rows produced = {ledger['stored']} stored + {ledger['in_flight']} in flight"
     lines = labelled("Ledger", f"{text} + {total} dropped" + f" ({dropped})" * (total > 0))
     if ledger["folded"]:
-        lines += labelled("", f"the oldest {ledger['folded']} stored rows are kept as sums of about 10 s")
+        text = f"the oldest {ledger['folded']} stored rows are kept as sums and statistics, not one by one"
+        lines += labelled("", text)
     unknown = [rank for rank, entry in ledger["per_rank"].items() if entry["unreported"] is None]
     if unknown:
         who = _rank_list([int(rank) for rank in unknown if rank.isdigit()]) or "a process of unknown rank"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +12,12 @@ import numpy as np
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.busy import StepSummary, summarise
 from traceml_ray.analysis.history import Replay, RunJudge
-from traceml_ray.analysis.tally import Tally
+from traceml_ray.analysis.running import Running
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.window import Float, RankRows, Window, align
+from traceml_ray.analysis.window import Float, RankRows, Window, align, missing_of
+from traceml_ray.store.kept import Kept, unpack
 from traceml_ray.store.pieces import pieces
-from traceml_ray.store.session_file import Folded, SessionFile
+from traceml_ray.store.session_file import NONSENSE, Folded, SessionFile
 from traceml_ray.wire import SEGMENT_BITS
 
 MAX_ROWS = 2_000_000
@@ -63,41 +65,50 @@ class Whole:
         """Rows that `counts` and `mean_ns` are of."""
         return self.read + self.folded
 
-    def add_folded(self, folded: Mapping[int, Folded]) -> None:
-        """Let `counts`, `rows` and `mean_ns` be of the rows as well that are only kept as sums, by stream."""
+    def add_folded(self, folded: Mapping[int, Folded], kept: int = 0) -> None:
+        """
+        Let `counts`, `rows` and `mean_ns` be of the rows as well that are only kept as sums, by stream; of
+        `kept` of them there is more, see `Kept`.
+        """
         for at, own in enumerate(self.rows):
             if own.stream in folded:
                 sums = folded[own.stream]
                 self.folded += int(sums.counts.sum())
-                self.counts[own.rank] += _folded_steps(sums, int(own.keys[0]) >> SEGMENT_BITS)
+                next_key = int(own.keys[0]) if len(own.keys) else 1 << 62
+                self.counts[own.rank] += _folded_steps(sums, next_key >> SEGMENT_BITS)
                 flags = np.zeros(len(sums.counts), dtype=np.uint8)
                 self.rows[at] = own.follow(replace(own, keys=sums.first_keys, flags=flags, rows=sums.sums))
+        self.folded = max(0, self.folded - kept)
 
 
 def reduce(
     session: SessionFile,
     expected: int,
-    missing: Sequence[int],
     thresholds: Thresholds,
     newest: Sequence[RankRows],
     most: int,
     baseline: Baseline | None = None,
+    *,
+    newest_only: bool = False,
 ) -> Whole | None:
     """
-    Reduce the run that `session` reads; None when it has no rows. `newest` holds the newest rows of each
-    rank, `most` of them or all. Raises `SessionFileError`.
+    Reduce the run that `session` reads, or only its rows `newest`; None when it has none. `newest` holds the
+    newest rows of each rank, `most` of them or all. Raises `SessionFileError`.
     """
     if not newest:
         return None
-    if fits(newest, most):
+    missing = missing_of(expected, (own.rank for own in newest))
+    folded = session.folded()
+    if folded and not newest_only:
+        with contextlib.suppress(*NONSENSE):  # of another version: then of the rows that are left
+            kept = unpack(session.kept(), newest)
+            if kept is not None:
+                return _Long(session, newest, kept.running, kept).reduced(expected, missing, folded)
+    if newest_only or fits(newest, most):
         whole = _at_once(newest, align(newest, expected, missing), thresholds, baseline)
-    else:
-        long = _Long(session, newest, thresholds, baseline)
-        for piece in pieces(session, newest, PIECE_ROWS):
-            long.add(piece, align(piece, expected, missing))
-        whole = long.done()
-    whole.add_folded(session.folded())
-    return whole
+        whole.add_folded(folded)
+        return whole
+    return _Long(session, newest, Running(thresholds, baseline)).reduced(expected, missing, folded)
 
 
 def fits(newest: Sequence[RankRows], most: int) -> bool:
@@ -124,7 +135,7 @@ def _at_once(
         last_step=max(int(own.keys[-1]) for own in rows) >> SEGMENT_BITS,
     )
     if len(window.keys):
-        warm = _since(window, (window.first_step or 0) + thresholds.warmup_steps)
+        warm = window.since((window.first_step or 0) + thresholds.warmup_steps)
         warm = warm if len(warm.starts) >= thresholds.first_window_steps else window  # hardly any are left
         found.window, found.steps = window, summarise(warm, thresholds)
         found.stage_ns = warm.d.sum(axis=0) / len(warm.starts)
@@ -133,63 +144,69 @@ def _at_once(
 
 
 class _Long:
-    """A run that does not fit into memory."""
+    """A run that does not fit into memory, or of which rows were folded: `kept` is what they come to."""
 
     def __init__(
-        self,
-        session: SessionFile,
-        newest: Sequence[RankRows],
-        thresholds: Thresholds,
-        baseline: Baseline | None,
+        self, session: SessionFile, newest: Sequence[RankRows], running: Running, kept: Kept | None = None
     ) -> None:
+        self._session = session
         self._newest = newest
-        self._limits = thresholds
-        self._baseline = baseline
+        self._running = running
+        self._kept = kept
         self._end = min(int(own.keys.max()) for own in newest)
         stored = sum(stream.stored for stream in session.ranks().values())
         self._several = -(-stored // MAX_ROWS)
         """Rows that are added up in `Whole.rows`."""
-        self._replay: Replay | None = None
-        self._tally = Tally(thresholds)
         self._steps: Counter[int] = Counter()
-        self._read = 0
+        self._read = kept.read if kept else 0
+        self._first_step = kept.first_step if kept else None
+        self._folded_to: dict[int, int] = {}
+        """The last key of each process that `kept` is of."""
         self._rows: dict[int, list[RankRows]] = {own.rank: [] for own in newest}
-        self._first_step: int | None = None
-        self._first_common = 0
 
-    def add(self, rows: Sequence[RankRows], window: Window) -> None:
+    def reduced(self, expected: int, missing: Sequence[int], folded: Mapping[int, Folded]) -> Whole:
+        """Reduce the rows that are left."""
+        cutter = None
+        if self._kept is not None:
+            cutter = self._kept.cutter
+            self._folded_to = {stream: int(sums.last_keys.max()) for stream, sums in folded.items()}
+        for piece in pieces(self._session, self._newest, PIECE_ROWS, cutter):
+            self._add(piece, align(piece, expected, missing))
+        self._note([own.take(own.keys > self._end) for own in self._newest])  # of ranks that are ahead
+        whole = self._done()
+        whole.add_folded(folded, self._kept.read if self._kept else 0)
+        return whole
+
+    def _add(self, rows: Sequence[RankRows], window: Window) -> None:
         """Add the steps that follow."""
         self._note(rows)
-        if not len(window.keys):
-            return
-        if self._replay is None:
-            self._first_common = window.first_step or 0
-            steps = (self._end >> SEGMENT_BITS) - self._first_common + 1
-            self._replay = Replay(steps, self._limits, self._baseline)
-        self._replay.add(window)
-        self._tally.add(_since(window, self._first_common + self._limits.warmup_steps))
+        first = window.first_step if self._running.first_step is None else self._running.first_step
+        if first is not None:
+            self._running.replay.expect((self._end >> SEGMENT_BITS) - first + 1)
+            self._running.add(window)
 
-    def done(self) -> Whole:
+    def _done(self) -> Whole:
         """Return what it comes to."""
-        rest = [own.take(own.keys > self._end) for own in self._newest]  # of ranks that are ahead
-        self._note(rest)
-        judged = (self._replay or Replay(0, self._limits, self._baseline)).done()
+        running = self._running
+        judged = running.replay.done()
         return Whole(
             judged,
             [own.take(slice(0)).follow(*self._rows[own.rank]) for own in self._newest],
-            dict(self._steps),
+            {own.rank: self._steps[own.rank] for own in self._newest},
             read=self._read,
             first_step=self._first_step or 0,
             last_step=max(int(own.keys.max()) for own in self._newest) >> SEGMENT_BITS,
             window=judged.sample(),
-            steps=self._tally.summary(),
-            stage_ns=self._tally.stage_ns(),
-            between=(self._first_common + self._limits.warmup_steps, self._end >> SEGMENT_BITS),
-            error_pct=self._tally.error_pct,
+            steps=running.tally.summary(),
+            stage_ns=running.tally.stage_ns(),
+            between=(running.warm_step, self._end >> SEGMENT_BITS),
+            error_pct=running.tally.error_pct,
         )
 
     def _note(self, rows: Sequence[RankRows]) -> None:
-        for own in rows:
+        """Count `rows`, but for those that are in the sums of folded rows."""
+        for every in rows:
+            own = every.take(every.keys > self._folded_to.get(every.stream, -1))
             if len(own.keys):
                 self._steps[own.rank] += _steps(own)
                 self._read += len(own.keys)
@@ -215,7 +232,3 @@ def _folded_steps(folded: Folded, next_step: int) -> int:
     before = np.concatenate([[-1], np.maximum.accumulate(last)[:-1]])
     spans = np.minimum(last, next_step - 1) - np.maximum(first, before + 1) + 1
     return int(np.clip(np.minimum(spans, folded.counts), 0, None).sum())
-
-
-def _since(window: Window, step: int) -> Window:
-    return window.take(window.keys >> SEGMENT_BITS >= step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -11,27 +11,56 @@ from traceml_ray.store.session_file import SessionFile
 from traceml_ray.wire import MAX_ROWS, SEGMENT_BITS
 
 
-def pieces(session: SessionFile, newest: Sequence[RankRows], most: int) -> Iterator[list[RankRows]]:
+class Cutter:
     """
-    Yield the rows of the run in pieces of about `most` rows, oldest first; of a step, all are in one piece.
+    Cuts rows into pieces, as they come: of a step, those of all `ranks` are in one piece.
+
+    Rows up to key `to` were in a piece; rows that come after those of a later piece are left out.
+    """
+
+    def __init__(self, ranks: Iterable[RankRows]) -> None:
+        self.to = -1
+        self.waiting = {own.rank: own.take(slice(0)) for own in ranks}
+
+    def add(self, found: Iterable[RankRows], end: int = 1 << 62) -> None:
+        """Take the rows that follow, up to key `end`."""
+        for own in found:
+            rows = own.take((own.keys > self.to) & (own.keys <= end))
+            self.waiting[own.rank] = rows.follow(self.waiting[own.rank])
+
+    def cut(self, most: int, end: int | None = None) -> list[RankRows] | None:
+        """
+        Return the rows up to key `end`, or (None) those of the steps that every rank is through; None when
+        there are none. Of more than `4 * most` rows some are returned in any case.
+        """
+        count = sum(len(own.keys) for own in self.waiting.values())
+        to = _common_end(list(self.waiting.values()), count > 4 * most) if end is None else end
+        if to <= self.to:
+            return None
+        piece = [own.take(own.keys <= to) for own in self.waiting.values()]
+        self.waiting = {rank: own.take(own.keys > to) for rank, own in self.waiting.items()}
+        self.to = to
+        return piece
+
+
+def pieces(
+    session: SessionFile, newest: Sequence[RankRows], most: int, cutter: Cutter | None = None
+) -> Iterator[list[RankRows]]:
+    """
+    Yield the rows of the run in pieces of about `most` rows, oldest first.
 
     `newest` holds the newest rows of each rank: what goes beyond the last step that all of them have is left
-    out. Rows that were stored after those of a later piece are left out, too. Raises `SessionFileError`.
+    out. `cutter` holds what comes before the rows of `session`. Raises `SessionFileError`.
     """
-    waiting = {own.rank: own.take(slice(0)) for own in newest}
+    cutter = cutter or Cutter(newest)
     end = min((int(own.keys.max()) for own in newest), default=-1)
-    cursor, to, chunks = 0, -1, max(1, most // MAX_ROWS)
+    cursor, chunks = 0, max(1, most // MAX_ROWS)
     while True:
-        found, after = session.rows(waiting, cursor, most=chunks)
-        for own in found:
-            rows = own.take((own.keys > to) & (own.keys <= end))
-            waiting[own.rank] = rows.follow(waiting[own.rank])
-        count = sum(len(own.keys) for own in waiting.values())
-        cut = end if after == cursor else _common_end(list(waiting.values()), count > 4 * most)
-        if cut > to:
-            yield [own.take(own.keys <= cut) for own in waiting.values()]
-            waiting = {rank: own.take(own.keys > cut) for rank, own in waiting.items()}
-            to = cut
+        found, after = session.rows(cutter.waiting, cursor, most=chunks)
+        cutter.add(found, end)
+        piece = cutter.cut(most, end if after == cursor else None)
+        if piece is not None:
+            yield piece
         if after == cursor:
             return
         read = sum(len(own.keys) for own in found)
@@ -45,7 +74,7 @@ def _common_end(waiting: Sequence[RankRows], full: bool) -> int:
     half of the rows are before: a rank has long reported nothing.
     """
     ends = [int(own.keys.max()) if len(own.keys) else -1 for own in waiting]
-    end = min(ends)
+    end = min(ends, default=-1)
     if full:
         end = max(end, int(np.median(max(waiting, key=lambda own: len(own.keys)).keys)))
     return (end >> SEGMENT_BITS << SEGMENT_BITS) - 1

@@ -1,64 +1,181 @@
 """
-Keeps a session file within a bound: beyond it, the oldest rows are folded into sums of about ten seconds.
+Keeps a session file within a bound: beyond it, the oldest rows are folded away.
 
-What was folded still counts as stored. The number of steps and their mean are of these rows, too, and so is
-the time at which things were; other statistics and verdicts are of the rows that are left, and the report
-says of which. Of samples that old, one in ten is kept, and of a process the one with the most memory; named
-parts go.
+What was folded still counts as stored. Of each process there are sums of about ten seconds, so that the
+number of steps, their mean and the time at which things were are of these rows, too; of each run there is
+what a report makes of rows (`kept`), so that its statistics, verdict and episodes go on from there. Named
+parts are added up. Of samples that old, one in ten is kept, and of a process the one with the most memory.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from traceml_ray import wire
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.window import missing_of
+from traceml_ray.store.kept import Kept, unpack
+from traceml_ray.store.runs import by_run
+from traceml_ray.store.session_file import NONSENSE, SessionFile
+from traceml_ray.store.streams import shown, world_size
 
-_TABLE = """CREATE TABLE IF NOT EXISTS rollup(id INTEGER PRIMARY KEY, stream_id INT, first_row INT, n INT,
-    first_key INT, last_key INT, sums BLOB, max_ns INT)"""
+_TABLES = (
+    """CREATE TABLE IF NOT EXISTS rollup(id INTEGER PRIMARY KEY, stream_id INT, first_row INT, n INT,
+    first_key INT, last_key INT, sums BLOB, max_ns INT)""",
+    "CREATE TABLE IF NOT EXISTS kept(id INTEGER PRIMARY KEY, run TEXT UNIQUE, body BLOB)",
+)
+_INSERT = f"INSERT INTO rollup VALUES(NULL, {', '.join('?' * 7)})"
 CHUNKS = 10
 """Of a stream in one sum: its agent sends about one a second."""
+SUMS = 1 << 17
+"""So many are kept: of more, neighbours are added up, so that each is of an equal share of its stream."""
 EVENTS = 100_000
 """So many are kept in a file beyond its bound: only what goes wrong has so many to tell."""
+MAX_RANKS = 1024
+"""Of a run of more, only the sums are kept: what a report makes of them would take too much memory."""
+MAX_RUNS = 16
+"""Runs of which that is kept, the newest."""
+WAITING_ROWS = 50_000
+"""Rows of one run that wait for a rank that does not report, a quarter of them."""
 
 
 class Retention:
     """
-    Folds what is oldest in a session file that has grown beyond `limit` bytes.
+    Folds what is oldest in the session file at `path` once it has grown beyond `limit` bytes.
 
-    `cursors` says how far the samples are thinned, by table, and how many `rows` were folded. The caller
-    keeps in it, and with the file, what `fold` returned, once that is on disk.
+    `absorb` reads rows, a slice at a time; what it makes of them stays in memory until `fold` writes it and
+    deletes them, in one transaction: whatever happens before, they are in the file, and are read again.
+    `cursors` says how far the samples are thinned, by table, and how many `rows` were folded. `failed` is
+    an error that kept a run's statistics from being kept.
     """
 
-    def __init__(self, connection: sqlite3.Connection, limit: int, cursors: dict[str, int]) -> None:
+    def __init__(
+        self,
+        connection: sqlite3.Connection,
+        path: Path,
+        limit: int,
+        cursors: dict[str, int],
+        thresholds: Thresholds,
+    ) -> None:
         self.cursors = cursors
+        self.failed: Exception | None = None
         self._connection = connection
+        self._session = SessionFile(path, connection)
         self._limit = limit
+        self._thresholds = thresholds
+        self._runs: dict[str, _Run] = {}
+        self._to = 0
+        """The last chunk that was absorbed."""
+        self._sums: list[tuple[Any, ...]] = []
+        self._rows = self._bytes = 0
+        """Absorbed since the last `fold`."""
+        self._body_bytes = 0
 
     def due(self) -> bool:
         """Whether the file is beyond its bound; pages that are free again count as room."""
         pages = self._one("PRAGMA page_count") - self._one("PRAGMA freelist_count")
         return bool(pages * self._one("PRAGMA page_size") > self._limit)
 
-    def fold(self, streams: int) -> dict[str, int]:
-        """Fold one slice, of so many streams, within the caller's transaction; return the new cursors."""
-        self._connection.execute("DELETE FROM event WHERE id <= (SELECT max(id) FROM event) - ?", (EVENTS,))
+    def absorb(self, streams: int) -> bool:
+        """Read the next slice of so many streams; return whether it is time to `fold`."""
         slice_ = CHUNKS * max(1, streams)
-        newest = self._one("SELECT max(id) FROM chunk") or 0
-        query = "SELECT id, stream_id, first_row, n, keys, rows FROM chunk WHERE id < ? ORDER BY id LIMIT ?"
-        chunks = self._connection.execute(query, (newest - slice_, slice_)).fetchall()
+        newest = self._one("SELECT max(id) FROM chunk") or 0  # what is being looked at stays
+        query = (
+            "SELECT id, stream_id, first_row, n, keys, rows FROM chunk WHERE id > ? AND id < ? ORDER BY id"
+        )
+        chunks = self._connection.execute(f"{query} LIMIT ?", (self._to, newest - slice_, slice_)).fetchall()
         if not chunks:
-            return self.cursors  # what is being looked at stays
+            return True
         last = chunks[-1][0]
-        self._connection.execute(_TABLE)
-        insert = f"INSERT INTO rollup VALUES(NULL, {', '.join('?' * 7)})"
-        self._connection.executemany(insert, _sums(chunks))
-        self._connection.execute("DELETE FROM chunk WHERE id <= ?", (last,))
-        rows = self.cursors.get("rows", 0) + sum(chunk[3] for chunk in chunks)
-        return {"rows": rows, **self._thin(last / newest)}
+        self._keep({chunk[1] for chunk in chunks}, last)
+        self._sums += _sums(chunks)
+        self._rows += sum(chunk[3] for chunk in chunks)
+        self._bytes += sum(len(chunk[4]) + len(chunk[5]) for chunk in chunks)
+        self._to = last
+        # What is written should be small beside what is deleted.
+        return self._bytes >= max(self._limit // 64, min(4 * self._body_bytes, self._limit // 4))
+
+    def fold(self) -> dict[str, int]:
+        """Write what was absorbed within the caller's transaction, delete it; return the new cursors."""
+        self._connection.execute("DELETE FROM event WHERE id <= (SELECT max(id) FROM event) - ?", (EVENTS,))
+        if not self._bytes:
+            return self.cursors
+        for table in _TABLES:
+            self._connection.execute(table)
+        newest = self._one("SELECT max(id) FROM chunk")
+        self._connection.executemany(_INSERT, self._sums)
+        self._merge_sums()
+        self._connection.execute("DELETE FROM chunk WHERE id <= ?", (self._to,))
+        self._write_kept()
+        return {"rows": self.cursors.get("rows", 0) + self._rows, **self._thin(self._to / newest)}
+
+    def folded(self, cursors: dict[str, int]) -> None:
+        """Note that what `fold` returned is on disk."""
+        self.cursors, self._sums = cursors, []
+        self._rows = self._bytes = 0
+        for state in self._runs.values():
+            state.changed = False
+
+    def _keep(self, streams: set[int], last: int) -> None:
+        """Reduce the rows of `streams` up to chunk `last`; of a run that fails, only the sums are kept."""
+        read = []
+        for run, known in by_run(self._session.streams()).items():
+            ranks = {rank: stream for rank, stream in shown(known).items() if stream.stored}
+            if len(ranks) <= MAX_RANKS and not streams.isdisjoint(stream.id for stream in ranks.values()):
+                state = self._state(run, {rank: stream.id for rank, stream in ranks.items()})
+                found, _ = self._session.of(run).rows(state.streams, self._to, most=last - self._to)
+                read.append((state, found, world_size(ranks, None)))
+        for state, found, world in read:
+            state.changed = True
+            try:
+                if state.kept is not None:
+                    state.kept.add(found, WAITING_ROWS // 4, world, missing_of(world, state.streams))
+            except NONSENSE as error:
+                state.kept, self.failed = None, error
+
+    def _state(self, run: str, streams: dict[int, int]) -> _Run:
+        """Return what is kept of `run`; it begins anew when its processes are others."""
+        state = self._runs.get(run)
+        if state is None or state.streams != streams:
+            session = self._session.of(run)
+            newest, _ = session.rows(last=1)
+            kept = unpack(session.kept(), newest) or Kept(newest, self._thresholds, session.baseline())
+            state = self._runs[run] = _Run(streams, kept if kept.streams == streams else None)
+            while len(self._runs) > MAX_RUNS:
+                del self._runs[next(iter(self._runs))]
+        return state
+
+    def _write_kept(self) -> None:
+        self._body_bytes = 0
+        for run, state in self._runs.items():
+            if state.changed:
+                body = b"" if state.kept is None else state.kept.pack()
+                self._body_bytes += len(body)
+                self._connection.execute("REPLACE INTO kept VALUES(NULL, ?, ?)", (run, body))
+        newest = "SELECT id FROM kept ORDER BY id DESC LIMIT ?"
+        self._connection.execute(f"DELETE FROM kept WHERE id NOT IN ({newest})", (MAX_RUNS,))
+
+    def _merge_sums(self) -> None:
+        """Add up neighbouring sums of each stream where there are more than `SUMS` in all."""
+        most = min(SUMS, self._limit // 2048)
+        if self._one("SELECT count(*) FROM rollup") <= most:
+            return
+        total = dict(self._connection.execute("SELECT stream_id, sum(n) FROM rollup GROUP BY 1").fetchall())
+        share = max(1, most // 4 // len(total))
+        columns = "stream_id, first_row, n, first_key, last_key, sums, max_ns"
+        query = f"SELECT {columns} FROM rollup ORDER BY stream_id, id"
+        merged = []
+        for stream, sums in groupby(self._connection.execute(query), key=lambda each: each[0]):
+            merged += list(_merged(sums, total[stream] // share))
+        self._connection.execute("DELETE FROM rollup")
+        self._connection.executemany(_INSERT, merged)
 
     def _thin(self, share: float) -> dict[str, int]:
         """Thin out the samples among the oldest `share` of each kind; return where that ended."""
@@ -66,20 +183,40 @@ class Retention:
         kept = {
             "process_sample": f"id NOT IN ({largest} GROUP BY stream_id))",
             "node_sample": "t_ns / 1000000000 % 10 != 0",
-            "detail": "true",
+            "detail": "id NOT IN (SELECT max(id) FROM detail WHERE id > ?1 AND id <= ?2 GROUP BY "
+            "stream_id, name, stage)",
         }
         ends = {}
         for table, rest in kept.items():
             newest = self._one(f"SELECT max(id) FROM {table}") or 0
             since, last = self.cursors.get(table, 0), int(share * newest)
+            if table == "detail":
+                self._add_up_parts(since, last)
             self._connection.execute(
                 f"DELETE FROM {table} WHERE id > ?1 AND id <= ?2 AND {rest}", (since, last)
             )
             ends[table] = max(since, last)
         return ends
 
+    def _add_up_parts(self, since: int, last: int) -> None:
+        """Let the newest row of each named part of a process be the sum of all of its rows."""
+        sums = "sum(count), sum(total_ns), max(max_ns), min(first_step), max(last_step), sum(bytes), max(id)"
+        which = "WHERE id > ? AND id <= ? GROUP BY stream_id, name, stage"
+        found = self._connection.execute(f"SELECT {sums} FROM detail {which}", (since, last)).fetchall()
+        names = "count = ?, total_ns = ?, max_ns = ?, first_step = ?, last_step = ?, bytes = ?"
+        self._connection.executemany(f"UPDATE detail SET {names} WHERE id = ?", found)
+
     def _one(self, query: str) -> Any:
         return self._connection.execute(query).fetchone()[0]
+
+
+@dataclass
+class _Run:
+    """What is kept of one run, None where that failed; `streams` is the process of each rank."""
+
+    streams: dict[int, int]
+    kept: Kept | None
+    changed: bool = False
 
 
 def _sums(chunks: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
@@ -97,3 +234,19 @@ def _sums(chunks: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
             sums = rows.sum(axis=0).astype("<i8").tobytes()
             found.append((stream, part[0][2], len(keys), int(keys[0]), int(keys[-1]), sums, longest))
     return found
+
+
+def _merged(sums: Iterable[tuple[Any, ...]], most: int) -> Iterator[tuple[Any, ...]]:
+    """Yield the sums of one stream, neighbours added up to `most` rows."""
+    whole: tuple[Any, ...] | None = None
+    for each in sums:
+        if whole is not None and whole[2] + each[2] <= most:
+            stages = np.frombuffer(whole[5], "<i8") + np.frombuffer(each[5], "<i8")
+            longest = max(whole[6], each[6])
+            whole = (*whole[:2], whole[2] + each[2], whole[3], each[4], stages.tobytes(), longest)
+        else:
+            if whole is not None:
+                yield whole
+            whole = each
+    if whole is not None:
+        yield whole

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from traceml_ray import wire
+from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.machine import NODE, XID_LATE_NS, Part, Samples, node_values
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.store.nodes import COLUMNS as NODE_COLUMNS
@@ -77,7 +78,11 @@ class SessionFileError(ValueError):
     """A session file that cannot be read; the message names the file and what is wrong with it."""
 
 
-_NONSENSE = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
+NONSENSE = (
+    *(ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError),
+    msgspec.MsgspecError,
+)
+"""What is raised where what stands in a file makes no sense."""
 
 
 @contextlib.contextmanager
@@ -87,7 +92,7 @@ def legible(path: Path) -> Iterator[None]:
         yield
     except SessionFileError:
         raise
-    except (*_NONSENSE, msgspec.MsgspecError) as error:
+    except NONSENSE as error:
         told = f"{type(error).__name__}: {str(error)[:200]}"
         raise SessionFileError(f"{path}: the session file is damaged ({told})") from error
 
@@ -430,9 +435,24 @@ class SessionFile:
         folded = self.meta().get("folded", {}).get("rows", 0)
         return {**ledger(self.streams(), self.run_id()), "folded": folded}
 
+    def baseline(self) -> Baseline | None:
+        """Return what the run was judged by while it ran."""
+        kept = self.meta().get("baselines", {}).get(self.run_id())
+        return None if kept is None else msgspec.convert(kept, Baseline)
+
+    def kept(self) -> bytes | None:
+        """Return what folded rows of the run come to, see `kept`; an older file has none."""
+        if not self._has("kept"):
+            return None
+        found = self._all("SELECT body FROM kept WHERE run = ?", self.run_id())
+        return bytes(found[0][0]) if found else None
+
+    def _has(self, table: str) -> bool:
+        return bool(self._all("SELECT 1 FROM sqlite_master WHERE name = ?", table))
+
     def folded(self) -> dict[int, Folded]:
         """Return what is only kept as sums, by stream, see `retention`."""
-        if not self._all("SELECT 1 FROM sqlite_master WHERE name = 'rollup'"):
+        if not self._has("rollup"):
             return {}
         by_stream: dict[int, list[tuple[Any, ...]]] = {}
         for stream, *sums in self._all(

@@ -19,6 +19,8 @@ from typing import Any
 import msgspec
 
 from traceml_ray import wire
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.verdict import DEFAULTS
 from traceml_ray.store.nodes import COLUMNS as NODE_COLUMNS
 from traceml_ray.store.nodes import Node
 from traceml_ray.store.retention import Retention
@@ -42,7 +44,12 @@ class SessionWriter:
     """
 
     def __init__(
-        self, path: Path, *, max_pending_bytes: int = MAX_PENDING_BYTES, max_bytes: int = 1 << 62
+        self,
+        path: Path,
+        *,
+        max_pending_bytes: int = MAX_PENDING_BYTES,
+        max_bytes: int = 1 << 62,
+        thresholds: Thresholds = DEFAULTS,
     ) -> None:
         self.path = path
         self.lock = threading.Lock()
@@ -62,7 +69,8 @@ class SessionWriter:
         """What was dropped of all but rows, by place; who counts it takes it out."""
         self._by_id = {stream.id: stream for stream in self.streams.values()}
         self._pending = _Pending()
-        self._retention = Retention(self._connection, max_bytes, self.meta.get("folded", {}))
+        folded = self.meta.get("folded", {})
+        self._retention = Retention(self._connection, path, max_bytes, folded, thresholds)
 
     def stream(self, name: str, now: int) -> Stream:
         """Return the stream of that name, made when it is new, and mark it as changed."""
@@ -174,16 +182,22 @@ class SessionWriter:
         """
         Make room for what comes where the file has reached its bound. Called without `lock`.
 
-        Raises `sqlite3.Error` when the disk refuses; nothing is lost then.
+        Raises `sqlite3.Error` when the disk refuses; nothing is lost then. Raises what kept the statistics
+        of a run from being kept, once; its rows are folded without.
         """
         with self._database:
-            if not self._retention.due():
+            retention = self._retention
+            if not retention.due() or not retention.absorb(len(self.streams)):
                 return
             with self._transaction():
-                folded = self._retention.fold(len(self.streams))
+                folded = retention.fold()
                 self._connection.execute("REPLACE INTO meta VALUES('folded', ?)", (json.dumps(folded),))
+            retention.folded(folded)
             with self.lock:
-                self.meta["folded"] = self._retention.cursors = folded
+                self.meta["folded"] = folded
+            failed, retention.failed = retention.failed, None
+        if failed is not None:
+            raise failed
 
     def reader(self) -> SessionFile:
         """Return a reader of what is committed, with a connection of its own."""

@@ -1,0 +1,114 @@
+"""Arrays and the objects that hold them as bytes: what a reduction of rows is kept as in the session file."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+MAX_BYTES = 1 << 28
+"""Of what `unpack` makes, each array by itself."""
+_DTYPES = ("<i8", "<f8", "<u4", "|u1", "|b1")
+_SPARSE = 1024
+"""Arrays of more items than this are kept as those that are not 0, where these are few."""
+_LISTS: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_DICTS: dict[str, Callable[[Any], Any]] = {"dict": dict, "Counter": Counter}
+
+
+class Packer:
+    """
+    Turns objects of `classes` into bytes and back, with all that they hold: arrays, numbers, text, lists,
+    dicts and other objects of `classes`. `form` tells what was written by another version.
+    """
+
+    def __init__(self, form: int, *classes: type[Any]) -> None:
+        self._form = form
+        self._classes = {each.__name__: each for each in classes}
+
+    def pack(self, value: Any) -> bytes:
+        """Return `value` as bytes. Raises TypeError for what it does not know."""
+        return zlib.compress(msgspec.msgpack.encode((self._form, self._plain(value))), 1)
+
+    def unpack(self, data: bytes) -> Any:
+        """Return what was packed. Raises ValueError, TypeError, LookupError or msgspec's for what is not."""
+        inflate = zlib.decompressobj()
+        try:
+            body = inflate.decompress(data, MAX_BYTES)
+        except zlib.error as error:
+            raise ValueError(str(error)) from error
+        if inflate.unconsumed_tail:
+            raise ValueError("too large")
+        form, plain = msgspec.msgpack.decode(body)
+        if form != self._form:
+            raise ValueError(f"form {form}, not {self._form}")
+        return self._whole(plain)
+
+    def _plain(self, value: Any) -> Any:
+        kind = type(value).__name__
+        if isinstance(value, np.ndarray):
+            return _from_array(value)
+        if isinstance(value, np.generic):
+            return value.item()
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if kind in _LISTS:
+            return kind, [self._plain(each) for each in value]
+        if kind in _DICTS:
+            return kind, [(self._plain(key), self._plain(each)) for key, each in value.items()]
+        if isinstance(value, deque):
+            return kind, value.maxlen, [self._plain(each) for each in value]
+        if kind not in self._classes:
+            raise TypeError(f"cannot keep {kind}")
+        if isinstance(value, msgspec.Struct):
+            return kind, msgspec.to_builtins(value)
+        names = [field.name for field in fields(value)] if is_dataclass(value) else list(vars(value))
+        return kind, {name: self._plain(getattr(value, name)) for name in names}
+
+    def _whole(self, plain: Any) -> Any:
+        if not isinstance(plain, list):
+            return plain
+        kind, *rest = plain
+        if kind in _LISTS:
+            return _LISTS[kind](self._whole(each) for each in rest[0])
+        if kind in _DICTS:
+            return _DICTS[kind]({self._whole(key): self._whole(each) for key, each in rest[0]})
+        if kind == "deque":
+            return deque((self._whole(each) for each in rest[1]), maxlen=rest[0])
+        if kind in ("array", "sparse"):
+            return _to_array(kind, *rest)
+        which = self._classes[kind]
+        if issubclass(which, msgspec.Struct):
+            return msgspec.convert(rest[0], which)
+        whole = object.__new__(which)
+        vars(whole).update((name, self._whole(each)) for name, each in rest[0].items())
+        return whole
+
+
+def _from_array(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
+    dtype = array.dtype.str
+    if dtype not in _DTYPES:
+        raise TypeError(f"cannot keep an array of {dtype}")
+    flat = np.ascontiguousarray(array).ravel()
+    if flat.size > _SPARSE:
+        places = np.flatnonzero(flat)
+        if 4 * len(places) < flat.size:
+            return "sparse", dtype, array.shape, flat[places].tobytes(), places.astype("<i8").tobytes()
+    return "array", dtype, array.shape, flat.tobytes()
+
+
+def _to_array(
+    kind: str, dtype: str, shape: list[int], values: bytes, places: bytes = b""
+) -> np.ndarray[Any, Any]:
+    if dtype not in _DTYPES or math.prod(shape) * np.dtype(dtype).itemsize > MAX_BYTES:
+        raise ValueError("no array of ours")
+    if kind == "array":
+        return np.frombuffer(values, dtype).reshape(shape).copy()
+    flat = np.zeros(math.prod(shape), dtype)
+    flat[np.frombuffer(places, "<i8")] = np.frombuffer(values, dtype)
+    return flat.reshape(shape)
