@@ -462,6 +462,16 @@ def test_ray_told_to_end_tells_the_driver_first(slurm, train):
     assert len(slurm.notes("ray", signalled=True)) == 2
 
 
+def test_ray_driver_that_ends_before_the_script_looks_keeps_its_exit_code(slurm, train):
+    """A signal ends bash's `wait` with a code of its own; the driver may have ended by then."""
+    quick = 'kill() { builtin kill "$@"; [[ $1 == -TERM ]] && sleep 1; }; export -f kill'
+    (slurm.folder / "env").write_text(quick)
+    process = slurm.start("slurm-ray-train.sbatch", train, "50", nodes=1, BASH_ENV=str(slurm.folder / "env"))
+    wait_for(slurm.folder / "driver")
+    process.terminate()
+    assert process.wait(timeout=30) == 5
+
+
 def test_ray_told_to_end_while_it_starts_leaves_nothing(slurm, train):
     process = slurm.start("slurm-ray-train.sbatch", train, "50", nodes=2)
     wait_for(slurm.folder / "up-node1")

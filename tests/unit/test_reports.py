@@ -163,6 +163,32 @@ def test_the_first_death_that_is_no_consequence_is_the_headline(tmp_path: Path, 
     snapshot("report", run.text)
 
 
+def test_rank_that_nothing_is_known_of_is_suspected_where_the_others_only_lost_a_peer(
+    tmp_path: Path, snapshot: Snapshot
+) -> None:
+    run = Run(tmp_path / "s", 4)
+    run.relays = run.relays[:1]  # node 1 ended before its relay was up
+    run.steps(5)
+    run.raised(1, "RuntimeError: Connection closed by peer [10.0.0.2]:1", 0.1)
+    run.raised(0, "RuntimeError: Connection closed by peer [10.0.0.2]:2", 0.2)
+    verdict = run.finish(1, run.failure(0, -15, 0.3))["verdict"]
+    assert (verdict["label"], verdict["rank"], verdict["ranks"]) == ("rank_lost", None, [2, 3])
+    assert verdict["confidence"] == "low"
+    snapshot("report", run.text)
+
+
+def test_rank_that_finished_early_is_named_where_the_others_only_lost_a_peer(
+    tmp_path: Path, snapshot: Snapshot
+) -> None:
+    run = Run(tmp_path / "s", 2)
+    run.steps(5)
+    run.last(1)
+    run.raised(0, "RuntimeError: Connection closed by peer [10.0.0.2]:2", 0.2)
+    verdict = run.finish(1, run.failure(0, 1, 0.3))["verdict"]
+    assert (verdict["label"], verdict["rank"], verdict["confidence"]) == ("rank_lost", 1, "medium")
+    snapshot("report", run.text)
+
+
 def test_exact_time_of_an_agent_beats_the_whole_seconds_of_the_launcher(tmp_path: Path) -> None:
     run = Run(tmp_path, 4)
     run.steps(5)

@@ -156,10 +156,13 @@ class LiveJudge:
             missing = missing_of(world, live)
             seen = [(rank, ranks[rank].id, ranks[rank].stored) for rank in live]
             died = self._fatal or any(stream.lost for stream in streams)
-            first = culprits(deaths([], self._fatal, streams)) if died else []
-        if first and not (first[0].consequence and first[0].when.t_ns > deadline):
+            found = deaths([], self._fatal, streams) if died else []
+        first = culprits(found)[0] if found else None
+        if first and not (first.consequence and first.when.t_ns > deadline):
             # The cause of a failed collective may only become known a moment later.
-            dead = headline(first, lambda death: labels.get(death.stream.id) if death.stream else None, 0)
+            dead = headline(
+                found, lambda death: labels.get(death.stream.id) if death.stream else None, ranks, world
+            )
             self._keep(run, state.beside.look(dead, ranks, labels))
             return
         hang = self._standstill.look(run, streams, ranks, labels)

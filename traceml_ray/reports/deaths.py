@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.analysis.window import missing_of
 from traceml_ray.analysis.wording import rank_list
 from traceml_ray.store.nodes import node_key
 from traceml_ray.store.streams import Stream, last_attempt
@@ -214,12 +215,17 @@ def _maybe_before(death: Death, other: Death) -> bool:
     return gap <= (0 if one_clock else _CLOCKS_NS)
 
 
-def headline(first: Sequence[Death], node_of: Callable[[Death], str | None], others: int) -> Verdict:
+def headline(
+    found: Sequence[Death], node_of: Callable[[Death], str | None], ranks: Mapping[int, Stream], world: int
+) -> Verdict:
     """
-    Return the verdict that names `first` (see `culprits`); `node_of` returns a node as it is shown, `others`
-    is the number of ranks that went down after them.
+    Return the verdict that names the first of the deaths `found`, one or more; `node_of` returns a node as it
+    is shown, `ranks` are those of `world` that are known.
     """
-    death, tie = first[0], len(first) > 1
+    first = culprits(found)
+    death, tie, others = first[0], len(first) > 1, len(found) - len(first)
+    if death.consequence and (earlier := _earlier(found, node_of(death), ranks, world)):
+        return earlier
     nodes = {node_of(one) for one in first}
     stages, steps = {one.stage for one in first}, {one.last_step for one in first}
     then = f" {others} other rank{'s' * (others != 1)} went down after {'them' if tie else 'it'}."
@@ -235,6 +241,41 @@ def headline(first: Sequence[Death], node_of: Callable[[Death], str | None], oth
         exit_reason=_one({one.reason for one in first}),
         why=_why(first, node_of) + then * (others > 0),
         next=" ".join(dict.fromkeys(map(_advice, first[:_SHOWN]))),
+    )
+
+
+def _earlier(
+    found: Sequence[Death], node: str | None, ranks: Mapping[int, Stream], world: int
+) -> Verdict | None:
+    """
+    Return the verdict where each death only followed from the end of a peer: one that had finished, or one
+    that nothing is known of.
+    """
+    death, dead = found[0], {each.rank for each in found}
+    reached = -1 if death.last_step is None else death.last_step
+    finished = [
+        rank
+        for rank, stream in sorted(ranks.items())
+        if stream.final and rank not in dead and (stream.last_key or 0) >> SEGMENT_BITS <= reached
+    ]
+    gone = finished or missing_of(world, ranks)
+    if not gone:
+        return None
+    one, who = len(gone) == 1, rank_list(gone)
+    if finished:
+        then, advice = "had finished.", "Give every rank as many steps, or train under torch's Join."
+    else:
+        which = "it" if one else "one of them"
+        then = f"sent nothing before {'it' if one else 'they'} ended: {which} probably ended first."
+        advice = f"Read the output of {who}."
+    (name, at), so = _where(death, node), who[0].upper() + who[1:]
+    return Verdict(
+        label="rank_lost",
+        rank=gone[0] if one else None,
+        ranks=tuple(gone),
+        confidence="medium" if finished else "low",
+        why=f"{name} failed{at}, because a peer was gone: {death.reason}. {so} {then}",
+        next=advice,
     )
 
 

@@ -26,7 +26,7 @@ from traceml_ray.analysis.parts import with_part
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import RankRows, Window
-from traceml_ray.reports.deaths import Death, culprits, deaths, headline
+from traceml_ray.reports.deaths import Death, deaths, headline
 from traceml_ray.reports.hangs import hangs, still_open
 from traceml_ray.reports.machines import Machines, witness
 from traceml_ray.reports.parts import StoredParts
@@ -128,10 +128,9 @@ def _summary(read: _Read, newest: bool = False) -> dict[str, Any]:
     if window is not None:
         performance = verdict = with_part(performance, window, parts.find, thresholds)
     verdicts = _spans(judged, window, parts, thresholds)
-    first = culprits(found)
     status = read.run.get("status") or read.meta.get("status")
-    if first and status not in ("finished", "stopped"):
-        verdict = headline(first, lambda death: read.node_of(death.rank), len(found) - len(first))
+    if found and status not in ("finished", "stopped"):
+        verdict = headline(found, lambda death: read.node_of(death.rank), read.ranks, read.world_size)
     stood = hangs(read.session.verdicts()[0])
     verdict = still_open(stood, status) or verdict
     beside = Machines(read.session.machines, read.ranks, read.every, read.labels)
