@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,6 +58,37 @@ def test_a_call_of_torch_distributed_is_told_from_the_callers_own_code(where: st
     with stuck("def main():\n    wait()\n") as owner:
         event = dump.stacks(owner, OPEN, "h1")
     assert (event.data["where"], event.data["call"]) == ("main (train.py:2)", None)
+
+
+COLLECTING = """
+import gc, threading, time
+from traceml_ray import wire
+from traceml_ray.agent import dump
+
+class Node: pass
+
+for _ in range(8):
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+for allocations in range(1, 120):  # a collection at each place where one can begin
+    gc.disable()
+    gc.collect()
+    node = Node()
+    node.me, node.own = node, threading.local()
+    node.own.x = 1
+    del node
+    gc.set_threshold(allocations, 1000, 1000)
+    gc.enable()
+    dump.stacks(None, wire.OpenStage(1, 2, 3), "x")
+    assert gc.isenabled()
+gc.disable()
+dump.stacks(None, wire.OpenStage(1, 2, 3), "x")
+assert not gc.isenabled()
+"""
+
+
+def test_a_garbage_collection_meanwhile_does_not_stop_the_process() -> None:
+    done = subprocess.run([sys.executable, "-c", COLLECTING], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("owner", [None, 12345678])

@@ -8,6 +8,7 @@ may be what hangs.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import sysconfig
@@ -40,7 +41,7 @@ def stacks(owner: int | None, opened: wire.OpenStage, of: str) -> wire.Event:
     `data` has `dump` (`of`, what asked for it), `where` the training thread is in the user's own code
     (`evaluate (train.py:88)`), and the `call` of torch.distributed that it waits in, where it does.
     """
-    frames = sys._current_frames()
+    frames = _current_frames()
     frames.pop(threading.get_ident(), None)
     # Not `threading.enumerate`, which takes a lock that nobody here may give back.
     known = {ident: thread.name for ident, thread in dict(vars(threading).get("_active", {})).items()}
@@ -56,6 +57,21 @@ def stacks(owner: int | None, opened: wire.OpenStage, of: str) -> wire.Event:
         data.update(where=where, call=call)
     text = "\n".join(parts)
     return wire.Event("stacks", time.time_ns(), opened.step, opened.stage, _bounded(text), data)
+
+
+def _current_frames() -> dict[int, FrameType]:
+    """
+    Return each thread's frame, without a garbage collection meanwhile.
+
+    Before Python 3.11.9 one deadlocks the process there (https://github.com/python/cpython/issues/106883).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def flight_recorder(opened: wire.OpenStage, of: str) -> wire.Event | None:
