@@ -3,7 +3,8 @@ How often the verdict is right: faults planted in real gloo DDP runs under the r
 aggregator and live judge.
 
     python benchmarks/faults.py [--quick] [--keep DIR] [--out FILE.json] [--traceml VENV/bin]
-    python benchmarks/faults.py --rescore DIR    judge kept runs again with the engine as it is now
+    python benchmarks/faults.py --rescore DIR    judge kept runs again with the engine as it is now (with
+                                                 --busy, too: there "live" is then what it would have said)
     python benchmarks/faults.py --busy [--seconds 60] [--step-ms 12 25 50] [--seeds 0 1 2 3 4] [--only KIND]
                                                  on cores that are all busy: who is named where nothing is
                                                  planted, and whether faults of 30 % are named (25 minutes)
@@ -40,7 +41,7 @@ import numpy as np
 from overhead import machine  # type: ignore[import-not-found]
 
 from traceml_ray.analysis.frontier import chain
-from traceml_ray.analysis.history import RunJudge
+from traceml_ray.analysis.history import Replay, RunJudge
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import assess
 from traceml_ray.analysis.window import Window, align
@@ -94,6 +95,10 @@ class Segment(msgspec.Struct, frozen=True):
         last = verdict["to_step"]
         return last is not None and self.first <= last < self.end + verdict["window_steps"] - 1
 
+    def of_most(self, world: int) -> bool:
+        """Tell whether most ranks are late: they are slow together, which is said after a longer time."""
+        return self.kind == "group_wide" or (self.kind == "two_late" and 2 * len(self.late[0].ranks) > world)
+
     def right(self, verdict: Case, world: int) -> bool:
         """Tell whether `verdict` says what is planted here."""
         label, stages = verdict["label"], set(verdict["stages"])
@@ -103,7 +108,7 @@ class Segment(msgspec.Struct, frozen=True):
         late = sorted({rank for late in self.late for rank in late.ranks})
         if self.kind == "rotating":
             return label == "ambiguous" and verdict["rotating"] and stages == truth
-        if self.kind == "group_wide" or (self.kind == "two_late" and 2 * len(late) > world):
+        if self.of_most(world):
             return label == "group_wide" and stages == truth
         wanted = "co_critical" if self.kind == "co_critical" else "straggler"
         return (label, stages, sorted(verdict["ranks"])) == (wanted, truth, late)
@@ -153,13 +158,20 @@ def planned(world: int, seed: int, args: argparse.Namespace) -> Plan:
             # What all ranks do comes last: it takes the run's own baseline.
             at = len(cases) if kind == "group_wide" else rng.randrange(len(cases) + 1)
             cases.insert(at, (kind, special(kind, world, rng)))
-    every = args.steps + args.balanced
-    segments = [
-        Segment(kind, args.opening + number * every, args.steps, late)
-        for number, (kind, late) in enumerate(cases)
-    ]
-    rows = args.opening + len(cases) * every
+    segments, rows = [], args.opening
+    for kind, late in cases:
+        segment = Segment(kind, rows, args.steps, late)
+        if segment.of_most(world):
+            segment = msgspec.structs.replace(segment, steps=args.steps + lasting(args.step_ms[0]))
+        segments.append(segment)
+        # No name is left over for what comes next, and a drift that has gone is not the one that follows.
+        rows = segment.end + args.balanced + (segment.steps - args.steps)
     return Plan(world, seed, args.step_ms[0], args.noise, args.work, rows, segments)
+
+
+def lasting(step_ms: float) -> int:
+    """Return in how many steps `group_wide` has lasted for long enough, as a multiple of EVERY."""
+    return EVERY * int(1.1 * LIMITS.hold_group_s * 1e3 / step_ms / EVERY + 1)
 
 
 def special(kind: str, world: int, rng: random.Random) -> list[Late]:
@@ -265,8 +277,11 @@ class Run:
     def quiet_ends(self) -> list[int]:
         """Return where the full windows end, sliding by 10, in which nothing is planted."""
         # A name is taken back when it has been gone for a while, and so are its windows.
-        gone = int(1.2 * LIMITS.hold_s * 1e3 / self.base_ms) + LIMITS.hold_steps - WINDOW
-        begins = [LIMITS.warmup_steps, *(segment.end + max(0, gone) for segment in self.planted)]
+        begins = [LIMITS.warmup_steps]
+        for segment in self.planted:
+            hold_s = LIMITS.hold_group_s if segment.of_most(self.plan.world) else LIMITS.hold_s
+            gone = int(1.2 * hold_s * 1e3 / self.base_ms) + LIMITS.hold_steps - WINDOW
+            begins.append(segment.end + max(0, gone))
         ends = [*(segment.first for segment in self.planted), self.plan.rows]
         stretches = zip(begins, ends, strict=True)
         return [
@@ -538,6 +553,8 @@ def busy(args: argparse.Namespace) -> None:
                 say(f"{kind}, {step_ms:g} ms, seed {seed}")
                 launch(busy_plan(kind, step_ms, seed, args), folder)
             run = Run(folder)
+            if args.rescore is not None:
+                run.live = [{**told, "t_ns": run.began_ns[end - 1]} for end, told in run.replay().items()]
             (healthy if kind == "healthy" else faults).extend(
                 [undisturbed(run)] if kind == "healthy" else [busy_fault(run, one) for one in run.planted]
             )
@@ -549,10 +566,12 @@ def busy(args: argparse.Namespace) -> None:
 def undisturbed(run: Run) -> Case:
     """Return what was said live of a run in which nothing is planted, and at its end."""
     said_live = [said(verdict) for verdict in run.live if verdict["window_steps"]]
-    known = [what for what in said_live if not what.startswith("telemetry_limited")]
+    known = [what for what, _ in itertools.groupby(said_live) if not what.startswith("telemetry_limited")]
     changes = sum(one != other for one, other in itertools.pairwise(known))
     elapsed_s = (run.began_ns[-1] - run.began_ns[0]) / 1e9
-    summary = json.loads((run.folder / "session" / "summary.json").read_bytes())
+    after = Replay(len(run.window.starts), LIMITS)
+    after.add(run.window)
+    whole = after.done()
     every = run.window.d.sum(axis=2).mean(axis=1) / 1e6
     single = Counter(assess(run.until(end), LIMITS)[0].label for end in run.quiet_ends())
     return {
@@ -565,8 +584,8 @@ def undisturbed(run: Run) -> Case:
         "said": known,
         "single": sum(count for label, count in single.items() if label != "healthy"),
         "windows": single.total(),
-        "brief": summary["brief"],
-        "whole": said(summary["verdict"]),
+        "brief": msgspec.to_builtins(whole.episodes.brief),
+        "whole": said(msgspec.to_builtins(whole.whole())),
     }
 
 

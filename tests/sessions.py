@@ -144,7 +144,7 @@ class NoSamples:
         return sample
 
 
-LIMITS = Thresholds(hold_s=0.2, hold_cost_s=0.05)
+LIMITS = Thresholds(hold_s=0.2, hold_group_s=0.2, hold_cost_s=0.05)
 """What is played here takes seconds of the clock, but its steps take only some tenths of one."""
 
 

@@ -99,6 +99,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "drift_mads": (0, 100),
     "drift_errors": (0, 100),
     "hold_s": (0, 3600),
+    "hold_group_s": (0, 3600),
     "hold_steps": (0, 1_000_000),
     "hold_cost_s": (0, 3600),
     "hold_share": (0.01, 1),

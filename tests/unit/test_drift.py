@@ -16,9 +16,10 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import assess, judge
 from traceml_ray.wire import DATA, SEGMENT_BITS, STAGES, SYNC_WAIT
 
-AT_ONCE = Thresholds(hold_s=0, hold_steps=0, hold_cost_s=0)
+AT_ONCE = Thresholds(hold_s=0, hold_group_s=0, hold_steps=0, hold_cost_s=0)
 LEARNED = 10 + 50 + 5 * 50
 """Steps after which a run has its baseline: warm-up, what follows it, five windows."""
+SOON = Thresholds(hold_group_s=2)
 W1 = Baseline(
     level_ns=tuple(ms * 1e6 for ms in PLAIN), mad_ns=(0.0,) * 6, sd_ns=(0.0,) * 6, step_ns=11e6,
     steps=250, ranks=3, source="session good",
@@ -112,6 +113,40 @@ class TestRule:
         d[::5, :, DATA] += 20_000_000
         assert judge(window(d), baseline=W1).stage == "data"
 
+    @pytest.mark.parametrize("ranks", [2, 3, 8])
+    def test_stages_that_are_slower_alike_are_one_finding(self, ranks, snapshot: Snapshot):
+        d = of_ms([[1.2, 2.4, 0, 3.6, 4.8, 1.2]] * ranks, 50)
+        verdict = judge(window(d), baseline=W1)
+        assert (verdict.label, verdict.stage, verdict.stages) == ("group_wide", None, ())
+        assert verdict.cost_pct == pytest.approx(100 * 2.2 / 13.2)
+        if ranks == 3:
+            snapshot("verdict", verdict.why, verdict.next)
+
+    @pytest.mark.parametrize(
+        ("ms", "stage", "cost"),
+        [
+            ([1.3, 2.3, 0, 3.3, 4.3, 1.3], None, 1.5),  # each by less than what is looked at
+            ([1.1, 2, 0, 3, 8.2, 1.1], "backward", 4.2),
+            ([1, 3, 0, 5, 4, 1], "forward", 2),  # the others by half as much
+            ([2, 2, 0, 4, 4, 2], None, 3),
+        ],
+    )
+    def test_a_stage_is_named_where_it_carries_the_slowdown(self, ms, stage, cost):
+        verdict = judge(window(of_ms([ms] * 3, 50)), baseline=W1)
+        assert (verdict.label, verdict.stage) == ("group_wide", stage)
+        assert verdict.cost_pct == pytest.approx(100 * cost / sum(ms))
+
+    def test_the_largest_stage_of_a_slower_machine_does_not_carry_it(self):
+        most = msgspec.structs.replace(W1, level_ns=(1e6, 1e6, 0, 1e6, 16e6, 1e6), step_ns=20e6)
+        alike = judge(window(of_ms([[1.3, 1.3, 0, 1.3, 20.8, 1.3]] * 2, 50)), baseline=most)
+        assert (alike.stage, alike.cost_pct) == (None, pytest.approx(100 * 6 / 26))
+        alone = judge(window(of_ms([[1, 1, 0, 1, 22, 1]] * 2, 50)), baseline=most)
+        assert (alone.stage, alone.cost_pct) == ("backward", pytest.approx(100 * 6 / 26))
+
+    def test_one_rank_that_has_become_slow_in_all_stages_is_not_the_group(self):
+        d = rows((BALANCED[:, :2], 30), (of_ms([[1, 2, 0, 3, 4, 6], [1.5, 3, 0, 4.5, 6, 1]]), 20))
+        assert judge(window(d), baseline=W1).label != "group_wide"
+
     def test_a_step_of_several_rows_is_their_sum(self):
         d = rows((BALANCED, 50))
         d[1::2, :, DATA] = 30_000_000
@@ -194,7 +229,7 @@ class TestBaseline:
 
 class TestHistory:
     def test_it_has_a_beginning_and_an_end(self):
-        run = judge_run(streams(rows((BALANCED, 403), (SLOW, 200), (BALANCED, 300))), 3)
+        run = judge_run(streams(rows((BALANCED, 403), (SLOW, 200), (BALANCED, 300))), 3, thresholds=SOON)
         spans = [(span.label, span.stage, span.from_step, span.to_step) for span in run.spans]
         assert spans[:2] == [("healthy", None, 10, 402), ("group_wide", "data", 403, spans[1][3])]
         assert [span[0] for span in spans] == ["healthy", "group_wide", "healthy"]
@@ -202,7 +237,7 @@ class TestHistory:
         assert spans[2][2:] == (spans[1][3] + 1, 902)
 
     def test_the_whole_run_says_its_share(self, snapshot: Snapshot):
-        run = judge_run(streams(rows((BALANCED, 500), (SLOW, 500))), 3)
+        run = judge_run(streams(rows((BALANCED, 500), (SLOW, 500))), 3, thresholds=SOON)
         whole = run.whole()
         assert (whole.label, whole.stage, whole.rank, whole.from_step, whole.to_step) == (
             "group_wide", "data", None, 500, 999,
@@ -212,7 +247,7 @@ class TestHistory:
         snapshot("verdict", whole.why)
 
     def test_in_a_tenth_of_the_run_it_is_in_the_history_only(self):
-        run = judge_run(streams(rows((BALANCED, 5000), (SLOW, 200), (BALANCED, 440))), 3)
+        run = judge_run(streams(rows((BALANCED, 5000), (SLOW, 200), (BALANCED, 440))), 3, thresholds=SOON)
         assert run.whole().label == "healthy"
         assert "group_wide" in {span.label for span in run.spans}
 
@@ -274,6 +309,7 @@ def test_a_tenth_of_the_step_is_found_within_ten_steps(stage):
         latency.append(found - at)
         onset.append(abs(after[at + 40].from_step - at))
         assert {verdict.stage for verdict in after.values()} <= {None, STAGES[stage]}
+        assert after[at + 60].stage == STAGES[stage]
         assert labels(after, found) == {"group_wide"}
     assert np.median(latency) <= 10
     assert max(latency) <= 20

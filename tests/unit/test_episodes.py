@@ -12,10 +12,11 @@ QUIET = [1, 2, 0, 3, 4, 1]
 EXCHANGE = 1_000_000
 
 
-def played(steps, step_ms, *late, ranks=2, noise=0.03, seed=0, swings=0.0):
+def played(steps, step_ms, *late, ranks=2, noise=0.03, seed=0, swings=0.0, machine=()):
     """
     Rows (K, R, 6) of `steps` steps that wait for each other. `late`: (stage, rank, first, end, share of the
     faulty step). `swings`: for stretches of 0.2 to 1 s one rank or the other is slower by about so much.
+    `machine`: (first, end, factor) of steps in which all stages of all ranks take so much longer.
     """
     random = np.random.default_rng(seed)
     local = step_ms * 1e6 * np.array([0.1, 0.1, 0.05, 0.25, 0.5]) * np.ones((steps, ranks, 1))
@@ -25,6 +26,8 @@ def played(steps, step_ms, *late, ranks=2, noise=0.03, seed=0, swings=0.0):
         more = 1 + random.exponential(swings)
         local[at : at + length, random.integers(ranks), random.choice([FORWARD, BACKWARD])] *= more
         at += length + int(random.exponential(1000) / step_ms)
+    for first, end, factor in machine:
+        local[first:end] *= np.clip(random.normal(factor, 0.2 * factor, local[first:end].shape), 1, None)
     local *= np.clip(random.normal(1, noise, local.shape), 0.5, 2)
     for stage, rank, first, end, share in late:
         local[first:end, rank, stage] += share / (1 - share) * step_ms * 1e6
@@ -176,6 +179,69 @@ def test_a_fault_of_thirty_percent_is_named_in_the_weather_of_full_cores(seed):
     last = said[-1][2]
     assert (last.label, last.ranks) == ("straggler", (seed % 2,))
     assert abs(last.from_step - 2500) <= 10
+
+
+@pytest.mark.parametrize("step_ms", [12, 50])
+def test_a_machine_that_others_use_for_a_while_does_not_change_the_label(step_ms):
+    def at(second):
+        return int(second * 1000 / step_ms)
+
+    spells = [(at(first), at(last), factor) for first, last, factor in SPELLS]
+    d = played(at(70), step_ms, machine=spells)
+    run, said = live(d)
+    step_s = d.sum(axis=2).mean(axis=1) / 1e9
+    longer_s = sum((step_s[first:last] - step_s[: at(20)].mean()).sum() for first, last, _ in spells)
+    assert {(verdict.label, verdict.stage) for _, _, verdict in said[10:]} == {("healthy", None)}
+    notes = {verdict.note.partition(" for ")[0] for _, _, verdict in said}
+    assert notes == {"", "whole step slower"}
+    assert run.episodes.episodes == []
+    assert run.whole().label == "healthy"
+    after = judge_run(streams(d), 2)
+    assert after.episodes.episodes == []
+    assert after.episodes.brief.cost_s == pytest.approx(longer_s, rel=0.05)
+
+
+SPELLS = [(20, 23, 1.2), (28, 38, 1.5), (45, 50, 1.8), (55, 64, 1.2)]
+"""Seconds of the healthy run, and the factor."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "stage", "share"),
+    [
+        ({"machine": [(1200, None, 1.25)]}, None, 0.25),
+        ({"late": (BACKWARD, slice(None), 1200, None, 0.2)}, "backward", 0.2),
+    ],
+)
+def test_what_is_slower_on_all_ranks_for_good_is_found_from_its_first_step(fault, stage, share):
+    d = played(2200, 40, *([fault["late"]] if "late" in fault else []), machine=fault.get("machine", ()))
+    run, said = live(d)
+    assert changes(said)[-2:] == [("healthy", None, ()), ("group_wide", stage, ())]
+    at = next(at for _, at, verdict in said if verdict.label == "group_wide")
+    assert 30 <= since(d, 1200, at) <= 33
+    longer_s = (d[1200:].sum(axis=2).mean() - d[400:1200].sum(axis=2).mean()) * 1000 / 1e9
+    (after,) = judge_run(streams(d), 2).episodes.episodes
+    (episode,) = run.episodes.episodes
+    for found in (episode, after, said[-1][2]):
+        assert abs(found.from_step - 1200) <= 3
+    assert episode.cost_s == pytest.approx(longer_s, rel=0.05)
+    assert after.cost_s == pytest.approx(episode.cost_s, rel=0.02)
+    assert episode.cost_pct == pytest.approx(100 * share, abs=6)
+
+
+def test_what_is_slower_for_good_is_found_after_spells_that_were_worse():
+    spells = [(first, first + 150, 1.8) for first in range(600, 2400, 300)]
+    d = played(4200, 30, (FORWARD, slice(None), 2700, None, 0.15), machine=spells)
+    run, said = live(d)
+    assert changes(said)[-1] == ("group_wide", "forward", ())
+    assert abs(run.episodes.episodes[0].from_step - 2700) <= 3
+
+
+def test_a_short_run_that_is_slower_than_a_session_that_was_given_says_so():
+    good = judge_run(streams(played(500, 20)), 2).baseline.elsewhere("session good")
+    slow = judge_run(streams(played(400, 20, machine=[(0, None, 1.3)])), 2, baseline=good)
+    whole = slow.whole()
+    assert (whole.label, whole.from_step) == ("group_wide", 10)
+    assert whole.lost_s == pytest.approx(whole.cost_pct / 100 * whole.elapsed_s)
 
 
 def test_live_and_afterwards_the_same_is_named():

@@ -14,7 +14,7 @@ from traceml_ray.analysis.window import align
 
 NO_WARMUP = Thresholds(warmup_steps=0)
 SHORT = Thresholds(warmup_steps=0, hold_s=1)
-AT_ONCE = Thresholds(warmup_steps=0, hold_s=0, hold_steps=0, hold_cost_s=0)
+AT_ONCE = Thresholds(warmup_steps=0, hold_s=0, hold_group_s=0, hold_steps=0, hold_cost_s=0)
 WAITS = [1, 2, 0, 3, 4, 5]
 BALANCED = of_ms([[1, 2, 0, 3, 4, 1]] * 3)
 LATE_DATA = of_ms([WAITS, WAITS, [1, 6, 0, 3, 4, 1]])

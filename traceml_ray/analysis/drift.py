@@ -1,4 +1,4 @@
-"""Rule 7: a stage that takes longer than it did when all was well, whoever of the ranks it is."""
+"""Rule 7: a stage, or the whole step, takes longer than when all was well, whoever of the ranks it is."""
 
 from __future__ import annotations
 
@@ -11,24 +11,29 @@ from traceml_ray.analysis.baseline import Baseline, per_step, without_largest
 from traceml_ray.analysis.evidence import Evidence
 from traceml_ray.analysis.onset import Timing, late_steps, onset
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.window import Bool, Float
+from traceml_ray.analysis.window import Bool, Float, Int64
+from traceml_ray.wire import SYNC_WAIT
 
 _BLOCK = 5
 _GOES_ON = 1 / 3
 _LASTS = 3 / 4
+_WHOLE = -1
+"""Column of the whole step, after those of its stages."""
 
 
 @dataclass(frozen=True)
 class Drift:
     """
-    `stage` takes `extra_ns` a step longer than in `baseline`, `share` of the step as it is now (0..1).
+    `stage` takes `extra_ns` a step longer than in `baseline`, `share` of the step as it is now (0..1). Where
+    no stage carries it (None) that is said of the whole step; `stages_ns` (6,) is of each stage.
 
     `timing` is over the whole steps of the window, `from_step` where it began, `slow` (places of
-    ranks) whose own time in the stage is nearer to the new level than to the old one.
+    ranks) whose own time, in the stage or at work, is nearer to the new level than to the old one.
     """
 
-    stage: int
+    stage: int | None
     extra_ns: float
+    stages_ns: tuple[float, ...]
     share: float
     baseline: Baseline
     timing: Timing
@@ -38,7 +43,7 @@ class Drift:
 
 def drift(evidence: Evidence, baseline: Baseline, thresholds: Thresholds) -> Drift | None:
     """
-    Return the stage that stands out most from `baseline`, or `None`.
+    Return the stage that exceeds `baseline` most, or the whole step where no stage carries that, or `None`.
 
     The window's newest 10, 20, … steps are looked at, and all of it. Asked of a full window is a drift of
     `min_drift` of the step and `drift_mads` MADs; of n of its K steps √(K ÷ n) times as much. And
@@ -51,40 +56,73 @@ def drift(evidence: Evidence, baseline: Baseline, thresholds: Thresholds) -> Dri
     if baseline.to_step is not None and (first is None or first <= baseline.to_step):
         return None
     steps, exposed = per_step(evidence)
-    best: tuple[float, int, int, float, float] | None = None
+    series, usual = np.column_stack([exposed, exposed.sum(axis=1)]), _Usual(baseline)
+    best: tuple[float, int, int, Float, float] | None = None
     for count in _tails(len(steps), thresholds):
-        extra, passes, step_ns = _look(exposed, count, baseline, thresholds)
-        weight = np.where(passes, extra * np.sqrt(count), -np.inf)
-        stage = int(np.argmax(weight))
-        if passes[stage] and (best is None or weight[stage] > best[0]):
-            best = float(weight[stage]), stage, count, float(extra[stage]), step_ns
+        extra, passes, step_ns = _look(series, count, usual, thresholds)
+        column = _column(extra, passes, usual, thresholds)
+        weight = 0.0 if column is None else float(extra[column] * np.sqrt(count))
+        if column is not None and (best is None or weight > best[0]):
+            best = weight, column, count, extra, step_ns
     if best is None:
         return None
-    _, stage, count, extra_ns, step_ns = best
+    _, column, count, extra, step_ns = best
     looked = count
-    late = late_steps(exposed[:, stage] - baseline.level_ns[stage])
+    late = late_steps(series[:, column] - usual.level[column])
     began = onset(late)
     if began is None and count < len(steps):
         began = len(steps) - count
     elif began is not None:  # it costs what it costs since then
-        since, now_ns = _extra(exposed[began:], baseline)
-        if since[stage] > 0:
-            count, extra_ns, step_ns = len(steps) - began, float(since[stage]), now_ns
-    level = baseline.level_ns[stage] + extra_ns / 2
-    rows = max(1, round(len(evidence.window.keys) / len(steps)))
-    own = rows * evidence.rows.d[-count * rows :, :, stage].mean(axis=0)
-    slow = np.flatnonzero(own >= level)
-    if looked < len(steps) and 2 * len(slow) <= len(own):
+        since, now_ns = _extra(series[began:], usual)
+        if since[column] > 0:
+            count, extra, step_ns = len(steps) - began, since, now_ns
+    slow = _slow(evidence, column, count, extra, usual)
+    if looked < len(steps) and 2 * len(slow) <= len(evidence.window.ranks):
         return None
     return Drift(
-        stage=stage,
-        extra_ns=extra_ns,
-        share=extra_ns / step_ns,
+        stage=None if column == _WHOLE else column,
+        extra_ns=float(extra[column]),
+        stages_ns=tuple(extra[:_WHOLE].tolist()),
+        share=float(extra[column]) / step_ns,
         baseline=baseline,
         timing=Timing(late, began, goes_on=True),
         from_step=int(steps[began or 0]),
         slow=tuple(slow.tolist()),
     )
+
+
+class _Usual:
+    """A baseline as columns (7,): of the whole step, what varies is at most what its stages do together."""
+
+    def __init__(self, baseline: Baseline) -> None:
+        self.level = np.array([*baseline.level_ns, baseline.step_ns])
+        self.mad = np.array([*baseline.mad_ns, sum(baseline.mad_ns)])
+        self.sd = np.array([*baseline.sd_ns, sum(baseline.sd_ns)])
+        self.steps = baseline.steps
+
+
+def _column(extra: Float, passes: Bool, usual: _Usual, thresholds: Thresholds) -> int | None:
+    """Return the stage that has drifted most; where none carries what the step has, the whole step."""
+    stage, carries = int(np.argmax(extra[:_WHOLE])), thresholds.stage_carries
+    rest_ns, rest_level = extra[_WHOLE] - extra[stage], usual.level[_WHOLE] - usual.level[stage]
+    # On a slower machine all stages are slower, and the largest of them has the largest part of it.
+    alone = (
+        extra[stage] >= carries * extra[_WHOLE]
+        and rest_ns * usual.level[stage] <= carries * extra[stage] * rest_level
+    )
+    if passes[_WHOLE] and not alone:
+        return _WHOLE
+    stage = int(np.argmax(np.where(passes[:_WHOLE], extra[:_WHOLE], -np.inf)))
+    return stage if passes[stage] else None
+
+
+def _slow(evidence: Evidence, column: int, count: int, extra: Float, usual: _Usual) -> Int64:
+    """Return the places of the ranks whose own time is nearer to the new level than to the old one."""
+    at = slice(column, column + 1) if column != _WHOLE else slice(0, SYNC_WAIT)
+    window = evidence.window
+    rows = max(1, round(len(window.keys) / len(window.starts)))
+    own = rows * evidence.rows.d[-count * rows :, :, at].sum(axis=2).mean(axis=0)
+    return np.flatnonzero(own >= (usual.level[at] + extra[at] / 2).sum())
 
 
 def _tails(steps: int, thresholds: Thresholds) -> Iterator[int]:
@@ -93,30 +131,27 @@ def _tails(steps: int, thresholds: Thresholds) -> Iterator[int]:
         yield from (*range(stride, steps, stride), steps)
 
 
-def _extra(tail: Float, baseline: Baseline) -> tuple[Float, float]:
-    """Return how much longer each stage takes than in the baseline, ns (6,), and the mean step."""
-    extra: Float = without_largest(tail).mean(axis=0) - np.array(baseline.level_ns)
-    return extra, float(tail.sum(axis=1).mean())
+def _extra(tail: Float, usual: _Usual) -> tuple[Float, float]:
+    """Return how much longer each column takes than in the baseline, ns (7,), and the mean step."""
+    extra: Float = without_largest(tail).mean(axis=0) - usual.level
+    return extra, float(tail[:, _WHOLE].mean())
 
 
-def _look(
-    exposed: Float, count: int, baseline: Baseline, thresholds: Thresholds
-) -> tuple[Float, Bool, float]:
-    """Return the drift of each stage in the newest `count` steps, ns (6,), where it counts, and the step."""
-    tail = exposed[-count:]
-    extra, step_ns = _extra(tail, baseline)
+def _look(series: Float, count: int, usual: _Usual, thresholds: Thresholds) -> tuple[Float, Bool, float]:
+    """Return the drift of each column in the newest `count` steps, ns (7,), where it counts, and the step."""
+    tail = series[-count:]
+    extra, step_ns = _extra(tail, usual)
     short = np.sqrt(max(1.0, thresholds.window_steps / count))
-    noise = np.array(baseline.sd_ns) * np.sqrt(1 / count + 1 / baseline.steps)
+    noise = usual.sd * np.sqrt(1 / count + 1 / usual.steps)
     blocks = tail[count % _BLOCK :].reshape(-1, _BLOCK, tail.shape[1]).mean(axis=1)
-    lasting = np.sort(blocks, axis=0)[(len(blocks) - 1) // 2] - np.array(baseline.level_ns)
-    newest, _ = _extra(tail[-max(thresholds.stride_steps, _BLOCK) :], baseline)
-    longer = float(without_largest(tail).sum(axis=1).mean()) - baseline.step_ns
+    lasting = np.sort(blocks, axis=0)[(len(blocks) - 1) // 2] - usual.level
+    newest, _ = _extra(tail[-max(thresholds.stride_steps, _BLOCK) :], usual)
     passes = (
         (extra >= short * thresholds.min_drift * step_ns)
-        & (extra > short * thresholds.drift_mads * np.array(baseline.mad_ns))
+        & (extra > short * thresholds.drift_mads * usual.mad)
         & (extra > thresholds.drift_errors * noise)
         & (lasting >= _LASTS * extra)
         & (newest >= _GOES_ON * extra)
-        & (longer >= thresholds.min_gain * extra)
+        & (extra[_WHOLE] >= thresholds.min_gain * extra)
     )
     return extra, passes, step_ns

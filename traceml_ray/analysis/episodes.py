@@ -37,11 +37,11 @@ class Episodes:
     """
     Turns the findings of single windows into what stands: the verdict that a person is told.
 
-    What is found is **named** once it has held for `hold_s` and `hold_steps`, has made the job wait for
-    `hold_cost_s`, and is above the run's own weather (`weather_quantile` of the windows before in which
-    nobody was named). The name is taken back when no step has been late for as long. In between the verdict
-    is what it was, with a note. `telemetry_limited` holds at once, other labels that name nobody after the
-    same time.
+    What is found is **named** once it has held for `hold_s` (`group_wide`: `hold_group_s`) and `hold_steps`,
+    has made the job wait for `hold_cost_s`, and (of ranks) is above the run's own weather (`weather_quantile`
+    of the windows before in which nobody was named). The name is taken back when no step has been late for as
+    long. In between the verdict is what it was, with a note. `telemetry_limited` holds at once, other labels
+    that name nobody after the same time.
     """
 
     def __init__(self, thresholds: Thresholds) -> None:
@@ -105,7 +105,7 @@ class Episodes:
                 shown = True
                 track.seen += counts
                 track.exact += counts and exact
-                track.levels += [level_of(evidence, track.began)] * full
+                track.levels += [level_of(evidence)] * full
                 del track.levels[:-MAX_LEVELS]
                 track.extend(evidence, self.clock, found if exact else None)
             elif track is self._named and track.lingers(evidence, self._limits):
@@ -116,7 +116,7 @@ class Episodes:
             shown = True
             track = self._begin(found, evidence)
             track.seen = track.exact = 1
-            track.levels += [level_of(evidence, track.began)] * full
+            track.levels += [level_of(evidence)] * full
             self._candidates.append(track)
         if full and not shown and self._named is None:
             self._weather.append(level_of(evidence))
@@ -140,10 +140,23 @@ class Episodes:
         most = 1 / self._limits.hold_share - 1
         for track in list(self._candidates):
             if track.gone(step, now, self._limits) or track.missed > most * track.seen:
-                self._candidates.remove(track)
-                self._weather.extend(track.levels)
-                if not any(other.supports(track.verdict) for other in self._tracks()):
-                    self._add_brief(track.cost_ns / 1e9)
+                self._drop(track)
+
+    def _drop(self, track: Track) -> None:
+        """Forget what was not named; of several that say nearly the same the costliest counts."""
+        self._candidates.remove(track)
+        self._weather.extend(track.levels)
+        cost_ns = max(track.cost_ns, track.outlived_ns)
+        alike = [other for other in self._tracks() if other.supports(track.verdict)]
+        for other in alike:
+            other.outlived_ns = max(other.outlived_ns, cost_ns)
+        if not alike:
+            self._add_brief(cost_ns / 1e9)
+
+    def close(self) -> None:
+        """Take the run as over: what has not been named will not be."""
+        for track in list(self._candidates):
+            self._drop(track)
 
     def _name(self, verdict: Verdict) -> None:
         """Name what has come to be worth it."""
@@ -167,13 +180,16 @@ class Episodes:
             return True
         step, now_ns = int(self.clock.steps[-1]), self.clock.now_ns
         since, since_ns = max(named.found, track.found), max(named.found_ns, track.found_ns)
-        return now_ns - since_ns >= self._limits.hold_s * 1e9 and step - since >= self._limits.hold_steps
+        hold_ns = self._limits.hold_of(track.verdict.label) * 1e9
+        return now_ns - since_ns >= hold_ns and step - since >= self._limits.hold_steps
 
     def _worth(self, track: Track) -> bool:
         if not track.held(self._limits):
             return False
         if len(self._weather) < self._limits.weather_least or not track.levels:
             return True
+        if track.verdict.label == "group_wide":
+            return True  # it is measured from a baseline, which has no such windows
         kind = kind_of(track.verdict)
         usual = np.quantile([level[kind] for level in self._weather], self._limits.weather_quantile)
         return bool(np.median([level[kind] for level in track.levels]) > usual)
@@ -223,7 +239,11 @@ class Episodes:
     def _pending(self) -> str:
         """Say what is found, but not for long enough to be named."""
         longest: dict[tuple[int | None, str, bool], float] = {}
+        drifts = [track for track in self._candidates if track.verdict.label == "group_wide"]
+        drifts.sort(key=lambda track: -track.exact)
         for track in self._candidates:
+            if track in drifts[1:]:
+                continue  # of one slow-down a window may say the stage, and another the whole step
             which = track.verdict.rank, track.verdict.stage or "", track.verdict.rotating
             longest[which] = max(longest.get(which, 0.0), (track.last_ns - track.began_ns) / 1e9)
         return wording.pending([(*which, lasted_s) for which, lasted_s in longest.items() if lasted_s > 0])
@@ -239,7 +259,8 @@ class Episodes:
         calm = msgspec.structs.replace(self._calm, **facts, from_step=window.first_step, note=note)
         if calm.label != "healthy":
             return calm
-        return msgspec.structs.replace(calm, confidence="medium", why=wording.too_brief(self._limits.hold_s))
+        why = wording.too_brief(self._limits.hold_of(verdict.label))
+        return msgspec.structs.replace(calm, confidence="medium", why=why)
 
     def _settle(self, window: Window, verdict: Verdict) -> None:
         """Let another label that names nobody stand: `telemetry_limited` at once, others later."""
@@ -249,8 +270,8 @@ class Episodes:
         elif not known or self._turned(window, verdict):
             calm = verdict
             if verdict.label in FINDINGS:
-                why, limits = wording.too_early(self._limits.hold_s), verdict
-                facts = {name: getattr(limits, name) for name in _FACTS}
+                why = wording.too_early(verdict.label, self._limits.hold_of(verdict.label))
+                facts = {name: getattr(verdict, name) for name in _FACTS}
                 calm = Verdict(label="telemetry_limited", why=why, next="Wait.", **facts)
             if self._calm is not None and self._calm.label != calm.label:
                 self.since = self._turning[0] if self._turning else (self._before or -1) + 1

@@ -116,7 +116,7 @@ class RunJudge:
             return too_few_steps(align([], 0), self._thresholds.first_window_steps)
         if self._short(window):
             return too_few_steps(window, self._thresholds.first_window_steps)
-        verdict, evidence = assess(window, self._thresholds, whole_run=True)
+        verdict, evidence = assess(window, self._thresholds, whole_run=True, baseline=self.baseline)
         if verdict.label in FINDINGS and evidence is not None and not self._lasts(verdict, evidence):
             verdict = msgspec.structs.replace(
                 too_few_steps(window, 0), label="healthy", confidence="medium", suspects=verdict.suspects,
@@ -318,6 +318,7 @@ class Replay:
         run = self._run or RunJudge(self._limits, None, self._baseline)
         if self._tail is not None and self._judged != self._seen:
             run.update(self._tail)
+        run.episodes.close()
         return run
 
 

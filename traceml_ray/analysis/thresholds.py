@@ -61,6 +61,11 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     """It must also be above so many MADs of the baseline's windows,"""
     drift_errors: float = 5.0
     """and above so many standard errors of the mean over single steps."""
+    stage_carries: float = 0.5
+    """
+    Share of what a step has become longer by from which one stage carries it; the rest of the step must not
+    be slower by more than that share of its slow-down.
+    """
     chronic_share: float = 0.5
     """Share of the last windows with the same verdict from which it is called chronic."""
     chronic_windows: int = 10
@@ -71,6 +76,8 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     """and for so many steps,"""
     hold_cost_s: float = 0.3
     """and has made the job wait for so long in all. The name is taken back when it is gone for as long."""
+    hold_group_s: float = 30.0
+    """As `hold_s`, for `group_wide`: it names nobody, and a machine that is busy for a while is no news."""
     hold_share: float = 0.67
     """Share of the windows since it began that must show it."""
     weather_windows: int = 200
@@ -83,6 +90,10 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     """Steps a whole-run verdict looks at, evenly spread over the run."""
     run_rows: int = 1_000_000
     """Rows (steps × ranks) a whole-run verdict looks at: fewer steps where there are many ranks."""
+
+    def hold_of(self, label: str) -> float:
+        """Return how long what `label` says is to hold, s."""
+        return self.hold_group_s if label == "group_wide" else self.hold_s
 
 
 class MachineLimits(msgspec.Struct, frozen=True, kw_only=True):

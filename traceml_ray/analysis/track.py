@@ -96,6 +96,8 @@ class Track:
         self.found, self.found_ns = began, began_ns
         """When a window showed it first; once it is named, when that was."""
         self.cost_ns = 0
+        self.outlived_ns = 0
+        """The most that one which says nearly the same, and is forgotten already, has cost."""
         self.seen = self.exact = self.missed = 0
         """Windows that show it, of these with the same label and stages, and those that do not."""
         self.levels: list[Float] = []
@@ -158,15 +160,17 @@ class Track:
 
     def held(self, thresholds: Thresholds) -> bool:
         """Whether it has lasted for so long, and cost so much, that it is worth naming."""
+        hold_ns = thresholds.hold_of(self.verdict.label) * 1e9
         return (
-            self.last_ns - self.began_ns >= thresholds.hold_s * 1e9
+            self.last_ns - self.began_ns >= hold_ns
             and self.last - self.began + 1 >= thresholds.hold_steps
             and self.cost_ns >= thresholds.hold_cost_s * 1e9
         )
 
     def gone(self, step: int, now_ns: int, thresholds: Thresholds) -> bool:
         """Whether no step has been late for as long as it takes to be named."""
-        return now_ns - self.last_ns > thresholds.hold_s * 1e9 and step - self.last > thresholds.hold_steps
+        hold_ns = thresholds.hold_of(self.verdict.label) * 1e9
+        return now_ns - self.last_ns > hold_ns and step - self.last > thresholds.hold_steps
 
     def cut(self, step: int) -> None:
         """End it before `step`."""
@@ -217,18 +221,15 @@ def waited_ns(verdict: Verdict, evidence: Evidence) -> Int64:
     return window.by_step(evidence.waited_ns(*causes))
 
 
-def level_of(evidence: Evidence, since: int = 0) -> Float:
+def level_of(evidence: Evidence) -> Float:
     """
-    Return what a window is compared with others by (9,): the largest excess that is lasting, of one rank now
-    and then, and of all ranks in a stage; then the mean exposed time of each stage from step `since` on.
+    Return what a window is compared with others by (3,): the largest excess that is lasting, of one rank now
+    and then, and of all ranks in a stage.
     """
-    exposed, later = evidence.exposed_excess, evidence.window.steps >= since
-    mean = evidence.window.by_step(evidence.frontier.exposed)[later if later.any() else ~later].mean(axis=0)
-    return np.array([evidence.persistent.max(), exposed.max(), exposed.sum(axis=0).max(), *mean])
+    exposed = evidence.exposed_excess
+    return np.array([evidence.persistent.max(), exposed.max(), exposed.sum(axis=0).max()])
 
 
 def kind_of(verdict: Verdict) -> int:
     """Return by which of these the windows that say `verdict` are compared with others."""
-    if verdict.label == "group_wide":
-        return 3 + STAGES.index(verdict.stage or "")
     return 2 if verdict.rotating else 1 if verdict.transient else 0

@@ -54,7 +54,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     `label`: healthy, straggler, ambiguous, co_critical, group_wide, accounting_only,
     telemetry_limited (from `judge`), rank_lost, hang, stalled, oom (from whoever watches the processes).
-    `stage` is the first of `stages`, `rank` the worst of `ranks`, `node` its node.
+    `stage` is the first of `stages`, `rank` the worst of `ranks`, `node` its node. `group_wide` without a
+    stage means that the step as a whole has become slower.
     """
 
     label: str
@@ -249,10 +250,11 @@ def _group_wide(drift: Drift, evidence: Evidence, thresholds: Thresholds, facts:
     finding = Finding("group_wide", excess=drift.share)
     why, advice = wording.group_wide(drift, evidence)
     pct = 100 * drift.share
+    stages = () if drift.stage is None else (STAGES[drift.stage],)
     return Verdict(
         label=finding.label,
-        stage=STAGES[drift.stage],
-        stages=(STAGES[drift.stage],),
+        stage=stages[0] if stages else None,
+        stages=stages,
         confidence=_confidence(finding, evidence, drift.timing, thresholds),
         excess_pct=pct,
         gain_pct=pct,

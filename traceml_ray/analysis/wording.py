@@ -71,6 +71,10 @@ _SHARED = {
     "backward": "Look at the work per batch, recomputation in backward, and the devices' clocks.",
     "sync_wait": "Look at the network between the nodes, and at who else uses it.",
 }
+_SLOWER = (
+    "Look at the machines: what else runs on them, CPU load and quota, the devices' clocks and temperature; "
+    "then at the work per step."
+)
 _LACKING = {
     POST_SYNC: (FLAG_NO_DATA, "data wait", "loading the data"),
     FORWARD: (FLAG_NO_FORWARD, "start of forward", "preparing the batch"),
@@ -355,9 +359,7 @@ def _rotating(finding: Finding) -> tuple[str, str]:
 
 def group_wide(drift: Drift, evidence: Evidence) -> tuple[str, str]:
     """Return (why, next) for a stage that has drifted from the baseline."""
-    stage, baseline = STAGES[drift.stage], drift.baseline
-    old = baseline.level_ns[drift.stage]
-    slow, ranks = len(drift.slow), len(evidence.window.ranks)
+    baseline, slow, ranks = drift.baseline, len(drift.slow), len(evidence.window.ranks)
     who = (
         ""
         if 2 * slow < ranks
@@ -366,12 +368,20 @@ def group_wide(drift: Drift, evidence: Evidence) -> tuple[str, str]:
         else f" on {slow:,} of {_count(ranks, 'rank')}"
     )
     since = f" since step {drift.from_step}" if drift.timing.began else ""
+    old = baseline.step_ns if drift.stage is None else baseline.level_ns[drift.stage]
+    takes = "A step takes" if drift.stage is None else f"`{STAGES[drift.stage]}` takes"
+    each = " a step" * (drift.stage is not None)
     why = (
-        f"`{stage}` takes {ms(old + drift.extra_ns)} a step{who}{since}, {ms(drift.extra_ns)} more than "
+        f"{takes} {ms(old + drift.extra_ns)}{each}{who}{since}, {ms(drift.extra_ns)} more than "
         f"the {ms(old)} of {baseline_is(baseline)}: {percent(drift.share)} of the step. Comparing ranks with "
         "each other does not show it."
     )
-    return why + _unsplit(evidence) + _inferred(evidence.window), _SHARED[stage]
+    if drift.stage is None:
+        most = np.argsort(drift.stages_ns)[:-4:-1]
+        parts = [f"`{STAGES[at]}` {ms(drift.stages_ns[at])}" for at in most if drift.stages_ns[at] > 0]
+        why += f" No stage carries it alone: {_listed(parts)} more."
+    advice = _SLOWER if drift.stage is None else _SHARED[STAGES[drift.stage]]
+    return why + _unsplit(evidence) + _inferred(evidence.window), advice
 
 
 def baseline_is(baseline: Baseline) -> str:
@@ -382,10 +392,10 @@ def baseline_is(baseline: Baseline) -> str:
 
 def over_the_run(label: str, rank: int | None, stage: str, share: float, cost: float, strongest: str) -> str:
     """Say how much of the run something takes; `strongest` is what was said where it was largest."""
-    who = "`{}` is slower than the baseline" if label == "group_wide" else f"{_late(rank)} out of `{{}}`"
+    what = f"`{stage}`" if stage else "the whole step"
+    who = f"{what} is slower than the baseline" if label == "group_wide" else f"{_late(rank)} out of {what}"
     return (
-        f"In {percent(share)} of the run {who.format(stage)}: {percent(cost)} of its time. "
-        f"Where it was worst: {strongest}"
+        f"In {percent(share)} of the run {who}: {percent(cost)} of its time. Where it was worst: {strongest}"
     )
 
 
@@ -405,11 +415,12 @@ def was_named(times: int, cost_s: float) -> str:
 
 
 def pending(found: Sequence[tuple[int | None, str, bool, float]]) -> str:
-    """Say what is not named as yet: of each the rank, the stage, whether ranks take turns, seconds."""
+    """Say what is not named as yet: of each the rank, the stage ("": all), whether it rotates, seconds."""
     told = []
     for rank, stage, rotating, lasted_s in found[:2]:
-        who = f"rank {rank} late" if rank is not None else "ranks late in turn" if rotating else "slower"
-        told.append(f"{who} in `{stage}` for {seconds(lasted_s)}")
+        slower = "slower" if stage else "whole step slower"
+        who = f"rank {rank} late" if rank is not None else "ranks late in turn" if rotating else slower
+        told.append(f"{who}{f' in `{stage}`' if stage else ''} for {seconds(lasted_s)}")
     return "; ".join(told)
 
 
@@ -420,12 +431,13 @@ def not_now(silent_s: float) -> str:
 
 def too_brief(hold_s: float) -> str:
     """Say why nobody is named although something was found."""
-    return f"What is late now has not been so for {seconds(hold_s)}, or costs next to nothing."
+    return f"What is late or slower now has not been so for {seconds(hold_s)}, or costs next to nothing."
 
 
-def too_early(hold_s: float) -> str:
-    """Say why nothing is said of a run that begins with somebody late."""
-    return f"Somebody is late in the first steps; whether that lasts is known after {seconds(hold_s)}."
+def too_early(label: str, hold_s: float) -> str:
+    """Say why nothing is said of a run that begins with somebody late, or slower than a baseline."""
+    what = "The first steps are slow" if label == "group_wide" else "Somebody is late in the first steps"
+    return f"{what}; whether that lasts is known after {seconds(hold_s)}."
 
 
 def so_far(lasted_s: float, cost_s: float) -> str:

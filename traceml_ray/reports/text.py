@@ -303,7 +303,7 @@ def _history(
         (
             f"{_known(one['from_step'])}–{_known(one['to_step'])}",
             one["label"].replace("_", " "),
-            ", ".join(one["stages"]),
+            ", ".join(one["stages"]) or "all" * (one["label"] == "group_wide"),
             _rank_list(one["ranks"]) if one["ranks"] else "",
             *_lasted(one),
         )
