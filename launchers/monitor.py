@@ -157,7 +157,8 @@ class Monitor:
         if finished is None or not finished.ok:
             self._finish_offline(session, message, finished)
         elif finished.waiting:
-            _say(f"{finished.waiting} of {self._nodes.count} nodes have not delivered all of their rows")
+            late, count = finished.waiting, self._nodes.count
+            _say(f"{late} of {count} nodes had not delivered all of their rows when the session ended")
         shutil.rmtree(self._spool, ignore_errors=True)
         _report(session)
 

@@ -345,7 +345,7 @@ class Finished(_Message, tag="finished", frozen=True):
     ok: bool
     detail: str = ""
     waiting: Count = 0
-    """Ranks, or nodes, that may still deliver: nothing has been written yet. Ask again, or insist."""
+    """Ranks, or nodes, that may still deliver: nothing is written before they have, unless one insists."""
 
 
 class Run(_Message, tag="run", frozen=True):

@@ -815,7 +815,7 @@ def test_the_node_that_ends_the_session_insists_after_a_while(bench: Bench) -> N
     bench.until(lambda: bench.aggregator.finished[-1:] == [msgspec.structs.replace(message, force=True)])
     assert NODES_S < bench.now - started < NODES_S + 1
     bench.until(lambda: bench.relay.stopped)
-    assert finished(sock) == wire.Finished(wire.VERSION, True)
+    assert finished(sock) == wire.Finished(wire.VERSION, True, waiting=1)
     assert bench.aggregator.stopped
     sock.close()
 

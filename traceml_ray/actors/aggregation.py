@@ -181,15 +181,16 @@ class Aggregation:
                 self._fail(failure)
             left = {**self._writer.meta.get("left", {}), finish.node_id: finish.exit_code}
             self._writer.set_meta(left=left)
-            waiting = 0 if finish.force or not finish.node_id else self._staying(finish.nodes, set(left))
-            if not waiting:
+            waiting = self._staying(finish.nodes, set(left)) if finish.node_id else 0
+            over = finish.force or not waiting
+            if over:
                 self._drop_in_flight(list(self._writer.streams.values()))
                 code = _exit_code(list(left.values()))
                 status = "finished" if code == 0 else "stopped" if code in _STOPPED else "failed"
                 ended = self._writer.meta.get("ended_at", now)
                 self._writer.set_meta(status=status, exit_code=code, ended_at=ended, errors=dict(self.errors))
         self._writer.commit()
-        if not waiting:
+        if over:
             with self._writer.reader() as reader:
                 write_reports(self.folder, reader, self.settings.thresholds)
             self._answers.snapshots.remove()

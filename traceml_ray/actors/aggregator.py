@@ -95,7 +95,7 @@ class Aggregator:
         try:
             message = wire.decode(data, wire.Finish)
             waiting = self._aggregation.finish(message)
-            if message.stop and not waiting:
+            if message.stop and (message.force or not waiting):
                 self._close()
         except Exception as error:
             self._aggregation.errors.note("finish", error)

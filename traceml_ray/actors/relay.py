@@ -484,9 +484,6 @@ class Relay:
         self._ending = None
         self._closing = False
         peer.send(wire.encode(finished))
-        if message.stop and message.nodes > 1 and finished.waiting:  # the files are written again for each
-            self._ending = self._outlast(msgspec.structs.replace(message, force=False))
-            return
         if message.stop:
             self._transport.stop()
         self.stopped = True
@@ -521,24 +518,6 @@ class Relay:
         if self._stored is None:
             return started + limit
         return min(started + limit, max(self._stored, started - STUCK_S / 2) + STUCK_S)
-
-    def _outlast(self, message: wire.Finish) -> Generator[None, None, wire.Finished]:
-        """Stay until the last node has left: then the session's actors may end."""
-        finished = wire.Finished(wire.VERSION, True)
-        until = self._clock() + self._idle_ttl
-        while self._clock() < until:
-            self._finished = None
-            if self._transport.finish(wire.encode(message)):
-                failed = self._failures
-                while (answer := self._answer()) is None and failed == self._failures:
-                    yield
-                if answer is not None and not answer.waiting:
-                    break
-            yield from self._pause(TICK_S * 4)
-        return finished
-
-    def _answer(self) -> wire.Finished | None:
-        return self._finished
 
     def _pause(self, seconds: float) -> Generator[None, None, None]:
         until = self._clock() + seconds

@@ -25,7 +25,7 @@ from traceml_ray.analysis.machine import span, trained_since
 from traceml_ray.analysis.parts import with_part
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.analysis.window import RankRows, Window
+from traceml_ray.analysis.window import RankRows, Window, missing_of
 from traceml_ray.reports.deaths import Death, deaths, headline
 from traceml_ray.reports.hangs import hangs, still_open
 from traceml_ray.reports.machines import Machines, witness
@@ -317,6 +317,7 @@ def _session(read: _Read) -> dict[str, Any]:
         "command": meta.get("command"),
         "strategy": strategies[0] if strategies else meta.get("strategy"),
         "world_size": read.world_size or None,
+        "silent_ranks": missing_of(read.world_size, read.ranks),
         "nnodes": read.said("nnodes") or sum(bool(node["ranks"]) for node in nodes) or None,
         "nodes": nodes,
     }

@@ -45,6 +45,8 @@ def _title(summary: dict[str, Any]) -> list[str]:
     session = summary["session"]
     ranks, nodes = session["world_size"], session["nnodes"]
     size = f"{_count(ranks, 'rank')} on {_count(nodes, 'node')}" if ranks and nodes else None
+    if size and session["silent_ranks"]:
+        size += f" (nothing from {_rank_list(session['silent_ranks'])})"
     status = session["status"]
     if status == "failed" and session["exit_code"] is not None:
         status += f" (exit code {session['exit_code']})"
