@@ -17,7 +17,7 @@ DEMO ?= --nproc-per-node 4 --session demo --out traceml-sessions \
 COMPAT_oldest := torch==2.4.0 'ray[train]==2.51.0'
 COMPAT_newest := torch 'ray[train]'
 COMPAT_TESTS := tests/unit --deselect tests/unit/test_package.py $(addprefix tests/integration/test_, \
-	loops.py parts.py example.py sync_groups.py launch.py attached.py start.py ray_train.py)
+	loops.py parts.py example.py sync_groups.py launch.py multihost.py attached.py start.py ray_train.py)
 
 PY := $(CURDIR)/.venv/bin/python
 INSTALLED := .venv/.installed
@@ -50,11 +50,16 @@ demo: $(INSTALLED)
 	@echo "All of it is in traceml-sessions/demo: report.txt, summary.json, session.sqlite."
 	@echo "The same on your own script: .venv/bin/python -m traceml_ray.launch --nproc-per-node 2 train.py"
 
-# Two at a time, the long ones first; then those that judge time. Status 5: PYTEST_ARGS has chosen none of them.
+# $(call run_tests,PYTHON,WHICH): two at a time, the long ones first; then those that judge time. Status 5:
+# PYTEST_ARGS has chosen none of them.
+define run_tests
+one=0; $(1) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not alone" $(2) $(PYTEST_ARGS) || one=$$?; \
+two=0; $(1) -m pytest -m "not long and alone" $(2) $(PYTEST_ARGS) || two=$$?; \
+[[ $$one$$two =~ ^(00|05|50)$$ ]]
+endef
+
 test: lint
-	@one=0; $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not alone" $(PYTEST_ARGS) || one=$$?; \
-	two=0; $(PY) -m pytest -m "not long and alone" $(PYTEST_ARGS) || two=$$?; \
-	[[ $$one$$two =~ ^(00|05|50)$$ ]]
+	@$(call run_tests,$(PY))
 
 long: $(INSTALLED)
 	$(PY) -m pytest -m long $(PYTEST_ARGS)
@@ -96,13 +101,13 @@ bench: $(INSTALLED)
 		"faults.py --quick" dashboard.py "soak.py --seconds 20 --ranks 2"; do \
 		echo "== $$run"; $(PY) benchmarks/$$run; done
 
-# The versions that pyproject.toml promises: its oldest torch and Ray, and the newest there are.
+# The versions that pyproject.toml promises: its oldest torch and Ray, and the newest there are. 6 GB each.
 compat: compat-oldest compat-newest
 
 compat-%:
 	@test -x .venv-$*/bin/pip || $(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install -q --progress-bar off --upgrade -e '.[dev]' $(COMPAT_$*)
-	.venv-$*/bin/python -m pytest -q $(COMPAT_TESTS) $(PYTEST_ARGS)
+	@$(call run_tests,.venv-$*/bin/python,-q $(COMPAT_TESTS))
 	@.venv-$*/bin/python benchmarks/figures.py
 
 screenshots: $(INSTALLED)

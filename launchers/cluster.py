@@ -28,7 +28,7 @@ import psutil
 
 from traceml_ray.reach import ONE_NODE, own_address, reach
 
-from .lean_ray import leave_out_agents
+from .lean_ray import leave_out_agents, take_temp_dir
 
 OBJECT_STORE_BYTES = 75 * 1024 * 1024
 """Ray's minimum; our messages are too small to go through it."""
@@ -218,6 +218,7 @@ def main() -> None:
     from ray.scripts.scripts import main as ray
 
     leave_out_agents()
+    take_temp_dir(arguments)
     sys.argv = ["ray", *arguments]
     ray()  # type: ignore[no-untyped-call]
 

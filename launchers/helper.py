@@ -21,6 +21,7 @@ from traceml_ray.actors.config import ActorConfig
 from traceml_ray.reach import attach, attach_environment, reach
 
 from .cluster import die_with
+from .lean_ray import until_joined
 
 _DETAIL_CHARS = 300
 _KILL_S = 2.0
@@ -88,6 +89,8 @@ def _make_actors(request: HelperRequest, address: str) -> None:
     from traceml_ray.actors.making import ensure_aggregator, ensure_relay
     from traceml_ray.actors.names import find_aggregator
 
+    if request.temp_dir and not request.first:
+        until_joined(request.temp_dir)
     attach(address, request.temp_dir)
     actors = request.actors
     node_id, made = ray.get_runtime_context().get_node_id(), list[Any]()

@@ -3,12 +3,15 @@ Starts Ray without the parts that a monitor does not use: API server, dashboard 
 
 They are half of the CPU time of a start, and 170 MB. Nothing in Ray's command line leaves them out, so
 this replaces two functions of the process that is `ray start`; a Ray newer than those tried stays as it is.
+Where a Ray older than 2.55 joins a cluster, two things are made as they are since then.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 _TRIED = (2, 51), (2, 60)
@@ -16,6 +19,9 @@ _TRIED = (2, 51), (2, 60)
 _AGENT = re.compile(r"--(dashboard|runtime_env)_agent_command=")
 _PLACEHOLDER = f'{sys.executable} -IS -c "import signal; signal.pause()"'
 """The raylet wants an agent that lives as long as it does."""
+_FOLDER_PER_NODE = 2, 55
+"""The first Ray that heeds `--temp-dir` on a node that joins a cluster (Ray's pull request 57735)."""
+_LOOK_S = 0.05
 
 
 def leave_out_agents() -> None:
@@ -23,8 +29,7 @@ def leave_out_agents() -> None:
     import ray
     from ray._private import services
 
-    release = tuple(int(number) for number in re.findall(r"\d+", ray.__version__)[:2])
-    if not _TRIED[0] <= release <= _TRIED[1]:
+    if not _TRIED[0] <= _release(ray.__version__) <= _TRIED[1]:
         return
     start = services.start_ray_process
 
@@ -48,3 +53,35 @@ def _report_ports(command: list[str]) -> None:
     for name in dir(_raylet):
         if name.endswith("_PORT_NAME") and not name.startswith("GCS_"):
             _raylet.persist_port(given["__session_dir"], given["__node_id"], getattr(_raylet, name), -1)
+
+
+def take_temp_dir(arguments: list[str]) -> None:
+    """Have this process heed the `--temp-dir=` of `arguments`, with which it is about to be `ray`."""
+    import ray
+    from ray._private.parameter import RayParams
+
+    if _release(ray.__version__) >= _FOLDER_PER_NODE:
+        return
+    (folder,) = (word.partition("=")[2] for word in arguments if word.startswith("--temp-dir="))
+    init = RayParams.__init__
+
+    def with_folder(self: Any, *args: Any, **keywords: Any) -> None:
+        init(self, *args, **{**keywords, "temp_dir": keywords.get("temp_dir") or folder})
+
+    RayParams.__init__ = with_folder  # type: ignore[method-assign]
+
+
+def until_joined(temp_dir: str) -> None:
+    """
+    Return once the raylet with its files in `temp_dir` is known to its cluster.
+
+    Whoever attaches earlier is sent to the head's raylet by an older Ray, does not reach it, and is ended.
+    """
+    import ray
+
+    while _release(ray.__version__) < _FOLDER_PER_NODE and not Path(temp_dir, "ray_current_cluster").exists():
+        time.sleep(_LOOK_S)  # `ray start` writes that file last
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])

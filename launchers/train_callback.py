@@ -272,6 +272,7 @@ def _ending(agent: Any) -> wire.Event:
 
 def _in_a_line(error: Exception) -> str:
     error = getattr(error, "health_check_failure", error)
+    error = getattr(error, "_base_exc", error)  # Ray 2.51 wraps what the loop raised
     kind, _, text = said(error).partition(":")
     return f"{kind}: {next(iter(text.strip().splitlines()), '')}"
 

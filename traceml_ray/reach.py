@@ -29,6 +29,8 @@ def attach_environment(address: str) -> dict[str, str]:
         "RAY_gcs_rpc_server_reconnect_timeout_s": "31536000",
         # The working directory of a `uv run` is not uploaded.
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        # An older Ray says nothing of its plans on the stderr of the script.
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         **(ONE_NODE if address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]") else {}),
     }
 

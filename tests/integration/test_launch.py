@@ -301,7 +301,8 @@ def test_private_ray_is_low_in_priority_without_agents_and_ends_with_a_killed_la
     process = bench.start("--session", "killed", *waits, TRACEML_NICE="3")
     assert process.stdout is not None
     until(lambda: "rank 0 is up" in process.stdout.readline(), "relay")
-    [relay] = [p for p in bench.ours() if "ray::NodeRelay" in " ".join(p.cmdline())]
+    running = {p.pid: p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"])}  # some end meanwhile
+    [relay] = [p for p in bench.ours() if "ray::NodeRelay" in " ".join(running.get(p.pid, []))]
     of_ray = members(os.getsid(relay.pid))
     assert {os.getpriority(os.PRIO_PROCESS, p.pid) for p in of_ray} == {3}
     autogroup = Path(f"/proc/{relay.pid}/autogroup")
