@@ -68,6 +68,7 @@ class Board:
     Args:
         source: the session.
         clock: wall clock in ns.
+        timer: by which it is measured how long the source takes, s.
         thresholds: of the session's steps (warm-up, first window, coverage).
     """
 
@@ -76,6 +77,7 @@ class Board:
         source: Source,
         *,
         clock: Callable[[], int] = time.time_ns,
+        timer: Callable[[], float] = time.perf_counter,
         thresholds: Thresholds | None = None,
     ) -> None:
         self.source = source
@@ -89,6 +91,7 @@ class Board:
         self.trouble = ""
         """Why the source does not answer."""
         self.clock = clock
+        self._timer = timer
         self._limits = thresholds or Thresholds()
         self._followed: dict[str, Run] = {}
         self.lock = threading.RLock()
@@ -116,7 +119,7 @@ class Board:
             return self._poll()
 
     def _poll(self) -> bool:
-        began = time.perf_counter()
+        began = self._timer()
         if began < self._rest_until or (self._over and self._caught_up()):
             return False
         try:
@@ -130,7 +133,7 @@ class Board:
         except Exception as error:
             self.errors.note("poll", error)
             changed = self._failed(SourceError(f"{type(error).__name__}: {error}"))
-        took = time.perf_counter() - began
+        took = self._timer() - began
         before = self.poll_ms[-1] / 1e3 if self.poll_ms else 0.0
         slow = min(took, before) - _QUICK_S  # twice: the first time there is more to read
         self._rest_until = began + took + (_SHARE * slow if slow > 0 and self._caught_up() else 0)
@@ -318,7 +321,7 @@ class Board:
     def _catch_up(self, run: Run, began: float) -> bool:
         """Read on in a run that has more stored than one answer holds, for a while."""
         changed = False
-        while not run.whole and time.perf_counter() - began < _SLICE_S:
+        while not run.whole and self._timer() - began < _SLICE_S:
             question = run.question()
             answers, _ = self._question("several", asked=[question])
             with self.lock:
@@ -335,7 +338,7 @@ class Board:
         run_id = next((run["id"] for run in reversed(self.runs) if named in (run["id"], run["name"])), None)
         if run_id is None:
             return self.newest
-        now = time.perf_counter()
+        now = self._timer()
         if run_id not in self._followed:
             try:
                 self._follow(run_id, now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -41,7 +42,7 @@ def played(tmp_path: Path) -> Played:
 
 def followed(played: Played, seconds: int = 30, **fields: Any) -> Board:
     """A board that looks on while a session is played."""
-    board = Board(played.source, clock=played.clock)
+    board = Board(played.source, clock=played.clock, timer=played.clock.timer)
     for _ in range(seconds):
         played.play(5, **fields)
         board.poll()
@@ -114,7 +115,7 @@ def test_stored_equals_live(played: Played) -> None:
     live = followed(played)
     played.end()
     live.poll()
-    stored = Board(StoredSource(played.folder), clock=played.clock)
+    stored = Board(StoredSource(played.folder), clock=played.clock, timer=played.clock.timer)
     stored.poll()
     for stage in ("total", "data"):
         one, other = (board.view("overview", stage=stage) for board in (live, stored))
@@ -155,7 +156,7 @@ def test_the_late_rank_is_seen(played: Played, snapshot: Snapshot) -> None:
 
 def test_missing_is_never_zero(played: Played, snapshot: Snapshot) -> None:
     """One rank never reports, another falls silent, a row of a third is lost on the way."""
-    board = Board(played.source, clock=played.clock)
+    board = Board(played.source, clock=played.clock, timer=played.clock.timer)
     for second in range(20):
         played.play(5, silent=(7, 2) if second >= 8 else (7,), lost=(3,) if second == 4 else ())
         board.poll()
@@ -181,7 +182,7 @@ def test_of_a_job_said_to_be_huge_the_lowest_missing_ranks_are_shown(
     tmp_path: Path, snapshot: Snapshot
 ) -> None:
     aggregator, clock, relay = aggregation(tmp_path / "s"), Clock(), Relay()
-    board = Board(PlayedSource(aggregator), clock=clock)
+    board = Board(PlayedSource(aggregator), clock=clock, timer=clock.timer)
     ranks = [Rank(number, 1 << 20) for number in (0, 1)]
     for _ in range(2):
         aggregator.ingest(relay.message(*(rank.batch(20) for rank in ranks)))
@@ -193,8 +194,8 @@ def test_of_a_job_said_to_be_huge_the_lowest_missing_ranks_are_shown(
 
 def test_what_comes_late_is_put_where_it_belongs(played: Played) -> None:
     """A node is cut off for longer than anybody waits for it; one rank begins late."""
-    other = Board(played.source, clock=played.clock)
-    board = Board(played.source, clock=played.clock)
+    other = Board(played.source, clock=played.clock, timer=played.clock.timer)
+    board = Board(played.source, clock=played.clock, timer=played.clock.timer)
     for second in range(30):
         cut_off = (4, 5, 6, 7) if 8 <= second < 20 else (2,) if second < 7 else ()
         played.play(5, late=cut_off)
@@ -210,7 +211,7 @@ def test_what_comes_late_is_put_where_it_belongs(played: Played) -> None:
 
 
 def test_states(played: Played, snapshot: Snapshot) -> None:
-    board = Board(played.source, clock=played.clock)
+    board = Board(played.source, clock=played.clock, timer=played.clock.timer)
     played.source.down = True
     assert board.poll() and board.view("overview")["state"] == "empty"
     snapshot("web", board.view("header")["state_text"])
@@ -278,10 +279,24 @@ def test_one_message_a_tick_however_many_look(played: Played) -> None:
     assert board.view("overview")["heat"]["z"].shape[1] == 29
 
 
+class Slow(PlayedSource):
+    """A source that takes a second to answer."""
+
+    def ask(self, what: str, **args: Any) -> tuple[Any, int]:
+        self.clock.tick()
+        return super().ask(what, **args)
+
+
+def slow(played: Played) -> Board:
+    source = Slow(played.aggregator)
+    source.clock = played.clock
+    return Board(source, clock=played.clock, timer=played.clock.timer)
+
+
 def test_an_aggregator_that_is_long_ahead_is_caught_up_with(played: Played) -> None:
     for _ in range(400):
         played.play(20)
-    board = Board(played.source, clock=played.clock)
+    board = Board(played.source, clock=played.clock, timer=played.clock.timer)
     board.poll()
     assert board.view("header")["step"] == 7999
     recent, run = (board.view("overview", span=span) for span in ("recent", "run"))
@@ -289,6 +304,23 @@ def test_an_aggregator_that_is_long_ahead_is_caught_up_with(played: Played) -> N
     assert (run["heat"]["first"][0], run["heat"]["last"][-1]) == (1, 7999)
     assert 150 < len(run["heat"]["first"]) <= 300
     assert run["heat"]["first"][1:] == [last + 1 for last in run["heat"]["last"][:-1]]
+    board, steps = slow(played), [0]
+    while steps[-1] != 7999:  # one that is slow is read tick by tick
+        assert board.poll()
+        steps.append(board.view("header")["step"] or 0)
+    assert len(steps) > 2
+
+
+def test_an_aggregator_that_is_slow_twice_is_left_alone_for_a_while(played: Played) -> None:
+    board = slow(played)
+    for _ in range(3):
+        played.play(5)
+        board.poll()
+    asked = board.source.asked  # type: ignore[attr-defined]
+    played.play(5)
+    assert not board.poll() and board.source.asked == asked  # type: ignore[attr-defined]
+    played.clock.tick(10)
+    assert board.poll() and board.view("header")["step"] == 19
 
 
 def test_node_page(played: Played) -> None:
@@ -377,7 +409,7 @@ def test_episodes_are_shown_live_and_stored(played: Played) -> None:
     with SessionFile(played.folder / "session.sqlite") as session:
         write_reports(SessionFolder(played.folder), session, LIMITS)
     source = StoredSource(played.folder)
-    board = Board(source, clock=played.clock)
+    board = Board(source, clock=played.clock, timer=played.clock.timer)
     board.poll()
     (stored,) = board.view("events")["episodes"]
     source.close()
@@ -503,7 +535,7 @@ def test_board_stays_open_while_another_thread_reads_it(
 
 
 def test_health_and_metrics(played: Played) -> None:
-    board = Board(played.source, clock=played.clock)
+    board = Board(played.source, clock=played.clock, timer=played.clock.timer)
     assert metrics.health(board) == {"status": "ok", "state": "empty"}
     board = followed(played)
     page = board.view("health")
@@ -642,7 +674,7 @@ def test_deviations() -> None:
 
 
 def test_a_few_runs_at_a_time(played: Played) -> None:
-    board = Board(played.source, clock=played.clock)
+    board = Board(played.source, clock=played.clock, timer=itertools.count(0.0, 1e-3).__next__)
     for name in "abcdef":
         played.begin(job_id=name)
         played.play(30)

@@ -35,7 +35,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
 
 @pytest.fixture
 def board(played: Played) -> Board:
-    made = Board(played.source, clock=played.clock)
+    made = Board(played.source, clock=played.clock, timer=played.clock.timer)
     made.poll()
     return made
 

@@ -73,7 +73,7 @@ def test_a_live_session_that_lets_nobody_attach_is_read_from_its_file(tmp_path: 
     played = recorded(held.path)
     write_live(held.path, Live(1, str(tmp_path / "relay.sock"), "traceml", NOWHERE))
     source = open_source("demo", str(tmp_path), None)
-    board = Board(source, clock=played.clock)
+    board = Board(source, clock=played.clock, timer=played.clock.timer)
     board.poll()
     assert (board.view("header")["state"], source.stored) == ("live", False)
     played.play(5)
@@ -99,7 +99,7 @@ def test_when_the_aggregator_has_gone_for_good_its_file_takes_over(
         return played.aggregator.query(request)
 
     monkeypatch.setattr(LiveSource, "_query", query)
-    board = Board(open_source("demo", str(tmp_path), None), clock=played.clock)
+    board = Board(open_source("demo", str(tmp_path), None), clock=played.clock, timer=played.clock.timer)
     board.poll()
     assert board.view("header")["state"] == "live"
     alive.clear()
