@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hypothesis
 import msgspec
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sessions import SECOND, Clock, Rank, Relay, aggregation, check_ledger, confirmed, identity
+from sessions import SECOND, Clock, Rank, Relay, aggregation, ask, check_ledger, confirmed, identity
 from snapshot import Snapshot
 
 from traceml_ray import wire
@@ -261,6 +261,45 @@ def test_ranks_that_report_far_apart_are_judged_where_they_meet(tmp_path: Path, 
     aggregator.judge()
     assert aggregator.verdict is not None
     assert (aggregator.verdict.label, aggregator.verdict.to_step) == ("healthy", 99)
+
+
+def test_what_a_run_has_lost_goes_on_after_a_restart(tmp_path: Path, clock: Clock) -> None:
+    relay, ranks = Relay(), [Rank(0), Rank(1)]
+    aggregator = aggregation(tmp_path, clock)
+
+    def feed(to: Aggregation, steps: int, late: float) -> dict[str, Any]:
+        for _ in range(0, steps, 10):
+            clock.tick()
+            slow, waits = [1, 2 + late, 0, 3, 4, 1], [1, 2, 0, 3, 4, 1 + late]
+            to.ingest(relay.message(ranks[0].batch(10, waits), ranks[1].batch(10, slow)))
+            to.judge()
+        to.commit()
+        return cast(dict[str, Any], ask(to, "verdict"))
+
+    feed(aggregator, 200, 6)
+    feed(aggregator, 300, 0)
+    before = feed(aggregator, 800, 6)
+    assert [episode["from_step"] for episode in before["episodes"]] == [500, 11]
+    restarted = aggregation(tmp_path, clock)
+    after = feed(restarted, 100, 6)
+    assert (after["label"], after["from_step"]) == ("straggler", 500)
+    assert [episode["from_step"] for episode in after["episodes"]] == [500, 11]
+    assert after["lost_s"] == pytest.approx(before["lost_s"] + 100 * 0.006, rel=0.02)
+    assert after["elapsed_s"] == pytest.approx(before["elapsed_s"] + 100 * 0.017, rel=0.01)
+    assert "judging" not in ask(restarted, "status")
+
+
+def test_what_is_kept_of_judging_and_cannot_be_used_is_counted(tmp_path: Path, clock: Clock) -> None:
+    relay, ranks = Relay(), [Rank(0), Rank(1)]
+    aggregator = aggregation(tmp_path, clock)
+    for _ in range(20):
+        aggregator.ingest(relay.message(*(rank.batch(10) for rank in ranks)))
+        aggregator.judge()
+    aggregator._writer.set_meta(judging={"job": {"attempt": 0, "state": {"episodes": 1}}})
+    aggregator.commit()
+    restarted = aggregation(tmp_path, clock)
+    restarted.judge()
+    assert restarted.verdict is not None and restarted.errors["history: TypeError"] == 1
 
 
 def test_the_verdict_goes_on_after_a_restart(tmp_path: Path, clock: Clock) -> None:

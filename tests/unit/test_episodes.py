@@ -1,5 +1,7 @@
 """What is named, for how long, and what it costs: on played rows, whose own times are the clock."""
 
+import json
+
 import numpy as np
 import pytest
 from unit.sample_windows import of_ms, streams, synced, window
@@ -282,6 +284,24 @@ def test_a_second_stage_that_stays_changes_the_name_after_two_seconds():
     at = next(at for _, at, verdict in said if verdict.label == "ambiguous")
     assert 2 <= since(d, 1200, at) <= 4
     assert [what[0] for what in changes(said)[-2:]] == ["straggler", "ambiguous"]
+
+
+@pytest.mark.parametrize("at", [500, 1000, 1300])
+def test_a_judge_goes_on_where_another_left_off(at):
+    d = played(2000, 20, (DATA, 0, 400, 800, 0.3), (BACKWARD, 1, 1200, None, 0.5))
+    first, _ = live(d[:at])
+    second = RunJudge()
+    second.resume(json.loads(json.dumps(first.state())))
+    whole = window(d)
+    for end in range(at + 200, 2001, 50):  # the windows that nobody judged are, too
+        last = second.update(whole.take(slice(max(0, end - 400), end)))
+    through, said = live(d)
+    assert (last.label, last.ranks, last.from_step) == ("straggler", (1,), said[-1][2].from_step)
+    for one, other in zip(second.episodes.episodes, through.episodes.episodes, strict=True):
+        assert (one.label, one.rank, one.from_step) == (other.label, other.rank, other.from_step)
+        assert one.cost_s == pytest.approx(other.cost_s, rel=0.03)
+        assert one.cost_range_pct == pytest.approx(other.cost_range_pct, abs=3)
+    assert second.episodes.clock.now_ns == pytest.approx(d.sum(axis=2).mean(axis=1)[10:].sum(), rel=1e-3)
 
 
 class TestWholeRun:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from traceml_ray.actors.histories import KEY
 from traceml_ray.actors.judging import LiveJudge
 from traceml_ray.actors.snapshots import Snapshots
 from traceml_ray.analysis.parts import MAX_PEERS
@@ -94,7 +95,7 @@ class Answers:
         """Return how the aggregator itself is doing: counts in rows, errors by place."""
         with self._writer.lock:
             streams = list(self._writer.streams.values())
-            meta = dict(self._writer.meta)
+            meta = {name: value for name, value in self._writer.meta.items() if name != KEY}
         runs = by_run(streams)
         run = newest(with_rows(runs), meta.get("runs", {}))
         verdict = self._judge.verdict(run) if run else None

@@ -12,6 +12,7 @@ import msgspec
 from traceml_ray import wire
 from traceml_ray.actors.baselines import Baselines
 from traceml_ray.actors.beside import Beside
+from traceml_ray.actors.histories import Histories
 from traceml_ray.actors.standstill import Standstill
 from traceml_ray.analysis.episodes import Brief
 from traceml_ray.analysis.history import RunJudge
@@ -75,6 +76,7 @@ class LiveJudge:
         self._errors = errors
         self._runs: dict[str, _LiveRun] = {}
         self._baselines = Baselines(writer, settings, errors)
+        self._histories = Histories(writer, clock, errors)
         self._fatal: list[dict[str, Any]] = []
         self._fatal_seen: Counter[tuple[int, str]] = Counter()
         self._standstill = Standstill(writer, recent, settings, clock)
@@ -176,7 +178,11 @@ class LiveJudge:
             before = self._baselines.of(run)
             if before is not None and state.attempt is not None:
                 before = before.elsewhere(f"attempt {state.attempt}")
-            state.attempt, state.judge = attempt, RunJudge(limits, baseline=before)
+            state.judge = RunJudge(limits, baseline=before)
+            if state.attempt is None:  # of an aggregator that ran before, maybe
+                resumed = self._histories.resume(run, attempt, RunJudge(limits, baseline=before))
+                state.judge = resumed or state.judge
+            state.attempt = attempt
         last = min((key for rank in live if (key := ranks[rank].last_key) is not None), default=0)
         rows, least = [], limits.window_steps + limits.stride_steps
         steps = max(least, min(self.tail, MAX_ROWS // len(live)))
@@ -189,6 +195,7 @@ class LiveJudge:
         window = align(rows, expected, missing, last=steps)
         verdict = with_part(state.judge.update(window), window, functools.partial(self._rates, ranks), limits)
         self._baselines.keep(run, state.judge.baseline)
+        self._histories.keep(run, attempt, state.judge)
         episodes = state.judge.episodes
         state.history = {"episodes": episodes.episodes[:MAX_EPISODES], "brief": episodes.brief}
         verdict = state.beside.look(verdict, ranks, labels)

@@ -8,6 +8,7 @@ from its rows, so that a run is told of in the same way live and afterwards.
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -31,6 +32,15 @@ class Brief(msgspec.Struct, frozen=True, kw_only=True):
 
     count: int = 0
     cost_s: float = 0.0
+
+
+_KEPT: dict[str, Any] = {
+    "brief": Brief,
+    "since": int | None,
+    "_over": list[Episode],
+    "_calm": Verdict | None,
+    "_judged_to": int | None,
+}
 
 
 class Episodes:
@@ -74,9 +84,31 @@ class Episodes:
         """What all of them cost."""
         return sum(episode.cost_s for episode in self.episodes)
 
+    @property
+    def named(self) -> tuple[int, int, int | None]:
+        """How many are over, how many were brief, and where the one that goes on began."""
+        return len(self._over), self.brief.count, self._named.began if self._named else None
+
     def follows(self, label: str) -> bool:
         """Whether something of that label is named, or about to be."""
         return any(track.verdict.label == label for track in self._tracks())
+
+    def state(self) -> dict[str, Any]:
+        """Return what `restore` goes on from, in types that JSON has. The weather is not kept."""
+        return {
+            **{name: msgspec.to_builtins(getattr(self, name)) for name in _KEPT},
+            "clock": self.clock.state(),
+            "named": self._named and self._named.state(),
+            "candidates": [track.state() for track in self._candidates],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where another left off. Raises what there is to raise where `state` is no state."""
+        for name, kind in _KEPT.items():
+            setattr(self, name, msgspec.convert(state[name], kind))
+        self.clock.restore(state["clock"])
+        self._named = Track.restored(state["named"]) if state["named"] else None
+        self._candidates = [Track.restored(track) for track in state["candidates"]]
 
     def update(self, window: Window, verdict: Verdict, evidence: Evidence | None, *, counts: bool) -> Verdict:
         """

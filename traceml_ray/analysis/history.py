@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -65,6 +66,22 @@ class RunJudge:
         self._counted = 0
         self.spans: deque[Verdict] = deque(maxlen=_MAX_SPANS)
         self.episodes = Episodes(thresholds)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a judge of the same attempt goes on from with `resume`, in types that JSON has."""
+        return {
+            "first_step": self._first_step,
+            "judged_to": self._judged_to,
+            "episodes": self.episodes.state(),
+        }
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """
+        Go on from `state` of another judge, as to episodes and what they cost; `spans` and `whole` are of the
+        windows since then. Raises what there is to raise where it is none.
+        """
+        self.episodes.restore(state["episodes"])
+        self._first_step, self._judged_to = state["first_step"], state["judged_to"]
 
     def update(self, window: Window) -> Verdict:
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -75,6 +76,15 @@ class Clock:
         self.steps, self._step_ns = steps, step_ns
         return True
 
+    def state(self) -> list[int]:
+        """Return what `restore` goes on from."""
+        last = (int(self.steps[-1]), int(self._step_ns[-1])) if len(self.steps) else ()
+        return [self.now_ns, *last]
+
+    def restore(self, state: list[int]) -> None:
+        self.now_ns = state[0]
+        self.steps, self._step_ns = (np.array(part, dtype=np.int64) for part in (state[1:2], state[2:3]))
+
     def begin_ns(self, step: int) -> int:
         """Return when `step`, of the last window, began."""
         return self.now_ns - int(self._step_ns[np.searchsorted(self.steps, step) :].sum())
@@ -106,6 +116,19 @@ class Track:
         self._pieces: deque[tuple[int, int, int]] = deque(maxlen=256)
         """Step, time and cost so far, to take back what another explains better."""
         self._shares: deque[float] = deque(maxlen=MAX_LEVELS)
+
+    def state(self) -> dict[str, Any]:
+        """Return what `restored` makes it from, in types that JSON has; its windows' levels are not kept."""
+        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        return {"verdict": msgspec.to_builtins(self.verdict), "shares": [*self._shares], **numbers}
+
+    @classmethod
+    def restored(cls, state: dict[str, Any]) -> Track:
+        track = cls(msgspec.convert(state["verdict"], Verdict), state["began"], state["began_ns"])
+        for name in _NUMBERS:
+            setattr(track, name, int(state[name]))
+        track._shares.extend(state["shares"])
+        return track
 
     def supports(self, found: Verdict) -> bool:
         """Whether `found` names what this names, and maybe more."""
@@ -200,6 +223,8 @@ class Track:
         return low, high
 
 
+_NUMBERS = ("began", "began_ns", "last", "last_ns", "found", "found_ns", "cost_ns", "outlived_ns", "seen",
+            "exact", "missed", "ranks", "_counted_to")  # fmt: skip
 _SHARED = ("label", "stage", "stages", "rank", "ranks", "node", "rotating", "why")
 
 
