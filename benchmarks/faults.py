@@ -158,14 +158,13 @@ def planned(world: int, seed: int, args: argparse.Namespace) -> Plan:
             # What all ranks do comes last: it takes the run's own baseline.
             at = len(cases) if kind == "group_wide" else rng.randrange(len(cases) + 1)
             cases.insert(at, (kind, special(kind, world, rng)))
-    segments, rows = [], args.opening
+    segments, rows, more = [], args.opening, 0
     for kind, late in cases:
-        segment = Segment(kind, rows, args.steps, late)
-        if segment.of_most(world):
-            segment = msgspec.structs.replace(segment, steps=args.steps + lasting(args.step_ms[0]))
-        segments.append(segment)
-        # No name is left over for what comes next, and a drift that has gone is not the one that follows.
-        rows = segment.end + args.balanced + (segment.steps - args.steps)
+        segment = Segment(kind, rows + more, args.steps, late)
+        # After it, too: no name is left over for what comes next.
+        more = lasting(args.step_ms[0]) if segment.of_most(world) else 0
+        segments.append(msgspec.structs.replace(segment, steps=args.steps + more))
+        rows = segments[-1].end + args.balanced
     return Plan(world, seed, args.step_ms[0], args.noise, args.work, rows, segments)
 
 
