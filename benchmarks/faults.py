@@ -280,7 +280,7 @@ class Run:
         for segment in self.planted:
             hold_s = LIMITS.hold_group_s if segment.of_most(self.plan.world) else LIMITS.hold_s
             gone = int(1.2 * hold_s * 1e3 / self.base_ms) + LIMITS.hold_steps - WINDOW
-            begins.append(segment.end + max(0, gone))
+            begins.append(segment.end + EVERY * max(0, -(-gone // EVERY)))
         ends = [*(segment.first for segment in self.planted), self.plan.rows]
         stretches = zip(begins, ends, strict=True)
         return [
