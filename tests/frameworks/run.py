@@ -7,14 +7,16 @@ What the monitor reports of other people's software: one rank made late under ea
 Each case runs with the monitor, and once without and with nobody late: faults are sleeps, no number changes.
 A case is right when both runs exit alike; all losses and the final weights are equal to the bit; the verdict
 has the planted rank and stage and blames no part that is not late; each optimizer step was counted once; the
-median step is as long as one was; and the report holds no sentence that is false of every case. Prints a
-markdown table; exits 1 if a case is wrong. `--docs` writes the first ten lines of a report for each framework
-into a page.
+median step is as long as one was; and the report holds no sentence that is false of every case. With one of
+our callbacks (`adapter`) the framework's own log has the verdict and the step time, too. Prints a markdown
+table; exits 1 if a case is wrong. A case whose launcher is not here is not run, and says so. `--docs` writes
+the first ten lines of a report for each framework into a page.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import shlex
@@ -36,8 +38,16 @@ FALSE = {
 }
 MARK = "<!-- what follows is written by tests/frameworks/run.py -->\n"
 BIN = f"{Path(sys.executable).parent}/"
-LAUNCHERS = {"deepspeed": "--num_gpus 2"}
-"""Commands that start ranks, with their arguments for two. On CPUs `accelerate launch` needs MPI for that."""
+MPI = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517", "OMPI_ALLOW_RUN_AS_ROOT": "1"}
+MPI["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+LAUNCHERS = {
+    "deepspeed": "deepspeed --num_gpus 2",
+    "accelerate launch": "accelerate launch --cpu --num_processes 2 --mpirun_hostfile hosts",
+    "mpirun": "mpirun -np 2 python",
+    "torchrun on 2 nodes": "python -m torch.distributed.run --nnodes 2 --node-rank {node} "
+    "--nproc-per-node 1 --master-port 29518",
+}
+"""Commands that start two ranks, or one on each of two nodes. On CPUs `accelerate launch` does so by MPI."""
 NAMES = {
     "hf_trainer": "Hugging Face Trainer",
     "accelerate_loop": "Accelerate",
@@ -65,7 +75,7 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         """Name of the case, and of its folder."""
-        launcher = self.launcher.replace("torchrun", "")
+        launcher = self.launcher.replace(" ", "-") if self.launcher != "torchrun" else ""
         words = [self.script, *self.features.replace("--", "").split(), launcher, self.late]
         return "/".join([words[0], "-".join(filter(None, words[1:]))])
 
@@ -79,9 +89,25 @@ class Case(NamedTuple):
         """By how much: a loader's worker that is late hides what a step takes."""
         return 2 * LATE_MS if "workers" in self.features else LATE_MS
 
+    @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+        return 4 * STEPS if self.live else STEPS
+
+    @property
+    def live(self) -> bool:
+        """Whether Ray has to be up while it runs: for a verdict in a log, or for the rows of another node."""
+        return "adapter" in self.features or "nodes" in self.launcher
+
+    @property
+    def missing(self) -> str:
+        """The program that its launcher needs and that is not here; "" if all is."""
+        needed = "mpirun" if self.launcher in ("accelerate launch", "mpirun") else ""
+        return needed if needed and shutil.which(needed) is None else ""
+
     def command(self, out: Path, monitor: bool) -> list[str]:
         """Return the command line, files going to `out`."""
-        script = [f"{HERE}/scripts/{self.script}.py", *f"--out {out} --steps {STEPS}".split()]
+        script = [f"{HERE}/scripts/{self.script}.py", *f"--out {out} --steps {self.steps}".split()]
         script += (
             f"--late {self.late} --late-rank {self.rank} --late-ms {self.late_ms} {self.features}".split()
         )
@@ -91,8 +117,18 @@ class Case(NamedTuple):
         files = ["--session", "session", "--out", str(out), *alone]
         if self.launcher == "torchrun":
             return [sys.executable, "-m", "traceml_ray.launch", *files, "--nproc-per-node", "2", *script]
-        command = [BIN + self.launcher, *LAUNCHERS[self.launcher].split(), *script]
-        return [sys.executable, "-m", "traceml_ray.cli", "run", *files, "--", *command]
+        found = [
+            BIN + word if Path(BIN + word).exists() else word for word in LAUNCHERS[self.launcher].split()
+        ]
+        run = [sys.executable, "-m", "traceml_ray.cli", "run", *files]
+        if "{node}" not in found:
+            return [*run, "--", *found, *script]
+        nodes = ["--nnodes", "2", "--node-rank", "{node}", "--master-addr", "127.0.0.1"]
+        first, second = (
+            shlex.join(word.replace("{node}", node) for word in (*run, *nodes, "--", *found, *script))
+            for node in "01"
+        )
+        return ["bash", "-c", f"{second} & {first} && wait $!"]
 
 
 def cases() -> list[Case]:
@@ -122,6 +158,14 @@ def cases() -> list[Case]:
     ]
     found += [
         Case("deepspeed_zero", "data", 1, launcher="deepspeed"),
+        Case("accelerate_loop", "data", 1, launcher="accelerate launch"),
+        Case("accelerate_loop", "forward", 0, launcher="mpirun"),
+        Case("hf_trainer", "data", 1, launcher="mpirun"),
+        Case("timm_loop", "data", 1, launcher="torchrun on 2 nodes"),
+        Case("hf_trainer", "data", 1, "adapter accumulate checkpoint"),
+        Case("hf_trainer", "forward", 0, "adapter validate checkpoint"),
+        Case("lightning_fit", "data", 1, "adapter accumulate"),
+        Case("lightning_fit", "forward", 0, "adapter validate checkpoint"),
     ]
     return found
 
@@ -133,6 +177,9 @@ class Ended(NamedTuple):
     losses: dict[str, Any]
     summary: dict[str, Any]
     report: str
+    log: list[dict[str, Any]]
+    """What the framework logged: a mapping each time."""
+    output: str
 
 
 def run(case: Case, root: Path, monitor: bool) -> Ended:
@@ -140,11 +187,14 @@ def run(case: Case, root: Path, monitor: bool) -> Ended:
     out = root / ("watched" if monitor else "plain") / case.name
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
+    (out / "hosts").write_text("localhost slots=2\n")
     environment = {
         **os.environ,
+        **MPI,
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        **({"TRACEML_NICE": "0"} if case.live else {}),
     }
     command = case.command(out, monitor)
     with (out / "log").open("wb") as log:
@@ -159,7 +209,7 @@ def run(case: Case, root: Path, monitor: bool) -> Ended:
             code = 124
         finally:
             if process.poll() is None:  # a launcher ends its ranks
-                process.send_signal(signal.SIGTERM)
+                os.killpg(process.pid, signal.SIGTERM)
                 try:
                     process.wait(20)
                 except subprocess.TimeoutExpired:
@@ -167,9 +217,23 @@ def run(case: Case, root: Path, monitor: bool) -> Ended:
     losses = {path.name: json.loads(path.read_text()) for path in sorted(out.glob("losses-*.json"))}
     session = out / "session"
     summary = session / "summary.json"
+    output = (out / "log").read_text(errors="replace")
     if not summary.is_file():
-        return Ended(code, losses, {}, "")
-    return Ended(code, losses, json.loads(summary.read_text()), (session / "report.txt").read_text())
+        return Ended(code, losses, {}, "", [], output)
+    report = (session / "report.txt").read_text()
+    return Ended(code, losses, json.loads(summary.read_text()), report, logged(out), output)
+
+
+def logged(out: Path) -> list[dict[str, Any]]:
+    """Return what the framework's own log of a run has: the Trainer's state, or Lightning's CSV."""
+    for path in sorted(out.glob("checkpoint-*/trainer_state.json"), key=lambda path: path.stat().st_mtime)[
+        -1:
+    ]:
+        return list(json.loads(path.read_text())["log_history"])
+    for path in out.glob("lightning_logs/*/metrics.csv"):
+        with path.open() as file:
+            return list(csv.DictReader(file))
+    return []
 
 
 def wrong(case: Case, watched: Ended, plain: Ended) -> list[str]:
@@ -187,8 +251,10 @@ def wrong(case: Case, watched: Ended, plain: Ended) -> list[str]:
         found.append(f"says {said(verdict)}")
     if verdict["part"] in INNOCENT:
         found.append(f"look at `{verdict['part']}` first")
-    if steps["count"] != STEPS:
-        found.append(f"{steps['count']} steps of {STEPS}")
+    if (steps["count"], steps["covers"]["to_step"]) != (case.steps, case.steps - 1):
+        found.append(f"{steps['count']} steps of {case.steps}, the last is {steps['covers']['to_step']}")
+    if "adapter" in case.features:
+        found += wrong_in_log(case, watched)
     if case.late != "none" and (steps["median_ms"] or 0) < LATE_MS / 2:
         found.append(f"median step {steps['median_ms']} ms")
     if "network" in json.dumps(verdict["machine"]):
@@ -197,20 +263,42 @@ def wrong(case: Case, watched: Ended, plain: Ended) -> list[str]:
     return found + [words for phrase, words in FALSE.items() if phrase in text]
 
 
+def wrong_in_log(case: Case, watched: Ended) -> list[str]:
+    """Return what is wrong of the verdict in the framework's own log."""
+    rows = [row for row in watched.log if row.get("traceml/step_ms")]
+    if not rows:
+        return ["no verdict in the framework's log"]
+    row = {
+        name: float(value) for name, value in rows[-1].items() if name.startswith("traceml/") and value != ""
+    }
+    found = []
+    if row.get("traceml/late_rank") != case.rank:
+        found.append(f"its log names {row.get('traceml/late_rank')}")
+    micro = 2 if "accumulate" in case.features else 1
+    if row.get("traceml/micro_batches") != micro:
+        found.append(f"its log counts {row.get('traceml/micro_batches')} micro-batches in a step")
+    if not 0.7 < row["traceml/step_ms"] / watched.summary["verdict"]["mean_step_ms"] < 1.4:
+        found.append(f"its log says {row['traceml/step_ms']} ms a step")
+    if watched.output.count(f"traceml-ray: straggler: rank {case.rank} ") < 2:  # the launcher's own is one
+        found.append("no sentence in its output")
+    return found
+
+
 def said(verdict: dict[str, Any]) -> str:
     """Return a verdict in short."""
     where = f" in {verdict['stage']}" if verdict["stage"] else ""
-    return verdict["label"] + (f" rank {verdict['rank']}" if verdict["rank"] is not None else "") + where
+    return str(verdict["label"]) + (f" rank {verdict['rank']}" if verdict["rank"] is not None else "") + where
 
 
-def row(case: Case, watched: Ended, problems: list[str]) -> str:
+def row(case: Case, watched: Ended | None, problems: list[str]) -> str:
     """Return the case's line of the table."""
-    cost = watched.summary.get("overhead", {}).get("training_thread_us_per_step")
-    count = watched.summary.get("steps", {}).get("count")
+    summary = watched.summary if watched else {}
+    cost = summary.get("overhead", {}).get("training_thread_us_per_step")
+    count = summary.get("steps", {}).get("count")
     planted = f"rank {case.rank}, {case.late}" if case.late != "none" else "nothing"
     launcher = f"`{case.launcher}` " if case.launcher != "torchrun" else ""
     features = launcher + case.features.replace("--", "")
-    verdict = said(watched.summary["verdict"]) if watched.summary else "none"
+    verdict = said(summary["verdict"]) if summary else "none"
     cost_text = "" if cost is None else f"{cost:.0f}"
     result = "; ".join(problems) or "right"
     return f"| {NAMES[case.script]} | {features} | {planted} | {verdict} | {count} | {cost_text} | {result} |"
@@ -247,18 +335,21 @@ def main() -> int:
         print(*(case.name for case in chosen), sep="\n")
         return 0
     plain: dict[Case, Ended] = {}
-    failed = 0
+    failed, here = 0, [case for case in chosen if not case.missing]
     print(
         "| framework | with | planted | verdict | steps | µs a step | result |\n|---|---|---|---|---|---|---|"
     )
     for case in chosen:
+        if case.missing:
+            print(row(case, None, [f"not run: {case.missing} is not here"]))
+            continue
         if case.plain not in plain:
             plain[case.plain] = run(case.plain, args.keep.absolute(), monitor=False)
         watched = run(case, args.keep.absolute(), monitor=True)
         problems = wrong(case, watched, plain[case.plain])
         failed += bool(problems)
         print(row(case, watched, problems), flush=True)
-    print(f"\n{len(chosen) - failed} of {len(chosen)} cases right")
+    print(f"\n{len(here) - failed} of {len(here)} cases right, {len(chosen) - len(here)} not run")
     if args.docs:
         before = args.docs.read_text().split(MARK)[0]
         args.docs.write_text(before + MARK + page(args.keep))

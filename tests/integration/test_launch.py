@@ -132,6 +132,14 @@ class Bench:
             assert not {"live.json", "spool"} & {path.name for path in session.iterdir()}
 
 
+def words(process: psutil.Process) -> list[str]:
+    """Return the command line of a process; none of one that has just ended."""
+    try:
+        return list(process.cmdline())
+    except psutil.Error:
+        return []
+
+
 @pytest.fixture
 def bench() -> Iterator[Bench]:
     folder = Path(tempfile.mkdtemp(prefix="tr-", dir="/tmp"))
@@ -301,17 +309,18 @@ def test_private_ray_is_low_in_priority_without_agents_and_ends_with_a_killed_la
     process = bench.start("--session", "killed", *waits, TRACEML_NICE="3")
     assert process.stdout is not None
     until(lambda: "rank 0 is up" in process.stdout.readline(), "relay")
-    running = {p.pid: p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"])}  # some end meanwhile
-    [relay] = [p for p in bench.ours() if "ray::NodeRelay" in " ".join(running.get(p.pid, []))]
+    [relay] = [p for p in bench.ours() if "ray::NodeRelay" in " ".join(words(p))]
     of_ray = members(os.getsid(relay.pid))
     assert {os.getpriority(os.PRIO_PROCESS, p.pid) for p in of_ray} == {3}
     autogroup = Path(f"/proc/{relay.pid}/autogroup")
     assert not autogroup.exists() or autogroup.read_text().endswith("nice 3\n")
-    commands = [" ".join(p.cmdline()) for p in of_ray]
+    commands = [" ".join(words(p)) for p in of_ray]
     assert not [text for text in commands if re.search("ray::\\w*Agent|dashboard.py", text)]
     process.kill()
     until(
-        lambda: all(str(bench.script) in p.cmdline() for p in bench.ours()), "only ranks are left", seconds=10
+        lambda: not [p for p in bench.ours() if (command := words(p)) and str(bench.script) not in command],
+        "only ranks are left",
+        seconds=10,
     )
 
 
@@ -322,7 +331,7 @@ def test_a_ray_that_is_killed_leaves_training_alone_and_the_session_is_finished_
     assert process.stdout is not None
     until(lambda: "rank 0 is up" in process.stdout.readline(), "relay")
     until((bench.out / "orphan" / "session.sqlite-wal").exists, "the session file")
-    ranks = [p for p in bench.ours() if str(bench.script) in p.cmdline() and p.pid != process.pid]
+    ranks = [p for p in bench.ours() if str(bench.script) in words(p) and p.pid != process.pid]
     for killed in bench.ours():
         if killed not in ranks and killed.pid != process.pid:
             with contextlib.suppress(psutil.Error):
