@@ -85,7 +85,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "ring_rows": (64, 1 << 20),
     "agent_buffer_bytes": (1 << 16, 1 << 30),
     "relay_buffer_bytes": (1 << 20, 1 << 36),
-    "session_bytes": (1 << 24, 1 << 44),
+    "session_bytes": (1 << 20, 1 << 44),
     "idle_ttl": (1, 30 * 86_400),
     "nice": (0, 19),
     "window_steps": (2, 10_000),

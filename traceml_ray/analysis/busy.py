@@ -130,7 +130,7 @@ def step_summary(window: Window, times: StepTimes) -> StepSummary:
 
 def busy_ns(rows: Rows) -> Int64:
     """Return how long each rank worked in each row, ns (K, R): without its waiting."""
-    busy: Int64 = (rows.d * ~rows.waits[:, None, :]).sum(axis=2)
+    busy: Int64 = np.einsum("krs,ks->kr", rows.d, (~rows.waits).astype(np.int64))
     return busy
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy.typing as npt
 
 from traceml_ray.analysis.busy import StepSummary, StepTimes, busy_ns, frontiers, step_summary
 from traceml_ray.analysis.evidence import absurd, comparable
@@ -16,7 +17,10 @@ _LEAST_NS = 1000
 _FINE_RANKS = 4096
 """Up to so many ranks a quantile is within 1 %; twice as many, 2 %, so that memory stays bounded."""
 _COLUMNS = 256
-"""Histograms that are filled at a time."""
+"""Histograms that are filled at a time,"""
+_VALUES = 1 << 18
+"""and by so many values: more do not fit into a core's cache."""
+UInt32 = npt.NDArray[np.uint32]
 
 
 class Histograms:
@@ -35,13 +39,20 @@ class Histograms:
         """Add `values` (n, count)."""
         for first in range(0, values.shape[1], _COLUMNS):
             part = values[:, first : first + _COLUMNS]
-            bins = np.zeros(part.shape, dtype=np.int64)
-            long = part >= _LEAST_NS
-            bins[long] = 1 + (np.log(part[long] / _LEAST_NS) / self._step).astype(np.int64)
-            np.minimum(bins, self._bins - 1, out=bins)
-            bins += np.arange(part.shape[1]) * self._bins
-            counts = np.bincount(bins.ravel(), minlength=part.shape[1] * self._bins)
-            self.counts[first : first + _COLUMNS] += counts.reshape(-1, self._bins).astype(np.uint32)
+            size = max(1, _VALUES // part.shape[1])
+            counts = sum(self._counts(part[at : at + size]) for at in range(0, len(part), size))
+            self.counts[first : first + _COLUMNS] += counts
+
+    def _counts(self, values: Int64) -> UInt32:
+        logs = np.maximum(values, _LEAST_NS) / _LEAST_NS
+        np.log(logs, out=logs)
+        logs /= self._step
+        logs += values >= _LEAST_NS
+        bins = logs.astype(np.int64)
+        np.minimum(bins, self._bins - 1, out=bins)
+        bins += np.arange(values.shape[1]) * self._bins
+        counts = np.bincount(bins.ravel(), minlength=values.shape[1] * self._bins)
+        return counts.reshape(-1, self._bins).astype(np.uint32)
 
     def quantile(self, share: float) -> Float:
         """Return the quantile (0..1) of each histogram, ns (count,). None is empty."""

@@ -205,8 +205,9 @@ class _Long:
 
     def _note(self, rows: Sequence[RankRows]) -> None:
         """Count `rows`, but for those that are in the sums of folded rows."""
-        for every in rows:
-            own = every.take(every.keys > self._folded_to.get(every.stream, -1))
+        for own in rows:
+            if own.stream in self._folded_to:
+                own = own.take(own.keys > self._folded_to[own.stream])
             if len(own.keys):
                 self._steps[own.rank] += _steps(own)
                 self._read += len(own.keys)

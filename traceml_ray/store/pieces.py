@@ -25,7 +25,8 @@ class Cutter:
     def add(self, found: Iterable[RankRows], end: int = 1 << 62) -> None:
         """Take the rows that follow, up to key `end`."""
         for own in found:
-            rows = own.take((own.keys > self.to) & (own.keys <= end))
+            _, rows = _split(own, self.to)
+            rows, _ = _split(rows, end)
             self.waiting[own.rank] = rows.follow(self.waiting[own.rank])
 
     def cut(self, most: int, end: int | None = None) -> list[RankRows] | None:
@@ -37,10 +38,10 @@ class Cutter:
         to = _common_end(list(self.waiting.values()), count > 4 * most) if end is None else end
         if to <= self.to:
             return None
-        piece = [own.take(own.keys <= to) for own in self.waiting.values()]
-        self.waiting = {rank: own.take(own.keys > to) for rank, own in self.waiting.items()}
+        split = {rank: _split(own, to) for rank, own in self.waiting.items()}
+        self.waiting = {rank: later for rank, (_, later) in split.items()}
         self.to = to
-        return piece
+        return [before for before, _ in split.values()]
 
 
 def pieces(
@@ -66,6 +67,15 @@ def pieces(
         read = sum(len(own.keys) for own in found)
         chunks = max(1, min(2 * chunks, most * chunks // max(1, read)))
         cursor = after
+
+
+def _split(own: RankRows, key: int) -> tuple[RankRows, RankRows]:
+    """Return the rows up to `key`, and those after it."""
+    before = own.keys <= key
+    count = int(np.count_nonzero(before))
+    if before[:count].all():  # in order, as they nearly always are: nothing is copied
+        return own.take(slice(count)), own.take(slice(count, None))
+    return own.take(before), own.take(~before)
 
 
 def _common_end(waiting: Sequence[RankRows], full: bool) -> int:
