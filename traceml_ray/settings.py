@@ -41,7 +41,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What an agent keeps unconfirmed before it drops its oldest batch and counts it."""
     relay_buffer_bytes: int = 64 << 20
     session_bytes: int = 1 << 30
-    """Beyond this size of the session file its oldest rows are kept as sums of about ten seconds."""
+    """Beyond this size of the session file its oldest rows are kept as statistics."""
     idle_ttl: float = 600.0
     """Seconds without any message after which relay and aggregator end themselves."""
     nice: int = 10

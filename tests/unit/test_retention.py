@@ -202,6 +202,22 @@ def test_report_of_folded_rows_is_within_one_percent_of_one_that_holds_all_in_me
     assert without_moments(folded["episodes"]) == without_moments(whole["episodes"])
 
 
+def test_report_is_of_one_moment_while_rows_are_folded(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.run(150)
+    before = report_of(job)
+    folded = SessionFile.folded
+
+    def while_it_is_read(self: SessionFile) -> dict[int, Folded]:
+        monkeypatch.setattr(SessionFile, "folded", folded)
+        found = folded(self)
+        job.run(100)
+        return found
+
+    monkeypatch.setattr(SessionFile, "folded", while_it_is_read)
+    assert report_of(job)["steps"] == before["steps"]
+    assert report_of(job)["steps"]["count"] == 250 * 20
+
+
 def test_what_could_not_be_folded_is_folded_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk refuses in the middle of it."""
     whole = report_of(job_of(tmp_path / "whole", LIMIT))

@@ -104,7 +104,8 @@ def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = No
 
     Raises `SessionFileError` when the file cannot be read.
     """
-    return _summary(_read(session if run is None else session.of(run), thresholds))
+    with session.at_one_moment():
+        return _summary(_read(session if run is None else session.of(run), thresholds))
 
 
 def summaries(session: SessionFile, thresholds: Thresholds) -> Iterator[dict[str, Any]]:
@@ -112,10 +113,11 @@ def summaries(session: SessionFile, thresholds: Thresholds) -> Iterator[dict[str
     Yield the summary; of a run that does not fit into memory, first that of its newest steps, which takes no
     longer however long the run is. Raises `SessionFileError`.
     """
-    read = _read(session, thresholds)
-    if not fits(read.rows, read.most):
-        yield _summary(read, newest=True)
-    yield _summary(read)
+    with session.at_one_moment():
+        read = _read(session, thresholds)
+        if not fits(read.rows, read.most):
+            yield _summary(read, newest=True)
+        yield _summary(read)
 
 
 def _summary(read: _Read, newest: bool = False) -> dict[str, Any]:

@@ -199,6 +199,18 @@ class SessionFile:
         """Close the file."""
         self.close()
 
+    @contextlib.contextmanager
+    def at_one_moment(self) -> Iterator[None]:
+        """Let what is read inside be as it is now; not without WAL, where that would hold up the writer."""
+        if self._connection.in_transaction or self._all("PRAGMA journal_mode") != [("wal",)]:
+            yield
+            return
+        self._connection.execute("BEGIN")
+        try:
+            yield
+        finally:
+            self._connection.execute("ROLLBACK")
+
     def meta(self) -> dict[str, Any]:
         """Return what is known of the session as a whole (started_at, status, launcher, …)."""
         return {key: json.loads(value) for key, value in self._all("SELECT key, value FROM meta")}
