@@ -254,6 +254,33 @@ def test_rows_are_folded_into_sums_alone_where_statistics_fail(
     assert 0 < steps["covers"]["rows_pct"] < 50
 
 
+def test_ranks_that_ended_long_before_others_reported_are_in_the_report(job: Job) -> None:
+    """What a rank could not send while it ran may come all at once."""
+    job.run(1)
+    for rank in job.ranks:
+        for _ in range(199):
+            job.clock.tick()
+            job.aggregator.ingest(job.relay.message(rank.batch(20, ROW)))
+            assert job.aggregator.commit()
+    summary = report_of(job)
+    assert summary["ledger"]["folded"] > 3 * 100 * 20
+    steps = summary["steps"]
+    assert (steps["count"], steps["judged"], steps["covers"]["rows_pct"]) == (4000, 3989, 100)
+    assert set(steps["per_rank_median_ms"]) == {"0", "1", "2", "3"}
+    assert summary["verdict"]["coverage"] == 1
+
+
+def test_statistics_of_folded_rows_are_of_runs_up_to_a_size(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("traceml_ray.store.retention.MAX_RANKS", 3)
+    job.run(200)
+    summary = report_of(job)
+    assert summary["steps"]["count"] == 200 * 20
+    assert summary["steps"]["covers"]["rows_pct"] < 100
+    assert not job.aggregator.errors
+
+
 def test_attempt_that_follows_is_of_its_own_rows(job: Job) -> None:
     job.run(200, late=1)
     job.ranks = [Rank(number, 4, attempt=1) for number in range(4)]

@@ -14,16 +14,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from traceml_ray import wire
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.window import missing_of
+from traceml_ray.analysis.window import RankRows, missing_of
 from traceml_ray.store.kept import Kept, unpack
+from traceml_ray.store.nodes import stream_labels
 from traceml_ray.store.runs import by_run
-from traceml_ray.store.session_file import NONSENSE, SessionFile
+from traceml_ray.store.session_file import NONSENSE, Columns, SessionFile
 from traceml_ray.store.streams import shown, world_size
 
 _TABLES = (
@@ -73,6 +74,9 @@ class Retention:
         self._runs: dict[str, _Run] = {}
         self._to = 0
         """The last chunk that was absorbed."""
+        self._left: dict[int, int] = {}
+        """The last chunk of each stream before that."""
+        self._ids: list[tuple[int]] = []
         self._sums: list[tuple[Any, ...]] = []
         self._rows = self._bytes = 0
         """Absorbed since the last `fold`."""
@@ -84,23 +88,39 @@ class Retention:
         return bool(pages * self._one("PRAGMA page_size") > self._limit)
 
     def absorb(self, streams: int) -> bool:
-        """Read the next slice of so many streams; return whether it is time to `fold`."""
+        """
+        Read the next slice of so many streams; return whether it is time to `fold`.
+
+        The last chunk of each stream stays in the file, so that whoever reads the rows sees every rank.
+        """
         slice_ = CHUNKS * max(1, streams)
         newest = self._one("SELECT max(id) FROM chunk") or 0  # what is being looked at stays
-        query = (
-            "SELECT id, stream_id, first_row, n, keys, rows FROM chunk WHERE id > ? AND id < ? ORDER BY id"
-        )
-        chunks = self._connection.execute(f"{query} LIMIT ?", (self._to, newest - slice_, slice_)).fetchall()
-        if not chunks:
+        found = self._chunks("id > ? AND id < ? ORDER BY id LIMIT ?", self._to, newest - slice_, slice_)
+        if not found:
             return True
-        last = chunks[-1][0]
-        self._keep({chunk[1] for chunk in chunks}, last)
+        last = {stream: self._last_of(stream) for stream in {chunk.stream_id for chunk in found}}
+        before = [self._left[stream] for stream in last if stream in self._left]
+        chunks = [chunk for at in sorted(before) for chunk in self._chunks("id = ?", at)]
+        chunks += [chunk for chunk in found if chunk.id != last[chunk.stream_id]]
+        self._keep(chunks)
+        for stream in last:
+            self._left.pop(stream, None)
+        self._left.update((chunk.stream_id, chunk.id) for chunk in found if chunk.id == last[chunk.stream_id])
         self._sums += _sums(chunks)
-        self._rows += sum(chunk[3] for chunk in chunks)
-        self._bytes += sum(len(chunk[4]) + len(chunk[5]) for chunk in chunks)
-        self._to = last
+        self._ids += [(chunk.id,) for chunk in chunks]
+        self._rows += sum(chunk.n for chunk in chunks)
+        self._bytes += sum(len(chunk.keys) + len(chunk.rows) for chunk in chunks)
+        self._to = found[-1].id
         # What is written should be small beside what is deleted.
         return self._bytes >= max(self._limit // 64, min(4 * self._body_bytes, self._limit // 4))
+
+    def _chunks(self, where: str, *values: int) -> list[_Chunk]:
+        query = f"SELECT {', '.join(_Chunk._fields)} FROM chunk WHERE {where}"
+        return [_Chunk(*row) for row in self._connection.execute(query, values)]
+
+    def _last_of(self, stream: int) -> int:
+        query = "SELECT max(id) FROM chunk WHERE stream_id = ?"
+        return int(self._connection.execute(query, (stream,)).fetchone()[0])
 
     def fold(self) -> dict[str, int]:
         """Write what was absorbed within the caller's transaction, delete it; return the new cursors."""
@@ -112,25 +132,34 @@ class Retention:
         newest = self._one("SELECT max(id) FROM chunk")
         self._connection.executemany(_INSERT, self._sums)
         self._merge_sums()
-        self._connection.execute("DELETE FROM chunk WHERE id <= ?", (self._to,))
+        self._connection.executemany("DELETE FROM chunk WHERE id = ?", self._ids)
         self._write_kept()
         return {"rows": self.cursors.get("rows", 0) + self._rows, **self._thin(self._to / newest)}
 
     def folded(self, cursors: dict[str, int]) -> None:
         """Note that what `fold` returned is on disk."""
-        self.cursors, self._sums = cursors, []
+        self.cursors, self._sums, self._ids = cursors, [], []
         self._rows = self._bytes = 0
         for state in self._runs.values():
             state.changed = False
 
-    def _keep(self, streams: set[int], last: int) -> None:
-        """Reduce the rows of `streams` up to chunk `last`; of a run that fails, only the sums are kept."""
+    def _keep(self, chunks: Iterable[_Chunk]) -> None:
+        """Reduce the rows of `chunks`; of a run that fails, only the sums are kept."""
+        by_stream: dict[int, list[_Chunk]] = {}
+        for chunk in chunks:
+            by_stream.setdefault(chunk.stream_id, []).append(chunk)
+        streams = self._session.streams()
+        labels = stream_labels(self._session.cluster(), streams)
         read = []
-        for run, known in by_run(self._session.streams()).items():
+        for run, known in by_run(streams).items():
             ranks = {rank: stream for rank, stream in shown(known).items() if stream.stored}
-            if len(ranks) <= MAX_RANKS and not streams.isdisjoint(stream.id for stream in ranks.values()):
+            found = [
+                RankRows(rank, labels[s.id], *_columns(by_stream[s.id]), s.group, s.strategy, s.id)
+                for rank, s in ranks.items()
+                if s.id in by_stream
+            ]
+            if found and len(ranks) <= MAX_RANKS:
                 state = self._state(run, {rank: stream.id for rank, stream in ranks.items()})
-                found, _ = self._session.of(run).rows(state.streams, self._to, most=last - self._to)
                 read.append((state, found, world_size(ranks, None)))
         for state, found, world in read:
             state.changed = True
@@ -219,20 +248,37 @@ class _Run:
     changed: bool = False
 
 
-def _sums(chunks: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+class _Chunk(NamedTuple):
+    """Rows of one stream as they came."""
+
+    id: int
+    stream_id: int
+    first_row: int
+    n: int
+    keys: bytes
+    flags: bytes
+    rows: bytes
+
+
+def _columns(chunks: Iterable[_Chunk]) -> Columns:
+    keys, flags, rows = (b"".join(part) for part in zip(*(chunk[4:] for chunk in chunks), strict=True))
+    stages = np.frombuffer(rows, "<i8").reshape(-1, wire.N_STAGES)
+    return np.frombuffer(keys, "<i8"), np.frombuffer(flags, np.uint8), stages
+
+
+def _sums(chunks: Iterable[_Chunk]) -> list[tuple[Any, ...]]:
     """Return rows of the table, each of up to ten chunks of one stream."""
-    streams: dict[int, list[tuple[Any, ...]]] = {}
+    streams: dict[int, list[_Chunk]] = {}
     for chunk in chunks:
-        streams.setdefault(chunk[1], []).append(chunk)
+        streams.setdefault(chunk.stream_id, []).append(chunk)
     found = []
     for stream, own in streams.items():
         for at in range(0, len(own), CHUNKS):
             part = own[at : at + CHUNKS]
-            keys = np.frombuffer(b"".join(chunk[4] for chunk in part), "<i8")
-            rows = np.frombuffer(b"".join(chunk[5] for chunk in part), "<i8").reshape(-1, wire.N_STAGES)
+            keys, _, rows = _columns(part)
             longest = int(rows.sum(axis=1).max())
             sums = rows.sum(axis=0).astype("<i8").tobytes()
-            found.append((stream, part[0][2], len(keys), int(keys[0]), int(keys[-1]), sums, longest))
+            found.append((stream, part[0].first_row, len(keys), int(keys[0]), int(keys[-1]), sums, longest))
     return found
 
 
