@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from snapshot import Snapshot
 from unit.sample_windows import RECORDED, of_ms, streams, synced, window
@@ -351,6 +351,7 @@ class TestGroups:
 
 
 @given(WILD, st.integers(1, 60), st.booleans())
+@example(np.array([[[4_600_000, *[0] * 5], [4_400_000, *[0] * 5]], [[0] * 6] * 2]), 1, True)
 def test_whatever_the_rows_hold_judge_never_raises(d, steps, short):
     limits = Thresholds(first_window_steps=2, stride_steps=1 if short else 10)
     many = np.concatenate([d] * (steps // max(len(d), 1) + 1))

@@ -159,7 +159,7 @@ def _newly(evidence: Evidence, thresholds: Thresholds) -> tuple[Finding, Evidenc
         least = thresholds.min_excess * float(np.sqrt(max(1.0, thresholds.window_steps / count)))
         step_ns = evidence.frontier.exposed[window.starts[-count] :].sum() / count
         often = np.count_nonzero(evidence.by_step[-count:] >= least * step_ns, axis=0)
-        if 2 * often.max() < count:
+        if 2 * often.max() < count or step_ns == 0:
             continue
         limits = msgspec.structs.replace(thresholds, min_excess=least)
         finding = _persistent(gather(window.last(count)), limits)
