@@ -76,6 +76,17 @@ def test_steps_are_numbered_as_the_framework_counts_them(job: Any) -> None:
     assert min(row["step"] for row in job.rows()) == 5000 + loops.STEPS, "numbers only grow"
 
 
+def test_steps_that_the_marks_have_counted_too_cost_the_training_thread_nothing(job: Any) -> None:
+    marks = Marks()
+    marks.step(0)
+    loops.plain(job)
+    for done in range(1, loops.STEPS + 1):
+        marks.step(done)
+    assert job.rows() == [], "the marks are understood later, by another thread"
+    job.recorder.settle()
+    assert [row["step"] for row in job.rows()] == list(range(loops.STEPS))
+
+
 def test_a_span_of_a_callback_and_ours_of_its_name_count_once(job: Any, tmp_path: Path) -> None:
     import torch
 

@@ -41,12 +41,15 @@ class Marks:
     def __init__(self) -> None:
         self._open: dict[str, Any] = {}
         self._micro = self._per_step = 0
+        self._done = -1
         self._why = ""
 
     @quietly
     def step(self, agent: RankAgent, done: int) -> None:
         """Say that so many steps are done, as the framework counts them, with those before a checkpoint."""
-        agent.recorder.number(done)
+        if done not in (self._done, self._done + 1):  # else the marks have counted it
+            agent.recorder.number(done)
+        self._done = done
         if self._micro:
             self._per_step, self._micro = self._micro, 0
 
