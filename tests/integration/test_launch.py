@@ -380,3 +380,51 @@ def test_a_given_cluster_is_used_and_goes_on(bench: Bench) -> None:
     finally:
         cluster.stop()
         shutil.rmtree(folder)
+
+
+LONG = """
+import json, sys, time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank, began, took, last = dist.get_rank(), time.monotonic(), [], time.perf_counter()
+class Data(Dataset):
+    def __len__(self):
+        return 1 << 30
+    def __getitem__(self, at):
+        if rank == 1 and time.monotonic() < began + 15:
+            time.sleep(0.005)
+        return torch.ones(16)
+model = DDP(torch.nn.Linear(16, 16))
+optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+over = torch.zeros(1)
+for x in DataLoader(Data(), batch_size=1):
+    optimizer.zero_grad(); model(x).sum().backward(); optimizer.step()
+    took.append(time.perf_counter() - last); last = time.perf_counter()
+    if len(took) % 100 == 0:
+        dist.all_reduce(over.fill_(time.monotonic() > began + 60))
+        if over:
+            break
+if rank == 0:
+    print(json.dumps([len(took), 1e3 * sum(took) / len(took)]), flush=True)
+"""
+
+
+@pytest.mark.long
+def test_report_of_a_job_whose_first_rows_were_folded_is_of_all_of_it(bench: Bench) -> None:
+    pytest.importorskip("torch")
+    bench.script.write_text(LONG)
+    ran = bench.run("--session", "long", str(bench.script), TRACEML_SESSION_BYTES=str(1 << 20))
+    assert ran.returncode == 0, ran.stderr
+    count, mean_ms = json.loads(ran.stdout.splitlines()[-1])
+    summary = bench.summary("long")
+    first = min(summary["episodes"], key=lambda episode: int(episode["from_step"]))
+    with SessionFile(bench.out / "long" / "session.sqlite") as file:
+        left = min(int(own.keys[0]) >> wire.SEGMENT_BITS for own in file.rows()[0])
+    assert 0 < left < count and summary["ledger"]["folded"] >= left
+    assert (summary["steps"]["count"], summary["steps"]["covers"]["rows_pct"]) == (count, 100)
+    assert summary["steps"]["mean_ms"] == pytest.approx(mean_ms, rel=0.01)
+    assert (first["rank"], first["stage"]) == (1, "data") and first["from_step"] < 100
+    assert "Covers " not in (bench.out / "long" / "report.txt").read_text()
+    bench.assert_nothing_is_left()
