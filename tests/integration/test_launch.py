@@ -388,7 +388,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-rank, began, took, last = dist.get_rank(), time.monotonic(), [], time.perf_counter()
+rank, began, took = dist.get_rank(), time.monotonic(), []
 class Data(Dataset):
     def __len__(self):
         return 1 << 30
@@ -399,6 +399,7 @@ class Data(Dataset):
 model = DDP(torch.nn.Linear(16, 16))
 optimizer = torch.optim.SGD(model.parameters(), 1e-3)
 over = torch.zeros(1)
+last = time.perf_counter()
 for x in DataLoader(Data(), batch_size=1):
     optimizer.zero_grad(); model(x).sum().backward(); optimizer.step()
     took.append(time.perf_counter() - last); last = time.perf_counter()
