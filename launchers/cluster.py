@@ -5,8 +5,9 @@ For one node: loopback only, with a token of its own. For a job of several nodes
 head that the others can reach, and each of the others a raylet that joins it; their token is the one
 that every node has been given. A token is never in arguments, nor put into a rank's environment.
 Everything on disk is in one private folder, which is also HOME, so that `~/.ray` is not written.
-As a program (`python -m traceml_ray.launchers.cluster PARENT HEAD RANK ARGS…`) it is `ray ARGS…`,
-which ends with everything it started when process PARENT dies; with a HEAD it waits for that first.
+As a program (`python -m traceml_ray.launchers.cluster PARENT WAIT_S HEAD RANK ARGS…`) it is `ray ARGS…`,
+which ends with everything it started when process PARENT dies; it waits for an idle core first, WAIT_S at
+most, and with a HEAD for that.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
@@ -32,6 +33,10 @@ from .lean_ray import leave_out_agents, take_temp_dir
 
 OBJECT_STORE_BYTES = 75 * 1024 * 1024
 """Ray's minimum; our messages are too small to go through it."""
+START_WAIT_S = 10.0
+"""How long Ray's start, 2 s of a core, is put off on a machine that is busy: a short job ends before it."""
+_IDLE_S, _IDLE_WINDOWS = 0.5, 4
+"""Seconds over which cores are looked at, and how often in a row one has to be idle."""
 JOIN_S = 300.0
 """How long the launchers of a job wait for the first one: nodes may start minutes apart."""
 _RAY_PORTS = range(10_002, 20_000)
@@ -48,7 +53,7 @@ class PrivateRay:
         environ: the user's environment.
         head: host:port of the head of a job of several nodes; "" where there is one.
         rank: of this node; the first (0) is the head, the others join it.
-        nice: how much lower than this process's its priority is, 0 … 19.
+        nice: how much lower than this process's its priority is, 0 … 19; with 0 it does not wait either.
 
     Raises OSError when the head's host cannot be resolved.
     """
@@ -82,7 +87,8 @@ class PrivateRay:
 
     def start(self) -> None:
         """Start it, without waiting for it. It dies with the calling *thread*. Raises OSError."""
-        command = [sys.executable, "-m", __name__, str(os.getpid()), self._joins, str(self._rank)]
+        wait_s = str(START_WAIT_S if self._nice else 0.0)
+        command = [sys.executable, "-m", __name__, str(os.getpid()), wait_s, self._joins, str(self._rank)]
         command += ["start", "--block", f"--temp-dir={self.folder}"]
         if not self._joins:
             command += [
@@ -193,6 +199,18 @@ def yield_cores(session: int, nice: int) -> None:
         Path(f"/proc/{session}/autogroup").write_text(str(nice))
 
 
+def wait_for_idle_core(
+    most_s: float, cpu_pct: Callable[[float], float], cores: int, clock: Callable[[], float] = time.monotonic
+) -> None:
+    """
+    Return when a core has been idle for 2 s, or after `most_s`; `cpu_pct` looks at all `cores` for so many
+    seconds and returns how busy they were.
+    """
+    until, idle = clock() + most_s, 0
+    while clock() < until and idle < _IDLE_WINDOWS:
+        idle = idle + 1 if (1 - cpu_pct(_IDLE_S) / 100) * cores >= 1 else 0
+
+
 def die_with(parent: int, with_signal: int = signal.SIGKILL) -> None:
     """Have the kernel signal this process when the thread that started it, in process `parent`, ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, with_signal)
@@ -209,8 +227,9 @@ def _orphaned(_number: int, _frame: object) -> None:
 def main() -> None:
     """Be `ray`, with a parent to die with."""
     signal.signal(signal.SIGUSR1, _orphaned)
-    parent, head, rank, *arguments = sys.argv[1:]
+    parent, wait_s, head, rank, *arguments = sys.argv[1:]
     die_with(int(parent), signal.SIGUSR1)
+    wait_for_idle_core(float(wait_s), psutil.cpu_percent, psutil.cpu_count() or 1)
     if head:
         address, own = reach(head, JOIN_S)
         arguments += [f"--address={address}", f"--node-ip-address={own_address(address, int(rank), own)}"]

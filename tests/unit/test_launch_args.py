@@ -13,7 +13,7 @@ from torch.distributed import run as torch_run
 
 from traceml_ray.actors import folders
 from traceml_ray.launchers import arguments, nodes, torchrun
-from traceml_ray.launchers.cluster import PrivateRay, cluster_token, free_port
+from traceml_ray.launchers.cluster import PrivateRay, cluster_token, free_port, wait_for_idle_core
 from traceml_ray.launchers.nodes import Nodes
 from traceml_ray.reach import own_address
 from traceml_ray.session import prepare
@@ -272,3 +272,30 @@ def test_secrets_among_the_scripts_arguments_are_not_told() -> None:
     assert "hush" not in told
     for kept in ("train.py", "--api-key '***'", "--tokenizer gpt2", "--password --db", "--max-tokens 512"):
         assert kept in told
+
+
+@pytest.mark.parametrize(
+    ("busy", "cores", "seconds"),
+    [
+        ([0.0] * 40, 2, 2.0),
+        ([100.0] * 40, 64, 10.0),
+        ([50.0] * 40, 2, 2.0),
+        ([51.0] * 40, 2, 10.0),
+        ([98.0] * 40, 64, 2.0),  # one of 64 is idle
+        ([0.0, 0.0, 0.0, 90.0, *[0.0] * 40], 2, 4.0),  # before the ranks are at work
+    ],
+)
+def test_ray_waits_for_an_idle_core(busy: list[float], cores: int, seconds: float) -> None:
+    now = 0.0
+
+    def cpu_pct(window_s: float) -> float:
+        nonlocal now
+        now += window_s
+        return busy.pop(0)
+
+    wait_for_idle_core(10.0, cpu_pct, cores, lambda: now)
+    assert now == seconds
+
+
+def test_ray_does_not_wait_where_it_is_not_asked_to() -> None:
+    wait_for_idle_core(0.0, lambda _: pytest.fail("looked at the cores"), 2)
