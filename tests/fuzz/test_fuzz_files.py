@@ -10,17 +10,21 @@ import os
 import shutil
 import sqlite3
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from fuzzing import bounded, fuzz, json_values, limited, mutated
+from fuzzing import BOMBS, bounded, fuzz, json_values, limited, mutated
 from hypothesis import example, given
 from hypothesis import strategies as st
 from played import Played
 
 from traceml_ray import cli, session
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.window import RankRows
 from traceml_ray.dash_app import sessions
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.board import Board
@@ -28,6 +32,8 @@ from traceml_ray.dash_app.source import SourceError, StoredSource, _attachment
 from traceml_ray.launchers import control
 from traceml_ray.session import Live
 from traceml_ray.spool import read_spool, write_spool
+from traceml_ray.store.kept import Kept, unpack
+from traceml_ray.store.session_file import NONSENSE
 
 SECONDS = 60.0
 MIB = 512
@@ -286,3 +292,27 @@ def test_spools_of_any_kind(tmp_path_factory: pytest.TempPathFactory, data: st.D
     with bounded(mib=8):
         assert sum(map(len, read_spool(folder / "a.spool"))) <= (folder / "a.spool").stat().st_size
     shutil.rmtree(folder)
+
+
+def folded(steps: range) -> list[RankRows]:
+    keys = np.array([step << 8 for step in steps])
+    rows = np.random.default_rng(1).gamma(20, 1e5, (2, len(keys), 6)).astype(np.int64)
+    return [RankRows(rank, "host", keys, np.zeros(len(keys), np.uint8), rows[rank]) for rank in range(2)]
+
+
+def kept() -> bytes:
+    reduced = Kept(folded(range(200)), Thresholds(), None)
+    reduced.add(folded(range(200)), 1000, 2, ())
+    return zlib.decompress(reduced.pack())
+
+
+@fuzz()
+@given(mutated(kept(), BOMBS))
+def test_what_is_kept_of_folded_rows_is_used_or_refused(data: bytes) -> None:
+    with bounded(SECONDS), limited(MIB):
+        found = unpack(zlib.compress(data), folded(range(1)))
+        with contextlib.suppress(*NONSENSE):
+            if found is not None:
+                found.add(folded(range(200, 400)), 1000, 2, ())
+                found.running.replay.done().whole()
+                found.running.tally.summary()

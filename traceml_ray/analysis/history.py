@@ -327,7 +327,7 @@ class Replay:
             end = self._due - before
             self._run.update(window.take(slice(edges[max(0, end - self._limits.window_steps)], edges[end])))
             self._judged = self._due
-            self._due += max(self._limits.stride_steps, -(-max(self._steps, self._due) // _MAX_WINDOWS))
+            self._due += max(1, self._limits.stride_steps, -(-max(self._steps, self._due) // _MAX_WINDOWS))
         self._tail = window.last(self._limits.window_steps)
 
     def done(self) -> RunJudge:

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-MAX_BYTES = 1 << 28
-"""Of what `unpack` makes, each array by itself."""
+MAX_BYTES = 1 << 27
+"""Of what `unpack` makes: of the arrays together, and of all the rest."""
 _DTYPES = ("<i8", "<f8", "<u4", "|u1", "|b1")
 _SPARSE = 1024
 """Arrays of more items than this are kept as those that are not 0, where these are few."""
@@ -47,7 +47,7 @@ class Packer:
         form, plain = msgspec.msgpack.decode(body)
         if form != self._form:
             raise ValueError(f"form {form}, not {self._form}")
-        return self._whole(plain)
+        return self._whole(plain, [MAX_BYTES])
 
     def _plain(self, value: Any) -> Any:
         kind = type(value).__name__
@@ -70,23 +70,24 @@ class Packer:
         names = [field.name for field in fields(value)] if is_dataclass(value) else list(vars(value))
         return kind, {name: self._plain(getattr(value, name)) for name in names}
 
-    def _whole(self, plain: Any) -> Any:
+    def _whole(self, plain: Any, room: list[int]) -> Any:
         if not isinstance(plain, list):
             return plain
         kind, *rest = plain
         if kind in _LISTS:
-            return _LISTS[kind](self._whole(each) for each in rest[0])
+            return _LISTS[kind](self._whole(each, room) for each in rest[0])
         if kind in _DICTS:
-            return _DICTS[kind]({self._whole(key): self._whole(each) for key, each in rest[0]})
+            return _DICTS[kind]({self._whole(key, room): self._whole(each, room) for key, each in rest[0]})
         if kind == "deque":
-            return deque((self._whole(each) for each in rest[1]), maxlen=rest[0])
+            return deque((self._whole(each, room) for each in rest[1]), maxlen=rest[0])
         if kind in ("array", "sparse"):
-            return _to_array(kind, *rest)
+            room[0] -= math.prod(rest[1]) * 8
+            return _to_array(kind, room[0], *rest)
         which = self._classes[kind]
         if issubclass(which, msgspec.Struct):
             return msgspec.convert(rest[0], which)
         whole = object.__new__(which)
-        vars(whole).update((name, self._whole(each)) for name, each in rest[0].items())
+        vars(whole).update((name, self._whole(each, room)) for name, each in rest[0].items())
         return whole
 
 
@@ -103,9 +104,9 @@ def _from_array(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
 
 
 def _to_array(
-    kind: str, dtype: str, shape: list[int], values: bytes, places: bytes = b""
+    kind: str, room: int, dtype: str, shape: list[int], values: bytes, places: bytes = b""
 ) -> np.ndarray[Any, Any]:
-    if dtype not in _DTYPES or math.prod(shape) * np.dtype(dtype).itemsize > MAX_BYTES:
+    if dtype not in _DTYPES or room < 0 or min(shape, default=0) < 0:
         raise ValueError("no array of ours")
     if kind == "array":
         return np.frombuffer(values, dtype).reshape(shape).copy()
