@@ -189,11 +189,15 @@ def _others(others: Sequence[Place]) -> str:
         doing = _doing(place) if place.waits else f"is in {place.where or _standing(place)}"
         alike[doing] = alike.get(doing, 0) + 1
     doing, count = max(alike.items(), key=lambda item: item[1])
-    if count == len(others):
-        if count == 1:
-            return f"the other one {doing}"
-        return f"the other {count:,} {doing.replace('waits', 'wait', 1)}"
-    return f"of the other {len(others):,}, {count:,} {doing.replace('waits', 'wait', 1)}"
+    if len(others) == 1:
+        return f"the other one {doing}"
+    verb, _, rest = doing.partition(" ")
+    doing = doing if count == 1 else f"{_PLURAL[verb]} {rest}"
+    which = f"the other {count:,}" if count == len(others) else f"of the other {len(others):,}, {count:,}"
+    return f"{which} {doing}"
+
+
+_PLURAL = {"waits": "wait", "is": "are"}
 
 
 def _next(odd: Sequence[Place], stalled: bool) -> str:
