@@ -149,6 +149,7 @@ class Run:
             "OMP_NUM_THREADS": "1",
             "HOME": str(folder / "home"),
             "TRACEML_INTERVAL": "0.2",
+            "TRACEML_NICE": "0",  # a fault waits for a monitor that is up
             "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
