@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from unit.sample_windows import of_ms, streams, synced, window
 
 from traceml_ray.analysis.history import RunJudge, judge_run
@@ -268,6 +270,84 @@ def test_steps_that_nobody_judged_count_as_long_as_those_that_were():
     full, _ = live(d)
     assert episode.cost_s == pytest.approx(full.episodes.episodes[0].cost_s, rel=0.15)
     assert run.episodes.clock.now_ns == pytest.approx(full.episodes.clock.now_ns, rel=0.1)
+
+
+def stalled(steps, step_ms, *stalls, ranks=4, noise=0.03, seed=0):
+    """Rows of a healthy run in which `stalls` (step, rank, stage, seconds) made single steps longer."""
+    random = np.random.default_rng(seed)
+    local = step_ms * 1e6 * np.array([0.1, 0.1, 0.05, 0.25, 0.5]) * np.ones((steps, ranks, 1))
+    local *= np.clip(random.normal(1, noise, local.shape), 0.5, 2)
+    for step, rank, stage, seconds in stalls:
+        local[step, rank, stage] += seconds * 1e9
+    return synced(local.astype(np.int64), np.full(steps, EXCHANGE))
+
+
+def counted_s(run):
+    """What all episodes and all that was brief cost."""
+    run.episodes.close()
+    return run.episodes.lost_s + run.episodes.brief.cost_s
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "stalls", "brief"),
+    [
+        (100, [(200, 0, DATA, 5.0)], 1),
+        (1000, [(step, 0, DATA, 3.0) for step in range(100, 104)], 1),
+    ],
+)
+def test_late_steps_are_counted_once_however_long_the_window_shows_them(step_ms, stalls, brief):
+    d = stalled(400, step_ms, *stalls)
+    for run in (live(d)[0], live(d, every_s=3)[0], judge_run(streams(d), 4)):
+        run.episodes.close()
+        assert (len(run.episodes.episodes), run.episodes.brief.count) == (0, brief)
+        assert run.episodes.brief.cost_s == pytest.approx(sum(each[3] for each in stalls), rel=0.06)
+
+
+def test_an_episode_that_is_over_is_not_counted_again():
+    d = stalled(200, 1000, *[(step, 0, DATA, 0.6) for step in range(100, 115)])
+    for run in (live(d)[0], judge_run(streams(d), 4)):
+        assert len(run.episodes.episodes) == 1
+        assert counted_s(run) == pytest.approx(9, rel=0.06)
+
+
+def test_a_judge_that_goes_on_does_not_count_what_another_counted():
+    d = stalled(400, 100, (200, 0, DATA, 5.0))
+    first, second, whole = live(d[:235])[0], RunJudge(), window(d)
+    assert first.episodes.brief.count == 1
+    second.resume(json.loads(json.dumps(first.state())))
+    for end in range(236, 401, 5):
+        second.update(whole.take(slice(end - 200, end)))
+    assert counted_s(second) == pytest.approx(5, rel=0.06)
+
+
+def test_a_stall_of_one_step_now_and_then_names_nobody():
+    for first in (100, 103, 107):
+        d = stalled(600, 50, *[(step, 0, DATA, 2.5) for step in range(first, 600, 60)])
+        for every_s in (0.35, 1.0):
+            run, said = live(d, every_s=every_s)
+            assert named(said) == set()
+            assert counted_s(run) <= 1.05 * 2.5 * len(range(first, 600, 60))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(40, 290),
+            st.integers(0, 3),
+            st.sampled_from([DATA, FORWARD, BACKWARD]),
+            st.floats(0.2, 6),
+        ),
+        max_size=12,
+    ),
+    st.sampled_from([50, 200, 1000]),
+    st.sampled_from([0.3, 1.0, 3.0]),
+)
+def test_no_late_step_is_counted_twice(stalls, step_ms, every_s):
+    d = stalled(300, step_ms, *stalls)
+    at_most = sum(each[3] for each in stalls) + 0.05 * 300 * step_ms / 1e3
+    for run in (live(d, every_s=every_s)[0], judge_run(streams(d), 4)):
+        assert counted_s(run) <= at_most
 
 
 def test_a_second_stage_that_shows_now_and_then_does_not_change_the_name():

@@ -16,7 +16,16 @@ import numpy as np
 from traceml_ray.analysis import wording
 from traceml_ray.analysis.evidence import Evidence
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.track import MAX_LEVELS, Clock, Episode, Track, kind_of, level_of
+from traceml_ray.analysis.track import (
+    MAX_LEVELS,
+    Clock,
+    Episode,
+    Track,
+    kind_of,
+    late_from,
+    level_of,
+    overlap,
+)
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Float, Window
 
@@ -40,6 +49,7 @@ _KEPT: dict[str, Any] = {
     "_over": list[Episode],
     "_calm": Verdict | None,
     "_judged_to": int | None,
+    "_counted": list[tuple[Verdict, int]],
 }
 
 
@@ -70,6 +80,8 @@ class Episodes:
         self._judged_to: int | None = None
         self._before: int | None = None
         """The last step of the window judged last, and of the one before that."""
+        self._counted: list[tuple[Verdict, int]] = []
+        """What is over, named or not, and its last late step: windows go on showing these steps."""
         self._interrupted = False
         """Too little is seen to say whether what is named goes on."""
 
@@ -145,22 +157,32 @@ class Episodes:
             elif counts:
                 track.missed += 1
         if found is not None and not any(track.is_found(found) for track in self._tracks()):
-            shown = True
-            track = self._begin(found, evidence)
-            track.seen = track.exact = 1
-            track.levels += [level_of(evidence)] * full
-            self._candidates.append(track)
+            begun = self._begin(found, evidence)
+            if begun is not None:
+                shown = True
+                begun.seen = begun.exact = 1
+                begun.levels += [level_of(evidence)] * full
+                self._candidates.append(begun)
         if full and not shown and self._named is None:
             self._weather.append(level_of(evidence))
         self._forget()
 
-    def _begin(self, found: Verdict, evidence: Evidence) -> Track:
-        """Follow what has not been found before, from its first late step on."""
+    def _begin(self, found: Verdict, evidence: Evidence) -> Track | None:
+        """
+        Follow what has not been found before, from its first late step on.
+
+        None where a window shows it only by steps that are counted already.
+        """
         first, last = int(self.clock.steps[0]), int(self.clock.steps[-1])
-        began = max(found.from_step or 0, first)
-        if self._judged_to is not None and began == first:
-            began = max(began, min(self._judged_to + 1, last))
-        track = Track(found, began, self.clock.begin_ns(began))
+        self._counted = [each for each in self._counted if each[1] >= first]
+        counted_to = max((to for other, to in self._counted if overlap(other, found)), default=-1)
+        least = max(found.from_step or 0, first, counted_to + 1)
+        if self._judged_to is not None and least == first:
+            least = max(least, self._judged_to + 1)
+        late = late_from(least, found, evidence, self._limits if counted_to >= first else None)
+        if late is None:
+            return None
+        track = Track(found, late, self.clock.begin_ns(late))
         track.found, track.found_ns = last, self.clock.now_ns
         track.extend(evidence, self.clock, found)
         return track
@@ -177,9 +199,10 @@ class Episodes:
     def _drop(self, track: Track) -> None:
         """Forget what was not named; of several that say nearly the same the costliest counts."""
         self._candidates.remove(track)
+        self._counted.append((track.verdict, track.last))
         self._weather.extend(track.levels)
         cost_ns = max(track.cost_ns, track.outlived_ns)
-        alike = [other for other in self._tracks() if other.supports(track.verdict)]
+        alike = [other for other in self._tracks() if overlap(other.verdict, track.verdict)]
         for other in alike:
             other.outlived_ns = max(other.outlived_ns, cost_ns)
         if not alike:
@@ -196,14 +219,20 @@ class Episodes:
             if track.is_found(verdict) and 2 * track.exact >= track.seen and self._worth(track):
                 if not self._replaces(track):
                     continue
-                if self._named is not None:
-                    self._named.cut(track.began)
-                    self._end(self._named)
                 self._candidates.remove(track)
+                if self._named is not None:
+                    self._give_way(self._named, track)
                 self._candidates = [each for each in self._candidates if not each.supports(track.verdict)]
                 self._named, self.since = track, track.began
                 track.found, track.found_ns = int(self.clock.steps[-1]), self.clock.now_ns
                 return
+
+    def _give_way(self, named: Track, track: Track) -> None:
+        """End what is named for `track`, which counts the steps that it explains better."""
+        if overlap(named.verdict, track.verdict):
+            named.cut(track.began)
+        if named.cost_ns:
+            self._end(named)
 
     def _replaces(self, track: Track) -> bool:
         """Whether `track` may be named: for what says nearly the same only when found for as long."""
@@ -228,6 +257,8 @@ class Episodes:
 
     def _end(self, track: Track) -> None:
         self._over.append(track.episode(goes_on=False))
+        self._counted.append((track.verdict, track.last))
+        self._candidates = [each for each in self._candidates if not overlap(each.verdict, track.verdict)]
         self.since = track.last + 1
         self._named = None
         if len(self._over) > _MAX_EPISODES:

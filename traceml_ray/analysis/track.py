@@ -169,7 +169,9 @@ class Track:
         new = since & (steps > self._counted_to)
         if not new.any():
             return
-        late = steps[since & late_steps(waited.astype(np.float64))]
+        if not self._pieces:
+            self._pieces.append((self.last, self.last_ns, self.cost_ns))
+        late = steps[since & late_steps(np.where(since, waited, 0).astype(np.float64))]
         if len(late):
             self.last, self.last_ns = int(late[-1]), clock.end_ns(int(late[-1]))
         if self._counted_to >= 0 and clock.skipped_ns:
@@ -244,6 +246,31 @@ def waited_ns(verdict: Verdict, evidence: Evidence) -> Int64:
     places = tuple(_places(verdict, window))
     causes = [Cause(STAGES.index(stage), places) for stage in verdict.stages]
     return window.by_step(evidence.waited_ns(*causes))
+
+
+def overlap(one: Verdict, other: Verdict) -> bool:
+    """Whether a step may be late by both, so that only one of them counts it."""
+    if "group_wide" in (one.label, other.label):
+        return one.label == other.label
+    alike = not one.ranks or not other.ranks or not set(one.ranks).isdisjoint(other.ranks)
+    return alike and not set(one.stages).isdisjoint(other.stages)
+
+
+def late_from(step: int, found: Verdict, evidence: Evidence, rest: Thresholds | None) -> int | None:
+    """
+    Return the first step from `step` on that is late by `found`, None without any.
+
+    With `rest` given, the steps from there on must show it by themselves: cost `min_excess` of their time.
+    """
+    window = evidence.window
+    since = window.steps >= step
+    waited = np.where(since, waited_ns(found, evidence), 0)
+    if rest is not None:
+        total_ns = window.by_step(evidence.frontier.exposed.sum(axis=1))[since].sum()
+        if waited.sum() < rest.min_excess * total_ns:
+            return None
+    late = window.steps[since & late_steps(waited.astype(np.float64))]
+    return int(late[0]) if len(late) else None
 
 
 def level_of(evidence: Evidence) -> Float:
