@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
+import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 from integration import loops
@@ -144,11 +147,201 @@ def test_a_callback_raises_nothing_and_is_nothing_where_nobody_watches(
     assert (Marks().step(1), Marks().figures(), Marks().begin("x")) == (None, None, None)
 
 
-def test_hugging_faces_trainer_logs_the_verdict(job: Any, tmp_path: Path) -> None:
+# -- as a framework calls them, where there is none ----------------------------------------------------
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return what puts a module in the place of a framework's and loads the adapter made for it."""
+
+    def load(adapter: str, **modules: dict[str, Any]) -> Any:
+        for name, names in modules.items():
+            module = ModuleType(name.replace("__", "."))
+            module.__dict__.update(names)
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        place = f"traceml_ray.adapters.{adapter}"
+        monkeypatch.delitem(sys.modules, place, raising=False)
+        found = import_module(place)
+        del sys.modules[place]
+        return found
+
+    return load
+
+
+class HuggingFace:
+    """A Trainer: what it logs is handed to each callback, and of two logs the same object is returned."""
+
+    def __init__(self, *callbacks: Any) -> None:
+        self.callbacks = list(callbacks)
+        self.state = SimpleNamespace(global_step=0, epoch=0.0, log_history=[], is_world_process_zero=True)
+
+    def call_event(self, event: str, **keywords: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, event)(None, self.state, SimpleNamespace(should_save=False), **keywords)
+
+    def log(self, logs: dict[str, float]) -> dict[str, float]:
+        logs["epoch"] = self.state.epoch
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.call_event("on_log", logs=logs)
+        return logs
+
+    def train(self) -> dict[str, float]:
+        self.call_event("on_train_begin")
+        self.state.global_step += 1
+        self.log({"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1})
+        return self.log({"train_runtime": 1.0, "train_loss": 1.0})
+
+    def evaluate(self, prefix: str = "eval") -> dict[str, float]:
+        return self.log({f"{prefix}_loss": 0.5})
+
+
+class Silent:
+    """A callback that does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+class Report(Silent):
+    """`report_to`."""
+
+    def __init__(self) -> None:
+        self.rows: list[set[str]] = []
+
+    def on_log(self, *_: Any, logs: Any, **__: Any) -> None:
+        self.rows.append(set(logs))
+
+
+@pytest.fixture
+def hugging_face(stand_in: Any) -> Any:
+    found = stand_in(
+        "huggingface",
+        transformers={"TrainerCallback": object, "DefaultFlowCallback": Silent},
+        transformers__utils={"logging": SimpleNamespace(get_logger=logging.getLogger)},
+    )
+    return found.TraceMLTrainerCallback
+
+
+def test_what_a_trainer_returns_is_the_same_with_the_callback(job: Any, hugging_face: Any) -> None:
+    job.agent.verdict = VERDICT
+    plain, report = HuggingFace(), Report()
+    watched = HuggingFace(Silent(), report, hugging_face())
+    assert watched.train() == plain.train()
+    for prefix in ("eval", "test", "valid"):
+        assert watched.evaluate(prefix) == plain.evaluate(prefix)
+    assert [any(key.startswith("traceml/") for key in row) for row in watched.state.log_history] == [
+        *(True, False, False, False, False)
+    ], "no more than the log of the step"
+    assert "traceml/late_rank" in report.rows[0], "the callbacks that report are given it"
+    assert "traceml/late_rank" not in set().union(*report.rows[1:])
+    assert not job.instrumentation.errors
+
+
+def test_a_callback_raises_nothing_into_hugging_faces_trainer(
+    job: Any, hugging_face: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unequal(Silent):
+        def __eq__(self, other: object) -> bool:
+            raise RuntimeError("compared")
+
+        __hash__ = None  # type: ignore[assignment]
+
+    watched = HuggingFace(Unequal(), hugging_face())
+    watched.call_event("on_train_begin")
+    watched.state.log_history = None
+    job.agent.verdict = VERDICT
+    watched.call_event("on_log", logs=SimpleNamespace())
+    del watched.state.global_step
+    watched.call_event("on_step_end")
+    assert dict(job.instrumentation.errors) == {"adapter: RuntimeError": 1, "adapter: AttributeError": 1}
+    monkeypatch.setattr(bootstrap, "_agent", None)
+    watched.call_event("on_step_end")
+    watched.call_event("on_train_begin")
+
+
+class Lightning:
+    """A Trainer as a callback sees it: it logs every second step, and `log_dict` can be refused."""
+
+    log_every_n_steps = 2
+    is_global_zero, current_epoch = True, 0
+
+    def __init__(self, *loggers: Any) -> None:
+        self.global_step, self.loggers, self.rows = 0, [*loggers, self], []  # type: ignore[var-annotated]
+        self.fit_loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0))
+
+    @property
+    def _logger_connector(self) -> Any:
+        stepped = self.fit_loop.epoch_loop._batches_that_stepped
+        return SimpleNamespace(should_update_logs=(stepped + 1) % self.log_every_n_steps == 0)
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.rows.append((step, metrics))
+
+    def log_dict(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("not with `training_step(dataloader_iter)`")
+
+    def fit(self, callback: Any, batches: int, accumulate: int = 2) -> None:
+        callback.on_train_start(self, self)
+        callback.on_train_epoch_start(self, self)
+        for batch in range(1, batches + 1):
+            self.global_step += batch % accumulate == 0
+            callback.on_train_batch_end(self, self, None, None, batch)
+            self.fit_loop.epoch_loop._batches_that_stepped = self.global_step
+
+
+@pytest.fixture
+def lightning(stand_in: Any) -> Any:
+    def refuse(_: str) -> None:
+        raise UserWarning("warnings are errors here")
+
+    names = {"Callback": object, "utilities": SimpleNamespace(rank_zero_warn=lambda _: None)}
+    found = stand_in("lightning", lightning={}, lightning__pytorch=names)
+    found.refuse = refuse
+    return found
+
+
+def test_the_verdict_is_logged_when_lightning_logs_and_without_tensors(job: Any, lightning: Any) -> None:
+    job.agent.verdict = VERDICT
+    trainer = Lightning()
+    trainer.fit(lightning.TraceMLCallback(), 16)
+    assert [step for step, _ in trainer.rows] == [1, 3, 5, 7], "of 8 steps every second"
+    assert trainer.rows[-1][1]["traceml/micro_batches"] == 2.0
+    assert {type(value) for _, metrics in trainer.rows for value in metrics.values()} == {float}
+    assert not job.instrumentation.errors
+
+
+def test_a_callback_raises_nothing_into_lightnings_trainer(
+    job: Any, lightning: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.agent.verdict = VERDICT
+    trainer = Lightning(SimpleNamespace())  # a logger that cannot log
+    callback = lightning.TraceMLCallback()
+    trainer.fit(callback, 4)
+    assert len(trainer.rows) == 1, "the other logger can"
+    assert dict(job.instrumentation.errors) == {"adapter: AttributeError": 1}
+    monkeypatch.setattr(lightning._lightning.utilities, "rank_zero_warn", lightning.refuse)
+    Lightning().fit(lightning.TraceMLCallback(), 2)
+    assert job.instrumentation.errors["adapter: UserWarning"] == 1
+    monkeypatch.setattr(bootstrap, "_agent", None)
+    callback.on_train_batch_end(None, None)
+    callback.on_train_start(None, None)
+
+
+def test_lightnings_callback_is_there_also_where_only_its_old_name_is_installed(
+    stand_in: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lightning", None)
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    old: dict[str, Any] = {"Callback": object}
+    assert stand_in("lightning", pytorch_lightning=old)._lightning.__name__ == "pytorch_lightning"
+
+
+# -- with the frameworks themselves ---------------------------------------------------------------------
+
+
+def hugging_faces_trainer(tmp_path: Path, callbacks: list[Any]) -> Any:
     transformers = pytest.importorskip("transformers")
     import torch
-
-    import traceml_ray
 
     class Net(torch.nn.Linear):
         def forward(self, x: Any = None, labels: Any = None) -> Any:
@@ -168,23 +361,32 @@ def test_hugging_faces_trainer_logs_the_verdict(job: Any, tmp_path: Path) -> Non
         save_steps=4,
         eval_strategy="epoch",
     )
-    trainer = transformers.Trainer(
-        Net(8, 1),
-        arguments,
-        train_dataset=data,
-        eval_dataset=data,
-        callbacks=[traceml_ray.TraceMLTrainerCallback()],
+    return transformers.Trainer(
+        Net(8, 1), arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks
     )
+
+
+def test_hugging_faces_trainer_logs_the_verdict(job: Any, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    import traceml_ray
+
+    plain = hugging_faces_trainer(tmp_path / "plain", [])
+    without = [plain.train().metrics, plain.evaluate()]
+    numbers, job.told[:] = job.recorder.open_stage().step, []
+    trainer = hugging_faces_trainer(tmp_path, [traceml_ray.TraceMLTrainerCallback()])
     job.agent.verdict = VERDICT
-    trainer.train()
-    assert trainer.state.log_history[0]["traceml/late_rank"] == 1.0
-    assert trainer.state.log_history[-1]["traceml/micro_batches"] == 2.0
+    result = [trainer.train().metrics, trainer.evaluate()]
+    assert [list(each) for each in result] == [list(each) for each in without]
+    logged = trainer.state.log_history
+    assert {"traceml/late_rank" in row for row in logged if "learning_rate" in row} == {True}
+    assert not any("traceml/late_rank" in row for row in logged if "learning_rate" not in row)
+    assert [row for row in logged if "learning_rate" in row][-1]["traceml/micro_batches"] == 2.0
     assert (
         "traceml/step_ms"
         in json.loads((tmp_path / "checkpoint-12/trainer_state.json").read_text())["log_history"][0]
     )
     job.recorder.finish()
-    assert [row["step"] for row in job.rows()] == list(range(trainer.state.global_step))
+    assert [row["step"] for row in job.rows()] == list(range(numbers + trainer.state.global_step))
     found = [*job.details.collect(), *job.details.collect()]
     assert {CHECKPOINT, EVALUATION} <= {each.name for each in found}
     assert [event.message for event in job.told] == ["epoch 1 begins", "epoch 2 begins"]
@@ -211,6 +413,13 @@ def test_lightnings_trainer_logs_the_verdict(job: Any, tmp_path: Path) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
+    class Log(lightning.loggers.logger.DummyLogger):  # type: ignore[misc, name-defined]
+        rows: ClassVar[list[Any]] = []
+
+        def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+            if "traceml/late_rank" in metrics:
+                self.rows.append((step, metrics))
+
     job.agent.verdict = VERDICT
     loader = torch.utils.data.DataLoader(torch.ones(16, 8), batch_size=2)
     trainer = lightning.Trainer(
@@ -221,13 +430,15 @@ def test_lightnings_trainer_logs_the_verdict(job: Any, tmp_path: Path) -> None:
         log_every_n_steps=1,
         enable_progress_bar=False,
         default_root_dir=tmp_path,
-        logger=False,
+        logger=Log(),
         callbacks=[traceml_ray.TraceMLCallback()],
     )
     trainer.fit(Net(), loader, loader)
     assert trainer.global_step == 8
-    assert float(trainer.callback_metrics["traceml/late_rank"]) == 1.0
-    assert float(trainer.callback_metrics["traceml/micro_batches"]) == 2.0
+    assert trainer.callback_metrics == {}, "what it returns is what it was"
+    assert [step for step, _ in Log.rows] == list(range(8))
+    assert Log.rows[-1][1]["traceml/late_rank"] == 1.0
+    assert Log.rows[-1][1]["traceml/micro_batches"] == 2.0
     job.recorder.finish()
     assert [row["step"] for row in job.rows()] == list(range(8))
     found = [*job.details.collect(), *job.details.collect()]

@@ -6,10 +6,14 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from traceml_ray.adapters.marks import EVALUATION, Marks
+from traceml_ray.adapters.marks import EVALUATION, Marks, hook
 
-_USED = "pytorch_lightning" if "pytorch_lightning" in sys.modules else "lightning.pytorch"
-_lightning: Any = import_module(_USED)
+_OLD, _NEW = "pytorch_lightning", "lightning.pytorch"
+_lightning: Any
+try:
+    _lightning = import_module(_OLD if _OLD in sys.modules else _NEW)
+except ModuleNotFoundError:
+    _lightning = import_module(_OLD)
 
 
 class TraceMLCallback(_lightning.Callback):  # type: ignore[misc]
@@ -22,32 +26,42 @@ class TraceMLCallback(_lightning.Callback):  # type: ignore[misc]
     def __init__(self) -> None:
         self._marks = Marks()
 
+    @hook
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Count on from a checkpoint."""
         self._marks.step(trainer.global_step)
 
+    @hook
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Note it in the run."""
         if trainer.is_global_zero:
             self._marks.epoch(trainer.current_epoch + 1, trainer.global_step)
 
+    @hook
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Count a micro-batch, and the step where it ends one; log the verdict."""
+        """Count a micro-batch, and the step where it ends one; log the verdict where Lightning logs."""
         self._marks.micro_batch()
-        if trainer.fit_loop._should_accumulate():
+        if not self._marks.step(trainer.global_step):
             return
-        self._marks.step(trainer.global_step)
-        figures = self._marks.figures()
-        if figures:
-            pl_module.log_dict(figures, on_step=True, on_epoch=False, rank_zero_only=True)
         news = self._marks.news()
         if news is not None:
             _lightning.utilities.rank_zero_warn(news)
+        # Not by `log_dict`: that makes tensors on the device, and metrics that only rank 0 has.
+        figures = self._marks.figures()
+        if figures and trainer._logger_connector.should_update_logs:
+            for logger in trainer.loggers:
+                self._log(logger, figures, trainer.fit_loop.epoch_loop._batches_that_stepped)
 
+    @hook
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin the span."""
         self._marks.begin(EVALUATION)
 
+    @hook
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """End it."""
         self._marks.end(EVALUATION)
+
+    @hook
+    def _log(self, logger: Any, figures: dict[str, float], step: int) -> None:
+        logger.log_metrics(dict(figures), step=step)

@@ -16,6 +16,7 @@ EVALUATION, CHECKPOINT = "evaluation", "checkpoint"
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def quietly(method: Callable[Concatenate[Any, RankAgent, P], R]) -> Callable[Concatenate[Any, P], R | None]:
@@ -35,6 +36,16 @@ def quietly(method: Callable[Concatenate[Any, RankAgent, P], R]) -> Callable[Con
     return call  # type: ignore[return-value]
 
 
+def hook(method: Method) -> Method:
+    """Keep a callback's method out of processes that are not watched, and what goes wrong in it, too."""
+
+    @functools.wraps(method)
+    def call(self: Any, _agent: RankAgent, *args: Any, **kwargs: Any) -> Any:
+        return method(self, *args, **kwargs)
+
+    return quietly(call)  # type: ignore[return-value]
+
+
 class Marks:
     """Of one callback. Every method does nothing in a process that is not watched, and raises nothing."""
 
@@ -45,13 +56,20 @@ class Marks:
         self._why = ""
 
     @quietly
-    def step(self, agent: RankAgent, done: int) -> None:
-        """Say that so many steps are done, as the framework counts them, with those before a checkpoint."""
-        if done not in (self._done, self._done + 1):  # else the marks have counted it
+    def step(self, agent: RankAgent, done: int) -> bool:
+        """
+        Say that so many steps are done, as the framework counts them, with those before a checkpoint.
+
+        Returns whether that is news: else the micro-batch was one of several.
+        """
+        if done == self._done:
+            return False
+        if done != self._done + 1:  # else the marks have counted it
             agent.recorder.number(done)
         self._done = done
         if self._micro:
             self._per_step, self._micro = self._micro, 0
+        return True
 
     @quietly
     def micro_batch(self, agent: RankAgent) -> None:
