@@ -295,7 +295,7 @@ def test_what_is_kept_of_judging_and_cannot_be_used_is_counted(tmp_path: Path, c
     for _ in range(20):
         aggregator.ingest(relay.message(*(rank.batch(10) for rank in ranks)))
         aggregator.judge()
-    aggregator._writer.set_meta(judging={"job": {"attempt": 0, "state": {"episodes": 1}}})
+    aggregator._writer.set_meta(judging={"job": {"which": [0, 0], "state": {"episodes": 1}}})
     aggregator.commit()
     restarted = aggregation(tmp_path, clock)
     restarted.judge()

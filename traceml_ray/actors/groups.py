@@ -8,29 +8,36 @@ import msgspec
 
 from traceml_ray.identity import RankIdentity
 from traceml_ray.store.nodes import node_key
-from traceml_ray.store.streams import Stream
+from traceml_ray.store.runs import by_run
+from traceml_ray.store.streams import NUMBERED, Stream, generations
 
-SOURCE = "ray"
+SOURCE = NUMBERED
 
 
 class Groups:
     """
     One group for each run; `streams` are those that have been numbered before (the aggregator was
-    restarted). Nodes are numbered as they appear, too, and the ranks on a node.
+    restarted). Nodes are numbered as they appear, too, and the ranks on a node. Where all of a group have
+    ended, who comes next begins another, from rank 0.
     """
 
     def __init__(self, streams: Iterable[Stream]) -> None:
         self._groups: dict[str, _Group] = {}
-        for stream in streams:
-            if stream.identity is not None and stream.identity.source == SOURCE:
-                self._groups.setdefault(stream.identity.job_id, _Group()).add(stream, stream.identity)
+        for run, known in by_run(streams).items():
+            for stream in generations(known)[-1]:
+                if stream.identity is not None and stream.identity.source == SOURCE:
+                    self._groups.setdefault(run, _Group()).add(stream, stream.identity)
 
     def number(self, stream: Stream, said: RankIdentity) -> RankIdentity:
         """
         Return `said` with the rank of this process: the one it has, else that of an actor of the same
         name that has ended, else the next. `said.node_id` is known where it can be.
         """
-        return self._groups.setdefault(said.job_id, _Group()).number(stream, said)
+        group, before = self._groups.get(said.job_id), stream.identity
+        known = before is not None and (before.source, before.job_id) == (SOURCE, said.job_id)
+        if group is None or (group.over and not known):
+            group = self._groups[said.job_id] = _Group()
+        return group.number(stream, said)
 
     def grown(self) -> Iterable[tuple[Stream, RankIdentity]]:
         """Yield the streams whose identity is out of date since their group has grown, with the new one."""
@@ -46,6 +53,11 @@ class _Group:
         self._nodes: dict[str, tuple[int, int]] = {}
         """By node: its number, and how many ranks have been there."""
         self._changed = False
+
+    @property
+    def over(self) -> bool:
+        """Whether all have ended."""
+        return all(stream.ended for stream in self._streams)
 
     def add(self, stream: Stream, identity: RankIdentity) -> None:
         """Take in a stream that is numbered; `identity` is, or will be, that of the stream."""

@@ -25,11 +25,14 @@ class Histories:
         self._errors = errors
         self._kept: dict[str, tuple[object, int]] = {}
 
-    def resume(self, run: str, attempt: int, judge: RunJudge) -> RunJudge | None:
-        """Return `judge` gone on from what was kept of that attempt, None where nothing can be used."""
+    def resume(self, run: str, which: tuple[int, int], judge: RunJudge) -> RunJudge | None:
+        """
+        Return `judge` gone on from what was kept of that generation (see `streams.trained`), None where
+        nothing can be used.
+        """
         with self._writer.lock:
             kept: dict[str, Any] = self._writer.meta.get(KEY, {}).get(run, {})
-        if kept.get("attempt") != attempt:
+        if kept.get("which") != [*which]:
             return None
         try:
             judge.resume(kept["state"])
@@ -38,7 +41,7 @@ class Histories:
             return None
         return judge
 
-    def keep(self, run: str, attempt: int, judge: RunJudge) -> None:
+    def keep(self, run: str, which: tuple[int, int], judge: RunJudge) -> None:
         """Keep what was found in `run`, when it is time or something else is found."""
         found, now = judge.episodes.named, self._clock()
         before, at_ns = self._kept.get(run, (None, 0))
@@ -48,7 +51,7 @@ class Histories:
         with self._writer.lock:
             kept = dict(self._writer.meta.get(KEY, {}))
             kept.pop(run, None)
-            kept[run] = {"attempt": attempt, "state": judge.state()}
+            kept[run] = {"which": [*which], "state": judge.state()}
             while len(kept) > MAX_RUNS:
                 del kept[next(iter(kept))]
             self._writer.set_meta(**{KEY: kept})

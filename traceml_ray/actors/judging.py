@@ -26,7 +26,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.store.nodes import stream_labels
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.runs import by_run, newest, with_rows
-from traceml_ray.store.streams import Stream, attempt_of, last_attempt, shown, world_size
+from traceml_ray.store.streams import Stream, generations, shown, trained, world_size
 from traceml_ray.store.writer import SessionWriter
 
 MAX_LIVE = 16
@@ -111,8 +111,8 @@ class LiveJudge:
             self._standstill.note(event)
 
     def _forget_deaths(self, runs: Iterable[list[Stream]], unknown: Sequence[int]) -> None:
-        """Keep what tells of deaths in the last attempt of each run, and of processes not known yet."""
-        last = {stream.id for streams in runs for stream in last_attempt(streams)}.union(unknown)
+        """Keep what tells of deaths in the last generation of each run, and of processes not known yet."""
+        last = {stream.id for streams in runs for stream in generations(streams)[-1]}.union(unknown)
         self._fatal = [event for event in self._fatal if event["stream_id"] in last]
         self._fatal_seen = Counter({who: n for who, n in self._fatal_seen.items() if who[0] in last})
 
@@ -151,7 +151,8 @@ class LiveJudge:
                 limits, Beside(self._writer, self._recent, self._clock, limits.warmup_steps)
             )
         with self._writer.lock:
-            ranks = shown(streams)
+            together, which = trained(streams)
+            ranks = shown(together)
             deadline = self._clock() - int(limits.report_timeout_s * 1e9)
             live = [rank for rank, stream in ranks.items() if _reports(stream, deadline)]
             world = world_size(ranks, None)
@@ -173,16 +174,16 @@ class LiveJudge:
         if not live or seen == state.judged or (hang is not None and hang.lasted_s is None):
             return
         state.judged = seen
-        attempt = attempt_of(ranks[live[0]])
-        if attempt != state.attempt:
+        if which != state.which:
             before = self._baselines.of(run)
-            if before is not None and state.attempt is not None:
-                before = before.elsewhere(f"attempt {state.attempt}")
+            if before is not None and state.which is not None:
+                again = ", before its ranks began anew" if state.which[0] == which[0] else ""
+                before = before.elsewhere(f"attempt {state.which[0]}{again}")
             state.judge = RunJudge(limits, baseline=before)
-            if state.attempt is None:  # of an aggregator that ran before, maybe
-                resumed = self._histories.resume(run, attempt, RunJudge(limits, baseline=before))
+            if state.which is None:  # of an aggregator that ran before, maybe
+                resumed = self._histories.resume(run, which, RunJudge(limits, baseline=before))
                 state.judge = resumed or state.judge
-            state.attempt = attempt
+            state.which = which
         last = min((key for rank in live if (key := ranks[rank].last_key) is not None), default=0)
         rows, least = [], limits.window_steps + limits.stride_steps
         steps = max(least, min(self.tail, MAX_ROWS // len(live)))
@@ -195,7 +196,7 @@ class LiveJudge:
         window = align(rows, expected, missing, last=steps)
         verdict = with_part(state.judge.update(window), window, functools.partial(self._rates, ranks), limits)
         self._baselines.keep(run, state.judge.baseline)
-        self._histories.keep(run, attempt, state.judge)
+        self._histories.keep(run, which, state.judge)
         episodes = state.judge.episodes
         state.history = {"episodes": episodes.episodes[:MAX_EPISODES], "brief": episodes.brief}
         verdict = state.beside.look(verdict, ranks, labels)
@@ -227,7 +228,8 @@ class _LiveRun:
     def __init__(self, limits: Thresholds, beside: Beside) -> None:
         self.judge = RunJudge(limits)
         self.beside = beside
-        self.attempt: int | None = None
+        self.which: tuple[int, int] | None = None
+        """The generation that is judged, see `streams.trained`."""
         self.judged: list[Any] | None = None
         self.stored: tuple[Any, ...] | None = None
         self.verdict: Verdict | None = None

@@ -14,7 +14,7 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import starts_of
 from traceml_ray.settings import Settings
 from traceml_ray.store.recent import Recent
-from traceml_ray.store.streams import Stream, attempt_of
+from traceml_ray.store.streams import Stream, generations
 from traceml_ray.store.writer import SessionWriter
 
 MAX_SAID = 10_000
@@ -108,7 +108,7 @@ class Standstill:
         ):
             return False
         first = ranks[min(ranks)]
-        if any(attempt_of(stream) > attempt_of(first) for stream in streams):
+        if first.id not in {stream.id for stream in generations(streams)[-1]}:
             return False  # it starts again
         return quiet_s >= limits.hang_steps * self._median_s(first)
 

@@ -17,7 +17,7 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.analysis.wording import rank_list
 from traceml_ray.store.nodes import node_key
-from traceml_ray.store.streams import Stream, last_attempt
+from traceml_ray.store.streams import Stream, generations, last_attempt
 from traceml_ray.wire import SEGMENT_BITS, STAGES
 
 ENDED = "process_ended"
@@ -135,10 +135,15 @@ def exit_words(code: int | None) -> str:
 
 
 def deaths(
-    failures: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], streams: Sequence[Stream]
+    failures: Sequence[dict[str, Any]],
+    events: Sequence[dict[str, Any]],
+    streams: Sequence[Stream],
+    failed: bool = False,
 ) -> list[Death]:
     """
-    Return the deaths of the last attempt of a run, first one first.
+    Return the deaths of the last generation of a run (see `streams.generations`), first one first: a process
+    that was replaced is no death of the run. Where that leaves nobody and the run `failed`, the deaths of
+    those that were replaced in the last attempt, unless each only followed from another's.
 
     `failures` are the launcher's (RankFailure as dicts), `events` and `streams` the run's. A death is told by
     an exception, the launcher, or the relay; each gives its time, the most exact counts.
@@ -154,24 +159,36 @@ def deaths(
         for who, failure in told.items()
         if who not in known
     ]
-    for stream in last_attempt(streams):
-        assert stream.identity is not None
-        rank = stream.identity.global_rank
-        failure = told.get((rank, stream.identity.pid))
-        every = own.get(stream.id, [])
-        mine = [event for event in every if event["kind"] != ENDED]
-        seen = next((event for event in reversed(every) if event["kind"] == ENDED), None)
-        lost = bool(mine) if stream.identity.source in _SILENT else stream.lost
-        if not (failure or lost or any(event["kind"] == "exception" for event in mine)):
-            continue
-        raised = [event["message"] for event in mine if event["kind"] == "exception"]
-        message = next(filter(None, [*raised, _said(failure)]), "")
-        ended = seen["data"] if seen else {}
-        code = failure["exit_code"] if failure else _whole(ended, "exit_code")
-        gone = next((event["message"] for event in mine if event["kind"] == "rank_lost"), "")
-        when, kills = _moment(every, failure, stream.last_seen_ns), _whole(ended, "oom_kills") or 0
-        found.append(Death(rank, when, message, code, stream, gone, kills))
+    last = generations(last_attempt(streams))
+    now = list({stream.rank: stream for stream in last[-1]}.values()) if last else []
+    found += filter(None, (_death(stream, own.get(stream.id, []), told) for stream in now))
+    for before in reversed(last) if failed and not found else ():
+        earlier = list(filter(None, (_death(stream, own.get(stream.id, []), told) for stream in before)))
+        if not all(death.consequence for death in earlier):
+            found = earlier
+            break
     return sorted(found, key=lambda death: death.when.t_ns)
+
+
+def _death(
+    stream: Stream, every: list[dict[str, Any]], told: Mapping[tuple[int, int], dict[str, Any]]
+) -> Death | None:
+    """Return how a process died, by `every` event of it and what the launcher `told`; None if it did not."""
+    assert stream.identity is not None
+    rank = stream.identity.global_rank
+    failure = told.get((rank, stream.identity.pid))
+    mine = [event for event in every if event["kind"] != ENDED]
+    seen = next((event for event in reversed(every) if event["kind"] == ENDED), None)
+    lost = bool(mine) if stream.identity.source in _SILENT else stream.lost
+    if not (failure or lost or any(event["kind"] == "exception" for event in mine)):
+        return None
+    raised = [event["message"] for event in mine if event["kind"] == "exception"]
+    message = next(filter(None, [*raised, _said(failure)]), "")
+    ended = seen["data"] if seen else {}
+    code = failure["exit_code"] if failure else _whole(ended, "exit_code")
+    gone = next((event["message"] for event in mine if event["kind"] == "rank_lost"), "")
+    when, kills = _moment(every, failure, stream.last_seen_ns), _whole(ended, "oom_kills") or 0
+    return Death(rank, when, message, code, stream, gone, kills)
 
 
 def _moment(

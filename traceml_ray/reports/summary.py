@@ -122,7 +122,6 @@ def summaries(session: SessionFile, thresholds: Thresholds) -> Iterator[dict[str
 
 def _summary(read: _Read, newest: bool = False) -> dict[str, Any]:
     session, thresholds = read.session, read.thresholds
-    found = deaths(read.failures, read.events, read.streams)
     whole = _whole(read, session.baseline(), newest)
     judged, steps = (whole.judged, whole.steps) if whole else (None, None)
     parts, window = StoredParts(session, read.ranks), whole.window if whole else None
@@ -131,6 +130,7 @@ def _summary(read: _Read, newest: bool = False) -> dict[str, Any]:
         performance = verdict = with_part(performance, window, parts.find, thresholds)
     verdicts = _spans(judged, window, parts, thresholds)
     status = read.run.get("status") or read.meta.get("status")
+    found = deaths(read.failures, read.events, read.streams, failed=status == "failed")
     if found and status not in ("finished", "stopped"):
         verdict = headline(found, lambda death: read.node_of(death.rank), read.ranks, read.world_size)
     stood = hangs(read.session.verdicts()[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from traceml_ray.store.streams import Stream, attempt_of, last_attempt, shown, world_size
+from traceml_ray.store.streams import Stream, attempt_of, generations, shown, world_size
 
 MAX_RUNS = 256
 """Runs of which is kept what was told of them."""
@@ -67,8 +67,8 @@ def status_of(streams: list[Stream], told: Mapping[str, Any], meta: Mapping[str,
     While the session runs, a run of which nobody said how it ended has `ended` when all its ranks have.
     """
     session: str = told.get("status") or meta.get("status", "running")
-    last = last_attempt(streams)
-    return "ended" if session == "running" and last and all(stream.ended for stream in last) else session
+    last = generations(streams)[-1:]
+    return "ended" if session == "running" and last and all(s.ended for s in last[0]) else session
 
 
 def list_runs(

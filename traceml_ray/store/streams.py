@@ -14,6 +14,10 @@ from traceml_ray import wire
 from traceml_ray.identity import MAX_RANKS, RankIdentity
 
 _IDENTITY = RankIdentity.__struct_fields__
+NUMBERED = "ray"
+"""Source of processes of Ray that have no rank of their own: the aggregator numbers those of one run."""
+_LATE_NS = 2_000_000_000
+"""The end of a process may be heard of so much later than the beginning of the next, from another node."""
 
 
 @dataclass
@@ -166,34 +170,90 @@ def last_attempt(streams: Iterable[Stream]) -> list[Stream]:
     return [stream for stream in known if attempt_of(stream) == last]
 
 
+def generations(streams: Iterable[Stream]) -> list[list[Stream]]:
+    """
+    Return the processes of known rank by generation, the oldest first, each in order of `age`: those that
+    began together to train together. `streams` are of one run (see `runs.of_run`).
+
+    An attempt begins one, and so does a restart within an attempt (an elastic launcher's at a change of
+    membership, a second round of actors): a rank comes again when all that there were before are gone.
+    A process that replaces one rank while others go on belongs to them, as do a rank that joins late and one
+    that ended early.
+    """
+    known = sorted((stream for stream in streams if stream.identity is not None), key=age)
+    newest = {(attempt_of(stream), stream.rank): stream.id for stream in known}
+    replaced = {stream.id for stream in known if newest[attempt_of(stream), stream.rank] != stream.id}
+    found: list[list[Stream]] = []
+    ranks: set[int | None] = set()
+    for stream in known:
+        if not found or attempt_of(found[-1][0]) != attempt_of(stream):
+            found.append([])
+            ranks = set()
+        own = found[-1]
+        own.append(stream)
+        if stream.rank in ranks and (at := _restart(own, replaced, -1) or _restart(own, replaced, _LATE_NS)):
+            found[-1:] = [own[:at], own[at:]]
+            ranks = {each.rank for each in own[at:]}
+        ranks.add(stream.rank)
+    return found
+
+
+def _restart(own: list[Stream], replaced: set[int], late_ns: int) -> int:
+    """
+    Return from where on processes (in order of `age`) began after all before them were gone, 0 where that is
+    not so. The last came again: its rank is among those before. The word of an end may be `late_ns` late.
+    """
+    last = own[-1]
+    size = last.identity.world_size if last.identity else 0
+    gone_ns, again = 0, False
+    for at, stream in enumerate(own):
+        if again and gone_ns <= stream.first_seen_ns + late_ns:
+            return at
+        if stream.rank is not None and stream.rank < size:  # others are none of the new job's
+            if not stream.ended and stream.id not in replaced:
+                return 0
+            gone_ns = max(gone_ns, stream.last_seen_ns)
+        again = again or stream.rank == last.rank
+    return 0
+
+
+def trained(streams: Iterable[Stream]) -> tuple[list[Stream], tuple[int, int]]:
+    """
+    Return the last of `generations` that has rows (one that died before its first step says nothing of
+    steps), else the last; and which it is: its attempt, and how many of that came before.
+    """
+    found = generations(streams) or [[]]
+    own = next((own for own in reversed(found) if any(s.stored for s in own)), found[-1])
+    attempts = [attempt_of(each[0]) for each in found if each]
+    at = next(at for at, each in enumerate(found) if each is own)
+    return own, (attempts[at], attempts[:at].count(attempts[at])) if own else (-1, 0)
+
+
 def shown(streams: Iterable[Stream]) -> dict[int, Stream]:
     """
-    Return the stream that stands for each rank, all of one attempt: attempts are never mixed.
-    `streams` are of one run (see `runs.of_run`).
+    Return the stream that stands for each rank, all of one generation (see `trained`): steps of before and
+    after a restart are never mixed. `streams` are of one run (see `runs.of_run`).
 
-    It is the last attempt that has rows (one that died before its first step says nothing of steps);
-    of several processes of a rank, the last that has rows.
+    Of several processes of a rank, it is the last that has rows.
     """
-    known = [stream for stream in streams if stream.identity is not None]
-    trained = [stream for stream in known if stream.stored]
-    attempt = max(map(attempt_of, trained or known), default=-1)
     best: dict[int, Stream] = {}
-    for stream in known:
-        if attempt_of(stream) != attempt or stream.rank is None:
-            continue
-        now = best.get(stream.rank)
-        if now is None or (stream.stored > 0, age(stream)) > (now.stored > 0, age(now)):
+    for stream in trained(streams)[0]:
+        if stream.rank is not None and (
+            stream.stored or stream.rank not in best or not best[stream.rank].stored
+        ):
             best[stream.rank] = stream
     return dict(sorted(best.items()))
 
 
 def world_size(ranks: dict[int, Stream], launched: int | None) -> int:
     """
-    Return the size of the job now: what the ranks of the last attempt say, else how many the
-    launcher launched.
+    Return the size of the job now: what the newest of `ranks` (see `shown`) that has rows says, else how many
+    the launcher launched. Actors that were numbered are as many as there are numbers.
     """
-    said = [(s.identity.attempt, s.identity.world_size) for s in ranks.values() if s.identity]
-    return max(said)[1] if said else min(launched or 0, MAX_RANKS)
+    newest = max(ranks.values(), key=lambda stream: (stream.stored > 0, age(stream)), default=None)
+    if newest is None or newest.identity is None:
+        return min(launched or 0, MAX_RANKS)
+    return max(ranks) + 1 if newest.identity.source == NUMBERED else newest.identity.world_size
 
 
 def age(stream: Stream) -> tuple[int, int, int]:
