@@ -16,7 +16,7 @@ from traceml_ray.analysis.running import Running
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Float, RankRows, Window, align, missing_of
 from traceml_ray.store.kept import Kept, unpack
-from traceml_ray.store.pieces import pieces
+from traceml_ray.store.pieces import Cutter, pieces
 from traceml_ray.store.session_file import NONSENSE, Folded, SessionFile
 from traceml_ray.wire import SEGMENT_BITS
 
@@ -158,7 +158,9 @@ class _Long:
         self._several = -(-stored // MAX_ROWS)
         """Rows that are added up in `Whole.rows`."""
         self._steps: Counter[int] = Counter()
-        self._read = kept.read if kept else 0
+        self._cutter = kept.cutter if kept else Cutter(newest)
+        self._noted = 0
+        """Rows that are in the file."""
         self._first_step = kept.first_step if kept else None
         self._folded_to: dict[int, int] = {}
         """The last key of each process that `kept` is of."""
@@ -166,15 +168,15 @@ class _Long:
 
     def reduced(self, expected: int, missing: Sequence[int], folded: Mapping[int, Folded]) -> Whole:
         """Reduce the rows that are left."""
-        cutter = None
         if self._kept is not None:
-            cutter = self._kept.cutter
             self._folded_to = {stream: int(sums.last_keys.max()) for stream, sums in folded.items()}
-        for piece in pieces(self._session, self._newest, PIECE_ROWS, cutter):
+        for piece in pieces(self._session, self._newest, PIECE_ROWS, self._cutter):
             self._add(piece, align(piece, expected, missing))
+        noted = self._noted
         self._note([own.take(own.keys > self._end) for own in self._newest])  # of ranks that are ahead
-        whole = self._done()
-        whole.add_folded(folded, self._kept.read if self._kept else 0)
+        ahead = self._noted - noted + sum(len(own.keys) for own in self._cutter.waiting.values())
+        whole = self._done(self._cutter.used + ahead)
+        whole.add_folded(folded, whole.read - self._noted)
         return whole
 
     def _add(self, rows: Sequence[RankRows], window: Window) -> None:
@@ -185,7 +187,7 @@ class _Long:
             self._running.replay.expect((self._end >> SEGMENT_BITS) - first + 1)
             self._running.add(window)
 
-    def _done(self) -> Whole:
+    def _done(self, read: int) -> Whole:
         """Return what it comes to."""
         running = self._running
         judged = running.replay.done()
@@ -193,7 +195,7 @@ class _Long:
             judged,
             [own.take(slice(0)).follow(*self._rows[own.rank]) for own in self._newest],
             {own.rank: self._steps[own.rank] for own in self._newest},
-            read=self._read,
+            read=read,
             first_step=self._first_step or 0,
             last_step=max(int(own.keys.max()) for own in self._newest) >> SEGMENT_BITS,
             window=judged.sample(),
@@ -210,7 +212,7 @@ class _Long:
                 own = own.take(own.keys > self._folded_to[own.stream])
             if len(own.keys):
                 self._steps[own.rank] += _steps(own)
-                self._read += len(own.keys)
+                self._noted += len(own.keys)
                 first = int(own.keys[0]) >> SEGMENT_BITS
                 self._first_step = first if self._first_step is None else min(first, self._first_step)
                 starts = np.arange(0, len(own.keys), self._several)

@@ -18,13 +18,22 @@ from traceml_ray.store.pieces import Cutter
 from traceml_ray.store.session_file import NONSENSE
 from traceml_ray.wire import SEGMENT_BITS
 
-FORM = 1
+FORM = 2
 """Of what is in the file; to be raised when one of the classes below means something else by it."""
+MAX_RANKS = 1024
+"""Of a run of more, only the sums are kept: what a report makes of them would take too much memory."""
+WAITING_ROWS = 50_000
+"""Rows of one run that wait for a rank that does not report; more, up to `MAX_WAITING_ROWS`, while they are of"""
+WAITING_NS = 60_000_000_000
+"""less than this of a rank: one relay may be that late."""
+MAX_WAITING_ROWS = 1024 * MAX_RANKS
+MAX_BYTES = MAX_RANKS << 18
+"""Of one run: of a rank 83 kB of histograms, up to 49 kB of sample per row of a step and 58 kB that wait."""
 
 
 class Kept:
     """
-    Folded rows of `streams` (process by rank), `read` in number, from step `first_step` on.
+    Folded rows of `streams` (process by rank), from step `first_step` on.
 
     `cutter` still holds those of steps that not every rank was through, `running` is what the others come to.
     """
@@ -33,17 +42,17 @@ class Kept:
         self.streams = streams_of(rows)
         self.cutter = Cutter(rows)
         self.running = Running(thresholds, baseline)
-        self.read = 0
         self.first_step: int | None = None
 
-    def add(self, found: Sequence[RankRows], most: int, expected: int, missing: Sequence[int]) -> None:
-        """Take the rows that follow; reduce them when there are `most`, see `Cutter.cut` and `align`."""
+    def add(self, found: Sequence[RankRows], expected: int, missing: Sequence[int]) -> None:
+        """Take the rows that follow; reduce those of steps that every rank is through, see `align`."""
         for own in found:
             first = int(own.keys[0]) >> SEGMENT_BITS
             self.first_step = first if self.first_step is None else min(first, self.first_step)
-            self.read += len(own.keys)
         self.cutter.add(found)
-        piece = self.cutter.cut(most)
+        longest = max(self.cutter.waiting.values(), key=lambda own: len(own.keys))
+        most = MAX_WAITING_ROWS if longest.rows.sum() < WAITING_NS else WAITING_ROWS
+        piece = self.cutter.cut(most // 4)
         if piece is not None:
             self.running.add(align(piece, expected, missing))
 
@@ -53,12 +62,15 @@ class Kept:
 
 
 def unpack(data: bytes | None, rows: Sequence[RankRows]) -> Kept | None:
-    """Return what was packed, None where that is not of the processes of `rows`, or of another version."""
+    """
+    Return what was packed, None where there is nothing of the processes of `rows`. Raises ValueError for what
+    cannot be read: it is damaged, or of another version.
+    """
     try:
-        kept = None if data is None else _PACKER.unpack(data)
-        return kept if isinstance(kept, Kept) and kept.streams == streams_of(rows) else None
-    except NONSENSE:
-        return None
+        kept = _PACKER.unpack(data) if data else None
+        return kept if kept is not None and kept.streams == streams_of(rows) else None
+    except NONSENSE as error:
+        raise ValueError(f"statistics of folded rows cannot be read: {error}") from error
 
 
 def streams_of(rows: Iterable[RankRows]) -> dict[int, int]:
@@ -68,6 +80,7 @@ def streams_of(rows: Iterable[RankRows]) -> dict[int, int]:
 
 _PACKER = Packer(
     FORM,
+    MAX_BYTES,
     *(Kept, Cutter, RankRows, Running, Tally, Histograms, Replay, RunJudge, Window, Learner, Baseline),
     *(Episodes, Brief, Track, Clock, Episode, Verdict, Thresholds),
 )

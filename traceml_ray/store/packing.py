@@ -12,8 +12,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-MAX_BYTES = 1 << 27
-"""Of what `unpack` makes: of the arrays together, and of all the rest."""
 _DTYPES = ("<i8", "<f8", "<u4", "|u1", "|b1")
 _SPARSE = 1024
 """Arrays of more items than this are kept as those that are not 0, where these are few."""
@@ -24,22 +22,27 @@ _DICTS: dict[str, Callable[[Any], Any]] = {"dict": dict, "Counter": Counter}
 class Packer:
     """
     Turns objects of `classes` into bytes and back, with all that they hold: arrays, numbers, text, lists,
-    dicts and other objects of `classes`. `form` tells what was written by another version.
+    dicts and other objects of `classes`. `form` tells what was written by another version. `most` bounds the
+    bytes of the arrays together, and of all before compression: nothing is written that cannot be read.
     """
 
-    def __init__(self, form: int, *classes: type[Any]) -> None:
+    def __init__(self, form: int, most: int, *classes: type[Any]) -> None:
         self._form = form
+        self._most = most
         self._classes = {each.__name__: each for each in classes}
 
     def pack(self, value: Any) -> bytes:
-        """Return `value` as bytes. Raises TypeError for what it does not know."""
-        return zlib.compress(msgspec.msgpack.encode((self._form, self._plain(value))), 1)
+        """Return `value` as bytes. Raises TypeError for what it does not know, ValueError for too much."""
+        body = msgspec.msgpack.encode((self._form, self._plain(value, [self._most])))
+        if len(body) > self._most:
+            raise ValueError(f"too large to be kept: {len(body)} bytes")
+        return zlib.compress(body, 1)
 
     def unpack(self, data: bytes) -> Any:
         """Return what was packed. Raises ValueError, TypeError, LookupError or msgspec's for what is not."""
         inflate = zlib.decompressobj()
         try:
-            body = inflate.decompress(data, MAX_BYTES)
+            body = inflate.decompress(data, self._most)
         except zlib.error as error:
             raise ValueError(str(error)) from error
         if inflate.unconsumed_tail:
@@ -47,28 +50,31 @@ class Packer:
         form, plain = msgspec.msgpack.decode(body)
         if form != self._form:
             raise ValueError(f"form {form}, not {self._form}")
-        return self._whole(plain, [MAX_BYTES])
+        return self._whole(plain, [self._most])
 
-    def _plain(self, value: Any) -> Any:
+    def _plain(self, value: Any, room: list[int]) -> Any:
         kind = type(value).__name__
         if isinstance(value, np.ndarray):
+            room[0] -= value.nbytes
+            if room[0] < 0:
+                raise ValueError("too large to be kept")
             return _from_array(value)
         if isinstance(value, np.generic):
             return value.item()
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         if kind in _LISTS:
-            return kind, [self._plain(each) for each in value]
+            return kind, [self._plain(each, room) for each in value]
         if kind in _DICTS:
-            return kind, [(self._plain(key), self._plain(each)) for key, each in value.items()]
+            return kind, [(self._plain(key, room), self._plain(each, room)) for key, each in value.items()]
         if isinstance(value, deque):
-            return kind, value.maxlen, [self._plain(each) for each in value]
+            return kind, value.maxlen, [self._plain(each, room) for each in value]
         if kind not in self._classes:
             raise TypeError(f"cannot keep {kind}")
         if isinstance(value, msgspec.Struct):
             return kind, msgspec.to_builtins(value)
         names = [field.name for field in fields(value)] if is_dataclass(value) else list(vars(value))
-        return kind, {name: self._plain(getattr(value, name)) for name in names}
+        return kind, {name: self._plain(getattr(value, name), room) for name in names}
 
     def _whole(self, plain: Any, room: list[int]) -> Any:
         if not isinstance(plain, list):
@@ -81,8 +87,7 @@ class Packer:
         if kind == "deque":
             return deque((self._whole(each, room) for each in rest[1]), maxlen=rest[0])
         if kind in ("array", "sparse"):
-            room[0] -= math.prod(rest[1]) * 8
-            return _to_array(kind, room[0], *rest)
+            return _to_array(kind, room, *rest)
         which = self._classes[kind]
         if issubclass(which, msgspec.Struct):
             return msgspec.convert(rest[0], which)
@@ -104,10 +109,13 @@ def _from_array(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
 
 
 def _to_array(
-    kind: str, room: int, dtype: str, shape: list[int], values: bytes, places: bytes = b""
+    kind: str, room: list[int], dtype: str, shape: list[int], values: bytes, places: bytes = b""
 ) -> np.ndarray[Any, Any]:
-    if dtype not in _DTYPES or room < 0 or min(shape, default=0) < 0:
+    if dtype not in _DTYPES or min(shape, default=0) < 0:
         raise ValueError("no array of ours")
+    room[0] -= math.prod(shape) * np.dtype(dtype).itemsize
+    if room[0] < 0:
+        raise ValueError("too large")
     if kind == "array":
         return np.frombuffer(values, dtype).reshape(shape).copy()
     flat = np.zeros(math.prod(shape), dtype)

@@ -15,11 +15,13 @@ class Cutter:
     """
     Cuts rows into pieces, as they come: of a step, those of all `ranks` are in one piece.
 
-    Rows up to key `to` were in a piece; rows that come after those of a later piece are left out.
+    Rows up to key `to` were in a piece; rows that come after those of a later piece are left out. `used` counts
+    the rows of pieces, but for those of steps that some rank was not through.
     """
 
     def __init__(self, ranks: Iterable[RankRows]) -> None:
         self.to = -1
+        self.used = 0
         self.waiting = {own.rank: own.take(slice(0)) for own in ranks}
 
     def add(self, found: Iterable[RankRows], end: int = 1 << 62) -> None:
@@ -34,14 +36,20 @@ class Cutter:
         Return the rows up to key `end`, or (None) those of the steps that every rank is through; None when
         there are none. Of more than `4 * most` rows some are returned in any case.
         """
-        count = sum(len(own.keys) for own in self.waiting.values())
-        to = _common_end(list(self.waiting.values()), count > 4 * most) if end is None else end
+        waiting = list(self.waiting.values())
+        to = _before(_first_end(waiting)) if end is None else end
+        full = end is None and sum(len(own.keys) for own in waiting) > 4 * most
+        if full:  # a rank has long reported nothing
+            to = max(to, _middle(waiting))
         if to <= self.to:
             return None
         split = {rank: _split(own, to) for rank, own in self.waiting.items()}
         self.waiting = {rank: later for rank, (_, later) in split.items()}
         self.to = to
-        return [before for before, _ in split.values()]
+        piece = [before for before, _ in split.values()]
+        whole = _first_end(piece) if full else to
+        self.used += sum(int(np.count_nonzero(own.keys <= whole)) for own in piece)
+        return piece
 
 
 def pieces(
@@ -78,13 +86,16 @@ def _split(own: RankRows, key: int) -> tuple[RankRows, RankRows]:
     return own.take(before), own.take(~before)
 
 
-def _common_end(waiting: Sequence[RankRows], full: bool) -> int:
-    """
-    Return the last key of the last step that every rank is through; when memory is `full`, of the step that
-    half of the rows are before: a rank has long reported nothing.
-    """
-    ends = [int(own.keys.max()) if len(own.keys) else -1 for own in waiting]
-    end = min(ends, default=-1)
-    if full:
-        end = max(end, int(np.median(max(waiting, key=lambda own: len(own.keys)).keys)))
-    return (end >> SEGMENT_BITS << SEGMENT_BITS) - 1
+def _first_end(rows: Sequence[RankRows]) -> int:
+    """Return the last key of the rank that is least far, -1 where one has none."""
+    return min((int(own.keys.max()) if len(own.keys) else -1 for own in rows), default=-1)
+
+
+def _middle(waiting: Sequence[RankRows]) -> int:
+    """Return the last key of the step that half of the rows are before, of the rank that has most."""
+    return _before(int(np.median(max(waiting, key=lambda own: len(own.keys)).keys)))
+
+
+def _before(key: int) -> int:
+    """Return the last key before the step of `key`."""
+    return (key >> SEGMENT_BITS << SEGMENT_BITS) - 1

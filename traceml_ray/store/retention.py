@@ -21,7 +21,7 @@ import numpy as np
 from traceml_ray import wire
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows, missing_of
-from traceml_ray.store.kept import Kept, unpack
+from traceml_ray.store.kept import MAX_RANKS, Kept, unpack
 from traceml_ray.store.nodes import stream_labels
 from traceml_ray.store.runs import by_run
 from traceml_ray.store.session_file import NONSENSE, Columns, SessionFile
@@ -39,12 +39,12 @@ SUMS = 1 << 17
 """So many are kept: of more, neighbours are added up, so that each is of an equal share of its stream."""
 EVENTS = 100_000
 """So many are kept in a file beyond its bound: only what goes wrong has so many to tell."""
-MAX_RANKS = 1024
-"""Of a run of more, only the sums are kept: what a report makes of them would take too much memory."""
 MAX_RUNS = 16
 """Runs of which that is kept, the newest."""
-WAITING_ROWS = 50_000
-"""Rows of one run that wait for a rank that does not report, a quarter of them."""
+MAX_SLICE = 1 << 16
+"""Chunks that are read at a time,"""
+SLICE_BYTES = 1 << 26
+"""and their rows: the database is locked meanwhile."""
 
 
 class Retention:
@@ -54,7 +54,7 @@ class Retention:
     `absorb` reads rows, a slice at a time; what it makes of them stays in memory until `fold` writes it and
     deletes them, in one transaction: whatever happens before, they are in the file, and are read again.
     `cursors` says how far the samples are thinned, by table, and how many `rows` were folded. `failed` is
-    an error that kept a run's statistics from being kept.
+    an error that kept a run's statistics from being kept, or from being read: then they are kept aside.
     """
 
     def __init__(
@@ -89,13 +89,18 @@ class Retention:
 
     def absorb(self, streams: int) -> bool:
         """
-        Read the next slice of so many streams; return whether it is time to `fold`.
+        Read the next slice of so many streams that report; return whether it is time to `fold`.
 
         The last chunk of each stream stays in the file, so that whoever reads the rows sees every rank.
         """
-        slice_ = CHUNKS * max(1, streams)
+        slice_ = min(CHUNKS * max(1, streams), MAX_SLICE)
         newest = self._one("SELECT max(id) FROM chunk") or 0  # what is being looked at stays
-        found = self._chunks("id > ? AND id < ? ORDER BY id LIMIT ?", self._to, newest - slice_, slice_)
+        found, size = [], 0
+        for chunk in self._chunks("id > ? AND id < ? ORDER BY id LIMIT ?", self._to, newest - slice_, slice_):
+            found.append(chunk)
+            size += len(chunk.rows)
+            if size >= SLICE_BYTES:
+                break
         if not found:
             return True
         last = {stream: self._last_of(stream) for stream in {chunk.stream_id for chunk in found}}
@@ -114,9 +119,9 @@ class Retention:
         # What is written should be small beside what is deleted.
         return self._bytes >= max(self._limit // 64, min(4 * self._body_bytes, self._limit // 4))
 
-    def _chunks(self, where: str, *values: int) -> list[_Chunk]:
+    def _chunks(self, where: str, *values: int) -> Iterator[_Chunk]:
         query = f"SELECT {', '.join(_Chunk._fields)} FROM chunk WHERE {where}"
-        return [_Chunk(*row) for row in self._connection.execute(query, values)]
+        return (_Chunk(*row) for row in self._connection.execute(query, values))
 
     def _last_of(self, stream: int) -> int:
         query = "SELECT max(id) FROM chunk WHERE stream_id = ?"
@@ -141,7 +146,7 @@ class Retention:
         self.cursors, self._sums, self._ids = cursors, [], []
         self._rows = self._bytes = 0
         for state in self._runs.values():
-            state.changed = False
+            state.changed = state.refused = False
 
     def _keep(self, chunks: Iterable[_Chunk]) -> None:
         """Reduce the rows of `chunks`; of a run that fails, only the sums are kept."""
@@ -165,29 +170,42 @@ class Retention:
             state.changed = True
             try:
                 if state.kept is not None:
-                    state.kept.add(found, WAITING_ROWS // 4, world, missing_of(world, state.streams))
+                    state.kept.add(found, world, missing_of(world, state.streams))
             except NONSENSE as error:
                 state.kept, self.failed = None, error
 
     def _state(self, run: str, streams: dict[int, int]) -> _Run:
-        """Return what is kept of `run`; it begins anew when its processes are others."""
+        """Return what is kept of `run`; it begins anew when its processes are others, or it cannot be read."""
         state = self._runs.get(run)
         if state is None or state.streams != streams:
             session = self._session.of(run)
             newest, _ = session.rows(last=1)
-            kept = unpack(session.kept(), newest) or Kept(newest, self._thresholds, session.baseline())
-            state = self._runs[run] = _Run(streams, kept if kept.streams == streams else None)
+            kept, refused = None, False
+            try:
+                kept = unpack(session.kept(), newest)
+            except ValueError as error:
+                self.failed, refused = error, True
+            kept = kept or Kept(newest, self._thresholds, session.baseline())
+            state = self._runs[run] = _Run(streams, kept if kept.streams == streams else None, refused)
             while len(self._runs) > MAX_RUNS:
                 del self._runs[next(iter(self._runs))]
         return state
 
     def _write_kept(self) -> None:
         self._body_bytes = 0
+        aside = "UPDATE kept SET run = run || ' unreadable ' || id WHERE run = ?"
         for run, state in self._runs.items():
-            if state.changed:
-                body = b"" if state.kept is None else state.kept.pack()
-                self._body_bytes += len(body)
-                self._connection.execute("REPLACE INTO kept VALUES(NULL, ?, ?)", (run, body))
+            if not state.changed or state.kept is None:  # what was kept before it failed stays
+                continue
+            try:
+                body = state.kept.pack()
+            except NONSENSE as error:
+                state.kept, self.failed = None, error
+                continue
+            self._body_bytes += len(body)
+            if state.refused:
+                self._connection.execute(aside, (run,))
+            self._connection.execute("REPLACE INTO kept VALUES(NULL, ?, ?)", (run, body))
         newest = "SELECT id FROM kept ORDER BY id DESC LIMIT ?"
         self._connection.execute(f"DELETE FROM kept WHERE id NOT IN ({newest})", (MAX_RUNS,))
 
@@ -241,10 +259,14 @@ class Retention:
 
 @dataclass
 class _Run:
-    """What is kept of one run, None where that failed; `streams` is the process of each rank."""
+    """
+    What is kept of one run, None where that failed; `streams` is the process of each rank. `refused`: what is
+    in the file could not be read.
+    """
 
     streams: dict[int, int]
     kept: Kept | None
+    refused: bool = False
     changed: bool = False
 
 

@@ -187,7 +187,11 @@ class SessionWriter:
         """
         with self._database:
             retention = self._retention
-            if not retention.due() or not retention.absorb(len(self.streams)):
+            if not retention.due():
+                return
+            with self.lock:
+                streams = list(self.streams.values())
+            if not retention.absorb(sum(not stream.ended for stream in streams)):
                 return
             with self._transaction():
                 folded = retention.fold()
