@@ -309,10 +309,9 @@ def kept() -> bytes:
 @fuzz()
 @given(mutated(kept(), BOMBS))
 def test_what_is_kept_of_folded_rows_is_used_or_refused(data: bytes) -> None:
-    with bounded(SECONDS), limited(MIB):
-        with contextlib.suppress(*NONSENSE):
-            found = unpack(zlib.compress(data), folded(range(1)))
-            if found is not None:
-                found.add(folded(range(200, 400)), 2, ())
-                found.running.replay.done().whole()
-                found.running.tally.summary()
+    with bounded(SECONDS), limited(MIB), contextlib.suppress(*NONSENSE):
+        found = unpack(zlib.compress(data), folded(range(1)))
+        if found is not None:
+            found.add(folded(range(200, 400)), 2, ())
+            found.running.replay.done().whole()
+            found.running.tally.summary()

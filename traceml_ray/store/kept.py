@@ -23,7 +23,7 @@ FORM = 2
 MAX_RANKS = 1024
 """Of a run of more, only the sums are kept: what a report makes of them would take too much memory."""
 WAITING_ROWS = 50_000
-"""Rows of one run that wait for a rank that does not report; more, up to `MAX_WAITING_ROWS`, while they are of"""
+"""Rows of one run that wait for a rank that does not report; up to `MAX_WAITING_ROWS` while they are of"""
 WAITING_NS = 60_000_000_000
 """less than this of a rank: one relay may be that late."""
 MAX_WAITING_ROWS = 1024 * MAX_RANKS

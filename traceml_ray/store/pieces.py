@@ -15,8 +15,8 @@ class Cutter:
     """
     Cuts rows into pieces, as they come: of a step, those of all `ranks` are in one piece.
 
-    Rows up to key `to` were in a piece; rows that come after those of a later piece are left out. `used` counts
-    the rows of pieces, but for those of steps that some rank was not through.
+    Rows up to key `to` were in a piece; rows that come after those of a later piece are left out. `used`
+    counts the rows of pieces, but for those of steps that some rank was not through.
     """
 
     def __init__(self, ranks: Iterable[RankRows]) -> None:

@@ -175,7 +175,7 @@ class Retention:
                 state.kept, self.failed = None, error
 
     def _state(self, run: str, streams: dict[int, int]) -> _Run:
-        """Return what is kept of `run`; it begins anew when its processes are others, or it cannot be read."""
+        """Return what is kept of `run`; it begins anew when its processes are others, or none can be read."""
         state = self._runs.get(run)
         if state is None or state.streams != streams:
             session = self._session.of(run)
