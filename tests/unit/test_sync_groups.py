@@ -25,7 +25,7 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess, judge
 from traceml_ray.analysis.window import Group, Window, align, missing_of
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.wire import FLAG_COUPLED, FLAG_NO_PEERS, N_STAGES, SEGMENT_BITS, SYNC_WAIT
+from traceml_ray.wire import DATA, FLAG_COUPLED, FLAG_NO_PEERS, N_STAGES, SEGMENT_BITS, SYNC_WAIT
 
 MS = 1_000_000
 BALANCED = [[1, 2, 0, 3, 4, 1]] * 2
@@ -295,3 +295,27 @@ def test_the_agent_says_the_group_from_when_it_knows_it() -> None:
     agent.instrumentation.group = (4, 8)
     agent.tick()
     assert [batch.group for batch in pipe.batches()] == [None, (4, 8)]
+
+
+@pytest.mark.parametrize("more", [1.0, 1.1])
+def test_one_of_two_groups_that_are_about_equally_late_stays_named(more: float) -> None:
+    random = np.random.default_rng(0)
+    local = (
+        60e6 * np.array([0.1, 0.1, 0.05, 0.25, 0.5]) * np.clip(random.normal(1, 0.1, (2000, 8, 5)), 0.5, 2)
+    )
+    local[:, 1, DATA] += 30e6
+    local[:, 5, DATA] += 30e6
+    local[1000:, 5, DATA] *= more
+    waits = local.sum(axis=2).reshape(2000, 2, 4)
+    waits = (waits.max(axis=2, keepdims=True) - waits).reshape(2000, 8, 1) + 1e6
+    rows = streams(np.concatenate([local, waits], axis=2).astype(np.int64))
+    run = judge_run([replace(one, group=(rank // 4 * 4, 4)) for rank, one in enumerate(rows)], 8)
+    assert [span.ranks for span in run.spans if span.ranks] in ([(1,)], [(5,)])
+    (episode,) = run.episodes.episodes
+    assert episode.cost_s == pytest.approx(2000 * 0.03, rel=0.15)
+
+
+def test_a_group_that_costs_clearly_more_takes_the_name() -> None:
+    rows = streams(np.concatenate([of_ms([*LATE, *BALANCED], 600), of_ms([*LATE, *LATER], 600)]))
+    run = judge_run([replace(one, group=PAIRS[rank]) for rank, one in enumerate(rows)], 4)
+    assert [span.ranks for span in run.spans if span.ranks] == [(1,), (3,)]

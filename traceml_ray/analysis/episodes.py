@@ -101,6 +101,11 @@ class Episodes:
         """How many are over, how many were brief, and where the one that goes on began."""
         return len(self._over), self.brief.count, self._named.began if self._named else None
 
+    @property
+    def followed(self) -> tuple[int, ...]:
+        """The ranks that are named, else those that have been found for longest."""
+        return next((track.verdict.ranks for track in self._tracks()), ())
+
     def follows(self, label: str) -> bool:
         """Whether something of that label is named, or about to be."""
         return any(track.verdict.label == label for track in self._tracks())

@@ -113,7 +113,12 @@ class RunJudge:
             self.baseline, self._learner = None, Learner(self._thresholds)
         # What has been found stays until it is half of what finds it: near the threshold noise decides.
         stays = self.episodes.follows("group_wide")
-        found, evidence = assess(window, self._staying if stays else self._thresholds, baseline=self.baseline)
+        found, evidence = assess(
+            window,
+            self._staying if stays else self._thresholds,
+            baseline=self.baseline,
+            followed=self.episodes.followed,
+        )
         if self.baseline is None and evidence and (found.label, found.confidence) == ("healthy", "high"):
             self.baseline = self._learner.add(evidence)
         counts = self._count(found)

@@ -66,6 +66,8 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     Share of what a step has become longer by from which one stage carries it; the rest of the step must not
     be slower by more than that share of its slow-down.
     """
+    keep_group: float = 0.67
+    """A group of ranks that has the name keeps it while it costs this share of what the costliest does."""
     chronic_share: float = 0.5
     """Share of the last windows with the same verdict from which it is called chronic."""
     chronic_windows: int = 10

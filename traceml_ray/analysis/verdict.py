@@ -139,21 +139,30 @@ def judge(
 
 
 def assess(
-    window: Window, thresholds: Thresholds, *, whole_run: bool = False, baseline: Baseline | None = None
+    window: Window,
+    thresholds: Thresholds,
+    *,
+    whole_run: bool = False,
+    baseline: Baseline | None = None,
+    followed: tuple[int, ...] = (),
 ) -> tuple[Verdict, Evidence | None]:
     """
     Return what `judge` does, and the evidence, where there is any.
 
     Each group of ranks that exchange gradients is judged by itself. The verdict and the evidence are those
     of the one that matters most: something named before an abstention before healthy, of several named
-    the one that costs most. With several groups nothing is `group_wide`, and of healthy ones there is no
+    the one that costs most, unless one that names a rank of `followed` costs nearly as much
+    (`keep_group`). With several groups nothing is `group_wide`, and of healthy ones there is no
     evidence, so that no baseline is learned: a baseline is of one frontier.
     """
     groups = window.by_group()
     if len(groups) == 1:
         return _assess(window, thresholds, whole_run, baseline)
     found = [(group, *_assess(group, thresholds, whole_run)) for group in groups]
-    group, verdict, evidence = max(found, key=lambda each: _matters(each[1]))
+    times = 1 / max(thresholds.keep_group, 1e-9)
+    group, verdict, evidence = max(
+        found, key=lambda each: _matters(each[1], 1.0 if set(followed).isdisjoint(each[1].ranks) else times)
+    )
     if verdict.label == "healthy":
         sure = min((each.confidence or "low" for _, each, _ in found), key=("low", "medium", "high").index)
         told = wording.healthy_groups(len(groups))
@@ -161,10 +170,10 @@ def assess(
     return msgspec.structs.replace(verdict, why=wording.in_group(group, verdict.why)), evidence
 
 
-def _matters(verdict: Verdict) -> tuple[int, float]:
+def _matters(verdict: Verdict, times: float) -> tuple[int, float]:
     """Return by what the verdict on one of several groups is chosen, the largest first."""
     if verdict.gpu_hours_per_hour is not None:
-        return 2, verdict.gpu_hours_per_hour
+        return 2, times * verdict.gpu_hours_per_hour
     return int(verdict.label != "healthy"), 0.0
 
 
