@@ -24,11 +24,18 @@ _MODULES = {
     "Session": "traceml_ray.driver",
     "StartError": "traceml_ray.driver",
     "start": "traceml_ray.driver",
-    # Not in __all__: each needs its framework.
+    # Not in __all__: each needs its framework, see _NEEDED.
     "TraceMLCallback": "traceml_ray.adapters.lightning",
     "TraceMLTrainCallback": "traceml_ray.launchers.ray_train",
     "TraceMLTrainerCallback": "traceml_ray.adapters.huggingface",
 }
+
+_NEEDED = {
+    "TraceMLCallback": ("lightning", "pytorch_lightning"),
+    "TraceMLTrainCallback": ("ray",),
+    "TraceMLTrainerCallback": ("transformers",),
+}
+"""Any of these has to be installed; the first is what we advise."""
 
 
 def __getattr__(name: str) -> object:
@@ -37,10 +44,29 @@ def __getattr__(name: str) -> object:
 
     if name not in __all__ and name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(_MODULES.get(name, "traceml_ray.agent.api")), name)
+    try:
+        value: object = getattr(import_module(_MODULES.get(name, "traceml_ray.agent.api")), name)
+    except ImportError as error:
+        if name not in _NEEDED:
+            raise
+        # What goes through a module's names, `inspect` or `hasattr`, goes on after this error only.
+        what_to_do = f"{__name__}.{name} needs {_NEEDED[name][0]}: pip install {_NEEDED[name][0]} ({error})"
+        raise AttributeError(what_to_do) from error
     globals()[name] = value  # so that a training loop pays for this call once
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES})
+    missing = {name for name, any_of in _NEEDED.items() if not any(map(_is_installed, any_of))}
+    return sorted({*globals(), *__all__, *_MODULES} - missing)
+
+
+def _is_installed(package: str) -> bool:
+    from importlib.util import find_spec
+
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # it is loaded, but not from a file, or kept from being
+        import sys
+
+        return sys.modules.get(package) is not None

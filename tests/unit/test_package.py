@@ -1,10 +1,13 @@
 """The package as it is installed: what the wheel holds, and what an import costs."""
 
+import inspect
 import shutil
 import subprocess
 import sys
+import types
 import zipfile
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -75,6 +78,23 @@ def test_import_brings_nothing_heavy():
     )
     brought = {name.partition(".")[0] for name in run(code).split()}
     assert brought - sys.stdlib_module_names == {"traceml_ray"}
+
+
+def test_names_whose_framework_is_missing_are_left_out_and_say_what_to_install(monkeypatch):
+    for name in ("lightning", "lightning.pytorch", "pytorch_lightning", "transformers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name, package in (("TraceMLCallback", "lightning"), ("TraceMLTrainerCallback", "transformers")):
+        monkeypatch.delitem(vars(traceml_ray), name, raising=False)
+        monkeypatch.delitem(sys.modules, traceml_ray._MODULES[name], raising=False)
+        assert name not in dir(traceml_ray)
+        assert not hasattr(traceml_ray, name)
+        with pytest.raises(AttributeError, match=f"pip install {package}") as caught:
+            getattr(traceml_ray, name)
+        assert isinstance(caught.value.__cause__, ImportError)
+    assert {"watch", "TraceMLTrainCallback"} <= dict(inspect.getmembers(traceml_ray)).keys()
+    assert create_autospec(traceml_ray).watch
+    monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
+    assert "TraceMLTrainerCallback" in dir(traceml_ray)
 
 
 def test_import_cost_is_shown(capsys):

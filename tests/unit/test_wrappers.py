@@ -9,9 +9,10 @@ import importlib
 import inspect
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
 from types import GeneratorType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -24,7 +25,7 @@ import torch
 from integration import loops
 from ray import cloudpickle
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 
 import traceml_ray
 from traceml_ray.agent import bootstrap
@@ -162,6 +163,7 @@ class Shard(ray_iterator.DataIterator):
 def test_batches_of_ray_data_are_rays_own_object(method: str) -> None:
     batches = getattr(Shard(), method)()
     assert type(batches) is ray_iterator._IterableFromIterator
+    assert traceml_ray.watch(batches) is batches, "it is timed already"
     assert type(iter(batches)) is GeneratorType
     assert callable(batches.iterator_gen)
     assert list(copy.copy(batches)) == list(batches) == [0, 1, 2]
@@ -250,6 +252,73 @@ def test_what_is_watched_is_changed_through() -> None:
     assert vars(source) == {}
     numbers = [1]
     traceml_ray.watch(numbers)[0] = 2
+    assert numbers == [2]
+
+
+class Own(DataLoader):  # type: ignore[type-arg]
+    """A loader with iterators of its own, which are not timed by themselves."""
+
+    def __iter__(self) -> Any:
+        return iter((1, 2))
+
+
+@pytest.mark.usefixtures("agent")
+@pytest.mark.parametrize("kind", [DataLoader, Own])
+def test_a_framework_makes_a_watched_loader_anew_with_a_sampler_of_its_own(kind: Any) -> None:
+    watched = traceml_ray.watch(kind([1, 2], batch_size=None))
+    sampler = SequentialSampler([1, 2])
+    made = type(watched)(watched.dataset, sampler=sampler, batch_size=None)
+    assert isinstance(made, kind) and made.sampler is sampler
+    assert [int(one) for one in made] == [1, 2]
+
+
+@pytest.mark.usefixtures("agent")
+@pytest.mark.parametrize("kind", [DataLoader, Own])
+def test_lightning_gives_a_watched_loader_its_sampler(kind: Any) -> None:
+    data = pytest.importorskip("lightning.fabric.utilities.data")
+    sampler = SequentialSampler([1, 2])
+    made = data._update_dataloader(traceml_ray.watch(kind([1, 2])), sampler)
+    assert made.sampler is sampler and isinstance(made, kind)
+
+
+def test_what_is_timed_already_stays_as_it_is(agent: Any) -> None:
+    loader, own = DataLoader([1, 2]), Own([1, 2])  # type: ignore[arg-type,var-annotated]
+    if agent is not None:
+        agent.instrumentation.install()
+    assert traceml_ray.watch(loader) is loader
+    once: Any = traceml_ray.watch(own)
+    assert once is not own and traceml_ray.watch(once) is once
+    if agent is not None:
+        agent.instrumentation.remove()
+
+
+@pytest.mark.usefixtures("agent")
+def test_what_python_asks_of_the_type_is_as_it_was() -> None:
+    class Stream(Unsized):
+        left = False
+
+        def __enter__(self) -> Stream:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.left = True
+
+        def __call__(self, first: int, *, last: int) -> list[int]:
+            return [first, last]
+
+    source = Stream()
+    watched: Any = traceml_ray.watch(source)
+    assert weakref.ref(watched)() is watched
+    with watched as entered:
+        assert entered is watched, "and so its items are timed"
+        assert list(entered) == [1, 2]
+    assert source.left
+    assert callable(watched) and watched(1, last=2) == [1, 2]
+    assert not callable(traceml_ray.watch([1]))
+    with pytest.raises(TypeError, match="context manager"), cast("Any", traceml_ray.watch([1])):
+        pass
+    numbers = [1, 2]
+    del traceml_ray.watch(numbers)[0]
     assert numbers == [2]
 
 

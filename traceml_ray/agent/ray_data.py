@@ -51,6 +51,11 @@ def patch(
         replace(DataIterator, name, make_batches)
 
 
+def is_timed(iterable: Any) -> bool:
+    """Return whether `iterable` is one of Ray's whose iterators are timed."""
+    return _LOADER in getattr(iterable, "__dict__", ()) and type(iterable).__module__ == MODULE
+
+
 def timed(
     items: Generator[Any, Any, Any], loader: int, recorder: Recorder, failed: Failed
 ) -> Generator[Any, None, None]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
 from traceml_ray.agent import bootstrap
-from traceml_ray.agent.ray_data import new_iterator, timed_next
+from traceml_ray.agent.ray_data import is_timed, new_iterator, timed_next
 
 _PLACE = "watch"
-_BY_TYPE = ("__len__", "__length_hint__", "__getitem__", "__setitem__", "__contains__", "__reversed__")
+_BY_TYPE = (
+    *("__len__", "__length_hint__", "__getitem__", "__setitem__", "__delitem__", "__contains__"),
+    *("__reversed__", "__call__", "__exit__"),
+)
 
 
 class _Watched:
@@ -19,10 +23,11 @@ class _Watched:
     Iterates over its source with each wait counted as `data`; whatever else is asked of it, that answers.
 
     It has the source's length, items and attributes, passes for one of its type (`isinstance`), can be
-    iterated as often, and is copied and pickled with it.
+    iterated as often, and is copied and pickled with it. Its type makes others of the source's: frameworks
+    build a loader anew, by `type(loader)(…)`.
     """
 
-    __slots__ = ("_traceml_source",)
+    __slots__ = ("__weakref__", "_traceml_source")
 
     def __iter__(self) -> Iterator[Any]:
         return _timed(_source(self))
@@ -69,7 +74,9 @@ class _WatchedIterator(_Watched):
 
 
 def watched(iterable: Any) -> Any:
-    """Return `iterable` with its waits counted; see `traceml_ray.watch`."""
+    """Return `iterable` with its waits counted, itself where they are; see `traceml_ray.watch`."""
+    if _is_timed(iterable):
+        return iterable
     found: Any = object.__new__(_kind(type(iterable)))  # type: ignore[arg-type]
     object.__setattr__(found, "_traceml_source", iterable)
     if hasattr(type(found), "__next__"):
@@ -77,16 +84,33 @@ def watched(iterable: Any) -> Any:
     return found
 
 
+def _is_timed(iterable: Any) -> bool:
+    kind, torch_data = type(iterable), sys.modules.get("torch.utils.data")
+    if issubclass(kind, _Watched) or is_timed(iterable):
+        return True
+    loader = getattr(torch_data, "DataLoader", None)
+    return loader is not None and issubclass(kind, loader) and kind.__iter__ is loader.__iter__
+
+
 @lru_cache(maxsize=256)
 def _kind(source: type) -> type:
     """Return the class for sources of that type: Python asks for some methods of the type alone."""
 
     def asks(name: str) -> Callable[..., Any]:
-        return lambda self, *arguments: getattr(_source(self), name)(*arguments)
+        return lambda self, *given, **named: getattr(_source(self), name)(*given, **named)
 
-    methods = {name: asks(name) for name in _BY_TYPE if hasattr(source, name)}
+    own = {name for cls in source.__mro__ for name in vars(cls)}  # a type itself has more: `__call__`
+    methods: dict[str, Callable[..., Any]] = {name: asks(name) for name in _BY_TYPE if name in own}
+    if "__enter__" in own:
+        methods["__enter__"] = _enter
+    methods["__new__"] = lambda _, *arguments, **keywords: watched(source(*arguments, **keywords))
     base = _WatchedIterator if hasattr(source, "__next__") else _Watched
     return type(base.__name__, (base,), {"__slots__": (), **methods})
+
+
+def _enter(self: Any) -> Any:
+    entered = _source(self).__enter__()
+    return self if entered is _source(self) else entered
 
 
 def _source(proxy: _Watched) -> Any:
