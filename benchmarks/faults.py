@@ -60,7 +60,7 @@ BAR_STEPS, BAR_S, BAR_SMALL_S = 10, 3.0, 5.0
 """A fault is to be named live by then, whichever is later; one of 15 % by the last."""
 SMALL = 0.15
 BUSY_STEPS_MS, BUSY_SEEDS, BUSY_SHARE = [12.0, 25.0, 50.0], [0, 1, 2, 3, 4], 0.3
-BUSY_OPENING_S, BUSY_FAULT_S = 12.0, 6.0
+BUSY_OPENING_S, BUSY_FAULT_S = 25.0, 6.0
 SINGLE_FIRST, SINGLE_ROWS = 60, 260
 """Of the runs of one fault each."""
 TRACEML_STAGES = {"INPUT_STRAGGLER": "data", "H2D_STRAGGLER": "prepare", "COMPUTE_STRAGGLER": "forward"}
