@@ -52,6 +52,7 @@ def main() -> None:
     )
     trainer.train()
     losses.write(model)
+    trainer.accelerator.end_training()  # without it, a process of torch's now and then aborts as it exits
 
 
 if __name__ == "__main__":
