@@ -3,13 +3,14 @@
 
 For launchers that are not torchrun (accelerate, deepspeed, mpirun, srun), and for scripts that start
 their ranks themselves. The command is a child of this process and has its stdin, terminal and process
-group; what it starts is watched where it turns out to be a rank (`bootstrap.COMMAND`).
+group (`signals`); what it starts is watched where it turns out to be a rank (`bootstrap.COMMAND`).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import hashlib
 import os
 import resource
@@ -17,8 +18,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from traceml_ray.agent.bootstrap import COMMAND, leave_rank
 from traceml_ray.plain import one_line
@@ -27,10 +29,10 @@ from traceml_ray.reach import join
 from .arguments import RAY_PORT, check_floors, command_text, settings_of, unmarked
 from .monitor import Monitor
 from .nodes import Nodes, UsageError, head_host
+from .signals import Forwarder
 
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
-_FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
-_FORWARDED = (*_FROM_TERMINAL, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_Started = TypeVar("_Started")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,15 +49,13 @@ def run(args: argparse.Namespace) -> int:
         )
     check_floors(args)
     if args.no_monitor:
-        os.execvp(words[0], words)
+        return _exec(words)
     try:
         monitor = _monitor(args, words)
     except UsageError as error:
         return _refuse(str(error), 2)
-    code = _Child(words).run(monitor)
-    if code < 0:
-        _end_by(-code)
-    return code
+    code = _run(words, monitor)
+    return code if code >= 0 else _end_by(-code)
 
 
 def _refuse(why: str, code: int) -> int:
@@ -90,56 +90,64 @@ def _nodes(args: argparse.Namespace) -> Nodes:
     )
 
 
-class _Child:
-    """The command: what this process is sent goes on to it."""
-
-    def __init__(self, words: Sequence[str]) -> None:
-        self._words = words
-        self._process: subprocess.Popen[bytes] | None = None
-        self._early: list[int] = []
-
-    def run(self, monitor: Monitor) -> int:
-        """Run it to its end, and the monitor with it; return its exit code, or the negative signal."""
-        before = {number: signal.getsignal(number) for number in _FORWARDED}
-        for number, handler in before.items():
-            if handler != signal.SIG_IGN:  # as under nohup: it is the command's, too
-                signal.signal(number, self._forward)
-        code = 1
-        try:
-            environ = {**os.environ, **monitor.rank_environment(), COMMAND: "1"}
-            self._process = subprocess.Popen(self._words, env=environ)
-            for early in self._early:
-                self._process.send_signal(early)
-            monitor.start()
-            code = self._process.wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            monitor.finish(code, [])
-        return code
-
-    def _forward(self, number: int, _frame: object) -> None:
-        if self._process is None:
-            self._early.append(number)
-        elif not (number in _FROM_TERMINAL and _in_foreground()):  # then the terminal has sent it to both
-            self._process.send_signal(number)
-
-
-def _in_foreground() -> bool:
-    """Return whether what is typed at the terminal reaches this process and its children."""
+def _run(words: Sequence[str], monitor: Monitor) -> int:
+    """Run the command to its end, and the monitor with it; return its exit code, or the negative signal."""
+    code, signals = 1, Forwarder()
+    environ = {**os.environ, **monitor.rank_environment(), COMMAND: "1"}
     try:
-        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
-    except OSError:
-        return False
+        process = _as_a_shell(lambda words: subprocess.Popen(words, env=environ), words)
+    except OSError as error:
+        signals.close()
+        monitor.discard()
+        return _cannot(words, error)
     try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
+        signals.to(process)
+        monitor.start()
+        code = process.wait()
     finally:
-        os.close(terminal)
+        signals.close()
+        monitor.finish(code, [])
+    return code
 
 
-def _end_by(number: int) -> None:
-    """End as the command did, which a signal has ended."""
+def _exec(words: Sequence[str]) -> int:
+    try:
+        _as_a_shell(lambda words: os.execvp(words[0], [*words]), words)
+    except OSError as error:
+        return _cannot(words, error)
+
+
+def _cannot(words: Sequence[str], error: OSError) -> int:
+    no_file = error.errno == errno.ENOENT  # `words[0]` itself was found
+    why = "the interpreter that it names is not there" if no_file else error.strerror
+    return _refuse(f"{words[0]} cannot be executed: {why}", _NOT_EXECUTABLE)
+
+
+def _as_a_shell(start: Callable[[Sequence[str]], _Started], words: Sequence[str]) -> _Started:
+    """Return what `start` does with the command; a text without `#!` is for /bin/sh. Raises OSError."""
+    try:
+        return start(words)
+    except OSError as error:
+        path = shutil.which(words[0])
+        if error.errno != errno.ENOEXEC or path is None or _is_binary(path):
+            raise
+        return start(["/bin/sh", path, *words[1:]])
+
+
+def _is_binary(path: str) -> bool:
+    with Path(path).open("rb") as file:
+        return b"\0" in file.read(512)
+
+
+def _end_by(number: int) -> int:
+    """
+    End as the command did, which a signal has ended.
+
+    Where that has no effect (the first process of a container ignores what it sends itself), return the exit
+    code that shells give such an end.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # that is dumped already
     with contextlib.suppress(OSError, ValueError):  # nobody changes how SIGKILL ends
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
+    return 128 + number

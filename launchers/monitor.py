@@ -98,6 +98,17 @@ class Monitor:
         """Return what ranks have in their environment beyond the user's."""
         return rank_environment(self.settings, self._environ)
 
+    def discard(self) -> None:
+        """Instead of `start`: undo what `__init__` did."""
+        shutil.rmtree(self._runtime, ignore_errors=True)
+        os.close(self._lock)
+        if (session := self._session) is not None:
+            shutil.rmtree(session.path, ignore_errors=True)
+            session.release()
+            if session.moved is not None:
+                with contextlib.suppress(OSError):
+                    session.moved.rename(session.path)
+
     def start(self) -> None:
         """Bring everything up in the background; call it on the main thread, which they die with."""
         try:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -181,6 +182,26 @@ def test_the_machines_own_sitecustomize_still_runs(tmp_path: Path) -> None:
     done = run(tmp_path, body, PYTHONPATH=str(theirs))
     assert done.stdout.split() == ["sitecustomize", str(theirs / "sitecustomize.py")]
     assert SITE_FOLDER not in done.stdout
+
+
+def test_a_python_without_the_package_is_silent_until_it_has_torch(tmp_path: Path) -> None:
+    venv.create(tmp_path / "bare", symlinks=True)
+    (tmp_path / "torch.py").touch()
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.theirs = 1")
+    environ = {**os.environ, **rank_environment(Settings(socket="/none"), {"PYTHONPATH": str(tmp_path)})}
+
+    def say(body: str) -> tuple[str, str]:
+        words = [str(tmp_path / "bare" / "bin" / "python"), "-c", body]
+        done = subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        return done.stdout, done.stderr
+
+    ask = "import importlib.util, sys; print(sys.theirs, importlib.util.find_spec('torch') is not None)"
+    assert say(ask) == ("1 True\n", "")
+    out, err = say("import torch, sys; print(sys.theirs)")
+    assert out == "1\n"
+    assert err == (
+        "traceml-ray: not watching this process: ModuleNotFoundError: No module named 'traceml_ray'\n"
+    )
 
 
 def test_a_script_without_torch_loads_the_import_hook_alone(tmp_path: Path, relay: Node) -> None:

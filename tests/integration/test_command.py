@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 TRAIN = """
@@ -87,6 +90,121 @@ def test_a_signal_goes_on_to_the_command_which_ends_as_it_likes(
     assert (process.returncode, out) == (7, "heard\n"), err
 
 
+COUNTING = """
+import signal, sys, time
+for name in ("INT", "HUP", "QUIT", "TERM", "USR1"):
+    signal.signal(getattr(signal, "SIG" + name), lambda number, _: print("heard", number, flush=True))
+print("ready", flush=True)
+time.sleep(1.2)
+sys.exit(5)
+"""
+COUNT = ("--", sys.executable, "-S", "-c", COUNTING)
+
+
+def to_the_group(launcher: int, number: int) -> None:
+    os.kill(launcher, signal.SIGSTOP)  # it comes to see its own later than the command does
+    os.killpg(launcher, number)
+    time.sleep(0.2)
+    os.kill(launcher, signal.SIGCONT)
+
+
+def as_timeout_does(launcher: int, number: int) -> None:
+    os.kill(launcher, number)
+    to_the_group(launcher, number)
+
+
+def without_a_witness(launcher: int, number: int) -> None:
+    [witness] = [child for child in psutil.Process(launcher).children() if "-I" in child.cmdline()]
+    witness.kill()
+    os.kill(launcher, number)
+
+
+@pytest.mark.parametrize(
+    ("number", "send"),
+    [
+        (signal.SIGTERM, to_the_group),
+        (signal.SIGUSR1, as_timeout_does),
+        (signal.SIGINT, os.kill),
+        (signal.SIGTERM, without_a_witness),
+    ],
+)
+def test_a_signal_reaches_the_command_once(
+    tmp_path: Path, number: signal.Signals, send: Callable[[int, int], None]
+) -> None:
+    process = start(tmp_path, *NO_RAY, *COUNT)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.2)  # the first moment of a command, when it could not handle a signal yet
+    send(process.pid, number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (5, f"heard {number:d}\n"), err
+
+
+def test_a_signal_for_the_launcher_alone_reaches_the_command_of_a_terminal(tmp_path: Path) -> None:
+    code, seen = on_a_terminal(
+        command(tmp_path, *NO_RAY, *COUNT), lambda launcher, _: os.kill(launcher, signal.SIGINT)
+    )
+    assert code == 5 and seen.count(b"heard") == seen.count(b"heard 2") == 1, seen
+
+
+def test_a_job_of_a_terminal_can_be_stopped_and_brought_back(tmp_path: Path) -> None:
+    words = shlex.join(
+        command(tmp_path, *NO_RAY, "--", "bash", "-c", "echo ready; read line; echo got $line")
+    )
+    shell = f"set -m; {words}; echo stopped; fg; echo over"
+
+    def stop_it(_launcher: int, terminal: int) -> None:
+        os.write(terminal, b"\x1a")
+        os.write(terminal, b"typed\n")
+
+    _, seen = on_a_terminal(["bash", "-c", shell], stop_it)
+    assert seen.index(b"stopped") < seen.index(b"got typed") < seen.index(b"over"), seen
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_first_process_of_a_container_exits_as_a_shell_says_it(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    apart = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no namespaces here")
+    words = command(tmp_path, *NO_RAY, "--", "bash", "-c", f"kill -{number:d} $$")
+    done = subprocess.run([*apart, *words], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == 128 + number, done.stderr
+
+
+@pytest.mark.parametrize("monitor", [NO_RAY, ("--no-monitor",)])
+def test_a_script_without_an_interpreter_is_the_shells(tmp_path: Path, monitor: tuple[str, ...]) -> None:
+    executable(tmp_path / "job.sh", b"echo of $1; exit 4\n")
+    process = start(tmp_path, *monitor, "--", "./job.sh", "a shell")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (4, "of a shell\n"), err
+
+
+@pytest.mark.parametrize("monitor", [NO_RAY, ("--no-monitor",)])
+@pytest.mark.parametrize(
+    ("contents", "why"),
+    [(b"\x7fELF\0\0", "Exec format error"), (b"#!/there/is/none\n", "the interpreter that it names")],
+)
+def test_what_the_kernel_cannot_start_leaves_no_session(
+    tmp_path: Path, monitor: tuple[str, ...], contents: bytes, why: str
+) -> None:
+    executable(tmp_path / "program", contents)
+    (tmp_path / "out" / "s").mkdir(parents=True)
+    (tmp_path / "out" / "s" / "session.sqlite").write_text("of an older run")
+    process = start(tmp_path, *monitor, "--", "./program")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err.count("\n")) == (126, "", 1), err
+    assert f"./program cannot be executed: {why}" in err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["s"]
+    assert (tmp_path / "out" / "s" / "session.sqlite").read_text() == "of an older run"
+
+
+def executable(path: Path, contents: bytes) -> None:
+    path.write_bytes(contents)
+    path.chmod(0o755)
+
+
 @pytest.mark.parametrize(
     ("words", "code", "line"),
     [
@@ -120,13 +238,21 @@ def test_without_a_monitor_it_is_the_command_and_nothing_else(tmp_path: Path) ->
 
 def test_the_terminals_own_interrupt_reaches_the_command_once(tmp_path: Path) -> None:
     script = "trap 'echo heard' INT; echo ready; sleep 0.6; sleep 0.6; exit 5"
+    code, seen = on_a_terminal(
+        command(tmp_path, *NO_RAY, "--", "bash", "-c", script),
+        lambda _, terminal: os.write(terminal, b"\x03"),
+    )
+    assert code == 5, seen
+    assert seen.count(b"heard") == 1
+
+
+def on_a_terminal(words: list[str], when_ready: Callable[[int, int], object]) -> tuple[int, bytes]:
+    """Run `words` in the foreground of a terminal; return the exit code and what is on its screen."""
     master, slave = os.openpty()
     child = os.fork()
     if child == 0:
         os.login_tty(slave) if hasattr(os, "login_tty") else _take(slave)
-        os.chdir(tmp_path)
-        words = command(tmp_path, *NO_RAY, "--", "bash", "-c", script)
-        os.execv(words[0], words)
+        os.execvp(words[0], words)
     os.close(slave)
     seen, deadline = b"", time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -134,15 +260,15 @@ def test_the_terminals_own_interrupt_reaches_the_command_once(tmp_path: Path) ->
             found = os.read(master, 4096)
         except OSError:  # everybody has gone
             break
-        if b"ready" in found and b"ready" not in seen:
-            os.write(master, b"\x03")
+        if b"ready\r" in found and b"ready\r" not in seen:
+            time.sleep(0.2)
+            when_ready(child, master)
         seen += found
         if not found:
             break
     _, status = os.waitpid(child, 0)
     os.close(master)
-    assert os.waitstatus_to_exitcode(status) == 5, seen
-    assert seen.count(b"heard") == 1
+    return os.waitstatus_to_exitcode(status), seen
 
 
 def _take(terminal: int) -> None:

@@ -22,6 +22,7 @@ OTHERWISE = {
     "actors/calls.py _look": "handed to whoever polls, who counts it",
     "errors.py said": "its kind is told",
     "agent/parts.py _named": "only a prettier name is lost",
+    "agent/site/sitecustomize.py _wait_for_torch": "said as soon as there is torch",
     "agent/sampler.py sample": "the value is null then, which says so",
     "launchers/helper.py _attempt": "it is the answer",
     "launchers/train_callback.py _failed": "counting itself has failed",

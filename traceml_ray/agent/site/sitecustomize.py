@@ -6,8 +6,6 @@ machine's own sitecustomize. Every Python process pays for this, so it imports a
 import os
 import sys
 
-_NOT_WATCHED = "traceml-ray: not watching this process: "
-
 
 def _next_sitecustomize() -> None:
     from importlib.machinery import PathFinder
@@ -30,15 +28,27 @@ def _torch_is_there(pid: int = os.getpid()) -> None:
 
         start_on_import(pid)
     except Exception as error:
-        sys.stderr.write(f"{_NOT_WATCHED}{type(error).__name__}: {error}\n")
+        sys.stderr.write(f"traceml-ray: not watching this process: {type(error).__name__}: {error}\n")
+
+
+def _wait_for_torch() -> None:
+    try:
+        from traceml_ray.agent.imports import when_imported
+    except Exception:  # a Python without us; what is wrong matters to a person only where there is torch
+        from importlib.machinery import SourceFileLoader
+        from types import ModuleType
+
+        path = f"{__file__.rpartition(f'{os.sep}site{os.sep}')[0]}{os.sep}imports.py"
+        module = ModuleType("traceml_ray_imports")
+        SourceFileLoader(module.__name__, path).exec_module(module)
+        when_imported = module.when_imported
+    when_imported("torch", _torch_is_there)
 
 
 if os.environ.get("TRACEML_SOCKET") and "TRACEML_RANK_PID" not in os.environ:
     try:
-        from traceml_ray.agent.imports import when_imported
-
-        when_imported("torch", _torch_is_there)
-    except Exception as error:
-        sys.stderr.write(f"{_NOT_WATCHED}{type(error).__name__}: {error}\n")
+        _wait_for_torch()
+    except Exception:  # too old for any torch that can be watched
+        pass
 
 _next_sitecustomize()

@@ -1,0 +1,110 @@
+"""
+What is sent to a launcher goes on to its command, once.
+
+The command is in the launcher's process group, as it would be in the group of a shell's job. A signal for the
+group (`timeout`, `kill %1`, Ctrl-C) reaches both from the kernel; one for the launcher alone reaches only the
+launcher, and is forwarded. The kernel does not say which of the two it was. So there is a witness: a process
+in the same group that blocks these signals and reports which of them are pending.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+_FORWARDED = frozenset(
+    (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+)
+_END = 0
+_SETTLE_S = 0.05
+"""From a signal to the look at the witness: `timeout` sends one to the launcher, then one to the group."""
+_ANSWER_S = 2.0
+# Not a fork of the launcher: `pkill -f` of a name in the launcher's command line must not find it.
+_WITNESS = """
+import os, signal
+while number := os.read(0, 1):
+    pending = number[0] in signal.sigpending()
+    if pending:
+        signal.sigwait(number)
+    os.write(1, bytes([pending]))
+"""
+
+
+class Forwarder:
+    """Takes this process's signals from now on until `close`. Call it on the main thread."""
+
+    def __init__(self) -> None:
+        self._before = {number: signal.getsignal(number) for number in _FORWARDED}
+        self._came: queue.SimpleQueue[int] = queue.SimpleQueue()  # a signal handler may put at any time
+        self._witness: subprocess.Popen[bytes] | None = None
+        for number, handler in self._before.items():
+            if handler != signal.SIG_IGN:  # as under nohup: it is the command's, too
+                signal.signal(number, lambda number, _frame: self._came.put(number))
+
+    def to(self, command: subprocess.Popen[bytes]) -> None:
+        """Send `command` what came before it, and from now on what comes to this process alone."""
+        self._witness = _witness()
+        try:
+            threading.Thread(target=self._forward, args=(command,), daemon=True).start()
+        except RuntimeError:  # there is no thread to be had
+            self.close()
+
+    def close(self) -> None:
+        """Have signals do what they did before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._came.put(_END)
+        self._dismiss()
+
+    def _forward(self, command: subprocess.Popen[bytes]) -> None:
+        came: set[int] = set()
+        while _END not in came:
+            came = {self._came.get()}
+            time.sleep(_SETTLE_S)
+            while not self._came.empty():
+                came.add(self._came.get())
+            for number in came - {_END}:
+                if not self._whole_group_has(number):
+                    with contextlib.suppress(OSError):  # as to a command of another user
+                        command.send_signal(number)
+
+    def _whole_group_has(self, number: int) -> bool:
+        """Return whether the signal came to the whole group; False where the witness does not answer."""
+        witness = self._witness
+        if witness is None or witness.stdin is None or witness.stdout is None:
+            return False
+        with contextlib.suppress(OSError):
+            witness.stdin.write(bytes([number]))
+            if select.select([witness.stdout], [], [], _ANSWER_S)[0]:
+                return witness.stdout.read(1) == b"\x01"
+        self._dismiss()  # a late answer would be taken for that to the next question
+        return False
+
+    def _dismiss(self) -> None:
+        witness, self._witness = self._witness, None
+        if witness is not None:
+            witness.kill()
+            witness.wait()
+
+
+def _witness() -> subprocess.Popen[bytes] | None:
+    """Start it with the signals blocked: a mask outlives the start of a program."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _WITNESS],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+    except OSError:
+        return None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
