@@ -18,6 +18,7 @@ from traceml_ray.agent.mark_log import (
     NO_GRAD_FORWARD_BEGIN,
     OPTIMIZER_BEGIN,
     OPTIMIZER_END,
+    SCALER_BEGIN,
     SYNC_BEGIN,
     SYNC_END,
     SYNCED_BACKWARD_END,
@@ -550,6 +551,36 @@ def test_an_optimizer_that_reduces_in_its_step_ends_the_row_there() -> None:
     learned, *rows = flags_and_rows(loop)
     assert learned == (0, [4, 2, 0, 4, 6, 40])  # it begins at the end of a backward
     assert rows == [(0, [3, 2, 0, 4, 6, 20])] * 2
+
+
+@pytest.mark.parametrize("kind", [Loop, WrittenLoop])
+def test_an_optimizer_that_reduces_in_its_step_does_so_under_a_grad_scaler(kind: type[Loop]) -> None:
+    loop = kind()
+    loop.recorder.peers = None
+    for number in range(8):
+        loop.data(2)
+        loop.forward(4)
+        loop.recorder.backward_begin()
+        loop.clock.wait(5)
+        loop.recorder.gradients_done()
+        loop.recorder.backward_end(True)
+        if not loop.recorder.write(SCALER_BEGIN):
+            loop.recorder.scaler_begin()
+        if number in (4, 5):  # an overflow
+            continue
+        began = loop.recorder.optimizer_begin()
+        loop.reduce(1, 20)
+        loop.clock.wait(3)
+        loop.recorder.optimizer_end(began)
+    rows = loop.rows()
+    assert [key >> SEGMENT_BITS for key, _, _ in rows] == list(range(8)), "an overflow is a step"
+    assert [(flags, row) for _, flags, row in rows[2:]] == [
+        *[(0, [3, 2, 0, 4, 6, 20])] * 2,
+        (FLAG_NO_PEERS, [3, 2, 0, 4, 5, 0]),
+        (FLAG_NO_PEERS, [0, 2, 0, 4, 5, 0]),
+        (0, [0, 2, 0, 4, 6, 20]),
+        (0, [3, 2, 0, 4, 6, 20]),
+    ]
 
 
 def test_what_was_waited_for_on_a_device_is_on_no_clock_of_these_rows() -> None:

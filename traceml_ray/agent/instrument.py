@@ -32,6 +32,7 @@ from traceml_ray.agent.mark_log import (
     GRADIENTS_DONE,
     OPTIMIZER_BEGIN,
     OPTIMIZER_END,
+    SCALER_BEGIN,
     SETTLE_AT,
     SYNCED_BACKWARD_END,
 )
@@ -430,8 +431,8 @@ class Instrumentation:
         def make(original: Any) -> Any:
             def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
                 try:
-                    if not recorder.write(OPTIMIZER_BEGIN):
-                        recorder.optimizer_begin()  # an overflow skips the optimizer, the step has been one
+                    if not recorder.write(SCALER_BEGIN):
+                        recorder.scaler_begin()  # an overflow skips the optimizer, the step has been one
                 except Exception as error:
                     failed("grad_scaler", error)
                 return original(scaler, optimizer, *args, **kwargs)
@@ -475,15 +476,16 @@ class Instrumentation:
         import torch
         from torch.nn.parallel import DistributedDataParallel
 
-        recorder, is_compiling = self.recorder, torch.compiler.is_compiling
+        parts, is_compiling = self.parts, torch.compiler.is_compiling
 
         def make_sync_buffers(original: Any) -> Any:
             def _sync_buffers(ddp: Any) -> Any:
-                began = not is_compiling() and recorder.sync_begin()
+                began = not is_compiling() and parts.sync_begin()
                 try:
                     return original(ddp)
                 finally:
-                    recorder.sync_end(began)
+                    if began:
+                        parts.sync_end()
 
             return _sync_buffers
 

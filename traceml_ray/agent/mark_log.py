@@ -31,17 +31,19 @@ from traceml_ray.agent.details import MAX_NAMES
     SYNC_BEGIN,
     SYNC_END,
     OPTIMIZER_BEGIN,
+    SCALER_BEGIN,
     CLOSURE_BEGIN,
     OPTIMIZER_END,
     REDUCED,
     COLLATED,
     COST,
     PARTS,
-) = range(18)
+) = range(19)
 """
 The marks of the usual step. DATA_BEGIN: the iterator waited for is the one of the wait before.
-CLOSURE_BEGIN: an optimizer step begins that is given a closure. COST says when the mark before it was done
-being made. From PARTS on there are two for each name of `Details`: a part of that name begins, and ends.
+SCALER_BEGIN: a `GradScaler` step begins; CLOSURE_BEGIN: an optimizer step that is given a closure.
+COST says when the mark before it was done being made. From PARTS on there are two for each name of
+`Details`: a part of that name begins, and ends.
 """
 _MARKS = PARTS + 2 * MAX_NAMES
 

@@ -80,6 +80,21 @@ class Parts:
         except Exception as error:
             self._failed("part", error)
 
+    def sync_begin(self) -> bool:
+        """Begin a wait for peers; True when `sync_end` has to follow."""
+        try:
+            return self._recorder.sync_begin()
+        except Exception as error:
+            self._failed("sync", error)
+            return False
+
+    def sync_end(self) -> None:
+        """End what `sync_begin` began."""
+        try:
+            self._recorder.sync_end(True)
+        except Exception as error:
+            self._failed("sync", error)
+
     # -- what is patched ---------------------------------------------------------------------------
 
     def patch_save(self, replace: Replace) -> None:
@@ -141,22 +156,21 @@ class Parts:
         """
         from torch.compiler import is_dynamo_compiling
 
-        recorder = self._recorder
-
         def make(original: Any) -> Any:
             def timed(*args: Any, **kwargs: Any) -> Any:
                 if is_dynamo_compiling():
                     return original(*args, **kwargs)
                 begun = None if waits and self._communicates else self.begin(name)
-                blocks = waits and recorder.sync_begin()
+                blocks = waits and self.sync_begin()
                 try:
                     return original(*args, **kwargs)
                 finally:
-                    recorder.sync_end(blocks)
+                    if blocks:
+                        self.sync_end()
                     if begun is not None:
                         self.end(begun)
                         if args and id(args[0]) in self._handles:
-                            recorder.reduced(self._handles.pop(id(args[0])))
+                            self._waited(self._handles.pop(id(args[0])))
 
             return timed
 
@@ -180,13 +194,14 @@ class Parts:
                 if begun is None:
                     return original(*args, **kwargs)
                 self._communicates = True
-                blocks = op == "monitored_barrier" and self._recorder.sync_begin()
+                blocks = op == "monitored_barrier" and self.sync_begin()
                 result, values = None, (*args, *kwargs.values())
                 try:
                     result = original(*args, **kwargs)
                 finally:
                     self._communicates = False
-                    self._recorder.sync_end(blocks)
+                    if blocks:
+                        self.sync_end()
                     size = self._largest(values) if sized else 0
                     self.end(begun, size)
                 if reduces and self._recorder.peers is None:
@@ -215,6 +230,13 @@ class Parts:
                 self._recorder.reduced(on_device)
             elif len(self._handles) < _MAX_HANDLES:
                 self._handles[id(handle)] = on_device
+        except Exception as error:
+            self._failed("part", error)
+
+    def _waited(self, on_device: bool) -> None:
+        """Tell the recorder that a reduction that was started has been waited for."""
+        try:
+            self._recorder.reduced(on_device)
         except Exception as error:
             self._failed("part", error)
 

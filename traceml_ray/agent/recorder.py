@@ -36,6 +36,7 @@ from traceml_ray.agent.mark_log import (
     OPTIMIZER_END,
     PARTS,
     REDUCED,
+    SCALER_BEGIN,
     SYNC_BEGIN,
     SYNC_END,
     SYNCED_BACKWARD_END,
@@ -73,7 +74,7 @@ class Recorder(MarkLog):
     __slots__ = (
         *("_acc", "_before_sync", "_before_wait", "_collated", "_evaluation", "_foreign_ns"),
         *("_last_loader", "_named", "_optimizer", "_pending", "_pending_flags", "_pending_synced"),
-        *("_reduced_inside", "_reduces_in_step", "_resume", "_split", "_stage", "_step"),
+        *("_reduced_inside", "_reduces_in_step", "_resume", "_scaling", "_split", "_stage", "_step"),
         *("_step_in_backward", "_stepped", "_train_loaders", "_waited", "_waits", "_workers", "coupled"),
         *("first", "inferred", "iterator", "last", "manual", "on_device", "parts", "peers", "ring"),
         *("segment", "several"),
@@ -113,7 +114,7 @@ class Recorder(MarkLog):
         self._pending: list[int] | None = None
         self._pending_flags = 0
         self._pending_synced = self._split = self._step_in_backward = False
-        self._reduced_inside = self._stepped = False
+        self._reduced_inside = self._scaling = self._stepped = False
         self._stage, self.last, self.first, self.depth = POST_SYNC, self.now, True, 0
         self._waits = self._last_loader = self._foreign_ns = 0
         self._resume = self._before_wait = POST_SYNC
@@ -316,6 +317,8 @@ class Recorder(MarkLog):
     def _backward_begin(self) -> None:
         self._end_evaluation()
         self._to(BACKWARD)
+        if self._scaling:
+            self._end_skipped()
         if self.parts.over:
             self.parts.hand_out(self._step, self.first)
         self.depth = 1
@@ -469,15 +472,12 @@ class Recorder(MarkLog):
     @at_once
     def optimizer_begin(self, closure: bool = False) -> bool:
         """
-        Mark: an optimizer (or `GradScaler`) step: it closes the pending row, if there is one.
+        Mark: an optimizer step: it closes the pending row, if there is one.
 
         With a `closure` the row is closed when the step is over: the backward in it goes on with what is
         pending. Returns what `optimizer_end` wants: whether this step is one of ours to measure.
         """
-        if not self._may():
-            return False
-        if self.depth:
-            self._step_in_backward = True
+        if not self._may_step():
             return False
         if closure:
             self._closure_begin()
@@ -485,8 +485,33 @@ class Recorder(MarkLog):
             self._optimizer_begin()
         return True
 
+    @at_once
+    def scaler_begin(self) -> None:
+        """Mark: a `GradScaler` step: one of the optimizer begins in it, unless there was an overflow."""
+        if self._may_step():
+            self._scaler_begin()
+
+    def _may_step(self) -> bool:
+        if not self._may():
+            return False
+        self._step_in_backward = self._step_in_backward or self.depth > 0
+        return not self.depth
+
+    def _scaler_begin(self) -> None:
+        self._optimizer_begin()
+        self._scaling = True
+
+    def _end_skipped(self) -> None:
+        """GradScaler has called no optimizer: where that is what exchanges, the row is still pending."""
+        self._scaling = False
+        self.parts.drop(self._optimizer)
+        self._optimizer = None
+        if self._pending is not None and not self.manual:
+            self._close_step()
+
     def _optimizer_begin(self) -> None:
-        reduces = self._reduces_in_step and self._optimizer is None  # and not in one inside of it
+        outermost = self._optimizer is None or self._scaling
+        reduces = self._reduces_in_step and outermost
         if self._pending is not None and not self.manual and not reduces:
             self._close_step()
         if self._stage != POST_SYNC:
@@ -500,6 +525,7 @@ class Recorder(MarkLog):
 
     def _begin_optimizer(self) -> None:
         self._end_evaluation()
+        self._scaling = False
         self.parts.drop(self._optimizer)  # GradScaler has skipped it
         self._optimizer = self.parts.begin(OPTIMIZER, self._stage, self.now)
 
@@ -665,6 +691,7 @@ _UNDERSTAND: dict[int, Callable[[Recorder], None]] = {
     SYNC_BEGIN: Recorder._sync_begin,
     SYNC_END: Recorder._sync_end,
     OPTIMIZER_BEGIN: Recorder._optimizer_begin,
+    SCALER_BEGIN: Recorder._scaler_begin,
     CLOSURE_BEGIN: Recorder._closure_begin,
     OPTIMIZER_END: Recorder._optimizer_end,
     REDUCED: Recorder._reduced,
