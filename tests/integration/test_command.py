@@ -92,10 +92,16 @@ def test_a_signal_goes_on_to_the_command_which_ends_as_it_likes(
 
 COUNTING = """
 import signal, sys, time
+heard = []
+def hear(number, _):
+    heard.append(number)
+    print("heard", number, flush=True)
 for name in ("INT", "HUP", "QUIT", "TERM", "USR1"):
-    signal.signal(getattr(signal, "SIG" + name), lambda number, _: print("heard", number, flush=True))
+    signal.signal(getattr(signal, "SIG" + name), hear)
 print("ready", flush=True)
-time.sleep(1.2)
+while not heard:
+    time.sleep(0.05)
+time.sleep(1)  # for another one
 sys.exit(5)
 """
 COUNT = ("--", sys.executable, "-S", "-c", COUNTING)
