@@ -1,5 +1,6 @@
 """What is named, for how long, and what it costs: on played rows, whose own times are the clock."""
 
+import itertools
 import json
 
 import numpy as np
@@ -431,3 +432,14 @@ def test_too_little_to_see_is_said_at_once_and_the_episode_goes_on_after_it():
 def test_balanced_rows_have_no_episode():
     run = judge_run(streams(np.tile(of_ms([QUIET] * 3), (400, 1, 1))), 3)
     assert (run.episodes.episodes, run.episodes.brief.count, run.whole().lost_s) == ([], 0, 0)
+
+
+@pytest.mark.parametrize("share", [0.18, 0.25])
+def test_rank_that_is_late_in_two_stages_about_alike_has_one_episode(share: float) -> None:
+    """Which of them is the smaller one, and whether that counts, changes from window to window."""
+    rows = played(1500, 100, (DATA, 1, 200, None, 0.25), (FORWARD, 1, 200, None, share), noise=0.1)
+    run, said = live(rows, every_s=1.0)
+    lost = [verdict.lost_s or 0.0 for *_, verdict in said]
+    assert len(run.episodes.episodes) == 1
+    assert all(later >= before for before, later in itertools.pairwise(lost))
+    assert len(changes(said)) < 8

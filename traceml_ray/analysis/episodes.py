@@ -224,9 +224,11 @@ class Episodes:
             if track.is_found(verdict) and 2 * track.exact >= track.seen and self._worth(track):
                 if not self._replaces(track):
                     continue
-                self._candidates.remove(track)
-                if self._named is not None:
-                    self._give_way(self._named, track)
+                named = self._named
+                if named is not None and _alike(named, track):  # the same episode, in other words
+                    named.verdict, track = track.verdict, named
+                elif named is not None:
+                    self._give_way(named, track)
                 self._candidates = [each for each in self._candidates if not each.supports(track.verdict)]
                 self._named, self.since = track, track.began
                 track.found, track.found_ns = int(self.clock.steps[-1]), self.clock.now_ns
@@ -240,10 +242,15 @@ class Episodes:
             self._end(named)
 
     def _replaces(self, track: Track) -> bool:
-        """Whether `track` may be named: for what says nearly the same only when found for as long."""
+        """
+        Whether `track` may be named: for what says nearly the same only when found for as long, and in two of
+        three windows.
+        """
         named = self._named
-        if named is None or not (named.supports(track.verdict) or track.supports(named.verdict)):
+        if named is None or not _alike(named, track):
             return True
+        if 3 * track.exact < 2 * track.seen:
+            return False
         step, now_ns = int(self.clock.steps[-1]), self.clock.now_ns
         since, since_ns = max(named.found, track.found), max(named.found_ns, track.found_ns)
         hold_ns = self._limits.hold_of(track.verdict.label) * 1e9
@@ -354,3 +361,8 @@ class Episodes:
         now, step = self.clock.now_ns, window.last_step or 0
         began, began_ns = self._turning = self._turning or (step, now)
         return now - began_ns >= self._limits.hold_s * 1e9 and step - began >= self._limits.hold_steps
+
+
+def _alike(one: Track, other: Track) -> bool:
+    """Whether one of them names what the other does, and maybe more."""
+    return one.supports(other.verdict) or other.supports(one.verdict)

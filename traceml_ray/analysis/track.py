@@ -16,6 +16,8 @@ from traceml_ray.analysis.window import Float, Int64, Window
 from traceml_ray.wire import STAGES
 
 MAX_LEVELS = 1000
+TURNS = 10
+"""Windows in a row after which another stage, or rank, of a finding is its first."""
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +115,8 @@ class Track:
         self.levels: list[Float] = []
         self.ranks = 1
         self._counted_to = -1
+        self._turned = 0
+        """Windows in a row in which another of its stages, or ranks, costs more than the first."""
         self._pieces: deque[tuple[int, int, int]] = deque(maxlen=256)
         """Step, time and cost so far, to take back what another explains better."""
         self._shares: deque[float] = deque(maxlen=MAX_LEVELS)
@@ -160,7 +164,7 @@ class Track:
     def extend(self, evidence: Evidence, clock: Clock, found: Verdict | None) -> None:
         """Add the new steps of a window that shows it; `found` is what was found, where it is just this."""
         if found is not None:
-            self.verdict = found
+            self._reword(found)
         window, waited = evidence.window, waited_ns(self.verdict, evidence)
         steps = window.steps
         since = steps >= self.began
@@ -182,6 +186,13 @@ class Track:
         total_ns = window.by_step(evidence.frontier.exposed.sum(axis=1))[since].sum()
         self._shares.append(100 * float(waited[since].sum()) / max(float(total_ns), 1.0))
         self.ranks = window.expected
+
+    def _reword(self, found: Verdict) -> None:
+        """Take the newest window's verdict; of two stages or ranks that cost alike the same stays first."""
+        mine = self.verdict
+        self._turned = 0 if (found.stage, found.rank) == (mine.stage, mine.rank) else self._turned + 1
+        if self._turned in (0, TURNS):
+            self.verdict, self._turned = found, 0
 
     def held(self, thresholds: Thresholds) -> bool:
         """Whether it has lasted for so long, and cost so much, that it is worth naming."""

@@ -18,7 +18,7 @@ from traceml_ray.store.pieces import Cutter
 from traceml_ray.store.session_file import NONSENSE
 from traceml_ray.wire import SEGMENT_BITS
 
-FORM = 2
+FORM = 3
 """Of what is in the file; to be raised when one of the classes below means something else by it."""
 MAX_RANKS = 1024
 """Of a run of more, only the sums are kept: what a report makes of them would take too much memory."""
