@@ -266,10 +266,10 @@ def on_a_terminal(words: list[str], when_ready: Callable[[int, int], object]) ->
             found = os.read(master, 4096)
         except OSError:  # everybody has gone
             break
-        if b"ready\r" in found and b"ready\r" not in seen:
+        before, seen = seen, seen + found
+        if b"ready" in seen and b"ready" not in before:  # a terminal hands a line out in parts
             time.sleep(0.2)
             when_ready(child, master)
-        seen += found
         if not found:
             break
     _, status = os.waitpid(child, 0)
