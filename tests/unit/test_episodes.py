@@ -294,6 +294,7 @@ def counted_s(run):
     [
         (100, [(200, 0, DATA, 5.0)], 1),
         (1000, [(step, 0, DATA, 3.0) for step in range(100, 104)], 1),
+        (100, [(91, 0, DATA, 2.0), (130, 0, DATA, 1.0)], 2),
     ],
 )
 def test_late_steps_are_counted_once_however_long_the_window_shows_them(step_ms, stalls, brief):

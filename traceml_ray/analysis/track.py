@@ -108,6 +108,7 @@ class Track:
         self.found, self.found_ns = began, began_ns
         """When a window showed it first; once it is named, when that was."""
         self.cost_ns = 0
+        """Of all steps to the last late one; those after it may be another's first."""
         self.outlived_ns = 0
         """The most that one which says nearly the same, and is forgotten already, has cost."""
         self.seen = self.exact = self.missed = 0
@@ -115,6 +116,8 @@ class Track:
         self.levels: list[Float] = []
         self.ranks = 1
         self._counted_to = -1
+        self._after_ns = 0
+        """What the steps after the last late one have cost, for when it goes on."""
         self._turned = 0
         """Windows in a row in which another of its stages, or ranks, costs more than the first."""
         self._pieces: deque[tuple[int, int, int]] = deque(maxlen=256)
@@ -176,11 +179,16 @@ class Track:
         if not self._pieces:
             self._pieces.append((self.last, self.last_ns, self.cost_ns))
         late = steps[since & late_steps(np.where(since, waited, 0).astype(np.float64))]
+        cost_ns = self.cost_ns + self._after_ns + int(waited[new].sum())
+        if self._counted_to >= 0 and clock.skipped_ns:
+            cost_ns += int(clock.skipped_ns * waited.sum() / max(evidence.total_ns, 1))
         if len(late):
             self.last, self.last_ns = int(late[-1]), clock.end_ns(int(late[-1]))
-        if self._counted_to >= 0 and clock.skipped_ns:
-            self.cost_ns += int(clock.skipped_ns * waited.sum() / max(evidence.total_ns, 1))
-        self.cost_ns += int(waited[new].sum())
+            self._after_ns = int(waited[steps > self.last].sum())
+        else:
+            self._after_ns += int(waited[new].sum())
+        self._after_ns = min(self._after_ns, cost_ns)
+        self.cost_ns = cost_ns - self._after_ns
         self._counted_to = int(steps[new][-1])
         self._pieces.append((self.last, self.last_ns, self.cost_ns))
         total_ns = window.by_step(evidence.frontier.exposed.sum(axis=1))[since].sum()
@@ -213,6 +221,7 @@ class Track:
         while len(self._pieces) > 1 and self._pieces[-1][0] >= step:
             self._pieces.pop()
             self.last, self.last_ns, self.cost_ns = self._pieces[-1]
+            self._after_ns = 0
         self.last = max(self.began, min(self.last, step - 1))
 
     def episode(self, *, goes_on: bool) -> Episode:
@@ -237,7 +246,7 @@ class Track:
 
 
 _NUMBERS = ("began", "began_ns", "last", "last_ns", "found", "found_ns", "cost_ns", "outlived_ns", "seen",
-            "exact", "missed", "ranks", "_counted_to")  # fmt: skip
+            "exact", "missed", "ranks", "_counted_to", "_after_ns")  # fmt: skip
 _SHARED = ("label", "stage", "stages", "rank", "ranks", "node", "rotating", "why")
 
 
