@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test long snapshots lint types fuzz chaos frameworks bench compat screenshots clean
+.PHONY: help demo test long snapshots lint types lines fuzz chaos frameworks bench compat screenshots clean
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
@@ -70,6 +70,10 @@ chaos: $(INSTALLED)
 # CASES=lightning,hf_trainer/data: beginnings of names; FRAMEWORKS_ARGS="--docs docs/frameworks.md" writes the page.
 frameworks: $(FRAMEWORKS)/.installed
 	@$(CURDIR)/$(FRAMEWORKS)/bin/python tests/frameworks/run.py --only "$(CASES)" $(FRAMEWORKS_ARGS)
+
+# REV=v0.1.0: the same of that commit beside it.
+lines:
+	@$(PYTHON) benchmarks/lines.py $(if $(REV),--rev $(REV))
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check .
