@@ -37,7 +37,6 @@ from typing import Any, NamedTuple
 from figures import Figure, machine, table
 
 from traceml_ray import wire
-from traceml_ray.actors.relay import Relay
 from traceml_ray.agent import bootstrap
 from traceml_ray.agent.channel import SocketChannel
 from traceml_ray.agent.details import Details
@@ -45,6 +44,7 @@ from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
+from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.settings import Settings
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -116,7 +116,7 @@ def serve(path: str) -> None:
     """Be the relay at `path` until this process is ended."""
     node = wire.NodeIdentity("bench", socket.gethostname(), "127.0.0.1")
     confirms = Confirms()
-    relay = Relay(Path(path), node, confirms, confirms, Settings())
+    relay = RelayCore(Path(path), node, confirms, confirms, Settings())
     while True:
         relay.turn(0.25)
 

@@ -24,10 +24,10 @@ from figures import machine
 from ray_cluster import actor_processes, fake_cluster
 
 from traceml_ray import wire
-from traceml_ray.actors.config import ActorConfig
-from traceml_ray.actors.making import ensure_aggregator
 from traceml_ray.driver import Session
 from traceml_ray.identity import RankIdentity
+from traceml_ray.ray.aggregator import ensure_aggregator
+from traceml_ray.ray.config import ActorConfig
 from traceml_ray.settings import Settings
 
 SIZES = (8, 64, 512, 2048, 8192)

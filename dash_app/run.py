@@ -22,7 +22,7 @@ from urllib.parse import urlencode
 import waitress
 
 from traceml_ray.launchers.cluster import free_port
-from traceml_ray.reach import join
+from traceml_ray.ray.connection import join
 from traceml_ray.settings import Settings
 
 from . import security

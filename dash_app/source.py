@@ -18,12 +18,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from traceml_ray.actors.answers import answer_from
-from traceml_ray.actors.names import DEFAULT_SESSION, find_aggregator
 from traceml_ray.agent.attached import FILE as ATTACHMENT
 from traceml_ray.agent.attached import Attachment
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.reach import attach, attach_environment, reach
+from traceml_ray.monitor.queries import answer_from
+from traceml_ray.ray.connection import attach, attach_environment, reach
+from traceml_ray.ray.discovery import DEFAULT_SESSION, find_aggregator
 from traceml_ray.session import DATABASE, LIVE, Live, SessionError, find, holder, read_json
 from traceml_ray.settings import Settings
 from traceml_ray.store.runs import by_run, count, newest, with_rows
@@ -49,7 +49,7 @@ class NothingYet(SourceError):  # noqa: N818
 
 
 class Source(Protocol):
-    """A session that can be asked, see `Aggregation.query`. Any thread may ask."""
+    """A session that can be asked, see `AggregatorCore.query`. Any thread may ask."""
 
     target: str
     """What a person calls it: the session's name, or its file."""

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import psutil
 
-from traceml_ray.reach import ONE_NODE, own_address, reach
+from traceml_ray.ray.connection import ONE_NODE, own_address, reach
 
 from .lean_ray import leave_out_agents, take_temp_dir
 

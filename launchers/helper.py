@@ -17,8 +17,8 @@ from typing import Any, TextIO
 
 import msgspec
 
-from traceml_ray.actors.config import ActorConfig
-from traceml_ray.reach import attach, attach_environment, reach
+from traceml_ray.ray.config import ActorConfig
+from traceml_ray.ray.connection import attach, attach_environment, reach
 
 from .cluster import die_with
 from .lean_ray import until_joined
@@ -86,8 +86,9 @@ def _make_actors(request: HelperRequest, address: str) -> None:
     os.environ.update(attach_environment(address))
     import ray
 
-    from traceml_ray.actors.making import ensure_aggregator, ensure_relay
-    from traceml_ray.actors.names import find_aggregator
+    from traceml_ray.ray.actor_factory import ensure_relay
+    from traceml_ray.ray.aggregator import ensure_aggregator
+    from traceml_ray.ray.discovery import find_aggregator
 
     if request.temp_dir and not request.first:
         until_joined(request.temp_dir)

@@ -22,13 +22,13 @@ from pathlib import Path
 import msgspec
 
 from traceml_ray import wire
-from traceml_ray.actors import folders
-from traceml_ray.actors.config import ActorConfig
-from traceml_ray.actors.names import NAMESPACE
 from traceml_ray.agent.attached import FILE as ATTACHMENT
 from traceml_ray.agent.attached import Attachment
 from traceml_ray.agent.bootstrap import rank_environment
 from traceml_ray.files import write_file
+from traceml_ray.monitor import private_folders as folders
+from traceml_ray.ray.config import ActorConfig
+from traceml_ray.ray.discovery import NAMESPACE
 from traceml_ray.session import Live, SessionError, SessionFolder, prepare, write_live
 from traceml_ray.settings import Settings
 from traceml_ray.spool import SUFFIX
@@ -289,7 +289,7 @@ class Monitor:
     def _finish_offline(
         self, session: SessionFolder, message: wire.Finish, finished: wire.Finished | None
     ) -> None:
-        from traceml_ray.actors.aggregation import finish_offline
+        from traceml_ray.monitor.aggregator import finish_offline
 
         if finished is not None:
             _say(f"finishing the session without its aggregator: {finished.detail}")

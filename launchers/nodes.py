@@ -7,7 +7,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-from traceml_ray.reach import join
+from traceml_ray.ray.connection import join
 
 
 class UsageError(ValueError):

@@ -24,11 +24,11 @@ from ray.train.v2._internal.execution.callback import (
 )
 
 from traceml_ray import driver, wire
-from traceml_ray.actors.config import ActorConfig
 from traceml_ray.agent import bootstrap
 from traceml_ray.agent.imports import forget, when_imported
 from traceml_ray.errors import Errors, said
 from traceml_ray.identity import RankIdentity
+from traceml_ray.ray.config import ActorConfig
 from traceml_ray.settings import Settings
 
 from .train_run import RunReporter

@@ -9,10 +9,9 @@ from typing import Any
 import ray
 
 from traceml_ray import wire
-from traceml_ray.actors.config import ActorConfig
-from traceml_ray.actors.making import ensure_aggregator
-from traceml_ray.actors.names import answers, find_aggregator
 from traceml_ray.errors import Errors
+from traceml_ray.ray.config import ActorConfig
+from traceml_ray.ray.discovery import answers, find_aggregator
 
 ANSWER_S = 5.0
 """How long one answer may take; the first one includes the making of the actor."""
@@ -116,6 +115,8 @@ class RunReporter:
 
     def _find(self) -> Any | None:
         if self._make:
+            from traceml_ray.ray.aggregator import ensure_aggregator  # it is slow to import
+
             made = ensure_aggregator(self._config, ray.get_runtime_context().get_node_id())
             self._make = False
             return made

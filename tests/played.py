@@ -10,8 +10,8 @@ import numpy as np
 from sessions import MS, SECOND, Clock, Rank, Relay, aggregation
 
 from traceml_ray import wire
-from traceml_ray.actors.aggregation import Aggregation
 from traceml_ray.dash_app.source import SourceError
+from traceml_ray.monitor.aggregator import AggregatorCore
 
 QUIET = (1.0, 2.0, 0.5, 6.0, 9.0, 1.5)
 """ms of a balanced step: post_sync, data, prepare, forward, backward, sync_wait."""
@@ -22,7 +22,7 @@ class PlayedSource:
 
     stored = False
 
-    def __init__(self, aggregator: Aggregation) -> None:
+    def __init__(self, aggregator: AggregatorCore) -> None:
         self.target = aggregator.folder.name
         self.out = str(aggregator.folder.path.parent)
         self.aggregator = aggregator

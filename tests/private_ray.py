@@ -20,12 +20,12 @@ import psutil
 from ray_cluster import until
 
 from traceml_ray import wire
-from traceml_ray.actors.config import ActorConfig
 from traceml_ray.identity import RankIdentity
 from traceml_ray.launchers.cluster import PrivateRay
 from traceml_ray.launchers.cluster import members as session_members
 from traceml_ray.launchers.control import ask_finish
 from traceml_ray.launchers.helper import HelperReply, HelperRequest
+from traceml_ray.ray.config import ActorConfig
 from traceml_ray.session import DATABASE
 from traceml_ray.settings import Settings
 from traceml_ray.store.session_file import SessionFile

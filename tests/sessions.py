@@ -11,11 +11,11 @@ import msgspec
 import numpy as np
 
 from traceml_ray import wire
-from traceml_ray.actors.aggregation import Aggregation
-from traceml_ray.actors.aggregator import Aggregator
-from traceml_ray.actors.node_relay import MAX_IN_FLIGHT
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.identity import RankIdentity
+from traceml_ray.monitor.aggregator import AggregatorCore
+from traceml_ray.ray.aggregator import Aggregator
+from traceml_ray.ray.node_relay import MAX_IN_FLIGHT
 from traceml_ray.settings import Settings
 from traceml_ray.store.session_file import SessionFile
 
@@ -107,12 +107,12 @@ class Straight:
     answers are those of the actor's own methods.
     """
 
-    def __init__(self, aggregator: Aggregation) -> None:
+    def __init__(self, aggregator: AggregatorCore) -> None:
         self.stopped = False
         self._calls: list[Callable[[], bytes]] = []
         self.attach(aggregator)
 
-    def attach(self, aggregator: Aggregation) -> None:
+    def attach(self, aggregator: AggregatorCore) -> None:
         """From here on it is this one that answers."""
         self._actor = object.__new__(Aggregator)  # what `__init__` asks of Ray is not needed here
         self._actor._aggregation, self._actor._closed = aggregator, False
@@ -152,19 +152,19 @@ LIMITS = Thresholds(hold_s=0.2, hold_group_s=0.2, hold_cost_s=0.05)
 """What is played here takes seconds of the clock, but its steps take only some tenths of one."""
 
 
-def aggregation(folder: Path, clock: Clock | None = None, **info: Any) -> Aggregation:
+def aggregation(folder: Path, clock: Clock | None = None, **info: Any) -> AggregatorCore:
     """An aggregator on `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     clock = clock or Clock()
-    return Aggregation(folder, Settings(thresholds=LIMITS), {"launcher": "torchrun", **info}, clock, clock)
+    return AggregatorCore(folder, Settings(thresholds=LIMITS), {"launcher": "torchrun", **info}, clock, clock)
 
 
-def told(aggregator: Aggregation, run: str = "job", **fields: Any) -> wire.Finished:
+def told(aggregator: AggregatorCore, run: str = "job", **fields: Any) -> wire.Finished:
     """What the aggregator answers to word of a run."""
     return wire.decode(aggregator.run(wire.encode(wire.Run(wire.VERSION, run, **fields))), wire.Finished)
 
 
-def ask(aggregator: Aggregation, what: str, **request: Any) -> Any:
+def ask(aggregator: AggregatorCore, what: str, **request: Any) -> Any:
     """The answer to a question."""
     answer = msgspec.msgpack.decode(aggregator.query(msgspec.msgpack.encode({"what": what, **request})))
     assert "error" not in answer, answer

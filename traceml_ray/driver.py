@@ -22,9 +22,12 @@ import msgspec
 import psutil
 
 from traceml_ray import __version__, wire
-from traceml_ray.actors.config import ActorConfig
-from traceml_ray.actors.folders import is_private
-from traceml_ray.actors.names import (
+from traceml_ray.floors import FLOORS, too_old
+from traceml_ray.identity import RankIdentity
+from traceml_ray.launchers.dashboard import DashboardProcess
+from traceml_ray.monitor.private_folders import is_private
+from traceml_ray.ray.config import ActorConfig
+from traceml_ray.ray.discovery import (
     DEFAULT_SESSION,
     answers,
     cluster_nodes,
@@ -34,9 +37,6 @@ from traceml_ray.actors.names import (
     relay_folder,
     relay_nodes,
 )
-from traceml_ray.floors import FLOORS, too_old
-from traceml_ray.identity import RankIdentity
-from traceml_ray.launchers.dashboard import DashboardProcess
 from traceml_ray.session import DATABASE, holder
 from traceml_ray.settings import Settings
 
@@ -281,7 +281,7 @@ class Session:
         """Write the reports that the aggregator did not, of what it had stored, where its files are here."""
         import ray
 
-        from traceml_ray.actors.aggregation import finish_offline
+        from traceml_ray.monitor.aggregator import finish_offline
 
         if not (self.folder / DATABASE).is_file():
             return
@@ -318,7 +318,7 @@ class Session:
 
 
 def ask(aggregator: Any, session: str, what: str, **more: object) -> Any:
-    """Return the answer of a session's aggregator to a question (`Aggregation.query`). Raises StartError."""
+    """Ask a session's aggregator (`AggregatorCore.query`). Raises StartError."""
     import ray
 
     request = msgspec.msgpack.encode({"what": what, **more})
@@ -351,7 +351,8 @@ def _make(config: ActorConfig) -> Session:
     """Make the aggregator here and a relay on every node, side by side; return when the former answers."""
     import ray
 
-    from traceml_ray.actors.making import ensure_aggregator, ensure_relay
+    from traceml_ray.ray.actor_factory import ensure_relay
+    from traceml_ray.ray.aggregator import ensure_aggregator
 
     aggregator = ensure_aggregator(config, ray.get_runtime_context().get_node_id())
     relays = [ensure_relay(config, node["NodeID"]) for node in cluster_nodes() if node["Alive"]]
@@ -410,7 +411,7 @@ def _runtime_env(given: dict[str, Any] | None, ship: bool) -> str:
     """Return the runtime_env of the actors as JSON; with `ship`, this package is in it."""
     env = dict(given or {})
     if ship:
-        from traceml_ray.actors.shipping import upload
+        from traceml_ray.ray.package_upload import upload
 
         env["py_modules"] = [*env.get("py_modules", []), upload()]
     return json.dumps(env) if env else ""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sessions import Clock, Rank, Relay, aggregation, ask
 
 from traceml_ray import wire
-from traceml_ray.actors.aggregation import Aggregation
+from traceml_ray.monitor.aggregator import AggregatorCore
 
 MIB = 24.0
 WHAT = [
@@ -45,7 +45,7 @@ questions = st.recursive(
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Aggregation]:
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AggregatorCore]:
     folder = tmp_path_factory.mktemp("out") / "live"
     clock = Clock()
     aggregator, relay = aggregation(folder, clock), Relay()
@@ -63,7 +63,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Aggregation]:
     aggregator.close()
 
 
-def answer(session: Aggregation, request: bytes) -> dict[str, Any]:
+def answer(session: AggregatorCore, request: bytes) -> dict[str, Any]:
     """The answer: there always is one, and it says one thing or the other."""
     with bounded(mib=MIB):
         told = msgspec.msgpack.decode(session.query(request))
@@ -74,7 +74,7 @@ def answer(session: Aggregation, request: bytes) -> dict[str, Any]:
 
 @fuzz(4)
 @given(questions)
-def test_questions_of_any_kind(session: Aggregation, question: dict[str, Any]) -> None:
+def test_questions_of_any_kind(session: AggregatorCore, question: dict[str, Any]) -> None:
     answer(session, msgspec.msgpack.encode(question))
     assert len(list(session.folder.path.glob("snapshot-*"))) <= 8
     assert ask(session, "status")["ledger"]["stored"] == 60
@@ -82,7 +82,7 @@ def test_questions_of_any_kind(session: Aggregation, question: dict[str, Any]) -
 
 @fuzz()
 @given(st.binary(max_size=200) | anything.map(msgspec.msgpack.encode))
-def test_bytes_of_any_kind(session: Aggregation, request: bytes) -> None:
+def test_bytes_of_any_kind(session: AggregatorCore, request: bytes) -> None:
     answer(session, request)
 
 
@@ -92,11 +92,11 @@ def test_bytes_of_any_kind(session: Aggregation, request: bytes) -> None:
         msgspec.msgpack.encode({"what": "several", "asked": [{"what": "rows", "since": 0, "most": 5}] * 2})
     )
 )
-def test_a_good_question_with_bytes_changed(session: Aggregation, request: bytes) -> None:
+def test_a_good_question_with_bytes_changed(session: AggregatorCore, request: bytes) -> None:
     answer(session, request)
 
 
-def test_bombs(session: Aggregation) -> None:
+def test_bombs(session: AggregatorCore) -> None:
     for bomb in BOMBS:
         assert "error" in answer(session, bomb)
         for name in (b"what", b"asked", b"since", b"only"):

@@ -15,7 +15,7 @@ from messages import MESSAGES, rank_batch, relay_batch
 from sessions import Clock, Rank, Relay
 
 from traceml_ray import wire
-from traceml_ray.actors.aggregation import Aggregation
+from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.settings import Settings
 from traceml_ray.store.session_file import SessionFile
 
@@ -139,7 +139,7 @@ def test_whatever_the_wire_lets_in_an_aggregator_can_live_with(
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, bounded():
         clock, relay = Clock(), Relay()
-        aggregator = Aggregation(Path(folder), Settings(debug=True), {"launcher": "torchrun"}, clock)
+        aggregator = AggregatorCore(Path(folder), Settings(debug=True), {"launcher": "torchrun"}, clock)
         for inner, sample, told in sent:
             aggregator.ingest(relay.message(*inner, sample=sample, events=told, dropped=dropped, lost=["b"]))
             clock.tick(30)
@@ -164,7 +164,7 @@ def test_messages_of_relays_and_launchers_to_an_aggregator(data: st.DataObject) 
     """Whatever comes, it is answered; what is refused is counted under the name of a WireError."""
     run = wire.Run(wire.VERSION, "job", {"name": "fit"}, [], "finished")
     with tempfile.TemporaryDirectory() as folder, bounded():
-        aggregator = Aggregation(Path(folder), Settings(), {})
+        aggregator = AggregatorCore(Path(folder), Settings(), {})
         aggregator.ingest(data.draw(mutated(wire.encode(relay_batch()))))
         aggregator.ingest(Relay().message(data.draw(mutated(wire.encode(rank_batch())))))
         said = wire.decode(

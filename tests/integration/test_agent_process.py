@@ -17,9 +17,9 @@ from ray_cluster import until
 from sessions import NoSamples, Straight, aggregation
 
 from traceml_ray import wire
-from traceml_ray.actors.aggregation import Aggregation
-from traceml_ray.actors.relay import Relay
 from traceml_ray.agent.bootstrap import SITE_FOLDER, rank_environment
+from traceml_ray.monitor.aggregator import AggregatorCore
+from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool
 
@@ -42,7 +42,7 @@ def train(steps=20, **options):
 class Heard(Straight):
     """The way to the aggregator, on which it can be seen what went."""
 
-    def __init__(self, aggregator: Aggregation) -> None:
+    def __init__(self, aggregator: AggregatorCore) -> None:
         super().__init__(aggregator)
         self.messages: dict[int, wire.RelayBatch] = {}
 
@@ -58,7 +58,7 @@ class Node:
         self._aggregator = aggregation(folder / "session")
         self._way = Heard(self._aggregator)
         node = wire.NodeIdentity("n", "host", "127.0.0.1")
-        self._relay = Relay(folder / "relay.sock", node, self._way, NoSamples(), Settings())
+        self._relay = RelayCore(folder / "relay.sock", node, self._way, NoSamples(), Settings())
         self._relay.start()
 
     def heard(self) -> list[bytes]:

@@ -19,11 +19,11 @@ import msgspec
 import pytest
 
 from traceml_ray import wire
-from traceml_ray.actors.config import ActorConfig
 from traceml_ray.agent.attached import FILE, Attachment
 from traceml_ray.agent.bootstrap import rank_environment
 from traceml_ray.launchers.cluster import PrivateRay, members
 from traceml_ray.launchers.helper import HelperReply, HelperRequest
+from traceml_ray.ray.config import ActorConfig
 from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool
 from traceml_ray.store.session_file import SessionFile

@@ -21,8 +21,8 @@ from sessions import NoSamples, Rank, Straight
 from torch import nn
 
 from traceml_ray import wire
-from traceml_ray.actors.aggregation import Aggregation
-from traceml_ray.actors.relay import Relay
+from traceml_ray.monitor.aggregator import AggregatorCore
+from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.settings import Settings
 from traceml_ray.store.session_file import SessionFile, SessionFileError
 
@@ -291,9 +291,11 @@ def test_a_collective_that_no_mark_sees_is_in_torchs_own_recorder(tmp_path: Path
 
 def test_while_nobody_ends_the_job_a_killed_rank_is_named_live() -> None:
     with tempfile.TemporaryDirectory(prefix="tr-") as name:
-        aggregator = Aggregation(Path(name), Settings(), {})
+        aggregator = AggregatorCore(Path(name), Settings(), {})
         node = wire.NodeIdentity("node-0", "host-0", "127.0.0.1")
-        relay = Relay(Path(name) / "run" / "relay.sock", node, Straight(aggregator), NoSamples(), Settings())
+        relay = RelayCore(
+            Path(name) / "run" / "relay.sock", node, Straight(aggregator), NoSamples(), Settings()
+        )
         process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         ranks = [Rank(0, 2, pid=os.getpid()), Rank(1, 2, pid=process.pid)]
         try:

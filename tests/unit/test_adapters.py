@@ -16,9 +16,9 @@ from integration import loops
 from sessions import NoSamples, Rank, Relay, Straight, aggregation
 
 from traceml_ray import wire
-from traceml_ray.actors import relay
 from traceml_ray.adapters.marks import CHECKPOINT, EVALUATION, Marks
 from traceml_ray.agent import bootstrap
+from traceml_ray.monitor import relay
 from traceml_ray.settings import Settings
 
 VERDICT: dict[str, wire.Value] = {
@@ -52,7 +52,7 @@ def test_the_verdict_reaches_rank_0_and_no_other(tmp_path: Path) -> None:
     core.ingest(before.message(*(rank.batch(200) for rank in ranks)))
     core.judge()
     node = wire.NodeIdentity("n", "host-0", "127.0.0.1")
-    made = relay.Relay(tmp_path / "r.sock", node, Straight(core), NoSamples(), Settings())
+    made = relay.RelayCore(tmp_path / "r.sock", node, Straight(core), NoSamples(), Settings())
     try:
         made.take(ranks[0].batch(1))
         made.turn()

@@ -10,7 +10,7 @@ from sessions import LIMITS, Clock, Rank, Relay, aggregation
 from snapshot import Snapshot
 
 from traceml_ray import driver
-from traceml_ray.actors.aggregation import Aggregation
+from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.reports.baseline import checked
 from traceml_ray.reports.summary import summarize
 from traceml_ray.reports.text import render
@@ -21,18 +21,18 @@ BALANCED = [1.0, 2, 0, 3, 4, 1]
 SLOW = [1.0, 6, 0, 3, 4, 1]
 
 
-def feed(aggregator: Aggregation, relay: Relay, ranks: list[Rank], steps: int, ms: list[float]) -> None:
+def feed(aggregator: AggregatorCore, relay: Relay, ranks: list[Rank], steps: int, ms: list[float]) -> None:
     for _ in range(0, steps, 10):
         aggregator.ingest(relay.message(*(rank.batch(10, ms) for rank in ranks)))
         aggregator.judge()
     aggregator.commit()
 
 
-def label(aggregator: Aggregation) -> str | None:
+def label(aggregator: AggregatorCore) -> str | None:
     return aggregator.verdict.label if aggregator.verdict else None
 
 
-def kept(aggregator: Aggregation) -> dict[str, object]:
+def kept(aggregator: AggregatorCore) -> dict[str, object]:
     with SessionFile(aggregator.folder.sqlite) as session:
         found: dict[str, object] = session.meta().get("baselines", {})
         return found
@@ -46,9 +46,9 @@ def good(tmp_path: Path) -> Path:
     return tmp_path / "good"
 
 
-def judged_by(folder: Path, baseline: str | None, out: Path) -> Aggregation:
+def judged_by(folder: Path, baseline: str | None, out: Path) -> AggregatorCore:
     folder.mkdir(parents=True, exist_ok=True)
-    return Aggregation(folder, Settings(baseline=baseline, out=str(out), thresholds=LIMITS), {}, Clock())
+    return AggregatorCore(folder, Settings(baseline=baseline, out=str(out), thresholds=LIMITS), {}, Clock())
 
 
 def test_a_restarted_aggregator_goes_on_with_what_was_learned(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from traceml_ray import wire
-from traceml_ray.actors.calls import LOOK_UP_S, ActorCalls
 from traceml_ray.agent.channel import RECONNECT_S, SocketChannel
 from traceml_ray.agent.rank_agent import RankAgent
+from traceml_ray.ray.actor_calls import LOOK_UP_S, ActorCalls
 from traceml_ray.settings import Settings
 
 
@@ -158,7 +158,7 @@ def test_without_a_new_thread_the_relay_is_looked_up_later(monkeypatch: pytest.M
         assert not calls.call("ingest", b"")
     (failed,) = calls.poll()
     assert isinstance(failed, RuntimeError)
-    monkeypatch.setattr("traceml_ray.actors.calls.LOOK_UP_S", 0.0)
+    monkeypatch.setattr("traceml_ray.ray.actor_calls.LOOK_UP_S", 0.0)
     end = time.monotonic() + 10 + LOOK_UP_S
     while not calls.found and time.monotonic() < end:
         calls.call("ingest", b"")

@@ -10,7 +10,7 @@ import pytest
 from sessions import SECOND, Clock, Rank, Relay, aggregation, ask
 
 from traceml_ray import wire
-from traceml_ray.actors.aggregation import Aggregation
+from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.store.streams import Stream, generations, shown, world_size
 
 BALANCED, WAITING, LATE = [1, 6, 0, 3, 4, 6], [1, 6, 0, 3, 4, 16], [1, 16, 0, 3, 4, 6]
@@ -28,7 +28,7 @@ def _start(world: int, life: str, **who: Any) -> list[Rank]:
 
 
 def _train(
-    to: Aggregation, clock: Clock, ranks: Sequence[Rank], seconds: int, late: int | None = None
+    to: AggregatorCore, clock: Clock, ranks: Sequence[Rank], seconds: int, late: int | None = None
 ) -> list[str | None]:
     """Fifty steps a second; return the label after each second."""
     labels: list[str | None] = []
@@ -47,7 +47,7 @@ def _train(
     return labels
 
 
-def _killed(to: Aggregation, clock: Clock, ranks: Sequence[Rank], code: int = -15) -> None:
+def _killed(to: AggregatorCore, clock: Clock, ranks: Sequence[Rank], code: int = -15) -> None:
     """Their relay saw their processes end by a signal."""
     events = [
         wire.Event("process_ended", clock(), data={"stream": rank.stream, "exit_code": code})
@@ -58,13 +58,13 @@ def _killed(to: Aggregation, clock: Clock, ranks: Sequence[Rank], code: int = -1
     clock.tick(4)
 
 
-def _ended(to: Aggregation, clock: Clock, ranks: Sequence[Rank]) -> None:
+def _ended(to: AggregatorCore, clock: Clock, ranks: Sequence[Rank]) -> None:
     batches = [rank.batch(0, final=True) for rank in ranks]
     to.ingest(Relay(0, f"end-{clock.now}-{ranks[0].stream}").message(*batches))
     clock.tick(4)
 
 
-def _summary(to: Aggregation) -> dict[str, Any]:
+def _summary(to: AggregatorCore) -> dict[str, Any]:
     assert to.commit()
     found: dict[str, Any] = ask(to, "summary")
     return found

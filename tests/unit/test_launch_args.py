@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from torch.distributed import run as torch_run
 
-from traceml_ray.actors import folders
 from traceml_ray.launchers import arguments, nodes, torchrun
 from traceml_ray.launchers.cluster import PrivateRay, cluster_token, free_port, wait_for_idle_core
 from traceml_ray.launchers.nodes import Nodes
-from traceml_ray.reach import own_address
+from traceml_ray.monitor import private_folders as folders
+from traceml_ray.ray.connection import own_address
 from traceml_ray.session import prepare
 from traceml_ray.settings import check_session_name
 

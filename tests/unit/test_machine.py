@@ -18,10 +18,10 @@ from sessions import SECOND, Clock, Rank, Relay, aggregation, ask
 from snapshot import Snapshot
 
 from traceml_ray import wire
-from traceml_ray.actors.aggregation import Aggregation
-from traceml_ray.actors.node_sampler import xid_events
 from traceml_ray.analysis.machine import GPU, NODE, Machine, Oddity, Samples, oddities, span
 from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.monitor.aggregator import AggregatorCore
+from traceml_ray.monitor.node_sampler import xid_events
 from traceml_ray.reports.machines import Machines
 from traceml_ray.reports.text import WIDTH
 from traceml_ray.store.session_file import SessionFile
@@ -345,7 +345,7 @@ class Played:
     def __init__(self, folder: Path, nodes: int = 2) -> None:
         self.clock = Clock()
         self.folder = folder
-        self.aggregator: Aggregation = aggregation(folder, self.clock, world_size=2 * nodes, nnodes=nodes)
+        self.aggregator: AggregatorCore = aggregation(folder, self.clock, world_size=2 * nodes, nnodes=nodes)
         self.ranks = [Rank(i, 2 * nodes, per_node=2) for i in range(2 * nodes)]
         self.relays = [Relay(i) for i in range(nodes)]
         self.gone: int | None = None

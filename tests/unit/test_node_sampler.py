@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from traceml_ray.actors.node_sampler import NodeSampler, SamplerThread, xid_events
+from traceml_ray.monitor.node_sampler import NodeSampler, SamplerThread, xid_events
 from traceml_ray.wire import GpuProcess, GpuSample, NodeSample
 
 SECOND = 1_000_000_000

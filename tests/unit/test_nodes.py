@@ -12,10 +12,10 @@ from sessions import Clock, Rank, Relay, aggregation, ask, check_ledger, told
 from snapshot import Snapshot
 
 from traceml_ray import wire
-from traceml_ray.actors import membership
-from traceml_ray.actors.aggregation import Aggregation
-from traceml_ray.actors.config import ActorConfig
 from traceml_ray.errors import Errors
+from traceml_ray.monitor.aggregator import AggregatorCore
+from traceml_ray.ray import membership
+from traceml_ray.ray.config import ActorConfig
 from traceml_ray.reports.status import render_status
 from traceml_ray.reports.text import render
 from traceml_ray.settings import Settings
@@ -29,7 +29,7 @@ def clock() -> Clock:
 
 
 def _feed(
-    aggregator: Aggregation, ranks: list[Rank], relays: list[Relay], clock: Clock, seconds: int
+    aggregator: AggregatorCore, ranks: list[Rank], relays: list[Relay], clock: Clock, seconds: int
 ) -> None:
     """Ranks 0, 1, … are on the nodes of `relays` in turn."""
     for _ in range(seconds):
@@ -40,7 +40,7 @@ def _feed(
         aggregator.judge()
 
 
-def _events(aggregator: Aggregation) -> list[tuple[str, str]]:
+def _events(aggregator: AggregatorCore) -> list[tuple[str, str]]:
     aggregator.commit()
     return [(event["kind"], event["message"]) for event in ask(aggregator, "events")]
 

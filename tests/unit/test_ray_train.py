@@ -27,7 +27,6 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 from sessions import Rank, Relay, aggregation, ask
 
 from traceml_ray import wire
-from traceml_ray.actors.config import ActorConfig
 from traceml_ray.agent.details import Details
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.mark_log import FORWARD_BEGIN
@@ -35,6 +34,7 @@ from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.launchers import ray_train, train_callback, train_run
 from traceml_ray.launchers.train_callback import TraceMLTrainCallback
+from traceml_ray.ray.config import ActorConfig
 from traceml_ray.settings import SettingError, Settings
 from traceml_ray.wire import DATA, FORWARD, N_STAGES, PREPARE
 

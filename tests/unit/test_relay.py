@@ -27,12 +27,12 @@ from sessions import Rank as SentRank
 from sessions import Relay as SentRelay
 
 from traceml_ray import wire
-from traceml_ray.actors import peers
-from traceml_ray.actors import relay as core
-from traceml_ray.actors.aggregation import Aggregation
-from traceml_ray.actors.outbox import Outbox
-from traceml_ray.actors.relay import FINISH_S, NODES_S, RESEND_S, SIGN_S, STUCK_S, TICK_S, Relay
 from traceml_ray.identity import RankIdentity
+from traceml_ray.monitor import rank_connections as peers
+from traceml_ray.monitor import relay as core
+from traceml_ray.monitor.aggregator import AggregatorCore
+from traceml_ray.monitor.outbox import Outbox
+from traceml_ray.monitor.relay import FINISH_S, NODES_S, RESEND_S, SIGN_S, STUCK_S, TICK_S, RelayCore
 from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool, write_spool
 from traceml_ray.store.session_file import SessionFile
@@ -78,12 +78,12 @@ class Aggregator(Straight):
         self.finished: list[wire.Finish] = []
         self.sizes: list[int] = []
         self._folder = folder
-        self._core: Aggregation | None = None
+        self._core: AggregatorCore | None = None
         self._sent: dict[tuple[str, int], bytes] = {}
         self._calls = []
 
     @property
-    def core(self) -> Aggregation:
+    def core(self) -> AggregatorCore:
         if self._core is None:
             self._core = aggregation(self._folder, self.clock)
             self.attach(self._core)
@@ -202,7 +202,7 @@ class Bench:
         self.started: list[subprocess.Popen[bytes]] = []
         self.aggregator = Aggregator(folder / "session")
         self.sampler = NoSamples()
-        self.relay = Relay(
+        self.relay = RelayCore(
             self.path,
             NODE,
             self.aggregator,
@@ -442,7 +442,7 @@ def test_what_an_overflow_drops_besides_rows_is_counted(bench: Bench) -> None:
 
 
 def test_a_process_that_is_gone_is_reported_gone_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone: list[peers.Peer] = []
+    gone: list[peers.RankConnection] = []
     monkeypatch.setattr(bench.relay._peers, "_on_gone", gone.append)
     monkeypatch.setattr(os, "pidfd_open", lambda _: (_ for _ in ()).throw(ProcessLookupError()))
     with bench.connect() as sock:
@@ -863,7 +863,9 @@ def test_a_flush_that_is_not_confirmed_says_so_and_leaves_the_spool(bench: Bench
 def test_a_relay_that_ends_takes_its_socket_along_and_its_own_folder_if_nothing_is_left_there() -> None:
     for left in (False, True):
         folder = Path(tempfile.mkdtemp(prefix="tr-"))
-        relay = Relay(folder / "relay.sock", NODE, Aggregator(folder), NoSamples(), Settings(), spool=folder)
+        relay = RelayCore(
+            folder / "relay.sock", NODE, Aggregator(folder), NoSamples(), Settings(), spool=folder
+        )
         if left:
             write_spool(folder / "a.0.spool", [rank_batch("a", 0)])
         relay.close()

@@ -15,8 +15,8 @@ import pytest
 from sessions import MS, SECOND, Clock, Rank, Relay, ask
 
 from traceml_ray import wire
-from traceml_ray.actors.aggregation import Aggregation
 from traceml_ray.analysis.window import RankRows
+from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.summary import summaries, summarize
 from traceml_ray.reports.text import render
@@ -43,7 +43,7 @@ class Job:
 
     def open(self) -> None:
         self.folder.mkdir(exist_ok=True)
-        self.aggregator = Aggregation(self.folder, Settings(session_bytes=self.limit), {}, self.clock)
+        self.aggregator = AggregatorCore(self.folder, Settings(session_bytes=self.limit), {}, self.clock)
 
     def run(self, seconds: int, steps: int = 20, late: int | None = None, **more: Any) -> None:
         """`late` is the rank that is 10 ms late out of loading data."""

@@ -14,7 +14,7 @@ from sessions import LIMITS, Clock, Rank, Relay, aggregation, ask, check_ledger,
 from snapshot import Snapshot
 
 from traceml_ray import wire
-from traceml_ray.actors.aggregation import Aggregation
+from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.status import render_status
 from traceml_ray.reports.summary import summarize
@@ -35,7 +35,7 @@ def clock() -> Clock:
 class Fit:
     """A run of some ranks whose rows go to `aggregator`, ten steps a second."""
 
-    def __init__(self, aggregator: Aggregation, run: str, world: int = 2, attempt: int = 0) -> None:
+    def __init__(self, aggregator: AggregatorCore, run: str, world: int = 2, attempt: int = 0) -> None:
         self.aggregator, self.run = aggregator, run
         self.relay = Relay(0, f"{run}-{attempt}-{world}")
         who = {"job_id": run, "attempt": attempt, "source": "ray_train"}
@@ -52,7 +52,7 @@ class Fit:
         self.aggregator.ingest(self.relay.message(*(rank.batch(0, final=True) for rank in self.ranks)))
 
 
-def _second(aggregator: Aggregation, clock: Clock) -> None:
+def _second(aggregator: AggregatorCore, clock: Clock) -> None:
     clock.tick()
     assert aggregator.commit()
     aggregator.judge()
@@ -339,7 +339,7 @@ def test_an_attempt_is_judged_from_its_own_beginning(tmp_path: Path, clock: Cloc
 # -- the end of a job of several nodes -----------------------------------------------------------
 
 
-def _leave(aggregator: Aggregation, node: int, code: int = 0, nodes: int = 2, **fields: Any) -> int:
+def _leave(aggregator: AggregatorCore, node: int, code: int = 0, nodes: int = 2, **fields: Any) -> int:
     return aggregator.finish(wire.Finish(wire.VERSION, code, node_id=f"node-{node}", nodes=nodes, **fields))
 
 

@@ -18,7 +18,7 @@ from sessions import Clock, NoSamples, Straight, aggregation, check_ledger
 from snapshot import Snapshot
 
 from traceml_ray import v1, wire
-from traceml_ray.actors.relay import TICK_S, Relay
+from traceml_ray.monitor.relay import TICK_S, RelayCore
 from traceml_ray.settings import Settings
 
 INTERNAL = "_traceml_internal:"
@@ -253,7 +253,7 @@ class Bench:
         self.home = Path(tempfile.mkdtemp(prefix="tr-"))
         node = wire.NodeIdentity("ab" * 28, "real-host", "10.0.0.1")
         path = self.home / "relay.sock"
-        self.relay = Relay(
+        self.relay = RelayCore(
             path, node, Straight(self.aggregator), NoSamples(), Settings(), clock=lambda: self.now
         )
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import ray
 
-from traceml_ray.actors.calls import ActorCalls
-from traceml_ray.actors.names import find_aggregator, find_relay
 from traceml_ray.errors import Errors
+from traceml_ray.ray.actor_calls import ActorCalls
+from traceml_ray.ray.discovery import find_aggregator, find_relay
 
 MAX_IN_FLIGHT = 4
 

@@ -28,7 +28,7 @@ import msgspec
 
 from traceml_ray.agent.bootstrap import end_as_interrupted
 from traceml_ray.errors import Errors
-from traceml_ray.reach import attach, attach_environment, raylet_answers, reach
+from traceml_ray.ray.connection import attach, attach_environment, raylet_answers, reach
 from traceml_ray.session import read_json
 
 FILE = "attach.json"

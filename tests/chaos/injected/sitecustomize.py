@@ -33,15 +33,15 @@ def _hang(name, cls, method):
 
 
 def _relay():
-    from traceml_ray.actors.relay import Relay
+    from traceml_ray.monitor.relay import RelayCore
 
-    _hang("relay", Relay, "_take")
+    _hang("relay", RelayCore, "_take")
 
 
 def _aggregator():
-    from traceml_ray.actors.aggregation import Aggregation
+    from traceml_ray.monitor.aggregator import AggregatorCore
 
-    _hang("aggregator", Aggregation, "ingest")
+    _hang("aggregator", AggregatorCore, "ingest")
 
 
 if "CHAOS_FOLDER" in os.environ:
@@ -49,5 +49,5 @@ if "CHAOS_FOLDER" in os.environ:
 
     time.time = lambda: _time() + _moved()
     time.time_ns = lambda: _time_ns() + int(_moved() * 1e9)
-    when_imported("traceml_ray.actors.relay", _relay)
-    when_imported("traceml_ray.actors.aggregation", _aggregator)
+    when_imported("traceml_ray.monitor.relay", _relay)
+    when_imported("traceml_ray.monitor.aggregator", _aggregator)

@@ -21,12 +21,13 @@ from typing import Protocol
 import msgspec
 
 from traceml_ray import v1, wire
-from traceml_ray.actors import folders, processes
-from traceml_ray.actors.node_sampler import SamplerThread, xid_events
-from traceml_ray.actors.outbox import Outbox
-from traceml_ray.actors.peers import Peer, Peers
 from traceml_ray.errors import Errors
 from traceml_ray.files import remove
+from traceml_ray.monitor import private_folders as folders
+from traceml_ray.monitor import proc_inspect as processes
+from traceml_ray.monitor.node_sampler import SamplerThread, xid_events
+from traceml_ray.monitor.outbox import Outbox
+from traceml_ray.monitor.rank_connections import RankConnection, RankConnections
 from traceml_ray.settings import Settings
 from traceml_ray.spool import SUFFIX, read_spool, write_spool
 
@@ -85,10 +86,10 @@ class _Stream:
     """In the process's cgroup, when it was first heard of."""
 
 
-class Relay:
+class RelayCore:
     """
     Args:
-        path: of the socket to listen on (see `peers.Peers`).
+        path: of the socket to listen on (see `peers.RankConnections`).
         node: this machine.
         spool: folder where agents leave what they could not deliver.
         on_stop: called from the relay's thread when it has ended itself.
@@ -128,7 +129,7 @@ class Relay:
         self._errors = Errors(debug=settings.debug)
         self._outbox = Outbox(settings.relay_buffer_bytes)
         self._streams: dict[str, _Stream] = {}
-        self._callers: dict[int, Peer] = {}
+        self._callers: dict[int, RankConnection] = {}
         self._v1 = v1.Senders(f"v1-{node.hostname}")
         self._lost: list[str] = []
         about: dict[str, str | int | float | None] = {"pid": os.getpid(), "incarnation": self.incarnation}
@@ -137,7 +138,7 @@ class Relay:
         """Errors that the newest packet tells of."""
         self._closing = self._closed = False
         self._ending: Generator[None, None, wire.Finished] | None = None
-        self._ender: tuple[Peer, wire.Finish] | None = None
+        self._ender: tuple[RankConnection, wire.Finish] | None = None
         self._finished: wire.Finished | None = None
         self._failures = 0
         self._next_sign = 0.0
@@ -148,7 +149,7 @@ class Relay:
         self._collected: list[Path] = []
         self._unreadable: set[Path] = set()
         self._path = path
-        self._peers = Peers(path, wire.MAX_BATCH_BYTES, self._packet, self._gone)
+        self._peers = RankConnections(path, wire.MAX_BATCH_BYTES, self._packet, self._gone)
 
     def start(self) -> None:
         """Run in a thread of its own until the relay ends itself or is closed."""
@@ -253,7 +254,7 @@ class Relay:
 
     # -- from the ranks --------------------------------------------------------------------------
 
-    def _packet(self, peer: Peer, data: bytes, cut: bool) -> None:
+    def _packet(self, peer: RankConnection, data: bytes, cut: bool) -> None:
         try:
             if cut:
                 raise wire.WireError("too_large")
@@ -300,7 +301,7 @@ class Relay:
                 self._outbox.stored.pop(name, None)
         return len(self._streams) < MAX_STREAMS
 
-    def _take_v1(self, data: bytes, peer: Peer | None) -> bytes:
+    def _take_v1(self, data: bytes, peer: RankConnection | None) -> bytes:
         """
         Take a message of version 1; whoever is connected reads no reply. Raises the last of what is refused
         where nothing was taken.
@@ -323,7 +324,7 @@ class Relay:
             raise refused
         return reply
 
-    def _gone(self, peer: Peer) -> None:
+    def _gone(self, peer: RankConnection) -> None:
         """Forget the streams of a process that has ended; what it did not end itself is lost."""
         self._callers.pop(peer.pid, None)
         self._v1.forget(peer.pid)
@@ -459,7 +460,7 @@ class Relay:
     def _all_stored(self) -> bool:
         return not self._news() and not self._outbox.unconfirmed
 
-    def _begin_end(self, peer: Peer, message: wire.Finish) -> None:
+    def _begin_end(self, peer: RankConnection, message: wire.Finish) -> None:
         message = msgspec.structs.replace(message, node_id=self._node.node_id)
         self._ender = (peer, message)
         self._finished = None

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from traceml_ray.actors import processes
-from traceml_ray.actors.node_sampler import NodeSampler
+from traceml_ray.monitor import proc_inspect as processes
+from traceml_ray.monitor.node_sampler import NodeSampler
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sessions import Clock, Rank, Relay, aggregation, ask, check_ledger
 
-from traceml_ray.actors.aggregation import Aggregation
+from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.reports.status import render_status
 from traceml_ray.reports.text import render
 from traceml_ray.store.session_file import SessionFile
@@ -21,12 +21,12 @@ def _process(name: str, *, job: str = "actors", life: str = "") -> Rank:
     return Rank(0, 1, job_id=job, source="ray", name=name, stream=f"{job}-{name}-{life}")
 
 
-def _come(aggregator: Aggregation, process: Rank, node: int = 0, **fields: Any) -> None:
+def _come(aggregator: AggregatorCore, process: Rank, node: int = 0, **fields: Any) -> None:
     relay = Relay(node, f"{process.stream}-{process.seq}")
     aggregator.ingest(relay.message(process.batch(5, **fields)))
 
 
-def _triples(aggregator: Aggregation, job: str = "actors") -> dict[str, tuple[int, ...]]:
+def _triples(aggregator: AggregatorCore, job: str = "actors") -> dict[str, tuple[int, ...]]:
     """By actor name: rank, local rank, node rank, world size, local world size, nodes."""
     assert aggregator.commit()
     found = [stream["identity"] for stream in ask(aggregator, "ranks", run=job).values()]

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from traceml_ray.actors.config import ActorConfig
-from traceml_ray.actors.making import ensure_relay
-from traceml_ray.actors.names import cluster_nodes, relay_nodes
 from traceml_ray.errors import Errors
+from traceml_ray.ray.actor_factory import ensure_relay
+from traceml_ray.ray.config import ActorConfig
+from traceml_ray.ray.discovery import cluster_nodes, relay_nodes
 
 LOOK_S = 2.0
 """How often the cluster is looked at; a node that joins has its relay within twice that."""

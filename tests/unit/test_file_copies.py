@@ -10,10 +10,10 @@ import pytest
 from sessions import Clock, Rank, Relay, aggregation, ask, check_ledger
 
 from traceml_ray import wire
-from traceml_ray.actors.aggregation import Aggregation
+from traceml_ray.monitor.aggregator import AggregatorCore
 
 
-def _download(aggregator: Aggregation, name: str, n: int = 1000) -> bytes:
+def _download(aggregator: AggregatorCore, name: str, n: int = 1000) -> bytes:
     data = b""
     while chunk := ask(aggregator, "file", name=name, offset=len(data), n=n):
         assert len(chunk) <= n

@@ -15,7 +15,7 @@ class ActorConfig(msgspec.Struct, frozen=True):
     folder: str = ""
     """The session folder, where a launcher has made it; else the aggregator makes it under `settings.out`."""
     socket: str = ""
-    """Where the relay listens; "" is in `names.relay_folder`, which every node has for itself."""
+    """Where the relay listens; "" is in `discovery.relay_folder`, which every node has for itself."""
     spool: str = ""
     """Where agents leave what they could not deliver; "" as above."""
     info: dict[str, str | int | float | None] = {}

@@ -10,10 +10,6 @@ from typing import Any
 import msgspec
 
 from traceml_ray import wire
-from traceml_ray.actors.baselines import Baselines
-from traceml_ray.actors.beside import Beside
-from traceml_ray.actors.histories import Histories
-from traceml_ray.actors.standstill import Standstill
 from traceml_ray.analysis.episodes import Brief
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.parts import Rates, rates, with_part
@@ -21,6 +17,10 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import RankRows, align, missing_of
 from traceml_ray.errors import Errors
+from traceml_ray.monitor.baselines import Baselines
+from traceml_ray.monitor.hang_watch import HangWatch
+from traceml_ray.monitor.histories import Histories
+from traceml_ray.monitor.node_evidence import Beside
 from traceml_ray.reports.deaths import FATAL, culprits, deaths, headline
 from traceml_ray.settings import Settings
 from traceml_ray.store.nodes import stream_labels
@@ -79,7 +79,7 @@ class LiveJudge:
         self._histories = Histories(writer, clock, errors)
         self._fatal: list[dict[str, Any]] = []
         self._fatal_seen: Counter[tuple[int, str]] = Counter()
-        self._standstill = Standstill(writer, recent, settings, clock)
+        self._standstill = HangWatch(writer, recent, settings, clock)
 
     def verdict(self, run: str | None = None) -> Verdict | None:
         """Return the verdict on `run` (None: the newest) as it stands; None while there is none."""

@@ -9,12 +9,12 @@ import msgspec
 import ray
 
 from traceml_ray import wire
-from traceml_ray.actors import folders
-from traceml_ray.actors.calls import ActorCalls
-from traceml_ray.actors.config import ActorConfig
-from traceml_ray.actors.names import end_myself, find_aggregator, is_restarted, relay_folder
-from traceml_ray.actors.node_sampler import NodeSampler, SamplerThread
-from traceml_ray.actors.relay import Relay
+from traceml_ray.monitor import private_folders as folders
+from traceml_ray.monitor.node_sampler import NodeSampler, SamplerThread
+from traceml_ray.monitor.relay import RelayCore
+from traceml_ray.ray.actor_calls import ActorCalls
+from traceml_ray.ray.config import ActorConfig
+from traceml_ray.ray.discovery import end_myself, find_aggregator, is_restarted, relay_folder
 
 MAX_IN_FLIGHT = 4
 FLUSH_S = 1.0
@@ -35,7 +35,7 @@ class NodeRelay:
                 folders.sweep()
             self._lock = folders.hold(folder)
         self._sampler = SamplerThread(NodeSampler())
-        self._relay = Relay(
+        self._relay = RelayCore(
             Path(made.socket or folder / "relay.sock"),
             wire.NodeIdentity(node_id, socket.gethostname(), address),
             ActorTransport(made.session),
@@ -48,7 +48,7 @@ class NodeRelay:
 
     @ray.method(concurrency_group="ingest")
     def ingest(self, data: bytes, fresh: bool = True) -> bytes:
-        """Take a RankBatch, return RankReply; see `Relay.take`."""
+        """Take a RankBatch, return RankReply; see `RelayCore.take`."""
         return self._relay.take(data, fresh)
 
     @ray.method(concurrency_group="query")

@@ -16,14 +16,14 @@ from typing import Any
 import msgspec
 
 from traceml_ray import wire
-from traceml_ray.actors.answers import Answers
-from traceml_ray.actors.groups import SOURCE, Groups
-from traceml_ray.actors.judging import LiveJudge
-from traceml_ray.actors.restarts import Restarts
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.errors import Errors
 from traceml_ray.files import remove
 from traceml_ray.identity import RankIdentity
+from traceml_ray.monitor.attempts import Restarts
+from traceml_ray.monitor.live_verdict import LiveJudge
+from traceml_ray.monitor.queries import Answers
+from traceml_ray.monitor.rank_numbering import SOURCE, Groups
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.summary import summarize
 from traceml_ray.session import SessionFolder
@@ -43,7 +43,7 @@ _STOPPED = {-2, -15, 130, 143}
 """Exit codes of a job that was stopped by SIGINT or SIGTERM."""
 
 
-class Aggregation:
+class AggregatorCore:
     """
     One session's state. Opened on an existing folder it goes on where the file ends.
 
@@ -481,7 +481,7 @@ def finish_offline(
 ) -> Path | None:
     """
     End a session whose aggregator does not answer, from its file and what agents left in `spool`.
-    `info` as for `Aggregation`.
+    `info` as for `AggregatorCore`.
 
     A file that is damaged is set aside, and the session made from `spool` alone; returns where it is then.
     Raises `SessionFileError`, OSError or `sqlite3.Error` when the files cannot be read or written.
@@ -489,7 +489,7 @@ def finish_offline(
     aside = None
     while True:
         try:
-            with contextlib.closing(Aggregation(folder, settings, info or {})) as aggregation:
+            with contextlib.closing(AggregatorCore(folder, settings, info or {})) as aggregation:
                 read = aggregation.take_spool(spool) if spool is not None else []
                 aggregation.finish(finish)
                 remove(read)

@@ -11,24 +11,17 @@ from typing import Any
 
 import msgspec
 
-from traceml_ray.actors.config import ActorConfig
-from traceml_ray.actors.names import NAMESPACE, aggregator_name, relay_name
+from traceml_ray.ray.config import ActorConfig
+from traceml_ray.ray.discovery import NAMESPACE, relay_name
 
 _GROUPS: dict[str, Any] = {"concurrency_groups": {"ingest": 1, "query": 2}}
 
 
 def ensure_relay(config: ActorConfig, node_id: str, *, fresh: bool = False) -> Any:
     """Find or make the session's relay of that node; return its handle. Raises as `make`."""
-    from traceml_ray.actors.node_relay import NodeRelay
+    from traceml_ray.ray.node_relay import NodeRelay
 
     return make(NodeRelay, relay_name(config.session, node_id), node_id, config, fresh)
-
-
-def ensure_aggregator(config: ActorConfig, node_id: str, *, fresh: bool = False) -> Any:
-    """Find or make the session's aggregator, on that node; return its handle. Raises as `make`."""
-    from traceml_ray.actors.aggregator import Aggregator
-
-    return make(Aggregator, aggregator_name(config.session), node_id, config, fresh)
 
 
 def make(cls: type, name: str, node_id: str, config: ActorConfig, fresh: bool) -> Any:

@@ -1,4 +1,4 @@
-"""The aggregator as a Ray actor: `Aggregation` with a beat of its own, and with an eye on the cluster."""
+"""The aggregator as a Ray actor: `AggregatorCore` with a beat of its own, and with an eye on the cluster."""
 
 from __future__ import annotations
 
@@ -12,12 +12,20 @@ import msgspec
 import ray
 
 from traceml_ray import __version__, wire
-from traceml_ray.actors.aggregation import Aggregation
-from traceml_ray.actors.config import ActorConfig
-from traceml_ray.actors.folders import is_private
-from traceml_ray.actors.membership import Membership
-from traceml_ray.actors.names import NAMESPACE, end_myself, find_relays, is_restarted, relay_folder
 from traceml_ray.files import remove
+from traceml_ray.monitor.aggregator import AggregatorCore
+from traceml_ray.monitor.private_folders import is_private
+from traceml_ray.ray.actor_factory import make
+from traceml_ray.ray.config import ActorConfig
+from traceml_ray.ray.discovery import (
+    NAMESPACE,
+    aggregator_name,
+    end_myself,
+    find_relays,
+    is_restarted,
+    relay_folder,
+)
+from traceml_ray.ray.membership import Membership
 from traceml_ray.session import Live, SessionFolder, prepare, write_live
 
 COMMIT_S = 1.0
@@ -46,7 +54,7 @@ class Aggregator:
         if not made.folder:
             self._held = prepare(Path(made.settings.out).expanduser(), made.session, again=is_restarted())
         folder = Path(made.folder) if self._held is None else self._held.path
-        self._aggregation = Aggregation(folder, made.settings, dict(made.info))
+        self._aggregation = AggregatorCore(folder, made.settings, dict(made.info))
         self._membership = Membership(made, self._aggregation.node_state, self._aggregation.errors)
         self._stopping = threading.Lock()
         self._closed = False
@@ -110,7 +118,7 @@ class Aggregator:
     @ray.method(concurrency_group="query")
     def query(self, request: bytes) -> bytes:
         """
-        Answer a question (see `Aggregation.query`), and two more: `about`, who and where this is,
+        Answer a question (see `AggregatorCore.query`), and two more: `about`, who and where this is,
         and `relay`: there is none on node `node_id`.
         """
         try:
@@ -187,3 +195,8 @@ class Aggregator:
             "node_id": self._node_id,
             "config": msgspec.json.encode(self._config),
         }
+
+
+def ensure_aggregator(config: ActorConfig, node_id: str, *, fresh: bool = False) -> Any:
+    """Find or make the session's aggregator, on that node; return its handle. Raises as `make`."""
+    return make(Aggregator, aggregator_name(config.session), node_id, config, fresh)

@@ -12,7 +12,7 @@ from sessions import SECOND, Clock, Rank, Relay, aggregation, ask
 from snapshot import Snapshot
 
 from traceml_ray import wire
-from traceml_ray.actors.aggregation import Aggregation
+from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.reports.text import WIDTH
 from traceml_ray.settings import Settings
 from traceml_ray.store.session_file import SessionFile
@@ -27,7 +27,7 @@ class Job:
     def __init__(self, folder: Path, clock: Clock | None = None) -> None:
         self.folder = folder
         self.clock = clock or Clock()
-        self.aggregator: Aggregation = aggregation(folder, self.clock, world_size=3)
+        self.aggregator: AggregatorCore = aggregation(folder, self.clock, world_size=3)
         self.ranks = [Rank(i, 3, node_id="node-0") for i in range(3)]
         self.relay = Relay()
         self.commands: list[wire.Command] = []
@@ -106,7 +106,7 @@ def test_ten_long_steps_are_waited_for(job: Job) -> None:
 def test_ranks_that_report_seldom_are_given_time_to(job: Job) -> None:
     """With a report every 30 s the rows are up to so old, and a rank seen waiting need not wait any more."""
     (job.folder / "seldom").mkdir()
-    job.aggregator = Aggregation(job.folder / "seldom", Settings(interval=30.0), {}, job.clock)
+    job.aggregator = AggregatorCore(job.folder / "seldom", Settings(interval=30.0), {}, job.clock)
     for _ in range(3):
         places = zip(job.ranks, (WAITS, at(DATA), WAITS), strict=True)
         job._report([rank.batch(300, open=where) for rank, where in places])

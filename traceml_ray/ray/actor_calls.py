@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from traceml_ray.actors.names import bare
+from traceml_ray.ray.discovery import bare
 
 LOOK_UP_S = 1.0
 

@@ -21,12 +21,12 @@ from sessions import SECOND, Clock, Rank, Relay, aggregation, ask, check_ledger,
 from snapshot import Snapshot
 
 from traceml_ray import wire
-from traceml_ray.actors import aggregation as core
-from traceml_ray.actors import aggregator as actor
-from traceml_ray.actors.aggregation import Aggregation, finish_offline
-from traceml_ray.actors.config import ActorConfig
-from traceml_ray.actors.judging import MAX_UNKNOWN
-from traceml_ray.actors.membership import Membership
+from traceml_ray.monitor import aggregator as core
+from traceml_ray.monitor.aggregator import AggregatorCore, finish_offline
+from traceml_ray.monitor.live_verdict import MAX_UNKNOWN
+from traceml_ray.ray import aggregator as actor
+from traceml_ray.ray.config import ActorConfig
+from traceml_ray.ray.membership import Membership
 from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool, write_spool
 from traceml_ray.store.session_file import SessionFile
@@ -39,7 +39,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def _ledger(aggregator: Aggregation, folder: Path) -> dict[str, Any]:
+def _ledger(aggregator: AggregatorCore, folder: Path) -> dict[str, Any]:
     assert aggregator.commit()
     return check_ledger(folder)
 
@@ -216,7 +216,7 @@ def test_a_new_attempt_replaces_the_old_one(tmp_path: Path) -> None:
 
 
 def _run(
-    aggregator: Aggregation, clock: Clock, ranks: list[Rank], seconds: int, late: int | None = None
+    aggregator: AggregatorCore, clock: Clock, ranks: list[Rank], seconds: int, late: int | None = None
 ) -> None:
     relay = Relay(0, f"relay-{clock.now}")
     for _ in range(seconds):
@@ -231,7 +231,7 @@ def _run(
         aggregator.judge()
 
 
-def _label(aggregator: Aggregation) -> str | None:
+def _label(aggregator: AggregatorCore) -> str | None:
     return aggregator.verdict.label if aggregator.verdict else None
 
 
@@ -267,7 +267,7 @@ def test_what_a_run_has_lost_goes_on_after_a_restart(tmp_path: Path, clock: Cloc
     relay, ranks = Relay(), [Rank(0), Rank(1)]
     aggregator = aggregation(tmp_path, clock)
 
-    def feed(to: Aggregation, steps: int, late: float) -> dict[str, Any]:
+    def feed(to: AggregatorCore, steps: int, late: float) -> dict[str, Any]:
         for _ in range(0, steps, 10):
             clock.tick()
             slow, waits = [1, 2 + late, 0, 3, 4, 1], [1, 2, 0, 3, 4, 1 + late]
@@ -445,7 +445,7 @@ def test_a_cut_spool_gives_its_whole_frames(
 # -- questions -----------------------------------------------------------------------------------
 
 
-def _ask(aggregator: Aggregation, **request: Any) -> dict[str, Any]:
+def _ask(aggregator: AggregatorCore, **request: Any) -> dict[str, Any]:
     answer: dict[str, Any] = msgspec.msgpack.decode(aggregator.query(msgspec.msgpack.encode(request)))
     return answer
 
@@ -497,7 +497,7 @@ def test_idle_time_counts_from_the_last_word_of_a_rank_or_question(tmp_path: Pat
 
 
 def test_a_wall_clock_that_is_set_makes_no_session_idle(tmp_path: Path, clock: Clock) -> None:
-    aggregator = Aggregation(tmp_path, Settings(), {}, clock)
+    aggregator = AggregatorCore(tmp_path, Settings(), {}, clock)
     clock.tick(3600)
     assert aggregator.idle_s() < 600
 
@@ -533,9 +533,9 @@ def test_threads_that_ingest_commit_and_ask_do_not_disturb_each_other(tmp_path: 
 _CHILD = """
 import sys, threading
 from pathlib import Path
-from traceml_ray.actors.aggregation import Aggregation
+from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.settings import Settings
-aggregator = Aggregation(Path(sys.argv[1]), Settings(), {})
+aggregator = AggregatorCore(Path(sys.argv[1]), Settings(), {})
 def commit():
     while True:
         aggregator.commit()

@@ -26,7 +26,7 @@ STACKS_S = 6.0
 _MEDIAN_OF = 50
 
 
-class Standstill:
+class HangWatch:
     """
     One per session; not thread-safe but for `note`, which is called with the writer's lock.
 

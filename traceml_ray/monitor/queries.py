@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from traceml_ray.actors.histories import KEY
-from traceml_ray.actors.judging import LiveJudge
-from traceml_ray.actors.snapshots import Snapshots
 from traceml_ray.analysis.parts import MAX_PEERS
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.errors import Errors
+from traceml_ray.monitor.file_copies import Snapshots
+from traceml_ray.monitor.histories import KEY
+from traceml_ray.monitor.live_verdict import LiveJudge
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.parts import StoredParts
 from traceml_ray.reports.summary import nodes_of, runs_of, summaries

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from traceml_ray.actors.folders import make_private
 from traceml_ray.errors import Errors
+from traceml_ray.monitor.private_folders import make_private
 
 MAX_PATH_BYTES = 90
 _AT_ONCE = 64
@@ -26,7 +26,7 @@ _PEERCRED = struct.Struct("3i")
 
 
 @dataclass(eq=False)
-class Peer:
+class RankConnection:
     """One process: connected (`sock`), or one that calls and is only watched."""
 
     pid: int
@@ -44,7 +44,7 @@ class Peer:
             return False
 
 
-class Peers:
+class RankConnections:
     """
     Listens on `path`, whose folder is private to this user; not thread-safe but for `select`.
 
@@ -62,14 +62,14 @@ class Peers:
         self,
         path: Path,
         max_packet: int,
-        on_packet: Callable[[Peer, bytes, bool], None],
-        on_gone: Callable[[Peer], None],
+        on_packet: Callable[[RankConnection, bytes, bool], None],
+        on_gone: Callable[[RankConnection], None],
     ) -> None:
         self.errors = Errors()
         self._max_packet = max_packet
         self._on_packet = on_packet
         self._on_gone = on_gone
-        self._connected: set[Peer] = set()
+        self._connected: set[RankConnection] = set()
         self._selector = selectors.DefaultSelector()
         self._server = listen(path)
         self._selector.register(self._server, selectors.EVENT_READ, self._accept)
@@ -83,9 +83,9 @@ class Peers:
         """Wait at most `timeout` seconds and return what there is to do, to be called one by one."""
         return [key.data for key, _ in self._selector.select(timeout)]
 
-    def watch(self, pid: int) -> Peer:
+    def watch(self, pid: int) -> RankConnection:
         """Return a peer for a process that does not connect."""
-        peer = Peer(pid)
+        peer = RankConnection(pid)
         try:
             self._watch(peer)
         except OSError as error:
@@ -114,7 +114,7 @@ class Peers:
             self.errors.note("socket", PermissionError(f"uid {uid} is not let in"))
             sock.close()
             return
-        peer = Peer(pid, sock)
+        peer = RankConnection(pid, sock)
         self._connected.add(peer)
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(peer, _AT_ONCE))
         try:
@@ -125,11 +125,11 @@ class Peers:
         except OSError as error:  # in another pid namespace, or an old kernel
             self.errors.note("pidfd", error)
 
-    def _watch(self, peer: Peer) -> None:
+    def _watch(self, peer: RankConnection) -> None:
         peer.pidfd = os.pidfd_open(peer.pid)
         self._selector.register(peer.pidfd, selectors.EVENT_READ, lambda: self._process_gone(peer))
 
-    def _read(self, peer: Peer, most: int = sys.maxsize) -> None:
+    def _read(self, peer: RankConnection, most: int = sys.maxsize) -> None:
         """Read what a process has sent, at most so many packets."""
         for _ in range(most):
             if peer.sock is None:
@@ -148,7 +148,7 @@ class Peers:
             else:
                 self._hang_up(peer)
 
-    def _hang_up(self, peer: Peer) -> None:
+    def _hang_up(self, peer: RankConnection) -> None:
         if peer.sock is not None:
             self._selector.unregister(peer.sock)
             peer.sock.close()
@@ -160,14 +160,14 @@ class Peers:
         elif peer.pidfd is not None and not peer.streams:
             self._unwatch(peer)
 
-    def _process_gone(self, peer: Peer) -> None:
+    def _process_gone(self, peer: RankConnection) -> None:
         if peer.pidfd is None:  # let go of earlier in the same round
             return
         self._read(peer)  # what it sent before its end
         self._unwatch(peer)
         self._hang_up(peer)
 
-    def _unwatch(self, peer: Peer) -> None:
+    def _unwatch(self, peer: RankConnection) -> None:
         if peer.pidfd is not None:
             self._selector.unregister(peer.pidfd)
             os.close(peer.pidfd)

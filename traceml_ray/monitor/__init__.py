@@ -1,0 +1,1 @@
+"""Relay and aggregator without Ray: what runs in their actors."""

@@ -1,0 +1,1 @@
+"""All that uses Ray: the actors, how they are made, found and called."""
