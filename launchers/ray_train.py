@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .train_callback import TraceMLTrainCallback as TraceMLTrainCallback
 
 _NAME = "TraceMLTrainCallback"
+_CALLBACKS = "RAY_TRAIN_CALLBACKS"
 _NEEDED = ("fsspec", "pandas", "pyarrow", "pydantic", "requests")
 """What `import ray.train` raises an error without."""
 
@@ -35,6 +36,27 @@ def train_callback_path() -> str | None:
     if not reads_variable.is_file() or any(importlib.util.find_spec(name) is None for name in _NEEDED):
         return None
     return f"{__name__}.{_NAME}"
+
+
+def watch_trainers() -> None:
+    """Have Ray Train take our callback by itself in this process, where it can."""
+    path = train_callback_path()
+    named = _named()
+    if path is not None and path not in named:
+        os.environ[_CALLBACKS] = ",".join([*named, path])
+
+
+def leave_trainers() -> None:
+    """Undo `watch_trainers`."""
+    named = [name for name in _named() if not name.startswith(f"{__name__}.")]
+    if named:
+        os.environ[_CALLBACKS] = ",".join(named)
+    else:
+        os.environ.pop(_CALLBACKS, None)
+
+
+def _named() -> list[str]:
+    return [name for name in os.environ.get(_CALLBACKS, "").split(",") if name]
 
 
 def __getattr__(name: str) -> object:

@@ -23,12 +23,12 @@ from ray.train.v2._internal.execution.callback import (
     WorkerGroupCallback,
 )
 
-from traceml_ray import driver, wire
+from traceml_ray import wire
 from traceml_ray.agent import bootstrap
 from traceml_ray.agent.imports import forget, when_imported
 from traceml_ray.errors import Errors, said
 from traceml_ray.identity import RankIdentity
-from traceml_ray.ray.config import ActorConfig
+from traceml_ray.ray.config import ActorConfig, configure, current_config
 from traceml_ray.settings import Settings
 
 from .train_run import RunReporter
@@ -254,10 +254,10 @@ _log = logging.getLogger("traceml_ray")
 
 def _config(given: dict[str, Any]) -> ActorConfig:
     """Return the session that this driver uses, with what was said otherwise."""
-    current = driver.current_config()
+    current = current_config()
     if current is not None and given.get("session") in (None, current.session):
         return msgspec.structs.replace(current, settings=msgspec.structs.replace(current.settings, **given))
-    return driver.configure(msgspec.structs.replace(Settings.load(), **given))
+    return configure(msgspec.structs.replace(Settings.load(), **given))
 
 
 def _ending(agent: Any) -> wire.Event:

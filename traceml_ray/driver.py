@@ -14,7 +14,6 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,9 @@ from traceml_ray import __version__, wire
 from traceml_ray.floors import FLOORS, too_old
 from traceml_ray.identity import RankIdentity
 from traceml_ray.launchers.dashboard import DashboardProcess
+from traceml_ray.launchers.ray_train import leave_trainers, watch_trainers
 from traceml_ray.monitor.private_folders import is_private
-from traceml_ray.ray.config import ActorConfig
+from traceml_ray.ray.config import ActorConfig, configure, current_config, forget, remember
 from traceml_ray.ray.discovery import (
     DEFAULT_SESSION,
     answers,
@@ -49,10 +49,6 @@ _SIGN_S = 1.5
 _LEAVE_S = 0.5
 """How long relays may then take to leave what they hold in a file."""
 _CHUNK = 4 << 20
-_CALLBACKS = "RAY_TRAIN_CALLBACKS"
-
-_started: list[ActorConfig] = []
-"""The sessions that this process has started or found and not stopped, the last one last."""
 
 
 class StartError(RuntimeError):
@@ -99,27 +95,9 @@ def start(
         made = _make(configure(loaded, _runtime_env(runtime_env, ship)))
         if _cluster_is_ours():
             atexit.register(_stop_quietly, made)
-    _forget(made)
-    _started.append(made.config)
-    _watch_trainers()
+    remember(made.config)
+    watch_trainers()
     return made
-
-
-def configure(settings: Settings, runtime_env: str = "") -> ActorConfig:
-    """Return how the actors of a session are made that has a relay on every node; `runtime_env` as JSON."""
-    name = settings.session or DEFAULT_SESSION
-    out = settings.out if settings.out.startswith("~") else str(_here() / settings.out)
-    settings = msgspec.structs.replace(settings, session=name, out=out)
-    if settings.baseline is not None:
-        from traceml_ray.reports.baseline import checked  # it imports numpy
-
-        settings = checked(settings)
-    return ActorConfig(name, settings, info={"launcher": "ray"}, everywhere=True, runtime_env=runtime_env)
-
-
-def current_config() -> ActorConfig | None:
-    """Return how that session is made which this process started (or found) last and has not stopped."""
-    return _started[-1] if _started else None
 
 
 class Session:
@@ -255,7 +233,7 @@ class Session:
         deadline = time.monotonic() + timeout
         if self._dashboard is not None:
             self._dashboard.kill()
-        _forget(self)
+        _forget(self.id)
         relays = find_relays(self.id).values()
         try:
             hangs = not answers(self._aggregator, min(_SIGN_S, timeout / 2))
@@ -364,14 +342,6 @@ def _make(config: ActorConfig) -> Session:
         raise
 
 
-def _here() -> Path:
-    """Return what a relative folder is relative to; for a driver that is not on the cluster, a home there."""
-    from ray.util.client import ray as client
-
-    is_connected: Callable[[], bool] = client.is_connected
-    return Path("~") if is_connected() else Path.cwd()
-
-
 def _cluster_is_ours() -> bool:
     """Whether this process has started the cluster, which then ends with it."""
     import ray
@@ -417,26 +387,7 @@ def _runtime_env(given: dict[str, Any] | None, ship: bool) -> str:
     return json.dumps(env) if env else ""
 
 
-def _watch_trainers() -> None:
-    """Have Ray Train take our callback by itself, in this driver, where it can."""
-    from traceml_ray.launchers.ray_train import train_callback_path
-
-    path = train_callback_path()
-    named = [name for name in os.environ.get(_CALLBACKS, "").split(",") if name]
-    if path is not None and path not in named:
-        os.environ[_CALLBACKS] = ",".join([*named, path])
-
-
-def _forget(session: Session) -> None:
-    _started[:] = [config for config in _started if config.session != session.id]
-    if not _started:
-        _leave_trainers()
-
-
-def _leave_trainers() -> None:
-    ours = "traceml_ray.launchers.ray_train."
-    named = [name for name in os.environ.get(_CALLBACKS, "").split(",") if name and not name.startswith(ours)]
-    if named:
-        os.environ[_CALLBACKS] = ",".join(named)
-    else:
-        os.environ.pop(_CALLBACKS, None)
+def _forget(session: str) -> None:
+    forget(session)
+    if current_config() is None:
+        leave_trainers()

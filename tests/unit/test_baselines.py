@@ -9,8 +9,8 @@ import pytest
 from sessions import LIMITS, Clock, Rank, Relay, aggregation
 from snapshot import Snapshot
 
-from traceml_ray import driver
 from traceml_ray.monitor.aggregator import AggregatorCore
+from traceml_ray.ray import config
 from traceml_ray.reports.baseline import checked
 from traceml_ray.reports.summary import summarize
 from traceml_ray.reports.text import render
@@ -124,10 +124,10 @@ class TestChecked:
             checked(Settings(baseline="godo", out=str(tmp_path)))
 
     def test_it_is_checked_when_a_driver_starts_a_session(self, tmp_path: Path, good: Path) -> None:
-        made = driver.configure(Settings(baseline=good.name, out=str(tmp_path)))
+        made = config.configure(Settings(baseline=good.name, out=str(tmp_path)))
         assert made.settings.baseline == str(good)
         with pytest.raises(SettingError, match="no session 'godo'"):
-            driver.configure(Settings(baseline="godo", out=str(tmp_path)))
+            config.configure(Settings(baseline="godo", out=str(tmp_path)))
 
     def test_one_of_too_few_steps(self, tmp_path: Path) -> None:
         feed(aggregation(tmp_path / "short"), Relay(), [Rank(0), Rank(1)], 100, BALANCED)

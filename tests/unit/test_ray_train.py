@@ -34,6 +34,7 @@ from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.launchers import ray_train, train_callback, train_run
 from traceml_ray.launchers.train_callback import TraceMLTrainCallback
+from traceml_ray.ray import config
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.settings import SettingError, Settings
 from traceml_ray.wire import DATA, FORWARD, N_STAGES, PREPARE
@@ -43,7 +44,7 @@ CONFIG = ActorConfig("s", Settings(session="s"))
 
 @pytest.fixture(autouse=True)
 def _a_driver_that_started_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_callback.driver, "_started", [])
+    monkeypatch.setattr(config, "_used", [])
 
 
 def sent(callback: Any) -> Any:
@@ -138,7 +139,7 @@ def test_settings_are_those_of_the_session_this_driver_started_unless_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started = ActorConfig("mine", Settings(session="mine", out="/kept", interval=0.5), everywhere=True)
-    monkeypatch.setattr(train_callback.driver, "current_config", lambda: started)
+    monkeypatch.setattr(train_callback, "current_config", lambda: started)
     for settings, session, out, interval in (
         ({}, "mine", "/kept", 0.5),
         ({"interval": 2}, "mine", "/kept", 2.0),
@@ -201,7 +202,7 @@ def test_a_callback_that_cannot_be_configured_is_sent_and_stays_quiet(
     def fails() -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(train_callback.driver, "current_config", fails)
+    monkeypatch.setattr(train_callback, "current_config", fails)
     callback = sent(TraceMLTrainCallback())
     assert not callback._watching
     assert callback.before_init_train_context("nonsense") == {}

@@ -1,14 +1,24 @@
-"""What the actors are made from: JSON, so that nothing of ours is pickled."""
+"""What the actors of a session are made from, and the sessions that this process uses."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import msgspec
 
+from traceml_ray.ray.discovery import DEFAULT_SESSION
 from traceml_ray.settings import Settings
+
+_used: list[ActorConfig] = []
+"""The sessions that this process has started or found and not stopped, the last one last."""
 
 
 class ActorConfig(msgspec.Struct, frozen=True):
-    """One session's actors; paths are absolute, on the node where they run."""
+    """
+    One session's actors; paths are absolute, on the node where they run. Travels as JSON: nothing of ours
+    is pickled.
+    """
 
     session: str
     settings: Settings
@@ -24,3 +34,39 @@ class ActorConfig(msgspec.Struct, frozen=True):
     """Whether the aggregator keeps a relay on every node of the cluster, also on those that join later."""
     runtime_env: str = ""
     """Of the relays that it makes, as JSON."""
+
+
+def configure(settings: Settings, runtime_env: str = "") -> ActorConfig:
+    """Return how the actors of a session are made that has a relay on every node; `runtime_env` as JSON."""
+    name = settings.session or DEFAULT_SESSION
+    out = settings.out if settings.out.startswith("~") else str(_here() / settings.out)
+    settings = msgspec.structs.replace(settings, session=name, out=out)
+    if settings.baseline is not None:
+        from traceml_ray.reports.baseline import checked  # it imports numpy
+
+        settings = checked(settings)
+    return ActorConfig(name, settings, info={"launcher": "ray"}, everywhere=True, runtime_env=runtime_env)
+
+
+def current_config() -> ActorConfig | None:
+    """Return how that session is made which this process started (or found) last and has not stopped."""
+    return _used[-1] if _used else None
+
+
+def remember(config: ActorConfig) -> None:
+    """Take a session as the one that this process uses from now on."""
+    forget(config.session)
+    _used.append(config)
+
+
+def forget(session: str) -> None:
+    """Let go of a session that was stopped."""
+    _used[:] = [config for config in _used if config.session != session]
+
+
+def _here() -> Path:
+    """Return what a relative folder is relative to; for a driver that is not on the cluster, a home there."""
+    from ray.util.client import ray as client
+
+    is_connected: Callable[[], bool] = client.is_connected
+    return Path("~") if is_connected() else Path.cwd()
