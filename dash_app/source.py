@@ -27,7 +27,8 @@ from traceml_ray.ray.discovery import DEFAULT_SESSION, find_aggregator
 from traceml_ray.session import DATABASE, LIVE, Live, SessionError, find, holder, read_json
 from traceml_ray.settings import Settings
 from traceml_ray.store.runs import by_run, count, newest, with_rows
-from traceml_ray.store.session_file import SessionFile, SessionFileError, legible
+from traceml_ray.store.schema import SessionFileError, legible
+from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import shown
 
 ASK_S = 2.0

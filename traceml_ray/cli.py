@@ -19,7 +19,8 @@ from traceml_ray import __version__, session
 from traceml_ray.launchers.arguments import add_command, marked
 from traceml_ray.plain import one_line
 from traceml_ray.settings import SettingError, Settings
-from traceml_ray.store.session_file import SessionFile, SessionFileError, legible
+from traceml_ray.store.schema import SessionFileError, legible
+from traceml_ray.store.session_file import SessionFile
 
 
 class _Parser(argparse.ArgumentParser):

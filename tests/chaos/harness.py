@@ -28,7 +28,8 @@ from sessions import doubled_rows
 
 from traceml_ray.launchers.cluster import free_port
 from traceml_ray.session import LIVE
-from traceml_ray.store.session_file import SessionFile, SessionFileError
+from traceml_ray.store.schema import SessionFileError
+from traceml_ray.store.session_file import SessionFile
 
 HERE = Path(__file__).parent
 RANKS = 2

@@ -33,7 +33,7 @@ from traceml_ray.launchers import control
 from traceml_ray.session import Live
 from traceml_ray.spool import read_spool, write_spool
 from traceml_ray.store.kept import Kept, unpack
-from traceml_ray.store.session_file import NONSENSE
+from traceml_ray.store.schema import NONSENSE
 
 SECONDS = 60.0
 MIB = 512

@@ -24,7 +24,8 @@ from traceml_ray import wire
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.settings import Settings
-from traceml_ray.store.session_file import SessionFile, SessionFileError
+from traceml_ray.store.schema import SessionFileError
+from traceml_ray.store.session_file import SessionFile
 
 SCRIPT = """
 import os

@@ -25,7 +25,7 @@ def _download(aggregator: AggregatorCore, name: str, n: int = 1000) -> bytes:
 def test_a_copy_is_whole_though_rows_go_on_coming(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
-    monkeypatch.setattr("traceml_ray.store.session_file.on_network_filesystem", lambda _: shared)
+    monkeypatch.setattr("traceml_ray.store.schema.on_network_filesystem", lambda _: shared)
     live, away = tmp_path / "live", tmp_path / "away"
     aggregator, relay, rank = aggregation(live, Clock()), Relay(), Rank(0, 1)
     aggregator.ingest(relay.message(rank.batch(100)))  # not committed yet

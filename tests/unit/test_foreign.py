@@ -19,7 +19,8 @@ from traceml_ray.files import read_file
 from traceml_ray.launchers import control, torchrun
 from traceml_ray.plain import one_line
 from traceml_ray.settings import SettingError, Settings
-from traceml_ray.store.session_file import SessionFile, SessionFileError, legible
+from traceml_ray.store.schema import SessionFileError, legible
+from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import Stream, world_size
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -545,16 +544,6 @@ def test_an_older_session_file_has_no_such_evidence_and_is_read(tmp_path: Path) 
         part = session.machines(["node-1"], begin, begin + 4 * SECOND)["node-1"]
         assert part.node.shape == (5, len(NODE))
         assert part.gpus[:, 1, GPU.index("thermal")].tolist() == [1.0] * 5
-    old = [{"index": 0, "name": "x", "util_pct": 5.0, "mem_used_bytes": 1, "mem_total_bytes": 2}]
-    with sqlite3.connect(path) as database:
-        for name in ("swap_in_bytes", "psi_cpu", "psi_memory", "psi_io", "cpu_throttled_ns"):
-            database.execute(f"ALTER TABLE node_sample DROP COLUMN {name}")
-        database.execute("UPDATE node_sample SET gpus = ?", (json.dumps(old),))
-    with SessionFile(path) as session:
-        last = session.node_samples()[0][-1]
-        assert (last["psi_io"], last["gpus"][0]["util_pct"], last["gpus"][0]["throttle"]) == (None, 5.0, None)
-        columns = session.node_columns()["node-1"]
-        assert (len(columns["psi_io"]), list(columns["gpu0_util_pct"])) == (0, [5.0] * 30)
 
 
 def test_of_a_long_time_some_samples_are_read(tmp_path: Path) -> None:

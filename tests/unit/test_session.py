@@ -11,7 +11,7 @@ import pytest
 
 from traceml_ray.session import SessionError, find, holder, prepare
 from traceml_ray.settings import SettingError
-from traceml_ray.store.session_file import connect
+from traceml_ray.store.schema import connect
 
 
 def _finished(out: Path, name: str) -> Path:

@@ -16,7 +16,8 @@ from sessions import MS, SECOND, Clock, Rank, Relay, aggregation, check_ledger
 from traceml_ray import wire
 from traceml_ray.reports.status import render_status
 from traceml_ray.store.retention import Retention
-from traceml_ray.store.session_file import SessionFile, SessionFileError, connect, on_network_filesystem
+from traceml_ray.store.schema import SessionFileError, connect, on_network_filesystem
+from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
 
 
@@ -169,7 +170,7 @@ def test_network_filesystems_are_known_by_their_mount(tmp_path: Path, kind: str,
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kind of filesystem that a session file is taken to lie on."""
     on_network = request.param == "network"
-    monkeypatch.setattr("traceml_ray.store.session_file.on_network_filesystem", lambda _: on_network)
+    monkeypatch.setattr("traceml_ray.store.schema.on_network_filesystem", lambda _: on_network)
     return str(request.param)
 
 

@@ -31,7 +31,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.spool import SUFFIX, read_spool
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.runs import by_run, newest, note, with_rows
-from traceml_ray.store.session_file import damaged
+from traceml_ray.store.schema import damaged
 from traceml_ray.store.streams import Stream, age, last_attempt, shown
 from traceml_ray.store.writer import SessionWriter
 

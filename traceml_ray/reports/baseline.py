@@ -10,7 +10,8 @@ from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.reports.summary import baseline_of
 from traceml_ray.session import DATABASE, SessionError, find
 from traceml_ray.settings import SettingError, Settings
-from traceml_ray.store.session_file import SessionFile, SessionFileError, legible
+from traceml_ray.store.schema import SessionFileError, legible
+from traceml_ray.store.session_file import SessionFile
 
 
 def checked(settings: Settings) -> Settings:

@@ -15,7 +15,7 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import RankRows, Window, align
 from traceml_ray.store.packing import Packer
 from traceml_ray.store.pieces import Cutter
-from traceml_ray.store.session_file import NONSENSE
+from traceml_ray.store.schema import NONSENSE
 from traceml_ray.wire import SEGMENT_BITS
 
 FORM = 3

@@ -24,15 +24,10 @@ from traceml_ray.analysis.window import RankRows, missing_of
 from traceml_ray.store.kept import MAX_RANKS, Kept, unpack
 from traceml_ray.store.nodes import stream_labels
 from traceml_ray.store.runs import by_run
-from traceml_ray.store.session_file import NONSENSE, Columns, SessionFile
+from traceml_ray.store.schema import LISTS, NONSENSE, insert
+from traceml_ray.store.session_file import Columns, SessionFile
 from traceml_ray.store.streams import shown, world_size
 
-_TABLES = (
-    """CREATE TABLE IF NOT EXISTS rollup(id INTEGER PRIMARY KEY, stream_id INT, first_row INT, n INT,
-    first_key INT, last_key INT, sums BLOB, max_ns INT)""",
-    "CREATE TABLE IF NOT EXISTS kept(id INTEGER PRIMARY KEY, run TEXT UNIQUE, body BLOB)",
-)
-_INSERT = f"INSERT INTO rollup VALUES(NULL, {', '.join('?' * 7)})"
 CHUNKS = 10
 """Of a stream in one sum: its agent sends about one a second."""
 SUMS = 1 << 17
@@ -132,10 +127,8 @@ class Retention:
         self._connection.execute("DELETE FROM event WHERE id <= (SELECT max(id) FROM event) - ?", (EVENTS,))
         if not self._bytes:
             return self.cursors
-        for table in _TABLES:
-            self._connection.execute(table)
         newest = self._one("SELECT max(id) FROM chunk")
-        self._connection.executemany(_INSERT, self._sums)
+        self._connection.executemany(insert("rollup"), self._sums)
         self._merge_sums()
         self._connection.executemany("DELETE FROM chunk WHERE id = ?", self._ids)
         self._write_kept()
@@ -216,13 +209,12 @@ class Retention:
             return
         total = dict(self._connection.execute("SELECT stream_id, sum(n) FROM rollup GROUP BY 1").fetchall())
         share = max(1, most // 4 // len(total))
-        columns = "stream_id, first_row, n, first_key, last_key, sums, max_ns"
-        query = f"SELECT {columns} FROM rollup ORDER BY stream_id, id"
+        query = f"SELECT {', '.join(LISTS['rollup'])} FROM rollup ORDER BY stream_id, id"
         merged = []
         for stream, sums in groupby(self._connection.execute(query), key=lambda each: each[0]):
             merged += list(_merged(sums, total[stream] // share))
         self._connection.execute("DELETE FROM rollup")
-        self._connection.executemany(_INSERT, merged)
+        self._connection.executemany(insert("rollup"), merged)
 
     def _thin(self, share: float) -> dict[str, int]:
         """Thin out the samples among the oldest `share` of each kind; return where that ended."""

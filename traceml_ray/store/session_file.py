@@ -29,35 +29,8 @@ from traceml_ray.analysis.window import RankRows
 from traceml_ray.store.nodes import COLUMNS as NODE_COLUMNS
 from traceml_ray.store.nodes import Node, label_nodes, node_key, stream_labels
 from traceml_ray.store.runs import ledger, list_runs, newest, of_run
-from traceml_ray.store.streams import COLUMNS, Stream, from_row, shown
-
-SCHEMA = 1
-_APPLICATION = 0x54724D4C  # "TrML" in the file's header: tells a session from any other database
-
-TABLES = f"""
-CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
-CREATE TABLE node(node_id TEXT PRIMARY KEY, hostname TEXT, address TEXT, last_seen_ns INT, errors TEXT,
-    lost_ns INT);
-CREATE TABLE stream(id INTEGER PRIMARY KEY, {", ".join(COLUMNS[1:])});
-CREATE TABLE relay(incarnation TEXT PRIMARY KEY, node_id TEXT, last_seq INT) WITHOUT ROWID;
-CREATE TABLE chunk(id INTEGER PRIMARY KEY, stream_id INT, first_row INT, n INT,
-    keys BLOB, flags BLOB, rows BLOB);
-CREATE INDEX chunk_stream ON chunk(stream_id, id);
-CREATE TABLE process_sample(id INTEGER PRIMARY KEY, stream_id INT, t_ns INT, cpu_pct REAL, rss_bytes INT,
-    threads INT, read_bytes INT, write_bytes INT);
-CREATE INDEX process_stream ON process_sample(stream_id, id);
-CREATE TABLE node_sample(id INTEGER PRIMARY KEY, node_id TEXT, t_ns INT, cpu_pct REAL, cpu_count INT,
-    load1 REAL, mem_used_bytes INT, mem_total_bytes INT, disk_read_bytes INT, disk_write_bytes INT,
-    net_rx_bytes INT, net_tx_bytes INT, gpus TEXT, swap_in_bytes INT, psi_cpu REAL, psi_memory REAL,
-    psi_io REAL, cpu_throttled_ns INT);
-CREATE INDEX node_samples ON node_sample(node_id, id);
-CREATE TABLE detail(id INTEGER PRIMARY KEY, stream_id INT, name TEXT, stage INT, count INT, total_ns INT,
-    max_ns INT, first_step INT, last_step INT, bytes INT);
-CREATE INDEX detail_steps ON detail(stream_id, last_step);
-CREATE TABLE event(id INTEGER PRIMARY KEY, stream_id INT, node_id TEXT, kind TEXT, t_ns INT,
-    step INT, stage INT, message TEXT, data TEXT, run TEXT);
-CREATE TABLE verdict(id INTEGER PRIMARY KEY, t_ns INT, body TEXT, run TEXT);
-"""
+from traceml_ray.store.schema import SessionFileError, connect
+from traceml_ray.store.streams import Stream, from_row, shown
 
 _SAMPLE = wire.NodeSample.__struct_fields__
 _PLAIN = ("cpu_pct", "load1", "mem_used_bytes", "mem_total_bytes")
@@ -66,107 +39,6 @@ _MOST_SAMPLES = 120
 """Of a node, that are read to see what was odd there: of a longer time, one in so many seconds."""
 _LATE_NS = 10_000_000_000
 """By how much a sample may have come earlier or later than those of other nodes."""
-NETWORK_FILESYSTEMS = {
-    *("nfs", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs"),
-    *("afs", "9p", "wekafs", "pvfs2", "orangefs", "fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.beegfs"),
-    *("fuse.juicefs", "fuse.s3fs", "fuse.gcsfuse"),
-}
-"""Where SQLite's WAL does not work: its shared memory is not shared between machines."""
-
-
-class SessionFileError(ValueError):
-    """A session file that cannot be read; the message names the file and what is wrong with it."""
-
-
-NONSENSE = (
-    *(ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError),
-    msgspec.MsgspecError,
-)
-"""What is raised where what stands in a file makes no sense."""
-
-
-@contextlib.contextmanager
-def legible(path: Path) -> Iterator[None]:
-    """Raise `SessionFileError` for what goes wrong inside because what stands in the file makes no sense."""
-    try:
-        yield
-    except SessionFileError:
-        raise
-    except NONSENSE as error:
-        told = f"{type(error).__name__}: {str(error)[:200]}"
-        raise SessionFileError(f"{path}: the session file is damaged ({told})") from error
-
-
-def connect(path: Path, *, create: bool = False) -> sqlite3.Connection:
-    """
-    Open the session file at `path`; `create` makes one that is not there yet.
-
-    Raises `SessionFileError` when there is none, it is damaged, no session, or of a newer schema.
-    """
-    if not create and not path.is_file():
-        raise SessionFileError(f"{path}: no such session file")
-    try:
-        connection = sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
-    except sqlite3.Error as error:
-        raise SessionFileError(f"{path}: cannot open the session file: {error}") from error
-    try:
-        _set_up(connection, path, create)
-    except sqlite3.Error as error:
-        connection.close()
-        raise SessionFileError(f"{path}: cannot use the session file: {error}") from error
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def damaged(path: Path) -> bool:
-    """Return whether the file at `path` is no database, or not a whole one. Reads all of it."""
-    try:
-        with contextlib.closing(sqlite3.connect(path)) as connection:
-            return bool(connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok")
-    except sqlite3.OperationalError:  # it cannot be read now, which says nothing of what is in it
-        return False
-    except sqlite3.DatabaseError:
-        return True
-
-
-def _set_up(connection: sqlite3.Connection, path: Path, create: bool) -> None:
-    application = connection.execute("PRAGMA application_id").fetchone()[0]
-    empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
-    if create and empty:
-        path.chmod(0o600)
-        if not on_network_filesystem(path):
-            connection.execute("PRAGMA journal_mode=WAL")
-        connection.executescript(
-            f"BEGIN; {TABLES} PRAGMA application_id={_APPLICATION}; PRAGMA user_version={SCHEMA}; COMMIT;"
-        )
-    elif application != _APPLICATION:
-        raise SessionFileError(f"{path}: this is a database, but not a traceml-ray session")
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version > SCHEMA:
-        raise SessionFileError(
-            f"{path}: written by a newer traceml-ray (schema {version}; this one reads {SCHEMA}): upgrade"
-        )
-    connection.execute("PRAGMA synchronous=NORMAL")
-
-
-def on_network_filesystem(path: Path, mounts: Path = Path("/proc/mounts")) -> bool:
-    """Return whether `path` lies on a filesystem that other machines write to as well."""
-    try:
-        lines = mounts.read_text().splitlines()
-    except OSError:
-        return False
-    target = path.resolve()
-    best, kind = -1, ""
-    for line in lines:
-        parts = line.split()
-        if len(parts) < 3:
-            continue
-        point = Path(parts[1].encode().decode("unicode_escape"))
-        if (target == point or point in target.parents) and len(point.parts) >= best:
-            best, kind = len(point.parts), parts[2]
-    return kind in NETWORK_FILESYSTEMS
 
 
 class SessionFile:
@@ -242,9 +114,7 @@ class SessionFile:
 
     def streams(self) -> list[Stream]:
         """Return every stream of every run, in order of first appearance."""
-        known = {column[1] for column in self._all("PRAGMA table_info(stream)")}  # an older file has fewer
-        columns = ", ".join(name if name in known else f"NULL AS {name}" for name in COLUMNS)
-        return [from_row(row) for row in self._all(f"SELECT {columns} FROM stream ORDER BY id")]
+        return [from_row(row) for row in self._all("SELECT * FROM stream ORDER BY id")]
 
     def run_id(self) -> str | None:
         """Return the run that `ranks`, `rows` and so on are of; None while no rank has reported."""
@@ -386,9 +256,7 @@ class SessionFile:
 
     def _samples(self, where: str, *values: Any) -> Iterator[tuple[int, str, wire.NodeSample]]:
         """Yield (row id, node id, sample) of the node samples for which `where` (SQL) holds."""
-        known = {column[1] for column in self._all("PRAGMA table_info(node_sample)")}
-        columns = ", ".join(name if name in known else "NULL" for name in _SAMPLE)  # an older file has fewer
-        query = f"SELECT id, node_id, {columns} FROM node_sample WHERE {where} ORDER BY id"
+        query = f"SELECT * FROM node_sample WHERE {where} ORDER BY id"
         at = _SAMPLE.index("gpus")
         for row, node, *sample in self._iterate(query, *values):
             sample[at] = _gpus(sample[at])
@@ -404,8 +272,7 @@ class SessionFile:
         inside = "max(0, min(d.last_step, ?2) - max(d.first_step, ?1) + 1.0)"
         share = f"{inside} / (d.last_step - d.first_step + 1)"
         sums = [f"CAST(round(sum(d.{name} * {share})) AS INT) AS {name}" for name in ("count", "total_ns")]
-        known = any(column[1] == "bytes" for column in self._all("PRAGMA table_info(detail)"))
-        sums.append(f"CAST(sum(d.bytes * {share}) AS INT) AS bytes" if known else "NULL AS bytes")
+        sums.append(f"CAST(sum(d.bytes * {share}) AS INT) AS bytes")
         return self._dicts(
             f"SELECT s.global_rank AS rank, d.stream_id AS stream, d.name, d.stage, {', '.join(sums)}, "
             "max(d.max_ns) AS max_ns, min(d.first_step) AS first_step, max(d.last_step) AS last_step "
@@ -453,19 +320,12 @@ class SessionFile:
         return None if kept is None else msgspec.convert(kept, Baseline)
 
     def kept(self) -> bytes | None:
-        """Return what folded rows of the run come to, see `kept`; an older file has none."""
-        if not self._has("kept"):
-            return None
+        """Return what folded rows of the run come to, see `kept`; None where there are none."""
         found = self._all("SELECT body FROM kept WHERE run = ?", self.run_id())
         return bytes(found[0][0]) if found else None
 
-    def _has(self, table: str) -> bool:
-        return bool(self._all("SELECT 1 FROM sqlite_master WHERE name = ?", table))
-
     def folded(self) -> dict[int, Folded]:
         """Return what is only kept as sums, by stream, see `retention`."""
-        if not self._has("rollup"):
-            return {}
         by_stream: dict[int, list[tuple[Any, ...]]] = {}
         for stream, *sums in self._all(
             "SELECT stream_id, n, first_key, last_key, sums FROM rollup ORDER BY id"
@@ -570,8 +430,6 @@ def _folded(rows: list[tuple[Any, ...]]) -> Folded:
 def _gpus(text: str | None) -> list[wire.GpuSample] | None:
     if not text:
         return None
-    if text.startswith("[{"):  # as it was stored at first
-        return [wire.GpuSample(**gpu) for gpu in json.loads(text)]
     return _gpu_decoder.decode(text)
 
 

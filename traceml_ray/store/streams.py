@@ -149,8 +149,7 @@ def from_row(row: tuple[Any, ...]) -> Stream:
     identity = row[len(_PLAIN) :]
     who = None
     if identity[0] is not None:
-        *most, name = identity  # which an older file has not
-        who = msgspec.convert([*most, name or ""], RankIdentity)
+        who = msgspec.convert(list(identity), RankIdentity)
     return Stream(**values, identity=who)
 
 

@@ -24,14 +24,15 @@ from traceml_ray.analysis.verdict import DEFAULTS
 from traceml_ray.store.nodes import COLUMNS as NODE_COLUMNS
 from traceml_ray.store.nodes import Node
 from traceml_ray.store.retention import Retention
-from traceml_ray.store.session_file import SessionFile, connect, legible
+from traceml_ray.store.schema import connect, insert, legible, marks
+from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import COLUMNS, Stream, to_row
 
 MAX_PENDING_BYTES = 256 << 20
 """Rows kept in memory while the disk refuses them; beyond, the oldest are dropped and counted."""
 MAX_PENDING_ITEMS = 100_000
 """Samples, parts, events and verdicts kept the same way, of each kind."""
-_WIDTHS = {"process_sample": 7, "node_sample": 17, "detail": 9, "event": 9, "verdict": 3, "chunk": 6}
+_APPENDED = ("process_sample", "node_sample", "detail", "event", "verdict", "chunk")
 _ITEMS = {"process_sample": "process sample", "node_sample": "node sample", "detail": "span"}
 
 
@@ -228,10 +229,10 @@ class SessionWriter:
         run = self._connection.executemany
         with self._transaction():
             for table, rows in work.inserts.items():
-                run(f"INSERT INTO {table} VALUES(NULL, {_marks(_WIDTHS[table])})", rows)
-            run(f"REPLACE INTO stream VALUES({_marks(len(COLUMNS))})", streams)
+                run(insert(table), rows)
+            run(f"REPLACE INTO stream VALUES({marks(len(COLUMNS))})", streams)
             run("REPLACE INTO meta VALUES(?, ?)", meta)
-            run(f"REPLACE INTO node VALUES({_marks(len(NODE_COLUMNS))})", nodes)
+            run(f"REPLACE INTO node VALUES({marks(len(NODE_COLUMNS))})", nodes)
             run("REPLACE INTO relay VALUES(?, ?, ?)", work.relays.values())
 
     @contextlib.contextmanager
@@ -263,7 +264,7 @@ class _Pending:
     """What the next transaction will write."""
 
     def __init__(self) -> None:
-        self.inserts: dict[str, list[tuple[Any, ...]]] = {table: [] for table in _WIDTHS}
+        self.inserts: dict[str, list[tuple[Any, ...]]] = {table: [] for table in _APPENDED}
         self.streams: dict[int, Stream] = {}
         self.meta: set[str] = set()
         self.nodes: dict[str, Node] = {}
@@ -283,7 +284,3 @@ class _Pending:
 
 def _row_bytes(n: int) -> int:
     return (9 + wire.ROW_BYTES) * n
-
-
-def _marks(n: int) -> str:
-    return ", ".join("?" * n)

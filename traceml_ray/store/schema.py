@@ -1,0 +1,162 @@
+"""The session file itself, one SQLite database: its tables, how it is opened, and whether it is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from traceml_ray import wire
+from traceml_ray.store.nodes import COLUMNS as NODE
+from traceml_ray.store.streams import COLUMNS as STREAM
+
+SCHEMA = 1
+_APPLICATION = 0x54724D4C  # "TrML" in the file's header: tells a session from any other database
+
+LISTS = {
+    "chunk": ("stream_id", "first_row", "n", "keys", "flags", "rows"),
+    "process_sample": ("stream_id", *wire.ProcessSample.__struct_fields__),
+    "node_sample": ("node_id", *wire.NodeSample.__struct_fields__),
+    "detail": ("stream_id", *wire.Detail.__struct_fields__),
+    "event": ("stream_id", "node_id", *wire.Event.__struct_fields__, "run"),
+    "verdict": ("t_ns", "body", "run"),
+    "rollup": ("stream_id", "first_row", "n", "first_key", "last_key", "sums", "max_ns"),
+}
+"""Tables that grow, by name: their columns after `id`, which numbers the rows in order of arrival."""
+_KEYED = {
+    "meta": ("key", "value"),
+    "node": NODE,
+    "relay": ("incarnation", "node_id", "last_seq"),
+}
+"""Tables with one row for each value of their first column."""
+_INDEXES = {"chunk": "stream_id, id", "process_sample": "stream_id, id", "node_sample": "node_id, id",
+            "detail": "stream_id, last_step"}  # fmt: skip
+
+
+def insert(table: str) -> str:
+    """Return the statement that appends a row to one of `LISTS`."""
+    return f"INSERT INTO {table} VALUES(NULL, {marks(len(LISTS[table]))})"
+
+
+def marks(n: int) -> str:
+    """Return `n` places for values."""
+    return ", ".join("?" * n)
+
+
+def _statements() -> Iterator[str]:
+    yield f"CREATE TABLE stream(id INTEGER PRIMARY KEY, {', '.join(STREAM[1:])})"
+    for name, columns in LISTS.items():
+        typed = ", ".join(columns).replace(
+            "stream_id", "stream_id INT"
+        )  # else no join by `stream.id` uses an index
+        yield f"CREATE TABLE {name}(id INTEGER PRIMARY KEY, {typed})"
+    yield "CREATE TABLE kept(id INTEGER PRIMARY KEY, run UNIQUE, body)"
+    for name, columns in _KEYED.items():
+        yield f"CREATE TABLE {name}({columns[0]} PRIMARY KEY, {', '.join(columns[1:])})"
+    for name, indexed in _INDEXES.items():
+        yield f"CREATE INDEX {name}_of ON {name}({indexed})"
+
+
+NETWORK_FILESYSTEMS = {
+    *("nfs", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs"),
+    *("afs", "9p", "wekafs", "pvfs2", "orangefs", "fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.beegfs"),
+    *("fuse.juicefs", "fuse.s3fs", "fuse.gcsfuse"),
+}
+"""Where SQLite's WAL does not work: its shared memory is not shared between machines."""
+
+
+class SessionFileError(ValueError):
+    """A session file that cannot be read; the message names the file and what is wrong with it."""
+
+
+NONSENSE = (
+    *(ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError),
+    msgspec.MsgspecError,
+)
+"""What is raised where what stands in a file makes no sense."""
+
+
+@contextlib.contextmanager
+def legible(path: Path) -> Iterator[None]:
+    """Raise `SessionFileError` for what goes wrong inside because what stands in the file makes no sense."""
+    try:
+        yield
+    except SessionFileError:
+        raise
+    except NONSENSE as error:
+        told = f"{type(error).__name__}: {str(error)[:200]}"
+        raise SessionFileError(f"{path}: the session file is damaged ({told})") from error
+
+
+def connect(path: Path, *, create: bool = False) -> sqlite3.Connection:
+    """
+    Open the session file at `path`; `create` makes one that is not there yet.
+
+    Raises `SessionFileError` when there is none, it is damaged, no session, or of a newer schema.
+    """
+    if not create and not path.is_file():
+        raise SessionFileError(f"{path}: no such session file")
+    try:
+        connection = sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
+    except sqlite3.Error as error:
+        raise SessionFileError(f"{path}: cannot open the session file: {error}") from error
+    try:
+        _set_up(connection, path, create)
+    except sqlite3.Error as error:
+        connection.close()
+        raise SessionFileError(f"{path}: cannot use the session file: {error}") from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def damaged(path: Path) -> bool:
+    """Return whether the file at `path` is no database, or not a whole one. Reads all of it."""
+    try:
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            return bool(connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok")
+    except sqlite3.OperationalError:  # it cannot be read now, which says nothing of what is in it
+        return False
+    except sqlite3.DatabaseError:
+        return True
+
+
+def _set_up(connection: sqlite3.Connection, path: Path, create: bool) -> None:
+    application = connection.execute("PRAGMA application_id").fetchone()[0]
+    empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+    if create and empty:
+        path.chmod(0o600)
+        if not on_network_filesystem(path):
+            connection.execute("PRAGMA journal_mode=WAL")
+        stamps = f"PRAGMA application_id={_APPLICATION}", f"PRAGMA user_version={SCHEMA}"
+        connection.executescript(";".join(["BEGIN", *_statements(), *stamps, "COMMIT"]))
+    elif application != _APPLICATION:
+        raise SessionFileError(f"{path}: this is a database, but not a traceml-ray session")
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version > SCHEMA:
+        raise SessionFileError(
+            f"{path}: written by a newer traceml-ray (schema {version}; this one reads {SCHEMA}): upgrade"
+        )
+    connection.execute("PRAGMA synchronous=NORMAL")
+
+
+def on_network_filesystem(path: Path, mounts: Path = Path("/proc/mounts")) -> bool:
+    """Return whether `path` lies on a filesystem that other machines write to as well."""
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return False
+    target = path.resolve()
+    best, kind = -1, ""
+    for line in lines:
+        parts = line.split()
+        if len(parts) < 3:
+            continue
+        point = Path(parts[1].encode().decode("unicode_escape"))
+        if (target == point or point in target.parents) and len(point.parts) >= best:
+            best, kind = len(point.parts), parts[2]
+    return kind in NETWORK_FILESYSTEMS
