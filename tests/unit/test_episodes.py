@@ -69,6 +69,15 @@ def since(d, step, at_s):
     return at_s - d[:step].sum(axis=2).mean(axis=1).sum() / 1e9
 
 
+@pytest.mark.parametrize("first", range(364, 368))
+def test_a_fault_of_long_steps_is_named_as_soon_wherever_a_judgement_falls(first):
+    """The first full window that shows it holds few of its steps: it says little of how much is lost."""
+    d = played(first + 50, 45, (DATA, 1, first, None, 0.6), ranks=3, noise=0.05, seed=first)
+    _, said = live(d)
+    _, at, _ = next(each for each in said if each[2].ranks)
+    assert since(d, first, at) <= DEFAULTS.hold_s + 0.7
+
+
 @pytest.mark.parametrize(("share", "within_s"), [(0.15, 4.0), (0.3, 2.6), (0.6, 2.6)])
 @pytest.mark.parametrize("step_ms", [12, 45])
 def test_a_fault_is_named_in_time_and_not_before_two_seconds(share, within_s, step_ms):

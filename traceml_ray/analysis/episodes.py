@@ -154,7 +154,7 @@ class Episodes:
                 shown = True
                 track.seen += counts
                 track.exact += counts and exact
-                track.levels += [level_of(evidence)] * full
+                track.levels += [(kind_of(verdict), level_of(evidence))] * full
                 del track.levels[:-MAX_LEVELS]
                 track.extend(evidence, self.clock, found if exact else None)
             elif track is self._named and track.lingers(evidence, self._limits):
@@ -166,7 +166,7 @@ class Episodes:
             if begun is not None:
                 shown = True
                 begun.seen = begun.exact = 1
-                begun.levels += [level_of(evidence)] * full
+                begun.levels += [(kind_of(verdict), level_of(evidence))] * full
                 self._candidates.append(begun)
         if full and not shown and self._named is None:
             self._weather.append(level_of(evidence))
@@ -205,7 +205,7 @@ class Episodes:
         """Forget what was not named; of several that say nearly the same the costliest counts."""
         self._candidates.remove(track)
         self._counted.append((track.verdict, track.last))
-        self._weather.extend(track.levels)
+        self._weather.extend(level for _, level in track.levels)
         cost_ns = max(track.cost_ns, track.outlived_ns)
         alike = [other for other in self._tracks() if overlap(other.verdict, track.verdict)]
         for other in alike:
@@ -263,9 +263,9 @@ class Episodes:
             return True
         if track.verdict.label == "group_wide":
             return True  # it is measured from a baseline, which has no such windows
-        kind = kind_of(track.verdict)
-        usual = np.quantile([level[kind] for level in self._weather], self._limits.weather_quantile)
-        return bool(np.median([level[kind] for level in track.levels]) > usual)
+        usual = np.quantile(list(self._weather), self._limits.weather_quantile, axis=0)
+        above = [level[kind] > usual[kind] for kind, level in track.levels]
+        return 2 * sum(above) > len(above)
 
     def _end(self, track: Track) -> None:
         self._over.append(track.episode(goes_on=False))

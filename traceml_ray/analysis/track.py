@@ -113,7 +113,8 @@ class Track:
         """The most that one which says nearly the same, and is forgotten already, has cost."""
         self.seen = self.exact = self.missed = 0
         """Windows that show it, of these with the same label and stages, and those that do not."""
-        self.levels: list[Float] = []
+        self.levels: list[tuple[int, Float]] = []
+        """Of each full window that shows it: `kind_of` what was found there, and `level_of` it."""
         self.ranks = 1
         self._counted_to = -1
         self._after_ns = 0
@@ -303,5 +304,5 @@ def level_of(evidence: Evidence) -> Float:
 
 
 def kind_of(verdict: Verdict) -> int:
-    """Return by which of these the windows that say `verdict` are compared with others."""
+    """Return by which of these a window that says `verdict` is compared with others."""
     return 2 if verdict.rotating else 1 if verdict.transient else 0
