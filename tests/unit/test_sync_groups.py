@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess, judge
 from traceml_ray.analysis.window import Group, Window, align, missing_of
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.wire import DATA, FLAG_COUPLED, FLAG_NO_PEERS, N_STAGES, SEGMENT_BITS, SYNC_WAIT
+from traceml_ray.wire import DATA, FLAG_COUPLED, FLAG_NO_PEERS, N_STAGES, SYNC_WAIT
 
 MS = 1_000_000
 BALANCED = [[1, 2, 0, 3, 4, 1]] * 2
@@ -261,7 +260,7 @@ def test_a_wait_of_another_thread_is_none() -> None:
 # -- from the batch to the verdict -----------------------------------------------------------------
 
 
-def test_the_group_reaches_the_file_and_files_without_it_still_open(tmp_path: Path) -> None:
+def test_the_group_reaches_the_file(tmp_path: Path) -> None:
     aggregator, relay = aggregation(tmp_path), Relay()
     ranks = [Rank(number, 4) for number in range(4)]
     for rank, row in zip(ranks, [*LONG, *LATE], strict=True):
@@ -278,14 +277,6 @@ def test_the_group_reaches_the_file_and_files_without_it_still_open(tmp_path: Pa
         rows, _ = session.rows()
         assert [one.group for one in rows] == PAIRS and {one.strategy for one in rows} == {"ddp"}
         assert named(judge_run(rows, 4).whole()) == ("straggler", "data", (3,))
-    with sqlite3.connect(path) as connection:
-        for column in ("group_first", "group_size"):
-            connection.execute(f"ALTER TABLE stream DROP COLUMN {column}")
-    connection.close()
-    with SessionFile(path) as session:
-        rows, _ = session.rows()
-        assert [one.group for one in rows] == [None] * 4
-        assert len(rows[0].keys) == 81 and int(rows[0].keys[-1]) >> SEGMENT_BITS == 80
 
 
 def test_the_agent_says_the_group_from_when_it_knows_it() -> None:
