@@ -264,8 +264,8 @@ class Episodes:
         if track.verdict.label == "group_wide":
             return True  # it is measured from a baseline, which has no such windows
         usual = np.quantile(list(self._weather), self._limits.weather_quantile, axis=0)
-        above = [level[kind] > usual[kind] for kind, level in track.levels]
-        return 2 * sum(above) > len(above)
+        above = sum(bool(level[kind] > usual[kind]) for kind, level in track.levels)
+        return 2 * above > len(track.levels)
 
     def _end(self, track: Track) -> None:
         self._over.append(track.episode(goes_on=False))
