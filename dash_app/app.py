@@ -20,7 +20,8 @@ from dash import ClientsideFunction, Input, Output, State, dcc, html
 from flask import Flask
 from plotly.io.json import to_json_plotly
 
-from . import words
+from traceml_ray import text
+
 from .board import Board
 from .heat import HeatWire
 from .light import light
@@ -226,9 +227,9 @@ def _marks(header: dict[str, Any]) -> dict[str, list[Any]]:
 def _cell_text(found: dict[str, Any]) -> str:
     if found["busy_ms"] is None:
         return "no row of this rank here"
-    own = f"busy {words.ms(found['busy_ms'])}, the median rank {words.ms(found['median_ms'])}"
+    own = f"busy {text.ms(found['busy_ms'])}, the median rank {text.ms(found['median_ms'])}"
     far = sorted(found["stages"].items(), key=lambda each: -abs((each[1][0] or 0) - (each[1][1] or 0)))[:2]
-    parts = [f"{words.said(name)} {words.ms(ms)} (median {words.ms(median)})" for name, (ms, median) in far]
+    parts = [f"{text.words(name)} {text.ms(ms)} (median {text.ms(median)})" for name, (ms, median) in far]
     return "\n".join([own, *parts])
 
 

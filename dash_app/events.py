@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from traceml_ray.reports.headlines import brief, named
 from traceml_ray.reports.summary import moment
-from traceml_ray.reports.text import brief, named
 from traceml_ray.store.nodes import node_key
 from traceml_ray.wire import STAGES
 

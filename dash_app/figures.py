@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from . import words
+from traceml_ray import text
+
 from .values import brief
 
 Series = Sequence[float | None]
@@ -86,7 +87,7 @@ def _scale(values: np.ndarray[Any, np.dtype[np.float64]], unit: str) -> dict[str
     if not len(values) or values.max() <= _SPIKE * (usual := float(np.percentile(values, 98))) or usual <= 0:
         return {}
     note = {
-        "text": f"▲ up to {words.unit(float(values.max()), unit)}",
+        "text": f"▲ up to {text.unit(float(values.max()), unit)}",
         "showarrow": False,
         "xanchor": "right",
     }
@@ -102,7 +103,7 @@ def exposed(steps: Sequence[int], stages: Mapping[str, Series], revision: str = 
         {
             "type": "scatter",
             "mode": "lines",
-            "name": words.said(name),
+            "name": text.words(name),
             "x": steps,
             "y": stages[name],
             "stackgroup": "one",

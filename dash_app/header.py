@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from traceml_ray import text
 from traceml_ray.analysis.window import missing_of
+from traceml_ray.reports.headlines import lost, named
 from traceml_ray.reports.summary import moment
-from traceml_ray.reports.text import lost, named
 
 if TYPE_CHECKING:
     from .board import Board
@@ -86,12 +87,13 @@ def state_text(board: Board, run: Run | None, state: str) -> str:
     world = run.world if run else 0
     seen = sorted(run.ranks) if run else []
     missing = missing_of(world, seen)
-    awaited = _ranks(missing, max(len(missing), world - len(seen))) if missing else ""
+    awaited = text.ranks(missing, world - len(seen)) if missing else ""
     if state == "waiting":
-        who = f"{len(seen)} of {world or board.status.get('world_size') or 'the'} ranks have reported"
+        of = world or board.status.get("world_size")
+        who = f"{len(seen):,} of {text.count(of, 'rank') if of else 'the ranks'} have reported"
         return f"Waiting for the first step: {who}." + (f" Awaited: {awaited}." if awaited else "")
     silent = sorted(set(seen) - _heard(run)) if run else []
-    quiet = f"silent: {_ranks(silent, len(silent))}" if silent else ""
+    quiet = f"silent: {text.ranks(silent)}" if silent else ""
     told = [f"awaited: {awaited}" if awaited else "", quiet]
     return "; ".join(["Training runs", *filter(None, told)]) + "."
 
@@ -102,7 +104,9 @@ def coverage_text(board: Board, run: Run | None, state: str) -> str:
         return "no rank yet"
     heard = len(_heard(run)) if state in ("live", "stale", "waiting") else len(run.ranks)
     age = age_s(board, run) if state in ("live", "stale", "waiting") else None
-    return f"{heard} of {run.world} ranks" + (f", {age:.0f} s old" if age is not None else "")
+    return f"{heard:,} of {text.count(run.world, 'rank')}" + (
+        f", {text.age(age)} old" if age is not None else ""
+    )
 
 
 def age_s(board: Board, run: Run | None) -> float | None:
@@ -113,9 +117,3 @@ def age_s(board: Board, run: Run | None) -> float | None:
 
 def _heard(run: Run) -> set[int]:
     return run.reporting() | {rank for rank, stream in run.ranks.items() if stream.final}
-
-
-def _ranks(ranks: Sequence[int], count: int) -> str:
-    """Return which ranks it is, `count` in all."""
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {count - 8} more" if count > 8 else "")
-    return f"rank{'s' * (count > 1)} {shown}"

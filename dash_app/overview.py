@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from traceml_ray import text
 from traceml_ray.analysis.spread import MISSING, deviations, over_pct, quantiles, spread
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.wire import STAGES
@@ -89,7 +90,7 @@ def tiles(run: Run, recent: Recent | None, columns: Columns, skew: Array) -> lis
         _tile("median", "Step, median", median, "ms", of, steps),
         _tile("p95", "Step, p95", p95, "ms", of, steps, 0.95),
         _tile("rate", "Steps", 1e3 / recent.step_ms.mean(), "/s", of, 1e3 / positive),
-        _tile("goodput", "In steps", goodput, "%", since, ()),
+        _tile("goodput", "Productive time", goodput, "%", since, ()),
         _tile("worst", "Worst ÷ median rank", over, "×", who, 1 + skew / 100),
         _tile("wait", "Waiting, exposed", 100 * waiting, "%", of, 100 * columns.exposed[:, -1] / positive),
     ]
@@ -124,7 +125,7 @@ def _goodput(run: Run) -> tuple[float | None, str]:
     if not ends or max(ends) <= began:
         return None, ""
     wall_ms = (max(ends) - began) / 1e6
-    told_since = f"of {wall_ms / 1e3:,.0f} s since the first report"
+    told_since = f"of {text.duration(wall_ms / 1e3)} since the first report"
     return min(100.0, 100 * run.steps.total_ms() / wall_ms), told_since
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from dash import dcc, html
 
-from . import words
+from traceml_ray import text
+
 from .events import severity
-from .pages.bits import SEVERITY, aria
+from .pages.bits import SEVERITY, aria, marked
 from .place import Place
 
 _NAV = {"overview": "Overview", "events": "Events", "sessions": "Sessions", "health": "Health"}
@@ -102,11 +103,9 @@ def strip(header: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
         "verdict-strip": {"className": f"verdict tone-{tone}{compact}{' stale' * stale}"},
         "verdict-sign": {"children": sign},
         "verdict-headline": {"children": headline[:1].upper() + headline[1:]},
-        "verdict-why": {"children": words.marked(why)},
+        "verdict-why": {"children": marked(why)},
         "verdict-next": {
-            "children": [html.B("Next "), *words.marked(verdict["next"])]
-            if verdict and verdict["next"]
-            else None
+            "children": [html.B("Next "), *marked(verdict["next"])] if verdict and verdict["next"] else None
         },
         "verdict-cost": {
             "children": _cost(verdict, "GPU" if header["session"]["gpus"] else "rank") if verdict else None
@@ -128,14 +127,14 @@ def _session(session: Mapping[str, Any], place: Place) -> list[Any]:
     if not session.get("id"):
         return []
     ranks, nodes = session.get("world_size"), session.get("nnodes")
-    size = f"{ranks:,} ranks on {nodes} node{'s' * (nodes != 1)}" if ranks and nodes else None
+    size = f"{text.count(ranks, 'rank')} on {text.count(nodes, 'node')}" if ranks and nodes else None
     facts = " · ".join(fact for fact in (size, session.get("strategy"), session.get("launcher")) if fact)
     shown: list[Any] = [html.Strong(session["id"]), html.Span(facts)]
     if place.get("session"):
         shown.append(dcc.Link("back to this dashboard's own", href="/"))
     runs = session.get("runs") or []
     if len(runs) > 1:
-        name = next((run["name"] for run in runs if run["id"] == session["run"]), words.NA)
+        name = next((run["name"] for run in runs if run["id"] == session["run"]), text.NA)
         links = [
             dcc.Link(f"{run['name']} ({run['status']})", href=place.here(run=run["id"]))
             for run in reversed(runs)
@@ -148,7 +147,7 @@ def _range(cost_pct: Sequence[float] | None) -> str:
     """Return between what the cost was in most windows, where that is more than a rounding."""
     if cost_pct is None or cost_pct[1] - cost_pct[0] < 1:
         return ""
-    return f" ({cost_pct[0]:.0f}–{cost_pct[1]:.0f})"
+    return f" ({text.number(cost_pct[0], 0)}–{text.number(cost_pct[1], 0)})"
 
 
 def _cost(verdict: Mapping[str, Any], unit: str) -> list[Any]:
@@ -156,11 +155,13 @@ def _cost(verdict: Mapping[str, Any], unit: str) -> list[Any]:
     told: list[Any] = []
     if verdict["cost_pct"] and verdict["label"] != "healthy":
         told += [
-            html.Span(words.pct(verdict["cost_pct"]), className="value"),
+            html.Span(text.percent(verdict["cost_pct"]), className="value"),
             html.Span(f"of each step{_range(verdict.get('cost_range_pct'))}", className="unit"),
         ]
         if verdict["gpu_hours_per_hour"]:
-            told.append(html.Div(f"≈ {words.number(verdict['gpu_hours_per_hour'])} {unit}-hours per hour"))
+            told.append(
+                html.Div(f"≈ {text.number(verdict['gpu_hours_per_hour'])} {unit}-hours wasted per hour")
+            )
     if verdict["lost_text"]:
         told.append(html.Div(verdict["lost_text"]))
     sure = [f"confidence {verdict['confidence']}"] if verdict["confidence"] else []

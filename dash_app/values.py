@@ -26,7 +26,7 @@ def told(values: Iterable[float] | Array, digits: int = 3) -> list[float | None]
 
 
 def brief(values: Iterable[float | None]) -> list[float | None]:
-    """Return numbers with about three figures, as `words.number` says them: a chart shows no more."""
+    """Return numbers with about three figures, as `text.number` says them: a chart shows no more."""
     shown = np.array(list(values), dtype=float)
     size = np.log10(np.maximum(np.abs(shown), 1e-3))
     scale = 10.0 ** np.clip(2 - np.floor(size), 0, 4)

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from traceml_ray.agent.bootstrap import COMMAND, leave_rank
-from traceml_ray.plain import one_line
 from traceml_ray.ray.connection import join
+from traceml_ray.text import one_line
 
 from .arguments import RAY_PORT, check_floors, command_text, settings_of, unmarked
 from .monitor import Monitor

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from traceml_ray.floors import release_of
+
 _TRIED = (2, 51), (2, 60)
 """The oldest and the newest Ray that a session has been started on without these parts (`make compat`)."""
 _AGENT = re.compile(r"--(dashboard|runtime_env)_agent_command=")
@@ -29,7 +31,7 @@ def leave_out_agents() -> None:
     import ray
     from ray._private import services
 
-    if not _TRIED[0] <= _release(ray.__version__) <= _TRIED[1]:
+    if not _TRIED[0] <= release_of(ray.__version__) <= _TRIED[1]:
         return
     start = services.start_ray_process
 
@@ -60,7 +62,7 @@ def take_temp_dir(arguments: list[str]) -> None:
     import ray
     from ray._private.parameter import RayParams
 
-    if _release(ray.__version__) >= _FOLDER_PER_NODE:
+    if release_of(ray.__version__) >= _FOLDER_PER_NODE:
         return
     (folder,) = (word.partition("=")[2] for word in arguments if word.startswith("--temp-dir="))
     init = RayParams.__init__
@@ -79,9 +81,7 @@ def until_joined(temp_dir: str) -> None:
     """
     import ray
 
-    while _release(ray.__version__) < _FOLDER_PER_NODE and not Path(temp_dir, "ray_current_cluster").exists():
+    while (
+        release_of(ray.__version__) < _FOLDER_PER_NODE and not Path(temp_dir, "ray_current_cluster").exists()
+    ):
         time.sleep(_LOOK_S)  # `ray start` writes that file last
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])

@@ -22,10 +22,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 
 from traceml_ray import wire
 from traceml_ray.agent.bootstrap import leave_rank
-from traceml_ray.plain import one_line
 from traceml_ray.reports.baseline import checked
 from traceml_ray.session import SessionError
 from traceml_ray.settings import SettingError
+from traceml_ray.text import one_line
 
 from .arguments import add_flags, check_floors, command_text, marked, settings_of, unmarked
 from .cluster import free_port

@@ -17,10 +17,10 @@ from typing import NoReturn
 
 from traceml_ray import __version__, session
 from traceml_ray.launchers.arguments import add_command, marked
-from traceml_ray.plain import one_line
 from traceml_ray.settings import SettingError, Settings
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.text import one_line
 
 
 class _Parser(argparse.ArgumentParser):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from importlib import metadata
+
+from packaging.version import InvalidVersion, Version
 
 FLOORS = {"torch": (2, 4), "ray": (2, 51)}
 
@@ -14,11 +15,18 @@ def too_old(package: str) -> str:
         found = metadata.distribution(package)
     except metadata.PackageNotFoundError:
         return ""  # where it is needed, its import says so
-    release = tuple(int(part) for part in re.findall(r"\d+", found.version)[:2])
-    if release >= FLOORS[package]:
+    if not (release := release_of(found.version)) or release >= FLOORS[package]:
         return ""
     floor = ".".join(map(str, FLOORS[package]))
     return (
         f"traceml-ray needs {package} {floor} or newer and found {found.version} in {found.locate_file('')}; "
         f"pip install -U '{package}>={floor}'"
     )
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """Return (2, 4) of "2.4.0a0+git", which has what the release has; () of what is no version."""
+    try:
+        return Version(version).release[:2]
+    except InvalidVersion:
+        return ()

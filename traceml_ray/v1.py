@@ -20,7 +20,7 @@ import numpy as np
 
 from traceml_ray import wire
 from traceml_ray.identity import Rank, RankIdentity
-from traceml_ray.plain import one_line
+from traceml_ray.text import one_line
 from traceml_ray.wire import WireError
 
 SOURCE = "v1"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dash import dcc, html
 
-from .. import figures, words
+from traceml_ray import text
+
+from .. import figures
 from ..place import Place
 
 CONFIG: Any = {"displayModeBar": False, "responsive": True, "doubleClick": "autosize"}
@@ -37,7 +40,7 @@ def chart(id: str, title: str, label: str, *, note: Any = None, tall: str = "") 
 def legend(entries: Mapping[str, str]) -> list[Any]:
     """Return names with the colours they are drawn in."""
     return [
-        html.Span([html.I(style={"background": colour}), words.said(name)], className="key")
+        html.Span([html.I(style={"background": colour}), text.words(name)], className="key")
         for name, colour in entries.items()
     ]
 
@@ -60,7 +63,7 @@ def table(
 
 def facts(pairs: Mapping[str, Any]) -> html.Dl:
     """Return names and values in one line that wraps; unknown ones are "n/a"."""
-    cells = [html.Div([html.Dt(k), html.Dd(words.plain(v) if _simple(v) else v)]) for k, v in pairs.items()]
+    cells = [html.Div([html.Dt(k), html.Dd(text.plain(v) if _simple(v) else v)]) for k, v in pairs.items()]
     return html.Dl(cells, className="facts")
 
 
@@ -76,19 +79,19 @@ def spark(values: Sequence[float | None], text: str, between: tuple[float, float
 
 def rank_link(rank: int | None, place: Place, word: str = "rank ") -> Any:
     """Return a link to a rank's page, or "n/a"."""
-    return words.NA if rank is None else dcc.Link(f"{word}{rank}", href=place.to("rank", rank))
+    return text.NA if rank is None else dcc.Link(f"{word}{rank}", href=place.to("rank", rank))
 
 
 def node_link(key: str | None, label: str | None, place: Place) -> Any:
     """Return a link to a node's page, or its bare label."""
-    return words.plain(label) if key is None else dcc.Link(label or key, href=place.to("node", key))
+    return text.plain(label) if key is None else dcc.Link(label or key, href=place.to("node", key))
 
 
 def meter(label: str, value: float | None) -> html.Div:
     """Return a share of 0–100 % as a bar with its number."""
     width = 0.0 if value is None else max(0.0, min(100.0, value))
     bar = html.I(html.B(style={"width": f"{width:.0f}%"}))
-    return html.Div([html.Span(label), bar, html.Span(words.pct(value))], className="meter")
+    return html.Div([html.Span(label), bar, html.Span(text.percent(value))], className="meter")
 
 
 def event_rows(events: Sequence[Mapping[str, Any]], place: Place) -> list[Any]:
@@ -99,7 +102,7 @@ def event_rows(events: Sequence[Mapping[str, Any]], place: Place) -> list[Any]:
                 html.Span(SEVERITY.get(event["severity"], "●"), className="sign", **aria(hidden="true")),
                 html.Div(
                     [
-                        html.Span(words.said(event["kind"]), className="kind"),
+                        html.Span(text.words(event["kind"]), className="kind"),
                         html.Span(_where(event), className="where"),
                         html.Time((event["time"] or "")[11:19], dateTime=event["time"] or ""),
                     ],
@@ -120,5 +123,11 @@ def _where(event: Mapping[str, Any]) -> str:
 
 
 def _told(event: Mapping[str, Any], place: Place) -> list[Any]:
-    told = words.marked(event["text"])
+    told = marked(event["text"])
     return told if event.get("rank") is None else [*told, " ", rank_link(event["rank"], place)]
+
+
+def marked(sentence: str) -> list[Any]:
+    """Return a sentence with what is in backticks as code; a number stays on the line of its unit."""
+    kept = re.sub(r"(?<=\d) (?=%|µs|ms|s\b|min\b|h\b|[kMGT]?B\b)", "\u00a0", sentence)
+    return [html.Code(part) if i % 2 else part for i, part in enumerate(kept.split("`"))]

@@ -8,9 +8,8 @@ from typing import Any
 
 from dash import dcc, html
 
-from traceml_ray.analysis.wording import seconds
+from traceml_ray import text
 
-from .. import words
 from ..place import Place
 from . import bits
 
@@ -34,17 +33,17 @@ def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
     events = view["events"]
     rows = [
         (
-            html.Time((event["time"] or words.NA).replace("T", " ")[:19], dateTime=event["time"] or ""),
+            html.Time((event["time"] or text.NA).replace("T", " ")[:19], dateTime=event["time"] or ""),
             html.Span(
                 [bits.SEVERITY.get(event["severity"], "●"), " ", event["severity"]],
                 className=f"sev {event['severity']}",
             ),
-            words.said(event["kind"]),
+            text.words(event["kind"]),
             "" if event["rank"] is None else bits.rank_link(event["rank"], place, ""),
             event["node"] or "",
             "" if event["step"] is None else f"{event['step']:,}",
-            words.said(event["stage"] or ""),
-            html.Span(words.marked(event["text"])),
+            text.words(event["stage"] or ""),
+            html.Span(bits.marked(event["text"])),
         )
         for event in events[:_SHOWN]
     ]
@@ -67,10 +66,10 @@ def _episodes(episodes: Sequence[Mapping[str, Any]], place: Place) -> Any:
             one["headline"],
             "" if one["rank"] is None else bits.rank_link(one["rank"], place, ""),
             f"{one['from_step']:,}–{one['to_step']:,}" + " …" * one["goes_on"],
-            seconds(one["seconds"]),
-            seconds(one["cost_s"]),
-            words.pct(one["cost_pct"]),
-            words.number(one["gpu_hours"]),
+            text.duration(one["seconds"]),
+            text.duration(one["cost_s"]),
+            text.percent(one["cost_pct"]),
+            text.number(one["gpu_hours"]),
         )
         for one in episodes[:_SHOWN]
     ]
@@ -84,7 +83,7 @@ def _filter(view: Mapping[str, Any], place: Place) -> list[Any]:
     chosen = place.get("kind")
     links = [_chip("all kinds", place.here(kind=None), chosen is None)]
     links += [
-        _chip(f"{words.said(kind)} {count:,}", place.here(kind=kind), kind == chosen)
+        _chip(f"{text.words(kind)} {count:,}", place.here(kind=kind), kind == chosen)
         for kind, count in sorted(kinds.items())
     ]
     return links + [

@@ -7,7 +7,8 @@ from typing import Any
 
 from dash import html
 
-from .. import words
+from traceml_ray import text
+
 from ..place import Place
 from . import bits
 
@@ -34,8 +35,8 @@ def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
         (
             bits.node_link(relay["key"], relay["label"], place),
             "alive" if relay["alive"] else "lost",
-            words.age(relay["age_s"]),
-            words.plain(len(relay["ranks"])),
+            text.age(relay["age_s"]),
+            text.plain(len(relay["ranks"])),
         )
         for relay in known[:_RELAYS]
     ]
@@ -58,12 +59,12 @@ def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
 def _facts(view: Mapping[str, Any]) -> dict[str, str]:
     cost, polls = view["overhead"], view["poll_ms"]
     return {
-        "on the training thread": words.unit(cost["training_thread_us_per_step"], "µs a step"),
-        "agent": words.unit(cost["agent_cpu_pct"], "% of a core"),
-        "sent by the ranks": words.size(view["bytes_per_s"], "/s"),
-        "relays started anew": words.plain(view["restarts"]["relays"]),
-        "one poll of this page's server": f"{words.ms(polls['p50'])}, p95 {words.ms(polls['p95'])}",
-        "rows in its memory": words.size(view["memory_bytes"]),
+        "on the training thread": text.unit(cost["training_thread_us_per_step"], "µs a step"),
+        "agent": text.unit(cost["agent_cpu_pct"], "% of a core"),
+        "sent by the ranks": text.size(view["bytes_per_s"], "/s"),
+        "relays started anew": text.plain(view["restarts"]["relays"]),
+        "one poll of this page's server": f"{text.ms(polls['p50'])}, p95 {text.ms(polls['p95'])}",
+        "rows in its memory": text.size(view["memory_bytes"]),
     }
 
 
@@ -96,6 +97,6 @@ def _ledger(ledger: Mapping[str, Any] | None, over: bool) -> Any:
 
 def _counts(of: Mapping[str, Any]) -> tuple[str, ...]:
     dropped = {place: rows for place, rows in of["dropped"].items() if rows}
-    where = ", ".join(f"{words.said(place)} {rows:,}" for place, rows in dropped.items())
+    where = ", ".join(f"{text.words(place)} {rows:,}" for place, rows in dropped.items())
     numbers = (of["produced"], of["stored"], of["in_flight"], sum(dropped.values()))
-    return *(words.plain(number) for number in numbers), where
+    return *(text.plain(number) for number in numbers), where

@@ -7,7 +7,9 @@ from typing import Any
 
 from dash import dcc, html
 
-from .. import figures, words
+from traceml_ray import text
+
+from .. import figures
 from ..place import Place
 from . import bits
 
@@ -112,14 +114,14 @@ def _facts(node: Mapping[str, Any], samples: Mapping[str, Sequence[Any]]) -> dic
         "state": "alive" if node["alive"] else "lost",
         "host": node["hostname"],
         "address": node["address"],
-        "median busy": words.ms(node["median_ms"]),
-        "over the fastest": words.pct(node["slower_pct"], sign=True),
-        "worst rank": words.NA
+        "median busy": text.ms(node["median_ms"]),
+        "over the fastest": text.percent(node["slower_pct"], sign=True),
+        "worst rank": text.NA
         if node["worst_rank"] is None
-        else f"{node['worst_rank']} ({words.ms(node['worst_ms'])})",
-        "skew": words.pct(node["skew_pct"]),
+        else f"{node['worst_rank']} ({text.ms(node['worst_ms'])})",
+        "skew": text.percent(node["skew_pct"]),
         "memory": _memory(samples),
-        "load": words.number(_last(samples.get("load1"))),
+        "load": text.number(_last(samples.get("load1"))),
     }
 
 
@@ -129,16 +131,16 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], place: Place, named: Sequence[int
     rows = [
         (
             bits.rank_link(rank["rank"], place, ""),
-            words.plain(rank["local_rank"]),
-            words.plain(rank["gpu"]),
-            words.ms(rank["median_ms"]),
+            text.plain(rank["local_rank"]),
+            text.plain(rank["gpu"]),
+            text.ms(rank["median_ms"]),
             bits.spark(rank["busy"], f"busy time of rank {rank['rank']}", between),
-            words.plain(rank["last_step"]),
-            words.said(rank["open_stage"] or words.NA),
-            words.size(rank["rss_bytes"]),
+            text.plain(rank["last_step"]),
+            text.words(rank["open_stage"] or text.NA),
+            text.size(rank["rss_bytes"]),
             html.Span("▲ named by the verdict", className="sev warning")
             if rank["rank"] in named
-            else words.said(rank["state"] or words.NA),
+            else text.words(rank["state"] or text.NA),
         )
         for rank in ranks
     ]
@@ -169,16 +171,16 @@ def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Any:
     rows = [
         (
             str(gpu["index"]),
-            words.plain(gpu["name"]),
-            words.pct(_last(gpu.get("util_pct"))),
+            text.plain(gpu["name"]),
+            text.percent(_last(gpu.get("util_pct"))),
             _memory(gpu),
-            f"{words.number(_last(gpu.get('power_w')), 0)} of {_watts(gpu)}",
-            words.unit(_last(gpu.get("temp_c")), "°C", 0),
-            words.unit(_last(gpu.get("sm_mhz")), "MHz", 0),
+            f"{text.number(_last(gpu.get('power_w')), 0)} of {_watts(gpu)}",
+            text.unit(_last(gpu.get("temp_c")), "°C", 0),
+            text.unit(_last(gpu.get("sm_mhz")), "MHz", 0),
             _both(gpu, "pcie"),
             _both(gpu, "nvlink"),
             _listed(gpu.get("throttle")),
-            words.plain(_last(gpu.get("ecc"))),
+            text.plain(_last(gpu.get("ecc"))),
             _critical(gpu["xid"]),
         )
         for gpu in gpus
@@ -201,28 +203,28 @@ def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _memory(of: Mapping[str, Any]) -> str:
-    return " of ".join(words.size(_last(of.get(name))) for name in ("mem_used_bytes", "mem_total_bytes"))
+    return " of ".join(text.size(_last(of.get(name))) for name in ("mem_used_bytes", "mem_total_bytes"))
 
 
 def _watts(gpu: Mapping[str, Any]) -> str:
-    return words.unit(_last(gpu.get("power_limit_w")), "W", 0)
+    return text.unit(_last(gpu.get("power_limit_w")), "W", 0)
 
 
 def _both(gpu: Mapping[str, Any], link: str) -> str:
     rates = [_last(gpu.get(f"{link}_{way}_bps")) for way in ("tx", "rx")]
-    return words.NA if rates == [None, None] else ", ".join(words.size(rate, "/s") for rate in rates)
+    return text.NA if rates == [None, None] else ", ".join(text.size(rate, "/s") for rate in rates)
 
 
 def _critical(xids: Sequence[int] | None) -> Any:
     if not xids:
-        return words.NA if xids is None else "none"
+        return text.NA if xids is None else "none"
     told = ", ".join(map(str, dict.fromkeys(xids)))
     return html.Span(["◆ ", told], className="sev critical")
 
 
 def _listed(found: Any) -> str:
     newest = _last(found) if isinstance(found, list) and found and not isinstance(found[-1], str) else found
-    return words.NA if newest is None else ", ".join(words.said(reason) for reason in newest) or "nothing"
+    return text.NA if newest is None else ", ".join(text.words(reason) for reason in newest) or "nothing"
 
 
 def _last(series: Any) -> Any:

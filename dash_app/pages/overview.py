@@ -7,7 +7,9 @@ from typing import Any
 
 from dash import dcc, html
 
-from .. import figures, words
+from traceml_ray import text
+
+from .. import figures
 from ..place import Place
 from . import bits
 
@@ -125,23 +127,23 @@ def _table() -> html.Details:
 
 
 def _tile(tile: Mapping[str, Any]) -> html.Div:
-    value = [html.Span(words.number(tile["value"]), className="value")]
+    value = [html.Span(text.number(tile["value"]), className="value")]
     if tile["value"] is not None:
         value.append(html.Span(tile["unit"], className="unit"))
     known = [v for v in tile["series"] if v is not None]
-    text = (
-        f"{tile['label']}: {words.number(known[0])} to {words.number(known[-1])} {tile['unit']}"
+    alt = (
+        f"{tile['label']}: {text.number(known[0])} to {text.number(known[-1])} {tile['unit']}"
         if known
         else ""
     )
     label, under = html.Div(tile["label"], className="label"), html.Div(tile["text"] or "", className="text")
-    return html.Div([label, html.Div(value), bits.spark(tile["series"], text), under], className="tile")
+    return html.Div([label, html.Div(value), bits.spark(tile["series"], alt), under], className="tile")
 
 
 def _segment(name: str, place: Place) -> dcc.Link:
     on = name == (place.get("stage") or "total")
     href = place.here(stage=None if name == "total" else name)
-    return dcc.Link(words.said(name), href=href, className="segment on" if on else "segment")
+    return dcc.Link(text.words(name), href=href, className="segment on" if on else "segment")
 
 
 def _spans(view: Mapping[str, Any], place: Place) -> list[Any]:
@@ -177,12 +179,12 @@ def _card(node: Mapping[str, Any], place: Place) -> dcc.Link:
         if over is None
         else "the fastest"
         if over < 0.05
-        else f"{words.pct(over, sign=True)} over the fastest"
+        else f"{text.percent(over, sign=True)} over the fastest"
     )
     ranks = node["ranks"]
     count = ranks if isinstance(ranks, int) else len(ranks)
-    worst = [html.Span(f"worst rank {node['worst_rank']}, {words.ms(node['worst_ms'])}")]
-    worst.append(html.Span(f"skew {words.pct(node['skew_pct'])}"))
+    worst = [html.Span(f"worst rank {node['worst_rank']}, {text.ms(node['worst_ms'])}")]
+    worst.append(html.Span(f"skew {text.percent(node['skew_pct'])}"))
     used = (("CPU", "cpu_pct"), ("RAM", "mem_pct"), ("GPU", "gpu_util_pct"), ("VRAM", "gpu_mem_pct"))
     body = [
         html.Div(
@@ -197,7 +199,7 @@ def _card(node: Mapping[str, Any], place: Place) -> dcc.Link:
         ),
         html.Div(
             [
-                html.Span(words.number(node["median_ms"]), className="value"),
+                html.Span(text.number(node["median_ms"]), className="value"),
                 html.Span("ms median", className="unit"),
                 html.Span(told, className="over"),
             ],

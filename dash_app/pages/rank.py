@@ -7,7 +7,9 @@ from typing import Any
 
 from dash import dcc, html
 
-from .. import figures, words
+from traceml_ray import text
+
+from .. import figures
 from ..place import Place
 from . import bits
 
@@ -96,7 +98,7 @@ def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
 def _stage(name: str, colour: str) -> Any:
     told = f"Time in {name} by step, this rank and the median rank"
     key = bits.legend({"this rank": colour, "median rank": figures.ROSE})
-    return bits.chart(f"stage-{name}", words.said(name), told, note=key, tall="low")
+    return bits.chart(f"stage-{name}", text.words(name), told, note=key, tall="low")
 
 
 def _any(values: Sequence[Any] | None) -> bool:
@@ -106,9 +108,9 @@ def _any(values: Sequence[Any] | None) -> bool:
 def _facts(rank: Mapping[str, Any]) -> dict[str, Any]:
     unseen = [f"{name} ({why})" if why else name for name, why in (rank["missing"] or {}).items()]
     return {
-        "state": words.said(rank["state"] or words.NA),
+        "state": text.words(rank["state"] or text.NA),
         "last step": rank["last_step"],
-        "now in": words.said(rank["open_stage"] or words.NA),
+        "now in": text.words(rank["open_stage"] or text.NA),
         "local rank": rank["local_rank"],
         "GPU": rank["gpu"],
         "process": rank["pid"] and str(rank["pid"]),
@@ -122,22 +124,22 @@ def _facts(rank: Mapping[str, Any]) -> dict[str, Any]:
 def _suspect(suspect: Mapping[str, Any] | None) -> Any:
     if suspect is None:
         return None
-    late, share = words.ms(suspect["excess_ms"]), words.pct(100 * suspect["share"])
-    text = f"Late out of {words.said(suspect['stage'])} by {late} a step ({share} of it); "
-    text += f"mending it saves {words.ms(suspect['gain_ms'])}."
-    return html.P(["▲ ", text], className="callout warning")
+    late, share = text.ms(suspect["excess_ms"]), text.share(suspect["share"])
+    sentence = f"▲ Late out of {text.words(suspect['stage'])} by {late} a step ({share} of it); "
+    sentence += f"fixing it saves {text.ms(suspect['gain_ms'])}."
+    return html.P(sentence, className="callout warning")
 
 
 def _parts(found: Sequence[Mapping[str, Any]]) -> Any:
     rows = [
         (
             part["name"],
-            words.said(part["stage"]),
-            words.ms(part["ms"]),
-            words.ms(part["median_ms"]),
-            words.pct(None if part["share"] is None else 100 * part["share"]),
-            words.number(part["times_per_step"]),
-            words.size(part["bytes"]),
+            text.words(part["stage"]),
+            text.ms(part["ms"]),
+            text.ms(part["median_ms"]),
+            text.share(part["share"]),
+            text.number(part["times_per_step"]),
+            text.size(part["bytes"]),
         )
         for part in found
     ]
@@ -146,5 +148,4 @@ def _parts(found: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _stack(stack: Mapping[str, Any]) -> html.Details:
-    ranks = ", ".join(str(rank) for rank in stack["ranks"][:16])
-    return html.Details([html.Summary(f"ranks {ranks}"), html.Pre(stack["text"])], open=True)
+    return html.Details([html.Summary(text.ranks(stack["ranks"])), html.Pre(stack["text"])], open=True)

@@ -7,7 +7,8 @@ from typing import Any
 
 from dash import dcc, html
 
-from .. import words
+from traceml_ray import text
+
 from ..place import Place
 from . import bits
 
@@ -30,14 +31,14 @@ def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
         (
             html.Span([_choose("a", s["name"], place), _choose("b", s["name"], place)], className="choose"),
             dcc.Link(s["name"], href=place.to("overview", session=s["name"], run=None), title=str(s["path"])),
-            (s["started_at"] or words.NA).replace("T", " ")[:16],
-            words.plain(s["status"]),
-            words.plain(s["launcher"]),
-            words.plain(s["world_size"]),
-            words.plain(s["steps"]),
-            words.ms(s["median_ms"]),
+            (s["started_at"] or text.NA).replace("T", " ")[:16],
+            text.plain(s["status"]),
+            text.plain(s["launcher"]),
+            text.plain(s["world_size"]),
+            text.plain(s["steps"]),
+            text.ms(s["median_ms"]),
             _verdict(s),
-            words.pct(s["cost_pct"]),
+            text.percent(s["cost_pct"]),
         )
         for s in view["sessions"]
     ]
@@ -73,8 +74,8 @@ def _choose(side: str, name: str, place: Place) -> dcc.Link:
 
 def _verdict(session: Mapping[str, Any]) -> str:
     where = [] if session["rank"] is None else [f"rank {session['rank']}"]
-    where += [f"in {words.said(session['stage'])}"] if session["stage"] else []
-    return words.said(session["label"] or words.NA) + (": " if where else "") + " ".join(where)
+    where += [f"in {text.words(session['stage'])}"] if session["stage"] else []
+    return text.words(session["label"] or text.NA) + (": " if where else "") + " ".join(where)
 
 
 def _compared(rows: Any, place: Place) -> Any:
@@ -82,7 +83,7 @@ def _compared(rows: Any, place: Place) -> Any:
     if not (a and b):
         return None
     cells = [
-        (words.said(row["what"]), _value(row["a"]), _value(row["b"]), _change(row["change_pct"]))
+        (text.words(row["what"]), _value(row["a"]), _value(row["b"]), _change(row["change_pct"]))
         for row in rows or ()
     ]
     table = bits.table(
@@ -94,8 +95,8 @@ def _compared(rows: Any, place: Place) -> Any:
 
 
 def _change(pct: float | None) -> str:
-    return "" if pct is None else words.pct(pct, sign=True)
+    return "" if pct is None else text.percent(pct, sign=True)
 
 
 def _value(value: Any) -> str:
-    return words.number(value) if isinstance(value, float) else words.plain(value)
+    return text.number(value) if isinstance(value, float) else text.plain(value)

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from played import Played
 from plotly.io.json import to_json_plotly
 
-from traceml_ray.dash_app import figures, words
+from traceml_ray.dash_app import figures
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.board import Board
 from traceml_ray.dash_app.heat import HeatWire
 from traceml_ray.dash_app.light import light
+from traceml_ray.dash_app.pages import bits
 from traceml_ray.dash_app.place import Place
 
 PAGES = ["/", "/node/host-1", "/rank/5", "/events", "/sessions", "/ledger"]
@@ -254,14 +255,6 @@ class TestFigures:
         assert figures.spark([1.0, None]) is None
 
 
-class TestWords:
-    def test_numbers(self) -> None:
-        assert [words.number(v) for v in (None, 0, 0.254, 9.99, 41.26, 1204.4, 12)] == [
-            "n/a", "0", "0.25", "9.99", "41.3", "1,204", "12",
-        ]  # fmt: skip
-        assert [words.size(v) for v in (None, 12, 999_600, 3.2e9)] == ["n/a", "12 B", "1.00 MB", "3.20 GB"]
-        assert [words.pct(v) for v in (None, 0.04, 12.4)] == ["n/a", "0.0 %", "12 %"]
-        assert [words.age(v) for v in (2, 200, 9000, 400_000)] == ["2 s", "3 min", "2 h", "5 d"]
-
+class TestSentences:
     def test_numbers_stay_with_their_units(self) -> None:
-        assert words.marked("41 ms, 12 % of `data`")[0] == "41\u00a0ms, 12\u00a0% of "
+        assert bits.marked("41 ms, 12 % of `data`")[0] == "41\u00a0ms, 12\u00a0% of "

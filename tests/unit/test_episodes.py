@@ -423,7 +423,7 @@ class TestWholeRun:
     def test_a_cheap_episode_is_a_note(self):
         whole = judge_run(streams(played(9000, 20, (DATA, 1, 1000, 1200, 0.3))), 2).whole()
         assert (whole.label, whole.rank) == ("healthy", None)
-        assert "somebody was named once" in whole.note
+        assert "a cause was named once" in whole.note
         assert whole.lost_s == pytest.approx(200 * 3 / 7 * 0.02, rel=0.1)
 
 

@@ -17,11 +17,11 @@ from traceml_ray.dash_app import sessions
 from traceml_ray.dash_app.source import StoredSource, _attachment
 from traceml_ray.files import read_file
 from traceml_ray.launchers import control, torchrun
-from traceml_ray.plain import one_line
 from traceml_ray.settings import SettingError, Settings
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import Stream, world_size
+from traceml_ray.text import one_line
 
 
 def stored(folder: Path) -> Path:

@@ -21,8 +21,8 @@ from traceml_ray.analysis.machine import GPU, NODE, Machine, Oddity, Samples, od
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.node_sampler import xid_events
+from traceml_ray.reports.layout import WIDTH
 from traceml_ray.reports.machines import Machines
-from traceml_ray.reports.text import WIDTH
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import Stream
 

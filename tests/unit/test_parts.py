@@ -18,8 +18,9 @@ from traceml_ray.analysis.parts import Rate, Rates, rates, with_part
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict, judge
 from traceml_ray.analysis.window import RankRows, Window, align
+from traceml_ray.reports.layout import WIDTH
 from traceml_ray.reports.parts import StoredParts
-from traceml_ray.reports.text import WIDTH, render
+from traceml_ray.reports.text import render
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import shown
 from traceml_ray.wire import DATA, POST_SYNC, SEGMENT_BITS, Detail
@@ -207,7 +208,7 @@ def test_the_summary_the_report_and_the_live_verdict_name_the_part(
     text = render(summary, tmp_path)
     assert max(map(len, text.splitlines())) <= WIDTH
     (line,) = [line.split() for line in text.splitlines() if line.startswith("  optimizer ")]
-    assert line == ["optimizer", "post_sync", "16.00", "31.00", "rank", "1", "100", "%"]
+    assert line == ["optimizer", "post_sync", "16.0", "31.0", "rank", "1", "100", "%"]
     assert "  all_reduce  " not in text  # too little of a step to be worth a line
 
 

@@ -14,9 +14,10 @@ from snapshot import Snapshot
 from traceml_ray import wire
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.reports.deaths import Death, Moment
+from traceml_ray.reports.layout import WIDTH
 from traceml_ray.reports.status import render_status
 from traceml_ray.reports.summary import summarize
-from traceml_ray.reports.text import WIDTH, render
+from traceml_ray.reports.text import render
 from traceml_ray.store.session_file import SessionFile
 
 BALANCED = [1, 2, 0, 3, 4, 1]

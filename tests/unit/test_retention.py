@@ -121,7 +121,7 @@ def test_statistics_and_ledger_go_on_and_say_so(job: Job) -> None:
     with SessionFile(job.aggregator.folder.sqlite) as session:
         summary = summarize(session, Settings().thresholds)
     text = render(summary, job.folder)
-    assert f"the oldest {ledger['folded']} stored rows are kept as sums" in text
+    assert f"the oldest {ledger['folded']:,} stored rows are kept as sums" in text
     assert "Covers " not in text and "within 1 %" in text
     assert list(summary["steps"]["covers"].values()) == [0, 400 * 20 - 1, ledger["stored"], 100, 1, 100]
 
@@ -143,7 +143,7 @@ def test_report_of_folded_rows_of_which_there_are_only_sums_says_so(job: Job, ke
     assert (summary["steps"]["count"], summary["steps"]["mean_ms"]) == (200 * 20, sum(ROW))
     text = " ".join(render(summary, job.folder).split())
     assert "Covers not the whole run: medians, shares, the verdict and its history are of steps" in text
-    assert "; the 4000 steps and their mean, 10.00 ms, are of the whole run" in text
+    assert "; the 4,000 steps and their mean, 10 ms, are of the whole run" in text
     assert f"of steps {covers['from_step']}" in text
 
 

@@ -17,7 +17,7 @@ from unit.test_rank_agent import Pipe, make
 from unit.test_recorder import Loop
 
 from traceml_ray import wire
-from traceml_ray.analysis import wording
+from traceml_ray.analysis import abstention
 from traceml_ray.analysis.history import RunJudge, judge_run
 from traceml_ray.analysis.parts import Rate, Rates, with_part
 from traceml_ray.analysis.thresholds import Thresholds
@@ -126,7 +126,7 @@ def test_ranks_of_which_nothing_is_known_are_one_group(snapshot: Snapshot) -> No
 def test_ranks_that_are_each_alone_do_not_exchange_gradients(snapshot: Snapshot) -> None:
     own: list[Group | None] = [(rank, 1) for rank in range(4)]
     verdict = judge(grouped([*BALANCED, *LATE], own, flags=FLAG_NO_PEERS))
-    assert (verdict.label, verdict.why) == ("accounting_only", wording.NO_SYNC)
+    assert (verdict.label, verdict.why) == ("accounting_only", abstention.NO_SYNC)
     snapshot("verdict", verdict.why)
 
 
@@ -194,7 +194,7 @@ def test_a_part_is_compared_with_that_of_the_ranks_own_group() -> None:
 @pytest.mark.parametrize(
     ("strategy", "why"),
     [
-        ("fsdp2", wording.COUPLED),
+        ("fsdp2", abstention.COUPLED),
         ("fsdp2+tp", "Tensor-parallel collectives run inside forward"),
         ("tp", "Tensor-parallel collectives run inside forward"),
         ("fsdp2+pp", "pipeline stages do different work"),
@@ -213,7 +213,7 @@ def test_what_hides_behind_waits_inside_a_step_is_not_called_healthy() -> None:
     everyone: list[Group | None] = [(0, 3)] * 3
     assert judge(grouped(turns, everyone, strategy="ddp")).label == "healthy"
     verdict = judge(grouped(turns, everyone, strategy="fsdp2"))
-    assert (verdict.label, verdict.why) == ("accounting_only", wording.HIDDEN)
+    assert (verdict.label, verdict.why) == ("accounting_only", abstention.HIDDEN)
     both = [[1, 2, 0, 9, 2, 10], [1, 2, 0, 2, 9, 10], [1, 2, 0, 2, 2, 17]]
     verdict = judge(grouped(both, everyone, strategy="fsdp2"))
     assert verdict.label == "co_critical" and "each may save more" in verdict.why

@@ -1,40 +1,12 @@
 """The sentences people read."""
 
 import numpy as np
-import pytest
 from snapshot import Snapshot
 from unit.sample_windows import of_ms, window
 
-from traceml_ray.analysis import wording
 from traceml_ray.analysis.verdict import judge
 
 WAITS = [1, 2, 0, 3, 4, 5]
-
-
-@pytest.mark.parametrize(
-    ("ns", "text"),
-    [
-        (0, "0 ms"),
-        (41_400_000, "41 ms"),
-        (9_970_000, "10 ms"),
-        (3_900_000, "3.9 ms"),
-        (4_000_000, "4 ms"),
-        (254_000, "0.25 ms"),
-        (1_234_500_000, "1,234 ms"),
-    ],
-)
-def test_milliseconds(ns, text):
-    assert wording.ms(ns) == text
-
-
-def test_percent():
-    assert [wording.percent(share) for share in (0, 0.0606, 0.28, 1, 0.002)] == [
-        "0 %",
-        "6.1 %",
-        "28 %",
-        "100 %",
-        "0.2 %",
-    ]
 
 
 def test_two_ranks(snapshot: Snapshot) -> None:

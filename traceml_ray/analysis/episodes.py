@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from traceml_ray.analysis import wording
+from traceml_ray.analysis import notes
 from traceml_ray.analysis.evidence import Evidence
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.track import (
@@ -298,8 +298,8 @@ class Episodes:
         episode = named.episode(goes_on=True)
         now_s = self.clock.now_ns / 1e9
         silent_s = now_s - named.last_ns / 1e9
-        silent = wording.not_now(silent_s) if verdict.label not in FINDINGS and silent_s > 0 else ""
-        notes = wording.so_far(episode.seconds, episode.cost_s), silent, self._pending()
+        silent = notes.not_now(silent_s) if verdict.label not in FINDINGS and silent_s > 0 else ""
+        each = notes.so_far(episode.seconds, episode.cost_s), silent, self._pending()
         share = (episode.cost_pct or 0.0) / 100
         return msgspec.structs.replace(
             named.verdict,
@@ -308,7 +308,7 @@ class Episodes:
             cost_pct=episode.cost_pct,
             cost_range_pct=episode.cost_range_pct,
             gpu_hours_per_hour=share * named.ranks,
-            note="; ".join(filter(None, notes)),
+            note="; ".join(filter(None, each)),
         )
 
     def _pending(self) -> str:
@@ -321,7 +321,7 @@ class Episodes:
                 continue  # of one slow-down a window may say the stage, and another the whole step
             which = track.verdict.rank, track.verdict.stage or "", track.verdict.rotating
             longest[which] = max(longest.get(which, 0.0), (track.last_ns - track.began_ns) / 1e9)
-        return wording.pending([(*which, lasted_s) for which, lasted_s in longest.items() if lasted_s > 0])
+        return notes.pending([(*which, lasted_s) for which, lasted_s in longest.items() if lasted_s > 0])
 
     def _calm_verdict(self, window: Window, verdict: Verdict) -> Verdict:
         """Return the verdict that names nobody."""
@@ -334,7 +334,7 @@ class Episodes:
         calm = msgspec.structs.replace(self._calm, **facts, from_step=window.first_step, note=note)
         if calm.label != "healthy":
             return calm
-        why = wording.too_brief(self._limits.hold_of(verdict.label))
+        why = notes.too_brief(self._limits.hold_of(verdict.label))
         return msgspec.structs.replace(calm, confidence="medium", why=why)
 
     def _settle(self, window: Window, verdict: Verdict) -> None:
@@ -345,7 +345,7 @@ class Episodes:
         elif not known or self._turned(window, verdict):
             calm = verdict
             if verdict.label in FINDINGS:
-                why = wording.too_early(verdict.label, self._limits.hold_of(verdict.label))
+                why = notes.too_early(verdict.label, self._limits.hold_of(verdict.label))
                 facts = {name: getattr(verdict, name) for name in _FACTS}
                 calm = Verdict(label="telemetry_limited", why=why, next="Wait.", **facts)
             if self._calm is not None and self._calm.label != calm.label:

@@ -1,8 +1,8 @@
 """
-A job that stands still: from where every rank stands to who holds the others up.
+A job that hangs: from the position of every rank to the ranks that block the others.
 
-No rank closes a row any more, one waits in the exchange of gradients, another does not: who has come
-least far is waited for. Where everyone waits, they wait for different things, and the fewest are odd.
+No rank closes a row any more, some wait in the exchange of gradients, others do not: those that are
+least far block the others. Where all ranks wait, they wait for different things, and the fewest block.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from traceml_ray import text
 from traceml_ray.analysis.verdict import Stack, Verdict
-from traceml_ray.analysis.wording import _listed, rank_list
 from traceml_ray.wire import POST_SYNC, STAGES, SYNC_WAIT
 
 _COLLECTIVE = re.compile(
@@ -30,7 +30,7 @@ long step (a validation), and it is the first to come out.
 @dataclass(frozen=True)
 class Place:
     """
-    Where one rank stands.
+    The position of one rank.
 
     `elapsed_s` is how long it has been in `stage`; `part` what is open inside of it, for `part_s`.
     `silent_s`: its agent has not answered for so long though its process is there; then `state` is what
@@ -74,7 +74,7 @@ class Place:
 
     @property
     def stalled(self) -> bool:
-        """Whether it is known to be busy with something between two steps."""
+        """Whether it is known to be busy between two steps."""
         at_work = self.silent_s is None and not self.ended and not self.waits
         return at_work and self.stage == POST_SYNC and self.part is not None
 
@@ -88,17 +88,17 @@ def find(places: Sequence[Place], quiet_s: float) -> Verdict | None:
     """
     Return what `places` say after `quiet_s` seconds in which no rank closed a row; None: no hang.
 
-    All ranks busy alike are no hang, however long it takes; nor is a rank that has nobody to wait for it.
+    All ranks busy alike are no hang, however long it takes; nor is a rank that no other waits for.
     """
     heard = [place for place in places if place.silent_s is None and not place.ended]
     waiting = [place for place in heard if place.waited_s >= WAITED * quiet_s]
     stopped = any(place.silent_s is not None and _is_stopped(place) for place in places)
     if len(places) < 2 or not (waiting or stopped):
         return None
-    odd = _odd(places, heard)
-    ranks = {place.rank for place in odd}
+    blocking = _blocking(places, heard)
+    ranks = {place.rank for place in blocking}
     others = [place for place in heard if place.rank not in ranks]
-    first = odd[0] if odd else None
+    first = blocking[0] if blocking else None
     stalled = first is not None and first.stalled
     known = first is not None and not first.ended and first.silent_s is None
     step = first.step if first and known else min(place.step for place in waiting or places)
@@ -108,18 +108,18 @@ def find(places: Sequence[Place], quiet_s: float) -> Verdict | None:
         stage=stage,
         stages=(stage,) if stage else (),
         rank=first.rank if first else None,
-        ranks=tuple(place.rank for place in odd),
+        ranks=tuple(place.rank for place in blocking),
         node=first.node if first else None,
-        nodes=tuple(dict.fromkeys(place.node for place in odd)),
-        confidence="high" if len(odd) == 1 else "medium" if odd else "low",
+        nodes=tuple(dict.fromkeys(place.node for place in blocking)),
+        confidence="high" if len(blocking) == 1 else "medium" if blocking else "low",
         from_step=step,
         to_step=step,
         last_step=step - 1,
         open_stage=stage,
         part=first.part if first else None,
-        why=f"{_why(odd, others, heard)} No step was closed for {quiet_s:.0f} s.",
-        next=_next(odd, stalled),
-        stacks=_stacks(odd, others),
+        why=f"{_why(blocking, others, heard)} No step was closed for {text.age(quiet_s)}.",
+        next=_next(blocking, stalled),
+        stacks=_stacks(blocking, others),
     )
 
 
@@ -127,8 +127,8 @@ def _is_stopped(place: Place) -> bool:
     return (place.state or "").startswith("stopped")
 
 
-def _odd(places: Sequence[Place], heard: Sequence[Place]) -> list[Place]:
-    """Return who is waited for: who does not answer, who has come least far, who waits for something else."""
+def _blocking(places: Sequence[Place], heard: Sequence[Place]) -> list[Place]:
+    """Return who blocks: ranks that do not answer, that are least far, that wait for something else."""
     silent = [place for place in places if place.silent_s is not None]
     working = [place for place in heard if not place.waits]
     if silent:
@@ -146,30 +146,30 @@ def _odd(places: Sequence[Place], heard: Sequence[Place]) -> list[Place]:
     return [place for place in places if place.ended] if not more else []
 
 
-def _why(odd: Sequence[Place], others: Sequence[Place], heard: Sequence[Place]) -> str:
-    if not odd:
+def _why(blocking: Sequence[Place], others: Sequence[Place], heard: Sequence[Place]) -> str:
+    if not blocking:
         if len({(place.collective, place.where, place.step) for place in heard}) > 1:
-            each = [f"{rank_list([place.rank])} {_doing(place)}" for place in heard[:8]]
-            return f"The ranks wait for different things: {_listed(each)}."
-        return f"Every rank {_doing(heard[0])}: the exchange itself does not get through."
-    first = odd[0]
-    who = f"{rank_list([place.rank for place in odd])} ({_listed(list(dict.fromkeys(p.node for p in odd)))})"
-    verb = "is" if len(odd) == 1 else "are"
+            each = [f"{text.ranks([place.rank])} {_doing(place)}" for place in heard[:8]]
+            return f"The ranks wait for different things: {text.listed(each)}."
+        return f"Every rank {_doing(heard[0])}: the exchange itself does not complete."
+    first = blocking[0]
+    nodes = text.listed(list(dict.fromkeys(place.node for place in blocking)))
+    who = f"{text.ranks([place.rank for place in blocking])} ({nodes})"
+    verb = "is" if len(blocking) == 1 else "are"
     if first.ended:
-        what = "has ended" if len(odd) == 1 else "have ended"
+        what = "has ended" if len(blocking) == 1 else "have ended"
     elif first.silent_s is not None:
         state = f", {first.state}" if first.state else ""
         what = (
-            f"{'does' if len(odd) == 1 else 'do'} not answer any more: nothing was heard for "
-            f"{first.silent_s:.0f} s though the process is there{state}. The last that was said: in "
-            f"{_standing(first)}"
+            f"{'does' if len(blocking) == 1 else 'do'} not answer: no message for {text.age(first.silent_s)} "
+            f"although the process exists{state}. Last known position: {_standing(first)}"
         )
     elif first.waits:
         what = _doing(first)
     else:
         part = f"`{first.part}`" if first.part else None
         at = ", ".join(filter(None, [part, first.where, _standing(first)]))
-        what = f"{verb} in {at}, for {first.elapsed_s:.0f} s"
+        what = f"{verb} in {at}, for {text.age(first.elapsed_s)}"
     return f"{who} {what}; {_others(others)}." if others else f"{who} {what}."
 
 
@@ -200,32 +200,32 @@ def _others(others: Sequence[Place]) -> str:
 _PLURAL = {"waits": "wait", "is": "are"}
 
 
-def _next(odd: Sequence[Place], stalled: bool) -> str:
-    if not odd:
+def _next(blocking: Sequence[Place], stalled: bool) -> str:
+    if not blocking:
         return "Look at the network between the nodes, and whether every rank takes part in every collective."
-    who = rank_list([place.rank for place in odd])
-    if odd[0].ended:
+    who = text.ranks([place.rank for place in blocking])
+    if blocking[0].ended:
         return f"Give every rank the same number of steps: {who} had fewer."
-    if odd[0].silent_s is not None:
-        if _is_stopped(odd[0]):
-            return f"Let {who} go on (kill -CONT), and find out who stopped it."
+    if blocking[0].silent_s is not None:
+        if _is_stopped(blocking[0]):
+            return f"Resume {who} (kill -CONT), and find out what stopped it."
         return f"Look at the machine of {who} (dmesg, disk), and at the process with py-spy."
-    if odd[0].waits:
+    if blocking[0].waits:
         return (
-            "All ranks have to call the same collectives in the same order: look at what makes "
-            f"{who} leave one out, or call one more."
+            "All ranks have to call the same collectives in the same order: look for the reason why "
+            f"{who} skipped one or called an additional one."
         )
     if stalled:
-        return f"Look at what `{odd[0].part}` waits for; if it comes to an end, the job goes on."
-    return f"Look at the stack of {who} below: what it is in there is what the others wait for."
+        return f"Look at what `{blocking[0].part}` waits for; if it comes to an end, the job goes on."
+    return f"Look at the stack of {who} below: the others wait for what it is doing there."
 
 
-def _stacks(odd: Sequence[Place], others: Sequence[Place]) -> tuple[Stack, ...]:
-    """Return all threads of the first odd rank, and the training thread of the others, once for all alike."""
-    first = odd[:1] if odd and odd[0].stack else []
+def _stacks(blocking: Sequence[Place], others: Sequence[Place]) -> tuple[Stack, ...]:
+    """Return all threads of the first blocking rank, and the training thread of the others, each once."""
+    first = blocking[:1] if blocking and blocking[0].stack else []
     found = [Stack(ranks=(place.rank,), text=place.stack) for place in first]
     alike: dict[tuple[str | None, str | None], list[Place]] = {}
-    for place in [*odd[1:], *others]:
+    for place in [*blocking[1:], *others]:
         if place.stack:
             alike.setdefault((place.where, place.call), []).append(place)
     for places in alike.values():

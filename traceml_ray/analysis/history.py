@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from traceml_ray.analysis import wording
+from traceml_ray.analysis import notes, wording
 from traceml_ray.analysis.baseline import Baseline, Learner
 from traceml_ray.analysis.episodes import FINDINGS, Episodes
 from traceml_ray.analysis.evidence import Evidence
@@ -143,7 +143,7 @@ class RunJudge:
             verdict = msgspec.structs.replace(
                 too_few_steps(window, 0), label="healthy", confidence="medium", suspects=verdict.suspects,
                 exposed_ms=verdict.exposed_ms, mean_step_ms=verdict.mean_step_ms,
-                why=wording.passing(verdict.why), next=wording.next_for("healthy"),
+                why=notes.passing(verdict.why), next=wording.next_for("healthy"),
             )  # fmt: skip
         if verdict.label == "healthy":
             verdict = self._costliest(verdict)
@@ -190,7 +190,7 @@ class RunJudge:
         cost = sum(episode.cost_s for episode in sums[which]) / elapsed_s
         spans = [span for span in self.spans if _identity(span) == which]
         if cost < self._thresholds.min_drift or not spans:
-            note = wording.was_named(len(self.episodes.episodes), self.episodes.lost_s)
+            note = notes.was_named(len(self.episodes.episodes), self.episodes.lost_s)
             return msgspec.structs.replace(whole, note=note)
         worst = max(spans, key=lambda span: span.cost_pct or 0.0)
         share = sum(episode.seconds for episode in sums[which]) / elapsed_s
@@ -207,7 +207,7 @@ class RunJudge:
             gpu_hours_per_hour=cost * (self._window.expected if self._window else 0),
             from_step=min(span.from_step or 0 for span in spans),
             to_step=max(span.to_step or 0 for span in spans),
-            why=wording.over_the_run(worst.label, worst.rank, worst.stage or "", share, cost, worst.why),
+            why=notes.over_the_run(worst.label, worst.rank, worst.stage or "", share, cost, worst.why),
             note="",
         )
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from traceml_ray.analysis import wording
+from traceml_ray.analysis import abstention
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.drift import drift
 from traceml_ray.analysis.evidence import Cause, Evidence, absurd, gather
@@ -71,37 +71,37 @@ def _limit(window: Window, evidence: Evidence | None, thresholds: Thresholds) ->
     """Rule 1: say what is missing for a judgement, or ""."""
     steps = len(window.keys)
     if window.coverage < thresholds.coverage_limited or not len(window.ranks):
-        return wording.missing_ranks(window)
+        return abstention.missing_ranks(window)
     if steps == 0 or steps < thresholds.aligned_limited * (steps + window.gaps):
-        return wording.not_aligned(steps, window.gaps)
+        return abstention.not_aligned(steps, window.gaps)
     place = absurd(window, thresholds)
     if place is not None:
-        return wording.absurd_row(window, *place)
+        return abstention.absurd_row(window, *place)
     if steps * thresholds.max_step_ns >= _TOO_LONG:
-        return wording.too_many(steps)
+        return abstention.too_many(steps)
     if _mixed_clocks(window).any():
-        return wording.mixed_clocks(window)
+        return abstention.mixed_clocks(window)
     mean_ns = evidence.mean_step_ns if evidence else 0.0
-    return wording.too_short(mean_ns, thresholds.min_step_ns) if mean_ns < thresholds.min_step_ns else ""
+    return abstention.too_short(mean_ns, thresholds.min_step_ns) if mean_ns < thresholds.min_step_ns else ""
 
 
 def _apart(evidence: Evidence, thresholds: Thresholds) -> str:
     """Rule 3: say why these ranks cannot be compared at a common sync, or ""."""
     window = evidence.window
     if (window.flags & FLAG_COUPLED).any():
-        return wording.coupled(window)
+        return abstention.coupled(window)
     if not evidence.rows.synced.any():
-        return wording.no_sync(evidence, thresholds.min_excess)
+        return abstention.no_sync(evidence, thresholds.min_excess)
     alone = (window.flags & (FLAG_NO_PEERS | FLAG_NO_BACKWARD) != 0).mean(axis=0)
     if alone.max() - alone.min() > 0.5:
-        return wording.roles_differ(window, alone > 0.5)
+        return abstention.roles_differ(window, alone > 0.5)
     behind = evidence.frontier.slack[-1, :, -1] / evidence.total_ns
     spread = float(np.ptp(behind))
     if window.inferred and not (spread <= thresholds.unsynced_spread and _line_up(evidence, thresholds)):
-        return wording.unclear(window)
+        return abstention.unclear(window)
     if spread <= thresholds.unsynced_spread:
         return ""
-    return wording.unsynced(window, spread, _together(behind, _AGREE * thresholds.unsynced_spread))
+    return abstention.unsynced(window, spread, _together(behind, _AGREE * thresholds.unsynced_spread))
 
 
 def _line_up(evidence: Evidence, thresholds: Thresholds) -> bool:
@@ -130,7 +130,7 @@ def _persistent(evidence: Evidence, thresholds: Thresholds) -> Finding:
     cause = _cause(stage, persistent[:, stage] >= thresholds.same_cause * best)
     off = evidence.replay_ns() / evidence.total_ns - 1
     if abs(off) > thresholds.replay_error:
-        return Finding("accounting_only", wording.replay_misses(off))
+        return Finding("accounting_only", abstention.replay_misses(off))
     same_ranks = persistent[list(cause.places)].min(axis=0)
     same_ranks[stage] = -np.inf
     second = int(np.argmax(same_ranks))

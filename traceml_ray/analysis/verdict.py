@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from traceml_ray.analysis import wording
+from traceml_ray.analysis import abstention, wording
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.drift import Drift
 from traceml_ray.analysis.evidence import Cause, Evidence
@@ -185,7 +185,7 @@ def _assess(
     facts = _facts(window, evidence)
     if finding.label == "healthy" and finding.causes and window.waits_inside:
         # Slow here and faster there costs nothing only where nobody waits in between.
-        finding = Finding("accounting_only", wording.HIDDEN)
+        finding = Finding("accounting_only", abstention.HIDDEN)
     if finding.reason or evidence is None:
         why, advice = finding.reason, wording.next_for(finding.label)
         return Verdict(label=finding.label, why=why, next=advice, **facts), evidence
@@ -206,7 +206,7 @@ def _assess(
 
 def too_few_steps(window: Window, needed: int) -> Verdict:
     """Return the abstention for a window too short to be judged at all."""
-    why = wording.too_few(len(window.starts), needed)
+    why = abstention.too_few(len(window.starts), needed)
     return Verdict(label="telemetry_limited", why=why, next="Wait.", **_facts(window, None))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from traceml_ray import wire
+from traceml_ray import text, wire
 from traceml_ray.store.streams import Stream
 
 
@@ -48,13 +48,13 @@ class Restarts:
 
 def _event(before: _Now, after: _Now) -> wire.Event:
     seconds = (after.last_rows_ns - before.last_rows_ns) / 1e9
-    size = f"{after.world_size} rank{'s' * (after.world_size != 1)}"
+    size = text.count(after.world_size, "rank")
     if before.world_size != after.world_size:
         size += f" ({before.world_size} before)"
     return wire.Event(
         "restart",
         after.last_rows_ns,
-        message=f"{seconds:.0f} s (to about 1 s) without steps; then attempt {after.attempt} on {size}",
+        message=f"{text.age(seconds)} (to about 1 s) without steps; then attempt {after.attempt} on {size}",
         data={
             "attempt": after.attempt,
             "seconds": seconds,

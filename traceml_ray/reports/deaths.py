@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from traceml_ray import text
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import missing_of
-from traceml_ray.analysis.wording import rank_list
 from traceml_ray.store.nodes import node_key
 from traceml_ray.store.streams import Stream, generations, last_attempt
 from traceml_ray.wire import SEGMENT_BITS, STAGES
@@ -278,7 +278,7 @@ def _earlier(
     gone = finished or missing_of(world, ranks)
     if not gone:
         return None
-    one, who = len(gone) == 1, rank_list(gone)
+    one, who = len(gone) == 1, text.ranks(gone)
     if finished:
         then, advice = "had finished.", "Give every rank as many steps, or train under torch's Join."
     else:
@@ -312,7 +312,7 @@ def _why(first: Sequence[Death], node_of: Callable[[Death], str | None]) -> str:
         f"{who}{at}: {death.reason}" for (who, at), death in zip(told[:_SHOWN], first, strict=False)
     )
     more = f"; and {len(first) - _SHOWN} more" if len(first) > _SHOWN else ""
-    ranks = rank_list([death.rank for death in first])
+    ranks = text.ranks([death.rank for death in first])
     return f"{ranks} ended so close together that clocks cannot tell which was first: {each}{more}."
 
 

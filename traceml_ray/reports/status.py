@@ -1,12 +1,14 @@
-"""Renders where a session stands, live or stored, as plain text: `traceml-ray status`."""
+"""Renders the state of a session, live or stored, as plain text: `traceml-ray status`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from traceml_ray import text
+from traceml_ray.reports.layout import facts, page, table
 from traceml_ray.reports.summary import runs_of
-from traceml_ray.reports.text import labelled, ledger_lines, run_lines, table
+from traceml_ray.reports.text import ledger_lines, run_lines
 from traceml_ray.store.nodes import Node, label_nodes, node_key
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import Stream
@@ -28,18 +30,18 @@ def render_status(session: SessionFile, folder: Path, holder: int | None, now: i
     parts = [[f"{folder}: {meta.get('status', 'running')} ({live})"]]
     if verdicts:
         last = verdicts[-1]
-        parts.append(labelled("Verdict", f"{last['label'].replace('_', ' ')}: {last['why']}"))
+        parts.append(facts(("Verdict", f"{text.words(last['label'])}: {last['why']}")))
     parts.append(run_lines(runs_of(session), session.run_id()))
     ranks = session.ranks()
     rows = [_row(rank, stream, labels[node_key(stream)], now) for rank, stream in ranks.items()]
     headers = (">rank", "name", "node", ">pid", ">last seen", ">step", "in", ">produced", ">stored", "end")
     parts.append(table("Ranks", headers, rows) or ["No rank has reported."])
     lost = [labels[node.node_id] for node in nodes if node.lost_ns]
-    parts.append(labelled("Nodes", ", ".join(lost)) if lost else [])
+    parts.append(facts(("Nodes", ", ".join(lost))))
     parts.append(ledger_lines(session.ledger()))
     parts.append(_counts("Swallowed errors", _errors(meta, nodes, streams)))
     parts.append(_counts("Not measured", _missing(streams)))
-    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+    return page(parts)
 
 
 def _row(rank: int, stream: Stream, node: str, now: int) -> tuple[str, ...]:
@@ -47,12 +49,12 @@ def _row(rank: int, stream: Stream, node: str, now: int) -> tuple[str, ...]:
         str(rank),
         stream.identity.name if stream.identity else "",
         node,
-        str(stream.identity.pid) if stream.identity else "n/a",
-        _ago((now - stream.last_seen_ns) / 1e9),
-        "n/a" if stream.last_key is None else str(stream.last_key >> SEGMENT_BITS),
+        str(stream.identity.pid) if stream.identity else text.NA,
+        f"{text.age((now - stream.last_seen_ns) / 1e9)} ago",
+        text.NA if stream.last_key is None else text.plain(stream.last_key >> SEGMENT_BITS),
         "" if stream.open_stage is None or stream.ended else STAGES[stream.open_stage],
-        str(stream.produced),
-        str(stream.stored),
+        text.plain(stream.produced),
+        text.plain(stream.stored),
         _end(stream),
     )
 
@@ -61,13 +63,6 @@ def _end(stream: Stream) -> str:
     if stream.exit_code:
         return f"exit code {stream.exit_code}"
     return "finished" if stream.final else "lost" if stream.ended else ""
-
-
-def _ago(seconds: float) -> str:
-    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:.0f} {name} ago"
-    return f"{seconds:.0f} s ago"
 
 
 def _errors(meta: dict[str, Any], nodes: list[Node], streams: list[Stream]) -> dict[str, int]:

@@ -1,0 +1,143 @@
+"""Why no rank is named: the sentence for each condition under which ranks cannot be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from traceml_ray import text
+from traceml_ray.analysis.evidence import Evidence
+from traceml_ray.analysis.window import Bool, Int64, Window
+from traceml_ray.wire import FLAG_DEVICE_CLOCK, SEGMENT_BITS, STAGES, SYNC_WAIT
+
+_ONLY = "only exposed time is reported."
+COUPLED = (
+    f"Collectives run inside forward and backward, so waiting cannot be separated from work there: {_ONLY}"
+)
+UNKNOWN = (
+    "Nothing shows where these ranks exchange gradients, so waiting cannot be separated from work inside "
+    f"forward and backward: {_ONLY}"
+)
+PIPELINE = f"These ranks are stages of a pipeline, and pipeline stages do different work: {_ONLY}"
+TENSOR = (
+    "Tensor-parallel collectives run inside forward and backward, so waiting cannot be separated from work "
+    f"there: {_ONLY}"
+)
+HIDDEN = (
+    "Ranks take turns in being late, and wait for each other inside forward and backward. Their sums do not "
+    f"show whether a rank's lateness adds to that of another or is hidden behind it: {_ONLY}"
+)
+ON_DEVICE = (
+    "Ranks wait for each other in {} on the device, and the clock of these rows does not include such waits: "
+    + _ONLY
+)
+NO_SYNC = f"These ranks do not exchange gradients, so they do not wait for each other: {_ONLY}"
+
+
+def missing_ranks(window: Window) -> str:
+    gone = max(window.expected - len(window.ranks), 0)
+    begin = ": " if len(window.missing) >= gone else ", the first of them "
+    which = f"{begin}{text.ranks(window.missing)}" if window.missing else ""
+    verb = "does" if gone == 1 else "do"
+    return (
+        f"{gone:,} of {text.count(window.expected, 'rank')} {verb} not report{which}. "
+        "Too few ranks for a verdict."
+    )
+
+
+def not_aligned(steps: int, gaps: int) -> str:
+    if not steps:
+        return "There is no step yet that every rank has reported."
+    return (
+        f"Only {steps:,} of {text.count(steps + gaps, 'step')} came from every rank: the rows do not line up."
+    )
+
+
+def absurd_row(window: Window, key: int, place: int) -> str:
+    values = [int(value) for value in window.d[key, place]]
+    stage = int(np.argmin(values)) if min(values) < 0 else int(np.argmax(values))
+    step = int(window.keys[key]) >> SEGMENT_BITS
+    who = text.ranks([int(window.ranks[place])])
+    return (
+        f"{who} ({window.nodes[place]}) reports an impossible duration in step {step}: "
+        f"{values[stage]:,} ns in `{STAGES[stage]}`."
+    )
+
+
+def too_many(steps: int) -> str:
+    return f"{steps:,} steps are too many for one window."
+
+
+def mixed_clocks(window: Window) -> str:
+    device = (window.flags & FLAG_DEVICE_CLOCK != 0).mean(axis=0) > 0.5
+    on_cpu = [int(rank) for rank in window.ranks[~device]]
+    which = f" (the CPU's: {text.ranks(on_cpu)})" if 0 < len(on_cpu) < len(device) else ""
+    return (
+        f"Some ranks measure with the device's clock and some with the CPU's{which}: "
+        "their rows cannot be compared."
+    )
+
+
+def too_short(mean_ns: float, least_ns: int) -> str:
+    return f"A step takes {text.ns(mean_ns)} on average; below {text.ns(least_ns)} timing is mostly noise."
+
+
+def too_few(steps: int, needed: int) -> str:
+    return f"{text.count(steps, 'step')} after warm-up so far; a verdict needs {needed}."
+
+
+def roles_differ(window: Window, alone: Bool) -> str:
+    numbers = [int(rank) for rank in window.ranks[alone]]
+    verb = "takes" if len(numbers) == 1 else "take"
+    return f"{text.ranks(numbers)} {verb} no part in the gradient exchange, so roles differ: {_ONLY}"
+
+
+def unsynced(window: Window, spread: float, together: Sequence[Int64]) -> str:
+    differ = f"The ranks' elapsed times differ by {text.share(spread)}"
+    if together:
+        sets = text.listed([text.ranks(window.ranks[places].tolist()) for places in together])
+        return f"{differ} between {sets}, so these groups do not wait for each other: {_ONLY}"
+    return f"{differ}, so these ranks do not wait for each other: {_ONLY}"
+
+
+def no_sync(evidence: Evidence, least: float) -> str:
+    """Explain that no exchange was seen; waits of more than `least` of the step exist, but are none."""
+    waits_ns = float(evidence.rows.d[:, :, SYNC_WAIT].mean(axis=1).sum()) / len(evidence.window.starts)
+    if waits_ns < least * evidence.mean_step_ns or None not in evidence.window.groups:
+        return NO_SYNC
+    return (
+        f"These ranks wait for each other in collectives, {text.ns(waits_ns)} a step on average, but none of "
+        f"these is known to be the exchange of gradients: {_ONLY}"
+    )
+
+
+def unclear(window: Window) -> str:
+    """Explain that what was taken for the exchange is none in which all ranks wait for each other."""
+    return (
+        f"These ranks wait for each other in {functions(window)}, but they do not leave it together in "
+        f"every step, so it is not clear which rank waits for which: {_ONLY}"
+    )
+
+
+def functions(window: Window) -> str:
+    """Return the functions in which the exchange of gradients is inferred to be."""
+    return text.listed([f"`{name}`" for name in window.inferred])
+
+
+def coupled(window: Window) -> str:
+    """Name how else than by one exchange a step the ranks depend on each other."""
+    parts = {part for strategy in window.strategies for part in strategy.split("+")}
+    if not parts:
+        return UNKNOWN
+    if window.inferred and not parts & {"pp", "tp"}:
+        return ON_DEVICE.format(functions(window))
+    return PIPELINE if "pp" in parts else TENSOR if "tp" in parts else COUPLED
+
+
+def replay_misses(off: float) -> str:
+    side = "more" if off > 0 else "less"
+    return (
+        f"Replaying the steps with one common exchange gives {text.share(abs(off))} {side} time than "
+        f"was measured, so these ranks depend on each other in another way: {_ONLY}"
+    )

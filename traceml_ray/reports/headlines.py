@@ -1,0 +1,32 @@
+"""A verdict in one line, what all that was named has cost, and what was too short to be named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from traceml_ray import text
+
+
+def named(verdict: Mapping[str, Any]) -> str:
+    """Return what a verdict names in one line: "straggler: rank 5 (node-1) in data"."""
+    line = text.words(verdict["label"])
+    if verdict["ranks"]:
+        node = f" ({verdict['node']})" if verdict["node"] else ""
+        line += f": {text.ranks(verdict['ranks'])}{node}"
+    if verdict["label"] == "stalled":
+        line += f" in {verdict['part']}"
+    elif verdict["stages"] or verdict["stage"]:
+        line += " in " + " and ".join(verdict["stages"] or [verdict["stage"]])
+    return line
+
+
+def lost(verdict: Mapping[str, Any]) -> str:
+    """Return what all that was named has cost over the run: "cost 41 s of 16 min"."""
+    return f"cost {text.duration(verdict['lost_s'])} of {text.duration(verdict['elapsed_s'])}"
+
+
+def brief(found: Mapping[str, Any]) -> str:
+    """Return the findings too short to be named: "9 brief findings, 1.1 s in all"."""
+    counted = text.count(found["count"], "brief finding")
+    return f"{counted}, {text.duration(found['cost_s'])} in all" if found["count"] else ""

@@ -1,0 +1,74 @@
+"""Tables and wrapped lines of the text faces, laid out by rich: plain text, the same on every terminal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from traceml_ray.text import one_line
+
+WIDTH = 100
+LABEL = 11
+_INDENT = 2
+_CELL = 240
+
+
+def page(blocks: Iterable[Sequence[str]]) -> str:
+    """Return `blocks` of lines, the empty ones left out, with an empty line between two."""
+    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def facts(*pairs: tuple[str, str]) -> list[str]:
+    """Return (label, text) pairs as lines, the text wrapped beside its label; none for an empty text."""
+    from rich.table import Table  # imported where a report is written: a training process never does
+
+    grid = Table.grid()
+    grid.add_column(width=LABEL)
+    grid.add_column()
+    for pair in pairs:
+        if pair[1]:
+            grid.add_row(*map(_written, pair))
+    return _lines(grid, WIDTH) if grid.row_count else []
+
+
+def table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """
+    Return a titled table; a header that begins with `>` is that of a column of numbers. Columns without any
+    value are left out, long words wrap. Nothing for no rows.
+    """
+    from rich.table import Table
+
+    if not rows:
+        return []
+    kept = [at for at in range(len(headers)) if any(row[at] for row in rows)]
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for at in kept:
+        number = headers[at].startswith(">")
+        grid.add_column(headers[at].lstrip(">"), justify="right" if number else "left", no_wrap=number)
+    for row in rows:
+        grid.add_row(*(_written(shortened(row[at], _CELL)) for at in kept))
+    return [title, *(" " * _INDENT + line for line in _lines(grid, WIDTH - _INDENT))]
+
+
+def shortened(line: str, most: int = WIDTH) -> str:
+    """Return a line of at most so many characters."""
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def _written(text: str) -> Any:
+    from rich.text import Text
+
+    return Text(one_line(text))
+
+
+def _lines(grid: Any, width: int) -> list[str]:
+    from rich.console import Console
+
+    file = io.StringIO()
+    # Nothing is taken from the environment or from the terminal that this process may have.
+    console = Console(
+        file=file, width=width, height=100, color_system=None, force_terminal=False, _environ={}
+    )
+    console.print(grid)
+    return [line.rstrip() for line in file.getvalue().splitlines()]

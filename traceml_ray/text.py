@@ -1,0 +1,140 @@
+"""The only formatter: numbers, units, shares, bytes, durations and lists of ranks as people read them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+NA = "n/a"
+_LISTED = 8
+
+
+def number(
+    value: float | None,
+    digits: int | None = None,
+    *,
+    figures: int = 3,
+    sign: bool = False,
+    aligned: bool = False,
+) -> str:
+    """
+    Return `value` with so many significant `figures` ("1,204", "41.3", "0.25", "4"), two decimals at most, or
+    with so many `digits` after the point; "n/a" where it is not known. `aligned` keeps zeros at the end, for
+    a column of numbers; `sign` writes a plus.
+    """
+    if value is None or value != value:
+        return NA
+    if digits is None:
+        decimals = figures - 1 - math.floor(math.log10(abs(value))) if value else figures - 1
+        text = f"{value:{'+' if sign else ''},.{min(max(decimals, 0), 2)}f}"
+        text = text.rstrip("0").rstrip(".") if "." in text and not aligned else text
+    else:
+        text = f"{value:{'+' if sign else ''},.{digits}f}"
+    return text.replace("-", "−")
+
+
+def unit(value: float | None, name: str, digits: int | None = None) -> str:
+    """Return "41.3 W"."""
+    return NA if value is None else f"{number(value, digits)} {name}"
+
+
+def ms(value: float | None) -> str:
+    """Return milliseconds as "41.3 ms"."""
+    return unit(value, "ms")
+
+
+def ns(value: float) -> str:
+    """Return nanoseconds as "41.3 ms"."""
+    return ms(value / 1e6)
+
+
+def percent(value: float | None, *, sign: bool = False) -> str:
+    """Return per cent as "28 %", "6.1 %", with `sign` as "+28 %"."""
+    return NA if value is None else f"{number(value, figures=2, sign=sign)} %"
+
+
+def share(value: float | None) -> str:
+    """Return a share, 0..1, as "28 %"."""
+    return NA if value is None else percent(100 * value)
+
+
+def size(value: float | None, per: str = "") -> str:
+    """Return bytes as "3.2 GB"; `per` is "/s" for a rate."""
+    if value is None:
+        return NA
+    for name in ("B", "kB", "MB", "GB", "TB"):
+        if abs(value) < 999.5 or name == "TB":
+            break
+        value /= 1000
+    return f"{number(value, 0 if name == 'B' else None)} {name}{per}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return seconds as "0.4 s", "41 s", "16 min", "3.2 h" or "4 d"."""
+    if seconds is None:
+        return NA
+    for name, least, of in (("s", 120, 60), ("min", 120, 60), ("h", 48, 24)):
+        if seconds < least:
+            return f"{number(seconds, figures=2)} {name}"
+        seconds /= of
+    return f"{number(seconds, figures=2)} d"
+
+
+def age(seconds: float | None) -> str:
+    """Return how old something is, to the second: "0 s", "41 s", "16 min"."""
+    return NA if seconds is None else duration(round(seconds))
+
+
+def count(amount: int, noun: str) -> str:
+    """Return "1 rank", "1,024 ranks"."""
+    return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
+
+
+def plain(value: object) -> str:
+    """Return a word or an integer as it is, None and "" as "n/a"."""
+    return NA if value in (None, "") else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def words(name: str) -> str:
+    """Return an identifier as words: "co_critical" → "co critical"."""
+    return name.replace("_", " ")
+
+
+def listed(items: Sequence[str], more: int = 0) -> str:
+    """Return "a", "a and b", "a, b and c"; of more than eight items, or `more`, how many others there are."""
+    more += max(len(items) - _LISTED, 0)
+    items = [*items[:_LISTED], *[f"{more:,} more"] * (more > 0)]
+    return " and ".join(filter(None, [", ".join(items[:-1]), *items[-1:]]))
+
+
+def ranks(numbers: Iterable[int], total: int = 0) -> str:
+    """Return "rank 5", "ranks 0, 4-7 and 9"; "" for none. Of `total` ranks, `numbers` may be only some."""
+    runs = [part for run in _runs(numbers) for part in ([run[:1], run[1:]] if len(run) == 2 else [run])]
+    total = max(total, sum(map(len, runs)))
+    more = total - sum(map(len, runs[:_LISTED]))
+    return f"rank{'s' * (total > 1)} {listed([*map(_run, runs[:_LISTED])], more)}" if total else ""
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return "0-1, 4-7, 9", as a table has it."""
+    return ", ".join(map(_run, _runs(numbers)))
+
+
+def _runs(numbers: Iterable[int]) -> list[range]:
+    """Return numbers in order, as runs without a gap."""
+    runs: list[range] = []
+    for value in sorted(set(numbers)):
+        if runs and value == runs[-1].stop:
+            runs[-1] = range(runs[-1].start, value + 1)
+        else:
+            runs.append(range(value, value + 1))
+    return runs
+
+
+def _run(run: range) -> str:
+    return str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"
+
+
+def one_line(text: object) -> str:
+    """Return `text` with what a terminal cannot show (line breaks, escapes, half characters) written out."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
