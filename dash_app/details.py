@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from traceml_ray.analysis.machine import per_second
+from traceml_ray.analysis.quantities import GPU, NODE, PROCESS, Quantity, series
 from traceml_ray.analysis.spread import quantiles
 from traceml_ray.reports.hangs import hangs
 from traceml_ray.store.nodes import node_key
@@ -59,7 +59,7 @@ def node(board: Board, run: Run | None, node: str) -> dict[str, Any]:
         **found,
         "node": about,
         "ranks": rows,
-        "samples": _machine(samples),
+        "samples": _timed(samples, NODE),
         "gpus": _gpus(samples, run.events),
     }
 
@@ -95,21 +95,8 @@ def _gpu_of(pid: int, samples: Sequence[Mapping[str, Any]]) -> int | None:
     return None
 
 
-_PLAIN = ("cpu_pct", "load1", "mem_used_bytes", "mem_total_bytes")
-_RATES = {"disk_read_bps": "disk_read_bytes", "disk_write_bps": "disk_write_bytes"}
-_RATES |= {"net_rx_bps": "net_rx_bytes", "net_tx_bps": "net_tx_bytes"}
-_GPU = dict.fromkeys(
-    ("util_pct", "mem_used_bytes", "mem_total_bytes", "power_w", "power_limit_w", "sm_mhz"), ""
-)
-_GPU |= {"throttle": "", "temp_c": "temperature_c"}
-_GPU_RATES = {f"{name}_bps": f"{name}_bytes" for name in ("pcie_rx", "pcie_tx", "nvlink_rx", "nvlink_tx")}
-
-
-def _machine(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {
-        "t_ns": [sample["t_ns"] for sample in samples],
-        **_series(samples, dict.fromkeys(_PLAIN, ""), _RATES),
-    }
+def _timed(samples: Sequence[Mapping[str, Any]], table: Sequence[Quantity]) -> dict[str, Any]:
+    return {"t_ns": [sample["t_ns"] for sample in samples], **series(samples, table)}
 
 
 def _gpus(samples: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -119,18 +106,19 @@ def _gpus(samples: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, An
         for gpu in sample["gpus"] or ():
             by_device.setdefault(gpu["index"], []).append({**gpu, "t_ns": sample["t_ns"]})
     node = samples[-1]["node_id"] if samples else None
-    told = [event["data"] for event in events if event["kind"] == "xid" and event["node_id"] == node]
+    critical = [event["data"] for event in events if event["kind"] == "xid" and event["node_id"] == node]
     made = []
     for index, found in sorted(by_device.items()):
-        series = _series(found, _GPU, _GPU_RATES)
-        xids = [xid for data in reversed(told) if data.get("gpu") == index and (xid := data.get("xid"))]
+        known = series(found, GPU)
+        known |= {each.name: _held(known[each.name]) for each in GPU if each.counter}
+        xids = [xid for data in reversed(critical) if data.get("gpu") == index and (xid := data.get("xid"))]
         made.append(
             {
                 "index": index,
                 "name": found[-1]["name"],
                 "t_ns": [gpu["t_ns"] for gpu in found],
-                **series,
-                **{name: _held(series[name]) for name in _GPU_RATES},
+                **known,
+                "throttle": found[-1]["throttle"],
                 "ecc": _held([gpu["ecc_uncorrected"] for gpu in found]),
                 "xid": xids or (None if found[-1]["xid"] is None else []),
             }
@@ -145,18 +133,6 @@ def _held(values: Sequence[Any] | None) -> list[Any] | None:
         last, age = (last, age + 1) if value is None else (value, 0)
         filled.append(last if age < _RARE else None)
     return filled if any(value is not None for value in filled) else None
-
-
-def _series(
-    samples: Sequence[Mapping[str, Any]], plain: Mapping[str, str], rates: Mapping[str, str]
-) -> dict[str, list[Any] | None]:
-    """Return what was measured, None where it never was."""
-    t_ns = [sample["t_ns"] for sample in samples]
-    found = {name: [sample[column or name] for sample in samples] for name, column in plain.items()}
-    found |= {
-        name: per_second(t_ns, [sample[column] for sample in samples]) for name, column in rates.items()
-    }
-    return {name: values if any(v is not None for v in values) else None for name, values in found.items()}
 
 
 def rank(board: Board, run: Run | None, rank: int | str) -> dict[str, Any]:
@@ -183,7 +159,7 @@ def rank(board: Board, run: Run | None, rank: int | str) -> dict[str, Any]:
     found["suspect"] = next((suspect for suspect in suspects if suspect["rank"] == rank), None)
     stood = hangs(run.verdicts)
     found["stacks"] = [{"ranks": list(s.ranks), "text": s.text} for s in stood[-1].stacks] if stood else []
-    found["process"] = _process(board.ask("process_of", only=[stream.id], last=_SAMPLES) or [])
+    found["process"] = _timed(board.ask("process_of", only=[stream.id], last=_SAMPLES) or [], PROCESS)
     if rank in run.steps.ranks and len(newest.first):
         first, last = int(newest.first[0]), int(newest.last[-1])
         steps, d, _ = run.steps.stages(first, last)
@@ -198,9 +174,3 @@ def rank(board: Board, run: Run | None, rank: int | str) -> dict[str, Any]:
 
 def _of_stage(ms: float, stage_ms: float) -> float | None:
     return min(1.0, ms / stage_ms) if stage_ms > 0 else None
-
-
-def _process(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    plain = dict.fromkeys(("rss_bytes", "cpu_pct", "threads"), "")
-    rates = {"read_bps": "read_bytes", "write_bps": "write_bytes"}
-    return {"t_ns": [sample["t_ns"] for sample in samples], **_series(samples, plain, rates)}

@@ -131,3 +131,8 @@ def marked(sentence: str) -> list[Any]:
     """Return a sentence with what is in backticks as code; a number stays on the line of its unit."""
     kept = re.sub(r"(?<=\d) (?=%|µs|ms|s\b|min\b|h\b|[kMGT]?B\b)", "\u00a0", sentence)
     return [html.Code(part) if i % 2 else part for i, part in enumerate(kept.split("`"))]
+
+
+def scaled(series: Sequence[float | None] | None, scale: float) -> list[float | None]:
+    """Return a series in the unit of an axis."""
+    return [None if value is None else value * scale for value in series or ()]

@@ -8,30 +8,15 @@ from typing import Any
 from dash import dcc, html
 
 from traceml_ray import text
+from traceml_ray.analysis.quantities import GPU, NODE, Quantity, charts
 
 from .. import figures
 from ..place import Place
 from . import bits
 
-_GIGA = 1e9
 _TABS = 24
-_MACHINE: dict[str, tuple[str, str, float, dict[str, str]]] = {
-    "cpu": ("CPU", "%", 1.0, {"cpu_pct": "used"}),
-    "memory": ("Memory", "GB", _GIGA, {"mem_used_bytes": "used", "mem_total_bytes": "there is"}),
-    "disk": ("Disk", "MB/s", 1e6, {"disk_read_bps": "read", "disk_write_bps": "written"}),
-    "network": ("Network", "MB/s", 1e6, {"net_rx_bps": "received", "net_tx_bps": "sent"}),
-}
-_GPU = {
-    "util_pct": ("GPU utilisation", "%", 1.0),
-    "mem_used_bytes": ("GPU memory", "GB", _GIGA),
-    "power_w": ("GPU power", "W", 1.0),
-    "temp_c": ("GPU temperature", "°C", 1.0),
-    "sm_mhz": ("GPU clock", "MHz", 1.0),
-    "pcie_tx_bps": ("PCIe sent", "MB/s", 1e6),
-    "pcie_rx_bps": ("PCIe received", "MB/s", 1e6),
-    "nvlink_tx_bps": ("NVLink sent", "MB/s", 1e6),
-    "nvlink_rx_bps": ("NVLink received", "MB/s", 1e6),
-}
+_NODE = {f"node-{each[0].name}": (title, each) for title, each in sorted(charts(NODE).items())}
+_GPU = {f"gpu-{each[0].name}": (title, each[0]) for title, each in charts(GPU).items()}
 
 
 def layout(view: Mapping[str, Any]) -> Any:
@@ -39,16 +24,14 @@ def layout(view: Mapping[str, Any]) -> Any:
     if view["node"] is None:
         return html.Div(html.H1(id="node-title"))
     machine = [
-        bits.chart(f"node-{name}", title, f"{title} over time, {unit}", note=_key(names.values()), tall="low")
-        for name, (title, unit, _, names) in _MACHINE.items()
+        bits.chart(id, title, f"{title} over time", note=_key([q.line for q in each]), tall="low")
+        for id, (title, each) in _NODE.items()
     ]
-    drawn = [name for name in _GPU if any(gpu.get(name) for gpu in view["gpus"])]
     key = _key([str(gpu["index"]) for gpu in view["gpus"]])
     gpus = [
-        bits.chart(
-            f"gpu-{name}", _GPU[name][0], f"{_GPU[name][0]} of each GPU over time", note=key, tall="low"
-        )
-        for name in drawn
+        bits.chart(id, title, f"{title} of each GPU over time", note=key, tall="low")
+        for id, (title, each) in _GPU.items()
+        if any(gpu.get(each.name) for gpu in view["gpus"])
     ]
     body: list[Any] = [
         html.H1(id="node-title"),
@@ -76,19 +59,16 @@ def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
         "node-facts": {"children": bits.facts(_facts(node, view["samples"]))},
         "node-ranks": {"children": _ranks(view["ranks"], place, (view["verdict"] or {}).get("ranks") or ())},
     }
-    made |= {f"node-{name}": {"figure": _machine(name, view["samples"])} for name in _MACHINE}
+    samples = view["samples"]
+    for id, (_, each) in _NODE.items():
+        made[id] = _drawn(samples.get("t_ns") or [], {q.line: (q, samples.get(q.name)) for q in each})
     if view["gpus"]:
         made["node-gpus"] = {"children": _gpus(view["gpus"])}
-        for name, (_, unit, scale) in _GPU.items():
-            series = {
-                f"GPU {gpu['index']}": _scaled(gpu.get(name), scale) for gpu in view["gpus"] if gpu.get(name)
-            }
-            if series:
-                x = max((gpu["t_ns"] for gpu in view["gpus"]), key=len)
-                figure = figures.lines(
-                    x, series, unit, unit=unit, kind="time", top=102 if unit == "%" else None
-                )
-                made[f"gpu-{name}"] = {"figure": figure}
+        x = max((gpu["t_ns"] for gpu in view["gpus"]), key=len)
+        for id, (_, quantity) in _GPU.items():
+            lines = {f"GPU {gpu['index']}": (quantity, gpu.get(quantity.name)) for gpu in view["gpus"]}
+            if any(values for _, values in lines.values()):
+                made[id] = _drawn(x, lines)
     return made
 
 
@@ -158,13 +138,12 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], place: Place, named: Sequence[int
     return bits.table(headers, rows, empty="No rank has reported from this node.", label="Ranks of this node")
 
 
-def _machine(name: str, samples: Mapping[str, Any]) -> figures.Figure:
-    _, unit, scale, names = _MACHINE[name]
-    series = {told: _scaled(samples.get(of), scale) for of, told in names.items() if samples.get(of)}
-    top = 102 if unit == "%" else None
-    return figures.lines(
-        samples.get("t_ns") or [], series, unit, unit=unit, kind="time", top=top, dashed="there is"
-    )
+def _drawn(x: Sequence[int], lines: Mapping[str, tuple[Quantity, Any]]) -> dict[str, Any]:
+    """Return the figure of lines of one unit; those without any value are left out."""
+    unit = next(iter(lines.values()))[0].unit
+    series = {line: bits.scaled(values, unit.scale) for line, (_, values) in lines.items() if values}
+    axis, top = unit.axis, 102 if unit.axis == "%" else None
+    return {"figure": figures.lines(x, series, axis, unit=axis, kind="time", top=top, dashed="installed")}
 
 
 def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Any:
@@ -175,7 +154,7 @@ def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Any:
             text.percent(_last(gpu.get("util_pct"))),
             _memory(gpu),
             f"{text.number(_last(gpu.get('power_w')), 0)} of {_watts(gpu)}",
-            text.unit(_last(gpu.get("temp_c")), "°C", 0),
+            text.unit(_last(gpu.get("temperature_c")), "°C", 0),
             text.unit(_last(gpu.get("sm_mhz")), "MHz", 0),
             _both(gpu, "pcie"),
             _both(gpu, "nvlink"),
@@ -222,15 +201,10 @@ def _critical(xids: Sequence[int] | None) -> Any:
     return html.Span(["◆ ", told], className="sev critical")
 
 
-def _listed(found: Any) -> str:
-    newest = _last(found) if isinstance(found, list) and found and not isinstance(found[-1], str) else found
-    return text.NA if newest is None else ", ".join(text.words(reason) for reason in newest) or "nothing"
+def _listed(reasons: Sequence[str] | None) -> str:
+    return text.NA if reasons is None else ", ".join(map(text.words, reasons)) or "nothing"
 
 
 def _last(series: Any) -> Any:
     """Return the newest value of a series, or a value that is none."""
     return (series[-1] if series else None) if isinstance(series, list) else series
-
-
-def _scaled(series: Sequence[float | None] | None, scale: float) -> list[float | None]:
-    return [None if value is None else value / scale for value in series or ()]

@@ -8,18 +8,13 @@ from typing import Any
 from dash import dcc, html
 
 from traceml_ray import text
+from traceml_ray.analysis.quantities import PROCESS, charts
 
 from .. import figures
 from ..place import Place
 from . import bits
 
-_PROCESS = {
-    "rss_bytes": ("Memory (RSS)", "GB", 1e9),
-    "cpu_pct": ("CPU", "% of a core", 1.0),
-    "threads": ("Threads", "threads", 1.0),
-    "read_bps": ("Read from disk", "MB/s", 1e6),
-    "write_bps": ("Written to disk", "MB/s", 1e6),
-}
+_PROCESS = {f"process-{each[0].name}": (title, each[0]) for title, each in charts(PROCESS).items()}
 
 
 def layout(view: Mapping[str, Any]) -> Any:
@@ -28,9 +23,9 @@ def layout(view: Mapping[str, Any]) -> Any:
         return html.Div([html.H1(id="rank-title"), html.Div(id="rank-around", className="chips")])
     stages = [_stage(name, colour) for name, colour in figures.STAGES.items() if name in view["stages"]]
     process = [
-        bits.chart(f"process-{name}", title, f"{title} of the process over time", tall="low")
-        for name, (title, _, _) in _PROCESS.items()
-        if _any(view["process"].get(name))
+        bits.chart(id, title, f"{title} of the process over time", tall="low")
+        for id, (title, each) in _PROCESS.items()
+        if _any(view["process"].get(each.name))
     ]
     body: list[Any] = [
         html.Div(
@@ -82,12 +77,13 @@ def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
                 revision=place.key,
             )
             made[f"stage-{name}"] = {"figure": figure}
-    for name, (_, unit, scale) in _PROCESS.items():
-        if _any(process.get(name)):
-            values = [None if v is None else v / scale for v in process[name]]
-            made[f"process-{name}"] = {
+    for id, (_, each) in _PROCESS.items():
+        if _any(process.get(each.name)):
+            axis, values = each.unit.axis, bits.scaled(process[each.name], each.unit.scale)
+            drawn = {each.name: values}
+            made[id] = {
                 "figure": figures.lines(
-                    process["t_ns"], {name: values}, unit, unit=unit, kind="time", revision=place.key
+                    process["t_ns"], drawn, axis, unit=axis, kind="time", revision=place.key
                 )
             }
     if view["stacks"]:

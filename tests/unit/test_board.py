@@ -334,7 +334,7 @@ def test_node_page(played: Played) -> None:
     assert samples["net_rx_bps"][0] is None and samples["net_rx_bps"][1] == pytest.approx(1 << 27)
     assert samples["cpu_pct"][-1] == 50
     gpu = page["gpus"][1]
-    assert (gpu["index"], gpu["name"], gpu["throttle"][-1], gpu["ecc"][-1]) == (
+    assert (gpu["index"], gpu["name"], gpu["throttle"], gpu["ecc"][-1]) == (
         1,
         "NVIDIA H200",
         ["sw_power_cap"],

@@ -35,7 +35,7 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     second_stage: float = 0.67
     """A second stage of the same rank with p above this share of the best: `ambiguous`."""
     min_gain: float = 0.33
-    """Gain below this share of the best p: mending it alone buys little."""
+    """Gain below this share of the best p: fixing it alone saves little."""
     same_cause: float = 0.5
     """Ranks with p above this share of the best are named together."""
     part_share: float = 0.6
@@ -79,7 +79,7 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     hold_cost_s: float = 0.3
     """and has made the job wait for so long in all. The name is taken back when it is gone for as long."""
     hold_group_s: float = 30.0
-    """As `hold_s`, for `group_wide`: it names nobody, and a machine that is busy for a while is no news."""
+    """As `hold_s`, for `group_wide`: it names no rank, and a machine may be busy for a while."""
     hold_share: float = 0.67
     """Share of the windows since it began that must show it."""
     weather_windows: int = 200
@@ -100,27 +100,27 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
 
 class MachineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """
-    From where on something about a node is odd. Pairs are (level, how much above what is usual).
+    From where on a quantity of a node is an anomaly. Pairs are (level, how much above what is usual).
 
     Shares are 0..1, rates bytes or cores.
     """
 
     samples: int = 8
-    """Fewer samples than this say nothing."""
+    """Fewer samples than this are no evidence."""
     often: float = 0.7
-    """Share of the samples that must be odd,"""
+    """Share of the samples that must be anomalous,"""
     usual_quantile: float = 0.95
     """and above so many of the samples they are compared with."""
     processes: int = 2
-    """Looks at the processes of a device from which on a foreign one counts."""
+    """Samples of the processes of a device from which on a foreign one counts."""
     live_s: float = 60.0
-    """The live verdict looks at the last so many seconds of what it names; of a death, at those before it."""
+    """Evidence of the live verdict is from the last so many seconds; of a death, from those before it."""
     lead_s: float = 30.0
     """Peers are compared with over so many seconds more, so that a short time has enough samples;"""
     before_s: float = 300.0
     """a node that has none with itself over so many seconds before."""
     mem_used: float = 0.95
-    """Of a node's memory; odd whatever is usual."""
+    """Of a node's memory; an anomaly whatever is usual."""
     swap_in_bps: tuple[float, float] = (1 << 20, 1 << 20)
     psi_memory: tuple[float, float] = (0.10, 0.10)
     cpu_throttled: tuple[float, float] = (0.05, 0.05)

@@ -8,11 +8,11 @@ import msgspec
 import numpy as np
 
 from traceml_ray.analysis import abstention, wording
+from traceml_ray.analysis.anomalies import Anomaly
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.drift import Drift
 from traceml_ray.analysis.evidence import Cause, Evidence
 from traceml_ray.analysis.finding import Finding
-from traceml_ray.analysis.machine import Oddity
 from traceml_ray.analysis.onset import Timing, late_steps, onset
 from traceml_ray.analysis.rules import find
 from traceml_ray.analysis.thresholds import Thresholds
@@ -109,7 +109,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Of a hang that is over: until the next row came."""
     stacks: tuple[Stack, ...] = ()
     """Of a hang: the odd rank's first, then the others', each kind once."""
-    machine: tuple[Oddity, ...] | None = None
+    machine: tuple[Anomaly, ...] | None = None
     """What else was odd then on the nodes of `ranks` (`group_wide`: on any): no cause. None: not known."""
 
 

@@ -20,7 +20,7 @@ from traceml_ray.errors import Errors
 from traceml_ray.monitor.baselines import Baselines
 from traceml_ray.monitor.hang_watch import HangWatch
 from traceml_ray.monitor.histories import Histories
-from traceml_ray.monitor.node_evidence import Beside
+from traceml_ray.monitor.node_evidence import NodeEvidence
 from traceml_ray.reports.deaths import FATAL, culprits, deaths, headline
 from traceml_ray.settings import Settings
 from traceml_ray.store.nodes import stream_labels
@@ -148,7 +148,7 @@ class LiveJudge:
         state = self._runs.get(run)
         if state is None:
             state = self._runs[run] = _LiveRun(
-                limits, Beside(self._writer, self._recent, self._clock, limits.warmup_steps)
+                limits, NodeEvidence(self._writer, self._recent, self._clock, limits.warmup_steps)
             )
         with self._writer.lock:
             together, which = trained(streams)
@@ -166,11 +166,11 @@ class LiveJudge:
             dead = headline(
                 found, lambda death: labels.get(death.stream.id) if death.stream else None, ranks, world
             )
-            self._keep(run, state.beside.look(dead, ranks, labels))
+            self._keep(run, state.evidence.add(dead, ranks, labels))
             return
         hang = self._standstill.look(run, streams, ranks, labels)
         if hang is not None:
-            self._keep(run, state.beside.look(hang, ranks, labels))
+            self._keep(run, state.evidence.add(hang, ranks, labels))
         if not live or seen == state.judged or (hang is not None and hang.lasted_s is None):
             return
         state.judged = seen
@@ -199,7 +199,7 @@ class LiveJudge:
         self._histories.keep(run, which, state.judge)
         episodes = state.judge.episodes
         state.history = {"episodes": episodes.episodes[:MAX_EPISODES], "brief": episodes.brief}
-        verdict = state.beside.look(verdict, ranks, labels)
+        verdict = state.evidence.add(verdict, ranks, labels)
         self._keep(run, verdict, store=verdict.window_steps >= limits.first_window_steps)
 
     def _rates(
@@ -225,9 +225,9 @@ class LiveJudge:
 class _LiveRun:
     """How far the judging of one run has come."""
 
-    def __init__(self, limits: Thresholds, beside: Beside) -> None:
+    def __init__(self, limits: Thresholds, evidence: NodeEvidence) -> None:
         self.judge = RunJudge(limits)
-        self.beside = beside
+        self.evidence = evidence
         self.which: tuple[int, int] | None = None
         """The generation that is judged, see `streams.trained`."""
         self.judged: list[Any] | None = None

@@ -1,4 +1,4 @@
-"""What is odd on the machines that the live verdict names, as long as it names them."""
+"""Anomalies of the nodes that the live verdict names, as long as it names them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from traceml_ray.analysis.machine import Oddity, Part, trained_since
+from traceml_ray.analysis.anomalies import Anomaly
+from traceml_ray.analysis.samples import Excerpt
+from traceml_ray.analysis.step_times import trained_since
 from traceml_ray.analysis.thresholds import MACHINE
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.reports.machines import Machines, witness
+from traceml_ray.reports.machines import Machines, reference_rank
 from traceml_ray.store.nodes import node_key
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.streams import Stream
@@ -19,7 +21,7 @@ EVERY_NS = 1_000_000_000
 _ROWS = 1024
 
 
-class Beside:
+class NodeEvidence:
     """Of one run. It remembers since when the same is named: what was usual before that stays usual."""
 
     def __init__(
@@ -32,26 +34,26 @@ class Beside:
         self._trained: tuple[int | None, int] = None, 0
         self._named: object = None
         self._since_ns = 0
-        self._looked_ns = 0
-        self._machine: tuple[Oddity, ...] | None = None
+        self._examined_ns = 0
+        self._machine: tuple[Anomaly, ...] | None = None
 
-    def look(self, verdict: Verdict, ranks: dict[int, Stream], labels: dict[int, str]) -> Verdict:
+    def add(self, verdict: Verdict, ranks: dict[int, Stream], labels: dict[int, str]) -> Verdict:
         """
-        Return `verdict` with its `machine`, looked at again after a second; of a death, only once.
+        Return `verdict` with its `machine`, examined again after a second; of a death, only once.
 
         Args:
             verdict: on the run.
             ranks: the streams that stand for its ranks.
-            labels: how the streams' nodes are shown.
+            labels: names of the streams' nodes.
         """
-        rank, now = witness(verdict, ranks), self._clock()
+        rank, now = reference_rank(verdict, ranks), self._clock()
         trained_ns = self._trained_ns(ranks)
         if rank is None:
             self._named = None
             return verdict
         named = verdict.label, verdict.stages, verdict.ranks
         fresh = named != self._named
-        due = now - self._looked_ns >= EVERY_NS and verdict.exit_reason is None
+        due = now - self._examined_ns >= EVERY_NS and verdict.exit_reason is None
         if fresh or due:
             stream = ranks[rank]
             with self._writer.lock:
@@ -66,12 +68,12 @@ class Beside:
             if fresh:
                 self._named, self._since_ns = named, when[0]
             first_ns = max(self._since_ns, when[1] - int(MACHINE.live_s * 1e9))
-            self._looked_ns = now
-            self._machine = machines.look(verdict, first_ns, when[1], trained_ns, self._since_ns).machine
+            self._examined_ns = now
+            self._machine = machines.examine(verdict, first_ns, when[1], trained_ns, self._since_ns).machine
         return msgspec.structs.replace(verdict, machine=self._machine)
 
     def _trained_ns(self, ranks: dict[int, Stream]) -> int:
-        """Return since when the run is beyond its warm-up; its first rows say so, and are forgotten later."""
+        """Return since when the run is beyond its warm-up, by its first rows, which are dropped later."""
         stream = ranks[min(ranks)] if ranks else None
         if stream is None or stream.last_rows_ns is None:
             return self._clock()
@@ -84,7 +86,7 @@ class Beside:
             self._trained = stream.id, trained_ns
         return self._trained[1]
 
-    def _sampled(self, nodes: Sequence[str], first_ns: int, last_ns: int) -> dict[str, Part]:
+    def _sampled(self, nodes: Sequence[str], first_ns: int, last_ns: int) -> dict[str, Excerpt]:
         found = {}
         for node in nodes:
             with self._writer.lock:  # node by node: a message never waits until all of them are copied

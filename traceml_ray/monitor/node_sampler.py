@@ -1,4 +1,4 @@
-"""One look at a machine: processor, memory, disk, network, and its GPUs through NVML."""
+"""Samples a machine: processor, memory, disk, network, and its GPUs through NVML."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,6 +59,43 @@ _FIELDS = {
 }
 
 
+def _counters(nvml: Any, handle: Any) -> dict[str, int | None]:
+    """Return the counters of `_FIELDS`: no call that measures over an interval of its own."""
+    values = nvml.nvmlDeviceGetFieldValues(handle, [field for field, _ in _FIELDS.values()])
+    return {
+        name: int(value.value.ullVal) * unit if value.nvmlReturn == 0 else None
+        for (name, (_, unit)), value in zip(_FIELDS.items(), values, strict=True)
+    }
+
+
+def _memory(nvml: Any, handle: Any) -> dict[str, int]:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    return {"mem_used_bytes": memory.used, "mem_total_bytes": memory.total}
+
+
+def _throttle(nvml: Any, handle: Any) -> dict[str, list[str]]:
+    reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+    return {"throttle": [_THROTTLE[bit] for bit in _THROTTLE if reasons & bit]}
+
+
+_Questions = dict[str, Callable[[Any, Any], dict[str, Any]]]
+_QUESTIONS: _Questions = {
+    "utilization": lambda nvml, at: {"util_pct": float(nvml.nvmlDeviceGetUtilizationRates(at).gpu)},
+    "memory": _memory,
+    "power": lambda nvml, at: {"power_w": nvml.nvmlDeviceGetPowerUsage(at) / 1e3},
+    "temperature": lambda nvml, at: {
+        "temperature_c": float(nvml.nvmlDeviceGetTemperature(at, _TEMPERATURE_GPU))
+    },
+    "clock": lambda nvml, at: {"sm_mhz": float(nvml.nvmlDeviceGetClockInfo(at, _CLOCK_SM))},
+    "throttle": _throttle,
+}
+"""What NVML is asked in every sample, as errors name it: fields of a `GpuSample`."""
+_LIMITS: _Questions = {
+    "power limit": lambda nvml, at: {"power_limit_w": nvml.nvmlDeviceGetEnforcedPowerLimit(at) / 1e3},
+    "clock limit": lambda nvml, at: {"sm_max_mhz": float(nvml.nvmlDeviceGetMaxClockInfo(at, _CLOCK_SM))},
+}
+
+
 class NodeSampler:
     """
     Samples this node. What cannot be had is None; what failed is counted in `errors`, each name once, and
@@ -77,15 +115,15 @@ class NodeSampler:
         self._samples = 0
         self._failed: dict[tuple[str, int], int] = {}
         """In which sample something failed last, by what and device."""
-        self._standing: dict[int, tuple[float | None, float | None]] = {}
-        """Power limit and highest clock by device: as they were found last."""
+        self._limits: dict[int, dict[str, float]] = {}
+        """Answers to `_LIMITS` by device: as they were found last."""
         self._processes: dict[int, GpuProcess] = {}
         self._known: dict[int, GpuProcess] = {}
         """By pid, those on any device: found this time, and the time before."""
         self._listening: dict[int, Any] = {}
-        """NVML's event set of each device that tells of its critical errors."""
+        """NVML's event set of each device, for its critical errors."""
         self._waited: dict[str, tuple[int, int]] = {}
-        """When each resource was looked at, and for how long (µs) tasks had waited for it until then."""
+        """When each resource was read, and for how long (µs) tasks had waited for it until then."""
         self._nvml = nvml
         try:
             self._nvml = nvml or importlib.import_module("pynvml")
@@ -165,45 +203,24 @@ class NodeSampler:
         return index, name.decode() if isinstance(name, bytes) else name, handle
 
     def _gpu(self, index: int, name: str | None, handle: Any) -> GpuSample:
-        nvml = self._nvml
+        def ask(what: str, question: Callable[[Any, Any], _T]) -> _T | None:
+            return self._try(f"nvml {what}", lambda: question(self._nvml, handle), index)
 
-        def ask(what: str, look: Callable[[], _T]) -> _T | None:
-            return self._try(f"nvml {what}", look, index)
-
-        rates = ask("utilization", lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
-        memory = ask("memory", lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-        counters: dict[str, int | None] = {}
-        processes = None
+        known: dict[str, Any] = dict.fromkeys(("util_pct", "mem_used_bytes", "mem_total_bytes"))
         if self._samples % _SLOW == 0:
-            limit = ask("power limit", lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3)
-            highest = ask("clock limit", lambda: float(nvml.nvmlDeviceGetMaxClockInfo(handle, _CLOCK_SM)))
-            self._standing[index] = limit, highest
-            counters = ask("counters", lambda: self._counters(handle)) or {}
-            processes = ask("processes", lambda: self._on_device(handle))
-        limit, highest = self._standing.get(index, (None, None))
-        temperature = ask("temperature", lambda: nvml.nvmlDeviceGetTemperature(handle, _TEMPERATURE_GPU))
-        clock = ask("clock", lambda: nvml.nvmlDeviceGetClockInfo(handle, _CLOCK_SM))
-        reasons = ask("throttle", lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
-        return GpuSample(
-            index=index,
-            name=name,
-            util_pct=float(rates.gpu) if rates else None,
-            mem_used_bytes=memory.used if memory else None,
-            mem_total_bytes=memory.total if memory else None,
-            power_w=ask("power", lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3),
-            power_limit_w=limit,
-            temperature_c=None if temperature is None else float(temperature),
-            sm_mhz=None if clock is None else float(clock),
-            sm_max_mhz=highest,
-            throttle=None if reasons is None else [_THROTTLE[bit] for bit in _THROTTLE if reasons & bit],
-            processes=processes,
-            **counters,
-            xid=ask("xid", lambda: self._xids(index, handle)),
-        )
+            self._limits[index] = {}
+            for what, question in _LIMITS.items():
+                self._limits[index] |= ask(what, question) or {}
+            known |= ask("counters", _counters) or {}
+            known["processes"] = ask("processes", self._on_device)
+        for what, question in _QUESTIONS.items():
+            known |= ask(what, question) or {}
+        known |= self._limits.get(index, {})
+        return GpuSample(index=index, name=name, **known, xid=ask("xid", partial(self._xids, index)))
 
-    def _xids(self, index: int, handle: Any) -> list[int]:
+    def _xids(self, index: int, nvml: Any, handle: Any) -> list[int]:
         """Return the critical errors of a device since the call before, or since the first one."""
-        nvml, found = self._nvml, list[int]()
+        found = list[int]()
         try:
             if index not in self._listening:
                 self._listening[index] = nvml.nvmlEventSetCreate()
@@ -214,7 +231,7 @@ class NodeSampler:
             if type(error).__name__ == "NVMLError_Timeout":
                 return found  # nothing more waits
             self._release(index)
-            if not found:  # a device that is lost has told why just before
+            if not found:  # a device that is lost has given the reason just before
                 raise
         return found
 
@@ -223,19 +240,10 @@ class NodeSampler:
         if events is not None:
             self._try("nvml events", lambda: self._nvml.nvmlEventSetFree(events))
 
-    def _counters(self, handle: Any) -> dict[str, int | None]:
-        """Return the counters of `_FIELDS`: no call that measures over an interval of its own."""
-        asked = [field for field, _ in _FIELDS.values()]
-        values = self._nvml.nvmlDeviceGetFieldValues(handle, asked)
-        return {
-            name: int(value.value.ullVal) * unit if value.nvmlReturn == 0 else None
-            for (name, (_, unit)), value in zip(_FIELDS.items(), values, strict=True)
-        }
-
-    def _on_device(self, handle: Any) -> list[GpuProcess]:
+    def _on_device(self, nvml: Any, handle: Any) -> list[GpuProcess]:
         """Return the processes that compute on a device; the family of each is looked up once."""
         found = []
-        for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)[:_MAX_PROCESSES]:
+        for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)[:_MAX_PROCESSES]:
             known = self._known.get(process.pid)
             name, parents = (known.name, known.parents) if known else self._family(process.pid)
             found.append(GpuProcess(process.pid, process.usedGpuMemory, name, parents))
@@ -257,11 +265,11 @@ class NodeSampler:
             parents.append(pid)
         return name, parents
 
-    def _try(self, what: str, look: Callable[[], _T], device: int = -1) -> _T | None:
+    def _try(self, what: str, read: Callable[[], _T], device: int = -1) -> _T | None:
         if self._samples < self._failed.get((what, device), -_RETRY) + _RETRY:
             return None
         try:
-            return look()
+            return read()
         except Exception as error:
             self._failed[what, device] = self._samples
             if not (isinstance(error, OSError) and error.errno in _NOT_THERE):
@@ -299,7 +307,7 @@ def _held_back_ns(files: list[Path]) -> int | None:
 
 
 def xid_events(sample: NodeSample) -> list[Event]:
-    """Return the critical errors that a sample tells of as events, each number of a device once."""
+    """Return the critical errors in a sample as events, each number of a device once."""
     return [
         Event(
             "xid",

@@ -1,4 +1,4 @@
-"""What else was odd on the machines that a verdict names, from samples in memory or on disk."""
+"""Anomalies of the nodes that a verdict names, from samples in memory or on disk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from traceml_ray.analysis.machine import Between, Machine, oddities, span
+from traceml_ray.analysis.anomalies import Machine, anomalies
+from traceml_ray.analysis.samples import Between
+from traceml_ray.analysis.step_times import span
 from traceml_ray.analysis.thresholds import MACHINE
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Int64
@@ -18,8 +20,8 @@ _MAX_PEERS = 16
 """Nodes that are compared with, evenly chosen."""
 
 
-def witness(verdict: Verdict, ranks: Mapping[int, Stream]) -> int | None:
-    """Return the rank whose rows tell when the verdict's steps were; None where it names no one."""
+def reference_rank(verdict: Verdict, ranks: Mapping[int, Stream]) -> int | None:
+    """Return the rank whose rows date the verdict's steps; None where the verdict names no rank."""
     if verdict.label == "group_wide":
         return min(ranks, default=None)
     return verdict.rank if verdict.rank in ranks else None
@@ -33,9 +35,9 @@ class Machines:
         between: their samples.
         ranks: the streams that stand for the run's ranks.
         every: the streams of the session.
-        labels: how nodes are shown, by `node_key`.
+        labels: names of the nodes, by `node_key`.
 
-    A node's samples are stamped by its own clock, a verdict's time is told by the aggregator's.
+    A node's samples have the time of its own clock, a verdict that of the aggregator's.
     """
 
     between: Between
@@ -45,10 +47,10 @@ class Machines:
 
     def when(self, verdict: Verdict, keys: Int64, rows: Int64) -> tuple[int, int] | None:
         """
-        Return from when to when the verdict is about (ns since the epoch), None where it names no one or
-        that is not known. `keys` and `rows` are those of `witness`, the newest ones last.
+        Return the time span of the verdict (ns since the epoch), None where it names no rank or that is not
+        known. `keys` and `rows` are those of `reference_rank`, the newest ones last.
         """
-        rank = witness(verdict, self.ranks)
+        rank = reference_rank(verdict, self.ranks)
         if rank is None:
             return None
         stream = self.ranks[rank]
@@ -62,21 +64,21 @@ class Machines:
             return None
         return span(keys, rows, stream.last_rows_ns, verdict.from_step, verdict.to_step)
 
-    def look(
+    def examine(
         self, verdict: Verdict, first_ns: int, last_ns: int, trained_ns: int, since_ns: int | None = None
     ) -> Verdict:
         """
-        Return `verdict` with what was odd from `first_ns` to `last_ns`. It began at `since_ns` (None:
-        `first_ns`): what was before is usual where there is nothing to compare with, but not what was
-        before `trained_ns`, when training was under way: a job that starts up does other things.
+        Return `verdict` with the anomalies from `first_ns` to `last_ns`. It began at `since_ns` (None:
+        `first_ns`): samples before that are usual where there are no peers, but not those before
+        `trained_ns`, when training was under way: a job that starts up does other things.
         """
         since_ns = first_ns if since_ns is None else since_ns
-        everyone = verdict.label == "group_wide"
+        all_nodes = verdict.label == "group_wide"
         on = {rank: node_key(stream) for rank, stream in self.ranks.items()}
         named = {on[rank] for rank in verdict.ranks if rank in on}
         others = sorted(set(on.values()) - named)
         peers = others[:: -(-len(others) // _MAX_PEERS) or 1]
-        own, peers = (peers, []) if everyone else (sorted(named), peers)
+        own, peers = (peers, []) if all_nodes else (sorted(named), peers)
         nodes = [*own, *peers]
         lead_ns = max(trained_ns, first_ns - int(MACHINE.lead_s * 1e9))
         during = {
@@ -96,14 +98,14 @@ class Machines:
             for node in nodes
             if node in during
         ]
-        looked = [machine for machine in machines if everyone or machine.named]
+        examined = [machine for machine in machines if all_nodes or machine.named]
         compared = [len(part.node) for part in before.values()]
-        compared += [sum(len(machine.during.node) for machine in machines if machine not in looked)]
-        own_samples = max((len(machine.during.node) for machine in looked), default=0)
-        critical = any(machine.during.xids for machine in looked)
+        compared += [sum(len(machine.during.node) for machine in machines if machine not in examined)]
+        own_samples = max((len(machine.during.node) for machine in examined), default=0)
+        critical = any(machine.during.xids for machine in examined)
         if own_samples < MACHINE.samples and not critical:
             return verdict  # too few to know
-        found = oddities(machines, everyone=everyone)
+        found = anomalies(machines, all_nodes=all_nodes)
         if not found and max(compared) < MACHINE.samples:
             return verdict  # nothing to compare with
         return msgspec.structs.replace(verdict, machine=found)

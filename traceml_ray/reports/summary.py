@@ -21,14 +21,14 @@ from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.busy import StepSummary
 from traceml_ray.analysis.episodes import Brief
 from traceml_ray.analysis.history import RunJudge
-from traceml_ray.analysis.machine import span, trained_since
 from traceml_ray.analysis.parts import with_part
+from traceml_ray.analysis.step_times import span, trained_since
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import RankRows, Window, missing_of
 from traceml_ray.reports.deaths import Death, deaths, headline
 from traceml_ray.reports.hangs import hangs, still_open
-from traceml_ray.reports.machines import Machines, witness
+from traceml_ray.reports.machines import Machines, reference_rank
 from traceml_ray.reports.parts import StoredParts
 from traceml_ray.reports.whole import Whole, fits, most_of, reduce
 from traceml_ray.store.nodes import Node, label_nodes, node_key
@@ -246,7 +246,7 @@ def _episodes(judged: RunJudge | None, spans: Sequence[Verdict], read: _Read) ->
 
 def _beside(verdict: Verdict, machines: Machines, read: _Read) -> Verdict:
     """Return `verdict` with what else was odd on the machines that it names."""
-    rank = witness(verdict, machines.ranks)
+    rank = reference_rank(verdict, machines.ranks)
     own = next((found for found in read.rows if found.rank == rank), None)
     if verdict.machine is not None or rank is None or own is None:
         return verdict
@@ -254,12 +254,12 @@ def _beside(verdict: Verdict, machines: Machines, read: _Read) -> Verdict:
     if when is None or end_ns is None:
         return verdict
     trained_ns = trained_since(own.keys, own.rows, end_ns, read.thresholds.warmup_steps)
-    return machines.look(verdict, *when, trained_ns)
+    return machines.examine(verdict, *when, trained_ns)
 
 
 def _all_beside(spans: Sequence[Verdict], machines: Machines, read: _Read) -> list[Verdict]:
     """Return `spans`, the newest of those that name someone with what was odd there."""
-    named = [at for at, span in enumerate(spans) if witness(span, machines.ranks) is not None]
+    named = [at for at, span in enumerate(spans) if reference_rank(span, machines.ranks) is not None]
     looked = set(named[-_MAX_BESIDE:])
     return [_beside(span, machines, read) if at in looked else span for at, span in enumerate(spans)]
 

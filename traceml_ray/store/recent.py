@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from traceml_ray import wire
-from traceml_ray.analysis.machine import Part, Samples
+from traceml_ray.analysis.samples import Excerpt, Samples
 from traceml_ray.store.session_file import Columns
 
 Array = np.ndarray[Any, Any]
@@ -77,8 +77,8 @@ class Recent:
                 del self._nodes[next(iter(self._nodes))]
         self._nodes[node].add(sample)
 
-    def machines(self, nodes: Sequence[str], first_ns: int, last_ns: int) -> dict[str, Part]:
-        """Return what was sampled on those of `nodes` that are known, see `analysis.machine.Between`."""
+    def machines(self, nodes: Sequence[str], first_ns: int, last_ns: int) -> dict[str, Excerpt]:
+        """Return what was sampled on those of `nodes` that are known, see `analysis.samples.Between`."""
         known = {node: self._nodes[node] for node in nodes if node in self._nodes}
         return {node: samples.between(first_ns, last_ns) for node, samples in known.items()}
 

@@ -24,7 +24,8 @@ import numpy as np
 
 from traceml_ray import wire
 from traceml_ray.analysis.baseline import Baseline
-from traceml_ray.analysis.machine import NODE, XID_LATE_NS, Part, Samples, node_values
+from traceml_ray.analysis.quantities import GPU, NODE, stored
+from traceml_ray.analysis.samples import XID_LATE_NS, Excerpt, Samples
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.store.nodes import COLUMNS as NODE_COLUMNS
 from traceml_ray.store.nodes import Node, label_nodes, node_key, stream_labels
@@ -33,10 +34,9 @@ from traceml_ray.store.schema import SessionFileError, connect
 from traceml_ray.store.streams import Stream, from_row, shown
 
 _SAMPLE = wire.NodeSample.__struct_fields__
-_PLAIN = ("cpu_pct", "load1", "mem_used_bytes", "mem_total_bytes")
-_GPU = ("util_pct", "mem_used_bytes", "mem_total_bytes", "power_w", "temperature_c", "sm_mhz")
+_NODE, _GPU = stored(NODE), stored(GPU)
 _MOST_SAMPLES = 120
-"""Of a node, that are read to see what was odd there: of a longer time, one in so many seconds."""
+"""Of a node, that are read for its anomalies: of a longer time, one in so many seconds."""
 _LATE_NS = 10_000_000_000
 """By how much a sample may have come earlier or later than those of other nodes."""
 
@@ -209,29 +209,26 @@ class SessionFile:
     ) -> dict[str, dict[str, Sequence[float]]]:
         """
         Return what each node's samples from `first_ns` to `last_ns` measured, by node id and name; values
-        that were not there are left out. Names: `cpu_pct`, `load1`, `mem_used_bytes`, `mem_total_bytes`,
-        `swap_in_bps`, `psi_memory`, `cpu_throttled` (cores), `psi_cpu`, `psi_io`, `disk_bps`, `net_bps`, and
-        for a device `gpu0_util_pct`, `gpu0_mem_used_bytes`, `gpu0_power_w`, ….
+        that were not there are left out. Names are those of the quantities that `analysis.quantities.stored`
+        returns: `cpu_pct`, `mem_used_bytes`, …; of a device `gpu0_util_pct`, `gpu0_power_w`, ….
         """
-        names = (*_PLAIN, *(name for name in NODE if name not in ("mem_used", "load", "cpu_pct")))
         found: dict[str, dict[str, array[float]]] = {}
         last: dict[str, wire.NodeSample] = {}
         for _, node, sample in self._samples("t_ns >= ? AND t_ns <= ?", first_ns, last_ns):
-            columns = found.setdefault(node, {name: array("d") for name in names})
-            named: dict[str, float | None] = dict(zip(NODE, node_values(sample, last.get(node)), strict=True))
-            named.update((name, getattr(sample, name)) for name in _PLAIN)
+            columns, before = found.setdefault(node, {}), last.get(node)
+            seconds = (sample.t_ns - before.t_ns) / 1e9 if before else 0.0
+            values = {each.name: each.value(sample, before, seconds) for each in _NODE}
             for gpu in sample.gpus or ():
-                named.update((f"gpu{gpu.index}_{name}", getattr(gpu, name)) for name in _GPU)
-            for name, value in named.items():
-                if name not in ("mem_used", "load"):
-                    column = columns.setdefault(name, array("d"))
-                    if value is not None and math.isfinite(value):
-                        column.append(value)
+                values |= {f"gpu{gpu.index}_{each.name}": each.value(gpu) for each in _GPU}
+            for name, value in values.items():
+                column = columns.setdefault(name, array("d"))
+                if math.isfinite(value):
+                    column.append(value)
             last[node] = sample
         return {node: dict(columns) for node, columns in found.items()}
 
-    def machines(self, nodes: Sequence[str], first_ns: int, last_ns: int) -> dict[str, Part]:
-        """Return what was sampled on `nodes` from `first_ns` to `last_ns`, see `analysis.machine.Between`."""
+    def machines(self, nodes: Sequence[str], first_ns: int, last_ns: int) -> dict[str, Excerpt]:
+        """Return what was sampled on `nodes` from `first_ns` to `last_ns`, see `analysis.samples.Between`."""
         low = self._first_sample(first_ns - _LATE_NS)
         high = self._first_sample(last_ns + _LATE_NS)
         every = max(1, int((last_ns - first_ns) / 1e9 / _MOST_SAMPLES))

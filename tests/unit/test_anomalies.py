@@ -1,4 +1,4 @@
-"""What else is odd on a machine: every kind of it, nothing of noise, and beside the verdict end to end."""
+"""Anomalies of a node: every kind of them, none in noise, and as evidence with the verdict end to end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from sessions import SECOND, Clock, Rank, Relay, aggregation, ask
 from snapshot import Snapshot
 
 from traceml_ray import wire
-from traceml_ray.analysis.machine import GPU, NODE, Machine, Oddity, Samples, oddities, span
+from traceml_ray.analysis.anomalies import Anomaly, Machine, anomalies
+from traceml_ray.analysis.quantities import GPU_LIMITED, NODE_LIMITED
+from traceml_ray.analysis.samples import Samples
+from traceml_ray.analysis.step_times import span
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.node_sampler import xid_events
@@ -27,6 +30,7 @@ from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import Stream
 
 GIB = 1 << 30
+NODE, GPU = ([each.name for each in table] for table in (NODE_LIMITED, GPU_LIMITED))
 ALL = (0, 1 << 62)
 Process = wire.GpuProcess
 
@@ -48,11 +52,11 @@ def sample(second: float, gpus: list[wire.GpuSample] | None = None, **fields: An
         "net_tx_bytes": 1e6, "swap_in_bytes": 0, "psi_cpu": 0.05, "psi_memory": 0.0, "psi_io": 0.02,
         "cpu_throttled_ns": 0,
     }  # fmt: skip
-    told = {**normal, **fields}
+    values = {**normal, **fields}
     for name in ("disk_read_bytes", "disk_write_bytes", "net_rx_bytes", "net_tx_bytes", "swap_in_bytes"):
-        told[name] = int(told[name] * second)
-    told["cpu_throttled_ns"] = int(told["cpu_throttled_ns"] * second)
-    return wire.NodeSample(t_ns=int(second * SECOND), gpus=gpus, **told)
+        values[name] = int(values[name] * second)
+    values["cpu_throttled_ns"] = int(values["cpu_throttled_ns"] * second)
+    return wire.NodeSample(t_ns=int(second * SECOND), gpus=gpus, **values)
 
 
 def machine(
@@ -73,11 +77,11 @@ def machine(
     return Machine(name, during.between(*ALL), earlier.between(*ALL), ranks or {}, frozenset(named))
 
 
-def told(found: tuple[Oddity, ...]) -> list[tuple[str, str, int | None]]:
-    return [(odd.kind, odd.node, odd.device) for odd in found]
+def kinds(found: tuple[Anomaly, ...]) -> list[tuple[str, str, int | None]]:
+    return [(anomaly.kind, anomaly.node, anomaly.device) for anomaly in found]
 
 
-NODE_ODDITIES = [
+NODE_ANOMALIES = [
     ({"mem_used_bytes": 98 * GIB}, "mem_used"),
     ({"swap_in_bytes": 30e6}, "swap_in_bps"),
     ({"psi_memory": 0.4}, "psi_memory"),
@@ -90,37 +94,37 @@ NODE_ODDITIES = [
     ({"net_rx_bytes": 900e6}, "net_bps"),
 ]
 each_node_kind = pytest.mark.parametrize(
-    ("fields", "kind"), NODE_ODDITIES, ids=[kind for _, kind in NODE_ODDITIES]
+    ("fields", "kind"), NODE_ANOMALIES, ids=[kind for _, kind in NODE_ANOMALIES]
 )
 
 
-def test_every_column_of_a_node_is_looked_at() -> None:
-    assert [kind for _, kind in NODE_ODDITIES] == list(NODE)
+def test_table_of_a_node_is_examined_whole() -> None:
+    assert [kind for _, kind in NODE_ANOMALIES] == [each.name for each in NODE_LIMITED]
 
 
 @each_node_kind
-def test_what_the_other_nodes_do_not_have_is_odd(
+def test_anomaly_of_a_node_is_what_the_other_nodes_do_not_have(
     fields: dict[str, Any], kind: str, snapshot: Snapshot
 ) -> None:
-    found = oddities([machine("a", named=(0,), **fields), machine("b"), machine("c")])
-    assert told(found) == [(kind, "a", None)]
+    found = anomalies([machine("a", named=(0,), **fields), machine("b"), machine("c")])
+    assert kinds(found) == [(kind, "a", None)]
     snapshot("evidence", found[0].text)
     assert (found[0].usual is None) == (kind == "mem_used")
 
 
 @each_node_kind
-def test_a_single_node_is_compared_with_itself_before(fields: dict[str, Any], kind: str) -> None:
-    assert told(oddities([machine("a", named=(0,), before={}, **fields)])) == [(kind, "a", None)]
-    always = oddities([machine("a", named=(0,), before=dict(fields), **fields)])
-    assert told(always) == ([(kind, "a", None)] if kind == "mem_used" else [])
+def test_single_node_is_compared_with_itself_before(fields: dict[str, Any], kind: str) -> None:
+    assert kinds(anomalies([machine("a", named=(0,), before={}, **fields)])) == [(kind, "a", None)]
+    always = anomalies([machine("a", named=(0,), before=dict(fields), **fields)])
+    assert kinds(always) == ([(kind, "a", None)] if kind == "mem_used" else [])
 
 
 @each_node_kind
-def test_what_is_so_on_all_nodes_is_not_odd_of_one(fields: dict[str, Any], kind: str) -> None:
+def test_value_equally_high_on_a_peer_is_no_anomaly(fields: dict[str, Any], kind: str) -> None:
     everywhere = [machine("a", named=(0,), before={}, **fields), machine("b", **fields), machine("c")]
     if kind != "mem_used":
-        assert not oddities(everywhere[:2])
-        assert not oddities(everywhere)  # one of two peers is enough: it is not this node's own
+        assert not anomalies(everywhere[:2])
+        assert not anomalies(everywhere)  # one of two peers is enough: it is not this node's own
 
 
 @pytest.mark.parametrize(
@@ -131,27 +135,27 @@ def test_what_is_so_on_all_nodes_is_not_odd_of_one(fields: dict[str, Any], kind:
         {"psi_io": 0.15, "disk_read_bytes": 30e6, "net_tx_bytes": 40e6},
     ],
 )
-def test_a_little_more_than_the_others_is_not_odd(fields: dict[str, Any]) -> None:
+def test_value_a_little_above_the_peers_is_no_anomaly(fields: dict[str, Any]) -> None:
     warm = gpu(0, power_w=600.0, sm_mhz=1850.0)
-    assert not oddities([machine("a", [warm], named=(0,), **fields), machine("b", [gpu(0)])])
+    assert not anomalies([machine("a", [warm], named=(0,), **fields), machine("b", [gpu(0)])])
 
 
-def test_near_its_limit_and_hardly_above_the_others_is_not_odd() -> None:
+def test_value_near_its_limit_and_hardly_above_the_peers_is_no_anomaly() -> None:
     high = {"cpu_pct": 80.0, "psi_cpu": 0.3, "load1": 14.0, "psi_io": 0.3, "net_rx_bytes": 400e6}
     more = {"cpu_pct": 95.0, "psi_cpu": 0.45, "load1": 17.0, "psi_io": 0.4, "net_rx_bytes": 900e6}
     devices = [gpu(0, power_w=650.0, sm_mhz=1700.0)], [gpu(0, power_w=690.0, sm_mhz=1600.0)]
-    assert not oddities([machine("a", devices[1], named=(0,), **more), machine("b", devices[0], **high)])
+    assert not anomalies([machine("a", devices[1], named=(0,), **more), machine("b", devices[0], **high)])
 
 
 def test_when_all_are_slow_every_node_is_compared_with_itself_before(snapshot: Snapshot) -> None:
     rose = [machine(name, before={}, cpu_pct=97.0 + at) for at, name in enumerate("abc")]
-    (odd,) = oddities(rose, everyone=True)
-    assert (odd.node, odd.kind) == ("c", "cpu_pct")
-    snapshot("evidence", odd.text)
-    assert not oddities([machine("a", before={}), machine("b", before={})], everyone=True)
+    (anomaly,) = anomalies(rose, all_nodes=True)
+    assert (anomaly.node, anomaly.kind) == ("c", "cpu_pct")
+    snapshot("evidence", anomaly.text)
+    assert not anomalies([machine("a", before={}), machine("b", before={})], all_nodes=True)
 
 
-GPU_ODDITIES: list[tuple[dict[str, Any], str]] = [
+GPU_ANOMALIES: list[tuple[dict[str, Any], str]] = [
     ({"throttle": ["sw_thermal_slowdown"]}, "thermal"),
     ({"throttle": ["hw_slowdown"]}, "slowdown"),
     ({"throttle": ["sw_power_cap"]}, "power_cap"),
@@ -159,92 +163,92 @@ GPU_ODDITIES: list[tuple[dict[str, Any], str]] = [
     ({"sm_mhz": 1200.0}, "clock_lack"),
 ]
 each_gpu_kind = pytest.mark.parametrize(
-    ("fields", "kind"), GPU_ODDITIES, ids=[kind for _, kind in GPU_ODDITIES]
+    ("fields", "kind"), GPU_ANOMALIES, ids=[kind for _, kind in GPU_ANOMALIES]
 )
 
 
-def test_every_column_of_a_device_is_looked_at() -> None:
-    assert [kind for _, kind in GPU_ODDITIES] == list(GPU)
+def test_table_of_a_device_is_examined_whole() -> None:
+    assert [kind for _, kind in GPU_ANOMALIES] == [each.name for each in GPU_LIMITED]
 
 
 @each_gpu_kind
-def test_a_device_that_is_not_like_its_peers_is_odd(
+def test_anomaly_of_a_device_is_what_its_peers_do_not_have(
     fields: dict[str, Any], kind: str, snapshot: Snapshot
 ) -> None:
-    found = oddities([machine("a", [gpu(0), gpu(1, **fields)], named=(0,)), machine("b", [gpu(0), gpu(1)])])
-    assert told(found) == [(kind, "a", 1)]
+    found = anomalies([machine("a", [gpu(0), gpu(1, **fields)], named=(0,)), machine("b", [gpu(0), gpu(1)])])
+    assert kinds(found) == [(kind, "a", 1)]
     snapshot("evidence", found[0].text)
     alike = [machine(name, [gpu(i, **fields) for i in range(2)], named=(0,) * (name == "a")) for name in "ab"]
-    assert {odd.kind for odd in oddities(alike)} <= {"thermal", "slowdown"}  # odd of themselves
+    assert {anomaly.kind for anomaly in anomalies(alike)} <= {"thermal", "slowdown"}  # anomaly of themselves
 
 
-def test_only_devices_of_the_named_rank_are_told_where_they_are_known(snapshot: Snapshot) -> None:
+def test_devices_of_the_named_rank_alone_are_examined_where_they_are_known(snapshot: Snapshot) -> None:
     def node(hot: int) -> list[wire.GpuSample]:
         """Rank r (pid 70 + r) computes on device 1 - r: CUDA_VISIBLE_DEVICES turned them round."""
         reasons = [["hw_thermal_slowdown"] if index == hot else [] for index in (0, 1)]
         return [gpu(i, throttle=reasons[i], processes=[Process(71 - i, GIB, "python", [9])]) for i in (0, 1)]
 
     ranks: dict[int, int | None] = {70: 0, 71: 1}
-    (odd,) = oddities([machine("a", node(hot=0), named=(1,), ranks=ranks)])
-    assert (odd.kind, odd.device) == ("thermal", 0)
-    snapshot("evidence", odd.text)
-    assert not oddities([machine("a", node(hot=1), named=(1,), ranks=ranks)])
+    (anomaly,) = anomalies([machine("a", node(hot=0), named=(1,), ranks=ranks)])
+    assert (anomaly.kind, anomaly.device) == ("thermal", 0)
+    snapshot("evidence", anomaly.text)
+    assert not anomalies([machine("a", node(hot=1), named=(1,), ranks=ranks)])
 
 
-def test_the_clock_of_an_idle_device_says_nothing() -> None:
+def test_clock_of_an_idle_device_is_no_anomaly() -> None:
     for idle in ({"throttle": ["gpu_idle"]}, {"util_pct": 1.0}):
         slow = gpu(0, sm_mhz=345.0, **idle)
-        assert not oddities([machine("a", [slow], named=(0,)), machine("b", [gpu(0)])])
+        assert not anomalies([machine("a", [slow], named=(0,)), machine("b", [gpu(0)])])
 
 
-def test_a_process_on_the_device_that_is_no_rank_s_is_told(snapshot: Snapshot) -> None:
+def test_process_of_no_rank_on_the_device_is_an_anomaly(snapshot: Snapshot) -> None:
     own = Process(70, GIB, "python", [9, 1])
     worker = Process(75, GIB, "python", [70, 9, 1])
-    stranger = Process(500, 12 * GIB, "serve", [499, 1])
+    foreign = Process(500, 12 * GIB, "serve", [499, 1])
     ranks: dict[int, int | None] = {70: 0, 71: None}  # 71: of another run of the session
 
     def node(name: str, *processes: Process, **other: Any) -> Machine:
         return machine(name, [gpu(0, processes=list(processes))], named=(0,), **{"ranks": ranks, **other})
 
-    (odd,) = oddities([node("a", own, worker, stranger)])
-    snapshot("evidence", odd.text)
-    assert (odd.kind, odd.device, odd.value) == ("foreign_process", 0, 12 * GIB)
-    assert not oddities([node("a", own, worker, Process(71, GIB))])
-    assert not oddities([node("a", stranger)]), "no rank is seen: pids may be of another namespace"
+    (anomaly,) = anomalies([node("a", own, worker, foreign)])
+    snapshot("evidence", anomaly.text)
+    assert (anomaly.kind, anomaly.device, anomaly.value) == ("foreign_process", 0, 12 * GIB)
+    assert not anomalies([node("a", own, worker, Process(71, GIB))])
+    assert not anomalies([node("a", foreign)]), "no rank is seen: pids may be of another namespace"
     monitors = machine("b", [gpu(0, processes=[Process(80, GIB), Process(81, 1, "serve")])], ranks={80: 2})
-    assert not oddities([node("a", own, stranger), monitors]), "it is on the other devices, too"
+    assert not anomalies([node("a", own, foreign), monitors]), "it is on the other devices, too"
 
 
-def test_a_stranger_must_stay() -> None:
+def test_process_of_no_rank_must_stay() -> None:
     samples = Samples()
     for second in range(20):
         there = [Process(500, GIB, "serve")] if second < 8 else []
         samples.add(sample(second, [gpu(0, processes=[Process(70, GIB), *there])]))
     passing = Machine("a", samples.between(*ALL), None, {70: 0}, frozenset({0}))
-    assert not oddities([passing])
+    assert not anomalies([passing])
 
 
-def test_what_is_not_known_is_not_odd() -> None:
+def test_unknown_value_is_no_anomaly() -> None:
     samples, empty = Samples(), Samples()
     for second in range(20):
         samples.add(wire.NodeSample(second * SECOND, *[None] * 9, [wire.GpuSample(0, *[None] * 4)]))
     empty.add(wire.NodeSample(0, *[None] * 9))
     for found in (samples, empty):
         part = found.between(*ALL)
-        assert not oddities([Machine("a", part, part, {}, frozenset({0})), machine("b", [gpu(0)])])
+        assert not anomalies([Machine("a", part, part, {}, frozenset({0})), machine("b", [gpu(0)])])
     few = machine("a", named=(0,), seconds=7, cpu_pct=99.0)
-    assert not oddities([few, machine("b")])
+    assert not anomalies([few, machine("b")])
 
 
-def test_it_takes_most_of_the_samples() -> None:
+def test_anomaly_is_in_most_of_the_samples() -> None:
     def busy(share: float) -> Machine:
         samples = Samples()
         for second in range(1, 21):
             samples.add(sample(second, cpu_pct=98.0 if second <= 20 * share else 40.0))
         return Machine("a", samples.between(*ALL), None, {}, frozenset({0}))
 
-    assert not oddities([busy(0.5), machine("b")])
-    assert told(oddities([busy(0.75), machine("b")])) == [("cpu_pct", "a", None)]
+    assert not anomalies([busy(0.5), machine("b")])
+    assert kinds(anomalies([busy(0.75), machine("b")])) == [("cpu_pct", "a", None)]
 
 
 NOISES: dict[str, Callable[[np.random.Generator, float], float]] = {
@@ -262,9 +266,9 @@ NOISES: dict[str, Callable[[np.random.Generator, float], float]] = {
     noise=st.sampled_from(sorted(NOISES)),
     level=st.floats(0, 0.9),
     nodes=st.integers(1, 5),
-    everyone=st.booleans(),
+    all_nodes=st.booleans(),
 )
-def test_noise_is_never_odd(seed: int, noise: str, level: float, nodes: int, everyone: bool) -> None:
+def test_noise_is_no_anomaly(seed: int, noise: str, level: float, nodes: int, all_nodes: bool) -> None:
     """Every value of every node drawn alike, from calm to wild, now and before."""
     rng = np.random.default_rng(seed)
 
@@ -291,9 +295,9 @@ def test_noise_is_never_odd(seed: int, noise: str, level: float, nodes: int, eve
             samples.add(wire.NodeSample(**values))
         return samples.between(*ALL)
 
-    named = frozenset() if everyone else frozenset({0})
+    named = frozenset() if all_nodes else frozenset({0})
     drawn = [Machine(str(at), noisy(), noisy(), {}, named if at == 0 else frozenset()) for at in range(nodes)]
-    assert oddities(drawn, everyone=everyone) == ()
+    assert anomalies(drawn, all_nodes=all_nodes) == ()
 
 
 def test_samples_are_bounded_and_go_back_to_the_beginning() -> None:
@@ -305,7 +309,7 @@ def test_samples_are_bounded_and_go_back_to_the_beginning() -> None:
     assert recent.node[:, NODE.index("cpu_pct")].tolist() == pytest.approx(
         [s / 50 for s in range(4970, 5000)]
     )
-    assert recent.gpus.shape == (30, 1, len(GPU))
+    assert recent.gpus.shape == (30, 1, len(GPU_LIMITED))
     assert every.node[0, NODE.index("cpu_pct")] == 0.0
     assert [devices[0][0].pid for devices in recent.processes] == list(range(4970, 5000))
 
@@ -400,26 +404,26 @@ def test_a_straggler_on_a_device_that_throttles_says_so_and_its_healthy_peer_doe
 
     assert (live["label"], live["rank"]) == ("straggler", 3)
     expected = ["CPU 98 % busy (other nodes 40 %)", "GPU 1 (rank 3): throttles: too hot"]
-    expected.append("GPU 1 (rank 3): SM clock 44 % below its highest (its peers 2 %)")
-    assert [odd["text"] for odd in live["machine"]] == expected
-    assert {odd["node"] for odd in live["machine"]} == {"host-1"}
+    expected.append("GPU 1 (rank 3): SM clock 44 % below its highest (its peers 1.5 %)")
+    assert [anomaly["text"] for anomaly in live["machine"]] == expected
+    assert {anomaly["node"] for anomaly in live["machine"]} == {"host-1"}
     assert (other["rank"], other["machine"]) == (0, [])
 
     spans = {span["rank"]: span for span in summary["verdicts"] if span["label"] == "straggler"}
-    assert [odd["text"] for odd in spans[3]["machine"]] == expected
+    assert [anomaly["text"] for anomaly in spans[3]["machine"]] == expected
     assert spans[0]["machine"] == []
     healthy = [span["machine"] for span in summary["verdicts"] if span["label"] == "healthy"]
     assert healthy == [None] * len(healthy)
 
 
-def test_the_report_tells_it_beside_the_verdict(tmp_path: Path) -> None:
+def test_report_has_the_evidence_with_the_verdict(tmp_path: Path) -> None:
     run = Played(tmp_path)
     run.play(4, late=None, hot=None)
     run.play(26, late=3, hot=3)
     run.aggregator.finish(wire.Finish(wire.VERSION, 0))
     run.aggregator.close()
     summary = json.loads((tmp_path / "summary.json").read_bytes())
-    assert [odd["kind"] for odd in summary["verdict"]["machine"]] == ["thermal", "clock_lack"]
+    assert [anomaly["kind"] for anomaly in summary["verdict"]["machine"]] == ["thermal", "clock_lack"]
     text = (tmp_path / "report.txt").read_text()
     assert max(map(len, text.splitlines())) <= WIDTH
     at = text.index("at the same time on host-1: GPU 1 (rank 3): throttles: too hot; GPU 1")
@@ -438,7 +442,7 @@ def test_what_a_node_did_before_training_is_not_what_is_usual(tmp_path: Path) ->
     stored = json.loads((tmp_path / "summary.json").read_bytes())["verdict"]
     for verdict in (live, stored):
         assert (verdict["label"], verdict["rank"]) == ("straggler", 1)
-        assert [odd["kind"] for odd in verdict["machine"]] == ["thermal", "clock_lack"]
+        assert [anomaly["kind"] for anomaly in verdict["machine"]] == ["thermal", "clock_lack"]
 
 
 def test_without_training_before_it_nothing_is_known_of_a_single_node(tmp_path: Path) -> None:
@@ -462,7 +466,7 @@ def test_a_single_node_in_training_is_compared_with_its_training_before(tmp_path
     spans = json.loads((tmp_path / "summary.json").read_bytes())["verdicts"]
     (late,) = (span for span in spans if span["label"] == "straggler")
     for verdict in (live, late):
-        found = {odd["kind"]: odd["text"] for odd in verdict["machine"]}
+        found = {anomaly["kind"]: anomaly["text"] for anomaly in verdict["machine"]}
         assert found["net_bps"] == "network 601 MB/s (before 2 MB/s)"
         assert found["cpu_pct"] == "CPU 98 % busy (before 40 %)"
 
@@ -480,10 +484,10 @@ def test_a_death_is_looked_at_from_a_minute_before_it_and_only_once(tmp_path: Pa
     stored = json.loads((tmp_path / "summary.json").read_bytes())["verdict"]
     for verdict in (first, later, stored):
         assert (verdict["label"], verdict["rank"]) == ("rank_lost", 3)
-        assert [odd["kind"] for odd in verdict["machine"]] == ["mem_used", "thermal", "clock_lack"]
+        assert [anomaly["kind"] for anomaly in verdict["machine"]] == ["mem_used", "thermal", "clock_lack"]
 
 
-def test_a_critical_error_is_told_even_of_a_short_time(tmp_path: Path) -> None:
+def test_critical_error_is_evidence_even_of_a_short_time(tmp_path: Path) -> None:
     run = Played(tmp_path)
     run.play(12, late=None, hot=None)
     run.xid = {2: 94, 1: 31}  # of the device beside the late one; and on another node
@@ -494,9 +498,14 @@ def test_a_critical_error_is_told_even_of_a_short_time(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "summary.json").read_bytes())
     (late,) = (span for span in summary["verdicts"] if span["label"] == "straggler")
     for verdict in (live, late):
-        (odd,) = verdict["machine"]
-        assert (odd["kind"], odd["node"], odd["device"], odd["value"]) == ("xid", "host-1", 0, 94)
-        assert odd["text"] == "GPU 0 (rank 2): XID 94: contained memory error"
+        (anomaly,) = verdict["machine"]
+        assert (anomaly["kind"], anomaly["node"], anomaly["device"], anomaly["value"]) == (
+            "xid",
+            "host-1",
+            0,
+            94,
+        )
+        assert anomaly["text"] == "GPU 0 (rank 2): XID 94: contained memory error"
     report = (tmp_path / "report.txt").read_text()
     assert re.search(r"xid +host-1 +GPU 0: XID 94: contained memory error", report)
     assert re.search(r"xid +host-0 +GPU 1: XID 31: GPU memory page fault", report)
@@ -510,7 +519,7 @@ def test_the_error_that_killed_a_process_is_in_the_sample_after_it(tmp_path: Pat
     run.aggregator.ingest(run.relays[1].message(lost=[run.ranks[3].stream]))
     run.aggregator.finish(wire.Finish(wire.VERSION, 1))
     verdict = json.loads((tmp_path / "summary.json").read_bytes())["verdict"]
-    assert [odd["text"] for odd in verdict["machine"]] == [
+    assert [anomaly["text"] for anomaly in verdict["machine"]] == [
         "GPU 1 (rank 3): XID 79: the GPU has fallen off the bus"
     ]
 
@@ -542,7 +551,7 @@ def test_an_older_session_file_has_no_such_evidence_and_is_read(tmp_path: Path) 
         begin = BASE_S * SECOND + 10 * SECOND
         assert len(session.node_columns(begin, begin + 4 * SECOND)["node-1"]["cpu_pct"]) == 5
         part = session.machines(["node-1"], begin, begin + 4 * SECOND)["node-1"]
-        assert part.node.shape == (5, len(NODE))
+        assert part.node.shape == (5, len(NODE_LIMITED))
         assert part.gpus[:, 1, GPU.index("thermal")].tolist() == [1.0] * 5
 
 
@@ -561,4 +570,4 @@ def test_of_a_long_time_some_samples_are_read(tmp_path: Path) -> None:
         assert 90 <= len(part.node) <= 130
         assert np.nanmedian(part.node[:, NODE.index("disk_bps")]) == pytest.approx(2e6, rel=0.01)
         assert part.xids == [(0, 79)]  # whatever else is left out
-        assert session.machines(["node-0", "gone"], 0, 9)["gone"].node.shape == (0, len(NODE))
+        assert session.machines(["node-0", "gone"], 0, 9)["gone"].node.shape == (0, len(NODE_LIMITED))

@@ -1,0 +1,251 @@
+"""
+Anomalies of a node while a verdict names it: evidence with the verdict, never its cause.
+
+What is measured there is compared with the run's other nodes (or devices) at the same time; where there
+are none, or where all ranks are slow together, with the same node before. A value equally high on peers,
+or earlier on the same node, is not an anomaly. Only a device that throttles or has critical errors, and
+memory that runs out, are anomalies whatever is usual.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from traceml_ray import text
+from traceml_ray.analysis.quantities import GPU_LIMITED, NODE_LIMITED, Quantity
+from traceml_ray.analysis.samples import Excerpt, Float
+from traceml_ray.analysis.thresholds import MACHINE
+from traceml_ray.analysis.xid import meaning
+from traceml_ray.wire import GpuProcess
+
+_MOST = 8
+_NO_NODE: Float = np.empty((0, len(NODE_LIMITED)), np.float32)
+_NO_GPU: Float = np.empty((0, len(GPU_LIMITED)), np.float32)
+
+
+class Anomaly(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    A quantity of a node, or of one device of it, that is not as elsewhere or as before.
+
+    `kind` is the quantity (`analysis.quantities`), `foreign_process` (bytes) or `xid` (its number). `value`
+    is the median of the samples, `usual` that of what they were compared with (None: with nothing).
+    """
+
+    kind: str
+    node: str
+    device: int | None = None
+    value: float | None = None
+    usual: float | None = None
+    text: str
+
+
+class Machine(NamedTuple):
+    """
+    A node of the run. `ranks` are those of the session there by pid (None: of another run), `named`
+    those of them that the verdict names. `before` may be None where it is not needed.
+    """
+
+    name: str
+    during: Excerpt
+    before: Excerpt | None
+    ranks: Mapping[int, int | None]
+    named: frozenset[int]
+
+
+def anomalies(machines: Sequence[Machine], *, all_nodes: bool = False) -> tuple[Anomaly, ...]:
+    """
+    Return the anomalies of the machines on which ranks are named, or of all of them (`all_nodes`), the
+    gravest first, at most eight. Those on which no rank is named are what they are compared with.
+
+    An anomaly is in most of the samples, of which there are eight at least; a critical error counts at once.
+    """
+    examined = [machine for machine in machines if all_nodes or machine.named]
+    others = [] if all_nodes else [machine for machine in machines if not machine.named]
+    peers = np.concatenate([_NO_NODE, *(other.during.node for other in others)])
+    found = [anomaly for machine in examined for anomaly in _critical(machine)]
+    for machine in examined:
+        before = machine.before.node if machine.before else _NO_NODE
+        usual, where = (peers, "other nodes") if len(peers) >= MACHINE.samples else (before, "before")
+        for each, value, normal, sentence in _deviations(machine.during.node, usual, where, NODE_LIMITED):
+            found.append(_anomaly(machine, each.name, value, sentence, usual=normal))
+        found += _on_devices(machine, others, all_nodes=all_nodes)
+    return tuple(_merged(found) if all_nodes else found)[:_MOST]
+
+
+def _anomaly(
+    machine: Machine,
+    kind: str,
+    value: float | None,
+    sentence: str,
+    device: int | None = None,
+    rank: int | None = None,
+    usual: float | None = None,
+) -> Anomaly:
+    where = "" if device is None else f"GPU {device}{'' if rank is None else f' (rank {rank})'}: "
+    return Anomaly(
+        kind=kind, node=machine.name, device=device, value=value, usual=usual, text=where + sentence
+    )
+
+
+def _critical(machine: Machine) -> list[Anomaly]:
+    """Return the critical errors of any device of the node, the last ones first, each number once."""
+    owners = _owners(machine)
+    return [
+        _anomaly(machine, "xid", xid, meaning(xid), device, owners.get(device))
+        for device, xid in dict.fromkeys(reversed(machine.during.xids))
+    ]
+
+
+def _on_devices(machine: Machine, others: Sequence[Machine], *, all_nodes: bool) -> list[Anomaly]:
+    """Examine the devices of the named ranks; where those are not known, every device of the node."""
+    now, before, owners = machine.during, machine.before, _owners(machine)
+    named = {device: rank for device, rank in owners.items() if all_nodes or rank in machine.named}
+    named = named or dict.fromkeys(now.devices)
+    elsewhere = [_of_ranks(other) for other in others]
+    same_before = before is not None and before.devices == now.devices
+    found: list[Anomaly] = []
+    for at, device in enumerate(now.devices):
+        if device not in named:
+            continue
+        # Peers on the same node: devices of the run that are not named themselves.
+        peers = [
+            i
+            for i, other in enumerate(now.devices)
+            if (other in owners and other not in named if owners else other != device)
+        ]
+        usual = np.concatenate([now.gpus[:, peers].reshape(-1, len(GPU_LIMITED)), *elsewhere])
+        where = "its peers"
+        if all_nodes or len(usual) < MACHINE.samples:
+            usual, where = (before.gpus[:, at] if before is not None and same_before else _NO_GPU), "before"
+        for each, value, normal, sentence in _deviations(now.gpus[:, at], usual, where, GPU_LIMITED):
+            found.append(_anomaly(machine, each.name, value, sentence, device, named[device], normal))
+    return found + _foreign(machine, others, named)
+
+
+def _owners(machine: Machine) -> dict[int, int | None]:
+    """Return the rank that computes on each device, of those of the session; a device may have several."""
+    owners: dict[int, int | None] = {}
+    for devices in machine.during.processes[-2:]:
+        for device, processes in devices.items():
+            for process in processes:
+                own = _own(process, machine.ranks)
+                if own is None:
+                    continue
+                rank = machine.ranks[own]
+                if owners.get(device) is None or rank in machine.named:
+                    owners[device] = rank
+    return owners
+
+
+def _own(process: GpuProcess, ranks: Mapping[int, int | None]) -> int | None:
+    """Return the pid of the rank that a process is, or descends from."""
+    return next((pid for pid in (process.pid, *process.parents) if pid in ranks), None)
+
+
+def _of_ranks(machine: Machine) -> Float:
+    """Return what was measured on the devices (n, GPU_LIMITED) that ranks are known to use, else on all."""
+    owners, now = _owners(machine), machine.during
+    used = [at for at, device in enumerate(now.devices) if not owners or device in owners]
+    found: Float = now.gpus[:, used].reshape(-1, len(GPU_LIMITED))
+    return found
+
+
+def _deviations(
+    values: Float, usual: Float, where: str, table: Sequence[Quantity]
+) -> Iterator[tuple[Quantity, float, float | None, str]]:
+    """
+    Yield the quantities of `table` that are anomalous in `values` (n, table) against `usual` (m, table), of
+    each group one: with the value, what is usual, and a sentence with what `where` has.
+    """
+    groups = set()
+    for column, each in enumerate(table):
+        level = _level(values[:, column], usual[:, column], each)
+        if each.limit is None or level is None or each.limit.group in groups:
+            continue
+        groups.add(each.limit.group)
+        value, normal = level
+        write = each.unit.written or (lambda _: "not")
+        against = "" if normal is None else f" ({where} {write(normal)})"
+        yield each, value, normal, each.limit.text.format(write(value)) + against
+
+
+def _level(values: Float, usual: Float, quantity: Quantity) -> tuple[float, float | None] | None:
+    """Return (median, what is usual) of values that are anomalous in most samples."""
+    limit = quantity.limit
+    values, usual = values[~np.isnan(values)], usual[~np.isnan(usual)]
+    if limit is None or len(values) < MACHINE.samples:
+        return None
+    least, high, normal = limit.least, -np.inf, None
+    if limit.more is not None:
+        if len(usual) < MACHINE.samples:
+            return None
+        # "higher": of two kinds of peers the higher one is usual, not a value between that no one has.
+        normal, high = np.quantile(usual, [0.5, MACHINE.usual_quantile], method="higher").tolist()
+        least = max(least, normal + limit.more, normal * limit.times)
+    above = (values >= least) & (values > high)
+    return (float(np.median(values)), normal) if above.mean() >= MACHINE.often else None
+
+
+def _foreign(machine: Machine, others: Sequence[Machine], named: Mapping[int, int | None]) -> list[Anomaly]:
+    """
+    Return the processes on the devices that are no rank's of the session. Not those of a name that
+    computes on most of the other devices too (a monitor).
+    """
+    elsewhere: Counter[str | None] = Counter()
+    count = 0
+    for other in (machine, *others):
+        for device, found in _foreign_processes(other).items():
+            if other is not machine or device not in named:
+                count += 1
+                elsewhere.update({process.name for process in found})
+    return [
+        _anomaly(machine, "foreign_process", process.mem_bytes, _foreign_text(process), device, named[device])
+        for device, found in sorted(_foreign_processes(machine).items())
+        for process in found
+        if device in named and 2 * elsewhere[process.name] <= count
+    ]
+
+
+def _foreign_processes(machine: Machine) -> dict[int, list[GpuProcess]]:
+    """
+    Return, for each device, the processes that are no rank's in most of its samples, as they were last.
+
+    Nothing where no process of a rank is seen on any device: then pids are not the same here and there.
+    """
+    sampled = machine.during.processes
+    if not _owners(machine) or len(sampled) < MACHINE.processes:
+        return {}
+    found: dict[int, list[GpuProcess]] = {}
+    for device in machine.during.devices:
+        seen: Counter[int] = Counter()
+        last: dict[int, GpuProcess] = {}
+        for devices in sampled:
+            last.update({p.pid: p for p in devices.get(device, ()) if _own(p, machine.ranks) is None})
+            seen.update({p.pid for p in devices.get(device, ())} & last.keys())
+        found[device] = [last[pid] for pid in last if seen[pid] >= MACHINE.often * len(sampled)]
+    return found
+
+
+def _foreign_text(process: GpuProcess) -> str:
+    name = f" ({process.name})" if process.name else ""
+    holds = "" if process.mem_bytes is None else f" and holds {text.size(process.mem_bytes)}"
+    return f"process {process.pid}{name} belongs to no rank{holds}"
+
+
+def _merged(found: Sequence[Anomaly]) -> list[Anomaly]:
+    """Return of each kind the highest, with the number of other nodes that have it too."""
+    kinds: dict[str, list[Anomaly]] = {}
+    for anomaly in found:
+        kinds.setdefault(anomaly.kind, []).append(anomaly)
+    merged = []
+    for same in kinds.values():
+        worst = max(same, key=lambda anomaly: anomaly.value or 0.0)
+        more = len({anomaly.node for anomaly in same}) - 1
+        also = f"; also on {text.count(more, 'more node')}" if more else ""
+        merged.append(msgspec.structs.replace(worst, text=worst.text + also))
+    return merged
