@@ -1,24 +1,35 @@
-"""What other programs read: `/health`, and `/metrics` as Prometheus text."""
+"""What other programs read: `/health`, and `/metrics` for Prometheus."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
+from traceml_ray import text
+from traceml_ray.analysis.quantities import GPU, NODE, Quantity
 from traceml_ray.analysis.spread import quantiles
 from traceml_ray.wire import STAGES
 
-from .board import Board
 from .header import state_of
 from .overview import is_over, lately
 
-_MAX_RANKS = 1024
-"""With a series of its own each: beyond, only those of nodes and of the worst rank."""
+if TYPE_CHECKING:
+    from .board import Board
+    from .followed import Run
+
+_MOST = 1024
+"""Ranks, or devices, with a series of their own each: beyond, only nodes and the worst rank have one."""
 _STATES = ("empty", "waiting", "live", "stale", "finished", "stored")
-Family = tuple[str, str, str, Sequence[tuple[Mapping[str, Any], float | None]]]
-"""Name, kind, what it is, and a value for each set of labels."""
+_QUANTILES = ("0.5", "0.95")
+Series = Iterable[tuple[Sequence[object], float | None]]
+"""Values of the labels, and what was measured; what is not known is left out."""
 
 
 def health(board: Board) -> dict[str, Any]:
@@ -29,108 +40,125 @@ def health(board: Board) -> dict[str, Any]:
     }
 
 
-def prometheus(board: Board) -> str:
-    """Return everything as Prometheus text 0.0.4; what is not known is left out."""
+def exposition(board: Board, accept: str = "") -> tuple[bytes, str]:
+    """Return all metrics in the format that the `Accept` header asks for, and its content type."""
     with board.lock:
-        return "".join(_family(*family) for family in _families(board))
+        found = [family for family in _families(board) if family.samples]
+    encode, content_type = choose_encoder(accept)
+    return encode(_Collected(found)), content_type
 
 
-def _families(board: Board) -> Iterable[Family]:
+class _Collected(Collector):
+    """Families as they are: of one board, so in no registry."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _gauge(name: str, about: str, labels: Sequence[str], series: Series, unit: str = "") -> Metric:
+    return _filled(GaugeMetricFamily(f"traceml_{name}", about, labels=labels, unit=unit), series)
+
+
+def _counter(name: str, about: str, labels: Sequence[str], series: Series, unit: str = "") -> Metric:
+    return _filled(CounterMetricFamily(f"traceml_{name}", about, labels=labels, unit=unit), series)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, series: Series) -> Metric:
+    for labels, value in series:
+        if value is not None and value == value:
+            family.add_metric(["" if label is None else str(label) for label in labels], float(value))
+    return family
+
+
+def _families(board: Board) -> Iterator[Metric]:
     state = state_of(board, board.newest)
-    yield "state", "gauge", "1 for the state of the session.", [({"state": s}, s == state) for s in _STATES]
+    yield _gauge("state", "1 for the state of the session.", ["state"], [((s,), s == state) for s in _STATES])
     poll = quantiles(np.array(board.poll_ms or [np.nan]) / 1e3, (0.5, 0.95)).tolist()
-    yield (
-        "dashboard_poll_seconds",
-        "gauge",
-        "Time to bring the board up to date.",
-        [({"quantile": share}, value) for share, value in zip(("0.5", "0.95"), poll, strict=True)],
-    )
-    places = [({"place": place}, count) for place, count in board.errors.items()]
-    yield "dashboard_errors_total", "counter", "Errors of the dashboard, by place.", places
+    about = "Time to bring the board up to date."
+    yield _gauge("dashboard_poll", about, ["quantile"], _by_quantile(poll), "seconds")
+    own, aggregator = board.errors, board.status.get("errors") or {}
+    yield _counter("dashboard_errors", "Errors of the dashboard, by place.", ["place"], _by_key(own))
+    yield _counter("aggregator_errors", "Errors of the aggregator, by place.", ["place"], _by_key(aggregator))
     ledger = board.status.get("ledger") or {}
-    rows = [({"where": name}, ledger[name]) for name in ("produced", "stored") if name in ledger]
-    rows += [({"where": f"dropped_{name}"}, count) for name, count in ledger.get("dropped", {}).items()]
-    yield "rows_total", "counter", "Rows (rank-steps) by what became of them.", rows
-    errors = [({"place": place}, count) for place, count in (board.status.get("errors") or {}).items()]
-    yield "aggregator_errors_total", "counter", "Errors of the aggregator, by place.", errors
-    yield from _of_run(board)
+    rows = {name: ledger[name] for name in ("produced", "stored") if name in ledger}
+    rows |= {f"dropped_{name}": count for name, count in ledger.get("dropped", {}).items()}
+    yield _counter("rows", "Rows (rank-steps), by where they are.", ["where"], _by_key(rows))
+    if board.newest is not None:
+        run = board.view("header")  # the same numbers as on the page
+        yield from _of_run(run, board.newest)
+        yield from _of_steps(run["session"]["run"], board.newest, is_over(board, board.newest))
+        yield from _of_nodes(run["session"]["run"], board.newest)
 
 
-def _of_run(board: Board) -> Iterable[Family]:
-    run = board.view("header")  # what is seen on the page is what is told here
-    followed = board.newest
-    if followed is None:
-        return
-    name = {"run": run["session"]["run"]}
-    verdict = run["verdict"]
+def _by_key(counts: Mapping[str, float]) -> Series:
+    return (((key,), count) for key, count in counts.items())
+
+
+def _by_quantile(values: Iterable[float], *labels: object) -> Series:
+    return (((*labels, name), value) for name, value in zip(_QUANTILES, values, strict=True))
+
+
+def _of_run(run: Mapping[str, Any], followed: Run) -> Iterator[Metric]:
+    name, verdict = run["session"]["run"], run["verdict"]
     if verdict is not None:
-        named = {key: verdict[key] for key in ("label", "stage", "rank", "node")}
-        yield "verdict", "gauge", "1 for the verdict as it stands.", [({**name, **named}, 1)]
+        named = ("label", "stage", "rank", "node")
+        series = [((name, *(verdict[key] for key in named)), 1.0)]
+        yield _gauge("verdict", "1 for the verdict at present.", ["run", *named], series)
         cost = verdict["cost_pct"] if verdict["label"] != "healthy" else 0.0
-        lost = None if cost is None else cost / 100
-        yield "verdict_cost_ratio", "gauge", "What is named costs, as a share of the step.", [(name, lost)]
-    yield (
-        "ranks",
-        "gauge",
-        "Ranks of the run.",
-        [
-            ({**name, "which": "expected"}, followed.world or None),
-            ({**name, "which": "reporting"}, len(followed.reporting())),
-        ],
-    )
-    yield "last_step", "gauge", "The newest step that all ranks reported.", [(name, run["step"])]
-    recent = lately(followed, is_over(board, followed))
+        about = "Cost of what the verdict names, as a share of the step."
+        yield _gauge("verdict_cost", about, ["run"], [((name,), cost and cost / 100)], "ratio")
+    ranks = {"expected": followed.world or None, "reporting": len(followed.reporting())}
+    series_of = [((name, which), count) for which, count in ranks.items()]
+    yield _gauge("ranks", "Ranks of the run.", ["run", "which"], series_of)
+    yield _gauge("last_step", "The newest step that all ranks reported.", ["run"], [((name,), run["step"])])
+
+
+def _of_steps(name: str, followed: Run, over: bool) -> Iterator[Metric]:
+    recent = lately(followed, over)
     if recent is None:
         return
-    times = quantiles(recent.step_ms, (0.5, 0.95)).tolist()
-    yield (
-        "step_seconds",
-        "gauge",
-        "Step time over the newest steps.",
-        [
-            ({**name, "quantile": share}, value / 1e3)
-            for share, value in zip(("0.5", "0.95"), times, strict=True)
-        ],
-    )
-    yield (
-        "exposed_seconds",
-        "gauge",
-        "Mean exposed time of a step, by stage.",
-        [
-            ({**name, "stage": stage}, ms / 1e3)
-            for stage, ms in zip(STAGES, recent.exposed_ms.tolist(), strict=True)
-        ],
-    )
-    nodes = zip(recent.apart.nodes, recent.apart.per_node[:, 0].tolist(), strict=True)
-    yield (
-        "node_busy_seconds",
-        "gauge",
-        "Median busy time of a step, by node.",
-        [({**name, "node": node}, ms / 1e3) for node, ms in nodes],
-    )
-    busy = [*zip(followed.steps.ranks, followed.steps.nodes, recent.per_rank.tolist(), strict=True)]
-    if len(busy) > _MAX_RANKS:
+    times = (quantiles(recent.step_ms, (0.5, 0.95)) / 1e3).tolist()
+    about = "Step time over the newest steps."
+    yield _gauge("step", about, ["run", "quantile"], _by_quantile(times, name), "seconds")
+    exposed = zip(STAGES, (recent.exposed_ms / 1e3).tolist(), strict=True)
+    about = "Mean exposed time of a step, by stage."
+    yield _gauge("exposed", about, ["run", "stage"], (((name, stage), s) for stage, s in exposed), "seconds")
+    nodes = zip(recent.apart.nodes, (recent.apart.per_node[:, 0] / 1e3).tolist(), strict=True)
+    about = "Median busy time of a step, by node."
+    yield _gauge("node_busy", about, ["run", "node"], (((name, node), s) for node, s in nodes), "seconds")
+    ranks = followed.steps.ranks, followed.steps.nodes, (recent.per_rank / 1e3).tolist()
+    busy = [((name, rank, node), s) for rank, node, s in zip(*ranks, strict=True)]
+    if len(busy) > _MOST:
         busy = [busy[int(recent.apart.worst[0])]]
-    yield (
-        "rank_busy_seconds",
-        "gauge",
-        "Median busy time of a step, by rank.",
-        [({**name, "rank": rank, "node": node}, ms / 1e3) for rank, node, ms in busy],
-    )
+    about = "Median busy time of a step, by rank."
+    yield _gauge("rank_busy", about, ["run", "rank", "node"], busy, "seconds")
 
 
-def _family(
-    name: str, kind: str, about: str, series: Sequence[tuple[Mapping[str, Any], float | None]]
-) -> str:
-    known = [(labels, float(value)) for labels, value in series if value is not None and value == value]
-    if not known:
-        return ""
-    lines = [f"# HELP traceml_{name} {about}", f"# TYPE traceml_{name} {kind}"]
-    for labels, value in known:
-        told = ",".join(f'{key}="{_escaped(said)}"' for key, said in labels.items() if said is not None)
-        lines.append(f"traceml_{name}{{{told}}} {value:.10g}" if told else f"traceml_{name} {value:.10g}")
-    return "\n".join(lines) + "\n"
+def _of_nodes(name: str, followed: Run) -> Iterator[Metric]:
+    """Yield the quantities of the newest sample of each node, and of its devices."""
+    samples = [(followed.labels.get(node, node), sample) for node, sample in followed.samples.items()]
+    for each in NODE:
+        yield from _quantity(each, "node", ["run", "node"], [((name, node), s) for node, s in samples])
+    devices = [((name, node, gpu["index"]), gpu) for node, s in samples for gpu in s["gpus"] or ()]
+    for each in GPU if len(devices) <= _MOST else ():
+        if not each.counter:  # counters of devices are not in every sample
+            yield from _quantity(each, "gpu", ["run", "node", "gpu"], devices)
 
 
-def _escaped(value: object) -> str:
-    return str(value).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+def _quantity(
+    quantity: Quantity,
+    of: str,
+    labels: Sequence[str],
+    samples: Iterable[tuple[Sequence[object], Mapping[str, Any]]],
+) -> Iterator[Metric]:
+    if quantity.single:
+        (field,), unit = quantity.fields, quantity.unit
+        known = [(values, sample[field]) for values, sample in samples]
+        series = [(values, None if value is None else value * unit.base) for values, value in known]
+        about = " ".join(filter(None, (quantity.chart, quantity.line))) or text.words(field)
+        family = _counter if quantity.counter else _gauge
+        name = re.sub("_(pct|bytes|ns|w|c|mhz)$", "", field)
+        yield family(f"{of}_{name}", f"{about}, newest sample.", labels, series, unit.metric)

@@ -1,4 +1,4 @@
-"""The WSGI application: the web app behind its guard, and two plain endpoints for machines."""
+"""The WSGI application: the web app behind its guard, and two endpoints for other programs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import dash
 from dash.exceptions import DependencyException
-from flask import Flask, Response, jsonify
+from flask import Flask, Response, jsonify, request
 
 from . import app, metrics
 from .board import Board
@@ -27,12 +27,13 @@ def create_app(board: Board, *, token: str | None, hosts: Sequence[str], poll_s:
     guard = Guard(token, hosts)
     guard.install(server)
     server.add_url_rule("/health", view_func=lambda: jsonify(metrics.health(board)))
-    server.add_url_rule("/metrics", endpoint="metrics", view_func=lambda: _text(metrics.prometheus(board)))
+    server.add_url_rule("/metrics", endpoint="metrics", view_func=lambda: _metrics(board))
     server.register_error_handler(DependencyException, lambda _: ("", 404))  # of a file that is not there
     made = app.build(board, server=server, poll_s=poll_s)
     guard.scripts = made.csp_hashes()
     return made
 
 
-def _text(found: str) -> Response:
-    return Response(found, content_type="text/plain; version=0.0.4; charset=utf-8")
+def _metrics(board: Board) -> Response:
+    body, content_type = metrics.exposition(board, request.headers.get("Accept", ""))
+    return Response(body, content_type=content_type)

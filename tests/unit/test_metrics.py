@@ -1,0 +1,81 @@
+"""`/metrics`, read by Prometheus' own parsers in both of its formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+from played import Played
+from prometheus_client import Metric
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from traceml_ray.dash_app import metrics
+from traceml_ray.dash_app.board import Board
+
+Parse = Callable[[str], Iterable[Metric]]
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Board:
+    played = Played(tmp_path / "demo")
+    board = Board(played.source, clock=played.clock, timer=played.clock.timer)
+    for _ in range(30):
+        played.play()
+        board.poll()
+    return board
+
+
+def values(body: bytes, parse: Parse) -> dict[str, dict[frozenset[str], float]]:
+    """Return the samples by name and values of the labels."""
+    found: dict[str, dict[frozenset[str], float]] = {}
+    for family in parse(body.decode()):
+        assert family.samples and family.documentation, family
+        for sample in family.samples:
+            assert sample.value == sample.value, sample
+            labels = frozenset(sample.labels.values())
+            assert labels not in found.setdefault(sample.name, {}), sample
+            found[sample.name][labels] = sample.value
+    return found
+
+
+def test_metrics_hold_what_is_known(board: Board) -> None:
+    body, content_type = metrics.exposition(board)
+    found = values(body, text_string_to_metric_families)
+    assert content_type == "text/plain; version=0.0.4; charset=utf-8"
+    assert b"# TYPE traceml_rank_busy_seconds gauge\n" in body and b"# EOF" not in body
+    assert found["traceml_verdict"] == {frozenset({"job", "straggler", "data", "5", "host-1"}): 1}
+    assert found["traceml_rows_total"][frozenset({"stored"})] == 8 * 150
+    assert found["traceml_ranks"][frozenset({"job", "reporting"})] == 8
+    assert len(found["traceml_rank_busy_seconds"]) == 8
+
+
+def test_metrics_of_nodes_follow_the_table_of_quantities(board: Board) -> None:
+    found = values(metrics.exposition(board)[0], text_string_to_metric_families)
+    node, device = frozenset({"job", "host-1"}), frozenset({"job", "host-1", "1"})
+    assert found["traceml_node_cpu_ratio"][node] == 0.5
+    assert found["traceml_node_net_rx_bytes_total"][node] > 1 << 27
+    assert found["traceml_gpu_mem_total_bytes"][device] == 140 * (1 << 30)
+    assert found["traceml_gpu_sm_hertz"][device] > 1e9
+    assert found["traceml_node_psi_io_ratio"][node] == 0.02
+
+
+def test_metrics_are_openmetrics_where_that_is_asked_for(board: Board) -> None:
+    body, content_type = metrics.exposition(
+        board, "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
+    )
+    assert content_type.startswith("application/openmetrics-text; version=1.0.0; charset=utf-8")
+    assert body.endswith(b"# EOF\n") and b"# UNIT traceml_step_seconds seconds\n" in body
+    found = values(body, openmetrics.text_string_to_metric_families)
+    assert found == values(metrics.exposition(board)[0], text_string_to_metric_families)
+
+
+def test_metrics_of_a_session_without_ranks(tmp_path: Path) -> None:
+    played = Played(tmp_path / "demo")
+    board = Board(played.source, clock=played.clock, timer=played.clock.timer)
+    assert metrics.health(board) == {"status": "ok", "state": "empty"}
+    found = values(metrics.exposition(board)[0], text_string_to_metric_families)
+    assert found["traceml_state"][frozenset({"empty"})] == 1
+    assert sum(found["traceml_state"].values()) == 1
+    assert not {"traceml_step_seconds", "traceml_node_cpu_ratio", "traceml_verdict"} & found.keys()
