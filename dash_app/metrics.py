@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from prometheus_client import Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -44,7 +43,10 @@ def exposition(board: Board, accept: str = "") -> tuple[bytes, str]:
     """Return all metrics in the format that the `Accept` header asks for, and its content type."""
     with board.lock:
         found = [family for family in _families(board) if family.samples]
-    encode, content_type = choose_encoder(accept)
+    try:
+        encode, content_type = choose_encoder(accept)
+    except (TypeError, ValueError):  # it takes any version for a number
+        encode, content_type = choose_encoder("")
     return encode(_Collected(found)), content_type
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from played import Played
-from prometheus_client import Metric
+from prometheus_client.core import Metric
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -69,6 +69,13 @@ def test_metrics_are_openmetrics_where_that_is_asked_for(board: Board) -> None:
     assert body.endswith(b"# EOF\n") and b"# UNIT traceml_step_seconds seconds\n" in body
     found = values(body, openmetrics.text_string_to_metric_families)
     assert found == values(metrics.exposition(board)[0], text_string_to_metric_families)
+
+
+@pytest.mark.parametrize(
+    "accept", ["application/openmetrics-text; version=x", "text/plain;version=1.y", ",;;="]
+)
+def test_metrics_are_plain_text_for_a_header_that_is_none(board: Board, accept: str) -> None:
+    assert metrics.exposition(board, accept)[1] == "text/plain; version=0.0.4; charset=utf-8"
 
 
 def test_metrics_of_a_session_without_ranks(tmp_path: Path) -> None:
