@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dash import dcc, html
@@ -45,20 +45,20 @@ def legend(entries: Mapping[str, str]) -> list[Any]:
     ]
 
 
-def table(
-    headers: Sequence[str], rows: Sequence[Sequence[Any]], *, empty: str = "Nothing yet.", label: str = ""
-) -> Any:
-    """Return a table; headers that begin with ">" are of numbers. Without rows, `empty`."""
-    if not rows:
-        return html.P(empty, className="empty")
-    right = [header.startswith(">") for header in headers]
-    style = ["num" if number else "" for number in right]
-    head = html.Tr(
-        [html.Th(h.lstrip(">"), className=c, scope="col") for h, c in zip(headers, style, strict=True)]
-    )
-    body = [html.Tr([html.Td(cell, className=c) for cell, c in zip(row, style, strict=True)]) for row in rows]
+Columns = Mapping[str, Callable[[Any], Any]]
+"""Cells by header; a header that begins with `>` is that of a column of numbers."""
+
+
+def table(columns: Columns, items: Iterable[Any], *, empty: str = "Nothing yet.", label: str = "") -> Any:
+    """Return a table with a row for each item. Without any, `empty`."""
+    style = {header: "num" if header.startswith(">") else "" for header in columns}
+    head = html.Tr([html.Th(h.lstrip(">"), className=c, scope="col") for h, c in style.items()])
+    body = [
+        html.Tr([html.Td(cell(item), className=style[header]) for header, cell in columns.items()])
+        for item in items
+    ]
     made = html.Table([html.Thead(head), html.Tbody(body)], **aria(label=label))
-    return html.Div(made, className="scroll", tabIndex=0)
+    return html.Div(made, className="scroll", tabIndex=0) if body else html.P(empty, className="empty")
 
 
 def facts(pairs: Mapping[str, Any]) -> html.Dl:

@@ -31,25 +31,18 @@ def layout(_: Mapping[str, Any]) -> Any:
 def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
     """Return what stands in them."""
     events = view["events"]
-    rows = [
-        (
-            html.Time((event["time"] or text.NA).replace("T", " ")[:19], dateTime=event["time"] or ""),
-            html.Span(
-                [bits.SEVERITY.get(event["severity"], "●"), " ", event["severity"]],
-                className=f"sev {event['severity']}",
-            ),
-            text.words(event["kind"]),
-            "" if event["rank"] is None else bits.rank_link(event["rank"], place, ""),
-            event["node"] or "",
-            "" if event["step"] is None else f"{event['step']:,}",
-            text.words(event["stage"] or ""),
-            html.Span(bits.marked(event["text"])),
-        )
-        for event in events[:_SHOWN]
-    ]
-    headers = ("time, UTC", "severity", "kind", ">rank", "node", ">step", "stage", "what")
+    columns: bits.Columns = {
+        "time, UTC": lambda event: _time(event["time"]),
+        "severity": lambda event: _severity(event["severity"]),
+        "kind": lambda event: text.words(event["kind"]),
+        ">rank": lambda event: "" if event["rank"] is None else bits.rank_link(event["rank"], place, ""),
+        "node": lambda event: event["node"] or "",
+        ">step": lambda event: "" if event["step"] is None else f"{event['step']:,}",
+        "stage": lambda event: text.words(event["stage"] or ""),
+        "what": lambda event: html.Span(bits.marked(event["text"])),
+    }
     more = f"{_SHOWN} of {len(events):,} events; choose a kind to see others." if len(events) > _SHOWN else ""
-    table = bits.table(headers, rows, empty="No event of this kind yet.", label="Events")
+    table = bits.table(columns, events[:_SHOWN], empty="No event of this kind yet.", label="Events")
     return {
         "episodes": {
             "children": [_episodes(view["episodes"], place), html.P(view["brief"], className="hint")]
@@ -61,20 +54,24 @@ def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
 
 def _episodes(episodes: Sequence[Mapping[str, Any]], place: Place) -> Any:
     """Return a table of what was named, and what it cost."""
-    rows = [
-        (
-            one["headline"],
-            "" if one["rank"] is None else bits.rank_link(one["rank"], place, ""),
-            f"{one['from_step']:,}–{one['to_step']:,}" + " …" * one["goes_on"],
-            text.duration(one["seconds"]),
-            text.duration(one["cost_s"]),
-            text.percent(one["cost_pct"]),
-            text.number(one["gpu_hours"]),
-        )
-        for one in episodes[:_SHOWN]
-    ]
-    headers = ("what", ">rank", ">steps", ">lasted", ">cost", ">of it", ">GPU-hours")
-    return bits.table(headers, rows, empty="Nobody was named.", label="Episodes")
+    columns: bits.Columns = {
+        "what": lambda one: one["headline"],
+        ">rank": lambda one: "" if one["rank"] is None else bits.rank_link(one["rank"], place, ""),
+        ">steps": lambda one: f"{one['from_step']:,}–{one['to_step']:,}" + " …" * one["goes_on"],
+        ">lasted": lambda one: text.duration(one["seconds"]),
+        ">cost": lambda one: text.duration(one["cost_s"]),
+        ">of it": lambda one: text.percent(one["cost_pct"]),
+        ">GPU-hours": lambda one: text.number(one["gpu_hours"]),
+    }
+    return bits.table(columns, episodes[:_SHOWN], empty="No cause was named.", label="Episodes")
+
+
+def _time(time: str | None) -> html.Time:
+    return html.Time((time or text.NA).replace("T", " ")[:19], dateTime=time or "")
+
+
+def _severity(severity: str) -> html.Span:
+    return html.Span([bits.SEVERITY.get(severity, "●"), " ", severity], className=f"sev {severity}")
 
 
 def _filter(view: Mapping[str, Any], place: Place) -> list[Any]:

@@ -31,28 +31,22 @@ def layout(_: Mapping[str, Any]) -> Any:
 def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
     """Return what stands in them."""
     known = sorted(view["relays"], key=lambda relay: (relay["alive"], -(relay["age_s"] or 0)))
-    relays = [
-        (
-            bits.node_link(relay["key"], relay["label"], place),
-            "alive" if relay["alive"] else "lost",
-            text.age(relay["age_s"]),
-            text.plain(len(relay["ranks"])),
-        )
-        for relay in known[:_RELAYS]
-    ]
-    rest = len(known) - len(relays)
-    more = (
-        f"{rest:,} more nodes, heard of since; the lost and the longest silent ones are shown."
-        if rest
-        else ""
-    )
-    table = bits.table(("node", "state", ">heard of", ">ranks"), relays)
-    errors = [(place, f"{n:,}") for place, n in sorted(view["errors"].items(), key=lambda each: -each[1])]
+    columns: bits.Columns = {
+        "node": lambda relay: bits.node_link(relay["key"], relay["label"], place),
+        "state": lambda relay: "alive" if relay["alive"] else "lost",
+        ">last message": lambda relay: text.age(relay["age_s"]),
+        ">ranks": lambda relay: text.plain(len(relay["ranks"])),
+    }
+    rest = max(len(known) - _RELAYS, 0)
+    more = f"{rest:,} more nodes; those that are lost or silent for longest are shown." if rest else ""
+    table = bits.table(columns, known[:_RELAYS])
+    errors = sorted(view["errors"].items(), key=lambda each: -each[1])
+    counts: bits.Columns = {"where": lambda error: error[0], ">times": lambda error: f"{error[1]:,}"}
     return {
         "health-facts": {"children": bits.facts(_facts(view))},
         "health-ledger": {"children": _ledger(view["ledger"], view["state"] in ("stored", "finished"))},
         "health-relays": {"children": [table, html.P(more, className="hint")]},
-        "health-errors": {"children": bits.table(("where", ">times"), errors[:_RANKS], empty="None.")},
+        "health-errors": {"children": bits.table(counts, errors[:_RANKS], empty="None.")},
     }
 
 
@@ -72,31 +66,24 @@ def _ledger(ledger: Mapping[str, Any] | None, over: bool) -> Any:
     """Return what became of the rows: of all ranks, then of each one that lost any or is cut short."""
     if ledger is None:
         return html.P("Not known while the aggregator does not answer.", className="empty")
-    odd = {
+    losing = {
         rank: of
         for rank, of in ledger["per_rank"].items()
         if sum(of["dropped"].values()) or (over and of["unreported"] is None)
     }
-    rows = [("all", *_counts(ledger), "")]
-    rows += [
-        (rank, *_counts(of), "not known" if over and of["unreported"] is None else "")
-        for rank, of in list(odd.items())[:_RANKS]
-    ]
-    headers = (
-        ">rank",
-        ">produced",
-        ">stored",
-        ">in flight",
-        ">dropped",
-        "dropped where",
-        "after the last report",
-    )
-    told = "produced = stored + in flight + dropped. Ranks without a loss are in the sum alone."
-    return [bits.table(headers, rows, label="Ledger"), html.P(told, className="hint")]
+    columns: bits.Columns = {
+        ">rank": lambda row: row[0],
+        ">produced": lambda row: f"{row[1]['produced']:,}",
+        ">stored": lambda row: f"{row[1]['stored']:,}",
+        ">in flight": lambda row: f"{row[1]['in_flight']:,}",
+        ">dropped": lambda row: f"{sum(row[1]['dropped'].values()):,}",
+        "dropped where": lambda row: _places(row[1]["dropped"]),
+        "after the last report": lambda row: "unknown" * (over and row[1].get("unreported", 0) is None),
+    }
+    rows = [("all", {**ledger, "unreported": 0}), *list(losing.items())[:_RANKS]]
+    note = "produced = stored + in flight + dropped. Ranks without a loss are in the sum alone."
+    return [bits.table(columns, rows, label="Ledger"), html.P(note, className="hint")]
 
 
-def _counts(of: Mapping[str, Any]) -> tuple[str, ...]:
-    dropped = {place: rows for place, rows in of["dropped"].items() if rows}
-    where = ", ".join(f"{text.words(place)} {rows:,}" for place, rows in dropped.items())
-    numbers = (of["produced"], of["stored"], of["in_flight"], sum(dropped.values()))
-    return *(text.plain(number) for number in numbers), where
+def _places(dropped: Mapping[str, int]) -> str:
+    return ", ".join(f"{text.words(place)} {rows:,}" for place, rows in dropped.items() if rows)

@@ -108,34 +108,26 @@ def _facts(node: Mapping[str, Any], samples: Mapping[str, Sequence[Any]]) -> dic
 def _ranks(ranks: Sequence[Mapping[str, Any]], place: Place, named: Sequence[int]) -> Any:
     known = [value for rank in ranks for value in rank["busy"] if value is not None]
     between = (min(known), max(known)) if known else None
-    rows = [
-        (
-            bits.rank_link(rank["rank"], place, ""),
-            text.plain(rank["local_rank"]),
-            text.plain(rank["gpu"]),
-            text.ms(rank["median_ms"]),
-            bits.spark(rank["busy"], f"busy time of rank {rank['rank']}", between),
-            text.plain(rank["last_step"]),
-            text.words(rank["open_stage"] or text.NA),
-            text.size(rank["rss_bytes"]),
+    columns: bits.Columns = {
+        ">rank": lambda rank: bits.rank_link(rank["rank"], place, ""),
+        ">local": lambda rank: text.plain(rank["local_rank"]),
+        ">GPU": lambda rank: text.plain(rank["gpu"]),
+        ">median busy": lambda rank: text.ms(rank["median_ms"]),
+        "busy time by step": lambda rank: bits.spark(
+            rank["busy"], f"busy time of rank {rank['rank']}", between
+        ),
+        ">last step": lambda rank: text.plain(rank["last_step"]),
+        "now in": lambda rank: text.words(rank["open_stage"] or text.NA),
+        ">memory": lambda rank: text.size(rank["rss_bytes"]),
+        "state": lambda rank: (
             html.Span("▲ named by the verdict", className="sev warning")
             if rank["rank"] in named
-            else text.words(rank["state"] or text.NA),
-        )
-        for rank in ranks
-    ]
-    headers = (
-        ">rank",
-        ">local",
-        ">GPU",
-        ">median busy",
-        "busy time by step",
-        ">last step",
-        "now in",
-        ">memory",
-        "state",
+            else text.words(rank["state"] or text.NA)
+        ),
+    }
+    return bits.table(
+        columns, ranks, empty="No rank has reported from this node.", label="Ranks of this node"
     )
-    return bits.table(headers, rows, empty="No rank has reported from this node.", label="Ranks of this node")
 
 
 def _drawn(x: Sequence[int], lines: Mapping[str, tuple[Quantity, Any]]) -> dict[str, Any]:
@@ -147,38 +139,21 @@ def _drawn(x: Sequence[int], lines: Mapping[str, tuple[Quantity, Any]]) -> dict[
 
 
 def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Any:
-    rows = [
-        (
-            str(gpu["index"]),
-            text.plain(gpu["name"]),
-            text.percent(_last(gpu.get("util_pct"))),
-            _memory(gpu),
-            f"{text.number(_last(gpu.get('power_w')), 0)} of {_watts(gpu)}",
-            text.unit(_last(gpu.get("temperature_c")), "°C", 0),
-            text.unit(_last(gpu.get("sm_mhz")), "MHz", 0),
-            _both(gpu, "pcie"),
-            _both(gpu, "nvlink"),
-            _listed(gpu.get("throttle")),
-            text.plain(_last(gpu.get("ecc"))),
-            _critical(gpu["xid"]),
-        )
-        for gpu in gpus
-    ]
-    headers = (
-        ">GPU",
-        "model",
-        ">utilisation",
-        ">memory",
-        ">power",
-        ">temperature",
-        ">SM clock",
-        ">PCIe out, in",
-        ">NVLink out, in",
-        "throttled by",
-        ">ECC errors",
-        "XID errors",
-    )
-    return bits.table(headers, rows, label="GPUs of this node")
+    columns: bits.Columns = {
+        ">GPU": lambda gpu: str(gpu["index"]),
+        "model": lambda gpu: text.plain(gpu["name"]),
+        ">utilisation": lambda gpu: text.percent(_last(gpu.get("util_pct"))),
+        ">memory": _memory,
+        ">power": lambda gpu: f"{text.number(_last(gpu.get('power_w')), 0)} of {_watts(gpu)}",
+        ">temperature": lambda gpu: text.unit(_last(gpu.get("temperature_c")), "°C", 0),
+        ">SM clock": lambda gpu: text.unit(_last(gpu.get("sm_mhz")), "MHz", 0),
+        ">PCIe out, in": lambda gpu: _both(gpu, "pcie"),
+        ">NVLink out, in": lambda gpu: _both(gpu, "nvlink"),
+        "throttled by": lambda gpu: _listed(gpu.get("throttle")),
+        ">ECC errors": lambda gpu: text.plain(_last(gpu.get("ecc"))),
+        "XID errors": lambda gpu: _critical(gpu["xid"]),
+    }
+    return bits.table(columns, gpus, label="GPUs of this node")
 
 
 def _memory(of: Mapping[str, Any]) -> str:

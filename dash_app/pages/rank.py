@@ -127,20 +127,16 @@ def _suspect(suspect: Mapping[str, Any] | None) -> Any:
 
 
 def _parts(found: Sequence[Mapping[str, Any]]) -> Any:
-    rows = [
-        (
-            part["name"],
-            text.words(part["stage"]),
-            text.ms(part["ms"]),
-            text.ms(part["median_ms"]),
-            text.share(part["share"]),
-            text.number(part["times_per_step"]),
-            text.size(part["bytes"]),
-        )
-        for part in found
-    ]
-    headers = ("part", "in", ">this rank", ">median rank", ">of its stage", ">times a step", ">bytes each")
-    return bits.table(headers, rows, empty="No part was marked in this run.", label="Parts")
+    columns: bits.Columns = {
+        "part": lambda part: part["name"],
+        "in": lambda part: text.words(part["stage"]),
+        ">this rank": lambda part: text.ms(part["ms"]),
+        ">median rank": lambda part: text.ms(part["median_ms"]),
+        ">of its stage": lambda part: text.share(part["share"]),
+        ">times a step": lambda part: text.number(part["times_per_step"]),
+        ">bytes each": lambda part: text.size(part["bytes"]),
+    }
+    return bits.table(columns, found, empty="No part was marked in this run.", label="Parts")
 
 
 def _stack(stack: Mapping[str, Any]) -> html.Details:

@@ -27,34 +27,24 @@ def layout(_: Mapping[str, Any]) -> Any:
 
 def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
     """Return what stands in them."""
-    rows = [
-        (
-            html.Span([_choose("a", s["name"], place), _choose("b", s["name"], place)], className="choose"),
-            dcc.Link(s["name"], href=place.to("overview", session=s["name"], run=None), title=str(s["path"])),
-            (s["started_at"] or text.NA).replace("T", " ")[:16],
-            text.plain(s["status"]),
-            text.plain(s["launcher"]),
-            text.plain(s["world_size"]),
-            text.plain(s["steps"]),
-            text.ms(s["median_ms"]),
-            _verdict(s),
-            text.percent(s["cost_pct"]),
-        )
-        for s in view["sessions"]
-    ]
-    headers = (
-        "compare",
-        "session",
-        "began, UTC",
-        "status",
-        "launcher",
-        ">ranks",
-        ">steps",
-        ">median step",
-        "verdict",
-        ">costs",
-    )
-    table = bits.table(headers, rows, empty="No stored session here yet.", label="Stored sessions")
+    columns: bits.Columns = {
+        "compare": lambda s: html.Span(
+            [_choose("a", s["name"], place), _choose("b", s["name"], place)], className="choose"
+        ),
+        "session": lambda s: dcc.Link(
+            s["name"], href=place.to("overview", session=s["name"], run=None), title=str(s["path"])
+        ),
+        "began, UTC": lambda s: (s["started_at"] or text.NA).replace("T", " ")[:16],
+        "status": lambda s: text.plain(s["status"]),
+        "launcher": lambda s: text.plain(s["launcher"]),
+        ">ranks": lambda s: text.plain(s["world_size"]),
+        ">steps": lambda s: text.plain(s["steps"]),
+        ">median step": lambda s: text.ms(s["median_ms"]),
+        "verdict": _verdict,
+        ">costs": lambda s: text.percent(s["cost_pct"]),
+    }
+    empty = "No stored session here yet."
+    table = bits.table(columns, view["sessions"], empty=empty, label="Stored sessions")
     return {
         "session-list": {"children": table},
         "session-compare": {"children": _compared(view.get("compare"), place)},
@@ -82,15 +72,14 @@ def _compared(rows: Any, place: Place) -> Any:
     a, b = place.get("a"), place.get("b")
     if not (a and b):
         return None
-    cells = [
-        (text.words(row["what"]), _value(row["a"]), _value(row["b"]), _change(row["change_pct"]))
-        for row in rows or ()
-    ]
-    table = bits.table(
-        ("", f">{a}", f">{b}", ">change"),
-        cells,
-        empty="These two cannot be compared: one of them has no summary.",
-    )
+    columns: bits.Columns = {
+        "": lambda row: text.words(row["what"]),
+        f">{a}": lambda row: _value(row["a"]),
+        f">{b} ": lambda row: _value(row["b"]),  # the two may have the same name
+        ">change": lambda row: _change(row["change_pct"]),
+    }
+    empty = "These two cannot be compared: one of them has no summary."
+    table = bits.table(columns, rows or (), empty=empty)
     return bits.panel(f"{a} and {b}", table, note="times in ms")
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from operator import itemgetter
 
 import pytest
 
 from traceml_ray.reports.layout import WIDTH, facts, page, table
 
 ROWS = [("0", "host-0", "", "a" * 70 + " and what follows"), ("1", "n\x1b[31m", "", "[bold]x[/bold] :smile:")]
+COLUMNS = {name: itemgetter(at) for at, name in enumerate((">rank", "node", "name", "end"))}
 
 
 def _blocks() -> str:
-    ranks = table("Ranks", (">rank", "node", "name", "end"), ROWS)
+    ranks = table("Ranks", COLUMNS, ROWS)
     return page([facts(("Why", "late " * 30), ("", "")), [], ranks])
 
 

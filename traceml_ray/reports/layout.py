@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from traceml_ray.text import one_line
@@ -32,23 +32,23 @@ def facts(*pairs: tuple[str, str]) -> list[str]:
     return _lines(grid, WIDTH) if grid.row_count else []
 
 
-def table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """
-    Return a titled table; a header that begins with `>` is that of a column of numbers. Columns without any
-    value are left out, long words wrap. Nothing for no rows.
-    """
+Columns = Mapping[str, Callable[[Any], str]]
+"""Cells by header; a header that begins with `>` is that of a column of numbers."""
+
+
+def table(title: str, columns: Columns, items: Iterable[Any]) -> list[str]:
+    """Return a titled table with a row for each item, without columns that stay empty; [] for no items."""
     from rich.table import Table
 
-    if not rows:
-        return []
-    kept = [at for at in range(len(headers)) if any(row[at] for row in rows)]
+    rows = [{header: cell(item) for header, cell in columns.items()} for item in items]
+    kept = [header for header in columns if any(row[header] for row in rows)]
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for at in kept:
-        number = headers[at].startswith(">")
-        grid.add_column(headers[at].lstrip(">"), justify="right" if number else "left", no_wrap=number)
+    for header in kept:
+        number = header.startswith(">")
+        grid.add_column(header.lstrip(">"), justify="right" if number else "left", no_wrap=number)
     for row in rows:
-        grid.add_row(*(_written(shortened(row[at], _CELL)) for at in kept))
-    return [title, *(" " * _INDENT + line for line in _lines(grid, WIDTH - _INDENT))]
+        grid.add_row(*(_written(shortened(row[header], _CELL)) for header in kept))
+    return [title, *(" " * _INDENT + line for line in _lines(grid, WIDTH - _INDENT))] if rows else []
 
 
 def shortened(line: str, most: int = WIDTH) -> str:

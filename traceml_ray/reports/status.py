@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from traceml_ray import text
-from traceml_ray.reports.layout import facts, page, table
+from traceml_ray.reports.layout import Columns, facts, page, table
 from traceml_ray.reports.summary import runs_of
 from traceml_ray.reports.text import ledger_lines, run_lines
 from traceml_ray.store.nodes import Node, label_nodes, node_key
@@ -32,10 +33,7 @@ def render_status(session: SessionFile, folder: Path, holder: int | None, now: i
         last = verdicts[-1]
         parts.append(facts(("Verdict", f"{text.words(last['label'])}: {last['why']}")))
     parts.append(run_lines(runs_of(session), session.run_id()))
-    ranks = session.ranks()
-    rows = [_row(rank, stream, labels[node_key(stream)], now) for rank, stream in ranks.items()]
-    headers = (">rank", "name", "node", ">pid", ">last seen", ">step", "in", ">produced", ">stored", "end")
-    parts.append(table("Ranks", headers, rows) or ["No rank has reported."])
+    parts.append(_ranks(session.ranks(), labels, now) or ["No rank has reported."])
     lost = [labels[node.node_id] for node in nodes if node.lost_ns]
     parts.append(facts(("Nodes", ", ".join(lost))))
     parts.append(ledger_lines(session.ledger()))
@@ -44,19 +42,28 @@ def render_status(session: SessionFile, folder: Path, holder: int | None, now: i
     return page(parts)
 
 
-def _row(rank: int, stream: Stream, node: str, now: int) -> tuple[str, ...]:
-    return (
-        str(rank),
-        stream.identity.name if stream.identity else "",
-        node,
-        str(stream.identity.pid) if stream.identity else text.NA,
-        f"{text.age((now - stream.last_seen_ns) / 1e9)} ago",
-        text.NA if stream.last_key is None else text.plain(stream.last_key >> SEGMENT_BITS),
-        "" if stream.open_stage is None or stream.ended else STAGES[stream.open_stage],
-        text.plain(stream.produced),
-        text.plain(stream.stored),
-        _end(stream),
-    )
+def _ranks(ranks: Mapping[int, Stream], labels: Mapping[str, str], now: int) -> list[str]:
+    columns: Columns = {
+        ">rank": str,
+        "name": lambda rank: identity.name if (identity := ranks[rank].identity) else "",
+        "node": lambda rank: labels[node_key(ranks[rank])],
+        ">pid": lambda rank: str(identity.pid) if (identity := ranks[rank].identity) else text.NA,
+        ">last seen": lambda rank: f"{text.age((now - ranks[rank].last_seen_ns) / 1e9)} ago",
+        ">step": lambda rank: _last_step(ranks[rank]),
+        "in": lambda rank: _stage(ranks[rank]),
+        ">produced": lambda rank: text.plain(ranks[rank].produced),
+        ">stored": lambda rank: text.plain(ranks[rank].stored),
+        "end": lambda rank: _end(ranks[rank]),
+    }
+    return table("Ranks", columns, ranks)
+
+
+def _last_step(stream: Stream) -> str:
+    return text.plain(None if stream.last_key is None else stream.last_key >> SEGMENT_BITS)
+
+
+def _stage(stream: Stream) -> str:
+    return "" if stream.open_stage is None or stream.ended else STAGES[stream.open_stage]
 
 
 def _end(stream: Stream) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from traceml_ray import text
 from traceml_ray.reports.headlines import brief, lost, named
-from traceml_ray.reports.layout import LABEL, WIDTH, facts, page, shortened, table
+from traceml_ray.reports.layout import LABEL, WIDTH, Columns, facts, page, shortened, table
 
 _MAX_RANKS = 32
 _MAX_LINES = 20
@@ -66,20 +66,16 @@ def _run_of(runs: Sequence[dict[str, Any]], shown: str | None) -> list[str]:
 
 def run_lines(runs: Sequence[dict[str, Any]], shown: str | None) -> list[str]:
     """Return the list of runs, where there is more than one; `shown` is the one that the rest is of."""
-    rows = [
-        (
-            run["name"],
-            run["status"],
-            text.NA if run["started_at"] is None else run["started_at"][11:19],
-            text.plain(run["world_size"]),
-            str(run["attempts"]),
-            text.plain(run["ledger"]["stored"]),
-            text.words(run["label"] or text.NA) + " (shown here)" * (run["id"] == shown),
-        )
-        for run in runs[-_MAX_LINES:]
-    ]
-    headers = ("run", "status", "began (UTC)", ">ranks", ">attempts", ">rows", "verdict")
-    return table("Runs of this session", headers, rows) if len(runs) > 1 else []
+    columns: Columns = {
+        "run": lambda run: run["name"],
+        "status": lambda run: run["status"],
+        "began (UTC)": lambda run: (run["started_at"] or text.NA)[11:19] or text.NA,
+        ">ranks": lambda run: text.plain(run["world_size"]),
+        ">attempts": lambda run: text.plain(run["attempts"]),
+        ">rows": lambda run: text.plain(run["ledger"]["stored"]),
+        "verdict": lambda run: text.words(run["label"] or text.NA) + " (shown here)" * (run["id"] == shown),
+    }
+    return table("Runs of this session", columns, runs[-_MAX_LINES:]) if len(runs) > 1 else []
 
 
 def _has_gpus(summary: dict[str, Any]) -> bool:
@@ -168,113 +164,98 @@ def _baseline(summary: dict[str, Any]) -> list[str]:
 
 
 def _stages(stages: Sequence[dict[str, Any]]) -> list[str]:
-    rows = [
-        (
-            stage["name"],
-            _figure(stage["exposed_ms"]),
-            text.share(stage["exposed_share"]),
-            "█" * round(20 * stage["exposed_share"]),
-            _figure(stage["median_ms"]),
-            _figure(stage["max_ms"]),
-            f"rank {stage['worst_rank']}" if _stands_out(stage) else "",
-        )
-        for stage in stages
-    ]
-    headers = ("stage", ">exposed ms", ">share", "", ">median ms", ">largest ms", "of")
-    return table("Where the time of a step goes (exposed: what the job waited for)", headers, rows)
+    columns: Columns = {
+        "stage": lambda stage: stage["name"],
+        ">exposed ms": lambda stage: _figure(stage["exposed_ms"]),
+        ">share": lambda stage: text.share(stage["exposed_share"]),
+        "": lambda stage: "█" * round(20 * stage["exposed_share"]),
+        ">median ms": lambda stage: _figure(stage["median_ms"]),
+        ">largest ms": lambda stage: _figure(stage["max_ms"]),
+        "of": _of_rank,
+    }
+    return table("Where the time of a step goes (exposed: what the job waited for)", columns, stages)
 
 
 def _parts(parts: Sequence[dict[str, Any]], step_ms: float | None) -> list[str]:
     """Return the parts that take a noticeable share of a step."""
-    rows = [
-        (
-            part["name"],
-            part["stage"],
-            _figure(part["median_ms"]),
-            _figure(part["max_ms"]),
-            f"rank {part['worst_rank']}" if _stands_out(part) else "",
-            text.share(part["share"]),
-        )
-        for part in parts
-        if step_ms and part["max_ms"] >= _WORTH * step_ms
-    ]
-    headers = ("part", "in", ">median ms", ">largest ms", "of", ">of its stage")
-    return table("Parts inside the stages (mean per step)", headers, rows[:_MAX_LINES])
+    columns: Columns = {
+        "part": lambda part: part["name"],
+        "in": lambda part: part["stage"],
+        ">median ms": lambda part: _figure(part["median_ms"]),
+        ">largest ms": lambda part: _figure(part["max_ms"]),
+        "of": _of_rank,
+        ">of its stage": lambda part: text.share(part["share"]),
+    }
+    large = [part for part in parts if step_ms and part["max_ms"] >= _WORTH * step_ms]
+    return table("Parts inside the stages (mean per step)", columns, large[:_MAX_LINES])
 
 
-def _stands_out(stage: dict[str, Any]) -> bool:
-    return stage["worst_rank"] is not None and stage["max_ms"] > 1.01 * stage["median_ms"]
+def _of_rank(stage: dict[str, Any]) -> str:
+    """Return the rank that has the largest time, where that stands out."""
+    alone = stage["worst_rank"] is not None and stage["max_ms"] > 1.01 * stage["median_ms"]
+    return f"rank {stage['worst_rank']}" if alone else ""
 
 
 def _nodes(summary: dict[str, Any]) -> list[str]:
     busy = summary["steps"]["per_node_median_ms"]
     system = {node["node_id"]: node for node in summary["system"]["nodes"]}
-    rows = []
-    for node in summary["session"]["nodes"]:
-        name = node["hostname"]
-        measured = system.get(node["node_id"], {})
-        gpus = measured.get("gpus") or []
-        load = [gpu["util_pct"]["median"] for gpu in gpus if gpu.get("util_pct")]
-        rows.append(
-            (
-                name + " (lost)" * node["lost"],
-                text.ranges(node["ranks"]),
-                _figure(busy.get(name)),
-                _spread(measured.get("cpu_pct"), text.percent),
-                _spread(measured.get("mem_used_bytes"), text.size),
-                f"{len(gpus)} × {text.percent(sum(load) / len(load))}" if load else text.NA,
-            )
-        )
-    headers = ("node", "ranks", ">busy ms", ">cpu (peak)", ">memory (peak)", ">gpus")
-    return table("Nodes", headers, rows)
+
+    def measured(node: dict[str, Any], name: str) -> Any:
+        return system.get(node["node_id"], {}).get(name)
+
+    columns: Columns = {
+        "node": lambda node: node["hostname"] + " (lost)" * node["lost"],
+        "ranks": lambda node: text.ranges(node["ranks"]),
+        ">busy ms": lambda node: _figure(busy.get(node["hostname"])),
+        ">cpu (peak)": lambda node: _spread(measured(node, "cpu_pct"), text.percent),
+        ">memory (peak)": lambda node: _spread(measured(node, "mem_used_bytes"), text.size),
+        ">gpus": lambda node: _load(measured(node, "gpus") or []),
+    }
+    return table("Nodes", columns, summary["session"]["nodes"])
+
+
+def _load(gpus: Sequence[dict[str, Any]]) -> str:
+    load = [gpu["util_pct"]["median"] for gpu in gpus if gpu.get("util_pct")]
+    return f"{len(gpus)} × {text.percent(sum(load) / len(load))}" if load else text.NA
 
 
 def _ranks(summary: dict[str, Any]) -> list[str]:
-    busy = summary["steps"]["per_rank_median_ms"]
-    median = summary["steps"]["busy_median_ms"]
-    ranks = summary["ranks"]
+    busy, ranks = summary["steps"]["per_rank_median_ms"], summary["ranks"]
+    median, memory = summary["steps"]["busy_median_ms"], summary["memory"]["per_rank"]
     shown, title = list(ranks), "Ranks"
     if len(shown) > _MAX_RANKS:
         worst = sorted(shown, key=lambda rank: (ranks[rank]["ended"] != "died", -(busy.get(rank) or 0)))
-        shown, title = (
-            sorted(worst[:_MAX_RANKS], key=int),
-            f"Ranks (the worst {_MAX_RANKS} of {len(ranks):,})",
-        )
-    rows = []
-    for rank in shown:
-        entry, time = ranks[rank], busy.get(rank)
-        over = 100 * (time / median - 1) if time is not None and median else None
-        restarts = f", attempt {entry['attempt']}" if entry["attempt"] else ""
-        rows.append(
-            (
-                rank,
-                entry["name"] or "",
-                text.plain(entry["node"]),
-                _figure(time),
-                text.percent(over, sign=True),
-                text.size(summary["memory"]["per_rank"].get(rank, {}).get("rss_peak_bytes")),
-                text.plain(entry["last_step"]),
-                (entry["exit_reason"] or entry["ended"] or "no last message") + restarts,
-            )
-        )
-    headers = (">rank", "name", "node", ">busy ms", ">to median", ">peak rss", ">last step", "end")
-    return table(title, headers, rows)
+        shown = sorted(worst[:_MAX_RANKS], key=int)
+        title = f"Ranks (the worst {_MAX_RANKS} of {len(ranks):,})"
+    over = {rank: 100 * (ms / median - 1) for rank, ms in busy.items() if median and ms is not None}
+    columns: Columns = {
+        ">rank": str,
+        "name": lambda rank: ranks[rank]["name"] or "",
+        "node": lambda rank: text.plain(ranks[rank]["node"]),
+        ">busy ms": lambda rank: _figure(busy.get(rank)),
+        ">to median": lambda rank: text.percent(over.get(rank), sign=True),
+        ">peak rss": lambda rank: text.size(memory.get(rank, {}).get("rss_peak_bytes")),
+        ">last step": lambda rank: text.plain(ranks[rank]["last_step"]),
+        "end": lambda rank: _end(ranks[rank]),
+    }
+    return table(title, columns, shown)
+
+
+def _end(rank: dict[str, Any]) -> str:
+    attempt = f", attempt {rank['attempt']}" if rank["attempt"] else ""
+    return (rank["exit_reason"] or rank["ended"] or "no last message") + attempt
 
 
 def _suspects(suspects: Sequence[dict[str, Any]]) -> list[str]:
-    rows = [
-        (
-            f"rank {suspect['rank']}",
-            suspect["node"],
-            suspect["stage"],
-            _figure(suspect["excess_ms"]),
-            text.share(suspect["share"]),
-            _figure(suspect["gain_ms"]),
-        )
-        for suspect in suspects
-    ]
-    headers = ("rank", "node", "stage", ">late by ms", ">of step", ">fixing saves ms")
-    return table("Suspects", headers, rows)
+    columns: Columns = {
+        "rank": lambda suspect: f"rank {suspect['rank']}",
+        "node": lambda suspect: suspect["node"],
+        "stage": lambda suspect: suspect["stage"],
+        ">late by ms": lambda suspect: _figure(suspect["excess_ms"]),
+        ">of step": lambda suspect: text.share(suspect["share"]),
+        ">fixing saves ms": lambda suspect: _figure(suspect["gain_ms"]),
+    }
+    return table("Suspects", columns, suspects)
 
 
 def _history(
@@ -285,27 +266,24 @@ def _history(
     others = [v for v in verdicts if v["label"] != "healthy" and (v["label"], v["from_step"]) not in costly]
     hung = [verdict for verdict in others if verdict["began_ns"] is not None]
     blind = [verdict for verdict in others if verdict["label"] in ("telemetry_limited", "accounting_only")]
-    rows = [
-        (
-            f"{_step(one['from_step'])}–{_step(one['to_step'])}",
-            text.words(one["label"]),
-            ", ".join(one["stages"]) or "all" * (one["label"] == "group_wide"),
-            text.ranks(one["ranks"]),
-            *_lasted(one),
-        )
-        for one in [*hung, *episodes, *blind][:_MAX_LINES]
-    ]
-    headers = ("steps", "verdict", "stage", "who", ">lasted", ">cost", ">of it")
-    return table("Episodes, the costliest first", headers, rows) + [f"  {brief(few)}"] * (few["count"] > 0)
+    columns: Columns = {
+        "steps": lambda one: f"{_step(one['from_step'])}–{_step(one['to_step'])}",
+        "verdict": lambda one: text.words(one["label"]),
+        "stage": lambda one: ", ".join(one["stages"]) or "all" * (one["label"] == "group_wide"),
+        "who": lambda one: text.ranks(one["ranks"]),
+        ">lasted": _lasted,
+        ">cost": lambda one: text.duration(one["cost_s"]) if "cost_s" in one else "",
+        ">of it": lambda one: "" if one.get("cost_pct") is None else text.percent(one["cost_pct"]),
+    }
+    lines = table("Episodes, the costliest first", columns, [*hung, *episodes, *blind][:_MAX_LINES])
+    return lines + [f"  {brief(few)}"] * (few["count"] > 0)
 
 
-def _lasted(one: dict[str, Any]) -> tuple[str, str, str]:
+def _lasted(one: dict[str, Any]) -> str:
     if "cost_s" in one:
-        share = "" if one["cost_pct"] is None else text.percent(one["cost_pct"])
-        return text.duration(one["seconds"]), text.duration(one["cost_s"]), share
-    if one["began_ns"] is None:
-        return "", "", ""
-    return "to the end" if one["lasted_s"] is None else text.duration(one["lasted_s"]), "", ""
+        return text.duration(one["seconds"])
+    goes_on = one["began_ns"] is not None and one["lasted_s"] is None
+    return "to the end" if goes_on else "" if one["began_ns"] is None else text.duration(one["lasted_s"])
 
 
 def _stacks(verdicts: Sequence[dict[str, Any]]) -> list[str]:
@@ -325,16 +303,13 @@ def _events(events: Sequence[dict[str, Any]]) -> list[str]:
     silent = ("exit", "relay_start", "process_ended")
     worth = [event for event in events if event["message"] or event["kind"] not in silent]
     worth = [event for event in worth if event["kind"] not in ("stacks", "flight_recorder")]
-    rows = [
-        (
-            text.NA if event["time"] is None else event["time"][11:19],
-            event["kind"],
-            event["node"] or "" if event["rank"] is None else f"rank {event['rank']}",
-            event["message"].partition("\n")[0],
-        )
-        for event in worth[-_MAX_LINES:]
-    ]
-    return table("Events (UTC)", ("time", "kind", "who", "what"), rows)
+    columns: Columns = {
+        "time": lambda event: text.NA if event["time"] is None else event["time"][11:19],
+        "kind": lambda event: event["kind"],
+        "who": lambda event: event["node"] or "" if event["rank"] is None else f"rank {event['rank']}",
+        "what": lambda event: event["message"].partition("\n")[0],
+    }
+    return table("Events (UTC)", columns, worth[-_MAX_LINES:])
 
 
 def ledger_lines(ledger: dict[str, Any]) -> list[str]:
