@@ -65,7 +65,7 @@ def node(board: Board, run: Run | None, node: str) -> dict[str, Any]:
 
 
 def _about(run: Run, rank: int, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return who a rank is and where it stands; `samples` are of its node."""
+    """Return the identity and position of a rank; `samples` are of its node."""
     stream = run.ranks[rank]
     identity, opened = stream.identity, stream.open_stage
     return {
@@ -157,8 +157,8 @@ def rank(board: Board, run: Run | None, rank: int | str) -> dict[str, Any]:
     }
     suspects = (run.verdict or {}).get("suspects") or ()
     found["suspect"] = next((suspect for suspect in suspects if suspect["rank"] == rank), None)
-    stood = hangs(run.verdicts)
-    found["stacks"] = [{"ranks": list(s.ranks), "text": s.text} for s in stood[-1].stacks] if stood else []
+    hung = hangs(run.verdicts)
+    found["stacks"] = [{"ranks": list(s.ranks), "text": s.text} for s in hung[-1].stacks] if hung else []
     found["process"] = _timed(board.ask("process_of", only=[stream.id], last=_SAMPLES) or [], PROCESS)
     if rank in run.steps.ranks and len(newest.first):
         first, last = int(newest.first[0]), int(newest.last[-1])

@@ -1,4 +1,4 @@
-"""What stands above every page: the session, its state in a sentence, the verdict, who reports."""
+"""The head of every page: the session, its state in a sentence, the verdict, which ranks report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def header(board: Board, run: Run | None, asked: str | None = None) -> dict[str, Any]:
-    """Return what stands above every page; `asked` is the run that was asked for."""
+    """Return the head of every page; `asked` is the run that was asked for."""
     meta, state = board.status, state_of(board, run)
     entry: dict[str, Any] = next(
         (each for each in board.runs if run is not None and each["id"] == run.id), {}
@@ -73,12 +73,14 @@ def state_of(board: Board, run: Run | None) -> str:
 
 
 def state_text(board: Board, run: Run | None, state: str) -> str:
-    """Return in one sentence what is going on, and what to do."""
+    """Return the state in one sentence, and what to do."""
     if state == "empty":
-        return board.trouble or "The session is being looked for."
+        return board.trouble or "Searching for the session."
     if state == "stale":
         since = (moment(board.stale_since_ns) or "")[11:19]
-        return f"Aggregator not answering since {since} UTC ({board.trouble}); shown is what was known then."
+        return (
+            f"Aggregator not answering since {since} UTC ({board.trouble}). The page has what was known then."
+        )
     if state in ("stored", "finished"):
         status = board.status.get("status", "running")
         ended = "was never finished" if status == "running" else f"has ended: {status}"
@@ -94,8 +96,8 @@ def state_text(board: Board, run: Run | None, state: str) -> str:
         return f"Waiting for the first step: {who}." + (f" Awaited: {awaited}." if awaited else "")
     silent = sorted(set(seen) - _heard(run)) if run else []
     quiet = f"silent: {text.ranks(silent)}" if silent else ""
-    told = [f"awaited: {awaited}" if awaited else "", quiet]
-    return "; ".join(["Training runs", *filter(None, told)]) + "."
+    parts = [f"awaited: {awaited}" if awaited else "", quiet]
+    return "; ".join(["Training runs", *filter(None, parts)]) + "."
 
 
 def coverage_text(board: Board, run: Run | None, state: str) -> str:
@@ -110,7 +112,7 @@ def coverage_text(board: Board, run: Run | None, state: str) -> str:
 
 
 def age_s(board: Board, run: Run | None) -> float | None:
-    """Return how long ago a rank was heard of last."""
+    """Return the age of the newest message of a rank."""
     latest = max((stream.last_seen_ns for stream in run.ranks.values()), default=None) if run else None
     return None if latest is None else round(max(0.0, (board.clock() - latest) / 1e9), 1)
 

@@ -18,8 +18,8 @@ def create_app(board: Board, *, token: str | None, hosts: Sequence[str], poll_s:
     Return the app; `.server` is what a WSGI server takes.
 
     Args:
-        board: what there is to see; somebody else polls it.
-        token: to be asked for; None lets everybody look.
+        board: the data; its owner polls it.
+        token: that a browser has to give; None asks for none.
         hosts: names that `Host` may have.
         poll_s: seconds between two polls of the board; a browser asks as often.
     """

@@ -1,4 +1,4 @@
-"""The shell of every page: navigation, the verdict in words, how fresh and how complete it is."""
+"""The shell of every page: navigation, the verdict, how fresh and how complete the data is."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STATES = {
 
 
 def shell(poll_s: float) -> html.Div:
-    """Return what stands around every page; `strip` says what stands in it."""
+    """Return what surrounds every page; `strip` returns its content."""
     bar = html.Header(
         [
             dcc.Link("traceml-ray", href="/", className="brand"),
@@ -53,7 +53,7 @@ def shell(poll_s: float) -> html.Div:
                     html.P(id="verdict-why"),
                     html.P(id="verdict-next"),
                 ],
-                className="said",
+                className="sentences",
             ),
             html.Div(id="verdict-cost", className="cost"),
             html.Div(
@@ -85,7 +85,7 @@ def shell(poll_s: float) -> html.Div:
 
 
 def strip(header: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
-    """Return what stands in the shell."""
+    """Return the content of the shell, by id."""
     verdict, state = header["verdict"], header["state"]
     label = verdict["label"] if verdict else ""
     tone = "good" if label == "healthy" else severity(label).replace("info", "unsure")
@@ -98,7 +98,7 @@ def strip(header: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
     stale = state == "stale"
     step = "" if header["step"] is None else f"step {header['step']:,}"
     return {
-        "nav": {"children": [_tab(page, told, place) for page, told in _NAV.items()]},
+        "nav": {"children": [_tab(page, label, place) for page, label in _NAV.items()]},
         "session": {"children": _session(header["session"] or {}, place)},
         "verdict-strip": {"className": f"verdict tone-{tone}{compact}{' stale' * stale}"},
         "verdict-sign": {"children": sign},
@@ -117,9 +117,9 @@ def strip(header: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
     }
 
 
-def _tab(page: str, told: str, place: Place) -> dcc.Link:
+def _tab(page: str, label: str, place: Place) -> dcc.Link:
     on = page == place.page or (page == "overview" and place.page in ("node", "rank"))
-    return dcc.Link(told, href=place.to(page), className="tab on" if on else "tab")
+    return dcc.Link(label, href=place.to(page), className="tab on" if on else "tab")
 
 
 def _session(session: Mapping[str, Any], place: Place) -> list[Any]:
@@ -129,9 +129,9 @@ def _session(session: Mapping[str, Any], place: Place) -> list[Any]:
     ranks, nodes = session.get("world_size"), session.get("nnodes")
     size = f"{text.count(ranks, 'rank')} on {text.count(nodes, 'node')}" if ranks and nodes else None
     facts = " · ".join(fact for fact in (size, session.get("strategy"), session.get("launcher")) if fact)
-    shown: list[Any] = [html.Strong(session["id"]), html.Span(facts)]
+    parts: list[Any] = [html.Strong(session["id"]), html.Span(facts)]
     if place.get("session"):
-        shown.append(dcc.Link("back to this dashboard's own", href="/"))
+        parts.append(dcc.Link("back to this dashboard's own", href="/"))
     runs = session.get("runs") or []
     if len(runs) > 1:
         name = next((run["name"] for run in runs if run["id"] == session["run"]), text.NA)
@@ -139,8 +139,8 @@ def _session(session: Mapping[str, Any], place: Place) -> list[Any]:
             dcc.Link(f"{run['name']} ({run['status']})", href=place.here(run=run["id"]))
             for run in reversed(runs)
         ]
-        shown.append(html.Details([html.Summary(f"run {name}"), html.Div(links, className="menu")]))
-    return shown
+        parts.append(html.Details([html.Summary(f"run {name}"), html.Div(links, className="menu")]))
+    return parts
 
 
 def _range(cost_pct: Sequence[float] | None) -> str:
@@ -152,18 +152,18 @@ def _range(cost_pct: Sequence[float] | None) -> str:
 
 def _cost(verdict: Mapping[str, Any], unit: str) -> list[Any]:
     """Return what it costs, and how sure that is."""
-    told: list[Any] = []
+    lines: list[Any] = []
     if verdict["cost_pct"] and verdict["label"] != "healthy":
-        told += [
+        lines += [
             html.Span(text.percent(verdict["cost_pct"]), className="value"),
             html.Span(f"of each step{_range(verdict.get('cost_range_pct'))}", className="unit"),
         ]
         if verdict["gpu_hours_per_hour"]:
-            told.append(
+            lines.append(
                 html.Div(f"≈ {text.number(verdict['gpu_hours_per_hour'])} {unit}-hours wasted per hour")
             )
     if verdict["lost_text"]:
-        told.append(html.Div(verdict["lost_text"]))
+        lines.append(html.Div(verdict["lost_text"]))
     sure = [f"confidence {verdict['confidence']}"] if verdict["confidence"] else []
     sure += ["comes and goes"] if verdict["transient"] else ["chronic"] if verdict["chronic"] else []
-    return [*told, html.Div(", ".join(sure))] if told or sure else []
+    return [*lines, html.Div(", ".join(sure))] if lines or sure else []

@@ -24,7 +24,7 @@ from traceml_ray.text import one_line
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong with the arguments in one line."""
+    """Reports what is wrong with the arguments in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {one_line(message)} (see {self.prog} --help)\n")
@@ -86,7 +86,7 @@ def _run(named: str | None, stored: SessionFile) -> str | None:
 
 
 def status(arguments: argparse.Namespace) -> int:
-    """Print where a session stands."""
+    """Print the state of a session."""
     from traceml_ray.reports.status import render_status
 
     folder = session.find(arguments.session, Settings.load(out=arguments.out).out)
@@ -111,7 +111,7 @@ def stop(arguments: argparse.Namespace) -> int:
 
 
 def dashboard(arguments: argparse.Namespace) -> int:
-    """Serve the web app of a session, live or stored, until told to end."""
+    """Serve the web app of a session, live or stored, until it is ended."""
     if arguments.child:
         os.nice(5)  # training comes first
     try:
@@ -120,8 +120,8 @@ def dashboard(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("traceml_ray"):
             raise
-        told = f"the dashboard needs {error.name}: pip install 'traceml-ray[dash]'"
-        print(f"traceml-ray: {told}", file=sys.stderr)
+        missing = f"the dashboard needs {error.name}: pip install 'traceml-ray[dash]'"
+        print(f"traceml-ray: {missing}", file=sys.stderr)
         return 1
     token = os.environ.pop("TRACEML_DASHBOARD_TOKEN", None) or None
     if arguments.token is None:
@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="traceml-ray",
         description="Names the rank, node and stage that makes a distributed training step slow.",
-        epilog="Exit codes: 0 done, 1 failed, 2 bad input (one line on stderr says what).",
+        epilog="Exit codes: 0 done, 1 failed, 2 bad input (with one line on stderr).",
     )
     parser.add_argument("--version", action="version", version=f"traceml-ray {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -180,15 +180,15 @@ def _serving(command: argparse.ArgumentParser) -> None:
     command.add_argument("--port", type=_port, help="port to listen on; 0: a free one (default: 8050)")
     command.add_argument(
         "--token",
-        help="what to ask for, made up where one is needed; better in TRACEML_DASHBOARD_TOKEN: arguments can "
-        "be read by everybody on this machine",
+        help="that browsers have to give, generated where one is needed; better in TRACEML_DASHBOARD_TOKEN: "
+        "every user of this machine can read arguments",
     )
     command.add_argument(
         "--allow-host",
         metavar="NAME",
         action="append",
         default=[],
-        help="another name it is asked for by, as behind a proxy; may be given several times",
+        help="another host name of the server, as behind a proxy; may be given several times",
     )
     command.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
 

@@ -1,5 +1,5 @@
 """
-The pages. Each has `layout(view)`, the elements with their ids, and `parts(view, place)`: what stands in
+The pages. Each has `layout(view)`, the elements with their ids, and `parts(view, place)`: the content of
 them, `{id: {property: value}}`, of which a browser is sent what has changed.
 """
 

@@ -1,4 +1,4 @@
-"""What pages are made of: panels, charts, tables, words beside colours."""
+"""What pages are made of: panels, charts, tables, and words with each colour."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ CLICKED: Any = {**CONFIG, "doubleClick": False, "showTips": False}
 SEVERITY = {"critical": "◆", "warning": "▲", "info": "●"}
 
 
-def aria(**said: str) -> dict[str, Any]:
+def aria(**properties: str) -> dict[str, Any]:
     """Return properties for those who do not see the page: `label`, `hidden`, `live`, …"""
-    return {f"aria-{name}": value for name, value in said.items()}
+    return {f"aria-{name}": value for name, value in properties.items()}
 
 
 def panel(title: str, *body: Any, note: Any = None) -> html.Section:
-    """Return a titled box; `note` stands to the right of the title."""
+    """Return a titled box; `note` is to the right of the title."""
     head = html.Div([html.H2(title), html.Div(note, className="note")], className="panel-head")
     return html.Section([head, *body], className="panel")
 
@@ -123,8 +123,8 @@ def _where(event: Mapping[str, Any]) -> str:
 
 
 def _told(event: Mapping[str, Any], place: Place) -> list[Any]:
-    told = marked(event["text"])
-    return told if event.get("rank") is None else [*told, " ", rank_link(event["rank"], place)]
+    sentence = marked(event["text"])
+    return sentence if event.get("rank") is None else [*sentence, " ", rank_link(event["rank"], place)]
 
 
 def marked(sentence: str) -> list[Any]:

@@ -29,7 +29,7 @@ def layout(_: Mapping[str, Any]) -> Any:
 
 
 def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
-    """Return what stands in them."""
+    """Return the content of the elements, by id."""
     events = view["events"]
     columns: bits.Columns = {
         "time, UTC": lambda event: _time(event["time"]),

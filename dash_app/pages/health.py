@@ -29,7 +29,7 @@ def layout(_: Mapping[str, Any]) -> Any:
 
 
 def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
-    """Return what stands in them."""
+    """Return the content of the elements, by id."""
     known = sorted(view["relays"], key=lambda relay: (relay["alive"], -(relay["age_s"] or 0)))
     columns: bits.Columns = {
         "node": lambda relay: bits.node_link(relay["key"], relay["label"], place),

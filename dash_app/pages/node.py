@@ -49,7 +49,7 @@ def layout(view: Mapping[str, Any]) -> Any:
 
 
 def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
-    """Return what stands in them."""
+    """Return the content of the elements, by id."""
     node = view["node"]
     if node is None:
         return {"node-title": {"children": f"There is no node {place.key} in this run."}}
@@ -172,8 +172,8 @@ def _both(gpu: Mapping[str, Any], link: str) -> str:
 def _critical(xids: Sequence[int] | None) -> Any:
     if not xids:
         return text.NA if xids is None else "none"
-    told = ", ".join(map(str, dict.fromkeys(xids)))
-    return html.Span(["◆ ", told], className="sev critical")
+    numbers = ", ".join(map(str, dict.fromkeys(xids)))
+    return html.Span(["◆ ", numbers], className="sev critical")
 
 
 def _listed(reasons: Sequence[str] | None) -> str:

@@ -78,7 +78,7 @@ def layout(_: Mapping[str, Any]) -> Any:
 
 
 def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
-    """Return what stands in them."""
+    """Return the content of the elements, by id."""
     line, skew = view["timeline"], view["skew"]
     revision = str(view["session"]["run"])
     empty = {} if len(view["heat"]["ranks"]) else {"heat": {"figure": figures.blank("No closed step yet.")}}
@@ -148,11 +148,11 @@ def _segment(name: str, place: Place) -> dcc.Link:
 
 def _spans(view: Mapping[str, Any], place: Place) -> list[Any]:
     over = view["state"] in ("stored", "finished")
-    shown = place.get("span") or ("run" if over else "recent")
+    chosen = place.get("span") or ("run" if over else "recent")
     spans = {"recent": "newest steps", "run": "whole run"}
     return [
-        dcc.Link(told, href=place.here(span=name), className="segment on" if name == shown else "segment")
-        for name, told in spans.items()
+        dcc.Link(label, href=place.here(span=name), className="segment on" if name == chosen else "segment")
+        for name, label in spans.items()
     ]
 
 
@@ -174,7 +174,7 @@ def _cards(nodes: list[Mapping[str, Any]], place: Place) -> list[Any]:
 
 def _card(node: Mapping[str, Any], place: Place) -> dcc.Link:
     over = node["slower_pct"]
-    told = (
+    over_text = (
         ""
         if over is None
         else "the fastest"
@@ -201,7 +201,7 @@ def _card(node: Mapping[str, Any], place: Place) -> dcc.Link:
             [
                 html.Span(text.number(node["median_ms"]), className="value"),
                 html.Span("ms median", className="unit"),
-                html.Span(told, className="over"),
+                html.Span(over_text, className="over"),
             ],
             className="card-value",
         ),

@@ -1,4 +1,4 @@
-"""One rank: where its time goes against the median rank, its parts, its process, where it stood."""
+"""One rank: where its time goes against the median rank, its parts, its process, its stack."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def layout(view: Mapping[str, Any]) -> Any:
     if process:
         body += [html.H2("Process"), html.Div(process, className="grid")]
     if view["stacks"]:
-        body.append(bits.panel("Where the ranks stood in the last hang", html.Div(id="rank-stacks")))
+        body.append(bits.panel("Where the ranks were in the last hang", html.Div(id="rank-stacks")))
     return html.Div(body)
 
 
 def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
-    """Return what stands in them."""
+    """Return the content of the elements, by id."""
     rank, stages, process = view["rank"], view["stages"], view["process"]
     number = int(place.key)
     around = [dcc.Link("← previous", href=place.to("rank", number - 1), className="chip")] if number else []
@@ -92,9 +92,9 @@ def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
 
 
 def _stage(name: str, colour: str) -> Any:
-    told = f"Time in {name} by step, this rank and the median rank"
+    label = f"Time in {name} by step, this rank and the median rank"
     key = bits.legend({"this rank": colour, "median rank": figures.ROSE})
-    return bits.chart(f"stage-{name}", text.words(name), told, note=key, tall="low")
+    return bits.chart(f"stage-{name}", text.words(name), label, note=key, tall="low")
 
 
 def _any(values: Sequence[Any] | None) -> bool:

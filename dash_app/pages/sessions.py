@@ -26,7 +26,7 @@ def layout(_: Mapping[str, Any]) -> Any:
 
 
 def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
-    """Return what stands in them."""
+    """Return the content of the elements, by id."""
     columns: bits.Columns = {
         "compare": lambda s: html.Span(
             [_choose("a", s["name"], place), _choose("b", s["name"], place)], className="choose"

@@ -1,4 +1,4 @@
-"""What stands there before any session: how to start one."""
+"""The page before any session: how to start one."""
 
 from __future__ import annotations
 

@@ -416,7 +416,7 @@ def test_status_shows_where_every_rank_is(tmp_path: Path, snapshot: Snapshot) ->
         (Death(0, Moment(1), exit_code=-15), True, "SIGTERM"),
         (Death(0, Moment(1), exit_code=3), False, "exit code 3"),
         (Death(0, Moment(1), exit_code=-99), False, "signal 99"),
-        (Death(0, Moment(1)), False, "its process ended without a word"),
+        (Death(0, Moment(1)), False, "its process ended without a message"),
         (
             Death(0, Moment(1), "RuntimeError: Connection reset by peer", 1),
             True,

@@ -33,8 +33,8 @@ class Place:
     The position of one rank.
 
     `elapsed_s` is how long it has been in `stage`; `part` what is open inside of it, for `part_s`.
-    `silent_s`: its agent has not answered for so long though its process is there; then `state` is what
-    the kernel says of it. Once it has been asked, `where` in the user's code and in which `call` of
+    `silent_s`: its agent has not answered for so long although its process exists; then `state` is its
+    state in the kernel. Once it has been asked, `where` in the user's code and in which `call` of
     torch.distributed it is are known, and all of its `stack`.
     """
 
@@ -86,7 +86,7 @@ class Place:
 
 def find(places: Sequence[Place], quiet_s: float) -> Verdict | None:
     """
-    Return what `places` say after `quiet_s` seconds in which no rank closed a row; None: no hang.
+    Return the hang in `places` after `quiet_s` seconds in which no rank closed a row; None: no hang.
 
     All ranks busy alike are no hang, however long it takes; nor is a rank that no other waits for.
     """

@@ -30,7 +30,7 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     unsynced_spread: float = 0.05
     """Window totals that differ by more between ranks: they do not wait for each other."""
     min_excess: float = 0.05
-    """Smallest persistent excess p that is looked at."""
+    """Smallest persistent excess p that is considered."""
     replay_error: float = 0.15
     second_stage: float = 0.67
     """A second stage of the same rank with p above this share of the best: `ambiguous`."""
@@ -83,18 +83,18 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     hold_share: float = 0.67
     """Share of the windows since it began that must show it."""
     weather_windows: int = 200
-    """Windows that its excess is held against: the last so many in which nobody was named,"""
+    """Windows that its excess is compared with: the last so many in which no rank was named,"""
     weather_least: int = 20
     """where there are so many of them,"""
     weather_quantile: float = 0.9
     """by this quantile."""
     run_steps: int = 2000
-    """Steps a whole-run verdict looks at, evenly spread over the run."""
+    """Steps that a whole-run verdict samples, evenly spread over the run."""
     run_rows: int = 1_000_000
-    """Rows (steps × ranks) a whole-run verdict looks at: fewer steps where there are many ranks."""
+    """Rows (steps × ranks) that a whole-run verdict samples: fewer steps where there are many ranks."""
 
     def hold_of(self, label: str) -> float:
-        """Return how long what `label` says is to hold, s."""
+        """Return how long a finding of that label has to last, s."""
         return self.hold_group_s if label == "group_wide" else self.hold_s
 
 

@@ -43,7 +43,7 @@ class NodeEvidence:
 
         Args:
             verdict: on the run.
-            ranks: the streams that stand for its ranks.
+            ranks: the process of each of its ranks.
             labels: names of the streams' nodes.
         """
         rank, now = reference_rank(verdict, ranks), self._clock()
@@ -58,8 +58,8 @@ class NodeEvidence:
             stream = ranks[rank]
             with self._writer.lock:
                 every = list(self._writer.streams.values())
-            shown = {node_key(stream): labels[stream.id] for stream in every if stream.id in labels}
-            machines = Machines(self._sampled, ranks, every, shown)
+            names = {node_key(stream): labels[stream.id] for stream in every if stream.id in labels}
+            machines = Machines(self._sampled, ranks, every, names)
             with self._writer.lock:
                 keys, _, rows = self._recent.tail(stream.id, stream.last_key or 0, _ROWS)
                 when = machines.when(verdict, keys, rows)

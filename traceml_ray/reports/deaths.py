@@ -21,20 +21,20 @@ from traceml_ray.store.streams import Stream, generations, last_attempt
 from traceml_ray.wire import SEGMENT_BITS, STAGES
 
 ENDED = "process_ended"
-"""Kind of event that tells how a process ended, whether that was a death or not."""
+"""Kind of event with the end of a process, whether that was a death or not."""
 _CLOCKS_NS = 100_000_000
 """The clocks of two nodes are taken to differ by at most so much."""
 _SEEN_NS = 100_000_000
 """The end of a process is seen from outside at most so much later,"""
 _LOST_NS = 20_000_000_000
-"""and that of a whole node, which had been heard of before."""
+"""and that of a whole node, which had reported before."""
 _CUT_NS = 1_000_000_000
 """torchrun cuts its times to whole seconds."""
 _LATE_NS = {"exception": 0, "rank_lost": _LOST_NS, ENDED: _SEEN_NS}
 FATAL = tuple(_LATE_NS)
-"""Kinds of event that deaths are told by."""
+"""Kinds of event that report deaths."""
 _SHOWN = 3
-"""Deaths that nobody knows the order of, told one by one."""
+"""Deaths of unknown order that are listed one by one."""
 _FROM_PEERS = re.compile(
     r"connection closed by peer|connection reset|connection refused|broken pipe|socket timeout"
     r"|nccl|processgroup|gloo|distbackenderror|distnetworkerror|tcpstore"
@@ -42,7 +42,7 @@ _FROM_PEERS = re.compile(
     re.IGNORECASE,
 )
 _SIGNAL = re.compile(r"Signal \d+ \(\w+\) received by PID \d+")
-"""What torchrun says of a rank that raised nothing."""
+"""The message of torchrun for a rank that raised nothing."""
 _OUT_OF_MEMORY = re.compile(
     r"outofmemoryerror|memoryerror|out of memory|cublas_status_alloc_failed"
     r"|defaultcpuallocator: (can't|not enough)",
@@ -50,8 +50,8 @@ _OUT_OF_MEMORY = re.compile(
 )
 _SILENT = frozenset({"ray", "v1"})
 """
-Sources of ranks that end without a word: a plain actor may be killed when its work is done, version 1 has no
-last message. That alone is no death of a job.
+Sources of ranks that end without a message: a plain actor may be killed when its work is done, version 1
+has no last message. That alone is no death of a job.
 """
 
 
@@ -77,7 +77,7 @@ class Death:
     exit_code: int | None = None
     stream: Stream | None = None
     circumstances: str = ""
-    """What was said when it was found to be gone."""
+    """The message with which it was found to be gone."""
     oom_kills: int = 0
     """Processes of its cgroup that the kernel killed meanwhile because memory ran out."""
 
@@ -94,7 +94,7 @@ class Death:
 
     @property
     def stage(self) -> str | None:
-        """The stage it was in, as last told."""
+        """The stage it was in, as last reported."""
         stage = self.stream.open_stage if self.stream else None
         return None if stage is None else STAGES[stage]
 
@@ -125,7 +125,7 @@ class Death:
 def exit_words(code: int | None) -> str:
     """Return an exit code in words: `SIGKILL`, `exit code 1`; None is a process that just went away."""
     if code is None:
-        return "its process ended without a word"
+        return "its process ended without a message"
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -142,28 +142,30 @@ def deaths(
 ) -> list[Death]:
     """
     Return the deaths of the last generation of a run (see `streams.generations`), first one first: a process
-    that was replaced is no death of the run. Where that leaves nobody and the run `failed`, the deaths of
+    that was replaced is no death of the run. Where none is left and the run `failed`, the deaths of
     those that were replaced in the last attempt, unless each only followed from another's.
 
-    `failures` are the launcher's (RankFailure as dicts), `events` and `streams` the run's. A death is told by
-    an exception, the launcher, or the relay; each gives its time, the most exact counts.
+    `failures` are the launcher's (RankFailure as dicts), `events` and `streams` the run's. A death is
+    reported by an exception, the launcher, or the relay; each has its time, the most exact counts.
     """
     own: dict[int | None, list[dict[str, Any]]] = {}
     for event in events:
         if event["kind"] in FATAL:
             own.setdefault(event["stream_id"], []).append(event)
     known = {(s.identity.global_rank, s.identity.pid) for s in streams if s.identity}
-    told = {(failure["rank"], failure["pid"]): failure for failure in failures}
+    by_process = {(failure["rank"], failure["pid"]): failure for failure in failures}
     found = [
-        Death(failure["rank"], _moment([], failure), _said(failure), failure["exit_code"])
-        for who, failure in told.items()
+        Death(failure["rank"], _moment([], failure), _message(failure), failure["exit_code"])
+        for who, failure in by_process.items()
         if who not in known
     ]
     last = generations(last_attempt(streams))
     now = list({stream.rank: stream for stream in last[-1]}.values()) if last else []
-    found += filter(None, (_death(stream, own.get(stream.id, []), told) for stream in now))
+    found += filter(None, (_death(stream, own.get(stream.id, []), by_process) for stream in now))
     for before in reversed(last) if failed and not found else ():
-        earlier = list(filter(None, (_death(stream, own.get(stream.id, []), told) for stream in before)))
+        earlier = list(
+            filter(None, (_death(stream, own.get(stream.id, []), by_process) for stream in before))
+        )
         if not all(death.consequence for death in earlier):
             found = earlier
             break
@@ -171,19 +173,19 @@ def deaths(
 
 
 def _death(
-    stream: Stream, every: list[dict[str, Any]], told: Mapping[tuple[int, int], dict[str, Any]]
+    stream: Stream, every: list[dict[str, Any]], failures: Mapping[tuple[int, int], dict[str, Any]]
 ) -> Death | None:
-    """Return how a process died, by `every` event of it and what the launcher `told`; None if it did not."""
+    """Return how a process died, by `every` event of it and the launcher's `failures`; None if it did not."""
     assert stream.identity is not None
     rank = stream.identity.global_rank
-    failure = told.get((rank, stream.identity.pid))
+    failure = failures.get((rank, stream.identity.pid))
     mine = [event for event in every if event["kind"] != ENDED]
     seen = next((event for event in reversed(every) if event["kind"] == ENDED), None)
     lost = bool(mine) if stream.identity.source in _SILENT else stream.lost
     if not (failure or lost or any(event["kind"] == "exception" for event in mine)):
         return None
     raised = [event["message"] for event in mine if event["kind"] == "exception"]
-    message = next(filter(None, [*raised, _said(failure)]), "")
+    message = next(filter(None, [*raised, _message(failure)]), "")
     ended = seen["data"] if seen else {}
     code = failure["exit_code"] if failure else _whole(ended, "exit_code")
     gone = next((event["message"] for event in mine if event["kind"] == "rank_lost"), "")
@@ -207,12 +209,12 @@ def _moment(
 
 
 def _whole(data: dict[str, Any], name: str) -> int | None:
-    """Return a number that is told in an event; anybody may have sent that."""
+    """Return a number from an event; its sender may be any process."""
     value = data.get(name)
     return value if isinstance(value, int) else None
 
 
-def _said(failure: dict[str, Any] | None) -> str:
+def _message(failure: dict[str, Any] | None) -> str:
     message = str(failure["message"]) if failure else ""
     return "" if _SIGNAL.match(message) else message
 
@@ -236,8 +238,8 @@ def headline(
     found: Sequence[Death], node_of: Callable[[Death], str | None], ranks: Mapping[int, Stream], world: int
 ) -> Verdict:
     """
-    Return the verdict that names the first of the deaths `found`, one or more; `node_of` returns a node as it
-    is shown, `ranks` are those of `world` that are known.
+    Return the verdict that names the first of the deaths `found`, one or more; `node_of` returns the label
+    of a node, `ranks` are those of `world` that are known.
     """
     first = culprits(found)
     death, tie, others = first[0], len(first) > 1, len(found) - len(first)
@@ -305,11 +307,11 @@ def _one(values: set[_T]) -> _T | None:
 
 
 def _why(first: Sequence[Death], node_of: Callable[[Death], str | None]) -> str:
-    told = [_where(death, node_of(death)) for death in first]
+    places = [_where(death, node_of(death)) for death in first]
     if len(first) == 1:
-        return f"{told[0][0]} ended first{told[0][1]}: {first[0].reason}."
+        return f"{places[0][0]} ended first{places[0][1]}: {first[0].reason}."
     each = "; ".join(
-        f"{who}{at}: {death.reason}" for (who, at), death in zip(told[:_SHOWN], first, strict=False)
+        f"{who}{at}: {death.reason}" for (who, at), death in zip(places[:_SHOWN], first, strict=False)
     )
     more = f"; and {len(first) - _SHOWN} more" if len(first) > _SHOWN else ""
     ranks = text.ranks([death.rank for death in first])

@@ -13,15 +13,15 @@ from traceml_ray.analysis.verdict import Verdict
 def hangs(verdicts: Iterable[dict[str, Any]]) -> list[Verdict]:
     """Return the hangs among the live verdicts of a run, each once, as was known of it last."""
     found: dict[int, Verdict] = {}
-    for told in verdicts:
-        if told.get("began_ns") is not None:
-            found[told["began_ns"]] = msgspec.convert(told, Verdict)
+    for verdict in verdicts:
+        if verdict.get("began_ns") is not None:
+            found[verdict["began_ns"]] = msgspec.convert(verdict, Verdict)
     return list(found.values())
 
 
 def still_open(found: Sequence[Verdict], status: str | None) -> Verdict | None:
     """
-    Return the hang in which the run ended, or stands now.
+    Return the hang in which the run ended, or is at present.
 
     What ranks died of after it (a collective's time-out, whoever lost patience) only followed from it.
     """

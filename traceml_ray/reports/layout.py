@@ -20,7 +20,7 @@ def page(blocks: Iterable[Sequence[str]]) -> str:
 
 
 def facts(*pairs: tuple[str, str]) -> list[str]:
-    """Return (label, text) pairs as lines, the text wrapped beside its label; none for an empty text."""
+    """Return (label, text) pairs as lines, the text wrapped in its own column; none for an empty text."""
     from rich.table import Table  # imported where a report is written: a training process never does
 
     grid = Table.grid()

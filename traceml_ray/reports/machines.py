@@ -33,7 +33,7 @@ class Machines:
     The nodes of a run. Args:
 
         between: their samples.
-        ranks: the streams that stand for the run's ranks.
+        ranks: the process of each rank of the run.
         every: the streams of the session.
         labels: names of the nodes, by `node_key`.
 
@@ -116,6 +116,6 @@ class Machines:
         for stream in self.every:
             if stream.identity is not None and node_key(stream) in pids and stream.identity.pid > 1:
                 rank = stream.rank
-                shown = rank is not None and self.ranks.get(rank) is stream
-                pids[node_key(stream)][stream.identity.pid] = rank if shown else None
+                current = rank is not None and self.ranks.get(rank) is stream
+                pids[node_key(stream)][stream.identity.pid] = rank if current else None
         return pids

@@ -16,7 +16,7 @@ _MAX_PARTS = 100
 
 
 class StoredParts:
-    """What the ranks of a run said of their parts; `ranks` holds the process that each rank is."""
+    """The stored parts of a run's ranks; `ranks` holds the process of each rank."""
 
     def __init__(self, session: SessionFile, ranks: Mapping[int, Stream]) -> None:
         self._session = session

@@ -55,17 +55,17 @@ def _title(summary: dict[str, Any]) -> list[str]:
     return lines + _run_of(summary["runs"], summary["run"])
 
 
-def _run_of(runs: Sequence[dict[str, Any]], shown: str | None) -> list[str]:
+def _run_of(runs: Sequence[dict[str, Any]], chosen: str | None) -> list[str]:
     """Return which run this is of, where there is more than one or it has a name of its own."""
     for at, run in enumerate(runs):
-        if run["id"] == shown and (len(runs) > 1 or run["name"] != run["id"]):
+        if run["id"] == chosen and (len(runs) > 1 or run["name"] != run["id"]):
             of = f" ({at + 1} of {len(runs)})" if len(runs) > 1 else ""
             return [shortened(f"run {run['name']}{of}: {run['status']}")]
     return []
 
 
-def run_lines(runs: Sequence[dict[str, Any]], shown: str | None) -> list[str]:
-    """Return the list of runs, where there is more than one; `shown` is the one that the rest is of."""
+def run_lines(runs: Sequence[dict[str, Any]], chosen: str | None) -> list[str]:
+    """Return the list of runs, where there is more than one; `chosen` is the one that the rest is of."""
     columns: Columns = {
         "run": lambda run: run["name"],
         "status": lambda run: run["status"],
@@ -73,7 +73,7 @@ def run_lines(runs: Sequence[dict[str, Any]], shown: str | None) -> list[str]:
         ">ranks": lambda run: text.plain(run["world_size"]),
         ">attempts": lambda run: text.plain(run["attempts"]),
         ">rows": lambda run: text.plain(run["ledger"]["stored"]),
-        "verdict": lambda run: text.words(run["label"] or text.NA) + " (shown here)" * (run["id"] == shown),
+        "verdict": lambda run: text.words(run["label"] or text.NA) + " (selected)" * (run["id"] == chosen),
     }
     return table("Runs of this session", columns, runs[-_MAX_LINES:]) if len(runs) > 1 else []
 
@@ -222,10 +222,10 @@ def _load(gpus: Sequence[dict[str, Any]]) -> str:
 def _ranks(summary: dict[str, Any]) -> list[str]:
     busy, ranks = summary["steps"]["per_rank_median_ms"], summary["ranks"]
     median, memory = summary["steps"]["busy_median_ms"], summary["memory"]["per_rank"]
-    shown, title = list(ranks), "Ranks"
-    if len(shown) > _MAX_RANKS:
-        worst = sorted(shown, key=lambda rank: (ranks[rank]["ended"] != "died", -(busy.get(rank) or 0)))
-        shown = sorted(worst[:_MAX_RANKS], key=int)
+    listed, title = list(ranks), "Ranks"
+    if len(listed) > _MAX_RANKS:
+        worst = sorted(listed, key=lambda rank: (ranks[rank]["ended"] != "died", -(busy.get(rank) or 0)))
+        listed = sorted(worst[:_MAX_RANKS], key=int)
         title = f"Ranks (the worst {_MAX_RANKS} of {len(ranks):,})"
     over = {rank: 100 * (ms / median - 1) for rank, ms in busy.items() if median and ms is not None}
     columns: Columns = {
@@ -238,7 +238,7 @@ def _ranks(summary: dict[str, Any]) -> list[str]:
         ">last step": lambda rank: text.plain(ranks[rank]["last_step"]),
         "end": lambda rank: _end(ranks[rank]),
     }
-    return table(title, columns, shown)
+    return table(title, columns, listed)
 
 
 def _end(rank: dict[str, Any]) -> str:

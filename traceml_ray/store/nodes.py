@@ -1,4 +1,4 @@
-"""What is known of one node of the cluster, and how nodes are shown."""
+"""What is known of one node of the cluster, and the labels of nodes."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def node_key(stream: Stream) -> str:
 
 def label_nodes(nodes: Iterable[Node], streams: Iterable[Stream]) -> dict[str, str]:
     """
-    Return how each node (by `node_key`) is shown: its hostname, with the address where two nodes have
+    Return the label of each node (by `node_key`): its hostname, with the address where two nodes have
     the same one, and the beginning of its id where that does not tell them apart.
 
-    Where ranks reported from, the hostname is the one that they said.
+    Where ranks reported, the hostname is theirs.
     """
     nodes = list(nodes)
     hostnames = {node.node_id: node.hostname for node in nodes}
@@ -69,7 +69,7 @@ def label_nodes(nodes: Iterable[Node], streams: Iterable[Stream]) -> dict[str, s
 
 
 def stream_labels(nodes: Iterable[Node], streams: Iterable[Stream]) -> dict[int, str]:
-    """Return how the node of each stream (by id) is shown, see `label_nodes`."""
+    """Return the label of the node of each stream (by id), see `label_nodes`."""
     streams = list(streams)
     labels = label_nodes(nodes, streams)
     return {stream.id: labels[node_key(stream)] for stream in streams if stream.identity}
