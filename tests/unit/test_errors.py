@@ -19,7 +19,7 @@ TELLS = {"note", "swallow", "failed", "_failed", "fail", "_traceml_failed", "_lo
 SAYS = {"_say", "warn", "warning", "write", "_inert"}
 """Calls that tell a person at once, where there is nothing to count in yet, or not any more."""
 OTHERWISE = {
-    "actors/calls.py _look": "handed to whoever polls, who counts it",
+    "ray/actor_calls.py _look": "handed to whoever polls, who counts it",
     "errors.py said": "its kind is told",
     "agent/parts.py _named": "only a prettier name is lost",
     "agent/site/sitecustomize.py _wait_for_torch": "said as soon as there is torch",
@@ -76,9 +76,9 @@ FIXED = {
     "agent/instrument.py call": "the name of a patch of ours",
     "errors.py note": "place and the name of a class",
     "errors.py swallow": "place and the name of a class",
-    "actors/relay.py _take_v1": "one of two",
-    "actors/aggregator.py _ask_relays": "the name of a method of ours",
-    "actors/aggregation.py commit": "one of each table",
+    "monitor/relay.py _take_v1": "one of two",
+    "ray/aggregator.py _ask_relays": "the name of a method of ours",
+    "monitor/aggregator.py commit": "one of each table",
     "launchers/train_callback.py _failed": "the name of a hook of ours",
 }
 """Places that are no literal, but one of a few all the same."""
