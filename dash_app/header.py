@@ -77,7 +77,7 @@ def state_text(board: Board, run: Run | None, state: str) -> str:
     if state == "empty":
         return board.trouble or "Searching for the session."
     if state == "stale":
-        since = (moment(board.stale_since_ns) or "")[11:19]
+        since = text.clock(moment(board.stale_since_ns))
         return (
             f"Aggregator not answering since {since} UTC ({board.trouble}). The page has what was known then."
         )

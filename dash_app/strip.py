@@ -26,62 +26,40 @@ _STATES = {
 
 def shell(poll_s: float) -> html.Div:
     """Return what surrounds every page; `strip` returns its content."""
-    bar = html.Header(
-        [
-            dcc.Link("traceml-ray", href="/", className="brand"),
-            html.Nav(id="nav", **aria(label="Pages")),
-            html.Div(id="session"),
-            dcc.Input(
-                id="goto",
-                type="text",
-                placeholder="rank …",
-                inputMode="numeric",
-                autoComplete="off",
-                className="goto",
-            ),
-            html.Button("Pause", id="pause", type="button"),
-            html.Button("Theme", id="theme", type="button"),
-        ],
-        className="bar",
-    )
-    verdict = html.Section(
-        [
-            html.Div(id="verdict-sign", className="sign", **aria(hidden="true")),
-            html.Div(
-                [
-                    html.Div(html.Strong(id="verdict-headline"), **aria(live="polite", atomic="true")),
-                    html.P(id="verdict-why"),
-                    html.P(id="verdict-next"),
-                ],
-                className="sentences",
-            ),
-            html.Div(id="verdict-cost", className="cost"),
-            html.Div(
-                [
-                    html.Div([html.Span(id="state-badge"), html.Span(id="paused")]),
-                    html.Div(id="coverage"),
-                    html.Div(id="state-text"),
-                ],
-                className="fresh",
-            ),
-        ],
-        id="verdict-strip",
-        **aria(label="Verdict"),
-    )
-    stores = [dcc.Store(id=name) for name in ("answer", "seen", "asked", "cell")]
+    goto: dict[str, Any] = {"type": "text", "placeholder": "rank …", "inputMode": "numeric"}
+    bar = [
+        dcc.Link("traceml-ray", href="/", className="brand"),
+        html.Nav(id="nav", **aria(label="Pages")),
+        html.Div(id="session"),
+        dcc.Input(id="goto", autoComplete="off", className="goto", **goto),
+        html.Button("Pause", id="pause", type="button"),
+        html.Button("Theme", id="theme", type="button"),
+    ]
     return html.Div(
         [
             html.A("Skip to the page", href="#page", className="skip"),
-            bar,
-            verdict,
+            html.Header(bar, className="bar"),
+            _verdict_strip(),
             html.Div(id="problem", className="problem", role="alert"),
             html.Div(id="lost", className="problem", role="alert"),
             html.Main(html.P("Loading …", className="empty"), id="page", tabIndex=-1),
             dcc.Location(id="url", refresh=False),
             dcc.Interval(id="tick", interval=max(250, round(1000 * poll_s))),
-            *stores,
+            *(dcc.Store(id=name) for name in ("answer", "seen", "asked", "cell")),
         ]
     )
+
+
+def _verdict_strip() -> html.Section:
+    headline = html.Div(html.Strong(id="verdict-headline"), **aria(live="polite", atomic="true"))
+    badge = html.Div([html.Span(id="state-badge"), html.Span(id="paused")])
+    parts = [
+        html.Div(id="verdict-sign", className="sign", **aria(hidden="true")),
+        html.Div([headline, html.P(id="verdict-why"), html.P(id="verdict-next")], className="sentences"),
+        html.Div(id="verdict-cost", className="cost"),
+        html.Div([badge, html.Div(id="coverage"), html.Div(id="state-text")], className="fresh"),
+    ]
+    return html.Section(parts, id="verdict-strip", **aria(label="Verdict"))
 
 
 def strip(header: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:

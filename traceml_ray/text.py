@@ -85,6 +85,16 @@ def age(seconds: float | None) -> str:
     return NA if seconds is None else duration(round(seconds))
 
 
+def clock(moment: str | None) -> str:
+    """Return a moment (ISO 8601, UTC) as "22:13:25"."""
+    return NA if moment is None else moment[11:19]
+
+
+def date(moment: str | None) -> str:
+    """Return a moment (ISO 8601, UTC) as "2023-11-14 22:13:25"."""
+    return NA if moment is None else moment[:19].replace("T", " ")
+
+
 def count(amount: int, noun: str) -> str:
     """Return "1 rank", "1,024 ranks"."""
     return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"

@@ -104,7 +104,7 @@ def event_rows(events: Sequence[Mapping[str, Any]], place: Place) -> list[Any]:
                     [
                         html.Span(text.words(event["kind"]), className="kind"),
                         html.Span(_where(event), className="where"),
-                        html.Time((event["time"] or "")[11:19], dateTime=event["time"] or ""),
+                        html.Time(text.clock(event["time"]), dateTime=event["time"] or ""),
                     ],
                     className="event-head",
                 ),

@@ -67,7 +67,7 @@ def _episodes(episodes: Sequence[Mapping[str, Any]], place: Place) -> Any:
 
 
 def _time(time: str | None) -> html.Time:
-    return html.Time((time or text.NA).replace("T", " ")[:19], dateTime=time or "")
+    return html.Time(text.date(time), dateTime=time or "")
 
 
 def _severity(severity: str) -> html.Span:

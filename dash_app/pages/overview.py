@@ -20,23 +20,6 @@ _SHOWN = ("total", "post_sync", "data", "prepare", "forward", "backward")
 
 def layout(_: Mapping[str, Any]) -> Any:
     """Return the elements of the page."""
-    heat = bits.panel(
-        "Busy time by rank, against the median of the step",
-        html.Div(
-            [
-                dcc.Graph(id="heat", figure=figures.blank(""), config=bits.CLICKED, clear_on_unhover=True),
-                html.Div(id="heat-tip", className="tip", **bits.aria(hidden="true")),
-            ],
-            className="graph heat-box",
-            role="img",
-            **bits.aria(label="Busy time of each rank by step, over the median; as a table below"),
-        ),
-        html.Div([*_scale(), _table()], className="heat-legend"),
-        note=[
-            html.Nav(id="heat-span", className="segments", **bits.aria(label="Steps shown")),
-            html.Nav(id="heat-stages", className="segments", **bits.aria(label="Stage shown in the heatmap")),
-        ],
-    )
     exposed = bits.chart(
         "exposed",
         "Where a step's time goes",
@@ -57,23 +40,27 @@ def layout(_: Mapping[str, Any]) -> Any:
         tall="low",
     )
     nodes = bits.panel("Nodes, worst first", html.Div(id="node-cards", className="cards"))
-    events = bits.panel(
-        "Events",
-        html.Ol(id="event-list", className="events", tabIndex=0),
-        note=dcc.Link("all", id="events-all", href="/events"),
-    )
+    every = dcc.Link("all", id="events-all", href="/events")
+    events = bits.panel("Events", html.Ol(id="event-list", className="events", tabIndex=0), note=every)
+    left = html.Div([_heat(), timeline, nodes], className="column")
+    right = html.Div([exposed, skew, events], className="column")
+    tiles = html.Div(id="tiles", className="tiles")
     return html.Div(
-        [
-            html.H1("Overview", className="unseen"),
-            html.Div(id="tiles", className="tiles"),
-            html.Div(
-                [
-                    html.Div([heat, timeline, nodes], className="column"),
-                    html.Div([exposed, skew, events], className="column"),
-                ],
-                className="split",
-            ),
-        ]
+        [html.H1("Overview", className="unseen"), tiles, html.Div([left, right], className="split")]
+    )
+
+
+def _heat() -> html.Section:
+    graph = dcc.Graph(id="heat", figure=figures.blank(""), config=bits.CLICKED, clear_on_unhover=True)
+    tip = html.Div(id="heat-tip", className="tip", **bits.aria(hidden="true"))
+    label = bits.aria(label="Busy time of each rank by step, over the median; as a table below")
+    span = html.Nav(id="heat-span", className="segments", **bits.aria(label="Steps of the heatmap"))
+    stages = html.Nav(id="heat-stages", className="segments", **bits.aria(label="Stage of the heatmap"))
+    return bits.panel(
+        "Busy time by rank, against the median of the step",
+        html.Div([graph, tip], className="graph heat-box", role="img", **label),
+        html.Div([*_scale(), _table()], className="heat-legend"),
+        note=[span, stages],
     )
 
 

@@ -34,7 +34,7 @@ def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
         "session": lambda s: dcc.Link(
             s["name"], href=place.to("overview", session=s["name"], run=None), title=str(s["path"])
         ),
-        "began, UTC": lambda s: (s["started_at"] or text.NA).replace("T", " ")[:16],
+        "began, UTC": lambda s: text.date(s["started_at"]),
         "status": lambda s: text.plain(s["status"]),
         "launcher": lambda s: text.plain(s["launcher"]),
         ">ranks": lambda s: text.plain(s["world_size"]),

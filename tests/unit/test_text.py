@@ -87,5 +87,11 @@ def test_words() -> None:
     assert [text.plain(v) for v in (None, "", 1204, 0, "data")] == ["n/a", "n/a", "1,204", "0", "data"]
 
 
+def test_moments() -> None:
+    moment = "2023-11-14T22:13:25.250+00:00"
+    assert (text.clock(moment), text.date(moment)) == ("22:13:25", "2023-11-14 22:13:25")
+    assert (text.clock(None), text.date(None)) == ("n/a", "n/a")
+
+
 def test_one_line_writes_out_what_a_terminal_would_obey() -> None:
     assert text.one_line("a\nb\x1b[31m\udcff") == "a\\nb\\x1b[31m\\udcff"

@@ -69,7 +69,7 @@ def run_lines(runs: Sequence[dict[str, Any]], chosen: str | None) -> list[str]:
     columns: Columns = {
         "run": lambda run: run["name"],
         "status": lambda run: run["status"],
-        "began (UTC)": lambda run: (run["started_at"] or text.NA)[11:19] or text.NA,
+        "began (UTC)": lambda run: text.clock(run["started_at"]),
         ">ranks": lambda run: text.plain(run["world_size"]),
         ">attempts": lambda run: text.plain(run["attempts"]),
         ">rows": lambda run: text.plain(run["ledger"]["stored"]),
@@ -304,7 +304,7 @@ def _events(events: Sequence[dict[str, Any]]) -> list[str]:
     worth = [event for event in events if event["message"] or event["kind"] not in silent]
     worth = [event for event in worth if event["kind"] not in ("stacks", "flight_recorder")]
     columns: Columns = {
-        "time": lambda event: text.NA if event["time"] is None else event["time"][11:19],
+        "time": lambda event: text.clock(event["time"]),
         "kind": lambda event: event["kind"],
         "who": lambda event: event["node"] or "" if event["rank"] is None else f"rank {event['rank']}",
         "what": lambda event: event["message"].partition("\n")[0],
