@@ -66,7 +66,7 @@ def _heat() -> html.Section:
 
 def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
     """Return the content of the elements, by id."""
-    line, skew = view["timeline"], view["skew"]
+    line, events = view["timeline"], bits.event_rows(view["events"][:_EVENTS], place)
     revision = str(view["session"]["run"])
     empty = {} if len(view["heat"]["ranks"]) else {"heat": {"figure": figures.blank("No closed step yet.")}}
     return {
@@ -76,23 +76,17 @@ def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
         "heat-span": {"children": _spans(view, place)},
         "exposed": {"figure": figures.exposed(view["exposed"]["steps"], view["exposed"]["stages"], revision)},
         "timeline": {"figure": figures.timeline(line["steps"], line, view["events"])},
-        "skew": {
-            "figure": figures.lines(
-                skew["steps"],
-                {"ranks": skew["global_pct"], "nodes": skew["node_pct"]},
-                "skew %",
-                unit="%",
-                colours=(figures.ORANGE, figures.BLUE),
-                revision=revision,
-            )
-        },
+        "skew": {"figure": _skew(view["skew"], revision)},
         "events-all": {"href": place.to("events")},
         "node-cards": {"children": _cards(view["nodes"], place)},
-        "event-list": {
-            "children": bits.event_rows(view["events"][:_EVENTS], place)
-            or html.Li("Nothing happened yet.", className="empty")
-        },
+        "event-list": {"children": events or html.Li("Nothing happened yet.", className="empty")},
     }
+
+
+def _skew(skew: Mapping[str, Any], revision: str) -> figures.Figure:
+    lines = {"ranks": skew["global_pct"], "nodes": skew["node_pct"]}
+    colours = figures.ORANGE, figures.BLUE
+    return figures.lines(skew["steps"], lines, "skew %", unit="%", colours=colours, revision=revision)
 
 
 def _scale() -> list[Any]:
@@ -118,11 +112,8 @@ def _tile(tile: Mapping[str, Any]) -> html.Div:
     if tile["value"] is not None:
         value.append(html.Span(tile["unit"], className="unit"))
     known = [v for v in tile["series"] if v is not None]
-    alt = (
-        f"{tile['label']}: {text.number(known[0])} to {text.number(known[-1])} {tile['unit']}"
-        if known
-        else ""
-    )
+    first, last = (text.number(known[at]) if known else "" for at in (0, -1))
+    alt = f"{tile['label']}: {first} to {last} {tile['unit']}" if known else ""
     label, under = html.Div(tile["label"], className="label"), html.Div(tile["text"] or "", className="text")
     return html.Div([label, html.Div(value), bits.spark(tile["series"], alt), under], className="tile")
 
@@ -150,53 +141,30 @@ def _cards(nodes: list[Mapping[str, Any]], place: Place) -> list[Any]:
     rest = nodes[len(shown) :]
     if rest:
         links: list[Any] = [bits.node_link(node["key"], node["label"], place) for node in rest]
-        cards.append(
-            html.Details(
-                [html.Summary(f"{len(rest)} more nodes"), html.Div(links, className="links")],
-                className="rest",
-            )
-        )
+        more = [html.Summary(text.count(len(rest), "more node")), html.Div(links, className="links")]
+        cards.append(html.Details(more, className="rest"))
     return cards or [html.P("No node yet.", className="empty")]
 
 
 def _card(node: Mapping[str, Any], place: Place) -> dcc.Link:
-    over = node["slower_pct"]
-    over_text = (
-        ""
-        if over is None
-        else "the fastest"
-        if over < 0.05
-        else f"{text.percent(over, sign=True)} over the fastest"
-    )
-    ranks = node["ranks"]
-    count = ranks if isinstance(ranks, int) else len(ranks)
+    over, alive = node["slower_pct"], node["alive"]
+    slower = f"{text.percent(over, sign=True)} over the fastest" if (over or 0) >= 0.05 else "the fastest"
+    ranks = node["ranks"] if isinstance(node["ranks"], int) else len(node["ranks"])
     worst = [html.Span(f"worst rank {node['worst_rank']}, {text.ms(node['worst_ms'])}")]
     worst.append(html.Span(f"skew {text.percent(node['skew_pct'])}"))
     used = (("CPU", "cpu_pct"), ("RAM", "mem_pct"), ("GPU", "gpu_util_pct"), ("VRAM", "gpu_mem_pct"))
+    size = html.Span(text.count(ranks, "rank") if alive else "lost", className="" if alive else "gone-word")
+    median = [
+        html.Span(text.number(node["median_ms"]), className="value"),
+        html.Span("ms median", className="unit"),
+        html.Span("" if over is None else slower, className="over"),
+    ]
     body = [
-        html.Div(
-            [
-                html.Strong(node["label"]),
-                html.Span(
-                    f"{count} rank{'s' * (count != 1)}" if node["alive"] else "lost",
-                    className="" if node["alive"] else "gone-word",
-                ),
-            ],
-            className="card-head",
-        ),
-        html.Div(
-            [
-                html.Span(text.number(node["median_ms"]), className="value"),
-                html.Span("ms median", className="unit"),
-                html.Span(over_text, className="over"),
-            ],
-            className="card-value",
-        ),
+        html.Div([html.Strong(node["label"]), size], className="card-head"),
+        html.Div(median, className="card-value"),
         html.Div(worst if node["worst_rank"] is not None else None, className="text"),
         html.Div(
             [bits.meter(name, node[key]) for name, key in used if node[key] is not None], className="meters"
         ),
     ]
-    return dcc.Link(
-        body, href=place.to("node", node["key"]), className="card" if node["alive"] else "card gone"
-    )
+    return dcc.Link(body, href=place.to("node", node["key"]), className="card" if alive else "card gone")
