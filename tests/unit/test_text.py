@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from traceml_ray import text
+
+ROOT = Path(__file__).parents[2]
+DRAWN = {"dash_app/figures.py", "dash_app/pages/bits.py"}
+"""Coordinates and widths, which nobody reads."""
+
+
+def test_text_is_the_only_formatter_of_numbers_and_plurals() -> None:
+    own = re.compile(r""":[+,]*\.\d?[fg]\}(?!<extra>| ms)|\{'s' \* \(|\bs\{'""")
+    files = {
+        path.relative_to(ROOT).as_posix(): path.read_text()
+        for name in ("traceml_ray", "launchers", "dash_app")
+        for path in (ROOT / name).rglob("*.py")
+    }
+    assert len(files) > 100
+    assert {name for name, code in files.items() if own.search(code)} - DRAWN == {"traceml_ray/text.py"}
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,7 @@ def headline(
         return earlier
     nodes = {node_of(one) for one in first}
     stages, steps = {one.stage for one in first}, {one.last_step for one in first}
-    then = f" {others} other rank{'s' * (others != 1)} went down after {'them' if tie else 'it'}."
+    then = f" {text.count(others, 'other rank')} went down after {'them' if tie else 'it'}."
     return Verdict(
         label="oom" if death.out_of_memory else "rank_lost",
         stage=_one(stages),
