@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors
+from traceml_ray.store.step_answers import encode
 
 from . import sessions, views
+from .drawn import joined
 from .followed import SLOW_RANKS, SLOW_S, Run
 from .header import header
 from .source import Source, SourceError, StoredSource
@@ -31,8 +34,6 @@ _LOOKED_AT_S = 60.0
 _MAX_VIEWS = 64
 _MAX_OTHERS = 2
 """Past sessions that are open at the same time."""
-_HISTORY, _PER_RANK = 1 << 18, 64
-"""How many batches before the newest the history of a live run begins; in a large job, of each rank."""
 _SLICE_S = 0.5
 """How long one tick reads on in a long run."""
 _QUICK_S, _SHARE = 0.25, 5
@@ -58,6 +59,8 @@ def _about(what: str, args: Mapping[str, Any]) -> bytes:
 
 _Key = tuple[str, str | None, bytes]
 """Of a page: its name, run and selection."""
+_Wanted = dict[bytes, tuple[str, dict[str, Any]]]
+"""Questions by what they are known by here."""
 
 
 class Board:
@@ -101,8 +104,12 @@ class Board:
         self._answers: OrderedDict[bytes, Any] = OrderedDict()
         self._asked: OrderedDict[bytes, int] = OrderedDict()
         """Questions of pages, and at which version they were asked last."""
-        self._wanted: dict[bytes, tuple[str, dict[str, Any]]] = {}
+        self._wanted: _Wanted = {}
         """What the pages that were just made would like to have asked."""
+        self._used: _Wanted = {}
+        """What the pages that are looked at have asked,"""
+        self._current: _Wanted = {}
+        """and what of that was answered in this tick."""
         self._turn = threading.Lock()
         """Of who polls."""
         self._others: OrderedDict[str, Board] = OrderedDict()
@@ -138,8 +145,11 @@ class Board:
         slow = min(took, before) - _QUICK_S  # twice: the first time there is more to read
         self._rest_until = began + took + (_SHARE * slow if slow > 0 and self._caught_up() else 0)
         self.poll_ms.append(1e3 * took)
-        self.version += changed
         if changed:
+            with self.lock:
+                self.version += 1
+                self._asked.update(dict.fromkeys(self._current, self.version))
+                self._current = {}
             self._prepare()
         return changed
 
@@ -169,6 +179,7 @@ class Board:
         a page; what is not as of now is asked afterwards, and the page made again.
         """
         question = msgspec.msgpack.encode([what, args])
+        self._used[question] = what, args
         if self._asked.get(question) != self.version:
             self._wanted[question] = what, args
         return self._answers.get(question, self._answers.get(_about(what, args)))
@@ -177,24 +188,43 @@ class Board:
         """Ask the source, without `lock`; a page that stays open is no use of the session, and says so."""
         return self.source.ask(what, watching=True, **args)
 
-    def _fetch(self, wanted: dict[bytes, tuple[str, dict[str, Any]]]) -> bool:
+    def _fetch(self, wanted: _Wanted) -> bool:
         """Ask what pages want to know, unless the source does not answer; return whether anything is new."""
-        new = False
+        if not wanted or self.stale_since_ns is not None or self.trouble:
+            return False
+        version, asked = self.version, self._as_asked(wanted)
+        try:
+            if len(asked) == 1:
+                answers = [{"result": self._question(**asked[0])[0]}]
+            else:
+                answers, _ = self._question("several", asked=asked)
+        except SourceError as error:
+            self.errors.note("view", error, str(asked[0]["what"]))
+            self.trouble = str(error)
+            return False
+        with self.lock:
+            return self._keep_answers(wanted, answers, version)
+
+    def _as_asked(self, wanted: _Wanted) -> list[dict[str, Any]]:
+        """Return questions as they are asked: of columns, only for those that are not here."""
+        asked = []
         for question, (what, args) in wanted.items():
-            if self.stale_since_ns is not None or self.trouble:
-                break
-            version = self.version
-            try:
-                answer = self._question(what, **args)[0]
-            except SourceError as error:
-                self.errors.note("view", error, what)
-                self.trouble = str(error)
-                break
-            with self.lock:
-                new |= question not in self._answers or self._answers[question] != answer
-                _keep(self._answers, question, answer)
-                _keep(self._answers, _about(what, args), answer)
-                _keep(self._asked, question, version)
+            held = self._answers.get(question) if what == "columns" else None
+            since = {"since": held["next"]} if held else {}
+            asked.append({"what": what, **args, **since})
+        return asked
+
+    def _keep_answers(self, wanted: _Wanted, answers: list[dict[str, Any]], version: int) -> bool:
+        """Keep answers that are as of `version`; return whether one is new. Called with `lock`."""
+        new = False
+        for (question, (what, args)), answer in zip(wanted.items(), answers, strict=True):
+            before, found = self._answers.get(question), answer["result"]
+            if what == "columns":
+                found = joined(before, found)
+            new |= before is None or (found is not before and encode(found) != encode(before))
+            _keep(self._answers, question, found)
+            _keep(self._answers, _about(what, args), found)
+            _keep(self._asked, question, version)
         return new
 
     @contextlib.contextmanager
@@ -241,7 +271,7 @@ class Board:
     def _made(self, key: _Key, run: Run | None) -> dict[str, Any]:
         """Return a page as of now: made of what is known, and again once its questions are answered."""
         page, _, selection = key
-        for _ in range(2):
+        for _ in range(3):  # what is asked may depend on an answer
             with self.lock:
                 version, body = self._views.get(key, (-1, {}))
                 if version == self.version:
@@ -259,11 +289,19 @@ class Board:
         """Make the pages anew that were looked at since the last time, before somebody waits for them."""
         with self.lock:
             looked_at, self._looked_at = self._looked_at, set()
+            self._used = {}
         for key in looked_at:
             try:
                 self._made(key, self._followed.get(key[1] or ""))
             except Exception as error:
                 self.errors.note("page", error, key[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that is held for what is drawn."""
+        held = [answer for answer in self._answers.values() if isinstance(answer, dict)]
+        arrays = {id(value): value for answer in held for value in answer.values()}
+        return sum(value.nbytes for value in arrays.values() if isinstance(value, np.ndarray))
 
     @property
     def newest(self) -> Run | None:
@@ -281,7 +319,11 @@ class Board:
         runs = not slow or self.newest is None or now - self._asked_runs > SLOW_S
         asked = [{"what": "status"}, *([{"what": "runs"}] if runs else [])]
         parts = [(run, run.questions(now)) for run in followed]
-        answers, _ = self._question("several", asked=[*asked, *(q for _, part in parts for q in part)])
+        with self.lock:
+            used = {name: each for name, each in self._used.items() if "first" not in each[1]}
+            pages = self._as_asked(used)
+        every = [*asked, *(q for _, part in parts for q in part), *pages]
+        answers, _ = self._question("several", asked=every)
         status, at = answers[0]["result"], len(asked)
         changed = bool(status != self.status)
         with self.lock:
@@ -292,6 +334,8 @@ class Board:
             for run, part in parts:
                 changed |= run.take(part, answers[at : at + len(part)])
                 at += len(part)
+            changed |= self._keep_answers(used, answers[at:], self.version)
+            self._current = used
         newest = status["run"]
         if newest is not None and newest not in self._followed:
             changed |= self._follow(newest, now)
@@ -301,8 +345,7 @@ class Board:
 
     def _follow(self, run_id: str, now: float) -> bool:
         """Begin with a run."""
-        ranks = int(self.status.get("ranks") or 0)
-        run = Run(run_id, self._limits, 0 if self.source.stored else -max(_HISTORY, _PER_RANK * ranks))
+        run = Run(run_id, self._limits)
         for again in (0.0, SLOW_S + 1):  # samples can be asked for once the nodes are known
             questions = run.questions(now + again)
             answers, _ = self._question("several", asked=questions)
@@ -322,10 +365,9 @@ class Board:
         """Read on in a run that has more stored than one answer holds, for a while."""
         changed = False
         while not run.whole and self._timer() - began < _SLICE_S:
-            question = run.question()
-            answers, _ = self._question("several", asked=[question])
+            times = self._question("times", run=run.id)[0]
             with self.lock:
-                changed |= run.take_rows(question, answers[0])
+                changed |= run.take_times(times)
         return changed
 
     def _caught_up(self) -> bool:

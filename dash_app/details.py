@@ -6,15 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from traceml_ray.analysis.quantities import GPU, NODE, PROCESS, Quantity, series
-from traceml_ray.analysis.spread import quantiles
+from traceml_ray.analysis.step_sums import MAX_BINS
 from traceml_ray.reports.hangs import hangs
 from traceml_ray.store.nodes import node_key
 from traceml_ray.store.streams import Stream
 from traceml_ray.wire import SEGMENT_BITS, STAGES
 
 from .events import node_of
-from .overview import is_over, lately, nodes, unheard
-from .values import by_stage, mean_of, natural, number, told
+from .overview import nodes, unheard
+from .values import by_stage, natural, number, told
 
 if TYPE_CHECKING:
     from .board import Board
@@ -28,8 +28,7 @@ _SAMPLES, _WITH_PROCESSES = 170, 6
 
 def node(board: Board, run: Run | None, node: str) -> dict[str, Any]:
     """Return the page of a node, by id or label."""
-    recent = lately(run, is_over(board, run)) if run else None
-    cards = nodes(run, recent) if run else []
+    cards = nodes(run, run.times) if run else []
     card = next((card for card in cards if node in (card["key"], card["label"])), None)
     by_name = sorted(cards, key=lambda card: natural(card["label"]))
     found: dict[str, Any] = {"node": None, "nodes": by_name, "ranks": [], "samples": {}, "gpus": []}
@@ -42,18 +41,20 @@ def node(board: Board, run: Run | None, node: str) -> dict[str, Any]:
     processes = board.ask("process_of", only=[*streams], last=1) or []
     memory = {streams[sample["stream_id"]]: sample["rss_bytes"] for sample in processes}
     samples = board.ask("node_samples_of", only=[card["key"]], last=_SAMPLES) or []
-    columns = run.steps.columns(most=_BUSY_SPARK)
-    rows = []
-    for rank in sorted(streams.values()):
-        who = run.steps.ranks.index(rank) if rank in run.steps.ranks else None
-        rows.append(
-            {
-                **_about(run, rank, samples),
-                "median_ms": number(recent.per_rank[who]) if recent and who is not None else None,
-                "busy": told(columns.busy[who]) if who is not None else [],
-                "rss_bytes": memory.get(rank),
-            }
-        )
+    ranks = sorted(streams.values())
+    times = run.times or {"ranks": (), "busy_ms": ()}
+    median = dict(zip(times["ranks"], times["busy_ms"], strict=True))
+    drawn = board.ask("busy", run=run.id, ranks=ranks, most=_BUSY_SPARK) or {"ranks": (), "busy_ms": ()}
+    busy = dict(zip(drawn["ranks"], drawn["busy_ms"], strict=True))
+    rows = [
+        {
+            **_about(run, rank, samples),
+            "median_ms": number(median.get(rank)),
+            "busy": told(busy.get(rank, ())),
+            "rss_bytes": memory.get(rank),
+        }
+        for rank in ranks
+    ]
     about = {**card, **{name: known[name] for name in ("hostname", "address", "node_id")}}
     return {
         **found,
@@ -142,7 +143,7 @@ def rank(board: Board, run: Run | None, rank: int | str) -> dict[str, Any]:
     found |= {"stacks": [], "suspect": None}
     if run is None or rank not in run.ranks:
         return found
-    stream, newest = run.ranks[rank], run.steps.columns()
+    stream = run.ranks[rank]
     node = node_key(stream) if stream.identity else ""
     samples = board.ask("node_samples_of", only=[node], last=_WITH_PROCESSES) or []
     found["rank"] = {
@@ -160,14 +161,13 @@ def rank(board: Board, run: Run | None, rank: int | str) -> dict[str, Any]:
     hung = hangs(run.verdicts)
     found["stacks"] = [{"ranks": list(s.ranks), "text": s.text} for s in hung[-1].stacks] if hung else []
     found["process"] = _timed(board.ask("process_of", only=[stream.id], last=_SAMPLES) or [], PROCESS)
-    if rank in run.steps.ranks and len(newest.first):
-        first, last = int(newest.first[0]), int(newest.last[-1])
-        steps, d, _ = run.steps.stages(first, last)
-        mine = d[run.steps.ranks.index(rank)]
-        found["stages"] = {"steps": steps.tolist(), **by_stage(mine)}
-        found["median"] = by_stage(quantiles(d, (0.5,))[0])
-        mean = dict(zip(STAGES, mean_of(mine[None])[0].tolist(), strict=True))
-        parts = board.ask("parts", run=run.id, rank=rank, first=first, last=last) or []
+    shown = board.ask("rank_steps", run=run.id, rank=rank, most=MAX_BINS)
+    if shown and len(shown["steps"]):
+        steps = shown["steps"].tolist()
+        found["stages"] = {"steps": steps, **by_stage(shown["stages"])}
+        found["median"] = by_stage(shown["median"])
+        parts = board.ask("parts", run=run.id, rank=rank, first=steps[0], last=steps[-1]) or []
+        mean = shown["mean"]
         found["parts"] = [{**part, "share": _of_stage(part["ms"], mean[part["stage"]])} for part in parts]
     return found
 

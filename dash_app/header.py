@@ -43,7 +43,7 @@ def header(board: Board, run: Run | None, asked: str | None = None) -> dict[str,
         },
         "verdict": None if verdict is None else _shown(verdict, state),
         "coverage_text": coverage_text(board, run, state),
-        "step": run.steps.last_step if run else None,
+        "step": run.last_step if run else None,
     }
 
 
@@ -69,7 +69,7 @@ def state_of(board: Board, run: Run | None) -> str:
         return "finished"
     if board.stale_since_ns is not None:
         return "stale"
-    return "live" if run is not None and run.steps.last_step is not None else "waiting"
+    return "live" if run is not None and run.last_step is not None else "waiting"
 
 
 def state_text(board: Board, run: Run | None, state: str) -> str:

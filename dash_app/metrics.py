@@ -14,10 +14,8 @@ from prometheus_client.registry import Collector
 from traceml_ray import text
 from traceml_ray.analysis.quantities import GPU, NODE, Quantity
 from traceml_ray.analysis.spread import quantiles
-from traceml_ray.wire import STAGES
 
 from .header import state_of
-from .overview import is_over, lately
 
 if TYPE_CHECKING:
     from .board import Board
@@ -91,7 +89,7 @@ def _families(board: Board) -> Iterator[Metric]:
     if board.newest is not None:
         run = board.view("header")  # the same numbers as on the page
         yield from _of_run(run, board.newest)
-        yield from _of_steps(run["session"]["run"], board.newest, is_over(board, board.newest))
+        yield from _of_steps(run["session"]["run"], board.newest)
         yield from _of_nodes(run["session"]["run"], board.newest)
 
 
@@ -118,23 +116,20 @@ def _of_run(run: Mapping[str, Any], followed: Run) -> Iterator[Metric]:
     yield _gauge("last_step", "The newest step that all ranks reported.", ["run"], [((name,), run["step"])])
 
 
-def _of_steps(name: str, followed: Run, over: bool) -> Iterator[Metric]:
-    recent = lately(followed, over)
-    if recent is None:
+def _of_steps(name: str, followed: Run) -> Iterator[Metric]:
+    times = followed.times
+    if times is None or not times["steps"]:
         return
-    times = (quantiles(recent.step_ms, (0.5, 0.95)) / 1e3).tolist()
+    quantile = (times["median_ms"] / 1e3, times["p95_ms"] / 1e3)
     about = "Step time over the newest steps."
-    yield _gauge("step", about, ["run", "quantile"], _by_quantile(times, name), "seconds")
-    exposed = zip(STAGES, (recent.exposed_ms / 1e3).tolist(), strict=True)
-    about = "Mean exposed time of a step, by stage."
-    yield _gauge("exposed", about, ["run", "stage"], (((name, stage), s) for stage, s in exposed), "seconds")
-    nodes = zip(recent.apart.nodes, (recent.apart.per_node[:, 0] / 1e3).tolist(), strict=True)
-    about = "Median busy time of a step, by node."
-    yield _gauge("node_busy", about, ["run", "node"], (((name, node), s) for node, s in nodes), "seconds")
-    ranks = followed.steps.ranks, followed.steps.nodes, (recent.per_rank / 1e3).tolist()
-    busy = [((name, rank, node), s) for rank, node, s in zip(*ranks, strict=True)]
-    if len(busy) > _MOST:
-        busy = [busy[int(recent.apart.worst[0])]]
+    yield _gauge("step", about, ["run", "quantile"], _by_quantile(quantile, name), "seconds")
+    exposed = [((name, stage), ms / 1e3) for stage, ms in times["stages"].items()]
+    yield _gauge("exposed", "Mean exposed time of a step, by stage.", ["run", "stage"], exposed, "seconds")
+    nodes = [((name, node), own["median_ms"] / 1e3) for node, own in times["nodes"].items()]
+    yield _gauge("node_busy", "Median busy time of a step, by node.", ["run", "node"], nodes, "seconds")
+    per_rank = zip(times["ranks"], times["busy_ms"].tolist(), strict=True)
+    shown = [each for each in per_rank if len(times["ranks"]) <= _MOST or each[0] == times["worst_rank"]]
+    busy = [((name, rank, node_of(followed, rank)), ms / 1e3) for rank, ms in shown]
     about = "Median busy time of a step, by rank."
     yield _gauge("rank_busy", about, ["run", "rank", "node"], busy, "seconds")
 

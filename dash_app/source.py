@@ -29,6 +29,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.store.runs import by_run, count, newest, with_rows
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.step_answers import QUESTIONS, StepAnswers, decode
 from traceml_ray.store.streams import shown
 
 ASK_S = 2.0
@@ -98,9 +99,13 @@ class StoredSource:
         self._folder = folder
         self._thresholds = thresholds or Settings.load().thresholds
         self._lock = threading.Lock()
-        self._verdicts: dict[str | None, Any] = {}
+        self._summaries: dict[str | None, Any] = {}
+        file = folder / DATABASE
+        self._steps = StepAnswers(
+            lambda run: SessionFile(file, run=run), self._thresholds, lambda _: self._reported()
+        )
         try:
-            self._reader = SessionFile(folder / DATABASE)
+            self._reader = SessionFile(file)
         except SessionFileError as error:
             raise SourceError(str(error)) from error
 
@@ -122,6 +127,7 @@ class StoredSource:
     def close(self) -> None:
         """Close the file."""
         with self._lock:
+            self._steps.close()
             self._reader.close()
 
     def _answer(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -130,8 +136,11 @@ class StoredSource:
         self._reader.run = asked.get("run")
         if asked["what"] == "status":
             return {"result": self._status()}
+        if asked["what"] in QUESTIONS:
+            over = self.stored or self._reader.meta().get("status", "running") != "running"
+            return self._steps.answer(asked, over)
         if asked["what"] == "verdict":
-            return {"result": self._verdict(self._reader.run_id())}
+            return {"result": self._verdict()}
         return answer_from(self._reader, asked, self._thresholds)
 
     def _status(self) -> dict[str, Any]:
@@ -141,24 +150,31 @@ class StoredSource:
         ranks = len(shown(runs.get(run or "", [])))
         return {"errors": {}, **meta, "run": run, "ranks": ranks, "ledger": count(streams)}
 
-    def _verdict(self, run: str | None) -> Any:
+    def _verdict(self) -> Any:
         """Return what stands in the summary; while the file is written to, what was judged last."""
         if not self.stored:
             told, _ = self._reader.verdicts()
             return told[-1] if told else None
-        if run not in self._verdicts:
-            summary = self._summary(run)
-            more = {name: summary.get(name) for name in ("suspects", "episodes", "brief")}
-            self._verdicts[run] = {**summary["verdict"], **more}
-        return self._verdicts[run]
+        summary = self._reported()
+        return {
+            **summary["verdict"],
+            **{name: summary.get(name) for name in ("suspects", "episodes", "brief")},
+        }
+
+    def _reported(self) -> Any:
+        """Return the summary of the run that `_reader` reads."""
+        run = self._reader.run_id()
+        if run not in self._summaries:
+            self._summaries[run] = self._summary(run)
+        return self._summaries[run]
 
     def _summary(self, run: str | None) -> Any:
         """Return what was written when the session ended, where it is of this run, else make it."""
         try:
             summary = read_json(self._folder / "summary.json", dict[str, Any])
-            kinds = type(summary["verdict"]["label"]), type(summary["suspects"])
+            kinds = type(summary["verdict"]["label"]), type(summary["suspects"]), type(summary["steps"])
             written = summary["run"], summary["session"]["status"]
-            if kinds == (str, list) and written == (run, self._reader.meta().get("status")):
+            if kinds == (str, list, dict) and written == (run, self._reader.meta().get("status")):
                 return summary
         except (OSError, ValueError, KeyError, TypeError):
             pass
@@ -195,7 +211,7 @@ class LiveSource:
             raise SourceError(f"session {self.target!r} did not answer in time") from None
         finally:
             self._turn.release()
-        answer = msgspec.msgpack.decode(reply)
+        answer = decode(reply)
         if "error" in answer:
             raise SourceError(f"session {self.target!r}, {what}: {answer['error']}")
         return answer["result"], answer.get("cursor", 0)

@@ -38,14 +38,6 @@ def by_stage(values: Array) -> dict[str, list[float | None]]:
     return {name: told(values[:, at]) for at, name in enumerate(STAGES)}
 
 
-def mean_of(values: Array) -> Array:
-    """Return the mean over the steps of what is known: (R, K, n) to (R, n)."""
-    known = ~np.isnan(values)
-    count = known.sum(axis=1)
-    mean: Array = np.where(count > 0, np.where(known, values, 0).sum(axis=1) / np.maximum(count, 1), np.nan)
-    return mean
-
-
 @functools.lru_cache(4096)
 def natural(text: str) -> tuple[tuple[int, int, str], ...]:
     """Return what sorts names as people do: node-2 before node-10."""

@@ -60,7 +60,7 @@ def health(board: Board, run: Run | None) -> dict[str, Any]:
             for known in (run.nodes if run else ())
         ],
         "poll_ms": {"p50": number(np.median(poll)), "p95": number(np.percentile(poll, 95))},
-        "memory_bytes": run.steps.nbytes if run else 0,
+        "memory_bytes": board.nbytes,
     }
 
 

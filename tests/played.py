@@ -12,6 +12,7 @@ from sessions import MS, SECOND, Clock, Rank, Relay, aggregation
 from traceml_ray import wire
 from traceml_ray.dash_app.source import SourceError
 from traceml_ray.monitor.aggregator import AggregatorCore
+from traceml_ray.store.step_answers import decode
 
 QUIET = (1.0, 2.0, 0.5, 6.0, 9.0, 1.5)
 """ms of a balanced step: post_sync, data, prepare, forward, backward, sync_wait."""
@@ -33,7 +34,7 @@ class PlayedSource:
         self.asked += 1
         if self.down:
             raise SourceError(f"session {self.target!r} did not answer in time")
-        answer = msgspec.msgpack.decode(self.aggregator.query(msgspec.msgpack.encode({"what": what, **args})))
+        answer = decode(self.aggregator.query(msgspec.msgpack.encode({"what": what, **args})))
         if "error" in answer:
             raise SourceError(answer["error"])
         return answer["result"], answer.get("cursor", 0)

@@ -21,10 +21,12 @@ WHAT = [
     "process_of", "node_samples_of", "parts", "events", "node_samples", "verdicts", "ranks",
     "meta",
     "streams", "details", "ledger", "close", "__class__", "_all", "",
+    "times", "columns", "busy", "rank_steps", "cell",
 ]  # fmt: skip
 NUMBERS = st.sampled_from([-1, 0, 1, 2, 1 << 31, 1 << 63, (1 << 64) - 1, -(1 << 63), 1 << 20, -1000, 0.5])
 some = NUMBERS | scalars | st.lists(NUMBERS, max_size=4) | anything
 FIELDS = ("since", "run", "only", "last", "most", "rank", "first", "n", "offset", "brief", "new")
+FIELDS += ("stage", "whole", "ranks")
 asked = st.fixed_dictionaries(
     {"what": st.sampled_from(WHAT) | scalars},
     optional=dict.fromkeys(FIELDS, some)

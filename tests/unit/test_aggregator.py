@@ -646,7 +646,8 @@ def test_only_the_newest_streams_of_unknown_rank_are_kept_in_memory(tmp_path: Pa
     aggregator.ingest(relay.message(*strangers))
     aggregator.judge()
     streams = aggregator._writer.streams
-    held = [name for name, stream in streams.items() if aggregator._recent.last_key(stream.id) is not None]
+    kept = {*aggregator._steps._owners, *aggregator._steps._unknown}
+    held = [name for name, stream in streams.items() if stream.id in kept]
     assert held == [rank.stream, *(f"stranger-{n}" for n in range(300 - MAX_UNKNOWN, 300))]
 
 

@@ -103,7 +103,7 @@ class Window:
 
     def since(self, step: int) -> Window:
         """Return the window from `step` on."""
-        return self.take(self.keys >> SEGMENT_BITS >= step)
+        return self.take(slice(int(np.searchsorted(self.keys, step << SEGMENT_BITS)), None))
 
     @property
     def gaps(self) -> int:

@@ -21,6 +21,7 @@ from traceml_ray.errors import Errors
 from traceml_ray.files import remove
 from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor.attempts import Restarts
+from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.live_verdict import LiveJudge
 from traceml_ray.monitor.queries import Answers
 from traceml_ray.monitor.rank_numbering import SOURCE, Groups
@@ -29,9 +30,11 @@ from traceml_ray.reports.summary import summarize
 from traceml_ray.session import SessionFolder
 from traceml_ray.settings import Settings
 from traceml_ray.spool import SUFFIX, read_spool
+from traceml_ray.store.nodes import stream_labels
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.runs import by_run, newest, note, with_rows
 from traceml_ray.store.schema import damaged
+from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import Stream, age, last_attempt, shown
 from traceml_ray.store.writer import SessionWriter
 
@@ -74,7 +77,10 @@ class AggregatorCore:
         )
         self._recent = Recent()
         self.errors = Errors(self._writer.meta.get("errors"), debug=settings.debug)
-        self._judge = LiveJudge(self._writer, self._recent, settings, clock, self.errors)
+        self._steps = LiveSteps(
+            settings.thresholds, lambda run: SessionFile(self._writer.path, run=run), self.errors
+        )
+        self._judge = LiveJudge(self._writer, self._recent, self._steps, settings, clock, self.errors)
         self._refused: dict[str, int] = {}
         streams = self._writer.streams.values()
         self._groups, self._restarts = Groups(streams), Restarts(streams)
@@ -84,7 +90,9 @@ class AggregatorCore:
             for rank, stream in shown(known).items()
         }
         self._told: set[tuple[str, str, int, str]] = set()
-        self._answers = Answers(self.folder, settings, self._writer, self._judge, self.errors, self.commit)
+        self._answers = Answers(
+            self.folder, settings, self._writer, self._judge, self._steps, self.errors, self.commit
+        )
         self._busy_ns = ticks()
         start = {"session": self.folder.name, "started_at": clock(), "status": "running", **info}
         self._writer.set_meta(**{key: self._writer.meta.get(key, value) for key, value in start.items()})
@@ -253,6 +261,7 @@ class AggregatorCore:
 
     def close(self) -> None:
         """Let go of the session file."""
+        self._steps.close()
         self._answers.close()
         self._writer.close()
 
@@ -335,9 +344,9 @@ class AggregatorCore:
         keys, flags = batch.keys[8 * skip :], batch.flags[skip:]
         rows = batch.rows[wire.ROW_BYTES * skip :]
         self._writer.add_rows(stream, batch.first_row + skip, keys, flags, rows)
-        self._recent.append(stream.id, keys, flags, rows)
+        self._steps.append(stream.id, keys, flags, rows)
         stream.next_row = batch.first_row + n
-        stream.last_key = self._recent.last_key(stream.id)
+        stream.last_key = int.from_bytes(keys[-8:], "little", signed=True)
         stream.last_rows_ns = now
 
     def _identify(self, stream: Stream, said: RankIdentity, node_id: str | None) -> None:
@@ -466,10 +475,8 @@ class AggregatorCore:
                 for event in events:
                     if event["stream_id"] in own:
                         self._judge.note(event)
-                ranks = reader.ranks()
-                for found in reader.rows(last=self._judge.tail)[0]:
-                    columns = found.keys.tobytes(), found.flags.tobytes(), found.rows.tobytes()
-                    self._recent.append(ranks[found.rank].id, *columns)
+                labels = stream_labels(self._writer.nodes.values(), self._writer.streams.values())
+                self._steps.resume(run, shown(streams), labels, reader.rows(last=self._judge.tail)[0])
 
 
 def finish_offline(

@@ -12,8 +12,8 @@ from traceml_ray import wire
 from traceml_ray.analysis.hang import Place, find
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import starts_of
+from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.settings import Settings
-from traceml_ray.store.recent import Recent
 from traceml_ray.store.streams import Stream, generations
 from traceml_ray.store.writer import SessionWriter
 
@@ -38,10 +38,10 @@ class HangWatch:
     """
 
     def __init__(
-        self, writer: SessionWriter, recent: Recent, settings: Settings, clock: Callable[[], int]
+        self, writer: SessionWriter, steps: LiveSteps, settings: Settings, clock: Callable[[], int]
     ) -> None:
         self._writer = writer
-        self._recent = recent
+        self._steps = steps
         self._limits = settings.thresholds
         self._doubt_s = max(3.0, 2 * settings.interval + 1)
         """One that has been silent for so long may be stopped: what it said last need not hold any more."""
@@ -121,7 +121,7 @@ class HangWatch:
         return msgspec.structs.replace(hang.verdict, lasted_s=(last_ns - hang.began_ns) / 1e9)
 
     def _median_s(self, stream: Stream) -> float:
-        keys, _, rows = self._recent.tail(stream.id, stream.last_key or 0, _MEDIAN_OF)
+        keys, _, rows = self._steps.rows_of(stream.id, _MEDIAN_OF)
         steps = np.add.reduceat(rows.sum(axis=1), starts_of(keys)) if len(rows) else np.zeros(1)
         return float(np.median(steps)) / 1e9
 

@@ -15,18 +15,19 @@ from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.parts import Rates, rates, with_part
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.analysis.window import RankRows, align, missing_of
+from traceml_ray.analysis.window import missing_of
 from traceml_ray.errors import Errors
 from traceml_ray.monitor.baselines import Baselines
 from traceml_ray.monitor.hang_watch import HangWatch
 from traceml_ray.monitor.histories import Histories
+from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.node_evidence import NodeEvidence
 from traceml_ray.reports.deaths import FATAL, culprits, deaths, headline
 from traceml_ray.settings import Settings
 from traceml_ray.store.nodes import stream_labels
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.runs import by_run, newest, with_rows
-from traceml_ray.store.streams import Stream, generations, shown, trained, world_size
+from traceml_ray.store.streams import Stream, generations, standing, trained, world_size
 from traceml_ray.store.writer import SessionWriter
 
 MAX_LIVE = 16
@@ -49,7 +50,8 @@ class LiveJudge:
 
     Args:
         writer: of the session; its lock is held in short stretches only.
-        recent: the newest rows of every stream.
+        recent: the newest spans of every stream and samples of every node.
+        steps: the histories of the live runs.
         settings: of the session.
         clock: wall clock in ns.
         errors: where a run that cannot be judged is counted.
@@ -59,6 +61,7 @@ class LiveJudge:
         self,
         writer: SessionWriter,
         recent: Recent,
+        steps: LiveSteps,
         settings: Settings,
         clock: Callable[[], int],
         errors: Errors,
@@ -71,6 +74,7 @@ class LiveJudge:
         """Steps of each rank that are looked at, where there are few ranks."""
         self._writer = writer
         self._recent = recent
+        self._steps = steps
         self._limits = settings.thresholds
         self._clock = clock
         self._errors = errors
@@ -79,21 +83,22 @@ class LiveJudge:
         self._histories = Histories(writer, clock, errors)
         self._fatal: list[dict[str, Any]] = []
         self._fatal_seen: Counter[tuple[int, str]] = Counter()
-        self._standstill = HangWatch(writer, recent, settings, clock)
+        self._standstill = HangWatch(writer, steps, settings, clock)
 
     def verdict(self, run: str | None = None) -> Verdict | None:
         """Return the verdict on `run` (None: the newest) as it stands; None while there is none."""
-        found = self._runs.get(run or self._newest() or "")
+        found = self._runs.get(run or self.newest() or "")
         return found.verdict if found else None
 
     def answer(self, run: str | None = None) -> dict[str, Any] | None:
         """Return `verdict` as data, with the `episodes` of the run, the costliest first, and the `brief`."""
-        found = self._runs.get(run or self._newest() or "")
+        found = self._runs.get(run or self.newest() or "")
         if found is None or found.verdict is None:
             return None
         return {**msgspec.to_builtins(found.verdict), **msgspec.to_builtins(found.history)}
 
-    def _newest(self) -> str | None:
+    def newest(self) -> str | None:
+        """Return the newest run that has rows, else the newest at all."""
         with self._writer.lock:
             told = self._writer.meta.get("runs", {})
             return newest(with_rows(by_run(self._writer.streams.values())), told)
@@ -112,6 +117,8 @@ class LiveJudge:
 
     def _forget_deaths(self, runs: Iterable[list[Stream]], unknown: Sequence[int]) -> None:
         """Keep what tells of deaths in the last generation of each run, and of processes not known yet."""
+        if not self._fatal_seen:
+            return
         last = {stream.id for streams in runs for stream in generations(streams)[-1]}.union(unknown)
         self._fatal = [event for event in self._fatal if event["stream_id"] in last]
         self._fatal_seen = Counter({who: n for who, n in self._fatal_seen.items() if who[0] in last})
@@ -129,12 +136,16 @@ class LiveJudge:
             runs = self.live_runs()
             labels = stream_labels(self._writer.nodes.values(), self._writer.streams.values())
             live = {stream.id for streams in runs.values() for stream in streams}
-            unknown = [s.id for s in self._writer.streams.values() if s.identity is None]
-            self._recent.keep(live.union(unknown[-MAX_UNKNOWN:]))
-            self._forget_deaths(runs.values(), unknown[-MAX_UNKNOWN:])
+            unknown = [s.id for s in self._writer.streams.values() if s.identity is None][-MAX_UNKNOWN:]
+            self._recent.keep(live.union(unknown))
+            self._forget_deaths(runs.values(), unknown)
+            last = {run: trained(streams) for run, streams in runs.items()}
+            ranks = {run: standing(together) for run, (together, _) in last.items()}
+            arrived = self._steps.drain()
+        self._steps.feed(arrived, ranks, labels, unknown)
         for run, streams in runs.items():
             try:
-                self._judge(run, streams, labels)
+                self._judge(run, streams, ranks[run], last[run][1], labels)
             except Exception as error:
                 self._errors.swallow("judge", error)
         self.commands = self._standstill.commands()
@@ -143,16 +154,20 @@ class LiveJudge:
         while len(self._runs) > 4 * MAX_LIVE:
             del self._runs[next(iter(self._runs))]
 
-    def _judge(self, run: str, streams: list[Stream], labels: dict[int, str]) -> None:
+    def _judge(
+        self,
+        run: str,
+        streams: list[Stream],
+        ranks: dict[int, Stream],
+        which: tuple[int, int],
+        labels: dict[int, str],
+    ) -> None:
         limits = self._limits
         state = self._runs.get(run)
         if state is None:
-            state = self._runs[run] = _LiveRun(
-                limits, NodeEvidence(self._writer, self._recent, self._clock, limits.warmup_steps)
-            )
+            evidence = NodeEvidence(self._writer, self._recent, self._steps, self._clock, limits.warmup_steps)
+            state = self._runs[run] = _LiveRun(limits, evidence)
         with self._writer.lock:
-            together, which = trained(streams)
-            ranks = shown(together)
             deadline = self._clock() - int(limits.report_timeout_s * 1e9)
             live = [rank for rank, stream in ranks.items() if _reports(stream, deadline)]
             world = world_size(ranks, None)
@@ -184,16 +199,10 @@ class LiveJudge:
                 resumed = self._histories.resume(run, which, RunJudge(limits, baseline=before))
                 state.judge = resumed or state.judge
             state.which = which
-        last = min((key for rank in live if (key := ranks[rank].last_key) is not None), default=0)
-        rows, least = [], limits.window_steps + limits.stride_steps
-        steps = max(least, min(self.tail, MAX_ROWS // len(live)))
-        for rank in live:
-            stream = ranks[rank]
-            with self._writer.lock:  # rank by rank: a message never waits until all of them are copied
-                columns = self._recent.tail(stream.id, last, steps)
-            rows.append(RankRows(rank, labels[stream.id], *columns, stream.group, stream.strategy))
-        expected = world + sum(rank >= world for rank in live)
-        window = align(rows, expected, missing, last=steps)
+        steps = max(limits.window_steps + limits.stride_steps, min(self.tail, MAX_ROWS // len(live)))
+        window = self._steps.history(run).window(
+            live, world + sum(rank >= world for rank in live), missing, steps
+        )
         verdict = with_part(state.judge.update(window), window, functools.partial(self._rates, ranks), limits)
         self._baselines.keep(run, state.judge.baseline)
         self._histories.keep(run, which, state.judge)

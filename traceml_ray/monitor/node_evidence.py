@@ -11,6 +11,7 @@ from traceml_ray.analysis.samples import Excerpt
 from traceml_ray.analysis.step_times import trained_since
 from traceml_ray.analysis.thresholds import MACHINE
 from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.reports.machines import Machines, reference_rank
 from traceml_ray.store.nodes import node_key
 from traceml_ray.store.recent import Recent
@@ -25,10 +26,16 @@ class NodeEvidence:
     """Of one run. It remembers since when the same is named: what was usual before that stays usual."""
 
     def __init__(
-        self, writer: SessionWriter, recent: Recent, clock: Callable[[], int], warmup_steps: int
+        self,
+        writer: SessionWriter,
+        recent: Recent,
+        steps: LiveSteps,
+        clock: Callable[[], int],
+        warmup_steps: int,
     ) -> None:
         self._writer = writer
         self._recent = recent
+        self._steps = steps
         self._clock = clock
         self._warmup = warmup_steps
         self._trained: tuple[int | None, int] = None, 0
@@ -60,8 +67,8 @@ class NodeEvidence:
                 every = list(self._writer.streams.values())
             names = {node_key(stream): labels[stream.id] for stream in every if stream.id in labels}
             machines = Machines(self._sampled, ranks, every, names)
+            keys, _, rows = self._steps.rows_of(stream.id, _ROWS)
             with self._writer.lock:
-                keys, _, rows = self._recent.tail(stream.id, stream.last_key or 0, _ROWS)
                 when = machines.when(verdict, keys, rows)
             if when is None:
                 return verdict
@@ -78,8 +85,7 @@ class NodeEvidence:
         if stream is None or stream.last_rows_ns is None:
             return self._clock()
         if stream.id != self._trained[0]:
-            with self._writer.lock:
-                keys, _, rows = self._recent.tail(stream.id, stream.last_key or 0, _ROWS)
+            keys, _, rows = self._steps.rows_of(stream.id, _ROWS)
             trained_ns = trained_since(keys, rows, stream.last_rows_ns, self._warmup)
             if trained_ns == stream.last_rows_ns:
                 return trained_ns

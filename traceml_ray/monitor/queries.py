@@ -15,15 +15,17 @@ from traceml_ray.analysis.window import RankRows
 from traceml_ray.errors import Errors
 from traceml_ray.monitor.file_copies import Snapshots
 from traceml_ray.monitor.histories import KEY
+from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.live_verdict import LiveJudge
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.parts import StoredParts
 from traceml_ray.reports.summary import nodes_of, runs_of, summaries
-from traceml_ray.session import SessionFolder
+from traceml_ray.session import SessionFolder, read_json
 from traceml_ray.settings import Settings
 from traceml_ray.store.runs import by_run, newest, with_rows
 from traceml_ray.store.runs import count as count_rows
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.step_answers import QUESTIONS, StepAnswers, encode
 from traceml_ray.store.streams import shown
 from traceml_ray.store.writer import SessionWriter
 from traceml_ray.wire import STAGES
@@ -41,6 +43,7 @@ class Answers:
         settings: of the session.
         writer: of the session file.
         judge: has the verdicts as they stand.
+        steps: the histories of the live runs.
         errors: the aggregator's, by place.
         commit: writes what is pending.
     """
@@ -51,6 +54,7 @@ class Answers:
         settings: Settings,
         writer: SessionWriter,
         judge: LiveJudge,
+        steps: LiveSteps,
         errors: Errors,
         commit: Callable[[], bool],
     ) -> None:
@@ -61,11 +65,18 @@ class Answers:
         self._judge = judge
         self._errors = errors
         self._commit = commit
+        self._steps = StepAnswers(
+            lambda run: SessionFile(writer.path, run=run),
+            settings.thresholds,
+            self._reported,
+            lambda run: (steps.of(run), steps.lock),
+        )
         self._own = threading.local()
         self._readers: list[SessionFile] = []
 
     def close(self) -> None:
         """Let go of the session file, so that its writer can leave it in one piece."""
+        self._steps.close()
         while self._readers:
             self._readers.pop().close()
 
@@ -75,17 +86,18 @@ class Answers:
 
         Answer msgpack `{"what": name, "since": cursor, "run": id, …}` with `{"result": …, "cursor": …}`.
 
-        `what` is a method of `SessionFile`, or `status`, `verdict`, `summary`; rows come as little-endian
-        bytes. `run` says of which run, without it the newest that has rows. `several` answers a list of
-        questions (`asked`) with a list of answers, as of the last commit. `snapshot` makes a copy of the
-        session file and answers its `name` and `size`, `file` (`name`, `offset`, `n`) reads from it or
-        from a report, `unsnapshot` removes it. An error is an answer too: `{"error": text}`.
+        `what` is a method of `SessionFile`, `status`, `verdict`, `summary`, or one of steps (`StepAnswers`);
+        rows come as little-endian bytes. `run` says of which run, without it the newest that has rows.
+        `several` answers a list of questions (`asked`) with a list of answers, as of the last commit.
+        `snapshot` makes a copy of the session file and answers its `name` and `size`, `file` (`name`,
+        `offset`, `n`) reads from it or from a report, `unsnapshot` removes it. An error is an answer too:
+        `{"error": text}`.
         """
         watching = False
         try:
             asked = msgspec.msgpack.decode(request, type=dict[str, Any])
             watching = asked.get("watching") is True
-            return msgspec.msgpack.encode(self._answer(asked)), watching
+            return encode(self._answer(asked)), watching
         except Exception as error:
             self._errors.note("query", error)
             failed = {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR]}
@@ -116,6 +128,10 @@ class Answers:
             return {"result": self.status()}
         if what == "verdict":
             return {"result": self._judge.answer(asked.get("run"))}
+        if what in QUESTIONS:
+            with self._writer.lock:
+                over = self._writer.meta.get("status", "running") != "running"
+            return self._steps.answer({**asked, "run": asked.get("run") or self._judge.newest()}, over)
         if what == "file":
             offset, n = int(asked.get("offset", 0)), int(asked.get("n", 0))
             return {"result": self.snapshots.read(str(asked.get("name")), offset, n)}
@@ -137,6 +153,14 @@ class Answers:
             reader = self._own.reader = self._writer.reader()
             self._readers.append(reader)
         return reader
+
+    def _reported(self, run: str | None) -> dict[str, Any] | None:
+        """Return the report of a run that is over, as it was written."""
+        try:
+            summary = read_json(self._folder.summary_json, dict[str, Any])
+        except (OSError, ValueError):
+            return None
+        return summary if summary.get("run") == run else None
 
     def _snapshot(self, reader: SessionFile) -> dict[str, str | int]:
         """Copy the session file as it stands, with everything that has come; the reports are of the same."""

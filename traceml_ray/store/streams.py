@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields
+from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
@@ -181,6 +182,8 @@ def generations(streams: Iterable[Stream]) -> list[list[Stream]]:
     """
     known = sorted((stream for stream in streams if stream.identity is not None), key=age)
     newest = {(attempt_of(stream), stream.rank): stream.id for stream in known}
+    if len(newest) == len(known):  # no rank comes again
+        return [list(own) for _, own in groupby(known, key=attempt_of)]
     replaced = {stream.id for stream in known if newest[attempt_of(stream), stream.rank] != stream.id}
     found: list[list[Stream]] = []
     ranks: set[int | None] = set()
@@ -232,16 +235,39 @@ def shown(streams: Iterable[Stream]) -> dict[int, Stream]:
     """
     Return the stream that stands for each rank, all of one generation (see `trained`): steps of before and
     after a restart are never mixed. `streams` are of one run (see `runs.of_run`).
-
-    Of several processes of a rank, it is the last that has rows.
     """
+    return standing(trained(streams)[0])
+
+
+def standing(generation: Iterable[Stream]) -> dict[int, Stream]:
+    """Return the stream that stands for each rank: of several processes of a rank, the last that has rows."""
     best: dict[int, Stream] = {}
-    for stream in trained(streams)[0]:
+    for stream in generation:
         if stream.rank is not None and (
             stream.stored or stream.rank not in best or not best[stream.rank].stored
         ):
             best[stream.rank] = stream
     return dict(sorted(best.items()))
+
+
+def reporting(ranks: dict[int, Stream], patience_ns: int) -> set[int]:
+    """Return the ranks that may still deliver: neither ended nor silent for long while others are not."""
+    since = max((stream.last_seen_ns for stream in ranks.values()), default=0) - patience_ns
+    return {rank for rank, stream in ranks.items() if stream.last_seen_ns >= since and not stream.ended}
+
+
+def awaited(
+    ranks: dict[int, Stream], world: int, patience_ns: int, reported: Collection[int]
+) -> tuple[set[int], int]:
+    """
+    Return the ranks that may still deliver (see `reporting`), and how many more than the `reported` have rows
+    or may soon have some: of a young job, all.
+    """
+    latest = max((stream.last_seen_ns for stream in ranks.values()), default=0)
+    young = latest - min((stream.first_seen_ns for stream in ranks.values()), default=0) < patience_ns
+    lack = [rank for rank, stream in ranks.items() if (young or stream.stored) and rank not in reported]
+    unknown = max(0, world - len(ranks)) if young else 0
+    return reporting(ranks, patience_ns), len(lack) + unknown
 
 
 def world_size(ranks: dict[int, Stream], launched: int | None) -> int:

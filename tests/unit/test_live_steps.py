@@ -1,0 +1,192 @@
+"""Histories of live runs: what is answered of them is what is answered of the session file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from played import Played
+from sessions import Clock, Rank, Relay, aggregation
+from unit.sample_windows import streams
+from unit.test_step_history import LIMITS, rows
+
+from traceml_ray.analysis import step_numbers
+from traceml_ray.analysis.step_history import StepHistory
+from traceml_ray.dash_app.drawn import joined
+from traceml_ray.dash_app.source import StoredSource
+from traceml_ray.monitor.aggregator import AggregatorCore
+from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.step_answers import StepAnswers, decode, encode
+
+QUESTIONS: list[dict[str, Any]] = [
+    {"what": "times", "whole": False},
+    {"what": "times", "whole": True},
+    *(
+        {"what": "columns", "stage": stage, "whole": whole}
+        for stage in ("total", "data")
+        for whole in (False, True)
+    ),
+    {"what": "busy", "ranks": [1, 2, 9], "most": 50},
+    {"what": "rank_steps", "rank": 1, "most": 100},
+    {"what": "cell", "rank": 1, "first": 20, "last": 30},
+]
+OF_TIME = ("version", "token")
+"""Of how it came about, not of what it is."""
+
+
+def asked(aggregator: AggregatorCore, question: dict[str, Any]) -> dict[str, Any]:
+    answer = decode(aggregator.query(msgspec.msgpack.encode({**question, "run": "job"})))
+    assert "error" not in answer, answer
+    found: dict[str, Any] = answer["result"]
+    return found
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    for name in one.keys() - set(OF_TIME):
+        if isinstance(one[name], np.ndarray):
+            np.testing.assert_allclose(one[name], other[name], rtol=1e-5, err_msg=name)
+        else:
+            assert encode(one[name]) == encode(other[name]), name
+
+
+def check_against_file(aggregator: AggregatorCore, folder: Path) -> None:
+    """Check that each answer is the one that the file gives."""
+    file = folder / "session.sqlite"
+    stored = StepAnswers(lambda run: SessionFile(file, run=run), LIMITS, lambda _: None)
+    for question in QUESTIONS:
+        other = decode(encode(stored.answer({**question, "run": "job"}, over=True)["result"]))
+        same(asked(aggregator, question), other)
+    stored.close()
+
+
+@pytest.fixture
+def played(tmp_path: Path) -> Iterator[Played]:
+    made = Played(tmp_path / "demo", 4, per_node=2, late=2)
+    yield made
+    made.aggregator.close()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_live_answers_are_those_of_the_file(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Whatever is lost, late, or silent for a while."""
+    played = Played(tmp_path_factory.mktemp("s") / "demo", 4, per_node=2, late=2, onset=20)
+    some = st.lists(st.integers(0, 3), max_size=2).map(tuple)
+    for _ in range(data.draw(st.integers(4, 14))):
+        played.play(
+            data.draw(st.integers(0, 9)), late=data.draw(some), lost=data.draw(some), silent=data.draw(some)
+        )
+    played.play(5)
+    check_against_file(played.aggregator, played.folder)
+    played.aggregator.close()
+
+
+def test_restarted_aggregator_brings_the_history_back(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("traceml_ray.monitor.live_steps.OLDER_ROWS", 1000)
+    for _ in range(60):
+        played.play(20)
+    before = {str(question): asked(played.aggregator, question) for question in QUESTIONS}
+    played.aggregator.close()
+    played.aggregator = aggregation(played.folder, played.clock)
+    played.aggregator.judge()
+    columns = asked(played.aggregator, {"what": "columns", "stage": "total", "whole": False})
+    assert columns["last"][-1] == 1199 and len(columns["first"]) == 300  # the newest are there at once
+    for _ in range(8):
+        played.aggregator.judge()
+    for question in QUESTIONS:
+        same(asked(played.aggregator, question), before[str(question)])
+    played.play(20)
+    check_against_file(played.aggregator, played.folder)
+    assert not played.aggregator.errors
+
+
+def test_rank_that_is_another_process_begins_its_history_anew(tmp_path: Path) -> None:
+    clock, relay = Clock(), Relay()
+    aggregator = aggregation(tmp_path / "s", clock)
+    ranks = [Rank(number) for number in (0, 1)]
+    for second in range(20):
+        if second == 10:  # it goes on where the other was
+            ranks[1] = Rank(1, pid=77, stream="another")
+            ranks[1].produced = ranks[0].produced
+        aggregator.ingest(relay.message(*(rank.batch(10) for rank in ranks)))
+        assert aggregator.commit()
+        clock.tick()
+        aggregator.judge()
+    check_against_file(aggregator, tmp_path / "s")
+    busy = asked(aggregator, {"what": "columns", "stage": "total", "whole": False})
+    assert busy["first"][0] == 1 and busy["last"][-1] == 199
+    assert aggregator.verdict is not None and aggregator.verdict.window_steps == 50
+    aggregator.close()
+
+
+def test_rows_that_nobody_takes_up_have_a_bound_and_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("traceml_ray.monitor.live_steps.MAX_ARRIVED", 100)
+    aggregator, relay, rank = aggregation(tmp_path / "s"), Relay(), Rank(0, 1)
+    for _ in range(30):
+        aggregator.ingest(relay.message(rank.batch(10)))
+    assert aggregator._steps._rows <= 100
+    (count,) = [n for place, n in aggregator.errors.items() if "not judged" in place]
+    assert 200 <= count < 300
+    aggregator.close()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(1, 200), min_size=1, max_size=12), st.booleans(), st.sampled_from(["total", "data"])
+)
+def test_columns_asked_for_bit_by_bit_are_those_asked_for_at_once(
+    counts: list[int], whole: bool, stage: str
+) -> None:
+    history, every, held, done = StepHistory(LIMITS), streams(rows(sum(counts), 2)), None, 0
+    for count in counts:
+        history.take([own.take(slice(done, done + count)) for own in every])
+        history.advance({0, 1}, 0, 2)
+        done += count
+        answer = step_numbers.columns(history, stage, whole, 2, held["next"] if held else None)
+        held = joined(held, decode(encode(answer)))
+        at_once = joined(None, step_numbers.columns(history, stage, whole, 2))
+        same(held, at_once)
+
+
+def test_answer_with_a_strange_array_is_refused() -> None:
+    assert decode(encode({"a": np.arange(6.0).reshape(2, 3)}))["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    head = msgspec.msgpack.encode(["|O8", [1]])
+    for body in (len(head).to_bytes(2, "little") + head + bytes(8), b"", b"\xff\xff"):
+        with pytest.raises((ValueError, msgspec.MsgspecError)):
+            decode(msgspec.msgpack.encode(msgspec.msgpack.Ext(1, body)))
+
+
+def test_numbers_of_a_run_that_is_over_are_those_of_its_report(tmp_path: Path) -> None:
+    """However long it was: more steps than are kept one by one."""
+    played = Played(tmp_path / "demo", 4, per_node=2, late=2)
+    for _ in range(30):
+        played.play(200)
+    live = asked(played.aggregator, {"what": "times"})
+    assert (live["steps"], live["of_all"]) == (LIMITS.window_steps, False)
+    played.end()
+    summary = msgspec.json.decode((played.folder / "summary.json").read_bytes())
+    source = StoredSource(played.folder)
+    for found in (asked(played.aggregator, {"what": "times"}), source.ask("times", run="job")[0]):
+        assert (found["steps"], found["of_all"]) == (summary["steps"]["judged"], True) == (5989, True)
+        assert (found["median_ms"], found["p95_ms"]) == (
+            summary["steps"]["median_ms"],
+            summary["steps"]["p95_ms"],
+        )
+        assert found["worst_over"] == 1 + summary["steps"]["global_skew_pct"] / 100
+        assert found["busy_ms"].tolist() == [*summary["steps"]["per_rank_median_ms"].values()]
+        assert [*found["stages"].values()] == [stage["exposed_ms"] for stage in summary["stages"]]
+    source.close()
+    played.aggregator.close()

@@ -1,0 +1,235 @@
+"""The step history: whatever the order in which rows come, it is what all of them at once come to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sessions import LIMITS
+from unit.sample_windows import streams, synced
+
+from traceml_ray import wire
+from traceml_ray.analysis.busy import summarise
+from traceml_ray.analysis.row_table import RowTable, Who
+from traceml_ray.analysis.step_history import StepHistory
+from traceml_ray.analysis.step_sums import MAX_BINS, Bins, StepSums
+from traceml_ray.analysis.window import align
+
+
+def rows(steps: int, ranks: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return synced(rng.integers(1, 20, (steps, ranks, 5)) * 1_000_000, np.full(steps, 1_000_000))
+
+
+def fed(d: np.ndarray, cuts: list[list[int]], flags: int | np.ndarray = 0, exchanges: int = 1) -> StepHistory:
+    """StepHistory that get each rank's rows in pieces that end where `cuts` (one list a delivery) say."""
+    steps, every = StepHistory(LIMITS), streams(d, flags=flags, exchanges=exchanges)
+    at = [0] * len(every)
+    for ends in [*cuts, [len(d)] * len(every)]:
+        pieces = []
+        for rank, end in enumerate(ends):
+            end = max(end, at[rank])
+            whole = every[rank]
+            part = slice(at[rank], end)
+            pieces.append(
+                type(whole)(rank, whole.node, whole.keys[part], whole.flags[part], whole.rows[part])
+            )
+            at[rank] = end
+        steps.take([piece for piece in pieces if len(piece.keys)])
+        steps.advance(set(range(len(every))), at.count(0), len(every))
+    return steps
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_how_rows_arrive_does_not_matter(data: st.DataObject) -> None:
+    """In whatever pieces they come, they say what `summarise` says of all of them at once."""
+    count, exchanges = data.draw(st.integers(31, 90)), data.draw(st.integers(1, 3))
+    d = rows(count * exchanges, ranks := data.draw(st.integers(1, 5)), data.draw(st.integers(0, 99)))
+    ends = st.lists(st.integers(0, len(d)), min_size=ranks, max_size=ranks)
+    marks = st.sampled_from([0, wire.FLAG_NO_SPLIT, wire.FLAG_NO_DATA, wire.FLAG_NO_PEERS, wire.FLAG_COUPLED])
+    some = np.array(data.draw(st.lists(marks, min_size=3, max_size=3)), np.uint8)
+    flags = some[np.random.default_rng(0).integers(0, 3, d.shape[:2])]
+    steps = fed(d, data.draw(st.lists(ends, max_size=6)), flags, exchanges)
+    window = align(streams(d, flags=flags, exchanges=exchanges), ranks)
+    summary = summarise(window.take(window.keys >> wire.SEGMENT_BITS >= LIMITS.warmup_steps), LIMITS)
+    recent = steps.recent()
+    assert summary is not None and recent is not None
+    assert recent.steps == summary.count
+    assert np.median(recent.step_ms) == pytest.approx(summary.median_ms)
+    assert recent.per_rank.tolist() == pytest.approx([*summary.per_rank_median_ms.values()])
+    assert recent.exposed_ms.tolist() == pytest.approx([stage.exposed_ms for stage in summary.stages])
+    assert steps.columns().first.tolist() == list(range(count))
+
+
+def test_of_several_groups_the_slowest_is_the_step() -> None:
+    d = np.concatenate([rows(80, 2), 2 * rows(80, 2, 1)], axis=1)
+    every = [replace(own, group=(own.rank // 2 * 2, 2)) for own in streams(d)]
+    steps = StepHistory(LIMITS)
+    for begin in range(0, 80, 16):
+        part = slice(begin, begin + 16)
+        steps.take([replace(t, keys=t.keys[part], flags=t.flags[part], rows=t.rows[part]) for t in every])
+        steps.advance({0, 1, 2, 3}, 0, 4)
+    window = align(every, 4)
+    summary = summarise(window.take(window.keys >> wire.SEGMENT_BITS >= LIMITS.warmup_steps), LIMITS)
+    recent = steps.recent()
+    assert summary is not None and recent is not None
+    assert np.median(recent.step_ms) == pytest.approx(summary.median_ms)
+    assert recent.exposed_ms.tolist() == pytest.approx([stage.exposed_ms for stage in summary.stages])
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(1, 700), min_size=1, max_size=12), st.integers(0, 99))
+def test_bins_add_up(counts: list[int], seed: int) -> None:
+    rng, bins, told = np.random.default_rng(seed), Bins(2), 0
+    busy = np.zeros(2)
+    for count in counts:
+        store = StepSums(2, count)
+        store.end = count
+        store.busy[:] = rng.integers(1, 9, (2, count))
+        store.count[:] = store.busy > 1
+        store.busy *= store.count
+        store.steps[:] = 1
+        store.exposed[:] = 2
+        store.first[:] = store.last[:] = np.arange(told, told + count)
+        bins.fold(store, count)
+        told += count
+        busy += store.busy.sum(axis=1)
+    end = bins.end
+    assert end <= MAX_BINS
+    assert (bins.steps[: end - 1] == bins.width).all() and 1 <= bins.steps[end - 1] <= bins.width
+    assert bins.steps.sum() == told and bins.exposed.sum() == 12 * told
+    assert bins.busy.sum(axis=1).tolist() == busy.tolist()
+    assert bins.first[0] == 0 and bins.last[end - 1] == told - 1
+    assert (bins.first[1:end] == bins.last[: end - 1] + 1).all()
+
+
+def test_memory_has_a_bound() -> None:
+    steps, ranks, piece = StepHistory(LIMITS), 8192, 60
+    d = np.tile(rows(piece, 64), (1, ranks // 64, 1))
+    for begin in range(0, 6 * piece, piece):
+        steps.take(streams(d, begin))
+        steps.advance(set(range(ranks)), 0, ranks)
+    assert steps.kept == 300
+    assert steps.last_step == 6 * piece - 1
+    assert len(steps.columns().first) == 300 and steps.columns(whole=True).first[0] == 0
+    assert steps.nbytes < 220 << 20
+
+
+def test_values_that_no_step_can_have_are_left_out() -> None:
+    d = rows(60, 3)
+    d[40, 1, 2] = -5
+    steps = fed(d, [[40] * 3, [41] * 3])
+    assert steps.absurd == 1
+    columns = steps.columns()
+    assert columns.first.tolist() == list(range(60))
+    assert np.isnan(columns.busy).nonzero()[0].tolist() == [1] and np.isnan(columns.busy[1, 40])
+    assert np.isnan(columns.exposed).any(axis=1).nonzero()[0].tolist() == [40]
+
+
+MARKS = st.sampled_from([0, wire.FLAG_NO_SPLIT, wire.FLAG_NO_DATA, wire.FLAG_FIRST])
+
+
+def same(one: StepHistory, other: StepHistory) -> None:
+    """Check that two histories hold the same."""
+    for whole in (False, True):
+        for mine, theirs in zip(one.columns(whole=whole), other.columns(whole=whole), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5)
+    a, b = one.recent(), other.recent()
+    assert (a is None) == (b is None)
+    if a is not None and b is not None:
+        assert a.step_ms.tolist() == b.step_ms.tolist() and a.per_rank.tolist() == b.per_rank.tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_history_is_the_same_whichever_rank_comes_first_and_however_late(data: st.DataObject) -> None:
+    """Deliveries in any order between ranks; a rank may be given up, and deliver all that it has later."""
+    ranks, count = data.draw(st.integers(2, 4)), 60
+    every = streams(rows(count, ranks, data.draw(st.integers(0, 9))))
+    at, found = [0] * ranks, StepHistory(LIMITS)
+    deliveries = st.lists(st.tuples(st.integers(0, ranks - 1), st.integers(1, 30)), max_size=12)
+    for rank, n in data.draw(deliveries):
+        if at[rank] < count:
+            found.take([every[rank].take(slice(at[rank], at[rank] + n))])
+            at[rank] += n
+            found.advance(set(data.draw(st.sets(st.integers(0, ranks - 1)))), 0, ranks)
+    found.take([own.take(slice(n, None)) for own, n in zip(every, at, strict=True) if n < count])
+    found.advance(set(range(ranks)), 0, ranks)
+    at_once = StepHistory(LIMITS)
+    at_once.take(every)
+    at_once.advance(set(range(ranks)), 0, ranks)
+    same(found, at_once)
+    assert found.left_out == 0 and found.taken == at_once.taken == count * ranks
+
+
+def test_rows_that_come_a_second_time_change_nothing() -> None:
+    every = streams(rows(60, 2))
+    once, twice = StepHistory(LIMITS), StepHistory(LIMITS)
+    for begin in range(0, 60, 10):
+        part = [own.take(slice(begin, begin + 10)) for own in every]
+        for history in (once, twice):
+            history.take(part)
+            history.advance({0, 1}, 0, 2)
+        twice.take(part)
+        twice.take([own.take(slice(0, begin)) for own in every if begin])
+    assert (twice.taken, twice.generation) == (once.taken, once.generation) == (120, once.generation)
+    same(once, twice)
+
+
+def test_what_comes_after_its_rows_are_forgotten_is_left_out_and_counted() -> None:
+    every = streams(rows(9000, 2))
+    history = StepHistory(LIMITS)
+    history.take([own.take(slice(0, 10)) for own in every])
+    history.advance({0, 1}, 0, 2)
+    for begin in range(10, 9000, 500):
+        history.take([every[0].take(slice(begin, begin + 500))])
+        history.advance({0}, 0, 2)
+    history.take([every[1].take(slice(10, 20))])
+    assert history.left_out == 10 and history.last_step == 8999
+    history.take([every[1].take(slice(8980, 9000))])
+    history.advance({0, 1}, 0, 2)
+    busy = history.columns().busy[1]
+    assert np.isnan(busy[:-20]).all() and not np.isnan(busy[-20:]).any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_window_of_a_table_is_what_align_makes_of_the_rows(data: st.DataObject) -> None:
+    ranks, count = data.draw(st.integers(1, 4)), 40
+    marks = np.array([[data.draw(MARKS) for _ in range(ranks)] for _ in range(count)], np.uint8)
+    every = streams(rows(count, ranks), flags=marks, exchanges=data.draw(st.integers(1, 2)))
+    some = st.sets(st.integers(0, count - 1), min_size=1)
+    every = [own.take(np.array(sorted(data.draw(some)), np.int64)) for own in every]
+    table = RowTable()
+    table.add_ranks(range(ranks))
+    pieces = [(own, cut) for own in every for cut in (slice(0, 7), slice(7, None))]
+    for own, cut in data.draw(st.permutations(pieces)):
+        if len(own.keys[cut]):
+            places = table.places([own.rank])
+            table.put(places, own.keys[cut], own.flags[cut][None], own.rows[cut][None])
+    who = [Who(own.node, own.group, own.strategy) for own in every]
+    found = table.window(table.between(-1, 1 << 62), range(ranks), who, ranks)
+    aligned = align(every, ranks)
+    for name in ("keys", "ranks", "d", "flags", "lacking"):
+        assert np.array_equal(getattr(found, name), getattr(aligned, name)), name
+    for own in every:
+        keys, flags, own_rows = table.line(own.rank, 1000)
+        assert np.array_equal(keys, own.keys) and np.array_equal(own_rows, own.rows)
+        assert np.array_equal(flags, own.flags)
+
+
+def test_table_forgets_the_oldest_columns_and_keeps_the_rest() -> None:
+    table, d = RowTable(), rows(20_000, 1)
+    table.add_ranks([7])
+    for begin in range(0, 20_000, 100):
+        keys = np.arange(begin, begin + 100, dtype=np.int64) << wire.SEGMENT_BITS
+        table.put(table.places([7]), keys, np.zeros((1, 100), np.uint8), d[None, begin : begin + 100, 0])
+        table.forget(1 << 62)
+    keys, _, found = table.line(7, 4000)
+    assert np.array_equal(found, d[-4000:, 0]) and keys[-1] >> wire.SEGMENT_BITS == 19_999
+    assert table.nbytes < 2 << 20
+    assert len(table.line(8, 10)[0]) == 0

@@ -1,0 +1,264 @@
+"""The newest rows of a job's ranks side by side: each row is put into its place once, when it arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from traceml_ray.analysis.window import Bool, Group, Int64, UInt8, Window
+from traceml_ray.wire import FLAG_FIRST, N_STAGES, SEGMENT_BITS
+
+_CELLS, _LEAST, _MOST = 1 << 18, 192, 8192
+Places = slice | npt.NDArray[np.intp]
+
+
+class Who(NamedTuple):
+    """What is known of a rank: its node as it is shown, whom it exchanges gradients with, its strategy."""
+
+    node: str
+    group: Group | None = None
+    strategy: str | None = None
+
+
+class RowTable:
+    """
+    A line for each rank, a column for each key; room for 8,192 rows of a rank, of many ranks fewer (192).
+
+    A cell is written once: what is there stays. When there is no more room, the oldest columns are forgotten.
+    """
+
+    def __init__(self) -> None:
+        self.ranks: Int64 = np.empty(0, np.int64)
+        """(R,) ascending."""
+        self.first: Int64 = np.empty(0, np.int64)
+        self.last: Int64 = np.empty(0, np.int64)
+        """The first and the last key of each rank (R,) that counts, -1 without any."""
+        self.forgotten = -1
+        """Keys up to this one are no longer here."""
+        self._end = 0
+        self._keys: Int64 = np.empty(0, np.int64)
+        self._make(0, 0)
+
+    @property
+    def keys(self) -> Int64:
+        """The keys (n,) that are here, ascending."""
+        return self._keys[: self._end]
+
+    @property
+    def size(self) -> int:
+        """For how many columns there should be room."""
+        return max(_LEAST, min(_MOST, _CELLS // max(1, len(self.ranks))))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that is held."""
+        return self._d.nbytes + self._flags.nbytes + self._usable.nbytes + self._seen.nbytes
+
+    def places(self, ranks: Sequence[int] | Int64) -> npt.NDArray[np.intp]:
+        """Return the lines of some ranks, which are here."""
+        at: npt.NDArray[np.intp] = np.searchsorted(self.ranks, ranks)
+        return at
+
+    def add_ranks(self, ranks: Sequence[int]) -> None:
+        """Make a line for each of `ranks` that has none."""
+        every = np.union1d(self.ranks, np.asarray(ranks, np.int64))
+        if len(every) == len(self.ranks):
+            return
+        at = np.searchsorted(every, self.ranks)
+        self.ranks = every
+        for name in ("first", "last"):
+            before = getattr(self, name)
+            setattr(self, name, np.full(len(every), -1, np.int64))
+            getattr(self, name)[at] = before
+        self._resize(max(self.size, self._end), at)
+
+    def put(self, places: npt.NDArray[np.intp], keys: Int64, flags: UInt8, rows: Int64) -> int:
+        """
+        Take the rows of some ranks that have the same `keys` (k,): `flags` (m, k), `rows` ns (m, k, 6).
+
+        Return how many are new: of a key that comes again the first row stays, and keys that were forgotten
+        are left out.
+        """
+        if len(keys) > 1 and not (np.diff(keys) > 0).all():
+            keys, first = np.unique(keys, return_index=True)
+            flags, rows = flags[:, first], rows[:, first]
+        if len(keys) and keys[0] <= self.forgotten:
+            late = int(np.searchsorted(keys, self.forgotten, "right"))
+            keys, flags, rows = keys[late:], flags[:, late:], rows[:, late:]
+        if not len(keys):
+            return 0
+        at = self._columns(keys)
+        usable = flags & FLAG_FIRST == 0
+        where = _cross(places, at)
+        there = self._seen[where]
+        new = int(there.size - there.sum())
+        if new < there.size:
+            flags = np.where(there, self._flags[where], flags)
+            usable = np.where(there, self._usable[where], usable)
+            rows = np.where(there[..., None], self._d[where], rows)
+        self._d[where], self._flags[where], self._usable[where] = rows, flags, usable
+        self._seen[where] = True
+        self._note_ends(places, keys, usable)
+        return new
+
+    def _note_ends(self, places: npt.NDArray[np.intp], keys: Int64, usable: Bool) -> None:
+        some = usable.any(axis=1)
+        places, usable = places[some], usable[some]
+        first = keys[usable.argmax(axis=1)]
+        last = keys[len(keys) - 1 - usable[:, ::-1].argmax(axis=1)]
+        known = self.first[places]
+        self.first[places] = np.where(known < 0, first, np.minimum(known, first))
+        self.last[places] = np.maximum(self.last[places], last)
+
+    def unseen(self, places: npt.NDArray[np.intp], keys: Int64) -> Int64:
+        """Return those of `keys` of which one of the ranks has no row yet."""
+        keys = np.unique(keys)
+        gone = keys <= self.forgotten
+        at = np.minimum(np.searchsorted(self.keys, keys), max(0, self._end - 1))
+        here = self.keys[at] == keys if self._end else np.zeros(len(keys), np.bool_)
+        seen = here & self._seen[places][:, at].all(axis=0) if self._end else here
+        seen |= gone & (keys <= self.last[places].min())
+        left: Int64 = keys[~seen]
+        return left
+
+    def rows_of_a_step(self, end: int) -> int:
+        """Return how many rows a step has, on average and rounded up, in the newest columns before `end`."""
+        steps = self._keys[max(0, end - _LEAST) : end] >> SEGMENT_BITS
+        return -(-len(steps) // (int(np.count_nonzero(np.diff(steps))) + 1))
+
+    def between(self, after: int, to: int) -> slice:
+        """Return the columns of the keys from `after` (left out) to `to`."""
+        first, last = np.searchsorted(self.keys, (after, to), "right").tolist()
+        return slice(first, last)
+
+    def cells(self, columns: slice) -> tuple[Int64, UInt8, Bool]:
+        """Return `d` (R, n, 6), `flags` (R, n) and where there is a row that counts (R, n); views."""
+        return self._d[:, columns], self._flags[:, columns], self._usable[:, columns]
+
+    def line(self, rank: int, last: int) -> tuple[Int64, UInt8, Int64]:
+        """Return the newest `last` rows of a rank: keys (n,), flags (n,), rows (n, 6)."""
+        at = int(np.searchsorted(self.ranks, rank))
+        if at == len(self.ranks) or self.ranks[at] != rank:
+            return _NO_KEYS, np.empty(0, np.uint8), np.empty((0, N_STAGES), np.int64)
+        mine = np.flatnonzero(self._seen[at, : self._end])[-last:]
+        return self._keys[mine], self._flags[at, mine], self._d[at, mine]
+
+    def window(
+        self,
+        columns: slice,
+        ranks: Sequence[int],
+        who: Sequence[Who],
+        expected: int,
+        missing: Sequence[int] = (),
+    ) -> Window:
+        """Return what `align` returns of the rows of `ranks` (ascending; `who` they are) in some columns."""
+        places = self.places(ranks)
+        lines: Any = slice(None) if len(places) == len(self.ranks) else places
+        usable: Bool = self._usable[lines, columns]
+        seen = np.asarray(usable.any(axis=0))
+        common = usable.all(axis=0) & seen
+        keys = self._keys[columns]
+        found = np.flatnonzero(common)
+        inside = slice(int(found[0]), int(found[-1]) + 1) if len(found) else slice(0, 0)
+        cut = slice(columns.start + inside.start, columns.start + inside.stop)
+        d, flags = self._d[lines, cut], self._flags[lines, cut]
+        if not common[inside].all():
+            d, flags = d[:, common[inside]], flags[:, common[inside]]
+        return Window(
+            keys=keys[common],
+            ranks=np.asarray(ranks, np.int64),
+            nodes=tuple(each.node for each in who),
+            d=(d.copy() if d.base is not None else d).transpose(1, 0, 2),
+            flags=(flags.copy() if flags.base is not None else flags).T,
+            expected=expected,
+            missing=tuple(sorted(missing)),
+            lacking=keys[inside][seen[inside] & ~common[inside]] if len(found) else keys[seen],
+            groups=tuple(each.group for each in who),
+            strategies=frozenset(each.strategy for each in who if each.strategy),
+        )
+
+    def forget(self, done: int) -> None:
+        """Make room where more than half of it is used: forget the oldest keys, up to `done` at most."""
+        size = self.size
+        if self._end <= size * 3 // 4 and self._keys.size <= 2 * size:
+            return
+        drop = min(max(0, self._end - size // 2), int(np.searchsorted(self.keys, done, "right")))
+        if drop:
+            self.forgotten = int(self._keys[drop - 1])
+            keep = self._end - drop
+            self._keys[:keep] = self._keys[drop : self._end].copy()
+            for each in (self._d, self._flags, self._usable, self._seen):
+                each[:, :keep] = each[:, drop : self._end].copy()
+            self._seen[:, keep : self._end] = self._usable[:, keep : self._end] = False
+            self._end = keep
+        if self._keys.size > 2 * size >= 2 * self._end:
+            self._resize(size, np.arange(len(self.ranks)))
+
+    def _columns(self, keys: Int64) -> Places:
+        """Return the columns of `keys`, made where they are new."""
+        known = self.keys
+        if not len(known) or keys[0] > known[-1]:
+            self._append(keys)
+            return slice(self._end - len(keys), self._end)
+        at = np.searchsorted(known, keys)
+        new = known[np.minimum(at, len(known) - 1)] != keys
+        if new.any():
+            if keys[new][0] > known[-1]:
+                self._append(keys[new])
+            else:
+                self._insert(keys[new])
+            at = np.searchsorted(self.keys, keys)
+        return slice(int(at[0]), int(at[-1]) + 1) if at[-1] - at[0] == len(at) - 1 else at
+
+    def _append(self, keys: Int64) -> None:
+        end = self._end + len(keys)
+        if end > self._keys.size:
+            self._resize(max(self.size, 2 * end), np.arange(len(self.ranks)))
+        self._keys[self._end : end] = keys
+        self._end = end
+
+    def _insert(self, keys: Int64) -> None:
+        """Make columns for new keys that are not all newer than the others: these move."""
+        first = int(np.searchsorted(self.keys, keys[0]))
+        moved = self._keys[first : self._end].copy()
+        tail = slice(first, self._end)
+        before = [each[:, tail].copy() for each in self._cells()]
+        self._append(keys)
+        after = slice(first, self._end)
+        self._keys[after] = np.sort(self._keys[after])
+        at = np.searchsorted(self.keys, moved)
+        for each, old in zip(self._cells(), before, strict=True):
+            each[:, after] = 0
+            each[:, at] = old
+
+    def _cells(self) -> tuple[npt.NDArray[np.generic], ...]:
+        return self._d, self._flags, self._usable, self._seen
+
+    def _make(self, ranks: int, columns: int) -> None:
+        self._d: Int64 = np.zeros((ranks, columns, N_STAGES), np.int64)
+        self._flags: UInt8 = np.zeros((ranks, columns), np.uint8)
+        self._usable: Bool = np.zeros((ranks, columns), np.bool_)
+        """Whether a row counts: the first of a process does not."""
+        self._seen: Bool = np.zeros((ranks, columns), np.bool_)
+
+    def _resize(self, columns: int, lines: npt.NDArray[np.intp]) -> None:
+        """Have room for so many columns; what is here moves to `lines`."""
+        before, keys = self._cells(), self.keys
+        self._make(len(self.ranks), columns)
+        self._keys = np.zeros(columns, np.int64)
+        self._keys[: self._end] = keys
+        for new, old in zip(self._cells(), before, strict=True):
+            new[lines, : self._end] = old[:, : self._end]
+
+
+_NO_KEYS: Int64 = np.empty(0, np.int64)
+
+
+def _cross(places: npt.NDArray[np.intp], columns: Places) -> Any:
+    """Return the index of the cells where lines and columns cross; of neighbours, one that copies nothing."""
+    if (np.diff(places) == 1).all():
+        return slice(int(places[0]), int(places[-1]) + 1), columns
+    return places if isinstance(columns, slice) else places[:, None], columns

@@ -1,0 +1,249 @@
+"""The numbers that faces show of a step history: views draw them and compute none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from traceml_ray.analysis.spread import Spread, Values, deviations, over_pct, quantiles, spread
+from traceml_ray.analysis.step_history import StepHistory
+from traceml_ray.analysis.step_sums import Columns
+from traceml_ray.analysis.window import Float
+from traceml_ray.wire import N_STAGES, STAGES, SYNC_WAIT
+
+MAX_LINES = 1024
+"""Of a job of more ranks, a line of the heatmap is a node."""
+
+
+def times(
+    history: StepHistory, whole: bool, world: int, wall_ms: float | None, stored: int
+) -> dict[str, Any]:
+    """
+    Return the numbers of a run: over the newest steps that a live verdict looks at, or (`whole`) over all
+    that are kept one by one.
+
+    Times in ms, shares in %, unknown is None (NaN in arrays). `ranks` (R,) and their median `busy_ms` (R,),
+    `nodes` see `_by_node`, `stages` the mean exposed time of each. `productive_pct`: the share of `wall_ms`
+    (since the first report) that was spent in steps, None where not nearly all `stored` rows were read.
+    """
+    recent = history.recent(None if whole else history.limits.window_steps)
+    found: dict[str, Any] = {
+        "version": history.version,
+        "last_step": history.last_step,
+        "world": world,
+        "ranks": history.ranks,
+        "steps": 0,
+        "of_all": False,
+        "all_read": history.taken >= 0.9 * stored,
+        "wall_s": None if wall_ms is None else wall_ms / 1e3,
+        "productive_pct": None,
+    }
+    if wall_ms and found["all_read"]:
+        found["productive_pct"] = min(100.0, 100 * history.total_ms() / wall_ms)
+    if recent is None:
+        return {**found, "busy_ms": np.full(len(found["ranks"]), np.nan), "nodes": {}}
+    median, p95 = quantiles(recent.step_ms, (0.5, 0.95)).tolist()
+    return {**found, **_numbers(history, recent.steps, median, p95, recent.exposed_ms, recent.per_rank)}
+
+
+def as_reported(history: StepHistory, found: dict[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `times` of a run that is over with the numbers of its report (summary.json): of all steps."""
+    steps = summary["steps"]
+    if not steps["judged"]:
+        return found
+    per_rank = [steps["per_rank_median_ms"].get(str(rank)) for rank in history.ranks]
+    exposed = np.array([stage["exposed_ms"] for stage in summary["stages"]])
+    about = steps["judged"], steps["median_ms"], steps["p95_ms"], exposed, np.array(per_rank, dtype=float)
+    numbers = {**found, **_numbers(history, *about), "of_all": True}
+    if steps["global_skew_pct"] is not None:
+        numbers["worst_over"] = 1 + steps["global_skew_pct"] / 100
+    for node in numbers["nodes"].keys() & steps["per_node_median_ms"].keys():
+        numbers["nodes"][node]["median_ms"] = steps["per_node_median_ms"][node]
+    return numbers
+
+
+def _numbers(
+    history: StepHistory, steps: int, median_ms: float, p95_ms: float, exposed: Float, per_rank: Float
+) -> dict[str, Any]:
+    apart, ranks, step_ms = spread(per_rank[:, None], history.nodes), history.ranks, float(exposed.sum())
+    worst = int(apart.worst[0])
+    return {
+        "steps": steps,
+        "median_ms": median_ms,
+        "p95_ms": p95_ms,
+        "steps_per_s": 1e3 / step_ms,
+        "worst_rank": ranks[worst] if worst >= 0 and len(ranks) > 1 else None,
+        "worst_over": 1 + float(apart.global_skew_pct[0]) / 100,
+        "waiting_pct": 100 * float(exposed[SYNC_WAIT]) / step_ms,
+        "stages": dict(zip(STAGES, exposed.tolist(), strict=True)),
+        "busy_ms": per_rank,
+        "nodes": _by_node(apart, per_rank, history.nodes, ranks),
+    }
+
+
+def _by_node(
+    apart: Spread, per_rank: Float, nodes: Sequence[str], ranks: Sequence[int]
+) -> dict[str, dict[str, Any]]:
+    """
+    Return the busy time of each node, by its name: the median of its ranks, its slowest rank and by how much
+    that is slower, and by how much the node is slower than the fastest one.
+    """
+    at: dict[str, list[int]] = {}
+    for place, node in enumerate(nodes):
+        at.setdefault(node, []).append(place)
+    median = dict(zip(apart.nodes, apart.per_node[:, 0].tolist(), strict=True))
+    fastest = np.array(min((ms for ms in median.values() if ms == ms), default=np.nan))
+    found = {}
+    for node, places in at.items():
+        mine, middle = per_rank[places], np.array(median[node])
+        worst = None if np.isnan(mine).all() else places[int(np.nanargmax(mine))]
+        largest = np.array(np.nan if worst is None else per_rank[worst])
+        found[node] = {
+            "median_ms": float(middle),
+            "worst_rank": None if worst is None else ranks[worst],
+            "worst_ms": float(largest),
+            "skew_pct": float(over_pct(largest, middle)) if len(places) > 1 else None,
+            "slower_pct": float(over_pct(middle, fastest)) if len(median) > 1 else None,
+        }
+    return found
+
+
+def columns(
+    history: StepHistory, stage: str, whole: bool, world: int, since: Sequence[Any] | None = None
+) -> dict[str, Any]:
+    """
+    Return what is drawn step by step: the newest steps, or (`whole`) all of the run in few columns.
+
+    `since` is (`token`, a step) of an earlier answer: where the token still holds, only the columns from that
+    step on are in the answer (`since`), else all of them, and `ranks`, `nodes` and `by` say what the lines of
+    `z` are. `z` (lines, C) uint8, see `deviations`, is of `stage` or of busy time (`total`); of a large job a
+    line is a node: in each column, its slowest rank. All else is (C,), `exposed` (C, 6) ms.
+    """
+    at = STAGES.index(stage) if stage in STAGES else None
+    token = [*history.layout(whole), stage, world]
+    from_step = int(since[1]) if since and list(since[0]) == token else None
+    made = history.columns(at, whole=whole, since=from_step)
+    by_node = len(history.ranks) + min(max(0, world - len(history.ranks)), MAX_LINES) > MAX_LINES
+    lines: dict[str, list[int]] = {}
+    for place, node in enumerate(history.nodes):
+        lines.setdefault(node if by_node else str(place), []).append(place)
+    found = {
+        "token": token,
+        "since": from_step,
+        **_drawn(made, at, [*lines.values()], history.nodes, by_node),
+    }
+    ranks = history.ranks
+    found["worst_rank"] = np.array([*ranks, -1])[found["worst_rank"]]
+    if from_step is None:
+        first = [places[0] for places in lines.values()]
+        found |= {"by": "node" if by_node else "rank", "ranks": [ranks[place] for place in first]}
+        found["nodes"] = [history.nodes[place] for place in first]
+    return found
+
+
+def _drawn(
+    made: Columns, stage: int | None, lines: list[list[int]], nodes: Sequence[str], by_node: bool
+) -> dict[str, Any]:
+    count = len(made.first)
+    if not len(made.busy) or not count:
+        none = np.empty(0)
+        empty: dict[str, Any] = dict.fromkeys(SERIES, none)
+        shape = len(lines), 0
+        return {**empty, "first": made.first, "last": made.last, "worst_rank": np.empty(0, np.int64),
+                "exposed": np.empty((0, N_STAGES)), "z": np.empty(shape, np.uint8)}  # fmt: skip
+    low, middle, high = quantiles(made.busy, (0.1, 0.5, 0.9))
+    apart = spread(made.busy, nodes)
+    values: Values = made.values
+    of = middle if stage is None else quantiles(values, (0.5,))[0]
+    if by_node:
+        values = np.array([np.fmax.reduce(values[places], axis=0) for places in lines])
+    steps = made.exposed.sum(axis=1)
+    positive = np.where(steps > 0, steps, np.nan)
+    return {
+        "first": made.first,
+        "last": made.last,
+        "exposed": made.exposed,
+        "median_ms": middle,
+        "p10_ms": low,
+        "p90_ms": high,
+        "worst_ms": np.where(apart.worst >= 0, made.busy[apart.worst, np.arange(count)], np.nan),
+        "worst_rank": apart.worst,
+        "global_pct": apart.global_skew_pct,
+        "node_pct": apart.node_skew_pct,
+        "worst_over": 1 + apart.global_skew_pct / 100,
+        "step_ms": steps,
+        "steps_per_s": 1e3 / positive,
+        "waiting_pct": 100 * made.exposed[:, SYNC_WAIT] / positive,
+        "z": deviations(values, of, middle),
+    }
+
+
+SERIES = (
+    *("median_ms", "p10_ms", "p90_ms", "worst_ms", "global_pct", "node_pct", "worst_over", "step_ms"),
+    *("steps_per_s", "waiting_pct"),
+)
+
+
+def busy(history: StepHistory, ranks: Sequence[int], most: int) -> dict[str, Any]:
+    """Return the busy time of some ranks in the newest steps: `ranks` that are known, `busy_ms` (m, K)."""
+    known = [rank for rank in ranks if rank in history.who and rank in history.ranks]
+    found = history.columns(most=most).busy[np.searchsorted(history.ranks, known)]
+    return {"ranks": known, "busy_ms": found}
+
+
+def of_rank(history: StepHistory, rank: int, most: int) -> dict[str, Any]:
+    """
+    Return the stages of a rank in the newest steps: `steps` (K,), `stages` and the `median` over the ranks
+    (K, 6) ms, `mean` by stage. `steps` is empty where it has none.
+    """
+    shown = history.columns(most=most)
+    if rank not in history.ranks or not len(shown.first):
+        return {"steps": np.empty(0, np.int64)}
+    steps, d, _ = history.stages(int(shown.first[0]), int(shown.last[-1]))
+    mine = d[history.ranks.index(rank)]
+    mean = dict(zip(STAGES, _mean(mine[None])[0].tolist(), strict=True))
+    return {"steps": steps, "stages": mine, "median": quantiles(d, (0.5,))[0], "mean": mean}
+
+
+def cell(history: StepHistory, rank: int, first: int, last: int, world: int) -> dict[str, Any]:
+    """
+    Return what one cell of the heatmap is: means over its steps `first` to `last`, of the rank (in a large
+    job, the slowest of its node) and of the median rank. `stages` is empty where only sums are left.
+    """
+    if rank not in history.ranks:
+        return {"rank": rank, "node": None, "steps": 0, "busy_ms": None, "median_ms": None, "stages": {}}
+    who = history.ranks.index(rank)
+    steps, d, single = history.stages(first, last)
+    mean = _mean(d)
+    total = _mean(single[..., None])[:, 0]
+    if not len(steps):  # long ago: only sums are left
+        shown = history.columns(whole=True)
+        at = np.flatnonzero((shown.first <= first) & (shown.last >= last))
+        total = shown.busy[:, at[0]] if len(at) else np.full(len(history.ranks), np.nan)
+    if world > MAX_LINES:
+        same = [
+            i for i, node in enumerate(history.nodes) if node == history.nodes[who] and total[i] == total[i]
+        ]
+        who = max(same, key=lambda i: float(total[i]), default=who)
+    middle = quantiles(mean, (0.5,))[0]
+    each: Mapping[str, list[float]] = {
+        name: [float(mean[who, i]), float(middle[i])] for i, name in enumerate(STAGES)
+    }
+    return {
+        "rank": history.ranks[who],
+        "node": history.nodes[who],
+        "steps": int((~np.isnan(single[who])).sum()),
+        "busy_ms": float(total[who]),
+        "median_ms": float(quantiles(total, (0.5,))[0]),
+        "stages": each if len(steps) else {},
+    }
+
+
+def _mean(values: Values) -> Float:
+    """Return the mean over the steps of what is known: (R, K, n) to (R, n)."""
+    known = ~np.isnan(values)
+    count = known.sum(axis=1)
+    mean: Float = np.where(count > 0, np.where(known, values, 0).sum(axis=1) / np.maximum(count, 1), np.nan)
+    return mean

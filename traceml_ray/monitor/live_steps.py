@@ -1,0 +1,259 @@
+"""The step history of each live run, fed with the rows that arrive."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping
+
+import numpy as np
+
+from traceml_ray.analysis.row_table import Who
+from traceml_ray.analysis.step_history import StepHistory
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.window import Int64, RankRows, UInt8
+from traceml_ray.errors import Errors
+from traceml_ray.store.history_reader import HistoryReader
+from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.streams import Stream, awaited, world_size
+from traceml_ray.wire import N_STAGES
+
+MAX_ARRIVED = 1 << 21
+"""Rows that wait to be fed (120 MB): more come only while the thread that feeds is held up."""
+MAX_UNKNOWN_ROWS = 4096
+"""Rows that are kept of a process of which nobody has said who it is, the newest."""
+OLDER_ROWS = 1 << 16
+"""Rows that are read at a time of what had arrived before a restart,"""
+OLDER_CHUNKS, OLDER_CHUNKS_A_RANK = 1 << 18, 64
+"""and how far back."""
+Rows = tuple[bytes, bytes, bytes]
+"""Keys, flags and rows as on the wire."""
+
+
+class LiveSteps:
+    """
+    `append` and `drain` may be called by any thread with the writer's lock, all else by one thread.
+
+    Args:
+        limits: of the session.
+        open_file: opens the session file once more, for one run.
+        errors: where what goes wrong is counted.
+    """
+
+    def __init__(self, limits: Thresholds, open_file: Callable[[str], SessionFile], errors: Errors) -> None:
+        self.lock = threading.RLock()
+        """Held while a history is changed, or read by another thread."""
+        self._limits = limits
+        self._open = open_file
+        self._errors = errors
+        self._arrived: list[tuple[int, Rows]] = []
+        self._rows = 0
+        self._runs: dict[str, LiveRun] = {}
+        self._owners: dict[int, tuple[LiveRun, int]] = {}
+        """By stream: where its rows go, and as which rank."""
+        self._unknown: dict[int, list[Rows]] = {}
+
+    def append(self, stream: int, keys: bytes, flags: bytes, rows: bytes) -> None:
+        """Add rows of a stream, columns as on the wire."""
+        self._arrived.append((stream, (keys, flags, rows)))
+        self._rows += len(flags)
+        while self._rows > MAX_ARRIVED:
+            half = self._arrived[: len(self._arrived) // 2 + 1]
+            del self._arrived[: len(half)]
+            dropped = sum(len(flags) for _, (_, flags, _) in half)
+            self._rows -= dropped
+            self._errors.count("rows: stored, but not judged, no room", dropped)
+
+    def drain(self) -> list[tuple[int, Rows]]:
+        """Return what has arrived since the last time."""
+        arrived, self._arrived, self._rows = self._arrived, [], 0
+        return arrived
+
+    def feed(
+        self,
+        arrived: list[tuple[int, Rows]],
+        runs: Mapping[str, dict[int, Stream]],
+        labels: Mapping[int, str],
+        unknown: Collection[int],
+    ) -> None:
+        """
+        Put rows into the histories of the live runs.
+
+        Args:
+            arrived: what `drain` returned.
+            runs: the streams that stand for the ranks of each live run; of others nothing is kept.
+            labels: how the streams' nodes are shown.
+            unknown: streams of unknown rank whose rows are kept until it is known.
+        """
+        with self.lock:
+            for run in self._runs.keys() - runs.keys():
+                self._disown(self._runs[run])
+                self._runs.pop(run).close()
+            for run, ranks in runs.items():
+                self._follow(run, ranks, labels)
+            alike: dict[bytes, list[tuple[int, Rows]]] = {}
+            for stream, rows in arrived:
+                if stream in self._owners:
+                    alike.setdefault(rows[0], []).append((stream, rows))
+                elif stream in unknown:
+                    _keep(self._unknown.setdefault(stream, []), rows)
+            for group in alike.values():
+                self._put(group)
+            for stream in self._unknown.keys() - unknown:
+                del self._unknown[stream]
+            for run, ranks in runs.items():
+                self._runs[run].advance(ranks)
+                self._read_older(self._runs[run])
+
+    def of(self, run: str) -> LiveRun | None:
+        """Return a live run; `lock` is held by who reads its history in another thread."""
+        return self._runs.get(run)
+
+    def history(self, run: str) -> StepHistory:
+        """Return the history of a run that is live."""
+        return self._runs[run].history
+
+    def rows_of(self, stream: int, last: int) -> tuple[Int64, UInt8, Int64]:
+        """Return the newest rows of a stream: keys (n,), flags (n,), rows ns (n, 6)."""
+        if stream not in self._owners:
+            return _NO_KEYS, np.empty(0, np.uint8), np.empty((0, N_STAGES), np.int64)
+        owner, rank = self._owners[stream]
+        return owner.history.table.line(rank, last)
+
+    def resume(
+        self, run: str, ranks: dict[int, Stream], labels: Mapping[int, str], found: list[RankRows]
+    ) -> None:
+        """Begin with rows that had arrived before a restart, the newest; those before them follow."""
+        self._follow(run, ranks, labels)
+        self._runs[run].history.take(found)
+        self._look_back(run, ranks)
+
+    def close(self) -> None:
+        """Let go of the session file."""
+        with self.lock:
+            for own in self._runs.values():
+                own.close()
+
+    def _look_back(self, run: str, ranks: dict[int, Stream]) -> None:
+        """Have all that is stored of a run read, a slice at a time."""
+        since = -max(OLDER_CHUNKS, OLDER_CHUNKS_A_RANK * len(ranks))
+        self._runs[run].older = HistoryReader(self._open(run), self._limits, since)
+
+    def _read_older(self, own: LiveRun) -> None:
+        try:
+            own.read_older()
+        except Exception as error:
+            own.close()
+            self._errors.note("older steps", error)
+
+    def _follow(self, run: str, ranks: dict[int, Stream], labels: Mapping[int, str]) -> None:
+        """Note who the ranks of a run are; begin anew where a rank is another process than before."""
+        before = self._runs.get(run)
+        processes = {rank: stream.id for rank, stream in ranks.items()}
+        if before is not None and before.processes == processes:
+            before.know(ranks, labels)
+            return
+        anew = before is None or any(processes.get(rank) != own for rank, own in before.processes.items())
+        own = self._runs[run] = LiveRun(self._limits) if before is None or anew else before
+        own.processes = processes
+        own.know(ranks, labels)
+        if before is not None and own is not before:
+            same = before.rows_of(processes)
+            own.history.take(same)
+            if same:
+                self._look_back(run, ranks)
+            self._disown(before)
+            before.close()
+        for rank, stream in processes.items():
+            self._owners[stream] = own, rank
+            for rows in self._unknown.pop(stream, ()):
+                self._put([(stream, rows)])
+
+    def _disown(self, own: LiveRun) -> None:
+        for stream in [stream for stream, (owner, _) in self._owners.items() if owner is own]:
+            del self._owners[stream]
+
+    def _put(self, alike: list[tuple[int, Rows]]) -> None:
+        """Put rows that have the same keys."""
+        keys = np.frombuffer(alike[0][1][0], "<i8")
+        by_run: dict[LiveRun, list[tuple[int, Rows]]] = {}
+        for stream, rows in alike:
+            own, rank = self._owners[stream]
+            by_run.setdefault(own, []).append((rank, rows))
+        for own, found in by_run.items():
+            found.sort(key=lambda each: each[0])
+            flags = np.frombuffer(b"".join(rows[1] for _, rows in found), np.uint8).reshape(len(found), -1)
+            stages = np.frombuffer(b"".join(rows[2] for _, rows in found), "<i8")
+            shape = len(found), len(keys), N_STAGES
+            own.history.put([rank for rank, _ in found], keys, flags, stages.reshape(shape))
+
+
+class LiveRun:
+    """The history of one run, and of which processes it is."""
+
+    def __init__(self, limits: Thresholds) -> None:
+        self.history = StepHistory(limits)
+        self.whole = True
+        """All that is stored has been read."""
+        self.older: HistoryReader | None = None
+        """Reads what had arrived before this history began."""
+        self.ranks: dict[int, Stream] = {}
+        self.processes: dict[int, int] = {}
+        """By rank, the id of the stream."""
+        self._known: list[tuple[int, str, int | None, int | None, str | None]] = []
+        self._patience_ns = int(limits.report_timeout_s * 1e9)
+
+    @property
+    def world(self) -> int:
+        """How many ranks the job has, as far as they have said so."""
+        return world_size(self.ranks, None)
+
+    def know(self, ranks: dict[int, Stream], labels: Mapping[int, str]) -> None:
+        """Note what is known of the ranks."""
+        known = [
+            (stream.id, labels[stream.id], stream.group_first, stream.group_size, stream.strategy)
+            for stream in ranks.values()
+        ]
+        if known != self._known:
+            self._known = known
+            who = {rank: Who(labels[s.id], s.group, s.strategy) for rank, s in ranks.items()}
+            self.history.know(who)
+
+    def rows_of(self, processes: dict[int, int]) -> list[RankRows]:
+        """Return the newest rows of those ranks that are the same processes in `processes`."""
+        same = [rank for rank, stream in self.processes.items() if processes.get(rank) == stream]
+        lines = {rank: self.history.table.line(rank, 1 << 20) for rank in same}
+        who = self.history.who
+        return [RankRows(rank, who[rank].node, *line, *who[rank][1:]) for rank, line in lines.items()]
+
+    def read_older(self) -> None:
+        """Read on in what had arrived before; once that is all, go on from there."""
+        if self.older is None:
+            return
+        self.older.read(OLDER_ROWS)
+        if self.older.whole:
+            whole, who = self.older.history, self.history.who
+            whole.know(who)
+            whole.take(self.rows_of(self.processes))
+            self.history = whole
+            self.close()
+
+    def close(self) -> None:
+        """Read no more of what had arrived before."""
+        older, self.older = self.older, None
+        if older is not None:
+            older.session.close()
+
+    def advance(self, ranks: dict[int, Stream]) -> None:
+        """Reduce the steps that are whole."""
+        self.ranks = ranks
+        holding, waited = awaited(ranks, self.world, self._patience_ns, self.history.reported())
+        self.history.advance(holding, waited, self.world)
+
+
+def _keep(kept: list[Rows], rows: Rows) -> None:
+    kept.append(rows)
+    while sum(len(flags) for _, flags, _ in kept) > MAX_UNKNOWN_ROWS and len(kept) > 1:
+        del kept[0]
+
+
+_NO_KEYS: Int64 = np.empty(0, np.int64)
