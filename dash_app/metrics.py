@@ -15,6 +15,7 @@ from traceml_ray import text
 from traceml_ray.analysis.quantities import GPU, NODE, Quantity
 from traceml_ray.analysis.spread import quantiles
 
+from .events import node_of
 from .header import state_of
 
 if TYPE_CHECKING:
