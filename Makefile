@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test long snapshots lint types lines fuzz chaos frameworks bench compat screenshots clean
+.PHONY: help demo test long api snapshots lint types lines fuzz chaos frameworks bench compat screenshots clean
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
@@ -33,6 +33,7 @@ help:
 	@echo "make test    every check: lint, types, tests"
 	@echo "make fuzz    foreign bytes into every decoder, for minutes; EXAMPLES=10000 for longer"
 	@echo "make snapshots   the texts that tests compare, written anew after a change of wording"
+	@echo "make api     docs/api.md, written anew from the sources"
 	@echo "make lint    ruff and mypy alone        make bench   the benchmarks, in short"
 	@echo "make chaos   everything that can happen to the monitor, beside a run without one (half an hour)"
 	@echo "make frameworks   Lightning, Hugging Face and others with a slow rank (a venv of its own; 40 minutes)"
@@ -96,6 +97,9 @@ snapshots: $(INSTALLED)
 	@rm -rf tests/snapshots
 	TRACEML_TEST_SNAPSHOTS=1 $(PY) -m pytest -q -p no:xdist -m snapshot tests/unit
 	@git --no-pager diff --stat -- tests/snapshots
+
+api: $(INSTALLED)
+	$(PY) docs/api_page.py docs/api.md
 
 fuzz: $(INSTALLED)
 	FUZZ_EXAMPLES=$(EXAMPLES) $(PY) -m pytest tests/fuzz --timeout=0 $(PYTEST_ARGS)

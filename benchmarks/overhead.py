@@ -39,8 +39,8 @@ from figures import Figure, machine, table
 from traceml_ray import wire
 from traceml_ray.agent import bootstrap
 from traceml_ray.agent.channel import SocketChannel
-from traceml_ray.agent.details import Details
 from traceml_ray.agent.instrument import Instrumentation
+from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
@@ -316,14 +316,15 @@ PATCHES = {"data": 3, "forward": 1, "backward": 3, "optimizer": 2}
 """What is patched, and how many marks of a step it makes; the forward's is on the root module."""
 
 
-class Without(Instrumentation):
+class Without(Patcher):
     """All patches but one."""
 
     left_out = ""
 
-    def _try(self, name: str, action: Callable[[], object]) -> None:
+    def apply(self, name: str, patch: Callable[[], object]) -> None:
+        """Leave that one out."""
         if name != self.left_out:
-            super()._try(name, action)
+            super().apply(name, patch)
 
 
 def empty_call_us() -> float:
@@ -341,16 +342,18 @@ def marks_us(training: Training, blocks: int, patch: str = "") -> tuple[Middle, 
 
     With the name of a `patch`: those of all patches with those of all but this one.
     """
-    recorder = Recorder(StepRing(4 * BLOCK))
+    ring = StepRing(4 * BLOCK)
+    recorder = Recorder(ring)
     if hasattr(training.model, "require_backward_grad_sync"):  # one rank has no peers: act as if
-        recorder.peers = lambda: bool(training.model.require_backward_grad_sync)
-    instrumentation = Without(recorder, Details())
+        recorder.exchange.peers = lambda: bool(training.model.require_backward_grad_sync)
+    patcher = Without()
+    instrumentation = Instrumentation(recorder, patcher)
     training.run(4 * BLOCK)
     added, bare = [], []
     for _ in range(blocks):
         taken = {}
         for attached in random.sample((True, False), 2):
-            instrumentation.left_out = "" if attached else patch
+            patcher.left_out = "" if attached else patch
             if attached or patch:
                 instrumentation.install()
                 if attached or patch != "forward":
@@ -359,7 +362,7 @@ def marks_us(training: Training, blocks: int, patch: str = "") -> tuple[Middle, 
             training.run(BLOCK)  # its specialised code, which new attributes of classes have undone
             taken[attached] = statistics.median(training.seconds(1) for _ in range(BLOCK))
             instrumentation.remove()
-            rows = len(recorder.ring.drain(4 * BLOCK)[2])
+            rows = len(ring.drain(4 * BLOCK)[2])
             if attached and rows < BLOCK:
                 raise RuntimeError(f"{rows} rows of {BLOCK} steps")
         added.append((taken[True] - taken[False]) * 1e6)

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from traceml_ray.agent.attached import FILE as ATTACHMENT
-from traceml_ray.agent.attached import Attachment
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.attachment import FILE as ATTACHMENT
+from traceml_ray.attachment import Attachment
 from traceml_ray.monitor.queries import answer_from
 from traceml_ray.ray.connection import attach, attach_environment, reach
 from traceml_ray.ray.discovery import DEFAULT_SESSION, find_aggregator

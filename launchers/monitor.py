@@ -22,9 +22,9 @@ from pathlib import Path
 import msgspec
 
 from traceml_ray import wire
-from traceml_ray.agent.attached import FILE as ATTACHMENT
-from traceml_ray.agent.attached import Attachment
 from traceml_ray.agent.bootstrap import rank_environment
+from traceml_ray.attachment import FILE as ATTACHMENT
+from traceml_ray.attachment import Attachment
 from traceml_ray.files import write_file
 from traceml_ray.monitor import private_folders as folders
 from traceml_ray.ray.config import ActorConfig

@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -24,12 +24,13 @@ from ray.train.v2._internal.execution.callback import (
 )
 
 from traceml_ray import wire
-from traceml_ray.agent import bootstrap
+from traceml_ray.agent import bootstrap, ending
 from traceml_ray.agent.imports import forget, when_imported
+from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors, said
 from traceml_ray.identity import RankIdentity
 from traceml_ray.ray.config import ActorConfig, configure, current_config
-from traceml_ray.settings import Settings
+from traceml_ray.settings import Settings, given, known_keywords
 
 from .train_run import RunReporter
 
@@ -67,16 +68,35 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
     takes no callbacks: there it is `traceml_ray.attach()`.
 
     Args:
-        settings: any field of `Settings`, by name; `session` chooses another session.
+        session: name of another session.
 
-    Raises SettingError for one that cannot be used.
+    All others are those of `traceml_ray.start`; they are for a session that this callback makes, and what
+    concerns ranks (`interval`, `ring_rows`, `agent_buffer_bytes`, `debug`) for those of this run.
+
+    Raises SettingError for a keyword or value that cannot be used.
     """
 
-    def __init__(self, **settings: object) -> None:
+    @known_keywords
+    def __init__(
+        self,
+        *,
+        session: str | None = None,
+        out: str | os.PathLike[str] | None = None,
+        interval: float | None = None,
+        ring_rows: int | None = None,
+        agent_buffer_bytes: int | None = None,
+        relay_buffer_bytes: int | None = None,
+        session_bytes: int | None = None,
+        idle_ttl: float | None = None,
+        debug: bool | None = None,
+        baseline: str | os.PathLike[str] | None = None,
+        thresholds: Thresholds | Mapping[str, float] | None = None,
+    ) -> None:
         self._settings: dict[str, Any] = {}
-        if settings:  # without any, it is made by `fit()`, which is to go on whatever the environment says
-            loaded = Settings.load(**settings)  # type: ignore[arg-type]
-            self._settings = {name: getattr(loaded, name) for name in settings}
+        if chosen := given(locals()):
+            # Without any, it is made by `fit()`, which is to go on whatever the environment says.
+            loaded = Settings.load(**chosen)
+            self._settings = {name: getattr(loaded, name) for name in chosen}
         self._id = secrets.token_hex(8)
         self._config = b""
         """ActorConfig as JSON, from when it leaves the driver."""
@@ -225,8 +245,8 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
     def _watch(self) -> None:
         from ray.train.v2._internal.execution.context import get_train_context
 
-        from traceml_ray.agent import in_ray
-        from traceml_ray.agent.actor_channel import ActorChannel
+        from traceml_ray.ray import in_ray
+        from traceml_ray.ray.actor_channel import ActorChannel
 
         context = get_train_context()
         place = context.distributed_context
@@ -252,12 +272,12 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
 _log = logging.getLogger("traceml_ray")
 
 
-def _config(given: dict[str, Any]) -> ActorConfig:
-    """Return the session that this driver uses, with what was said otherwise."""
+def _config(chosen: dict[str, Any]) -> ActorConfig:
+    """Return the session that this driver uses, with what the callback was given."""
     current = current_config()
-    if current is not None and given.get("session") in (None, current.session):
-        return msgspec.structs.replace(current, settings=msgspec.structs.replace(current.settings, **given))
-    return configure(msgspec.structs.replace(Settings.load(), **given))
+    if current is not None and chosen.get("session") in (None, current.session):
+        return msgspec.structs.replace(current, settings=msgspec.structs.replace(current.settings, **chosen))
+    return configure(msgspec.structs.replace(Settings.load(), **chosen))
 
 
 def _ending(agent: Any) -> wire.Event:
@@ -267,7 +287,8 @@ def _ending(agent: Any) -> wire.Event:
     runner = get_train_context().execution_context.training_thread_runner
     error = runner.get_error()
     kind = "stopped" if runner.is_running() else "exit"
-    return bootstrap.ending(agent, getattr(error, "_base_exc", error), kind)  # as the loop raised it
+    opened = agent.recorder.open_stage()
+    return ending.event(opened, getattr(error, "_base_exc", error), kind)  # as the loop raised it
 
 
 def _in_a_line(error: Exception) -> str:

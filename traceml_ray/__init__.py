@@ -4,7 +4,7 @@ TYPE_CHECKING = False  # `typing` costs more than all that is here
 if TYPE_CHECKING:
     from traceml_ray.adapters.huggingface import TraceMLTrainerCallback as TraceMLTrainerCallback
     from traceml_ray.adapters.lightning import TraceMLCallback as TraceMLCallback
-    from traceml_ray.agent.api import attach, detach, stage, trace_step, watch
+    from traceml_ray.api import attach, detach, stage, trace_step, watch
     from traceml_ray.driver import Session, StartError, start
     from traceml_ray.launchers.ray_train import TraceMLTrainCallback as TraceMLTrainCallback
 
@@ -45,7 +45,7 @@ def __getattr__(name: str) -> object:
     if name not in __all__ and name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        value: object = getattr(import_module(_MODULES.get(name, "traceml_ray.agent.api")), name)
+        value: object = getattr(import_module(_MODULES.get(name, "traceml_ray.api")), name)
     except ImportError as error:
         if name not in _NEEDED:
             raise

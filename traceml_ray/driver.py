@@ -14,6 +14,7 @@ import re
 import sys
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import msgspec
 import psutil
 
 from traceml_ray import __version__, wire
+from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.floors import FLOORS, too_old
 from traceml_ray.identity import RankIdentity
 from traceml_ray.launchers.dashboard import DashboardProcess
@@ -37,8 +39,9 @@ from traceml_ray.ray.discovery import (
     relay_folder,
     relay_nodes,
 )
+from traceml_ray.results import LiveVerdict, NodeInfo, RankInfo, RunInfo, Status, Summary
 from traceml_ray.session import DATABASE, holder
-from traceml_ray.settings import Settings
+from traceml_ray.settings import Settings, given, known_keywords
 
 ANSWER_S = 20.0
 """How long a question may take to be answered."""
@@ -55,40 +58,70 @@ class StartError(RuntimeError):
     """A session that cannot be started, reached or stopped; the message says which, why, and what to do."""
 
 
+@known_keywords
 def start(
     session: str | None = None,
     *,
     runtime_env: dict[str, Any] | None = None,
     ship: bool = False,
-    **settings: object,
+    out: str | os.PathLike[str] | None = None,
+    interval: float | None = None,
+    ring_rows: int | None = None,
+    agent_buffer_bytes: int | None = None,
+    relay_buffer_bytes: int | None = None,
+    session_bytes: int | None = None,
+    idle_ttl: float | None = None,
+    debug: bool | None = None,
+    baseline: str | os.PathLike[str] | None = None,
+    thresholds: Thresholds | Mapping[str, float] | None = None,
 ) -> Session:
     """
     Start the monitor on every node of the cluster this driver is connected to, or find the one that runs.
 
     From here on every TorchTrainer of this driver is watched. Nothing of the cluster's CPUs or GPUs
-    is held. Returns when the aggregator answers; the relays follow (`Session.wait_ready`).
+    is held. Returns when the aggregator answers; the relays follow (`Session.wait_ready`). Call it from one
+    thread at a time. A session that runs already keeps its settings; a warning names those given here.
+
+    What is not given is as in the environment (`TRACEML_` + the name in capitals), else as by default.
 
     Args:
-        session: name; sessions of different names on one cluster do not meet.
+        session: name, 1 to 64 letters, digits, `.`, `_`, `-`; sessions of different names on one cluster do
+            not meet. Default: `default`.
         runtime_env: of the session's actors, for nodes that need one; local paths are not for these.
         ship: send this package to nodes that lack it (its dependencies must be there).
-        settings: any field of `Settings`, by name: `out`, `interval`, `idle_ttl`, ….
+        out: folder that holds session folders, on this node; of a driver outside of the cluster on the head,
+            under its home. Default: `traceml-sessions`.
+        interval: seconds between two reports of a rank, 0.05 to 60; twice that in jobs of over 256 ranks.
+            Default: 0.5.
+        ring_rows: rows (one a step) that the training thread may be ahead of the thread that sends them,
+            64 to 1048576; what is more is dropped and counted. Default: 4096.
+        agent_buffer_bytes: what a rank keeps unconfirmed, 64 KiB to 1 GiB. Default: 1 MiB.
+        relay_buffer_bytes: the same of a node, 1 MiB to 64 GiB. Default: 64 MiB.
+        session_bytes: beyond this size of the session file its oldest rows become statistics, 1 MiB to
+            16 TiB. Default: 1 GiB.
+        idle_ttl: seconds without any message after which the session ends itself, 1 to 2592000 (30 days).
+            Default: 600.
+        debug: raise what is swallowed and counted otherwise, or print it where a thread has to go on.
+            Default: False.
+        baseline: name or path of a stored session that was good: what steps are expected to cost.
+        thresholds: limits of the verdict, by name, see `analysis/thresholds.py`.
 
     Raises:
         StartError: Ray is not initialised or too old, the session of that name is of another version,
             or its folder cannot be written.
-        SettingError: a name or value that cannot be used.
+        SettingError: a keyword, name or value that cannot be used.
     """
-    loaded = Settings.load(session=session, **settings)  # type: ignore[arg-type]  # it checks them
+    chosen = given(locals())
+    loaded = Settings.load(**chosen)
     name = loaded.session or DEFAULT_SESSION
     _check_ray()
     found = find_aggregator(name)
     if found is not None:
-        given = sorted(settings)
-        if given:
+        kept = sorted(chosen.keys() - {"session"})
+        if kept:
             warnings.warn(
-                f"session {name!r} runs already; {', '.join(given)} are as they were when it started",
-                stacklevel=2,
+                f"session {name!r} runs already; {', '.join(kept)} are as they were when it started",
+                stacklevel=3,
             )
         made = Session(name, found)
     else:
@@ -104,7 +137,11 @@ class Session:
     """
     A running session, from outside. Use it as a context manager to have it stopped at the end.
 
-    Every question raises StartError when the session does not answer.
+    Every question takes a Ray call (milliseconds; `summary` up to seconds in a long run), may be asked by any
+    thread, and raises StartError when the session does not answer within 20 s. What is returned are plain
+    dicts; `traceml_ray.results` has their fields, with units.
+
+    `id` is its name, `folder` where its files are, on the node `node_id` (Ray's id).
     """
 
     def __init__(self, name: str, aggregator: Any) -> None:
@@ -124,42 +161,49 @@ class Session:
         """How its actors are made."""
         self._dashboard: DashboardProcess | None = None
 
-    def nodes(self) -> list[dict[str, Any]]:
-        """Return the nodes: node_id, hostname, address, alive, last_seen, and the ranks on each."""
-        nodes: list[dict[str, Any]] = self._ask("nodes")
+    def nodes(self) -> list[NodeInfo]:
+        """Return the nodes of the cluster, those that are gone too, with the ranks on each."""
+        nodes: list[NodeInfo] = self._ask("nodes")
         return nodes
 
-    def ranks(self, run: str | None = None) -> list[dict[str, Any]]:
-        """Return who is rank what in the newest run, or in that one: `RankIdentity`, and its rows so far."""
+    def ranks(self, run: str | None = None) -> list[RankInfo]:
+        """Return which process is which rank in the newest run, or in that one, and its rows so far."""
         streams: dict[int, dict[str, Any]] = self._ask("ranks", run=run)
         names = RankIdentity.__struct_fields__
-        return [
+        found: Any = [
             {**dict(zip(names, stream["identity"], strict=True)), "stored": stream["stored"]}
             for stream in streams.values()
         ]
+        ranks: list[RankInfo] = found
+        return ranks
 
-    def runs(self) -> list[dict[str, Any]]:
-        """Return the runs of this session, one for each `fit()` or launch: id, name, status, …."""
-        runs: list[dict[str, Any]] = self._ask("runs")
+    def runs(self) -> list[RunInfo]:
+        """Return the runs of this session, one for each `fit()` or launch, the oldest first."""
+        runs: list[RunInfo] = self._ask("runs")
         return runs
 
-    def summary(self, run: str | None = None) -> dict[str, Any]:
-        """Return the summary (`traceml_ray/summary/1`) of the newest run, or of that one."""
-        summary: dict[str, Any] = self._ask("summary", run=run)
+    def summary(self, run: str | None = None) -> Summary:
+        """
+        Return the summary (`traceml_ray/summary/1`) of the newest run, or of that one (`RunInfo` has its id).
+
+        Of a run that is too long to be read in a moment it is of the newest steps (`steps.covers` says of
+        which); `summary.json`, written at the end, is of all.
+        """
+        summary: Summary = self._ask("summary", run=run)
         return summary
 
-    def verdict(self, run: str | None = None) -> dict[str, Any] | None:
-        """Return the verdict as it stands; None while there is none."""
-        verdict: dict[str, Any] | None = self._ask("verdict", run=run)
+    def verdict(self, run: str | None = None) -> LiveVerdict | None:
+        """Return the verdict of now; None while there is none."""
+        verdict: LiveVerdict | None = self._ask("verdict", run=run)
         return verdict
 
-    def status(self) -> dict[str, Any]:
-        """Return how the session itself is doing: the ledger in rows, swallowed errors by place."""
-        status: dict[str, Any] = self._ask("status")
+    def status(self) -> Status:
+        """Return how the session itself is doing: where each row is, exceptions swallowed, by place."""
+        status: Status = self._ask("status")
         return status
 
     def wait_ready(self, timeout: float = 30.0) -> Session:
-        """Return self when every living node has a relay that answers; StartError after `timeout` seconds."""
+        """Wait until every living node has a relay that answers; StartError after `timeout` seconds."""
         import ray
 
         deadline = time.monotonic() + timeout
@@ -182,7 +226,11 @@ class Session:
         return self
 
     def download(self, path: str | os.PathLike[str]) -> Path:
-        """Bring the session's files here, into the folder `path`/<session>; return that folder."""
+        """
+        Bring the session's files here, into the folder `path`/`id`; return that folder.
+
+        As much as is stored now, in pieces of 4 MiB. Raises OSError, StartError.
+        """
         folder = Path(path) / self.id
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         copy = self._ask("snapshot")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
 from traceml_ray.analysis.thresholds import Thresholds
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class SettingError(ValueError):
@@ -74,6 +79,33 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             thresholds = msgspec.structs.asdict(thresholds)
         chosen = _choose(Thresholds, _THRESHOLD, environ, thresholds or {})
         return cls(**_choose(cls, "TRACEML_", environ, keywords), thresholds=Thresholds(**chosen))
+
+
+OF_LAUNCHERS = frozenset({"channel", "ray_address", "socket", "spool", "nice"})
+"""
+Settings that mean something only where a launcher starts the ranks. All others are keywords of `start` and
+`TraceMLTrainCallback`, each with its type; a test compares them.
+"""
+
+
+def given(arguments: Mapping[str, object]) -> dict[str, Any]:
+    """Return those of a function's arguments (its `locals()`) that are settings and not None."""
+    names = Settings.__struct_fields__
+    return {name: value for name, value in arguments.items() if name in names and value is not None}
+
+
+def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
+    """Have `function` raise a SettingError for an unknown keyword, which names those that it has."""
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in names:
+                raise SettingError(f"{name} is not a keyword here; these are: {', '.join(names)}")
+        return function(*args, **kwargs)
+
+    return call
 
 
 _THRESHOLD = "TRACEML_THRESHOLD_"

@@ -119,11 +119,12 @@ def stalls_s() -> float:
 
 def measured() -> Stopwatch:
     """Have every hook that is put in from now on timed."""
-    from traceml_ray.agent import roots as marks
     from traceml_ray.agent.instrument import Instrumentation
+    from traceml_ray.agent.patch import root_modules
+    from traceml_ray.agent.patch.patcher import Patcher
 
     watch = Stopwatch()
-    replace, install, marked = Instrumentation._replace, Instrumentation.install, marks._marked
+    replace, install, marked = Patcher.replace, Instrumentation.install, root_modules._marked
 
     def replaced(self: Any, owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
         def timed(original: Any) -> Any:
@@ -145,9 +146,9 @@ def measured() -> Stopwatch:
         theirs = own if own is not None else lambda self, *a, **k: super(cls, self).__call__(*a, **k)
         return watch.outer("forward", marked(cls, watch.inner(theirs), root_id, roots))
 
-    Instrumentation._replace = replaced  # type: ignore[method-assign, assignment]
+    Patcher.replace = replaced  # type: ignore[method-assign, assignment]
     Instrumentation.install = installed  # type: ignore[method-assign]
-    marks._marked = mark
+    root_modules._marked = mark
     return watch
 
 

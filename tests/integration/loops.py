@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from traceml_ray.agent.details import Details
 from traceml_ray.agent.instrument import Instrumentation
+from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.wire import N_STAGES, SEGMENT_BITS
@@ -81,8 +81,7 @@ class Job:
         self.nets: list[nn.Module] = []
         self.ring = StepRing(1024)
         self.recorder = Recorder(self.ring)
-        self.details = Details()
-        self.instrumentation = Instrumentation(self.recorder, self.details, debug=True)
+        self.instrumentation = Instrumentation(self.recorder, Patcher(debug=True))
 
     def model(self, **options: object) -> nn.Module:
         net = Net(self.slow, buffer=bool(options.pop("buffer", False)))

@@ -19,8 +19,8 @@ import msgspec
 import pytest
 
 from traceml_ray import wire
-from traceml_ray.agent.attached import FILE, Attachment
 from traceml_ray.agent.bootstrap import rank_environment
+from traceml_ray.attachment import FILE, Attachment
 from traceml_ray.launchers.cluster import PrivateRay, members
 from traceml_ray.launchers.helper import HelperReply, HelperRequest
 from traceml_ray.ray.config import ActorConfig

@@ -241,7 +241,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_reduce
 from traceml_ray import wire
-from traceml_ray.agent import dump
+from traceml_ray.agent import stacks
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
@@ -249,12 +249,12 @@ dist.barrier()
 opened = wire.OpenStage(1, 0, 0)
 if rank == 0:
     end = time.monotonic() + 20  # gloo's thread retires the barrier after it let us go
-    while "pending" in dump.flight_recorder(opened, "h").data:
+    while "pending" in stacks.flight_recorder(opened, "h").data:
         assert time.monotonic() < end
         time.sleep(0.01)
     waiting = threading.Thread(target=lambda: all_reduce(torch.ones(4), "sum", [0, 1]).wait())
     waiting.start()
-    while (found := dump.flight_recorder(opened, "h")).data.get("pending_ns", 0) < 0.4e9:
+    while (found := stacks.flight_recorder(opened, "h")).data.get("pending_ns", 0) < 0.4e9:
         assert time.monotonic() < end
         time.sleep(0.01)
     print(json.dumps([found.data, json.loads(found.message)["entries"][0]["state"]]), flush=True)

@@ -23,7 +23,9 @@ from integration import loops
 from torch import Tensor, nn
 
 import traceml_ray
-from traceml_ray.agent import bootstrap, instrument, mark_log, ray_data
+from traceml_ray.agent import bootstrap, mark_log
+from traceml_ray.agent.patch import backward as backward_patch
+from traceml_ray.agent.patch import ray_data
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import judge
 from traceml_ray.analysis.window import RankRows, align
@@ -305,7 +307,7 @@ def watched_net() -> Iterator[torch.nn.Module]:
     loops.plain(job)
     yield job.nets[0]
     job.instrumentation.remove()
-    assert job.recorder.depth == 0 and not job.instrumentation.errors
+    assert job.recorder.steps.rows.depth == 0 and not job.instrumentation.errors
 
 
 X = torch.ones(2, loops.WIDTH)
@@ -434,17 +436,17 @@ def test_no_row_is_lost_while_another_thread_holds_the_recorder(monkeypatch: pyt
                 loops.plain(job)  # one step and, where the outer block ends, an empty one
             assert list(traceml_ray.watch([1, 2])) == [1, 2]
             failed = job.instrumentation.failed
-            assert list(ray_data.timed((n for n in [3]), 1, job.recorder, failed)) == [3]
+            assert list(ray_data._timed((n for n in [3]), 1, job.recorder, failed)) == [3]
             loops.plain(job)
             assert job.rows() == []
         loops.plain(job)
         job.recorder.settle()
         assert [row["step"] for row in job.rows()] == list(range(loops.STEPS, 3 * loops.STEPS + 2))
-    assert (job.recorder.depth, job.recorder.lost_marks) == (0, 0)
+    assert (job.recorder.steps.rows.depth, job.recorder.lost_marks) == (0, 0)
 
 
 def test_rows_that_the_log_has_no_room_for_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (mark_log, instrument):
+    for module in (mark_log, backward_patch):
         monkeypatch.setattr(module, "SETTLE_AT", 100)
     with listening(monkeypatch) as job:
         loops.plain(job)
@@ -468,10 +470,10 @@ def test_rows_that_the_log_has_no_room_for_are_counted(monkeypatch: pytest.Monke
 def parts(job: loops.Job) -> dict[tuple[str, str], Detail]:
     """The parts of the rows that can be judged, and what they come to: never more than their stages."""
     job.recorder.finish()
-    job.details.collect()
+    job.recorder.sums.collect()
     rows = job.rows()
     last = int(str(rows[-1]["step"]))
-    inside = [d for d in job.details.collect() if d.first_step > 0 and d.first_step <= last]
+    inside = [d for d in job.recorder.sums.collect() if d.first_step > 0 and d.first_step <= last]
     for detail in inside:
         assert detail.total_ns <= sum(row["row"][detail.stage] for row in rows[1:])  # type: ignore[index]
     return {(d.name, STAGES[d.stage]): d for d in inside}
@@ -526,10 +528,10 @@ def test_checkpoints_collectives_and_stages_of_a_user_have_names(tmp_path: Path)
         model = job.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for batch in job.loader():
-            begun = job.instrumentation.parts.begin("mine")
+            begun = job.instrumentation.spans.begin("mine")
             dist.all_reduce(torch.ones(10))
-            assert job.details.open == "mine" and begun is not None
-            job.instrumentation.parts.end(begun)
+            assert job.instrumentation.spans.innermost == "mine" and begun is not None
+            job.instrumentation.spans.end(begun)
             model(batch).mean().backward()
             job.finish(optimizer)
             dist.broadcast(torch.ones(4, dtype=torch.float64), 0, few)
@@ -554,7 +556,7 @@ def test_checkpoints_collectives_and_stages_of_a_user_have_names(tmp_path: Path)
     assert found["broadcast of 1 (few)", "post_sync"].bytes == 32 * steps
     checkpoint = found["checkpoint", "post_sync"]
     assert checkpoint.count == 2 * steps and checkpoint.total_ns > PLANTED_NS * steps
-    assert job.details.open is None
+    assert job.instrumentation.spans.innermost is None
 
 
 class Unsized(Tensor):
@@ -588,8 +590,8 @@ def test_of_a_collective_only_tensors_are_measured() -> None:
     assert not found["all_gather_object", "prepare"].bytes
     assert not found["broadcast_object_list", "prepare"].bytes
     job.instrumentation.errors.debug = False
-    assert job.instrumentation.parts._largest([torch.ones(10), Unsized()]) == 40
-    assert job.instrumentation.errors == {"part: RuntimeError": 1}
+    assert job.instrumentation.collectives._largest([torch.ones(10), Unsized()]) == 40
+    assert job.instrumentation.errors == {"span: RuntimeError": 1}
 
 
 def test_a_collective_compiles_into_one_graph_as_before() -> None:
@@ -622,7 +624,7 @@ def test_a_collective_that_fails_raises_what_torch_raises() -> None:
         loops.plain(job)
         with pytest.raises(ValueError, match="process group has not been initialized"):
             dist.all_reduce(torch.ones(1))
-        assert job.details.open is None
+        assert job.instrumentation.spans.innermost is None
     finally:
         job.instrumentation.remove()
     assert not job.instrumentation.errors

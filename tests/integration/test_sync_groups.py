@@ -413,7 +413,7 @@ def test_tensor_parallel_layers_and_pipeline_stages_are_seen(strategy: str) -> N
             parallelize_module(module=net, device_mesh=mesh, parallelize_plan=plan)
         if "ddp" in strategy:
             nn.parallel.DistributedDataParallel(loops.Net())
-        assert job.instrumentation.strategy == strategy and job.recorder.coupled
+        assert job.instrumentation.strategy == strategy and job.recorder.exchange.coupled
         train(job, loops.Net())
     finally:
         job.instrumentation.remove()

@@ -38,7 +38,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[loops.Job]:
     job.told = []
     job.instrumentation.errors.debug = False
     job.agent = SimpleNamespace(
-        recorder=job.recorder, instrumentation=job.instrumentation, verdict={}, tell=job.told.append
+        recorder=job.recorder, instrumentation=job.instrumentation, verdict={}, add_event=job.told.append
     )
     monkeypatch.setattr(bootstrap, "_agent", job.agent)
     job.instrumentation.install()
@@ -107,7 +107,7 @@ def test_a_span_of_a_callback_and_ours_of_its_name_count_once(job: Any, tmp_path
     marks.end(EVALUATION)
     loops.plain(job)
     job.recorder.finish()
-    found = [*job.details.collect(), *job.details.collect()]
+    found = [*job.recorder.sums.collect(), *job.recorder.sums.collect()]
     assert sum(each.count for each in found if each.name == CHECKPOINT) == 2
     evaluated = sum(each.total_ns for each in found if each.name == EVALUATION)
     assert 0 < evaluated <= job.recorder.clock() - began, "not twice"
@@ -116,7 +116,7 @@ def test_a_span_of_a_callback_and_ours_of_its_name_count_once(job: Any, tmp_path
 
 def test_the_verdict_is_figures_and_a_sentence_when_it_is_another(job: Any) -> None:
     marks = Marks()
-    assert (marks.figures(), marks.news()) == ({}, None)
+    assert (marks.figures(), marks.new_verdict()) == ({}, None)
     job.agent.verdict = VERDICT
     for _ in range(2):
         marks.micro_batch()
@@ -127,7 +127,7 @@ def test_the_verdict_is_figures_and_a_sentence_when_it_is_another(job: Any) -> N
         "traceml/late_rank": 1.0,
         "traceml/micro_batches": 2.0,
     }
-    assert [marks.news(), marks.news()] == ["traceml-ray: straggler: rank 1 is late", None]
+    assert [marks.new_verdict(), marks.new_verdict()] == ["traceml-ray: straggler: rank 1 is late", None]
     job.agent.verdict = {**VERDICT, "label": "healthy", "rank": None, "cost_pct": None}
     assert marks.figures() == {
         "traceml/step_ms": 12.5,
@@ -139,7 +139,7 @@ def test_the_verdict_is_figures_and_a_sentence_when_it_is_another(job: Any) -> N
 def test_a_callback_raises_nothing_and_is_nothing_where_nobody_watches(
     job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job.agent.tell = job.agent.recorder = None
+    job.agent.add_event = job.agent.recorder = None
     Marks().step(1)
     Marks().epoch(1, 0)
     assert sum(job.instrumentation.errors.values()) == 2
@@ -387,7 +387,7 @@ def test_hugging_faces_trainer_logs_the_verdict(job: Any, tmp_path: Path) -> Non
     )
     job.recorder.finish()
     assert [row["step"] for row in job.rows()] == list(range(numbers + trainer.state.global_step))
-    found = [*job.details.collect(), *job.details.collect()]
+    found = [*job.recorder.sums.collect(), *job.recorder.sums.collect()]
     assert {CHECKPOINT, EVALUATION} <= {each.name for each in found}
     assert [event.message for event in job.told] == ["epoch 1 begins", "epoch 2 begins"]
     assert not job.instrumentation.errors
@@ -441,7 +441,7 @@ def test_lightnings_trainer_logs_the_verdict(job: Any, tmp_path: Path) -> None:
     assert Log.rows[-1][1]["traceml/micro_batches"] == 2.0
     job.recorder.finish()
     assert [row["step"] for row in job.rows()] == list(range(8))
-    found = [*job.details.collect(), *job.details.collect()]
+    found = [*job.recorder.sums.collect(), *job.recorder.sums.collect()]
     assert EVALUATION in {each.name for each in found}
     assert [event.message for event in job.told] == ["epoch 1 begins", "epoch 2 begins"]
     assert not job.instrumentation.errors

@@ -21,7 +21,7 @@ SAYS = {"_say", "warn", "warning", "write", "_inert"}
 OTHERWISE = {
     "ray/actor_calls.py _look": "handed to whoever polls, who counts it",
     "errors.py said": "its kind is told",
-    "agent/parts.py _named": "only a prettier name is lost",
+    "agent/patch/collectives.py _named": "only a prettier name is lost",
     "agent/site/sitecustomize.py _wait_for_torch": "said as soon as there is torch",
     "agent/sampler.py sample": "the value is null then, which says so",
     "launchers/helper.py _attempt": "it is the answer",
@@ -70,10 +70,10 @@ def test_no_handler_of_everything_is_silent(package: str) -> None:
 COUNTS, HANDED_ON = {"note", "count", "swallow"}, {"guard", "failed", "_guard"}
 FIXED = {
     "agent/rank_agent.py guard": "its callers' are looked at",
-    "agent/instrument.py failed": "its callers' are looked at",
-    "agent/instrument.py _then": "the name of a patch of ours",
-    "agent/instrument.py make": "the name of a patch of ours",
-    "agent/instrument.py call": "the name of a patch of ours",
+    "agent/patch/patcher.py failed": "its callers' are looked at",
+    "agent/patch/patcher.py after": "the name of a patch of ours",
+    "agent/patch/patcher.py make": "the name of a patch of ours",
+    "agent/patch/patcher.py call": "the name of a patch of ours",
     "errors.py note": "place and the name of a class",
     "errors.py swallow": "place and the name of a class",
     "monitor/relay.py _take_v1": "one of two",

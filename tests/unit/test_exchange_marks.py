@@ -15,7 +15,8 @@ import torch.distributed as dist
 from integration import loops
 from torch.nn.parallel import DistributedDataParallel
 
-from traceml_ray.agent.mark_log import COLLATED, SETTLE_AT, MarkLog
+from traceml_ray.agent.mark_log import SETTLE_AT, MarkLog
+from traceml_ray.agent.marks import COLLATED
 from traceml_ray.wire import FLAG_NO_PEERS
 
 
@@ -43,13 +44,13 @@ def test_a_fault_in_a_mark_of_an_exchange_is_counted_and_raises_nothing_into_tor
     job.recorder.log.extend((COLLATED, job.recorder.clock()) * SETTLE_AT)
     monkeypatch.setattr(MarkLog, "_replay", fault)
     work = dist.all_reduce(torch.ones(2), async_op=True)
-    job.instrumentation.parts._handles[id(work)] = False
+    job.instrumentation.collectives._handles[id(work)] = False
     assert work.wait()
-    job.instrumentation.parts._waited(False)
+    job.instrumentation.collectives._waited(False)
     assert net(torch.ones(2, 4)).shape == (2, 4)
-    dist.monitored_barrier()  # no part, so no wait of one
+    dist.monitored_barrier()  # no span, so no wait of one
     assert job.instrumentation.errors["sync: RuntimeError"] == 2, "the wait, the buffers"
-    assert job.instrumentation.errors["part: RuntimeError"] >= 1
+    assert job.instrumentation.errors["span: RuntimeError"] >= 1
 
 
 def test_an_exchange_inside_the_optimizers_step_is_inferred_under_a_grad_scaler(job: Any) -> None:
@@ -71,4 +72,4 @@ def test_an_exchange_inside_the_optimizers_step_is_inferred_under_a_grad_scaler(
     rows = job.rows()
     assert [row["step"] for row in rows] == list(range(6))
     assert [bool(row["flags"] & FLAG_NO_PEERS) for row in rows] == [True, False, False, False, True, False]
-    assert job.recorder.inferred and not job.instrumentation.errors
+    assert job.recorder.exchange.inferred and not job.instrumentation.errors

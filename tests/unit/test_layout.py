@@ -51,7 +51,7 @@ def test_layout_is_plain_and_within_its_width() -> None:
 def test_rich_is_imported_only_where_a_report_is_written() -> None:
     """Neither by what runs in a training process nor by importing the reports."""
     code = (
-        "import sys, traceml_ray.agent.api, traceml_ray.agent.bootstrap, traceml_ray.agent.rank_agent\n"
+        "import sys, traceml_ray.api, traceml_ray.agent.bootstrap, traceml_ray.agent.rank_agent\n"
         "import traceml_ray.driver, traceml_ray.reports.files, traceml_ray.reports.layout as layout\n"
         "assert 'rich' not in sys.modules\n"
         "layout.facts(('a', 'b'))\n"

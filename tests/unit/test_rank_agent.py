@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from traceml_ray import wire
-from traceml_ray.agent import bootstrap
+from traceml_ray.agent import bootstrap, ending
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.errors import Errors
 from traceml_ray.identity import RankIdentity
@@ -241,7 +241,7 @@ def dump(agent: RankAgent, name: str, run: str | None = None, what: str = "dump"
 
 
 def test_a_stack_is_asked_for_again_and_again_and_answered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("traceml_ray.agent.dump.flight_recorder", lambda *_: None)
+    monkeypatch.setattr("traceml_ray.agent.stacks.flight_recorder", lambda *_: None)
     pipe = Pipe()
     agent = make(pipe)
     for asked in ("h1", "h1", "h2"):
@@ -257,7 +257,7 @@ def test_a_stack_is_asked_for_again_and_again_and_answered_once(monkeypatch: pyt
 def test_where_it_is_is_answered_in_short(monkeypatch: pytest.MonkeyPatch) -> None:
     pending = {"dump": "h1?0", "by": "a recorder", "pending": "all_reduce", "pending_ns": 7}
     found = wire.Event("flight_recorder", 1, message="{}", data=pending)
-    monkeypatch.setattr("traceml_ray.agent.dump.flight_recorder", lambda *_: found)
+    monkeypatch.setattr("traceml_ray.agent.stacks.flight_recorder", lambda *_: found)
     pipe = Pipe()
     agent = make(pipe)
     pipe.answers.append(dump(agent, "h1?0", what="where"))
@@ -314,7 +314,7 @@ def test_rows_wait_in_the_ring_while_other_threads_count(monkeypatch: pytest.Mon
 def test_what_was_lost_before_it_was_sent_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = Pipe(room=0)
     agent = make(pipe, agent_buffer_bytes=0)
-    recorder, spans = agent.recorder, agent.instrumentation.parts
+    recorder, spans = agent.recorder, agent.instrumentation.spans
     for number in range(260):
         begun = spans.begin(f"stage {number}")
         if begun is not None:
@@ -324,7 +324,7 @@ def test_what_was_lost_before_it_was_sent_is_counted(monkeypatch: pytest.MonkeyP
     recorder.lost_marks, recorder.lost_rows = 7, 2
     for seq in range(3):
         agent._events.append(wire.Event("note", seq))
-        agent.details.add("mine", wire.DATA, 1, 10, 0, False)
+        agent.recorder.sums.add("mine", wire.DATA, 1, 10, 0, False)
         agent.tick()  # what was made before has no room any longer
     encode = wire.encode
     monkeypatch.setattr(wire, "encode", lambda _: encode(1 / 0))
@@ -356,7 +356,7 @@ def test_marks_that_cannot_be_read_are_said_to_be_so(monkeypatch: pytest.MonkeyP
 def test_the_part_that_is_open_is_said() -> None:
     pipe = Pipe()
     agent = make(pipe)
-    agent.details.open = "checkpoint"
+    agent.instrumentation.spans.innermost = "checkpoint"
     agent.tick()
     (batch,) = pipe.batches()
     assert batch.open is not None and batch.open.part == "checkpoint"
@@ -369,7 +369,7 @@ def test_what_cannot_be_had_or_sent_costs_no_row() -> None:
     pipe = Pipe()
     agent = RankAgent(Settings(session="s"), pipe, nobody)  # type: ignore[arg-type]
     for name in ("file-\udc80", "good"):
-        agent.details.add(name, wire.DATA, 1, 10, 0, False)
+        agent.recorder.sums.add(name, wire.DATA, 1, 10, 0, False)
     agent.close([wire.Event("exception", 0, message="\udc80")])  # the thread was never started
     for _ in range(2):
         push(agent, 5)
@@ -386,7 +386,7 @@ def test_what_cannot_be_had_or_sent_costs_no_row() -> None:
     assert [detail.name for b in batches for detail in b.details] == ["good"]
     last = batches[-1]
     assert (last.produced, last.dropped, last.identity) == (14, 3, None)
-    for place in ("identity: OSError", "telling: UnicodeEncodeError", "batch: UnicodeEncodeError"):
+    for place in ("identity: OSError", "size: UnicodeEncodeError", "batch: UnicodeEncodeError"):
         assert last.errors[place]
     assert not [event for b in batches for event in b.events if event.kind == "exception"]
 
@@ -397,7 +397,7 @@ def test_however_much_there_is_to_tell_each_batch_is_below_its_limit() -> None:
     names = [f"{number:03}-{'x' * 60}" for number in range(256)]
     for name in names:
         for stage in range(wire.N_STAGES):
-            agent.details.add(name, stage, 1, 1 << 60, 1 << 60, False)
+            agent.recorder.sums.add(name, stage, 1, 1 << 60, 1 << 60, False)
     agent.close([wire.Event("stacks", 0, message="y" * 12_000), wire.Event("note", 0, message="z" * 60_000)])
     push(agent, 2000)
     agent.tick()
@@ -408,7 +408,7 @@ def test_however_much_there_is_to_tell_each_batch_is_below_its_limit() -> None:
     assert sum(len(b.flags) for b in batches) == batches[-1].produced == 2001
     assert len({(d.name, d.stage) for b in batches for d in b.details}) == len(names) * wire.N_STAGES
     assert [event.kind for b in batches for event in b.events if event.kind != "swallowed"] == ["stacks"]
-    assert batches[-1].errors["too large to tell"] == 1
+    assert batches[-1].errors["event or span too large to send"] == 1
     assert [b.final for b in batches] == [False] * (len(batches) - 1) + [True]
 
 
@@ -417,10 +417,10 @@ def test_an_exception_that_cannot_be_said_is_told_by_its_kind() -> None:
         def __str__(self) -> str:
             raise ValueError
 
-    agent = make(Pipe())
-    assert bootstrap.ending(agent, SilentError()).message == "SilentError"
-    assert bootstrap.ending(agent, KeyError("\udc80")).message.startswith("KeyError")
-    assert wire.size_of(bootstrap.ending(agent, ValueError("\udc80")))
+    opened = make(Pipe()).recorder.open_stage()
+    assert ending.event(opened, SilentError()).message == "SilentError"
+    assert ending.event(opened, KeyError("\udc80")).message.startswith("KeyError")
+    assert wire.size_of(ending.event(opened, ValueError("\udc80")))
 
 
 def test_a_job_that_a_rank_launches_is_not_told_what_that_rank_was(monkeypatch: pytest.MonkeyPatch) -> None:

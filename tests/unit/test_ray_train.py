@@ -27,9 +27,8 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 from sessions import Rank, Relay, aggregation, ask
 
 from traceml_ray import wire
-from traceml_ray.agent.details import Details
 from traceml_ray.agent.instrument import Instrumentation
-from traceml_ray.agent.mark_log import FORWARD_BEGIN
+from traceml_ray.agent.marks import FORWARD_BEGIN
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.launchers import ray_train, train_callback, train_run
@@ -148,7 +147,7 @@ def test_settings_are_those_of_the_session_this_driver_started_unless_said(
         made = msgspec.json.decode(sent(TraceMLTrainCallback(**settings))._config, type=ActorConfig)
         assert (made.session, made.settings.out, made.settings.interval) == (session, out, interval)
         assert made.everywhere
-    with pytest.raises(SettingError, match="colour is not a setting"):
+    with pytest.raises(SettingError, match="colour is not a keyword here"):
         TraceMLTrainCallback(colour="red")
 
 
@@ -415,7 +414,7 @@ class Watched:
         self.clock = Clock()
         self.ring = StepRing(64)
         self.recorder = Recorder(self.ring, self.clock)
-        self.patches = Instrumentation(self.recorder, Details())
+        self.patches = Instrumentation(self.recorder)
 
     def train(self) -> None:
         """The rest of a step: 10 ns of preparing, 20 of forward and 30 of backward."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceml_ray.agent.mark_log import (
+from traceml_ray.agent.marks import (
     BACKWARD_BEGIN,
     COST,
     EVAL_MODE_FORWARD_BEGIN,
@@ -64,7 +64,7 @@ class Loop:
         self.ring = StepRing(256)
         self.recorder = Recorder(self.ring, self.clock)
         if peers:
-            self.recorder.peers = lambda: True
+            self.recorder.exchange.peers = lambda: True
         self.loader = object()
 
     @property
@@ -192,13 +192,13 @@ def test_plain_steps_are_cut_at_sync_exit() -> None:
 def test_accumulation_without_sync_is_one_row() -> None:
     loop = Loop()
     loop.step()
-    loop.recorder.peers = lambda: False
+    loop.recorder.exchange.peers = lambda: False
     for _ in range(3):
         loop.data(2)
         loop.forward(4)
         loop.backward(5, 0)
         loop.clock.wait(10)  # loss.item() and the like between two micro-batches
-    loop.recorder.peers = lambda: True
+    loop.recorder.exchange.peers = lambda: True
     loop.step(post=0)
     assert loop.rows()[1:] == [(1 << SEGMENT_BITS, 0, [1 + 30, 8, 3, 16, 20, 6])]
 
@@ -324,11 +324,11 @@ def test_an_accumulated_backward_waits_for_that_in_the_closure() -> None:
     loop.step()
     for synced in (False, True):
         for _ in range(3):
-            loop.recorder.peers = lambda synced=synced: synced  # type: ignore[misc]
+            loop.recorder.exchange.peers = lambda synced=synced: synced  # type: ignore[misc]
             loop.data(2)
             loop.forward(4)
             loop.backward(5, 6)
-            loop.recorder.peers = lambda: True
+            loop.recorder.exchange.peers = lambda: True
             loop.data(2)
             loop.clock.wait(3)
             began = loop.recorder.optimizer_begin(True)
@@ -359,7 +359,7 @@ def test_what_a_closure_does_is_not_the_optimizers() -> None:
     loop.clock.wait(8)  # nothing in it but the optimizer
     loop.recorder.optimizer_end(began)
     loop.recorder.finish()
-    details = loop.recorder.parts.details
+    details = loop.recorder.sums
     details.collect()
     found = [(part.name, part.stage, part.total_ns) for part in details.collect() if part.total_ns]
     assert {part[:2] for part in found} == {("optimizer", POST_SYNC)}
@@ -469,10 +469,10 @@ def test_trace_step_cuts_where_it_is_told() -> None:
             loop.data(2)
             loop.forward(4)
             loop.backward(5, 0)
-            recorder.peers = None
+            recorder.exchange.peers = None
             loop.optimizer(1)
         recorder.close_traced()
-        recorder.manual = False
+        recorder.steps.manual = False
     recorder.close_traced()
     rows = loop.rows()
     assert [key >> SEGMENT_BITS for key, _, _ in rows if not key & 255] == [0, 1, 2]
@@ -507,7 +507,7 @@ def test_a_reduction_before_the_optimizer_is_taken_for_the_exchange_where_nothin
         loop.optimizer(10)
         loop.reduce(1, 30)  # of what is logged
     assert flags_and_rows(loop) == [(0, [18, 2, 0, 4, 7, 53])]
-    assert loop.recorder.inferred
+    assert loop.recorder.exchange.inferred
 
 
 def test_a_reduction_is_nothing_where_an_exchange_is_known_or_without_a_backward_before_it() -> None:
@@ -522,7 +522,7 @@ def test_a_reduction_is_nothing_where_an_exchange_is_known_or_without_a_backward
     known.optimizer(1)
     assert flags_and_rows(logged) == [(FLAG_NO_PEERS, [1, 2, 3, 4, 5, 14])]
     assert flags_and_rows(known) == [(0, [1, 2, 3, 4, 5, 14]), (FLAG_NO_FORWARD, [1, 2, 0, 0, 5, 6])]
-    assert not known.recorder.inferred and not logged.recorder.inferred
+    assert not known.recorder.exchange.inferred and not logged.recorder.exchange.inferred
 
 
 def test_reductions_inside_the_backward_end_with_it() -> None:
@@ -556,7 +556,7 @@ def test_an_optimizer_that_reduces_in_its_step_ends_the_row_there() -> None:
 @pytest.mark.parametrize("kind", [Loop, WrittenLoop])
 def test_an_optimizer_that_reduces_in_its_step_does_so_under_a_grad_scaler(kind: type[Loop]) -> None:
     loop = kind()
-    loop.recorder.peers = None
+    loop.recorder.exchange.peers = None
     for number in range(8):
         loop.data(2)
         loop.forward(4)
@@ -595,19 +595,19 @@ def test_what_was_waited_for_on_a_device_is_on_no_clock_of_these_rows() -> None:
 
 def test_parts_before_an_inferred_exchange_are_of_its_row() -> None:
     loop = Loop(peers=False)
-    number = loop.recorder.parts.details.number("all_reduce")
+    number = loop.recorder.sums.number("all_reduce")
     assert number is not None
     for _ in range(3):
         loop.data(2)
         loop.backward(5, 0)
-        loop.recorder.part_begin(number)
+        loop.recorder.span_begin(number)
         loop.clock.wait(3)
         loop.sync(20)
-        loop.recorder.part_end(number)
+        loop.recorder.span_end(number)
         loop.recorder.reduced(False)
         loop.optimizer(1)
     loop.recorder.finish()
-    details = loop.recorder.parts.details
+    details = loop.recorder.sums
     found = [*details.collect(), *details.collect()]
     sums = {
         (told.stage, told.total_ns, told.first_step, told.last_step)
@@ -647,7 +647,7 @@ def test_another_thread_does_not_mark_until_the_trainer_is_silent() -> None:
     loop.clock.wait(6_000_000_000)
     run()
     assert results[2:] == [False, True]
-    assert loop.recorder.first, "the first row of a new training thread has no sync exit before it"
+    assert loop.recorder.steps.rows.first, "the first row of a new training thread has no sync exit before it"
 
 
 def test_full_ring_drops_and_counts() -> None:
@@ -749,12 +749,12 @@ def play(loop: Loop, marks: list[tuple[str, int]], *, begun: bool = False) -> in
             loop.recorder.settle()
         else:
             what, _, part = name.partition(" ")
-            number = loop.recorder.parts.details.number(part)
+            number = loop.recorder.sums.number(part)
             assert number is not None
             if what == "begin":
-                assert loop.recorder.part_begin(number)
+                assert loop.recorder.span_begin(number)
             else:
-                loop.recorder.part_end(number, ns)
+                loop.recorder.span_end(number, ns)
             loop.clock.wait(ns)
     return began
 
@@ -767,7 +767,7 @@ def test_whatever_the_order_every_nanosecond_is_in_one_stage(
     loop = Loop(peers=peers)
     began = play(loop, marks)
     rows = loop.rows()
-    pending = loop.recorder._pending or []
+    pending = loop.recorder.steps.rows.pending or []
     assert all(value >= 0 for _, _, row in rows for value in row)
     told = sum(sum(row) for _, _, row in rows) + sum(pending) + loop.recorder.tail_ns()
     assert told == loop.clock.now - began
@@ -788,8 +788,8 @@ def test_marks_written_down_mean_what_marks_made_at_once_mean(marks: list[tuple[
     assert written.recorder.tail_ns() == at_once.recorder.tail_ns()
     for loop in (at_once, written):
         loop.recorder.finish()
-        loop.recorder.parts.details.collect()
-    assert written.recorder.parts.details.collect() == at_once.recorder.parts.details.collect()
+        loop.recorder.sums.collect()
+    assert written.recorder.sums.collect() == at_once.recorder.sums.collect()
 
 
 @given(MARKS)
@@ -802,9 +802,9 @@ def test_a_part_never_takes_longer_than_the_stages_that_it_is_in(marks: list[tup
     assert rows == whole(bare)
     stages = [sum(column) for column in zip(*rows, strict=True)]
     loop.recorder.finish()
-    assert loop.recorder.parts.details.collect() == []
+    assert loop.recorder.sums.collect() == []
     spent: dict[str, list[int]] = {}
-    for part in loop.recorder.parts.details.collect():
+    for part in loop.recorder.sums.collect():
         assert part.total_ns >= 0 and part.count > 0
         spent.setdefault(part.name, [0] * N_STAGES)[part.stage] += part.total_ns
     for found in (*spent.values(), stages):
@@ -818,21 +818,21 @@ def whole(loop: Loop) -> list[list[int]]:
     loop.recorder.settle()
     rows = [list(row) for _, _, row in loop.rows()]
     recorder = loop.recorder
-    tail = list(recorder._acc)
-    tail[recorder.open_stage().stage] += recorder.clock() - recorder.last
-    return [*rows, recorder._pending or [0] * N_STAGES, tail]
+    tail = list(recorder.steps.partition.times)
+    tail[recorder.open_stage().stage] += recorder.clock() - recorder.steps.partition.last
+    return [*rows, recorder.steps.rows.pending or [0] * N_STAGES, tail]
 
 
 def test_parts_are_told_by_the_row_that_they_are_in() -> None:
     loop = Loop()
-    recorder, details = loop.recorder, loop.recorder.parts.details
+    recorder, details = loop.recorder, loop.recorder.sums
     number = details.number("tokenize")
     assert number is not None
 
     def tokenize(ns: int) -> None:
-        recorder.part_begin(number)
+        recorder.span_begin(number)
         loop.clock.wait(ns)
-        recorder.part_end(number)
+        recorder.span_end(number)
 
     for step in range(3):
         loop.data(10)
@@ -856,15 +856,15 @@ def test_parts_are_told_by_the_row_that_they_are_in() -> None:
 def test_a_part_inside_one_of_its_name_counts_once_and_an_evaluation_ends_with_training() -> None:
     loop = Loop()
     recorder, validation = loop.recorder, object()
-    number = recorder.parts.details.number("checkpoint")
+    number = recorder.sums.number("checkpoint")
     assert number is not None
     for _ in range(3):
         loop.step()
     for _ in range(2):
-        recorder.part_begin(number)
+        recorder.span_begin(number)
         loop.clock.wait(4)
     for _ in range(2):
-        recorder.part_end(number)
+        recorder.span_end(number)
     for _ in range(3):
         loop.data(100, validation)
         loop.forward(10, NO_GRAD_FORWARD_BEGIN)
@@ -873,8 +873,8 @@ def test_a_part_inside_one_of_its_name_counts_once_and_an_evaluation_ends_with_t
     assert recorder.open_stage().part is None
     loop.forward(1)
     loop.backward(1, 1)
-    recorder.parts.details.collect()
-    found = {(p.name, p.stage): p.total_ns for p in recorder.parts.details.collect() if p.last_step == 3}
+    recorder.sums.collect()
+    found = {(p.name, p.stage): p.total_ns for p in recorder.sums.collect() if p.last_step == 3}
     assert found["checkpoint", POST_SYNC] == 8
     assert found["evaluation", POST_SYNC] == 330
     assert found.keys() <= {("checkpoint", POST_SYNC), ("evaluation", POST_SYNC), ("optimizer", POST_SYNC)}

@@ -11,7 +11,7 @@ import pytest
 from played import Played
 
 from traceml_ray import session
-from traceml_ray.agent.attached import Attachment
+from traceml_ray.attachment import Attachment
 from traceml_ray.dash_app import source as sources
 from traceml_ray.dash_app.board import Board
 from traceml_ray.dash_app.source import (

@@ -283,7 +283,7 @@ def test_the_agent_says_the_group_from_when_it_knows_it() -> None:
     pipe = Pipe()
     agent = make(pipe)
     agent.tick()
-    agent.instrumentation.group = (4, 8)
+    agent.instrumentation.data_parallel.group = (4, 8)
     agent.tick()
     assert [batch.group for batch in pipe.batches()] == [None, (4, 8)]
 

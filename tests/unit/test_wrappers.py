@@ -30,32 +30,36 @@ from torch.utils.data import DataLoader, SequentialSampler
 import traceml_ray
 from traceml_ray.agent import bootstrap
 from traceml_ray.agent.instrument import Instrumentation
+from traceml_ray.agent.patch.patcher import Patcher
 
 # -- functions and methods of torch and Ray that are replaced ----------------------------------------
 
 
-class Replacing(Instrumentation):
+class Replacing(Patcher):
     """Keeps what was there before."""
 
-    replaced: dict[str, tuple[Any, str, Any]]
+    def __init__(self) -> None:
+        super().__init__()
+        self.replaced: dict[str, tuple[Any, str, Any]] = {}
 
-    def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         self.replaced[f"{owner.__name__}.{name}"] = owner, name, getattr(owner, name)
-        super()._replace(owner, name, make)
+        super().replace(owner, name, make)
+
+    def when_imported(self, module: str, name: str, patch: Callable[[], object]) -> None:
+        importlib.import_module(module)
+        super().when_imported(module, name, patch)
 
 
 @contextlib.contextmanager
 def installed() -> Iterator[Replacing]:
-    job = loops.Job()
-    patches = Replacing(job.recorder, job.details)
-    patches.replaced = {}
-    for _, module, _ in patches._later():
-        importlib.import_module(module)
-    patches.install()
+    patches = Replacing()
+    instrumentation = Instrumentation(loops.Job().recorder, patches)
+    instrumentation.install()
     try:
         yield patches
     finally:
-        patches.remove()
+        instrumentation.remove()
 
 
 with installed() as found:

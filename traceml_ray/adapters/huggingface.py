@@ -16,6 +16,10 @@ class TraceMLTrainerCallback(TrainerCallback):  # type: ignore[misc]
     `Trainer(…, callbacks=[traceml_ray.TraceMLTrainerCallback()])`: steps as `state.global_step` counts them,
     epochs as events, evaluation and checkpoints as spans, and the verdict in the Trainer's log of a training
     step, so that it reaches what `report_to` names. In a process that is not watched it does nothing.
+
+    Rank 0 logs `traceml/step_ms` (mean of the window judged), `traceml/cost_pct` (of the step),
+    `traceml/late_rank` (-1: none is named) and `traceml/micro_batches` (a step), once there is a verdict.
+    What goes wrong in it is counted, not raised.
     """
 
     def __init__(self) -> None:
@@ -90,9 +94,9 @@ class TraceMLTrainerCallback(TrainerCallback):  # type: ignore[misc]
     @hook
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Add the verdict to what is logged of a training step."""
-        news = self._marks.news()
-        if news is not None:
-            logging.get_logger("transformers").warning(news)
+        sentence = self._marks.new_verdict()
+        if sentence is not None:
+            logging.get_logger("transformers").warning(sentence)
         figures = self._marks.figures()
         if figures and _of_a_step(logs):
             logs.update(figures)  # `report_to`'s callbacks are given the same object

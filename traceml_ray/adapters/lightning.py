@@ -21,6 +21,10 @@ class TraceMLCallback(_lightning.Callback):  # type: ignore[misc]
     `Trainer(callbacks=[traceml_ray.TraceMLCallback()])`: steps as `trainer.global_step` counts them, epochs
     as events, validation as span `evaluation`, and the verdict in the Trainer's loggers; checkpoints are seen
     without it (`torch.save`). In a process that is not watched it does nothing.
+
+    Rank 0 logs `traceml/step_ms` (mean of the window judged), `traceml/cost_pct` (of the step),
+    `traceml/late_rank` (-1: none is named) and `traceml/micro_batches` (a step), once there is a verdict.
+    What goes wrong in it is counted, not raised.
     """
 
     def __init__(self) -> None:
@@ -43,9 +47,9 @@ class TraceMLCallback(_lightning.Callback):  # type: ignore[misc]
         self._marks.micro_batch()
         if not self._marks.step(trainer.global_step):
             return
-        news = self._marks.news()
-        if news is not None:
-            _lightning.utilities.rank_zero_warn(news)
+        sentence = self._marks.new_verdict()
+        if sentence is not None:
+            _lightning.utilities.rank_zero_warn(sentence)
         # Not by `log_dict`: that makes tensors on the device, and metrics that only rank 0 has.
         figures = self._marks.figures()
         if figures and trainer._logger_connector.should_update_logs:

@@ -12,7 +12,7 @@ from traceml_ray.agent import bootstrap
 from traceml_ray.agent.rank_agent import RankAgent
 
 EVALUATION, CHECKPOINT = "evaluation", "checkpoint"
-"""As they are called where no callback tells: a span inside one of its name counts once."""
+"""The names that these have without a callback: a span inside one of its name counts once."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,7 +60,7 @@ class Marks:
         """
         Say that so many steps are done, as the framework counts them, with those before a checkpoint.
 
-        Returns whether that is news: else the micro-batch was one of several.
+        Returns whether there are more than before: else the micro-batch was one of several.
         """
         if done == self._done:
             return False
@@ -79,26 +79,26 @@ class Marks:
     @quietly
     def epoch(self, agent: RankAgent, number: int, step: int) -> None:
         """Say that an epoch begins: an event of the run."""
-        agent.tell(wire.Event("note", time.time_ns(), step=step, message=f"epoch {number} begins"))
+        agent.add_event(wire.Event("note", time.time_ns(), step=step, message=f"epoch {number} begins"))
 
     @quietly
     def begin(self, agent: RankAgent, name: str) -> None:
         """Begin a span."""
         if name not in self._open:
-            self._open[name] = agent.instrumentation.parts.begin(name)
+            self._open[name] = agent.instrumentation.spans.begin(name)
 
     @quietly
     def end(self, agent: RankAgent, name: str) -> None:
         """End it, where it has begun."""
         begun = self._open.pop(name, None)
         if begun is not None:
-            agent.instrumentation.parts.end(begun)
+            agent.instrumentation.spans.end(begun)
 
     @quietly
     def figures(self, agent: RankAgent) -> dict[str, float]:
         """
         Return what goes into the framework's log, nothing before there is a verdict: `traceml/step_ms` (mean
-        of the window judged), `traceml/cost_pct` (of the step), `traceml/late_rank` (-1: nobody is named),
+        of the window judged), `traceml/cost_pct` (of the step), `traceml/late_rank` (-1: no rank is named),
         `traceml/micro_batches` (a step). Only rank 0 has a verdict.
         """
         verdict = agent.verdict
@@ -113,7 +113,7 @@ class Marks:
         return {f"traceml/{name}": float(value) for name, value in known.items() if value is not None}
 
     @quietly
-    def news(self, agent: RankAgent) -> str | None:
+    def new_verdict(self, agent: RankAgent) -> str | None:
         """Return the verdict as a sentence, where it is another than the last time."""
         label, why = agent.verdict.get("label"), agent.verdict.get("why")
         named = f"{label} {agent.verdict.get('rank')} {agent.verdict.get('stage')}"

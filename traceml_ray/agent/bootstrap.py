@@ -3,21 +3,22 @@ How the agent gets into a training process, and out of it.
 
 The launcher puts a folder with our `sitecustomize` on the ranks' PYTHONPATH. It waits for
 `import torch` and nothing else: a process that never imports torch never loads this module.
+A process has one agent at most.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
+import functools
 import multiprocessing.util
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from traceml_ray import wire
+from traceml_ray.agent import ending
 from traceml_ray.agent.channel import Channel, SocketChannel
 from traceml_ray.agent.rank_agent import RankAgent, new_stream
 from traceml_ray.errors import said
@@ -32,8 +33,11 @@ COMMAND = "TRACEML_COMMAND"
 """Set where a command of any kind runs: which of its processes are ranks shows in what they do."""
 
 _NAMES = ("session", "socket", "spool", "channel", "interval", "ring_rows", "agent_buffer_bytes")
-_TOLD = {name: f"TRACEML_{name.upper()}" for name in _NAMES}
-"""Settings that a rank is told, and their variables."""
+_VARIABLES = {name: f"TRACEML_{name.upper()}" for name in _NAMES}
+"""Settings that a rank is given, and their variables."""
+
+ChannelTo = Callable[[Settings], Channel | None]
+"""Returns the way to the relay, None where there is none."""
 
 _agent: RankAgent | None = None
 _asleep: RankAgent | None = None
@@ -45,32 +49,33 @@ def rank_environment(settings: Settings, environ: dict[str, str] | None = None) 
     """Return the environment variables that make a rank's process watch itself."""
     environ = dict(os.environ) if environ is None else environ
     path = [SITE_FOLDER, *filter(None, [environ.get("PYTHONPATH")])]
-    given = {variable: getattr(settings, name) for name, variable in _TOLD.items()}
-    told = {variable: str(value) for variable, value in given.items() if value is not None}
-    return {"PYTHONPATH": os.pathsep.join(path), **told}
+    given = {variable: getattr(settings, name) for name, variable in _VARIABLES.items()}
+    variables = {variable: str(value) for variable, value in given.items() if value is not None}
+    return {"PYTHONPATH": os.pathsep.join(path), **variables}
 
 
 def leave_rank() -> None:
-    """In a process that launches a job of its own inside another one: forget what the other was told."""
+    """In a process that launches a job of its own inside another one: forget the other's variables."""
     inside = [os.environ.pop(name, None) for name in (RANK_PID, COMMAND)]
     if any(inside):
-        for variable in _TOLD.values():
+        for variable in _VARIABLES.values():
             os.environ.pop(variable, None)
 
 
-def start_on_import(pid: int) -> None:
+def start_on_import(pid: int, channel_to: ChannelTo) -> None:
     """Called by our `sitecustomize` when torch has been imported, in process `pid` or a fork of it."""
     try:
         if os.environ.get(COMMAND):
-            _start_asleep()
+            _start_asleep(channel_to)
         elif os.getpid() == pid:  # not forked before torch was imported
-            start()
+            settings = Settings.load()
+            start(settings, channel=channel_to(settings))
     except Exception as error:
-        # The script goes on without a monitor; the relay will say that this rank never reported.
+        # The script goes on without a monitor; the report names this rank as one that never reported.
         sys.stderr.write(f"traceml-ray: not watching this process: {said(error)}\n")
 
 
-def _start_asleep() -> None:
+def _start_asleep(channel_to: ChannelTo) -> None:
     """
     Instrument this process; it reports nothing before it joins a process group or takes an optimizer step.
 
@@ -81,17 +86,17 @@ def _start_asleep() -> None:
     settings = Settings.load()
     if settings.socket is not None:
         _asleep = RankAgent(settings, SocketChannel(settings.socket))
-        _asleep.instrumentation.when_rank(_wake)
+        _asleep.instrumentation.when_rank(functools.partial(_wake, channel_to))
         _asleep.instrumentation.install()
 
 
-def _wake() -> None:
+def _wake(channel_to: ChannelTo) -> None:
     global _asleep
     with _lock:
         agent, _asleep = _asleep, None
         if agent is not None:
             agent.stream = new_stream()  # forks of one process are ranks of their own
-            agent.channel = _channel(agent.settings) or agent.channel
+            agent.channel = channel_to(agent.settings) or agent.channel
             _begin(agent)
 
 
@@ -106,17 +111,17 @@ def start(
 
     Args:
         settings: default: from the environment.
-        channel: the way to the relay; default: its socket, where the settings say one, or with
-            `channel` set to actor, calls of the actor that listens there.
-        identity: returns who this process is; asked again and again until it says that
-            torch.distributed, or whoever started the rank, has told.
+        channel: the way to the relay; default: its socket, where the settings have one.
+        identity: returns who this process is; asked again and again until its source is
+            torch.distributed, or whatever started the rank.
     """
     global _asleep
     with _lock:
         if _agent is not None:
             return _agent
         settings = settings if settings is not None else Settings.load()
-        channel = channel or _channel(settings)
+        if channel is None and settings.socket is not None:
+            channel = SocketChannel(settings.socket)
         if channel is None:
             return None
         asleep, _asleep = _asleep, None
@@ -138,16 +143,6 @@ def _begin(agent: RankAgent) -> None:
     os.register_at_fork(after_in_child=_in_child)
     if multiprocessing.parent_process() is not None:  # a forked one ends without `atexit`
         multiprocessing.util.Finalize(None, _at_exit, exitpriority=0)
-
-
-def _channel(settings: Settings) -> Channel | None:
-    if settings.socket is None:
-        return None
-    if settings.channel == "actor" and settings.session is not None:
-        from traceml_ray.agent.attached import AttachedChannel
-
-        return AttachedChannel(settings.socket, settings.session)
-    return SocketChannel(settings.socket)
 
 
 def current() -> RankAgent | None:
@@ -176,36 +171,14 @@ def _at_exit() -> None:
     if agent is None:
         return
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # it reached the top
-    end = agent.guard("exit", lambda: ending(agent, error, tail_ns=agent.recorder.tail_ns()))
+    recorder = agent.recorder
+    end = agent.guard("exit", lambda: ending.event(recorder.open_stage(), error, tail_ns=recorder.tail_ns()))
     agent.guard("exit", lambda: agent.close([end] if end else []))
-    end_as_interrupted()
-
-
-def end_as_interrupted() -> None:
-    """
-    Have a process that an unhandled KeyboardInterrupt ends die of SIGINT, as it would have without us.
-
-    Python notes that such an exception came out of the code of a whole file or string; any `exec` of a string
-    at exit (a dataclass that is imported then) makes it forget that, and exit with 1.
-    """
-    if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
-        with contextlib.suppress(KeyboardInterrupt):
-            exec("raise KeyboardInterrupt")
-
-
-def ending(
-    agent: RankAgent, error: BaseException | None, kind: str = "exit", **data: wire.Value
-) -> wire.Event:
-    """Say how the training thread ended: as `kind`, or by an exception."""
-    opened, message = agent.recorder.open_stage(), ""
-    if error is not None:
-        kind, data = "exception", {"type": type(error).__name__}
-        message = said(error)[:2000]
-    return wire.Event(kind, time.time_ns(), opened.step, opened.stage, message, data)
+    ending.end_as_interrupted()
 
 
 def _in_child() -> None:
-    """After a fork (DataLoader workers): the child is nobody's rank and keeps nothing of ours."""
+    """After a fork (DataLoader workers): the child is no rank and keeps nothing of ours."""
     global _agent
     agent, _agent = _agent, None
     if agent is not None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _Finder:
-    """First on `sys.meta_path`; answers only for the modules somebody waits for."""
+    """First on `sys.meta_path`; answers only for modules that are awaited."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, Callback] = {}
@@ -34,7 +34,7 @@ class _Finder:
         spec: ModuleSpec | None = next(filter(None, specs), None)
         if spec is None or spec.loader is None:
             return None
-        # The loader stays the module's own (people look at `__loader__`); only this one call of it is ours.
+        # The loader stays the module's own (others read `__loader__`); only this one call of it is ours.
         loader: Any = spec.loader
         execute = loader.exec_module
 

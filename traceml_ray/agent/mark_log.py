@@ -16,36 +16,8 @@ from collections.abc import Callable
 from threading import RLock, get_ident
 from typing import Any, NamedTuple, TypeVar
 
-from traceml_ray.agent.details import MAX_NAMES
-
-(
-    DATA_BEGIN,
-    DATA_END,
-    FORWARD_BEGIN,
-    EVAL_MODE_FORWARD_BEGIN,
-    NO_GRAD_FORWARD_BEGIN,
-    BACKWARD_BEGIN,
-    GRADIENTS_DONE,
-    BACKWARD_END,
-    SYNCED_BACKWARD_END,
-    SYNC_BEGIN,
-    SYNC_END,
-    OPTIMIZER_BEGIN,
-    SCALER_BEGIN,
-    CLOSURE_BEGIN,
-    OPTIMIZER_END,
-    REDUCED,
-    COLLATED,
-    COST,
-    PARTS,
-) = range(19)
-"""
-The marks of the usual step. DATA_BEGIN: the iterator waited for is the one of the wait before.
-SCALER_BEGIN: a `GradScaler` step begins; CLOSURE_BEGIN: an optimizer step that is given a closure.
-COST says when the mark before it was done being made. From PARTS on there are two for each name of
-`Details`: a part of that name begins, and ends.
-"""
-_MARKS = PARTS + 2 * MAX_NAMES
+from traceml_ray.agent.marks import COST, END
+from traceml_ray.agent.steps import Steps
 
 LOG_SIZE = 1 << 17
 """What is written beyond this pushes out the oldest."""
@@ -84,7 +56,7 @@ def at_once(method: Method) -> Method:
             self.now, self.thread = self.clock(), get_ident()
             result = method(self, *args)
             if self.thread == self.owner:
-                self.ready = 0 if self.depth else self.owner
+                self.ready = 0 if self.steps.rows.depth else self.owner
                 self._cost_ns += self.clock() - called
             return result
         finally:
@@ -94,20 +66,21 @@ def at_once(method: Method) -> Method:
 
 
 class MarkLog:
-    """The log, the lock of whoever reads it, and who may write; `Recorder` says what marks mean."""
+    """The log, the lock of whoever reads it, and who may write; `steps` takes what was written."""
 
     __slots__ = (
-        *("_cost_ns", "_lock", "_losing", "_mark", "_size", "_weighed", "_written", "_written_ns"),
-        *("clock", "depth", "log", "lost_marks", "lost_rows", "now", "owner", "ready", "thread", "weigh"),
+        *("_cost_ns", "_lock", "_losing", "_mark", "_weighed", "_written", "_written_ns", "clock", "log"),
+        *("lost_marks", "lost_rows", "now", "owner", "ready", "steps", "thread", "weigh"),
     )
 
-    def __init__(self, clock: Callable[[], int]) -> None:
+    def __init__(self, clock: Callable[[], int], steps: Steps) -> None:
         self.clock = clock
+        self.steps = steps
         self.log: deque[int | Deferred] = deque(maxlen=LOG_SIZE)
         """
         Marks written down and not yet understood: which, when, which, when, … A signal may come between
         the two, so a mark without its time is nothing: times are all larger than marks. What is below 0
-        is the size of the part that ends next.
+        is the size of the span that ends next.
         """
         self.ready = 0
         """
@@ -117,26 +90,16 @@ class MarkLog:
         self.lost_marks = self.lost_rows = 0
         """What the log had no room for, and how many rows that would have been."""
         self.weigh = True
-        """The next mark that can is to say what it cost."""
+        """The next optimizer mark is to be followed by COST."""
         self.now = clock()
         """The time of the mark that is being understood, and its thread."""
         self.thread = 0
         self.owner: int | None = None
         """The thread that trains; None until one has."""
-        self.depth = 0
-        """How many backwards the training thread is in."""
-        self._mark = self._size = 0
+        self._mark = 0
         self._cost_ns = self._written = self._written_ns = self._weighed = 0
         self._lock = RLock()
         self._losing = False
-
-    def _understand(self, mark: int) -> None:
-        """Do what `mark` means, at the time `now`."""
-        raise NotImplementedError
-
-    def _recover(self, lost: int) -> None:
-        """Go on after marks were lost, with so many backwards: in a first row, so many steps later."""
-        raise NotImplementedError
 
     def write(self, mark: int) -> bool:
         """Write `mark` down, if this thread may; False: its method has to be called instead."""
@@ -148,7 +111,7 @@ class MarkLog:
         return True
 
     def mine(self) -> bool:
-        """Return whether this thread is the one that trains (or nobody has trained yet)."""
+        """Return whether this thread is the one that trains (or none has yet)."""
         return self.owner is None or get_ident() == self.owner
 
     def settle(self, wait_s: float = 0.0) -> bool:
@@ -173,21 +136,25 @@ class MarkLog:
                 self.now, self.thread = value.time, value.thread
                 value.method(self, *value.args)
                 self.thread = self.owner or 0
-            elif value < _MARKS:
-                if value < 0:
-                    self._size = -value
-                else:
-                    self._mark = value
+            elif value < 0:
+                self.steps.size = -value
+            elif value < END:
+                self._mark = value
             elif self._mark == COST:
                 self._written_ns += value - self.now
                 self._weighed += 1
             else:
                 self.now = value
                 self._written += 1
-                self._understand(self._mark)
+                self.steps.understand(self._mark, value)
+        self._recover()
+
+    def _recover(self) -> None:
+        """After marks were lost, go on in a first row, so many steps later as backwards were lost."""
         if self._losing:
             lost, self.lost_rows = self.lost_rows, 0
-            self._recover(lost)
+            self.steps.rows.skip(lost)
+            self.steps.forget(self.now)
             self._losing = False
 
     def _defer(self, method: Callable[..., Any], called: int, args: tuple[Any, ...]) -> bool:

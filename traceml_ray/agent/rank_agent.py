@@ -1,7 +1,7 @@
 """
 The thread that carries a rank's rows to the relay of its node.
 
-Once an interval it drains the ring, looks at the process, and offers one `RankBatch` to its
+Once an interval it drains the ring, samples the process, and offers one `RankBatch` to its
 channel. What is not known to be stored is kept, within a bound, and offered again to a relay that
 comes anew; beyond it the oldest batch is dropped, and counted where no relay has taken it. Nothing here
 runs on the training thread but `close`.
@@ -13,7 +13,6 @@ import functools
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -22,11 +21,12 @@ import msgspec
 
 from traceml_ray import identity as identities
 from traceml_ray import wire
-from traceml_ray.agent import dump
+from traceml_ray.agent import stacks
 from traceml_ray.agent.channel import Channel
-from traceml_ray.agent.details import Details
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.mark_log import LOCK_S
+from traceml_ray.agent.outbox import Batch, Outbox
+from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.agent.sampler import ProcessSampler
@@ -35,14 +35,14 @@ from traceml_ray.settings import Settings
 
 MANY_RANKS = 256
 """In a larger job an agent reports half as often: the aggregator has as much to take."""
-LOOK_S = 0.9
-"""Between two looks at the process, which cost more than a batch."""
+SAMPLE_S = 0.9
+"""Between two samples of the process, which cost more than a batch."""
 CLOSE_WAIT_S = 0.3
 """Longest wait at the end of the process for the relay to confirm the last batch."""
 CONFIRM_POLL_S = 0.005
 SETTLE_S = 1.0
-_TOLD_BYTES = 28 * 1024
-"""Of events and named parts in one batch; the rest of them waits for the next one."""
+_ITEM_BYTES = 28 * 1024
+"""Of events and spans in one batch; the rest of them waits for the next one."""
 _FIXED_BYTES = 7 * 1024
 """Of a batch, for what is neither these nor rows."""
 _CERTAIN = ("torch.distributed", "ray_train", "explicit")
@@ -58,17 +58,6 @@ def new_stream() -> str:
     return secrets.token_hex(8)
 
 
-class _Batch(msgspec.Struct, gc=False):
-    seq: int
-    rows: int
-    events: int
-    spans: int
-    data: bytes
-    offered: bool = False
-    handed: bool = False
-    """A relay has been given it, though maybe not the one that is there now."""
-
-
 class RankAgent:
     """Everything of ours in one training process: recorder, patches, thread and channel."""
 
@@ -80,45 +69,39 @@ class RankAgent:
     ) -> None:
         self.settings = settings
         self.channel = channel
-        self._who = identity
+        self._identify = identity
         self.ring = StepRing(settings.ring_rows)
         self.recorder = Recorder(self.ring)
-        self.details = Details()
-        self.instrumentation = Instrumentation(self.recorder, self.details, debug=settings.debug)
+        self.instrumentation = Instrumentation(self.recorder, Patcher(debug=settings.debug))
         self.stream = new_stream()
         self.identity: identities.RankIdentity | None = None
         self._identity_known = False
         self.verdict: dict[str, wire.Value] = {}
         """On rank 0: how its run is judged just now, see `wire.RankReply`."""
         self._events: list[wire.Event] = []
-        self._parts: list[wire.Detail] = []
-        self._outbox: deque[_Batch] = deque()
-        self._outbox_bytes = 0
-        self._generation = 0
-        self._acked = -1
-        """The newest batch that the relay of this connection has taken over."""
+        self._spans: list[wire.Detail] = []
+        self._outbox = Outbox(settings.agent_buffer_bytes)
         self._seq = 0
         self._dropped = 0
         self._dumped: set[wire.Value] = set()
-        self._sent_bytes = 0
         self._began_ns = time.monotonic_ns()
         self._cpu_ns = 0
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._sampler: ProcessSampler | None = None
-        self._looked = -LOOK_S
+        self._sampled = -SAMPLE_S
 
     def start(self) -> None:
         """Start the thread; it does the rest, so that the import of torch is not held up."""
         self._thread = threading.Thread(target=self._run, name="traceml-agent", daemon=True)
         self._thread.start()
 
-    def tell(self, event: wire.Event) -> None:
+    def add_event(self, event: wire.Event) -> None:
         """Have an event sent with the next batch; any thread may."""
         self._events.append(event)
 
     def close(self, events: list[wire.Event] | None = None) -> None:
-        """Send what is left as the final batch; what nobody takes goes to the spool. Bounded in time."""
+        """Send what is left as the final batch; what no relay takes goes to the spool. Bounded in time."""
         self._events.extend(events or [])
         self._closing.set()
         if self._thread is not None:
@@ -153,7 +136,7 @@ class RankAgent:
         """Do one round: rows into batches, batches to the relay, its replies into account."""
         if not self.recorder.settle(LOCK_S):
             self.instrumentation.errors.count("marks: not read, a thread holds the recorder")
-        self._parts += self.guard("details", functools.partial(self._details, final)) or []
+        self._spans += self.guard("spans", functools.partial(self._collect_spans, final)) or []
         while self._enqueue(final):
             pass
         self._exchange()
@@ -163,12 +146,13 @@ class RankAgent:
 
     def _enqueue(self, final: bool) -> bool:
         """Make one batch; True when there is more, for another."""
-        self._make_room()
+        for dropped in self._outbox.make_room():
+            self._lose(dropped)
         batch, room = self._without_rows()
         # Rows come last: from here on nothing but the encoding may go wrong.
-        most = (wire.MAX_BATCH_BYTES - _FIXED_BYTES - (_TOLD_BYTES - room)) // (wire.ROW_BYTES + 9)
+        most = (wire.MAX_BATCH_BYTES - _FIXED_BYTES - (_ITEM_BYTES - room)) // (wire.ROW_BYTES + 9)
         first, keys, flags, rows = self.ring.drain(min(wire.MAX_ROWS, most))
-        more = bool(self.ring.accepted > first + len(flags) or self._events or self._parts)
+        more = bool(self.ring.accepted > first + len(flags) or self._events or self._spans)
         lost = self.ring.dropped + self.recorder.lost_rows
         batch = msgspec.structs.replace(
             batch,
@@ -181,17 +165,16 @@ class RankAgent:
             final=final and not more,
         )
         data = self.guard("batch", functools.partial(wire.encode, batch))
-        made = _Batch(self._seq + 1, len(flags), len(batch.events), len(batch.details), data or b"")
+        made = Batch(self._seq + 1, len(flags), len(batch.events), len(batch.details), data or b"")
         if data is None:
             self._lose(made)
             return more
         self._seq += 1
-        self._outbox.append(made)
-        self._outbox_bytes += len(data)
+        self._outbox.put(made)
         return more
 
     def _without_rows(self) -> tuple[wire.RankBatch, int]:
-        """Return a batch with all but rows, and the room that events and named parts have left in it."""
+        """Return a batch with all but rows, and the room that events and spans have left in it."""
         patches = self.instrumentation
         self._events += patches.errors.causes() + self.channel.errors.causes()
         batch = wire.RankBatch(
@@ -207,19 +190,19 @@ class RankAgent:
             rows=b"",
             identity=self.guard("identity", self._resolve),
             open=self.guard("open stage", self._open_stage),
-            process=self.guard("process", self._look),
+            process=self.guard("process", self._sample),
             missing={name: sendable(why) for name, why in dict(patches.missing).items()},
             overhead=wire.Overhead(
                 self.recorder.marks_ns,
                 self._cpu_ns,
                 time.monotonic_ns() - self._began_ns,
-                self._sent_bytes,
+                self._outbox.sent_bytes,
             ),
             strategy=patches.strategy,
             group=patches.group,
         )
-        events, room = self._told(self._events, _TOLD_BYTES)
-        details, room = self._told(self._parts, room)
+        events, room = self._fitting(self._events, _ITEM_BYTES)
+        details, room = self._fitting(self._spans, room)
         return msgspec.structs.replace(batch, events=events, details=details, errors=self._errors()), room
 
     def _errors(self) -> dict[str, int]:
@@ -233,24 +216,24 @@ class RankAgent:
         found.update({f"channel.{kind}": n for kind, n in dict(self.channel.errors).items()})
         lost = {
             "marks lost: no room": recorder.lost_marks,
-            "spans lost: more than 256 names": self.details.refused,
-            "spans lost: too many open": recorder.parts.lost,
+            "spans lost: more than 256 names": recorder.sums.refused,
+            "spans lost: too many open": recorder.steps.spans.lost,
         }
         return found | {place: count for place, count in lost.items() if count}
 
-    def _lose(self, batch: _Batch) -> None:
-        """Count what a batch held that nobody will have."""
+    def _lose(self, batch: Batch) -> None:
+        """Count what was in a batch that will not be sent."""
         self._dropped += batch.rows
         self.instrumentation.errors.count("events lost with their batch", batch.events)
         self.instrumentation.errors.count("spans lost with their batch", batch.spans)
 
-    def _told(self, waiting: list[_Item], room: int) -> tuple[list[_Item], int]:
+    def _fitting(self, waiting: list[_Item], room: int) -> tuple[list[_Item], int]:
         """Take what fits into `room` bytes from `waiting`, in order; return it, and the room that is left."""
         taken: list[_Item] = []
         while waiting and len(taken) < wire.MAX_ITEMS:
-            size = self.guard("telling", functools.partial(wire.size_of, waiting[0]))
-            if size is None or size > _TOLD_BYTES:
-                self.instrumentation.errors.count("too large to tell")
+            size = self.guard("size", functools.partial(wire.size_of, waiting[0]))
+            if size is None or size > _ITEM_BYTES:
+                self.instrumentation.errors.count("event or span too large to send")
                 del waiting[0]
                 continue
             if size > room:
@@ -259,35 +242,10 @@ class RankAgent:
             room -= size
         return taken, room
 
-    def _make_room(self) -> None:
-        """Drop the oldest batches beyond the bound; those handed over are the relay's to account for."""
-        while self._outbox_bytes > self.settings.agent_buffer_bytes:
-            old = self._outbox.popleft()
-            self._outbox_bytes -= len(old.data)
-            if not old.handed:
-                self._lose(old)
-
     def _exchange(self) -> None:
         self._take_replies()
-        for batch in self._outbox:
-            if batch.offered:
-                continue
-            if not self.channel.offer(batch.data):
-                break
-            self._begin_anew()
-            batch.offered = batch.handed = True
-            self._sent_bytes += len(batch.data)
+        self._outbox.offer(self.channel)
         self._take_replies()
-
-    def _begin_anew(self) -> None:
-        """
-        After a connection was lost or made: what went into the one before may be lost, so all of it goes
-        again, in order. The aggregator knows each batch by its number and keeps one.
-        """
-        if self._generation != self.channel.generation:
-            self._generation, self._acked = self.channel.generation, -1
-            for batch in self._outbox:
-                batch.offered = False
 
     def _take_replies(self) -> None:
         for data in self.channel.replies():
@@ -298,13 +256,11 @@ class RankAgent:
                 continue
             if reply.stream == self.stream:
                 self.verdict = reply.verdict or self.verdict
-                self._acked = max(self._acked, reply.acked_seq)
-                settled = reply.acked_seq if reply.settled_seq is None else reply.settled_seq
-                while self._outbox and self._outbox[0].seq <= settled:
-                    self._outbox_bytes -= len(self._outbox.popleft().data)
+                stored = reply.acked_seq if reply.settled_seq is None else reply.settled_seq
+                self._outbox.confirm(reply.acked_seq, stored)
             for command in reply.commands:
                 self.guard("command", functools.partial(self._obey, command))
-        self._begin_anew()  # a lost connection is noticed here; what it has acked counts no more
+        self._outbox.follow(self.channel)  # a lost connection is noticed here
 
     def _obey(self, command: wire.Command) -> None:
         """Do what the aggregator asks for; what is not known, or of another run, is nothing to this rank."""
@@ -315,60 +271,57 @@ class RankAgent:
             return
         self._dumped.add(asked)
         opened = self._open_stage()
-        event = dump.stacks(self.recorder.owner, opened, str(asked))
+        event = stacks.event(self.recorder.owner, opened, str(asked))
         self.guard("flight recorder", functools.partial(self._add_pending, event, opened, command.name))
         if command.name == "where":
             event = msgspec.structs.replace(event, kind="standing", message="")
         self._events.append(event)
 
     def _add_pending(self, event: wire.Event, opened: wire.OpenStage, asked: str) -> None:
-        """Add the collective under way to what `event` says; asked for a dump, all that the recorder has."""
-        found = dump.flight_recorder(opened, str(event.data["dump"]))
+        """Add the collective under way to `event`; asked for a dump, also all that torch's recorder has."""
+        found = stacks.flight_recorder(opened, str(event.data["dump"]))
         if found is not None:
             event.data.update({name: value for name, value in found.data.items() if name != "by"})
             self._events.extend([found] if asked == "dump" else [])
 
     def _open_stage(self) -> wire.OpenStage:
         opened = self.recorder.open_stage()
-        return msgspec.structs.replace(opened, part=self.details.open or opened.part)
+        return msgspec.structs.replace(opened, part=self.instrumentation.spans.innermost or opened.part)
 
-    def _details(self, final: bool) -> list[wire.Detail]:
-        """Collect the named parts."""
+    def _collect_spans(self, final: bool) -> list[wire.Detail]:
+        """Collect the sums of named spans."""
+        sums = self.recorder.sums
         if not final:
-            return self.details.collect()
+            return sums.collect()
         self.recorder.finish()
-        return [*self.details.collect(), *self.details.collect()]
+        return [*sums.collect(), *sums.collect()]
 
     def _resolve(self) -> identities.RankIdentity | None:
         """Resolve who this is; again until torch.distributed, which knows best, is up."""
         if not self._identity_known:
             try:
-                self.identity = self._who()
+                self.identity = self._identify()
                 self._identity_known = self.identity.source in _CERTAIN
             except identities.IdentityError as error:
                 self.instrumentation.missing["identity"] = str(error)[:200]
         return self.identity
 
-    def _look(self) -> wire.ProcessSample | None:
+    def _sample(self) -> wire.ProcessSample | None:
         if self._sampler is None:
             self._sampler = ProcessSampler()
-        if time.monotonic() - self._looked < LOOK_S:
+        if time.monotonic() - self._sampled < SAMPLE_S:
             return None
-        self._looked = time.monotonic()
+        self._sampled = time.monotonic()
         return self._sampler.sample()
 
     def _finish(self) -> None:
         self.guard("last tick", functools.partial(self.tick, final=True))
         deadline = time.monotonic() + CLOSE_WAIT_S
-        while self._unacked() and self._generation and time.monotonic() < deadline:
+        while self._outbox.unacked() and self._outbox.connected and time.monotonic() < deadline:
             time.sleep(CONFIRM_POLL_S)
             self._exchange()
-        if self._unacked() and self.settings.spool is not None:
+        if self._outbox.unacked() and self.settings.spool is not None:
             from traceml_ray.spool import write_spool
 
-            write_spool(Path(self.settings.spool) / f"{self.stream}.spool", [b.data for b in self._outbox])
+            write_spool(Path(self.settings.spool) / f"{self.stream}.spool", self._outbox.frames())
         self.channel.close()
-
-    def _unacked(self) -> bool:
-        """Whether there is a batch that no relay is known to have."""
-        return bool(self._outbox) and self._outbox[-1].seq > self._acked

@@ -9,7 +9,8 @@ from functools import lru_cache
 from typing import Any
 
 from traceml_ray.agent import bootstrap
-from traceml_ray.agent.ray_data import is_timed, new_iterator, timed_next
+from traceml_ray.agent.patch.iterators import new_iterator, timed_next
+from traceml_ray.agent.patch.ray_data import is_timed
 
 _PLACE = "watch"
 _BY_TYPE = (

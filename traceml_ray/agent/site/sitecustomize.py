@@ -25,8 +25,9 @@ def _next_sitecustomize() -> None:
 def _torch_is_there(pid: int = os.getpid()) -> None:
     try:
         from traceml_ray.agent.bootstrap import start_on_import
+        from traceml_ray.ray.channels import channel_to_relay
 
-        start_on_import(pid)
+        start_on_import(pid, channel_to_relay)
     except Exception as error:
         sys.stderr.write(f"traceml-ray: not watching this process: {type(error).__name__}: {error}\n")
 

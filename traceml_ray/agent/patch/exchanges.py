@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
 from typing import Any
 
-from traceml_ray.agent.recorder import Recorder
+from traceml_ray.agent.exchange import GradientExchange
+from traceml_ray.agent.patch.patcher import Failed, Patcher
 
 _REDUCES = (
     ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "foreach_reduce"),
@@ -18,16 +18,16 @@ _REDUCES = (
 
 
 class Exchanges:
-    """Answers `Recorder.peers` at the end of each backward; never raises."""
+    """Answers `GradientExchange.peers` at the end of each backward; never raises."""
 
-    def __init__(self, recorder: Recorder, failed: Callable[[str, BaseException], None]) -> None:
-        self._recorder = recorder
+    def __init__(self, exchange: GradientExchange, failed: Failed) -> None:
+        self._exchange = exchange
         self._failed = failed
         self._ddp: list[tuple[weakref.ref[Any], list[int]]] = []
         self._reduces = self._known = 0
 
     def add_ddp(self, module: Any) -> None:
-        """Have the backwards of a DDP module looked at, too."""
+        """Ask for this DDP module at the end of a backward, too."""
         self._ddp = [*(known for known in self._ddp if known[0]() is not None), (weakref.ref(module), [])]
 
     def of_ddp(self) -> bool:
@@ -43,7 +43,7 @@ class Exchanges:
                 module = ref()
                 if module is None:
                     continue
-                if not self._recorder.several:
+                if not self._exchange.several:
                     exchanged |= bool(module.require_backward_grad_sync)
                     continue
                 times = module.reducer.get_backward_stats()
@@ -59,7 +59,7 @@ class Exchanges:
         before, self._known = self._known, self._reduces
         return self._reduces != before or not self._reduces
 
-    def patch_fsdp(self, replace: Callable[[Any, str, Callable[[Any], Any]], None]) -> None:
+    def patch_fsdp(self, patcher: Patcher) -> None:
         """Count the reductions of FSDP, whose modules have been imported."""
         from torch.compiler import is_compiling
 
@@ -73,4 +73,4 @@ class Exchanges:
 
         for name, function in _REDUCES:
             if hasattr(sys.modules.get(name), function):
-                replace(sys.modules[name], function, make)
+                patcher.replace(sys.modules[name], function, make)

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from traceml_ray import wire
-from traceml_ray.agent import dump
+from traceml_ray.agent import stacks
 
 OPEN = wire.OpenStage(3, wire.SYNC_WAIT, 7)
 
 
 @contextmanager
 def stuck(
-    code: str, path: str = "/jobs/train.py", library: str = "", where: str = dump._LIBRARIES[0]
+    code: str, path: str = "/jobs/train.py", library: str = "", where: str = stacks._LIBRARIES[0]
 ) -> Iterator[int]:
     """A thread named `trainer` that is stuck in `wait()` of `code`, the file `path`; its ident."""
     inside, release = threading.Event(), threading.Event()
@@ -40,30 +40,32 @@ def stuck(
 
 def test_the_training_thread_comes_first_with_where_it_is() -> None:
     with stuck("def evaluate():\n    wait()\ndef main():\n    evaluate()\n") as owner:
-        event = dump.stacks(owner, OPEN, "h1")
+        event = stacks.event(owner, OPEN, "h1")
     assert (event.kind, event.step, event.stage, event.data["dump"]) == ("stacks", 3, wire.SYNC_WAIT, "h1")
     first, *others = event.message.split("\nthread ")
     assert first.startswith("thread trainer, training:\n")
     assert first.index("train.py:4 in main") < first.index("train.py:2 in evaluate")
-    assert not any("dump.py" in other for other in others), "not who asks"
+    assert not any("agent/stacks.py" in other for other in others), "not who asks"
 
 
-@pytest.mark.parametrize("where", [dump._LIBRARIES[0], "/other/lib/site-packages", "/usr/lib/dist-packages"])
+@pytest.mark.parametrize(
+    "where", [stacks._LIBRARIES[0], "/other/lib/site-packages", "/usr/lib/dist-packages"]
+)
 def test_a_call_of_torch_distributed_is_told_from_the_callers_own_code(where: str) -> None:
     library = "def all_reduce(x):\n    wait()\ndef wrapper(*args):\n    all_reduce(*args)\n"
     code = "def mean(x):\n    wrapper(x)\ndef main():\n    mean(1)\n"
     with stuck(code, library=library, where=where) as owner:
-        event = dump.stacks(owner, OPEN, "h1")
+        event = stacks.event(owner, OPEN, "h1")
     assert (event.data["where"], event.data["call"]) == ("mean (train.py:2)", "all_reduce")
     with stuck("def main():\n    wait()\n") as owner:
-        event = dump.stacks(owner, OPEN, "h1")
+        event = stacks.event(owner, OPEN, "h1")
     assert (event.data["where"], event.data["call"]) == ("main (train.py:2)", None)
 
 
 COLLECTING = """
 import gc, threading, time
 from traceml_ray import wire
-from traceml_ray.agent import dump
+from traceml_ray.agent import stacks
 
 class Node: pass
 
@@ -78,10 +80,10 @@ for allocations in range(1, 120):  # a collection at each place where one can be
     del node
     gc.set_threshold(allocations, 1000, 1000)
     gc.enable()
-    dump.stacks(None, wire.OpenStage(1, 2, 3), "x")
+    stacks.event(None, wire.OpenStage(1, 2, 3), "x")
     assert gc.isenabled()
 gc.disable()
-dump.stacks(None, wire.OpenStage(1, 2, 3), "x")
+stacks.event(None, wire.OpenStage(1, 2, 3), "x")
 assert not gc.isenabled()
 """
 
@@ -94,18 +96,18 @@ def test_a_garbage_collection_meanwhile_does_not_stop_the_process() -> None:
 @pytest.mark.parametrize("owner", [None, 12345678])
 def test_without_a_training_thread_the_main_one_is_taken(owner: int | None) -> None:
     found: list[wire.Event] = []
-    asking = threading.Thread(target=lambda: found.append(dump.stacks(owner, OPEN, "h1")))
+    asking = threading.Thread(target=lambda: found.append(stacks.event(owner, OPEN, "h1")))
     asking.start()
     asking.join(30)
     assert found[0].message.startswith("thread MainThread, training:\n")
-    assert "test_dump.py" in str(found[0].data["where"])
+    assert "test_stacks.py" in str(found[0].data["where"])
 
 
 def test_text_is_bounded_and_fits_the_wire_whatever_files_are_called() -> None:
     deep = "def f(n):\n    wait() if n == 0 else f(n - 1)\ndef main():\n    f(200)\n"
     with stuck(deep, "/jobs/ä\udc80" + "x" * 400 + ".py") as owner:
-        event = dump.stacks(owner, OPEN, "h1")
-    assert len(event.message.encode()) <= dump.MAX_BYTES
+        event = stacks.event(owner, OPEN, "h1")
+    assert len(event.message.encode()) <= stacks.MAX_BYTES
     assert event.message.splitlines()[1] == "  …"
     assert wire._encoder.encode(event)
 
@@ -114,4 +116,4 @@ def test_there_is_no_flight_recorder_without_entries(monkeypatch: pytest.MonkeyP
     # Other tests of this process may have left some in torch's own.
     monkeypatch.setattr("torch._C._distributed_c10d._dump_fr_trace_json", lambda *_: b"{}", raising=False)
     monkeypatch.setattr("torch._C._distributed_c10d._dump_nccl_trace_json", lambda *_: b"{}", raising=False)
-    assert dump.flight_recorder(OPEN, "h1") is None
+    assert stacks.flight_recorder(OPEN, "h1") is None

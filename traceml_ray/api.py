@@ -1,4 +1,4 @@
-"""What a training script may say itself; every call is harmless where nothing is being watched."""
+"""What a training script may call itself; in a process that is not watched every call does nothing."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from contextlib import ContextDecorator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from traceml_ray.agent import bootstrap
+from traceml_ray.agent.channel import Channel
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.agent.watched import watched
 from traceml_ray.identity import RankIdentity, resolve
+from traceml_ray.ray.channels import channel_to_relay
 from traceml_ray.settings import Settings
 
 if TYPE_CHECKING:
@@ -21,7 +23,18 @@ if TYPE_CHECKING:
 Items = TypeVar("Items", bound=Iterable[Any])
 
 
-def attach(session: str | None = None, **who: Any) -> bool:
+def attach(
+    session: str | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    local_rank: int | None = None,
+    local_world_size: int | None = None,
+    node_rank: int | None = None,
+    nnodes: int | None = None,
+    attempt: int | None = None,
+    job_id: str | None = None,
+) -> bool:
     """
     Watch this process from here on; True when it is watched.
 
@@ -30,11 +43,20 @@ def attach(session: str | None = None, **who: Any) -> bool:
     `python -m traceml_ray.launch` and `traceml-ray run` ranks are watched already. Without any of these it
     says so once on stderr, in rank 0.
 
+    The ranks are needed only where neither torch.distributed nor the environment of a launcher says them; a
+    process of Ray without any is numbered by the session. Any thread may call it; rows begin with the next
+    step. It patches torch (some ms) and starts one daemon thread; where that is done already it does nothing.
+
     Args:
         session: name.
-        who: `rank`, `world_size`, `local_rank`, `local_world_size`, `node_rank`, `nnodes`, `attempt`
-            and `job_id` (the run it belongs to), where torch.distributed and the environment do
-            not tell. A process of Ray without any rank is numbered by the session.
+        rank: of `world_size`, both or neither; at most 2²⁰.
+        world_size: number of ranks of the job.
+        local_rank: on this node, of `local_world_size`.
+        local_world_size: number of ranks on this node.
+        node_rank: of `nnodes`.
+        nnodes: number of nodes of the job.
+        attempt: number of restarts of the job before this one.
+        job_id: the run it belongs to: processes with the same are ranks of one job.
 
     Raises:
         IdentityError: ranks that contradict each other, or a rank without a world size.
@@ -47,19 +69,29 @@ def attach(session: str | None = None, **who: Any) -> bool:
     if bootstrap.current() is not None:
         return True
     settings = Settings.load(session=session)
-    if "rank" in who:
-        who["global_rank"] = who.pop("rank")
-    identity: Callable[[], RankIdentity] = functools.partial(resolve, **who)
-    identity()  # what is wrong with it is said here
+    identity: Callable[[], RankIdentity] = functools.partial(
+        resolve,
+        global_rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node_rank=node_rank,
+        nnodes=nnodes,
+        attempt=attempt,
+        job_id=job_id,
+    )
+    identity()  # what is wrong with it is raised here
+    channel: Channel | None
     try:
         if settings.socket is None and _ray_is_up():
-            from traceml_ray.agent import in_ray
-            from traceml_ray.agent.actor_channel import ActorChannel
+            from traceml_ray.ray import in_ray
+            from traceml_ray.ray.actor_channel import ActorChannel
 
             settings = in_ray.settings(settings)
             channel, identity = ActorChannel(str(settings.session)), in_ray.named(identity)
-            return bootstrap.start(settings, channel=channel, identity=identity) is not None
-        watched = bootstrap.start(settings, identity=identity) is not None
+        else:
+            channel = channel_to_relay(settings)
+        watched = bootstrap.start(settings, channel=channel, identity=identity) is not None
         if not watched and identity().global_rank == 0:
             _say_what_to_do()
         return watched
@@ -82,7 +114,11 @@ def _ray_is_up() -> bool:
 
 
 def detach() -> None:
-    """Stop watching this process and put torch back exactly as it was."""
+    """
+    Stop watching this process and put torch back exactly as it was.
+
+    What is left is sent first, which takes at most a second. Any thread may call it.
+    """
     bootstrap.stop()
 
 
@@ -111,8 +147,12 @@ class trace_step(_Block):  # noqa: N801 - used as a function is
     """
     Cut one step here instead of at the optimizer: `with traceml_ray.trace_step(model): …`.
 
-    The row closes at the end of the last backward inside the block. `model` is the module whose
-    call starts the forward, where that cannot be learned from DDP, FSDP or the optimizer.
+    The row closes at the end of the last backward inside the block; without one it ends with the block.
+    Also a decorator. Used by the thread that trains.
+
+    Args:
+        model: the module whose call starts the forward, where that cannot be learned from DDP, FSDP or the
+            optimizer.
     """
 
     def __init__(self, model: Any = None) -> None:
@@ -143,27 +183,38 @@ class trace_step(_Block):  # noqa: N801 - used as a function is
 
 
 class stage(_Block):  # noqa: N801
-    """Name a part of the step, `with traceml_ray.stage("tokenize"): …`; shown inside the stage it is in."""
+    """
+    Name a part of the step, `with traceml_ray.stage("tokenize"): …`; shown inside the stage it is in.
+
+    Also a decorator; blocks may be inside each other, and a block inside one of its name counts once. In a
+    thread that does not train it does nothing.
+
+    Args:
+        name: cut to 64 characters; of more than 256 names a process those that come last are dropped and
+            counted.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
 
     def __enter__(self) -> None:
         agent = _listening()
-        parts = agent.instrumentation.parts if agent is not None else None
-        self._open.append((parts, parts.begin(self._given) if parts is not None else None))
+        spans = agent.instrumentation.spans if agent is not None else None
+        self._open.append((spans, spans.begin(self._given) if spans is not None else None))
 
     def __exit__(self, *_: object) -> None:
-        parts, begun = self._open.pop()
+        spans, begun = self._open.pop()
         if begun is not None:
-            parts.end(begun)
+            spans.end(begun)
 
 
 def watch(iterable: Items) -> Items:
     """
     Return `iterable` with the wait for each of its items counted as `data`.
 
-    In all else it is what it was: length, attributes, `isinstance`; what can be iterated again still can.
+    In all else it is what it was: length, attributes, `isinstance`; what can be iterated again still can. A
+    DataLoader, and batches of Ray Data, are returned as they are: they are timed anyway. What the iterable
+    raises is raised.
     """
     result: Items = watched(iterable)
     return result

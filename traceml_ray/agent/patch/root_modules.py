@@ -1,7 +1,7 @@
 """
 Which module is the one whose call starts a step's forward.
 
-DDP and FSDP say so themselves; without them it is the module that owns the optimizer's
+A module given to DDP or FSDP is one; without them it is the module that owns the optimizer's
 parameters. The mark sits on the *class* of that module and looks for the instance: nothing is
 put on the instance, so a pickled, deep-copied or scripted model holds nothing of ours. Submodules
 of other classes pay nothing.
@@ -16,8 +16,11 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
-from traceml_ray.agent.mark_log import EVAL_MODE_FORWARD_BEGIN, FORWARD_BEGIN, NO_GRAD_FORWARD_BEGIN
+from traceml_ray.agent.marks import EVAL_MODE_FORWARD_BEGIN, FORWARD_BEGIN, NO_GRAD_FORWARD_BEGIN
+from traceml_ray.agent.patch.patcher import Failed, Patcher
 from traceml_ray.agent.recorder import Recorder
+
+COMPILE_MODULE = "torch._dynamo.eval_frame"
 
 _WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module")
 """What DDP and others, `torch.compile` and FSDP call the module that they wrap."""
@@ -33,29 +36,23 @@ class _Ids(dict[int, weakref.ref[Any]]):
 
     __slots__ = ("ours",)
 
-    ours: tuple[
-        Recorder,
-        Callable[[int], None],
-        Callable[[], int],
-        Callable[[Any], bool],
-        Callable[[str, BaseException], None],
-    ]
+    ours: tuple[Recorder, Callable[[int], None], Callable[[], int], Callable[[Any], bool], Failed]
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return dict, ()
 
 
-class Roots:
+class RootModules:
     """The root modules of this process (usually one) and the classes that carry the mark."""
 
-    def __init__(self, recorder: Recorder, fail: Callable[[str, BaseException], None]) -> None:
+    def __init__(self, recorder: Recorder, failed: Failed) -> None:
+        self.learning = True
+        """No optimizer has taken a step yet."""
+        self._failed = failed
         self._ids = _Ids()
-        self._ids.ours = recorder, recorder.log.append, recorder.clock, _inner_trains, fail
+        self._ids.ours = recorder, recorder.log.append, recorder.clock, _inner_trains, failed
         self._classes: dict[Any, tuple[Any, Any]] = {}
         self._seen: deque[weakref.ref[Any]] = deque(maxlen=16)
-
-    def __len__(self) -> int:
-        return len(self._ids)
 
     def modules(self) -> list[Any]:
         """Return the roots that are still alive."""
@@ -73,12 +70,41 @@ class Roots:
         self._ids[key] = weakref.ref(module, lambda _: self._ids.pop(key, None))
         self._mark_class(type(module))
 
-    def note_owner(self, module: Any) -> None:
-        """Remember that somebody asked `module` for its parameters: it may be what an optimizer gets."""
-        self._seen.append(weakref.ref(module))
+    def patch(self, patcher: Patcher) -> None:
+        """
+        Until the first optimizer step, note which modules are asked for their parameters.
+
+        One of them is what the optimizer is given. The wrapper stays beyond that: what was compiled with it
+        would be compiled again without it.
+        """
+        import torch
+
+        is_compiling = torch.compiler.is_dynamo_compiling
+
+        def make(original: Any) -> Any:
+            def named_parameters(module: Any, *args: Any, **kwargs: Any) -> Any:
+                try:
+                    if not is_compiling() and self.learning:
+                        self._seen.append(weakref.ref(module))
+                except Exception as error:
+                    self._failed("forward", error)
+                return original(module, *args, **kwargs)
+
+            return named_parameters
+
+        patcher.replace(torch.nn.Module, "named_parameters", make)
+
+    def patch_compile(self) -> None:
+        """Also mark calls of `torch.compile`'s wrapper: inside it the root's own call is compiled away."""
+        from torch._dynamo.eval_frame import OptimizedModule
+
+        self._mark_class(OptimizedModule, lambda module: id(module._orig_mod))
 
     def learn(self, optimizer: Any) -> None:
-        """Make a root of the smallest module that owns most of `optimizer`'s parameters."""
+        """Unless a root is known, make one of the smallest module that owns most of its parameters."""
+        self.learning = False
+        if self._ids:
+            return
         wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
         best, best_score = None, (0, 0)
         for ref in self._seen:
@@ -92,15 +118,11 @@ class Roots:
         if best is not None:
             self.add(best)
 
-    def mark_compiled(self, optimized_module: type) -> None:
-        """Also mark calls of `torch.compile`'s wrapper: inside it the root's own call is compiled away."""
-        self._mark_class(optimized_module, lambda module: id(module._orig_mod))
-
     def restore(self) -> None:
         """Take the mark off every class."""
         for cls, (own, marked) in self._classes.items():
             if cls.__dict__.get("__call__") is not marked:
-                continue  # somebody's own since then: theirs stays
+                continue  # replaced by another library since: theirs stays
             if own is None:
                 del cls.__call__
             else:
@@ -136,7 +158,7 @@ def _marked(cls: Any, own: Any, root_id: Callable[[Any], int], roots: _Ids) -> A
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it is that method
         if not is_compiling() and root_id(self) in roots:
-            recorder, append, clock, inner_trains, fail = roots.ours
+            recorder, append, clock, inner_trains, failed = roots.ours
             try:
                 if not is_grad_enabled():
                     mark = NO_GRAD_FORWARD_BEGIN
@@ -150,7 +172,7 @@ def _marked(cls: Any, own: Any, root_id: Callable[[Any], int], roots: _Ids) -> A
                 else:
                     recorder.forward_begin(mark)
             except Exception as error:
-                fail("forward", error)
+                failed("forward", error)
         if own is not None:
             return own(self, *args, **kwargs)
         return super(cls, self).__call__(*args, **kwargs)

@@ -58,7 +58,7 @@ class ActorChannel:
         self._calls.close()
 
     def forked(self) -> None:
-        """Leave Ray's objects as they are: letting go of one takes locks that nobody here may give back."""
+        """Leave Ray's objects as they are: letting go of one takes locks that may never be released."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def _find(self) -> Any | None:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator
 from types import GeneratorType, SimpleNamespace
 from typing import Any
 
+from traceml_ray.agent.patch.iterators import LOADER, new_iterator, timed_next
+from traceml_ray.agent.patch.patcher import Failed, Patcher
 from traceml_ray.agent.recorder import Recorder
 
 MODULE = "ray.data.iterator"
 _METHODS = ("iter_batches", "iter_torch_batches")
-_LOADER = "_traceml_loader"
-
-Failed = Callable[[str, BaseException], None]
 
 
-def patch(
-    replace: Callable[[Any, str, Callable[[Any], Any]], Any], recorder: Recorder, failed: Failed
-) -> None:
+def patch(patcher: Patcher, recorder: Recorder) -> None:
     """
     Patch Ray's iterable, whose module has been imported; raises what does not fit.
 
@@ -30,37 +27,37 @@ def patch(
         def batches(source: Any, *args: Any, **kwargs: Any) -> Any:
             found = original(source, *args, **kwargs)
             try:
-                found.__dict__[_LOADER] = id(source)
+                found.__dict__[LOADER] = id(source)
             except Exception as error:
-                failed("ray_data", error)
+                patcher.failed("ray_data", error)
             return found
 
         return batches
 
     def make_iter(original: Any) -> Any:
         def __iter__(iterable: Any) -> Any:  # noqa: N807
-            items, loader = original(iterable), iterable.__dict__.get(_LOADER)
+            items, loader = original(iterable), iterable.__dict__.get(LOADER)
             if loader is None or type(items) is not GeneratorType:
                 return items
-            return timed(items, loader, recorder, failed)
+            return _timed(items, loader, recorder, patcher.failed)
 
         return __iter__
 
-    replace(_IterableFromIterator, "__iter__", make_iter)
+    patcher.replace(_IterableFromIterator, "__iter__", make_iter)
     for name in _METHODS:
-        replace(DataIterator, name, make_batches)
+        patcher.replace(DataIterator, name, make_batches)
 
 
 def is_timed(iterable: Any) -> bool:
     """Return whether `iterable` is one of Ray's whose iterators are timed."""
-    return _LOADER in getattr(iterable, "__dict__", ()) and type(iterable).__module__ == MODULE
+    return LOADER in getattr(iterable, "__dict__", ()) and type(iterable).__module__ == MODULE
 
 
-def timed(
+def _timed(
     items: Generator[Any, Any, Any], loader: int, recorder: Recorder, failed: Failed
 ) -> Generator[Any, None, None]:
-    """Yield from `items`, a generator of nobody else, with each wait counted as `data` of `loader`."""
-    iterator = SimpleNamespace(**{_LOADER: loader})  # iterators come and go with the epochs
+    """Yield from `items`, which nothing else reads, with each wait counted as `data` of `loader`."""
+    iterator = SimpleNamespace(**{LOADER: loader})  # iterators come and go with the epochs
     new_iterator(recorder, failed, "ray_data")
     try:
         while True:
@@ -71,30 +68,3 @@ def timed(
             yield item
     finally:
         items.close()
-
-
-def new_iterator(recorder: Recorder, failed: Failed, place: str) -> None:
-    """Tell the recorder that an iterator was made."""
-    try:
-        recorder.new_iterator()
-    except Exception as error:
-        failed(place, error)
-
-
-def timed_next(items: Iterator[Any], loader: Any, recorder: Recorder, failed: Failed, place: str) -> Any:
-    """Return the next of `items`, with the wait for it counted as `data` of `loader`."""
-    began = got = False
-    try:
-        began = recorder.data_begin(loader)
-    except Exception as error:
-        failed(place, error)
-    try:
-        item = next(items)
-        got = True
-        return item
-    finally:
-        try:
-            if began:
-                recorder.data_end(got)
-        except Exception as error:
-            failed(place, error)

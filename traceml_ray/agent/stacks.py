@@ -1,8 +1,8 @@
 """
-Where every thread of this process stands, asked for when the job hangs.
+The stacks of every thread of this process, asked for when the job hangs.
 
 Made by the agent's own thread, so a training thread that is stuck in a collective is no obstacle; one
-that holds the interpreter's lock is, and then the silence says so. No source files are read: the disk
+that holds the interpreter's lock is, and then no answer is the answer. No source files are read: the disk
 may be what hangs.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 from traceml_ray import wire
 
 MAX_BYTES = 12_000
-"""Of one event's text: with half a batch of rows beside two of them, the batch stays below its limit."""
+"""Of one event's text: two of them and half a batch of rows fit into one batch."""
 MAX_FRAMES = 40
 MAX_THREADS = 64
 _OURS = str(Path(__file__).parents[1])
@@ -34,7 +34,7 @@ _COLLECTIVES = "/torch/distributed/"
 _WRAPPERS = {"wrapper", "wrapped"}
 
 
-def stacks(owner: int | None, opened: wire.OpenStage, of: str) -> wire.Event:
+def event(owner: int | None, opened: wire.OpenStage, of: str) -> wire.Event:
     """
     Return event `stacks`: all threads' stacks as text, the thread `owner` first.
 
@@ -43,7 +43,7 @@ def stacks(owner: int | None, opened: wire.OpenStage, of: str) -> wire.Event:
     """
     frames = _current_frames()
     frames.pop(threading.get_ident(), None)
-    # Not `threading.enumerate`, which takes a lock that nobody here may give back.
+    # Not `threading.enumerate`, which takes a lock that may never be released.
     known = {ident: thread.name for ident, thread in dict(vars(threading).get("_active", {})).items()}
     owner = owner if owner in frames else threading.main_thread().ident
     order = sorted(frames, key=lambda ident: (ident != owner, ident))[:MAX_THREADS]

@@ -24,14 +24,12 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from traceml_ray.agent.bootstrap import end_as_interrupted
+from traceml_ray.agent.ending import end_as_interrupted
+from traceml_ray.attachment import FILE, Attachment
 from traceml_ray.errors import Errors
 from traceml_ray.ray.connection import attach, attach_environment, raylet_answers, reach
 from traceml_ray.session import read_json
 
-FILE = "attach.json"
 ATTACH_S = 2.0
 """How long the end of the process waits for an attaching that is under way."""
 SHUTDOWN_S = 1.0
@@ -46,23 +44,12 @@ _FATAL = (
 """Those that Ray handles."""
 
 
-class Attachment(msgspec.Struct, frozen=True):
-    """How to attach to this node of the cluster: `attach.json` beside the relay's socket."""
-
-    address: str
-    """host:port of the cluster's head."""
-    temp_dir: str = ""
-    """Of this node's raylet, where it is the launcher's own."""
-    environ: dict[str, str | None] = {}
-    """What to have in the environment while attaching; None: what not to have."""
-
-
 class AttachedChannel:
     """
     Attaches to Ray in the background and is an `ActorChannel` from then on.
 
     Args:
-        path: of the relay's socket: while nobody listens there, Ray is left alone.
+        path: of the relay's socket: while no relay listens there, Ray is left alone.
         session: name.
     """
 
@@ -97,7 +84,7 @@ class AttachedChannel:
             self._channel.close()
 
     def forked(self) -> None:
-        """Leave Ray's objects as they are: letting go of one takes locks that nobody here may give back."""
+        """Leave Ray's objects as they are: letting go of one takes locks that may never be released."""
         atexit.unregister(self._leave)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
@@ -128,8 +115,8 @@ class AttachedChannel:
                 attach(address, found.temp_dir)
             _end_with_the_interpreter(ray)  # again: before what was registered meanwhile
             os.register_at_fork(after_in_child=lambda: self._quietly(_keep_for_good, ray))
-            self._quietly(_hear_no_messages, ray)
-        from traceml_ray.agent.actor_channel import ActorChannel
+            self._quietly(_stop_printing_errors, ray)
+        from traceml_ray.ray.actor_channel import ActorChannel
 
         channel = ActorChannel(self._session)
         channel.errors = self.errors
@@ -161,7 +148,7 @@ class AttachedChannel:
 
 
 def _listener(path: str) -> int:
-    """Return the pid of the relay that listens there; 0 when nobody does."""
+    """Return the pid of the relay that listens there; 0 when none does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as probe:
         probe.setblocking(False)
         try:
@@ -196,7 +183,7 @@ def _keep_for_good(ray: Any) -> None:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
 
-def _hear_no_messages(ray: Any) -> None:
+def _stop_printing_errors(ray: Any) -> None:
     """End the thread in which Ray prints the cluster's troubles into the script's output."""
     worker = ray._private.worker.global_worker
     worker.threads_stopped.set()

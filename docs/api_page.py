@@ -1,0 +1,157 @@
+"""
+Writes `docs/api.md` from the sources: signatures, docstrings, settings and the shapes of answers.
+
+    python docs/api_page.py docs/api.md
+
+Nothing is imported, so that the page is the same whatever is installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SECTIONS = {
+    "In a training script": {
+        "traceml_ray/api.py": ("attach", "detach", "trace_step", "stage", "watch"),
+        "traceml_ray/adapters/huggingface.py": ("TraceMLTrainerCallback",),
+        "traceml_ray/adapters/lightning.py": ("TraceMLCallback",),
+    },
+    "In a driver of Ray": {
+        "traceml_ray/driver.py": ("start", "Session", "StartError"),
+        "launchers/train_callback.py": ("TraceMLTrainCallback",),
+    },
+}
+ERRORS = {"traceml_ray/settings.py": ("SettingError",), "traceml_ray/identity.py": ("IdentityError",)}
+SETTINGS = {
+    "traceml_ray/settings.py": ("Settings",),
+    "traceml_ray/analysis/thresholds.py": ("Thresholds", "MachineLimits"),
+}
+RESULTS = "traceml_ray/results.py"
+METHODS_OF = "Session"
+"""Of other classes the methods are for frameworks, not for people."""
+INTRO = """# API
+
+Made by `make api` from the sources. What is private (`_name`) or not on this page may change at any time.
+Every call in a training script does nothing in a process that is not watched, and raises nothing of ours into
+training.
+"""
+
+
+def page() -> str:
+    """Return the page."""
+    parts = [INTRO]
+    for title, files in SECTIONS.items():
+        parts.append(f"## {title}\n")
+        parts += [entry(node) for path, names in files.items() for node in found(path, names)]
+    parts.append("## Errors\n")
+    parts += [entry(node) for path, names in ERRORS.items() for node in found(path, names)]
+    parts.append("## Settings\n")
+    parts += [shape(node, default=True) for path, names in SETTINGS.items() for node in found(path, names)]
+    results = ast.parse((ROOT / RESULTS).read_text())
+    parts += ["## What a session answers\n", text_of(results)]
+    parts += [shape(node) for node in results.body if isinstance(node, ast.ClassDef)]
+    return "\n".join(parts)
+
+
+def found(path: str, names: tuple[str, ...]) -> list[ast.ClassDef | ast.FunctionDef]:
+    """Return the definitions of `names` in a file, in that order. Raises KeyError for a missing one."""
+    body = ast.parse((ROOT / path).read_text()).body
+    known = {node.name: node for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    return [known[name] for name in names]
+
+
+def entry(node: ast.ClassDef | ast.FunctionDef, title: str = "### ") -> str:
+    """Return the entry of a function, or of a class with its methods."""
+    text = f"{title}{node.name}\n\n```python\n{signature(node)}\n```\n\n{text_of(node)}"
+    if not isinstance(node, ast.ClassDef) or node.name != METHODS_OF:
+        return text
+    public = [each for each in methods(node) if not each.name.startswith("_")]
+    return "\n".join([text, *(entry(each, f"#### {node.name}.") for each in public)])
+
+
+def methods(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
+    """Yield the functions of a class."""
+    yield from (each for each in node.body if isinstance(each, ast.FunctionDef))
+
+
+def signature(node: ast.ClassDef | ast.FunctionDef) -> str:
+    """Return how it is called, one keyword a line where that is long."""
+    if isinstance(node, ast.ClassDef):
+        init = next((each for each in methods(node) if each.name == "__init__"), None)
+        if init is None or node.name == METHODS_OF or node.name.endswith("Error"):
+            return f"class {node.name}"
+        arguments, returns = arguments_of(init), ""
+    else:
+        arguments = arguments_of(node)
+        returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    line = f"{node.name}({', '.join(arguments)}){returns}"
+    if len(line) <= 100:
+        return line
+    return f"{node.name}(\n" + "".join(f"    {each},\n" for each in arguments) + f"){returns}"
+
+
+def arguments_of(node: ast.FunctionDef) -> list[str]:
+    """Return the arguments of a function as they are written."""
+    found, args = [], node.args
+    positional = [None] * (len(args.args) - len(args.defaults)) + [*args.defaults]
+    for argument, default in zip(args.args, positional, strict=True):
+        if argument.arg != "self":
+            found.append(one_argument(argument, default))
+    found += ["*"] if args.kwonlyargs else []
+    return found + [one_argument(a, d) for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+
+
+def one_argument(argument: ast.arg, default: ast.expr | None) -> str:
+    """Return an argument with its type and default."""
+    text = argument.arg + (f": {ast.unparse(argument.annotation)}" if argument.annotation else "")
+    return text if default is None else f"{text} = {ast.unparse(default)}"
+
+
+def text_of(node: ast.ClassDef | ast.FunctionDef | ast.Module) -> str:
+    """Return a docstring as Markdown: what stands indented under `Args:` and the like becomes a list."""
+    lines: list[str] = []
+    listed = False
+    for line in (ast.get_docstring(node) or "").splitlines():
+        if re.fullmatch(r"(Args|Raises):", line):
+            listed = True
+            lines += [f"**{line[:-1]}**", ""]
+        elif listed and (item := re.match(r"    (\w+): (.*)", line)):
+            lines.append(f"- `{item[1]}`: {item[2]}")
+        elif listed and line.startswith("        "):
+            lines.append(f"  {line.strip()}")
+        else:
+            listed = listed and not line
+            lines.append(line)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def shape(node: ast.ClassDef, default: bool = False) -> str:
+    """Return the entry of a class of fields: a table of types, defaults and what is written under each."""
+    columns = ["field", "type", *(["default"] if default else []), "meaning"]
+    rows = [columns, ["---"] * len(columns)]
+    base = ast.unparse(node.bases[0])
+    if base in (
+        other.name for other in ast.parse((ROOT / RESULTS).read_text()).body if hasattr(other, "name")
+    ):
+        rows.append([f"all of `{base}`", "", ""])
+    for field, below in zip(node.body, [*node.body[1:], None], strict=True):
+        if isinstance(field, ast.AnnAssign):
+            values = [field.target, field.annotation, *([field.value] if default else [])]
+            rows.append([*(f"`{ast.unparse(value)}`" if value else "" for value in values), meaning(below)])
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows]
+    return f"### {node.name}\n\n{text_of(node)}\n{''.join(lines)}"
+
+
+def meaning(node: ast.stmt | None) -> str:
+    """Return the text that stands under a field, as one line."""
+    text = node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else ""
+    return " ".join(str(text).split())
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(page())

@@ -1,0 +1,33 @@
+"""How a training process ends, and what is sent of it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+
+from traceml_ray import wire
+from traceml_ray.errors import said
+
+
+def event(
+    opened: wire.OpenStage, error: BaseException | None, kind: str = "exit", **data: wire.Value
+) -> wire.Event:
+    """Return the event of how the training thread ended, in `opened`: as `kind`, or by an exception."""
+    message = ""
+    if error is not None:
+        kind, data = "exception", {"type": type(error).__name__}
+        message = said(error)[:2000]
+    return wire.Event(kind, time.time_ns(), opened.step, opened.stage, message, data)
+
+
+def end_as_interrupted() -> None:
+    """
+    Have a process that an unhandled KeyboardInterrupt ends die of SIGINT, as it would have without us.
+
+    Python notes that such an exception came out of the code of a whole file or string; any `exec` of a string
+    at exit (a dataclass that is imported then) makes it forget that, and exit with 1.
+    """
+    if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")

@@ -1,0 +1,100 @@
+"""
+Batches of a rank that are not known to be stored.
+
+They are offered in order, and all again after a connection was lost or made: what went into the one before
+may be lost. The aggregator knows each batch by its number and keeps one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+from traceml_ray.agent.channel import Channel
+
+
+class Batch(msgspec.Struct, gc=False):
+    """One encoded `wire.RankBatch`, and how many rows, events and spans are in it."""
+
+    seq: int
+    rows: int
+    events: int
+    spans: int
+    data: bytes
+    offered: bool = False
+    handed: bool = False
+    """A relay has been given it, though maybe not the one that is there now."""
+
+
+class Outbox:
+    """
+    Keeps batches until they are stored, the oldest first.
+
+    Args:
+        max_bytes: what is kept beyond this is dropped by `make_room`.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.sent_bytes = 0
+        """Handed over in all, repeats included."""
+        self.connected = False
+        """There is a relay, or was one."""
+        self._max_bytes = max_bytes
+        self._batches: deque[Batch] = deque()
+        self._bytes = 0
+        self._generation = 0
+        self._acked = -1
+        """The newest batch that the relay of this connection has taken over."""
+
+    def put(self, batch: Batch) -> None:
+        """Keep one more batch."""
+        self._batches.append(batch)
+        self._bytes += len(batch.data)
+
+    def make_room(self) -> list[Batch]:
+        """
+        Drop the oldest batches beyond the bound; return those that no relay has been given.
+
+        The others are the relay's to account for.
+        """
+        dropped = []
+        while self._bytes > self._max_bytes:
+            old = self._batches.popleft()
+            self._bytes -= len(old.data)
+            if not old.handed:
+                dropped.append(old)
+        return dropped
+
+    def offer(self, channel: Channel) -> None:
+        """Hand over what `channel` takes now."""
+        for batch in self._batches:
+            if batch.offered:
+                continue
+            if not channel.offer(batch.data):
+                break
+            self.follow(channel)
+            batch.offered = batch.handed = True
+            self.sent_bytes += len(batch.data)
+
+    def follow(self, channel: Channel) -> None:
+        """Begin anew where `channel` has lost or made a connection; what the one before acked is void."""
+        if self._generation != channel.generation:
+            self._generation, self._acked = channel.generation, -1
+            self.connected = bool(self._generation)
+            for batch in self._batches:
+                batch.offered = False
+
+    def confirm(self, acked: int, stored: int) -> None:
+        """Note up to which batch the relay has taken them over, and up to which they are stored."""
+        self._acked = max(self._acked, acked)
+        while self._batches and self._batches[0].seq <= stored:
+            self._bytes -= len(self._batches.popleft().data)
+
+    def unacked(self) -> bool:
+        """Return whether there is a batch that no relay is known to have."""
+        return bool(self._batches) and self._batches[-1].seq > self._acked
+
+    def frames(self) -> list[bytes]:
+        """Return the batches that are kept, for the spool."""
+        return [batch.data for batch in self._batches]

@@ -1,0 +1,190 @@
+"""
+Functions of `torch.distributed` that user code calls, and the waits for those that were only started.
+
+Each is a span inside the stage it is called in. They are replaced where users find them
+(`torch.distributed.all_reduce`, …): a name imported before the monitor came stays as it was, and is not
+timed. DDP exchanges gradients without them; where nothing says when gradients are exchanged, reductions do.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+from traceml_ray.agent.patch.patcher import Failed, Make, Patcher
+from traceml_ray.agent.recorder import Recorder
+from traceml_ray.agent.spans import Spans
+
+FUNCTIONAL_MODULE = "torch.distributed._functional_collectives"
+_COLLECTIVES = (
+    *("all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "scatter", "gather"),
+    *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_single"),
+    *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all", "all_to_all_single"),
+    *("barrier", "monitored_barrier", "send", "recv", "batch_isend_irecv"),
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("send_object_list", "recv_object_list"),
+)
+"""
+Those that this torch has are timed. Not `isend` and `irecv`: `P2POp` accepts no others in their place, and
+pipelines are made of it; what they take is in the wait.
+"""
+_REDUCTIONS = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+"""What gradients are exchanged with by hand, or by a framework that is neither DDP nor FSDP."""
+_MAX_HANDLES = 4096
+
+
+class Collectives:
+    """Times the collectives of this process, and marks reductions."""
+
+    def __init__(self, recorder: Recorder, spans: Spans, failed: Failed) -> None:
+        self._recorder = recorder
+        self._spans = spans
+        self._failed = failed
+        self._inside = False
+        """The training thread is in one: what that calls and waits for is part of it."""
+        self._handles: dict[int, bool] = {}
+        """Reductions (by id) that were started and not yet waited for: whether they run on a device."""
+        self._largest_reduced = 0
+        self.reduction = ""
+        """The one of _REDUCTIONS that has reduced most at once."""
+
+    def patch(self, patcher: Patcher) -> None:
+        """Time the functions of `torch.distributed`, and the wait for those that were started only."""
+        import torch.distributed as dist
+
+        if not dist.is_available():
+            return
+        for name in _COLLECTIVES:
+            if hasattr(dist, name):
+                patcher.replace(dist, name, self._collective(name))
+        patcher.replace(dist.Work, "wait", self._wait())
+
+    def patch_functional(self, patcher: Patcher) -> None:
+        """Time the wait for a functional collective: DTensor uses them (the norm of sharded gradients)."""
+        import torch.distributed._functional_collectives as functional
+
+        patcher.replace(functional, "wait_tensor", self._wait())
+
+    def _wait(self) -> Make:
+        """
+        Return what makes the wrapper of a wait for peers.
+
+        It is a span by itself only where it is not part of a collective, which torch.distributed starts and
+        then waits for: what of that is work (pickling an object) stays in its stage.
+        """
+        from torch.compiler import is_dynamo_compiling
+
+        spans = self._spans
+
+        def make(original: Any) -> Any:
+            def wait(*args: Any, **kwargs: Any) -> Any:
+                if is_dynamo_compiling():
+                    return original(*args, **kwargs)
+                span = None if self._inside else spans.begin("wait")
+                blocks = spans.sync_begin()
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    if blocks:
+                        spans.sync_end()
+                    if span is not None:
+                        spans.end(span)
+                        if args and id(args[0]) in self._handles:
+                            self._waited(self._handles.pop(id(args[0])))
+
+            return wait
+
+        return make
+
+    def _collective(self, op: str) -> Make:
+        from torch.compiler import is_dynamo_compiling
+
+        spans, exchange = self._spans, self._recorder.exchange
+        sized = not op.endswith(("_object", "_object_list"))  # objects have no size before they are pickled
+        reduces = op in _REDUCTIONS
+
+        def make(original: Any) -> Any:
+            parameters = list(inspect.signature(original).parameters)
+            place = parameters.index("group") if "group" in parameters else len(parameters)
+
+            def collective(*args: Any, **kwargs: Any) -> Any:
+                if is_dynamo_compiling() or self._inside:
+                    return original(*args, **kwargs)
+                group = args[place] if len(args) > place else kwargs.get("group")
+                span = spans.begin(op if group is None else _named(op, group))
+                if span is None:
+                    return original(*args, **kwargs)
+                self._inside = True
+                blocks = op == "monitored_barrier" and spans.sync_begin()
+                result, buffers = None, (*args, *kwargs.values())
+                try:
+                    result = original(*args, **kwargs)
+                finally:
+                    self._inside = False
+                    if blocks:
+                        spans.sync_end()
+                    size = self._largest(buffers) if sized else 0
+                    spans.end(span, size)
+                if reduces and exchange.peers is None:
+                    self._reduced(op, group, buffers, size, result)
+                return result
+
+            return collective
+
+        return make
+
+    def _reduced(self, op: str, group: Any, buffers: Iterable[Any], size: int, handle: Any) -> None:
+        """Tell the recorder that a reduction is over, or once it will have been waited for."""
+        import torch.distributed as dist
+
+        try:
+            if dist.get_world_size(group) < 2:
+                return
+            if size > self._largest_reduced:
+                self._largest_reduced, self.reduction = size, op
+            on_device = any(tensor.device.type != "cpu" for one in buffers for tensor in _tensors(one))
+            if not isinstance(handle, dist.Work):
+                self._recorder.reduced(on_device)
+            elif len(self._handles) < _MAX_HANDLES:
+                self._handles[id(handle)] = on_device
+        except Exception as error:
+            self._failed("span", error)
+
+    def _waited(self, on_device: bool) -> None:
+        """Tell the recorder that a reduction that was started has been waited for."""
+        try:
+            self._recorder.reduced(on_device)
+        except Exception as error:
+            self._failed("span", error)
+
+    def _largest(self, buffers: Iterable[Any]) -> int:
+        """Return the bytes of the largest of a collective's buffers."""
+        largest = 0
+        try:
+            for buffer in buffers:
+                largest = max(largest, sum(one.numel() * one.element_size() for one in _tensors(buffer)))
+        except Exception as error:
+            self._failed("span", error)
+        return largest
+
+
+def _tensors(buffer: Any) -> list[Any]:
+    """Return the tensors of one of a collective's buffers: a tensor, or a list of tensors."""
+    import torch
+
+    items = buffer if type(buffer) in (list, tuple) else (buffer,)
+    return [item for item in items if isinstance(item, torch.Tensor)]
+
+
+def _named(op: str, group: Any) -> str:
+    """Return the name of a collective in a group, which is not that of all ranks as a rule."""
+    try:
+        import torch.distributed as dist
+
+        if group is dist.group.WORLD:
+            return op
+        what = group.group_desc
+        return f"{op} of {group.size()}" + f" ({what})" * (what not in ("", "undefined"))
+    except Exception:  # an argument of the wrong type: torch will raise what it thinks of it
+        return op

@@ -1,0 +1,88 @@
+"""Optimizer steps, by the hooks that torch has for all optimizers, and those of `GradScaler`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+from traceml_ray.agent.marks import CLOSURE_BEGIN, COST, OPTIMIZER_BEGIN, OPTIMIZER_END, SCALER_BEGIN
+from traceml_ray.agent.patch.patcher import Failed, Patcher
+from traceml_ray.agent.patch.root_modules import RootModules
+from traceml_ray.agent.recorder import Recorder
+
+Hook = Callable[[Any, Any, Any], None]
+
+
+def patch(
+    patcher: Patcher, recorder: Recorder, roots: RootModules, first_step: Callable[[Any], None]
+) -> None:
+    """Hook all optimizers; `first_step(optimizer)` is called while `roots` is learning."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    before, after = _hooks(recorder, roots, first_step, patcher.failed)
+    patcher.when_restored(register_optimizer_step_pre_hook(before).remove)
+    patcher.when_restored(register_optimizer_step_post_hook(after).remove)
+
+
+def _hooks(
+    recorder: Recorder, roots: RootModules, first_step: Callable[[Any], None], failed: Failed
+) -> tuple[Hook, Hook]:
+    import torch
+
+    append, clock = recorder.log.append, recorder.clock
+    is_compiling = torch.compiler.is_dynamo_compiling
+    began = False
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        nonlocal began
+        if is_compiling():
+            return
+        try:
+            if roots.learning:
+                first_step(optimizer)
+            closure = (len(args) > 1 or kwargs) and any(map(callable, (*args[1:], *kwargs.values())))
+            began = get_ident() == recorder.ready
+            if began:
+                append(CLOSURE_BEGIN if closure else OPTIMIZER_BEGIN)
+                append(clock())
+                if recorder.weigh:
+                    append(COST)
+                    append(clock())
+                    recorder.weigh = False
+            else:
+                began = recorder.optimizer_begin(bool(closure))
+        except Exception as error:
+            failed("optimizer", error)
+
+    def after(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if not began or is_compiling():
+            return
+        try:
+            if get_ident() == recorder.ready:
+                append(OPTIMIZER_END)
+                append(clock())
+            else:
+                recorder.optimizer_end(began)
+        except Exception as error:
+            failed("optimizer", error)
+
+    return before, after
+
+
+def patch_grad_scaler(patcher: Patcher, recorder: Recorder) -> None:
+    """Mark the steps of `GradScaler`: an overflow skips the optimizer, and the step has been one."""
+    from torch.amp.grad_scaler import GradScaler
+
+    def make(original: Any) -> Any:
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                if not recorder.write(SCALER_BEGIN):
+                    recorder.scaler_begin()
+            except Exception as error:
+                patcher.failed("grad_scaler", error)
+            return original(scaler, optimizer, *args, **kwargs)
+
+        return step
+
+    patcher.replace(GradScaler, "step", make)

@@ -1,0 +1,105 @@
+"""
+Steps and segments: the row that a backward has left pending, and what closes it.
+
+An optimizer step closes it; another backward without one in between takes it back in (gradient
+accumulation), or, where it has exchanged gradients, makes it a segment of the step.
+"""
+
+from __future__ import annotations
+
+from traceml_ray.agent.ring import StepRing
+from traceml_ray.wire import (
+    DATA,
+    FLAG_COUPLED,
+    FLAG_FIRST,
+    FLAG_NO_DATA,
+    FLAG_NO_FORWARD,
+    FLAG_NO_PEERS,
+    FLAG_NO_SPLIT,
+    FORWARD,
+    POST_SYNC,
+    PREPARE,
+    SEGMENT_BITS,
+)
+
+MAX_SEGMENT = (1 << SEGMENT_BITS) - 1
+
+
+class Rows:
+    """Numbers the rows of one process and puts those that are whole into the ring."""
+
+    __slots__ = ("depth", "first", "flags", "pending", "ring", "segment", "step", "stepped", "synced")
+
+    def __init__(self, ring: StepRing) -> None:
+        self.ring = ring
+        self.step = self.segment = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the open row; the next one is a first row again."""
+        self.pending: list[int] | None = None
+        """Time (ns) per stage up to the end of the last backward."""
+        self.flags = 0
+        self.synced = False
+        """That backward has exchanged gradients."""
+        self.stepped = False
+        """An optimizer has taken a step since."""
+        self.first = True
+        self.depth = 0
+        """How many backwards the training thread is in."""
+
+    def leave(self, times: list[int], flags: int, synced: bool) -> None:
+        """Leave a row pending."""
+        self.pending, self.flags, self.synced, self.stepped = times, flags, synced, False
+
+    def take_back(self) -> list[int]:
+        """Return the times of the pending row, which goes on."""
+        times, self.pending = self.pending, None
+        assert times is not None
+        return times
+
+    def extend(self, times: list[int]) -> None:
+        """Add `times` to the pending row."""
+        assert self.pending is not None
+        self.pending = [a + b for a, b in zip(self.pending, times, strict=True)]
+
+    def infer(self, coupled: bool) -> None:
+        """Take the end of the pending row for an exchange; all its waits were seen, so it has a split."""
+        self.synced = True
+        self.flags &= ~(FLAG_NO_PEERS | FLAG_NO_SPLIT)
+        if coupled:
+            self.flags |= FLAG_COUPLED
+
+    def close_segment(self) -> None:
+        """Close the pending row; the step goes on."""
+        self._emit()
+        self.segment = min(self.segment + 1, MAX_SEGMENT)
+
+    def close_step(self) -> None:
+        """Close the pending row and count a step."""
+        self._emit()
+        self.step += 1
+        self.segment = 0
+
+    def number(self, done: int) -> None:
+        """Say how many steps are done; the numbers of rows only grow."""
+        if self.pending is None:
+            self.step = max(self.step, done)
+
+    def skip(self, lost: int) -> None:
+        """Count rows that were never made, each as a step."""
+        self.ring.dropped += lost
+        self.step += lost
+
+    def _emit(self) -> None:
+        row, flags = self.take_back(), self.flags
+        if not row[DATA]:
+            flags |= FLAG_NO_DATA
+        if not row[FORWARD]:
+            flags |= FLAG_NO_FORWARD
+            row[FORWARD], row[PREPARE] = row[PREPARE], 0
+        if self.first:
+            flags |= FLAG_FIRST
+            self.first = False
+            row[POST_SYNC] = 0  # there was no sync before: a first row starts at its first data wait
+        self.ring.push(self.step << SEGMENT_BITS | self.segment, flags, row)

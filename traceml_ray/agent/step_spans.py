@@ -1,0 +1,107 @@
+"""Spans that follow from the marks of a step: its optimizer, evaluations, and what a wait for data was."""
+
+from __future__ import annotations
+
+from traceml_ray.agent.data_waits import DataWaits
+from traceml_ray.agent.open_spans import Span
+from traceml_ray.agent.partition import Partition
+from traceml_ray.agent.rows import Rows
+from traceml_ray.agent.span_sums import COLLATE, EVALUATION, FETCH, OPTIMIZER, WORKERS
+from traceml_ray.wire import DATA, POST_SYNC
+
+
+class StepSpans:
+    """Begins and ends spans in the open row, those that a script names among them; times are in ns."""
+
+    __slots__ = ("_partition", "_rows", "_spans", "evaluation", "optimizer")
+
+    def __init__(self, partition: Partition, rows: Rows) -> None:
+        self._partition = partition
+        self._rows = rows
+        self._spans = partition.spans
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the open row."""
+        self.evaluation: Span | None = None
+        self.optimizer: Span | None = None
+
+    def hand_out(self) -> None:
+        """Count the spans that are over as of the step that is open."""
+        self._spans.hand_out(self._rows.step, self._rows.first)
+
+    def cut(self) -> None:
+        """Count what open spans took of a row that ends."""
+        if self._spans.open:
+            self._spans.cut(self._rows.step, self._rows.first)
+
+    def begin(self, number: int, now: int) -> Span:
+        """Begin a span of this number (see `SpanSums`)."""
+        return self._spans.begin(number, self._partition.stage, now)
+
+    def end(self, number: int, size: int, now: int) -> bool:
+        """End the innermost span of this number that a script has named; False where there is none."""
+        for span in reversed(self._spans.open):
+            if span.number == number and span not in (self.evaluation, self.optimizer):
+                span.size = size
+                self._end(span, now)
+                return True
+        return False
+
+    def _end(self, span: Span, now: int) -> None:
+        if self._spans.end(span, self._partition.stage, now) or self._rows.depth:
+            self.hand_out()
+
+    def begin_evaluation(self, folded: int, now: int) -> None:
+        """Begin an evaluation; its fetches took `folded` ns, unless one before it has had that time."""
+        if self.evaluation is not None:
+            return
+        again = any(span.number == EVALUATION for span in self._spans.over)
+        self.evaluation = self.begin(EVALUATION, now)
+        self.evaluation.times[POST_SYNC] = 0 if again else folded
+
+    def end_evaluation(self, now: int) -> None:
+        """End the evaluation, if there is one."""
+        if self.evaluation is not None:
+            self._end(self.evaluation, now)
+            self.evaluation = None
+
+    def begin_optimizer(self, now: int) -> None:
+        """Begin an optimizer step; nothing counts of one that was announced (`GradScaler`) and never came."""
+        self.drop_optimizer()
+        self.optimizer = self.begin(OPTIMIZER, now)
+
+    def drop_optimizer(self) -> None:
+        """Count nothing for the optimizer step that is open."""
+        self._spans.drop(self.optimizer)
+        self.optimizer = None
+
+    def pause_optimizer(self, paused: bool = True) -> None:
+        """Count no time: a closure's, from its data or forward to the end of its backward."""
+        if self.optimizer is not None:
+            self.optimizer.paused = paused
+
+    def end_optimizer(self, now: int) -> None:
+        """End the optimizer step; of one that is still paused nothing counts."""
+        if self.optimizer is not None:
+            if self.optimizer.paused:
+                self._spans.drop(self.optimizer)
+            else:
+                self._end(self.optimizer, now)
+            self.optimizer = None
+
+    def waited(self, data: DataWaits, since: int, now: int) -> None:
+        """Say what a wait for data was: for workers, or for fetching and collating; or not for training."""
+        if not data.feeds_training():
+            data.foreign_ns += now - since
+            for span in self._spans.running():
+                span.foreign_ns += now - max(since, span.began)
+        elif data.workers:
+            self._add(WORKERS, now - since)
+        elif data.collated > since:
+            self._add(FETCH, data.collated - since)
+            self._add(COLLATE, now - data.collated)
+
+    def _add(self, number: int, ns: int) -> None:
+        sums = self._spans.sums
+        sums.add(sums.names[number], DATA, self._rows.step, ns, 0, self._rows.first)

@@ -1,0 +1,17 @@
+"""Which way a rank takes to the relay of its node."""
+
+from __future__ import annotations
+
+from traceml_ray.agent.channel import Channel, SocketChannel
+from traceml_ray.settings import Settings
+
+
+def channel_to_relay(settings: Settings) -> Channel | None:
+    """Return the relay's socket, or calls of the actor that listens there; None where there is no relay."""
+    if settings.socket is None:
+        return None
+    if settings.channel == "actor" and settings.session is not None:
+        from traceml_ray.ray.attached import AttachedChannel  # Ray is imported only where it is used
+
+        return AttachedChannel(settings.socket, settings.session)
+    return SocketChannel(settings.socket)

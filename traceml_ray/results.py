@@ -1,0 +1,465 @@
+"""
+What a session answers: the shapes of what `Session` returns and of `summary.json` (`traceml_ray/summary/1`).
+
+All are plain dicts, as they come from JSON. Names ending in `_ms` are milliseconds, `_s` seconds, `_ns`
+nanoseconds since the epoch, `_pct` percent, `_at` moments (ISO 8601, UTC); a `share` is 0 to 1. What is not
+known is None, never 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+
+class Dropped(TypedDict):
+    """Rows that were lost, by where."""
+
+    agent: int
+    relay: int
+    aggregator: int
+
+
+class Ledger(TypedDict):
+    """Where every row is: `produced = stored + dropped + in_flight`."""
+
+    produced: int
+    stored: int
+    in_flight: int
+    dropped: Dropped
+
+
+class RankLedger(Ledger):
+    """The same of one rank, all of its attempts together."""
+
+    unreported: int | None
+    """What it produced after its last report: 0 after a regular end, None for a process that was killed."""
+
+
+class WholeLedger(Ledger):
+    """The same of the session, and of each rank of the run (by its number as text; `unknown`)."""
+
+    per_rank: dict[str, RankLedger]
+    folded: int
+    """Rows that are stored as statistics only."""
+
+
+class NodeInfo(TypedDict):
+    """A node of the cluster, for as long as it is in it: one that comes back is another node."""
+
+    node_id: str
+    """Ray's."""
+    hostname: str
+    address: str
+    label: str
+    """How it is shown: the hostname, with the address where hostnames repeat."""
+    alive: bool
+    ranks: list[int]
+    """Ranks of the newest run that were seen there last."""
+    last_seen: str | None
+    """When its relay reported last."""
+    last_seen_ns: int | None
+    lost_at: str | None
+    """When it was found to be gone from the cluster."""
+    lost_ns: int | None
+    errors: dict[str, int]
+    """What its relay swallowed, by place."""
+
+
+class RankInfo(TypedDict):
+    """Which process is which rank: the fields of `RankIdentity`, and how many of its rows are stored."""
+
+    global_rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
+    local_world_size: int
+    nnodes: int
+    hostname: str
+    node_id: str | None
+    job_id: str
+    """The run."""
+    attempt: int
+    pid: int
+    source: str
+    """Who said so: explicit, ray_train, torch.distributed, torchrun, openmpi, slurm, pmi, ray, single, v1."""
+    name: str
+    """Of the Ray actor, where it has one."""
+    stored: int
+
+
+class RunInfo(TypedDict):
+    """One run of a session: a `fit()`, a launch, or a group of actors."""
+
+    id: str
+    name: str
+    launcher: str | None
+    status: str
+    """running, ended, finished, failed, stopped."""
+    started_at: str | None
+    ended_at: str | None
+    world_size: int | None
+    nnodes: int | None
+    attempts: int
+    label: str | None
+    """Of its verdict."""
+    ledger: Ledger
+
+
+class MachineInfo(TypedDict):
+    """Something about a node, or one device of it, that is not as on other nodes or as before."""
+
+    kind: str
+    node: str
+    device: int | None
+    value: float | None
+    usual: float | None
+    """What it was compared with; None: it is an anomaly whatever is usual."""
+    text: str
+
+
+class StackInfo(TypedDict):
+    """Where `ranks` stood when the job hung, all alike: the innermost call last."""
+
+    ranks: list[int]
+    text: str
+
+
+class Suspect(TypedDict):
+    """One rank late out of one stage; ms per step."""
+
+    stage: str
+    rank: int
+    node: str
+    excess_ms: float
+    """Its lasting excess over its peers, or the time by which it held them up where that is more."""
+    share: float
+    """Of the mean step."""
+    gain_ms: float
+    """What a step gets shorter when this one alone is fixed."""
+
+
+class VerdictInfo(TypedDict):
+    """What is wrong, where, what it costs, and what to do. The README says what each label means."""
+
+    label: str
+    stage: str | None
+    """The first of `stages`."""
+    stages: list[str]
+    rank: int | None
+    """The worst of `ranks`."""
+    ranks: list[int]
+    node: str | None
+    nodes: list[str]
+    confidence: str | None
+    """low, medium or high; None where nothing is judged."""
+    excess_pct: float | None
+    """By how much `rank` is late out of `stage`, of the mean step; of `group_wide`, all ranks together."""
+    gain_pct: float | None
+    """What fixing `stage` alone saves, of the step."""
+    cost_pct: float | None
+    """What all that is named costs together, of the step."""
+    cost_range_pct: list[float] | None
+    """Between what `cost_pct` was in most windows (p10, p90)."""
+    lost_s: float | None
+    """What all that has been named in the run so far made it wait for."""
+    elapsed_s: float | None
+    """How long the run has been judged."""
+    gpu_hours_per_hour: float | None
+    chronic: bool | None
+    transient: bool
+    """It comes and goes."""
+    rotating: bool
+    """The late rank changes from step to step."""
+    coverage: float | None
+    """Share of the ranks that report."""
+    from_step: int | None
+    """Where it began, or the first step of the window if it began before that."""
+    to_step: int | None
+    window_steps: int
+    mean_step_ms: float | None
+    why: str
+    next: str
+    note: str
+    """What is too brief to be named as yet, or named and not seen just now."""
+    last_step: int | None
+    open_stage: str | None
+    exit_reason: str | None
+    part: str | None
+    """The span that `rank` is late in, inside `stage`; of a hang, what is open."""
+    began_ns: int | None
+    """Of a hang: when the last row before it came."""
+    lasted_s: float | None
+    """Of a hang that is over."""
+    stacks: list[StackInfo]
+    machine: list[MachineInfo] | None
+    """What else was anomalous then on the nodes that are named: evidence, not cause. None: not known."""
+
+
+class Episode(TypedDict):
+    """What was named from one step to another, and what it cost in all."""
+
+    label: str
+    stage: str | None
+    stages: list[str]
+    rank: int | None
+    ranks: list[int]
+    node: str | None
+    rotating: bool
+    from_step: int
+    to_step: int
+    seconds: float
+    cost_s: float
+    """By how much it made the job longer."""
+    gpu_hours: float
+    """That, on all ranks that exchange gradients with the late ones."""
+    cost_pct: float | None
+    cost_range_pct: list[float] | None
+    goes_on: bool
+    why: str
+
+
+class SummaryEpisode(Episode):
+    """An episode of a summary: with its time and the span that was late."""
+
+    part: str | None
+    started_at: str | None
+    ended_at: str | None
+
+
+class Brief(TypedDict):
+    """What came and went without being named."""
+
+    count: int
+    cost_s: float
+
+
+class LiveVerdict(VerdictInfo):
+    """The verdict of a running session."""
+
+    suspects: list[Suspect]
+    exposed_ms: list[float] | None
+    """Exposed time of each stage, mean per step; the sum is `mean_step_ms`."""
+    episodes: list[Episode]
+    """Of the run, the costliest first."""
+    brief: Brief
+
+
+class Status(TypedDict, total=False):
+    """How a session itself is doing; more fields are what its launcher told of it."""
+
+    session: str
+    status: str
+    """running, finished, failed or stopped."""
+    started_at: int
+    """ns since the epoch."""
+    ended_at: int
+    run: str | None
+    """The newest run that has rows."""
+    ranks: int
+    ledger: Ledger
+    errors: dict[str, int]
+    """Exceptions that the aggregator swallowed, by place."""
+    verdict: str | None
+    """The label."""
+
+
+class SummaryNode(TypedDict):
+    """A node of a summary, by the number that its ranks have for it."""
+
+    node_rank: int | None
+    node_id: str | None
+    hostname: str
+    lost: bool
+    ranks: list[int]
+
+
+class SummarySession(TypedDict):
+    """The session of a summary, as its launcher told of it."""
+
+    id: str | None
+    status: str
+    exit_code: int | None
+    started_at: str | None
+    ended_at: str | None
+    launcher: str | None
+    command: str | None
+    strategy: str | None
+    """single, ddp, fsdp, fsdp2, ddp+tp, …"""
+    world_size: int | None
+    silent_ranks: list[int]
+    """Ranks that never reported."""
+    nnodes: int | None
+    nodes: list[SummaryNode]
+
+
+class Covers(TypedDict):
+    """What the statistics and the verdict over the run are of."""
+
+    from_step: int | None
+    to_step: int | None
+    rows: int
+    rows_pct: float
+    error_pct: float
+    """Error of medians and percentiles."""
+    counted_pct: float
+    """Share of the rows that the number of steps and their mean are of."""
+
+
+class StepStatistics(TypedDict):
+    """
+    Step times of the run. `median_ms` and `p95_ms` are of the whole step; all else is busy time (without
+    waiting). Skew: (worst − median) ÷ median over ranks, (slowest − fastest) ÷ fastest over nodes.
+    """
+
+    count: int
+    judged: int
+    mean_ms: float | None
+    exchanges: float | None
+    """Exchanges of gradients in a step, mean."""
+    median_ms: float | None
+    p95_ms: float | None
+    busy_median_ms: float | None
+    busy_p95_ms: float | None
+    per_rank_median_ms: dict[str, float | None]
+    per_node_median_ms: dict[str, float]
+    worst_rank: int | None
+    worst_node: str | None
+    global_skew_pct: float | None
+    node_skew_pct: float | None
+    covers: Covers | None
+
+
+class StageStatistics(TypedDict):
+    """One stage, per step."""
+
+    name: str
+    exposed_ms: float
+    exposed_share: float
+    median_ms: float
+    """Median of the ranks' medians."""
+    max_ms: float
+    """The largest of them: `worst_rank`'s."""
+    worst_rank: int | None
+
+
+class SpanStatistics(TypedDict):
+    """A named span inside a stage, per step."""
+
+    stage: str
+    name: str
+    median_ms: float
+    max_ms: float
+    worst_rank: int
+    share: float | None
+    """Of that rank's stage."""
+    times_per_step: float
+    bytes: float | None
+
+
+class BaselineStage(TypedDict):
+    """A stage of the baseline."""
+
+    name: str
+    exposed_ms: float
+    mad_ms: float
+
+
+class BaselineInfo(TypedDict):
+    """What a step of the run costs when all is well."""
+
+    from_step: int
+    to_step: int
+    steps: int
+    source: str | None
+    """The session that it was taken from; None: learned in this run."""
+    step_ms: float
+    stages: list[BaselineStage]
+
+
+class SummaryRank(TypedDict):
+    """How far a rank came and how it ended."""
+
+    name: str | None
+    node: str | None
+    pid: int | None
+    attempt: int | None
+    processes: int
+    last_step: int | None
+    open_stage: str | None
+    last_seen: str | None
+    ended: str | None
+    """died or finished."""
+    exit_code: int | None
+    exit_reason: str | None
+    missing: dict[str, str]
+    """What could not be patched, and why."""
+    errors: dict[str, int]
+
+
+class MemoryOfRank(TypedDict):
+    """Memory of a rank's newest process, in bytes."""
+
+    rss_peak_bytes: int | None
+    rss_last_bytes: int | None
+    allocated_peak_bytes: int | None
+
+
+class Memory(TypedDict):
+    """Memory of each rank, by its number as text."""
+
+    per_rank: dict[str, MemoryOfRank]
+
+
+class System(TypedDict):
+    """Of each node (`node_id`, `hostname`): median and peak of each figure that was sampled, and `gpus`."""
+
+    nodes: list[dict[str, Any]]
+
+
+class EventInfo(TypedDict):
+    """Something that happened: a restart, a death, a note, an exception that was swallowed."""
+
+    time: str | None
+    kind: str
+    rank: int | None
+    node: str | None
+    step: int | None
+    stage: str | None
+    message: str
+    data: dict[str, Any]
+
+
+class Overhead(TypedDict):
+    """What the monitor cost the rank that it cost most."""
+
+    of: str
+    training_thread_us_per_step: float | None
+    agent_cpu_pct: float | None
+    bytes_per_step: float | None
+
+
+class Summary(TypedDict):
+    """`summary.json`: a run of a session from its first step to its last."""
+
+    schema: str
+    session: SummarySession
+    run: str | None
+    runs: list[RunInfo]
+    steps: StepStatistics
+    stages: list[StageStatistics]
+    parts: list[SpanStatistics]
+    verdict: VerdictInfo
+    suspects: list[Suspect]
+    verdicts: list[VerdictInfo]
+    """Every change of verdict."""
+    episodes: list[SummaryEpisode]
+    """The costliest first."""
+    brief: Brief
+    baseline: BaselineInfo | None
+    ranks: dict[str, SummaryRank]
+    memory: Memory
+    system: System
+    events: list[EventInfo]
+    """The newest thousand."""
+    ledger: WholeLedger
+    overhead: Overhead
