@@ -537,7 +537,7 @@ def test_a_hang_is_about_the_time_since_the_last_row() -> None:
     assert machines.when(Verdict(label="straggler", rank=7, ranks=(7,)), *none) is None
 
 
-def test_an_older_session_file_has_no_such_evidence_and_is_read(tmp_path: Path) -> None:
+def test_session_file_has_the_samples_as_columns_and_as_excerpts(tmp_path: Path) -> None:
     run = Played(tmp_path)
     run.play(30, late=3, hot=3, psi_io=0.25)
     run.aggregator.commit()
@@ -545,11 +545,10 @@ def test_an_older_session_file_has_no_such_evidence_and_is_read(tmp_path: Path) 
     path = tmp_path / "session.sqlite"
     with SessionFile(path) as session:
         columns = session.node_columns()["node-1"]
-        assert list(columns["psi_io"]) == [0.25] * 30
-        assert next(iter(columns["disk_bps"])) == pytest.approx(2e6, rel=0.01)
-        assert list(columns["gpu1_sm_mhz"]) == [1100.0] * 30
+        assert list(columns[None, "psi_io"]) == [0.25] * 30
+        assert next(iter(columns[None, "disk_bps"])) == pytest.approx(2e6, rel=0.01)
+        assert list(columns[1, "sm_mhz"]) == [1100.0] * 30
         begin = BASE_S * SECOND + 10 * SECOND
-        assert len(session.node_columns(begin, begin + 4 * SECOND)["node-1"]["cpu_pct"]) == 5
         part = session.machines(["node-1"], begin, begin + 4 * SECOND)["node-1"]
         assert part.node.shape == (5, len(NODE_LIMITED))
         assert part.gpus[:, 1, GPU.index("thermal")].tolist() == [1.0] * 5

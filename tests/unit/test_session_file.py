@@ -91,7 +91,7 @@ def test_everything_a_batch_says_is_read_back(tmp_path: Path) -> None:
         assert session.nodes()[0]["errors"] == {"sampler": 1}
         assert session.meta()["launcher"] == "torchrun"
         assert session.memory() == {stream.id: (4096, 4096)}
-        assert list(session.node_columns()["node-0"]["gpu0_util_pct"]) == [90.0]
+        assert list(session.node_columns()["node-0"][0, "util_pct"]) == [90.0]
 
 
 def test_a_look_at_the_last_steps_takes_no_longer_in_a_long_run(tmp_path: Path) -> None:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from traceml_ray.analysis.anomalies import Machine, anomalies
 from traceml_ray.analysis.samples import Between
-from traceml_ray.analysis.step_times import span
+from traceml_ray.analysis.step_times import span, trained_since
 from traceml_ray.analysis.thresholds import MACHINE
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.analysis.window import Int64
-from traceml_ray.store.nodes import node_key
+from traceml_ray.analysis.window import Int64, RankRows
+from traceml_ray.store.nodes import Node, node_key
+from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import Stream
 
 _MAX_PEERS = 16
 """Nodes that are compared with, evenly chosen."""
+_MAX_EXAMINED = 10
+"""Changes of verdict that come with evidence: the newest."""
 
 
 def reference_rank(verdict: Verdict, ranks: Mapping[int, Stream]) -> int | None:
@@ -110,6 +115,28 @@ class Machines:
             return verdict  # nothing to compare with
         return msgspec.structs.replace(verdict, machine=found)
 
+    def with_evidence(self, verdict: Verdict, rows: Iterable[RankRows], warmup_steps: int) -> Verdict:
+        """Return a stored `verdict` with the anomalies of its nodes; `rows` are the run's."""
+        rank = reference_rank(verdict, self.ranks)
+        own = next((found for found in rows if found.rank == rank), None)
+        if verdict.machine is not None or rank is None or own is None:
+            return verdict
+        when, end_ns = self.when(verdict, own.keys, own.rows), self.ranks[rank].last_rows_ns
+        if when is None or end_ns is None:
+            return verdict
+        return self.examine(verdict, *when, trained_since(own.keys, own.rows, end_ns, warmup_steps))
+
+    def newest_with_evidence(
+        self, spans: Sequence[Verdict], rows: Sequence[RankRows], warmup_steps: int
+    ) -> list[Verdict]:
+        """Return `spans`, the newest of those that name a rank with the anomalies of its nodes."""
+        named = [at for at, span in enumerate(spans) if reference_rank(span, self.ranks) is not None]
+        newest = set(named[-_MAX_EXAMINED:])
+        return [
+            self.with_evidence(span, rows, warmup_steps) if at in newest else span
+            for at, span in enumerate(spans)
+        ]
+
     def _pids(self, nodes: Iterable[str]) -> dict[str, dict[int, int | None]]:
         """Return, by node, the ranks of the run (None: of another, or of an earlier process) by pid."""
         pids: dict[str, dict[int, int | None]] = {node: {} for node in nodes}
@@ -119,3 +146,20 @@ class Machines:
                 current = rank is not None and self.ranks.get(rank) is stream
                 pids[node_key(stream)][stream.identity.pid] = rank if current else None
         return pids
+
+
+def system_of(session: SessionFile, nodes: Mapping[str, Node]) -> list[dict[str, Any]]:
+    """Return median and peak of what was measured of each node and its devices."""
+    blocks = []
+    for node_id, columns in sorted(session.node_columns().items()):
+        own: dict[int | None, dict[str, Any]] = {}
+        for (device, name), values in columns.items():
+            own.setdefault(device, {} if device is None else {"index": device})[name] = _spread(values)
+        hostname = nodes[node_id].hostname if node_id in nodes else None
+        block = {"node_id": node_id, "hostname": hostname, **own.pop(None, {})}
+        blocks.append({**block, "gpus": list(own.values()) or None})
+    return blocks
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    return {"median": float(np.median(values)), "peak": float(np.max(values))} if len(values) else None

@@ -7,7 +7,6 @@ not known is None.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,13 +21,13 @@ from traceml_ray.analysis.busy import StepSummary
 from traceml_ray.analysis.episodes import Brief
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.parts import with_part
-from traceml_ray.analysis.step_times import span, trained_since
+from traceml_ray.analysis.step_times import span
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import RankRows, Window, missing_of
 from traceml_ray.reports.deaths import Death, deaths, headline
 from traceml_ray.reports.hangs import hangs, still_open
-from traceml_ray.reports.machines import Machines, reference_rank
+from traceml_ray.reports.machines import Machines, system_of
 from traceml_ray.reports.parts import StoredParts
 from traceml_ray.reports.whole import Whole, fits, most_of, reduce
 from traceml_ray.store.nodes import Node, label_nodes, node_key
@@ -42,7 +41,6 @@ _MAX_EVENTS = 1000
 _MAX_MESSAGE = 2000
 _MAX_PARTED = 50
 _MAX_EPISODES = 200
-_MAX_BESIDE = 10
 
 
 @dataclass
@@ -135,8 +133,8 @@ def _summary(read: _Read, newest: bool = False) -> dict[str, Any]:
         verdict = headline(found, lambda death: read.node_of(death.rank), read.ranks, read.world_size)
     stood = hangs(read.session.verdicts()[0])
     verdict = still_open(stood, status) or verdict
-    beside = Machines(read.session.machines, read.ranks, read.every, read.labels)
-    verdict = _beside(verdict, beside, read)
+    machines = Machines(read.session.machines, read.ranks, read.every, read.labels)
+    verdict = machines.with_evidence(verdict, read.rows, thresholds.warmup_steps)
     run_id = read.run.get("id")
     spans = sorted([*verdicts, *stood], key=lambda span: span.from_step or 0)
     summary = {
@@ -149,13 +147,15 @@ def _summary(read: _Read, newest: bool = False) -> dict[str, Any]:
         "parts": _parts(parts, whole),
         "verdict": _verdict(verdict),
         "suspects": msgspec.to_builtins(performance.suspects),
-        "verdicts": [_verdict(span) for span in _all_beside(spans, beside, read)],
+        "verdicts": list(
+            map(_verdict, machines.newest_with_evidence(spans, read.rows, thresholds.warmup_steps))
+        ),
         "episodes": _episodes(judged, verdicts, read),
         "brief": msgspec.to_builtins(judged.episodes.brief if judged else Brief()),
         "baseline": _baseline(judged.baseline if judged else None),
         "ranks": _ranks(read, found),
         "memory": _memory(read),
-        "system": _system(read),
+        "system": {"nodes": system_of(session, read.nodes)},
         "events": [_event(event, read) for event in read.events[-_MAX_EVENTS:]],
         "ledger": read.session.ledger(),
         "overhead": overhead_of(read.ranks.values()),
@@ -237,31 +237,10 @@ def _episodes(judged: RunJudge | None, spans: Sequence[Verdict], read: _Read) ->
         when: tuple[int | None, int | None] = (None, None)
         if own is not None and last_ns is not None:
             when = span(own.keys, own.rows, last_ns, episode.from_step, episode.to_step) or when
-        told = msgspec.to_builtins(episode)
-        told["part"] = parts.get((episode.label, episode.stage, episode.from_step))
-        told["started_at"], told["ended_at"] = moment(when[0]), moment(when[1])
-        found.append(told)
+        part = parts.get((episode.label, episode.stage, episode.from_step))
+        times = {"started_at": moment(when[0]), "ended_at": moment(when[1])}
+        found.append({**msgspec.to_builtins(episode), "part": part, **times})
     return found
-
-
-def _beside(verdict: Verdict, machines: Machines, read: _Read) -> Verdict:
-    """Return `verdict` with what else was odd on the machines that it names."""
-    rank = reference_rank(verdict, machines.ranks)
-    own = next((found for found in read.rows if found.rank == rank), None)
-    if verdict.machine is not None or rank is None or own is None:
-        return verdict
-    when, end_ns = machines.when(verdict, own.keys, own.rows), machines.ranks[rank].last_rows_ns
-    if when is None or end_ns is None:
-        return verdict
-    trained_ns = trained_since(own.keys, own.rows, end_ns, read.thresholds.warmup_steps)
-    return machines.examine(verdict, *when, trained_ns)
-
-
-def _all_beside(spans: Sequence[Verdict], machines: Machines, read: _Read) -> list[Verdict]:
-    """Return `spans`, the newest of those that name someone with what was odd there."""
-    named = [at for at, span in enumerate(spans) if reference_rank(span, machines.ranks) is not None]
-    looked = set(named[-_MAX_BESIDE:])
-    return [_beside(span, machines, read) if at in looked else span for at, span in enumerate(spans)]
 
 
 def _whole(read: _Read, baseline: Baseline | None = None, newest: bool = False) -> Whole | None:
@@ -301,8 +280,8 @@ _NO_STEP_NEXT = (
 
 def _no_step(read: _Read) -> Verdict:
     missing = {f"{name}: {why}" for stream in read.streams for name, why in stream.missing.items()}
-    told = "; ".join(sorted(missing)) or "no optimizer step ran after a backward pass"
-    why = f"no step was seen: {told if read.streams else 'no rank ever reported'}"
+    reason = "; ".join(sorted(missing)) or "no optimizer step ran after a backward pass"
+    why = f"no step was seen: {reason if read.streams else 'no rank ever reported'}"
     return Verdict(label="telemetry_limited", why=why, next=_NO_STEP_NEXT)
 
 
@@ -394,10 +373,10 @@ def _covers(read: _Read, whole: Whole | None) -> dict[str, Any] | None:
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
-    told: dict[str, Any] = msgspec.to_builtins(verdict)
+    fields: dict[str, Any] = msgspec.to_builtins(verdict)
     for name in ("suspects", "exposed_ms"):  # these have a place of their own
-        del told[name]
-    return told
+        del fields[name]
+    return fields
 
 
 def _ranks(read: _Read, found: Sequence[Death]) -> dict[str, Any]:
@@ -434,27 +413,6 @@ def _memory(read: _Read) -> dict[str, Any]:
         peak, last = samples.get(stream.id, (None, None))
         per_rank[str(rank)] = {"rss_peak_bytes": peak, "rss_last_bytes": last, "allocated_peak_bytes": None}
     return {"per_rank": per_rank}
-
-
-def _system(read: _Read) -> dict[str, Any]:
-    """Median and peak of each node's samples."""
-    hostnames = {node.node_id: node.hostname for node in read.nodes.values()}
-    nodes = []
-    for node_id, columns in sorted(read.session.node_columns().items()):
-        gpus: dict[str, dict[str, Any]] = {}
-        block: dict[str, Any] = {"node_id": node_id, "hostname": hostnames.get(node_id)}
-        for name, values in columns.items():
-            gpu = re.fullmatch(r"gpu(\d+)_(.+)", name)
-            target = gpus.setdefault(gpu[1], {"index": int(gpu[1])}) if gpu else block
-            target[gpu[2] if gpu else name] = _spread(values)
-        nodes.append({**block, "gpus": list(gpus.values()) or None})
-    return {"nodes": nodes}
-
-
-def _spread(values: Sequence[float]) -> dict[str, float] | None:
-    if not len(values):
-        return None
-    return {"median": float(np.median(values)), "peak": float(np.max(values))}
 
 
 def _event(event: dict[str, Any], read: _Read) -> dict[str, Any]:

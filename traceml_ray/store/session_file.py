@@ -204,24 +204,22 @@ class SessionFile:
         )
         return {stream: (peak, last) for stream, peak, last in found}
 
-    def node_columns(
-        self, first_ns: int = 0, last_ns: int = 1 << 62
-    ) -> dict[str, dict[str, Sequence[float]]]:
+    def node_columns(self) -> dict[str, dict[tuple[int | None, str], Sequence[float]]]:
         """
-        Return what each node's samples from `first_ns` to `last_ns` measured, by node id and name; values
-        that were not there are left out. Names are those of the quantities that `analysis.quantities.stored`
-        returns: `cpu_pct`, `mem_used_bytes`, …; of a device `gpu0_util_pct`, `gpu0_power_w`, ….
+        Return what was measured of each node, by its id, then by (device, or None; quantity); quantities are
+        those of `analysis.quantities.stored`. Unknown values are left out.
         """
-        found: dict[str, dict[str, array[float]]] = {}
+        found: dict[str, dict[tuple[int | None, str], array[float]]] = {}
         last: dict[str, wire.NodeSample] = {}
-        for _, node, sample in self._samples("t_ns >= ? AND t_ns <= ?", first_ns, last_ns):
+        for _, node, sample in self._samples("TRUE"):
             columns, before = found.setdefault(node, {}), last.get(node)
             seconds = (sample.t_ns - before.t_ns) / 1e9 if before else 0.0
-            values = {each.name: each.value(sample, before, seconds) for each in _NODE}
+            values: dict[tuple[int | None, str], float] = {}
+            values |= {(None, each.name): each.value(sample, before, seconds) for each in _NODE}
             for gpu in sample.gpus or ():
-                values |= {f"gpu{gpu.index}_{each.name}": each.value(gpu) for each in _GPU}
-            for name, value in values.items():
-                column = columns.setdefault(name, array("d"))
+                values |= {(gpu.index, each.name): each.value(gpu) for each in _GPU}
+            for key, value in values.items():
+                column = columns.setdefault(key, array("d"))
                 if math.isfinite(value):
                     column.append(value)
             last[node] = sample
