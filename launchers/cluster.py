@@ -27,6 +27,7 @@ from pathlib import Path
 
 import psutil
 
+from traceml_ray.monitor.finish import KILL_S
 from traceml_ray.ray.connection import ONE_NODE, own_address, reach
 
 from .lean_ray import leave_out_agents, take_temp_dir
@@ -126,12 +127,13 @@ class PrivateRay:
             return self.log.read_text(errors="replace").split("\n")[-2][-300:]
         return "Ray ended at once and said nothing"
 
-    def stop(self, timeout: float = 2.0) -> None:
+    def stop(self, timeout: float = KILL_S) -> None:
         """Kill every process of it (nothing in there is worth waiting for); safe to call twice."""
         process = self._process
         if process is not None:
             kill_session(process.pid, timeout)
-            process.wait()  # only now: until it is reaped, its session id cannot be anyone else's
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout)  # only now: until it is reaped, its session id cannot be anyone else's
             self._process = None
 
 

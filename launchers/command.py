@@ -27,7 +27,7 @@ from traceml_ray.ray.connection import join
 from traceml_ray.text import one_line
 
 from .arguments import RAY_PORT, check_floors, command_text, settings_of, unmarked
-from .monitor import Monitor
+from .monitor import Monitor, monitor_of
 from .nodes import Nodes, UsageError, head_host
 from .signals import Forwarder
 
@@ -54,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
         monitor = _monitor(args, words)
     except UsageError as error:
         return _refuse(str(error), 2)
+    if monitor is None:
+        return _exec(words)
     code = _run(words, monitor)
     return code if code >= 0 else _end_by(-code)
 
@@ -63,7 +65,7 @@ def _refuse(why: str, code: int) -> int:
     return code
 
 
-def _monitor(args: argparse.Namespace, words: Sequence[str]) -> Monitor:
+def _monitor(args: argparse.Namespace, words: Sequence[str]) -> Monitor | None:
     from traceml_ray.reports.baseline import checked
 
     settings, nodes = settings_of(args), _nodes(args)
@@ -72,7 +74,8 @@ def _monitor(args: argparse.Namespace, words: Sequence[str]) -> Monitor:
         "command": command_text(words),
         "nnodes": nodes.count,
     }
-    return Monitor(checked(settings) if nodes.first else settings, info, os.environ, nodes, args.dashboard)
+    settings = checked(settings) if nodes.first else settings
+    return monitor_of(settings, info, os.environ, nodes, args.dashboard)
 
 
 def _nodes(args: argparse.Namespace) -> Nodes:

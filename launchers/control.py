@@ -8,11 +8,9 @@ import time
 from pathlib import Path
 
 from traceml_ray import wire
+from traceml_ray.monitor.finish import LAUNCHER_S, REPORT_S, SILENT_S
 from traceml_ray.session import LIVE, Live, read_json
 
-FINISH_TIMEOUT_S = 8.0
-SILENT_S = 1.2
-"""A relay that brings a session to its end says so all the time; one that is silent for so long hangs."""
 _STOPPED = -15
 
 
@@ -37,18 +35,25 @@ def stop(folder: Path) -> None:
         raise ControlError(f"session {folder.name!r} could not be written: {finished.detail}")
 
 
-def ask_finish(path: Path, message: wire.Finish) -> wire.Finished | None:
-    """Send `message` to the relay at `path` and wait for its answer; None when it gives none."""
+def ask_finish(path: Path, message: wire.Finish, limit_s: float = LAUNCHER_S) -> wire.Finished | None:
+    """
+    Send `message` to the relay at `path` and wait for the end that it asks for; None when nobody says in time
+    that it is there, or that a report is being made.
+    """
+    started = time.monotonic()
+    deadline = started + limit_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
-        sock.settimeout(SILENT_S)
-        deadline = time.monotonic() + FINISH_TIMEOUT_S
         try:
+            sock.settimeout(SILENT_S)
             sock.connect(os.fspath(path))
             sock.send(wire.encode(message))
-            while time.monotonic() < deadline:
-                data = sock.recv(wire.MAX_BATCH_BYTES)
-                if wire.tag_of(data) != "rank_reply":  # a sign of life
-                    return wire.decode(data, wire.Finished)
+            while (now := time.monotonic()) < deadline:
+                sock.settimeout(min(SILENT_S, deadline - now))
+                answer = wire.decode(sock.recv(wire.MAX_BATCH_BYTES), wire.Finished)
+                if not answer.pending:
+                    return answer
+                if answer.state == "writing":
+                    deadline = min(time.monotonic() + LAUNCHER_S, started + REPORT_S)
         except (OSError, ValueError):  # WireError is one, and so is a path that none can be
             return None
     return None

@@ -27,9 +27,10 @@ from traceml_ray.attachment import FILE as ATTACHMENT
 from traceml_ray.attachment import Attachment
 from traceml_ray.files import write_file
 from traceml_ray.monitor import private_folders as folders
+from traceml_ray.monitor.finish import HELPER_S, LAUNCHER_S
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.ray.discovery import NAMESPACE
-from traceml_ray.session import Live, SessionError, SessionFolder, prepare, write_live
+from traceml_ray.session import Live, SessionError, SessionFolder, SessionHeldError, prepare, write_live
 from traceml_ray.settings import Settings
 from traceml_ray.spool import SUFFIX
 
@@ -39,10 +40,30 @@ from .dashboard import DashboardProcess
 from .helper import HelperReply, HelperRequest
 from .nodes import Nodes
 
-HELPER_S = 30.0
+ATTACH_S = 30.0
 """How long a running cluster may take to answer. Our own Ray has longer: its priority is low."""
-HELPER_END_S = 2.0
-"""How long an unfinished helper may still take when the job is over (on a cluster not ours)."""
+
+
+def monitor_of(
+    settings: Settings,
+    info: dict[str, str | int | float | None],
+    environ: Mapping[str, str],
+    nodes: Nodes,
+    dashboard: str | None = None,
+) -> Monitor | None:
+    """
+    Return the monitor of a launch. None, and a line that says why, where nobody has chosen the session's name
+    and it is taken: on a cluster that stays, another node may still be at the job before.
+
+    Raises SessionError when there can be no such session.
+    """
+    try:
+        return Monitor(settings, info, environ, nodes, dashboard)
+    except SessionHeldError as error:
+        if settings.session or not nodes.several:
+            raise
+        _say(f"no monitor for this run: {error}")
+        return None
 
 
 class Monitor:
@@ -138,6 +159,7 @@ class Monitor:
         """End the session, have its files written, say what they say, and leave nothing behind."""
         self._ended = True
         left_behind = False
+        deadline = time.monotonic() + LAUNCHER_S
         if self._dashboard is not None:
             self._dashboard.end()
         try:
@@ -145,7 +167,7 @@ class Monitor:
                 wire.VERSION, exit_code, failures, stop=self._nodes.first, nodes=self._nodes.count
             )
             self._end_helper()
-            finished = ask_finish(Path(str(self.settings.socket)), message)
+            finished = ask_finish(Path(str(self.settings.socket)), message, deadline - time.monotonic())
             self._end_ray()
             if self._session is None:
                 left_behind = self._report_elsewhere(finished)
@@ -169,7 +191,8 @@ class Monitor:
             self._finish_offline(session, message, finished)
         elif finished.waiting:
             late, count = finished.waiting, self._nodes.count
-            _say(f"{late} of {count} nodes had not delivered all of their rows when the session ended")
+            again = "" if self._ray is not None else ": they are written again when all have"
+            _say(f"the files are written without {late} of {count} nodes ({finished.detail}){again}")
         shutil.rmtree(self._spool, ignore_errors=True)
         _report(session)
 
@@ -234,7 +257,7 @@ class Monitor:
             os.getpid(),
             address,
             actors,
-            HELPER_S if self._nodes.first and self._ray is None else JOIN_S,
+            ATTACH_S if self._nodes.first and self._ray is None else JOIN_S,
             temp_dir=str(self._ray.folder) if self._ray is not None else "",
             first=self._nodes.first,
         )
@@ -278,7 +301,7 @@ class Monitor:
             return
         if self._ray is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._helper.wait(HELPER_END_S)
+                self._helper.wait(HELPER_S)
         self._helper.kill()
         self._helper.wait()
 
@@ -289,11 +312,10 @@ class Monitor:
     def _finish_offline(
         self, session: SessionFolder, message: wire.Finish, finished: wire.Finished | None
     ) -> None:
-        from traceml_ray.monitor.aggregator import finish_offline
+        from traceml_ray.monitor.offline import finish_offline
 
         if finished is not None:
             _say(f"finishing the session without its aggregator: {finished.detail}")
-        message = msgspec.structs.replace(message, force=True)
         aside = finish_offline(session.path, self.settings, message, self._spool, self._info)
         if aside is not None:
             _say(f"the session file was damaged and is now {aside.name}; some rows are lost with it")

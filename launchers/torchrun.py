@@ -29,7 +29,7 @@ from traceml_ray.text import one_line
 
 from .arguments import add_flags, check_floors, command_text, marked, settings_of, unmarked
 from .cluster import free_port
-from .monitor import Monitor
+from .monitor import Monitor, monitor_of
 from .nodes import Nodes, NotGiven, UsageError
 from .nodes import read as read_nodes
 
@@ -86,13 +86,13 @@ def _interrupt(number: int, _frame: object) -> NoReturn:
     raise SignalException(f"Process {os.getpid()} got signal: {number}", sigval=signal.Signals(number))
 
 
-def _monitor(args: argparse.Namespace) -> Monitor:
+def _monitor(args: argparse.Namespace) -> Monitor | None:
     settings = settings_of(args)
     nodes = read_nodes(args, settings.ray_address)
     _check(args, nodes)
     if nodes.first:
         settings = checked(settings)
-    return Monitor(settings, _info(args, nodes), os.environ, nodes, args.dashboard)
+    return monitor_of(settings, _info(args, nodes), os.environ, nodes, args.dashboard)
 
 
 def _failures(error: ChildFailedError) -> list[wire.RankFailure]:

@@ -10,20 +10,14 @@ import ray
 
 from traceml_ray import wire
 from traceml_ray.errors import Errors
+from traceml_ray.monitor.finish import ANSWER_S, ASK_S, REPORT_S, STARTING_S, WORD_S
 from traceml_ray.ray.config import ActorConfig
-from traceml_ray.ray.discovery import answers, find_aggregator
+from traceml_ray.ray.discovery import find_aggregator
 
-ANSWER_S = 5.0
-"""How long one answer may take; the first one includes the making of the actor."""
+MADE_S = 5.0
+"""How long an answer may take while the run goes on; the first one includes the making of the actor."""
 TRIES = 4
 RETRY_S = 0.5
-PATIENCE_S = 2.5
-"""How long ranks may still deliver when the run is over; then its files are written without."""
-WRITE_S = 2.5
-"""How long the writing itself may take before the end goes on without it."""
-ASK_AGAIN_S = 0.1
-SIGN_S = 0.5
-"""How long a sign of life may take when the run is over."""
 
 
 class RunReporter:
@@ -44,6 +38,9 @@ class RunReporter:
         self._aggregator: Any | None = None
         self._make = False
         self._status: str | None = None
+        self._answer: wire.Finished | None = None
+        self._written = self._gave_up = False
+        self._heard = self._word = 0.0
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="traceml-run", daemon=True)
         self._thread.start()
@@ -61,19 +58,22 @@ class RunReporter:
 
     def end(self, status: str) -> bool:
         """
-        Say that the run is over and wait until its files are written; False when they may not be.
+        Say that the run is over, and return whether its files are written.
 
-        Takes as long as ranks still deliver, at most PATIENCE_S + WRITE_S; an aggregator that hangs is
-        not waited for.
+        The aggregator decides when, see `monitor.finish`; one that says nothing is not waited for.
         """
+        started = self._heard = self._word = time.monotonic()
         self._status = status
         self._wake.set()
-        known = self._aggregator
-        if known is not None and not answers(known, SIGN_S):
-            return False
-        lost = known is None and self.errors  # it was asked before, in vain
-        self._thread.join(PATIENCE_S + (0 if lost else WRITE_S))
-        return not self._thread.is_alive() and not self._events
+        while self._thread.is_alive() and self._waits(started):
+            self._thread.join(ASK_S)
+        self._gave_up = True
+        return self._written
+
+    def _waits(self, started: float) -> bool:
+        """Whether there was a sign of life lately, and word that the files are written may still come."""
+        silent_s = STARTING_S if self._answer is None else ANSWER_S
+        return time.monotonic() < min(self._heard + silent_s, self._word + WORD_S, started + REPORT_S)
 
     # -- the thread ------------------------------------------------------------------------------
 
@@ -85,27 +85,27 @@ class RunReporter:
                 if self._status is not None or self._send() is not None:
                     break
                 time.sleep(RETRY_S)
-        deadline = time.monotonic() + PATIENCE_S
-        forced = False
-        while not forced:
-            forced = time.monotonic() > deadline
-            finished = self._send(self._status, forced)
-            if finished is not None and not finished.waiting:
-                return
-            time.sleep(ASK_AGAIN_S)
+        finished = self._send(self._status)
+        while (finished is None or finished.pending) and not self._gave_up:
+            time.sleep(ASK_S)
+            finished = self._send(self._status)
+        self._written = finished is not None and finished.state == "written"
 
-    def _send(self, status: str | None = None, force: bool = False) -> wire.Finished | None:
+    def _send(self, status: str | None = None) -> wire.Finished | None:
         """Send what there is; None when it was not answered."""
         events = self._events[: wire.MAX_ITEMS]
-        message = wire.Run(wire.VERSION, self._job_id, self._info, events, status, force)
+        message = wire.Run(wire.VERSION, self._job_id, self._info, events, status)
         try:
             aggregator = self._aggregator = self._find()
             if aggregator is None:
                 return None
             reply = ray.get(
-                aggregator.run.remote(wire.encode(message)), timeout=WRITE_S if status else ANSWER_S
+                aggregator.run.remote(wire.encode(message)), timeout=ANSWER_S if status else MADE_S
             )
-            finished = wire.decode(reply, wire.Finished)
+            self._answer = finished = wire.decode(reply, wire.Finished)
+            self._heard = time.monotonic()
+            if finished.waiting or finished.state == "writing":
+                self._word = self._heard
         except Exception as error:
             self.errors.note("run", error)
             self._aggregator = None

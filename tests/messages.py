@@ -73,6 +73,6 @@ MESSAGES = [
     relay_batch(),
     wire.RelayReply(wire.VERSION, 9, COMMANDS),
     wire.Finish(wire.VERSION, -15, [FAILURE], stop=False),
-    wire.Finished(wire.VERSION, False, "disk full"),
+    wire.Finished(wire.VERSION, "failed", "disk full"),
     wire.Run(wire.VERSION, "job", {"name": "fit", "world_size": 2}, [EVENT], "finished"),
 ]

@@ -135,7 +135,7 @@ class Played:
         for node, relay in enumerate(self.relays):
             ranks = [rank for rank in self.ranks if rank.identity.node_rank == node]
             self.aggregator.ingest(relay.message(*(rank.batch(0, final=True) for rank in ranks)))
-        self.aggregator.finish(wire.Finish(wire.VERSION, exit_code, force=True))
+        self.aggregator.finish(wire.Finish(wire.VERSION, exit_code))
 
     def _batch(self, rank: Rank, rows: np.ndarray, **fields: Any) -> bytes:
         n, last, s = len(rows), self.step + len(rows) - 1, self._seconds

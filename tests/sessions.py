@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.ray.aggregator import Aggregator
+from traceml_ray.ray.config import ActorConfig
+from traceml_ray.ray.membership import Membership
 from traceml_ray.ray.node_relay import MAX_IN_FLIGHT
 from traceml_ray.settings import Settings
 from traceml_ray.store.session_file import SessionFile
@@ -108,14 +111,12 @@ class Straight:
     """
 
     def __init__(self, aggregator: AggregatorCore) -> None:
-        self.stopped = False
         self._calls: list[Callable[[], bytes]] = []
         self.attach(aggregator)
 
     def attach(self, aggregator: AggregatorCore) -> None:
         """From here on it is this one that answers."""
-        self._actor = object.__new__(Aggregator)  # what `__init__` asks of Ray is not needed here
-        self._actor._aggregation, self._actor._closed = aggregator, False
+        self._actor = actor_of(aggregator)
 
     def ingest(self, data: bytes, commit: bool) -> bool:
         return self._call(lambda: self._actor.ingest(data, commit))
@@ -124,17 +125,28 @@ class Straight:
         return self._call(lambda: self._actor.finish(data))
 
     def poll(self) -> list[bytes | Exception]:
+        """The actor's other thread writes what is due after each answer."""
         calls, self._calls = self._calls, []
-        return [call() for call in calls]
-
-    def stop(self) -> None:
-        self.stopped = True
+        answers: list[bytes | Exception] = [call() for call in calls]
+        if calls:
+            self._actor._aggregation.write_ends()
+        return answers
 
     def _call(self, call: Callable[[], bytes]) -> bool:
         if len(self._calls) >= MAX_IN_FLIGHT:
             return False
         self._calls.append(call)
         return True
+
+
+def actor_of(aggregator: AggregatorCore, **settings: Any) -> Any:
+    """An aggregator's actor without what its `__init__` asks of Ray; its threads do not run."""
+    made: Any = object.__new__(Aggregator)
+    made._config = ActorConfig("s", Settings(**settings))
+    made._aggregation, made._held, made._node_id, made._alone = aggregator, None, "n", False
+    made._membership = Membership(made._config, made._node_state, aggregator.errors)
+    made._wake, made._stopping, made._stopped = threading.Event(), threading.Lock(), None
+    return made
 
 
 class NoSamples:
@@ -160,8 +172,13 @@ def aggregation(folder: Path, clock: Clock | None = None, **info: Any) -> Aggreg
 
 
 def told(aggregator: AggregatorCore, run: str = "job", **fields: Any) -> wire.Finished:
-    """What the aggregator answers to word of a run."""
-    return wire.decode(aggregator.run(wire.encode(wire.Run(wire.VERSION, run, **fields))), wire.Finished)
+    """What the aggregator answers to word of a run, said again once what is due is written."""
+    message = wire.encode(wire.Run(wire.VERSION, run, **fields))
+    answer = wire.decode(aggregator.run(message), wire.Finished)
+    if answer.pending:
+        aggregator.write_ends()
+        answer = wire.decode(aggregator.run(message), wire.Finished)
+    return answer
 
 
 def ask(aggregator: AggregatorCore, what: str, **request: Any) -> Any:

@@ -8,6 +8,7 @@ for `idle_ttl` seconds.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from traceml_ray.floors import FLOORS, too_old
 from traceml_ray.identity import RankIdentity
 from traceml_ray.launchers.dashboard import DashboardProcess
 from traceml_ray.launchers.ray_train import leave_trainers, watch_trainers
+from traceml_ray.monitor.finish import ANSWER_S, EXIT_S, KILL_S, LEAVE_S
 from traceml_ray.monitor.private_folders import is_private
 from traceml_ray.ray.config import ActorConfig, configure, current_config, forget, remember
 from traceml_ray.ray.discovery import (
@@ -43,14 +45,8 @@ from traceml_ray.results import LiveVerdict, NodeInfo, RankInfo, RunInfo, Status
 from traceml_ray.session import DATABASE, holder
 from traceml_ray.settings import Settings, given, known_keywords
 
-ANSWER_S = 20.0
+QUESTION_S = 20.0
 """How long a question may take to be answered."""
-_EXIT_S = 3.0
-"""How long the end of a driver may be held up, where the cluster ends with it."""
-_SIGN_S = 1.5
-"""How long the aggregator may take to say anything before it is ended for good."""
-_LEAVE_S = 0.5
-"""How long relays may then take to leave what they hold in a file."""
 _CHUNK = 4 << 20
 
 
@@ -263,7 +259,7 @@ class Session:
             ray_address=ray.get_runtime_context().gcs_address,
             port="" if port is None else str(port),
         )
-        url = self._dashboard.wait(ANSWER_S)
+        url = self._dashboard.wait(QUESTION_S)
         if not url:
             self._dashboard.kill()
             raise StartError(f"no dashboard of session {self.id!r}: {self._dashboard.words}")
@@ -284,7 +280,7 @@ class Session:
         _forget(self.id)
         relays = find_relays(self.id).values()
         try:
-            hangs = not answers(self._aggregator, min(_SIGN_S, timeout / 2))
+            hangs = not answers(self._aggregator, min(ANSWER_S, timeout / 2))
             if not hangs:
                 ray.get(self._aggregator.stop.remote(), timeout=max(0.1, timeout - 1))
         except (ray.exceptions.RayError, ValueError):
@@ -293,7 +289,7 @@ class Session:
             ray.kill(self._aggregator, no_restart=True)
             ending = [relay.end.remote(0.0) for relay in relays]
             if ending:
-                ray.wait(ending, num_returns=len(ending), timeout=min(_LEAVE_S, timeout / 4))
+                ray.wait(ending, num_returns=len(ending), timeout=min(LEAVE_S, timeout / 4))
             for relay in relays:
                 ray.kill(relay, no_restart=True)
         while find_aggregator(self.id) is not None or relay_nodes(self.id):
@@ -307,15 +303,15 @@ class Session:
         """Write the reports that the aggregator did not, of what it had stored, where its files are here."""
         import ray
 
-        from traceml_ray.monitor.aggregator import finish_offline
+        from traceml_ray.monitor.offline import finish_offline
 
         if not (self.folder / DATABASE).is_file():
             return
-        over = wire.Finish(wire.VERSION, 0, force=True)
+        over = wire.Finish(wire.VERSION, 0)
         try:
             _end_hung(holder(self.folder))
             left = relay_folder(self.id, ray.get_runtime_context().get_node_id())
-            finish_offline(self.folder, Settings(session=self.id), over, left if is_private(left) else None)
+            finish_offline(self.folder, self.config.settings, over, left if is_private(left) else None)
         except Exception as error:
             warnings.warn(f"no report of session {self.id!r}: {_cause(error)}", stacklevel=3)
 
@@ -349,11 +345,11 @@ def ask(aggregator: Any, session: str, what: str, **more: object) -> Any:
 
     request = msgspec.msgpack.encode({"what": what, **more})
     try:
-        reply = ray.get(aggregator.query.remote(request), timeout=ANSWER_S)
+        reply = ray.get(aggregator.query.remote(request), timeout=QUESTION_S)
     except ray.exceptions.RayActorError as error:
         raise StartError(f"session {session!r} cannot be reached: {_cause(error)}") from error
     except ray.exceptions.GetTimeoutError as error:
-        raise StartError(f"session {session!r} did not answer within {ANSWER_S:g} s") from error
+        raise StartError(f"session {session!r} did not answer within {QUESTION_S:g} s") from error
     answer = msgspec.msgpack.decode(reply)
     if "error" in answer:
         raise StartError(f"session {session!r}, {what}: {answer['error']}")
@@ -404,7 +400,7 @@ def _stop_quietly(session: Session) -> None:
 
     try:
         if ray.is_initialized():
-            session.stop(_EXIT_S)
+            session.stop(EXIT_S)
     except Exception as error:
         sys.stderr.write(f"traceml-ray: session {session.id!r} may be incomplete: {_cause(error)}\n")
 
@@ -415,7 +411,8 @@ def _end_hung(pid: int | None) -> None:
         process = psutil.Process(pid)
         if "".join(process.cmdline()[:1]).startswith("ray::Aggregator"):
             process.kill()
-            process.wait(1.0)
+            with contextlib.suppress(psutil.TimeoutExpired):
+                process.wait(KILL_S)
 
 
 def _cause(error: Exception) -> str:

@@ -10,7 +10,8 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 
@@ -23,14 +24,24 @@ def remove(paths: Iterable[Path]) -> None:
 
 def write_file(path: Path, data: bytes) -> None:
     """Write a file for this user alone, whole or not at all (by way of another name). Raises OSError."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    write_files({path: data}, contextlib.nullcontext())
+
+
+def write_files(files: Mapping[Path, bytes], inside: AbstractContextManager[None]) -> None:
+    """Write files as `write_file` does; they get their names `inside` that context. Raises OSError."""
+    temporary = {
+        path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.tmp"): path for path in files
+    }
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-        temporary.replace(path)
+        for name, path in temporary.items():
+            fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(files[path])
+        with inside:
+            for name, path in temporary.items():
+                name.replace(path)
     finally:
-        temporary.unlink(missing_ok=True)
+        remove(temporary)
 
 
 def read_file(path: Path, most: int) -> bytes:

@@ -35,6 +35,10 @@ class SessionError(ValueError):
     """A session that cannot be made or found; the message says which, where, and what to do."""
 
 
+class SessionHeldError(SessionError):
+    """A session that another process holds."""
+
+
 class Live(msgspec.Struct, frozen=True):
     """What is in `live.json` of a session folder while its monitor runs. No secret."""
 
@@ -105,6 +109,23 @@ def prepare(out: str | Path, name: str | None = None, *, again: bool = False) ->
             f"cannot write sessions into {path.parent}: {error.strerror or error}; "
             "choose another folder with --out or TRACEML_OUT"
         ) from error
+
+
+def inherit(path: Path) -> SessionFolder:
+    """
+    Hold the session at `path` after the one that holds it now; waits for that. Raises OSError, also when
+    another session has taken its place.
+    """
+    fd = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if not _same_file(fd, path / _LOCK):
+            raise FileNotFoundError(errno.ENOENT, "the session was moved", str(path))
+        _sign(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    return SessionFolder(path, lock_fd=fd)
 
 
 def find(session: str | Path | None, out: str | Path) -> Path:
@@ -205,8 +226,7 @@ def _take(path: Path, again: bool) -> SessionFolder:
                 moved = _move_aside(path)
                 os.close(fd)
                 continue
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, str(os.getpid()).encode(), 0)
+            _sign(fd)
         except BaseException:
             os.close(fd)
             raise
@@ -224,9 +244,16 @@ def _flock(fd: int, name: str) -> None:
         if error.errno == errno.EWOULDBLOCK:
             pid = _pid_in(fd)
             who = f" (pid {pid})" if pid else ""
-            raise SessionError(f"session {name!r} is already running{who}; choose another name") from None
+            text = f"session {name!r} is already running{who}; choose another name"
+            raise SessionHeldError(text) from None
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):  # a filesystem without locks
             raise
+
+
+def _sign(fd: int) -> None:
+    """Say in the lock who holds it."""
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, str(os.getpid()).encode(), 0)
 
 
 def _pid_in(fd: int) -> int | None:

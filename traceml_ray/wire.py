@@ -11,7 +11,7 @@ Times are int64 nanoseconds. `*_ns` of a row are durations on the rank's own mon
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -323,29 +323,52 @@ class RankFailure(_Message, frozen=True):
 
 
 class Finish(_Message, tag="finish", frozen=True):
-    """Launcher to relay, over the rank socket: the job is over; flush, finalise, and say so."""
+    """
+    Launcher to relay, over the rank socket, and from there to the aggregator: this node's part of the job is
+    over. The aggregator decides when the files are written; asked again, it says how far that is.
+    """
 
     v: Count
     exit_code: Int64
     failures: Annotated[list[RankFailure], _FEW] = []
     stop: bool = True
-    """End the session's actors once every node has left; without it, only the relay ends itself."""
+    """End the session; without it, only this node leaves."""
     node_id: str = ""
     """Of the node that leaves; the relay fills it in."""
     nodes: Count = 1
-    """How many nodes the job has: the session's files are written when the last one has left."""
+    """How many nodes the job has: they are waited for."""
     force: bool = False
-    """Write them now."""
+    """Somebody has ordered it: nobody is waited for."""
+    waited_s: float = 0.0
+    """How long the launcher has waited already, when the relay passes this on."""
 
 
 class Finished(_Message, tag="finished", frozen=True):
-    """The session's (or the run's) files are written, or why not."""
+    """How far the end of a session, or of a run, is."""
 
     v: Count
-    ok: bool
+    state: Literal["waiting", "writing", "noted", "written", "failed"]
+    """
+    waiting: for those that may still deliver, or for the disk; ask again. writing: the report is being made;
+    ask again. noted: there is nothing to wait for. written: the files are there. failed: they cannot be.
+    """
     detail: str = ""
+    """Why not, or who is missing."""
     waiting: Count = 0
-    """Ranks, or nodes, that may still deliver: nothing is written before they have, unless one insists."""
+    """
+    Ranks, or nodes, that may still deliver, and are waited for; of files that are written, those whose rows
+    may not be in them.
+    """
+
+    @property
+    def pending(self) -> bool:
+        """Whether to ask again."""
+        return self.state in ("waiting", "writing")
+
+    @property
+    def ok(self) -> bool:
+        """Whether what was asked for is done."""
+        return self.state in ("noted", "written")
 
 
 class Run(_Message, tag="run", frozen=True):
@@ -362,8 +385,6 @@ class Run(_Message, tag="run", frozen=True):
     events: Annotated[list[Event], _FEW] = []
     status: str | None = None
     """finished, failed, stopped: the run is over, its files are to be written. None: it goes on."""
-    force: bool = False
-    """End it although some of its ranks may still deliver."""
 
 
 Message = RankBatch | RankReply | RelayBatch | RelayReply | Finish | Finished | Run

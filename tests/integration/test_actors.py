@@ -50,7 +50,7 @@ def test_what_ranks_send_is_stored_and_the_session_ends_on_request(
     with SessionFile(session.folder / DATABASE) as file:
         assert [node["hostname"] for node in file.nodes()] == [socket.gethostname()]
     rank.send(final=True)
-    assert session.finish() == wire.Finished(wire.VERSION, True)
+    assert session.finish() == wire.Finished(wire.VERSION, "written")
     assert session.keys() == [step << 8 for step in range(5 * ROWS)]
     assert (session.folder / "summary.json").exists()
     until(lambda: not members(cluster, "NodeRelay") and not members(cluster, "Aggregator"), "actors end")

@@ -22,12 +22,14 @@ from typing import Any
 import psutil
 import pytest
 import ray_cluster
+from sessions import check_ledger
 
 from traceml_ray import wire
 from traceml_ray.identity import RankIdentity
 from traceml_ray.launchers import control
 from traceml_ray.launchers.cluster import PrivateRay, free_port, members
 from traceml_ray.session import LIVE
+from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session_file import SessionFile
 
 # Plays a rank whose agent finds the relay: sends one batch, waits for the reply. Does not import torch.
@@ -56,15 +58,25 @@ if "--fail" in sys.argv and rank == "1":
     raise ValueError("this is the reason")
 if "--wait" in sys.argv:
     time.sleep(60)
+if "--then" in sys.argv:
+    go, data = sys.argv[sys.argv.index("--then") + 1:][:2]
+    while not os.path.exists(go):
+        time.sleep(0.05)
+    if rank == "0":
+        talk(bytes.fromhex(data))
+    raise SystemExit(1)
 """
 
 
-def batch(stream: str = "rank0", pid: int = 1, rank: int = 0) -> str:
+def batch(
+    stream: str = "rank0", pid: int = 1, rank: int = 0, *, seq: int = 0, first: int = 0, n: int = 1,
+    final: bool = True,
+) -> str:  # fmt: skip
     who = RankIdentity(rank, 0, rank // 2, 4, 2, 2, "host", None, "job", 0, pid, "explicit")
-    keys = (1 << 8).to_bytes(8, "little")
-    rows = (5_000_000).to_bytes(8, "little") * wire.N_STAGES
-    message = wire.RankBatch(wire.VERSION, stream, 0, 0, 1, 0, 0, keys, b"\0", rows, who, final=True)
-    return wire.encode(message).hex()
+    keys = b"".join((step << 8).to_bytes(8, "little") for step in range(first + 1, first + 1 + n))
+    rows = (5_000_000).to_bytes(8, "little") * wire.N_STAGES * n
+    sent = wire.VERSION, stream, seq, 0, first + n, 0, first, keys, bytes(n), rows, who
+    return wire.encode(wire.RankBatch(*sent, final=final)).hex()
 
 
 until = functools.partial(ray_cluster.until, seconds=40)
@@ -376,6 +388,48 @@ def test_a_given_cluster_is_used_and_goes_on(bench: Bench) -> None:
         assert cluster._process is not None
         pid = cluster._process.pid
         until(lambda: not [p for p in members(pid) if "ray::A" in p.name()], "actors end")
+        bench.assert_nothing_is_left()
+    finally:
+        cluster.stop()
+        shutil.rmtree(folder)
+
+
+def test_an_aggregator_that_hangs_at_the_end_and_goes_on_later_changes_nothing(bench: Bench) -> None:
+    """On a cluster that stays: the launcher has written the end from the file meanwhile."""
+    folder = Path(tempfile.mkdtemp(prefix="tr-", dir="/tmp"))
+    cluster = PrivateRay(folder, os.environ)
+    cluster.start()
+    try:
+        go, session = folder / "go", bench.out / "hung"
+        later = batch(seq=1, first=5, n=20)
+        process = bench.start(
+            "--session", "hung", "--ray-address", cluster.address, str(bench.script),
+            "--batch", batch(n=5, final=False), "--then", str(go), later,
+            RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=cluster.environ["RAY_AUTH_TOKEN"],
+        )  # fmt: skip
+        assert cluster._process is not None
+        pid = cluster._process.pid
+
+        def stored() -> int:
+            with contextlib.suppress(SessionFileError), SessionFile(session / "session.sqlite") as file:
+                return int(file.ledger()["stored"])
+            return 0
+
+        until(lambda: stored() == 5, "the first rows")
+        [aggregator] = [p for p in members(pid) if "ray::Aggregator" in " ".join(words(p))]
+        aggregator.suspend()  # it will take the rows that come now when it goes on
+        go.touch()
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 1, err
+        summary = (session / "summary.json").read_bytes()
+        assert bench.summary("hung")["session"]["status"] == "failed"
+        assert check_ledger(session)["stored"] == 25
+        aggregator.resume()
+        until(lambda: not [p for p in members(pid) if "ray::A" in " ".join(words(p))], "it ends itself")
+        assert check_ledger(session)["stored"] == 25
+        with SessionFile(session / "session.sqlite") as file:
+            assert (file.meta()["status"], file.meta()["exit_code"]) == ("failed", 1)
+        assert (session / "summary.json").read_bytes() == summary
         bench.assert_nothing_is_left()
     finally:
         cluster.stop()

@@ -276,15 +276,8 @@ def test_without_a_token_it_works_and_says_so_and_a_stop_on_one_host_ends_both(h
 @pytest.mark.long
 @pytest.mark.timeout(150)
 def test_a_rendezvous_without_node_ranks_on_a_cluster_that_stays(hosts: Hosts) -> None:
-    address, off = f"{ADDRESSES[0]}:6399", {"RAY_AUTH_MODE": "disabled"}
-    inside = [host_of_its_own_processes(hosts, host) for host in (0, 1)]
-    ray = (sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus", "0", "--block")
-    ray = (*ray, "--disable-usage-stats", "--object-store-memory", "78643200", "--node-ip-address")
-    head = (ADDRESSES[0], "--head", "--port", "6399", "--include-dashboard", "false")
-    folder = ("--temp-dir", str(hosts.folder / "ray"))
-    cluster = [hosts.start(0, *inside[0], *ray, *head, *folder, **off)]
-    until_listening(hosts, 0, address)
-    cluster.append(hosts.start(1, *inside[1], *ray, ADDRESSES[1], "--address", address, **off))
+    address, inside, cluster = given_cluster(hosts)
+    off = {"RAY_AUTH_MODE": "disabled"}
     meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:{MASTER_PORT}", "--rdzv-id", "meet")
     script = ("--out", str(hosts.folder / "out"), str(EXAMPLE), "--steps", "200", "--slow", "forward:1:60")
     launched = []
@@ -304,11 +297,73 @@ def test_a_rendezvous_without_node_ranks_on_a_cluster_that_stays(hosts: Hosts) -
     assert summary["verdict"]["stage"] == "forward"
     assert sorted(node["hostname"] for node in summary["session"]["nodes"]) == ["host-a", "host-b"]
     assert check_ledger(session)["stored"] == 2 * 200
+    until_no_actor(hosts)
+    assert all(node.poll() is None for node in cluster)
+
+
+ALONE = """
+import sys, time, torch
+torch.set_num_threads(1)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(int(sys.argv[1])):
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.03)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(150)
+def test_a_node_that_ends_long_after_the_first_on_a_cluster_that_stays_is_in_the_session(
+    hosts: Hosts,
+) -> None:
+    address, inside, cluster = given_cluster(hosts)
+    launched = []
+    for host, steps in enumerate((100, 400)):
+        run = (sys.executable, "-m", "traceml_ray.cli", "run", "--nnodes", "2", "--node-rank", str(host))
+        flags = ("--master-addr", ADDRESSES[0], "--ray-address", address, "--session", "late")
+        flags = (*flags, "--out", str(hosts.folder / "out"))
+        who = {"RANK": str(host), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+        command = (*inside[host], *run, *flags, "--", sys.executable, "-c", ALONE, str(steps))
+        launched.append(hosts.start(host, *command, RAY_AUTH_MODE="disabled", **who))
+    first, other = launched
+    _, said = first.communicate(timeout=60)
+    assert (first.returncode, other.poll()) == (0, None), said
+    assert "the files are written without 1 of 2 nodes (host-b): they are written again when all have" in said
+    folder = hosts.folder / "out" / "late"
+    early = json.loads((folder / "summary.json").read_text())["ledger"]["stored"]
+    assert 100 <= early < 500
+    _, said = other.communicate(timeout=60)
+    assert other.returncode == 0, said
+    assert "could not be delivered" not in said
+    until_no_actor(hosts)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["ledger"]["stored"] == check_ledger(folder)["stored"] == 500
+    assert summary["session"]["status"] == "finished"
+    assert all(node.poll() is None for node in cluster)
+
+
+def given_cluster(hosts: Hosts) -> tuple[str, list[tuple[str, ...]], list[subprocess.Popen[str]]]:
+    """Start a Ray over both hosts; return its address, what commands begin with there, and its processes."""
+    address, off = f"{ADDRESSES[0]}:6399", {"RAY_AUTH_MODE": "disabled"}
+    inside = [host_of_its_own_processes(hosts, host) for host in (0, 1)]
+    ray = (sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus", "0", "--block")
+    ray = (*ray, "--disable-usage-stats", "--object-store-memory", "78643200", "--node-ip-address")
+    head = (ADDRESSES[0], "--head", "--port", "6399", "--include-dashboard", "false")
+    folder = ("--temp-dir", str(hosts.folder / "ray"))
+    cluster = [hosts.start(0, *inside[0], *ray, *head, *folder, **off)]
+    until_listening(hosts, 0, address)
+    cluster.append(hosts.start(1, *inside[1], *ray, ADDRESSES[1], "--address", address, **off))
+    return address, inside, cluster
+
+
+def until_no_actor(hosts: Hosts) -> None:
     end = time.monotonic() + 10
     while actors := [process for process in hosts.processes() if is_our_actor(process)]:
         assert time.monotonic() < end, actors
         time.sleep(0.1)
-    assert all(node.poll() is None for node in cluster)
 
 
 def host_of_its_own_processes(hosts: Hosts, host: int) -> tuple[str, ...]:

@@ -17,16 +17,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sessions import SECOND, Clock, Rank, Relay, aggregation, ask, check_ledger, confirmed, identity
+from sessions import SECOND, Clock, Rank, Relay, actor_of, aggregation, ask, check_ledger, confirmed, identity
 from snapshot import Snapshot
 
 from traceml_ray import wire
 from traceml_ray.monitor import aggregator as core
-from traceml_ray.monitor.aggregator import AggregatorCore, finish_offline
+from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.live_verdict import MAX_UNKNOWN
+from traceml_ray.monitor.offline import finish_offline
 from traceml_ray.ray import aggregator as actor
-from traceml_ray.ray.config import ActorConfig
-from traceml_ray.ray.membership import Membership
 from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool, write_spool
 from traceml_ray.store.session_file import SessionFile
@@ -602,29 +601,25 @@ def test_killed_at_any_moment_it_neither_loses_nor_doubles_a_row(tmp_path: Path)
         assert len(session.events()[0]) == 2 * relay.seq
 
 
-@pytest.mark.parametrize("closed", [False, True], ids=["unused", "its relay died before it said `stop`"])
+@pytest.mark.parametrize("asked", [False, True], ids=["unused", "asked for the end"])
 def test_an_actor_ends_itself_though_ray_does_not_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool
 ) -> None:
     aggregator, ended = aggregation(tmp_path), list[bool]()
-    config = ActorConfig("s", Settings(idle_ttl=0.01))
-    made = object.__new__(actor.Aggregator)  # what `__init__` asks of Ray is here
-    made._config, made._aggregation, made._held, made._node_id = config, aggregator, None, "n"
-    made._membership = Membership(config, aggregator.node_state, aggregator.errors)
-    made._stopping, made._closed = threading.Lock(), False
+    made = actor_of(aggregator, idle_ttl=0.01)
 
     def no_answer(_: str) -> None:
         raise ConnectionError("the GCS does not answer")
 
     monkeypatch.setattr(actor, "find_relays", no_answer)
     monkeypatch.setattr(actor, "end_myself", lambda: ended.append(True))
-    if closed:
-        assert wire.decode(made.finish(wire.encode(FINISH)), wire.Finished).ok
+    if asked:
+        assert wire.decode(made.finish(wire.encode(FINISH)), wire.Finished).pending
     else:
         aggregator._busy_ns -= SECOND
     made._beat()
     assert ended == [True]
-    assert made._closed and (tmp_path / "summary.json").is_file()
+    assert made._stopped.ok and (tmp_path / "summary.json").is_file()
     assert aggregator.errors == {"relays, end: ConnectionError": 1}
 
 

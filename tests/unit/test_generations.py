@@ -156,9 +156,9 @@ def test_second_round_of_actors_is_judged_by_itself(tmp_path: Path, clock: Clock
         ]
         _train(to, clock, ranks, 8)
         _ended(to, clock, ranks)
-    restored = aggregation(tmp_path, clock)
-    restored.judge()
-    for each in (to, restored):
+    for make in (lambda: to, lambda: aggregation(tmp_path, clock)):  # the second is restored from the file
+        each = make()
+        each.judge()
         assert each.verdict is not None
         assert (each.verdict.label, each.verdict.coverage, each.verdict.to_step) == ("healthy", 1.0, 399)
         summary = _summary(each)

@@ -4,8 +4,11 @@ import json
 from datetime import datetime, timezone
 from pathlib import Path
 
-from traceml_ray.launchers.monitor import Monitor
+import pytest
+
+from traceml_ray.launchers.monitor import Monitor, monitor_of
 from traceml_ray.launchers.nodes import Nodes
+from traceml_ray.session import SessionError, prepare
 from traceml_ray.settings import Settings
 
 
@@ -16,3 +19,19 @@ def test_session_begins_with_its_launcher_even_if_ray_never_came_up(tmp_path: Pa
     monitor.finish(0, [])
     session = json.loads((tmp_path / "s" / "summary.json").read_bytes())["session"]
     assert datetime.fromisoformat(session["started_at"]) <= made
+
+
+def test_a_session_whose_name_nobody_chose_and_that_is_still_written_is_no_reason_not_to_train(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same job again, while another node is still at the end of the one before."""
+    held = prepare(tmp_path, "job-1")
+    settings, nodes = Settings(out=str(tmp_path)), Nodes(count=2, job="job-1")
+    assert monitor_of(settings, {}, {}, nodes) is None
+    assert "no monitor for this run: session 'job-1' is already running" in capsys.readouterr().err
+    with pytest.raises(SessionError, match="already running"):
+        monitor_of(Settings(out=str(tmp_path), session="job-1"), {}, {}, nodes)
+    held.release()
+    made = monitor_of(settings, {}, {}, nodes)
+    assert made is not None
+    made.discard()

@@ -205,7 +205,7 @@ class Cluster:
         monkeypatch.setattr(membership, "cluster_nodes", lambda: [node])
         monkeypatch.setattr(membership, "relay_nodes", lambda _: {"n"} if self._left > 0 else set())
         monkeypatch.setattr(membership, "ensure_relay", self._make)
-        config = ActorConfig("s", Settings())
+        config = ActorConfig("s", Settings(), everywhere=True)
         self._looks = membership.Membership(config, lambda *_: None, self.errors, lambda: self.now)
 
     def _make(self, *_: Any) -> None:

@@ -24,6 +24,7 @@ from ray.train.v2._internal.execution import callback as ray_callback
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.controller import state as states
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
+from sessions import Clock as WallClock
 from sessions import Rank, Relay, aggregation, ask
 
 from traceml_ray import wire
@@ -33,6 +34,7 @@ from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.launchers import ray_train, train_callback, train_run
 from traceml_ray.launchers.train_callback import TraceMLTrainCallback
+from traceml_ray.monitor.finish import OTHERS_S
 from traceml_ray.ray import config
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.settings import SettingError, Settings
@@ -301,12 +303,13 @@ def test_what_was_swallowed_is_told_at_the_end(controller: Any) -> None:
 
 class Aggregator:
     """
-    A real one that has heard of one rank, and is asked as an actor is. It hears that rank's last word when it
-    is asked for the time `last`; the first time, it may not answer.
+    A real one that has heard of one rank, and is asked as an actor is, every half second of its clock. It
+    hears that rank's last word when it is asked for the time `last`; the first time, it may not answer.
     """
 
     def __init__(self, folder: Path, last: int = 1, answers: bool = True) -> None:
-        self.core = aggregation(folder)
+        self._clock = WallClock()
+        self.core = aggregation(folder, self._clock)
         self.got: list[wire.Run] = []
         self.run = SimpleNamespace(remote=self._take)
         self._relay, self._rank = Relay(), Rank(0, 1)
@@ -314,21 +317,26 @@ class Aggregator:
         self.core.ingest(self._relay.message(self._rank.batch(3)))
 
     def _take(self, data: bytes) -> bytes:
+        """Answer as the actor does, whose other thread writes what is due."""
         self.got.append(wire.decode(data, wire.Run))
+        self._clock.tick(0.5)
         if len(self.got) == self._last:
             self.core.ingest(self._relay.message(self._rank.batch(0, final=True)))
         if len(self.got) == 1 and not self._answers:
             raise RuntimeError("gone")
-        return self.core.run(data)
+        answer = self.core.run(data)
+        self.core.write_ends()
+        return answer
 
 
 def reporter(monkeypatch: pytest.MonkeyPatch, aggregator: Aggregator | None) -> train_run.RunReporter:
     monkeypatch.setattr(train_run, "find_aggregator", lambda _: aggregator)
     monkeypatch.setattr(train_run.ray, "get", lambda ref, **_: ref)
-    for name in ("RETRY_S", "ASK_AGAIN_S"):
+    patience = 30 if aggregator else 0.3
+    for name in ("STARTING_S", "ANSWER_S", "WORD_S"):
+        monkeypatch.setattr(train_run, name, patience)
+    for name in ("RETRY_S", "ASK_S"):
         monkeypatch.setattr(train_run, name, 0.001)
-    for name in ("PATIENCE_S", "WRITE_S"):
-        monkeypatch.setattr(train_run, name, 0.3)
     return train_run.RunReporter(CONFIG, "job")
 
 
@@ -345,7 +353,7 @@ def test_what_was_not_delivered_goes_with_the_next_message(
     assert made.end("finished")
     assert {(run.job_id, run.info["name"]) for run in aggregator.got} == {("job", "run")}
     assert [e.message for run in aggregator.got[1:] for e in run.events] == ["a"]
-    assert (aggregator.got[-1].status, aggregator.got[-1].force) == ("finished", False)
+    assert aggregator.got[-1].status == "finished"
     (run,) = ask(aggregator.core, "runs")
     assert (run["name"], run["status"], run["ledger"]["stored"]) == ("run", "finished", 3)
     assert [event["message"] for event in ask(aggregator.core, "events")] == ["a"]
@@ -357,17 +365,29 @@ def test_the_end_waits_for_ranks_that_deliver_but_not_for_ever(
 ) -> None:
     aggregator = Aggregator(tmp_path / "waits", last=3)
     assert reporter(monkeypatch, aggregator).end("finished")
-    assert [run.force for run in aggregator.got] == [False] * 3
-    aggregator = Aggregator(tmp_path / "insists", last=1 << 30)
+    assert len(aggregator.got) == 4  # the last one is asked when all is written
+    aggregator = Aggregator(tmp_path / "hears nothing", last=1 << 30)
     assert reporter(monkeypatch, aggregator).end("failed")
-    assert [run.force for run in aggregator.got][-2:] == [False, True]
+    assert OTHERS_S / 0.5 < len(aggregator.got) < OTHERS_S / 0.5 + 3
     assert [run["status"] for run in ask(aggregator.core, "runs")] == ["failed"]
 
 
-def test_without_an_aggregator_the_end_comes_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("events", [[event("a")], []], ids=["with an event", "without"])
+def test_without_an_aggregator_the_end_comes_and_says_that_nothing_is_written(
+    monkeypatch: pytest.MonkeyPatch, events: list[wire.Event]
+) -> None:
     made = reporter(monkeypatch, None)
-    made.tell(None, event("a"))
+    made.tell(None, *events)
     assert not made.end("finished")
+
+
+def test_a_run_whose_files_cannot_be_written_is_not_said_to_be_whole(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    aggregator = Aggregator(tmp_path)
+    (tmp_path / "summary.json").mkdir()
+    assert not reporter(monkeypatch, aggregator).end("finished")
+    assert [*aggregator.core.errors] == ["finish: IsADirectoryError"]
 
 
 # -- Ray Data ------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -31,8 +32,9 @@ from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor import rank_connections as peers
 from traceml_ray.monitor import relay as core
 from traceml_ray.monitor.aggregator import AggregatorCore
+from traceml_ray.monitor.finish import ASK_S, LATE_S, LAUNCHER_S, OTHERS_S, SIGN_S, WORD_S
 from traceml_ray.monitor.outbox import Outbox
-from traceml_ray.monitor.relay import FINISH_S, NODES_S, RESEND_S, SIGN_S, STUCK_S, TICK_S, RelayCore
+from traceml_ray.monitor.relay import RESEND_S, TICK_S, RelayCore
 from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool, write_spool
 from traceml_ray.store.session_file import SessionFile
@@ -73,7 +75,6 @@ class Aggregator(Straight):
     def __init__(self, folder: Path) -> None:
         self.up = True
         self.hangs = False
-        self.stopped = False
         self.clock = Clock()
         self.finished: list[wire.Finish] = []
         self.sizes: list[int] = []
@@ -100,7 +101,7 @@ class Aggregator(Straight):
     def finish(self, data: bytes) -> bool:
         if not (self.up and self.core and super().finish(data)):
             return False
-        self.finished.append(wire.decode(data, wire.Finish))
+        self.finished.append(msgspec.structs.replace(wire.decode(data, wire.Finish), waited_s=0.0))
         return True
 
     def poll(self) -> list[bytes | Exception]:
@@ -112,7 +113,7 @@ class Aggregator(Straight):
         return super().poll()
 
     def commit(self) -> None:
-        if self._core is not None and not self._actor._closed:
+        if self._core is not None and self._actor._stopped is None:
             assert self._core.commit()
 
     def kill(self) -> None:
@@ -121,7 +122,7 @@ class Aggregator(Straight):
         self.close()
 
     def close(self) -> None:
-        if self._core is not None and not self._actor._closed:
+        if self._core is not None and self._actor._stopped is None:
             self._core.close()
         self._core = None
 
@@ -697,17 +698,23 @@ def test_a_rank_that_does_not_answer_is_looked_at_from_outside_once(bench: Bench
 
 
 def ask_to_finish(bench: Bench, **fields: Any) -> tuple[socket.socket, wire.Finish]:
+    """The launcher's side: send Finish; also returned as the aggregator is to see it."""
     sock = bench.connect()
     message = wire.Finish(wire.VERSION, 1, [wire.RankFailure(0, 0, 9, 1, 0, "boom")], **fields)
     sock.send(wire.encode(message))
     return sock, msgspec.structs.replace(message, node_id=NODE.node_id)
 
 
+def signs(sock: socket.socket) -> list[wire.Finished]:
+    """What the launcher is told, up to the last word."""
+    told = [wire.decode(sock.recv(1 << 16), wire.Finished)]
+    while told[-1].pending:
+        told.append(wire.decode(sock.recv(1 << 16), wire.Finished))
+    return told
+
+
 def finished(sock: socket.socket) -> wire.Finished:
-    """The answer, after the signs of life before it."""
-    while wire.tag_of(data := sock.recv(1 << 16)) == "rank_reply":
-        pass
-    return wire.decode(data, wire.Finished)
+    return signs(sock)[-1]
 
 
 def test_finish_reads_the_spool_flushes_writes_and_ends_the_actors(bench: Bench) -> None:
@@ -716,10 +723,10 @@ def test_finish_reads_the_spool_flushes_writes_and_ends_the_actors(bench: Bench)
     (bench.spool / "b.spool").write_bytes(b"\xff\xff\xff\x7fcut")
     sock, message = ask_to_finish(bench)
     bench.until(lambda: bench.relay.stopped)
-    assert finished(sock) == wire.Finished(wire.VERSION, True)
-    assert bench.aggregator.finished == [message]
+    assert finished(sock) == wire.Finished(wire.VERSION, "written")
+    assert bench.aggregator.finished == [message] * 2  # asked, and asked again when it was written
     assert bench.aggregator.seqs("a") == [0, 1]
-    assert bench.aggregator.stopped
+    assert bench.aggregator.core.over
     sock.close()
 
 
@@ -730,8 +737,8 @@ def test_finish_does_not_wait_for_the_aggregators_own_commit(bench: Bench) -> No
         bench.relay.turn()
     assert bench.aggregator.seqs("a") == []
     sock, _ = ask_to_finish(bench)
-    for _ in range(10):
-        bench.now += 0.01
+    for _ in range(20):
+        bench.now += ASK_S / 10
         bench.relay.turn()
     assert bench.relay.stopped
     assert bench.aggregator.seqs("a") == [0]
@@ -755,7 +762,7 @@ def test_finish_with_an_aggregator_killed_on_the_way_still_stores_everything_onc
 
 
 @pytest.mark.parametrize(
-    ("began", "patience"), [(False, FINISH_S), (True, STUCK_S / 2)], ids=["starting", "stuck"]
+    ("began", "patience"), [(False, WORD_S), (True, WORD_S / 2)], ids=["starting", "stuck"]
 )
 def test_finish_without_an_aggregator_says_so_and_leaves_what_it_holds_in_the_spool(
     bench: Bench, began: bool, patience: float
@@ -767,13 +774,13 @@ def test_finish_without_an_aggregator_says_so_and_leaves_what_it_holds_in_the_sp
     bench.aggregator.hangs = True
     for seq in range(4):
         bench.relay.take(rank_batch("a", seq))
-        bench.tick(int(STUCK_S / 4 / TICK_S))
+        bench.tick(int(WORD_S / 4 / TICK_S))
     write_spool(bench.spool / "a.0.spool", [rank_batch("a", 4, final=True)])
     sock, _ = ask_to_finish(bench)
     bench.relay.turn(5)
     bench.relay.turn(5)
     for sign in range(int(patience / SIGN_S)):  # whoever waits for the end is told that there is somebody
-        assert wire.tag_of(sock.recv(1 << 16)) == "rank_reply", sign
+        assert wire.decode(sock.recv(1 << 16), wire.Finished).state == "waiting", sign
         assert not bench.relay.stopped
         bench.tick(int(SIGN_S / TICK_S))
     bench.tick(2)
@@ -785,14 +792,32 @@ def test_finish_without_an_aggregator_says_so_and_leaves_what_it_holds_in_the_sp
     sock.close()
 
 
-def test_of_several_nodes_one_that_ends_nothing_leaves_when_its_own_rows_are_stored(bench: Bench) -> None:
+def test_a_report_that_takes_long_is_waited_for_and_one_that_hangs_on_the_disk_is_not(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.relay.take(rank_batch("a", 0))
+    sock, _ = ask_to_finish(bench)
+    monkeypatch.setattr(bench.aggregator.core, "write_ends", lambda: None)  # another thread is at it
+    end = bench.aggregator.core._endings._session
+    end.reporting = True
+    bench.tick(int(3 * WORD_S / TICK_S))
+    assert not bench.relay.stopped
+    end.reporting = False
+    bench.tick(int(WORD_S / TICK_S) + 2)
+    assert bench.relay.stopped
+    told = signs(sock)
+    assert [answer.state for answer in told if answer.state != "waiting"][-2:] == ["writing", "failed"]
+    sock.close()
+
+
+def test_a_node_that_does_not_end_the_session_leaves_when_its_own_rows_are_stored(bench: Bench) -> None:
     bench.relay.take(rank_batch("a", 0))
     sock, message = ask_to_finish(bench, stop=False, nodes=2)
     bench.until(lambda: bench.relay.stopped)
-    assert finished(sock) == wire.Finished(wire.VERSION, True, waiting=1)
+    assert finished(sock) == wire.Finished(wire.VERSION, "noted", waiting=1)
     assert bench.aggregator.finished == [message]
     assert bench.aggregator.seqs("a") == [0]
-    assert not bench.aggregator.stopped
+    assert not bench.aggregator.core.over
     sock.close()
 
 
@@ -801,22 +826,77 @@ def test_the_node_that_ends_the_session_waits_for_the_others(bench: Bench) -> No
     bench.until(lambda: len(bench.aggregator.finished) >= 3)
     assert not bench.relay.stopped
     other = msgspec.structs.replace(message, node_id="other", stop=False)
-    assert bench.aggregator.core.finish(other) == 0
+    assert wire.decode(bench.aggregator.core.leave(wire.encode(other)), wire.Finished).waiting == 0
     bench.until(lambda: bench.relay.stopped)
-    assert finished(sock) == wire.Finished(wire.VERSION, True)
+    assert finished(sock) == wire.Finished(wire.VERSION, "written")
     assert all(asked == message for asked in bench.aggregator.finished)
-    assert bench.aggregator.stopped
+    assert bench.aggregator.core.over
     sock.close()
 
 
-def test_the_node_that_ends_the_session_insists_after_a_while(bench: Bench) -> None:
+def test_a_node_that_ends_long_after_the_first_still_delivers_and_the_files_are_written_again(
+    bench: Bench,
+) -> None:
+    first, later = SentRank(0, per_node=1), SentRank(1, per_node=1)
+    other = SentRelay(1)
+    bench.aggregator.core.ingest(other.message(later.batch(5)))
+    bench.relay.take(first.batch(5, final=True))
     sock, message = ask_to_finish(bench, nodes=2)
     started = bench.now
-    bench.until(lambda: bench.aggregator.finished[-1:] == [msgspec.structs.replace(message, force=True)])
-    assert NODES_S < bench.now - started < NODES_S + 1
+    while not bench.relay.stopped:
+        bench.now += ASK_S / 2
+        bench.aggregator.clock.tick(ASK_S / 2)
+        bench.relay.turn()
+    assert OTHERS_S < bench.now - started < LAUNCHER_S
+    assert finished(sock) == wire.Finished(wire.VERSION, "written", "host-1", waiting=1)
+    core, folder = bench.aggregator.core, bench.path.parent / "session"
+    assert core.left_behind and not core.over
+    for _ in range(8):
+        bench.aggregator.clock.tick(30)
+        core.ingest(other.message(later.batch(10)))
+        core.write_ends()
+        assert not core.over
+    core.ingest(other.message(later.batch(1, final=True)))
+    left = msgspec.structs.replace(message, node_id="node-1", stop=False, exit_code=0)
+    assert wire.decode(core.leave(wire.encode(left)), wire.Finished).ok
+    core.write_ends()
+    assert core.over
+    summary = json.loads((folder / "summary.json").read_bytes())
+    assert (summary["ledger"]["stored"], summary["session"]["status"]) == (5 + 5 + 80 + 1, "failed")
+    assert [event["message"] for event in summary["events"] if event["kind"] == "note"] == [
+        "the files were written without host-1, not yet at the end then"
+    ]
+    sock.close()
+
+
+def test_a_node_of_which_nothing_comes_any_more_is_not_waited_for_without_end(bench: Bench) -> None:
+    bench.aggregator.core.ingest(SentRelay(1).message(SentRank(1, per_node=1).batch(5)))
+    sock, _ = ask_to_finish(bench, nodes=2)
     bench.until(lambda: bench.relay.stopped)
-    assert finished(sock) == wire.Finished(wire.VERSION, True, waiting=1)
-    assert bench.aggregator.stopped
+    bench.aggregator.clock.tick(LATE_S - 1)
+    assert not bench.aggregator.core.over
+    bench.aggregator.clock.tick(2)
+    assert bench.aggregator.core.over
+    sock.close()
+
+
+def test_a_restarted_aggregator_still_waits_for_the_node_that_is_missing(
+    bench: Bench,
+) -> None:
+    other, later = SentRelay(1), SentRank(1, per_node=1)
+    bench.aggregator.core.ingest(other.message(later.batch(5)))
+    sock, message = ask_to_finish(bench, nodes=2)
+    bench.until(lambda: bench.relay.stopped)
+    bench.aggregator.kill()
+    bench.aggregator.up = True
+    assert bench.aggregator.core.left_behind and not bench.aggregator.core.over
+    left = msgspec.structs.replace(message, node_id="node-1", stop=False)
+    bench.aggregator.core.ingest(other.message(later.batch(1, final=True)))
+    bench.aggregator.core.leave(wire.encode(left))
+    bench.aggregator.core.write_ends()
+    assert bench.aggregator.core.over
+    bench.aggregator.kill()
+    assert bench.aggregator.core.over  # so that it ends what is left of the session
     sock.close()
 
 
@@ -826,7 +906,7 @@ def test_a_node_without_an_aggregator_leaves_in_time_and_keeps_what_it_has(bench
     sock, _ = ask_to_finish(bench, stop=False, nodes=2)
     bench.relay.turn(5)
     bench.relay.turn(5)
-    bench.tick(int(NODES_S / TICK_S) + 2)
+    bench.tick(int(WORD_S / TICK_S) + 2)
     assert not finished(sock).ok
     assert len(read_spool(bench.spool / "a.0.spool")) == 1
     assert bench.relay.stopped

@@ -15,6 +15,7 @@ from snapshot import Snapshot
 
 from traceml_ray import wire
 from traceml_ray.monitor.aggregator import AggregatorCore
+from traceml_ray.monitor.finish import OTHERS_S
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.status import render_status
 from traceml_ray.reports.summary import summarize
@@ -70,7 +71,7 @@ def test_a_run_ends_when_none_of_its_ranks_may_still_deliver(tmp_path: Path, clo
     aggregator = aggregation(tmp_path, clock)
     fit = Fit(aggregator, "a")
     assert told(aggregator, "a", info={"name": "first fit", "world_size": 2}) == wire.Finished(
-        wire.VERSION, True
+        wire.VERSION, "noted"
     )
     for _ in range(5):
         fit.step()
@@ -81,8 +82,8 @@ def test_a_run_ends_when_none_of_its_ranks_may_still_deliver(tmp_path: Path, clo
         fit.relay.message(fit.ranks[0].batch(0, final=True), fit.ranks[1].batch(0, produced=57, final=True))
     )
     assert told(aggregator, "a", status="finished").waiting == 1  # 7 rows of rank 1 are on their way
-    finished = told(aggregator, "a", status="finished", force=True)
-    assert (finished.ok, finished.waiting) == (True, 0)
+    clock.tick(OTHERS_S)
+    assert told(aggregator, "a", status="finished") == wire.Finished(wire.VERSION, "written", waiting=1)
     summary = json.loads((tmp_path / "summary.json").read_bytes())
     (run,) = summary["runs"]
     assert (run["id"], run["name"], run["status"], run["label"]) == ("a", "first fit", "finished", "healthy")
@@ -119,7 +120,9 @@ def test_a_run_that_is_over_leaves_the_others_alone(tmp_path: Path, clock: Clock
     for fit in fits:
         aggregator.ingest(fit.relay.message(fit.ranks[0].batch(0, produced=60)))
     verdict = ask(aggregator, "verdict", run="a")
-    assert told(aggregator, "a", status="failed", force=True).waiting == 0
+    assert told(aggregator, "a", status="failed").pending
+    clock.tick(OTHERS_S)
+    assert told(aggregator, "a", status="failed").ok
     ledgers = {run["id"]: run["ledger"] for run in ask(aggregator, "runs")}
     assert (ledgers["a"]["dropped"]["relay"], ledgers["a"]["in_flight"]) == (10, 0)
     assert (ledgers["b"]["dropped"]["relay"], ledgers["b"]["in_flight"]) == (0, 10)
@@ -150,7 +153,7 @@ def test_word_of_a_run_that_cannot_be_read_is_an_answer(tmp_path: Path) -> None:
     aggregator = aggregation(tmp_path)
     finished = wire.decode(aggregator.run(b"\xc1"), wire.Finished)
     assert not finished.ok
-    assert aggregator.errors == {"run: garbage": 1}
+    assert aggregator.errors == {"end: garbage": 1}
 
 
 # -- runs do not mix -----------------------------------------------------------------------------
@@ -265,7 +268,7 @@ def test_the_summary_of_a_job_of_torchrun_is_what_it_was(tmp_path: Path, clock: 
     other = Rank(0, 1, job_id="notebook")
     aggregator.ingest(Relay(0, "x").message(other.batch(0)))
     failure = wire.RankFailure(1, 1, 4242, 1, 5, "ImportError: x")  # a process that never reported
-    assert aggregator.finish(wire.Finish(wire.VERSION, 1, [failure])) == 0
+    aggregator.finish(wire.Finish(wire.VERSION, 1, [failure]))
     summary = json.loads((tmp_path / "job" / "summary.json").read_bytes())
     assert (summary["run"], summary["session"]["nnodes"], summary["session"]["world_size"]) == ("job", 1, 2)
     assert summary["verdict"]["exit_reason"] == "ImportError: x"
@@ -339,8 +342,13 @@ def test_an_attempt_is_judged_from_its_own_beginning(tmp_path: Path, clock: Cloc
 # -- the end of a job of several nodes -----------------------------------------------------------
 
 
-def _leave(aggregator: AggregatorCore, node: int, code: int = 0, nodes: int = 2, **fields: Any) -> int:
-    return aggregator.finish(wire.Finish(wire.VERSION, code, node_id=f"node-{node}", nodes=nodes, **fields))
+def _leave(
+    aggregator: AggregatorCore, node: int, code: int = 0, nodes: int = 2, **fields: Any
+) -> wire.Finished:
+    message = wire.Finish(wire.VERSION, code, node_id=f"node-{node}", nodes=nodes, **fields)
+    answer = wire.decode(aggregator.leave(wire.encode(message)), wire.Finished)
+    aggregator.write_ends()
+    return answer
 
 
 def test_the_session_is_over_when_the_last_node_has_left(tmp_path: Path, clock: Clock) -> None:
@@ -348,13 +356,17 @@ def test_the_session_is_over_when_the_last_node_has_left(tmp_path: Path, clock: 
     ranks = [Rank(i, 3, per_node=1) for i in range(3)]
     for node, rank in enumerate(ranks):
         aggregator.ingest(Relay(node).message(rank.batch(20)))
-    assert _leave(aggregator, 0, -15) == _leave(aggregator, 0, -15) == 2  # 3 were seen, whatever it says
+    assert _leave(aggregator, 0, -15).waiting == 2  # 3 were seen, whatever it says
+    assert _leave(aggregator, 0, -15) == wire.Finished(wire.VERSION, "waiting", "host-1, host-2", 2)
+    aggregator.commit()
     aggregator.close()
     restarted = aggregation(tmp_path, clock)
     failure = wire.RankFailure(1, 0, ranks[1].identity.pid, -9, clock())
-    assert _leave(restarted, 1, 1, failures=[failure]) == 1
-    assert not (tmp_path / "summary.json").exists()
-    assert _leave(restarted, 2) == 0
+    assert _leave(restarted, 1, 1, failures=[failure], stop=False).waiting == 1
+    assert _leave(restarted, 2, stop=False).waiting == 0
+    assert not (tmp_path / "summary.json").exists()  # the first, of the launcher that ends it, asks again
+    assert _leave(restarted, 0, -15).pending
+    assert _leave(restarted, 0, -15) == wire.Finished(wire.VERSION, "written")
     summary = json.loads((tmp_path / "summary.json").read_bytes())
     assert (summary["session"]["status"], summary["session"]["exit_code"]) == ("failed", 1)
     assert summary["verdict"]["exit_reason"] == "SIGKILL"
@@ -365,15 +377,17 @@ def test_nobody_waits_for_a_node_that_was_lost(tmp_path: Path) -> None:
     for node in range(2):
         aggregator.ingest(Relay(node).message(Rank(node, 2, per_node=1).batch(5)))
     aggregator.node_state("node-1", "host-1", "10.0.0.2", False)
-    assert _leave(aggregator, 0) == 0
+    assert not _leave(aggregator, 0).waiting
+    assert aggregator.over
 
 
 def test_a_node_that_never_reported_is_waited_for_unless_one_insists(tmp_path: Path) -> None:
     aggregator = aggregation(tmp_path)
     aggregator.ingest(Relay().message(Rank(0, 2, per_node=1).batch(5)))
-    assert _leave(aggregator, 0) == 1
-    assert _leave(aggregator, 0, force=True) == 1
-    assert (tmp_path / "summary.json").exists()
+    assert _leave(aggregator, 0) == wire.Finished(wire.VERSION, "waiting", "1 that never reported", 1)
+    assert not (tmp_path / "summary.json").exists()
+    _leave(aggregator, 0, force=True)
+    assert (tmp_path / "summary.json").exists() and aggregator.over
 
 
 # -- the account ---------------------------------------------------------------------------------
@@ -408,7 +422,7 @@ def test_no_order_of_messages_breaks_the_account(tmp_path_factory: pytest.TempPa
         elif act == "end":
             aggregator.ingest(relay.message(rank.batch(2, final=True), dropped={rank.stream: 1}))
         elif act == "finish":
-            told(aggregator, rank.identity.job_id, status="finished", force=draw(st.booleans()))
+            told(aggregator, rank.identity.job_id, status="finished")
         elif act == "gone":
             aggregator.node_state("node-0", "host-0", "10.0.0.1", draw(st.booleans()))
         else:

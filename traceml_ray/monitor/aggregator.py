@@ -7,43 +7,36 @@ raises into the caller's loop: what goes wrong is counted by place in `errors`.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from traceml_ray import wire
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.errors import Errors
-from traceml_ray.files import remove
 from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor.attempts import Restarts
+from traceml_ray.monitor.ending import Endings
 from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.live_verdict import LiveJudge
 from traceml_ray.monitor.queries import Answers
 from traceml_ray.monitor.rank_numbering import SOURCE, Groups
-from traceml_ray.reports.files import write_reports
-from traceml_ray.reports.summary import summarize
 from traceml_ray.session import SessionFolder
 from traceml_ray.settings import Settings
 from traceml_ray.spool import SUFFIX, read_spool
 from traceml_ray.store.nodes import stream_labels
 from traceml_ray.store.recent import Recent
-from traceml_ray.store.runs import by_run, newest, note, with_rows
-from traceml_ray.store.schema import damaged
+from traceml_ray.store.runs import by_run
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.streams import Stream, age, last_attempt, shown
+from traceml_ray.store.streams import Stream, age, shown
 from traceml_ray.store.writer import SessionWriter
 
-_SILENT_NS = 2_500_000_000
-"""A relay that has said nothing for so long is not waited for at an end."""
 MAX_STREAMS = 1 << 17
 """Streams of one session; of any more nothing is taken, and that is counted."""
-_STOPPED = {-2, -15, 130, 143}
-"""Exit codes of a job that was stopped by SIGINT or SIGTERM."""
+_E = TypeVar("_E", wire.Finish, wire.Run)
 
 
 class AggregatorCore:
@@ -89,9 +82,11 @@ class AggregatorCore:
             for run, known in by_run(streams).items()
             for rank, stream in shown(known).items()
         }
-        self._told: set[tuple[str, str, int, str]] = set()
         self._answers = Answers(
             self.folder, settings, self._writer, self._judge, self._steps, self.errors, self.commit
+        )
+        self._endings = Endings(
+            self.folder, settings, self._writer, self.errors, clock, ticks, self._resize_groups, self._let_go
         )
         self._busy_ns = ticks()
         start = {"session": self.folder.name, "started_at": clock(), "status": "running", **info}
@@ -156,54 +151,58 @@ class AggregatorCore:
             self.errors.swallow("judge", error)
 
     def run(self, data: bytes) -> bytes:
-        """
-        Take an encoded `Run`; return an encoded `Finished`. May be called again with the same.
+        """Take an encoded `Run`; return an encoded `Finished`. May be called again with the same."""
+        return self._ending(data, wire.Run, self._endings.run)
 
-        When the run is over and none of its ranks may still deliver (or it insists), what is in
-        flight counts as dropped by the relay, and the reports are written.
-        """
+    def leave(self, data: bytes) -> bytes:
+        """Take an encoded `Finish` of a node; return an encoded `Finished`. May be called again."""
+        return self._ending(data, wire.Finish, self._endings.leave)
+
+    def _ending(self, data: bytes, kind: type[_E], answer: Callable[[_E], wire.Finished]) -> bytes:
         try:
-            told = wire.decode(data, wire.Run)
-            waiting = self._note_run(told)
-            if told.status is not None and not waiting:
-                self._end_run(told.job_id)
+            message = wire.decode(data, kind)
+            self._busy_ns = self._ticks()
+            return wire.encode(answer(message))
         except Exception as error:
-            self.errors.note("run", error)
-            return wire.encode(wire.Finished(wire.VERSION, False, f"{type(error).__name__}: {error}"))
-        return wire.encode(wire.Finished(wire.VERSION, True, waiting=waiting))
+            self.errors.note("end", error)
+            return wire.encode(wire.Finished(wire.VERSION, "failed", f"{type(error).__name__}: {error}"))
 
-    def finish(self, finish: wire.Finish) -> int:
-        """
-        Note that a node (no `node_id`: whoever speaks for all of them) has nothing more to say; return
-        how many nodes of the job have not said so yet.
+    def write_ends(self) -> None:
+        """Write the files of what has ended; `leave` and `run` say how far that is."""
+        self._endings.write_due()
 
-        With 0, or `force`, the session is over: everything is committed, what is still in flight counts
-        as dropped by the relay, and the reports are written. May be called again.
+    def finish(self, finish: wire.Finish) -> None:
+        """End the session now, see `Endings.finish`."""
+        self._busy_ns = self._ticks()
+        self._endings.finish(finish)
 
-        Raises OSError or `sqlite3.Error` when the files cannot be written.
-        """
-        with self._writer.lock:
-            self._busy_ns, now = self._ticks(), self._clock()
-            self._resize_groups()
-            for failure in finish.failures:
-                self._fail(failure)
-            left = {**self._writer.meta.get("left", {}), finish.node_id: finish.exit_code}
-            self._writer.set_meta(left=left)
-            waiting = self._staying(finish.nodes, set(left)) if finish.node_id else 0
-            over = finish.force or not waiting
-            if over:
-                self._drop_in_flight(list(self._writer.streams.values()))
-                code = _exit_code(list(left.values()))
-                status = "finished" if code == 0 else "stopped" if code in _STOPPED else "failed"
-                ended = self._writer.meta.get("ended_at", now)
-                self._writer.set_meta(status=status, exit_code=code, ended_at=ended, errors=dict(self.errors))
-        self._writer.commit()
-        if over:
-            with self._writer.reader() as reader:
-                write_reports(self.folder, reader, self.settings.thresholds)
-            self._answers.snapshots.remove()
-            self._writer.settle()
-        return waiting
+    @property
+    def over(self) -> bool:
+        """Whether the session has ended, and nobody is waited for."""
+        return self._endings.over(self.idle_s())
+
+    @property
+    def left_behind(self) -> bool:
+        """Whether the session has ended, and nodes are waited for whose launchers have not."""
+        return self._endings.left_behind
+
+    @property
+    def complete(self) -> bool:
+        """Whether the session has ended with everything that came."""
+        return self._endings.complete
+
+    @property
+    def fenced(self) -> bool:
+        """Whether another process has taken the session over: nothing is stored here any more."""
+        return self._writer.fenced
+
+    def stored(self) -> SessionFile:
+        """Return a reader of the session file, whoever writes it. Raises `SessionFileError`."""
+        return self._writer.reader()
+
+    def is_silent(self, node_id: str) -> bool:
+        """Return whether that node's relay has not been heard of for long."""
+        return self._endings.is_silent(node_id)
 
     def node_state(self, node_id: str, hostname: str, address: str, alive: bool) -> None:
         """
@@ -264,6 +263,11 @@ class AggregatorCore:
         self._steps.close()
         self._answers.close()
         self._writer.close()
+
+    def _let_go(self) -> None:
+        self._steps.close()
+        self._answers.close()
+        self._answers.snapshots.remove()
 
     def _decode(self, data: bytes, node: wire.NodeIdentity) -> wire.RankBatch | None:
         try:
@@ -374,75 +378,6 @@ class AggregatorCore:
         for stream, identity in self._groups.grown():
             self._writer.stream(stream.stream, 0).identity = identity
 
-    def _note_run(self, told: wire.Run) -> int:
-        """Note what is told of a run; return how many of its ranks may still deliver."""
-        with self._writer.lock:
-            self._busy_ns, now = self._ticks(), self._clock()
-            last = last_attempt(by_run(self._writer.streams.values()).get(told.job_id, []))
-            waiting = 0 if told.force else sum(self._may_deliver(stream) for stream in last)
-            status = None if waiting else told.status
-            self._writer.set_meta(runs=note(self._runs(), told.job_id, now, told.info, status))
-            for event in told.events:
-                said = told.job_id, event.kind, event.t_ns, event.message
-                if said not in self._told:
-                    self._told.add(said)
-                    self._writer.add_event(event, run=told.job_id)
-        return waiting
-
-    def _end_run(self, run: str) -> None:
-        """Settle the account of a run that is over, and write the reports."""
-        with self._writer.lock:
-            self._resize_groups()
-            runs = by_run(self._writer.streams.values())
-            self._drop_in_flight(runs.get(run, []))
-            latest = newest(with_rows(runs), self._runs())
-        self._writer.commit()
-        with self._writer.reader() as reader:
-            if run != latest:
-                label = summarize(reader, self.settings.thresholds, run)["verdict"]["label"]
-                self._label(run, label)
-            summary = write_reports(self.folder, reader, self.settings.thresholds)
-        if run == latest:
-            self._label(run, summary["verdict"]["label"])
-
-    def _label(self, run: str, label: str) -> None:
-        """Note the label of a run's verdict, on disk."""
-        with self._writer.lock:
-            self._writer.set_meta(runs=note(self._runs(), run, self._clock(), {"label": label}))
-        self._writer.commit()
-
-    def _runs(self) -> dict[str, Any]:
-        """Return what has been told of runs, by run."""
-        told: dict[str, Any] = self._writer.meta.get("runs", {})
-        return told
-
-    def _may_deliver(self, stream: Stream) -> bool:
-        """Whether rows of this stream may still come: not from a node that is gone, or says no word."""
-        node_id = (stream.identity.node_id if stream.identity else None) or ""
-        if self.is_silent(node_id):
-            return False
-        node = self._writer.nodes.get(node_id)
-        return not stream.ended or (stream.in_flight > 0 and (node is None or node.lost_ns is None))
-
-    def is_silent(self, node_id: str) -> bool:
-        """Return whether that node's relay, which samples it each second, has not been heard of for long."""
-        node = self._writer.nodes.get(node_id)
-        return bool(node and node.last_seen_ns and self._clock() - node.last_seen_ns > _SILENT_NS)
-
-    def _drop_in_flight(self, streams: list[Stream]) -> None:
-        for stream in streams:
-            if stream.in_flight > 0:
-                self._writer.stream(stream.stream, 0).lost_rows += stream.in_flight
-
-    def _staying(self, nodes: int, left: set[str]) -> int:
-        """Return how many nodes of the launched run (`nodes` at least) have neither left nor been lost."""
-        runs = by_run(self._writer.streams.values())
-        own = self._writer.meta["session"]
-        last = last_attempt(runs.get(own if own in runs else newest(with_rows(runs)) or "", []))
-        seen = {stream.identity.node_id for stream in last if stream.identity and stream.identity.node_id}
-        lost = {node.node_id for node in self._writer.nodes.values() if node.lost_ns is not None}
-        return max(0, max(nodes, len(seen | left)) - len(left | (seen & lost)))
-
     def _lose_node(self, node_id: str, what: str, now: int) -> None:
         self._writer.add_event(wire.Event("node_lost", now, message=what), node_id=node_id)
         for name, stream in self._writer.streams.items():
@@ -451,23 +386,10 @@ class AggregatorCore:
                 event = wire.Event("rank_lost", now, message="its node was lost", data={"stream": name})
                 self._add_event(event, stream, node_id)
 
-    def _fail(self, failure: wire.RankFailure) -> None:
-        """Note how a rank's process ended, on its stream where it ever reported."""
-        known = self._writer.meta.get("failures", [])
-        told = msgspec.structs.asdict(failure)
-        if told in known:
-            return
-        self._writer.set_meta(failures=[*known, told])
-        for name, stream in self._writer.streams.items():
-            identity = stream.identity
-            if identity and (identity.global_rank, identity.pid) == (failure.rank, failure.pid):
-                stream = self._writer.stream(name, failure.t_ns)
-                stream.exit_code = failure.exit_code
-
     def _reload(self) -> None:
         """After a restart: bring back the last rows, so that the verdicts go on at once."""
         with self._writer.reader() as reader:
-            self._told = set(reader.told())
+            self._endings.recall(reader.told())
             for run, streams in self._judge.live_runs().items():
                 reader.run = run
                 own = {stream.id for stream in streams}
@@ -477,39 +399,3 @@ class AggregatorCore:
                         self._judge.note(event)
                 labels = stream_labels(self._writer.nodes.values(), self._writer.streams.values())
                 self._steps.resume(run, shown(streams), labels, reader.rows(last=self._judge.tail)[0])
-
-
-def finish_offline(
-    folder: Path,
-    settings: Settings,
-    finish: wire.Finish,
-    spool: Path | None = None,
-    info: dict[str, Any] | None = None,
-) -> Path | None:
-    """
-    End a session whose aggregator does not answer, from its file and what agents left in `spool`.
-    `info` as for `AggregatorCore`.
-
-    A file that is damaged is set aside, and the session made from `spool` alone; returns where it is then.
-    Raises `SessionFileError`, OSError or `sqlite3.Error` when the files cannot be read or written.
-    """
-    aside = None
-    while True:
-        try:
-            with contextlib.closing(AggregatorCore(folder, settings, info or {})) as aggregation:
-                read = aggregation.take_spool(spool) if spool is not None else []
-                aggregation.finish(finish)
-                remove(read)
-            return aside
-        except Exception:
-            file = SessionFolder(Path(folder)).sqlite
-            if aside is not None or not damaged(file):
-                raise
-        aside = file.replace(file.with_suffix(".damaged"))
-        for rest in ("-wal", "-shm"):
-            file.with_name(file.name + rest).unlink(missing_ok=True)
-
-
-def _exit_code(codes: list[int]) -> int:
-    """Return the exit code of a job of several nodes: the first that tells of a failure of its own."""
-    return next((code for code in codes if code and code not in _STOPPED), next(filter(None, codes), 0))

@@ -75,7 +75,8 @@ class Answers:
         self._readers: list[SessionFile] = []
 
     def close(self) -> None:
-        """Let go of the session file, so that its writer can leave it in one piece."""
+        """Let go of the session file until the next question: its writer can leave it in one piece."""
+        self._own = threading.local()
         self._steps.close()
         while self._readers:
             self._readers.pop().close()
@@ -165,7 +166,7 @@ class Answers:
     def _snapshot(self, reader: SessionFile) -> dict[str, str | int]:
         """Copy the session file as it stands, with everything that has come; the reports are of the same."""
         self._commit()
-        write_reports(self._folder, reader, self._settings.thresholds, quick=True)
+        write_reports(self._folder, reader, self._settings.thresholds, quick=True, put=self._writer.put)
         return self.snapshots.make(reader)
 
 

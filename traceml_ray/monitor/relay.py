@@ -2,8 +2,9 @@
 The relay of one node, free of Ray: takes the rank batches of its node and forwards them to the
 aggregator until it says that they are on disk.
 
-One thread runs `turn` again and again; nothing in it blocks. At the end of a run the launcher asks
-for `Finish` over the same socket that the ranks use; of a job of several nodes, each launcher does.
+One thread runs `turn` again and again; nothing in it blocks. At the end of a run the launcher sends `Finish`
+over the same socket that the ranks use; of a job of several nodes, each launcher does. The relay has stored
+what it holds, or leaves it in a file, and passes on what the aggregator, which owns the end, says of it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from traceml_ray.errors import Errors
 from traceml_ray.files import remove
 from traceml_ray.monitor import private_folders as folders
 from traceml_ray.monitor import proc_inspect as processes
+from traceml_ray.monitor.finish import ASK_S, DRAIN_S, SIGN_S, WORD_S
 from traceml_ray.monitor.node_sampler import SamplerThread, xid_events
 from traceml_ray.monitor.outbox import Outbox
 from traceml_ray.monitor.rank_connections import RankConnection, RankConnections
@@ -38,23 +40,11 @@ RESEND_S = 3.0
 """Without a confirmation for so long (commits are 1 s apart), what is unconfirmed is sent again."""
 SPOOL_S = 1.0
 """How often a relay without a launcher looks for what agents left."""
-DRAIN_S = 1.0
-"""How long ranks that are still connected at the end may go on sending."""
-FINISH_S = 6.0
-"""How long flushing and writing may take; the launcher waits a little longer."""
-STUCK_S = 2.0
-"""
-An aggregator that has stored nothing more for so long by then is stuck (half of it, if it was before): the
-launcher writes the files itself. One that has not said a word yet may still be starting.
-"""
 MAX_STREAMS = 4096
 """Processes of this node that report at the same time; what one more sends is refused."""
-SIGN_S = 0.25
-"""How often whoever asked for the end is told that it is under way."""
+_WAITING = wire.Finished(wire.VERSION, "waiting")
 _MOST = wire.MAX_ITEMS // 2
 """Of what happened, told in one packet."""
-NODES_S = 1.8
-"""Of several nodes: how long the one that ends the session waits for the others, who may take no longer."""
 
 
 class Transport(Protocol):
@@ -68,9 +58,6 @@ class Transport(Protocol):
 
     def poll(self) -> list[bytes | Exception]:
         """Return what came back. After an exception, nothing sent before it will be replied to."""
-
-    def stop(self) -> None:
-        """End the aggregator."""
 
 
 @dataclass(slots=True)
@@ -138,12 +125,13 @@ class RelayCore:
         """Errors that the newest packet tells of."""
         self._closing = self._closed = False
         self._ending: Generator[None, None, wire.Finished] | None = None
-        self._ender: tuple[RankConnection, wire.Finish] | None = None
-        self._finished: wire.Finished | None = None
+        self._ender: RankConnection | None = None
+        self._answer = _WAITING
+        """What the aggregator has said last of the end."""
         self._failures = 0
         self._next_sign = 0.0
-        self._stored: float | None = None
-        """When the aggregator has last stored something, or has said its first word."""
+        self._sign: float | None = None
+        """When the aggregator has last stored something, or said its first word, or one about the end."""
         self._heard = self._progress = self._next_tick = clock()
         self._next_spool = clock()
         self._collected: list[Path] = []
@@ -239,6 +227,16 @@ class RelayCore:
         if stored:
             remove(read)
         return stored
+
+    def end(self, timeout_s: float) -> None:
+        """
+        Hand over what is held, or leave it in the folder when nobody takes it. Then close, unless a launcher
+        waits for what becomes of the end. Called from another thread.
+        """
+        if not self.flush(timeout_s):
+            self.salvage()
+        if self._ending is None:
+            self.close()
 
     def close(self) -> None:
         """Stop listening, let go of every connection, and take the socket away; safe to call twice."""
@@ -415,16 +413,15 @@ class RelayCore:
             if isinstance(reply, Exception):
                 raise reply
             self._heard = now
-            self._stored = self._stored or now
+            self._sign = self._sign or now
             if wire.tag_of(reply) == "finished":
-                self._finished = wire.decode(reply, wire.Finished)
-                self._stored = now
+                self._answer, self._sign = wire.decode(reply, wire.Finished), now
                 return
             answer = wire.decode(reply, wire.RelayReply)
             self._obey(answer.commands, now)
             self._verdicts = answer.verdicts
             if self._outbox.confirm(answer.stored_seq):
-                self._progress = self._stored = now
+                self._progress = self._sign = now
         except Exception as error:
             self._errors.note("aggregator", error)
             self._failures += 1
@@ -461,69 +458,52 @@ class RelayCore:
         return not self._news() and not self._outbox.unconfirmed
 
     def _begin_end(self, peer: RankConnection, message: wire.Finish) -> None:
-        message = msgspec.structs.replace(message, node_id=self._node.node_id)
-        self._ender = (peer, message)
-        self._finished = None
-        self._ending = self._steps(message)
+        self._ender, self._answer = peer, _WAITING
+        self._ending = self._steps(msgspec.structs.replace(message, node_id=self._node.node_id))
 
     def _end(self) -> None:
-        """Go on with the end; when it is brought about, say so to whoever asked for it."""
+        """Go on with the end; whoever asked for it is told how far it is."""
         assert self._ending is not None
         assert self._ender is not None
-        peer, message = self._ender
         try:
             next(self._ending)
             if self._clock() >= self._next_sign:
                 self._next_sign = self._clock() + SIGN_S
-                peer.send(wire.encode(wire.RankReply(wire.VERSION, "", 0)))
+                self._ender.send(wire.encode(self._answer))
             return
         except StopIteration as done:
             finished: wire.Finished = done.value
         except Exception as error:
             self._errors.note("end", error)
-            finished = wire.Finished(wire.VERSION, False, f"{type(error).__name__}: {error}")
+            finished = wire.Finished(wire.VERSION, "failed", f"{type(error).__name__}: {error}")
         self._ending = None
         self._closing = False
-        peer.send(wire.encode(finished))
-        if message.stop:
-            self._transport.stop()
+        self._ender.send(wire.encode(finished))
         self.stopped = True
 
     def _steps(self, message: wire.Finish) -> Generator[None, None, wire.Finished]:
-        """Let the ranks end, read what they left, have all of it stored, have the session written."""
-        started = self._clock()
-        limit = FINISH_S if message.stop else NODES_S
+        """Let the ranks end, read what they left, have all of it stored, ask until the session is ended."""
+        started = since = self._clock()
         while self._peers.ranks_connected and self._clock() < started + DRAIN_S:
             yield
         read = self._read_spool()
         self._hurry()
         asked_at: int | None = None
-        while self._clock() < self._patience(started, limit):
-            if (finished := self._finished) is not None:
-                if finished.ok:
-                    remove(read)
-                if not finished.waiting or message.force or not message.stop:
-                    return finished
-                force = self._clock() > started + NODES_S
-                message = msgspec.structs.replace(message, force=force)
-                self._finished, asked_at = None, None
-                yield from self._pause(0 if force else TICK_S / 2)
-            if asked_at != self._failures and self._all_stored():
+        asks, told = started, self._answer
+        while self._clock() < WORD_S + min(since, max(self._sign or started, started - WORD_S / 2)):
+            if self._answer is not told:
+                asked_at, asks, told = None, self._clock() + ASK_S, self._answer
+                if not told.pending:
+                    remove(read if told.ok else ())
+                    return told
+                self._next_sign = self._clock()
+                since = self._clock() if told.waiting or told.state == "writing" else since
+            if asked_at != self._failures and self._clock() >= asks and self._all_stored():
+                message = msgspec.structs.replace(message, waited_s=self._clock() - started)
                 asked_at = self._failures if self._transport.finish(wire.encode(message)) else None
             yield
         self.salvage()
-        return wire.Finished(wire.VERSION, False, "the aggregator did not answer in time")
-
-    def _patience(self, started: float, limit: float) -> float:
-        """Return until when to wait for the aggregator, at an end that has `started` then."""
-        if self._stored is None:
-            return started + limit
-        return min(started + limit, max(self._stored, started - STUCK_S / 2) + STUCK_S)
-
-    def _pause(self, seconds: float) -> Generator[None, None, None]:
-        until = self._clock() + seconds
-        while self._clock() < until:
-            yield
+        return wire.Finished(wire.VERSION, "failed", "the aggregator did not answer in time")
 
     def _has_own_folder(self) -> bool:
         return self._spool == self._path.parent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ import ray
 from traceml_ray import __version__, wire
 from traceml_ray.files import remove
 from traceml_ray.monitor.aggregator import AggregatorCore
+from traceml_ray.monitor.finish import GOODBYE_S, HAND_OVER_S, LINGER_S, RELAYS_S
 from traceml_ray.monitor.private_folders import is_private
 from traceml_ray.ray.actor_factory import make
 from traceml_ray.ray.config import ActorConfig
@@ -26,21 +28,19 @@ from traceml_ray.ray.discovery import (
     relay_folder,
 )
 from traceml_ray.ray.membership import Membership
-from traceml_ray.session import Live, SessionFolder, prepare, write_live
+from traceml_ray.session import Live, SessionFolder, inherit, prepare, write_live
+from traceml_ray.store.schema import SessionFileError
 
 COMMIT_S = 1.0
 JUDGE_S = 0.25
 JUDGE_SHARE = 0.1
 """A large job is judged less often, at most once a commit: judging may take this share of a core."""
-FLUSH_S = 1.5
-"""How long relays may take to hand over what they hold."""
-GOODBYE_S = 0.2
-"""Between the answer to `stop` and the end of this actor."""
 
 
 class Aggregator:
     """
-    One per session. Only bytes come in and go out; a restarted one goes on from the session file.
+    One per session. Only bytes come in and go out; a restarted one goes on from the session file. It ends the
+    session when that is over (`monitor.finish`): every actor of it, itself last.
 
     Synchronous, with a thread for `ingest` and two for `query`: a slow question holds up nothing.
     """
@@ -55,9 +55,11 @@ class Aggregator:
             self._held = prepare(Path(made.settings.out).expanduser(), made.session, again=is_restarted())
         folder = Path(made.folder) if self._held is None else self._held.path
         self._aggregation = AggregatorCore(folder, made.settings, dict(made.info))
-        self._membership = Membership(made, self._aggregation.node_state, self._aggregation.errors)
+        self._membership = Membership(made, self._node_state, self._aggregation.errors)
+        self._wake = threading.Event()
         self._stopping = threading.Lock()
-        self._closed = False
+        self._stopped: wire.Finished | None = None
+        self._alone = False
         if self._held is not None:
             socket = relay_folder(made.session, self._node_id) / "relay.sock"
             write_live(folder, Live(os.getpid(), str(socket), NAMESPACE, context.gcs_address))
@@ -66,28 +68,67 @@ class Aggregator:
         threading.Thread(target=self._beat, name="traceml-beat", daemon=True).start()
 
     def _beat(self) -> None:
-        due = took = 0.0
+        commit_at = judge_at = 0.0
         idle_ttl = self._config.settings.idle_ttl
-        while not self._closed and self._aggregation.idle_s() < idle_ttl:
+        while not (self._is_over() or self._aggregation.idle_s() >= idle_ttl):
             try:
-                if time.monotonic() >= due:
-                    due = time.monotonic() + COMMIT_S
+                now = time.monotonic()
+                if now >= commit_at:
+                    commit_at = now + COMMIT_S
                     self._aggregation.commit()
-                took = time.monotonic()
-                self._aggregation.judge()
-                took = time.monotonic() - took
+                self._aggregation.write_ends()
+                if self._aggregation.left_behind:
+                    self._stay_alone()
+                if now >= judge_at and not self._is_over():
+                    now = time.monotonic()
+                    self._aggregation.judge()
+                    took = time.monotonic() - now
+                    judge_at = now + min(COMMIT_S, max(JUDGE_S, took / JUDGE_SHARE))
             except Exception as error:  # without this thread nothing would be stored any more
                 self._aggregation.errors.note("beat", error)
-            time.sleep(min(COMMIT_S, max(JUDGE_S, took / JUDGE_SHARE)))
-        if self._closed:  # whoever ended the session calls `stop`, if it still can
-            time.sleep(idle_ttl)
+            self._wake.wait(0 if self._is_over() else max(0, min(commit_at, judge_at) - time.monotonic()))
+            self._wake.clear()
         try:
-            with self._stopping:
-                self._stop()
+            if self._aggregation.fenced:
+                self._make_way()
+                return
+            if self._aggregation.over:
+                time.sleep(LINGER_S)
+            self._stop()
         except Exception as error:
             self._aggregation.errors.note("stop", error)
-        finally:
-            end_myself()
+        end_myself()
+
+    def _is_over(self) -> bool:
+        return self._stopped is not None or self._aggregation.over or self._aggregation.fenced
+
+    def _stay_alone(self) -> None:
+        """Hold the session once its launcher has gone, and see whether nodes that are missing are lost."""
+        if not self._alone:
+            self._alone = True
+            self._membership.start()
+            threading.Thread(target=self._inherit, name="traceml-lock", daemon=True).start()
+
+    def _inherit(self) -> None:
+        try:
+            self._held = self._held or inherit(self._aggregation.folder.path)
+        except Exception as error:
+            self._aggregation.errors.note("lock", error)
+
+    def _node_state(self, node_id: str, hostname: str, address: str, alive: bool) -> None:
+        """Take word of a node of the cluster; a launcher's session is not on all of them."""
+        if self._config.everywhere or not alive:
+            self._aggregation.node_state(node_id, hostname, address, alive)
+
+    def _make_way(self) -> None:
+        """
+        End this process only: another has the session. Where that has ended it, the actor goes for good; else
+        the other one is this actor, which Ray has restarted.
+        """
+        with contextlib.suppress(SessionFileError), self._aggregation.stored() as file:
+            if file.meta().get("status", "running") == "running":
+                os._exit(1)
+        end_myself()
 
     @ray.method(concurrency_group="ingest")
     def ingest(self, data: bytes, commit: bool = False) -> bytes:
@@ -99,21 +140,17 @@ class Aggregator:
 
     @ray.method(concurrency_group="ingest")
     def finish(self, data: bytes) -> bytes:
-        """Take Finish of a node; once all have left, end the session and write its files. Return Finished."""
-        try:
-            message = wire.decode(data, wire.Finish)
-            waiting = self._aggregation.finish(message)
-            if message.stop and (message.force or not waiting):
-                self._close()
-        except Exception as error:
-            self._aggregation.errors.note("finish", error)
-            return wire.encode(wire.Finished(wire.VERSION, False, f"{type(error).__name__}: {error}"))
-        return wire.encode(wire.Finished(wire.VERSION, True, waiting=waiting))
+        """Take Finish of a node that has left, return Finished: how far the end of the session is."""
+        reply = self._aggregation.leave(data)
+        self._wake.set()
+        return reply
 
     @ray.method(concurrency_group="ingest")
     def run(self, data: bytes) -> bytes:
-        """Take Run, return Finished."""
-        return self._aggregation.run(data)
+        """Take Run, return Finished: how far the end of the run is."""
+        reply = self._aggregation.run(data)
+        self._wake.set()
+        return reply
 
     @ray.method(concurrency_group="query")
     def query(self, request: bytes) -> bytes:
@@ -131,7 +168,7 @@ class Aggregator:
             self._membership.look()
             return msgspec.msgpack.encode({"result": self._config.everywhere})
         if asked.get("what") in ("summary", "snapshot"):
-            self._ask_relays("flush", FLUSH_S)  # what they hold is in it
+            self._ask_relays("flush", HAND_OVER_S)  # what they hold is in it
         return self._aggregation.query(request)
 
     @ray.method(concurrency_group="query")
@@ -141,35 +178,35 @@ class Aggregator:
         the session ends. Return Finished; this actor is gone a moment later.
         """
         try:
-            with self._stopping:
-                return wire.encode(self._stop())
+            return wire.encode(self._stop())
         finally:
             threading.Timer(GOODBYE_S, end_myself).start()
 
     def _stop(self) -> wire.Finished:
+        with self._stopping:
+            if self._stopped is None:
+                self._stopped = self._end_session()
+            return self._stopped
+
+    def _end_session(self) -> wire.Finished:
         self._membership.end()
         relays = self._ask_relays("end")
+        finished = wire.Finished(wire.VERSION, "written")
         try:
-            if not self._closed:
+            if not self._aggregation.complete:
                 left = relay_folder(self._config.session, self._node_id)
                 read = self._aggregation.take_spool(left) if is_private(left) else []  # its relay may hang
-                self._aggregation.finish(wire.Finish(wire.VERSION, 0, force=True))
+                self._aggregation.finish(wire.Finish(wire.VERSION, 0))
                 remove(read)
-                self._close()
-            finished = wire.Finished(wire.VERSION, True)
         except Exception as error:
             self._aggregation.errors.note("stop", error)
-            finished = wire.Finished(wire.VERSION, False, f"{type(error).__name__}: {error}")
+            finished = wire.Finished(wire.VERSION, "failed", f"{type(error).__name__}: {error}")
+        self._aggregation.close()
         for relay in relays:
             ray.kill(relay, no_restart=True)
         if self._held is not None:
             self._held.release()
         return finished
-
-    def _close(self) -> None:
-        """Leave a session file that is whole, without a WAL beside it."""
-        self._closed = True
-        self._aggregation.close()
 
     def _ask_relays(self, method: str, *args: object) -> list[Any]:
         """
@@ -182,7 +219,7 @@ class Aggregator:
             asked = {node: getattr(relay, method).remote(*args) for node, relay in relays.items()}
             awaited = [ref for node, ref in asked.items() if not self._aggregation.is_silent(node)]
             if awaited:
-                ray.wait(awaited, num_returns=len(awaited), timeout=FLUSH_S)
+                ray.wait(awaited, num_returns=len(awaited), timeout=RELAYS_S)
         except Exception as error:  # the GCS does not answer
             self._aggregation.errors.note(f"relays, {method}", error)
         return list(relays.values())

@@ -1,4 +1,4 @@
-"""Keeps a relay on every living node of the cluster, and says which nodes came and went."""
+"""Says which nodes of the cluster came and went, and keeps a relay on each, where a session is everywhere."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Membership:
             if node_id in named:
                 if self._clock() > self._made.get(node_id, (0, math.inf))[1] + STAYS_S:
                     del self._made[node_id]
-            elif alive and not self._ended.is_set() and self._is_due(node, asked):
+            elif alive and self._config.everywhere and not self._ended.is_set() and self._is_due(node, asked):
                 ensure_relay(self._config, node_id)
 
     def _is_due(self, node: dict[str, Any], asked: bool) -> bool:

@@ -10,6 +10,7 @@ import ray
 
 from traceml_ray import wire
 from traceml_ray.monitor import private_folders as folders
+from traceml_ray.monitor.finish import HAND_OVER_S
 from traceml_ray.monitor.node_sampler import NodeSampler, SamplerThread
 from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.ray.actor_calls import ActorCalls
@@ -17,9 +18,6 @@ from traceml_ray.ray.config import ActorConfig
 from traceml_ray.ray.discovery import end_myself, find_aggregator, is_restarted, relay_folder
 
 MAX_IN_FLIGHT = 4
-FLUSH_S = 1.0
-SENT_S = 0.3
-"""Long enough for a call to be on its way before this process ends."""
 
 
 class NodeRelay:
@@ -62,14 +60,9 @@ class NodeRelay:
         return self._relay.flush(timeout_s)
 
     @ray.method(concurrency_group="query")
-    def end(self, timeout_s: float = FLUSH_S) -> None:
-        """
-        Hand over what is held, or leave it in the folder when nobody takes it, and let go of socket and
-        folder; the actor itself is ended from outside.
-        """
-        if not self._relay.flush(timeout_s):
-            self._relay.salvage()
-        self._relay.close()
+    def end(self, timeout_s: float = HAND_OVER_S) -> None:
+        """Hand over what is held, or leave it in the folder; the actor itself is ended from outside."""
+        self._relay.end(timeout_s)
         self._sampler.close()
 
 
@@ -86,8 +79,3 @@ class ActorTransport(ActorCalls):
     def finish(self, data: bytes) -> bool:
         """Hand over Finish; False as for `ingest`."""
         return self.call("finish", data)
-
-    def stop(self) -> None:
-        """Have the aggregator end the session's actors, this one among them."""
-        if self._actor is not None:
-            ray.wait([self._actor.stop.remote()], timeout=SENT_S)

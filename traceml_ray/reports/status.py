@@ -26,7 +26,8 @@ def render_status(session: SessionFile, folder: Path, holder: int | None, now: i
     labels = label_nodes(nodes, streams)
     labels.update({node.node_id: f"{labels[node.node_id]} (lost)" for node in nodes if node.lost_ns})
     verdicts, _ = session.verdicts()
-    holds = "aggregator" if meta.get("launcher", "ray") == "ray" else "launcher"
+    alone = meta.get("launcher", "ray") == "ray" or meta.get("ending", {}).get("missing")
+    holds = "aggregator" if alone else "launcher"
     live = f"live, {holds} pid {holder}" if holder else f"no {holds} holds it"
     parts = [[f"{folder}: {meta.get('status', 'running')} ({live})"]]
     if verdicts:

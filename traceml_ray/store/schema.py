@@ -91,16 +91,17 @@ def legible(path: Path) -> Iterator[None]:
         raise SessionFileError(f"{path}: the session file is damaged ({told})") from error
 
 
-def connect(path: Path, *, create: bool = False) -> sqlite3.Connection:
+def connect(path: Path, *, create: bool = False, timeout: float = 5.0) -> sqlite3.Connection:
     """
-    Open the session file at `path`; `create` makes one that is not there yet.
+    Open the session file at `path`; `create` makes one that is not there yet. A lock of somebody else is
+    waited for, `timeout` seconds at most.
 
     Raises `SessionFileError` when there is none, it is damaged, no session, or of a newer schema.
     """
     if not create and not path.is_file():
         raise SessionFileError(f"{path}: no such session file")
     try:
-        connection = sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(path, timeout=timeout, isolation_level=None, check_same_thread=False)
     except sqlite3.Error as error:
         raise SessionFileError(f"{path}: cannot open the session file: {error}") from error
     try:

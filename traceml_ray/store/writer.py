@@ -12,7 +12,7 @@ import json
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ import msgspec
 from traceml_ray import wire
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import DEFAULTS
+from traceml_ray.files import write_files
+from traceml_ray.store.fence import Fence, identity
 from traceml_ray.store.nodes import COLUMNS as NODE_COLUMNS
 from traceml_ray.store.nodes import Node
 from traceml_ray.store.retention import Retention
@@ -38,8 +40,9 @@ _ITEMS = {"process_sample": "process sample", "node_sample": "node sample", "det
 
 class SessionWriter:
     """
-    The one writer of a session file. `streams` and `taken` hold everything that arrived, also what
-    is not committed yet; `committed` the relay watermarks that are on disk.
+    The one writer of a session file: who opened it before writes nothing any more (see `fence`). `streams`
+    and `taken` hold everything that arrived, also what is not committed yet; `committed` the relay watermarks
+    that are on disk.
 
     The caller holds `lock` while it uses anything but `commit` and `reader`.
     """
@@ -57,7 +60,9 @@ class SessionWriter:
         self.max_pending_bytes = max_pending_bytes
         self._database = threading.Lock()
         self.max_pending_items = MAX_PENDING_ITEMS
+        found = identity(path)
         self._connection = connect(path, create=True)
+        self._fence = Fence(self._connection, path, found)
         with SessionFile(path, self._connection) as stored, legible(path):
             self.streams: dict[str, Stream] = {stream.stream: stream for stream in stored.streams()}
             self.meta: dict[str, Any] = stored.meta()
@@ -158,7 +163,8 @@ class SessionWriter:
         """
         Write everything that is pending in one transaction. Called without `lock`.
 
-        Raises `sqlite3.Error` when the disk refuses; what was pending stays pending then.
+        Raises `sqlite3.Error` or OSError when the disk refuses, `Fenced` when another writer has the session;
+        what was pending stays pending then.
         """
         with self._database:
             with self.lock:
@@ -204,6 +210,16 @@ class SessionWriter:
         if failed is not None:
             raise failed
 
+    @property
+    def fenced(self) -> bool:
+        """Whether another writer has the session: nothing is written here any more."""
+        return self._fence.broken
+
+    def put(self, files: Mapping[Path, bytes]) -> None:
+        """Write files beside the session's, each whole. Raises OSError, `sqlite3.Error`, `Fenced`."""
+        with self._database:
+            write_files(files, self._transaction())
+
     def reader(self) -> SessionFile:
         """Return a reader of what is committed, with a connection of its own."""
         return SessionFile(self.path)
@@ -221,7 +237,8 @@ class SessionWriter:
 
     def close(self) -> None:
         """Settle and close the file."""
-        self.settle()
+        if not self.fenced:
+            self.settle()
         with self._database:
             self._connection.close()
 
@@ -239,8 +256,10 @@ class SessionWriter:
     def _transaction(self) -> Iterator[None]:
         self._connection.execute("BEGIN IMMEDIATE")
         try:
+            self._fence.check()
             yield
             self._connection.execute("COMMIT")
+            self._fence.committed()
         except BaseException:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
