@@ -1,52 +1,83 @@
-"""Imports point one way: what runs in a training process needs neither Ray's actors nor the monitor."""
+"""Imports point one way: the table "Where things are" in CONTRIBUTING, from the bottom to the top."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "traceml_ray"
-AGENT = "traceml_ray.agent"
-BELOW_AGENT = {
-    *("traceml_ray", "traceml_ray.errors", "traceml_ray.identity", "traceml_ray.settings"),
-    *("traceml_ray.spool", "traceml_ray.wire"),
-}
+ROOT = Path(__file__).parents[2]
 
 
-def module_of(path: Path) -> str:
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+def _layers() -> list[list[str]]:
+    """Return what each line of the table holds, the lowest first."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    table = text[text.index("| place | what is in it |") :].partition("\n\n")[0]
+    lines = [line.split("|")[1] for line in table.splitlines()[2:]]
+    return [[name.rstrip("/") for name in re.findall(r"`([a-z0-9_]+/?)`", line)] for line in lines]
 
 
-MODULES = {module_of(path): path for path in PACKAGE.rglob("*.py") if "site" not in path.parts}
+def _modules() -> dict[str, Path]:
+    """Return the files of the package by their names below `traceml_ray`."""
+    files = [(path, path.relative_to(ROOT / "traceml_ray")) for path in (ROOT / "traceml_ray").rglob("*.py")]
+    for place in ("launchers", "dash_app"):
+        files += [(path, path.relative_to(ROOT)) for path in (ROOT / place).rglob("*.py")]
+    names = {".".join(below.with_suffix("").parts).removesuffix(".__init__"): path for path, below in files}
+    return {name: path for name, path in names.items() if name != "__init__"}
 
 
-def imports(path: Path) -> Iterator[tuple[str, str]]:
-    """Give (module, name) of each import of ours, those inside functions and for types only among them."""
+MODULES = _modules()
+
+
+def _imports(name: str) -> Iterator[tuple[str, str]]:
+    """Yield (module, name taken from it) of all imports, also of those inside functions."""
+    path = MODULES[name]
+    package = ("traceml_ray." + name).split(".")[: None if path.name == "__init__.py" else -1]
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("traceml_ray"):
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                yield (inner, "") if inner in MODULES else (str(node.module), alias.name)
+        if isinstance(node, ast.Import):
+            found = [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) + 1 - node.level] if node.level else []
+            module = ".".join([*start, *([node.module] if node.module else [])])
+            found = [(module, alias.name) for alias in node.names]
+        else:
+            continue
+        for module, taken in found:
+            if module == "traceml_ray" or module.startswith("traceml_ray."):
+                whole = f"{module}.{taken}".removeprefix("traceml_ray.")
+                own = next((known for known in (whole, whole.rpartition(".")[0]) if known in MODULES), None)
+                if own is not None and own != name:
+                    yield own, "" if own == whole else taken
 
 
-AGENT_IMPORTS = {
-    name: [*imports(path)] for name, path in MODULES.items() if name == AGENT or name.startswith(f"{AGENT}.")
-}
+def test_imports_have_no_circle() -> None:
+    graph = {name: {module for module, _ in _imports(name)} for name in MODULES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
 
 
-def test_agent_imports_nothing_above_it() -> None:
-    found = {(name, module) for name, each in AGENT_IMPORTS.items() for module, _ in each}
-    assert {(name, m) for name, m in found if m not in BELOW_AGENT and m not in AGENT_IMPORTS} == set()
+def test_imports_point_downwards() -> None:
+    height = {place: at for at, line in enumerate(_layers()) for place in line}
+    tops = {name: name.partition(".")[0] for name in MODULES}
+    assert set(tops.values()) - set(height) == {"launch"}, "CONTRIBUTING knows every module and package"
+    up = [
+        f"{name} imports {module}"
+        for name in MODULES
+        for module, _ in _imports(name)
+        if height.get(tops[name], len(height)) < height.get(tops[module], len(height))
+    ]
+    assert up == []
 
 
-def test_agent_has_no_import_circle() -> None:
-    graph = {name: {module for module, _ in each} for name, each in AGENT_IMPORTS.items()}
-    assert [*TopologicalSorter(graph).static_order()]  # it raises CycleError
-
-
-def test_agent_imports_no_private_name() -> None:
-    found = {(name, private) for name, each in AGENT_IMPORTS.items() for _, private in each}
-    assert {(name, private) for name, private in found if private.startswith("_")} == set()
+def test_private_names_stay_in_their_module() -> None:
+    taken = [
+        f"{name} takes {private} from {module}"
+        for name in MODULES
+        for module, private in _imports(name)
+        if private.startswith("_") and not private.startswith("__")
+    ]
+    assert taken == []

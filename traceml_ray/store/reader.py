@@ -1,0 +1,81 @@
+"""Questions to the database of a session file, and what goes wrong with them."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from traceml_ray.store.schema import SessionFileError, connect
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # Python 3.11 has it
+
+
+class Reader:
+    """
+    A connection that only reads; one that is given stays open at the end.
+
+    Raises `SessionFileError` for a file that cannot be read.
+    """
+
+    def __init__(
+        self, path: Path, connection: sqlite3.Connection | None = None, *, run: str | None = None
+    ) -> None:
+        self.path = path
+        self.run = run
+        self._owned = connection is None
+        self._connection = connection or connect(path)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._owned:
+            self._connection.close()
+
+    def __enter__(self) -> Self:
+        """Return self."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file."""
+        self.close()
+
+    @contextlib.contextmanager
+    def at_one_moment(self) -> Iterator[None]:
+        """Let what is read inside be as it is now; not without WAL, where that would hold up the writer."""
+        if self._connection.in_transaction or self._all("PRAGMA journal_mode") != [("wal",)]:
+            yield
+            return
+        self._connection.execute("BEGIN")
+        try:
+            yield
+        finally:
+            self._connection.execute("ROLLBACK")
+
+    def _top(self, table: str) -> int:
+        return int(self._all(f"SELECT coalesce(max(id), 0) FROM {table}")[0][0])
+
+    def _all(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        try:
+            return self._connection.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise self._unreadable(error) from error
+
+    def _dicts(self, query: str, *values: Any) -> list[dict[str, Any]]:
+        names: list[str] = []
+        return [dict(zip(names, row, strict=True)) for row in self._iterate(query, *values, names=names)]
+
+    def _iterate(self, query: str, *values: Any, names: list[str] | None = None) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows of `query`; the names of its columns are put into `names`."""
+        try:
+            cursor = self._connection.execute(query, values)
+            if names is not None:
+                names.extend(column[0] for column in cursor.description)
+            yield from cursor
+        except sqlite3.Error as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: sqlite3.Error) -> SessionFileError:
+        return SessionFileError(f"{self.path}: cannot read the session file: {error}")

@@ -1,0 +1,128 @@
+"""What was sampled of processes, nodes and devices, from the session file."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from traceml_ray import wire
+from traceml_ray.analysis.quantities import GPU, NODE, stored
+from traceml_ray.analysis.samples import XID_LATE_NS, Excerpt, Samples
+from traceml_ray.store.reader import Reader
+
+_SAMPLE = wire.NodeSample.__struct_fields__
+_NODE, _GPU = stored(NODE), stored(GPU)
+_MOST_SAMPLES = 120
+"""Of a node, that are read for its anomalies: of a longer time, one in so many seconds."""
+_LATE_NS = 10_000_000_000
+"""By how much a sample may have come earlier or later than those of other nodes."""
+
+
+class SampleReader(Reader):
+    """Reads samples; those of nodes are not of one run."""
+
+    def process_of(self, streams: Iterable[int], last: int) -> list[dict[str, Any]]:
+        """Return the newest `last` samples of each of `streams` (by id), as dicts with the columns."""
+        query = "SELECT * FROM process_sample WHERE stream_id = ? ORDER BY id DESC LIMIT ?"
+        return [sample for stream in streams for sample in reversed(self._dicts(query, stream, last))]
+
+    def node_samples(self, since: int = 0) -> tuple[list[dict[str, Any]], int]:
+        """Return node samples as dicts; `gpus` is a list of dicts, or None where there is no NVML."""
+        top = self._top("node_sample")
+        if top <= since:
+            return [], since
+        return self._sample_dicts("id > ? AND id <= ?", since, top), top
+
+    def node_samples_of(self, nodes: Iterable[str], last: int) -> list[dict[str, Any]]:
+        """Return the newest `last` samples of each of `nodes` (by id), as `node_samples` does."""
+        where = "id IN (SELECT id FROM node_sample WHERE node_id = ? ORDER BY id DESC LIMIT ?)"
+        return [sample for node in nodes for sample in self._sample_dicts(where, node, last)]
+
+    def _sample_dicts(self, where: str, *values: Any) -> list[dict[str, Any]]:
+        found = self._samples(where, *values)
+        return [{"id": at, "node_id": node, **_as_dict(sample)} for at, node, sample in found]
+
+    def memory(self) -> dict[int, tuple[int | None, int | None]]:
+        """Return (peak, last) resident bytes by stream id."""
+        found = self._all(
+            "SELECT p.stream_id, m.peak, p.rss_bytes FROM process_sample p JOIN (SELECT max(id) AS id, "
+            "max(rss_bytes) AS peak FROM process_sample GROUP BY stream_id) m ON p.id = m.id"
+        )
+        return {stream: (peak, last) for stream, peak, last in found}
+
+    def node_columns(self) -> dict[str, dict[tuple[int | None, str], Sequence[float]]]:
+        """
+        Return what was measured of each node, by its id, then by (device, or None; quantity); quantities are
+        those of `analysis.quantities.stored`. Unknown values are left out.
+        """
+        found: dict[str, dict[tuple[int | None, str], array[float]]] = {}
+        last: dict[str, wire.NodeSample] = {}
+        for _, node, sample in self._samples("TRUE"):
+            columns, before = found.setdefault(node, {}), last.get(node)
+            seconds = (sample.t_ns - before.t_ns) / 1e9 if before else 0.0
+            values: dict[tuple[int | None, str], float] = {}
+            values |= {(None, each.name): each.value(sample, before, seconds) for each in _NODE}
+            for gpu in sample.gpus or ():
+                values |= {(gpu.index, each.name): each.value(gpu) for each in _GPU}
+            for key, value in values.items():
+                column = columns.setdefault(key, array("d"))
+                if math.isfinite(value):
+                    column.append(value)
+            last[node] = sample
+        return {node: dict(columns) for node, columns in found.items()}
+
+    def machines(self, nodes: Sequence[str], first_ns: int, last_ns: int) -> dict[str, Excerpt]:
+        """Return what was sampled on `nodes` from `first_ns` to `last_ns`, see `analysis.samples.Between`."""
+        low = self._first_sample(first_ns - _LATE_NS)
+        high = self._first_sample(last_ns + _LATE_NS)
+        every = max(1, int((last_ns - first_ns) / 1e9 / _MOST_SAMPLES))
+        every += every % 5 == 0  # every fifth sample has more in it than the others
+        found = {node: Samples() for node in nodes}
+        marks = ", ".join("?" * len(nodes))
+        where = "id >= ? AND id < ? AND t_ns BETWEEN ? AND ? AND (t_ns / 1000000000 % ? = 0"
+        where += f" OR t_ns IN (SELECT t_ns FROM event WHERE kind = 'xid')) AND node_id IN ({marks})"
+        span = first_ns, last_ns + XID_LATE_NS
+        for _, node, sample in self._samples(where, low, high, *span, every, *nodes):
+            found[node].add(sample)
+        return {node: samples.between(first_ns, last_ns) for node, samples in found.items()}
+
+    def _first_sample(self, t_ns: int) -> int:
+        """Return the id of the first node sample at `t_ns` or later: they came in about that order."""
+
+        def at(sample: int) -> int:
+            found = self._all("SELECT t_ns FROM node_sample WHERE id >= ? ORDER BY id LIMIT 1", sample)
+            return int(found[0][0]) if found else 1 << 62
+
+        return bisect.bisect_left(range(self._top("node_sample") + 1), t_ns, key=at)
+
+    def _samples(self, where: str, *values: Any) -> Iterator[tuple[int, str, wire.NodeSample]]:
+        """Yield (row id, node id, sample) of the node samples for which `where` (SQL) holds."""
+        query = f"SELECT * FROM node_sample WHERE {where} ORDER BY id"
+        at = _SAMPLE.index("gpus")
+        for row, node, *sample in self._iterate(query, *values):
+            sample[at] = _gpus(sample[at])
+            yield row, node, wire.NodeSample(*sample)
+
+
+def _gpus(text: str | None) -> list[wire.GpuSample] | None:
+    if not text:
+        return None
+    return _gpu_decoder.decode(text)
+
+
+_gpu_decoder = msgspec.json.Decoder(list[wire.GpuSample])
+
+
+def _as_dict(sample: wire.NodeSample) -> dict[str, Any]:
+    gpus = sample.gpus
+    told = msgspec.structs.asdict(sample)
+    told["gpus"] = None if gpus is None else [msgspec.structs.asdict(gpu) for gpu in gpus]
+    for gpu in told["gpus"] or ():
+        processes = gpu["processes"]
+        gpu["processes"] = processes and [msgspec.structs.asdict(process) for process in processes]
+    return told
