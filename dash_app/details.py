@@ -17,8 +17,8 @@ from .overview import nodes, unheard
 from .values import by_stage, natural, number, told
 
 if TYPE_CHECKING:
-    from .board import Board
     from .followed import Run
+    from .session_cache import SessionCache
 
 _BUSY_SPARK = 120
 _RARE = 5
@@ -26,7 +26,7 @@ _RARE = 5
 _SAMPLES, _WITH_PROCESSES = 170, 6
 
 
-def node(board: Board, run: Run | None, node: str) -> dict[str, Any]:
+def node(cache: SessionCache, run: Run | None, node: str) -> dict[str, Any]:
     """Return the page of a node, by id or label."""
     cards = nodes(run, run.times) if run else []
     card = next((card for card in cards if node in (card["key"], card["label"])), None)
@@ -38,13 +38,13 @@ def node(board: Board, run: Run | None, node: str) -> dict[str, Any]:
         (n for n in run.nodes if n["node_id"] == card["key"]), unheard(run, card["label"])
     )
     streams = {run.ranks[rank].id: rank for rank in card["ranks"] if rank in run.ranks}
-    processes = board.ask("process_of", only=[*streams], last=1) or []
+    processes = cache.ask("process_of", only=[*streams], last=1) or []
     memory = {streams[sample["stream_id"]]: sample["rss_bytes"] for sample in processes}
-    samples = board.ask("node_samples_of", only=[card["key"]], last=_SAMPLES) or []
+    samples = cache.ask("node_samples_of", only=[card["key"]], last=_SAMPLES) or []
     ranks = sorted(streams.values())
     times = run.times or {"ranks": (), "busy_ms": ()}
     median = dict(zip(times["ranks"], times["busy_ms"], strict=True))
-    drawn = board.ask("busy", run=run.id, ranks=ranks, most=_BUSY_SPARK) or {"ranks": (), "busy_ms": ()}
+    drawn = cache.ask("busy", run=run.id, ranks=ranks, most=_BUSY_SPARK) or {"ranks": (), "busy_ms": ()}
     busy = dict(zip(drawn["ranks"], drawn["busy_ms"], strict=True))
     rows = [
         {
@@ -136,7 +136,7 @@ def _held(values: Sequence[Any] | None) -> list[Any] | None:
     return filled if any(value is not None for value in filled) else None
 
 
-def rank(board: Board, run: Run | None, rank: int | str) -> dict[str, Any]:
+def rank(cache: SessionCache, run: Run | None, rank: int | str) -> dict[str, Any]:
     """Return the page of a rank."""
     rank = int(rank)
     found: dict[str, Any] = {"rank": None, "stages": {}, "median": {}, "parts": [], "process": {}}
@@ -145,7 +145,7 @@ def rank(board: Board, run: Run | None, rank: int | str) -> dict[str, Any]:
         return found
     stream = run.ranks[rank]
     node = node_key(stream) if stream.identity else ""
-    samples = board.ask("node_samples_of", only=[node], last=_WITH_PROCESSES) or []
+    samples = cache.ask("node_samples_of", only=[node], last=_WITH_PROCESSES) or []
     found["rank"] = {
         **_about(run, rank, samples),
         "node": node_of(run, rank),
@@ -160,13 +160,13 @@ def rank(board: Board, run: Run | None, rank: int | str) -> dict[str, Any]:
     found["suspect"] = next((suspect for suspect in suspects if suspect["rank"] == rank), None)
     hung = hangs(run.verdicts)
     found["stacks"] = [{"ranks": list(s.ranks), "text": s.text} for s in hung[-1].stacks] if hung else []
-    found["process"] = _timed(board.ask("process_of", only=[stream.id], last=_SAMPLES) or [], PROCESS)
-    shown = board.ask("rank_steps", run=run.id, rank=rank, most=MAX_BINS)
+    found["process"] = _timed(cache.ask("process_of", only=[stream.id], last=_SAMPLES) or [], PROCESS)
+    shown = cache.ask("rank_steps", run=run.id, rank=rank, most=MAX_BINS)
     if shown and len(shown["steps"]):
         steps = shown["steps"].tolist()
         found["stages"] = {"steps": steps, **by_stage(shown["stages"])}
         found["median"] = by_stage(shown["median"])
-        parts = board.ask("parts", run=run.id, rank=rank, first=steps[0], last=steps[-1]) or []
+        parts = cache.ask("parts", run=run.id, rank=rank, first=steps[0], last=steps[-1]) or []
         mean = shown["mean"]
         found["parts"] = [{**part, "share": _of_stage(part["ms"], mean[part["stage"]])} for part in parts]
     return found

@@ -12,8 +12,8 @@ from traceml_ray.store.nodes import node_key
 from traceml_ray.wire import STAGES
 
 if TYPE_CHECKING:
-    from .board import Board
     from .followed import Run
+    from .session_cache import SessionCache
 
 _CRITICAL = {"rank_lost", "node_lost", "exception", "oom", "hang", "stalled", "xid"}
 _WARNING = {"restart", "straggler", "co_critical", "ambiguous", "group_wide", "note", "swallowed"}
@@ -23,7 +23,7 @@ _SILENT = {"exit", "relay_start", "process_ended", "attach"}
 
 
 def events(
-    _board: Board,
+    _cache: SessionCache,
     run: Run | None,
     kind: str | None = None,
     rank: int | str | None = None,

@@ -17,8 +17,8 @@ from .events import events_of, node_of
 from .values import Array, by_stage, natural, number, told
 
 if TYPE_CHECKING:
-    from .board import Board
     from .followed import Run
+    from .session_cache import SessionCache
 
 _SPARK = 60
 _EVENTS = 200
@@ -26,7 +26,9 @@ UNHEARD = "no report"
 """In place of the node of a rank that has not said where it is."""
 
 
-def overview(board: Board, run: Run | None, stage: str = "total", span: str | None = None) -> dict[str, Any]:
+def overview(
+    cache: SessionCache, run: Run | None, stage: str = "total", span: str | None = None
+) -> dict[str, Any]:
     """
     Return the first screen. `stage` is of the heatmap; `span` is `recent` (single steps, and numbers over
     those that a live verdict looks at) or `run` (all of it), without it the former while the run goes on.
@@ -35,8 +37,8 @@ def overview(board: Board, run: Run | None, stage: str = "total", span: str | No
         return dict(_NOTHING)
     whole = None if span is None else span == "run"
     stage = stage if stage in STAGES else "total"
-    times = run.times if span is None else board.ask("times", run=run.id, whole=whole)
-    drawn = board.ask("columns", run=run.id, stage=stage, whole=whole)
+    times = run.times if span is None else cache.ask("times", run=run.id, whole=whole)
+    drawn = cache.ask("columns", run=run.id, stage=stage, whole=whole)
     if not times or not drawn or not len(drawn["first"]):
         return {**_NOTHING, "nodes": nodes(run, times), "events": events_of(run)[:_EVENTS]}
     steps = drawn["last"].tolist()
@@ -165,11 +167,11 @@ def _share(pairs: Sequence[tuple[Any, Any]]) -> float | None:
     return 100 * sum(part for part, _ in known) / sum(whole for _, whole in known) if known else None
 
 
-def cell(board: Board, run: Run | None, rank: int, first: int, last: int) -> dict[str, Any]:
+def cell(cache: SessionCache, run: Run | None, rank: int, first: int, last: int) -> dict[str, Any]:
     """Return what one cell of the heatmap stands for: means over its steps `first` to `last`."""
     found: dict[str, Any] = {"rank": rank, "node": None, "first": first, "last": last, "steps": 0}
     found |= {"busy_ms": None, "median_ms": None, "stages": {}}
-    told_of = board.ask("cell", run=run.id, rank=rank, first=first, last=last) if run else None
+    told_of = cache.ask("cell", run=run.id, rank=rank, first=first, last=last) if run else None
     if not told_of:
         return found
     stages = {name: [number(ms) for ms in both] for name, both in told_of["stages"].items()}

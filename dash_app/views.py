@@ -18,23 +18,23 @@ from .overview import cell, overview
 from .values import number
 
 if TYPE_CHECKING:
-    from .board import Board
     from .followed import Run
+    from .session_cache import SessionCache
 
 
-def health(board: Board, run: Run | None) -> dict[str, Any]:
+def health(cache: SessionCache, run: Run | None) -> dict[str, Any]:
     """Return the page about ourselves."""
-    ledger = board.ask("ledger", run=run.id if run else None)
+    ledger = cache.ask("ledger", run=run.id if run else None)
     streams = list(run.ranks.values()) if run else []
     cost = overhead_of(streams)
-    errors = {f"aggregator, {place}": n for place, n in (board.status.get("errors") or {}).items()}
-    errors |= {f"dashboard, {place}": n for place, n in board.errors.items()}
+    errors = {f"aggregator, {place}": n for place, n in (cache.status.get("errors") or {}).items()}
+    errors |= {f"dashboard, {place}": n for place, n in cache.errors.items()}
     for known in run.nodes if run else ():
         errors |= {f"relay of {known['label']}, {place}": n for place, n in known["errors"].items()}
     for stream in streams:
         errors |= {f"rank {stream.rank}, {place}": n for place, n in stream.errors.items()}
-    now = board.clock()
-    poll = np.array(board.poll_ms or [np.nan])
+    now = cache.clock()
+    poll = np.array(cache.poll_ms or [np.nan])
     sent, seconds = _sent(streams)
     starts = (
         Counter(event["node_id"] for event in run.events if event["kind"] == "relay_start")
@@ -60,7 +60,7 @@ def health(board: Board, run: Run | None) -> dict[str, Any]:
             for known in (run.nodes if run else ())
         ],
         "poll_ms": {"p50": number(np.median(poll)), "p95": number(np.percentile(poll, 95))},
-        "memory_bytes": board.nbytes,
+        "memory_bytes": cache.nbytes,
     }
 
 
@@ -71,14 +71,14 @@ def _sent(streams: Iterable[Stream]) -> tuple[int, float]:
     return sum(stream.sent_bytes or 0 for stream in known), seconds
 
 
-def past(board: Board, _run: Run | None, a: str | None = None, b: str | None = None) -> dict[str, Any]:
+def past(cache: SessionCache, _run: Run | None, a: str | None = None, b: str | None = None) -> dict[str, Any]:
     """Return the sessions of the folder that the source knows of, and two of them (by name) side by side."""
-    out = board.source.out
+    out = cache.source.out
     return {"sessions": sessions.listed(out), "compare": sessions.compared(out, a, b) if a and b else None}
 
 
 PAGES: dict[str, Callable[..., dict[str, Any]]] = {
-    "header": lambda _board, _run: {},
+    "header": lambda _cache, _run: {},
     "overview": overview,
     "node": node,
     "rank": rank,

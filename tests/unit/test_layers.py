@@ -20,8 +20,9 @@ def _layers() -> list[list[str]]:
 
 
 def _modules() -> dict[str, Path]:
-    """Return the files of the package by their names below `traceml_ray`."""
-    files = [(path, path.relative_to(ROOT / "traceml_ray")) for path in (ROOT / "traceml_ray").rglob("*.py")]
+    """Return the files by their names below `traceml_ray`, without the hook that starts agents."""
+    own = ROOT / "traceml_ray"
+    files = [(path, path.relative_to(own)) for path in own.rglob("*.py") if path.parent.name != "site"]
     for place in ("launchers", "dash_app"):
         files += [(path, path.relative_to(ROOT)) for path in (ROOT / place).rglob("*.py")]
     names = {".".join(below.with_suffix("").parts).removesuffix(".__init__"): path for path, below in files}
