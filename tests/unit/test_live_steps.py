@@ -190,3 +190,18 @@ def test_numbers_of_a_run_that_is_over_are_those_of_its_report(tmp_path: Path) -
         assert [*found["stages"].values()] == [stage["exposed_ms"] for stage in summary["stages"]]
     source.close()
     played.aggregator.close()
+
+
+def test_run_whose_steps_cannot_be_reduced_goes_on_with_those_that_follow(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played.play(20)
+    with monkeypatch.context() as broken:
+        broken.setattr(StepHistory, "advance", lambda *_: 1 / 0)
+        played.play(20)
+    assert played.aggregator.errors["steps: ZeroDivisionError"] == 1
+    for _ in range(4):
+        played.play(20)
+    columns = asked(played.aggregator, {"what": "columns", "stage": "total", "whole": False})
+    assert columns["first"].tolist() == list(range(40, 120))
+    assert sum(played.aggregator.errors.values()) == 1 and played.aggregator.verdict is not None

@@ -101,8 +101,7 @@ class LiveSteps:
             for stream in self._unknown.keys() - unknown:
                 del self._unknown[stream]
             for run, ranks in runs.items():
-                self._runs[run].advance(ranks)
-                self._read_older(self._runs[run])
+                self._advance(self._runs[run], ranks)
 
     def of(self, run: str) -> LiveRun | None:
         """Return a live run; `lock` is held by who reads its history in another thread."""
@@ -138,7 +137,12 @@ class LiveSteps:
         since = -max(OLDER_CHUNKS, OLDER_CHUNKS_A_RANK * len(ranks))
         self._runs[run].older = HistoryReader(self._open(run), self._limits, since)
 
-    def _read_older(self, own: LiveRun) -> None:
+    def _advance(self, own: LiveRun, ranks: dict[int, Stream]) -> None:
+        try:
+            own.advance(ranks)
+        except Exception as error:  # of one run: it goes on with the rows that follow
+            own.forget()
+            self._errors.swallow("steps", error)
         try:
             own.read_older()
         except Exception as error:
@@ -236,6 +240,11 @@ class LiveRun:
             whole.take(self.rows_of(self.processes))
             self.history = whole
             self.close()
+
+    def forget(self) -> None:
+        """Begin the history anew."""
+        who, self.history = self.history.who, StepHistory(self.history.limits)
+        self.history.know(who)
 
     def close(self) -> None:
         """Read no more of what had arrived before."""

@@ -142,7 +142,10 @@ class LiveJudge:
             last = {run: trained(streams) for run, streams in runs.items()}
             ranks = {run: standing(together) for run, (together, _) in last.items()}
             arrived = self._steps.drain()
-        self._steps.feed(arrived, ranks, labels, unknown)
+        try:
+            self._steps.feed(arrived, ranks, labels, unknown)
+        except Exception as error:
+            self._errors.swallow("steps", error)
         for run, streams in runs.items():
             try:
                 self._judge(run, streams, ranks[run], last[run][1], labels)

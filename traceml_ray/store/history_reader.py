@@ -9,8 +9,8 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import Stream, awaited, world_size
 
-SLICE_ROWS = 1 << 19
-"""Rows that are read at a time: about half a second."""
+SLICE_ROWS = 1 << 18
+"""Rows that are read at a time: about a quarter of a second."""
 _FEW_CHUNKS, _MANY_CHUNKS = 1 << 7, 1 << 14
 _ROWS = 1 << 15
 """Rows that are asked for at once."""
