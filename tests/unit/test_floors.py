@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from traceml_ray import driver
-from traceml_ray.floors import FLOORS, too_old
+from traceml_ray.floors import FLOORS, release_of, too_old
 from traceml_ray.launchers import torchrun
 
 
@@ -30,6 +30,19 @@ def test_old_torch_is_named_with_its_place_and_what_to_do(old_torch: Path) -> No
     assert "needs torch 2.4 or newer and found 2.3.1+cpu in" in line
     assert str(old_torch) in line
     assert "pip install -U 'torch>=2.4'" in line
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [("2.4.0a0+git1234", (2, 4)), ("2.10.0", (2, 10)), ("3.0rc1", (3, 0)), ("nightly", ())],
+)
+def test_release_of_a_build_is_that_of_its_release(version: str, release: tuple[int, ...]) -> None:
+    assert release_of(version) == release
+
+
+def test_version_that_is_none_is_not_too_old(old_torch: Path) -> None:
+    (old_torch / "torch-2.3.1.dist-info" / "METADATA").write_text("Name: torch\nVersion: nightly\n")
+    assert too_old("torch") == ""
 
 
 def test_launch_below_the_floor_trains_without_a_monitor(

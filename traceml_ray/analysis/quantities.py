@@ -73,8 +73,10 @@ class Quantity(NamedTuple):
             return self.read(now)
         if not self.counter:
             value = getattr(now, self.fields[0])
-            whole = getattr(now, self.over) if self.over else 1
-            return NAN if value is None or not whole else value / whole
+            if value is None or not self.over:
+                return NAN if value is None else value
+            whole = getattr(now, self.over)
+            return value / whole if whole else NAN
         total = 0.0
         for field in self.fields:
             new, old = getattr(now, field), getattr(before, field, None)

@@ -60,21 +60,23 @@ class SampleReader(Reader):
         Return what was measured of each node, by its id, then by (device, or None; quantity); quantities are
         those of `analysis.quantities.stored`. Unknown values are left out.
         """
-        found: dict[str, dict[tuple[int | None, str], array[float]]] = {}
+        found: dict[str, dict[int | None, list[array[float]]]] = {}
         last: dict[str, wire.NodeSample] = {}
         for _, node, sample in self._samples("TRUE"):
             columns, before = found.setdefault(node, {}), last.get(node)
             seconds = (sample.t_ns - before.t_ns) / 1e9 if before else 0.0
-            values: dict[tuple[int | None, str], float] = {}
-            values |= {(None, each.name): each.value(sample, before, seconds) for each in _NODE}
+            _append(columns, None, [each.value(sample, before, seconds) for each in _NODE])
             for gpu in sample.gpus or ():
-                values |= {(gpu.index, each.name): each.value(gpu) for each in _GPU}
-            for key, value in values.items():
-                column = columns.setdefault(key, array("d"))
-                if math.isfinite(value):
-                    column.append(value)
+                _append(columns, gpu.index, [each.value(gpu) for each in _GPU])
             last[node] = sample
-        return {node: dict(columns) for node, columns in found.items()}
+        return {
+            node: {
+                (device, each.name): column
+                for device, known in columns.items()
+                for each, column in zip(_NODE if device is None else _GPU, known, strict=True)
+            }
+            for node, columns in found.items()
+        }
 
     def machines(self, nodes: Sequence[str], first_ns: int, last_ns: int) -> dict[str, Excerpt]:
         """Return what was sampled on `nodes` from `first_ns` to `last_ns`, see `analysis.samples.Between`."""
@@ -126,3 +128,13 @@ def _as_dict(sample: wire.NodeSample) -> dict[str, Any]:
         processes = gpu["processes"]
         gpu["processes"] = processes and [msgspec.structs.asdict(process) for process in processes]
     return told
+
+
+def _append(columns: dict[int | None, list[array[float]]], device: int | None, values: list[float]) -> None:
+    """Append values to the columns of a device (None: of the node), those that are known."""
+    known = columns.get(device)
+    if known is None:
+        known = columns[device] = [array("d") for _ in values]
+    for column, value in zip(known, values, strict=True):
+        if math.isfinite(value):
+            column.append(value)
