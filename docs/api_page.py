@@ -31,7 +31,7 @@ SETTINGS = {
     "traceml_ray/settings.py": ("Settings",),
     "traceml_ray/analysis/thresholds.py": ("Thresholds", "MachineLimits"),
 }
-RESULTS = "traceml_ray/results.py"
+RESULTS = ("traceml_ray/results.py", "traceml_ray/summary_shape.py")
 METHODS_OF = "Session"
 """Of other classes the methods are for frameworks, not for people."""
 INTRO = """# API
@@ -52,9 +52,10 @@ def page() -> str:
     parts += [entry(node) for path, names in ERRORS.items() for node in found(path, names)]
     parts.append("## Settings\n")
     parts += [shape(node, default=True) for path, names in SETTINGS.items() for node in found(path, names)]
-    results = ast.parse((ROOT / RESULTS).read_text())
-    parts += ["## What a session answers\n", text_of(results)]
-    parts += [shape(node) for node in results.body if isinstance(node, ast.ClassDef)]
+    parts.append("## What a session answers\n")
+    for path in RESULTS:
+        shapes = ast.parse((ROOT / path).read_text())
+        parts += [text_of(shapes), *(shape(node) for node in shapes.body if isinstance(node, ast.ClassDef))]
     return "\n".join(parts)
 
 
@@ -135,9 +136,7 @@ def shape(node: ast.ClassDef, default: bool = False) -> str:
     columns = ["field", "type", *(["default"] if default else []), "meaning"]
     rows = [columns, ["---"] * len(columns)]
     base = ast.unparse(node.bases[0])
-    if base in (
-        other.name for other in ast.parse((ROOT / RESULTS).read_text()).body if hasattr(other, "name")
-    ):
+    if base not in ("TypedDict", "msgspec.Struct"):
         rows.append([f"all of `{base}`", "", ""])
     for field, below in zip(node.body, [*node.body[1:], None], strict=True):
         if isinstance(field, ast.AnnAssign):

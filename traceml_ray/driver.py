@@ -41,9 +41,10 @@ from traceml_ray.ray.discovery import (
     relay_folder,
     relay_nodes,
 )
-from traceml_ray.results import LiveVerdict, NodeInfo, RankInfo, RunInfo, Status, Summary
+from traceml_ray.results import LiveVerdict, NodeInfo, RankInfo, RunInfo, Status
 from traceml_ray.session import DATABASE, holder
 from traceml_ray.settings import Settings, given, known_keywords
+from traceml_ray.summary_shape import Summary
 
 QUESTION_S = 20.0
 """How long a question may take to be answered."""
@@ -135,7 +136,7 @@ class Session:
 
     Every question takes a Ray call (milliseconds; `summary` up to seconds in a long run), may be asked by any
     thread, and raises StartError when the session does not answer within 20 s. What is returned are plain
-    dicts; `traceml_ray.results` has their fields, with units.
+    dicts; `traceml_ray.results` and `traceml_ray.summary_shape` have their fields, with units.
 
     `id` is its name, `folder` where its files are, on the node `node_id` (Ray's id).
     """

@@ -1,4 +1,4 @@
-"""What a session answers has the shapes that `traceml_ray.results` says."""
+"""What a session answers has the shapes that `traceml_ray.results` and `summary_shape` say."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from unit.test_reports import Run
 
-from traceml_ray import results, wire
+from traceml_ray import results, summary_shape, wire
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.reports.summary import nodes_of, runs_of, summarize
 from traceml_ray.store.session_file import SessionFile
@@ -56,19 +56,20 @@ def test_answers_of_a_live_session_have_their_shapes(run: Run) -> None:
     run.aggregator.judge()
     assert list(faults(ask("status"), results.Status)) == []
     assert list(faults(ask("verdict"), results.LiveVerdict)) == []
-    assert list(faults(ask("summary"), results.Summary)) == []
+    assert list(faults(ask("summary"), summary_shape.Summary)) == []
 
 
 def test_a_stored_summary_nodes_and_runs_have_their_shapes(run: Run) -> None:
     run.finish(1, run.failure(3, 1, 0.5, "ValueError: no"))
     with SessionFile(run.folder / "session.sqlite") as session:
-        assert list(faults(summarize(session, Thresholds()), results.Summary)) == []
+        assert list(faults(summarize(session, Thresholds()), summary_shape.Summary)) == []
         assert list(faults(nodes_of(session), list[results.NodeInfo])) == []
         assert list(faults(runs_of(session), list[results.RunInfo])) == []
 
 
 def test_every_shape_is_reached_from_what_a_session_returns() -> None:
-    named = {name for name, value in vars(results).items() if is_typeddict(value)}
-    text = Path(str(results.__file__)).read_text()
+    modules = results, summary_shape
+    named = {name for module in modules for name, value in vars(module).items() if is_typeddict(value)}
+    text = "".join(Path(str(module.__file__)).read_text() for module in modules)
     roots = {"NodeInfo", "RankInfo", "LiveVerdict", "Status", "Summary"}
     assert {name for name in named - roots if text.count(name) < 2} == set()

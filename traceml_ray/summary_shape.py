@@ -1,0 +1,217 @@
+"""The shape of a summary (`summary.json`, `traceml_ray/summary/1`); units as in `results`."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+from traceml_ray.results import Brief, Episode, RunInfo, Suspect, VerdictInfo, WholeLedger
+
+
+class SummaryNode(TypedDict):
+    """A node of a summary, by the number that its ranks have for it."""
+
+    node_rank: int | None
+    node_id: str | None
+    hostname: str
+    lost: bool
+    ranks: list[int]
+
+
+class SummarySession(TypedDict):
+    """The session of a summary, as its launcher told of it."""
+
+    id: str | None
+    status: str
+    exit_code: int | None
+    started_at: str | None
+    ended_at: str | None
+    launcher: str | None
+    command: str | None
+    strategy: str | None
+    """single, ddp, fsdp, fsdp2, ddp+tp, …"""
+    world_size: int | None
+    silent_ranks: list[int]
+    """Ranks that never reported."""
+    nnodes: int | None
+    nodes: list[SummaryNode]
+
+
+class Covers(TypedDict):
+    """What the statistics and the verdict over the run are of."""
+
+    from_step: int | None
+    to_step: int | None
+    rows: int
+    rows_pct: float
+    error_pct: float
+    """Error of medians and percentiles."""
+    counted_pct: float
+    """Share of the rows that the number of steps and their mean are of."""
+
+
+class StepStatistics(TypedDict):
+    """
+    Step times of the run. `median_ms` and `p95_ms` are of the whole step; all else is busy time (without
+    waiting). Skew: (worst − median) ÷ median over ranks, (slowest − fastest) ÷ fastest over nodes.
+    """
+
+    count: int
+    judged: int
+    mean_ms: float | None
+    exchanges: float | None
+    """Exchanges of gradients in a step, mean."""
+    median_ms: float | None
+    p95_ms: float | None
+    busy_median_ms: float | None
+    busy_p95_ms: float | None
+    per_rank_median_ms: dict[str, float | None]
+    per_node_median_ms: dict[str, float]
+    worst_rank: int | None
+    worst_node: str | None
+    global_skew_pct: float | None
+    node_skew_pct: float | None
+    covers: Covers | None
+
+
+class StageStatistics(TypedDict):
+    """One stage, per step."""
+
+    name: str
+    exposed_ms: float
+    exposed_share: float
+    median_ms: float
+    """Median of the ranks' medians."""
+    max_ms: float
+    """The largest of them: `worst_rank`'s."""
+    worst_rank: int | None
+
+
+class SpanStatistics(TypedDict):
+    """A named span inside a stage, per step."""
+
+    stage: str
+    name: str
+    median_ms: float
+    max_ms: float
+    worst_rank: int
+    share: float | None
+    """Of that rank's stage."""
+    times_per_step: float
+    bytes: float | None
+
+
+class BaselineStage(TypedDict):
+    """A stage of the baseline."""
+
+    name: str
+    exposed_ms: float
+    mad_ms: float
+
+
+class BaselineInfo(TypedDict):
+    """What a step of the run costs when all is well."""
+
+    from_step: int
+    to_step: int
+    steps: int
+    source: str | None
+    """The session that it was taken from; None: learned in this run."""
+    step_ms: float
+    stages: list[BaselineStage]
+
+
+class SummaryRank(TypedDict):
+    """How far a rank came and how it ended."""
+
+    name: str | None
+    node: str | None
+    pid: int | None
+    attempt: int | None
+    processes: int
+    last_step: int | None
+    open_stage: str | None
+    last_seen: str | None
+    ended: str | None
+    """died or finished."""
+    exit_code: int | None
+    exit_reason: str | None
+    missing: dict[str, str]
+    """What could not be patched, and why."""
+    errors: dict[str, int]
+
+
+class MemoryOfRank(TypedDict):
+    """Memory of a rank's newest process, in bytes."""
+
+    rss_peak_bytes: int | None
+    rss_last_bytes: int | None
+    allocated_peak_bytes: int | None
+
+
+class Memory(TypedDict):
+    """Memory of each rank, by its number as text."""
+
+    per_rank: dict[str, MemoryOfRank]
+
+
+class System(TypedDict):
+    """Of each node (`node_id`, `hostname`): median and peak of each figure that was sampled, and `gpus`."""
+
+    nodes: list[dict[str, Any]]
+
+
+class EventInfo(TypedDict):
+    """Something that happened: a restart, a death, a note, an exception that was swallowed."""
+
+    time: str | None
+    kind: str
+    rank: int | None
+    node: str | None
+    step: int | None
+    stage: str | None
+    message: str
+    data: dict[str, Any]
+
+
+class Overhead(TypedDict):
+    """What the monitor cost the rank that it cost most."""
+
+    of: str
+    training_thread_us_per_step: float | None
+    agent_cpu_pct: float | None
+    bytes_per_step: float | None
+
+
+class SummaryEpisode(Episode):
+    """An episode of a summary: with its time and the span that was late."""
+
+    part: str | None
+    started_at: str | None
+    ended_at: str | None
+
+
+class Summary(TypedDict):
+    """`summary.json`: a run of a session from its first step to its last."""
+
+    schema: str
+    session: SummarySession
+    run: str | None
+    runs: list[RunInfo]
+    steps: StepStatistics
+    stages: list[StageStatistics]
+    parts: list[SpanStatistics]
+    verdict: VerdictInfo
+    suspects: list[Suspect]
+    verdicts: list[VerdictInfo]
+    """Every change of verdict."""
+    episodes: list[SummaryEpisode]
+    """The costliest first."""
+    brief: Brief
+    baseline: BaselineInfo | None
+    ranks: dict[str, SummaryRank]
+    memory: Memory
+    system: System
+    events: list[EventInfo]
+    """The newest thousand."""
+    ledger: WholeLedger
+    overhead: Overhead
