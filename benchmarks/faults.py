@@ -46,8 +46,8 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import assess
 from traceml_ray.analysis.window import Window, align
 from traceml_ray.launchers.cluster import free_port
+from traceml_ray.stages import BACKWARD, SEGMENT_BITS, STAGES, SYNC_WAIT
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.wire import BACKWARD, SEGMENT_BITS, STAGES, SYNC_WAIT
 
 SCRIPT = str(Path(__file__).parent / "training" / "planted.py")
 LIMITS = Thresholds()

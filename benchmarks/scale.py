@@ -29,6 +29,7 @@ from traceml_ray.identity import RankIdentity
 from traceml_ray.ray.aggregator import ensure_aggregator
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.settings import Settings
+from traceml_ray.stages import DATA, FORWARD, N_STAGES, SEGMENT_BITS, SYNC_WAIT
 
 SIZES = (8, 64, 512, 2048, 8192)
 PER_NODE, STEPS_A_SECOND = 8, 5
@@ -56,19 +57,19 @@ class Node:
     def message(self, late: int | None, rng: np.random.Generator) -> bytes:
         """Return what this relay has to say of one second; `late` is the rank that is."""
         first, self.seq = self.seq * STEPS_A_SECOND, self.seq + 1
-        keys = (np.arange(first, first + STEPS_A_SECOND, dtype="<i8") << wire.SEGMENT_BITS).tobytes()
+        keys = (np.arange(first, first + STEPS_A_SECOND, dtype="<i8") << SEGMENT_BITS).tobytes()
         batches = []
         for identity in self.who:
-            rows = np.tile(ROW, (STEPS_A_SECOND, 1)) + rng.integers(0, MS, (STEPS_A_SECOND, wire.N_STAGES))
+            rows = np.tile(ROW, (STEPS_A_SECOND, 1)) + rng.integers(0, MS, (STEPS_A_SECOND, N_STAGES))
             if late is not None:
-                rows[:, wire.DATA if identity.global_rank == late else wire.SYNC_WAIT] += 60 * MS
+                rows[:, DATA if identity.global_rank == late else SYNC_WAIT] += 60 * MS
             batches.append(
                 wire.encode(
                     wire.RankBatch(
                         wire.VERSION, f"{identity.global_rank:016x}", self.seq, time.time_ns(),
                         first + STEPS_A_SECOND, 0, first, keys, bytes(STEPS_A_SECOND),
                         rows.astype("<i8").tobytes(), identity if self.seq == 1 else None,
-                        wire.OpenStage(first + STEPS_A_SECOND, wire.FORWARD, 0),
+                        wire.OpenStage(first + STEPS_A_SECOND, FORWARD, 0),
                     )
                 )
             )  # fmt: skip

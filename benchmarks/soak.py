@@ -45,6 +45,7 @@ from sessions import doubled_rows
 
 from traceml_ray import wire
 from traceml_ray.session import LIVE, Live
+from traceml_ray.stages import ROW_BYTES
 from traceml_ray.store.session_file import SessionFile
 
 SCRIPT = Path(__file__).parent / "training" / "soaking.py"
@@ -63,7 +64,7 @@ KILLS_UNTIL = 0.4
 KINDS = ("kill relay", "kill aggregator", "stop relay", "stop aggregator", "stop both")
 KINDS += ("events", "parts", "garbage")
 EVERY_S = 15.0
-ROW_BYTES = 9 + wire.ROW_BYTES
+ROW_BYTES = 9 + ROW_BYTES
 START_S, END_S = 120.0, 60.0
 MB = 1e6
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from traceml_ray.analysis.quantities import GPU, NODE, PROCESS, Quantity, series
 from traceml_ray.analysis.step_sums import MAX_BINS
 from traceml_ray.reports.hangs import hangs
+from traceml_ray.stages import SEGMENT_BITS, STAGES
 from traceml_ray.store.nodes import node_key
 from traceml_ray.store.streams import Stream
-from traceml_ray.wire import SEGMENT_BITS, STAGES
 
 from .events import node_of
 from .overview import nodes, unheard

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from traceml_ray.reports.headlines import brief, named
 from traceml_ray.reports.summary import moment
+from traceml_ray.stages import STAGES
 from traceml_ray.store.nodes import node_key
-from traceml_ray.wire import STAGES
 
 if TYPE_CHECKING:
     from .followed import Run

@@ -11,7 +11,7 @@ from traceml_ray import text
 from traceml_ray.analysis.spread import MISSING, quantiles
 from traceml_ray.analysis.step_numbers import MAX_LINES
 from traceml_ray.analysis.window import missing_of
-from traceml_ray.wire import STAGES
+from traceml_ray.stages import STAGES
 
 from .events import events_of, node_of
 from .values import Array, by_stage, natural, number, told

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from traceml_ray.wire import STAGES
+from traceml_ray.stages import STAGES
 
 Array = np.ndarray[Any, Any]
 

@@ -8,18 +8,19 @@ import msgspec
 
 from traceml_ray import wire
 from traceml_ray.identity import RankIdentity
+from traceml_ray.stages import FORWARD, N_STAGES, POST_SYNC, SEGMENT_BITS, SYNC_WAIT
 
 IDENTITY = RankIdentity(3, 1, 1, 4, 2, 2, "host-b", None, "job", 0, 4242, "torchrun")
 COMMANDS = [wire.Command("dump", {"reason": "asked", "seconds": 1.5, "rank": 3, "other": None})]
 NODE = wire.NodeIdentity("ab" * 28, "host-b", "10.0.0.2")
-EVENT = wire.Event("exception", 1_800_000_000_000_000_000, 7, wire.FORWARD, "boom", {"code": 1, "why": None})
+EVENT = wire.Event("exception", 1_800_000_000_000_000_000, 7, FORWARD, "boom", {"code": 1, "why": None})
 
 
 def rank_batch(n: int = 2, **changes: object) -> wire.RankBatch:
     """Return a batch of `n` rows with nothing optional in it."""
     step = 70_000
-    keys = struct.pack(f"<{n}q", *((step + i) << wire.SEGMENT_BITS for i in range(n)))
-    rows = struct.pack(f"<{n * wire.N_STAGES}q", *([33_333_333] * (n * wire.N_STAGES)))
+    keys = struct.pack(f"<{n}q", *((step + i) << SEGMENT_BITS for i in range(n)))
+    rows = struct.pack(f"<{n * N_STAGES}q", *([33_333_333] * (n * N_STAGES)))
     batch = wire.RankBatch(
         v=wire.VERSION,
         stream="0123456789abcdef",
@@ -38,9 +39,9 @@ def rank_batch(n: int = 2, **changes: object) -> wire.RankBatch:
 def full_rank_batch() -> wire.RankBatch:
     return rank_batch(
         identity=IDENTITY,
-        open=wire.OpenStage(70_002, wire.SYNC_WAIT, 12_000_000),
+        open=wire.OpenStage(70_002, SYNC_WAIT, 12_000_000),
         process=wire.ProcessSample(1, 99.5, 1 << 33, 41, None, 0),
-        details=[wire.Detail("optimizer", wire.POST_SYNC, 10, 900, 100, 1, 10)],
+        details=[wire.Detail("optimizer", POST_SYNC, 10, 900, 100, 1, 10)],
         events=[EVENT],
         errors={"sampler": 2},
         missing={"nvml": "no driver"},

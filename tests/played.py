@@ -12,6 +12,7 @@ from sessions import MS, SECOND, Clock, Rank, Relay, aggregation
 from traceml_ray import wire
 from traceml_ray.dash_app.source import SourceError
 from traceml_ray.monitor.aggregator import AggregatorCore
+from traceml_ray.stages import DATA, FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT
 from traceml_ray.store.step_answers import decode
 
 QUIET = (1.0, 2.0, 0.5, 6.0, 9.0, 1.5)
@@ -55,7 +56,7 @@ class Played:
         *,
         per_node: int = 4,
         late: int | None = 5,
-        stage: int = wire.DATA,
+        stage: int = DATA,
         late_ms: float = 12.0,
         onset: int = 100,
         jitter_ms: float = 0.3,
@@ -89,12 +90,12 @@ class Played:
 
     def rows(self, n: int) -> np.ndarray:
         """The next `n` steps of all ranks, int64 ns (world, n, 6): nobody leaves before the last is there."""
-        local = np.array(QUIET) + self._rng.uniform(0, self._jitter, (self.world, n, wire.N_STAGES))
+        local = np.array(QUIET) + self._rng.uniform(0, self._jitter, (self.world, n, N_STAGES))
         if self.late is not None:
             from_here = np.arange(self.step, self.step + n) >= self.onset
             local[self.late, from_here, self.stage] += self._late_ms
-        busy = local[:, :, : wire.SYNC_WAIT].sum(axis=2)
-        local[:, :, wire.SYNC_WAIT] = busy.max(axis=0) - busy + QUIET[wire.SYNC_WAIT]
+        busy = local[:, :, :SYNC_WAIT].sum(axis=2)
+        local[:, :, SYNC_WAIT] = busy.max(axis=0) - busy + QUIET[SYNC_WAIT]
         return (local * MS).astype("<i8")
 
     def play(
@@ -141,8 +142,8 @@ class Played:
         n, last, s = len(rows), self.step + len(rows) - 1, self._seconds
         said: dict[str, Any] = {
             "process": wire.ProcessSample(self.clock(), 95.0, (900 + 5 * s) << 20, 24, 1 << 20, s << 21),
-            "open": wire.OpenStage(last + 1, wire.FORWARD, 2 * MS),
-            "details": [wire.Detail("optimizer", wire.POST_SYNC, n, n * MS // 2, MS, self.step, last)],
+            "open": wire.OpenStage(last + 1, FORWARD, 2 * MS),
+            "details": [wire.Detail("optimizer", POST_SYNC, n, n * MS // 2, MS, self.step, last)],
             "overhead": wire.Overhead(5_000 * (last + 1), 2 * MS * s, SECOND * s, 900 * s),
             "strategy": "ddp",
         }

@@ -28,6 +28,7 @@ from traceml_ray.launchers.helper import HelperReply, HelperRequest
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.session import DATABASE
 from traceml_ray.settings import Settings
+from traceml_ray.stages import N_STAGES
 from traceml_ray.store.session_file import SessionFile
 
 ROWS = 5
@@ -148,7 +149,7 @@ class Rank:
         )
         batch = wire.RankBatch(
             wire.VERSION, f"rank{self.number}", self._seq, time.time_ns(), self.produced + ROWS, 0,
-            self.produced, keys, bytes(ROWS), b"\x01".ljust(8, b"\x00") * wire.N_STAGES * ROWS,
+            self.produced, keys, bytes(ROWS), b"\x01".ljust(8, b"\x00") * N_STAGES * ROWS,
             identity=who, final=final,
         )  # fmt: skip
         self._held[self._seq] = wire.encode(batch)

@@ -20,6 +20,7 @@ from traceml_ray.ray.config import ActorConfig
 from traceml_ray.ray.membership import Membership
 from traceml_ray.ray.node_relay import MAX_IN_FLIGHT
 from traceml_ray.settings import Settings
+from traceml_ray.stages import FLAG_FIRST, SEGMENT_BITS
 from traceml_ray.store.session_file import SessionFile
 
 SECOND = 1_000_000_000
@@ -71,10 +72,10 @@ class Rank:
         """The next batch, `steps` rows of `ms` (default: a balanced 10 ms step)."""
         row = np.array([1, 2, 0, 3, 3, 1] if ms is None else ms) * MS
         first = self.produced
-        keys = np.arange(first, first + steps, dtype="<i8") << wire.SEGMENT_BITS
+        keys = np.arange(first, first + steps, dtype="<i8") << SEGMENT_BITS
         flags = np.zeros(steps, np.uint8)
         if first == 0 and steps:
-            flags[0] = wire.FLAG_FIRST
+            flags[0] = FLAG_FIRST
         self.produced += steps
         self.seq += 1
         default: dict[str, Any] = {"identity": self.identity, "sent_ns": 0, "first_row": first}

@@ -20,6 +20,21 @@ import numpy as np
 
 from traceml_ray import wire
 from traceml_ray.identity import Rank, RankIdentity
+from traceml_ray.stages import (
+    BACKWARD,
+    DATA,
+    FLAG_COUPLED,
+    FLAG_DEVICE_CLOCK,
+    FLAG_NO_BACKWARD,
+    FLAG_NO_DATA,
+    FLAG_NO_FORWARD,
+    FLAG_NO_SPLIT,
+    FORWARD,
+    N_STAGES,
+    POST_SYNC,
+    PREPARE,
+    SEGMENT_BITS,
+)
 from traceml_ray.text import one_line
 from traceml_ray.wire import WireError
 
@@ -32,23 +47,23 @@ MAX_NAMES = 32
 MAX_NAME = 48
 MAX_SAMPLES = 64
 """Looks at a process that are taken of one message: the newest."""
-MAX_STEP = (1 << (63 - wire.SEGMENT_BITS)) - 1
+MAX_STEP = (1 << (63 - SEGMENT_BITS)) - 1
 
 _MAX_MS = 86_400_000.0
 _EVENT = "_traceml_internal:"
 _STAGES = {
-    f"{_EVENT}dataloader_next": wire.DATA,
-    f"{_EVENT}h2d_time": wire.PREPARE,
-    f"{_EVENT}forward_time": wire.FORWARD,
-    f"{_EVENT}backward_time": wire.BACKWARD,
-    f"{_EVENT}optimizer_step": wire.POST_SYNC,
+    f"{_EVENT}dataloader_next": DATA,
+    f"{_EVENT}h2d_time": PREPARE,
+    f"{_EVENT}forward_time": FORWARD,
+    f"{_EVENT}backward_time": BACKWARD,
+    f"{_EVENT}optimizer_step": POST_SYNC,
 }
 _WHOLE = f"{_EVENT}step_time"
 """All of a step but the wait for data, which comes before it."""
 _MISSING = (
-    (wire.DATA, wire.FLAG_NO_DATA),
-    (wire.FORWARD, wire.FLAG_NO_FORWARD),
-    (wire.BACKWARD, wire.FLAG_NO_BACKWARD),
+    (DATA, FLAG_NO_DATA),
+    (FORWARD, FLAG_NO_FORWARD),
+    (BACKWARD, FLAG_NO_BACKWARD),
 )
 _KNOWN = frozenset({"rank", "sampler", "tables", "timestamp", "_v"})
 _KNOWN_OF_STEP = frozenset({"seq", "timestamp", "step", "events"})
@@ -207,17 +222,17 @@ def _step(said: _Fields, sender: _Sender) -> _Row:
     times = {name: _time(events[name]) for name in (*_STAGES, _WHOLE) if name in events}
     if not times:
         raise WireError("malformed", "a step without times")
-    ns = [0] * wire.N_STAGES
+    ns = [0] * N_STAGES
     for name, stage in _STAGES.items():
         ns[stage] = times.get(name, (0, False))[0]
     if _WHOLE in times:
-        rest = times[_WHOLE][0] - ns[wire.PREPARE] - ns[wire.FORWARD] - ns[wire.BACKWARD]
-        ns[wire.POST_SYNC] = max(rest, ns[wire.POST_SYNC])
+        rest = times[_WHOLE][0] - ns[PREPARE] - ns[FORWARD] - ns[BACKWARD]
+        ns[POST_SYNC] = max(rest, ns[POST_SYNC])
     seen = {_STAGES[name] for name in times if name in _STAGES}
-    flags = wire.FLAG_NO_SPLIT | wire.FLAG_COUPLED
+    flags = FLAG_NO_SPLIT | FLAG_COUPLED
     flags |= sum(flag for stage, flag in _MISSING if stage not in seen)
-    flags |= wire.FLAG_DEVICE_CLOCK * any(device for _, device in times.values())
-    return step << wire.SEGMENT_BITS, flags, ns
+    flags |= FLAG_DEVICE_CLOCK * any(device for _, device in times.values())
+    return step << SEGMENT_BITS, flags, ns
 
 
 def _time(raw: msgspec.Raw) -> tuple[int, bool]:

@@ -17,6 +17,7 @@ from chaos.harness import TRAIN, Fault, Run
 from ray_cluster import until
 
 from traceml_ray import wire
+from traceml_ray.stages import ROW_BYTES
 from traceml_ray.store.session_file import SessionFile
 
 Steps = Generator[None, None, None]
@@ -215,6 +216,6 @@ def batch(stream: str, seq: int, rows: int = 4) -> bytes:
     return wire.encode(
         wire.RankBatch(
             v=wire.VERSION, stream=stream, seq=seq, sent_ns=0, produced=rows * (seq + 1), dropped=0,
-            first_row=rows * seq, keys=bytes(8 * rows), flags=bytes(rows), rows=bytes(wire.ROW_BYTES * rows),
+            first_row=rows * seq, keys=bytes(8 * rows), flags=bytes(rows), rows=bytes(ROW_BYTES * rows),
         )
     )  # fmt: skip

@@ -17,6 +17,7 @@ from sessions import Clock, Rank, Relay
 from traceml_ray import wire
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.settings import Settings
+from traceml_ray.stages import N_STAGES
 from traceml_ray.store.session_file import SessionFile
 
 KINDS = [type(message) for message in MESSAGES]
@@ -117,7 +118,7 @@ def batches(draw: st.DrawFn) -> bytes:
     columns = {
         "keys": b"".join(draw(INT64).to_bytes(8, "little", signed=True) for _ in range(n)),
         "flags": draw(st.binary(min_size=n, max_size=n)),
-        "rows": b"".join(draw(INT64).to_bytes(8, "little", signed=True) for _ in range(n * wire.N_STAGES)),
+        "rows": b"".join(draw(INT64).to_bytes(8, "little", signed=True) for _ in range(n * N_STAGES)),
     }
     dropped, more = sorted((draw(ROWS), draw(ROWS)))
     return Rank(draw(st.integers(0, 3)), 4, stream=draw(st.sampled_from(["a", "b", "c"]))).batch(

@@ -25,7 +25,7 @@ from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
-from traceml_ray.wire import N_STAGES, SEGMENT_BITS
+from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 
 STEPS = 8
 WIDTH = 16

@@ -22,6 +22,7 @@ from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool
+from traceml_ray.stages import ROW_BYTES
 
 TRAIN = """
 import torch
@@ -280,8 +281,8 @@ print(list(traceml_ray.watch([1, 2])))
     assert (done.returncode, done.stdout.splitlines(), done.stderr) == (0, ["False", "[1, 2]"], "")
     batches = relay.batches()
     rows = b"".join(b.rows for b in batches)
-    assert len(rows) == 5 * wire.ROW_BYTES and batches[-1].final
-    data_ns = [int.from_bytes(rows[i + 8 : i + 16], "little") for i in range(0, len(rows), wire.ROW_BYTES)]
+    assert len(rows) == 5 * ROW_BYTES and batches[-1].final
+    data_ns = [int.from_bytes(rows[i + 8 : i + 16], "little") for i in range(0, len(rows), ROW_BYTES)]
     assert min(data_ns) > 9_000_000
     tokenize = [d for b in batches for d in b.details if d.name == "tokenize"]
     assert sum(d.count for d in tokenize) == 5 and sum(d.total_ns for d in tokenize) > 25_000_000

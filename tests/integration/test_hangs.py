@@ -24,6 +24,7 @@ from traceml_ray import wire
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.settings import Settings
+from traceml_ray.stages import BACKWARD
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session_file import SessionFile
 
@@ -301,7 +302,7 @@ def test_while_nobody_ends_the_job_a_killed_rank_is_named_live() -> None:
         ranks = [Rank(0, 2, pid=os.getpid()), Rank(1, 2, pid=process.pid)]
         try:
             for rank in ranks:
-                relay.take(rank.batch(40, open=wire.OpenStage(40, wire.BACKWARD, 1)))
+                relay.take(rank.batch(40, open=wire.OpenStage(40, BACKWARD, 1)))
             relay.turn(0.3)
             process.kill()
             end = time.monotonic() + 5

@@ -29,6 +29,7 @@ from traceml_ray.identity import RankIdentity
 from traceml_ray.launchers import control
 from traceml_ray.launchers.cluster import PrivateRay, free_port, members
 from traceml_ray.session import LIVE
+from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session_file import SessionFile
 
@@ -74,7 +75,7 @@ def batch(
 ) -> str:  # fmt: skip
     who = RankIdentity(rank, 0, rank // 2, 4, 2, 2, "host", None, "job", 0, pid, "explicit")
     keys = b"".join((step << 8).to_bytes(8, "little") for step in range(first + 1, first + 1 + n))
-    rows = (5_000_000).to_bytes(8, "little") * wire.N_STAGES * n
+    rows = (5_000_000).to_bytes(8, "little") * N_STAGES * n
     sent = wire.VERSION, stream, seq, 0, first + n, 0, first, keys, bytes(n), rows, who
     return wire.encode(wire.RankBatch(*sent, final=final)).hex()
 
@@ -476,7 +477,7 @@ def test_report_of_a_job_whose_first_rows_were_folded_is_of_all_of_it(bench: Ben
     summary = bench.summary("long")
     first = min(summary["episodes"], key=lambda episode: int(episode["from_step"]))
     with SessionFile(bench.out / "long" / "session.sqlite") as file:
-        left = min(int(own.keys[0]) >> wire.SEGMENT_BITS for own in file.rows()[0])
+        left = min(int(own.keys[0]) >> SEGMENT_BITS for own in file.rows()[0])
     assert 0 < left < count and summary["ledger"]["folded"] >= left
     assert (summary["steps"]["count"], summary["steps"]["covers"]["rows_pct"]) == (count, 100)
     assert summary["steps"]["mean_ms"] == pytest.approx(mean_ms, rel=0.01)

@@ -29,7 +29,7 @@ from traceml_ray.agent.patch import ray_data
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import judge
 from traceml_ray.analysis.window import RankRows, align
-from traceml_ray.wire import (
+from traceml_ray.stages import (
     FLAG_FIRST,
     FLAG_NO_DATA,
     FLAG_NO_FORWARD,
@@ -37,8 +37,8 @@ from traceml_ray.wire import (
     FLAG_NO_SPLIT,
     SEGMENT_BITS,
     STAGES,
-    Detail,
 )
+from traceml_ray.wire import Detail
 
 OLD = torch.__version__.startswith("2.4.")
 

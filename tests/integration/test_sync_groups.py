@@ -28,7 +28,7 @@ from torch import nn
 
 from traceml_ray.analysis.verdict import judge
 from traceml_ray.analysis.window import RankRows, align
-from traceml_ray.wire import FLAG_COUPLED, FLAG_NO_PEERS, POST_SYNC, SEGMENT_BITS, STAGES, SYNC_WAIT
+from traceml_ray.stages import FLAG_COUPLED, FLAG_NO_PEERS, POST_SYNC, SEGMENT_BITS, STAGES, SYNC_WAIT
 
 STEPS = 26
 WORLD = 4

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from traceml_ray.analysis.window import RankRows, Window, align
-from traceml_ray.wire import SEGMENT_BITS
+from traceml_ray.stages import SEGMENT_BITS
 
 _DATA = Path(__file__).parent.parent / "data" / "windows"
 RECORDED = dict(np.load(_DATA / "recorded.npz"))

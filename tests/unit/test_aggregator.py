@@ -28,6 +28,7 @@ from traceml_ray.monitor.offline import finish_offline
 from traceml_ray.ray import aggregator as actor
 from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool, write_spool
+from traceml_ray.stages import ROW_BYTES, SEGMENT_BITS
 from traceml_ray.store.session_file import SessionFile
 
 FINISH = wire.Finish(wire.VERSION, 0)
@@ -45,7 +46,7 @@ def _ledger(aggregator: AggregatorCore, folder: Path) -> dict[str, Any]:
 
 def _steps(folder: Path, rank: int = 0) -> list[int]:
     with SessionFile(folder / "session.sqlite") as session:
-        return [int(key) >> wire.SEGMENT_BITS for rows in session.rows([rank])[0] for key in rows.keys]
+        return [int(key) >> SEGMENT_BITS for rows in session.rows([rank])[0] for key in rows.keys]
 
 
 def test_nothing_is_confirmed_before_it_is_on_disk(tmp_path: Path) -> None:
@@ -455,8 +456,8 @@ def test_questions_are_answered_with_a_cursor(tmp_path: Path) -> None:
     aggregator.commit()
     answer = _ask(aggregator, what="rows")
     (found,) = answer["result"]
-    assert (np.frombuffer(found["keys"], "<i8") >> wire.SEGMENT_BITS).tolist() == [0, 1, 2]
-    assert len(found["rows"]) == 3 * wire.ROW_BYTES
+    assert (np.frombuffer(found["keys"], "<i8") >> SEGMENT_BITS).tolist() == [0, 1, 2]
+    assert len(found["rows"]) == 3 * ROW_BYTES
     assert _ask(aggregator, what="rows", since=answer["cursor"])["result"] == []
     for what in (
         "meta",

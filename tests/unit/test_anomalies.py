@@ -26,6 +26,7 @@ from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.node_sampler import xid_events
 from traceml_ray.reports.layout import WIDTH
 from traceml_ray.reports.machines import Machines
+from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import Stream
 
@@ -324,8 +325,8 @@ def test_a_counter_that_begins_anew_has_no_rate() -> None:
 
 @given(st.lists(st.integers(1, 10**9), min_size=3, max_size=30), st.data())
 def test_steps_follow_one_another_back_from_the_newest(took: list[int], data: st.DataObject) -> None:
-    keys = np.arange(len(took)) << wire.SEGMENT_BITS
-    rows = np.zeros((len(took), wire.N_STAGES), np.int64)
+    keys = np.arange(len(took)) << SEGMENT_BITS
+    rows = np.zeros((len(took), N_STAGES), np.int64)
     rows[:, 1] = took
     first = data.draw(st.integers(0, len(took) - 1))
     last = data.draw(st.integers(first, len(took) - 1))
@@ -529,7 +530,7 @@ def test_a_hang_is_about_the_time_since_the_last_row() -> None:
         return Stream(1, "s", last_seen_ns=at)
 
     machines = Machines(lambda *_: {}, {0: seen(90), 1: seen(95)}, [], {})
-    none = np.empty(0, np.int64), np.empty((0, wire.N_STAGES), np.int64)
+    none = np.empty(0, np.int64), np.empty((0, N_STAGES), np.int64)
     hang = Verdict(label="hang", rank=0, ranks=(0,), began_ns=60)
     assert machines.when(hang, *none) == (60, 95)
     assert machines.when(replace(hang, lasted_s=2e-8), *none) == (60, 80)

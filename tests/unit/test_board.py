@@ -24,8 +24,8 @@ from traceml_ray.dash_app.source import StoredSource
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.summary import summarize
 from traceml_ray.session import SessionFolder
+from traceml_ray.stages import STAGES
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.wire import STAGES
 
 DRAWN = ("heat", "exposed", "timeline", "skew", "nodes", "tiles")
 

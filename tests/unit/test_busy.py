@@ -7,7 +7,7 @@ from unit.sample_windows import RECORDED, of_ms, streams, window
 from traceml_ray.analysis.busy import summarise
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import align
-from traceml_ray.wire import FLAG_NO_PEERS, FLAG_NO_SPLIT, STAGES
+from traceml_ray.stages import FLAG_NO_PEERS, FLAG_NO_SPLIT, STAGES
 
 LIMITS = Thresholds()
 ROWS = of_ms([[1, 2, 0, 3, 4, 5], [1, 2, 0, 4, 4, 4], [1, 6, 0, 3, 4, 1], [1, 2, 0, 3, 4, 5]], 20)

@@ -14,7 +14,7 @@ from traceml_ray.analysis.baseline import Baseline, Learner
 from traceml_ray.analysis.history import RunJudge, judge_run
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import assess, judge
-from traceml_ray.wire import DATA, SEGMENT_BITS, STAGES, SYNC_WAIT
+from traceml_ray.stages import DATA, SEGMENT_BITS, STAGES, SYNC_WAIT
 
 AT_ONCE = Thresholds(hold_s=0, hold_group_s=0, hold_steps=0, hold_cost_s=0)
 LEARNED = 10 + 50 + 5 * 50

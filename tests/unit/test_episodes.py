@@ -11,7 +11,7 @@ from unit.sample_windows import of_ms, streams, synced, window
 
 from traceml_ray.analysis.history import RunJudge, judge_run
 from traceml_ray.analysis.verdict import DEFAULTS, assess
-from traceml_ray.wire import BACKWARD, DATA, FORWARD, SYNC_WAIT
+from traceml_ray.stages import BACKWARD, DATA, FORWARD, SYNC_WAIT
 
 QUIET = [1, 2, 0, 3, 4, 1]
 EXCHANGE = 1_000_000

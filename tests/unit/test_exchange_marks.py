@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from traceml_ray.agent.mark_log import SETTLE_AT, MarkLog
 from traceml_ray.agent.marks import COLLATED
-from traceml_ray.wire import FLAG_NO_PEERS
+from traceml_ray.stages import FLAG_NO_PEERS
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from snapshot import Snapshot
 
 from traceml_ray.analysis.hang import Place, find
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.wire import BACKWARD, DATA, FORWARD, POST_SYNC, SYNC_WAIT
+from traceml_ray.stages import BACKWARD, DATA, FORWARD, POST_SYNC, SYNC_WAIT
 
 QUIET_S = 22.0
 

@@ -15,8 +15,8 @@ from traceml_ray import wire
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.reports.layout import WIDTH
 from traceml_ray.settings import Settings
+from traceml_ray.stages import DATA, FORWARD, POST_SYNC, SYNC_WAIT
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.wire import DATA, FORWARD, POST_SYNC, SYNC_WAIT
 
 Where = Callable[[int], wire.OpenStage | None]
 

@@ -21,9 +21,10 @@ from traceml_ray.analysis.window import RankRows, Window, align
 from traceml_ray.reports.layout import WIDTH
 from traceml_ray.reports.parts import StoredParts
 from traceml_ray.reports.text import render
+from traceml_ray.stages import DATA, POST_SYNC, SEGMENT_BITS
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import shown
-from traceml_ray.wire import DATA, POST_SYNC, SEGMENT_BITS, Detail
+from traceml_ray.wire import Detail
 
 LIMITS = Thresholds()
 ORDINARY = [10, 2, 0, 3, 4, 1]

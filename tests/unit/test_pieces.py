@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sessions import identity
 
-from traceml_ray import wire
+from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 from traceml_ray.store.pieces import pieces
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
@@ -19,7 +19,7 @@ STEPS, RANKS = 60, 3
 
 def keys_of(first: int, last: int) -> np.ndarray:
     """Keys of steps that have two rows each."""
-    return np.array([step << wire.SEGMENT_BITS | row for step in range(first, last) for row in (0, 1)], "<i8")
+    return np.array([step << SEGMENT_BITS | row for step in range(first, last) for row in (0, 1)], "<i8")
 
 
 def stored(path: Path, chunks: list[tuple[int, np.ndarray]]) -> SessionFile:
@@ -28,7 +28,7 @@ def stored(path: Path, chunks: list[tuple[int, np.ndarray]]) -> SessionFile:
     for rank, keys in chunks:
         stream = writer.stream(f"{rank:016x}", 0)
         stream.identity = identity(rank, RANKS)
-        rows = np.ones((len(keys), wire.N_STAGES), "<i8").tobytes()
+        rows = np.ones((len(keys), N_STAGES), "<i8").tobytes()
         writer.add_rows(stream, stream.stored, keys.tobytes(), bytes(len(keys)), rows)
     writer.commit()
     writer.close()
@@ -51,7 +51,7 @@ def test_every_row_is_in_one_piece_and_steps_are_whole(tmp_path_factory, data):
         found = list(pieces(session, newest, data.draw(st.integers(100, 400))))
     seen = set()
     for piece in found:
-        steps = [set((own.keys >> wire.SEGMENT_BITS).tolist()) for own in piece]
+        steps = [set((own.keys >> SEGMENT_BITS).tolist()) for own in piece]
         assert all(each == steps[0] for each in steps) and seen.isdisjoint(steps[0])
         seen |= steps[0]
     for at in range(RANKS):

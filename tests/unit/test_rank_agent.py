@@ -16,6 +16,7 @@ from traceml_ray.errors import Errors
 from traceml_ray.identity import RankIdentity
 from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool
+from traceml_ray.stages import DATA, N_STAGES, SEGMENT_BITS
 
 
 class Pipe:
@@ -56,7 +57,7 @@ def make(pipe: Pipe, **options: object) -> RankAgent:
 
 def push(agent: RankAgent, count: int) -> None:
     for _ in range(count):
-        agent.ring.push(agent.ring.accepted << wire.SEGMENT_BITS, 0, [1, 2, 3, 4, 5, 6])
+        agent.ring.push(agent.ring.accepted << SEGMENT_BITS, 0, [1, 2, 3, 4, 5, 6])
 
 
 def test_a_round_carries_rows_and_who_and_how_it_is() -> None:
@@ -324,7 +325,7 @@ def test_what_was_lost_before_it_was_sent_is_counted(monkeypatch: pytest.MonkeyP
     recorder.lost_marks, recorder.lost_rows = 7, 2
     for seq in range(3):
         agent._events.append(wire.Event("note", seq))
-        agent.recorder.sums.add("mine", wire.DATA, 1, 10, 0, False)
+        agent.recorder.sums.add("mine", DATA, 1, 10, 0, False)
         agent.tick()  # what was made before has no room any longer
     encode = wire.encode
     monkeypatch.setattr(wire, "encode", lambda _: encode(1 / 0))
@@ -369,7 +370,7 @@ def test_what_cannot_be_had_or_sent_costs_no_row() -> None:
     pipe = Pipe()
     agent = RankAgent(Settings(session="s"), pipe, nobody)  # type: ignore[arg-type]
     for name in ("file-\udc80", "good"):
-        agent.recorder.sums.add(name, wire.DATA, 1, 10, 0, False)
+        agent.recorder.sums.add(name, DATA, 1, 10, 0, False)
     agent.close([wire.Event("exception", 0, message="\udc80")])  # the thread was never started
     for _ in range(2):
         push(agent, 5)
@@ -396,7 +397,7 @@ def test_however_much_there_is_to_tell_each_batch_is_below_its_limit() -> None:
     agent = make(pipe)
     names = [f"{number:03}-{'x' * 60}" for number in range(256)]
     for name in names:
-        for stage in range(wire.N_STAGES):
+        for stage in range(N_STAGES):
             agent.recorder.sums.add(name, stage, 1, 1 << 60, 1 << 60, False)
     agent.close([wire.Event("stacks", 0, message="y" * 12_000), wire.Event("note", 0, message="z" * 60_000)])
     push(agent, 2000)
@@ -406,7 +407,7 @@ def test_however_much_there_is_to_tell_each_batch_is_below_its_limit() -> None:
     assert max(map(len, pipe.taken)) <= wire.MAX_BATCH_BYTES
     batches = pipe.batches()
     assert sum(len(b.flags) for b in batches) == batches[-1].produced == 2001
-    assert len({(d.name, d.stage) for b in batches for d in b.details}) == len(names) * wire.N_STAGES
+    assert len({(d.name, d.stage) for b in batches for d in b.details}) == len(names) * N_STAGES
     assert [event.kind for b in batches for event in b.events if event.kind != "swallowed"] == ["stacks"]
     assert batches[-1].errors["event or span too large to send"] == 1
     assert [b.final for b in batches] == [False] * (len(batches) - 1) + [True]

@@ -38,7 +38,7 @@ from traceml_ray.monitor.finish import OTHERS_S
 from traceml_ray.ray import config
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.settings import SettingError, Settings
-from traceml_ray.wire import DATA, FORWARD, N_STAGES, PREPARE
+from traceml_ray.stages import DATA, FORWARD, N_STAGES, PREPARE
 
 CONFIG = ActorConfig("s", Settings(session="s"))
 

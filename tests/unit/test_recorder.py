@@ -25,7 +25,7 @@ from traceml_ray.agent.marks import (
 )
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
-from traceml_ray.wire import (
+from traceml_ray.stages import (
     BACKWARD,
     FLAG_COUPLED,
     FLAG_FIRST,

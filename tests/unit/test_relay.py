@@ -37,6 +37,7 @@ from traceml_ray.monitor.outbox import Outbox
 from traceml_ray.monitor.relay import RESEND_S, TICK_S, RelayCore
 from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool, write_spool
+from traceml_ray.stages import DATA, ROW_BYTES, SEGMENT_BITS, SYNC_WAIT
 from traceml_ray.store.session_file import SessionFile
 
 NODE = wire.NodeIdentity("node", "host", "127.0.0.1")
@@ -56,10 +57,10 @@ def rank_batch(
             dropped=0,
             first_row=rows * seq,
             keys=struct.pack(
-                f"<{rows}q", *(row << wire.SEGMENT_BITS for row in range(rows * seq, rows * (seq + 1)))
+                f"<{rows}q", *(row << SEGMENT_BITS for row in range(rows * seq, rows * (seq + 1)))
             ),
             flags=bytes(rows),
-            rows=bytes(wire.ROW_BYTES * rows),
+            rows=bytes(ROW_BYTES * rows),
             final=final,
             **fields,
         )
@@ -131,7 +132,7 @@ class Aggregator(Straight):
         relay, ranks = SentRelay(1), [SentRank(rank, job_id="other") for rank in range(2)]
         self.core.ingest(relay.message(*(rank.batch(60) for rank in ranks)))
         self.clock.tick(25)
-        places = [wire.OpenStage(60, stage, 24 * SECOND) for stage in (wire.SYNC_WAIT, wire.DATA)]
+        places = [wire.OpenStage(60, stage, 24 * SECOND) for stage in (SYNC_WAIT, DATA)]
         waits = [rank.batch(0, open=place) for rank, place in zip(ranks, places, strict=True)]
         self.core.ingest(relay.message(*waits))
         self.core.judge()

@@ -18,6 +18,7 @@ from traceml_ray.reports.layout import WIDTH
 from traceml_ray.reports.status import render_status
 from traceml_ray.reports.summary import summarize
 from traceml_ray.reports.text import render
+from traceml_ray.stages import BACKWARD, DATA
 from traceml_ray.store.session_file import SessionFile
 
 BALANCED = [1, 2, 0, 3, 4, 1]
@@ -238,7 +239,7 @@ def test_deaths_that_only_the_launcher_saw_within_a_second_are_a_tie(tmp_path: P
 
 def test_a_killed_rank_is_told_with_its_stage_and_signal(tmp_path: Path, snapshot: Snapshot) -> None:
     run = Run(tmp_path / "s", 2)
-    run.steps(5, open=wire.OpenStage(50, wire.BACKWARD, 1))
+    run.steps(5, open=wire.OpenStage(50, BACKWARD, 1))
     run.raised(0, "torch.distributed.DistBackendError: NCCL error", 0.1)
     summary = run.finish(1, run.failure(1, -9, 0.4))
     verdict = summary["verdict"]
@@ -393,7 +394,7 @@ def test_text_of_a_summary_with_nothing_in_it(tmp_path: Path) -> None:
 def test_status_shows_where_every_rank_is(tmp_path: Path, snapshot: Snapshot) -> None:
     run = Run(tmp_path, 2)
     fields = {
-        "open": wire.OpenStage(30, wire.DATA, 5),
+        "open": wire.OpenStage(30, DATA, 5),
         "errors": {"hook": 2},
         "missing": {"h2d": "no device"},
     }

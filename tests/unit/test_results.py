@@ -14,6 +14,7 @@ from unit.test_reports import Run
 from traceml_ray import results, summary_shape, wire
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.reports.summary import nodes_of, runs_of, summarize
+from traceml_ray.stages import DATA
 from traceml_ray.store.session_file import SessionFile
 
 
@@ -44,7 +45,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
     run = Run(tmp_path / "s", 4, world_size=4, nnodes=2, launcher="torchrun")
     run.steps(60 if request.param else 1, strategy="ddp")
     if request.param:
-        run.steps(30, late=2, details=[wire.Detail("mine", wire.DATA, 1, 10, 10, 1, 1, 40)])
+        run.steps(30, late=2, details=[wire.Detail("mine", DATA, 1, 10, 10, 1, 1, 40)])
         run.raised(3, "ValueError: no", 0.5)
     return run
 

@@ -22,10 +22,10 @@ from traceml_ray.reports.summary import summaries, summarize
 from traceml_ray.reports.text import render
 from traceml_ray.reports.whole import _folded_steps
 from traceml_ray.settings import Settings
+from traceml_ray.stages import DATA, SEGMENT_BITS
 from traceml_ray.store.kept import MAX_RANKS, Kept, unpack
 from traceml_ray.store.retention import Retention
 from traceml_ray.store.session_file import Folded, SessionFile
-from traceml_ray.wire import DATA
 
 LIMIT = 400_000
 ROW = [1, 2, 0, 3, 3, 1]
@@ -284,7 +284,7 @@ def test_statistics_of_folded_rows_are_of_runs_up_to_a_size(
 
 def rows_of(ranks: range, first: int, last: int, world: int) -> list[RankRows]:
     """Rows of these ranks, of steps of 200 ms."""
-    keys = np.arange(first, last) << wire.SEGMENT_BITS
+    keys = np.arange(first, last) << SEGMENT_BITS
     rows = np.tile(np.array(ROW) * 20 * MS, (last - first, 1))
     flags = np.zeros(len(keys), np.uint8)
     return [RankRows(rank, f"n{rank // 8}", keys, flags, rows, (0, world), None, rank + 1) for rank in ranks]
@@ -425,7 +425,7 @@ def test_sums_of_a_long_run_are_added_up(job: Job, monkeypatch: pytest.MonkeyPat
 def test_a_step_that_is_cut_in_two_by_folding_counts_once() -> None:
     keys = np.array([[0, 2], [2, 5], [7, 9], [3, 4], [9, 12]])
     segments = np.array([[0, 1], [2, 0], [0, 0], [0, 0], [1, 0]])
-    first, last = (keys << wire.SEGMENT_BITS | segments).T
+    first, last = (keys << SEGMENT_BITS | segments).T
     counts = np.array([7, 10, 2, 2, 9])
     folded = Folded(counts, first, last, np.zeros((5, 6), np.int64))
     assert _folded_steps(folded, 20) == 3 + 3 + 2 + 3

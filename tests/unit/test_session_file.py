@@ -15,6 +15,7 @@ from sessions import MS, SECOND, Clock, Rank, Relay, aggregation, check_ledger
 
 from traceml_ray import wire
 from traceml_ray.reports.status import render_status
+from traceml_ray.stages import FLAG_FIRST, SEGMENT_BITS
 from traceml_ray.store.retention import Retention
 from traceml_ray.store.schema import SessionFileError, connect, on_network_filesystem
 from traceml_ray.store.session_file import SessionFile
@@ -39,18 +40,18 @@ def test_rows_come_back_as_sent_with_cursor_and_limit(tmp_path: Path) -> None:
     with SessionFile(tmp_path / "session.sqlite") as session:
         found, cursor = session.rows()
         assert [(rows.rank, rows.node) for rows in found] == [(0, "host-0"), (1, "host-0")]
-        assert (found[0].keys >> wire.SEGMENT_BITS).tolist() == [0, 1, 2, 3, 4]
-        assert found[0].flags.tolist() == [wire.FLAG_FIRST, 0, 0, 0, 0]
+        assert (found[0].keys >> SEGMENT_BITS).tolist() == [0, 1, 2, 3, 4]
+        assert found[0].flags.tolist() == [FLAG_FIRST, 0, 0, 0, 0]
         assert (found[1].rows == np.array([1, 2, 3, 4, 5, 5]) * MS).all()
         assert session.rows(since=cursor) == ([], cursor)
 
         aggregator.ingest(relay.message(*(rank.batch(3) for rank in ranks)))
         aggregator.commit()
         later, cursor = session.rows(since=cursor)
-        assert [(rows.keys >> wire.SEGMENT_BITS).tolist() for rows in later] == [[5, 6, 7]] * 2
+        assert [(rows.keys >> SEGMENT_BITS).tolist() for rows in later] == [[5, 6, 7]] * 2
         newest, _ = session.rows(only=[1], last=4)
         assert [(rows.rank, len(rows.keys)) for rows in newest] == [(1, 4)]
-        assert (newest[0].keys >> wire.SEGMENT_BITS).tolist() == [4, 5, 6, 7]
+        assert (newest[0].keys >> SEGMENT_BITS).tolist() == [4, 5, 6, 7]
 
 
 def test_everything_a_batch_says_is_read_back(tmp_path: Path) -> None:
@@ -327,7 +328,7 @@ def test_what_is_long_can_be_read_in_parts(tmp_path: Path) -> None:
             found.append([len(part.keys) for part in rows])
         assert found == [[4, 4]] * 3 + [[]]
         newest, _ = session.rows(since=-2)
-        assert [(part.keys >> wire.SEGMENT_BITS).tolist() for part in newest] == [[10, 11]] * 2
+        assert [(part.keys >> SEGMENT_BITS).tolist() for part in newest] == [[10, 11]] * 2
         assert len({part.stream for part in newest}) == 2
         assert {event["kind"] for event in session.events(brief=True)[0]} == {"note"}
         second = session.ranks()[1].id

@@ -13,8 +13,9 @@ import pytest
 
 from traceml_ray import wire
 from traceml_ray.agent import stacks
+from traceml_ray.stages import SYNC_WAIT
 
-OPEN = wire.OpenStage(3, wire.SYNC_WAIT, 7)
+OPEN = wire.OpenStage(3, SYNC_WAIT, 7)
 
 
 @contextmanager
@@ -41,7 +42,7 @@ def stuck(
 def test_the_training_thread_comes_first_with_where_it_is() -> None:
     with stuck("def evaluate():\n    wait()\ndef main():\n    evaluate()\n") as owner:
         event = stacks.event(owner, OPEN, "h1")
-    assert (event.kind, event.step, event.stage, event.data["dump"]) == ("stacks", 3, wire.SYNC_WAIT, "h1")
+    assert (event.kind, event.step, event.stage, event.data["dump"]) == ("stacks", 3, SYNC_WAIT, "h1")
     first, *others = event.message.split("\nthread ")
     assert first.startswith("thread trainer, training:\n")
     assert first.index("train.py:4 in main") < first.index("train.py:2 in evaluate")

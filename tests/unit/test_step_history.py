@@ -11,12 +11,19 @@ from hypothesis import strategies as st
 from sessions import LIMITS
 from unit.sample_windows import streams, synced
 
-from traceml_ray import wire
 from traceml_ray.analysis.busy import summarise
 from traceml_ray.analysis.row_table import RowTable, Who
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.step_sums import MAX_BINS, Bins, StepSums
 from traceml_ray.analysis.window import align
+from traceml_ray.stages import (
+    FLAG_COUPLED,
+    FLAG_FIRST,
+    FLAG_NO_DATA,
+    FLAG_NO_PEERS,
+    FLAG_NO_SPLIT,
+    SEGMENT_BITS,
+)
 
 
 def rows(steps: int, ranks: int, seed: int = 0) -> np.ndarray:
@@ -50,12 +57,12 @@ def test_how_rows_arrive_does_not_matter(data: st.DataObject) -> None:
     count, exchanges = data.draw(st.integers(31, 90)), data.draw(st.integers(1, 3))
     d = rows(count * exchanges, ranks := data.draw(st.integers(1, 5)), data.draw(st.integers(0, 99)))
     ends = st.lists(st.integers(0, len(d)), min_size=ranks, max_size=ranks)
-    marks = st.sampled_from([0, wire.FLAG_NO_SPLIT, wire.FLAG_NO_DATA, wire.FLAG_NO_PEERS, wire.FLAG_COUPLED])
+    marks = st.sampled_from([0, FLAG_NO_SPLIT, FLAG_NO_DATA, FLAG_NO_PEERS, FLAG_COUPLED])
     some = np.array(data.draw(st.lists(marks, min_size=3, max_size=3)), np.uint8)
     flags = some[np.random.default_rng(0).integers(0, 3, d.shape[:2])]
     steps = fed(d, data.draw(st.lists(ends, max_size=6)), flags, exchanges)
     window = align(streams(d, flags=flags, exchanges=exchanges), ranks)
-    summary = summarise(window.take(window.keys >> wire.SEGMENT_BITS >= LIMITS.warmup_steps), LIMITS)
+    summary = summarise(window.take(window.keys >> SEGMENT_BITS >= LIMITS.warmup_steps), LIMITS)
     recent = steps.recent()
     assert summary is not None and recent is not None
     assert recent.steps == summary.count
@@ -74,7 +81,7 @@ def test_of_several_groups_the_slowest_is_the_step() -> None:
         steps.take([replace(t, keys=t.keys[part], flags=t.flags[part], rows=t.rows[part]) for t in every])
         steps.advance({0, 1, 2, 3}, 0, 4)
     window = align(every, 4)
-    summary = summarise(window.take(window.keys >> wire.SEGMENT_BITS >= LIMITS.warmup_steps), LIMITS)
+    summary = summarise(window.take(window.keys >> SEGMENT_BITS >= LIMITS.warmup_steps), LIMITS)
     recent = steps.recent()
     assert summary is not None and recent is not None
     assert np.median(recent.step_ms) == pytest.approx(summary.median_ms)
@@ -130,7 +137,7 @@ def test_values_that_no_step_can_have_are_left_out() -> None:
     assert np.isnan(columns.exposed).any(axis=1).nonzero()[0].tolist() == [40]
 
 
-MARKS = st.sampled_from([0, wire.FLAG_NO_SPLIT, wire.FLAG_NO_DATA, wire.FLAG_FIRST])
+MARKS = st.sampled_from([0, FLAG_NO_SPLIT, FLAG_NO_DATA, FLAG_FIRST])
 
 
 def same(one: StepHistory, other: StepHistory) -> None:
@@ -226,10 +233,10 @@ def test_table_forgets_the_oldest_columns_and_keeps_the_rest() -> None:
     table, d = RowTable(), rows(20_000, 1)
     table.add_ranks([7])
     for begin in range(0, 20_000, 100):
-        keys = np.arange(begin, begin + 100, dtype=np.int64) << wire.SEGMENT_BITS
+        keys = np.arange(begin, begin + 100, dtype=np.int64) << SEGMENT_BITS
         table.put(table.places([7]), keys, np.zeros((1, 100), np.uint8), d[None, begin : begin + 100, 0])
         table.forget(1 << 62)
     keys, _, found = table.line(7, 4000)
-    assert np.array_equal(found, d[-4000:, 0]) and keys[-1] >> wire.SEGMENT_BITS == 19_999
+    assert np.array_equal(found, d[-4000:, 0]) and keys[-1] >> SEGMENT_BITS == 19_999
     assert table.nbytes < 2 << 20
     assert len(table.line(8, 10)[0]) == 0

@@ -16,15 +16,14 @@ from unit.sample_windows import of_ms, streams, window
 from unit.test_rank_agent import Pipe, make
 from unit.test_recorder import Loop
 
-from traceml_ray import wire
 from traceml_ray.analysis import abstention
 from traceml_ray.analysis.history import RunJudge, judge_run
 from traceml_ray.analysis.parts import Rate, Rates, with_part
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess, judge
 from traceml_ray.analysis.window import Group, Window, align, missing_of
+from traceml_ray.stages import DATA, FLAG_COUPLED, FLAG_NO_PEERS, N_STAGES, SYNC_WAIT
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.wire import DATA, FLAG_COUPLED, FLAG_NO_PEERS, N_STAGES, SYNC_WAIT
 
 MS = 1_000_000
 BALANCED = [[1, 2, 0, 3, 4, 1]] * 2
@@ -182,7 +181,7 @@ def test_a_part_is_compared_with_that_of_the_ranks_own_group() -> None:
 
     def find(ranks: Sequence[int], *_: int) -> Mapping[int, Rates]:
         asked.extend(ranks)
-        return {rank: {("fetch", wire.DATA): Rate((1 if rank == 2 else 6) * MS, 1.0)} for rank in ranks}
+        return {rank: {("fetch", DATA): Rate((1 if rank == 2 else 6) * MS, 1.0)} for rank in ranks}
 
     assert with_part(judge(rows), rows, find, Thresholds()).part == "fetch"
     assert asked == [3, 2]

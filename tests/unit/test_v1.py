@@ -20,11 +20,22 @@ from snapshot import Snapshot
 from traceml_ray import v1, wire
 from traceml_ray.monitor.relay import TICK_S, RelayCore
 from traceml_ray.settings import Settings
+from traceml_ray.stages import (
+    FLAG_COUPLED,
+    FLAG_DEVICE_CLOCK,
+    FLAG_NO_BACKWARD,
+    FLAG_NO_DATA,
+    FLAG_NO_FORWARD,
+    FLAG_NO_SPLIT,
+    FORWARD,
+    N_STAGES,
+    SEGMENT_BITS,
+)
 
 INTERNAL = "_traceml_internal:"
 NS = 1_000_000
 SAMPLE = {"seq": 1, "ts": 1.8e9, "pid": 7, "cpu": 90.5, "cpu_cores": 4, "ram_used": 2.0e9, "ram_total": 8e9}
-UNTOLD = wire.FLAG_NO_SPLIT | wire.FLAG_COUPLED
+UNTOLD = FLAG_NO_SPLIT | FLAG_COUPLED
 
 
 def times(ms: float, **more: Any) -> dict[str, Any]:
@@ -68,13 +79,13 @@ def refusals(data: bytes) -> list[str]:
 
 
 def rows(batch: wire.RankBatch) -> list[list[float]]:
-    return (np.frombuffer(batch.rows, "<i8").reshape(-1, wire.N_STAGES) / NS).tolist()
+    return (np.frombuffer(batch.rows, "<i8").reshape(-1, N_STAGES) / NS).tolist()
 
 
 def test_a_step_becomes_a_row_of_six_stages() -> None:
     (batch,) = read(message(step(7)))
     assert rows(batch) == [[3.5, 5, 1, 3, 6, 0]]  # 13.5 less 1, 3 and 6: of that the optimizer has 2
-    assert np.frombuffer(batch.keys, "<i8").tolist() == [7 << wire.SEGMENT_BITS]
+    assert np.frombuffer(batch.keys, "<i8").tolist() == [7 << SEGMENT_BITS]
     assert list(batch.flags) == [UNTOLD]
     assert (batch.produced, batch.dropped, batch.first_row, batch.sent_ns) == (1, 0, 0, 9)
     who = batch.identity
@@ -87,8 +98,8 @@ def test_a_step_becomes_a_row_of_six_stages() -> None:
 @pytest.mark.parametrize(
     ("ms", "row", "flags"),
     [
-        ({"forward_time": 3.0}, [0, 0, 0, 3, 0, 0], wire.FLAG_NO_DATA | wire.FLAG_NO_BACKWARD),
-        ({"step_time": 4, "backward_time": 3}, [1, 0, 0, 0, 3, 0], wire.FLAG_NO_DATA | wire.FLAG_NO_FORWARD),
+        ({"forward_time": 3.0}, [0, 0, 0, 3, 0, 0], FLAG_NO_DATA | FLAG_NO_BACKWARD),
+        ({"step_time": 4, "backward_time": 3}, [1, 0, 0, 0, 3, 0], FLAG_NO_DATA | FLAG_NO_FORWARD),
         (
             {"dataloader_next": 1, "forward_time": 3, "backward_time": 4,
              "optimizer_step": 2, "step_time": 5},
@@ -110,8 +121,8 @@ def test_the_cpus_clock_is_taken_where_it_is_there() -> None:
     one["events"][f"{INTERNAL}forward_time"] = own
     other["events"][f"{INTERNAL}forward_time"] = device
     (batch,) = read(message(one, other))
-    assert [row[wire.FORWARD] for row in rows(batch)] == [2, 51]
-    assert list(batch.flags) == [UNTOLD, UNTOLD | wire.FLAG_DEVICE_CLOCK]
+    assert [row[FORWARD] for row in rows(batch)] == [2, 51]
+    assert list(batch.flags) == [UNTOLD, UNTOLD | FLAG_DEVICE_CLOCK]
 
 
 def test_rows_are_numbered_for_each_rank_of_each_process() -> None:

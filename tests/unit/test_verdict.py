@@ -14,7 +14,7 @@ from unit.sample_windows import EXPECTED, RECORDED, of_ms, streams, synced, wind
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict, judge
 from traceml_ray.analysis.window import align
-from traceml_ray.wire import (
+from traceml_ray.stages import (
     DATA,
     FLAG_COUPLED,
     FLAG_DEVICE_CLOCK,

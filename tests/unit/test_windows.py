@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from unit.sample_windows import streams
 
 from traceml_ray.analysis.window import MAX_MISSING, RankRows, align, missing_of
-from traceml_ray.wire import FLAG_FIRST, N_STAGES, SEGMENT_BITS
+from traceml_ray.stages import FLAG_FIRST, N_STAGES, SEGMENT_BITS
 
 
 def rank_rows(rank, keys, flags=None):

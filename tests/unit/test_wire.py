@@ -5,6 +5,7 @@ import pytest
 from messages import EVENT, IDENTITY, MESSAGES, rank_batch, relay_batch
 
 from traceml_ray import wire
+from traceml_ray.stages import N_STAGES, ROW_BYTES, SYNC_WAIT
 
 KINDS = [type(message) for message in MESSAGES]
 every_message = pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
@@ -100,8 +101,8 @@ def test_what_is_not_bytes_is_garbage(data):
         {"keys": bytes(8 * 3)},
         {"flags": b""},
         {"flags": bytes(3)},
-        {"rows": bytes(wire.ROW_BYTES * 2 - 1)},
-        {"rows": bytes(wire.ROW_BYTES * 3)},
+        {"rows": bytes(ROW_BYTES * 2 - 1)},
+        {"rows": bytes(ROW_BYTES * 3)},
         {"dropped": 80_000},
     ],
     ids=str,
@@ -126,7 +127,7 @@ def test_too_many_rows():
         {"keys": "text"},
         {"stream": b"bytes"},
         {"final": 1},
-        {"open": wire.OpenStage(1, wire.N_STAGES, 0)},
+        {"open": wire.OpenStage(1, N_STAGES, 0)},
         {"open": wire.OpenStage(1, -1, 0)},
         {"open": wire.OpenStage(1 << 63, 0, 0)},
         {"events": [wire.Event("note", 0, data={"n": 1 << 63})]},
@@ -191,7 +192,7 @@ def test_bytes_per_row():
     """At 10 steps a second and one batch a second a row may cost 128 bytes, everything counted."""
     batch = rank_batch(
         10,
-        open=wire.OpenStage(70_010, wire.SYNC_WAIT, 12_000_000),
+        open=wire.OpenStage(70_010, SYNC_WAIT, 12_000_000),
         process=wire.ProcessSample(1_800_000_000_000_000_000, 99.5, 1 << 33, 41, 1 << 40, 1 << 40),
     )
     assert len(wire.encode(batch)) <= 128 * 10

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from traceml_ray.wire import FORWARD, POST_SYNC, PREPARE
+from traceml_ray.stages import FORWARD, POST_SYNC, PREPARE
 
 
 class DataWaits:

@@ -24,7 +24,7 @@ from traceml_ray.agent.patch import (
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.spans import Spans
-from traceml_ray.wire import INFERRED
+from traceml_ray.stages import INFERRED
 
 
 class Instrumentation:

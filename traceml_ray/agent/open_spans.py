@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from traceml_ray.agent.span_sums import SpanSums
-from traceml_ray.wire import BACKWARD, DATA, FORWARD, N_STAGES, POST_SYNC, PREPARE
+from traceml_ray.stages import BACKWARD, DATA, FORWARD, N_STAGES, POST_SYNC, PREPARE
 
 _MAX_OPEN = 32
 _MAX_CLOSED = 1024

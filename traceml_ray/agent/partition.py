@@ -8,7 +8,7 @@ marks come in.
 from __future__ import annotations
 
 from traceml_ray.agent.open_spans import OpenSpans
-from traceml_ray.wire import DATA, FORWARD, N_STAGES, POST_SYNC, PREPARE
+from traceml_ray.stages import DATA, FORWARD, N_STAGES, POST_SYNC, PREPARE
 
 
 class Partition:

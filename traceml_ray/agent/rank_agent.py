@@ -32,6 +32,7 @@ from traceml_ray.agent.ring import StepRing
 from traceml_ray.agent.sampler import ProcessSampler
 from traceml_ray.errors import sendable
 from traceml_ray.settings import Settings
+from traceml_ray.stages import ROW_BYTES
 
 MANY_RANKS = 256
 """In a larger job an agent reports half as often: the aggregator has as much to take."""
@@ -150,7 +151,7 @@ class RankAgent:
             self._lose(dropped)
         batch, room = self._without_rows()
         # Rows come last: from here on nothing but the encoding may go wrong.
-        most = (wire.MAX_BATCH_BYTES - _FIXED_BYTES - (_ITEM_BYTES - room)) // (wire.ROW_BYTES + 9)
+        most = (wire.MAX_BATCH_BYTES - _FIXED_BYTES - (_ITEM_BYTES - room)) // (ROW_BYTES + 9)
         first, keys, flags, rows = self.ring.drain(min(wire.MAX_ROWS, most))
         more = bool(self.ring.accepted > first + len(flags) or self._events or self._spans)
         lost = self.ring.dropped + self.recorder.lost_rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from traceml_ray.wire import N_STAGES, ROW_BYTES
+from traceml_ray.stages import N_STAGES, ROW_BYTES
 
 _ROW = struct.Struct(f"<qq{N_STAGES}q")  # key, flags, stages
 

@@ -8,7 +8,7 @@ accumulation), or, where it has exchanged gradients, makes it a segment of the s
 from __future__ import annotations
 
 from traceml_ray.agent.ring import StepRing
-from traceml_ray.wire import (
+from traceml_ray.stages import (
     DATA,
     FLAG_COUPLED,
     FLAG_FIRST,

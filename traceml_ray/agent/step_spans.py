@@ -7,7 +7,7 @@ from traceml_ray.agent.open_spans import Span
 from traceml_ray.agent.partition import Partition
 from traceml_ray.agent.rows import Rows
 from traceml_ray.agent.span_sums import COLLATE, EVALUATION, FETCH, OPTIMIZER, WORKERS
-from traceml_ray.wire import DATA, POST_SYNC
+from traceml_ray.stages import DATA, POST_SYNC
 
 
 class StepSpans:

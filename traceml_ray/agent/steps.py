@@ -18,7 +18,7 @@ from traceml_ray.agent.ring import StepRing
 from traceml_ray.agent.rows import Rows
 from traceml_ray.agent.span_sums import SpanSums
 from traceml_ray.agent.step_spans import StepSpans
-from traceml_ray.wire import (
+from traceml_ray.stages import (
     BACKWARD,
     DATA,
     FLAG_COUPLED,
@@ -28,8 +28,8 @@ from traceml_ray.wire import (
     FORWARD,
     POST_SYNC,
     SYNC_WAIT,
-    OpenStage,
 )
+from traceml_ray.wire import OpenStage
 
 
 class Steps:

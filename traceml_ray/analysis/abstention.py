@@ -9,7 +9,7 @@ import numpy as np
 from traceml_ray import text
 from traceml_ray.analysis.evidence import Evidence
 from traceml_ray.analysis.window import Bool, Int64, Window
-from traceml_ray.wire import FLAG_DEVICE_CLOCK, SEGMENT_BITS, STAGES, SYNC_WAIT
+from traceml_ray.stages import FLAG_DEVICE_CLOCK, SEGMENT_BITS, STAGES, SYNC_WAIT
 
 _ONLY = "only exposed time is reported."
 COUPLED = (

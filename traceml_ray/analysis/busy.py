@@ -13,7 +13,7 @@ from traceml_ray.analysis.frontier import Frontier, chain
 from traceml_ray.analysis.spread import spread
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Float, Int64, Window
-from traceml_ray.wire import STAGES, SYNC_WAIT
+from traceml_ray.stages import STAGES, SYNC_WAIT
 
 
 class StageSummary(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from traceml_ray.analysis.evidence import Evidence
 from traceml_ray.analysis.onset import Timing, late_steps, onset
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Bool, Float, Int64
-from traceml_ray.wire import SYNC_WAIT
+from traceml_ray.stages import SYNC_WAIT
 
 _BLOCK = 5
 _GOES_ON = 1 / 3

@@ -11,7 +11,7 @@ from traceml_ray.analysis.frontier import Frontier, chain
 from traceml_ray.analysis.onset import late_steps
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Bool, Float, Int64, Window
-from traceml_ray.wire import (
+from traceml_ray.stages import (
     BACKWARD,
     DATA,
     FLAG_NO_BACKWARD,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from traceml_ray import text
 from traceml_ray.analysis.verdict import Stack, Verdict
-from traceml_ray.wire import POST_SYNC, STAGES, SYNC_WAIT
+from traceml_ray.stages import POST_SYNC, STAGES, SYNC_WAIT
 
 _COLLECTIVE = re.compile(
     r"(all_(reduce|gather|to_all)|reduce|broadcast|scatter|gather|(monitored_)?barrier|i?send|i?recv|batch_isend"

@@ -12,7 +12,8 @@ from traceml_ray.analysis import wording
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Int64, Window
-from traceml_ray.wire import SEGMENT_BITS, STAGES, Detail
+from traceml_ray.stages import SEGMENT_BITS, STAGES
+from traceml_ray.wire import Detail
 
 MAX_PEERS = 64
 """Ranks that a part is compared with, evenly chosen: enough for a median."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from traceml_ray.analysis.window import Bool, Group, Int64, UInt8, Window
-from traceml_ray.wire import FLAG_FIRST, N_STAGES, SEGMENT_BITS
+from traceml_ray.stages import FLAG_FIRST, N_STAGES, SEGMENT_BITS
 
 _CELLS, _LEAST, _MOST = 1 << 18, 192, 8192
 Places = slice | npt.NDArray[np.intp]

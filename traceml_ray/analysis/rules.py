@@ -15,7 +15,7 @@ from traceml_ray.analysis.finding import Finding
 from traceml_ray.analysis.onset import onset
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Bool, Float, Int64, Window
-from traceml_ray.wire import FLAG_COUPLED, FLAG_DEVICE_CLOCK, FLAG_NO_BACKWARD, FLAG_NO_PEERS
+from traceml_ray.stages import FLAG_COUPLED, FLAG_DEVICE_CLOCK, FLAG_NO_BACKWARD, FLAG_NO_PEERS
 
 _TOO_LONG = 1 << 62
 _AGREE = 0.1

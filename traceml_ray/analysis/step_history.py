@@ -21,7 +21,7 @@ from traceml_ray.analysis.spread import quantiles
 from traceml_ray.analysis.step_sums import MAX_BINS, Array, Bins, Block, Columns, StepSums, grouped
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Float, Group, Int64, RankRows, UInt8, Window, missing_of
-from traceml_ray.wire import BACKWARD, FLAG_FIRST, FLAG_NO_SPLIT, N_STAGES, SEGMENT_BITS, SYNC_WAIT
+from traceml_ray.stages import BACKWARD, FLAG_FIRST, FLAG_NO_SPLIT, N_STAGES, SEGMENT_BITS, SYNC_WAIT
 
 _STEPS, _FULL_RANKS, _LEAST = 4096, 32, 300
 _CHAINS = 4

@@ -11,7 +11,7 @@ from traceml_ray.analysis.spread import Spread, Values, deviations, over_pct, qu
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.step_sums import Columns
 from traceml_ray.analysis.window import Float
-from traceml_ray.wire import N_STAGES, STAGES, SYNC_WAIT
+from traceml_ray.stages import N_STAGES, STAGES, SYNC_WAIT
 
 MAX_LINES = 1024
 """Of a job of more ranks, a line of the heatmap is a node."""

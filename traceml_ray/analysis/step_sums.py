@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from traceml_ray.analysis.window import Int64
-from traceml_ray.wire import N_STAGES, SEGMENT_BITS
+from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 
 MAX_BINS = 300
 Array = np.ndarray[Any, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from traceml_ray.analysis.window import Int64
-from traceml_ray.wire import SEGMENT_BITS
+from traceml_ray.stages import SEGMENT_BITS
 
 
 def span(

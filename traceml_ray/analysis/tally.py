@@ -11,7 +11,7 @@ from traceml_ray.analysis.busy import StepSummary, StepTimes, busy_ns, frontiers
 from traceml_ray.analysis.evidence import absurd, comparable
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Float, Int64, Window
-from traceml_ray.wire import N_STAGES
+from traceml_ray.stages import N_STAGES
 
 _LEAST_NS = 1000
 _FINE_RANKS = 4096

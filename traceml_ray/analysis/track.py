@@ -13,7 +13,7 @@ from traceml_ray.analysis.onset import late_steps
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Float, Int64, Window
-from traceml_ray.wire import STAGES
+from traceml_ray.stages import STAGES
 
 MAX_LEVELS = 1000
 TURNS = 10

@@ -17,7 +17,7 @@ from traceml_ray.analysis.onset import Timing, late_steps, onset
 from traceml_ray.analysis.rules import find
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Float, Window
-from traceml_ray.wire import BACKWARD, STAGES
+from traceml_ray.stages import BACKWARD, STAGES
 
 DEFAULTS = Thresholds()
 _MAX_SUSPECTS = 5

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from traceml_ray.wire import FLAG_FIRST, INFERRED, N_STAGES, SEGMENT_BITS
+from traceml_ray.stages import FLAG_FIRST, INFERRED, N_STAGES, SEGMENT_BITS
 
 Int64 = npt.NDArray[np.int64]
 UInt8 = npt.NDArray[np.uint8]
@@ -129,7 +129,7 @@ class Window:
 
     @property
     def inferred(self) -> tuple[str, ...]:
-        """The functions in which ranks are taken to exchange gradients, see `wire.INFERRED`."""
+        """The functions in which ranks are taken to exchange gradients, see `INFERRED`."""
         parts = {part for strategy in self.strategies for part in strategy.split("+")}
         return tuple(sorted(part.removesuffix(INFERRED) for part in parts if part.endswith(INFERRED)))
 

@@ -14,7 +14,7 @@ from traceml_ray.analysis.evidence import Cause, Evidence
 from traceml_ray.analysis.finding import Finding
 from traceml_ray.analysis.onset import Timing
 from traceml_ray.analysis.window import Window
-from traceml_ray.wire import BACKWARD, FLAG_NO_DATA, FLAG_NO_FORWARD, FORWARD, POST_SYNC, STAGES, SYNC_WAIT
+from traceml_ray.stages import BACKWARD, FLAG_NO_DATA, FLAG_NO_FORWARD, FORWARD, POST_SYNC, STAGES, SYNC_WAIT
 
 _NAMED = 8
 """So many nodes are named, more are counted."""

@@ -27,6 +27,7 @@ from traceml_ray.monitor.rank_numbering import SOURCE, Groups
 from traceml_ray.session import SessionFolder
 from traceml_ray.settings import Settings
 from traceml_ray.spool import SUFFIX, read_spool
+from traceml_ray.stages import ROW_BYTES
 from traceml_ray.store.nodes import stream_labels
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.runs import by_run
@@ -346,7 +347,7 @@ class AggregatorCore:
         if skip >= n:
             return
         keys, flags = batch.keys[8 * skip :], batch.flags[skip:]
-        rows = batch.rows[wire.ROW_BYTES * skip :]
+        rows = batch.rows[ROW_BYTES * skip :]
         self._writer.add_rows(stream, batch.first_row + skip, keys, flags, rows)
         self._steps.append(stream.id, keys, flags, rows)
         stream.next_row = batch.first_row + n

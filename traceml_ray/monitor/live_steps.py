@@ -12,10 +12,10 @@ from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Int64, RankRows, UInt8
 from traceml_ray.errors import Errors
+from traceml_ray.stages import N_STAGES
 from traceml_ray.store.history_reader import HistoryReader
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import Stream, awaited, world_size
-from traceml_ray.wire import N_STAGES
 
 MAX_ARRIVED = 1 << 21
 """Rows that wait to be fed (120 MB): more come only while the thread that feeds is held up."""

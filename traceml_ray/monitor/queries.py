@@ -22,13 +22,13 @@ from traceml_ray.reports.parts import StoredParts
 from traceml_ray.reports.summary import nodes_of, runs_of, summaries
 from traceml_ray.session import SessionFolder, read_json
 from traceml_ray.settings import Settings
+from traceml_ray.stages import STAGES
 from traceml_ray.store.runs import by_run, newest, with_rows
 from traceml_ray.store.runs import count as count_rows
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.step_answers import QUESTIONS, StepAnswers, encode
 from traceml_ray.store.streams import shown
 from traceml_ray.store.writer import SessionWriter
-from traceml_ray.wire import STAGES
 
 _MAX_ERROR = 1000
 """Characters of an error: it may repeat what was asked."""

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 from traceml_ray import text
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import missing_of
+from traceml_ray.stages import SEGMENT_BITS, STAGES
 from traceml_ray.store.nodes import node_key
 from traceml_ray.store.streams import Stream, generations, last_attempt
-from traceml_ray.wire import SEGMENT_BITS, STAGES
 
 ENDED = "process_ended"
 """Kind of event with the end of a process, whether that was a death or not."""

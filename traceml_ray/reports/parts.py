@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from traceml_ray.analysis.parts import Rate, Rates
+from traceml_ray.stages import STAGES
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import Stream
-from traceml_ray.wire import STAGES
 
 _MAX_PARTS = 100
 

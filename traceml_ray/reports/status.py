@@ -10,10 +10,10 @@ from traceml_ray import text
 from traceml_ray.reports.layout import Columns, facts, page, table
 from traceml_ray.reports.summary import runs_of
 from traceml_ray.reports.text import ledger_lines, run_lines
+from traceml_ray.stages import SEGMENT_BITS, STAGES
 from traceml_ray.store.nodes import Node, label_nodes, node_key
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import Stream
-from traceml_ray.wire import SEGMENT_BITS, STAGES
 
 
 def render_status(session: SessionFile, folder: Path, holder: int | None, now: int) -> str:

@@ -30,11 +30,11 @@ from traceml_ray.reports.hangs import hangs, still_open
 from traceml_ray.reports.machines import Machines, system_of
 from traceml_ray.reports.parts import StoredParts
 from traceml_ray.reports.whole import Whole, fits, most_of, reduce
+from traceml_ray.stages import SEGMENT_BITS, STAGES
 from traceml_ray.store.nodes import Node, label_nodes, node_key
 from traceml_ray.store.runs import of_run
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import Stream, shown, world_size
-from traceml_ray.wire import SEGMENT_BITS, STAGES
 
 SCHEMA = "traceml_ray/summary/1"
 _MAX_EVENTS = 1000

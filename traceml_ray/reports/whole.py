@@ -15,11 +15,11 @@ from traceml_ray.analysis.history import Replay, RunJudge
 from traceml_ray.analysis.running import Running
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Float, RankRows, Window, align, missing_of
+from traceml_ray.stages import SEGMENT_BITS
 from traceml_ray.store.kept import Kept, unpack
 from traceml_ray.store.pieces import Cutter, pieces
 from traceml_ray.store.schema import NONSENSE
 from traceml_ray.store.session_file import Folded, SessionFile
-from traceml_ray.wire import SEGMENT_BITS
 
 MAX_ROWS = 2_000_000
 """Rows (steps × ranks) that are held in memory at a time."""

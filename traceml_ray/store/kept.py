@@ -13,10 +13,10 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.track import Clock, Episode, Track
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import RankRows, Window, align
+from traceml_ray.stages import SEGMENT_BITS
 from traceml_ray.store.packing import Packer
 from traceml_ray.store.pieces import Cutter
 from traceml_ray.store.schema import NONSENSE
-from traceml_ray.wire import SEGMENT_BITS
 
 FORM = 3
 """Of what is in the file; to be raised when one of the classes below means something else by it."""

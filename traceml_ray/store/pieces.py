@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from traceml_ray.analysis.window import RankRows
+from traceml_ray.stages import SEGMENT_BITS
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.wire import MAX_ROWS, SEGMENT_BITS
+from traceml_ray.wire import MAX_ROWS
 
 
 class Cutter:

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from traceml_ray import wire
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows, missing_of
+from traceml_ray.stages import N_STAGES
 from traceml_ray.store.kept import MAX_RANKS, Kept, unpack
 from traceml_ray.store.nodes import stream_labels
 from traceml_ray.store.runs import by_run
@@ -276,7 +276,7 @@ class _Chunk(NamedTuple):
 
 def _columns(chunks: Iterable[_Chunk]) -> Columns:
     keys, flags, rows = (b"".join(part) for part in zip(*(chunk[4:] for chunk in chunks), strict=True))
-    stages = np.frombuffer(rows, "<i8").reshape(-1, wire.N_STAGES)
+    stages = np.frombuffer(rows, "<i8").reshape(-1, N_STAGES)
     return np.frombuffer(keys, "<i8"), np.frombuffer(flags, np.uint8), stages
 
 

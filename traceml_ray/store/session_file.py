@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from traceml_ray import wire
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.window import RankRows
+from traceml_ray.stages import N_STAGES
 from traceml_ray.store.nodes import COLUMNS as NODE_COLUMNS
 from traceml_ray.store.nodes import Node, label_nodes, node_key, stream_labels
 from traceml_ray.store.runs import ledger, list_runs, newest, of_run
@@ -232,7 +232,7 @@ class SessionFile(SampleReader):
         return (
             np.frombuffer(keys, "<i8")[skip:],
             np.frombuffer(flags, np.uint8)[skip:],
-            np.frombuffer(rows, "<i8").reshape(-1, wire.N_STAGES)[skip:],
+            np.frombuffer(rows, "<i8").reshape(-1, N_STAGES)[skip:],
         )
 
     def _since(
@@ -266,7 +266,7 @@ class Folded(NamedTuple):
 
 def _folded(rows: list[tuple[Any, ...]]) -> Folded:
     counts, first_keys, last_keys, sums = zip(*rows, strict=True)
-    all_sums = np.frombuffer(b"".join(sums), "<i8").reshape(-1, wire.N_STAGES)
+    all_sums = np.frombuffer(b"".join(sums), "<i8").reshape(-1, N_STAGES)
     return Folded(np.array(counts), np.array(first_keys), np.array(last_keys), all_sums)
 
 

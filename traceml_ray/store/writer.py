@@ -22,6 +22,7 @@ from traceml_ray import wire
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import DEFAULTS
 from traceml_ray.files import write_files
+from traceml_ray.stages import ROW_BYTES
 from traceml_ray.store.fence import Fence, identity
 from traceml_ray.store.nodes import COLUMNS as NODE_COLUMNS
 from traceml_ray.store.nodes import Node
@@ -302,4 +303,4 @@ class _Pending:
 
 
 def _row_bytes(n: int) -> int:
-    return (9 + wire.ROW_BYTES) * n
+    return (9 + ROW_BYTES) * n

@@ -1,0 +1,27 @@
+"""A row: its stages, why it is less than whole, and its key."""
+
+STAGES = ("post_sync", "data", "prepare", "forward", "backward", "sync_wait")
+"""The six stages of a row, in the order in which they happen."""
+N_STAGES = len(STAGES)
+POST_SYNC, DATA, PREPARE, FORWARD, BACKWARD, SYNC_WAIT = range(N_STAGES)
+
+ROW_BYTES = 8 * N_STAGES
+
+# Why a row is less than whole. A missing mark merges two neighbouring stages.
+FLAG_NO_DATA = 1  # no data wait seen: `post_sync` runs to the start of forward
+FLAG_NO_FORWARD = 2  # no forward mark: forward starts where the data wait ended
+FLAG_NO_SPLIT = 4  # `backward` and `sync_wait` are one: the whole of it stands in `backward`
+FLAG_NO_PEERS = 8  # nobody waits for this rank here: no gradient exchange in this backward
+FLAG_DEVICE_CLOCK = 16  # taken from device events, not from the CPU clock
+FLAG_FIRST = 32  # first row of its stream: it has no sync exit before it
+FLAG_NO_BACKWARD = 64  # a step that ran no backward (cut by `trace_step`)
+FLAG_COUPLED = 128  # ranks wait inside forward and backward, which is not seen: stages not told apart
+
+INFERRED = " (inferred)"
+"""
+In a strategy, after the function (`all_reduce`, …): nothing says where gradients are exchanged, and rows are
+cut where ranks have waited for each other in it last before the optimizer.
+"""
+
+SEGMENT_BITS = 8
+"""A row's key is `step << SEGMENT_BITS | segment`; segment counts the syncs inside one step."""
