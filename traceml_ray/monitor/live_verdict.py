@@ -193,15 +193,7 @@ class LiveJudge:
             return
         state.judged = seen
         if which != state.which:
-            before = self._baselines.of(run)
-            if before is not None and state.which is not None:
-                again = ", before its ranks began anew" if state.which[0] == which[0] else ""
-                before = before.elsewhere(f"attempt {state.which[0]}{again}")
-            state.judge = RunJudge(limits, baseline=before)
-            if state.which is None:  # of an aggregator that ran before, maybe
-                resumed = self._histories.resume(run, which, RunJudge(limits, baseline=before))
-                state.judge = resumed or state.judge
-            state.which = which
+            self._begin_generation(run, state, which)
         steps = max(limits.window_steps + limits.stride_steps, min(self.tail, MAX_ROWS // len(live)))
         window = self._steps.history(run).window(
             live, world + sum(rank >= world for rank in live), missing, steps
@@ -213,6 +205,18 @@ class LiveJudge:
         state.history = {"episodes": episodes.episodes[:MAX_EPISODES], "brief": episodes.brief}
         verdict = state.evidence.add(verdict, ranks, labels)
         self._keep(run, verdict, store=verdict.window_steps >= limits.first_window_steps)
+
+    def _begin_generation(self, run: str, state: _LiveRun, which: tuple[int, int]) -> None:
+        """Judge from here on the processes of another attempt, or restart, with the run's baseline."""
+        before = self._baselines.of(run)
+        if before is not None and state.which is not None:
+            again = ", before its ranks began anew" if state.which[0] == which[0] else ""
+            before = before.elsewhere(f"attempt {state.which[0]}{again}")
+        state.judge = RunJudge(self._limits, baseline=before)
+        if state.which is None:  # of an aggregator that ran before, maybe
+            resumed = self._histories.resume(run, which, RunJudge(self._limits, baseline=before))
+            state.judge = resumed or state.judge
+        state.which = which
 
     def _rates(
         self, streams: dict[int, Stream], ranks: Sequence[int], first: int, last: int

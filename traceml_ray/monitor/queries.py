@@ -187,7 +187,7 @@ def answer_from(reader: SessionFile, asked: dict[str, Any], thresholds: Threshol
     if what == "events":
         result, cursor = reader.events(since, brief=bool(asked.get("brief")), most=asked.get("most"))
         return {"result": result, "cursor": cursor}
-    if what in ("process", "node_samples", "verdicts"):
+    if what in ("node_samples", "verdicts"):
         result, cursor = getattr(reader, what)(since)
         return {"result": result, "cursor": cursor}
     if what in ("meta", "ranks", "streams", "details", "ledger"):
