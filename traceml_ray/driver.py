@@ -200,27 +200,34 @@ class Session:
         return status
 
     def wait_ready(self, timeout: float = 30.0) -> Session:
-        """Wait until every living node has a relay that answers; StartError after `timeout` seconds."""
-        import ray
-
+        """Wait until each living node is in `nodes` and its relay answers; StartError after `timeout` s."""
         deadline = time.monotonic() + timeout
         waiting = {node["NodeID"]: node["NodeManagerHostname"] for node in cluster_nodes() if node["Alive"]}
+        without_relay = set(waiting)
         while waiting and time.monotonic() < deadline:
-            relays = {node_id: find_relay(self.id, node_id) for node_id in waiting}
-            asked = {relay.ready.remote(): node_id for node_id, relay in relays.items() if relay is not None}
-            left = max(0.0, deadline - time.monotonic())
-            answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=left) if asked else ([], [])
-            for ref in answered:
-                try:
-                    ray.get(ref)
-                    del waiting[asked[ref]]
-                except ray.exceptions.RayError:
-                    continue
+            without_relay -= self._with_relay(without_relay, deadline)
+            listed = {node["node_id"] for node in self.nodes() if node["alive"]}
+            waiting = {at: name for at, name in waiting.items() if at in without_relay or at not in listed}
             time.sleep(0.05 if waiting else 0)
         if waiting:
             names = ", ".join(sorted(waiting.values())[:5])
             raise StartError(f"no relay of session {self.id!r} within {timeout:g} s on {names}")
         return self
+
+    def _with_relay(self, nodes: set[str], deadline: float) -> set[str]:
+        """Return those of `nodes` whose relay answers."""
+        import ray
+
+        relays = {node_id: find_relay(self.id, node_id) for node_id in nodes}
+        asked = {relay.ready.remote(): node_id for node_id, relay in relays.items() if relay is not None}
+        left = max(0.0, deadline - time.monotonic())
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=left) if asked else ([], [])
+        found = set()
+        for ref in answered:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.get(ref)
+                found.add(asked[ref])
+        return found
 
     def download(self, path: str | os.PathLike[str]) -> Path:
         """

@@ -15,12 +15,21 @@ import sys
 sys.meta_path[:] = [f for f in sys.meta_path if "traceml" not in getattr(f, "__module__", "")]
 sys.path[:] = [p for p in sys.path if not p.endswith(%r)]
 """
+NODES_SEEN_LATE = """
+import threading, time
+run = threading.Thread.run
+def late(self):
+    if self.name == "traceml-membership":
+        time.sleep(3)
+    run(self)
+threading.Thread.run = late
+"""
 
 
 @pytest.mark.timeout(180)
 def test_a_cluster_without_the_package_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = str(Path(traceml_ray.__file__).parents[1])
-    (tmp_path / "sitecustomize.py").write_text(WITHOUT_US % root)
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_US % root + NODES_SEEN_LATE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)  # the driver's folder is on its workers' path
     with fake_cluster(nodes=1, cpus=2):
