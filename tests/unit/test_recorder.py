@@ -6,7 +6,7 @@ import struct
 import threading
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from traceml_ray.agent.marks import (
@@ -759,6 +759,7 @@ def play(loop: Loop, marks: list[tuple[str, int]], *, begun: bool = False) -> in
     return began
 
 
+@example([("backward", 0), ("val", 1), ("reduce", 0), ("data", 0), ("closure", 0)], False)
 @given(MARKS, st.booleans())
 def test_whatever_the_order_every_nanosecond_is_in_one_stage(
     marks: list[tuple[str, int]], peers: bool

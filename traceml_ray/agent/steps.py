@@ -110,6 +110,11 @@ class Steps:
         self._data.waited &= self._data.training
         return folded
 
+    def _take(self) -> list[int]:
+        """Take the times of the row that ends, and what was waited in it for loaders of something else."""
+        self._data.foreign_ns = 0
+        return self.partition.take()
+
     def _data_end(self) -> None:
         data = self._data
         if data.end():
@@ -212,7 +217,7 @@ class Steps:
             flags |= FLAG_NO_SPLIT
         if self._exchange.coupled:
             flags |= FLAG_COUPLED
-        self.rows.leave(self.partition.take(), flags, synced)
+        self.rows.leave(self._take(), flags, synced)
         if self._reduced_inside:
             self._infer()
         if self._step_in_backward:
@@ -249,7 +254,7 @@ class Steps:
     def _extend(self) -> None:
         """The pending row goes on until now; what is no wait is work on gradients, so it is `backward`."""
         self._to(self.partition.stage)
-        times = self.partition.take()
+        times = self._take()
         times[BACKWARD] += times[POST_SYNC]
         times[POST_SYNC] = 0
         self.rows.extend(times)
@@ -309,7 +314,7 @@ class Steps:
         if self.rows.pending is None:
             self._to(POST_SYNC)
             self._own.hand_out()
-            self.rows.leave(self.partition.take(), FLAG_NO_BACKWARD | FLAG_NO_PEERS, False)
+            self.rows.leave(self._take(), FLAG_NO_BACKWARD | FLAG_NO_PEERS, False)
         self._close_step()
 
     def _close_step(self) -> None:
