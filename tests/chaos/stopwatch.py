@@ -9,15 +9,21 @@ thread of ours (which may hold what it waits for) was only waiting for a process
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import resource
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Now = tuple[int, int, int, int]
+PARTS = ("wall", "cpu", "switches", "cpu of the process", "gc", "ready", "ours ready", "cpu of ours")
+"""What a time is made of, in ns. A thread that is ready waits for a processor."""
+Now = tuple[int, ...]
+TOLD_NS = 1_000_000
 
 
 class Stopwatch:
@@ -26,8 +32,17 @@ class Stopwatch:
     def __init__(self) -> None:
         self.longest_ns = 0
         self.where = ""
+        self.parts = ""
         self.count = 0
         self._local = threading.local()
+        self._gc_ns = self._gc_began_ns = 0
+        gc.callbacks.append(self._collected)
+
+    def _collected(self, phase: str, _info: dict[str, int]) -> None:
+        now_ns = time.perf_counter_ns()
+        if phase == "stop":
+            self._gc_ns += now_ns - self._gc_began_ns
+        self._gc_began_ns = now_ns
 
     def outer(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return `hook`, timed."""
@@ -37,12 +52,12 @@ class Stopwatch:
             running = self._running()
             if not running:
                 _look_up(self._local)
-            running.append([0, self._now()])
+            running.append([(0,) * len(PARTS), self._now()])
             try:
                 return hook(*args, **kwargs)
             finally:
-                spent, began = running.pop()
-                self._note(name, spent + _spent(began, self._now()))
+                ended = self._now(end=True)
+                self._note(name, _more(*running.pop(), ended))
 
         return call
 
@@ -55,7 +70,7 @@ class Stopwatch:
             if not running:
                 return original(*args, **kwargs)
             mine = running[-1]
-            mine[0] += _spent(mine[1], self._now())
+            mine[0] = _more(*mine, self._now(end=True))
             try:
                 return original(*args, **kwargs)
             finally:
@@ -67,20 +82,39 @@ class Stopwatch:
         found: list[list[Any]] = self._local.__dict__.setdefault("running", [])
         return found
 
-    def _note(self, name: str, ns: int) -> None:
+    def _note(self, name: str, spent: Now) -> None:
         self.count += 1
+        ns = _held_up(spent)
         if ns > self.longest_ns:
             self.longest_ns, self.where = ns, name
+            self.parts = ", ".join(f"{part} {n:,}" for part, n in zip(PARTS, spent, strict=True))
+            if ns > TOLD_NS:  # where ours are now, they most likely were
+                self.parts += "".join(map(_place, _ours()))
 
-    def _now(self) -> Now:
-        switches = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
-        waited = sum(map(_queued, self._local.files))
-        return time.perf_counter_ns(), time.thread_time_ns(), waited, switches
+    def _now(self, *, end: bool = False) -> Now:
+        """Read all; the clocks last at the beginning, first at the end: reading has no part in it."""
+        clocks = self._clocks() if end else ()
+        (_, ready), *ours = map(_account, self._local.files)
+        accounts = ready, sum(ready for _, ready in ours), sum(ran for ran, _ in ours)
+        return (*(clocks or self._clocks()), *accounts)
+
+    def _clocks(self) -> Now:
+        return (
+            time.perf_counter_ns(),
+            time.thread_time_ns(),
+            resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw,
+            time.process_time_ns(),
+            self._gc_ns,
+        )
 
 
-def _spent(began: Now, ended: Now) -> int:
-    wall, cpu, waited, switches = (b - a for a, b in zip(began, ended, strict=True))
-    return cpu if not switches else cpu + max(0, wall - cpu - max(0, waited))
+def _more(before: Now, began: Now, ended: Now) -> Now:
+    return tuple(so_far + b - a for so_far, a, b in zip(before, began, ended, strict=True))
+
+
+def _held_up(spent: Now) -> int:
+    wall, cpu, switches, *_, ready, ours_ready, _ = spent
+    return cpu if not switches else cpu + max(0, wall - cpu - max(0, ready + ours_ready))
 
 
 def _look_up(local: threading.local) -> None:
@@ -89,9 +123,20 @@ def _look_up(local: threading.local) -> None:
         return
     for fd in local.__dict__.get("files", ()):
         os.close(fd)
-    ids = [thread.native_id for thread in threading.enumerate() if thread.name.startswith("traceml")]
-    local.files = [_open(number) for number in (threading.get_native_id(), *ids) if number]
+    ids = (threading.get_native_id(), *(thread.native_id for thread in _ours()))
+    local.files = [_open(number) for number in ids if number]
     local.again = time.monotonic() + 0.5
+
+
+def _ours() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("traceml")]
+
+
+def _place(thread: threading.Thread) -> str:
+    """Return where a thread is: its calls from the outermost on."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    calls = [f"{Path(each.filename).name}:{each.lineno}" for each in traceback.extract_stack(frame)]
+    return f"; {thread.name}: {' '.join(calls)}"
 
 
 def _open(thread: int) -> int:
@@ -101,12 +146,13 @@ def _open(thread: int) -> int:
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
 
-def _queued(fd: int) -> int:
-    """Return ns for which a thread was ready to run and did not."""
+def _account(fd: int) -> tuple[int, int]:
+    """Return ns for which a thread has run, and for which it was ready to run and did not."""
     try:
-        return int(os.pread(fd, 64, 0).split()[1])
-    except (OSError, IndexError):  # it is gone
-        return 0
+        ran, ready, *_ = map(int, os.pread(fd, 64, 0).split())
+    except (OSError, ValueError):  # it is gone
+        return 0, 0
+    return ran, ready
 
 
 def stalls_s() -> float:

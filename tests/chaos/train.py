@@ -72,7 +72,7 @@ def train(args: argparse.Namespace) -> None:
         "weights": hashlib.sha256(weights).hexdigest(),
         "children": codes,
         "hook_ms": stopwatch.longest_ns / 1e6 if stopwatch else 0.0,
-        "where": stopwatch.where if stopwatch else "",
+        "where": f"{stopwatch.where} ({stopwatch.parts})" if stopwatch else "",
         "hooks": stopwatch.count if stopwatch else 0,
         "rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "stalls_s": stalls_s(),

@@ -1,4 +1,9 @@
-"""The aggregator as a Ray actor: `AggregatorCore` with a beat of its own, and with an eye on the cluster."""
+"""
+The aggregator as a Ray actor: `AggregatorCore` with a beat of its own, and with an eye on the cluster.
+
+Ray imports this module wherever the actor is called from, so into a rank that finds no relay: what only the
+actor needs is imported in it.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,13 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import ray
 
 from traceml_ray import __version__, wire
-from traceml_ray.files import remove
-from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.finish import GOODBYE_S, HAND_OVER_S, LINGER_S, RELAYS_S
-from traceml_ray.monitor.private_folders import is_private
 from traceml_ray.ray.actor_factory import make
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.ray.discovery import (
@@ -28,8 +30,9 @@ from traceml_ray.ray.discovery import (
     relay_folder,
 )
 from traceml_ray.ray.membership import Membership
-from traceml_ray.session import Live, SessionFolder, inherit, prepare, write_live
-from traceml_ray.store.schema import SessionFileError
+
+if TYPE_CHECKING:
+    from traceml_ray.session import SessionFolder
 
 COMMIT_S = 1.0
 JUDGE_S = 0.25
@@ -46,6 +49,9 @@ class Aggregator:
     """
 
     def __init__(self, config: bytes) -> None:
+        from traceml_ray.monitor.aggregator import AggregatorCore
+        from traceml_ray.session import Live, prepare, write_live
+
         made = msgspec.json.decode(config, type=ActorConfig)
         context = ray.get_runtime_context()
         self._config = made
@@ -110,6 +116,8 @@ class Aggregator:
             threading.Thread(target=self._inherit, name="traceml-lock", daemon=True).start()
 
     def _inherit(self) -> None:
+        from traceml_ray.session import inherit
+
         try:
             self._held = self._held or inherit(self._aggregation.folder.path)
         except Exception as error:
@@ -125,6 +133,8 @@ class Aggregator:
         End this process only: another has the session. Where that has ended it, the actor goes for good; else
         the other one is this actor, which Ray has restarted.
         """
+        from traceml_ray.store.schema import SessionFileError
+
         with contextlib.suppress(SessionFileError), self._aggregation.stored() as file:
             if file.meta().get("status", "running") == "running":
                 os._exit(1)
@@ -189,6 +199,9 @@ class Aggregator:
             return self._stopped
 
     def _end_session(self) -> wire.Finished:
+        from traceml_ray.files import remove
+        from traceml_ray.monitor.private_folders import is_private
+
         self._membership.end()
         relays = self._ask_relays("end")
         finished = wire.Finished(wire.VERSION, "written")

@@ -1,4 +1,9 @@
-"""The relay as a Ray actor, and its way to the aggregator."""
+"""
+The relay as a Ray actor, and its way to the aggregator.
+
+Ray imports this module wherever the actor is called from, so into every rank that calls it: what only the
+actor needs is imported in it.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +14,7 @@ import msgspec
 import ray
 
 from traceml_ray import wire
-from traceml_ray.monitor import private_folders as folders
 from traceml_ray.monitor.finish import HAND_OVER_S
-from traceml_ray.monitor.node_sampler import NodeSampler, SamplerThread
-from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.ray.actor_calls import ActorCalls
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.ray.discovery import end_myself, find_aggregator, is_restarted, relay_folder
@@ -24,6 +26,10 @@ class NodeRelay:
     """One per node and session, pinned to its node."""
 
     def __init__(self, config: bytes) -> None:
+        from traceml_ray.monitor import private_folders as folders
+        from traceml_ray.monitor.node_sampler import NodeSampler, SamplerThread
+        from traceml_ray.monitor.relay import RelayCore
+
         made = msgspec.json.decode(config, type=ActorConfig)
         node_id = ray.get_runtime_context().get_node_id()
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
