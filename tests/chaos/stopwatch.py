@@ -4,10 +4,14 @@ How long our hooks hold up the training thread: its time in them, without the or
 What a busy machine does is taken out, so that it cannot fail a test: a hook that never left the processor has
 taken its CPU time; one that did has also been blocked (a lock, I/O, the GIL) for as long as neither it nor a
 thread of ours (which may hold what it waits for) was only waiting for a processor.
+
+A garbage collection is taken out, too: it falls on whoever happens to be there. And while a rank of torchrun
+attaches to Ray, once, only CPU time counts: Ray's import and start hold up hooks and everything else alike.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -52,12 +56,13 @@ class Stopwatch:
             running = self._running()
             if not running:
                 _look_up(self._local)
+            attaching = _attaching()
             running.append([(0,) * len(PARTS), self._now()])
             try:
                 return hook(*args, **kwargs)
             finally:
                 ended = self._now(end=True)
-                self._note(name, _more(*running.pop(), ended))
+                self._note(name, _more(*running.pop(), ended), attaching or _attaching())
 
         return call
 
@@ -82,9 +87,9 @@ class Stopwatch:
         found: list[list[Any]] = self._local.__dict__.setdefault("running", [])
         return found
 
-    def _note(self, name: str, spent: Now) -> None:
+    def _note(self, name: str, spent: Now, attaching: bool) -> None:
         self.count += 1
-        ns = _held_up(spent)
+        ns = _held_up(spent, attaching)
         if ns > self.longest_ns:
             self.longest_ns, self.where = ns, name
             self.parts = ", ".join(f"{part} {n:,}" for part, n in zip(PARTS, spent, strict=True))
@@ -94,7 +99,7 @@ class Stopwatch:
     def _now(self, *, end: bool = False) -> Now:
         """Read all; the clocks last at the beginning, first at the end: reading has no part in it."""
         clocks = self._clocks() if end else ()
-        (_, ready), *ours = map(_account, self._local.files)
+        (_, ready), *ours = (account.read() for account in self._local.accounts)
         accounts = ready, sum(ready for _, ready in ours), sum(ran for ran, _ in ours)
         return (*(clocks or self._clocks()), *accounts)
 
@@ -112,24 +117,29 @@ def _more(before: Now, began: Now, ended: Now) -> Now:
     return tuple(so_far + b - a for so_far, a, b in zip(before, began, ended, strict=True))
 
 
-def _held_up(spent: Now) -> int:
-    wall, cpu, switches, *_, ready, ours_ready, _ = spent
-    return cpu if not switches else cpu + max(0, wall - cpu - max(0, ready + ours_ready))
+def _held_up(spent: Now, attaching: bool) -> int:
+    wall, cpu, switches, _, gc_ns, ready, ours_ready, _ = spent
+    blocked = wall - cpu - ready - ours_ready if switches and not attaching else 0
+    return max(0, cpu + max(0, blocked) - gc_ns)
 
 
 def _look_up(local: threading.local) -> None:
     """Open the accounts of this thread and of those of ours, twice a second."""
     if time.monotonic() < local.__dict__.get("again", 0.0):
         return
-    for fd in local.__dict__.get("files", ()):
-        os.close(fd)
+    for account in local.__dict__.get("accounts", ()):
+        os.close(account.fd)
     ids = (threading.get_native_id(), *(thread.native_id for thread in _ours()))
-    local.files = [_open(number) for number in ids if number]
+    local.accounts = [_Account(number) for number in ids if number]
     local.again = time.monotonic() + 0.5
 
 
 def _ours() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("traceml")]
+
+
+def _attaching() -> bool:
+    return any(thread.name == "traceml-attach" for thread in threading.enumerate())
 
 
 def _place(thread: threading.Thread) -> str:
@@ -139,20 +149,22 @@ def _place(thread: threading.Thread) -> str:
     return f"; {thread.name}: {' '.join(calls)}"
 
 
-def _open(thread: int) -> int:
-    try:
-        return os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+class _Account:
+    """For how many ns a thread has run, and was ready to run and did not: as last read, when it is gone."""
 
+    def __init__(self, thread: int) -> None:
+        self._ns = (0, 0)
+        try:
+            self.fd = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self.fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
-def _account(fd: int) -> tuple[int, int]:
-    """Return ns for which a thread has run, and for which it was ready to run and did not."""
-    try:
-        ran, ready, *_ = map(int, os.pread(fd, 64, 0).split())
-    except (OSError, ValueError):  # it is gone
-        return 0, 0
-    return ran, ready
+    def read(self) -> tuple[int, int]:
+        """Return both."""
+        with contextlib.suppress(OSError, ValueError):
+            ran, ready, *_ = map(int, os.pread(self.fd, 64, 0).split())
+            self._ns = ran, ready
+        return self._ns
 
 
 def stalls_s() -> float:

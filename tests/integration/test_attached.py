@@ -39,7 +39,7 @@ def attached():
     from traceml_ray.agent import bootstrap
     return bootstrap.current().channel.generation > 0
 
-before = sys.excepthook, handled()
+before = sys.excepthook, handled(), sys.getswitchinterval()
 torch.manual_seed(0)
 net = torch.nn.Linear(64, 64)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -58,7 +58,7 @@ while time.monotonic() < end and (went is None or steps < went + 60):
         sys.stdin.readline()
 print(json.dumps({
     "steps": steps,
-    "untouched": (sys.excepthook, handled()) == before,
+    "untouched": (sys.excepthook, handled(), sys.getswitchinterval()) == before,
     "environ": sorted(name for name in os.environ if name.startswith("RAY")),
 }), flush=True)
 if sys.argv[1] == "raise":
