@@ -26,6 +26,8 @@ MAX_BATCH_BYTES = 64 * 1024
 MAX_ROWS = 1024
 MAX_ITEMS = 1024
 """Entries in any list or map of a message."""
+TICK_S = 0.25
+"""How often a relay sends, where the aggregator does not say otherwise."""
 
 # What is decoded fits the int64 columns it ends in, and an index points at something.
 Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -284,6 +286,8 @@ class RelayReply(_Message, tag="relay_reply", frozen=True):
     commands: Annotated[list[Command], _FEW] = []
     verdicts: Annotated[dict[str, dict[str, Value]], _FEW] = {}
     """By run; see `RankReply.verdict`."""
+    tick_s: Annotated[float, msgspec.Meta(ge=TICK_S, le=60)] = TICK_S
+    """How often to send, in seconds, where not all ranks of the node have reported before."""
 
 
 class RankFailure(_Message, frozen=True):

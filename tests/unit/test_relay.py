@@ -30,11 +30,12 @@ from sessions import Relay as SentRelay
 from traceml_ray import wire
 from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor import rank_connections as peers
-from traceml_ray.monitor import relay as core
+from traceml_ray.monitor import rank_intake
 from traceml_ray.monitor.aggregator import AggregatorCore
+from traceml_ray.monitor.aggregator_link import RESEND_S
 from traceml_ray.monitor.finish import ASK_S, LATE_S, LAUNCHER_S, OTHERS_S, SIGN_S, WORD_S
 from traceml_ray.monitor.outbox import Outbox
-from traceml_ray.monitor.relay import RESEND_S, TICK_S, RelayCore
+from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool, write_spool
 from traceml_ray.stages import DATA, ROW_BYTES, SEGMENT_BITS, SYNC_WAIT
@@ -221,8 +222,8 @@ class Bench:
     def tick(self, times: int = 1) -> None:
         """Let so many ticks pass, with a commit after each."""
         for _ in range(times):
-            self.now += TICK_S
-            self.aggregator.clock.tick(TICK_S)
+            self.now += wire.TICK_S
+            self.aggregator.clock.tick(wire.TICK_S)
             self.relay.turn()
             self.aggregator.commit()
 
@@ -384,20 +385,20 @@ def test_what_a_killed_aggregator_had_not_committed_comes_again(bench: Bench) ->
         bench.relay.take(rank_batch("a", seq))
         bench.tick()
     bench.relay.take(rank_batch("a", 2))
-    bench.now += TICK_S
+    bench.now += wire.TICK_S
     bench.relay.turn()  # sent
     bench.relay.turn()  # taken, not committed
     bench.aggregator.kill()
     bench.relay.take(rank_batch("a", 3))
     bench.tick(2)
     bench.aggregator.up = True
-    bench.tick(int(RESEND_S / TICK_S) + 4)
+    bench.tick(int(RESEND_S / wire.TICK_S) + 4)
     assert bench.aggregator.seqs("a") == [0, 1, 2, 3]
 
 
 def test_a_call_that_failed_is_made_again_as_soon_as_there_is_an_aggregator(bench: Bench) -> None:
     bench.relay.take(rank_batch("a", 0))
-    bench.now += TICK_S
+    bench.now += wire.TICK_S
     bench.relay.turn()  # sent, not answered
     bench.aggregator.kill()
     bench.tick()
@@ -411,7 +412,7 @@ def test_a_disk_that_stores_nothing_does_not_make_the_relay_grow(bench: Bench) -
     small = Bench(bench.path.parent, limit=50_000)
     for seq in range(60):
         small.relay.take(rank_batch("a", seq, pad=6000))
-        small.now += TICK_S
+        small.now += wire.TICK_S
         small.relay.turn()
     packed, waiting = small.relay._outbox.salvage()
     assert sum(map(len, packed)) + sum(map(len, waiting)) <= 50_000
@@ -445,7 +446,7 @@ def test_what_an_overflow_drops_besides_rows_is_counted(bench: Bench) -> None:
 
 def test_a_process_that_is_gone_is_reported_gone_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     gone: list[peers.RankConnection] = []
-    monkeypatch.setattr(bench.relay._peers, "_on_gone", gone.append)
+    monkeypatch.setattr(bench.relay._connections, "on_gone", gone.append)
     monkeypatch.setattr(os, "pidfd_open", lambda _: (_ for _ in ()).throw(ProcessLookupError()))
     with bench.connect() as sock:
         sock.send(rank_batch("a", 0))
@@ -518,9 +519,9 @@ def test_who_sends_without_end_holds_up_nobody_and_its_last_packets_are_read_at_
         for seq in range(6):
             sock.send(rank_batch("a", seq))
         bench.relay.turn(5)
-        assert bench.relay._streams["a"].seq == 3
+        assert bench.relay._intake._streams["a"].seq == 3
         bench.relay.turn(5)
-        assert bench.relay._streams["a"].seq == 5
+        assert bench.relay._intake._streams["a"].seq == 5
     run_rank(bench, [rank_batch("b", seq) for seq in range(10)], "die")
     bench.until(lambda: bench.aggregator.lost() == ["b"])
     assert bench.aggregator.seqs("b") == list(range(10))
@@ -533,7 +534,7 @@ V1_ROWS = {"rank": 0, "sampler": "StepTimeSampler", "tables": {"StepTimeTable": 
 def test_one_stream_too_many_is_refused_by_every_way_until_one_has_ended(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core, "MAX_STREAMS", 2)
+    monkeypatch.setattr(rank_intake, "MAX_STREAMS", 2)
     for stream in "ab":
         bench.relay.take(rank_batch(stream, 0))
     with pytest.raises(wire.WireError, match="too_many_streams"):
@@ -734,7 +735,7 @@ def test_finish_reads_the_spool_flushes_writes_and_ends_the_actors(bench: Bench)
 def test_finish_does_not_wait_for_the_aggregators_own_commit(bench: Bench) -> None:
     bench.relay.take(rank_batch("a", 0))
     for _ in range(3):
-        bench.now += TICK_S
+        bench.now += wire.TICK_S
         bench.relay.turn()
     assert bench.aggregator.seqs("a") == []
     sock, _ = ask_to_finish(bench)
@@ -749,7 +750,7 @@ def test_finish_does_not_wait_for_the_aggregators_own_commit(bench: Bench) -> No
 def test_finish_with_an_aggregator_killed_on_the_way_still_stores_everything_once(bench: Bench) -> None:
     for seq in range(3):
         bench.relay.take(rank_batch("a", seq))
-        bench.now += TICK_S
+        bench.now += wire.TICK_S
         bench.relay.turn()
     sock, _ = ask_to_finish(bench)
     bench.relay.turn(5)
@@ -775,7 +776,7 @@ def test_finish_without_an_aggregator_says_so_and_leaves_what_it_holds_in_the_sp
     bench.aggregator.hangs = True
     for seq in range(4):
         bench.relay.take(rank_batch("a", seq))
-        bench.tick(int(WORD_S / 4 / TICK_S))
+        bench.tick(int(WORD_S / 4 / wire.TICK_S))
     write_spool(bench.spool / "a.0.spool", [rank_batch("a", 4, final=True)])
     sock, _ = ask_to_finish(bench)
     bench.relay.turn(5)
@@ -783,7 +784,7 @@ def test_finish_without_an_aggregator_says_so_and_leaves_what_it_holds_in_the_sp
     for sign in range(int(patience / SIGN_S)):  # whoever waits for the end is told that there is somebody
         assert wire.decode(sock.recv(1 << 16), wire.Finished).state == "waiting", sign
         assert not bench.relay.stopped
-        bench.tick(int(SIGN_S / TICK_S))
+        bench.tick(int(SIGN_S / wire.TICK_S))
     bench.tick(2)
     answer = finished(sock)
     assert not answer.ok
@@ -801,10 +802,10 @@ def test_a_report_that_takes_long_is_waited_for_and_one_that_hangs_on_the_disk_i
     monkeypatch.setattr(bench.aggregator.core, "write_ends", lambda: None)  # another thread is at it
     end = bench.aggregator.core._endings._session
     end.reporting = True
-    bench.tick(int(3 * WORD_S / TICK_S))
+    bench.tick(int(3 * WORD_S / wire.TICK_S))
     assert not bench.relay.stopped
     end.reporting = False
-    bench.tick(int(WORD_S / TICK_S) + 2)
+    bench.tick(int(WORD_S / wire.TICK_S) + 2)
     assert bench.relay.stopped
     told = signs(sock)
     assert [answer.state for answer in told if answer.state != "waiting"][-2:] == ["writing", "failed"]
@@ -907,7 +908,7 @@ def test_a_node_without_an_aggregator_leaves_in_time_and_keeps_what_it_has(bench
     sock, _ = ask_to_finish(bench, stop=False, nodes=2)
     bench.relay.turn(5)
     bench.relay.turn(5)
-    bench.tick(int(WORD_S / TICK_S) + 2)
+    bench.tick(int(WORD_S / wire.TICK_S) + 2)
     assert not finished(sock).ok
     assert len(read_spool(bench.spool / "a.0.spool")) == 1
     assert bench.relay.stopped
@@ -1030,7 +1031,7 @@ def test_every_row_is_stored_once_or_counted_as_dropped(actions: list[tuple[str,
                 bench.relay.take(rank_batch(stream, sent[stream], pad=6000))
                 sent[stream] += 1
             elif action == "turn":
-                bench.now += TICK_S
+                bench.now += wire.TICK_S
                 bench.relay.turn()
             elif action == "commit":
                 bench.aggregator.commit()
@@ -1041,7 +1042,7 @@ def test_every_row_is_stored_once_or_counted_as_dropped(actions: list[tuple[str,
             else:
                 bench.aggregator.hangs = action == "hang"
         bench.aggregator.up, bench.aggregator.hangs = True, False
-        bench.tick(int(2 * RESEND_S / TICK_S) + 20)
+        bench.tick(int(2 * RESEND_S / wire.TICK_S) + 20)
         for stream, count in sent.items():
             seqs = bench.aggregator.seqs(stream)
             assert seqs == sorted(set(seqs))

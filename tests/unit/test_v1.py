@@ -18,7 +18,7 @@ from sessions import Clock, NoSamples, Straight, aggregation, check_ledger
 from snapshot import Snapshot
 
 from traceml_ray import v1, wire
-from traceml_ray.monitor.relay import TICK_S, RelayCore
+from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.settings import Settings
 from traceml_ray.stages import (
     FLAG_COUPLED,
@@ -276,8 +276,8 @@ class Bench:
         self.relay.turn(5)
 
     def tick(self) -> None:
-        self.now += TICK_S
-        self.clock.tick(TICK_S)
+        self.now += wire.TICK_S
+        self.clock.tick(wire.TICK_S)
         self.relay.turn()
         self.aggregator.commit()
 
@@ -338,8 +338,8 @@ def test_a_late_rank_of_version_1_is_not_blamed_and_one_that_goes_is_no_death(
         ]
         bench.send([message(*steps), message(*late, rank=1)])
         bench.tick()
-    (peer,) = bench.relay._peers._connected
-    bench.relay._gone(peer)  # as when its process has ended, which is this one
+    (peer,) = bench.relay._connections._connected
+    bench.relay._intake.gone(peer)  # as when its process has ended, which is this one
     bench.tick()
     bench.tick()
     bench.aggregator.judge()

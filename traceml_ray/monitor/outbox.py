@@ -1,5 +1,5 @@
 """
-What a relay holds until the aggregator says that it is on disk.
+What a relay holds until the aggregator confirms that it is on disk.
 
 Rank batches wait here unnumbered; only when they are packed into a message do they get a sequence
 number, and from then on they are never dropped. So an overflow, which drops the oldest of what
@@ -51,15 +51,15 @@ class Outbox:
         self._packed: deque[_Packet] = deque()
         self._packed_bytes = 0
         self._unsent = 0
-        """_Packets at the end of `_packed` that are still to be sent (again)."""
+        """Packets at the end of `_packed` that are still to be sent (again)."""
         self._last_seq = 0
         self._taken: dict[str, int] = {}
         self.dropped: Counter[str] = Counter()
         """Rows dropped for want of room, by stream."""
         self.lost: Counter[str] = Counter()
         """What else was dropped with them."""
-        self._untold: dict[str, None] = {}
-        """Streams of which rows were dropped that no packet tells of."""
+        self._to_report: dict[str, None] = {}
+        """Streams whose dropped rows no packet counts yet."""
         self.stored: dict[str, int] = {}
         """The newest batch of each stream that is stored, from -1 on; who forgets a stream takes it out."""
 
@@ -71,7 +71,7 @@ class Outbox:
         while self._waiting and self._waiting_bytes + self._packed_bytes > self._limit:
             oldest = self._pop()
             self.dropped[oldest.stream] += oldest.rows
-            self._untold[oldest.stream] = None
+            self._to_report[oldest.stream] = None
             self.lost += _besides_rows(oldest.data)
 
     @property
@@ -80,9 +80,9 @@ class Outbox:
         return bool(self._waiting)
 
     @property
-    def untold(self) -> bool:
-        """Whether rows were dropped that no packet tells of yet."""
-        return bool(self._untold)
+    def drops_to_report(self) -> bool:
+        """Whether rows were dropped that no packet counts yet."""
+        return bool(self._to_report)
 
     @property
     def unconfirmed(self) -> bool:
@@ -113,11 +113,11 @@ class Outbox:
         return taken
 
     def take_dropped(self, most: int) -> dict[str, int]:
-        """Return how many rows were dropped of at most so many streams, of which that is not told yet."""
-        told = [*self._untold][:most]
-        for stream in told:
-            del self._untold[stream]
-        return {stream: self.dropped[stream] for stream in told}
+        """Return how many rows were dropped by stream, of at most so many streams still to be reported."""
+        streams = [*self._to_report][:most]
+        for stream in streams:
+            del self._to_report[stream]
+        return {stream: self.dropped[stream] for stream in streams}
 
     def pack(self, data: bytes) -> None:
         """Keep the message made under `next_seq`, of what was taken, until it is confirmed."""

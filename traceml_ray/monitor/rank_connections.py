@@ -44,6 +44,7 @@ class RankConnection:
             return False
 
 
+@dataclass(eq=False)
 class RankConnections:
     """
     Listens on `path`, whose folder is private to this user; not thread-safe but for `select`.
@@ -58,20 +59,17 @@ class RankConnections:
     Raises OSError when it cannot listen there.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        max_packet: int,
-        on_packet: Callable[[RankConnection, bytes, bool], None],
-        on_gone: Callable[[RankConnection], None],
-    ) -> None:
+    path: Path
+    max_packet: int
+    on_packet: Callable[[RankConnection, bytes, bool], None]
+    on_gone: Callable[[RankConnection], None]
+
+    def __post_init__(self) -> None:
         self.errors = Errors()
-        self._max_packet = max_packet
-        self._on_packet = on_packet
-        self._on_gone = on_gone
         self._connected: set[RankConnection] = set()
+        self._callers: dict[int, RankConnection] = {}
         self._selector = selectors.DefaultSelector()
-        self._server = listen(path)
+        self._server = listen(self.path)
         self._selector.register(self._server, selectors.EVENT_READ, self._accept)
 
     @property
@@ -79,21 +77,30 @@ class RankConnections:
         """Whether a process that sent rank batches still holds its connection."""
         return any(peer.streams for peer in self._connected)
 
+    @property
+    def in_use(self) -> bool:
+        """Whether a process that sent rank batches is known to live; one that cannot be watched counts only
+        while it is connected.
+        """
+        return self.ranks_connected or any(peer.pidfd is not None for peer in self._callers.values())
+
     def select(self, timeout: float) -> list[Callable[[], None]]:
         """Wait at most `timeout` seconds and return what there is to do, to be called one by one."""
         return [key.data for key, _ in self._selector.select(timeout)]
 
-    def watch(self, pid: int) -> RankConnection:
-        """Return a peer for a process that does not connect."""
-        peer = RankConnection(pid)
-        try:
-            self._watch(peer)
-        except OSError as error:
-            self.errors.note("pidfd", error)
+    def caller(self, pid: int) -> RankConnection:
+        """Return the peer, watched from its first call on, of a process that does not connect."""
+        peer = self._callers.get(pid)
+        if peer is None:
+            peer = self._callers[pid] = RankConnection(pid)
+            try:
+                self._watch(peer)
+            except OSError as error:
+                self.errors.note("pidfd", error)
         return peer
 
     def close(self) -> None:
-        """Stop listening and let go of everyone; safe to call twice."""
+        """Stop listening and close every connection; safe to call twice."""
         for key in list((self._selector.get_map() or {}).values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
@@ -135,16 +142,16 @@ class RankConnections:
             if peer.sock is None:
                 return
             try:
-                data, _, flags, _ = peer.sock.recvmsg(self._max_packet)
+                data, _, flags, _ = peer.sock.recvmsg(self.max_packet)
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                # It ended without reading our last reply. Linux tells that first; its packets come after.
+                # It ended without reading our last reply; Linux reports that before its packets.
                 continue
             except OSError:
                 data, flags = b"", 0
             if data:
-                self._on_packet(peer, data, bool(flags & socket.MSG_TRUNC))
+                self.on_packet(peer, data, bool(flags & socket.MSG_TRUNC))
             else:
                 self._hang_up(peer)
 
@@ -156,12 +163,13 @@ class RankConnections:
             self._connected.discard(peer)
         if peer.pidfd is None and not peer.gone:
             peer.gone = True
-            self._on_gone(peer)
+            self._callers.pop(peer.pid, None)
+            self.on_gone(peer)
         elif peer.pidfd is not None and not peer.streams:
             self._unwatch(peer)
 
     def _process_gone(self, peer: RankConnection) -> None:
-        if peer.pidfd is None:  # let go of earlier in the same round
+        if peer.pidfd is None:  # closed earlier in the same round
             return
         self._read(peer)  # what it sent before its end
         self._unwatch(peer)
@@ -197,7 +205,7 @@ def _remove_stale(path: Path) -> None:
             probe.connect(os.fspath(path))
         except FileNotFoundError:
             return
-        except ConnectionRefusedError:  # nobody listens any more
+        except ConnectionRefusedError:  # its listener is gone
             path.unlink()
             return
     raise OSError(f"another relay is listening on {path}")

@@ -33,9 +33,9 @@ def _hang(name, cls, method):
 
 
 def _relay():
-    from traceml_ray.monitor.relay import RelayCore
+    from traceml_ray.monitor.rank_intake import RankIntake
 
-    _hang("relay", RelayCore, "_take")
+    _hang("relay", RankIntake, "take")
 
 
 def _aggregator():
@@ -49,5 +49,5 @@ if "CHAOS_FOLDER" in os.environ:
 
     time.time = lambda: _time() + _moved()
     time.time_ns = lambda: _time_ns() + int(_moved() * 1e9)
-    when_imported("traceml_ray.monitor.relay", _relay)
+    when_imported("traceml_ray.monitor.rank_intake", _relay)
     when_imported("traceml_ray.monitor.aggregator", _aggregator)

@@ -1,0 +1,203 @@
+"""What a relay takes from the rank processes of its node, what it answers them, and how they ended."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from traceml_ray import v1, wire
+from traceml_ray.errors import Errors
+from traceml_ray.monitor import proc_inspect
+from traceml_ray.monitor.outbox import Outbox
+from traceml_ray.monitor.rank_connections import RankConnection
+from traceml_ray.spool import SUFFIX
+
+MAX_STREAMS = 4096
+"""Processes of this node that report at the same time; the messages of one more are refused."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    """State of one rank process."""
+
+    seq: int = -1
+    final: bool = False
+    pid: int | None = None
+    heard: float = 0.0
+    reported: bool = False
+    """A batch came since `begin_round`."""
+    memory_events: Path | None = None
+    oom_kills: int | None = None
+    """In the process's cgroup, when its first batch came."""
+
+
+@dataclass(eq=False)
+class RankIntake:
+    """
+    Used with the relay's lock held; a process is inspected in a thread of its own, which takes that lock.
+
+    Args:
+        node: this machine.
+        outbox: where batches go.
+        errors: counts refused messages.
+        watch: returns the watched process of a pid that calls instead of connecting.
+        spool: folder where agents leave what they could not deliver.
+        silent_s: after so long without a batch, a rank is inspected from outside when its stacks are wanted.
+        lock: the relay's.
+        clock: monotonic seconds.
+    """
+
+    node: wire.NodeIdentity
+    outbox: Outbox
+    errors: Errors
+    watch: Callable[[int], RankConnection]
+    spool: Path | None
+    silent_s: float
+    lock: threading.RLock
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self.heard = self.clock()
+        """When the last batch came."""
+        self.lost: list[str] = []
+        """Streams whose process ended without a final batch, to be sent."""
+        self.events: list[wire.Event] = []
+        """Events of the node and its processes, to be sent."""
+        self.verdicts: dict[str, dict[str, wire.Value]] = {}
+        """Of each run, for the log of its rank 0."""
+        self._commands: list[wire.Command] = []
+        """Sent with every reply to a rank, for as long as the aggregator repeats them."""
+        self._obeyed: set[wire.Value] = set()
+        self._streams: dict[str, _Stream] = {}
+        self._v1 = v1.Senders(f"v1-{self.node.hostname}")
+
+    def receive(
+        self, data: bytes, place: str, peer: RankConnection | None = None, fresh: bool = True
+    ) -> bytes:
+        """
+        Take a RankBatch, or a message of version 1, which may hold several; return RankReply bytes.
+
+        Raises `wire.WireError` where nothing of it is accepted (each refusal is counted at `place`), and
+        LookupError for a stream that is not known here and does not begin `fresh`.
+        """
+        reply, refused = b"", wire.WireError("malformed")
+        who = f"pid {peer.pid}" if peer else ""
+        for batch in self._batches(data, peer):
+            try:
+                if isinstance(batch, wire.WireError):
+                    raise batch
+                if not fresh and batch.stream not in self._streams:
+                    raise LookupError("this relay is another one than before")
+                pid = peer.pid if peer else batch.identity.pid if batch.identity else 0
+                reply = self.take(batch, wire.encode(batch) if v1.is_v1(data) else data, pid)
+            except wire.WireError as error:
+                self.errors.note(place, error, who)
+                refused = error
+                continue
+            if sender := peer or (self.watch(pid) if pid else None):
+                sender.streams.add(batch.stream)
+        if not reply:
+            raise refused
+        return reply
+
+    def take(self, batch: wire.RankBatch, data: bytes, pid: int = 0) -> bytes:
+        """
+        Take a batch, encoded in `data`, of a process (0: not known); return RankReply bytes.
+
+        Raises `wire.WireError` where there are too many streams.
+        """
+        if batch.stream not in self._streams and not self._has_room():
+            raise wire.WireError("too_many_streams")
+        self.heard = self.clock()
+        stream = self._streams.setdefault(batch.stream, _Stream())
+        stream.heard, stream.reported = self.heard, True
+        if stream.pid is None and pid:
+            stream.pid, stream.memory_events = pid, proc_inspect.memory_events(pid)
+            stream.oom_kills = proc_inspect.oom_kills(stream.memory_events)
+        if batch.seq > stream.seq:
+            self.outbox.add(batch.stream, batch.seq, len(batch.flags), data)
+            stream.seq, stream.final = batch.seq, batch.final
+        settled = self.outbox.stored.get(batch.stream, -1)
+        rank = batch.identity
+        verdict = self.verdicts.get(rank.job_id, {}) if rank is not None and rank.global_rank == 0 else {}
+        reply = wire.RankReply(wire.VERSION, batch.stream, stream.seq, self._commands, settled, verdict)
+        return wire.encode(reply)
+
+    def begin_round(self) -> None:
+        """Begin to collect the next packet."""
+        for stream in self._streams.values():
+            stream.reported = False
+
+    def round_is_complete(self) -> bool:
+        """Whether each rank that goes on has sent a batch since `begin_round`; False without any."""
+        silent = self.clock() - self.silent_s
+        return bool(self._streams) and all(
+            stream.reported or stream.final or stream.heard < silent for stream in self._streams.values()
+        )
+
+    def gone(self, peer: RankConnection) -> None:
+        """Forget the streams of a process that has ended; those without a final batch are lost."""
+        self._v1.forget(peer.pid)
+        for name in peer.streams:
+            stream = self._streams.get(name)
+            if stream is None:
+                continue
+            if not stream.final:
+                if self.spool is not None and (self.spool / f"{name}{SUFFIX}").exists():
+                    continue  # its last batches are read at the end of the run
+                self.lost.append(name)
+                self.events.append(_process_ended(name, peer.pid, stream))
+            self._forget(name)
+
+    def obey(self, commands: list[wire.Command]) -> None:
+        """Pass commands on to the ranks; inspect from outside those that have fallen silent."""
+        self._commands = commands
+        silent = self.clock() - self.silent_s
+        for command in commands:
+            number = command.args.get("id")
+            if command.name not in ("where", "dump") or number in self._obeyed:
+                continue
+            self._obeyed.add(number)
+            for name, stream in self._streams.items():
+                if stream.pid is not None and not stream.final and stream.heard < silent:
+                    args = (name, stream.pid, str(number), command.name == "dump")
+                    threading.Thread(target=self._inspect, args=args, name="traceml-spy", daemon=True).start()
+
+    def _inspect(self, stream: str, pid: int, number: str, dump: bool) -> None:
+        """Add an event on the state of a process, with its stacks for a `dump`; may take seconds."""
+        data: dict[str, wire.Value] = {"dump": number, "stream": stream, "state": proc_inspect.state(pid)}
+        text, kind = (proc_inspect.spy(pid), "stacks") if dump else ("", "standing")
+        with self.lock:
+            self.events.append(wire.Event(kind, time.time_ns(), message=text, data=data))
+
+    def _batches(self, data: bytes, peer: RankConnection | None) -> Iterable[wire.RankBatch | wire.WireError]:
+        if v1.is_v1(data):
+            return self._v1.read(data, peer.pid if peer else 0, time.time_ns())
+        try:
+            return [wire.decode(data, wire.RankBatch, max_bytes=wire.MAX_BATCH_BYTES)]
+        except wire.WireError as error:
+            return [error]
+
+    def _has_room(self) -> bool:
+        """Whether one more stream may begin; those that sent their final batch make room."""
+        if len(self._streams) >= MAX_STREAMS:
+            for name in [name for name, stream in self._streams.items() if stream.final]:
+                self._forget(name)
+        return len(self._streams) < MAX_STREAMS
+
+    def _forget(self, name: str) -> None:
+        del self._streams[name]
+        self.outbox.stored.pop(name, None)
+
+
+def _process_ended(name: str, pid: int, stream: _Stream) -> wire.Event:
+    """Return event `process_ended`: `exit_code` where the process is still a zombie, and kernel's kills."""
+    code, before = proc_inspect.exit_code(pid), stream.oom_kills
+    kills = proc_inspect.oom_kills(stream.memory_events)
+    data: dict[str, wire.Value] = {"stream": name, "exit_code": code}
+    if kills is not None and before is not None and kills > before:
+        data["oom_kills"] = kills - before
+    return wire.Event("process_ended", time.time_ns(), data=data)
