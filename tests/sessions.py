@@ -130,7 +130,7 @@ class Straight:
         calls, self._calls = self._calls, []
         answers: list[bytes | Exception] = [call() for call in calls]
         if calls:
-            self._actor._aggregation.write_ends()
+            self._actor._core.endings.write_due()
         return answers
 
     def _call(self, call: Callable[[], bytes]) -> bool:
@@ -144,7 +144,7 @@ def actor_of(aggregator: AggregatorCore, **settings: Any) -> Any:
     """An aggregator's actor without what its `__init__` asks of Ray; its threads do not run."""
     made: Any = object.__new__(Aggregator)
     made._config = ActorConfig("s", Settings(**settings))
-    made._aggregation, made._held, made._node_id, made._alone = aggregator, None, "n", False
+    made._core, made._held, made._node_id, made._alone = aggregator, None, "n", False
     made._membership = Membership(made._config, made._node_state, aggregator.errors)
     made._wake, made._stopping, made._stopped = threading.Event(), threading.Lock(), None
     return made
@@ -177,7 +177,7 @@ def told(aggregator: AggregatorCore, run: str = "job", **fields: Any) -> wire.Fi
     message = wire.encode(wire.Run(wire.VERSION, run, **fields))
     answer = wire.decode(aggregator.run(message), wire.Finished)
     if answer.pending:
-        aggregator.write_ends()
+        aggregator.endings.write_due()
         answer = wire.decode(aggregator.run(message), wire.Finished)
     return answer
 

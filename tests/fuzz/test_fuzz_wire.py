@@ -172,7 +172,7 @@ def test_messages_of_relays_and_launchers_to_an_aggregator(data: st.DataObject) 
             aggregator.run(data.draw(mutated(wire.encode(run)) | st.binary(max_size=50))), wire.Finished
         )
         assert said.ok or said.pending or "WireError" in said.detail
-        aggregator.write_ends()
+        aggregator.endings.write_due()
         assert aggregator.commit()
         names = {name.partition(": ")[2] for name in aggregator.errors}
         assert names <= REASONS | {"WireError"}, aggregator.errors

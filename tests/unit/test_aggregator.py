@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +31,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool, write_spool
 from traceml_ray.stages import ROW_BYTES, SEGMENT_BITS
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.streams import to_row
 
 FINISH = wire.Finish(wire.VERSION, 0)
 
@@ -658,3 +660,49 @@ def test_a_job_said_to_be_huge_is_judged_and_reported_like_any_other(
     snapshot("verdict", verdict.why)
     aggregator.finish(FINISH)
     assert (tmp_path / "summary.json").stat().st_size < 50_000
+
+
+def test_aggregator_has_relays_of_many_nodes_send_less_often(tmp_path: Path) -> None:
+    aggregator = aggregation(tmp_path)
+    for number in range(65):
+        aggregator.node_state(f"n{number}", f"host-{number}", "10.0.0.1", True)
+
+    def tick_s() -> float:
+        aggregator.commit()
+        return wire.decode(aggregator.ingest(Relay().message()), wire.RelayReply).tick_s
+
+    assert tick_s() == 1.0
+    for number in range(2):
+        aggregator.node_state(f"n{number}", f"host-{number}", "10.0.0.1", False)
+    assert tick_s() == wire.TICK_S
+    aggregator.close()
+
+
+@given(
+    st.lists(
+        st.sampled_from(["errors", "missing", "strategy", "group", "dropped", "overhead", "open", "final"])
+    )
+)
+def test_streams_on_disk_are_those_in_memory_whatever_a_batch_changes(changes: list[str]) -> None:
+    """Only the columns that a batch has changed are written."""
+    with tempfile.TemporaryDirectory() as folder:
+        aggregator, relay, rank = aggregation(Path(folder)), Relay(), Rank(0, 2)
+        for number, change in enumerate(changes):
+            value: Any = {
+                "errors": {"hook": number},
+                "missing": {"h2d": str(number)},
+                "strategy": f"s{number}",
+                "group": (0, 2 + number),
+                "dropped": number,
+                "overhead": wire.Overhead(number, number, number, number),
+                "open": wire.OpenStage(number, 1, 77),
+                "final": True,
+            }[change]
+            aggregator.ingest(relay.message(rank.batch(1, **{change: value})))
+            if number % 3 == 2:
+                aggregator.ingest(relay.message(dropped={rank.stream: number}))
+            assert aggregator.commit()
+            with aggregator.stored() as file:
+                kept = {stream.stream: to_row(stream) for stream in file.streams()}
+            assert kept == {name: to_row(stream) for name, stream in aggregator._writer.streams.items()}
+        aggregator.close()

@@ -84,11 +84,17 @@ def test_a_process_is_looked_at_once_a_second_however_often_it_reports(
     assert [batch.process is not None for batch in pipe.batches()] == [True, False] * 3
 
 
-@pytest.mark.parametrize(("world", "seconds"), [(8, 0.5), (256, 0.5), (1024, 1.0)])
-def test_ranks_of_a_large_job_report_half_as_often(world: int, seconds: float) -> None:
+@pytest.mark.parametrize(
+    ("world", "second", "due"), [(8, 0.3, 0.5), (256, 0.3, 0.5), (1024, 0.3, 0.7), (1024, 0.9, 1.1)]
+)
+def test_agents_of_a_large_job_report_half_as_often_and_all_at_the_same_time(
+    world: int, second: float, due: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     agent = make(Pipe())
     agent.identity = RankIdentity(0, 0, 0, world, 8, world // 8, "host", None, "job", 0, 1, "torchrun")
-    assert agent._interval_s() == seconds
+    monkeypatch.setattr("traceml_ray.agent.rank_agent.time.monotonic", lambda: 50.0)
+    monkeypatch.setattr("traceml_ray.agent.rank_agent.time.time", lambda: 1e9 + second)
+    assert agent._next_tick() == pytest.approx(50 + due)
 
 
 def test_many_rows_go_in_several_batches_that_follow_on() -> None:

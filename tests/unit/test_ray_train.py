@@ -325,7 +325,7 @@ class Aggregator:
         if len(self.got) == 1 and not self._answers:
             raise RuntimeError("gone")
         answer = self.core.run(data)
-        self.core.write_ends()
+        self.core.endings.write_due()
         return answer
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from sessions import Relay as SentRelay
 
 from traceml_ray import wire
 from traceml_ray.identity import RankIdentity
+from traceml_ray.monitor import aggregator as aggregator_core
 from traceml_ray.monitor import rank_connections as peers
 from traceml_ray.monitor import rank_intake
 from traceml_ray.monitor.aggregator import AggregatorCore
@@ -405,6 +407,41 @@ def test_a_call_that_failed_is_made_again_as_soon_as_there_is_an_aggregator(benc
     bench.aggregator.up = True
     bench.tick(2)
     assert bench.aggregator.seqs("a") == [0]
+
+
+def test_relay_of_many_nodes_sends_once_all_its_ranks_have_reported(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aggregator_core, "MANY_NODES", 0)
+    for seq in range(2):
+        for name in "ab":
+            bench.relay.take(rank_batch(name, seq))
+        bench.tick(4)
+    sent = len(bench.aggregator.sizes)
+    for seq in range(2, 6):
+        bench.relay.take(rank_batch("a", seq))
+        bench.tick()
+        assert len(bench.aggregator.sizes) == sent, "the other rank has not reported"
+        bench.relay.take(rank_batch("b", seq))
+        bench.relay.turn()
+        sent += 1
+        assert len(bench.aggregator.sizes) == sent
+        bench.tick(2)
+    bench.relay.take(rank_batch("b", 6))
+    bench.tick(4)
+    assert len(bench.aggregator.sizes) == sent + 1, "it waits a second at most"
+    bench.tick(8)
+    assert bench.aggregator.seqs("a") == [*range(6)] and bench.aggregator.seqs("b") == [*range(7)]
+
+
+def test_relay_that_sends_seldom_is_flushed_at_once(bench: Bench) -> None:
+    bench.relay._link.tick_s = 60.0
+    bench.relay.take(rank_batch("a", 0))
+    bench.relay.turn()
+    bench.relay.take(rank_batch("a", 1))
+    bench.relay.start()
+    time.sleep(0.1)  # it waits for packets
+    assert bench.relay.flush(10)
 
 
 def test_a_disk_that_stores_nothing_does_not_make_the_relay_grow(bench: Bench) -> None:
@@ -799,8 +836,8 @@ def test_a_report_that_takes_long_is_waited_for_and_one_that_hangs_on_the_disk_i
 ) -> None:
     bench.relay.take(rank_batch("a", 0))
     sock, _ = ask_to_finish(bench)
-    monkeypatch.setattr(bench.aggregator.core, "write_ends", lambda: None)  # another thread is at it
-    end = bench.aggregator.core._endings._session
+    monkeypatch.setattr(bench.aggregator.core.endings, "write_due", lambda: None)  # another thread is at it
+    end = bench.aggregator.core.endings._session
     end.reporting = True
     bench.tick(int(3 * WORD_S / wire.TICK_S))
     assert not bench.relay.stopped
@@ -852,16 +889,16 @@ def test_a_node_that_ends_long_after_the_first_still_delivers_and_the_files_are_
     assert OTHERS_S < bench.now - started < LAUNCHER_S
     assert finished(sock) == wire.Finished(wire.VERSION, "written", "host-1", waiting=1)
     core, folder = bench.aggregator.core, bench.path.parent / "session"
-    assert core.left_behind and not core.over
+    assert core.endings.left_behind and not core.over
     for _ in range(8):
         bench.aggregator.clock.tick(30)
         core.ingest(other.message(later.batch(10)))
-        core.write_ends()
+        core.endings.write_due()
         assert not core.over
     core.ingest(other.message(later.batch(1, final=True)))
     left = msgspec.structs.replace(message, node_id="node-1", stop=False, exit_code=0)
     assert wire.decode(core.leave(wire.encode(left)), wire.Finished).ok
-    core.write_ends()
+    core.endings.write_due()
     assert core.over
     summary = json.loads((folder / "summary.json").read_bytes())
     assert (summary["ledger"]["stored"], summary["session"]["status"]) == (5 + 5 + 80 + 1, "failed")
@@ -891,11 +928,11 @@ def test_a_restarted_aggregator_still_waits_for_the_node_that_is_missing(
     bench.until(lambda: bench.relay.stopped)
     bench.aggregator.kill()
     bench.aggregator.up = True
-    assert bench.aggregator.core.left_behind and not bench.aggregator.core.over
+    assert bench.aggregator.core.endings.left_behind and not bench.aggregator.core.over
     left = msgspec.structs.replace(message, node_id="node-1", stop=False)
     bench.aggregator.core.ingest(other.message(later.batch(1, final=True)))
     bench.aggregator.core.leave(wire.encode(left))
-    bench.aggregator.core.write_ends()
+    bench.aggregator.core.endings.write_due()
     assert bench.aggregator.core.over
     bench.aggregator.kill()
     assert bench.aggregator.core.over  # so that it ends what is left of the session

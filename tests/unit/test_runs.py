@@ -347,7 +347,7 @@ def _leave(
 ) -> wire.Finished:
     message = wire.Finish(wire.VERSION, code, node_id=f"node-{node}", nodes=nodes, **fields)
     answer = wire.decode(aggregator.leave(wire.encode(message)), wire.Finished)
-    aggregator.write_ends()
+    aggregator.endings.write_due()
     return answer
 
 
@@ -454,5 +454,5 @@ def test_the_end_of_a_run_waits_for_its_ranks_but_not_where_a_relay_has_fallen_s
     fit.step()
     assert told(aggregator, "a", status="finished").waiting == 2
     clock.tick(3)
-    assert aggregator.is_silent("node-a") and not aggregator.is_silent("node-b")
+    assert aggregator.endings.is_silent("node-a") and not aggregator.endings.is_silent("node-b")
     assert told(aggregator, "a", status="finished").waiting == 0

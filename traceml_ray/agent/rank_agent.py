@@ -111,19 +111,26 @@ class RankAgent:
     # -- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        due = time.monotonic() + self._interval_s()
+        due = self._next_tick()
         while not self._closing.wait(max(0.0, min(SETTLE_S, due - time.monotonic()))):
             if time.monotonic() < due:  # however long the interval: what is written down stays short
                 self.guard("settle", self.recorder.settle)
                 continue
             self.guard("tick", self.tick)
             self._cpu_ns = time.thread_time_ns()
-            due = time.monotonic() + self._interval_s()
+            due = self._next_tick()
         self.guard("close", self._finish)
 
-    def _interval_s(self) -> float:
-        many = self.identity is not None and (self.identity.world_size or 0) > MANY_RANKS
-        return self.settings.interval * (2 if many else 1)
+    def _next_tick(self) -> float:
+        """
+        Return when to report next, in monotonic seconds. All ranks of a large job do at the same times of the
+        wall clock: what is judged is of all ranks, so the oldest report decides how late a verdict is.
+        """
+        now, interval = time.monotonic(), self.settings.interval
+        if self.identity is None or (self.identity.world_size or 0) <= MANY_RANKS:
+            return now + interval
+        left = 2 * interval - time.time() % (2 * interval)
+        return now + left + (2 * interval if left < interval / 2 else 0)
 
     def guard(self, place: str, action: Callable[[], _T]) -> _T | None:
         """Return what `action` does; None, and counted, when it raises."""

@@ -60,8 +60,8 @@ class Aggregator:
         if not made.folder:
             self._held = prepare(Path(made.settings.out).expanduser(), made.session, again=is_restarted())
         folder = Path(made.folder) if self._held is None else self._held.path
-        self._aggregation = AggregatorCore(folder, made.settings, dict(made.info))
-        self._membership = Membership(made, self._node_state, self._aggregation.errors)
+        self._core = AggregatorCore(folder, made.settings, dict(made.info))
+        self._membership = Membership(made, self._node_state, self._core.errors)
         self._wake = threading.Event()
         self._stopping = threading.Lock()
         self._stopped: wire.Finished | None = None
@@ -76,37 +76,37 @@ class Aggregator:
     def _beat(self) -> None:
         commit_at = judge_at = 0.0
         idle_ttl = self._config.settings.idle_ttl
-        while not (self._is_over() or self._aggregation.idle_s() >= idle_ttl):
+        while not (self._is_over() or self._core.idle_s() >= idle_ttl):
             try:
                 now = time.monotonic()
                 if now >= commit_at:
                     commit_at = now + COMMIT_S
-                    self._aggregation.commit()
-                self._aggregation.write_ends()
-                if self._aggregation.left_behind:
+                    self._core.commit()
+                self._core.endings.write_due()
+                if self._core.endings.left_behind:
                     self._stay_alone()
                 if now >= judge_at and not self._is_over():
                     now = time.monotonic()
-                    self._aggregation.judge()
+                    self._core.judge()
                     took = time.monotonic() - now
                     judge_at = now + min(COMMIT_S, max(JUDGE_S, took / JUDGE_SHARE))
             except Exception as error:  # without this thread nothing would be stored any more
-                self._aggregation.errors.note("beat", error)
+                self._core.errors.note("beat", error)
             self._wake.wait(0 if self._is_over() else max(0, min(commit_at, judge_at) - time.monotonic()))
             self._wake.clear()
         try:
-            if self._aggregation.fenced:
+            if self._core.fenced:
                 self._make_way()
                 return
-            if self._aggregation.over:
+            if self._core.over:
                 time.sleep(LINGER_S)
             self._stop()
         except Exception as error:
-            self._aggregation.errors.note("stop", error)
+            self._core.errors.note("stop", error)
         end_myself()
 
     def _is_over(self) -> bool:
-        return self._stopped is not None or self._aggregation.over or self._aggregation.fenced
+        return self._stopped is not None or self._core.over or self._core.fenced
 
     def _stay_alone(self) -> None:
         """Hold the session once its launcher has gone, and see whether nodes that are missing are lost."""
@@ -119,14 +119,14 @@ class Aggregator:
         from traceml_ray.session import inherit
 
         try:
-            self._held = self._held or inherit(self._aggregation.folder.path)
+            self._held = self._held or inherit(self._core.folder.path)
         except Exception as error:
-            self._aggregation.errors.note("lock", error)
+            self._core.errors.note("lock", error)
 
     def _node_state(self, node_id: str, hostname: str, address: str, alive: bool) -> None:
         """Take word of a node of the cluster; a launcher's session is not on all of them."""
         if self._config.everywhere or not alive:
-            self._aggregation.node_state(node_id, hostname, address, alive)
+            self._core.node_state(node_id, hostname, address, alive)
 
     def _make_way(self) -> None:
         """
@@ -135,7 +135,7 @@ class Aggregator:
         """
         from traceml_ray.store.schema import SessionFileError
 
-        with contextlib.suppress(SessionFileError), self._aggregation.stored() as file:
+        with contextlib.suppress(SessionFileError), self._core.stored() as file:
             if file.meta().get("status", "running") == "running":
                 os._exit(1)
         end_myself()
@@ -143,22 +143,22 @@ class Aggregator:
     @ray.method(concurrency_group="ingest")
     def ingest(self, data: bytes, commit: bool = False) -> bytes:
         """Take a RelayBatch and return RelayReply; with `commit`, it is on disk before that."""
-        reply = self._aggregation.ingest(data)
-        if commit and self._aggregation.commit():
-            reply = self._aggregation.ingest(data)  # already taken: only answers what is stored
+        reply = self._core.ingest(data)
+        if commit and self._core.commit():
+            reply = self._core.ingest(data)  # already taken: only answers what is stored
         return reply
 
     @ray.method(concurrency_group="ingest")
     def finish(self, data: bytes) -> bytes:
         """Take Finish of a node that has left, return Finished: how far the end of the session is."""
-        reply = self._aggregation.leave(data)
+        reply = self._core.leave(data)
         self._wake.set()
         return reply
 
     @ray.method(concurrency_group="ingest")
     def run(self, data: bytes) -> bytes:
         """Take Run, return Finished: how far the end of the run is."""
-        reply = self._aggregation.run(data)
+        reply = self._core.run(data)
         self._wake.set()
         return reply
 
@@ -179,7 +179,7 @@ class Aggregator:
             return msgspec.msgpack.encode({"result": self._config.everywhere})
         if asked.get("what") in ("summary", "snapshot"):
             self._ask_relays("flush", HAND_OVER_S)  # what they hold is in it
-        return self._aggregation.query(request)
+        return self._core.query(request)
 
     @ray.method(concurrency_group="query")
     def stop(self) -> bytes:
@@ -206,15 +206,15 @@ class Aggregator:
         relays = self._ask_relays("end")
         finished = wire.Finished(wire.VERSION, "written")
         try:
-            if not self._aggregation.complete:
+            if not self._core.endings.complete:
                 left = relay_folder(self._config.session, self._node_id)
-                read = self._aggregation.take_spool(left) if is_private(left) else []  # its relay may hang
-                self._aggregation.finish(wire.Finish(wire.VERSION, 0))
+                read = self._core.take_spool(left) if is_private(left) else []  # its relay may hang
+                self._core.finish(wire.Finish(wire.VERSION, 0))
                 remove(read)
         except Exception as error:
-            self._aggregation.errors.note("stop", error)
+            self._core.errors.note("stop", error)
             finished = wire.Finished(wire.VERSION, "failed", f"{type(error).__name__}: {error}")
-        self._aggregation.close()
+        self._core.close()
         for relay in relays:
             ray.kill(relay, no_restart=True)
         if self._held is not None:
@@ -230,18 +230,18 @@ class Aggregator:
         try:
             relays = find_relays(self._config.session)
             asked = {node: getattr(relay, method).remote(*args) for node, relay in relays.items()}
-            awaited = [ref for node, ref in asked.items() if not self._aggregation.is_silent(node)]
+            awaited = [ref for node, ref in asked.items() if not self._core.endings.is_silent(node)]
             if awaited:
                 ray.wait(awaited, num_returns=len(awaited), timeout=RELAYS_S)
         except Exception as error:  # the GCS does not answer
-            self._aggregation.errors.note(f"relays, {method}", error)
+            self._core.errors.note(f"relays, {method}", error)
         return list(relays.values())
 
     def _about(self) -> dict[str, Any]:
         return {
             "session": self._config.session,
             "version": __version__,
-            "folder": str(self._aggregation.folder.path),
+            "folder": str(self._core.folder.path),
             "node_id": self._node_id,
             "config": msgspec.json.encode(self._config),
         }

@@ -29,8 +29,8 @@ class Node:
 
     def to_row(self) -> tuple[Any, ...]:
         """Return this as a row of `COLUMNS`."""
-        values = (getattr(self, name) for name in COLUMNS)
-        return tuple(json.dumps(value) if isinstance(value, dict) else value for value in values)
+        errors = json.dumps(self.errors) if self.errors else "{}"
+        return self.node_id, self.hostname, self.address, self.last_seen_ns, errors, self.lost_ns
 
     @classmethod
     def from_row(cls, row: tuple[Any, ...]) -> Node:

@@ -29,7 +29,7 @@ from traceml_ray.store.nodes import Node
 from traceml_ray.store.retention import Retention
 from traceml_ray.store.schema import connect, insert, legible, marks
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.streams import COLUMNS, Stream, to_row
+from traceml_ray.store.streams import COLUMNS, PROGRESS, Stream, to_progress, to_row
 
 MAX_PENDING_BYTES = 256 << 20
 """Rows kept in memory while the disk refuses them; beyond, the oldest are dropped and counted."""
@@ -87,6 +87,10 @@ class SessionWriter:
             self.streams[name] = self._by_id[stream.id] = stream
         self._pending.streams[stream.id] = stream
         return stream
+
+    def progressed(self, stream: Stream) -> None:
+        """Mark a stream as changed in nothing but `PROGRESS`."""
+        self._pending.progressed[stream.id] = stream
 
     def node(self, node_id: str, hostname: str, address: str) -> Node:
         """Return the node of that id, made when it is new, and mark it as changed."""
@@ -171,10 +175,13 @@ class SessionWriter:
             with self.lock:
                 work, self._pending = self._pending, _Pending()
                 streams = [to_row(stream) for stream in work.streams.values()]
+                progress = [
+                    to_progress(each) for each in work.progressed.values() if each.id not in work.streams
+                ]
                 nodes = [node.to_row() for node in work.nodes.values()]
                 meta = [(key, json.dumps(self.meta[key])) for key in work.meta]
             try:
-                self._write(work, streams, nodes, meta)
+                self._write(work, streams, progress, nodes, meta)
             except BaseException:
                 with self.lock:
                     work.follow(self._pending)
@@ -243,12 +250,15 @@ class SessionWriter:
         with self._database:
             self._connection.close()
 
-    def _write(self, work: _Pending, streams: list[Any], nodes: list[Any], meta: list[Any]) -> None:
+    def _write(
+        self, work: _Pending, streams: list[Any], progress: list[Any], nodes: list[Any], meta: list[Any]
+    ) -> None:
         run = self._connection.executemany
         with self._transaction():
             for table, rows in work.inserts.items():
                 run(insert(table), rows)
             run(f"REPLACE INTO stream VALUES({marks(len(COLUMNS))})", streams)
+            run(f"UPDATE stream SET {', '.join(f'{name} = ?' for name in PROGRESS)} WHERE id = ?", progress)
             run("REPLACE INTO meta VALUES(?, ?)", meta)
             run(f"REPLACE INTO node VALUES({marks(len(NODE_COLUMNS))})", nodes)
             run("REPLACE INTO relay VALUES(?, ?, ?)", work.relays.values())
@@ -286,6 +296,7 @@ class _Pending:
     def __init__(self) -> None:
         self.inserts: dict[str, list[tuple[Any, ...]]] = {table: [] for table in _APPENDED}
         self.streams: dict[int, Stream] = {}
+        self.progressed: dict[int, Stream] = {}
         self.meta: set[str] = set()
         self.nodes: dict[str, Node] = {}
         self.relays: dict[str, tuple[str, str, int]] = {}
@@ -296,6 +307,7 @@ class _Pending:
         for table, rows in self.inserts.items():
             rows.extend(later.inserts[table])
         self.streams.update(later.streams)
+        self.progressed.update(later.progressed)
         self.meta |= later.meta
         self.nodes.update(later.nodes)
         self.relays.update(later.relays)
