@@ -1,9 +1,11 @@
 """
 One real aggregator under the load of many nodes: `python benchmarks/scale.py [--seconds 40] [RANKS …]`.
 
-Relays are played: 8 ranks each, one message a second, 5 steps a second, one rank late in data from the
-middle on. Told for each size: CPU and memory of the aggregator's process, how long a message waits for
-its answer, how long until the late rank is named, what was lost, how far the player fell behind.
+Relays are played: 8 ranks each, 5 steps a second, one rank late in data from the middle on. At the end of
+each second all of them send what was in it, as the relays of a large job do; `--spread` has them send one
+after the other, `--rows` leaves out what ranks send beside their rows (identity, samples, spans, the agent's
+own cost). Printed for each size: CPU and memory of the aggregator's process, how long a message waits for its
+answer, how long until the late rank is named, what was lost, how far the player fell behind.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from traceml_ray.identity import RankIdentity
 from traceml_ray.ray.aggregator import ensure_aggregator
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.settings import Settings
-from traceml_ray.stages import DATA, FORWARD, N_STAGES, SEGMENT_BITS, SYNC_WAIT
+from traceml_ray.stages import DATA, FORWARD, N_STAGES, POST_SYNC, SEGMENT_BITS, SYNC_WAIT
 
 SIZES = (8, 64, 512, 2048, 8192)
 PER_NODE, STEPS_A_SECOND = 8, 5
@@ -54,8 +56,8 @@ class Node:
             for local in range(min(PER_NODE, ranks))
         ]  # fmt: skip
 
-    def message(self, late: int | None, rng: np.random.Generator) -> bytes:
-        """Return what this relay has to say of one second; `late` is the rank that is."""
+    def message(self, late: int | None, rng: np.random.Generator, rows_only: bool) -> bytes:
+        """Return what this relay has to send of one second; `late` is the rank that is."""
         first, self.seq = self.seq * STEPS_A_SECOND, self.seq + 1
         keys = (np.arange(first, first + STEPS_A_SECOND, dtype="<i8") << SEGMENT_BITS).tobytes()
         batches = []
@@ -63,20 +65,32 @@ class Node:
             rows = np.tile(ROW, (STEPS_A_SECOND, 1)) + rng.integers(0, MS, (STEPS_A_SECOND, N_STAGES))
             if late is not None:
                 rows[:, DATA if identity.global_rank == late else SYNC_WAIT] += 60 * MS
-            batches.append(
-                wire.encode(
-                    wire.RankBatch(
-                        wire.VERSION, f"{identity.global_rank:016x}", self.seq, time.time_ns(),
-                        first + STEPS_A_SECOND, 0, first, keys, bytes(STEPS_A_SECOND),
-                        rows.astype("<i8").tobytes(), identity if self.seq == 1 else None,
-                        wire.OpenStage(first + STEPS_A_SECOND, FORWARD, 0),
-                    )
-                )
+            batch = wire.RankBatch(
+                wire.VERSION, f"{identity.global_rank:016x}", self.seq, time.time_ns(),
+                first + STEPS_A_SECOND, 0, first, keys, bytes(STEPS_A_SECOND),
+                rows.astype("<i8").tobytes(), None if rows_only and self.seq > 1 else identity,
+                wire.OpenStage(first + STEPS_A_SECOND, FORWARD, 0),
+                **({} if rows_only else self._more(first)),
             )  # fmt: skip
+            batches.append(wire.encode(batch))
         message = wire.RelayBatch(
             wire.VERSION, self.identity, f"{self.identity.node_id[-16:]}", self.seq, time.time_ns(), batches
         )
         return wire.encode(message)
+
+    def _more(self, first: int) -> dict[str, Any]:
+        """Return what a rank under DDP sends each second beside its rows."""
+        step, now = first + STEPS_A_SECOND, time.time_ns()
+        spans = [
+            wire.Detail(name, stage, STEPS_A_SECOND, 5 * MS, MS, first, step - 1)
+            for name, stage in (("optimizer", POST_SYNC), ("all_reduce", SYNC_WAIT))
+        ]
+        return {
+            "process": wire.ProcessSample(now, 99.0, 1 << 30, 20, self.seq << 20, self.seq << 20),
+            "details": spans,
+            "overhead": wire.Overhead(self.seq * 50_000, self.seq * MS, self.seq * 1000 * MS, self.seq * 700),
+            "strategy": "ddp",
+        }
 
 
 def collect(sent: deque[tuple[float, Any]], waits: list[float], timeout_s: float) -> None:
@@ -89,7 +103,7 @@ def collect(sent: deque[tuple[float, Any]], waits: list[float], timeout_s: float
         waits.append(time.monotonic() - when)
 
 
-def run(ranks: int, seconds: int) -> str:
+def run(ranks: int, seconds: int, spread: bool, rows_only: bool) -> str:
     """Play one size; return its row of the table."""
     rng, late_from = np.random.default_rng(0), seconds // 2
     with tempfile.TemporaryDirectory() as out:
@@ -102,19 +116,21 @@ def run(ranks: int, seconds: int) -> str:
         waits: list[float] = []
         sent: deque[tuple[float, Any]] = deque()
         began, cpu = time.monotonic(), sum(process.cpu_times()[:2])
+        asked = 0.0
         for second in range(seconds):
-            for at, node in enumerate(nodes):
-                due = began + second + at / len(nodes)
+            rank = late if second >= late_from else None
+            messages = [node.message(rank, rng, rows_only) for node in nodes]
+            for at, message in enumerate(messages):
+                due = began + second + 1 + (at / len(nodes) if spread else 0)
                 while (left := due - time.monotonic()) > 0:
                     collect(sent, waits, min(left, 0.002))
-                batch = node.message(late if second >= late_from else None, rng)
-                sent.append((time.monotonic(), aggregator.ingest.remote(batch)))
+                    if found is None and second > late_from and time.monotonic() - asked > 0.2:
+                        verdict, asked = session.verdict() or {}, time.monotonic()
+                        if (verdict.get("label"), verdict.get("rank")) == ("straggler", late):
+                            found = asked - began - late_from
+                sent.append((time.monotonic(), aggregator.ingest.remote(message)))
                 while len(sent) > 2048:
                     collect(sent, waits, 0.1)
-            if found is None and second >= late_from:
-                verdict = session.verdict() or {}
-                if (verdict.get("label"), verdict.get("rank")) == ("straggler", late):
-                    found = time.monotonic() - began - late_from
         ray.get([ref for _, ref in sent])
         elapsed = time.monotonic() - began
         used = (sum(process.cpu_times()[:2]) - cpu) / elapsed
@@ -127,7 +143,7 @@ def run(ranks: int, seconds: int) -> str:
     named = "not named" if found is None else f"{found:.1f} s"
     return (
         f"| {ranks} | {used:.3f} | {memory:.0f} MiB | {waits_ms[0]:.1f} / {waits_ms[1]:.0f} ms "
-        f"| {named} | {lost} | {elapsed - seconds:+.1f} s |"
+        f"| {named} | {lost} | {elapsed - seconds - spread:+.1f} s |"
     )
 
 
@@ -138,13 +154,15 @@ def main() -> None:
     )
     parser.add_argument("ranks", type=int, nargs="*", default=SIZES)
     parser.add_argument("--seconds", type=int, default=40, help="of each size")
+    parser.add_argument("--spread", action="store_true", help="relays send one after the other")
+    parser.add_argument("--rows", action="store_true", help="ranks send nothing but rows")
     args = parser.parse_args()
     print(f"{machine()}\n{STEPS_A_SECOND} steps/s, {args.seconds} s each\n")
     print("| ranks | cores used | memory | answer p50 / p99 | named after | rows lost | player behind |")
     print("|---|---|---|---|---|---|---|")
     with fake_cluster(nodes=1, cpus=1):
         for ranks in args.ranks:
-            print(run(ranks, args.seconds), flush=True)
+            print(run(ranks, args.seconds, args.spread, args.rows), flush=True)
 
 
 if __name__ == "__main__":
