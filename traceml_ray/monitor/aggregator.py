@@ -1,8 +1,8 @@
 """
 The aggregator without Ray: takes what relays send, stores it, judges it, answers questions.
 
-`ingest`, `commit` and `judge`, and `query` are made to run in three different threads. Nothing here
-raises into the caller's loop: what goes wrong is counted by place in `errors`.
+`ingest`, `commit` with `judge`, and `query` may run in three different threads. Nothing here raises into
+the caller's loop: what goes wrong is counted by place in `errors`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from traceml_ray.settings import Settings
 from traceml_ray.stages import ROW_BYTES
 from traceml_ray.store.nodes import stream_labels
 from traceml_ray.store.recent import Recent
-from traceml_ray.store.runs import by_run
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.streams import Stream, age, shown
+from traceml_ray.store.streams import Stream, shown
 from traceml_ray.store.writer import SessionWriter
 
 MAX_STREAMS = 1 << 17
-"""Streams of one session; of any more nothing is taken, and that is counted."""
+"""Processes of one session; what more of them send is counted, not taken."""
 MANY_NODES, MANY_NODES_TICK_S = 64, 1.0
 """Relays of more nodes send less often: each call costs the aggregator some 0.3 ms of CPU time."""
 _E = TypeVar("_E", wire.Finish, wire.Run)
@@ -44,14 +43,14 @@ _E = TypeVar("_E", wire.Finish, wire.Run)
 
 class AggregatorCore:
     """
-    One session's state. Opened on an existing folder it goes on where the file ends.
+    State of one session. Opened on an existing folder it goes on where the file ends.
 
     Args:
         folder: the session folder; must exist.
         settings: of the session.
         info: what the launcher knows (launcher, command, world_size, nnodes, strategy, …).
         clock: wall clock in ns.
-        ticks: a clock in ns that nobody can set: whether a session is idle must not depend on the wall clock.
+        ticks: monotonic clock in ns: whether a session is idle must not depend on the wall clock.
 
     Raises `SessionFileError` when the session file cannot be made or used.
     """
@@ -80,11 +79,6 @@ class AggregatorCore:
         self._refused: dict[str, int] = {}
         streams = self._writer.streams.values()
         self._groups, self._restarts = Groups(streams), Restarts(streams)
-        self._standing = {
-            (run, rank): stream
-            for run, known in by_run(streams).items()
-            for rank, stream in shown(known).items()
-        }
         self._answers = Answers(
             self.folder, settings, self._writer, self._judge, self._steps, self.errors, self.commit
         )
@@ -99,7 +93,7 @@ class AggregatorCore:
 
     @property
     def verdict(self) -> Verdict | None:
-        """The verdict on the newest run as it stands."""
+        """The live verdict on the newest run."""
         return self._judge.verdict()
 
     def ingest(self, data: bytes) -> bytes:
@@ -181,7 +175,7 @@ class AggregatorCore:
 
     @property
     def over(self) -> bool:
-        """Whether the session has ended, and nobody is waited for."""
+        """Whether the session has ended, and no node is waited for."""
         return self.endings.over(self.idle_s())
 
     @property
@@ -195,10 +189,9 @@ class AggregatorCore:
 
     def node_state(self, node_id: str, hostname: str, address: str, alive: bool) -> None:
         """
-        Take word of a node of the cluster that came (or is there) or went. May be said again.
+        Note that a node of the cluster is there, or is gone, with its ranks. May be repeated.
 
-        The ranks of one that went are lost with it. One that came before any rank has reported was
-        there from the start and is no event.
+        A node that came before any rank has reported was there from the start and is no event.
         """
         with self._writer.lock:
             now, node = self._clock(), self._writer.nodes.get(node_id)
@@ -236,11 +229,11 @@ class AggregatorCore:
         return self._answers.status()
 
     def idle_s(self) -> float:
-        """Seconds since the last word from a rank or of a run, or a question of more than a page."""
+        """Seconds since the last message of a rank, or about a run, or a question of more than a page."""
         return (self._ticks() - self._busy_ns) / 1e9
 
     def close(self) -> None:
-        """Let go of the session file."""
+        """Close the session file."""
         self._steps.close()
         self._answers.close()
         self._writer.close()
@@ -311,14 +304,14 @@ class AggregatorCore:
             self._add_event(event, stream, node_id)
 
     def _stream(self, name: str, now: int) -> Stream | None:
-        """Return the stream of that name, made when it is new; None where there are too many."""
+        """Return the stream of that name, made when it is new; None when there are too many."""
         if name not in self._writer.streams and len(self._writer.streams) >= MAX_STREAMS:
             self.errors.count("too_many_streams")
             return None
         return self._writer.stream(name, now)
 
     def _add_event(self, event: wire.Event, stream: Stream | None, node_id: str | None) -> None:
-        if event.kind != "standing":  # of use for a moment only
+        if event.kind != "standing":  # of use for the judge only
             self._writer.add_event(event, stream, node_id)
         if stream is not None:
             self._judge.note({"stream_id": stream.id, **msgspec.structs.asdict(event)})
@@ -337,33 +330,24 @@ class AggregatorCore:
         stream.last_key = int.from_bytes(keys[-8:], "little", signed=True)
         stream.last_rows_ns = now
 
-    def _identify(self, stream: Stream, said: RankIdentity, node_id: str | None) -> None:
-        """Note who a stream is; of an earlier process of the same rank, no rows are kept in memory."""
+    def _identify(self, stream: Stream, identity: RankIdentity, node_id: str | None) -> None:
+        """Note which rank a process is, on which node; processes of Ray without a rank are numbered."""
         before = stream.identity
-        if said.node_id is None:
+        if identity.node_id is None:
             known = node_id or (before.node_id if before else None)
-            said = msgspec.structs.replace(said, node_id=known)
-        if said.source == SOURCE:
-            said = self._groups.number(stream, said)
-        if said == before:
-            return
-        stream.identity = said
-        key = said.job_id, said.global_rank
-        other = self._standing.get(key)
-        if other is not None and other is not stream and other.rank == said.global_rank:
-            older, newer = sorted((other, stream), key=age)
-            self._recent.forget(older.id)
-            self._standing[key] = newer
-        else:
-            self._standing[key] = stream
+            identity = msgspec.structs.replace(identity, node_id=known)
+        if identity.source == SOURCE:
+            identity = self._groups.number(stream, identity)
+        if identity != before:
+            stream.identity = identity
 
     def _resize_groups(self) -> None:
         """Bring the sizes that numbered processes were given up to date."""
         for stream, identity in self._groups.grown():
             self._writer.stream(stream.stream, 0).identity = identity
 
-    def _lose_node(self, node_id: str, what: str, now: int) -> None:
-        self._writer.add_event(wire.Event("node_lost", now, message=what), node_id=node_id)
+    def _lose_node(self, node_id: str, message: str, now: int) -> None:
+        self._writer.add_event(wire.Event("node_lost", now, message=message), node_id=node_id)
         for name, stream in self._writer.streams.items():
             if stream.identity and stream.identity.node_id == node_id and not stream.ended:
                 self._writer.stream(name, now).lost = True

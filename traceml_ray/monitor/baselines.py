@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
 from traceml_ray.analysis.baseline import Baseline
@@ -12,38 +14,40 @@ from traceml_ray.store.runs import MAX_RUNS
 from traceml_ray.store.writer import SessionWriter
 
 
+@dataclass(eq=False)
 class Baselines:
-    """What runs are judged by; of a baseline that is given and cannot be read, `errors` tells."""
+    """What runs are judged by; a given baseline that cannot be read is counted in `errors`."""
 
-    def __init__(self, writer: SessionWriter, settings: Settings, errors: Errors) -> None:
-        self._writer = writer
-        self._settings = settings
-        self._errors = errors
+    writer: SessionWriter
+    settings: Settings
+    errors: Errors
+
+    def __post_init__(self) -> None:
         self._given: Baseline | None = None
-        self._asked = False
+        self._read = False
 
     def of(self, run: str) -> Baseline | None:
         """Return the one kept for `run`, else the one given. Reads a file the first time."""
-        with self._writer.lock:
-            kept = self._writer.meta.get("baselines", {}).get(run)
+        with self.writer.lock:
+            kept = self.writer.meta.get("baselines", {}).get(run)
         if kept is not None:
             return msgspec.convert(kept, Baseline)
-        if not self._asked:
-            self._asked = True
+        if not self._read:
+            self._read = True
             try:
-                self._given = given(self._settings)
+                self._given = given(self.settings)
             except SettingError as error:
-                self._errors.note("baseline", error)
+                self.errors.note("baseline", error)
         return self._given
 
     def keep(self, run: str, baseline: Baseline | None) -> None:
-        """Keep what `run` is judged by now; nothing to do when it is what is kept."""
-        told = None if baseline is None else msgspec.to_builtins(baseline)
-        with self._writer.lock:
-            kept = dict(self._writer.meta.get("baselines", {}))
-            if kept.get(run) == told:
+        """Keep what `run` is judged by now, where that has changed."""
+        kept_as = None if baseline is None else msgspec.to_builtins(baseline)
+        with self.writer.lock:
+            kept = dict(self.writer.meta.get("baselines", {}))
+            if kept.get(run) == kept_as:
                 return
-            kept[run] = told
+            kept[run] = kept_as
             while len(kept) > MAX_RUNS:
                 del kept[next(iter(kept))]
-            self._writer.set_meta(baselines=kept)
+            self.writer.set_meta(baselines=kept)

@@ -1,8 +1,9 @@
-"""Watches for runs in which no rank closes a row any more, and has the ranks say where they stand."""
+"""Watches for runs in which no rank closes a row any more, and asks the ranks where they are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,51 +18,54 @@ from traceml_ray.settings import Settings
 from traceml_ray.store.streams import Stream, generations
 from traceml_ray.store.writer import SessionWriter
 
-MAX_SAID = 10_000
-"""Stacks kept; beyond, the oldest go."""
+MAX_ANSWERS = 10_000
+"""Answers kept; beyond, the oldest go."""
 ASK_S = 15.0
 """How long the ranks are asked for their stacks."""
 STACKS_S = 6.0
-"""After so long the verdict goes by the stacks that have come."""
+"""After so long the verdict goes by the stacks received so far."""
 _MEDIAN_OF = 50
 
 
+@dataclass(eq=False)
 class HangWatch:
     """
     One per session; not thread-safe but for `note`, which is called with the writer's lock.
 
-    A run stands still when none of its ranks has closed a row for `hang_timeout_s` and for `hang_steps`
-    median steps. Its ranks are then asked where they are, which shows waits that no mark does (for a
-    collective on the device); once a hang is known, for all their stacks. A run that has not begun cannot
-    hang: before every rank has closed its first row (which compiles, and loads) nothing is expected of
-    anyone. Arguments as for `LiveJudge`.
+    A run may hang when none of its ranks has closed a row for `hang_timeout_s` and for `hang_steps` median
+    steps. Its ranks are then asked where they are, which shows waits that no mark does (for a collective on
+    the device); once a hang is known, for all their stacks. A run that has not begun cannot hang: before
+    every rank has closed its first row (which compiles, and loads) no row is expected. Arguments as for
+    `LiveJudge`.
     """
 
-    def __init__(
-        self, writer: SessionWriter, steps: LiveSteps, settings: Settings, clock: Callable[[], int]
-    ) -> None:
-        self._writer = writer
-        self._steps = steps
-        self._limits = settings.thresholds
-        self._doubt_s = max(3.0, 2 * settings.interval + 1)
-        """One that has been silent for so long may be stopped: what it said last need not hold any more."""
-        self._clock = clock
+    writer: SessionWriter
+    steps: LiveSteps
+    settings: Settings
+    clock: Callable[[], int]
+
+    def __post_init__(self) -> None:
+        self._limits = self.settings.thresholds
+        self._doubt_s = max(3.0, 2 * self.settings.interval + 1)
+        """A rank that has been silent for so long may be stopped: its last report may hold no more."""
         self._hangs: dict[str, _Hang] = {}
-        self._said: dict[tuple[str, int], dict[str, Any]] = {}
-        """What ranks said when they were asked, by (what for, stream)."""
+        self._answers: dict[tuple[str, int], dict[str, Any]] = {}
+        """Events with which ranks answered commands, by (id of the command, stream)."""
 
     def note(self, event: dict[str, Any]) -> None:
-        """Take an event `stacks` of a stream; one that py-spy made does not replace the rank's own."""
-        self._said.setdefault((str(event["data"].get("dump")), event["stream_id"]), event)
-        if len(self._said) > MAX_SAID:
-            del self._said[next(iter(self._said))]
+        """Take the answer of a stream; one that py-spy made does not replace the rank's own."""
+        self._answers.setdefault((str(event["data"].get("dump")), event["stream_id"]), event)
+        if len(self._answers) > MAX_ANSWERS:
+            del self._answers[next(iter(self._answers))]
 
     def commands(self) -> list[wire.Command]:
-        """Return what is to be asked of the ranks now."""
-        since = self._clock() - int(ASK_S * 1e9)
+        """Return the commands for the ranks."""
+        since = self.clock() - int(ASK_S * 1e9)
         asking = [(run, hang) for run, hang in self._hangs.items() if hang.found_ns > since]
-        what = {run: "where" if hang.verdict is None else "dump" for run, hang in asking}
-        return [wire.Command(what[run], {"id": hang.name, "run": run}) for run, hang in asking]
+        return [
+            wire.Command("where" if hang.verdict is None else "dump", {"id": hang.name, "run": run})
+            for run, hang in asking
+        ]
 
     def look(
         self, run: str, streams: list[Stream], ranks: dict[int, Stream], labels: dict[int, str]
@@ -72,11 +76,11 @@ class HangWatch:
         Args:
             run: of the session.
             streams: of the run.
-            ranks: the streams that stand for its ranks.
-            labels: how the streams' nodes are shown.
+            ranks: the stream of each of its ranks.
+            labels: of the streams' nodes.
         """
-        now, hang = self._clock(), self._hangs.get(run)
-        with self._writer.lock:
+        now, hang = self.clock(), self._hangs.get(run)
+        with self.writer.lock:
             last_ns = max((stream.last_rows_ns or 0 for stream in ranks.values()), default=0)
             if hang is not None and last_ns > hang.began_ns:
                 return self._over(run, hang, last_ns)
@@ -85,7 +89,7 @@ class HangWatch:
                 return None
             ended = {rank for rank, stream in ranks.items() if stream.ended}
             if hang is not None and hang.verdict is not None and ended != hang.ended:
-                return hang.verdict  # it comes to its end: who goes now is not who held it up
+                return hang.verdict  # the run ends: ranks that exit now did not cause the hang
             places = self._places(ranks, labels, now, hang)
         if places is None:
             return hang.verdict if hang else None
@@ -93,7 +97,7 @@ class HangWatch:
         if hang is None:
             hang = self._hangs[run] = _Hang(last_ns, now, ended)
         elif hang.verdict is None and (found is not None or hang.doubts_again(now)):
-            hang.found_ns, hang.ended, hang.looks = now, ended, hang.looks + 1
+            hang.found_ns, hang.ended, hang.rounds = now, ended, hang.rounds + 1
         if found is not None and not _same(found, hang.verdict):
             hang.verdict = msgspec.structs.replace(found, began_ns=last_ns)
         return hang.verdict
@@ -109,31 +113,31 @@ class HangWatch:
             return False
         first = ranks[min(ranks)]
         if first.id not in {stream.id for stream in generations(streams)[-1]}:
-            return False  # it starts again
+            return False  # the run is restarting
         return quiet_s >= limits.hang_steps * self._median_s(first)
 
     def _over(self, run: str, hang: _Hang, last_ns: int) -> Verdict | None:
         del self._hangs[run]
-        for said in [said for said in self._said if said[0].startswith(f"{hang.began_ns:x}")]:
-            del self._said[said]
+        for key in [key for key in self._answers if key[0].startswith(f"{hang.began_ns:x}")]:
+            del self._answers[key]
         if hang.verdict is None:
             return None
         return msgspec.structs.replace(hang.verdict, lasted_s=(last_ns - hang.began_ns) / 1e9)
 
     def _median_s(self, stream: Stream) -> float:
-        keys, _, rows = self._steps.rows_of(stream.id, _MEDIAN_OF)
+        keys, _, rows = self.steps.rows_of(stream.id, _MEDIAN_OF)
         steps = np.add.reduceat(rows.sum(axis=1), starts_of(keys)) if len(rows) else np.zeros(1)
         return float(np.median(steps)) / 1e9
 
     def _places(
         self, ranks: dict[int, Stream], labels: dict[int, str], now: int, hang: _Hang | None
     ) -> list[Place] | None:
-        """Return where the ranks stand; None while one that fell silent may still answer."""
-        said: dict[int, dict[str, Any]] = {}
+        """Return where each rank is; None while one that fell silent may still answer."""
+        answers: dict[int, dict[str, Any]] = {}
         if hang is not None:
-            said = {s.id: e for s in ranks.values() if (e := self._said.get((hang.name, s.id)))}
-            if now - hang.found_ns < STACKS_S * 1e9 and len(said) < len(ranks):
-                said = {}
+            answers = {s.id: e for s in ranks.values() if (e := self._answers.get((hang.name, s.id)))}
+            if now - hang.found_ns < STACKS_S * 1e9 and len(answers) < len(ranks):
+                answers = {}
         places = []
         for rank, stream in ranks.items():
             silent_s = (now - stream.last_seen_ns) / 1e9
@@ -142,7 +146,7 @@ class HangWatch:
                 continue
             if silent_s > self._doubt_s and not (silent or stream.ended):
                 return None
-            event = said.get(stream.id, {})
+            event = answers.get(stream.id, {})
             data = event.get("data", {})
             places.append(
                 Place(
@@ -167,37 +171,38 @@ class HangWatch:
         return places
 
     def _unreachable(self, stream: Stream, now: int) -> bool:
-        """Whether nothing is heard of the rank's node: then its silence says nothing of the rank."""
-        node = self._writer.nodes.get((stream.identity.node_id if stream.identity else None) or "")
+        """Whether the rank's node is silent: then the rank's own silence means nothing."""
+        node = self.writer.nodes.get((stream.identity.node_id if stream.identity else None) or "")
         if stream.ended or node is None or node.last_seen_ns is None:
             return False
         return now - node.last_seen_ns > self._limits.report_timeout_s * 1e9
 
 
+@dataclass
 class _Hang:
-    """One stretch without rows in a run; it is no hang while there is no verdict."""
+    """A time without rows in a run; it is no hang while there is no verdict."""
 
-    def __init__(self, began_ns: int, found_ns: int, ended: set[int]) -> None:
-        self.began_ns = began_ns
-        self.found_ns = found_ns
-        """When the ranks were asked."""
-        self.ended = ended
-        """Ranks that had ended when it was found."""
-        self.verdict: Verdict | None = None
-        self.looks = 0
+    began_ns: int
+    found_ns: int
+    """When the ranks were asked."""
+    ended: set[int]
+    """Ranks that had ended when it was found."""
+    verdict: Verdict | None = None
+    rounds: int = 0
+    """How often the ranks were asked again where they are."""
 
     @property
     def name(self) -> str:
-        """The same again after a restart of the aggregator."""
-        return f"{self.began_ns:x}" if self.verdict is not None else f"{self.began_ns:x}?{self.looks}"
+        """Id of the commands; the same after a restart of the aggregator."""
+        return f"{self.began_ns:x}" if self.verdict is not None else f"{self.began_ns:x}?{self.rounds}"
 
     def doubts_again(self, now: int) -> bool:
-        """Whether it has stood for twice as long as when the ranks were asked where they are."""
+        """Whether it has lasted twice as long as when the ranks were asked where they are."""
         return now - self.began_ns >= 2 * (self.found_ns - self.began_ns)
 
 
 def _same(one: Verdict, other: Verdict | None) -> bool:
-    """Whether nothing has become known since; the stage may change to and fro while a rank is at work."""
+    """Whether nothing new is known; the stage may change to and fro while a rank works."""
     if other is None:
         return False
     return (one.label, one.ranks, one.stacks) == (other.label, other.ranks, other.stacks)

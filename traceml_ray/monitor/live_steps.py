@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,17 +19,18 @@ from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import Stream, awaited, world_size
 
 MAX_ARRIVED = 1 << 21
-"""Rows that wait to be fed (120 MB): more come only while the thread that feeds is held up."""
+"""Rows that wait for `feed` (120 MB): more come only while its thread is held up."""
 MAX_UNKNOWN_ROWS = 4096
-"""Rows that are kept of a process of which nobody has said who it is, the newest."""
+"""Newest rows kept of a process of unknown rank."""
 OLDER_ROWS = 1 << 16
-"""Rows that are read at a time of what had arrived before a restart,"""
+"""Rows read at a time of those that were stored before a restart,"""
 OLDER_CHUNKS, OLDER_CHUNKS_A_RANK = 1 << 18, 64
-"""and how far back."""
+"""and how far back they are read."""
 Rows = tuple[bytes, bytes, bytes]
 """Keys, flags and rows as on the wire."""
 
 
+@dataclass(eq=False)
 class LiveSteps:
     """
     `append` and `drain` may be called by any thread with the writer's lock, all else by one thread.
@@ -39,17 +41,18 @@ class LiveSteps:
         errors: where what goes wrong is counted.
     """
 
-    def __init__(self, limits: Thresholds, open_file: Callable[[str], SessionFile], errors: Errors) -> None:
+    limits: Thresholds
+    open_file: Callable[[str], SessionFile]
+    errors: Errors
+
+    def __post_init__(self) -> None:
         self.lock = threading.RLock()
         """Held while a history is changed, or read by another thread."""
-        self._limits = limits
-        self._open = open_file
-        self._errors = errors
         self._arrived: list[tuple[int, Rows]] = []
         self._rows = 0
         self._runs: dict[str, LiveRun] = {}
         self._owners: dict[int, tuple[LiveRun, int]] = {}
-        """By stream: where its rows go, and as which rank."""
+        """By stream: the run and rank whose history takes its rows."""
         self._unknown: dict[int, list[Rows]] = {}
 
     def append(self, stream: int, keys: bytes, flags: bytes, rows: bytes) -> None:
@@ -61,10 +64,10 @@ class LiveSteps:
             del self._arrived[: len(half)]
             dropped = sum(len(flags) for _, (_, flags, _) in half)
             self._rows -= dropped
-            self._errors.count("rows: stored, but not judged, no room", dropped)
+            self.errors.count("rows: stored, but not judged, no room", dropped)
 
     def drain(self) -> list[tuple[int, Rows]]:
-        """Return what has arrived since the last time."""
+        """Return the rows that have arrived since the last time."""
         arrived, self._arrived, self._rows = self._arrived, [], 0
         return arrived
 
@@ -80,8 +83,8 @@ class LiveSteps:
 
         Args:
             arrived: what `drain` returned.
-            runs: the streams that stand for the ranks of each live run; of others nothing is kept.
-            labels: how the streams' nodes are shown.
+            runs: the stream of each rank of each live run; of others nothing is kept.
+            labels: of the streams' nodes.
             unknown: streams of unknown rank whose rows are kept until it is known.
         """
         with self.lock:
@@ -104,7 +107,7 @@ class LiveSteps:
                 self._advance(self._runs[run], ranks)
 
     def of(self, run: str) -> LiveRun | None:
-        """Return a live run; `lock` is held by who reads its history in another thread."""
+        """Return a live run; another thread reads its history with `lock` held."""
         return self._runs.get(run)
 
     def history(self, run: str) -> StepHistory:
@@ -127,37 +130,37 @@ class LiveSteps:
         self._look_back(run, ranks)
 
     def close(self) -> None:
-        """Let go of the session file."""
+        """Close the session file."""
         with self.lock:
             for own in self._runs.values():
                 own.close()
 
     def _look_back(self, run: str, ranks: dict[int, Stream]) -> None:
-        """Have all that is stored of a run read, a slice at a time."""
+        """Have all stored rows of a run read, a slice at a time."""
         since = -max(OLDER_CHUNKS, OLDER_CHUNKS_A_RANK * len(ranks))
-        self._runs[run].older = HistoryReader(self._open(run), self._limits, since)
+        self._runs[run].older = HistoryReader(self.open_file(run), self.limits, since)
 
     def _advance(self, own: LiveRun, ranks: dict[int, Stream]) -> None:
         try:
             own.advance(ranks)
         except Exception as error:  # of one run: it goes on with the rows that follow
             own.forget()
-            self._errors.swallow("steps", error)
+            self.errors.swallow("steps", error)
         try:
             own.read_older()
         except Exception as error:
             own.close()
-            self._errors.note("older steps", error)
+            self.errors.note("older steps", error)
 
     def _follow(self, run: str, ranks: dict[int, Stream], labels: Mapping[int, str]) -> None:
-        """Note who the ranks of a run are; begin anew where a rank is another process than before."""
+        """Note which processes are the ranks of a run; begin anew where a rank is another process than before."""
         before = self._runs.get(run)
         processes = {rank: stream.id for rank, stream in ranks.items()}
         if before is not None and before.processes == processes:
             before.know(ranks, labels)
             return
         anew = before is None or any(processes.get(rank) != own for rank, own in before.processes.items())
-        own = self._runs[run] = LiveRun(self._limits) if before is None or anew else before
+        own = self._runs[run] = LiveRun(self.limits) if before is None or anew else before
         own.processes = processes
         own.know(ranks, labels)
         if before is not None and own is not before:
@@ -192,14 +195,14 @@ class LiveSteps:
 
 
 class LiveRun:
-    """The history of one run, and of which processes it is."""
+    """The history of one run, and the processes it is of."""
 
     def __init__(self, limits: Thresholds) -> None:
         self.history = StepHistory(limits)
         self.whole = True
-        """All that is stored has been read."""
+        """All stored rows have been read."""
         self.older: HistoryReader | None = None
-        """Reads what had arrived before this history began."""
+        """Reads the rows that were stored before this history began."""
         self.ranks: dict[int, Stream] = {}
         self.processes: dict[int, int] = {}
         """By rank, the id of the stream."""
@@ -208,11 +211,11 @@ class LiveRun:
 
     @property
     def world(self) -> int:
-        """How many ranks the job has, as far as they have said so."""
+        """How many ranks the job has, as far as they have reported it."""
         return world_size(self.ranks, None)
 
     def know(self, ranks: dict[int, Stream], labels: Mapping[int, str]) -> None:
-        """Note what is known of the ranks."""
+        """Note node, group and strategy of the ranks."""
         known = [
             (stream.id, labels[stream.id], stream.group_first, stream.group_size, stream.strategy)
             for stream in ranks.values()
@@ -230,7 +233,7 @@ class LiveRun:
         return [RankRows(rank, who[rank].node, *line, *who[rank][1:]) for rank, line in lines.items()]
 
     def read_older(self) -> None:
-        """Read on in what had arrived before; once that is all, go on from there."""
+        """Read on in older rows; once all are read, go on from there."""
         if self.older is None:
             return
         self.older.read(OLDER_ROWS)
@@ -247,7 +250,7 @@ class LiveRun:
         self.history.know(who)
 
     def close(self) -> None:
-        """Read no more of what had arrived before."""
+        """Read no more older rows."""
         older, self.older = self.older, None
         if older is not None:
             older.session.close()
@@ -255,8 +258,9 @@ class LiveRun:
     def advance(self, ranks: dict[int, Stream]) -> None:
         """Reduce the steps that are whole."""
         self.ranks = ranks
-        holding, waited = awaited(ranks, self.world, self._patience_ns, self.history.reported())
-        self.history.advance(holding, waited, self.world)
+        world = self.world
+        holding, waited = awaited(ranks, world, self._patience_ns, self.history.reported())
+        self.history.advance(holding, waited, world)
 
 
 def _keep(kept: list[Rows], rows: Rows) -> None:

@@ -1,10 +1,11 @@
-"""The live judge: the verdict of every run as it stands, each run by itself."""
+"""The live judge: the present verdict of every run, each run by itself."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -31,25 +32,26 @@ from traceml_ray.store.streams import Stream, generations, standing, trained, wo
 from traceml_ray.store.writer import SessionWriter
 
 MAX_LIVE = 16
-"""Runs judged at the same time, the newest; of the others no rows are kept in memory."""
+"""Runs judged at the same time, the newest; no rows of other runs are kept in memory."""
 MAX_WINDOWS = 32
-"""Windows judged at a time: all that are new, where steps are short; of many ranks, fewer."""
+"""Windows judged at a time: all new ones, where steps are short; fewer where there are many ranks."""
 MAX_ROWS = 100_000
-"""Rows that are looked at for more than the newest window."""
+"""Rows in the windows before the newest."""
 MAX_EPISODES = 50
-"""Episodes of a run that a question is answered with."""
+"""Episodes of a run in an answer."""
 MAX_UNKNOWN = 256
-"""Streams of which nobody has said who they are, the newest, that rows are kept of in memory."""
+"""Streams of unknown rank, the newest, whose rows are kept in memory."""
 MAX_FATAL = 4
-"""Events of a kind that are kept of how one process died: it does so once, whatever it may say."""
+"""Events of a kind on the death of one process: it dies once."""
 
 
+@dataclass(eq=False)
 class LiveJudge:
     """
     Judges from what is in memory; changes of a verdict are stored with their run.
 
     Args:
-        writer: of the session; its lock is held in short stretches only.
+        writer: of the session; its lock is held briefly.
         recent: the newest spans of every stream and samples of every node.
         steps: the histories of the live runs.
         settings: of the session.
@@ -57,36 +59,30 @@ class LiveJudge:
         errors: where a run that cannot be judged is counted.
     """
 
-    def __init__(
-        self,
-        writer: SessionWriter,
-        recent: Recent,
-        steps: LiveSteps,
-        settings: Settings,
-        clock: Callable[[], int],
-        errors: Errors,
-    ) -> None:
+    writer: SessionWriter
+    recent: Recent
+    steps: LiveSteps
+    settings: Settings
+    clock: Callable[[], int]
+    errors: Errors
+
+    def __post_init__(self) -> None:
         self.commands: list[wire.Command] = []
-        """What is asked of the ranks, said with every reply to a relay."""
+        """For the ranks, sent with every reply to a relay."""
         self.brief: dict[str, dict[str, wire.Value]] = {}
-        """The verdict of each live run, as its rank 0 has it, said likewise."""
-        self.tail = settings.thresholds.window_steps + MAX_WINDOWS * settings.thresholds.stride_steps
-        """Steps of each rank that are looked at, where there are few ranks."""
-        self._writer = writer
-        self._recent = recent
-        self._steps = steps
-        self._limits = settings.thresholds
-        self._clock = clock
-        self._errors = errors
+        """The verdict of each live run for the log of its rank 0, sent likewise."""
+        self._limits = self.settings.thresholds
+        self.tail = self._limits.window_steps + MAX_WINDOWS * self._limits.stride_steps
+        """Steps of each rank that are judged at a time, where there are few ranks."""
         self._runs: dict[str, _LiveRun] = {}
-        self._baselines = Baselines(writer, settings, errors)
-        self._histories = Histories(writer, clock, errors)
+        self._baselines = Baselines(self.writer, self.settings, self.errors)
+        self._histories = Histories(self.writer, self.clock, self.errors)
         self._fatal: list[dict[str, Any]] = []
         self._fatal_seen: Counter[tuple[int, str]] = Counter()
-        self._standstill = HangWatch(writer, steps, settings, clock)
+        self._hang_watch = HangWatch(self.writer, self.steps, self.settings, self.clock)
 
     def verdict(self, run: str | None = None) -> Verdict | None:
-        """Return the verdict on `run` (None: the newest) as it stands; None while there is none."""
+        """Return the present verdict on `run` (None: the newest); None while there is none."""
         found = self._runs.get(run or self.newest() or "")
         return found.verdict if found else None
 
@@ -99,24 +95,24 @@ class LiveJudge:
 
     def newest(self) -> str | None:
         """Return the newest run that has rows, else the newest at all."""
-        with self._writer.lock:
-            told = self._writer.meta.get("runs", {})
-            return newest(with_rows(by_run(self._writer.streams.values())), told)
+        with self.writer.lock:
+            runs = self.writer.meta.get("runs", {})
+            return newest(with_rows(by_run(self.writer.streams.values())), runs)
 
     def note(self, event: dict[str, Any]) -> None:
         """
-        Take an event of a stream (`stream_id`, `kind`, `t_ns`, `message`, `data`, …), if it tells of a
-        death or was asked for in a hang. Called with the writer's lock.
+        Take an event of a stream (`stream_id`, `kind`, `t_ns`, `message`, `data`, …), if it is about a death
+        or answers a command. Called with the writer's lock.
         """
         if event["kind"] in FATAL:
             self._fatal_seen[event["stream_id"], event["kind"]] += 1
             if self._fatal_seen[event["stream_id"], event["kind"]] <= MAX_FATAL:
                 self._fatal.append(event)
         elif event["kind"] in ("stacks", "standing"):
-            self._standstill.note(event)
+            self._hang_watch.note(event)
 
     def _forget_deaths(self, runs: Iterable[list[Stream]], unknown: Sequence[int]) -> None:
-        """Keep what tells of deaths in the last generation of each run, and of processes not known yet."""
+        """Keep events on deaths in the last generation of each run, and of processes of unknown rank."""
         if not self._fatal_seen:
             return
         last = {stream.id for streams in runs for stream in generations(streams)[-1]}.union(unknown)
@@ -125,33 +121,32 @@ class LiveJudge:
 
     def live_runs(self) -> dict[str, list[Stream]]:
         """Return the streams of the runs that are judged. Called with the writer's lock."""
-        told = self._writer.meta.get("runs", {})
-        runs = by_run(self._writer.streams.values())
-        going = [run for run in runs if "ended_at" not in told.get(run, {})]
+        facts = self.writer.meta.get("runs", {})
+        runs = by_run(self.writer.streams.values())
+        going = [run for run in runs if "ended_at" not in facts.get(run, {})]
         return {run: runs[run] for run in going[-MAX_LIVE:]}
 
     def judge(self) -> None:
         """Judge the last steps that every live rank of each run reported. An error is counted."""
-        with self._writer.lock:
+        with self.writer.lock:
             runs = self.live_runs()
-            labels = stream_labels(self._writer.nodes.values(), self._writer.streams.values())
-            live = {stream.id for streams in runs.values() for stream in streams}
-            unknown = [s.id for s in self._writer.streams.values() if s.identity is None][-MAX_UNKNOWN:]
-            self._recent.keep(live.union(unknown))
+            labels = stream_labels(self.writer.nodes.values(), self.writer.streams.values())
+            unknown = [s.id for s in self.writer.streams.values() if s.identity is None][-MAX_UNKNOWN:]
             self._forget_deaths(runs.values(), unknown)
             last = {run: trained(streams) for run, streams in runs.items()}
             ranks = {run: standing(together) for run, (together, _) in last.items()}
-            arrived = self._steps.drain()
+            self.recent.keep({s.id for own in ranks.values() for s in own.values()}.union(unknown))
+            arrived = self.steps.drain()
         try:
-            self._steps.feed(arrived, ranks, labels, unknown)
+            self.steps.feed(arrived, ranks, labels, unknown)
         except Exception as error:
-            self._errors.swallow("steps", error)
+            self.errors.swallow("steps", error)
         for run, streams in runs.items():
             try:
                 self._judge(run, streams, ranks[run], last[run][1], labels)
             except Exception as error:
-                self._errors.swallow("judge", error)
-        self.commands = self._standstill.commands()
+                self.errors.swallow("judge", error)
+        self.commands = self._hang_watch.commands()
         verdicts = {run: state.verdict for run in runs if (state := self._runs.get(run)) is not None}
         self.brief = {run: _brief(verdict) for run, verdict in verdicts.items() if verdict is not None}
         while len(self._runs) > 4 * MAX_LIVE:
@@ -168,10 +163,10 @@ class LiveJudge:
         limits = self._limits
         state = self._runs.get(run)
         if state is None:
-            evidence = NodeEvidence(self._writer, self._recent, self._steps, self._clock, limits.warmup_steps)
+            evidence = NodeEvidence(self.writer, self.recent, self.steps, self.clock, limits.warmup_steps)
             state = self._runs[run] = _LiveRun(limits, evidence)
-        with self._writer.lock:
-            deadline = self._clock() - int(limits.report_timeout_s * 1e9)
+        with self.writer.lock:
+            deadline = self.clock() - int(limits.report_timeout_s * 1e9)
             live = [rank for rank, stream in ranks.items() if _reports(stream, deadline)]
             world = world_size(ranks, None)
             missing = missing_of(world, live)
@@ -186,7 +181,7 @@ class LiveJudge:
             )
             self._keep(run, state.evidence.add(dead, ranks, labels))
             return
-        hang = self._standstill.look(run, streams, ranks, labels)
+        hang = self._hang_watch.look(run, streams, ranks, labels)
         if hang is not None:
             self._keep(run, state.evidence.add(hang, ranks, labels))
         if not live or seen == state.judged or (hang is not None and hang.lasted_s is None):
@@ -195,7 +190,7 @@ class LiveJudge:
         if which != state.which:
             self._begin_generation(run, state, which)
         steps = max(limits.window_steps + limits.stride_steps, min(self.tail, MAX_ROWS // len(live)))
-        window = self._steps.history(run).window(
+        window = self.steps.history(run).window(
             live, world + sum(rank >= world for rank in live), missing, steps
         )
         verdict = with_part(state.judge.update(window), window, functools.partial(self._rates, ranks), limits)
@@ -207,13 +202,13 @@ class LiveJudge:
         self._keep(run, verdict, store=verdict.window_steps >= limits.first_window_steps)
 
     def _begin_generation(self, run: str, state: _LiveRun, which: tuple[int, int]) -> None:
-        """Judge from here on the processes of another attempt, or restart, with the run's baseline."""
+        """From here on judge the processes of another attempt, or restart, with the run's baseline."""
         before = self._baselines.of(run)
         if before is not None and state.which is not None:
             again = ", before its ranks began anew" if state.which[0] == which[0] else ""
             before = before.elsewhere(f"attempt {state.which[0]}{again}")
         state.judge = RunJudge(self._limits, baseline=before)
-        if state.which is None:  # of an aggregator that ran before, maybe
+        if state.which is None:  # an aggregator may have run before
             resumed = self._histories.resume(run, which, RunJudge(self._limits, baseline=before))
             state.judge = resumed or state.judge
         state.which = which
@@ -221,9 +216,9 @@ class LiveJudge:
     def _rates(
         self, streams: dict[int, Stream], ranks: Sequence[int], first: int, last: int
     ) -> dict[int, Rates]:
-        """Return how long the named parts of some ranks took, see `analysis.parts.Find`."""
-        with self._writer.lock:
-            found = {rank: self._recent.details(streams[rank].id) for rank in ranks}
+        """Return how long the spans of some ranks took, see `analysis.parts.Find`."""
+        with self.writer.lock:
+            found = {rank: self.recent.details(streams[rank].id) for rank in ranks}
         return {rank: rates(details, first, last) for rank, details in found.items() if details}
 
     def _keep(self, run: str, verdict: Verdict, store: bool = True) -> None:
@@ -234,12 +229,12 @@ class LiveJudge:
         named = *what, verdict.part, verdict.lasted_s, verdict.stacks
         if store and named != state.stored:
             state.stored = named
-            with self._writer.lock:
-                self._writer.add_verdict(self._clock(), msgspec.json.encode(verdict), run)
+            with self.writer.lock:
+                self.writer.add_verdict(self.clock(), msgspec.json.encode(verdict), run)
 
 
 class _LiveRun:
-    """How far the judging of one run has come."""
+    """State of the judging of one run."""
 
     def __init__(self, limits: Thresholds, evidence: NodeEvidence) -> None:
         self.judge = RunJudge(limits)
@@ -250,11 +245,11 @@ class _LiveRun:
         self.stored: tuple[Any, ...] | None = None
         self.verdict: Verdict | None = None
         self.history: dict[str, Any] = {"episodes": [], "brief": Brief()}
-        """What is answered from other threads."""
+        """Read by other threads."""
 
 
 def _reports(stream: Stream, deadline: int) -> bool:
-    """Whether the rank has been heard of since `deadline`, or has ended as it should."""
+    """Whether the rank has reported since `deadline`, or has ended as it should."""
     return stream.final or (not stream.ended and stream.last_seen_ns >= deadline)
 
 

@@ -1,8 +1,9 @@
-"""Anomalies of the nodes that the live verdict names, as long as it names them."""
+"""Anomalies of the nodes that the live verdict names, for as long as it names them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -22,22 +23,17 @@ EVERY_NS = 1_000_000_000
 _ROWS = 1024
 
 
+@dataclass(eq=False)
 class NodeEvidence:
-    """Of one run. It remembers since when the same is named: what was usual before that stays usual."""
+    """Of one run. It remembers since when the same ranks are named: what was usual before stays usual."""
 
-    def __init__(
-        self,
-        writer: SessionWriter,
-        recent: Recent,
-        steps: LiveSteps,
-        clock: Callable[[], int],
-        warmup_steps: int,
-    ) -> None:
-        self._writer = writer
-        self._recent = recent
-        self._steps = steps
-        self._clock = clock
-        self._warmup = warmup_steps
+    writer: SessionWriter
+    recent: Recent
+    steps: LiveSteps
+    clock: Callable[[], int]
+    warmup_steps: int
+
+    def __post_init__(self) -> None:
         self._trained: tuple[int | None, int] = None, 0
         self._named: object = None
         self._since_ns = 0
@@ -53,7 +49,7 @@ class NodeEvidence:
             ranks: the process of each of its ranks.
             labels: names of the streams' nodes.
         """
-        rank, now = reference_rank(verdict, ranks), self._clock()
+        rank, now = reference_rank(verdict, ranks), self.clock()
         trained_ns = self._trained_ns(ranks)
         if rank is None:
             self._named = None
@@ -63,12 +59,12 @@ class NodeEvidence:
         due = now - self._examined_ns >= EVERY_NS and verdict.exit_reason is None
         if fresh or due:
             stream = ranks[rank]
-            with self._writer.lock:
-                every = list(self._writer.streams.values())
+            with self.writer.lock:
+                every = list(self.writer.streams.values())
             names = {node_key(stream): labels[stream.id] for stream in every if stream.id in labels}
             machines = Machines(self._sampled, ranks, every, names)
-            keys, _, rows = self._steps.rows_of(stream.id, _ROWS)
-            with self._writer.lock:
+            keys, _, rows = self.steps.rows_of(stream.id, _ROWS)
+            with self.writer.lock:
                 when = machines.when(verdict, keys, rows)
             if when is None:
                 return verdict
@@ -83,10 +79,10 @@ class NodeEvidence:
         """Return since when the run is beyond its warm-up, by its first rows, which are dropped later."""
         stream = ranks[min(ranks)] if ranks else None
         if stream is None or stream.last_rows_ns is None:
-            return self._clock()
+            return self.clock()
         if stream.id != self._trained[0]:
-            keys, _, rows = self._steps.rows_of(stream.id, _ROWS)
-            trained_ns = trained_since(keys, rows, stream.last_rows_ns, self._warmup)
+            keys, _, rows = self.steps.rows_of(stream.id, _ROWS)
+            trained_ns = trained_since(keys, rows, stream.last_rows_ns, self.warmup_steps)
             if trained_ns == stream.last_rows_ns:
                 return trained_ns
             self._trained = stream.id, trained_ns
@@ -95,6 +91,6 @@ class NodeEvidence:
     def _sampled(self, nodes: Sequence[str], first_ns: int, last_ns: int) -> dict[str, Excerpt]:
         found = {}
         for node in nodes:
-            with self._writer.lock:  # node by node: a message never waits until all of them are copied
-                found.update(self._recent.machines([node], first_ns, last_ns))
+            with self.writer.lock:  # node by node: a message never waits until all of them are copied
+                found.update(self.recent.machines([node], first_ns, last_ns))
         return found

@@ -13,20 +13,20 @@ _NODES = 4096
 
 
 class Recent:
-    """Bounded, however many streams and nodes there are."""
+    """Memory is bounded, however many streams and nodes there are."""
 
     def __init__(self) -> None:
         self._details: dict[int, deque[wire.Detail]] = {}
         self._nodes: dict[str, Samples] = {}
 
     def add_detail(self, stream: int, detail: wire.Detail) -> None:
-        """Add time spent in a named part; the newest 32 to 512 of a stream are kept."""
+        """Add a span; the newest 32 to 512 of a stream are kept."""
         if stream not in self._details:
             self._details[stream] = deque(maxlen=min(512, max(32, _DETAILS // (len(self._details) + 1))))
         self._details[stream].append(detail)
 
     def details(self, stream: int) -> list[wire.Detail]:
-        """Return the newest named parts of a stream, oldest first."""
+        """Return the newest spans of a stream, oldest first."""
         return list(self._details.get(stream, ()))
 
     def add_sample(self, node: str, sample: wire.NodeSample) -> None:
@@ -42,11 +42,7 @@ class Recent:
         known = {node: self._nodes[node] for node in nodes if node in self._nodes}
         return {node: samples.between(first_ns, last_ns) for node, samples in known.items()}
 
-    def forget(self, stream: int) -> None:
-        """Forget what is known of a stream: an earlier attempt of its rank."""
-        self._details.pop(stream, None)
-
     def keep(self, streams: set[int]) -> None:
         """Forget all other streams."""
         for stream in self._details.keys() - streams:
-            self.forget(stream)
+            del self._details[stream]
