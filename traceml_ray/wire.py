@@ -1,9 +1,5 @@
 """
-What travels between rank, relay and aggregator: msgpack of array-like structs, version 2.
-
-Only bytes cross a process boundary, and nothing is unpickled. Columns are raw little-endian
-bytes. `decode` checks size and version before it builds anything, and raises `WireError` with
-a short reason that the receiver counts; it never raises anything else.
+What travels between rank, relay and aggregator, version 2. Columns are raw little-endian bytes.
 
 Times are int64 nanoseconds. `*_ns` of a row are durations on the rank's own monotonic clock;
 `sent_ns` and `t_ns` are wall-clock time since the epoch.
@@ -11,16 +7,23 @@ Times are int64 nanoseconds. `*_ns` of a row are durations on the rank's own mon
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
 
+from traceml_ray.codec import MAX_MESSAGE_BYTES as MAX_MESSAGE_BYTES
+from traceml_ray.codec import UNREADABLE as UNREADABLE
+from traceml_ray.codec import VERSION as VERSION
+from traceml_ray.codec import Count, Int64, Part
+from traceml_ray.codec import Message as Message
+from traceml_ray.codec import WireError as WireError
+from traceml_ray.codec import decode as decode
+from traceml_ray.codec import encode as encode
+from traceml_ray.codec import size_of as size_of
+from traceml_ray.codec import tag_of as tag_of
 from traceml_ray.identity import RankIdentity
 from traceml_ray.stages import N_STAGES, ROW_BYTES
 
-VERSION = 2
-
-MAX_MESSAGE_BYTES = 1 << 20
 MAX_BATCH_BYTES = 64 * 1024
 """A larger argument of an actor call goes through Ray's object store, 2-3 times as slow."""
 MAX_ROWS = 1024
@@ -29,44 +32,29 @@ MAX_ITEMS = 1024
 TICK_S = 0.25
 """How often a relay sends, where the aggregator does not say otherwise."""
 
-# What is decoded fits the int64 columns it ends in, and an index points at something.
-Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Rows = Annotated[int, msgspec.Meta(ge=0, le=1 << 44)]
 """A number of rows: more than any run has, and those of all ranks add up to an int64."""
 StageIndex = Annotated[int, msgspec.Meta(ge=0, lt=N_STAGES)]
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
-"""Of a stream: files are called by it."""
+"""Of a stream; also used as a file name."""
 Value = str | Int64 | float | None
 _FEW = msgspec.Meta(max_length=MAX_ITEMS)
 
 
-class WireError(ValueError):
-    """A message that is not accepted; `reason` is a short name under which it is counted."""
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        self.reason = reason
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-
-
-class _Message(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Base of every part of a message; trailing fields a newer version adds are ignored."""
-
-
-class OpenStage(_Message, frozen=True):
-    """Where a rank stands right now: the stage it is in, and for how long it has been there."""
+class OpenStage(Part, frozen=True):
+    """The stage that a rank is in, and for how long it has been."""
 
     step: Int64
     stage: StageIndex
     elapsed_ns: Int64
     part: str | None = None
-    """Name of the part inside the stage that is open: `checkpoint`, `barrier`, a user's stage, …"""
+    """Name of the open span inside the stage: `checkpoint`, `barrier`, a user's stage, …"""
     part_ns: Int64 | None = None
     """For how long it has been."""
 
 
-class ProcessSample(_Message, frozen=True):
-    """One look at a rank's process. `None` is "not known", never 0."""
+class ProcessSample(Part, frozen=True):
+    """A sample of a rank's process. `None` is "not known", never 0."""
 
     t_ns: Int64
     cpu_pct: float | None
@@ -76,8 +64,8 @@ class ProcessSample(_Message, frozen=True):
     write_bytes: Count | None
 
 
-class Detail(_Message, frozen=True):
-    """Time spent in one named part (`optimizer`, `checkpoint`, a user's stage) since the last batch."""
+class Detail(Part, frozen=True):
+    """Time in spans of one name (`optimizer`, `checkpoint`, a user's stage) since the last batch."""
 
     name: str
     stage: StageIndex
@@ -91,7 +79,7 @@ class Detail(_Message, frozen=True):
     """Of a collective, the size of its buffers."""
 
 
-class Event(_Message, frozen=True):
+class Event(Part, frozen=True):
     """
     Something that happened once, for a person to read.
 
@@ -107,7 +95,7 @@ class Event(_Message, frozen=True):
     data: Annotated[dict[str, Value], _FEW] = {}
 
 
-class Overhead(_Message, frozen=True):
+class Overhead(Part, frozen=True):
     """What the monitor itself has cost this rank so far (cumulative)."""
 
     marks_ns: Count
@@ -117,7 +105,7 @@ class Overhead(_Message, frozen=True):
     sent_bytes: Count
 
 
-class RankBatch(_Message, tag="rank", frozen=True):
+class RankBatch(Message, tag="rank", frozen=True):
     """
     One tick of one rank's agent.
 
@@ -127,7 +115,6 @@ class RankBatch(_Message, tag="rank", frozen=True):
     `produced` counts dropped rows too.
     """
 
-    v: Count
     stream: Name
     seq: Count
     sent_ns: Int64
@@ -159,13 +146,23 @@ class RankBatch(_Message, tag="rank", frozen=True):
     are, which tells groups apart, since they share no rank. None: not known.
     """
 
+    def check(self) -> None:
+        """Raise `WireError` where the columns do not fit each other."""
+        count = len(self.flags)
+        if count > MAX_ROWS:
+            raise WireError("too_large", f"{count} rows, limit {MAX_ROWS}")
+        if len(self.keys) != 8 * count or len(self.rows) != ROW_BYTES * count:
+            raise WireError("bad_columns", f"{count} flags, {len(self.keys)} / {len(self.rows)} bytes")
+        if self.dropped > self.produced:
+            raise WireError("bad_columns", f"{self.dropped} rows dropped of {self.produced} produced")
 
-class Command(_Message, frozen=True):
+
+class Command(Part, frozen=True):
     """
-    Something the receiver is asked to do; rides back on a reply, on every one until it has been done,
-    so that no lost reply matters: the receiver does each `args["id"]` once.
+    Something the receiver is to do. It is part of every reply until it has been done, so that no lost reply
+    matters: the receiver does each `args["id"]` once.
 
-    `dump`: say where every thread stands (event `stacks`); `where`: only where the training thread does
+    `dump`: send the stack of every thread (event `stacks`); `where`: only the place of the training thread
     (event `standing`, which is not stored). `args["run"]`: ranks of that job only.
     """
 
@@ -173,13 +170,12 @@ class Command(_Message, frozen=True):
     args: Annotated[dict[str, Value], _FEW] = {}
 
 
-class RankReply(_Message, tag="rank_reply", frozen=True):
+class RankReply(Message, tag="rank_reply", frozen=True):
     """
     Relay to agent: every batch up to `acked_seq` has been taken over by the relay, and none up to
     `settled_seq` (None: `acked_seq`) need be sent again: they are on disk.
     """
 
-    v: Count
     stream: Name
     acked_seq: Int64
     commands: Annotated[list[Command], _FEW] = []
@@ -188,7 +184,7 @@ class RankReply(_Message, tag="rank_reply", frozen=True):
     """To rank 0: `label`, `why`, `stage`, `rank`, `cost_pct`, `mean_step_ms` of its run just now."""
 
 
-class GpuProcess(_Message, frozen=True):
+class GpuProcess(Part, frozen=True):
     """A process that computes on a device; `parents` are its parent, that one's parent, and so on."""
 
     pid: Count
@@ -197,7 +193,7 @@ class GpuProcess(_Message, frozen=True):
     parents: Annotated[list[Count], _FEW] = []
 
 
-class GpuSample(_Message, frozen=True):
+class GpuSample(Part, frozen=True):
     """One device as NVML sees it. Byte counters and `processes` are not asked for in every sample."""
 
     index: Count
@@ -223,8 +219,8 @@ class GpuSample(_Message, frozen=True):
     """Numbers of the critical errors since the sample before; None: not known."""
 
 
-class NodeSample(_Message, frozen=True):
-    """One look at a node. Bytes of disk, network and swap, and `cpu_throttled_ns`, are counters."""
+class NodeSample(Part, frozen=True):
+    """A sample of a node. Bytes of disk, network and swap, and `cpu_throttled_ns`, are counters."""
 
     t_ns: Int64
     cpu_pct: float | None
@@ -248,7 +244,7 @@ class NodeSample(_Message, frozen=True):
     """CPU time that the container's quota held back."""
 
 
-class NodeIdentity(_Message, frozen=True):
+class NodeIdentity(Part, frozen=True):
     """A machine of the cluster; `node_id` is Ray's."""
 
     node_id: str
@@ -256,7 +252,7 @@ class NodeIdentity(_Message, frozen=True):
     address: str
 
 
-class RelayBatch(_Message, tag="relay", frozen=True):
+class RelayBatch(Message, tag="relay", frozen=True):
     """
     One tick of one node: the rank batches as they came, in order.
 
@@ -264,7 +260,6 @@ class RelayBatch(_Message, tag="relay", frozen=True):
     aggregator takes each (incarnation, seq) once. `dropped` is cumulative rows per stream.
     """
 
-    v: Count
     node: NodeIdentity
     incarnation: str
     seq: Count
@@ -278,10 +273,9 @@ class RelayBatch(_Message, tag="relay", frozen=True):
     errors: Annotated[dict[str, Count], _FEW] = {}
 
 
-class RelayReply(_Message, tag="relay_reply", frozen=True):
+class RelayReply(Message, tag="relay_reply", frozen=True):
     """Aggregator to relay: messages up to `stored_seq` are on disk."""
 
-    v: Count
     stored_seq: Int64
     commands: Annotated[list[Command], _FEW] = []
     verdicts: Annotated[dict[str, dict[str, Value]], _FEW] = {}
@@ -290,7 +284,7 @@ class RelayReply(_Message, tag="relay_reply", frozen=True):
     """How often to send, in seconds, where not all ranks of the node have reported before."""
 
 
-class RankFailure(_Message, frozen=True):
+class RankFailure(Part, frozen=True):
     """How one rank's process ended badly, as the launcher saw it. A signal is a negative exit code."""
 
     rank: Count
@@ -301,13 +295,12 @@ class RankFailure(_Message, frozen=True):
     message: str = ""
 
 
-class Finish(_Message, tag="finish", frozen=True):
+class Finish(Message, tag="finish", frozen=True):
     """
     Launcher to relay, over the rank socket, and from there to the aggregator: this node's part of the job is
-    over. The aggregator decides when the files are written; asked again, it says how far that is.
+    over. The aggregator decides when the files are written; each further reply says how far that is.
     """
 
-    v: Count
     exit_code: Int64
     failures: Annotated[list[RankFailure], _FEW] = []
     stop: bool = True
@@ -317,26 +310,25 @@ class Finish(_Message, tag="finish", frozen=True):
     nodes: Count = 1
     """How many nodes the job has: they are waited for."""
     force: bool = False
-    """Somebody has ordered it: nobody is waited for."""
+    """A person has ordered it: no node is waited for."""
     waited_s: float = 0.0
     """How long the launcher has waited already, when the relay passes this on."""
 
 
-class Finished(_Message, tag="finished", frozen=True):
+class Finished(Message, tag="finished", frozen=True):
     """How far the end of a session, or of a run, is."""
 
-    v: Count
     state: Literal["waiting", "writing", "noted", "written", "failed"]
     """
     waiting: for those that may still deliver, or for the disk; ask again. writing: the report is being made;
     ask again. noted: there is nothing to wait for. written: the files are there. failed: they cannot be.
     """
     detail: str = ""
-    """Why not, or who is missing."""
+    """Why not, or which nodes are missing."""
     waiting: Count = 0
     """
-    Ranks, or nodes, that may still deliver, and are waited for; of files that are written, those whose rows
-    may not be in them.
+    Ranks, or nodes, that are waited for because they may still deliver; of files that are written, those
+    whose rows may not be in them.
     """
 
     @property
@@ -350,90 +342,16 @@ class Finished(_Message, tag="finished", frozen=True):
         return self.state in ("noted", "written")
 
 
-class Run(_Message, tag="run", frozen=True):
+class Run(Message, tag="run", frozen=True):
     """
     What starts ranks inside Ray (Ray Train's controller) to the aggregator, about one run of the
     session; the reply is Finished.
     """
 
-    v: Count
     job_id: str
     """As in the identity of the run's ranks."""
     info: Annotated[dict[str, Value], _FEW] = {}
-    """name, launcher, world_size, nnodes, …: what is not there is as it was."""
+    """name, launcher, world_size, nnodes, …: what is missing stays as it was."""
     events: Annotated[list[Event], _FEW] = []
     status: str | None = None
     """finished, failed, stopped: the run is over, its files are to be written. None: it goes on."""
-
-
-Message = RankBatch | RankReply | RelayBatch | RelayReply | Finish | Finished | Run
-_M = TypeVar("_M", RankBatch, RankReply, RelayBatch, RelayReply, Finish, Finished, Run)
-
-
-class _Header(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    tag: str
-    v: int
-
-
-UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError, MemoryError)
-_encoder = msgspec.msgpack.Encoder()
-_header = msgspec.msgpack.Decoder(_Header)
-_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
-
-
-def encode(message: Message) -> bytes:
-    """Return `message` as msgpack bytes."""
-    return _encoder.encode(message)
-
-
-def size_of(part: Event | Detail) -> int:
-    """Return how many bytes a part of a message takes."""
-    return len(_encoder.encode(part))
-
-
-def decode(data: bytes, kind: type[_M], *, max_bytes: int = MAX_MESSAGE_BYTES) -> _M:
-    """
-    Return `data` as a message of type `kind`, or raise `WireError`.
-
-    Reasons: `too_large`, `garbage`, `wrong_version`, `wrong_kind`, `malformed`, `bad_columns`.
-    """
-    if type(data) is not bytes:
-        raise WireError("garbage", f"{type(data).__name__} where bytes were due")
-    if len(data) > max_bytes:
-        raise WireError("too_large", f"{len(data)} bytes, limit {max_bytes}")
-    try:
-        header = _header.decode(data)
-    except UNREADABLE as error:
-        raise WireError("garbage", str(error)) from None
-    if header.v != VERSION:
-        raise WireError("wrong_version", f"message has {header.v}, this is {VERSION}")
-    if header.tag != kind.__struct_config__.tag:
-        raise WireError("wrong_kind", f"{header.tag[:40]!r} where {kind.__name__} was due")
-    decoder = _decoders.get(kind)
-    if decoder is None:
-        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
-    try:
-        message: _M = decoder.decode(data)
-    except UNREADABLE as error:
-        raise WireError("malformed", str(error)) from None
-    if isinstance(message, RankBatch):
-        _check_columns(message)
-    return message
-
-
-def tag_of(data: bytes) -> str:
-    """Return the message's tag, or "" when there is none to be had."""
-    try:
-        return _header.decode(data).tag
-    except UNREADABLE:
-        return ""
-
-
-def _check_columns(batch: RankBatch) -> None:
-    count = len(batch.flags)
-    if count > MAX_ROWS:
-        raise WireError("too_large", f"{count} rows, limit {MAX_ROWS}")
-    if len(batch.keys) != 8 * count or len(batch.rows) != ROW_BYTES * count:
-        raise WireError("bad_columns", f"{count} flags, {len(batch.keys)} / {len(batch.rows)} bytes")
-    if batch.dropped > batch.produced:
-        raise WireError("bad_columns", f"{batch.dropped} rows dropped of {batch.produced} produced")

@@ -110,7 +110,7 @@ def test_text_is_bounded_and_fits_the_wire_whatever_files_are_called() -> None:
         event = stacks.event(owner, OPEN, "h1")
     assert len(event.message.encode()) <= stacks.MAX_BYTES
     assert event.message.splitlines()[1] == "  …"
-    assert wire._encoder.encode(event)
+    assert wire.size_of(event)
 
 
 def test_there_is_no_flight_recorder_without_entries(monkeypatch: pytest.MonkeyPatch) -> None:

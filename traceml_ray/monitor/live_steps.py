@@ -153,7 +153,7 @@ class LiveSteps:
             self.errors.note("older steps", error)
 
     def _follow(self, run: str, ranks: dict[int, Stream], labels: Mapping[int, str]) -> None:
-        """Note which processes are the ranks of a run; begin anew where a rank is another process than before."""
+        """Note which processes the ranks of a run are; begin anew where a rank is another one than before."""
         before = self._runs.get(run)
         processes = {rank: stream.id for rank, stream in ranks.items()}
         if before is not None and before.processes == processes:

@@ -1,0 +1,110 @@
+"""
+How messages between processes are encoded: msgpack of array-like structs, with a tag and a version.
+
+Only bytes cross a process boundary, and nothing is unpickled. `decode` checks the size before it builds
+anything, and raises `WireError` with a short reason that the receiver counts; it never raises anything else.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+VERSION = 2
+MAX_MESSAGE_BYTES = 1 << 20
+
+# What is decoded fits the int64 columns of the session file, and an index points at something.
+Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class WireError(ValueError):
+    """A message that is not accepted; `reason` is a short name under which it is counted."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        self.reason = reason
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+
+
+class Part(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Base of every part of a message; trailing fields a newer version adds are ignored."""
+
+
+class Message(Part, frozen=True):
+    """Base of messages, which have a `tag`."""
+
+    v: Count
+
+    def check(self) -> None:
+        """Raise `WireError` where fields that are each right do not fit together."""
+
+
+class _Header(Part, frozen=True):
+    tag: str
+    v: int
+
+
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError, MemoryError)
+_M = TypeVar("_M", bound=Message)
+_encoder = msgspec.msgpack.Encoder()
+_header = msgspec.msgpack.Decoder(_Header)
+_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
+
+
+def encode(message: Message) -> bytes:
+    """Return `message` as msgpack bytes."""
+    return _encoder.encode(message)
+
+
+def size_of(part: Part) -> int:
+    """Return how many bytes a part of a message takes."""
+    return len(_encoder.encode(part))
+
+
+def decode(data: bytes, kind: type[_M], *, max_bytes: int = MAX_MESSAGE_BYTES) -> _M:
+    """
+    Return `data` as a message of type `kind`, or raise `WireError`.
+
+    Reasons: `too_large`, `garbage`, `wrong_version`, `wrong_kind`, `malformed`, `bad_columns`.
+    """
+    if type(data) is not bytes:
+        raise WireError("garbage", f"{type(data).__name__} where bytes were due")
+    if len(data) > max_bytes:
+        raise WireError("too_large", f"{len(data)} bytes, limit {max_bytes}")
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    try:
+        message: _M = decoder.decode(data)
+    except UNREADABLE as error:
+        raise _reason(data, kind, error) from None
+    if message.v != VERSION:
+        raise _wrong_version(message.v)
+    message.check()
+    return message
+
+
+def tag_of(data: bytes) -> str:
+    """Return the message's tag, "" where there is none."""
+    try:
+        return _header.decode(data).tag
+    except UNREADABLE:
+        return ""
+
+
+def _reason(data: bytes, kind: type[Message], error: BaseException) -> WireError:
+    """Return why `data` cannot be decoded, by its header where it has one."""
+    try:
+        header = _header.decode(data)
+    except UNREADABLE as unreadable:
+        return WireError("garbage", str(unreadable))
+    if header.v != VERSION:
+        return _wrong_version(header.v)
+    if header.tag != kind.__struct_config__.tag:
+        return WireError("wrong_kind", f"{header.tag[:40]!r} where {kind.__name__} was due")
+    return WireError("malformed", str(error))
+
+
+def _wrong_version(version: int) -> WireError:
+    return WireError("wrong_version", f"message has {version}, this is {VERSION}")
