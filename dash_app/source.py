@@ -22,7 +22,7 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.attachment import FILE as ATTACHMENT
 from traceml_ray.attachment import Attachment
 from traceml_ray.monitor.queries import answer_from
-from traceml_ray.ray.connection import attach, attach_environment, reach
+from traceml_ray.ray.connection import attach
 from traceml_ray.ray.discovery import DEFAULT_SESSION, find_aggregator
 from traceml_ray.session import DATABASE, LIVE, Live, SessionError, find, holder, read_json
 from traceml_ray.settings import Settings
@@ -251,10 +251,7 @@ class LiveSource:
         if self._attached:
             return
         try:
-            address, _ = reach(self._where.address, ASK_S)
-            for name, value in {**attach_environment(address), **self._where.environ}.items():
-                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-            attach(address, self._where.temp_dir)
+            attach(self._where, ASK_S)
         except Exception as error:
             said = str(error).strip().splitlines()[-1:]
             raise CannotAttach(f"cannot attach to Ray at {self._where.address}: {''.join(said)}") from error

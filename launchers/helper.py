@@ -1,6 +1,6 @@
 """
-Attaches to a Ray cluster, makes the session's actors there, and exits: what the launcher must not do
-itself, because an attached process is ended by Ray when the cluster's head is lost.
+Attaches to a Ray cluster, makes the session's actors there, and exits: the launcher must not do that itself,
+because an attached process is ended by Ray when the cluster's head is lost.
 
 `python -m traceml_ray.launchers.helper`: one JSON `HelperRequest` on stdin, one JSON `HelperReply` on
 stdout. Credentials come in the environment. It exits within `deadline_s`, whatever Ray does.
@@ -17,8 +17,9 @@ from typing import Any, TextIO
 
 import msgspec
 
+from traceml_ray.attachment import Attachment
 from traceml_ray.ray.config import ActorConfig
-from traceml_ray.ray.connection import attach, attach_environment, reach
+from traceml_ray.ray.connection import attach
 
 from .cluster import die_with
 from .lean_ray import until_joined
@@ -27,11 +28,11 @@ _DETAIL_CHARS = 300
 _KILL_S = 2.0
 _LOOK_S = 0.05
 _answered = threading.Lock()
-"""Held from the first answer on: the deadline and the work may both have one."""
+"""Held from the first reply on: the deadline and the work may both make one."""
 
 
 class HelperRequest(msgspec.Struct, frozen=True):
-    """What is to be done."""
+    """What to make, and where."""
 
     parent: int
     address: str
@@ -45,14 +46,14 @@ class HelperRequest(msgspec.Struct, frozen=True):
 
 
 class HelperReply(msgspec.Struct, frozen=True):
-    """What became of it."""
+    """How it went."""
 
     ok: bool
     detail: str = ""
 
 
 def main() -> None:
-    """Do what stdin asks for and say on stdout how it went."""
+    """Serve the request on stdin; reply on stdout."""
     stdout, sys.stdout = sys.stdout, sys.stderr  # the reply is the only thing there, whatever Ray prints
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=HelperRequest)
     die_with(request.parent)
@@ -65,7 +66,7 @@ def main() -> None:
 
 
 def _answer(stdout: TextIO, reply: HelperReply) -> None:
-    """Say it, once, and be gone: a shutdown of Ray may hang, and the actors are detached anyway."""
+    """Reply, once, and exit at once: a shutdown of Ray may hang, and the actors are detached anyway."""
     _answered.acquire()
     stdout.write(msgspec.json.encode(reply).decode() + "\n")
     stdout.flush()
@@ -74,25 +75,23 @@ def _answer(stdout: TextIO, reply: HelperReply) -> None:
 
 def _attempt(request: HelperRequest) -> HelperReply:
     try:
-        address, _ = reach(request.address, request.deadline_s - 1)
-        _make_actors(request, address)
+        _make_actors(request)
     except Exception as error:
         last = str(error).strip().splitlines()[-1:]  # where there are many, they are a remote traceback
         return HelperReply(False, f"{type(error).__name__}: {''.join(last)}"[:_DETAIL_CHARS])
     return HelperReply(True)
 
 
-def _make_actors(request: HelperRequest, address: str) -> None:
-    os.environ.update(attach_environment(address))
+def _make_actors(request: HelperRequest) -> None:
+    joins = bool(request.temp_dir) and not request.first
+    where = Attachment(request.address, request.temp_dir)
+    attach(where, request.deadline_s - 1, lambda _ray: until_joined(request.temp_dir) if joins else None)
     import ray
 
     from traceml_ray.ray.actor_factory import ensure_relay
     from traceml_ray.ray.aggregator import ensure_aggregator
     from traceml_ray.ray.discovery import find_aggregator
 
-    if request.temp_dir and not request.first:
-        until_joined(request.temp_dir)
-    attach(address, request.temp_dir)
     actors = request.actors
     node_id, made = ray.get_runtime_context().get_node_id(), list[Any]()
     if request.first:

@@ -206,17 +206,17 @@ class Cluster:
         monkeypatch.setattr(membership, "relay_nodes", lambda _: {"n"} if self._left > 0 else set())
         monkeypatch.setattr(membership, "ensure_relay", self._make)
         config = ActorConfig("s", Settings(), everywhere=True)
-        self._looks = membership.Membership(config, lambda *_: None, self.errors, lambda: self.now)
+        self._membership = membership.Membership(config, lambda *_: None, self.errors, lambda: self.now)
 
     def _make(self, *_: Any) -> None:
         self.made.append(self.now)
         self._left = self.lasts
 
     def look(self, seconds: float, *, asked: bool = False) -> None:
-        for _ in range(int(seconds / membership.LOOK_S)):
-            self._looks._look(asked)
+        for _ in range(int(seconds / membership.CHECK_S)):
+            self._membership._check(asked)
             self._left -= 1
-            self.now += membership.LOOK_S
+            self.now += membership.CHECK_S
 
 
 def test_where_no_relay_stays_one_is_made_less_and_less_often_and_that_is_told_once(

@@ -292,7 +292,7 @@ class AggregatorCore:
             writer.stream(batch.stream, now)
         else:
             writer.progressed(stream)
-        restart = self._restarts.look(stream)
+        restart = self._restarts.check(stream)
         if restart is not None and stream.identity is not None:
             writer.add_event(restart, run=stream.identity.job_id)
         if batch.process is not None:
@@ -357,7 +357,7 @@ class AggregatorCore:
     def _reload(self) -> None:
         """After a restart: bring back the last rows, so that the verdicts go on at once."""
         with self._writer.reader() as reader:
-            self.endings.recall(reader.told())
+            self.endings.events.update(reader.told())
             for run, streams in self._judge.live_runs().items():
                 reader.run = run
                 own = {stream.id for stream in streams}

@@ -1,4 +1,4 @@
-"""Notices that a run goes on with another attempt: a restart or a resize, and what it cost."""
+"""Detects that a run goes on with another attempt: a restart or a resize, and what it cost."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class _Now:
 
 
 class Restarts:
-    """`streams` are those that there are already: the aggregator was restarted."""
+    """`streams` are those known before, where the aggregator was restarted."""
 
     def __init__(self, streams: Iterable[Stream]) -> None:
         self._runs: dict[str, _Now] = {}
         for stream in sorted(streams, key=lambda stream: stream.last_rows_ns or 0):
             if stream.last_rows_ns is not None:
-                self.look(stream)
+                self.check(stream)
 
-    def look(self, stream: Stream) -> wire.Event | None:
+    def check(self, stream: Stream) -> wire.Event | None:
         """
-        Look at a stream that has rows; return the event when they are the first of a new attempt.
+        Check a stream that has rows; return an event when they are the first of a new attempt.
 
         `seconds` are between the last report with rows of the attempt before and the first of this
         one, as the aggregator got them: exact to about one interval of reporting.

@@ -1,4 +1,4 @@
-"""Copies of the session file to be taken away, and the files that may be read from outside."""
+"""Copies of the session file for downloads, and the files that may be read from outside."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from traceml_ray.store.session_file import SessionFile
 _PREFIX = "snapshot-"
 _REPORTS = frozenset({"summary.json", "report.txt"})
 _MOST = 3
-"""Copies at the same time; whoever asks for another one ends the oldest."""
+"""Copies at the same time; another one replaces the oldest."""
 MAX_CHUNK = 4 << 20
 """Bytes of a file in one answer."""
 

@@ -1,8 +1,8 @@
 """
 The end of a run, decided in one place: who is waited for, how long, and when the files are written.
 
-The aggregator owns it. Relays and Ray Train's controller say that a node, or a run, is over, repeat that, and
-do what the answer says. The launcher, or `Session.stop`, whom nobody answers in time takes the session over
+The aggregator owns it. Relays and Ray Train's controller report that a node, or a run, is over, repeat that,
+and follow the answer. Without an answer in time the launcher, or `Session.stop`, takes the session over
 (`store.fence`) and writes its end from the file. Every time-out of that is in the table below, in seconds;
 `tests/unit/test_finish.py` adds them up: whatever hangs, a run ends less than `BAR_S` later than without a
 monitor. Free of I/O, and cheap to import: the launcher does.
@@ -21,9 +21,9 @@ BAR_S = 3.0
 # -- the aggregator --
 
 OTHERS_S = 1.8
-"""How long it waits for nodes, or ranks, that may still deliver: who has ended is kept no longer."""
+"""How long it waits for nodes, or ranks, that may still deliver: those that ended are held up no longer."""
 QUIET_S = 2.5
-"""A relay that has not been heard of for so long (it samples its node each second) is not waited for."""
+"""A relay that has not reported for so long (it samples its node each second) is not waited for."""
 LATE_S = 60.0
 """
 How long a session whose launcher has gone waits for a node of which nothing comes: ranks that live report
@@ -38,20 +38,20 @@ LINGER_S = 0.5
 GOODBYE_S = 0.2
 """Between its answer to `stop` and its end: the answer has to be on its way."""
 
-# -- who asks the aggregator: a relay for its launcher, Ray Train's controller, a driver --
+# -- callers of the aggregator: a relay for its launcher, Ray Train's controller, a driver --
 
 ASK_S = 0.05
 """Between two questions whether all is written: an answer costs a millisecond."""
 WORD_S = 2.0
 """
-How long it may take until the aggregator's word that all is written, or that it waits for others or makes a
+How long it may take until the aggregator replies that all is written, or that it waits for others or makes a
 report: two commits. Of a relay, flushing is part of it, and half of it is all where the aggregator had stored
 nothing for a second when the end came: then it hangs.
 """
 ANSWER_S = 1.0
-"""An aggregator that lives says something within that time, however large the job."""
+"""An aggregator that lives answers within that time, however large the job."""
 STARTING_S = 2.5
-"""The same for one that a run has had made and that has not said its first word: a process has to start."""
+"""The same for one that a run has had made and that has not answered yet: a process has to start."""
 LEAVE_S = 0.5
 """How long relays of an aggregator that hangs may take to leave what they hold in files."""
 EXIT_S = 2.7
@@ -62,7 +62,7 @@ EXIT_S = 2.7
 DRAIN_S = 1.0
 """How long ranks that are still connected may go on sending; counts as part of `WORD_S`."""
 SIGN_S = 0.25
-"""How often it tells the launcher that it is at it: some four times in `SILENT_S`."""
+"""How often it sends the launcher a sign of life: some four times in `SILENT_S`."""
 
 # -- the launcher --
 
@@ -75,7 +75,7 @@ HELPER_S = 2.0
 REPORT_S = 30.0
 """
 How long a report that is being made is waited for: that of the largest session takes 9 s. It is no hang (the
-aggregator says so all the time), and would take the launcher as long.
+replies show that), and would take the launcher as long.
 """
 KILL_S = 0.3
 """How long processes may take to be gone after SIGKILL; those that hang in the kernel never are."""
@@ -87,19 +87,19 @@ class End:
     """
     The end of a session, whose nodes leave one by one, or of one of its runs, whose ranks do.
 
-    Its files are written when nobody is missing any more, `OTHERS_S` after it was asked for, or at once where
-    somebody has ordered it. Then again when those have come that were missing. `clock`: monotonic seconds.
+    Its files are written when none is missing any more, `OTHERS_S` after it was asked for, or at once where a
+    person has ordered it. Then again when the missing ones have come. `clock`: monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.ordered = False
-        """A person has asked for it: nobody is waited for."""
+        """A person has asked for it: no node is waited for."""
         self.written: int | None = None
         """How many were missing when the files were written; None before."""
         self.reporting = False
         """The report is being made."""
         self.failed = ""
-        """Why the files could not be written, until that is said."""
+        """Why the files could not be written, until that is answered."""
         self._clock = clock
         self._asked: float | None = None
 
@@ -126,7 +126,7 @@ class End:
         return self.written is not None and (self.ordered or not self.written or quiet_s > LATE_S)
 
     def answer(self, missing: int, names: str = "") -> wire.Finished:
-        """Return what whoever asked for it is told; `names` of those that are missing."""
+        """Return the answer to whoever asks for the end; `names` of those that are missing."""
         if self.failed:
             why, self.failed = self.failed, ""
             return wire.Finished(wire.VERSION, "failed", why)

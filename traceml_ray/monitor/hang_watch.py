@@ -67,7 +67,7 @@ class HangWatch:
             for run, hang in asking
         ]
 
-    def look(
+    def check(
         self, run: str, streams: list[Stream], ranks: dict[int, Stream], labels: dict[int, str]
     ) -> Verdict | None:
         """

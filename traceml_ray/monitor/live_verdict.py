@@ -181,7 +181,7 @@ class LiveJudge:
             )
             self._keep(run, state.evidence.add(dead, ranks, labels))
             return
-        hang = self._hang_watch.look(run, streams, ranks, labels)
+        hang = self._hang_watch.check(run, streams, ranks, labels)
         if hang is not None:
             self._keep(run, state.evidence.add(hang, ranks, labels))
         if not live or seen == state.judged or (hang is not None and hang.lasted_s is None):

@@ -1,4 +1,4 @@
-"""Ends a session whose aggregator does not: from its file, and from what agents and relays left."""
+"""Ends a session whose aggregator does not: from its file, and from spool files."""
 
 from __future__ import annotations
 

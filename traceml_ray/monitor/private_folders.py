@@ -14,11 +14,11 @@ from traceml_ray.spool import SUFFIX
 PLACE = Path("/tmp")  # not TMPDIR: paths of sockets may not be long
 _PREFIX = "traceml-"
 _LOCK = ".in-use"
-"""Not the name of a session's lock: a session may lie under /tmp too, and is nobody's to remove."""
+"""Not the name of a session's lock: a session may be under /tmp too, and must not be removed."""
 _AGE_S = 60.0
 """A folder this young may still be being made."""
 _ROWS_S = 86_400.0
-"""For so long, rows that could not be delivered are kept."""
+"""How long rows that could not be delivered are kept."""
 
 
 def hold(folder: Path) -> int:
@@ -46,7 +46,7 @@ def make_private(folder: Path) -> None:
 
 
 def is_private(folder: Path) -> bool:
-    """Return whether `folder` is there (not a link to one), of this user, and nobody else can enter it."""
+    """Return whether `folder` is there (not a link to one) and only this user, its owner, can enter it."""
     try:
         status = folder.lstat()
     except OSError:
@@ -56,7 +56,7 @@ def is_private(folder: Path) -> bool:
 
 
 def leave(folder: Path) -> None:
-    """Remove a folder of ours that holds nothing any more but its lock; else leave it as it is."""
+    """Remove a folder of ours that holds nothing but its lock."""
     try:
         if {entry.name for entry in folder.iterdir()} <= {_LOCK}:
             (folder / _LOCK).unlink(missing_ok=True)
@@ -66,7 +66,7 @@ def leave(folder: Path) -> None:
 
 
 def sweep(where: Path = PLACE) -> None:
-    """Remove the folders of processes that were killed: nobody holds their lock. Young rows are kept."""
+    """Remove the folders of processes that were killed: their lock is free. Young rows are kept."""
     for lock in where.glob(f"{_PREFIX}*/{_LOCK}"):
         try:
             folder, now = lock.parent, time.time()

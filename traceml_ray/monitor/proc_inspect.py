@@ -1,4 +1,4 @@
-"""What the kernel, and py-spy where it is installed, tell of another process of this node; None: nothing."""
+"""What the kernel, and py-spy where it is installed, know of another process of this node."""
 
 from __future__ import annotations
 

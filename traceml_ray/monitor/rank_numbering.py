@@ -28,16 +28,16 @@ class Groups:
                 if stream.identity is not None and stream.identity.source == SOURCE:
                     self._groups.setdefault(run, _Group()).add(stream, stream.identity)
 
-    def number(self, stream: Stream, said: RankIdentity) -> RankIdentity:
+    def number(self, stream: Stream, identity: RankIdentity) -> RankIdentity:
         """
-        Return `said` with the rank of this process: the one it has, else that of an actor of the same
-        name that has ended, else the next. `said.node_id` is known where it can be.
+        Return `identity` with the rank of this process: the one it has, else that of an actor of the same
+        name that has ended, else the next. `identity.node_id` is known where it can be.
         """
-        group, before = self._groups.get(said.job_id), stream.identity
-        known = before is not None and (before.source, before.job_id) == (SOURCE, said.job_id)
+        group, before = self._groups.get(identity.job_id), stream.identity
+        known = before is not None and (before.source, before.job_id) == (SOURCE, identity.job_id)
         if group is None or (group.over and not known):
-            group = self._groups[said.job_id] = _Group()
-        return group.number(stream, said)
+            group = self._groups[identity.job_id] = _Group()
+        return group.number(stream, identity)
 
     def grown(self) -> Iterable[tuple[Stream, RankIdentity]]:
         """Yield the streams whose identity is out of date since their group has grown, with the new one."""
@@ -69,19 +69,19 @@ class _Group:
             self._actors[identity.name] = stream
         self._changed = True
 
-    def number(self, stream: Stream, said: RankIdentity) -> RankIdentity:
+    def number(self, stream: Stream, identity: RankIdentity) -> RankIdentity:
         before = stream.identity
-        if before is not None and (before.source, before.job_id) == (SOURCE, said.job_id):
-            return self._sized(said, before.global_rank, before.node_rank, before.local_rank)
-        key = said.node_id or said.hostname
+        if before is not None and (before.source, before.job_id) == (SOURCE, identity.job_id):
+            return self._sized(identity, before.global_rank, before.node_rank, before.local_rank)
+        key = identity.node_id or identity.hostname
         node, local = self._nodes.get(key, (len(self._nodes), 0))
         rank = self._size
-        old = self._actors.get(said.name)
+        old = self._actors.get(identity.name)
         if old is not None and old.ended and old.identity is not None:
             rank = old.identity.global_rank
             local = old.identity.local_rank if node_key(old) == key else local
-        self.add(stream, self._sized(said, rank, node, local))
-        return self._sized(said, rank, node, local)
+        self.add(stream, self._sized(identity, rank, node, local))
+        return self._sized(identity, rank, node, local)
 
     def grown(self) -> Iterable[tuple[Stream, RankIdentity]]:
         if not self._changed:
@@ -94,11 +94,11 @@ class _Group:
                 if sized != now:
                     yield stream, sized
 
-    def _sized(self, said: RankIdentity, rank: int, node: int, local: int) -> RankIdentity:
-        """Return `said` with these ranks, and the sizes that the group has now."""
-        _, here = self._nodes.get(said.node_id or said.hostname, (node, 0))
+    def _sized(self, identity: RankIdentity, rank: int, node: int, local: int) -> RankIdentity:
+        """Return `identity` with these ranks, and the sizes that the group has now."""
+        _, here = self._nodes.get(identity.node_id or identity.hostname, (node, 0))
         return msgspec.structs.replace(
-            said,
+            identity,
             global_rank=rank,
             node_rank=node,
             local_rank=local,

@@ -1,4 +1,4 @@
-"""Calls to a named actor that never block: an agent calls its relay so, a relay the aggregator."""
+"""Calls to a named actor that never block: of an agent to its relay, of a relay to the aggregator."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class ActorCalls:
         self._new: Any | None = None
         self._refs: list[Any] = []
         self._failed: list[Exception] = []
-        self._looking = False
-        self._look_at = 0.0
+        self._looking_up = False
+        self._next_look_up = 0.0
         self._closed = False
 
     def call(self, method: str, *args: object) -> bool:
@@ -59,7 +59,7 @@ class ActorCalls:
     def poll(self) -> list[bytes | Exception]:
         """
         Return the replies that have come, in order; an exception ends all calls before it. An actor that was
-        found is called from here on.
+        found meanwhile is called from here on.
         """
         if self._new is not None:
             self._actor, self._new = self._new, None
@@ -77,7 +77,7 @@ class ActorCalls:
         return replies
 
     def close(self) -> None:
-        """Let go of the actor; there is no call after this."""
+        """Drop the actor; there is no call after this."""
         self._closed = True
         self._actor, self._new, self._refs = None, None, []
 
@@ -87,15 +87,15 @@ class ActorCalls:
 
     def _look_up(self) -> None:
         now = time.monotonic()
-        if not (self._looking or self._closed or self._new) and now >= self._look_at:
-            self._looking, self._look_at = True, now + LOOK_UP_S
+        if not (self._looking_up or self._closed or self._new) and now >= self._next_look_up:
+            self._looking_up, self._next_look_up = True, now + LOOK_UP_S
             try:
-                threading.Thread(target=self._look, name="traceml-look-up", daemon=True).start()
+                threading.Thread(target=self._find_actor, name="traceml-look-up", daemon=True).start()
             except RuntimeError as error:  # no more threads, or the interpreter is about to end
-                self._looking = False
+                self._looking_up = False
                 self._failed.append(error)
 
-    def _look(self) -> None:
+    def _find_actor(self) -> None:
         try:
             actor = self._find()
             if actor is not None and not self._closed:
@@ -103,4 +103,4 @@ class ActorCalls:
         except Exception as error:  # the GCS does not answer; the next lookup tries again
             self._failed.append(error)
         finally:
-            self._looking = False
+            self._looking_up = False

@@ -54,11 +54,11 @@ class ActorChannel:
         return found
 
     def close(self) -> None:
-        """Let go of the relay."""
+        """Make no more calls."""
         self._calls.close()
 
     def forked(self) -> None:
-        """Leave Ray's objects as they are: letting go of one takes locks that may never be released."""
+        """Leave Ray's objects as they are: to free one takes locks that may never be released."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def _find(self) -> Any | None:

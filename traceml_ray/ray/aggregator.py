@@ -1,5 +1,5 @@
 """
-The aggregator as a Ray actor: `AggregatorCore` with a beat of its own, and with an eye on the cluster.
+Ray actor around `AggregatorCore`; a background thread commits, judges and writes what has ended.
 
 Ray imports this module wherever the actor is called from, so into a rank that finds no relay: what only the
 actor needs is imported in it.
@@ -42,10 +42,10 @@ JUDGE_SHARE = 0.1
 
 class Aggregator:
     """
-    One per session. Only bytes come in and go out; a restarted one goes on from the session file. It ends the
-    session when that is over (`monitor.finish`): every actor of it, itself last.
+    One per session. Only bytes come in and go out; a restarted one goes on from the session file. When the
+    session is over (`monitor.finish`) it ends every actor of it, itself last.
 
-    Synchronous, with a thread for `ingest` and two for `query`: a slow question holds up nothing.
+    Synchronous, with a thread for `ingest` and two for `query`: a slow question delays no row.
     """
 
     def __init__(self, config: bytes) -> None:
@@ -96,7 +96,7 @@ class Aggregator:
             self._wake.clear()
         try:
             if self._core.fenced:
-                self._make_way()
+                self._leave_to_other()
                 return
             if self._core.over:
                 time.sleep(LINGER_S)
@@ -109,7 +109,7 @@ class Aggregator:
         return self._stopped is not None or self._core.over or self._core.fenced
 
     def _stay_alone(self) -> None:
-        """Hold the session once its launcher has gone, and see whether nodes that are missing are lost."""
+        """Hold the session once its launcher has gone, and find out whether missing nodes are lost."""
         if not self._alone:
             self._alone = True
             self._membership.start()
@@ -124,13 +124,13 @@ class Aggregator:
             self._core.errors.note("lock", error)
 
     def _node_state(self, node_id: str, hostname: str, address: str, alive: bool) -> None:
-        """Take word of a node of the cluster; a launcher's session is not on all of them."""
+        """Note the state of a node of the cluster; a launcher's session is not on all of them."""
         if self._config.everywhere or not alive:
             self._core.node_state(node_id, hostname, address, alive)
 
-    def _make_way(self) -> None:
+    def _leave_to_other(self) -> None:
         """
-        End this process only: another has the session. Where that has ended it, the actor goes for good; else
+        End this process only: another has the session. Where that has ended it, the actor ends for good; else
         the other one is this actor, which Ray has restarted.
         """
         from traceml_ray.store.schema import SessionFileError
@@ -175,7 +175,7 @@ class Aggregator:
         if asked.get("what") == "about":
             return msgspec.msgpack.encode({"result": self._about()})
         if asked.get("what") == "relay":
-            self._membership.look()
+            self._membership.check_now()
             return msgspec.msgpack.encode({"result": self._config.everywhere})
         if asked.get("what") in ("summary", "snapshot"):
             self._ask_relays("flush", HAND_OVER_S)  # what they hold is in it
@@ -208,7 +208,7 @@ class Aggregator:
         try:
             if not self._core.endings.complete:
                 left = relay_folder(self._config.session, self._node_id)
-                read = self._core.take_spool(left) if is_private(left) else []  # its relay may hang
+                read = self._core.take_spool(left) if is_private(left) else []  # the relay may hang
                 self._core.finish(wire.Finish(wire.VERSION, 0))
                 remove(read)
         except Exception as error:
@@ -223,8 +223,8 @@ class Aggregator:
 
     def _ask_relays(self, method: str, *args: object) -> list[Any]:
         """
-        Call every relay, wait a little for those that were heard of lately; return the handles of all that
-        could be found.
+        Call every relay, wait a little for those that reported lately; return the handles of all that were
+        found.
         """
         relays: dict[str, Any] = {}
         try:

@@ -27,7 +27,7 @@ from typing import Any
 from traceml_ray.agent.ending import end_as_interrupted
 from traceml_ray.attachment import FILE, Attachment
 from traceml_ray.errors import Errors
-from traceml_ray.ray.connection import attach, attach_environment, raylet_answers, reach
+from traceml_ray.ray.connection import attach, raylet_answers, set_environ
 from traceml_ray.session import read_json
 
 ATTACH_S = 2.0
@@ -85,7 +85,7 @@ class AttachedChannel:
             self._channel.close()
 
     def forked(self) -> None:
-        """Leave Ray's objects as they are: letting go of one takes locks that may never be released."""
+        """Leave Ray's objects as they are: to free one takes locks that may never be released."""
         atexit.unregister(self._leave)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
@@ -101,21 +101,11 @@ class AttachedChannel:
 
     def _attach(self) -> None:
         found = read_json(Path(self._path).parent / FILE, Attachment)
-        address, _ = reach(found.address, _REACH_S)
-        # `ray.init` holds the GIL while a raylet does not answer, and then ends the process.
-        if not raylet_answers(_listener(self._path)):
-            raise ConnectionError("the raylet does not answer")
-        if "ray" in sys.modules and sys.modules["ray"].is_initialized():
-            raise RuntimeError("the script has attached to Ray itself")
-        environ = {**attach_environment(address), **found.environ}
-        with _environment(environ), _hooks_as_they_were(), _short_turns():
+        with _environment_kept(), _hooks_kept(), _silenced(logging.getLogger("ray")), _short_turns():
             _load_library()
+            attach(found, _REACH_S, self._about_to_attach)
             import ray
 
-            self._attached = True
-            _end_with_the_interpreter(ray)
-            with _silence(logging.getLogger("ray")):
-                attach(address, found.temp_dir)
             worker: Any = ray._private.worker.global_worker
             worker.get_serialization_context()  # imports, and else does at the first call
             _end_with_the_interpreter(ray)  # again: before what was registered meanwhile
@@ -126,6 +116,15 @@ class AttachedChannel:
         channel = ActorChannel(self._session)
         channel.errors = self.errors
         self._channel = channel
+
+    def _about_to_attach(self, ray: Any) -> None:
+        # `ray.init` holds the GIL while a raylet does not answer, and then ends the process.
+        if not raylet_answers(_listener(self._path)):
+            raise ConnectionError("the raylet does not answer")
+        if ray.is_initialized():
+            raise RuntimeError("the script has attached to Ray itself")
+        self._attached = True
+        _end_with_the_interpreter(ray)
 
     def _leave(self) -> None:
         """End of the process: leave Ray, and do not wait for it longer than a moment."""
@@ -217,27 +216,21 @@ def _short_turns() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _environment(wanted: dict[str, str | None]) -> Generator[None]:
-    """Change the environment for a moment: neither the script nor its children are to have this."""
-    before = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
-    _set(wanted)
+def _environment_kept() -> Generator[None]:
+    """Undo changes of Ray's variables: neither the script nor its children are to have them."""
+    before = _ray_environ()
     try:
         yield
     finally:
-        ours = [name for name in os.environ if name.startswith("RAY_")]
-        _set({**dict.fromkeys(ours), **before})
+        set_environ({**dict.fromkeys(_ray_environ()), **before})
 
 
-def _set(values: dict[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+def _ray_environ() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
 
 
 @contextlib.contextmanager
-def _silence(logger: logging.Logger) -> Generator[None]:
+def _silenced(logger: logging.Logger) -> Generator[None]:
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
@@ -247,7 +240,7 @@ def _silence(logger: logging.Logger) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _hooks_as_they_were() -> Generator[None]:
+def _hooks_kept() -> Generator[None]:
     """Undo what Ray puts into this process: `sys.excepthook`, and signal handlers below Python's."""
     hook = sys.excepthook
     libc = ctypes.CDLL(None)

@@ -8,9 +8,13 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import psutil
+
+from traceml_ray.attachment import Attachment
+from traceml_ray.ray.discovery import NAMESPACE
 
 ONE_NODE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Keeps Ray on 127.0.0.1; without it, it takes that for an address of this machine that others can reach."""
@@ -22,28 +26,44 @@ _NOBODY = "192.0.2.1"
 """Which of our addresses leads there is all that is asked; nothing is sent."""
 
 
-def attach_environment(address: str) -> dict[str, str]:
-    """Return what a process has in its environment, before it imports Ray, to attach to `address` safely."""
-    return {
-        # A lost head does not end this process a minute later.
-        "RAY_gcs_rpc_server_reconnect_timeout_s": "31536000",
-        # The working directory of a `uv run` is not uploaded.
-        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-        # An older Ray says nothing of its plans on the stderr of the script.
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        **(ONE_NODE if address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]") else {}),
-    }
-
-
-def attach(address: str, temp_dir: str = "") -> None:
+def attach(where: Attachment, timeout_s: float, before: Callable[[Any], None] = lambda _ray: None) -> None:
     """
-    Attach this process to a Ray cluster that answers; `temp_dir` is that of the raylet of this node, where
-    there may be others. The environment is as `attach_environment` says.
+    Attach this process to a Ray cluster, and change the environment for that.
+
+    Args:
+        where: the cluster.
+        timeout_s: how long to wait until something listens there.
+        before: called with Ray, imported, before it attaches.
+
+    Raises ConnectionError when the cluster cannot be reached, and what `ray.init` raises.
     """
+    address, _ = reach(where.address, timeout_s)
+    set_environ(
+        {
+            # A lost head does not end this process a minute later.
+            "RAY_gcs_rpc_server_reconnect_timeout_s": "31536000",
+            # The working directory of a `uv run` is not uploaded.
+            "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+            # An older Ray does not print its plans to the stderr of the script.
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            **(ONE_NODE if address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]") else {}),
+            **where.environ,
+        }
+    )
     import ray
 
-    where: dict[str, Any] = {"_temp_dir": temp_dir} if temp_dir else {}
-    ray.init(address=address, namespace="traceml", log_to_driver=False, configure_logging=False, **where)
+    before(ray)
+    temp_dir: dict[str, Any] = {"_temp_dir": where.temp_dir} if where.temp_dir else {}
+    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False, **temp_dir)
+
+
+def set_environ(values: Mapping[str, str | None]) -> None:
+    """Set variables of the environment; None removes one."""
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def reach(address: str, timeout_s: float) -> tuple[str, str]:
@@ -68,7 +88,7 @@ def reach(address: str, timeout_s: float) -> tuple[str, str]:
 
 
 def _greet(connection: socket.socket) -> None:
-    """Have a gRPC server say its first word: the kernel alone takes connections for one that is stopped."""
+    """Wait for a gRPC server's first bytes: the kernel alone takes connections for one that is stopped."""
     if os.environ.get("RAY_USE_TLS", "0").lower() in ("0", "false", ""):
         connection.sendall(_GREETING)
         if not connection.recv(1):

@@ -59,7 +59,7 @@ def end_myself() -> None:
 
 
 def answers(aggregator: Any, timeout: float) -> bool:
-    """Return whether an aggregator says anything within `timeout` seconds; one that has died does not."""
+    """Return whether an aggregator answers within `timeout` seconds; one that has died does not."""
     import ray
 
     asked = msgspec.msgpack.encode({"what": "about"})

@@ -1,4 +1,4 @@
-"""Says which nodes of the cluster came and went, and keeps a relay on each, where a session is everywhere."""
+"""Watches which nodes join and leave the cluster, and keeps a relay on each where a session is everywhere."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from traceml_ray.errors import Errors
@@ -13,61 +14,57 @@ from traceml_ray.ray.actor_factory import ensure_relay
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.ray.discovery import cluster_nodes, relay_nodes
 
-LOOK_S = 2.0
-"""How often the cluster is looked at; a node that joins has its relay within twice that."""
+CHECK_S = 2.0
+"""How often the cluster is checked; a node that joins has its relay within twice that."""
 MOST_S = 300.0
 """A relay that does not stay is made again after 2, 4, 8, … s, but after so many at most."""
 STAYS_S = 60.0
 """A relay that is there so long after that has started; it has its name before."""
 AT_ONCE = 5
-"""So often in a row a relay is made at once when somebody has found none."""
-_TOLD = 3
-"""A relay that was made so often in a row and did not stay is told of: one alone may have been killed."""
+"""How often in a row a relay is made at once where an agent has found none."""
+_REPORTED = 3
+"""A relay that was made so often in a row and did not stay is an error: a single one may have been killed."""
 
 
+@dataclass(eq=False)
 class Membership:
     """
     A thread that makes the relays that are missing; one that was killed for good is made again.
 
     Args:
         config: of the session.
-        tell: called with (node id, hostname, address, alive) when a node came or went, and once for each
+        on_change: called with (node id, hostname, address, alive) when a node came or went, and once for each
             that was there, or gone, before.
-        errors: where a look that failed is counted, and a node on which no relay stays.
+        errors: counts checks that failed, and nodes on which no relay stays.
         clock: monotonic seconds.
     """
 
-    def __init__(
-        self,
-        config: ActorConfig,
-        tell: Callable[[str, str, str, bool], None],
-        errors: Errors,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._clock = clock
-        self._errors = errors
-        self._config = config
-        self._tell = tell
+    config: ActorConfig
+    on_change: Callable[[str, str, str, bool], None]
+    errors: Errors
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._alive: dict[str, bool] = {}
         self._made: dict[str, tuple[int, float]] = {}
         """By node id: how often in a row its relay was made, and when it may be made again."""
         self._wake = threading.Event()
         self._ended = threading.Event()
-        self._looking = threading.Lock()
+        self._checking = threading.Lock()
 
     def start(self) -> None:
         """Run until `end`."""
         threading.Thread(target=self._run, name="traceml-membership", daemon=True).start()
 
-    def look(self) -> None:
-        """Look at once: somebody found no relay."""
+    def check_now(self) -> None:
+        """Check at once: an agent found no relay."""
         self._wake.set()
 
     def end(self) -> None:
         """Make no more relays; returns when none is being made."""
         self._ended.set()
         self._wake.set()
-        with self._looking:
+        with self._checking:
             pass
 
     def _run(self) -> None:
@@ -75,33 +72,33 @@ class Membership:
         while not self._ended.is_set():
             self._wake.clear()
             try:
-                with self._looking:
-                    self._look(asked)
-            except Exception as error:  # the GCS does not answer: look again later
-                self._errors.note("membership", error)
-            asked = self._wake.wait(LOOK_S)
+                with self._checking:
+                    self._check(asked)
+            except Exception as error:  # the GCS does not answer: check again later
+                self.errors.note("membership", error)
+            asked = self._wake.wait(CHECK_S)
 
-    def _look(self, asked: bool) -> None:
-        named = relay_nodes(self._config.session)
+    def _check(self, asked: bool) -> None:
+        named = relay_nodes(self.config.session)
         for node in cluster_nodes():
             node_id, alive = node["NodeID"], node["Alive"]
             if alive != self._alive.get(node_id):
                 self._alive[node_id] = alive
-                self._tell(node_id, node["NodeManagerHostname"], node["NodeManagerAddress"], alive)
+                self.on_change(node_id, node["NodeManagerHostname"], node["NodeManagerAddress"], alive)
             if node_id in named:
-                if self._clock() > self._made.get(node_id, (0, math.inf))[1] + STAYS_S:
+                if self.clock() > self._made.get(node_id, (0, math.inf))[1] + STAYS_S:
                     del self._made[node_id]
-            elif alive and self._config.everywhere and not self._ended.is_set() and self._is_due(node, asked):
-                ensure_relay(self._config, node_id)
+            elif alive and self.config.everywhere and not self._ended.is_set() and self._is_due(node, asked):
+                ensure_relay(self.config, node_id)
 
     def _is_due(self, node: dict[str, Any], asked: bool) -> bool:
         """Return whether to make a relay now on a node that has none, and note that it is made."""
-        now = self._clock()
+        now = self.clock()
         times, due = self._made.get(node["NodeID"], (0, now))
         if now < due and not (asked and times < AT_ONCE):
             return False
-        if times == _TOLD:
+        if times == _REPORTED:
             error = RuntimeError(f"it has ended {times} times in a row, soon after it was made")
-            self._errors.note("no relay stays", error, node["NodeManagerHostname"])
-        self._made[node["NodeID"]] = times + 1, now + min(LOOK_S * 2.0 ** min(times, 9), MOST_S)
+            self.errors.note("no relay stays", error, node["NodeManagerHostname"])
+        self._made[node["NodeID"]] = times + 1, now + min(CHECK_S * 2.0 ** min(times, 9), MOST_S)
         return True

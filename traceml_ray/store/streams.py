@@ -1,4 +1,4 @@
-"""What is known of one stream (one process's life as a rank), in memory and as a row on disk."""
+"""State of one stream (one process's life as a rank), in memory and as a row on disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _IDENTITY = RankIdentity.__struct_fields__
 NUMBERED = "ray"
 """Source of processes of Ray that have no rank of their own: the aggregator numbers those of one run."""
 _LATE_NS = 2_000_000_000
-"""The end of a process may be heard of so much later than the beginning of the next, from another node."""
+"""The end of a process may become known so much later than the start of the next, on another node."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Stream:
 
     @property
     def group(self) -> tuple[int, int] | None:
-        """Whom the rank exchanges gradients with, see `wire.RankBatch`."""
+        """The ranks that this one exchanges gradients with, see `wire.RankBatch`."""
         if self.group_first is None or self.group_size is None:
             return None
         return self.group_first, self.group_size
@@ -81,8 +81,8 @@ class Stream:
     @property
     def dropped_agent(self) -> int:
         """
-        Rows the agent dropped. What an agent or a relay gave up while its confirmation was on the
-        way did arrive: what is stored counts as stored.
+        Rows the agent dropped. What an agent or a relay gave up while its confirmation was under way did
+        arrive: what is stored counts as stored.
         """
         return min(self.dropped_by_agent, self.produced - self.stored - self.dropped_aggregator)
 
@@ -223,8 +223,8 @@ def generations(streams: Iterable[Stream]) -> list[list[Stream]]:
 
 def _restart(own: list[Stream], replaced: set[int], late_ns: int) -> int:
     """
-    Return from where on processes (in order of `age`) began after all before them were gone, 0 where that is
-    not so. The last came again: its rank is among those before. The word of an end may be `late_ns` late.
+    Return the first place from which on processes (in order of `age`) began after all before them were gone,
+    0 where there is none. The rank of the last is among those before. An end may be known `late_ns` late.
     """
     last = own[-1]
     size = last.identity.world_size if last.identity else 0
@@ -242,8 +242,8 @@ def _restart(own: list[Stream], replaced: set[int], late_ns: int) -> int:
 
 def trained(streams: Iterable[Stream]) -> tuple[list[Stream], tuple[int, int]]:
     """
-    Return the last of `generations` that has rows (one that died before its first step says nothing of
-    steps), else the last; and which it is: its attempt, and how many of that came before.
+    Return the last of `generations` that has rows (one that died before its first step has none), else the
+    last; and which it is: its attempt, and how many of that attempt came before.
     """
     found = generations(streams) or [[]]
     own = next((own for own in reversed(found) if any(s.stored for s in own)), found[-1])
@@ -254,14 +254,14 @@ def trained(streams: Iterable[Stream]) -> tuple[list[Stream], tuple[int, int]]:
 
 def shown(streams: Iterable[Stream]) -> dict[int, Stream]:
     """
-    Return the stream that stands for each rank, all of one generation (see `trained`): steps of before and
-    after a restart are never mixed. `streams` are of one run (see `runs.of_run`).
+    Return one stream for each rank, all of one generation (see `trained`): steps of before and after a
+    restart are never mixed. `streams` are of one run (see `runs.of_run`).
     """
     return standing(trained(streams)[0])
 
 
 def standing(generation: Iterable[Stream]) -> dict[int, Stream]:
-    """Return the stream that stands for each rank: of several processes of a rank, the last that has rows."""
+    """Return one stream for each rank: of several processes of a rank, the last that has rows."""
     best: dict[int, Stream] = {}
     for stream in generation:
         if stream.rank is not None and (
@@ -293,8 +293,8 @@ def awaited(
 
 def world_size(ranks: dict[int, Stream], launched: int | None) -> int:
     """
-    Return the size of the job now: what the newest of `ranks` (see `shown`) that has rows says, else how many
-    the launcher launched. Actors that were numbered are as many as there are numbers.
+    Return the size of the job now: the world size of the newest of `ranks` (see `shown`) that has rows, else
+    how many the launcher launched. Of numbered actors it is how many numbers there are.
     """
     newest = max(ranks.values(), key=lambda stream: (stream.stored > 0, age(stream)), default=None)
     if newest is None or newest.identity is None:

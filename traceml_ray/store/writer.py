@@ -13,6 +13,7 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +33,18 @@ from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import COLUMNS, PROGRESS, Stream, to_progress, to_row
 
 MAX_PENDING_BYTES = 256 << 20
-"""Rows kept in memory while the disk refuses them; beyond, the oldest are dropped and counted."""
+"""Rows kept in memory while the disk refuses them; beyond that, the oldest are dropped and counted."""
 MAX_PENDING_ITEMS = 100_000
-"""Samples, parts, events and verdicts kept the same way, of each kind."""
+"""Samples, spans, events and verdicts kept the same way, of each kind."""
 _APPENDED = ("process_sample", "node_sample", "detail", "event", "verdict", "chunk")
 _ITEMS = {"process_sample": "process sample", "node_sample": "node sample", "detail": "span"}
 
 
 class SessionWriter:
     """
-    The one writer of a session file: who opened it before writes nothing any more (see `fence`). `streams`
-    and `taken` hold everything that arrived, also what is not committed yet; `committed` the relay watermarks
-    that are on disk.
+    The one writer of a session file: a writer that opened it before can write no more (see `fence`).
+    `streams` and `taken` hold everything that arrived, also what is not committed yet; `committed` the relay
+    watermarks that are on disk.
 
     The caller holds `lock` while it uses anything but `commit` and `reader`.
     """
@@ -73,7 +74,7 @@ class SessionWriter:
         )
         self.committed = dict(self.taken)
         self.lost: Counter[str] = Counter()
-        """What was dropped of all but rows, by place; who counts it takes it out."""
+        """What was dropped of all but rows, by place; the aggregator counts it and clears it."""
         self._by_id = {stream.id: stream for stream in self.streams.values()}
         self._pending = _Pending()
         folded = self.meta.get("folded", {})
@@ -107,7 +108,7 @@ class SessionWriter:
                 self._pending.meta.add(key)
 
     def take(self, batch: wire.RelayBatch, now: int) -> None:
-        """Note the message as taken, with what it says of its node."""
+        """Note the message as taken, and the state of its node."""
         node = batch.node
         self.taken[batch.incarnation] = batch.seq
         self._pending.relays[batch.incarnation] = (batch.incarnation, node.node_id, batch.seq)
@@ -129,11 +130,11 @@ class SessionWriter:
             self._drop_oldest()
 
     def add_process(self, stream: Stream, sample: wire.ProcessSample) -> None:
-        """Add a look at the stream's process."""
+        """Add a sample of the stream's process."""
         self._add("process_sample", (stream.id, *msgspec.structs.astuple(sample)))
 
     def add_detail(self, stream: Stream, detail: wire.Detail) -> None:
-        """Add time spent in a named part."""
+        """Add a span."""
         self._add("detail", (stream.id, *msgspec.structs.astuple(detail)))
 
     def add_event(
@@ -195,7 +196,7 @@ class SessionWriter:
 
     def fold(self) -> None:
         """
-        Make room for what comes where the file has reached its bound. Called without `lock`.
+        Make room for new rows where the file has reached its bound. Called without `lock`.
 
         Raises `sqlite3.Error` when the disk refuses; nothing is lost then. Raises what kept the statistics
         of a run from being kept, once; its rows are folded without.
@@ -224,7 +225,7 @@ class SessionWriter:
         return self._fence.broken
 
     def put(self, files: Mapping[Path, bytes]) -> None:
-        """Write files beside the session's, each whole. Raises OSError, `sqlite3.Error`, `Fenced`."""
+        """Write files into the session's folder, each whole. Raises OSError, `sqlite3.Error`, `Fenced`."""
         with self._database:
             write_files(files, self._transaction())
 
@@ -233,7 +234,7 @@ class SessionWriter:
         return SessionFile(self.path)
 
     def settle(self) -> None:
-        """Leave one plain file behind, with no `-wal` beside it; while a view has it open, an empty one."""
+        """Leave one plain file behind, without a `-wal`; while a view has it open, with an empty one."""
         with self._database:
             self._connection.execute("PRAGMA busy_timeout = 100")
             for pragma in ("wal_checkpoint(TRUNCATE)", "journal_mode = DELETE"):
@@ -290,27 +291,27 @@ class SessionWriter:
         del chunks[:count]
 
 
+@dataclass
 class _Pending:
     """What the next transaction will write."""
 
-    def __init__(self) -> None:
-        self.inserts: dict[str, list[tuple[Any, ...]]] = {table: [] for table in _APPENDED}
-        self.streams: dict[int, Stream] = {}
-        self.progressed: dict[int, Stream] = {}
-        self.meta: set[str] = set()
-        self.nodes: dict[str, Node] = {}
-        self.relays: dict[str, tuple[str, str, int]] = {}
-        self.row_bytes = 0
+    inserts: dict[str, list[tuple[Any, ...]]] = field(default_factory=lambda: {t: [] for t in _APPENDED})
+    streams: dict[int, Stream] = field(default_factory=dict)
+    progressed: dict[int, Stream] = field(default_factory=dict)
+    meta: set[str] = field(default_factory=set)
+    nodes: dict[str, Node] = field(default_factory=dict)
+    relays: dict[str, tuple[str, str, int]] = field(default_factory=dict)
+    row_bytes: int = 0
 
     def follow(self, later: _Pending) -> None:
-        """Add what came in while this was refused by the disk."""
+        """Add what arrived while the disk refused this."""
         for table, rows in self.inserts.items():
             rows.extend(later.inserts[table])
-        self.streams.update(later.streams)
-        self.progressed.update(later.progressed)
+        self.streams |= later.streams
+        self.progressed |= later.progressed
         self.meta |= later.meta
-        self.nodes.update(later.nodes)
-        self.relays.update(later.relays)
+        self.nodes |= later.nodes
+        self.relays |= later.relays
         self.row_bytes += later.row_bytes
 
 
