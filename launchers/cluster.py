@@ -1,5 +1,5 @@
 """
-A private Ray cluster for one launch: it is nobody else's, and leaves nothing behind.
+A private Ray cluster for one launch, which leaves nothing behind.
 
 For one node: loopback only, with a token of its own. For a job of several nodes, the first starts a
 head that the others can reach, and each of the others a raylet that joins it; their token is the one
@@ -37,7 +37,7 @@ OBJECT_STORE_BYTES = 75 * 1024 * 1024
 START_WAIT_S = 10.0
 """How long Ray's start, 2 s of a core, is put off on a machine that is busy: a short job ends before it."""
 _IDLE_S, _IDLE_WINDOWS = 0.5, 4
-"""Seconds over which cores are looked at, and how often in a row one has to be idle."""
+"""Seconds over which the cores are measured, and how often in a row one has to be idle."""
 JOIN_S = 300.0
 """How long the launchers of a job wait for the first one: nodes may start minutes apart."""
 _RAY_PORTS = range(10_002, 20_000)
@@ -89,19 +89,15 @@ class PrivateRay:
     def start(self) -> None:
         """Start it, without waiting for it. It dies with the calling *thread*. Raises OSError."""
         wait_s = str(START_WAIT_S if self._nice else 0.0)
-        command = [sys.executable, "-m", __name__, str(os.getpid()), wait_s, self._joins, str(self._rank)]
-        command += ["start", "--block", f"--temp-dir={self.folder}"]
-        if not self._joins:
-            command += [
-                "--head",
-                f"--port={self.address.rpartition(':')[2]}",
-                f"--node-ip-address={self._host}",
-            ]
-            command += ["--include-dashboard=false"]
-        command += [f"--object-store-memory={OBJECT_STORE_BYTES}", "--num-cpus=0", "--num-gpus=0"]
-        command += ["--min-worker-port=0", "--max-worker-port=0"]
-        command += ["--include-log-monitor=false", "--no-monitor"]
-        command += ["--disable-usage-stats", "--log-style=record"]
+        port = self.address.rpartition(":")[2]
+        head = ["--head", f"--port={port}", f"--node-ip-address={self._host}", "--include-dashboard=false"]
+        command = [
+            *(sys.executable, "-m", __name__, str(os.getpid()), wait_s, self._joins, str(self._rank)),
+            *("start", "--block", f"--temp-dir={self.folder}", *([] if self._joins else head)),
+            *(f"--object-store-memory={OBJECT_STORE_BYTES}", "--num-cpus=0", "--num-gpus=0"),
+            *("--min-worker-port=0", "--max-worker-port=0", "--include-log-monitor=false", "--no-monitor"),
+            *("--disable-usage-stats", "--log-style=record"),
+        ]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
@@ -125,7 +121,7 @@ class PrivateRay:
         """Return the last line of its log."""
         with contextlib.suppress(OSError, IndexError):
             return self.log.read_text(errors="replace").split("\n")[-2][-300:]
-        return "Ray ended at once and said nothing"
+        return "Ray ended at once, without a message"
 
     def stop(self, timeout: float = KILL_S) -> None:
         """Kill every process of it (nothing in there is worth waiting for); safe to call twice."""
@@ -133,7 +129,7 @@ class PrivateRay:
         if process is not None:
             kill_session(process.pid, timeout)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout)  # only now: until it is reaped, its session id cannot be anyone else's
+                process.wait(timeout)  # only now: until it is reaped, its session id is not used again
             self._process = None
 
 
@@ -205,8 +201,8 @@ def wait_for_idle_core(
     most_s: float, cpu_pct: Callable[[float], float], cores: int, clock: Callable[[], float] = time.monotonic
 ) -> None:
     """
-    Return when a core has been idle for 2 s, or after `most_s`; `cpu_pct` looks at all `cores` for so many
-    seconds and returns how busy they were.
+    Return when a core has been idle for 2 s, or after `most_s`; `cpu_pct` measures for so many
+    seconds how busy all `cores` are.
     """
     until, idle = clock() + most_s, 0
     while clock() < until and idle < _IDLE_WINDOWS:

@@ -1,5 +1,5 @@
 """
-`traceml-ray run -- COMMAND …`: any command, with a monitor beside it.
+`traceml-ray run -- COMMAND …`: any command, with a monitor.
 
 For launchers that are not torchrun (accelerate, deepspeed, mpirun, srun), and for scripts that start
 their ranks themselves. The command is a child of this process and has its stdin, terminal and process
@@ -150,7 +150,7 @@ def _end_by(number: int) -> int:
     code that shells give such an end.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # that is dumped already
-    with contextlib.suppress(OSError, ValueError):  # nobody changes how SIGKILL ends
+    with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     return 128 + number

@@ -15,7 +15,7 @@ _STOPPED = -15
 
 
 class ControlError(RuntimeError):
-    """A live session that does not do what it is told; the message says which and why."""
+    """A live session that cannot be stopped; the message names it and the reason."""
 
 
 def stop(folder: Path) -> None:
@@ -37,8 +37,8 @@ def stop(folder: Path) -> None:
 
 def ask_finish(path: Path, message: wire.Finish, limit_s: float = LAUNCHER_S) -> wire.Finished | None:
     """
-    Send `message` to the relay at `path` and wait for the end that it asks for; None when nobody says in time
-    that it is there, or that a report is being made.
+    Send `message` to the relay at `path` and wait for the end that it asks for; None when no reply
+    in time shows that it is there, or that a report is being made.
     """
     started = time.monotonic()
     deadline = started + limit_s

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 
-_SAYS = "Dashboard: "
+_PREFIX = "Dashboard: "
 _END_S = 1.0
 
 
@@ -19,7 +19,7 @@ class DashboardProcess:
     Args:
         session: name.
         environ: what the process has in its environment.
-        tell: called, on another thread, with where it is, or why it is not (any more).
+        on_text: called, on another thread, with its URL, or why there is none (any more).
         options: of the command, by name; an empty one is as if not given.
 
     Raises OSError when there can be no process.
@@ -29,14 +29,14 @@ class DashboardProcess:
         self,
         session: str,
         environ: Mapping[str, str],
-        tell: Callable[[str], None] = lambda _text: None,
+        on_text: Callable[[str], None] = lambda _text: None,
         **options: str,
     ) -> None:
         self.url = ""
         self.words = ""
-        """The last line it has said of itself."""
-        self._tell = tell
-        self._told = threading.Event()
+        """The last line of its output."""
+        self._on_text = on_text
+        self._known = threading.Event()
         self._ending = False
         given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value]
         self._process = subprocess.Popen(
@@ -53,8 +53,8 @@ class DashboardProcess:
         threading.Thread(target=self._listen, name="traceml-dashboard", daemon=True).start()
 
     def wait(self, timeout: float) -> str:
-        """Return the URL once it serves; "" when it has ended, or not said so within `timeout` seconds."""
-        self._told.wait(timeout)
+        """Return the URL once it serves; "" when it has ended, or does not serve within `timeout` seconds."""
+        self._known.wait(timeout)
         return self.url if self._process.poll() is None else ""
 
     def end(self) -> None:
@@ -63,24 +63,24 @@ class DashboardProcess:
         self._process.terminate()
 
     def kill(self) -> None:
-        """See it gone."""
+        """Kill it; returns when it is gone."""
         self._ending = True
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
 
     def _listen(self) -> None:
-        """Hear what it says until it ends, so that it never waits for a reader."""
+        """Read its output until it ends, so that it never waits for a reader."""
         assert self._process.stdout is not None
-        with self._process.stdout as said:
-            for line in said:
-                if line.startswith(_SAYS):
-                    self.url = line.removeprefix(_SAYS).strip()
-                    self._told.set()
-                    self._tell(f"dashboard: {self.url}")
+        with self._process.stdout as output:
+            for line in output:
+                if line.startswith(_PREFIX):
+                    self.url = line.removeprefix(_PREFIX).strip()
+                    self._known.set()
+                    self._on_text(f"dashboard: {self.url}")
                 else:
                     self.words = line.strip().removeprefix("traceml-ray: ") or self.words
         self.words = self.words or f"it ended with exit code {self._process.wait()}"
-        self._told.set()
+        self._known.set()
         if not self._ending:
-            self._tell(f"no dashboard: {self.words}")
+            self._on_text(f"no dashboard: {self.words}")

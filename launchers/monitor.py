@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -52,8 +53,8 @@ def monitor_of(
     dashboard: str | None = None,
 ) -> Monitor | None:
     """
-    Return the monitor of a launch. None, and a line that says why, where nobody has chosen the session's name
-    and it is taken: on a cluster that stays, another node may still be at the job before.
+    Return the monitor of a launch. None, and a line on stderr, where a name that the user has not chosen is
+    taken: on a cluster that stays, another node may still be busy with the job before.
 
     Raises SessionError when there can be no such session.
     """
@@ -62,10 +63,11 @@ def monitor_of(
     except SessionHeldError as error:
         if settings.session or not nodes.several:
             raise
-        _say(f"no monitor for this run: {error}")
+        _print(f"no monitor for this run: {error}")
         return None
 
 
+@dataclass(eq=False)
 class Monitor:
     """
     Only the first of several nodes has the session's folder and makes its aggregator; each has a relay.
@@ -75,22 +77,20 @@ class Monitor:
         info: what the launcher knows of the run.
         environ: the user's environment.
         nodes: of the job.
-        dashboard: port of the dashboard; "0" for a free one, "" for the usual one, None for no dashboard.
+        port: of the dashboard; "0" for a free one, "" for the usual one, None for no dashboard.
 
     Raises SessionError when there can be no such session.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        info: dict[str, str | int | float | None],
-        environ: Mapping[str, str],
-        nodes: Nodes,
-        dashboard: str | None = None,
-    ) -> None:
-        name = settings.session or nodes.job or None
-        self._nodes = nodes
-        self._session = prepare(settings.out, name) if nodes.first else None
+    settings: Settings
+    info: dict[str, str | int | float | None]
+    environ: Mapping[str, str]
+    nodes: Nodes
+    port: str | None = None
+
+    def __post_init__(self) -> None:
+        name = self.settings.session or self.nodes.job or None
+        self._session = prepare(self.settings.out, name) if self.nodes.first else None
         try:
             self._runtime, self._lock = _private_folder()
             self._spool = (self._session.path if self._session else self._runtime) / "spool"
@@ -99,25 +99,23 @@ class Monitor:
             if self._session:
                 self._session.release()
             raise SessionError(f"no room for the monitor's own files: {error}") from error
-        self._environ = dict(environ)
         self._name = self._session.name if self._session else str(name)
         self.settings = msgspec.structs.replace(
-            settings,
+            self.settings,
             session=self._name,
             socket=str(self._runtime / "relay.sock"),
             spool=str(self._spool),
         )
         # Of the launch: Ray may come up long after, or not at all.
-        self._info = {"started_at": time.time_ns(), **info}
+        self.info = {"started_at": time.time_ns(), **self.info}
         self._ray: PrivateRay | None = None
         self._helper: subprocess.Popen[bytes] | None = None
-        self._port = dashboard
         self._dashboard: DashboardProcess | None = None
         self._ended = False
 
     def rank_environment(self) -> dict[str, str]:
         """Return what ranks have in their environment beyond the user's."""
-        return rank_environment(self.settings, self._environ)
+        return rank_environment(self.settings, dict(self.environ))
 
     def discard(self) -> None:
         """Instead of `start`: undo what `__init__` did."""
@@ -134,29 +132,29 @@ class Monitor:
         """Bring everything up in the background; call it on the main thread, which they die with."""
         try:
             if self._session and self._session.moved is not None:
-                _say(f"an older session {self._name!r} is now {self._session.moved}")
+                _print(f"an older session {self._name!r} is now {self._session.moved}")
             settings = self.settings
-            environ, address = self._environ, settings.ray_address
+            environ, address = self.environ, settings.ray_address
             if address is None:
                 self._ray = PrivateRay(
-                    self._runtime, self._environ, self._nodes.head, self._nodes.rank, settings.nice
+                    self._runtime, self.environ, self.nodes.head, self.nodes.rank, settings.nice
                 )
                 self._ray.start()
                 environ, address = self._ray.environ, self._ray.address
                 if self._ray.token is None:
-                    _say("no RAY_AUTH_TOKEN and no token file: whoever reaches this job's Ray can use it")
+                    _print("no RAY_AUTH_TOKEN and no token file: whoever reaches this job's Ray can use it")
             if self._session:
                 live = Live(os.getpid(), str(self.settings.socket), NAMESPACE, address)
                 write_live(self._session.path, live)
             self._let_others_attach(address)
             self._helper = self._start_helper(address, environ)
         except Exception as error:
-            _say(f"no monitor for this run: {type(error).__name__}: {error}")
+            _print(f"no monitor for this run: {type(error).__name__}: {error}")
         else:
             self._start_dashboard()
 
     def finish(self, exit_code: int, failures: list[wire.RankFailure]) -> None:
-        """End the session, have its files written, say what they say, and leave nothing behind."""
+        """End the session, have its files written, print the verdict, and leave nothing behind."""
         self._ended = True
         left_behind = False
         deadline = time.monotonic() + LAUNCHER_S
@@ -164,7 +162,7 @@ class Monitor:
             self._dashboard.end()
         try:
             message = wire.Finish(
-                wire.VERSION, exit_code, failures, stop=self._nodes.first, nodes=self._nodes.count
+                wire.VERSION, exit_code, failures, stop=self.nodes.first, nodes=self.nodes.count
             )
             self._end_helper()
             finished = ask_finish(Path(str(self.settings.socket)), message, deadline - time.monotonic())
@@ -174,7 +172,7 @@ class Monitor:
             else:
                 self._finish_here(self._session, message, finished)
         except Exception as error:
-            _say(f"session {self._name!r} could not be finished: {type(error).__name__}: {error}")
+            _print(f"session {self._name!r} could not be finished: {type(error).__name__}: {error}")
         finally:
             if self._dashboard is not None:
                 self._dashboard.kill()
@@ -190,24 +188,24 @@ class Monitor:
         if finished is None or not finished.ok:
             self._finish_offline(session, message, finished)
         elif finished.waiting:
-            late, count = finished.waiting, self._nodes.count
+            late, count = finished.waiting, self.nodes.count
             again = "" if self._ray is not None else ": they are written again when all have"
-            _say(f"the files are written without {late} of {count} nodes ({finished.detail}){again}")
+            _print(f"the files are written without {late} of {count} nodes ({finished.detail}){again}")
         shutil.rmtree(self._spool, ignore_errors=True)
         _report(session)
 
     def _report_elsewhere(self, finished: wire.Finished | None) -> bool:
-        """Say where the session is; return whether rows of this node are left here."""
+        """Print where the session is; return whether rows of this node are left here."""
         left = len({path.name.partition(".")[0] for path in self._spool.glob(f"*{SUFFIX}")})
         if left:
             why = f" ({finished.detail})" if finished is not None and finished.detail else ""
-            _say(f"rows of {left} ranks could not be delivered{why}; they are in {self._spool}")
-        host = self._nodes.host or "the first node"
-        _say(f"session {self._name!r} is written by the launcher on {host}, into its --out folder")
+            _print(f"rows of {left} ranks could not be delivered{why}; they are in {self._spool}")
+        host = self.nodes.host or "the first node"
+        _print(f"session {self._name!r} is written by the launcher on {host}, into its --out folder")
         return left > 0
 
     def _clear(self, left_behind: bool) -> None:
-        """Remove the private folder, but for rows that nobody has."""
+        """Remove the private folder, but for rows that could not be delivered."""
         if not left_behind:
             shutil.rmtree(self._runtime, ignore_errors=True)
             return
@@ -218,24 +216,24 @@ class Monitor:
                 path.unlink(missing_ok=True)
 
     def _start_dashboard(self) -> None:
-        """Have the session shown; nothing of the run waits for that."""
-        if self._port is None:
+        """Start the dashboard; nothing of the run waits for that."""
+        if self.port is None:
             return
         if self._session is None:
-            _say(f"the dashboard is on {self._nodes.host or 'the first node'}")
+            _print(f"the dashboard is on {self.nodes.host or 'the first node'}")
             return
         try:
-            environ = {name: value for name, value in self._environ.items() if name != "RAY_ADDRESS"}
+            environ = {name: value for name, value in self.environ.items() if name != "RAY_ADDRESS"}
             out = str(self._session.path.parent)
-            self._dashboard = DashboardProcess(self._name, environ, _say, out=out, port=self._port)
+            self._dashboard = DashboardProcess(self._name, environ, _print, out=out, port=self.port)
         except OSError as error:
-            _say(f"no dashboard: {error}")
+            _print(f"no dashboard: {error}")
 
     def _let_others_attach(self, address: str) -> None:
-        """Leave beside the socket what ranks and views need to attach; so the token is in no environment."""
+        """Write what ranks and views need to attach; so the token is in no environment."""
         found = Attachment(address)
         if self._ray is not None:
-            environ: dict[str, str | None] = {name: None for name in self._environ if name.startswith("RAY_")}
+            environ: dict[str, str | None] = {name: None for name in self.environ if name.startswith("RAY_")}
             environ["RAY_AUTH_MODE"] = self._ray.environ["RAY_AUTH_MODE"]
             if self._ray.token is not None:
                 environ["RAY_AUTH_TOKEN_PATH"] = str(self._runtime / "token")
@@ -251,15 +249,15 @@ class Monitor:
             socket=str(settings.socket),
             spool=str(self._spool),
             settings=settings,
-            info=self._info,
+            info=self.info,
         )
         request = HelperRequest(
             os.getpid(),
             address,
             actors,
-            ATTACH_S if self._nodes.first and self._ray is None else JOIN_S,
+            ATTACH_S if self.nodes.first and self._ray is None else JOIN_S,
             temp_dir=str(self._ray.folder) if self._ray is not None else "",
-            first=self._nodes.first,
+            first=self.nodes.first,
         )
         helper = subprocess.Popen(
             [sys.executable, "-m", "traceml_ray.launchers.helper"],
@@ -276,7 +274,7 @@ class Monitor:
         return helper
 
     def _watch(self, helper: subprocess.Popen[bytes], request: bytes) -> None:
-        """Say so once if there will be no monitor."""
+        """Print once if there will be no monitor."""
         to_send: bytes | None = request
         while True:
             try:
@@ -292,11 +290,11 @@ class Monitor:
             ended = self._ray.last_words() if self._ray is not None and self._ray.exited() else ""
             reply = HelperReply(False, ended or f"the helper ended with exit code {helper.returncode}")
         if not reply.ok and not self._ended:
-            _say(f"training goes on without a live monitor: {reply.detail}")
+            _print(f"training goes on without a live monitor: {reply.detail}")
             self._end_ray()
 
     def _end_helper(self) -> None:
-        """Let an unfinished helper go; on a cluster that stays, what it made would stay, too."""
+        """End the helper; on a cluster that stays, after a while, or actors half made would stay, too."""
         if self._helper is None:
             return
         if self._ray is None:
@@ -315,28 +313,28 @@ class Monitor:
         from traceml_ray.monitor.offline import finish_offline
 
         if finished is not None:
-            _say(f"finishing the session without its aggregator: {finished.detail}")
-        aside = finish_offline(session.path, self.settings, message, self._spool, self._info)
+            _print(f"finishing the session without its aggregator: {finished.detail}")
+        aside = finish_offline(session.path, self.settings, message, self._spool, self.info)
         if aside is not None:
-            _say(f"the session file was damaged and is now {aside.name}; some rows are lost with it")
+            _print(f"the session file was damaged and is now {aside.name}; some rows are lost with it")
 
 
 def _report(session: SessionFolder) -> None:
-    """Say the verdict, in the words of the summary, and where to read on."""
+    """Print the verdict of the summary, and where the files are."""
     verdict = json.loads(session.summary_json.read_bytes())["verdict"]
-    _say(f"{verdict['label']}: {verdict['why']}")
+    _print(f"{verdict['label']}: {verdict['why']}")
     if verdict["next"]:
-        _say(f"next: {verdict['next']}")
-    _say(f"files: {session.path}")
+        _print(f"next: {verdict['next']}")
+    _print(f"files: {session.path}")
 
 
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # nobody may be reading any more
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # stderr may be closed
         print(f"traceml-ray: {text}", file=sys.stderr, flush=True)
 
 
 def _private_folder() -> tuple[Path, int]:
-    """Return a new folder for sockets and Ray's files, and the lock that says that it is in use."""
+    """Return a new folder for sockets and Ray's files, and the lock that marks it as in use."""
     folders.sweep()
     folder = Path(tempfile.mkdtemp(prefix="traceml-", dir=folders.PLACE))
     return folder, folders.hold(folder)

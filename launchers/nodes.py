@@ -15,7 +15,7 @@ class UsageError(ValueError):
 
 
 class NotGiven(int):
-    """A node rank that nobody gave: to torchrun it is 0."""
+    """A node rank that was not given: to torchrun it is 0."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Nodes:
     head: str = ""
     """host:port of the private cluster's head; "" where there is one node."""
     job: str = ""
-    """What the job is called where nobody has named its session: the same on every node."""
+    """Name of the session where none is given: the same on every node."""
 
     @property
     def several(self) -> bool:
@@ -43,7 +43,7 @@ class Nodes:
 
 
 def read(args: argparse.Namespace, ray_address: str | None) -> Nodes:
-    """Return what torchrun's arguments say. Raises UsageError."""
+    """Return the nodes that torchrun's arguments describe. Raises UsageError."""
     from torch.distributed import run as torch_run
 
     try:
@@ -98,9 +98,9 @@ def _hosts_rendezvous(args: argparse.Namespace, host: str) -> bool:
     """Return whether this is the machine of the rendezvous, as torch itself decides it."""
     from torch.distributed.elastic.rendezvous import utils as rendezvous
 
-    said = rendezvous._parse_rendezvous_config(args.rdzv_conf or "").get("is_host")
-    if said is not None:
-        return said.lower() in ("1", "true", "t", "yes", "y")
+    is_host = rendezvous._parse_rendezvous_config(args.rdzv_conf or "").get("is_host")
+    if is_host is not None:
+        return is_host.lower() in ("1", "true", "t", "yes", "y")
     return rendezvous._matches_machine_hostname(host)
 
 

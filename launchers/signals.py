@@ -1,9 +1,9 @@
 """
-What is sent to a launcher goes on to its command, once.
+Signals for a launcher are forwarded to its command, once.
 
 The command is in the launcher's process group, as it would be in the group of a shell's job. A signal for the
 group (`timeout`, `kill %1`, Ctrl-C) reaches both from the kernel; one for the launcher alone reaches only the
-launcher, and is forwarded. The kernel does not say which of the two it was. So there is a witness: a process
+launcher, and is forwarded. The kernel does not show which of the two it was. So there is a witness: a process
 in the same group that blocks these signals and reports which of them are pending.
 """
 
@@ -23,7 +23,7 @@ _FORWARDED = frozenset(
 )
 _END = 0
 _SETTLE_S = 0.05
-"""From a signal to the look at the witness: `timeout` sends one to the launcher, then one to the group."""
+"""From a signal until the witness is asked: `timeout` sends one to the launcher, then one to the group."""
 _ANSWER_S = 2.0
 # Not a fork of the launcher: `pkill -f` of a name in the launcher's command line must not find it.
 _WITNESS = """

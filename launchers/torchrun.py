@@ -1,5 +1,5 @@
 """
-torchrun, with a monitor beside it.
+torchrun, with a monitor.
 
 torchrun itself runs in this process, so its flags, its exit code, its handling of signals and its
 table of failures are its own.
@@ -36,7 +36,7 @@ from .nodes import read as read_nodes
 _PROGRAM = "python -m traceml_ray.launch"
 _MESSAGE_CHARS = 2000
 _LAUNCHERS = ("accelerate", "deepspeed", "torchrun", "mpirun", "mpiexec", "srun", "horovodrun", "composer")
-"""Commands that are no rank, but start some."""
+"""Commands that start ranks."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,7 +110,7 @@ def _failures(error: ChildFailedError) -> list[wire.RankFailure]:
 
 
 def _message(message: Any) -> str:
-    """Return what a rank's error file says, without its traceback; nothing where torchrun has only a hint."""
+    """Return the message of a rank's error file, without its traceback; "" where torchrun has only a hint."""
     if isinstance(message, dict):
         return str(message.get("message", ""))
     return "" if "elastic/errors.html" in message else str(message)
@@ -143,7 +143,7 @@ def _usage_error(message: str) -> NoReturn:
 
 
 def _check(args: argparse.Namespace, nodes: Nodes) -> None:
-    """Find what would fail only after the monitor is up. Raises UsageError."""
+    """Check what would fail only after the monitor is up. Raises UsageError."""
     script = Path(args.training_script)
     if not (args.module or args.no_python or _is_there(script)):
         raise UsageError(f"there is no script {script} (in {Path.cwd()})")

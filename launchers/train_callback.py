@@ -94,7 +94,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
     ) -> None:
         self._settings: dict[str, Any] = {}
         if chosen := given(locals()):
-            # Without any, it is made by `fit()`, which is to go on whatever the environment says.
+            # Without any, it is made by `fit()`, which is to go on whatever is in the environment.
             loaded = Settings.load(**chosen)
             self._settings = {name: getattr(loaded, name) for name in chosen}
         self._id = secrets.token_hex(8)
@@ -112,7 +112,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
         self._run: RunReporter | None = None
         self._starting = False
         self._world_size = 0
-        self._told: object = None
+        self._reported: object = None
 
     # -- being sent ------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
             if agent is not None:
                 agent.instrumentation.errors.note(f"train: {place}", error)
         except Exception:
-            pass  # there is nobody left to tell
+            pass  # there is no place left to count it
 
     # -- in the controller -----------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
         self._watching = _chosen.setdefault(run_id, (ours or [self._id])[0]) == self._id
         if self._watching:
             self._run = RunReporter(msgspec.json.decode(self._config, type=ActorConfig), run_id)
-            self._run.tell({"name": train_run_context.run_config.name, "launcher": "ray_train"})
+            self._run.report({"name": train_run_context.run_config.name, "launcher": "ray_train"})
 
     @_hook()
     def before_worker_group_start(self, worker_group_context: Any) -> None:
@@ -174,12 +174,14 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
         self._world_size = max(context.world_size for context in contexts)
         self._nnodes = max(self._nnodes, *(context.node_rank + 1 for context in contexts))
         if self._run is not None:
-            self._run.tell({"world_size": self._world_size, "nnodes": self._nnodes, "attempt": self._attempt})
+            self._run.report(
+                {"world_size": self._world_size, "nnodes": self._nnodes, "attempt": self._attempt}
+            )
         return {}
 
     @_hook()
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
-        """Tell of failures and resizes; of restarts, rows tell."""
+        """Report failures and resizes; restarts show in the rows."""
         after = getattr(current_state, "next_state", current_state)  # of a run that is shutting down
         self._failure(getattr(after, "training_failed_error", None))
         name = type(current_state).__name__
@@ -195,25 +197,25 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
         self._end("finished" if result.error is None else "failed")
 
     def _failure(self, error: Any) -> None:
-        if error is None or error is self._told or self._run is None:
+        if error is None or error is self._reported or self._run is None:
             return
-        self._told = error
+        self._reported = error
         failures: dict[int, Exception] = getattr(error, "worker_failures", {})
-        told = [f"rank {rank}: {_in_a_line(failure)}" for rank, failure in sorted(failures.items())]
+        causes = [f"rank {rank}: {_in_a_line(failure)}" for rank, failure in sorted(failures.items())]
         data: dict[str, wire.Value] = {"attempt": max(0, self._attempt)}
         if failures:
             data["ranks"] = ",".join(map(str, sorted(failures)))[:_MESSAGE_CHARS]
         if len(failures) == 1:
             data["rank"] = next(iter(failures))
-        message = "; ".join(told) or _in_a_line(error)
+        message = "; ".join(causes) or _in_a_line(error)
         kind = "worker_failure" if failures else "failure"
-        self._run.tell(None, wire.Event(kind, time.time_ns(), message=message[:_MESSAGE_CHARS], data=data))
+        self._run.report(None, wire.Event(kind, time.time_ns(), message=message[:_MESSAGE_CHARS], data=data))
 
     def _resize(self, num_workers: int) -> None:
         if self._run is not None:
             data: dict[str, wire.Value] = {"attempt": self._attempt, "world_size_after": num_workers}
             text = f"Ray Train goes from {self._world_size} to {num_workers} workers"
-            self._run.tell(None, wire.Event("resize", time.time_ns(), message=text, data=data))
+            self._run.report(None, wire.Event("resize", time.time_ns(), message=text, data=data))
 
     def _end(self, status: str) -> None:
         if self._run is None:
@@ -221,7 +223,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
         if errors := self._errors + self._run.errors:
             places = ", ".join(f"{place} ({count})" for place, count in errors.items())
             text = f"swallowed in Ray Train's controller: {places}"[:_MESSAGE_CHARS]
-            self._run.tell(None, wire.Event("note", time.time_ns(), message=text))
+            self._run.report(None, wire.Event("note", time.time_ns(), message=text))
         if not self._run.end(status):
             _log.warning("the summary of this run may be missing: the session's aggregator did not answer")
 
@@ -234,7 +236,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
 
     @_hook()
     def before_worker_shutdown(self) -> None:
-        """Hand over what is left, and say how the training loop ended."""
+        """Hand over what is left, and report how the training loop ended."""
         forget("torch")
         agent = bootstrap.current()
         if agent is not None:
@@ -281,7 +283,7 @@ def _config(chosen: dict[str, Any]) -> ActorConfig:
 
 
 def _ending(agent: Any) -> wire.Event:
-    """Say how the training thread ended: by itself, by an exception, or not: then it was stopped."""
+    """Return the event of how the training thread ended: by itself, by an exception, or stopped."""
     from ray.train.v2._internal.execution.context import get_train_context
 
     runner = get_train_context().execution_context.training_thread_runner
@@ -314,8 +316,8 @@ def _unpickled(state: dict[str, Any]) -> Any:
         from ray.train.v2._internal.execution.callback import WorkerCallback
 
         log = logging.getLogger("traceml_ray")
-        if not log.__dict__.get("told"):  # there are several copies of it
-            log.__dict__["told"] = True
+        if not log.__dict__.get("warned"):  # there are several copies of it
+            log.__dict__["warned"] = True
             log.warning("traceml-ray: not watching this process: %s: %s", type(error).__name__, error)
         return WorkerCallback()
 

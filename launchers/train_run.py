@@ -1,4 +1,4 @@
-"""Tells a session's aggregator about one run, from a thread of its own: nobody waits for it but the end."""
+"""Reports one run to a session's aggregator, in a thread of its own: only the end waits for it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RunReporter:
         self._status: str | None = None
         self._answer: wire.Finished | None = None
         self._written = self._gave_up = False
-        self._heard = self._word = 0.0
+        self._heard = self._waits_at = 0.0
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="traceml-run", daemon=True)
         self._thread.start()
@@ -50,8 +50,8 @@ class RunReporter:
         self._make = True
         self._wake.set()
 
-    def tell(self, info: dict[str, wire.Value] | None = None, *events: wire.Event) -> None:
-        """Hand on what is known of the run."""
+    def report(self, info: dict[str, wire.Value] | None = None, *events: wire.Event) -> None:
+        """Send what is known of the run."""
         self._info = {**self._info, **(info or {})}
         self._events.extend(events)
         self._wake.set()
@@ -60,9 +60,9 @@ class RunReporter:
         """
         Say that the run is over, and return whether its files are written.
 
-        The aggregator decides when, see `monitor.finish`; one that says nothing is not waited for.
+        The aggregator decides when, see `monitor.finish`; one that does not answer is not waited for.
         """
-        started = self._heard = self._word = time.monotonic()
+        started = self._heard = self._waits_at = time.monotonic()
         self._status = status
         self._wake.set()
         while self._thread.is_alive() and self._waits(started):
@@ -71,9 +71,9 @@ class RunReporter:
         return self._written
 
     def _waits(self, started: float) -> bool:
-        """Whether there was a sign of life lately, and word that the files are written may still come."""
+        """Whether there was a reply lately, and the one that the files are written may still come."""
         silent_s = STARTING_S if self._answer is None else ANSWER_S
-        return time.monotonic() < min(self._heard + silent_s, self._word + WORD_S, started + REPORT_S)
+        return time.monotonic() < min(self._heard + silent_s, self._waits_at + WORD_S, started + REPORT_S)
 
     # -- the thread ------------------------------------------------------------------------------
 
@@ -105,7 +105,7 @@ class RunReporter:
             self._answer = finished = wire.decode(reply, wire.Finished)
             self._heard = time.monotonic()
             if finished.waiting or finished.state == "writing":
-                self._word = self._heard
+                self._waits_at = self._heard
         except Exception as error:
             self.errors.note("run", error)
             self._aggregator = None

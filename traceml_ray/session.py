@@ -45,7 +45,7 @@ class Live(msgspec.Struct, frozen=True):
     pid: int
     """Of the launcher, or of the aggregator where there is none."""
     socket: str
-    """Of the relay beside it: it can be asked to end the session."""
+    """Of the relay on this node: it can be asked to end the session."""
     namespace: str
     address: str
     """Of the Ray cluster."""
@@ -157,7 +157,7 @@ def _find(session: str | Path | None, out: str | Path) -> Path:
 
 
 def holder(folder: Path) -> int | None:
-    """Return the pid of the process that holds the session right now, or None when nobody does."""
+    """Return the pid of the process that holds the session right now, None where there is none."""
     try:
         fd = os.open(folder / _LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -251,7 +251,7 @@ def _flock(fd: int, name: str) -> None:
 
 
 def _sign(fd: int) -> None:
-    """Say in the lock who holds it."""
+    """Write into the lock which process holds it."""
     os.ftruncate(fd, 0)
     os.pwrite(fd, str(os.getpid()).encode(), 0)
 

@@ -76,7 +76,7 @@ class Reports:
     def ensure(self) -> None:
         self.ensured += 1
 
-    def tell(self, info: dict[str, Any] | None = None, *events: wire.Event) -> None:
+    def report(self, info: dict[str, Any] | None = None, *events: wire.Event) -> None:
         self.info.update(info or {})
         self.events.extend(events)
 
@@ -349,7 +349,7 @@ def test_what_was_not_delivered_goes_with_the_next_message(
 ) -> None:
     aggregator = Aggregator(tmp_path, answers=False)
     made = reporter(monkeypatch, aggregator)
-    made.tell({"name": "run"}, event("a"))
+    made.report({"name": "run"}, event("a"))
     assert made.end("finished")
     assert {(run.job_id, run.info["name"]) for run in aggregator.got} == {("job", "run")}
     assert [e.message for run in aggregator.got[1:] for e in run.events] == ["a"]
@@ -377,7 +377,7 @@ def test_without_an_aggregator_the_end_comes_and_says_that_nothing_is_written(
     monkeypatch: pytest.MonkeyPatch, events: list[wire.Event]
 ) -> None:
     made = reporter(monkeypatch, None)
-    made.tell(None, *events)
+    made.report(None, *events)
     assert not made.end("finished")
 
 
