@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import signal
@@ -24,14 +25,14 @@ from snapshot import Snapshot
 from traceml_ray import wire
 from traceml_ray.monitor import aggregator as core
 from traceml_ray.monitor.aggregator import AggregatorCore
-from traceml_ray.monitor.live_verdict import MAX_UNKNOWN
+from traceml_ray.monitor.live_verdict import MAX_UNKNOWN, _Known
 from traceml_ray.monitor.offline import finish_offline
 from traceml_ray.ray import aggregator as actor
 from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool, write_spool
 from traceml_ray.stages import ROW_BYTES, SEGMENT_BITS
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.streams import to_row
+from traceml_ray.store.streams import to_row, world_size
 
 FINISH = wire.Finish(wire.VERSION, 0)
 
@@ -705,4 +706,40 @@ def test_streams_on_disk_are_those_in_memory_whatever_a_batch_changes(changes: l
             with aggregator.stored() as file:
                 kept = {stream.stream: to_row(stream) for stream in file.streams()}
             assert kept == {name: to_row(stream) for name, stream in aggregator._writer.streams.items()}
+        aggregator.close()
+
+
+OPERATIONS = ["rows", "open", "final", "restart", "unknown", "node", "lost", "ended"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 3)), max_size=12))
+@hypothesis.settings(max_examples=25)
+def test_judge_knows_the_ranks_as_if_it_learned_them_anew(operations: list[tuple[str, int]]) -> None:
+    """It learns them again only when something has changed that matters for them."""
+    with tempfile.TemporaryDirectory() as folder:
+        aggregator, relay = aggregation(Path(folder)), Relay()
+        judge = aggregator._judge
+        ranks = {number: Rank(number, 4 + number) for number in range(4)}
+        for operation, number in operations:
+            rank = ranks[number]
+            if operation == "restart":
+                rank = ranks[number] = Rank(number, 4 + number, attempt=rank.identity.attempt + 1)
+            elif operation == "node":
+                aggregator.node_state("node-0", "host-0", f"10.0.0.{number}", True)
+            elif operation == "lost":
+                aggregator.node_state("node-0", "host-0", "10.0.0.1", False)
+            elif operation == "ended":
+                aggregator.run(wire.encode(wire.Run(wire.VERSION, "job", {}, [], "finished")))
+            else:
+                special: dict[str, Any] = {"unknown": {"identity": None}, "final": {"final": True}}
+                fields = special.get(operation, {})
+                aggregator.ingest(relay.message(rank.batch(int(operation == "rows"), **fields)))
+            aggregator.judge()
+            known, judge._known = judge._known, _Known()
+            with aggregator._writer.lock:
+                anew = judge._learn()
+            assert dataclasses.replace(known, epoch=anew.epoch) == anew
+            for run, own in anew.ranks.items():
+                assert aggregator._steps.world(run) == world_size(own, None)
+            judge._known = known
         aggregator.close()

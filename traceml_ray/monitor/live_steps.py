@@ -103,12 +103,16 @@ class LiveSteps:
                 self._put(group)
             for stream in self._unknown.keys() - unknown:
                 del self._unknown[stream]
-            for run, ranks in runs.items():
-                self._advance(self._runs[run], ranks)
+            for run in runs:
+                self._advance(self._runs[run])
 
     def of(self, run: str) -> LiveRun | None:
         """Return a live run; another thread reads its history with `lock` held."""
         return self._runs.get(run)
+
+    def world(self, run: str) -> int:
+        """Return how many ranks a live run has, as far as they have reported it; 0 for any other."""
+        return self._runs[run].world if run in self._runs else 0
 
     def history(self, run: str) -> StepHistory:
         """Return the history of a run that is live."""
@@ -140,9 +144,9 @@ class LiveSteps:
         since = -max(OLDER_CHUNKS, OLDER_CHUNKS_A_RANK * len(ranks))
         self._runs[run].older = HistoryReader(self.open_file(run), self.limits, since)
 
-    def _advance(self, own: LiveRun, ranks: dict[int, Stream]) -> None:
+    def _advance(self, own: LiveRun) -> None:
         try:
-            own.advance(ranks)
+            own.advance()
         except Exception as error:  # of one run: it goes on with the rows that follow
             own.forget()
             self.errors.swallow("steps", error)
@@ -155,6 +159,8 @@ class LiveSteps:
     def _follow(self, run: str, ranks: dict[int, Stream], labels: Mapping[int, str]) -> None:
         """Note which processes the ranks of a run are; begin anew where a rank is another one than before."""
         before = self._runs.get(run)
+        if before is not None and before.ranks is ranks:
+            return
         processes = {rank: stream.id for rank, stream in ranks.items()}
         if before is not None and before.processes == processes:
             before.know(ranks, labels)
@@ -204,18 +210,16 @@ class LiveRun:
         self.older: HistoryReader | None = None
         """Reads the rows that were stored before this history began."""
         self.ranks: dict[int, Stream] = {}
+        self.world = 0
+        """How many ranks the job has, as far as they have reported it."""
         self.processes: dict[int, int] = {}
         """By rank, the id of the stream."""
         self._known: list[tuple[int, str, int | None, int | None, str | None]] = []
         self._patience_ns = int(limits.report_timeout_s * 1e9)
 
-    @property
-    def world(self) -> int:
-        """How many ranks the job has, as far as they have reported it."""
-        return world_size(self.ranks, None)
-
     def know(self, ranks: dict[int, Stream], labels: Mapping[int, str]) -> None:
         """Note node, group and strategy of the ranks."""
+        self.ranks, self.world = ranks, world_size(ranks, None)
         known = [
             (stream.id, labels[stream.id], stream.group_first, stream.group_size, stream.strategy)
             for stream in ranks.values()
@@ -255,12 +259,10 @@ class LiveRun:
         if older is not None:
             older.session.close()
 
-    def advance(self, ranks: dict[int, Stream]) -> None:
+    def advance(self) -> None:
         """Reduce the steps that are whole."""
-        self.ranks = ranks
-        world = self.world
-        holding, waited = awaited(ranks, world, self._patience_ns, self.history.reported())
-        self.history.advance(holding, waited, world)
+        holding, waited = awaited(self.ranks, self.world, self._patience_ns, self.history.reported())
+        self.history.advance(holding, waited, self.world)
 
 
 def _keep(kept: list[Rows], rows: Rows) -> None:

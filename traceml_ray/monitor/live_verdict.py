@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -28,7 +28,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.store.nodes import stream_labels
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.runs import by_run, newest, with_rows
-from traceml_ray.store.streams import Stream, generations, standing, trained, world_size
+from traceml_ray.store.streams import Stream, generations, standing, trained
 from traceml_ray.store.writer import SessionWriter
 
 MAX_LIVE = 16
@@ -74,6 +74,7 @@ class LiveJudge:
         self._limits = self.settings.thresholds
         self.tail = self._limits.window_steps + MAX_WINDOWS * self._limits.stride_steps
         """Steps of each rank that are judged at a time, where there are few ranks."""
+        self._known = _Known()
         self._runs: dict[str, _LiveRun] = {}
         self._baselines = Baselines(self.writer, self.settings, self.errors)
         self._histories = Histories(self.writer, self.clock, self.errors)
@@ -111,11 +112,13 @@ class LiveJudge:
         elif event["kind"] in ("stacks", "standing"):
             self._hang_watch.note(event)
 
-    def _forget_deaths(self, runs: Iterable[list[Stream]], unknown: Sequence[int]) -> None:
+    def _forget_deaths(self, known: _Known) -> None:
         """Keep events on deaths in the last generation of each run, and of processes of unknown rank."""
         if not self._fatal_seen:
             return
-        last = {stream.id for streams in runs for stream in generations(streams)[-1]}.union(unknown)
+        last = {s.id for streams in known.runs.values() for s in generations(streams)[-1]}.union(
+            known.unknown
+        )
         self._fatal = [event for event in self._fatal if event["stream_id"] in last]
         self._fatal_seen = Counter({who: n for who, n in self._fatal_seen.items() if who[0] in last})
 
@@ -126,40 +129,45 @@ class LiveJudge:
         going = [run for run in runs if "ended_at" not in facts.get(run, {})]
         return {run: runs[run] for run in going[-MAX_LIVE:]}
 
+    def _learn(self) -> _Known:
+        """Return which processes are the ranks of the live runs. Called with the writer's lock."""
+        writer = self.writer
+        if self._known.epoch == writer.epoch:
+            return self._known
+        runs, streams = self.live_runs(), writer.streams.values()
+        unknown = [stream.id for stream in streams if stream.identity is None][-MAX_UNKNOWN:]
+        last = {run: trained(own) for run, own in runs.items()}
+        ranks = {run: standing(together) for run, (together, _) in last.items()}
+        kept = {stream.id for own in ranks.values() for stream in own.values()}.union(unknown)
+        self.recent.keep(kept)
+        # Where a rank has had several processes, time alone may decide which of them is the one.
+        epoch = writer.epoch if len(kept) == sum(map(len, runs.values())) + len(unknown) else -1
+        which = {run: of for run, (_, of) in last.items()}
+        return _Known(epoch, runs, ranks, which, stream_labels(writer.nodes.values(), streams), unknown)
+
     def judge(self) -> None:
         """Judge the last steps that every live rank of each run reported. An error is counted."""
         with self.writer.lock:
-            runs = self.live_runs()
-            labels = stream_labels(self.writer.nodes.values(), self.writer.streams.values())
-            unknown = [s.id for s in self.writer.streams.values() if s.identity is None][-MAX_UNKNOWN:]
-            self._forget_deaths(runs.values(), unknown)
-            last = {run: trained(streams) for run, streams in runs.items()}
-            ranks = {run: standing(together) for run, (together, _) in last.items()}
-            self.recent.keep({s.id for own in ranks.values() for s in own.values()}.union(unknown))
+            known = self._known = self._learn()
+            self._forget_deaths(known)
             arrived = self.steps.drain()
         try:
-            self.steps.feed(arrived, ranks, labels, unknown)
+            self.steps.feed(arrived, known.ranks, known.labels, known.unknown)
         except Exception as error:
             self.errors.swallow("steps", error)
-        for run, streams in runs.items():
+        for run in known.runs:
             try:
-                self._judge(run, streams, ranks[run], last[run][1], labels)
+                self._judge(run, known)
             except Exception as error:
                 self.errors.swallow("judge", error)
         self.commands = self._hang_watch.commands()
-        verdicts = {run: state.verdict for run in runs if (state := self._runs.get(run)) is not None}
+        verdicts = {run: state.verdict for run in known.runs if (state := self._runs.get(run)) is not None}
         self.brief = {run: _brief(verdict) for run, verdict in verdicts.items() if verdict is not None}
         while len(self._runs) > 4 * MAX_LIVE:
             del self._runs[next(iter(self._runs))]
 
-    def _judge(
-        self,
-        run: str,
-        streams: list[Stream],
-        ranks: dict[int, Stream],
-        which: tuple[int, int],
-        labels: dict[int, str],
-    ) -> None:
+    def _judge(self, run: str, known: _Known) -> None:
+        streams, ranks, which, labels = known.runs[run], known.ranks[run], known.which[run], known.labels
         limits = self._limits
         state = self._runs.get(run)
         if state is None:
@@ -168,7 +176,7 @@ class LiveJudge:
         with self.writer.lock:
             deadline = self.clock() - int(limits.report_timeout_s * 1e9)
             live = [rank for rank, stream in ranks.items() if _reports(stream, deadline)]
-            world = world_size(ranks, None)
+            world = self.steps.world(run)
             missing = missing_of(world, live)
             seen = [(rank, ranks[rank].id, ranks[rank].stored) for rank in live]
             died = self._fatal or any(stream.lost for stream in streams)
@@ -231,6 +239,22 @@ class LiveJudge:
             state.stored = named
             with self.writer.lock:
                 self.writer.add_verdict(self.clock(), msgspec.json.encode(verdict), run)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Which processes are the ranks of the live runs."""
+
+    epoch: int = -1
+    """As of that change, see `SessionWriter.epoch`; -1: to be found anew each time."""
+    runs: dict[str, list[Stream]] = field(default_factory=dict)
+    ranks: dict[str, dict[int, Stream]] = field(default_factory=dict)
+    which: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """The generation of `ranks`, see `streams.trained`."""
+    labels: dict[int, str] = field(default_factory=dict)
+    """Of the streams' nodes."""
+    unknown: list[int] = field(default_factory=list)
+    """Streams of unknown rank, the newest."""
 
 
 class _LiveRun:

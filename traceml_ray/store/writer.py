@@ -73,6 +73,8 @@ class SessionWriter:
             self._connection.execute("SELECT incarnation, last_seq FROM relay").fetchall()
         )
         self.committed = dict(self.taken)
+        self.epoch = 0
+        """Changes when something other than `PROGRESS` changes of a stream, a node's name, or the runs."""
         self.lost: Counter[str] = Counter()
         """What was dropped of all but rows, by place; the aggregator counts it and clears it."""
         self._by_id = {stream.id: stream for stream in self.streams.values()}
@@ -87,6 +89,7 @@ class SessionWriter:
             stream = Stream(len(self.streams) + 1, name, first_seen_ns=now, last_seen_ns=now)
             self.streams[name] = self._by_id[stream.id] = stream
         self._pending.streams[stream.id] = stream
+        self.epoch += 1
         return stream
 
     def progressed(self, stream: Stream) -> None:
@@ -95,8 +98,11 @@ class SessionWriter:
 
     def node(self, node_id: str, hostname: str, address: str) -> Node:
         """Return the node of that id, made when it is new, and mark it as changed."""
-        node = self.nodes.setdefault(node_id, Node(node_id, hostname, address))
-        node.hostname, node.address = hostname, address
+        node = self.nodes.get(node_id)
+        if node is None or (node.hostname, node.address) != (hostname, address):
+            node = self.nodes.setdefault(node_id, Node(node_id, hostname, address))
+            node.hostname, node.address = hostname, address
+            self.epoch += 1
         self._pending.nodes[node_id] = node
         return node
 
@@ -106,6 +112,7 @@ class SessionWriter:
             if key not in self.meta or self.meta[key] != value:
                 self.meta[key] = value
                 self._pending.meta.add(key)
+                self.epoch += key == "runs"
 
     def take(self, batch: wire.RelayBatch, now: int) -> None:
         """Note the message as taken, and the state of its node."""
@@ -125,6 +132,8 @@ class SessionWriter:
         n = len(flags)
         self._pending.inserts["chunk"].append((stream.id, first_row, n, keys, flags, rows))
         self._pending.row_bytes += _row_bytes(n)
+        if n and not stream.stored:
+            self.stream(stream.stream, 0)
         stream.stored += n
         if self._pending.row_bytes > self.max_pending_bytes:
             self._drop_oldest()
