@@ -76,6 +76,19 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
     Raises SettingError for a keyword or value that cannot be used.
     """
 
+    _settings: Mapping[str, Any] = {}
+    _config = b""
+    """ActorConfig as JSON, from when it leaves the driver."""
+    _watching = True
+    _attempt = -1
+    """Counted here: Ray gives an elastic resize no number of its own."""
+    _nnodes = 0
+    _world_size = 0
+    _starting = False
+    _run: RunReporter | None = None
+    _reported: object = None
+    """The newest failure that was reported."""
+
     @known_keywords
     def __init__(
         self,
@@ -92,27 +105,12 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
         baseline: str | os.PathLike[str] | None = None,
         thresholds: Thresholds | Mapping[str, float] | None = None,
     ) -> None:
-        self._settings: dict[str, Any] = {}
         if chosen := given(locals()):
             # Without any, it is made by `fit()`, which is to go on whatever is in the environment.
             loaded = Settings.load(**chosen)
             self._settings = {name: getattr(loaded, name) for name in chosen}
         self._id = secrets.token_hex(8)
-        self._config = b""
-        """ActorConfig as JSON, from when it leaves the driver."""
-        self._watching = True
-        self._attempt = -1
-        """Counted here: Ray gives an elastic resize no number of its own."""
-        self._nnodes = 0
-        self._forget_the_rest()
-
-    def _forget_the_rest(self) -> None:
-        """Set what is not sent along."""
         self._errors = Errors()
-        self._run: RunReporter | None = None
-        self._starting = False
-        self._world_size = 0
-        self._reported: object = None
 
     # -- being sent ------------------------------------------------------------------------------
 
@@ -129,9 +127,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
     @classmethod
     def _from_state(cls, state: dict[str, Any]) -> TraceMLTrainCallback:
         made = cls.__new__(cls)
-        made.__dict__.update(_settings={}, _config=b"", _id="", _attempt=-1, _nnodes=0)
-        made.__dict__.update(state)
-        made._forget_the_rest()
+        made.__dict__.update({"_id": "", "_errors": Errors(), **state})
         return made
 
     def _failed(self, place: str, error: Exception) -> None:
@@ -274,7 +270,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
 _log = logging.getLogger("traceml_ray")
 
 
-def _config(chosen: dict[str, Any]) -> ActorConfig:
+def _config(chosen: Mapping[str, Any]) -> ActorConfig:
     """Return the session that this driver uses, with what the callback was given."""
     current = current_config()
     if current is not None and chosen.get("session") in (None, current.session):
