@@ -35,6 +35,8 @@ from traceml_ray.stages import DATA, FORWARD, N_STAGES, POST_SYNC, SEGMENT_BITS,
 
 SIZES = (8, 64, 512, 2048, 8192)
 PER_NODE, STEPS_A_SECOND = 8, 5
+ON_TIME = 2
+"""Steps of a second before the late rank is late: it begins at no particular time."""
 MS = 1_000_000
 ROW = np.array([5, 10, 1, 60, 100, 24]) * MS
 """Of a rank that is not late, ns."""
@@ -56,15 +58,18 @@ class Node:
             for local in range(min(PER_NODE, ranks))
         ]  # fmt: skip
 
-    def message(self, late: int | None, rng: np.random.Generator, rows_only: bool) -> bytes:
-        """Return what this relay has to send of one second; `late` is the rank that is."""
+    def message(self, late: int | None, rng: np.random.Generator, rows_only: bool, on_time: int = 0) -> bytes:
+        """
+        Return what this relay has to send of one second; `late` is the rank that is, but for the first
+        `on_time` steps.
+        """
         first, self.seq = self.seq * STEPS_A_SECOND, self.seq + 1
         keys = (np.arange(first, first + STEPS_A_SECOND, dtype="<i8") << SEGMENT_BITS).tobytes()
         batches = []
         for identity in self.who:
             rows = np.tile(ROW, (STEPS_A_SECOND, 1)) + rng.integers(0, MS, (STEPS_A_SECOND, N_STAGES))
             if late is not None:
-                rows[:, DATA if identity.global_rank == late else SYNC_WAIT] += 60 * MS
+                rows[on_time:, DATA if identity.global_rank == late else SYNC_WAIT] += 60 * MS
             batch = wire.RankBatch(
                 wire.VERSION, f"{identity.global_rank:016x}", self.seq, time.time_ns(),
                 first + STEPS_A_SECOND, 0, first, keys, bytes(STEPS_A_SECOND),
@@ -119,7 +124,8 @@ def run(ranks: int, seconds: int, spread: bool, rows_only: bool) -> str:
         asked = 0.0
         for second in range(seconds):
             rank = late if second >= late_from else None
-            messages = [node.message(rank, rng, rows_only) for node in nodes]
+            on_time = ON_TIME if second == late_from else 0
+            messages = [node.message(rank, rng, rows_only, on_time) for node in nodes]
             for at, message in enumerate(messages):
                 due = began + second + 1 + (at / len(nodes) if spread else 0)
                 while (left := due - time.monotonic()) > 0:
@@ -127,7 +133,7 @@ def run(ranks: int, seconds: int, spread: bool, rows_only: bool) -> str:
                     if found is None and second > late_from and time.monotonic() - asked > 0.2:
                         verdict, asked = session.verdict() or {}, time.monotonic()
                         if (verdict.get("label"), verdict.get("rank")) == ("straggler", late):
-                            found = asked - began - late_from
+                            found = asked - began - late_from - ON_TIME / STEPS_A_SECOND
                 sent.append((time.monotonic(), aggregator.ingest.remote(message)))
                 while len(sent) > 2048:
                     collect(sent, waits, 0.1)

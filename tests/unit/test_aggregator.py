@@ -712,6 +712,22 @@ def test_streams_on_disk_are_those_in_memory_whatever_a_batch_changes(changes: l
 OPERATIONS = ["rows", "open", "final", "restart", "unknown", "node", "lost", "ended"]
 
 
+def test_aggregator_of_many_nodes_judges_once_all_have_sent_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, "MANY_NODES", 1)
+    aggregator, relays, ranks = aggregation(tmp_path), [Relay(0), Relay(1)], [Rank(0), Rank(1)]
+    for rounds in range(3):
+        for relay, rank in zip(relays, ranks, strict=True):
+            assert not aggregator.round_is_complete
+            aggregator.ingest(relay.message(rank.batch(5)))
+            aggregator.ingest(relay.message())  # a sample, or an event
+        aggregator.commit()
+        assert aggregator.many_nodes and aggregator.round_is_complete, rounds
+        aggregator.judge()
+    aggregator.close()
+
+
 @given(st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 3)), max_size=12))
 @hypothesis.settings(max_examples=25)
 def test_judge_knows_the_ranks_as_if_it_learned_them_anew(operations: list[tuple[str, int]]) -> None:
@@ -740,6 +756,6 @@ def test_judge_knows_the_ranks_as_if_it_learned_them_anew(operations: list[tuple
                 anew = judge._learn()
             assert dataclasses.replace(known, epoch=anew.epoch) == anew
             for run, own in anew.ranks.items():
-                assert aggregator._steps.world(run) == world_size(own, None)
+                assert aggregator._steps._runs[run].world == world_size(own, None)
             judge._known = known
         aggregator.close()

@@ -86,6 +86,9 @@ class AggregatorCore:
             self.folder, settings, self._writer, self.errors, clock, ticks, self._resize_groups, self._let_go
         )
         self._tick_s = wire.TICK_S
+        self._living = 0
+        self._reported: set[str] = set()
+        """Nodes of which rows have come since the last judgement."""
         self._busy_ns = ticks()
         start = {"session": self.folder.name, "started_at": clock(), "status": "running", **info}
         self._writer.set_meta(**{key: self._writer.meta.get(key, value) for key, value in start.items()})
@@ -111,6 +114,7 @@ class AggregatorCore:
             with self._writer.lock:
                 if inner:
                     self._busy_ns = self._ticks()
+                    self._reported.add(batch.node.node_id)
                 if self._is_next(incarnation, batch.seq):
                     self._take(batch, [part for part in inner if part is not None])
         except wire.WireError as error:
@@ -126,8 +130,9 @@ class AggregatorCore:
         try:
             with self._writer.lock:
                 self._resize_groups()
-                living = sum(node.lost_ns is None for node in self._writer.nodes.values())
-                self._tick_s = wire.TICK_S if living <= MANY_NODES else MANY_NODES_TICK_S
+                nodes = self._writer.nodes.values()
+                self._living = sum(node.lost_ns is None for node in nodes)
+                self._tick_s = wire.TICK_S if self._living <= MANY_NODES else MANY_NODES_TICK_S
                 for what, n in self._writer.lost.items():
                     self.errors.count(what, n)
                 self._writer.lost.clear()
@@ -144,8 +149,19 @@ class AggregatorCore:
             self.errors.note("fold", error)
         return True
 
+    @property
+    def many_nodes(self) -> bool:
+        """Whether relays send less often, all at the same times."""
+        return self._tick_s > wire.TICK_S
+
+    @property
+    def round_is_complete(self) -> bool:
+        """Whether all of many nodes have sent rows since the last judgement: the next need not wait."""
+        return self.many_nodes and len(self._reported) >= self._living
+
     def judge(self) -> None:
         """Judge the last steps of every run that goes on; store a verdict when it changed."""
+        self._reported.clear()
         try:
             self._judge.judge()
         except Exception as error:

@@ -93,14 +93,15 @@ class LiveSteps:
                 self._runs.pop(run).close()
             for run, ranks in runs.items():
                 self._follow(run, ranks, labels)
-            alike: dict[bytes, list[tuple[int, Rows]]] = {}
+            alike: dict[tuple[LiveRun, bytes], list[tuple[int, Rows]]] = {}
             for stream, rows in arrived:
                 if stream in self._owners:
-                    alike.setdefault(rows[0], []).append((stream, rows))
+                    own, rank = self._owners[stream]
+                    alike.setdefault((own, rows[0]), []).append((rank, rows))
                 elif stream in unknown:
                     _keep(self._unknown.setdefault(stream, []), rows)
-            for group in alike.values():
-                self._put(group)
+            for (own, _), found in alike.items():
+                own.put(found)
             for stream in self._unknown.keys() - unknown:
                 del self._unknown[stream]
             for run in runs:
@@ -109,14 +110,6 @@ class LiveSteps:
     def of(self, run: str) -> LiveRun | None:
         """Return a live run; another thread reads its history with `lock` held."""
         return self._runs.get(run)
-
-    def world(self, run: str) -> int:
-        """Return how many ranks a live run has, as far as they have reported it; 0 for any other."""
-        return self._runs[run].world if run in self._runs else 0
-
-    def history(self, run: str) -> StepHistory:
-        """Return the history of a run that is live."""
-        return self._runs[run].history
 
     def rows_of(self, stream: int, last: int) -> tuple[Int64, UInt8, Int64]:
         """Return the newest rows of a stream: keys (n,), flags (n,), rows ns (n, 6)."""
@@ -179,25 +172,11 @@ class LiveSteps:
         for rank, stream in processes.items():
             self._owners[stream] = own, rank
             for rows in self._unknown.pop(stream, ()):
-                self._put([(stream, rows)])
+                own.put([(rank, rows)])
 
     def _disown(self, own: LiveRun) -> None:
         for stream in [stream for stream, (owner, _) in self._owners.items() if owner is own]:
             del self._owners[stream]
-
-    def _put(self, alike: list[tuple[int, Rows]]) -> None:
-        """Put rows that have the same keys."""
-        keys = np.frombuffer(alike[0][1][0], "<i8")
-        by_run: dict[LiveRun, list[tuple[int, Rows]]] = {}
-        for stream, rows in alike:
-            own, rank = self._owners[stream]
-            by_run.setdefault(own, []).append((rank, rows))
-        for own, found in by_run.items():
-            found.sort(key=lambda each: each[0])
-            flags = np.frombuffer(b"".join(rows[1] for _, rows in found), np.uint8).reshape(len(found), -1)
-            stages = np.frombuffer(b"".join(rows[2] for _, rows in found), "<i8")
-            shape = len(found), len(keys), N_STAGES
-            own.history.put([rank for rank, _ in found], keys, flags, stages.reshape(shape))
 
 
 class LiveRun:
@@ -235,6 +214,15 @@ class LiveRun:
         lines = {rank: self.history.table.line(rank, 1 << 20) for rank in same}
         who = self.history.who
         return [RankRows(rank, who[rank].node, *line, *who[rank][1:]) for rank, line in lines.items()]
+
+    def put(self, found: list[tuple[int, Rows]]) -> None:
+        """Put rows of ranks that have the same keys."""
+        found.sort(key=lambda each: each[0])
+        keys = np.frombuffer(found[0][1][0], "<i8")
+        flags = np.frombuffer(b"".join(rows[1] for _, rows in found), np.uint8).reshape(len(found), -1)
+        stages = np.frombuffer(b"".join(rows[2] for _, rows in found), "<i8")
+        stages = stages.reshape(len(found), len(keys), N_STAGES)
+        self.history.put([rank for rank, _ in found], keys, flags, stages)
 
     def read_older(self) -> None:
         """Read on in older rows; once all are read, go on from there."""

@@ -168,7 +168,8 @@ class LiveJudge:
 
     def _judge(self, run: str, known: _Known) -> None:
         streams, ranks, which, labels = known.runs[run], known.ranks[run], known.which[run], known.labels
-        limits = self._limits
+        limits, own = self._limits, self.steps.of(run)
+        assert own is not None
         state = self._runs.get(run)
         if state is None:
             evidence = NodeEvidence(self.writer, self.recent, self.steps, self.clock, limits.warmup_steps)
@@ -176,7 +177,7 @@ class LiveJudge:
         with self.writer.lock:
             deadline = self.clock() - int(limits.report_timeout_s * 1e9)
             live = [rank for rank, stream in ranks.items() if _reports(stream, deadline)]
-            world = self.steps.world(run)
+            world = own.world
             missing = missing_of(world, live)
             seen = [(rank, ranks[rank].id, ranks[rank].stored) for rank in live]
             died = self._fatal or any(stream.lost for stream in streams)
@@ -198,9 +199,7 @@ class LiveJudge:
         if which != state.which:
             self._begin_generation(run, state, which)
         steps = max(limits.window_steps + limits.stride_steps, min(self.tail, MAX_ROWS // len(live)))
-        window = self.steps.history(run).window(
-            live, world + sum(rank >= world for rank in live), missing, steps
-        )
+        window = own.history.window(live, world + sum(rank >= world for rank in live), missing, steps)
         verdict = with_part(state.judge.update(window), window, functools.partial(self._rates, ranks), limits)
         self._baselines.keep(run, state.judge.baseline)
         self._histories.keep(run, which, state.judge)
