@@ -16,10 +16,10 @@ ROOT = Path(__file__).parents[2]
 BROAD = {"Exception", "BaseException"}
 TELLS = {"note", "swallow", "failed", "_failed", "fail", "_traceml_failed", "_lost", "set_exception"}
 """Calls that count an exception, or hand it on to who asked."""
-SAYS = {"_say", "warn", "warning", "write", "_inert"}
+SAYS = {"_print", "warn", "warning", "write", "_inert"}
 """Calls that tell a person at once, where there is nothing to count in yet, or not any more."""
 OTHERWISE = {
-    "ray/actor_calls.py _look": "handed to whoever polls, who counts it",
+    "ray/actor_calls.py _find_actor": "handed to whoever polls, who counts it",
     "errors.py said": "its kind is told",
     "agent/patch/collectives.py _named": "only a prettier name is lost",
     "agent/site/sitecustomize.py _wait_for_torch": "said as soon as there is torch",
@@ -76,7 +76,7 @@ FIXED = {
     "agent/patch/patcher.py call": "the name of a patch of ours",
     "errors.py note": "place and the name of a class",
     "errors.py swallow": "place and the name of a class",
-    "monitor/relay.py _take_v1": "one of two",
+    "monitor/rank_intake.py receive": "one of two",
     "ray/aggregator.py _ask_relays": "the name of a method of ours",
     "monitor/aggregator.py commit": "one of each table",
     "launchers/train_callback.py _failed": "the name of a hook of ours",
