@@ -712,19 +712,31 @@ def test_streams_on_disk_are_those_in_memory_whatever_a_batch_changes(changes: l
 OPERATIONS = ["rows", "open", "final", "restart", "unknown", "node", "lost", "ended"]
 
 
-def test_aggregator_of_many_nodes_judges_once_all_have_sent_rows(
+def test_aggregator_of_many_nodes_judges_once_all_with_ranks_have_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core, "MANY_NODES", 1)
-    aggregator, relays, ranks = aggregation(tmp_path), [Relay(0), Relay(1)], [Rank(0), Rank(1)]
-    for rounds in range(3):
-        for relay, rank in zip(relays, ranks, strict=True):
-            assert not aggregator.round_is_complete
-            aggregator.ingest(relay.message(rank.batch(5)))
-            aggregator.ingest(relay.message())  # a sample, or an event
+    clock = Clock()
+    aggregator = aggregation(tmp_path, clock)
+    relays, ranks = [Relay(0), Relay(1), Relay(2)], [Rank(0), Rank(1)]
+
+    def round_of(*numbers: int) -> list[bool]:
+        complete = []
+        for number in numbers:
+            aggregator.ingest(relays[number].message(ranks[number].batch(5)))
+            aggregator.ingest(relays[2].message())  # a node without ranks
+            complete.append(aggregator.round_is_complete)
         aggregator.commit()
-        assert aggregator.many_nodes and aggregator.round_is_complete, rounds
         aggregator.judge()
+        clock.tick()
+        return complete
+
+    round_of(0, 1)
+    aggregator.ingest(relays[2].message())
+    assert not aggregator.round_is_complete
+    assert round_of(0, 1) == [False, True]
+    assert [round_of(0) for _ in range(4)] == [[False]] * 3 + [[True]], "a silent node is not waited for"
+    assert round_of(1, 0) == [False, True]
     aggregator.close()
 
 

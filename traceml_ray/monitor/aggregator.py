@@ -20,6 +20,7 @@ from traceml_ray.errors import Errors
 from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor.attempts import Restarts
 from traceml_ray.monitor.ending import Endings
+from traceml_ray.monitor.finish import QUIET_S
 from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.live_verdict import LiveJudge
 from traceml_ray.monitor.queries import Answers
@@ -86,9 +87,10 @@ class AggregatorCore:
             self.folder, settings, self._writer, self.errors, clock, ticks, self._resize_groups, self._let_go
         )
         self._tick_s = wire.TICK_S
-        self._living = 0
+        self._rows_at: dict[str, int] = {}
+        """When ranks of a node reported last, in `ticks`; only of those that still do."""
         self._reported: set[str] = set()
-        """Nodes of which rows have come since the last judgement."""
+        """Nodes whose ranks have reported since the last judgement."""
         self._busy_ns = ticks()
         start = {"session": self.folder.name, "started_at": clock(), "status": "running", **info}
         self._writer.set_meta(**{key: self._writer.meta.get(key, value) for key, value in start.items()})
@@ -113,7 +115,7 @@ class AggregatorCore:
             inner = [self._decode(part, batch.node.hostname) for part in batch.batches]
             with self._writer.lock:
                 if inner:
-                    self._busy_ns = self._ticks()
+                    self._busy_ns = self._rows_at[batch.node.node_id] = self._ticks()
                     self._reported.add(batch.node.node_id)
                 if self._is_next(incarnation, batch.seq):
                     self._take(batch, [part for part in inner if part is not None])
@@ -130,9 +132,10 @@ class AggregatorCore:
         try:
             with self._writer.lock:
                 self._resize_groups()
-                nodes = self._writer.nodes.values()
-                self._living = sum(node.lost_ns is None for node in nodes)
-                self._tick_s = wire.TICK_S if self._living <= MANY_NODES else MANY_NODES_TICK_S
+                living = sum(node.lost_ns is None for node in self._writer.nodes.values())
+                self._tick_s = wire.TICK_S if living <= MANY_NODES else MANY_NODES_TICK_S
+                since = self._ticks() - int(QUIET_S * 1e9)
+                self._rows_at = {node: at for node, at in self._rows_at.items() if at > since}
                 for what, n in self._writer.lost.items():
                     self.errors.count(what, n)
                 self._writer.lost.clear()
@@ -156,8 +159,8 @@ class AggregatorCore:
 
     @property
     def round_is_complete(self) -> bool:
-        """Whether all of many nodes have sent rows since the last judgement: the next need not wait."""
-        return self.many_nodes and len(self._reported) >= self._living
+        """Whether ranks of each of many nodes have reported since the last judgement: the next may come."""
+        return self.many_nodes and 0 < len(self._rows_at) <= len(self._reported)
 
     def judge(self) -> None:
         """Judge the last steps of every run that goes on; store a verdict when it changed."""
