@@ -117,23 +117,18 @@ class Stream:
         if batch.overhead is not None:
             self.marks_ns, self.agent_cpu_ns = batch.overhead.marks_ns, batch.overhead.agent_cpu_ns
             self.agent_wall_ns, self.sent_bytes = batch.overhead.agent_wall_ns, batch.overhead.sent_bytes
-        if not (
-            batch.dropped or batch.final or batch.strategy or batch.group or batch.missing or batch.errors
-        ):
-            return False
-        before = self._facts()
+        changed = batch.dropped > self.dropped_by_agent or batch.final > self.final
         self.dropped_by_agent = max(self.dropped_by_agent, batch.dropped)
         self.final = self.final or batch.final
-        self.strategy = batch.strategy or self.strategy
-        if batch.group is not None:
-            self.group_first, self.group_size = batch.group
-        self.missing = batch.missing or self.missing
-        self.errors = batch.errors or self.errors
-        return before != self._facts()
-
-    def _facts(self) -> tuple[object, ...]:
-        """Return what a batch seldom changes."""
-        return self.dropped_by_agent, self.final, self.strategy, self.group, self.missing, self.errors
+        if batch.group is not None and batch.group != (self.group_first, self.group_size):
+            changed, (self.group_first, self.group_size) = True, batch.group
+        if batch.strategy and batch.strategy != self.strategy:
+            changed, self.strategy = True, batch.strategy
+        if batch.missing and batch.missing != self.missing:
+            changed, self.missing = True, batch.missing
+        if batch.errors and batch.errors != self.errors:
+            changed, self.errors = True, batch.errors
+        return changed
 
 
 _JSON = ("dropped_by_relay", "missing", "errors")
