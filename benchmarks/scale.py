@@ -2,9 +2,9 @@
 One real aggregator under the load of many nodes: `python benchmarks/scale.py [--seconds 40] [RANKS …]`.
 
 Relays are played: 8 ranks each, 5 steps a second, one rank late in data from the middle on. At the end of
-each second all of them send what was in it, as the relays of a large job do; `--spread` has them send one
-after the other, `--rows` leaves out what ranks send beside their rows (identity, samples, spans, the agent's
-own cost). Printed for each size: CPU and memory of the aggregator's process, how long a message waits for its
+each second all of them send what was in it, as the relays of a large job do; with `--calls N` they send N
+messages a second one after the other, `--rows` leaves out what ranks send besides rows (identity, samples, spans,
+the agent's own cost). Printed for each size: CPU and memory of the aggregator's process, how long a message waits for its
 answer, how long until the late rank is named, what was lost, how far the player fell behind.
 """
 
@@ -49,7 +49,7 @@ class Node:
         self.identity = wire.NodeIdentity(
             f"{number:056x}", f"node-{number}", f"10.0.{number >> 8}.{number & 255}"
         )
-        self.seq = 0
+        self.seq = self.second = 0
         self.who = [
             RankIdentity(
                 number * PER_NODE + local, local, number, ranks, min(PER_NODE, ranks), -(-ranks // PER_NODE),
@@ -58,12 +58,14 @@ class Node:
             for local in range(min(PER_NODE, ranks))
         ]  # fmt: skip
 
-    def message(self, late: int | None, rng: np.random.Generator, rows_only: bool, on_time: int = 0) -> bytes:
+    def messages(
+        self, late: int | None, rng: np.random.Generator, rows_only: bool, on_time: int, calls: int
+    ) -> list[bytes]:
         """
-        Return what this relay has to send of one second; `late` is the rank that is, but for the first
-        `on_time` steps.
+        Return what this relay has to send of one second, in so many messages; `late` is the rank that is, but
+        for the first `on_time` steps.
         """
-        first, self.seq = self.seq * STEPS_A_SECOND, self.seq + 1
+        first, self.second = self.second * STEPS_A_SECOND, self.second + 1
         keys = (np.arange(first, first + STEPS_A_SECOND, dtype="<i8") << SEGMENT_BITS).tobytes()
         batches = []
         for identity in self.who:
@@ -71,16 +73,19 @@ class Node:
             if late is not None:
                 rows[on_time:, DATA if identity.global_rank == late else SYNC_WAIT] += 60 * MS
             batch = wire.RankBatch(
-                wire.VERSION, f"{identity.global_rank:016x}", self.seq, time.time_ns(),
+                wire.VERSION, f"{identity.global_rank:016x}", self.second, time.time_ns(),
                 first + STEPS_A_SECOND, 0, first, keys, bytes(STEPS_A_SECOND),
-                rows.astype("<i8").tobytes(), None if rows_only and self.seq > 1 else identity,
+                rows.astype("<i8").tobytes(), None if rows_only and self.second > 1 else identity,
                 wire.OpenStage(first + STEPS_A_SECOND, FORWARD, 0),
                 **({} if rows_only else self._more(first)),
             )  # fmt: skip
             batches.append(wire.encode(batch))
-        message = wire.RelayBatch(
-            wire.VERSION, self.identity, f"{self.identity.node_id[-16:]}", self.seq, time.time_ns(), batches
-        )
+        return [self._message(batches[number::calls]) for number in range(calls)]
+
+    def _message(self, batches: list[bytes]) -> bytes:
+        self.seq += 1
+        name = self.identity.node_id[-16:]
+        message = wire.RelayBatch(wire.VERSION, self.identity, name, self.seq, time.time_ns(), batches)
         return wire.encode(message)
 
     def _more(self, first: int) -> dict[str, Any]:
@@ -91,9 +96,11 @@ class Node:
             for name, stage in (("optimizer", POST_SYNC), ("all_reduce", SYNC_WAIT))
         ]
         return {
-            "process": wire.ProcessSample(now, 99.0, 1 << 30, 20, self.seq << 20, self.seq << 20),
+            "process": wire.ProcessSample(now, 99.0, 1 << 30, 20, self.second << 20, self.second << 20),
             "details": spans,
-            "overhead": wire.Overhead(self.seq * 50_000, self.seq * MS, self.seq * 1000 * MS, self.seq * 700),
+            "overhead": wire.Overhead(
+                self.second * 50_000, self.second * MS, self.second * 1000 * MS, self.second * 700
+            ),
             "strategy": "ddp",
         }
 
@@ -108,7 +115,7 @@ def collect(sent: deque[tuple[float, Any]], waits: list[float], timeout_s: float
         waits.append(time.monotonic() - when)
 
 
-def run(ranks: int, seconds: int, spread: bool, rows_only: bool) -> str:
+def run(ranks: int, seconds: int, calls: int, rows_only: bool) -> str:
     """Play one size; return its row of the table."""
     rng, late_from = np.random.default_rng(0), seconds // 2
     with tempfile.TemporaryDirectory() as out:
@@ -125,9 +132,10 @@ def run(ranks: int, seconds: int, spread: bool, rows_only: bool) -> str:
         for second in range(seconds):
             rank = late if second >= late_from else None
             on_time = ON_TIME if second == late_from else 0
-            messages = [node.message(rank, rng, rows_only, on_time) for node in nodes]
+            made = [node.messages(rank, rng, rows_only, on_time, calls or 1) for node in nodes]
+            messages = [message for number in zip(*made, strict=True) for message in number]
             for at, message in enumerate(messages):
-                due = began + second + 1 + (at / len(nodes) if spread else 0)
+                due = began + second + 1 + (at / len(messages) if calls else 0)
                 while (left := due - time.monotonic()) > 0:
                     collect(sent, waits, min(left, 0.002))
                     if found is None and second > late_from and time.monotonic() - asked > 0.2:
@@ -149,7 +157,7 @@ def run(ranks: int, seconds: int, spread: bool, rows_only: bool) -> str:
     named = "not named" if found is None else f"{found:.1f} s"
     return (
         f"| {ranks} | {used:.3f} | {memory:.0f} MiB | {waits_ms[0]:.1f} / {waits_ms[1]:.0f} ms "
-        f"| {named} | {lost} | {elapsed - seconds - spread:+.1f} s |"
+        f"| {named} | {lost} | {elapsed - seconds - bool(calls):+.1f} s |"
     )
 
 
@@ -160,7 +168,7 @@ def main() -> None:
     )
     parser.add_argument("ranks", type=int, nargs="*", default=SIZES)
     parser.add_argument("--seconds", type=int, default=40, help="of each size")
-    parser.add_argument("--spread", action="store_true", help="relays send one after the other")
+    parser.add_argument("--calls", type=int, default=0, help="a second and relay, one after the other")
     parser.add_argument("--rows", action="store_true", help="ranks send nothing but rows")
     args = parser.parse_args()
     print(f"{machine()}\n{STEPS_A_SECOND} steps/s, {args.seconds} s each\n")
@@ -168,7 +176,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     with fake_cluster(nodes=1, cpus=1):
         for ranks in args.ranks:
-            print(run(ranks, args.seconds, args.spread, args.rows), flush=True)
+            print(run(ranks, args.seconds, args.calls, args.rows), flush=True)
 
 
 if __name__ == "__main__":
