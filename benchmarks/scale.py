@@ -3,9 +3,10 @@ One real aggregator under the load of many nodes: `python benchmarks/scale.py [-
 
 Relays are played: 8 ranks each, 5 steps a second, one rank late in data from the middle on. At the end of
 each second all of them send what was in it, as the relays of a large job do; with `--calls N` they send N
-messages a second one after the other, `--rows` leaves out what ranks send besides rows (identity, samples, spans,
-the agent's own cost). Printed for each size: CPU and memory of the aggregator's process, how long a message waits for its
-answer, how long until the late rank is named, what was lost, how far the player fell behind.
+messages a second one after the other. `--rows` leaves out what ranks send besides rows (identity, samples,
+spans, the agent's own cost). Printed for each size: CPU and memory of the aggregator's process, how long a
+message waits for its answer, how long until the late rank is named, what was lost, how far the player fell
+behind.
 """
 
 from __future__ import annotations
