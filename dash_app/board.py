@@ -253,11 +253,12 @@ class Board(SessionCache):
 
     def _catch_up(self, run: Run, began: float) -> bool:
         """Read on in a run that has more stored than one answer holds, for a while."""
-        changed = False
-        while not run.whole and self._timer() - began < _SLICE_S:
+        changed, more = False, True
+        while more and not run.whole and self._timer() - began < _SLICE_S:
             times = self._question("times", run=run.id)[0]
             with self.lock:
-                changed |= run.take_times(times)
+                more = run.take_times(times)
+            changed |= more
         return changed
 
     def _caught_up(self) -> bool:

@@ -302,7 +302,7 @@ def folded(steps: range) -> list[RankRows]:
 
 def kept() -> bytes:
     reduced = Kept(folded(range(200)), Thresholds(), None)
-    reduced.add(folded(range(200)), 2, ())
+    reduced.add(folded(range(200)), 2)
     return zlib.decompress(reduced.pack())
 
 
@@ -312,6 +312,9 @@ def test_what_is_kept_of_folded_rows_is_used_or_refused(data: bytes) -> None:
     with bounded(SECONDS), limited(MIB), contextlib.suppress(*NONSENSE):
         found = unpack(zlib.compress(data), folded(range(1)))
         if found is not None:
-            found.add(folded(range(200, 400)), 2, ())
-            found.running.replay.done().whole()
-            found.running.tally.summary()
+            found.add(folded(range(200, 400)), 2)
+            found.run.finish(2)
+            assert found.run.replay is not None
+            found.run.replay.done().whole()
+            stats = found.run.history.stats()
+            assert stats is None or stats.stages().shape[1] == 6

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
+from traceml_ray.analysis.busy import busy_ns, frontiers
+from traceml_ray.analysis.evidence import comparable
 from traceml_ray.analysis.window import RankRows, Window, align
 from traceml_ray.stages import SEGMENT_BITS
 
@@ -41,3 +44,41 @@ def synced(local: np.ndarray, exchange: np.ndarray) -> np.ndarray:
     busy = local.sum(axis=2)
     wait = busy.max(axis=1, keepdims=True) - busy + exchange[:, None]
     return np.concatenate([local, wait[..., None]], axis=2)
+
+
+class Exact(NamedTuple):
+    """Statistics of all steps of a window, from all of its rows at once; ms."""
+
+    steps: int
+    rows: int
+    median: float
+    p95: float
+    busy: np.ndarray
+    busy_p95: float
+    stages: np.ndarray
+    exposed: np.ndarray
+
+
+def exact(window: Window) -> Exact:
+    """What a step history has to say of the steps of `window`, which has no absurd rows."""
+    rows = comparable(window)
+    busy = window.by_step(busy_ns(rows)) / 1e6
+    slowest = max(frontiers(window, rows), key=lambda each: each.total_ns)
+    exposed = window.by_step(slowest.exposed) / 1e6
+    return Exact(
+        len(exposed),
+        len(window.keys),
+        *np.percentile(exposed.sum(axis=1), [50, 95]),
+        np.median(busy, axis=0),
+        float(np.percentile(busy, 95)),
+        np.median(window.by_step(rows.d), axis=0) / 1e6,
+        exposed.mean(axis=0),
+    )
+
+
+def held_bytes(thing: object) -> int:
+    """How many bytes the arrays take that an object holds, and all that it holds."""
+    if isinstance(thing, np.ndarray):
+        return thing.nbytes
+    held = thing if isinstance(thing, (list, tuple)) else getattr(thing, "__dict__", {}).values()
+    return sum(held_bytes(each) for each in held)

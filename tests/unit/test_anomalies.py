@@ -20,7 +20,7 @@ from traceml_ray import wire
 from traceml_ray.analysis.anomalies import Anomaly, Machine, anomalies
 from traceml_ray.analysis.quantities import GPU_LIMITED, NODE_LIMITED
 from traceml_ray.analysis.samples import Samples
-from traceml_ray.analysis.step_times import span
+from traceml_ray.analysis.step_times import of_rows, span
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.node_sampler import xid_events
@@ -331,8 +331,11 @@ def test_steps_follow_one_another_back_from_the_newest(took: list[int], data: st
     first = data.draw(st.integers(0, len(took) - 1))
     last = data.draw(st.integers(first, len(took) - 1))
     end = 10**18
-    assert span(keys, rows, end, first, last) == (end - sum(took[first:]), end - sum(took[last + 1 :]))
-    assert span(keys, rows, end, len(took), None) is None
+    assert span(of_rows(keys, rows), end, first, last) == (
+        end - sum(took[first:]),
+        end - sum(took[last + 1 :]),
+    )
+    assert span(of_rows(keys, rows), end, len(took), None) is None
 
 
 # -- from the relays to the report ---------------------------------------------------------------
@@ -530,12 +533,12 @@ def test_a_hang_is_about_the_time_since_the_last_row() -> None:
         return Stream(1, "s", last_seen_ns=at)
 
     machines = Machines(lambda *_: {}, {0: seen(90), 1: seen(95)}, [], {})
-    none = np.empty(0, np.int64), np.empty((0, N_STAGES), np.int64)
+    none = of_rows(np.empty(0, np.int64), np.empty((0, N_STAGES), np.int64))
     hang = Verdict(label="hang", rank=0, ranks=(0,), began_ns=60)
-    assert machines.when(hang, *none) == (60, 95)
-    assert machines.when(replace(hang, lasted_s=2e-8), *none) == (60, 80)
-    assert machines.when(Verdict(label="healthy"), *none) is None
-    assert machines.when(Verdict(label="straggler", rank=7, ranks=(7,)), *none) is None
+    assert machines.when(hang, none) == (60, 95)
+    assert machines.when(replace(hang, lasted_s=2e-8), none) == (60, 80)
+    assert machines.when(Verdict(label="healthy"), none) is None
+    assert machines.when(Verdict(label="straggler", rank=7, ranks=(7,)), none) is None
 
 
 def test_session_file_has_the_samples_as_columns_and_as_excerpts(tmp_path: Path) -> None:

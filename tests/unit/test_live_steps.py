@@ -102,8 +102,12 @@ def test_restarted_aggregator_brings_the_history_back(
     played.aggregator.judge()
     columns = asked(played.aggregator, {"what": "columns", "stage": "total", "whole": False})
     assert columns["last"][-1] == 1199 and len(columns["first"]) == 300  # the newest are there at once
+    assert not asked(played.aggregator, {"what": "times", "whole": True})[
+        "whole"
+    ]  # and the others are to come
     for _ in range(8):
         played.aggregator.judge()
+    assert asked(played.aggregator, {"what": "times", "whole": True})["whole"]
     for question in QUESTIONS:
         same(asked(played.aggregator, question), before[str(question)])
     played.play(20)
@@ -169,13 +173,14 @@ def test_answer_with_a_strange_array_is_refused() -> None:
             decode(msgspec.msgpack.encode(msgspec.msgpack.Ext(1, body)))
 
 
-def test_numbers_of_a_run_that_is_over_are_those_of_its_report(tmp_path: Path) -> None:
+def test_numbers_of_a_run_are_those_of_its_report_while_it_runs_and_when_it_is_over(tmp_path: Path) -> None:
     """However long it was: more steps than are kept one by one."""
     played = Played(tmp_path / "demo", 4, per_node=2, late=2)
     for _ in range(30):
         played.play(200)
     live = asked(played.aggregator, {"what": "times"})
     assert (live["steps"], live["of_all"]) == (LIMITS.window_steps, False)
+    live = asked(played.aggregator, {"what": "times", "whole": True})
     played.end()
     summary = msgspec.json.decode((played.folder / "summary.json").read_bytes())
     source = StoredSource(played.folder)
@@ -188,6 +193,10 @@ def test_numbers_of_a_run_that_is_over_are_those_of_its_report(tmp_path: Path) -
         assert found["worst_over"] == 1 + summary["steps"]["global_skew_pct"] / 100
         assert found["busy_ms"].tolist() == [*summary["steps"]["per_rank_median_ms"].values()]
         assert [*found["stages"].values()] == [stage["exposed_ms"] for stage in summary["stages"]]
+    assert (live["steps"], live["of_all"]) == (summary["steps"]["judged"], True)
+    for name in ("median_ms", "p95_ms"):
+        assert live[name] == pytest.approx(summary["steps"][name], abs=1e-4)  # as it is rounded there
+    assert live["busy_ms"] == pytest.approx([*summary["steps"]["per_rank_median_ms"].values()], abs=1e-4)
     source.close()
     played.aggregator.close()
 

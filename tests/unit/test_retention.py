@@ -20,16 +20,19 @@ from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.summary import summaries, summarize
 from traceml_ray.reports.text import render
-from traceml_ray.reports.whole import _folded_steps
+from traceml_ray.reports.whole import folded_steps
 from traceml_ray.settings import Settings
 from traceml_ray.stages import DATA, SEGMENT_BITS
 from traceml_ray.store.kept import MAX_RANKS, Kept, unpack
 from traceml_ray.store.retention import Retention
 from traceml_ray.store.session_file import Folded, SessionFile
 
+LIMITS = Settings().thresholds
 LIMIT = 400_000
 ROW = [1, 2, 0, 3, 3, 1]
 PEAK = 9 << 30
+ERROR_PCT = 0.1245
+"""Of medians, where not all steps are kept one by one."""
 
 
 class Job:
@@ -90,7 +93,7 @@ def test_named_parts_and_a_flood_of_events_stay_within_it_too(
     assert job.size < 2 * LIMIT
     with SessionFile(job.aggregator.folder.sqlite) as session:
         events, [(details,)] = session.events()[0], session._all("SELECT count(*) FROM detail")
-    assert 500 <= len(events) < 1000 and events[-1]["message"].startswith("599 4")
+    assert 500 <= len(events) < 2500 and events[-1]["message"].startswith("599 4")
     assert 0 < details < 4 * 300
 
 
@@ -122,8 +125,8 @@ def test_statistics_and_ledger_go_on_and_say_so(job: Job) -> None:
         summary = summarize(session, Settings().thresholds)
     text = render(summary, job.folder)
     assert f"the oldest {ledger['folded']:,} stored rows are kept as sums" in text
-    assert "Covers " not in text and "within 1 %" in text
-    assert list(summary["steps"]["covers"].values()) == [0, 400 * 20 - 1, ledger["stored"], 100, 1, 100]
+    assert "Covers " not in text and "within 0.12 %" in text
+    assert list(summary["steps"]["covers"].values()) == [0, 7999, ledger["stored"], 100, ERROR_PCT, 100]
 
 
 @pytest.mark.parametrize("kept", ["DELETE FROM kept", "UPDATE kept SET body = x'789c'"])
@@ -170,17 +173,23 @@ def without_moments(episodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**each, "started_at": None, "ended_at": None} for each in episodes]
 
 
+def without_machine(block: Any) -> Any:
+    """Where rows are folded, samples are thinned: of a time in between there may be too few to know."""
+    if isinstance(block, list):
+        return [{**each, "machine": None} if "machine" in each else each for each in block]
+    return block
+
+
 @pytest.mark.parametrize("closed", [False, True])
 def test_report_of_folded_rows_is_what_it_is_of_all_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool
 ) -> None:
-    monkeypatch.setattr("traceml_ray.reports.whole.MAX_ROWS", 4000)
     monkeypatch.setattr("traceml_ray.reports.whole.PIECE_ROWS", 1000)
     folded = report_of(job_of(tmp_path / "folded", LIMIT, closed))
     whole = report_of(job_of(tmp_path / "whole", 1 << 30))
     assert folded["ledger"]["folded"] > 240 * 20 * 4
     for block in ("steps", "stages", "verdict", "verdicts", "suspects", "brief", "baseline", "parts"):
-        assert folded[block] == whole[block]
+        assert without_machine(folded[block]) == without_machine(whole[block])
     assert without_moments(folded["episodes"]) == without_moments(whole["episodes"])
     assert [(each["rank"], each["to_step"]) for each in folded["episodes"]] == [(1, 1999), (2, 4799)]
     for one, other in zip(folded["episodes"], whole["episodes"], strict=True):
@@ -192,7 +201,7 @@ def test_report_of_folded_rows_is_what_it_is_of_all_rows(
 def test_report_of_folded_rows_is_within_one_percent_of_one_that_holds_all_in_memory(tmp_path: Path) -> None:
     folded = report_of(job_of(tmp_path / "folded", LIMIT))
     whole = report_of(job_of(tmp_path / "whole", 1 << 30))
-    assert whole["steps"]["covers"]["error_pct"] == 0
+    assert whole["steps"]["covers"]["error_pct"] == folded["steps"]["covers"]["error_pct"] == ERROR_PCT
     for name in ("count", "mean_ms", "judged"):
         assert folded["steps"][name] == whole["steps"][name]
     for name in ("median_ms", "p95_ms", "busy_median_ms", "busy_p95_ms"):
@@ -235,7 +244,7 @@ def test_what_could_not_be_folded_is_folded_later(tmp_path: Path, monkeypatch: p
     assert job.aggregator.errors == {"fold: OperationalError": 20}
     again = report_of(job)
     for block in ("steps", "stages", "verdict", "verdicts", "suspects", "brief", "baseline"):
-        assert again[block] == whole[block]
+        assert without_machine(again[block]) == without_machine(whole[block])
 
 
 def test_rows_are_folded_into_sums_alone_where_statistics_fail(
@@ -293,13 +302,17 @@ def rows_of(ranks: range, first: int, last: int, world: int) -> list[RankRows]:
 def test_statistics_of_the_largest_run_can_be_read_again() -> None:
     ranks = range(MAX_RANKS)
     newest = rows_of(ranks, 0, 1, MAX_RANKS)
-    kept = Kept(newest, Settings().thresholds, None)
-    kept.add(rows_of(ranks, 0, 40, MAX_RANKS), MAX_RANKS, [])
-    kept.add(rows_of(ranks[1:], 40, 300, MAX_RANKS), MAX_RANKS, [])  # these wait for rank 0
+    kept = Kept(newest, LIMITS, None)
+    kept.add(rows_of(ranks, 0, 40, MAX_RANKS), MAX_RANKS)
+    kept.add(rows_of(ranks[1:], 40, 300, MAX_RANKS), MAX_RANKS)  # these wait for rank 0
     again = unpack(kept.pack(), newest)
-    assert again is not None and again.cutter.used == kept.cutter.used == 39 * MAX_RANKS
-    assert np.array_equal(again.running.tally.stage_ns(), kept.running.tally.stage_ns())
-    assert len(again.cutter.waiting[1].keys) == 261
+    assert again is not None and again.run.rows == kept.run.rows == 40 * MAX_RANKS + 260 * (MAX_RANKS - 1)
+    assert again.run.history.done == 39 << SEGMENT_BITS
+    assert len(again.run.history.table.keys) == 261
+    again.add(rows_of(range(1), 40, 300, MAX_RANKS), MAX_RANKS)
+    again.run.finish(MAX_RANKS)
+    stats = again.run.history.stats()
+    assert stats is not None and stats.steps == 300 - LIMITS.warmup_steps
 
 
 def test_what_could_not_be_read_again_is_not_written(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
@@ -338,13 +351,13 @@ def test_node_that_is_half_a_minute_late_makes_no_hole() -> None:
     """Its relay is slow; five steps a second."""
     world = 400
     early, late = range(world - 8), range(world - 8, world)
-    kept = Kept(rows_of(range(world), 0, 1, world), Settings().thresholds, None)
+    kept = Kept(rows_of(range(world), 0, 1, world), LIMITS, None)
     for first in range(0, 400, 50):
         found = rows_of(early, first, first + 50, world) if first < 250 else []
-        kept.add(found + (rows_of(late, first - 150, first - 100, world) if first >= 150 else []), world, [])
-    summary = kept.running.tally.summary()
-    assert summary is not None and summary.count == 249 - 10
-    assert kept.cutter.used == 249 * world
+        kept.add(found + (rows_of(late, first - 150, first - 100, world) if first >= 150 else []), world)
+    stats = kept.run.history.stats()
+    assert stats is not None and stats.steps == 250 - LIMITS.warmup_steps
+    assert kept.run.history.left_out == 0
 
 
 @pytest.mark.parametrize("limit", [LIMIT, 1 << 30])
@@ -352,8 +365,7 @@ def test_rows_that_came_too_late_for_statistics_are_not_said_to_be_in_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
     """Folded or not: there is a bound to the rows that wait for a rank."""
-    monkeypatch.setattr("traceml_ray.store.kept.MAX_WAITING_ROWS", 2000)
-    monkeypatch.setattr("traceml_ray.reports.whole.MAX_ROWS", 4000)
+    monkeypatch.setattr("traceml_ray.analysis.step_history._DEEP_CELLS", 2400)
     monkeypatch.setattr("traceml_ray.reports.whole.PIECE_ROWS", 500)
     job = Job(tmp_path / "job", limit=limit)
     late = []
@@ -427,29 +439,29 @@ def test_a_step_that_is_cut_in_two_by_folding_counts_once() -> None:
     segments = np.array([[0, 1], [2, 0], [0, 0], [0, 0], [1, 0]])
     first, last = (keys << SEGMENT_BITS | segments).T
     counts = np.array([7, 10, 2, 2, 9])
-    folded = Folded(counts, first, last, np.zeros((5, 6), np.int64))
-    assert _folded_steps(folded, 20) == 3 + 3 + 2 + 3
-    assert _folded_steps(folded, 12) == 3 + 3 + 2 + 2
+    steps = counts, first >> SEGMENT_BITS, last >> SEGMENT_BITS
+    assert folded_steps(*steps, 20) == 3 + 3 + 2 + 3
+    assert folded_steps(*steps, 12) == 3 + 3 + 2 + 2
 
 
-def test_report_of_more_rows_than_fit_into_memory_is_of_the_whole_run(
+def test_report_of_more_steps_than_are_kept_one_by_one_is_of_the_whole_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job(tmp_path / "job", limit=1 << 30)
     job.run(30, late=1)
     job.run(20)
     summary = {}
-    for rows in (1 << 20, 400):
-        monkeypatch.setattr("traceml_ray.reports.whole.MAX_ROWS", rows)
-        monkeypatch.setattr("traceml_ray.reports.whole.PIECE_ROWS", rows)
+    for steps in (1 << 20, 300):
+        monkeypatch.setattr("traceml_ray.analysis.kept_steps._STEPS", steps)
+        monkeypatch.setattr("traceml_ray.reports.whole.PIECE_ROWS", steps)
         with SessionFile(job.aggregator.folder.sqlite) as session:
-            summary[rows] = summarize(session, Settings().thresholds)
-        text = render(summary[rows], job.folder)
+            summary[steps] = summarize(session, Settings().thresholds)
+        text = render(summary[steps], job.folder)
         assert "Covers " not in text
-        assert ("within 1 %" in " ".join(text.split())) is (rows == 400)
+        assert ("within 0.12 %" in " ".join(text.split())) is (steps == 300)
     at_once, piecewise = summary.values()
     steps = piecewise["steps"]
-    assert list(steps["covers"].values()) == [0, 999, 4000, 100.0, 1.0, 100.0]
+    assert list(steps["covers"].values()) == [0, 999, 4000, 100.0, ERROR_PCT, 100.0]
     assert (steps["count"], steps["judged"]) == (1000, 989)
     assert piecewise["verdict"]["rank"] == 1 and piecewise["verdict"]["elapsed_s"] > 15
     assert [each["to_step"] for each in piecewise["episodes"]] == [599]
@@ -486,7 +498,7 @@ def test_reports_and_live_summary_of_a_long_run_are_first_of_its_newest_steps(
         )
     assert list(newest.values()) == [300, 399, 400, 25.0, 0.0, 25.0]
     assert live == newest
-    assert list(whole.values()) == [0, 399, 1600, 100.0, 1.0, 100.0]
+    assert list(whole.values()) == [0, 399, 1600, 100.0, 0.0, 100.0]
     assert json.loads(job.aggregator.folder.summary_json.read_text())["steps"]["covers"] == whole
 
 

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sessions import LIMITS
-from unit.sample_windows import streams, synced
+from unit.sample_windows import Exact, exact, held_bytes, streams, synced
 
-from traceml_ray.analysis.busy import summarise
 from traceml_ray.analysis.row_table import RowTable, Who
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.step_sums import MAX_BINS, Bins, StepSums
@@ -50,10 +49,21 @@ def fed(d: np.ndarray, cuts: list[list[int]], flags: int | np.ndarray = 0, excha
     return steps
 
 
+def check_stats(history: StepHistory, all_: Exact, rel: float = 1e-6) -> None:
+    """Check that the statistics of a history are those of all rows at once, quantiles to within `rel`."""
+    stats = history.stats()
+    assert stats is not None and (stats.steps, stats.rows) == (all_.steps, all_.rows)
+    assert stats.exposed == pytest.approx(all_.exposed, rel=1e-6)
+    assert stats.step(0.5, 0.95) == pytest.approx([all_.median, all_.p95], rel=rel)
+    assert stats.busy() == pytest.approx(all_.busy, rel=rel)
+    assert stats.busy_of_all(0.95) == pytest.approx(all_.busy_p95, rel=rel)
+    assert stats.stages() == pytest.approx(all_.stages, rel=rel, abs=1e-3)
+
+
 @settings(max_examples=60)
 @given(st.data())
 def test_how_rows_arrive_does_not_matter(data: st.DataObject) -> None:
-    """In whatever pieces they come, they say what `summarise` says of all of them at once."""
+    """In whatever pieces they come, statistics are those of all of them at once."""
     count, exchanges = data.draw(st.integers(31, 90)), data.draw(st.integers(1, 3))
     d = rows(count * exchanges, ranks := data.draw(st.integers(1, 5)), data.draw(st.integers(0, 99)))
     ends = st.lists(st.integers(0, len(d)), min_size=ranks, max_size=ranks)
@@ -62,13 +72,7 @@ def test_how_rows_arrive_does_not_matter(data: st.DataObject) -> None:
     flags = some[np.random.default_rng(0).integers(0, 3, d.shape[:2])]
     steps = fed(d, data.draw(st.lists(ends, max_size=6)), flags, exchanges)
     window = align(streams(d, flags=flags, exchanges=exchanges), ranks)
-    summary = summarise(window.take(window.keys >> SEGMENT_BITS >= LIMITS.warmup_steps), LIMITS)
-    recent = steps.recent()
-    assert summary is not None and recent is not None
-    assert recent.steps == summary.count
-    assert np.median(recent.step_ms) == pytest.approx(summary.median_ms)
-    assert recent.per_rank.tolist() == pytest.approx([*summary.per_rank_median_ms.values()])
-    assert recent.exposed_ms.tolist() == pytest.approx([stage.exposed_ms for stage in summary.stages])
+    check_stats(steps, exact(window.since(LIMITS.warmup_steps)))
     assert steps.columns().first.tolist() == list(range(count))
 
 
@@ -80,12 +84,7 @@ def test_of_several_groups_the_slowest_is_the_step() -> None:
         part = slice(begin, begin + 16)
         steps.take([replace(t, keys=t.keys[part], flags=t.flags[part], rows=t.rows[part]) for t in every])
         steps.advance({0, 1, 2, 3}, 0, 4)
-    window = align(every, 4)
-    summary = summarise(window.take(window.keys >> SEGMENT_BITS >= LIMITS.warmup_steps), LIMITS)
-    recent = steps.recent()
-    assert summary is not None and recent is not None
-    assert np.median(recent.step_ms) == pytest.approx(summary.median_ms)
-    assert recent.exposed_ms.tolist() == pytest.approx([stage.exposed_ms for stage in summary.stages])
+    check_stats(steps, exact(align(every, 4).since(LIMITS.warmup_steps)))
 
 
 @settings(max_examples=50)
@@ -123,7 +122,7 @@ def test_memory_has_a_bound() -> None:
     assert steps.kept == 300
     assert steps.last_step == 6 * piece - 1
     assert len(steps.columns().first) == 300 and steps.columns(whole=True).first[0] == 0
-    assert steps.nbytes < 220 << 20
+    assert held_bytes(steps) < 260 << 20
 
 
 def test_values_that_no_step_can_have_are_left_out() -> None:
@@ -145,10 +144,11 @@ def same(one: StepHistory, other: StepHistory) -> None:
     for whole in (False, True):
         for mine, theirs in zip(one.columns(whole=whole), other.columns(whole=whole), strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-5)
-    a, b = one.recent(), other.recent()
+    a, b = one.stats(), other.stats()
     assert (a is None) == (b is None)
     if a is not None and b is not None:
-        assert a.step_ms.tolist() == b.step_ms.tolist() and a.per_rank.tolist() == b.per_rank.tolist()
+        assert a.step(0.1, 0.5, 0.9) == b.step(0.1, 0.5, 0.9) and a.busy().tolist() == b.busy().tolist()
+    assert one.counts() == other.counts()
 
 
 @settings(max_examples=60, deadline=None)
@@ -238,5 +238,5 @@ def test_table_forgets_the_oldest_columns_and_keeps_the_rest() -> None:
         table.forget(1 << 62)
     keys, _, found = table.line(7, 4000)
     assert np.array_equal(found, d[-4000:, 0]) and keys[-1] >> SEGMENT_BITS == 19_999
-    assert table.nbytes < 2 << 20
+    assert held_bytes(table) < 2 << 20
     assert len(table.line(8, 10)[0]) == 0

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
 
-from traceml_ray.analysis.evidence import Rows, absurd, comparable
+from traceml_ray.analysis.evidence import Rows, comparable
 from traceml_ray.analysis.frontier import Frontier, chain
-from traceml_ray.analysis.spread import spread
-from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.window import Float, Int64, Window
+from traceml_ray.analysis.spread import quantiles, spread
+from traceml_ray.analysis.step_stats import StepStats
+from traceml_ray.analysis.window import Int64, Window
 from traceml_ray.stages import STAGES, SYNC_WAIT
 
 
@@ -33,7 +32,7 @@ class StageSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     """
-    Step times of a window; ms, `None` where there is nothing to tell.
+    Step times; ms, `None` where there is nothing to tell.
 
     `median_ms` and `p95_ms` are of the whole step, however many exchanges it has: `exchanges`, on average.
     All else is **busy time** (the row without its
@@ -59,72 +58,31 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[StageSummary, ...]
 
 
-def summarise(window: Window, thresholds: Thresholds) -> StepSummary | None:
-    """
-    Return the step times of `window`, or `None` when it holds no rows or absurd ones.
-
-    Of several groups of ranks that exchange gradients, the step is that of the slowest.
-    """
-    if not window.d.size or absurd(window, thresholds) is not None:
-        return None
-    rows = comparable(window)
-    busy = window.by_step(busy_ns(rows))
-    frontier = max(frontiers(window, rows), key=lambda each: each.total_ns)
-    exposed = window.by_step(frontier.exposed)
-    step = exposed.sum(axis=1)
-    times = StepTimes(
-        count=len(step),
-        rows=len(window.keys),
-        quantiles=(float(np.median(step)), float(np.percentile(step, 95))),
-        busy=np.median(busy, axis=0),
-        busy_p95=float(np.percentile(busy, 95)),
-        stages=np.median(window.by_step(rows.d), axis=0),
-        exposed=exposed.sum(axis=0),
-    )
-    return step_summary(window, times)
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """What a summary of steps is made from; ns, R ranks."""
-
-    count: int
-    rows: int
-    quantiles: tuple[float, ...]
-    """Median and p95 of the step."""
-    busy: Float
-    """Median of each rank's busy time (R,)."""
-    busy_p95: float
-    stages: Float
-    """Median of each rank's stages (R, 6)."""
-    exposed: Int64
-    """Sum over the steps (6,)."""
-
-
-def step_summary(window: Window, times: StepTimes) -> StepSummary:
-    """Return the summary of `times`, of the ranks of `window`."""
-    per_rank = times.busy / 1e6
-    apart = spread(per_rank[:, None], window.nodes)
-    per_node = dict(zip(apart.nodes, apart.per_node[:, 0].tolist(), strict=True))
-    ranks: list[int] = window.ranks.tolist()
-    median_ns, p95_ns = times.quantiles
+def step_summary(
+    stats: StepStats, ranks: Sequence[int], nodes: Sequence[str], missing: Iterable[int]
+) -> StepSummary:
+    """Return the step times of `stats`, which are of `ranks`; `nodes` says where each is."""
+    per_rank = stats.busy()
+    apart = spread(per_rank[:, None], nodes)
+    per_node = {
+        node: ms for node, ms in zip(apart.nodes, apart.per_node[:, 0].tolist(), strict=True) if ms == ms
+    }
+    median_ms, p95_ms = stats.step(0.5, 0.95)
+    known = dict(zip(ranks, (_known(ms) for ms in per_rank), strict=True))
     return StepSummary(
-        count=times.count,
-        exchanges=times.rows / times.count,
-        median_ms=median_ns / 1e6,
-        p95_ms=p95_ns / 1e6,
+        count=stats.steps,
+        exchanges=stats.rows / stats.steps,
+        median_ms=median_ms,
+        p95_ms=p95_ms,
         busy_median_ms=float(apart.median[0]),
-        busy_p95_ms=times.busy_p95 / 1e6,
-        per_rank_median_ms={
-            **dict(zip(ranks, per_rank.tolist(), strict=True)),
-            **dict.fromkeys(window.missing),
-        },
+        busy_p95_ms=stats.busy_of_all(0.95),
+        per_rank_median_ms={**known, **dict.fromkeys(missing)},
         per_node_median_ms=per_node,
         worst_rank=ranks[int(apart.worst[0])] if len(ranks) > 1 else None,
         worst_node=max(per_node, key=lambda node: per_node[node]) if len(per_node) > 1 else None,
         global_skew_pct=_known(apart.global_skew_pct[0]),
         node_skew_pct=_known(apart.node_skew_pct[0]),
-        stages=_stages(times, ranks),
+        stages=_stages(stats, ranks),
     )
 
 
@@ -152,18 +110,18 @@ def _known(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-def _stages(times: StepTimes, ranks: list[int]) -> tuple[StageSummary, ...]:
-    medians = times.stages / 1e6
+def _stages(stats: StepStats, ranks: Sequence[int]) -> tuple[StageSummary, ...]:
+    medians = stats.stages()
+    middle = quantiles(medians, (0.5,))[0]
+    largest, worst = np.nanmax(medians, axis=0), np.nanargmax(medians, axis=0)
     return tuple(
         StageSummary(
             name=name,
-            exposed_ms=float(times.exposed[stage]) / times.count / 1e6,
-            exposed_share=float(times.exposed[stage]) / max(int(times.exposed.sum()), 1),
-            median_ms=float(np.median(medians[:, stage])),
-            max_ms=float(medians[:, stage].max()),
-            worst_rank=ranks[int(np.argmax(medians[:, stage]))]
-            if stage != SYNC_WAIT and len(ranks) > 1
-            else None,
+            exposed_ms=float(stats.exposed[stage]),
+            exposed_share=float(stats.exposed[stage] / max(stats.exposed.sum(), 1e-6)),
+            median_ms=float(middle[stage]),
+            max_ms=float(largest[stage]),
+            worst_rank=ranks[int(worst[stage])] if stage != SYNC_WAIT and len(ranks) > 1 else None,
         )
         for stage, name in enumerate(STAGES)
     )

@@ -11,7 +11,8 @@ import numpy.typing as npt
 from traceml_ray.analysis.window import Bool, Group, Int64, UInt8, Window
 from traceml_ray.stages import FLAG_FIRST, N_STAGES, SEGMENT_BITS
 
-_CELLS, _LEAST, _MOST = 1 << 18, 192, 8192
+CELLS = 1 << 18
+_LEAST, _MOST = 192, 8192
 Places = slice | npt.NDArray[np.intp]
 
 
@@ -25,17 +26,22 @@ class Who(NamedTuple):
 
 class RowTable:
     """
-    A line for each rank, a column for each key; room for 8,192 rows of a rank, of many ranks fewer (192).
+    A line for each rank, a column for each key; room for `cells` rows, at least 192 of each rank, and at most
+    `most`.
 
     A cell is written once: what is there stays. When there is no more room, the oldest columns are forgotten.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cells: int = CELLS, most: int = _MOST) -> None:
+        self._cells_most, self._columns_most = cells, most
         self.ranks: Int64 = np.empty(0, np.int64)
         """(R,) ascending."""
         self.first: Int64 = np.empty(0, np.int64)
         self.last: Int64 = np.empty(0, np.int64)
         """The first and the last key of each rank (R,) that counts, -1 without any."""
+        self.lead: Int64 = np.empty(0, np.int64)
+        self.lead_ns: Int64 = np.empty(0, np.int64)
+        """The key of each rank's first row of all, which does not count, and how long it took; -1 without."""
         self.forgotten = -1
         """Keys up to this one are no longer here."""
         self._end = 0
@@ -50,12 +56,7 @@ class RowTable:
     @property
     def size(self) -> int:
         """For how many columns there should be room."""
-        return max(_LEAST, min(_MOST, _CELLS // max(1, len(self.ranks))))
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that is held."""
-        return self._d.nbytes + self._flags.nbytes + self._usable.nbytes + self._seen.nbytes
+        return max(_LEAST, min(self._columns_most, self._cells_most // max(1, len(self.ranks))))
 
     def places(self, ranks: Sequence[int] | Int64) -> npt.NDArray[np.intp]:
         """Return the lines of some ranks, which are here."""
@@ -69,7 +70,7 @@ class RowTable:
             return
         at = np.searchsorted(every, self.ranks)
         self.ranks = every
-        for name in ("first", "last"):
+        for name in ("first", "last", "lead", "lead_ns"):
             before = getattr(self, name)
             setattr(self, name, np.full(len(every), -1, np.int64))
             getattr(self, name)[at] = before
@@ -92,6 +93,8 @@ class RowTable:
             return 0
         at = self._columns(keys)
         usable = flags & FLAG_FIRST == 0
+        if not usable.all():
+            self._note_lead(places, keys, usable, rows)
         where = _cross(places, at)
         there = self._seen[where]
         new = int(there.size - there.sum())
@@ -112,6 +115,11 @@ class RowTable:
         known = self.first[places]
         self.first[places] = np.where(known < 0, first, np.minimum(known, first))
         self.last[places] = np.maximum(self.last[places], last)
+
+    def _note_lead(self, places: npt.NDArray[np.intp], keys: Int64, usable: Bool, rows: Int64) -> None:
+        for line, column in np.argwhere(~usable):
+            self.lead[places[line]] = keys[column]
+            self.lead_ns[places[line]] = rows[line, column].sum()
 
     def unseen(self, places: npt.NDArray[np.intp], keys: Int64) -> Int64:
         """Return those of `keys` of which one of the ranks has no row yet."""
@@ -185,17 +193,25 @@ class RowTable:
         size = self.size
         if self._end <= size * 3 // 4 and self._keys.size <= 2 * size:
             return
-        drop = min(max(0, self._end - size // 2), int(np.searchsorted(self.keys, done, "right")))
-        if drop:
-            self.forgotten = int(self._keys[drop - 1])
-            keep = self._end - drop
-            self._keys[:keep] = self._keys[drop : self._end].copy()
-            for each in (self._d, self._flags, self._usable, self._seen):
-                each[:, :keep] = each[:, drop : self._end].copy()
-            self._seen[:, keep : self._end] = self._usable[:, keep : self._end] = False
-            self._end = keep
+        self._drop(min(max(0, self._end - size // 2), int(np.searchsorted(self.keys, done, "right"))))
         if self._keys.size > 2 * size >= 2 * self._end:
             self._resize(size, np.arange(len(self.ranks)))
+
+    def forget_all(self, done: int) -> None:
+        """Forget the keys up to `done`, and hold no more room than the others need."""
+        self._drop(int(np.searchsorted(self.keys, done, "right")))
+        self._resize(self._end, np.arange(len(self.ranks)))
+
+    def _drop(self, columns: int) -> None:
+        if not columns:
+            return
+        self.forgotten = int(self._keys[columns - 1])
+        keep = self._end - columns
+        self._keys[:keep] = self._keys[columns : self._end].copy()
+        for each in self._cells():
+            each[:, :keep] = each[:, columns : self._end].copy()
+        self._seen[:, keep : self._end] = self._usable[:, keep : self._end] = False
+        self._end = keep
 
     def _columns(self, keys: Int64) -> Places:
         """Return the columns of `keys`, made where they are new."""
@@ -216,7 +232,7 @@ class RowTable:
     def _append(self, keys: Int64) -> None:
         end = self._end + len(keys)
         if end > self._keys.size:
-            self._resize(max(self.size, 2 * end), np.arange(len(self.ranks)))
+            self._resize(max(min(self.size, _MOST), 2 * end), np.arange(len(self.ranks)))
         self._keys[self._end : end] = keys
         self._end = end
 

@@ -21,31 +21,30 @@ def times(
     history: StepHistory, whole: bool, world: int, wall_ms: float | None, stored: int
 ) -> dict[str, Any]:
     """
-    Return the numbers of a run: over the newest steps that a live verdict looks at, or (`whole`) over all
-    that are kept one by one.
+    Return the numbers of a run: over the newest steps that a live verdict looks at, or (`whole`) over all.
 
     Times in ms, shares in %, unknown is None (NaN in arrays). `ranks` (R,) and their median `busy_ms` (R,),
     `nodes` see `_by_node`, `stages` the mean exposed time of each. `productive_pct`: the share of `wall_ms`
     (since the first report) that was spent in steps, None where not nearly all `stored` rows were read.
     """
-    recent = history.recent(None if whole else history.limits.window_steps)
+    stats = history.stats(None if whole else history.limits.window_steps)
     found: dict[str, Any] = {
         "version": history.version,
         "last_step": history.last_step,
         "world": world,
         "ranks": history.ranks,
         "steps": 0,
-        "of_all": False,
+        "of_all": whole and history.taken >= 0.9 * stored,
         "all_read": history.taken >= 0.9 * stored,
         "wall_s": None if wall_ms is None else wall_ms / 1e3,
         "productive_pct": None,
     }
     if wall_ms and found["all_read"]:
         found["productive_pct"] = min(100.0, 100 * history.total_ms() / wall_ms)
-    if recent is None:
+    if stats is None:
         return {**found, "busy_ms": np.full(len(found["ranks"]), np.nan), "nodes": {}}
-    median, p95 = quantiles(recent.step_ms, (0.5, 0.95)).tolist()
-    return {**found, **_numbers(history, recent.steps, median, p95, recent.exposed_ms, recent.per_rank)}
+    median, p95 = stats.step(0.5, 0.95)
+    return {**found, **_numbers(history, stats.steps, median, p95, stats.exposed, stats.busy())}
 
 
 def as_reported(history: StepHistory, found: dict[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:

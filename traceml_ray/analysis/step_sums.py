@@ -26,26 +26,40 @@ class Columns(NamedTuple):
     exposed: Array
 
 
-class StepSums:
-    """Sums over steps: `busy` (R, n), `d` (R, n, 6) ms, `count` (R, n); of the steps `exposed` (n, 6), …"""
+_BY_RANK = "busy", "d", "count"
+_BY_STEP = "first", "last", "exposed", "chained", "steps", "warm", "rows"
 
-    def __init__(self, ranks: int, size: int, many: bool = False) -> None:
+
+class StepSums:
+    """
+    Sums over steps, `end` columns: `busy` (R, n), `d` (R, n, 6) ms, `count` (R, n) steps of each rank; of the
+    steps `first` and `last` (n,), `exposed` (n, 6) ms, how many they are (`steps`), have exposed time
+    (`chained`) and are beyond the warm-up (`warm`), and `rows` that each rank has of them. It may grow to
+    `most` columns.
+    """
+
+    def __init__(self, ranks: int, size: int = 0, *, most: int = 0, many: bool = False) -> None:
+        self.most = max(size, most)
         self.busy, self.d = np.zeros((ranks, size), np.float32), np.zeros((ranks, size, N_STAGES), np.float32)
         self.count = np.zeros((ranks, size), np.uint32 if many else np.uint8)
         self.exposed, self.chained = np.zeros((size, N_STAGES)), np.zeros(size, np.int64)
         self.first, self.last = np.zeros(size, np.int64), np.zeros(size, np.int64)
-        self.steps = np.zeros(size, np.int64)
+        self.steps, self.warm = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        self.rows = np.zeros(size, np.int64)
         self.end = 0
 
-    def by_rank(self) -> tuple[Array, ...]:
-        return self.busy, self.d, self.count
+    def by_rank(self) -> list[Array]:
+        return [getattr(self, name) for name in _BY_RANK]
 
-    def by_step(self) -> tuple[Array, ...]:
-        return self.exposed, self.chained, self.first, self.last, self.steps
+    def by_step(self) -> list[Array]:
+        return [getattr(self, name) for name in _BY_STEP]
+
+    def sums(self) -> list[Array]:
+        return self.by_step()[2:]
 
     def wider(self, places: Array, ranks: int) -> None:
         """Make room for more ranks; those that are there move to `places`."""
-        for name in ("busy", "d", "count"):
+        for name in _BY_RANK:
             before = getattr(self, name)
             after = np.zeros((ranks, *before.shape[1:]), before.dtype)
             after[places] = before
@@ -57,9 +71,8 @@ class StepSums:
             mine[:, at] += other[:, part].sum(axis=1, dtype=mine.dtype)
         self.first[at] = of.first[part][0] if not self.steps[at] else self.first[at]
         self.last[at] = of.last[part][-1]
-        for mine, other in zip(self.by_step(), of.by_step(), strict=True):
-            if mine is not self.first and mine is not self.last:
-                mine[at] += other[part].sum(axis=0)
+        for mine, other in zip(self.sums(), of.sums(), strict=True):
+            mine[at] += other[part].sum(axis=0)
 
     def drop(self, n: int) -> None:
         """Forget the first `n` columns."""
@@ -85,6 +98,8 @@ class StepSums:
         made.count[:] = np.maximum.reduceat(self.count[:, : self.end], starts, axis=1)
         made.exposed[:] = np.add.reduceat(self.exposed[: self.end], starts, axis=0)
         made.chained[:] = np.minimum.reduceat(self.chained[: self.end], starts)
+        made.warm[:] = np.minimum.reduceat(self.warm[: self.end], starts)
+        made.rows[:] = np.add.reduceat(self.rows[: self.end], starts)
         made.first[:], made.last[:], made.steps[:] = self.first[starts], self.last[starts], 1
         return made
 
@@ -96,15 +111,34 @@ class StepSums:
         self.count[:, at] |= of.count[:, 0]
         self.exposed[at] += of.exposed[0]
         self.chained[at] &= of.chained[0]
+        self.warm[at] &= of.warm[0]
+        self.rows[at] += of.rows[0]
 
     def extend(self, of: StepSums, part: slice) -> None:
         """Add some columns of another one at the end."""
         new = slice(self.end, self.end + part.stop - part.start)
+        self.grow(new.stop)
         for mine, other in zip(self.by_rank(), of.by_rank(), strict=True):
             mine[:, new] = other[:, part]
         for mine, other in zip(self.by_step(), of.by_step(), strict=True):
             mine[new] = other[part]
         self.end = new.stop
+
+    def resize(self, size: int) -> None:
+        """Have room for so many columns, the first."""
+        for name in _BY_RANK:
+            before = getattr(self, name)
+            setattr(self, name, np.zeros((len(before), size, *before.shape[2:]), before.dtype))
+            getattr(self, name)[:, : self.end] = before[:, : self.end]
+        for name in _BY_STEP:
+            before = getattr(self, name)
+            setattr(self, name, np.zeros((size, *before.shape[1:]), before.dtype))
+            getattr(self, name)[: self.end] = before[: self.end]
+
+    def grow(self, end: int) -> None:
+        """Have room for so many columns, at least."""
+        if end > len(self.steps):
+            self.resize(max(end, min(self.most, 2 * end)))
 
     def cut(self, end: int) -> None:
         """Forget the columns from `end` on."""
@@ -114,10 +148,6 @@ class StepSums:
             column[end : self.end] = 0
         self.end = end
 
-    @property
-    def nbytes(self) -> int:
-        return sum(column.nbytes for column in (*self.by_rank(), *self.by_step()))
-
 
 class Block(StepSums):
     """A column for each of `keys`: what is being reduced."""
@@ -126,14 +156,14 @@ class Block(StepSums):
         super().__init__(ranks, len(keys))
         self.keys, self.end = keys, len(keys)
         self.first[:] = self.last[:] = keys >> SEGMENT_BITS
-        self.steps[:] = 1
+        self.steps[:] = self.rows[:] = 1
 
 
 class Bins(StepSums):
-    """At most MAX_BINS columns of `width` steps each, the last of which may not be full."""
+    """At most `most` columns of `width` steps each, the last of which may not be full."""
 
-    def __init__(self, ranks: int) -> None:
-        super().__init__(ranks, MAX_BINS, many=True)
+    def __init__(self, ranks: int, most: int = MAX_BINS) -> None:
+        super().__init__(ranks, most=most, many=True)
         self.width = 1
 
     def fold(self, of: StepSums, n: int) -> None:
@@ -141,25 +171,31 @@ class Bins(StepSums):
         done = 0
         while done < n:
             if not self.end or self.steps[self.end - 1] >= self.width:
-                if self.end == MAX_BINS:
+                if self.end >= self.most:
                     self._halve()
+                self.grow(self.end + 1)
                 self.end += 1
-            take = min(n - done, self.width - int(self.steps[self.end - 1]))
+            take = max(1, min(n - done, self.width - int(self.steps[self.end - 1])))
             self.add(self.end - 1, of, slice(done, done + take))
             done += take
 
+    def narrower(self, size: int) -> None:
+        """Have no more than `size` columns."""
+        while self.end > size:
+            self._halve()
+        self.most = size
+        self.resize(self.end)
+
     def _halve(self) -> None:
         self.width *= 2
-        half = self.end // 2
+        at = np.arange(0, self.end, 2)
+        half = len(at)
+        self.first[:half], self.last[:half] = self.first[at], self.last[np.minimum(at + 1, self.end - 1)]
         for column in self.by_rank():
-            column[:, :half] = column[:, ::2] + column[:, 1::2]
-            column[:, half:] = 0
-        self.first[:half], self.last[:half] = self.first[::2].copy(), self.last[1::2].copy()
-        for column in (self.exposed, self.chained, self.steps):
-            column[:half] = column[::2] + column[1::2]
-        for column in self.by_step():
-            column[half:] = 0
-        self.end = half
+            column[:, :half] = np.add.reduceat(column[:, : self.end], at, axis=1)
+        for column in self.sums():
+            column[:half] = np.add.reduceat(column[: self.end], at, axis=0)
+        self.cut(half)
 
 
 def grouped(store: StepSums, part: slice, per: int, stage: int | None) -> tuple[Array, ...]:

@@ -1,4 +1,4 @@
-"""Step times of a run of any length, added up piece by piece in memory that does not grow with it."""
+"""Times of steps that are no longer kept one by one: their sums, and how they are distributed."""
 
 from __future__ import annotations
 
@@ -7,139 +7,152 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from traceml_ray.analysis.busy import StepSummary, StepTimes, busy_ns, frontiers, step_summary
-from traceml_ray.analysis.evidence import absurd, comparable
+from traceml_ray.analysis.spread import Values
+from traceml_ray.analysis.step_sums import Array, StepSums
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.window import Float, Int64, Window
+from traceml_ray.analysis.window import Float, Int64
 from traceml_ray.stages import N_STAGES
 
-_LEAST_NS = 1000
-_FINE_RANKS = 4096
-"""Up to so many ranks a quantile is within 1 %; twice as many, 2 %, so that memory stays bounded."""
-_COLUMNS = 256
-"""Histograms that are filled at a time,"""
-_VALUES = 1 << 18
-"""and by so many values: more do not fit into a core's cache."""
+_LEAST_MS = 1e-3
+_FINEST = math.log1p(0.01) / 8
+"""Of up to `_FINE_RANKS` ranks a quantile is within 0.125 %, of twice as many within 0.25 %, …"""
+_FINE_RANKS = 64
+_WITHIN_1 = 512, 4096
+"""It is within 1 % from the first number of ranks to the second: beyond, memory matters more."""
+_AT_ONCE = 256
+"""Histograms that are looked at at a time."""
 UInt32 = npt.NDArray[np.uint32]
 
 
 class Histograms:
     """
-    `count` histograms of durations (ns). Bins grow by the share `error`: a quantile is off by that at most.
+    `count` histograms of durations (ms). Bins grow by e^`width`: a quantile is off by that factor at most.
 
     What is shorter than 1 µs counts as 0. Adding in any order and in any pieces gives the same.
     """
 
-    def __init__(self, count: int, error: float, longest_ns: int) -> None:
-        self._step = math.log1p(error)
-        self._bins = 2 + math.ceil(math.log(longest_ns / _LEAST_NS) / self._step)
-        self.counts = np.zeros((count, self._bins), dtype=np.uint32)
+    def __init__(self, count: int, width: float, longest_ms: float) -> None:
+        self.width = width
+        bins = 2 + math.ceil(math.log(longest_ms / _LEAST_MS) / width)
+        self._counts: UInt32 = np.zeros((count, bins), dtype=np.uint32)
 
-    def add(self, values: Int64) -> None:
-        """Add `values` (n, count)."""
-        for first in range(0, values.shape[1], _COLUMNS):
-            part = values[:, first : first + _COLUMNS]
-            size = max(1, _VALUES // part.shape[1])
-            counts = sum(self._counts(part[at : at + size]) for at in range(0, len(part), size))
-            self.counts[first : first + _COLUMNS] += counts
+    def add(self, values: Values) -> None:
+        """Add `values` (n, count); NaN is none."""
+        self._add(self._counts, values)
 
-    def _counts(self, values: Int64) -> UInt32:
-        logs = np.maximum(values, _LEAST_NS) / _LEAST_NS
-        np.log(logs, out=logs)
-        logs /= self._step
-        logs += values >= _LEAST_NS
-        bins = logs.astype(np.int64)
-        np.minimum(bins, self._bins - 1, out=bins)
-        bins += np.arange(values.shape[1]) * self._bins
-        counts = np.bincount(bins.ravel(), minlength=values.shape[1] * self._bins)
-        return counts.reshape(-1, self._bins).astype(np.uint32)
+    def quantile(self, share: float, more: Values) -> Float:
+        """Return the quantile (0..1) of each histogram and of `more` values (n, count), ms (count,)."""
+        found = np.empty(len(self._counts))
+        for first in range(0, len(found), _AT_ONCE):
+            part = slice(first, first + _AT_ONCE)
+            counts = self._counts[part].astype(np.int64)
+            self._add(counts, more[:, part])
+            found[part] = self._place(counts, share)
+        return found
 
-    def quantile(self, share: float) -> Float:
-        """Return the quantile (0..1) of each histogram, ns (count,). None is empty."""
-        return np.array([self._quantile(each.astype(np.int64), share) for each in self.counts])
+    def quantile_of_all(self, share: float, more: Values) -> float:
+        """Return the quantile of the values of all histograms together, and of `more` values, ms."""
+        counts = self._counts.sum(axis=0, dtype=np.int64)[None]
+        self._add(counts, more.reshape(-1, 1))
+        return float(self._place(counts, share)[0])
 
-    def quantile_of_all(self, share: float) -> float:
-        """Return the quantile of the values of all histograms together, ns."""
-        return self._quantile(self.counts.sum(axis=0, dtype=np.int64), share)
+    def wider(self, places: Array, count: int) -> None:
+        """Make room for more histograms; those that are there move to `places`."""
+        before, self._counts = self._counts, np.zeros((count, self._counts.shape[1]), np.uint32)
+        self._counts[places] = before
 
-    def _quantile(self, counts: Int64, share: float) -> float:
-        below = np.cumsum(counts, dtype=np.int64)
-        place = share * (int(below[-1]) - 1)
-        at = int(np.searchsorted(below, place, "right"))
-        if at == 0:
-            return 0.0
-        inside = (place - int(below[at - 1]) + 0.5) / int(counts[at])
-        return float(_LEAST_NS * math.exp((at - 1 + min(1.0, inside)) * self._step))
+    def coarser(self) -> None:
+        """Let the bins be twice as wide."""
+        inner = self._counts[:, 1:]
+        inner = np.pad(inner, ((0, 0), (0, inner.shape[1] % 2)))
+        pairs = inner.reshape(len(inner), -1, 2).sum(axis=2, dtype=np.uint32)
+        self._counts = np.concatenate([self._counts[:, :1], pairs], axis=1)
+        self.width *= 2
+
+    def _add(self, counts: Array, values: Values) -> None:
+        """Add values (n, m) to `counts` (m, bins)."""
+        known, size = ~np.isnan(values), counts.shape[1]
+        ms = values[known].astype(float)
+        bins = (np.log(np.maximum(ms, _LEAST_MS) / _LEAST_MS) / self.width).astype(np.int64)
+        bins += ms >= _LEAST_MS
+        np.minimum(bins, size - 1, out=bins)
+        bins += np.nonzero(known)[1] * size
+        np.add.at(counts.reshape(-1), bins, 1)
+
+    def _place(self, counts: Int64, share: float) -> Float:
+        """Return the quantile of each of some histograms (m, bins), NaN where one is empty."""
+        below = np.cumsum(counts, axis=1)
+        place = share * np.maximum(below[:, -1] - 1, 0)
+        at = (below > place[:, None]).argmax(axis=1)
+        row = np.arange(len(at))
+        before = np.where(at > 0, below[row, at - 1], 0)
+        inside = np.minimum(1, (place - before + 0.5) / np.maximum(counts[row, at], 1))
+        ms = np.where(at > 0, _LEAST_MS * np.exp((at - 1 + inside) * self.width), 0.0)
+        return np.where(below[:, -1] > 0, ms, np.nan)
 
 
 class Tally:
     """
-    `busy.summarise` of a window that comes in pieces, in order, all of the same ranks and of whole steps.
-
-    Counts and exposed times are exact, medians and percentiles within `error_pct`.
+    Steps beyond the warm-up that were summed up: how many (`steps`), from `first` to `last`, with how many
+    `rows` of each rank; sums (ms) of `exposed` time (6,) and of each rank's stages `d` (R, 6), of `counts`
+    (R,) steps. In histograms: the `step`, the `busy` time of each rank and, where asked for, its `stages`.
     """
 
-    def __init__(self, thresholds: Thresholds) -> None:
-        self._limits = thresholds
-        self._window: Window | None = None
-        self._absurd = False
-        self._error = 0.0
-        self._count = self._rows = 0
-        self._behind: list[Int64] = []
-        self._exposed: Int64 = np.empty((0, N_STAGES), dtype=np.int64)
-        self._sums: Int64 = self._exposed
+    def __init__(self, ranks: int, limits: Thresholds, *, stages: bool) -> None:
+        self.steps = self.rows = self.first = self.last = 0
+        self.exposed, self.d, self.counts = np.zeros(N_STAGES), np.zeros((ranks, N_STAGES)), np.zeros(ranks)
+        sizes = _width(ranks), limits.max_step_ns / 1e6
+        self.step, self.busy = Histograms(1, *sizes), Histograms(ranks, *sizes)
+        self.stages = Histograms(ranks * N_STAGES, *sizes) if stages else None
 
     @property
     def error_pct(self) -> float:
         """By how much a median may be off."""
-        return 100 * self._error
+        return 100 * math.expm1(self.busy.width)
 
-    def stage_ns(self) -> Float | None:
-        """Return the mean of each rank's stages (R, 6); None before any step."""
-        return self._sums / self._count if self._count else None
-
-    def add(self, window: Window) -> None:
-        """Add the next piece."""
-        self._absurd = self._absurd or absurd(window, self._limits) is not None
-        if not window.d.size or self._absurd:
+    def add(self, store: StepSums, part: slice) -> None:
+        """Add some columns of `store`, of one step each."""
+        at = part.start + np.flatnonzero(store.warm[part])
+        if not len(at):
             return
-        rows = comparable(window)
-        if self._window is None:
-            self._begin(window)
-        found = frontiers(window, rows, self._behind)
-        self._behind = [frontier.slack[-1, :, -1].copy() for frontier in found]
-        exposed = [window.by_step(frontier.exposed) for frontier in found]
-        self._exposed = self._exposed + np.array([each.sum(axis=0) for each in exposed])
-        self._step.add(np.stack([each.sum(axis=1) for each in exposed], axis=1))
-        self._busy.add(window.by_step(busy_ns(rows)))
-        self._stages.add(window.by_step(rows.d).reshape(len(window.starts), -1))
-        self._sums += window.d.sum(axis=0)
-        self._count += len(window.starts)
-        self._rows += len(window.keys)
-        self._window = window.take(slice(0, 0))
+        self.first, self.last = self.first if self.steps else int(store.first[at[0]]), int(store.last[at[-1]])
+        self.steps += len(at)
+        self.rows += int(store.rows[at].sum())
+        self.exposed += store.exposed[at].sum(axis=0)
+        self.d += store.d[:, at].sum(axis=1, dtype=float)
+        self.counts += (store.count[:, at] > 0).sum(axis=1)
+        self.step.add(store.exposed[at].sum(axis=1)[:, None])
+        self.busy.add(busy_of(store, at))
+        if self.stages is not None:
+            self.stages.add(stages_of(store, at))
 
-    def _begin(self, window: Window) -> None:
-        ranks = len(window.ranks)
-        groups = sum(len(group.ranks) > 0 for group in window.by_group())
-        self._error = 0.01 * max(1, math.ceil(ranks / _FINE_RANKS))
-        sizes = self._error, self._limits.max_step_ns
-        self._step, self._busy = Histograms(groups, *sizes), Histograms(ranks, *sizes)
-        self._stages = Histograms(ranks * N_STAGES, *sizes)
-        self._exposed = np.zeros((groups, N_STAGES), dtype=np.int64)
-        self._sums = np.zeros((ranks, N_STAGES), dtype=np.int64)
+    def wider(self, places: Array, ranks: int) -> None:
+        """Make room for more ranks; those that are there move to `places`."""
+        for name in ("d", "counts"):
+            before = getattr(self, name)
+            setattr(self, name, np.zeros((ranks, *before.shape[1:])))
+            getattr(self, name)[places] = before
+        self.busy.wider(places, ranks)
+        if self.stages is not None:
+            stages = places[:, None] * N_STAGES + np.arange(N_STAGES)
+            self.stages.wider(stages.ravel(), ranks * N_STAGES)
+        for _ in range(round(math.log2(_width(ranks) / self.busy.width))):
+            for each in filter(None, (self.step, self.busy, self.stages)):
+                each.coarser()
 
-    def summary(self) -> StepSummary | None:
-        """Return the step times so far, or None when there are no rows or absurd ones."""
-        if self._window is None or self._absurd:
-            return None
-        slowest = int(self._exposed.sum(axis=1).argmax())
-        times = StepTimes(
-            count=self._count,
-            rows=self._rows,
-            quantiles=tuple(float(self._step.quantile(share)[slowest]) for share in (0.5, 0.95)),
-            busy_p95=self._busy.quantile_of_all(0.95),
-            busy=self._busy.quantile(0.5),
-            stages=self._stages.quantile(0.5).reshape(-1, N_STAGES),
-            exposed=self._exposed[slowest],
-        )
-        return step_summary(self._window, times)
+
+def busy_of(store: StepSums, at: Int64) -> Array:
+    """Return the busy time in some columns, of one step each (n, R) ms; NaN where a rank has none."""
+    return np.where(store.count[:, at] > 0, store.busy[:, at], np.nan).T
+
+
+def stages_of(store: StepSums, at: Int64) -> Array:
+    """Return the stages likewise (n, R * 6) ms."""
+    d = np.where((store.count[:, at] > 0)[..., None], store.d[:, at], np.nan)
+    return d.transpose(1, 0, 2).reshape(len(at), -1)
+
+
+def _width(ranks: int) -> float:
+    low, high = _WITHIN_1
+    times = max(1, min(low, ranks) / _FINE_RANKS, low / _FINE_RANKS * ranks / high)
+    return _FINEST * float(2 ** math.ceil(math.log2(times)))

@@ -23,9 +23,7 @@ MAX_ARRIVED = 1 << 21
 MAX_UNKNOWN_ROWS = 4096
 """Newest rows kept of a process of unknown rank."""
 OLDER_ROWS = 1 << 16
-"""Rows read at a time of those that were stored before a restart,"""
-OLDER_CHUNKS, OLDER_CHUNKS_A_RANK = 1 << 18, 64
-"""and how far back they are read."""
+"""Rows read at a time of those that were stored before a restart."""
 Rows = tuple[bytes, bytes, bytes]
 """Keys, flags and rows as on the wire."""
 
@@ -124,7 +122,7 @@ class LiveSteps:
         """Begin with rows that had arrived before a restart, the newest; those before them follow."""
         self._follow(run, ranks, labels)
         self._runs[run].history.take(found)
-        self._look_back(run, ranks)
+        self._look_back(run)
 
     def close(self) -> None:
         """Close the session file."""
@@ -132,10 +130,10 @@ class LiveSteps:
             for own in self._runs.values():
                 own.close()
 
-    def _look_back(self, run: str, ranks: dict[int, Stream]) -> None:
+    def _look_back(self, run: str) -> None:
         """Have all stored rows of a run read, a slice at a time."""
-        since = -max(OLDER_CHUNKS, OLDER_CHUNKS_A_RANK * len(ranks))
-        self._runs[run].older = HistoryReader(self.open_file(run), self.limits, since)
+        own = self._runs[run]
+        own.older, own.whole = HistoryReader(self.open_file(run), self.limits), False
 
     def _advance(self, own: LiveRun) -> None:
         try:
@@ -166,7 +164,7 @@ class LiveSteps:
             same = before.rows_of(processes)
             own.history.take(same)
             if same:
-                self._look_back(run, ranks)
+                self._look_back(run)
             self._disown(before)
             before.close()
         for rank, stream in processes.items():
@@ -243,7 +241,7 @@ class LiveRun:
 
     def close(self) -> None:
         """Read no more older rows."""
-        older, self.older = self.older, None
+        older, self.older, self.whole = self.older, None, True
         if older is not None:
             older.session.close()
 

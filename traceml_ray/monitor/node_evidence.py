@@ -9,7 +9,7 @@ import msgspec
 
 from traceml_ray.analysis.anomalies import Anomaly
 from traceml_ray.analysis.samples import Excerpt
-from traceml_ray.analysis.step_times import trained_since
+from traceml_ray.analysis.step_times import of_rows, trained_since
 from traceml_ray.analysis.thresholds import MACHINE
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.monitor.live_steps import LiveSteps
@@ -65,7 +65,7 @@ class NodeEvidence:
             machines = Machines(self._sampled, ranks, every, names)
             keys, _, rows = self.steps.rows_of(stream.id, _ROWS)
             with self.writer.lock:
-                when = machines.when(verdict, keys, rows)
+                when = machines.when(verdict, of_rows(keys, rows))
             if when is None:
                 return verdict
             if fresh:
@@ -82,7 +82,7 @@ class NodeEvidence:
             return self.clock()
         if stream.id != self._trained[0]:
             keys, _, rows = self.steps.rows_of(stream.id, _ROWS)
-            trained_ns = trained_since(keys, rows, stream.last_rows_ns, self.warmup_steps)
+            trained_ns = trained_since(of_rows(keys, rows), stream.last_rows_ns, self.warmup_steps)
             if trained_ns == stream.last_rows_ns:
                 return trained_ns
             self._trained = stream.id, trained_ns

@@ -11,10 +11,9 @@ import numpy as np
 
 from traceml_ray.analysis.anomalies import Machine, anomalies
 from traceml_ray.analysis.samples import Between
-from traceml_ray.analysis.step_times import span, trained_since
+from traceml_ray.analysis.step_times import Timeline, span, trained_since
 from traceml_ray.analysis.thresholds import MACHINE
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.analysis.window import Int64, RankRows
 from traceml_ray.store.nodes import Node, node_key
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import Stream
@@ -50,10 +49,10 @@ class Machines:
     every: Iterable[Stream]
     labels: Mapping[str, str]
 
-    def when(self, verdict: Verdict, keys: Int64, rows: Int64) -> tuple[int, int] | None:
+    def when(self, verdict: Verdict, line: Timeline) -> tuple[int, int] | None:
         """
         Return the time span of the verdict (ns since the epoch), None where it names no rank or that is not
-        known. `keys` and `rows` are those of `reference_rank`, the newest ones last.
+        known. `line` is that of `reference_rank`.
         """
         rank = reference_rank(verdict, self.ranks)
         if rank is None:
@@ -67,7 +66,7 @@ class Machines:
             return stream.last_seen_ns - int(MACHINE.live_s * 1e9), stream.last_seen_ns
         if stream.last_rows_ns is None:
             return None
-        return span(keys, rows, stream.last_rows_ns, verdict.from_step, verdict.to_step)
+        return span(line, stream.last_rows_ns, verdict.from_step, verdict.to_step)
 
     def examine(
         self, verdict: Verdict, first_ns: int, last_ns: int, trained_ns: int, since_ns: int | None = None
@@ -115,25 +114,24 @@ class Machines:
             return verdict  # nothing to compare with
         return msgspec.structs.replace(verdict, machine=found)
 
-    def with_evidence(self, verdict: Verdict, rows: Iterable[RankRows], warmup_steps: int) -> Verdict:
-        """Return a stored `verdict` with the anomalies of its nodes; `rows` are the run's."""
+    def with_evidence(self, verdict: Verdict, lines: Mapping[int, Timeline], warmup_steps: int) -> Verdict:
+        """Return a stored `verdict` with the anomalies of its nodes; `lines` are those of the run's ranks."""
         rank = reference_rank(verdict, self.ranks)
-        own = next((found for found in rows if found.rank == rank), None)
-        if verdict.machine is not None or rank is None or own is None:
+        if verdict.machine is not None or rank is None or rank not in lines:
             return verdict
-        when, end_ns = self.when(verdict, own.keys, own.rows), self.ranks[rank].last_rows_ns
+        when, end_ns = self.when(verdict, lines[rank]), self.ranks[rank].last_rows_ns
         if when is None or end_ns is None:
             return verdict
-        return self.examine(verdict, *when, trained_since(own.keys, own.rows, end_ns, warmup_steps))
+        return self.examine(verdict, *when, trained_since(lines[rank], end_ns, warmup_steps))
 
     def newest_with_evidence(
-        self, spans: Sequence[Verdict], rows: Sequence[RankRows], warmup_steps: int
+        self, spans: Sequence[Verdict], lines: Mapping[int, Timeline], warmup_steps: int
     ) -> list[Verdict]:
         """Return `spans`, the newest of those that name a rank with the anomalies of its nodes."""
         named = [at for at, span in enumerate(spans) if reference_rank(span, self.ranks) is not None]
         newest = set(named[-_MAX_EXAMINED:])
         return [
-            self.with_evidence(span, rows, warmup_steps) if at in newest else span
+            self.with_evidence(span, lines, warmup_steps) if at in newest else span
             for at, span in enumerate(spans)
         ]
 

@@ -1,238 +1,137 @@
-"""What a report takes from the rows of a run, however long: they are read once, piece by piece."""
+"""What a report takes from the rows of a run, however long: they are read once, into its step history."""
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 
+from traceml_ray.analysis import reduction
 from traceml_ray.analysis.baseline import Baseline
-from traceml_ray.analysis.busy import StepSummary, summarise
-from traceml_ray.analysis.history import Replay, RunJudge
-from traceml_ray.analysis.running import Running
+from traceml_ray.analysis.reduction import Reduction
+from traceml_ray.analysis.step_times import Timeline
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.window import Float, RankRows, Window, align, missing_of
+from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.analysis.window import Int64, RankRows, Window
 from traceml_ray.stages import SEGMENT_BITS
-from traceml_ray.store.kept import Kept, unpack
-from traceml_ray.store.pieces import Cutter, pieces
+from traceml_ray.store.history_reader import HistoryReader
+from traceml_ray.store.kept import unpack
 from traceml_ray.store.schema import NONSENSE
 from traceml_ray.store.session_file import Folded, SessionFile
 
 MAX_ROWS = 2_000_000
-"""Rows (steps × ranks) that are held in memory at a time."""
+"""Of more rows (steps × ranks) a report of the newest is made first."""
 PIECE_ROWS = 500_000
+"""Rows that are read at a time."""
 
 
-@dataclass
 class Whole:
-    """A run, reduced. `window`, `steps` and `stage_ns` are None where no step is common to its ranks."""
+    """
+    A run of the processes `ranks`, reduced. Of the rows `folded`, by rank, there are only sums: `history`
+    knows nothing of them.
+    """
 
-    judged: RunJudge
-    rows: list[RankRows]
-    """When each rank's steps were: of a long run several are added up, under the key of their first."""
-    counts: dict[int, int]
-    """How many steps each rank has."""
-    read: int
-    """Rows that this is of, and from which step to which."""
-    first_step: int
-    last_step: int
-    window: Window | None = None
-    """Of a long run a sample, evenly spread."""
-    steps: StepSummary | None = None
-    """After warm-up, as is what follows."""
-    stage_ns: Float | None = None
-    """Mean of each rank's stages (R, 6)."""
-    between: tuple[int, int] = (0, 0)
-    """First and last step."""
-    error_pct: float = 0.0
-    """By how much medians and percentiles may be off."""
-    folded: int = 0
-    """Rows of which there are only sums."""
-
-    @property
-    def count(self) -> int:
-        """Steps of the rank that has fewest."""
-        return min(self.counts.values())
+    def __init__(self, run: Reduction, ranks: Sequence[RankRows], folded: Mapping[int, Folded]) -> None:
+        assert run.replay is not None
+        self.history = run.history
+        self.judged = run.replay.done()
+        self._sample = self.judged.sample()
+        self.stats = run.history.stats()
+        """None where there are none."""
+        self.read = run.rows - len(ranks) * run.history.left_out
+        """Rows that statistics and verdicts are of."""
+        self.counted = run.rows + sum(int(sums.counts.sum()) for sums in folded.values())
+        """Rows that `counts` and `mean_ns` are of."""
+        self.counts = run.history.counts()
+        """How many steps each rank has."""
+        self.lines = {own.rank: run.history.timeline(own.rank) for own in ranks}
+        """When the steps of each were."""
+        known = [line for line in self.lines.values() if len(line.first)]
+        self.first_step = min((int(line.first[0]) for line in known), default=0)
+        self.last_step = max((int(line.last[-1]) for line in known), default=0)
+        for rank, sums in folded.items():
+            self._add(rank, sums)
 
     def mean_ns(self) -> float:
-        """Return how long a step was on average, warm-up included."""
-        return float(np.mean([own.rows.sum() / self.counts[own.rank] for own in self.rows]))
+        """Return how long a step was on average, warm-up included; NaN without any."""
+        means = [line.took.sum() / count for rank, line in self.lines.items() if (count := self.counts[rank])]
+        return float(np.mean(means)) if means else np.nan
 
-    @property
-    def counted(self) -> int:
-        """Rows that `counts` and `mean_ns` are of."""
-        return self.read + self.folded
+    def window(self, verdict: Verdict) -> Window:
+        """Return the steps of a verdict that names a rank, as far as they are there one by one or in sums."""
+        first, last = verdict.from_step or 0, verdict.to_step or 0
+        if self.history.merged and self._sample is not None:  # it has the stages as they were
+            return self._sample
+        return self.history.steps_between(first, last)
 
-    def add_folded(self, folded: Mapping[int, Folded], kept: int = 0) -> None:
-        """
-        Let `counts`, `rows` and `mean_ns` be of the rows as well that are only kept as sums, by stream; of
-        `kept` of them there is more, see `Kept`.
-        """
-        for at, own in enumerate(self.rows):
-            if own.stream in folded:
-                sums = folded[own.stream]
-                self.folded += int(sums.counts.sum())
-                next_key = int(own.keys[0]) if len(own.keys) else 1 << 62
-                self.counts[own.rank] += _folded_steps(sums, next_key >> SEGMENT_BITS)
-                flags = np.zeros(len(sums.counts), dtype=np.uint8)
-                self.rows[at] = own.follow(replace(own, keys=sums.first_keys, flags=flags, rows=sums.sums))
-        self.folded = max(0, self.folded - kept)
+    def stage_ns(self) -> dict[int, list[float]]:
+        """Return the mean of each rank's stages, by rank."""
+        if self.history.merged and self._sample is not None and len(self._sample.keys):
+            ranks, ns = self._sample.ranks, self._sample.d.sum(axis=0) / len(self._sample.starts)
+        else:
+            assert self.stats is not None
+            ranks, ns = np.array(self.history.ranks), 1e6 * self.stats.mean_stages()
+        known = ~np.isnan(ns).any(axis=1)
+        return dict(zip(ranks[known].tolist(), ns[known].tolist(), strict=True))
+
+    def _add(self, rank: int, sums: Folded) -> None:
+        """Let counts and times be of rows as well that are only kept as sums."""
+        line = self.lines[rank]
+        first, last = sums.first_keys >> SEGMENT_BITS, sums.last_keys >> SEGMENT_BITS
+        following = np.append(line.first, 1 << 62)[np.searchsorted(line.first, first)]
+        self.counts[rank] += folded_steps(sums.counts, first, last, following)
+        both = [np.concatenate(part) for part in zip(line, (first, last, sums.sums.sum(axis=1)), strict=True)]
+        order = np.argsort(both[0], kind="stable")
+        self.lines[rank] = Timeline(*(part[order] for part in both))
 
 
 def reduce(
     session: SessionFile,
-    expected: int,
+    launched: int | None,
     thresholds: Thresholds,
-    newest: Sequence[RankRows],
-    most: int,
     baseline: Baseline | None = None,
     *,
-    newest_only: bool = False,
+    newest: bool = False,
 ) -> Whole | None:
     """
-    Reduce the run that `session` reads, or only its rows `newest`; None when it has none. `newest` holds the
-    newest rows of each rank, `most` of them or all. Raises `SessionFileError`.
+    Reduce the run that `session` reads, or about `MAX_ROWS` of its `newest` rows; None when it has none.
+    `launched` is how many ranks there were to be. Raises `SessionFileError`.
     """
-    if not newest:
+    ranks, _ = session.rows(last=1)
+    if not ranks:
         return None
-    missing = missing_of(expected, (own.rank for own in newest))
-    folded = session.folded()
-    if folded and not newest_only:
+    run, sums = None, session.folded()
+    folded = {own.rank: sums[own.stream] for own in ranks if own.stream in sums}
+    if folded and not newest:
         with contextlib.suppress(*NONSENSE):  # of another version: then of the rows that are left
-            kept = unpack(session.kept(), newest)
-            if kept is not None:
-                return _Long(session, newest, kept.running, kept).reduced(expected, missing, folded)
-    if newest_only or fits(newest, most):
-        whole = _at_once(newest, align(newest, expected, missing), thresholds, baseline)
-        whole.add_folded(folded)
-        return whole
-    return _Long(session, newest, Running(thresholds, baseline)).reduced(expected, missing, folded)
+            kept = unpack(session.kept(), ranks)
+            run = kept.run if kept else None
+    if run is not None:
+        folded = _outside(folded, run)
+    run = run or reduction.begun(ranks, thresholds, baseline)
+    run.last_step = reduction.last_common_step(ranks)
+    since = -session.newest_chunks(MAX_ROWS) if newest else 0
+    HistoryReader(session, thresholds, since, run, launched).read_all(PIECE_ROWS)
+    return Whole(run, ranks, folded)
 
 
-def fits(newest: Sequence[RankRows], most: int) -> bool:
-    """Return whether `newest` are all rows that there are, where up to `most` of each rank were read."""
-    return all(len(own.keys) < most for own in newest)
-
-
-def most_of(ranks: int) -> int:
-    """Return how many rows of each of so many ranks are held in memory."""
-    return max(1, MAX_ROWS // max(1, ranks))
-
-
-def _at_once(
-    rows: Sequence[RankRows], window: Window, thresholds: Thresholds, baseline: Baseline | None
-) -> Whole:
-    replay = Replay(len(window.starts), thresholds, baseline)
-    replay.add(window)
-    found = Whole(
-        replay.done(),
-        list(rows),
-        {own.rank: _steps(own) for own in rows},
-        read=sum(len(own.keys) for own in rows),
-        first_step=min(int(own.keys[0]) for own in rows) >> SEGMENT_BITS,
-        last_step=max(int(own.keys[-1]) for own in rows) >> SEGMENT_BITS,
-    )
-    if len(window.keys):
-        warm = window.since((window.first_step or 0) + thresholds.warmup_steps)
-        warm = warm if len(warm.starts) >= thresholds.first_window_steps else window  # hardly any are left
-        found.window, found.steps = window, summarise(warm, thresholds)
-        found.stage_ns = warm.d.sum(axis=0) / len(warm.starts)
-        found.between = int(warm.steps[0]), int(warm.steps[-1])
+def _outside(folded: Mapping[int, Folded], run: Reduction) -> dict[int, Folded]:
+    """Return the sums of rows that `run` has not: it may have begun later, or have ended before."""
+    found, ends = {}, run.history.ends()
+    for rank, sums in folded.items():
+        first, last = ends[rank]
+        outside = (sums.last_keys < first) | (sums.first_keys > last)
+        if outside.any():
+            found[rank] = Folded(*(column[outside] for column in sums))
     return found
 
 
-class _Long:
-    """A run that does not fit into memory, or of which rows were folded: `kept` is what they come to."""
-
-    def __init__(
-        self, session: SessionFile, newest: Sequence[RankRows], running: Running, kept: Kept | None = None
-    ) -> None:
-        self._session = session
-        self._newest = newest
-        self._running = running
-        self._kept = kept
-        self._end = min(int(own.keys.max()) for own in newest)
-        stored = sum(stream.stored for stream in session.ranks().values())
-        self._several = -(-stored // MAX_ROWS)
-        """Rows that are added up in `Whole.rows`."""
-        self._steps: Counter[int] = Counter()
-        self._cutter = kept.cutter if kept else Cutter(newest)
-        self._noted = 0
-        """Rows that are in the file."""
-        self._first_step = kept.first_step if kept else None
-        self._folded_to: dict[int, int] = {}
-        """The last key of each process that `kept` is of."""
-        self._rows: dict[int, list[RankRows]] = {own.rank: [] for own in newest}
-
-    def reduced(self, expected: int, missing: Sequence[int], folded: Mapping[int, Folded]) -> Whole:
-        """Reduce the rows that are left."""
-        if self._kept is not None:
-            self._folded_to = {stream: int(sums.last_keys.max()) for stream, sums in folded.items()}
-        for piece in pieces(self._session, self._newest, PIECE_ROWS, self._cutter):
-            self._add(piece, align(piece, expected, missing))
-        noted = self._noted
-        self._note([own.take(own.keys > self._end) for own in self._newest])  # of ranks that are ahead
-        ahead = self._noted - noted + sum(len(own.keys) for own in self._cutter.waiting.values())
-        whole = self._done(self._cutter.used + ahead)
-        whole.add_folded(folded, whole.read - self._noted)
-        return whole
-
-    def _add(self, rows: Sequence[RankRows], window: Window) -> None:
-        """Add the steps that follow."""
-        self._note(rows)
-        first = window.first_step if self._running.first_step is None else self._running.first_step
-        if first is not None:
-            self._running.replay.expect((self._end >> SEGMENT_BITS) - first + 1)
-            self._running.add(window)
-
-    def _done(self, read: int) -> Whole:
-        """Return what it comes to."""
-        running = self._running
-        judged = running.replay.done()
-        return Whole(
-            judged,
-            [own.take(slice(0)).follow(*self._rows[own.rank]) for own in self._newest],
-            {own.rank: self._steps[own.rank] for own in self._newest},
-            read=read,
-            first_step=self._first_step or 0,
-            last_step=max(int(own.keys.max()) for own in self._newest) >> SEGMENT_BITS,
-            window=judged.sample(),
-            steps=running.tally.summary(),
-            stage_ns=running.tally.stage_ns(),
-            between=(running.warm_step, self._end >> SEGMENT_BITS),
-            error_pct=running.tally.error_pct,
-        )
-
-    def _note(self, rows: Sequence[RankRows]) -> None:
-        """Count `rows`, but for those that are in the sums of folded rows."""
-        for own in rows:
-            if own.stream in self._folded_to:
-                own = own.take(own.keys > self._folded_to[own.stream])
-            if len(own.keys):
-                self._steps[own.rank] += _steps(own)
-                self._noted += len(own.keys)
-                first = int(own.keys[0]) >> SEGMENT_BITS
-                self._first_step = first if self._first_step is None else min(first, self._first_step)
-                starts = np.arange(0, len(own.keys), self._several)
-                sums = np.add.reduceat(own.rows, starts, axis=0)
-                self._rows[own.rank].append(replace(own.take(starts), rows=sums))
-
-
-def _steps(own: RankRows) -> int:
-    """Return of how many steps there are rows."""
-    steps = own.keys >> SEGMENT_BITS
-    more = np.diff(steps)
-    if (more >= 0).all():  # else rows of a time came late
-        return int(np.count_nonzero(more)) + 1
-    return len(np.unique(steps))
-
-
-def _folded_steps(folded: Folded, next_step: int) -> int:
-    """Return how many steps before `next_step` `folded` is of; the rows of one may be in two sums."""
-    first, last = folded.first_keys >> SEGMENT_BITS, folded.last_keys >> SEGMENT_BITS
+def folded_steps(counts: Int64, first: Int64, last: Int64, following: int | Int64) -> int:
+    """
+    Return of how many steps before `following` there are sums (m,) of `counts` rows of the steps `first` to
+    `last`; the rows of one step may be in two sums.
+    """
     before = np.concatenate([[-1], np.maximum.accumulate(last)[:-1]])
-    spans = np.minimum(last, next_step - 1) - np.maximum(first, before + 1) + 1
-    return int(np.clip(np.minimum(spans, folded.counts), 0, None).sum())
+    spans = np.minimum(last, following - 1) - np.maximum(first, before + 1) + 1
+    return int(np.clip(np.minimum(spans, counts), 0, None).sum())

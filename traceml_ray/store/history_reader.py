@@ -2,55 +2,70 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
+
 import numpy as np
 
+from traceml_ray.analysis.reduction import Reduction
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.window import RankRows
+from traceml_ray.store.kept import unpack
+from traceml_ray.store.schema import NONSENSE
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import Stream, awaited, world_size
 
 SLICE_ROWS = 1 << 18
 """Rows that are read at a time: about a quarter of a second."""
-_FEW_CHUNKS, _MANY_CHUNKS = 1 << 7, 1 << 14
-_ROWS = 1 << 15
-"""Rows that are asked for at once."""
+_FEW_CHUNKS, _MANY_CHUNKS = 1 << 7, 1 << 18
 
 
 class HistoryReader:
     """
     `history` is of the run that `session` reads; it begins anew where a rank is another process.
 
-    Negative, `since` is how many chunks before the newest it begins.
+    Args:
+        session: is read.
+        limits: of the session.
+        since: negative, how many chunks before the newest it begins.
+        run: takes the rows; None: one without verdicts, which begins with what is kept of folded rows.
+        launched: ranks that were launched, where that is known.
     """
 
-    def __init__(self, session: SessionFile, limits: Thresholds, since: int = 0) -> None:
+    def __init__(
+        self,
+        session: SessionFile,
+        limits: Thresholds,
+        since: int = 0,
+        run: Reduction | None = None,
+        launched: int | None = None,
+    ) -> None:
         self.session = session
-        self._since = since
         self.ranks: dict[int, Stream] = {}
         """The streams that stand for the ranks."""
         self.whole = False
         """All that is stored has been read."""
         self._limits = limits
+        self._launched = launched
         self._patience_ns = int(limits.report_timeout_s * 1e9)
-        self._begin()
-
-    def _begin(self) -> None:
-        self.history = StepHistory(self._limits)
-        self._processes: dict[int, int] = {}
-        self._cursor = self._since
+        self._run = run or Reduction(StepHistory(limits))
+        self.history = self._run.history
+        self._processes: dict[int, int] | None = None if run is None else {}
+        self._since = self._cursor = since
         self._chunks = _FEW_CHUNKS
-        self.whole = False
 
     @property
     def world(self) -> int:
         """How many ranks the job has, as far as they have said so."""
-        return world_size(self.ranks, None)
+        return world_size(self.ranks, self._launched)
 
     def read(self, most: int = SLICE_ROWS) -> None:
         """Read on, about `most` rows. Raises `SessionFileError`."""
         self.ranks = self.session.ranks()
         processes = {rank: stream.id for rank, stream in self.ranks.items()}
-        if any(processes.get(rank) != stream for rank, stream in self._processes.items()):
+        before = self._processes
+        if before is None or any(processes.get(rank) != stream for rank, stream in before.items()):
             self._begin()
         self._processes = processes
         read = 0
@@ -59,10 +74,40 @@ class HistoryReader:
             count = sum(len(own.keys) for own in found)
             self.whole = self._cursor >= 0 and cursor < self._cursor + self._chunks
             self._cursor, read = cursor, read + count
-            self.history.take(found)
-            known = self.history.reported()
-            holding, waited = awaited(self.ranks, self.world, self._patience_ns, known)
-            self.history.advance(holding if self.whole else known, waited, self.world)
+            self._add(found)
             if self.whole:
                 return
-            self._chunks = int(np.clip(self._chunks * _ROWS // max(1, count), _FEW_CHUNKS, _MANY_CHUNKS))
+            self._chunks = int(np.clip(self._chunks * most // max(1, count), _FEW_CHUNKS, _MANY_CHUNKS))
+
+    def read_all(self, most: int) -> None:
+        """Read all that is stored, about `most` rows at a time. Raises `SessionFileError`."""
+        while not self.whole:
+            self.read(most)
+        self._run.finish(self.world)
+
+    def _begin(self) -> None:
+        self._run = (self._kept() if self._since == 0 else None) or Reduction(StepHistory(self._limits))
+        self.history = self._run.history
+        self._cursor, self._chunks = self._since, _FEW_CHUNKS
+        self.whole = False
+
+    def _kept(self) -> Reduction | None:
+        """Return what folded rows come to, None where that is not known."""
+        body = self.session.kept()
+        if body is None:
+            return None
+        with contextlib.suppress(*NONSENSE):  # of another version: then there are the rows that are left
+            kept = unpack(body, self.session.rows(last=1)[0])
+            if kept is not None:
+                kept.run.replay = None
+                return kept.run
+        return None
+
+    def _add(self, found: Sequence[RankRows]) -> None:
+        known = self.history.reported() | {own.rank for own in found}
+        holding, waited = awaited(self.ranks, self.world, self._patience_ns, known)
+        if not self.whole:  # of a rank that has been read to its end nothing is waited for
+            ends, none = self.history.ends(), (-1, -1)
+            last = {rank: stream.last_key or 0 for rank, stream in self.ranks.items()}
+            holding = {rank for rank, key in last.items() if ends.get(rank, none)[1] < key}
+        self._run.add(found, holding, waited, self.world)

@@ -1,63 +1,49 @@
-"""What is kept of the rows of a run that were folded: the same reduction that a report makes of rows."""
+"""What folded rows of a run come to, as bytes in the session file: a report goes on from it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from traceml_ray.analysis import reduction
 from traceml_ray.analysis.baseline import Baseline, Learner
 from traceml_ray.analysis.episodes import Brief, Episodes
 from traceml_ray.analysis.history import Replay, RunJudge
-from traceml_ray.analysis.running import Running
+from traceml_ray.analysis.reduction import Reduction
+from traceml_ray.analysis.row_table import RowTable, Who
+from traceml_ray.analysis.step_history import Mark, StepHistory
+from traceml_ray.analysis.step_sums import Bins, StepSums
 from traceml_ray.analysis.tally import Histograms, Tally
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.track import Clock, Episode, Track
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.analysis.window import RankRows, Window, align
-from traceml_ray.stages import SEGMENT_BITS
+from traceml_ray.analysis.window import RankRows, Window
 from traceml_ray.store.packing import Packer
-from traceml_ray.store.pieces import Cutter
 from traceml_ray.store.schema import NONSENSE
 
-FORM = 3
+FORM = 4
 """Of what is in the file; to be raised when one of the classes below means something else by it."""
 MAX_RANKS = 1024
 """Of a run of more, only the sums are kept: what a report makes of them would take too much memory."""
-WAITING_ROWS = 50_000
-"""Rows of one run that wait for a rank that does not report; up to `MAX_WAITING_ROWS` while they are of"""
-WAITING_NS = 60_000_000_000
-"""less than this of a rank: one relay may be that late."""
-MAX_WAITING_ROWS = 1024 * MAX_RANKS
 MAX_BYTES = MAX_RANKS << 18
-"""Of one run: of a rank 83 kB of histograms, up to 49 kB of sample per row of a step and 58 kB that wait."""
+"""Of one run: of a rank 62 kB of histograms, 20 kB of steps and bins, up to 49 kB of sample per row of a step
+and 52 kB that wait for another rank."""
 
 
 class Kept:
-    """
-    Folded rows of `streams` (process by rank), from step `first_step` on.
-
-    `cutter` still holds those of steps that not every rank was through, `running` is what the others come to.
-    """
+    """Folded rows of `streams` (process by rank)."""
 
     def __init__(self, rows: Sequence[RankRows], thresholds: Thresholds, baseline: Baseline | None) -> None:
         self.streams = streams_of(rows)
-        self.cutter = Cutter(rows)
-        self.running = Running(thresholds, baseline)
-        self.first_step: int | None = None
+        self.run = reduction.begun(rows, thresholds, baseline)
 
-    def add(self, found: Sequence[RankRows], expected: int, missing: Sequence[int]) -> None:
-        """Take the rows that follow; reduce those of steps that every rank is through, see `align`."""
-        for own in found:
-            first = int(own.keys[0]) >> SEGMENT_BITS
-            self.first_step = first if self.first_step is None else min(first, self.first_step)
-        self.cutter.add(found)
-        longest = max(self.cutter.waiting.values(), key=lambda own: len(own.keys))
-        most = MAX_WAITING_ROWS if longest.rows.sum() < WAITING_NS else WAITING_ROWS
-        piece = self.cutter.cut(most // 4)
-        if piece is not None:
-            self.running.add(align(piece, expected, missing))
+    def add(self, found: Sequence[RankRows], expected: int) -> None:
+        """Take the rows that follow."""
+        waited = len(self.streams.keys() - self.run.history.reported() - {own.rank for own in found})
+        self.run.add(found, self.streams, waited, expected)
 
     def pack(self) -> bytes:
-        """Return it as bytes."""
+        """Return it as bytes; rows that were reduced are not in them."""
+        self.run.history.forget_rows()
         return _PACKER.pack(self)
 
 
@@ -67,7 +53,7 @@ def unpack(data: bytes | None, rows: Sequence[RankRows]) -> Kept | None:
     cannot be read: it is damaged, or of another version.
     """
     try:
-        kept = _PACKER.unpack(data) if data else None
+        kept: Kept | None = _PACKER.unpack(data) if data else None
         return kept if kept is not None and kept.streams == streams_of(rows) else None
     except NONSENSE as error:
         raise ValueError(f"statistics of folded rows cannot be read: {error}") from error
@@ -81,6 +67,19 @@ def streams_of(rows: Iterable[RankRows]) -> dict[int, int]:
 _PACKER = Packer(
     FORM,
     MAX_BYTES,
-    *(Kept, Cutter, RankRows, Running, Tally, Histograms, Replay, RunJudge, Window, Learner, Baseline),
-    *(Episodes, Brief, Track, Clock, Episode, Verdict, Thresholds),
+    *(Kept, Reduction, StepHistory, RowTable, Who, Mark, StepSums, Bins, Tally, Histograms),
+    *(
+        Replay,
+        RunJudge,
+        Window,
+        Learner,
+        Baseline,
+        Episodes,
+        Brief,
+        Track,
+        Clock,
+        Episode,
+        Verdict,
+        Thresholds,
+    ),
 )

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-_DTYPES = ("<i8", "<f8", "<u4", "|u1", "|b1")
+_DTYPES = ("<i8", "<f8", "<f4", "<u4", "|u1", "|b1")
 _SPARSE = 1024
 """Arrays of more items than this are kept as those that are not 0, where these are few."""
 _LISTS: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
@@ -61,7 +61,7 @@ class Packer:
             return _from_array(value)
         if isinstance(value, np.generic):
             return value.item()
-        if value is None or isinstance(value, (bool, int, float, str)):
+        if value is None or isinstance(value, (bool, int, float, str, bytes)):
             return value
         if kind in _LISTS:
             return kind, [self._plain(each, room) for each in value]
@@ -71,6 +71,8 @@ class Packer:
             return kind, value.maxlen, [self._plain(each, room) for each in value]
         if kind not in self._classes:
             raise TypeError(f"cannot keep {kind}")
+        if isinstance(value, tuple):  # with names
+            return kind, [self._plain(each, room) for each in value]
         if isinstance(value, msgspec.Struct):
             return kind, msgspec.to_builtins(value)
         names = [field.name for field in fields(value)] if is_dataclass(value) else list(vars(value))
@@ -91,6 +93,8 @@ class Packer:
         which = self._classes[kind]
         if issubclass(which, msgspec.Struct):
             return msgspec.convert(rest[0], which)
+        if issubclass(which, tuple):
+            return which(*(self._whole(each, room) for each in rest[0]))
         whole = object.__new__(which)
         vars(whole).update((name, self._whole(each, room)) for name, each in rest[0].items())
         return whole

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.window import RankRows, missing_of
+from traceml_ray.analysis.window import RankRows
 from traceml_ray.stages import N_STAGES
 from traceml_ray.store.kept import MAX_RANKS, Kept, unpack
 from traceml_ray.store.nodes import stream_labels
@@ -163,7 +163,7 @@ class Retention:
             state.changed = True
             try:
                 if state.kept is not None:
-                    state.kept.add(found, world, missing_of(world, state.streams))
+                    state.kept.add(found, world)
             except NONSENSE as error:
                 state.kept, self.failed = None, error
 

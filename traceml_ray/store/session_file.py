@@ -131,6 +131,11 @@ class SessionFile(SampleReader):
                     found.append(RankRows(rank, labels[stream.id], *columns, *more))
         return found, top
 
+    def newest_chunks(self, rows: int) -> int:
+        """Return how many of the newest batches, of whatever run, hold about so many rows."""
+        ((mean,),) = self._all("SELECT avg(n) FROM (SELECT n FROM chunk ORDER BY id DESC LIMIT 1000)")
+        return max(1, int(rows / max(1.0, mean or 1.0)))
+
     def details(self, first: int = 0, last: int = 1 << 62, stream: int | None = None) -> list[dict[str, Any]]:
         """
         Return the named parts of each process (or of that stream) over the steps `first` to `last`, summed,

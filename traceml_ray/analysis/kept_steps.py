@@ -1,0 +1,198 @@
+"""
+Steps that were reduced, in bounded memory. The newest are kept one by one. Older ones are added up in bins
+of equally many steps, which are merged in pairs when there are too many, and counted in histograms: medians
+are of all steps.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from traceml_ray.analysis.row_table import Who
+from traceml_ray.analysis.step_stats import StepStats
+from traceml_ray.analysis.step_sums import MAX_BINS, Array, Bins, Columns, StepSums, grouped
+from traceml_ray.analysis.tally import Tally
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.window import Int64, Window
+from traceml_ray.stages import N_STAGES, SEGMENT_BITS
+
+_STEPS, _FULL_RANKS, _LEAST = 4096, 32, 300
+
+
+class KeptSteps:
+    """`deep`: medians of each stage are kept as well."""
+
+    def __init__(self, limits: Thresholds, *, deep: bool) -> None:
+        self.limits = limits
+        self.deep = deep
+        self.who: dict[int, Who] = {}
+        """What is known of the ranks."""
+        self.generation = 0
+        """Changes when steps that were there are no longer the same."""
+        self._axis: Int64 = np.empty(0, np.int64)
+        self._newest = StepSums(0)
+        self._bins: Bins | None = None
+        self._older: Tally | None = None
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those of what was reduced, ascending; the first axis of every array."""
+        ranks: list[int] = self._axis.tolist()
+        return ranks
+
+    @property
+    def nodes(self) -> list[str]:
+        """How the node of each rank is shown."""
+        return [self.who[rank].node for rank in self.ranks]
+
+    @property
+    def kept(self) -> int:
+        """How many steps are kept one by one."""
+        return max(_LEAST, min(_STEPS, _STEPS * _FULL_RANKS // max(1, len(self._axis))))
+
+    @property
+    def last_step(self) -> int | None:
+        """The newest step that is reduced."""
+        store = self._newest
+        return int(store.last[store.end - 1]) if store.end else None
+
+    @property
+    def last_summed_up(self) -> int:
+        """The newest step that is no longer kept by itself, -1 without any."""
+        return int(self._bins.last[self._bins.end - 1]) if self._bins else -1
+
+    def stores(self) -> list[StepSums]:
+        """Return what is added up, and the newest steps."""
+        return [*([self._bins] if self._bins else []), self._newest]
+
+    def total_ms(self) -> float:
+        """Return how long all steps so far took together."""
+        return float(sum(store.exposed[: store.end].sum() for store in self.stores()))
+
+    def columns(
+        self,
+        stage: int | None = None,
+        *,
+        whole: bool = False,
+        since: int | None = None,
+        most: int = MAX_BINS,
+    ) -> Columns:
+        """
+        Return the newest steps, or all of the run in at most `most` columns; `stage` of `values`.
+
+        With `since`, only the columns that end at that step or later.
+        """
+        store, bins = self._newest, self._bins
+        parts = [(store, max(0, store.end - most), 1)]
+        if whole:
+            per, width = self._steps_a_column(most), bins.width if bins else 1
+            parts = [*([(bins, 0, per // width)] if bins else []), (store, 0, per)]
+        made = []
+        for each, start, per in parts:
+            if since is not None:
+                old = int(np.searchsorted(each.last[: each.end], since))
+                start += max(0, old - start) // per * per
+            if start < each.end:
+                made.append(grouped(each, slice(start, each.end), per, stage))
+        if not made:
+            none = np.empty((len(self.ranks), 0))
+            return Columns(np.empty(0, np.int64), np.empty(0, np.int64), none, none, np.empty((0, N_STAGES)))
+        both = zip(zip(*made, strict=True), (0, 0, 1, 1, 0), strict=True)
+        return Columns(*(np.concatenate(part, axis) for part, axis in both))
+
+    def layout(self, whole: bool, most: int = MAX_BINS) -> list[int]:
+        """Return what changes when columns that were there before are no longer the same."""
+        first = int(self._newest.first[0]) if self._newest.end else -1
+        return [self.generation, *([self._steps_a_column(most), first] if whole else [])]
+
+    def _steps_a_column(self, most: int) -> int:
+        bins, width = self._bins, self._bins.width if self._bins else 1
+        return width * -(-(self._newest.end + (bins.end * width if bins else 0)) // (width * (most - 1)))
+
+    def steps_between(self, first: int, last: int) -> Window:
+        """
+        Return the steps from `first` to `last` that all ranks have, or what is left of them: a sum that lies
+        at least half inside is one row, of its mean.
+        """
+        parts = []
+        for store in self.stores():
+            begins, ends = np.maximum(store.first, first), np.minimum(store.last, last)
+            at = np.flatnonzero((2 * (ends - begins + 1) >= store.last - store.first + 1)[: store.end])
+            at = at[(store.count[:, at] > 0).all(axis=0)]
+            mean = store.d[:, at] / store.count[:, at, None] * 1e6
+            parts.append((begins[at] << SEGMENT_BITS, np.rint(mean).astype(np.int64).transpose(1, 0, 2)))
+        keys, d = (np.concatenate(part) for part in zip(*parts, strict=True))
+        who = [self.who[rank] for rank in self.ranks]
+        return Window(
+            keys=keys,
+            ranks=self._axis,
+            nodes=tuple(each.node for each in who),
+            d=d,
+            flags=np.zeros(d.shape[:2], np.uint8),
+            expected=len(who),
+            groups=tuple(each.group for each in who),
+        )
+
+    def stages(self, first: int, last: int) -> tuple[Int64, Array, Array]:
+        """Return the kept steps from `first` to `last`: numbers (K,), stages (R, K, 6) ms, busy (R, K) ms."""
+        store = self._newest
+        part = slice(*np.searchsorted(store.first[: store.end], (first, last + 1)))
+        seen = store.count[:, part] > 0
+        d = np.where(seen[..., None], store.d[:, part], np.nan)
+        return store.first[part], d, np.where(seen, store.busy[:, part], np.nan)
+
+    def stats(self, newest: int | None = None) -> StepStats | None:
+        """Return statistics of all steps beyond the warm-up, or of the `newest` of them; None without any."""
+        store, older = self._newest, self._older if newest is None else None
+        at = np.flatnonzero(store.warm[: store.end])
+        if len(at) + (older.steps if older else 0) < self.limits.first_window_steps:
+            at = np.flatnonzero(store.chained[: store.end])  # hardly any are left
+        made = StepStats(store, at[-newest:] if newest else at, older)
+        return made if made.steps else None
+
+    def cut(self, step: int) -> None:
+        """Forget the steps after this one."""
+        store = self._newest
+        store.cut(int(np.searchsorted(store.first[: store.end], step, "right")))
+        self.generation += 1
+
+    def fit(self) -> None:
+        """Take no more room than is needed."""
+        for store in self.stores():
+            store.resize(store.end)
+
+    def widen(self, ranks: Int64) -> None:
+        """Let it be of these ranks (R,), ascending; those that there are stay."""
+        if np.array_equal(ranks, self._axis):
+            return
+        places = np.searchsorted(ranks, self._axis)
+        self._axis = ranks
+        for store in self.stores():
+            store.wider(places, len(ranks))
+        if self._bins and self._older:
+            self._bins.narrower(self.kept)
+            self._older.wider(places, len(ranks))
+        self.generation += 1
+        most = self.kept + self.kept // 4
+        if self._newest.most != most:
+            before, self._newest = self._newest, StepSums(len(ranks), most=most)
+            self.append(before, before.end)
+
+    def append(self, block: StepSums, n: int) -> None:
+        """Add `n` columns; the oldest move into the bins whenever there is no room, however they come."""
+        store = self._newest
+        done = 0
+        if n and store.end and block.first[0] == store.last[store.end - 1]:
+            store.go_on(block)
+            done = 1
+        while done < n:
+            take = max(1, min(n - done, store.most - store.end))
+            store.extend(block, slice(done, done + take))
+            done += take
+            if store.end >= store.most:
+                old = store.end - self.kept
+                self._bins = self._bins or Bins(len(self._axis), self.kept)
+                self._older = self._older or Tally(len(self._axis), self.limits, stages=self.deep)
+                self._older.add(store, slice(0, old))
+                self._bins.fold(store, old)
+                store.drop(old)

@@ -1,0 +1,82 @@
+"""A run reduced as its rows are read: its step history and, where asked for, its verdicts over time."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+
+import numpy as np
+
+from traceml_ray.analysis.baseline import Baseline
+from traceml_ray.analysis.history import Replay
+from traceml_ray.analysis.row_table import Who
+from traceml_ray.analysis.step_history import StepHistory, before_step
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.window import RankRows
+from traceml_ray.stages import SEGMENT_BITS
+
+
+class Reduction:
+    """Rows of a run, in pieces of any size, in bounded memory. Without `replay` there are no verdicts."""
+
+    def __init__(self, history: StepHistory, replay: Replay | None = None, ranks: Sequence[int] = ()) -> None:
+        self.history = history
+        self.replay = replay
+        self.rows = 0
+        """Rows that came."""
+        self.last_step: int | None = None
+        """The step up to which all ranks will have rows, where that is known."""
+        self._ranks = sorted(ranks)
+        self._first_step: int | None = None
+        self._judged_to = -1
+
+    def add(self, found: Sequence[RankRows], holding: Container[int], waited: int, expected: int) -> None:
+        """Take rows, and reduce the steps that are whole, see `StepHistory.advance`."""
+        self.rows += sum(len(own.keys) for own in found)
+        for part in _parts(found, self.history.table.size // 2):
+            self.history.take(part)
+            if self.history.advance(holding, waited, expected):
+                self._judge(before_step(self.history.done), expected)
+
+    def finish(self, expected: int) -> None:
+        """Reduce what there is, whoever is behind."""
+        self.history.advance((), 0, expected)
+        self._judge(self.history.done, expected)
+
+    def _judge(self, to: int, expected: int) -> None:
+        if self.replay is None or to <= self._judged_to:
+            return
+        window = self.history.between(self._judged_to, to, self._ranks, expected)
+        self._judged_to = to
+        if len(window.keys):
+            self._first_step = window.first_step if self._first_step is None else self._first_step
+            if self.last_step is not None:
+                self.replay.expect(self.last_step - (self._first_step or 0) + 1)
+            self.replay.add(window)
+
+
+def begun(ranks: Sequence[RankRows], limits: Thresholds, baseline: Baseline | None) -> Reduction:
+    """
+    Return a reduction for a report: its verdicts are of the steps that all of `ranks` have; any rows of a
+    rank will do.
+    """
+    history = StepHistory(limits, deep=True)
+    history.know({own.rank: Who(own.node, own.group, own.strategy) for own in ranks})
+    return Reduction(history, Replay(None, limits, baseline), [own.rank for own in ranks])
+
+
+def last_common_step(newest: Sequence[RankRows]) -> int:
+    """Return the last step that all ranks have, by the newest rows of each."""
+    return min((int(own.keys.max()) for own in newest), default=0) >> SEGMENT_BITS
+
+
+def _parts(found: Sequence[RankRows], most: int) -> Iterator[list[RankRows]]:
+    """Yield rows in the order of their keys, of at most `most` different ones at a time."""
+    keys = np.unique(np.concatenate([own.keys for own in found])) if found else np.empty(0, np.int64)
+    if len(keys) <= most:
+        yield [*found]
+        return
+    edges = [*keys[most - 1 : -1 : most].tolist(), int(keys[-1])]
+    left = [*found]
+    for edge in edges:
+        yield [own.take(own.keys <= edge) for own in left if (own.keys <= edge).any()]
+        left = [own.take(own.keys > edge) for own in left]

@@ -1,0 +1,238 @@
+"""What a report says of a run but for its steps: who ran where, how it ended, its memory and its events."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.window import missing_of
+from traceml_ray.reports.deaths import Death
+from traceml_ray.stages import SEGMENT_BITS, STAGES
+from traceml_ray.store.nodes import Node, label_nodes, node_key
+from traceml_ray.store.runs import of_run
+from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.streams import Stream, shown, world_size
+
+_MAX_EVENTS = 1000
+_MAX_MESSAGE = 2000
+
+
+@dataclass
+class RunFacts:
+    """What is read from the session once."""
+
+    session: SessionFile
+    thresholds: Thresholds
+    meta: dict[str, Any]
+    runs: list[dict[str, Any]]
+    run: dict[str, Any]
+    """The one of `runs` that the summary is of; empty before any."""
+    every: list[Stream]
+    streams: list[Stream]
+    """Those of the run."""
+    ranks: dict[int, Stream]
+    nodes: dict[str, Node]
+    labels: dict[str, str]
+    """How nodes are shown, by `node_key`."""
+    events: list[dict[str, Any]]
+
+    @property
+    def own(self) -> bool:
+        """Whether what the launcher said of the session holds for this run."""
+        return len(self.runs) <= 1 or self.run["id"] == self.meta.get("session")
+
+    def said(self, name: str) -> Any:
+        """What was said of the run, or by the launcher of its session."""
+        return self.run.get(name) or (self.meta.get(name) if self.own else None)
+
+    @property
+    def status(self) -> str | None:
+        """How the run ended, or its session; None while it runs."""
+        return self.run.get("status") or self.meta.get("status")
+
+    @property
+    def stored(self) -> int:
+        """Rows of the run's ranks that were stored."""
+        return sum(stream.stored for stream in self.ranks.values())
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks the job has."""
+        return world_size(self.ranks, self.said("world_size"))
+
+    @property
+    def failures(self) -> list[dict[str, Any]]:
+        """How ranks of the run ended badly, as the launcher saw it."""
+        runs = {(s.rank, s.identity.pid): s.identity.job_id for s in self.every if s.identity}
+        other = self.run.get("id") if self.own else None
+        found = self.meta.get("failures", [])
+        return [f for f in found if runs.get((f["rank"], f["pid"]), other) == self.run.get("id")]
+
+    def node_of(self, rank: int) -> str | None:
+        """The rank's node as it is shown."""
+        stream = self.ranks.get(rank)
+        return self.labels[node_key(stream)] if stream else None
+
+
+def read_facts(session: SessionFile, thresholds: Thresholds) -> RunFacts:
+    """Read them, of the run that `session` reads. Raises `SessionFileError`."""
+    every, meta, runs, run = session.streams(), session.meta(), session.runs(), session.run_id()
+    streams = of_run(every, run)
+    ranks = shown(streams)
+    nodes = {node.node_id: node for node in session.cluster()}
+    return RunFacts(
+        session=session,
+        thresholds=thresholds,
+        meta=meta,
+        runs=runs,
+        run=next((entry for entry in runs if entry["id"] == run), {}),
+        every=every,
+        streams=streams,
+        ranks=ranks,
+        nodes=nodes,
+        labels=label_nodes(nodes.values(), every),
+        events=session.events()[0],
+    )
+
+
+def session_block(facts: RunFacts) -> dict[str, Any]:
+    """Return what the summary says of the session as a whole."""
+    meta, nodes = facts.meta, _nodes(facts)
+    strategies = [stream.strategy for stream in facts.ranks.values() if stream.strategy]
+    return {
+        "id": meta.get("session"),
+        "status": meta.get("status", "running"),
+        "exit_code": meta.get("exit_code"),
+        "started_at": moment(meta.get("started_at")),
+        "ended_at": moment(meta.get("ended_at")),
+        "launcher": facts.run.get("launcher") or meta.get("launcher"),
+        "command": meta.get("command"),
+        "strategy": strategies[0] if strategies else meta.get("strategy"),
+        "world_size": facts.world_size or None,
+        "silent_ranks": missing_of(facts.world_size, facts.ranks),
+        "nnodes": facts.said("nnodes") or sum(bool(node["ranks"]) for node in nodes) or None,
+        "nodes": nodes,
+    }
+
+
+def _nodes(facts: RunFacts) -> list[dict[str, Any]]:
+    """
+    Return the nodes that the run's ranks are on, then those that it lost before. Their numbers are what
+    the ranks say where that can be (one number a node, and no number twice), else the order of the
+    lowest ranks.
+    """
+    ranks: dict[str, list[int]] = {}
+    said: dict[str, set[int]] = {}
+    for rank, stream in facts.ranks.items():
+        if stream.identity is not None:
+            ranks.setdefault(node_key(stream), []).append(rank)
+            said.setdefault(node_key(stream), set()).add(stream.identity.node_rank)
+    numbers = [number for numbers in said.values() for number in numbers]
+    if len(numbers) == len(said) == len(set(numbers)):
+        number = {key: min(numbers) for key, numbers in said.items()}
+    else:
+        number = {key: at for at, key in enumerate(sorted(ranks, key=lambda key: ranks[key][0]))}
+    before = {node_key(stream) for stream in facts.streams if stream.identity}.difference(ranks)
+    gone = [key for key in sorted(before) if _is_lost(facts, key)]
+    return [
+        {
+            "node_rank": number.get(key),
+            "node_id": key if key in facts.nodes else None,
+            "hostname": facts.labels[key],
+            "lost": _is_lost(facts, key),
+            "ranks": ranks.get(key, []),
+        }
+        for key in [*sorted(ranks, key=lambda key: number[key]), *gone]
+    ]
+
+
+def _is_lost(facts: RunFacts, key: str) -> bool:
+    return key in facts.nodes and facts.nodes[key].lost_ns is not None
+
+
+def ranks_block(facts: RunFacts, found: Sequence[Death]) -> dict[str, Any]:
+    """Return how far each rank came and how it ended."""
+    died = {death.rank: death for death in found if death.stream is not None}
+    processes = Counter(stream.rank for stream in facts.streams)
+    return {str(rank): _rank(facts, rank, died.get(rank), processes[rank]) for rank in facts.ranks}
+
+
+def _rank(facts: RunFacts, rank: int, death: Death | None, processes: int) -> dict[str, Any]:
+    stream = facts.ranks[rank]
+    identity = stream.identity
+    return {
+        "name": (identity.name or None) if identity else None,
+        "node": facts.node_of(rank),
+        "pid": identity.pid if identity else None,
+        "attempt": identity.attempt if identity else None,
+        "processes": processes,
+        "last_step": None if stream.last_key is None else stream.last_key >> SEGMENT_BITS,
+        "open_stage": None if stream.open_stage is None or stream.final else STAGES[stream.open_stage],
+        "last_seen": moment(stream.last_seen_ns),
+        "ended": "died" if death else "finished" if stream.final else None,
+        "exit_code": stream.exit_code,
+        "exit_reason": death.reason if death else None,
+        "missing": stream.missing,
+        "errors": stream.errors,
+    }
+
+
+def memory_block(facts: RunFacts) -> dict[str, Any]:
+    """Return the memory of each rank's process."""
+    samples = facts.session.memory()
+    per_rank = {}
+    for rank, stream in facts.ranks.items():
+        peak, last = samples.get(stream.id, (None, None))
+        per_rank[str(rank)] = {"rss_peak_bytes": peak, "rss_last_bytes": last, "allocated_peak_bytes": None}
+    return {"per_rank": per_rank}
+
+
+def events_block(facts: RunFacts) -> list[dict[str, Any]]:
+    """Return the newest events."""
+    return [_event(event, facts) for event in facts.events[-_MAX_EVENTS:]]
+
+
+def _event(event: dict[str, Any], facts: RunFacts) -> dict[str, Any]:
+    rank = event["rank"] if event["rank"] is not None else event["data"].get("rank")
+    stage, node_id = event["stage"], event["node_id"]
+    return {
+        "time": moment(event["t_ns"]),
+        "kind": event["kind"],
+        "rank": rank,
+        "node": facts.labels.get(node_id, node_id) if node_id else facts.node_of(rank),
+        "step": event["step"],
+        "stage": None if stage is None else STAGES[stage],
+        "message": event["message"][:_MAX_MESSAGE],
+        "data": event["data"],
+    }
+
+
+def overhead_of(streams: Iterable[Stream]) -> dict[str, Any]:
+    """Return what the monitor cost the rank that it cost most, each figure by itself."""
+    marks, cpu, sent = [], [], []
+    for stream in streams:
+        known = stream.produced if stream.last_key is None else (stream.last_key >> SEGMENT_BITS) + 1
+        steps = min(stream.produced, known)
+        if stream.produced and stream.marks_ns is not None:
+            marks.append(stream.marks_ns / steps / 1e3)
+        if stream.produced and stream.sent_bytes is not None:
+            sent.append(stream.sent_bytes / steps)
+        if stream.agent_wall_ns and stream.agent_cpu_ns is not None:
+            cpu.append(100 * stream.agent_cpu_ns / stream.agent_wall_ns)
+    return {
+        "of": "worst rank",
+        "training_thread_us_per_step": max(marks, default=None),
+        "agent_cpu_pct": max(cpu, default=None),
+        "bytes_per_step": max(sent, default=None),
+    }
+
+
+def moment(t_ns: int | None) -> str | None:
+    """Return ns since the epoch as ISO 8601 in UTC."""
+    if not t_ns:
+        return None
+    return datetime.fromtimestamp(t_ns / 1e9, timezone.utc).isoformat(timespec="milliseconds")
