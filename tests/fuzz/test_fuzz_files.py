@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from played import Played
 
 from traceml_ray import cli, session
+from traceml_ray.analysis.reduction import begun
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.dash_app import sessions
@@ -32,7 +33,7 @@ from traceml_ray.dash_app.source import SourceError, StoredSource, _attachment
 from traceml_ray.launchers import control
 from traceml_ray.session import Live
 from traceml_ray.spool import read_spool, write_spool
-from traceml_ray.store.kept import Kept, unpack
+from traceml_ray.store.kept import pack, unpack
 from traceml_ray.store.schema import NONSENSE
 
 SECONDS = 60.0
@@ -301,9 +302,9 @@ def folded(steps: range) -> list[RankRows]:
 
 
 def kept() -> bytes:
-    reduced = Kept(folded(range(200)), Thresholds(), None)
-    reduced.add(folded(range(200)), 2)
-    return zlib.decompress(reduced.pack())
+    run = begun(folded(range(200)), Thresholds(), None)
+    run.add(folded(range(200)), (0, 1), 0, 2)
+    return zlib.decompress(pack(run))
 
 
 @fuzz()
@@ -312,9 +313,9 @@ def test_what_is_kept_of_folded_rows_is_used_or_refused(data: bytes) -> None:
     with bounded(SECONDS), limited(MIB), contextlib.suppress(*NONSENSE):
         found = unpack(zlib.compress(data), folded(range(1)))
         if found is not None:
-            found.add(folded(range(200, 400)), 2)
-            found.run.finish(2)
-            assert found.run.replay is not None
-            found.run.replay.done().whole()
-            stats = found.run.history.stats()
+            found.add(folded(range(200, 400)), (0, 1), 0, 2)
+            found.finish(2)
+            assert found.replay is not None
+            found.replay.done().whole()
+            stats = found.history.stats()
             assert stats is None or stats.stages().shape[1] == 6

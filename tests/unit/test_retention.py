@@ -15,6 +15,7 @@ import pytest
 from sessions import MS, SECOND, Clock, Rank, Relay, ask
 
 from traceml_ray import wire
+from traceml_ray.analysis.reduction import Reduction, begun
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.reports.files import write_reports
@@ -23,7 +24,7 @@ from traceml_ray.reports.text import render
 from traceml_ray.reports.whole import folded_steps
 from traceml_ray.settings import Settings
 from traceml_ray.stages import DATA, SEGMENT_BITS
-from traceml_ray.store.kept import MAX_RANKS, Kept, unpack
+from traceml_ray.store.kept import MAX_RANKS, pack, unpack
 from traceml_ray.store.retention import Retention
 from traceml_ray.store.session_file import Folded, SessionFile
 
@@ -255,8 +256,9 @@ def test_rows_are_folded_into_sums_alone_where_statistics_fail(
     def fail(*_: object) -> None:
         raise ValueError("of no use")
 
-    monkeypatch.setattr(Kept, "add", fail)
-    job.run(150)
+    with monkeypatch.context() as broken:
+        broken.setattr(Reduction, "add", fail)
+        job.run(150)
     assert job.aggregator.errors == {"fold: ValueError": 1}
     assert job.size < 2 * LIMIT
     steps = report_of(job)["steps"]
@@ -302,16 +304,15 @@ def rows_of(ranks: range, first: int, last: int, world: int) -> list[RankRows]:
 def test_statistics_of_the_largest_run_can_be_read_again() -> None:
     ranks = range(MAX_RANKS)
     newest = rows_of(ranks, 0, 1, MAX_RANKS)
-    kept = Kept(newest, LIMITS, None)
-    kept.add(rows_of(ranks, 0, 40, MAX_RANKS), MAX_RANKS)
-    kept.add(rows_of(ranks[1:], 40, 300, MAX_RANKS), MAX_RANKS)  # these wait for rank 0
-    again = unpack(kept.pack(), newest)
-    assert again is not None and again.run.rows == kept.run.rows == 40 * MAX_RANKS + 260 * (MAX_RANKS - 1)
-    assert again.run.history.done == 39 << SEGMENT_BITS
-    assert len(again.run.history.table.keys) == 261
-    again.add(rows_of(range(1), 40, 300, MAX_RANKS), MAX_RANKS)
-    again.run.finish(MAX_RANKS)
-    stats = again.run.history.stats()
+    run = begun(newest, LIMITS, None)
+    run.add(rows_of(ranks, 0, 40, MAX_RANKS), ranks, 0, MAX_RANKS)
+    run.add(rows_of(ranks[1:], 40, 300, MAX_RANKS), ranks, 0, MAX_RANKS)  # these wait for rank 0
+    again = unpack(pack(run), newest)
+    assert again is not None and again.rows == run.rows == 40 * MAX_RANKS + 260 * (MAX_RANKS - 1)
+    assert again.history.done == 39 << SEGMENT_BITS
+    assert len(again.history.table.keys) == 261
+    again.add(rows_of(range(1), 40, 300, MAX_RANKS), ranks, 0, MAX_RANKS)
+    stats = again.history.stats()
     assert stats is not None and stats.steps == 300 - LIMITS.warmup_steps
 
 
@@ -351,13 +352,14 @@ def test_node_that_is_half_a_minute_late_makes_no_hole() -> None:
     """Its relay is slow; five steps a second."""
     world = 400
     early, late = range(world - 8), range(world - 8, world)
-    kept = Kept(rows_of(range(world), 0, 1, world), LIMITS, None)
+    run = begun(rows_of(range(world), 0, 1, world), LIMITS, None)
     for first in range(0, 400, 50):
         found = rows_of(early, first, first + 50, world) if first < 250 else []
-        kept.add(found + (rows_of(late, first - 150, first - 100, world) if first >= 150 else []), world)
-    stats = kept.run.history.stats()
+        found += rows_of(late, first - 150, first - 100, world) if first >= 150 else []
+        run.add(found, range(world), 0 if first >= 150 else len(late), world)
+    stats = run.history.stats()
     assert stats is not None and stats.steps == 250 - LIMITS.warmup_steps
-    assert kept.run.history.left_out == 0
+    assert run.history.left_out == 0
 
 
 @pytest.mark.parametrize("limit", [LIMIT, 1 << 30])

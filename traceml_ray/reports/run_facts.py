@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
@@ -12,7 +11,7 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports.deaths import Death
 from traceml_ray.stages import SEGMENT_BITS, STAGES
-from traceml_ray.store.nodes import Node, label_nodes, node_key
+from traceml_ray.store.nodes import label_nodes, node_key
 from traceml_ray.store.runs import of_run
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import Stream, shown, world_size
@@ -21,24 +20,25 @@ _MAX_EVENTS = 1000
 _MAX_MESSAGE = 2000
 
 
-@dataclass
 class RunFacts:
-    """What is read from the session once."""
+    """What is read once of the run that `session` reads. Raises `SessionFileError`."""
 
-    session: SessionFile
-    thresholds: Thresholds
-    meta: dict[str, Any]
-    runs: list[dict[str, Any]]
-    run: dict[str, Any]
-    """The one of `runs` that the summary is of; empty before any."""
-    every: list[Stream]
-    streams: list[Stream]
-    """Those of the run."""
-    ranks: dict[int, Stream]
-    nodes: dict[str, Node]
-    labels: dict[str, str]
-    """How nodes are shown, by `node_key`."""
-    events: list[dict[str, Any]]
+    def __init__(self, session: SessionFile, thresholds: Thresholds) -> None:
+        self.session = session
+        self.thresholds = thresholds
+        self.meta = session.meta()
+        self.runs = session.runs()
+        run = session.run_id()
+        self.run: dict[str, Any] = next((entry for entry in self.runs if entry["id"] == run), {})
+        """The one of `runs` that the summary is of; empty before any."""
+        self.every = session.streams()
+        self.streams = of_run(self.every, run)
+        """Those of the run."""
+        self.ranks = shown(self.streams)
+        self.nodes = {node.node_id: node for node in session.cluster()}
+        self.labels = label_nodes(self.nodes.values(), self.every)
+        """How nodes are shown, by `node_key`."""
+        self.events = session.events()[0]
 
     @property
     def own(self) -> bool:
@@ -76,27 +76,6 @@ class RunFacts:
         """The rank's node as it is shown."""
         stream = self.ranks.get(rank)
         return self.labels[node_key(stream)] if stream else None
-
-
-def read_facts(session: SessionFile, thresholds: Thresholds) -> RunFacts:
-    """Read them, of the run that `session` reads. Raises `SessionFileError`."""
-    every, meta, runs, run = session.streams(), session.meta(), session.runs(), session.run_id()
-    streams = of_run(every, run)
-    ranks = shown(streams)
-    nodes = {node.node_id: node for node in session.cluster()}
-    return RunFacts(
-        session=session,
-        thresholds=thresholds,
-        meta=meta,
-        runs=runs,
-        run=next((entry for entry in runs if entry["id"] == run), {}),
-        every=every,
-        streams=streams,
-        ranks=ranks,
-        nodes=nodes,
-        labels=label_nodes(nodes.values(), every),
-        events=session.events()[0],
-    )
 
 
 def session_block(facts: RunFacts) -> dict[str, Any]:

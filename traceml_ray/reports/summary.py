@@ -34,7 +34,6 @@ from traceml_ray.reports.run_facts import (
     moment,
     overhead_of,
     ranks_block,
-    read_facts,
     session_block,
 )
 from traceml_ray.reports.whole import Whole, reduce
@@ -54,7 +53,7 @@ def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = No
     Raises `SessionFileError` when the file cannot be read.
     """
     with session.at_one_moment():
-        return _summary(read_facts(session if run is None else session.of(run), thresholds))
+        return _summary(RunFacts(session if run is None else session.of(run), thresholds))
 
 
 def summaries(session: SessionFile, thresholds: Thresholds) -> Iterator[dict[str, Any]]:
@@ -63,7 +62,7 @@ def summaries(session: SessionFile, thresholds: Thresholds) -> Iterator[dict[str
     run is. Raises `SessionFileError`.
     """
     with session.at_one_moment():
-        facts = read_facts(session, thresholds)
+        facts = RunFacts(session, thresholds)
         if facts.stored > reports_whole.MAX_ROWS:
             yield _summary(facts, newest=True)
         yield _summary(facts)
@@ -109,7 +108,7 @@ def _summary(facts: RunFacts, newest: bool = False) -> dict[str, Any]:
 
 def baseline_of(session: SessionFile, thresholds: Thresholds) -> Baseline | None:
     """Return what a step of `session` costs when all is well, or None. Raises `SessionFileError`."""
-    facts = read_facts(session, thresholds)
+    facts = RunFacts(session, thresholds)
     kept = session.baseline()
     if kept is not None and not kept.source:
         return kept

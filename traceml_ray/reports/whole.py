@@ -105,8 +105,7 @@ def reduce(
     folded = {own.rank: sums[own.stream] for own in ranks if own.stream in sums}
     if folded and not newest:
         with contextlib.suppress(*NONSENSE):  # of another version: then of the rows that are left
-            kept = unpack(session.kept(), ranks)
-            run = kept.run if kept else None
+            run = unpack(session.kept(), ranks)
     if run is not None:
         folded = _outside(folded, run)
     run = run or reduction.begun(ranks, thresholds, baseline)

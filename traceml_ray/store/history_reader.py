@@ -97,10 +97,10 @@ class HistoryReader:
         if body is None:
             return None
         with contextlib.suppress(*NONSENSE):  # of another version: then there are the rows that are left
-            kept = unpack(body, self.session.rows(last=1)[0])
-            if kept is not None:
-                kept.run.replay = None
-                return kept.run
+            run = unpack(body, self.session.rows(last=1)[0])
+            if run is not None:
+                run.replay = None
+                return run
         return None
 
     def _add(self, found: Sequence[RankRows]) -> None:

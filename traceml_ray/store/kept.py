@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from traceml_ray.analysis import reduction
 from traceml_ray.analysis.baseline import Baseline, Learner
 from traceml_ray.analysis.episodes import Brief, Episodes
 from traceml_ray.analysis.history import Replay, RunJudge
-from traceml_ray.analysis.reduction import Reduction
+from traceml_ray.analysis.reduction import Reduction, streams_of
 from traceml_ray.analysis.row_table import RowTable, Who
 from traceml_ray.analysis.step_history import Mark, StepHistory
 from traceml_ray.analysis.step_sums import Bins, StepSums
@@ -29,45 +28,31 @@ MAX_BYTES = MAX_RANKS << 18
 and 52 kB that wait for another rank."""
 
 
-class Kept:
-    """Folded rows of `streams` (process by rank)."""
-
-    def __init__(self, rows: Sequence[RankRows], thresholds: Thresholds, baseline: Baseline | None) -> None:
-        self.streams = streams_of(rows)
-        self.run = reduction.begun(rows, thresholds, baseline)
-
-    def add(self, found: Sequence[RankRows], expected: int) -> None:
-        """Take the rows that follow."""
-        waited = len(self.streams.keys() - self.run.history.reported() - {own.rank for own in found})
-        self.run.add(found, self.streams, waited, expected)
-
-    def pack(self) -> bytes:
-        """Return it as bytes; rows that were reduced are not in them."""
-        self.run.history.forget_rows()
-        return _PACKER.pack(self)
+def pack(run: Reduction) -> bytes:
+    """
+    Return the reduction of folded rows as bytes, without the rows that were reduced. Raises TypeError or
+    ValueError where it cannot be kept.
+    """
+    run.history.forget_rows()
+    return _PACKER.pack(run)
 
 
-def unpack(data: bytes | None, rows: Sequence[RankRows]) -> Kept | None:
+def unpack(data: bytes | None, rows: Sequence[RankRows]) -> Reduction | None:
     """
     Return what was packed, None where there is nothing of the processes of `rows`. Raises ValueError for what
     cannot be read: it is damaged, or of another version.
     """
     try:
-        kept: Kept | None = _PACKER.unpack(data) if data else None
-        return kept if kept is not None and kept.streams == streams_of(rows) else None
+        run: Reduction | None = _PACKER.unpack(data) if data else None
+        return run if run is not None and run.streams == streams_of(rows) else None
     except NONSENSE as error:
         raise ValueError(f"statistics of folded rows cannot be read: {error}") from error
-
-
-def streams_of(rows: Iterable[RankRows]) -> dict[int, int]:
-    """Return the process of each rank."""
-    return {own.rank: own.stream for own in rows}
 
 
 _PACKER = Packer(
     FORM,
     MAX_BYTES,
-    *(Kept, Reduction, StepHistory, RowTable, Who, Mark, StepSums, Bins, Tally, Histograms),
+    *(Reduction, StepHistory, RowTable, Who, Mark, StepSums, Bins, Tally, Histograms),
     *(
         Replay,
         RunJudge,

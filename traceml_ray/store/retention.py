@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from traceml_ray.analysis.reduction import Reduction, begun
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.stages import N_STAGES
-from traceml_ray.store.kept import MAX_RANKS, Kept, unpack
+from traceml_ray.store.kept import MAX_RANKS, pack, unpack
 from traceml_ray.store.nodes import stream_labels
 from traceml_ray.store.runs import by_run
 from traceml_ray.store.schema import LISTS, NONSENSE, insert
@@ -163,7 +164,8 @@ class Retention:
             state.changed = True
             try:
                 if state.kept is not None:
-                    state.kept.add(found, world)
+                    reported = state.kept.history.reported() | {own.rank for own in found}
+                    state.kept.add(found, state.streams, len(state.streams.keys() - reported), world)
             except NONSENSE as error:
                 state.kept, self.failed = None, error
 
@@ -178,7 +180,7 @@ class Retention:
                 kept = unpack(session.kept(), newest)
             except ValueError as error:
                 self.failed, refused = error, True
-            kept = kept or Kept(newest, self._thresholds, session.baseline())
+            kept = kept or begun(newest, self._thresholds, session.baseline())
             state = self._runs[run] = _Run(streams, kept if kept.streams == streams else None, refused)
             while len(self._runs) > MAX_RUNS:
                 del self._runs[next(iter(self._runs))]
@@ -191,7 +193,7 @@ class Retention:
             if not state.changed or state.kept is None:  # what was kept before it failed stays
                 continue
             try:
-                body = state.kept.pack()
+                body = pack(state.kept)
             except NONSENSE as error:
                 state.kept, self.failed = None, error
                 continue
@@ -257,7 +259,7 @@ class _Run:
     """
 
     streams: dict[int, int]
-    kept: Kept | None
+    kept: Reduction | None
     refused: bool = False
     changed: bool = False
 
