@@ -11,7 +11,7 @@ from traceml_ray.analysis.history import Replay
 from traceml_ray.analysis.row_table import Who
 from traceml_ray.analysis.step_history import StepHistory, before_step
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.window import RankRows
+from traceml_ray.analysis.window import Int64, RankRows
 from traceml_ray.stages import SEGMENT_BITS
 
 
@@ -81,7 +81,8 @@ def last_common_step(newest: Sequence[RankRows]) -> int:
 
 def _parts(found: Sequence[RankRows], most: int) -> Iterator[list[RankRows]]:
     """Yield rows in the order of their keys, of at most `most` different ones at a time."""
-    keys = np.unique(np.concatenate([own.keys for own in found])) if found else np.empty(0, np.int64)
+    keys = np.sort(np.concatenate([_NO_KEYS, *(own.keys for own in found)]), kind="stable")  # of sorted runs
+    keys = keys[np.diff(keys, prepend=-1) > 0]
     if len(keys) <= most:
         yield [*found]
         return
@@ -90,3 +91,6 @@ def _parts(found: Sequence[RankRows], most: int) -> Iterator[list[RankRows]]:
     for edge in edges:
         yield [own.take(own.keys <= edge) for own in left if (own.keys <= edge).any()]
         left = [own.take(own.keys > edge) for own in left]
+
+
+_NO_KEYS: Int64 = np.empty(0, np.int64)

@@ -170,14 +170,28 @@ class Bins(StepSums):
         """Add the first `n` columns of `of`, of one step each."""
         done = 0
         while done < n:
-            if not self.end or self.steps[self.end - 1] >= self.width:
-                if self.end >= self.most:
-                    self._halve()
-                self.grow(self.end + 1)
-                self.end += 1
-            take = max(1, min(n - done, self.width - int(self.steps[self.end - 1])))
-            self.add(self.end - 1, of, slice(done, done + take))
-            done += take
+            room = self.width - int(self.steps[self.end - 1]) if self.end else 0
+            if room > 0:
+                self.add(self.end - 1, of, slice(done, min(n, done + room)))
+                done += room
+            elif self.end >= self.most:
+                self._halve()
+            else:
+                bins = min(-(-(n - done) // self.width), self.most - self.end)
+                self._add_bins(of, np.arange(done, min(n, done + bins * self.width)))
+                done += bins * self.width
+
+    def _add_bins(self, of: StepSums, columns: Int64) -> None:
+        """Add bins of some columns of `of` that follow one another."""
+        at, end = columns[:: self.width], int(columns[-1]) + 1
+        new = slice(self.end, self.end + len(at))
+        self.grow(new.stop)
+        self.first[new], self.last[new] = of.first[at], of.last[np.minimum(at + self.width, end) - 1]
+        for mine, other in zip(self.by_rank(), of.by_rank(), strict=True):
+            mine[:, new] = np.add.reduceat(other[:, :end], at, axis=1, dtype=mine.dtype)
+        for mine, other in zip(self.sums(), of.sums(), strict=True):
+            mine[new] = np.add.reduceat(other[:end], at, axis=0)
+        self.end = new.stop
 
     def narrower(self, size: int) -> None:
         """Have no more than `size` columns."""

@@ -71,13 +71,13 @@ class Histograms:
 
     def _add(self, counts: Array, values: Values) -> None:
         """Add values (n, m) to `counts` (m, bins)."""
-        known, size = ~np.isnan(values), counts.shape[1]
-        ms = values[known].astype(float)
-        bins = (np.log(np.maximum(ms, _LEAST_MS) / _LEAST_MS) / self.width).astype(np.int64)
-        bins += ms >= _LEAST_MS
+        size, known = counts.shape[1], ~np.isnan(values)
+        ms = np.fmax(values, _LEAST_MS, dtype=float)
+        bins = (np.log(ms / _LEAST_MS) / self.width).astype(np.int64)
+        bins += values >= _LEAST_MS
         np.minimum(bins, size - 1, out=bins)
-        bins += np.nonzero(known)[1] * size
-        np.add.at(counts.reshape(-1), bins, 1)
+        bins += np.arange(len(counts)) * size
+        np.add.at(counts.reshape(-1), bins.ravel() if known.all() else bins[known], counts.dtype.type(1))
 
     def _place(self, counts: Int64, share: float) -> Float:
         """Return the quantile of each of some histograms (m, bins), NaN where one is empty."""
