@@ -91,7 +91,7 @@ class KeptSteps:
         for each, start, per in parts:
             if since is not None:
                 old = int(np.searchsorted(each.last[: each.end], since))
-                start += max(0, old - start) // per * per
+                start = each.end if old == each.end else start + max(0, old - start) // per * per
             if start < each.end:
                 made.append(grouped(each, slice(start, each.end), per, stage))
         if not made:
