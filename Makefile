@@ -99,7 +99,7 @@ snapshots: $(INSTALLED)
 	@git --no-pager diff --stat -- tests/snapshots
 
 api: $(INSTALLED)
-	$(PY) docs/api_page.py docs/api.md
+	$(PY) docs/api_page.py docs/api.md README.md
 
 fuzz: $(INSTALLED)
 	FUZZ_EXAMPLES=$(EXAMPLES) $(PY) -m pytest tests/fuzz --timeout=0 $(PYTEST_ARGS)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from traceml_ray.analysis.labels import LABELS, Severity
 from traceml_ray.reports.headlines import brief, named
 from traceml_ray.reports.summary import moment
 from traceml_ray.stages import STAGES
@@ -15,8 +16,11 @@ if TYPE_CHECKING:
     from .followed import Run
     from .session_cache import SessionCache
 
-_CRITICAL = {"rank_lost", "node_lost", "exception", "oom", "hang", "stalled", "xid"}
-_WARNING = {"restart", "straggler", "co_critical", "ambiguous", "group_wide", "note", "swallowed"}
+_SEVERITY: dict[str, Severity] = {
+    **{label: meaning.severity for label, meaning in LABELS.items()},
+    **dict.fromkeys(("node_lost", "exception", "xid"), "critical"),
+    **dict.fromkeys(("restart", "note", "swallowed"), "warning"),
+}
 NO_BRIEF = {"count": 0, "cost_s": 0.0}
 _SILENT = {"exit", "relay_start", "process_ended", "attach"}
 """Of these only those with a message are worth telling."""
@@ -48,9 +52,9 @@ def events(
     }
 
 
-def severity(kind: str) -> str:
+def severity(kind: str) -> Severity:
     """Return how bad a kind of event, or the label of a verdict, is."""
-    return "critical" if kind in _CRITICAL else "warning" if kind in _WARNING else "info"
+    return _SEVERITY.get(kind, "info")
 
 
 def events_of(run: Run) -> list[dict[str, Any]]:

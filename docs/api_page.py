@@ -1,17 +1,19 @@
 """
-Writes `docs/api.md` from the sources: signatures, docstrings, settings and the shapes of answers.
+Writes `docs/api.md` from the sources (signatures, docstrings, settings, shapes of answers, labels of a
+verdict), and the table of labels in the README.
 
-    python docs/api_page.py docs/api.md
+    python docs/api_page.py docs/api.md README.md
 
-Nothing is imported, so that the page is the same whatever is installed.
+The package is not imported, so that the page is the same whatever is installed.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +34,7 @@ SETTINGS = {
     "traceml_ray/analysis/thresholds.py": ("Thresholds", "MachineLimits"),
 }
 RESULTS = ("traceml_ray/results.py", "traceml_ray/summary_shape.py")
+LABELS = runpy.run_path(str(ROOT / "traceml_ray" / "analysis" / "labels.py"))["LABELS"]
 METHODS_OF = "Session"
 """Of other classes the methods are for frameworks, not for people."""
 INTRO = """# API
@@ -52,6 +55,11 @@ def page() -> str:
     parts += [entry(node) for path, names in ERRORS.items() for node in found(path, names)]
     parts.append("## Settings\n")
     parts += [shape(node, default=True) for path, names in SETTINGS.items() for node in found(path, names)]
+    parts.append("## Labels of a verdict\n\nWhat each means: [README](../README.md#how-to-read-a-verdict).\n")
+    columns = ("kind", "severity", "names", "next")
+    parts.append(
+        table(("label", *columns), ((f"`{n}`", *(getattr(m, c) for c in columns)) for n, m in LABELS.items()))
+    )
     parts.append("## What a session answers\n")
     for path in RESULTS:
         shapes = ast.parse((ROOT / path).read_text())
@@ -134,7 +142,7 @@ def text_of(node: ast.ClassDef | ast.FunctionDef | ast.Module) -> str:
 def shape(node: ast.ClassDef, default: bool = False) -> str:
     """Return the entry of a class of fields: a table of types, defaults and what is written under each."""
     columns = ["field", "type", *(["default"] if default else []), "meaning"]
-    rows = [columns, ["---"] * len(columns)]
+    rows: list[Sequence[str]] = []
     base = ast.unparse(node.bases[0])
     if base not in ("TypedDict", "msgspec.Struct"):
         rows.append([f"all of `{base}`", "", ""])
@@ -142,8 +150,19 @@ def shape(node: ast.ClassDef, default: bool = False) -> str:
         if isinstance(field, ast.AnnAssign):
             values = [field.target, field.annotation, *([field.value] if default else [])]
             rows.append([*(f"`{ast.unparse(value)}`" if value else "" for value in values), meaning(below)])
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows]
-    return f"### {node.name}\n\n{text_of(node)}\n{''.join(lines)}"
+    return f"### {node.name}\n\n{text_of(node)}\n{table(columns, rows)}"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def readme(text: str) -> str:
+    """Return the README with its table of labels as it is now."""
+    now = table(("verdict", "it means"), ((f"`{name}`", label.means) for name, label in LABELS.items()))
+    return re.sub(r"\| verdict \| it means \|\n(\|.*\n)+", lambda _: now, text)
 
 
 def meaning(node: ast.stmt | None) -> str:
@@ -154,3 +173,4 @@ def meaning(node: ast.stmt | None) -> str:
 
 if __name__ == "__main__":
     Path(sys.argv[1]).write_text(page())
+    Path(sys.argv[2]).write_text(readme(Path(sys.argv[2]).read_text()))

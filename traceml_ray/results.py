@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TypedDict
 
+from traceml_ray.analysis.labels import Label
+
 
 class Dropped(TypedDict):
     """Rows that were lost, by where."""
@@ -100,7 +102,7 @@ class RunInfo(TypedDict):
     world_size: int | None
     nnodes: int | None
     attempts: int
-    label: str | None
+    label: Label | None
     """Of its verdict."""
     ledger: Ledger
 
@@ -141,7 +143,7 @@ class Suspect(TypedDict):
 class VerdictInfo(TypedDict):
     """What is wrong, where, what it costs, and what to do. The README says what each label means."""
 
-    label: str
+    label: Label
     stage: str | None
     """The first of `stages`."""
     stages: list[str]
@@ -198,7 +200,7 @@ class VerdictInfo(TypedDict):
 class Episode(TypedDict):
     """What was named from one step to another, and what it cost in all."""
 
-    label: str
+    label: Label
     stage: str | None
     stages: list[str]
     rank: int | None

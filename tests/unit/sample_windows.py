@@ -9,8 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.busy import busy_ns, frontiers
 from traceml_ray.analysis.evidence import comparable
+from traceml_ray.analysis.history import Replay, RunJudge
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess
 from traceml_ray.analysis.window import RankRows, Window, align
 from traceml_ray.stages import SEGMENT_BITS
 
@@ -82,3 +86,28 @@ def held_bytes(thing: object) -> int:
         return thing.nbytes
     held = thing if isinstance(thing, (list, tuple)) else getattr(thing, "__dict__", {}).values()
     return sum(held_bytes(each) for each in held)
+
+
+def judge(
+    rows: Window,
+    thresholds: Thresholds = DEFAULTS,
+    *,
+    whole_run: bool = False,
+    baseline: Baseline | None = None,
+) -> Verdict:
+    """Return the verdict over one window."""
+    return assess(rows, thresholds, whole_run=whole_run, baseline=baseline)[0]
+
+
+def judge_run(
+    ranks: Sequence[RankRows],
+    expected: int,
+    missing: Sequence[int] = (),
+    thresholds: Thresholds = DEFAULTS,
+    baseline: Baseline | None = None,
+) -> RunJudge:
+    """Judge a run of these rows as it is judged from a file."""
+    rows = align(ranks, expected, missing)
+    replay = Replay(len(rows.starts), thresholds, baseline)
+    replay.add(rows)
+    return replay.done()

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from snapshot import Snapshot
-from unit.sample_windows import RECORDED, of_ms, streams, synced, window
+from unit.sample_windows import RECORDED, judge, judge_run, of_ms, streams, synced, window
 from unit.test_verdict import WILD
 from unit.test_worked_cases import LATE_DATA, PLAIN, WAITS
 
 from traceml_ray.analysis.baseline import Baseline, Learner
-from traceml_ray.analysis.history import RunJudge, judge_run
+from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.verdict import assess, judge
+from traceml_ray.analysis.verdict import assess
 from traceml_ray.stages import DATA, SEGMENT_BITS, STAGES, SYNC_WAIT
 
 AT_ONCE = Thresholds(hold_s=0, hold_group_s=0, hold_steps=0, hold_cost_s=0)

@@ -1,16 +1,16 @@
 """What is named, for how long, and what it costs: on played rows, whose own times are the clock."""
 
 import itertools
-import json
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.sample_windows import of_ms, streams, synced, window
+from unit.sample_windows import judge_run, of_ms, streams, synced, window
 
-from traceml_ray.analysis.history import RunJudge, judge_run
+from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.verdict import DEFAULTS, assess
+from traceml_ray.monitor.histories import PACKER
 from traceml_ray.stages import BACKWARD, DATA, FORWARD, SYNC_WAIT
 
 QUIET = [1, 2, 0, 3, 4, 1]
@@ -325,7 +325,7 @@ def test_a_judge_that_goes_on_does_not_count_what_another_counted():
     d = stalled(400, 100, (200, 0, DATA, 5.0))
     first, second, whole = live(d[:235])[0], RunJudge(), window(d)
     assert first.episodes.brief.count == 1
-    second.resume(json.loads(json.dumps(first.state())))
+    second.resume(PACKER.unpack(PACKER.pack(first.state())))
     for end in range(236, 401, 5):
         second.update(whole.take(slice(end - 200, end)))
     assert counted_s(second) == pytest.approx(5, rel=0.06)
@@ -382,7 +382,7 @@ def test_a_judge_goes_on_where_another_left_off(at):
     d = played(2000, 20, (DATA, 0, 400, 800, 0.3), (BACKWARD, 1, 1200, None, 0.5))
     first, _ = live(d[:at])
     second = RunJudge()
-    second.resume(json.loads(json.dumps(first.state())))
+    second.resume(PACKER.unpack(PACKER.pack(first.state())))
     whole = window(d)
     for end in range(at + 200, 2001, 50):  # the windows that nobody judged are, too
         last = second.update(whole.take(slice(max(0, end - 400), end)))

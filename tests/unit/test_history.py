@@ -6,9 +6,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from snapshot import Snapshot
-from unit.sample_windows import EXPECTED, RECORDED, of_ms, streams, window
+from unit.sample_windows import EXPECTED, RECORDED, judge_run, of_ms, streams, window
 
-from traceml_ray.analysis.history import RunJudge, judge_run
+from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import align
 
@@ -164,3 +164,13 @@ def test_sets_of_ranks_that_overlap_are_one_span():
     two = of_ms([WAITS, WAITS, [1, 6, 0, 3, 4, 1], [1, 6, 0, 3, 4, 1], WAITS])
     run = judge_run(streams(rows((one, 60), (two, 60))), 5)
     assert len(run.spans) == 1
+
+
+def test_finding_that_recurs_is_measured_in_steps_of_several_exchanges():
+    """Two stalls 2.4 s apart in steps of two exchanges: the time between them is that of all rows."""
+    d = rows((BALANCED[:, :2], 800))
+    for row in (200, 420):
+        d[row, 0, 1] += 600_000_000
+        d[row, 1, 5] += 600_000_000
+    whole = judge_run(streams(d, exchanges=2), 2).whole()
+    assert (whole.label, whole.stage, whole.rank, whole.transient) == ("straggler", "data", 0, True)

@@ -204,6 +204,23 @@ def test_numbers_of_a_run_are_those_of_its_report_while_it_runs_and_when_it_is_o
     played.aggregator.close()
 
 
+def test_productive_time_is_unknown_where_most_steps_were_over_before_the_first_report(
+    tmp_path: Path,
+) -> None:
+    """Ray came up at the end of a short run: how long the steps took is known, not out of how long."""
+    clock, relay, rank = Clock(), Relay(), Rank(0, 1)
+    aggregator = aggregation(tmp_path, clock)
+    for steps in (90, 10):
+        aggregator.ingest(relay.message(rank.batch(steps, [1, 2, 0, 3, 93, 1])))
+        assert aggregator.commit()
+        aggregator.judge()
+        clock.tick(0.1)
+    found = asked(aggregator, {"what": "times", "whole": True})
+    assert found["median_ms"] == 100
+    assert (found["productive_pct"], found["wall_s"]) == (None, None)
+    aggregator.close()
+
+
 def test_run_whose_steps_cannot_be_reduced_goes_on_with_those_that_follow(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sessions import MS, Rank, Relay, aggregation, ask
 from snapshot import Snapshot
+from unit.sample_windows import judge
 
 from traceml_ray.analysis.parts import Rate, Rates, rates, with_part
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.verdict import Verdict, judge
+from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import RankRows, Window, align
 from traceml_ray.reports.layout import WIDTH
 from traceml_ray.reports.parts import StoredParts

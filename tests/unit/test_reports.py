@@ -144,6 +144,19 @@ def test_memory_system_and_overhead_are_summed_up(tmp_path: Path, snapshot: Snap
     snapshot("report", run.text)
 
 
+def test_overhead_that_no_batch_has_counted_is_unknown(tmp_path: Path) -> None:
+    """Ray came up at the end of a short run: the only batch was packed before anything was sent."""
+    run = Run(tmp_path / "s", 1)
+    batch = run.ranks[0].batch(90, BALANCED, overhead=wire.Overhead(450_000, 0, 9 * SECOND, 0), final=True)
+    run.aggregator.ingest(run.relays[0].message(batch))
+    assert run.finish()["overhead"] == {
+        "of": "worst rank",
+        "training_thread_us_per_step": 5.0, "agent_cpu_pct": None, "bytes_per_step": None,
+    }  # fmt: skip
+    (line,) = [line for line in run.text.splitlines() if line.startswith("Monitor")]
+    assert line.split(maxsplit=1)[1] == "5 µs a step on the training thread (worst rank)"
+
+
 def test_the_first_death_that_is_no_consequence_is_the_headline(tmp_path: Path, snapshot: Snapshot) -> None:
     run = Run(tmp_path / "s", 4)
     run.steps(5)
@@ -408,6 +421,17 @@ def test_status_shows_where_every_rank_is(tmp_path: Path, snapshot: Snapshot) ->
         for rank in range(2)
     ]
     snapshot("cli", text.replace(str(tmp_path), "<folder>"))
+
+
+def test_status_adds_up_the_errors_of_all_processes_of_a_rank(tmp_path: Path) -> None:
+    run = Run(tmp_path, 1)
+    run.steps(1, errors={"hook": 2})
+    run.ranks = [Rank(0, 1, per_node=2, attempt=1, pid=77, stream="again")]
+    run.steps(1, errors={"hook": 3})
+    run.aggregator.commit()
+    with SessionFile(tmp_path / "session.sqlite") as session:
+        lines = render_status(session, tmp_path, 77, run.clock()).splitlines()
+    assert [line.split() for line in lines if "hook" in line] == [["5", "×", "rank", "0,", "hook"]]
 
 
 @pytest.mark.parametrize(

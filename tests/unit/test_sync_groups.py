@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sessions import Rank, Relay, aggregation
 from snapshot import Snapshot
-from unit.sample_windows import of_ms, streams, window
+from unit.sample_windows import judge, judge_run, of_ms, streams, window
 from unit.test_rank_agent import Pipe, make
 from unit.test_recorder import Loop
 
 from traceml_ray.analysis import abstention
-from traceml_ray.analysis.history import RunJudge, judge_run
+from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.parts import Rate, Rates, with_part
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess, judge
+from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess
 from traceml_ray.analysis.window import Group, Window, align, missing_of
 from traceml_ray.stages import DATA, FLAG_COUPLED, FLAG_NO_PEERS, N_STAGES, SYNC_WAIT
 from traceml_ray.store.session_file import SessionFile

@@ -1,11 +1,18 @@
 """The sentences people read."""
 
+import itertools
+from collections.abc import Sequence
+
 import numpy as np
+import pytest
 from snapshot import Snapshot
-from unit.sample_windows import of_ms, window
+from unit.sample_windows import judge, of_ms, synced, window
 
-from traceml_ray.analysis.verdict import judge
+from traceml_ray.analysis.parts import Rate, with_part
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.window import Window
 
+LIMITS = Thresholds()
 WAITS = [1, 2, 0, 3, 4, 5]
 
 
@@ -61,3 +68,52 @@ def test_every_stage_has_advice():
         assert verdict.rank == 1
         assert verdict.next.startswith("Look at ")
         assert "{" not in verdict.next
+
+
+def said_twice(advice: str) -> list[str]:
+    topics = "DataLoader worker", "disk", "the device", "what else uses", "the ranks of", "optimizer"
+    return [topic for topic in topics if advice.count(topic) > 1]
+
+
+def late(extra: Sequence[Sequence[float]], ranks: int = 4, at: Sequence[int] = (2,)) -> Window:
+    """50 steps of `ranks` (two a node) in which those `at` take `extra` ms longer in each stage."""
+    local = np.tile([1.0, 2.0, 1.0, 3.0, 4.0], (50, ranks, 1))
+    for rank, each in zip(at, extra, strict=True):
+        local[:, rank] += each
+    return window(np.rint(synced(local, np.full(50, 1.0)) * 1e6).astype(np.int64))
+
+
+@pytest.mark.parametrize("part", ["workers", "fetch", "collate", "optimizer"])
+@pytest.mark.parametrize("stage", range(5))
+@pytest.mark.parametrize("at", [(2,), (2, 3)], ids=["rank", "node"])
+def test_next_step_of_a_known_part_takes_the_place_of_that_of_its_stage(
+    part: str, stage: int, at: tuple[int, ...]
+) -> None:
+    extra = [[4.0 * (each == stage) for each in range(5)]] * len(at)
+    rows = late(extra, at=at)
+    of_late = {(part, stage): Rate(4e6, 1.0)}
+    verdict = judge(rows)
+    advice = with_part(
+        verdict, rows, lambda ranks, *_: {r: of_late if r in at else {} for r in ranks}, LIMITS
+    )
+    assert (verdict.label, advice.part) == ("straggler", part)
+    assert said_twice(advice.next) == []
+    assert "rank 2" in advice.next
+    generic = verdict.next.removeprefix("Look at ").rpartition("then at ")[2]
+    assert generic not in advice.next
+
+
+@pytest.mark.parametrize("stages", list(itertools.combinations(range(5), 2)), ids=str)
+@pytest.mark.parametrize("at", [(2,), (2, 3)], ids=["rank", "node"])
+def test_next_step_of_two_stages_says_nothing_twice(stages: tuple[int, int], at: tuple[int, ...]) -> None:
+    verdict = judge(late([[4.0 * (each in stages) for each in range(5)]] * len(at), at=at))
+    assert (verdict.label, verdict.ranks) == ("ambiguous", at)
+    assert said_twice(verdict.next) == []
+
+
+@pytest.mark.parametrize("stage", range(5))
+def test_next_step_of_ranks_late_in_one_stage_by_different_times_says_nothing_twice(stage: int) -> None:
+    rows = late([[size * (each == stage) for each in range(5)] for size in (8.0, 3.9)], at=(1, 2))
+    verdict = judge(rows)
+    assert verdict.ranks == (1, 2) or verdict.label == "straggler"
+    assert said_twice(verdict.next) == []

@@ -4,10 +4,10 @@ import msgspec
 import numpy as np
 import pytest
 from snapshot import Snapshot
-from unit.sample_windows import of_ms, window
+from unit.sample_windows import judge, of_ms, window
 
 from traceml_ray.analysis.frontier import chain
-from traceml_ray.analysis.verdict import Verdict, judge
+from traceml_ray.analysis.verdict import Verdict
 
 ALL = "all"
 PLAIN = [1, 2, 0, 3, 4, 1]

@@ -1,7 +1,7 @@
 """
 Anomalies of a node while a verdict names it: evidence with the verdict, never its cause.
 
-What is measured there is compared with the run's other nodes (or devices) at the same time; where there
+A quantity is compared with the run's other nodes (or devices) at the same time; where there
 are none, or where all ranks are slow together, with the same node before. A value equally high on peers,
 or earlier on the same node, is not an anomaly. Only a device that throttles or has critical errors, and
 memory that runs out, are anomalies whatever is usual.
@@ -33,7 +33,8 @@ class Anomaly(msgspec.Struct, frozen=True, kw_only=True):
     A quantity of a node, or of one device of it, that is not as elsewhere or as before.
 
     `kind` is the quantity (`analysis.quantities`), `foreign_process` (bytes) or `xid` (its number). `value`
-    is the median of the samples, `usual` that of what they were compared with (None: with nothing).
+    is the median of the samples, `usual` that of the samples they were compared with (None: an anomaly
+    whatever is usual).
     """
 
     kind: str
@@ -57,10 +58,11 @@ class Machine(NamedTuple):
     named: frozenset[int]
 
 
-def anomalies(machines: Sequence[Machine], *, all_nodes: bool = False) -> tuple[Anomaly, ...]:
+def anomalies(machines: Sequence[Machine], *, all_nodes: bool = False) -> tuple[Anomaly, ...] | None:
     """
     Return the anomalies of the machines on which ranks are named, or of all of them (`all_nodes`), the
-    gravest first, at most eight. Those on which no rank is named are what they are compared with.
+    gravest first, at most eight; None where too little was sampled to know. Machines on which no rank is
+    named are what the others are compared with.
 
     An anomaly is in most of the samples, of which there are eight at least; a critical error counts at once.
     """
@@ -68,12 +70,17 @@ def anomalies(machines: Sequence[Machine], *, all_nodes: bool = False) -> tuple[
     others = [] if all_nodes else [machine for machine in machines if not machine.named]
     peers = np.concatenate([_NO_NODE, *(other.during.node for other in others)])
     found = [anomaly for machine in examined for anomaly in _critical(machine)]
+    if not found and max((len(machine.during.node) for machine in examined), default=0) < MACHINE.samples:
+        return None
     for machine in examined:
         before = machine.before.node if machine.before else _NO_NODE
         usual, where = (peers, "other nodes") if len(peers) >= MACHINE.samples else (before, "before")
         for each, value, normal, sentence in _deviations(machine.during.node, usual, where, NODE_LIMITED):
             found.append(_anomaly(machine, each.name, value, sentence, usual=normal))
         found += _on_devices(machine, others, all_nodes=all_nodes)
+    compared = [len(peers), *(len(machine.before.node) for machine in examined if machine.before)]
+    if not found and max(compared) < MACHINE.samples:
+        return None
     return tuple(_merged(found) if all_nodes else found)[:_MOST]
 
 
@@ -193,8 +200,8 @@ def _level(values: Float, usual: Float, quantity: Quantity) -> tuple[float, floa
 
 def _foreign(machine: Machine, others: Sequence[Machine], named: Mapping[int, int | None]) -> list[Anomaly]:
     """
-    Return the processes on the devices that are no rank's of the session. Not those of a name that
-    computes on most of the other devices too (a monitor).
+    Return the processes on the devices that are no rank's of the session, without those of a name that
+    is on most of the other devices, too (a monitor).
     """
     elsewhere: Counter[str | None] = Counter()
     count = 0

@@ -1,4 +1,4 @@
-"""What a step costs when all is well: learned once from a run's own quiet windows, then left alone."""
+"""The baseline: what a step takes in healthy windows, learned once from the run's own, then fixed."""
 
 from __future__ import annotations
 
@@ -22,33 +22,30 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     step_ns: float
     """The whole step."""
     steps: int
-    """How many it was learned from."""
+    """Number of steps it was learned from."""
     ranks: int | None
-    """
-    Size of the job: with another, exposed time is not the same thing. None: it was given by a person, and
-    holds for any.
-    """
+    """Size of the job: exposed time depends on it. None: the baseline was given, and is used for any size."""
     from_step: int | None = None
     to_step: int | None = None
-    """Where in this run it was learned; None when elsewhere. No window that begins before is judged by it."""
+    """The steps of this run it was learned from, None: of another. No earlier window is judged by it."""
     source: str = ""
-    """Where else: a session or an earlier attempt."""
+    """The session or the earlier attempt that it is from."""
 
     def elsewhere(self, source: str) -> Baseline:
-        """Return it for steps that are not those it was learned from; `source` says where that was."""
+        """Return the baseline for steps of another attempt or session; `source` names where it is from."""
         return msgspec.structs.replace(self, from_step=None, to_step=None, source=self.source or source)
 
     def fits(self, ranks: int) -> bool:
-        """Tell whether a job of `ranks` can be judged by it."""
+        """Whether a job of `ranks` can be judged by it."""
         return self.ranks is None or self.ranks == ranks
 
 
 class Learner:
     """
-    Learns a baseline from the first `baseline_windows` quiet windows that share no step, after
-    `baseline_after_steps` from where it begins to look (the end of warm-up).
+    Learns a baseline from the first `baseline_windows` healthy windows that share no step, from
+    `baseline_after_steps` after the first one on.
 
-    The result is never touched again: what follows slowly along with a drift cannot see it.
+    The result is never changed: a baseline that follows a slow drift cannot show it.
     """
 
     def __init__(self, thresholds: Thresholds) -> None:
@@ -60,7 +57,7 @@ class Learner:
         self._steps = 0
 
     def add(self, evidence: Evidence) -> Baseline | None:
-        """Take a quiet window if its turn has come; return the baseline with the last that is needed."""
+        """Take a healthy window if it shares no step with the last; return the baseline when complete."""
         window = evidence.window
         first, last = window.first_step or 0, window.last_step or 0
         if self._after is None:

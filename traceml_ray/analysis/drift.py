@@ -1,4 +1,4 @@
-"""Rule 7: a stage, or the whole step, takes longer than when all was well, whoever of the ranks it is."""
+"""Rule 7: a stage, or the whole step, takes longer than in the baseline, on most ranks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _WHOLE = -1
 @dataclass(frozen=True)
 class Drift:
     """
-    `stage` takes `extra_ns` a step longer than in `baseline`, `share` of the step as it is now (0..1). Where
-    no stage carries it (None) that is said of the whole step; `stages_ns` (6,) is of each stage.
+    `stage` takes `extra_ns` a step longer than in `baseline`, `share` of the step as it is now (0..1). None:
+    no stage carries it, the whole step takes longer. `stages_ns` (6,) has each stage's share of it.
 
     `timing` is over the whole steps of the window, `from_step` where it began, `slow` (places of
     ranks) whose own time, in the stage or at work, is nearer to the new level than to the old one.
@@ -45,12 +45,12 @@ def drift(evidence: Evidence, baseline: Baseline, thresholds: Thresholds) -> Dri
     """
     Return the stage that exceeds `baseline` most, or the whole step where no stage carries that, or `None`.
 
-    The window's newest 10, 20, … steps are looked at, and all of it. Asked of a full window is a drift of
-    `min_drift` of the step and `drift_mads` MADs; of n of its K steps √(K ÷ n) times as much. And
-    always: that it stands out of the noise of single steps by `drift_errors` standard errors,
-    lasts (the lower median over blocks of 5 steps shows three quarters of it), goes on (the newest 10 steps
-    show a third of it), and that the step as a whole has become longer. Of the newest steps alone also that
-    most ranks are slow: one that has become late, or each in turn, is for the other rules to see.
+    The window's newest 10, 20, … steps are tested, and all of it. A full window requires a drift of
+    `min_drift` of the step and `drift_mads` MADs, n of its K steps √(K ÷ n) times as much. In all cases it
+    must exceed the noise of single steps by `drift_errors` standard errors, last (the lower median over
+    blocks of 5 steps has three quarters of it), continue (the newest 10 steps have a third of it), and make
+    the step as a whole longer. In the newest steps alone, most ranks must be slow, too: other rules find a
+    rank that has just become late, or each in turn.
     """
     first = evidence.window.first_step
     if baseline.to_step is not None and (first is None or first <= baseline.to_step):
@@ -59,7 +59,7 @@ def drift(evidence: Evidence, baseline: Baseline, thresholds: Thresholds) -> Dri
     series, usual = np.column_stack([exposed, exposed.sum(axis=1)]), _Usual(baseline)
     best: tuple[float, int, int, Float, float] | None = None
     for count in _tails(len(steps), thresholds):
-        extra, passes, step_ns = _look(series, count, usual, thresholds)
+        extra, passes, step_ns = _measured(series, count, usual, thresholds)
         column = _column(extra, passes, usual, thresholds)
         weight = 0.0 if column is None else float(extra[column] * np.sqrt(count))
         if column is not None and (best is None or weight > best[0]):
@@ -67,17 +67,17 @@ def drift(evidence: Evidence, baseline: Baseline, thresholds: Thresholds) -> Dri
     if best is None:
         return None
     _, column, count, extra, step_ns = best
-    looked = count
+    tested = count
     late = late_steps(series[:, column] - usual.level[column])
     began = onset(late)
     if began is None and count < len(steps):
         began = len(steps) - count
-    elif began is not None:  # it costs what it costs since then
+    elif began is not None:  # its cost is that since then
         since, now_ns = _extra(series[began:], usual)
         if since[column] > 0:
             count, extra, step_ns = len(steps) - began, since, now_ns
     slow = _slow(evidence, column, count, extra, usual)
-    if looked < len(steps) and 2 * len(slow) <= len(evidence.window.ranks):
+    if tested < len(steps) and 2 * len(slow) <= len(evidence.window.ranks):
         return None
     return Drift(
         stage=None if column == _WHOLE else column,
@@ -92,7 +92,7 @@ def drift(evidence: Evidence, baseline: Baseline, thresholds: Thresholds) -> Dri
 
 
 class _Usual:
-    """A baseline as columns (7,): of the whole step, what varies is at most what its stages do together."""
+    """A baseline as columns (7,); the whole step varies at most by what its stages do together."""
 
     def __init__(self, baseline: Baseline) -> None:
         self.level = np.array([*baseline.level_ns, baseline.step_ns])
@@ -137,8 +137,8 @@ def _extra(tail: Float, usual: _Usual) -> tuple[Float, float]:
     return extra, float(tail[:, _WHOLE].mean())
 
 
-def _look(series: Float, count: int, usual: _Usual, thresholds: Thresholds) -> tuple[Float, Bool, float]:
-    """Return the drift of each column in the newest `count` steps, ns (7,), where it counts, and the step."""
+def _measured(series: Float, count: int, usual: _Usual, thresholds: Thresholds) -> tuple[Float, Bool, float]:
+    """Return the drift of each column in the newest `count` steps, ns (7,), where it passes, and the step."""
     tail = series[-count:]
     extra, step_ns = _extra(tail, usual)
     short = np.sqrt(max(1.0, thresholds.window_steps / count))

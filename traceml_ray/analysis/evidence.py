@@ -1,9 +1,10 @@
-"""What the rules of the verdict look at: excess over peers, exposed excess, and what mending gains."""
+"""The evidence that the rules of the verdict use: excess over peers, exposed excess, gain of a fix."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from traceml_ray.stages import (
 )
 
 _HOLDS = 0.6
-"""Share of an excess that a stage must have taken to be able to hold it."""
+"""Share of an excess that a stage must have taken to contain it."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class Rows:
     """
     A window's rows made comparable between ranks.
 
-    `d` int64 ns (K, R, 6); `waits` (K, 6) tells the stages in which a rank waits for others,
-    `synced` (K,) the steps that end in a gradient exchange. Time in `d` is never lost: where a
+    `d` int64 ns (K, R, 6); `waits` (K, 6) marks the stages in which a rank waits for others,
+    `synced` (K,) the rows that end in a gradient exchange. Time in `d` is never lost: where a
     mark is missing on some rank, the stages it separates are added up on every rank.
     """
 
@@ -79,7 +80,7 @@ def comparable(window: Window) -> Rows:
 
 
 def _mixed(window: Window, flag: int) -> Bool:
-    """Tell the steps (K,) in which some ranks carry `flag` and others do not."""
+    """Return the rows (K,) in which some ranks carry `flag` and others do not."""
     has = window.flags & flag != 0
     mixed: Bool = has.any(axis=1) & ~has.all(axis=1)
     return mixed
@@ -99,14 +100,14 @@ def absurd(window: Window, thresholds: Thresholds) -> tuple[int, int] | None:
 
 
 def sane(window: Window, thresholds: Thresholds) -> Bool:
-    """Tell the steps (K,) in which no row is `absurd`."""
+    """Return the rows (K,) in which no rank's is `absurd`."""
     stages, whole = _bad(window.d, thresholds.max_step_ns)
     fine: Bool = np.logical_not((stages | whole).any(axis=1))
     return fine
 
 
 def _bad(d: Int64, limit: int) -> tuple[Bool, Bool]:
-    """Tell the rows (K, R) of which a stage is absurd, and those that are so as a whole."""
+    """Return the rows (K, R) with an absurd stage, and those whose sum is absurd."""
     stages: Bool = np.any((d < 0) | (d > limit), axis=2)
     whole: Bool = d.sum(axis=2) > limit
     return stages, whole
@@ -138,40 +139,43 @@ class Evidence:
     def total_ns(self) -> int:
         return self.frontier.total_ns
 
+    @cached_property
+    def step_ns(self) -> Int64:
+        """Exposed time of each step, ns (S,)."""
+        return self.window.by_step(self.frontier.exposed.sum(axis=1))
+
     @property
     def mean_step_ns(self) -> float:
         return self.total_ns / len(self.window.starts)
 
-    def replay_ns(self, mended: Iterable[Cause] = ()) -> int:
+    def replay_ns(self, fixed: Iterable[Cause] = ()) -> int:
         """
-        Return the elapsed time if every rank ran its local stages and all left each sync together.
+        Return the elapsed time if every rank ran its local stages and all left each exchange together.
 
-        A `mended` cause never takes longer than its peers do. Steps without an exchange add up
+        A `fixed` cause never takes longer than its peers do. Steps without an exchange add up
         until the next one.
         """
         exchange = self.ref[self.rows.synced][self.rows.waits[self.rows.synced]].sum()
-        return int(self._arrivals(mended)[0].sum()) + int(exchange)
+        return int(self._arrivals(fixed)[0].sum()) + int(exchange)
 
     def waited_ns(self, *causes: Cause) -> Int64:
         """
         Return by how much `causes` make each row longer, ns (K,); the sum is what `gain` is a share of.
 
-        Of rows without an exchange it stands at the last of them.
+        Where rows have no exchange, all of it is at the next row that has one.
         """
         waited = np.zeros(len(self.window.keys), dtype=np.int64)
         arrivals, last = self._arrivals()
         waited[last] = arrivals - self._arrivals(causes)[0]
         return waited
 
-    def _arrivals(self, mended: Iterable[Cause] = ()) -> tuple[Int64, Int64]:
+    def _arrivals(self, fixed: Iterable[Cause] = ()) -> tuple[Int64, Int64]:
         """Return how long the last rank works until each exchange, ns (S,), and the places of their steps."""
         local = self.local_ns
-        mended = tuple(mended)
-        if mended:
-            local = local.copy(order="K")
-            for cause in mended:
-                for place in cause.places:
-                    local[:, place] -= np.maximum(self.excess[:, place, cause.stage], 0)
+        for at, cause in enumerate(fixed):
+            local = local if at else local.copy(order="K")
+            for place in cause.places:
+                local[:, place] -= np.maximum(self.excess[:, place, cause.stage], 0)
         synced = self.rows.synced
         starts = np.flatnonzero(np.concatenate(([True], synced[:-1])))
         if not synced.all():
@@ -179,7 +183,7 @@ class Evidence:
         return local.max(axis=1), np.append(starts[1:] - 1, len(synced) - 1)
 
     def gain(self, *causes: Cause) -> float:
-        """Return what mending `causes` together saves, as a share of the elapsed time, 0..1."""
+        """Return what fixing `causes` together saves, as a share of the elapsed time, 0..1."""
         return min(1.0, max(0, self.replay_ns() - self.replay_ns(causes)) / self.total_ns)
 
     def seen_in(self, cause: Cause) -> int:
@@ -208,7 +212,7 @@ class Evidence:
 
 def gather(window: Window) -> Evidence:
     """
-    Return the evidence in `window`, whose rows must be sane (`absurd` says `None`), T > 0, R ≥ 1.
+    Return the evidence in `window`, whose rows must be sane (`absurd` returns `None`), T > 0, R ≥ 1.
 
     Exposed time: StageFrontier, arXiv 2606.06751; excess and replay are ours.
     """
@@ -240,7 +244,7 @@ def gather(window: Window) -> Evidence:
 
 
 def _reference(rows: Rows) -> Int64:
-    """Return what a stage costs without anybody being late, ns (K, 6)."""
+    """Return what a stage costs when no rank is late, ns (K, 6)."""
     ranks = rows.d.shape[1]
     middle = (ranks - 1) // 2
     columns = np.ascontiguousarray(rows.d.transpose(0, 2, 1))

@@ -1,4 +1,4 @@
-"""What a rule found, before it is put into numbers and words."""
+"""The finding of a rule, before it is put into numbers and words."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from traceml_ray.analysis.drift import Drift
 from traceml_ray.analysis.evidence import Cause
+from traceml_ray.analysis.labels import Label
 
 
 @dataclass(frozen=True)
@@ -13,12 +14,12 @@ class Finding:
     """
     The rule that applied: a label, and either a `reason` to abstain or the `causes`, best first.
 
-    `excess` is the excess of the worst rank of the first cause, as a share of the mean step. `transient`
-    says that it was found by the transient rule, `rotating` that no single rank is meant, `new` that the
-    newest steps alone show it. `drift` is all that `group_wide` has.
+    `excess` is the excess of the worst rank of the first cause, as a share of the mean step. `transient`: it
+    was found by the transient rule; `rotating`: no single rank is meant; `new`: the newest steps alone show
+    it. `group_wide` has only `drift`.
     """
 
-    label: str
+    label: Label
     reason: str = ""
     causes: tuple[Cause, ...] = ()
     excess: float | None = None

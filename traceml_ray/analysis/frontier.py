@@ -15,7 +15,7 @@ class Frontier:
     The slowest path through a window, in int64 ns.
 
     `exposed` (K, 6) is how far each stage of each step moved the frontier, `slack` (K, R, 6) how
-    far behind the frontier's end each rank's own clock stands, `leaders` (K, R, 6) where that
+    far each rank's own clock is behind the frontier's end, `leaders` (K, R, 6) where that
     is 0. `total_ns` is the elapsed time of the window, exactly the sum of `exposed`.
     """
 

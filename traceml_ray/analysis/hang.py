@@ -1,8 +1,8 @@
 """
 A job that hangs: from the position of every rank to the ranks that block the others.
 
-No rank closes a row any more, some wait in the exchange of gradients, others do not: those that are
-least far block the others. Where all ranks wait, they wait for different things, and the fewest block.
+No rank closes a row any more. Where some wait in the exchange of gradients and others do not, the least far
+of the others block; where all wait for different things, the fewest block.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _COLLECTIVE = re.compile(
 """Names of parts that are functions of torch.distributed."""
 WAITED = 0.5
 """
-Who has waited for less of the quiet time than this proves no hang: the ranks may all be busy with one
-long step (a validation), and it is the first to come out.
+Share of the time without progress that a rank must have waited to prove a hang: all ranks may be busy with
+one long step (a validation), which the first has just finished.
 """
 
 
@@ -32,10 +32,10 @@ class Place:
     """
     The position of one rank.
 
-    `elapsed_s` is how long it has been in `stage`; `part` what is open inside of it, for `part_s`.
+    `elapsed_s` is the time since it entered `stage`, `part` the part open inside of it, for `part_s`.
     `silent_s`: its agent has not answered for so long although its process exists; then `state` is its
-    state in the kernel. Once it has been asked, `where` in the user's code and in which `call` of
-    torch.distributed it is are known, and all of its `stack`.
+    state in the kernel. Its agent's answer adds `where` it is in the user's code, in which `call` of
+    torch.distributed, and its whole `stack`.
     """
 
     rank: int
@@ -68,7 +68,7 @@ class Place:
 
     @property
     def waited_s(self) -> float:
-        """How long it has waited at least, as far as is certain."""
+        """The time it has certainly waited."""
         in_part = self.part_s if _COLLECTIVE.match(self.part or "") else 0.0
         return max(self.elapsed_s if self.stage == SYNC_WAIT else in_part, self.pending_s)
 
@@ -80,7 +80,7 @@ class Place:
 
     @property
     def key(self) -> tuple[int, int]:
-        """How far it has come."""
+        """Its step and stage: how far it has come."""
         return self.step, self.stage
 
 
@@ -88,16 +88,16 @@ def find(places: Sequence[Place], quiet_s: float) -> Verdict | None:
     """
     Return the hang in `places` after `quiet_s` seconds in which no rank closed a row; None: no hang.
 
-    All ranks busy alike are no hang, however long it takes; nor is a rank that no other waits for.
+    It is no hang while all ranks are busy, however long, nor where no rank waits for another.
     """
-    heard = [place for place in places if place.silent_s is None and not place.ended]
-    waiting = [place for place in heard if place.waited_s >= WAITED * quiet_s]
+    answering = [place for place in places if place.silent_s is None and not place.ended]
+    waiting = [place for place in answering if place.waited_s >= WAITED * quiet_s]
     stopped = any(place.silent_s is not None and _is_stopped(place) for place in places)
     if len(places) < 2 or not (waiting or stopped):
         return None
-    blocking = _blocking(places, heard)
+    blocking = _blocking(places, answering)
     ranks = {place.rank for place in blocking}
-    others = [place for place in heard if place.rank not in ranks]
+    others = [place for place in answering if place.rank not in ranks]
     first = blocking[0] if blocking else None
     stalled = first is not None and first.stalled
     known = first is not None and not first.ended and first.silent_s is None
@@ -117,7 +117,7 @@ def find(places: Sequence[Place], quiet_s: float) -> Verdict | None:
         last_step=step - 1,
         open_stage=stage,
         part=first.part if first else None,
-        why=f"{_why(blocking, others, heard)} No step was closed for {text.age(quiet_s)}.",
+        why=f"{_why(blocking, others, answering)} No step was closed for {text.age(quiet_s)}.",
         next=_next(blocking, stalled),
         stacks=_stacks(blocking, others),
     )
@@ -127,17 +127,17 @@ def _is_stopped(place: Place) -> bool:
     return (place.state or "").startswith("stopped")
 
 
-def _blocking(places: Sequence[Place], heard: Sequence[Place]) -> list[Place]:
-    """Return who blocks: ranks that do not answer, that are least far, that wait for something else."""
+def _blocking(places: Sequence[Place], answering: Sequence[Place]) -> list[Place]:
+    """Return the ranks that block: that do not answer, else are least far, else wait for something else."""
     silent = [place for place in places if place.silent_s is not None]
-    working = [place for place in heard if not place.waits]
+    working = [place for place in answering if not place.waits]
     if silent:
         return silent
     if working:
         least = min(place.key for place in working)
         return [place for place in working if place.key == least]
     groups: dict[tuple[object, ...], list[Place]] = {}
-    for place in heard:
+    for place in answering:
         doing = place.collective or place.stage, place.pending_seq, place.where
         groups.setdefault((place.step, *doing), []).append(place)
     fewest, *more = sorted(groups.values(), key=len)
@@ -146,12 +146,12 @@ def _blocking(places: Sequence[Place], heard: Sequence[Place]) -> list[Place]:
     return [place for place in places if place.ended] if not more else []
 
 
-def _why(blocking: Sequence[Place], others: Sequence[Place], heard: Sequence[Place]) -> str:
+def _why(blocking: Sequence[Place], others: Sequence[Place], answering: Sequence[Place]) -> str:
     if not blocking:
-        if len({(place.collective, place.where, place.step) for place in heard}) > 1:
-            each = [f"{text.ranks([place.rank])} {_doing(place)}" for place in heard[:8]]
+        if len({(place.collective, place.where, place.step) for place in answering}) > 1:
+            each = [f"{text.ranks([place.rank])} {_doing(place)}" for place in answering[:8]]
             return f"The ranks wait for different things: {text.listed(each)}."
-        return f"Every rank {_doing(heard[0])}: the exchange itself does not complete."
+        return f"Every rank {_doing(answering[0])}: the exchange itself does not complete."
     first = blocking[0]
     nodes = text.listed(list(dict.fromkeys(place.node for place in blocking)))
     who = f"{text.ranks([place.rank for place in blocking])} ({nodes})"
@@ -162,18 +162,18 @@ def _why(blocking: Sequence[Place], others: Sequence[Place], heard: Sequence[Pla
         state = f", {first.state}" if first.state else ""
         what = (
             f"{'does' if len(blocking) == 1 else 'do'} not answer: no message for {text.age(first.silent_s)} "
-            f"although the process exists{state}. Last known position: {_standing(first)}"
+            f"although the process exists{state}. Last known position: {_position(first)}"
         )
     elif first.waits:
         what = _doing(first)
     else:
         part = f"`{first.part}`" if first.part else None
-        at = ", ".join(filter(None, [part, first.where, _standing(first)]))
+        at = ", ".join(filter(None, [part, first.where, _position(first)]))
         what = f"{verb} in {at}, for {text.age(first.elapsed_s)}"
     return f"{who} {what}; {_others(others)}." if others else f"{who} {what}."
 
 
-def _standing(place: Place) -> str:
+def _position(place: Place) -> str:
     return f"`{STAGES[place.stage]}` of step {place.step}"
 
 
@@ -183,10 +183,10 @@ def _doing(place: Place) -> str:
 
 
 def _others(others: Sequence[Place]) -> str:
-    """Return "the other 3 wait in `all_reduce`, main (train.py:60)", of the most of them."""
+    """Return "the other 3 wait in `all_reduce`, main (train.py:60)": what most of them do."""
     alike: dict[str, int] = {}
     for place in others:
-        doing = _doing(place) if place.waits else f"is in {place.where or _standing(place)}"
+        doing = _doing(place) if place.waits else f"is in {place.where or _position(place)}"
         alike[doing] = alike.get(doing, 0) + 1
     doing, count = max(alike.items(), key=lambda item: item[1])
     if len(others) == 1:

@@ -1,44 +1,45 @@
-"""Verdicts over a run: window by window merged into changes, and one over all of it."""
+"""Verdicts over a run: those of its windows merged into changes, and one over all of it."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import numpy as np
 
-from traceml_ray.analysis import notes, wording
+from traceml_ray.analysis import notes
 from traceml_ray.analysis.baseline import Baseline, Learner
-from traceml_ray.analysis.episodes import FINDINGS, Episodes
+from traceml_ray.analysis.episodes import Episodes
 from traceml_ray.analysis.evidence import Evidence
+from traceml_ray.analysis.labels import LABELS
 from traceml_ray.analysis.onset import late_steps
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.track import Episode, waited_ns
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess, too_few_steps
-from traceml_ray.analysis.window import RankRows, Window, align, joined
+from traceml_ray.analysis.window import Window, align, joined
 
 _MAX_SPANS = 1000
 _MAX_WINDOWS = 2000
 _ENOUGH = 3
+_Identity = tuple[str, str | None, int | None]
+"""Label, stage and rank."""
 
 
 class RunJudge:
     """
     Judges one attempt of a run window by window, live or afterwards, in bounded memory.
 
-    Give `update` the last `window_steps` complete steps as often as you like, in order; the
-    aggregator does so once a second, `judge_run` every `stride_steps`. Steps before
-    `first_step + warmup_steps` are left out (`first_step`: the run's, else the first one seen).
+    `update` takes the last `window_steps` complete steps, in order and at any interval: the aggregator calls
+    it once a second, `Replay` every `stride_steps`. Steps before `first_step + warmup_steps` are left out
+    (`first_step`: the run's, else the first one seen).
 
     `spans` are the changes of verdict so far, oldest first (the last 1000). `whole` judges a sample: every
     window that shares no step with the one before it is kept until there are `run_steps` steps
     (or `run_rows` rows); then every second is dropped and from there on only every second taken,
     and so on, so that the sample is spread evenly over the run however long it gets.
 
-    `baseline` is what drift is measured from: the one given, else learned from the first quiet windows
+    `baseline` is what drift is measured from: the one given, else learned from the first healthy windows
     (healthy, high confidence); another size of the job makes a learned one void.
     """
 
@@ -62,32 +63,27 @@ class RunJudge:
         self._judged_to: int | None = None
         self._same_ranks_from = 0
         self._recent: deque[Verdict] = deque(maxlen=thresholds.chronic_windows)
-        self._totals: dict[tuple[str, str | None, int | None], int] = {}
+        self._totals: Counter[_Identity] = Counter()
         self._counted = 0
         self.spans: deque[Verdict] = deque(maxlen=_MAX_SPANS)
         self.episodes = Episodes(thresholds)
 
-    def state(self) -> dict[str, Any]:
-        """Return what a judge of the same attempt goes on from with `resume`, in types that JSON has."""
-        return {
-            "first_step": self._first_step,
-            "judged_to": self._judged_to,
-            "episodes": self.episodes.state(),
-        }
+    def state(self) -> tuple[int | None, int | None, Episodes]:
+        """Return what another judge of the same attempt continues from with `resume`."""
+        return self._first_step, self._judged_to, self.episodes
 
-    def resume(self, state: dict[str, Any]) -> None:
+    def resume(self, state: tuple[int | None, int | None, Episodes]) -> None:
         """
-        Go on from `state` of another judge, as to episodes and what they cost; `spans` and `whole` are of the
-        windows since then. Raises what there is to raise where it is none.
+        Continue from the `state` of another judge: its episodes and their cost. `spans` and `whole` are of
+        the windows since then.
         """
-        self.episodes.restore(state["episodes"])
-        self._first_step, self._judged_to = state["first_step"], state["judged_to"]
+        self._first_step, self._judged_to, self.episodes = state
 
     def update(self, window: Window) -> Verdict:
         """
-        Judge `window`; return what stands after it, see `Episodes`.
+        Judge `window`; return the verdict in effect, see `Episodes`.
 
-        Of one that is longer than `window_steps`, every window of the usual length that ends at a new step,
+        In one longer than `window_steps`, every window of that length that ends at a new step,
         `stride_steps` apart, is judged. `chronic` is by the share of the last `chronic_windows` windows.
         """
         window = self._warm(window)
@@ -111,14 +107,9 @@ class RunJudge:
         self._judged_to = window.last_step if len(window.keys) else self._judged_to
         if self.baseline is not None and not self.baseline.fits(window.expected):
             self.baseline, self._learner = None, Learner(self._thresholds)
-        # What has been found stays until it is half of what finds it: near the threshold noise decides.
-        stays = self.episodes.follows("group_wide")
-        found, evidence = assess(
-            window,
-            self._staying if stays else self._thresholds,
-            baseline=self.baseline,
-            followed=self.episodes.followed,
-        )
+        # A drift stays found until it is half of `min_drift`: near the threshold noise decides.
+        limits = self._staying if self.episodes.follows_all else self._thresholds
+        found, evidence = assess(window, limits, baseline=self.baseline, followed=self.episodes.followed)
         if self.baseline is None and evidence and (found.label, found.confidence) == ("healthy", "high"):
             self.baseline = self._learner.add(evidence)
         counts = self._count(found)
@@ -134,24 +125,21 @@ class RunJudge:
         After a change in the set of ranks, the run since then.
         """
         window = self.sample()
-        if window is None:
-            return too_few_steps(align([], 0), self._thresholds.first_window_steps)
-        if self._short(window):
-            return too_few_steps(window, self._thresholds.first_window_steps)
+        if window is None or self._short(window):
+            return too_few_steps(window or align([], 0), self._thresholds.first_window_steps)
         verdict, evidence = assess(window, self._thresholds, whole_run=True, baseline=self.baseline)
-        if verdict.label in FINDINGS and evidence is not None and not self._lasts(verdict, evidence):
-            verdict = msgspec.structs.replace(
-                too_few_steps(window, 0), label="healthy", confidence="medium", suspects=verdict.suspects,
-                exposed_ms=verdict.exposed_ms, mean_step_ms=verdict.mean_step_ms,
-                why=notes.passing(verdict.why), next=wording.next_for("healthy"),
+        if verdict.meaning.kind == "finding" and evidence is not None and not self._lasts(verdict, evidence):
+            verdict = Verdict(
+                label="healthy", confidence="medium", from_step=window.first_step, **verdict.of_window,
+                why=notes.passing(verdict.why), next=LABELS["healthy"].next,
             )  # fmt: skip
         if verdict.label == "healthy":
             verdict = self._costliest(verdict)
         elapsed_s, lost_s = self.episodes.clock.now_ns / 1e9, self.episodes.lost_s
-        if verdict.label in FINDINGS and not lost_s:
+        if verdict.meaning.kind == "finding" and not lost_s:
             lost_s = (verdict.cost_pct or 0.0) / 100 * elapsed_s
         verdict = msgspec.structs.replace(verdict, lost_s=lost_s, elapsed_s=elapsed_s)
-        return self._with_chronic(verdict, self._totals.get(_identity(verdict), 0), self._counted)
+        return self._with_chronic(verdict, self._totals[_identity(verdict)], self._counted)
 
     def sample(self) -> Window | None:
         """Return the steps that `whole` judges, None before any."""
@@ -162,8 +150,8 @@ class RunJudge:
 
     def _lasts(self, whole: Verdict, evidence: Evidence) -> bool:
         """
-        Whether what the whole run shows is more than a blip: it was named, or makes up most of the run, or
-        comes back. Where the run is too short for anybody to be named it counts, too.
+        Whether the finding over the whole run was named, or makes up most of the run, or recurs. In a run
+        that is too short for a rank to be named it always counts.
         """
         limits, episodes = self._thresholds, self.episodes
         elapsed_s = episodes.clock.now_ns / 1e9
@@ -174,13 +162,13 @@ class RunJudge:
         if not (whole.transient or whole.rotating):
             return True
         late = np.flatnonzero(late_steps(waited_ns(whole, evidence).astype(np.float64)))
-        between_ns = evidence.frontier.exposed[late[0] : late[-1] + 1].sum() if len(late) else 0
-        return len(late) > 1 and late[-1] - late[0] >= limits.hold_steps and between_ns >= limits.hold_s * 1e9
+        between_ns = evidence.step_ns[late[0] : late[-1] + 1].sum() if len(late) else 0
+        return len(late) > 1 and limits.lasted(whole.label, between_ns, late[-1] - late[0])
 
     def _costliest(self, whole: Verdict) -> Verdict:
-        """Return what cost most of all that was named, where that is `min_drift` of the run; else `whole`."""
+        """Return the costliest of all that was named, where it cost `min_drift` of the run; else `whole`."""
         elapsed_s = max(self.episodes.clock.now_ns / 1e9, 1e-9)
-        sums: dict[tuple[str, str | None, int | None], list[Episode]] = {}
+        sums: dict[_Identity, list[Episode]] = {}
         for episode in self.episodes.episodes:
             if episode.to_step >= self._same_ranks_from:
                 sums.setdefault(_identity(episode), []).append(episode)
@@ -195,19 +183,14 @@ class RunJudge:
         worst = max(spans, key=lambda span: span.cost_pct or 0.0)
         share = sum(episode.seconds for episode in sums[which]) / elapsed_s
         return msgspec.structs.replace(
-            worst,
-            suspects=whole.suspects,
-            exposed_ms=whole.exposed_ms,
-            mean_step_ms=whole.mean_step_ms,
-            coverage=whole.coverage,
-            window_steps=whole.window_steps,
+            msgspec.structs.replace(worst, **whole.of_window),
             gain_pct=100 * cost,
             cost_pct=100 * cost,
             cost_range_pct=None,
             gpu_hours_per_hour=cost * (self._window.expected if self._window else 0),
             from_step=min(span.from_step or 0 for span in spans),
             to_step=max(span.to_step or 0 for span in spans),
-            why=notes.over_the_run(worst.label, worst.rank, worst.stage or "", share, cost, worst.why),
+            why=notes.over_the_run(worst, share, cost),
             note="",
         )
 
@@ -219,7 +202,7 @@ class RunJudge:
         return window.since(self._first_step + self._thresholds.warmup_steps)
 
     def _short(self, window: Window) -> bool:
-        """Tell whether there is nothing to say about `window` but that it is short."""
+        """Whether `window` is too short to be judged, although enough ranks report."""
         limits = self._thresholds
         return len(window.starts) < limits.first_window_steps and window.coverage >= limits.coverage_limited
 
@@ -231,17 +214,16 @@ class RunJudge:
         self._counted_to = step
         self._counted += 1
         self._recent.append(verdict)
-        which = _identity(verdict)
-        self._totals[which] = self._totals.get(which, 0) + 1
+        self._totals[_identity(verdict)] += 1
         return True
 
     def _with_chronic(self, verdict: Verdict, same: int, counted: int) -> Verdict:
-        if (verdict.rank is None and verdict.label != "group_wide") or counted < _ENOUGH:
+        if (verdict.rank is None and verdict.meaning.names != "all") or counted < _ENOUGH:
             return verdict
         return msgspec.structs.replace(verdict, chronic=same >= self._thresholds.chronic_share * counted)
 
     def _collect(self, window: Window) -> None:
-        """Keep a window for the whole-run verdict if its turn has come."""
+        """Keep a window for the whole-run verdict, see `whole`."""
         thresholds = self._thresholds
         if len(window.starts) < thresholds.window_steps or window.keys[0] <= self._sampled_to:
             return
@@ -257,12 +239,13 @@ class RunJudge:
 
     def _merge(self, verdict: Verdict) -> None:
         """Extend the last span, or end it where `verdict` begins."""
-        verdict = msgspec.structs.replace(verdict, note="")  # it is of the moment
+        verdict = msgspec.structs.replace(verdict, note="")  # a note is of the moment
         to_step, since = verdict.to_step or 0, self.episodes.since
-        while verdict.label in FINDINGS and self.spans and (self.spans[-1].from_step or 0) >= (since or 0):
+        finding = verdict.meaning.kind == "finding"
+        while finding and self.spans and (self.spans[-1].from_step or 0) >= (since or 0):
             if _same(self.spans[-1], verdict):
                 break
-            self.spans.pop()  # it is known only now when this began
+            self.spans.pop()  # only now is it known when this one began
         if not self.spans:
             self.spans.append(verdict)
             return
@@ -283,13 +266,13 @@ _COSTS = ("cost_pct", "cost_range_pct", "gpu_hours_per_hour", "lost_s", "elapsed
 
 
 def _same(one: Verdict, other: Verdict | Episode) -> bool:
-    """Tell whether two verdicts name the same thing; of a set of ranks, at least one in common."""
+    """Whether two verdicts name the same cause; of a set of ranks, at least one in common."""
     if (one.label, one.stage, one.rotating) != (other.label, other.stage, other.rotating):
         return False
     return not set(one.ranks).isdisjoint(other.ranks) if one.ranks else not other.ranks
 
 
-def _identity(verdict: Verdict | Episode) -> tuple[str, str | None, int | None]:
+def _identity(verdict: Verdict | Episode) -> _Identity:
     return verdict.label, verdict.stage, verdict.rank
 
 
@@ -306,8 +289,7 @@ class Replay:
         self, steps: int | None, thresholds: Thresholds = DEFAULTS, baseline: Baseline | None = None
     ) -> None:
         self._limits = thresholds
-        self._baseline = baseline
-        self._run: RunJudge | None = None
+        self._run = RunJudge(thresholds, baseline=baseline)
         self._steps = 0
         self._due = thresholds.warmup_steps + thresholds.first_window_steps
         self._seen = self._judged = 0
@@ -316,14 +298,12 @@ class Replay:
             self.expect(steps)
 
     def expect(self, steps: int) -> None:
-        """Note that the run has about `steps` steps, those that were added included."""
+        """Note that the run has about `steps` steps in all."""
         self._steps = steps
         self._due = self._due if self._judged else min(steps, self._due)
 
     def add(self, piece: Window) -> None:
         """Take the steps that follow."""
-        if self._run is None:
-            self._run = RunJudge(self._limits, piece.first_step, self._baseline)
         window = piece if self._tail is None else joined([self._tail, piece])
         edges = [*window.starts.tolist(), len(window.keys)]
         self._seen += len(piece.starts)
@@ -337,22 +317,7 @@ class Replay:
 
     def done(self) -> RunJudge:
         """Judge the last steps; read `spans`, `whole()` and `baseline` of the result."""
-        run = self._run or RunJudge(self._limits, None, self._baseline)
         if self._tail is not None and self._judged != self._seen:
-            run.update(self._tail)
-        run.episodes.close()
-        return run
-
-
-def judge_run(
-    streams: Sequence[RankRows],
-    expected: int,
-    missing: Sequence[int] = (),
-    thresholds: Thresholds = DEFAULTS,
-    baseline: Baseline | None = None,
-) -> RunJudge:
-    """Judge a recorded run that fits into memory, see `Replay`."""
-    window = align(streams, expected, missing)
-    replay = Replay(len(window.starts), thresholds, baseline)
-    replay.add(window)
-    return replay.done()
+            self._run.update(self._tail)
+        self._run.episodes.close()
+        return self._run

@@ -1,4 +1,4 @@
-"""When it began: one change point in a series of excess."""
+"""The onset of an excess: one change point in a series of late steps."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Timing:
     """
     When the first cause is late.
 
-    `late` (S,) per step of the window; `began` is the place in it at which it began, `None` when
-    that lies before the window; `goes_on` that it has not stopped since.
+    `late` (S,) per step of the window; `began` is the place in it of the first late step, `None` when that is
+    before the window; `goes_on`: it has not stopped since.
     """
 
     late: Bool
@@ -32,7 +32,7 @@ class Timing:
 
 def late_steps(series: Float) -> Bool:
     """
-    Tell the steps (S,) that are late: above half of what a late step typically shows.
+    Return the late steps (S,) of a series of excess: those above half of what is typical of a late step.
 
     Typical is the size that splits the sum of all excess in halves (the median weighted by size): neither
     a majority of punctual steps nor a few huge ones move it.

@@ -1,4 +1,4 @@
-"""Which named part of its stage makes a rank late."""
+"""The named part of its stage that makes a rank late."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_PEERS = 64
 
 
 class Rate(NamedTuple):
-    """Of one part in one stage, per step: time, how often, bytes."""
+    """Time, count and bytes of one part in one stage, per step."""
 
     ns: float
     times: float
@@ -29,7 +29,7 @@ class Rate(NamedTuple):
 
 _NONE = Rate(0.0, 0.0)
 Rates = Mapping[tuple[str, int], Rate]
-"""By name and stage; what a rank never did is not in it."""
+"""By name and stage; a part that a rank never had is not in it."""
 Find = Callable[[Sequence[int], int, int], Mapping[int, Rates]]
 """Returns the rates of some ranks from one step to another; a rank of which nothing is known is left out."""
 
@@ -38,7 +38,7 @@ def rates(details: Iterable[Detail], first: int, last: int) -> Rates:
     """
     Return the rates over the steps `first` to `last`, or to the last step that is known.
 
-    Of a sum that reaches beyond them, the share of its steps that lies inside counts.
+    A sum that reaches beyond them counts by the share of its steps that is inside.
     """
     details = list(details)
     last = min(last, max((detail.last_step for detail in details), default=-1))
@@ -58,10 +58,10 @@ def rates(details: Iterable[Detail], first: int, last: int) -> Rates:
 
 def with_part(verdict: Verdict, window: Window, find: Find, thresholds: Thresholds) -> Verdict:
     """
-    Return `verdict` with the part that explains most of what its rank is late out of its stage, if one does.
+    Return `verdict` with the part that explains most of its rank's excess in its stage, if one does.
 
     That is the innermost part in which the rank spends at least `part_share` of its excess more than the
-    median of its peers does. What explains a lasting excess is there in half of the steps.
+    median of its peers. A part that explains a lasting excess occurs in half of the steps (`part_often`).
     """
     if verdict.rank is None or verdict.stage not in STAGES or verdict.part is not None:
         return verdict
@@ -81,20 +81,20 @@ def with_part(verdict: Verdict, window: Window, find: Find, thresholds: Threshol
     others = [known[rank] for rank in peers if rank in known]
     if not others:
         return verdict
-    best: tuple[float, str, float] | None = None  # the innermost: never longer than what it is in
+    explain = []
     for (name, where), rate in known.get(verdict.rank, {}).items():
         more_ns = rate.ns - float(np.median([other.get((name, where), _NONE).ns for other in others]))
-        explains = more_ns >= thresholds.part_share * excess_ns > 0
         lasts = verdict.transient or rate.times >= thresholds.part_often
-        if where == stage and explains and lasts and (best is None or rate.ns < best[0]):
-            best = rate.ns, name, more_ns
-    if best is None:
+        if where == stage and lasts and more_ns >= thresholds.part_share * excess_ns > 0:
+            explain.append((rate.ns, name, more_ns))
+    if not explain:
         return verdict
-    why, advice = wording.part(verdict.rank, best[1], best[2])
-    return msgspec.structs.replace(verdict, part=best[1], why=verdict.why + why, next=advice + verdict.next)
+    _, part, more_ns = min(explain)  # the innermost: never longer than those around it
+    why, advice = wording.with_part(verdict.why, verdict.next, verdict.rank, verdict.stage, part, more_ns)
+    return msgspec.structs.replace(verdict, part=part, why=why, next=advice)
 
 
 def _excess_ns(d: Int64, *, transient: bool) -> float:
-    """Return how late the first rank of `d` (S, R) is as a rule or, where that comes and goes, on average."""
+    """Return the excess of the first rank of `d` (S, R): its median or, if transient, its mean."""
     excess = d[:, 0] - np.median(d[:, 1:], axis=1)
     return float(excess.mean() if transient else np.median(excess))

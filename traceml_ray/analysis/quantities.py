@@ -1,7 +1,6 @@
 """
-What is measured of a node and of its devices, one table each: what a quantity is made of, its unit, where
-the node page draws it, and from where on it is an anomaly. Detection, evidence, report, page and metrics
-follow from it.
+The quantities measured of a node, of its devices and of a process, one table each: source, unit, place on the
+node page, and the limit from which on it is an anomaly. Detection, evidence, report, page and metrics follow.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _IDLE_PCT = 10
 
 
 class Unit(NamedTuple):
-    """How a value is written in a sentence (None: it only is so or not), on an axis and in Prometheus."""
+    """How a value is written in a sentence (None: a flag), on an axis and in Prometheus."""
 
     written: Callable[[float], str] | None
     axis: str = ""
@@ -68,7 +67,7 @@ class Quantity(NamedTuple):
         return len(self.fields) == 1 and not self.over
 
     def value(self, now: Any, before: Any = None, seconds: float = 0.0) -> float:
-        """Return what the sample `now` says, `seconds` after the sample `before`; NaN where not known."""
+        """Return the value in the sample `now`, `seconds` after the sample `before`; NaN where not known."""
         if self.read is not None:
             return self.read(now)
         if not self.counter:

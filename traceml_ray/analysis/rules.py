@@ -1,4 +1,4 @@
-"""The rules of the verdict, in order; the first that applies is the finding. All of it is ours."""
+"""The rules of the verdict, in order; the first that applies is the finding. All of them are ours."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def find(
     window: Window, thresholds: Thresholds, baseline: Baseline | None = None
 ) -> tuple[Finding, Evidence | None]:
     """
-    Return what the rules say about `window`, and the evidence where the rows allow any.
+    Return the finding in `window`, and the evidence where the rows allow any.
 
     Never raises, whatever the rows hold.
     """
@@ -49,26 +49,26 @@ def find(
         return Finding("accounting_only", apart), evidence
     late = evidence.persistent.max() >= thresholds.min_excess
     finding = (_persistent if late else _exposed)(evidence, thresholds)
-    if finding.label == "straggler" and _everyone(finding, evidence):
+    if finding.label == "straggler" and _all_ranks(finding, evidence):
         finding = _exposed(evidence, thresholds)
     passing = finding.label == "healthy" or finding.transient or finding.rotating
     new = _newly(evidence, thresholds) if passing else None
     if new is not None:
         return new
-    # Rule 7. An imbalance that costs nothing (4d) must not hide it: it may be there all the time.
+    # Rule 7. An imbalance that costs nothing (rule 4) must not hide a drift.
     drifted = drift(evidence, baseline, thresholds) if baseline and finding.label == "healthy" else None
     return Finding("group_wide", drift=drifted) if drifted else finding, evidence
 
 
 def _mixed_clocks(window: Window) -> Bool:
-    """Tell the steps (K,) in which some ranks measure by device events and others do not."""
+    """Return the rows (K,) in which some ranks measure by device events and others do not."""
     device = window.flags & FLAG_DEVICE_CLOCK != 0
     mixed: Bool = device.any(axis=1) & ~device.all(axis=1)
     return mixed
 
 
 def _limit(window: Window, evidence: Evidence | None, thresholds: Thresholds) -> str:
-    """Rule 1: say what is missing for a judgement, or ""."""
+    """Rule 1: return what is missing for a verdict, or ""."""
     steps = len(window.keys)
     if window.coverage < thresholds.coverage_limited or not len(window.ranks):
         return abstention.missing_ranks(window)
@@ -86,7 +86,7 @@ def _limit(window: Window, evidence: Evidence | None, thresholds: Thresholds) ->
 
 
 def _apart(evidence: Evidence, thresholds: Thresholds) -> str:
-    """Rule 3: say why these ranks cannot be compared at a common sync, or ""."""
+    """Rule 3: return why these ranks cannot be compared at a common exchange, or ""."""
     window = evidence.window
     if (window.flags & FLAG_COUPLED).any():
         return abstention.coupled(window)
@@ -105,7 +105,7 @@ def _apart(evidence: Evidence, thresholds: Thresholds) -> str:
 
 
 def _line_up(evidence: Evidence, thresholds: Thresholds) -> bool:
-    """Tell whether steps take what they would if all left each exchange when the last has come."""
+    """Whether steps take as long as if all ranks left each exchange when the last has come."""
     return abs(evidence.replay_ns() / evidence.total_ns - 1) <= thresholds.replay_error
 
 
@@ -123,7 +123,7 @@ def _together(behind: Float, agree: float) -> list[Int64]:
 
 
 def _persistent(evidence: Evidence, thresholds: Thresholds) -> Finding:
-    """Rule 4: somebody is late all the time; does it matter, and is it the only one?"""
+    """Rule 4: a rank is late all the time. Does that cost time, and is it the only one?"""
     persistent = evidence.persistent
     best = float(persistent.max())
     stage = int(np.argmax(persistent.max(axis=0)))
@@ -147,9 +147,9 @@ def _persistent(evidence: Evidence, thresholds: Thresholds) -> Finding:
 
 def _newly(evidence: Evidence, thresholds: Thresholds) -> tuple[Finding, Evidence] | None:
     """
-    Rule 4 on the newest 20 or 10 steps: who has just become late, before half of the window shows it.
+    Rule 4 on the newest 20 or 10 steps: a rank that has just become late, before half of the window shows it.
 
-    Of n of K steps √(K ÷ n) times the excess is asked, in `high_late_share` of them; the steps before
+    In n of K steps √(K ÷ n) times the excess is required, in `high_late_share` of them; the steps before
     are the control. Returned with the evidence since it began.
     """
     window, steps = evidence.window, len(evidence.window.starts)
@@ -163,7 +163,7 @@ def _newly(evidence: Evidence, thresholds: Thresholds) -> tuple[Finding, Evidenc
             continue
         limits = msgspec.structs.replace(thresholds, min_excess=least)
         finding = _persistent(gather(window.last(count)), limits)
-        if finding.label != "straggler" or _everyone(finding, evidence):
+        if finding.label != "straggler" or _all_ranks(finding, evidence):
             continue
         began = _began(evidence.series(finding.causes[0]), count, thresholds)
         if began is not None:
@@ -171,13 +171,13 @@ def _newly(evidence: Evidence, thresholds: Thresholds) -> tuple[Finding, Evidenc
     return None
 
 
-def _everyone(finding: Finding, evidence: Evidence) -> bool:
-    """Whether all ranks are named together: they are late in turn, for nobody is later than all others."""
+def _all_ranks(finding: Finding, evidence: Evidence) -> bool:
+    """Whether all ranks are named together: then they are late in turn, because no rank is later than all."""
     return len(finding.causes[0].places) == len(evidence.window.ranks)
 
 
 def _began(series: Float, count: int, thresholds: Thresholds) -> int | None:
-    """Return where the excess of the newest `count` of `series` (S,) began, None if it is nothing new."""
+    """Return where the excess of the newest `count` of `series` (S,) began, None if it is not new."""
     before, newest = series[:-count], series[-count:]
     excess = float(np.median(newest))
     usual = float(np.median(before))
@@ -197,10 +197,10 @@ def _cause(stage: int, which: Bool) -> Cause:
 
 def _exposed(evidence: Evidence, thresholds: Thresholds) -> Finding:
     """
-    Rules 5, 6 and 8: nobody is late all the time; is one now and then, or each in turn?
+    Rules 5, 6 and 8: no rank is late all the time. Is one now and then, or each in turn?
 
-    What mending would not save is not held against anybody: between two exchanges a rank
-    may be late in one step and early in the next.
+    An excess that a fix would not save does not count: between two exchanges a rank may be late in one step
+    and early in the next.
     """
     exposed = evidence.exposed_excess
     place, stage = (int(i) for i in np.unravel_index(int(np.argmax(exposed)), exposed.shape))
@@ -220,5 +220,6 @@ def _exposed(evidence: Evidence, thresholds: Thresholds) -> Finding:
     cause = Cause(stage, tuple(range(len(exposed))) if rotating else (place,))
     if evidence.gain(cause) < thresholds.min_gain * excess:
         return Finding("healthy")
-    label = "ambiguous" if rotating else "straggler"
-    return Finding(label, causes=(cause,), excess=excess, transient=not rotating, rotating=rotating)
+    if rotating:
+        return Finding("ambiguous", causes=(cause,), excess=excess, rotating=True)
+    return Finding("straggler", causes=(cause,), excess=excess, transient=True)

@@ -15,7 +15,7 @@ Float = np.ndarray[Any, np.dtype[np.float32]]
 Int64 = np.ndarray[Any, np.dtype[np.int64]]
 Devices = Mapping[int, Sequence[GpuProcess]]
 XID_LATE_NS = 2_000_000_000
-"""What went wrong is in the sample after it, and a process may be gone by then."""
+"""A critical error is in the sample after it, and its process may be gone by then."""
 
 
 class Excerpt(NamedTuple):
@@ -31,13 +31,13 @@ class Excerpt(NamedTuple):
 
 
 Between = Callable[[Sequence[str], int, int], Mapping[str, Excerpt]]
-"""Returns what was sampled on nodes (by id) between two times (ns since the epoch)."""
+"""Returns the samples of nodes (by id) between two times (ns since the epoch)."""
 
 
 class Samples:
     """
-    The samples of one node. When it is full, every second one of the older half is dropped, so that the
-    newest are all kept and older ones are ever further apart.
+    The samples of one node. When there is no room, every second one of the older half is dropped: the newest
+    are all kept, older ones are further and further apart.
     """
 
     def __init__(self, size: int = 256) -> None:
@@ -50,7 +50,7 @@ class Samples:
         self._xids: deque[tuple[int, int, int]] = deque(maxlen=size)
 
     def add(self, sample: NodeSample) -> None:
-        """Add one; where the devices change, it begins anew."""
+        """Add a sample; a change of the devices discards those before."""
         devices = tuple(gpu.index for gpu in sample.gpus or ())
         if sample.gpus is not None and devices != self._devices:
             self._devices = devices
@@ -73,7 +73,7 @@ class Samples:
         self._last = sample
 
     def between(self, first_ns: int, last_ns: int) -> Excerpt:
-        """Return copies of what was sampled from `first_ns` to `last_ns` (ns since the epoch)."""
+        """Return copies of the samples from `first_ns` to `last_ns` (ns since the epoch)."""
         t = self._t[: len(self._processes)]
         at = np.flatnonzero((t >= first_ns) & (t <= last_ns))
         values = self._values[at]

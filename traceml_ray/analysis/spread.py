@@ -1,4 +1,4 @@
-"""How ranks and nodes lie apart, for one number of each rank or for a row of them; unknown is NaN."""
+"""The spread over ranks and nodes of one number of each rank, or of a row of numbers; unknown is NaN."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Spread(NamedTuple):
 
 
 def spread(values: Values, nodes: Sequence[str]) -> Spread:
-    """Return how `values` (R, C) lie apart, R ≥ 1; `nodes` says where each rank is."""
+    """Return the spread of `values` (R, C), R ≥ 1; `nodes` has the node of each rank."""
     at: dict[str, list[int]] = {}
     for place, node in enumerate(nodes):
         at.setdefault(node, []).append(place)
@@ -64,7 +64,7 @@ def spread(values: Values, nodes: Sequence[str]) -> Spread:
 
 
 def over_pct(value: Values, base: Values) -> Float:
-    """Return by how many % `value` is above `base`; NaN where that cannot be said."""
+    """Return by how many % `value` is above `base`; NaN where either is unknown, or `base` is 0."""
     known = np.isfinite(value) & np.isfinite(base) & (base > 0)
     return np.where(known, 100 * (np.where(known, value, 0) - base) / np.where(known, base, 1), np.nan)
 

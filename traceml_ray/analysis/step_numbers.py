@@ -15,6 +15,8 @@ from traceml_ray.stages import N_STAGES, STAGES, SYNC_WAIT
 
 MAX_LINES = 1024
 """Of a job of more ranks, a line of the heatmap is a node."""
+_UNSEEN = 1.1
+"""Steps that took so many times as long as the time since the first report began before it."""
 
 
 def times(
@@ -25,9 +27,12 @@ def times(
 
     Times in ms, shares in %, unknown is None (NaN in arrays). `ranks` (R,) and their median `busy_ms` (R,),
     `nodes` see `_by_node`, `stages` the mean exposed time of each. `productive_pct`: the share of `wall_ms`
-    (since the first report) that was spent in steps, None where not nearly all `stored` rows were read.
+    (since the first report) that was spent in steps, None where not nearly all `stored` rows were read, or
+    where much of the steps was over before the first report.
     """
     stats = history.stats(None if whole else history.limits.window_steps)
+    if wall_ms is not None and history.total_ms() > _UNSEEN * wall_ms:
+        wall_ms = None  # many steps were over before the first report
     found: dict[str, Any] = {
         "version": history.version,
         "last_step": history.last_step,

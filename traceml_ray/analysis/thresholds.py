@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from traceml_ray.analysis.labels import LABELS, Label
+
 
 class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers the verdict rules use; shares are fractions of the mean step."""
@@ -20,9 +22,9 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     report_timeout_s: float = 5.0
     """A rank that has not reported for so long is missing."""
     hang_timeout_s: float = 20.0
-    """With no row from any rank for so long, and"""
+    """The job hangs when no rank has sent a row for so long and"""
     hang_steps: float = 10.0
-    """for so many median steps, while one waits for another, the job hangs."""
+    """for so many median steps, while a rank waits for others."""
     min_step_ns: int = 1_000_000
     max_step_ns: int = 86_400_000_000_000
     aligned_limited: float = 0.5
@@ -52,7 +54,7 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     transient_share: float = 0.80
     rotating_excess: float = 0.20
     baseline_windows: int = 5
-    """Quiet windows that the run's own baseline is learned from."""
+    """Healthy windows that the run's own baseline is learned from."""
     baseline_after_steps: int = 50
     """Steps after warm-up that it is not learned from."""
     min_drift: float = 0.03
@@ -73,29 +75,33 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     chronic_windows: int = 10
     """How many of the last windows that is counted over."""
     hold_s: float = 2.0
-    """What is late is named once that has held for so long,"""
+    """A finding is named once it has lasted for so long,"""
     hold_steps: int = 10
     """and for so many steps,"""
     hold_cost_s: float = 0.3
     """and has made the job wait for so long in all. The name is taken back when it is gone for as long."""
     hold_group_s: float = 30.0
-    """As `hold_s`, for `group_wide`: it names no rank, and a machine may be busy for a while."""
+    """As `hold_s`, for `group_wide`: it names no rank, and other work may use a machine for a while."""
     hold_share: float = 0.67
     """Share of the windows since it began that must show it."""
-    weather_windows: int = 200
-    """Windows that its excess is compared with: the last so many in which no rank was named,"""
-    weather_least: int = 20
+    usual_windows: int = 200
+    """Its excess is compared with the last so many windows in which no rank was named,"""
+    usual_least: int = 20
     """where there are so many of them,"""
-    weather_quantile: float = 0.9
+    usual_quantile: float = 0.9
     """by this quantile."""
     run_steps: int = 2000
     """Steps that a whole-run verdict samples, evenly spread over the run."""
     run_rows: int = 1_000_000
     """Rows (steps × ranks) that a whole-run verdict samples: fewer steps where there are many ranks."""
 
-    def hold_of(self, label: str) -> float:
+    def hold_of(self, label: Label) -> float:
         """Return how long a finding of that label has to last, s."""
-        return self.hold_group_s if label == "group_wide" else self.hold_s
+        return self.hold_group_s if LABELS[label].names == "all" else self.hold_s
+
+    def lasted(self, label: Label, ns: float, steps: int) -> bool:
+        """Whether `ns`, in which there were so many steps, is as long as `label` has to last."""
+        return ns >= self.hold_of(label) * 1e9 and steps >= self.hold_steps
 
 
 class MachineLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,19 +112,19 @@ class MachineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     samples: int = 8
-    """Fewer samples than this are no evidence."""
+    """Fewer samples are no evidence."""
     often: float = 0.7
     """Share of the samples that must be anomalous,"""
     usual_quantile: float = 0.95
-    """and above so many of the samples they are compared with."""
+    """and above this quantile of the samples they are compared with."""
     processes: int = 2
     """Samples of the processes of a device from which on a foreign one counts."""
     live_s: float = 60.0
-    """Evidence of the live verdict is from the last so many seconds; of a death, from those before it."""
+    """Evidence of the live verdict is of the last so many seconds; of a death, of those before it."""
     lead_s: float = 30.0
-    """Peers are compared with over so many seconds more, so that a short time has enough samples;"""
+    """Samples of peers are taken from so many seconds earlier, so that there are enough;"""
     before_s: float = 300.0
-    """a node that has none with itself over so many seconds before."""
+    """where there are no peers, those of the node itself from so many seconds before."""
     mem_used: float = 0.95
     """Of a node's memory; an anomaly whatever is usual."""
     swap_in_bps: tuple[float, float] = (1 << 20, 1 << 20)

@@ -1,14 +1,14 @@
-"""One finding followed from window to window, in the job's own time: how long it lasts, what it costs."""
+"""One finding, followed from window to window in the job's own time: how long it lasts, and its cost."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from traceml_ray.analysis.evidence import Cause, Evidence
+from traceml_ray.analysis.labels import Label
 from traceml_ray.analysis.onset import late_steps
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
@@ -22,14 +22,14 @@ TURNS = 10
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True):
     """
-    What was named from one step to another, and what it cost in all.
+    A named finding from its first late step to its last, and its cost.
 
     `cost_s` is by how much it made the job longer, `gpu_hours` that on all ranks that exchange gradients
-    with the late ones, `cost_pct` its share of the episode, `cost_range_pct` between what that was in most
-    of the windows (p10, p90).
+    with the late ones, `cost_pct` its share of the episode, `cost_range_pct` the range of that share over
+    the windows (p10, p90).
     """
 
-    label: str
+    label: Label
     stage: str | None
     stages: tuple[str, ...]
     rank: int | None
@@ -51,15 +51,15 @@ class Clock:
     """
     How long the job has run since the first row, ns, from the rows alone.
 
-    Steps that no window holds count as long as those after them.
+    Steps in no window count as long as those after them.
     """
 
     def __init__(self, thresholds: Thresholds) -> None:
         self.now_ns = 0
         self.skipped_ns = 0
-        """Between the windows of the last `advance` and the one before it."""
+        """Time of the steps between the window of the last `advance` and the one before it."""
         self.steps: Int64 = np.empty(0, dtype=np.int64)
-        """Of the last window, (S,)."""
+        """Steps (S,) of the last window."""
         self._step_ns: Int64 = self.steps
         self._longest = thresholds.max_step_ns
 
@@ -78,21 +78,12 @@ class Clock:
         self.steps, self._step_ns = steps, step_ns
         return True
 
-    def state(self) -> list[int]:
-        """Return what `restore` goes on from."""
-        last = (int(self.steps[-1]), int(self._step_ns[-1])) if len(self.steps) else ()
-        return [self.now_ns, *last]
-
-    def restore(self, state: list[int]) -> None:
-        self.now_ns = state[0]
-        self.steps, self._step_ns = (np.array(part, dtype=np.int64) for part in (state[1:2], state[2:3]))
-
     def begin_ns(self, step: int) -> int:
-        """Return when `step`, of the last window, began."""
+        """Return when `step` of the last window began, ns."""
         return self.now_ns - int(self._step_ns[np.searchsorted(self.steps, step) :].sum())
 
     def end_ns(self, step: int) -> int:
-        """Return when it ended."""
+        """Return when `step` of the last window ended, ns."""
         return self.begin_ns(step + 1)
 
 
@@ -101,48 +92,35 @@ class Track:
 
     def __init__(self, verdict: Verdict, began: int, began_ns: int) -> None:
         self.verdict = verdict
-        """As it was found last."""
+        """As found last."""
         self.began, self.began_ns = began, began_ns
         self.last, self.last_ns = began, began_ns
         """The last late step, and its end."""
         self.found, self.found_ns = began, began_ns
-        """When a window showed it first; once it is named, when that was."""
+        """The step and time at which a window showed it first; once it is named, of that."""
         self.cost_ns = 0
-        """Of all steps to the last late one; those after it may be another's first."""
+        """Cost of all steps to the last late one; those after it may be the first of another finding."""
         self.outlived_ns = 0
-        """The most that one which says nearly the same, and is forgotten already, has cost."""
+        """The largest cost of an overlapping finding that was dropped."""
         self.seen = self.exact = self.missed = 0
-        """Windows that show it, of these with the same label and stages, and those that do not."""
+        """Windows that show it; of these, with the same label and stages; windows that do not show it."""
         self.levels: list[tuple[int, Float]] = []
-        """Of each full window that shows it: `kind_of` what was found there, and `level_of` it."""
+        """`kind_of` and `level_of` each full window that shows it."""
         self.ranks = 1
         self._counted_to = -1
         self._after_ns = 0
-        """What the steps after the last late one have cost, for when it goes on."""
+        """Cost of the steps after the last late one, for when it continues."""
         self._turned = 0
-        """Windows in a row in which another of its stages, or ranks, costs more than the first."""
+        """Windows in a row in which another of its stages, or ranks, costs most."""
         self._pieces: deque[tuple[int, int, int]] = deque(maxlen=256)
-        """Step, time and cost so far, to take back what another explains better."""
+        """(step, time, cost) so far, to take back steps that another finding explains better."""
         self._shares: deque[float] = deque(maxlen=MAX_LEVELS)
-
-    def state(self) -> dict[str, Any]:
-        """Return what `restored` makes it from, in types that JSON has; its windows' levels are not kept."""
-        numbers = {name: getattr(self, name) for name in _NUMBERS}
-        return {"verdict": msgspec.to_builtins(self.verdict), "shares": [*self._shares], **numbers}
-
-    @classmethod
-    def restored(cls, state: dict[str, Any]) -> Track:
-        track = cls(msgspec.convert(state["verdict"], Verdict), state["began"], state["began_ns"])
-        for name in _NUMBERS:
-            setattr(track, name, int(state[name]))
-        track._shares.extend(state["shares"])
-        return track
 
     def supports(self, found: Verdict) -> bool:
         """Whether `found` names what this names, and maybe more."""
         mine = self.verdict
-        if "group_wide" in (mine.label, found.label):
-            return mine.label == found.label  # where a stage is slower, others are in some windows
+        if "all" in (mine.meaning.names, found.meaning.names):
+            return mine.label == found.label  # which stage carries a slow-down differs between windows
         if mine.rotating != found.rotating:
             return False
         same = not mine.ranks or not set(mine.ranks).isdisjoint(found.ranks)
@@ -154,8 +132,8 @@ class Track:
         return same and self.supports(found)
 
     def lingers(self, evidence: Evidence, thresholds: Thresholds) -> bool:
-        """Whether half of what it was found by is still there."""
-        if self.verdict.label == "group_wide" or self.verdict.stage not in STAGES:
+        """Whether half of the excess that it was found by is still there."""
+        if self.verdict.meaning.names == "all" or self.verdict.stage not in STAGES:
             return False
         stage, places = STAGES.index(self.verdict.stage), _places(self.verdict, evidence.window)
         exposed = evidence.exposed_excess[places, stage]
@@ -166,14 +144,14 @@ class Track:
         return bool(evidence.persistent[places, stage].max(initial=0) >= thresholds.min_excess / 2)
 
     def extend(self, evidence: Evidence, clock: Clock, found: Verdict | None) -> None:
-        """Add the new steps of a window that shows it; `found` is what was found, where it is just this."""
+        """Add the new steps of a window that shows it; `found` is the verdict, where it names just this."""
         if found is not None:
             self._reword(found)
         window, waited = evidence.window, waited_ns(self.verdict, evidence)
         steps = window.steps
         since = steps >= self.began
         if len(steps) < len(window.keys):
-            since[-1] = False  # its other rows may be still to come
+            since[-1] = False  # its other rows may not have come yet
         new = since & (steps > self._counted_to)
         if not new.any():
             return
@@ -192,25 +170,21 @@ class Track:
         self.cost_ns = cost_ns - self._after_ns
         self._counted_to = int(steps[new][-1])
         self._pieces.append((self.last, self.last_ns, self.cost_ns))
-        total_ns = window.by_step(evidence.frontier.exposed.sum(axis=1))[since].sum()
-        self._shares.append(100 * float(waited[since].sum()) / max(float(total_ns), 1.0))
+        self._shares.append(100 * float(waited[since].sum()) / max(float(evidence.step_ns[since].sum()), 1.0))
         self.ranks = window.expected
 
     def _reword(self, found: Verdict) -> None:
-        """Take the newest window's verdict; of two stages or ranks that cost alike the same stays first."""
+        """Take the newest verdict; of two stages or ranks of about equal cost the same one stays first."""
         mine = self.verdict
         self._turned = 0 if (found.stage, found.rank) == (mine.stage, mine.rank) else self._turned + 1
         if self._turned in (0, TURNS):
             self.verdict, self._turned = found, 0
 
     def held(self, thresholds: Thresholds) -> bool:
-        """Whether it has lasted for so long, and cost so much, that it is worth naming."""
-        hold_ns = thresholds.hold_of(self.verdict.label) * 1e9
-        return (
-            self.last_ns - self.began_ns >= hold_ns
-            and self.last - self.began + 1 >= thresholds.hold_steps
-            and self.cost_ns >= thresholds.hold_cost_s * 1e9
-        )
+        """Whether it has lasted long enough, and cost enough, to be named."""
+        ns, steps = self.last_ns - self.began_ns, self.last - self.began + 1
+        lasted = thresholds.lasted(self.verdict.label, ns, steps)
+        return lasted and self.cost_ns >= thresholds.hold_cost_s * 1e9
 
     def gone(self, step: int, now_ns: int, thresholds: Thresholds) -> bool:
         """Whether no step has been late for as long as it takes to be named."""
@@ -246,32 +220,29 @@ class Track:
         return low, high
 
 
-_NUMBERS = ("began", "began_ns", "last", "last_ns", "found", "found_ns", "cost_ns", "outlived_ns", "seen",
-            "exact", "missed", "ranks", "_counted_to", "_after_ns")  # fmt: skip
 _SHARED = ("label", "stage", "stages", "rank", "ranks", "node", "rotating", "why")
 
 
 def _places(verdict: Verdict, window: Window) -> list[int]:
-    """Return the places in `window` of the ranks that are named; where nobody is, of all."""
+    """Return the places in `window` of the named ranks; of all where none is named."""
     places = [at for at, rank in enumerate(window.ranks.tolist()) if rank in verdict.ranks]
     return places if verdict.ranks else list(range(len(window.ranks)))
 
 
 def waited_ns(verdict: Verdict, evidence: Evidence) -> Int64:
-    """Return by how much what `verdict` names makes each step longer, ns (S,)."""
+    """Return by how much the cause that `verdict` names makes each step longer, ns (S,)."""
     window = evidence.window
-    if verdict.label == "group_wide":
-        step_ns = window.by_step(evidence.frontier.exposed.sum(axis=1))
+    if verdict.meaning.names == "all":
         since = window.steps >= (verdict.from_step or 0)
-        return np.where(since, (verdict.excess_pct or 0.0) / 100 * step_ns, 0).astype(np.int64)
+        return np.where(since, (verdict.excess_pct or 0.0) / 100 * evidence.step_ns, 0).astype(np.int64)
     places = tuple(_places(verdict, window))
     causes = [Cause(STAGES.index(stage), places) for stage in verdict.stages]
     return window.by_step(evidence.waited_ns(*causes))
 
 
 def overlap(one: Verdict, other: Verdict) -> bool:
-    """Whether a step may be late by both, so that only one of them counts it."""
-    if "group_wide" in (one.label, other.label):
+    """Whether both may make the same step late, so that only one of them counts it."""
+    if "all" in (one.meaning.names, other.meaning.names):
         return one.label == other.label
     alike = not one.ranks or not other.ranks or not set(one.ranks).isdisjoint(other.ranks)
     return alike and not set(one.stages).isdisjoint(other.stages)
@@ -286,23 +257,18 @@ def late_from(step: int, found: Verdict, evidence: Evidence, rest: Thresholds | 
     window = evidence.window
     since = window.steps >= step
     waited = np.where(since, waited_ns(found, evidence), 0)
-    if rest is not None:
-        total_ns = window.by_step(evidence.frontier.exposed.sum(axis=1))[since].sum()
-        if waited.sum() < rest.min_excess * total_ns:
-            return None
+    if rest is not None and waited.sum() < rest.min_excess * evidence.step_ns[since].sum():
+        return None
     late = window.steps[since & late_steps(waited.astype(np.float64))]
     return int(late[0]) if len(late) else None
 
 
 def level_of(evidence: Evidence) -> Float:
-    """
-    Return what a window is compared with others by (3,): the largest excess that is lasting, of one rank now
-    and then, and of all ranks in a stage.
-    """
+    """Return a window's largest excess (3,): lasting, of one rank now and then, of all ranks in a stage."""
     exposed = evidence.exposed_excess
     return np.array([evidence.persistent.max(), exposed.max(), exposed.sum(axis=0).max()])
 
 
 def kind_of(verdict: Verdict) -> int:
-    """Return by which of these a window that says `verdict` is compared with others."""
+    """Return which place of `level_of` belongs to the rule that found `verdict`."""
     return 2 if verdict.rotating else 1 if verdict.transient else 0

@@ -13,6 +13,7 @@ from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.drift import Drift
 from traceml_ray.analysis.evidence import Cause, Evidence
 from traceml_ray.analysis.finding import Finding
+from traceml_ray.analysis.labels import LABELS, Label, Meaning
 from traceml_ray.analysis.onset import Timing, late_steps, onset
 from traceml_ray.analysis.rules import find
 from traceml_ray.analysis.thresholds import Thresholds
@@ -22,15 +23,16 @@ from traceml_ray.stages import BACKWARD, STAGES
 DEFAULTS = Thresholds()
 _MAX_SUSPECTS = 5
 _OFTEN = 0.6
+_OF_WINDOW = ("to_step", "coverage", "window_steps", "suspects", "exposed_ms", "mean_step_ms")
 
 
 class Suspect(msgspec.Struct, frozen=True, kw_only=True):
     """
     One rank late out of one stage.
 
-    `excess_ms` is its lasting excess over its peers per step or, where that is more, the time
-    per step by which it held the others up; `share` is that over the mean step (0..1); `gain_ms`
-    is what a step gets shorter when this one alone is mended.
+    `excess_ms` is its lasting excess over its peers per step or, where that is more, the time per step that
+    the others waited for it; `share` is that over the mean step (0..1); `gain_ms` is by how much a step gets
+    shorter when this one alone is fixed.
     """
 
     stage: str
@@ -42,7 +44,7 @@ class Suspect(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stack(msgspec.Struct, frozen=True, kw_only=True):
-    """Where `ranks` stood when they were asked, all alike: the innermost call last."""
+    """The stack of `ranks`, the same on all of them: the innermost call last."""
 
     ranks: tuple[int, ...]
     text: str
@@ -50,15 +52,14 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """
-    What is wrong in a window of steps, and what to do. `None` is "not known", never 0.
+    The finding of a window of steps, its cost, and what to do. `None` is "not known", never 0.
 
-    `label`: healthy, straggler, ambiguous, co_critical, group_wide, accounting_only,
-    telemetry_limited (from `judge`), rank_lost, hang, stalled, oom (from whoever watches the processes).
-    `stage` is the first of `stages`, `rank` the worst of `ranks`, `node` its node. `group_wide` without a
-    stage means that the step as a whole has become slower.
+    `label` is one of the table in `labels`: findings and abstentions come from `assess`, failures from
+    `hang` and `reports.deaths`. `stage` is the first of `stages`, `rank` the worst of `ranks`, `node` its
+    node. `group_wide` without a stage means that the step as a whole has become slower.
     """
 
-    label: str
+    label: Label
     stage: str | None = None
     stages: tuple[str, ...] = ()
     rank: int | None = None
@@ -69,15 +70,15 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     excess_pct: float | None = None
     """By how much `rank` is late out of `stage`, % of the mean step; of `group_wide`, all ranks together."""
     gain_pct: float | None = None
-    """What mending `stage` alone saves, % of the step."""
+    """What fixing `stage` alone saves, % of the step."""
     cost_pct: float | None = None
-    """What all that is named costs together, % of the step."""
+    """Cost of all that is named together, % of the step."""
     cost_range_pct: tuple[float, float] | None = None
-    """Of what is named over several windows: between what `cost_pct` was in most of them (p10, p90)."""
+    """Range of `cost_pct` over the windows (p10, p90), where there were several."""
     lost_s: float | None = None
-    """What all that has been named in the run so far made it wait for, s,"""
+    """Time that the run has waited for all that was named so far, s,"""
     elapsed_s: float | None = None
-    """and how long the run has been judged, s."""
+    """and how long it has been judged, s."""
     gpu_hours_per_hour: float | None = None
     """`cost_pct` over all ranks that exchange gradients with the late ones."""
     chronic: bool | None = None
@@ -97,45 +98,30 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
     next: str = ""
     note: str = ""
-    """What is too brief to be named as yet, or named and not seen just now."""
+    """A finding that is too brief to be named as yet, or that the named one is not seen now."""
     last_step: int | None = None
     open_stage: str | None = None
     exit_reason: str | None = None
     part: str | None = None
-    """What `rank` is late in, inside `stage`; of a hang, what is open: `checkpoint`, a user's stage, …"""
+    """The part of `stage` that `rank` is late in; in a hang, the one that is open: `checkpoint`, …"""
     began_ns: int | None = None
     """Of a hang: when the last row before it came (ns since the epoch)."""
     lasted_s: float | None = None
     """Of a hang that is over: until the next row came."""
     stacks: tuple[Stack, ...] = ()
-    """Of a hang: the odd rank's first, then the others', each kind once."""
+    """Of a hang: those of the rank that blocks first, then the others', each kind once."""
     machine: tuple[Anomaly, ...] | None = None
-    """What else was odd then on the nodes of `ranks` (`group_wide`: on any): no cause. None: not known."""
+    """Anomalies at that time on the nodes of `ranks` (`group_wide`: on any): no cause. None: not known."""
 
+    @property
+    def meaning(self) -> Meaning:
+        """What its label says."""
+        return LABELS[self.label]
 
-def judge(
-    window: Window,
-    thresholds: Thresholds = DEFAULTS,
-    *,
-    whole_run: bool = False,
-    baseline: Baseline | None = None,
-) -> Verdict:
-    """
-    Return the verdict over `window`; never raises, whatever the rows hold.
-
-    `whole_run` only changes the wording. `chronic` is left to `history`, which has seen more.
-    Without a `baseline` nothing can be `group_wide`.
-
-    Confidence of what is named: **high** when every rank reports, the window is full, the excess
-    is at least `high_excess` and the rank is late in at least `high_late_share` of the steps since
-    it began; **low** with fewer than `first_window_steps`, or late in fewer than 60 % of them;
-    else **medium**, which is also the most for two stages, several causes, a rotating rank, what
-    comes and goes, what the newest steps alone show, and stages merged by a missing mark.
-    Healthy is high on a full window of all ranks. Abstentions have none.
-
-    Frontier: StageFrontier, arXiv 2606.06751; the rules are ours.
-    """
-    return assess(window, thresholds, whole_run=whole_run, baseline=baseline)[0]
+    @property
+    def of_window(self) -> dict[str, Any]:
+        """Its facts about the window, whatever it names."""
+        return {name: getattr(self, name) for name in _OF_WINDOW}
 
 
 def assess(
@@ -147,13 +133,18 @@ def assess(
     followed: tuple[int, ...] = (),
 ) -> tuple[Verdict, Evidence | None]:
     """
-    Return what `judge` does, and the evidence, where there is any.
+    Return the verdict over `window`, and the evidence, where there is any; never raises.
+
+    `whole_run` only changes the wording. Without a `baseline` nothing can be `group_wide`. `chronic` is left
+    to `history`, which has seen more windows.
 
     Each group of ranks that exchange gradients is judged by itself. The verdict and the evidence are those
     of the one that matters most: something named before an abstention before healthy, of several named
     the one that costs most, unless one that names a rank of `followed` costs nearly as much
     (`keep_group`). With several groups nothing is `group_wide`, and of healthy ones there is no
     evidence, so that no baseline is learned: a baseline is of one frontier.
+
+    Frontier: StageFrontier, arXiv 2606.06751; the rules are ours.
     """
     groups = window.by_group()
     if len(groups) == 1:
@@ -165,13 +156,14 @@ def assess(
     )
     if verdict.label == "healthy":
         sure = min((each.confidence or "low" for _, each, _ in found), key=("low", "medium", "high").index)
-        told = wording.healthy_groups(len(groups))
-        return msgspec.structs.replace(verdict, confidence=sure, why=told), None
+        return msgspec.structs.replace(
+            verdict, confidence=sure, why=wording.healthy_groups(len(groups))
+        ), None
     return msgspec.structs.replace(verdict, why=wording.in_group(group, verdict.why)), evidence
 
 
 def _matters(verdict: Verdict, times: float) -> tuple[int, float]:
-    """Return by what the verdict on one of several groups is chosen, the largest first."""
+    """Return the order in which the verdict of one of several groups is chosen, the largest first."""
     if verdict.gpu_hours_per_hour is not None:
         return 2, times * verdict.gpu_hours_per_hour
     return int(verdict.label != "healthy"), 0.0
@@ -180,14 +172,14 @@ def _matters(verdict: Verdict, times: float) -> tuple[int, float]:
 def _assess(
     window: Window, thresholds: Thresholds, whole_run: bool, baseline: Baseline | None = None
 ) -> tuple[Verdict, Evidence | None]:
-    """Return what `assess` does of one group of ranks."""
+    """Return what `assess` does, for one group of ranks."""
     finding, evidence = find(window, thresholds, baseline)
     facts = _facts(window, evidence)
     if finding.label == "healthy" and finding.causes and window.waits_inside:
-        # Slow here and faster there costs nothing only where nobody waits in between.
+        # Slower here and faster there costs nothing only where no rank waits in between.
         finding = Finding("accounting_only", abstention.HIDDEN)
     if finding.reason or evidence is None:
-        why, advice = finding.reason, wording.next_for(finding.label)
+        why, advice = finding.reason, LABELS[finding.label].next
         return Verdict(label=finding.label, why=why, next=advice, **facts), evidence
     facts["suspects"] = _suspects(evidence, thresholds)
     if finding.drift is not None:
@@ -197,7 +189,7 @@ def _assess(
             label=finding.label,
             confidence=_confidence(finding, evidence, None, thresholds),
             why=wording.healthy(evidence, finding, thresholds.min_excess),
-            next=wording.next_for(finding.label),
+            next=LABELS[finding.label].next,
             **facts,
         )
         return healthy, evidence
@@ -276,7 +268,7 @@ def _group_wide(drift: Drift, evidence: Evidence, thresholds: Thresholds, facts:
 
 
 def _timing(finding: Finding, evidence: Evidence) -> Timing:
-    """Say since when the first cause is late."""
+    """Return since when the first cause is late."""
     late = late_steps(evidence.series(finding.causes[0]))
     if finding.new:  # the evidence begins where it does
         return Timing(late, 0, goes_on=True)
@@ -289,6 +281,15 @@ def _timing(finding: Finding, evidence: Evidence) -> Timing:
 
 
 def _confidence(finding: Finding, evidence: Evidence, timing: Timing | None, thresholds: Thresholds) -> str:
+    """
+    Return how sure a finding, or a healthy window, is.
+
+    **high** when every rank reports, the window is full, the excess is at least `high_excess` and the rank is
+    late in at least `high_late_share` of the steps since it began; **low** with fewer than
+    `first_window_steps`, or late in fewer than 60 % of them; else **medium**, which is also the most for two
+    stages, several causes, a rotating rank, what comes and goes, what the newest steps alone show, and stages
+    merged by a missing mark. Healthy is high on a full window of all ranks.
+    """
     window = evidence.window
     if finding.new:
         return "medium"

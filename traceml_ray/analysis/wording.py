@@ -1,4 +1,4 @@
-"""The verdict as sentences: why a rank or a stage is named, and what to look at next."""
+"""The verdict in sentences: why a rank or a stage is named, and what to do next."""
 
 from __future__ import annotations
 
@@ -17,14 +17,21 @@ from traceml_ray.analysis.window import Window
 from traceml_ray.stages import BACKWARD, FLAG_NO_DATA, FLAG_NO_FORWARD, FORWARD, POST_SYNC, STAGES, SYNC_WAIT
 
 _NAMED = 8
-"""So many nodes are named, more are counted."""
+"""Up to so many nodes are listed, more are counted."""
+_DEVICE = "the device (clocks, temperature, what else uses it)"
 _LOOK = {
-    "post_sync": "what {it} between two steps: optimizer, logging, checkpoint, evaluation",
-    "data": "{its} DataLoader workers and the node's disk",
-    "prepare": "{its} host-to-device copies and preprocessing: pinned memory, CPU load",
-    "forward": "{its} inputs (longer sequences, larger batches), the device's clocks and what else uses it",
-    "backward": "the device's clocks and temperature, what else uses it, and recomputation in backward",
+    "post_sync": ("the work between two steps: optimizer, logging, checkpoint, evaluation",),
+    "data": ("the DataLoader workers", "the node's disk"),
+    "prepare": ("host-to-device copies and preprocessing: pinned memory, CPU load",),
+    "forward": ("the inputs (longer sequences, larger batches)", _DEVICE),
+    "backward": ("recomputation in backward", _DEVICE),
 }
+_PARTS = {
+    "workers": "the DataLoader workers of rank {}, which do not keep up: their number, the time per sample",
+    "fetch": "how rank {} reads its samples (`__getitem__`, disk), and whether DataLoader workers can do it",
+    "collate": "`collate_fn` of rank {}, and whether DataLoader workers can run it",
+}
+"""What to look at where the part of the stage is known."""
 _EVEN_OUT = {
     "post_sync": "Look at what ranks do in turn between two steps: logging, checkpoints, garbage collection.",
     "data": "Look at prefetching and the number of DataLoader workers: loading is uneven on every rank.",
@@ -48,17 +55,7 @@ _LACKING = {
     POST_SYNC: (FLAG_NO_DATA, "data wait", "loading the data"),
     FORWARD: (FLAG_NO_FORWARD, "start of forward", "preparing the batch"),
 }
-"""The flag of a mark that merges what comes before it into a stage; what that is."""
-_PARTS = {
-    "workers": "Its DataLoader workers do not keep up: check their number and the time per sample.",
-    "fetch": "Reading its samples takes the time (`__getitem__`): use DataLoader workers, check the disk.",
-    "collate": "Collating its batches takes the time: check `collate_fn`, use DataLoader workers.",
-}
-_NEXT = {
-    "healthy": "Nothing to do.",
-    "accounting_only": "Read the exposed time per stage; it names no rank.",
-    "telemetry_limited": "Look at the Health page: which ranks report, and what was dropped.",
-}
+"""By stage: the flag of a missing mark that merges other time into it, the mark, and what time that is."""
 
 
 def _who(window: Window, places: Sequence[int]) -> str:
@@ -72,7 +69,7 @@ def _who(window: Window, places: Sequence[int]) -> str:
 
 
 def _whole_node(window: Window, places: Sequence[int]) -> str | None:
-    """Return the node, one of several, whose ranks (two or more) `places` are, all of them."""
+    """Return the node, one of several, of which `places` are all ranks, two or more."""
     node = window.nodes[places[0]]
     of_node = {place for place, other in enumerate(window.nodes) if other == node}
     return node if 1 < len(of_node) < len(window.nodes) and of_node == set(places) else None
@@ -91,11 +88,6 @@ def in_group(group: Window, why: str) -> str:
 
 def healthy_groups(groups: int) -> str:
     return f"{groups:,} groups of ranks, each judged by itself: no rank delays the others of its group."
-
-
-def next_for(label: str) -> str:
-    """Return the next step where no rank is named."""
-    return _NEXT[label]
 
 
 def healthy(evidence: Evidence, finding: Finding, limit: float) -> str:
@@ -159,7 +151,7 @@ def _two_stages(evidence: Evidence, finding: Finding, timing: Timing, whole_run:
         "One cause may be behind both. Fixing both saves "
         f"{text.share(evidence.gain(first, second))} of the step."
     )
-    return why, f"Look at {_look(evidence, first)}; then at {_look(evidence, second)}."
+    return why, f"Look at {_look(evidence, first, second)}."
 
 
 def _co_critical(evidence: Evidence, finding: Finding) -> tuple[str, str]:
@@ -172,8 +164,11 @@ def _co_critical(evidence: Evidence, finding: Finding) -> tuple[str, str]:
     )
     if window.waits_inside:
         why += " The ranks wait inside forward and backward as well, so each may save more."
-    looks = [f"{_who(window, cause.places)} look at {_look(evidence, cause)}" for cause in finding.causes]
-    return why, f"Fix them together: on {'; on '.join(looks)}."
+    looks: dict[str, list[str]] = {}
+    for cause in finding.causes:
+        looks.setdefault(_look(evidence, cause), []).append(_who(window, cause.places))
+    each = [f"on {text.listed(who)} look at {look}" for look, who in looks.items()]
+    return why, f"Fix them together: {'; '.join(each)}."
 
 
 def _rotating(finding: Finding) -> tuple[str, str]:
@@ -218,10 +213,11 @@ def baseline_is(baseline: Baseline) -> str:
     return f"the baseline ({where})"
 
 
-def part(rank: int, name: str, ns: float) -> tuple[str, str]:
-    """Return what to add to (why, next) for the part of the stage that makes `rank` late."""
-    why = f" Of the time that rank {rank} is late, {text.ns(ns)} a step are in `{name}`."
-    return why, _PARTS.get(name, f"Look at `{name}` of rank {rank} first.") + " "
+def with_part(why: str, advice: str, rank: int, stage: str, name: str, ns: float) -> tuple[str, str]:
+    """Return (why, next) with the part of `stage` that makes `rank` late, instead of the stage as a whole."""
+    why += f" Of the time that rank {rank} is late, {text.ns(ns)} a step are in `{name}`."
+    look = _PARTS.get(name, f"`{name}` of rank {{}}").format(rank)
+    return why, advice.replace(text.listed(_LOOK[stage]), look, 1)
 
 
 def _by(evidence: Evidence, cause: Cause) -> str:
@@ -250,14 +246,14 @@ def _when(window: Window, timing: Timing, whole_run: bool) -> str:
     return f"in {text.share(timing.late.mean())} of {span}"
 
 
-def _look(evidence: Evidence, cause: Cause) -> str:
-    """Return what to look at; a node that is slow as a whole comes first."""
-    one = len(cause.places) == 1
-    look = _LOOK[STAGES[evidence.seen_in(cause)]].format(
-        its="its" if one else "their", it="it does" if one else "they do"
-    )
-    node = _whole_node(evidence.window, cause.places)
-    return f"what the ranks of {node} share (disk, network, CPU, cooling), then at {look}" if node else look
+def _look(evidence: Evidence, *causes: Cause) -> str:
+    """Return what to look at for causes of the same ranks, each thing once; first what their node shares."""
+    node = _whole_node(evidence.window, causes[0].places)
+    looks = [[f"what the ranks of {node} share (network, CPU, memory, cooling)"]] if node else []
+    for cause in causes:
+        known = [each for look in looks for each in look]
+        looks.append([each for each in _LOOK[STAGES[evidence.seen_in(cause)]] if each not in known])
+    return ", then at ".join(filter(None, map(text.listed, looks)))
 
 
 def _waiting_place(evidence: Evidence) -> str:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from traceml_ray.analysis.episodes import Brief, Episodes
 from traceml_ray.analysis.history import RunJudge
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.track import Clock, Episode, Track
+from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.errors import Errors
+from traceml_ray.store.packing import Packer
 from traceml_ray.store.writer import SessionWriter
 
 KEY = "judging"
@@ -15,6 +21,9 @@ KEY = "judging"
 EVERY_NS = 10_000_000_000
 """How often open episodes are written; one that begins or ends is written at once."""
 MAX_RUNS = 16
+FORM = 1
+"""To be raised when one of the classes below changes."""
+PACKER = Packer(FORM, 16 << 20, Episodes, Brief, Track, Clock, Episode, Verdict, Thresholds)
 
 
 @dataclass(eq=False)
@@ -38,7 +47,7 @@ class Histories:
         if kept.get("which") != [*which]:
             return None
         try:
-            judge.resume(kept["state"])
+            judge.resume(PACKER.unpack(base64.b64decode(kept["state"])))
         except Exception as error:
             self.errors.note("history", error)
             return None
@@ -51,10 +60,11 @@ class Histories:
         if found == before and now - at_ns < EVERY_NS:
             return
         self._kept[run] = found, now
+        state = base64.b64encode(PACKER.pack(judge.state())).decode()
         with self.writer.lock:
             kept = dict(self.writer.meta.get(KEY, {}))
             kept.pop(run, None)
-            kept[run] = {"which": [*which], "state": judge.state()}
+            kept[run] = {"which": [*which], "state": state}
             while len(kept) > MAX_RUNS:
                 del kept[next(iter(kept))]
             self.writer.set_meta(**{KEY: kept})

@@ -1,4 +1,4 @@
-"""The setting `baseline`: a stored session that is known to be good, and what a step costs there."""
+"""The setting `baseline`: a stored session that is known to be good, and what a step takes there."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """
-Who died first, and why: the headline of a run that broke.
+The rank that died first, and why: the verdict on a run that broke.
 
-When one rank dies, its peers fail in their collectives and the launcher ends the rest. The culprit
+When one rank dies, its peers fail in their collectives and the launcher ends the rest. The cause
 is the first death that is neither of the two.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,20 +21,20 @@ from traceml_ray.store.nodes import node_key
 from traceml_ray.store.streams import Stream, generations, last_attempt
 
 ENDED = "process_ended"
-"""Kind of event with the end of a process, whether that was a death or not."""
+"""Kind of event of a process that ended, whether it died or not."""
 _CLOCKS_NS = 100_000_000
-"""The clocks of two nodes are taken to differ by at most so much."""
+"""The clocks of two nodes are assumed to differ by at most so much."""
 _SEEN_NS = 100_000_000
-"""The end of a process is seen from outside at most so much later,"""
+"""The end of a process is observed from outside at most so much later,"""
 _LOST_NS = 20_000_000_000
-"""and that of a whole node, which had reported before."""
+"""and the end of a node at most so much."""
 _CUT_NS = 1_000_000_000
-"""torchrun cuts its times to whole seconds."""
+"""torchrun rounds its times down to whole seconds."""
 _LATE_NS = {"exception": 0, "rank_lost": _LOST_NS, ENDED: _SEEN_NS}
 FATAL = tuple(_LATE_NS)
 """Kinds of event that report deaths."""
-_SHOWN = 3
-"""Deaths of unknown order that are listed one by one."""
+_LISTED = 3
+"""Deaths of unknown order that are listed one by one; more are counted."""
 _FROM_PEERS = re.compile(
     r"connection closed by peer|connection reset|connection refused|broken pipe|socket timeout"
     r"|nccl|processgroup|gloo|distbackenderror|distnetworkerror|tcpstore"
@@ -50,14 +50,14 @@ _OUT_OF_MEMORY = re.compile(
 )
 _SILENT = frozenset({"ray", "v1"})
 """
-Sources of ranks that end without a message: a plain actor may be killed when its work is done, version 1
-has no last message. That alone is no death of a job.
+Sources of ranks for which an end without a final message is no death: a plain actor may be killed when its
+work is done, and version 1 has no final message.
 """
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A time on some node's clock; the true one is at most `early_ns` before or `late_ns` after it."""
+    """A time on a node's clock; the true one is at most `early_ns` before or `late_ns` after it."""
 
     t_ns: int
     early_ns: int = 0
@@ -67,8 +67,8 @@ class Moment:
 @dataclass(frozen=True)
 class Death:
     """
-    How one rank's process ended badly. `message` is the exception as `Type: text`, "" when there
-    was none; `exit_code` is None where no launcher saw it, a signal is negative.
+    How the process of a rank died. `message` is the exception as `Type: text`, "" when there
+    was none; `exit_code` is None where no launcher saw it, negative for a signal.
     """
 
     rank: int
@@ -77,13 +77,13 @@ class Death:
     exit_code: int | None = None
     stream: Stream | None = None
     circumstances: str = ""
-    """The message with which it was found to be gone."""
+    """The message of the event that reported it as lost."""
     oom_kills: int = 0
-    """Processes of its cgroup that the kernel killed meanwhile because memory ran out."""
+    """Processes of its cgroup that the kernel killed in its lifetime because memory ran out."""
 
     @property
     def node(self) -> str | None:
-        """Key of the node it was on, None where that is not known."""
+        """Key of its node, None where that is not known."""
         return node_key(self.stream) if self.stream and self.stream.identity else None
 
     @property
@@ -100,7 +100,7 @@ class Death:
 
     @property
     def reason(self) -> str:
-        """The exception, else the signal, else the exit code, else what was found, in words."""
+        """The exception, else how it was lost, else the signal or the exit code, in words."""
         if self.message:
             return self.message.splitlines()[0]
         if self.exit_code is None and self.circumstances:
@@ -111,19 +111,19 @@ class Death:
 
     @property
     def consequence(self) -> bool:
-        """Whether it died of another's death: a collective that failed, or ended by the launcher."""
+        """Whether another death caused it: a collective failed, or the launcher ended it."""
         return self.exit_code == -signal.SIGTERM or bool(_FROM_PEERS.search(self.message))
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether the exception says that memory ran out, or the kernel killed it for that."""
+        """Whether its exception is of memory that ran out, or the kernel killed it for that."""
         if self.message:
             return bool(_OUT_OF_MEMORY.search(self.message))
         return self.oom_kills > 0 and self.exit_code in (None, -signal.SIGKILL)
 
 
 def exit_words(code: int | None) -> str:
-    """Return an exit code in words: `SIGKILL`, `exit code 1`; None is a process that just went away."""
+    """Return an exit code in words: `SIGKILL`, `exit code 1`; None: the process left no trace."""
     if code is None:
         return "its process ended without a message"
     if code >= 0:
@@ -141,12 +141,12 @@ def deaths(
     failed: bool = False,
 ) -> list[Death]:
     """
-    Return the deaths of the last generation of a run (see `streams.generations`), first one first: a process
-    that was replaced is no death of the run. Where none is left and the run `failed`, the deaths of
+    Return the deaths of the last generation of a run (see `streams.generations`) in order of time: a process
+    that was replaced is no death of the run. Where there is none and the run `failed`, the deaths of
     those that were replaced in the last attempt, unless each only followed from another's.
 
-    `failures` are the launcher's (RankFailure as dicts), `events` and `streams` the run's. A death is
-    reported by an exception, the launcher, or the relay; each has its time, the most exact counts.
+    `failures` are the launcher's (RankFailure as dicts), `events` and `streams` the run's. An exception, the
+    launcher and the relay report a death, each with a time: the most exact one counts.
     """
     own: dict[int | None, list[dict[str, Any]]] = {}
     for event in events:
@@ -159,23 +159,23 @@ def deaths(
         for who, failure in by_process.items()
         if who not in known
     ]
+
+    def died(of: Iterable[Stream]) -> list[Death]:
+        every = (_death(stream, own.get(stream.id, []), by_process) for stream in of)
+        return [death for death in every if death]
+
     last = generations(last_attempt(streams))
-    now = list({stream.rank: stream for stream in last[-1]}.values()) if last else []
-    found += filter(None, (_death(stream, own.get(stream.id, []), by_process) for stream in now))
-    for before in reversed(last) if failed and not found else ():
-        earlier = list(
-            filter(None, (_death(stream, own.get(stream.id, []), by_process) for stream in before))
-        )
-        if not all(death.consequence for death in earlier):
-            found = earlier
-            break
+    found += died({stream.rank: stream for stream in last[-1]}.values()) if last else []
+    if failed and not found:
+        replaced = (died(before) for before in reversed(last))
+        found = next((each for each in replaced if not all(death.consequence for death in each)), [])
     return sorted(found, key=lambda death: death.when.t_ns)
 
 
 def _death(
     stream: Stream, every: list[dict[str, Any]], failures: Mapping[tuple[int, int], dict[str, Any]]
 ) -> Death | None:
-    """Return how a process died, by `every` event of it and the launcher's `failures`; None if it did not."""
+    """Return how a process died, from `every` event of it and the launcher's `failures`; None: it did not."""
     assert stream.identity is not None
     rank = stream.identity.global_rank
     failure = failures.get((rank, stream.identity.pid))
@@ -197,7 +197,7 @@ def _moment(
     events: Sequence[dict[str, Any]], failure: dict[str, Any] | None, last_seen_ns: int = 0
 ) -> Moment:
     """Return when a process ended: the most exact of what is known, of those the earliest."""
-    alive = {"rank_lost": last_seen_ns}  # by the same clock: the aggregator's
+    alive = {"rank_lost": last_seen_ns}  # both are of the aggregator's clock
     known = [
         Moment(t_ns, early_ns=min(_LATE_NS[kind], max(0, t_ns - alive.get(kind, 0))))
         for kind, t_ns in ((event["kind"], event["t_ns"]) for event in events)
@@ -221,8 +221,8 @@ def _message(failure: dict[str, Any] | None) -> str:
 
 def culprits(found: Sequence[Death]) -> list[Death]:
     """
-    Return the first death that no other explains (where each is explained, the first), then those that
-    came before it as far as clocks can tell.
+    Return the first death that is no consequence (if all are, the first), then those that may have been
+    before it within the error of clocks.
     """
     unexplained = [death for death in found if not death.consequence] or list(found)
     return [death for death in unexplained if death is unexplained[0] or _maybe_before(death, unexplained[0])]
@@ -238,28 +238,27 @@ def headline(
     found: Sequence[Death], node_of: Callable[[Death], str | None], ranks: Mapping[int, Stream], world: int
 ) -> Verdict:
     """
-    Return the verdict that names the first of the deaths `found`, one or more; `node_of` returns the label
-    of a node, `ranks` are those of `world` that are known.
+    Return the verdict that names the first of the deaths `found`, one or more; `node_of` returns the name
+    of its node, `ranks` are those of `world` that are known.
     """
     first = culprits(found)
     death, tie, others = first[0], len(first) > 1, len(found) - len(first)
     if death.consequence and (earlier := _earlier(found, node_of(death), ranks, world)):
         return earlier
-    nodes = {node_of(one) for one in first}
-    stages, steps = {one.stage for one in first}, {one.last_step for one in first}
+    stage = _one({one.stage for one in first})
     then = f" {text.count(others, 'other rank')} went down after {'them' if tie else 'it'}."
     return Verdict(
         label="oom" if death.out_of_memory else "rank_lost",
-        stage=_one(stages),
+        stage=stage,
         rank=death.rank,
         ranks=tuple(sorted(one.rank for one in first)),
-        node=_one(nodes),
+        node=_one({node_of(one) for one in first}),
         confidence="medium" if tie or death.consequence else "high",
-        last_step=_one(steps),
-        open_stage=_one(stages),
+        last_step=_one({one.last_step for one in first}),
+        open_stage=stage,
         exit_reason=_one({one.reason for one in first}),
         why=_why(first, node_of) + then * (others > 0),
-        next=" ".join(dict.fromkeys(map(_advice, first[:_SHOWN]))),
+        next=" ".join(dict.fromkeys(map(_advice, first[:_LISTED]))),
     )
 
 
@@ -268,7 +267,7 @@ def _earlier(
 ) -> Verdict | None:
     """
     Return the verdict where each death only followed from the end of a peer: one that had finished, or one
-    that nothing is known of.
+    that never reported.
     """
     death, dead = found[0], {each.rank for each in found}
     reached = -1 if death.last_step is None else death.last_step
@@ -302,7 +301,7 @@ _T = TypeVar("_T")
 
 
 def _one(values: set[_T]) -> _T | None:
-    """Return what is the same of all that are named."""
+    """Return the value that all have in common."""
     return next(iter(values)) if len(values) == 1 else None
 
 
@@ -311,9 +310,9 @@ def _why(first: Sequence[Death], node_of: Callable[[Death], str | None]) -> str:
     if len(first) == 1:
         return f"{places[0][0]} ended first{places[0][1]}: {first[0].reason}."
     each = "; ".join(
-        f"{who}{at}: {death.reason}" for (who, at), death in zip(places[:_SHOWN], first, strict=False)
+        f"{who}{at}: {death.reason}" for (who, at), death in zip(places[:_LISTED], first, strict=False)
     )
-    more = f"; and {len(first) - _SHOWN} more" if len(first) > _SHOWN else ""
+    more = f"; and {len(first) - _LISTED} more" if len(first) > _LISTED else ""
     ranks = text.ranks([death.rank for death in first])
     return f"{ranks} ended so close together that clocks cannot tell which was first: {each}{more}."
 

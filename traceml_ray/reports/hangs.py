@@ -1,4 +1,4 @@
-"""Hangs of a run, from what was judged live: afterwards the rows only show one long step."""
+"""Hangs of a run, from its live verdicts: afterwards the rows only show one long step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from traceml_ray.analysis.verdict import Verdict
 
 
 def hangs(verdicts: Iterable[dict[str, Any]]) -> list[Verdict]:
-    """Return the hangs among the live verdicts of a run, each once, as was known of it last."""
+    """Return the hangs among the live verdicts of a run, each once, in its last version."""
     found: dict[int, Verdict] = {}
     for verdict in verdicts:
         if verdict.get("began_ns") is not None:
@@ -23,6 +23,6 @@ def still_open(found: Sequence[Verdict], status: str | None) -> Verdict | None:
     """
     Return the hang in which the run ended, or is at present.
 
-    What ranks died of after it (a collective's time-out, whoever lost patience) only followed from it.
+    Deaths after it (a collective's time-out, a person who ended the job) only followed from it.
     """
     return found[-1] if found and found[-1].lasted_s is None and status != "finished" else None

@@ -1,4 +1,4 @@
-"""A verdict in one line, what all that was named has cost, and what was too short to be named."""
+"""One line each: a verdict, the cost of all that was named, and the findings too short to be named."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from traceml_ray import text
+from traceml_ray.analysis.labels import Label
 
 
 def named(verdict: Mapping[str, Any]) -> str:
-    """Return what a verdict names in one line: "straggler: rank 5 (node-1) in data"."""
-    line = text.words(verdict["label"])
+    """Return a verdict in one line: "straggler: rank 5 (node-1) in data"."""
+    label: Label = verdict["label"]
+    line = text.words(label)
     if verdict["ranks"]:
         node = f" ({verdict['node']})" if verdict["node"] else ""
         line += f": {text.ranks(verdict['ranks'])}{node}"
-    if verdict["label"] == "stalled":
+    if label == "stalled":
         line += f" in {verdict['part']}"
     elif verdict["stages"] or verdict["stage"]:
         line += " in " + " and ".join(verdict["stages"] or [verdict["stage"]])
@@ -22,7 +24,7 @@ def named(verdict: Mapping[str, Any]) -> str:
 
 
 def lost(verdict: Mapping[str, Any]) -> str:
-    """Return what all that was named has cost over the run: "cost 41 s of 16 min"."""
+    """Return the cost of all that was named in the run: "cost 41 s of 16 min"."""
     return f"cost {text.duration(verdict['lost_s'])} of {text.duration(verdict['elapsed_s'])}"
 
 

@@ -21,12 +21,12 @@ from traceml_ray.store.streams import Stream
 _MAX_PEERS = 16
 """Nodes that are compared with, evenly chosen."""
 _MAX_EXAMINED = 10
-"""Changes of verdict that come with evidence: the newest."""
+"""The newest changes of verdict, which come with evidence."""
 
 
 def reference_rank(verdict: Verdict, ranks: Mapping[int, Stream]) -> int | None:
     """Return the rank whose rows date the verdict's steps; None where the verdict names no rank."""
-    if verdict.label == "group_wide":
+    if verdict.meaning.names == "all":
         return min(ranks, default=None)
     return verdict.rank if verdict.rank in ranks else None
 
@@ -51,8 +51,8 @@ class Machines:
 
     def when(self, verdict: Verdict, line: Timeline) -> tuple[int, int] | None:
         """
-        Return the time span of the verdict (ns since the epoch), None where it names no rank or that is not
-        known. `line` is that of `reference_rank`.
+        Return the time span of the verdict (ns since the epoch), None where it names no rank, or is unknown.
+        `line` is that of `reference_rank`.
         """
         rank = reference_rank(verdict, self.ranks)
         if rank is None:
@@ -73,11 +73,11 @@ class Machines:
     ) -> Verdict:
         """
         Return `verdict` with the anomalies from `first_ns` to `last_ns`. It began at `since_ns` (None:
-        `first_ns`): samples before that are usual where there are no peers, but not those before
-        `trained_ns`, when training was under way: a job that starts up does other things.
+        `first_ns`): samples before that are usual where there are no peers, except those before
+        `trained_ns`, the end of warm-up: a job that starts up does other things.
         """
         since_ns = first_ns if since_ns is None else since_ns
-        all_nodes = verdict.label == "group_wide"
+        all_nodes = verdict.meaning.names == "all"
         on = {rank: node_key(stream) for rank, stream in self.ranks.items()}
         named = {on[rank] for rank in verdict.ranks if rank in on}
         others = sorted(set(on.values()) - named)
@@ -102,17 +102,8 @@ class Machines:
             for node in nodes
             if node in during
         ]
-        examined = [machine for machine in machines if all_nodes or machine.named]
-        compared = [len(part.node) for part in before.values()]
-        compared += [sum(len(machine.during.node) for machine in machines if machine not in examined)]
-        own_samples = max((len(machine.during.node) for machine in examined), default=0)
-        critical = any(machine.during.xids for machine in examined)
-        if own_samples < MACHINE.samples and not critical:
-            return verdict  # too few to know
         found = anomalies(machines, all_nodes=all_nodes)
-        if not found and max(compared) < MACHINE.samples:
-            return verdict  # nothing to compare with
-        return msgspec.structs.replace(verdict, machine=found)
+        return verdict if found is None else msgspec.structs.replace(verdict, machine=found)
 
     def with_evidence(self, verdict: Verdict, lines: Mapping[int, Timeline], warmup_steps: int) -> Verdict:
         """Return a stored `verdict` with the anomalies of its nodes; `lines` are those of the run's ranks."""
@@ -147,7 +138,7 @@ class Machines:
 
 
 def system_of(session: SessionFile, nodes: Mapping[str, Node]) -> list[dict[str, Any]]:
-    """Return median and peak of what was measured of each node and its devices."""
+    """Return median and peak of each quantity of each node and its devices."""
     blocks = []
     for node_id, columns in sorted(session.node_columns().items()):
         own: dict[int | None, dict[str, Any]] = {}

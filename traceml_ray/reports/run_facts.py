@@ -191,16 +191,20 @@ def _event(event: dict[str, Any], facts: RunFacts) -> dict[str, Any]:
 
 
 def overhead_of(streams: Iterable[Stream]) -> dict[str, Any]:
-    """Return what the monitor cost the rank that it cost most, each figure by itself."""
+    """
+    Return what the monitor cost the rank that it cost most, each figure by itself.
+
+    A batch counts what was measured and sent before it: of a process with a single one, 0 is "not known".
+    """
     marks, cpu, sent = [], [], []
     for stream in streams:
         known = stream.produced if stream.last_key is None else (stream.last_key >> SEGMENT_BITS) + 1
         steps = min(stream.produced, known)
-        if stream.produced and stream.marks_ns is not None:
+        if stream.produced and stream.marks_ns:
             marks.append(stream.marks_ns / steps / 1e3)
-        if stream.produced and stream.sent_bytes is not None:
+        if stream.produced and stream.sent_bytes:
             sent.append(stream.sent_bytes / steps)
-        if stream.agent_wall_ns and stream.agent_cpu_ns is not None:
+        if stream.agent_wall_ns and stream.agent_cpu_ns:
             cpu.append(100 * stream.agent_cpu_ns / stream.agent_wall_ns)
     return {
         "of": "worst rank",

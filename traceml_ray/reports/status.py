@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -74,20 +75,18 @@ def _end(stream: Stream) -> str:
 
 
 def _errors(meta: dict[str, Any], nodes: list[Node], streams: list[Stream]) -> dict[str, int]:
-    found = {f"aggregator, {place}": count for place, count in meta.get("errors", {}).items()}
-    for node in nodes:
-        found.update({f"relay of {node.hostname}, {place}": n for place, n in node.errors.items()})
-    for stream in streams:
-        found.update({f"rank {stream.rank}, {place}": count for place, count in stream.errors.items()})
+    """Return the swallowed errors by source and place; a rank's are those of all its processes."""
+    sources = [("aggregator", meta.get("errors", {}))]
+    sources += [(f"relay of {node.hostname}", node.errors) for node in nodes]
+    sources += [(f"rank {stream.rank}", stream.errors) for stream in streams]
+    found: Counter[str] = Counter()
+    for source, errors in sources:
+        found.update({f"{source}, {place}": count for place, count in errors.items()})
     return found
 
 
 def _missing(streams: list[Stream]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for stream in streams:
-        for name, reason in stream.missing.items():
-            found[f"{name}: {reason}"] = found.get(f"{name}: {reason}", 0) + 1
-    return found
+    return Counter(f"{name}: {why}" for stream in streams for name, why in stream.missing.items())
 
 
 def _counts(title: str, counts: dict[str, int]) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from traceml_ray import text
+from traceml_ray.analysis.labels import LABELS, Meaning
 from traceml_ray.reports.headlines import brief, lost, named
 from traceml_ray.reports.layout import LABEL, WIDTH, Columns, facts, page, shortened, table
 
@@ -20,15 +21,16 @@ _WORTH = 0.03
 
 def render(summary: dict[str, Any], folder: Path) -> str:
     """Return the report on `summary` (schema `traceml_ray/summary/1`) of the session in `folder`."""
+    nodes = summary["system"]["nodes"]
     parts = [
         _title(summary),
-        _verdict(summary["verdict"], "GPU" if _has_gpus(summary) else "rank"),
+        _verdict(summary["verdict"], "GPU" if any(node["gpus"] for node in nodes) else "rank"),
         _steps(summary["steps"]) + _baseline(summary),
         _stages(summary["stages"]),
         _parts(summary["parts"], summary["steps"]["median_ms"]),
         _nodes(summary),
         _ranks(summary),
-        _suspects(summary["suspects"]) if summary["verdict"]["label"] != "healthy" else [],
+        _suspects(summary["suspects"]) if _meaning(summary["verdict"]).kind != "healthy" else [],
         _history(summary["episodes"], summary["brief"], summary["verdicts"]),
         _stacks(summary["verdicts"]),
         _events(summary["events"]),
@@ -78,10 +80,6 @@ def run_lines(runs: Sequence[dict[str, Any]], chosen: str | None) -> list[str]:
     return table("Runs of this session", columns, runs[-_MAX_LINES:]) if len(runs) > 1 else []
 
 
-def _has_gpus(summary: dict[str, Any]) -> bool:
-    return any(node["gpus"] for node in summary["system"]["nodes"])
-
-
 def _verdict(verdict: dict[str, Any], unit: str) -> list[str]:
     about = []
     if verdict["confidence"]:
@@ -89,7 +87,7 @@ def _verdict(verdict: dict[str, Any], unit: str) -> list[str]:
     if verdict["chronic"] is not None or verdict["transient"]:
         often = "transient" if verdict["transient"] else "now and then"
         about.append("chronic" if verdict["chronic"] else often)
-    if verdict["cost_pct"] and verdict["label"] != "healthy":
+    if verdict["cost_pct"]:
         about.append(f"costs {text.percent(verdict['cost_pct'])} of the step")
         about.append(f"{text.number(verdict['gpu_hours_per_hour'])} {unit}-hours wasted per hour")
     if verdict["lost_s"]:
@@ -105,7 +103,7 @@ def _verdict(verdict: dict[str, Any], unit: str) -> list[str]:
 
 
 def _evidence(anomalies: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return what else was anomalous on the nodes named: evidence, not the cause of the verdict."""
+    """Return the anomalies of the nodes named: evidence, not the cause of the verdict."""
     nodes: dict[str, list[str]] = {}
     for anomaly in anomalies:
         nodes.setdefault(anomaly["node"], []).append(anomaly["text"])
@@ -116,17 +114,15 @@ def _steps(steps: dict[str, Any]) -> list[str]:
     if steps["median_ms"] is None:
         return []
     times = f"median {text.ms(steps['median_ms'])}, p95 {text.ms(steps['p95_ms'])}"
-    several = steps["exchanges"] > 1.05  # else one here and there is cut in two
+    several = steps["exchanges"] > 1.05  # else a single step was cut in two
     of = f" of {text.number(steps['exchanges'])} exchanges" if several else ""
     error_pct = (steps["covers"] or {}).get("error_pct")
     within = f"; medians and percentiles within {text.percent(error_pct)}" if error_pct else ""
     skew = node = ""
     if steps["worst_rank"] is not None and steps["global_skew_pct"] is not None:
-        worst = steps["per_rank_median_ms"][str(steps["worst_rank"])]
+        worst, over = steps["per_rank_median_ms"][str(steps["worst_rank"])], steps["global_skew_pct"]
         skew = f"rank {steps['worst_rank']} is busy longest: {text.ms(worst)} a step without waiting, "
-        skew += (
-            f"{text.percent(steps['global_skew_pct'])} over the median of {text.ms(steps['busy_median_ms'])}"
-        )
+        skew += f"{text.percent(over)} over the median of {text.ms(steps['busy_median_ms'])}"
     if steps["worst_node"] is not None and steps["node_skew_pct"] is not None:
         node = f"slowest node {steps['worst_node']}, {text.percent(steps['node_skew_pct'])} over the fastest"
     after = f"of the {text.plain(steps['judged'])} after warm-up{within}"
@@ -139,7 +135,7 @@ def _steps(steps: dict[str, Any]) -> list[str]:
 
 
 def _covers(steps: dict[str, Any]) -> str:
-    """Return what the numbers and the verdict are of, where they leave out the oldest rows."""
+    """Return which steps the numbers and the verdict are of, where they leave out the oldest rows."""
     covers = steps["covers"]
     if covers is None or covers["rows_pct"] == 100:
         return ""
@@ -154,10 +150,10 @@ def _covers(steps: dict[str, Any]) -> str:
 
 
 def _baseline(summary: dict[str, Any]) -> list[str]:
-    """Return what drift is measured from, where it was given or something has drifted."""
+    """Return the baseline, where it was given or something has drifted from it."""
     baseline = summary["baseline"]
-    labels = {verdict["label"] for verdict in [summary["verdict"], *summary["verdicts"]]}
-    if baseline is None or not (baseline["source"] or "group_wide" in labels):
+    drifted = any(_meaning(one).names == "all" for one in [summary["verdict"], *summary["verdicts"]])
+    if baseline is None or not (baseline["source"] or drifted):
         return []
     where = baseline["source"] or f"steps {baseline['from_step']}–{baseline['to_step']} of this run"
     return facts(("Baseline", f"{where}: {text.ms(baseline['step_ms'])} a step"))
@@ -191,27 +187,24 @@ def _parts(parts: Sequence[dict[str, Any]], step_ms: float | None) -> list[str]:
 
 
 def _of_rank(stage: dict[str, Any]) -> str:
-    """Return the rank that has the largest time, where that stands out."""
+    """Return the rank with the largest time, where that is above the median."""
     alone = stage["worst_rank"] is not None and stage["max_ms"] > 1.01 * stage["median_ms"]
     return f"rank {stage['worst_rank']}" if alone else ""
 
 
 def _nodes(summary: dict[str, Any]) -> list[str]:
     busy = summary["steps"]["per_node_median_ms"]
-    system = {node["node_id"]: node for node in summary["system"]["nodes"]}
-
-    def measured(node: dict[str, Any], name: str) -> Any:
-        return system.get(node["node_id"], {}).get(name)
-
+    measured = {node["node_id"]: node for node in summary["system"]["nodes"]}
+    nodes = [{**measured.get(node["node_id"], {}), **node} for node in summary["session"]["nodes"]]
     columns: Columns = {
         "node": lambda node: node["hostname"] + " (lost)" * node["lost"],
         "ranks": lambda node: text.ranges(node["ranks"]),
         ">busy ms": lambda node: _figure(busy.get(node["hostname"])),
-        ">cpu (peak)": lambda node: _spread(measured(node, "cpu_pct"), text.percent),
-        ">memory (peak)": lambda node: _spread(measured(node, "mem_used_bytes"), text.size),
-        ">gpus": lambda node: _load(measured(node, "gpus") or []),
+        ">cpu (peak)": lambda node: _spread(node.get("cpu_pct"), text.percent),
+        ">memory (peak)": lambda node: _spread(node.get("mem_used_bytes"), text.size),
+        ">gpus": lambda node: _load(node.get("gpus") or []),
     }
-    return table("Nodes", columns, summary["session"]["nodes"])
+    return table("Nodes", columns, nodes)
 
 
 def _load(gpus: Sequence[dict[str, Any]]) -> str:
@@ -263,13 +256,13 @@ def _history(
 ) -> list[str]:
     """Return the hangs, the episodes, and the steps for which no verdict was possible."""
     costly = {(episode["label"], episode["from_step"]) for episode in episodes}
-    others = [v for v in verdicts if v["label"] != "healthy" and (v["label"], v["from_step"]) not in costly]
+    others = [verdict for verdict in verdicts if (verdict["label"], verdict["from_step"]) not in costly]
     hung = [verdict for verdict in others if verdict["began_ns"] is not None]
-    blind = [verdict for verdict in others if verdict["label"] in ("telemetry_limited", "accounting_only")]
+    blind = [verdict for verdict in others if _meaning(verdict).kind == "abstention"]
     columns: Columns = {
-        "steps": lambda one: f"{_step(one['from_step'])}–{_step(one['to_step'])}",
+        "steps": lambda one: f"{text.plain(one['from_step'])}–{text.plain(one['to_step'])}",
         "verdict": lambda one: text.words(one["label"]),
-        "stage": lambda one: ", ".join(one["stages"]) or "all" * (one["label"] == "group_wide"),
+        "stage": lambda one: ", ".join(one["stages"]) or "all" * (_meaning(one).names == "all"),
         "who": lambda one: text.ranks(one["ranks"]),
         ">lasted": _lasted,
         ">cost": lambda one: text.duration(one["cost_s"]) if "cost_s" in one else "",
@@ -277,6 +270,10 @@ def _history(
     }
     lines = table("Episodes, the costliest first", columns, [*hung, *episodes, *blind][:_MAX_LINES])
     return lines + [f"  {brief(few)}"] * (few["count"] > 0)
+
+
+def _meaning(verdict: dict[str, Any]) -> Meaning:
+    return LABELS[verdict["label"]]
 
 
 def _lasted(one: dict[str, Any]) -> str:
@@ -294,7 +291,7 @@ def _stacks(verdicts: Sequence[dict[str, Any]]) -> list[str]:
     for stack in last[:_MAX_STACKS]:
         lines.append(f"  {text.ranks(stack['ranks'])}")
         for line in stack["text"].splitlines()[:_MAX_STACK_LINES]:
-            # The end of a stack line tells most: a long one loses the beginning of its path.
+            # The end of a stack line is specific: a long one loses the beginning of its path.
             lines.append("    " + (line if len(line) <= WIDTH - 4 else f"  …{line[-(WIDTH - 7) :]}"))
     return lines
 
@@ -313,38 +310,26 @@ def _events(events: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def ledger_lines(ledger: dict[str, Any]) -> list[str]:
-    """Return what became of the rows."""
+    """Return the ledger of the rows."""
     counts = {name: f"{ledger[name]:,}" for name in ("produced", "stored", "in_flight", "folded")}
     total = sum(ledger["dropped"].values())
     places = ", ".join(f"{where} {rows:,}" for where, rows in ledger["dropped"].items() if rows)
     unknown = [rank for rank, entry in ledger["per_rank"].items() if entry["unreported"] is None]
     who = text.ranks(int(rank) for rank in unknown if rank.isdigit()) or "a process of unknown rank"
-    return facts(
-        (
-            "Ledger",
-            f"{counts['produced']} rows produced = {counts['stored']} stored + "
-            f"{counts['in_flight']} in flight + {total:,} dropped" + f" ({places})" * (total > 0),
-        ),
-        (
-            "",
-            f"the oldest {counts['folded']} stored rows are kept as sums and statistics, not one by one"
-            if ledger["folded"]
-            else "",
-        ),
-        ("", f"not known: what {who} produced after the last report" if unknown else ""),
-    )
+    line = f"{counts['produced']} rows produced = {counts['stored']} stored + {counts['in_flight']} in flight"
+    line += f" + {total:,} dropped" + f" ({places})" * (total > 0)
+    folded = f"the oldest {counts['folded']} stored rows are kept as sums and statistics, not one by one"
+    missing = f"not known: what {who} produced after the last report"
+    return facts(("Ledger", line), ("", folded * (ledger["folded"] > 0)), ("", missing * bool(unknown)))
 
 
 def _overhead(overhead: dict[str, Any]) -> list[str]:
-    known = [
-        f"{text.number(overhead[name])} {what}"
-        for name, what in (
-            ("training_thread_us_per_step", "µs a step on the training thread"),
-            ("agent_cpu_pct", "% of a core for the agent"),
-            ("bytes_per_step", "bytes a step sent"),
-        )
-        if overhead[name] is not None
-    ]
+    names = {
+        "training_thread_us_per_step": "µs a step on the training thread",
+        "agent_cpu_pct": "% of a core for the agent",
+        "bytes_per_step": "bytes a step sent",
+    }
+    known = [f"{text.number(overhead[n])} {what}" for n, what in names.items() if overhead[n] is not None]
     return facts(("Monitor", f"{', '.join(known)} ({overhead['of']})" if known else ""))
 
 
@@ -353,18 +338,12 @@ def _files(folder: Path) -> list[str]:
     return [f"{'Files':{LABEL}}{folder}", f"{'':{LABEL}}session.sqlite · summary.json · report.txt"]
 
 
-def _step(value: int | None) -> str:
-    return "?" if value is None else f"{value:,}"
-
-
 def _figure(value: float | None) -> str:
     return text.number(value, aligned=True)
 
 
 def _spread(spread: dict[str, float | None] | None, written: Callable[[float | None], str]) -> str:
-    if spread is None or spread["median"] is None or spread["peak"] is None:
-        return text.NA
-    return f"{written(spread['median'])} ({written(spread['peak'])})"
+    return f"{written(spread['median'])} ({written(spread['peak'])})" if spread else text.NA
 
 
 def _duration(session: dict[str, Any]) -> str | None:

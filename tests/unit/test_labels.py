@@ -1,0 +1,70 @@
+"""Labels of a verdict: one table has them, and code, README and docs follow from it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+import pytest
+
+from traceml_ray.analysis.finding import Finding
+from traceml_ray.analysis.labels import LABELS, Label
+from traceml_ray.analysis.track import Episode
+from traceml_ray.analysis.verdict import Verdict
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [
+    path for place in ("traceml_ray", "launchers", "dash_app") for path in (ROOT / place).rglob("*.py")
+]
+
+
+def test_every_label_has_its_line() -> None:
+    assert get_args(Label) == tuple(LABELS)
+
+
+@pytest.mark.parametrize("struct", [Finding, Verdict, Episode])
+def test_a_label_is_typed(struct: Any) -> None:
+    assert get_type_hints(struct)["label"] == Label
+
+
+def test_a_stored_verdict_with_an_unknown_label_is_refused() -> None:
+    with pytest.raises(msgspec.ValidationError, match="strangler"):
+        msgspec.convert({"label": "strangler"}, Verdict)
+
+
+def test_no_other_place_lists_labels() -> None:
+    """Code that needs several labels asks the table for their kind, severity or ranks."""
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", ())
+            words = [part.value for part in parts if isinstance(part, ast.Constant)]
+            if len(LABELS.keys() & {word for word in words if isinstance(word, str)}) > 1:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    other = [place for place in found if not place.startswith("traceml_ray/analysis/labels.py")]
+    assert other == [], "ask `analysis.labels.LABELS` instead"
+
+
+def test_the_readme_has_the_table() -> None:
+    spec = importlib.util.spec_from_file_location("api_page", ROOT / "docs" / "api_page.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = (ROOT / "README.md").read_text()
+    assert all(f"| `{name}` | {label.means} |" in text for name, label in LABELS.items())
+    assert text == module.readme(text), "run `make api`"
+
+
+def test_the_method_has_a_rule_for_every_label() -> None:
+    text = (ROOT / "docs" / "method.md").read_text()
+    assert [name for name in LABELS if f"`{name}`" not in text] == []
+
+
+def test_what_takes_effect_at_once_is_what_the_method_says() -> None:
+    text = " ".join((ROOT / "docs" / "method.md").read_text().split())
+    (sentence,) = re.findall(r"except that ([^.]*) take effect at once", text)
+    assert set(re.findall(r"`(\w+)`", sentence)) == {name for name, label in LABELS.items() if label.at_once}

@@ -1,0 +1,73 @@
+"""The labels of a verdict, one table: rules, episodes, reports, pages, README and docs follow from it."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Kind = Literal["finding", "abstention", "failure", "healthy"]
+Severity = Literal["critical", "warning", "info"]
+Label = Literal[
+    "straggler", "co_critical", "ambiguous", "group_wide", "accounting_only", "telemetry_limited",
+    "hang", "stalled", "rank_lost", "oom", "healthy",
+]  # fmt: skip
+
+
+class Meaning(NamedTuple):
+    """The meaning of a label."""
+
+    kind: Kind
+    """A finding makes steps longer: it must last before it is named, and has a cost. A failure ends steps."""
+    names: Literal["ranks", "all", "none"]
+    """Who is named. All ranks: they are slower together, measured from a baseline, not from peers."""
+    means: str
+    next: str
+    """What to do in general; a verdict that names a stage, a part or an exit is more specific."""
+    at_once: bool = False
+    """Shown as soon as it is found; all others must last (`Thresholds.hold_s`)."""
+
+    @property
+    def severity(self) -> Severity:
+        """How bad it is, on pages and in lists of events."""
+        return "critical" if self.kind == "failure" else "warning" if self.kind == "finding" else "info"
+
+
+# fmt: off
+LABELS: dict[Label, Meaning] = {
+    "straggler": Meaning("finding", "ranks",
+        "one rank (or one set of ranks) is late in one stage, and fixing it makes the step shorter by the "
+        "cost given; with it come the anomalies of its node at that time, as evidence",
+        "Look at what the rank does in that stage."),
+    "co_critical": Meaning("finding", "ranks",
+        "two ranks are late in turn; fixing one alone saves little",
+        "Fix them together."),
+    "ambiguous": Meaning("finding", "ranks",
+        "a rank is late in two stages at once, or the late rank changes from step to step",
+        "Look for one cause of both, or even out the work of the ranks."),
+    "group_wide": Meaning("finding", "all",
+        "no rank is late, but a stage (or, without one, the whole step) has become slower for most ranks "
+        "than this run's own healthy windows were, or than a session you know to be good "
+        "(`TRACEML_BASELINE=name`)",
+        "Look at what all ranks share: storage, network, the machines."),
+    "accounting_only": Meaning("abstention", "none",
+        "exposed time is reported, no rank is named: these ranks do not wait for each other, do different "
+        "work (pipeline), or their waiting cannot be separated from work (on a device)",
+        "Read the exposed time per stage; it names no rank."),
+    "telemetry_limited": Meaning("abstention", "none",
+        "too little data for a verdict; the reason is given",
+        "Look at the Health page: which ranks report, and what was dropped.", at_once=True),
+    "hang": Meaning("failure", "ranks",
+        "no rank has closed a step for 20 s: which rank is least far or does not answer, and where it is "
+        "(its stack, and what the others wait in)",
+        "Look at the rank that is named; without one, at the network.", at_once=True),
+    "stalled": Meaning("failure", "ranks",
+        "as `hang`, but the rank is busy with a known part between two steps: which part",
+        "Look at what the part waits for.", at_once=True),
+    "rank_lost": Meaning("failure", "ranks",
+        "a rank died: which, at which step, in which stage, and how",
+        "Read the rank's own output.", at_once=True),
+    "oom": Meaning("failure", "ranks",
+        "a rank died because memory ran out",
+        "Use a smaller batch or activation checkpointing.", at_once=True),
+    "healthy": Meaning("healthy", "none", "no rank delays the others", "Nothing to do."),
+}
+# fmt: on
