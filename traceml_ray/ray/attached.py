@@ -101,9 +101,9 @@ class AttachedChannel:
 
     def _attach(self) -> None:
         found = read_json(Path(self._path).parent / FILE, Attachment)
-        with _environment_kept(), _hooks_kept(), _silenced(logging.getLogger("ray")), _short_turns():
+        with _environment_kept(), _hooks_kept(), _short_turns(), contextlib.ExitStack() as while_attaching:
             _load_library()
-            attach(found, _REACH_S, self._about_to_attach)
+            attach(found, _REACH_S, lambda ray: self._about_to_attach(ray, while_attaching))
             import ray
 
             worker: Any = ray._private.worker.global_worker
@@ -117,12 +117,13 @@ class AttachedChannel:
         channel.errors = self.errors
         self._channel = channel
 
-    def _about_to_attach(self, ray: Any) -> None:
+    def _about_to_attach(self, ray: Any, while_attaching: contextlib.ExitStack) -> None:
         # `ray.init` holds the GIL while a raylet does not answer, and then ends the process.
         if not raylet_answers(_listener(self._path)):
             raise ConnectionError("the raylet does not answer")
         if ray.is_initialized():
             raise RuntimeError("the script has attached to Ray itself")
+        while_attaching.enter_context(_silenced(logging.getLogger("ray")))  # its import has set it up
         self._attached = True
         _end_with_the_interpreter(ray)
 
