@@ -72,16 +72,16 @@ def server(played: Played, board: Board, ticks: int) -> None:
     print("|---|---|---|---|---|---|---|")
     polls: list[float] = []
     source, answering, own = played.source, [0.0], dict[str, float]()
-    ask = source.ask
+    reply = source.reply
 
-    def timed(what: str, **more: Any) -> Any:
+    def timed(message: bytes) -> bytes:
         began = time.process_time()
         try:
-            return ask(what, **more)
+            return reply(message)
         finally:
             answering[0] += time.process_time() - began
 
-    source.ask = timed  # type: ignore[method-assign]
+    source.reply = timed  # type: ignore[method-assign]
     for page in PAGES:
         refresher, seen, times, sizes, cpu = Refresher(board), dict[str, Any](), [], [], []
         for _ in range(ticks if page == "/" else max(5, ticks // 4)):

@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.store import query
+from traceml_ray.store.query import QueryError, Request
 
 from . import sessions, views
 from .followed import SLOW_RANKS, SLOW_S, Run
@@ -86,11 +88,11 @@ class Board(SessionCache):
             self._over = over and self._caught_up()
             if self.stale_since_ns is not None or self.trouble:
                 self.stale_since_ns, self.trouble, changed = None, "", True
-        except SourceError as error:
+        except QueryError as error:
             changed = self._failed(error)
         except Exception as error:
             self.errors.note("poll", error)
-            changed = self._failed(SourceError(f"{type(error).__name__}: {error}"))
+            changed = self._failed(QueryError(f"{type(error).__name__}: {error}"))
         took = self._timer() - began
         before = self.poll_ms[-1] / 1e3 if self.poll_ms else 0.0
         slow = min(took, before) - _QUICK_S  # twice: the first time there is more to read
@@ -207,20 +209,22 @@ class Board(SessionCache):
             followed = [*self._followed.values()]
         slow = int(self.status.get("ranks") or 0) >= SLOW_RANKS
         runs = not slow or self.newest is None or now - self._asked_runs > SLOW_S
-        asked = [{"what": "status"}, *([{"what": "runs"}] if runs else [])]
+        asked: list[Request[Any]] = [query.Status(), *([query.Runs()] if runs else [])]
         parts = [(run, run.questions(now)) for run in followed]
         with self.lock:
-            used = {name: each for name, each in self._used.items() if "first" not in each[1]}
+            used = dict.fromkeys(
+                each for each in self._used if not isinstance(each, (query.Cell, query.Spans))
+            )
             pages = self._as_asked(used)
         every = [*asked, *(q for _, part in parts for q in part), *pages]
-        answers, _ = self._question("several", asked=every)
-        status, at = answers[0]["result"], len(asked)
+        answers = self._question(every)
+        status, at = answers[0], len(asked)
         changed = bool(status != self.status)
         with self.lock:
             self.status = status
             if runs:
-                changed |= self.runs != answers[1]["result"]
-                self.runs, self._asked_runs = answers[1]["result"], now
+                changed |= self.runs != answers[1]
+                self.runs, self._asked_runs = answers[1], now
             for run, part in parts:
                 changed |= run.take(part, answers[at : at + len(part)])
                 at += len(part)
@@ -238,7 +242,7 @@ class Board(SessionCache):
         run = Run(run_id, self._limits)
         for again in (0.0, SLOW_S + 1):  # samples can be asked for once the nodes are known
             questions = run.questions(now + again)
-            answers, _ = self._question("several", asked=questions)
+            answers = self._question(questions)
             with self.lock:
                 run.take(questions, answers)
         run.looked_at = now
@@ -255,7 +259,7 @@ class Board(SessionCache):
         """Read on in a run that has more stored than one answer holds, for a while."""
         changed, more = False, True
         while more and not run.whole and self._timer() - began < _SLICE_S:
-            times = self._question("times", run=run.id)[0]
+            (times,) = self._question([query.Times(run.id)])
             with self.lock:
                 more = run.take_times(times)
             changed |= more
@@ -276,14 +280,14 @@ class Board(SessionCache):
             try:
                 self._follow(run_id, now)
                 self._catch_up(self._followed[run_id], now)
-            except SourceError as error:
+            except QueryError as error:
                 self.trouble = str(error)
         run = self._followed.get(run_id)
         if run is not None:
             run.looked_at = now
         return run or self.newest
 
-    def _failed(self, error: SourceError) -> bool:
+    def _failed(self, error: QueryError) -> bool:
         """Note that there was no answer: what is known stays."""
         before = self.stale_since_ns, self.trouble
         if self.status and self.stale_since_ns is None:

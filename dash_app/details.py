@@ -9,12 +9,13 @@ from traceml_ray.analysis.quantities import GPU, NODE, PROCESS, Quantity, series
 from traceml_ray.analysis.step_sums import MAX_BINS
 from traceml_ray.reports.hangs import hangs
 from traceml_ray.stages import SEGMENT_BITS, STAGES
+from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
 from traceml_ray.store.streams import Stream
 
 from .events import node_of
 from .overview import nodes, unheard
-from .values import by_stage, natural, number, told
+from .values import as_dict, by_stage, natural, number, told
 
 if TYPE_CHECKING:
     from .followed import Run
@@ -34,17 +35,17 @@ def node(cache: SessionCache, run: Run | None, node: str) -> dict[str, Any]:
     found: dict[str, Any] = {"node": None, "nodes": by_name, "ranks": [], "samples": {}, "gpus": []}
     if run is None or card is None:
         return found
-    known: dict[str, Any] = next(
+    known: Mapping[str, Any] = next(
         (n for n in run.nodes if n["node_id"] == card["key"]), unheard(run, card["label"])
     )
     streams = {run.ranks[rank].id: rank for rank in card["ranks"] if rank in run.ranks}
-    processes = cache.ask("process_of", only=[*streams], last=1) or []
-    memory = {streams[sample["stream_id"]]: sample["rss_bytes"] for sample in processes}
-    samples = cache.ask("node_samples_of", only=[card["key"]], last=_SAMPLES) or []
+    processes = cache.ask(query.ProcessSamples(tuple(streams), last=1)) or []
+    memory = {streams[stream]: sample.rss_bytes for stream, sample in processes}
+    samples = _samples(cache, query.NodeSamples((card["key"],), _SAMPLES))
     ranks = sorted(streams.values())
     times = run.times or {"ranks": (), "busy_ms": ()}
     median = dict(zip(times["ranks"], times["busy_ms"], strict=True))
-    drawn = cache.ask("busy", run=run.id, ranks=ranks, most=_BUSY_SPARK) or {"ranks": (), "busy_ms": ()}
+    drawn = cache.ask(query.Busy(run.id, tuple(ranks), _BUSY_SPARK)) or {"ranks": (), "busy_ms": ()}
     busy = dict(zip(drawn["ranks"], drawn["busy_ms"], strict=True))
     rows = [
         {
@@ -61,7 +62,7 @@ def node(cache: SessionCache, run: Run | None, node: str) -> dict[str, Any]:
         "node": about,
         "ranks": rows,
         "samples": _timed(samples, NODE),
-        "gpus": _gpus(samples, run.events),
+        "gpus": _gpus(card["key"], samples, run.events),
     }
 
 
@@ -100,13 +101,20 @@ def _timed(samples: Sequence[Mapping[str, Any]], table: Sequence[Quantity]) -> d
     return {"t_ns": [sample["t_ns"] for sample in samples], **series(samples, table)}
 
 
-def _gpus(samples: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _samples(cache: SessionCache, request: query.NodeSamples | query.ProcessSamples) -> list[dict[str, Any]]:
+    """Return samples of one node or process."""
+    found: Sequence[tuple[Any, Any]] = cache.ask(request) or ()
+    return [as_dict(sample) for _, sample in found]
+
+
+def _gpus(
+    node: str, samples: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
     """Return the series of each device, and its critical errors, the newest first (None: not known)."""
     by_device: dict[int, list[dict[str, Any]]] = {}
     for sample in samples:
         for gpu in sample["gpus"] or ():
             by_device.setdefault(gpu["index"], []).append({**gpu, "t_ns": sample["t_ns"]})
-    node = samples[-1]["node_id"] if samples else None
     critical = [event["data"] for event in events if event["kind"] == "xid" and event["node_id"] == node]
     made = []
     for index, found in sorted(by_device.items()):
@@ -145,7 +153,7 @@ def rank(cache: SessionCache, run: Run | None, rank: int | str) -> dict[str, Any
         return found
     stream = run.ranks[rank]
     node = node_key(stream) if stream.identity else ""
-    samples = cache.ask("node_samples_of", only=[node], last=_WITH_PROCESSES) or []
+    samples = _samples(cache, query.NodeSamples((node,), _WITH_PROCESSES))
     found["rank"] = {
         **_about(run, rank, samples),
         "node": node_of(run, rank),
@@ -160,13 +168,13 @@ def rank(cache: SessionCache, run: Run | None, rank: int | str) -> dict[str, Any
     found["suspect"] = next((suspect for suspect in suspects if suspect["rank"] == rank), None)
     hung = hangs(run.verdicts)
     found["stacks"] = [{"ranks": list(s.ranks), "text": s.text} for s in hung[-1].stacks] if hung else []
-    found["process"] = _timed(cache.ask("process_of", only=[stream.id], last=_SAMPLES) or [], PROCESS)
-    shown = cache.ask("rank_steps", run=run.id, rank=rank, most=MAX_BINS)
+    found["process"] = _timed(_samples(cache, query.ProcessSamples((stream.id,), _SAMPLES)), PROCESS)
+    shown: Any = cache.ask(query.RankSteps(run.id, rank, MAX_BINS))
     if shown and len(shown["steps"]):
         steps = shown["steps"].tolist()
         found["stages"] = {"steps": steps, **by_stage(shown["stages"])}
         found["median"] = by_stage(shown["median"])
-        parts = cache.ask("parts", run=run.id, rank=rank, first=steps[0], last=steps[-1]) or []
+        parts = cache.ask(query.Spans(run.id, rank, steps[0], steps[-1])) or []
         mean = shown["mean"]
         found["parts"] = [{**part, "share": _of_stage(part["ms"], mean[part["stage"]])} for part in parts]
     return found

@@ -43,7 +43,7 @@ def events(
         found = [event for event in found if event["node"] in (node, label)]
     if kind:
         found = [event for event in found if event["kind"] == kind]
-    verdict = run.verdict or {} if run else {}
+    verdict: Mapping[str, Any] = (run and run.verdict) or {}
     return {
         "events": found,
         "kinds": dict(kinds),

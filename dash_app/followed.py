@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.results import NodeInfo
+from traceml_ray.step_shapes import EventRow, StepTimes
+from traceml_ray.store import query
+from traceml_ray.store.query import Request
 from traceml_ray.store.streams import Stream, reporting, world_size
+
+from .values import as_dict
 
 MAX_EVENTS = 2000
 SLOW_RANKS, SLOW_S = 256, 5.0
@@ -22,19 +27,20 @@ class Run:
         self.id = run
         self.limits = limits
         self.looked_at = 0.0
-        self.times: dict[str, Any] | None = None
+        self.times: StepTimes | None = None
         """The numbers of its steps, see `analysis.step_numbers.times`."""
-        self.verdict: dict[str, Any] | None = None
+        self.verdict: Mapping[str, Any] | None = None
         self.ranks: dict[int, Stream] = {}
-        self.nodes: list[dict[str, Any]] = []
+        self.nodes: list[NodeInfo] = []
         self.labels: dict[str, str] = {}
         """How nodes are shown, by id."""
         self.samples: dict[str, dict[str, Any]] = {}
         """The newest of each node, by its id."""
-        self.events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
+        self.events: deque[EventRow] = deque(maxlen=MAX_EVENTS)
         self.verdicts: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._patience_ns = int(limits.report_timeout_s * 1e9)
-        self._cursors = {"events": 0, "verdicts": 0}
+        self._seen = 0, 0
+        """Up to which events, and changes of verdict."""
         self._asked_who = float("-inf")
 
     @property
@@ -47,42 +53,39 @@ class Run:
         """The newest step that all ranks have reported."""
         return self.times["last_step"] if self.times else None
 
-    def questions(self, now: float) -> list[dict[str, Any]]:
+    def questions(self, now: float) -> list[Request[Any]]:
         """Return what to ask; `take` takes the answers."""
-        asked: list[dict[str, Any]] = [{"what": "verdict"}, {"what": "times"}]
-        few = {"brief": True, "most": MAX_EVENTS}
-        asked += [{"what": name, "since": since, **few} for name, since in self._cursors.items()]
+        asked: list[Request[Any]] = [query.Verdict(self.id), query.Times(self.id)]
+        asked.append(query.Events(self.id, self._seen[0], brief=True, most=MAX_EVENTS))
+        asked.append(query.Verdicts(self.id, self._seen[1]))
         if not self.ranks or len(self.ranks) < SLOW_RANKS or now - self._asked_who > SLOW_S:
             self._asked_who = now
-            asked += [{"what": "ranks"}, {"what": "nodes"}]
-            asked.append({"what": "node_samples_of", "only": [n["node_id"] for n in self.nodes], "last": 1})
-        return [{**question, "run": self.id} for question in asked]
+            known = tuple(node["node_id"] for node in self.nodes)
+            asked += [query.Ranks(self.id), query.Nodes(self.id), query.NodeSamples(known, last=1)]
+        return asked
 
-    def take(self, asked: list[dict[str, Any]], answers: list[dict[str, Any]]) -> bool:
+    def take(self, asked: list[Request[Any]], answers: list[Any]) -> bool:
         """Take the answers; return whether anything is new."""
-        new = False
-        found = {question["what"]: answer for question, answer in zip(asked, answers, strict=True)}
-        for name in self._cursors:
-            self._cursors[name] = found[name]["cursor"]
-            getattr(self, name).extend(found[name]["result"])
-            new |= bool(found[name]["result"])
-        verdict = found["verdict"]["result"] or (self.verdicts[-1] if self.verdicts else None)
-        new |= verdict != self.verdict
+        found = {type(request): answer for request, answer in zip(asked, answers, strict=True)}
+        events, verdicts = found[query.Events], found[query.Verdicts]
+        self._seen = events.cursor, verdicts.cursor
+        self.events.extend(events.items)
+        self.verdicts.extend(verdicts.items)
+        verdict = found[query.Verdict] or (self.verdicts[-1] if self.verdicts else None)
+        new = bool(events.items or verdicts.items or verdict != self.verdict)
         self.verdict = verdict
-        if "ranks" in found:
-            nodes = found["nodes"]["result"]
-            ranks = msgspec.convert(found["ranks"]["result"], dict[int, Stream])
+        if query.Ranks in found:
+            ranks, nodes = found[query.Ranks], found[query.Nodes]
             new |= (ranks, nodes) != (self.ranks, self.nodes)
             self.ranks, self.nodes = ranks, nodes
             self.labels = {node["node_id"]: node["label"] for node in nodes}
-            self.samples = {sample["node_id"]: sample for sample in found["node_samples_of"]["result"]}
-        return self.take_times(found["times"]["result"]) or new
+            self.samples = {node: as_dict(sample) for node, sample in found[query.NodeSamples]}
+        return self.take_times(found[query.Times]) or new
 
-    def take_times(self, times: dict[str, Any]) -> bool:
+    def take_times(self, times: StepTimes) -> bool:
         """Take the numbers of its steps; return whether there are new ones."""
         before, self.times = self.times, times
-        same = ("version", "last_step", "steps", "whole", "world")
-        return before is None or any(before[name] != times[name] for name in same)
+        return before is None or _state(before) != _state(times)
 
     @property
     def world(self) -> int:
@@ -92,3 +95,7 @@ class Run:
     def reporting(self) -> set[int]:
         """Return the ranks that may still deliver: neither ended nor silent for long while others are not."""
         return reporting(self.ranks, self._patience_ns)
+
+
+def _state(times: StepTimes) -> tuple[object, ...]:
+    return times["version"], times["last_step"], times["steps"], times["whole"], times["world"]

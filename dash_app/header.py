@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def header(cache: SessionCache, run: Run | None, asked: str | None = None) -> dict[str, Any]:
     """Return the head of every page; `asked` is the run that was asked for."""
     meta, state = cache.status, state_of(cache, run)
-    entry: dict[str, Any] = next(
+    entry: Mapping[str, Any] = next(
         (each for each in cache.runs if run is not None and each["id"] == run.id), {}
     )
     strategies = [stream.strategy for stream in run.ranks.values() if stream.strategy] if run else []

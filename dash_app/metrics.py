@@ -83,7 +83,7 @@ def _families(board: Board) -> Iterator[Metric]:
     own, aggregator = board.errors, board.status.get("errors") or {}
     yield _counter("dashboard_errors", "Errors of the dashboard, by place.", ["place"], _by_key(own))
     yield _counter("aggregator_errors", "Errors of the aggregator, by place.", ["place"], _by_key(aggregator))
-    ledger = board.status.get("ledger") or {}
+    ledger: Mapping[str, Any] = board.status.get("ledger") or {}
     rows = {name: ledger[name] for name in ("produced", "stored") if name in ledger}
     rows |= {f"dropped_{name}": count for name, count in ledger.get("dropped", {}).items()}
     yield _counter("rows", "Rows (rank-steps), by where they are.", ["where"], _by_key(rows))

@@ -12,6 +12,7 @@ from traceml_ray.analysis.spread import MISSING, quantiles
 from traceml_ray.analysis.step_numbers import MAX_LINES
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.stages import STAGES
+from traceml_ray.store import query
 
 from .events import events_of, node_of
 from .values import Array, by_stage, natural, number, told
@@ -37,8 +38,8 @@ def overview(
         return dict(_NOTHING)
     whole = None if span is None else span == "run"
     stage = stage if stage in STAGES else "total"
-    times = run.times if span is None else cache.ask("times", run=run.id, whole=whole)
-    drawn = cache.ask("columns", run=run.id, stage=stage, whole=whole)
+    times = run.times if span is None else cache.ask(query.Times(run.id, whole))
+    drawn: Mapping[str, Any] | None = cache.ask(query.Columns(run.id, stage, whole))
     if not times or not drawn or not len(drawn["first"]):
         return {**_NOTHING, "nodes": nodes(run, times), "events": events_of(run)[:_EVENTS]}
     steps = drawn["last"].tolist()
@@ -171,7 +172,7 @@ def cell(cache: SessionCache, run: Run | None, rank: int, first: int, last: int)
     """Return what one cell of the heatmap stands for: means over its steps `first` to `last`."""
     found: dict[str, Any] = {"rank": rank, "node": None, "first": first, "last": last, "steps": 0}
     found |= {"busy_ms": None, "median_ms": None, "stages": {}}
-    told_of = cache.ask("cell", run=run.id, rank=rank, first=first, last=last) if run else None
+    told_of = cache.ask(query.Cell(run.id, rank, first, last)) if run else None
     if not told_of:
         return found
     stages = {name: [number(ms) for ms in both] for name, both in told_of["stages"].items()}

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from traceml_ray.errors import Errors
-from traceml_ray.store.step_answers import encode
+from traceml_ray.results import RunInfo, Status
+from traceml_ray.store import query
+from traceml_ray.store.query import A, Request
 
 from .drawn import joined
-from .source import Source, SourceError
+from .source import Source
 
 _MAX_KEPT = 64
+OF_STEPS = query.Cell, query.Spans
+"""Questions about certain steps: what was answered stays so."""
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
@@ -35,13 +39,15 @@ def keep(kept: OrderedDict[_K, _V], key: _K, value: _V) -> None:
         kept.popitem(last=False)
 
 
-def _about(what: str, args: Mapping[str, Any]) -> bytes:
+def _about(request: Request[Any]) -> Request[Any]:
     """Return what names a question whatever steps it is of: an older answer is better than none."""
-    return msgspec.msgpack.encode([what, {k: v for k, v in args.items() if k not in ("first", "last")}, None])
+    if isinstance(request, OF_STEPS):
+        return msgspec.structs.replace(request, first=-1, last=-1)
+    return request
 
 
-_Wanted = dict[bytes, tuple[str, dict[str, Any]]]
-"""Questions by what they are known by here."""
+_Wanted = dict[Request[Any], None]
+"""Questions, in order."""
 
 
 class SessionCache:
@@ -59,8 +65,8 @@ class SessionCache:
         self.version = 0
         self.errors = Errors()
         """What went wrong in here, by place."""
-        self.status: dict[str, Any] = {}
-        self.runs: list[dict[str, Any]] = []
+        self.status: Status = {}
+        self.runs: list[RunInfo] = []
         self.poll_ms: deque[float] = deque(maxlen=300)
         self.stale_since_ns: int | None = None
         self.trouble = ""
@@ -68,8 +74,8 @@ class SessionCache:
         self.clock = clock
         self.lock = threading.RLock()
         """Held while what is here is read or changed."""
-        self._answers: OrderedDict[bytes, Any] = OrderedDict()
-        self._asked: OrderedDict[bytes, int] = OrderedDict()
+        self._answers: OrderedDict[Request[Any], Any] = OrderedDict()
+        self._asked: OrderedDict[Request[Any], int] = OrderedDict()
         """Questions of pages, and at which version they were asked last."""
         self._wanted: _Wanted = {}
         """What the pages that were just made would like to have asked."""
@@ -78,58 +84,55 @@ class SessionCache:
         self._current: _Wanted = {}
         """and what of that was answered in this tick."""
 
-    def ask(self, what: str, **args: Any) -> Any:
+    def ask(self, request: Request[A]) -> A | None:
         """
         Return the newest answer to a question of one page, None before any. Called with `lock` by what makes
         a page; what is not as of now is asked afterwards, and the page made again.
         """
-        question = msgspec.msgpack.encode([what, args])
-        self._used[question] = what, args
-        if self._asked.get(question) != self.version:
-            self._wanted[question] = what, args
-        return self._answers.get(question, self._answers.get(_about(what, args)))
+        self._used[request] = None
+        if self._asked.get(request) != self.version:
+            self._wanted[request] = None
+        found: A | None = self._answers.get(request, self._answers.get(_about(request)))
+        return found
 
-    def _question(self, what: str, **args: Any) -> tuple[Any, int]:
+    def _question(self, requests: Sequence[Request[Any]]) -> list[Any]:
         """Ask the source, without `lock`; a page that stays open is no use of the session, and says so."""
-        return self.source.ask(what, watching=True, **args)
+        return query.ask(self.source.reply, requests, watching=True)
 
     def _fetch(self, wanted: _Wanted) -> bool:
         """Ask what pages want to know, unless the source does not answer; return whether anything is new."""
         if not wanted or self.stale_since_ns is not None or self.trouble:
             return False
-        version, asked = self.version, self._as_asked(wanted)
+        version = self.version
         try:
-            if len(asked) == 1:
-                answers = [{"result": self._question(**asked[0])[0]}]
-            else:
-                answers, _ = self._question("several", asked=asked)
-        except SourceError as error:
-            self.errors.note("view", error, str(asked[0]["what"]))
+            answers = self._question(self._as_asked(wanted))
+        except query.QueryError as error:
+            self.errors.note("view", error, type(next(iter(wanted))).__name__)
             self.trouble = str(error)
             return False
         with self.lock:
             return self._keep_answers(wanted, answers, version)
 
-    def _as_asked(self, wanted: _Wanted) -> list[dict[str, Any]]:
+    def _as_asked(self, wanted: _Wanted) -> list[Request[Any]]:
         """Return questions as they are asked: of columns, only for those that are not here."""
-        asked = []
-        for question, (what, args) in wanted.items():
-            held = self._answers.get(question) if what == "columns" else None
-            since = {"since": held["next"]} if held else {}
-            asked.append({"what": what, **args, **since})
-        return asked
+        return [
+            msgspec.structs.replace(request, since=self._answers[request]["next"])
+            if isinstance(request, query.Columns) and request in self._answers
+            else request
+            for request in wanted
+        ]
 
-    def _keep_answers(self, wanted: _Wanted, answers: list[dict[str, Any]], version: int) -> bool:
+    def _keep_answers(self, wanted: _Wanted, answers: Sequence[Any], version: int) -> bool:
         """Keep answers that are as of `version`; return whether one is new. Called with `lock`."""
         new = False
-        for (question, (what, args)), answer in zip(wanted.items(), answers, strict=True):
-            before, found = self._answers.get(question), answer["result"]
-            if what == "columns":
+        for request, answer in zip(wanted, answers, strict=True):
+            before, found = self._answers.get(request), answer
+            if isinstance(request, query.Columns):
                 found = joined(before, found)
-            new |= before is None or (found is not before and encode(found) != encode(before))
-            keep(self._answers, question, found)
-            keep(self._answers, _about(what, args), found)
-            keep(self._asked, question, version)
+            new |= before is None or (found is not before and query.encode([found]) != query.encode([before]))
+            keep(self._answers, request, found)
+            keep(self._answers, _about(request), found)
+            keep(self._asked, request, version)
         return new
 
     @property

@@ -16,21 +16,16 @@ from concurrent.futures import TimeoutError as NoAnswer
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
-
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.attachment import FILE as ATTACHMENT
 from traceml_ray.attachment import Attachment
-from traceml_ray.monitor.queries import answer_from
 from traceml_ray.ray.connection import attach
 from traceml_ray.ray.discovery import DEFAULT_SESSION, find_aggregator
-from traceml_ray.session import DATABASE, LIVE, Live, SessionError, find, holder, read_json
+from traceml_ray.reports.answers import Answers
+from traceml_ray.session import LIVE, Live, SessionError, find, holder, read_json
 from traceml_ray.settings import Settings
-from traceml_ray.store.runs import by_run, count, newest, with_rows
-from traceml_ray.store.schema import SessionFileError, legible
-from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.step_answers import QUESTIONS, StepAnswers, decode
-from traceml_ray.store.streams import shown
+from traceml_ray.store.query import QueryError
+from traceml_ray.store.schema import SessionFileError
 
 ASK_S = 2.0
 """How long an answer may take; the first one,"""
@@ -42,7 +37,7 @@ START = (
 )
 
 
-class SourceError(RuntimeError):
+class SourceError(QueryError):
     """Nothing answers; the message is for a person."""
 
 
@@ -51,7 +46,7 @@ class NothingYet(SourceError):  # noqa: N818
 
 
 class Source(Protocol):
-    """A session that can be asked, see `AggregatorCore.query`. Any thread may ask."""
+    """A session that can be asked, see `store.query`. Any thread may ask."""
 
     target: str
     """What a person calls it: the session's name, or its file."""
@@ -62,8 +57,8 @@ class Source(Protocol):
     def stored(self) -> bool:
         """Whether it is over, and nothing will change."""
 
-    def ask(self, what: str, **args: Any) -> tuple[Any, int]:
-        """Return (answer, cursor). Raises `SourceError`."""
+    def reply(self, message: bytes) -> bytes:
+        """Have a question answered, see `query.ask`. Raises `SourceError`."""
 
     def close(self) -> None:
         """Let go of it."""
@@ -91,94 +86,21 @@ def open_source(session: str | None, out: str, ray_address: str | None) -> Sourc
     return LocalSource(session, out)
 
 
-class StoredSource:
+class StoredSource(Answers):
     """Asks the session file in `folder`; one that is still written to is followed."""
 
     def __init__(self, folder: Path, thresholds: Thresholds | None = None) -> None:
+        super().__init__(folder, thresholds or Settings.load().thresholds)
         self.target, self.out = str(folder), str(folder.parent)
-        self._folder = folder
-        self._thresholds = thresholds or Settings.load().thresholds
-        self._lock = threading.Lock()
-        self._summaries: dict[str | None, Any] = {}
-        file = folder / DATABASE
-        self._steps = StepAnswers(
-            lambda run: SessionFile(file, run=run), self._thresholds, lambda _: self._reported()
-        )
         try:
-            self._reader = SessionFile(file)
+            self.check()
         except SessionFileError as error:
             raise SourceError(str(error)) from error
 
     @property
     def stored(self) -> bool:
         """Whether nobody writes to it."""
-        return holder(self._folder) is None
-
-    def ask(self, what: str, **args: Any) -> tuple[Any, int]:
-        """Return (answer, cursor). Raises `SourceError`."""
-        with self._lock:
-            try:
-                with legible(self._folder / DATABASE):
-                    answer = self._answer({"what": what, **args})
-            except SessionFileError as error:
-                raise SourceError(f"{self.target}: {error}") from error
-        return answer["result"], answer.get("cursor", 0)
-
-    def close(self) -> None:
-        """Close the file."""
-        with self._lock:
-            self._steps.close()
-            self._reader.close()
-
-    def _answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        if asked["what"] == "several":
-            return {"result": [self._answer(question) for question in asked["asked"]]}
-        self._reader.run = asked.get("run")
-        if asked["what"] == "status":
-            return {"result": self._status()}
-        if asked["what"] in QUESTIONS:
-            over = self.stored or self._reader.meta().get("status", "running") != "running"
-            return self._steps.answer(asked, over)
-        if asked["what"] == "verdict":
-            return {"result": self._verdict()}
-        return answer_from(self._reader, asked, self._thresholds)
-
-    def _status(self) -> dict[str, Any]:
-        meta, streams = self._reader.meta(), self._reader.streams()
-        runs = by_run(streams)
-        run = newest(with_rows(runs), meta.get("runs", {}))
-        ranks = len(shown(runs.get(run or "", [])))
-        return {"errors": {}, **meta, "run": run, "ranks": ranks, "ledger": count(streams)}
-
-    def _verdict(self) -> Any:
-        """Return what stands in the summary; while the file is written to, what was judged last."""
-        if not self.stored:
-            told, _ = self._reader.verdicts()
-            return told[-1] if told else None
-        summary = self._reported()
-        return {
-            **summary["verdict"],
-            **{name: summary.get(name) for name in ("suspects", "episodes", "brief")},
-        }
-
-    def _reported(self) -> Any:
-        """Return the summary of the run that `_reader` reads."""
-        run = self._reader.run_id()
-        if run not in self._summaries:
-            self._summaries[run] = self._summary(run)
-        return self._summaries[run]
-
-    def _summary(self, run: str | None) -> Any:
-        """Return what was written when the session ended, where it is of this run, else make it."""
-        try:
-            summary = read_json(self._folder / "summary.json", dict[str, Any])
-            kinds = type(summary["verdict"]["label"]), type(summary["suspects"]), type(summary["steps"])
-            written = summary["run"], summary["session"]["status"]
-            if kinds == (str, list, dict) and written == (run, self._reader.meta().get("status")):
-                return summary
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
-        return answer_from(self._reader, {"what": "summary"}, self._thresholds)["result"]
+        return holder(self.folder) is None
 
 
 class LiveSource:
@@ -196,25 +118,20 @@ class LiveSource:
         self._work: queue.SimpleQueue[tuple[Future[bytes], Callable[[], bytes]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="traceml-ray-asks", daemon=True).start()
 
-    def ask(self, what: str, **args: Any) -> tuple[Any, int]:
-        """Return (answer, cursor). Raises `SourceError`."""
-        request = msgspec.msgpack.encode({"what": what, **args})
+    def reply(self, message: bytes) -> bytes:
+        """Have a question answered. Raises `SourceError`."""
         if not self._turn.acquire(timeout=ASK_S):
             raise SourceError(f"session {self.target!r} does not answer")
         try:
             if self._asked is not None and not self._asked.done():
                 raise SourceError(f"session {self.target!r} does not answer")
             self._asked = Future()
-            self._work.put((self._asked, lambda: self._query(request)))
-            reply = self._asked.result(ASK_S if self._attached else ATTACH_S)
+            self._work.put((self._asked, lambda: self._query(message)))
+            return self._asked.result(ASK_S if self._attached else ATTACH_S)
         except NoAnswer:
             raise SourceError(f"session {self.target!r} did not answer in time") from None
         finally:
             self._turn.release()
-        answer = decode(reply)
-        if "error" in answer:
-            raise SourceError(f"session {self.target!r}, {what}: {answer['error']}")
-        return answer["result"], answer.get("cursor", 0)
 
     def close(self) -> None:
         """Ask no more; Ray is left when the process ends."""
@@ -280,11 +197,11 @@ class LocalSource:
         """Whether it is over."""
         return self._now is not None and self._now.stored
 
-    def ask(self, what: str, **args: Any) -> tuple[Any, int]:
-        """Return (answer, cursor). Raises `SourceError`."""
+    def reply(self, message: bytes) -> bytes:
+        """Have a question answered. Raises `SourceError`."""
         now = self._now or self._choose()
         try:
-            return now.ask(what, **args)
+            return now.reply(message)
         except SourceError as error:
             if not isinstance(now, LiveSource) or self._folder is None:
                 raise
@@ -292,7 +209,7 @@ class LocalSource:
                 raise
             now.close()
             self._now = StoredSource(self._folder)
-            return self._now.ask(what, **args)
+            return self._now.reply(message)
 
     def close(self) -> None:
         """Let go of it."""

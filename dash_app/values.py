@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from traceml_ray.stages import STAGES
@@ -42,3 +43,10 @@ def by_stage(values: Array) -> dict[str, list[float | None]]:
 def natural(text: str) -> tuple[tuple[int, int, str], ...]:
     """Return what sorts names as people do: node-2 before node-10."""
     return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", text))
+
+
+def as_dict(value: Any) -> Any:
+    """Return a struct as a dict, with those inside it."""
+    if isinstance(value, msgspec.Struct):
+        return {name: as_dict(each) for name, each in msgspec.structs.asdict(value).items()}
+    return [as_dict(each) for each in value] if isinstance(value, list) else value

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from traceml_ray.reports.summary import overhead_of
+from traceml_ray.store import query
 from traceml_ray.store.streams import Stream
 
 from . import sessions
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 def health(cache: SessionCache, run: Run | None) -> dict[str, Any]:
     """Return the page about ourselves."""
-    ledger = cache.ask("ledger", run=run.id if run else None)
+    ledger = cache.ask(query.Ledger(run.id if run else None))
     streams = list(run.ranks.values()) if run else []
     cost = overhead_of(streams)
     errors = {f"aggregator, {place}": n for place, n in (cache.status.get("errors") or {}).items()}

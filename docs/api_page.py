@@ -24,7 +24,8 @@ SECTIONS = {
         "traceml_ray/adapters/lightning.py": ("TraceMLCallback",),
     },
     "In a driver of Ray": {
-        "traceml_ray/driver.py": ("start", "Session", "StartError"),
+        "traceml_ray/driver.py": ("start",),
+        "traceml_ray/live_session.py": ("Session", "StartError"),
         "launchers/train_callback.py": ("TraceMLTrainCallback",),
     },
 }

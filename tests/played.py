@@ -13,7 +13,6 @@ from traceml_ray import wire
 from traceml_ray.dash_app.source import SourceError
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.stages import DATA, FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT
-from traceml_ray.store.step_answers import decode
 
 QUIET = (1.0, 2.0, 0.5, 6.0, 9.0, 1.5)
 """ms of a balanced step: post_sync, data, prepare, forward, backward, sync_wait."""
@@ -31,14 +30,11 @@ class PlayedSource:
         self.down = False
         self.asked = 0
 
-    def ask(self, what: str, **args: Any) -> tuple[Any, int]:
+    def reply(self, message: bytes) -> bytes:
         self.asked += 1
         if self.down:
             raise SourceError(f"session {self.target!r} did not answer in time")
-        answer = decode(self.aggregator.query(msgspec.msgpack.encode({"what": what, **args})))
-        if "error" in answer:
-            raise SourceError(answer["error"])
-        return answer["result"], answer.get("cursor", 0)
+        return self.aggregator.query(message)
 
     def close(self) -> None: ...
 

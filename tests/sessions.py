@@ -19,8 +19,10 @@ from traceml_ray.ray.aggregator import Aggregator
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.ray.membership import Membership
 from traceml_ray.ray.node_relay import MAX_IN_FLIGHT
+from traceml_ray.reports.answers import Answers
 from traceml_ray.settings import Settings
 from traceml_ray.stages import FLAG_FIRST, SEGMENT_BITS
+from traceml_ray.store import query
 from traceml_ray.store.session_file import SessionFile
 
 SECOND = 1_000_000_000
@@ -182,11 +184,16 @@ def told(aggregator: AggregatorCore, run: str = "job", **fields: Any) -> wire.Fi
     return answer
 
 
-def ask(aggregator: AggregatorCore, what: str, **request: Any) -> Any:
-    """The answer to a question."""
-    answer = msgspec.msgpack.decode(aggregator.query(msgspec.msgpack.encode({"what": what, **request})))
-    assert "error" not in answer, answer
-    return answer["result"]
+def ask(aggregator: AggregatorCore, what: str, **fields: Any) -> Any:
+    """The answer to a question of `store.query`, by its name; of those with a cursor, the items."""
+    request = query.REQUESTS[what.title().replace("_", "")](**fields)
+    answer = query.ask_one(aggregator.query, request)
+    return answer.items if isinstance(answer, query.Page) else answer
+
+
+def stored(folder: Path) -> Callable[[bytes], bytes]:
+    """What answers questions from the session file in `folder`."""
+    return Answers(folder, LIMITS).reply
 
 
 def confirmed(reply: bytes) -> int:

@@ -5,8 +5,9 @@ if TYPE_CHECKING:
     from traceml_ray.adapters.huggingface import TraceMLTrainerCallback as TraceMLTrainerCallback
     from traceml_ray.adapters.lightning import TraceMLCallback as TraceMLCallback
     from traceml_ray.api import attach, detach, stage, trace_step, watch
-    from traceml_ray.driver import Session, StartError, start
+    from traceml_ray.driver import start
     from traceml_ray.launchers.ray_train import TraceMLTrainCallback as TraceMLTrainCallback
+    from traceml_ray.live_session import Session, StartError
 
 __version__ = "0.1.0"
 __all__ = [
@@ -21,8 +22,8 @@ __all__ = [
     "watch",
 ]
 _MODULES = {
-    "Session": "traceml_ray.driver",
-    "StartError": "traceml_ray.driver",
+    "Session": "traceml_ray.live_session",
+    "StartError": "traceml_ray.live_session",
     "start": "traceml_ray.driver",
     # Not in __all__: each needs its framework, see _NEEDED.
     "TraceMLCallback": "traceml_ray.adapters.lightning",

@@ -8,18 +8,20 @@ a subcommand needs it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
 from traceml_ray import __version__, session
 from traceml_ray.launchers.arguments import add_command, marked
 from traceml_ray.settings import SettingError, Settings
+from traceml_ray.store import query
 from traceml_ray.store.schema import SessionFileError, legible
-from traceml_ray.store.session_file import SessionFile
 from traceml_ray.text import one_line
 
 
@@ -37,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = arguments.command(arguments)
         sys.stdout.flush()
         return code
-    except (session.SessionError, SessionFileError, SettingError) as error:
+    except (session.SessionError, SessionFileError, query.QueryError, SettingError) as error:
         print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader of a pipe has seen enough
@@ -57,42 +59,36 @@ def run(arguments: argparse.Namespace) -> int:
 
 def report(arguments: argparse.Namespace) -> int:
     """Print the report of a session, built anew from its file."""
-    from traceml_ray.reports.summary import summarize
     from traceml_ray.reports.text import render
 
-    settings = Settings.load(out=arguments.out)
-    folder = session.find(arguments.session, settings.out)
-    path = folder / session.DATABASE
-    with SessionFile(path) as stored:
-        run = _run(arguments.run, stored)
-        with legible(path):
-            summary = summarize(stored, settings.thresholds, run=run)
-            text = json.dumps(summary, indent=2) + "\n" if arguments.json else render(summary, folder)
+    with _stored(arguments) as (folder, send):
+        summary: Any = query.ask_one(send, query.Summary(arguments.run, whole=True))
+        text = json.dumps(summary, indent=2) + "\n" if arguments.json else render(summary, folder)
     print(text, end="")
     return 0
 
 
-def _run(named: str | None, stored: SessionFile) -> str | None:
-    """Return the id of the run of that id or name (the newest so named). Raises SessionError."""
-    if named is None:
-        return None
-    with legible(stored.path):
-        runs = stored.runs()
-    for run in reversed(runs):
-        if named in (run["id"], run["name"]):
-            return str(run["id"])
-    known = ", ".join(f"{run['name']} ({run['id']})" for run in runs) or "none"
-    raise session.SessionError(f"no run {named!r} in {stored.path.parent}; runs there: {known}")
+@contextlib.contextmanager
+def _stored(arguments: argparse.Namespace) -> Iterator[tuple[Path, Callable[[bytes], bytes]]]:
+    """Give the folder of the session that is meant, and what answers questions about it from its file."""
+    from traceml_ray.reports.answers import Answers
+
+    settings = Settings.load(out=arguments.out)
+    folder = session.find(arguments.session, settings.out)
+    answers = Answers(folder, settings.thresholds)
+    with contextlib.closing(answers), legible(folder / session.DATABASE):
+        try:
+            yield folder, answers.reply
+        except query.QueryError as error:
+            raise error if str(folder) in str(error) else query.QueryError(f"{folder}: {error}") from None
 
 
 def status(arguments: argparse.Namespace) -> int:
     """Print the state of a session."""
     from traceml_ray.reports.status import render_status
 
-    folder = session.find(arguments.session, Settings.load(out=arguments.out).out)
-    path = folder / session.DATABASE
-    with SessionFile(path) as stored, legible(path):
-        text = render_status(stored, folder, session.holder(folder), time.time_ns())
+    with _stored(arguments) as (folder, send):
+        text = render_status(send, folder, session.holder(folder), time.time_ns())
     print(text, end="")
     return 0
 

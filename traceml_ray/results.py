@@ -220,6 +220,14 @@ class Episode(TypedDict):
     why: str
 
 
+class TimedEpisode(Episode, total=False):
+    """An episode; of a session that is over, also when it was and the span that was late."""
+
+    part: str | None
+    started_at: str | None
+    ended_at: str | None
+
+
 class Brief(TypedDict):
     """What came and went without being named."""
 
@@ -228,18 +236,18 @@ class Brief(TypedDict):
 
 
 class LiveVerdict(VerdictInfo):
-    """The verdict of a running session."""
+    """The verdict of a session: of now, or of the whole run where it is over."""
 
     suspects: list[Suspect]
     exposed_ms: list[float] | None
     """Exposed time of each stage, mean per step; the sum is `mean_step_ms`."""
-    episodes: list[Episode]
-    """Of the run, the costliest first."""
-    brief: Brief
+    episodes: list[TimedEpisode] | None
+    """Of the run, the costliest first; None: not known, as where a running session is read from its file."""
+    brief: Brief | None
 
 
 class Status(TypedDict, total=False):
-    """How a session itself is doing; more fields are what its launcher told of it."""
+    """How a session itself is doing; what its launcher did not say is not there."""
 
     session: str
     status: str
@@ -247,6 +255,14 @@ class Status(TypedDict, total=False):
     started_at: int
     """ns since the epoch."""
     ended_at: int
+    exit_code: int
+    launcher: str
+    command: str
+    world_size: int | None
+    nnodes: int | None
+    strategy: str
+    ending: dict[str, int]
+    """On how many `nodes` it ran, and how many were `missing` when the files were written."""
     run: str | None
     """The newest run that has rows."""
     ranks: int

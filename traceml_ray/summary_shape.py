@@ -111,8 +111,8 @@ class BaselineStage(TypedDict):
 class BaselineInfo(TypedDict):
     """What a step of the run costs when all is well."""
 
-    from_step: int
-    to_step: int
+    from_step: int | None
+    to_step: int | None
     steps: int
     source: str | None
     """The session that it was taken from; None: learned in this run."""

@@ -33,6 +33,7 @@ from traceml_ray.dash_app.source import SourceError, StoredSource, _attachment
 from traceml_ray.launchers import control
 from traceml_ray.session import Live
 from traceml_ray.spool import read_spool, write_spool
+from traceml_ray.store import query
 from traceml_ray.store.kept import pack, unpack
 from traceml_ray.store.schema import NONSENSE
 
@@ -277,7 +278,7 @@ def test_summary_json_of_any_kind(
         for row in sessions.compared(str(folder.parent), "s", "s"):
             assert row["change_pct"] in (0, None)
         with contextlib.suppress(SourceError):
-            told, _ = StoredSource(folder).ask("verdict")
+            (told,) = query.ask(StoredSource(folder).reply, [query.Verdict()])
             assert isinstance(told["label"], str)
     shutil.rmtree(folder.parent)
 

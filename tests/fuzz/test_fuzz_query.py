@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,36 +15,40 @@ from sessions import Clock, Rank, Relay, aggregation, ask
 
 from traceml_ray import wire
 from traceml_ray.monitor.aggregator import AggregatorCore
+from traceml_ray.store import query
 
 MIB = 24.0
-WHAT = [
-    "several", "status", "verdict", "file", "unsnapshot", "snapshot", "summary", "runs", "nodes", "rows",
-    "process_of", "node_samples_of", "parts", "events", "node_samples", "verdicts", "ranks",
-    "meta",
-    "streams", "details", "ledger", "close", "__class__", "_all", "",
-    "times", "columns", "busy", "rank_steps", "cell",
-]  # fmt: skip
 NUMBERS = st.sampled_from([-1, 0, 1, 2, 1 << 31, 1 << 63, (1 << 64) - 1, -(1 << 63), 1 << 20, -1000, 0.5])
 some = NUMBERS | scalars | st.lists(NUMBERS, max_size=4) | anything
-FIELDS = ("since", "run", "only", "last", "most", "rank", "first", "n", "offset", "brief", "new")
-FIELDS += ("stage", "whole", "ranks")
-asked = st.fixed_dictionaries(
-    {"what": st.sampled_from(WHAT) | scalars},
-    optional=dict.fromkeys(FIELDS, some)
-    | {
-        "name": st.sampled_from(
-            ["summary.json", "../session.sqlite", "session.sqlite", "/etc/passwd", "snapshot-"]
-        )
-        | some
-    },
-)
-questions = st.recursive(
-    asked,
-    lambda inner: st.fixed_dictionaries(
-        {"what": st.just("several"), "asked": st.lists(inner, max_size=4) | some}
-    ),
-    max_leaves=6,
-)
+NAMES = st.sampled_from(["summary.json", "../session.sqlite", "session.sqlite", "/etc/passwd", "snapshot-"])
+LIKELY: dict[str, st.SearchStrategy[Any]] = {
+    "name": NAMES | st.text(max_size=5),
+    "run": st.none() | st.sampled_from(["job", "x"]),
+    "stage": st.sampled_from(["total", "data", "x"]),
+    "whole": st.none() | st.booleans(),
+    "brief": st.booleans(),
+    "nodes": st.lists(st.sampled_from(["node-0", "x"]), max_size=3),
+}
+"""Values that a field may have, else numbers."""
+
+
+def fields(kind: type[query.Request[Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    """Fields of a question: with values that it may have, or any; some left out."""
+    names = kind.__struct_fields__
+    listed = st.lists(NUMBERS, max_size=3)
+    likely = {name: LIKELY.get(name, listed if name in ("ranks", "streams") else NUMBERS) for name in names}
+    made = {name: value | (some if draws else value) for draws, (name, value) in enumerate(likely.items())}
+    return st.fixed_dictionaries({"what": st.just(kind.__name__)}, optional=made)
+
+
+KINDS = [fields(kind) for kind in query.REQUESTS.values()]
+asked = st.one_of(KINDS) | st.dictionaries(st.sampled_from(["what", "run", "since", "x"]), some, max_size=3)
+questions = st.lists(asked, max_size=4) | some
+
+
+def message(requests: Any, **more: Any) -> bytes:
+    """An encoded question."""
+    return msgspec.msgpack.encode({"version": "0.0", "requests": requests, **more})
 
 
 @pytest.fixture(scope="module")
@@ -68,18 +73,31 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AggregatorCore
 def answer(session: AggregatorCore, request: bytes) -> dict[str, Any]:
     """The answer: there always is one, and it says one thing or the other."""
     with bounded(mib=MIB):
-        told = msgspec.msgpack.decode(session.query(request))
-    assert set(told) in ({"error"}, {"result"}, {"result", "cursor"}), told
-    assert len(str(told.get("error", ""))) < 2000
-    return told
+        reply: dict[str, Any] = msgspec.msgpack.decode(session.query(request), ext_hook=lambda *_: None)
+    assert reply["version"] and bool(reply.get("error")) != ("answers" in reply and not reply.get("error"))
+    assert len(reply.get("error", "")) <= 1000
+    return reply
 
 
 @fuzz(4)
 @given(questions)
-def test_questions_of_any_kind(session: AggregatorCore, question: dict[str, Any]) -> None:
-    answer(session, msgspec.msgpack.encode(question))
+def test_questions_of_any_kind(session: AggregatorCore, requests: Any) -> None:
+    answer(session, message(requests))
     assert len(list(session.folder.path.glob("snapshot-*"))) <= 8
     assert ask(session, "status")["ledger"]["stored"] == 60
+
+
+@pytest.mark.parametrize("kind", query.REQUESTS)
+def test_every_question_with_values_at_the_limits(session: AggregatorCore, kind: str) -> None:
+    """Those that the types let through are answered, and not as a damaged file."""
+
+    @fuzz()
+    @given(fields(query.REQUESTS[kind]))
+    def check(request: dict[str, Any]) -> None:
+        error = answer(session, message([request])).get("error", "")
+        assert "damaged" not in error and "query" not in "".join(session.errors), (request, error)
+
+    check()
 
 
 @fuzz()
@@ -89,21 +107,29 @@ def test_bytes_of_any_kind(session: AggregatorCore, request: bytes) -> None:
 
 
 @fuzz()
-@given(
-    mutated(
-        msgspec.msgpack.encode({"what": "several", "asked": [{"what": "rows", "since": 0, "most": 5}] * 2})
-    )
-)
+@given(mutated(message([{"what": "Events", "since": 0, "most": 5}, {"what": "Cell", "rank": 1}] * 2)))
 def test_a_good_question_with_bytes_changed(session: AggregatorCore, request: bytes) -> None:
     answer(session, request)
 
 
 def test_bombs(session: AggregatorCore) -> None:
     for bomb in BOMBS:
-        assert "error" in answer(session, bomb)
-        for name in (b"what", b"asked", b"since", b"only"):
-            answer(session, b"\x82\xa4what\xa4rows" + bytes([0xA0 + len(name)]) + name + bomb)
-    nested = msgspec.msgpack.encode({"what": "status"})
-    for _ in range(300):
-        nested = b"\x82\xa4what\xa7several\xa5asked\x91" + nested
-    answer(session, nested)
+        assert answer(session, bomb)["error"]
+        assert answer(session, b"\x82\xa7version\xa1x\xa8requests" + bomb)["error"]
+        assert answer(session, b"\x82\xa7version\xa1x\xa8requests\x91" + bomb)["error"]
+        for name in (b"what", b"run", b"since", b"nodes"):
+            one = b"\x82\xa4what\xa6Events" + bytes([0xA0 + len(name)]) + name + bomb
+            assert answer(session, b"\x82\xa7version\xa1x\xa8requests\x91" + one)["error"]
+    assert answer(session, message([{"what": "Streams"}] * 60_000))["error"]
+
+
+@fuzz()
+@given(st.data())
+def test_answers_of_any_kind_are_read_or_refused(session: AggregatorCore, data: st.DataObject) -> None:
+    """Whatever comes back to who asks."""
+    requests = [query.Status(), query.Times("job"), query.Ranks("job"), query.NodeSamples(("node-0",), 2)]
+    replies: list[bytes] = []
+    query.ask(lambda sent: replies.append(session.query(sent)) or replies[0], requests)
+    changed = data.draw(mutated(replies[0]))
+    with bounded(mib=MIB), contextlib.suppress(query.QueryError):
+        query.ask(lambda _: changed, requests)

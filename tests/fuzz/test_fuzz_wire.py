@@ -18,6 +18,7 @@ from traceml_ray import wire
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.settings import Settings
 from traceml_ray.stages import N_STAGES
+from traceml_ray.store import query
 from traceml_ray.store.session_file import SessionFile
 
 KINDS = [type(message) for message in MESSAGES]
@@ -146,9 +147,7 @@ def test_whatever_the_wire_lets_in_an_aggregator_can_live_with(
             clock.tick(30)
             assert aggregator.commit(), aggregator.errors
             aggregator.judge()
-        for what in ("status", "runs", "ledger", "verdict"):
-            answer = aggregator.query(msgspec.msgpack.encode({"what": what}))
-            assert "result" in msgspec.msgpack.decode(answer), answer
+        query.ask(aggregator.query, [query.Status(), query.Runs(), query.Ledger(), query.Verdict()])
         assert not aggregator.errors
         aggregator.finish(wire.Finish(wire.VERSION, 0))
         aggregator.close()

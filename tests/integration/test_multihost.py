@@ -214,13 +214,13 @@ def test_one_session_knows_both_hosts_and_names_the_fault_on_the_second(
     assert ledger["produced"] == ledger["stored"] == 4 * steps
     with SessionFile(folder / "session.sqlite") as file:
         streams = [stream.identity for stream in file.streams() if stream.identity is not None]
-        samples, _ = file.node_samples()
+        samples = file.node_samples([node.node_id for node in file.cluster()], 1 << 20)
         events, _ = file.events()
     who = sorted((i.global_rank, i.local_rank, i.node_rank, i.hostname) for i in streams)
     assert who == [(0, 0, 0, "host-a"), (1, 1, 0, "host-a"), (2, 0, 1, "host-b"), (3, 1, 1, "host-b")]
     nodes = {identity.node_rank: identity.node_id for identity in streams}
     assert None not in nodes.values() and len(set(nodes.values())) == 2
-    assert {sample["node_id"] for sample in samples} == set(nodes.values())
+    assert {node for node, _ in samples} == set(nodes.values())
     assert [event["kind"] for event in events].count("relay_start") == 2
     assert f"session {folder.name!r} is written by the launcher on {ADDRESSES[0]}" in said[1]
     assert str(folder) in said[0]

@@ -25,6 +25,7 @@ from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.summary import summarize
 from traceml_ray.session import SessionFolder
 from traceml_ray.stages import STAGES
+from traceml_ray.store import query
 from traceml_ray.store.session_file import SessionFile
 
 DRAWN = ("heat", "exposed", "timeline", "skew", "nodes", "tiles")
@@ -278,9 +279,9 @@ def test_one_message_a_tick_however_many_look(played: Played) -> None:
 class Slow(PlayedSource):
     """A source that takes a second to answer."""
 
-    def ask(self, what: str, **args: Any) -> tuple[Any, int]:
+    def reply(self, message: bytes) -> bytes:
         self.clock.tick()
-        return super().ask(what, **args)
+        return super().reply(message)
 
 
 def slow(played: Played) -> Board:
@@ -358,8 +359,9 @@ def test_of_a_flood_of_events_only_the_newest_are_fetched(played: Played) -> Non
         played.play(5, events=events, silent=tuple(range(1, played.world)))
     run = board.newest
     assert run is not None
-    [asked] = [question for question in run.questions(0.0) if question["what"] == "events"]
-    found, cursor = played.source.ask(**asked)
+    [asked] = [request for request in run.questions(0.0) if isinstance(request, query.Events)]
+    page = query.ask_one(played.source.reply, asked)
+    found, cursor = page.items, page.cursor
     assert len(found) == 2000 and [event["t_ns"] for event in found] == list(range(1000, 3000))
     assert board.poll() and len(run.events) == 2000
     assert cursor >= 3000
@@ -470,28 +472,29 @@ def test_past_sessions_open_in_the_same_pages(tmp_path: Path) -> None:
 class Held:
     """Makes a source wait with its answer to one question until it is let go."""
 
-    def __init__(self, source: Any, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    def __init__(self, source: Any, monkeypatch: pytest.MonkeyPatch, kind: type[query.Request[Any]]) -> None:
         self.waits, self.go = threading.Event(), threading.Event()
-        ask = source.ask
+        reply = source.reply
 
-        def held(self_or_what: Any, *args: Any, **more: Any) -> Any:
-            if what in (self_or_what, *args):
+        def held(*args: Any, **more: Any) -> Any:
+            if any(isinstance(request, kind) for request in query.decode(args[-1])[0]):
                 self.waits.set()
                 assert self.go.wait(30)
-            return ask(self_or_what, *args, **more)
+            return reply(*args, **more)
 
-        monkeypatch.setattr(source, "ask", held)
+        monkeypatch.setattr(source, "reply", held)
 
 
 @pytest.mark.parametrize(
-    ("page", "selection", "what"), [("health", {}, "ledger"), ("overview", {"run": "a"}, "several")]
+    ("page", "selection", "kind"),
+    [("health", {}, query.Ledger), ("overview", {"run": "a"}, query.Verdict)],
 )
 def test_slow_aggregator_holds_up_only_who_needs_its_answer(
-    played: Played, monkeypatch: pytest.MonkeyPatch, page: str, selection: dict[str, Any], what: str
+    played: Played, monkeypatch: pytest.MonkeyPatch, page: str, selection: dict[str, Any], kind: Any
 ) -> None:
     board = followed(played)
     board.runs = [*board.runs, {**board.runs[0], "id": "a", "name": "a"}]  # one that is not followed yet
-    held = Held(played.source, monkeypatch, what)
+    held = Held(played.source, monkeypatch, kind)
     slow = ThreadPoolExecutor(1).submit(board.view, page, **selection)
     assert held.waits.wait(30)
     others = ThreadPoolExecutor(1).submit(board.view, "overview")
@@ -513,7 +516,7 @@ def test_board_stays_open_while_another_thread_reads_it(
         played.aggregator.close()
     board = Board(StoredSource(tmp_path / "a"))
     assert board.poll()
-    held = Held(StoredSource, monkeypatch, "several")
+    held = Held(StoredSource, monkeypatch, query.Verdict)
     reading = ThreadPoolExecutor(1).submit(board.view, "overview", session="b")
     assert held.waits.wait(30)
     monkeypatch.undo()

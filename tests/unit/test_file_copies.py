@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 from sessions import Clock, Rank, Relay, aggregation, ask, check_ledger
 
 from traceml_ray import wire
 from traceml_ray.monitor.aggregator import AggregatorCore
+from traceml_ray.store.query import QueryError
 
 
 def _download(aggregator: AggregatorCore, name: str, n: int = 1000) -> bytes:
     data = b""
-    while chunk := ask(aggregator, "file", name=name, offset=len(data), n=n):
+    while chunk := ask(aggregator, "read_file", name=name, offset=len(data), n=n):
         assert len(chunk) <= n
         data += chunk
     return data
@@ -30,12 +30,12 @@ def test_a_copy_is_whole_though_rows_go_on_coming(
     aggregator, relay, rank = aggregation(live, Clock()), Relay(), Rank(0, 1)
     aggregator.ingest(relay.message(rank.batch(100)))  # not committed yet
     copy = ask(aggregator, "snapshot")
-    assert (live / copy["name"]).stat().st_mode & 0o777 == 0o600
+    assert (live / copy.name).stat().st_mode & 0o777 == 0o600
     aggregator.ingest(relay.message(rank.batch(50)))
     aggregator.commit()
     away.mkdir()
-    (away / "session.sqlite").write_bytes(_download(aggregator, copy["name"], 7000))
-    assert (away / "session.sqlite").stat().st_size == copy["size"]
+    (away / "session.sqlite").write_bytes(_download(aggregator, copy.name, 7000))
+    assert (away / "session.sqlite").stat().st_size == copy.size
     assert (away / "session.sqlite").read_bytes()[
         18:20
     ] == b"\1\1"  # not WAL: reads where nothing can be written
@@ -43,7 +43,7 @@ def test_a_copy_is_whole_though_rows_go_on_coming(
     assert [path.name for path in away.iterdir()] == ["session.sqlite"]
     assert json.loads(_download(aggregator, "summary.json"))["ledger"]["stored"] == 100
     assert _download(aggregator, "report.txt").startswith(b"traceml-ray")
-    ask(aggregator, "unsnapshot", name=copy["name"])
+    ask(aggregator, "discard", name=copy.name)
     assert not list(live.glob("snapshot-*"))
 
 
@@ -55,18 +55,15 @@ def test_nothing_else_can_be_read(tmp_path: Path) -> None:
         "session.sqlite",
         str(tmp_path / "secret"),
         "snapshot-../../secret.sqlite",
-        None,
         "",
     ):
-        answer = msgspec.msgpack.decode(
-            aggregator.query(msgspec.msgpack.encode({"what": "file", "name": name, "offset": 0, "n": 9}))
-        )
-        assert "no file called" in answer["error"]
+        with pytest.raises(QueryError, match="no file called"):
+            ask(aggregator, "read_file", name=name, offset=0, n=9)
 
 
 def test_copies_are_few(tmp_path: Path) -> None:
     aggregator = aggregation(tmp_path)
-    made = [ask(aggregator, "snapshot")["name"] for _ in range(6)]
+    made = [ask(aggregator, "snapshot").name for _ in range(6)]
     assert sorted(path.name for path in tmp_path.glob("snapshot-*")) == sorted(made[-3:])
     aggregator.close()
 

@@ -8,7 +8,6 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from sessions import Clock, Rank, Relay, aggregation, identity
 
@@ -18,6 +17,7 @@ from traceml_ray.dash_app.source import StoredSource, _attachment
 from traceml_ray.files import read_file
 from traceml_ray.launchers import control, torchrun
 from traceml_ray.settings import SettingError, Settings
+from traceml_ray.store import query
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import Stream, world_size
@@ -54,7 +54,7 @@ def test_values_that_nobody_wrote_are_one_line(
     change(stored(tmp_path / "s"), sql)
     assert cli.main(["report", str(tmp_path / "s")]) == 2
     told = capsys.readouterr()
-    assert "s/session.sqlite: the session file is damaged (" in told.err
+    assert str(tmp_path / "s") in told.err and "the session file is damaged" in told.err
     assert (told.out, told.err.count("\n")) == ("", 1)
 
 
@@ -92,13 +92,6 @@ def test_bytes_that_are_no_text_are_no_setting(name: str) -> None:
         Settings.load({f"TRACEML_{name}": os.fsdecode(b"caf\xe9")})
 
 
-def test_an_error_does_not_repeat_all_that_was_asked(tmp_path: Path) -> None:
-    aggregator = aggregation(tmp_path / "s")
-    answer = msgspec.msgpack.decode(aggregator.query(msgspec.msgpack.encode({"what": [0] * 60_000})))
-    aggregator.close()
-    assert len(answer["error"]) <= 1000
-
-
 def test_a_fifo_is_read_by_nobody(tmp_path: Path) -> None:
     stored(tmp_path / "s")
     for name in ("live.json", ".lock", "x"):
@@ -109,7 +102,7 @@ def test_a_fifo_is_read_by_nobody(tmp_path: Path) -> None:
     assert session.holder(tmp_path / "s") is None
     assert _attachment(tmp_path / "s") is None
     assert sessions.listed(str(tmp_path))[0]["label"] is None
-    assert StoredSource(tmp_path / "s").ask("verdict")[0]["label"] == "healthy"
+    assert query.ask(StoredSource(tmp_path / "s").reply, [query.Verdict()])[0]["label"] == "healthy"
     with pytest.raises(OSError, match="not a regular file"):
         read_file(tmp_path / "s" / "x", 10)
     (tmp_path / "y").write_bytes(b"x" * 11)
@@ -141,7 +134,7 @@ def test_sessions_are_listed_though_one_is_moved_away_meanwhile_and_one_is_of_lo
 def test_a_summary_of_somebody_else_is_none(tmp_path: Path, summary: str) -> None:
     (stored(tmp_path / "s") / "summary.json").write_text(summary)
     assert sessions.listed(str(tmp_path))[0]["label"] is None
-    assert StoredSource(tmp_path / "s").ask("verdict")[0]["label"] == "healthy"
+    assert query.ask(StoredSource(tmp_path / "s").reply, [query.Verdict()])[0]["label"] == "healthy"
 
 
 @pytest.mark.parametrize("given", ["\n", "\x1b[2J", "x" * 5000, "caf\udce9"])

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from played import Played
 from sessions import Clock, Rank, Relay, aggregation
 from unit.sample_windows import streams
+from unit.test_query import differences
 from unit.test_step_history import LIMITS, rows
 
 from traceml_ray.analysis import step_numbers
@@ -21,49 +23,40 @@ from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.dash_app.drawn import joined
 from traceml_ray.dash_app.source import StoredSource
 from traceml_ray.monitor.aggregator import AggregatorCore
-from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.step_answers import StepAnswers, decode, encode
+from traceml_ray.reports.answers import Answers
+from traceml_ray.store import query
 
-QUESTIONS: list[dict[str, Any]] = [
-    {"what": "times", "whole": False},
-    {"what": "times", "whole": True},
-    *(
-        {"what": "columns", "stage": stage, "whole": whole}
-        for stage in ("total", "data")
-        for whole in (False, True)
-    ),
-    {"what": "busy", "ranks": [1, 2, 9], "most": 50},
-    {"what": "rank_steps", "rank": 1, "most": 100},
-    {"what": "cell", "rank": 1, "first": 20, "last": 30},
+QUESTIONS: list[query.Request[Any]] = [
+    query.Times("job", whole=False),
+    query.Times("job", whole=True),
+    *(query.Columns("job", stage, whole) for stage in ("total", "data") for whole in (False, True)),
+    query.Busy("job", (1, 2, 9), 50),
+    query.RankSteps("job", 1, 100),
+    query.Cell("job", 1, 20, 30),
 ]
-OF_TIME = ("version", "token")
-"""Of how it came about, not of what it is."""
+NEWEST = query.Columns("job", whole=False)
 
 
-def asked(aggregator: AggregatorCore, question: dict[str, Any]) -> dict[str, Any]:
-    answer = decode(aggregator.query(msgspec.msgpack.encode({**question, "run": "job"})))
-    assert "error" not in answer, answer
-    found: dict[str, Any] = answer["result"]
+def asked(aggregator: AggregatorCore, request: query.Request[Any]) -> dict[str, Any]:
+    found: dict[str, Any] = query.ask_one(aggregator.query, request)
     return found
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one.keys() == other.keys()
-    for name in one.keys() - set(OF_TIME):
-        if isinstance(one[name], np.ndarray):
-            np.testing.assert_allclose(one[name], other[name], rtol=1e-5, err_msg=name)
-        else:
-            assert encode(one[name]) == encode(other[name]), name
+    assert [*differences(one, other)] == []
 
 
 def check_against_file(aggregator: AggregatorCore, folder: Path) -> None:
     """Check that each answer is the one that the file gives."""
-    file = folder / "session.sqlite"
-    stored = StepAnswers(lambda run: SessionFile(file, run=run), LIMITS, lambda _: None)
-    for question in QUESTIONS:
-        other = decode(encode(stored.answer({**question, "run": "job"}, over=True)["result"]))
-        same(asked(aggregator, question), other)
-    stored.close()
+    for request in QUESTIONS:
+        same(asked(aggregator, request), asked_of_file(folder, request))
+
+
+def asked_of_file(folder: Path, request: Any) -> Any:
+    """The answer while the session goes on: somebody holds it."""
+    answers = Answers(folder, LIMITS)
+    with contextlib.closing(answers), patch.object(answers, "_over", return_value=False):
+        return query.ask_one(answers.reply, request)
 
 
 @pytest.fixture
@@ -100,14 +93,13 @@ def test_restarted_aggregator_brings_the_history_back(
     played.aggregator.close()
     played.aggregator = aggregation(played.folder, played.clock)
     played.aggregator.judge()
-    columns = asked(played.aggregator, {"what": "columns", "stage": "total", "whole": False})
+    columns = asked(played.aggregator, NEWEST)
     assert columns["last"][-1] == 1199 and len(columns["first"]) == 300  # the newest are there at once
-    assert not asked(played.aggregator, {"what": "times", "whole": True})[
-        "whole"
-    ]  # and the others are to come
+    whole = query.Times("job", whole=True)
+    assert not asked(played.aggregator, whole)["whole"]  # and the others are to come
     for _ in range(8):
         played.aggregator.judge()
-    assert asked(played.aggregator, {"what": "times", "whole": True})["whole"]
+    assert asked(played.aggregator, whole)["whole"]
     for question in QUESTIONS:
         same(asked(played.aggregator, question), before[str(question)])
     played.play(20)
@@ -128,7 +120,7 @@ def test_rank_that_is_another_process_begins_its_history_anew(tmp_path: Path) ->
         clock.tick()
         aggregator.judge()
     check_against_file(aggregator, tmp_path / "s")
-    busy = asked(aggregator, {"what": "columns", "stage": "total", "whole": False})
+    busy = asked(aggregator, NEWEST)
     assert busy["first"][0] == 1 and busy["last"][-1] == 199
     assert aggregator.verdict is not None and aggregator.verdict.window_steps == 50
     aggregator.close()
@@ -163,17 +155,9 @@ def test_columns_asked_for_bit_by_bit_are_those_asked_for_at_once(
             history.advance({0, 1}, 0, 2)
             done += count
             answer = step_numbers.columns(history, stage, whole, 2, held["next"] if held else None)
-            held = joined(held, decode(encode(answer)))
+            held = joined(held, query.ask_one(lambda _, a=answer: query.encode([a]), NEWEST))
             at_once = joined(None, step_numbers.columns(history, stage, whole, 2))
             same(held, at_once)
-
-
-def test_answer_with_a_strange_array_is_refused() -> None:
-    assert decode(encode({"a": np.arange(6.0).reshape(2, 3)}))["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    head = msgspec.msgpack.encode(["|O8", [1]])
-    for body in (len(head).to_bytes(2, "little") + head + bytes(8), b"", b"\xff\xff"):
-        with pytest.raises((ValueError, msgspec.MsgspecError)):
-            decode(msgspec.msgpack.encode(msgspec.msgpack.Ext(1, body)))
 
 
 def test_numbers_of_a_run_are_those_of_its_report_while_it_runs_and_when_it_is_over(tmp_path: Path) -> None:
@@ -181,13 +165,14 @@ def test_numbers_of_a_run_are_those_of_its_report_while_it_runs_and_when_it_is_o
     played = Played(tmp_path / "demo", 4, per_node=2, late=2)
     for _ in range(30):
         played.play(200)
-    live = asked(played.aggregator, {"what": "times"})
+    live = asked(played.aggregator, query.Times("job"))
     assert (live["steps"], live["of_all"]) == (LIMITS.window_steps, False)
-    live = asked(played.aggregator, {"what": "times", "whole": True})
+    live = asked(played.aggregator, query.Times("job", whole=True))
     played.end()
     summary = msgspec.json.decode((played.folder / "summary.json").read_bytes())
     source = StoredSource(played.folder)
-    for found in (asked(played.aggregator, {"what": "times"}), source.ask("times", run="job")[0]):
+    for send in (played.aggregator.query, source.reply):
+        found = query.ask_one(send, query.Times("job"))
         assert (found["steps"], found["of_all"]) == (summary["steps"]["judged"], True) == (5989, True)
         assert (found["median_ms"], found["p95_ms"]) == (
             summary["steps"]["median_ms"],
@@ -231,6 +216,6 @@ def test_run_whose_steps_cannot_be_reduced_goes_on_with_those_that_follow(
     assert played.aggregator.errors["steps: ZeroDivisionError"] == 1
     for _ in range(4):
         played.play(20)
-    columns = asked(played.aggregator, {"what": "columns", "stage": "total", "whole": False})
+    columns = asked(played.aggregator, NEWEST)
     assert columns["first"].tolist() == list(range(40, 120))
     assert sum(played.aggregator.errors.values()) == 1 and played.aggregator.verdict is not None

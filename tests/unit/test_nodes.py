@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sessions import Clock, Rank, Relay, aggregation, ask, check_ledger, told
+from sessions import Clock, Rank, Relay, aggregation, ask, check_ledger, stored, told
 from snapshot import Snapshot
 
 from traceml_ray import wire
@@ -20,7 +20,6 @@ from traceml_ray.reports.status import render_status
 from traceml_ray.reports.text import render
 from traceml_ray.settings import Settings
 from traceml_ray.store.nodes import Node, label_nodes
-from traceml_ray.store.session_file import SessionFile
 
 
 @pytest.fixture
@@ -77,8 +76,7 @@ def test_the_ranks_of_a_lost_node_are_lost_and_their_rows_kept(tmp_path: Path, c
     assert summary["ranks"]["3"]["ended"] == "died"
     assert summary["ledger"]["per_rank"]["3"]["stored"] == 80
     assert "host-1 (lost)" in render(summary, tmp_path)
-    with SessionFile(tmp_path / "session.sqlite") as session:
-        assert "host-1 (lost)" in render_status(session, tmp_path, None, clock())
+    assert "host-1 (lost)" in render_status(stored(tmp_path), tmp_path, None, clock())
     aggregator.close()
     restarted = aggregation(tmp_path, clock)
     restarted.node_state("node-1", "host-1", "10.0.0.2", False)
@@ -122,8 +120,7 @@ def test_a_machine_that_comes_back_is_another_node_with_a_label_of_its_own(
     ]
     assert summary["session"]["nnodes"] == 2
     snapshot("report", render(summary, Path("<folder>")))
-    with SessionFile(tmp_path / "session.sqlite") as session:
-        snapshot("cli", render_status(session, Path("<folder>"), None, clock()))
+    snapshot("cli", render_status(stored(tmp_path), Path("<folder>"), None, clock()))
     assert [node["ranks"] for node in ask(aggregator, "nodes")] == [[1], [0], []]
     assert ask(aggregator, "verdict")["label"] == "healthy"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sessions import Clock, Rank, Relay, aggregation, ask, check_ledger
+from sessions import Clock, Rank, Relay, aggregation, ask, check_ledger, stored
 
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.reports.status import render_status
@@ -29,13 +29,9 @@ def _come(aggregator: AggregatorCore, process: Rank, node: int = 0, **fields: An
 def _triples(aggregator: AggregatorCore, job: str = "actors") -> dict[str, tuple[int, ...]]:
     """By actor name: rank, local rank, node rank, world size, local world size, nodes."""
     assert aggregator.commit()
-    found = [stream["identity"] for stream in ask(aggregator, "ranks", run=job).values()]
+    found = [stream.identity for stream in ask(aggregator, "ranks", run=job).values()]
     names = ("global_rank", "local_rank", "node_rank", "world_size", "local_world_size", "nnodes")
-    who = [dict(zip(_FIELDS, identity, strict=True)) for identity in found]
-    return {one["name"]: tuple(one[name] for name in names) for one in who}
-
-
-_FIELDS = Rank(0).identity.__struct_fields__
+    return {one.name: tuple(getattr(one, name) for name in names) for one in found}
 
 
 def test_processes_are_numbered_as_they_come_run_by_run(tmp_path: Path) -> None:
@@ -68,14 +64,13 @@ def test_an_actor_that_was_made_again_has_its_rank_again(tmp_path: Path) -> None
     _come(aggregator, again, node=1)
     assert aggregator.commit()
     ranks = ask(aggregator, "ranks", run="actors")
-    assert {rank: stream["stream"] for rank, stream in ranks.items()} == {
+    assert {rank: stream.stream for rank, stream in ranks.items()} == {
         0: first.stream, 1: other.stream, 2: again.stream,
     }  # fmt: skip
     summary = ask(aggregator, "summary")
     assert (summary["ranks"]["2"]["processes"], summary["ranks"]["1"]["name"]) == (2, "actor")
     assert "learner" in render(summary, tmp_path)
-    with SessionFile(tmp_path / "session.sqlite") as session:
-        assert "learner" in render_status(session, tmp_path, None, clock())
+    assert "learner" in render_status(stored(tmp_path), tmp_path, None, clock())
 
 
 def test_who_says_it_again_keeps_its_rank(tmp_path: Path) -> None:
@@ -86,7 +81,7 @@ def test_who_says_it_again_keeps_its_rank(tmp_path: Path) -> None:
             _come(aggregator, process)
     assert aggregator.commit()
     ranks = ask(aggregator, "ranks", run="actors")
-    assert {rank: stream["stream"] for rank, stream in ranks.items()} == {
+    assert {rank: stream.stream for rank, stream in ranks.items()} == {
         rank: process.stream for rank, process in enumerate(processes)
     }
     assert check_ledger(tmp_path)["stored"] == 30
@@ -102,7 +97,7 @@ def test_a_process_that_joins_a_group_of_torch_takes_its_rank_there(tmp_path: Pa
         _come(aggregator, process)
     assert aggregator.commit()
     ranks = ask(aggregator, "ranks", run="actors")
-    assert [stream["stream"] for stream in ranks.values()] == [processes[1].stream, processes[0].stream]
+    assert [stream.stream for stream in ranks.values()] == [processes[1].stream, processes[0].stream]
 
 
 @pytest.mark.parametrize("restarted", [False, True])

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from sessions import SECOND, Clock, Rank, Relay, aggregation, check_ledger
+from sessions import SECOND, Clock, Rank, Relay, aggregation, check_ledger, stored
 from snapshot import Snapshot
 
 from traceml_ray import wire
@@ -414,8 +414,7 @@ def test_status_shows_where_every_rank_is(tmp_path: Path, snapshot: Snapshot) ->
     run.steps(3, **fields)
     run.aggregator.ingest(b"junk")
     run.aggregator.commit()
-    with SessionFile(tmp_path / "session.sqlite") as session:
-        text = render_status(session, tmp_path, 77, run.clock() + 2 * SECOND)
+    text = render_status(stored(tmp_path), tmp_path, 77, run.clock() + 2 * SECOND)
     assert [line.split() for line in text.splitlines() if "host-0" in line] == [
         [str(rank), "host-0", str(1000 + rank), "3", "s", "ago", "29", "data", "30", "30"]
         for rank in range(2)

@@ -13,8 +13,10 @@ from unit.test_reports import Run
 
 from traceml_ray import results, summary_shape, wire
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.reports.answers import Answers
 from traceml_ray.reports.summary import nodes_of, runs_of, summarize
 from traceml_ray.stages import DATA
+from traceml_ray.store import query
 from traceml_ray.store.session_file import SessionFile
 
 
@@ -51,13 +53,16 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
 
 
 def test_answers_of_a_live_session_have_their_shapes(run: Run) -> None:
-    def ask(what: str) -> Any:
-        return msgspec.msgpack.decode(run.aggregator.query(msgspec.msgpack.encode({"what": what})))["result"]
-
+    asked = query.Status(), query.Verdict(), query.Summary()
+    answers = Answers(run.folder, Thresholds()), run.aggregator._answers
     run.aggregator.judge()
-    assert list(faults(ask("status"), results.Status)) == []
-    assert list(faults(ask("verdict"), results.LiveVerdict)) == []
-    assert list(faults(ask("summary"), summary_shape.Summary)) == []
+    run.aggregator.commit()
+    for each in answers:
+        reply = query.encode([each.answer(request) for request in asked])
+        status, verdict, summary = msgspec.msgpack.decode(reply)["answers"]
+        assert list(faults(status, results.Status)) == []
+        assert list(faults(verdict, results.LiveVerdict)) == []
+        assert list(faults(summary, summary_shape.Summary)) == []
 
 
 def test_a_stored_summary_nodes_and_runs_have_their_shapes(run: Run) -> None:

@@ -21,6 +21,7 @@ from traceml_ray.reports.status import render_status
 from traceml_ray.reports.summary import summarize
 from traceml_ray.reports.text import render
 from traceml_ray.session import SessionFolder
+from traceml_ray.store.query import QueryError
 from traceml_ray.store.session_file import SessionFile
 
 BALANCED = [1, 2, 0, 3, 4, 1]
@@ -126,12 +127,13 @@ def test_a_run_that_is_over_leaves_the_others_alone(tmp_path: Path, clock: Clock
     ledgers = {run["id"]: run["ledger"] for run in ask(aggregator, "runs")}
     assert (ledgers["a"]["dropped"]["relay"], ledgers["a"]["in_flight"]) == (10, 0)
     assert (ledgers["b"]["dropped"]["relay"], ledgers["b"]["in_flight"]) == (0, 10)
-    assert [detail["count"] for detail in ask(aggregator, "details", run="a")] == [5, 5]
+    with aggregator.stored() as file:
+        assert [detail["count"] for detail in file.of("a").details()] == [5, 5]
     for fit in fits:
         fit.step(late=1)  # as for `a`, too late
     _second(aggregator, clock)
     assert ask(aggregator, "verdict", run="a") == verdict
-    kept = [len(aggregator._steps.rows_of(stream["id"], 1)[0]) for stream in ask(aggregator, "streams")]
+    kept = [len(aggregator._steps.rows_of(stream.id, 1)[0]) for stream in ask(aggregator, "streams")]
     assert kept == [0, 0, 1, 1]
     assert aggregator.commit()
     assert check_ledger(tmp_path)["stored"] == 240
@@ -144,7 +146,8 @@ def test_what_is_told_of_runs_is_bounded(tmp_path: Path, monkeypatch: pytest.Mon
         assert told(
             aggregator, f"run-{run}", info={"name": "x" * 10_000}, status="finished" if run else None
         ).ok
-    runs = ask(aggregator, "status")["runs"]
+    with aggregator.stored() as file:
+        runs = file.meta()["runs"]
     assert list(runs) == ["run-0", "run-5", "run-6", "run-7"]  # run-0 goes on
     assert len(runs["run-0"]["name"]) == 500
 
@@ -193,14 +196,14 @@ def test_the_newest_run_with_rows_is_shown_unless_another_is_asked_for(
     assert {span["label"] for span in older["verdicts"]} == {"straggler"}
     assert ask(aggregator, "verdict")["label"] == ask(aggregator, "status")["verdict"] == "healthy"
     assert ask(aggregator, "verdict", run="a")["ranks"] == [3]
-    assert ask(aggregator, "verdict", run="x") is None
+    with pytest.raises(QueryError, match="no run 'x'"):
+        ask(aggregator, "verdict", run="x")
     assert len(ask(aggregator, "ranks", run="a")) == 4
     assert [verdict["label"] for verdict in ask(aggregator, "verdicts", run="a")] == ["straggler"]
     assert [verdict["label"] for verdict in ask(aggregator, "verdicts")] == ["healthy"]
     assert [run["id"] for run in ask(aggregator, "runs")] == ["a", "b", "c"]
     snapshot("report", render(summary, Path("<folder>")))
-    with SessionFile(tmp_path / "s" / "session.sqlite", run="a") as session:
-        assert "straggler" in render_status(session, tmp_path, None, clock())
+    assert "healthy" in render_status(aggregator.query, tmp_path, None, clock())
 
 
 def test_deaths_and_events_are_those_of_the_run(tmp_path: Path, clock: Clock) -> None:

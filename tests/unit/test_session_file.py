@@ -8,10 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
-from sessions import MS, SECOND, Clock, Rank, Relay, aggregation, check_ledger
+from sessions import MS, SECOND, Clock, Rank, Relay, aggregation, ask, check_ledger
 
 from traceml_ray import wire
 from traceml_ray.reports.status import render_status
@@ -79,12 +78,11 @@ def test_everything_a_batch_says_is_read_back(tmp_path: Path) -> None:
         assert (stream.missing, stream.errors, stream.strategy) == ({"h2d": "no device"}, {"hook": 2}, "ddp")
         assert stream.identity is not None
         assert (stream.identity.node_id, stream.identity.hostname) == ("node-0", "host-0")
-        (process,) = session.process_of([stream.id], 2)
-        assert (process["rss_bytes"], process["cpu_pct"]) == (4096, None)
-        (node,), cursor = session.node_samples()
-        assert (node["load1"], node["cpu_pct"]) == (None, 50.0)
-        assert [wire.GpuSample(**gpu) for gpu in node["gpus"]] == gpus
-        assert session.node_samples(cursor) == ([], cursor)
+        ((_, process),) = session.process_samples([stream.id], 2)
+        assert (process.rss_bytes, process.cpu_pct) == (4096, None)
+        ((_, node),) = session.node_samples(["node-0"], 2)
+        assert (node.load1, node.cpu_pct) == (None, 50.0)
+        assert node.gpus == gpus
         (detail,) = session.details()
         assert (detail["rank"], detail["count"], detail["total_ns"], detail["max_ns"]) == (0, 3, 70, 40)
         (event,), _ = session.events()
@@ -197,13 +195,12 @@ def test_question_inside_the_writers_transaction_is_of_the_last_commit(tmp_path:
     aggregator, relay, rank = aggregation(tmp_path), Relay(), Rank(0)
     aggregator.ingest(relay.message(rank.batch(5)))
     assert aggregator.commit()
-    asked = msgspec.msgpack.encode({"what": "rows"})
     writer, answers = aggregator._writer, []
     with pytest.raises(KeyboardInterrupt), writer._transaction():
-        writer._connection.execute("DELETE FROM chunk")
-        answers.append(msgspec.msgpack.decode(aggregator.query(asked)))
+        writer._connection.execute("DELETE FROM stream")
+        answers.append(ask(aggregator, "streams"))
         raise KeyboardInterrupt
-    assert [len(rows["flags"]) for rows in answers[0]["result"]] == [5]
+    assert [stream.stored for stream in answers[0]] == [5]
     aggregator.close()
 
 
@@ -267,7 +264,7 @@ def test_what_is_cut_while_the_disk_refuses_is_counted_by_kind(tmp_path: Path) -
             told = 1 if table == "event" else 0  # of the commit that failed
             assert 0 < kept <= 5 and kept + lost == 12 + told
             line = f"{lost} × aggregator, {name}: not stored, no room"
-            assert line in render_status(stored, tmp_path, None, 0)
+            assert line in render_status(aggregator.query, tmp_path, None, 0)
     aggregator.close()
     again = aggregation(tmp_path)
     assert again.commit()
@@ -307,7 +304,7 @@ def test_a_query_on_unchanged_data_reads_no_rows(tmp_path: Path) -> None:
 def test_clock_of_the_samples_is_the_senders(tmp_path: Path) -> None:
     process = wire.ProcessSample(5 * SECOND, 1.0, 2, 3, 4, 5)
     with _stored(tmp_path, Relay().message(Rank(0).batch(process=process))) as session:
-        assert session.process_of([1], 1)[0]["t_ns"] == 5 * SECOND
+        assert session.process_samples([1], 1)[0][1].t_ns == 5 * SECOND
 
 
 def test_what_is_long_can_be_read_in_parts(tmp_path: Path) -> None:
@@ -332,8 +329,7 @@ def test_what_is_long_can_be_read_in_parts(tmp_path: Path) -> None:
         assert len({part.stream for part in newest}) == 2
         assert {event["kind"] for event in session.events(brief=True)[0]} == {"note"}
         second = session.ranks()[1].id
-        assert [(s["stream_id"], s["t_ns"]) for s in session.process_of([second], 2)] == [
-            (second, 4),
-            (second, 5),
-        ]
-        assert [sample["t_ns"] for sample in session.node_samples_of(["node-0", "node-9"], 3)] == [3, 4, 5]
+        assert [(id, s.t_ns) for id, s in session.process_samples([second], 2)] == [(second, 4), (second, 5)]
+        assert [(id, s.t_ns) for id, s in session.node_samples(["node-0", "node-9"], 2)] == [
+            ("node-0", 4), ("node-0", 5),
+        ]  # fmt: skip

@@ -6,7 +6,6 @@ import threading
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 from played import Played
 
@@ -23,6 +22,7 @@ from traceml_ray.dash_app.source import (
     open_source,
 )
 from traceml_ray.session import Live, SessionError, write_live
+from traceml_ray.store import query
 from traceml_ray.wire import Event
 
 NOWHERE = "127.0.0.1:1"
@@ -65,7 +65,7 @@ def test_which_session_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     elsewhere = open_source("other", out, None)
     assert isinstance(elsewhere, LiveSource)
     with pytest.raises(SourceError, match=f"cannot attach to Ray at {NOWHERE}"):
-        elsewhere.ask("status")
+        query.ask(elsewhere.reply, [query.Status()])
 
 
 def test_a_live_session_that_lets_nobody_attach_is_read_from_its_file(tmp_path: Path) -> None:
@@ -116,20 +116,20 @@ def test_an_answer_that_does_not_come_is_not_waited_for(monkeypatch: pytest.Monk
     monkeypatch.setattr(sources, "ATTACH_S", 0.05)
     stuck = threading.Event()
 
-    def query(_: LiveSource, request: bytes) -> bytes:
+    def late(_: LiveSource, request: bytes) -> bytes:
         stuck.wait(10)
-        return msgspec.msgpack.encode({"result": msgspec.msgpack.decode(request), "cursor": 3})
+        return query.encode([{"items": [], "cursor": len(query.decode(request)[0])}])
 
-    monkeypatch.setattr(LiveSource, "_query", query)
+    monkeypatch.setattr(LiveSource, "_query", late)
     source = LiveSource("demo", Attachment(NOWHERE), "")
     for _ in range(3):
         with pytest.raises(SourceError, match="not answer"):
-            source.ask("status")
+            query.ask(source.reply, [query.Status()])
     stuck.set()
     monkeypatch.setattr(sources, "ATTACH_S", 10.0)
     for _ in range(100):  # the answers to those questions are nobody's
         try:
-            assert source.ask("rows", since=2) == ({"what": "rows", "since": 2}, 3)
+            assert query.ask(source.reply, [query.Events()]) == [query.Page([], 1)]
             break
         except SourceError:
             time.sleep(0.01)
@@ -144,7 +144,7 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"demo/session\.sqlite"):
         StoredSource(tmp_path / "demo")
     with pytest.raises(NothingYet):
-        LocalSource("other", str(tmp_path)).ask("status")
+        query.ask(LocalSource("other", str(tmp_path)).reply, [query.Status()])
 
 
 def test_questions_about_a_stored_session(tmp_path: Path) -> None:
@@ -153,13 +153,12 @@ def test_questions_about_a_stored_session(tmp_path: Path) -> None:
         played.play(5, events=[Event("note", 7, message="x")])
     played.end()
     source = StoredSource(tmp_path / "demo")
-    live, _ = played.source.ask("several", asked=[{"what": "ranks"}, {"what": "events", "since": 3}])
-    stored, _ = source.ask("several", asked=[{"what": "ranks"}, {"what": "events", "since": 3}])
-    assert stored == live
-    assert source.ask("status")[0]["status"] == "finished"
-    assert source.ask("verdict")[0]["rank"] == 1
+    asked = query.Ranks(), query.Events(since=3)
+    assert query.ask(source.reply, asked) == query.ask(played.source.reply, asked)
+    status, verdict = query.ask(source.reply, [query.Status(), query.Verdict()])
+    assert (status["status"], verdict["rank"]) == ("finished", 1)
     (tmp_path / "demo" / "summary.json").unlink()
-    assert StoredSource(tmp_path / "demo").ask("verdict")[0] == source.ask("verdict")[0]
-    with pytest.raises(SourceError, match="nothing called 'secrets'"):
-        source.ask("secrets")
+    assert query.ask(StoredSource(tmp_path / "demo").reply, [query.Verdict()]) == [verdict]
+    with pytest.raises(query.QueryError, match="there is no run 'x'"):
+        query.ask(source.reply, [query.Ranks("x")])
     source.close()

@@ -55,7 +55,7 @@ def times(
 def as_reported(history: StepHistory, found: dict[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return `times` of a run that is over with the numbers of its report (summary.json): of all steps."""
     steps = summary["steps"]
-    if not steps["judged"]:
+    if not steps["judged"] or not history.ranks:
         return found
     per_rank = [steps["per_rank_median_ms"].get(str(rank)) for rank in history.ranks]
     exposed = np.array([stage["exposed_ms"] for stage in summary["stages"]])

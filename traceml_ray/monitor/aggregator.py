@@ -23,7 +23,7 @@ from traceml_ray.monitor.ending import Endings
 from traceml_ray.monitor.finish import QUIET_S
 from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.live_verdict import LiveJudge
-from traceml_ray.monitor.queries import Answers
+from traceml_ray.monitor.queries import LiveAnswers
 from traceml_ray.monitor.rank_numbering import SOURCE, Groups
 from traceml_ray.monitor.spooled import spooled
 from traceml_ray.session import SessionFolder
@@ -52,6 +52,7 @@ class AggregatorCore:
         info: what the launcher knows (launcher, command, world_size, nnodes, strategy, …).
         clock: wall clock in ns.
         ticks: monotonic clock in ns: whether a session is idle must not depend on the wall clock.
+        flush: has the relays hand over what they hold, before a question that is of all there is.
 
     Raises `SessionFileError` when the session file cannot be made or used.
     """
@@ -63,6 +64,7 @@ class AggregatorCore:
         info: dict[str, Any],
         clock: Callable[[], int] = time.time_ns,
         ticks: Callable[[], int] = time.monotonic_ns,
+        flush: Callable[[], object] = lambda: None,
     ) -> None:
         self.folder = SessionFolder(Path(folder))
         self.settings = settings
@@ -80,9 +82,10 @@ class AggregatorCore:
         self._refused: dict[str, int] = {}
         streams = self._writer.streams.values()
         self._groups, self._restarts = Groups(streams), Restarts(streams)
-        self._answers = Answers(
-            self.folder, settings, self._writer, self._judge, self._steps, self.errors, self.commit
-        )
+        self._answers = LiveAnswers(
+            settings.thresholds, self._writer, self._judge, self._steps, self.errors,
+            flush=flush, commit=self.commit, used=self._be_busy,
+        )  # fmt: skip
         self.endings = Endings(
             self.folder, settings, self._writer, self.errors, clock, ticks, self._resize_groups, self._let_go
         )
@@ -237,19 +240,15 @@ class AggregatorCore:
         return read
 
     def query(self, request: bytes) -> bytes:
-        """Answer a question, see `Answers`; an error is an answer too."""
-        reply, watching = self._answers.answer(request)
-        if not watching:
-            self._busy_ns = self._ticks()
-        return reply
-
-    def status(self) -> dict[str, Any]:
-        """Return how the aggregator itself is doing: counts in rows, errors by place."""
-        return self._answers.status()
+        """Answer a question, see `store.query`; an error is an answer too."""
+        return self._answers.reply(request)
 
     def idle_s(self) -> float:
         """Seconds since the last message of a rank, or about a run, or a question of more than a page."""
         return (self._ticks() - self._busy_ns) / 1e9
+
+    def _be_busy(self) -> None:
+        self._busy_ns = self._ticks()
 
     def close(self) -> None:
         """Close the session file."""

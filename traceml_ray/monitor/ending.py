@@ -17,7 +17,7 @@ from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.summary import summarize
 from traceml_ray.session import SessionFolder
 from traceml_ray.settings import Settings
-from traceml_ray.store.runs import MAX_RUNS, by_run, newest, note, with_rows
+from traceml_ray.store.runs import MAX_RUNS, by_run, newest, note
 from traceml_ray.store.streams import Stream, last_attempt
 from traceml_ray.store.writer import SessionWriter
 
@@ -190,7 +190,7 @@ class Endings:
             self._set_run(run, {}, status)
             runs = by_run(self.writer.streams.values())
             self._settle_account(runs.get(run, []))
-            latest = newest(with_rows(runs), self.writer.meta.get("runs", {}))
+            latest = newest(self.writer.streams.values(), self.writer.meta)
         self.writer.commit()
         summary = self._report(end)
         if run != latest:
@@ -245,9 +245,10 @@ class Endings:
         left, nodes = set(self.writer.meta.get("left", {})), self.writer.nodes
         if "" in left:  # one for all nodes
             return 0, ""
-        runs = by_run(self.writer.streams.values())
+        streams = self.writer.streams.values()
+        runs = by_run(streams)
         own = self.writer.meta["session"]
-        last = last_attempt(runs.get(own if own in runs else newest(with_rows(runs)) or "", []))
+        last = last_attempt(runs.get(own if own in runs else newest(streams, {}) or "", []))
         seen = {stream.identity.node_id for stream in last if stream.identity and stream.identity.node_id}
         lost = {node.node_id for node in nodes.values() if node.lost_ns is not None}
         missing = max(0, max(self._nodes, len(seen | left)) - len(left | (seen & lost)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
+from traceml_ray.store.query import FileCopy, QueryError
 from traceml_ray.store.session_file import SessionFile
 
 _PREFIX = "snapshot-"
@@ -22,8 +23,8 @@ class Snapshots:
         self._folder = folder
         self.remove()
 
-    def make(self, session: SessionFile) -> dict[str, str | int]:
-        """Copy the session file as it stands; return the copy's `name` and `size` in bytes."""
+    def make(self, session: SessionFile) -> FileCopy:
+        """Copy the session file as it stands."""
         for old in sorted(self._copies(), key=lambda path: path.stat().st_mtime_ns)[: 1 - _MOST]:
             old.unlink(missing_ok=True)
         path = self._folder / f"{_PREFIX}{secrets.token_hex(4)}.sqlite"
@@ -33,16 +34,16 @@ class Snapshots:
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-        return {"name": path.name, "size": path.stat().st_size}
+        return FileCopy(path.name, path.stat().st_size)
 
     def read(self, name: str, offset: int, n: int) -> bytes:
         """
         Return at most `n` bytes of a copy or of a report, b"" beyond its end.
 
-        Raises ValueError for any other name, OSError for a file that is not there.
+        Raises QueryError for any other name, OSError for a file that is not there.
         """
         if name not in _REPORTS and name not in {path.name for path in self._copies()}:
-            raise ValueError(f"there is no file called {name!r} to be read")
+            raise QueryError(f"there is no file called {name!r} to be read")
         with (self._folder / name).open("rb") as file:
             file.seek(offset)
             return file.read(max(0, min(n, MAX_CHUNK)))

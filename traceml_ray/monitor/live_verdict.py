@@ -27,7 +27,7 @@ from traceml_ray.reports.deaths import FATAL, culprits, deaths, headline
 from traceml_ray.settings import Settings
 from traceml_ray.store.nodes import stream_labels
 from traceml_ray.store.recent import Recent
-from traceml_ray.store.runs import by_run, newest, with_rows
+from traceml_ray.store.runs import by_run, newest
 from traceml_ray.store.streams import Stream, generations, standing, trained
 from traceml_ray.store.writer import SessionWriter
 
@@ -97,8 +97,7 @@ class LiveJudge:
     def newest(self) -> str | None:
         """Return the newest run that has rows, else the newest at all."""
         with self.writer.lock:
-            runs = self.writer.meta.get("runs", {})
-            return newest(with_rows(by_run(self.writer.streams.values())), runs)
+            return newest(self.writer.streams.values(), self.writer.meta)
 
     def note(self, event: dict[str, Any]) -> None:
         """
@@ -145,8 +144,8 @@ class LiveJudge:
         which = {run: of for run, (_, of) in last.items()}
         return _Known(epoch, runs, ranks, which, stream_labels(writer.nodes.values(), streams), unknown)
 
-    def judge(self) -> None:
-        """Judge the last steps that every live rank of each run reported. An error is counted."""
+    def feed(self) -> _Known:
+        """Put the rows that have arrived into the histories of the live runs. An error is counted."""
         with self.writer.lock:
             known = self._known = self._learn()
             self._forget_deaths(known)
@@ -155,6 +154,11 @@ class LiveJudge:
             self.steps.feed(arrived, known.ranks, known.labels, known.unknown)
         except Exception as error:
             self.errors.swallow("steps", error)
+        return known
+
+    def judge(self) -> None:
+        """Judge the last steps that every live rank of each run reported. An error is counted."""
+        known = self.feed()
         for run in known.runs:
             try:
                 self._judge(run, known)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-import msgspec
 import ray
 
 from traceml_ray.errors import Errors
@@ -68,5 +67,5 @@ class ActorChannel:
             self._node_id = ray.get_runtime_context().get_node_id()
         relay = find_relay(self._session, self._node_id)
         if relay is None and (aggregator := find_aggregator(self._session)) is not None:
-            aggregator.query.remote(msgspec.msgpack.encode({"what": "relay", "node_id": self._node_id}))
+            aggregator.relay_wanted.remote()
         return relay

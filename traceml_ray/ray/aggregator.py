@@ -20,7 +20,7 @@ import ray
 from traceml_ray import __version__, wire
 from traceml_ray.monitor.finish import GOODBYE_S, HAND_OVER_S, LINGER_S, RELAYS_S
 from traceml_ray.ray.actor_factory import make
-from traceml_ray.ray.config import ActorConfig
+from traceml_ray.ray.config import About, ActorConfig
 from traceml_ray.ray.discovery import (
     NAMESPACE,
     aggregator_name,
@@ -63,7 +63,9 @@ class Aggregator:
         if not made.folder:
             self._held = prepare(Path(made.settings.out).expanduser(), made.session, again=is_restarted())
         folder = Path(made.folder) if self._held is None else self._held.path
-        self._core = AggregatorCore(folder, made.settings, dict(made.info))
+        self._core = AggregatorCore(
+            folder, made.settings, dict(made.info), flush=lambda: self._ask_relays("flush", HAND_OVER_S)
+        )
         self._membership = Membership(made, self._node_state, self._core.errors)
         self._wake = threading.Event()
         self._stopping = threading.Lock()
@@ -169,23 +171,20 @@ class Aggregator:
         return reply
 
     @ray.method(concurrency_group="query")
-    def query(self, request: bytes) -> bytes:
-        """
-        Answer a question (see `AggregatorCore.query`), and two more: `about`, who and where this is,
-        and `relay`: there is none on node `node_id`.
-        """
-        try:
-            asked = msgspec.msgpack.decode(request, type=dict[str, Any])
-        except msgspec.MsgspecError:
-            asked = {}
-        if asked.get("what") == "about":
-            return msgspec.msgpack.encode({"result": self._about()})
-        if asked.get("what") == "relay":
-            self._membership.check_now()
-            return msgspec.msgpack.encode({"result": self._config.everywhere})
-        if asked.get("what") in ("summary", "snapshot"):
-            self._ask_relays("flush", HAND_OVER_S)  # what they hold is in it
-        return self._core.query(request)
+    def query(self, message: bytes) -> bytes:
+        """Answer questions about the session, see `store.query`."""
+        return self._core.query(message)
+
+    @ray.method(concurrency_group="query")
+    def about(self) -> bytes:
+        """Return who and where this is: `About` as JSON."""
+        folder, config = str(self._core.folder.path), msgspec.Raw(msgspec.json.encode(self._config))
+        return msgspec.json.encode(About(__version__, self._config.session, folder, self._node_id, config))
+
+    @ray.method(concurrency_group="query")
+    def relay_wanted(self) -> None:
+        """Look for nodes that have no relay: a process on one of them has found none."""
+        self._membership.check_now()
 
     @ray.method(concurrency_group="query")
     def stop(self) -> bytes:
@@ -242,15 +241,6 @@ class Aggregator:
         except Exception as error:  # the GCS does not answer
             self._core.errors.note(f"relays, {method}", error)
         return list(relays.values())
-
-    def _about(self) -> dict[str, Any]:
-        return {
-            "session": self._config.session,
-            "version": __version__,
-            "folder": str(self._core.folder.path),
-            "node_id": self._node_id,
-            "config": msgspec.json.encode(self._config),
-        }
 
 
 def ensure_aggregator(config: ActorConfig, node_id: str, *, fresh: bool = False) -> Any:

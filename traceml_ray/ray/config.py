@@ -36,6 +36,19 @@ class ActorConfig(msgspec.Struct, frozen=True):
     """Of the relays that it makes, as JSON."""
 
 
+class About(msgspec.Struct, frozen=True):
+    """Who a session's aggregator is. Read by any version: what is in here stays."""
+
+    version: str
+    session: str
+    folder: str
+    """Where the session's files are,"""
+    node_id: str
+    """on that node."""
+    config: msgspec.Raw
+    """`ActorConfig`, as that version has it."""
+
+
 def configure(settings: Settings, runtime_env: str = "") -> ActorConfig:
     """Return how the actors of a session are made that has a relay on every node; `runtime_env` as JSON."""
     name = settings.session or DEFAULT_SESSION

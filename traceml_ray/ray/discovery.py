@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 NAMESPACE = "traceml"
 DEFAULT_SESSION = "default"
 
@@ -62,9 +60,8 @@ def answers(aggregator: Any, timeout: float) -> bool:
     """Return whether an aggregator answers within `timeout` seconds; one that has died does not."""
     import ray
 
-    asked = msgspec.msgpack.encode({"what": "about"})
     try:
-        return bool(ray.get(aggregator.query.remote(asked), timeout=timeout))
+        return bool(ray.get(aggregator.about.remote(), timeout=timeout))
     except ray.exceptions.RayError:
         return False
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from traceml_ray.analysis.parts import Rate, Rates
+from traceml_ray.analysis.parts import MAX_PEERS, Rate, Rates
 from traceml_ray.stages import STAGES
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.streams import Stream
@@ -61,3 +61,27 @@ class StoredParts:
                 }
             )
         return sorted(block, key=lambda part: (-part["max_ms"], part["name"]))[:_MAX_PARTS]
+
+
+def spans_of(session: SessionFile, rank: int, first: int, last: int) -> list[dict[str, Any]]:
+    """
+    Return the parts of a rank over the steps `first` to `last`, the longest first (`step_shapes.SpanTimes`);
+    in a small job, each with the median of all ranks.
+    """
+    ranks = session.ranks()
+    known = ranks if len(ranks) <= MAX_PEERS else {rank: ranks[rank]} if rank in ranks else {}
+    found = StoredParts(session, known).find([*known], first, last)
+    spans = []
+    for (name, stage), rate in sorted(found.get(rank, {}).items(), key=lambda span: -span[1].ns):
+        every = [rates[name, stage].ns / 1e6 if (name, stage) in rates else 0.0 for rates in found.values()]
+        spans.append(
+            {
+                "stage": STAGES[stage],
+                "name": name,
+                "ms": rate.ns / 1e6,
+                "median_ms": float(np.median(every)) if known is ranks else None,
+                "times_per_step": rate.times,
+                "bytes": rate.size / rate.times if rate.size and rate.times else None,
+            }
+        )
+    return spans

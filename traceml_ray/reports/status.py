@@ -3,43 +3,39 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from traceml_ray import text
 from traceml_ray.reports.layout import Columns, facts, page, table
-from traceml_ray.reports.summary import runs_of
 from traceml_ray.reports.text import ledger_lines, run_lines
+from traceml_ray.results import NodeInfo
 from traceml_ray.stages import SEGMENT_BITS, STAGES
-from traceml_ray.store.nodes import Node, label_nodes, node_key
-from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store import query
+from traceml_ray.store.nodes import node_key
 from traceml_ray.store.streams import Stream
 
 
-def render_status(session: SessionFile, folder: Path, holder: int | None, now: int) -> str:
+def render_status(send: Callable[[bytes], bytes], folder: Path, holder: int | None, now: int) -> str:
     """
-    Return the status of the session in `folder`; `holder` is the pid of who holds it, if that lives,
-    `now` the wall clock in ns.
+    Return the status of the session in `folder`, as `send` answers; `holder` is the pid of who holds it, if
+    that lives, `now` the wall clock in ns. Raises `QueryError`.
     """
-    meta, streams = session.meta(), session.streams()
-    nodes = session.cluster()
-    labels = label_nodes(nodes, streams)
-    labels.update({node.node_id: f"{labels[node.node_id]} (lost)" for node in nodes if node.lost_ns})
-    verdicts, _ = session.verdicts()
-    alone = meta.get("launcher", "ray") == "ray" or meta.get("ending", {}).get("missing")
+    asked = query.Status(), query.Verdict(), query.Runs(), query.Ranks(), query.Nodes(), query.Streams()
+    status, verdict, runs, ranks, nodes, streams, ledger = query.ask(send, [*asked, query.Ledger()])
+    labels = {node["node_id"]: node["label"] + " (lost)" * bool(node["lost_ns"]) for node in nodes}
+    alone = status.get("launcher", "ray") == "ray" or status.get("ending", {}).get("missing")
     holds = "aggregator" if alone else "launcher"
     live = f"live, {holds} pid {holder}" if holder else f"no {holds} holds it"
-    parts = [[f"{folder}: {meta.get('status', 'running')} ({live})"]]
-    if verdicts:
-        last = verdicts[-1]
-        parts.append(facts(("Verdict", f"{text.words(last['label'])}: {last['why']}")))
-    parts.append(run_lines(runs_of(session), session.run_id()))
-    parts.append(_ranks(session.ranks(), labels, now) or ["No rank has reported."])
-    lost = [labels[node.node_id] for node in nodes if node.lost_ns]
+    parts = [[f"{folder}: {status.get('status', 'running')} ({live})"]]
+    if verdict is not None:
+        parts.append(facts(("Verdict", f"{text.words(verdict['label'])}: {verdict['why']}")))
+    parts.append(run_lines(runs, status["run"]))
+    parts.append(_ranks(ranks, labels, now) or ["No rank has reported."])
+    lost = [labels[node["node_id"]] for node in nodes if node["lost_ns"]]
     parts.append(facts(("Nodes", ", ".join(lost))))
-    parts.append(ledger_lines(session.ledger()))
-    parts.append(_counts("Swallowed errors", _errors(meta, nodes, streams)))
+    parts.append(ledger_lines(ledger))
+    parts.append(_counts("Swallowed errors", _errors(status["errors"], nodes, streams)))
     parts.append(_counts("Not measured", _missing(streams)))
     return page(parts)
 
@@ -48,7 +44,7 @@ def _ranks(ranks: Mapping[int, Stream], labels: Mapping[str, str], now: int) -> 
     columns: Columns = {
         ">rank": str,
         "name": lambda rank: identity.name if (identity := ranks[rank].identity) else "",
-        "node": lambda rank: labels[node_key(ranks[rank])],
+        "node": lambda rank: labels.get(key := node_key(ranks[rank]), key),
         ">pid": lambda rank: str(identity.pid) if (identity := ranks[rank].identity) else text.NA,
         ">last seen": lambda rank: f"{text.age((now - ranks[rank].last_seen_ns) / 1e9)} ago",
         ">step": lambda rank: _last_step(ranks[rank]),
@@ -74,10 +70,10 @@ def _end(stream: Stream) -> str:
     return "finished" if stream.final else "lost" if stream.ended else ""
 
 
-def _errors(meta: dict[str, Any], nodes: list[Node], streams: list[Stream]) -> dict[str, int]:
+def _errors(own: dict[str, int], nodes: list[NodeInfo], streams: list[Stream]) -> dict[str, int]:
     """Return the swallowed errors by source and place; a rank's are those of all its processes."""
-    sources = [("aggregator", meta.get("errors", {}))]
-    sources += [(f"relay of {node.hostname}", node.errors) for node in nodes]
+    sources = [("aggregator", own)]
+    sources += [(f"relay of {node['hostname']}", node["errors"]) for node in nodes]
     sources += [(f"rank {stream.rank}", stream.errors) for stream in streams]
     found: Counter[str] = Counter()
     for source, errors in sources:

@@ -28,19 +28,23 @@ def of_run(streams: Iterable[Stream], run: str | None) -> list[Stream]:
     return [stream for stream in streams if stream.identity is None or stream.identity.job_id == run]
 
 
-def newest(runs: Mapping[str, bool], told: Iterable[str] = ()) -> str | None:
-    """
-    Return the newest run that has rows, else the newest at all. `runs`, oldest first, say whether they
-    have rows; `told` are those there is word of.
-    """
-    stored = [run for run, rows in runs.items() if rows]
-    known = [*runs, *(run for run in told if run not in runs)]
+def newest(streams: Iterable[Stream], meta: Mapping[str, Any]) -> str | None:
+    """Return the newest run of a session that has rows, else the newest at all; None before any."""
+    runs = by_run(streams)
+    return newest_of({run: any(s.stored for s in own) for run, own in runs.items()}, meta)
+
+
+def newest_of(has_rows: Mapping[str, bool], meta: Mapping[str, Any]) -> str | None:
+    """Return the same of the runs that have reported, oldest first, and whether they have rows."""
+    stored = [run for run, rows in has_rows.items() if rows]
+    known = [*has_rows, *(run for run in meta.get("runs", {}) if run not in has_rows)]
     return stored[-1] if stored else known[-1] if known else None
 
 
-def with_rows(runs: Mapping[str, list[Stream]]) -> dict[str, bool]:
-    """Return whether each run has rows."""
-    return {run: any(stream.stored for stream in streams) for run, streams in runs.items()}
+def run_names(streams: Iterable[Stream], meta: Mapping[str, Any]) -> dict[str, str]:
+    """Return the name of each run of a session by its id, the oldest run first."""
+    told = meta.get("runs", {})
+    return {run: told.get(run, {}).get("name") or run for run in [*by_run(streams), *told]}
 
 
 def note(

@@ -16,6 +16,7 @@ from traceml_ray.analysis.samples import XID_LATE_NS, Excerpt, Samples
 from traceml_ray.store.reader import Reader
 
 _SAMPLE = wire.NodeSample.__struct_fields__
+_PROCESS = ", ".join(wire.ProcessSample.__struct_fields__)
 _NODE, _GPU = stored(NODE), stored(GPU)
 _MOST_SAMPLES = 120
 """Of a node, that are read for its anomalies: of a longer time, one in so many seconds."""
@@ -26,26 +27,19 @@ _LATE_NS = 10_000_000_000
 class SampleReader(Reader):
     """Reads samples; those of nodes are not of one run."""
 
-    def process_of(self, streams: Iterable[int], last: int) -> list[dict[str, Any]]:
-        """Return the newest `last` samples of each of `streams` (by id), as dicts with the columns."""
-        query = "SELECT * FROM process_sample WHERE stream_id = ? ORDER BY id DESC LIMIT ?"
-        return [sample for stream in streams for sample in reversed(self._dicts(query, stream, last))]
+    def process_samples(self, streams: Iterable[int], last: int) -> list[tuple[int, wire.ProcessSample]]:
+        """Return the newest `last` samples of each of `streams` (ids), with its id."""
+        query = f"SELECT {_PROCESS} FROM process_sample WHERE stream_id = ? ORDER BY id DESC LIMIT ?"
+        return [
+            (stream, wire.ProcessSample(*sample))
+            for stream in streams
+            for sample in reversed(self._all(query, stream, last))
+        ]
 
-    def node_samples(self, since: int = 0) -> tuple[list[dict[str, Any]], int]:
-        """Return node samples as dicts; `gpus` is a list of dicts, or None where there is no NVML."""
-        top = self._top("node_sample")
-        if top <= since:
-            return [], since
-        return self._sample_dicts("id > ? AND id <= ?", since, top), top
-
-    def node_samples_of(self, nodes: Iterable[str], last: int) -> list[dict[str, Any]]:
-        """Return the newest `last` samples of each of `nodes` (by id), as `node_samples` does."""
+    def node_samples(self, nodes: Iterable[str], last: int) -> list[tuple[str, wire.NodeSample]]:
+        """Return the newest `last` samples of each of `nodes` (ids), with its id."""
         where = "id IN (SELECT id FROM node_sample WHERE node_id = ? ORDER BY id DESC LIMIT ?)"
-        return [sample for node in nodes for sample in self._sample_dicts(where, node, last)]
-
-    def _sample_dicts(self, where: str, *values: Any) -> list[dict[str, Any]]:
-        found = self._samples(where, *values)
-        return [{"id": at, "node_id": node, **_as_dict(sample)} for at, node, sample in found]
+        return [(node, sample) for node in nodes for _, _, sample in self._samples(where, node, last)]
 
     def memory(self) -> dict[int, tuple[int | None, int | None]]:
         """Return (peak, last) resident bytes by stream id."""
@@ -118,16 +112,6 @@ def _gpus(text: str | None) -> list[wire.GpuSample] | None:
 
 
 _gpu_decoder = msgspec.json.Decoder(list[wire.GpuSample])
-
-
-def _as_dict(sample: wire.NodeSample) -> dict[str, Any]:
-    gpus = sample.gpus
-    told = msgspec.structs.asdict(sample)
-    told["gpus"] = None if gpus is None else [msgspec.structs.asdict(gpu) for gpu in gpus]
-    for gpu in told["gpus"] or ():
-        processes = gpu["processes"]
-        gpu["processes"] = processes and [msgspec.structs.asdict(process) for process in processes]
-    return told
 
 
 def _append(columns: dict[int | None, list[array[float]]], device: int | None, values: list[float]) -> None:

@@ -24,7 +24,7 @@ from traceml_ray.analysis.window import RankRows
 from traceml_ray.stages import N_STAGES
 from traceml_ray.store.nodes import COLUMNS as NODE_COLUMNS
 from traceml_ray.store.nodes import Node, label_nodes, node_key, stream_labels
-from traceml_ray.store.runs import ledger, list_runs, newest, of_run
+from traceml_ray.store.runs import ledger, list_runs, newest_of, of_run
 from traceml_ray.store.samples import SampleReader
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.streams import Stream, from_row, shown
@@ -32,7 +32,7 @@ from traceml_ray.store.streams import Stream, from_row, shown
 
 class SessionFile(SampleReader):
     """
-    Reads one session, live or stored: the one query interface of every view.
+    Reads one session, live or stored; views ask `store.query`.
 
     `since` is a cursor from an earlier call (0: from the start); calls with one return
     (what is new, new cursor). What is of ranks is of one run: `run`, else (None) of the newest that has
@@ -80,7 +80,7 @@ class SessionFile(SampleReader):
             "SELECT job_id, max(stored > 0) FROM stream WHERE job_id NOT NULL "
             "GROUP BY job_id ORDER BY min(id)"
         )
-        return newest({run: bool(rows) for run, rows in runs}, self.meta().get("runs", {}))
+        return newest_of({run: bool(rows) for run, rows in runs}, self.meta())
 
     def runs(self) -> list[dict[str, Any]]:
         """Return every run of the session, oldest first, see `runs.list_runs`."""

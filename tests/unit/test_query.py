@@ -1,0 +1,241 @@
+"""Questions about a session: each is answered live as from the file, and what cannot be answered is said."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from played import Played
+from sessions import LIMITS, ask, stored, told
+
+from traceml_ray import __version__, wire
+from traceml_ray.reports.answers import Answers
+from traceml_ray.session import SessionFolder, prepare
+from traceml_ray.store import query
+
+COMMANDS = {query.Snapshot, query.ReadFile, query.Discard}
+OF_TIME = ("version", "token")
+"""Of how an answer came about, not of what it is."""
+
+
+def questions(run: str | None, streams: tuple[int, ...] = (1, 3)) -> list[query.Request[Any]]:
+    """At least one of each kind."""
+    return [
+        query.Status(), query.Runs(), query.Streams(), query.Nodes(run), query.Ranks(run), query.Ledger(run),
+        query.Verdict(run), query.Verdicts(run), query.Verdicts(run, 1),
+        query.Events(run), query.Events(run, 3, brief=True, most=2), query.Summary(run),
+        query.Summary(run, whole=True), query.NodeSamples(("node-0", "node-1", "x"), 3),
+        query.ProcessSamples(streams, 2), query.Times(run), query.Times(run, whole=False),
+        query.Times(run, whole=True), query.Columns(run), query.Columns(run, "data", whole=True),
+        query.Busy(run, (1, 2, 9), 50), query.RankSteps(run, 1, 100), query.RankSteps(run, 99, 100),
+        query.Cell(run, 1, 5, 9), query.Cell(run, 99, 5, 9), query.Spans(run, 1, 0, 30),
+    ]  # fmt: skip
+
+
+def differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
+    """Say where two answers are not the same, arrays and all."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        yield from (f"{where}.{name}: in one only" for name in one.keys() ^ other.keys())
+        for name in (one.keys() & other.keys()) - set(OF_TIME):
+            yield from differences(one[name], other[name], f"{where}.{name}")
+    elif isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        if one.shape != other.shape or not np.allclose(one, other, rtol=1e-5, equal_nan=True):
+            yield f"{where}: {one} and {other}"
+    elif isinstance(one, float) and isinstance(other, float):
+        if not np.isclose(one, other, rtol=1e-5, equal_nan=True):
+            yield f"{where}: {one} and {other}"
+    elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
+        for at, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+            yield from differences(mine, theirs, f"{where}[{at}]")
+    elif one != other:
+        yield f"{where}: {one} and {other}"
+
+
+def answered(send: Callable[[bytes], bytes], requests: list[query.Request[Any]]) -> list[Any]:
+    """The answers; nothing of what was sent is lost where they are decoded."""
+    replies: list[bytes] = []
+    found = query.ask(lambda message: replies.append(send(message)) or replies[0], requests)
+    sent, again = (
+        msgspec.msgpack.decode(reply, ext_hook=query._decode)["answers"]
+        for reply in (replies[0], query.encode(found))
+    )
+    for request, before, after in zip(requests, sent, again, strict=True):
+        assert [*differences(before, after, type(request).__name__)] == []
+    return found
+
+
+def compare(played: Played, requests: list[query.Request[Any]], unlike: Callable[[str], bool]) -> None:
+    """Check that each answer of the aggregator is that of its file; `unlike`: what need not be the same."""
+    answers = Answers(played.folder, LIMITS)
+    live, kept = (answered(send, requests) for send in (played.aggregator.query, answers.reply))
+    answers.close()
+    for request, one, other in zip(requests, live, kept, strict=True):
+        found = differences(one, other, type(request).__name__)
+        assert [text for text in found if not unlike(text)] == [], request
+
+
+def test_every_question_is_asked_here() -> None:
+    kinds = {type(request) for request in questions(None)}
+    assert kinds | COMMANDS == set(query.REQUESTS.values())
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_each_question_is_answered_live_as_from_the_file(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """While the session runs, and when it is over; of the newest run, and of one that is named."""
+    held = prepare(tmp_path_factory.mktemp("out"), "demo")
+    played = Played(held.path, 4, per_node=2, late=2, onset=20)
+    some = st.lists(st.integers(0, 3), max_size=2).map(tuple)
+    events = [wire.Event("note", 5, message="x"), wire.Event("stacks", 6, message="y")]
+    for _ in range(data.draw(st.integers(1, 12))):
+        played.play(
+            data.draw(st.integers(0, 12)), late=data.draw(some), silent=data.draw(some), events=events
+        )
+    if data.draw(st.booleans()):
+        played.begin(job_id="second")
+        played.play(data.draw(st.integers(0, 30)))
+    played.play(1)
+    compare(
+        played, questions("job"), lambda text: text.startswith(("Verdict.", "Verdict:", "Status.verdict"))
+    )
+    played.end()
+    held.release()
+    for run in (None, "job"):
+        compare(played, questions(run), lambda _: False)
+    played.aggregator.close()
+
+
+def test_verdict_of_a_session_that_is_over_is_that_of_its_report(tmp_path: Path) -> None:
+    played = Played(tmp_path / "demo", 2, late=1, onset=0)
+    for _ in range(20):
+        played.play(5)
+    played.end()
+    summary = msgspec.json.decode(SessionFolder(played.folder).summary_json.read_bytes())
+    for send in (played.aggregator.query, stored(played.folder)):
+        verdict: Any = query.ask_one(send, query.Verdict())
+        assert {name: verdict[name] for name in summary["verdict"]} == summary["verdict"]
+        assert sum(verdict["exposed_ms"]) == pytest.approx(verdict["mean_step_ms"], rel=1e-3)
+        assert (verdict["episodes"], verdict["brief"]) == (summary["episodes"], summary["brief"])
+        status = query.ask_one(send, query.Status())
+        assert (status["verdict"], status["status"]) == (verdict["label"], "finished")
+    played.aggregator.close()
+
+
+@pytest.mark.parametrize(
+    ("request_", "why"),
+    [
+        (
+            {"what": "Secrets"},
+            "does not know the question 'Secrets' as traceml-ray '9.9' asks it: Inv",
+        ),
+        ({"what": "Times", "depth": 3}, "'Times' .* unknown field `depth`"),
+        ({"what": "Times", "run": 3}, "'Times' .* Expected `str | null`, got `int`"),
+        ({"what": [0] * 60_000}, "does not know the question"),
+        ({}, "does not know the question 'None'"),
+        (3, "does not know the question 'None'"),
+    ],
+    ids=["kind", "field", "type", "long", "none", "no dict"],
+)
+def test_question_of_another_version_is_answered_with_both_versions(
+    tmp_path: Path, request_: object, why: str
+) -> None:
+    played = Played(tmp_path / "demo", 2, late=None)
+    played.play(5)
+    message = msgspec.msgpack.encode({"version": "9.9", "requests": [{"what": "Status"}, request_]})
+    for send in (played.aggregator.query, stored(played.folder)):
+        error = msgspec.msgpack.decode(send(message))["error"]
+        assert re.search(rf"^this session is run by traceml-ray {re.escape(__version__)}.*{why}", error)
+        assert len(error) <= 1000
+    played.aggregator.close()
+
+
+def test_run_is_meant_by_id_or_name_and_one_that_there_is_not_is_an_error(tmp_path: Path) -> None:
+    played = Played(tmp_path / "demo", 2, late=None)
+    played.play(5)
+    for run in ("a", "b"):
+        assert told(played.aggregator, run, info={"name": "fit"}).ok
+        played.begin(job_id=run)
+        played.play(5)
+    for send in (played.aggregator.query, stored(played.folder)):
+        found = [query.ask_one(send, query.Summary(run))["run"] for run in ("job", "a", "fit", None)]
+        assert found == ["job", "a", "b", "b"]
+        for asked in questions("x"):
+            if isinstance(asked, query.OfRun):
+                with pytest.raises(query.QueryError, match=r"no run 'x'; .*, fit \(a\), fit \(b\)"):
+                    query.ask_one(send, asked)
+    assert not played.aggregator.errors
+    played.aggregator.close()
+
+
+@pytest.mark.parametrize("reply", [b"", b"\xc1", msgspec.msgpack.encode([1]), msgspec.msgpack.encode({})])
+def test_what_is_no_answer_is_said_to_be_none(reply: bytes) -> None:
+    with pytest.raises(query.QueryError, match="the answer cannot be read"):
+        query.ask(lambda _: reply, [query.Status()])
+
+
+@pytest.mark.parametrize("answers", [[], [{"items": []}], [3], [None, None]])
+def test_answer_of_another_version_that_cannot_be_read_is_said_with_both_versions(answers: Any) -> None:
+    reply = msgspec.msgpack.encode({"version": "9.9", "answers": answers})
+    with pytest.raises(
+        query.QueryError, match=f"answer to Events .*of traceml-ray 9.9, this is {__version__}"
+    ):
+        query.ask_one(lambda _: reply, query.Events())
+
+
+def test_command_to_a_session_that_is_only_a_file_is_refused(tmp_path: Path) -> None:
+    played = Played(tmp_path / "demo", 2, late=None)
+    played.aggregator.close()
+    for command in (query.Snapshot(), query.ReadFile("summary.json", 0, 9), query.Discard("x")):
+        with pytest.raises(query.QueryError, match=f"{type(command).__name__} is for a session that runs"):
+            query.ask_one(stored(played.folder), command)
+
+
+def test_error_with_a_path_that_is_no_text_is_answered(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    with pytest.raises(query.QueryError, match="no such session file"):
+        query.ask_one(stored(folder), query.Runs())
+
+
+def test_answers_are_given_again_after_they_let_go_of_the_file(tmp_path: Path) -> None:
+    played = Played(tmp_path / "demo", 2, late=None)
+    played.play(5)
+    answers = Answers(played.folder, LIMITS)
+    for _ in range(2):
+        assert query.ask_one(answers.reply, query.Times("job", whole=True))["steps"] == 4
+        assert len(query.ask_one(answers.reply, query.Ranks())) == 2
+        answers.close()
+        assert not answers._histories._readers
+    played.aggregator.close()
+
+
+def test_array_comes_as_it_was_sent() -> None:
+    sent = {"ranks": [0], "busy_ms": np.arange(6.0).reshape(2, 3)}
+    found = query.ask_one(lambda _: query.encode([sent]), query.Busy())
+    assert found["busy_ms"].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_answer_with_a_strange_array_is_refused() -> None:
+    head = msgspec.msgpack.encode(["|O8", [1]])
+    for body in (len(head).to_bytes(2, "little") + head + bytes(8), b"", b"\xff\xff"):
+        array = msgspec.msgpack.Ext(1, body)
+        with pytest.raises(query.QueryError, match="answer to Busy cannot be read"):
+            query.ask_one(lambda _, a=array: query.encode([{"ranks": [0], "busy_ms": a}]), query.Busy())
+
+
+def test_only_questions_of_a_person_bring_what_has_come_into_the_answer(tmp_path: Path) -> None:
+    played = Played(tmp_path / "demo", 2, late=None)
+    played.play(5, commit=False)
+    (watched,) = query.ask(played.aggregator.query, [query.Ranks()], watching=True)
+    assert watched == {}
+    assert len(ask(played.aggregator, "ranks")) == 2
+    played.aggregator.close()

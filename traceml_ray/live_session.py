@@ -1,0 +1,289 @@
+"""A running session as a driver holds it: what it can be asked, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from traceml_ray import __version__, wire
+from traceml_ray.launchers.dashboard import DashboardProcess
+from traceml_ray.launchers.ray_train import leave_trainers
+from traceml_ray.monitor.finish import ANSWER_S, KILL_S, LEAVE_S
+from traceml_ray.monitor.private_folders import is_private
+from traceml_ray.ray.config import About, ActorConfig, current_config, forget
+from traceml_ray.ray.discovery import (
+    answers,
+    cluster_nodes,
+    find_aggregator,
+    find_relay,
+    find_relays,
+    relay_folder,
+    relay_nodes,
+)
+from traceml_ray.results import LiveVerdict, NodeInfo, RankInfo, RunInfo, Status
+from traceml_ray.session import DATABASE, holder
+from traceml_ray.store import query
+from traceml_ray.summary_shape import Summary
+
+QUESTION_S = 20.0
+"""How long a question may take to be answered."""
+_CHUNK = 4 << 20
+_REPORTS = ("summary.json", "report.txt")
+
+
+class StartError(RuntimeError):
+    """A session that cannot be started, reached or stopped; the message says which, why, and what to do."""
+
+
+class Session:
+    """
+    A running session, from outside. Use it as a context manager to have it stopped at the end.
+
+    Every question takes a Ray call (milliseconds; `summary` up to seconds in a long run), may be asked by any
+    thread, and raises StartError when the session does not answer within 20 s. What is returned are plain
+    dicts; `traceml_ray.results` and `traceml_ray.summary_shape` have their fields, with units. A `run` is
+    meant by its id or its name (`RunInfo`); without one, it is the newest that has rows.
+
+    `id` is its name, `folder` where its files are, on the node `node_id` (Ray's id).
+    """
+
+    def __init__(self, name: str, aggregator: Any) -> None:
+        self.id = name
+        self._aggregator = aggregator
+        about = msgspec.json.decode(self._answer_of(aggregator.about.remote()), type=About)
+        if about.version != __version__:
+            raise StartError(
+                f"session {name!r} is run by traceml-ray {about.version}, this is {__version__}: "
+                "choose another name, or stop that one first"
+            )
+        self.folder = Path(about.folder)
+        """Where its files are, on the aggregator's node."""
+        self.node_id = about.node_id
+        """The aggregator's node."""
+        self.config = msgspec.json.decode(about.config, type=ActorConfig)
+        """How its actors are made."""
+        self._dashboard: DashboardProcess | None = None
+
+    def nodes(self) -> list[NodeInfo]:
+        """Return the nodes of the cluster, those that are gone too, with the ranks on each."""
+        return self._ask(query.Nodes())
+
+    def ranks(self, run: str | None = None) -> list[RankInfo]:
+        """Return which process is which rank in the run, and its rows so far."""
+        streams = self._ask(query.Ranks(run)).values()
+        who = [(msgspec.structs.asdict(stream.identity), stream) for stream in streams if stream.identity]
+        found: Any = [{**identity, "stored": stream.stored} for identity, stream in who]
+        ranks: list[RankInfo] = found
+        return ranks
+
+    def runs(self) -> list[RunInfo]:
+        """Return the runs of this session, one for each `fit()` or launch, the oldest first."""
+        return self._ask(query.Runs())
+
+    def summary(self, run: str | None = None) -> Summary:
+        """
+        Return the summary (`traceml_ray/summary/1`) of the run.
+
+        Of a run that is too long to be read in a moment it is of the newest steps (`steps.covers` says of
+        which); `summary.json`, written at the end, is of all.
+        """
+        return self._ask(query.Summary(run))
+
+    def verdict(self, run: str | None = None) -> LiveVerdict | None:
+        """Return the verdict on the run; None while there is none."""
+        return self._ask(query.Verdict(run))
+
+    def status(self) -> Status:
+        """Return how the session itself is doing: where each row is, exceptions swallowed, by place."""
+        return self._ask(query.Status())
+
+    def wait_ready(self, timeout: float = 30.0) -> Session:
+        """Wait until each living node is in `nodes` and its relay answers; StartError after `timeout` s."""
+        deadline = time.monotonic() + timeout
+        waiting = {node["NodeID"]: node["NodeManagerHostname"] for node in cluster_nodes() if node["Alive"]}
+        without_relay = set(waiting)
+        while waiting and time.monotonic() < deadline:
+            without_relay -= self._with_relay(without_relay, deadline)
+            listed = {node["node_id"] for node in self.nodes() if node["alive"]}
+            waiting = {at: name for at, name in waiting.items() if at in without_relay or at not in listed}
+            time.sleep(0.05 if waiting else 0)
+        if waiting:
+            names = ", ".join(sorted(waiting.values())[:5])
+            raise StartError(f"no relay of session {self.id!r} within {timeout:g} s on {names}")
+        return self
+
+    def _with_relay(self, nodes: set[str], deadline: float) -> set[str]:
+        """Return those of `nodes` whose relay answers."""
+        import ray
+
+        relays = {node_id: find_relay(self.id, node_id) for node_id in nodes}
+        asked = {relay.ready.remote(): node_id for node_id, relay in relays.items() if relay is not None}
+        left = max(0.0, deadline - time.monotonic())
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=left) if asked else ([], [])
+        found = set()
+        for ref in answered:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.get(ref)
+                found.add(asked[ref])
+        return found
+
+    def download(self, path: str | os.PathLike[str]) -> Path:
+        """
+        Bring the session's files here, into the folder `path`/`id`; return that folder.
+
+        As much as is stored now, in pieces of 4 MiB. Raises OSError, StartError.
+        """
+        folder = Path(path) / self.id
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        copy = self._ask(query.Snapshot()).name
+        try:
+            for name, target in ((copy, DATABASE), *((n, n) for n in _REPORTS)):
+                self._fetch(name, folder / target)
+        finally:
+            self._ask(query.Discard(copy))
+        return folder
+
+    def dashboard(self, port: int | None = None) -> str:
+        """
+        Serve the web app of this session from here, and return its URL; asked again, that of the first time.
+
+        It is a process of its own, on 127.0.0.1, and ends with `stop()` or with this process.
+
+        Args:
+            port: 0: a free one; None: 8050, or a free one where that is taken.
+
+        Raises StartError when it does not come up.
+        """
+        import ray
+
+        if self._dashboard is not None and (url := self._dashboard.wait(0)):
+            return url
+        self._dashboard = DashboardProcess(
+            self.id,
+            os.environ,
+            out=str(self.folder.parent),
+            ray_address=ray.get_runtime_context().gcs_address,
+            port="" if port is None else str(port),
+        )
+        url = self._dashboard.wait(QUESTION_S)
+        if not url:
+            self._dashboard.kill()
+            raise StartError(f"no dashboard of session {self.id!r}: {self._dashboard.words}")
+        return url
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """
+        End the session: its files are written, its actors are gone and its name is free when this returns.
+
+        Training that goes on is not touched. Raises StartError when something is still there after
+        `timeout` seconds; stopping a session that has ended already does nothing.
+        """
+        import ray
+
+        deadline = time.monotonic() + timeout
+        if self._dashboard is not None:
+            self._dashboard.kill()
+        forget(self.id)
+        if current_config() is None:
+            leave_trainers()
+        relays = find_relays(self.id).values()
+        try:
+            hangs = not answers(self._aggregator, min(ANSWER_S, timeout / 2))
+            if not hangs:
+                ray.get(self._aggregator.stop.remote(), timeout=max(0.1, timeout - 1))
+        except (ray.exceptions.RayError, ValueError):
+            hangs = True
+        if hangs:
+            ray.kill(self._aggregator, no_restart=True)
+            ending = [relay.end.remote(0.0) for relay in relays]
+            if ending:
+                ray.wait(ending, num_returns=len(ending), timeout=min(LEAVE_S, timeout / 4))
+            for relay in relays:
+                ray.kill(relay, no_restart=True)
+        while find_aggregator(self.id) is not None or relay_nodes(self.id):
+            if time.monotonic() > deadline:
+                raise StartError(f"session {self.id!r} is still there {timeout:g} s after it was stopped")
+            time.sleep(0.05)
+        if hangs:
+            self._finish_from_file()
+
+    def _finish_from_file(self) -> None:
+        """Write the reports that the aggregator did not, of what it had stored, where its files are here."""
+        import ray
+
+        from traceml_ray.monitor.offline import finish_offline
+
+        if not (self.folder / DATABASE).is_file():
+            return
+        over = wire.Finish(wire.VERSION, 0)
+        try:
+            _end_hung(holder(self.folder))
+            left = relay_folder(self.id, ray.get_runtime_context().get_node_id())
+            finish_offline(self.folder, self.config.settings, over, left if is_private(left) else None)
+        except Exception as error:
+            warnings.warn(f"no report of session {self.id!r}: {cause_of(error)}", stacklevel=3)
+
+    def __enter__(self) -> Session:
+        """Return self."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop the session; what was done in the block does not fail when that does."""
+        try:
+            self.stop()
+        except StartError as error:
+            warnings.warn(str(error), stacklevel=2)
+
+    def __repr__(self) -> str:
+        """Say what this is and where to look."""
+        return f"<traceml_ray session {self.id!r}: files in {self.folder}; try .verdict(), .nodes(), .stop()>"
+
+    def _fetch(self, name: str, target: Path) -> None:
+        with target.open("wb") as file:
+            while chunk := self._ask(query.ReadFile(name, file.tell(), _CHUNK)):
+                file.write(chunk)
+
+    def _ask(self, request: query.Request[query.A]) -> query.A:
+        try:
+            return query.ask_one(
+                lambda message: self._answer_of(self._aggregator.query.remote(message)), request
+            )
+        except query.QueryError as error:
+            raise StartError(f"session {self.id!r}: {error}") from None
+
+    def _answer_of(self, called: Any) -> bytes:
+        """Return what a call of the aggregator returns. Raises StartError."""
+        import ray
+
+        try:
+            answer: bytes = ray.get(called, timeout=QUESTION_S)
+        except ray.exceptions.RayActorError as error:
+            raise StartError(f"session {self.id!r} cannot be reached: {cause_of(error)}") from error
+        except ray.exceptions.GetTimeoutError as error:
+            raise StartError(f"session {self.id!r} did not answer within {QUESTION_S:g} s") from error
+        return answer
+
+
+def _end_hung(pid: int | None) -> None:
+    """End an aggregator of this node that Ray has told to go, and that hears nothing."""
+    if pid is not None:
+        process = psutil.Process(pid)
+        if "".join(process.cmdline()[:1]).startswith("ray::Aggregator"):
+            process.kill()
+            with contextlib.suppress(psutil.TimeoutExpired):
+                process.wait(KILL_S)
+
+
+def cause_of(error: Exception) -> str:
+    """Return what an actor that could not be made says of why, without its traceback."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (errors or lines or [type(error).__name__])[-1]

@@ -1,0 +1,228 @@
+"""Answers every question about a session (`store.query`), live and stored by the same functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from traceml_ray import results
+from traceml_ray.analysis import step_numbers
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.errors import Errors, said
+from traceml_ray.reports.parts import spans_of
+from traceml_ray.reports.summary import nodes_of, runs_of, summaries, summarize
+from traceml_ray.session import SessionFolder, holder, read_json
+from traceml_ray.store import query
+from traceml_ray.store.histories import RunSteps, StoredHistories
+from traceml_ray.store.query import OfRun, Page, QueryError, Request
+from traceml_ray.store.runs import by_run, count, newest, run_names
+from traceml_ray.store.schema import SessionFileError, legible
+from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.streams import Stream, shown
+from traceml_ray.summary_shape import Summary
+
+_MAX_REPORTS = 3
+"""Runs that are over whose summaries are held."""
+_MAX_NAMED = 20
+"""Runs that are named where another was asked for."""
+
+
+class Answers:
+    """
+    Answers from the session file, as of the last commit. May be used by several threads.
+
+    Args:
+        folder: the session's.
+        limits: of the session.
+        errors: where questions that failed are counted.
+    """
+
+    def __init__(self, folder: Path, limits: Thresholds, errors: Errors | None = None) -> None:
+        self.folder = folder
+        self._files = SessionFolder(folder)
+        self._limits = limits
+        self._errors = Errors() if errors is None else errors
+        self._histories = StoredHistories(lambda: SessionFile(self._files.sqlite), limits)
+        self._report = lru_cache(_MAX_REPORTS)(self._made_report)
+        self._runs: set[str] = set()
+        self._by_kind: dict[type[Request[Any]], Callable[[Any], Any]] = {
+            query.Status: self._status,
+            query.Verdict: self._verdict,
+            query.Summary: self._summary,
+            **dict.fromkeys(_OF_STEPS, self._steps),
+            **dict.fromkeys(_OF_FILE, self._read),
+        }
+
+    def reply(self, message: bytes) -> bytes:
+        """Answer an encoded message (`query.ask`). Never raises: an error is an answer, too."""
+        try:
+            requests, watching = query.decode(message)
+            if not watching:
+                self._used_for(requests)
+            return query.encode([self.answer(request) for request in requests])
+        except QueryError as error:
+            return query.encode_error(str(error))
+        except Exception as error:
+            self._errors.note("query", error)
+            return query.encode_error(str(error) if isinstance(error, SessionFileError) else said(error))
+
+    def answer(self, request: Request[query.A]) -> query.A:
+        """Return the answer. Raises `QueryError`, `SessionFileError`."""
+        answer = self._by_kind.get(type(request))
+        if answer is None:
+            raise QueryError(
+                f"{type(request).__name__} is for a session that runs; of this one there is its file"
+            )
+        if isinstance(request, OfRun):
+            request = msgspec.structs.replace(request, run=self._run(request.run))
+        found: query.A = answer(request)
+        return found
+
+    def check(self) -> None:
+        """Open the session file. Raises `SessionFileError` where that cannot be done."""
+        with self._file():
+            pass
+
+    def close(self) -> None:
+        """Let go of the session file until the next question."""
+        self._histories.close()
+
+    def _used_for(self, requests: list[Request[Any]]) -> None:
+        """Note that somebody asks who is no page that stays open."""
+
+    def _known(self) -> tuple[list[Stream], Mapping[str, Any], Mapping[str, int]]:
+        """Return the streams, what is known of the session as a whole, and its errors."""
+        with self._file() as file:
+            meta = file.meta()
+            return file.streams(), meta, meta.get("errors", {})
+
+    def _over(self) -> bool:
+        """Return whether nothing more comes."""
+        with self._file() as file:
+            return holder(self.folder) is None or file.meta().get("status", "running") != "running"
+
+    def _run(self, name: str | None) -> str | None:
+        """Return the id of the run that is meant: by its id or name, else the newest. Raises `QueryError`."""
+        if name in self._runs:
+            return name
+        streams, meta, _ = self._known()
+        if name is None:
+            return newest(streams, meta)
+        names = run_names(streams, meta)
+        self._runs = {*names}
+        same = [run for run, known in names.items() if name in (run, known)]
+        if not same:
+            known = ", ".join(f"{names[run]} ({run})" for run in [*names][-_MAX_NAMED:]) or "none"
+            raise QueryError(f"there is no run {name!r}; the newest runs: {known}")
+        return same[-1]
+
+    def _verdict_now(self, run: str | None) -> Any:
+        """Return the verdict of a run that goes on."""
+        with self._file(run) as file:
+            found, _ = file.verdicts()
+        last = {name: value for name, value in found[-1].items() if name != "t_ns"} if found else None
+        return last and {**last, "episodes": None, "brief": None}
+
+    def _history(self, run: str | None, read_on: bool) -> AbstractContextManager[RunSteps]:
+        """Give the step history of a run; `read_on`: with what has come since."""
+        return self._histories.of(run, read_on)
+
+    @contextmanager
+    def _file(self, run: str | None = None) -> Iterator[SessionFile]:
+        """Open the session file for a moment (0.2 ms), for one run."""
+        with SessionFile(self._files.sqlite, run=run) as file, legible(file.path):
+            yield file
+
+    def _read(self, asked: Any) -> Any:
+        with self._file(getattr(asked, "run", None)) as file:
+            return _OF_FILE[type(asked)](file, asked)
+
+    def _status(self, _: query.Status) -> dict[str, Any]:
+        streams, meta, errors = self._known()
+        run = newest(streams, meta)
+        verdict = self._verdict(query.Verdict(run)) if run is not None else None
+        return {
+            **{name: meta[name] for name in results.Status.__annotations__.keys() & meta.keys()},
+            "run": run,
+            "ranks": len(shown(by_run(streams).get(run or "", []))),
+            "ledger": count(streams),
+            "errors": errors,
+            "verdict": verdict["label"] if verdict else None,
+        }
+
+    def _verdict(self, asked: query.Verdict) -> Any:
+        if not self._over():
+            return self._verdict_now(asked.run)
+        summary = self._reported(asked.run)
+        exposed = [stage["exposed_ms"] for stage in summary["stages"]] or None
+        more = {"suspects": summary["suspects"], "episodes": summary["episodes"], "brief": summary["brief"]}
+        return {**summary["verdict"], **more, "exposed_ms": exposed}
+
+    def _summary(self, asked: query.Summary) -> Any:
+        with self._file(asked.run) as file:
+            return summarize(file, self._limits) if asked.whole else next(summaries(file, self._limits))
+
+    def _reported(self, run: str | None) -> Summary:
+        """Return the summary that was written at the end, where it is of that run, else make one."""
+        path = self._files.summary_json
+        return self._report(run, path.stat().st_mtime_ns if path.is_file() else None)
+
+    def _made_report(self, run: str | None, _written: int | None) -> Summary:
+        with self._file(run) as file:
+            known = run, file.meta().get("status", "running")
+            with suppress(OSError, ValueError):  # somebody else may have written it
+                summary = read_json(self._files.summary_json, Summary)
+                if (summary["run"], summary["session"]["status"]) == known:
+                    return summary
+            made: Any = next(summaries(file, self._limits))
+            found: Summary = made
+            return found
+
+    def _steps(self, asked: Any) -> dict[str, Any]:
+        over, whole = self._over(), getattr(asked, "whole", None)
+        whole, of_all = over if whole is None else whole, isinstance(asked, query.Times)
+        summary = self._reported(asked.run) if over and whole and of_all else None
+        with self._history(asked.run, of_all) as of:
+            return _OF_STEPS[type(asked)](of, asked, whole, summary)
+
+
+_OF_FILE: dict[type[Request[Any]], Callable[[SessionFile, Any], Any]] = {
+    query.Runs: lambda file, _: runs_of(file),
+    query.Nodes: lambda file, _: nodes_of(file),
+    query.Ranks: lambda file, _: file.ranks(),
+    query.Streams: lambda file, _: file.streams(),
+    query.Ledger: lambda file, _: file.ledger(),
+    query.Verdicts: lambda file, asked: Page(*file.verdicts(asked.since)),
+    query.Events: lambda file, asked: Page(*file.events(asked.since, brief=asked.brief, most=asked.most)),
+    query.NodeSamples: lambda file, asked: file.node_samples(asked.nodes, asked.last),
+    query.ProcessSamples: lambda file, asked: file.process_samples(asked.streams, asked.last),
+    query.Spans: lambda file, asked: spans_of(file, asked.rank, asked.first, asked.last),
+}
+
+
+def _times(of: RunSteps, _: query.Times, whole: bool, summary: Summary | None) -> dict[str, Any]:
+    began = min((stream.first_seen_ns for stream in of.ranks.values()), default=0)
+    ended = max((stream.last_rows_ns or 0 for stream in of.ranks.values()), default=0)
+    stored = sum(stream.stored for stream in of.ranks.values())
+    wall_ms = (ended - began) / 1e6 if ended > began else None
+    found = step_numbers.times(of.history, whole, of.world, wall_ms, stored)
+    found = step_numbers.as_reported(of.history, found, summary) if summary else found
+    return {**found, "whole": of.whole}
+
+
+_OF_STEPS: dict[type[Request[Any]], Callable[[RunSteps, Any, bool, Summary | None], dict[str, Any]]] = {
+    query.Times: _times,
+    query.Columns: lambda of, asked, whole, _: step_numbers.columns(
+        of.history, asked.stage, whole, of.world, asked.since
+    ),
+    query.Busy: lambda of, asked, *_: step_numbers.busy(of.history, asked.ranks, asked.most),
+    query.RankSteps: lambda of, asked, *_: step_numbers.of_rank(of.history, asked.rank, asked.most),
+    query.Cell: lambda of, asked, *_: step_numbers.cell(
+        of.history, asked.rank, asked.first, asked.last, of.world
+    ),
+}

@@ -1,0 +1,140 @@
+"""The shapes of what a session answers about its steps; what each number is, `analysis.step_numbers` says."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+import numpy as np
+
+from traceml_ray.results import Suspect, VerdictInfo
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class NodeTimes(TypedDict):
+    """Busy time of a node's ranks, ms."""
+
+    median_ms: float
+    worst_rank: int | None
+    worst_ms: float
+    skew_pct: float | None
+    slower_pct: float | None
+
+
+class StepTimes(TypedDict, total=False):
+    """The numbers of a run; before its first step, those down to `nodes`."""
+
+    version: int
+    last_step: int | None
+    world: int
+    ranks: list[int]
+    steps: int
+    of_all: bool
+    all_read: bool
+    whole: bool
+    wall_s: float | None
+    productive_pct: float | None
+    busy_ms: Array
+    """(R,), of each of `ranks`."""
+    nodes: dict[str, NodeTimes]
+    median_ms: float
+    p95_ms: float
+    steps_per_s: float
+    worst_rank: int | None
+    worst_over: float
+    waiting_pct: float
+    stages: dict[str, float]
+
+
+class StepColumns(TypedDict, total=False):
+    """
+    What is drawn step by step, C columns: all, with what their lines are (`by`, `ranks`, `nodes`), or those
+    from step `since` on. `z` is (lines, C).
+    """
+
+    token: list[int | str]
+    since: int | None
+    first: Array
+    last: Array
+    exposed: Array
+    """(C, 6) ms."""
+    median_ms: Array
+    p10_ms: Array
+    p90_ms: Array
+    worst_ms: Array
+    worst_rank: Array
+    global_pct: Array
+    node_pct: Array
+    worst_over: Array
+    step_ms: Array
+    steps_per_s: Array
+    waiting_pct: Array
+    z: Array
+    by: str
+    ranks: list[int]
+    nodes: list[str]
+
+
+class BusyTimes(TypedDict):
+    """Busy time of `ranks` in the newest K steps: (m, K) ms."""
+
+    ranks: list[int]
+    busy_ms: Array
+
+
+class RankSteps(TypedDict, total=False):
+    """The stages of a rank in the newest K steps; only `steps`, and that empty, where it has none."""
+
+    steps: Array
+    stages: Array
+    """(K, 6) ms,"""
+    median: Array
+    """of the median rank."""
+    mean: dict[str, float]
+
+
+class CellMeans(TypedDict):
+    """Means of one cell of the heatmap, ms."""
+
+    rank: int
+    node: str | None
+    steps: int
+    busy_ms: float | None
+    median_ms: float | None
+    stages: dict[str, tuple[float, float]]
+    """Of the rank, and of the median rank."""
+
+
+class SpanTimes(TypedDict):
+    """A named span of a rank, per step."""
+
+    stage: str
+    name: str
+    ms: float
+    median_ms: float | None
+    times_per_step: float
+    bytes: float | None
+
+
+class VerdictChange(VerdictInfo):
+    """A verdict as it was judged live, and since when it was."""
+
+    t_ns: int
+    suspects: list[Suspect]
+    exposed_ms: list[float] | None
+
+
+class EventRow(TypedDict):
+    """An event as it is stored; times are ns."""
+
+    id: int
+    rank: int | None
+    stream_id: int | None
+    node_id: str | None
+    run: str | None
+    kind: str
+    t_ns: int
+    step: int | None
+    stage: int | None
+    message: str
+    data: dict[str, Any]

@@ -1,0 +1,303 @@
+"""
+What a session can be asked, and how: the only way in which driver, command line and web app ask.
+
+A question is a `Request` struct, declared with the type of its answer. `ask` encodes requests, has `send`
+carry them to whoever answers (`reports.answers.Answers`: in the aggregator of a session that runs, or over a
+session's file), and decodes each answer as the type of its request. An array is its bytes, kind and shape.
+
+`Snapshot`, `ReadFile` and `Discard` are commands: only a session that runs takes them. What is asked of its
+aggregator as an actor (who it is, to look for nodes without a relay, to end) are calls of `ray.aggregator`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Annotated, Any, Generic, TypeVar, Union, get_args
+
+import msgspec
+import numpy as np
+
+from traceml_ray import __version__, results, step_shapes, summary_shape, wire
+from traceml_ray.errors import sendable
+from traceml_ray.store.streams import Stream
+from traceml_ray.wire import Count, Int64
+
+A = TypeVar("A", covariant=True)
+_ARRAY = 1
+"""The extension of msgpack that an array is."""
+_KINDS = ("<f8", "<f4", "<i8", "|u1")
+_MAX_ERROR = 1000
+"""Characters of an error: it may repeat what was asked."""
+
+
+class QueryError(RuntimeError):
+    """There is no answer; the message is for a person."""
+
+
+class Request(
+    msgspec.Struct, Generic[A], frozen=True, tag_field="what", tag=True, forbid_unknown_fields=True
+):
+    """A question, answered with an `A`."""
+
+
+class OfRun(Request[A], Generic[A], frozen=True):
+    """A question about one run, by its id or name; None: the newest, see `store.runs.newest`."""
+
+    run: str | None = None
+
+
+class Page(msgspec.Struct, Generic[A]):
+    """What is new, and the cursor to ask with the next time."""
+
+    items: list[A]
+    cursor: int
+
+
+class Status(Request[results.Status], frozen=True):
+    """How the session itself is doing."""
+
+
+class Runs(Request[list[results.RunInfo]], frozen=True):
+    """The runs of the session, the oldest first."""
+
+
+class Nodes(OfRun[list[results.NodeInfo]], frozen=True):
+    """The nodes of the cluster, with the ranks of the run."""
+
+
+class Ranks(OfRun[dict[int, Stream]], frozen=True):
+    """The process that stands for each rank, see `store.streams.shown`."""
+
+
+class Streams(Request[list[Stream]], frozen=True):
+    """Every process of every run that was a rank, in order of first appearance."""
+
+
+class Ledger(OfRun[results.WholeLedger], frozen=True):
+    """Where each row is."""
+
+
+class Verdict(OfRun[results.LiveVerdict | None], frozen=True):
+    """The verdict of now; of a session that is over, that of its report."""
+
+
+class Verdicts(OfRun[Page[step_shapes.VerdictChange]], frozen=True):
+    """Every change of the live verdict after cursor `since`."""
+
+    since: Count = 0
+
+
+class Events(OfRun[Page[step_shapes.EventRow]], frozen=True):
+    """
+    The newest `most` events after cursor `since`, of the run and of nodes; `brief`: without those that are
+    files (stacks, flight recorders).
+    """
+
+    since: Count = 0
+    brief: bool = False
+    most: Count | None = None
+
+
+class Summary(OfRun[summary_shape.Summary], frozen=True):
+    """The summary; of a very long run that of its newest steps, unless `whole` asks for all of them."""
+
+    whole: bool = False
+
+
+class NodeSamples(Request[list[tuple[str, wire.NodeSample]]], frozen=True):
+    """The newest `last` samples of each of `nodes` (ids), with its id."""
+
+    nodes: tuple[str, ...]
+    last: Count
+
+
+class ProcessSamples(Request[list[tuple[int, wire.ProcessSample]]], frozen=True):
+    """The newest `last` samples of each of `streams` (ids), with its id."""
+
+    streams: tuple[Int64, ...]
+    last: Count
+
+
+class Times(OfRun[step_shapes.StepTimes], frozen=True):
+    """The numbers of a run (`analysis.step_numbers`); `whole`: of all of it, None: where it is over."""
+
+    whole: bool | None = None
+
+
+class Columns(OfRun[step_shapes.StepColumns], frozen=True):
+    """What is drawn step by step; `since`: the token of an earlier answer, and from which step on."""
+
+    stage: str = "total"
+    whole: bool | None = None
+    since: tuple[list[str | Int64], Int64] | None = None
+
+
+class Busy(OfRun[step_shapes.BusyTimes], frozen=True):
+    """The busy time of some ranks in the newest `most` steps."""
+
+    ranks: tuple[Int64, ...] = ()
+    most: Count = 0
+
+
+class RankSteps(OfRun[step_shapes.RankSteps], frozen=True):
+    """The stages of a rank in the newest `most` steps."""
+
+    rank: Int64 = 0
+    most: Count = 0
+
+
+class Cell(OfRun[step_shapes.CellMeans], frozen=True):
+    """What one cell of the heatmap is: a rank, from step `first` to step `last`."""
+
+    rank: Int64 = 0
+    first: Int64 = 0
+    last: Int64 = 0
+
+
+class Spans(OfRun[list[step_shapes.SpanTimes]], frozen=True):
+    """The named spans of a rank from step `first` to step `last`, the longest first."""
+
+    rank: Int64 = 0
+    first: Int64 = 0
+    last: Int64 = 0
+
+
+class FileCopy(msgspec.Struct):
+    """A copy of the session file in the session's folder."""
+
+    name: str
+    size: int
+    """Bytes."""
+
+
+class Snapshot(Request[FileCopy], frozen=True):
+    """Make a copy of the session file as it stands, and write the reports of the same."""
+
+
+class ReadFile(Request[bytes], frozen=True):
+    """At most `n` bytes of a copy or of a report, from `offset` on; none beyond its end."""
+
+    name: str
+    offset: Count
+    n: Count
+
+
+class Discard(Request[None], frozen=True):
+    """Remove a copy."""
+
+    name: str
+
+
+class Asked(msgspec.Struct):
+    """Requests on their way, and who asks."""
+
+    version: str
+    requests: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=1024)]
+    watching: bool = False
+    """Whoever asks is a page that stays open: no use of the session that keeps it alive."""
+
+
+class Answered(msgspec.Struct):
+    """As many answers as there were requests, or what went wrong."""
+
+    version: str
+    answers: list[msgspec.Raw] = []
+    error: str = ""
+
+
+def ask(
+    send: Callable[[bytes], bytes], requests: Sequence[Request[Any]], watching: bool = False
+) -> list[Any]:
+    """Return the answer to each request. Raises `QueryError`, and what `send` raises."""
+    raw = [msgspec.Raw(msgspec.msgpack.encode(request)) for request in requests]
+    reply = send(msgspec.msgpack.encode(Asked(__version__, raw, watching)))
+    try:
+        answered = msgspec.msgpack.decode(reply, type=Answered)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise QueryError(f"the answer cannot be read: {error}") from None
+    if answered.error:
+        raise QueryError(answered.error)
+    try:
+        return [_decoder(type(r)).decode(a) for r, a in zip(requests, answered.answers, strict=True)]
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        names = ", ".join(sorted({type(request).__name__ for request in requests}))
+        why = f"it is of traceml-ray {answered.version}, this is {__version__}"
+        if answered.version == __version__:
+            why = "the session file is damaged"
+        raise QueryError(f"the answer to {names} cannot be read ({error}): {why}") from None
+
+
+def ask_one(send: Callable[[bytes], bytes], request: Request[A]) -> A:
+    """Return the answer to one request. Raises as `ask`."""
+    answer: A = ask(send, [request])[0]
+    return answer
+
+
+def decode(data: bytes) -> tuple[list[Request[Any]], bool]:
+    """Return the requests in a message, and whether who asks is `watching`. Raises `QueryError`."""
+    try:
+        asked = msgspec.msgpack.decode(data, type=Asked)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise QueryError(f"this is no question ({error})") from None
+    return [_decode_request(raw, asked.version) for raw in asked.requests], asked.watching
+
+
+def _decode_request(raw: msgspec.Raw, version: str) -> Request[Any]:
+    try:
+        request: Request[Any] = _REQUEST.decode(raw)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        try:
+            what = msgspec.msgpack.decode(raw, type=dict[str, Any]).get("what")
+        except (msgspec.MsgspecError, RecursionError):
+            what = None
+        raise QueryError(
+            f"this session is run by traceml-ray {__version__}, which does not know the question "
+            f"{str(what)[:40]!r} as traceml-ray {version[:40]!r} asks it: {error}"
+        ) from None
+    return request
+
+
+def encode(answers: Sequence[Any]) -> bytes:
+    """Return a message with the answers, arrays and all."""
+    return msgspec.msgpack.encode({"version": __version__, "answers": answers}, enc_hook=_encode)
+
+
+def encode_error(error: str) -> bytes:
+    """Return a message that says why there is no answer."""
+    return msgspec.msgpack.encode(Answered(__version__, error=sendable(error[:_MAX_ERROR]) or "unknown"))
+
+
+def _kinds(of: type[Any]) -> list[type[Any]]:
+    return [kind for sub in of.__subclasses__() for kind in (_kinds(sub) or [sub])]
+
+
+REQUESTS: dict[str, type[Request[Any]]] = {kind.__name__: kind for kind in _kinds(Request)}
+"""Every question, by name."""
+_REQUEST = msgspec.msgpack.Decoder(Union[tuple(REQUESTS.values())])  # noqa: UP007
+
+
+@cache
+def _decoder(kind: type[Request[Any]]) -> msgspec.msgpack.Decoder[Any]:
+    """Return what decodes the answer to requests of a kind."""
+    (answer,) = get_args(kind.__orig_bases__[0])  # type: ignore[attr-defined]
+    return msgspec.msgpack.Decoder(answer, ext_hook=_decode)
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        head = msgspec.msgpack.encode([value.dtype.str, list(value.shape)])
+        return msgspec.msgpack.Ext(_ARRAY, len(head).to_bytes(2, "little") + head + value.tobytes())
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(type(value).__name__)
+
+
+def _decode(code: int, data: memoryview) -> Any:
+    if code != _ARRAY:
+        raise ValueError(f"unknown extension {code}")
+    end = 2 + int.from_bytes(data[:2], "little")
+    kind, shape = msgspec.msgpack.decode(data[2:end], type=tuple[str, list[int]])
+    if kind not in _KINDS:
+        raise ValueError(f"unknown kind of array {kind[:20]!r}")
+    return np.frombuffer(data[end:], kind).reshape(shape)
