@@ -74,6 +74,17 @@ def test_imports_point_downwards() -> None:
     assert up == []
 
 
+def test_views_ask_and_open_no_session_file() -> None:
+    views = [
+        name for name in MODULES if name.partition(".")[0] in ("cli", "driver", "live_session", "dash_app")
+    ]
+    reading = {"store.session_file", "store.reader", "reports.summary", "monitor.queries"}
+    opened = {
+        f"{name}: {module}.{taken}" for name in views for module, taken in _imports(name) if module in reading
+    }
+    assert {each for each in opened if not each.endswith((".moment", ".overhead_of"))} == set()
+
+
 def test_private_names_stay_in_their_module() -> None:
     taken = [
         f"{name} takes {private} from {module}"

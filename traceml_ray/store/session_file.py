@@ -163,8 +163,16 @@ class SessionFile(SampleReader):
         Return the newest `most` events of the run and of nodes as dicts with `rank` and the table's columns;
         `brief` leaves out those that are files (stacks, flight recorders).
         """
-        which = "t.kind NOT IN ('stacks', 'flight_recorder')" if brief else "true"
-        events, top = self._since("event", since, "coalesce(t.run, s.job_id)", which, most)
+        top = self._top("event")
+        if top <= since:
+            return [], since
+        which = "AND t.kind NOT IN ('stacks', 'flight_recorder')" if brief else ""
+        query = (
+            "SELECT s.global_rank AS rank, t.* FROM event t LEFT JOIN stream s ON s.id = t.stream_id "
+            f"WHERE t.id > ?1 AND t.id <= ?2 AND coalesce(t.run, s.job_id, ?3) IS ?3 {which} "
+            "ORDER BY t.id DESC LIMIT ?4"
+        )
+        events = self._dicts(query, since, top, self.run_id(), -1 if most is None else most)[::-1]
         for event in events:
             event["data"] = json.loads(event["data"])
         return events, top
@@ -239,25 +247,6 @@ class SessionFile(SampleReader):
             np.frombuffer(flags, np.uint8)[skip:],
             np.frombuffer(rows, "<i8").reshape(-1, N_STAGES)[skip:],
         )
-
-    def _since(
-        self,
-        table: str,
-        since: int,
-        run: str = "s.job_id",
-        which: str = "true",
-        most: int | None = None,
-    ) -> tuple[list[dict[str, Any]], int]:
-        """Return rows of `table` after `since` with their rank, those of the run or of none (`run`: SQL)."""
-        top = self._top(table)
-        if top <= since:
-            return [], since
-        query = (
-            f"SELECT s.global_rank AS rank, t.* FROM {table} t LEFT JOIN stream s ON s.id = t.stream_id "
-            f"WHERE t.id > ? AND t.id <= ? AND ({run} IS NULL OR {run} = ?) AND {which} "
-            "ORDER BY t.id DESC LIMIT ?"
-        )
-        return self._dicts(query, since, top, self.run_id(), -1 if most is None else most)[::-1], top
 
 
 class Folded(NamedTuple):
