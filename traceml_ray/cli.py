@@ -8,12 +8,11 @@ a subcommand needs it.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -61,35 +60,29 @@ def report(arguments: argparse.Namespace) -> int:
     """Print the report of a session, built anew from its file."""
     from traceml_ray.reports.text import render
 
-    with _stored(arguments) as (folder, send):
+    folder, send = _stored(arguments)
+    with legible(folder):
         summary: Any = query.ask_one(send, query.Summary(arguments.run, whole=True))
         text = json.dumps(summary, indent=2) + "\n" if arguments.json else render(summary, folder)
     print(text, end="")
     return 0
 
 
-@contextlib.contextmanager
-def _stored(arguments: argparse.Namespace) -> Iterator[tuple[Path, Callable[[bytes], bytes]]]:
-    """Give the folder of the session that is meant, and what answers questions about it from its file."""
+def _stored(arguments: argparse.Namespace) -> tuple[Path, Callable[[bytes], bytes]]:
+    """Return the folder of the session that is meant, and what answers questions about it from its file."""
     from traceml_ray.reports.answers import Answers
 
     settings = Settings.load(out=arguments.out)
     folder = session.find(arguments.session, settings.out)
-    answers = Answers(folder, settings.thresholds)
-    with contextlib.closing(answers), legible(folder / session.DATABASE):
-        try:
-            yield folder, answers.reply
-        except query.QueryError as error:
-            raise error if str(folder) in str(error) else query.QueryError(f"{folder}: {error}") from None
+    return folder, Answers(folder, settings.thresholds).reply
 
 
 def status(arguments: argparse.Namespace) -> int:
     """Print the state of a session."""
     from traceml_ray.reports.status import render_status
 
-    with _stored(arguments) as (folder, send):
-        text = render_status(send, folder, session.holder(folder), time.time_ns())
-    print(text, end="")
+    folder, send = _stored(arguments)
+    print(render_status(send, folder, session.holder(folder), time.time_ns()), end="")
     return 0
 
 

@@ -171,7 +171,7 @@ def test_run_is_meant_by_id_or_name_and_one_that_there_is_not_is_an_error(tmp_pa
         assert found == ["job", "a", "b", "b"]
         for asked in questions("x"):
             if isinstance(asked, query.OfRun):
-                with pytest.raises(query.QueryError, match=r"no run 'x'; .*, fit \(a\), fit \(b\)"):
+                with pytest.raises(query.QueryError, match=r"no run 'x' in .*demo; .*, fit \(a\), fit \(b\)"):
                     query.ask_one(send, asked)
     assert not played.aggregator.errors
     played.aggregator.close()

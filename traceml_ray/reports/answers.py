@@ -64,7 +64,7 @@ class Answers:
             requests, watching = query.decode(message)
             if not watching:
                 self._used_for(requests)
-            return query.encode([self.answer(request) for request in requests])
+            return query.encode([self.answer(request) for request in requests], of=str(self.folder))
         except QueryError as error:
             return query.encode_error(str(error))
         except Exception as error:
@@ -118,7 +118,7 @@ class Answers:
         same = [run for run, known in names.items() if name in (run, known)]
         if not same:
             known = ", ".join(f"{names[run]} ({run})" for run in [*names][-_MAX_NAMED:]) or "none"
-            raise QueryError(f"there is no run {name!r}; the newest runs: {known}")
+            raise QueryError(f"there is no run {name!r} in {self.folder}; the newest there: {known}")
         return same[-1]
 
     def _verdict_now(self, run: str | None) -> Any:

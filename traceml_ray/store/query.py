@@ -27,6 +27,7 @@ A = TypeVar("A", covariant=True)
 _ARRAY = 1
 """The extension of msgpack that an array is."""
 _KINDS = ("<f8", "<f4", "<i8", "|u1")
+_UNREADABLE = msgspec.MsgspecError, ValueError, RecursionError
 _MAX_ERROR = 1000
 """Characters of an error: it may repeat what was asked."""
 
@@ -202,6 +203,8 @@ class Answered(msgspec.Struct):
     """As many answers as there were requests, or what went wrong."""
 
     version: str
+    of: str = ""
+    """The session's folder."""
     answers: list[msgspec.Raw] = []
     error: str = ""
 
@@ -214,17 +217,17 @@ def ask(
     reply = send(msgspec.msgpack.encode(Asked(__version__, raw, watching)))
     try:
         answered = msgspec.msgpack.decode(reply, type=Answered)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise QueryError(f"the answer cannot be read: {error}") from None
     if answered.error:
         raise QueryError(answered.error)
     try:
         return [_decoder(type(r)).decode(a) for r, a in zip(requests, answered.answers, strict=True)]
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except _UNREADABLE as error:
         names = ", ".join(sorted({type(request).__name__ for request in requests}))
         why = f"it is of traceml-ray {answered.version}, this is {__version__}"
         if answered.version == __version__:
-            why = "the session file is damaged"
+            why = f"{answered.of}: the session file is damaged"
         raise QueryError(f"the answer to {names} cannot be read ({error}): {why}") from None
 
 
@@ -238,7 +241,7 @@ def decode(data: bytes) -> tuple[list[Request[Any]], bool]:
     """Return the requests in a message, and whether who asks is `watching`. Raises `QueryError`."""
     try:
         asked = msgspec.msgpack.decode(data, type=Asked)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise QueryError(f"this is no question ({error})") from None
     return [_decode_request(raw, asked.version) for raw in asked.requests], asked.watching
 
@@ -246,10 +249,10 @@ def decode(data: bytes) -> tuple[list[Request[Any]], bool]:
 def _decode_request(raw: msgspec.Raw, version: str) -> Request[Any]:
     try:
         request: Request[Any] = _REQUEST.decode(raw)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except _UNREADABLE as error:
         try:
             what = msgspec.msgpack.decode(raw, type=dict[str, Any]).get("what")
-        except (msgspec.MsgspecError, RecursionError):
+        except _UNREADABLE:
             what = None
         raise QueryError(
             f"this session is run by traceml-ray {__version__}, which does not know the question "
@@ -258,9 +261,10 @@ def _decode_request(raw: msgspec.Raw, version: str) -> Request[Any]:
     return request
 
 
-def encode(answers: Sequence[Any]) -> bytes:
+def encode(answers: Sequence[Any], of: str = "") -> bytes:
     """Return a message with the answers, arrays and all."""
-    return msgspec.msgpack.encode({"version": __version__, "answers": answers}, enc_hook=_encode)
+    reply = {"version": __version__, "of": sendable(of), "answers": answers}
+    return msgspec.msgpack.encode(reply, enc_hook=_encode)
 
 
 def encode_error(error: str) -> bytes:
