@@ -17,7 +17,7 @@ from ray import cloudpickle
 from ray_cluster import FakeCluster, actor_processes, fake_cluster, until
 
 import traceml_ray
-from traceml_ray import driver, wire
+from traceml_ray import live_session, wire
 from traceml_ray.ray.actor_channel import ActorChannel
 from traceml_ray.ray.discovery import find_aggregator, relay_folder
 from traceml_ray.settings import SettingError
@@ -199,7 +199,7 @@ def test_killed_relay_and_aggregator_come_back_and_nothing_held_is_lost(tmp_path
         ray.get(worker.detach.remote())
         until(lambda: rows_of(session.folder) == 120, "rows of while there was no relay")
         # Killed for good, as by `ray.kill`: it is made anew.
-        ray.kill(driver.find_relay("killed", ray.get_runtime_context().get_node_id()), no_restart=True)
+        ray.kill(live_session.find_relay("killed", ray.get_runtime_context().get_node_id()), no_restart=True)
         until(lambda: names_of("killed") and len(names_of("killed")) == 2, "a new relay", seconds=6)
         ledger = session.status()["ledger"]
         assert (ledger["produced"], ledger["stored"]) == (120, 120)
@@ -308,7 +308,7 @@ def test_what_cannot_be_started_is_said_in_one_line(tmp_path: Path, monkeypatch:
         traceml_ray.start("blocked", out=blocked / "sessions")
     until(lambda: not names_of("blocked"), "nothing is left of it")
     with traceml_ray.start("old", out=tmp_path) as _:
-        monkeypatch.setattr(driver, "__version__", "9.9.9")
+        monkeypatch.setattr(live_session, "__version__", "9.9.9")
         with pytest.raises(traceml_ray.StartError, match=r"traceml-ray 0\.\d+\.\d+, this is 9\.9\.9"):
             traceml_ray.start("old")
     (tmp_path / "ray-2.40.0.dist-info").mkdir()
