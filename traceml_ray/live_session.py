@@ -58,7 +58,7 @@ class Session:
     def __init__(self, name: str, aggregator: Any) -> None:
         self.id = name
         self._aggregator = aggregator
-        about = msgspec.json.decode(self._answer_of(aggregator.about.remote()), type=About)
+        about = msgspec.json.decode(self._call("about"), type=About)
         if about.version != __version__:
             raise StartError(
                 f"session {name!r} is run by traceml-ray {about.version}, this is {__version__}: "
@@ -253,18 +253,16 @@ class Session:
 
     def _ask(self, request: query.Request[query.A]) -> query.A:
         try:
-            return query.ask_one(
-                lambda message: self._answer_of(self._aggregator.query.remote(message)), request
-            )
+            return query.ask_one(lambda message: self._call("query", message), request)
         except query.QueryError as error:
             raise StartError(f"session {self.id!r}: {error}") from None
 
-    def _answer_of(self, called: Any) -> bytes:
-        """Return what a call of the aggregator returns. Raises StartError."""
+    def _call(self, method: str, *args: bytes) -> bytes:
+        """Return what a method of the aggregator returns. Raises StartError."""
         import ray
 
         try:
-            answer: bytes = ray.get(called, timeout=QUESTION_S)
+            answer: bytes = ray.get(getattr(self._aggregator, method).remote(*args), timeout=QUESTION_S)
         except ray.exceptions.RayActorError as error:
             raise StartError(f"session {self.id!r} cannot be reached: {cause_of(error)}") from error
         except ray.exceptions.GetTimeoutError as error:
