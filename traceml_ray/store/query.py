@@ -19,15 +19,14 @@ import msgspec
 import numpy as np
 
 from traceml_ray import __version__, results, step_shapes, summary_shape, wire
+from traceml_ray.codec import UNREADABLE, Count, Int64
 from traceml_ray.errors import sendable
 from traceml_ray.store.streams import Stream
-from traceml_ray.wire import Count, Int64
 
 A = TypeVar("A", covariant=True)
 _ARRAY = 1
 """The extension of msgpack that an array is."""
 _KINDS = ("<f8", "<f4", "<i8", "|u1")
-_UNREADABLE = msgspec.MsgspecError, ValueError, RecursionError
 _MAX_ERROR = 1000
 """Characters of an error: it may repeat what was asked."""
 
@@ -217,13 +216,13 @@ def ask(
     reply = send(msgspec.msgpack.encode(Asked(__version__, raw, watching)))
     try:
         answered = msgspec.msgpack.decode(reply, type=Answered)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise QueryError(f"the answer cannot be read: {error}") from None
     if answered.error:
         raise QueryError(answered.error)
     try:
         return [_decoder(type(r)).decode(a) for r, a in zip(requests, answered.answers, strict=True)]
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         names = ", ".join(sorted({type(request).__name__ for request in requests}))
         why = f"it is of traceml-ray {answered.version}, this is {__version__}"
         if answered.version == __version__:
@@ -241,7 +240,7 @@ def decode(data: bytes) -> tuple[list[Request[Any]], bool]:
     """Return the requests in a message, and whether who asks is `watching`. Raises `QueryError`."""
     try:
         asked = msgspec.msgpack.decode(data, type=Asked)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise QueryError(f"this is no question ({error})") from None
     return [_decode_request(raw, asked.version) for raw in asked.requests], asked.watching
 
@@ -249,10 +248,10 @@ def decode(data: bytes) -> tuple[list[Request[Any]], bool]:
 def _decode_request(raw: msgspec.Raw, version: str) -> Request[Any]:
     try:
         request: Request[Any] = _REQUEST.decode(raw)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         try:
             what = msgspec.msgpack.decode(raw, type=dict[str, Any]).get("what")
-        except _UNREADABLE:
+        except UNREADABLE:
             what = None
         raise QueryError(
             f"this session is run by traceml-ray {__version__}, which does not know the question "
