@@ -428,8 +428,7 @@ def test_status_adds_up_the_errors_of_all_processes_of_a_rank(tmp_path: Path) ->
     run.ranks = [Rank(0, 1, per_node=2, attempt=1, pid=77, stream="again")]
     run.steps(1, errors={"hook": 3})
     run.aggregator.commit()
-    with SessionFile(tmp_path / "session.sqlite") as session:
-        lines = render_status(session, tmp_path, 77, run.clock()).splitlines()
+    lines = render_status(stored(tmp_path), tmp_path, 77, run.clock()).splitlines()
     assert [line.split() for line in lines if "hook" in line] == [["5", "×", "rank", "0,", "hook"]]
 
 
