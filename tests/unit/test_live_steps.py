@@ -200,7 +200,7 @@ def test_productive_time_is_unknown_where_most_steps_were_over_before_the_first_
         assert aggregator.commit()
         aggregator.judge()
         clock.tick(0.1)
-    found = asked(aggregator, {"what": "times", "whole": True})
+    found = asked(aggregator, query.Times("job", whole=True))
     assert found["median_ms"] == 100
     assert (found["productive_pct"], found["wall_s"]) == (None, None)
     aggregator.close()
