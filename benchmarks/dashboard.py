@@ -2,7 +2,7 @@
 The dashboard under a large job: `python benchmarks/dashboard.py [--ranks 1024] [--steps 300]`.
 
 A session is played into a real aggregator, five steps a second, one rank late. Told: how long one tick
-takes to bring the board up to date, how long a browser's refresh takes in the server, what it weighs on
+takes to bring the pages up to date, how long a browser's refresh takes in the server, what it weighs on
 the wire (gzip, as a browser gets it, and as it is), and the memory held. With `--browser`, a real one is
 put on top.
 """
@@ -26,7 +26,7 @@ from played import Played
 from plotly.io.json import to_json_plotly
 
 from traceml_ray.dash_app.app import Refresher
-from traceml_ray.dash_app.board import Board
+from traceml_ray.dash_app.session_pages import SessionPages
 
 STEPS_A_SECOND = 5
 PAGES = ("/", "/node/node-1", "/rank/5", "/events", "/ledger")
@@ -53,20 +53,20 @@ def main() -> None:
             onset=arguments.steps // 2,
             gpus=arguments.gpus,
         )
-        board = Board(played.source, clock=played.clock)
+        pages = SessionPages(played.source, clock=played.clock)
         size = f"{arguments.ranks} ranks × {arguments.steps} steps"
         print(f"{machine()}\n{size}, {STEPS_A_SECOND} steps/s")
         for _ in range(0, arguments.steps, 50):
             played.play(50)
-            board.poll()
+            pages.poll()
         gc.collect()
         gc.freeze()  # as the server does
-        server(played, board, arguments.ticks)
+        server(played, pages, arguments.ticks)
         if arguments.browser:
-            browser(played, board, arguments.refreshes)
+            browser(played, pages, arguments.refreshes)
 
 
-def server(played: Played, board: Board, ticks: int) -> None:
+def server(played: Played, pages: SessionPages, ticks: int) -> None:
     """Measure what the server does for one browser on each page."""
     print("\n| page | refresh p50 | p95 | first, gzip | refresh p50, gzip | p95, gzip | p95, as it is |")
     print("|---|---|---|---|---|---|---|")
@@ -83,13 +83,13 @@ def server(played: Played, board: Board, ticks: int) -> None:
 
     source.reply = timed  # type: ignore[method-assign]
     for page in PAGES:
-        refresher, seen, times, sizes, cpu = Refresher(board), dict[str, Any](), [], [], []
+        refresher, seen, times, sizes, cpu = Refresher(pages), dict[str, Any](), [], [], []
         for _ in range(ticks if page == "/" else max(5, ticks // 4)):
             played.play(STEPS_A_SECOND)
             answering[0], used = 0.0, time.process_time()
-            while not board.poll():  # it rests where a machine is slow
+            while not pages.poll():  # it rests where a machine is slow
                 time.sleep(0.05)
-            polls.append(board.poll_ms[-1])
+            polls.append(pages.poll_ms[-1])
             began = time.perf_counter()
             elements, answer = refresher.refresh(page, "", seen)
             sent = to_json_plotly([elements, answer]).encode()
@@ -106,14 +106,14 @@ def server(played: Played, board: Board, ticks: int) -> None:
     print(f"\none tick: p50 {p50:.0f} ms, p95 {p95:.0f} ms, with the aggregator's part")
     told = ", ".join(f"{page} {ms:.1f} ms" for page, ms in own.items())
     print(f"CPU of a tick and a refresh without the aggregator's part: {told}")
-    print(f"held: {board.nbytes / 2**20:.1f} MiB")
+    print(f"held: {pages.nbytes / 2**20:.1f} MiB")
 
 
-def browser(played: Played, board: Board, refreshes: int) -> None:
+def browser(played: Played, pages: SessionPages, refreshes: int) -> None:
     """Measure a browser on the overview: time to draw a refresh, and whether its memory grows."""
     from browser.measure import measure  # tests/browser
 
-    measure(board, lambda: played.play(STEPS_A_SECOND), refreshes)
+    measure(pages, lambda: played.play(STEPS_A_SECOND), refreshes)
 
 
 if __name__ == "__main__":

@@ -7,16 +7,19 @@ sheet, so that a theme needs no redraw. Every axis has its unit, every empty fig
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from traceml_ray import text
+from traceml_ray.analysis.quantities import Quantity
 
-from .values import brief
+from .values import Array, brief, rounded
 
-Series = Sequence[float | None]
+Series = Array | Sequence[float | None]
+"""What is not known is NaN, or None."""
 Figure = dict[str, Any]
 
 STAGES = {
@@ -78,12 +81,13 @@ def blank(text: str) -> Figure:
     return _figure([], "", "", annotations=[note], xaxis=hidden, yaxis=hidden, hovermode=False)
 
 
-def _known(*series: Series) -> np.ndarray[Any, np.dtype[np.float64]]:
-    return np.array([v for one in series for v in one if v is not None], dtype=float)
+def _array(values: Series) -> Array:
+    return np.asarray(values, dtype=float)
 
 
-def _scale(values: np.ndarray[Any, np.dtype[np.float64]], unit: str) -> dict[str, Any]:
+def _scale(values: Array, unit: str) -> dict[str, Any]:
     """Keep one slow first step from pressing all others flat, and say that it is cut off."""
+    values = values[np.isfinite(values)]
     if not len(values) or values.max() <= _SPIKE * (usual := float(np.percentile(values, 98))) or usual <= 0:
         return {}
     note = {
@@ -95,26 +99,22 @@ def _scale(values: np.ndarray[Any, np.dtype[np.float64]], unit: str) -> dict[str
     return {"yaxis": _exactly(maxallowed=1.25 * usual), "annotations": [note]}
 
 
+def _line(name: str, x: Sequence[Any], y: Series, width: float, colour: str, **more: Any) -> dict[str, Any]:
+    line = {"width": width, "color": colour, **more.pop("line", {})}
+    return {"type": "scatter", "mode": "lines", "name": name, "x": x, "y": y, "line": line, **more}
+
+
 def exposed(steps: Sequence[int], stages: Mapping[str, Series], revision: str = "") -> Figure:
     """Return the stacked area of the exposed time of each stage, ms per step: the sum is the step."""
     if not steps:
         return blank("No closed step yet.")
+    stacked = {"stackgroup": "one", "hovertemplate": "%{y:.1f} ms"}
     traces = [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": text.words(name),
-            "x": steps,
-            "y": stages[name],
-            "stackgroup": "one",
-            "line": {"width": 0.5, "color": colour},
-            "fillcolor": colour,
-            "hovertemplate": "%{y:.1f} ms",
-        }
+        _line(text.words(name), steps, rounded(stages[name]), 0.5, colour, fillcolor=colour, **stacked)
         for name, colour in STAGES.items()
         if name in stages
     ]
-    total = np.nansum(np.array([stages[name] for name in stages], dtype=float), axis=0)
+    total = np.nansum([_array(values) for values in stages.values()], axis=0)
     return _figure(traces, "step", "exposed ms", revision=revision, **_scale(total, "ms"))
 
 
@@ -122,48 +122,39 @@ def timeline(steps: Sequence[int], line: Mapping[str, Any], events: Sequence[Map
     """Return the step's time: median rank, worst rank, a p10–p90 band, and events as marks on the axis."""
     if not steps:
         return blank("No closed step yet.")
-    flat = {"type": "scatter", "mode": "lines", "x": steps}
-    edge = {**flat, "line": {"width": 0}, "hoverinfo": "skip"}
-    traces: list[dict[str, Any]] = [
-        {**edge, "y": line["p10_ms"]},
-        {**edge, "y": line["p90_ms"], "fill": "tonexty", "fillcolor": "rgba(59,130,196,.25)"},
-        {
-            **flat,
-            "name": "worst",
-            "y": line["worst_ms"],
-            "line": {"width": 1.2, "color": ORANGE},
-            "customdata": line["worst_rank"],
-            "hovertemplate": "%{y:.1f} ms (rank %{customdata})",
-        },
-        {
-            **flat,
-            "name": "median",
-            "y": line["median_ms"],
-            "line": {"width": 1.8, "color": BLUE},
-            "hovertemplate": "%{y:.1f} ms",
-        },
+    ranks = {"customdata": line["worst_rank"], "hovertemplate": "%{y:.1f} ms (rank %{customdata})"}
+    band = {"fill": "tonexty", "fillcolor": "rgba(59,130,196,.25)", "hoverinfo": "skip"}
+    low, high, worst, median = (rounded(line[f"{name}_ms"]) for name in ("p10", "p90", "worst", "median"))
+    traces = [
+        _line("p10", steps, low, 0, BLUE, hoverinfo="skip"),
+        _line("p90", steps, high, 0, BLUE, **band),
+        _line("worst", steps, worst, 1.2, ORANGE, **ranks),
+        _line("median", steps, median, 1.8, BLUE, hovertemplate="%{y:.1f} ms"),
     ]
-    marked = [e for e in events if e.get("step") is not None and steps[0] <= e["step"] <= steps[-1]][:60]
-    if marked:
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": "event",
-                "x": [e["step"] for e in marked],
-                "y": [0] * len(marked),
-                "text": [e["text"][:90] for e in marked],
-                "cliponaxis": False,
-                "marker": {
-                    "symbol": ["diamond" if e["severity"] == "critical" else "triangle-up" for e in marked],
-                    "size": 9,
-                    "color": [_MARKS.get(e["severity"], _MARKS["info"]) for e in marked],
-                },
-                "hovertemplate": "%{text}<extra></extra>",
-            }
-        )
+    if marked := [e for e in events if e["step"] is not None and steps[0] <= e["step"] <= steps[-1]][:60]:
+        traces.append(_event_marks(marked))
     between = _exactly(minallowed=steps[0], maxallowed=max(steps[-1], steps[0] + 1))
-    return _figure(traces, "step", "busy ms", xaxis=between, **_scale(_known(line["worst_ms"]), "ms"))
+    return _figure(traces, "step", "busy ms", xaxis=between, **_scale(_array(line["worst_ms"]), "ms"))
+
+
+def _event_marks(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return events as marks on the axis of steps."""
+    marker = {
+        "symbol": ["diamond" if event["severity"] == "critical" else "triangle-up" for event in events],
+        "size": 9,
+        "color": [_MARKS[event["severity"]] for event in events],
+    }
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": "event",
+        "x": [event["step"] for event in events],
+        "y": [0] * len(events),
+        "text": [event["text"][:90] for event in events],
+        "cliponaxis": False,
+        "marker": marker,
+        "hovertemplate": "%{text}<extra></extra>",
+    }
 
 
 def lines(
@@ -179,33 +170,38 @@ def lines(
     revision: str = "",
 ) -> Figure:
     """Return lines over `x`: steps, or with kind "time" ns since the epoch; `y` is the name of the axis."""
-    shown = {name: values for name, values in series.items() if any(v is not None for v in values)}
+    colour = dict(zip(series, itertools.cycle(colours), strict=False))  # of a name, whatever else is shown
+    arrays = {name: _array(values) for name, values in series.items()}
+    shown = {name: values for name, values in arrays.items() if np.isfinite(values).any()}
     if not len(x) or not shown:
         return blank("Not measured here." if len(x) else "No sample yet.")
-    at = [t // 1_000_000 for t in x] if kind == "time" else list(x)
+    timed = kind == "time"
+    at = [t // 1_000_000 for t in x] if timed else list(x)
+    style = {name: {"dash": "dot" if name == dashed else "solid"} for name in shown}
+    hover = "%{y:,} " + unit
     traces = [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": name,
-            "x": at,
-            "y": brief(values),
-            "line": {
-                "width": 1.5,
-                "color": colours[i % len(colours)],
-                "dash": "dot" if name == dashed else "solid",
-            },
-            "hovertemplate": "%{y:,} " + unit,
-        }
-        for i, (name, values) in enumerate(shown.items())
+        _line(name, at, brief(values), 1.5, colour[name], line=style[name], hovertemplate=hover)
+        for name, values in shown.items()
     ]
-    layout: dict[str, Any] = _scale(_known(*shown.values()), unit) if kind == "step" else {}
+    layout: dict[str, Any] = {} if timed else _scale(np.concatenate([*shown.values()]), unit)
     if top is not None:
         layout["yaxis"] = _exactly(minallowed=0, maxallowed=top)
-    xaxis = _clock(x) if kind == "time" else {"nticks": 6}
-    return _figure(
-        traces, "time, UTC" if kind == "time" else "step", y, revision=revision, xaxis=xaxis, **layout
-    )
+    layout["xaxis"] = _clock(x) if timed else {"nticks": 6}
+    return _figure(traces, "time, UTC" if timed else "step", y, revision=revision, **layout)
+
+
+def quantities(
+    t_ns: Sequence[int],
+    named: Mapping[str, tuple[Quantity, Sequence[float | None] | None]],
+    *,
+    top: float | None = None,
+    revision: str = "",
+) -> Figure:
+    """Return lines over time of quantities of one unit, by name; those without any value are left out."""
+    unit = next(iter(named.values()))[0].unit
+    series = {name: _array(values or ()) * unit.scale for name, (_, values) in named.items()}
+    more: dict[str, Any] = {"top": top, "dashed": "installed", "revision": revision}
+    return lines(t_ns, series, unit.axis, unit=unit.axis, kind="time", **more)
 
 
 def _clock(t_ns: Sequence[int]) -> dict[str, Any]:
@@ -214,23 +210,24 @@ def _clock(t_ns: Sequence[int]) -> dict[str, Any]:
     return {"type": "date", "hoverformat": "%d %b %H:%M:%S", **ticks}
 
 
-def spark(values: Series, colour: str = BLUE, between: tuple[float, float] | None = None) -> str | None:
+def spark(
+    values: Sequence[float | None], colour: str = BLUE, between: tuple[float, float] | None = None
+) -> str | None:
     """Return a sparkline as an image's data URI; None where fewer than two values are known."""
     width, height = 120, 28
-    known = _known(values)
+    known = [value for value in values if value is not None]
     if len(known) < 2:
         return None
-    low, high = between or (float(known.min()), float(known.max()))
+    low, high = between or (min(known), max(known))
     span = (high - low) or 1.0
     across = width / max(1, len(values) - 1)
-    path, gap = "", True
-    for i, value in enumerate(values):
-        if value is None:
-            gap = True
-            continue
-        y = height - 2 - (height - 4) * (value - low) / span
-        path += f"{'M' if gap else 'L'}{i * across:.1f} {y:.1f}"
-        gap = False
+    points = [
+        None if v is None else f"{i * across:.1f} {height - 2 - (height - 4) * (v - low) / span:.1f}"
+        for i, v in enumerate(values)
+    ]
+    path = "".join(
+        ("L" if before else "M") + at for before, at in zip([None, *points], points, strict=False) if at
+    )
     svg = (
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' preserveAspectRatio='none'>"
         f"<path d='{path}' fill='none' stroke='{colour}' stroke-width='1.5' "

@@ -15,12 +15,11 @@ from traceml_ray import text
 from traceml_ray.analysis.quantities import GPU, NODE, Quantity
 from traceml_ray.analysis.spread import quantiles
 
-from .events import node_of
-from .header import state_of
+from .shell import state_of
 
 if TYPE_CHECKING:
-    from .board import Board
-    from .followed import Run
+    from .run_state import RunState
+    from .session_pages import SessionPages
 
 _MOST = 1024
 """Ranks, or devices, with a series of their own each: beyond, only nodes and the worst rank have one."""
@@ -30,18 +29,18 @@ Series = Iterable[tuple[Sequence[object], float | None]]
 """Values of the labels, and what was measured; what is not known is left out."""
 
 
-def health(board: Board) -> dict[str, Any]:
+def health(session: SessionPages) -> dict[str, Any]:
     """Return whether the session answers; nothing of it that is private."""
     return {
-        "status": "ok" if board.stale_since_ns is None else "stale",
-        "state": state_of(board, board.newest),
+        "status": "ok" if session.stale_since_ns is None else "stale",
+        "state": state_of(session, session.newest),
     }
 
 
-def exposition(board: Board, accept: str = "") -> tuple[bytes, str]:
+def exposition(session: SessionPages, accept: str = "") -> tuple[bytes, str]:
     """Return all metrics in the format that the `Accept` header asks for, and its content type."""
-    with board.lock:
-        found = [family for family in _families(board) if family.samples]
+    with session.lock:
+        found = [family for family in _families(session) if family.samples]
     try:
         encode, content_type = choose_encoder(accept)
     except (TypeError, ValueError):  # it takes any version for a number
@@ -50,7 +49,7 @@ def exposition(board: Board, accept: str = "") -> tuple[bytes, str]:
 
 
 class _Collected(Collector):
-    """Families as they are: of one board, so in no registry."""
+    """Families as they are: of one session, so in no registry."""
 
     def __init__(self, families: Sequence[Metric]) -> None:
         self._families = families
@@ -74,24 +73,23 @@ def _filled(family: GaugeMetricFamily | CounterMetricFamily, series: Series) -> 
     return family
 
 
-def _families(board: Board) -> Iterator[Metric]:
-    state = state_of(board, board.newest)
+def _families(session: SessionPages) -> Iterator[Metric]:
+    state = state_of(session, session.newest)
     yield _gauge("state", "1 for the state of the session.", ["state"], [((s,), s == state) for s in _STATES])
-    poll = quantiles(np.array(board.poll_ms or [np.nan]) / 1e3, (0.5, 0.95)).tolist()
-    about = "Time to bring the board up to date."
+    poll = quantiles(np.array(session.poll_ms or [np.nan]) / 1e3, (0.5, 0.95)).tolist()
+    about = "Time to bring the session up to date."
     yield _gauge("dashboard_poll", about, ["quantile"], _by_quantile(poll), "seconds")
-    own, aggregator = board.errors, board.status.get("errors") or {}
+    own, aggregator = session.errors, session.status.get("errors") or {}
     yield _counter("dashboard_errors", "Errors of the dashboard, by place.", ["place"], _by_key(own))
     yield _counter("aggregator_errors", "Errors of the aggregator, by place.", ["place"], _by_key(aggregator))
-    ledger: Mapping[str, Any] = board.status.get("ledger") or {}
+    ledger: Mapping[str, Any] = session.status.get("ledger") or {}
     rows = {name: ledger[name] for name in ("produced", "stored") if name in ledger}
     rows |= {f"dropped_{name}": count for name, count in ledger.get("dropped", {}).items()}
     yield _counter("rows", "Rows (rank-steps), by where they are.", ["where"], _by_key(rows))
-    if board.newest is not None:
-        run = board.view("header")  # the same numbers as on the page
-        yield from _of_run(run, board.newest)
-        yield from _of_steps(run["session"]["run"], board.newest)
-        yield from _of_nodes(run["session"]["run"], board.newest)
+    if (run := session.newest) is not None:
+        yield from _of_run(run)
+        yield from _of_steps(run)
+        yield from _of_nodes(run)
 
 
 def _by_key(counts: Mapping[str, float]) -> Series:
@@ -102,8 +100,8 @@ def _by_quantile(values: Iterable[float], *labels: object) -> Series:
     return (((*labels, name), value) for name, value in zip(_QUANTILES, values, strict=True))
 
 
-def _of_run(run: Mapping[str, Any], followed: Run) -> Iterator[Metric]:
-    name, verdict = run["session"]["run"], run["verdict"]
+def _of_run(run: RunState) -> Iterator[Metric]:
+    name, verdict = run.id, run.verdict
     if verdict is not None:
         named = ("label", "stage", "rank", "node")
         series = [((name, *(verdict[key] for key in named)), 1.0)]
@@ -111,14 +109,14 @@ def _of_run(run: Mapping[str, Any], followed: Run) -> Iterator[Metric]:
         cost = verdict["cost_pct"] if verdict["label"] != "healthy" else 0.0
         about = "Cost of what the verdict names, as a share of the step."
         yield _gauge("verdict_cost", about, ["run"], [((name,), cost and cost / 100)], "ratio")
-    ranks = {"expected": followed.world or None, "reporting": len(followed.reporting())}
+    ranks = {"expected": run.world or None, "reporting": len(run.reporting())}
     series_of = [((name, which), count) for which, count in ranks.items()]
     yield _gauge("ranks", "Ranks of the run.", ["run", "which"], series_of)
-    yield _gauge("last_step", "The newest step that all ranks reported.", ["run"], [((name,), run["step"])])
+    yield _gauge("last_step", "The newest step that all ranks reported.", ["run"], [((name,), run.last_step)])
 
 
-def _of_steps(name: str, followed: Run) -> Iterator[Metric]:
-    times = followed.times
+def _of_steps(run: RunState) -> Iterator[Metric]:
+    name, times = run.id, run.times
     if times is None or not times["steps"]:
         return
     quantile = (times["median_ms"] / 1e3, times["p95_ms"] / 1e3)
@@ -130,14 +128,15 @@ def _of_steps(name: str, followed: Run) -> Iterator[Metric]:
     yield _gauge("node_busy", "Median busy time of a step, by node.", ["run", "node"], nodes, "seconds")
     per_rank = zip(times["ranks"], times["busy_ms"].tolist(), strict=True)
     shown = [each for each in per_rank if len(times["ranks"]) <= _MOST or each[0] == times["worst_rank"]]
-    busy = [((name, rank, node_of(followed, rank)), ms / 1e3) for rank, ms in shown]
+    busy = [((name, rank, run.node_of(rank)), ms / 1e3) for rank, ms in shown]
     about = "Median busy time of a step, by rank."
     yield _gauge("rank_busy", about, ["run", "rank", "node"], busy, "seconds")
 
 
-def _of_nodes(name: str, followed: Run) -> Iterator[Metric]:
+def _of_nodes(run: RunState) -> Iterator[Metric]:
     """Yield the quantities of the newest sample of each node, and of its devices."""
-    samples = [(followed.labels.get(node, node), sample) for node, sample in followed.samples.items()]
+    name = run.id
+    samples = [(run.labels.get(node, node), sample) for node, sample in run.samples.items()]
     for each in NODE:
         yield from _quantity(each, "node", ["run", "node"], [((name, node), s) for node, s in samples])
     devices = [((name, node, gpu["index"]), gpu) for node, s in samples for gpu in s["gpus"] or ()]

@@ -1,7 +1,7 @@
 """
-The dashboard's process: opens a session, asks it once a tick, however many look, and serves the web app.
+The dashboard's process: opens a session, polls it once a tick for all browsers, and serves the web app.
 
-It ends, with everything it has, at SIGTERM or Ctrl-C, or with the process that started it.
+It ends at SIGTERM or Ctrl-C, or with the process that started it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from traceml_ray.ray.connection import join
 from traceml_ray.settings import Settings
 
 from . import security
-from .board import Board
 from .server import create_app
+from .session_pages import SessionPages
 from .source import open_source
 
 PORT = 8050
-"""Where nobody says otherwise; where that one is taken, a free one."""
+"""The default; if it is taken, a free one."""
 POLL_S = 1.0
 _LOOK_S = 0.2
 _END_S = 1.0
-"""How long the end may take: Ray's own, with its cluster gone, takes minutes."""
+"""How long the end may take: that of Ray, with its cluster gone, takes minutes."""
 _WAITRESS = {
     "threads": 8,
     "ident": None,
@@ -47,7 +47,7 @@ _WAITRESS = {
 
 def run(arguments: argparse.Namespace) -> int:
     """
-    Serve what `traceml-ray dashboard` was given until told to end; return the exit code.
+    Serve the session that `traceml-ray dashboard` was given until SIGTERM or Ctrl-C; return the exit code.
 
     Raises SessionError or SourceError where there is nothing to show, SettingError, and OSError where
     the address cannot be had.
@@ -61,10 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
     source = open_source(arguments.session, settings.out, arguments.ray_address)
     code = 1
     try:
-        board = Board(source, thresholds=settings.thresholds)
+        session = SessionPages(source, thresholds=settings.thresholds)
         hosts = [*security.names_of(arguments.host), *arguments.allow_host]
-        app = create_app(board, token=token, hosts=hosts, poll_s=POLL_S)
-        threads = [_thread("poll", _poll, board), _thread("serve", _serve, app.server, listening)]
+        app = create_app(session, token=token, hosts=hosts, poll_s=POLL_S)
+        threads = [_thread("poll", _poll, session), _thread("serve", _serve, app.server, listening)]
         query = {"token": token if made_up else None, "run": arguments.run}
         print(f"Dashboard: {_url(arguments.host, listening, query)}", flush=True)
         parent = _parent(arguments.child)
@@ -96,17 +96,17 @@ def _thread(name: str, target: Callable[..., object], *args: object) -> threadin
 
 
 def _parent(child: bool) -> threading.Thread:
-    """Return a thread that lives as long as whoever holds the other end of stdin; for a person, as we do."""
+    """Return a thread that lives as long as the process at the other end of stdin, or as this one."""
     return _thread("parent", os.read, 0, 1) if child else threading.current_thread()
 
 
-def _poll(board: Board) -> None:
-    board.poll()
+def _poll(session: SessionPages) -> None:
+    session.poll()
     gc.collect()
     gc.freeze()  # modules, mostly: a full collection goes through them for 0.1 s, in the midst of a page
     while True:
         time.sleep(POLL_S)
-        board.poll()
+        session.poll()
 
 
 def _serve(application: Any, listening: socket.socket) -> None:

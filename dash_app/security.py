@@ -1,4 +1,4 @@
-"""Who may look: the token, the names under which the server may be asked for, the headers of every answer."""
+"""Access control: the token, the host names that the server answers to, the headers of every answer."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _FORM = """<!doctype html>
 <title>traceml-ray</title>
 <body style="font: 16px system-ui; max-width: 32rem; margin: 15vh auto; padding: 0 1rem">
 <h1 style="font-size: 1.25rem">traceml-ray dashboard</h1>
-<p role="status">{said}</p>
+<p role="status">{message}</p>
 <form method="post" action="/login?{query}">
 <label>Token <input name="token" type="password" autofocus autocomplete="current-password"></label>
 <button>Open</button>
@@ -58,10 +58,10 @@ _FORM = """<!doctype html>
 
 def choose_token(given: str | None, host: str) -> tuple[str | None, bool]:
     """
-    Return the token to ask for, or None, and whether it was made up here.
+    Return the token to ask for, or None, and whether it was generated here.
 
-    Without one that was `given`, whoever can reach a loopback address may look; any other `host` gets a
-    token. Raises SettingError for one that is empty or could not be sent, and for a host of no address.
+    Without a `given` one a loopback address needs none, and any other `host` gets a generated one. Raises
+    SettingError for a token that is empty or could not be sent, and for a host without an address.
     """
     if given is not None:
         if not (given.isascii() and given.isprintable() and given.split() == [given]):
@@ -71,7 +71,7 @@ def choose_token(given: str | None, host: str) -> tuple[str | None, bool]:
 
 
 def names_of(host: str) -> list[str]:
-    """Return under which names a server bound to `host` may be asked for; a wildcard is for any address."""
+    """Return the names that a server bound to `host` answers to; a wildcard is any address."""
     names = [host, *_addresses(host)]
     if _is_loopback(host):
         return [*names, *_LOOPBACK]
@@ -92,11 +92,11 @@ def _addresses(host: str) -> list[str]:
 
 class Guard:
     """
-    Stands before every route of a Flask server.
+    Checks every request to a Flask server.
 
     Args:
-        token: to be asked for; None lets everybody look.
-        hosts: names that `Host` may have: a page elsewhere whose name is made to point here gets nothing.
+        token: to ask for; None asks for none.
+        hosts: names that `Host` may have: another site whose name is made to resolve here gets nothing.
         scripts: CSP hashes of the page's own inline scripts; may be set later.
     """
 
@@ -110,14 +110,14 @@ class Guard:
         self._proof = hmac.new(key, b"cookie", "sha256").hexdigest()
 
     def install(self, server: Flask) -> None:
-        """Begin; before anything else of that server does."""
+        """Register with the server, before any other handler does."""
         server.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
         server.before_request(self._admit)
         server.after_request(self._harden)
         server.add_url_rule("/login", view_func=self._login, methods=["POST"])
 
     def _admit(self) -> Response | None:
-        """Return the refusal, or None where the request may go on."""
+        """Return the refusal, or None if the request may go on."""
         if not self._is_ours(request.headers.get("Host", "")):
             return _refusal(421, "This server is not known by that name.")
         if request.method not in _METHODS:
@@ -130,7 +130,7 @@ class Guard:
         return self._identify()
 
     def _identify(self) -> Response | None:
-        """Ask for the token: where one is sent, that one counts, whatever the cookie says."""
+        """Ask for the token; one that is sent counts, whatever the cookie holds."""
         path, query = request.path, _query_without_token()
         given = request.args.get("token")
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
@@ -145,14 +145,14 @@ class Guard:
         return _ask(_WRONG if given is not None else _ASK, path, query)
 
     def _login(self) -> Response:
-        """Take the token of the form."""
+        """Check the token of the form."""
         target = _split(request.args.get("next", "/"))
         if self._knows(request.form.get("token", "")):
             return self._welcome(target.path, target.query)
         return _ask(_WRONG, target.path, target.query)
 
     def _welcome(self, path: str, query: str) -> Response:
-        """Give the cookie, and lead to where the address bar does not show the token."""
+        """Set the cookie, and redirect to the URL without the token."""
         response: Response = redirect(_here(path, query), 303)  # type: ignore[assignment]
         response.set_cookie(self._cookie, self._proof, httponly=True, samesite="Strict")
         return response
@@ -165,26 +165,26 @@ class Guard:
             name = (urlsplit(f"//{host}").hostname or "").lower()
             if name in self._hosts:
                 return True
-            ipaddress.ip_address(name)  # nobody else's name can be made to point here when none is used
+            ipaddress.ip_address(name)  # an address cannot be made to resolve to another
         except ValueError:
             return False
         return not self._hosts.isdisjoint(WILDCARDS)
 
     def _harden(self, response: Response) -> Response:
         policy = {**_POLICY, "script-src": " ".join([_POLICY["script-src"], *self.scripts])}
-        response.headers["Content-Security-Policy"] = "; ".join(" ".join(said) for said in policy.items())
+        response.headers["Content-Security-Policy"] = "; ".join(" ".join(rule) for rule in policy.items())
         response.headers.update(_HEADERS)
         response.headers.setdefault("Cache-Control", "no-store")
         return response
 
 
 def _same(given: str, expected: str) -> bool:
-    """Compare in a time that says nothing of where they differ."""
+    """Compare in constant time."""
     return hmac.compare_digest(given.encode(errors="replace"), expected.encode())
 
 
 def _split(url: str) -> SplitResult:
-    """Take a URL apart; what is none has no parts."""
+    """Split a URL; one that is invalid has no parts."""
     try:
         return urlsplit(url)
     except ValueError:
@@ -200,13 +200,13 @@ def _here(path: str, query: str) -> str:
     return quote("/" + path.lstrip("/")) + (f"?{query}" if query else "")
 
 
-def _ask(said: str, path: str, query: str) -> Response:
+def _ask(message: str, path: str, query: str) -> Response:
     if request.path != "/login" and "text/html" not in request.headers.get("Accept", ""):
-        return _refusal(401, said, WWW_Authenticate="Bearer")
-    form = _FORM.format(said=escape(said), query=escape(urlencode({"next": _here(path, query)})))
+        return _refusal(401, message, WWW_Authenticate="Bearer")
+    form = _FORM.format(message=escape(message), query=escape(urlencode({"next": _here(path, query)})))
     return Response(form, 401, {"WWW-Authenticate": "Bearer"}, mimetype="text/html")
 
 
-def _refusal(status: int, said: str, **headers: str) -> Response:
+def _refusal(status: int, message: str, **headers: str) -> Response:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return Response(said + "\n", status, named, mimetype="text/plain")
+    return Response(message + "\n", status, named, mimetype="text/plain")

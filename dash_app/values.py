@@ -20,23 +20,22 @@ def number(value: Any, digits: int = 4) -> float | None:
     return round(float(value), digits) if value is not None and np.isfinite(value) else None
 
 
-def told(values: Iterable[float] | Array, digits: int = 3) -> list[float | None]:
+def rounded(values: Iterable[float | None] | Array, digits: int = 3) -> list[float | None]:
     """Return numbers as JSON has them."""
     shown = np.round(np.asarray(values, dtype=float), digits)
     return [value if value == value and abs(value) != np.inf else None for value in shown.tolist()]
 
 
-def brief(values: Iterable[float | None]) -> list[float | None]:
-    """Return numbers with about three figures, as `text.number` says them: a chart shows no more."""
-    shown = np.array(list(values), dtype=float)
+def brief(shown: Array) -> list[float | None]:
+    """Return numbers with about three figures, as `text.number` writes them: enough for a chart."""
     size = np.log10(np.maximum(np.abs(shown), 1e-3))
     scale = 10.0 ** np.clip(2 - np.floor(size), 0, 4)
-    return told(np.round(shown * scale) / scale, 4)
+    return rounded(np.round(shown * scale) / scale, 4)
 
 
-def by_stage(values: Array) -> dict[str, list[float | None]]:
+def by_stage(values: Array) -> dict[str, Array]:
     """Return a series for each stage of `values` (K, 6)."""
-    return {name: told(values[:, at]) for at, name in enumerate(STAGES)}
+    return {name: values[:, at] for at, name in enumerate(STAGES)}
 
 
 @functools.lru_cache(4096)

@@ -76,7 +76,7 @@ def take(out: Path) -> None:
         served = Served(played)
         for _ in range(SECONDS):
             played.play(RATE)
-        served.board.poll()
+        served.pages.poll()
         browser = chromium(Path(folder) / "profile")
         try:
             size = {"width": WIDTH, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}

@@ -11,8 +11,8 @@ from played import Played
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
-from traceml_ray.dash_app.board import Board
 from traceml_ray.dash_app.server import create_app
+from traceml_ray.dash_app.session_pages import SessionPages
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FLAGS = (
@@ -44,8 +44,8 @@ class Served:
 
     def __init__(self, played: Played) -> None:
         self.played = played
-        self.board = Board(played.source, clock=played.clock)
-        app = create_app(self.board, token=None, hosts=["127.0.0.1"], poll_s=0.25)
+        self.pages = SessionPages(played.source, clock=played.clock)
+        app = create_app(self.pages, token=None, hosts=["127.0.0.1"], poll_s=0.25)
         self._server = waitress.create_server(app.server, host="127.0.0.1", port=0, threads=4)
         self.url = f"http://127.0.0.1:{self._server.effective_port}"
         threading.Thread(target=self._server.run, daemon=True).start()
@@ -55,7 +55,7 @@ class Served:
         self.played.source.down = down
         for _ in range(seconds):
             self.played.play(5)
-        self.board.poll()
+        self.pages.poll()
 
     def close(self) -> None:
         """Serve no more."""

@@ -1,4 +1,4 @@
-"""A session with a planted fault, played into a real aggregator: what a board or a browser looks at."""
+"""A session with a planted fault, played into a real aggregator: what pages and browsers show."""
 
 from __future__ import annotations
 

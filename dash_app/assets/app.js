@@ -1,8 +1,9 @@
-/* What the browser does itself: apply an answer, draw the heatmap, theme, pause, the box under the mouse. */
+/* What the browser does itself: draw parts and the heatmap, keep a zoom, theme, pause. */
 (function () {
   "use strict";
 
   const QUIET = 5000; // ms without an answer, after which the page says so
+  const HEIGHT = 270; // px of the heatmap's rows: .heat-box in app.css without its axis
   const MOST_ROWS = 128; // of ranks in the heatmap: with more, a row of one rank is too thin to be seen
   const MOST_BLOCKS = 200;
   const TABLE_ROWS = 100;
@@ -14,12 +15,13 @@
   const MISSING = { light: "#b4bac1", dark: "#596069" };
   const number = (value) => value.toLocaleString("en-US");
   const root = document.documentElement;
+  const { createElement } = window.React;
 
-  let heat = null; // what the server has told of the heatmap, put together
+  let heat = null; // the heatmap, put together from the answers
   let laid = null; // how its rows are laid out
   let marks = { ranks: [], nodes: [] }; // what the verdict names
-  const opened = new Map(); // nodes that a person opened
-  let page = null;
+  const opened = new Map(); // nodes that a person opened or closed
+  let shown = { page: null, sums: {} }; // the page, and the parts that it has
   let answered = Date.now();
   let paused = false;
 
@@ -32,71 +34,28 @@
   function apply(answer) {
     if (!answer) return window.dash_clientside.no_update;
     answered = Date.now();
-    const moved = answer.page !== page;
+    const { seen } = answer;
+    const moved = seen.page !== shown.page;
     const marked = JSON.stringify(answer.marks) !== JSON.stringify(marks);
-    page = answer.page;
+    shown = { page: seen.page, sums: seen.sums || {} };
     marks = answer.marks || { ranks: [], nodes: [] };
-    const seen = answer.seen;
-    const lost = answer.heat && !merge(answer.heat);
-    if (lost) {
-      heat = null;
-      seen.heat = null; // asks for all of it
+    if (answer.heat && !merge(answer.heat)) heat = seen.heat = null; // the next request asks for all of it
+    for (const [id, props] of Object.entries(answer.set)) {
+      if (props.figure) {
+        for (const trace of props.figure.data) trace.x ??= props.figure.data[0].x; // sent once
+        keepZoom(id, props.figure.layout);
+      }
+      set(id, props);
     }
-    once(() => !moved || there(answer.page), () => {
-      for (const [id, props] of Object.entries(answer.set)) fill(id, props);
-      if (heat && !lost && (answer.heat || moved || marked) && document.getElementById("heat")) draw();
-    });
+    if (answer.heat || moved || marked) draw(moved);
     return seen;
   }
 
-  /* Whether the elements of a page are there: they come with React, a moment after the answer. */
-  function there(key) {
-    const view = document.getElementById("view");
-    return !key || (view && view.dataset.key === key);
-  }
-
-  function once(ready, then, tries = 120) {
-    if (ready()) then();
-    else if (tries > 0) requestAnimationFrame(() => once(ready, then, tries - 1));
-  }
-
-  function fill(id, { children, ...others }) {
-    const element = document.getElementById(id);
-    if (!element) return;
-    if (children !== undefined) morph(element, children);
-    if (others.figure) {
-      for (const trace of others.figure.data) trace.x ??= others.figure.data[0].x; // told once
-      keepZoom(id, others.figure.layout);
-    }
-    if (Object.keys(others).length) set(id, others);
-  }
-
-  /* Make what stands in an element as told (see light.py), with as few changes as can be: focus and scroll stay. */
-  function morph(parent, content) {
-    const wanted = [content].flat(Infinity).filter((one) => one !== null && one !== "");
-    wanted.forEach((one, i) => {
-      const old = parent.childNodes[i];
-      if (typeof one === "string") {
-        if (old && old.nodeType === Node.TEXT_NODE) {
-          if (old.data !== one) old.data = one;
-        } else if (old) old.replaceWith(one);
-        else parent.append(one);
-        return;
-      }
-      const { t: tag, a: attributes = {}, c: inside = [] } = one;
-      const same = old && old.nodeName.toLowerCase() === tag;
-      const element = same ? old : document.createElement(tag);
-      for (const name of element.getAttributeNames()) {
-        if (!(name in attributes) && name !== "open") element.removeAttribute(name);
-      }
-      for (const [name, value] of Object.entries(attributes)) {
-        if (element.getAttribute(name) !== value && !(same && name === "open")) element.setAttribute(name, value);
-      }
-      morph(element, inside);
-      if (old && !same) old.replaceWith(element);
-      else if (!old) parent.append(element);
-    });
-    while (parent.childNodes.length > wanted.length) parent.lastChild.remove();
+  /* Return `[tag, properties, ...children]` as an element of React: Content in components.py. */
+  function element(content) {
+    if (!Array.isArray(content)) return content ?? null;
+    const [tag, props, ...children] = content;
+    return createElement(tag === "link" ? window.dash_core_components.Link : tag, props, ...children.map(element));
   }
 
   /* A zoom stays while `uirevision` does. Plotly's own memory of it ends where dcc.Graph writes the zoom into `figure`. */
@@ -120,23 +79,23 @@
     return made;
   }
 
-  /* Put together what is kept and what has come; false where what it builds on is not here. */
-  function merge(told) {
-    const whole = told.ranks !== undefined;
-    if (!whole && (!heat || heat.id !== told.base)) return false;
+  /* Put together the kept and the new columns; false where those that it builds on are not here. */
+  function merge(delta) {
+    const whole = delta.ranks !== undefined;
+    if (!whole && (!heat || heat.id !== delta.base)) return false;
     const kept = whole ? null : heat;
-    const next = { ...(kept || {}), ...told, offset: kept ? kept.offset : 0 };
+    const next = { ...(kept || {}), ...delta, offset: kept ? kept.offset : 0 };
     const rows = next.ranks.length;
-    const fresh = bytes(told.z);
-    const cells = new Uint8Array(rows * told.columns.length); // column after column
+    const fresh = bytes(delta.z);
+    const cells = new Uint8Array(rows * delta.columns.length); // column after column
     let come = 0;
-    told.columns.forEach((from, to) => {
+    delta.columns.forEach((from, to) => {
       const source = from < 0 ? fresh.subarray(come * rows, (come + 1) * rows) : kept.cells.subarray(from * rows, (from + 1) * rows);
       if (from < 0) come += 1;
       cells.set(source, to * rows);
     });
-    const same = told.columns.findIndex((from) => from >= 0);
-    if (kept && same >= 0) next.offset = kept.offset + told.columns[same] - same; // a zoom stays where it is
+    const same = delta.columns.findIndex((from) => from >= 0);
+    if (kept && same >= 0) next.offset = kept.offset + delta.columns[same] - same; // a zoom stays where it is
     next.cells = cells;
     delete next.z;
     heat = next;
@@ -175,7 +134,7 @@
       return { members, label: nodes[from], open: opened.has(nodes[from]) ? opened.get(nodes[from]) : named };
     });
     const shown = blocks.filter((block) => block.open).reduce((sum, block) => sum + block.members.length, 0);
-    const higher = Math.max(1, Math.min(Math.round((12 * blocks.length) / height()), Math.round((0.7 * blocks.length) / Math.max(1, shown))));
+    const higher = Math.max(1, Math.min(Math.round((12 * blocks.length) / HEIGHT), Math.round((0.7 * blocks.length) / Math.max(1, shown))));
     const rows = blocks.flatMap((block) => (block.open
       ? block.members.flatMap((i) => Array(higher).fill({ ...single(i), block, opened: true }))
       : [{ members: block.members, label: block.label, block, first: true }]));
@@ -191,13 +150,9 @@
     return byNode() ? marks.nodes.includes(heat.nodes[i]) : marks.ranks.includes(heat.ranks[i]);
   }
 
-  function height() {
-    return document.querySelector(".heat-box").clientHeight - 40;
-  }
-
   /* Ticks of the rows, as many as there is room for; those of opened nodes come first. */
   function rowTicks({ rows, blocks }) {
-    const room = (13 * rows.length) / height();
+    const room = (13 * rows.length) / HEIGHT;
     const ticks = [];
     rows.forEach((row, y) => {
       if (row === rows[y - 1]) return;
@@ -236,6 +191,7 @@
   }
 
   function draw(whole = false) {
+    if (!heat || !("heat" in shown.sums)) return;
     const count = heat.first.length;
     laid = layRows();
     const { rows, starts, blocks } = laid;
@@ -249,7 +205,7 @@
     const y = rowTicks(laid);
     const x = columnTicks();
     const edges = blocks ? rows.map((_, i) => i).filter((i) => i && Boolean(rows[i].opened) !== Boolean(rows[i - 1].opened)) : starts.slice(1);
-    const lines = 14 * edges.length > height() ? [] : edges.map((at) => ({
+    const lines = 14 * edges.length > HEIGHT ? [] : edges.map((at) => ({
       type: "line", xref: "paper", x0: 0, x1: 1, y0: at - 0.5, y1: at - 0.5, line: { width: 1.5, color: "#8b939c" },
     }));
     const pointers = heat.ranks.map((_, i) => i).filter(pointedAt).map((i) => {
@@ -294,9 +250,10 @@
     return (value === 254 ? "≥ " : value === 0 ? "≤ " : "") + over.toFixed(2) + "×";
   }
 
+  /* The heatmap in numbers, while a person wants them. */
   function table() {
-    const into = document.getElementById("heat-table");
-    if (!heat || !into || !document.getElementById("heat-details").open) return;
+    const details = document.getElementById("heat-details");
+    if (!heat || !details || !details.open) return;
     const rows = heat.ranks.length;
     const from = Math.max(0, heat.first.length - TABLE_COLUMNS);
     const order = heat.ranks.map((_, r) => {
@@ -308,29 +265,17 @@
       }
       return [known ? total / known : -1, r];
     }).sort((a, b) => b[0] - a[0]).slice(0, TABLE_ROWS);
-    const made = document.createElement("table");
-    const line = (cells, tag) => {
-      const row = made.insertRow();
-      for (const text of cells) {
-        const cell = document.createElement(tag);
-        if (text instanceof Node) cell.append(text);
-        else cell.textContent = text;
-        row.append(cell);
-      }
-    };
-    line([byNode() ? "" : "rank", "node", ...heat.last.slice(from).map((step) => `step ${number(step)}`)], "th");
-    for (const [, r] of order) {
-      const link = document.createElement("a");
-      link.href = (byNode() ? "/node/" + encodeURIComponent(heat.nodes[r]) : "/rank/" + heat.ranks[r]) + window.location.search;
-      link.textContent = byNode() ? "open" : heat.ranks[r];
-      const cells = [];
-      for (let c = from; c < heat.first.length; c++) cells.push(times(heat.cells[c * rows + r]));
-      line([link, heat.nodes[r], ...cells], "td");
-    }
-    const caption = made.createCaption();
-    caption.textContent = `Busy time over the median of the step, newest ${heat.first.length - from} columns, worst first` +
+    const line = (tag, cells) => ["tr", {}, ...cells.map((cell) => [tag, {}, cell])];
+    const body = order.map(([, r]) => {
+      const href = (byNode() ? "/node/" + encodeURIComponent(heat.nodes[r]) : "/rank/" + heat.ranks[r]) + window.location.search;
+      const values = heat.last.slice(from).map((_, c) => times(heat.cells[(from + c) * rows + r]));
+      return line("td", [["link", { href }, byNode() ? "open" : `${heat.ranks[r]}`], heat.nodes[r], ...values]);
+    });
+    const head = line("th", [byNode() ? "" : "rank", "node", ...heat.last.slice(from).map((step) => `step ${number(step)}`)]);
+    const caption = `Busy time over the median of the step, newest ${heat.first.length - from} columns, worst first` +
       (rows > order.length ? `, ${order.length} of ${number(rows)} rows` : "");
-    into.replaceChildren(made);
+    const content = ["table", {}, ["caption", {}, caption], ["thead", {}, head], ["tbody", {}, ...body]];
+    set("heat-table", { content: ["div", { id: "heat-table", className: "scroll", tabIndex: 0 }, content] });
   }
 
   /* ---- what a click and the mouse do ---- */
@@ -349,130 +294,101 @@
   /* Offer the way back from a zoom: a double click would open a rank. */
   function zoomed() {
     const plot = document.querySelector("#heat .js-plotly-plot");
-    const button = document.getElementById("heat-whole");
-    if (!button || !plot || !plot.layout) return;
-    button.hidden = plot.layout.xaxis.autorange !== false && plot.layout.yaxis.autorange !== false;
+    if (!plot || !plot.layout) return;
+    set("heat-whole", { hidden: plot.layout.xaxis.autorange !== false && plot.layout.yaxis.autorange !== false });
   }
 
-  let mouse = { x: 0, y: 0 };
+  function whole() {
+    draw(true);
+    set("heat-whole", { hidden: true });
+  }
+
   let waiting = null;
-  let told = ""; // the cell that the box is about
+  let hovered = ""; // the cell that the tooltip is about, and its first line
+  let heading = "";
 
   function hover(over) {
-    const tip = document.getElementById("heat-tip");
     clearTimeout(waiting);
-    if (!tip) return;
-    const at = over && heat && over.points && cellAt(over.points[0]);
-    tip.classList.toggle("shown", Boolean(at));
-    if (!at) return;
+    const point = over && heat && over.points && over.points[0];
+    const at = point && cellAt(point);
+    if (!("heat" in shown.sums)) return;
+    if (!at) return set("heat-tip", { show: false });
     const first = heat.first[at.column];
     const last = heat.last[at.column];
     const steps = first === last ? `step ${number(first)}` : `steps ${number(first)}–${number(last)}`;
-    told = `${at.rank} ${first} ${last}`;
+    hovered = `${at.rank} ${first} ${last}`;
     const who = byNode() ? heat.nodes[at.who] : `${at.row.members.length > 1 ? "worst: " : ""}rank ${at.rank} (${heat.nodes[at.who]})`;
-    tip.textContent = `${who}, ${steps}: ${times(at.value)}`;
-    place(tip);
+    heading = `${who}, ${steps}: ${times(at.value)}`;
+    const direction = 2 * at.column > heat.first.length ? "left" : "right";
+    set("heat-tip", { show: true, bbox: point.bbox, direction, children: heading });
     if (!byNode()) waiting = setTimeout(() => set("asked", { data: { rank: at.rank, first, last } }), 120);
   }
 
-  function tell(cell) {
-    const tip = document.getElementById("heat-tip");
-    if (!tip || !cell || told !== `${cell.rank} ${cell.first} ${cell.last}`) return;
-    tip.textContent = tip.textContent.split("\n")[0] + "\n" + cell.text;
-    place(tip);
+  function describe(cell) {
+    if (!cell || !("heat" in shown.sums) || hovered !== `${cell.rank} ${cell.first} ${cell.last}`) return;
+    set("heat-tip", { children: heading + "\n" + cell.text });
   }
 
-  /* Put the box beside the mouse, inside the heatmap. */
-  function place(tip) {
-    const box = tip.parentElement.getBoundingClientRect();
-    const left = mouse.x - box.left;
-    tip.style.left = (left > box.width / 2 ? left - tip.offsetWidth - 14 : left + 14) + "px";
-    tip.style.top = Math.min(mouse.y - box.top + 12, box.height - tip.offsetHeight) + "px";
-  }
-
-  document.addEventListener("mousemove", (event) => {
-    mouse = { x: event.clientX, y: event.clientY };
-    const tip = document.getElementById("heat-tip");
-    if (tip && tip.classList.contains("shown")) place(tip);
-  });
-
-  document.addEventListener("toggle", (event) => {
+  document.addEventListener("toggle", (event) => { // Dash has no property of it
     if (event.target.id === "heat-details") table();
   }, true);
 
   /* ---- theme, pause, rank by number ---- */
 
-  function theme(chosen) {
-    if (chosen) root.dataset.theme = chosen;
+  const THEME = "traceml-theme"; // not dcc.Store: that reads it when the page has been painted already
+  function stored(theme) {
+    try {
+      if (theme) localStorage.setItem(THEME, theme);
+      return localStorage.getItem(THEME);
+    } catch (refused) {
+      return theme; // kept for this page alone
+    }
+  }
+
+  /* Change the theme with a click, else draw the one there is; return what the button offers. */
+  function theme(clicks) {
+    if (clicks) root.dataset.theme = stored(dark() ? "light" : "dark");
     const stops = (dark() ? DARK : LIGHT).map(([at, colour]) => `${colour} ${100 * at}%`);
     root.style.setProperty("--scale", `linear-gradient(90deg, ${stops})`);
     root.style.setProperty("--missing", MISSING[dark() ? "dark" : "light"]);
-    const button = document.getElementById("theme");
-    if (button) set("theme", { children: dark() ? "Light" : "Dark" });
-    if (heat && document.getElementById("heat")) draw();
+    draw();
+    return dark() ? "Light" : "Dark";
   }
 
-  function run() {
-    set("tick", { disabled: paused || document.hidden });
+  function pause(clicks) {
+    paused = clicks % 2 === 1;
     answered = Date.now();
+    const since = paused ? "paused at " + new Date().toLocaleTimeString("en-GB") : null;
+    return [paused || document.hidden, paused ? "Resume" : "Pause", since];
   }
+
+  function goto(_, text) {
+    const rank = (text || "").trim();
+    return /^\d+$/.test(rank) ? "/rank/" + rank : window.dash_clientside.no_update;
+  }
+
+  /* Return what a page says whose server is silent; asked at each tick. */
+  function watch() {
+    if (Date.now() - answered <= QUIET) return null;
+    const since = new Date(answered).toLocaleTimeString("en-GB");
+    return `The dashboard's server has not answered since ${since}. This page goes on by itself when it does.`;
+  }
+
+  document.addEventListener("visibilitychange", () => {
+    if (!document.getElementById("page")) return;
+    answered = Date.now();
+    set("tick", { disabled: paused || document.hidden });
+  });
 
   document.addEventListener("click", (event) => {
-    const button = event.target.closest("button");
-    if (button && button.id === "theme") {
-      const chosen = dark() ? "light" : "dark";
-      try { localStorage.setItem("traceml-theme", chosen); } catch (refused) { /* it is kept for this page alone */ }
-      theme(chosen);
-    }
-    if (button && button.id === "heat-whole") {
-      draw(true);
-      button.hidden = true;
-    }
-    if (button && button.id === "pause") {
-      paused = !paused;
-      set("pause", { children: paused ? "Resume" : "Pause" });
-      set("paused", { children: paused ? "paused at " + new Date().toLocaleTimeString("en-GB") : null });
-      run();
-    }
-    const link = event.target.closest("a[href^='/']");
-    if (link && !event.defaultPrevented && !event.ctrlKey && !event.metaKey && !event.shiftKey) {
-      event.preventDefault(); // another page of ours: no reload
-      set("url", { pathname: link.pathname, search: link.search });
-      window.scrollTo(0, 0);
-    }
     const menu = document.querySelector("#session details[open]");
     if (menu && !menu.contains(event.target)) menu.open = false;
   });
 
-  document.addEventListener("keydown", (event) => {
-    if (event.target.id === "goto" && event.key === "Enter" && /^\d+$/.test(event.target.value.trim())) {
-      set("url", { pathname: "/rank/" + event.target.value.trim() });
-    }
-  });
+  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => set("theme", { children: theme() }));
 
-  document.addEventListener("visibilitychange", () => {
-    if (document.getElementById("page")) run();
-  });
-
-  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => theme());
-
-  setInterval(() => {
-    const silent = !paused && !document.hidden && Date.now() - answered > QUIET;
-    const line = document.getElementById("lost");
-    if (!line || silent === Boolean(line.textContent)) return;
-    const since = new Date(answered).toLocaleTimeString("en-GB");
-    set("lost", { children: silent ? `The dashboard's server has not answered since ${since}. This page goes on by itself when it does.` : null });
-  }, 1000);
-
-  try {
-    const kept = localStorage.getItem("traceml-theme");
-    if (kept === "light" || kept === "dark") root.dataset.theme = kept;
-  } catch (refused) { /* the system's choice stays */ }
-  const labelled = setInterval(() => {
-    if (!document.getElementById("theme")) return;
-    clearInterval(labelled);
-    theme();
-  }, 100);
-
-  window.dash_clientside = Object.assign({}, window.dash_clientside, { traceml: { apply, open, hover, tell, zoomed } });
+  if (["light", "dark"].includes(stored())) root.dataset.theme = stored();
+  window.traceml_ray = { Content: ({ content }) => element(content) };
+  const traceml = { apply, open, hover, zoomed, whole, describe, watch, theme, pause, goto };
+  window.dash_clientside = Object.assign({}, window.dash_clientside, { traceml });
 })();

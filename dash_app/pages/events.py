@@ -4,91 +4,178 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dash import dcc, html
 
 from traceml_ray import text
+from traceml_ray.reports.headlines import brief, named
+from traceml_ray.reports.summary import moment
+from traceml_ray.stages import STAGES
 
-from ..place import Place
-from . import bits
+from ..components import SIGNS, Columns, aria, link, marked, panel, part, rank_link, severity, table
+from ..route import Route
 
+if TYPE_CHECKING:
+    from ..run_state import RunState
+    from ..session_cache import SessionCache
+
+SELECTION = ("kind", "rank", "node")
+NO_BRIEF = {"count": 0, "cost_s": 0.0}
+_QUIET = {"exit", "relay_start", "process_ended", "attach"}
+"""Kinds that are shown only with a message."""
 _SHOWN = 200
 
 
-def layout(_: Mapping[str, Any]) -> Any:
+def data(
+    _cache: SessionCache,
+    run: RunState | None,
+    kind: str | None = None,
+    rank: int | str | None = None,
+    node: str | None = None,
+) -> dict[str, Any]:
+    """Return what happened, newest first, of one kind, rank or node."""
+    found = events_of(run) if run else []
+    kinds = Counter(event["kind"] for event in found)
+    if rank is not None:
+        found = [event for event in found if str(event["rank"]) == str(rank)]
+    if node:
+        label = run.labels.get(node) if run else None
+        found = [event for event in found if event["node"] in (node, label)]
+    if kind:
+        found = [event for event in found if event["kind"] == kind]
+    verdict: Mapping[str, Any] = (run and run.verdict) or {}
+    return {
+        "events": found,
+        "kinds": dict(kinds),
+        "episodes": [{**one, "headline": named(one)} for one in verdict.get("episodes") or ()],
+        "brief": brief(verdict.get("brief") or NO_BRIEF),
+    }
+
+
+def events_of(run: RunState) -> list[dict[str, Any]]:
+    """Return the events and the changes of verdict, newest first."""
+    events = [event for event in run.events if event["message"] or event["kind"] not in _QUIET]
+    found = [_event(run, event) for event in events] + [_change(verdict) for verdict in run.verdicts]
+    return sorted(found, key=lambda event: -event["t_ns"])[: run.events.maxlen]
+
+
+def _event(run: RunState, event: Mapping[str, Any]) -> dict[str, Any]:
+    rank = event["rank"] if event["rank"] is not None else event["data"].get("rank")
+    kind, stage, node = event["kind"], event["stage"], event["node_id"]
+    return {
+        "t_ns": event["t_ns"],
+        "time": moment(event["t_ns"]),
+        "kind": kind,
+        "severity": severity(kind),
+        "rank": rank,
+        "node": run.labels.get(node, node) if node else run.node_of(rank),
+        "step": event["step"],
+        "stage": None if stage is None else STAGES[stage],
+        "text": event["message"].partition("\n")[0][:500],
+    }
+
+
+def _change(verdict: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "t_ns": verdict["t_ns"],
+        "time": moment(verdict["t_ns"]),
+        "kind": "verdict",
+        "severity": severity(verdict["label"]),
+        "rank": verdict["rank"],
+        "node": verdict["node"],
+        "step": verdict["from_step"] if verdict["from_step"] is not None else verdict["last_step"],
+        "stage": verdict["stage"],
+        "text": named(dict(verdict)) + (f": {verdict['why']}" if verdict["why"] else ""),
+    }
+
+
+def layout(view: Mapping[str, Any], route: Route) -> Any:
     """Return the elements of the page."""
+    events = view["events"]
+    columns: Columns = {
+        "time, UTC": lambda event: html.Time(text.date(event["time"]), dateTime=event["time"] or ""),
+        "severity": lambda event: _severity(event["severity"]),
+        "kind": lambda event: text.words(event["kind"]),
+        ">rank": lambda event: rank_link(event["rank"], route),
+        "node": lambda event: event["node"],
+        ">step": lambda event: "" if event["step"] is None else f"{event['step']:,}",
+        "stage": lambda event: text.words(event["stage"] or ""),
+        "what": lambda event: html.Span(marked(event["text"])),
+    }
+    more = f"{_SHOWN} of {len(events):,} events; choose a kind to see others." if len(events) > _SHOWN else ""
+    rows = table(columns, events[:_SHOWN], empty="No event of this kind yet.", label="Events")
     return html.Div(
         [
             html.H1("Events"),
-            bits.panel("Episodes, the costliest first", html.Div(id="episodes")),
-            html.Nav(id="event-filter", className="chips", **bits.aria(label="Filter")),
-            html.Div(id="event-table", className="panel"),
+            panel("Episodes, the costliest first", part(_episodes(view, route))),
+            part(
+                html.Nav(_filter(view, route), id="event-filter", className="chips", **aria(label="Filter"))
+            ),
+            part(html.Div([rows, html.P(more, className="hint")], id="event-table", className="panel")),
         ]
     )
 
 
-def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
-    """Return the content of the elements, by id."""
-    events = view["events"]
-    columns: bits.Columns = {
-        "time, UTC": lambda event: _time(event["time"]),
-        "severity": lambda event: _severity(event["severity"]),
-        "kind": lambda event: text.words(event["kind"]),
-        ">rank": lambda event: "" if event["rank"] is None else bits.rank_link(event["rank"], place, ""),
-        "node": lambda event: event["node"] or "",
-        ">step": lambda event: "" if event["step"] is None else f"{event['step']:,}",
-        "stage": lambda event: text.words(event["stage"] or ""),
-        "what": lambda event: html.Span(bits.marked(event["text"])),
-    }
-    more = f"{_SHOWN} of {len(events):,} events; choose a kind to see others." if len(events) > _SHOWN else ""
-    table = bits.table(columns, events[:_SHOWN], empty="No event of this kind yet.", label="Events")
-    return {
-        "episodes": {
-            "children": [_episodes(view["episodes"], place), html.P(view["brief"], className="hint")]
-        },
-        "event-filter": {"children": _filter(view, place)},
-        "event-table": {"children": [table, html.P(more, className="hint")]},
-    }
-
-
-def _episodes(episodes: Sequence[Mapping[str, Any]], place: Place) -> Any:
-    """Return a table of what was named, and what it cost."""
-    columns: bits.Columns = {
+def _episodes(view: Mapping[str, Any], route: Route) -> html.Div:
+    """Return a table of the causes that were named, and what each cost."""
+    columns: Columns = {
         "what": lambda one: one["headline"],
-        ">rank": lambda one: "" if one["rank"] is None else bits.rank_link(one["rank"], place, ""),
+        ">rank": lambda one: rank_link(one["rank"], route),
         ">steps": lambda one: f"{one['from_step']:,}–{one['to_step']:,}" + " …" * one["goes_on"],
         ">lasted": lambda one: text.duration(one["seconds"]),
         ">cost": lambda one: text.duration(one["cost_s"]),
         ">of it": lambda one: text.percent(one["cost_pct"]),
         ">GPU-hours": lambda one: text.number(one["gpu_hours"]),
     }
-    return bits.table(columns, episodes[:_SHOWN], empty="No cause was named.", label="Episodes")
-
-
-def _time(time: str | None) -> html.Time:
-    return html.Time(text.date(time), dateTime=time or "")
+    rows = table(columns, view["episodes"][:_SHOWN], empty="No cause was named.", label="Episodes")
+    return html.Div([rows, html.P(view["brief"], className="hint")], id="episodes")
 
 
 def _severity(severity: str) -> html.Span:
-    return html.Span([bits.SEVERITY.get(severity, "●"), " ", severity], className=f"sev {severity}")
+    return html.Span([SIGNS[severity], " ", severity], className=f"sev {severity}")
 
 
-def _filter(view: Mapping[str, Any], place: Place) -> list[Any]:
-    """Return one link for each kind there is, and one to take out each filter that is set."""
-    kinds = view.get("kinds") or Counter(event["kind"] for event in view["events"])
-    chosen = place.get("kind")
-    links = [_chip("all kinds", place.here(kind=None), chosen is None)]
-    links += [
-        _chip(f"{text.words(kind)} {count:,}", place.here(kind=kind), kind == chosen)
-        for kind, count in sorted(kinds.items())
-    ]
+def _filter(view: Mapping[str, Any], route: Route) -> list[dcc.Link]:
+    """Return one link for each kind there is, and one to remove each filter that is set."""
+    chosen = route.get("kind")
+    kinds = {"all kinds": None} | {
+        f"{text.words(kind)} {n:,}": kind for kind, n in sorted(view["kinds"].items())
+    }
+    links = [link(label, route.here(kind=kind), "chip", on=kind == chosen) for label, kind in kinds.items()]
     return links + [
-        _chip(f"{name} {place.get(name)} ✕", place.here(**{name: None}), True)
+        link(f"{name} {route.get(name)} ✕", route.here(**{name: None}), "chip", on=True)
         for name in ("rank", "node")
-        if place.get(name)
+        if route.get(name)
     ]
 
 
-def _chip(text: str, href: str, on: bool) -> dcc.Link:
-    return dcc.Link(text, href=href, className="chip on" if on else "chip")
+def event_rows(events: Sequence[Mapping[str, Any]], route: Route) -> list[html.Li]:
+    """Return events as list items: when, how bad (a sign and a word), what, and where."""
+    return [
+        html.Li(
+            [
+                html.Span(SIGNS[event["severity"]], className="sign", **aria(hidden="true")),
+                html.Div(
+                    [
+                        html.Span(text.words(event["kind"]), className="kind"),
+                        html.Span(_where(event), className="where"),
+                        html.Time(text.clock(event["time"]), dateTime=event["time"] or ""),
+                    ],
+                    className="event-head",
+                ),
+                html.Div(
+                    [*marked(event["text"]), " ", rank_link(event["rank"], route, "rank ")],
+                    className="event-text",
+                ),
+            ],
+            className=f"event {event['severity']}",
+            title=f"{event['severity']}, {event['time']}",
+        )
+        for event in events
+    ]
+
+
+def _where(event: Mapping[str, Any]) -> str:
+    step = "" if event["step"] is None else f"step {event['step']:,}"
+    return " · ".join(part for part in (event["severity"] * (event["severity"] != "info"), step) if part)

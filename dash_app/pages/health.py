@@ -2,76 +2,125 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from dash import html
 
 from traceml_ray import text
+from traceml_ray.reports.summary import overhead_of
+from traceml_ray.store import query
+from traceml_ray.store.streams import Stream
 
-from ..place import Place
-from . import bits
+from ..components import Columns, facts, node_link, panel, part, table
+from ..route import Route
+from ..values import number
 
-_TITLES = {
-    "ledger": "Ledger, in rows",
-    "relays": "Relays, one on each node",
-    "errors": "Errors, swallowed and counted",
-}
-_RANKS = 200
+if TYPE_CHECKING:
+    from ..run_state import RunState
+    from ..session_cache import SessionCache
+
+SELECTION = ()
+_MOST = 200
 _RELAYS = 24
 
 
-def layout(_: Mapping[str, Any]) -> Any:
-    """Return the elements of the page."""
-    panels = [bits.panel(title, html.Div(id=f"health-{name}")) for name, title in _TITLES.items()]
-    facts = html.Div(id="health-facts")
-    return html.Div([html.H1("Health of the monitor"), facts, html.Div(panels, className="grid two")])
-
-
-def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
-    """Return the content of the elements, by id."""
-    known = sorted(view["relays"], key=lambda relay: (relay["alive"], -(relay["age_s"] or 0)))
-    columns: bits.Columns = {
-        "node": lambda relay: bits.node_link(relay["key"], relay["label"], place),
-        "state": lambda relay: "alive" if relay["alive"] else "lost",
-        ">last message": lambda relay: text.age(relay["age_s"]),
-        ">ranks": lambda relay: text.plain(len(relay["ranks"])),
+def data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
+    """Return the ledger, the cost and the errors of the monitor, and the state of its relays."""
+    streams = list(run.ranks.values()) if run else []
+    nodes = run.nodes if run else []
+    errors = {f"aggregator, {place}": n for place, n in (cache.status.get("errors") or {}).items()}
+    errors |= {f"dashboard, {place}": n for place, n in cache.errors.items()}
+    errors |= {
+        f"relay of {node['label']}, {place}": n for node in nodes for place, n in node["errors"].items()
     }
-    rest = max(len(known) - _RELAYS, 0)
-    more = f"{rest:,} more nodes; those that are lost or silent for longest are shown." if rest else ""
-    table = bits.table(columns, known[:_RELAYS])
-    errors = sorted(view["errors"].items(), key=lambda each: -each[1])
-    counts: bits.Columns = {"where": lambda error: error[0], ">times": lambda error: f"{error[1]:,}"}
+    errors |= {f"rank {stream.rank}, {place}": n for stream in streams for place, n in stream.errors.items()}
+    poll = np.array(cache.poll_ms or [np.nan])
+    sent, seconds = _sent(streams)
+    starts = Counter(
+        event["node_id"] for event in (run.events if run else ()) if event["kind"] == "relay_start"
+    )
     return {
-        "health-facts": {"children": bits.facts(_facts(view))},
-        "health-ledger": {"children": _ledger(view["ledger"], view["state"] in ("stored", "finished"))},
-        "health-relays": {"children": [table, html.P(more, className="hint")]},
-        "health-errors": {"children": bits.table(counts, errors[:_RANKS], empty="None.")},
+        "ledger": cache.ask(query.Ledger(run.id if run else None)),
+        "bytes_per_s": sent / seconds if seconds else None,
+        "overhead": overhead_of(streams),
+        "errors": errors,
+        "restarts": sum(max(0, n - 1) for n in starts.values()),
+        "relays": [{**node, "age_s": _age_s(cache.clock(), node["last_seen_ns"])} for node in nodes],
+        "poll_ms": {"p50": number(np.median(poll)), "p95": number(np.percentile(poll, 95))},
+        "memory_bytes": cache.nbytes,
     }
 
 
-def _facts(view: Mapping[str, Any]) -> dict[str, str]:
+def _age_s(now_ns: int, seen_ns: int | None) -> float | None:
+    return None if seen_ns is None else max(0.0, (now_ns - seen_ns) / 1e9)
+
+
+def _sent(streams: Iterable[Stream]) -> tuple[int, float]:
+    """Return how many bytes the agents have sent, and over how many seconds."""
+    known = [stream for stream in streams if stream.sent_bytes is not None]
+    seconds = max(((stream.last_seen_ns - stream.first_seen_ns) / 1e9 for stream in known), default=0.0)
+    return sum(stream.sent_bytes or 0 for stream in known), seconds
+
+
+def layout(view: Mapping[str, Any], route: Route) -> Any:
+    """Return the elements of the page."""
+    errors = sorted(view["errors"].items(), key=lambda each: -each[1])
+    counts: Columns = {"where": lambda error: error[0], ">times": lambda error: f"{error[1]:,}"}
+    panels = {
+        "Ledger, in rows": _ledger(view["ledger"], view["state"] in ("stored", "finished")),
+        "Relays, one on each node": _relays(view["relays"], route),
+        "Errors, swallowed and counted": html.Div(
+            table(counts, errors[:_MOST], empty="None."), id="health-errors"
+        ),
+    }
+    return html.Div(
+        [
+            html.H1("Health of the monitor"),
+            facts("health-facts", _facts(view)),
+            html.Div([panel(title, part(body)) for title, body in panels.items()], className="grid two"),
+        ]
+    )
+
+
+def _facts(view: Mapping[str, Any]) -> dict[str, Any]:
     cost, polls = view["overhead"], view["poll_ms"]
     return {
         "on the training thread": text.unit(cost["training_thread_us_per_step"], "µs a step"),
         "agent": text.unit(cost["agent_cpu_pct"], "% of a core"),
         "sent by the ranks": text.size(view["bytes_per_s"], "/s"),
-        "relays started anew": text.plain(view["restarts"]["relays"]),
+        "relays started anew": view["restarts"],
         "one poll of this page's server": f"{text.ms(polls['p50'])}, p95 {text.ms(polls['p95'])}",
         "rows in its memory": text.size(view["memory_bytes"]),
     }
 
 
-def _ledger(ledger: Mapping[str, Any] | None, over: bool) -> Any:
+def _relays(relays: Iterable[Mapping[str, Any]], route: Route) -> html.Div:
+    known = sorted(relays, key=lambda relay: (relay["alive"], -(relay["age_s"] or 0)))
+    columns: Columns = {
+        "node": lambda relay: node_link(relay["node_id"], relay["label"], route),
+        "state": lambda relay: "alive" if relay["alive"] else "lost",
+        ">last message": lambda relay: text.age(relay["age_s"]),
+        ">ranks": lambda relay: text.plain(len(relay["ranks"])),
+    }
+    rest = len(known) - _RELAYS
+    more = f"{rest:,} more nodes; those that are lost or silent for longest are shown." if rest > 0 else ""
+    return html.Div([table(columns, known[:_RELAYS]), html.P(more, className="hint")], id="health-relays")
+
+
+def _ledger(ledger: Mapping[str, Any] | None, over: bool) -> html.Div:
     """Return what became of the rows: of all ranks, then of each one that lost any or is cut short."""
     if ledger is None:
-        return html.P("Not known while the aggregator does not answer.", className="empty")
-    losing = {
-        rank: of
-        for rank, of in ledger["per_rank"].items()
-        if sum(of["dropped"].values()) or (over and of["unreported"] is None)
-    }
-    columns: bits.Columns = {
+        missing = html.P("Not known while the aggregator does not answer.", className="empty")
+        return html.Div(missing, id="health-ledger")
+    losing = [
+        (rank, rows)
+        for rank, rows in ledger["per_rank"].items()
+        if sum(rows["dropped"].values()) or (over and rows["unreported"] is None)
+    ]
+    columns: Columns = {
         ">rank": lambda row: row[0],
         ">produced": lambda row: f"{row[1]['produced']:,}",
         ">stored": lambda row: f"{row[1]['stored']:,}",
@@ -80,9 +129,9 @@ def _ledger(ledger: Mapping[str, Any] | None, over: bool) -> Any:
         "dropped where": lambda row: _places(row[1]["dropped"]),
         "after the last report": lambda row: "unknown" * (over and row[1].get("unreported", 0) is None),
     }
-    rows = [("all", {**ledger, "unreported": 0}), *list(losing.items())[:_RANKS]]
+    rows = table(columns, [("all", {**ledger, "unreported": 0}), *losing[:_MOST]], label="Ledger")
     note = "produced = stored + in flight + dropped. Ranks without a loss are in the sum alone."
-    return [bits.table(columns, rows, label="Ledger"), html.P(note, className="hint")]
+    return html.Div([rows, html.P(note, className="hint")], id="health-ledger")
 
 
 def _places(dropped: Mapping[str, int]) -> str:

@@ -3,173 +3,295 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dash import dcc, html
 
 from traceml_ray import text
-from traceml_ray.analysis.quantities import GPU, NODE, Quantity, charts
+from traceml_ray.analysis.quantities import GPU, NODE, Quantity, charts, series
+from traceml_ray.stages import SEGMENT_BITS, STAGES
+from traceml_ray.store import query
+from traceml_ray.store.streams import Stream
 
 from .. import figures
-from ..place import Place
-from . import bits
+from ..components import Columns, aria, chart, facts, legend, link, panel, part, rank_link, spark, table
+from ..route import Route
+from ..values import as_dict, natural, number, rounded
+from .overview import nodes
 
+if TYPE_CHECKING:
+    from ..run_state import RunState
+    from ..session_cache import SessionCache
+
+SELECTION = ()
+_SPARK = 120
+_SAMPLES = 170
+_HELD = 5
+"""Samples over which a counter of a device is held: NVML is asked for it in every fifth sample only."""
 _TABS = 24
-_NODE = {f"node-{each[0].name}": (title, each) for title, each in sorted(charts(NODE).items())}
-_GPU = {f"gpu-{each[0].name}": (title, each[0]) for title, each in charts(GPU).items()}
+_FULL_PCT = 102
 
 
-def layout(view: Mapping[str, Any]) -> Any:
-    """Return the elements of the page; panels of what the node does not have are absent."""
-    if view["node"] is None:
-        return html.Div(html.H1(id="node-title"))
-    machine = [
-        bits.chart(id, title, f"{title} over time", note=_key([q.line for q in each]), tall="low")
-        for id, (title, each) in _NODE.items()
+def data(cache: SessionCache, run: RunState | None, node: str) -> dict[str, Any]:
+    """Return the page of a node, by id or label."""
+    cards = nodes(run, run.times) if run else []
+    card = next((card for card in cards if node in (card["node_id"], card["label"])), None)
+    by_name = sorted(cards, key=lambda card: natural(card["label"]))
+    found: dict[str, Any] = {"node": card, "nodes": by_name, "ranks": [], "samples": {}, "gpus": []}
+    if run is None or card is None:
+        return found
+    samples = samples_of(cache, query.NodeSamples((card["node_id"],), _SAMPLES))
+    found["ranks"] = _ranks_data(cache, run, card, samples)
+    return {
+        **found,
+        "samples": timed(samples, NODE),
+        "gpus": _gpus_data(card["node_id"], samples, run.events),
+    }
+
+
+def _ranks_data(
+    cache: SessionCache, run: RunState, card: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    streams = {run.ranks[rank].id: rank for rank in card["ranks"] if rank in run.ranks}
+    processes = cache.ask(query.ProcessSamples(tuple(streams), last=1)) or []
+    memory = {streams[stream]: sample.rss_bytes for stream, sample in processes}
+    ranks = sorted(streams.values())
+    times = run.times or {"ranks": (), "busy_ms": ()}
+    median = dict(zip(times["ranks"], times["busy_ms"], strict=True))
+    steps = cache.ask(query.Busy(run.id, tuple(ranks), _SPARK)) or {"ranks": (), "busy_ms": ()}
+    busy = dict(zip(steps["ranks"], steps["busy_ms"], strict=True))
+    return [
+        {
+            **position(run, rank, samples),
+            "median_ms": number(median.get(rank)),
+            "busy": rounded(busy.get(rank, ())),
+            "rss_bytes": memory.get(rank),
+        }
+        for rank in ranks
     ]
-    key = _key([str(gpu["index"]) for gpu in view["gpus"]])
-    gpus = [
-        bits.chart(id, title, f"{title} of each GPU over time", note=key, tall="low")
-        for id, (title, each) in _GPU.items()
-        if any(gpu.get(each.name) for gpu in view["gpus"])
-    ]
+
+
+def position(run: RunState, rank: int, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return where a rank runs and what it is doing; `samples` are of its node."""
+    stream = run.ranks[rank]
+    identity, opened = stream.identity, stream.open_stage
+    return {
+        "rank": rank,
+        "local_rank": identity.local_rank if identity else None,
+        "gpu": _gpu_of(identity.pid, samples) if identity else None,
+        "last_step": None if stream.last_key is None else stream.last_key >> SEGMENT_BITS,
+        "open_stage": None if opened is None or stream.ended else STAGES[opened],
+        "state": _state(run, rank, stream),
+    }
+
+
+def _state(run: RunState, rank: int, stream: Stream) -> str:
+    if stream.exit_code:
+        return f"exit code {stream.exit_code}"
+    if stream.ended:
+        return "finished" if stream.final else "lost"
+    return "running" if rank in run.reporting() else "silent"
+
+
+def _gpu_of(pid: int, samples: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the device on which a process was seen last; not every sample has the processes."""
+    for sample in reversed(samples):
+        for gpu in sample["gpus"] or ():
+            if any(pid in (process["pid"], *process["parents"]) for process in gpu["processes"] or ()):
+                return int(gpu["index"])
+    return None
+
+
+def samples_of(
+    cache: SessionCache, request: query.NodeSamples | query.ProcessSamples
+) -> list[dict[str, Any]]:
+    """Return the samples of one node or process."""
+    found: Sequence[tuple[Any, Any]] = cache.ask(request) or ()
+    return [as_dict(sample) for _, sample in found]
+
+
+def timed(samples: Sequence[Mapping[str, Any]], quantities: Sequence[Quantity]) -> dict[str, Any]:
+    """Return the series of quantities, with their times."""
+    return {"t_ns": [sample["t_ns"] for sample in samples], **series(samples, quantities)}
+
+
+def _gpus_data(
+    node: str, samples: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the series of each device, and its critical errors, the newest first (None: not known)."""
+    by_device: dict[int, list[dict[str, Any]]] = {}
+    for sample in samples:
+        for gpu in sample["gpus"] or ():
+            by_device.setdefault(gpu["index"], []).append({**gpu, "t_ns": sample["t_ns"]})
+    critical = [event["data"] for event in events if event["kind"] == "xid" and event["node_id"] == node]
+    gpus = []
+    for index, found in sorted(by_device.items()):
+        known = timed(found, GPU)
+        known |= {each.name: _held(known[each.name]) for each in GPU if each.counter}
+        xids = [
+            xid for event in reversed(critical) if event.get("gpu") == index and (xid := event.get("xid"))
+        ]
+        gpus.append(
+            {
+                **{name: found[-1][name] for name in ("index", "name", "throttle")},
+                **known,
+                "ecc": _held([gpu["ecc_uncorrected"] for gpu in found]),
+                "xid": xids or (None if found[-1]["xid"] is None else []),
+            }
+        )
+    return gpus
+
+
+def _held(values: Sequence[Any] | None) -> list[Any] | None:
+    """Fill the gaps between the samples that have a value."""
+    last, age, filled = None, 0, []
+    for value in values or ():
+        last, age = (last, age + 1) if value is None else (value, 0)
+        filled.append(last if age < _HELD else None)
+    return filled if any(value is not None for value in filled) else None
+
+
+def layout(view: Mapping[str, Any], route: Route) -> Any:
+    """Return the elements of the page; panels of what was not measured are absent."""
+    node, samples, gpus = view["node"], view["samples"], view["gpus"]
+    if node is None:
+        return html.Div(part(html.H1(f"There is no node {route.key} in this run.", id="node-title")))
+    ranks = _ranks(view["ranks"], route, (view["verdict"] or {}).get("ranks") or ())
     body: list[Any] = [
-        html.H1(id="node-title"),
-        html.Nav(id="node-tabs", className="chips", **bits.aria(label="Nodes")),
-        html.Div(id="node-facts"),
-        bits.panel("Ranks of this node", html.Div(id="node-ranks")),
-        html.Div(machine, className="grid"),
+        part(html.H1(f"Node {node['label']}", id="node-title")),
+        part(
+            html.Nav(
+                _tabs(view["nodes"], node, route), id="node-tabs", className="chips", **aria(label="Nodes")
+            )
+        ),
+        facts("node-facts", _facts(node, samples)),
+        panel("Ranks of this node", part(html.Div(ranks, id="node-ranks"))),
+        html.Div(_machine_charts(samples), className="grid"),
     ]
-    if view["gpus"]:
+    if gpus:
         body += [
-            bits.panel("GPUs, newest sample", html.Div(id="node-gpus")),
-            html.Div(gpus, className="grid"),
+            panel("GPUs, newest sample", part(html.Div(_gpus(gpus), id="node-gpus"))),
+            html.Div(_gpu_charts(gpus), className="grid"),
         ]
     return html.Div(body)
 
 
-def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
-    """Return the content of the elements, by id."""
-    node = view["node"]
-    if node is None:
-        return {"node-title": {"children": f"There is no node {place.key} in this run."}}
-    made: dict[str, dict[str, Any]] = {
-        "node-title": {"children": f"Node {node['label']}"},
-        "node-tabs": {"children": [_tab(other, place) for other in _around(view["nodes"], node)]},
-        "node-facts": {"children": bits.facts(_facts(node, view["samples"]))},
-        "node-ranks": {"children": _ranks(view["ranks"], place, (view["verdict"] or {}).get("ranks") or ())},
-    }
-    samples = view["samples"]
-    for id, (_, each) in _NODE.items():
-        made[id] = _drawn(samples.get("t_ns") or [], {q.line: (q, samples.get(q.name)) for q in each})
-    if view["gpus"]:
-        made["node-gpus"] = {"children": _gpus(view["gpus"])}
-        x = max((gpu["t_ns"] for gpu in view["gpus"]), key=len)
-        for id, (_, quantity) in _GPU.items():
-            lines = {f"GPU {gpu['index']}": (quantity, gpu.get(quantity.name)) for gpu in view["gpus"]}
-            if any(values for _, values in lines.values()):
-                made[id] = _drawn(x, lines)
-    return made
+def _machine_charts(samples: Mapping[str, Any]) -> list[html.Section]:
+    return [
+        _chart(
+            f"node-{measured[0].name}",
+            title,
+            f"{title} over time",
+            samples["t_ns"],
+            {each.line: (each, samples[each.name]) for each in measured},
+        )
+        for title, measured in sorted(charts(NODE).items())
+    ]
 
 
-def _key(names: Iterable[str]) -> list[Any]:
-    """Return the legend of lines, where there are several."""
-    found = dict(zip(names, figures.LINES, strict=False))
-    return bits.legend(found) if len(found) > 1 else []
+def _gpu_charts(gpus: Sequence[Mapping[str, Any]]) -> list[html.Section]:
+    t_ns = max((gpu["t_ns"] for gpu in gpus), key=len)
+    return [
+        _chart(
+            f"gpu-{each.name}",
+            title,
+            f"{title} of each GPU over time",
+            t_ns,
+            {f"GPU {gpu['index']}": (each, gpu[each.name]) for gpu in gpus},
+        )
+        for title, (each, *_) in charts(GPU).items()
+        if any(gpu[each.name] for gpu in gpus)
+    ]
 
 
-def _around(nodes: Sequence[Mapping[str, Any]], node: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the nodes there is a tab for: of very many, the neighbours."""
-    at = next(i for i, other in enumerate(nodes) if other["key"] == node["key"])
-    return nodes[max(0, at - _TABS // 2) :][:_TABS]
+def _chart(
+    id: str, title: str, label: str, t_ns: Sequence[int], lines: Mapping[str, tuple[Quantity, Any]]
+) -> html.Section:
+    unit = next(iter(lines.values()))[0].unit
+    figure = figures.quantities(t_ns, lines, top=_FULL_PCT if unit.axis == "%" else None)
+    names = [name.removeprefix("GPU ") for name in lines]
+    key = legend(dict(zip(names, figures.LINES, strict=False))) if len(names) > 1 else None
+    return chart(id, title, figure, label, note=key, tall="low")
 
 
-def _tab(node: Mapping[str, Any], place: Place) -> dcc.Link:
-    on = place.key in (node["key"], node["label"])
-    return dcc.Link(node["label"], href=place.to("node", node["key"]), className="chip on" if on else "chip")
+def _tabs(nodes: Sequence[Mapping[str, Any]], node: Mapping[str, Any], route: Route) -> list[dcc.Link]:
+    """Return a link to each node: of very many, to the neighbours."""
+    at = next(i for i, other in enumerate(nodes) if other["node_id"] == node["node_id"])
+    around = nodes[max(0, at - _TABS // 2) :][:_TABS]
+    return [
+        link(other["label"], route.to("node", other["node_id"]), "chip", on=other is nodes[at])
+        for other in around
+    ]
 
 
-def _facts(node: Mapping[str, Any], samples: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+def _facts(node: Mapping[str, Any], samples: Mapping[str, Any]) -> dict[str, Any]:
+    worst = node["worst_rank"]
     return {
         "state": "alive" if node["alive"] else "lost",
         "host": node["hostname"],
         "address": node["address"],
         "median busy": text.ms(node["median_ms"]),
         "over the fastest": text.percent(node["slower_pct"], sign=True),
-        "worst rank": text.NA
-        if node["worst_rank"] is None
-        else f"{node['worst_rank']} ({text.ms(node['worst_ms'])})",
+        "worst rank": None if worst is None else f"{worst} ({text.ms(node['worst_ms'])})",
         "skew": text.percent(node["skew_pct"]),
         "memory": _memory(samples),
-        "load": text.number(_last(samples.get("load1"))),
+        "load": text.number(_last(samples["load1"])),
     }
 
 
-def _ranks(ranks: Sequence[Mapping[str, Any]], place: Place, named: Sequence[int]) -> Any:
+def _ranks(ranks: Sequence[Mapping[str, Any]], route: Route, named: Sequence[int]) -> Any:
     known = [value for rank in ranks for value in rank["busy"] if value is not None]
     between = (min(known), max(known)) if known else None
-    columns: bits.Columns = {
-        ">rank": lambda rank: bits.rank_link(rank["rank"], place, ""),
+    columns: Columns = {
+        ">rank": lambda rank: rank_link(rank["rank"], route),
         ">local": lambda rank: text.plain(rank["local_rank"]),
         ">GPU": lambda rank: text.plain(rank["gpu"]),
         ">median busy": lambda rank: text.ms(rank["median_ms"]),
-        "busy time by step": lambda rank: bits.spark(
-            rank["busy"], f"busy time of rank {rank['rank']}", between
-        ),
+        "busy time by step": lambda rank: spark(rank["busy"], f"busy time of rank {rank['rank']}", between),
         ">last step": lambda rank: text.plain(rank["last_step"]),
         "now in": lambda rank: text.words(rank["open_stage"] or text.NA),
         ">memory": lambda rank: text.size(rank["rss_bytes"]),
         "state": lambda rank: (
             html.Span("▲ named by the verdict", className="sev warning")
             if rank["rank"] in named
-            else text.words(rank["state"] or text.NA)
+            else text.words(rank["state"])
         ),
     }
-    return bits.table(
-        columns, ranks, empty="No rank has reported from this node.", label="Ranks of this node"
-    )
-
-
-def _drawn(x: Sequence[int], lines: Mapping[str, tuple[Quantity, Any]]) -> dict[str, Any]:
-    """Return the figure of lines of one unit; those without any value are left out."""
-    unit = next(iter(lines.values()))[0].unit
-    series = {line: bits.scaled(values, unit.scale) for line, (_, values) in lines.items() if values}
-    axis, top = unit.axis, 102 if unit.axis == "%" else None
-    return {"figure": figures.lines(x, series, axis, unit=axis, kind="time", top=top, dashed="installed")}
+    return table(columns, ranks, empty="No rank has reported from this node.", label="Ranks of this node")
 
 
 def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Any:
-    columns: bits.Columns = {
+    columns: Columns = {
         ">GPU": lambda gpu: str(gpu["index"]),
         "model": lambda gpu: text.plain(gpu["name"]),
-        ">utilisation": lambda gpu: text.percent(_last(gpu.get("util_pct"))),
+        ">utilisation": lambda gpu: text.percent(_last(gpu["util_pct"])),
         ">memory": _memory,
-        ">power": lambda gpu: f"{text.number(_last(gpu.get('power_w')), 0)} of {_watts(gpu)}",
-        ">temperature": lambda gpu: text.unit(_last(gpu.get("temperature_c")), "°C", 0),
-        ">SM clock": lambda gpu: text.unit(_last(gpu.get("sm_mhz")), "MHz", 0),
+        ">power": lambda gpu: f"{text.number(_last(gpu['power_w']), 0)} of {_watts(gpu)}",
+        ">temperature": lambda gpu: text.unit(_last(gpu["temperature_c"]), "°C", 0),
+        ">SM clock": lambda gpu: text.unit(_last(gpu["sm_mhz"]), "MHz", 0),
         ">PCIe out, in": lambda gpu: _both(gpu, "pcie"),
         ">NVLink out, in": lambda gpu: _both(gpu, "nvlink"),
-        "throttled by": lambda gpu: _listed(gpu.get("throttle")),
-        ">ECC errors": lambda gpu: text.plain(_last(gpu.get("ecc"))),
-        "XID errors": lambda gpu: _critical(gpu["xid"]),
+        "throttled by": lambda gpu: _listed(gpu["throttle"]),
+        ">ECC errors": lambda gpu: text.plain(_last(gpu["ecc"])),
+        "XID errors": lambda gpu: _xids(gpu["xid"]),
     }
-    return bits.table(columns, gpus, label="GPUs of this node")
+    return table(columns, gpus, label="GPUs of this node")
 
 
 def _memory(of: Mapping[str, Any]) -> str:
-    return " of ".join(text.size(_last(of.get(name))) for name in ("mem_used_bytes", "mem_total_bytes"))
+    return " of ".join(text.size(_last(of[name])) for name in ("mem_used_bytes", "mem_total_bytes"))
 
 
 def _watts(gpu: Mapping[str, Any]) -> str:
-    return text.unit(_last(gpu.get("power_limit_w")), "W", 0)
+    return text.unit(_last(gpu["power_limit_w"]), "W", 0)
 
 
-def _both(gpu: Mapping[str, Any], link: str) -> str:
-    rates = [_last(gpu.get(f"{link}_{way}_bps")) for way in ("tx", "rx")]
+def _both(gpu: Mapping[str, Any], name: str) -> str:
+    rates = [_last(gpu[f"{name}_{way}_bps"]) for way in ("tx", "rx")]
     return text.NA if rates == [None, None] else ", ".join(text.size(rate, "/s") for rate in rates)
 
 
-def _critical(xids: Sequence[int] | None) -> Any:
+def _xids(xids: Sequence[int] | None) -> Any:
     if not xids:
         return text.NA if xids is None else "none"
     numbers = ", ".join(map(str, dict.fromkeys(xids)))
@@ -180,6 +302,5 @@ def _listed(reasons: Sequence[str] | None) -> str:
     return text.NA if reasons is None else ", ".join(map(text.words, reasons)) or "nothing"
 
 
-def _last(series: Any) -> Any:
-    """Return the newest value of a series, or a value that is none."""
-    return (series[-1] if series else None) if isinstance(series, list) else series
+def _last(series: Sequence[Any] | None) -> Any:
+    return series[-1] if series else None

@@ -2,169 +2,348 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from dash import dcc, html
 
 from traceml_ray import text
+from traceml_ray.analysis.spread import MISSING, quantiles
+from traceml_ray.analysis.step_numbers import MAX_LINES
+from traceml_ray.analysis.window import missing_of
+from traceml_ray.stages import STAGES
+from traceml_ray.store import query
 
 from .. import figures
-from ..place import Place
-from . import bits
+from ..components import CLICKED, Content, aria, chart, legend, link, meter, node_link, panel, part, spark
+from ..route import Route
+from ..values import Array, by_stage, natural, number, rounded
+from .events import event_rows, events_of
 
+if TYPE_CHECKING:
+    from ..run_state import RunState
+    from ..session_cache import SessionCache
+
+SELECTION = ("stage", "span")
+_SPARK = 60
 _CARDS, _FEW_CARDS = 24, 12
-_EVENTS = 40
-_SHOWN = ("total", "post_sync", "data", "prepare", "forward", "backward")
+_EVENTS, _LISTED = 200, 40
+_UNPLACED = "no report"
+"""In place of the node of a rank that has not reported yet."""
+_LINES = ("median_ms", "p10_ms", "p90_ms", "worst_ms")
+_SKEWS = ("global_pct", "node_pct")
+_NO_TIMES: dict[str, Any] = dict.fromkeys(("median_ms", "worst_rank", "worst_ms", "skew_pct", "slower_pct"))
 
 
-def layout(_: Mapping[str, Any]) -> Any:
-    """Return the elements of the page."""
-    exposed = bits.chart(
-        "exposed",
-        "Where a step's time goes",
-        "Exposed time of each stage by step, stacked",
-        note=bits.legend(figures.STAGES),
-    )
-    timeline = bits.chart(
-        "timeline",
-        "Step timeline",
-        "Busy time of the median and the worst rank by step",
-        note=bits.legend({"worst": figures.ORANGE, "median": figures.BLUE, "p10–p90": "#3b82c466"}),
-    )
-    skew = bits.chart(
-        "skew",
-        "Skew",
-        "How far the worst rank and the slowest node are over the others, by step",
-        note=bits.legend({"ranks": figures.ORANGE, "nodes": figures.BLUE}),
-        tall="low",
-    )
-    nodes = bits.panel("Nodes, worst first", html.Div(id="node-cards", className="cards"))
-    every = dcc.Link("all", id="events-all", href="/events")
-    events = bits.panel("Events", html.Ol(id="event-list", className="events", tabIndex=0), note=every)
-    left = html.Div([_heat(), timeline, nodes], className="column")
-    right = html.Div([exposed, skew, events], className="column")
-    tiles = html.Div(id="tiles", className="tiles")
-    return html.Div(
-        [html.H1("Overview", className="unseen"), tiles, html.Div([left, right], className="split")]
-    )
+def data(
+    cache: SessionCache, run: RunState | None, stage: str = "total", span: str | None = None
+) -> dict[str, Any]:
+    """
+    Return the first screen. `stage` is of the heatmap; `span` is `recent` (single steps, and numbers over
+    those that a live verdict is about) or `run` (all of it), by default the former while the run goes on.
+    """
+    if run is None:
+        return _NOTHING
+    whole = None if span is None else span == "run"
+    stage = stage if stage in STAGES else "total"
+    times = run.times if span is None else cache.ask(query.Times(run.id, whole))
+    columns: Mapping[str, Any] | None = cache.ask(query.Columns(run.id, stage, whole))
+    found = {**_NOTHING, "nodes": nodes(run, times), "events": events_of(run)[:_EVENTS]}
+    if not times or not columns or not len(columns["first"]):
+        return found
+    heat = {**_heatmap(run, columns), "stage": stage}
+    return {**found, "tiles": tiles(times, columns), "heat": heat, **_series(columns)}
 
 
-def _heat() -> html.Section:
-    graph = dcc.Graph(id="heat", figure=figures.blank(""), config=bits.CLICKED, clear_on_unhover=True)
-    tip = html.Div(id="heat-tip", className="tip", **bits.aria(hidden="true"))
-    label = bits.aria(label="Busy time of each rank by step, over the median; as a table below")
-    span = html.Nav(id="heat-span", className="segments", **bits.aria(label="Steps of the heatmap"))
-    stages = html.Nav(id="heat-stages", className="segments", **bits.aria(label="Stage of the heatmap"))
-    return bits.panel(
-        "Busy time by rank, against the median of the step",
-        html.Div([graph, tip], className="graph heat-box", role="img", **label),
-        html.Div([*_scale(), _table()], className="heat-legend"),
-        note=[span, stages],
-    )
-
-
-def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
-    """Return the content of the elements, by id."""
-    line, events = view["timeline"], bits.event_rows(view["events"][:_EVENTS], place)
-    revision = str(view["session"]["run"])
-    empty = {} if len(view["heat"]["ranks"]) else {"heat": {"figure": figures.blank("No closed step yet.")}}
+def _series(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is drawn as lines."""
+    steps = columns["last"].tolist()
+    worst = [rank if rank >= 0 else None for rank in columns["worst_rank"].tolist()]
     return {
-        **empty,
-        "tiles": {"children": [_tile(tile) for tile in view["tiles"]]},
-        "heat-stages": {"children": [_segment(name, place) for name in _SHOWN]},
-        "heat-span": {"children": _spans(view, place)},
-        "exposed": {"figure": figures.exposed(view["exposed"]["steps"], view["exposed"]["stages"], revision)},
-        "timeline": {"figure": figures.timeline(line["steps"], line, view["events"])},
-        "skew": {"figure": _skew(view["skew"], revision)},
-        "events-all": {"href": place.to("events")},
-        "node-cards": {"children": _cards(view["nodes"], place)},
-        "event-list": {"children": events or html.Li("Nothing happened yet.", className="empty")},
+        "exposed": {"steps": steps, "stages": by_stage(columns["exposed"])},
+        "timeline": {
+            "steps": steps,
+            **{name: columns[name] for name in _LINES},
+            "worst_rank": worst,
+        },
+        "skew": {"steps": steps, **{name: columns[name] for name in _SKEWS}},
     }
 
 
-def _skew(skew: Mapping[str, Any], revision: str) -> figures.Figure:
-    lines = {"ranks": skew["global_pct"], "nodes": skew["node_pct"]}
-    colours = figures.ORANGE, figures.BLUE
-    return figures.lines(skew["steps"], lines, "skew %", unit="%", colours=colours, revision=revision)
+_NOTHING: dict[str, Any] = {
+    "tiles": [],
+    "heat": {"ranks": [], "z": np.empty((0, 0), np.uint8)},
+    **_series(
+        {name: np.empty((0, len(STAGES))) for name in ("last", "worst_rank", "exposed", *_LINES, *_SKEWS)}
+    ),
+    "nodes": [],
+    "events": [],
+}
+"""The first screen before any step."""
+
+
+def tiles(times: Mapping[str, Any], columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the numbers at the top, each with a sparkline."""
+    if not times["steps"]:
+        return []
+    worst = f"rank {times['worst_rank']}" if times["worst_rank"] is not None else ""
+    of = f"of {'all' if times['of_all'] else 'the newest'} {times['steps']:,} steps"
+    since = "the run's beginning was not read"
+    if times["all_read"]:
+        wall_s = times["wall_s"]
+        since = "" if wall_s is None else f"of {text.duration(wall_s)} since the first report"
+    return [
+        _tile("median", "Step, median", times["median_ms"], "ms", of, columns["step_ms"]),
+        _tile("p95", "Step, p95", times["p95_ms"], "ms", of, columns["step_ms"], 0.95),
+        _tile("rate", "Steps", times["steps_per_s"], "/s", of, columns["steps_per_s"]),
+        _tile("goodput", "Productive time", times["productive_pct"], "%", since, ()),
+        _tile("worst", "Worst ÷ median rank", times["worst_over"], "×", worst, columns["worst_over"]),
+        _tile("wait", "Waiting, exposed", times["waiting_pct"], "%", of, columns["waiting_pct"]),
+    ]
+
+
+def _tile(
+    key: str,
+    label: str,
+    value: float | None,
+    unit: str,
+    text: str,
+    series: Sequence[float] | Array,
+    share: float = 0.5,
+) -> dict[str, Any]:
+    """Return a tile; of a long series it shows that quantile of each piece."""
+    shown = np.asarray(series, dtype=float)
+    if len(shown) > _SPARK:
+        long = np.full((-(-len(shown) // _SPARK), _SPARK), np.nan)
+        for at, piece in enumerate(np.array_split(shown, _SPARK)):
+            long[: len(piece), at] = piece
+        shown = quantiles(long, (share,))[0]
+    found = {"key": key, "label": label, "value": number(value), "unit": unit, "text": text}
+    return {**found, "series": rounded(shown)}
+
+
+def _heatmap(run: RunState, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the heatmap, with a row for each rank that has not reported yet, unless a row is a node."""
+    ranks, labels, by_node = [*columns["ranks"]], [*columns["nodes"]], columns["by"] == "node"
+    for rank in missing_of(run.world, ranks, MAX_LINES) if not by_node else ():
+        ranks.append(rank)
+        labels.append(run.node_of(rank) or _UNPLACED)
+    order = sorted(range(len(labels)), key=lambda at: (natural(labels[at]), ranks[at]))
+    absent = np.full((len(ranks) - len(columns["ranks"]), len(columns["first"])), MISSING, np.uint8)
+    return {
+        "by": columns["by"],
+        "ranks": [ranks[at] for at in order],
+        "nodes": [labels[at] for at in order],
+        "first": columns["first"].tolist(),
+        "last": columns["last"].tolist(),
+        "z": np.concatenate([columns["z"], absent])[order],
+    }
+
+
+def nodes(run: RunState, times: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the nodes of a run: the lost ones first, then the slowest."""
+    found = times["nodes"] if times else {}
+    listed = {node["label"] for node in run.nodes}
+    cards = []
+    for node in [*run.nodes, *(_unlisted(run, label) for label in found if label not in listed)]:
+        own = found.get(node["label"], _NO_TIMES)
+        numbers = {name: number(own[name]) for name in _NO_TIMES if name != "worst_rank"}
+        load = _load(run.samples.get(node["node_id"], {}))
+        about = {name: node[name] for name in ("node_id", "label", "hostname", "address", "alive", "ranks")}
+        cards.append({**about, "worst_rank": own["worst_rank"], **numbers, **load})
+    return sorted(cards, key=lambda card: (card["alive"], -(card["median_ms"] or 0), natural(card["label"])))
+
+
+def _unlisted(run: RunState, label: str) -> dict[str, Any]:
+    """Return a node that is known from its ranks alone."""
+    ranks = [rank for rank in run.ranks if run.node_of(rank) == label]
+    known = {"node_id": label, "label": label, "hostname": label, "address": None}
+    return {**known, "alive": True, "ranks": ranks}
+
+
+def _load(sample: Mapping[str, Any]) -> dict[str, float | None]:
+    gpus = sample.get("gpus") or []
+    used = [gpu["util_pct"] for gpu in gpus if gpu["util_pct"] is not None]
+    return {
+        "cpu_pct": sample.get("cpu_pct"),
+        "mem_pct": _memory_pct([sample]),
+        "gpu_util_pct": sum(used) / len(used) if used else None,
+        "gpu_mem_pct": _memory_pct(gpus),
+    }
+
+
+def _memory_pct(of: Sequence[Mapping[str, Any]]) -> float | None:
+    pairs = [(each.get("mem_used_bytes"), each.get("mem_total_bytes")) for each in of]
+    known = [(used, total) for used, total in pairs if used is not None and total]
+    return 100 * sum(used for used, _ in known) / sum(total for _, total in known) if known else None
+
+
+def cell(cache: SessionCache, run: RunState | None, rank: int, first: int, last: int) -> dict[str, Any]:
+    """Return what one cell of the heatmap stands for: means over its steps `first` to `last`."""
+    answer = cache.ask(query.Cell(run.id, rank, first, last)) if run else None
+    found: Mapping[str, Any] = answer or {"busy_ms": None, "median_ms": None, "stages": {}}
+    stages = {name: [number(ms) for ms in both] for name, both in found["stages"].items()}
+    return {**found, **{name: number(found[name]) for name in ("busy_ms", "median_ms")}, "stages": stages}
+
+
+def cell_text(found: Mapping[str, Any]) -> str:
+    """Return a cell in words: busy time, and the two stages farthest from the median rank."""
+    if found["busy_ms"] is None:
+        return "no row of this rank here"
+    own = f"busy {text.ms(found['busy_ms'])}, the median rank {text.ms(found['median_ms'])}"
+    far = sorted(found["stages"].items(), key=lambda each: -abs((each[1][0] or 0) - (each[1][1] or 0)))[:2]
+    stages = [f"{text.words(name)} {text.ms(ms)} (median {text.ms(median)})" for name, (ms, median) in far]
+    return "\n".join([own, *stages])
+
+
+def layout(view: Mapping[str, Any], route: Route) -> Any:
+    """Return the elements of the page."""
+    shown = part(html.Div([_tile_box(tile) for tile in view["tiles"]], id="tiles", className="tiles"))
+    cards = part(html.Div(_cards(view["nodes"], route), id="node-cards", className="cards"))
+    rows = event_rows(view["events"][:_LISTED], route) or html.Li("Nothing happened yet.", className="empty")
+    listed = part(html.Ol(rows, id="event-list", className="events", tabIndex=0))
+    every = part(dcc.Link("all", id="events-all", href=route.to("events")))
+    exposed, timeline, skew = _charts(view)
+    left = [_heatmap_panel(view, route), timeline, panel("Nodes, worst first", cards)]
+    right = [exposed, skew, panel("Events", listed, note=every)]
+    split = [html.Div(left, className="column"), html.Div(right, className="column")]
+    return html.Div([html.H1("Overview", className="unseen"), shown, html.Div(split, className="split")])
+
+
+def _charts(view: Mapping[str, Any]) -> list[html.Section]:
+    revision, lines, skew = str(view["session"]["run"]), view["timeline"], view["skew"]
+    return [
+        chart(
+            "exposed",
+            "Where a step's time goes",
+            figures.exposed(view["exposed"]["steps"], view["exposed"]["stages"], revision),
+            "Exposed time of each stage by step, stacked",
+            note=legend(figures.STAGES),
+        ),
+        chart(
+            "timeline",
+            "Step timeline",
+            figures.timeline(lines["steps"], lines, view["events"]),
+            "Busy time of the median and the worst rank by step",
+            note=legend({"worst": figures.ORANGE, "median": figures.BLUE, "p10–p90": "#3b82c466"}),
+        ),
+        chart(
+            "skew",
+            "Skew",
+            figures.lines(
+                skew["steps"],
+                {"ranks": skew["global_pct"], "nodes": skew["node_pct"]},
+                "skew %",
+                unit="%",
+                colours=(figures.ORANGE, figures.BLUE),
+                revision=revision,
+            ),
+            "How far the worst rank and the slowest node are over the others, by step",
+            note=legend({"ranks": figures.ORANGE, "nodes": figures.BLUE}),
+            tall="low",
+        ),
+    ]
+
+
+def _heatmap_panel(view: Mapping[str, Any], route: Route) -> html.Section:
+    """Return the heatmap, which assets/app.js draws, with its choices and legend, and as a table."""
+    empty = "" if len(view["heat"]["ranks"]) else "No closed step yet."
+    graph = dcc.Graph(id="heat", figure=figures.blank(empty), config=CLICKED, clear_on_unhover=True)
+    colours: dict[str, Any] = {"border_color": "var(--soft)", "background_color": "var(--surface)"}
+    label = aria(label="Busy time of each rank by step, over the median; as a table below")
+    return panel(
+        "Busy time by rank, against the median of the step",
+        html.Div(
+            [graph, dcc.Tooltip(id="heat-tip", className="tip", **colours)],
+            className="graph heat-box",
+            role="img",
+            **label,
+        ),
+        html.Div(_scale(), className="heat-legend"),
+        note=[
+            _choice("heat-span", "Steps of the heatmap", _spans(view, route)),
+            _choice("heat-stages", "Stage of the heatmap", _stages(route)),
+        ],
+    )
 
 
 def _scale() -> list[Any]:
-    missing = html.Span([html.I(className="missing"), "missing"], className="key")
     return [
         html.Span("0.5×"),
         html.I(className="scale"),
         html.Span("1.5× the median"),
-        missing,
+        html.Span([html.I(className="missing"), "missing"], className="key"),
         html.Span(id="heat-hint", className="key"),
         html.Button("Whole heatmap", id="heat-whole", type="button", hidden=True),
+        html.Details([html.Summary("As a table"), Content("heat-table")], id="heat-details"),
     ]
 
 
-def _table() -> html.Details:
-    """Return what holds the heatmap in numbers, for those who cannot read colours."""
-    table = html.Div(id="heat-table", className="scroll", tabIndex=0)
-    return html.Details([html.Summary("As a table"), table], id="heat-details")
+def _choice(id: str, label: str, links: list[dcc.Link]) -> Content:
+    return part(html.Nav(links, id=id, className="segments", **aria(label=label)))
 
 
-def _tile(tile: Mapping[str, Any]) -> html.Div:
+def _stages(route: Route) -> list[dcc.Link]:
+    chosen = route.get("stage") or "total"
+    hrefs = {"total": None, **{name: name for name in STAGES if name != "sync_wait"}}
+    return [
+        link(text.words(name), route.here(stage=value), "segment", on=name == chosen)
+        for name, value in hrefs.items()
+    ]
+
+
+def _spans(view: Mapping[str, Any], route: Route) -> list[dcc.Link]:
+    chosen = route.get("span") or ("run" if view["state"] in ("stored", "finished") else "recent")
+    labels = {"recent": "newest steps", "run": "whole run"}
+    return [
+        link(label, route.here(span=name), "segment", on=name == chosen) for name, label in labels.items()
+    ]
+
+
+def _tile_box(tile: Mapping[str, Any]) -> html.Div:
     value = [html.Span(text.number(tile["value"]), className="value")]
     if tile["value"] is not None:
         value.append(html.Span(tile["unit"], className="unit"))
     known = [v for v in tile["series"] if v is not None]
     first, last = (text.number(known[at]) if known else "" for at in (0, -1))
     alt = f"{tile['label']}: {first} to {last} {tile['unit']}" if known else ""
-    label, under = html.Div(tile["label"], className="label"), html.Div(tile["text"] or "", className="text")
-    return html.Div([label, html.Div(value), bits.spark(tile["series"], alt), under], className="tile")
+    label, under = html.Div(tile["label"], className="label"), html.Div(tile["text"], className="text")
+    return html.Div([label, html.Div(value), spark(tile["series"], alt), under], className="tile")
 
 
-def _segment(name: str, place: Place) -> dcc.Link:
-    on = name == (place.get("stage") or "total")
-    href = place.here(stage=None if name == "total" else name)
-    return dcc.Link(text.words(name), href=href, className="segment on" if on else "segment")
-
-
-def _spans(view: Mapping[str, Any], place: Place) -> list[Any]:
-    over = view["state"] in ("stored", "finished")
-    chosen = place.get("span") or ("run" if over else "recent")
-    spans = {"recent": "newest steps", "run": "whole run"}
-    return [
-        dcc.Link(label, href=place.here(span=name), className="segment on" if name == chosen else "segment")
-        for name, label in spans.items()
-    ]
-
-
-def _cards(nodes: list[Mapping[str, Any]], place: Place) -> list[Any]:
+def _cards(nodes: list[Mapping[str, Any]], route: Route) -> list[Any]:
     """Return a card for each node, of very many the worst and the names of the others."""
     shown = nodes if len(nodes) <= _CARDS else nodes[:_FEW_CARDS]
-    cards: list[Any] = [_card(node, place) for node in shown]
-    rest = nodes[len(shown) :]
-    if rest:
-        links: list[Any] = [bits.node_link(node["key"], node["label"], place) for node in rest]
+    cards: list[Any] = [_card(node, route) for node in shown]
+    if rest := nodes[len(shown) :]:
+        links = [node_link(node["node_id"], node["label"], route) for node in rest]
         more = [html.Summary(text.count(len(rest), "more node")), html.Div(links, className="links")]
         cards.append(html.Details(more, className="rest"))
     return cards or [html.P("No node yet.", className="empty")]
 
 
-def _card(node: Mapping[str, Any], place: Place) -> dcc.Link:
+def _card(node: Mapping[str, Any], route: Route) -> dcc.Link:
     over, alive = node["slower_pct"], node["alive"]
     slower = f"{text.percent(over, sign=True)} over the fastest" if (over or 0) >= 0.05 else "the fastest"
-    ranks = node["ranks"] if isinstance(node["ranks"], int) else len(node["ranks"])
-    worst = [html.Span(f"worst rank {node['worst_rank']}, {text.ms(node['worst_ms'])}")]
-    worst.append(html.Span(f"skew {text.percent(node['skew_pct'])}"))
-    used = (("CPU", "cpu_pct"), ("RAM", "mem_pct"), ("GPU", "gpu_util_pct"), ("VRAM", "gpu_mem_pct"))
-    size = html.Span(text.count(ranks, "rank") if alive else "lost", className="" if alive else "gone-word")
+    size = html.Span(
+        text.count(len(node["ranks"]), "rank") if alive else "lost", className="" if alive else "gone-word"
+    )
     median = [
         html.Span(text.number(node["median_ms"]), className="value"),
         html.Span("ms median", className="unit"),
         html.Span("" if over is None else slower, className="over"),
     ]
+    worst = [
+        html.Span(f"worst rank {node['worst_rank']}, {text.ms(node['worst_ms'])}"),
+        html.Span(f"skew {text.percent(node['skew_pct'])}"),
+    ]
+    used = (("CPU", "cpu_pct"), ("RAM", "mem_pct"), ("GPU", "gpu_util_pct"), ("VRAM", "gpu_mem_pct"))
+    meters = [meter(name, node[key]) for name, key in used if node[key] is not None]
     body = [
         html.Div([html.Strong(node["label"]), size], className="card-head"),
         html.Div(median, className="card-value"),
         html.Div(worst if node["worst_rank"] is not None else None, className="text"),
-        html.Div(
-            [bits.meter(name, node[key]) for name, key in used if node[key] is not None], className="meters"
-        ),
+        html.Div(meters, className="meters"),
     ]
-    return dcc.Link(body, href=place.to("node", node["key"]), className="card" if alive else "card gone")
+    return dcc.Link(body, href=route.to("node", node["node_id"]), className="card" if alive else "card gone")

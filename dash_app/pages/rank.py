@@ -1,110 +1,144 @@
-"""One rank: where its time goes against the median rank, its parts, its process, its stack."""
+"""One rank: where its time goes against the median rank, its spans, its process, its stack."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dash import dcc, html
+from dash import html
 
 from traceml_ray import text
 from traceml_ray.analysis.quantities import PROCESS, charts
+from traceml_ray.analysis.step_sums import MAX_BINS
+from traceml_ray.reports.hangs import hangs
+from traceml_ray.store import query
+from traceml_ray.store.nodes import node_key
 
 from .. import figures
-from ..place import Place
-from . import bits
+from ..components import Columns, chart, facts, legend, link, node_link, panel, part, table
+from ..route import Route
+from ..values import by_stage
+from .node import position, samples_of, timed
 
-_PROCESS = {f"process-{each[0].name}": (title, each[0]) for title, each in charts(PROCESS).items()}
+if TYPE_CHECKING:
+    from ..run_state import RunState
+    from ..session_cache import SessionCache
+
+SELECTION = ()
+_SAMPLES, _WITH_PROCESSES = 170, 6
 
 
-def layout(view: Mapping[str, Any]) -> Any:
+def data(cache: SessionCache, run: RunState | None, rank: int | str) -> dict[str, Any]:
+    """Return the page of a rank."""
+    rank = int(rank)
+    found: dict[str, Any] = {"rank": None, "stages": {}, "median": {}, "parts": [], "process": {}}
+    found |= {"stacks": [], "suspect": None}
+    if run is None or rank not in run.ranks:
+        return found
+    stream = run.ranks[rank]
+    identity = stream.identity
+    node = node_key(stream) if identity else ""
+    samples = samples_of(cache, query.NodeSamples((node,), _WITH_PROCESSES))
+    found["rank"] = {
+        **position(run, rank, samples),
+        "node": run.node_of(rank),
+        "node_key": node or None,
+        "pid": identity.pid if identity else None,
+        "attempt": identity.attempt if identity else None,
+        "exit": stream.exit_code,
+        "errors": stream.errors,
+        "missing": stream.missing,
+    }
+    suspects = (run.verdict or {}).get("suspects") or ()
+    found["suspect"] = next((suspect for suspect in suspects if suspect["rank"] == rank), None)
+    hung = hangs(run.verdicts)
+    found["stacks"] = [{"ranks": list(s.ranks), "text": s.text} for s in hung[-1].stacks] if hung else []
+    found["process"] = timed(samples_of(cache, query.ProcessSamples((stream.id,), _SAMPLES)), PROCESS)
+    steps: Any = cache.ask(query.RankSteps(run.id, rank, MAX_BINS))
+    if steps and len(numbers := steps["steps"].tolist()):
+        found["stages"] = {"steps": numbers, **by_stage(steps["stages"])}
+        found["median"] = by_stage(steps["median"])
+        parts = cache.ask(query.Spans(run.id, rank, numbers[0], numbers[-1])) or []
+        mean = steps["mean"]
+        found["parts"] = [{**part, "share": _of_stage(part["ms"], mean[part["stage"]])} for part in parts]
+    return found
+
+
+def _of_stage(ms: float, stage_ms: float) -> float | None:
+    return min(1.0, ms / stage_ms) if stage_ms > 0 else None
+
+
+def layout(view: Mapping[str, Any], route: Route) -> Any:
     """Return the elements of the page; panels of what was not measured are absent."""
-    if view["rank"] is None:
-        return html.Div([html.H1(id="rank-title"), html.Div(id="rank-around", className="chips")])
-    stages = [_stage(name, colour) for name, colour in figures.STAGES.items() if name in view["stages"]]
-    process = [
-        bits.chart(id, title, f"{title} of the process over time", tall="low")
-        for id, (title, each) in _PROCESS.items()
-        if _any(view["process"].get(each.name))
-    ]
+    rank, number = view["rank"], int(route.key)
+    title: Any = f"Rank {number} has not reported in this run."
+    if rank is not None:
+        title = [f"Rank {number} on ", node_link(rank["node_key"], rank["node"], route)]
+    around = [link("← previous", route.to("rank", number - 1), "chip")] if number else []
+    around.append(link("next →", route.to("rank", number + 1), "chip"))
+    chips = part(html.Div(around, id="rank-around", className="chips"))
+    head = html.Div([part(html.H1(title, id="rank-title")), chips], className="title-row")
+    if rank is None:
+        return html.Div(head)
     body: list[Any] = [
-        html.Div(
-            [html.H1(id="rank-title"), html.Div(id="rank-around", className="chips")], className="title-row"
-        ),
-        html.Div(id="rank-suspect"),
-        html.Div(id="rank-facts"),
+        head,
+        part(html.Div(_suspect(view["suspect"]), id="rank-suspect")),
+        facts("rank-facts", _facts(rank)),
         html.H2("Stages, against the median rank"),
-        html.Div(stages, className="grid three"),
-        bits.panel("Parts inside the stages, mean per step", html.Div(id="rank-parts")),
+        html.Div(_stage_charts(view, route), className="grid three"),
+        panel(
+            "Parts inside the stages, mean per step", part(html.Div(_spans(view["parts"]), id="rank-parts"))
+        ),
     ]
-    if process:
+    if process := _process_charts(view["process"], route):
         body += [html.H2("Process"), html.Div(process, className="grid")]
     if view["stacks"]:
-        body.append(bits.panel("Where the ranks were in the last hang", html.Div(id="rank-stacks")))
+        stacks = part(html.Div([_stack(stack) for stack in view["stacks"]], id="rank-stacks"))
+        body.append(panel("Where the ranks were in the last hang", stacks))
     return html.Div(body)
 
 
-def parts(view: Mapping[str, Any], place: Place) -> dict[str, dict[str, Any]]:
-    """Return the content of the elements, by id."""
-    rank, stages, process = view["rank"], view["stages"], view["process"]
-    number = int(place.key)
-    around = [dcc.Link("← previous", href=place.to("rank", number - 1), className="chip")] if number else []
-    around.append(dcc.Link("next →", href=place.to("rank", number + 1), className="chip"))
-    if rank is None:
-        return {
-            "rank-title": {"children": f"Rank {number} has not reported in this run."},
-            "rank-around": {"children": around},
-        }
-    made: dict[str, dict[str, Any]] = {
-        "rank-title": {
-            "children": [f"Rank {number} on ", bits.node_link(rank["node_key"], rank["node"], place)]
-        },
-        "rank-around": {"children": around},
-        "rank-suspect": {"children": _suspect(view["suspect"])},
-        "rank-facts": {"children": bits.facts(_facts(rank))},
-        "rank-parts": {"children": _parts(view["parts"])},
-    }
-    for name, colour in figures.STAGES.items():
-        if name in stages:
-            series = {"this rank": stages[name], "median rank": view["median"][name]}
-            figure = figures.lines(
-                stages["steps"],
-                series,
+def _stage_charts(view: Mapping[str, Any], route: Route) -> list[html.Section]:
+    return [
+        chart(
+            f"stage-{name}",
+            text.words(name),
+            figures.lines(
+                view["stages"]["steps"],
+                {"this rank": view["stages"][name], "median rank": view["median"][name]},
                 "ms",
                 unit="ms",
                 colours=(colour, figures.ROSE),
                 dashed="median rank",
-                revision=place.key,
-            )
-            made[f"stage-{name}"] = {"figure": figure}
-    for id, (_, each) in _PROCESS.items():
-        if _any(process.get(each.name)):
-            axis, values = each.unit.axis, bits.scaled(process[each.name], each.unit.scale)
-            drawn = {each.name: values}
-            made[id] = {
-                "figure": figures.lines(
-                    process["t_ns"], drawn, axis, unit=axis, kind="time", revision=place.key
-                )
-            }
-    if view["stacks"]:
-        made["rank-stacks"] = {"children": [_stack(stack) for stack in view["stacks"]]}
-    return made
+                revision=route.key,
+            ),
+            f"Time in {name} by step, this rank and the median rank",
+            note=legend({"this rank": colour, "median rank": figures.ROSE}),
+            tall="low",
+        )
+        for name, colour in figures.STAGES.items()
+        if name in view["stages"]
+    ]
 
 
-def _stage(name: str, colour: str) -> Any:
-    label = f"Time in {name} by step, this rank and the median rank"
-    key = bits.legend({"this rank": colour, "median rank": figures.ROSE})
-    return bits.chart(f"stage-{name}", text.words(name), label, note=key, tall="low")
-
-
-def _any(values: Sequence[Any] | None) -> bool:
-    return any(value is not None for value in values or ())
+def _process_charts(process: Mapping[str, Any], route: Route) -> list[html.Section]:
+    return [
+        chart(
+            f"process-{each.name}",
+            title,
+            figures.quantities(process["t_ns"], {each.name: (each, process[each.name])}, revision=route.key),
+            f"{title} of the process over time",
+            tall="low",
+        )
+        for title, (each, *_) in charts(PROCESS).items()
+        if any(value is not None for value in process[each.name] or ())
+    ]
 
 
 def _facts(rank: Mapping[str, Any]) -> dict[str, Any]:
     unseen = [f"{name} ({why})" if why else name for name, why in (rank["missing"] or {}).items()]
     return {
-        "state": text.words(rank["state"] or text.NA),
+        "state": text.words(rank["state"]),
         "last step": rank["last_step"],
         "now in": text.words(rank["open_stage"] or text.NA),
         "local rank": rank["local_rank"],
@@ -126,17 +160,17 @@ def _suspect(suspect: Mapping[str, Any] | None) -> Any:
     return html.P(sentence, className="callout warning")
 
 
-def _parts(found: Sequence[Mapping[str, Any]]) -> Any:
-    columns: bits.Columns = {
-        "part": lambda part: part["name"],
-        "in": lambda part: text.words(part["stage"]),
-        ">this rank": lambda part: text.ms(part["ms"]),
-        ">median rank": lambda part: text.ms(part["median_ms"]),
-        ">of its stage": lambda part: text.share(part["share"]),
-        ">times a step": lambda part: text.number(part["times_per_step"]),
-        ">bytes each": lambda part: text.size(part["bytes"]),
+def _spans(found: Sequence[Mapping[str, Any]]) -> Any:
+    columns: Columns = {
+        "part": lambda span: span["name"],
+        "in": lambda span: text.words(span["stage"]),
+        ">this rank": lambda span: text.ms(span["ms"]),
+        ">median rank": lambda span: text.ms(span["median_ms"]),
+        ">of its stage": lambda span: text.share(span["share"]),
+        ">times a step": lambda span: text.number(span["times_per_step"]),
+        ">bytes each": lambda span: text.size(span["bytes"]),
     }
-    return bits.table(columns, found, empty="No part was marked in this run.", label="Parts")
+    return table(columns, found, empty="No part was marked in this run.", label="Parts")
 
 
 def _stack(stack: Mapping[str, Any]) -> html.Details:

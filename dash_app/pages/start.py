@@ -7,28 +7,18 @@ from typing import Any
 
 from dash import html
 
-from ..place import Place
+from ..route import Route
 
 _WAYS = {
     "In place of torchrun": "python -m traceml_ray.launch --nproc-per-node 4 train.py",
     "On a Ray cluster, in the driver": "session = traceml_ray.start()\nTorchTrainer(…).fit()",
     "In any Ray actor or task": "traceml_ray.attach()",
-    "Under any other launcher": 'traceml_ray.attach(rank=rank, world_size=world_size, job_id="my-run")',
+    "Under any other launcher": "traceml-ray run -- accelerate launch train.py",
 }
 
 
-def layout(_: Mapping[str, Any]) -> Any:
+def layout(_view: Mapping[str, Any], _route: Route) -> Any:
     """Return the elements of the page."""
     ways = [html.Div([html.H2(way), html.Pre(code)], className="panel") for way, code in _WAYS.items()]
-    return html.Div(
-        [
-            html.H1("Start a session"),
-            html.P("This page fills by itself once one runs.", className="hint"),
-            html.Div(ways, className="grid two", id="ways"),
-        ]
-    )
-
-
-def parts(_: Mapping[str, Any], __: Place) -> dict[str, dict[str, Any]]:
-    """Return nothing: it does not change."""
-    return {}
+    hint = html.P("This page fills by itself once one runs.", className="hint")
+    return html.Div([html.H1("Start a session"), hint, html.Div(ways, className="grid two")])

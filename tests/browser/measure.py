@@ -14,8 +14,8 @@ from looking import chromium
 from selenium import webdriver
 from selenium.webdriver.support.ui import WebDriverWait
 
-from traceml_ray.dash_app.board import Board
 from traceml_ray.dash_app.server import create_app
+from traceml_ray.dash_app.session_pages import SessionPages
 
 _WATCH = """
 window.took = [];
@@ -32,9 +32,9 @@ document.querySelector('#heat .js-plotly-plot').on('plotly_afterplot', () => {
 """
 
 
-def measure(board: Board, play: Callable[[], Any], refreshes: int = 300) -> None:
+def measure(pages: SessionPages, play: Callable[[], Any], refreshes: int = 300) -> None:
     """Play and look so many times; print the time from an answer to the picture, and the heap."""
-    app = create_app(board, token=None, hosts=["127.0.0.1"], poll_s=0.25)
+    app = create_app(pages, token=None, hosts=["127.0.0.1"], poll_s=0.25)
     server: Any = waitress.create_server(app.server, host="127.0.0.1", port=0, threads=4)
     threading.Thread(target=server.run, daemon=True).start()
     with tempfile.TemporaryDirectory() as profile:
@@ -50,7 +50,7 @@ def measure(board: Board, play: Callable[[], Any], refreshes: int = 300) -> None
             held = {0: _held(browser)}
             for at in range(1, refreshes + 1):
                 play()
-                wait.until(lambda b, at=at: (board.poll(), b.execute_script("return took.length") >= at)[1])
+                wait.until(lambda b, at=at: (pages.poll(), b.execute_script("return took.length") >= at)[1])
                 if at % 100 == 0:
                     held[at] = _held(browser)
             took = sorted(browser.execute_script("return took"))

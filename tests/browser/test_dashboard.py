@@ -83,16 +83,16 @@ def point(browser: webdriver.Chrome, row: int, of: int = 8) -> ActionChains:
     return ActionChains(browser).move_to_element_with_offset(plot, plot.size["width"] // 3, round(down))
 
 
-def test_before_the_first_step_it_says_what_it_waits_for(browser, served):
+def test_page_says_what_it_waits_for_before_the_first_step(browser, served):
     browser.get(served.url + "/")
     shows(browser, "state-badge", "no session")
     shows(browser, "page", "python -m traceml_ray.launch")
-    served.board.poll()
+    served.pages.poll()
     shows(browser, "state-badge", "waiting")
     shows(browser, "exposed", "No closed step yet.")
 
 
-def test_the_verdict_names_the_rank_soon_after_the_fault(browser, served):
+def test_verdict_names_the_rank_soon_after_the_fault(browser, served):
     served.play(11)
     shows(browser, "verdict-headline", "ealthy")
     shows(browser, "state-badge", "live")
@@ -120,14 +120,14 @@ def test_each_page_shows_what_it_is_of(browser, served, path):
     assert wide <= 0
 
 
-def test_the_mouse_over_the_heatmap_tells_the_exact_time(browser, served):
+def test_tooltip_of_the_heatmap_has_the_exact_time(browser, served):
     browser.get(served.url + "/?span=recent")
     point(browser, 5).perform()
     shows(browser, "heat-tip", "rank 5 (host-1)")
     shows(browser, "heat-tip", "the median rank 19.")
 
 
-def test_a_click_on_the_heatmap_opens_the_rank_and_a_reload_keeps_it(browser, served):
+def test_click_on_the_heatmap_opens_the_rank_and_a_reload_keeps_it(browser, served):
     browser.get(served.url + "/?stage=data")
     point(browser, 5).click().perform()
     shows(browser, "rank-title", "Rank 5 on host-1")
@@ -138,7 +138,7 @@ def test_a_click_on_the_heatmap_opens_the_rank_and_a_reload_keeps_it(browser, se
     until(browser, lambda: "on" in browser.find_element(By.LINK_TEXT, "data").get_attribute("class").split())
 
 
-def test_a_card_opens_the_node_and_keys_alone_reach_it(browser, served):
+def test_card_opens_the_node_by_keyboard(browser, served):
     browser.get(served.url + "/")
     card = until(browser, lambda: browser.find_element(By.CSS_SELECTOR, "#node-cards a[href='/node/node-1']"))
     browser.execute_script("arguments[0].focus()", card)
@@ -147,7 +147,7 @@ def test_a_card_opens_the_node_and_keys_alone_reach_it(browser, served):
 
 
 @pytest.mark.parametrize("chart", ["timeline", "heat"])
-def test_a_zoom_survives_new_steps(browser, served, chart):
+def test_zoom_survives_new_steps(browser, served, chart):
     browser.get(served.url + "/")
     drawn(browser)
     plot = browser.find_element(By.CSS_SELECTOR, f"#{chart} .nsewdrag")
@@ -157,7 +157,7 @@ def test_a_zoom_survives_new_steps(browser, served, chart):
     drag.move_by_offset(plot.size["width"] // 4, 0).release().perform()
     shown = f"return document.querySelector('#{chart} .js-plotly-plot').layout.xaxis.range.map(Math.round)"
     zoomed = until(browser, lambda: browser.execute_script(shown))
-    assert zoomed[1] - zoomed[0] < 0.5 * served.board.view("header")["step"]
+    assert zoomed[1] - zoomed[0] < 0.5 * served.pages.view("header")["step"]
     before = text(browser, "coverage")
     served.play(1)
     until(browser, lambda: text(browser, "coverage") != before)
@@ -167,7 +167,7 @@ def test_a_zoom_survives_new_steps(browser, served, chart):
         until(browser, lambda: browser.execute_script(shown)[0] <= 0)
 
 
-def test_from_page_to_page_without_a_reload(browser, served):
+def test_links_lead_from_page_to_page_without_a_reload(browser, served):
     browser.get(served.url + "/rank/5")
     shows(browser, "rank-title", "Rank 5")
     browser.execute_script("window.kept = true")
@@ -187,7 +187,7 @@ def test_from_page_to_page_without_a_reload(browser, served):
     assert browser.execute_script("return window.kept")
 
 
-def test_the_heatmap_as_a_table(browser, served):
+def test_heatmap_as_a_table(browser, served):
     browser.get(served.url + "/")
     drawn(browser)
     browser.find_element(By.CSS_SELECTOR, "#heat-details summary").click()
@@ -214,7 +214,7 @@ def test_pause_and_theme(browser, served):
     browser.execute_script("localStorage.clear()")
 
 
-def test_an_aggregator_that_does_not_answer_is_stale_and_comes_back(browser, served):
+def test_page_is_stale_while_the_aggregator_does_not_answer(browser, served):
     browser.get(served.url + "/")
     shows(browser, "state-badge", "live")
     served.play(0, down=True)
@@ -227,7 +227,7 @@ def test_an_aggregator_that_does_not_answer_is_stale_and_comes_back(browser, ser
 
 
 @pytest.mark.long
-def test_the_launchers_own_dashboard_names_the_slow_rank_and_outlives_the_aggregator(browser, tmp_path):
+def test_dashboard_of_the_launcher_names_the_slow_rank_and_outlives_the_aggregator(browser, tmp_path):
     port = free_port()
     script = [str(EXAMPLE), "--steps", "100000", "--slow", "data:1:60@20"]
     ours = ["--nproc-per-node", "2", "--session", "seen", "--out", str(tmp_path), f"--dashboard={port}"]

@@ -13,18 +13,18 @@ from played import Played
 from ray_cluster import until
 from selenium.webdriver.common.by import By
 
-from traceml_ray.dash_app.board import Board
 from traceml_ray.dash_app.security import names_of
 from traceml_ray.dash_app.server import create_app
+from traceml_ray.dash_app.session_pages import SessionPages
 
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
     played = Played(tmp_path / "played", world=2, per_node=2, late=None)
-    board = Board(played.source, clock=played.clock)
+    pages = SessionPages(played.source, clock=played.clock)
     played.play(5)
-    board.poll()
-    app = create_app(board, token="open-sesame", hosts=names_of("127.0.0.1"))
+    pages.poll()
+    app = create_app(pages, token="open-sesame", hosts=names_of("127.0.0.1"))
     listening = socket.create_server(("127.0.0.1", 0))
     server = waitress.create_server(app.server, sockets=[listening])
     threading.Thread(target=server.run, daemon=True).start()
@@ -42,7 +42,7 @@ def give(browser, token: str) -> None:
     field.submit()
 
 
-def test_the_form_leads_to_the_page_that_was_asked_for(browser, url: str) -> None:
+def test_form_leads_to_the_page_that_was_asked_for(browser, url: str) -> None:
     browser.delete_all_cookies()
     browser.get(f"{url}/rank/1?run=job")
     assert not shown(browser, "verdict-strip")
@@ -56,7 +56,7 @@ def test_the_form_leads_to_the_page_that_was_asked_for(browser, url: str) -> Non
     assert browser.execute_script("return document.cookie") == ""
 
 
-def test_a_link_with_the_token_shows_it_no_more(browser, url: str) -> None:
+def test_link_with_the_token_is_redirected_to_one_without(browser, url: str) -> None:
     browser.get(f"{url}/events?token=open-sesame&kind=exit")
     until(lambda: shown(browser, "verdict-strip"), "the page")
     assert browser.current_url == f"{url}/events?kind=exit"

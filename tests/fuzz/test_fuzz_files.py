@@ -26,9 +26,9 @@ from traceml_ray import cli, session
 from traceml_ray.analysis.reduction import begun
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
-from traceml_ray.dash_app import sessions
 from traceml_ray.dash_app.app import Refresher
-from traceml_ray.dash_app.board import Board
+from traceml_ray.dash_app.pages import sessions
+from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.dash_app.source import SourceError, StoredSource, _attachment
 from traceml_ray.launchers import control
 from traceml_ray.session import Live
@@ -86,10 +86,10 @@ def read_all(folder: Path) -> None:
             code, _, told = run_cli(command[0], str(folder), *command[1:])
             assert code in (0, 2) and told.count("\n") == (code == 2), told
         with contextlib.suppress(SourceError):
-            board = Board(StoredSource(folder))
-            board.poll()
+            pages = SessionPages(StoredSource(folder))
+            pages.poll()
             for page in ("/", "/events", "/ledger", "/sessions", "/rank/0"):
-                assert Refresher(board).refresh(page, "", {})[1]["set"]
+                assert Refresher(pages).refresh(page, "", {})[1]["set"]
 
 
 @fuzz(0.3)

@@ -18,9 +18,9 @@ from sessions import Rank, Relay, aggregation
 
 from traceml_ray.dash_app import security
 from traceml_ray.dash_app.app import Refresher
-from traceml_ray.dash_app.board import Board
-from traceml_ray.dash_app.place import Place
+from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.server import create_app
+from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.dash_app.source import open_source
 
 TOKEN = "a-Token_that.is-long"
@@ -47,7 +47,7 @@ queries = st.text(max_size=40) | st.dictionaries(
 
 
 @pytest.fixture(scope="module")
-def board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Board]:
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SessionPages]:
     logging.disable(logging.CRITICAL)
     folder = tmp_path_factory.mktemp("out") / "stored"
     aggregator, relay, ranks = aggregation(folder), Relay(), [Rank(0), Rank(1)]
@@ -55,28 +55,28 @@ def board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Board]:
         aggregator.ingest(relay.message(*(rank.batch(10) for rank in ranks)))
     aggregator.commit()
     aggregator.close()
-    made = Board(open_source(str(folder), str(folder.parent), None))
+    made = SessionPages(open_source(str(folder), str(folder.parent), None))
     made.poll()
     yield made
     logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")
-def opened(board: Board) -> Flask:
-    return create_app(board, token=None, hosts=security.names_of("127.0.0.1")).server  # type: ignore[return-value]
+def opened(pages: SessionPages) -> Flask:
+    return create_app(pages, token=None, hosts=security.names_of("127.0.0.1")).server  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module")
-def closed(board: Board) -> Flask:
-    return create_app(board, token=TOKEN, hosts=security.names_of("127.0.0.1")).server  # type: ignore[return-value]
+def closed(pages: SessionPages) -> Flask:
+    return create_app(pages, token=TOKEN, hosts=security.names_of("127.0.0.1")).server  # type: ignore[return-value]
 
 
 def ask(
     server: Flask, path: str, query: str = "", method: str = "GET", body: bytes = b"", **headers: str
 ) -> Any:
     """The answer of the application itself, as waitress would call it: bytes of the request as Latin-1."""
-    environ = {**HOST, **headers, "PATH_INFO": path.encode(errors="replace").decode("latin-1")}
-    environ["QUERY_STRING"] = query.encode(errors="replace").decode("latin-1")
+    environ = {**HOST, **headers, "PATH_INFO": path.encode(errors="reroute").decode("latin-1")}
+    environ["QUERY_STRING"] = query.encode(errors="reroute").decode("latin-1")
     with bounded():
         answer = server.test_client(use_cookies=False).open(
             "/", method=method, data=body, environ_overrides=environ, content_type=headers.get("CONTENT_TYPE")
@@ -129,7 +129,7 @@ callback = {
 @fuzz()
 @given(mutated(json.dumps(callback).encode(), [b"[" * 50_000, b"null", b"1e999", b'"\\ud800"', b"{}"]))
 def test_bodies_of_callbacks(opened: Flask, body: bytes) -> None:
-    """What Dash itself cannot make sense of is its 500; nothing of it reaches the board, or is told."""
+    """What Dash itself cannot make sense of is its 500; nothing of it reaches the pages, or is shown."""
     answer = ask(opened, UPDATE, method="POST", body=body, CONTENT_TYPE="application/json")
     assert len(answer.text) < 1 << 20
     assert ask(opened, "/health").status_code == 200
@@ -153,28 +153,29 @@ def test_values_in_callbacks(
 @given(paths, queries, json_values, json_values)
 @example("/", "", {"page": [], "sums": [], "heat": {}}, {"rank": 1 << 70, "first": -1, "last": None})
 @example("/", "", {"sums": {"x": {}}, "heat": {"id": []}}, {"rank": 0, "first": 0, "last": 1 << 62})
-def test_what_a_browser_says_it_has(board: Board, path: str, query: str, seen: Any, asked: Any) -> None:
-    refresher = Refresher(board)
+def test_what_a_browser_says_it_has(
+    pages: SessionPages, path: str, query: str, seen: Any, asked: Any
+) -> None:
+    refresher = Refresher(pages)
     with bounded(mib=64):
         _, told = refresher.refresh(path, "?" + query, seen)
         cell = refresher.cell(asked, "?" + query)
-    assert {"seen", "page", "set"} <= told.keys()
+    assert {"seen", "set"} <= told.keys()
     assert cell is None or isinstance(cell["text"], str)
     assert len(json.dumps(told, default=str)) < 1 << 20
 
 
 @fuzz(4)
 @given(st.text(max_size=60) | paths, st.text(max_size=200) | queries)
-def test_a_place_is_one_or_none(path: str, search: str) -> None:
+def test_a_route_is_one_or_none(path: str, search: str) -> None:
     with bounded(mib=16):
-        place = Place.of(path, search)
-        if place is not None:
-            again = Place.of(*place.here().partition("?")[::2])
-            assert again is None or again.page == place.page
-            msgspec.json.encode(place)
+        route = Route.of(path, search)
+        if route is not None:
+            again = Route.of(*route.here().partition("?")[::2])
+            assert again is None or again.page == route.page
+            msgspec.json.encode(route)
 
 
-def test_a_folder_that_is_no_session_cannot_be_chosen(board: Board, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_session_cannot_be_chosen(pages: SessionPages, tmp_path: Path) -> None:
     for name in ("..", "../..", "/etc", str(tmp_path), "stored/../stored", "\0", "x" * 5000, ""):
-        with board._past(name) as other:
-            assert other is None
+        assert pages._other(name) is None

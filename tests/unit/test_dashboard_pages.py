@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from played import Played
 from plotly.io.json import to_json_plotly
 
-from traceml_ray.dash_app import figures
+from traceml_ray.dash_app import components, figures
 from traceml_ray.dash_app.app import Refresher
-from traceml_ray.dash_app.board import Board
-from traceml_ray.dash_app.heat import HeatWire
-from traceml_ray.dash_app.light import light
-from traceml_ray.dash_app.pages import bits
-from traceml_ray.dash_app.place import Place
+from traceml_ray.dash_app.components import part
+from traceml_ray.dash_app.heatmap import HeatmapDeltas
+from traceml_ray.dash_app.route import Route
+from traceml_ray.dash_app.session_pages import SessionPages
 
 PAGES = ["/", "/node/host-1", "/rank/5", "/events", "/sessions", "/ledger"]
 
@@ -35,8 +34,8 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
 
 
 @pytest.fixture
-def board(played: Played) -> Board:
-    made = Board(played.source, clock=played.clock, timer=played.clock.timer)
+def pages(played: Played) -> SessionPages:
+    made = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
     made.poll()
     return made
 
@@ -51,65 +50,68 @@ def ids(element: Any) -> set[str]:
 
 class TestRefresh:
     @pytest.mark.parametrize("path", PAGES)
-    def test_a_page_comes_once_and_then_nothing_until_something_changes(
-        self, board: Board, path: str
-    ) -> None:
-        refresher = Refresher(board)
+    def test_page_comes_once_then_nothing_until_a_change(self, pages: SessionPages, path: str) -> None:
+        refresher = Refresher(pages)
         page, first = refresher.refresh(path, "", {})
         assert first["seen"]["page"]
         assert "Traceback" not in to_json_plotly(page)
         again, second = refresher.refresh(path, "", first["seen"])
         assert sent(again) < 100
         assert (second["set"], second["heat"]) == ({}, None)
-        assert not board.errors
+        assert not pages.errors
 
-    def test_the_verdict_is_in_every_answer_that_a_browser_has_not_seen(self, board: Board) -> None:
-        _, answer = Refresher(board).refresh("/events", "", {})
-        assert "rank 5" in answer["set"]["verdict-headline"]["children"]
+    def test_verdict_is_in_the_first_answer_of_every_page(self, pages: SessionPages) -> None:
+        _, answer = Refresher(pages).refresh("/events", "", {})
+        assert "rank 5" in to_json_plotly(answer["set"]["verdict-strip"])
         assert answer["marks"] == {"ranks": [5], "nodes": ["host-1"]}
 
-    def test_new_steps_change_parts_and_not_the_page(self, played: Played, board: Board) -> None:
-        refresher = Refresher(board)
+    def test_new_steps_change_parts_and_not_the_page(self, played: Played, pages: SessionPages) -> None:
+        refresher = Refresher(pages)
         _, first = refresher.refresh("/", "", {})
         played.play(5)
-        board.poll()
+        pages.poll()
         page, second = refresher.refresh("/", "", first["seen"])
         assert sent(page) < 100
         assert {"exposed", "timeline", "tiles"} <= second["set"].keys()
         assert 0 < second["heat"]["columns"].count(-1) <= 10
         assert "ranks" not in second["heat"]
 
-    def test_another_stage_is_the_same_page(self, board: Board) -> None:
-        refresher = Refresher(board)
+    def test_page_stays_with_another_stage(self, pages: SessionPages) -> None:
+        refresher = Refresher(pages)
         _, first = refresher.refresh("/", "", {})
         _, second = refresher.refresh("/", "?stage=data", first["seen"])
-        assert second["page"] == first["page"]
+        assert second["seen"]["page"] == first["seen"]["page"]
         assert second["heat"]["stage"] == "data"
 
-    def test_what_goes_wrong_is_one_line_and_is_counted(self, board: Board) -> None:
+    def test_error_is_counted_and_one_line_until_the_next_refresh(self, pages: SessionPages) -> None:
         def fail(*_: Any, **__: Any) -> dict[str, Any]:
             raise RuntimeError("secret of the inside")
 
-        board.view = fail  # type: ignore[method-assign]
-        _, answer = Refresher(board).refresh("/", "", {})
-        told = to_json_plotly(answer)
-        assert "could not be made" in told
-        assert "secret" not in told
-        assert board.errors.total() == 1
+        refresher, view = Refresher(pages), pages.view
+        _, first = refresher.refresh("/", "", {})
+        pages.view = fail  # type: ignore[method-assign]
+        _, answer = refresher.refresh("/", "", first["seen"])
+        sent = to_json_plotly(answer)
+        assert "could not be made" in sent
+        assert "secret" not in sent
+        assert pages.errors.total() == 1
+        pages.view = view  # type: ignore[method-assign]
+        _, good = refresher.refresh("/", "", answer["seen"])
+        assert "problem" in good["set"] and "could not be made" not in to_json_plotly(good)
 
     @pytest.mark.parametrize(
         "path",
         ["/nowhere", "/rank", "/rank/x", "/rank/-1", "/node", "/events/1", "/rank/9999999999999999999999"],
     )
-    def test_a_url_of_nothing_is_said(self, board: Board, path: str) -> None:
-        page, _ = Refresher(board).refresh(path, "", {})
+    def test_url_of_no_page_says_so(self, pages: SessionPages, path: str) -> None:
+        page, _ = Refresher(pages).refresh(path, "", {})
         assert "There is no such page" in to_json_plotly(page)
 
     @pytest.mark.parametrize("path", ["/rank/77", "/node/gone"])
-    def test_a_rank_or_node_that_is_not_there_is_said(self, board: Board, path: str) -> None:
-        _, answer = Refresher(board).refresh(path, "", {})
-        assert path.rpartition("/")[2] in to_json_plotly(answer["set"])
-        assert not board.errors
+    def test_page_of_an_unknown_rank_or_node_says_so(self, pages: SessionPages, path: str) -> None:
+        page, _ = Refresher(pages).refresh(path, "", {})
+        assert path.rpartition("/")[2] in to_json_plotly(page)
+        assert not pages.errors
 
     @pytest.mark.parametrize(
         "search",
@@ -125,22 +127,22 @@ class TestRefresh:
         ],
     )
     @pytest.mark.parametrize("path", PAGES)
-    def test_a_strange_query_is_no_error(self, board: Board, path: str, search: str) -> None:
-        Refresher(board).refresh(path, search, {})
-        assert not board.errors
+    def test_query_with_foreign_values_is_no_error(self, pages: SessionPages, path: str, search: str) -> None:
+        Refresher(pages).refresh(path, search, {})
+        assert not pages.errors
 
-    def test_nothing_played_yet(self, tmp_path: Path) -> None:
+    def test_pages_before_any_session_are_no_error(self, tmp_path: Path) -> None:
         source = Played(tmp_path / "played").source
-        board = Board(source)
+        pages = SessionPages(source)
         for page in PAGES:
-            Refresher(board).refresh(page, "", {})
-        board.poll()
+            Refresher(pages).refresh(page, "", {})
+        pages.poll()
         for page in PAGES:
-            Refresher(board).refresh(page, "", {})
-        assert not board.errors
+            Refresher(pages).refresh(page, "", {})
+        assert not pages.errors
 
-    def test_a_cell_in_words(self, board: Board) -> None:
-        found = Refresher(board).cell({"rank": 5, "first": 60, "last": 60}, "")
+    def test_cell_has_its_times_in_words(self, pages: SessionPages) -> None:
+        found = Refresher(pages).cell({"rank": 5, "first": 60, "last": 60}, "")
         assert found is not None
         assert "data 14" in found["text"]
 
@@ -149,8 +151,8 @@ class TestHeat:
     @given(
         st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12), st.integers(0, 3)), min_size=1, max_size=6)
     )
-    def test_a_browser_puts_together_what_the_board_had(self, states: list[tuple[int, int, int]]) -> None:
-        wire, has = HeatWire(), Browser()
+    def test_deltas_add_up_to_the_heatmap(self, states: list[tuple[int, int, int]]) -> None:
+        wire, has = HeatmapDeltas(), Browser()
         for first, count, noise in states:
             heat = self.heat(first, count, noise)
             told = wire.delta(heat, has.id)
@@ -159,8 +161,8 @@ class TestHeat:
             assert has.first == heat["first"]
             np.testing.assert_array_equal(has.z, heat["z"])
 
-    def test_an_unknown_state_is_sent_whole(self) -> None:
-        told = HeatWire().delta(self.heat(0, 5, 0), 12345)
+    def test_heatmap_is_sent_whole_for_an_unknown_state(self) -> None:
+        told = HeatmapDeltas().delta(self.heat(0, 5, 0), 12345)
         assert told is not None
         assert told["columns"] == [-1] * 5
         assert told["ranks"] == [0, 1, 2]
@@ -200,36 +202,43 @@ class Browser:
         self.id, self.first = told["id"], told["first"]
 
 
-class TestLight:
-    def test_components_as_plain_data(self) -> None:
-        made = html.Div(
-            [None, "a & <b>", dcc.Link("rank 5", href="/rank/5")], className="x", style={"width": "3%"}
+class TestParts:
+    def test_part_is_its_tag_properties_and_children(self) -> None:
+        made = part(
+            html.Div(
+                [None, "a & <b>", dcc.Link("rank 5", href="/rank/5")],
+                id="x",
+                className="y",
+                style={"width": "3%"},
+            )
         )
-        assert light(made) == {
-            "t": "div",
-            "a": {"class": "x", "style": "width:3%"},
-            "c": ["a & <b>", {"t": "a", "a": {"href": "/rank/5"}, "c": "rank 5"}],
-        }
-        assert light([html.Details(open=True), None, 3]) == [{"t": "details", "a": {"open": ""}}, "3"]
+        link = ["link", {"href": "/rank/5"}, "rank 5"]
+        assert made.content == [
+            "div",
+            {"id": "x", "className": "y", "style": {"width": "3%"}},
+            "a & <b>",
+            link,
+        ]
+        assert part(html.Details(id="z", open=True)).content == ["details", {"id": "z", "open": True}]
 
 
-class TestPlace:
+class TestRoute:
     @given(st.text(min_size=1, max_size=20), st.text(max_size=20))
-    def test_a_link_leads_where_it_says(self, key: str, value: str) -> None:
-        path, _, search = Place(query=(("run", "r1"),)).to("node", key, a=value or None).partition("?")
-        place = Place.of(path, "?" + search)
-        assert place is not None
-        assert (place.page, place.key, place.get("run")) == ("node", key, "r1")
-        assert place.get("a") == (value or None)
+    def test_link_is_read_as_the_route_it_was_made_of(self, key: str, value: str) -> None:
+        path, _, search = Route(query=(("run", "r1"),)).to("node", key, a=value or None).partition("?")
+        route = Route.of(path, "?" + search)
+        assert route is not None
+        assert (route.page, route.key, route.get("run")) == ("node", key, "r1")
+        assert route.get("a") == (value or None)
 
-    def test_a_part_of_the_selection_changes(self) -> None:
-        place = Place("overview", "", (("run", "r1"), ("stage", "data")))
-        assert place.here(stage=None) == "/?run=r1"
-        assert place.here(stage="forward") == "/?run=r1&stage=forward"
+    def test_link_changes_a_part_of_the_selection(self) -> None:
+        route = Route("overview", "", (("run", "r1"), ("stage", "data")))
+        assert route.here(stage=None) == "/?run=r1"
+        assert route.here(stage="forward") == "/?run=r1&stage=forward"
 
 
 class TestFigures:
-    def test_every_axis_has_a_unit_or_the_figure_says_why_it_is_empty(self) -> None:
+    def test_figure_has_a_unit_on_every_axis_or_says_why_it_is_empty(self) -> None:
         line = {name: [1.0, 2.0] for name in ("median_ms", "p10_ms", "p90_ms", "worst_ms")}
         full = [
             figures.exposed([1, 2], {"data": [1.0, None]}),
@@ -245,16 +254,20 @@ class TestFigures:
         ):
             assert figure["layout"]["annotations"][0]["text"]
 
-    def test_a_slow_first_step_is_cut_off_and_said(self) -> None:
+    def test_figure_cuts_off_a_slow_first_step_and_says_so(self) -> None:
         figure = figures.lines(range(200), {"a": [2310.0] + [100.0] * 199}, "ms", unit="ms")
         assert figure["layout"]["yaxis"]["autorangeoptions"]["maxallowed"] < 200
         assert "2,310 ms" in figure["layout"]["annotations"][0]["text"]
 
-    def test_a_sparkline_has_gaps_where_nothing_is_known(self) -> None:
+    def test_line_keeps_the_colour_of_its_legend_where_another_was_not_measured(self) -> None:
+        (drawn,) = figures.lines([1, 2], {"used": [None, None], "installed": [1.0, 2.0]}, "GB")["data"]
+        assert (drawn["name"], drawn["line"]["color"]) == ("installed", figures.LINES[1])
+
+    def test_sparkline_has_gaps_where_nothing_is_known(self) -> None:
         assert str(figures.spark([1.0, None, 2.0, 3.0])).count("M") == 2
         assert figures.spark([1.0, None]) is None
 
 
 class TestSentences:
     def test_numbers_stay_with_their_units(self) -> None:
-        assert bits.marked("41 ms, 12 % of `data`")[0] == "41\u00a0ms, 12\u00a0% of "
+        assert components.marked("41 ms, 12 % of `data`")[0] == "41\u00a0ms, 12\u00a0% of "

@@ -19,8 +19,8 @@ import waitress
 from sessions import Rank, Relay, aggregation
 
 from traceml_ray.dash_app import run, security
-from traceml_ray.dash_app.board import Board
 from traceml_ray.dash_app.server import create_app
+from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.dash_app.source import open_source
 from traceml_ray.settings import SettingError
 
@@ -34,9 +34,9 @@ class Server:
     def __init__(self, folder: Path, token: str | None, hosts: list[str]) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = self._listening.getsockname()[1]
-        board = Board(open_source(str(folder), str(folder.parent), None))
-        board.poll()
-        app = create_app(board, token=token, hosts=hosts)
+        pages = SessionPages(open_source(str(folder), str(folder.parent), None))
+        pages.poll()
+        app = create_app(pages, token=token, hosts=hosts)
         self._waitress: Any = waitress.create_server(app.server, sockets=[self._listening], **run._WAITRESS)
         self._thread = threading.Thread(target=self._waitress.run, daemon=True)
         self._thread.start()

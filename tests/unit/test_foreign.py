@@ -12,7 +12,7 @@ import pytest
 from sessions import Clock, Rank, Relay, aggregation, identity
 
 from traceml_ray import cli, session, wire
-from traceml_ray.dash_app import sessions
+from traceml_ray.dash_app.pages import sessions
 from traceml_ray.dash_app.source import StoredSource, _attachment
 from traceml_ray.files import read_file
 from traceml_ray.launchers import control, torchrun

@@ -12,19 +12,19 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from traceml_ray.dash_app import metrics
-from traceml_ray.dash_app.board import Board
+from traceml_ray.dash_app.session_pages import SessionPages
 
 Parse = Callable[[str], Iterable[Metric]]
 
 
 @pytest.fixture
-def board(tmp_path: Path) -> Board:
+def pages(tmp_path: Path) -> SessionPages:
     played = Played(tmp_path / "demo")
-    board = Board(played.source, clock=played.clock, timer=played.clock.timer)
+    pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
     for _ in range(30):
         played.play()
-        board.poll()
-    return board
+        pages.poll()
+    return pages
 
 
 def values(body: bytes, parse: Parse) -> dict[str, dict[frozenset[str], float]]:
@@ -40,8 +40,8 @@ def values(body: bytes, parse: Parse) -> dict[str, dict[frozenset[str], float]]:
     return found
 
 
-def test_metrics_hold_what_is_known(board: Board) -> None:
-    body, content_type = metrics.exposition(board)
+def test_metrics_hold_what_is_known(pages: SessionPages) -> None:
+    body, content_type = metrics.exposition(pages)
     found = values(body, text_string_to_metric_families)
     assert content_type == "text/plain; version=0.0.4; charset=utf-8"
     assert b"# TYPE traceml_rank_busy_seconds gauge\n" in body and b"# EOF" not in body
@@ -51,8 +51,8 @@ def test_metrics_hold_what_is_known(board: Board) -> None:
     assert len(found["traceml_rank_busy_seconds"]) == 8
 
 
-def test_metrics_of_nodes_follow_the_table_of_quantities(board: Board) -> None:
-    found = values(metrics.exposition(board)[0], text_string_to_metric_families)
+def test_metrics_of_nodes_follow_the_table_of_quantities(pages: SessionPages) -> None:
+    found = values(metrics.exposition(pages)[0], text_string_to_metric_families)
     node, device = frozenset({"job", "host-1"}), frozenset({"job", "host-1", "1"})
     assert found["traceml_node_cpu_ratio"][node] == 0.5
     assert found["traceml_node_net_rx_bytes_total"][node] > 1 << 27
@@ -61,28 +61,28 @@ def test_metrics_of_nodes_follow_the_table_of_quantities(board: Board) -> None:
     assert found["traceml_node_psi_io_ratio"][node] == 0.02
 
 
-def test_metrics_are_openmetrics_where_that_is_asked_for(board: Board) -> None:
+def test_metrics_are_openmetrics_where_that_is_asked_for(pages: SessionPages) -> None:
     body, content_type = metrics.exposition(
-        board, "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
+        pages, "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
     )
     assert content_type.startswith("application/openmetrics-text; version=1.0.0; charset=utf-8")
     assert body.endswith(b"# EOF\n") and b"# UNIT traceml_step_seconds seconds\n" in body
     found = values(body, openmetrics.text_string_to_metric_families)
-    assert found == values(metrics.exposition(board)[0], text_string_to_metric_families)
+    assert found == values(metrics.exposition(pages)[0], text_string_to_metric_families)
 
 
 @pytest.mark.parametrize(
     "accept", ["application/openmetrics-text; version=x", "text/plain;version=1.y", ",;;="]
 )
-def test_metrics_are_plain_text_for_a_header_that_is_none(board: Board, accept: str) -> None:
-    assert metrics.exposition(board, accept)[1] == "text/plain; version=0.0.4; charset=utf-8"
+def test_metrics_are_plain_text_for_a_header_that_is_none(pages: SessionPages, accept: str) -> None:
+    assert metrics.exposition(pages, accept)[1] == "text/plain; version=0.0.4; charset=utf-8"
 
 
 def test_metrics_of_a_session_without_ranks(tmp_path: Path) -> None:
     played = Played(tmp_path / "demo")
-    board = Board(played.source, clock=played.clock, timer=played.clock.timer)
-    assert metrics.health(board) == {"status": "ok", "state": "empty"}
-    found = values(metrics.exposition(board)[0], text_string_to_metric_families)
+    pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
+    assert metrics.health(pages) == {"status": "ok", "state": "empty"}
+    found = values(metrics.exposition(pages)[0], text_string_to_metric_families)
     assert found["traceml_state"][frozenset({"empty"})] == 1
     assert sum(found["traceml_state"].values()) == 1
     assert not {"traceml_step_seconds", "traceml_node_cpu_ratio", "traceml_verdict"} & found.keys()

@@ -12,7 +12,7 @@ from played import Played
 from traceml_ray import session
 from traceml_ray.attachment import Attachment
 from traceml_ray.dash_app import source as sources
-from traceml_ray.dash_app.board import Board
+from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.dash_app.source import (
     LiveSource,
     LocalSource,
@@ -37,7 +37,7 @@ def recorded(folder: Path, seconds: int = 10) -> Played:
 
 def test_nothing_yet_and_then_a_session(tmp_path: Path) -> None:
     source = open_source(None, str(tmp_path), None)
-    board = Board(source)
+    board = SessionPages(source)
     assert board.poll() and board.view("overview")["state"] == "empty"
     text = board.view("header")["state_text"]
     assert str(tmp_path) in text and "traceml_ray.launch" in text
@@ -73,7 +73,7 @@ def test_a_live_session_that_lets_nobody_attach_is_read_from_its_file(tmp_path: 
     played = recorded(held.path)
     write_live(held.path, Live(1, str(tmp_path / "relay.sock"), "traceml", NOWHERE))
     source = open_source("demo", str(tmp_path), None)
-    board = Board(source, clock=played.clock, timer=played.clock.timer)
+    board = SessionPages(source, clock=played.clock, timer=played.clock.timer)
     board.poll()
     assert (board.view("header")["state"], source.stored) == ("live", False)
     played.play(5)
@@ -99,7 +99,9 @@ def test_when_the_aggregator_has_gone_for_good_its_file_takes_over(
         return played.aggregator.query(request)
 
     monkeypatch.setattr(LiveSource, "_query", query)
-    board = Board(open_source("demo", str(tmp_path), None), clock=played.clock, timer=played.clock.timer)
+    board = SessionPages(
+        open_source("demo", str(tmp_path), None), clock=played.clock, timer=played.clock.timer
+    )
     board.poll()
     assert board.view("header")["state"] == "live"
     alive.clear()

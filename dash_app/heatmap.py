@@ -1,9 +1,9 @@
 """
-The rank × time heatmap on its way to a browser: all of it once, then only what is new.
+What a browser lacks of the rank × time heatmap: all of it once, then only the columns that are new.
 
-The matrix is uint8, a column of it is one step or some steps of all ranks. A browser says which state
-it has (a checksum); of the few newest states the server knows what was in them, and sends the columns
-that are not there. Whatever is unknown is sent anew, so a browser is never wrong, only slower.
+The matrix is uint8; a column is one step, or some steps, of all ranks. A browser names the state that it has
+(a checksum); the server keeps the few newest states, and sends the columns that differ, or all if it does
+not have that state. Not `Patch` or `extendData`: old columns change, too, and browsers group rows by node.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class _State(NamedTuple):
     z: np.ndarray[Any, np.dtype[np.uint8]]
 
 
-class HeatWire:
-    """Remembers the newest states of the heatmaps that were sent."""
+class HeatmapDeltas:
+    """Keeps the newest states of the heatmaps that were sent."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,7 +39,7 @@ class HeatWire:
         Return what a browser that has `base` needs to draw `heat`; None where it has it already.
 
         `columns` says for each column which column of `base` it is, or -1: then it is the next one
-        in `z`, R bytes each, base64. Without `base` in the answer all columns are new and the rows are told.
+        in `z`, R bytes each, base64. Without `base` in the answer all columns are new, and it has the rows.
         """
         z = np.ascontiguousarray(heat["z"], dtype=np.uint8)
         about = {name: heat[name] for name in ("ranks", "nodes", "stage", "by")}
@@ -53,11 +53,11 @@ class HeatWire:
                 self._states.popitem(last=False)
         if name == base:
             return None
-        told = {"id": name, "first": heat["first"], "last": heat["last"]}
+        delta = {"id": name, "first": heat["first"], "last": heat["last"]}
         if before is None or before.rows != rows:
-            return {**told, **about, "columns": [-1] * z.shape[1], "z": _packed(z)}
+            return {**delta, **about, "columns": [-1] * z.shape[1], "z": _packed(z)}
         columns = _same(before, heat["first"], z)
-        return {**told, "base": base, "columns": columns.tolist(), "z": _packed(z[:, columns < 0])}
+        return {**delta, "base": base, "columns": columns.tolist(), "z": _packed(z[:, columns < 0])}
 
 
 def _same(before: _State, first: list[int], z: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:

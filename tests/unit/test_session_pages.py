@@ -1,4 +1,4 @@
-"""The board of the web app: its numbers are the report's, live or stored, and its memory has a bound."""
+"""The data of the web app: its numbers are the report's, live or stored, and its memory has a bound."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from snapshot import Snapshot
 from traceml_ray import wire
 from traceml_ray.analysis.spread import MISSING, deviations, quantiles
 from traceml_ray.dash_app import metrics
-from traceml_ray.dash_app.board import Board
+from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.dash_app.source import StoredSource
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.summary import summarize
@@ -36,14 +36,14 @@ def played(tmp_path: Path) -> Played:
     return Played(tmp_path / "demo")
 
 
-def followed(played: Played, seconds: int = 30, **fields: Any) -> Board:
-    """A board that looks on while a session is played."""
-    board = Board(played.source, clock=played.clock, timer=played.clock.timer)
+def followed(played: Played, seconds: int = 30, **fields: Any) -> SessionPages:
+    """Pages that are polled while a session is played."""
+    pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
     for _ in range(seconds):
         played.play(5, **fields)
-        board.poll()
-    assert not board.errors
-    return board
+        pages.poll()
+    assert not pages.errors
+    return pages
 
 
 def _read(view: dict[str, Any]) -> list[str]:
@@ -57,7 +57,9 @@ def same(one: Any, other: Any) -> bool:
     """Whether two payloads are equal, arrays and all."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
+    if isinstance(one, np.ndarray):
+        return bool(np.array_equal(one, other, equal_nan=True))
+    return bool(one == other)
 
 
 def tile(view: dict[str, Any], key: str) -> float:
@@ -77,11 +79,11 @@ def test_numbers_are_those_of_the_summary(
     with SessionFile(played.folder / "session.sqlite") as session:
         summary = summarize(session, LIMITS)
     source = StoredSource(played.folder)
-    stored = Board(source)
+    stored = SessionPages(source)
     stored.poll()
     steps = summary["steps"]
-    for board in (live, stored):
-        view = board.view("overview")
+    for pages in (live, stored):
+        view = pages.view("overview")
         assert tile(view, "median") == pytest.approx(steps["median_ms"], rel=1e-6)
         assert tile(view, "p95") == pytest.approx(steps["p95_ms"], rel=1e-6)
         assert tile(view, "worst") == pytest.approx(1 + steps["global_skew_pct"] / 100, abs=1e-4)
@@ -92,7 +94,7 @@ def test_numbers_are_those_of_the_summary(
         found = {card["label"]: card for card in view["nodes"]}
         for node, ms in steps["per_node_median_ms"].items():
             assert found[node]["median_ms"] == pytest.approx(ms, rel=1e-6)
-            rows = board.view("node", node=node)["ranks"]
+            rows = pages.view("node", node=node)["ranks"]
             medians = {str(row["rank"]): row["median_ms"] for row in rows}
             assert medians == pytest.approx({r: steps["per_rank_median_ms"][r] for r in medians}, rel=1e-6)
         assert max(card["slower_pct"] for card in view["nodes"]) == pytest.approx(
@@ -111,10 +113,10 @@ def test_stored_equals_live(played: Played) -> None:
     live = followed(played)
     played.end()
     live.poll()
-    stored = Board(StoredSource(played.folder), clock=played.clock, timer=played.clock.timer)
+    stored = SessionPages(StoredSource(played.folder), clock=played.clock, timer=played.clock.timer)
     stored.poll()
     for stage in ("total", "data"):
-        one, other = (board.view("overview", stage=stage) for board in (live, stored))
+        one, other = (pages.view("overview", stage=stage) for pages in (live, stored))
         assert all(same(one[name], other[name]) for name in DRAWN)
         assert one["events"] == other["events"]
     for page, selection in (
@@ -123,7 +125,7 @@ def test_stored_equals_live(played: Played) -> None:
         ("events", {}),
         ("cell", CELL),
     ):
-        one, other = (board.view(page, **selection) for board in (live, stored))
+        one, other = (pages.view(page, **selection) for pages in (live, stored))
         own = one.keys() - live.view("header").keys() - OF_JUDGEMENT
         assert own and all(same(one[name], other[name]) for name in own)
     assert (live.view("header")["state"], stored.view("header")["state"]) == ("finished", "stored")
@@ -134,7 +136,7 @@ OF_JUDGEMENT = {"suspect", "episodes", "brief"}
 CELL = {"rank": 5, "first": 120, "last": 122}
 
 
-def test_the_late_rank_is_seen(played: Played, snapshot: Snapshot) -> None:
+def test_late_rank_is_in_verdict_heatmap_and_timeline(played: Played, snapshot: Snapshot) -> None:
     view = followed(played).view("overview")
     assert (view["verdict"]["label"], view["verdict"]["rank"]) == ("straggler", 5)
     snapshot("web", *_read(view))
@@ -152,128 +154,126 @@ def test_the_late_rank_is_seen(played: Played, snapshot: Snapshot) -> None:
 
 def test_missing_is_never_zero(played: Played, snapshot: Snapshot) -> None:
     """One rank never reports, another falls silent, a row of a third is lost on the way."""
-    board = Board(played.source, clock=played.clock, timer=played.clock.timer)
+    pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
     for second in range(20):
         played.play(5, silent=(7, 2) if second >= 8 else (7,), lost=(3,) if second == 4 else ())
-        board.poll()
-    heat = board.view("overview")["heat"]
+        pages.poll()
+    heat = pages.view("overview")["heat"]
     z, ranks, first = heat["z"], heat["ranks"], heat["first"]
     assert (z[ranks.index(7)] == MISSING).all()
     assert heat["nodes"][ranks.index(7)] == "no report"
     assert (z[ranks.index(2)][np.array(first) >= 40] == MISSING).all()
     assert (z[ranks.index(0)] != MISSING).all() and first == list(range(1, 100))
     assert (z[ranks.index(3)] == MISSING).tolist() == [20 <= step < 25 for step in first]
-    exposed = board.view("overview")["exposed"]["stages"]["forward"]
-    assert [value is None for value in exposed] == [20 <= step < 25 or step >= 40 for step in first]
-    rows = {row["rank"]: row for row in board.view("node", node="node-0")["ranks"]}
+    exposed = pages.view("overview")["exposed"]["stages"]["forward"]
+    assert np.isnan(exposed).tolist() == [20 <= step < 25 or step >= 40 for step in first]
+    rows = {row["rank"]: row for row in pages.view("node", node="node-0")["ranks"]}
     assert rows[2]["busy"][-1] is None and rows[1]["busy"][-1] > 0
-    assert board.view("cell", rank=2, first=90, last=92)["busy_ms"] is None
-    header = board.view("header")
+    assert pages.view("cell", rank=2, first=90, last=92)["busy_ms"] is None
+    header = pages.view("header")
     snapshot("web", header["state_text"], header["coverage_text"])
-    nobody = board.view("rank", rank=7)
+    nobody = pages.view("rank", rank=7)
     assert (nobody["rank"], nobody["stages"]) == (None, {})
 
 
-def test_of_a_job_said_to_be_huge_the_lowest_missing_ranks_are_shown(
-    tmp_path: Path, snapshot: Snapshot
-) -> None:
+def test_heatmap_has_the_lowest_missing_ranks_of_a_huge_job(tmp_path: Path, snapshot: Snapshot) -> None:
     aggregator, clock, relay = aggregation(tmp_path / "s"), Clock(), Relay()
-    board = Board(PlayedSource(aggregator), clock=clock, timer=clock.timer)
+    pages = SessionPages(PlayedSource(aggregator), clock=clock, timer=clock.timer)
     ranks = [Rank(number, 1 << 20) for number in (0, 1)]
     for _ in range(2):
         aggregator.ingest(relay.message(*(rank.batch(20) for rank in ranks)))
         assert aggregator.commit()
-        board.poll()
-    snapshot("web", board.view("header")["state_text"])
-    assert board.view("overview")["heat"]["ranks"] in ([], [0, 2])
+        pages.poll()
+    snapshot("web", pages.view("header")["state_text"])
+    assert pages.view("overview")["heat"]["ranks"] in ([], [0, 2])
 
 
-def test_what_comes_late_is_put_where_it_belongs(played: Played) -> None:
+def test_rows_that_come_late_are_in_their_columns(played: Played) -> None:
     """A node is cut off for longer than anybody waits for it; one rank begins late."""
-    other = Board(played.source, clock=played.clock, timer=played.clock.timer)
-    board = Board(played.source, clock=played.clock, timer=played.clock.timer)
+    other = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
+    pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
     for second in range(30):
         cut_off = (4, 5, 6, 7) if 8 <= second < 20 else (2,) if second < 7 else ()
         played.play(5, late=cut_off)
-        board.poll()
-        z = board.view("overview")["heat"]["z"]
+        pages.poll()
+        z = pages.view("overview")["heat"]["z"]
         if second == 18:
             assert (z[4:, -40:] == MISSING).all() and (z[:4] != MISSING).all()
-    assert not board.errors
+    assert not pages.errors
     other.poll()
-    one, whole = board.view("overview"), other.view("overview")
+    one, whole = pages.view("overview"), other.view("overview")
     assert (one["heat"]["z"] != MISSING).all()
     assert all(same(one[name], whole[name]) for name in DRAWN)
 
 
 def test_states(played: Played, snapshot: Snapshot) -> None:
-    board = Board(played.source, clock=played.clock, timer=played.clock.timer)
+    pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
     played.source.down = True
-    assert board.poll() and board.view("overview")["state"] == "empty"
-    snapshot("web", board.view("header")["state_text"])
+    assert pages.poll() and pages.view("overview")["state"] == "empty"
+    snapshot("web", pages.view("header")["state_text"])
     played.source.down = False
-    board.poll()
-    assert board.view("overview")["state"] == "waiting"
+    pages.poll()
+    assert pages.view("overview")["state"] == "waiting"
     played.play(0)
-    board.poll()
-    snapshot("web", board.view("header")["state_text"])
+    pages.poll()
+    snapshot("web", pages.view("header")["state_text"])
     played.play(50)
-    assert board.poll() and board.view("header")["state"] == "live"
-    before, machine = board.view("overview"), board.view("node", node="host-1")["samples"]
+    assert pages.poll() and pages.view("header")["state"] == "live"
+    before, machine = pages.view("overview"), pages.view("node", node="host-1")["samples"]
     played.source.down = True
-    assert board.poll()
-    stale = board.view("overview")
+    assert pages.poll()
+    stale = pages.view("overview")
     assert stale["state"] == "stale"
     snapshot("web", stale["state_text"])
     assert all(same(stale[name], before[name]) for name in DRAWN)
     played.clock.tick(30)
-    assert not board.poll()
-    assert board.view("header")["age_s"] == 30
-    assert board.view("node", node="host-1")["samples"] == machine and machine["t_ns"]
-    assert board.view("rank", rank=1)["process"]["t_ns"] == []
+    assert not pages.poll()
+    assert pages.view("header")["coverage_text"].endswith(" 30 s old")
+    assert pages.view("node", node="host-1")["samples"] == machine and machine["t_ns"]
+    assert pages.view("rank", rank=1)["process"]["t_ns"] == []
     played.source.down = False
-    assert board.poll() and board.view("header")["state"] == "live"
+    assert pages.poll() and pages.view("header")["state"] == "live"
     played.end()
-    assert board.poll() and board.view("header")["state"] == "finished"
-    assert not board.errors
+    assert pages.poll() and pages.view("header")["state"] == "finished"
+    assert not pages.errors
 
 
-def test_a_new_attempt_and_a_new_run_take_over(played: Played, snapshot: Snapshot) -> None:
-    board = followed(played, 10)
+def test_new_attempt_and_new_run_take_over(played: Played, snapshot: Snapshot) -> None:
+    pages = followed(played, 10)
     played.begin(attempt=1)
     played.late = None
     for _ in range(6):
         played.play(5)
-        board.poll()
-    assert board.view("overview")["heat"]["first"] == list(range(1, 30))
-    assert board.view("rank", rank=3)["rank"]["attempt"] == 1
+        pages.poll()
+    assert pages.view("overview")["heat"]["first"] == list(range(1, 30))
+    assert pages.view("rank", rank=3)["rank"]["attempt"] == 1
     played.begin(job_id="second")
     for _ in range(4):
         played.play(5)
-        board.poll()
-    view = board.view("overview")
+        pages.poll()
+    view = pages.view("overview")
     assert (view["session"]["run"], view["step"]) == ("second", 19)
-    first = board.view("overview", run="job")
+    first = pages.view("overview", run="job")
     assert (first["session"]["run"], first["step"]) == ("job", 29)
     assert first["heat"]["first"] == list(range(1, 30))
     assert [run["id"] for run in view["session"]["runs"]] == ["job", "second"]
-    none = board.view("header", run="third")
+    none = pages.view("header", run="third")
     assert (none["session"]["run"], none["step"]) == ("second", 19)
     snapshot("web", none["state_text"])
 
 
-def test_one_message_a_tick_however_many_look(played: Played) -> None:
-    board = followed(played, 5)
-    board.view("overview")  # the first look asks for what is drawn
+def test_one_message_a_tick_for_all_browsers(played: Played) -> None:
+    pages = followed(played, 5)
+    pages.view("overview")  # the first look asks for what is drawn
     asked = played.source.asked
-    views = [board.view("overview") for _ in range(20)]
+    views = [pages.view("overview") for _ in range(20)]
     assert played.source.asked == asked
     assert all(view["heat"]["z"] is views[0]["heat"]["z"] for view in views)
     played.play(5)
-    board.poll()
+    pages.poll()
     assert played.source.asked == asked + 1
     assert views[0]["heat"]["z"].shape[1] == 24  # what was handed out stays as it was
-    assert board.view("overview")["heat"]["z"].shape[1] == 29
+    assert pages.view("overview")["heat"]["z"].shape[1] == 29
 
 
 class Slow(PlayedSource):
@@ -284,35 +284,35 @@ class Slow(PlayedSource):
         return super().reply(message)
 
 
-def slow(played: Played) -> Board:
+def slow(played: Played) -> SessionPages:
     source = Slow(played.aggregator)
     source.clock = played.clock
-    return Board(source, clock=played.clock, timer=played.clock.timer)
+    return SessionPages(source, clock=played.clock, timer=played.clock.timer)
 
 
-def test_an_aggregator_that_is_long_ahead_is_caught_up_with(played: Played) -> None:
+def test_poll_catches_up_with_an_aggregator_far_ahead(played: Played) -> None:
     for _ in range(400):
         played.play(20)
-    board = Board(played.source, clock=played.clock, timer=played.clock.timer)
-    board.poll()
-    assert board.view("header")["step"] == 7999
-    recent, run = (board.view("overview", span=span) for span in ("recent", "run"))
+    pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
+    pages.poll()
+    assert pages.view("header")["step"] == 7999
+    recent, run = (pages.view("overview", span=span) for span in ("recent", "run"))
     assert recent["heat"]["first"] == list(range(7700, 8000))
     assert (run["heat"]["first"][0], run["heat"]["last"][-1]) == (1, 7999)
     assert 150 < len(run["heat"]["first"]) <= 300
     assert run["heat"]["first"][1:] == [last + 1 for last in run["heat"]["last"][:-1]]
 
 
-def test_an_aggregator_that_is_slow_twice_is_left_alone_for_a_while(played: Played) -> None:
-    board = slow(played)
+def test_slow_aggregator_is_not_asked_for_a_while(played: Played) -> None:
+    pages = slow(played)
     for _ in range(3):
         played.play(5)
-        board.poll()
-    asked = board.source.asked  # type: ignore[attr-defined]
+        pages.poll()
+    asked = pages.source.asked  # type: ignore[attr-defined]
     played.play(5)
-    assert not board.poll() and board.source.asked == asked  # type: ignore[attr-defined]
+    assert not pages.poll() and pages.source.asked == asked  # type: ignore[attr-defined]
     played.clock.tick(10)
-    assert board.poll() and board.view("header")["step"] == 19
+    assert pages.poll() and pages.view("header")["step"] == 19
 
 
 def test_node_page(played: Played) -> None:
@@ -333,45 +333,45 @@ def test_node_page(played: Played) -> None:
         0,
     )
     assert gpu["nvlink_rx_bps"][-1] == pytest.approx(1 << 30)
-    assert board_node(page, "host-1")["gpu_mem_pct"] == pytest.approx(100 * 60 / 140)
+    assert card_of(page, "host-1")["gpu_mem_pct"] == pytest.approx(100 * 60 / 140)
     rank = page["ranks"][1]
     assert (rank["rank"], rank["local_rank"], rank["last_step"], rank["open_stage"]) == (5, 1, 59, "forward")
     assert (rank["rss_bytes"], rank["gpu"], rank["state"]) == ((900 + 5 * 12) << 20, 1, "running")
 
 
-def board_node(page: dict[str, Any], label: str) -> dict[str, Any]:
+def card_of(page: dict[str, Any], label: str) -> dict[str, Any]:
     return next(card for card in page["nodes"] if card["label"] == label)
 
 
-def test_critical_errors_of_a_device_are_on_its_node_page(played: Played) -> None:
-    board = followed(played, 6)
+def test_node_page_has_the_critical_errors_of_a_device(played: Played) -> None:
+    pages = followed(played, 6)
     told = [{"gpu": 1, "xid": 31}, {"gpu": 1}, {"xid": 79}, {"gpu": 1, "xid": 79}]  # two by somebody else
     events = [wire.Event("xid", played.clock(), message="GPU", data=data) for data in told]
     played.aggregator.ingest(played.relays[1].message(events=events))
-    assert played.aggregator.commit() and board.poll()
-    assert [gpu["xid"] for gpu in board.view("node", node="node-1")["gpus"]] == [None, [79, 31]]
+    assert played.aggregator.commit() and pages.poll()
+    assert [gpu["xid"] for gpu in pages.view("node", node="node-1")["gpus"]] == [None, [79, 31]]
 
 
-def test_of_a_flood_of_events_only_the_newest_are_fetched(played: Played) -> None:
-    board = followed(played, 2)
+def test_events_of_a_flood_are_the_newest(played: Played) -> None:
+    pages = followed(played, 2)
     for part in range(3):
         events = [wire.Event("note", 1000 * part + n, message="x") for n in range(1000)]
         played.play(5, events=events, silent=tuple(range(1, played.world)))
-    run = board.newest
+    run = pages.newest
     assert run is not None
     [asked] = [request for request in run.questions(0.0) if isinstance(request, query.Events)]
     page = query.ask_one(played.source.reply, asked)
     found, cursor = page.items, page.cursor
     assert len(found) == 2000 and [event["t_ns"] for event in found] == list(range(1000, 3000))
-    assert board.poll() and len(run.events) == 2000
+    assert pages.poll() and len(run.events) == 2000
     assert cursor >= 3000
 
 
-def test_a_machine_without_sensors_has_none(tmp_path: Path) -> None:
+def test_node_page_without_sensors_has_no_devices(tmp_path: Path) -> None:
     played = Played(tmp_path / "demo", 2, late=None, gpus=0)
     page = followed(played, 3).view("node", node="host-0")
     assert page["gpus"] == []
-    assert board_node(page, "host-0")["gpu_util_pct"] is None
+    assert card_of(page, "host-0")["gpu_util_pct"] is None
 
 
 def test_rank_page(played: Played) -> None:
@@ -402,25 +402,24 @@ def test_episodes_are_shown_live_and_stored(played: Played) -> None:
     with SessionFile(played.folder / "session.sqlite") as session:
         write_reports(SessionFolder(played.folder), session, LIMITS)
     source = StoredSource(played.folder)
-    board = Board(source, clock=played.clock, timer=played.clock.timer)
-    board.poll()
-    (stored,) = board.view("events")["episodes"]
+    pages = SessionPages(source, clock=played.clock, timer=played.clock.timer)
+    pages.poll()
+    (stored,) = pages.view("events")["episodes"]
     source.close()
     assert (stored["rank"], stored["from_step"], stored["to_step"]) == (5, played.onset, 149)
     assert stored["started_at"] < stored["ended_at"]
 
 
-def test_events_can_be_chosen(played: Played) -> None:
-    board = followed(played, 25, events=[wire.Event("note", 1_700_000_000_000_000_000, message="here")])
-    every = board.view("events")
+def test_events_are_selected_by_kind_rank_and_node(played: Played) -> None:
+    pages = followed(played, 25, events=[wire.Event("note", 1_700_000_000_000_000_000, message="here")])
+    every = pages.view("events")
     assert every["kinds"]["note"] == 200 and every["kinds"]["verdict"] == 2
     moments = [event["t_ns"] for event in every["events"]]
     assert moments == sorted(moments, reverse=True)
-    assert {event["rank"] for event in board.view("events", rank=3)["events"]} == {3}
-    assert {event["node"] for event in board.view("events", node="node-1", kind="note")["events"]} == {
+    assert {event["rank"] for event in pages.view("events", rank=3)["events"]} == {3}
+    assert {event["node"] for event in pages.view("events", node="node-1", kind="note")["events"]} == {
         "host-1"
     }
-    assert len({event["id"] for event in every["events"]}) == len(moments)
 
 
 def test_sessions_side_by_side(tmp_path: Path) -> None:
@@ -431,7 +430,7 @@ def test_sessions_side_by_side(tmp_path: Path) -> None:
         played.end()
     with SessionFile(tmp_path / "slow" / "session.sqlite") as session:
         write_reports(SessionFolder(tmp_path / "slow"), session, LIMITS)
-    view = Board(StoredSource(tmp_path / "good")).view("sessions", a="good", b="slow")
+    view = SessionPages(StoredSource(tmp_path / "good")).view("sessions", a="good", b="slow")
     found = {session["name"]: session for session in view["sessions"]}
     assert (found["good"]["label"], found["slow"]["label"], found["slow"]["rank"]) == (
         "healthy",
@@ -444,29 +443,29 @@ def test_sessions_side_by_side(tmp_path: Path) -> None:
     assert rows["exposed data"]["b"] - rows["exposed data"]["a"] == pytest.approx(12, abs=0.2)
 
 
-def test_above_a_thousand_ranks_a_row_is_a_node(tmp_path: Path) -> None:
-    board = followed(Played(tmp_path / "demo", 1032, per_node=8, late=1029, onset=10, gpus=0), 4)
-    heat = board.view("overview")["heat"]
+def test_heatmap_above_a_thousand_ranks_has_a_row_per_node(tmp_path: Path) -> None:
+    pages = followed(Played(tmp_path / "demo", 1032, per_node=8, late=1029, onset=10, gpus=0), 4)
+    heat = pages.view("overview")["heat"]
     assert (heat["by"], heat["z"].shape, heat["nodes"][-1]) == ("node", (129, 19), "host-128")
     assert (heat["z"][-1, 10:] == 254).all() and (heat["z"][:-1] < 160).all()
-    assert board.view("cell", rank=heat["ranks"][-1], first=15, last=15)["rank"] == 1029
+    assert pages.view("cell", rank=heat["ranks"][-1], first=15, last=15)["rank"] == 1029
 
 
 def test_past_sessions_open_in_the_same_pages(tmp_path: Path) -> None:
     for name, late in (("old", 1), ("now", None)):
         played = Played(tmp_path / name, 2, late=late, onset=0)
-        board = followed(played, 12)
+        pages = followed(played, 12)
         if name == "old":
             played.end()
-    assert board.view("header")["session"]["id"] == "now"
-    old = board.view("overview", session="old")
+    assert pages.view("header")["session"]["id"] == "now"
+    old = pages.view("overview", session="old")
     assert (old["session"]["id"], old["state"], old["step"]) == ("old", "stored", 59)
     assert old["verdict"]["rank"] == 1 and len(old["heat"]["first"]) == 59
-    assert board.view("rank", session="old", rank=1)["rank"]["state"] == "finished"
+    assert pages.view("rank", session="old", rank=1)["rank"]["state"] == "finished"
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "session.sqlite").write_bytes(b"no database")
     for name in ("gone", "bad", "../old", "now", str(tmp_path / "old")):
-        assert board.view("header", session=name)["session"]["id"] == "now"
+        assert pages.view("header", session=name)["session"]["id"] == "now"
 
 
 class Held:
@@ -492,21 +491,21 @@ class Held:
 def test_slow_aggregator_holds_up_only_who_needs_its_answer(
     played: Played, monkeypatch: pytest.MonkeyPatch, page: str, selection: dict[str, Any], kind: Any
 ) -> None:
-    board = followed(played)
-    board.runs = [*board.runs, {**board.runs[0], "id": "a", "name": "a"}]  # one that is not followed yet
+    pages = followed(played)
+    pages.runs = [*pages.runs, {**pages.runs[0], "id": "a", "name": "a"}]  # one that is not followed yet
     held = Held(played.source, monkeypatch, kind)
-    slow = ThreadPoolExecutor(1).submit(board.view, page, **selection)
+    slow = ThreadPoolExecutor(1).submit(pages.view, page, **selection)
     assert held.waits.wait(30)
-    others = ThreadPoolExecutor(1).submit(board.view, "overview")
+    others = ThreadPoolExecutor(1).submit(pages.view, "overview")
     assert others.result(30)["state"] == "live"
     assert not slow.done()
     held.go.set()
     page_now = slow.result(30)
     if page == "health":
-        assert page_now["ledger"]["stored"] == board.view("health")["ledger"]["stored"] > 0
+        assert page_now["ledger"]["stored"] == pages.view("health")["ledger"]["stored"] > 0
 
 
-def test_board_stays_open_while_another_thread_reads_it(
+def test_session_stays_open_while_another_thread_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in "abcd":
@@ -514,14 +513,14 @@ def test_board_stays_open_while_another_thread_reads_it(
         played.play(40)
         played.end()
         played.aggregator.close()
-    board = Board(StoredSource(tmp_path / "a"))
-    assert board.poll()
+    pages = SessionPages(StoredSource(tmp_path / "a"))
+    assert pages.poll()
     held = Held(StoredSource, monkeypatch, query.Verdict)
-    reading = ThreadPoolExecutor(1).submit(board.view, "overview", session="b")
+    reading = ThreadPoolExecutor(1).submit(pages.view, "overview", session="b")
     assert held.waits.wait(30)
     monkeypatch.undo()
     for name in "cd":
-        assert board.view("overview", session=name)["session"]["id"] == name
+        assert pages.view("overview", session=name)["session"]["id"] == name
     held.go.set()
     seen = reading.result(30)
     assert (seen["session"]["id"], seen["state"], seen["step"]) == ("b", "stored", 39)
@@ -529,10 +528,10 @@ def test_board_stays_open_while_another_thread_reads_it(
 
 
 def test_health(played: Played) -> None:
-    board = Board(played.source, clock=played.clock, timer=played.clock.timer)
-    assert metrics.health(board) == {"status": "ok", "state": "empty"}
-    board = followed(played)
-    page = board.view("health")
+    pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
+    assert metrics.health(pages) == {"status": "ok", "state": "empty"}
+    pages = followed(played)
+    page = pages.view("health")
     assert page["ledger"]["produced"] == page["ledger"]["stored"] == 8 * 150
     assert page["overhead"]["training_thread_us_per_step"] == pytest.approx(5, rel=0.1)
     assert [relay["age_s"] for relay in page["relays"]] == [0, 0]
@@ -552,13 +551,13 @@ def test_deviations() -> None:
     assert (deviations(values, middle, np.zeros(6)) == MISSING).all()
 
 
-def test_a_few_runs_at_a_time(played: Played) -> None:
-    board = Board(played.source, clock=played.clock, timer=itertools.count(0.0, 1e-3).__next__)
+def test_few_runs_are_polled_at_a_time(played: Played) -> None:
+    pages = SessionPages(played.source, clock=played.clock, timer=itertools.count(0.0, 1e-3).__next__)
     for name in "abcdef":
         played.begin(job_id=name)
         played.play(30)
-        board.poll()
+        pages.poll()
     for name in "abcd":
-        assert board.view("overview", run=name)["session"]["run"] == name
-    assert len(board._followed) == 3
-    assert board.view("header")["session"]["run"] == "f"
+        assert pages.view("overview", run=name)["session"]["run"] == name
+    assert len(pages._polled) == 3
+    assert pages.view("header")["session"]["run"] == "f"

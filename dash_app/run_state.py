@@ -1,4 +1,4 @@
-"""One run of a session as the board keeps it: what was answered of its steps, ranks, nodes and events."""
+"""One run of a session: the newest answers about its steps, ranks, nodes and events."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.results import NodeInfo
 from traceml_ray.step_shapes import EventRow, StepTimes
 from traceml_ray.store import query
+from traceml_ray.store.nodes import node_key
 from traceml_ray.store.query import Request
 from traceml_ray.store.streams import Stream, reporting, world_size
 
@@ -17,16 +18,15 @@ from .values import as_dict
 
 MAX_EVENTS = 2000
 SLOW_RANKS, SLOW_S = 256, 5.0
-"""From so many ranks on, who they are is asked this often only."""
+"""From so many ranks on, ranks and nodes are asked for only this often."""
 
 
-class Run:
-    """One run as it is kept: the numbers of its steps, and its ranks, nodes, events and verdicts."""
+class RunState:
+    """The newest answers about one run: the numbers of its steps, its ranks, nodes, events and verdicts."""
 
     def __init__(self, run: str, limits: Thresholds) -> None:
         self.id = run
-        self.limits = limits
-        self.looked_at = 0.0
+        self.viewed_at = 0.0
         self.times: StepTimes | None = None
         """The numbers of its steps, see `analysis.step_numbers.times`."""
         self.verdict: Mapping[str, Any] | None = None
@@ -41,7 +41,7 @@ class Run:
         self._patience_ns = int(limits.report_timeout_s * 1e9)
         self._seen = 0, 0
         """Up to which events, and changes of verdict."""
-        self._asked_who = float("-inf")
+        self._asked_ranks = float("-inf")
 
     @property
     def whole(self) -> bool:
@@ -58,8 +58,8 @@ class Run:
         asked: list[Request[Any]] = [query.Verdict(self.id), query.Times(self.id)]
         asked.append(query.Events(self.id, self._seen[0], brief=True, most=MAX_EVENTS))
         asked.append(query.Verdicts(self.id, self._seen[1]))
-        if not self.ranks or len(self.ranks) < SLOW_RANKS or now - self._asked_who > SLOW_S:
-            self._asked_who = now
+        if not self.ranks or len(self.ranks) < SLOW_RANKS or now - self._asked_ranks > SLOW_S:
+            self._asked_ranks = now
             known = tuple(node["node_id"] for node in self.nodes)
             asked += [query.Ranks(self.id), query.Nodes(self.id), query.NodeSamples(known, last=1)]
         return asked
@@ -89,12 +89,17 @@ class Run:
 
     @property
     def world(self) -> int:
-        """How many ranks the job has, as far as they have said so."""
+        """How many ranks the job has, as far as known."""
         return world_size(self.ranks, None)
 
     def reporting(self) -> set[int]:
         """Return the ranks that may still deliver: neither ended nor silent for long while others are not."""
         return reporting(self.ranks, self._patience_ns)
+
+    def node_of(self, rank: int | None) -> str | None:
+        """Return the label of the node that a rank is on; None if not known."""
+        stream = self.ranks.get(rank) if rank is not None else None
+        return self.labels.get(node_key(stream), node_key(stream)) if stream and stream.identity else None
 
 
 def _state(times: StepTimes) -> tuple[object, ...]:

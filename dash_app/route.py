@@ -1,0 +1,59 @@
+"""What a URL shows: the page, its node or rank, and the selection."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import parse_qsl, quote, unquote, urlencode
+
+import msgspec
+
+# Not Dash Pages: its routes are known to its own callback alone, and a refresh and a link need them as well.
+_PATHS = {
+    "": "overview",
+    "node": "node",
+    "rank": "rank",
+    "events": "events",
+    "sessions": "sessions",
+    "ledger": "health",
+}
+SCOPE = ("session", "run")
+"""Part of the selection of every page: a link to another page keeps it."""
+
+
+class Route(msgspec.Struct, frozen=True):
+    """`page` is a name in `pages.PAGES`, `key` the node or rank, `query` the rest of the selection."""
+
+    page: str = "overview"
+    key: str = ""
+    query: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, pathname: str | None, search: str | None) -> Route | None:
+        """Read a URL; None if no page has it."""
+        first, _, key = (pathname or "/").strip("/").partition("/")
+        page = _PATHS.get(first)
+        if page is None or bool(key) != (page in ("node", "rank")):
+            return None
+        if page == "rank" and not (key.isdecimal() and len(key) < 10):
+            return None
+        query = tuple((k, v) for k, v in parse_qsl((search or "").lstrip("?"))[:8] if len(v) <= 200)
+        return cls(page, unquote(key), query)
+
+    def get(self, name: str) -> str | None:
+        """Return one value of the query."""
+        return dict(self.query).get(name)
+
+    def select(self, *names: str) -> dict[str, str]:
+        """Return those values of the query."""
+        return {name: value for name, value in self.query if name in names}
+
+    def to(self, page: str, key: Any = "", /, **query: Any) -> str:
+        """Return the link to another page; session and run stay."""
+        path = next(path for path, name in _PATHS.items() if name == page)
+        url = f"/{path}" + (f"/{quote(str(key), safe='')}" if key != "" else "")
+        given = {name: value for name, value in {**self.select(*SCOPE), **query}.items() if value is not None}
+        return url + ("?" + urlencode(given) if given else "")
+
+    def here(self, **query: Any) -> str:
+        """Return the link to this page with some of the selection changed; None removes a value."""
+        return self.to(self.page, self.key, **{**dict(self.query), **query})

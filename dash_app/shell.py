@@ -1,0 +1,266 @@
+"""The shell of every page: navigation, the session, the verdict, how fresh and how complete the data is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dash import dcc, html
+
+from traceml_ray import text
+from traceml_ray.analysis.window import missing_of
+from traceml_ray.reports.headlines import lost, named
+from traceml_ray.reports.summary import moment
+
+from .components import SIGNS, Content, aria, link, marked, part, severity
+from .route import Route
+
+if TYPE_CHECKING:
+    from .run_state import RunState
+    from .session_cache import SessionCache
+
+_TABS = {"overview": "Overview", "events": "Events", "sessions": "Sessions", "health": "Health"}
+_BADGES = {"empty": "no session", "stored": "stored file"}
+_RUNNING = ("live", "stale", "waiting")
+
+
+def data(cache: SessionCache, run: RunState | None, asked: str | None = None) -> dict[str, Any]:
+    """Return the header that all pages have; `asked` is the run that was asked for."""
+    state = state_of(cache, run)
+    verdict = run.verdict if run else None
+    return {
+        "version": cache.version,
+        "state": state,
+        "state_text": _another(cache, asked) + _state_text(cache, run, state),
+        "session": _session_data(cache, run),
+        "verdict": None if verdict is None else _verdict_data(verdict, state),
+        "coverage_text": _coverage_text(cache, run, state),
+        "step": run.last_step if run else None,
+    }
+
+
+def _session_data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
+    meta = cache.status
+    entry: Mapping[str, Any] = next(
+        (each for each in cache.runs if run is not None and each["id"] == run.id), {}
+    )
+    strategies = [stream.strategy for stream in run.ranks.values() if stream.strategy] if run else []
+    nodes = sum(bool(node["ranks"]) for node in run.nodes) if run else None
+    return {
+        "id": meta.get("session") or cache.source.target,
+        "launcher": entry.get("launcher") or meta.get("launcher"),
+        "strategy": strategies[0] if strategies else meta.get("strategy"),
+        "world_size": entry.get("world_size") or (run.world if run else None) or meta.get("world_size"),
+        "nnodes": entry.get("nnodes") or nodes,
+        "gpus": any(sample["gpus"] for sample in (run.samples if run else {}).values()),
+        "run": run.id if run else None,
+        "runs": [{name: each[name] for name in ("id", "name", "status")} for each in cache.runs],
+    }
+
+
+def _verdict_data(verdict: Mapping[str, Any], state: str) -> dict[str, Any]:
+    """Return the verdict with its headline, and the cost of all named causes so far."""
+    cost = lost(verdict) + " so far" * (state == "live") if verdict.get("lost_s") else ""
+    kept = {name: value for name, value in verdict.items() if name not in ("episodes", "brief")}
+    return {**kept, "headline": named(kept), "lost_text": cost}
+
+
+def _another(cache: SessionCache, asked: str | None) -> str:
+    known = asked is None or not cache.runs or any(asked in (each["id"], each["name"]) for each in cache.runs)
+    return "" if known else f"There is no run {asked!r} in this session; this is the newest. "
+
+
+def state_of(cache: SessionCache, run: RunState | None) -> str:
+    """Return the state in one word: empty, waiting, live, stale, finished or stored."""
+    if not cache.status:
+        return "empty"
+    if cache.source.stored:
+        return "stored"
+    if cache.status.get("status", "running") != "running":
+        return "finished"
+    if cache.stale_since_ns is not None:
+        return "stale"
+    return "live" if run is not None and run.last_step is not None else "waiting"
+
+
+def _state_text(cache: SessionCache, run: RunState | None, state: str) -> str:
+    """Return the state in one sentence, and what to do."""
+    if state == "empty":
+        return cache.trouble or "Searching for the session."
+    if state == "stale":
+        since = text.clock(moment(cache.stale_since_ns))
+        return (
+            f"Aggregator not answering since {since} UTC ({cache.trouble}). The page has what was known then."
+        )
+    if state in ("stored", "finished"):
+        status = cache.status.get("status", "running")
+        ended = "was never finished" if status == "running" else f"has ended: {status}"
+        reading = "" if run is None or run.whole else " It is still being read."
+        return f"This session {ended}; nothing changes any more.{reading}"
+    world = run.world if run else 0
+    seen = sorted(run.ranks) if run else []
+    missing = missing_of(world, seen)
+    awaited = text.ranks(missing, world - len(seen)) if missing else ""
+    if state == "waiting":
+        of = world or cache.status.get("world_size")
+        reported = f"{len(seen):,} of {text.count(of, 'rank') if of else 'the ranks'} have reported"
+        return f"Waiting for the first step: {reported}." + (f" Awaited: {awaited}." if awaited else "")
+    silent = sorted(set(seen) - _heard(run)) if run else []
+    parts = [f"awaited: {awaited}" * bool(awaited), f"silent: {text.ranks(silent)}" if silent else ""]
+    return "; ".join(["Training runs", *filter(None, parts)]) + "."
+
+
+def _coverage_text(cache: SessionCache, run: RunState | None, state: str) -> str:
+    """Return how many ranks report, and how old that is."""
+    if run is None or not run.world:
+        return "no rank yet"
+    running, age = state in _RUNNING, _age_s(cache, run)
+    heard = f"{len(_heard(run) if running else run.ranks):,} of {text.count(run.world, 'rank')}"
+    return heard + (f", {text.age(age)} old" if running and age is not None else "")
+
+
+def _age_s(cache: SessionCache, run: RunState | None) -> float | None:
+    """Return the age of the newest message of a rank."""
+    latest = max((stream.last_seen_ns for stream in run.ranks.values()), default=None) if run else None
+    return None if latest is None else round(max(0.0, (cache.clock() - latest) / 1e9), 1)
+
+
+def _heard(run: RunState) -> set[int]:
+    return run.reporting() | {rank for rank, stream in run.ranks.items() if stream.final}
+
+
+def layout(poll_s: float) -> html.Div:
+    """Return the elements around every page, those of `parts` still empty; browsers ask every `poll_s`."""
+    goto: dict[str, Any] = {"type": "text", "placeholder": "rank …", "inputMode": "numeric"}
+    bar = [
+        dcc.Link("traceml-ray", href="/", className="brand"),
+        Content("nav"),
+        Content("session"),
+        dcc.Input(id="goto", autoComplete="off", className="goto", **goto),
+        html.Span(id="paused"),
+        html.Button("Pause", id="pause", type="button"),
+        html.Button("Theme", id="theme", type="button"),
+    ]
+    return html.Div(
+        [
+            html.A("Skip to the page", href="#page", className="skip"),
+            html.Header(bar, className="bar"),
+            Content("verdict-strip"),
+            Content("problem"),
+            html.Div(id="lost", className="problem", role="alert"),
+            html.Main(html.P("Loading …", className="empty"), id="page", tabIndex=-1),
+            dcc.Location(id="url", refresh=False),
+            dcc.Interval(id="tick", interval=max(250, round(1000 * poll_s))),
+            *(dcc.Store(id=name) for name in ("answer", "seen", "asked", "cell")),
+        ]
+    )
+
+
+def parts(header: Mapping[str, Any], route: Route) -> list[Content]:
+    """Return the parts of the shell."""
+    tabs = [link(label, route.to(page), "tab", on=_is_on(page, route)) for page, label in _TABS.items()]
+    stale = header["state_text"] if header["state"] == "stale" else None
+    return [
+        part(html.Nav(tabs, id="nav", **aria(label="Pages"))),
+        part(html.Div(_session(header["session"], route), id="session")),
+        part(_verdict(header, compact=route.page != "overview")),
+        problem(stale),
+    ]
+
+
+def problem(sentence: str | None) -> Content:
+    """Return the line below the verdict with what goes wrong."""
+    return part(html.Div(sentence, id="problem", className="problem", role="alert"))
+
+
+def _is_on(page: str, route: Route) -> bool:
+    return page == route.page or (page == "overview" and route.page in ("node", "rank"))
+
+
+def _session(session: Mapping[str, Any], route: Route) -> list[Any]:
+    """Return the session's name and size, and a menu of its runs where there are several."""
+    if not session["id"]:
+        return []
+    ranks, nodes = session["world_size"], session["nnodes"]
+    size = f"{text.count(ranks, 'rank')} on {text.count(nodes, 'node')}" if ranks and nodes else None
+    facts = " · ".join(filter(None, (size, session["strategy"], session["launcher"])))
+    shown: list[Any] = [html.Strong(session["id"]), html.Span(facts)]
+    if route.get("session"):
+        shown.append(dcc.Link("back to this dashboard's own", href="/"))
+    if len(runs := session["runs"]) > 1:
+        name = next((run["name"] for run in runs if run["id"] == session["run"]), text.NA)
+        links = [
+            dcc.Link(f"{run['name']} ({run['status']})", href=route.here(run=run["id"]))
+            for run in reversed(runs)
+        ]
+        shown.append(html.Details([html.Summary(f"run {name}"), html.Div(links, className="menu")]))
+    return shown
+
+
+def _verdict(header: Mapping[str, Any], *, compact: bool) -> html.Section:
+    """Return the verdict, its cost, and how fresh and complete the data is."""
+    verdict, state = header["verdict"], header["state"]
+    label = verdict["label"] if verdict else ""
+    tone = "good" if label == "healthy" else severity(label).replace("info", "unsure")
+    sign = {"good": "✓", "unsure": "○"}.get(tone) or SIGNS[tone]
+    step = "" if header["step"] is None else f"step {header['step']:,}"
+    coverage = " · ".join(filter(None, (header["coverage_text"], step)))
+    fresh = [
+        html.Span(_BADGES.get(state, state), id="state-badge", className=f"badge {state}"),
+        html.Div(coverage, id="coverage"),
+        html.Div(header["state_text"] if verdict and state != "stale" else None, id="state-text"),
+    ]
+    return html.Section(
+        [
+            html.Div(sign, className="sign", **aria(hidden="true")),
+            html.Div(_sentences(header), className="sentences"),
+            html.Div(_cost(header) if verdict else None, id="verdict-cost", className="cost"),
+            html.Div(fresh, className="fresh"),
+        ],
+        id="verdict-strip",
+        className=f"verdict tone-{tone}" + " compact" * compact + " stale" * (state == "stale"),
+        **aria(label="Verdict"),
+    )
+
+
+def _sentences(header: Mapping[str, Any]) -> list[Any]:
+    """Return headline, why and next; before any verdict, the state."""
+    verdict = header["verdict"]
+    headline, _, why = header["state_text"].partition(". ")
+    if verdict:
+        note = verdict.get("note")
+        headline, why = verdict["headline"], verdict["why"] + (f" ({note})" if note else "")
+    following = [html.B("Next "), *marked(verdict["next"])] if verdict and verdict["next"] else None
+    return [
+        html.Div(
+            html.Strong(headline[:1].upper() + headline[1:], id="verdict-headline"),
+            **aria(live="polite", atomic="true"),
+        ),
+        html.P(marked(why), id="verdict-why"),
+        html.P(following, id="verdict-next"),
+    ]
+
+
+def _range(cost_pct: Sequence[float] | None) -> str:
+    """Return between what the cost was in most windows, where that is more than a rounding."""
+    if cost_pct is None or cost_pct[1] - cost_pct[0] < 1:
+        return ""
+    return f" ({text.number(cost_pct[0], 0)}–{text.number(cost_pct[1], 0)})"
+
+
+def _cost(header: Mapping[str, Any]) -> list[Any]:
+    """Return what the named cause costs, and how sure that is."""
+    verdict, lines = header["verdict"], list[Any]()
+    if verdict["cost_pct"] and verdict["label"] != "healthy":
+        lines += [
+            html.Span(text.percent(verdict["cost_pct"]), className="value"),
+            html.Span(f"of each step{_range(verdict.get('cost_range_pct'))}", className="unit"),
+        ]
+        if hours := verdict["gpu_hours_per_hour"]:
+            unit = "GPU" if header["session"]["gpus"] else "rank"
+            lines.append(html.Div(f"≈ {text.number(hours)} {unit}-hours wasted per hour"))
+    if verdict["lost_text"]:
+        lines.append(html.Div(verdict["lost_text"]))
+    sure = [f"confidence {verdict['confidence']}"] if verdict["confidence"] else []
+    sure += ["comes and goes"] if verdict["transient"] else ["chronic"] if verdict["chronic"] else []
+    return [*lines, html.Div(", ".join(sure))] if lines or sure else []
