@@ -37,16 +37,16 @@ def recorded(folder: Path, seconds: int = 10) -> Played:
 
 def test_nothing_yet_and_then_a_session(tmp_path: Path) -> None:
     source = open_source(None, str(tmp_path), None)
-    board = SessionPages(source)
-    assert board.poll() and board.view("overview")["state"] == "empty"
-    text = board.view("header")["state_text"]
+    pages = SessionPages(source)
+    assert pages.poll() and pages.view("overview")["state"] == "empty"
+    text = pages.view("header")["state_text"]
     assert str(tmp_path) in text and "traceml_ray.launch" in text
-    assert not board.poll()
+    assert not pages.poll()
     recorded(tmp_path / "demo").end()
-    assert board.poll() and board.view("header")["state"] == "stored"
+    assert pages.poll() and pages.view("header")["state"] == "stored"
     assert (source.target, source.stored) == ("demo", True)
-    assert board.view("header")["step"] == 49
-    assert not board.poll()
+    assert pages.view("header")["step"] == 49
+    assert not pages.poll()
     source.close()
 
 
@@ -73,15 +73,15 @@ def test_a_live_session_that_lets_nobody_attach_is_read_from_its_file(tmp_path: 
     played = recorded(held.path)
     write_live(held.path, Live(1, str(tmp_path / "relay.sock"), "traceml", NOWHERE))
     source = open_source("demo", str(tmp_path), None)
-    board = SessionPages(source, clock=played.clock, timer=played.clock.timer)
-    board.poll()
-    assert (board.view("header")["state"], source.stored) == ("live", False)
+    pages = SessionPages(source, clock=played.clock, timer=played.clock.timer)
+    pages.poll()
+    assert (pages.view("header")["state"], source.stored) == ("live", False)
     played.play(5)
-    assert board.poll() and board.view("header")["step"] == 54
-    assert board.view("header")["verdict"]["label"] == "healthy"
+    assert pages.poll() and pages.view("header")["step"] == 54
+    assert pages.view("header")["verdict"]["label"] == "healthy"
     played.end()
     held.release()
-    assert board.poll() and board.view("header")["state"] == "stored"
+    assert pages.poll() and pages.view("header")["state"] == "stored"
 
 
 def test_when_the_aggregator_has_gone_for_good_its_file_takes_over(
@@ -99,19 +99,19 @@ def test_when_the_aggregator_has_gone_for_good_its_file_takes_over(
         return played.aggregator.query(request)
 
     monkeypatch.setattr(LiveSource, "_query", query)
-    board = SessionPages(
+    pages = SessionPages(
         open_source("demo", str(tmp_path), None), clock=played.clock, timer=played.clock.timer
     )
-    board.poll()
-    assert board.view("header")["state"] == "live"
+    pages.poll()
+    assert pages.view("header")["state"] == "live"
     alive.clear()
-    assert board.poll() and board.view("header")["state"] == "stale"
+    assert pages.poll() and pages.view("header")["state"] == "stale"
     alive.set()
-    assert board.poll() and board.view("header")["state"] == "live"
+    assert pages.poll() and pages.view("header")["state"] == "live"
     alive.clear()
     played.end()
     held.release()
-    assert board.poll() and board.view("header")["state"] == "stored"
+    assert pages.poll() and pages.view("header")["state"] == "stored"
 
 
 def test_an_answer_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
