@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from traceml_ray import text
 
 ROOT = Path(__file__).parents[2]
-DRAWN = {"dash_app/figures.py", "dash_app/pages/bits.py"}
+DRAWN = {"dash_app/figures.py", "dash_app/components.py"}
 """Coordinates and widths, which nobody reads."""
 
 
