@@ -445,6 +445,12 @@ def test_status_adds_up_the_errors_of_all_processes_of_a_rank(tmp_path: Path) ->
             True,
             "RuntimeError: Connection reset by peer",
         ),
+        (Death(0, Moment(1), "ValueError: wrong size.\nMore.", 1), False, "ValueError: wrong size"),
+        (
+            Death(0, Moment(1), "KeyError: in `fit`:\n\n\tno such key\nMore", 1),
+            False,
+            "KeyError: in `fit`: no such key",
+        ),
     ],
 )
 def test_reasons_of_death(death: Death, consequence: bool, reason: str) -> None:

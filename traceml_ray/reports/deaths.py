@@ -102,7 +102,8 @@ class Death:
     def reason(self) -> str:
         """The exception, else how it was lost, else the signal or the exit code, in words."""
         if self.message:
-            return self.message.splitlines()[0]
+            lines = [line.strip() for line in self.message.splitlines() if line.strip()]
+            return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".:")
         if self.exit_code is None and self.circumstances:
             return self.circumstances
         if self.out_of_memory:
