@@ -36,7 +36,7 @@ def snapshot(request: pytest.FixtureRequest) -> Snapshot:
 _ALONE = {
     "browser",
     "chaos",
-    "integration/test_cluster.py",
+    "integration/test_membership.py",
     "integration/test_faults.py",
     "integration/test_hangs.py",
     "integration/test_loops.py",

@@ -104,7 +104,7 @@ def test_verdict_names_the_rank_soon_after_the_fault(browser, served):
 
 
 @pytest.mark.parametrize("path", PAGES)
-def test_each_page_shows_what_it_is_of(browser, served, path):
+def test_pages_render_with_title_verdict_and_data(browser, served, path):
     browser.get(served.url + path)
     until(
         browser, lambda: browser.find_element(By.TAG_NAME, "h1").get_attribute("textContent") == PAGES[path]
@@ -196,7 +196,7 @@ def test_heatmap_as_a_table(browser, served):
     assert rows[1].text.startswith("5 host-1 ≥ 1.50×")  # the worst first
 
 
-def test_pause_and_theme(browser, served):
+def test_pause_and_theme_buttons_work_and_the_theme_is_kept(browser, served):
     browser.get(served.url + "/")
     shows(browser, "state-badge", "live")
     browser.find_element(By.ID, "pause").click()

@@ -3,7 +3,7 @@ Whatever happens to the monitor, training does not notice: each case beside the 
 
 Cases marked long are for `make chaos`. What other tests prove better has no case here: a session on a cluster
 that stays, a launcher that is killed or told to end (`test_launch`), Ray Train over nodes that are lost
-(`test_cluster`), without the package (`test_shipping`) or with one that is broken (`test_ray_train`), the
+(`test_membership`), without the package (`test_shipping`) or with one that is broken (`test_ray_train`), the
 moment of attaching (`test_attached`), loader workers (`test_agent_process`).
 """
 
@@ -124,7 +124,7 @@ CASES = [
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", CASES)
-def test_training_does_not_notice(case: Case, record_property: Any) -> None:
+def test_training_is_unaffected_by_faults_of_the_monitor(case: Case, record_property: Any) -> None:
     plain(case)
     got = run(case)
     expected = after(case, got)
@@ -132,7 +132,7 @@ def test_training_does_not_notice(case: Case, record_property: Any) -> None:
     check(case, got, expected)
 
 
-def test_the_stopwatch_sees_what_blocks_and_what_computes_but_not_the_original() -> None:
+def test_stopwatch_counts_blocking_and_computing_hooks_but_not_the_original() -> None:
     def compute() -> None:
         end = time.thread_time() + 0.02
         while time.thread_time() < end:

@@ -72,7 +72,7 @@ def check(code: int, err: str) -> None:
 @example("report", ["--out"], ["\n"], None)
 @example("dashboard", ["--port"], ["9" * 5000], None)
 @example("dashboard", ["--port"], ["²"], None)
-def test_the_command(
+def test_traceml_command_refuses_bad_arguments_in_one_line(
     tmp_path_factory: pytest.TempPathFactory, command: str, flags: list[str], more: list[str], mixed: Any
 ) -> None:
     argv = [*flags, *more]
@@ -113,7 +113,7 @@ def start(*_: Any, **__: Any) -> None:
 @example([("--dashboard", "9" * 5000)], [SCRIPT], True)
 @example([("--master-addr", "é" * 100), ("--master-port", "1")], [SCRIPT], False)
 @example([("--traceml-port", "²")], [SCRIPT], False)
-def test_the_launcher(
+def test_launcher_refuses_bad_arguments_in_one_line(
     tmp_path_factory: pytest.TempPathFactory,
     given: list[tuple[str, str | None]],
     script: list[str],

@@ -94,7 +94,7 @@ def read_all(folder: Path) -> None:
 
 @fuzz(0.3)
 @given(st.data())
-def test_a_session_file_with_bytes_changed(
+def test_session_file_with_changed_bytes_is_read_or_refused(
     good: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("bad")
@@ -135,7 +135,7 @@ values = (
 
 @fuzz(0.7)
 @given(st.data())
-def test_a_session_file_with_values_changed(
+def test_session_file_with_changed_values_is_read_or_refused(
     good: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """A file that SQLite has nothing against, with values in it that nobody wrote."""
@@ -161,7 +161,7 @@ def test_a_session_file_with_values_changed(
     "PRAGMA user_version=99", "PRAGMA application_id=0", "DELETE FROM meta", "DELETE FROM node",
     "DELETE FROM stream",
 ])  # fmt: skip
-def test_a_session_file_of_another_schema(good: Path, tmp_path: Path, sql: str) -> None:
+def test_session_file_of_another_schema_is_read_or_refused(good: Path, tmp_path: Path, sql: str) -> None:
     shutil.copy(good / "session.sqlite", tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "session.sqlite", isolation_level=None)) as changed:
         changed.execute(sql)
@@ -196,7 +196,9 @@ ODD = [fifo, loop, folder_there, dangling, device, unreadable]
 
 
 @pytest.mark.parametrize("make", ODD)
-def test_files_that_are_none(good: Path, tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_session_folder_with_special_files_is_read_or_refused(
+    good: Path, tmp_path: Path, make: Callable[[Path], None]
+) -> None:
     with bounded(SECONDS), limited(MIB):
         make(tmp_path / "session.sqlite")
         read_all(tmp_path)
@@ -227,7 +229,9 @@ pieces = [b"[" * 50_000, b"null", b"1e999", b"\\u0000", b"\\ud800", b'"' + b"x" 
 @example(json.dumps({**LIVE, "socket": "/"}).encode())
 @example(json.dumps({**LIVE, "socket": "x" * 200}).encode())
 @example(b"[" * 100_000)
-def test_live_json_of_any_kind(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+def test_live_json_of_any_bytes_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes
+) -> None:
     folder = tmp_path_factory.mktemp("live")
     (folder / session.LIVE).write_bytes(data)
     with bounded(SECONDS, 16):
@@ -240,7 +244,9 @@ def test_live_json_of_any_kind(tmp_path_factory: pytest.TempPathFactory, data: b
 
 @fuzz()
 @given(mutated(b'{"address": "127.0.0.1:1", "temp_dir": "", "environ": {"A": null}}', pieces))
-def test_attach_json_of_any_kind(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+def test_attach_json_of_any_bytes_leaves_a_usable_address(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes
+) -> None:
     folder = tmp_path_factory.mktemp("live")
     session.write_live(folder, Live(**{**LIVE, "socket": str(folder / "relay.sock")}))  # type: ignore[arg-type]
     (folder / "attach.json").write_bytes(data)
@@ -264,7 +270,7 @@ def summaries(draw: st.DrawFn, whole: dict[str, Any]) -> bytes:
 
 @fuzz(0.5)
 @given(st.data())
-def test_summary_json_of_any_kind(
+def test_summary_json_of_any_contents_does_not_break_the_session_list(
     good: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("out") / "s"
@@ -285,7 +291,9 @@ def test_summary_json_of_any_kind(
 
 @fuzz()
 @given(st.data())
-def test_spools_of_any_kind(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_spool_with_changed_bytes_is_read_within_its_size(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     folder = tmp_path_factory.mktemp("spool")
     frames = data.draw(st.lists(st.binary(max_size=50), max_size=4))
     write_spool(folder / "a.spool", frames)
@@ -310,7 +318,7 @@ def kept() -> bytes:
 
 @fuzz()
 @given(mutated(kept(), BOMBS))
-def test_what_is_kept_of_folded_rows_is_used_or_refused(data: bytes) -> None:
+def test_kept_statistics_of_any_bytes_are_used_or_refused(data: bytes) -> None:
     with bounded(SECONDS), limited(MIB), contextlib.suppress(*NONSENSE):
         found = unpack(zlib.compress(data), folded(range(1)))
         if found is not None:

@@ -89,7 +89,9 @@ def ask(
 @fuzz(2)
 @given(paths, queries, st.sampled_from(["GET", "HEAD", "POST"]), header_text)
 @example("/", "session=..", "GET", "")
-def test_addresses(opened: Flask, path: str, query: str, method: str, accept: str) -> None:
+def test_requests_to_any_address_are_answered_without_a_server_error(
+    opened: Flask, path: str, query: str, method: str, accept: str
+) -> None:
     answer = ask(opened, path, query, method, HTTP_ACCEPT=accept)
     assert answer.status_code < 500 or path == UPDATE, (answer.status_code, answer.text[:300])
     assert "root:" not in answer.text
@@ -97,7 +99,7 @@ def test_addresses(opened: Flask, path: str, query: str, method: str, accept: st
 
 @fuzz(2)
 @given(paths, queries, hosts | st.just("localhost"), st.lists(header_text, min_size=4, max_size=4), st.data())
-def test_nobody_gets_in_without_the_token(
+def test_requests_without_the_token_are_refused(
     closed: Flask, path: str, query: str, host: str, said: list[str], data: st.DataObject
 ) -> None:
     proof = security.Guard(TOKEN, [])
@@ -128,7 +130,7 @@ callback = {
 
 @fuzz()
 @given(mutated(json.dumps(callback).encode(), [b"[" * 50_000, b"null", b"1e999", b'"\\ud800"', b"{}"]))
-def test_bodies_of_callbacks(opened: Flask, body: bytes) -> None:
+def test_callback_with_any_body_leaves_the_server_running(opened: Flask, body: bytes) -> None:
     """What Dash itself cannot make sense of is its 500; nothing of it reaches the pages, or is shown."""
     answer = ask(opened, UPDATE, method="POST", body=body, CONTENT_TYPE="application/json")
     assert len(answer.text) < 1 << 20
@@ -137,7 +139,7 @@ def test_bodies_of_callbacks(opened: Flask, body: bytes) -> None:
 
 @fuzz()
 @given(st.none() | st.text(max_size=20) | json_values, st.none() | json_values, json_values, st.data())
-def test_values_in_callbacks(
+def test_callback_with_any_values_succeeds(
     opened: Flask, pathname: Any, search: Any, seen: Any, data: st.DataObject
 ) -> None:
     values = [data.draw(json_values), pathname, search]
@@ -153,7 +155,7 @@ def test_values_in_callbacks(
 @given(paths, queries, json_values, json_values)
 @example("/", "", {"page": [], "sums": [], "heat": {}}, {"rank": 1 << 70, "first": -1, "last": None})
 @example("/", "", {"sums": {"x": {}}, "heat": {"id": []}}, {"rank": 0, "first": 0, "last": 1 << 62})
-def test_what_a_browser_says_it_has(
+def test_refresh_with_any_browser_state_is_answered(
     pages: SessionPages, path: str, query: str, seen: Any, asked: Any
 ) -> None:
     refresher = Refresher(pages)
@@ -167,7 +169,7 @@ def test_what_a_browser_says_it_has(
 
 @fuzz(4)
 @given(st.text(max_size=60) | paths, st.text(max_size=200) | queries)
-def test_a_route_is_one_or_none(path: str, search: str) -> None:
+def test_route_of_any_address_round_trips_or_is_none(path: str, search: str) -> None:
     with bounded(mib=16):
         route = Route.of(path, search)
         if route is not None:
@@ -176,6 +178,6 @@ def test_a_route_is_one_or_none(path: str, search: str) -> None:
             msgspec.json.encode(route)
 
 
-def test_a_folder_that_is_no_session_cannot_be_chosen(pages: SessionPages, tmp_path: Path) -> None:
+def test_session_outside_the_folder_cannot_be_chosen(pages: SessionPages, tmp_path: Path) -> None:
     for name in ("..", "../..", "/etc", str(tmp_path), "stored/../stored", "\0", "x" * 5000, ""):
         assert pages._other(name) is None

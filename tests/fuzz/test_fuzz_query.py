@@ -81,7 +81,7 @@ def answer(session: AggregatorCore, request: bytes) -> dict[str, Any]:
 
 @fuzz(4)
 @given(questions)
-def test_questions_of_any_kind(session: AggregatorCore, requests: Any) -> None:
+def test_query_of_any_shape_is_answered(session: AggregatorCore, requests: Any) -> None:
     answer(session, message(requests))
     assert len(list(session.folder.path.glob("snapshot-*"))) <= 8
     assert ask(session, "status")["ledger"]["stored"] == 60
@@ -102,17 +102,17 @@ def test_every_question_with_values_at_the_limits(session: AggregatorCore, kind:
 
 @fuzz()
 @given(st.binary(max_size=200) | anything.map(msgspec.msgpack.encode))
-def test_bytes_of_any_kind(session: AggregatorCore, request: bytes) -> None:
+def test_query_of_any_bytes_is_answered(session: AggregatorCore, request: bytes) -> None:
     answer(session, request)
 
 
 @fuzz()
 @given(mutated(message([{"what": "Events", "since": 0, "most": 5}, {"what": "Cell", "rank": 1}] * 2)))
-def test_a_good_question_with_bytes_changed(session: AggregatorCore, request: bytes) -> None:
+def test_query_with_changed_bytes_is_answered(session: AggregatorCore, request: bytes) -> None:
     answer(session, request)
 
 
-def test_bombs(session: AggregatorCore) -> None:
+def test_query_with_msgpack_bombs_is_answered_within_bounds(session: AggregatorCore) -> None:
     for bomb in BOMBS:
         assert answer(session, bomb)["error"]
         assert answer(session, b"\x82\xa7version\xa1x\xa8requests" + bomb)["error"]

@@ -43,7 +43,7 @@ texts = st.sampled_from(ODD) | st.text(max_size=30) | st.integers().map(str) | s
         st.sampled_from(NAMES) | st.text(max_size=8).map("TRACEML_THRESHOLD_".__add__), texts, max_size=3
     )
 )
-def test_an_environment_of_any_kind(environ: dict[str, str]) -> None:
+def test_settings_from_any_environment_are_in_range_or_refused(environ: dict[str, str]) -> None:
     """Either every value is in its range, or one line says which variable is wrong."""
     with bounded(mib=16):
         try:
@@ -56,7 +56,7 @@ def test_an_environment_of_any_kind(environ: dict[str, str]) -> None:
 
 @fuzz()
 @given(st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=3))
-def test_keywords_of_any_kind(keywords: dict[str, Any]) -> None:
+def test_settings_from_any_keywords_are_loaded_or_refused(keywords: dict[str, Any]) -> None:
     thresholds = keywords.pop("thresholds", None)
     if not isinstance(thresholds, dict):
         thresholds = None

@@ -80,7 +80,7 @@ def read(senders: v1.Senders, data: bytes) -> None:
 
 @fuzz()
 @given(st.lists(st.binary(max_size=200), max_size=3))
-def test_bytes_of_any_kind(sent: list[bytes]) -> None:
+def test_v1_message_of_any_bytes_is_read_or_refused(sent: list[bytes]) -> None:
     senders = v1.Senders("run")
     for data in sent:
         read(senders, b"\x84" + data)
@@ -89,7 +89,7 @@ def test_bytes_of_any_kind(sent: list[bytes]) -> None:
 
 @fuzz(2)
 @given(st.lists(maps, min_size=1, max_size=3), st.booleans())
-def test_maps_of_any_contents(said: list[Any], listed: bool) -> None:
+def test_v1_message_of_any_maps_is_read_or_refused(said: list[Any], listed: bool) -> None:
     senders = v1.Senders("run")
     for data in [msgspec.msgpack.encode(said)] if listed else map(msgspec.msgpack.encode, said):
         read(senders, data)
@@ -97,11 +97,11 @@ def test_maps_of_any_contents(said: list[Any], listed: bool) -> None:
 
 @fuzz(2)
 @given(mutated(GOOD))
-def test_a_good_message_with_bytes_changed(data: bytes) -> None:
+def test_v1_message_with_changed_bytes_is_read_or_refused(data: bytes) -> None:
     read(v1.Senders("run"), data)
 
 
-def test_a_bomb_in_every_place() -> None:
+def test_v1_message_with_a_bomb_in_any_field_is_read_or_refused() -> None:
     fields = {"rank": b"\x01", "sampler": b"\xa1s", "tables": b"\x80", "_v": b"\x01", "new": b"\x01"}
     tables = {"StepTimeTable": b"\x90", "ProcessTable": b"\x90"}
     step = {"step": b"\x01", "events": b"\x80", "new": b"\x01"}
@@ -122,7 +122,7 @@ def test_a_bomb_in_every_place() -> None:
             read(v1.Senders("run"), b"\x91" + joined(message))
 
 
-def test_a_sender_of_ever_new_names_stays_small() -> None:
+def test_v1_sender_with_ever_new_names_uses_bounded_memory() -> None:
     senders, letters = v1.Senders("run"), random.Random(1)
     with bounded(mib=4):
         for _ in range(300):

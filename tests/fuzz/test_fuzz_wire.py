@@ -44,20 +44,22 @@ def decoded(data: bytes, kind: type[Any]) -> Any:
 @fuzz()
 @given(kinds, st.binary(max_size=300))
 @example(wire.RankBatch, b"")
-def test_bytes_of_any_kind(kind: type[Any], data: bytes) -> None:
+def test_message_of_any_bytes_is_decoded_or_refused(kind: type[Any], data: bytes) -> None:
     decoded(data, kind)
 
 
 @fuzz()
 @given(kinds, st.lists(anything, max_size=24), st.booleans())
-def test_msgpack_of_any_shape(kind: type[Any], fields: list[Any], headed: bool) -> None:
+def test_message_of_any_msgpack_shape_is_decoded_or_refused(
+    kind: type[Any], fields: list[Any], headed: bool
+) -> None:
     head = [kind.__struct_config__.tag, wire.VERSION] if headed else []
     decoded(msgspec.msgpack.encode(head + fields), kind)
 
 
 @fuzz()
 @given(st.sampled_from(MESSAGES), st.data())
-def test_a_message_with_one_field_replaced(message: Any, data: st.DataObject) -> None:
+def test_message_with_one_field_replaced_is_decoded_or_refused(message: Any, data: st.DataObject) -> None:
     fields = msgspec.msgpack.decode(wire.encode(message))
     fields[data.draw(st.integers(2, len(fields) - 1))] = data.draw(anything)
     taken = decoded(msgspec.msgpack.encode(fields), type(message))
@@ -66,12 +68,12 @@ def test_a_message_with_one_field_replaced(message: Any, data: st.DataObject) ->
 
 @fuzz(2)
 @given(st.sampled_from(MESSAGES), st.data())
-def test_a_message_with_bytes_changed(message: Any, data: st.DataObject) -> None:
+def test_message_with_changed_bytes_is_decoded_or_refused(message: Any, data: st.DataObject) -> None:
     decoded(data.draw(mutated(wire.encode(message))), type(message))
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_a_bomb_in_every_field(message: Any) -> None:
+def test_message_with_a_bomb_in_any_field_is_decoded_or_refused(message: Any) -> None:
     fields = [msgspec.msgpack.encode(field) for field in msgspec.msgpack.decode(wire.encode(message))]
     for bomb in BOMBS:
         decoded(bomb, type(message))
@@ -136,7 +138,7 @@ ticks = st.tuples(st.lists(batches(), max_size=3), st.none() | samples, st.lists
 
 @fuzz(0.5)
 @given(st.lists(ticks, max_size=4), st.dictionaries(st.sampled_from(["a", "b", "new"]), ROWS, max_size=2))
-def test_whatever_the_wire_lets_in_an_aggregator_can_live_with(
+def test_aggregator_keeps_its_ledger_balanced_for_any_decoded_message(
     sent: list[Any], dropped: dict[str, int]
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, bounded():
@@ -160,7 +162,7 @@ def test_whatever_the_wire_lets_in_an_aggregator_can_live_with(
 
 @fuzz()
 @given(st.data())
-def test_messages_of_relays_and_launchers_to_an_aggregator(data: st.DataObject) -> None:
+def test_aggregator_answers_any_relay_or_launcher_message(data: st.DataObject) -> None:
     """Whatever comes, it is answered; what is refused is counted under the name of a WireError."""
     run = wire.Run(wire.VERSION, "job", {"name": "fit"}, [], "finished")
     with tempfile.TemporaryDirectory() as folder, bounded():

@@ -39,9 +39,7 @@ def session(cluster: PrivateRay, request: pytest.FixtureRequest) -> Iterator[Ses
         yield made
 
 
-def test_what_ranks_send_is_stored_and_the_session_ends_on_request(
-    cluster: PrivateRay, session: Session
-) -> None:
+def test_actors_store_what_ranks_send_and_end_on_request(cluster: PrivateRay, session: Session) -> None:
     rank = Rank(session.socket)
     for _ in range(4):
         rank.send()
@@ -56,9 +54,7 @@ def test_what_ranks_send_is_stored_and_the_session_ends_on_request(
     until(lambda: not members(cluster, "NodeRelay") and not members(cluster, "Aggregator"), "actors end")
 
 
-def test_a_relay_killed_comes_back_on_its_socket_and_nothing_is_lost(
-    cluster: PrivateRay, session: Session
-) -> None:
+def test_relay_killed_returns_on_its_socket_without_loss(cluster: PrivateRay, session: Session) -> None:
     rank = Rank(session.socket)
     for _ in range(20):
         rank.send()
@@ -78,15 +74,13 @@ def test_a_relay_killed_comes_back_on_its_socket_and_nothing_is_lost(
     assert ledger["in_flight"] == 0
 
 
-def test_a_session_that_is_live_on_the_cluster_is_not_taken_over(
-    cluster: PrivateRay, session: Session
-) -> None:
+def test_live_session_on_the_cluster_is_not_taken_over(cluster: PrivateRay, session: Session) -> None:
     reply = ask_helper(cluster, session.actors)
     assert not reply.ok
     assert session.actors.session in reply.detail
 
 
-def test_a_cluster_that_is_not_there_is_said_within_the_deadline(cluster: PrivateRay) -> None:
+def test_missing_cluster_is_reported_within_the_deadline(cluster: PrivateRay) -> None:
     made = make_session()
     address = f"127.0.0.1:{free_port()}"
     reply = ask_helper(cluster, made.actors, address, deadline_s=3)
@@ -95,7 +89,7 @@ def test_a_cluster_that_is_not_there_is_said_within_the_deadline(cluster: Privat
     shutil.rmtree(made.folder.parent)
 
 
-def test_a_relay_that_cannot_listen_leaves_no_actors(cluster: PrivateRay) -> None:
+def test_relay_that_cannot_listen_leaves_no_actors(cluster: PrivateRay) -> None:
     made = make_session()
     made.folder.parent.chmod(0o755)
     reply = ask_helper(cluster, made.actors)
@@ -106,12 +100,12 @@ def test_a_relay_that_cannot_listen_leaves_no_actors(cluster: PrivateRay) -> Non
 
 
 @pytest.mark.parametrize("session", [{"idle_ttl": 1.0}], indirect=True)
-def test_actors_nobody_talks_to_end_themselves(cluster: PrivateRay, session: Session) -> None:
+def test_actors_without_traffic_end_themselves(cluster: PrivateRay, session: Session) -> None:
     until(lambda: not members(cluster, "NodeRelay") and not members(cluster, "Aggregator"), "actors end")
     assert not session.ledger()["produced"]
 
 
-def test_the_whole_monitor_is_small_and_leaves_the_home_folder_alone(
+def test_monitor_uses_little_memory_and_leaves_the_home_folder_alone(
     cluster: PrivateRay, session: Session
 ) -> None:
     Rank(session.socket).send()
@@ -125,7 +119,7 @@ def test_the_whole_monitor_is_small_and_leaves_the_home_folder_alone(
     assert not (Path(cluster.environ["HOME"]) / ".ray").exists()
 
 
-def test_the_token_is_in_no_argument_no_log_and_no_session(cluster: PrivateRay, session: Session) -> None:
+def test_token_is_in_no_argument_log_or_session_file(cluster: PrivateRay, session: Session) -> None:
     token = cluster.environ["RAY_AUTH_TOKEN"]
     everyone = members(cluster)
     assert len(everyone) > 5

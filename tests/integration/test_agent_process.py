@@ -112,7 +112,7 @@ def run(tmp_path: Path, script: str, **environ: str) -> subprocess.CompletedProc
     )
 
 
-def test_an_unchanged_script_is_watched_to_its_end(tmp_path: Path, relay: Node) -> None:
+def test_agent_watches_an_unchanged_script_to_its_end(tmp_path: Path, relay: Node) -> None:
     done = run(tmp_path, TRAIN + "train()", RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
     assert (done.returncode, done.stderr) == (0, "")
     batches = relay.batches()
@@ -125,7 +125,7 @@ def test_an_unchanged_script_is_watched_to_its_end(tmp_path: Path, relay: Node) 
     assert not list(tmp_path.glob("*.spool"))
 
 
-def test_children_start_as_they_would_without_us(tmp_path: Path, relay: Node) -> None:
+def test_child_processes_start_as_without_the_agent(tmp_path: Path, relay: Node) -> None:
     script = """
 import json, os, subprocess, sys
 import torch
@@ -141,7 +141,7 @@ print(subprocess.run([sys.executable, "-c", told + "; import torch"], capture_ou
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_of_a_loader_stay_out(tmp_path: Path, relay: Node, method: str) -> None:
+def test_loader_workers_are_not_watched(tmp_path: Path, relay: Node, method: str) -> None:
     body = TRAIN + f"if __name__ == '__main__': train(num_workers=1, multiprocessing_context='{method}')"
     done = run(tmp_path, body)
     assert (done.returncode, done.stderr) == (0, "")
@@ -149,7 +149,7 @@ def test_workers_of_a_loader_stay_out(tmp_path: Path, relay: Node, method: str) 
     assert relay.batches()[-1].produced == 20
 
 
-def test_a_forked_child_ends_as_it_likes_and_says_nothing(tmp_path: Path, relay: Node) -> None:
+def test_forked_child_ends_unchanged_and_sends_nothing(tmp_path: Path, relay: Node) -> None:
     body = """
 import os, sys
 train()
@@ -175,7 +175,7 @@ os.wait()
 
 
 @pytest.mark.usefixtures("relay")
-def test_the_machines_own_sitecustomize_still_runs(tmp_path: Path) -> None:
+def test_sitecustomize_of_the_machine_still_runs(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     (theirs / "sitecustomize.py").write_text("import sys; sys.theirs = __name__")
@@ -185,7 +185,7 @@ def test_the_machines_own_sitecustomize_still_runs(tmp_path: Path) -> None:
     assert SITE_FOLDER not in done.stdout
 
 
-def test_a_python_without_the_package_is_silent_until_it_has_torch(tmp_path: Path) -> None:
+def test_python_without_the_package_is_silent_until_torch_is_imported(tmp_path: Path) -> None:
     venv.create(tmp_path / "bare", symlinks=True)
     (tmp_path / "torch.py").touch()
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.theirs = 1")
@@ -205,7 +205,7 @@ def test_a_python_without_the_package_is_silent_until_it_has_torch(tmp_path: Pat
     )
 
 
-def test_a_script_without_torch_loads_the_import_hook_alone(tmp_path: Path, relay: Node) -> None:
+def test_script_without_torch_loads_only_the_import_hook(tmp_path: Path, relay: Node) -> None:
     loaded = "import sys; print(*sorted(sys.modules))"
     plain = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, timeout=60)
     done = run(tmp_path, loaded)
@@ -216,7 +216,7 @@ def test_a_script_without_torch_loads_the_import_hook_alone(tmp_path: Path, rela
     assert not relay.heard()
 
 
-def test_an_exception_keeps_its_traceback_and_is_told(tmp_path: Path, relay: Node) -> None:
+def test_exception_keeps_its_traceback_and_is_reported(tmp_path: Path, relay: Node) -> None:
     done = run(tmp_path, TRAIN + "train()\nraise ValueError('as it was')", API_KEY="hush-hush")
     assert not [packet for packet in relay.heard() if b"hush-hush" in packet]
     plain = subprocess.run(
@@ -232,18 +232,18 @@ def test_an_exception_keeps_its_traceback_and_is_told(tmp_path: Path, relay: Nod
 
 @pytest.mark.usefixtures("relay")
 @pytest.mark.parametrize(("ending", "code"), [("sys.exit(3)", 3), ("os._exit(5)", 5), ("sys.exit('no')", 1)])
-def test_exit_codes_are_the_scripts_own(tmp_path: Path, ending: str, code: int) -> None:
+def test_exit_codes_are_those_of_the_script(tmp_path: Path, ending: str, code: int) -> None:
     assert run(tmp_path, TRAIN + f"import os, sys\ntrain()\n{ending}").returncode == code
 
 
 @pytest.mark.usefixtures("relay")
-def test_a_signal_ends_the_script_as_it_would(tmp_path: Path) -> None:
+def test_signal_ends_the_script_as_without_the_agent(tmp_path: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         done = run(tmp_path, TRAIN + f"import os\ntrain()\nos.kill(os.getpid(), {number:d})")
         assert done.returncode == -number
 
 
-def test_without_a_relay_the_rows_are_left_in_the_spool(tmp_path: Path) -> None:
+def test_rows_are_left_in_the_spool_without_a_relay(tmp_path: Path) -> None:
     done = run(tmp_path, TRAIN + "train()")
     assert (done.returncode, done.stderr) == (0, "")
     (left,) = tmp_path.glob("*.spool")
@@ -251,7 +251,7 @@ def test_without_a_relay_the_rows_are_left_in_the_spool(tmp_path: Path) -> None:
     assert sum(len(b.flags) for b in batches) == 20 and batches[-1].final
 
 
-def test_the_calls_of_the_api(tmp_path: Path, relay: Node) -> None:
+def test_api_calls_record_steps_stages_and_spans(tmp_path: Path, relay: Node) -> None:
     body = """
 import time
 import traceml_ray
@@ -321,7 +321,7 @@ STARTED: dict[str, tuple[str, int]] = {
 
 
 @pytest.mark.parametrize("how", list(STARTED))
-def test_of_what_a_command_starts_the_ranks_are_watched(tmp_path: Path, relay: Node, how: str) -> None:
+def test_ranks_started_by_a_command_are_watched(tmp_path: Path, relay: Node, how: str) -> None:
     body, ranks = STARTED[how]
     script = f"{RANK}\nTRAIN = {TRAIN!r}\nif __name__ == '__main__':\n{textwrap.indent(body, '    ')}"
     done = run(tmp_path, script, TRACEML_COMMAND="1")
@@ -333,7 +333,7 @@ def test_of_what_a_command_starts_the_ranks_are_watched(tmp_path: Path, relay: N
     assert relay.processes() == ranks
 
 
-def test_attach_without_a_monitor_says_once_what_to_do(tmp_path: Path) -> None:
+def test_attach_without_a_monitor_prints_one_hint(tmp_path: Path) -> None:
     script = "import traceml_ray\nprint([traceml_ray.attach() for _ in range(3)])"
     for rank, lines in (("0", 1), ("1", 0)):
         done = subprocess.run(

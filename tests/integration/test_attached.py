@@ -158,7 +158,7 @@ def end(rank: subprocess.Popen[str], line: str = "\n") -> tuple[dict[str, Any], 
     "ending",
     [*SHORT, *(pytest.param(ending, marks=pytest.mark.long) for ending in ENDS if ending not in SHORT)],
 )
-def test_a_rank_ends_as_it_would_with_nothing_of_ray_left_in_it(node: Node, ending: str) -> None:
+def test_attached_rank_ends_unchanged_with_no_trace_of_ray(node: Node, ending: str) -> None:
     rank = start(node, ending)
     told, err = end(rank)
     assert rank.returncode == ENDS[ending], err
@@ -199,14 +199,14 @@ def run_alone(node: Node, seconds: int) -> None:
     assert sum(len(batch.flags) for batch in node.spooled()) == told["steps"]
 
 
-def test_a_rank_that_cannot_attach_leaves_its_rows_in_the_spool_and_says_why(node: Node) -> None:
+def test_rank_that_cannot_attach_leaves_rows_and_the_reason_in_the_spool(node: Node) -> None:
     (node.folder / FILE).unlink()
     run_alone(node, 2)
     assert node.spooled()[-1].errors == {"channel.attach: FileNotFoundError": 1}
 
 
 @pytest.mark.parametrize("process", ["raylet", pytest.param("gcs_server", marks=pytest.mark.long)])
-def test_nobody_attaches_to_a_ray_that_does_not_answer(node: Node, process: str) -> None:
+def test_rank_does_not_attach_to_a_ray_that_does_not_answer(node: Node, process: str) -> None:
     node.signal(process, signal.SIGSTOP)  # the kernel still takes connections for it
     run_alone(node, 8)
     assert node.spooled()[-1].errors == {"channel.attach: ConnectionError": 1}

@@ -57,7 +57,7 @@ def test_quick_run_prints_every_figure() -> None:
     assert all(any(character.isdigit() for character in row[2]) for row in rows)
 
 
-def test_a_short_soak_loses_nothing_and_nothing_runs_away() -> None:
+def test_short_soak_loses_nothing_and_passes_every_check() -> None:
     ran = subprocess.run(
         [sys.executable, str(BENCHMARK.with_name("soak.py")), "--seconds", "20", "--ranks", "2"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -71,7 +71,7 @@ def test_a_short_soak_loses_nothing_and_nothing_runs_away() -> None:
 
 
 @pytest.mark.long
-def test_a_planted_fault_is_scored_and_can_be_scored_again(tmp_path: Path) -> None:
+def test_planted_fault_is_scored_and_can_be_scored_again(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARK.with_name("faults.py")), "--out", str(tmp_path / "out.json")]
     small = ["--worlds", "2", "--seeds", "0", "--stages", "forward", "--severities", "15", "60"]
     short = ["--specials", "--step-ms", "20", "--opening", "60", "--steps", "150", "--balanced", "150"]

@@ -51,7 +51,7 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     )
 
 
-def test_ranks_of_a_foreign_launcher_are_watched_and_its_end_is_the_commands(tmp_path: Path) -> None:
+def test_foreign_launcher_ranks_are_watched_and_its_exit_code_is_kept(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     # The launcher imports torch itself, and is no rank.
     launcher = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 train.py"
@@ -70,7 +70,7 @@ def test_ranks_of_a_foreign_launcher_are_watched_and_its_end_is_the_commands(tmp
     ("script", "code"),
     [("exit 3", 3), ("kill -TERM $$", -signal.SIGTERM), ("kill -KILL $$", -signal.SIGKILL), ("exit 0", 0)],
 )
-def test_the_exit_is_the_commands_own(tmp_path: Path, script: str, code: int) -> None:
+def test_exit_code_is_that_of_the_command(tmp_path: Path, script: str, code: int) -> None:
     process = start(tmp_path, *NO_RAY, "--", "bash", "-c", f"echo to stdout; {script}")
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (code, "to stdout\n"), err
@@ -78,7 +78,7 @@ def test_the_exit_is_the_commands_own(tmp_path: Path, script: str, code: int) ->
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_goes_on_to_the_command_which_ends_as_it_likes(
+def test_signal_is_forwarded_and_the_command_chooses_its_exit_code(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     script = f"trap 'echo heard; exit 7' {number:d}; echo ready; while :; do sleep 0.05; done"
@@ -134,7 +134,7 @@ def without_a_witness(launcher: int, number: int) -> None:
         (signal.SIGTERM, without_a_witness),
     ],
 )
-def test_a_signal_reaches_the_command_once(
+def test_signal_reaches_the_command_once(
     tmp_path: Path, number: signal.Signals, send: Callable[[int, int], None]
 ) -> None:
     process = start(tmp_path, *NO_RAY, *COUNT)
@@ -146,14 +146,14 @@ def test_a_signal_reaches_the_command_once(
     assert (process.returncode, out) == (5, f"heard {number:d}\n"), err
 
 
-def test_a_signal_for_the_launcher_alone_reaches_the_command_of_a_terminal(tmp_path: Path) -> None:
+def test_signal_to_the_launcher_alone_reaches_a_command_on_a_terminal(tmp_path: Path) -> None:
     code, seen = on_a_terminal(
         command(tmp_path, *NO_RAY, *COUNT), lambda launcher, _: os.kill(launcher, signal.SIGINT)
     )
     assert code == 5 and seen.count(b"heard") == seen.count(b"heard 2") == 1, seen
 
 
-def test_a_job_of_a_terminal_can_be_stopped_and_brought_back(tmp_path: Path) -> None:
+def test_terminal_job_can_be_stopped_and_resumed(tmp_path: Path) -> None:
     words = shlex.join(
         command(tmp_path, *NO_RAY, "--", "bash", "-c", "echo ready; read line; echo got $line")
     )
@@ -168,9 +168,7 @@ def test_a_job_of_a_terminal_can_be_stopped_and_brought_back(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_the_first_process_of_a_container_exits_as_a_shell_says_it(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_container_init_exits_with_the_shell_code_of_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     apart = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
     if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no namespaces here")
@@ -180,7 +178,9 @@ def test_the_first_process_of_a_container_exits_as_a_shell_says_it(
 
 
 @pytest.mark.parametrize("monitor", [NO_RAY, ("--no-monitor",)])
-def test_a_script_without_an_interpreter_is_the_shells(tmp_path: Path, monitor: tuple[str, ...]) -> None:
+def test_script_without_an_interpreter_line_is_run_by_a_shell(
+    tmp_path: Path, monitor: tuple[str, ...]
+) -> None:
     executable(tmp_path / "job.sh", b"echo of $1; exit 4\n")
     process = start(tmp_path, *monitor, "--", "./job.sh", "a shell")
     out, err = process.communicate(timeout=60)
@@ -192,7 +192,7 @@ def test_a_script_without_an_interpreter_is_the_shells(tmp_path: Path, monitor: 
     ("contents", "why"),
     [(b"\x7fELF\0\0", "Exec format error"), (b"#!/there/is/none\n", "the interpreter that it names")],
 )
-def test_what_the_kernel_cannot_start_leaves_no_session(
+def test_program_the_kernel_cannot_start_leaves_no_session(
     tmp_path: Path, monitor: tuple[str, ...], contents: bytes, why: str
 ) -> None:
     executable(tmp_path / "program", contents)
@@ -223,7 +223,7 @@ def executable(path: Path, contents: bytes) -> None:
         (("--ray-address", "nowhere", "--", "true"), 2, "host:port"),
     ],
 )
-def test_what_cannot_be_run_is_one_line_before_anything_is_started(
+def test_bad_command_is_refused_in_one_line_before_anything_starts(
     tmp_path: Path, words: tuple[str, ...], code: int, line: str
 ) -> None:
     (tmp_path / "text").write_text("no program")
@@ -234,7 +234,7 @@ def test_what_cannot_be_run_is_one_line_before_anything_is_started(
     assert not (tmp_path / "out").exists()
 
 
-def test_without_a_monitor_it_is_the_command_and_nothing_else(tmp_path: Path) -> None:
+def test_run_without_a_monitor_is_the_command_alone(tmp_path: Path) -> None:
     process = start(
         tmp_path, "--no-monitor", "--", "bash", "-c", "echo $$ ${PYTHONPATH:-none} $TRACEML_SOCKET"
     )
@@ -242,7 +242,7 @@ def test_without_a_monitor_it_is_the_command_and_nothing_else(tmp_path: Path) ->
     assert (out.split(), err) == ([str(process.pid), os.environ.get("PYTHONPATH", "none")], "")
 
 
-def test_the_terminals_own_interrupt_reaches_the_command_once(tmp_path: Path) -> None:
+def test_terminal_interrupt_reaches_the_command_once(tmp_path: Path) -> None:
     script = "trap 'echo heard' INT; echo ready; sleep 0.6; sleep 0.6; exit 5"
     code, seen = on_a_terminal(
         command(tmp_path, *NO_RAY, "--", "bash", "-c", script),

@@ -78,7 +78,7 @@ def get(url: str, **headers: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def test_a_stored_session_is_served_until_sigterm(start: Any) -> None:
+def test_stored_session_is_served_until_sigterm(start: Any) -> None:
     started = start("--port", "0", "--run", "job")
     url = started.url()
     assert url.startswith("http://127.0.0.1:") and url.endswith("/?run=job")
@@ -92,7 +92,7 @@ def test_a_stored_session_is_served_until_sigterm(start: Any) -> None:
         get(place)
 
 
-def test_elsewhere_than_on_loopback_a_token_is_made_up_and_printed_once(start: Any) -> None:
+def test_token_is_generated_and_printed_for_a_non_loopback_address(start: Any) -> None:
     started = start("--port", "0", "--host", "0.0.0.0")
     place, _, token = started.url().partition("?token=")
     local = place.replace(socket.gethostname(), "127.0.0.1")
@@ -104,7 +104,7 @@ def test_elsewhere_than_on_loopback_a_token_is_made_up_and_printed_once(start: A
     assert started.end(signal.SIGINT) == (0, "", "")
 
 
-def test_a_token_from_the_environment_is_asked_for_and_shown_nowhere(start: Any) -> None:
+def test_token_from_the_environment_is_required_and_never_printed(start: Any) -> None:
     started = start(
         "--port", "0", "--allow-host", "job.example", TRACEML_DASHBOARD_TOKEN="of-the-environment"
     )
@@ -116,7 +116,7 @@ def test_a_token_from_the_environment_is_asked_for_and_shown_nowhere(start: Any)
     assert started.end(signal.SIGTERM) == (0, "", "")
 
 
-def test_what_cannot_be_served_is_one_line(start: Any, tmp_path: Path) -> None:
+def test_dashboard_that_cannot_serve_fails_in_one_line(start: Any, tmp_path: Path) -> None:
     (tmp_path / "dash.py").write_text("raise ModuleNotFoundError('no dash', name='dash')")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -132,7 +132,7 @@ def test_what_cannot_be_served_is_one_line(start: Any, tmp_path: Path) -> None:
             assert told in complained and complained.count("\n") == 1
 
 
-def test_a_child_ends_with_its_parent_and_says_why_there_is_none(out: Path) -> None:
+def test_dashboard_child_ends_with_its_parent_and_explains_a_failed_start(out: Path) -> None:
     heard: queue.SimpleQueue[str] = queue.SimpleQueue()
     child = DashboardProcess("stored", os.environ, heard.put, out=str(out), port="0")
     url = child.wait(30)

@@ -38,7 +38,7 @@ def losses(path: Path, kind: str) -> dict[int, float]:
     return {int(step): float.fromhex(loss) for step, which, loss in rows if which == kind}
 
 
-def test_one_process_learns_and_repeats_itself_to_the_bit(tmp_path: Path) -> None:
+def test_single_process_learns_and_is_reproducible_to_the_bit(tmp_path: Path) -> None:
     # The second run prepares its batches in the training process itself: workers change nothing.
     common = (*TINY, "--steps", "30", "--lr", "5e-3", "--checkpoint-every", "20")
     for name, extra in (
@@ -56,7 +56,7 @@ def test_one_process_learns_and_repeats_itself_to_the_bit(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-def test_a_slow_rank_changes_no_loss(tmp_path: Path) -> None:
+def test_slow_rank_changes_no_loss(tmp_path: Path) -> None:
     common = (*TINY, "--steps", "12", "--accumulate", "2", "--eval-every", "6")
     stages = ("data", "prepare", "forward", "backward", "optimizer", "log", "eval")
     slow = [word for stage in stages for word in ("--slow", f"{stage}:1:2@4")]
@@ -70,7 +70,7 @@ def test_a_slow_rank_changes_no_loss(tmp_path: Path) -> None:
     assert losses(tmp_path / "even", "val") == losses(tmp_path / "even.rank1", "val")
 
 
-def test_a_planted_failure_is_the_exit(tmp_path: Path) -> None:
+def test_planted_failure_ends_the_script_with_its_error(tmp_path: Path) -> None:
     done = run(*TINY, "--steps", "9", "--fail", "0:3", "--loss-log", "log", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "RuntimeError: planted by --fail at step 3"
@@ -89,7 +89,7 @@ def test_a_planted_failure_is_the_exit(tmp_path: Path) -> None:
         (("--fail", "0"), "'0' is not RANK:STEP"),
     ],
 )
-def test_what_cannot_be_planted_is_said_in_one_line(
+def test_fault_that_cannot_be_planted_is_refused_in_one_line(
     args: tuple[str, str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", [EXAMPLE.name, *args])

@@ -65,7 +65,7 @@ def check_ledger(summary: dict[str, Any], ranks: int, steps: int) -> None:
         pytest.param("optimizer", 2, 30, 3, 80, "post_sync", marks=pytest.mark.long),
     ],
 )
-def test_a_planted_fault_is_named_with_what_it_costs(
+def test_planted_fault_is_named_with_its_cost(
     tmp_path: Path, fault: str, rank: int, ms: int, ranks: int, steps: int, stage: str
 ) -> None:
     done = launch(tmp_path, "s", ranks, steps, "--slow", f"{fault}:{rank}:{ms}", *SMALL)
@@ -82,7 +82,7 @@ def test_a_planted_fault_is_named_with_what_it_costs(
     assert f"straggler: rank {rank}" in done.stderr.replace(f" ({os.uname().nodename})", "")
 
 
-def test_a_healthy_run_has_nobody_to_blame_and_trains_the_same_to_the_bit(tmp_path: Path) -> None:
+def test_healthy_run_names_no_rank_and_trains_the_same_to_the_bit(tmp_path: Path) -> None:
     ranks = 2
     losses = {}
     alike = [f"--slow=data:{rank}:30" for rank in range(ranks)]  # a core that another takes costs little
@@ -101,7 +101,7 @@ def test_a_healthy_run_has_nobody_to_blame_and_trains_the_same_to_the_bit(tmp_pa
 
 
 @pytest.mark.long
-def test_over_the_actor_channel_it_is_the_same(tmp_path: Path) -> None:
+def test_actor_channel_names_the_planted_fault(tmp_path: Path) -> None:
     """Ranks that attach to Ray while they train; the script around the example says whether they did."""
     around = tmp_path / "around.py"
     around.write_text(
@@ -129,7 +129,7 @@ def test_over_the_actor_channel_it_is_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("channel", "step"), [("socket", 30), ("actor", 350)])
-def test_a_script_that_raises_keeps_its_traceback_and_its_exit_code(
+def test_script_that_raises_keeps_its_traceback_and_exit_code(
     tmp_path: Path, channel: str, step: int
 ) -> None:
     arguments = ("--fail", f"1:{step}", *SMALL)

@@ -182,7 +182,7 @@ def weights(steps: int) -> list[float]:
     return found
 
 
-def test_a_stopped_rank_goes_on_and_a_skipped_collective_does_not(launch: Callable[..., Launch]) -> None:
+def test_stopped_rank_goes_on_and_a_skipped_collective_does_not(launch: Callable[..., Launch]) -> None:
     job = launch(3, "skip")
     job.until(lambda: job.seen(1) > 30)
     os.kill(job.pid(1), signal.SIGSTOP)
@@ -221,7 +221,7 @@ def test_a_stopped_rank_goes_on_and_a_skipped_collective_does_not(launch: Callab
     assert {event["rank"] for event in summary["events"] if event["kind"] == "stacks"} == {0, 1, 2}
 
 
-def test_a_killed_rank_is_named_at_once_with_its_signal(launch: Callable[..., Launch]) -> None:
+def test_killed_rank_is_named_at_once_with_its_signal(launch: Callable[..., Launch]) -> None:
     job = launch(2, "none")
     job.until(lambda: job.seen(1) > 30)
     os.kill(job.pid(1), signal.SIGKILL)
@@ -269,7 +269,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_collective_that_no_mark_sees_is_in_torchs_own_recorder(tmp_path: Path) -> None:
+def test_collective_without_a_mark_is_found_in_the_torch_flight_recorder(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RECORDER]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [
@@ -291,7 +291,7 @@ def test_a_collective_that_no_mark_sees_is_in_torchs_own_recorder(tmp_path: Path
     assert data["pending_seq"] >= 1
 
 
-def test_while_nobody_ends_the_job_a_killed_rank_is_named_live() -> None:
+def test_killed_rank_is_named_live_while_the_job_goes_on() -> None:
     with tempfile.TemporaryDirectory(prefix="tr-") as name:
         aggregator = AggregatorCore(Path(name), Settings(), {})
         node = wire.NodeIdentity("node-0", "host-0", "127.0.0.1")
@@ -320,7 +320,7 @@ def test_while_nobody_ends_the_job_a_killed_rank_is_named_live() -> None:
             aggregator.close()
 
 
-def test_running_out_of_memory_is_told_from_the_allocators_error(launch: Callable[..., Launch]) -> None:
+def test_out_of_memory_is_recognised_by_the_error_of_the_allocator(launch: Callable[..., Launch]) -> None:
     job = launch(2, "memory", 60)
     summary = job.end()
     verdict = summary["verdict"]

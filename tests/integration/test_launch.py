@@ -164,7 +164,7 @@ def bench() -> Iterator[Bench]:
     shutil.rmtree(folder)
 
 
-def test_a_script_without_torch_ends_well_and_leaves_a_session(bench: Bench) -> None:
+def test_script_without_torch_ends_well_and_leaves_a_session(bench: Bench) -> None:
     ran = bench.run("--session", "quick", str(bench.script), "--environ", "--session", "script's")
     assert ran.returncode == 0, ran.stderr
     assert "rank 1 is up" in ran.stdout
@@ -176,7 +176,7 @@ def test_a_script_without_torch_ends_well_and_leaves_a_session(bench: Bench) -> 
     bench.assert_nothing_is_left()
 
 
-def test_what_ranks_report_while_they_run_is_in_the_session(bench: Bench) -> None:
+def test_session_holds_what_ranks_report_during_the_run(bench: Bench) -> None:
     process = bench.start("--session", "live", str(bench.script), "--batch", batch())
     live = until((bench.out / "live" / LIVE).exists, "live.json") and bench.out / "live" / LIVE
     assert live.stat().st_mode & 0o777 == 0o600
@@ -195,7 +195,7 @@ def test_what_ranks_report_while_they_run_is_in_the_session(bench: Bench) -> Non
     bench.assert_nothing_is_left()
 
 
-def test_a_failing_rank_gives_torchruns_exit_code_and_table(bench: Bench) -> None:
+def test_failing_rank_keeps_the_exit_code_and_table_of_torchrun(bench: Bench) -> None:
     theirs = subprocess.run(
         bench.command(str(bench.script), "--fail", module="torch.distributed.run"),
         env=bench.environ, capture_output=True, text=True, timeout=90, check=False,
@@ -211,7 +211,7 @@ def test_a_failing_rank_gives_torchruns_exit_code_and_table(bench: Bench) -> Non
     bench.assert_nothing_is_left()
 
 
-def test_without_a_monitor_there_is_nothing_of_ours(bench: Bench) -> None:
+def test_launch_without_a_monitor_leaves_no_trace(bench: Bench) -> None:
     del bench.environ["TRACEML_NICE"]
     ran = bench.run("--no-monitor", str(bench.script), "--environ", "--fail")
     assert ran.returncode == 1
@@ -227,7 +227,7 @@ def test_bad_input_is_one_line_and_exit_code_2(bench: Bench) -> None:
     assert not bench.out.exists()
 
 
-def test_a_dashboard_serves_while_the_job_runs_and_is_gone_with_it(bench: Bench) -> None:
+def test_dashboard_serves_while_the_job_runs_and_ends_with_it(bench: Bench) -> None:
     script, go = bench.out.parent / "waits.py", bench.out.parent / "go"
     script.write_text(f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.05)")
     process = bench.start("--session", "shown", "--dashboard=0", str(script))
@@ -247,7 +247,7 @@ def test_a_dashboard_serves_while_the_job_runs_and_is_gone_with_it(bench: Bench)
     bench.assert_nothing_is_left()
 
 
-def test_two_launches_at_once_do_not_meet_and_sigterm_ends_everything(bench: Bench) -> None:
+def test_concurrent_launches_stay_apart_and_sigterm_ends_everything(bench: Bench) -> None:
     args = (str(bench.script), "--batch", batch(), "--wait")
     first = bench.start("--session", "one", *args)
     second = bench.start("--session", "two", *args)
@@ -293,7 +293,7 @@ def test_two_launchers_of_one_job_on_one_machine_make_one_session(bench: Bench) 
     bench.assert_nothing_is_left()
 
 
-def test_a_node_whose_first_never_comes_trains_and_says_what_it_keeps(bench: Bench) -> None:
+def test_node_without_the_first_node_trains_and_names_its_spool_folder(bench: Bench) -> None:
     script = bench.out.parent / "alone.py"
     script.write_text("import os; open(os.environ['TRACEML_SPOOL'] + '/left.spool', 'w').close()")
     job = (
@@ -317,7 +317,7 @@ def test_a_node_whose_first_never_comes_trains_and_says_what_it_keeps(bench: Ben
     until(lambda: not bench.ours(), "all processes end")
 
 
-def test_private_ray_is_low_in_priority_without_agents_and_ends_with_a_killed_launcher(bench: Bench) -> None:
+def test_private_ray_has_low_priority_no_agents_and_ends_with_the_launcher(bench: Bench) -> None:
     waits = (str(bench.script), "--batch", batch(), "--wait")
     process = bench.start("--session", "killed", *waits, TRACEML_NICE="3")
     assert process.stdout is not None
@@ -337,7 +337,7 @@ def test_private_ray_is_low_in_priority_without_agents_and_ends_with_a_killed_la
     )
 
 
-def test_a_ray_that_is_killed_leaves_training_alone_and_the_session_is_finished_from_its_files(
+def test_killed_ray_leaves_training_running_and_the_session_is_finished(
     bench: Bench,
 ) -> None:
     process = bench.start("--session", "orphan", str(bench.script), "--batch", batch(), "--wait")
@@ -359,7 +359,7 @@ def test_a_ray_that_is_killed_leaves_training_alone_and_the_session_is_finished_
     bench.assert_nothing_is_left()
 
 
-def test_a_ray_that_cannot_start_is_one_warning_and_training_goes_on(bench: Bench) -> None:
+def test_ray_that_cannot_start_is_one_warning_and_training_goes_on(bench: Bench) -> None:
     broken = bench.out.parent / "broken"
     (broken / "ray").mkdir(parents=True)
     (broken / "ray" / "__init__.py").write_text("raise ImportError('Ray is not well')")
@@ -374,7 +374,7 @@ def test_a_ray_that_cannot_start_is_one_warning_and_training_goes_on(bench: Benc
     bench.assert_nothing_is_left()
 
 
-def test_a_given_cluster_is_used_and_goes_on(bench: Bench) -> None:
+def test_given_cluster_is_used_and_left_running(bench: Bench) -> None:
     folder = Path(tempfile.mkdtemp(prefix="tr-", dir="/tmp"))
     cluster = PrivateRay(folder, os.environ)
     cluster.start()
@@ -395,7 +395,7 @@ def test_a_given_cluster_is_used_and_goes_on(bench: Bench) -> None:
         shutil.rmtree(folder)
 
 
-def test_an_aggregator_that_hangs_at_the_end_and_goes_on_later_changes_nothing(bench: Bench) -> None:
+def test_aggregator_that_hangs_at_the_end_and_resumes_changes_nothing(bench: Bench) -> None:
     """On a cluster that stays: the launcher has written the end from the file meanwhile."""
     folder = Path(tempfile.mkdtemp(prefix="tr-", dir="/tmp"))
     cluster = PrivateRay(folder, os.environ)
@@ -468,7 +468,7 @@ if rank == 0:
 
 
 @pytest.mark.long
-def test_report_of_a_job_whose_first_rows_were_folded_is_of_all_of_it(bench: Bench) -> None:
+def test_report_covers_all_of_a_job_whose_first_rows_were_folded(bench: Bench) -> None:
     pytest.importorskip("torch")
     bench.script.write_text(LONG)
     ran = bench.run("--session", "long", str(bench.script), TRACEML_SESSION_BYTES=str(1 << 20))

@@ -76,7 +76,7 @@ def test_time_goes_to_the_stage_that_took_it(name: str, slow: str) -> None:
     assert spent[where] > PLANTED_NS * (0.5 if name == "fork_workers" and slow == "data" else 0.9)
 
 
-def test_spawned_workers() -> None:
+def test_wait_for_spawned_loader_workers_counts_as_data() -> None:
     job = loops.run("spawn_workers", "data")
     assert not job.instrumentation.errors
     assert medians(job)["data"] > PLANTED_NS * 0.5
@@ -88,7 +88,7 @@ def test_steps_that_call_no_optimizer_are_part_of_the_next_row() -> None:
 
 
 @pytest.mark.parametrize("name", [*loops.ATTRIBUTED, *loops.UNBROKEN])
-def test_results_are_the_same_to_the_bit(name: str) -> None:
+def test_results_are_the_same_to_the_bit_with_the_agent(name: str) -> None:
     if name == "spawn_workers":
         pytest.skip("same loop as fork_workers, seconds slower")
     plain, watched = (loops.run(name, watched=on) for on in (False, True))
@@ -105,7 +105,7 @@ def flags_of(name: str) -> set[int]:
     return {row["flags"] & ~FLAG_NO_PEERS for row in loops.run(name).rows()[1:]}  # type: ignore[operator]
 
 
-def test_what_is_not_seen_is_said() -> None:
+def test_rows_are_flagged_where_a_mark_is_missing() -> None:
     assert flags_of("plain") == {0}
     assert flags_of("direct_forward") == {FLAG_NO_FORWARD}
     assert flags_of("custom_iterator") == {FLAG_NO_DATA}
@@ -114,7 +114,7 @@ def test_what_is_not_seen_is_said() -> None:
 
 
 @pytest.mark.parametrize("name", ["lightning", "lightning_accumulation"])
-def test_a_closure_and_a_wrapper_in_eval_mode_leave_steps_stages_and_parts_as_they_are(name: str) -> None:
+def test_closure_and_eval_mode_wrapper_leave_steps_stages_and_spans_unchanged(name: str) -> None:
     rows = loops.run(name).rows()
     assert [row["step"] for row in rows] == list(range(loops.STEPS))
     assert {int(str(row["flags"])) for row in rows[1:]} == {FLAG_NO_PEERS}
@@ -136,7 +136,7 @@ class CountedLock:
         self.lock.release()
 
 
-def test_the_training_thread_does_not_work_off_the_log_in_an_evaluation() -> None:
+def test_training_thread_does_not_process_the_mark_log_in_an_evaluation() -> None:
     job = loops.Job()
     job.instrumentation.install()
     try:
@@ -188,14 +188,14 @@ def whole_step(watched: bool, what: str) -> list[str]:
 
 
 @pytest.mark.parametrize("what", ["forward", "both"])
-def test_a_step_compiled_as_one_graph_stays_one(what: str) -> None:
+def test_step_compiled_as_one_graph_stays_one_graph(what: str) -> None:
     if what == "both" and OLD:
         pytest.skip("torch 2.4 compiles no backward into a graph")
     with torch._dynamo.config.patch(trace_autograd_ops=True) if what == "both" else nullcontext():
         assert whole_step(True, what) == whole_step(False, what)
 
 
-def test_everything_is_put_back() -> None:
+def test_patches_are_all_undone_on_removal() -> None:
     import torch.distributed.checkpoint as dcp
     from torch.optim import optimizer as optimizers
     from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter, _SingleProcessDataLoaderIter
@@ -229,7 +229,7 @@ def test_everything_is_put_back() -> None:
     assert state() == before
 
 
-def test_a_model_in_training_holds_nothing_of_ours(tmp_path: Path) -> None:
+def test_model_in_training_is_pickled_and_copied_without_the_agent(tmp_path: Path) -> None:
     import copy
 
     job = loops.Job()
@@ -260,7 +260,7 @@ class Calling(loops.Net):
         return super().__call__(x) * more  # type: ignore[no-any-return]
 
 
-def test_a_call_of_the_users_own_keeps_its_signature_and_one_put_over_ours_stays() -> None:
+def test_call_method_keeps_its_signature_and_a_later_override_stays() -> None:
     job, own = loops.Job(), Calling.__call__
     signature = inspect.signature(Calling())
     for theirs in (None, lambda *_: "theirs"):
@@ -289,7 +289,7 @@ def calls_of_ours(action: Callable[[], object]) -> int:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_nothing_of_ours_piles_up_in_a_graph_that_stays(watched_net: nn.Module) -> None:
+def test_retained_graph_accumulates_no_hooks(watched_net: nn.Module) -> None:
     one, both = watched_net(X).sum(), [watched_net(X).sum(), watched_net(X).mean()]
     for backward in (
         lambda: one.backward(retain_graph=True),
@@ -332,19 +332,19 @@ TOOLS: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("tool", list(TOOLS))
-def test_what_else_torch_can_do_with_a_model_still_works(watched_net: torch.nn.Module, tool: str) -> None:
+def test_torch_tools_still_work_on_a_watched_model(watched_net: torch.nn.Module, tool: str) -> None:
     if tool == "gradient edge" and OLD:
         pytest.skip("torch 2.4 takes no gradient edge for a backward")
     TOOLS[tool](watched_net)
 
 
-def test_errors_of_a_backward_are_torchs_own(watched_net: torch.nn.Module) -> None:
+def test_backward_errors_are_those_of_torch(watched_net: torch.nn.Module) -> None:
     for wrong in (watched_net(X).detach().sum(), watched_net(X)):
         with pytest.raises(RuntimeError, match="grad"):
             wrong.backward()
 
 
-def test_what_a_generator_of_losses_raises_is_the_users_own() -> None:
+def test_exception_of_a_generator_of_losses_reaches_the_user() -> None:
     def losses() -> Iterator[Tensor]:
         yield torch.ones((), requires_grad=True) * 2
         raise ZeroDivisionError("their own")
@@ -384,7 +384,7 @@ class Staged(loops.Net):
         return hidden.mean() + sum(parameter.square().sum() for parameter in self.parameters())
 
 
-def test_a_forward_with_a_stage_and_its_parameters_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_with_a_stage_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.testing import CompileCounter
 
     if OLD:
@@ -426,7 +426,7 @@ def held(lock: Any) -> Iterator[None]:
         holder.join(30)
 
 
-def test_no_row_is_lost_while_another_thread_holds_the_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_kept_while_another_thread_holds_the_recorder_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     with listening(monkeypatch) as job:
         loops.plain(job)
         job.recorder.settle()
@@ -445,7 +445,7 @@ def test_no_row_is_lost_while_another_thread_holds_the_recorder(monkeypatch: pyt
     assert (job.recorder.steps.rows.depth, job.recorder.lost_marks) == (0, 0)
 
 
-def test_rows_that_the_log_has_no_room_for_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_beyond_the_capacity_of_the_mark_log_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (mark_log, backward_patch):
         monkeypatch.setattr(module, "SETTLE_AT", 100)
     with listening(monkeypatch) as job:
@@ -479,7 +479,7 @@ def parts(job: loops.Job) -> dict[tuple[str, str], Detail]:
     return {(d.name, STAGES[d.stage]): d for d in inside}
 
 
-def test_fetching_and_collating_are_told_apart() -> None:
+def test_fetch_and_collate_are_separate_spans() -> None:
     found = parts(loops.run("plain", "data"))
     fetch, collate = found["fetch", "data"], found["collate", "data"]
     # Until the second step it is not known whose data the steps wait for.
@@ -489,7 +489,7 @@ def test_fetching_and_collating_are_told_apart() -> None:
     assert found.keys() == {("fetch", "data"), ("collate", "data"), ("optimizer", "post_sync")}
 
 
-def test_an_iterator_that_outlives_the_monitor_writes_nothing_more() -> None:
+def test_iterator_that_outlives_the_monitor_records_nothing() -> None:
     job = loops.Job()
     job.instrumentation.install()
     try:
@@ -500,14 +500,14 @@ def test_an_iterator_that_outlives_the_monitor_writes_nothing_more() -> None:
     assert len(list(batches)) == loops.STEPS and not job.recorder.log
 
 
-def test_waiting_for_workers_has_a_name() -> None:
+def test_workers_span_covers_waiting_for_loader_workers() -> None:
     found = parts(loops.run("fork_workers", "data"))
     workers = found["workers", "data"]
     assert workers.total_ns > 0.5 * workers.count * PLANTED_NS and workers.count >= loops.STEPS - 2
     assert ("fetch", "data") not in found
 
 
-def test_an_evaluation_has_a_name_with_its_own_fetches() -> None:
+def test_evaluation_span_includes_its_own_fetches() -> None:
     found = parts(loops.run("evaluation"))
     evaluation = found["evaluation", "post_sync"]
     assert evaluation.count == loops.STEPS // 2 - 1  # not that before the first step
@@ -516,7 +516,7 @@ def test_an_evaluation_has_a_name_with_its_own_fetches() -> None:
     assert all(stage == "data" for name, stage in found if name in ("fetch", "collate"))
 
 
-def test_checkpoints_collectives_and_stages_of_a_user_have_names(tmp_path: Path) -> None:
+def test_checkpoints_collectives_and_user_stages_are_spans(tmp_path: Path) -> None:
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
@@ -564,7 +564,7 @@ class Unsized(Tensor):
         raise RuntimeError("nobody knows")
 
 
-def test_of_a_collective_only_tensors_are_measured() -> None:
+def test_collective_size_is_measured_on_tensors_only() -> None:
     import torch.distributed as dist
 
     job = loops.Job()
@@ -594,7 +594,7 @@ def test_of_a_collective_only_tensors_are_measured() -> None:
     assert job.instrumentation.errors == {"span: RuntimeError": 1}
 
 
-def test_a_collective_compiles_into_one_graph_as_before() -> None:
+def test_collective_compiles_into_one_graph_as_before() -> None:
     import torch.distributed as dist
 
     def reduced(x: Tensor) -> Tensor:
@@ -615,7 +615,7 @@ def test_a_collective_compiles_into_one_graph_as_before() -> None:
     assert not any(name == "all_reduce" for name, _ in parts(job))
 
 
-def test_a_collective_that_fails_raises_what_torch_raises() -> None:
+def test_failing_collective_raises_the_error_of_torch() -> None:
     import torch.distributed as dist
 
     job = loops.Job()
@@ -669,7 +669,7 @@ def rank_rows(folder: Path, name: str, slow: str) -> list[RankRows]:
 
 @pytest.mark.parametrize("slow", SLOW)
 @pytest.mark.parametrize("name", [n for n in loops.ATTRIBUTED if n != "spawn_workers"])
-def test_rank_and_stage_are_named(ddp_rows: Path, name: str, slow: str) -> None:
+def test_verdict_names_the_slow_rank_and_stage(ddp_rows: Path, name: str, slow: str) -> None:
     verdict = judge(align(rank_rows(ddp_rows, name, slow), expected=2), SHORT)
     stage = "post_sync" if (name, slow) == ("custom_iterator", "data") else WHERE[slow]
     if (name, slow) == ("non_reentrant_checkpoint", "forward"):
@@ -680,7 +680,7 @@ def test_rank_and_stage_are_named(ddp_rows: Path, name: str, slow: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(loops.UNBROKEN))
-def test_the_innocent_are_not_blamed(ddp_rows: Path, name: str) -> None:
+def test_verdict_blames_no_healthy_rank(ddp_rows: Path, name: str) -> None:
     streams = rank_rows(ddp_rows, name, "data")
     if name == "autograd_grad":
         assert all(len(stream.keys) == 0 for stream in streams)

@@ -192,9 +192,7 @@ def until_gone(hosts: Hosts) -> None:
 @pytest.mark.parametrize(
     ("channel", "steps"), [("socket", 140), pytest.param("actor", 240, marks=pytest.mark.long)]
 )
-def test_one_session_knows_both_hosts_and_names_the_fault_on_the_second(
-    hosts: Hosts, channel: str, steps: int
-) -> None:
+def test_session_over_two_hosts_names_the_fault_on_the_second(hosts: Hosts, channel: str, steps: int) -> None:
     script = (str(EXAMPLE), "--steps", str(steps), "--slow", "data:3:60", *SMALL)
     flags = ("--channel", channel, "--out", str(hosts.folder / "out"), *script)
     other = hosts.launch(1, *flags, RAY_AUTH_TOKEN=TOKEN)
@@ -231,7 +229,7 @@ def test_one_session_knows_both_hosts_and_names_the_fault_on_the_second(
 
 @pytest.mark.timeout(120)
 @pytest.mark.long
-def test_a_rank_that_fails_on_the_second_host_is_named_and_both_launchers_fail(hosts: Hosts) -> None:
+def test_failing_rank_on_the_second_host_is_named_and_both_launchers_fail(hosts: Hosts) -> None:
     script = (str(EXAMPLE), "--steps", "4000", "--fail", "2:150", *SMALL)
     flags = ("--out", str(hosts.folder / "out"), "--session", "failing", *script)
     other = hosts.launch(1, *flags, RAY_AUTH_TOKEN=TOKEN)
@@ -251,7 +249,7 @@ def test_a_rank_that_fails_on_the_second_host_is_named_and_both_launchers_fail(h
 
 @pytest.mark.timeout(120)
 @pytest.mark.long
-def test_without_a_token_it_works_and_says_so_and_a_stop_on_one_host_ends_both(hosts: Hosts) -> None:
+def test_session_without_a_token_works_with_a_warning_and_one_stop_ends_both(hosts: Hosts) -> None:
     script = (str(EXAMPLE), "--steps", "4000", *SMALL)
     flags = ("--out", str(hosts.folder / "out"), "--session", "open", *script)
     other, first = hosts.launch(1, *flags), hosts.launch(0, *flags)
@@ -275,7 +273,7 @@ def test_without_a_token_it_works_and_says_so_and_a_stop_on_one_host_ends_both(h
 
 @pytest.mark.long
 @pytest.mark.timeout(150)
-def test_a_rendezvous_without_node_ranks_on_a_cluster_that_stays(hosts: Hosts) -> None:
+def test_rendezvous_without_node_ranks_works_on_a_given_cluster(hosts: Hosts) -> None:
     address, inside, cluster = given_cluster(hosts)
     off = {"RAY_AUTH_MODE": "disabled"}
     meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:{MASTER_PORT}", "--rdzv-id", "meet")
@@ -316,7 +314,7 @@ for _ in range(int(sys.argv[1])):
 
 @pytest.mark.long
 @pytest.mark.timeout(150)
-def test_a_node_that_ends_long_after_the_first_on_a_cluster_that_stays_is_in_the_session(
+def test_node_that_ends_late_on_a_given_cluster_is_in_the_session(
     hosts: Hosts,
 ) -> None:
     address, inside, cluster = given_cluster(hosts)

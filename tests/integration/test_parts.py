@@ -39,7 +39,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_slow_checkpoint_inside_a_stage_of_the_user_is_named(tmp_path: Path) -> None:
+def test_slow_checkpoint_inside_a_user_stage_is_named(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     done = launch(tmp_path, "s", 2, 120, script=(str(script),))

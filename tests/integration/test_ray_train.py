@@ -202,7 +202,7 @@ METRICS: dict[str, Any] = {}
 
 
 @pytest.mark.usefixtures("callbacks_by_name")
-def test_a_driver_that_only_started_a_session_gets_the_verdict(session: Session, tmp_path: Path) -> None:
+def test_driver_that_only_started_a_session_gets_the_verdict(session: Session, tmp_path: Path) -> None:
     config = {"late": 1, "folder": str(tmp_path)}
     result = trainer(train, tmp_path, "zero code", train_loop_config=config).fit()
     summary = json.loads((session.folder / "summary.json").read_text())  # there when `fit` returns
@@ -222,7 +222,7 @@ def test_a_driver_that_only_started_a_session_gets_the_verdict(session: Session,
 
 
 @pytest.mark.usefixtures("callbacks_by_name")
-def test_an_exception_in_the_loop_is_the_same_and_the_headline(session: Session, tmp_path: Path) -> None:
+def test_exception_in_the_loop_is_unchanged_and_the_headline(session: Session, tmp_path: Path) -> None:
     # Named in the environment and given too: watched once.
     given = traceml_ray.TraceMLTrainCallback(interval=0.1)
     with pytest.raises(WorkerGroupError) as raised:
@@ -246,7 +246,7 @@ def test_an_exception_in_the_loop_is_the_same_and_the_headline(session: Session,
 
 
 @pytest.mark.usefixtures("callbacks_by_name")
-def test_a_restart_is_a_new_attempt_and_shown_with_its_cost(session: Session, tmp_path: Path) -> None:
+def test_restart_is_a_new_attempt_and_shown_with_its_cost(session: Session, tmp_path: Path) -> None:
     result = trainer(
         train_with_one_death,
         tmp_path,
@@ -267,9 +267,7 @@ def test_a_restart_is_a_new_attempt_and_shown_with_its_cost(session: Session, tm
     assert summary["verdict"]["label"] != "rank_lost"
 
 
-def test_a_broken_callback_and_a_package_that_cannot_be_imported_change_nothing(
-    session: Session, tmp_path: Path
-) -> None:
+def test_broken_callback_and_broken_package_change_nothing(session: Session, tmp_path: Path) -> None:
     before = len(session.runs())
     (tmp_path / "traceml_ray").mkdir()
     (tmp_path / "traceml_ray" / "__init__.py").write_text("raise OSError('no such package')")
@@ -290,7 +288,7 @@ def test_a_broken_callback_and_a_package_that_cannot_be_imported_change_nothing(
 
 
 @pytest.mark.usefixtures("session")
-def test_a_callback_alone_makes_its_session_times_ray_data_and_survives_a_failing_one(tmp_path: Path) -> None:
+def test_callback_starts_its_own_session_and_times_ray_data(tmp_path: Path) -> None:
     dataset = ray.data.from_items([{"x": float(number)} for number in range(80)])
     given = traceml_ray.TraceMLTrainCallback(session="other", out=tmp_path / "out", interval=0.2)
     assert Failing().before_worker_group_start(None) is None
@@ -324,7 +322,7 @@ def test_local_mode_is_left_alone(session: Session, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_example_names_the_rank_it_made_late(cluster: FakeCluster, tmp_path: Path) -> None:
+def test_example_names_the_rank_it_made_late(cluster: FakeCluster, tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "ray_train.py"
     done = subprocess.run(
         [sys.executable, str(example), "--steps", "40", "--slow", "data:1:30"],
@@ -341,7 +339,7 @@ def test_the_example_names_the_rank_it_made_late(cluster: FakeCluster, tmp_path:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("callbacks_by_name")
-def test_a_trainer_that_grows_goes_on_as_another_attempt(
+def test_trainer_that_grows_continues_as_another_attempt(
     cluster: FakeCluster, session: Session, tmp_path: Path
 ) -> None:
     def room_for_another() -> None:

@@ -310,7 +310,7 @@ PAIRS = [(0, 2), (0, 2), (2, 2), (2, 2)]
         ("hybrid", [(0, 4)] * 4, "fsdp2", "data"),
     ],
 )
-def test_the_late_rank_is_named_in_its_group(
+def test_late_rank_is_named_in_its_group(
     told: Path, name: str, groups: list[tuple[int, int]], strategy: str, stage: str
 ) -> None:
     if strategy == "fsdp2" and not HAS_FSDP2:
@@ -333,7 +333,7 @@ INFERRED_CASES = [
 
 
 @pytest.mark.parametrize("name", [name for name in INFERRED_CASES if "healthy" not in name])
-def test_an_exchange_that_nothing_tells_of_is_inferred_from_where_ranks_wait(told: Path, name: str) -> None:
+def test_unmarked_exchange_is_inferred_from_where_ranks_wait(told: Path, name: str) -> None:
     ranks = ranks_of(told, name)
     verdict = judge(align(ranks, WORLD))
     _, late, stage = CASES[name]
@@ -344,7 +344,7 @@ def test_an_exchange_that_nothing_tells_of_is_inferred_from_where_ranks_wait(tol
     assert "wait for it in `sync_wait`" in verdict.why
 
 
-def test_a_rank_that_fetches_for_all_is_named_by_its_own_marks(told: Path) -> None:
+def test_rank_that_fetches_for_all_is_named_by_its_own_marks(told: Path) -> None:
     verdict = judge(align(ranks_of(told, "dispatched"), WORLD))
     assert (verdict.label, verdict.stage, verdict.ranks) == ("straggler", "data", (0,)), verdict.why
     assert "No data wait" not in verdict.why
@@ -356,13 +356,13 @@ def test_ranks_that_reduce_by_hand_and_are_even_are_healthy(told: Path) -> None:
     assert verdict.why.endswith("`all_reduce`, before the optimizer, is inferred.")
 
 
-def test_a_reduction_in_which_not_all_ranks_wait_for_each_other_is_not_judged_by(told: Path) -> None:
+def test_reduction_that_ranks_do_not_leave_together_is_not_judged(told: Path) -> None:
     verdict = judge(align(ranks_of(told, "of_pairs"), WORLD))
     assert (verdict.label, verdict.rank) == ("accounting_only", None)
     assert verdict.why.startswith("These ranks wait for each other in `all_reduce`, but they do not leave it")
 
 
-def test_a_reduction_after_the_optimizer_is_no_exchange_of_gradients(told: Path) -> None:
+def test_reduction_after_the_optimizer_is_no_exchange_of_gradients(told: Path) -> None:
     ranks = ranks_of(told, "logging")
     verdict = judge(align(ranks, WORLD))
     assert {rank.strategy for rank in ranks} == {"single"}
@@ -371,7 +371,7 @@ def test_a_reduction_after_the_optimizer_is_no_exchange_of_gradients(told: Path)
 
 
 @pytest.mark.parametrize(("name", "exchanges"), [("chunks_ddp", 1), ("chunks_fsdp2", 2)])
-def test_a_backward_that_exchanges_nothing_is_no_segment(told: Path, name: str, exchanges: int) -> None:
+def test_backward_without_an_exchange_is_no_segment(told: Path, name: str, exchanges: int) -> None:
     if name == "chunks_fsdp2" and not HAS_FSDP2:
         pytest.skip("this torch has no fully_shard")
     ranks = ranks_of(told, name)
@@ -384,14 +384,14 @@ def test_a_backward_that_exchanges_nothing_is_no_segment(told: Path, name: str, 
 
 
 @pytest.mark.parametrize("name", ["each_alone", "without_ddp"])
-def test_ranks_that_train_by_themselves_hold_nobody_up(told: Path, name: str) -> None:
+def test_independent_ranks_are_not_judged_against_each_other(told: Path, name: str) -> None:
     verdict = judge(align(ranks_of(told, name), WORLD))
     assert (verdict.label, verdict.rank, verdict.suspects) == ("accounting_only", None, ())
     assert "do not exchange gradients" in verdict.why
 
 
 @pytest.mark.parametrize("strategy", ["tp", "pp", "ddp+tp"])
-def test_tensor_parallel_layers_and_pipeline_stages_are_seen(strategy: str) -> None:
+def test_tensor_parallel_layers_and_pipeline_stages_are_flagged_as_coupled(strategy: str) -> None:
     import torch.distributed._functional_collectives as functional
 
     job, wait = loops.Job(), functional.wait_tensor
@@ -424,7 +424,7 @@ def test_tensor_parallel_layers_and_pipeline_stages_are_seen(strategy: str) -> N
     assert flags == {FLAG_COUPLED}
 
 
-def test_what_a_collective_works_at_before_it_waits_is_the_ranks_own_time() -> None:
+def test_collective_work_before_the_wait_is_time_of_the_rank_itself() -> None:
     job = loops.Job()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -46,7 +46,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[loops.Job]:
     job.instrumentation.remove()
 
 
-def test_the_verdict_reaches_rank_0_and_no_other(tmp_path: Path) -> None:
+def test_verdict_reaches_rank_0_and_no_other(tmp_path: Path) -> None:
     core, before = aggregation(tmp_path / "s"), Relay()
     ranks = [Rank(number) for number in (0, 1)]
     core.ingest(before.message(*(rank.batch(200) for rank in ranks)))
@@ -79,7 +79,7 @@ def test_steps_are_numbered_as_the_framework_counts_them(job: Any) -> None:
     assert min(row["step"] for row in job.rows()) == 5000 + loops.STEPS, "numbers only grow"
 
 
-def test_steps_that_the_marks_have_counted_too_cost_the_training_thread_nothing(job: Any) -> None:
+def test_steps_counted_by_marks_cost_the_training_thread_nothing(job: Any) -> None:
     marks = Marks()
     marks.step(0)
     loops.plain(job)
@@ -90,7 +90,7 @@ def test_steps_that_the_marks_have_counted_too_cost_the_training_thread_nothing(
     assert [row["step"] for row in job.rows()] == list(range(loops.STEPS))
 
 
-def test_a_span_of_a_callback_and_ours_of_its_name_count_once(job: Any, tmp_path: Path) -> None:
+def test_callback_span_and_own_span_of_one_name_count_once(job: Any, tmp_path: Path) -> None:
     import torch
 
     marks = Marks()
@@ -114,7 +114,7 @@ def test_a_span_of_a_callback_and_ours_of_its_name_count_once(job: Any, tmp_path
     assert not job.instrumentation.errors
 
 
-def test_the_verdict_is_figures_and_a_sentence_when_it_is_another(job: Any) -> None:
+def test_verdict_is_given_as_figures_and_on_a_change_as_text(job: Any) -> None:
     marks = Marks()
     assert (marks.figures(), marks.new_verdict()) == ({}, None)
     job.agent.verdict = VERDICT
@@ -136,7 +136,7 @@ def test_the_verdict_is_figures_and_a_sentence_when_it_is_another(job: Any) -> N
     }
 
 
-def test_a_callback_raises_nothing_and_is_nothing_where_nobody_watches(
+def test_callback_raises_nothing_and_does_nothing_without_an_agent(
     job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job.agent.add_event = job.agent.recorder = None
@@ -222,7 +222,7 @@ def hugging_face(stand_in: Any) -> Any:
     return found.TraceMLTrainerCallback
 
 
-def test_what_a_trainer_returns_is_the_same_with_the_callback(job: Any, hugging_face: Any) -> None:
+def test_trainer_results_are_the_same_with_the_callback(job: Any, hugging_face: Any) -> None:
     job.agent.verdict = VERDICT
     plain, report = HuggingFace(), Report()
     watched = HuggingFace(Silent(), report, hugging_face())
@@ -237,7 +237,7 @@ def test_what_a_trainer_returns_is_the_same_with_the_callback(job: Any, hugging_
     assert not job.instrumentation.errors
 
 
-def test_a_callback_raises_nothing_into_hugging_faces_trainer(
+def test_callback_raises_nothing_into_the_hugging_face_trainer(
     job: Any, hugging_face: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Unequal(Silent):
@@ -300,7 +300,7 @@ def lightning(stand_in: Any) -> Any:
     return found
 
 
-def test_the_verdict_is_logged_when_lightning_logs_and_without_tensors(job: Any, lightning: Any) -> None:
+def test_lightning_logs_the_verdict_at_its_interval_without_tensors(job: Any, lightning: Any) -> None:
     job.agent.verdict = VERDICT
     trainer = Lightning()
     trainer.fit(lightning.TraceMLCallback(), 16)
@@ -310,7 +310,7 @@ def test_the_verdict_is_logged_when_lightning_logs_and_without_tensors(job: Any,
     assert not job.instrumentation.errors
 
 
-def test_a_callback_raises_nothing_into_lightnings_trainer(
+def test_callback_raises_nothing_into_the_lightning_trainer(
     job: Any, lightning: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job.agent.verdict = VERDICT
@@ -327,7 +327,7 @@ def test_a_callback_raises_nothing_into_lightnings_trainer(
     callback.on_train_start(None, None)
 
 
-def test_lightnings_callback_is_there_also_where_only_its_old_name_is_installed(
+def test_lightning_callback_works_with_the_pytorch_lightning_package(
     stand_in: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "lightning", None)
@@ -366,7 +366,7 @@ def hugging_faces_trainer(tmp_path: Path, callbacks: list[Any]) -> Any:
     )
 
 
-def test_hugging_faces_trainer_logs_the_verdict(job: Any, tmp_path: Path) -> None:
+def test_hugging_face_trainer_logs_the_verdict(job: Any, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     import traceml_ray
 
@@ -393,7 +393,7 @@ def test_hugging_faces_trainer_logs_the_verdict(job: Any, tmp_path: Path) -> Non
     assert not job.instrumentation.errors
 
 
-def test_lightnings_trainer_logs_the_verdict(job: Any, tmp_path: Path) -> None:
+def test_lightning_trainer_logs_the_verdict(job: Any, tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch")
     import torch
 

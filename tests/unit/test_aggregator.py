@@ -52,7 +52,7 @@ def _steps(folder: Path, rank: int = 0) -> list[int]:
         return [int(key) >> SEGMENT_BITS for rows in session.rows([rank])[0] for key in rows.keys]
 
 
-def test_nothing_is_confirmed_before_it_is_on_disk(tmp_path: Path) -> None:
+def test_rows_are_confirmed_only_once_they_are_on_disk(tmp_path: Path) -> None:
     aggregator, relay, rank = aggregation(tmp_path), Relay(), Rank(0)
     assert confirmed(aggregator.ingest(relay.message(rank.batch(3)))) == 0
     assert confirmed(aggregator.ingest(relay.message(rank.batch(3)))) == 0
@@ -61,7 +61,7 @@ def test_nothing_is_confirmed_before_it_is_on_disk(tmp_path: Path) -> None:
     assert confirmed(aggregator.ingest(again)) == 2
 
 
-def test_a_message_sent_twice_counts_once_also_after_a_restart(tmp_path: Path) -> None:
+def test_message_sent_twice_counts_once_even_after_a_restart(tmp_path: Path) -> None:
     relay, rank = Relay(), Rank(0)
     event = wire.Event("note", 1)
     messages = [relay.message(rank.batch(3, events=[event])) for _ in range(3)]
@@ -77,7 +77,7 @@ def test_a_message_sent_twice_counts_once_also_after_a_restart(tmp_path: Path) -
         assert len(session.events()[0]) == 3
 
 
-def test_a_batch_resent_to_another_relay_counts_once(tmp_path: Path) -> None:
+def test_batch_resent_to_another_relay_counts_once(tmp_path: Path) -> None:
     aggregator, rank = aggregation(tmp_path), Rank(0)
     batches = [rank.batch(4) for _ in range(3)]
     aggregator.ingest(Relay(0, "a").message(*batches[:2]))
@@ -94,7 +94,7 @@ def test_rows_that_overlap_are_cut_at_the_watermark(tmp_path: Path) -> None:
     assert _steps(tmp_path) == list(range(8))
 
 
-def test_a_message_that_overtook_another_waits_for_it(tmp_path: Path) -> None:
+def test_message_that_overtook_another_waits_for_it(tmp_path: Path) -> None:
     aggregator, relay, rank = aggregation(tmp_path), Relay(), Rank(0)
     first, second, third = (relay.message(rank.batch(2)) for _ in range(3))
     for message in (second, third, first, second, third):  # sent, first one lost, all sent again
@@ -103,7 +103,7 @@ def test_a_message_that_overtook_another_waits_for_it(tmp_path: Path) -> None:
     assert _steps(tmp_path) == list(range(6))
 
 
-def test_a_gap_that_stays_is_let_pass_when_it_is_sent_again(tmp_path: Path) -> None:
+def test_gap_that_stays_is_passed_when_the_message_is_sent_again(tmp_path: Path) -> None:
     """The session file was lost: the relay no longer has what an earlier one confirmed."""
     aggregator, relay, rank = aggregation(tmp_path), Relay(), Rank(0)
     relay.message(rank.batch(2))
@@ -115,7 +115,7 @@ def test_a_gap_that_stays_is_let_pass_when_it_is_sent_again(tmp_path: Path) -> N
     assert confirmed(aggregator.ingest(second)) == 2
 
 
-def test_drops_are_booked_where_they_happened(tmp_path: Path) -> None:
+def test_drops_are_counted_where_they_happened(tmp_path: Path) -> None:
     aggregator, relay, rank = aggregation(tmp_path), Relay(), Rank(0)
     aggregator.ingest(relay.message(rank.batch(10)))
     rank.batch(5)
@@ -135,7 +135,7 @@ def test_drops_are_booked_where_they_happened(tmp_path: Path) -> None:
     assert count["in_flight"] == 0
 
 
-def test_what_was_given_up_but_did_arrive_counts_as_stored(tmp_path: Path) -> None:
+def test_rows_given_up_that_still_arrive_count_as_stored(tmp_path: Path) -> None:
     aggregator, relay, rank = aggregation(tmp_path), Relay(), Rank(0)
     rank.dropped = 6  # given up unconfirmed, and yet it came
     aggregator.ingest(relay.message(rank.batch(10), dropped={rank.stream: 4}))
@@ -143,13 +143,13 @@ def test_what_was_given_up_but_did_arrive_counts_as_stored(tmp_path: Path) -> No
     assert (count["stored"], count["in_flight"], sum(count["dropped"].values())) == (10, 0, 0)
 
 
-def test_a_stream_that_only_lost_rows_is_in_the_ledger(tmp_path: Path) -> None:
+def test_rank_process_that_only_lost_rows_is_in_the_ledger(tmp_path: Path) -> None:
     aggregator = aggregation(tmp_path)
     aggregator.ingest(Relay().message(dropped={"feed": 7}))
     assert _ledger(aggregator, tmp_path)["per_rank"]["unknown"]["dropped"]["relay"] == 7
 
 
-def test_garbage_is_dropped_counted_and_the_rest_is_taken(tmp_path: Path) -> None:
+def test_garbage_is_dropped_and_counted_and_the_rest_is_taken(tmp_path: Path) -> None:
     aggregator, relay, rank = aggregation(tmp_path), Relay(), Rank(0)
     good = rank.batch(3)
     bad = [b"", b"\xc1junk", good[:-9], wire.encode(FINISH), b"\x00" * 100]
@@ -167,7 +167,9 @@ def test_garbage_is_dropped_counted_and_the_rest_is_taken(tmp_path: Path) -> Non
 
 @given(data=st.data())
 @hypothesis.settings(max_examples=25)
-def test_no_bytes_make_it_raise_or_lose_balance(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+def test_aggregator_neither_raises_nor_loses_balance_on_any_bytes(
+    tmp_path_factory: pytest.TempPathFactory, data: Any
+) -> None:
     folder = tmp_path_factory.mktemp("session")
     aggregator, relay, rank = aggregation(folder), Relay(), Rank(0)
     for _ in range(data.draw(st.integers(1, 6))):
@@ -193,7 +195,7 @@ def test_identity_that_comes_late_names_the_rows_before(tmp_path: Path) -> None:
     assert _steps(tmp_path, rank=5) == list(range(6))
 
 
-def test_of_two_processes_of_a_rank_the_later_stands_for_it(tmp_path: Path, clock: Clock) -> None:
+def test_later_process_of_a_rank_represents_it(tmp_path: Path, clock: Clock) -> None:
     aggregator, relay = aggregation(tmp_path, clock), Relay()
     first, second = Rank(0, 1, pid=1, stream="a"), Rank(0, 1, pid=2, stream="b")
     aggregator.ingest(relay.message(first.batch(3)))
@@ -208,7 +210,7 @@ def test_of_two_processes_of_a_rank_the_later_stands_for_it(tmp_path: Path, cloc
         assert session.ranks()[0].stream == "b"
 
 
-def test_a_new_attempt_replaces_the_old_one(tmp_path: Path) -> None:
+def test_new_attempt_replaces_the_old_one(tmp_path: Path) -> None:
     aggregator, relay = aggregation(tmp_path), Relay()
     aggregator.ingest(relay.message(Rank(0, 1).batch(30), Rank(0, 1, attempt=1).batch(7)))
     assert _ledger(aggregator, tmp_path)["stored"] == 37
@@ -238,7 +240,7 @@ def _label(aggregator: AggregatorCore) -> str | None:
     return aggregator.verdict.label if aggregator.verdict else None
 
 
-def test_the_verdict_names_the_late_rank_and_changes_are_stored(tmp_path: Path, clock: Clock) -> None:
+def test_verdict_names_the_late_rank_and_its_changes_are_stored(tmp_path: Path, clock: Clock) -> None:
     aggregator, ranks = aggregation(tmp_path, clock), [Rank(i, 4) for i in range(4)]
     _run(aggregator, clock, ranks, 8)
     assert _label(aggregator) == "healthy"
@@ -258,7 +260,7 @@ def test_the_verdict_names_the_late_rank_and_changes_are_stored(tmp_path: Path, 
     assert not aggregator.errors
 
 
-def test_ranks_that_report_far_apart_are_judged_where_they_meet(tmp_path: Path, clock: Clock) -> None:
+def test_ranks_that_report_far_apart_are_judged_at_their_common_steps(tmp_path: Path, clock: Clock) -> None:
     aggregator, relay, ranks = aggregation(tmp_path, clock), Relay(), [Rank(i, 2) for i in range(2)]
     aggregator.ingest(relay.message(ranks[0].batch(900), ranks[1].batch(100)))
     aggregator.judge()
@@ -266,7 +268,7 @@ def test_ranks_that_report_far_apart_are_judged_where_they_meet(tmp_path: Path, 
     assert (aggregator.verdict.label, aggregator.verdict.to_step) == ("healthy", 99)
 
 
-def test_what_a_run_has_lost_goes_on_after_a_restart(tmp_path: Path, clock: Clock) -> None:
+def test_run_totals_go_on_after_a_restart(tmp_path: Path, clock: Clock) -> None:
     relay, ranks = Relay(), [Rank(0), Rank(1)]
     aggregator = aggregation(tmp_path, clock)
 
@@ -291,7 +293,7 @@ def test_what_a_run_has_lost_goes_on_after_a_restart(tmp_path: Path, clock: Cloc
     assert after["elapsed_s"] == pytest.approx(before["elapsed_s"] + 100 * 0.017, rel=0.01)
 
 
-def test_what_is_kept_of_judging_and_cannot_be_used_is_counted(tmp_path: Path, clock: Clock) -> None:
+def test_unusable_saved_judge_state_is_counted(tmp_path: Path, clock: Clock) -> None:
     relay, ranks = Relay(), [Rank(0), Rank(1)]
     aggregator = aggregation(tmp_path, clock)
     for _ in range(20):
@@ -304,7 +306,7 @@ def test_what_is_kept_of_judging_and_cannot_be_used_is_counted(tmp_path: Path, c
     assert restarted.verdict is not None and restarted.errors["history: TypeError"] == 1
 
 
-def test_the_verdict_goes_on_after_a_restart(tmp_path: Path, clock: Clock) -> None:
+def test_verdict_goes_on_after_a_restart(tmp_path: Path, clock: Clock) -> None:
     aggregator, ranks = aggregation(tmp_path, clock), [Rank(i, 4) for i in range(4)]
     _run(aggregator, clock, ranks, 10, late=1)
     aggregator.close()
@@ -313,7 +315,7 @@ def test_the_verdict_goes_on_after_a_restart(tmp_path: Path, clock: Clock) -> No
     assert _label(restarted) == "straggler"
 
 
-def test_a_rank_that_falls_silent_is_missing_one_that_ended_is_not(tmp_path: Path, clock: Clock) -> None:
+def test_silent_rank_is_missing_and_an_ended_one_is_not(tmp_path: Path, clock: Clock) -> None:
     aggregator, ranks = aggregation(tmp_path, clock), [Rank(i, 2) for i in range(2)]
     _run(aggregator, clock, ranks, 6)
     _run(aggregator, clock, ranks[:1], 6)
@@ -328,7 +330,7 @@ def test_a_rank_that_falls_silent_is_missing_one_that_ended_is_not(tmp_path: Pat
     assert _label(aggregator) == "healthy"
 
 
-def test_a_rank_that_is_lost_is_the_headline_at_once(tmp_path: Path, clock: Clock) -> None:
+def test_lost_rank_is_the_headline_at_once(tmp_path: Path, clock: Clock) -> None:
     aggregator, ranks = aggregation(tmp_path, clock), [Rank(i, 2) for i in range(2)]
     _run(aggregator, clock, ranks, 6)
     relay = Relay(0, "end")
@@ -343,9 +345,7 @@ def test_a_rank_that_is_lost_is_the_headline_at_once(tmp_path: Path, clock: Cloc
     assert (aggregator.verdict.label, aggregator.verdict.rank) == ("rank_lost", 1)
 
 
-def test_a_process_that_tells_of_its_death_without_end_is_kept_few_times(
-    tmp_path: Path, clock: Clock
-) -> None:
+def test_death_reports_of_one_process_are_bounded(tmp_path: Path, clock: Clock) -> None:
     aggregator, rank = aggregation(tmp_path, clock), Rank(0, 1)
     _run(aggregator, clock, [rank], 6)
     for number in range(20):
@@ -408,7 +408,7 @@ def test_finish_offline_takes_what_agents_left(tmp_path: Path) -> None:
     assert (tmp_path / "report.txt").is_file()
 
 
-def test_a_damaged_session_file_is_set_aside_and_what_agents_left_is_stored(tmp_path: Path) -> None:
+def test_damaged_session_file_is_set_aside_and_spools_are_stored(tmp_path: Path) -> None:
     rank, spool = Rank(0, 1), tmp_path / "spool"
     spool.mkdir()
     aggregator = aggregation(tmp_path)
@@ -424,7 +424,7 @@ def test_a_damaged_session_file_is_set_aside_and_what_agents_left_is_stored(tmp_
     assert (tmp_path / "report.txt").is_file()
 
 
-def test_a_session_without_any_row_has_a_summary(tmp_path: Path) -> None:
+def test_session_without_any_row_has_a_summary(tmp_path: Path) -> None:
     finish_offline(tmp_path, Settings(), FINISH)
     summary = msgspec.json.decode((tmp_path / "summary.json").read_bytes())
     assert summary["verdict"]["label"] == "telemetry_limited"
@@ -432,7 +432,7 @@ def test_a_session_without_any_row_has_a_summary(tmp_path: Path) -> None:
 
 
 @given(frames=st.lists(st.binary(max_size=50)), cut=st.integers(0, 60))
-def test_a_cut_spool_gives_its_whole_frames(
+def test_cut_spool_gives_its_whole_frames(
     tmp_path_factory: pytest.TempPathFactory, frames: list[bytes], cut: int
 ) -> None:
     path = tmp_path_factory.mktemp("spool") / "a.spool"
@@ -447,7 +447,7 @@ def test_a_cut_spool_gives_its_whole_frames(
 # -- questions -----------------------------------------------------------------------------------
 
 
-def test_idle_time_counts_from_the_last_word_of_a_rank_or_question(tmp_path: Path, clock: Clock) -> None:
+def test_idle_time_counts_from_the_last_rank_message_or_query(tmp_path: Path, clock: Clock) -> None:
     aggregator, relay = aggregation(tmp_path, clock), Relay()
     clock.tick(30)
     aggregator.ingest(relay.message())  # of its node only
@@ -461,13 +461,13 @@ def test_idle_time_counts_from_the_last_word_of_a_rank_or_question(tmp_path: Pat
     assert aggregator.idle_s() == 0
 
 
-def test_a_wall_clock_that_is_set_makes_no_session_idle(tmp_path: Path, clock: Clock) -> None:
+def test_wall_clock_change_makes_no_session_idle(tmp_path: Path, clock: Clock) -> None:
     aggregator = AggregatorCore(tmp_path, Settings(), {}, clock)
     clock.tick(3600)
     assert aggregator.idle_s() < 600
 
 
-def test_threads_that_ingest_commit_and_ask_do_not_disturb_each_other(tmp_path: Path) -> None:
+def test_threads_that_ingest_commit_and_query_do_not_disturb_each_other(tmp_path: Path) -> None:
     aggregator, relay, ranks = aggregation(tmp_path), Relay(), [Rank(i, 4) for i in range(4)]
     done = threading.Event()
     answers: list[dict[str, Any]] = []
@@ -542,7 +542,7 @@ def _feed(folder: Path, unconfirmed: dict[int, bytes], make: Any, kill_after: in
             pass
 
 
-def test_killed_at_any_moment_it_neither_loses_nor_doubles_a_row(tmp_path: Path) -> None:
+def test_aggregator_killed_at_any_moment_neither_loses_nor_doubles_a_row(tmp_path: Path) -> None:
     chance = random.Random(7)
     relay, ranks = Relay(), [Rank(i, 2) for i in range(2)]
     unconfirmed: dict[int, bytes] = {}
@@ -568,7 +568,7 @@ def test_killed_at_any_moment_it_neither_loses_nor_doubles_a_row(tmp_path: Path)
 
 
 @pytest.mark.parametrize("asked", [False, True], ids=["unused", "asked for the end"])
-def test_an_actor_ends_itself_though_ray_does_not_answer(
+def test_actor_ends_itself_though_ray_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool
 ) -> None:
     aggregator, ended = aggregation(tmp_path), list[bool]()
@@ -589,7 +589,7 @@ def test_an_actor_ends_itself_though_ray_does_not_answer(
     assert aggregator.errors == {"relays, end: ConnectionError": 1}
 
 
-def test_of_too_many_streams_nothing_is_taken_and_that_is_counted(
+def test_rank_processes_beyond_the_limit_are_refused_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core, "MAX_STREAMS", 2)
@@ -600,7 +600,7 @@ def test_of_too_many_streams_nothing_is_taken_and_that_is_counted(
     assert aggregator.errors == {"too_many_streams": 3}
 
 
-def test_only_the_newest_streams_of_unknown_rank_are_kept_in_memory(tmp_path: Path) -> None:
+def test_newest_rank_processes_of_unknown_rank_are_kept_in_memory(tmp_path: Path) -> None:
     aggregator, relay, rank = aggregation(tmp_path), Relay(), Rank(0, 1)
     aggregator.ingest(relay.message(rank.batch(3)))
     strangers = [Rank(0, 1, stream=f"stranger-{n}").batch(1, identity=None) for n in range(300)]
@@ -612,9 +612,7 @@ def test_only_the_newest_streams_of_unknown_rank_are_kept_in_memory(tmp_path: Pa
     assert held == [rank.stream, *(f"stranger-{n}" for n in range(300 - MAX_UNKNOWN, 300))]
 
 
-def test_a_job_said_to_be_huge_is_judged_and_reported_like_any_other(
-    tmp_path: Path, snapshot: Snapshot
-) -> None:
+def test_job_claiming_a_huge_world_size_is_judged_and_reported(tmp_path: Path, snapshot: Snapshot) -> None:
     aggregator, relay, ranks = aggregation(tmp_path), Relay(), [Rank(number, 1 << 20) for number in (0, 1)]
     aggregator.ingest(relay.message(*(rank.batch(60) for rank in ranks)))
     aggregator.judge()
@@ -646,7 +644,7 @@ def test_aggregator_has_relays_of_many_nodes_send_less_often(tmp_path: Path) -> 
         st.sampled_from(["errors", "missing", "strategy", "group", "dropped", "overhead", "open", "final"])
     )
 )
-def test_streams_on_disk_are_those_in_memory_whatever_a_batch_changes(changes: list[str]) -> None:
+def test_rank_processes_on_disk_are_those_in_memory_whatever_a_batch_changes(changes: list[str]) -> None:
     """Only the columns that a batch has changed are written."""
     with tempfile.TemporaryDirectory() as folder:
         aggregator, relay, rank = aggregation(Path(folder)), Relay(), Rank(0, 2)

@@ -99,12 +99,12 @@ each_node_kind = pytest.mark.parametrize(
 )
 
 
-def test_table_of_a_node_is_examined_whole() -> None:
+def test_node_anomaly_cases_cover_every_quantity() -> None:
     assert [kind for _, kind in NODE_ANOMALIES] == [each.name for each in NODE_LIMITED]
 
 
 @each_node_kind
-def test_anomaly_of_a_node_is_what_the_other_nodes_do_not_have(
+def test_node_value_unlike_its_peers_is_an_anomaly(
     fields: dict[str, Any], kind: str, snapshot: Snapshot
 ) -> None:
     found = anomalies([machine("a", named=(0,), **fields), machine("b"), machine("c")])
@@ -148,7 +148,7 @@ def test_value_near_its_limit_and_hardly_above_the_peers_is_no_anomaly() -> None
     assert not anomalies([machine("a", devices[1], named=(0,), **more), machine("b", devices[0], **high)])
 
 
-def test_when_all_are_slow_every_node_is_compared_with_itself_before(snapshot: Snapshot) -> None:
+def test_nodes_are_compared_with_themselves_before_when_all_are_slow(snapshot: Snapshot) -> None:
     rose = [machine(name, before={}, cpu_pct=97.0 + at) for at, name in enumerate("abc")]
     (anomaly,) = anomalies(rose, all_nodes=True)
     assert (anomaly.node, anomaly.kind) == ("c", "cpu_pct")
@@ -168,12 +168,12 @@ each_gpu_kind = pytest.mark.parametrize(
 )
 
 
-def test_table_of_a_device_is_examined_whole() -> None:
+def test_device_anomaly_cases_cover_every_quantity() -> None:
     assert [kind for _, kind in GPU_ANOMALIES] == [each.name for each in GPU_LIMITED]
 
 
 @each_gpu_kind
-def test_anomaly_of_a_device_is_what_its_peers_do_not_have(
+def test_device_value_unlike_its_peers_is_an_anomaly(
     fields: dict[str, Any], kind: str, snapshot: Snapshot
 ) -> None:
     found = anomalies([machine("a", [gpu(0), gpu(1, **fields)], named=(0,)), machine("b", [gpu(0), gpu(1)])])
@@ -220,7 +220,7 @@ def test_process_of_no_rank_on_the_device_is_an_anomaly(snapshot: Snapshot) -> N
     assert not anomalies([node("a", own, foreign), monitors]), "it is on the other devices, too"
 
 
-def test_process_of_no_rank_must_stay() -> None:
+def test_process_of_no_rank_must_stay_to_be_an_anomaly() -> None:
     samples = Samples()
     for second in range(20):
         there = [Process(500, GIB, "serve")] if second < 8 else []
@@ -315,7 +315,7 @@ def test_samples_are_bounded_and_go_back_to_the_beginning() -> None:
     assert [devices[0][0].pid for devices in recent.processes] == list(range(4970, 5000))
 
 
-def test_a_counter_that_begins_anew_has_no_rate() -> None:
+def test_counter_that_is_reset_has_no_rate_there() -> None:
     samples = Samples()
     for second, swapped in enumerate((5_000_000, 6_000_000, 1_000, 2_001_000)):
         samples.add(wire.NodeSample(second * SECOND, *[None] * 9, swap_in_bytes=swapped))
@@ -324,7 +324,7 @@ def test_a_counter_that_begins_anew_has_no_rate() -> None:
 
 
 @given(st.lists(st.integers(1, 10**9), min_size=3, max_size=30), st.data())
-def test_steps_follow_one_another_back_from_the_newest(took: list[int], data: st.DataObject) -> None:
+def test_step_times_are_laid_out_back_from_the_newest_row(took: list[int], data: st.DataObject) -> None:
     keys = np.arange(len(took)) << SEGMENT_BITS
     rows = np.zeros((len(took), N_STAGES), np.int64)
     rows[:, 1] = took
@@ -392,7 +392,7 @@ class Played:
             self.aggregator.judge()
 
 
-def test_a_straggler_on_a_device_that_throttles_says_so_and_its_healthy_peer_does_not(tmp_path: Path) -> None:
+def test_straggler_on_a_throttling_device_has_evidence_and_its_peer_has_none(tmp_path: Path) -> None:
     run = Played(tmp_path)
     run.play(12, late=None, hot=None)
     assert ask(run.aggregator, "verdict")["machine"] is None  # it names no one
@@ -437,7 +437,7 @@ def test_report_has_the_evidence_with_the_verdict(tmp_path: Path) -> None:
 BUSY = {"cpu_pct": 98.0, "psi_io": 0.5, "disk_read_bytes": 800e6, "net_rx_bytes": 600e6, "load1": 40.0}
 
 
-def test_what_a_node_did_before_training_is_not_what_is_usual(tmp_path: Path) -> None:
+def test_usual_values_of_a_node_exclude_the_time_before_training(tmp_path: Path) -> None:
     run = Played(tmp_path, nodes=1)
     run.start_up(60)
     run.play(30, late=1, hot=1, **BUSY)  # late, and at work, from the first step on
@@ -449,7 +449,7 @@ def test_what_a_node_did_before_training_is_not_what_is_usual(tmp_path: Path) ->
         assert [anomaly["kind"] for anomaly in verdict["machine"]] == ["thermal", "clock_lack"]
 
 
-def test_without_training_before_it_nothing_is_known_of_a_single_node(tmp_path: Path) -> None:
+def test_single_node_without_earlier_training_has_no_evidence(tmp_path: Path) -> None:
     run = Played(tmp_path, nodes=1)
     run.start_up(60)
     run.play(30, late=1, hot=None)
@@ -460,7 +460,7 @@ def test_without_training_before_it_nothing_is_known_of_a_single_node(tmp_path: 
         assert (verdict["rank"], verdict["machine"]) == (1, None)
 
 
-def test_a_single_node_in_training_is_compared_with_its_training_before(tmp_path: Path) -> None:
+def test_single_node_in_training_is_compared_with_its_earlier_training(tmp_path: Path) -> None:
     run = Played(tmp_path, nodes=1)
     run.start_up(60)
     run.play(60, late=None, hot=1)
@@ -475,7 +475,7 @@ def test_a_single_node_in_training_is_compared_with_its_training_before(tmp_path
         assert found["cpu_pct"] == "CPU 98 % busy (before 40 %)"
 
 
-def test_a_death_is_looked_at_from_a_minute_before_it_and_only_once(tmp_path: Path) -> None:
+def test_death_is_examined_from_a_minute_before_it_and_only_once(tmp_path: Path) -> None:
     run = Played(tmp_path)
     run.play(20, late=None, hot=3, mem_used_bytes=99 * GIB)
     run.aggregator.ingest(run.relays[1].message(lost=[run.ranks[3].stream]))
@@ -515,7 +515,7 @@ def test_critical_error_is_evidence_even_of_a_short_time(tmp_path: Path) -> None
     assert re.search(r"xid +host-0 +GPU 1: XID 31: GPU memory page fault", report)
 
 
-def test_the_error_that_killed_a_process_is_in_the_sample_after_it(tmp_path: Path) -> None:
+def test_critical_error_that_killed_a_process_is_in_the_next_sample(tmp_path: Path) -> None:
     run = Played(tmp_path)
     run.play(3, late=None, hot=None)
     run.gone, run.xid = 3, {3: 79}
@@ -528,7 +528,7 @@ def test_the_error_that_killed_a_process_is_in_the_sample_after_it(tmp_path: Pat
     ]
 
 
-def test_a_hang_is_about_the_time_since_the_last_row() -> None:
+def test_hang_evidence_covers_the_time_since_the_last_row() -> None:
     def seen(at: int) -> Stream:
         return Stream(1, "s", last_seen_ns=at)
 
@@ -558,7 +558,7 @@ def test_session_file_has_the_samples_as_columns_and_as_excerpts(tmp_path: Path)
         assert part.gpus[:, 1, GPU.index("thermal")].tolist() == [1.0] * 5
 
 
-def test_of_a_long_time_some_samples_are_read(tmp_path: Path) -> None:
+def test_samples_of_a_long_time_are_thinned_and_critical_errors_kept(tmp_path: Path) -> None:
     aggregator, relay, clock = aggregation(tmp_path), Relay(), Clock()
     for second in range(1500):
         xid = [79] if second == 998 else []

@@ -34,11 +34,11 @@ def page() -> str:
     return str(module.page())
 
 
-def test_the_page_is_up_to_date() -> None:
+def test_api_page_is_up_to_date() -> None:
     assert (DOCS / "api.md").read_text() == page(), "run `make api`"
 
 
-def test_the_page_has_all_that_is_public() -> None:
+def test_api_page_has_all_public_names() -> None:
     titles = set(re.findall(r"^###+ (\S+)$", page(), re.MULTILINE))
     assert {*traceml_ray.__all__, *traceml_ray._NEEDED} - {"__version__"} <= titles
 
@@ -55,7 +55,7 @@ def test_keywords_are_the_settings_with_their_types(function: Callable[..., Any]
 
 
 @pytest.mark.parametrize("name", sorted(FIELDS.keys() - OF_LAUNCHERS))
-def test_a_docstring_says_the_limits_and_default_of_a_setting(name: str) -> None:
+def test_docstring_gives_the_limits_and_default_of_a_setting(name: str) -> None:
     found = re.search(rf"^ +{name}: (.*?)(?=^ {8}\w+: |^$|\Z)", traceml_ray.start.__doc__ or "", re.M | re.S)
     assert found is not None
     numbers = re.findall(r"(\d+(?:\.\d+)?) ?(\w*)", found[1])
@@ -68,11 +68,11 @@ def test_a_docstring_says_the_limits_and_default_of_a_setting(name: str) -> None
 
 
 @pytest.mark.parametrize("call", [traceml_ray.start, TraceMLTrainCallback])
-def test_an_unknown_keyword_is_an_error_that_names_those_there_are(call: Callable[..., Any]) -> None:
+def test_unknown_keyword_error_names_the_known_ones(call: Callable[..., Any]) -> None:
     with pytest.raises(SettingError, match=r"intervall is not a keyword here; these are: .*interval, "):
         call(intervall=1)
 
 
-def test_an_unknown_keyword_of_attach_is_an_error_that_names_it() -> None:
+def test_unknown_keyword_of_attach_is_an_error_that_names_it() -> None:
     with pytest.raises(TypeError, match="ranks"):
         traceml_ray.attach(ranks=1)  # type: ignore[call-arg]

@@ -51,7 +51,7 @@ def judged_by(folder: Path, baseline: str | None, out: Path) -> AggregatorCore:
     return AggregatorCore(folder, Settings(baseline=baseline, out=str(out), thresholds=LIMITS), {}, Clock())
 
 
-def test_a_restarted_aggregator_goes_on_with_what_was_learned(tmp_path: Path) -> None:
+def test_restarted_aggregator_continues_with_the_learned_baseline(tmp_path: Path) -> None:
     clock, relay, ranks = Clock(), Relay(), [Rank(0), Rank(1)]
     aggregator = aggregation(tmp_path, clock)
     feed(aggregator, relay, ranks, 350, BALANCED)
@@ -63,7 +63,7 @@ def test_a_restarted_aggregator_goes_on_with_what_was_learned(tmp_path: Path) ->
     assert kept(restarted) == learned
 
 
-def test_a_new_attempt_is_judged_by_the_one_before(tmp_path: Path) -> None:
+def test_new_attempt_is_judged_by_the_baseline_of_the_one_before(tmp_path: Path) -> None:
     aggregator = aggregation(tmp_path)
     feed(aggregator, Relay(), [Rank(0), Rank(1)], 400, BALANCED)
     feed(aggregator, Relay(0, "again"), [Rank(0, attempt=1), Rank(1, attempt=1)], 60, SLOW)
@@ -72,7 +72,7 @@ def test_a_new_attempt_is_judged_by_the_one_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("by", ["name", "path", "file"])
-def test_a_session_is_judged_by_the_one_that_is_given(tmp_path: Path, good: Path, by: str) -> None:
+def test_session_is_judged_by_the_given_baseline_session(tmp_path: Path, good: Path, by: str) -> None:
     named = {"name": "good", "path": str(good), "file": str(good / "session.sqlite")}[by]
     aggregator = judged_by(tmp_path / "now", named, tmp_path)
     feed(aggregator, Relay(), [Rank(0), Rank(1)], 70, SLOW)
@@ -81,7 +81,7 @@ def test_a_session_is_judged_by_the_one_that_is_given(tmp_path: Path, good: Path
     assert "(session good)" in aggregator.verdict.why
 
 
-def test_the_report_says_what_it_was_measured_from(tmp_path: Path, good: Path, snapshot: Snapshot) -> None:
+def test_report_names_its_baseline(tmp_path: Path, good: Path, snapshot: Snapshot) -> None:
     aggregator = judged_by(tmp_path / "now", good.name, tmp_path)
     feed(aggregator, Relay(), [Rank(0), Rank(1)], 100, SLOW)
     with SessionFile(tmp_path / "now" / "session.sqlite") as session:
@@ -92,7 +92,7 @@ def test_the_report_says_what_it_was_measured_from(tmp_path: Path, good: Path, s
     snapshot("report", render(summary, Path("<folder>")))
 
 
-def test_a_report_of_a_drift_agrees_with_what_was_said_live(tmp_path: Path) -> None:
+def test_report_of_a_drift_agrees_with_the_live_verdicts(tmp_path: Path) -> None:
     aggregator, relay, ranks = aggregation(tmp_path), Relay(), [Rank(0), Rank(1)]
     feed(aggregator, relay, ranks, 400, BALANCED)
     feed(aggregator, relay, ranks, 400, SLOW)
@@ -106,7 +106,7 @@ def test_a_report_of_a_drift_agrees_with_what_was_said_live(tmp_path: Path) -> N
     assert "of this run: 11 ms a step" in render(summary, tmp_path)
 
 
-def test_no_line_about_a_baseline_where_nothing_is_measured_from_it(good: Path) -> None:
+def test_report_has_no_baseline_line_where_none_is_used(good: Path) -> None:
     with SessionFile(good / "session.sqlite") as session:
         summary = summarize(session, LIMITS)
     assert summary["baseline"]["steps"] == 250
@@ -114,37 +114,41 @@ def test_no_line_about_a_baseline_where_nothing_is_measured_from_it(good: Path) 
 
 
 class TestChecked:
-    def test_a_good_one_becomes_a_path(self, tmp_path: Path, good: Path) -> None:
+    def test_baseline_session_becomes_a_path(self, tmp_path: Path, good: Path) -> None:
         assert checked(Settings(baseline="good", out=str(tmp_path))).baseline == str(good)
         assert checked(Settings()) == Settings()
 
-    def test_one_that_is_not_there(self, tmp_path: Path, good: Path) -> None:
+    def test_missing_baseline_session_is_refused_with_a_list_of_those_there(
+        self, tmp_path: Path, good: Path
+    ) -> None:
         message = f"baseline='godo': no session 'godo' under {tmp_path}; sessions there: good"
         with pytest.raises(SettingError, match=message):
             checked(Settings(baseline="godo", out=str(tmp_path)))
 
-    def test_it_is_checked_when_a_driver_starts_a_session(self, tmp_path: Path, good: Path) -> None:
+    def test_baseline_is_checked_when_a_driver_starts_a_session(self, tmp_path: Path, good: Path) -> None:
         made = config.configure(Settings(baseline=good.name, out=str(tmp_path)))
         assert made.settings.baseline == str(good)
         with pytest.raises(SettingError, match="no session 'godo'"):
             config.configure(Settings(baseline="godo", out=str(tmp_path)))
 
-    def test_one_of_too_few_steps(self, tmp_path: Path) -> None:
+    def test_baseline_session_of_too_few_steps_is_refused(self, tmp_path: Path) -> None:
         feed(aggregation(tmp_path / "short"), Relay(), [Rank(0), Rank(1)], 100, BALANCED)
         with pytest.raises(SettingError, match=r"too few healthy steps to be a baseline.*about 310 steps"):
             checked(Settings(baseline="short", out=str(tmp_path)))
 
-    def test_one_that_is_no_session(self, tmp_path: Path) -> None:
+    def test_baseline_that_is_no_session_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "bad").mkdir()
         (tmp_path / "bad" / "session.sqlite").write_bytes(b"no database" * 100)
         with pytest.raises(SettingError, match=r"baseline='bad': .*session.sqlite"):
             checked(Settings(baseline="bad", out=str(tmp_path)))
 
-    def test_the_name_of_the_session_that_is_to_begin(self, tmp_path: Path, good: Path) -> None:
+    def test_baseline_named_like_the_new_session_is_refused(self, tmp_path: Path, good: Path) -> None:
         with pytest.raises(SettingError, match="choose another name for this one"):
             checked(Settings(session="good", baseline="good", out=str(tmp_path)))
 
-    def test_a_session_given_by_another_is_known_by_its_own_steps(self, tmp_path: Path, good: Path) -> None:
+    def test_session_with_a_given_baseline_is_a_baseline_by_its_own_steps(
+        self, tmp_path: Path, good: Path
+    ) -> None:
         aggregator = judged_by(tmp_path / "now", good.name, tmp_path)
         feed(aggregator, Relay(), [Rank(0), Rank(1)], 400, SLOW)
         third = judged_by(tmp_path / "third", "now", tmp_path)
@@ -152,7 +156,7 @@ class TestChecked:
         assert label(third) == "healthy"
 
 
-def test_one_that_cannot_be_read_is_counted_and_nothing_else(tmp_path: Path) -> None:
+def test_unreadable_baseline_is_counted_and_changes_nothing_else(tmp_path: Path) -> None:
     aggregator = judged_by(tmp_path / "now", "gone", tmp_path)
     feed(aggregator, Relay(), [Rank(0), Rank(1)], 400, BALANCED)
     assert label(aggregator) == "healthy"

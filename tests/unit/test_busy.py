@@ -26,7 +26,7 @@ def summary_of(
     return step_summary(stats, history.ranks, history.nodes, missing) if stats else None
 
 
-def test_ranks_and_nodes():
+def test_busy_summary_covers_ranks_and_nodes():
     summary = summary_of(ROWS)
     assert summary.count == 20
     assert summary.median_ms == summary.p95_ms == 15
@@ -38,7 +38,7 @@ def test_ranks_and_nodes():
     assert summary.node_skew_pct == pytest.approx(100 * 1.5 / 10.5)
 
 
-def test_times_are_of_whole_steps_however_many_exchanges_they_have():
+def test_step_times_are_of_whole_steps_for_any_number_of_exchanges():
     short = of_ms([[0, 0, 0, 1, 1, 1], [0, 0, 0, 2, 1, 0]])
     first = of_ms([[9, 6, 0, 1, 1, 1], [9, 6, 0, 2, 1, 0]])
     summary = summary_of(np.tile(np.concatenate([first, short, short]), (20, 1, 1)), exchanges=3)
@@ -51,7 +51,7 @@ def test_times_are_of_whole_steps_however_many_exchanges_they_have():
     assert sum(stage.exposed_ms for stage in stages.values()) == 24
 
 
-def test_stages():
+def test_stage_summary_has_medians_worst_ranks_and_exposed_shares():
     stages = {stage.name: stage for stage in summary_of(ROWS).stages}
     assert list(stages) == list(STAGES)
     assert (stages["data"].median_ms, stages["data"].max_ms, stages["data"].worst_rank) == (2, 6, 2)
@@ -60,7 +60,7 @@ def test_stages():
     assert stages["sync_wait"].worst_rank is None
 
 
-def test_equal_rows_hide_a_slow_rank_but_busy_time_does_not():
+def test_busy_time_shows_a_slow_rank_that_equal_rows_hide():
     d = RECORDED["f4_backward_8"]
     summary = summary_of(d)
     whole = np.median(d.sum(axis=2), axis=0)
@@ -74,7 +74,7 @@ def test_missing_ranks_are_none_not_zero():
     assert summary.per_rank_median_ms == {0: 10, 1: 11, 2: 14, 3: None, 5: None}
 
 
-def test_one_rank_has_no_skew():
+def test_single_rank_has_no_skew():
     flags = FLAG_NO_PEERS | FLAG_NO_SPLIT
     summary = summary_of(of_ms([[1, 2, 0, 3, 4, 0]], 5), flags)
     assert summary.per_rank_median_ms == {0: 10}  # its backward is all its own
@@ -91,5 +91,5 @@ def test_backward_that_holds_the_waiting_is_not_busy_time():
 
 
 @pytest.mark.parametrize("d", [np.empty((0, 2, 6), np.int64), np.full((3, 2, 6), 2**63 - 1), -ROWS])
-def test_nothing_to_tell(d):
+def test_busy_summary_is_none_without_usable_rows(d):
     assert summary_of(d) is None

@@ -51,12 +51,12 @@ def listen(path: str) -> socket.socket:
     return listener
 
 
-def test_no_relay_yet_is_a_refusal_and_no_error(channel: SocketChannel) -> None:
+def test_channel_without_a_relay_refuses_without_an_error(channel: SocketChannel) -> None:
     assert not channel.offer(b"x")
     assert channel.replies() == []
 
 
-def test_it_looks_for_the_relay_only_so_often(channel: SocketChannel, clock: Clock, path: str) -> None:
+def test_channel_retries_the_relay_at_intervals(channel: SocketChannel, clock: Clock, path: str) -> None:
     assert not channel.offer(b"x")
     with listen(path):
         assert not channel.offer(b"x")
@@ -76,7 +76,7 @@ def test_packets_and_replies_keep_their_bounds(channel: SocketChannel, path: str
             assert channel.replies() == []
 
 
-def test_a_relay_that_does_not_read_is_a_refusal(channel: SocketChannel, path: str) -> None:
+def test_channel_refuses_while_the_relay_does_not_read(channel: SocketChannel, path: str) -> None:
     with listen(path) as listener:
         assert channel.offer(b"x" * 5000)
         peer, _ = listener.accept()
@@ -92,7 +92,7 @@ def test_a_relay_that_does_not_read_is_a_refusal(channel: SocketChannel, path: s
             assert channel.generation == generation
 
 
-def test_a_relay_that_went_and_came_back_is_a_new_generation(
+def test_channel_to_a_relay_that_returned_is_a_new_generation(
     channel: SocketChannel, clock: Clock, path: str
 ) -> None:
     with listen(path) as listener:
@@ -109,7 +109,7 @@ def test_a_relay_that_went_and_came_back_is_a_new_generation(
         assert channel.generation > first
 
 
-def test_a_relay_that_comes_anew_is_sent_the_oldest_first(
+def test_relay_that_returns_is_sent_the_oldest_batches_first(
     channel: SocketChannel, clock: Clock, path: str
 ) -> None:
     agent = RankAgent(Settings(session="s"), channel)
@@ -130,13 +130,13 @@ def test_a_relay_that_comes_anew_is_sent_the_oldest_first(
     assert found == [1, 2, 3, 4]
 
 
-def test_a_path_that_is_too_long_is_a_refusal(tmp_path: Path) -> None:
+def test_channel_refuses_a_path_that_is_too_long(tmp_path: Path) -> None:
     channel = SocketChannel(str(tmp_path / ("x" * 200)))
     assert not channel.offer(b"x")
     channel.close()
 
 
-def test_a_rank_without_free_files_is_refused_and_tries_again(
+def test_channel_that_cannot_open_a_socket_refuses_and_retries(
     channel: SocketChannel, clock: Clock, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with listen(path):
@@ -148,7 +148,7 @@ def test_a_rank_without_free_files_is_refused_and_tries_again(
     assert channel.errors.total() == 1
 
 
-def test_without_a_new_thread_the_relay_is_looked_up_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actor_calls_retry_the_lookup_where_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_thread: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 

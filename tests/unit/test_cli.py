@@ -38,7 +38,7 @@ def out(tmp_path: Path) -> Path:
     return folder.path.parent
 
 
-def test_report_of_a_live_session_as_text_and_json(out: Path, tmp_path: Path) -> None:
+def test_report_of_a_live_session_is_text_or_json(out: Path, tmp_path: Path) -> None:
     text = _run("report", "--out", str(out), cwd=tmp_path)
     assert (text.returncode, text.stderr) == (0, "")
     assert "session s" in text.stdout
@@ -50,7 +50,7 @@ def test_report_of_a_live_session_as_text_and_json(out: Path, tmp_path: Path) ->
     assert summary["steps"]["count"] == 50
 
 
-def test_status_of_a_live_session(out: Path, tmp_path: Path) -> None:
+def test_status_of_a_live_session_shows_its_launcher_and_rows(out: Path, tmp_path: Path) -> None:
     told = _run("status", str(out / "s"), cwd=tmp_path)
     assert told.returncode == 0
     assert f"running (live, launcher pid {os.getpid()})" in told.stdout
@@ -78,7 +78,7 @@ def test_report_needs_neither_torch_nor_ray(out: Path) -> None:
         (["report", "broken"], "broken/session.sqlite: cannot use the session file"),
     ],
 )
-def test_a_mistake_is_one_clear_line_and_exit_code_2(tmp_path: Path, arguments: list[str], told: str) -> None:
+def test_mistake_gives_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], told: str) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "session.sqlite").write_bytes(b"x" * 5000)
     done = _run(*arguments, cwd=tmp_path)
@@ -95,14 +95,14 @@ def test_stop_of_a_session_that_is_not_live_fails(out: Path, tmp_path: Path) -> 
     assert "not live" in done.stderr
 
 
-def test_help_and_version(tmp_path: Path) -> None:
+def test_help_and_version_are_printed(tmp_path: Path) -> None:
     assert _run("--version", cwd=tmp_path).stdout == f"traceml-ray {__version__}\n"
     told = _run("--help", cwd=tmp_path).stdout
     assert "2 bad input" in told
     assert all(name in told for name in ("report", "status", "dashboard", "stop"))
 
 
-def test_a_closed_pipe_is_no_error(out: Path, tmp_path: Path) -> None:
+def test_closed_pipe_is_no_error(out: Path, tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "traceml_ray.cli", "report", "--out", str(out)]

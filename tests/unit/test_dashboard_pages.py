@@ -65,7 +65,7 @@ class TestRefresh:
         assert "rank 5" in to_json_plotly(answer["set"]["verdict-strip"])
         assert answer["marks"] == {"ranks": [5], "nodes": ["host-1"]}
 
-    def test_new_steps_change_parts_and_not_the_page(self, played: Played, pages: SessionPages) -> None:
+    def test_new_steps_update_components_and_not_the_page(self, played: Played, pages: SessionPages) -> None:
         refresher = Refresher(pages)
         _, first = refresher.refresh("/", "", {})
         played.play(5)

@@ -66,7 +66,7 @@ def labels(verdicts, first=0, last=10**9):
 
 class TestRule:
     @pytest.mark.parametrize("case", [SLOW, MAJORITY], ids=["all", "most"])
-    def test_w10_and_w12_against_w1(self, case, snapshot: Snapshot):
+    def test_worked_cases_w10_and_w12_are_drift_from_w1(self, case, snapshot: Snapshot):
         rows50 = window(np.tile(case, (50, 1, 1)), first_step=100)
         assert judge(rows50).label == "healthy"
         verdict = judge(rows50, baseline=W1)
@@ -79,33 +79,33 @@ class TestRule:
         snapshot("verdict", verdict.why, verdict.next)
         assert msgspec.json.decode(msgspec.json.encode(verdict), type=type(verdict)) == verdict
 
-    def test_one_late_rank_comes_first(self):
+    def test_late_rank_takes_precedence_over_drift(self):
         late = of_ms([WAITS, WAITS, LATE_DATA], 50)
         assert judge(window(late), baseline=W1) == judge(window(late))
 
-    def test_an_imbalance_that_costs_nothing_does_not_hide_it(self, snapshot: Snapshot):
+    def test_imbalance_without_cost_does_not_hide_a_drift(self, snapshot: Snapshot):
         d = of_ms([PLAIN, PLAIN, [1, 4, 0, 1, 4, 1]], 50)
         snapshot("verdict", judge(window(d), baseline=W1).why)
         d[:, :, 4] += 3_000_000
         assert judge(window(d), baseline=W1).stage == "backward"
 
-    def test_one_rank_alone_is_healthy(self):
+    def test_single_rank_is_healthy(self):
         assert judge(window(SLOW[:, :1].repeat(50, axis=0)), baseline=W1).label == "healthy"
 
     @pytest.mark.parametrize(("more", "label"), [(0.3, "healthy"), (0.4, "group_wide")])
-    def test_three_percent_of_the_step(self, more, label):
+    def test_drift_threshold_is_three_percent_of_the_step(self, more, label):
         d = of_ms([[1, 2 + more, 0, 3, 4, 1]] * 3, 50)
         assert judge(window(d), baseline=W1).label == label
 
     @pytest.mark.parametrize(("mad", "label"), [(1.4, "healthy"), (1.2, "group_wide")])
-    def test_three_mads(self, mad, label):
+    def test_drift_threshold_is_three_mads(self, mad, label):
         wide = msgspec.structs.replace(W1, mad_ns=(mad * 1e6,) * 6)
         assert judge(window(np.tile(SLOW, (50, 1, 1))), baseline=wide).label == label
 
     def test_time_that_moves_to_another_stage_costs_nothing(self):
         assert judge(window(of_ms([[1, 4, 0, 1, 4, 1]] * 3, 50)), baseline=W1).label == "healthy"
 
-    def test_a_checkpoint_is_no_drift_but_a_stall_in_every_fifth_step_is(self):
+    def test_checkpoint_is_no_drift_but_a_stall_in_every_fifth_step_is(self):
         d = rows((BALANCED, 50))
         d[20, :, 0] += 500_000_000
         assert judge(window(d), baseline=W1).label == "healthy"
@@ -114,7 +114,7 @@ class TestRule:
         assert judge(window(d), baseline=W1).stage == "data"
 
     @pytest.mark.parametrize("ranks", [2, 3, 8])
-    def test_stages_that_are_slower_alike_are_one_finding(self, ranks, snapshot: Snapshot):
+    def test_stages_that_slow_down_alike_are_one_finding(self, ranks, snapshot: Snapshot):
         d = of_ms([[1.2, 2.4, 0, 3.6, 4.8, 1.2]] * ranks, 50)
         verdict = judge(window(d), baseline=W1)
         assert (verdict.label, verdict.stage, verdict.stages) == ("group_wide", None, ())
@@ -131,23 +131,23 @@ class TestRule:
             ([2, 2, 0, 4, 4, 2], None, 3),
         ],
     )
-    def test_a_stage_is_named_where_it_carries_the_slowdown(self, ms, stage, cost):
+    def test_stage_is_named_where_it_carries_the_slowdown(self, ms, stage, cost):
         verdict = judge(window(of_ms([ms] * 3, 50)), baseline=W1)
         assert (verdict.label, verdict.stage) == ("group_wide", stage)
         assert verdict.cost_pct == pytest.approx(100 * cost / sum(ms))
 
-    def test_the_largest_stage_of_a_slower_machine_does_not_carry_it(self):
+    def test_largest_stage_is_not_named_where_all_stages_slow_down(self):
         most = msgspec.structs.replace(W1, level_ns=(1e6, 1e6, 0, 1e6, 16e6, 1e6), step_ns=20e6)
         alike = judge(window(of_ms([[1.3, 1.3, 0, 1.3, 20.8, 1.3]] * 2, 50)), baseline=most)
         assert (alike.stage, alike.cost_pct) == (None, pytest.approx(100 * 6 / 26))
         alone = judge(window(of_ms([[1, 1, 0, 1, 22, 1]] * 2, 50)), baseline=most)
         assert (alone.stage, alone.cost_pct) == ("backward", pytest.approx(100 * 6 / 26))
 
-    def test_one_rank_that_has_become_slow_in_all_stages_is_not_the_group(self):
+    def test_rank_that_became_slow_in_all_stages_is_no_group_wide_drift(self):
         d = rows((BALANCED[:, :2], 30), (of_ms([[1, 2, 0, 3, 4, 6], [1.5, 3, 0, 4.5, 6, 1]]), 20))
         assert judge(window(d), baseline=W1).label != "group_wide"
 
-    def test_a_step_of_several_rows_is_their_sum(self):
+    def test_step_of_several_rows_is_their_sum(self):
         d = rows((BALANCED, 50))
         d[1::2, :, DATA] = 30_000_000
         halves = window(d)
@@ -158,7 +158,7 @@ class TestRule:
         less = msgspec.structs.replace(two, level_ns=(2e6, 28e6, 0, 6e6, 8e6, 2e6), step_ns=46e6)
         assert judge(segments, baseline=less).excess_pct == pytest.approx(8)
 
-    def test_the_change_point_is_the_first_step(self, snapshot: Snapshot):
+    def test_drift_begins_at_the_change_point(self, snapshot: Snapshot):
         verdict = judge(window(rows((BALANCED, 33), (SLOW, 17)), first_step=100), baseline=W1)
         assert (verdict.stage, verdict.from_step) == ("data", 133)
         snapshot("verdict", verdict.why)
@@ -166,7 +166,7 @@ class TestRule:
 
 
 class TestBaseline:
-    def test_it_is_learned_after_the_first_windows_and_never_changes(self):
+    def test_baseline_is_learned_after_the_first_windows_and_never_changes(self):
         run, verdicts = live(rows((SLOW, 60), (BALANCED, 400)))
         assert labels(verdicts) == {"healthy"}
         assert run.baseline.level_ns == tuple(ms * 1e6 for ms in PLAIN)
@@ -176,13 +176,13 @@ class TestBaseline:
         assert run.baseline is learned
         assert labels(after, 480) == {"group_wide"}
 
-    def test_it_is_not_learned_from_windows_with_a_fault(self):
+    def test_baseline_is_not_learned_from_windows_with_a_fault(self):
         late = of_ms([WAITS, WAITS, LATE_DATA])
         run, _ = live(rows((BALANCED, 160), (late, 300), (BALANCED, 200)))
         assert run.baseline.level_ns == tuple(ms * 1e6 for ms in PLAIN)
         assert run.baseline.to_step > 460
 
-    def test_windows_it_learns_from_are_not_judged_by_it(self):
+    def test_baseline_does_not_judge_the_windows_it_is_learned_from(self):
         run, _ = live(rows((BALANCED, 400)))
         own = msgspec.structs.replace(run.baseline, step_ns=1e6, level_ns=(1e5,) * 6)
         whole = window(rows((BALANCED, 400)))
@@ -190,7 +190,7 @@ class TestBaseline:
         assert judge(whole.take(slice(at - 20, at + 30)), baseline=own).label == "healthy"
         assert judge(whole.take(slice(at + 1, at + 51)), baseline=own).label == "group_wide"
 
-    def test_it_does_not_follow_a_slow_drift(self):
+    def test_baseline_does_not_follow_a_slow_drift(self):
         """Half a thousandth of the step more in every step: never more than 0.5 % between two windows."""
         d = np.repeat(rows((BALANCED, 1)), 1500, axis=0)
         d[LEARNED:, :, DATA] += (np.arange(1500 - LEARNED) * 5_500)[:, None]
@@ -204,7 +204,7 @@ class TestBaseline:
         assert last.excess_pct == pytest.approx(100 * 6.4 / 17.4, abs=1)
         assert last.cost_range_pct[0] < last.cost_pct < last.cost_range_pct[1] < last.excess_pct
 
-    def test_another_number_of_ranks_begins_anew_a_missing_one_does_not(self):
+    def test_baseline_is_reset_by_another_world_size_not_by_a_missing_rank(self):
         run, _ = live(rows((BALANCED, 400)))
         learned = run.baseline
         run.update(
@@ -214,12 +214,12 @@ class TestBaseline:
         run.update(window(np.tile(SLOW, (50, 1, 1))[:, :2], 450))
         assert run.baseline is None
 
-    def test_what_was_given_is_used_at_once_for_any_number_of_ranks(self):
+    def test_given_baseline_is_used_at_once_for_any_number_of_ranks(self):
         run = RunJudge(AT_ONCE, baseline=msgspec.structs.replace(W1, ranks=None))
         _, verdicts = live(rows((of_ms([LATE_DATA] * 5), 60)), run)
         assert labels(verdicts) == {"group_wide"}
 
-    def test_a_learner_holds_no_more_than_it_needs(self):
+    def test_learner_holds_no_more_than_it_needs(self):
         learner = Learner(Thresholds(baseline_after_steps=0))
         found = [
             learner.add(assess(window(rows((BALANCED, 50)), at), Thresholds())[1]) for at in range(0, 250, 10)
@@ -228,7 +228,7 @@ class TestBaseline:
 
 
 class TestHistory:
-    def test_it_has_a_beginning_and_an_end(self):
+    def test_drift_has_a_beginning_and_an_end(self):
         run = judge_run(streams(rows((BALANCED, 403), (SLOW, 200), (BALANCED, 300))), 3, thresholds=SOON)
         spans = [(span.label, span.stage, span.from_step, span.to_step) for span in run.spans]
         assert spans[:2] == [("healthy", None, 10, 402), ("group_wide", "data", 403, spans[1][3])]
@@ -236,7 +236,7 @@ class TestHistory:
         assert 590 <= spans[1][3] <= 615
         assert spans[2][2:] == (spans[1][3] + 1, 902)
 
-    def test_the_whole_run_says_its_share(self, snapshot: Snapshot):
+    def test_verdict_of_the_run_gives_the_share_of_a_drift(self, snapshot: Snapshot):
         run = judge_run(streams(rows((BALANCED, 500), (SLOW, 500))), 3, thresholds=SOON)
         whole = run.whole()
         assert (whole.label, whole.stage, whole.rank, whole.from_step, whole.to_step) == (
@@ -246,25 +246,25 @@ class TestHistory:
         assert whole.chronic is True
         snapshot("verdict", whole.why)
 
-    def test_in_a_tenth_of_the_run_it_is_in_the_history_only(self):
+    def test_drift_in_a_tenth_of_the_run_is_in_the_history_only(self):
         run = judge_run(streams(rows((BALANCED, 5000), (SLOW, 200), (BALANCED, 440))), 3, thresholds=SOON)
         assert run.whole().label == "healthy"
         assert "group_wide" in {span.label for span in run.spans}
 
-    def test_chronic_by_the_share_of_windows(self):
+    def test_drift_is_chronic_by_its_share_of_windows(self):
         _, verdicts = live(rows((BALANCED, 500), (SLOW, 200)))
         first = next(end for end, verdict in verdicts.items() if verdict.label == "group_wide")
         assert (verdicts[first].chronic, verdicts[700].chronic, verdicts[700].transient) == (
             False, True, False,
         )  # fmt: skip
 
-    def test_just_at_the_threshold_it_does_not_come_and_go(self):
+    def test_drift_just_at_the_threshold_does_not_come_and_go(self):
         for seed in range(6):
             run, verdicts = live(slower(noisy(seed, 1000, 4, 0.10), seed, 400, 0.035))
             assert [span.label for span in run.spans] == ["healthy", "group_wide"]
             assert verdicts[1000].label == "group_wide"
 
-    def test_asking_more_often_changes_nothing(self):
+    def test_judging_more_often_changes_nothing(self):
         whole = window(rows((BALANCED, 433), (SLOW, 120), (BALANCED, 100)))
         seldom, often = RunJudge(), RunJudge()
         for end in range(50, 651, 10):
@@ -273,7 +273,7 @@ class TestHistory:
             assert seldom.update(last) == verdicts[0] == verdicts[-1]
         assert (seldom.whole(), seldom.spans, seldom.baseline) == (often.whole(), often.spans, often.baseline)
 
-    def test_a_straggler_of_the_run_stays_the_headline(self):
+    def test_straggler_of_the_run_stays_the_headline(self):
         late = of_ms([WAITS, WAITS, LATE_DATA])
         run = judge_run(streams(rows((BALANCED, 350), (SLOW, 250), (late, 700))), 3)
         assert (run.whole().label, run.whole().rank) == ("straggler", 2)
@@ -297,7 +297,7 @@ def test_stationary_noise_is_no_drift(seed, ranks, noise):
 
 
 @pytest.mark.parametrize("stage", range(6))
-def test_a_tenth_of_the_step_is_found_within_ten_steps(stage):
+def test_drift_of_a_tenth_of_the_step_is_found_within_ten_steps(stage):
     latency, onset = [], []
     for seed in range(9):
         at, noise = 400 + 7 * seed, (0.02, 0.05, 0.10)[seed % 3]
@@ -318,7 +318,7 @@ def test_a_tenth_of_the_step_is_found_within_ten_steps(stage):
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(range(6)))
 @settings(max_examples=20, deadline=None)
-def test_it_is_over_when_it_is_over(seed, stage):
+def test_drift_ends_soon_after_the_slowdown(seed, stage):
     d = noisy(seed, 620, 4, 0.05)
     slow = slower(d.copy(), stage, 400, 0.15)
     slow[500:] = d[500:]
@@ -334,14 +334,14 @@ class TestGroups:
         assert (verdict.label, verdict.rank) == ("accounting_only", None)
         snapshot("verdict", verdict.why)
 
-    def test_a_late_rank_in_one_group_is_not_held_against_the_other(self, snapshot: Snapshot):
+    def test_late_rank_in_one_group_is_not_held_against_the_other(self, snapshot: Snapshot):
         group = of_ms([WAITS, LATE_DATA], 50)
         verdict = judge(window(np.concatenate([group, of_ms([PLAIN, PLAIN], 50)], axis=1)))
         assert (verdict.label, verdict.rank) == ("accounting_only", None)
         snapshot("verdict", verdict.why)
 
     @pytest.mark.parametrize("ranks", [4, 16, 64])
-    def test_ranks_by_themselves_are_no_groups(self, ranks):
+    def test_independent_ranks_are_no_groups(self, ranks):
         random = np.random.default_rng(ranks)
         for _ in range(20):
             pace = random.uniform(1, 2, (ranks, 1))
@@ -352,13 +352,13 @@ class TestGroups:
 
 @given(WILD, st.integers(1, 60), st.booleans())
 @example(np.array([[[4_600_000, *[0] * 5], [4_400_000, *[0] * 5]], [[0] * 6] * 2]), 1, True)
-def test_whatever_the_rows_hold_judge_never_raises(d, steps, short):
+def test_judge_never_raises_whatever_the_rows_hold(d, steps, short):
     limits = Thresholds(first_window_steps=2, stride_steps=1 if short else 10)
     many = np.concatenate([d] * (steps // max(len(d), 1) + 1))
     assert judge(window(many), limits, baseline=W1).label
 
 
-def test_one_rank_that_has_just_become_late_or_each_in_turn_is_not_the_group():
+def test_late_rank_or_ranks_in_turn_are_no_group_wide_drift():
     quiet = noisy(5, 360, 4, 0.03)
     step = int(quiet[:, 0].sum(axis=1).mean())
     for late in ([3] * 20, [0, 1, 2, 3] * 5):
@@ -371,7 +371,7 @@ def test_one_rank_that_has_just_become_late_or_each_in_turn_is_not_the_group():
         assert "group_wide" not in {verdict.label for verdict in found.values()}
 
 
-def test_what_a_late_rank_leaves_in_the_window_is_no_drift():
+def test_late_rank_leaves_no_drift_in_the_window():
     d = noisy(6, 420, 4, 0.03)
     local = d[:, :, :SYNC_WAIT].copy()
     step = int(d[:, 0].sum(axis=1).mean())

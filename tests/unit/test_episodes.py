@@ -70,7 +70,7 @@ def since(d, step, at_s):
 
 
 @pytest.mark.parametrize("first", range(364, 368))
-def test_a_fault_of_long_steps_is_named_as_soon_wherever_a_judgement_falls(first):
+def test_fault_in_long_steps_is_named_as_soon_at_any_judging_offset(first):
     """The first full window that shows it holds few of its steps: it says little of how much is lost."""
     d = played(first + 50, 45, (DATA, 1, first, None, 0.6), ranks=3, noise=0.05, seed=first)
     _, said = live(d)
@@ -80,7 +80,7 @@ def test_a_fault_of_long_steps_is_named_as_soon_wherever_a_judgement_falls(first
 
 @pytest.mark.parametrize(("share", "within_s"), [(0.15, 4.0), (0.3, 2.6), (0.6, 2.6)])
 @pytest.mark.parametrize("step_ms", [12, 45])
-def test_a_fault_is_named_in_time_and_not_before_two_seconds(share, within_s, step_ms):
+def test_fault_is_named_in_time_and_not_before_two_seconds(share, within_s, step_ms):
     first = 30_000 // step_ms
     d = played(first + 10_000 // step_ms, step_ms, (DATA, 1, first, None, share))
     _, said = live(d, every_s=0.25)
@@ -91,7 +91,7 @@ def test_a_fault_is_named_in_time_and_not_before_two_seconds(share, within_s, st
     assert changes(said)[-2:] == [("healthy", None, ()), ("straggler", "data", (1,))]
 
 
-def test_a_fault_in_long_steps_is_named_after_ten_of_them():
+def test_fault_in_long_steps_is_named_after_ten_of_them():
     d = played(100, 2000, (FORWARD, 0, 70, None, 0.4))
     _, said = live(d, every_s=2)
     end, _, verdict = next(each for each in said if each[2].ranks)
@@ -100,7 +100,7 @@ def test_a_fault_in_long_steps_is_named_after_ten_of_them():
 
 
 @pytest.mark.parametrize("seconds", [0.3, 0.8, 1.6])
-def test_what_is_late_for_less_than_two_seconds_is_a_note_and_then_a_brief_one(seconds):
+def test_lateness_under_two_seconds_is_a_note_and_then_a_brief_episode(seconds):
     step_ms, first = 12, 1000
     d = played(2500, step_ms, (DATA, 1, first, first + int(seconds * 1000 / step_ms / 1.4), 0.4))
     run, said = live(d, every_s=0.1)
@@ -113,7 +113,7 @@ def test_what_is_late_for_less_than_two_seconds_is_a_note_and_then_a_brief_one(s
     assert run.whole().label == "healthy"
 
 
-def test_a_name_is_taken_back_two_seconds_after_the_last_late_step():
+def test_name_is_taken_back_two_seconds_after_the_last_late_step():
     d = played(1500, 20, (DATA, 0, 400, 800, 0.3))
     _, said = live(d, every_s=0.25)
     back = next(at for end, at, verdict in said if end > 800 and verdict.label == "healthy")
@@ -122,7 +122,7 @@ def test_a_name_is_taken_back_two_seconds_after_the_last_late_step():
     assert "not seen for" in next(verdict.note for end, _, verdict in said if end > 840 and verdict.ranks)
 
 
-def test_an_episode_has_begin_end_rank_stage_and_its_whole_cost():
+def test_episode_has_begin_end_rank_stage_and_its_whole_cost():
     d = played(3000, 20, (DATA, 0, 400, 800, 0.3), (BACKWARD, 1, 1200, 2400, 0.5))
     run, _ = live(d)
     long, short = run.episodes.episodes
@@ -139,7 +139,7 @@ def test_an_episode_has_begin_end_rank_stage_and_its_whole_cost():
         assert not episode.goes_on
 
 
-def test_the_onset_stays_and_the_cost_is_smooth():
+def test_onset_stays_and_the_cost_is_smooth():
     d = played(4000, 20, (FORWARD, 1, 1000, None, 0.3), noise=0.15)
     _, said = live(d)
     late = [verdict for _, _, verdict in said if verdict.ranks]
@@ -154,7 +154,7 @@ def test_the_onset_stays_and_the_cost_is_smooth():
     assert lost == sorted(lost)
 
 
-def test_a_run_that_is_late_from_its_first_step_is_named():
+def test_run_that_is_late_from_its_first_step_is_named():
     d = played(1000, 30, (DATA, 1, 0, None, 0.15))
     run, said = live(d)
     assert changes(said)[0][0] == "telemetry_limited"  # nothing is said before it has lasted
@@ -167,7 +167,7 @@ def test_a_run_that_is_late_from_its_first_step_is_named():
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("step_ms", [12, 25, 50])
-def test_nobody_is_named_for_the_weather_of_full_cores(step_ms, seed):
+def test_jitter_of_full_cores_names_no_rank(step_ms, seed):
     d = played(60_000 // step_ms, step_ms, swings=0.2, seed=seed)
     found = {rule.label for rule in single_windows(d)}
     assert found != {"healthy"}  # window by window somebody is late now and then
@@ -184,7 +184,7 @@ def single_windows(d):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_fault_of_thirty_percent_is_named_in_the_weather_of_full_cores(seed):
+def test_fault_of_thirty_percent_is_named_despite_the_jitter_of_full_cores(seed):
     stage = [DATA, FORWARD, BACKWARD, 0][seed]
     d = played(5000, 12, (stage, seed % 2, 2500, None, 0.3), swings=0.2, seed=seed)
     run, said = live(d)
@@ -196,7 +196,7 @@ def test_a_fault_of_thirty_percent_is_named_in_the_weather_of_full_cores(seed):
 
 
 @pytest.mark.parametrize("step_ms", [12, 50])
-def test_a_machine_that_others_use_for_a_while_does_not_change_the_label(step_ms):
+def test_label_stays_while_others_use_the_machine_for_a_while(step_ms):
     def at(second):
         return int(second * 1000 / step_ms)
 
@@ -226,7 +226,7 @@ SPELLS = [(20, 23, 1.2), (28, 38, 1.5), (45, 50, 1.8), (55, 64, 1.2)]
         ({"late": (BACKWARD, slice(None), 1200, None, 0.2)}, "backward", 0.2),
     ],
 )
-def test_what_is_slower_on_all_ranks_for_good_is_found_from_its_first_step(fault, stage, share):
+def test_lasting_slowdown_of_all_ranks_is_found_from_its_first_step(fault, stage, share):
     d = played(2200, 40, *([fault["late"]] if "late" in fault else []), machine=fault.get("machine", ()))
     run, said = live(d)
     assert changes(said)[-2:] == [("healthy", None, ()), ("group_wide", stage, ())]
@@ -242,7 +242,7 @@ def test_what_is_slower_on_all_ranks_for_good_is_found_from_its_first_step(fault
     assert episode.cost_pct == pytest.approx(100 * share, abs=6)
 
 
-def test_what_is_slower_for_good_is_found_after_spells_that_were_worse():
+def test_lasting_slowdown_is_found_after_worse_but_passing_ones():
     spells = [(first, first + 150, 1.8) for first in range(600, 2400, 300)]
     d = played(4200, 30, (FORWARD, slice(None), 2700, None, 0.15), machine=spells)
     run, said = live(d)
@@ -250,7 +250,7 @@ def test_what_is_slower_for_good_is_found_after_spells_that_were_worse():
     assert abs(run.episodes.episodes[0].from_step - 2700) <= 3
 
 
-def test_a_short_run_that_is_slower_than_a_session_that_was_given_says_so():
+def test_short_run_slower_than_a_given_session_is_group_wide():
     good = judge_run(streams(played(500, 20)), 2).baseline.elsewhere("session good")
     slow = judge_run(streams(played(400, 20, machine=[(0, None, 1.3)])), 2, baseline=good)
     whole = slow.whole()
@@ -258,7 +258,7 @@ def test_a_short_run_that_is_slower_than_a_session_that_was_given_says_so():
     assert whole.lost_s == pytest.approx(whole.cost_pct / 100 * whole.elapsed_s)
 
 
-def test_live_and_afterwards_the_same_is_named():
+def test_episodes_are_the_same_live_and_afterwards():
     d = played(2000, 20, (DATA, 0, 400, 800, 0.3), (BACKWARD, 1, 1200, 1700, 0.5))
     run, _ = live(d)
     after = judge_run(streams(d), 2)
@@ -271,7 +271,7 @@ def test_live_and_afterwards_the_same_is_named():
         assert each.cost_s == pytest.approx(again.cost_s, rel=0.02)
 
 
-def test_steps_that_nobody_judged_count_as_long_as_those_that_were():
+def test_steps_between_judgements_count_like_judged_ones():
     d = played(2000, 10, (DATA, 0, 400, None, 0.4))
     run, whole = RunJudge(), window(d)
     for end in range(50, 2001, 200):
@@ -314,14 +314,14 @@ def test_late_steps_are_counted_once_however_long_the_window_shows_them(step_ms,
         assert run.episodes.brief.cost_s == pytest.approx(sum(each[3] for each in stalls), rel=0.06)
 
 
-def test_an_episode_that_is_over_is_not_counted_again():
+def test_episode_that_is_over_is_not_counted_again():
     d = stalled(200, 1000, *[(step, 0, DATA, 0.6) for step in range(100, 115)])
     for run in (live(d)[0], judge_run(streams(d), 4)):
         assert len(run.episodes.episodes) == 1
         assert counted_s(run) == pytest.approx(9, rel=0.06)
 
 
-def test_a_judge_that_goes_on_does_not_count_what_another_counted():
+def test_resumed_judge_counts_no_late_step_again():
     d = stalled(400, 100, (200, 0, DATA, 5.0))
     first, second, whole = live(d[:235])[0], RunJudge(), window(d)
     assert first.episodes.brief.count == 1
@@ -331,7 +331,7 @@ def test_a_judge_that_goes_on_does_not_count_what_another_counted():
     assert counted_s(second) == pytest.approx(5, rel=0.06)
 
 
-def test_a_stall_of_one_step_now_and_then_names_nobody():
+def test_occasional_stalls_of_one_step_name_no_rank():
     for first in (100, 103, 107):
         d = stalled(600, 50, *[(step, 0, DATA, 2.5) for step in range(first, 600, 60)])
         for every_s in (0.35, 1.0):
@@ -354,14 +354,14 @@ def test_a_stall_of_one_step_now_and_then_names_nobody():
     st.sampled_from([50, 200, 1000]),
     st.sampled_from([0.3, 1.0, 3.0]),
 )
-def test_no_late_step_is_counted_twice(stalls, step_ms, every_s):
+def test_late_steps_are_never_counted_twice(stalls, step_ms, every_s):
     d = stalled(300, step_ms, *stalls)
     at_most = sum(each[3] for each in stalls) + 0.05 * 300 * step_ms / 1e3
     for run in (live(d, every_s=every_s)[0], judge_run(streams(d), 4)):
         assert counted_s(run) <= at_most
 
 
-def test_a_second_stage_that_shows_now_and_then_does_not_change_the_name():
+def test_second_stage_that_shows_now_and_then_does_not_change_the_name():
     stretches = [(FORWARD, 1, first, first + 40, 0.4) for first in range(1000, 3000, 200)]
     d = played(3000, 20, (BACKWARD, 1, 600, None, 0.3), *stretches, noise=0.1)
     assert "ambiguous" in {verdict.label for verdict in single_windows(d)}
@@ -369,7 +369,7 @@ def test_a_second_stage_that_shows_now_and_then_does_not_change_the_name():
     assert changes(said)[-1] == ("straggler", "backward", (1,)) and len(changes(said)) <= 4
 
 
-def test_a_second_stage_that_stays_changes_the_name_after_two_seconds():
+def test_second_stage_that_stays_changes_the_name_after_two_seconds():
     d = played(2000, 20, (BACKWARD, 1, 600, None, 0.3), (FORWARD, 1, 1200, None, 0.35))
     _, said = live(d, every_s=0.25)
     at = next(at for _, at, verdict in said if verdict.label == "ambiguous")
@@ -378,7 +378,7 @@ def test_a_second_stage_that_stays_changes_the_name_after_two_seconds():
 
 
 @pytest.mark.parametrize("at", [500, 1000, 1300])
-def test_a_judge_goes_on_where_another_left_off(at):
+def test_judge_goes_on_where_another_left_off(at):
     d = played(2000, 20, (DATA, 0, 400, 800, 0.3), (BACKWARD, 1, 1200, None, 0.5))
     first, _ = live(d[:at])
     second = RunJudge()
@@ -396,7 +396,7 @@ def test_a_judge_goes_on_where_another_left_off(at):
 
 
 class TestWholeRun:
-    def test_one_stall_is_no_straggler(self):
+    def test_single_stall_is_no_straggler(self):
         d = played(800, 20)
         d[400, 0, DATA] += 3_000_000_000
         d[400, 1, SYNC_WAIT] += 3_000_000_000
@@ -404,7 +404,7 @@ class TestWholeRun:
         assert named(said) == set()
         assert run.whole().label == "healthy"
 
-    def test_a_stall_that_comes_back_is_one(self):
+    def test_stall_that_recurs_is_a_transient_straggler(self):
         d = played(2000, 20)
         d[100::200, 0, DATA] += 1_500_000_000
         d[100::200, 1, SYNC_WAIT] += 1_500_000_000
@@ -412,7 +412,7 @@ class TestWholeRun:
         assert (whole.label, whole.stage, whole.rank, whole.transient) == ("straggler", "data", 0, True)
         assert whole.lost_s == pytest.approx(15, rel=0.1)
 
-    def test_a_costly_episode_is_the_verdict_of_the_run(self):
+    def test_costly_episode_is_the_verdict_of_the_run(self):
         run = judge_run(streams(played(3000, 20, (DATA, 1, 1000, 1800, 0.3))), 2)
         whole = run.whole()
         assert (whole.label, whole.stage, whole.rank) == ("straggler", "data", 1)
@@ -420,14 +420,14 @@ class TestWholeRun:
         assert whole.lost_s == pytest.approx(800 * 3 / 7 * 0.02, rel=0.05)
         assert whole.cost_pct == pytest.approx(100 * whole.lost_s / whole.elapsed_s, rel=0.01)
 
-    def test_a_cheap_episode_is_a_note(self):
+    def test_cheap_episode_is_a_note(self):
         whole = judge_run(streams(played(9000, 20, (DATA, 1, 1000, 1200, 0.3))), 2).whole()
         assert (whole.label, whole.rank) == ("healthy", None)
         assert "a cause was named once" in whole.note
         assert whole.lost_s == pytest.approx(200 * 3 / 7 * 0.02, rel=0.1)
 
 
-def test_too_little_to_see_is_said_at_once_and_the_episode_goes_on_after_it():
+def test_missing_telemetry_is_reported_at_once_and_the_episode_goes_on_after_it():
     d = played(1200, 20, (DATA, 1, 200, None, 0.3))
     run, whole = RunJudge(), window(d)
     for end in range(50, 601, 10):
@@ -445,7 +445,7 @@ def test_balanced_rows_have_no_episode():
 
 
 @pytest.mark.parametrize("share", [0.18, 0.25])
-def test_rank_that_is_late_in_two_stages_about_alike_has_one_episode(share: float) -> None:
+def test_rank_late_in_two_stages_about_equally_has_one_episode(share: float) -> None:
     """Which of them is the smaller one, and whether that counts, changes from window to window."""
     rows = played(1500, 100, (DATA, 1, 200, None, 0.25), (FORWARD, 1, 200, None, share), noise=0.1)
     run, said = live(rows, every_s=1.0)

@@ -62,7 +62,7 @@ def tells(handler: ast.AST) -> bool:
 
 
 @pytest.mark.parametrize("package", ["traceml_ray", "launchers", "dash_app"])
-def test_no_handler_of_everything_is_silent(package: str) -> None:
+def test_broad_exception_handlers_are_never_silent(package: str) -> None:
     found = [each for path in (ROOT / package).rglob("*.py") for each in handlers(path)]
     assert {where for where, handler in found if not tells(handler)} - OTHERWISE.keys() == set()
 
@@ -84,7 +84,7 @@ FIXED = {
 """Places that are no literal, but one of a few all the same."""
 
 
-def test_places_are_fixed_in_the_code() -> None:
+def test_error_places_are_fixed_in_the_code() -> None:
     found = set()
     for path in [p for name in ("traceml_ray", "launchers", "dash_app") for p in (ROOT / name).rglob("*.py")]:
         where = f"{path.relative_to(ROOT)}".removeprefix("traceml_ray/")
@@ -99,7 +99,7 @@ def test_places_are_fixed_in_the_code() -> None:
     assert found - FIXED.keys() == set()
 
 
-def test_who_caused_an_error_is_told_and_takes_no_place() -> None:
+def test_error_source_is_in_the_message_and_takes_no_place() -> None:
     errors = Errors()
     for number in range(10 * MAX_PLACES):
         errors.note("packet", WireError("garbage", str(number)), f"pid {number}")
@@ -109,7 +109,7 @@ def test_who_caused_an_error_is_told_and_takes_no_place() -> None:
     ]
 
 
-def test_counted_by_place_and_kind_and_told_once() -> None:
+def test_errors_are_counted_by_place_and_kind_and_reported_once() -> None:
     errors = Errors()
     for _ in range(3):
         errors.swallow("backward", ValueError("torch moved"))
@@ -124,13 +124,13 @@ def test_counted_by_place_and_kind_and_told_once() -> None:
     assert errors.causes() == []
 
 
-def test_counts_travel() -> None:
+def test_error_counts_survive_pickling() -> None:
     errors = Errors({"run: garbage": 2})
     errors.count("run: garbage")
     assert pickle.loads(pickle.dumps(errors)) == {"run: garbage": 3}
 
 
-def test_names_that_come_from_elsewhere_are_bounded() -> None:
+def test_error_names_from_elsewhere_are_bounded() -> None:
     errors = Errors()
     for number in range(10 * MAX_PLACES):
         errors.count(f"garbage from pid {number}")
@@ -138,7 +138,7 @@ def test_names_that_come_from_elsewhere_are_bounded() -> None:
     assert errors.total() == 10 * MAX_PLACES
 
 
-def test_debugging_raises_where_it_may_and_prints_where_it_must_go_on(capsys) -> None:
+def test_debug_mode_raises_where_it_may_and_prints_where_it_must_go_on(capsys) -> None:
     errors = Errors(debug=True)
     with pytest.raises(ValueError, match="torch moved"):
         errors.swallow("backward", ValueError("torch moved"))

@@ -72,7 +72,7 @@ aggregator.close()
 
 @pytest.mark.parametrize("disk", ["local", "network"])
 @pytest.mark.parametrize("where", ["before", "inside"])
-def test_a_writer_that_was_stopped_and_goes_on_changes_nothing(tmp_path: Path, disk: str, where: str) -> None:
+def test_stopped_writer_that_goes_on_changes_nothing(tmp_path: Path, disk: str, where: str) -> None:
     folder, spool = tmp_path / "session", tmp_path / "spool"
     spool.mkdir()
     path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
@@ -125,9 +125,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[[], AggregatorCore]]:
         aggregator.close()
 
 
-def test_an_aggregator_that_is_made_anew_fences_the_one_before(
-    tmp_path: Path, opened: Callable[[], AggregatorCore]
-) -> None:
+def test_new_aggregator_fences_the_one_before(tmp_path: Path, opened: Callable[[], AggregatorCore]) -> None:
     first, relay, rank = opened(), Relay(), Rank(0, 1)
     sent = relay.message(rank.batch(5))
     first.ingest(sent)
@@ -146,7 +144,7 @@ def test_an_aggregator_that_is_made_anew_fences_the_one_before(
     assert check_ledger(tmp_path)["stored"] == 12
 
 
-def test_reports_of_a_fenced_aggregator_do_not_take_the_place_of_later_ones(
+def test_reports_of_a_fenced_aggregator_do_not_replace_later_ones(
     tmp_path: Path, opened: Callable[[], AggregatorCore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, relay, rank = opened(), Relay(), Rank(0, 1)
@@ -165,7 +163,7 @@ def test_reports_of_a_fenced_aggregator_do_not_take_the_place_of_later_ones(
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_session_file_that_is_gone_is_no_fence_and_nothing_is_said_to_be_stored(
+def test_missing_session_file_is_no_fence_and_confirms_no_rows(
     tmp_path: Path, opened: Callable[[], AggregatorCore]
 ) -> None:
     first, relay, rank = opened(), Relay(), Rank(0, 1)
@@ -178,7 +176,7 @@ def test_a_session_file_that_is_gone_is_no_fence_and_nothing_is_said_to_be_store
     assert first.commit() and confirmed(first.ingest(sent)) == 1
 
 
-def test_a_file_that_cannot_be_claimed_yet_is_claimed_by_its_first_transaction(
+def test_file_that_cannot_be_claimed_yet_is_claimed_by_its_first_transaction(
     opened: Callable[[], AggregatorCore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_: sqlite3.Connection) -> int:

@@ -22,7 +22,7 @@ def _download(aggregator: AggregatorCore, name: str, n: int = 1000) -> bytes:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_copy_is_whole_though_rows_go_on_coming(
+def test_copy_is_whole_though_rows_keep_arriving(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
     monkeypatch.setattr("traceml_ray.store.schema.on_network_filesystem", lambda _: shared)
@@ -47,7 +47,7 @@ def test_a_copy_is_whole_though_rows_go_on_coming(
     assert not list(live.glob("snapshot-*"))
 
 
-def test_nothing_else_can_be_read(tmp_path: Path) -> None:
+def test_files_that_are_no_copies_cannot_be_read(tmp_path: Path) -> None:
     aggregator = aggregation(tmp_path / "live")
     (tmp_path / "secret").write_text("x")
     for name in (
@@ -61,14 +61,14 @@ def test_nothing_else_can_be_read(tmp_path: Path) -> None:
             ask(aggregator, "read_file", name=name, offset=0, n=9)
 
 
-def test_copies_are_few(tmp_path: Path) -> None:
+def test_copies_are_limited_in_number(tmp_path: Path) -> None:
     aggregator = aggregation(tmp_path)
     made = [ask(aggregator, "snapshot").name for _ in range(6)]
     assert sorted(path.name for path in tmp_path.glob("snapshot-*")) == sorted(made[-3:])
     aggregator.close()
 
 
-def test_copies_do_not_stay_behind(tmp_path: Path) -> None:
+def test_copies_are_removed_at_restart_and_finish(tmp_path: Path) -> None:
     aggregator = aggregation(tmp_path)
     for _ in range(2):
         ask(aggregator, "snapshot")

@@ -51,7 +51,7 @@ def test_time_outs_of_every_path_add_up_to_less_than_an_end_may_be_late(path: st
     assert sum(PATHS[path]) <= BAR_S
 
 
-def test_time_outs_that_are_part_of_others_fit_into_them() -> None:
+def test_nested_time_outs_fit_into_their_outer_ones() -> None:
     assert max(DRAIN_S, OTHERS_S) < WORD_S < LAUNCHER_S < BAR_S
     assert HELPER_S < LAUNCHER_S
     assert OTHERS_S + 2 * ASK_S + SIGN_S < LAUNCHER_S  # the launcher hears in time that the files are written
@@ -61,7 +61,7 @@ def test_time_outs_that_are_part_of_others_fit_into_them() -> None:
     assert REPORT_S > 3 * 9 and LATE_S > REPORT_S
 
 
-def test_every_time_out_of_the_table_is_part_of_a_path_or_fits_into_another() -> None:
+def test_time_outs_of_the_table_each_belong_to_a_path_or_fit_into_another() -> None:
     table = {name for name in vars(finish) if name.endswith("_S")}
     assert table - set(globals()) == {"GOODBYE_S"}  # nobody waits for it
 
@@ -76,12 +76,12 @@ def said(end: End, missing: int) -> tuple[str, int]:
     return answer.state, answer.waiting
 
 
-def test_an_end_that_nobody_asked_for_is_not_due(clock: Clock) -> None:
+def test_end_without_a_request_is_not_due(clock: Clock) -> None:
     end = End(clock.timer)
     assert not (end.due(0) or end.open or end.over(LATE_S + 1))
 
 
-def test_files_are_written_when_nobody_is_missing(clock: Clock) -> None:
+def test_files_are_written_when_no_rank_is_missing(clock: Clock) -> None:
     end = End(clock.timer)
     end.ask()
     assert not end.due(1) and said(end, 1) == ("waiting", 1)
@@ -93,7 +93,7 @@ def test_files_are_written_when_nobody_is_missing(clock: Clock) -> None:
     assert end.over(0) and not end.due(0)
 
 
-def test_nobody_is_waited_for_longer_than_others_may_take_from_when_the_launcher_asked(clock: Clock) -> None:
+def test_end_waits_for_others_a_bounded_time_from_the_request_of_the_launcher(clock: Clock) -> None:
     end = End(clock.timer)
     end.ask(waited_s=1.0)
     clock.tick(OTHERS_S - 1.1)
@@ -108,7 +108,7 @@ def test_nobody_is_waited_for_longer_than_others_may_take_from_when_the_launcher
     assert end.over(LATE_S + 1)
 
 
-def test_an_order_waits_for_nobody(clock: Clock) -> None:
+def test_ordered_end_waits_for_no_rank(clock: Clock) -> None:
     end = End(clock.timer)
     end.ask(ordered=True)
     assert end.due(3)
@@ -116,7 +116,7 @@ def test_an_order_waits_for_nobody(clock: Clock) -> None:
     assert end.over(0)
 
 
-def test_a_failure_is_said_once_and_asking_again_tries_again(clock: Clock) -> None:
+def test_failed_end_is_reported_once_and_the_next_request_tries_again(clock: Clock) -> None:
     end = End(clock.timer)
     end.ask()
     end.failed = "OSError: no room"

@@ -21,7 +21,7 @@ def old_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_installed_torch_and_ray_will_do() -> None:
+def test_installed_torch_and_ray_are_new_enough() -> None:
     assert [too_old(package) for package in FLOORS] == ["", ""]
 
 
@@ -40,7 +40,7 @@ def test_release_of_a_build_is_that_of_its_release(version: str, release: tuple[
     assert release_of(version) == release
 
 
-def test_version_that_is_none_is_not_too_old(old_torch: Path) -> None:
+def test_version_that_cannot_be_parsed_is_not_too_old(old_torch: Path) -> None:
     (old_torch / "torch-2.3.1.dist-info" / "METADATA").write_text("Name: torch\nVersion: nightly\n")
     assert too_old("torch") == ""
 
@@ -58,7 +58,7 @@ def test_launch_below_the_floor_trains_without_a_monitor(
     ]
 
 
-def test_start_below_the_floor_says_so(old_torch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_below_the_floor_raises_a_start_error(old_torch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     with pytest.raises(driver.StartError, match=r"needs torch 2\.4 or newer"):
         driver.start(out=old_torch)

@@ -30,7 +30,7 @@ def test_exposed_time_sums_exactly_to_the_elapsed_time(d):
 
 
 @given(ROWS)
-def test_slack_and_leaders(d):
+def test_slack_is_never_negative_and_zero_for_leaders(d):
     _, _, slack, leaders = columns(d, chain(d))
     assert (slack >= 0).all()
     assert (leaders == (slack == 0)).all()
@@ -48,7 +48,7 @@ def test_exposed_time_is_bounded_by_the_rows(d):
 
 
 @given(ROWS, st.integers(1, 5))
-def test_pieces_reduced_one_by_one_give_the_whole(d, at):
+def test_frontier_of_consecutive_pieces_equals_the_whole(d, at):
     at = min(at, len(d))
     first, whole = chain(d[:at]), chain(d)
     assert (whole.exposed[:at] == first.exposed).all()
@@ -60,7 +60,7 @@ def test_pieces_reduced_one_by_one_give_the_whole(d, at):
 
 
 @given(ROWS, st.randoms(use_true_random=False))
-def test_the_order_of_ranks_does_not_matter(d, random):
+def test_rank_order_does_not_change_the_frontier(d, random):
     order = random.sample(range(d.shape[1]), d.shape[1])
     one, other = chain(d), chain(d[:, order])
     assert (one.exposed == other.exposed).all()
@@ -68,11 +68,11 @@ def test_the_order_of_ranks_does_not_matter(d, random):
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_recorded_runs_add_up(name):
+def test_exposed_time_of_recorded_runs_adds_up(name):
     frontier = chain(RECORDED[name])
     assert frontier.exposed.sum() == RECORDED[name].sum(axis=(0, 2)).max()
 
 
-def test_starting_each_step_from_zero_would_overstate_a_synced_run():
+def test_steps_started_from_zero_would_overstate_a_synced_run():
     d = RECORDED["f3_forward_10"]
     assert sum(chain(d[k : k + 1]).total_ns for k in range(len(d))) > chain(d).total_ns

@@ -132,9 +132,7 @@ def test_workers_stopped_at_a_restart_are_no_culprits_of_a_job_that_fails_later(
 
 
 @pytest.mark.parametrize("who", [{}, {"source": "ray_train"}, {"source": "v1"}])
-def test_steps_that_begin_anew_are_judged_from_step_0(
-    tmp_path: Path, clock: Clock, who: dict[str, str]
-) -> None:
+def test_steps_that_restart_are_judged_from_step_0(tmp_path: Path, clock: Clock, who: dict[str, str]) -> None:
     to, old = aggregation(tmp_path, clock), _start(4, "0", **who)
     _train(to, clock, old, 8)
     _ended(to, clock, old)
@@ -265,7 +263,7 @@ def test_workers_without_a_row_are_not_shown_before_they_train() -> None:
     assert [stream.id for stream in shown([*old, *new]).values()] == [3, 4]
 
 
-def test_word_of_an_end_may_come_after_the_beginning_of_the_next() -> None:
+def test_message_of_an_end_may_come_after_the_next_start() -> None:
     old = [_stream(1, 0, 0, 10, 2, lost=True), _stream(2, 1, 0, 16, 2, lost=True)]
     assert _ids([*old, _stream(3, 0, 15, 99, 2)]) == [[1, 2], [3]]
     old[1].last_seen_ns += 10 * SECOND

@@ -34,7 +34,7 @@ def why(*places: Place) -> str:
     return verdict.why
 
 
-def test_the_rank_that_has_come_least_far_is_waited_for(snapshot: Snapshot) -> None:
+def test_rank_that_has_come_least_far_is_waited_for(snapshot: Snapshot) -> None:
     places = place(0), place(1, FORWARD), place(2, DATA), place(3)
     assert named(*places) == ("hang", (2,), "data")
     snapshot("verdict", why(*places))
@@ -44,7 +44,7 @@ def test_the_rank_that_has_come_least_far_is_waited_for(snapshot: Snapshot) -> N
     )  # fmt: skip
 
 
-def test_a_part_that_is_known_between_two_steps_is_no_hang_but_a_stall(snapshot: Snapshot) -> None:
+def test_open_span_between_two_steps_is_a_stall_and_no_hang(snapshot: Snapshot) -> None:
     places = place(0, POST_SYNC, part="checkpoint"), place(1)
     assert named(*places) == ("stalled", (0,), "post_sync")
     snapshot("verdict", why(*places))
@@ -54,7 +54,7 @@ def test_a_part_that_is_known_between_two_steps_is_no_hang_but_a_stall(snapshot:
     assert named(place(0, POST_SYNC, part="checkpoint", silent_s=9.0), place(1))[0] == "hang"
 
 
-def test_a_rank_that_is_waited_for_in_a_barrier_is_busy_those_in_it_are_not(snapshot: Snapshot) -> None:
+def test_rank_waited_for_in_a_barrier_is_busy_and_those_in_it_are_not(snapshot: Snapshot) -> None:
     others = [place(rank, POST_SYNC, part="barrier", part_s=20.0) for rank in (1, 2)]
     saving = place(0, POST_SYNC, part="checkpoint")
     assert named(saving, *others) == ("stalled", (0,), "post_sync")
@@ -62,7 +62,7 @@ def test_a_rank_that_is_waited_for_in_a_barrier_is_busy_those_in_it_are_not(snap
     assert find([saving, *(place(r, POST_SYNC, part="barrier", part_s=2.0) for r in (1, 2))], QUIET_S) is None
 
 
-def test_a_rank_that_does_not_answer_is_the_evidence_wherever_it_was_last(snapshot: Snapshot) -> None:
+def test_rank_that_does_not_answer_is_the_evidence_wherever_it_was_last(snapshot: Snapshot) -> None:
     gone = place(1, BACKWARD, silent_s=21.0, state="stopped (SIGSTOP)")
     places = place(0), gone, place(2, POST_SYNC)
     assert named(*places) == ("hang", (1,), "backward")
@@ -72,7 +72,7 @@ def test_a_rank_that_does_not_answer_is_the_evidence_wherever_it_was_last(snapsh
     assert (verdict.from_step, verdict.last_step) == (31, 30), "what it said last is older than that"
 
 
-def test_stacks_say_who_is_the_odd_one_out(snapshot: Snapshot) -> None:
+def test_stacks_identify_the_rank_that_differs(snapshot: Snapshot) -> None:
     waiting = [place(rank, POST_SYNC, where="mean (train.py:40)", call="all_reduce") for rank in (0, 2, 3)]
     busy = place(1, POST_SYNC, where="evaluate (train.py:88)", step=31)
     witness = waits(4)
@@ -80,7 +80,7 @@ def test_stacks_say_who_is_the_odd_one_out(snapshot: Snapshot) -> None:
     snapshot("verdict", why(*waiting, busy, witness))
 
 
-def test_where_all_wait_the_fewest_left_a_collective_out(snapshot: Snapshot) -> None:
+def test_rank_outside_the_collective_is_named_where_all_wait(snapshot: Snapshot) -> None:
     barrier = [place(r, POST_SYNC, where="all_here (train.py:12)", call="barrier") for r in (0, 2)]
     assert named(*barrier, waits(1)) == ("hang", (1,), "sync_wait")
     snapshot("verdict", why(*barrier, waits(1)))
@@ -88,12 +88,12 @@ def test_where_all_wait_the_fewest_left_a_collective_out(snapshot: Snapshot) -> 
     snapshot("verdict", why(barrier[0], waits(1)))
 
 
-def test_where_all_wait_for_the_same_nobody_is_named(snapshot: Snapshot) -> None:
+def test_rank_is_not_named_where_all_wait_for_the_same(snapshot: Snapshot) -> None:
     assert named(place(0), place(1)) == ("hang", (), None)
     snapshot("verdict", why(place(0), place(1)))
 
 
-def test_a_rank_that_has_ended_is_waited_for_in_vain(snapshot: Snapshot) -> None:
+def test_ended_rank_is_waited_for_in_vain(snapshot: Snapshot) -> None:
     places = place(0), place(1), place(2, POST_SYNC, ended=True)
     assert named(*places) == ("hang", (2,), None)
     snapshot("verdict", why(*places))
@@ -111,11 +111,11 @@ def test_a_rank_that_has_ended_is_waited_for_in_vain(snapshot: Snapshot) -> None
         [place(0, ended=True), place(1, ended=True)],
     ],
 )
-def test_no_hang(places: list[Place]) -> None:
+def test_rank_is_not_called_hanging_while_others_work_or_are_silent(places: list[Place]) -> None:
     assert find(places, QUIET_S) is None
 
 
-def test_stacks_are_kept_once_for_all_alike_and_whole_for_the_odd_one() -> None:
+def test_stacks_are_kept_once_for_equal_ranks_and_whole_for_the_different_one() -> None:
     text = "thread MainThread, training:\n  train.py:60 in train\nthread loader:\n  x.py:1 in run"
     others = [waits(rank, stack=text) for rank in (0, 2, 3)]
     odd = place(
@@ -128,7 +128,7 @@ def test_stacks_are_kept_once_for_all_alike_and_whole_for_the_odd_one() -> None:
     assert verdict.stacks[1].text == "thread MainThread, training:\n  train.py:60 in train"
 
 
-def test_a_collective_on_the_device_is_waited_for_though_no_mark_says_so(snapshot: Snapshot) -> None:
+def test_collective_on_the_device_is_waited_for_without_a_mark(snapshot: Snapshot) -> None:
     pending = {"pending": "all_reduce", "pending_seq": 57, "pending_s": 21.0}
     others = place(0, FORWARD, **pending), place(2, FORWARD, **pending)
     assert named(*others, place(1, FORWARD)) == ("hang", (1,), "forward")
@@ -138,7 +138,7 @@ def test_a_collective_on_the_device_is_waited_for_though_no_mark_says_so(snapsho
     assert find([place(0, FORWARD, **{**pending, "pending_s": 3.0}), place(1, FORWARD)], QUIET_S) is None
 
 
-def test_a_stopped_process_is_evidence_enough() -> None:
+def test_stopped_process_is_sufficient_evidence() -> None:
     stopped = place(1, FORWARD, silent_s=9.0, state="stopped (SIGSTOP)")
     assert named(place(0, FORWARD), stopped) == ("hang", (1,), "forward")
     assert find([place(0, FORWARD), place(1, FORWARD, silent_s=9.0, state="running")], QUIET_S) is None

@@ -87,7 +87,7 @@ def at(stage: int, step: int = 80, part: str | None = None) -> wire.OpenStage:
 WAITS = at(SYNC_WAIT)
 
 
-def test_a_hang_is_found_within_25_seconds_and_the_rank_named(job: Job) -> None:
+def test_hang_is_found_within_25_seconds_and_its_rank_named(job: Job) -> None:
     job.runs(8)
     labels = job.stands(25, WAITS, at(FORWARD), WAITS)
     assert labels.index("hang") in (19, 20) and set(labels[20:]) == {"hang"}
@@ -103,7 +103,7 @@ def test_ten_long_steps_are_waited_for(job: Job) -> None:
     assert job.stands(4, WAITS, at(FORWARD), WAITS, since=48)[-1] == "hang"
 
 
-def test_ranks_that_report_seldom_are_given_time_to(job: Job) -> None:
+def test_ranks_that_report_rarely_are_given_more_time(job: Job) -> None:
     """With a report every 30 s the rows are up to so old, and a rank seen waiting need not wait any more."""
     (job.folder / "seldom").mkdir()
     job.aggregator = AggregatorCore(job.folder / "seldom", Settings(interval=30.0), {}, job.clock)
@@ -114,7 +114,7 @@ def test_ranks_that_report_seldom_are_given_time_to(job: Job) -> None:
     assert job.stands(40, WAITS, at(DATA), WAITS, since=30)[-1] == "hang"
 
 
-def test_a_stopped_rank_is_named_though_it_was_waiting_when_it_was_last_heard(job: Job) -> None:
+def test_stopped_rank_is_named_though_it_was_last_seen_waiting(job: Job) -> None:
     job.runs(8)
     job.stands(1, WAITS, WAITS, WAITS)
     labels = job.stands(24, WAITS, None, WAITS, since=1)
@@ -123,7 +123,7 @@ def test_a_stopped_rank_is_named_though_it_was_waiting_when_it_was_last_heard(jo
     assert verdict is not None and verdict.rank == 1 and "does not answer" in verdict.why
 
 
-def test_a_node_that_is_silent_as_a_whole_says_nothing_of_its_rank(tmp_path: Path) -> None:
+def test_silent_node_is_no_evidence_against_its_rank(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.ranks[1] = Rank(1, 3, node_id="node-1")
     job.runs(8)
@@ -133,7 +133,7 @@ def test_a_node_that_is_silent_as_a_whole_says_nothing_of_its_rank(tmp_path: Pat
     assert verdict is not None and verdict.rank is None
 
 
-def test_an_open_checkpoint_is_a_stall(job: Job, snapshot: Snapshot) -> None:
+def test_open_checkpoint_is_a_stall(job: Job, snapshot: Snapshot) -> None:
     job.runs(8)
     assert job.stands(24, at(POST_SYNC, part="checkpoint"), WAITS, WAITS)[-1] == "stalled"
     verdict = job.aggregator.verdict
@@ -142,7 +142,7 @@ def test_an_open_checkpoint_is_a_stall(job: Job, snapshot: Snapshot) -> None:
     snapshot("report", (job.folder / "report.txt").read_text().partition("\n\n")[2].partition("\n\n")[0])
 
 
-def test_a_first_step_that_compiles_is_no_hang(job: Job) -> None:
+def test_first_step_that_compiles_is_no_hang(job: Job) -> None:
     """No rank has closed a row yet, so nothing is known of how long a step may take."""
     labels = job.stands(300, at(SYNC_WAIT, 0), at(FORWARD, 0), at(SYNC_WAIT, 0))
     assert not {"hang", "stalled"} & set(labels)
@@ -150,7 +150,7 @@ def test_a_first_step_that_compiles_is_no_hang(job: Job) -> None:
     assert "hang" not in job.stands(60, WAITS, at(FORWARD, 0), WAITS)
 
 
-def test_one_long_validation_on_all_ranks_alike_is_no_hang(job: Job) -> None:
+def test_long_validation_on_all_ranks_alike_is_no_hang(job: Job) -> None:
     """Nobody waits; and whoever comes out of it first has waited for a small part of the time only."""
     job.runs(8)
     busy = at(POST_SYNC, part="evaluation")
@@ -158,13 +158,13 @@ def test_one_long_validation_on_all_ranks_alike_is_no_hang(job: Job) -> None:
     assert not {"hang", "stalled"} & set(labels)
 
 
-def test_a_job_that_has_ended_does_not_hang(job: Job) -> None:
+def test_job_that_has_ended_does_not_hang(job: Job) -> None:
     job.runs(8)
     job._report([rank.batch(0, final=True, open=at(SYNC_WAIT)) for rank in job.ranks])
     assert "hang" not in job.stands(60, None, None, None)
 
 
-def test_when_it_goes_on_the_verdict_is_as_before_and_the_hang_stays_in_the_history(job: Job) -> None:
+def test_hang_that_resolves_stays_in_the_history_only(job: Job) -> None:
     job.runs(8)
     job.stands(30, WAITS, at(DATA), WAITS)
     job.runs(8)
@@ -178,7 +178,7 @@ def test_when_it_goes_on_the_verdict_is_as_before_and_the_hang_stays_in_the_hist
     assert hangs == [(1, 80, 31.0)]
 
 
-def test_every_rank_is_asked_once_for_its_stack_and_the_verdict_says_what_they_are_in(
+def test_stacks_are_requested_once_from_each_rank_and_shown_in_the_verdict(
     job: Job, snapshot: Snapshot
 ) -> None:
     job.runs(8)
@@ -218,7 +218,7 @@ def test_ranks_that_died_of_the_hang_are_not_its_cause(job: Job) -> None:
     assert (verdict["label"], verdict["rank"], verdict["lasted_s"]) == ("hang", 1, None)
 
 
-def test_a_restarted_aggregator_goes_on_with_the_same_hang(tmp_path: Path, job: Job) -> None:
+def test_restarted_aggregator_goes_on_with_the_same_hang(tmp_path: Path, job: Job) -> None:
     job.runs(8)
     job.stands(22, WAITS, at(FORWARD), WAITS)
     (before,) = job.commands
@@ -234,9 +234,7 @@ def test_a_restarted_aggregator_goes_on_with_the_same_hang(tmp_path: Path, job: 
     assert (verdict["label"], verdict["rank"], verdict["stacks"][0]["ranks"]) == ("hang", 1, [1])
 
 
-def test_ranks_are_asked_where_they_are_and_a_collective_no_mark_has_seen_shows_a_hang(
-    job: Job, snapshot: Snapshot
-) -> None:
+def test_pending_collective_without_a_mark_is_found_by_asking_ranks(job: Job, snapshot: Snapshot) -> None:
     job.runs(8)
     where = at(FORWARD), at(FORWARD), at(FORWARD)
     assert "hang" not in job.stands(21, *where)
@@ -253,7 +251,7 @@ def test_ranks_are_asked_where_they_are_and_a_collective_no_mark_has_seen_shows_
         assert "standing" not in {event["kind"] for event in session.events()[0]}
 
 
-def test_ranks_that_are_all_at_work_are_asked_again_ever_more_seldom(job: Job) -> None:
+def test_busy_ranks_are_asked_at_growing_intervals(job: Job) -> None:
     job.runs(8)
     asked = []
     for second in range(200):

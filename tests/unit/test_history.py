@@ -39,7 +39,7 @@ def test_recorded_runs_have_one_verdict(name):
     assert whole.chronic is (True if expected["rank"] is not None else None)
 
 
-def test_recorded_late_fault():
+def test_recorded_late_fault_is_named_from_its_onset():
     run = judge_run(streams(RECORDED["late3"], first_step=10), 3, thresholds=SHORT)  # late for 1.7 s
     healthy, late = run.spans
     assert (healthy.label, healthy.from_step) == ("healthy", 10)
@@ -49,7 +49,7 @@ def test_recorded_late_fault():
     assert run.whole().from_step == late.from_step
 
 
-def test_changes_of_verdict():
+def test_verdict_changes_are_consecutive_spans():
     d = rows((BALANCED, 100), (LATE_DATA, 300), (LATE_FORWARD, 300), (BALANCED, 300))
     run = judge_run(streams(d), 3)
     found = spans(run)
@@ -68,31 +68,31 @@ def test_warm_up_is_left_out():
     assert (run.whole().from_step, run.whole().window_steps) == (1010, 60)
 
 
-def test_warm_up_is_counted_from_the_runs_first_step():
+def test_warm_up_is_counted_from_the_first_step_of_the_run():
     late = window(rows((BALANCED, 50)), first_step=5000)
     assert RunJudge(first_step=0).update(late).from_step == 5000
     assert RunJudge().update(late).from_step == 5010
 
 
 @pytest.mark.parametrize("steps", [0, 5, 29])
-def test_too_short_to_judge(steps):
+def test_short_run_is_not_judged(steps):
     run = judge_run(streams(rows((LATE_DATA, 50))[:steps]), 3)
     assert not run.spans
     assert run.whole().label == "telemetry_limited"
     assert f"{max(steps - 10, 0)} step" in run.whole().why
 
 
-def test_missing_ranks_are_said_even_before_there_are_enough_steps(snapshot: Snapshot):
+def test_missing_ranks_are_named_before_there_are_enough_steps(snapshot: Snapshot):
     run = judge_run(streams(rows((LATE_DATA, 15))), 9, missing=[3, 4, 5, 6, 7, 8])
     snapshot("verdict", run.whole().why)
 
 
-def test_no_rows_at_all():
+def test_run_without_rows_is_telemetry_limited():
     assert judge_run([], 4).whole().label == "telemetry_limited"
     assert RunJudge().whole().label == "telemetry_limited"
 
 
-def test_chronic_by_the_share_of_windows():
+def test_straggler_is_chronic_by_its_share_of_windows():
     run = RunJudge(AT_ONCE)
     d = rows((BALANCED, 300), (LATE_DATA, 200))
     chronic = {}
@@ -105,7 +105,7 @@ def test_chronic_by_the_share_of_windows():
     assert not run.whole().chronic  # 40 % of the run
 
 
-def test_asking_more_often_changes_nothing():
+def test_judging_more_often_changes_nothing():
     d = rows((BALANCED, 200), (LATE_DATA, 60))
     seldom, often = RunJudge(), RunJudge()
     for end in range(50, 261, 10):
@@ -116,7 +116,7 @@ def test_asking_more_often_changes_nothing():
     assert spans(seldom) == spans(often)
 
 
-def test_a_long_run_is_sampled_evenly_and_bounded(snapshot: Snapshot):
+def test_long_run_is_sampled_evenly_and_within_a_bound(snapshot: Snapshot):
     limits = Thresholds(run_steps=500, warmup_steps=0)
     run = RunJudge(limits)
     d = rows((LATE_DATA, 50))
@@ -131,7 +131,7 @@ def test_a_long_run_is_sampled_evenly_and_bounded(snapshot: Snapshot):
     snapshot("verdict", whole.why)
 
 
-def test_rows_lost_here_and_there_in_a_long_run_are_not_a_run_that_does_not_line_up():
+def test_rows_missing_for_a_while_do_not_hide_the_verdict_of_a_long_run():
     recorded = streams(rows((LATE_DATA, 9000)))
     lost = np.zeros(9000, dtype=bool)
     lost[700:790] = lost[5000:5090] = True  # once ninety steps are missing in a row, more than a window
@@ -149,7 +149,7 @@ def test_many_ranks_are_sampled_by_rows():
     assert run.whole().window_steps <= 250
 
 
-def test_a_change_of_ranks_starts_the_whole_anew():
+def test_change_of_ranks_restarts_the_verdict_of_the_run():
     run = RunJudge(AT_ONCE)
     d = rows((LATE_DATA, 50))
     run.update(window(d, 0))

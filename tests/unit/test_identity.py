@@ -53,7 +53,7 @@ def places(identity: RankIdentity) -> tuple[int, ...]:
 @pytest.mark.parametrize(
     ("source", "environ"), [("torchrun", TORCHRUN), ("openmpi", OPENMPI), ("slurm", SLURM), ("pmi", PMI)]
 )
-def test_each_launcher_places_the_same_rank_alike(source, environ):
+def test_launchers_of_every_kind_place_the_same_rank_alike(source, environ):
     identity = resolve(environ=environ)
     assert places(identity) == (5, 1, 1, 8, 4, 2)
     assert identity.source == source
@@ -69,7 +69,7 @@ def test_precedence_follows_the_documented_order():
     assert resolve(environ=everything).source == "single"
 
 
-def test_without_any_source_the_process_is_rank_0_of_1():
+def test_process_without_any_source_is_rank_0_of_1():
     identity = resolve(environ={})
     assert places(identity) == (0, 0, 0, 1, 1, 1)
     assert (identity.pid, identity.hostname) == (os.getpid(), socket.gethostname())
@@ -78,7 +78,7 @@ def test_without_any_source_the_process_is_rank_0_of_1():
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE"])
 @pytest.mark.parametrize("how", ["absent", "empty"])
-def test_a_group_counts_only_with_rank_and_size(missing, how):
+def test_rank_variables_count_only_with_rank_and_size(missing, how):
     environ = TORCHRUN | {missing: ""}
     if how == "absent":
         del environ[missing]
@@ -100,7 +100,7 @@ def test_a_group_counts_only_with_rank_and_size(missing, how):
         ("TORCHELASTIC_RESTART_COUNT", "twice"),
     ],
 )
-def test_a_value_that_is_no_count_is_named(name, value):
+def test_invalid_count_is_named(name, value):
     with pytest.raises(IdentityError, match=rf"^{name}='{value}' must be an integer from "):
         resolve(environ=TORCHRUN | {name: value})
 
@@ -115,14 +115,14 @@ def test_a_value_that_is_no_count_is_named(name, value):
         ({"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "2"}, "GROUP_RANK=2 must be below GROUP_WORLD_SIZE=2"),
     ],
 )
-def test_values_that_contradict_each_other_are_named(change, message):
+def test_contradictory_values_are_named(change, message):
     with pytest.raises(IdentityError) as caught:
         resolve(environ=TORCHRUN | change)
     assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("half", [{"global_rank": 0}, {"world_size": 2}, {"local_rank": 0}])
-def test_a_rank_by_keyword_needs_its_world(half):
+def test_rank_by_keyword_needs_its_world_size(half):
     with pytest.raises(IdentityError, match="global_rank and world_size must be given together"):
         resolve(environ=TORCHRUN, **half)
 
@@ -147,7 +147,7 @@ def test_ranks_dealt_to_nodes_in_turn_are_placed_by_their_local_rank():
     assert places(resolve(environ=OPENMPI | in_turn)) == (3, 1, 1, 8, 4, 2)
 
 
-def test_a_small_node_at_the_end_does_not_count_past_the_last():
+def test_small_last_node_does_not_count_past_the_last():
     identity = resolve(global_rank=7, world_size=8, local_world_size=2, nnodes=2)
     assert places(identity) == (7, 1, 1, 8, 2, 2)
 
@@ -161,11 +161,11 @@ def test_rank_and_world_size_alone_mean_one_node():
     assert places(resolve(environ={"RANK": "1", "WORLD_SIZE": "2"})) == (1, 1, 0, 2, 2, 1)
 
 
-def test_a_node_rank_tells_that_there_are_more_nodes():
+def test_node_rank_implies_more_nodes():
     assert places(resolve(environ={"RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "1"}))[2::3] == (1, 2)
 
 
-def test_job_and_attempt():
+def test_job_and_attempt_come_from_the_launcher_or_session():
     assert resolve(environ=TORCHRUN).attempt == 2
     assert resolve(environ=TORCHRUN).job_id == "default"
     assert resolve(environ=TORCHRUN | {"TORCHELASTIC_RUN_ID": "nightly"}).job_id == "nightly"
@@ -179,7 +179,7 @@ def test_job_and_attempt():
     data=st.data(),
     names=st.sets(st.sampled_from(["local_rank", "local_world_size", "node_rank", "nnodes"])),
 )
-def test_whatever_is_left_out_is_filled_in_consistently(world, data, names):
+def test_missing_values_are_filled_in_consistently(world, data, names):
     known = {name: data.draw(st.integers(0, world), label=name) for name in names}
     rank = data.draw(st.integers(0, world - 1), label="rank")
     try:
@@ -205,7 +205,7 @@ def process_group(tmp_path):
 
 
 @pytest.mark.usefixtures("process_group")
-def test_an_initialised_process_group_is_believed_before_the_environment():
+def test_initialised_process_group_takes_precedence_over_the_environment():
     other_world = resolve(environ=TORCHRUN)
     assert (other_world.source, places(other_world)) == ("torch.distributed", (0, 0, 0, 1, 1, 1))
     broken = resolve(environ=TORCHRUN | {"LOCAL_RANK": "x"})
@@ -215,7 +215,7 @@ def test_an_initialised_process_group_is_believed_before_the_environment():
     assert resolve(global_rank=1, world_size=2, environ={}).source == "explicit"
 
 
-def test_a_torch_without_a_process_group_says_nothing():
+def test_torch_without_a_process_group_leaves_the_environment_valid():
     pytest.importorskip("torch.distributed")
     assert resolve(environ=TORCHRUN).source == "torchrun"
 

@@ -24,7 +24,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop(name, None)
 
 
-def test_the_callback_runs_once_when_the_module_is_whole(module: str) -> None:
+def test_callback_runs_once_when_the_module_is_whole(module: str) -> None:
     seen: list[object] = []
     when_imported(module, lambda: seen.append(sys.modules[module].value))
     assert seen == []
@@ -33,9 +33,7 @@ def test_the_callback_runs_once_when_the_module_is_whole(module: str) -> None:
     assert seen == [1]
 
 
-def test_who_only_asks_whether_there_is_such_a_module_changes_nothing(
-    module: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_find_spec_of_a_module_changes_nothing(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     when_imported(module, lambda: seen.append(1))
     monkeypatch.setattr(
@@ -48,14 +46,14 @@ def test_who_only_asks_whether_there_is_such_a_module_changes_nothing(
     assert seen == [1] and "exec_module" not in vars(found.__loader__)
 
 
-def test_a_module_that_is_there_already_is_called_at_once(module: str) -> None:
+def test_callback_of_an_imported_module_runs_at_once(module: str) -> None:
     importlib.import_module(module)
     seen: list[int] = []
     when_imported(module, lambda: seen.append(1))
     assert seen == [1]
 
 
-def test_the_module_is_as_it_would_be_without_us(module: str) -> None:
+def test_module_is_as_without_the_hook(module: str) -> None:
     when_imported(module, lambda: None)
     found = importlib.import_module(module)
     assert "exec_module" not in vars(found.__loader__)
@@ -63,7 +61,7 @@ def test_the_module_is_as_it_would_be_without_us(module: str) -> None:
     assert found.__spec__ is not None and found.__spec__.loader is found.__loader__
 
 
-def test_what_is_forgotten_is_not_called(module: str) -> None:
+def test_forgotten_callback_is_not_called(module: str) -> None:
     before = list(sys.meta_path)
     seen: list[int] = []
     when_imported(module, lambda: seen.append(1))
@@ -72,14 +70,14 @@ def test_what_is_forgotten_is_not_called(module: str) -> None:
     assert seen == [] and sys.meta_path == before
 
 
-def test_a_module_that_is_not_there_is_still_an_import_error(module: str) -> None:
+def test_missing_module_is_still_an_import_error(module: str) -> None:
     when_imported(f"{module}.nothing", lambda: None)
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module(f"{module}.nothing")
     forget(f"{module}.nothing")
 
 
-def test_a_module_that_fails_to_import_fails_as_it_does(module: str, tmp_path: Path) -> None:
+def test_failing_module_raises_its_own_error(module: str, tmp_path: Path) -> None:
     (tmp_path / f"{module}.py").write_text("raise RuntimeError('its own')\n")
     seen: list[int] = []
     when_imported(module, lambda: seen.append(1))

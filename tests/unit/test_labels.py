@@ -22,21 +22,21 @@ SOURCES = [
 ]
 
 
-def test_every_label_has_its_line() -> None:
+def test_labels_each_have_a_line() -> None:
     assert get_args(Label) == tuple(LABELS)
 
 
 @pytest.mark.parametrize("struct", [Finding, Verdict, Episode])
-def test_a_label_is_typed(struct: Any) -> None:
+def test_label_is_typed(struct: Any) -> None:
     assert get_type_hints(struct)["label"] == Label
 
 
-def test_a_stored_verdict_with_an_unknown_label_is_refused() -> None:
+def test_stored_verdict_with_an_unknown_label_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError, match="strangler"):
         msgspec.convert({"label": "strangler"}, Verdict)
 
 
-def test_no_other_place_lists_labels() -> None:
+def test_labels_are_listed_in_one_place_only() -> None:
     """Code that needs several labels asks the table for their kind, severity or ranks."""
     found = []
     for path in SOURCES:
@@ -49,7 +49,7 @@ def test_no_other_place_lists_labels() -> None:
     assert other == [], "ask `analysis.labels.LABELS` instead"
 
 
-def test_the_readme_has_the_table() -> None:
+def test_readme_has_the_table_of_labels() -> None:
     spec = importlib.util.spec_from_file_location("api_page", ROOT / "docs" / "api_page.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -59,12 +59,12 @@ def test_the_readme_has_the_table() -> None:
     assert text == module.readme(text), "run `make api`"
 
 
-def test_the_method_has_a_rule_for_every_label() -> None:
+def test_method_has_a_rule_for_every_label() -> None:
     text = (ROOT / "docs" / "method.md").read_text()
     assert [name for name in LABELS if f"`{name}`" not in text] == []
 
 
-def test_what_takes_effect_at_once_is_what_the_method_says() -> None:
+def test_labels_that_take_effect_at_once_are_those_of_the_method() -> None:
     text = " ".join((ROOT / "docs" / "method.md").read_text().split())
     (sentence,) = re.findall(r"except that ([^.]*) take effect at once", text)
     assert set(re.findall(r"`(\w+)`", sentence)) == {name for name, label in LABELS.items() if label.at_once}

@@ -68,7 +68,7 @@ def played(tmp_path: Path) -> Iterator[Played]:
 
 @settings(max_examples=25, deadline=None)
 @given(st.data())
-def test_live_answers_are_those_of_the_file(
+def test_live_answers_are_those_of_the_session_file(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """Whatever is lost, late, or silent for a while."""
@@ -107,7 +107,7 @@ def test_restarted_aggregator_brings_the_history_back(
     assert not played.aggregator.errors
 
 
-def test_rank_that_is_another_process_begins_its_history_anew(tmp_path: Path) -> None:
+def test_rank_in_a_new_process_restarts_its_history(tmp_path: Path) -> None:
     clock, relay = Clock(), Relay()
     aggregator = aggregation(tmp_path / "s", clock)
     ranks = [Rank(number) for number in (0, 1)]
@@ -126,7 +126,7 @@ def test_rank_that_is_another_process_begins_its_history_anew(tmp_path: Path) ->
     aggregator.close()
 
 
-def test_rows_that_nobody_takes_up_have_a_bound_and_are_counted(
+def test_rows_that_are_not_judged_have_a_bound_and_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("traceml_ray.monitor.live_steps.MAX_ARRIVED", 100)
@@ -143,7 +143,7 @@ def test_rows_that_nobody_takes_up_have_a_bound_and_are_counted(
 @given(
     st.lists(st.integers(1, 200), min_size=1, max_size=12), st.booleans(), st.sampled_from(["total", "data"])
 )
-def test_columns_asked_for_bit_by_bit_are_those_asked_for_at_once(
+def test_columns_fetched_in_steps_are_those_fetched_at_once(
     counts: list[int], whole: bool, stage: str
 ) -> None:
     """Most of them are no longer kept one by one."""
@@ -189,7 +189,7 @@ def test_numbers_of_a_run_are_those_of_its_report_while_it_runs_and_when_it_is_o
     played.aggregator.close()
 
 
-def test_productive_time_is_unknown_where_most_steps_were_over_before_the_first_report(
+def test_productive_time_is_unknown_where_the_first_report_came_too_late(
     tmp_path: Path,
 ) -> None:
     """Ray came up at the end of a short run: how long the steps took is known, not out of how long."""
@@ -206,7 +206,7 @@ def test_productive_time_is_unknown_where_most_steps_were_over_before_the_first_
     aggregator.close()
 
 
-def test_run_whose_steps_cannot_be_reduced_goes_on_with_those_that_follow(
+def test_run_whose_steps_cannot_be_reduced_goes_on_with_later_ones(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     played.play(20)

@@ -40,7 +40,7 @@ def values(body: bytes, parse: Parse) -> dict[str, dict[frozenset[str], float]]:
     return found
 
 
-def test_metrics_hold_what_is_known(pages: SessionPages) -> None:
+def test_metrics_hold_verdict_ledger_and_ranks(pages: SessionPages) -> None:
     body, content_type = metrics.exposition(pages)
     found = values(body, text_string_to_metric_families)
     assert content_type == "text/plain; version=0.0.4; charset=utf-8"
@@ -61,7 +61,7 @@ def test_metrics_of_nodes_follow_the_table_of_quantities(pages: SessionPages) ->
     assert found["traceml_node_psi_io_ratio"][node] == 0.02
 
 
-def test_metrics_are_openmetrics_where_that_is_asked_for(pages: SessionPages) -> None:
+def test_metrics_are_openmetrics_on_request(pages: SessionPages) -> None:
     body, content_type = metrics.exposition(
         pages, "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
     )
@@ -74,11 +74,11 @@ def test_metrics_are_openmetrics_where_that_is_asked_for(pages: SessionPages) ->
 @pytest.mark.parametrize(
     "accept", ["application/openmetrics-text; version=x", "text/plain;version=1.y", ",;;="]
 )
-def test_metrics_are_plain_text_for_a_header_that_is_none(pages: SessionPages, accept: str) -> None:
+def test_metrics_are_plain_text_for_an_invalid_header(pages: SessionPages, accept: str) -> None:
     assert metrics.exposition(pages, accept)[1] == "text/plain; version=0.0.4; charset=utf-8"
 
 
-def test_metrics_of_a_session_without_ranks(tmp_path: Path) -> None:
+def test_metrics_of_a_session_without_ranks_have_only_its_state(tmp_path: Path) -> None:
     played = Played(tmp_path / "demo")
     pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
     assert metrics.health(pages) == {"status": "ok", "state": "empty"}

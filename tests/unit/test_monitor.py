@@ -21,7 +21,7 @@ def test_session_begins_with_its_launcher_even_if_ray_never_came_up(tmp_path: Pa
     assert datetime.fromisoformat(session["started_at"]) <= made
 
 
-def test_a_session_whose_name_nobody_chose_and_that_is_still_written_is_no_reason_not_to_train(
+def test_running_session_of_the_same_job_name_does_not_prevent_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same job again, while another node is still at the end of the one before."""

@@ -110,7 +110,7 @@ class NoDriver(Nvml):
         raise OSError("no driver")
 
 
-def test_devices_are_sampled_and_what_one_cannot_tell_is_none() -> None:
+def test_devices_are_sampled_and_missing_values_are_none() -> None:
     nvml = Nvml()
     sampler = NodeSampler(nvml)
     first, sample = sampler.sample(5), sampler.sample(6)
@@ -127,7 +127,7 @@ def test_devices_are_sampled_and_what_one_cannot_tell_is_none() -> None:
     assert nvml.calls == ["init", "name", "name", "fields", "fields"]
 
 
-def test_what_fails_is_counted_once_by_name_and_asked_for_again_a_minute_later() -> None:
+def test_failing_reading_is_counted_once_and_retried_a_minute_later() -> None:
     class Broken(Nvml):
         def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
             self.calls.append("power")
@@ -143,7 +143,7 @@ def test_what_fails_is_counted_once_by_name_and_asked_for_again_a_minute_later()
     assert sampler.errors == {"nvml utilization: RuntimeError": 1, "nvml power: RuntimeError": 1}
 
 
-def test_what_may_take_long_is_asked_for_in_every_fifth_sample() -> None:
+def test_slow_readings_are_made_in_every_fifth_sample() -> None:
     nvml = Nvml()
     sampler = NodeSampler(nvml)
     asked = []
@@ -155,7 +155,7 @@ def test_what_may_take_long_is_asked_for_in_every_fifth_sample() -> None:
     assert asked == [0, 5, 10]
 
 
-def test_processes_of_a_device_are_told_with_their_parents(tmp_path: Path) -> None:
+def test_device_processes_are_listed_with_their_parents(tmp_path: Path) -> None:
     _write(tmp_path, "proc/70/stat", "70 (data (loader) 1) S 60 1 1")
     _write(tmp_path, "proc/60/stat", "60 (python) S 1 1 1")
     nvml = Nvml()
@@ -174,7 +174,7 @@ def _xids(sampler: NodeSampler, t: int) -> list[list[int] | None]:
     return [gpu.xid for gpu in sampler.sample(t).gpus or ()]
 
 
-def test_critical_errors_are_told_once_and_as_events() -> None:
+def test_critical_errors_are_reported_once_and_as_events() -> None:
     nvml = Nvml()
     sampler = NodeSampler(nvml)
     assert _xids(sampler, 0) == [[], []]
@@ -194,14 +194,14 @@ def test_critical_errors_are_told_once_and_as_events() -> None:
     assert nvml.sets == []
 
 
-def test_a_flood_of_critical_errors_is_read_piece_by_piece() -> None:
+def test_critical_errors_of_a_flood_are_read_in_pieces() -> None:
     nvml = Nvml()
     nvml.critical[0] += [13] * 100
     sampler = NodeSampler(nvml)
     assert [len(_xids(sampler, t)[0] or ()) for t in range(3)] == [64, 36, 0]
 
 
-def test_a_driver_without_events_is_counted_and_nothing_is_known() -> None:
+def test_driver_without_events_is_counted_and_gives_no_errors() -> None:
     class Old(Nvml):
         def nvmlDeviceRegisterEvents(self, handle: int, kinds: int, events: list[int]) -> None:
             raise RuntimeError("not supported")
@@ -213,7 +213,7 @@ def test_a_driver_without_events_is_counted_and_nothing_is_known() -> None:
     assert nvml.sets == []
 
 
-def test_a_device_that_is_lost_has_told_why_and_is_listened_to_again_a_minute_later() -> None:
+def test_lost_device_gives_its_reason_and_is_retried_a_minute_later() -> None:
     nvml = Nvml()
     sampler = NodeSampler(nvml)
     _xids(sampler, 0)
@@ -255,7 +255,7 @@ def _pressure(root: Path, us: int) -> None:
         _write(root, f"proc/pressure/{resource}", f"{some}\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=7\n")
 
 
-def test_pressure_is_the_share_of_the_time_since_the_sample_before(tmp_path: Path) -> None:
+def test_pressure_is_the_share_of_time_since_the_previous_sample(tmp_path: Path) -> None:
     sampler = NodeSampler(NoDriver(), tmp_path)
     _pressure(tmp_path, 0)
     first = sampler.sample(0)
@@ -279,7 +279,7 @@ def test_pressure_is_the_share_of_the_time_since_the_sample_before(tmp_path: Pat
         ("9:name=systemd:/", {}, None),
     ],
 )
-def test_what_cpu_quotas_held_back_is_added_up(
+def test_cpu_throttling_of_all_quotas_is_added_up(
     tmp_path: Path, cgroup: str, files: dict[str, str], throttled_ns: int | None
 ) -> None:
     _write(tmp_path, "proc/self/cgroup", cgroup + "\n")
@@ -290,12 +290,12 @@ def test_what_cpu_quotas_held_back_is_added_up(
     assert sampler.errors == {"nvml: OSError": 1}
 
 
-def test_what_is_swapped_in_is_in_bytes(tmp_path: Path) -> None:
+def test_swap_in_is_in_bytes(tmp_path: Path) -> None:
     _write(tmp_path, "proc/vmstat", "pgpgin 9\npswpin 3\npswpout 8\n")
     assert NodeSampler(NoDriver(), tmp_path).sample(0).swap_in_bytes == 3 * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_kernel_without_these_files_is_no_error_and_a_broken_one_is_counted_once(tmp_path: Path) -> None:
+def test_kernel_without_these_files_is_no_error_and_a_broken_one_counts_once(tmp_path: Path) -> None:
     sampler = NodeSampler(NoDriver(), tmp_path)
     sample = sampler.sample(0)
     assert (sample.psi_io, sample.swap_in_bytes, sample.cpu_throttled_ns) == (None, None, None)
@@ -307,7 +307,7 @@ def test_a_kernel_without_these_files_is_no_error_and_a_broken_one_is_counted_on
     assert broken.errors == {"nvml: OSError": 1, "psi io: ValueError": 1}
 
 
-def test_a_machine_without_gpus_is_no_error() -> None:
+def test_machine_without_gpus_is_no_error() -> None:
     class NVMLError_LibraryNotFound(Exception):  # noqa: N801,N818 - as NVML names it
         pass
 
@@ -317,7 +317,7 @@ def test_a_machine_without_gpus_is_no_error() -> None:
     assert sampler.sample(1).gpus is None and not sampler.errors
 
 
-def test_without_a_driver_there_are_no_devices_and_it_is_tried_once() -> None:
+def test_devices_are_none_without_a_driver_which_is_tried_once() -> None:
     nvml = NoDriver()
     sampler = NodeSampler(nvml)
     assert [sampler.sample(t).gpus for t in (1, 2, 3)] == [None, None, None]
@@ -325,7 +325,7 @@ def test_without_a_driver_there_are_no_devices_and_it_is_tried_once() -> None:
     assert sampler.errors == {"nvml: OSError": 1}
 
 
-def test_this_machine_has_memory_and_processors_and_no_cpu_percent_before_the_second_look() -> None:
+def test_own_machine_has_memory_cpus_and_cpu_percent_from_the_second_sample() -> None:
     sampler = NodeSampler(NoDriver())
     first, second = sampler.sample(1), sampler.sample(2)
     assert first.cpu_pct is None
@@ -335,7 +335,7 @@ def test_this_machine_has_memory_and_processors_and_no_cpu_percent_before_the_se
     assert (second.cpu_count or 0) >= 1
 
 
-def test_what_the_system_does_not_have_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_that_the_system_lacks_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(**_: Any) -> Any:
         raise PermissionError
 
@@ -371,7 +371,7 @@ def test_network_is_hardware_and_never_loopback(
     assert (sample.net_rx_bytes, sample.net_tx_bytes) == expected
 
 
-def test_a_sample_of_the_thread_is_given_out_once() -> None:
+def test_sample_of_the_thread_is_given_out_once() -> None:
     thread = SamplerThread(NodeSampler(NoDriver()), interval=3600)
     while (sample := thread.latest()) is None:
         pass
@@ -388,7 +388,7 @@ class Stumbling(NodeSampler):
         return super().sample(t_ns)
 
 
-def test_a_sample_that_goes_wrong_is_counted_and_the_next_one_taken() -> None:
+def test_failing_sample_is_counted_and_the_next_one_taken() -> None:
     thread = SamplerThread(Stumbling(NoDriver()), interval=0.001)
     while thread.latest() is None:
         pass

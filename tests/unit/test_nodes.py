@@ -44,7 +44,7 @@ def _events(aggregator: AggregatorCore) -> list[tuple[str, str]]:
     return [(event["kind"], event["message"]) for event in ask(aggregator, "events")]
 
 
-def test_the_ranks_of_a_lost_node_are_lost_and_their_rows_kept(tmp_path: Path, clock: Clock) -> None:
+def test_ranks_of_a_lost_node_are_lost_and_their_rows_kept(tmp_path: Path, clock: Clock) -> None:
     aggregator, relays = aggregation(tmp_path, clock), [Relay(0), Relay(1)]
     for node in range(3):
         aggregator.node_state(f"node-{node}", f"host-{node}", f"10.0.0.{node + 1}", True)
@@ -85,7 +85,7 @@ def test_the_ranks_of_a_lost_node_are_lost_and_their_rows_kept(tmp_path: Path, c
     assert len(_events(restarted)) == 4
 
 
-def test_node_lost_after_a_failure_is_not_tied_with_it(tmp_path: Path, clock: Clock) -> None:
+def test_node_lost_after_a_failure_is_not_its_cause(tmp_path: Path, clock: Clock) -> None:
     aggregator, relays = aggregation(tmp_path, clock), [Relay(0), Relay(1)]
     ranks = [Rank(i, 2, per_node=1) for i in range(2)]
     _feed(aggregator, ranks, relays, clock, 8)
@@ -99,7 +99,7 @@ def test_node_lost_after_a_failure_is_not_tied_with_it(tmp_path: Path, clock: Cl
     assert ask(aggregator, "verdict")["ranks"] == [0]
 
 
-def test_a_machine_that_comes_back_is_another_node_with_a_label_of_its_own(
+def test_machine_that_comes_back_is_another_node_with_its_own_label(
     tmp_path: Path, clock: Clock, snapshot: Snapshot
 ) -> None:
     aggregator, relays = aggregation(tmp_path, clock), [Relay(0), Relay(1)]
@@ -125,7 +125,7 @@ def test_a_machine_that_comes_back_is_another_node_with_a_label_of_its_own(
     assert ask(aggregator, "verdict")["label"] == "healthy"
 
 
-def test_a_node_that_was_only_out_of_sight_is_back(tmp_path: Path, clock: Clock) -> None:
+def test_node_that_was_out_of_sight_is_alive_again(tmp_path: Path, clock: Clock) -> None:
     aggregator = aggregation(tmp_path, clock)
     _feed(aggregator, [Rank(0, 1)], [Relay()], clock, 1)
     for alive in (False, True, True):
@@ -136,7 +136,7 @@ def test_a_node_that_was_only_out_of_sight_is_back(tmp_path: Path, clock: Clock)
     assert (node["alive"], node["lost_at"]) == (True, None)
 
 
-def test_what_a_lost_node_held_is_not_waited_for(tmp_path: Path, clock: Clock) -> None:
+def test_rows_held_by_a_lost_node_are_not_waited_for(tmp_path: Path, clock: Clock) -> None:
     aggregator, rank = aggregation(tmp_path, clock), Rank(0, 1)
     aggregator.ingest(Relay().message(rank.batch(30, produced=37)))
     assert told(aggregator, "job", status="failed").waiting == 1
@@ -164,7 +164,7 @@ def test_ranks_that_guess_their_node_are_grouped_by_where_they_are(tmp_path: Pat
     assert found == [(0, "node-1", [0, 2]), (1, "node-0", [1, 3])]
 
 
-def test_node_ranks_that_fit_together_are_believed(tmp_path: Path, clock: Clock) -> None:
+def test_node_ranks_that_fit_together_are_trusted(tmp_path: Path, clock: Clock) -> None:
     found = _nodes(tmp_path, clock, (1, {"node_rank": 1}), (0, {"node_rank": 0}), (1, {"node_rank": 1}))
     assert found == [(0, "node-0", [1]), (1, "node-1", [0, 2])]
 
@@ -176,7 +176,7 @@ def test_node_ranks_that_fit_together_are_believed(tmp_path: Path, clock: Clock)
         max_size=8,
     )
 )
-def test_labels_tell_nodes_apart_as_briefly_as_they_can(places: dict[str, tuple[str, str]]) -> None:
+def test_node_labels_are_unique_and_as_short_as_possible(places: dict[str, tuple[str, str]]) -> None:
     nodes = [Node(id, name, address) for id, (name, address) in places.items()]
     labels = label_nodes(nodes, [])
     for node in nodes:
@@ -216,7 +216,7 @@ class Cluster:
             self.now += membership.CHECK_S
 
 
-def test_where_no_relay_stays_one_is_made_less_and_less_often_and_that_is_told_once(
+def test_relay_that_never_stays_is_made_ever_less_often_and_reported_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cluster = Cluster(monkeypatch)
@@ -230,7 +230,7 @@ def test_where_no_relay_stays_one_is_made_less_and_less_often_and_that_is_told_o
     assert len(cluster.made) <= before + 1, "they ask every second"
 
 
-def test_a_relay_that_was_killed_is_made_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relay_that_was_killed_is_made_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch)
     cluster.lasts = 100
     cluster.look(3000)

@@ -29,7 +29,7 @@ def late(pattern):
         ("x", None),
     ],
 )
-def test_onset(pattern, at):
+def test_onset_is_the_first_late_step(pattern, at):
     assert onset(late(pattern)) == at
 
 
@@ -41,13 +41,13 @@ def test_onset_in_noise_is_found_within_a_few_steps(before, after, seed):
     assert abs(onset(late_steps(series)) - before) <= 1
 
 
-def test_one_huge_step_moves_nothing():
+def test_single_huge_step_does_not_move_the_onset():
     series = np.full(50, 1e6)
     series[:20] = 0
     series[5] = 1e7
     assert onset(late_steps(series)) == 20
 
 
-def test_late_steps_of_a_fault_that_comes_and_goes():
+def test_late_steps_of_an_intermittent_fault_are_found():
     series = np.where(np.arange(50) % 10 == 3, 30e6, 0.5e6)
     assert np.flatnonzero(late_steps(series)).tolist() == [3, 13, 23, 33, 43]

@@ -36,7 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_wheel_holds_the_tree_and_nothing_else(wheel):
+def test_wheel_holds_the_tree_and_nothing_else(wheel):
     source = wheel.parents[1]
     expected = {
         f"{target}/{path.relative_to(source / folder).as_posix()}"
@@ -50,13 +50,13 @@ def test_the_wheel_holds_the_tree_and_nothing_else(wheel):
     assert {info + "licenses/LICENSE", info + "entry_points.txt"} <= names
 
 
-def test_the_wheel_alone_can_be_imported(wheel, tmp_path):
+def test_wheel_alone_can_be_imported(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = "import traceml_ray, traceml_ray.launchers, traceml_ray.dash_app as d; print(d.__file__)"
     assert run(code, cwd=tmp_path) == str(tmp_path / "traceml_ray/dash_app/__init__.py")
 
 
-def test_a_checkout_is_whole_where_its_folder_hides_an_installed_package():
+def test_checkout_is_whole_where_its_folder_hides_an_installed_package():
     done = subprocess.run(  # without `site`, which is what finds the folders of an editable install
         [
             sys.executable,
@@ -72,7 +72,7 @@ def test_a_checkout_is_whole_where_its_folder_hides_an_installed_package():
     assert (done.stdout.strip(), done.stderr) == (str(ROOT / "traceml_ray/dash_app/__init__.py"), "")
 
 
-def test_import_brings_nothing_heavy():
+def test_import_loads_only_the_standard_library():
     code = (
         "import sys; before = set(sys.modules); import traceml_ray; print(*sorted(set(sys.modules) - before))"
     )
@@ -80,7 +80,7 @@ def test_import_brings_nothing_heavy():
     assert brought - sys.stdlib_module_names == {"traceml_ray"}
 
 
-def test_who_calls_an_actor_does_not_import_what_it_does():
+def test_calling_an_actor_does_not_import_its_work():
     """Ray imports an actor's module into each rank that calls it: 126 ms in the middle of training, once."""
     code = "import sys, traceml_ray.ray.node_relay, traceml_ray.ray.aggregator; print(*sys.modules)"
     brought = {tuple(name.split(".")[1:3]) for name in run(code).split() if name.startswith("traceml_ray.")}
@@ -88,7 +88,7 @@ def test_who_calls_an_actor_does_not_import_what_it_does():
     assert work == {("analysis",), ("analysis", "thresholds"), ("monitor",), ("monitor", "finish")}
 
 
-def test_names_whose_framework_is_missing_are_left_out_and_say_what_to_install(monkeypatch):
+def test_names_of_missing_frameworks_are_left_out_and_name_what_to_install(monkeypatch):
     for name in ("lightning", "lightning.pytorch", "pytorch_lightning", "transformers"):
         monkeypatch.setitem(sys.modules, name, None)
     for name, package in (("TraceMLCallback", "lightning"), ("TraceMLTrainerCallback", "transformers")):
@@ -105,7 +105,7 @@ def test_names_whose_framework_is_missing_are_left_out_and_say_what_to_install(m
     assert "TraceMLTrainerCallback" in dir(traceml_ray)
 
 
-def test_import_cost_is_shown(capsys):
+def test_import_cost_is_printed(capsys):
     """Prints the figure; it asserts none, because it depends on the machine."""
     code = "import time; t = time.perf_counter(); import traceml_ray; print((time.perf_counter() - t) * 1e3)"
     milliseconds = min(float(run(code)) for _ in range(5))

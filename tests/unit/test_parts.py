@@ -68,7 +68,9 @@ def named(rows: Window, known: Known) -> Verdict:
 
 
 @given(late_ms=st.floats(5, 100), share=st.floats(0, 1), ordinary=st.floats(0, 8))
-def test_a_part_is_named_from_sixty_percent_on(late_ms: float, share: float, ordinary: float) -> None:
+def test_span_is_named_from_sixty_percent_of_the_excess(
+    late_ms: float, share: float, ordinary: float
+) -> None:
     common = {"optimizer": Rate(ordinary * MS, 1.0), "logging": Rate(9 * MS, 1.0)}
     more = {**common, "optimizer": Rate((ordinary + share * late_ms) * MS, 1.0)}
     known = Known(more, common)
@@ -78,32 +80,32 @@ def test_a_part_is_named_from_sixty_percent_on(late_ms: float, share: float, ord
     assert known.asked == [([1, 0, 2], 10, 59)]
 
 
-def test_the_sentence_says_how_much_of_it(snapshot: Snapshot) -> None:
+def test_verdict_text_gives_the_share_of_the_span(snapshot: Snapshot) -> None:
     known = Known({"optimizer": Rate(36 * MS, 1.0)}, {"optimizer": Rate(5 * MS, 1.0)})
     verdict = named(window(40), known)
     assert verdict.part == "optimizer"
     snapshot("verdict", verdict.why, verdict.next)
 
 
-def test_of_parts_inside_each_other_the_innermost_is_named() -> None:
+def test_innermost_of_nested_spans_is_named() -> None:
     late = {"update": Rate(41 * MS, 1.0), "optimizer": Rate(30 * MS, 1.0), "clip": Rate(5 * MS, 1.0)}
     assert named(window(40), Known(late, {})).part == "optimizer"
 
 
-def test_what_happened_once_does_not_explain_what_happens_in_every_step() -> None:
+def test_span_of_a_single_step_does_not_explain_lateness_in_every_step() -> None:
     """An evaluation of 10 s in 50 steps is 200 ms a step on average, but no step of the others has it."""
     late = {"evaluation": Rate(200 * MS, 0.02), "optimizer": Rate(40 * MS, 1.0)}
     assert named(window(40), Known(late, {})).part == "optimizer"
 
 
-def test_what_comes_and_goes_is_explained_by_what_comes_and_goes() -> None:
+def test_intermittent_span_explains_intermittent_lateness() -> None:
     known = Known({"checkpoint": Rate(10 * MS, 0.1), "optimizer": Rate(1 * MS, 1.0)}, {})
     verdict = named(window(100, every=10), known)
     assert (verdict.transient, verdict.part) == (True, "checkpoint")
 
 
 @pytest.mark.parametrize("nobody", [[1], [0, 2]], ids=["the others", "the late one"])
-def test_without_anything_known_no_part_is_named(nobody: list[int]) -> None:
+def test_span_is_not_named_without_data_of_both_sides(nobody: list[int]) -> None:
     def find(ranks: Sequence[int], *_: int) -> Mapping[int, Rates]:
         return {rank: {("optimizer", POST_SYNC): Rate(50 * MS, 1.0)} for rank in ranks if rank in nobody}
 
@@ -111,12 +113,12 @@ def test_without_anything_known_no_part_is_named(nobody: list[int]) -> None:
     assert with_part(judge(rows, LIMITS), rows, find, LIMITS).part is None
 
 
-def test_a_verdict_without_a_rank_or_with_a_part_stays_as_it_is() -> None:
+def test_verdict_without_a_rank_or_with_a_span_stays_unchanged() -> None:
     for verdict in (Verdict(label="healthy"), Verdict(label="stalled", rank=1, stage="data", part="x")):
         assert with_part(verdict, window(40), Known({}, {}), LIMITS) is verdict
 
 
-def test_thousands_of_ranks_are_compared_by_a_sample() -> None:
+def test_span_comparison_among_thousands_of_ranks_uses_a_sample() -> None:
     known = Known({"optimizer": Rate(40 * MS, 1.0)}, {})
     assert named(window(40, ranks=3000, steps=25), known).part == "optimizer"
     ((asked, _, _),) = known.asked
@@ -141,7 +143,7 @@ DETAILS = st.lists(
 
 
 @given(DETAILS, st.integers(0, 80))
-def test_two_stretches_together_are_the_whole(details: list[Detail], cut: int) -> None:
+def test_span_rates_of_two_ranges_add_up_to_the_whole(details: list[Detail], cut: int) -> None:
     last = max((detail.last_step for detail in details), default=0)
     whole, before, after = rates(details, 0, last), rates(details, 0, cut), rates(details, cut + 1, last)
     for name in ("a", "b"):
@@ -155,7 +157,7 @@ def test_two_stretches_together_are_the_whole(details: list[Detail], cut: int) -
 
 @settings(max_examples=25)
 @given(DETAILS, st.integers(0, 80), st.integers(0, 80))
-def test_what_is_stored_counts_as_what_is_in_memory(
+def test_stored_spans_give_the_same_rates_as_those_in_memory(
     tmp_path_factory: pytest.TempPathFactory, details: list[Detail], one: int, other: int
 ) -> None:
     first, last = sorted((one, other))
@@ -173,9 +175,7 @@ def test_what_is_stored_counts_as_what_is_in_memory(
             assert a == pytest.approx(b, abs=1)
 
 
-def test_the_summary_the_report_and_the_live_verdict_name_the_part(
-    tmp_path: Path, snapshot: Snapshot
-) -> None:
+def test_summary_report_and_live_verdict_name_the_span(tmp_path: Path, snapshot: Snapshot) -> None:
     aggregator = aggregation(tmp_path / "s", world_size=2)
     relay, ranks = Relay(), [Rank(0), Rank(1)]
     for second in range(8):
@@ -214,6 +214,6 @@ def test_the_summary_the_report_and_the_live_verdict_name_the_part(
     assert "  all_reduce  " not in text  # too little of a step to be worth a line
 
 
-def test_a_detail_of_an_older_agent_has_no_size() -> None:
+def test_span_of_an_older_agent_has_no_size() -> None:
     packed = msgspec.msgpack.encode(["optimizer", 0, 1, 2, None, 3, 4])
     assert msgspec.msgpack.decode(packed, type=Detail).bytes is None

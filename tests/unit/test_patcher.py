@@ -37,7 +37,7 @@ def test_patch_is_undone_as_it_was_bound() -> None:
     assert {name: vars(Owner)[name] for name in before} == before
 
 
-def test_patch_over_ours_stays_when_ours_is_undone() -> None:
+def test_patch_over_an_agent_patch_stays_when_that_is_undone() -> None:
     owner, patcher = SimpleNamespace(call=lambda: 1), Patcher()
     patcher.replace(owner, "call", doubled)
     ours = owner.call
@@ -56,7 +56,7 @@ def test_patch_that_does_not_fit_is_listed_and_others_are_applied() -> None:
     assert patcher.missing["changed"] == "TypeError: takes (), expected self"
 
 
-def test_action_after_a_call_that_fails_is_counted_and_the_result_is_the_originals() -> None:
+def test_action_after_a_call_that_fails_is_counted_and_the_result_is_kept() -> None:
     owner, patcher = SimpleNamespace(call=lambda *_, **__: "result"), Patcher()
 
     def fail(*_: object) -> None:

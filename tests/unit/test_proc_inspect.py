@@ -23,19 +23,21 @@ from traceml_ray.monitor.node_sampler import NodeSampler
         ("oom_kill\n", None),
     ],
 )
-def test_kills_are_counted_where_the_kernel_counts_them(tmp_path: Path, text: str, kills: int | None) -> None:
+def test_oom_kills_are_counted_where_the_kernel_counts_them(
+    tmp_path: Path, text: str, kills: int | None
+) -> None:
     file = tmp_path / "memory.events"
     file.write_text(text)
     assert processes.oom_kills(file) == kills
 
 
-def test_a_file_that_cannot_be_read_tells_nothing(tmp_path: Path) -> None:
+def test_unreadable_memory_events_give_none(tmp_path: Path) -> None:
     assert processes.oom_kills(tmp_path / "none") is None
     assert processes.oom_kills(None) is None
     assert processes.memory_events(os.getpid(), tmp_path) is None
 
 
-def test_the_files_of_both_kinds_of_cgroup_are_found(tmp_path: Path) -> None:
+def test_memory_events_of_both_cgroup_versions_are_found(tmp_path: Path) -> None:
     """Seen from inside a container the path of the process's cgroup may lead nowhere: then the root's."""
     for name in ("memory.events", "memory/memory.oom_control"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -43,7 +45,7 @@ def test_the_files_of_both_kinds_of_cgroup_are_found(tmp_path: Path) -> None:
     assert processes.oom_kills(processes.memory_events(os.getpid(), tmp_path)) == 1
 
 
-def test_a_process_that_is_not_there() -> None:
+def test_missing_process_has_no_state_and_no_exit_code() -> None:
     gone = os.fork()
     if gone == 0:
         os._exit(9)
@@ -53,7 +55,7 @@ def test_a_process_that_is_not_there() -> None:
     assert processes.exit_code(os.getpid()) is None
 
 
-def test_a_name_cut_in_the_middle_of_a_character() -> None:
+def test_process_name_cut_inside_a_character_is_read() -> None:
     code = "import ctypes; ctypes.CDLL(None).prctl(15, b'\\xe7\\xb1\\xbb\\xe5'); print(flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -65,7 +67,7 @@ def test_a_name_cut_in_the_middle_of_a_character() -> None:
         process.communicate(b"\n")
 
 
-def test_without_py_spy_there_is_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_spy_without_py_spy_gives_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert processes.spy(os.getpid()) == ""
     program = tmp_path / "py-spy"

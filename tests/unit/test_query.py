@@ -224,7 +224,7 @@ def test_array_comes_as_it_was_sent() -> None:
     assert found["busy_ms"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_answer_with_a_strange_array_is_refused() -> None:
+def test_answer_with_an_invalid_array_is_refused() -> None:
     head = msgspec.msgpack.encode(["|O8", [1]])
     for body in (len(head).to_bytes(2, "little") + head + bytes(8), b"", b"\xff\xff"):
         array = msgspec.msgpack.Ext(1, body)

@@ -60,7 +60,7 @@ def push(agent: RankAgent, count: int) -> None:
         agent.ring.push(agent.ring.accepted << SEGMENT_BITS, 0, [1, 2, 3, 4, 5, 6])
 
 
-def test_a_round_carries_rows_and_who_and_how_it_is() -> None:
+def test_batch_carries_rows_identity_process_and_open_stage() -> None:
     pipe = Pipe()
     agent = make(pipe)
     push(agent, 3)
@@ -72,7 +72,7 @@ def test_a_round_carries_rows_and_who_and_how_it_is() -> None:
     assert batch.process.rss_bytes and batch.process.threads
 
 
-def test_a_process_is_looked_at_once_a_second_however_often_it_reports(
+def test_process_is_sampled_once_a_second_however_often_it_reports(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pipe, now = Pipe(), [100.0]
@@ -97,7 +97,7 @@ def test_agents_of_a_large_job_report_half_as_often_and_all_at_the_same_time(
     assert agent._next_tick() == pytest.approx(50 + due)
 
 
-def test_many_rows_go_in_several_batches_that_follow_on() -> None:
+def test_rows_beyond_one_batch_go_in_several_consecutive_ones() -> None:
     pipe = Pipe()
     agent = make(pipe)
     push(agent, 2500)
@@ -106,7 +106,7 @@ def test_many_rows_go_in_several_batches_that_follow_on() -> None:
     assert all(len(data) <= wire.MAX_BATCH_BYTES for data in pipe.taken)
 
 
-def test_what_is_not_confirmed_goes_again_on_a_new_connection_in_order() -> None:
+def test_unconfirmed_batches_are_resent_in_order_on_a_new_connection() -> None:
     pipe = Pipe()
     agent = make(pipe)
     for _ in range(3):
@@ -121,7 +121,7 @@ def test_what_is_not_confirmed_goes_again_on_a_new_connection_in_order() -> None
     assert sorted({b.first_row for b in pipe.batches()}) == [1, 2, 3]
 
 
-def test_what_a_relay_took_and_did_not_store_goes_to_the_one_that_comes_anew() -> None:
+def test_batches_taken_but_not_stored_are_resent_to_the_next_relay() -> None:
     pipe = Pipe()
     agent = make(pipe)
     for _ in range(3):
@@ -141,7 +141,7 @@ def test_what_a_relay_took_and_did_not_store_goes_to_the_one_that_comes_anew() -
     assert [b.seq for b in pipe.batches()] == [6]
 
 
-def test_what_a_relay_has_taken_is_not_counted_as_dropped_here() -> None:
+def test_rows_taken_by_a_relay_are_not_counted_as_dropped_by_the_agent() -> None:
     pipe = Pipe()
     agent = make(pipe, agent_buffer_bytes=10_000)
     for _ in range(20):
@@ -158,7 +158,7 @@ def test_what_a_relay_has_taken_is_not_counted_as_dropped_here() -> None:
     assert pipe.batches()[-1].dropped == 0
 
 
-def test_backpressure_drops_the_oldest_and_says_so() -> None:
+def test_backpressure_drops_the_oldest_rows_and_counts_them() -> None:
     pipe = Pipe(room=0)
     agent = make(pipe, agent_buffer_bytes=10_000)
     for _ in range(20):
@@ -171,7 +171,7 @@ def test_backpressure_drops_the_oldest_and_says_so() -> None:
     assert last.produced == 200 and last.dropped == 200 - arrived > 0
 
 
-def test_a_full_ring_counts_as_produced_and_dropped() -> None:
+def test_full_ring_counts_rows_as_produced_and_dropped() -> None:
     pipe = Pipe()
     agent = make(pipe, ring_rows=64)
     push(agent, 100)
@@ -180,7 +180,7 @@ def test_a_full_ring_counts_as_produced_and_dropped() -> None:
 
 
 @pytest.mark.parametrize("reply", [b"", b"garbage", wire.encode(wire.RankReply(wire.VERSION, "other", 99))])
-def test_a_reply_that_is_none_confirms_nothing(reply: bytes) -> None:
+def test_invalid_reply_confirms_nothing(reply: bytes) -> None:
     pipe = Pipe()
     agent = make(pipe)
     push(agent, 1)
@@ -194,7 +194,7 @@ def test_a_reply_that_is_none_confirms_nothing(reply: bytes) -> None:
     assert bool(counted) == (reply in (b"", b"garbage"))
 
 
-def test_the_end_waits_for_a_relay_not_for_the_disk(tmp_path: Path) -> None:
+def test_end_waits_for_a_relay_and_not_for_the_disk(tmp_path: Path) -> None:
     pipe = Pipe()
     agent = make(pipe, spool=str(tmp_path), interval=30.0)
     agent.tick()
@@ -205,7 +205,7 @@ def test_the_end_waits_for_a_relay_not_for_the_disk(tmp_path: Path) -> None:
     assert len(pipe.batches()) == 2 and not list(tmp_path.iterdir())
 
 
-def test_the_end_leaves_what_nobody_took_in_the_spool(tmp_path: Path) -> None:
+def test_end_leaves_batches_that_no_relay_took_in_the_spool(tmp_path: Path) -> None:
     pipe = Pipe(room=1)
     agent = make(pipe, spool=str(tmp_path), interval=30.0)
     push(agent, 5)
@@ -220,7 +220,7 @@ def test_the_end_leaves_what_nobody_took_in_the_spool(tmp_path: Path) -> None:
     assert pipe.closed
 
 
-def test_a_confirmed_end_leaves_nothing(tmp_path: Path) -> None:
+def test_confirmed_end_leaves_no_spool(tmp_path: Path) -> None:
     pipe = Pipe()
     agent = make(pipe, spool=str(tmp_path), interval=30.0)
     push(agent, 5)
@@ -232,7 +232,9 @@ def test_a_confirmed_end_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_bad_rank_in_the_environment_is_said_and_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_rank_in_the_environment_is_reported_and_breaks_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("WORLD_SIZE", "4")
     pipe = Pipe()
@@ -247,7 +249,7 @@ def dump(agent: RankAgent, name: str, run: str | None = None, what: str = "dump"
     return wire.encode(wire.RankReply(wire.VERSION, agent.stream, 0, [command]))
 
 
-def test_a_stack_is_asked_for_again_and_again_and_answered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stack_request_is_answered_once_though_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("traceml_ray.agent.stacks.flight_recorder", lambda *_: None)
     pipe = Pipe()
     agent = make(pipe)
@@ -261,7 +263,7 @@ def test_a_stack_is_asked_for_again_and_again_and_answered_once(monkeypatch: pyt
     assert "test_rank_agent.py" in str(events[0].data["where"])
 
 
-def test_where_it_is_is_answered_in_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_position_request_is_answered_in_short(monkeypatch: pytest.MonkeyPatch) -> None:
     pending = {"dump": "h1?0", "by": "a recorder", "pending": "all_reduce", "pending_ns": 7}
     found = wire.Event("flight_recorder", 1, message="{}", data=pending)
     monkeypatch.setattr("traceml_ray.agent.stacks.flight_recorder", lambda *_: found)
@@ -276,7 +278,7 @@ def test_where_it_is_is_answered_in_short(monkeypatch: pytest.MonkeyPatch) -> No
     assert "test_rank_agent.py" in str(event.data["where"])
 
 
-def test_what_is_asked_of_another_run_or_not_known_is_left_alone() -> None:
+def test_requests_of_another_run_or_unknown_ones_are_ignored() -> None:
     pipe = Pipe()
     agent = make(pipe)
     agent.tick()
@@ -287,7 +289,7 @@ def test_what_is_asked_of_another_run_or_not_known_is_left_alone() -> None:
     assert pipe.batches()[-1].errors == {}
 
 
-def test_long_events_beside_many_rows_stay_within_a_packet() -> None:
+def test_long_events_with_many_rows_stay_within_a_packet() -> None:
     pipe = Pipe()
     agent = make(pipe)
     push(agent, 1024)
@@ -318,7 +320,7 @@ def test_rows_wait_in_the_ring_while_other_threads_count(monkeypatch: pytest.Mon
     assert (pipe.batches()[-1].produced, pipe.batches()[-1].dropped) == (3, 0)
 
 
-def test_what_was_lost_before_it_was_sent_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_before_sending_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = Pipe(room=0)
     agent = make(pipe, agent_buffer_bytes=0)
     recorder, spans = agent.recorder, agent.instrumentation.spans
@@ -349,7 +351,7 @@ def test_what_was_lost_before_it_was_sent_is_counted(monkeypatch: pytest.MonkeyP
     assert last.errors["spans lost with their batch"] >= 2
 
 
-def test_marks_that_cannot_be_read_are_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_that_cannot_be_read_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("traceml_ray.agent.rank_agent.LOCK_S", 0.0)
     pipe = Pipe()
     agent = make(pipe)
@@ -360,7 +362,7 @@ def test_marks_that_cannot_be_read_are_said_to_be_so(monkeypatch: pytest.MonkeyP
     assert pipe.batches()[-1].errors["marks: not read, a thread holds the recorder"] == 1
 
 
-def test_the_part_that_is_open_is_said() -> None:
+def test_open_span_is_in_the_batch() -> None:
     pipe = Pipe()
     agent = make(pipe)
     agent.instrumentation.spans.innermost = "checkpoint"
@@ -369,7 +371,7 @@ def test_the_part_that_is_open_is_said() -> None:
     assert batch.open is not None and batch.open.part == "checkpoint"
 
 
-def test_what_cannot_be_had_or_sent_costs_no_row() -> None:
+def test_failures_of_identity_spans_and_events_cost_no_row() -> None:
     def nobody() -> RankIdentity:
         raise OSError("too many open files")
 
@@ -398,7 +400,7 @@ def test_what_cannot_be_had_or_sent_costs_no_row() -> None:
     assert not [event for b in batches for event in b.events if event.kind == "exception"]
 
 
-def test_however_much_there_is_to_tell_each_batch_is_below_its_limit() -> None:
+def test_batches_stay_below_their_limit_however_much_there_is_to_send() -> None:
     pipe = Pipe()
     agent = make(pipe)
     names = [f"{number:03}-{'x' * 60}" for number in range(256)]
@@ -419,7 +421,7 @@ def test_however_much_there_is_to_tell_each_batch_is_below_its_limit() -> None:
     assert [b.final for b in batches] == [False] * (len(batches) - 1) + [True]
 
 
-def test_an_exception_that_cannot_be_said_is_told_by_its_kind() -> None:
+def test_exception_without_a_printable_message_is_reported_by_its_kind() -> None:
     class SilentError(Exception):
         def __str__(self) -> str:
             raise ValueError
@@ -430,7 +432,7 @@ def test_an_exception_that_cannot_be_said_is_told_by_its_kind() -> None:
     assert wire.size_of(ending.event(opened, ValueError("\udc80")))
 
 
-def test_a_job_that_a_rank_launches_is_not_told_what_that_rank_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_launched_by_a_rank_does_not_inherit_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in bootstrap.rank_environment(Settings(session="s", socket="/x"), {}).items():
         monkeypatch.setenv(name, value)
     bootstrap.leave_rank()

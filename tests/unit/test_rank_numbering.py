@@ -34,7 +34,7 @@ def _triples(aggregator: AggregatorCore, job: str = "actors") -> dict[str, tuple
     return {one.name: tuple(getattr(one, name) for name in names) for one in found}
 
 
-def test_processes_are_numbered_as_they_come_run_by_run(tmp_path: Path) -> None:
+def test_processes_are_numbered_in_order_of_arrival_in_each_run(tmp_path: Path) -> None:
     aggregator = aggregation(tmp_path)
     for name, node in (("a", 1), ("b", 0), ("c", 1)):
         _come(aggregator, _process(name), node)
@@ -51,7 +51,7 @@ def test_processes_are_numbered_as_they_come_run_by_run(tmp_path: Path) -> None:
     assert {sizes[3] for sizes in found.values()} == {4}
 
 
-def test_an_actor_that_was_made_again_has_its_rank_again(tmp_path: Path) -> None:
+def test_restarted_actor_keeps_its_rank(tmp_path: Path) -> None:
     aggregator = aggregation(tmp_path, clock := Clock())
     first, other = _process("learner"), _process("actor")
     _come(aggregator, first)
@@ -73,7 +73,7 @@ def test_an_actor_that_was_made_again_has_its_rank_again(tmp_path: Path) -> None
     assert "learner" in render_status(stored(tmp_path), tmp_path, None, clock())
 
 
-def test_who_says_it_again_keeps_its_rank(tmp_path: Path) -> None:
+def test_process_that_registers_again_keeps_its_rank(tmp_path: Path) -> None:
     aggregator = aggregation(tmp_path)
     processes = [_process(""), _process("", life="2")]
     for _ in range(3):
@@ -87,7 +87,7 @@ def test_who_says_it_again_keeps_its_rank(tmp_path: Path) -> None:
     assert check_ledger(tmp_path)["stored"] == 30
 
 
-def test_a_process_that_joins_a_group_of_torch_takes_its_rank_there(tmp_path: Path) -> None:
+def test_process_that_joins_a_torch_group_takes_its_rank_there(tmp_path: Path) -> None:
     aggregator = aggregation(tmp_path)
     processes = [_process(str(at)) for at in range(2)]
     for process in processes:
@@ -105,7 +105,7 @@ def test_a_process_that_joins_a_group_of_torch_takes_its_rank_there(tmp_path: Pa
     comers=st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["", "a", "b"]), st.booleans()), max_size=12)
 )
 @settings(max_examples=15, deadline=None)
-def test_ranks_are_the_numbers_from_0_on(
+def test_ranks_are_consecutive_numbers_from_0(
     tmp_path_factory: pytest.TempPathFactory, restarted: bool, comers: list[tuple[int, str, bool]]
 ) -> None:
     folder = tmp_path_factory.mktemp("session")

@@ -103,7 +103,7 @@ def run(command: list[str], cwd: Path | None = None) -> subprocess.CompletedProc
 # -- where it is found ---------------------------------------------------------------------------
 
 
-def test_asking_for_the_callback_imports_neither_ray_train_nor_torch() -> None:
+def test_callback_path_imports_neither_ray_train_nor_torch() -> None:
     code = (
         "import sys; from traceml_ray.launchers.ray_train import train_callback_path as path; print(path());"
         "print([name for name in ('torch', 'ray', 'ray.train') if name in sys.modules])"
@@ -112,7 +112,7 @@ def test_asking_for_the_callback_imports_neither_ray_train_nor_torch() -> None:
     assert done.stdout.split("\n")[:2] == ["traceml_ray.launchers.ray_train.TraceMLTrainCallback", "[]"]
 
 
-def test_without_ray_train_v2_there_is_no_callback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callback_is_absent_without_ray_train_v2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TRAIN_V2_ENABLED", "0")
     assert ray_train.train_callback_path() is None
     monkeypatch.setenv("RAY_TRAIN_V2_ENABLED", "1")
@@ -122,7 +122,7 @@ def test_without_ray_train_v2_there_is_no_callback(monkeypatch: pytest.MonkeyPat
     assert ray_train.train_callback_path() is None
 
 
-def test_what_the_path_names_is_a_callback_even_where_ours_does_not_fit(
+def test_callback_path_is_valid_even_where_ray_train_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from ray.train.v2._internal.callbacks.env_callback import _initialize_env_callbacks
@@ -136,7 +136,7 @@ def test_what_the_path_names_is_a_callback_even_where_ours_does_not_fit(
     assert sent(inert) is not None
 
 
-def test_settings_are_those_of_the_session_this_driver_started_unless_said(
+def test_settings_default_to_those_of_the_session_of_this_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started = ActorConfig("mine", Settings(session="mine", out="/kept", interval=0.5), everywhere=True)
@@ -153,7 +153,7 @@ def test_settings_are_those_of_the_session_this_driver_started_unless_said(
         TraceMLTrainCallback(colour="red")
 
 
-def test_an_environment_that_cannot_be_used_is_no_reason_for_fit_to_fail(
+def test_unusable_environment_does_not_make_fit_fail(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TRACEML_INTERVAL", "soon")
@@ -163,7 +163,7 @@ def test_an_environment_that_cannot_be_used_is_no_reason_for_fit_to_fail(
 # -- sent to where things are missing ------------------------------------------------------------
 
 
-def test_where_the_package_is_missing_it_is_a_callback_that_does_nothing(tmp_path: Path) -> None:
+def test_callback_without_the_package_does_nothing(tmp_path: Path) -> None:
     (tmp_path / "callback").write_bytes(cloudpickle.dumps([TraceMLTrainCallback(), TraceMLTrainCallback()]))
     code = (
         "import pickle, sys; sys.modules['traceml_ray'] = None;"
@@ -183,7 +183,7 @@ def hooks() -> list[str]:
     return sorted(named & set(vars(TraceMLTrainCallback)))
 
 
-def test_a_hook_that_fails_is_counted_and_nothing_comes_of_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_hook_is_counted_and_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     callback = sent(TraceMLTrainCallback())
     callback._config = b"garbage"
     callback._run = object()  # nothing works on this one
@@ -197,7 +197,7 @@ def test_a_hook_that_fails_is_counted_and_nothing_comes_of_it(caplog: pytest.Log
     assert len(caplog.records) == 1
 
 
-def test_a_callback_that_cannot_be_configured_is_sent_and_stays_quiet(
+def test_callback_that_cannot_be_configured_is_sent_and_does_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails() -> None:
@@ -213,7 +213,7 @@ def test_a_callback_that_cannot_be_configured_is_sent_and_stays_quiet(
 # -- in the controller ---------------------------------------------------------------------------
 
 
-def test_two_of_ours_watch_once_and_the_one_given_is_the_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callbacks_given_twice_watch_once_and_the_explicit_one_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_callback, "RunReporter", lambda *_: Reports())
     monkeypatch.setattr(train_callback, "_chosen", {})
     named, given = TraceMLTrainCallback(), TraceMLTrainCallback(interval=0.3)
@@ -229,7 +229,7 @@ def test_two_of_ours_watch_once_and_the_one_given_is_the_one(monkeypatch: pytest
     assert [callback._watching for callback in twice] == [True, False]
 
 
-def test_every_worker_group_is_an_attempt_and_a_replaced_worker_is_not(controller: Any) -> None:
+def test_worker_group_is_an_attempt_and_a_replaced_worker_is_not(controller: Any) -> None:
     callback, reports = controller
     for attempt in (0, 1):
         callback.before_worker_group_start(None)
@@ -249,7 +249,7 @@ def shutting_down(state: Any) -> list[Any]:
     return [states.ShuttingDownState(state)] if hasattr(states, "ShuttingDownState") else []
 
 
-def test_failures_and_resizes_are_told_once_and_the_end_is_waited_for(controller: Any) -> None:
+def test_failures_and_resizes_are_reported_once_and_the_end_is_waited_for(controller: Any) -> None:
     callback, reports = controller
     callback.before_worker_group_start(None)
     callback.before_init_train_context([worker(0), worker(1)])
@@ -280,7 +280,7 @@ def test_failures_and_resizes_are_told_once_and_the_end_is_waited_for(controller
     assert len(reports.events) == 4
 
 
-def test_a_run_that_went_well_is_finished_and_one_that_is_aborted_stopped(controller: Any) -> None:
+def test_successful_run_is_finished_and_an_aborted_one_stopped(controller: Any) -> None:
     callback, reports = controller
     running = states.RunningState()
     for state in (*shutting_down(states.FinishedState()), states.FinishedState()):
@@ -290,7 +290,7 @@ def test_a_run_that_went_well_is_finished_and_one_that_is_aborted_stopped(contro
     assert (reports.ended, reports.events) == (["finished", "stopped"], [])
 
 
-def test_what_was_swallowed_is_told_at_the_end(controller: Any) -> None:
+def test_swallowed_errors_are_reported_at_the_end(controller: Any) -> None:
     callback, reports = controller
     callback.before_init_train_context("nonsense")
     callback.after_controller_finish(SimpleNamespace(error=None))
@@ -344,9 +344,7 @@ def event(message: str) -> wire.Event:
     return wire.Event("note", 1, message=message)
 
 
-def test_what_was_not_delivered_goes_with_the_next_message(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_undelivered_events_go_with_the_next_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     aggregator = Aggregator(tmp_path, answers=False)
     made = reporter(monkeypatch, aggregator)
     made.report({"name": "run"}, event("a"))
@@ -360,7 +358,7 @@ def test_what_was_not_delivered_goes_with_the_next_message(
     assert made.errors == {"run: RuntimeError": 1}
 
 
-def test_the_end_waits_for_ranks_that_deliver_but_not_for_ever(
+def test_end_waits_for_delivering_ranks_for_a_bounded_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     aggregator = Aggregator(tmp_path / "waits", last=3)
@@ -373,7 +371,7 @@ def test_the_end_waits_for_ranks_that_deliver_but_not_for_ever(
 
 
 @pytest.mark.parametrize("events", [[event("a")], []], ids=["with an event", "without"])
-def test_without_an_aggregator_the_end_comes_and_says_that_nothing_is_written(
+def test_end_without_an_aggregator_reports_that_nothing_is_written(
     monkeypatch: pytest.MonkeyPatch, events: list[wire.Event]
 ) -> None:
     made = reporter(monkeypatch, None)
@@ -381,7 +379,7 @@ def test_without_an_aggregator_the_end_comes_and_says_that_nothing_is_written(
     assert not made.end("finished")
 
 
-def test_a_run_whose_files_cannot_be_written_is_not_said_to_be_whole(
+def test_run_whose_files_cannot_be_written_does_not_end_well(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     aggregator = Aggregator(tmp_path)
@@ -463,7 +461,7 @@ def watched() -> Iterator[Watched]:
 
 
 @pytest.mark.parametrize("method", ["iter_batches", "iter_torch_batches"])
-def test_the_wait_for_a_batch_of_ray_data_is_data(watched: Watched, method: str) -> None:
+def test_wait_for_a_batch_of_ray_data_is_data(watched: Watched, method: str) -> None:
     shard = Shard(watched.clock, 3)
     for _ in range(2):  # epochs
         for _ in getattr(shard, method)(batch_size=2):
@@ -476,7 +474,7 @@ def test_the_wait_for_a_batch_of_ray_data_is_data(watched: Watched, method: str)
     assert not watched.patches.missing
 
 
-def test_the_batches_can_be_iterated_again_asked_and_left(watched: Watched) -> None:
+def test_watched_batches_can_be_iterated_again_and_left_early(watched: Watched) -> None:
     shard = Shard(watched.clock, 3)
     batches = shard.iter_batches()
     assert list(batches) == list(batches) == [0, 1, 2]
@@ -501,7 +499,7 @@ def test_batches_of_batches_count_once(watched: Watched) -> None:
     assert [row[DATA] for row in watched.rows()] == [50, 50]
 
 
-def test_a_model_in_training_goes_to_a_process_without_us(
+def test_model_in_training_can_be_sent_to_a_process_without_the_package(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
@@ -530,7 +528,7 @@ def test_a_model_in_training_goes_to_a_process_without_us(
     assert "__call__" in vars(type(found)) and found(torch.ones(2)).tolist() == [1, 1]
 
 
-def test_taken_out_ray_data_is_as_it_was() -> None:
+def test_ray_data_is_unpatched_on_removal() -> None:
     before = ray_iterator.DataIterator.iter_batches
     made = Watched()
     made.patches.install()
@@ -539,7 +537,7 @@ def test_taken_out_ray_data_is_as_it_was() -> None:
     assert ray_iterator.DataIterator.iter_batches is before
 
 
-def test_a_ray_data_that_does_not_fit_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_data_that_does_not_fit_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_iterator, "DataIterator", object)
     made = Watched()
     made.patches.install()

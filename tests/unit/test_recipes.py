@@ -141,14 +141,14 @@ def no_limits(job: Any) -> None:
 
 
 @pytest.mark.parametrize("spoil", [misspell, unquote, no_limits])
-def test_a_rayjob_that_kuberay_would_refuse_is_found_out(job, spoil: Callable[[Any], None]):
+def test_rayjob_that_kuberay_would_refuse_fails_the_schema(job, spoil: Callable[[Any], None]):
     spoiled = copy.deepcopy(job)
     spoil(spoiled)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(spoiled, JOB)
 
 
-def test_what_the_pods_refer_to_is_there(documents, job, driver):
+def test_pod_references_are_all_defined(documents, job, driver):
     spec = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
     (container,) = spec["containers"]
     mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
@@ -174,7 +174,7 @@ def test_ranks_take_every_cpu_of_the_workers_and_the_monitor_none(job, driver):
     assert container["image"] == cluster["headGroupSpec"]["template"]["spec"]["containers"][0]["image"]
 
 
-def test_the_driver_in_the_recipe_uses_what_is_there(driver):
+def test_recipe_driver_uses_existing_imports_and_keywords(driver):
     for node in ast.walk(driver):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -189,7 +189,7 @@ def test_the_driver_in_the_recipe_uses_what_is_there(driver):
     assert order.index("ray.init") < order.index("traceml_ray.start")
 
 
-def test_the_runtime_environment_is_one(job):
+def test_runtime_environment_is_valid(job):
     text = job["spec"]["runtimeEnvYAML"]
     env = yaml.safe_load(text)
     assert RuntimeEnv(**env).to_dict() == env
@@ -358,7 +358,7 @@ def train(slurm: Slurm) -> str:
 
 
 @pytest.mark.parametrize("recipe", SBATCH, ids=lambda path: path.name)
-def test_scripts_are_bash(recipe: Path):
+def test_scripts_are_valid_bash(recipe: Path):
     done = subprocess.run(["bash", "-n", recipe], capture_output=True, text=True, timeout=20)
     assert (done.returncode, done.stderr) == (0, "")
     lines = recipe.read_text().splitlines()
@@ -377,7 +377,7 @@ def test_shellcheck_finds_nothing(recipe: Path):
     assert done.returncode == 0, done.stdout
 
 
-def test_torchrun_one_launcher_on_each_node(slurm, monkeypatch):
+def test_torchrun_recipe_starts_one_launcher_on_each_node(slurm, monkeypatch):
     (slurm.folder / "train.py").touch()
     code, errors = slurm.run("slurm-torchrun.sbatch", "train.py", "--lr", "3e-4", "--session", "its own")
     assert (code, errors) == (0, "")
@@ -409,14 +409,14 @@ def test_ports_stay_clear_of_ray_and_of_outgoing_connections(slurm, job):
     assert 20_000 <= args.master_port < int(args.traceml_port) < 32_768
 
 
-def test_a_requeued_job_is_a_new_session(slurm):
+def test_requeued_job_is_a_new_session(slurm):
     slurm.run("slurm-torchrun.sbatch", "train.py", nodes=1, SLURM_RESTART_COUNT="2", TRACEML_OUT="/shared")
     (launch,) = slurm.launches()
     args = torchrun._parse(launch["argv"][2:])
     assert (args.session, args.out) == ("slurm-4711-2", "/shared")
 
 
-def test_ray_head_on_the_first_node_and_workers_on_the_others(slurm, train):
+def test_ray_head_is_on_the_first_node_and_workers_on_the_others(slurm, train):
     code, errors = slurm.run("slurm-ray-train.sbatch", train, "0", "--lr", "3e-4")
     assert code == 3, errors
     slurm.check_the_secret()
@@ -454,7 +454,7 @@ def test_ray_teardown_ends_what_the_script_started_and_nothing_else(slurm, train
         bystander.wait()
 
 
-def test_ray_told_to_end_tells_the_driver_first(slurm, train):
+def test_ray_script_on_sigterm_ends_the_driver_first(slurm, train):
     process = slurm.start("slurm-ray-train.sbatch", train, "50", nodes=2)
     wait_for(slurm.folder / "driver")
     process.terminate()
@@ -462,7 +462,7 @@ def test_ray_told_to_end_tells_the_driver_first(slurm, train):
     assert len(slurm.notes("ray", signalled=True)) == 2
 
 
-def test_ray_driver_that_ends_before_the_script_looks_keeps_its_exit_code(slurm, train):
+def test_ray_script_keeps_the_exit_code_of_a_driver_that_ended_early(slurm, train):
     """A signal ends bash's `wait` with a code of its own; the driver may have ended by then."""
     quick = 'kill() { builtin kill "$@"; [[ $1 == -TERM ]] && sleep 1; }; export -f kill'
     (slurm.folder / "env").write_text(quick)
@@ -472,7 +472,7 @@ def test_ray_driver_that_ends_before_the_script_looks_keeps_its_exit_code(slurm,
     assert process.wait(timeout=30) == 5
 
 
-def test_ray_told_to_end_while_it_starts_leaves_nothing(slurm, train):
+def test_ray_script_on_sigterm_while_starting_leaves_nothing(slurm, train):
     process = slurm.start("slurm-ray-train.sbatch", train, "50", nodes=2)
     wait_for(slurm.folder / "up-node1")
     process.terminate()

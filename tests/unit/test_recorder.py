@@ -203,7 +203,7 @@ def test_accumulation_without_sync_is_one_row() -> None:
     assert loop.rows()[1:] == [(1 << SEGMENT_BITS, 0, [1 + 30, 8, 3, 16, 20, 6])]
 
 
-def test_every_synced_backward_of_a_step_is_a_segment() -> None:
+def test_synced_backwards_of_a_step_are_its_segments() -> None:
     loop = Loop()
     loop.step()
     for _ in range(2):
@@ -227,7 +227,7 @@ def test_second_optimizer_is_no_second_step() -> None:
     assert rows[1][2][0] == 7
 
 
-def test_a_skipped_optimizer_still_closes_the_row() -> None:
+def test_skipped_optimizer_still_closes_the_row() -> None:
     """GradScaler.step marks first; on overflow no optimizer follows."""
     loop = Loop()
     loop.step()
@@ -265,7 +265,7 @@ def test_evaluation_after_the_fetch_leaves_the_fetch_in_data() -> None:
     assert loop.rows()[2][2] == [1 + 90, 2, 0, 4, 5, 6]
 
 
-def test_evaluation_of_a_model_we_do_not_know_belongs_to_post_sync() -> None:
+def test_evaluation_of_an_unknown_model_belongs_to_post_sync() -> None:
     loop = Loop()
     for _ in range(2):
         loop.step()
@@ -277,7 +277,7 @@ def test_evaluation_of_a_model_we_do_not_know_belongs_to_post_sync() -> None:
     assert loop.rows()[2][2] == [1 + 90, 2, 3, 4, 5, 6]
 
 
-def test_looking_at_the_model_after_the_fetch_does_not_move_the_fetch() -> None:
+def test_no_grad_forward_after_the_fetch_does_not_move_the_fetch() -> None:
     loop = Loop()
     for _ in range(2):
         loop.step()
@@ -301,7 +301,7 @@ def test_two_loaders_that_feed_one_step_both_count() -> None:
     assert [row[1] for _, _, row in loop.rows()] == [32] * 4
 
 
-def test_a_model_in_eval_mode_is_trained_where_its_data_has_come() -> None:
+def test_model_in_eval_mode_is_trained_where_its_data_has_come() -> None:
     loop = Loop()
     for _ in range(3):
         loop.data(2)
@@ -319,7 +319,7 @@ def test_a_model_in_eval_mode_is_trained_where_its_data_has_come() -> None:
     assert loop.rows()[0][2] == [1 + 80, 2, 3, 4, 5, 6]
 
 
-def test_an_accumulated_backward_waits_for_that_in_the_closure() -> None:
+def test_accumulated_backward_waits_for_the_one_in_the_closure() -> None:
     loop = Loop()
     loop.step()
     for synced in (False, True):
@@ -344,7 +344,7 @@ def test_an_accumulated_backward_waits_for_that_in_the_closure() -> None:
     assert [row for _, _, row in rows[:3]] == [[1, 4, 3, 8, 10, 12]] + [[7, 4, 3, 8, 10, 12]] * 2
 
 
-def test_what_a_closure_does_is_not_the_optimizers() -> None:
+def test_closure_time_is_not_time_of_the_optimizer() -> None:
     loop = Loop()
     loop.step(post=0)
     for _ in range(2):
@@ -366,7 +366,7 @@ def test_what_a_closure_does_is_not_the_optimizers() -> None:
     assert sum(ns for _, _, ns in found) == 7 * 4 + 8
 
 
-def test_end_of_an_epoch_is_no_wait() -> None:
+def test_epoch_end_is_no_data_wait() -> None:
     loop = Loop()
     loop.step()
     loop.step()
@@ -387,7 +387,7 @@ def test_fetch_ahead_between_backward_and_optimizer_counts_for_the_next_row() ->
     assert loop.rows()[2][2] == [1, 2, 0, 4, 5, 6]
 
 
-def test_missing_marks_merge_neighbours_and_say_so() -> None:
+def test_missing_marks_merge_neighbouring_stages_and_set_a_flag() -> None:
     loop = Loop()
     loop.step()
     loop.forward(4)
@@ -460,7 +460,7 @@ def test_closures_of_lbfgs_are_one_row() -> None:
     ]
 
 
-def test_trace_step_cuts_where_it_is_told() -> None:
+def test_trace_step_cuts_steps_where_it_is_called() -> None:
     loop = Loop()
     recorder = loop.recorder
     for _ in range(2):
@@ -479,7 +479,7 @@ def test_trace_step_cuts_where_it_is_told() -> None:
     assert rows[-1][1] & FLAG_NO_BACKWARD
 
 
-def test_waiting_for_buffers_is_waiting() -> None:
+def test_waiting_for_buffers_is_sync_wait() -> None:
     loop = Loop()
     loop.step()
     loop.data(2)
@@ -495,7 +495,7 @@ def flags_and_rows(loop: Loop) -> list[tuple[int, list[int]]]:
     return [(flags, row) for _, flags, row in loop.rows()[1:]]
 
 
-def test_a_reduction_before_the_optimizer_is_taken_for_the_exchange_where_nothing_tells_of_one() -> None:
+def test_reduction_before_the_optimizer_is_the_exchange_where_none_is_known() -> None:
     loop = Loop(peers=False)
     for _ in range(2):
         loop.data(2)
@@ -510,7 +510,7 @@ def test_a_reduction_before_the_optimizer_is_taken_for_the_exchange_where_nothin
     assert loop.recorder.exchange.inferred
 
 
-def test_a_reduction_is_nothing_where_an_exchange_is_known_or_without_a_backward_before_it() -> None:
+def test_reduction_is_no_exchange_where_one_is_known_or_without_a_backward() -> None:
     known, logged = Loop(), Loop(peers=False)
     for loop in (known, logged):
         loop.step()
@@ -538,7 +538,7 @@ def test_reductions_inside_the_backward_end_with_it() -> None:
     assert flags_and_rows(loop) == [(0, [3, 2, 0, 4, 6, 20])]
 
 
-def test_an_optimizer_that_reduces_in_its_step_ends_the_row_there() -> None:
+def test_optimizer_that_reduces_in_its_step_ends_the_row_there() -> None:
     loop = Loop(peers=False)
     for _ in range(4):
         loop.data(2)
@@ -554,7 +554,7 @@ def test_an_optimizer_that_reduces_in_its_step_ends_the_row_there() -> None:
 
 
 @pytest.mark.parametrize("kind", [Loop, WrittenLoop])
-def test_an_optimizer_that_reduces_in_its_step_does_so_under_a_grad_scaler(kind: type[Loop]) -> None:
+def test_optimizer_that_reduces_in_its_step_does_so_under_a_grad_scaler(kind: type[Loop]) -> None:
     loop = kind()
     loop.recorder.exchange.peers = None
     for number in range(8):
@@ -583,7 +583,7 @@ def test_an_optimizer_that_reduces_in_its_step_does_so_under_a_grad_scaler(kind:
     ]
 
 
-def test_what_was_waited_for_on_a_device_is_on_no_clock_of_these_rows() -> None:
+def test_device_side_reduction_is_flagged_as_coupled() -> None:
     loop = Loop(peers=False)
     for _ in range(2):
         loop.data(2)
@@ -593,7 +593,7 @@ def test_what_was_waited_for_on_a_device_is_on_no_clock_of_these_rows() -> None:
     assert [flags & ~FLAG_NO_FORWARD for flags, _ in flags_and_rows(loop)] == [FLAG_COUPLED]
 
 
-def test_parts_before_an_inferred_exchange_are_of_its_row() -> None:
+def test_spans_before_an_inferred_exchange_belong_to_its_row() -> None:
     loop = Loop(peers=False)
     number = loop.recorder.sums.number("all_reduce")
     assert number is not None
@@ -617,7 +617,7 @@ def test_parts_before_an_inferred_exchange_are_of_its_row() -> None:
     assert {(BACKWARD, 6, 1, 2), (SYNC_WAIT, 40, 1, 2)} <= sums
 
 
-def test_a_failed_backward_leaves_no_row() -> None:
+def test_failed_backward_leaves_no_row() -> None:
     loop = Loop()
     loop.step()
     loop.data(2)
@@ -628,7 +628,7 @@ def test_a_failed_backward_leaves_no_row() -> None:
     assert len(loop.rows()) == 1
 
 
-def test_another_thread_does_not_mark_until_the_trainer_is_silent() -> None:
+def test_other_thread_does_not_mark_until_the_trainer_is_silent() -> None:
     loop = Loop()
     loop.step()
     results: list[bool] = []
@@ -761,7 +761,7 @@ def play(loop: Loop, marks: list[tuple[str, int]], *, begun: bool = False) -> in
 
 @example([("backward", 0), ("val", 1), ("reduce", 0), ("data", 0), ("closure", 0)], False)
 @given(MARKS, st.booleans())
-def test_whatever_the_order_every_nanosecond_is_in_one_stage(
+def test_nanoseconds_are_each_in_one_stage_whatever_the_order_of_marks(
     marks: list[tuple[str, int]], peers: bool
 ) -> None:
     """Rows plus tail are all the time since the first row began; nothing is negative; marks never raise."""
@@ -777,7 +777,7 @@ def test_whatever_the_order_every_nanosecond_is_in_one_stage(
 
 
 @given(MARKS)
-def test_marks_written_down_mean_what_marks_made_at_once_mean(marks: list[tuple[str, int]]) -> None:
+def test_logged_marks_mean_the_same_as_immediate_ones(marks: list[tuple[str, int]]) -> None:
     at_once, written = Loop(), WrittenLoop()
     for loop in (at_once, written):
         play(loop, marks)
@@ -794,7 +794,7 @@ def test_marks_written_down_mean_what_marks_made_at_once_mean(marks: list[tuple[
 
 
 @given(MARKS)
-def test_a_part_never_takes_longer_than_the_stages_that_it_is_in(marks: list[tuple[str, int]]) -> None:
+def test_span_never_takes_longer_than_the_stages_it_is_in(marks: list[tuple[str, int]]) -> None:
     """Whatever is folded into other stages, folded back or never ended; and rows are the same without it."""
     loop, bare = Loop(), Loop()
     play(loop, marks)
@@ -824,7 +824,7 @@ def whole(loop: Loop) -> list[list[int]]:
     return [*rows, recorder.steps.rows.pending or [0] * N_STAGES, tail]
 
 
-def test_parts_are_told_by_the_row_that_they_are_in() -> None:
+def test_spans_are_reported_by_the_row_they_are_in() -> None:
     loop = Loop()
     recorder, details = loop.recorder, loop.recorder.sums
     number = details.number("tokenize")
@@ -854,7 +854,7 @@ def test_parts_are_told_by_the_row_that_they_are_in() -> None:
     ]
 
 
-def test_a_part_inside_one_of_its_name_counts_once_and_an_evaluation_ends_with_training() -> None:
+def test_nested_spans_of_one_name_count_once_and_evaluation_ends_with_training() -> None:
     loop = Loop()
     recorder, validation = loop.recorder, object()
     number = recorder.sums.number("checkpoint")
@@ -881,7 +881,7 @@ def test_a_part_inside_one_of_its_name_counts_once_and_an_evaluation_ends_with_t
     assert found.keys() <= {("checkpoint", POST_SYNC), ("evaluation", POST_SYNC), ("optimizer", POST_SYNC)}
 
 
-def test_a_mark_that_a_signal_cut_in_two_is_no_mark() -> None:
+def test_mark_cut_in_two_by_a_signal_is_ignored() -> None:
     loop = WrittenLoop()
     loop.step()
     loop.data(2)
@@ -916,7 +916,7 @@ class HeldUpLoop(WrittenLoop):
 
 
 @given(MARKS, st.sets(st.integers(0, 80)), st.booleans())
-def test_marks_that_were_deferred_mean_what_marks_made_at_once_mean(
+def test_deferred_marks_mean_the_same_as_immediate_ones(
     marks: list[tuple[str, int]], turns: set[int], at_once: bool
 ) -> None:
     plain, held_up = Loop(), HeldUpLoop()
@@ -937,7 +937,7 @@ def test_marks_that_were_deferred_mean_what_marks_made_at_once_mean(
     assert not held_up.recorder.lost_marks
 
 
-def test_a_deferred_mark_of_another_thread_does_not_count() -> None:
+def test_deferred_mark_of_another_thread_does_not_count() -> None:
     loop = HeldUpLoop()
     loop.step()
     loop.data(2)
@@ -960,7 +960,7 @@ def test_a_deferred_mark_of_another_thread_does_not_count() -> None:
     assert loop.rows()[1][2] == [1, 2, 0, 4, 5, 6]
 
 
-def test_only_the_training_thread_writes_marks_down() -> None:
+def test_marks_are_logged_by_the_training_thread_only() -> None:
     loop = WrittenLoop()
     assert not loop.recorder.write(FORWARD_BEGIN), "nobody has trained yet"
     loop.step()
@@ -974,7 +974,7 @@ def test_only_the_training_thread_writes_marks_down() -> None:
     assert results == [False, False]
 
 
-def test_the_cost_of_all_marks_is_told_by_those_that_were_weighed() -> None:
+def test_cost_of_all_marks_is_estimated_from_those_measured() -> None:
     loop = WrittenLoop()
     loop.step()
     before = loop.recorder.marks_ns

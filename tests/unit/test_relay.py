@@ -262,7 +262,7 @@ def reply(sock: socket.socket) -> wire.RankReply:
     return wire.decode(sock.recv(1 << 16), wire.RankReply)
 
 
-def test_a_batch_is_acknowledged_and_forwarded_as_it_came(bench: Bench) -> None:
+def test_batch_is_acknowledged_and_forwarded_unchanged(bench: Bench) -> None:
     with bench.connect() as sock:
         sent = rank_batch("a", 0)
         sock.send(sent)
@@ -274,7 +274,7 @@ def test_a_batch_is_acknowledged_and_forwarded_as_it_came(bench: Bench) -> None:
     assert bench.aggregator.stored[0].events[0].kind == "relay_start"
 
 
-def test_what_is_stored_need_not_be_kept_by_the_rank(bench: Bench) -> None:
+def test_reply_names_the_stored_batches_a_rank_need_not_keep(bench: Bench) -> None:
     with bench.connect() as sock:
         told = []
         bench.relay.turn(5)  # the connection
@@ -287,7 +287,7 @@ def test_what_is_stored_need_not_be_kept_by_the_rank(bench: Bench) -> None:
     assert told[0] == -1 and told[-1] >= 1 and told == sorted(told)
 
 
-def test_a_caller_that_has_not_noticed_a_restart_is_told(bench: Bench) -> None:
+def test_caller_that_has_not_noticed_a_restart_gets_an_error(bench: Bench) -> None:
     with pytest.raises(LookupError):
         bench.relay.take(rank_batch("a", 5), fresh=False)
     bench.relay.take(rank_batch("a", 3), fresh=True)
@@ -296,7 +296,7 @@ def test_a_caller_that_has_not_noticed_a_restart_is_told(bench: Bench) -> None:
     assert bench.aggregator.seqs("a") == [3, 4]
 
 
-def test_what_a_relay_leaves_is_beside_what_its_agent_left(bench: Bench) -> None:
+def test_relay_spool_and_agent_spool_do_not_overwrite_each_other(bench: Bench) -> None:
     bench.relay.take(rank_batch("a", 1))
     write_spool(bench.spool / "a.spool", [rank_batch("a", 2)])
     bench.relay.salvage()
@@ -308,7 +308,7 @@ def test_what_a_relay_leaves_is_beside_what_its_agent_left(bench: Bench) -> None
     again.close()
 
 
-def test_the_socket_is_for_this_user_only(bench: Bench) -> None:
+def test_socket_is_for_this_user_only(bench: Bench) -> None:
     assert bench.path.stat().st_mode & 0o777 == 0o600
     open_folder = Path(tempfile.mkdtemp(prefix="tr-"))
     open_folder.chmod(0o755)
@@ -318,7 +318,7 @@ def test_the_socket_is_for_this_user_only(bench: Bench) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
-def test_another_user_who_gets_through_to_the_socket_is_refused(bench: Bench) -> None:
+def test_other_user_who_reaches_the_socket_is_refused(bench: Bench) -> None:
     bench.path.parent.chmod(0o711)
     bench.path.chmod(0o666)
     talk = (
@@ -335,14 +335,14 @@ def test_another_user_who_gets_through_to_the_socket_is_refused(bench: Bench) ->
     assert not bench.aggregator.batches()
 
 
-def test_a_path_too_long_for_a_socket_is_refused_by_name(tmp_path: Path) -> None:
+def test_path_too_long_for_a_socket_is_refused_by_name(tmp_path: Path) -> None:
     folder = tmp_path / ("x" * 80)
     folder.mkdir(mode=0o700)
     with pytest.raises(OSError, match="longer than 90 bytes"):
         Bench(folder)
 
 
-def test_a_new_relay_replaces_the_socket_of_a_dead_one_but_not_of_a_living_one(bench: Bench) -> None:
+def test_new_relay_replaces_the_socket_of_a_dead_one_but_not_of_a_living_one(bench: Bench) -> None:
     with pytest.raises(OSError, match="another relay is listening"):
         Bench(bench.path.parent)
     bench.relay.close()
@@ -355,7 +355,7 @@ def test_a_new_relay_replaces_the_socket_of_a_dead_one_but_not_of_a_living_one(b
     second.close()
 
 
-def test_everything_of_one_tick_goes_in_one_message(bench: Bench) -> None:
+def test_batches_of_one_tick_go_in_one_message(bench: Bench) -> None:
     for seq in range(3):
         bench.relay.take(rank_batch("a", seq))
         bench.relay.take(rank_batch("b", seq))
@@ -363,7 +363,7 @@ def test_everything_of_one_tick_goes_in_one_message(bench: Bench) -> None:
     assert [len(message.batches) for message in bench.aggregator.stored] == [6]
 
 
-def test_a_backlog_is_split_below_64_kib_and_keeps_its_order(bench: Bench) -> None:
+def test_backlog_is_split_below_64_kib_and_keeps_its_order(bench: Bench) -> None:
     bench.aggregator.up = False
     for seq in range(40):
         bench.relay.take(rank_batch("a", seq, pad=9000))
@@ -374,7 +374,7 @@ def test_a_backlog_is_split_below_64_kib_and_keeps_its_order(bench: Bench) -> No
     assert max(bench.aggregator.sizes) <= 64 * 1024
 
 
-def test_a_batch_sent_twice_is_acknowledged_twice_and_forwarded_once(bench: Bench) -> None:
+def test_batch_sent_twice_is_acknowledged_twice_and_forwarded_once(bench: Bench) -> None:
     for seq in (0, 1, 0, 1, 2):
         answer = wire.decode(bench.relay.take(rank_batch("a", seq)), wire.RankReply)
     assert answer.acked_seq == 2
@@ -382,7 +382,7 @@ def test_a_batch_sent_twice_is_acknowledged_twice_and_forwarded_once(bench: Benc
     assert bench.aggregator.forwarded("a") == [0, 1, 2]
 
 
-def test_what_a_killed_aggregator_had_not_committed_comes_again(bench: Bench) -> None:
+def test_batches_a_killed_aggregator_had_not_committed_are_sent_again(bench: Bench) -> None:
     for seq in range(2):
         bench.relay.take(rank_batch("a", seq))
         bench.tick()
@@ -398,7 +398,7 @@ def test_what_a_killed_aggregator_had_not_committed_comes_again(bench: Bench) ->
     assert bench.aggregator.seqs("a") == [0, 1, 2, 3]
 
 
-def test_a_call_that_failed_is_made_again_as_soon_as_there_is_an_aggregator(bench: Bench) -> None:
+def test_failed_call_is_repeated_as_soon_as_there_is_an_aggregator(bench: Bench) -> None:
     bench.relay.take(rank_batch("a", 0))
     bench.now += wire.TICK_S
     bench.relay.turn()  # sent, not answered
@@ -444,7 +444,7 @@ def test_relay_that_sends_seldom_is_flushed_at_once(bench: Bench) -> None:
     assert bench.relay.flush(10)
 
 
-def test_a_disk_that_stores_nothing_does_not_make_the_relay_grow(bench: Bench) -> None:
+def test_disk_that_stores_nothing_does_not_make_the_relay_grow(bench: Bench) -> None:
     bench.relay.close()
     small = Bench(bench.path.parent, limit=50_000)
     for seq in range(60):
@@ -457,7 +457,7 @@ def test_a_disk_that_stores_nothing_does_not_make_the_relay_grow(bench: Bench) -
     small.close()
 
 
-def test_what_an_overflow_drops_besides_rows_is_counted(bench: Bench) -> None:
+def test_events_spans_and_samples_dropped_by_an_overflow_are_counted(bench: Bench) -> None:
     bench.relay.close()
     small = Bench(bench.path.parent, limit=20_000)
     small.aggregator.up = False
@@ -481,7 +481,7 @@ def test_what_an_overflow_drops_besides_rows_is_counted(bench: Bench) -> None:
     small.relay.close()
 
 
-def test_a_process_that_is_gone_is_reported_gone_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_process_is_reported_gone_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     gone: list[peers.RankConnection] = []
     monkeypatch.setattr(bench.relay._connections, "on_gone", gone.append)
     monkeypatch.setattr(os, "pidfd_open", lambda _: (_ for _ in ()).throw(ProcessLookupError()))
@@ -492,7 +492,7 @@ def test_a_process_that_is_gone_is_reported_gone_once(bench: Bench, monkeypatch:
     assert len(gone) == 1
 
 
-def test_a_hanging_aggregator_holds_up_nothing_and_loses_nothing(bench: Bench) -> None:
+def test_hanging_aggregator_holds_up_nothing_and_loses_nothing(bench: Bench) -> None:
     bench.aggregator.hangs = True
     for seq in range(30):
         assert wire.decode(bench.relay.take(rank_batch("a", seq)), wire.RankReply).acked_seq == seq
@@ -518,14 +518,14 @@ def test_bad_packets_are_counted_by_reason_and_sender_and_the_connection_stays(b
     assert len(told) == 3 and all(f"packet (pid {pid})" in message for message in told)
 
 
-def test_a_bad_batch_of_a_caller_is_refused_and_counted(bench: Bench) -> None:
+def test_bad_batch_of_a_caller_is_refused_and_counted(bench: Bench) -> None:
     with pytest.raises(wire.WireError, match="garbage"):
         bench.relay.take(b"\xc1")
     bench.tick(2)
     assert bench.aggregator.errors() == {"batch of a caller: garbage": 1}
 
 
-def test_a_rank_that_does_not_read_its_replies_is_served_all_the_same(bench: Bench) -> None:
+def test_rank_that_does_not_read_its_replies_is_still_served(bench: Bench) -> None:
     with bench.connect() as sock:
         for seq in range(2000):
             sock.send(rank_batch("a", seq, rows=1))
@@ -536,7 +536,7 @@ def test_a_rank_that_does_not_read_its_replies_is_served_all_the_same(bench: Ben
     assert bench.aggregator.errors()["reply not sent"] > 0
 
 
-def test_the_last_packets_of_a_rank_that_read_no_reply_are_not_lost(bench: Bench) -> None:
+def test_last_packets_of_a_rank_that_read_no_reply_are_not_lost(bench: Bench) -> None:
     with bench.connect() as sock:
         sock.send(rank_batch("a", 0))
         bench.relay.turn(5)
@@ -547,7 +547,7 @@ def test_the_last_packets_of_a_rank_that_read_no_reply_are_not_lost(bench: Bench
     assert bench.aggregator.seqs("a") == [0, 1, 2]
 
 
-def test_who_sends_without_end_holds_up_nobody_and_its_last_packets_are_read_at_once(
+def test_endless_sender_holds_up_no_other_and_its_last_packets_are_read(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "_AT_ONCE", 4)
@@ -568,7 +568,7 @@ V1_STEP = {"step": 1, "events": {"_traceml_internal:step_time": {"cpu": {"durati
 V1_ROWS = {"rank": 0, "sampler": "StepTimeSampler", "tables": {"StepTimeTable": [V1_STEP]}}
 
 
-def test_one_stream_too_many_is_refused_by_every_way_until_one_has_ended(
+def test_rank_process_beyond_the_limit_is_refused_until_another_has_ended(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_intake, "MAX_STREAMS", 2)
@@ -626,14 +626,14 @@ def run_rank(bench: Bench, batches: list[bytes], *how: str) -> None:
 
 
 @pytest.mark.parametrize("when", ["wait", "at once"])
-def test_a_killed_rank_is_lost_though_its_child_holds_the_connection(bench: Bench, when: str) -> None:
+def test_killed_rank_is_lost_though_its_child_holds_the_connection(bench: Bench, when: str) -> None:
     run_rank(bench, [rank_batch("a", 0), rank_batch("a", 1)], "die", "fork", when)
     bench.until(lambda: bool(bench.aggregator.lost()))
     assert bench.aggregator.lost() == ["a"]
     assert bench.aggregator.seqs("a") == [0, 1]  # its last packets come before the news of its end
 
 
-def test_a_rank_that_said_goodbye_is_not_lost(bench: Bench) -> None:
+def test_rank_that_sent_its_final_batch_is_not_lost(bench: Bench) -> None:
     run_rank(bench, [rank_batch("a", 0, final=True)], "die")
     run_rank(bench, [rank_batch("b", 0)], "die")
     bench.until(lambda: bool(bench.aggregator.lost()))
@@ -641,7 +641,7 @@ def test_a_rank_that_said_goodbye_is_not_lost(bench: Bench) -> None:
     assert bench.aggregator.lost() == ["b"]
 
 
-def test_a_rank_that_left_a_spool_file_is_not_lost(bench: Bench) -> None:
+def test_rank_that_left_a_spool_file_is_not_lost(bench: Bench) -> None:
     write_spool(bench.spool / "a.spool", [rank_batch("a", 1, final=True)])
     run_rank(bench, [rank_batch("a", 0)])
     run_rank(bench, [rank_batch("b", 0)])
@@ -650,7 +650,7 @@ def test_a_rank_that_left_a_spool_file_is_not_lost(bench: Bench) -> None:
     assert bench.aggregator.lost() == ["b"]
 
 
-def test_a_calling_process_that_is_killed_is_lost_as_well(bench: Bench) -> None:
+def test_calling_process_that_is_killed_is_lost_as_well(bench: Bench) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     bench.started.append(process)
     who = RankIdentity(0, 0, 0, 1, 1, 1, "host", None, "job", 0, process.pid, "explicit")
@@ -663,7 +663,7 @@ def test_a_calling_process_that_is_killed_is_lost_as_well(bench: Bench) -> None:
     bench.until(lambda: bench.aggregator.lost() == ["a"])
 
 
-def test_critical_errors_are_told_as_events_and_the_end_of_a_flood_is_counted(bench: Bench) -> None:
+def test_critical_errors_become_events_and_the_rest_of_a_flood_is_counted(bench: Bench) -> None:
     gpus = [wire.GpuSample(n, None, None, None, None, xid=[79]) for n in range(8)]
     bench.aggregator.up = False
     for t in range(100):
@@ -682,7 +682,7 @@ def events(bench: Bench, kind: str) -> list[wire.Event]:
 
 
 @pytest.mark.parametrize("code", ["import os; os.kill(os.getpid(), 11)", "import os; os._exit(7)"])
-def test_how_a_lost_process_ended_is_read_before_its_parent_asks(bench: Bench, code: str) -> None:
+def test_exit_code_of_a_lost_process_is_read_before_its_parent_asks(bench: Bench, code: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", f"import sys; sys.stdin.read(); {code}"],
         stdin=subprocess.PIPE,
@@ -701,7 +701,7 @@ def test_how_a_lost_process_ended_is_read_before_its_parent_asks(bench: Bench, c
     }
 
 
-def test_a_command_goes_to_every_rank_until_it_is_asked_no_more(bench: Bench) -> None:
+def test_command_goes_to_every_rank_until_it_is_withdrawn(bench: Bench) -> None:
     sock = bench.connect()
     sock.send(rank_batch("a", 0))
     bench.tick(2)
@@ -719,7 +719,7 @@ def test_a_command_goes_to_every_rank_until_it_is_asked_no_more(bench: Bench) ->
     assert events(bench, "stacks") == [], "it answers itself"
 
 
-def test_a_rank_that_does_not_answer_is_looked_at_from_outside_once(bench: Bench) -> None:
+def test_rank_that_does_not_answer_is_inspected_from_outside_once(bench: Bench) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     bench.started.append(process)
     who = RankIdentity(0, 0, 0, 1, 1, 1, "host", None, "job", 0, process.pid, "explicit")
@@ -769,7 +769,7 @@ def test_finish_reads_the_spool_flushes_writes_and_ends_the_actors(bench: Bench)
     sock.close()
 
 
-def test_finish_does_not_wait_for_the_aggregators_own_commit(bench: Bench) -> None:
+def test_finish_does_not_wait_for_the_commit_of_the_aggregator(bench: Bench) -> None:
     bench.relay.take(rank_batch("a", 0))
     for _ in range(3):
         bench.now += wire.TICK_S
@@ -784,7 +784,7 @@ def test_finish_does_not_wait_for_the_aggregators_own_commit(bench: Bench) -> No
     sock.close()
 
 
-def test_finish_with_an_aggregator_killed_on_the_way_still_stores_everything_once(bench: Bench) -> None:
+def test_finish_stores_everything_once_though_the_aggregator_is_killed(bench: Bench) -> None:
     for seq in range(3):
         bench.relay.take(rank_batch("a", seq))
         bench.now += wire.TICK_S
@@ -803,7 +803,7 @@ def test_finish_with_an_aggregator_killed_on_the_way_still_stores_everything_onc
 @pytest.mark.parametrize(
     ("began", "patience"), [(False, WORD_S), (True, WORD_S / 2)], ids=["starting", "stuck"]
 )
-def test_finish_without_an_aggregator_says_so_and_leaves_what_it_holds_in_the_spool(
+def test_finish_without_an_aggregator_fails_and_keeps_rows_in_the_spool(
     bench: Bench, began: bool, patience: float
 ) -> None:
     if began:
@@ -831,7 +831,7 @@ def test_finish_without_an_aggregator_says_so_and_leaves_what_it_holds_in_the_sp
     sock.close()
 
 
-def test_a_report_that_takes_long_is_waited_for_and_one_that_hangs_on_the_disk_is_not(
+def test_slow_report_is_waited_for_and_one_that_hangs_on_the_disk_is_not(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.relay.take(rank_batch("a", 0))
@@ -849,7 +849,7 @@ def test_a_report_that_takes_long_is_waited_for_and_one_that_hangs_on_the_disk_i
     sock.close()
 
 
-def test_a_node_that_does_not_end_the_session_leaves_when_its_own_rows_are_stored(bench: Bench) -> None:
+def test_node_that_does_not_end_the_session_leaves_once_its_rows_are_stored(bench: Bench) -> None:
     bench.relay.take(rank_batch("a", 0))
     sock, message = ask_to_finish(bench, stop=False, nodes=2)
     bench.until(lambda: bench.relay.stopped)
@@ -860,7 +860,7 @@ def test_a_node_that_does_not_end_the_session_leaves_when_its_own_rows_are_store
     sock.close()
 
 
-def test_the_node_that_ends_the_session_waits_for_the_others(bench: Bench) -> None:
+def test_node_that_ends_the_session_waits_for_the_others(bench: Bench) -> None:
     sock, message = ask_to_finish(bench, nodes=2)
     bench.until(lambda: len(bench.aggregator.finished) >= 3)
     assert not bench.relay.stopped
@@ -873,7 +873,7 @@ def test_the_node_that_ends_the_session_waits_for_the_others(bench: Bench) -> No
     sock.close()
 
 
-def test_a_node_that_ends_long_after_the_first_still_delivers_and_the_files_are_written_again(
+def test_node_that_ends_late_still_delivers_and_files_are_written_again(
     bench: Bench,
 ) -> None:
     first, later = SentRank(0, per_node=1), SentRank(1, per_node=1)
@@ -908,7 +908,7 @@ def test_a_node_that_ends_long_after_the_first_still_delivers_and_the_files_are_
     sock.close()
 
 
-def test_a_node_of_which_nothing_comes_any_more_is_not_waited_for_without_end(bench: Bench) -> None:
+def test_silent_node_is_not_waited_for_without_end(bench: Bench) -> None:
     bench.aggregator.core.ingest(SentRelay(1).message(SentRank(1, per_node=1).batch(5)))
     sock, _ = ask_to_finish(bench, nodes=2)
     bench.until(lambda: bench.relay.stopped)
@@ -919,7 +919,7 @@ def test_a_node_of_which_nothing_comes_any_more_is_not_waited_for_without_end(be
     sock.close()
 
 
-def test_a_restarted_aggregator_still_waits_for_the_node_that_is_missing(
+def test_restarted_aggregator_still_waits_for_the_missing_node(
     bench: Bench,
 ) -> None:
     other, later = SentRelay(1), SentRank(1, per_node=1)
@@ -939,7 +939,7 @@ def test_a_restarted_aggregator_still_waits_for_the_node_that_is_missing(
     sock.close()
 
 
-def test_a_node_without_an_aggregator_leaves_in_time_and_keeps_what_it_has(bench: Bench) -> None:
+def test_node_without_an_aggregator_leaves_in_time_and_keeps_its_rows(bench: Bench) -> None:
     bench.aggregator.kill()
     bench.relay.take(rank_batch("a", 0, final=True))
     sock, _ = ask_to_finish(bench, stop=False, nodes=2)
@@ -959,7 +959,7 @@ def flush(bench: Bench, timeout_s: float) -> tuple[threading.Thread, list[bool]]
     return thread, answers
 
 
-def test_a_flush_returns_when_all_is_stored_the_spool_too(bench: Bench) -> None:
+def test_flush_returns_when_all_is_stored_including_the_spool(bench: Bench) -> None:
     bench.relay.take(rank_batch("a", 0))
     write_spool(bench.spool / "b.spool", [rank_batch("b", 0), rank_batch("b", 1, final=True)])
     thread, answers = flush(bench, 20)
@@ -970,7 +970,7 @@ def test_a_flush_returns_when_all_is_stored_the_spool_too(bench: Bench) -> None:
     assert not bench.relay.stopped
 
 
-def test_a_flush_that_is_not_confirmed_says_so_and_leaves_the_spool(bench: Bench) -> None:
+def test_unconfirmed_flush_returns_false_and_leaves_the_spool(bench: Bench) -> None:
     bench.aggregator.kill()
     write_spool(bench.spool / "b.spool", [rank_batch("b", 0)])
     thread, answers = flush(bench, 0.3)
@@ -979,7 +979,7 @@ def test_a_flush_that_is_not_confirmed_says_so_and_leaves_the_spool(bench: Bench
     assert list(bench.spool.iterdir())
 
 
-def test_a_relay_that_ends_takes_its_socket_along_and_its_own_folder_if_nothing_is_left_there() -> None:
+def test_ended_relay_removes_its_socket_and_its_folder_if_empty() -> None:
     for left in (False, True):
         folder = Path(tempfile.mkdtemp(prefix="tr-"))
         relay = RelayCore(
@@ -994,7 +994,7 @@ def test_a_relay_that_ends_takes_its_socket_along_and_its_own_folder_if_nothing_
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_a_spool_is_taken_as_far_as_it_can_be_and_read_once() -> None:
+def test_spool_is_read_once_and_as_far_as_possible() -> None:
     folder = Path(tempfile.mkdtemp(prefix="tr-"))
     bench = Bench(folder, spool=folder)
     write_spool(folder / "a.spool", [rank_batch("a", 0), b"\xc1junk", rank_batch("a", 1)])
@@ -1009,7 +1009,7 @@ def test_a_spool_is_taken_as_far_as_it_can_be_and_read_once() -> None:
     shutil.rmtree(folder)
 
 
-def test_a_relay_whose_aggregator_answers_is_not_unused(bench: Bench) -> None:
+def test_relay_whose_aggregator_answers_is_not_unused(bench: Bench) -> None:
     bench.relay.take(rank_batch("a", 0))
     bench.tick()
     bench.now += 1000
@@ -1021,7 +1021,7 @@ def test_a_relay_whose_aggregator_answers_is_not_unused(bench: Bench) -> None:
     assert bench.relay.stopped
 
 
-def test_a_caller_that_cannot_be_watched_does_not_keep_an_unused_relay(bench: Bench) -> None:
+def test_caller_that_cannot_be_watched_does_not_keep_an_unused_relay(bench: Bench) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(60)
     who = RankIdentity(0, 0, 0, 1, 1, 1, "host", None, "job", 0, ended.pid, "explicit")
@@ -1034,7 +1034,7 @@ def test_a_caller_that_cannot_be_watched_does_not_keep_an_unused_relay(bench: Be
     assert bench.relay.stopped
 
 
-def test_an_unused_relay_ends_itself_but_not_while_a_rank_is_connected(bench: Bench) -> None:
+def test_unused_relay_ends_itself_but_not_while_a_rank_is_connected(bench: Bench) -> None:
     with bench.connect() as sock:
         sock.send(rank_batch("a", 0, final=True))
         bench.until(lambda: bench.aggregator.seqs("a") == [0])
@@ -1058,7 +1058,7 @@ ACTIONS = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(ACTIONS)
-def test_every_row_is_stored_once_or_counted_as_dropped(actions: list[tuple[str, str]]) -> None:
+def test_rows_are_each_stored_once_or_counted_as_dropped(actions: list[tuple[str, str]]) -> None:
     folder = Path(tempfile.mkdtemp(prefix="tr-"))
     bench = Bench(folder, limit=20_000)
     sent: Counter[str] = Counter()
@@ -1090,7 +1090,7 @@ def test_every_row_is_stored_once_or_counted_as_dropped(actions: list[tuple[str,
 
 
 @pytest.mark.parametrize("limit", [1 << 20, 40_000])
-def test_many_small_batches_go_in_packets_that_are_taken(tmp_path: Path, limit: int) -> None:
+def test_small_batches_go_in_packets_that_are_accepted(tmp_path: Path, limit: int) -> None:
     """And so do the counts of many streams of which rows were dropped."""
     bench = Bench(tmp_path, limit=limit)
     streams = [f"s{number}" for number in range(2 * wire.MAX_ITEMS + 1)]
@@ -1106,7 +1106,7 @@ def test_many_small_batches_go_in_packets_that_are_taken(tmp_path: Path, limit: 
 
 
 @given(st.lists(st.integers(1, 400), max_size=60), st.integers(200, 2000))
-def test_an_outbox_never_holds_more_than_its_limit(sizes: list[int], limit: int) -> None:
+def test_outbox_never_holds_more_than_its_limit(sizes: list[int], limit: int) -> None:
     box = Outbox(limit)
     for number, size in enumerate(sizes):
         box.add("a", number, 1, secrets.token_bytes(size))

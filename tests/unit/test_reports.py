@@ -80,7 +80,7 @@ class Run:
         return text.replace(str(self.folder), "<folder>")
 
 
-def test_a_late_rank_is_named_with_its_cost(tmp_path: Path, snapshot: Snapshot) -> None:
+def test_late_rank_is_named_with_its_cost(tmp_path: Path, snapshot: Snapshot) -> None:
     run = Run(tmp_path / "s", 4, world_size=4, nnodes=2)
     run.steps(15)
     run.steps(30, late=2, strategy="ddp")
@@ -111,7 +111,7 @@ def test_a_late_rank_is_named_with_its_cost(tmp_path: Path, snapshot: Snapshot) 
     snapshot("report", run.text)
 
 
-def test_the_summary_can_be_built_again_from_the_file(tmp_path: Path) -> None:
+def test_summary_can_be_built_again_from_the_file(tmp_path: Path) -> None:
     run = Run(tmp_path, 2)
     run.steps(5)
     summary = run.finish()
@@ -119,7 +119,7 @@ def test_the_summary_can_be_built_again_from_the_file(tmp_path: Path) -> None:
         assert json.loads(json.dumps(summarize(session, Thresholds()))) == summary
 
 
-def test_memory_system_and_overhead_are_summed_up(tmp_path: Path, snapshot: Snapshot) -> None:
+def test_memory_system_and_overhead_are_in_the_summary(tmp_path: Path, snapshot: Snapshot) -> None:
     run = Run(tmp_path / "s", 2)
     run.steps(3)
     for used, rss in ((10, 300), (30, 200)):
@@ -157,7 +157,7 @@ def test_overhead_that_no_batch_has_counted_is_unknown(tmp_path: Path) -> None:
     assert line.split(maxsplit=1)[1] == "5 µs a step on the training thread (worst rank)"
 
 
-def test_the_first_death_that_is_no_consequence_is_the_headline(tmp_path: Path, snapshot: Snapshot) -> None:
+def test_first_death_that_is_no_consequence_is_the_headline(tmp_path: Path, snapshot: Snapshot) -> None:
     run = Run(tmp_path / "s", 4)
     run.steps(5)
     run.raised(
@@ -178,7 +178,7 @@ def test_the_first_death_that_is_no_consequence_is_the_headline(tmp_path: Path, 
     snapshot("report", run.text)
 
 
-def test_rank_that_nothing_is_known_of_is_suspected_where_the_others_only_lost_a_peer(
+def test_rank_without_data_is_suspected_where_others_only_lost_a_peer(
     tmp_path: Path, snapshot: Snapshot
 ) -> None:
     run = Run(tmp_path / "s", 4)
@@ -192,7 +192,7 @@ def test_rank_that_nothing_is_known_of_is_suspected_where_the_others_only_lost_a
     snapshot("report", run.text)
 
 
-def test_rank_that_finished_early_is_named_where_the_others_only_lost_a_peer(
+def test_rank_that_finished_early_is_named_where_others_only_lost_a_peer(
     tmp_path: Path, snapshot: Snapshot
 ) -> None:
     run = Run(tmp_path / "s", 2)
@@ -250,7 +250,7 @@ def test_deaths_that_only_the_launcher_saw_within_a_second_are_a_tie(tmp_path: P
     assert (verdict["ranks"], verdict["exit_reason"]) == ([1, 2], "exit code 7")
 
 
-def test_a_killed_rank_is_told_with_its_stage_and_signal(tmp_path: Path, snapshot: Snapshot) -> None:
+def test_killed_rank_is_reported_with_its_stage_and_signal(tmp_path: Path, snapshot: Snapshot) -> None:
     run = Run(tmp_path / "s", 2)
     run.steps(5, open=wire.OpenStage(50, BACKWARD, 1))
     run.raised(0, "torch.distributed.DistBackendError: NCCL error", 0.1)
@@ -272,7 +272,7 @@ def test_a_killed_rank_is_told_with_its_stage_and_signal(tmp_path: Path, snapsho
         "RuntimeError: [enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory",
     ],
 )
-def test_running_out_of_memory_is_its_own_headline(tmp_path: Path, message: str) -> None:
+def test_out_of_memory_is_its_own_headline(tmp_path: Path, message: str) -> None:
     run = Run(tmp_path, 2)
     run.steps(5)
     run.raised(1, message, 0.1)
@@ -288,7 +288,7 @@ def _ended(run: Run, rank: int, after: float, **data: Any) -> None:
     run.aggregator.judge()
 
 
-def test_what_the_relay_saw_of_an_end_is_known_at_once(tmp_path: Path) -> None:
+def test_process_end_seen_by_the_relay_is_known_at_once(tmp_path: Path) -> None:
     run = Run(tmp_path, 3)
     run.steps(5)
     _ended(run, 2, 0.1, exit_code=-15)
@@ -302,7 +302,7 @@ def test_what_the_relay_saw_of_an_end_is_known_at_once(tmp_path: Path) -> None:
     ("kills", "code", "label"),
     [(1, -9, "oom"), (1, None, "oom"), (1, -11, "rank_lost"), (0, -9, "rank_lost")],
 )
-def test_a_kill_of_the_kernels_for_want_of_memory_is_told_from_others(
+def test_oom_kill_of_the_kernel_is_distinguished_from_other_kills(
     tmp_path: Path, kills: int, code: int | None, label: str
 ) -> None:
     run = Run(tmp_path, 2)
@@ -314,14 +314,14 @@ def test_a_kill_of_the_kernels_for_want_of_memory_is_told_from_others(
     assert (verdict["label"], verdict["rank"]) == (label, 1)
 
 
-def test_what_the_launcher_says_of_a_signal_is_no_exception(tmp_path: Path) -> None:
+def test_signal_reported_by_the_launcher_is_no_exception(tmp_path: Path) -> None:
     run = Run(tmp_path, 2)
     run.steps(5)
     summary = run.finish(1, run.failure(1, -9, 0.1, "Signal 9 (SIGKILL) received by PID 4242"))
     assert summary["verdict"]["exit_reason"] == "SIGKILL"
 
 
-def test_a_plain_actor_that_is_gone_is_no_death(tmp_path: Path) -> None:
+def test_plain_actor_that_ended_is_no_death(tmp_path: Path) -> None:
     run = Run(tmp_path, 2)
     for rank in run.ranks:
         rank.identity = msgspec.structs.replace(rank.identity, source="ray")
@@ -330,7 +330,7 @@ def test_a_plain_actor_that_is_gone_is_no_death(tmp_path: Path) -> None:
     assert run.finish(0)["verdict"]["label"] == "healthy"
 
 
-def test_a_rank_that_never_reported_can_be_the_culprit(tmp_path: Path) -> None:
+def test_rank_that_never_reported_can_be_the_culprit(tmp_path: Path) -> None:
     run = Run(tmp_path, 2)
     failure = wire.RankFailure(1, 1, 4242, 1, 5, "ImportError: no module named x\nlong traceback")
     summary = run.finish(1, failure)
@@ -339,7 +339,7 @@ def test_a_rank_that_never_reported_can_be_the_culprit(tmp_path: Path) -> None:
     assert summary["verdict"]["last_step"] is None
 
 
-def test_a_restart_that_went_well_has_no_headline(tmp_path: Path) -> None:
+def test_successful_restart_has_no_headline(tmp_path: Path) -> None:
     run = Run(tmp_path, 2)
     run.steps(5)
     run.raised(0, "ValueError: once", 0.0)
@@ -373,14 +373,14 @@ def test_attempts_are_not_mixed(tmp_path: Path) -> None:
     assert {who["pid"] for who in summary["ranks"].values()} == {rank.identity.pid for rank in old}
 
 
-def test_a_run_that_was_stopped_blames_nobody(tmp_path: Path) -> None:
+def test_stopped_run_blames_no_rank(tmp_path: Path) -> None:
     run = Run(tmp_path, 2)
     run.steps(8)
     summary = run.finish(130, run.failure(0, -2, 0), run.failure(1, -15, 0))
     assert (summary["session"]["status"], summary["verdict"]["label"]) == ("stopped", "healthy")
 
 
-def test_no_step_at_all_says_why(tmp_path: Path, snapshot: Snapshot) -> None:
+def test_run_without_a_step_reports_why(tmp_path: Path, snapshot: Snapshot) -> None:
     run = Run(tmp_path / "s", 2)
     for rank in range(2):
         run.last(rank, missing={"optimizer": "no optimizer hook in torch 1.0"})
@@ -390,7 +390,7 @@ def test_no_step_at_all_says_why(tmp_path: Path, snapshot: Snapshot) -> None:
     snapshot("report", run.text)
 
 
-def test_of_many_ranks_the_worst_are_listed(tmp_path: Path) -> None:
+def test_ranks_listed_of_many_are_the_worst(tmp_path: Path) -> None:
     run = Run(tmp_path, 70)
     run.steps(4, late=66)
     run.finish()
@@ -398,7 +398,7 @@ def test_of_many_ranks_the_worst_are_listed(tmp_path: Path) -> None:
     assert "\n    66  host-33" in listed
 
 
-def test_text_of_a_summary_with_nothing_in_it(tmp_path: Path) -> None:
+def test_empty_summary_has_no_none_or_nan_in_its_text(tmp_path: Path) -> None:
     text = render(Run(tmp_path, 1).finish(), tmp_path)
     assert "None" not in text
     assert "nan" not in text
@@ -453,5 +453,7 @@ def test_status_adds_up_the_errors_of_all_processes_of_a_rank(tmp_path: Path) ->
         ),
     ],
 )
-def test_reasons_of_death(death: Death, consequence: bool, reason: str) -> None:
+def test_death_reason_and_consequence_follow_from_exit_code_and_message(
+    death: Death, consequence: bool, reason: str
+) -> None:
     assert (death.consequence, death.reason) == (consequence, reason)

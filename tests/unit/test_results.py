@@ -65,7 +65,7 @@ def test_answers_of_a_live_session_have_their_shapes(run: Run) -> None:
         assert list(faults(summary, summary_shape.Summary)) == []
 
 
-def test_a_stored_summary_nodes_and_runs_have_their_shapes(run: Run) -> None:
+def test_stored_summary_nodes_and_runs_have_their_shapes(run: Run) -> None:
     run.finish(1, run.failure(3, 1, 0.5, "ValueError: no"))
     with SessionFile(run.folder / "session.sqlite") as session:
         assert list(faults(summarize(session, Thresholds()), summary_shape.Summary)) == []
@@ -73,7 +73,7 @@ def test_a_stored_summary_nodes_and_runs_have_their_shapes(run: Run) -> None:
         assert list(faults(runs_of(session), list[results.RunInfo])) == []
 
 
-def test_every_shape_is_reached_from_what_a_session_returns() -> None:
+def test_shapes_are_all_reached_from_what_a_session_returns() -> None:
     modules = results, summary_shape
     named = {name for module in modules for name, value in vars(module).items() if is_typeddict(value)}
     text = "".join(Path(str(module.__file__)).read_text() for module in modules)

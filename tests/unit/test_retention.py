@@ -74,7 +74,7 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path / "job")
 
 
-def test_the_file_stays_near_its_bound_however_long_it_runs(job: Job) -> None:
+def test_session_file_stays_near_its_bound_however_long_the_run(job: Job) -> None:
     job.run(600)
     grown = job.size
     job.run(600)
@@ -83,9 +83,7 @@ def test_the_file_stays_near_its_bound_however_long_it_runs(job: Job) -> None:
     assert not job.aggregator.errors
 
 
-def test_named_parts_and_a_flood_of_events_stay_within_it_too(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spans_and_a_flood_of_events_stay_within_the_bound(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("traceml_ray.store.retention.EVENTS", 500)
     part = wire.Detail("load", DATA, 20, 9, 9, 0, 20)
     for second in range(600):
@@ -98,7 +96,7 @@ def test_named_parts_and_a_flood_of_events_stay_within_it_too(
     assert 0 < details < 4 * 300
 
 
-def test_what_is_folded_adds_up(job: Job) -> None:
+def test_folded_rows_add_up(job: Job) -> None:
     job.run(400)
     with SessionFile(job.aggregator.folder.sqlite) as session:
         assert session._all("SELECT count(*) FROM rollup")[0][0] > 10
@@ -117,7 +115,7 @@ def test_what_is_folded_adds_up(job: Job) -> None:
         assert peaks == {PEAK}
 
 
-def test_statistics_and_ledger_go_on_and_say_so(job: Job) -> None:
+def test_statistics_and_ledger_include_folded_rows(job: Job) -> None:
     job.run(400)
     ledger = ask(job.aggregator, "ledger")
     assert ledger["stored"] == ledger["produced"] == 400 * 20 * 4
@@ -131,7 +129,7 @@ def test_statistics_and_ledger_go_on_and_say_so(job: Job) -> None:
 
 
 @pytest.mark.parametrize("kept", ["DELETE FROM kept", "UPDATE kept SET body = x'789c'"])
-def test_report_of_folded_rows_of_which_there_are_only_sums_says_so(job: Job, kept: str) -> None:
+def test_report_of_folded_rows_with_only_sums_states_its_limits(job: Job, kept: str) -> None:
     job.run(200)
     job.aggregator.close()
     with contextlib.closing(sqlite3.connect(job.aggregator.folder.sqlite)) as older:
@@ -182,7 +180,7 @@ def without_machine(block: Any) -> Any:
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_report_of_folded_rows_is_what_it_is_of_all_rows(
+def test_report_of_folded_rows_equals_that_of_all_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool
 ) -> None:
     monkeypatch.setattr("traceml_ray.reports.whole.PIECE_ROWS", 1000)
@@ -199,7 +197,7 @@ def test_report_of_folded_rows_is_what_it_is_of_all_rows(
             assert abs(moments[0] - moments[1]) < 300 / 40
 
 
-def test_report_of_folded_rows_is_within_one_percent_of_one_that_holds_all_in_memory(tmp_path: Path) -> None:
+def test_report_of_folded_rows_is_within_one_percent_of_an_exact_one(tmp_path: Path) -> None:
     folded = report_of(job_of(tmp_path / "folded", LIMIT))
     whole = report_of(job_of(tmp_path / "whole", 1 << 30))
     assert whole["steps"]["covers"]["error_pct"] == folded["steps"]["covers"]["error_pct"] == ERROR_PCT
@@ -229,7 +227,9 @@ def test_report_is_of_one_moment_while_rows_are_folded(job: Job, monkeypatch: py
     assert report_of(job)["steps"]["count"] == 250 * 20
 
 
-def test_what_could_not_be_folded_is_folded_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_could_not_be_folded_are_folded_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The disk refuses in the middle of it."""
     whole = report_of(job_of(tmp_path / "whole", LIMIT))
     thin, refused = Retention._thin, []
@@ -316,7 +316,9 @@ def test_statistics_of_the_largest_run_can_be_read_again() -> None:
     assert stats is not None and stats.steps == 300 - LIMITS.warmup_steps
 
 
-def test_what_could_not_be_read_again_is_not_written(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
+def test_statistics_that_could_not_be_read_again_are_not_written(
+    monkeypatch: pytest.MonkeyPatch, job: Job
+) -> None:
     """Its rows are folded into sums alone, and what was kept before is still used."""
     job.run(150)
     before = report_of(job)["steps"]["covers"]
@@ -330,7 +332,7 @@ def test_what_could_not_be_read_again_is_not_written(monkeypatch: pytest.MonkeyP
     assert 40 < steps["covers"]["rows_pct"] < 70
 
 
-def test_statistics_that_cannot_be_read_are_kept_aside(job: Job) -> None:
+def test_unreadable_statistics_are_kept_aside(job: Job) -> None:
     job.run(150)
     job.aggregator.close()
     with contextlib.closing(sqlite3.connect(job.aggregator.folder.sqlite)) as other:
@@ -348,7 +350,7 @@ def test_statistics_that_cannot_be_read_are_kept_aside(job: Job) -> None:
     assert steps["covers"]["counted_pct"] == 100 and 30 < steps["covers"]["rows_pct"] < 70
 
 
-def test_node_that_is_half_a_minute_late_makes_no_hole() -> None:
+def test_node_half_a_minute_late_leaves_no_gap() -> None:
     """Its relay is slow; five steps a second."""
     world = 400
     early, late = range(world - 8), range(world - 8, world)
@@ -363,7 +365,7 @@ def test_node_that_is_half_a_minute_late_makes_no_hole() -> None:
 
 
 @pytest.mark.parametrize("limit", [LIMIT, 1 << 30])
-def test_rows_that_came_too_late_for_statistics_are_not_said_to_be_in_them(
+def test_rows_too_late_for_statistics_are_not_counted_in_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
     """Folded or not: there is a bound to the rows that wait for a rank."""
@@ -387,7 +389,7 @@ def test_rows_that_came_too_late_for_statistics_are_not_said_to_be_in_them(
     assert steps["covers"]["rows_pct"] < 95
 
 
-def test_processes_of_earlier_attempts_do_not_put_off_folding(job: Job) -> None:
+def test_processes_of_earlier_attempts_do_not_delay_folding(job: Job) -> None:
     for attempt in range(50):
         job.ranks = [Rank(number, 4, attempt=attempt) for number in range(4)]
         job.run(1, final=attempt < 49)
@@ -395,7 +397,7 @@ def test_processes_of_earlier_attempts_do_not_put_off_folding(job: Job) -> None:
     assert job.size < 2 * LIMIT
 
 
-def test_rows_that_are_read_at_a_time_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_read_at_once_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(tmp_path / "job", limit=1 << 30)
     job.run(60)
     job.aggregator.close()
@@ -414,7 +416,7 @@ def test_rows_that_are_read_at_a_time_are_bounded(tmp_path: Path, monkeypatch: p
     assert job.aggregator.errors == {}
 
 
-def test_attempt_that_follows_is_of_its_own_rows(job: Job) -> None:
+def test_next_attempt_is_reported_by_its_own_rows(job: Job) -> None:
     job.run(200, late=1)
     job.ranks = [Rank(number, 4, attempt=1) for number in range(4)]
     job.run(200)
@@ -436,7 +438,7 @@ def test_sums_of_a_long_run_are_added_up(job: Job, monkeypatch: pytest.MonkeyPat
     assert (summary["steps"]["count"], summary["steps"]["mean_ms"]) == (600 * 20, sum(ROW))
 
 
-def test_a_step_that_is_cut_in_two_by_folding_counts_once() -> None:
+def test_step_cut_in_two_by_folding_counts_once() -> None:
     keys = np.array([[0, 2], [2, 5], [7, 9], [3, 4], [9, 12]])
     segments = np.array([[0, 1], [2, 0], [0, 0], [0, 0], [1, 0]])
     first, last = (keys << SEGMENT_BITS | segments).T
@@ -486,7 +488,7 @@ def test_report_of_more_steps_than_are_kept_one_by_one_is_of_the_whole_run(
         assert piecewise[block] == at_once[block]
 
 
-def test_reports_and_live_summary_of_a_long_run_are_first_of_its_newest_steps(
+def test_live_summary_of_a_long_run_covers_newest_steps_and_the_report_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job(tmp_path / "job", limit=1 << 30)
@@ -504,7 +506,7 @@ def test_reports_and_live_summary_of_a_long_run_are_first_of_its_newest_steps(
     assert json.loads(job.aggregator.folder.summary_json.read_text())["steps"]["covers"] == whole
 
 
-def test_it_goes_on_where_it_was_after_a_restart(job: Job) -> None:
+def test_folding_goes_on_after_a_restart(job: Job) -> None:
     job.run(300)
     before = ask(job.aggregator, "ledger")["folded"]
     job.aggregator.close()
@@ -519,7 +521,7 @@ def test_it_goes_on_where_it_was_after_a_restart(job: Job) -> None:
     assert sum(t // SECOND % 10 == 0 for t in kept) == 40
 
 
-def test_a_session_within_its_bound_is_left_as_it_is(job: Job) -> None:
+def test_session_within_its_bound_is_not_folded(job: Job) -> None:
     job.run(20)
     with SessionFile(job.aggregator.folder.sqlite) as session:
         assert session.ledger()["folded"] == 0

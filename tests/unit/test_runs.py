@@ -68,7 +68,7 @@ def _summary(folder: Path, run: str | None = None) -> dict[str, Any]:
 # -- what is told of a run -----------------------------------------------------------------------
 
 
-def test_a_run_ends_when_none_of_its_ranks_may_still_deliver(tmp_path: Path, clock: Clock) -> None:
+def test_run_ends_when_none_of_its_ranks_may_still_deliver(tmp_path: Path, clock: Clock) -> None:
     aggregator = aggregation(tmp_path, clock)
     fit = Fit(aggregator, "a")
     assert told(aggregator, "a", info={"name": "first fit", "world_size": 2}) == wire.Finished(
@@ -93,7 +93,7 @@ def test_a_run_ends_when_none_of_its_ranks_may_still_deliver(tmp_path: Path, clo
     assert "run first fit: finished" in (tmp_path / "report.txt").read_text()
 
 
-def test_to_end_a_run_twice_changes_nothing(tmp_path: Path, clock: Clock) -> None:
+def test_run_ended_twice_is_unchanged(tmp_path: Path, clock: Clock) -> None:
     aggregator = aggregation(tmp_path, clock)
     fit = Fit(aggregator, "a")
     fit.step()
@@ -111,7 +111,7 @@ def test_to_end_a_run_twice_changes_nothing(tmp_path: Path, clock: Clock) -> Non
     assert len(_summary(tmp_path)["events"]) == 1
 
 
-def test_a_run_that_is_over_leaves_the_others_alone(tmp_path: Path, clock: Clock) -> None:
+def test_run_that_is_over_leaves_the_others_alone(tmp_path: Path, clock: Clock) -> None:
     aggregator = aggregation(tmp_path, clock)
     fits = [Fit(aggregator, "a"), Fit(aggregator, "b")]
     for _ in range(5):
@@ -139,7 +139,7 @@ def test_a_run_that_is_over_leaves_the_others_alone(tmp_path: Path, clock: Clock
     assert check_ledger(tmp_path)["stored"] == 240
 
 
-def test_what_is_told_of_runs_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_records_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("traceml_ray.store.runs.MAX_RUNS", 4)
     aggregator = aggregation(tmp_path)
     for run in range(8):
@@ -152,7 +152,7 @@ def test_what_is_told_of_runs_is_bounded(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(runs["run-0"]["name"]) == 500
 
 
-def test_word_of_a_run_that_cannot_be_read_is_an_answer(tmp_path: Path) -> None:
+def test_undecodable_run_message_is_answered(tmp_path: Path) -> None:
     aggregator = aggregation(tmp_path)
     finished = wire.decode(aggregator.run(b"\xc1"), wire.Finished)
     assert not finished.ok
@@ -162,7 +162,7 @@ def test_word_of_a_run_that_cannot_be_read_is_an_answer(tmp_path: Path) -> None:
 # -- runs do not mix -----------------------------------------------------------------------------
 
 
-def test_the_newest_run_with_rows_is_shown_unless_another_is_asked_for(
+def test_newest_run_with_rows_is_shown_unless_another_is_requested(
     tmp_path: Path, clock: Clock, snapshot: Snapshot
 ) -> None:
     aggregator = aggregation(tmp_path / "s", clock)
@@ -225,7 +225,7 @@ def test_deaths_and_events_are_those_of_the_run(tmp_path: Path, clock: Clock) ->
     assert ask(aggregator, "events", run="b") == []
 
 
-def test_two_runs_at_once_are_judged_as_each_would_be_alone(tmp_path: Path, clock: Clock) -> None:
+def test_concurrent_runs_are_judged_as_each_would_be_alone(tmp_path: Path, clock: Clock) -> None:
     """Same ranks, same times; one has a late rank, one restarts in between."""
     aggregator = aggregation(tmp_path / "both", clock)
     alone = aggregation(tmp_path / "alone", clock)
@@ -247,7 +247,9 @@ def test_two_runs_at_once_are_judged_as_each_would_be_alone(tmp_path: Path, cloc
     assert not aggregator.errors
 
 
-def test_after_a_restart_of_the_aggregator_every_live_run_is_judged_on(tmp_path: Path, clock: Clock) -> None:
+def test_judging_of_every_live_run_continues_after_an_aggregator_restart(
+    tmp_path: Path, clock: Clock
+) -> None:
     aggregator = aggregation(tmp_path, clock)
     fits = [Fit(aggregator, "a", 3), Fit(aggregator, "b", 3)]
     for _ in range(10):
@@ -260,7 +262,7 @@ def test_after_a_restart_of_the_aggregator_every_live_run_is_judged_on(tmp_path:
     assert [ask(restarted, "verdict", run=run)["ranks"] for run in "ab"] == [[0], [1]]
 
 
-def test_the_summary_of_a_job_of_torchrun_is_what_it_was(tmp_path: Path, clock: Clock) -> None:
+def test_summary_of_a_torchrun_job_keeps_what_the_launcher_reported(tmp_path: Path, clock: Clock) -> None:
     """One run, called as the session: what the launcher said of it holds."""
     aggregator = aggregation(tmp_path / "job", clock, world_size=2, nnodes=1)
     fit = Fit(aggregator, "job")
@@ -282,7 +284,7 @@ def test_the_summary_of_a_job_of_torchrun_is_what_it_was(tmp_path: Path, clock: 
 # -- restarts ------------------------------------------------------------------------------------
 
 
-def test_a_restart_is_an_event_with_what_it_cost(tmp_path: Path, clock: Clock, snapshot: Snapshot) -> None:
+def test_restart_is_an_event_with_its_cost(tmp_path: Path, clock: Clock, snapshot: Snapshot) -> None:
     aggregator = aggregation(tmp_path, clock)
     first, other = Fit(aggregator, "a", 4), Fit(aggregator, "b", 2)
     for _ in range(3):
@@ -310,7 +312,7 @@ def test_a_restart_is_an_event_with_what_it_cost(tmp_path: Path, clock: Clock, s
         assert len(session.ranks()) == 3
 
 
-def test_a_restart_is_noticed_across_a_restart_of_the_aggregator(tmp_path: Path, clock: Clock) -> None:
+def test_restart_is_noticed_across_a_restart_of_the_aggregator(tmp_path: Path, clock: Clock) -> None:
     aggregator = aggregation(tmp_path, clock)
     Fit(aggregator, "a").step()
     aggregator.commit()
@@ -329,7 +331,7 @@ def test_a_restart_is_noticed_across_a_restart_of_the_aggregator(tmp_path: Path,
     assert (event["data"]["attempt"], event["data"]["seconds"]) == (2, 20.0)
 
 
-def test_an_attempt_is_judged_from_its_own_beginning(tmp_path: Path, clock: Clock) -> None:
+def test_attempt_is_judged_from_its_own_beginning(tmp_path: Path, clock: Clock) -> None:
     aggregator = aggregation(tmp_path, clock)
     chronic = []
     for attempt, seconds in ((0, 20), (1, 4)):
@@ -354,7 +356,7 @@ def _leave(
     return answer
 
 
-def test_the_session_is_over_when_the_last_node_has_left(tmp_path: Path, clock: Clock) -> None:
+def test_session_is_over_when_the_last_node_has_left(tmp_path: Path, clock: Clock) -> None:
     aggregator = aggregation(tmp_path, clock)
     ranks = [Rank(i, 3, per_node=1) for i in range(3)]
     for node, rank in enumerate(ranks):
@@ -375,7 +377,7 @@ def test_the_session_is_over_when_the_last_node_has_left(tmp_path: Path, clock: 
     assert summary["verdict"]["exit_reason"] == "SIGKILL"
 
 
-def test_nobody_waits_for_a_node_that_was_lost(tmp_path: Path) -> None:
+def test_lost_node_is_not_waited_for(tmp_path: Path) -> None:
     aggregator = aggregation(tmp_path)
     for node in range(2):
         aggregator.ingest(Relay(node).message(Rank(node, 2, per_node=1).batch(5)))
@@ -384,7 +386,7 @@ def test_nobody_waits_for_a_node_that_was_lost(tmp_path: Path) -> None:
     assert aggregator.over
 
 
-def test_a_node_that_never_reported_is_waited_for_unless_one_insists(tmp_path: Path) -> None:
+def test_node_that_never_reported_is_waited_for_unless_forced(tmp_path: Path) -> None:
     aggregator = aggregation(tmp_path)
     aggregator.ingest(Relay().message(Rank(0, 2, per_node=1).batch(5)))
     assert _leave(aggregator, 0) == wire.Finished(wire.VERSION, "waiting", "1 that never reported", 1)
@@ -398,7 +400,9 @@ def test_a_node_that_never_reported_is_waited_for_unless_one_insists(tmp_path: P
 
 @given(data=st.data())
 @hypothesis.settings(max_examples=20, deadline=None)
-def test_no_order_of_messages_breaks_the_account(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+def test_ledger_balances_for_any_order_of_messages(
+    tmp_path_factory: pytest.TempPathFactory, data: Any
+) -> None:
     """Runs and attempts in any order; rows dropped, lost on the way, sent twice; runs ended early."""
     folder = tmp_path_factory.mktemp("session")
     clock = Clock()
@@ -448,9 +452,7 @@ def test_no_order_of_messages_breaks_the_account(tmp_path_factory: pytest.TempPa
     aggregator.close()
 
 
-def test_the_end_of_a_run_waits_for_its_ranks_but_not_where_a_relay_has_fallen_silent(
-    tmp_path: Path, clock: Clock
-) -> None:
+def test_end_of_a_run_waits_for_its_ranks_but_not_behind_a_silent_relay(tmp_path: Path, clock: Clock) -> None:
     aggregator = aggregation(tmp_path, clock)
     fit = Fit(aggregator, "a")
     fit.relay.node = wire.NodeIdentity("node-a", "host", "10.0.0.1")

@@ -21,7 +21,7 @@ def _finished(out: Path, name: str) -> Path:
     return folder.path
 
 
-def test_a_name_is_made_up_and_the_folder_is_private(tmp_path: Path) -> None:
+def test_session_name_is_generated_and_its_folder_is_private(tmp_path: Path) -> None:
     first, second = prepare(tmp_path), prepare(tmp_path)
     assert first.name != second.name
     assert first.path.stat().st_mode & 0o777 == 0o700
@@ -30,7 +30,7 @@ def test_a_name_is_made_up_and_the_folder_is_private(tmp_path: Path) -> None:
     assert holder(first.path) is None
 
 
-def test_a_live_session_is_not_entered_by_another_process(tmp_path: Path) -> None:
+def test_live_session_is_not_entered_by_another_process(tmp_path: Path) -> None:
     folder = prepare(tmp_path, "s")
     code = "import sys; from traceml_ray.session import prepare; prepare(sys.argv[1], 's')"
     child = subprocess.run(
@@ -53,7 +53,7 @@ def test_finished_sessions_are_moved_aside_one_after_the_other(tmp_path: Path) -
     assert {entry.name for entry in third.path.iterdir()} == {".lock"}
 
 
-def test_a_holder_that_was_restarted_goes_on_in_its_folder(tmp_path: Path) -> None:
+def test_restarted_holder_goes_on_in_its_folder(tmp_path: Path) -> None:
     path = _finished(tmp_path, "s")
     again = prepare(tmp_path, "s", again=True)
     assert (again.path, again.moved) == (path, None)
@@ -65,7 +65,7 @@ def test_a_holder_that_was_restarted_goes_on_in_its_folder(tmp_path: Path) -> No
     assert prepare(tmp_path, "new", again=True).path.is_dir()
 
 
-def test_a_folder_that_is_no_session_is_left_alone(tmp_path: Path) -> None:
+def test_folder_that_is_no_session_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "train.py").write_text("")
     with pytest.raises(SessionError, match="is not a session"):
@@ -74,12 +74,12 @@ def test_a_folder_that_is_no_session_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "x" * 65])
-def test_names_that_cannot_be(tmp_path: Path, name: str) -> None:
+def test_invalid_session_names_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(SettingError):
         prepare(tmp_path, name)
 
 
-def test_an_unwritable_out_names_the_path(tmp_path: Path) -> None:
+def test_unwritable_out_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SessionError, match=str(tmp_path / "file")):
         prepare(tmp_path / "file", "s")
@@ -92,7 +92,7 @@ def test_find_by_name_folder_file_and_newest(tmp_path: Path) -> None:
     assert find("old", tmp_path) == find(old, "elsewhere") == find(old / "session.sqlite", "elsewhere") == old
 
 
-def test_find_says_what_it_looked_for(tmp_path: Path) -> None:
+def test_find_error_names_what_was_searched(tmp_path: Path) -> None:
     with pytest.raises(SessionError, match=f"no session under {tmp_path}"):
         find(None, tmp_path)
     _finished(tmp_path, "a")

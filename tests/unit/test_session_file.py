@@ -53,7 +53,7 @@ def test_rows_come_back_as_sent_with_cursor_and_limit(tmp_path: Path) -> None:
         assert (newest[0].keys >> SEGMENT_BITS).tolist() == [4, 5, 6, 7]
 
 
-def test_everything_a_batch_says_is_read_back(tmp_path: Path) -> None:
+def test_batch_fields_are_all_read_back(tmp_path: Path) -> None:
     gpus = [wire.GpuSample(0, "H200", 90.0, 10, None)]
     sample = wire.NodeSample(7, 50.0, 8, None, 1, 2, 3, 4, 5, 6, gpus)
     batch = Rank(0, 1).batch(
@@ -93,7 +93,7 @@ def test_everything_a_batch_says_is_read_back(tmp_path: Path) -> None:
         assert list(session.node_columns()["node-0"][0, "util_pct"]) == [90.0]
 
 
-def test_a_look_at_the_last_steps_takes_no_longer_in_a_long_run(tmp_path: Path) -> None:
+def test_query_of_the_last_steps_takes_no_longer_in_a_long_run(tmp_path: Path) -> None:
     work = []
     for batches in (20, 400):
         rank, sent = Rank(0, 1), []
@@ -111,14 +111,14 @@ def test_a_look_at_the_last_steps_takes_no_longer_in_a_long_run(tmp_path: Path) 
     assert work[1] < 1.5 * work[0]
 
 
-def test_a_node_is_shown_with_its_address_where_hostnames_repeat(tmp_path: Path) -> None:
+def test_node_is_shown_with_its_address_where_hostnames_repeat(tmp_path: Path) -> None:
     first, second = Relay(0), Relay(1)
     ranks = [Rank(0), Rank(1)]  # one hostname, two nodes
     with _stored(tmp_path, first.message(ranks[0].batch()), second.message(ranks[1].batch())) as session:
         assert [rows.node for rows in session.rows()[0]] == ["host-0 (10.0.0.1)", "host-0 (10.0.0.2)"]
 
 
-def test_the_stored_file_is_one_private_file(tmp_path: Path) -> None:
+def test_stored_session_is_one_private_file(tmp_path: Path) -> None:
     _stored(tmp_path, Relay().message(Rank(0).batch())).close()
     assert [path.name for path in tmp_path.iterdir()] == ["session.sqlite"]
     assert (tmp_path / "session.sqlite").stat().st_mode & 0o777 == 0o600
@@ -137,7 +137,7 @@ def test_files_that_are_no_session_are_refused_by_name(tmp_path: Path) -> None:
         SessionFile(path)
 
 
-def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
+def test_newer_schema_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "session.sqlite"
     connection = connect(path, create=True)
     connection.execute("PRAGMA user_version = 99")
@@ -146,7 +146,7 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
         SessionFile(path)
 
 
-def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_damaged_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     relay, rank = Relay(), Rank(0)
     _stored(tmp_path, *(relay.message(rank.batch(100)) for _ in range(50))).close()
     path = tmp_path / "session.sqlite"
@@ -159,7 +159,7 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "network"), [("ext4", False), ("nfs4", True), ("fuse.sshfs", True)])
-def test_network_filesystems_are_known_by_their_mount(tmp_path: Path, kind: str, network: bool) -> None:
+def test_network_filesystems_are_recognised_by_their_mount(tmp_path: Path, kind: str, network: bool) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/sda / ext4 rw 0 0\nserver:/x {tmp_path} {kind} rw 0 0\n")
     assert on_network_filesystem(tmp_path / "session.sqlite", mounts) is network
@@ -191,7 +191,7 @@ def test_other_processes_read_while_the_session_is_written(tmp_path: Path, kind:
 
 
 @pytest.mark.usefixtures("kind")
-def test_question_inside_the_writers_transaction_is_of_the_last_commit(tmp_path: Path) -> None:
+def test_query_inside_a_transaction_of_the_writer_sees_the_last_commit(tmp_path: Path) -> None:
     aggregator, relay, rank = aggregation(tmp_path), Relay(), Rank(0)
     aggregator.ingest(relay.message(rank.batch(5)))
     assert aggregator.commit()
@@ -204,7 +204,7 @@ def test_question_inside_the_writers_transaction_is_of_the_last_commit(tmp_path:
     aggregator.close()
 
 
-def test_a_finished_session_is_one_file_while_its_aggregator_lives(tmp_path: Path) -> None:
+def test_finished_session_is_one_file_while_its_aggregator_lives(tmp_path: Path) -> None:
     aggregator = aggregation(tmp_path)
     aggregator.ingest(Relay().message(Rank(0).batch(5)))
     aggregator.finish(wire.Finish(wire.VERSION, 0))
@@ -213,7 +213,7 @@ def test_a_finished_session_is_one_file_while_its_aggregator_lives(tmp_path: Pat
         assert session.ledger()["stored"] == 5
 
 
-def test_while_the_disk_refuses_rows_stay_pending_within_the_bound(tmp_path: Path) -> None:
+def test_rows_stay_pending_within_the_bound_while_the_disk_refuses(tmp_path: Path) -> None:
     aggregator, relay, rank = aggregation(tmp_path, Clock()), Relay(), Rank(0, 1)
     writer: SessionWriter = aggregator._writer
     writer.max_pending_bytes = 40 * 57
@@ -237,7 +237,7 @@ def test_while_the_disk_refuses_rows_stay_pending_within_the_bound(tmp_path: Pat
     aggregator.close()
 
 
-def test_what_is_cut_while_the_disk_refuses_is_counted_by_kind(tmp_path: Path) -> None:
+def test_items_cut_while_the_disk_refuses_are_counted_by_kind(tmp_path: Path) -> None:
     aggregator, relay, rank = aggregation(tmp_path, Clock()), Relay(), Rank(0, 1)
     writer = aggregator._writer
     writer.max_pending_items = 5
@@ -290,7 +290,7 @@ def test_commit_has_succeeded_where_only_folding_failed(
     aggregator.close()
 
 
-def test_a_query_on_unchanged_data_reads_no_rows(tmp_path: Path) -> None:
+def test_query_on_unchanged_data_reads_no_rows(tmp_path: Path) -> None:
     relay, rank = Relay(), Rank(0)
     with _stored(tmp_path, *(relay.message(rank.batch(100)) for _ in range(20))) as session:
         _, cursor = session.rows()
@@ -301,13 +301,13 @@ def test_a_query_on_unchanged_data_reads_no_rows(tmp_path: Path) -> None:
         assert "max(id)" in asked[0]
 
 
-def test_clock_of_the_samples_is_the_senders(tmp_path: Path) -> None:
+def test_sample_times_are_those_of_the_sender(tmp_path: Path) -> None:
     process = wire.ProcessSample(5 * SECOND, 1.0, 2, 3, 4, 5)
     with _stored(tmp_path, Relay().message(Rank(0).batch(process=process))) as session:
         assert session.process_samples([1], 1)[0][1].t_ns == 5 * SECOND
 
 
-def test_what_is_long_can_be_read_in_parts(tmp_path: Path) -> None:
+def test_long_tables_can_be_read_in_slices(tmp_path: Path) -> None:
     relay, ranks = Relay(), [Rank(0), Rank(1)]
     kinds = ("note", "stacks", "flight_recorder")
     events = [wire.Event(kind, t, message="x") for t, kind in enumerate(kinds)]

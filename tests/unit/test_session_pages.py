@@ -69,7 +69,7 @@ def tile(view: dict[str, Any], key: str) -> float:
 @pytest.mark.parametrize(
     ("world", "per_node", "late", "stage"), [(8, 4, 5, 1), (4, 2, 0, 3), (6, 2, None, 1)]
 )
-def test_numbers_are_those_of_the_summary(
+def test_board_numbers_are_those_of_the_summary(
     tmp_path: Path, world: int, per_node: int, late: int | None, stage: int
 ) -> None:
     played = Played(tmp_path / "demo", world, per_node=per_node, late=late, stage=stage)
@@ -109,7 +109,7 @@ def test_numbers_are_those_of_the_summary(
     source.close()
 
 
-def test_stored_equals_live(played: Played) -> None:
+def test_stored_board_equals_the_live_one(played: Played) -> None:
     live = followed(played)
     played.end()
     live.poll()
@@ -152,7 +152,7 @@ def test_late_rank_is_in_verdict_heatmap_and_timeline(played: Played, snapshot: 
     assert view["events"][0]["kind"] == "verdict" and view["events"][0]["step"] == played.onset
 
 
-def test_missing_is_never_zero(played: Played, snapshot: Snapshot) -> None:
+def test_missing_rows_are_never_zero(played: Played, snapshot: Snapshot) -> None:
     """One rank never reports, another falls silent, a row of a third is lost on the way."""
     pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
     for second in range(20):
@@ -206,7 +206,7 @@ def test_rows_that_come_late_are_in_their_columns(played: Played) -> None:
     assert all(same(one[name], whole[name]) for name in DRAWN)
 
 
-def test_states(played: Played, snapshot: Snapshot) -> None:
+def test_board_states_follow_the_session(played: Played, snapshot: Snapshot) -> None:
     pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
     played.source.down = True
     assert pages.poll() and pages.view("overview")["state"] == "empty"
@@ -315,7 +315,7 @@ def test_slow_aggregator_is_not_asked_for_a_while(played: Played) -> None:
     assert pages.poll() and pages.view("header")["step"] == 19
 
 
-def test_node_page(played: Played) -> None:
+def test_node_page_shows_address_samples_and_ranks(played: Played) -> None:
     page = followed(played, 12).view("node", node="node-1")
     assert (page["node"]["label"], page["node"]["address"], page["node"]["ranks"]) == (
         "host-1",
@@ -374,7 +374,7 @@ def test_node_page_without_sensors_has_no_devices(tmp_path: Path) -> None:
     assert card_of(page, "host-0")["gpu_util_pct"] is None
 
 
-def test_rank_page(played: Played) -> None:
+def test_rank_page_shows_suspect_stages_spans_and_process(played: Played) -> None:
     page = followed(played, 40).view("rank", rank=5)
     assert page["suspect"]["stage"] == "data"
     after = np.array(page["stages"]["steps"]) >= played.onset
@@ -422,7 +422,7 @@ def test_events_are_selected_by_kind_rank_and_node(played: Played) -> None:
     }
 
 
-def test_sessions_side_by_side(tmp_path: Path) -> None:
+def test_sessions_are_compared_side_by_side(tmp_path: Path) -> None:
     for name, late in (("good", None), ("slow", 1)):
         played = Played(tmp_path / name, 2, late=late, onset=0)
         for _ in range(12):
@@ -488,7 +488,7 @@ class Held:
     ("page", "selection", "kind"),
     [("health", {}, query.Ledger), ("overview", {"run": "a"}, query.Verdict)],
 )
-def test_slow_aggregator_holds_up_only_who_needs_its_answer(
+def test_slow_aggregator_holds_up_only_views_that_need_its_answer(
     played: Played, monkeypatch: pytest.MonkeyPatch, page: str, selection: dict[str, Any], kind: Any
 ) -> None:
     pages = followed(played)
@@ -527,7 +527,7 @@ def test_session_stays_open_while_another_thread_reads_it(
     assert seen["verdict"]["label"]
 
 
-def test_health(played: Played) -> None:
+def test_health_page_shows_ledger_overhead_and_relays(played: Played) -> None:
     pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
     assert metrics.health(pages) == {"status": "ok", "state": "empty"}
     pages = followed(played)
@@ -538,13 +538,13 @@ def test_health(played: Played) -> None:
 
 
 @given(st.lists(st.floats(0.1, 100) | st.just(float("nan")), min_size=1, max_size=20), st.floats(0, 1))
-def test_quantiles_are_numpys(values: list[float], share: float) -> None:
+def test_quantiles_are_those_of_numpy(values: list[float], share: float) -> None:
     known = [value for value in values if value == value]
     found = quantiles(np.array(values), (share,))[0]
     assert found == pytest.approx(np.quantile(known, share)) if known else np.isnan(found)
 
 
-def test_deviations() -> None:
+def test_deviations_are_scaled_to_one_byte() -> None:
     values = np.array([[0.5, 1.0, 1.5, 9.0, 0.0, np.nan]])
     middle = np.ones(6)
     assert deviations(values, middle, middle).tolist() == [[0, 127, 254, 254, 0, MISSING]]

@@ -8,7 +8,7 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.settings import SettingError, Settings, check_session_name
 
 
-def test_defaults():
+def test_defaults_apply_without_environment_and_keywords():
     assert Settings.load({}) == Settings()
 
 
@@ -18,12 +18,12 @@ def test_keyword_beats_environment_beats_default():
     assert (settings.interval, settings.out, settings.channel) == (0.25, "/data", "auto")
 
 
-def test_the_process_environment_is_the_default_source(monkeypatch):
+def test_process_environment_is_the_default_source(monkeypatch):
     monkeypatch.setenv("TRACEML_SESSION", "nightly-7")
     assert Settings.load().session == "nightly-7"
 
 
-def test_every_setting_has_its_variable():
+def test_settings_each_have_a_variable():
     given = {
         "session": ("s", "s"),
         "out": ("o", "o"),
@@ -46,13 +46,13 @@ def test_every_setting_has_its_variable():
     assert Settings.load(environ) == Settings(**{name: value for name, (_, value) in given.items()})
 
 
-def test_not_given_is_none_or_empty():
+def test_missing_and_empty_values_are_the_default():
     assert (
         Settings.load({"TRACEML_OUT": "", "TRACEML_CHANNEL": ""}, session=None, interval=None) == Settings()
     )
 
 
-def test_a_path_is_text():
+def test_path_becomes_text():
     assert Settings.load({}, out=Path("a") / "b").out == "a/b"
 
 
@@ -70,7 +70,7 @@ def test_a_path_is_text():
         ("session", "a/b", "1 to 64 letters, digits, '.', '_' or '-', and not begin with '.'"),
     ],
 )
-def test_a_bad_value_is_one_line_with_name_value_and_what_it_may_be(name, value, allowed):
+def test_bad_value_is_one_line_with_name_value_and_allowed_values(name, value, allowed):
     variable = f"TRACEML_{name.upper()}"
     for where, call in (
         (variable, lambda: Settings.load({variable: value})),
@@ -84,26 +84,26 @@ def test_a_bad_value_is_one_line_with_name_value_and_what_it_may_be(name, value,
 @pytest.mark.parametrize(
     ("name", "value"), [("interval", True), ("out", 7), ("ring_rows", [1]), ("debug", 2)]
 )
-def test_a_keyword_of_the_wrong_type_is_refused(name, value):
+def test_keyword_of_the_wrong_type_is_refused(name, value):
     with pytest.raises(SettingError, match=f"^{name}="):
         Settings.load({}, **{name: value})
 
 
-def test_an_unknown_keyword_is_refused_with_the_known_ones():
+def test_unknown_keyword_is_refused_with_the_known_ones():
     with pytest.raises(
         SettingError, match=r"^intervall is not a setting; these are: session, out, interval,"
     ):
         Settings.load({}, intervall=1)
 
 
-def test_thresholds_from_environment_keyword_and_struct():
+def test_thresholds_come_from_environment_keyword_and_struct():
     environ = {"TRACEML_THRESHOLD_MIN_EXCESS": "0.1", "TRACEML_THRESHOLD_WINDOW_STEPS": "30"}
     loaded = Settings.load(environ, thresholds={"window_steps": 40}).thresholds
     assert loaded == Thresholds(min_excess=0.1, window_steps=40)
     assert Settings.load(environ, thresholds=Thresholds()).thresholds == Thresholds()
 
 
-def test_every_default_threshold_is_allowed():
+def test_default_thresholds_are_all_allowed():
     assert Settings.load({}, thresholds=Thresholds()).thresholds == Thresholds()
 
 
@@ -116,23 +116,23 @@ def test_every_default_threshold_is_allowed():
         ("MIN_EXCES", "0.1", "TRACEML_THRESHOLD_MIN_EXCES is not a setting; these are: window_steps, "),
     ],
 )
-def test_a_bad_threshold_is_named(variable, value, message):
+def test_bad_threshold_is_named(variable, value, message):
     with pytest.raises(SettingError) as caught:
         Settings.load({f"TRACEML_THRESHOLD_{variable}": value})
     assert str(caught.value).startswith(message)
 
 
-def test_variables_of_others_are_left_alone():
+def test_variables_of_others_are_ignored():
     assert Settings.load({"TRACEML_ELSEWHERE": "x", "INTERVAL": "x"}) == Settings()
 
 
 @pytest.mark.parametrize("name", ["a", "default", "run-7.b_c", "-x", "A" * 64])
-def test_session_names(name):
+def test_valid_session_names_are_accepted(name):
     assert check_session_name(name) == name
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "a b", "a\n", "é", "A" * 65, "a\0"])
-def test_session_names_that_would_not_do_for_a_folder(name):
+def test_session_names_unusable_as_a_folder_are_refused(name):
     with pytest.raises(SettingError) as caught:
         check_session_name(name)
     assert repr(name) in str(caught.value)

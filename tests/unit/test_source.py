@@ -35,7 +35,7 @@ def recorded(folder: Path, seconds: int = 10) -> Played:
     return played
 
 
-def test_nothing_yet_and_then_a_session(tmp_path: Path) -> None:
+def test_source_waits_for_a_session_and_then_shows_it(tmp_path: Path) -> None:
     source = open_source(None, str(tmp_path), None)
     pages = SessionPages(source)
     assert pages.poll() and pages.view("overview")["state"] == "empty"
@@ -50,7 +50,7 @@ def test_nothing_yet_and_then_a_session(tmp_path: Path) -> None:
     source.close()
 
 
-def test_which_session_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_is_chosen_by_name_path_and_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded(tmp_path / "demo", 1)
     out = str(tmp_path)
     assert isinstance(open_source("demo", out, None), LocalSource)
@@ -68,7 +68,7 @@ def test_which_session_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         query.ask(elsewhere.reply, [query.Status()])
 
 
-def test_a_live_session_that_lets_nobody_attach_is_read_from_its_file(tmp_path: Path) -> None:
+def test_live_session_that_cannot_be_attached_is_read_from_its_file(tmp_path: Path) -> None:
     held = session.prepare(tmp_path, "demo")
     played = recorded(held.path)
     write_live(held.path, Live(1, str(tmp_path / "relay.sock"), "traceml", NOWHERE))
@@ -84,7 +84,7 @@ def test_a_live_session_that_lets_nobody_attach_is_read_from_its_file(tmp_path: 
     assert pages.poll() and pages.view("header")["state"] == "stored"
 
 
-def test_when_the_aggregator_has_gone_for_good_its_file_takes_over(
+def test_session_file_takes_over_when_the_aggregator_is_gone_for_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = session.prepare(tmp_path, "demo")
@@ -114,7 +114,7 @@ def test_when_the_aggregator_has_gone_for_good_its_file_takes_over(
     assert pages.poll() and pages.view("header")["state"] == "stored"
 
 
-def test_an_answer_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "ATTACH_S", 0.05)
     stuck = threading.Event()
 
@@ -140,7 +140,7 @@ def test_an_answer_that_does_not_come_is_not_waited_for(monkeypatch: pytest.Monk
     source.close()
 
 
-def test_a_file_that_is_none(tmp_path: Path) -> None:
+def test_file_that_is_no_session_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "session.sqlite").write_bytes(b"no database")
     with pytest.raises(SourceError, match=r"demo/session\.sqlite"):
@@ -149,7 +149,7 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
         query.ask(LocalSource("other", str(tmp_path)).reply, [query.Status()])
 
 
-def test_questions_about_a_stored_session(tmp_path: Path) -> None:
+def test_stored_session_answers_queries_like_a_live_one(tmp_path: Path) -> None:
     played = Played(tmp_path / "demo", 2, late=1, onset=0)
     for _ in range(20):
         played.play(5, events=[Event("note", 7, message="x")])

@@ -39,7 +39,7 @@ def stuck(
         thread.join(30)
 
 
-def test_the_training_thread_comes_first_with_where_it_is() -> None:
+def test_training_thread_comes_first_with_its_position() -> None:
     with stuck("def evaluate():\n    wait()\ndef main():\n    evaluate()\n") as owner:
         event = stacks.event(owner, OPEN, "h1")
     assert (event.kind, event.step, event.stage, event.data["dump"]) == ("stacks", 3, SYNC_WAIT, "h1")
@@ -52,7 +52,7 @@ def test_the_training_thread_comes_first_with_where_it_is() -> None:
 @pytest.mark.parametrize(
     "where", [stacks._LIBRARIES[0], "/other/lib/site-packages", "/usr/lib/dist-packages"]
 )
-def test_a_call_of_torch_distributed_is_told_from_the_callers_own_code(where: str) -> None:
+def test_torch_distributed_call_is_separated_from_the_code_of_the_caller(where: str) -> None:
     library = "def all_reduce(x):\n    wait()\ndef wrapper(*args):\n    all_reduce(*args)\n"
     code = "def mean(x):\n    wrapper(x)\ndef main():\n    mean(1)\n"
     with stuck(code, library=library, where=where) as owner:
@@ -89,13 +89,13 @@ assert not gc.isenabled()
 """
 
 
-def test_a_garbage_collection_meanwhile_does_not_stop_the_process() -> None:
+def test_garbage_collection_during_the_walk_does_not_stop_the_process() -> None:
     done = subprocess.run([sys.executable, "-c", COLLECTING], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("owner", [None, 12345678])
-def test_without_a_training_thread_the_main_one_is_taken(owner: int | None) -> None:
+def test_main_thread_is_taken_without_a_training_thread(owner: int | None) -> None:
     found: list[wire.Event] = []
     asking = threading.Thread(target=lambda: found.append(stacks.event(owner, OPEN, "h1")))
     asking.start()
@@ -104,7 +104,7 @@ def test_without_a_training_thread_the_main_one_is_taken(owner: int | None) -> N
     assert "test_stacks.py" in str(found[0].data["where"])
 
 
-def test_text_is_bounded_and_fits_the_wire_whatever_files_are_called() -> None:
+def test_text_is_bounded_and_fits_the_wire_for_any_file_name() -> None:
     deep = "def f(n):\n    wait() if n == 0 else f(n - 1)\ndef main():\n    f(200)\n"
     with stuck(deep, "/jobs/ä\udc80" + "x" * 400 + ".py") as owner:
         event = stacks.event(owner, OPEN, "h1")
@@ -113,7 +113,7 @@ def test_text_is_bounded_and_fits_the_wire_whatever_files_are_called() -> None:
     assert wire.size_of(event)
 
 
-def test_there_is_no_flight_recorder_without_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flight_recorder_without_entries_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     # Other tests of this process may have left some in torch's own.
     monkeypatch.setattr("torch._C._distributed_c10d._dump_fr_trace_json", lambda *_: b"{}", raising=False)
     monkeypatch.setattr("torch._C._distributed_c10d._dump_nccl_trace_json", lambda *_: b"{}", raising=False)

@@ -62,7 +62,7 @@ def check_stats(history: StepHistory, all_: Exact, rel: float = 1e-6) -> None:
 
 @settings(max_examples=60)
 @given(st.data())
-def test_how_rows_arrive_does_not_matter(data: st.DataObject) -> None:
+def test_history_does_not_depend_on_how_rows_arrive(data: st.DataObject) -> None:
     """In whatever pieces they come, statistics are those of all of them at once."""
     count, exchanges = data.draw(st.integers(31, 90)), data.draw(st.integers(1, 3))
     d = rows(count * exchanges, ranks := data.draw(st.integers(1, 5)), data.draw(st.integers(0, 99)))
@@ -76,7 +76,7 @@ def test_how_rows_arrive_does_not_matter(data: st.DataObject) -> None:
     assert steps.columns().first.tolist() == list(range(count))
 
 
-def test_of_several_groups_the_slowest_is_the_step() -> None:
+def test_slowest_of_several_groups_is_the_step() -> None:
     d = np.concatenate([rows(80, 2), 2 * rows(80, 2, 1)], axis=1)
     every = [replace(own, group=(own.rank // 2 * 2, 2)) for own in streams(d)]
     steps = StepHistory(LIMITS)
@@ -125,7 +125,7 @@ def test_memory_has_a_bound() -> None:
     assert held_bytes(steps) < 260 << 20
 
 
-def test_values_that_no_step_can_have_are_left_out() -> None:
+def test_impossible_durations_are_left_out() -> None:
     d = rows(60, 3)
     d[40, 1, 2] = -5
     steps = fed(d, [[40] * 3, [41] * 3])
@@ -153,7 +153,7 @@ def same(one: StepHistory, other: StepHistory) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_history_is_the_same_whichever_rank_comes_first_and_however_late(data: st.DataObject) -> None:
+def test_history_does_not_depend_on_the_order_of_ranks_or_their_delay(data: st.DataObject) -> None:
     """Deliveries in any order between ranks; a rank may be given up, and deliver all that it has later."""
     ranks, count = data.draw(st.integers(2, 4)), 60
     every = streams(rows(count, ranks, data.draw(st.integers(0, 9))))
@@ -187,7 +187,7 @@ def test_rows_that_come_a_second_time_change_nothing() -> None:
     same(once, twice)
 
 
-def test_what_comes_after_its_rows_are_forgotten_is_left_out_and_counted() -> None:
+def test_rows_for_forgotten_steps_are_left_out_and_counted() -> None:
     every = streams(rows(9000, 2))
     history = StepHistory(LIMITS)
     history.take([own.take(slice(0, 10)) for own in every])
@@ -205,7 +205,7 @@ def test_what_comes_after_its_rows_are_forgotten_is_left_out_and_counted() -> No
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_window_of_a_table_is_what_align_makes_of_the_rows(data: st.DataObject) -> None:
+def test_window_of_a_table_equals_align_on_the_rows(data: st.DataObject) -> None:
     ranks, count = data.draw(st.integers(1, 4)), 40
     marks = np.array([[data.draw(MARKS) for _ in range(ranks)] for _ in range(count)], np.uint8)
     every = streams(rows(count, ranks), flags=marks, exchanges=data.draw(st.integers(1, 2)))

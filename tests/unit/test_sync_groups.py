@@ -54,7 +54,7 @@ def named(verdict: Verdict) -> tuple[str, str | None, tuple[int, ...]]:
 # -- the verdict over several groups ---------------------------------------------------------------
 
 
-def test_a_straggler_is_named_in_its_group_and_costs_its_group(snapshot: Snapshot) -> None:
+def test_straggler_is_named_in_its_group_and_costs_its_group(snapshot: Snapshot) -> None:
     verdict, evidence = assess(grouped([*BALANCED, *LATE]), DEFAULTS)
     alone = judge(window(of_ms(LATE, 50)))
     assert named(verdict) == ("straggler", "data", (3,))
@@ -73,7 +73,7 @@ def test_groups_need_not_take_equally_long() -> None:
     assert unknown.label == "accounting_only"
 
 
-def test_of_two_late_ranks_the_costlier_is_told() -> None:
+def test_costlier_of_two_late_ranks_is_named() -> None:
     assert named(judge(grouped([*LATE, *LATER]))) == ("straggler", "forward", (3,))
     assert named(judge(grouped([*LATER, *LATE]))) == ("straggler", "forward", (1,))
     # A smaller share of more ranks may cost more.
@@ -83,7 +83,7 @@ def test_of_two_late_ranks_the_costlier_is_told() -> None:
     assert verdict.gpu_hours_per_hour == pytest.approx(6 * 4 / 15)
 
 
-def test_groups_of_which_none_is_late_are_healthy_and_leave_no_baseline(snapshot: Snapshot) -> None:
+def test_healthy_groups_leave_no_baseline(snapshot: Snapshot) -> None:
     rows = grouped([*BALANCED, *LONG], steps=400)
     verdict, evidence = assess(rows, DEFAULTS)
     assert (verdict.label, verdict.confidence, evidence) == ("healthy", "high", None)
@@ -96,7 +96,7 @@ def test_groups_of_which_none_is_late_are_healthy_and_leave_no_baseline(snapshot
     assert several.baseline is None and several.whole().label == "healthy"
 
 
-def test_what_one_group_lacks_hides_nobody_in_another(snapshot: Snapshot) -> None:
+def test_missing_rank_of_one_group_hides_no_straggler_in_another(snapshot: Snapshot) -> None:
     three: list[Group | None] = [*PAIRS[:2], (2, 3), (2, 3), (2, 3)]
     late = judge(grouped([*LATE, *BALANCED, BALANCED[0]], three, missing=[4]))
     assert named(late) == ("straggler", "data", (1,))
@@ -105,13 +105,13 @@ def test_what_one_group_lacks_hides_nobody_in_another(snapshot: Snapshot) -> Non
     snapshot("verdict", healthy.why)
 
 
-def test_missing_ranks_that_are_not_all_listed_are_nobodys() -> None:
+def test_missing_ranks_that_are_not_all_listed_are_in_no_group() -> None:
     rows = grouped(BALANCED, [(0, 65), (1, 65)])
     window = replace(rows, expected=130, missing=tuple(missing_of(130, [0, 1])))
     assert window.by_group()[0].missing == ()
 
 
-def test_ranks_of_which_nothing_is_known_are_one_group(snapshot: Snapshot) -> None:
+def test_ranks_of_unknown_group_are_one_group(snapshot: Snapshot) -> None:
     silent = judge(grouped([*BALANCED, *BALANCED], missing=[2, 3]))
     assert silent.label == "telemetry_limited"
     snapshot("verdict", silent.why)
@@ -122,7 +122,7 @@ def test_ranks_of_which_nothing_is_known_are_one_group(snapshot: Snapshot) -> No
     assert rows.by_group() == [rows] and named(judge(rows)) == ("straggler", "data", (3,))
 
 
-def test_ranks_that_are_each_alone_do_not_exchange_gradients(snapshot: Snapshot) -> None:
+def test_ranks_in_groups_of_one_do_not_exchange_gradients(snapshot: Snapshot) -> None:
     own: list[Group | None] = [(rank, 1) for rank in range(4)]
     verdict = judge(grouped([*BALANCED, *LATE], own, flags=FLAG_NO_PEERS))
     assert (verdict.label, verdict.why) == ("accounting_only", abstention.NO_SYNC)
@@ -134,7 +134,7 @@ def test_ranks_that_are_each_alone_do_not_exchange_gradients(snapshot: Snapshot)
     st.lists(st.floats(1, 5), min_size=2, max_size=2),
     st.integers(2, 4),
 )
-def test_two_groups_are_judged_as_the_costlier_of_them_is_alone(
+def test_verdict_of_two_groups_is_that_of_the_costlier_one(
     faults: list[tuple[int, float]], scale: list[float], size: int
 ) -> None:
     alone, parts = [], []
@@ -155,7 +155,7 @@ def test_two_groups_are_judged_as_the_costlier_of_them_is_alone(
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.booleans(), st.data())
-def test_every_rank_is_in_one_group_and_every_missing_one_counted_once(
+def test_ranks_are_each_in_one_group_and_missing_ones_counted_once(
     groups: int, size: int, strided: bool, data: st.DataObject
 ) -> None:
     world = groups * size
@@ -174,7 +174,7 @@ def test_every_rank_is_in_one_group_and_every_missing_one_counted_once(
             assert part.missing == tuple(rank for rank in missing if of[rank] == ours)
 
 
-def test_a_part_is_compared_with_that_of_the_ranks_own_group() -> None:
+def test_span_is_compared_within_the_group_of_the_rank() -> None:
     """The others spend as long in it, but nobody waits for them there."""
     rows = grouped([*LONG, *LATE])
     asked: list[int] = []
@@ -200,13 +200,13 @@ def test_a_part_is_compared_with_that_of_the_ranks_own_group() -> None:
         ("ddp+pp+tp", "pipeline stages do different work"),
     ],
 )
-def test_the_reason_of_a_coupling_is_told(strategy: str, why: str) -> None:
+def test_reason_of_a_coupling_is_in_the_verdict(strategy: str, why: str) -> None:
     for groups in (PAIRS, [None] * 4):
         verdict = judge(grouped([*BALANCED, *LATE], groups, strategy=strategy, flags=FLAG_COUPLED))
         assert verdict.label == "accounting_only" and why in verdict.why
 
 
-def test_what_hides_behind_waits_inside_a_step_is_not_called_healthy() -> None:
+def test_imbalance_hidden_by_waits_inside_a_step_is_not_called_healthy() -> None:
     """Slow in forward and fast in backward: nothing for DDP, but under FSDP the others wait twice."""
     turns = [[1, 2, 0, 2, 9, 6], [1, 2, 0, 2, 9, 6], [1, 2, 0, 9, 2, 6]]
     everyone: list[Group | None] = [(0, 3)] * 3
@@ -221,7 +221,7 @@ def test_what_hides_behind_waits_inside_a_step_is_not_called_healthy() -> None:
 # -- what blocks inside a stage --------------------------------------------------------------------
 
 
-def test_a_wait_inside_a_stage_is_sync_wait_wherever_it_is() -> None:
+def test_wait_inside_a_stage_is_sync_wait_wherever_it_is() -> None:
     loop = Loop()
     loop.step()
     loop.data(2)
@@ -249,7 +249,7 @@ def test_a_wait_inside_a_stage_is_sync_wait_wherever_it_is() -> None:
     assert following == [6, 1, 0, 1, 1, 56]
 
 
-def test_a_wait_of_another_thread_is_none() -> None:
+def test_wait_of_another_thread_is_ignored() -> None:
     loop = Loop()
     loop.step()
     loop.recorder.owner = -1
@@ -259,7 +259,7 @@ def test_a_wait_of_another_thread_is_none() -> None:
 # -- from the batch to the verdict -----------------------------------------------------------------
 
 
-def test_the_group_reaches_the_file(tmp_path: Path) -> None:
+def test_group_of_a_rank_reaches_the_session_file(tmp_path: Path) -> None:
     aggregator, relay = aggregation(tmp_path), Relay()
     ranks = [Rank(number, 4) for number in range(4)]
     for rank, row in zip(ranks, [*LONG, *LATE], strict=True):
@@ -278,7 +278,7 @@ def test_the_group_reaches_the_file(tmp_path: Path) -> None:
         assert named(judge_run(rows, 4).whole()) == ("straggler", "data", (3,))
 
 
-def test_the_agent_says_the_group_from_when_it_knows_it() -> None:
+def test_agent_sends_the_group_once_it_knows_it() -> None:
     pipe = Pipe()
     agent = make(pipe)
     agent.tick()
@@ -288,7 +288,7 @@ def test_the_agent_says_the_group_from_when_it_knows_it() -> None:
 
 
 @pytest.mark.parametrize("more", [1.0, 1.1])
-def test_one_of_two_groups_that_are_about_equally_late_stays_named(more: float) -> None:
+def test_label_does_not_switch_between_two_equally_late_groups(more: float) -> None:
     random = np.random.default_rng(0)
     local = (
         60e6 * np.array([0.1, 0.1, 0.05, 0.25, 0.5]) * np.clip(random.normal(1, 0.1, (2000, 8, 5)), 0.5, 2)
@@ -305,7 +305,7 @@ def test_one_of_two_groups_that_are_about_equally_late_stays_named(more: float) 
     assert episode.cost_s == pytest.approx(2000 * 0.03, rel=0.15)
 
 
-def test_a_group_that_costs_clearly_more_takes_the_name() -> None:
+def test_group_that_costs_clearly_more_takes_the_name() -> None:
     rows = streams(np.concatenate([of_ms([*LATE, *BALANCED], 600), of_ms([*LATE, *LATER], 600)]))
     run = judge_run([replace(one, group=PAIRS[rank]) for rank, one in enumerate(rows)], 4)
     assert [span.ranks for span in run.spans if span.ranks] == [(1,), (3,)]

@@ -57,7 +57,7 @@ def test_number_with_digits_has_so_many() -> None:
     assert text.unit(650.4, "W", 0) == "650 W"
 
 
-def test_times() -> None:
+def test_times_have_fitting_units() -> None:
     assert [text.ms(41.26), text.ms(None), text.ns(3_900_000)] == ["41.3 ms", "n/a", "3.9 ms"]
     seconds = (0.4, 41, 119.4, 960, 11520, 4 * 86400)
     assert [text.duration(s) for s in seconds] == ["0.4 s", "41 s", "119 s", "16 min", "3.2 h", "4 d"]
@@ -75,7 +75,7 @@ def test_size_is_decimal() -> None:
     assert text.size(41_260_000, "/s") == "41.3 MB/s"
 
 
-def test_ranks_are_runs_and_the_rest_is_counted() -> None:
+def test_ranks_are_written_as_ranges_and_the_rest_is_counted() -> None:
     assert text.ranks([]) == ""
     assert text.ranks([5]) == "rank 5"
     assert text.ranks([3, 2]) == "ranks 2 and 3"
@@ -91,12 +91,12 @@ def test_ranges_hold_every_number_once(numbers: set[int]) -> None:
     assert [n for bound in bounds for n in range(bound[0], bound[-1] + 1)] == sorted(numbers)
 
 
-def test_lists_are_sentences() -> None:
+def test_lists_are_joined_in_english_and_cut_short() -> None:
     assert [text.listed(list("abc")[:n]) for n in (0, 1, 2, 3)] == ["", "a", "a and b", "a, b and c"]
     assert text.listed(list("abcdefghijk")) == "a, b, c, d, e, f, g, h and 3 more"
 
 
-def test_words() -> None:
+def test_words_counts_and_plain_values_are_readable() -> None:
     assert (text.words("co_critical"), text.count(1, "rank"), text.count(1024, "rank")) == (
         "co critical",
         "1 rank",
@@ -105,11 +105,11 @@ def test_words() -> None:
     assert [text.plain(v) for v in (None, "", 1204, 0, "data")] == ["n/a", "n/a", "1,204", "0", "data"]
 
 
-def test_moments() -> None:
+def test_moments_are_shown_as_clock_and_date() -> None:
     moment = "2023-11-14T22:13:25.250+00:00"
     assert (text.clock(moment), text.date(moment)) == ("22:13:25", "2023-11-14 22:13:25")
     assert (text.clock(None), text.date(None)) == ("n/a", "n/a")
 
 
-def test_one_line_writes_out_what_a_terminal_would_obey() -> None:
+def test_one_line_escapes_terminal_control_characters() -> None:
     assert text.one_line("a\nb\x1b[31m\udcff") == "a\\nb\\x1b[31m\\udcff"

@@ -82,7 +82,7 @@ def rows(batch: wire.RankBatch) -> list[list[float]]:
     return (np.frombuffer(batch.rows, "<i8").reshape(-1, N_STAGES) / NS).tolist()
 
 
-def test_a_step_becomes_a_row_of_six_stages() -> None:
+def test_step_becomes_a_row_of_six_stages() -> None:
     (batch,) = read(message(step(7)))
     assert rows(batch) == [[3.5, 5, 1, 3, 6, 0]]  # 13.5 less 1, 3 and 6: of that the optimizer has 2
     assert np.frombuffer(batch.keys, "<i8").tolist() == [7 << SEGMENT_BITS]
@@ -108,13 +108,13 @@ def test_a_step_becomes_a_row_of_six_stages() -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_was_not_timed_is_a_flag(ms: dict[str, float], row: list[float], flags: int) -> None:
+def test_stages_that_were_not_timed_set_a_flag(ms: dict[str, float], row: list[float], flags: int) -> None:
     (batch,) = read(message(step(1, **ms)))
     assert rows(batch) == [row]
     assert batch.flags[0] == UNTOLD | flags
 
 
-def test_the_cpus_clock_is_taken_where_it_is_there() -> None:
+def test_cpu_clock_is_used_where_it_is_there() -> None:
     own = {"cuda:0": {"is_gpu": True, "duration_ms": 50.0, "cpu_ms": 2.0, "gpu_ms": 50.0, "n_calls": 1}}
     device = {"cuda:0": {"is_gpu": True, "duration_ms": 50.0}, "cuda:1": {"is_gpu": True, "duration_ms": 1.0}}
     one, other = step(1), step(2)
@@ -137,7 +137,7 @@ def test_rows_are_numbered_for_each_rank_of_each_process() -> None:
     assert read(message(step(4)), senders)[0].stream != first.stream
 
 
-def test_process_samples() -> None:
+def test_process_samples_are_converted_and_bounded() -> None:
     odd = {"ts": 1.8e9, "cpu": float("nan"), "ram_used": 0.0}
     one, two, three = read(
         message(step(1), samples=[SAMPLE, odd, {**SAMPLE, "ts": -1.0}, {**SAMPLE, "ram_used": 1e300}])
@@ -151,7 +151,7 @@ def test_process_samples() -> None:
     assert len(many) == v1.MAX_SAMPLES
 
 
-def test_what_is_not_known_is_ignored_and_counted_by_name() -> None:
+def test_unknown_fields_are_ignored_and_counted_by_name() -> None:
     named = step(1)
     named["events"] |= {"tokenize": times(1), "odd": "not even times"}
     said = message({**named, "new": 1}, tables={"LayerTimeTable": [1, 2]}, hostname="a", session_id=None)
@@ -185,7 +185,7 @@ BAD_ROWS: list[Any] = [
 ]  # fmt: skip
 
 
-def test_rows_that_make_no_sense_are_dropped_and_counted() -> None:
+def test_invalid_rows_are_dropped_and_counted() -> None:
     for bad in BAD_ROWS:
         (batch,) = read(message(step(1), bad, step(2)))
         assert (len(batch.flags), batch.produced, batch.dropped) == (2, 3, 1), bad
@@ -218,18 +218,18 @@ def test_rows_that_make_no_sense_are_dropped_and_counted() -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_is_refused(said: Any, reason: str) -> None:
+def test_invalid_messages_are_refused_with_a_reason(said: Any, reason: str) -> None:
     assert v1.is_v1(encode(said))
     assert refusals(encode(said)) == [reason]
 
 
-def test_one_bad_part_of_a_list_does_not_spoil_the_others() -> None:
+def test_one_invalid_entry_of_a_list_does_not_spoil_the_others() -> None:
     found = list(v1.Senders("run").read(encode([message(step(1)), 7, message(step(1), rank=1)]), 1, 9))
     assert [type(part) for part in found] == [wire.RankBatch, wire.WireError, wire.RankBatch]
     assert refusals(encode([{}] + [0] * 5000))[0] == "too_many"
 
 
-def test_version_1_is_told_from_version_2() -> None:
+def test_version_1_is_distinguished_from_version_2() -> None:
     batch = read(message(step(1)))[0]
     for data in (b"", b"\x90", b"\xdc\x00", b"\xdd\x00\x00\x00\x01", wire.encode(batch), b"\xc1", b"{}"):
         assert not v1.is_v1(data)
@@ -328,7 +328,7 @@ def test_ranks_of_version_1_are_stored_judged_and_counted_like_any_other(bench: 
     }
 
 
-def test_a_late_rank_of_version_1_is_not_blamed_and_one_that_goes_is_no_death(
+def test_late_rank_of_version_1_is_not_blamed_and_one_that_ends_is_no_death(
     bench: Bench, snapshot: Snapshot
 ) -> None:
     for number in range(0, 100, 10):
@@ -352,7 +352,7 @@ def test_a_late_rank_of_version_1_is_not_blamed_and_one_that_goes_is_no_death(
     assert summary["steps"]["count"] > 80
 
 
-def test_nothing_hostile_stops_the_relay(bench: Bench) -> None:
+def test_relay_survives_hostile_messages_of_version_1(bench: Bench) -> None:
     nest = b"\x91" * 30_000
     for data in (b"\x80", b"\xdf\xff\xff\xff\xff", b"\x81\xa4rank" + nest, b"\x91\x80", b"\x80" * 60_000):
         bench.send(data)

@@ -64,7 +64,7 @@ def sliding(name):
 
 
 @pytest.mark.parametrize("name", [name for name in RECORDED if name != "late3"])
-def test_every_recorded_window(name):
+def test_recorded_windows_all_have_their_verdict(name):
     expected = EXPECTED[name]
     for recorded in sliding(name):
         verdict = judge(recorded)
@@ -89,7 +89,7 @@ def test_recorded_late_fault_is_seen_from_its_onset_on():
         assert abs(verdict.from_step - max(120, verdict.to_step - 49)) <= 3
 
 
-def test_recorded_onset_over_the_whole_run():
+def test_onset_of_a_recorded_fault_is_found_over_the_whole_run():
     verdict = judge(window(RECORDED["late3"]), whole_run=True)
     assert (verdict.label, verdict.stage, verdict.rank) == ("straggler", "data", 0)
     assert abs(verdict.from_step - 120) <= 3
@@ -101,7 +101,7 @@ def noisy(random, ranks, noise, steps=50):
     return synced((mean * np.maximum(factor, 0.1)).astype(np.int64), np.full(steps, 1_000_000))
 
 
-def test_no_straggler_in_balanced_noise():
+def test_balanced_noise_has_no_straggler():
     random = np.random.default_rng(20260601)
     blamed = []
     for trial in range(300):
@@ -123,7 +123,7 @@ def begun(random, ranks, share, stage, late, noise=0.03):
 class TestNewlyLate:
     @pytest.mark.parametrize("share", [0.15, 0.3, 0.6])
     @pytest.mark.parametrize("stage", range(SYNC_WAIT))
-    def test_ten_steps_are_enough(self, stage, share):
+    def test_straggler_is_named_after_ten_late_steps(self, stage, share):
         random = np.random.default_rng(stage)
         for ranks in (2, 3, 4, 16):
             verdict = judge(begun(random, ranks, share, stage, 10))
@@ -132,17 +132,17 @@ class TestNewlyLate:
             assert (verdict.confidence, verdict.window_steps, verdict.to_step) == ("medium", 50, 1049)
             assert verdict.cost_pct == pytest.approx(100 * share, abs=5)
 
-    def test_it_stays_named_until_the_whole_window_shows_it(self):
+    def test_straggler_stays_named_until_the_whole_window_shows_it(self):
         random = np.random.default_rng(1)
         for late in range(10, 51):
             verdict = judge(begun(random, 4, 0.2, FORWARD, late))
             assert (verdict.label, verdict.stage, verdict.rank) == ("straggler", "forward", 3), late
 
-    def test_five_steps_are_not(self):
+    def test_straggler_is_not_named_after_five_late_steps(self):
         random = np.random.default_rng(2)
         assert judge(begun(random, 4, 0.2, FORWARD, 5)).label == "healthy"
 
-    def test_nor_what_comes_again_and_again(self):
+    def test_recurring_lateness_is_named_from_the_start_of_the_window(self):
         local = noisy(np.random.default_rng(3), 4, 0.03)[:, :, :SYNC_WAIT].copy()
         for first in (2, 14, 26, 40):
             local[first : first + 8, 3, FORWARD] += 4_000_000
@@ -150,7 +150,7 @@ class TestNewlyLate:
         assert (verdict.label, verdict.rank, verdict.from_step) == ("straggler", 3, 0)
 
 
-def test_two_ranks_that_are_late_in_turn_are_not_a_set_of_stragglers():
+def test_ranks_late_in_turn_are_no_set_of_stragglers():
     for seed in range(20):
         local = noisy(np.random.default_rng(seed), 2, 0.05)[:, :, :SYNC_WAIT].copy()
         local[::2, 0, FORWARD] += 12_000_000
@@ -160,7 +160,7 @@ def test_two_ranks_that_are_late_in_turn_are_not_a_set_of_stragglers():
 
 
 @pytest.mark.parametrize("stage", range(SYNC_WAIT))
-def test_a_fault_is_found_in_noise(stage):
+def test_fault_is_found_in_noise(stage):
     random = np.random.default_rng(stage)
     for _ in range(10):
         ranks = int(random.integers(2, 33))
@@ -181,20 +181,20 @@ class TestTelemetry:
         assert verdict.confidence is None
         assert verdict.mean_step_ms == 15
 
-    def test_nearly_all_ranks_are_judged_with_less_confidence(self):
+    def test_run_with_few_ranks_missing_is_judged_with_less_confidence(self):
         d = np.repeat(LATE_DATA, [14, 14, 1, 10], axis=1)
         assert judge(align(streams(d), 39)).confidence == "high"
         verdict = judge(align(streams(d), 40, missing=[39]))
         assert (verdict.label, verdict.rank, verdict.confidence) == ("straggler", 28, "medium")
 
-    def test_rows_that_do_not_line_up(self, snapshot: Snapshot):
+    def test_rows_that_do_not_line_up_are_telemetry_limited(self, snapshot: Snapshot):
         one, other = streams(LATE_DATA)[:2]
         shifted = replace(other, keys=other.keys + (1000 << 8))
         verdict = judge(align([one, shifted], 2))
         assert (verdict.label, verdict.window_steps, verdict.exposed_ms) == ("telemetry_limited", 0, None)
         snapshot("verdict", verdict.why)
 
-    def test_rows_of_which_most_are_not_common(self, snapshot: Snapshot):
+    def test_rows_mostly_not_common_are_telemetry_limited(self, snapshot: Snapshot):
         one, other = streams(LATE_DATA)[:2]
         seldom = replace(other, keys=other.keys[::3], flags=other.flags[::3], rows=other.rows[::3])
         verdict = judge(align([one, seldom], 2))
@@ -209,16 +209,16 @@ class TestTelemetry:
         assert verdict.label == "telemetry_limited"
         snapshot("verdict", verdict.why)
 
-    def test_steps_too_short_to_time(self):
+    def test_steps_too_short_to_time_are_telemetry_limited(self):
         assert judge(window(LATE_DATA // 100)).label == "telemetry_limited"
 
-    def test_ranks_on_different_clocks(self, snapshot: Snapshot):
+    def test_ranks_on_different_clocks_are_telemetry_limited(self, snapshot: Snapshot):
         flags = np.array([0, 0, FLAG_DEVICE_CLOCK, FLAG_DEVICE_CLOCK])
         verdict = judge(window(LATE_DATA, flags=flags))
         assert verdict.label == "telemetry_limited"
         snapshot("verdict", verdict.why)
 
-    def test_a_single_row_on_another_clock_costs_only_that_step(self):
+    def test_single_row_on_another_clock_costs_only_that_step(self):
         flags = np.full((50, 4), FLAG_DEVICE_CLOCK)
         flags[3, 1] = 0
         d = LATE_DATA.copy()
@@ -233,13 +233,13 @@ class TestInferredExchange:
             align([replace(rank, strategy="all_reduce (inferred)") for rank in streams(d, 0, flags)], 4)
         )
 
-    def test_what_it_says_of_ranks_that_leave_it_together_holds(self, snapshot: Snapshot):
+    def test_inferred_exchange_that_ranks_leave_together_is_judged(self, snapshot: Snapshot):
         late, balanced = self.judge(LATE_DATA), self.judge(BALANCED)
         assert (late.label, late.stage, late.rank) == ("straggler", "data", 2)
         assert balanced.label == "healthy"
         snapshot("verdict", late.why, balanced.why)
 
-    def test_ranks_that_do_not_leave_it_together_are_not_judged_by_it(self, snapshot: Snapshot):
+    def test_inferred_exchange_that_ranks_leave_apart_is_not_judged(self, snapshot: Snapshot):
         d = np.array(BALANCED)
         d[::2, 0, DATA] += 6_000_000  # ahead in one step and behind in the next: in the end, even
         d[1::2, 1, DATA] += 6_000_000
@@ -248,12 +248,12 @@ class TestInferredExchange:
         assert self.judge(of_ms([[1, 2, 0, 3, 4, 0]] * 3 + [[1, 6, 0, 3, 4, 0]], 50)).why == verdict.why
         snapshot("verdict", verdict.why)
 
-    def test_one_on_a_device_is_on_no_clock_of_these_rows(self, snapshot: Snapshot):
+    def test_inferred_exchange_on_a_device_is_not_judged(self, snapshot: Snapshot):
         verdict = self.judge(LATE_DATA, FLAG_COUPLED)
         assert verdict.label == "accounting_only"
         snapshot("verdict", verdict.why)
 
-    def test_waits_that_are_no_exchange_are_not_denied(self, snapshot: Snapshot):
+    def test_collective_waits_outside_an_exchange_are_mentioned(self, snapshot: Snapshot):
         verdict = judge(window(LATE_DATA, flags=FLAG_NO_PEERS))
         assert verdict.label == "accounting_only"
         snapshot("verdict", verdict.why)
@@ -265,30 +265,30 @@ class TestMarksOfSomeRanks:
     def judge(self, *rows):
         return judge(window(of_ms(rows, 50), flags=np.array([[0, FLAG_NO_DATA, FLAG_NO_DATA]], np.uint8)))
 
-    def test_a_rank_is_named_by_the_marks_that_it_has_itself(self, snapshot: Snapshot):
+    def test_rank_is_named_by_the_marks_that_it_has_itself(self, snapshot: Snapshot):
         verdict = self.judge([1, 43, 0, 3, 4, 1], [1, 0, 0, 3, 4, 44], [1, 0, 0, 3, 4, 44])
         assert (verdict.label, verdict.stage, verdict.rank) == ("straggler", "data", 0)
         assert verdict.stages == ("data",)
         assert verdict.suspects[0].stage == "data"
         snapshot("verdict", verdict.why, verdict.next)
 
-    def test_one_that_is_late_in_what_others_have_too_is_named_by_that(self, snapshot: Snapshot):
+    def test_rank_late_in_a_stage_that_others_have_too_is_named_by_it(self, snapshot: Snapshot):
         verdict = self.judge([31, 4, 0, 3, 4, 1], [1, 0, 0, 3, 4, 35], [1, 0, 0, 3, 4, 35])
         assert (verdict.stage, verdict.rank) == ("post_sync", 0)
         snapshot("verdict", verdict.why, verdict.next)
 
-    def test_where_two_of_its_stages_could_hold_it_neither_is_named(self):
+    def test_merged_stage_is_named_where_two_stages_could_be_the_cause(self):
         verdict = self.judge([30, 30, 0, 3, 4, 1], [30, 0, 0, 3, 4, 31], [30, 0, 0, 3, 4, 31])
         assert (verdict.stage, verdict.rank) == ("post_sync", 0)
 
-    def test_one_without_the_mark_is_named_by_what_it_is_compared_in(self):
+    def test_rank_without_the_mark_is_named_by_the_merged_stage(self):
         verdict = self.judge([1, 4, 0, 3, 4, 27], [31, 0, 0, 3, 4, 1], [1, 0, 0, 3, 4, 31])
         assert (verdict.stage, verdict.rank) == ("post_sync", 1)
         assert "No data wait was seen on ranks 1 and 2, so" in verdict.why
 
 
 class TestMissingMarks:
-    def test_no_split_still_finds_what_is_local(self, snapshot: Snapshot):
+    def test_missing_split_still_finds_local_faults(self, snapshot: Snapshot):
         d = LATE_DATA.copy()
         d[:, :, 4] += d[:, :, 5]
         d[:, :, 5] = 0
@@ -302,7 +302,7 @@ class TestMissingMarks:
         assert verdict.cost_pct == pytest.approx(100 * 4 / 15)
         snapshot("verdict", verdict.why)
 
-    def test_no_split_blames_nobody_for_backward(self, snapshot: Snapshot):
+    def test_missing_split_blames_no_rank_for_backward(self, snapshot: Snapshot):
         d = LATE_BACKWARD.copy()
         d[:, :, 4] += d[:, :, 5]
         d[:, :, 5] = 0
@@ -312,13 +312,13 @@ class TestMissingMarks:
         assert (verdict.label, verdict.rank) == ("healthy", None)
         snapshot("verdict", verdict.why)
 
-    def test_a_split_missing_on_one_rank_blames_nobody(self):
+    def test_split_missing_on_one_rank_blames_no_rank(self):
         d = of_ms([[1, 2, 0, 3, 4, 1]] * 4, 50)
         d[:, 1, 4] += d[:, 1, 5]
         d[:, 1, 5] = 0
         assert judge(window(d, flags=np.array([0, FLAG_NO_SPLIT, 0, 0]))).label == "healthy"
 
-    def test_no_data_mark_says_what_post_sync_holds(self, snapshot: Snapshot):
+    def test_missing_data_mark_explains_what_post_sync_holds(self, snapshot: Snapshot):
         d = LATE_DATA.copy()
         d[:, :, 0] += d[:, :, 1]
         d[:, :, 1] = 0
@@ -333,7 +333,7 @@ class TestMissingMarks:
             ([0, FLAG_NO_FORWARD, 0, 0], 3, (2,)),
         ],
     )
-    def test_a_mark_missing_on_one_rank_blames_nobody(self, flags, into, merged):
+    def test_mark_missing_on_one_rank_blames_no_rank(self, flags, into, merged):
         d = BALANCED.copy()
         for stage in merged:
             d[:, 1, into] += d[:, 1, stage]
@@ -341,13 +341,13 @@ class TestMissingMarks:
         assert judge(window(d)).suspects  # without the flag the row would look odd
         assert not judge(window(d, flags=np.array(flags))).suspects
 
-    def test_data_mark_and_forward_mark_missing_on_different_ranks(self):
+    def test_data_and_forward_marks_missing_on_different_ranks_blame_no_rank(self):
         d = BALANCED.copy()
         d[:, 1, :4] = np.array([4, 0, 0, 3]) * 10**6
         d[:, 2, :4] = np.array([1, 2, 0, 4]) * 10**6
         assert judge(window(d, flags=np.array([0, FLAG_NO_DATA, FLAG_NO_FORWARD, 0]))).label == "healthy"
 
-    def test_no_forward_mark_is_said(self, snapshot: Snapshot):
+    def test_missing_forward_mark_is_in_the_verdict(self, snapshot: Snapshot):
         d = LATE_DATA.copy()
         d[:, :, [DATA, FORWARD]] = d[:, :, [FORWARD, DATA]]
         verdict = judge(window(d, flags=FLAG_NO_FORWARD))
@@ -355,12 +355,12 @@ class TestMissingMarks:
         snapshot("verdict", verdict.why)
 
     @pytest.mark.parametrize("flag", [FLAG_NO_PEERS, FLAG_NO_BACKWARD, FLAG_NO_PEERS | FLAG_NO_SPLIT])
-    def test_no_exchange_anywhere(self, flag):
+    def test_rows_without_any_exchange_are_accounting_only(self, flag):
         verdict = judge(window(LATE_DATA, flags=flag))
         assert (verdict.label, verdict.confidence, verdict.rank) == ("accounting_only", None, None)
         assert verdict.exposed_ms == (1, 6, 0, 3, 4, 1)
 
-    def test_roles_that_differ(self, snapshot: Snapshot):
+    def test_roles_that_differ_are_accounting_only(self, snapshot: Snapshot):
         verdict = judge(window(LATE_DATA, flags=np.array([FLAG_NO_PEERS, 0, 0, 0])))
         assert verdict.label == "accounting_only"
         snapshot("verdict", verdict.why)
@@ -380,7 +380,7 @@ class TestMissingMarks:
         assert verdict.label == "healthy"
         assert judge(window(np.tile(pair, (25, 1, 1)))).label != "healthy"
 
-    def test_one_rank_alone(self, snapshot: Snapshot):
+    def test_single_rank_is_healthy_without_suspects(self, snapshot: Snapshot):
         verdict = judge(window(LATE_DATA[:, :1], flags=FLAG_NO_PEERS | FLAG_NO_SPLIT))
         assert (verdict.label, verdict.suspects) == ("healthy", ())
         snapshot("verdict", verdict.why)
@@ -390,21 +390,21 @@ class TestConfidence:
     @pytest.mark.parametrize(
         ("steps", "confidence"), [(50, "high"), (30, "medium"), (20, "medium"), (19, "low")]
     )
-    def test_by_window(self, steps, confidence):
+    def test_confidence_depends_on_the_window(self, steps, confidence):
         assert judge(window(LATE_DATA[:steps])).confidence == confidence
         assert judge(window(BALANCED[:steps])).confidence == confidence
 
-    def test_small_excess_is_medium(self):
+    def test_small_excess_has_medium_confidence(self):
         d = of_ms([WAITS, WAITS, [1, 3, 0, 3, 4, 4]], 50)
         assert judge(window(d)).confidence == "medium"
 
-    def test_barely_persistent_is_low(self):
+    def test_barely_persistent_lateness_has_low_confidence(self):
         d = np.concatenate([LATE_DATA[:14], BALANCED[:12], LATE_DATA[:14], BALANCED[:10]])
         verdict = judge(window(d))
         assert (verdict.label, verdict.rank, verdict.confidence) == ("straggler", 2, "low")
 
 
-def test_a_whole_node_is_named_as_such(snapshot: Snapshot):
+def test_whole_node_is_named_as_such(snapshot: Snapshot):
     d = of_ms([WAITS, WAITS, [1, 6, 0, 3, 4, 1], [1, 6, 0, 3, 4, 1], WAITS, WAITS], 50)
     verdict = judge(window(d))
     snapshot("verdict", verdict.why, verdict.next)
@@ -426,7 +426,7 @@ def test_thresholds_are_taken_from_the_settings():
     assert judge(window(LATE_DATA), strict).label == "healthy"
 
 
-def test_headlines_of_the_watchers_fit_in():
+def test_rank_lost_verdict_round_trips_through_json():
     lost = Verdict(
         label="rank_lost", rank=3, ranks=(3,), last_step=41, open_stage="data", exit_reason="SIGKILL"
     )
@@ -457,7 +457,7 @@ def test_judge_never_raises(d, data):
     assert msgspec.json.encode(verdict)
 
 
-def test_more_steps_than_int64_can_sum():
+def test_steps_beyond_the_sum_of_int64_are_telemetry_limited():
     limits = Thresholds(max_step_ns=1 << 60)
     d = np.full((60, 2, 6), (1 << 60) // 6, dtype=np.int64)
     verdict = judge(window(d), limits)
@@ -475,7 +475,7 @@ def test_percentages_stay_within_bounds(local, exchange):
 
 
 @given(SANE, st.integers(1, 9), st.randoms(use_true_random=False))
-def test_renaming_the_ranks_renames_the_verdict(local, exchange, random):
+def test_renumbering_the_ranks_renumbers_the_verdict(local, exchange, random):
     d = synced(local, np.full(len(local), exchange * 1_000_000))
     order = random.sample(range(d.shape[1]), d.shape[1])
     one, other = judge(window(d)), judge(window(d[:, order]))

@@ -35,7 +35,7 @@ def tail(message: wire.Message) -> list[object]:
 
 
 @every_message
-def test_round_trip(message):
+def test_messages_round_trip(message):
     data = wire.encode(message)
     assert wire.decode(data, type(message)) == message
     assert wire.tag_of(data) == type(message).__struct_config__.tag
@@ -47,7 +47,7 @@ def test_trailing_fields_of_a_newer_version_are_ignored(message):
     assert wire.decode(data, type(message)) == message
 
 
-def test_trailing_fields_inside_a_part_are_ignored():
+def test_trailing_fields_inside_a_nested_struct_are_ignored():
     fields = tail(rank_batch(open=wire.OpenStage(1, 2, 3)))
     at = 1 + wire.RankBatch.__struct_fields__.index("open")
     fields[at] = [*fields[at], "new"]
@@ -61,20 +61,20 @@ def test_optional_fields_may_be_missing():
 
 @every_message
 @pytest.mark.parametrize("version", [0, 1, 3, -1])
-def test_another_version_is_refused_by_name(message, version):
+def test_other_version_is_refused_by_name(message, version):
     data = wire.encode(msgspec.structs.replace(message, v=version))
     with pytest.raises(wire.WireError, match=f"^wrong_version: message has {version}, this is 2$"):
         wire.decode(data, type(message))
 
 
 @every_message
-def test_a_message_of_another_kind_is_refused(message):
+def test_message_of_another_kind_is_refused(message):
     for kind in KINDS:
         assert reason(wire.encode(message), kind) == (None if kind is type(message) else "wrong_kind")
 
 
 @every_message
-def test_every_truncation_is_refused(message):
+def test_truncated_messages_are_all_refused(message):
     data = wire.encode(message)
     assert {reason(data[:size], type(message)) for size in range(len(data))} == {"garbage"}
     assert reason(data + b"\x00", type(message)) == "garbage"
@@ -90,7 +90,7 @@ def test_size_is_checked_before_anything_else(message):
 
 
 @pytest.mark.parametrize("data", [None, 7, "text", bytearray(b"\x90"), memoryview(b"\x90")])
-def test_what_is_not_bytes_is_garbage(data):
+def test_non_bytes_are_garbage(data):
     assert reason(data, wire.RankBatch) == "garbage"
 
 
@@ -107,11 +107,11 @@ def test_what_is_not_bytes_is_garbage(data):
     ],
     ids=str,
 )
-def test_columns_that_do_not_fit_each_other(change):
+def test_mismatched_columns_are_refused(change):
     assert reason(wire.encode(rank_batch(**change)), wire.RankBatch) == "bad_columns"
 
 
-def test_too_many_rows():
+def test_rows_above_the_limit_are_refused():
     assert reason(wire.encode(rank_batch(wire.MAX_ROWS)), wire.RankBatch) is None
     assert reason(wire.encode(rank_batch(wire.MAX_ROWS + 1)), wire.RankBatch) == "too_large"
 
@@ -139,12 +139,12 @@ def test_too_many_rows():
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_fields_out_of_type_or_range(change):
+def test_fields_out_of_type_or_range_are_malformed(change):
     assert reason(wire.encode(rank_batch(**change)), wire.RankBatch) == "malformed"
 
 
 @pytest.mark.parametrize("field", ["batches", "dropped", "lost", "events", "errors"])
-def test_a_relay_batch_is_bounded_in_every_list(field):
+def test_relay_batch_is_bounded_in_every_list(field):
     many = getattr(relay_batch(), field) or {"x": 1}
     if isinstance(many, dict):
         many = {str(i): 1 for i in range(wire.MAX_ITEMS + 1)}
@@ -159,7 +159,7 @@ def test_a_relay_batch_is_bounded_in_every_list(field):
     "head", [b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9"], ids=["list", "map", "bytes", "str", "ext"]
 )
 @pytest.mark.parametrize("place", ["whole", "batches", "trailing"])
-def test_a_declared_length_costs_no_memory(head, place):
+def test_declared_length_costs_no_memory(head, place):
     huge = head + b"\xff\xff\xff\xff" + b"\x01\x01"
     fields = [msgspec.msgpack.encode(field) for field in tail(relay_batch())]
     if place == "batches":
@@ -188,7 +188,7 @@ def test_tag_of_garbage_is_empty():
     assert [wire.tag_of(data) for data in (b"", b"\x90", b"\xff", b"\x92\xa1\xff\x02")] == ["", "", "", ""]
 
 
-def test_bytes_per_row():
+def test_row_costs_at_most_128_bytes():
     """At 10 steps a second and one batch a second a row may cost 128 bytes, everything counted."""
     batch = rank_batch(
         10,

@@ -16,51 +16,51 @@ LIMITS = Thresholds()
 WAITS = [1, 2, 0, 3, 4, 5]
 
 
-def test_two_ranks(snapshot: Snapshot) -> None:
+def test_verdict_text_for_two_ranks(snapshot: Snapshot) -> None:
     verdict = judge(window(of_ms([WAITS, [1, 6, 0, 3, 4, 1]], 50)))
     assert (verdict.label, verdict.stage, verdict.ranks) == ("straggler", "data", (1,))
     snapshot("verdict", verdict.why, verdict.next)
 
 
-def test_one_step(snapshot: Snapshot) -> None:
+def test_verdict_text_for_one_step(snapshot: Snapshot) -> None:
     snapshot("verdict", judge(window(of_ms([WAITS, [1, 6, 0, 3, 4, 1]]))).why)
 
 
-def test_a_fault_that_just_began(snapshot: Snapshot) -> None:
+def test_verdict_text_for_a_fault_that_just_began(snapshot: Snapshot) -> None:
     d = np.concatenate([of_ms([[1, 2, 0, 3, 4, 1]] * 2, 30), of_ms([WAITS, [1, 6, 0, 3, 4, 1]], 20)])
     verdict = judge(window(d, first_step=100))
     assert (verdict.from_step, verdict.transient) == (130, False)
     snapshot("verdict", verdict.why)
 
 
-def test_two_stages_of_one_rank(snapshot: Snapshot) -> None:
+def test_verdict_text_for_two_stages_of_one_rank(snapshot: Snapshot) -> None:
     d = of_ms([[1, 2, 0, 3, 4, 7], [1, 2, 0, 3, 4, 7], [1, 5, 0, 6, 4, 1]], 50)
     verdict = judge(window(d))
     assert (verdict.label, verdict.ranks, verdict.stages) == ("ambiguous", (2,), ("data", "forward"))
     snapshot("verdict", verdict.why)
 
 
-def test_two_causes(snapshot: Snapshot) -> None:
+def test_verdict_text_for_two_causes(snapshot: Snapshot) -> None:
     d = of_ms([[1, 6, 0, 3, 4, 1], [1, 2, 0, 7, 4, 1], WAITS], 50)
     verdict = judge(window(d))
     assert verdict.label == "co_critical"
     snapshot("verdict", verdict.why, verdict.next)
 
 
-def test_many_ranks_are_counted_not_listed(snapshot: Snapshot) -> None:
+def test_verdict_text_counts_many_ranks_instead_of_listing_them(snapshot: Snapshot) -> None:
     rows = [[1, 6, 0, 3, 4, 1] if rank % 3 == 0 else WAITS for rank in range(60)]
     verdict = judge(window(of_ms(rows, 50)))
     assert len(verdict.ranks) == len(verdict.nodes) == 20
     snapshot("verdict", verdict.why)
 
 
-def test_healthy(snapshot: Snapshot) -> None:
+def test_verdict_text_for_a_healthy_run(snapshot: Snapshot) -> None:
     verdict = judge(window(of_ms([[1, 2, 0, 3, 4, 1]] * 3, 50)))
     assert (verdict.label, verdict.rank) == ("healthy", None)
     snapshot("verdict", verdict.why)
 
 
-def test_every_stage_has_advice():
+def test_advice_exists_for_every_stage():
     for stage in range(5):
         row, wait = [1, 2, 1, 3, 4, 1], [1, 2, 1, 3, 4, 5]
         row[stage] += 4
@@ -86,7 +86,7 @@ def late(extra: Sequence[Sequence[float]], ranks: int = 4, at: Sequence[int] = (
 @pytest.mark.parametrize("part", ["workers", "fetch", "collate", "optimizer"])
 @pytest.mark.parametrize("stage", range(5))
 @pytest.mark.parametrize("at", [(2,), (2, 3)], ids=["rank", "node"])
-def test_next_step_of_a_known_part_takes_the_place_of_that_of_its_stage(
+def test_next_step_of_a_known_span_replaces_that_of_its_stage(
     part: str, stage: int, at: tuple[int, ...]
 ) -> None:
     extra = [[4.0 * (each == stage) for each in range(5)]] * len(at)
@@ -105,14 +105,14 @@ def test_next_step_of_a_known_part_takes_the_place_of_that_of_its_stage(
 
 @pytest.mark.parametrize("stages", list(itertools.combinations(range(5), 2)), ids=str)
 @pytest.mark.parametrize("at", [(2,), (2, 3)], ids=["rank", "node"])
-def test_next_step_of_two_stages_says_nothing_twice(stages: tuple[int, int], at: tuple[int, ...]) -> None:
+def test_next_step_of_two_stages_repeats_nothing(stages: tuple[int, int], at: tuple[int, ...]) -> None:
     verdict = judge(late([[4.0 * (each in stages) for each in range(5)]] * len(at), at=at))
     assert (verdict.label, verdict.ranks) == ("ambiguous", at)
     assert said_twice(verdict.next) == []
 
 
 @pytest.mark.parametrize("stage", range(5))
-def test_next_step_of_ranks_late_in_one_stage_by_different_times_says_nothing_twice(stage: int) -> None:
+def test_next_step_of_ranks_late_by_different_times_repeats_nothing(stage: int) -> None:
     rows = late([[size * (each == stage) for each in range(5)] for size in (8.0, 3.9)], at=(1, 2))
     verdict = judge(rows)
     assert verdict.ranks == (1, 2) or verdict.label == "straggler"

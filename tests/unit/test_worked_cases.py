@@ -68,7 +68,7 @@ VERDICTS = {
 
 
 @pytest.mark.parametrize("case", EXPOSED)
-def test_exposed_time_and_leaders(case):
+def test_worked_cases_have_their_exposed_time_and_leaders(case):
     exposed, leaders = EXPOSED[case]
     frontier = chain(of_ms(ROWS[case]))
     assert (frontier.exposed[0] / 1e6).tolist() == pytest.approx(exposed)
@@ -79,7 +79,7 @@ def test_exposed_time_and_leaders(case):
 
 @pytest.mark.parametrize("steps", [1, 50])
 @pytest.mark.parametrize("case", VERDICTS)
-def test_verdict(case, steps):
+def test_worked_cases_have_their_verdict(case, steps):
     verdict = judge(window(of_ms(ROWS[case], steps)))
     assert (verdict.label, verdict.stages, verdict.ranks) == VERDICTS[case]
     assert not verdict.transient
@@ -90,20 +90,20 @@ def test_verdict(case, steps):
 @pytest.mark.parametrize(
     ("case", "excess", "gain"), [("W2", 26.7, 26.7), ("W3", 6.1, 6.1), ("W11", 26.7, 26.7)]
 )
-def test_cost(case, excess, gain):
+def test_worked_cases_have_their_cost(case, excess, gain):
     verdict = judge(window(of_ms(ROWS[case], 50)))
     assert verdict.excess_pct == pytest.approx(excess, abs=0.05)
     assert verdict.cost_pct == verdict.gain_pct == pytest.approx(gain, abs=0.05)
     assert verdict.gpu_hours_per_hour == pytest.approx(verdict.cost_pct / 100 * len(ROWS[case]))
 
 
-def test_w7_mending_one_alone_gains_nothing_both_gain_all():
+def test_w7_gains_from_fixing_both_ranks_only():
     verdict = judge(window(of_ms(ROWS["W7"], 50)))
     assert verdict.gain_pct == 0
     assert verdict.cost_pct == pytest.approx(100 * 4 / 15)
 
 
-def test_w14_rotating():
+def test_w14_is_rotating():
     d = np.concatenate(
         [of_ms([LATE_DATA if rank == k % 3 else WAITS for rank in range(3)]) for k in range(6)]
     )
@@ -113,7 +113,7 @@ def test_w14_rotating():
     assert msgspec.json.decode(msgspec.json.encode(verdict), type=Verdict) == verdict
 
 
-def test_w15_transient(snapshot: Snapshot):
+def test_w15_is_transient(snapshot: Snapshot):
     late = of_ms([[1, 2, 0, 3, 4, 31], [1, 32, 0, 3, 4, 1], [1, 2, 0, 3, 4, 31]])
     d = np.concatenate([late if k % 5 == 4 else of_ms([PLAIN] * 3) for k in range(10)])
     verdict = judge(window(d, first_step=100))
@@ -124,7 +124,7 @@ def test_w15_transient(snapshot: Snapshot):
     snapshot("verdict", verdict.why)
 
 
-def test_w16_is_noted(snapshot: Snapshot):
+def test_w16_has_a_suspect_without_gain(snapshot: Snapshot):
     verdict = judge(window(of_ms(ROWS["W16"], 50)))
     snapshot("verdict", verdict.why)
     assert verdict.suspects[0].rank == 2

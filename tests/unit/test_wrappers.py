@@ -88,7 +88,7 @@ def asked(value: Any, question: Callable[[Any], Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", list(REPLACED))
-def test_a_replaced_function_is_like_the_one_it_replaces(patches: Replacing, name: str) -> None:
+def test_replaced_function_is_like_the_original(patches: Replacing, name: str) -> None:
     owner, attribute, original = patches.replaced[name]
     ours = getattr(owner, attribute)
     assert ours is not original
@@ -114,7 +114,7 @@ def test_a_replaced_function_is_like_the_one_it_replaces(patches: Replacing, nam
         assert getattr(type("Sub", (owner,), {}), attribute) is ours
 
 
-def test_classes_with_a_replaced_method_say_what_they_take_as_before() -> None:
+def test_signatures_of_classes_with_a_replaced_method_are_unchanged() -> None:
     classes = [owner for owner, _, _ in REPLACED.values() if inspect.isclass(owner)]
     before = [asked(cls, inspect.signature) for cls in classes]
     with installed():
@@ -133,7 +133,7 @@ class Collator:
         return torch.stack(samples)
 
 
-def test_a_loader_and_its_iterator_keep_what_they_have(patches: Replacing) -> None:
+def test_loader_and_its_iterator_keep_their_attributes(patches: Replacing) -> None:
     loader = DataLoader(loops.Numbers(4), batch_size=2, collate_fn=Collator())
     iterator = iter(loader)
     assert type(iterator).__module__ == "torch.utils.data.dataloader"
@@ -164,7 +164,7 @@ class Shard(ray_iterator.DataIterator):
 
 @pytest.mark.usefixtures("patches")
 @pytest.mark.parametrize("method", ["iter_batches", "iter_torch_batches"])
-def test_batches_of_ray_data_are_rays_own_object(method: str) -> None:
+def test_ray_data_batches_are_of_their_original_type(method: str) -> None:
     batches = getattr(Shard(), method)()
     assert type(batches) is ray_iterator._IterableFromIterator
     assert traceml_ray.watch(batches) is batches, "it is timed already"
@@ -177,7 +177,7 @@ def test_batches_of_ray_data_are_rays_own_object(method: str) -> None:
 
 
 @pytest.mark.usefixtures("patches")
-def test_huggingface_takes_batches_of_ray_data_for_what_they_are() -> None:
+def test_huggingface_accepts_watched_batches_of_ray_data() -> None:
     transformers = pytest.importorskip("transformers")
     from ray.train.huggingface.transformers import prepare_trainer
 
@@ -220,7 +220,7 @@ KINDS = (Sized, Iterable, Iterator, list, dict, DataLoader, GeneratorType)
 
 @pytest.mark.usefixtures("agent")
 @pytest.mark.parametrize("name", list(SOURCES))
-def test_what_is_watched_is_what_it_was(name: str) -> None:
+def test_watched_object_behaves_like_its_source(name: str) -> None:
     source, watched = SOURCES[name](), traceml_ray.watch(SOURCES[name]())
     assert [isinstance(watched, kind) for kind in KINDS] == [isinstance(source, kind) for kind in KINDS]
     for question in (len, bool, dir, lambda one: one[0], lambda one: 1 in one):
@@ -237,7 +237,7 @@ def test_what_is_watched_is_what_it_was(name: str) -> None:
     assert str(list(watched)) == str(list(source) if again else []), "a second epoch"
 
 
-def test_a_watched_iterator_goes_on_where_a_loop_has_left_it(agent: Any) -> None:
+def test_watched_iterator_goes_on_where_a_loop_has_left_it(agent: Any) -> None:
     watched = traceml_ray.watch(iter(range(4)))
     for _ in watched:
         break
@@ -247,7 +247,7 @@ def test_a_watched_iterator_goes_on_where_a_loop_has_left_it(agent: Any) -> None
 
 
 @pytest.mark.usefixtures("agent")
-def test_what_is_watched_is_changed_through() -> None:
+def test_watched_object_passes_changes_to_its_source() -> None:
     source = Unsized()
     watched: Any = traceml_ray.watch(source)
     watched.epoch = 3
@@ -268,7 +268,7 @@ class Own(DataLoader):  # type: ignore[type-arg]
 
 @pytest.mark.usefixtures("agent")
 @pytest.mark.parametrize("kind", [DataLoader, Own])
-def test_a_framework_makes_a_watched_loader_anew_with_a_sampler_of_its_own(kind: Any) -> None:
+def test_watched_loader_can_be_rebuilt_with_another_sampler(kind: Any) -> None:
     watched = traceml_ray.watch(kind([1, 2], batch_size=None))
     sampler = SequentialSampler([1, 2])
     made = type(watched)(watched.dataset, sampler=sampler, batch_size=None)
@@ -278,14 +278,14 @@ def test_a_framework_makes_a_watched_loader_anew_with_a_sampler_of_its_own(kind:
 
 @pytest.mark.usefixtures("agent")
 @pytest.mark.parametrize("kind", [DataLoader, Own])
-def test_lightning_gives_a_watched_loader_its_sampler(kind: Any) -> None:
+def test_watched_loader_gets_its_sampler_from_lightning(kind: Any) -> None:
     data = pytest.importorskip("lightning.fabric.utilities.data")
     sampler = SequentialSampler([1, 2])
     made = data._update_dataloader(traceml_ray.watch(kind([1, 2])), sampler)
     assert made.sampler is sampler and isinstance(made, kind)
 
 
-def test_what_is_timed_already_stays_as_it_is(agent: Any) -> None:
+def test_timed_loader_is_not_wrapped_again(agent: Any) -> None:
     loader, own = DataLoader([1, 2]), Own([1, 2])  # type: ignore[arg-type,var-annotated]
     if agent is not None:
         agent.instrumentation.install()
@@ -297,7 +297,7 @@ def test_what_is_timed_already_stays_as_it_is(agent: Any) -> None:
 
 
 @pytest.mark.usefixtures("agent")
-def test_what_python_asks_of_the_type_is_as_it_was() -> None:
+def test_watched_object_supports_the_special_methods_of_its_type() -> None:
     class Stream(Unsized):
         left = False
 
@@ -328,7 +328,7 @@ def test_what_python_asks_of_the_type_is_as_it_was() -> None:
 
 @pytest.mark.usefixtures("agent")
 @pytest.mark.parametrize("block", [lambda: traceml_ray.stage("tokenize"), traceml_ray.trace_step])
-def test_a_block_of_ours_is_a_decorator_can_be_used_again_and_is_pickled(block: Callable[[], Any]) -> None:
+def test_block_is_a_decorator_can_be_reused_and_is_pickled(block: Callable[[], Any]) -> None:
     def work(depth: int, *, more: int = 1) -> int:
         """Do it."""
         return depth if depth <= 0 else decorated(depth - 1, more=more) + more

@@ -79,7 +79,7 @@ def label(session: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.timeout(240)
-def test_four_nodes_of_two_ranks_through_every_loss(cluster: FakeCluster, tmp_path: Path) -> None:
+def test_session_of_four_nodes_survives_lost_actors_and_nodes(cluster: FakeCluster, tmp_path: Path) -> None:
     stop = tmp_path / "stop"
     with traceml_ray.start("four", out=tmp_path) as session:
         running = fit(8, [0, 0, 0, 0, 0, 60, 0, 0], stop, tmp_path)  # every CPU of the cluster
@@ -133,7 +133,7 @@ def test_four_nodes_of_two_ranks_through_every_loss(cluster: FakeCluster, tmp_pa
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
-def test_a_lost_node_keeps_its_rows_and_the_restart_is_a_new_attempt(
+def test_lost_node_keeps_its_rows_and_the_restart_is_a_new_attempt(
     cluster: FakeCluster, tmp_path: Path
 ) -> None:
     stop = tmp_path / "stop"

@@ -32,7 +32,7 @@ def job(tmp_path: Path) -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-def test_a_fault_in_a_mark_of_an_exchange_is_counted_and_raises_nothing_into_torch(
+def test_fault_in_an_exchange_mark_is_counted_and_raises_nothing_into_torch(
     job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loops.plain(job)
@@ -53,7 +53,7 @@ def test_a_fault_in_a_mark_of_an_exchange_is_counted_and_raises_nothing_into_tor
     assert job.instrumentation.errors["span: RuntimeError"] >= 1
 
 
-def test_an_exchange_inside_the_optimizers_step_is_inferred_under_a_grad_scaler(job: Any) -> None:
+def test_exchange_inside_the_optimizer_step_is_inferred_under_a_grad_scaler(job: Any) -> None:
     class Sharded(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             job.recorder.reduced(False)

@@ -48,7 +48,7 @@ def change(folder: Path, sql: str, *values: Any) -> None:
         "UPDATE chunk SET flags = NULL",
     ],
 )
-def test_values_that_nobody_wrote_are_one_line(
+def test_invalid_values_in_a_session_file_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], sql: str
 ) -> None:
     change(stored(tmp_path / "s"), sql)
@@ -58,18 +58,18 @@ def test_values_that_nobody_wrote_are_one_line(
     assert (told.out, told.err.count("\n")) == ("", 1)
 
 
-def test_errors_of_a_session_file_keep_their_words() -> None:
+def test_session_file_errors_keep_their_text() -> None:
     with pytest.raises(SessionFileError, match="as it was"), legible(Path("x")):
         raise SessionFileError("as it was")
 
 
-def test_an_older_file_without_the_names_of_actors_is_read(tmp_path: Path) -> None:
+def test_older_file_without_the_names_of_actors_is_read(tmp_path: Path) -> None:
     change(stored(tmp_path / "s"), "ALTER TABLE stream DROP COLUMN name")
     with SessionFile(tmp_path / "s" / "session.sqlite") as found:
         assert [stream.identity.name for stream in found.streams() if stream.identity] == [""]
 
 
-def test_a_launcher_that_tells_of_a_huge_job_costs_no_memory() -> None:
+def test_world_size_claimed_by_a_launcher_is_bounded() -> None:
     assert world_size({}, 1 << 62) == 1 << 20
     assert world_size({0: Stream(1, "a", identity(0, 4))}, 1 << 62) == 4
 
@@ -87,12 +87,12 @@ def test_infinite_samples_do_not_keep_the_report_from_being_written(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["OUT", "RING_ROWS", "SESSION", "INTERVAL"])
-def test_bytes_that_are_no_text_are_no_setting(name: str) -> None:
+def test_undecodable_bytes_are_no_setting(name: str) -> None:
     with pytest.raises(SettingError, match=f"TRACEML_{name}="):
         Settings.load({f"TRACEML_{name}": os.fsdecode(b"caf\xe9")})
 
 
-def test_a_fifo_is_read_by_nobody(tmp_path: Path) -> None:
+def test_fifo_in_a_session_folder_is_not_read(tmp_path: Path) -> None:
     stored(tmp_path / "s")
     for name in ("live.json", ".lock", "x"):
         (tmp_path / "s" / name).unlink(missing_ok=True)
@@ -111,7 +111,7 @@ def test_a_fifo_is_read_by_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("socket", ["", "/", "a\\u0000b", "x" * 300])
-def test_a_live_json_with_a_path_that_is_none(tmp_path: Path, socket: str) -> None:
+def test_live_json_with_an_unusable_path_still_gives_the_address(tmp_path: Path, socket: str) -> None:
     said = f'{{"pid": 1, "socket": "{socket}", "namespace": "", "address": "127.0.0.1:1"}}'
     (tmp_path / "live.json").write_text(said)
     found = _attachment(tmp_path)
@@ -120,7 +120,7 @@ def test_a_live_json_with_a_path_that_is_none(tmp_path: Path, socket: str) -> No
         control.stop(tmp_path)
 
 
-def test_sessions_are_listed_though_one_is_moved_away_meanwhile_and_one_is_of_long_ago(
+def test_sessions_are_listed_though_one_is_moved_away_and_one_is_very_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     os.utime(stored(tmp_path / "s") / "summary.json", (0, 0))
@@ -131,27 +131,27 @@ def test_sessions_are_listed_though_one_is_moved_away_meanwhile_and_one_is_of_lo
 
 
 @pytest.mark.parametrize("summary", ["[]", '{"verdict": 3}', '{"steps": {"median_ms": "x"}}', "[" * 100_000])
-def test_a_summary_of_somebody_else_is_none(tmp_path: Path, summary: str) -> None:
+def test_foreign_summary_is_ignored(tmp_path: Path, summary: str) -> None:
     (stored(tmp_path / "s") / "summary.json").write_text(summary)
     assert sessions.listed(str(tmp_path))[0]["label"] is None
     assert query.ask(StoredSource(tmp_path / "s").reply, [query.Verdict()])[0]["label"] == "healthy"
 
 
 @pytest.mark.parametrize("given", ["\n", "\x1b[2J", "x" * 5000, "caf\udce9"])
-def test_arguments_are_told_in_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_reported_in_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", given]) == 2
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and told.rstrip("\n").isprintable()
 
 
-def test_a_master_address_that_cannot_be_a_name() -> None:
+def test_master_address_that_cannot_be_a_name_has_no_free_port() -> None:
     assert torchrun._port_is_free("é" * 100, 1) is False
 
 
-def test_a_script_of_no_possible_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_script_with_an_impossible_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert torchrun.main(["x" * 5000]) == 2
     assert "there is no script xxx" in capsys.readouterr().err
 
 
-def test_text_in_one_line() -> None:
+def test_control_characters_are_escaped_in_one_line() -> None:
     assert one_line("a\nb\x1b[2J é \udce9") == "a\\nb\\x1b[2J é \\udce9"

@@ -88,7 +88,7 @@ def send(job: Job, node: int, times: int, *, final: bool = False) -> None:
     job.ranks[node].settle()
 
 
-def test_a_node_that_ends_long_after_the_first_is_in_the_session(job: Job) -> None:
+def test_node_that_ends_long_after_the_first_is_in_the_session(job: Job) -> None:
     send(job, 0, 3, final=True)
     send(job, 1, 3)
     answer = job.leave(0)
@@ -121,9 +121,7 @@ def test_nodes_that_end_together_leave_no_actor(job: Job) -> None:
     assert check_ledger(job.session.path)["stored"] == 4 * ROWS
 
 
-def test_a_node_that_is_lost_after_the_first_has_ended_is_not_waited_for(
-    cluster: FakeCluster, job: Job
-) -> None:
+def test_lost_node_is_not_waited_for_after_the_first_has_ended(cluster: FakeCluster, job: Job) -> None:
     lost = cluster.add(1)
     job.nodes[1] = lost.node_id
     job.sockets[1] = job.folder / "2" / "relay.sock"

@@ -40,13 +40,13 @@ def test_torchrun_arguments_mean_what_they_mean_to_torchrun(argv: list[str]) -> 
     assert not any(extra.values())
 
 
-def test_our_arguments_are_ours_only_before_the_script() -> None:
+def test_own_arguments_are_taken_only_before_the_script() -> None:
     args = torchrun._parse(["--session", "s", "--nproc-per-node", "2", SCRIPT, "--session", "script's"])
     assert args.session == "s"
     assert args.training_script_args == ["--session", "script's"]
 
 
-def test_a_dashboard_needs_no_port_and_takes_none_of_the_scripts() -> None:
+def test_dashboard_flag_needs_no_port_and_leaves_those_of_the_script() -> None:
     given = ["--dashboard", "--nproc-per-node", "2", SCRIPT, "--dashboard", "--dashboard=7"]
     for argv, port in (
         (given, ""),
@@ -112,7 +112,7 @@ def test_bad_input_is_one_line_that_names_it_and_starts_nothing(
     assert told.err.count("\n") == 1
 
 
-def test_a_busy_master_port_is_replaced_by_a_free_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_busy_master_port_is_replaced_by_a_free_one(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -126,7 +126,7 @@ def test_a_busy_master_port_is_replaced_by_a_free_one(capsys: pytest.CaptureFixt
     assert f"master port {port} is in use" in capsys.readouterr().err
 
 
-def test_a_free_master_port_is_kept() -> None:
+def test_free_master_port_is_kept() -> None:
     port = free_port()
     args = torchrun._parse(["--master-port", str(port), SCRIPT])
     torchrun._check(args, Nodes())
@@ -137,7 +137,7 @@ def read(*argv: str, address: str | None = None) -> Nodes:
     return nodes.read(torchrun._parse([*argv, SCRIPT]), address)
 
 
-def test_all_nodes_of_a_job_find_the_same_head_and_the_same_session() -> None:
+def test_nodes_of_a_job_find_the_same_head_and_session() -> None:
     static = ("--nnodes", "3", "--master-addr", "host-0", "--master-port", "7000")
     first, other = read(*static, "--node-rank", "0"), read(*static, "--node-rank", "2")
     assert (first.first, first.rank, other.first, other.rank) == (True, 0, False, 2)
@@ -149,13 +149,13 @@ def test_all_nodes_of_a_job_find_the_same_head_and_the_same_session() -> None:
     assert (first.count, first.fixed, first.several) == (3, True, True)
 
 
-def test_one_node_has_no_head_that_others_could_reach() -> None:
+def test_single_node_has_no_head_that_others_could_reach() -> None:
     for argv in ([], ["--nnodes", "1"], ["--nnodes", "1:1"], ["--standalone"], ["--node-rank", "0"]):
         assert read(*argv) == Nodes()
         assert not read(*argv).several
 
 
-def test_the_first_node_of_a_rendezvous_is_the_one_that_hosts_it() -> None:
+def test_first_node_of_a_rendezvous_is_the_one_that_hosts_it() -> None:
     here = ("--nnodes", "2:4", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{socket.gethostname()}:29400")
     assert read(*here, address="head:6379").first
     assert not read(*C10D, address="head:6379").first
@@ -173,7 +173,7 @@ def test_launchers_on_one_machine_have_addresses_of_their_own() -> None:
     assert own_address("10.1.1.1:7001", 5, "10.1.1.2") == "10.1.1.2"
 
 
-def test_the_token_of_a_cluster_is_looked_for_as_ray_does(tmp_path: Path) -> None:
+def test_cluster_token_is_searched_as_ray_does(tmp_path: Path) -> None:
     (tmp_path / ".ray").mkdir()
     home = {"HOME": str(tmp_path)}
     assert cluster_token(home) is None
@@ -184,7 +184,7 @@ def test_the_token_of_a_cluster_is_looked_for_as_ray_does(tmp_path: Path) -> Non
     assert cluster_token({**home, "RAY_AUTH_TOKEN": "said"}) == "said"
 
 
-def test_several_nodes_without_a_token_have_no_authentication_and_one_node_has_its_own(
+def test_ray_token_is_the_given_one_for_several_nodes_and_generated_for_one(
     tmp_path: Path,
 ) -> None:
     home = {"HOME": str(tmp_path), "RAY_AUTH_MODE": "token", "RAY_ADDRESS": "elsewhere:1"}
@@ -197,7 +197,7 @@ def test_several_nodes_without_a_token_have_no_authentication_and_one_node_has_i
     assert "RAY_ADDRESS" not in alone.environ
 
 
-def test_what_is_known_of_a_job_of_several_nodes() -> None:
+def test_job_info_of_several_nodes_is_known_where_their_number_is_fixed() -> None:
     args = torchrun._parse(["--nnodes", "2", "--nproc-per-node", "4", SCRIPT])
     info = torchrun._info(args, nodes.read(args, None))
     assert (info["nnodes"], info["world_size"]) == (2, 8)
@@ -226,7 +226,7 @@ def test_folders_of_killed_launchers_are_swept_and_no_others(tmp_path: Path) -> 
     assert set(tmp_path.iterdir()) == {held, young, rows, foreign, session}
 
 
-def test_a_folder_that_others_can_reach_is_not_held(tmp_path: Path) -> None:
+def test_folder_that_others_can_reach_is_not_held(tmp_path: Path) -> None:
     opened, link, own = tmp_path / "opened", tmp_path / "link", tmp_path / "own"
     opened.mkdir()
     opened.chmod(0o777)
@@ -243,11 +243,11 @@ def test_a_folder_that_others_can_reach_is_not_held(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.rglob("*")} == {"opened", "link", "own", ".in-use"}
 
 
-def test_no_port_of_ours_is_where_ray_workers_are() -> None:
+def test_free_port_is_never_in_the_range_of_ray_workers() -> None:
     assert all(not 10_002 <= free_port() < 20_000 for _ in range(50))
 
 
-def test_without_a_monitor_nothing_of_ours_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_monitor_flag_creates_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[Any] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch_run, "run", seen.append)
@@ -256,7 +256,7 @@ def test_without_a_monitor_nothing_of_ours_is_made(monkeypatch: pytest.MonkeyPat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_secrets_among_the_scripts_arguments_are_not_told() -> None:
+def test_secrets_among_script_arguments_are_hidden() -> None:
     words = [
         "--api-key",
         "hush1",
@@ -297,5 +297,5 @@ def test_ray_waits_for_an_idle_core(busy: list[float], cores: int, seconds: floa
     assert now == seconds
 
 
-def test_ray_does_not_wait_where_it_is_not_asked_to() -> None:
+def test_ray_does_not_wait_where_no_wait_is_configured() -> None:
     wait_for_idle_core(0.0, lambda _: pytest.fail("looked at the cores"), 2)

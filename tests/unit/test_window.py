@@ -24,7 +24,7 @@ def assert_rows_belong(window):
         assert window.nodes[place] == f"n{rank}"
 
 
-def test_identical_keys():
+def test_identical_keys_align_completely():
     window = align([rank_rows(1, [1, 2, 3]), rank_rows(0, [1, 2, 3])], expected=2)
     assert window.keys.tolist() == [1, 2, 3]
     assert window.ranks.tolist() == [0, 1]
@@ -34,7 +34,7 @@ def test_identical_keys():
     assert_rows_belong(window)
 
 
-def test_only_common_keys_and_the_newest_of_them():
+def test_common_keys_are_kept_and_of_them_the_newest():
     step = 1 << SEGMENT_BITS
     ranks = [
         rank_rows(0, [step * each for each in (1, 2, 4, 5, 6, 7)]),
@@ -49,7 +49,7 @@ def test_only_common_keys_and_the_newest_of_them():
     assert_rows_belong(last)
 
 
-def test_the_newest_steps_are_whole_ones():
+def test_newest_steps_are_whole_steps():
     keys = [step << SEGMENT_BITS | exchange for step in range(5) for exchange in range(3)]
     window = align([rank_rows(0, keys), rank_rows(1, keys)], 2, last=2)
     assert window.keys.tolist() == keys[-6:]
@@ -68,7 +68,7 @@ def test_missing_ranks_do_not_hold_the_others_up():
     assert window.coverage == 0.5
 
 
-def test_of_very_many_missing_ranks_the_lowest_are_listed():
+def test_missing_ranks_listed_are_the_lowest():
     assert missing_of(6, [4, 0, 1, 7]) == [2, 3, 5]
     assert missing_of(1 << 20, range(3)) == list(range(3, 3 + MAX_MISSING))
 
@@ -79,20 +79,20 @@ def test_first_rows_never_count():
     assert_rows_belong(window)
 
 
-def test_repeated_and_unordered_keys():
+def test_repeated_and_unordered_keys_are_sorted_and_counted_once():
     window = align([rank_rows(0, [3, 1, 2, 2]), rank_rows(1, [1, 2, 3])], expected=2)
     assert window.keys.tolist() == [1, 2, 3]
     assert_rows_belong(window)
 
 
-def test_same_unordered_keys_on_every_rank():
+def test_unordered_keys_of_every_rank_are_sorted():
     window = align([rank_rows(0, [3, 1]), rank_rows(1, [3, 1])], expected=2)
     assert window.keys.tolist() == [1, 3]
     assert_rows_belong(window)
 
 
 @pytest.mark.parametrize("ranks", [[], [rank_rows(0, [])], [rank_rows(0, [1]), rank_rows(1, [])]])
-def test_nothing_in_common(ranks):
+def test_ranks_without_common_keys_give_an_empty_window(ranks):
     window = align(ranks, expected=2)
     assert window.d.shape == (0, len(ranks), N_STAGES)
     assert window.first_step is None

@@ -115,7 +115,7 @@ PATHS = [
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_nothing_is_shown_without_the_token(closed: Server, path: str) -> None:
+def test_requests_without_the_token_get_no_data(closed: Server, path: str) -> None:
     for headers in (
         {},
         {"Authorization": "Bearer wrong"},
@@ -133,12 +133,12 @@ def test_nothing_is_shown_without_the_token(closed: Server, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/metrics", "/_dash-layout", "/rank/0"])
-def test_the_token_opens_it_as_header_and_as_cookie(closed: Server, path: str) -> None:
+def test_token_is_accepted_as_header_and_as_cookie(closed: Server, path: str) -> None:
     assert closed.ask("GET", path, Authorization=f"Bearer {TOKEN}").status == 200
     assert closed.ask("GET", path, Cookie=cookie(closed)).status == 200
 
 
-def test_acting_needs_the_token_and_a_page_of_ours(closed: Server, opened: Server) -> None:
+def test_callbacks_need_the_token_and_the_own_origin(closed: Server, opened: Server) -> None:
     path, json = "/_dash-update-component", {"Content_Type": "application/json"}
     assert closed.ask("POST", path, "{}", **json).status == 401
     assert closed.ask("POST", path, "not json", **json, Cookie=cookie(closed)).status == 400
@@ -149,12 +149,12 @@ def test_acting_needs_the_token_and_a_page_of_ours(closed: Server, opened: Serve
         assert server.ask("POST", path, "not json", **json, **who, Origin=ours).status == 400
 
 
-def test_an_origin_that_is_none_is_refused(opened: Server) -> None:
+def test_malformed_origin_is_refused(opened: Server) -> None:
     answer = opened.ask("POST", "/_dash-update-component", "{}", Origin="http://[")
     assert answer.status == 403
 
 
-def test_a_token_in_the_address_is_swapped_for_a_cookie(closed: Server) -> None:
+def test_token_in_the_address_is_swapped_for_a_cookie(closed: Server) -> None:
     answer = closed.ask("GET", f"/rank/3?run=a%26b&token={TOKEN}&stage=data&stage=")
     assert (answer.status, answer.getheader("Location")) == (303, "/rank/3?run=a%26b&stage=data&stage=")
     given = answer.getheader("Set-Cookie") or ""
@@ -164,13 +164,13 @@ def test_a_token_in_the_address_is_swapped_for_a_cookie(closed: Server) -> None:
     assert "Max-Age" not in given and "Expires" not in given
 
 
-def test_a_wrong_token_is_refused_even_with_a_good_cookie(closed: Server) -> None:
+def test_wrong_token_is_refused_even_with_a_good_cookie(closed: Server) -> None:
     for given in ("wrong", "", TOKEN[:-1], TOKEN + "x", "%C3%A9", "%00"):
         assert closed.ask("GET", f"/?token={given}", Cookie=cookie(closed)).status == 401
     assert closed.ask("GET", f"/?token=wrong&token={TOKEN}").status == 401
 
 
-def test_people_are_asked_by_a_form_that_leads_on(closed: Server) -> None:
+def test_login_form_leads_to_the_requested_page(closed: Server) -> None:
     asked = closed.ask("GET", '/rank/3?run="<b>', Accept="text/html")
     assert asked.status == 401
     action = re.search(r'<form method="post" action="([^"]*)">', asked.body)
@@ -198,7 +198,7 @@ ELSEWHERE = [
 
 
 @pytest.mark.parametrize("target", ELSEWHERE)
-def test_no_address_leads_from_here_to_another_server(closed: Server, target: str) -> None:
+def test_redirects_never_lead_to_another_server(closed: Server, target: str) -> None:
     for answer in (
         closed.ask("POST", f"/login?next={quote(target, safe='')}", f"token={TOKEN}", **POST),
         closed.ask("GET", f"{quote(target)}?token={TOKEN}"),
@@ -211,7 +211,7 @@ def test_no_address_leads_from_here_to_another_server(closed: Server, target: st
 @pytest.mark.parametrize(
     "text", ["%0d%0aX-Injected:%20yes", "%0aSet-Cookie:%20a=b", "%E5%98%8A%E5%98%8DX-Injected:y"]
 )
-def test_no_header_can_be_slipped_in(closed: Server, text: str) -> None:
+def test_redirects_carry_no_injected_header(closed: Server, text: str) -> None:
     for answer in (
         closed.ask("GET", f"/{text}?token={TOKEN}"),
         closed.ask("GET", f"/?a={text}&token={TOKEN}"),
@@ -224,12 +224,12 @@ def test_no_header_can_be_slipped_in(closed: Server, text: str) -> None:
         assert (answer.getheader("Set-Cookie") or "").startswith("traceml-")
 
 
-def test_cookies_of_two_dashboards_on_one_host_do_not_meet() -> None:
+def test_cookies_of_two_dashboards_on_one_host_do_not_collide() -> None:
     one, two = security.Guard("one", []), security.Guard("two", [])
     assert one._cookie != two._cookie and one._proof != two._proof
 
 
-def test_health_is_open_and_says_nothing_private(closed: Server) -> None:
+def test_health_is_open_and_reveals_nothing_private(closed: Server) -> None:
     answer = closed.ask("GET", "/health")
     assert answer.status == 200
     assert answer.getheader("Content-Type") == "application/json"
@@ -248,7 +248,7 @@ def test_metrics_are_prometheus_text(opened: Server) -> None:
 @pytest.mark.parametrize(
     "host", ["evil.example", "127.0.0.1.evil.example", "localhost.", "10.0.0.1", "", "[::1", "a@b", "0"]
 )
-def test_a_foreign_host_is_refused_everywhere(opened: Server, closed: Server, host: str) -> None:
+def test_foreign_host_is_refused_everywhere(opened: Server, closed: Server, host: str) -> None:
     for server in (opened, closed):
         for path in ("/", "/health", f"/?token={TOKEN}"):
             answer = server.ask("GET", path, Host=host)
@@ -258,11 +258,11 @@ def test_a_foreign_host_is_refused_everywhere(opened: Server, closed: Server, ho
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "LocalHost:9000", "[::1]:80"])
-def test_our_own_names_are_taken_at_any_port(opened: Server, host: str) -> None:
+def test_own_host_names_are_accepted_at_any_port(opened: Server, host: str) -> None:
     assert opened.ask("GET", "/health", Host=host).status == 200
 
 
-def test_bound_to_every_address_any_address_is_ours_and_other_names_are_not() -> None:
+def test_guard_on_every_address_accepts_addresses_but_no_foreign_names() -> None:
     guard = security.Guard("t", security.names_of("0.0.0.0"))
     ours = ["10.1.2.3:8050", "[fe80::1]:1", "localhost", socket.gethostname()]
     assert all(map(guard._is_ours, ours))
@@ -282,7 +282,7 @@ def test_bound_to_every_address_any_address_is_ours_and_other_names_are_not() ->
         "/_dash-component-suites/dash/no.js",
     ],
 )
-def test_every_answer_carries_the_headers(opened: Server, closed: Server, path: str) -> None:
+def test_security_headers_are_on_every_answer(opened: Server, closed: Server, path: str) -> None:
     for server in (opened, closed):
         answer = server.ask("GET", path)
         assert answer.status in (200, 401, 404)
@@ -298,7 +298,7 @@ def test_every_answer_carries_the_headers(opened: Server, closed: Server, path: 
         assert "unsafe" not in scripts and "http" not in policy
 
 
-def test_the_policy_lets_in_exactly_the_scripts_of_the_page(opened: Server) -> None:
+def test_content_policy_allows_exactly_the_scripts_of_the_page(opened: Server) -> None:
     answer = opened.ask("GET", "/")
     policy = answer.getheader("Content-Security-Policy") or ""
     page = re.sub(r"<!--.*?-->", "", answer.body, flags=re.S)
@@ -316,7 +316,7 @@ UP = ["..", "%2e%2e", "..%2f..", "%2e%2e%2f", "..%5c..", "....//..", "%252e%252e
 
 
 @pytest.mark.parametrize("up", UP)
-def test_assets_lead_nowhere_else(opened: Server, up: str) -> None:
+def test_asset_paths_cannot_leave_their_folder(opened: Server, up: str) -> None:
     for base in ("/assets/", "/_dash-component-suites/dash/", "/_dash-component-suites/"):
         for path in (
             f"{base}{up}/{up}/{up}/{up}/etc/passwd",
@@ -332,7 +332,7 @@ def test_assets_lead_nowhere_else(opened: Server, up: str) -> None:
 @pytest.mark.parametrize(
     "method", ["TRACE", "OPTIONS", "PUT", "DELETE", "PATCH", "CONNECT", "PROPFIND", "GARBAGE"]
 )
-def test_other_methods_do_nothing(opened: Server, closed: Server, method: str) -> None:
+def test_other_http_methods_are_refused(opened: Server, closed: Server, method: str) -> None:
     for server in (opened, closed):
         answer = server.ask(method, "/", X_Echo="echo")
         assert answer.status == 405
@@ -356,19 +356,19 @@ def test_large_bodies_are_refused(opened: Server, closed: Server) -> None:
 @pytest.mark.parametrize(
     "body", ["", "[]", "{}", "null", '{"output": "x.y"}', '{"output": "..a.b..", "inputs": 3}']
 )
-def test_nonsense_gets_no_traceback(opened: Server, body: str) -> None:
+def test_malformed_callback_gets_no_traceback(opened: Server, body: str) -> None:
     answer = opened.ask("POST", "/_dash-update-component", body, Content_Type="application/json")
     assert answer.status >= 400
     assert not re.search(r"Traceback|\.py|File ", answer.body), answer.body
 
 
-def test_without_a_token_a_callback_takes_nothing_but_json(opened: Server) -> None:
+def test_callback_without_a_token_accepts_only_json(opened: Server) -> None:
     """A form of another site, which browsers send without asking, is no callback."""
     answer = opened.ask("POST", "/_dash-update-component", "{}", Content_Type="text/plain")
     assert answer.status == 415
 
 
-def test_who_needs_a_token() -> None:
+def test_token_is_required_outside_loopback() -> None:
     for host in ("127.0.0.1", "localhost", "127.0.0.9", "::1"):
         assert security.choose_token(None, host) == (None, False)
         assert security.choose_token("given", host) == ("given", False)
@@ -379,12 +379,12 @@ def test_who_needs_a_token() -> None:
 
 
 @pytest.mark.parametrize("token", ["", " ", "a b", "a\n", "é", "\0"])
-def test_a_token_that_could_not_be_sent_is_refused(token: str) -> None:
+def test_token_that_cannot_be_sent_is_refused(token: str) -> None:
     for host in ("127.0.0.1", "0.0.0.0"):
         with pytest.raises(SettingError, match="token must be"):
             security.choose_token(token, host)
 
 
-def test_a_host_of_no_address_is_named() -> None:
+def test_host_without_an_address_is_named_in_the_error() -> None:
     with pytest.raises(SettingError, match="host='no such host' has no address"):
         security.choose_token(None, "no such host")

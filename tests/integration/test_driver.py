@@ -73,7 +73,7 @@ def rows_of(folder: Path) -> int:
         return int(file.ledger()["stored"])
 
 
-def test_a_session_is_found_again_by_name_and_leaves_no_actor(tmp_path: Path) -> None:
+def test_session_is_found_by_name_and_leaves_no_actor(tmp_path: Path) -> None:
     session = traceml_ray.start("found", out=tmp_path)
     assert session.wait_ready() is session
     assert str(tmp_path / "found") in repr(session)
@@ -96,7 +96,7 @@ def test_a_session_is_found_again_by_name_and_leaves_no_actor(tmp_path: Path) ->
     assert (tmp_path / "found" / "summary.json").exists()
 
 
-def test_a_session_has_a_dashboard_until_it_is_stopped(tmp_path: Path) -> None:
+def test_session_has_a_dashboard_until_it_is_stopped(tmp_path: Path) -> None:
     with traceml_ray.start("shown", out=tmp_path) as session:
         url = session.dashboard(port=0)
         assert session.dashboard() == url
@@ -115,7 +115,7 @@ def test_a_session_has_a_dashboard_until_it_is_stopped(tmp_path: Path) -> None:
         urllib.request.urlopen(url, timeout=20)
 
 
-def test_another_driver_finds_the_session(cluster: FakeCluster, tmp_path: Path) -> None:
+def test_session_is_found_by_another_driver(cluster: FakeCluster, tmp_path: Path) -> None:
     with traceml_ray.start("shared", out=tmp_path) as session:
         script = (
             f"import ray, traceml_ray; ray.init({cluster.address!r}, log_to_driver=False)\n"
@@ -129,7 +129,7 @@ def test_another_driver_finds_the_session(cluster: FakeCluster, tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_two_sessions_on_one_cluster_do_not_meet(tmp_path: Path) -> None:
+def test_sessions_on_one_cluster_stay_apart(tmp_path: Path) -> None:
     with traceml_ray.start("one", out=tmp_path) as one, traceml_ray.start("two", out=tmp_path) as two:
         worker = Worker.options(name="alone").remote()
         assert ray.get(worker.attach.remote("two"))
@@ -140,7 +140,7 @@ def test_two_sessions_on_one_cluster_do_not_meet(tmp_path: Path) -> None:
         ray.kill(worker)
 
 
-def test_actors_without_ranks_are_a_group_of_their_own_by_name(tmp_path: Path) -> None:
+def test_actors_without_ranks_form_a_group_by_name(tmp_path: Path) -> None:
     with traceml_ray.start("plain", out=tmp_path) as session:
         workers = [Worker.options(name=f"learner-{at}").remote() for at in range(2)]
         assert all(ray.get([worker.attach.remote("plain") for worker in workers]))
@@ -158,7 +158,7 @@ def test_actors_without_ranks_are_a_group_of_their_own_by_name(tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_an_actor_with_ranks_of_its_own(tmp_path: Path) -> None:
+def test_actor_with_explicit_ranks_keeps_them(tmp_path: Path) -> None:
     with traceml_ray.start("explicit", out=tmp_path) as session:
         worker = Worker.remote()
         who = {"rank": 3, "local_rank": 1, "local_world_size": 2, "world_size": 4, "job_id": "mine"}
@@ -182,7 +182,7 @@ def test_rows_wait_for_a_session_that_starts_late(tmp_path: Path) -> None:
     ray.kill(worker)
 
 
-def test_killed_relay_and_aggregator_come_back_and_nothing_held_is_lost(tmp_path: Path) -> None:
+def test_killed_relay_and_aggregator_return_without_losing_rows(tmp_path: Path) -> None:
     with traceml_ray.start("killed", out=tmp_path) as session:
         session.wait_ready()
         worker = Worker.remote()
@@ -206,7 +206,7 @@ def test_killed_relay_and_aggregator_come_back_and_nothing_held_is_lost(tmp_path
         ray.kill(worker)
 
 
-def test_an_agent_notices_a_relay_that_was_restarted_between_two_of_its_calls(tmp_path: Path) -> None:
+def test_agent_notices_a_relay_restarted_between_two_calls(tmp_path: Path) -> None:
     def batch(seq: int) -> bytes:
         made = wire.RankBatch(wire.VERSION, "stream", seq, 0, seq, 0, seq - 1, bytes(8), b"\0", bytes(48))
         return wire.encode(made)
@@ -233,7 +233,7 @@ def test_an_agent_notices_a_relay_that_was_restarted_between_two_of_its_calls(tm
 
 
 @pytest.mark.parametrize("who", ["NodeRelay", "Aggregator"])
-def test_rows_that_one_who_hangs_never_took_are_in_the_file(tmp_path: Path, who: str) -> None:
+def test_rows_not_taken_by_a_hung_actor_are_in_the_file(tmp_path: Path, who: str) -> None:
     session = traceml_ray.start(f"hung-{who}", out=tmp_path).wait_ready()
     worker = Worker.remote()
     assert ray.get(worker.attach.remote(session.id))
@@ -251,7 +251,7 @@ def test_rows_that_one_who_hangs_never_took_are_in_the_file(tmp_path: Path, who:
     ray.kill(worker)
 
 
-def test_files_are_brought_to_the_driver(tmp_path: Path) -> None:
+def test_session_files_are_downloaded_to_the_driver(tmp_path: Path) -> None:
     with traceml_ray.start("far", out=tmp_path / "there") as session:
         worker = Worker.remote()
         ray.get(worker.attach.remote("far"))
@@ -264,13 +264,13 @@ def test_files_are_brought_to_the_driver(tmp_path: Path) -> None:
         ray.kill(worker)
 
 
-def test_an_idle_session_ends_itself_and_writes_its_files(tmp_path: Path) -> None:
+def test_idle_session_ends_itself_and_writes_its_files(tmp_path: Path) -> None:
     session = traceml_ray.start("idle", out=tmp_path, idle_ttl=2)
     until(lambda: not names_of("idle"), "the end of an idle session")
     assert (session.folder / "report.txt").exists()
 
 
-def test_the_example_of_plain_actors_names_the_slow_one(cluster: FakeCluster, tmp_path: Path) -> None:
+def test_example_of_plain_actors_names_the_slow_actor(cluster: FakeCluster, tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "ray_actors.py"
     ran = subprocess.run(
         [sys.executable, str(example), "--steps", "80", "--slow-actor", "1"],
@@ -286,7 +286,7 @@ def test_the_example_of_plain_actors_names_the_slow_one(cluster: FakeCluster, tm
     assert "trainer-1" in (tmp_path / "traceml-sessions" / "default" / "report.txt").read_text()
 
 
-def test_the_command_line_says_how_it_stands_and_ends_it(tmp_path: Path) -> None:
+def test_command_line_shows_the_status_and_stops_a_session(tmp_path: Path) -> None:
     traceml_ray.start("told", out=tmp_path).wait_ready()
     command = [sys.executable, "-m", "traceml_ray.cli"]
     told = subprocess.run([*command, "status", str(tmp_path / "told")], capture_output=True, text=True)
@@ -299,7 +299,9 @@ def test_the_command_line_says_how_it_stands_and_ends_it(tmp_path: Path) -> None
     assert '"stopped"' in (tmp_path / "told" / "summary.json").read_text()
 
 
-def test_what_cannot_be_started_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_with_bad_settings_or_environment_fails_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(SettingError, match="session='a/b' must be"):
         traceml_ray.start("a/b")
     blocked = tmp_path / "file"
@@ -318,13 +320,13 @@ def test_what_cannot_be_started_is_said_in_one_line(tmp_path: Path, monkeypatch:
         traceml_ray.start("any")
 
 
-def test_without_ray_it_says_what_to_call_first() -> None:
+def test_start_without_ray_asks_for_ray_init() -> None:
     script = "import traceml_ray\ntry: traceml_ray.start()\nexcept traceml_ray.StartError as e: print(e)"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert "call ray.init() before" in ran.stdout, ran.stderr
 
 
-def test_after_ray_shutdown_an_agent_starts_no_cluster_of_its_own(cluster: FakeCluster) -> None:
+def test_agent_starts_no_cluster_after_ray_shutdown(cluster: FakeCluster) -> None:
     script = (
         f"import ray, time, traceml_ray, torch; ray.init({cluster.address!r}, log_to_driver=False)\n"
         "assert traceml_ray.attach('nobody'); time.sleep(1.5); ray.shutdown(); time.sleep(2.5)\n"
