@@ -35,8 +35,8 @@ class Content(Component):
     """
     One element with all that is inside it, as plain data that React draws, see assets/app.js.
 
-    As Dash components each element inside would cost the browser about a millisecond per refresh; React alone
-    costs next to nothing.
+    As Dash components they would cost the browser half a millisecond each per refresh: with Dash 4.4 360 of
+    them took 188 ms, and take 12 ms so.
     """
 
     _namespace, _type = "traceml_ray", "Content"

@@ -217,7 +217,7 @@
     const figure = {
       data: [{ type: "heatmap", z, x0: heat.offset, dx: 1, zmin: 0, zmax: 255, colorscale: scale(), showscale: false, hoverinfo: "none" }],
       layout: {
-        margin: { l: 48, r: 40, t: 6, b: 34 },
+        margin: { l: 48, r: 40, t: 6, b: 42 },
         paper_bgcolor: "rgba(0,0,0,0)",
         plot_bgcolor: "rgba(0,0,0,0)",
         font: { family: getComputedStyle(document.body).fontFamily, size: 11 },
