@@ -254,12 +254,12 @@ class Faults:
 
     def _events(self, seconds: float) -> None:
         """Be a process that has nothing but events to tell: 300 of them every 0.1 s."""
-        stream, batches = f"{self._rng.getrandbits(64):016x}", int(10 * seconds)
+        process, batches = f"{self._rng.getrandbits(64):016x}", int(10 * seconds)
         with self._connect() as sock:
             for seq in range(batches):
                 events = [wire.Event("note", time.time_ns(), message=f"{n} " + "x" * 100) for n in range(300)]
                 batch = wire.RankBatch(
-                    wire.VERSION, stream, seq, time.time_ns(), 0, 0, 0, b"", b"", b"",
+                    wire.VERSION, process, seq, time.time_ns(), 0, 0, 0, b"", b"", b"",
                     events=events, final=seq == batches - 1,
                 )  # fmt: skip
                 sock.send(wire.encode(batch))

@@ -11,8 +11,8 @@ from traceml_ray.results import NodeInfo
 from traceml_ray.step_shapes import EventRow, StepTimes
 from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
+from traceml_ray.store.processes import RankProcess, reporting, world_size
 from traceml_ray.store.query import Request
-from traceml_ray.store.streams import Stream, reporting, world_size
 
 from .values import as_dict
 
@@ -30,7 +30,7 @@ class RunState:
         self.times: StepTimes | None = None
         """The numbers of its steps, see `analysis.step_numbers.times`."""
         self.verdict: Mapping[str, Any] | None = None
-        self.ranks: dict[int, Stream] = {}
+        self.ranks: dict[int, RankProcess] = {}
         self.nodes: list[NodeInfo] = []
         self.labels: dict[str, str] = {}
         """How nodes are shown, by id."""
@@ -98,8 +98,8 @@ class RunState:
 
     def node_of(self, rank: int | None) -> str | None:
         """Return the label of the node that a rank is on; None if not known."""
-        stream = self.ranks.get(rank) if rank is not None else None
-        return self.labels.get(node_key(stream), node_key(stream)) if stream and stream.identity else None
+        process = self.ranks.get(rank) if rank is not None else None
+        return self.labels.get(node_key(process), node_key(process)) if process and process.identity else None
 
 
 def _state(times: StepTimes) -> tuple[object, ...]:

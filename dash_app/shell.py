@@ -44,7 +44,7 @@ def _session_data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
     entry: Mapping[str, Any] = next(
         (each for each in cache.runs if run is not None and each["id"] == run.id), {}
     )
-    strategies = [stream.strategy for stream in run.ranks.values() if stream.strategy] if run else []
+    strategies = [process.strategy for process in run.ranks.values() if process.strategy] if run else []
     nodes = sum(bool(node["ranks"]) for node in run.nodes) if run else None
     return {
         "id": meta.get("session") or cache.source.target,
@@ -121,12 +121,12 @@ def _coverage_text(cache: SessionCache, run: RunState | None, state: str) -> str
 
 def _age_s(cache: SessionCache, run: RunState | None) -> float | None:
     """Return the age of the newest message of a rank."""
-    latest = max((stream.last_seen_ns for stream in run.ranks.values()), default=None) if run else None
+    latest = max((process.last_seen_ns for process in run.ranks.values()), default=None) if run else None
     return None if latest is None else round(max(0.0, (cache.clock() - latest) / 1e9), 1)
 
 
 def _heard(run: RunState) -> set[int]:
-    return run.reporting() | {rank for rank, stream in run.ranks.items() if stream.final}
+    return run.reporting() | {rank for rank, process in run.ranks.items() if process.final}
 
 
 def layout(poll_s: float) -> html.Div:

@@ -62,10 +62,10 @@ def identity(
 class Rank:
     """One rank's agent: `rows` ms per step, sent in batches that count on from the last one."""
 
-    def __init__(self, number: int, world: int = 2, *, stream: str | None = None, **who: Any) -> None:
+    def __init__(self, number: int, world: int = 2, *, process: str | None = None, **who: Any) -> None:
         self.identity = identity(number, world, **who)
         job = "" if self.identity.job_id == "job" else self.identity.job_id
-        self.stream = stream or f"{job}{self.identity.attempt:08x}{number:08x}"
+        self.process_id = process or f"{job}{self.identity.attempt:08x}{number:08x}"
         self.seq = -1
         self.produced = 0
         self.dropped = 0
@@ -85,7 +85,9 @@ class Rank:
         rows = np.tile(row.astype("<i8"), (steps, 1)).tobytes()
         counts = {"seq": self.seq, "produced": self.produced, "dropped": self.dropped}
         default.update(columns, rows=rows, **counts)
-        return wire.encode(wire.RankBatch(v=wire.VERSION, stream=self.stream, **{**default, **fields}))
+        return wire.encode(
+            wire.RankBatch(v=wire.VERSION, process_id=self.process_id, **{**default, **fields})
+        )
 
 
 class Relay:
@@ -212,25 +214,25 @@ def check_ledger(folder: Path) -> dict[str, Any]:
         for part in runs:
             assert part["produced"] == part["stored"] + part["in_flight"] + sum(part["dropped"].values())
         assert sum(part["produced"] for part in runs) + _unknown(session) == count["produced"]
-        for stream in session.streams():
-            chunks = session._all("SELECT first_row, n FROM chunk WHERE stream_id = ?", stream.id)
+        for process in session.processes():
+            chunks = session._all("SELECT first_row, n FROM chunk WHERE process = ?", process.id)
             numbers = [row for first, n in chunks for row in range(first, first + n)]
-            assert len(numbers) == len(set(numbers)) == stream.stored
+            assert len(numbers) == len(set(numbers)) == process.stored
             assert numbers == sorted(numbers)
         return count
 
 
 def _unknown(session: SessionFile) -> int:
     """Rows of processes that are of no run, because it is not known who they are."""
-    return sum(stream.produced for stream in session.streams() if stream.identity is None)
+    return sum(process.produced for process in session.processes() if process.identity is None)
 
 
 def doubled_rows(stored: SessionFile) -> int:
     """Return how many rows of a session file overlap others, else by how many they are not those counted."""
     ends: dict[int, int] = {}
     rows = doubled = 0
-    for stream, first, n in stored._all("SELECT stream_id, first_row, n FROM chunk ORDER BY 1, 2"):
-        doubled += max(0, ends.get(stream, 0) - first)
-        ends[stream] = max(ends.get(stream, 0), first + n)
+    for process, first, n in stored._all("SELECT process, first_row, n FROM chunk ORDER BY 1, 2"):
+        doubled += max(0, ends.get(process, 0) - first)
+        ends[process] = max(ends.get(process, 0), first + n)
         rows += n
-    return doubled or abs(rows - sum(stream.stored for stream in stored.streams()))
+    return doubled or abs(rows - sum(process.stored for process in stored.processes()))

@@ -78,9 +78,11 @@ class Session:
 
     def ranks(self, run: str | None = None) -> list[RankInfo]:
         """Return which process is which rank in the run, and its rows so far."""
-        streams = self._ask(query.Ranks(run)).values()
-        who = [(msgspec.structs.asdict(stream.identity), stream) for stream in streams if stream.identity]
-        found: Any = [{**identity, "stored": stream.stored} for identity, stream in who]
+        processes = self._ask(query.Ranks(run)).values()
+        who = [
+            (msgspec.structs.asdict(process.identity), process) for process in processes if process.identity
+        ]
+        found: Any = [{**identity, "stored": process.stored} for identity, process in who]
         ranks: list[RankInfo] = found
         return ranks
 

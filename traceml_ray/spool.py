@@ -1,7 +1,7 @@
 """
 What an agent could not deliver before its process ended, left in a file for the end of the run.
 
-`<stream>.spool` is a run of frames: uint32 little-endian length, then the bytes of one
+`<process id>.spool` is a run of frames: uint32 little-endian length, then the bytes of one
 `wire.RankBatch`. Standard library only: this is written while a training process exits.
 """
 

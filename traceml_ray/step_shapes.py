@@ -129,7 +129,7 @@ class EventRow(TypedDict):
 
     id: int
     rank: int | None
-    stream_id: int | None
+    process: int | None
     node_id: str | None
     run: str | None
     kind: str

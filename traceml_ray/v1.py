@@ -102,7 +102,7 @@ def _is_map(data: bytes) -> bool:
 class _Sender:
     """One rank of one process, for as long as the process is there."""
 
-    stream: str = field(default_factory=lambda: secrets.token_hex(8))
+    process_id: str = field(default_factory=lambda: secrets.token_hex(8))
     seq: int = -1
     stored: int = 0
     dropped: int = 0
@@ -284,7 +284,7 @@ def _batch(
     first, sender.stored, sender.seq = sender.stored, sender.stored + len(rows), sender.seq + 1
     return wire.RankBatch(
         v=wire.VERSION,
-        stream=sender.stream,
+        process_id=sender.process_id,
         seq=sender.seq,
         sent_ns=now_ns,
         produced=sender.stored + sender.dropped,

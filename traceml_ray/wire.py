@@ -36,7 +36,7 @@ Rows = Annotated[int, msgspec.Meta(ge=0, le=1 << 44)]
 """A number of rows: more than any run has, and those of all ranks add up to an int64."""
 StageIndex = Annotated[int, msgspec.Meta(ge=0, lt=N_STAGES)]
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
-"""Of a stream; also used as a file name."""
+"""Of a rank process; also used as a file name."""
 Value = str | Int64 | float | None
 _FEW = msgspec.Meta(max_length=MAX_ITEMS)
 
@@ -109,13 +109,13 @@ class RankBatch(Message, tag="rank", frozen=True):
     """
     One tick of one rank's agent.
 
-    A *stream* is one process's life (16 hex digits, drawn at start); its identity may be learned
-    late. Rows are numbered from 0 per stream in the order they were put into the ring:
+    A *rank process* is one process's life (16 hex digits, drawn at start); its identity may be learned
+    late. Rows are numbered from 0 per rank process in the order they were put into the ring:
     this batch holds `first_row … first_row + n - 1`. `produced` and `dropped` are cumulative,
     `produced` counts dropped rows too.
     """
 
-    stream: Name
+    process_id: Name
     seq: Count
     sent_ns: Int64
     produced: Rows
@@ -176,7 +176,7 @@ class RankReply(Message, tag="rank_reply", frozen=True):
     `settled_seq` (None: `acked_seq`) need be sent again: they are on disk.
     """
 
-    stream: Name
+    process_id: Name
     acked_seq: Int64
     commands: Annotated[list[Command], _FEW] = []
     settled_seq: Int64 | None = None
@@ -257,7 +257,7 @@ class RelayBatch(Message, tag="relay", frozen=True):
     One tick of one node: the rank batches as they came, in order.
 
     `incarnation` is drawn when a relay process starts, `seq` counts from 1 within it; the
-    aggregator takes each (incarnation, seq) once. `dropped` is cumulative rows per stream.
+    aggregator takes each (incarnation, seq) once. `dropped` is cumulative rows per rank process.
     """
 
     node: NodeIdentity
@@ -268,7 +268,7 @@ class RelayBatch(Message, tag="relay", frozen=True):
     dropped: Annotated[dict[str, Rows], _FEW] = {}
     sample: NodeSample | None = None
     lost: Annotated[list[str], _FEW] = []
-    """Streams whose process is gone without a final batch."""
+    """Rank processes whose process is gone without a final batch."""
     events: Annotated[list[Event], _FEW] = []
     errors: Annotated[dict[str, Count], _FEW] = {}
 

@@ -12,7 +12,7 @@ from dash import html
 from traceml_ray import text
 from traceml_ray.reports.summary import overhead_of
 from traceml_ray.store import query
-from traceml_ray.store.streams import Stream
+from traceml_ray.store.processes import RankProcess
 
 from ..components import Columns, facts, node_link, panel, part, table
 from ..route import Route
@@ -29,23 +29,25 @@ _RELAYS = 24
 
 def data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
     """Return the ledger, the cost and the errors of the monitor, and the state of its relays."""
-    streams = list(run.ranks.values()) if run else []
+    processes = list(run.ranks.values()) if run else []
     nodes = run.nodes if run else []
     errors = {f"aggregator, {place}": n for place, n in (cache.status.get("errors") or {}).items()}
     errors |= {f"dashboard, {place}": n for place, n in cache.errors.items()}
     errors |= {
         f"relay of {node['label']}, {place}": n for node in nodes for place, n in node["errors"].items()
     }
-    errors |= {f"rank {stream.rank}, {place}": n for stream in streams for place, n in stream.errors.items()}
+    errors |= {
+        f"rank {process.rank}, {place}": n for process in processes for place, n in process.errors.items()
+    }
     poll = np.array(cache.poll_ms or [np.nan])
-    sent, seconds = _sent(streams)
+    sent, seconds = _sent(processes)
     starts = Counter(
         event["node_id"] for event in (run.events if run else ()) if event["kind"] == "relay_start"
     )
     return {
         "ledger": cache.ask(query.Ledger(run.id if run else None)),
         "bytes_per_s": sent / seconds if seconds else None,
-        "overhead": overhead_of(streams),
+        "overhead": overhead_of(processes),
         "errors": errors,
         "restarts": sum(max(0, n - 1) for n in starts.values()),
         "relays": [{**node, "age_s": _age_s(cache.clock(), node["last_seen_ns"])} for node in nodes],
@@ -58,11 +60,11 @@ def _age_s(now_ns: int, seen_ns: int | None) -> float | None:
     return None if seen_ns is None else max(0.0, (now_ns - seen_ns) / 1e9)
 
 
-def _sent(streams: Iterable[Stream]) -> tuple[int, float]:
+def _sent(processes: Iterable[RankProcess]) -> tuple[int, float]:
     """Return how many bytes the agents have sent, and over how many seconds."""
-    known = [stream for stream in streams if stream.sent_bytes is not None]
-    seconds = max(((stream.last_seen_ns - stream.first_seen_ns) / 1e9 for stream in known), default=0.0)
-    return sum(stream.sent_bytes or 0 for stream in known), seconds
+    known = [process for process in processes if process.sent_bytes is not None]
+    seconds = max(((process.last_seen_ns - process.first_seen_ns) / 1e9 for process in known), default=0.0)
+    return sum(process.sent_bytes or 0 for process in known), seconds
 
 
 def layout(view: Mapping[str, Any], route: Route) -> Any:

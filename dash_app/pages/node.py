@@ -11,7 +11,7 @@ from traceml_ray import text
 from traceml_ray.analysis.quantities import GPU, NODE, Quantity, charts, series
 from traceml_ray.stages import SEGMENT_BITS, STAGES
 from traceml_ray.store import query
-from traceml_ray.store.streams import Stream
+from traceml_ray.store.processes import RankProcess
 
 from .. import figures
 from ..components import Columns, aria, chart, facts, legend, link, panel, part, rank_link, spark, table
@@ -52,10 +52,10 @@ def data(cache: SessionCache, run: RunState | None, node: str) -> dict[str, Any]
 def _ranks_data(
     cache: SessionCache, run: RunState, card: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    streams = {run.ranks[rank].id: rank for rank in card["ranks"] if rank in run.ranks}
-    processes = cache.ask(query.ProcessSamples(tuple(streams), last=1)) or []
-    memory = {streams[stream]: sample.rss_bytes for stream, sample in processes}
-    ranks = sorted(streams.values())
+    by_process = {run.ranks[rank].id: rank for rank in card["ranks"] if rank in run.ranks}
+    latest = cache.ask(query.ProcessSamples(tuple(by_process), last=1)) or []
+    memory = {by_process[process]: sample.rss_bytes for process, sample in latest}
+    ranks = sorted(by_process.values())
     times = run.times or {"ranks": (), "busy_ms": ()}
     median = dict(zip(times["ranks"], times["busy_ms"], strict=True))
     steps = cache.ask(query.Busy(run.id, tuple(ranks), _SPARK)) or {"ranks": (), "busy_ms": ()}
@@ -73,23 +73,23 @@ def _ranks_data(
 
 def position(run: RunState, rank: int, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return where a rank runs and what it is doing; `samples` are of its node."""
-    stream = run.ranks[rank]
-    identity, opened = stream.identity, stream.open_stage
+    process = run.ranks[rank]
+    identity, opened = process.identity, process.open_stage
     return {
         "rank": rank,
         "local_rank": identity.local_rank if identity else None,
         "gpu": _gpu_of(identity.pid, samples) if identity else None,
-        "last_step": None if stream.last_key is None else stream.last_key >> SEGMENT_BITS,
-        "open_stage": None if opened is None or stream.ended else STAGES[opened],
-        "state": _state(run, rank, stream),
+        "last_step": None if process.last_key is None else process.last_key >> SEGMENT_BITS,
+        "open_stage": None if opened is None or process.ended else STAGES[opened],
+        "state": _state(run, rank, process),
     }
 
 
-def _state(run: RunState, rank: int, stream: Stream) -> str:
-    if stream.exit_code:
-        return f"exit code {stream.exit_code}"
-    if stream.ended:
-        return "finished" if stream.final else "lost"
+def _state(run: RunState, rank: int, process: RankProcess) -> str:
+    if process.exit_code:
+        return f"exit code {process.exit_code}"
+    if process.ended:
+        return "finished" if process.final else "lost"
     return "running" if rank in run.reporting() else "silent"
 
 

@@ -35,9 +35,9 @@ def data(cache: SessionCache, run: RunState | None, rank: int | str) -> dict[str
     found |= {"stacks": [], "suspect": None}
     if run is None or rank not in run.ranks:
         return found
-    stream = run.ranks[rank]
-    identity = stream.identity
-    node = node_key(stream) if identity else ""
+    process = run.ranks[rank]
+    identity = process.identity
+    node = node_key(process) if identity else ""
     samples = samples_of(cache, query.NodeSamples((node,), _WITH_PROCESSES))
     found["rank"] = {
         **position(run, rank, samples),
@@ -45,15 +45,15 @@ def data(cache: SessionCache, run: RunState | None, rank: int | str) -> dict[str
         "node_key": node or None,
         "pid": identity.pid if identity else None,
         "attempt": identity.attempt if identity else None,
-        "exit": stream.exit_code,
-        "errors": stream.errors,
-        "missing": stream.missing,
+        "exit": process.exit_code,
+        "errors": process.errors,
+        "missing": process.missing,
     }
     suspects = (run.verdict or {}).get("suspects") or ()
     found["suspect"] = next((suspect for suspect in suspects if suspect["rank"] == rank), None)
     hung = hangs(run.verdicts)
     found["stacks"] = [{"ranks": list(s.ranks), "text": s.text} for s in hung[-1].stacks] if hung else []
-    found["process"] = timed(samples_of(cache, query.ProcessSamples((stream.id,), _SAMPLES)), PROCESS)
+    found["process"] = timed(samples_of(cache, query.ProcessSamples((process.id,), _SAMPLES)), PROCESS)
     steps: Any = cache.ask(query.RankSteps(run.id, rank, MAX_BINS))
     if steps and len(numbers := steps["steps"].tolist()):
         found["stages"] = {"steps": numbers, **by_stage(steps["stages"])}

@@ -137,8 +137,8 @@ def clock(who: str, seconds: float) -> Fault:
 def spoken(run: Run) -> Steps:
     """Send what no agent sends, and what one has sent before."""
     with SessionFile(run.session / "session.sqlite") as file:
-        streams = [(stream.stream, stream.last_batch) for stream in file.streams()]
-    replayed = [batch(name, number) for name, last in streams for number in range(last + 1)]
+        processes = [(process.process_id, process.last_batch) for process in file.processes()]
+    replayed = [batch(name, number) for name, last in processes for number in range(last + 1)]
     good = batch("0" * 16, 0)
     newer = msgspec.structs.replace(wire.decode(good, wire.RankBatch), v=wire.VERSION + 1)
     messages = [
@@ -211,11 +211,11 @@ def connected(run: Run) -> Generator[socket.socket, None, None]:
         yield sock
 
 
-def batch(stream: str, seq: int, rows: int = 4) -> bytes:
+def batch(process_id: str, seq: int, rows: int = 4) -> bytes:
     """A batch such as an agent might have sent."""
     return wire.encode(
         wire.RankBatch(
-            v=wire.VERSION, stream=stream, seq=seq, sent_ns=0, produced=rows * (seq + 1), dropped=0,
+            v=wire.VERSION, process_id=process_id, seq=seq, sent_ns=0, produced=rows * (seq + 1), dropped=0,
             first_row=rows * seq, keys=bytes(8 * rows), flags=bytes(rows), rows=bytes(ROW_BYTES * rows),
         )
     )  # fmt: skip

@@ -200,12 +200,12 @@ class Run:
         return [process for process in everyone if script in process.cmdline()]
 
     def stored(self) -> list[int]:
-        """Return the rows of each stream that are on disk."""
+        """Return the rows of each rank process that are on disk."""
         with (
             contextlib.suppress(SessionFileError, OSError),
             SessionFile(self.session / "session.sqlite") as file,
         ):
-            return [stream.stored for stream in file.streams()]
+            return [process.stored for process in file.processes()]
         return []
 
     def wait_up(self) -> None:

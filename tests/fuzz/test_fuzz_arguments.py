@@ -33,11 +33,11 @@ values = texts | raw | odd
 
 def told(main: Callable[[Sequence[str]], int], argv: list[str]) -> tuple[int, str, str]:
     """The exit code, stdout, and stderr as a terminal would show it."""
-    streams = [
+    processes = [
         io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors=how) for how in ("strict", "backslashreplace")
     ]
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = streams
+    sys.stdout, sys.stderr = processes
     try:
         with bounded(60):
             code = main(argv)
@@ -45,9 +45,9 @@ def told(main: Callable[[Sequence[str]], int], argv: list[str]) -> tuple[int, st
         code = int(ended.code or 0)
     finally:
         sys.stdout, sys.stderr = before
-    for stream in streams:
-        stream.flush()
-    out, err = (stream.buffer.getvalue().decode() for stream in streams)  # type: ignore[attr-defined]
+    for process in processes:
+        process.flush()
+    out, err = (process.buffer.getvalue().decode() for process in processes)  # type: ignore[attr-defined]
     return code, out, err
 
 

@@ -73,9 +73,9 @@ def run_cli(*argv: str) -> tuple[int, str, str]:
     finally:
         sys.stdout, sys.stderr = before
     texts = []
-    for stream in (out, err):
-        stream.flush()
-        texts.append(stream.buffer.getvalue().decode())  # type: ignore[attr-defined]
+    for process in (out, err):
+        process.flush()
+        texts.append(process.buffer.getvalue().decode())  # type: ignore[attr-defined]
     return code, texts[0], texts[1]
 
 
@@ -118,7 +118,7 @@ def test_session_file_with_changed_bytes_is_read_or_refused(
 TABLES = [
     "meta",
     "node",
-    "stream",
+    "process_id",
     "relay",
     "chunk",
     "process_sample",
@@ -157,9 +157,9 @@ def test_session_file_with_changed_values_is_read_or_refused(
 
 
 @pytest.mark.parametrize("sql", [f"DROP TABLE {table}" for table in TABLES] + [
-    "ALTER TABLE stream DROP COLUMN job_id", "ALTER TABLE chunk RENAME COLUMN rows TO rows2",
+    "ALTER TABLE rank_process DROP COLUMN job_id", "ALTER TABLE chunk RENAME COLUMN rows TO rows2",
     "PRAGMA user_version=99", "PRAGMA application_id=0", "DELETE FROM meta", "DELETE FROM node",
-    "DELETE FROM stream",
+    "DELETE FROM rank_process",
 ])  # fmt: skip
 def test_session_file_of_another_schema_is_read_or_refused(good: Path, tmp_path: Path, sql: str) -> None:
     shutil.copy(good / "session.sqlite", tmp_path)

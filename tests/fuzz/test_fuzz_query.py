@@ -36,7 +36,7 @@ def fields(kind: type[query.Request[Any]]) -> st.SearchStrategy[dict[str, Any]]:
     """Fields of a question: with values that it may have, or any; some left out."""
     names = kind.__struct_fields__
     listed = st.lists(NUMBERS, max_size=3)
-    likely = {name: LIKELY.get(name, listed if name in ("ranks", "streams") else NUMBERS) for name in names}
+    likely = {name: LIKELY.get(name, listed if name in ("ranks", "processes") else NUMBERS) for name in names}
     made = {name: value | (some if draws else value) for draws, (name, value) in enumerate(likely.items())}
     return st.fixed_dictionaries({"what": st.just(kind.__name__)}, optional=made)
 
@@ -120,7 +120,7 @@ def test_query_with_msgpack_bombs_is_answered_within_bounds(session: AggregatorC
         for name in (b"what", b"run", b"since", b"nodes"):
             one = b"\x82\xa4what\xa6Events" + bytes([0xA0 + len(name)]) + name + bomb
             assert answer(session, b"\x82\xa7version\xa1x\xa8requests\x91" + one)["error"]
-    assert answer(session, message([{"what": "Streams"}] * 60_000))["error"]
+    assert answer(session, message([{"what": "Rank processes"}] * 60_000))["error"]
 
 
 @fuzz()

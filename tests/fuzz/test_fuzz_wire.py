@@ -97,7 +97,7 @@ events = st.builds(
     st.sampled_from(["exception", "rank_lost", "process_ended", "stacks", "standing", "note", ""]),
     INT64, st.none() | INT64, st.none() | st.integers(0, 5), st.text(max_size=9),
     st.dictionaries(
-        st.sampled_from(["dump", "stream", "state", "exit_code", "oom_kills", "call", "pending_ns"]),
+        st.sampled_from(["dump", "process_id", "state", "exit_code", "oom_kills", "call", "pending_ns"]),
         st.none() | st.text(max_size=9) | INT64 | st.floats(), max_size=4,
     ),
 )  # fmt: skip
@@ -124,7 +124,7 @@ def batches(draw: st.DrawFn) -> bytes:
         "rows": b"".join(draw(INT64).to_bytes(8, "little", signed=True) for _ in range(n * N_STAGES)),
     }
     dropped, more = sorted((draw(ROWS), draw(ROWS)))
-    return Rank(draw(st.integers(0, 3)), 4, stream=draw(st.sampled_from(["a", "b", "c"]))).batch(
+    return Rank(draw(st.integers(0, 3)), 4, process_id=draw(st.sampled_from(["a", "b", "c"]))).batch(
         0, **columns, seq=draw(COUNT), first_row=draw(ROWS | st.integers(0, 40)), produced=more,
         dropped=dropped, sent_ns=draw(INT64), open=draw(st.none() | opens), final=draw(st.booleans()),
         process=draw(st.none() | processes), details=draw(st.lists(details, max_size=2)),

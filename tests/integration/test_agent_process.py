@@ -79,7 +79,7 @@ class Node:
 
     def processes(self) -> int:
         """How many processes have reported."""
-        return len({batch.stream for batch in self.batches()})
+        return len({batch.process_id for batch in self.batches()})
 
     def _decoded(self) -> list[wire.RankBatch]:
         return [wire.decode(data, wire.RankBatch) for data in self.heard()]
@@ -171,7 +171,7 @@ os.wait()
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "7", "")
     assert relay.processes() == 1
     batches = relay.batches()
-    assert len({b.stream for b in batches}) == 1 and batches[-1].produced == 20
+    assert len({b.process_id for b in batches}) == 1 and batches[-1].produced == 20
 
 
 @pytest.mark.usefixtures("relay")

@@ -208,7 +208,7 @@ def test_killed_relay_and_aggregator_return_without_losing_rows(tmp_path: Path) 
 
 def test_agent_notices_a_relay_restarted_between_two_calls(tmp_path: Path) -> None:
     def batch(seq: int) -> bytes:
-        made = wire.RankBatch(wire.VERSION, "stream", seq, 0, seq, 0, seq - 1, bytes(8), b"\0", bytes(48))
+        made = wire.RankBatch(wire.VERSION, "process_id", seq, 0, seq, 0, seq - 1, bytes(8), b"\0", bytes(48))
         return wire.encode(made)
 
     with traceml_ray.start("restarted", out=tmp_path) as session:

@@ -129,8 +129,8 @@ class Launch:
             contextlib.suppress(SessionFileError),
             SessionFile(self.folder / "s" / "session.sqlite") as session,
         ):
-            stream = session.ranks().get(rank)
-            return stream.stored if stream else 0
+            process = session.ranks().get(rank)
+            return process.stored if process else 0
         return 0
 
     def until(self, done: Callable[[], Any], seconds: float = 30.0) -> Any:

@@ -70,13 +70,13 @@ if "--then" in sys.argv:
 
 
 def batch(
-    stream: str = "rank0", pid: int = 1, rank: int = 0, *, seq: int = 0, first: int = 0, n: int = 1,
+    process_id: str = "rank0", pid: int = 1, rank: int = 0, *, seq: int = 0, first: int = 0, n: int = 1,
     final: bool = True,
 ) -> str:  # fmt: skip
     who = RankIdentity(rank, 0, rank // 2, 4, 2, 2, "host", None, "job", 0, pid, "explicit")
     keys = b"".join((step << 8).to_bytes(8, "little") for step in range(first + 1, first + 1 + n))
     rows = (5_000_000).to_bytes(8, "little") * N_STAGES * n
-    sent = wire.VERSION, stream, seq, 0, first + n, 0, first, keys, bytes(n), rows, who
+    sent = wire.VERSION, process_id, seq, 0, first + n, 0, first, keys, bytes(n), rows, who
     return wire.encode(wire.RankBatch(*sent, final=final)).hex()
 
 

@@ -655,7 +655,7 @@ def ddp_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rank_rows(folder: Path, name: str, slow: str) -> list[RankRows]:
-    streams = []
+    processes = []
     for rank in (0, 1):
         said = json.loads((folder / f"{name}.{slow}.{rank}.json").read_text())
         assert said["errors"] == {}
@@ -663,8 +663,8 @@ def rank_rows(folder: Path, name: str, slow: str) -> list[RankRows]:
         keys = np.array([r["step"] << SEGMENT_BITS | r["segment"] for r in rows], dtype=np.int64)
         flags = np.array([r["flags"] for r in rows], dtype=np.uint8)
         values = np.array([r["row"] for r in rows], dtype=np.int64).reshape(len(rows), len(STAGES))
-        streams.append(RankRows(rank, "node-0", keys, flags, values))
-    return streams
+        processes.append(RankRows(rank, "node-0", keys, flags, values))
+    return processes
 
 
 @pytest.mark.parametrize("slow", SLOW)
@@ -681,15 +681,15 @@ def test_verdict_names_the_slow_rank_and_stage(ddp_rows: Path, name: str, slow: 
 
 @pytest.mark.parametrize("name", list(loops.UNBROKEN))
 def test_verdict_blames_no_healthy_rank(ddp_rows: Path, name: str) -> None:
-    streams = rank_rows(ddp_rows, name, "data")
+    processes = rank_rows(ddp_rows, name, "data")
     if name == "autograd_grad":
-        assert all(len(stream.keys) == 0 for stream in streams)
+        assert all(len(process.keys) == 0 for process in processes)
         return
-    assert all(len(stream.keys) >= loops.STEPS for stream in streams)
+    assert all(len(process.keys) >= loops.STEPS for process in processes)
     if name in ("reentrant_checkpoint", "optimizer_in_backward", "gan"):
-        for stream in streams:
-            assert not (stream.flags & (FLAG_NO_SPLIT | FLAG_NO_PEERS)).any()
-    verdict = judge(align(streams, expected=2), SHORT)
+        for process in processes:
+            assert not (process.flags & (FLAG_NO_SPLIT | FLAG_NO_PEERS)).any()
+    verdict = judge(align(processes, expected=2), SHORT)
     if name == "direct_forward":
         assert verdict.label == "accounting_only"
     assert verdict.rank in (None, 1), verdict.why

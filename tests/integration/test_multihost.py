@@ -211,12 +211,12 @@ def test_session_over_two_hosts_names_the_fault_on_the_second(hosts: Hosts, chan
     ledger = check_ledger(folder)
     assert ledger["produced"] == ledger["stored"] == 4 * steps
     with SessionFile(folder / "session.sqlite") as file:
-        streams = [stream.identity for stream in file.streams() if stream.identity is not None]
+        processes = [process.identity for process in file.processes() if process.identity is not None]
         samples = file.node_samples([node.node_id for node in file.cluster()], 1 << 20)
         events, _ = file.events()
-    who = sorted((i.global_rank, i.local_rank, i.node_rank, i.hostname) for i in streams)
+    who = sorted((i.global_rank, i.local_rank, i.node_rank, i.hostname) for i in processes)
     assert who == [(0, 0, 0, "host-a"), (1, 1, 0, "host-a"), (2, 0, 1, "host-b"), (3, 1, 1, "host-b")]
-    nodes = {identity.node_rank: identity.node_id for identity in streams}
+    nodes = {identity.node_rank: identity.node_id for identity in processes}
     assert None not in nodes.values() and len(set(nodes.values())) == 2
     assert {node for node, _ in samples} == set(nodes.values())
     assert [event["kind"] for event in events].count("relay_start") == 2
@@ -257,7 +257,7 @@ def test_session_without_a_token_works_with_a_warning_and_one_stop_ends_both(hos
     end = time.monotonic() + 60
     while time.monotonic() < end:
         with contextlib.suppress(Exception), SessionFile(stored) as file:
-            if len([stream for stream in file.streams() if stream.stored]) == 4:
+            if len([process for process in file.processes() if process.stored]) == 4:
                 break
         time.sleep(0.5)
     first.send_signal(signal.SIGTERM)

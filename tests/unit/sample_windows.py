@@ -23,10 +23,10 @@ RECORDED = dict(np.load(_DATA / "recorded.npz"))
 EXPECTED = json.loads((_DATA / "expected.json").read_text())["expected"]
 
 
-def streams(
+def processes(
     d: np.ndarray, first_step: int = 0, flags: int | np.ndarray = 0, exchanges: int = 1
 ) -> list[RankRows]:
-    """Rows int64 ns (K, R, 6) as one stream per rank, two ranks a node; each step has so many rows."""
+    """Rows int64 ns (K, R, 6) as one rank process per rank, two ranks a node; each step has so many rows."""
     rows, ranks, _ = d.shape
     marks = np.broadcast_to(np.asarray(flags, dtype=np.uint8), (rows, ranks))
     numbers = np.arange(rows, dtype=np.int64)
@@ -35,7 +35,7 @@ def streams(
 
 
 def window(d: np.ndarray, first_step: int = 0, flags: int | np.ndarray = 0, exchanges: int = 1) -> Window:
-    return align(streams(d, first_step, flags, exchanges), d.shape[1])
+    return align(processes(d, first_step, flags, exchanges), d.shape[1])
 
 
 def of_ms(rows: Sequence[Sequence[float]], steps: int = 1) -> np.ndarray:

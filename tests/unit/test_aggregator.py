@@ -31,8 +31,8 @@ from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool, write_spool
 from traceml_ray.stages import SEGMENT_BITS
 from traceml_ray.store import query
+from traceml_ray.store.processes import to_row, world_size
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.streams import to_row, world_size
 
 FINISH = wire.Finish(wire.VERSION, 0)
 
@@ -122,9 +122,9 @@ def test_drops_are_counted_where_they_happened(tmp_path: Path) -> None:
     rank.dropped = 5
     aggregator.ingest(relay.message(rank.batch(10)))
     rank.batch(4)
-    aggregator.ingest(relay.message(rank.batch(10), dropped={rank.stream: 4}))
+    aggregator.ingest(relay.message(rank.batch(10), dropped={rank.process_id: 4}))
     rank.batch(3)
-    aggregator.ingest(Relay(0, "next").message(rank.batch(10), dropped={rank.stream: 3}))
+    aggregator.ingest(Relay(0, "next").message(rank.batch(10), dropped={rank.process_id: 3}))
     aggregator.ingest(relay.message(rank.batch(0, produced=rank.produced + 2)))
     count = _ledger(aggregator, tmp_path)
     assert count["dropped"] == {"agent": 5, "relay": 7, "aggregator": 0}
@@ -138,7 +138,7 @@ def test_drops_are_counted_where_they_happened(tmp_path: Path) -> None:
 def test_rows_given_up_that_still_arrive_count_as_stored(tmp_path: Path) -> None:
     aggregator, relay, rank = aggregation(tmp_path), Relay(), Rank(0)
     rank.dropped = 6  # given up unconfirmed, and yet it came
-    aggregator.ingest(relay.message(rank.batch(10), dropped={rank.stream: 4}))
+    aggregator.ingest(relay.message(rank.batch(10), dropped={rank.process_id: 4}))
     count = _ledger(aggregator, tmp_path)
     assert (count["stored"], count["in_flight"], sum(count["dropped"].values())) == (10, 0, 0)
 
@@ -197,7 +197,7 @@ def test_identity_that_comes_late_names_the_rows_before(tmp_path: Path) -> None:
 
 def test_later_process_of_a_rank_represents_it(tmp_path: Path, clock: Clock) -> None:
     aggregator, relay = aggregation(tmp_path, clock), Relay()
-    first, second = Rank(0, 1, pid=1, stream="a"), Rank(0, 1, pid=2, stream="b")
+    first, second = Rank(0, 1, pid=1, process_id="a"), Rank(0, 1, pid=2, process_id="b")
     aggregator.ingest(relay.message(first.batch(3)))
     clock.tick()
     aggregator.ingest(relay.message(second.batch(2)))
@@ -206,8 +206,8 @@ def test_later_process_of_a_rank_represents_it(tmp_path: Path, clock: Clock) -> 
     count = _ledger(aggregator, tmp_path)
     assert count["per_rank"]["0"]["stored"] == 8
     with SessionFile(tmp_path / "session.sqlite") as session:
-        assert len(session.streams()) == 2
-        assert session.ranks()[0].stream == "b"
+        assert len(session.processes()) == 2
+        assert session.ranks()[0].process_id == "b"
 
 
 def test_new_attempt_replaces_the_old_one(tmp_path: Path) -> None:
@@ -338,8 +338,8 @@ def test_lost_rank_is_the_headline_at_once(tmp_path: Path, clock: Clock) -> None
     aggregator.ingest(relay.message(ranks[0].batch(0, final=True, events=[error])))
     aggregator.judge()
     assert _label(aggregator) == "healthy"  # rank 0 died of something else: what that is may come yet
-    lost = wire.Event("rank_lost", clock() + SECOND, data={"stream": ranks[1].stream})
-    aggregator.ingest(relay.message(lost=[ranks[1].stream], events=[lost]))
+    lost = wire.Event("rank_lost", clock() + SECOND, data={"process_id": ranks[1].process_id})
+    aggregator.ingest(relay.message(lost=[ranks[1].process_id], events=[lost]))
     aggregator.judge()
     assert aggregator.verdict is not None
     assert (aggregator.verdict.label, aggregator.verdict.rank) == ("rank_lost", 1)
@@ -399,7 +399,7 @@ def test_finish_offline_takes_what_agents_left(tmp_path: Path) -> None:
     aggregator.ingest(Relay().message(first))
     aggregator.commit()
     aggregator.close()
-    write_spool(spool / f"{rank.stream}.spool", [first, *others, rank.batch(0, final=True)])
+    write_spool(spool / f"{rank.process_id}.spool", [first, *others, rank.batch(0, final=True)])
     (spool / "broken.spool").write_bytes(b"\x05\x00\x00\x00junk!\xff\xff\xff\xff")
     finish_offline(tmp_path, Settings(), FINISH, spool)
     count = check_ledger(tmp_path)
@@ -416,7 +416,7 @@ def test_damaged_session_file_is_set_aside_and_spools_are_stored(tmp_path: Path)
     aggregator.close()
     file = tmp_path / "session.sqlite"
     file.write_bytes(file.read_bytes()[:4096] + b"\xa5" * 40_000)
-    write_spool(spool / f"{rank.stream}.spool", [rank.batch(20, final=True)])
+    write_spool(spool / f"{rank.process_id}.spool", [rank.batch(20, final=True)])
     aside = finish_offline(tmp_path, Settings(), FINISH, spool)
     assert aside is not None and aside.stat().st_size > 40_000
     count = check_ledger(tmp_path)
@@ -592,24 +592,24 @@ def test_actor_ends_itself_though_ray_does_not_answer(
 def test_rank_processes_beyond_the_limit_are_refused_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core, "MAX_STREAMS", 2)
+    monkeypatch.setattr(core, "MAX_PROCESSES", 2)
     aggregator, relay, ranks = aggregation(tmp_path), Relay(), [Rank(number, 3) for number in range(3)]
     aggregator.ingest(relay.message(*(rank.batch(3) for rank in ranks)))
-    aggregator.ingest(relay.message(ranks[0].batch(3), lost=[ranks[2].stream], dropped={"x": 5}))
+    aggregator.ingest(relay.message(ranks[0].batch(3), lost=[ranks[2].process_id], dropped={"x": 5}))
     assert _ledger(aggregator, tmp_path)["stored"] == 9
-    assert aggregator.errors == {"too_many_streams": 3}
+    assert aggregator.errors == {"too_many_processes": 3}
 
 
 def test_newest_rank_processes_of_unknown_rank_are_kept_in_memory(tmp_path: Path) -> None:
     aggregator, relay, rank = aggregation(tmp_path), Relay(), Rank(0, 1)
     aggregator.ingest(relay.message(rank.batch(3)))
-    strangers = [Rank(0, 1, stream=f"stranger-{n}").batch(1, identity=None) for n in range(300)]
+    strangers = [Rank(0, 1, process_id=f"stranger-{n}").batch(1, identity=None) for n in range(300)]
     aggregator.ingest(relay.message(*strangers))
     aggregator.judge()
-    streams = aggregator._writer.streams
+    processes = aggregator._writer.processes
     kept = {*aggregator._steps._owners, *aggregator._steps._unknown}
-    held = [name for name, stream in streams.items() if stream.id in kept]
-    assert held == [rank.stream, *(f"stranger-{n}" for n in range(300 - MAX_UNKNOWN, 300))]
+    held = [name for name, process in processes.items() if process.id in kept]
+    assert held == [rank.process_id, *(f"stranger-{n}" for n in range(300 - MAX_UNKNOWN, 300))]
 
 
 def test_job_claiming_a_huge_world_size_is_judged_and_reported(tmp_path: Path, snapshot: Snapshot) -> None:
@@ -661,11 +661,11 @@ def test_rank_processes_on_disk_are_those_in_memory_whatever_a_batch_changes(cha
             }[change]
             aggregator.ingest(relay.message(rank.batch(1, **{change: value})))
             if number % 3 == 2:
-                aggregator.ingest(relay.message(dropped={rank.stream: number}))
+                aggregator.ingest(relay.message(dropped={rank.process_id: number}))
             assert aggregator.commit()
             with aggregator.stored() as file:
-                kept = {stream.stream: to_row(stream) for stream in file.streams()}
-            assert kept == {name: to_row(stream) for name, stream in aggregator._writer.streams.items()}
+                kept = {process.process_id: to_row(process) for process in file.processes()}
+            assert kept == {name: to_row(process) for name, process in aggregator._writer.processes.items()}
         aggregator.close()
 
 

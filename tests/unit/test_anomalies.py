@@ -27,8 +27,8 @@ from traceml_ray.monitor.node_sampler import xid_events
 from traceml_ray.reports.layout import WIDTH
 from traceml_ray.reports.machines import Machines
 from traceml_ray.stages import N_STAGES, SEGMENT_BITS
+from traceml_ray.store.processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.streams import Stream
 
 GIB = 1 << 30
 NODE, GPU = ([each.name for each in table] for table in (NODE_LIMITED, GPU_LIMITED))
@@ -478,7 +478,7 @@ def test_single_node_in_training_is_compared_with_its_earlier_training(tmp_path:
 def test_death_is_examined_from_a_minute_before_it_and_only_once(tmp_path: Path) -> None:
     run = Played(tmp_path)
     run.play(20, late=None, hot=3, mem_used_bytes=99 * GIB)
-    run.aggregator.ingest(run.relays[1].message(lost=[run.ranks[3].stream]))
+    run.aggregator.ingest(run.relays[1].message(lost=[run.ranks[3].process_id]))
     run.aggregator.judge()
     first = ask(run.aggregator, "verdict")
     run.gone = 3
@@ -520,7 +520,7 @@ def test_critical_error_that_killed_a_process_is_in_the_next_sample(tmp_path: Pa
     run.play(3, late=None, hot=None)
     run.gone, run.xid = 3, {3: 79}
     run.play(1, late=None, hot=None)
-    run.aggregator.ingest(run.relays[1].message(lost=[run.ranks[3].stream]))
+    run.aggregator.ingest(run.relays[1].message(lost=[run.ranks[3].process_id]))
     run.aggregator.finish(wire.Finish(wire.VERSION, 1))
     verdict = json.loads((tmp_path / "summary.json").read_bytes())["verdict"]
     assert [anomaly["text"] for anomaly in verdict["machine"]] == [
@@ -529,8 +529,8 @@ def test_critical_error_that_killed_a_process_is_in_the_next_sample(tmp_path: Pa
 
 
 def test_hang_evidence_covers_the_time_since_the_last_row() -> None:
-    def seen(at: int) -> Stream:
-        return Stream(1, "s", last_seen_ns=at)
+    def seen(at: int) -> RankProcess:
+        return RankProcess(1, "s", last_seen_ns=at)
 
     machines = Machines(lambda *_: {}, {0: seen(90), 1: seen(95)}, [], {})
     none = of_rows(np.empty(0, np.int64), np.empty((0, N_STAGES), np.int64))

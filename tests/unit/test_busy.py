@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from unit.sample_windows import RECORDED, of_ms, streams
+from unit.sample_windows import RECORDED, of_ms, processes
 
 from traceml_ray.analysis.busy import StepSummary, step_summary
 from traceml_ray.analysis.step_history import StepHistory
@@ -19,7 +19,7 @@ def summary_of(
     d: np.ndarray, flags: int = 0, exchanges: int = 1, missing: Sequence[int] = ()
 ) -> StepSummary | None:
     history = StepHistory(LIMITS, deep=True)
-    every = [own for own in streams(d, flags=flags, exchanges=exchanges) if own.rank not in missing]
+    every = [own for own in processes(d, flags=flags, exchanges=exchanges) if own.rank not in missing]
     history.take(every)
     history.advance((), 0, len(every))
     stats = history.stats()

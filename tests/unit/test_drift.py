@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from snapshot import Snapshot
-from unit.sample_windows import RECORDED, judge, judge_run, of_ms, streams, synced, window
+from unit.sample_windows import RECORDED, judge, judge_run, of_ms, processes, synced, window
 from unit.test_verdict import WILD
 from unit.test_worked_cases import LATE_DATA, PLAIN, WAITS
 
@@ -229,7 +229,7 @@ class TestBaseline:
 
 class TestHistory:
     def test_drift_has_a_beginning_and_an_end(self):
-        run = judge_run(streams(rows((BALANCED, 403), (SLOW, 200), (BALANCED, 300))), 3, thresholds=SOON)
+        run = judge_run(processes(rows((BALANCED, 403), (SLOW, 200), (BALANCED, 300))), 3, thresholds=SOON)
         spans = [(span.label, span.stage, span.from_step, span.to_step) for span in run.spans]
         assert spans[:2] == [("healthy", None, 10, 402), ("group_wide", "data", 403, spans[1][3])]
         assert [span[0] for span in spans] == ["healthy", "group_wide", "healthy"]
@@ -237,7 +237,7 @@ class TestHistory:
         assert spans[2][2:] == (spans[1][3] + 1, 902)
 
     def test_verdict_of_the_run_gives_the_share_of_a_drift(self, snapshot: Snapshot):
-        run = judge_run(streams(rows((BALANCED, 500), (SLOW, 500))), 3, thresholds=SOON)
+        run = judge_run(processes(rows((BALANCED, 500), (SLOW, 500))), 3, thresholds=SOON)
         whole = run.whole()
         assert (whole.label, whole.stage, whole.rank, whole.from_step, whole.to_step) == (
             "group_wide", "data", None, 500, 999,
@@ -247,7 +247,7 @@ class TestHistory:
         snapshot("verdict", whole.why)
 
     def test_drift_in_a_tenth_of_the_run_is_in_the_history_only(self):
-        run = judge_run(streams(rows((BALANCED, 5000), (SLOW, 200), (BALANCED, 440))), 3, thresholds=SOON)
+        run = judge_run(processes(rows((BALANCED, 5000), (SLOW, 200), (BALANCED, 440))), 3, thresholds=SOON)
         assert run.whole().label == "healthy"
         assert "group_wide" in {span.label for span in run.spans}
 
@@ -275,7 +275,7 @@ class TestHistory:
 
     def test_straggler_of_the_run_stays_the_headline(self):
         late = of_ms([WAITS, WAITS, LATE_DATA])
-        run = judge_run(streams(rows((BALANCED, 350), (SLOW, 250), (late, 700))), 3)
+        run = judge_run(processes(rows((BALANCED, 350), (SLOW, 250), (late, 700))), 3)
         assert (run.whole().label, run.whole().rank) == ("straggler", 2)
 
 
@@ -283,7 +283,7 @@ class TestHistory:
 def test_recorded_runs_do_not_drift_from_their_own_first_windows(name):
     d = RECORDED[name]
     soon = Thresholds(warmup_steps=0, baseline_after_steps=0, baseline_windows=2)
-    run = judge_run(streams(d), d.shape[1], thresholds=soon)
+    run = judge_run(processes(d), d.shape[1], thresholds=soon)
     assert run.baseline.to_step == 99
     assert {span.label for span in run.spans} <= {"healthy", "straggler"}
 

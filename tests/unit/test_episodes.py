@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.sample_windows import judge_run, of_ms, streams, synced, window
+from unit.sample_windows import judge_run, of_ms, processes, synced, window
 
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.verdict import DEFAULTS, assess
@@ -210,7 +210,7 @@ def test_label_stays_while_others_use_the_machine_for_a_while(step_ms):
     assert notes == {"", "whole step slower"}
     assert run.episodes.episodes == []
     assert run.whole().label == "healthy"
-    after = judge_run(streams(d), 2)
+    after = judge_run(processes(d), 2)
     assert after.episodes.episodes == []
     assert after.episodes.brief.cost_s == pytest.approx(longer_s, rel=0.05)
 
@@ -233,7 +233,7 @@ def test_lasting_slowdown_of_all_ranks_is_found_from_its_first_step(fault, stage
     at = next(at for _, at, verdict in said if verdict.label == "group_wide")
     assert 30 <= since(d, 1200, at) <= 33
     longer_s = (d[1200:].sum(axis=2).mean() - d[400:1200].sum(axis=2).mean()) * 1000 / 1e9
-    (after,) = judge_run(streams(d), 2).episodes.episodes
+    (after,) = judge_run(processes(d), 2).episodes.episodes
     (episode,) = run.episodes.episodes
     for found in (episode, after, said[-1][2]):
         assert abs(found.from_step - 1200) <= 3
@@ -251,8 +251,8 @@ def test_lasting_slowdown_is_found_after_worse_but_passing_ones():
 
 
 def test_short_run_slower_than_a_given_session_is_group_wide():
-    good = judge_run(streams(played(500, 20)), 2).baseline.elsewhere("session good")
-    slow = judge_run(streams(played(400, 20, machine=[(0, None, 1.3)])), 2, baseline=good)
+    good = judge_run(processes(played(500, 20)), 2).baseline.elsewhere("session good")
+    slow = judge_run(processes(played(400, 20, machine=[(0, None, 1.3)])), 2, baseline=good)
     whole = slow.whole()
     assert (whole.label, whole.from_step) == ("group_wide", 10)
     assert whole.lost_s == pytest.approx(whole.cost_pct / 100 * whole.elapsed_s)
@@ -261,7 +261,7 @@ def test_short_run_slower_than_a_given_session_is_group_wide():
 def test_episodes_are_the_same_live_and_afterwards():
     d = played(2000, 20, (DATA, 0, 400, 800, 0.3), (BACKWARD, 1, 1200, 1700, 0.5))
     run, _ = live(d)
-    after = judge_run(streams(d), 2)
+    after = judge_run(processes(d), 2)
     one, other = (
         [(e.label, e.stage, e.rank, e.from_step, e.to_step) for e in judged.episodes.episodes]
         for judged in (run, after)
@@ -308,7 +308,7 @@ def counted_s(run):
 )
 def test_late_steps_are_counted_once_however_long_the_window_shows_them(step_ms, stalls, brief):
     d = stalled(400, step_ms, *stalls)
-    for run in (live(d)[0], live(d, every_s=3)[0], judge_run(streams(d), 4)):
+    for run in (live(d)[0], live(d, every_s=3)[0], judge_run(processes(d), 4)):
         run.episodes.close()
         assert (len(run.episodes.episodes), run.episodes.brief.count) == (0, brief)
         assert run.episodes.brief.cost_s == pytest.approx(sum(each[3] for each in stalls), rel=0.06)
@@ -316,7 +316,7 @@ def test_late_steps_are_counted_once_however_long_the_window_shows_them(step_ms,
 
 def test_episode_that_is_over_is_not_counted_again():
     d = stalled(200, 1000, *[(step, 0, DATA, 0.6) for step in range(100, 115)])
-    for run in (live(d)[0], judge_run(streams(d), 4)):
+    for run in (live(d)[0], judge_run(processes(d), 4)):
         assert len(run.episodes.episodes) == 1
         assert counted_s(run) == pytest.approx(9, rel=0.06)
 
@@ -357,7 +357,7 @@ def test_occasional_stalls_of_one_step_name_no_rank():
 def test_late_steps_are_never_counted_twice(stalls, step_ms, every_s):
     d = stalled(300, step_ms, *stalls)
     at_most = sum(each[3] for each in stalls) + 0.05 * 300 * step_ms / 1e3
-    for run in (live(d, every_s=every_s)[0], judge_run(streams(d), 4)):
+    for run in (live(d, every_s=every_s)[0], judge_run(processes(d), 4)):
         assert counted_s(run) <= at_most
 
 
@@ -408,12 +408,12 @@ class TestWholeRun:
         d = played(2000, 20)
         d[100::200, 0, DATA] += 1_500_000_000
         d[100::200, 1, SYNC_WAIT] += 1_500_000_000
-        whole = judge_run(streams(d), 2).whole()
+        whole = judge_run(processes(d), 2).whole()
         assert (whole.label, whole.stage, whole.rank, whole.transient) == ("straggler", "data", 0, True)
         assert whole.lost_s == pytest.approx(15, rel=0.1)
 
     def test_costly_episode_is_the_verdict_of_the_run(self):
-        run = judge_run(streams(played(3000, 20, (DATA, 1, 1000, 1800, 0.3))), 2)
+        run = judge_run(processes(played(3000, 20, (DATA, 1, 1000, 1800, 0.3))), 2)
         whole = run.whole()
         assert (whole.label, whole.stage, whole.rank) == ("straggler", "data", 1)
         assert (abs(whole.from_step - 1000) <= 2, abs(whole.to_step - 1799) <= 2) == (True, True)
@@ -421,7 +421,7 @@ class TestWholeRun:
         assert whole.cost_pct == pytest.approx(100 * whole.lost_s / whole.elapsed_s, rel=0.01)
 
     def test_cheap_episode_is_a_note(self):
-        whole = judge_run(streams(played(9000, 20, (DATA, 1, 1000, 1200, 0.3))), 2).whole()
+        whole = judge_run(processes(played(9000, 20, (DATA, 1, 1000, 1200, 0.3))), 2).whole()
         assert (whole.label, whole.rank) == ("healthy", None)
         assert "a cause was named once" in whole.note
         assert whole.lost_s == pytest.approx(200 * 3 / 7 * 0.02, rel=0.1)
@@ -440,7 +440,7 @@ def test_missing_telemetry_is_reported_at_once_and_the_episode_goes_on_after_it(
 
 
 def test_balanced_rows_have_no_episode():
-    run = judge_run(streams(np.tile(of_ms([QUIET] * 3), (400, 1, 1))), 3)
+    run = judge_run(processes(np.tile(of_ms([QUIET] * 3), (400, 1, 1))), 3)
     assert (run.episodes.episodes, run.episodes.brief.count, run.whole().lost_s) == ([], 0, 0)
 
 

@@ -87,7 +87,7 @@ def test_stopped_writer_that_goes_on_changes_nothing(tmp_path: Path, disk: str, 
         assert os.WIFSTOPPED(status)
         rank = Rank(0, 1)
         batches = [rank.batch(10), rank.batch(20), rank.batch(0, final=True)]
-        write_spool(spool / f"{rank.stream}.spool", batches[1:])
+        write_spool(spool / f"{rank.process_id}.spool", batches[1:])
         finish_offline(folder, Settings(), wire.Finish(wire.VERSION, 1), spool)
         before = {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".sqlite-shm"}
         writer.send_signal(signal.SIGCONT)

@@ -18,9 +18,9 @@ from traceml_ray.files import read_file
 from traceml_ray.launchers import control, torchrun
 from traceml_ray.settings import SettingError, Settings
 from traceml_ray.store import query
+from traceml_ray.store.processes import RankProcess, world_size
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.streams import Stream, world_size
 from traceml_ray.text import one_line
 
 
@@ -40,8 +40,8 @@ def change(folder: Path, sql: str, *values: Any) -> None:
 @pytest.mark.parametrize(
     "sql",
     [
-        "UPDATE stream SET world_size = 391226345",  # it took gigabytes
-        "UPDATE stream SET global_rank = -1",
+        "UPDATE rank_process SET world_size = 391226345",  # it took gigabytes
+        "UPDATE rank_process SET global_rank = -1",
         "UPDATE meta SET value = 'x' WHERE key = 'session'",
         "UPDATE meta SET value = '1.5'",
         "UPDATE chunk SET rows = x'00'",
@@ -64,14 +64,14 @@ def test_session_file_errors_keep_their_text() -> None:
 
 
 def test_older_file_without_the_names_of_actors_is_read(tmp_path: Path) -> None:
-    change(stored(tmp_path / "s"), "ALTER TABLE stream DROP COLUMN name")
+    change(stored(tmp_path / "s"), "ALTER TABLE rank_process DROP COLUMN name")
     with SessionFile(tmp_path / "s" / "session.sqlite") as found:
-        assert [stream.identity.name for stream in found.streams() if stream.identity] == [""]
+        assert [process.identity.name for process in found.processes() if process.identity] == [""]
 
 
 def test_world_size_claimed_by_a_launcher_is_bounded() -> None:
     assert world_size({}, 1 << 62) == 1 << 20
-    assert world_size({0: Stream(1, "a", identity(0, 4))}, 1 << 62) == 4
+    assert world_size({0: RankProcess(1, "a", identity(0, 4))}, 1 << 62) == 4
 
 
 def test_infinite_samples_do_not_keep_the_report_from_being_written(tmp_path: Path) -> None:

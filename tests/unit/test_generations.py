@@ -11,7 +11,7 @@ from sessions import SECOND, Clock, Rank, Relay, aggregation, ask
 
 from traceml_ray import wire
 from traceml_ray.monitor.aggregator import AggregatorCore
-from traceml_ray.store.streams import Stream, generations, shown, world_size
+from traceml_ray.store.processes import RankProcess, generations, shown, world_size
 
 BALANCED, WAITING, LATE = [1, 6, 0, 3, 4, 6], [1, 6, 0, 3, 4, 16], [1, 16, 0, 3, 4, 6]
 
@@ -24,7 +24,7 @@ def clock() -> Clock:
 def _start(world: int, life: str, **who: Any) -> list[Rank]:
     """The processes of one start: other processes, the same attempt."""
     pid = 1000 + 100 * int(life)
-    return [Rank(n, world, pid=pid + n, stream=f"life-{life}-{n}", **who) for n in range(world)]
+    return [Rank(n, world, pid=pid + n, process_id=f"life-{life}-{n}", **who) for n in range(world)]
 
 
 def _train(
@@ -50,17 +50,17 @@ def _train(
 def _killed(to: AggregatorCore, clock: Clock, ranks: Sequence[Rank], code: int = -15) -> None:
     """Their relay saw their processes end by a signal."""
     events = [
-        wire.Event("process_ended", clock(), data={"stream": rank.stream, "exit_code": code})
+        wire.Event("process_ended", clock(), data={"process_id": rank.process_id, "exit_code": code})
         for rank in ranks
     ]
-    lost = [rank.stream for rank in ranks]
+    lost = [rank.process_id for rank in ranks]
     to.ingest(Relay(0, f"end-{clock.now}-{lost}").message(lost=lost, events=events))
     clock.tick(4)
 
 
 def _ended(to: AggregatorCore, clock: Clock, ranks: Sequence[Rank]) -> None:
     batches = [rank.batch(0, final=True) for rank in ranks]
-    to.ingest(Relay(0, f"end-{clock.now}-{ranks[0].stream}").message(*batches))
+    to.ingest(Relay(0, f"end-{clock.now}-{ranks[0].process_id}").message(*batches))
     clock.tick(4)
 
 
@@ -108,7 +108,7 @@ def test_culprit_of_a_failed_job_may_have_been_replaced(
     _train(to, clock, old, 10)
     _killed(to, clock, old[1:], -11)
     clock.tick(5)
-    new = Rank(1, 2, pid=1, stream="again")
+    new = Rank(1, 2, pid=1, process_id="again")
     to.ingest(Relay(0, "again").message(new.batch(0)))  # one comes in its place, and no step
     _ended(to, clock, [old[0], new])
     to.finish(wire.Finish(wire.VERSION, code))
@@ -149,7 +149,7 @@ def test_second_round_of_actors_is_judged_by_itself(tmp_path: Path, clock: Clock
     to = aggregation(tmp_path, clock)
     for life, world in (("0", 4), ("1", 2)):
         ranks = [
-            Rank(0, 1, source="ray", pid=10 * int(life) + n, stream=f"{life}-{n}", name=names[n : n + 1])
+            Rank(0, 1, source="ray", pid=10 * int(life) + n, process_id=f"{life}-{n}", name=names[n : n + 1])
             for n in range(world)
         ]
         _train(to, clock, ranks, 8)
@@ -193,7 +193,7 @@ def test_job_of_another_size_is_judged_by_its_new_ranks(
     _train(to, clock, old, 8)
     ends(to, clock, old)
     for rank in reversed(new):  # the ranks that were not there before come first
-        to.ingest(Relay(0, f"come-{rank.stream}").message(rank.batch(0)))
+        to.ingest(Relay(0, f"come-{rank.process_id}").message(rank.batch(0)))
         clock.tick()
         to.judge()
     labels = _train(to, clock, new, 5)
@@ -211,69 +211,69 @@ def test_job_of_another_size_is_judged_by_its_new_ranks(
 # -- what is no restart --------------------------------------------------------------------------
 
 
-def _stream(number: int, rank: int, first: float, last: float, world: int = 4, **fields: Any) -> Stream:
+def _process(number: int, rank: int, first: float, last: float, world: int = 4, **fields: Any) -> RankProcess:
     who = Rank(rank, world, pid=number).identity
     seen = {"first_seen_ns": int(first * SECOND), "last_seen_ns": int(last * SECOND)}
-    return Stream(number, str(number), who, **{"stored": 9, **seen, **fields})
+    return RankProcess(number, str(number), who, **{"stored": 9, **seen, **fields})
 
 
-def _ids(streams: Sequence[Stream]) -> list[list[int]]:
-    return [[stream.id for stream in own] for own in generations(streams)]
+def _ids(processes: Sequence[RankProcess]) -> list[list[int]]:
+    return [[process.id for process in own] for own in generations(processes)]
 
 
 def test_ranks_that_register_apart_are_of_one_start() -> None:
-    streams = [
-        _stream(1, 0, 0, 3, final=True),  # ended before the next was there
-        _stream(2, 1, 8, 99),
-        _stream(3, 2, 60, 99),
+    processes = [
+        _process(1, 0, 0, 3, final=True),  # ended before the next was there
+        _process(2, 1, 8, 99),
+        _process(3, 2, 60, 99),
     ]
-    assert _ids(streams) == [[1, 2, 3]]
-    assert list(shown(streams)) == [0, 1, 2]
+    assert _ids(processes) == [[1, 2, 3]]
+    assert list(shown(processes)) == [0, 1, 2]
 
 
 def test_rank_that_ended_early_remains_while_its_peers_go_on() -> None:
-    streams = [
-        _stream(1, 0, 0, 10, final=True),
-        _stream(2, 1, 0, 20, lost=True),
-        _stream(3, 2, 0, 99),
-        _stream(4, 1, 30, 99),  # in the place of 2, while 3 goes on
-        _stream(5, 3, 40, 99),  # late
+    processes = [
+        _process(1, 0, 0, 10, final=True),
+        _process(2, 1, 0, 20, lost=True),
+        _process(3, 2, 0, 99),
+        _process(4, 1, 30, 99),  # in the place of 2, while 3 goes on
+        _process(5, 3, 40, 99),  # late
     ]
-    assert _ids(streams) == [[1, 2, 3, 4, 5]]
-    assert {rank: stream.id for rank, stream in shown(streams).items()} == {0: 1, 1: 4, 2: 3, 3: 5}
+    assert _ids(processes) == [[1, 2, 3, 4, 5]]
+    assert {rank: process.id for rank, process in shown(processes).items()} == {0: 1, 1: 4, 2: 3, 3: 5}
 
 
 @pytest.mark.parametrize("gone", [{"final": True}, {"lost": True}, {}])
 def test_ranks_of_a_lost_node_are_not_of_the_smaller_job(gone: dict[str, bool]) -> None:
     """Also before it is known that the node is lost, and where its last word came late."""
-    streams = [
-        _stream(1, 0, 0, 10, final=True),
-        _stream(2, 1, 0, 18, **gone),
-        _stream(3, 0, 15, 99, 1),
+    processes = [
+        _process(1, 0, 0, 10, final=True),
+        _process(2, 1, 0, 18, **gone),
+        _process(3, 0, 15, 99, 1),
     ]
-    assert _ids(streams) == [[1, 2], [3]]
-    assert world_size(shown(streams), None) == 1
+    assert _ids(processes) == [[1, 2], [3]]
+    assert world_size(shown(processes), None) == 1
 
 
 def test_workers_without_a_row_are_not_shown_before_they_train() -> None:
-    old = [_stream(n + 1, n, 0, 10, 2, final=True) for n in range(2)]
-    new = [_stream(n + 3, n, 20, 20, 2, stored=0) for n in range(2)]
-    assert [stream.id for stream in shown([*old, *new]).values()] == [1, 2]
+    old = [_process(n + 1, n, 0, 10, 2, final=True) for n in range(2)]
+    new = [_process(n + 3, n, 20, 20, 2, stored=0) for n in range(2)]
+    assert [process.id for process in shown([*old, *new]).values()] == [1, 2]
     new[1].stored = 9
-    assert [stream.id for stream in shown([*old, *new]).values()] == [3, 4]
+    assert [process.id for process in shown([*old, *new]).values()] == [3, 4]
 
 
 def test_message_of_an_end_may_come_after_the_next_start() -> None:
-    old = [_stream(1, 0, 0, 10, 2, lost=True), _stream(2, 1, 0, 16, 2, lost=True)]
-    assert _ids([*old, _stream(3, 0, 15, 99, 2)]) == [[1, 2], [3]]
+    old = [_process(1, 0, 0, 10, 2, lost=True), _process(2, 1, 0, 16, 2, lost=True)]
+    assert _ids([*old, _process(3, 0, 15, 99, 2)]) == [[1, 2], [3]]
     old[1].last_seen_ns += 10 * SECOND
-    assert _ids([*old, _stream(3, 0, 15, 99, 2)]) == [[1, 2, 3]]
+    assert _ids([*old, _process(3, 0, 15, 99, 2)]) == [[1, 2, 3]]
 
 
 def test_job_of_many_restarts_is_divided_at_each() -> None:
-    streams = [
-        _stream(10 * life + rank + 1, rank, 20 * life + rank, 20 * life + 15, 4, final=True)
+    processes = [
+        _process(10 * life + rank + 1, rank, 20 * life + rank, 20 * life + 15, 4, final=True)
         for life in range(5)
         for rank in range(4)
     ]
-    assert _ids(streams) == [[10 * life + rank + 1 for rank in range(4)] for life in range(5)]
+    assert _ids(processes) == [[10 * life + rank + 1 for rank in range(4)] for life in range(5)]

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from snapshot import Snapshot
-from unit.sample_windows import EXPECTED, RECORDED, judge_run, of_ms, streams, window
+from unit.sample_windows import EXPECTED, RECORDED, judge_run, of_ms, processes, window
 
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.thresholds import Thresholds
@@ -32,7 +32,7 @@ def spans(run):
 @pytest.mark.parametrize("name", [name for name in RECORDED if name != "late3"])
 def test_recorded_runs_have_one_verdict(name):
     d, expected = RECORDED[name], EXPECTED[name]
-    run = judge_run(streams(d, first_step=10), d.shape[1], thresholds=NO_WARMUP)
+    run = judge_run(processes(d, first_step=10), d.shape[1], thresholds=NO_WARMUP)
     whole = run.whole()
     assert spans(run) == [(expected["label"], expected["stage"], expected["rank"], 10, 209)]
     assert (whole.label, whole.stage, whole.rank) == tuple(expected.values())
@@ -40,7 +40,7 @@ def test_recorded_runs_have_one_verdict(name):
 
 
 def test_recorded_late_fault_is_named_from_its_onset():
-    run = judge_run(streams(RECORDED["late3"], first_step=10), 3, thresholds=SHORT)  # late for 1.7 s
+    run = judge_run(processes(RECORDED["late3"], first_step=10), 3, thresholds=SHORT)  # late for 1.7 s
     healthy, late = run.spans
     assert (healthy.label, healthy.from_step) == ("healthy", 10)
     assert (late.label, late.stage, late.rank, late.to_step) == ("straggler", "data", 0, 209)
@@ -51,7 +51,7 @@ def test_recorded_late_fault_is_named_from_its_onset():
 
 def test_verdict_changes_are_consecutive_spans():
     d = rows((BALANCED, 100), (LATE_DATA, 300), (LATE_FORWARD, 300), (BALANCED, 300))
-    run = judge_run(streams(d), 3)
+    run = judge_run(processes(d), 3)
     found = spans(run)
     assert [span[:3] for span in found if span[0] == "straggler"] == [
         ("straggler", "data", 2),
@@ -63,7 +63,7 @@ def test_verdict_changes_are_consecutive_spans():
 
 
 def test_warm_up_is_left_out():
-    run = judge_run(streams(rows((LATE_DATA, 10), (BALANCED, 60)), first_step=1000), 3)
+    run = judge_run(processes(rows((LATE_DATA, 10), (BALANCED, 60)), first_step=1000), 3)
     assert [span.label for span in run.spans] == ["healthy"]
     assert (run.whole().from_step, run.whole().window_steps) == (1010, 60)
 
@@ -76,14 +76,14 @@ def test_warm_up_is_counted_from_the_first_step_of_the_run():
 
 @pytest.mark.parametrize("steps", [0, 5, 29])
 def test_short_run_is_not_judged(steps):
-    run = judge_run(streams(rows((LATE_DATA, 50))[:steps]), 3)
+    run = judge_run(processes(rows((LATE_DATA, 50))[:steps]), 3)
     assert not run.spans
     assert run.whole().label == "telemetry_limited"
     assert f"{max(steps - 10, 0)} step" in run.whole().why
 
 
 def test_missing_ranks_are_named_before_there_are_enough_steps(snapshot: Snapshot):
-    run = judge_run(streams(rows((LATE_DATA, 15))), 9, missing=[3, 4, 5, 6, 7, 8])
+    run = judge_run(processes(rows((LATE_DATA, 15))), 9, missing=[3, 4, 5, 6, 7, 8])
     snapshot("verdict", run.whole().why)
 
 
@@ -132,7 +132,7 @@ def test_long_run_is_sampled_evenly_and_within_a_bound(snapshot: Snapshot):
 
 
 def test_rows_missing_for_a_while_do_not_hide_the_verdict_of_a_long_run():
-    recorded = streams(rows((LATE_DATA, 9000)))
+    recorded = processes(rows((LATE_DATA, 9000)))
     lost = np.zeros(9000, dtype=bool)
     lost[700:790] = lost[5000:5090] = True  # once ninety steps are missing in a row, more than a window
     cut = recorded[1]
@@ -153,7 +153,7 @@ def test_change_of_ranks_restarts_the_verdict_of_the_run():
     run = RunJudge(AT_ONCE)
     d = rows((LATE_DATA, 50))
     run.update(window(d, 0))
-    without = align(streams(d[:, :2], 50), 2)
+    without = align(processes(d[:, :2], 50), 2)
     run.update(without)
     assert (run.whole().from_step, run.whole().window_steps) == (50, 50)
     assert [span.label for span in run.spans] == ["straggler", "healthy"]
@@ -162,7 +162,7 @@ def test_change_of_ranks_restarts_the_verdict_of_the_run():
 def test_sets_of_ranks_that_overlap_are_one_span():
     one = of_ms([WAITS, WAITS, [1, 6, 0, 3, 4, 1], [1, 2, 0, 3, 4, 5], WAITS])
     two = of_ms([WAITS, WAITS, [1, 6, 0, 3, 4, 1], [1, 6, 0, 3, 4, 1], WAITS])
-    run = judge_run(streams(rows((one, 60), (two, 60))), 5)
+    run = judge_run(processes(rows((one, 60), (two, 60))), 5)
     assert len(run.spans) == 1
 
 
@@ -172,5 +172,5 @@ def test_finding_that_recurs_is_measured_in_steps_of_several_exchanges():
     for row in (200, 420):
         d[row, 0, 1] += 600_000_000
         d[row, 1, 5] += 600_000_000
-    whole = judge_run(streams(d, exchanges=2), 2).whole()
+    whole = judge_run(processes(d, exchanges=2), 2).whole()
     assert (whole.label, whole.stage, whole.rank, whole.transient) == ("straggler", "data", 0, True)

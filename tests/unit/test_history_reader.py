@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sessions import LIMITS, SECOND, identity
-from unit.sample_windows import exact, held_bytes, streams
+from unit.sample_windows import exact, held_bytes, processes
 from unit.test_step_history import check_stats, rows
 
 from traceml_ray.analysis import reduction
@@ -26,11 +26,11 @@ def stored(path: Path, chunks: list[RankRows], world: int = RANKS) -> SessionFil
     """A session file with these rows, one batch each, in this order."""
     writer = SessionWriter(path)
     for own in chunks:
-        stream = writer.stream(f"{own.rank:016x}", SECOND)
-        stream.identity = identity(own.rank, world)
+        process = writer.process(f"{own.rank:016x}", SECOND)
+        process.identity = identity(own.rank, world)
         keys, flags = own.keys.astype("<i8").tobytes(), own.flags.tobytes()
-        writer.add_rows(stream, stream.stored, keys, flags, own.rows.astype("<i8").tobytes())
-        stream.last_key = int(own.keys[-1])
+        writer.add_rows(process, process.stored, keys, flags, own.rows.astype("<i8").tobytes())
+        process.last_key = int(own.keys[-1])
     writer.commit()
     writer.close()
     return SessionFile(path)
@@ -50,7 +50,7 @@ def read(session: SessionFile, most: int) -> Reduction:
 def test_slices_of_any_size_come_to_what_all_rows_at_once_come_to(tmp_path_factory, data):
     """Batches in any order between ranks; some end within a step."""
     d = rows(2 * STEPS, RANKS, data.draw(st.integers(0, 9)))
-    every, left, chunks = streams(d, exchanges=2), dict.fromkeys(range(RANKS), 0), []
+    every, left, chunks = processes(d, exchanges=2), dict.fromkeys(range(RANKS), 0), []
     while left:
         rank = data.draw(st.sampled_from(sorted(left)))
         end = min(2 * STEPS, left[rank] + data.draw(st.integers(9, 60)))
@@ -68,7 +68,7 @@ def test_slices_of_any_size_come_to_what_all_rows_at_once_come_to(tmp_path_facto
 
 
 def test_rank_that_ends_first_ends_the_statistics(tmp_path):
-    every = streams(rows(STEPS, RANKS))
+    every = processes(rows(STEPS, RANKS))
     chunks = [
         own.take(slice(at, at + 10)) for at in range(0, STEPS, 10) for own in every if own.rank or at < 40
     ]
@@ -81,7 +81,7 @@ def test_rank_that_ends_first_ends_the_statistics(tmp_path):
 
 
 def test_rank_of_which_there_is_only_the_first_row_holds_up_no_other(tmp_path):
-    every = streams(rows(STEPS, RANKS))
+    every = processes(rows(STEPS, RANKS))
     first = every[2].take(slice(0, 1))
     first.flags[:] = FLAG_FIRST
     with stored(tmp_path / "session.sqlite", [every[0], every[1], first]) as session:

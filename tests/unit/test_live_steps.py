@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from played import Played
 from sessions import Clock, Rank, Relay, aggregation
-from unit.sample_windows import streams
+from unit.sample_windows import processes
 from unit.test_query import differences
 from unit.test_step_history import LIMITS, rows
 
@@ -113,7 +113,7 @@ def test_rank_in_a_new_process_restarts_its_history(tmp_path: Path) -> None:
     ranks = [Rank(number) for number in (0, 1)]
     for second in range(20):
         if second == 10:  # it goes on where the other was
-            ranks[1] = Rank(1, pid=77, stream="another")
+            ranks[1] = Rank(1, pid=77, process_id="another")
             ranks[1].produced = ranks[0].produced
         aggregator.ingest(relay.message(*(rank.batch(10) for rank in ranks)))
         assert aggregator.commit()
@@ -147,7 +147,7 @@ def test_columns_fetched_in_steps_are_those_fetched_at_once(
     counts: list[int], whole: bool, stage: str
 ) -> None:
     """Most of them are no longer kept one by one."""
-    history, every, held, done = StepHistory(LIMITS), streams(rows(sum(counts), 2)), None, 0
+    history, every, held, done = StepHistory(LIMITS), processes(rows(sum(counts), 2)), None, 0
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("traceml_ray.analysis.kept_steps._STEPS", 300)
         for count in counts:

@@ -23,8 +23,8 @@ from traceml_ray.reports.layout import WIDTH
 from traceml_ray.reports.parts import StoredParts
 from traceml_ray.reports.text import render
 from traceml_ray.stages import DATA, POST_SYNC, SEGMENT_BITS
+from traceml_ray.store.processes import shown
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.streams import shown
 from traceml_ray.wire import Detail
 
 LIMITS = Thresholds()
@@ -167,7 +167,7 @@ def test_stored_spans_give_the_same_rates_as_those_in_memory(
     assert aggregator.commit()
     aggregator.close()
     with SessionFile(folder / "session.sqlite") as session:
-        stored = StoredParts(session, shown(session.streams())).find([0], first, last)
+        stored = StoredParts(session, shown(session.processes())).find([0], first, last)
     live = rates(details, first, last)
     found = stored.get(0, {})
     for key in found.keys() | live.keys():

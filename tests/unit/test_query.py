@@ -26,14 +26,15 @@ OF_TIME = ("version", "token")
 """Of how an answer came about, not of what it is."""
 
 
-def questions(run: str | None, streams: tuple[int, ...] = (1, 3)) -> list[query.Request[Any]]:
+def questions(run: str | None, processes: tuple[int, ...] = (1, 3)) -> list[query.Request[Any]]:
     """At least one of each kind."""
     return [
-        query.Status(), query.Runs(), query.Streams(), query.Nodes(run), query.Ranks(run), query.Ledger(run),
+        query.Status(), query.Runs(), query.RankProcesses(), query.Nodes(run), query.Ranks(run),
+        query.Ledger(run),
         query.Verdict(run), query.Verdicts(run), query.Verdicts(run, 1),
         query.Events(run), query.Events(run, 3, brief=True, most=2), query.Summary(run),
         query.Summary(run, whole=True), query.NodeSamples(("node-0", "node-1", "x"), 3),
-        query.ProcessSamples(streams, 2), query.Times(run), query.Times(run, whole=False),
+        query.ProcessSamples(processes, 2), query.Times(run), query.Times(run, whole=False),
         query.Times(run, whole=True), query.Columns(run), query.Columns(run, "data", whole=True),
         query.Busy(run, (1, 2, 9), 50), query.RankSteps(run, 1, 100), query.RankSteps(run, 99, 100),
         query.Cell(run, 1, 5, 9), query.Cell(run, 99, 5, 9), query.Spans(run, 1, 0, 30),

@@ -47,7 +47,7 @@ class Pipe:
         return [wire.decode(data, wire.RankBatch) for data in self.taken]
 
     def confirm(self, agent: RankAgent, seq: int, settled: int | None = None) -> None:
-        reply = wire.RankReply(wire.VERSION, agent.stream, seq, settled_seq=settled)
+        reply = wire.RankReply(wire.VERSION, agent.process_id, seq, settled_seq=settled)
         self.answers.append(wire.encode(reply))
 
 
@@ -246,7 +246,7 @@ def test_invalid_rank_in_the_environment_is_reported_and_breaks_nothing(
 
 def dump(agent: RankAgent, name: str, run: str | None = None, what: str = "dump") -> bytes:
     command = wire.Command(what, {"id": name, "run": run})
-    return wire.encode(wire.RankReply(wire.VERSION, agent.stream, 0, [command]))
+    return wire.encode(wire.RankReply(wire.VERSION, agent.process_id, 0, [command]))
 
 
 def test_stack_request_is_answered_once_though_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

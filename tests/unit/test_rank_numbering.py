@@ -18,18 +18,18 @@ from traceml_ray.store.session_file import SessionFile
 
 def _process(name: str, *, job: str = "actors", life: str = "") -> Rank:
     """A process that says it is rank 0 of 1, as one does that has no rank."""
-    return Rank(0, 1, job_id=job, source="ray", name=name, stream=f"{job}-{name}-{life}")
+    return Rank(0, 1, job_id=job, source="ray", name=name, process_id=f"{job}-{name}-{life}")
 
 
 def _come(aggregator: AggregatorCore, process: Rank, node: int = 0, **fields: Any) -> None:
-    relay = Relay(node, f"{process.stream}-{process.seq}")
+    relay = Relay(node, f"{process.process_id}-{process.seq}")
     aggregator.ingest(relay.message(process.batch(5, **fields)))
 
 
 def _triples(aggregator: AggregatorCore, job: str = "actors") -> dict[str, tuple[int, ...]]:
     """By actor name: rank, local rank, node rank, world size, local world size, nodes."""
     assert aggregator.commit()
-    found = [stream.identity for stream in ask(aggregator, "ranks", run=job).values()]
+    found = [process.identity for process in ask(aggregator, "ranks", run=job).values()]
     names = ("global_rank", "local_rank", "node_rank", "world_size", "local_world_size", "nnodes")
     return {one.name: tuple(getattr(one, name) for name in names) for one in found}
 
@@ -58,14 +58,14 @@ def test_restarted_actor_keeps_its_rank(tmp_path: Path) -> None:
     _come(aggregator, other)
     twin = _process("learner", life="twin")
     _come(aggregator, twin)
-    aggregator.ingest(Relay(0, "loss").message(lost=[first.stream, twin.stream]))
+    aggregator.ingest(Relay(0, "loss").message(lost=[first.process_id, twin.process_id]))
     clock.tick()
     again = _process("learner", life="again")
     _come(aggregator, again, node=1)
     assert aggregator.commit()
     ranks = ask(aggregator, "ranks", run="actors")
-    assert {rank: stream.stream for rank, stream in ranks.items()} == {
-        0: first.stream, 1: other.stream, 2: again.stream,
+    assert {rank: process.process_id for rank, process in ranks.items()} == {
+        0: first.process_id, 1: other.process_id, 2: again.process_id,
     }  # fmt: skip
     summary = ask(aggregator, "summary")
     assert (summary["ranks"]["2"]["processes"], summary["ranks"]["1"]["name"]) == (2, "actor")
@@ -81,8 +81,8 @@ def test_process_that_registers_again_keeps_its_rank(tmp_path: Path) -> None:
             _come(aggregator, process)
     assert aggregator.commit()
     ranks = ask(aggregator, "ranks", run="actors")
-    assert {rank: stream.stream for rank, stream in ranks.items()} == {
-        rank: process.stream for rank, process in enumerate(processes)
+    assert {rank: process.process_id for rank, process in ranks.items()} == {
+        rank: process.process_id for rank, process in enumerate(processes)
     }
     assert check_ledger(tmp_path)["stored"] == 30
 
@@ -97,7 +97,10 @@ def test_process_that_joins_a_torch_group_takes_its_rank_there(tmp_path: Path) -
         _come(aggregator, process)
     assert aggregator.commit()
     ranks = ask(aggregator, "ranks", run="actors")
-    assert [stream.stream for stream in ranks.values()] == [processes[1].stream, processes[0].stream]
+    assert [process.process_id for process in ranks.values()] == [
+        processes[1].process_id,
+        processes[0].process_id,
+    ]
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -118,7 +121,7 @@ def test_ranks_are_consecutive_numbers_from_0(
             aggregator = aggregation(folder)
     aggregator.commit()
     with SessionFile(folder / "session.sqlite") as session:
-        who = [stream.identity for stream in session.ranks().values() if stream.identity]
+        who = [process.identity for process in session.ranks().values() if process.identity]
     assert [one.global_rank for one in who] == list(range(len(who)))
     assert {one.world_size for one in who} <= {len(who)}
     aggregator.close()

@@ -47,13 +47,13 @@ NODE = wire.NodeIdentity("node", "host", "127.0.0.1")
 
 
 def rank_batch(
-    stream: str, seq: int, *, rows: int = 3, final: bool = False, pad: int = 0, **fields: Any
+    process_id: str, seq: int, *, rows: int = 3, final: bool = False, pad: int = 0, **fields: Any
 ) -> bytes:
     fields.setdefault("events", [wire.Event("note", 0, message="x" * pad)] if pad else [])
     return wire.encode(
         wire.RankBatch(
             v=wire.VERSION,
-            stream=stream,
+            process_id=process_id,
             seq=seq,
             sent_ns=0,
             produced=rows * (seq + 1),
@@ -170,23 +170,25 @@ class Aggregator(Straight):
     def batches(self) -> list[wire.RankBatch]:
         return [wire.decode(data, wire.RankBatch) for message in self.stored for data in message.batches]
 
-    def forwarded(self, stream: str) -> list[int]:
+    def forwarded(self, process_id: str) -> list[int]:
         """Numbers of the batches that the relay has sent and that are stored."""
-        return [batch.seq for batch in self.batches() if batch.stream == stream]
+        return [batch.seq for batch in self.batches() if batch.process_id == process_id]
 
-    def seqs(self, stream: str) -> list[int]:
+    def seqs(self, process_id: str) -> list[int]:
         """Numbers of the batches whose rows are in the file."""
-        query = "SELECT first_row, n FROM chunk JOIN stream ON stream_id = stream.id WHERE stream = ?"
+        query = "SELECT first_row, n FROM chunk JOIN rank_process p ON process = p.id WHERE process_id = ?"
         with self.file() as file:
-            return [first // n for first, n in file._all(f"{query} ORDER BY chunk.id", stream)]
+            return [first // n for first, n in file._all(f"{query} ORDER BY chunk.id", process_id)]
 
     def lost(self) -> list[str]:
         with self.file() as file:
-            return [stream.stream for stream in file.streams() if stream.lost]
+            return [process.process_id for process in file.processes() if process.lost]
 
     def dropped(self) -> dict[str, int]:
         with self.file() as file:
-            return {s.stream: sum(s.dropped_by_relay.values()) for s in file.streams() if s.dropped_by_relay}
+            return {
+                s.process_id: sum(s.dropped_by_relay.values()) for s in file.processes() if s.dropped_by_relay
+            }
 
     def errors(self) -> dict[str, int]:
         with self.file() as file:
@@ -556,9 +558,9 @@ def test_endless_sender_holds_up_no_other_and_its_last_packets_are_read(
         for seq in range(6):
             sock.send(rank_batch("a", seq))
         bench.relay.turn(5)
-        assert bench.relay._intake._streams["a"].seq == 3
+        assert bench.relay._intake._processes["a"].seq == 3
         bench.relay.turn(5)
-        assert bench.relay._intake._streams["a"].seq == 5
+        assert bench.relay._intake._processes["a"].seq == 5
     run_rank(bench, [rank_batch("b", seq) for seq in range(10)], "die")
     bench.until(lambda: bench.aggregator.lost() == ["b"])
     assert bench.aggregator.seqs("b") == list(range(10))
@@ -571,12 +573,12 @@ V1_ROWS = {"rank": 0, "sampler": "StepTimeSampler", "tables": {"StepTimeTable": 
 def test_rank_process_beyond_the_limit_is_refused_until_another_has_ended(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_intake, "MAX_STREAMS", 2)
-    for stream in "ab":
-        bench.relay.take(rank_batch(stream, 0))
-    with pytest.raises(wire.WireError, match="too_many_streams"):
+    monkeypatch.setattr(rank_intake, "MAX_PROCESSES", 2)
+    for process in "ab":
+        bench.relay.take(rank_batch(process, 0))
+    with pytest.raises(wire.WireError, match="too_many_processes"):
         bench.relay.take(rank_batch("c", 0))
-    with pytest.raises(wire.WireError, match="too_many_streams"):
+    with pytest.raises(wire.WireError, match="too_many_processes"):
         bench.relay.take(msgspec.msgpack.encode(V1_ROWS))
     write_spool(bench.spool / "c.spool", [rank_batch("c", 0)])
     assert not bench.relay.flush(0)
@@ -590,11 +592,11 @@ def test_rank_process_beyond_the_limit_is_refused_until_another_has_ended(
     bench.relay.take(rank_batch("b", 1, final=True))
     bench.relay.take(rank_batch("d", 0))
     bench.tick(2)
-    assert {batch.stream for batch in bench.aggregator.batches()} == {"a", "b", "d"}
+    assert {batch.process_id for batch in bench.aggregator.batches()} == {"a", "b", "d"}
     assert bench.aggregator.errors() == {
-        "batch of a caller: too_many_streams": 2,
-        "spool: too_many_streams": 1,
-        "packet: too_many_streams": 1,
+        "batch of a caller: too_many_processes": 2,
+        "spool: too_many_processes": 1,
+        "packet: too_many_processes": 1,
     }
 
 
@@ -696,7 +698,7 @@ def test_exit_code_of_a_lost_process_is_read_before_its_parent_asks(bench: Bench
     process.stdin.close()
     bench.until(lambda: bool(events(bench, "process_ended")))
     assert events(bench, "process_ended")[0].data == {
-        "stream": "a",
+        "process_id": "a",
         "exit_code": -11 if "kill" in code else 7,
     }
 
@@ -733,7 +735,7 @@ def test_rank_that_does_not_answer_is_inspected_from_outside_once(bench: Bench) 
     bench.tick(8)
     (event,) = events(bench, "stacks")
     (command,) = bench.aggregator.commands
-    assert event.data == {"dump": command.args["id"], "stream": "a", "state": "stopped (SIGSTOP)"}
+    assert event.data == {"dump": command.args["id"], "process_id": "a", "state": "stopped (SIGSTOP)"}
 
 
 def ask_to_finish(bench: Bench, **fields: Any) -> tuple[socket.socket, wire.Finish]:
@@ -1063,10 +1065,10 @@ def test_rows_are_each_stored_once_or_counted_as_dropped(actions: list[tuple[str
     bench = Bench(folder, limit=20_000)
     sent: Counter[str] = Counter()
     try:
-        for action, stream in actions:
+        for action, process in actions:
             if action == "send":
-                bench.relay.take(rank_batch(stream, sent[stream], pad=6000))
-                sent[stream] += 1
+                bench.relay.take(rank_batch(process, sent[process], pad=6000))
+                sent[process] += 1
             elif action == "turn":
                 bench.now += wire.TICK_S
                 bench.relay.turn()
@@ -1080,10 +1082,10 @@ def test_rows_are_each_stored_once_or_counted_as_dropped(actions: list[tuple[str
                 bench.aggregator.hangs = action == "hang"
         bench.aggregator.up, bench.aggregator.hangs = True, False
         bench.tick(int(2 * RESEND_S / wire.TICK_S) + 20)
-        for stream, count in sent.items():
-            seqs = bench.aggregator.seqs(stream)
+        for process, count in sent.items():
+            seqs = bench.aggregator.seqs(process)
             assert seqs == sorted(set(seqs))
-            assert 3 * len(seqs) + bench.aggregator.dropped().get(stream, 0) == 3 * count
+            assert 3 * len(seqs) + bench.aggregator.dropped().get(process, 0) == 3 * count
     finally:
         bench.close()
         shutil.rmtree(folder)
@@ -1091,15 +1093,15 @@ def test_rows_are_each_stored_once_or_counted_as_dropped(actions: list[tuple[str
 
 @pytest.mark.parametrize("limit", [1 << 20, 40_000])
 def test_small_batches_go_in_packets_that_are_accepted(tmp_path: Path, limit: int) -> None:
-    """And so do the counts of many streams of which rows were dropped."""
+    """And so do the counts of many rank processes of which rows were dropped."""
     bench = Bench(tmp_path, limit=limit)
-    streams = [f"s{number}" for number in range(2 * wire.MAX_ITEMS + 1)]
-    for stream in streams:
-        bench.relay.take(rank_batch(stream, 0, rows=1))
+    processes = [f"s{number}" for number in range(2 * wire.MAX_ITEMS + 1)]
+    for process in processes:
+        bench.relay.take(rank_batch(process, 0, rows=1))
     bench.tick(40)
     dropped = bench.aggregator.dropped()
-    stored = [batch.stream for batch in bench.aggregator.batches()]
-    assert sorted([*stored, *dropped]) == sorted(streams)
+    stored = [batch.process_id for batch in bench.aggregator.batches()]
+    assert sorted([*stored, *dropped]) == sorted(processes)
     assert len(dropped) > wire.MAX_ITEMS if limit < 1 << 20 else not dropped
     assert max(len(message.batches) for message in bench.aggregator.stored) <= wire.MAX_ITEMS
     bench.close()

@@ -281,10 +281,10 @@ def test_out_of_memory_is_its_own_headline(tmp_path: Path, message: str) -> None
 
 def _ended(run: Run, rank: int, after: float, **data: Any) -> None:
     """The relay of the rank's node says that its process is gone, and how."""
-    stream = run.ranks[rank].stream
+    process = run.ranks[rank].process_id
     t_ns = run.clock() + int(after * SECOND)
-    event = wire.Event("process_ended", t_ns, data={"stream": stream, "exit_code": None, **data})
-    run.aggregator.ingest(run.relays[rank // 2].message(lost=[stream], events=[event]))
+    event = wire.Event("process_ended", t_ns, data={"process_id": process, "exit_code": None, **data})
+    run.aggregator.ingest(run.relays[rank // 2].message(lost=[process], events=[event]))
     run.aggregator.judge()
 
 
@@ -425,7 +425,7 @@ def test_status_shows_where_every_rank_is(tmp_path: Path, snapshot: Snapshot) ->
 def test_status_adds_up_the_errors_of_all_processes_of_a_rank(tmp_path: Path) -> None:
     run = Run(tmp_path, 1)
     run.steps(1, errors={"hook": 2})
-    run.ranks = [Rank(0, 1, per_node=2, attempt=1, pid=77, stream="again")]
+    run.ranks = [Rank(0, 1, per_node=2, attempt=1, pid=77, process_id="again")]
     run.steps(1, errors={"hook": 3})
     run.aggregator.commit()
     lines = render_status(stored(tmp_path), tmp_path, 77, run.clock()).splitlines()

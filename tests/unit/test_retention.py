@@ -100,14 +100,14 @@ def test_folded_rows_add_up(job: Job) -> None:
     job.run(400)
     with SessionFile(job.aggregator.folder.sqlite) as session:
         assert session._all("SELECT count(*) FROM rollup")[0][0] > 10
-        for stream, rank in zip(session.streams(), job.ranks, strict=True):
+        for process, rank in zip(session.processes(), job.ranks, strict=True):
             folded = session._all(
-                "SELECT first_row, n, sums, max_ns FROM rollup WHERE stream_id = ?", stream.id
+                "SELECT first_row, n, sums, max_ns FROM rollup WHERE process = ?", process.id
             )
-            whole = session._all("SELECT first_row, n FROM chunk WHERE stream_id = ?", stream.id)
+            whole = session._all("SELECT first_row, n FROM chunk WHERE process = ?", process.id)
             spans = sorted([each[:2] for each in folded] + whole)
             assert all(first + n == other for (first, n), (other, _) in pairwise(spans))
-            assert sum(n for _, n in spans) == rank.produced == stream.stored
+            assert sum(n for _, n in spans) == rank.produced == process.stored
             sums = np.sum([np.frombuffer(each[2], "<i8") for each in folded], axis=0)
             assert (sums == np.array(ROW) * MS * sum(each[1] for each in folded)).all()
             assert {each[3] for each in folded} == {sum(ROW) * MS}

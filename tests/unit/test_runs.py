@@ -133,7 +133,7 @@ def test_run_that_is_over_leaves_the_others_alone(tmp_path: Path, clock: Clock) 
         fit.step(late=1)  # as for `a`, too late
     _second(aggregator, clock)
     assert ask(aggregator, "verdict", run="a") == verdict
-    kept = [len(aggregator._steps.rows_of(stream.id, 1)[0]) for stream in ask(aggregator, "streams")]
+    kept = [len(aggregator._steps.rows_of(process.id, 1)[0]) for process in ask(aggregator, "processes")]
     assert kept == [0, 0, 1, 1]
     assert aggregator.commit()
     assert check_ledger(tmp_path)["stored"] == 240
@@ -408,7 +408,7 @@ def test_ledger_balances_for_any_order_of_messages(
     clock = Clock()
     aggregator, relay = aggregation(folder, clock), Relay()
     ranks = [
-        Rank(rank, 2, job_id=run, attempt=attempt, stream=f"{run}{attempt}{rank}")
+        Rank(rank, 2, job_id=run, attempt=attempt, process_id=f"{run}{attempt}{rank}")
         for run in "ab" for attempt in range(2) for rank in range(2)
     ]  # fmt: skip
     draw = data.draw
@@ -427,7 +427,7 @@ def test_ledger_balances_for_any_order_of_messages(
             rank.batch(4)
             rank.dropped += draw(st.integers(0, 4))
         elif act == "end":
-            aggregator.ingest(relay.message(rank.batch(2, final=True), dropped={rank.stream: 1}))
+            aggregator.ingest(relay.message(rank.batch(2, final=True), dropped={rank.process_id: 1}))
         elif act == "finish":
             told(aggregator, rank.identity.job_id, status="finished")
         elif act == "gone":

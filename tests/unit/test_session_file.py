@@ -72,13 +72,14 @@ def test_batch_fields_are_all_read_back(tmp_path: Path) -> None:
     )
     message = Relay().message(batch, sample=sample, errors={"sampler": 1})
     with _stored(tmp_path, message) as session:
-        (stream,) = session.streams()
-        assert (stream.open_step, stream.open_stage, stream.open_elapsed_ns) == (2, 1, 77)
-        assert (stream.marks_ns, stream.agent_cpu_ns, stream.agent_wall_ns, stream.sent_bytes) == (1, 2, 3, 4)
-        assert (stream.missing, stream.errors, stream.strategy) == ({"h2d": "no device"}, {"hook": 2}, "ddp")
-        assert stream.identity is not None
-        assert (stream.identity.node_id, stream.identity.hostname) == ("node-0", "host-0")
-        ((_, process),) = session.process_samples([stream.id], 2)
+        (rank,) = session.processes()
+        assert (rank.open_step, rank.open_stage, rank.open_elapsed_ns) == (2, 1, 77)
+        assert (rank.marks_ns, rank.agent_cpu_ns, rank.agent_wall_ns, rank.sent_bytes) == (1, 2, 3, 4)
+        assert (rank.missing, rank.errors, rank.strategy) == ({"h2d": "no device"}, {"hook": 2}, "ddp")
+        assert rank.identity is not None
+        assert (rank.identity.node_id, rank.identity.hostname) == ("node-0", "host-0")
+        ((_, process),) = session.process_samples([rank.id], 2)
+        assert session.memory() == {rank.id: (4096, 4096)}
         assert (process.rss_bytes, process.cpu_pct) == (4096, None)
         ((_, node),) = session.node_samples(["node-0"], 2)
         assert (node.load1, node.cpu_pct) == (None, 50.0)
@@ -89,7 +90,7 @@ def test_batch_fields_are_all_read_back(tmp_path: Path) -> None:
         assert (event["rank"], event["message"], event["data"]) == (0, "hello", {"x": 1})
         assert session.nodes()[0]["errors"] == {"sampler": 1}
         assert session.meta()["launcher"] == "torchrun"
-        assert session.memory() == {stream.id: (4096, 4096)}
+        assert session.memory() == {process.id: (4096, 4096)}
         assert list(session.node_columns()["node-0"][0, "util_pct"]) == [90.0]
 
 
@@ -197,10 +198,10 @@ def test_query_inside_a_transaction_of_the_writer_sees_the_last_commit(tmp_path:
     assert aggregator.commit()
     writer, answers = aggregator._writer, []
     with pytest.raises(KeyboardInterrupt), writer._transaction():
-        writer._connection.execute("DELETE FROM stream")
-        answers.append(ask(aggregator, "streams"))
+        writer._connection.execute("DELETE FROM rank_process")
+        answers.append(ask(aggregator, "processes"))
         raise KeyboardInterrupt
-    assert [stream.stored for stream in answers[0]] == [5]
+    assert [process.stored for process in answers[0]] == [5]
     aggregator.close()
 
 
@@ -326,7 +327,7 @@ def test_long_tables_can_be_read_in_slices(tmp_path: Path) -> None:
         assert found == [[4, 4]] * 3 + [[]]
         newest, _ = session.rows(since=-2)
         assert [(part.keys >> SEGMENT_BITS).tolist() for part in newest] == [[10, 11]] * 2
-        assert len({part.stream for part in newest}) == 2
+        assert len({part.process_id for part in newest}) == 2
         assert {event["kind"] for event in session.events(brief=True)[0]} == {"note"}
         second = session.ranks()[1].id
         assert [(id, s.t_ns) for id, s in session.process_samples([second], 2)] == [(second, 4), (second, 5)]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sessions import LIMITS
-from unit.sample_windows import Exact, exact, held_bytes, streams, synced
+from unit.sample_windows import Exact, exact, held_bytes, processes, synced
 
 from traceml_ray.analysis.row_table import RowTable, Who
 from traceml_ray.analysis.step_history import StepHistory
@@ -32,7 +32,7 @@ def rows(steps: int, ranks: int, seed: int = 0) -> np.ndarray:
 
 def fed(d: np.ndarray, cuts: list[list[int]], flags: int | np.ndarray = 0, exchanges: int = 1) -> StepHistory:
     """StepHistory that get each rank's rows in pieces that end where `cuts` (one list a delivery) say."""
-    steps, every = StepHistory(LIMITS), streams(d, flags=flags, exchanges=exchanges)
+    steps, every = StepHistory(LIMITS), processes(d, flags=flags, exchanges=exchanges)
     at = [0] * len(every)
     for ends in [*cuts, [len(d)] * len(every)]:
         pieces = []
@@ -71,14 +71,14 @@ def test_history_does_not_depend_on_how_rows_arrive(data: st.DataObject) -> None
     some = np.array(data.draw(st.lists(marks, min_size=3, max_size=3)), np.uint8)
     flags = some[np.random.default_rng(0).integers(0, 3, d.shape[:2])]
     steps = fed(d, data.draw(st.lists(ends, max_size=6)), flags, exchanges)
-    window = align(streams(d, flags=flags, exchanges=exchanges), ranks)
+    window = align(processes(d, flags=flags, exchanges=exchanges), ranks)
     check_stats(steps, exact(window.since(LIMITS.warmup_steps)))
     assert steps.columns().first.tolist() == list(range(count))
 
 
 def test_slowest_of_several_groups_is_the_step() -> None:
     d = np.concatenate([rows(80, 2), 2 * rows(80, 2, 1)], axis=1)
-    every = [replace(own, group=(own.rank // 2 * 2, 2)) for own in streams(d)]
+    every = [replace(own, group=(own.rank // 2 * 2, 2)) for own in processes(d)]
     steps = StepHistory(LIMITS)
     for begin in range(0, 80, 16):
         part = slice(begin, begin + 16)
@@ -117,7 +117,7 @@ def test_memory_has_a_bound() -> None:
     steps, ranks, piece = StepHistory(LIMITS), 8192, 60
     d = np.tile(rows(piece, 64), (1, ranks // 64, 1))
     for begin in range(0, 6 * piece, piece):
-        steps.take(streams(d, begin))
+        steps.take(processes(d, begin))
         steps.advance(set(range(ranks)), 0, ranks)
     assert steps.kept == 300
     assert steps.last_step == 6 * piece - 1
@@ -156,7 +156,7 @@ def same(one: StepHistory, other: StepHistory) -> None:
 def test_history_does_not_depend_on_the_order_of_ranks_or_their_delay(data: st.DataObject) -> None:
     """Deliveries in any order between ranks; a rank may be given up, and deliver all that it has later."""
     ranks, count = data.draw(st.integers(2, 4)), 60
-    every = streams(rows(count, ranks, data.draw(st.integers(0, 9))))
+    every = processes(rows(count, ranks, data.draw(st.integers(0, 9))))
     at, found = [0] * ranks, StepHistory(LIMITS)
     deliveries = st.lists(st.tuples(st.integers(0, ranks - 1), st.integers(1, 30)), max_size=12)
     for rank, n in data.draw(deliveries):
@@ -174,7 +174,7 @@ def test_history_does_not_depend_on_the_order_of_ranks_or_their_delay(data: st.D
 
 
 def test_rows_that_come_a_second_time_change_nothing() -> None:
-    every = streams(rows(60, 2))
+    every = processes(rows(60, 2))
     once, twice = StepHistory(LIMITS), StepHistory(LIMITS)
     for begin in range(0, 60, 10):
         part = [own.take(slice(begin, begin + 10)) for own in every]
@@ -188,7 +188,7 @@ def test_rows_that_come_a_second_time_change_nothing() -> None:
 
 
 def test_rows_for_forgotten_steps_are_left_out_and_counted() -> None:
-    every = streams(rows(9000, 2))
+    every = processes(rows(9000, 2))
     history = StepHistory(LIMITS)
     history.take([own.take(slice(0, 10)) for own in every])
     history.advance({0, 1}, 0, 2)
@@ -208,7 +208,7 @@ def test_rows_for_forgotten_steps_are_left_out_and_counted() -> None:
 def test_window_of_a_table_equals_align_on_the_rows(data: st.DataObject) -> None:
     ranks, count = data.draw(st.integers(1, 4)), 40
     marks = np.array([[data.draw(MARKS) for _ in range(ranks)] for _ in range(count)], np.uint8)
-    every = streams(rows(count, ranks), flags=marks, exchanges=data.draw(st.integers(1, 2)))
+    every = processes(rows(count, ranks), flags=marks, exchanges=data.draw(st.integers(1, 2)))
     some = st.sets(st.integers(0, count - 1), min_size=1)
     every = [own.take(np.array(sorted(data.draw(some)), np.int64)) for own in every]
     table = RowTable()

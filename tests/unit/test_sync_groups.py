@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sessions import Rank, Relay, aggregation
 from snapshot import Snapshot
-from unit.sample_windows import judge, judge_run, of_ms, streams, window
+from unit.sample_windows import judge, judge_run, of_ms, processes, window
 from unit.test_rank_agent import Pipe, make
 from unit.test_recorder import Loop
 
@@ -42,7 +42,7 @@ def grouped(
     strategy: str | None = None,
     flags: int = 0,
 ) -> Window:
-    found = streams(of_ms(rows, steps), flags=flags)
+    found = processes(of_ms(rows, steps), flags=flags)
     told = [replace(one, group=group, strategy=strategy) for one, group in zip(found, groups, strict=True)]
     return align(told, len(rows), missing)
 
@@ -88,7 +88,7 @@ def test_healthy_groups_leave_no_baseline(snapshot: Snapshot) -> None:
     verdict, evidence = assess(rows, DEFAULTS)
     assert (verdict.label, verdict.confidence, evidence) == ("healthy", "high", None)
     snapshot("verdict", verdict.why)
-    run = judge_run([replace(one, group=(0, 2)) for one in streams(of_ms(BALANCED, 400))], 2)
+    run = judge_run([replace(one, group=(0, 2)) for one in processes(of_ms(BALANCED, 400))], 2)
     assert run.baseline is not None
     several = RunJudge()
     for end in range(50, 400, 10):
@@ -298,7 +298,7 @@ def test_label_does_not_switch_between_two_equally_late_groups(more: float) -> N
     local[1000:, 5, DATA] *= more
     waits = local.sum(axis=2).reshape(2000, 2, 4)
     waits = (waits.max(axis=2, keepdims=True) - waits).reshape(2000, 8, 1) + 1e6
-    rows = streams(np.concatenate([local, waits], axis=2).astype(np.int64))
+    rows = processes(np.concatenate([local, waits], axis=2).astype(np.int64))
     run = judge_run([replace(one, group=(rank // 4 * 4, 4)) for rank, one in enumerate(rows)], 8)
     assert [span.ranks for span in run.spans if span.ranks] in ([(1,)], [(5,)])
     (episode,) = run.episodes.episodes
@@ -306,6 +306,6 @@ def test_label_does_not_switch_between_two_equally_late_groups(more: float) -> N
 
 
 def test_group_that_costs_clearly_more_takes_the_name() -> None:
-    rows = streams(np.concatenate([of_ms([*LATE, *BALANCED], 600), of_ms([*LATE, *LATER], 600)]))
+    rows = processes(np.concatenate([of_ms([*LATE, *BALANCED], 600), of_ms([*LATE, *LATER], 600)]))
     run = judge_run([replace(one, group=PAIRS[rank]) for rank, one in enumerate(rows)], 4)
     assert [span.ranks for span in run.spans if span.ranks] == [(1,), (3,)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.sample_windows import exact, of_ms, streams, synced, window
+from unit.sample_windows import exact, of_ms, processes, synced, window
 from unit.test_step_history import check_stats
 
 from traceml_ray.analysis.history import Replay
@@ -68,7 +68,7 @@ def test_verdicts_are_the_same_in_any_pieces(cuts):
 @pytest.mark.parametrize(("ranks", "steps", "error"), [(3, 6000, 0.125), (70, 3000, 0.25), (300, 700, 1.0)])
 def test_statistics_of_steps_that_are_summed_up_are_within_their_error(ranks, steps, error):
     """Of more steps than are kept one by one."""
-    history, every = StepHistory(LIMITS, deep=True), streams(synced_rows(ranks, steps))
+    history, every = StepHistory(LIMITS, deep=True), processes(synced_rows(ranks, steps))
     for begin in range(0, len(every[0].keys), 200):
         history.take([own.take(slice(begin, begin + 200)) for own in every])
         history.advance(range(ranks), 0, ranks)
@@ -84,7 +84,7 @@ def test_statistics_of_steps_that_are_summed_up_are_within_their_error(ranks, st
 
 
 def test_ranks_that_come_later_leave_the_statistics_of_the_others():
-    every = streams(synced_rows(80, 9000))
+    every = processes(synced_rows(80, 9000))
     history = StepHistory(LIMITS)
     history.take([own.take(slice(0, 6000)) for own in every[:2]])
     history.advance((), 0, 2)
@@ -105,7 +105,7 @@ def test_absurd_row_is_left_out_of_the_statistics():
     bad = of_ms([[1, 2, 0, 3, 4, 5], [1, 2, 0, 3, 4, 5]], 40)
     bad[27, 0, 0] = -1
     history = StepHistory(LIMITS)
-    history.take(streams(bad))
+    history.take(processes(bad))
     history.advance((), 0, 2)
     assert history.absurd == 1
     assert history.stats().steps == 29 and history.stats().step(0.5) == [15]

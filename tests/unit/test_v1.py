@@ -129,12 +129,12 @@ def test_rows_are_numbered_for_each_rank_of_each_process() -> None:
     senders = v1.Senders("run")
     (first,) = read(message(step(1), step(2)), senders)
     (second,) = read(message(step(3)), senders)
-    assert (second.stream, second.seq, second.first_row, second.produced) == (first.stream, 1, 2, 3)
+    assert (second.process_id, second.seq, second.first_row, second.produced) == (first.process_id, 1, 2, 3)
     others = read([message(step(1), rank=1), message(step(1), rank=2)], senders)
-    assert len({first.stream, *(batch.stream for batch in others)}) == 3
-    assert read(message(step(1)), senders, pid=5)[0].stream != first.stream
+    assert len({first.process_id, *(batch.process_id for batch in others)}) == 3
+    assert read(message(step(1)), senders, pid=5)[0].process_id != first.process_id
     senders.forget(4242)
-    assert read(message(step(4)), senders)[0].stream != first.stream
+    assert read(message(step(4)), senders)[0].process_id != first.process_id
 
 
 def test_process_samples_are_converted_and_bounded() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from snapshot import Snapshot
-from unit.sample_windows import EXPECTED, RECORDED, judge, of_ms, streams, synced, window
+from unit.sample_windows import EXPECTED, RECORDED, judge, of_ms, processes, synced, window
 
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
@@ -174,7 +174,7 @@ def test_fault_is_found_in_noise(stage):
 
 class TestTelemetry:
     def test_missing_ranks_are_named(self, snapshot: Snapshot):
-        verdict = judge(align(streams(LATE_DATA), 6, missing=[4, 5]))
+        verdict = judge(align(processes(LATE_DATA), 6, missing=[4, 5]))
         assert verdict.label == "telemetry_limited"
         snapshot("verdict", verdict.why)
         assert verdict.coverage == pytest.approx(4 / 6)
@@ -183,19 +183,19 @@ class TestTelemetry:
 
     def test_run_with_few_ranks_missing_is_judged_with_less_confidence(self):
         d = np.repeat(LATE_DATA, [14, 14, 1, 10], axis=1)
-        assert judge(align(streams(d), 39)).confidence == "high"
-        verdict = judge(align(streams(d), 40, missing=[39]))
+        assert judge(align(processes(d), 39)).confidence == "high"
+        verdict = judge(align(processes(d), 40, missing=[39]))
         assert (verdict.label, verdict.rank, verdict.confidence) == ("straggler", 28, "medium")
 
     def test_rows_that_do_not_line_up_are_telemetry_limited(self, snapshot: Snapshot):
-        one, other = streams(LATE_DATA)[:2]
+        one, other = processes(LATE_DATA)[:2]
         shifted = replace(other, keys=other.keys + (1000 << 8))
         verdict = judge(align([one, shifted], 2))
         assert (verdict.label, verdict.window_steps, verdict.exposed_ms) == ("telemetry_limited", 0, None)
         snapshot("verdict", verdict.why)
 
     def test_rows_mostly_not_common_are_telemetry_limited(self, snapshot: Snapshot):
-        one, other = streams(LATE_DATA)[:2]
+        one, other = processes(LATE_DATA)[:2]
         seldom = replace(other, keys=other.keys[::3], flags=other.flags[::3], rows=other.rows[::3])
         verdict = judge(align([one, seldom], 2))
         assert verdict.label == "telemetry_limited"
@@ -230,7 +230,7 @@ class TestTelemetry:
 class TestInferredExchange:
     def judge(self, d, flags=0):
         return judge(
-            align([replace(rank, strategy="all_reduce (inferred)") for rank in streams(d, 0, flags)], 4)
+            align([replace(rank, strategy="all_reduce (inferred)") for rank in processes(d, 0, flags)], 4)
         )
 
     def test_inferred_exchange_that_ranks_leave_together_is_judged(self, snapshot: Snapshot):
@@ -451,7 +451,7 @@ SANE = hnp.arrays(
 def test_judge_never_raises(d, data):
     flags = data.draw(hnp.arrays(np.uint8, d.shape[:2]))
     missing = data.draw(st.sets(st.integers(0, 9), max_size=2))
-    verdict = judge(align(streams(d, flags=flags), data.draw(st.integers(0, 9)), missing=missing))
+    verdict = judge(align(processes(d, flags=flags), data.draw(st.integers(0, 9)), missing=missing))
     assert verdict.label
     assert verdict.why
     assert msgspec.json.encode(verdict)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.sample_windows import streams
+from unit.sample_windows import processes
 
 from traceml_ray.analysis.window import MAX_MISSING, RankRows, align, missing_of
 from traceml_ray.stages import FLAG_FIRST, N_STAGES, SEGMENT_BITS
@@ -119,7 +119,7 @@ def test_align_agrees_with_sets(keys, last):
 
 def test_take_keeps_keys_rows_and_flags_together():
     d = np.arange(5 * 2 * 6).reshape(5, 2, 6)
-    window = align(streams(d, first_step=7), 2).take(slice(2, 4))
+    window = align(processes(d, first_step=7), 2).take(slice(2, 4))
     assert (window.first_step, window.last_step) == (9, 10)
     assert (window.d == d[2:4]).all()
     assert window.flags.shape == (2, 2)

@@ -125,7 +125,7 @@ def test_rows_above_the_limit_are_refused():
         {"produced": 1 << 63},
         {"sent_ns": 1 << 63},
         {"keys": "text"},
-        {"stream": b"bytes"},
+        {"process_id": b"bytes"},
         {"final": 1},
         {"open": wire.OpenStage(1, N_STAGES, 0)},
         {"open": wire.OpenStage(1, -1, 0)},

@@ -20,7 +20,7 @@ from pathlib import Path
 from traceml_ray import wire
 from traceml_ray.agent import ending
 from traceml_ray.agent.channel import Channel, SocketChannel
-from traceml_ray.agent.rank_agent import RankAgent, new_stream
+from traceml_ray.agent.rank_agent import RankAgent, new_process_id
 from traceml_ray.errors import said
 from traceml_ray.identity import RankIdentity, resolve
 from traceml_ray.settings import Settings
@@ -95,7 +95,7 @@ def _wake(channel_to: ChannelTo) -> None:
     with _lock:
         agent, _asleep = _asleep, None
         if agent is not None:
-            agent.stream = new_stream()  # forks of one process are ranks of their own
+            agent.process_id = new_process_id()  # forks of one process are ranks of their own
             agent.channel = channel_to(agent.settings) or agent.channel
             _begin(agent)
 

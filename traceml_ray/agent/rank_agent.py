@@ -54,7 +54,7 @@ _T = TypeVar("_T")
 _Item = TypeVar("_Item", wire.Event, wire.Detail)
 
 
-def new_stream() -> str:
+def new_process_id() -> str:
     """Return the id of one rank's process."""
     return secrets.token_hex(8)
 
@@ -74,7 +74,7 @@ class RankAgent:
         self.ring = StepRing(settings.ring_rows)
         self.recorder = Recorder(self.ring)
         self.instrumentation = Instrumentation(self.recorder, Patcher(debug=settings.debug))
-        self.stream = new_stream()
+        self.process_id = new_process_id()
         self.identity: identities.RankIdentity | None = None
         self._identity_known = False
         self.verdict: dict[str, wire.Value] = {}
@@ -187,7 +187,7 @@ class RankAgent:
         self._events += patches.errors.causes() + self.channel.errors.causes()
         batch = wire.RankBatch(
             v=wire.VERSION,
-            stream=self.stream,
+            process_id=self.process_id,
             seq=self._seq + 1,
             sent_ns=time.time_ns(),
             produced=0,
@@ -262,7 +262,7 @@ class RankAgent:
             except wire.WireError as error:
                 self.instrumentation.errors.note("reply", error)
                 continue
-            if reply.stream == self.stream:
+            if reply.process_id == self.process_id:
                 self.verdict = reply.verdict or self.verdict
                 stored = reply.acked_seq if reply.settled_seq is None else reply.settled_seq
                 self._outbox.confirm(reply.acked_seq, stored)
@@ -331,5 +331,5 @@ class RankAgent:
         if self._outbox.unacked() and self.settings.spool is not None:
             from traceml_ray.spool import write_spool
 
-            write_spool(Path(self.settings.spool) / f"{self.stream}.spool", self._outbox.frames())
+            write_spool(Path(self.settings.spool) / f"{self.process_id}.spool", self._outbox.frames())
         self.channel.close()

@@ -18,15 +18,15 @@ from traceml_ray.stages import SEGMENT_BITS
 class Reduction:
     """
     Rows of a run, in pieces of any size, in bounded memory. Verdicts, if there is a `replay`, are of the
-    steps that all ranks of `streams` (the process of each) have.
+    steps that all ranks of `processes` (the process of each) have.
     """
 
     def __init__(
-        self, history: StepHistory, replay: Replay | None = None, streams: Mapping[int, int] | None = None
+        self, history: StepHistory, replay: Replay | None = None, processes: Mapping[int, int] | None = None
     ) -> None:
         self.history = history
         self.replay = replay
-        self.streams = dict(sorted((streams or {}).items()))
+        self.processes = dict(sorted((processes or {}).items()))
         self.rows = 0
         """Rows that came."""
         self.last_step: int | None = None
@@ -50,7 +50,7 @@ class Reduction:
     def _judge(self, to: int, expected: int) -> None:
         if self.replay is None or to <= self._judged_to:
             return
-        window = self.history.between(self._judged_to, to, [*self.streams], expected)
+        window = self.history.between(self._judged_to, to, [*self.processes], expected)
         self._judged_to = to
         if len(window.keys):
             self._first_step = window.first_step if self._first_step is None else self._first_step
@@ -66,12 +66,12 @@ def begun(ranks: Sequence[RankRows], limits: Thresholds, baseline: Baseline | No
     """
     history = StepHistory(limits, deep=True)
     history.know({own.rank: Who(own.node, own.group, own.strategy) for own in ranks})
-    return Reduction(history, Replay(None, limits, baseline), streams_of(ranks))
+    return Reduction(history, Replay(None, limits, baseline), processes_of(ranks))
 
 
-def streams_of(rows: Iterable[RankRows]) -> dict[int, int]:
+def processes_of(rows: Iterable[RankRows]) -> dict[int, int]:
     """Return the process of each rank."""
-    return {own.rank: own.stream for own in rows}
+    return {own.rank: own.process_id for own in rows}
 
 
 def last_common_step(newest: Sequence[RankRows]) -> int:

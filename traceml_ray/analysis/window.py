@@ -37,7 +37,7 @@ class RankRows:
     rows: Int64
     group: Group | None = None
     strategy: str | None = None
-    stream: int = 0
+    process_id: int = 0
     """Tells one process of the rank from the next."""
 
     def take(self, which: slice | Bool | Int64) -> RankRows:
@@ -216,25 +216,25 @@ def missing_of(world: int, live: Iterable[int], most: int = MAX_MISSING) -> list
 
 
 def align(
-    streams: Sequence[RankRows], expected: int, missing: Sequence[int] = (), last: int | None = None
+    processes: Sequence[RankRows], expected: int, missing: Sequence[int] = (), last: int | None = None
 ) -> Window:
     """
     Return the keys that every live rank reported, sorted; of the newest `last` steps, if given.
 
-    `streams` holds one entry per rank; those of `missing` ranks are left out. Rows flagged
+    `processes` holds one entry per rank; those of `missing` ranks are left out. Rows flagged
     FLAG_FIRST are left out, of a repeated key the first row counts. `d` is laid out rank by rank
     (a transposed view), which is the order in which the frontier sums it.
     """
     gone = frozenset(missing)
-    live = sorted((stream for stream in streams if stream.rank not in gone), key=lambda s: s.rank)
-    lengths = np.array([len(stream.keys) for stream in live], dtype=np.int64)
+    live = sorted((process for process in processes if process.rank not in gone), key=lambda s: s.rank)
+    lengths = np.array([len(process.keys) for process in live], dtype=np.int64)
     if not lengths.sum():
         keys, at = np.empty(0, dtype=np.int64), np.empty((len(live), 0), dtype=np.int64)
         rows, flags, seen = np.empty((0, N_STAGES), dtype=np.int64), np.empty(0, dtype=np.uint8), keys
     else:
-        rows = np.concatenate([stream.rows for stream in live])
-        flags = np.concatenate([stream.flags for stream in live])
-        keys, at, seen = _common(np.concatenate([stream.keys for stream in live]), flags, lengths)
+        rows = np.concatenate([process.rows for process in live])
+        flags = np.concatenate([process.flags for process in live])
+        keys, at, seen = _common(np.concatenate([process.keys for process in live]), flags, lengths)
     if last is not None:
         begins = [*starts_of(keys).tolist(), len(keys)]
         cut = begins[max(0, len(begins) - 1 - last)]
@@ -246,15 +246,15 @@ def align(
     marks = (flags if everything else flags[at.ravel()]).reshape(shape)
     return Window(
         keys=keys,
-        ranks=np.array([stream.rank for stream in live], dtype=np.int64),
-        nodes=tuple(stream.node for stream in live),
+        ranks=np.array([process.rank for process in live], dtype=np.int64),
+        nodes=tuple(process.node for process in live),
         d=d.transpose(1, 0, 2),
         flags=marks.T,
         expected=expected,
         missing=tuple(sorted(gone)),
         lacking=np.setdiff1d(inside, keys, assume_unique=True) if len(inside) > len(keys) else seen[:0],
-        groups=tuple(stream.group for stream in live),
-        strategies=frozenset(stream.strategy for stream in live if stream.strategy),
+        groups=tuple(process.group for process in live),
+        strategies=frozenset(process.strategy for process in live if process.strategy),
     )
 
 

@@ -29,13 +29,13 @@ from traceml_ray.monitor.spooled import spooled
 from traceml_ray.session import SessionFolder
 from traceml_ray.settings import Settings
 from traceml_ray.stages import ROW_BYTES
-from traceml_ray.store.nodes import stream_labels
+from traceml_ray.store.nodes import process_labels
+from traceml_ray.store.processes import RankProcess, shown
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.streams import Stream, shown
 from traceml_ray.store.writer import SessionWriter
 
-MAX_STREAMS = 1 << 17
+MAX_PROCESSES = 1 << 17
 """Processes of one session; what more of them send is counted, not taken."""
 MANY_NODES, MANY_NODES_TICK_S = 64, 1.0
 """Relays of more nodes send less often: each call costs the aggregator some 0.3 ms of CPU time."""
@@ -80,8 +80,8 @@ class AggregatorCore:
         )
         self._judge = LiveJudge(self._writer, self._recent, self._steps, settings, clock, self.errors)
         self._refused: dict[str, int] = {}
-        streams = self._writer.streams.values()
-        self._groups, self._restarts = Groups(streams), Restarts(streams)
+        processes = self._writer.processes.values()
+        self._groups, self._restarts = Groups(processes), Restarts(processes)
         self._answers = LiveAnswers(
             settings.thresholds, self._writer, self._judge, self._steps, self.errors,
             flush=flush, commit=self.commit, used=self._be_busy,
@@ -219,7 +219,7 @@ class AggregatorCore:
             now, node = self._clock(), self._writer.nodes.get(node_id)
             if alive and (node is None or node.lost_ns is not None):
                 self._writer.node(node_id, hostname, address).lost_ns = None
-                if self._writer.streams:
+                if self._writer.processes:
                     joined = wire.Event("node_joined", now, message=f"{hostname} ({address}) joined")
                     self._writer.add_event(joined, node_id=node_id)
             elif not alive and node is not None and node.lost_ns is None:
@@ -284,104 +284,104 @@ class AggregatorCore:
         for part in inner:
             self._take_rank(part, node_id)
         for name, rows in batch.dropped.items():
-            if (stream := self._stream(name, now)) is None:
+            if (process := self._process(name, now)) is None:
                 continue
-            before = stream.dropped_by_relay.get(batch.incarnation, 0)
-            stream.dropped_by_relay[batch.incarnation] = max(rows, before)
-            stream.produced = max(stream.produced, rows)
+            before = process.dropped_by_relay.get(batch.incarnation, 0)
+            process.dropped_by_relay[batch.incarnation] = max(rows, before)
+            process.produced = max(process.produced, rows)
         for name in batch.lost:
-            if (stream := self._stream(name, now)) is not None:
-                stream.lost = not stream.final
+            if (process := self._process(name, now)) is not None:
+                process.lost = not process.final
         for event in batch.events:
-            self._add_event(event, writer.streams.get(str(event.data.get("stream"))), node_id)
+            self._add_event(event, writer.processes.get(str(event.data.get("process_id"))), node_id)
         if batch.sample is not None:
             self._recent.add_sample(node_id, batch.sample)
 
     def _take_rank(self, batch: wire.RankBatch, node_id: str | None) -> None:
         now, writer = self._clock(), self._writer
-        stream = writer.streams.get(batch.stream) or self._stream(batch.stream, now)
-        if stream is None or batch.seq <= stream.last_batch:
+        process = writer.processes.get(batch.process_id) or self._process(batch.process_id, now)
+        if process is None or batch.seq <= process.last_batch:
             return
-        before = stream.identity
+        before = process.identity
         if batch.identity is not None:
-            self._identify(stream, batch.identity, node_id)
-        self._take_rows(stream, batch, now)
-        if stream.absorb(batch, now) or stream.identity is not before:
-            writer.stream(batch.stream, now)
+            self._identify(process, batch.identity, node_id)
+        self._take_rows(process, batch, now)
+        if process.absorb(batch, now) or process.identity is not before:
+            writer.process(batch.process_id, now)
         else:
-            writer.progressed(stream)
-        restart = self._restarts.check(stream)
-        if restart is not None and stream.identity is not None:
-            writer.add_event(restart, run=stream.identity.job_id)
+            writer.progressed(process)
+        restart = self._restarts.check(process)
+        if restart is not None and process.identity is not None:
+            writer.add_event(restart, run=process.identity.job_id)
         if batch.process is not None:
-            writer.add_process(stream, batch.process)
+            writer.add_process(process, batch.process)
         for detail in batch.details:
-            writer.add_detail(stream, detail)
-            self._recent.add_detail(stream.id, detail)
+            writer.add_detail(process, detail)
+            self._recent.add_detail(process.id, detail)
         for event in batch.events:
-            self._add_event(event, stream, node_id)
+            self._add_event(event, process, node_id)
 
-    def _stream(self, name: str, now: int) -> Stream | None:
-        """Return the stream of that name, made when it is new; None when there are too many."""
-        if name not in self._writer.streams and len(self._writer.streams) >= MAX_STREAMS:
-            self.errors.count("too_many_streams")
+    def _process(self, name: str, now: int) -> RankProcess | None:
+        """Return the rank process of that name, made when it is new; None when there are too many."""
+        if name not in self._writer.processes and len(self._writer.processes) >= MAX_PROCESSES:
+            self.errors.count("too_many_processes")
             return None
-        return self._writer.stream(name, now)
+        return self._writer.process(name, now)
 
-    def _add_event(self, event: wire.Event, stream: Stream | None, node_id: str | None) -> None:
+    def _add_event(self, event: wire.Event, process: RankProcess | None, node_id: str | None) -> None:
         if event.kind != "standing":  # of use for the judge only
-            self._writer.add_event(event, stream, node_id)
-        if stream is not None:
-            self._judge.note({"stream_id": stream.id, **msgspec.structs.asdict(event)})
+            self._writer.add_event(event, process, node_id)
+        if process is not None:
+            self._judge.note({"process": process.id, **msgspec.structs.asdict(event)})
 
-    def _take_rows(self, stream: Stream, batch: wire.RankBatch, now: int) -> None:
+    def _take_rows(self, process: RankProcess, batch: wire.RankBatch, now: int) -> None:
         """Add the rows that are new: an agent sends what its relay may have lost a second time."""
         n = len(batch.flags)
-        skip = max(0, stream.next_row - batch.first_row)
+        skip = max(0, process.next_row - batch.first_row)
         if skip >= n:
             return
         keys, flags = batch.keys[8 * skip :], batch.flags[skip:]
         rows = batch.rows[ROW_BYTES * skip :]
-        self._writer.add_rows(stream, batch.first_row + skip, keys, flags, rows)
-        self._steps.append(stream.id, keys, flags, rows)
-        stream.next_row = batch.first_row + n
-        stream.last_key = int.from_bytes(keys[-8:], "little", signed=True)
-        stream.last_rows_ns = now
+        self._writer.add_rows(process, batch.first_row + skip, keys, flags, rows)
+        self._steps.append(process.id, keys, flags, rows)
+        process.next_row = batch.first_row + n
+        process.last_key = int.from_bytes(keys[-8:], "little", signed=True)
+        process.last_rows_ns = now
 
-    def _identify(self, stream: Stream, identity: RankIdentity, node_id: str | None) -> None:
+    def _identify(self, process: RankProcess, identity: RankIdentity, node_id: str | None) -> None:
         """Note which rank a process is, on which node; processes of Ray without a rank are numbered."""
-        before = stream.identity
+        before = process.identity
         if identity.node_id is None:
             known = node_id or (before.node_id if before else None)
             identity = msgspec.structs.replace(identity, node_id=known)
         if identity.source == SOURCE:
-            identity = self._groups.number(stream, identity)
+            identity = self._groups.number(process, identity)
         if identity != before:
-            stream.identity = identity
+            process.identity = identity
 
     def _resize_groups(self) -> None:
         """Bring the sizes that numbered processes were given up to date."""
-        for stream, identity in self._groups.grown():
-            self._writer.stream(stream.stream, 0).identity = identity
+        for process, identity in self._groups.grown():
+            self._writer.process(process.process_id, 0).identity = identity
 
     def _lose_node(self, node_id: str, message: str, now: int) -> None:
         self._writer.add_event(wire.Event("node_lost", now, message=message), node_id=node_id)
-        for name, stream in self._writer.streams.items():
-            if stream.identity and stream.identity.node_id == node_id and not stream.ended:
-                self._writer.stream(name, now).lost = True
-                event = wire.Event("rank_lost", now, message="its node was lost", data={"stream": name})
-                self._add_event(event, stream, node_id)
+        for name, process in self._writer.processes.items():
+            if process.identity and process.identity.node_id == node_id and not process.ended:
+                self._writer.process(name, now).lost = True
+                event = wire.Event("rank_lost", now, message="its node was lost", data={"process_id": name})
+                self._add_event(event, process, node_id)
 
     def _reload(self) -> None:
         """After a restart: bring back the last rows, so that the verdicts go on at once."""
         with self._writer.reader() as reader:
             self.endings.events.update(reader.told())
-            for run, streams in self._judge.live_runs().items():
+            for run, processes in self._judge.live_runs().items():
                 reader.run = run
-                own = {stream.id for stream in streams}
+                own = {process.id for process in processes}
                 events, _ = reader.events()
                 for event in events:
-                    if event["stream_id"] in own:
+                    if event["process"] in own:
                         self._judge.note(event)
-                labels = stream_labels(self._writer.nodes.values(), self._writer.streams.values())
-                self._steps.resume(run, shown(streams), labels, reader.rows(last=self._judge.tail)[0])
+                labels = process_labels(self._writer.nodes.values(), self._writer.processes.values())
+                self._steps.resume(run, shown(processes), labels, reader.rows(last=self._judge.tail)[0])

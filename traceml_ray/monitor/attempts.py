@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from traceml_ray import text, wire
-from traceml_ray.store.streams import Stream
+from traceml_ray.store.processes import RankProcess
 
 
 @dataclass
@@ -19,22 +19,22 @@ class _Now:
 
 
 class Restarts:
-    """`streams` are those known before, where the aggregator was restarted."""
+    """`processes` are those known before, where the aggregator was restarted."""
 
-    def __init__(self, streams: Iterable[Stream]) -> None:
+    def __init__(self, processes: Iterable[RankProcess]) -> None:
         self._runs: dict[str, _Now] = {}
-        for stream in sorted(streams, key=lambda stream: stream.last_rows_ns or 0):
-            if stream.last_rows_ns is not None:
-                self.check(stream)
+        for process in sorted(processes, key=lambda process: process.last_rows_ns or 0):
+            if process.last_rows_ns is not None:
+                self.check(process)
 
-    def check(self, stream: Stream) -> wire.Event | None:
+    def check(self, process: RankProcess) -> wire.Event | None:
         """
-        Check a stream that has rows; return an event when they are the first of a new attempt.
+        Check a rank process that has rows; return an event when they are the first of a new attempt.
 
         `seconds` are between the last report with rows of the attempt before and the first of this
         one, as the aggregator got them: exact to about one interval of reporting.
         """
-        identity, at = stream.identity, stream.last_rows_ns
+        identity, at = process.identity, process.last_rows_ns
         if identity is None or at is None:
             return None
         now = self._runs.get(identity.job_id)

@@ -17,8 +17,8 @@ from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.summary import summarize
 from traceml_ray.session import SessionFolder
 from traceml_ray.settings import Settings
+from traceml_ray.store.processes import RankProcess, last_attempt
 from traceml_ray.store.runs import MAX_RUNS, by_run, newest, note
-from traceml_ray.store.streams import Stream, last_attempt
 from traceml_ray.store.writer import SessionWriter
 
 _STOPPED = {-2, -15, 130, 143}
@@ -167,7 +167,7 @@ class Endings:
             if missing and not end.written:
                 text = f"the files were written without {names}, not yet at the end then"
                 self.writer.add_event(wire.Event("note", now, message=text))
-            self._settle_account(list(self.writer.streams.values()))
+            self._settle_account(list(self.writer.processes.values()))
             code = _exit_code(list(meta["left"].values()))
             status = "finished" if code == 0 else "stopped" if code in _STOPPED else "failed"
             self.writer.set_meta(status=status, exit_code=code, ended_at=ended, errors=dict(self.errors))
@@ -188,9 +188,9 @@ class Endings:
         with self.writer.lock:
             missing = self._missing_ranks(run)
             self._set_run(run, {}, status)
-            runs = by_run(self.writer.streams.values())
+            runs = by_run(self.writer.processes.values())
             self._settle_account(runs.get(run, []))
-            latest = newest(self.writer.streams.values(), self.writer.meta)
+            latest = newest(self.writer.processes.values(), self.writer.meta)
         self.writer.commit()
         summary = self._report(end)
         if run != latest:
@@ -216,12 +216,12 @@ class Endings:
         finally:
             end.reporting = False
 
-    def _settle_account(self, streams: list[Stream]) -> None:
+    def _settle_account(self, processes: list[RankProcess]) -> None:
         """Count rows in flight as dropped; those that still come are stored, and counted so."""
         self.prepare()
-        for stream in streams:
-            if stream.in_flight > 0:
-                self.writer.stream(stream.stream, 0).lost_rows += stream.in_flight
+        for process in processes:
+            if process.in_flight > 0:
+                self.writer.process(process.process_id, 0).lost_rows += process.in_flight
 
     def _set_run(self, run: str, info: Mapping[str, Any], status: str | None = None) -> None:
         runs = self.writer.meta.get("runs", {})
@@ -229,27 +229,27 @@ class Endings:
 
     def _missing_ranks(self, run: str) -> int:
         """Return of how many ranks of a run rows may still come."""
-        last = last_attempt(by_run(self.writer.streams.values()).get(run, []))
-        return sum(self._may_deliver(stream) for stream in last)
+        last = last_attempt(by_run(self.writer.processes.values()).get(run, []))
+        return sum(self._may_deliver(process) for process in last)
 
-    def _may_deliver(self, stream: Stream) -> bool:
-        """Whether rows of this stream may still come: not from a node that is gone or silent."""
-        node_id = (stream.identity.node_id if stream.identity else None) or ""
+    def _may_deliver(self, process: RankProcess) -> bool:
+        """Whether rows of this rank process may still come: not from a node that is gone or silent."""
+        node_id = (process.identity.node_id if process.identity else None) or ""
         if self.is_silent(node_id):
             return False
         node = self.writer.nodes.get(node_id)
-        return not stream.ended or (stream.in_flight > 0 and (node is None or node.lost_ns is None))
+        return not process.ended or (process.in_flight > 0 and (node is None or node.lost_ns is None))
 
     def _missing_nodes(self) -> tuple[int, str]:
         """Return how many nodes of the launched run have neither left nor been lost, and their names."""
         left, nodes = set(self.writer.meta.get("left", {})), self.writer.nodes
         if "" in left:  # one for all nodes
             return 0, ""
-        streams = self.writer.streams.values()
-        runs = by_run(streams)
+        processes = self.writer.processes.values()
+        runs = by_run(processes)
         own = self.writer.meta["session"]
-        last = last_attempt(runs.get(own if own in runs else newest(streams, {}) or "", []))
-        seen = {stream.identity.node_id for stream in last if stream.identity and stream.identity.node_id}
+        last = last_attempt(runs.get(own if own in runs else newest(processes, {}) or "", []))
+        seen = {process.identity.node_id for process in last if process.identity and process.identity.node_id}
         lost = {node.node_id for node in nodes.values() if node.lost_ns is not None}
         missing = max(0, max(self._nodes, len(seen | left)) - len(left | (seen & lost)))
         names = sorted(nodes[node].hostname for node in seen - left - lost if node in nodes)[:missing]
@@ -258,21 +258,21 @@ class Endings:
         return missing, ", ".join(names[: _MAX_NAMES + 1])
 
     def _fail(self, failure: wire.RankFailure) -> None:
-        """Note how a rank's process ended, on its stream where it has reported."""
+        """Note how a rank's process ended, on its rank process where it has reported."""
         known = self.writer.meta.get("failures", [])
         fields = msgspec.structs.asdict(failure)
         if fields in known:
             return
         self.writer.set_meta(failures=[*known, fields])
-        for name, stream in self.writer.streams.items():
-            identity = stream.identity
+        for name, process in self.writer.processes.items():
+            identity = process.identity
             if identity and (identity.global_rank, identity.pid) == (failure.rank, failure.pid):
-                stream = self.writer.stream(name, failure.t_ns)
-                stream.exit_code = failure.exit_code
+                process = self.writer.process(name, failure.t_ns)
+                process.exit_code = failure.exit_code
 
     def _rows(self) -> int:
         """Return a number that changes whenever a row or an end comes."""
-        return sum(stream.stored + stream.ended for stream in self.writer.streams.values())
+        return sum(process.stored + process.ended for process in self.writer.processes.values())
 
 
 def _exit_code(codes: list[int]) -> int:

@@ -15,7 +15,7 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import starts_of
 from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.settings import Settings
-from traceml_ray.store.streams import Stream, generations
+from traceml_ray.store.processes import RankProcess, generations
 from traceml_ray.store.writer import SessionWriter
 
 MAX_ANSWERS = 10_000
@@ -50,11 +50,11 @@ class HangWatch:
         """A rank that has been silent for so long may be stopped: its last report may hold no more."""
         self._hangs: dict[str, _Hang] = {}
         self._answers: dict[tuple[str, int], dict[str, Any]] = {}
-        """Events with which ranks answered commands, by (id of the command, stream)."""
+        """Events with which ranks answered commands, by (id of the command, rank process)."""
 
     def note(self, event: dict[str, Any]) -> None:
-        """Take the answer of a stream; one that py-spy made does not replace the rank's own."""
-        self._answers.setdefault((str(event["data"].get("dump")), event["stream_id"]), event)
+        """Take the answer of a rank process; one that py-spy made does not replace the rank's own."""
+        self._answers.setdefault((str(event["data"].get("dump")), event["process"]), event)
         if len(self._answers) > MAX_ANSWERS:
             del self._answers[next(iter(self._answers))]
 
@@ -68,26 +68,26 @@ class HangWatch:
         ]
 
     def check(
-        self, run: str, streams: list[Stream], ranks: dict[int, Stream], labels: dict[int, str]
+        self, run: str, processes: list[RankProcess], ranks: dict[int, RankProcess], labels: dict[int, str]
     ) -> Verdict | None:
         """
         Return the verdict on a hang, once more with `lasted_s` when it is over; None when all goes on.
 
         Args:
             run: of the session.
-            streams: of the run.
-            ranks: the stream of each of its ranks.
-            labels: of the streams' nodes.
+            processes: of the run.
+            ranks: the rank process of each of its ranks.
+            labels: of the rank processes' nodes.
         """
         now, hang = self.clock(), self._hangs.get(run)
         with self.writer.lock:
-            last_ns = max((stream.last_rows_ns or 0 for stream in ranks.values()), default=0)
+            last_ns = max((process.last_rows_ns or 0 for process in ranks.values()), default=0)
             if hang is not None and last_ns > hang.began_ns:
                 return self._over(run, hang, last_ns)
             quiet_s = (now - last_ns) / 1e9
-            if not self._expected(streams, ranks, quiet_s):
+            if not self._expected(processes, ranks, quiet_s):
                 return None
-            ended = {rank for rank, stream in ranks.items() if stream.ended}
+            ended = {rank for rank, process in ranks.items() if process.ended}
             if hang is not None and hang.verdict is not None and ended != hang.ended:
                 return hang.verdict  # the run ends: ranks that exit now did not cause the hang
             places = self._places(ranks, labels, now, hang)
@@ -102,7 +102,7 @@ class HangWatch:
             hang.verdict = msgspec.structs.replace(found, began_ns=last_ns)
         return hang.verdict
 
-    def _expected(self, streams: list[Stream], ranks: dict[int, Stream], quiet_s: float) -> bool:
+    def _expected(self, processes: list[RankProcess], ranks: dict[int, RankProcess], quiet_s: float) -> bool:
         """Whether a row should have come in the last `quiet_s` seconds."""
         limits = self._limits
         if (
@@ -112,7 +112,7 @@ class HangWatch:
         ):
             return False
         first = ranks[min(ranks)]
-        if first.id not in {stream.id for stream in generations(streams)[-1]}:
+        if first.id not in {process.id for process in generations(processes)[-1]}:
             return False  # the run is restarting
         return quiet_s >= limits.hang_steps * self._median_s(first)
 
@@ -124,13 +124,13 @@ class HangWatch:
             return None
         return msgspec.structs.replace(hang.verdict, lasted_s=(last_ns - hang.began_ns) / 1e9)
 
-    def _median_s(self, stream: Stream) -> float:
-        keys, _, rows = self.steps.rows_of(stream.id, _MEDIAN_OF)
+    def _median_s(self, process: RankProcess) -> float:
+        keys, _, rows = self.steps.rows_of(process.id, _MEDIAN_OF)
         steps = np.add.reduceat(rows.sum(axis=1), starts_of(keys)) if len(rows) else np.zeros(1)
         return float(np.median(steps)) / 1e9
 
     def _places(
-        self, ranks: dict[int, Stream], labels: dict[int, str], now: int, hang: _Hang | None
+        self, ranks: dict[int, RankProcess], labels: dict[int, str], now: int, hang: _Hang | None
     ) -> list[Place] | None:
         """Return where each rank is; None while one that fell silent may still answer."""
         answers: dict[int, dict[str, Any]] = {}
@@ -139,26 +139,26 @@ class HangWatch:
             if now - hang.found_ns < STACKS_S * 1e9 and len(answers) < len(ranks):
                 answers = {}
         places = []
-        for rank, stream in ranks.items():
-            silent_s = (now - stream.last_seen_ns) / 1e9
+        for rank, process in ranks.items():
+            silent_s = (now - process.last_seen_ns) / 1e9
             silent = silent_s > max(self._limits.report_timeout_s, self._doubt_s)
-            if self._unreachable(stream, now) or stream.open_stage is None or stream.open_step is None:
+            if self._unreachable(process, now) or process.open_stage is None or process.open_step is None:
                 continue
-            if silent_s > self._doubt_s and not (silent or stream.ended):
+            if silent_s > self._doubt_s and not (silent or process.ended):
                 return None
-            event = answers.get(stream.id, {})
+            event = answers.get(process.id, {})
             data = event.get("data", {})
             places.append(
                 Place(
                     rank=rank,
-                    node=labels[stream.id],
-                    step=stream.open_step,
-                    stage=stream.open_stage,
-                    elapsed_s=(stream.open_elapsed_ns or 0) / 1e9 + silent_s,
-                    part=stream.open_part,
-                    part_s=(stream.open_part_ns or 0) / 1e9 + silent_s,
-                    ended=stream.ended,
-                    silent_s=silent_s if silent and not stream.ended else None,
+                    node=labels[process.id],
+                    step=process.open_step,
+                    stage=process.open_stage,
+                    elapsed_s=(process.open_elapsed_ns or 0) / 1e9 + silent_s,
+                    part=process.open_part,
+                    part_s=(process.open_part_ns or 0) / 1e9 + silent_s,
+                    ended=process.ended,
+                    silent_s=silent_s if silent and not process.ended else None,
                     state=data.get("state"),
                     where=data.get("where"),
                     call=data.get("call"),
@@ -170,10 +170,10 @@ class HangWatch:
             )
         return places
 
-    def _unreachable(self, stream: Stream, now: int) -> bool:
+    def _unreachable(self, process: RankProcess, now: int) -> bool:
         """Whether the rank's node is silent: then the rank's own silence means nothing."""
-        node = self.writer.nodes.get((stream.identity.node_id if stream.identity else None) or "")
-        if stream.ended or node is None or node.last_seen_ns is None:
+        node = self.writer.nodes.get((process.identity.node_id if process.identity else None) or "")
+        if process.ended or node is None or node.last_seen_ns is None:
             return False
         return now - node.last_seen_ns > self._limits.report_timeout_s * 1e9
 

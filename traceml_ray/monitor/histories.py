@@ -39,8 +39,8 @@ class Histories:
 
     def resume(self, run: str, which: tuple[int, int], judge: RunJudge) -> RunJudge | None:
         """
-        Return `judge` with what was kept of that generation (see `streams.trained`), None where nothing was
-        that can be used.
+        Return `judge` with what was kept of that generation (see `rank_processes.trained`), None where
+        nothing was that can be used.
         """
         with self.writer.lock:
             kept: dict[str, Any] = self.writer.meta.get(KEY, {}).get(run, {})

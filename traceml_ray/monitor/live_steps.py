@@ -15,8 +15,8 @@ from traceml_ray.analysis.window import Int64, RankRows, UInt8
 from traceml_ray.errors import Errors
 from traceml_ray.stages import N_STAGES
 from traceml_ray.store.history_reader import HistoryReader
+from traceml_ray.store.processes import RankProcess, awaited, world_size
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.streams import Stream, awaited, world_size
 
 MAX_ARRIVED = 1 << 21
 """Rows that wait for `feed` (120 MB): more come only while its thread is held up."""
@@ -50,12 +50,12 @@ class LiveSteps:
         self._rows = 0
         self._runs: dict[str, LiveRun] = {}
         self._owners: dict[int, tuple[LiveRun, int]] = {}
-        """By stream: the run and rank whose history takes its rows."""
+        """By rank process: the run and rank whose history takes its rows."""
         self._unknown: dict[int, list[Rows]] = {}
 
-    def append(self, stream: int, keys: bytes, flags: bytes, rows: bytes) -> None:
-        """Add rows of a stream, columns as on the wire."""
-        self._arrived.append((stream, (keys, flags, rows)))
+    def append(self, process: int, keys: bytes, flags: bytes, rows: bytes) -> None:
+        """Add rows of a rank process, columns as on the wire."""
+        self._arrived.append((process, (keys, flags, rows)))
         self._rows += len(flags)
         while self._rows > MAX_ARRIVED:
             half = self._arrived[: len(self._arrived) // 2 + 1]
@@ -72,7 +72,7 @@ class LiveSteps:
     def feed(
         self,
         arrived: list[tuple[int, Rows]],
-        runs: Mapping[str, dict[int, Stream]],
+        runs: Mapping[str, dict[int, RankProcess]],
         labels: Mapping[int, str],
         unknown: Collection[int],
     ) -> None:
@@ -81,9 +81,9 @@ class LiveSteps:
 
         Args:
             arrived: what `drain` returned.
-            runs: the stream of each rank of each live run; of others nothing is kept.
-            labels: of the streams' nodes.
-            unknown: streams of unknown rank whose rows are kept until it is known.
+            runs: the rank process of each rank of each live run; of others nothing is kept.
+            labels: of the rank processes' nodes.
+            unknown: rank processes of unknown rank whose rows are kept until it is known.
         """
         with self.lock:
             for run in self._runs.keys() - runs.keys():
@@ -92,16 +92,16 @@ class LiveSteps:
             for run, ranks in runs.items():
                 self._follow(run, ranks, labels)
             alike: dict[tuple[LiveRun, bytes], list[tuple[int, Rows]]] = {}
-            for stream, rows in arrived:
-                if stream in self._owners:
-                    own, rank = self._owners[stream]
+            for process, rows in arrived:
+                if process in self._owners:
+                    own, rank = self._owners[process]
                     alike.setdefault((own, rows[0]), []).append((rank, rows))
-                elif stream in unknown:
-                    _keep(self._unknown.setdefault(stream, []), rows)
+                elif process in unknown:
+                    _keep(self._unknown.setdefault(process, []), rows)
             for (own, _), found in alike.items():
                 own.put(found)
-            for stream in self._unknown.keys() - unknown:
-                del self._unknown[stream]
+            for process in self._unknown.keys() - unknown:
+                del self._unknown[process]
             for run in runs:
                 self._advance(self._runs[run])
 
@@ -109,15 +109,15 @@ class LiveSteps:
         """Return a live run; another thread reads its history with `lock` held."""
         return self._runs.get(run)
 
-    def rows_of(self, stream: int, last: int) -> tuple[Int64, UInt8, Int64]:
-        """Return the newest rows of a stream: keys (n,), flags (n,), rows ns (n, 6)."""
-        if stream not in self._owners:
+    def rows_of(self, process: int, last: int) -> tuple[Int64, UInt8, Int64]:
+        """Return the newest rows of a rank process: keys (n,), flags (n,), rows ns (n, 6)."""
+        if process not in self._owners:
             return _NO_KEYS, np.empty(0, np.uint8), np.empty((0, N_STAGES), np.int64)
-        owner, rank = self._owners[stream]
+        owner, rank = self._owners[process]
         return owner.history.table.line(rank, last)
 
     def resume(
-        self, run: str, ranks: dict[int, Stream], labels: Mapping[int, str], found: list[RankRows]
+        self, run: str, ranks: dict[int, RankProcess], labels: Mapping[int, str], found: list[RankRows]
     ) -> None:
         """Begin with rows that had arrived before a restart, the newest; those before them follow."""
         self._follow(run, ranks, labels)
@@ -147,12 +147,12 @@ class LiveSteps:
             own.close()
             self.errors.note("older steps", error)
 
-    def _follow(self, run: str, ranks: dict[int, Stream], labels: Mapping[int, str]) -> None:
+    def _follow(self, run: str, ranks: dict[int, RankProcess], labels: Mapping[int, str]) -> None:
         """Note which processes the ranks of a run are; begin anew where a rank is another one than before."""
         before = self._runs.get(run)
         if before is not None and before.ranks is ranks:
             return
-        processes = {rank: stream.id for rank, stream in ranks.items()}
+        processes = {rank: process.id for rank, process in ranks.items()}
         if before is not None and before.processes == processes:
             before.know(ranks, labels)
             return
@@ -167,14 +167,14 @@ class LiveSteps:
                 self._look_back(run)
             self._disown(before)
             before.close()
-        for rank, stream in processes.items():
-            self._owners[stream] = own, rank
-            for rows in self._unknown.pop(stream, ()):
+        for rank, process in processes.items():
+            self._owners[process] = own, rank
+            for rows in self._unknown.pop(process, ()):
                 own.put([(rank, rows)])
 
     def _disown(self, own: LiveRun) -> None:
-        for stream in [stream for stream, (owner, _) in self._owners.items() if owner is own]:
-            del self._owners[stream]
+        for process in [process for process, (owner, _) in self._owners.items() if owner is own]:
+            del self._owners[process]
 
 
 class LiveRun:
@@ -186,20 +186,20 @@ class LiveRun:
         """All stored rows have been read."""
         self.older: HistoryReader | None = None
         """Reads the rows that were stored before this history began."""
-        self.ranks: dict[int, Stream] = {}
+        self.ranks: dict[int, RankProcess] = {}
         self.world = 0
         """How many ranks the job has, as far as they have reported it."""
         self.processes: dict[int, int] = {}
-        """By rank, the id of the stream."""
+        """By rank, the id of the rank process."""
         self._known: list[tuple[int, str, int | None, int | None, str | None]] = []
         self._patience_ns = int(limits.report_timeout_s * 1e9)
 
-    def know(self, ranks: dict[int, Stream], labels: Mapping[int, str]) -> None:
+    def know(self, ranks: dict[int, RankProcess], labels: Mapping[int, str]) -> None:
         """Note node, group and strategy of the ranks."""
         self.ranks, self.world = ranks, world_size(ranks, None)
         known = [
-            (stream.id, labels[stream.id], stream.group_first, stream.group_size, stream.strategy)
-            for stream in ranks.values()
+            (process.id, labels[process.id], process.group_first, process.group_size, process.strategy)
+            for process in ranks.values()
         ]
         if known != self._known:
             self._known = known
@@ -208,7 +208,7 @@ class LiveRun:
 
     def rows_of(self, processes: dict[int, int]) -> list[RankRows]:
         """Return the newest rows of those ranks that are the same processes in `processes`."""
-        same = [rank for rank, stream in self.processes.items() if processes.get(rank) == stream]
+        same = [rank for rank, process in self.processes.items() if processes.get(rank) == process]
         lines = {rank: self.history.table.line(rank, 1 << 20) for rank in same}
         who = self.history.who
         return [RankRows(rank, who[rank].node, *line, *who[rank][1:]) for rank, line in lines.items()]

@@ -25,10 +25,10 @@ from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.node_evidence import NodeEvidence
 from traceml_ray.reports.deaths import FATAL, culprits, deaths, headline
 from traceml_ray.settings import Settings
-from traceml_ray.store.nodes import stream_labels
+from traceml_ray.store.nodes import process_labels
+from traceml_ray.store.processes import RankProcess, generations, standing, trained
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.runs import by_run, newest
-from traceml_ray.store.streams import Stream, generations, standing, trained
 from traceml_ray.store.writer import SessionWriter
 
 MAX_LIVE = 16
@@ -40,7 +40,7 @@ MAX_ROWS = 100_000
 MAX_EPISODES = 50
 """Episodes of a run in an answer."""
 MAX_UNKNOWN = 256
-"""Streams of unknown rank, the newest, whose rows are kept in memory."""
+"""Rank processes of unknown rank, the newest, whose rows are kept in memory."""
 MAX_FATAL = 4
 """Events of a kind on the death of one process: it dies once."""
 
@@ -52,7 +52,7 @@ class LiveJudge:
 
     Args:
         writer: of the session; its lock is held briefly.
-        recent: the newest spans of every stream and samples of every node.
+        recent: the newest spans of every rank process and samples of every node.
         steps: the histories of the live runs.
         settings: of the session.
         clock: wall clock in ns.
@@ -97,16 +97,16 @@ class LiveJudge:
     def newest(self) -> str | None:
         """Return the newest run that has rows, else the newest at all."""
         with self.writer.lock:
-            return newest(self.writer.streams.values(), self.writer.meta)
+            return newest(self.writer.processes.values(), self.writer.meta)
 
     def note(self, event: dict[str, Any]) -> None:
         """
-        Take an event of a stream (`stream_id`, `kind`, `t_ns`, `message`, `data`, …), if it is about a death
-        or answers a command. Called with the writer's lock.
+        Take an event of a rank process (`process`, `kind`, `t_ns`, `message`, `data`, …), if it is about a
+        death or answers a command. Called with the writer's lock.
         """
         if event["kind"] in FATAL:
-            self._fatal_seen[event["stream_id"], event["kind"]] += 1
-            if self._fatal_seen[event["stream_id"], event["kind"]] <= MAX_FATAL:
+            self._fatal_seen[event["process"], event["kind"]] += 1
+            if self._fatal_seen[event["process"], event["kind"]] <= MAX_FATAL:
                 self._fatal.append(event)
         elif event["kind"] in ("stacks", "standing"):
             self._hang_watch.note(event)
@@ -115,16 +115,16 @@ class LiveJudge:
         """Keep events on deaths in the last generation of each run, and of processes of unknown rank."""
         if not self._fatal_seen:
             return
-        last = {s.id for streams in known.runs.values() for s in generations(streams)[-1]}.union(
+        last = {s.id for processes in known.runs.values() for s in generations(processes)[-1]}.union(
             known.unknown
         )
-        self._fatal = [event for event in self._fatal if event["stream_id"] in last]
+        self._fatal = [event for event in self._fatal if event["process"] in last]
         self._fatal_seen = Counter({who: n for who, n in self._fatal_seen.items() if who[0] in last})
 
-    def live_runs(self) -> dict[str, list[Stream]]:
-        """Return the streams of the runs that are judged. Called with the writer's lock."""
+    def live_runs(self) -> dict[str, list[RankProcess]]:
+        """Return the rank processes of the runs that are judged. Called with the writer's lock."""
         facts = self.writer.meta.get("runs", {})
-        runs = by_run(self.writer.streams.values())
+        runs = by_run(self.writer.processes.values())
         going = [run for run in runs if "ended_at" not in facts.get(run, {})]
         return {run: runs[run] for run in going[-MAX_LIVE:]}
 
@@ -133,16 +133,16 @@ class LiveJudge:
         writer = self.writer
         if self._known.epoch == writer.epoch:
             return self._known
-        runs, streams = self.live_runs(), writer.streams.values()
-        unknown = [stream.id for stream in streams if stream.identity is None][-MAX_UNKNOWN:]
+        runs, processes = self.live_runs(), writer.processes.values()
+        unknown = [process.id for process in processes if process.identity is None][-MAX_UNKNOWN:]
         last = {run: trained(own) for run, own in runs.items()}
         ranks = {run: standing(together) for run, (together, _) in last.items()}
-        kept = {stream.id for own in ranks.values() for stream in own.values()}.union(unknown)
+        kept = {process.id for own in ranks.values() for process in own.values()}.union(unknown)
         self.recent.keep(kept)
         # Where a rank has had several processes, time alone may decide which of them is the one.
         epoch = writer.epoch if len(kept) == sum(map(len, runs.values())) + len(unknown) else -1
         which = {run: of for run, (_, of) in last.items()}
-        return _Known(epoch, runs, ranks, which, stream_labels(writer.nodes.values(), streams), unknown)
+        return _Known(epoch, runs, ranks, which, process_labels(writer.nodes.values(), processes), unknown)
 
     def feed(self) -> _Known:
         """Put the rows that have arrived into the histories of the live runs. An error is counted."""
@@ -171,7 +171,7 @@ class LiveJudge:
             del self._runs[next(iter(self._runs))]
 
     def _judge(self, run: str, known: _Known) -> None:
-        streams, ranks, which, labels = known.runs[run], known.ranks[run], known.which[run], known.labels
+        processes, ranks, which, labels = known.runs[run], known.ranks[run], known.which[run], known.labels
         limits, own = self._limits, self.steps.of(run)
         assert own is not None
         state = self._runs.get(run)
@@ -180,21 +180,24 @@ class LiveJudge:
             state = self._runs[run] = _LiveRun(limits, evidence)
         with self.writer.lock:
             deadline = self.clock() - int(limits.report_timeout_s * 1e9)
-            live = [rank for rank, stream in ranks.items() if _reports(stream, deadline)]
+            live = [rank for rank, process in ranks.items() if _reports(process, deadline)]
             world = own.world
             missing = missing_of(world, live)
             seen = [(rank, ranks[rank].id, ranks[rank].stored) for rank in live]
-            died = self._fatal or any(stream.lost for stream in streams)
-            found = deaths([], self._fatal, streams) if died else []
+            died = self._fatal or any(process.lost for process in processes)
+            found = deaths([], self._fatal, processes) if died else []
         first = culprits(found)[0] if found else None
         if first and not (first.consequence and first.when.t_ns > deadline):
             # The cause of a failed collective may only become known a moment later.
             dead = headline(
-                found, lambda death: labels.get(death.stream.id) if death.stream else None, ranks, world
+                found,
+                lambda death: labels.get(death.process_id.id) if death.process_id else None,
+                ranks,
+                world,
             )
             self._keep(run, state.evidence.add(dead, ranks, labels))
             return
-        hang = self._hang_watch.check(run, streams, ranks, labels)
+        hang = self._hang_watch.check(run, processes, ranks, labels)
         if hang is not None:
             self._keep(run, state.evidence.add(hang, ranks, labels))
         if not live or seen == state.judged or (hang is not None and hang.lasted_s is None):
@@ -225,11 +228,11 @@ class LiveJudge:
         state.which = which
 
     def _rates(
-        self, streams: dict[int, Stream], ranks: Sequence[int], first: int, last: int
+        self, processes: dict[int, RankProcess], ranks: Sequence[int], first: int, last: int
     ) -> dict[int, Rates]:
         """Return how long the spans of some ranks took, see `analysis.parts.Find`."""
         with self.writer.lock:
-            found = {rank: self.recent.details(streams[rank].id) for rank in ranks}
+            found = {rank: self.recent.details(processes[rank].id) for rank in ranks}
         return {rank: rates(details, first, last) for rank, details in found.items() if details}
 
     def _keep(self, run: str, verdict: Verdict, store: bool = True) -> None:
@@ -250,14 +253,14 @@ class _Known:
 
     epoch: int = -1
     """As of that change, see `SessionWriter.epoch`; -1: to be found anew each time."""
-    runs: dict[str, list[Stream]] = field(default_factory=dict)
-    ranks: dict[str, dict[int, Stream]] = field(default_factory=dict)
+    runs: dict[str, list[RankProcess]] = field(default_factory=dict)
+    ranks: dict[str, dict[int, RankProcess]] = field(default_factory=dict)
     which: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """The generation of `ranks`, see `streams.trained`."""
+    """The generation of `ranks`, see `rank_processes.trained`."""
     labels: dict[int, str] = field(default_factory=dict)
-    """Of the streams' nodes."""
+    """Of the rank processes' nodes."""
     unknown: list[int] = field(default_factory=list)
-    """Streams of unknown rank, the newest."""
+    """Rank processes of unknown rank, the newest."""
 
 
 class _LiveRun:
@@ -267,7 +270,7 @@ class _LiveRun:
         self.judge = RunJudge(limits)
         self.evidence = evidence
         self.which: tuple[int, int] | None = None
-        """The generation that is judged, see `streams.trained`."""
+        """The generation that is judged, see `rank_processes.trained`."""
         self.judged: list[Any] | None = None
         self.stored: tuple[Any, ...] | None = None
         self.verdict: Verdict | None = None
@@ -275,9 +278,9 @@ class _LiveRun:
         """Read by other threads."""
 
 
-def _reports(stream: Stream, deadline: int) -> bool:
+def _reports(process: RankProcess, deadline: int) -> bool:
     """Whether the rank has reported since `deadline`, or has ended as it should."""
-    return stream.final or (not stream.ended and stream.last_seen_ns >= deadline)
+    return process.final or (not process.ended and process.last_seen_ns >= deadline)
 
 
 def _brief(verdict: Verdict) -> dict[str, wire.Value]:

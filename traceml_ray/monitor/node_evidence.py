@@ -15,8 +15,8 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.reports.machines import Machines, reference_rank
 from traceml_ray.store.nodes import node_key
+from traceml_ray.store.processes import RankProcess
 from traceml_ray.store.recent import Recent
-from traceml_ray.store.streams import Stream
 from traceml_ray.store.writer import SessionWriter
 
 EVERY_NS = 1_000_000_000
@@ -40,14 +40,14 @@ class NodeEvidence:
         self._examined_ns = 0
         self._machine: tuple[Anomaly, ...] | None = None
 
-    def add(self, verdict: Verdict, ranks: dict[int, Stream], labels: dict[int, str]) -> Verdict:
+    def add(self, verdict: Verdict, ranks: dict[int, RankProcess], labels: dict[int, str]) -> Verdict:
         """
         Return `verdict` with its `machine`, examined again after a second; of a death, only once.
 
         Args:
             verdict: on the run.
             ranks: the process of each of its ranks.
-            labels: names of the streams' nodes.
+            labels: names of the rank processes' nodes.
         """
         rank, now = reference_rank(verdict, ranks), self.clock()
         trained_ns = self._trained_ns(ranks)
@@ -58,12 +58,12 @@ class NodeEvidence:
         fresh = named != self._named
         due = now - self._examined_ns >= EVERY_NS and verdict.exit_reason is None
         if fresh or due:
-            stream = ranks[rank]
+            process = ranks[rank]
             with self.writer.lock:
-                every = list(self.writer.streams.values())
-            names = {node_key(stream): labels[stream.id] for stream in every if stream.id in labels}
+                every = list(self.writer.processes.values())
+            names = {node_key(process): labels[process.id] for process in every if process.id in labels}
             machines = Machines(self._sampled, ranks, every, names)
-            keys, _, rows = self.steps.rows_of(stream.id, _ROWS)
+            keys, _, rows = self.steps.rows_of(process.id, _ROWS)
             with self.writer.lock:
                 when = machines.when(verdict, of_rows(keys, rows))
             if when is None:
@@ -75,17 +75,17 @@ class NodeEvidence:
             self._machine = machines.examine(verdict, first_ns, when[1], trained_ns, self._since_ns).machine
         return msgspec.structs.replace(verdict, machine=self._machine)
 
-    def _trained_ns(self, ranks: dict[int, Stream]) -> int:
+    def _trained_ns(self, ranks: dict[int, RankProcess]) -> int:
         """Return since when the run is beyond its warm-up, by its first rows, which are dropped later."""
-        stream = ranks[min(ranks)] if ranks else None
-        if stream is None or stream.last_rows_ns is None:
+        process = ranks[min(ranks)] if ranks else None
+        if process is None or process.last_rows_ns is None:
             return self.clock()
-        if stream.id != self._trained[0]:
-            keys, _, rows = self.steps.rows_of(stream.id, _ROWS)
-            trained_ns = trained_since(of_rows(keys, rows), stream.last_rows_ns, self.warmup_steps)
-            if trained_ns == stream.last_rows_ns:
+        if process.id != self._trained[0]:
+            keys, _, rows = self.steps.rows_of(process.id, _ROWS)
+            trained_ns = trained_since(of_rows(keys, rows), process.last_rows_ns, self.warmup_steps)
+            if trained_ns == process.last_rows_ns:
                 return trained_ns
-            self._trained = stream.id, trained_ns
+            self._trained = process.id, trained_ns
         return self._trained[1]
 
     def _sampled(self, nodes: Sequence[str], first_ns: int, last_ns: int) -> dict[str, Excerpt]:

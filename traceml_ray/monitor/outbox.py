@@ -21,7 +21,7 @@ PACK_BYTES = 60 * 1024
 class _Held:
     """One rank batch as it came."""
 
-    stream: str
+    process_id: str
     seq: int
     rows: int
     data: bytes
@@ -29,7 +29,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _Packet:
-    """One message for the aggregator, and the newest batch of each stream that is in it."""
+    """One message for the aggregator, and the newest batch of each rank process that is in it."""
 
     seq: int
     data: bytes
@@ -55,23 +55,23 @@ class Outbox:
         self._last_seq = 0
         self._taken: dict[str, int] = {}
         self.dropped: Counter[str] = Counter()
-        """Rows dropped for want of room, by stream."""
+        """Rows dropped for want of room, by rank process."""
         self.lost: Counter[str] = Counter()
         """What else was dropped with them."""
         self._to_report: dict[str, None] = {}
-        """Streams whose dropped rows no packet counts yet."""
+        """Rank processes whose dropped rows no packet counts yet."""
         self.stored: dict[str, int] = {}
-        """The newest batch of each stream that is stored, from -1 on; who forgets a stream takes it out."""
+        """The newest stored batch of each rank process, from -1 on; removed by who forgets the process."""
 
-    def add(self, stream: str, seq: int, rows: int, data: bytes) -> None:
+    def add(self, process_id: str, seq: int, rows: int, data: bytes) -> None:
         """Take a rank batch of so many rows; drops the oldest waiting ones if that is too much."""
-        self.stored.setdefault(stream, -1)
-        self._waiting.append(_Held(stream, seq, rows, data))
+        self.stored.setdefault(process_id, -1)
+        self._waiting.append(_Held(process_id, seq, rows, data))
         self._waiting_bytes += len(data)
         while self._waiting and self._waiting_bytes + self._packed_bytes > self._limit:
             oldest = self._pop()
-            self.dropped[oldest.stream] += oldest.rows
-            self._to_report[oldest.stream] = None
+            self.dropped[oldest.process_id] += oldest.rows
+            self._to_report[oldest.process_id] = None
             self.lost += _besides_rows(oldest.data)
 
     @property
@@ -109,15 +109,15 @@ class Outbox:
             held = self._pop()
             taken.append(held.data)
             size += len(held.data)
-            self._taken[held.stream] = held.seq
+            self._taken[held.process_id] = held.seq
         return taken
 
     def take_dropped(self, most: int) -> dict[str, int]:
-        """Return how many rows were dropped by stream, of at most so many streams still to be reported."""
-        streams = [*self._to_report][:most]
-        for stream in streams:
-            del self._to_report[stream]
-        return {stream: self.dropped[stream] for stream in streams}
+        """Return the dropped rows of each rank process still to be reported, of `most` at most."""
+        processes = [*self._to_report][:most]
+        for process in processes:
+            del self._to_report[process]
+        return {process: self.dropped[process] for process in processes}
 
     def pack(self, data: bytes) -> None:
         """Keep the message made under `next_seq`, of what was taken, until it is confirmed."""

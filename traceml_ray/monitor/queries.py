@@ -15,8 +15,8 @@ from traceml_ray.reports.answers import Answers
 from traceml_ray.reports.files import write_reports
 from traceml_ray.store import query
 from traceml_ray.store.histories import RunSteps
+from traceml_ray.store.processes import RankProcess
 from traceml_ray.store.query import Request
-from traceml_ray.store.streams import Stream
 from traceml_ray.store.writer import SessionWriter
 
 _FRESH = (query.Summary, query.Runs, query.Nodes, query.Ranks, query.Snapshot)
@@ -63,9 +63,9 @@ class LiveAnswers(Answers):
         if any(isinstance(request, _FRESH) for request in requests):
             self._commit()
 
-    def _known(self) -> tuple[list[Stream], Mapping[str, Any], Mapping[str, int]]:
+    def _known(self) -> tuple[list[RankProcess], Mapping[str, Any], Mapping[str, int]]:
         with self._writer.lock:
-            return list(self._writer.streams.values()), dict(self._writer.meta), dict(self._errors)
+            return list(self._writer.processes.values()), dict(self._writer.meta), dict(self._errors)
 
     def _over(self) -> bool:
         return bool(self._writer.meta.get("status", "running") != "running")

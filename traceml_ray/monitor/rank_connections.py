@@ -34,7 +34,7 @@ class RankConnection:
     pidfd: int | None = None
     gone: bool = False
     """`on_gone` has been called with it."""
-    streams: set[str] = field(default_factory=set)
+    processes: set[str] = field(default_factory=set)
 
     def send(self, data: bytes) -> bool:
         """Send one packet, without waiting; False when it could not be sent."""
@@ -75,7 +75,7 @@ class RankConnections:
     @property
     def ranks_connected(self) -> bool:
         """Whether a process that sent rank batches still holds its connection."""
-        return any(peer.streams for peer in self._connected)
+        return any(peer.processes for peer in self._connected)
 
     @property
     def in_use(self) -> bool:
@@ -165,7 +165,7 @@ class RankConnections:
             peer.gone = True
             self._callers.pop(peer.pid, None)
             self.on_gone(peer)
-        elif peer.pidfd is not None and not peer.streams:
+        elif peer.pidfd is not None and not peer.processes:
             self._unwatch(peer)
 
     def _process_gone(self, peer: RankConnection) -> None:

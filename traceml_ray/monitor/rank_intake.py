@@ -15,12 +15,12 @@ from traceml_ray.monitor.outbox import Outbox
 from traceml_ray.monitor.rank_connections import RankConnection
 from traceml_ray.spool import SUFFIX
 
-MAX_STREAMS = 4096
+MAX_PROCESSES = 4096
 """Processes of this node that report at the same time; the messages of one more are refused."""
 
 
 @dataclass(slots=True)
-class _Stream:
+class _RankProcess:
     """State of one rank process."""
 
     seq: int = -1
@@ -63,7 +63,7 @@ class RankIntake:
         self.heard = self.clock()
         """When the last batch came."""
         self.lost: list[str] = []
-        """Streams whose process ended without a final batch, to be sent."""
+        """Rank processes whose process ended without a final batch, to be sent."""
         self.events: list[wire.Event] = []
         """Events of the node and its processes, to be sent."""
         self.verdicts: dict[str, dict[str, wire.Value]] = {}
@@ -71,7 +71,7 @@ class RankIntake:
         self._commands: list[wire.Command] = []
         """Sent with every reply to a rank, for as long as the aggregator repeats them."""
         self._obeyed: set[wire.Value] = set()
-        self._streams: dict[str, _Stream] = {}
+        self._processes: dict[str, _RankProcess] = {}
         self._v1 = v1.Senders(f"v1-{self.node.hostname}")
 
     def receive(
@@ -81,7 +81,7 @@ class RankIntake:
         Take a RankBatch, or a message of version 1, which may hold several; return RankReply bytes.
 
         Raises `wire.WireError` where nothing of it is accepted (each refusal is counted at `place`), and
-        LookupError for a stream that is not known here and does not begin `fresh`.
+        LookupError for a rank process that is not known here and does not begin `fresh`.
         """
         reply, refused = b"", wire.WireError("malformed")
         who = f"pid {peer.pid}" if peer else ""
@@ -89,7 +89,7 @@ class RankIntake:
             try:
                 if isinstance(batch, wire.WireError):
                     raise batch
-                if not fresh and batch.stream not in self._streams:
+                if not fresh and batch.process_id not in self._processes:
                     raise LookupError("this relay is another one than before")
                 pid = peer.pid if peer else batch.identity.pid if batch.identity else 0
                 reply = self.take(batch, wire.encode(batch) if v1.is_v1(data) else data, pid)
@@ -98,7 +98,7 @@ class RankIntake:
                 refused = error
                 continue
             if sender := peer or (self.watch(pid) if pid else None):
-                sender.streams.add(batch.stream)
+                sender.processes.add(batch.process_id)
         if not reply:
             raise refused
         return reply
@@ -107,49 +107,50 @@ class RankIntake:
         """
         Take a batch, encoded in `data`, of a process (0: not known); return RankReply bytes.
 
-        Raises `wire.WireError` where there are too many streams.
+        Raises `wire.WireError` where there are too many rank processes.
         """
-        if batch.stream not in self._streams and not self._has_room():
-            raise wire.WireError("too_many_streams")
+        if batch.process_id not in self._processes and not self._has_room():
+            raise wire.WireError("too_many_processes")
         self.heard = self.clock()
-        stream = self._streams.setdefault(batch.stream, _Stream())
-        stream.heard, stream.reported = self.heard, True
-        if stream.pid is None and pid:
-            stream.pid, stream.memory_events = pid, proc_inspect.memory_events(pid)
-            stream.oom_kills = proc_inspect.oom_kills(stream.memory_events)
-        if batch.seq > stream.seq:
-            self.outbox.add(batch.stream, batch.seq, len(batch.flags), data)
-            stream.seq, stream.final = batch.seq, batch.final
-        settled = self.outbox.stored.get(batch.stream, -1)
+        process = self._processes.setdefault(batch.process_id, _RankProcess())
+        process.heard, process.reported = self.heard, True
+        if process.pid is None and pid:
+            process.pid, process.memory_events = pid, proc_inspect.memory_events(pid)
+            process.oom_kills = proc_inspect.oom_kills(process.memory_events)
+        if batch.seq > process.seq:
+            self.outbox.add(batch.process_id, batch.seq, len(batch.flags), data)
+            process.seq, process.final = batch.seq, batch.final
+        settled = self.outbox.stored.get(batch.process_id, -1)
         rank = batch.identity
         verdict = self.verdicts.get(rank.job_id, {}) if rank is not None and rank.global_rank == 0 else {}
-        reply = wire.RankReply(wire.VERSION, batch.stream, stream.seq, self._commands, settled, verdict)
+        reply = wire.RankReply(wire.VERSION, batch.process_id, process.seq, self._commands, settled, verdict)
         return wire.encode(reply)
 
     def begin_round(self) -> None:
         """Begin to collect the next packet."""
-        for stream in self._streams.values():
-            stream.reported = False
+        for process in self._processes.values():
+            process.reported = False
 
     def round_is_complete(self) -> bool:
         """Whether each rank that goes on has sent a batch since `begin_round`; False without any."""
         silent = self.clock() - self.silent_s
-        return bool(self._streams) and all(
-            stream.reported or stream.final or stream.heard < silent for stream in self._streams.values()
+        return bool(self._processes) and all(
+            process.reported or process.final or process.heard < silent
+            for process in self._processes.values()
         )
 
     def gone(self, peer: RankConnection) -> None:
-        """Forget the streams of a process that has ended; those without a final batch are lost."""
+        """Forget the rank processes of a process that has ended; those without a final batch are lost."""
         self._v1.forget(peer.pid)
-        for name in peer.streams:
-            stream = self._streams.get(name)
-            if stream is None:
+        for name in peer.processes:
+            process = self._processes.get(name)
+            if process is None:
                 continue
-            if not stream.final:
+            if not process.final:
                 if self.spool is not None and (self.spool / f"{name}{SUFFIX}").exists():
                     continue  # its last batches are read at the end of the run
                 self.lost.append(name)
-                self.events.append(_process_ended(name, peer.pid, stream))
+                self.events.append(_process_ended(name, peer.pid, process))
             self._forget(name)
 
     def obey(self, commands: list[wire.Command]) -> None:
@@ -161,14 +162,18 @@ class RankIntake:
             if command.name not in ("where", "dump") or number in self._obeyed:
                 continue
             self._obeyed.add(number)
-            for name, stream in self._streams.items():
-                if stream.pid is not None and not stream.final and stream.heard < silent:
-                    args = (name, stream.pid, str(number), command.name == "dump")
+            for name, process in self._processes.items():
+                if process.pid is not None and not process.final and process.heard < silent:
+                    args = (name, process.pid, str(number), command.name == "dump")
                     threading.Thread(target=self._inspect, args=args, name="traceml-spy", daemon=True).start()
 
-    def _inspect(self, stream: str, pid: int, number: str, dump: bool) -> None:
+    def _inspect(self, process_id: str, pid: int, number: str, dump: bool) -> None:
         """Add an event on the state of a process, with its stacks for a `dump`; may take seconds."""
-        data: dict[str, wire.Value] = {"dump": number, "stream": stream, "state": proc_inspect.state(pid)}
+        data: dict[str, wire.Value] = {
+            "dump": number,
+            "process_id": process_id,
+            "state": proc_inspect.state(pid),
+        }
         text, kind = (proc_inspect.spy(pid), "stacks") if dump else ("", "standing")
         with self.lock:
             self.events.append(wire.Event(kind, time.time_ns(), message=text, data=data))
@@ -182,22 +187,22 @@ class RankIntake:
             return [error]
 
     def _has_room(self) -> bool:
-        """Whether one more stream may begin; those that sent their final batch make room."""
-        if len(self._streams) >= MAX_STREAMS:
-            for name in [name for name, stream in self._streams.items() if stream.final]:
+        """Whether one more rank process may begin; those that sent their final batch make room."""
+        if len(self._processes) >= MAX_PROCESSES:
+            for name in [name for name, process in self._processes.items() if process.final]:
                 self._forget(name)
-        return len(self._streams) < MAX_STREAMS
+        return len(self._processes) < MAX_PROCESSES
 
     def _forget(self, name: str) -> None:
-        del self._streams[name]
+        del self._processes[name]
         self.outbox.stored.pop(name, None)
 
 
-def _process_ended(name: str, pid: int, stream: _Stream) -> wire.Event:
+def _process_ended(name: str, pid: int, process: _RankProcess) -> wire.Event:
     """Return event `process_ended`: `exit_code` where the process is still a zombie, and kernel's kills."""
-    code, before = proc_inspect.exit_code(pid), stream.oom_kills
-    kills = proc_inspect.oom_kills(stream.memory_events)
-    data: dict[str, wire.Value] = {"stream": name, "exit_code": code}
+    code, before = proc_inspect.exit_code(pid), process.oom_kills
+    kills = proc_inspect.oom_kills(process.memory_events)
+    data: dict[str, wire.Value] = {"process_id": name, "exit_code": code}
     if kills is not None and before is not None and kills > before:
         data["oom_kills"] = kills - before
     return wire.Event("process_ended", time.time_ns(), data=data)

@@ -8,39 +8,39 @@ import msgspec
 
 from traceml_ray.identity import RankIdentity
 from traceml_ray.store.nodes import node_key
+from traceml_ray.store.processes import NUMBERED, RankProcess, generations
 from traceml_ray.store.runs import by_run
-from traceml_ray.store.streams import NUMBERED, Stream, generations
 
 SOURCE = NUMBERED
 
 
 class Groups:
     """
-    One group for each run; `streams` are those that have been numbered before (the aggregator was
+    One group for each run; `processes` are those that have been numbered before (the aggregator was
     restarted). Nodes are numbered as they appear, too, and the ranks on a node. Where all of a group have
     ended, who comes next begins another, from rank 0.
     """
 
-    def __init__(self, streams: Iterable[Stream]) -> None:
+    def __init__(self, processes: Iterable[RankProcess]) -> None:
         self._groups: dict[str, _Group] = {}
-        for run, known in by_run(streams).items():
-            for stream in generations(known)[-1]:
-                if stream.identity is not None and stream.identity.source == SOURCE:
-                    self._groups.setdefault(run, _Group()).add(stream, stream.identity)
+        for run, known in by_run(processes).items():
+            for process in generations(known)[-1]:
+                if process.identity is not None and process.identity.source == SOURCE:
+                    self._groups.setdefault(run, _Group()).add(process, process.identity)
 
-    def number(self, stream: Stream, identity: RankIdentity) -> RankIdentity:
+    def number(self, process: RankProcess, identity: RankIdentity) -> RankIdentity:
         """
         Return `identity` with the rank of this process: the one it has, else that of an actor of the same
         name that has ended, else the next. `identity.node_id` is known where it can be.
         """
-        group, before = self._groups.get(identity.job_id), stream.identity
+        group, before = self._groups.get(identity.job_id), process.identity
         known = before is not None and (before.source, before.job_id) == (SOURCE, identity.job_id)
         if group is None or (group.over and not known):
             group = self._groups[identity.job_id] = _Group()
-        return group.number(stream, identity)
+        return group.number(process, identity)
 
-    def grown(self) -> Iterable[tuple[Stream, RankIdentity]]:
-        """Yield the streams whose identity is out of date since their group has grown, with the new one."""
+    def grown(self) -> Iterable[tuple[RankProcess, RankIdentity]]:
+        """Yield the rank processes whose identity is out of date since their group grew, and the new one."""
         for group in self._groups.values():
             yield from group.grown()
 
@@ -48,8 +48,8 @@ class Groups:
 class _Group:
     def __init__(self) -> None:
         self._size = 0
-        self._streams: list[Stream] = []
-        self._actors: dict[str, Stream] = {}
+        self._processes: list[RankProcess] = []
+        self._actors: dict[str, RankProcess] = {}
         self._nodes: dict[str, tuple[int, int]] = {}
         """By node: its number, and how many ranks have been there."""
         self._changed = False
@@ -57,20 +57,20 @@ class _Group:
     @property
     def over(self) -> bool:
         """Whether all have ended."""
-        return all(stream.ended for stream in self._streams)
+        return all(process.ended for process in self._processes)
 
-    def add(self, stream: Stream, identity: RankIdentity) -> None:
-        """Take in a stream that is numbered; `identity` is, or will be, that of the stream."""
+    def add(self, process: RankProcess, identity: RankIdentity) -> None:
+        """Take in a rank process that is numbered; `identity` is, or will be, that of the rank process."""
         self._size = max(self._size, identity.global_rank + 1)
         node, ranks = self._nodes.get(identity.node_id or identity.hostname, (identity.node_rank, 0))
         self._nodes[identity.node_id or identity.hostname] = node, max(ranks, identity.local_rank + 1)
-        self._streams.append(stream)
+        self._processes.append(process)
         if identity.name:
-            self._actors[identity.name] = stream
+            self._actors[identity.name] = process
         self._changed = True
 
-    def number(self, stream: Stream, identity: RankIdentity) -> RankIdentity:
-        before = stream.identity
+    def number(self, process: RankProcess, identity: RankIdentity) -> RankIdentity:
+        before = process.identity
         if before is not None and (before.source, before.job_id) == (SOURCE, identity.job_id):
             return self._sized(identity, before.global_rank, before.node_rank, before.local_rank)
         key = identity.node_id or identity.hostname
@@ -80,19 +80,19 @@ class _Group:
         if old is not None and old.ended and old.identity is not None:
             rank = old.identity.global_rank
             local = old.identity.local_rank if node_key(old) == key else local
-        self.add(stream, self._sized(identity, rank, node, local))
+        self.add(process, self._sized(identity, rank, node, local))
         return self._sized(identity, rank, node, local)
 
-    def grown(self) -> Iterable[tuple[Stream, RankIdentity]]:
+    def grown(self) -> Iterable[tuple[RankProcess, RankIdentity]]:
         if not self._changed:
             return
         self._changed = False
-        for stream in self._streams:
-            now = stream.identity
+        for process in self._processes:
+            now = process.identity
             if now is not None and now.source == SOURCE:
                 sized = self._sized(now, now.global_rank, now.node_rank, now.local_rank)
                 if sized != now:
-                    yield stream, sized
+                    yield process, sized
 
     def _sized(self, identity: RankIdentity, rank: int, node: int, local: int) -> RankIdentity:
         """Return `identity` with these ranks, and the sizes that the group has now."""

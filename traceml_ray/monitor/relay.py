@@ -38,7 +38,7 @@ BUSY_S = 0.01
 SPOOL_S = 1.0
 """How often a relay without a launcher looks for spool files."""
 _MOST = wire.MAX_ITEMS // 2
-"""Events, lost streams or counts of dropped rows in one packet."""
+"""Events, lost rank processes or counts of dropped rows in one packet."""
 
 
 class RelayCore:
@@ -150,8 +150,8 @@ class RelayCore:
         connect.
 
         Returns RankReply bytes; raises `wire.WireError` for a message that is not accepted, and LookupError
-        for one of a stream that is not known here and does not begin `fresh`: Ray has restarted this relay,
-        its caller has not noticed, and is to send again what may be lost.
+        for one of a rank process that is not known here and does not begin `fresh`: Ray has restarted this
+        relay, its caller has not noticed, and is to send again what may be lost.
         """
         with self._lock:
             return self._intake.receive(data, "batch of a caller", fresh=fresh)
@@ -366,7 +366,7 @@ class RelayCore:
         packed = [frame for packet in packets for frame in wire.decode(packet, wire.RelayBatch).batches]
         frames: dict[str, list[bytes]] = {}
         for frame in [*packed, *waiting]:
-            frames.setdefault(wire.decode(frame, wire.RankBatch).stream, []).append(frame)
-        for stream, held in frames.items():
+            frames.setdefault(wire.decode(frame, wire.RankBatch).process_id, []).append(frame)
+        for process, held in frames.items():
             # Its agent's own file, which begins later or goes further, sorts after this one.
-            write_spool(self._spool / f"{stream}.0{SUFFIX}", held)
+            write_spool(self._spool / f"{process}.0{SUFFIX}", held)

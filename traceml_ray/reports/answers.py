@@ -19,11 +19,11 @@ from traceml_ray.reports.summary import nodes_of, runs_of, summaries, summarize
 from traceml_ray.session import SessionFolder, holder, read_json
 from traceml_ray.store import query
 from traceml_ray.store.histories import RunSteps, StoredHistories
+from traceml_ray.store.processes import RankProcess, shown
 from traceml_ray.store.query import OfRun, Page, QueryError, Request
 from traceml_ray.store.runs import by_run, count, newest, run_names
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.streams import Stream, shown
 from traceml_ray.summary_shape import Summary
 
 _MAX_REPORTS = 3
@@ -95,11 +95,11 @@ class Answers:
     def _used_for(self, requests: list[Request[Any]]) -> None:
         """Note that somebody asks who is no page that stays open."""
 
-    def _known(self) -> tuple[list[Stream], Mapping[str, Any], Mapping[str, int]]:
-        """Return the streams, what is known of the session as a whole, and its errors."""
+    def _known(self) -> tuple[list[RankProcess], Mapping[str, Any], Mapping[str, int]]:
+        """Return the rank processes, what is known of the session as a whole, and its errors."""
         with self._file() as file:
             meta = file.meta()
-            return file.streams(), meta, meta.get("errors", {})
+            return file.processes(), meta, meta.get("errors", {})
 
     def _over(self) -> bool:
         """Return whether nothing more comes."""
@@ -110,10 +110,10 @@ class Answers:
         """Return the id of the run that is meant: by its id or name, else the newest. Raises `QueryError`."""
         if name in self._runs:
             return name
-        streams, meta, _ = self._known()
+        processes, meta, _ = self._known()
         if name is None:
-            return newest(streams, meta)
-        names = run_names(streams, meta)
+            return newest(processes, meta)
+        names = run_names(processes, meta)
         self._runs = {*names}
         same = [run for run, known in names.items() if name in (run, known)]
         if not same:
@@ -143,14 +143,14 @@ class Answers:
             return _OF_FILE[type(asked)](file, asked)
 
     def _status(self, _: query.Status) -> dict[str, Any]:
-        streams, meta, errors = self._known()
-        run = newest(streams, meta)
+        processes, meta, errors = self._known()
+        run = newest(processes, meta)
         verdict = self._verdict(query.Verdict(run)) if run is not None else None
         return {
             **{name: meta[name] for name in results.Status.__annotations__.keys() & meta.keys()},
             "run": run,
-            "ranks": len(shown(by_run(streams).get(run or "", []))),
-            "ledger": count(streams),
+            "ranks": len(shown(by_run(processes).get(run or "", []))),
+            "ledger": count(processes),
             "errors": errors,
             "verdict": verdict["label"] if verdict else None,
         }
@@ -195,20 +195,20 @@ _OF_FILE: dict[type[Request[Any]], Callable[[SessionFile, Any], Any]] = {
     query.Runs: lambda file, _: runs_of(file),
     query.Nodes: lambda file, _: nodes_of(file),
     query.Ranks: lambda file, _: file.ranks(),
-    query.Streams: lambda file, _: file.streams(),
+    query.RankProcesses: lambda file, _: file.processes(),
     query.Ledger: lambda file, _: file.ledger(),
     query.Verdicts: lambda file, asked: Page(*file.verdicts(asked.since)),
     query.Events: lambda file, asked: Page(*file.events(asked.since, brief=asked.brief, most=asked.most)),
     query.NodeSamples: lambda file, asked: file.node_samples(asked.nodes, asked.last),
-    query.ProcessSamples: lambda file, asked: file.process_samples(asked.streams, asked.last),
+    query.ProcessSamples: lambda file, asked: file.process_samples(asked.processes, asked.last),
     query.Spans: lambda file, asked: spans_of(file, asked.rank, asked.first, asked.last),
 }
 
 
 def _times(of: RunSteps, _: query.Times, whole: bool, summary: Summary | None) -> dict[str, Any]:
-    began = min((stream.first_seen_ns for stream in of.ranks.values()), default=0)
-    ended = max((stream.last_rows_ns or 0 for stream in of.ranks.values()), default=0)
-    stored = sum(stream.stored for stream in of.ranks.values())
+    began = min((process.first_seen_ns for process in of.ranks.values()), default=0)
+    ended = max((process.last_rows_ns or 0 for process in of.ranks.values()), default=0)
+    stored = sum(process.stored for process in of.ranks.values())
     wall_ms = (ended - began) / 1e6 if ended > began else None
     found = step_numbers.times(of.history, whole, of.world, wall_ms, stored)
     found = step_numbers.as_reported(of.history, found, summary) if summary else found

@@ -18,7 +18,7 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.stages import SEGMENT_BITS, STAGES
 from traceml_ray.store.nodes import node_key
-from traceml_ray.store.streams import Stream, generations, last_attempt
+from traceml_ray.store.processes import RankProcess, generations, last_attempt
 
 ENDED = "process_ended"
 """Kind of event of a process that ended, whether it died or not."""
@@ -75,7 +75,7 @@ class Death:
     when: Moment
     message: str = ""
     exit_code: int | None = None
-    stream: Stream | None = None
+    process_id: RankProcess | None = None
     circumstances: str = ""
     """The message of the event that reported it as lost."""
     oom_kills: int = 0
@@ -84,18 +84,18 @@ class Death:
     @property
     def node(self) -> str | None:
         """Key of its node, None where that is not known."""
-        return node_key(self.stream) if self.stream and self.stream.identity else None
+        return node_key(self.process_id) if self.process_id and self.process_id.identity else None
 
     @property
     def last_step(self) -> int | None:
         """The last step it closed."""
-        key = self.stream.last_key if self.stream else None
+        key = self.process_id.last_key if self.process_id else None
         return None if key is None else key >> SEGMENT_BITS
 
     @property
     def stage(self) -> str | None:
         """The stage it was in, as last reported."""
-        stage = self.stream.open_stage if self.stream else None
+        stage = self.process_id.open_stage if self.process_id else None
         return None if stage is None else STAGES[stage]
 
     @property
@@ -138,22 +138,22 @@ def exit_words(code: int | None) -> str:
 def deaths(
     failures: Sequence[dict[str, Any]],
     events: Sequence[dict[str, Any]],
-    streams: Sequence[Stream],
+    processes: Sequence[RankProcess],
     failed: bool = False,
 ) -> list[Death]:
     """
-    Return the deaths of the last generation of a run (see `streams.generations`) in order of time: a process
-    that was replaced is no death of the run. Where there is none and the run `failed`, the deaths of
+    Return the deaths of the last generation of a run (see `rank_processes.generations`) in order of time: a
+    process that was replaced is no death of the run. Where there is none and the run `failed`, the deaths of
     those that were replaced in the last attempt, unless each only followed from another's.
 
-    `failures` are the launcher's (RankFailure as dicts), `events` and `streams` the run's. An exception, the
-    launcher and the relay report a death, each with a time: the most exact one counts.
+    `failures` are the launcher's (RankFailure as dicts), `events` and `processes` the run's. An exception,
+    the launcher and the relay report a death, each with a time: the most exact one counts.
     """
     own: dict[int | None, list[dict[str, Any]]] = {}
     for event in events:
         if event["kind"] in FATAL:
-            own.setdefault(event["stream_id"], []).append(event)
-    known = {(s.identity.global_rank, s.identity.pid) for s in streams if s.identity}
+            own.setdefault(event["process"], []).append(event)
+    known = {(s.identity.global_rank, s.identity.pid) for s in processes if s.identity}
     by_process = {(failure["rank"], failure["pid"]): failure for failure in failures}
     found = [
         Death(failure["rank"], _moment([], failure), _message(failure), failure["exit_code"])
@@ -161,12 +161,12 @@ def deaths(
         if who not in known
     ]
 
-    def died(of: Iterable[Stream]) -> list[Death]:
-        every = (_death(stream, own.get(stream.id, []), by_process) for stream in of)
+    def died(of: Iterable[RankProcess]) -> list[Death]:
+        every = (_death(process, own.get(process.id, []), by_process) for process in of)
         return [death for death in every if death]
 
-    last = generations(last_attempt(streams))
-    found += died({stream.rank: stream for stream in last[-1]}.values()) if last else []
+    last = generations(last_attempt(processes))
+    found += died({process.rank: process for process in last[-1]}.values()) if last else []
     if failed and not found:
         replaced = (died(before) for before in reversed(last))
         found = next((each for each in replaced if not all(death.consequence for death in each)), [])
@@ -174,15 +174,15 @@ def deaths(
 
 
 def _death(
-    stream: Stream, every: list[dict[str, Any]], failures: Mapping[tuple[int, int], dict[str, Any]]
+    process: RankProcess, every: list[dict[str, Any]], failures: Mapping[tuple[int, int], dict[str, Any]]
 ) -> Death | None:
     """Return how a process died, from `every` event of it and the launcher's `failures`; None: it did not."""
-    assert stream.identity is not None
-    rank = stream.identity.global_rank
-    failure = failures.get((rank, stream.identity.pid))
+    assert process.identity is not None
+    rank = process.identity.global_rank
+    failure = failures.get((rank, process.identity.pid))
     mine = [event for event in every if event["kind"] != ENDED]
     seen = next((event for event in reversed(every) if event["kind"] == ENDED), None)
-    lost = bool(mine) if stream.identity.source in _SILENT else stream.lost
+    lost = bool(mine) if process.identity.source in _SILENT else process.lost
     if not (failure or lost or any(event["kind"] == "exception" for event in mine)):
         return None
     raised = [event["message"] for event in mine if event["kind"] == "exception"]
@@ -190,8 +190,8 @@ def _death(
     ended = seen["data"] if seen else {}
     code = failure["exit_code"] if failure else _whole(ended, "exit_code")
     gone = next((event["message"] for event in mine if event["kind"] == "rank_lost"), "")
-    when, kills = _moment(every, failure, stream.last_seen_ns), _whole(ended, "oom_kills") or 0
-    return Death(rank, when, message, code, stream, gone, kills)
+    when, kills = _moment(every, failure, process.last_seen_ns), _whole(ended, "oom_kills") or 0
+    return Death(rank, when, message, code, process, gone, kills)
 
 
 def _moment(
@@ -236,7 +236,10 @@ def _maybe_before(death: Death, other: Death) -> bool:
 
 
 def headline(
-    found: Sequence[Death], node_of: Callable[[Death], str | None], ranks: Mapping[int, Stream], world: int
+    found: Sequence[Death],
+    node_of: Callable[[Death], str | None],
+    ranks: Mapping[int, RankProcess],
+    world: int,
 ) -> Verdict:
     """
     Return the verdict that names the first of the deaths `found`, one or more; `node_of` returns the name
@@ -264,7 +267,7 @@ def headline(
 
 
 def _earlier(
-    found: Sequence[Death], node: str | None, ranks: Mapping[int, Stream], world: int
+    found: Sequence[Death], node: str | None, ranks: Mapping[int, RankProcess], world: int
 ) -> Verdict | None:
     """
     Return the verdict where each death only followed from the end of a peer: one that had finished, or one
@@ -274,8 +277,8 @@ def _earlier(
     reached = -1 if death.last_step is None else death.last_step
     finished = [
         rank
-        for rank, stream in sorted(ranks.items())
-        if stream.final and rank not in dead and (stream.last_key or 0) >> SEGMENT_BITS <= reached
+        for rank, process in sorted(ranks.items())
+        if process.final and rank not in dead and (process.last_key or 0) >> SEGMENT_BITS <= reached
     ]
     gone = finished or missing_of(world, ranks)
     if not gone:

@@ -15,8 +15,8 @@ from traceml_ray.analysis.step_times import Timeline, span, trained_since
 from traceml_ray.analysis.thresholds import MACHINE
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.store.nodes import Node, node_key
+from traceml_ray.store.processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.streams import Stream
 
 _MAX_PEERS = 16
 """Nodes that are compared with, evenly chosen."""
@@ -24,7 +24,7 @@ _MAX_EXAMINED = 10
 """The newest changes of verdict, which come with evidence."""
 
 
-def reference_rank(verdict: Verdict, ranks: Mapping[int, Stream]) -> int | None:
+def reference_rank(verdict: Verdict, ranks: Mapping[int, RankProcess]) -> int | None:
     """Return the rank whose rows date the verdict's steps; None where the verdict names no rank."""
     if verdict.meaning.names == "all":
         return min(ranks, default=None)
@@ -38,15 +38,15 @@ class Machines:
 
         between: their samples.
         ranks: the process of each rank of the run.
-        every: the streams of the session.
+        every: the rank processes of the session.
         labels: names of the nodes, by `node_key`.
 
     A node's samples have the time of its own clock, a verdict that of the aggregator's.
     """
 
     between: Between
-    ranks: Mapping[int, Stream]
-    every: Iterable[Stream]
+    ranks: Mapping[int, RankProcess]
+    every: Iterable[RankProcess]
     labels: Mapping[str, str]
 
     def when(self, verdict: Verdict, line: Timeline) -> tuple[int, int] | None:
@@ -57,16 +57,16 @@ class Machines:
         rank = reference_rank(verdict, self.ranks)
         if rank is None:
             return None
-        stream = self.ranks[rank]
+        process = self.ranks[rank]
         if verdict.began_ns is not None:
-            last_ns = max(stream.last_seen_ns for stream in self.ranks.values())
+            last_ns = max(process.last_seen_ns for process in self.ranks.values())
             lasted_s = verdict.lasted_s
             return verdict.began_ns, last_ns if lasted_s is None else verdict.began_ns + int(lasted_s * 1e9)
         if verdict.exit_reason is not None:
-            return stream.last_seen_ns - int(MACHINE.live_s * 1e9), stream.last_seen_ns
-        if stream.last_rows_ns is None:
+            return process.last_seen_ns - int(MACHINE.live_s * 1e9), process.last_seen_ns
+        if process.last_rows_ns is None:
             return None
-        return span(line, stream.last_rows_ns, verdict.from_step, verdict.to_step)
+        return span(line, process.last_rows_ns, verdict.from_step, verdict.to_step)
 
     def examine(
         self, verdict: Verdict, first_ns: int, last_ns: int, trained_ns: int, since_ns: int | None = None
@@ -78,7 +78,7 @@ class Machines:
         """
         since_ns = first_ns if since_ns is None else since_ns
         all_nodes = verdict.meaning.names == "all"
-        on = {rank: node_key(stream) for rank, stream in self.ranks.items()}
+        on = {rank: node_key(process) for rank, process in self.ranks.items()}
         named = {on[rank] for rank in verdict.ranks if rank in on}
         others = sorted(set(on.values()) - named)
         peers = others[:: -(-len(others) // _MAX_PEERS) or 1]
@@ -129,11 +129,11 @@ class Machines:
     def _pids(self, nodes: Iterable[str]) -> dict[str, dict[int, int | None]]:
         """Return, by node, the ranks of the run (None: of another, or of an earlier process) by pid."""
         pids: dict[str, dict[int, int | None]] = {node: {} for node in nodes}
-        for stream in self.every:
-            if stream.identity is not None and node_key(stream) in pids and stream.identity.pid > 1:
-                rank = stream.rank
-                current = rank is not None and self.ranks.get(rank) is stream
-                pids[node_key(stream)][stream.identity.pid] = rank if current else None
+        for process in self.every:
+            if process.identity is not None and node_key(process) in pids and process.identity.pid > 1:
+                rank = process.rank
+                current = rank is not None and self.ranks.get(rank) is process
+                pids[node_key(process)][process.identity.pid] = rank if current else None
         return pids
 
 

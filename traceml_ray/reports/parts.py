@@ -9,8 +9,8 @@ import numpy as np
 
 from traceml_ray.analysis.parts import MAX_PEERS, Rate, Rates
 from traceml_ray.stages import STAGES
+from traceml_ray.store.processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.streams import Stream
 
 _MAX_PARTS = 100
 
@@ -18,9 +18,9 @@ _MAX_PARTS = 100
 class StoredParts:
     """The stored parts of a run's ranks; `ranks` holds the process of each rank."""
 
-    def __init__(self, session: SessionFile, ranks: Mapping[int, Stream]) -> None:
+    def __init__(self, session: SessionFile, ranks: Mapping[int, RankProcess]) -> None:
         self._session = session
-        self._ranks = {stream.id: rank for rank, stream in ranks.items()}
+        self._ranks = {process.id: rank for rank, process in ranks.items()}
 
     def find(self, ranks: Sequence[int], first: int, last: int) -> dict[int, Rates]:
         """Return the rates of `ranks` over the steps `first` to `last`, see `analysis.parts.Find`."""
@@ -28,10 +28,10 @@ class StoredParts:
         stored = self._session.details(first, last, alone)
         known: dict[int, int] = {}
         for row in stored:
-            known[row["stream"]] = max(known.get(row["stream"], -1), min(row["last_step"], last))
+            known[row["process_id"]] = max(known.get(row["process_id"], -1), min(row["last_step"], last))
         found: dict[int, dict[tuple[str, int], Rate]] = {}
         for row in stored:
-            rank, steps = self._ranks.get(row["stream"]), known[row["stream"]] - first + 1
+            rank, steps = self._ranks.get(row["process_id"]), known[row["process_id"]] - first + 1
             if rank is not None and steps > 0 and (row["total_ns"] or row["count"]):
                 rate = Rate(row["total_ns"] / steps, row["count"] / steps, (row["bytes"] or 0) / steps)
                 found.setdefault(rank, {})[row["name"], row["stage"]] = rate

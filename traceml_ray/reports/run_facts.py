@@ -12,9 +12,9 @@ from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports.deaths import Death
 from traceml_ray.stages import SEGMENT_BITS, STAGES
 from traceml_ray.store.nodes import label_nodes, node_key
+from traceml_ray.store.processes import RankProcess, shown, world_size
 from traceml_ray.store.runs import of_run
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.streams import Stream, shown, world_size
 
 _MAX_EVENTS = 1000
 _MAX_MESSAGE = 2000
@@ -31,10 +31,10 @@ class RunFacts:
         run = session.run_id()
         self.run: dict[str, Any] = next((entry for entry in self.runs if entry["id"] == run), {})
         """The one of `runs` that the summary is of; empty before any."""
-        self.every = session.streams()
-        self.streams = of_run(self.every, run)
+        self.every = session.processes()
+        self.processes = of_run(self.every, run)
         """Those of the run."""
-        self.ranks = shown(self.streams)
+        self.ranks = shown(self.processes)
         self.nodes = {node.node_id: node for node in session.cluster()}
         self.labels = label_nodes(self.nodes.values(), self.every)
         """How nodes are shown, by `node_key`."""
@@ -57,7 +57,7 @@ class RunFacts:
     @property
     def stored(self) -> int:
         """Rows of the run's ranks that were stored."""
-        return sum(stream.stored for stream in self.ranks.values())
+        return sum(process.stored for process in self.ranks.values())
 
     @property
     def world_size(self) -> int:
@@ -74,14 +74,14 @@ class RunFacts:
 
     def node_of(self, rank: int) -> str | None:
         """The rank's node as it is shown."""
-        stream = self.ranks.get(rank)
-        return self.labels[node_key(stream)] if stream else None
+        process = self.ranks.get(rank)
+        return self.labels[node_key(process)] if process else None
 
 
 def session_block(facts: RunFacts) -> dict[str, Any]:
     """Return what the summary says of the session as a whole."""
     meta, nodes = facts.meta, _nodes(facts)
-    strategies = [stream.strategy for stream in facts.ranks.values() if stream.strategy]
+    strategies = [process.strategy for process in facts.ranks.values() if process.strategy]
     return {
         "id": meta.get("session"),
         "status": meta.get("status", "running"),
@@ -106,16 +106,16 @@ def _nodes(facts: RunFacts) -> list[dict[str, Any]]:
     """
     ranks: dict[str, list[int]] = {}
     said: dict[str, set[int]] = {}
-    for rank, stream in facts.ranks.items():
-        if stream.identity is not None:
-            ranks.setdefault(node_key(stream), []).append(rank)
-            said.setdefault(node_key(stream), set()).add(stream.identity.node_rank)
+    for rank, process in facts.ranks.items():
+        if process.identity is not None:
+            ranks.setdefault(node_key(process), []).append(rank)
+            said.setdefault(node_key(process), set()).add(process.identity.node_rank)
     numbers = [number for numbers in said.values() for number in numbers]
     if len(numbers) == len(said) == len(set(numbers)):
         number = {key: min(numbers) for key, numbers in said.items()}
     else:
         number = {key: at for at, key in enumerate(sorted(ranks, key=lambda key: ranks[key][0]))}
-    before = {node_key(stream) for stream in facts.streams if stream.identity}.difference(ranks)
+    before = {node_key(process) for process in facts.processes if process.identity}.difference(ranks)
     gone = [key for key in sorted(before) if _is_lost(facts, key)]
     return [
         {
@@ -135,28 +135,28 @@ def _is_lost(facts: RunFacts, key: str) -> bool:
 
 def ranks_block(facts: RunFacts, found: Sequence[Death]) -> dict[str, Any]:
     """Return how far each rank came and how it ended."""
-    died = {death.rank: death for death in found if death.stream is not None}
-    processes = Counter(stream.rank for stream in facts.streams)
+    died = {death.rank: death for death in found if death.process_id is not None}
+    processes = Counter(process.rank for process in facts.processes)
     return {str(rank): _rank(facts, rank, died.get(rank), processes[rank]) for rank in facts.ranks}
 
 
 def _rank(facts: RunFacts, rank: int, death: Death | None, processes: int) -> dict[str, Any]:
-    stream = facts.ranks[rank]
-    identity = stream.identity
+    process = facts.ranks[rank]
+    identity = process.identity
     return {
         "name": (identity.name or None) if identity else None,
         "node": facts.node_of(rank),
         "pid": identity.pid if identity else None,
         "attempt": identity.attempt if identity else None,
         "processes": processes,
-        "last_step": None if stream.last_key is None else stream.last_key >> SEGMENT_BITS,
-        "open_stage": None if stream.open_stage is None or stream.final else STAGES[stream.open_stage],
-        "last_seen": moment(stream.last_seen_ns),
-        "ended": "died" if death else "finished" if stream.final else None,
-        "exit_code": stream.exit_code,
+        "last_step": None if process.last_key is None else process.last_key >> SEGMENT_BITS,
+        "open_stage": None if process.open_stage is None or process.final else STAGES[process.open_stage],
+        "last_seen": moment(process.last_seen_ns),
+        "ended": "died" if death else "finished" if process.final else None,
+        "exit_code": process.exit_code,
         "exit_reason": death.reason if death else None,
-        "missing": stream.missing,
-        "errors": stream.errors,
+        "missing": process.missing,
+        "errors": process.errors,
     }
 
 
@@ -164,8 +164,8 @@ def memory_block(facts: RunFacts) -> dict[str, Any]:
     """Return the memory of each rank's process."""
     samples = facts.session.memory()
     per_rank = {}
-    for rank, stream in facts.ranks.items():
-        peak, last = samples.get(stream.id, (None, None))
+    for rank, process in facts.ranks.items():
+        peak, last = samples.get(process.id, (None, None))
         per_rank[str(rank)] = {"rss_peak_bytes": peak, "rss_last_bytes": last, "allocated_peak_bytes": None}
     return {"per_rank": per_rank}
 
@@ -190,22 +190,22 @@ def _event(event: dict[str, Any], facts: RunFacts) -> dict[str, Any]:
     }
 
 
-def overhead_of(streams: Iterable[Stream]) -> dict[str, Any]:
+def overhead_of(processes: Iterable[RankProcess]) -> dict[str, Any]:
     """
     Return what the monitor cost the rank that it cost most, each figure by itself.
 
     A batch counts what was measured and sent before it: of a process with a single one, 0 is "not known".
     """
     marks, cpu, sent = [], [], []
-    for stream in streams:
-        known = stream.produced if stream.last_key is None else (stream.last_key >> SEGMENT_BITS) + 1
-        steps = min(stream.produced, known)
-        if stream.produced and stream.marks_ns:
-            marks.append(stream.marks_ns / steps / 1e3)
-        if stream.produced and stream.sent_bytes:
-            sent.append(stream.sent_bytes / steps)
-        if stream.agent_wall_ns and stream.agent_cpu_ns:
-            cpu.append(100 * stream.agent_cpu_ns / stream.agent_wall_ns)
+    for process in processes:
+        known = process.produced if process.last_key is None else (process.last_key >> SEGMENT_BITS) + 1
+        steps = min(process.produced, known)
+        if process.produced and process.marks_ns:
+            marks.append(process.marks_ns / steps / 1e3)
+        if process.produced and process.sent_bytes:
+            sent.append(process.sent_bytes / steps)
+        if process.agent_wall_ns and process.agent_cpu_ns:
+            cpu.append(100 * process.agent_cpu_ns / process.agent_wall_ns)
     return {
         "of": "worst rank",
         "training_thread_us_per_step": max(marks, default=None),

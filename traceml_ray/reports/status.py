@@ -13,7 +13,7 @@ from traceml_ray.results import NodeInfo
 from traceml_ray.stages import SEGMENT_BITS, STAGES
 from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
-from traceml_ray.store.streams import Stream
+from traceml_ray.store.processes import RankProcess
 
 
 def render_status(send: Callable[[bytes], bytes], folder: Path, holder: int | None, now: int) -> str:
@@ -21,8 +21,8 @@ def render_status(send: Callable[[bytes], bytes], folder: Path, holder: int | No
     Return the status of the session in `folder`, as `send` answers; `holder` is the pid of who holds it, if
     that lives, `now` the wall clock in ns. Raises `QueryError`.
     """
-    asked = query.Status(), query.Verdict(), query.Runs(), query.Ranks(), query.Nodes(), query.Streams()
-    status, verdict, runs, ranks, nodes, streams, ledger = query.ask(send, [*asked, query.Ledger()])
+    asked = query.Status(), query.Verdict(), query.Runs(), query.Ranks(), query.Nodes(), query.RankProcesses()
+    status, verdict, runs, ranks, nodes, processes, ledger = query.ask(send, [*asked, query.Ledger()])
     labels = {node["node_id"]: node["label"] + " (lost)" * bool(node["lost_ns"]) for node in nodes}
     alone = status.get("launcher", "ray") == "ray" or status.get("ending", {}).get("missing")
     holds = "aggregator" if alone else "launcher"
@@ -35,12 +35,12 @@ def render_status(send: Callable[[bytes], bytes], folder: Path, holder: int | No
     lost = [labels[node["node_id"]] for node in nodes if node["lost_ns"]]
     parts.append(facts(("Nodes", ", ".join(lost))))
     parts.append(ledger_lines(ledger))
-    parts.append(_counts("Swallowed errors", _errors(status["errors"], nodes, streams)))
-    parts.append(_counts("Not measured", _missing(streams)))
+    parts.append(_counts("Swallowed errors", _errors(status["errors"], nodes, processes)))
+    parts.append(_counts("Not measured", _missing(processes)))
     return page(parts)
 
 
-def _ranks(ranks: Mapping[int, Stream], labels: Mapping[str, str], now: int) -> list[str]:
+def _ranks(ranks: Mapping[int, RankProcess], labels: Mapping[str, str], now: int) -> list[str]:
     columns: Columns = {
         ">rank": str,
         "name": lambda rank: identity.name if (identity := ranks[rank].identity) else "",
@@ -56,33 +56,33 @@ def _ranks(ranks: Mapping[int, Stream], labels: Mapping[str, str], now: int) -> 
     return table("Ranks", columns, ranks)
 
 
-def _last_step(stream: Stream) -> str:
-    return text.plain(None if stream.last_key is None else stream.last_key >> SEGMENT_BITS)
+def _last_step(process: RankProcess) -> str:
+    return text.plain(None if process.last_key is None else process.last_key >> SEGMENT_BITS)
 
 
-def _stage(stream: Stream) -> str:
-    return "" if stream.open_stage is None or stream.ended else STAGES[stream.open_stage]
+def _stage(process: RankProcess) -> str:
+    return "" if process.open_stage is None or process.ended else STAGES[process.open_stage]
 
 
-def _end(stream: Stream) -> str:
-    if stream.exit_code:
-        return f"exit code {stream.exit_code}"
-    return "finished" if stream.final else "lost" if stream.ended else ""
+def _end(process: RankProcess) -> str:
+    if process.exit_code:
+        return f"exit code {process.exit_code}"
+    return "finished" if process.final else "lost" if process.ended else ""
 
 
-def _errors(own: dict[str, int], nodes: list[NodeInfo], streams: list[Stream]) -> dict[str, int]:
+def _errors(own: dict[str, int], nodes: list[NodeInfo], processes: list[RankProcess]) -> dict[str, int]:
     """Return the swallowed errors by source and place; a rank's are those of all its processes."""
     sources = [("aggregator", own)]
     sources += [(f"relay of {node['hostname']}", node["errors"]) for node in nodes]
-    sources += [(f"rank {stream.rank}", stream.errors) for stream in streams]
+    sources += [(f"rank {process.rank}", process.errors) for process in processes]
     found: Counter[str] = Counter()
     for source, errors in sources:
         found.update({f"{source}, {place}": count for place, count in errors.items()})
     return found
 
 
-def _missing(streams: list[Stream]) -> dict[str, int]:
-    return Counter(f"{name}: {why}" for stream in streams for name, why in stream.missing.items())
+def _missing(processes: list[RankProcess]) -> dict[str, int]:
+    return Counter(f"{name}: {why}" for process in processes for name, why in process.missing.items())
 
 
 def _counts(title: str, counts: dict[str, int]) -> list[str]:

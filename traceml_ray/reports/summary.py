@@ -75,7 +75,7 @@ def _summary(facts: RunFacts, newest: bool = False) -> dict[str, Any]:
     parts = StoredParts(session, facts.ranks)
     performance = _with_part(judged.whole() if judged else _no_step(facts), facts, whole, parts)
     verdicts = _spans(facts, whole, parts)
-    found = deaths(facts.failures, facts.events, facts.streams, failed=facts.status == "failed")
+    found = deaths(facts.failures, facts.events, facts.processes, failed=facts.status == "failed")
     stood = hangs(session.verdicts()[0])
     machines = Machines(session.machines, facts.ranks, facts.every, facts.labels)
     dated = lines, facts.thresholds.warmup_steps
@@ -207,9 +207,9 @@ _NO_STEP_NEXT = (
 
 
 def _no_step(facts: RunFacts) -> Verdict:
-    missing = {f"{name}: {why}" for stream in facts.streams for name, why in stream.missing.items()}
+    missing = {f"{name}: {why}" for process in facts.processes for name, why in process.missing.items()}
     reason = "; ".join(sorted(missing)) or "no optimizer step ran after a backward pass"
-    why = f"no step was seen: {reason if facts.streams else 'no rank ever reported'}"
+    why = f"no step was seen: {reason if facts.processes else 'no rank ever reported'}"
     return Verdict(label="telemetry_limited", why=why, next=_NO_STEP_NEXT)
 
 

@@ -102,7 +102,7 @@ def reduce(
     if not ranks:
         return None
     run, sums = None, session.folded()
-    folded = {own.rank: sums[own.stream] for own in ranks if own.stream in sums}
+    folded = {own.rank: sums[own.process_id] for own in ranks if own.process_id in sums}
     if folded and not newest:
         with contextlib.suppress(*NONSENSE):  # of another version: then of the rows that are left
             run = unpack(session.kept(), ranks)

@@ -11,8 +11,8 @@ from typing import Protocol
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.store.history_reader import HistoryReader
+from traceml_ray.store.processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.streams import Stream
 
 _MAX_READERS = 3
 """Runs that are read from the file at the same time."""
@@ -22,7 +22,7 @@ class RunSteps(Protocol):
     """The history of a run, and the processes that it is of."""
 
     history: StepHistory
-    ranks: dict[int, Stream]
+    ranks: dict[int, RankProcess]
     whole: bool
     """All that is stored has been read."""
 

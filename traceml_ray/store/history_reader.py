@@ -12,9 +12,9 @@ from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.store.kept import unpack
+from traceml_ray.store.processes import RankProcess, awaited, world_size
 from traceml_ray.store.schema import NONSENSE
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.streams import Stream, awaited, world_size
 
 SLICE_ROWS = 1 << 18
 """Rows that are read at a time: about a quarter of a second."""
@@ -42,8 +42,8 @@ class HistoryReader:
         launched: int | None = None,
     ) -> None:
         self.session = session
-        self.ranks: dict[int, Stream] = {}
-        """The streams that stand for the ranks."""
+        self.ranks: dict[int, RankProcess] = {}
+        """The rank processes that stand for the ranks."""
         self.whole = False
         """All that is stored has been read."""
         self._limits = limits
@@ -63,9 +63,9 @@ class HistoryReader:
     def read(self, most: int = SLICE_ROWS) -> None:
         """Read on, about `most` rows. Raises `SessionFileError`."""
         self.ranks = self.session.ranks()
-        processes = {rank: stream.id for rank, stream in self.ranks.items()}
+        processes = {rank: process.id for rank, process in self.ranks.items()}
         before = self._processes
-        if before is None or any(processes.get(rank) != stream for rank, stream in before.items()):
+        if before is None or any(processes.get(rank) != process for rank, process in before.items()):
             self._begin()
         self._processes = processes
         read = 0
@@ -108,6 +108,6 @@ class HistoryReader:
         holding, waited = awaited(self.ranks, self.world, self._patience_ns, known)
         if not self.whole:  # of a rank that has been read to its end nothing is waited for
             ends, none = self.history.ends(), (-1, -1)
-            last = {rank: stream.last_key or 0 for rank, stream in self.ranks.items()}
+            last = {rank: process.last_key or 0 for rank, process in self.ranks.items()}
             holding = {rank for rank, key in last.items() if ends.get(rank, none)[1] < key}
         self._run.add(found, holding, waited, self.world)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from traceml_ray.analysis.baseline import Baseline, Learner
 from traceml_ray.analysis.episodes import Brief, Episodes
 from traceml_ray.analysis.history import Replay, RunJudge
-from traceml_ray.analysis.reduction import Reduction, streams_of
+from traceml_ray.analysis.reduction import Reduction, processes_of
 from traceml_ray.analysis.row_table import RowTable, Who
 from traceml_ray.analysis.step_history import Mark, StepHistory
 from traceml_ray.analysis.step_sums import Bins, StepSums
@@ -44,7 +44,7 @@ def unpack(data: bytes | None, rows: Sequence[RankRows]) -> Reduction | None:
     """
     try:
         run: Reduction | None = _PACKER.unpack(data) if data else None
-        return run if run is not None and run.streams == streams_of(rows) else None
+        return run if run is not None and run.processes == processes_of(rows) else None
     except NONSENSE as error:
         raise ValueError(f"statistics of folded rows cannot be read: {error}") from error
 

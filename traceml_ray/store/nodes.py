@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from traceml_ray.store.streams import Stream
+from traceml_ray.store.processes import RankProcess
 
 COLUMNS = ("node_id", "hostname", "address", "last_seen_ns", "errors", "lost_ns")
 
@@ -39,13 +39,13 @@ class Node:
         return cls(node_id, hostname, address, last_seen_ns, json.loads(errors), lost_ns)
 
 
-def node_key(stream: Stream) -> str:
-    """Return what tells the stream's node from others: its id, its hostname while that is not known."""
-    assert stream.identity is not None
-    return stream.identity.node_id or stream.identity.hostname
+def node_key(process: RankProcess) -> str:
+    """Return what tells the rank process's node from others: its id, its hostname while that is not known."""
+    assert process.identity is not None
+    return process.identity.node_id or process.identity.hostname
 
 
-def label_nodes(nodes: Iterable[Node], streams: Iterable[Stream]) -> dict[str, str]:
+def label_nodes(nodes: Iterable[Node], processes: Iterable[RankProcess]) -> dict[str, str]:
     """
     Return the label of each node (by `node_key`): its hostname, with the address where two nodes have
     the same one, and the beginning of its id where that does not tell them apart.
@@ -54,7 +54,9 @@ def label_nodes(nodes: Iterable[Node], streams: Iterable[Stream]) -> dict[str, s
     """
     nodes = list(nodes)
     hostnames = {node.node_id: node.hostname for node in nodes}
-    hostnames.update({node_key(stream): stream.identity.hostname for stream in streams if stream.identity})
+    hostnames.update(
+        {node_key(process): process.identity.hostname for process in processes if process.identity}
+    )
     addresses = {node.node_id: node.address for node in nodes}
     places = {key: (name, addresses.get(key, "address unknown")) for key, name in hostnames.items()}
     same_name, same_place = Counter(hostnames.values()), Counter(places.values())
@@ -68,8 +70,8 @@ def label_nodes(nodes: Iterable[Node], streams: Iterable[Stream]) -> dict[str, s
     return labels
 
 
-def stream_labels(nodes: Iterable[Node], streams: Iterable[Stream]) -> dict[int, str]:
-    """Return the label of the node of each stream (by id), see `label_nodes`."""
-    streams = list(streams)
-    labels = label_nodes(nodes, streams)
-    return {stream.id: labels[node_key(stream)] for stream in streams if stream.identity}
+def process_labels(nodes: Iterable[Node], processes: Iterable[RankProcess]) -> dict[int, str]:
+    """Return the label of the node of each rank process (by id), see `label_nodes`."""
+    processes = list(processes)
+    labels = label_nodes(nodes, processes)
+    return {process.id: labels[node_key(process)] for process in processes if process.identity}

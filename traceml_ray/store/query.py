@@ -21,7 +21,7 @@ import numpy as np
 from traceml_ray import __version__, results, step_shapes, summary_shape, wire
 from traceml_ray.codec import UNREADABLE, Count, Int64
 from traceml_ray.errors import sendable
-from traceml_ray.store.streams import Stream
+from traceml_ray.store.processes import RankProcess
 
 A = TypeVar("A", covariant=True)
 _ARRAY = 1
@@ -66,11 +66,11 @@ class Nodes(OfRun[list[results.NodeInfo]], frozen=True):
     """The nodes of the cluster, with the ranks of the run."""
 
 
-class Ranks(OfRun[dict[int, Stream]], frozen=True):
-    """The process that stands for each rank, see `store.streams.shown`."""
+class Ranks(OfRun[dict[int, RankProcess]], frozen=True):
+    """The process that stands for each rank, see `store.rank_processes.shown`."""
 
 
-class Streams(Request[list[Stream]], frozen=True):
+class RankProcesses(Request[list[RankProcess]], frozen=True):
     """Every process of every run that was a rank, in order of first appearance."""
 
 
@@ -113,9 +113,9 @@ class NodeSamples(Request[list[tuple[str, wire.NodeSample]]], frozen=True):
 
 
 class ProcessSamples(Request[list[tuple[int, wire.ProcessSample]]], frozen=True):
-    """The newest `last` samples of each of `streams` (ids), with its id."""
+    """The newest `last` samples of each of `processes` (ids), with its id."""
 
-    streams: tuple[Int64, ...]
+    processes: tuple[Int64, ...]
     last: Count
 
 

@@ -1,4 +1,4 @@
-"""The newest spans of every stream and samples of every node, in memory, for the live verdict."""
+"""The newest spans of every rank process and samples of every node, in memory, for the live verdict."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _NODES = 4096
 
 
 class Recent:
-    """Memory is bounded, however many streams and nodes there are."""
+    """Memory is bounded, however many rank processes and nodes there are."""
 
     def __init__(self) -> None:
         self._details: dict[int, deque[wire.Detail]] = {}
         self._nodes: dict[str, Samples] = {}
 
-    def add_detail(self, stream: int, detail: wire.Detail) -> None:
-        """Add a span; the newest 32 to 512 of a stream are kept."""
-        if stream not in self._details:
-            self._details[stream] = deque(maxlen=min(512, max(32, _DETAILS // (len(self._details) + 1))))
-        self._details[stream].append(detail)
+    def add_detail(self, process: int, detail: wire.Detail) -> None:
+        """Add a span; the newest 32 to 512 of a rank process are kept."""
+        if process not in self._details:
+            self._details[process] = deque(maxlen=min(512, max(32, _DETAILS // (len(self._details) + 1))))
+        self._details[process].append(detail)
 
-    def details(self, stream: int) -> list[wire.Detail]:
-        """Return the newest spans of a stream, oldest first."""
-        return list(self._details.get(stream, ()))
+    def details(self, process: int) -> list[wire.Detail]:
+        """Return the newest spans of a rank process, oldest first."""
+        return list(self._details.get(process, ()))
 
     def add_sample(self, node: str, sample: wire.NodeSample) -> None:
         """Add a sample of a node (by id), see `Samples`; of more than 4,096 nodes, the first is forgotten."""
@@ -42,7 +42,7 @@ class Recent:
         known = {node: self._nodes[node] for node in nodes if node in self._nodes}
         return {node: samples.between(first_ns, last_ns) for node, samples in known.items()}
 
-    def keep(self, streams: set[int]) -> None:
-        """Forget all other streams."""
-        for stream in self._details.keys() - streams:
-            del self._details[stream]
+    def keep(self, processes: set[int]) -> None:
+        """Forget all other rank processes."""
+        for process in self._details.keys() - processes:
+            del self._details[process]

@@ -23,16 +23,16 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.stages import N_STAGES
 from traceml_ray.store.kept import MAX_RANKS, pack, unpack
-from traceml_ray.store.nodes import stream_labels
+from traceml_ray.store.nodes import process_labels
+from traceml_ray.store.processes import shown, world_size
 from traceml_ray.store.runs import by_run
 from traceml_ray.store.schema import LISTS, NONSENSE, insert
 from traceml_ray.store.session_file import Columns, SessionFile
-from traceml_ray.store.streams import shown, world_size
 
 CHUNKS = 10
-"""Of a stream in one sum: its agent sends about one a second."""
+"""Of a rank process in one sum: its agent sends about one a second."""
 SUMS = 1 << 17
-"""So many are kept: of more, neighbours are added up, so that each is of an equal share of its stream."""
+"""So many are kept: of more, neighbours are added up; each is an equal share of its rank process."""
 EVENTS = 100_000
 """So many are kept in a file beyond its bound: only what goes wrong has so many to tell."""
 MAX_RUNS = 16
@@ -71,7 +71,7 @@ class Retention:
         self._to = 0
         """The last chunk that was absorbed."""
         self._left: dict[int, int] = {}
-        """The last chunk of each stream before that."""
+        """The last chunk of each rank process before that."""
         self._ids: list[tuple[int]] = []
         self._sums: list[tuple[Any, ...]] = []
         self._rows = self._bytes = 0
@@ -83,13 +83,13 @@ class Retention:
         pages = self._one("PRAGMA page_count") - self._one("PRAGMA freelist_count")
         return bool(pages * self._one("PRAGMA page_size") > self._limit)
 
-    def absorb(self, streams: int) -> bool:
+    def absorb(self, processes: int) -> bool:
         """
-        Read the next slice of so many streams that report; return whether it is time to `fold`.
+        Read the next slice of so many rank processes that report; return whether it is time to `fold`.
 
-        The last chunk of each stream stays in the file, so that whoever reads the rows sees every rank.
+        The last chunk of each rank process stays in the file, so that whoever reads the rows sees every rank.
         """
-        slice_ = min(CHUNKS * max(1, streams), MAX_SLICE)
+        slice_ = min(CHUNKS * max(1, processes), MAX_SLICE)
         newest = self._one("SELECT max(id) FROM chunk") or 0  # what is being looked at stays
         found, size = [], 0
         for chunk in self._chunks("id > ? AND id < ? ORDER BY id LIMIT ?", self._to, newest - slice_, slice_):
@@ -99,14 +99,14 @@ class Retention:
                 break
         if not found:
             return True
-        last = {stream: self._last_of(stream) for stream in {chunk.stream_id for chunk in found}}
-        before = [self._left[stream] for stream in last if stream in self._left]
+        last = {process: self._last_of(process) for process in {chunk.process for chunk in found}}
+        before = [self._left[process] for process in last if process in self._left]
         chunks = [chunk for at in sorted(before) for chunk in self._chunks("id = ?", at)]
-        chunks += [chunk for chunk in found if chunk.id != last[chunk.stream_id]]
+        chunks += [chunk for chunk in found if chunk.id != last[chunk.process]]
         self._keep(chunks)
-        for stream in last:
-            self._left.pop(stream, None)
-        self._left.update((chunk.stream_id, chunk.id) for chunk in found if chunk.id == last[chunk.stream_id])
+        for process in last:
+            self._left.pop(process, None)
+        self._left.update((chunk.process, chunk.id) for chunk in found if chunk.id == last[chunk.process])
         self._sums += _sums(chunks)
         self._ids += [(chunk.id,) for chunk in chunks]
         self._rows += sum(chunk.n for chunk in chunks)
@@ -119,9 +119,9 @@ class Retention:
         query = f"SELECT {', '.join(_Chunk._fields)} FROM chunk WHERE {where}"
         return (_Chunk(*row) for row in self._connection.execute(query, values))
 
-    def _last_of(self, stream: int) -> int:
-        query = "SELECT max(id) FROM chunk WHERE stream_id = ?"
-        return int(self._connection.execute(query, (stream,)).fetchone()[0])
+    def _last_of(self, process: int) -> int:
+        query = "SELECT max(id) FROM chunk WHERE process = ?"
+        return int(self._connection.execute(query, (process,)).fetchone()[0])
 
     def fold(self) -> dict[str, int]:
         """Write what was absorbed within the caller's transaction, delete it; return the new cursors."""
@@ -144,35 +144,35 @@ class Retention:
 
     def _keep(self, chunks: Iterable[_Chunk]) -> None:
         """Reduce the rows of `chunks`; of a run that fails, only the sums are kept."""
-        by_stream: dict[int, list[_Chunk]] = {}
+        by_process: dict[int, list[_Chunk]] = {}
         for chunk in chunks:
-            by_stream.setdefault(chunk.stream_id, []).append(chunk)
-        streams = self._session.streams()
-        labels = stream_labels(self._session.cluster(), streams)
+            by_process.setdefault(chunk.process, []).append(chunk)
+        processes = self._session.processes()
+        labels = process_labels(self._session.cluster(), processes)
         read = []
-        for run, known in by_run(streams).items():
-            ranks = {rank: stream for rank, stream in shown(known).items() if stream.stored}
+        for run, known in by_run(processes).items():
+            ranks = {rank: process for rank, process in shown(known).items() if process.stored}
             found = [
-                RankRows(rank, labels[s.id], *_columns(by_stream[s.id]), s.group, s.strategy, s.id)
+                RankRows(rank, labels[s.id], *_columns(by_process[s.id]), s.group, s.strategy, s.id)
                 for rank, s in ranks.items()
-                if s.id in by_stream
+                if s.id in by_process
             ]
             if found and len(ranks) <= MAX_RANKS:
-                state = self._state(run, {rank: stream.id for rank, stream in ranks.items()})
+                state = self._state(run, {rank: process.id for rank, process in ranks.items()})
                 read.append((state, found, world_size(ranks, None)))
         for state, found, world in read:
             state.changed = True
             try:
                 if state.kept is not None:
                     reported = state.kept.history.reported() | {own.rank for own in found}
-                    state.kept.add(found, state.streams, len(state.streams.keys() - reported), world)
+                    state.kept.add(found, state.processes, len(state.processes.keys() - reported), world)
             except NONSENSE as error:
                 state.kept, self.failed = None, error
 
-    def _state(self, run: str, streams: dict[int, int]) -> _Run:
+    def _state(self, run: str, processes: dict[int, int]) -> _Run:
         """Return what is kept of `run`; it begins anew when its processes are others, or none can be read."""
         state = self._runs.get(run)
-        if state is None or state.streams != streams:
+        if state is None or state.processes != processes:
             session = self._session.of(run)
             newest, _ = session.rows(last=1)
             kept, refused = None, False
@@ -181,7 +181,7 @@ class Retention:
             except ValueError as error:
                 self.failed, refused = error, True
             kept = kept or begun(newest, self._thresholds, session.baseline())
-            state = self._runs[run] = _Run(streams, kept if kept.streams == streams else None, refused)
+            state = self._runs[run] = _Run(processes, kept if kept.processes == processes else None, refused)
             while len(self._runs) > MAX_RUNS:
                 del self._runs[next(iter(self._runs))]
         return state
@@ -205,16 +205,16 @@ class Retention:
         self._connection.execute(f"DELETE FROM kept WHERE id NOT IN ({newest})", (MAX_RUNS,))
 
     def _merge_sums(self) -> None:
-        """Add up neighbouring sums of each stream where there are more than `SUMS` in all."""
+        """Add up neighbouring sums of each rank process where there are more than `SUMS` in all."""
         most = min(SUMS, self._limit // 2048)
         if self._one("SELECT count(*) FROM rollup") <= most:
             return
-        total = dict(self._connection.execute("SELECT stream_id, sum(n) FROM rollup GROUP BY 1").fetchall())
+        total = dict(self._connection.execute("SELECT process, sum(n) FROM rollup GROUP BY 1").fetchall())
         share = max(1, most // 4 // len(total))
-        query = f"SELECT {', '.join(LISTS['rollup'])} FROM rollup ORDER BY stream_id, id"
+        query = f"SELECT {', '.join(LISTS['rollup'])} FROM rollup ORDER BY process, id"
         merged = []
-        for stream, sums in groupby(self._connection.execute(query), key=lambda each: each[0]):
-            merged += list(_merged(sums, total[stream] // share))
+        for process, sums in groupby(self._connection.execute(query), key=lambda each: each[0]):
+            merged += list(_merged(sums, total[process] // share))
         self._connection.execute("DELETE FROM rollup")
         self._connection.executemany(insert("rollup"), merged)
 
@@ -222,10 +222,10 @@ class Retention:
         """Thin out the samples among the oldest `share` of each kind; return where that ended."""
         largest = "SELECT id FROM (SELECT id, max(rss_bytes) FROM process_sample WHERE id > ?1 AND id <= ?2"
         kept = {
-            "process_sample": f"id NOT IN ({largest} GROUP BY stream_id))",
+            "process_sample": f"id NOT IN ({largest} GROUP BY process))",
             "node_sample": "t_ns / 1000000000 % 10 != 0",
             "detail": "id NOT IN (SELECT max(id) FROM detail WHERE id > ?1 AND id <= ?2 GROUP BY "
-            "stream_id, name, stage)",
+            "process, name, stage)",
         }
         ends = {}
         for table, rest in kept.items():
@@ -242,7 +242,7 @@ class Retention:
     def _add_up_parts(self, since: int, last: int) -> None:
         """Let the newest row of each named part of a process be the sum of all of its rows."""
         sums = "sum(count), sum(total_ns), max(max_ns), min(first_step), max(last_step), sum(bytes), max(id)"
-        which = "WHERE id > ? AND id <= ? GROUP BY stream_id, name, stage"
+        which = "WHERE id > ? AND id <= ? GROUP BY process, name, stage"
         found = self._connection.execute(f"SELECT {sums} FROM detail {which}", (since, last)).fetchall()
         names = "count = ?, total_ns = ?, max_ns = ?, first_step = ?, last_step = ?, bytes = ?"
         self._connection.executemany(f"UPDATE detail SET {names} WHERE id = ?", found)
@@ -254,21 +254,21 @@ class Retention:
 @dataclass
 class _Run:
     """
-    What is kept of one run, None where that failed; `streams` is the process of each rank. `refused`: what is
-    in the file could not be read.
+    What is kept of one run, None where that failed; `processes` is the process of each rank. `refused`: what
+    is in the file could not be read.
     """
 
-    streams: dict[int, int]
+    processes: dict[int, int]
     kept: Reduction | None
     refused: bool = False
     changed: bool = False
 
 
 class _Chunk(NamedTuple):
-    """Rows of one stream as they came."""
+    """Rows of one rank process as they came."""
 
     id: int
-    stream_id: int
+    process: int
     first_row: int
     n: int
     keys: bytes
@@ -283,23 +283,23 @@ def _columns(chunks: Iterable[_Chunk]) -> Columns:
 
 
 def _sums(chunks: Iterable[_Chunk]) -> list[tuple[Any, ...]]:
-    """Return rows of the table, each of up to ten chunks of one stream."""
-    streams: dict[int, list[_Chunk]] = {}
+    """Return rows of the table, each of up to ten chunks of one rank process."""
+    processes: dict[int, list[_Chunk]] = {}
     for chunk in chunks:
-        streams.setdefault(chunk.stream_id, []).append(chunk)
+        processes.setdefault(chunk.process, []).append(chunk)
     found = []
-    for stream, own in streams.items():
+    for process, own in processes.items():
         for at in range(0, len(own), CHUNKS):
             part = own[at : at + CHUNKS]
             keys, _, rows = _columns(part)
             longest = int(rows.sum(axis=1).max())
             sums = rows.sum(axis=0).astype("<i8").tobytes()
-            found.append((stream, part[0].first_row, len(keys), int(keys[0]), int(keys[-1]), sums, longest))
+            found.append((process, part[0].first_row, len(keys), int(keys[0]), int(keys[-1]), sums, longest))
     return found
 
 
 def _merged(sums: Iterable[tuple[Any, ...]], most: int) -> Iterator[tuple[Any, ...]]:
-    """Yield the sums of one stream, neighbours added up to `most` rows."""
+    """Yield the sums of one rank process, neighbours added up to `most` rows."""
     whole: tuple[Any, ...] | None = None
     for each in sums:
         if whole is not None and whole[2] + each[2] <= most:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from traceml_ray.store.streams import Stream, attempt_of, generations, shown, world_size
+from traceml_ray.store.processes import RankProcess, attempt_of, generations, shown, world_size
 
 MAX_RUNS = 256
 """Runs of which is kept what was told of them."""
@@ -14,23 +14,23 @@ _MAX_FACTS = 32
 _OURS = frozenset({"id", "started_at", "ended_at", "status"})
 
 
-def by_run(streams: Iterable[Stream]) -> dict[str, list[Stream]]:
-    """Return the streams of each run by its id, oldest run first; those of unknown rank are left out."""
-    found: dict[str, list[Stream]] = {}
-    for stream in streams:
-        if stream.identity is not None:
-            found.setdefault(stream.identity.job_id, []).append(stream)
+def by_run(processes: Iterable[RankProcess]) -> dict[str, list[RankProcess]]:
+    """Return the rank processes of each run by its id, oldest first; those of unknown rank are left out."""
+    found: dict[str, list[RankProcess]] = {}
+    for process in processes:
+        if process.identity is not None:
+            found.setdefault(process.identity.job_id, []).append(process)
     return found
 
 
-def of_run(streams: Iterable[Stream], run: str | None) -> list[Stream]:
-    """Return the streams of `run`, and those of which the run is not known."""
-    return [stream for stream in streams if stream.identity is None or stream.identity.job_id == run]
+def of_run(processes: Iterable[RankProcess], run: str | None) -> list[RankProcess]:
+    """Return the rank processes of `run`, and those of which the run is not known."""
+    return [process for process in processes if process.identity is None or process.identity.job_id == run]
 
 
-def newest(streams: Iterable[Stream], meta: Mapping[str, Any]) -> str | None:
+def newest(processes: Iterable[RankProcess], meta: Mapping[str, Any]) -> str | None:
     """Return the newest run of a session that has rows, else the newest at all; None before any."""
-    runs = by_run(streams)
+    runs = by_run(processes)
     return newest_of({run: any(s.stored for s in own) for run, own in runs.items()}, meta)
 
 
@@ -41,10 +41,10 @@ def newest_of(has_rows: Mapping[str, bool], meta: Mapping[str, Any]) -> str | No
     return stored[-1] if stored else known[-1] if known else None
 
 
-def run_names(streams: Iterable[Stream], meta: Mapping[str, Any]) -> dict[str, str]:
+def run_names(processes: Iterable[RankProcess], meta: Mapping[str, Any]) -> dict[str, str]:
     """Return the name of each run of a session by its id, the oldest run first."""
     told = meta.get("runs", {})
-    return {run: told.get(run, {}).get("name") or run for run in [*by_run(streams), *told]}
+    return {run: told.get(run, {}).get("name") or run for run in [*by_run(processes), *told]}
 
 
 def note(
@@ -64,26 +64,26 @@ def note(
     return runs
 
 
-def status_of(streams: list[Stream], told: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
+def status_of(processes: list[RankProcess], told: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
     """
     Return how a run stands: what was told of it, else how the session stands.
 
     While the session runs, a run of which nobody said how it ended has `ended` when all its ranks have.
     """
     session: str = told.get("status") or meta.get("status", "running")
-    last = generations(streams)[-1:]
+    last = generations(processes)[-1:]
     return "ended" if session == "running" and last and all(s.ended for s in last[0]) else session
 
 
 def list_runs(
-    streams: Iterable[Stream], meta: Mapping[str, Any], labels: Mapping[str, str]
+    processes: Iterable[RankProcess], meta: Mapping[str, Any], labels: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """
     Return every run of a session, oldest first: `id`, `name`, `launcher`, `status`, `started_at` and
     `ended_at` (ns), `world_size`, `nnodes`, `attempts`, `label` of its verdict (`labels`: the last live
     ones), `ledger` in rows.
     """
-    runs, told = by_run(streams), meta.get("runs", {})
+    runs, told = by_run(processes), meta.get("runs", {})
     ids = [*runs, *(run for run in told if run not in runs)]
     return [
         _entry(
@@ -100,7 +100,7 @@ def _is_own(run: str, meta: Mapping[str, Any]) -> bool:
 
 def _entry(
     run: str,
-    streams: list[Stream],
+    processes: list[RankProcess],
     told: Mapping[str, Any],
     meta: Mapping[str, Any],
     labels: Mapping[str, str],
@@ -109,11 +109,11 @@ def _entry(
 ) -> dict[str, Any]:
     """What is known of one run; what was said of the session holds for its `own` run."""
     said = {**meta, **told} if own else told
-    status = status_of(streams, told, meta)
+    status = status_of(processes, told, meta)
     ended = told.get("ended_at") or meta.get("ended_at")
     if not ended and status == "ended":
-        ended = max(stream.last_seen_ns for stream in streams)
-    first = min((stream.first_seen_ns for stream in streams), default=None)
+        ended = max(process.last_seen_ns for process in processes)
+    first = min((process.first_seen_ns for process in processes), default=None)
     return {
         "id": run,
         "name": told.get("name") or run,
@@ -121,43 +121,43 @@ def _entry(
         "status": status,
         "started_at": said.get("started_at") or first,
         "ended_at": ended,
-        "world_size": world_size(shown(streams), said.get("world_size")) or None,
+        "world_size": world_size(shown(processes), said.get("world_size")) or None,
         "nnodes": said.get("nnodes"),
-        "attempts": len({attempt_of(stream) for stream in streams}),
+        "attempts": len({attempt_of(process) for process in processes}),
         "label": told.get("label") or labels.get(run),
-        "ledger": count(streams),
+        "ledger": count(processes),
     }
 
 
-def count(streams: Iterable[Stream]) -> dict[str, Any]:
+def count(processes: Iterable[RankProcess]) -> dict[str, Any]:
     """Return where every produced row is: `produced = stored + dropped + in_flight`, in rows."""
     total = {"produced": 0, "stored": 0, "in_flight": 0}
     dropped = {"agent": 0, "relay": 0, "aggregator": 0}
-    for stream in streams:
+    for process in processes:
         for name in total:
-            total[name] += getattr(stream, name)
+            total[name] += getattr(process, name)
         for name in dropped:
-            dropped[name] += getattr(stream, f"dropped_{name}")
+            dropped[name] += getattr(process, f"dropped_{name}")
     return {**total, "dropped": dropped}
 
 
-def ledger(streams: Iterable[Stream], run: str | None) -> dict[str, Any]:
+def ledger(processes: Iterable[RankProcess], run: str | None) -> dict[str, Any]:
     """
-    Return `count` of all streams, and in `per_rank` that of each rank of `run`: attempts and processes
+    Return `count` of all rank processes, and in `per_rank` that of each rank of `run`: attempts and processes
     of one rank are added up, those of other runs are not.
 
     `unreported` is what was produced after a rank's last report: 0 after a last batch, None (not
     known) for a process that was killed.
     """
-    streams = list(streams)
-    ranks: dict[int | None, list[Stream]] = {}
-    for stream in of_run(streams, run):
-        ranks.setdefault(stream.rank, []).append(stream)
+    processes = list(processes)
+    ranks: dict[int | None, list[RankProcess]] = {}
+    for process in of_run(processes, run):
+        ranks.setdefault(process.rank, []).append(process)
     per_rank = {
         "unknown" if rank is None else str(rank): {
             **count(ranks[rank]),
-            "unreported": 0 if all(stream.final for stream in ranks[rank]) else None,
+            "unreported": 0 if all(process.final for process in ranks[rank]) else None,
         }
         for rank in sorted(ranks, key=lambda rank: (rank is None, rank))
     }
-    return {**count(streams), "per_rank": per_rank}
+    return {**count(processes), "per_rank": per_rank}

@@ -27,13 +27,13 @@ _LATE_NS = 10_000_000_000
 class SampleReader(Reader):
     """Reads samples; those of nodes are not of one run."""
 
-    def process_samples(self, streams: Iterable[int], last: int) -> list[tuple[int, wire.ProcessSample]]:
-        """Return the newest `last` samples of each of `streams` (ids), with its id."""
-        query = f"SELECT {_PROCESS} FROM process_sample WHERE stream_id = ? ORDER BY id DESC LIMIT ?"
+    def process_samples(self, processes: Iterable[int], last: int) -> list[tuple[int, wire.ProcessSample]]:
+        """Return the newest `last` samples of each of `processes` (ids), with its id."""
+        query = f"SELECT {_PROCESS} FROM process_sample WHERE process = ? ORDER BY id DESC LIMIT ?"
         return [
-            (stream, wire.ProcessSample(*sample))
-            for stream in streams
-            for sample in reversed(self._all(query, stream, last))
+            (process, wire.ProcessSample(*sample))
+            for process in processes
+            for sample in reversed(self._all(query, process, last))
         ]
 
     def node_samples(self, nodes: Iterable[str], last: int) -> list[tuple[str, wire.NodeSample]]:
@@ -42,12 +42,12 @@ class SampleReader(Reader):
         return [(node, sample) for node in nodes for _, _, sample in self._samples(where, node, last)]
 
     def memory(self) -> dict[int, tuple[int | None, int | None]]:
-        """Return (peak, last) resident bytes by stream id."""
+        """Return (peak, last) resident bytes by rank process id."""
         found = self._all(
-            "SELECT p.stream_id, m.peak, p.rss_bytes FROM process_sample p JOIN (SELECT max(id) AS id, "
-            "max(rss_bytes) AS peak FROM process_sample GROUP BY stream_id) m ON p.id = m.id"
+            "SELECT p.process, m.peak, p.rss_bytes FROM process_sample p JOIN (SELECT max(id) AS id, "
+            "max(rss_bytes) AS peak FROM process_sample GROUP BY process) m ON p.id = m.id"
         )
-        return {stream: (peak, last) for stream, peak, last in found}
+        return {process: (peak, last) for process, peak, last in found}
 
     def node_columns(self) -> dict[str, dict[tuple[int | None, str], Sequence[float]]]:
         """

@@ -11,19 +11,19 @@ import msgspec
 
 from traceml_ray import wire
 from traceml_ray.store.nodes import COLUMNS as NODE
-from traceml_ray.store.streams import COLUMNS as STREAM
+from traceml_ray.store.processes import COLUMNS as RANK_PROCESS
 
 SCHEMA = 1
 _APPLICATION = 0x54724D4C  # "TrML" in the file's header: tells a session from any other database
 
 LISTS = {
-    "chunk": ("stream_id", "first_row", "n", "keys", "flags", "rows"),
-    "process_sample": ("stream_id", *wire.ProcessSample.__struct_fields__),
+    "chunk": ("process", "first_row", "n", "keys", "flags", "rows"),
+    "process_sample": ("process", *wire.ProcessSample.__struct_fields__),
     "node_sample": ("node_id", *wire.NodeSample.__struct_fields__),
-    "detail": ("stream_id", *wire.Detail.__struct_fields__),
-    "event": ("stream_id", "node_id", *wire.Event.__struct_fields__, "run"),
+    "detail": ("process", *wire.Detail.__struct_fields__),
+    "event": ("process", "node_id", *wire.Event.__struct_fields__, "run"),
     "verdict": ("t_ns", "body", "run"),
-    "rollup": ("stream_id", "first_row", "n", "first_key", "last_key", "sums", "max_ns"),
+    "rollup": ("process", "first_row", "n", "first_key", "last_key", "sums", "max_ns"),
 }
 """Tables that grow, by name: their columns after `id`, which numbers the rows in order of arrival."""
 _KEYED = {
@@ -32,8 +32,8 @@ _KEYED = {
     "relay": ("incarnation", "node_id", "last_seq"),
 }
 """Tables with one row for each value of their first column."""
-_INDEXES = {"chunk": "stream_id, id", "process_sample": "stream_id, id", "node_sample": "node_id, id",
-            "detail": "stream_id, last_step"}  # fmt: skip
+_INDEXES = {"chunk": "process, id", "process_sample": "process, id", "node_sample": "node_id, id",
+            "detail": "process, last_step"}  # fmt: skip
 
 
 def insert(table: str) -> str:
@@ -47,11 +47,11 @@ def marks(n: int) -> str:
 
 
 def _statements() -> Iterator[str]:
-    yield f"CREATE TABLE stream(id INTEGER PRIMARY KEY, {', '.join(STREAM[1:])})"
+    yield f"CREATE TABLE rank_process(id INTEGER PRIMARY KEY, {', '.join(RANK_PROCESS[1:])})"
     for name, columns in LISTS.items():
         typed = ", ".join(columns).replace(
-            "stream_id", "stream_id INT"
-        )  # else no join by `stream.id` uses an index
+            "process", "process INT"
+        )  # else no join by `rank_process.id` uses an index
         yield f"CREATE TABLE {name}(id INTEGER PRIMARY KEY, {typed})"
     yield "CREATE TABLE kept(id INTEGER PRIMARY KEY, run UNIQUE, body)"
     for name, columns in _KEYED.items():

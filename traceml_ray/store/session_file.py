@@ -23,11 +23,11 @@ from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.stages import N_STAGES
 from traceml_ray.store.nodes import COLUMNS as NODE_COLUMNS
-from traceml_ray.store.nodes import Node, label_nodes, node_key, stream_labels
+from traceml_ray.store.nodes import Node, label_nodes, node_key, process_labels
+from traceml_ray.store.processes import RankProcess, from_row, shown
 from traceml_ray.store.runs import ledger, list_runs, newest_of, of_run
 from traceml_ray.store.samples import SampleReader
 from traceml_ray.store.schema import SessionFileError
-from traceml_ray.store.streams import Stream, from_row, shown
 
 
 class SessionFile(SampleReader):
@@ -53,11 +53,11 @@ class SessionFile(SampleReader):
         Return the nodes as dicts: what `Node` holds, `alive`, `label` (how it is shown), and `ranks`,
         those of the run that were seen there last.
         """
-        streams, nodes = self.streams(), self.cluster()
+        processes, nodes = self.processes(), self.cluster()
         at: dict[str, list[int]] = {}
-        for rank, stream in shown(of_run(streams, self.run_id())).items():
-            at.setdefault(node_key(stream), []).append(rank)
-        labels = label_nodes(nodes, streams)
+        for rank, process in shown(of_run(processes, self.run_id())).items():
+            at.setdefault(node_key(process), []).append(rank)
+        labels = label_nodes(nodes, processes)
         return [
             {
                 **asdict(node),
@@ -68,16 +68,16 @@ class SessionFile(SampleReader):
             for node in nodes
         ]
 
-    def streams(self) -> list[Stream]:
-        """Return every stream of every run, in order of first appearance."""
-        return [from_row(row) for row in self._all("SELECT * FROM stream ORDER BY id")]
+    def processes(self) -> list[RankProcess]:
+        """Return every rank process of every run, in order of first appearance."""
+        return [from_row(row) for row in self._all("SELECT * FROM rank_process ORDER BY id")]
 
     def run_id(self) -> str | None:
         """Return the run that `ranks`, `rows` and so on are of; None while no rank has reported."""
         if self.run is not None:
             return self.run
         runs = self._all(
-            "SELECT job_id, max(stored > 0) FROM stream WHERE job_id NOT NULL "
+            "SELECT job_id, max(stored > 0) FROM rank_process WHERE job_id NOT NULL "
             "GROUP BY job_id ORDER BY min(id)"
         )
         return newest_of({run: bool(rows) for run, rows in runs}, self.meta())
@@ -89,16 +89,16 @@ class SessionFile(SampleReader):
             "ON v.id = m.id"
         )
         labels = {run: json.loads(body)["label"] for run, body in last}
-        return list_runs(self.streams(), self.meta(), labels)
+        return list_runs(self.processes(), self.meta(), labels)
 
     def of(self, run: str | None) -> SessionFile:
         """Return a reader of that run that shares this one's connection."""
         return SessionFile(self.path, self._connection, run=run)
 
-    def ranks(self) -> dict[int, Stream]:
-        """Return the stream that stands for each rank (see `streams.shown`), by global rank."""
-        streams = self.streams()
-        return shown(of_run(streams, self.run_id()))
+    def ranks(self) -> dict[int, RankProcess]:
+        """Return the rank process that stands for each rank (see `rank_processes.shown`), by global rank."""
+        processes = self.processes()
+        return shown(of_run(processes, self.run_id()))
 
     def rows(
         self,
@@ -121,14 +121,14 @@ class SessionFile(SampleReader):
             return [], since
         wanted = None if only is None else set(only)
         found = []
-        streams = self.streams()
-        labels = stream_labels(self.cluster(), streams)
-        for rank, stream in shown(of_run(streams, self.run_id())).items():
+        processes = self.processes()
+        labels = process_labels(self.cluster(), processes)
+        for rank, process in shown(of_run(processes, self.run_id())).items():
             if wanted is None or rank in wanted:
-                columns = self._columns(stream.id, since, top, last)
+                columns = self._columns(process.id, since, top, last)
                 if columns is not None:
-                    more = stream.group, stream.strategy, stream.id
-                    found.append(RankRows(rank, labels[stream.id], *columns, *more))
+                    more = process.group, process.strategy, process.id
+                    found.append(RankRows(rank, labels[process.id], *columns, *more))
         return found, top
 
     def newest_chunks(self, rows: int) -> int:
@@ -136,10 +136,12 @@ class SessionFile(SampleReader):
         ((mean,),) = self._all("SELECT avg(n) FROM (SELECT n FROM chunk ORDER BY id DESC LIMIT 1000)")
         return max(1, int(rows / max(1.0, mean or 1.0)))
 
-    def details(self, first: int = 0, last: int = 1 << 62, stream: int | None = None) -> list[dict[str, Any]]:
+    def details(
+        self, first: int = 0, last: int = 1 << 62, process: int | None = None
+    ) -> list[dict[str, Any]]:
         """
-        Return the named parts of each process (or of that stream) over the steps `first` to `last`, summed,
-        longest first.
+        Return the named parts of each process (or of that rank process) over the steps `first` to `last`,
+        summed, longest first.
 
         Of a sum that reaches beyond them, the share of its steps that lies inside counts.
         """
@@ -148,12 +150,12 @@ class SessionFile(SampleReader):
         sums = [f"CAST(round(sum(d.{name} * {share})) AS INT) AS {name}" for name in ("count", "total_ns")]
         sums.append(f"CAST(sum(d.bytes * {share}) AS INT) AS bytes")
         return self._dicts(
-            f"SELECT s.global_rank AS rank, d.stream_id AS stream, d.name, d.stage, {', '.join(sums)}, "
+            f"SELECT s.global_rank AS rank, d.process AS process, d.name, d.stage, {', '.join(sums)}, "
             "max(d.max_ns) AS max_ns, min(d.first_step) AS first_step, max(d.last_step) AS last_step "
-            "FROM stream s CROSS JOIN detail d ON d.stream_id = s.id "  # in this order, by the index
+            "FROM rank_process s CROSS JOIN detail d ON d.process = s.id "  # in this order, by the index
             "WHERE (s.job_id IS NULL OR s.job_id = ?3) AND s.id = coalesce(?4, s.id) AND d.last_step >= ?1 "
             "GROUP BY 1, 2, 3, 4 ORDER BY total_ns DESC",
-            *(first, last, self.run_id(), stream),
+            *(first, last, self.run_id(), process),
         )
 
     def events(
@@ -168,7 +170,7 @@ class SessionFile(SampleReader):
             return [], since
         which = "AND t.kind NOT IN ('stacks', 'flight_recorder')" if brief else ""
         query = (
-            "SELECT s.global_rank AS rank, t.* FROM event t LEFT JOIN stream s ON s.id = t.stream_id "
+            "SELECT s.global_rank AS rank, t.* FROM event t LEFT JOIN rank_process s ON s.id = t.process "
             f"WHERE t.id > ?1 AND t.id <= ?2 AND coalesce(t.run, s.job_id, ?3) IS ?3 {which} "
             "ORDER BY t.id DESC LIMIT ?4"
         )
@@ -194,7 +196,7 @@ class SessionFile(SampleReader):
     def ledger(self) -> dict[str, Any]:
         """Return where every produced row is, see `runs.ledger`; `folded`: stored, but only as sums."""
         folded = self.meta().get("folded", {}).get("rows", 0)
-        return {**ledger(self.streams(), self.run_id()), "folded": folded}
+        return {**ledger(self.processes(), self.run_id()), "folded": folded}
 
     def baseline(self) -> Baseline | None:
         """Return what the run was judged by while it ran."""
@@ -207,13 +209,13 @@ class SessionFile(SampleReader):
         return bytes(found[0][0]) if found else None
 
     def folded(self) -> dict[int, Folded]:
-        """Return what is only kept as sums, by stream, see `retention`."""
-        by_stream: dict[int, list[tuple[Any, ...]]] = {}
-        for stream, *sums in self._all(
-            "SELECT stream_id, n, first_key, last_key, sums FROM rollup ORDER BY id"
+        """Return what is only kept as sums, by rank process, see `retention`."""
+        by_process: dict[int, list[tuple[Any, ...]]] = {}
+        for process, *sums in self._all(
+            "SELECT process, n, first_key, last_key, sums FROM rollup ORDER BY id"
         ):
-            by_stream.setdefault(stream, []).append(tuple(sums))
-        return {stream: _folded(sums) for stream, sums in by_stream.items()}
+            by_process.setdefault(process, []).append(tuple(sums))
+        return {process: _folded(sums) for process, sums in by_process.items()}
 
     def copy_to(self, path: Path) -> None:
         """Copy the whole file, as it stands, into the empty file `path`. Raises `SessionFileError`."""
@@ -224,16 +226,16 @@ class SessionFile(SampleReader):
         except sqlite3.Error as error:
             raise SessionFileError(f"{self.path}: cannot copy the session file: {error}") from error
 
-    def _columns(self, stream: int, since: int, top: int, last: int | None) -> Columns | None:
+    def _columns(self, process: int, since: int, top: int, last: int | None) -> Columns | None:
         chunks: list[tuple[bytes, ...]] = []
         query = (
-            "SELECT keys, flags, rows FROM chunk WHERE stream_id = ? AND id > ? AND id <= ? ORDER BY id DESC"
+            "SELECT keys, flags, rows FROM chunk WHERE process = ? AND id > ? AND id <= ? ORDER BY id DESC"
         )
         count = 0
         if last is None:
-            chunks = self._all(query, stream, since, top)
+            chunks = self._all(query, process, since, top)
         else:
-            for chunk in self._iterate(query, stream, since, top):
+            for chunk in self._iterate(query, process, since, top):
                 chunks.append(chunk)
                 count += len(chunk[1])
                 if count >= last:
@@ -250,7 +252,7 @@ class SessionFile(SampleReader):
 
 
 class Folded(NamedTuple):
-    """Rows of a stream that were added up, oldest first: int64 (m,), `sums` ns (m, 6)."""
+    """Rows of a rank process that were added up, oldest first: int64 (m,), `sums` ns (m, 6)."""
 
     counts: np.ndarray[Any, Any]
     first_keys: np.ndarray[Any, Any]

@@ -27,10 +27,10 @@ from traceml_ray.stages import ROW_BYTES
 from traceml_ray.store.fence import Fence, identity
 from traceml_ray.store.nodes import COLUMNS as NODE_COLUMNS
 from traceml_ray.store.nodes import Node
+from traceml_ray.store.processes import COLUMNS, PROGRESS, RankProcess, to_progress, to_row
 from traceml_ray.store.retention import Retention
 from traceml_ray.store.schema import connect, insert, legible, marks
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.store.streams import COLUMNS, PROGRESS, Stream, to_progress, to_row
 
 MAX_PENDING_BYTES = 256 << 20
 """Rows kept in memory while the disk refuses them; beyond that, the oldest are dropped and counted."""
@@ -43,8 +43,8 @@ _ITEMS = {"process_sample": "process sample", "node_sample": "node sample", "det
 class SessionWriter:
     """
     The one writer of a session file: a writer that opened it before can write no more (see `fence`).
-    `streams` and `taken` hold everything that arrived, also what is not committed yet; `committed` the relay
-    watermarks that are on disk.
+    `processes` and `taken` hold everything that arrived, also what is not committed yet; `committed` the
+    relay watermarks that are on disk.
 
     The caller holds `lock` while it uses anything but `commit` and `reader`.
     """
@@ -66,7 +66,9 @@ class SessionWriter:
         self._connection = connect(path, create=True)
         self._fence = Fence(self._connection, path, found)
         with SessionFile(path, self._connection) as stored, legible(path):
-            self.streams: dict[str, Stream] = {stream.stream: stream for stream in stored.streams()}
+            self.processes: dict[str, RankProcess] = {
+                process.process_id: process for process in stored.processes()
+            }
             self.meta: dict[str, Any] = stored.meta()
             self.nodes: dict[str, Node] = {node.node_id: node for node in stored.cluster()}
         self.taken: dict[str, int] = dict(
@@ -74,27 +76,27 @@ class SessionWriter:
         )
         self.committed = dict(self.taken)
         self.epoch = 0
-        """Changes when something other than `PROGRESS` changes of a stream, a node's name, or the runs."""
+        """Changes when more than `PROGRESS` changes of a rank process, a node's name, or the runs."""
         self.lost: Counter[str] = Counter()
         """What was dropped of all but rows, by place; the aggregator counts it and clears it."""
-        self._by_id = {stream.id: stream for stream in self.streams.values()}
+        self._by_id = {process.id: process for process in self.processes.values()}
         self._pending = _Pending()
         folded = self.meta.get("folded", {})
         self._retention = Retention(self._connection, path, max_bytes, folded, thresholds)
 
-    def stream(self, name: str, now: int) -> Stream:
-        """Return the stream of that name, made when it is new, and mark it as changed."""
-        stream = self.streams.get(name)
-        if stream is None:
-            stream = Stream(len(self.streams) + 1, name, first_seen_ns=now, last_seen_ns=now)
-            self.streams[name] = self._by_id[stream.id] = stream
-        self._pending.streams[stream.id] = stream
+    def process(self, name: str, now: int) -> RankProcess:
+        """Return the rank process of that name, made when it is new, and mark it as changed."""
+        process = self.processes.get(name)
+        if process is None:
+            process = RankProcess(len(self.processes) + 1, name, first_seen_ns=now, last_seen_ns=now)
+            self.processes[name] = self._by_id[process.id] = process
+        self._pending.processes[process.id] = process
         self.epoch += 1
-        return stream
+        return process
 
-    def progressed(self, stream: Stream) -> None:
-        """Mark a stream as changed in nothing but `PROGRESS`."""
-        self._pending.progressed[stream.id] = stream
+    def progressed(self, process: RankProcess) -> None:
+        """Mark a rank process as changed in nothing but `PROGRESS`."""
+        self._pending.progressed[process.id] = process
 
     def node(self, node_id: str, hostname: str, address: str) -> Node:
         """Return the node of that id, made when it is new, and mark it as changed."""
@@ -127,35 +129,35 @@ class SessionWriter:
                 values["gpus"] = msgspec.json.encode(batch.sample.gpus).decode()
             self._add("node_sample", (node.node_id, *values.values()))
 
-    def add_rows(self, stream: Stream, first_row: int, keys: bytes, flags: bytes, rows: bytes) -> None:
-        """Add rows to `stream`, columns as on the wire."""
+    def add_rows(self, process: RankProcess, first_row: int, keys: bytes, flags: bytes, rows: bytes) -> None:
+        """Add rows to `process`, columns as on the wire."""
         n = len(flags)
-        self._pending.inserts["chunk"].append((stream.id, first_row, n, keys, flags, rows))
+        self._pending.inserts["chunk"].append((process.id, first_row, n, keys, flags, rows))
         self._pending.row_bytes += _row_bytes(n)
-        if n and not stream.stored:
-            self.stream(stream.stream, 0)
-        stream.stored += n
+        if n and not process.stored:
+            self.process(process.process_id, 0)
+        process.stored += n
         if self._pending.row_bytes > self.max_pending_bytes:
             self._drop_oldest()
 
-    def add_process(self, stream: Stream, sample: wire.ProcessSample) -> None:
-        """Add a sample of the stream's process."""
-        self._add("process_sample", (stream.id, *msgspec.structs.astuple(sample)))
+    def add_process(self, process: RankProcess, sample: wire.ProcessSample) -> None:
+        """Add a sample of the rank process's process."""
+        self._add("process_sample", (process.id, *msgspec.structs.astuple(sample)))
 
-    def add_detail(self, stream: Stream, detail: wire.Detail) -> None:
+    def add_detail(self, process: RankProcess, detail: wire.Detail) -> None:
         """Add a span."""
-        self._add("detail", (stream.id, *msgspec.structs.astuple(detail)))
+        self._add("detail", (process.id, *msgspec.structs.astuple(detail)))
 
     def add_event(
         self,
         event: wire.Event,
-        stream: Stream | None = None,
+        process: RankProcess | None = None,
         node_id: str | None = None,
         run: str | None = None,
     ) -> None:
         """Add an event of a rank's process, of a node, or of a run as a whole."""
         *values, data = msgspec.structs.astuple(event)
-        self._add("event", (stream.id if stream else None, node_id, *values, json.dumps(data), run))
+        self._add("event", (process.id if process else None, node_id, *values, json.dumps(data), run))
 
     def add_verdict(self, t_ns: int, body: bytes, run: str) -> None:
         """Add a verdict (JSON) on a run that differs from the one before."""
@@ -184,14 +186,14 @@ class SessionWriter:
         with self._database:
             with self.lock:
                 work, self._pending = self._pending, _Pending()
-                streams = [to_row(stream) for stream in work.streams.values()]
+                processes = [to_row(process) for process in work.processes.values()]
                 progress = [
-                    to_progress(each) for each in work.progressed.values() if each.id not in work.streams
+                    to_progress(each) for each in work.progressed.values() if each.id not in work.processes
                 ]
                 nodes = [node.to_row() for node in work.nodes.values()]
                 meta = [(key, json.dumps(self.meta[key])) for key in work.meta]
             try:
-                self._write(work, streams, progress, nodes, meta)
+                self._write(work, processes, progress, nodes, meta)
             except BaseException:
                 with self.lock:
                     work.follow(self._pending)
@@ -215,8 +217,8 @@ class SessionWriter:
             if not retention.due():
                 return
             with self.lock:
-                streams = list(self.streams.values())
-            if not retention.absorb(sum(not stream.ended for stream in streams)):
+                processes = list(self.processes.values())
+            if not retention.absorb(sum(not process.ended for process in processes)):
                 return
             with self._transaction():
                 folded = retention.fold()
@@ -261,14 +263,17 @@ class SessionWriter:
             self._connection.close()
 
     def _write(
-        self, work: _Pending, streams: list[Any], progress: list[Any], nodes: list[Any], meta: list[Any]
+        self, work: _Pending, processes: list[Any], progress: list[Any], nodes: list[Any], meta: list[Any]
     ) -> None:
         run = self._connection.executemany
         with self._transaction():
             for table, rows in work.inserts.items():
                 run(insert(table), rows)
-            run(f"REPLACE INTO stream VALUES({marks(len(COLUMNS))})", streams)
-            run(f"UPDATE stream SET {', '.join(f'{name} = ?' for name in PROGRESS)} WHERE id = ?", progress)
+            run(f"REPLACE INTO rank_process VALUES({marks(len(COLUMNS))})", processes)
+            run(
+                f"UPDATE rank_process SET {', '.join(f'{name} = ?' for name in PROGRESS)} WHERE id = ?",
+                progress,
+            )
             run("REPLACE INTO meta VALUES(?, ?)", meta)
             run(f"REPLACE INTO node VALUES({marks(len(NODE_COLUMNS))})", nodes)
             run("REPLACE INTO relay VALUES(?, ?, ?)", work.relays.values())
@@ -287,14 +292,14 @@ class SessionWriter:
             raise
 
     def _drop_oldest(self) -> None:
-        """Drop the oldest pending rows down to nine tenths of the bound, counted for their stream."""
+        """Drop the oldest pending rows down to nine tenths of the bound, counted for their rank process."""
         chunks = self._pending.inserts["chunk"]
         count = 0
         while count < len(chunks) and self._pending.row_bytes > 0.9 * self.max_pending_bytes:
-            stream, n = self._by_id[chunks[count][0]], chunks[count][2]
-            stream.stored -= n
-            stream.dropped_aggregator += n
-            self._pending.streams[stream.id] = stream
+            process, n = self._by_id[chunks[count][0]], chunks[count][2]
+            process.stored -= n
+            process.dropped_aggregator += n
+            self._pending.processes[process.id] = process
             self._pending.row_bytes -= _row_bytes(n)
             count += 1
         del chunks[:count]
@@ -305,8 +310,8 @@ class _Pending:
     """What the next transaction will write."""
 
     inserts: dict[str, list[tuple[Any, ...]]] = field(default_factory=lambda: {t: [] for t in _APPENDED})
-    streams: dict[int, Stream] = field(default_factory=dict)
-    progressed: dict[int, Stream] = field(default_factory=dict)
+    processes: dict[int, RankProcess] = field(default_factory=dict)
+    progressed: dict[int, RankProcess] = field(default_factory=dict)
     meta: set[str] = field(default_factory=set)
     nodes: dict[str, Node] = field(default_factory=dict)
     relays: dict[str, tuple[str, str, int]] = field(default_factory=dict)
@@ -316,7 +321,7 @@ class _Pending:
         """Add what arrived while the disk refused this."""
         for table, rows in self.inserts.items():
             rows.extend(later.inserts[table])
-        self.streams |= later.streams
+        self.processes |= later.processes
         self.progressed |= later.progressed
         self.meta |= later.meta
         self.nodes |= later.nodes

@@ -1,4 +1,4 @@
-"""State of one stream (one process's life as a rank), in memory and as a row on disk."""
+"""State of a rank process (one process's life as a rank), in memory and as a row on disk."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _LATE_NS = 2_000_000_000
 
 
 @dataclass
-class Stream:
+class RankProcess:
     """
     One process's life. Counts are rows since its start; `next_row` is the number the next new row
     will have (everything below it is stored or gone for good), `last_batch` the last batch taken.
     """
 
     id: int
-    stream: str
+    process_id: str
     identity: RankIdentity | None = None
     produced: int = 0
     stored: int = 0
@@ -134,9 +134,9 @@ class Stream:
 _JSON = ("dropped_by_relay", "missing", "errors")
 _BOOL = {"final", "lost"}
 _ELSEWHERE = {"identity", "open_part", "open_part_ns", *_JSON}
-_PLAIN = (*(f.name for f in fields(Stream) if f.name not in _ELSEWHERE), *_JSON)
+_PLAIN = (*(f.name for f in fields(RankProcess) if f.name not in _ELSEWHERE), *_JSON)
 COLUMNS = (*_PLAIN, *_IDENTITY)
-"""Columns of table `stream`, in order."""
+"""Columns of table `process`, in order."""
 PROGRESS = (
     *("produced", "stored", "next_row", "last_batch", "last_key", "last_rows_ns", "last_seen_ns"),
     *("open_step", "open_stage", "open_elapsed_ns"),
@@ -146,18 +146,18 @@ PROGRESS = (
 _NO_IDENTITY = (None,) * len(_IDENTITY)
 _plain = attrgetter(*_PLAIN[: -len(_JSON)])
 to_progress = attrgetter(*PROGRESS, "id")
-"""Returns the values of `PROGRESS` and the id of a stream."""
+"""Returns the values of `PROGRESS` and the id of a rank process."""
 _json = attrgetter(*_JSON)
 
 
-def to_row(stream: Stream) -> tuple[Any, ...]:
-    """Return `stream` as a row of `COLUMNS`."""
-    identity = msgspec.structs.astuple(stream.identity) if stream.identity else _NO_IDENTITY
-    return (*_plain(stream), *map(_dump, _json(stream)), *identity)
+def to_row(process: RankProcess) -> tuple[Any, ...]:
+    """Return `process` as a row of `COLUMNS`."""
+    identity = msgspec.structs.astuple(process.identity) if process.identity else _NO_IDENTITY
+    return (*_plain(process), *map(_dump, _json(process)), *identity)
 
 
-def from_row(row: tuple[Any, ...]) -> Stream:
-    """Return the stream of a row of `COLUMNS`. Raises ValueError, msgspec.ValidationError for nonsense."""
+def from_row(row: tuple[Any, ...]) -> RankProcess:
+    """Return the process of a row of `COLUMNS`. Raises ValueError, msgspec.ValidationError for nonsense."""
     values = dict(zip(_PLAIN, row, strict=False))
     for name in _JSON:
         values[name] = {} if values[name] == "{}" else json.loads(values[name])
@@ -167,56 +167,56 @@ def from_row(row: tuple[Any, ...]) -> Stream:
     who = None
     if identity[0] is not None:
         who = msgspec.convert(list(identity), RankIdentity)
-    return Stream(**values, identity=who)
+    return RankProcess(**values, identity=who)
 
 
 def _dump(value: dict[str, Any]) -> str:
     return json.dumps(value) if value else "{}"
 
 
-def attempt_of(stream: Stream) -> int:
-    """Return the attempt a stream belongs to, -1 while that is not known."""
-    return stream.identity.attempt if stream.identity else -1
+def attempt_of(process: RankProcess) -> int:
+    """Return the attempt a rank process belongs to, -1 while that is not known."""
+    return process.identity.attempt if process.identity else -1
 
 
-def last_attempt(streams: Iterable[Stream]) -> list[Stream]:
-    """Return the streams of the last attempt, of known rank; `streams` are of one run."""
-    known = [stream for stream in streams if stream.identity is not None]
+def last_attempt(processes: Iterable[RankProcess]) -> list[RankProcess]:
+    """Return the rank processes of the last attempt, of known rank; `processes` are of one run."""
+    known = [process for process in processes if process.identity is not None]
     last = max(map(attempt_of, known), default=-1)
-    return [stream for stream in known if attempt_of(stream) == last]
+    return [process for process in known if attempt_of(process) == last]
 
 
-def generations(streams: Iterable[Stream]) -> list[list[Stream]]:
+def generations(processes: Iterable[RankProcess]) -> list[list[RankProcess]]:
     """
     Return the processes of known rank by generation, the oldest first, each in order of `age`: those that
-    began together to train together. `streams` are of one run (see `runs.of_run`).
+    began together to train together. `processes` are of one run (see `runs.of_run`).
 
     An attempt begins one, and so does a restart within an attempt (an elastic launcher's at a change of
     membership, a second round of actors): a rank comes again when all that there were before are gone.
     A process that replaces one rank while others go on belongs to them, as do a rank that joins late and one
     that ended early.
     """
-    known = sorted((stream for stream in streams if stream.identity is not None), key=age)
-    newest = {(attempt_of(stream), stream.rank): stream.id for stream in known}
+    known = sorted((process for process in processes if process.identity is not None), key=age)
+    newest = {(attempt_of(process), process.rank): process.id for process in known}
     if len(newest) == len(known):  # no rank comes again
         return [list(own) for _, own in groupby(known, key=attempt_of)]
-    replaced = {stream.id for stream in known if newest[attempt_of(stream), stream.rank] != stream.id}
-    found: list[list[Stream]] = []
+    replaced = {process.id for process in known if newest[attempt_of(process), process.rank] != process.id}
+    found: list[list[RankProcess]] = []
     ranks: set[int | None] = set()
-    for stream in known:
-        if not found or attempt_of(found[-1][0]) != attempt_of(stream):
+    for process in known:
+        if not found or attempt_of(found[-1][0]) != attempt_of(process):
             found.append([])
             ranks = set()
         own = found[-1]
-        own.append(stream)
-        if stream.rank in ranks and (at := _restart(own, replaced, -1) or _restart(own, replaced, _LATE_NS)):
+        own.append(process)
+        if process.rank in ranks and (at := _restart(own, replaced, -1) or _restart(own, replaced, _LATE_NS)):
             found[-1:] = [own[:at], own[at:]]
             ranks = {each.rank for each in own[at:]}
-        ranks.add(stream.rank)
+        ranks.add(process.rank)
     return found
 
 
-def _restart(own: list[Stream], replaced: set[int], late_ns: int) -> int:
+def _restart(own: list[RankProcess], replaced: set[int], late_ns: int) -> int:
     """
     Return the first place from which on processes (in order of `age`) began after all before them were gone,
     0 where there is none. The rank of the last is among those before. An end may be known `late_ns` late.
@@ -224,79 +224,79 @@ def _restart(own: list[Stream], replaced: set[int], late_ns: int) -> int:
     last = own[-1]
     size = last.identity.world_size if last.identity else 0
     gone_ns, again = 0, False
-    for at, stream in enumerate(own):
-        if again and gone_ns <= stream.first_seen_ns + late_ns:
+    for at, process in enumerate(own):
+        if again and gone_ns <= process.first_seen_ns + late_ns:
             return at
-        if stream.rank is not None and stream.rank < size:  # others are none of the new job's
-            if not stream.ended and stream.id not in replaced:
+        if process.rank is not None and process.rank < size:  # others are none of the new job's
+            if not process.ended and process.id not in replaced:
                 return 0
-            gone_ns = max(gone_ns, stream.last_seen_ns)
-        again = again or stream.rank == last.rank
+            gone_ns = max(gone_ns, process.last_seen_ns)
+        again = again or process.rank == last.rank
     return 0
 
 
-def trained(streams: Iterable[Stream]) -> tuple[list[Stream], tuple[int, int]]:
+def trained(processes: Iterable[RankProcess]) -> tuple[list[RankProcess], tuple[int, int]]:
     """
     Return the last of `generations` that has rows (one that died before its first step has none), else the
     last; and which it is: its attempt, and how many of that attempt came before.
     """
-    found = generations(streams) or [[]]
+    found = generations(processes) or [[]]
     own = next((own for own in reversed(found) if any(s.stored for s in own)), found[-1])
     attempts = [attempt_of(each[0]) for each in found if each]
     at = next(at for at, each in enumerate(found) if each is own)
     return own, (attempts[at], attempts[:at].count(attempts[at])) if own else (-1, 0)
 
 
-def shown(streams: Iterable[Stream]) -> dict[int, Stream]:
+def shown(processes: Iterable[RankProcess]) -> dict[int, RankProcess]:
     """
-    Return one stream for each rank, all of one generation (see `trained`): steps of before and after a
-    restart are never mixed. `streams` are of one run (see `runs.of_run`).
+    Return one rank process for each rank, all of one generation (see `trained`): steps of before and after a
+    restart are never mixed. `processes` are of one run (see `runs.of_run`).
     """
-    return standing(trained(streams)[0])
+    return standing(trained(processes)[0])
 
 
-def standing(generation: Iterable[Stream]) -> dict[int, Stream]:
-    """Return one stream for each rank: of several processes of a rank, the last that has rows."""
-    best: dict[int, Stream] = {}
-    for stream in generation:
-        if stream.rank is not None and (
-            stream.stored or stream.rank not in best or not best[stream.rank].stored
+def standing(generation: Iterable[RankProcess]) -> dict[int, RankProcess]:
+    """Return one rank process for each rank: of several processes of a rank, the last that has rows."""
+    best: dict[int, RankProcess] = {}
+    for process in generation:
+        if process.rank is not None and (
+            process.stored or process.rank not in best or not best[process.rank].stored
         ):
-            best[stream.rank] = stream
+            best[process.rank] = process
     return dict(sorted(best.items()))
 
 
-def reporting(ranks: dict[int, Stream], patience_ns: int) -> set[int]:
+def reporting(ranks: dict[int, RankProcess], patience_ns: int) -> set[int]:
     """Return the ranks that may still deliver: neither ended nor silent for long while others are not."""
-    since = max((stream.last_seen_ns for stream in ranks.values()), default=0) - patience_ns
-    return {rank for rank, stream in ranks.items() if stream.last_seen_ns >= since and not stream.ended}
+    since = max((process.last_seen_ns for process in ranks.values()), default=0) - patience_ns
+    return {rank for rank, process in ranks.items() if process.last_seen_ns >= since and not process.ended}
 
 
 def awaited(
-    ranks: dict[int, Stream], world: int, patience_ns: int, reported: Collection[int]
+    ranks: dict[int, RankProcess], world: int, patience_ns: int, reported: Collection[int]
 ) -> tuple[set[int], int]:
     """
     Return the ranks that may still deliver (see `reporting`), and how many more than the `reported` have rows
     or may soon have some: of a young job, all.
     """
-    latest = max((stream.last_seen_ns for stream in ranks.values()), default=0)
-    young = latest - min((stream.first_seen_ns for stream in ranks.values()), default=0) < patience_ns
-    lack = [rank for rank, stream in ranks.items() if (young or stream.stored) and rank not in reported]
+    latest = max((process.last_seen_ns for process in ranks.values()), default=0)
+    young = latest - min((process.first_seen_ns for process in ranks.values()), default=0) < patience_ns
+    lack = [rank for rank, process in ranks.items() if (young or process.stored) and rank not in reported]
     unknown = max(0, world - len(ranks)) if young else 0
     return reporting(ranks, patience_ns), len(lack) + unknown
 
 
-def world_size(ranks: dict[int, Stream], launched: int | None) -> int:
+def world_size(ranks: dict[int, RankProcess], launched: int | None) -> int:
     """
     Return the size of the job now: the world size of the newest of `ranks` (see `shown`) that has rows, else
     how many the launcher launched. Of numbered actors it is how many numbers there are.
     """
-    newest = max(ranks.values(), key=lambda stream: (stream.stored > 0, age(stream)), default=None)
+    newest = max(ranks.values(), key=lambda process: (process.stored > 0, age(process)), default=None)
     if newest is None or newest.identity is None:
         return min(launched or 0, MAX_RANKS)
     return max(ranks) + 1 if newest.identity.source == NUMBERED else newest.identity.world_size
 
 
-def age(stream: Stream) -> tuple[int, int, int]:
+def age(process: RankProcess) -> tuple[int, int, int]:
     """Return what orders the processes of one rank, the newest last."""
-    return attempt_of(stream), stream.first_seen_ns, stream.id
+    return attempt_of(process), process.first_seen_ns, process.id
