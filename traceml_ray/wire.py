@@ -36,7 +36,7 @@ Rows = Annotated[int, msgspec.Meta(ge=0, le=1 << 44)]
 """A number of rows: more than any run has, and those of all ranks add up to an int64."""
 StageIndex = Annotated[int, msgspec.Meta(ge=0, lt=N_STAGES)]
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
-"""Of a rank process; also used as a file name."""
+"""Id of a rank process; also used as a file name."""
 Value = str | Int64 | float | None
 _FEW = msgspec.Meta(max_length=MAX_ITEMS)
 

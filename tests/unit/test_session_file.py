@@ -138,12 +138,13 @@ def test_files_that_are_no_session_are_refused_by_name(tmp_path: Path) -> None:
         SessionFile(path)
 
 
-def test_newer_schema_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("schema", "reason"), [(99, "a newer .*upgrade"), (1, "an older .*any more")])
+def test_other_schema_is_refused(schema: int, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "session.sqlite"
     connection = connect(path, create=True)
-    connection.execute("PRAGMA user_version = 99")
+    connection.execute(f"PRAGMA user_version = {schema}")
     connection.close()
-    with pytest.raises(SessionFileError, match="schema 99"):
+    with pytest.raises(SessionFileError, match=reason):
         SessionFile(path)
 
 

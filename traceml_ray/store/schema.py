@@ -13,7 +13,7 @@ from traceml_ray import wire
 from traceml_ray.store.nodes import COLUMNS as NODE
 from traceml_ray.store.processes import COLUMNS as RANK_PROCESS
 
-SCHEMA = 1
+SCHEMA = 2
 _APPLICATION = 0x54724D4C  # "TrML" in the file's header: tells a session from any other database
 
 LISTS = {
@@ -96,7 +96,7 @@ def connect(path: Path, *, create: bool = False, timeout: float = 5.0) -> sqlite
     Open the session file at `path`; `create` makes one that is not there yet. A lock of somebody else is
     waited for, `timeout` seconds at most.
 
-    Raises `SessionFileError` when there is none, it is damaged, no session, or of a newer schema.
+    Raises `SessionFileError` when there is none, it is damaged, no session, or of another schema.
     """
     if not create and not path.is_file():
         raise SessionFileError(f"{path}: no such session file")
@@ -138,9 +138,10 @@ def _set_up(connection: sqlite3.Connection, path: Path, create: bool) -> None:
     elif application != _APPLICATION:
         raise SessionFileError(f"{path}: this is a database, but not a traceml-ray session")
     version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version > SCHEMA:
+    if version != SCHEMA:
+        age, hint = ("a newer", "upgrade") if version > SCHEMA else ("an older", "it cannot be read any more")
         raise SessionFileError(
-            f"{path}: written by a newer traceml-ray (schema {version}; this one reads {SCHEMA}): upgrade"
+            f"{path}: written by {age} traceml-ray (schema {version}; this one reads {SCHEMA}): {hint}"
         )
     connection.execute("PRAGMA synchronous=NORMAL")
 
