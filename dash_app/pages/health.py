@@ -12,7 +12,7 @@ from dash import html
 from traceml_ray import text
 from traceml_ray.reports.summary import overhead_of
 from traceml_ray.store import query
-from traceml_ray.store.processes import RankProcess
+from traceml_ray.store.rank_processes import RankProcess
 
 from ..components import Columns, facts, node_link, panel, part, table
 from ..route import Route

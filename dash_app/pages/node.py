@@ -11,7 +11,7 @@ from traceml_ray import text
 from traceml_ray.analysis.quantities import GPU, NODE, Quantity, charts, series
 from traceml_ray.stages import SEGMENT_BITS, STAGES
 from traceml_ray.store import query
-from traceml_ray.store.processes import RankProcess
+from traceml_ray.store.rank_processes import RankProcess
 
 from .. import figures
 from ..components import Columns, aria, chart, facts, legend, link, panel, part, rank_link, spark, table

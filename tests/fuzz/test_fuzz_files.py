@@ -118,7 +118,7 @@ def test_session_file_with_changed_bytes_is_read_or_refused(
 TABLES = [
     "meta",
     "node",
-    "process_id",
+    "rank_process",
     "relay",
     "chunk",
     "process_sample",

@@ -31,7 +31,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool, write_spool
 from traceml_ray.stages import SEGMENT_BITS
 from traceml_ray.store import query
-from traceml_ray.store.processes import to_row, world_size
+from traceml_ray.store.rank_processes import to_row, world_size
 from traceml_ray.store.session_file import SessionFile
 
 FINISH = wire.Finish(wire.VERSION, 0)

@@ -27,7 +27,7 @@ from traceml_ray.monitor.node_sampler import xid_events
 from traceml_ray.reports.layout import WIDTH
 from traceml_ray.reports.machines import Machines
 from traceml_ray.stages import N_STAGES, SEGMENT_BITS
-from traceml_ray.store.processes import RankProcess
+from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
 
 GIB = 1 << 30

@@ -18,7 +18,7 @@ from traceml_ray.files import read_file
 from traceml_ray.launchers import control, torchrun
 from traceml_ray.settings import SettingError, Settings
 from traceml_ray.store import query
-from traceml_ray.store.processes import RankProcess, world_size
+from traceml_ray.store.rank_processes import RankProcess, world_size
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.text import one_line

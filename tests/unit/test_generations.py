@@ -11,7 +11,7 @@ from sessions import SECOND, Clock, Rank, Relay, aggregation, ask
 
 from traceml_ray import wire
 from traceml_ray.monitor.aggregator import AggregatorCore
-from traceml_ray.store.processes import RankProcess, generations, shown, world_size
+from traceml_ray.store.rank_processes import RankProcess, generations, shown, world_size
 
 BALANCED, WAITING, LATE = [1, 6, 0, 3, 4, 6], [1, 6, 0, 3, 4, 16], [1, 16, 0, 3, 4, 6]
 

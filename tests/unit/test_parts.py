@@ -23,7 +23,7 @@ from traceml_ray.reports.layout import WIDTH
 from traceml_ray.reports.parts import StoredParts
 from traceml_ray.reports.text import render
 from traceml_ray.stages import DATA, POST_SYNC, SEGMENT_BITS
-from traceml_ray.store.processes import shown
+from traceml_ray.store.rank_processes import shown
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.wire import Detail
 

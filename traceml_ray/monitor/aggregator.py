@@ -30,7 +30,7 @@ from traceml_ray.session import SessionFolder
 from traceml_ray.settings import Settings
 from traceml_ray.stages import ROW_BYTES
 from traceml_ray.store.nodes import process_labels
-from traceml_ray.store.processes import RankProcess, shown
+from traceml_ray.store.rank_processes import RankProcess, shown
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter

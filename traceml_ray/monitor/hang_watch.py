@@ -15,7 +15,7 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import starts_of
 from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.settings import Settings
-from traceml_ray.store.processes import RankProcess, generations
+from traceml_ray.store.rank_processes import RankProcess, generations
 from traceml_ray.store.writer import SessionWriter
 
 MAX_ANSWERS = 10_000

@@ -15,7 +15,7 @@ from traceml_ray.analysis.window import Int64, RankRows, UInt8
 from traceml_ray.errors import Errors
 from traceml_ray.stages import N_STAGES
 from traceml_ray.store.history_reader import HistoryReader
-from traceml_ray.store.processes import RankProcess, awaited, world_size
+from traceml_ray.store.rank_processes import RankProcess, awaited, world_size
 from traceml_ray.store.session_file import SessionFile
 
 MAX_ARRIVED = 1 << 21

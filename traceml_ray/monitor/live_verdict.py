@@ -26,7 +26,7 @@ from traceml_ray.monitor.node_evidence import NodeEvidence
 from traceml_ray.reports.deaths import FATAL, culprits, deaths, headline
 from traceml_ray.settings import Settings
 from traceml_ray.store.nodes import process_labels
-from traceml_ray.store.processes import RankProcess, generations, standing, trained
+from traceml_ray.store.rank_processes import RankProcess, generations, standing, trained
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.runs import by_run, newest
 from traceml_ray.store.writer import SessionWriter

@@ -15,7 +15,7 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.reports.machines import Machines, reference_rank
 from traceml_ray.store.nodes import node_key
-from traceml_ray.store.processes import RankProcess
+from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.writer import SessionWriter
 

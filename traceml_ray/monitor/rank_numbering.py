@@ -8,7 +8,7 @@ import msgspec
 
 from traceml_ray.identity import RankIdentity
 from traceml_ray.store.nodes import node_key
-from traceml_ray.store.processes import NUMBERED, RankProcess, generations
+from traceml_ray.store.rank_processes import NUMBERED, RankProcess, generations
 from traceml_ray.store.runs import by_run
 
 SOURCE = NUMBERED

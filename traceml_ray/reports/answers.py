@@ -19,7 +19,7 @@ from traceml_ray.reports.summary import nodes_of, runs_of, summaries, summarize
 from traceml_ray.session import SessionFolder, holder, read_json
 from traceml_ray.store import query
 from traceml_ray.store.histories import RunSteps, StoredHistories
-from traceml_ray.store.processes import RankProcess, shown
+from traceml_ray.store.rank_processes import RankProcess, shown
 from traceml_ray.store.query import OfRun, Page, QueryError, Request
 from traceml_ray.store.runs import by_run, count, newest, run_names
 from traceml_ray.store.schema import SessionFileError, legible

@@ -15,7 +15,7 @@ from traceml_ray.analysis.step_times import Timeline, span, trained_since
 from traceml_ray.analysis.thresholds import MACHINE
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.store.nodes import Node, node_key
-from traceml_ray.store.processes import RankProcess
+from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
 
 _MAX_PEERS = 16

@@ -9,7 +9,7 @@ import numpy as np
 
 from traceml_ray.analysis.parts import MAX_PEERS, Rate, Rates
 from traceml_ray.stages import STAGES
-from traceml_ray.store.processes import RankProcess
+from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
 
 _MAX_PARTS = 100
@@ -28,10 +28,10 @@ class StoredParts:
         stored = self._session.details(first, last, alone)
         known: dict[int, int] = {}
         for row in stored:
-            known[row["process_id"]] = max(known.get(row["process_id"], -1), min(row["last_step"], last))
+            known[row["process"]] = max(known.get(row["process"], -1), min(row["last_step"], last))
         found: dict[int, dict[tuple[str, int], Rate]] = {}
         for row in stored:
-            rank, steps = self._ranks.get(row["process_id"]), known[row["process_id"]] - first + 1
+            rank, steps = self._ranks.get(row["process"]), known[row["process"]] - first + 1
             if rank is not None and steps > 0 and (row["total_ns"] or row["count"]):
                 rate = Rate(row["total_ns"] / steps, row["count"] / steps, (row["bytes"] or 0) / steps)
                 found.setdefault(rank, {})[row["name"], row["stage"]] = rate

@@ -12,7 +12,7 @@ from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports.deaths import Death
 from traceml_ray.stages import SEGMENT_BITS, STAGES
 from traceml_ray.store.nodes import label_nodes, node_key
-from traceml_ray.store.processes import RankProcess, shown, world_size
+from traceml_ray.store.rank_processes import RankProcess, shown, world_size
 from traceml_ray.store.runs import of_run
 from traceml_ray.store.session_file import SessionFile
 

@@ -13,7 +13,7 @@ from traceml_ray.results import NodeInfo
 from traceml_ray.stages import SEGMENT_BITS, STAGES
 from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
-from traceml_ray.store.processes import RankProcess
+from traceml_ray.store.rank_processes import RankProcess
 
 
 def render_status(send: Callable[[bytes], bytes], folder: Path, holder: int | None, now: int) -> str:

@@ -11,7 +11,7 @@ from typing import Protocol
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.store.history_reader import HistoryReader
-from traceml_ray.store.processes import RankProcess
+from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
 
 _MAX_READERS = 3

@@ -12,7 +12,7 @@ from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.store.kept import unpack
-from traceml_ray.store.processes import RankProcess, awaited, world_size
+from traceml_ray.store.rank_processes import RankProcess, awaited, world_size
 from traceml_ray.store.schema import NONSENSE
 from traceml_ray.store.session_file import SessionFile
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from traceml_ray.store.processes import RankProcess
+from traceml_ray.store.rank_processes import RankProcess
 
 COLUMNS = ("node_id", "hostname", "address", "last_seen_ns", "errors", "lost_ns")
 

@@ -21,7 +21,7 @@ import numpy as np
 from traceml_ray import __version__, results, step_shapes, summary_shape, wire
 from traceml_ray.codec import UNREADABLE, Count, Int64
 from traceml_ray.errors import sendable
-from traceml_ray.store.processes import RankProcess
+from traceml_ray.store.rank_processes import RankProcess
 
 A = TypeVar("A", covariant=True)
 _ARRAY = 1

@@ -24,7 +24,7 @@ from traceml_ray.analysis.window import RankRows
 from traceml_ray.stages import N_STAGES
 from traceml_ray.store.kept import MAX_RANKS, pack, unpack
 from traceml_ray.store.nodes import process_labels
-from traceml_ray.store.processes import shown, world_size
+from traceml_ray.store.rank_processes import shown, world_size
 from traceml_ray.store.runs import by_run
 from traceml_ray.store.schema import LISTS, NONSENSE, insert
 from traceml_ray.store.session_file import Columns, SessionFile

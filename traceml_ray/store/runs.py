@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from traceml_ray.store.processes import RankProcess, attempt_of, generations, shown, world_size
+from traceml_ray.store.rank_processes import RankProcess, attempt_of, generations, shown, world_size
 
 MAX_RUNS = 256
 """Runs of which is kept what was told of them."""

@@ -11,7 +11,7 @@ import msgspec
 
 from traceml_ray import wire
 from traceml_ray.store.nodes import COLUMNS as NODE
-from traceml_ray.store.processes import COLUMNS as RANK_PROCESS
+from traceml_ray.store.rank_processes import COLUMNS as RANK_PROCESS
 
 SCHEMA = 2
 _APPLICATION = 0x54724D4C  # "TrML" in the file's header: tells a session from any other database

@@ -24,7 +24,7 @@ from traceml_ray.analysis.window import RankRows
 from traceml_ray.stages import N_STAGES
 from traceml_ray.store.nodes import COLUMNS as NODE_COLUMNS
 from traceml_ray.store.nodes import Node, label_nodes, node_key, process_labels
-from traceml_ray.store.processes import RankProcess, from_row, shown
+from traceml_ray.store.rank_processes import RankProcess, from_row, shown
 from traceml_ray.store.runs import ledger, list_runs, newest_of, of_run
 from traceml_ray.store.samples import SampleReader
 from traceml_ray.store.schema import SessionFileError

@@ -27,7 +27,7 @@ from traceml_ray.stages import ROW_BYTES
 from traceml_ray.store.fence import Fence, identity
 from traceml_ray.store.nodes import COLUMNS as NODE_COLUMNS
 from traceml_ray.store.nodes import Node
-from traceml_ray.store.processes import COLUMNS, PROGRESS, RankProcess, to_progress, to_row
+from traceml_ray.store.rank_processes import COLUMNS, PROGRESS, RankProcess, to_progress, to_row
 from traceml_ray.store.retention import Retention
 from traceml_ray.store.schema import connect, insert, legible, marks
 from traceml_ray.store.session_file import SessionFile
