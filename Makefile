@@ -17,7 +17,7 @@ DEMO ?= --nproc-per-node 4 --session demo --out traceml-sessions \
 COMPAT_oldest := torch==2.4.0 'ray[train]==2.51.0'
 COMPAT_newest := torch 'ray[train]'
 COMPAT_TESTS := tests/unit --deselect tests/unit/test_package.py $(addprefix tests/integration/test_, \
-	loops.py parts.py example.py sync_groups.py launch.py multihost.py attached.py driver.py ray_train.py)
+	loops.py span_verdict.py example.py sync_groups.py launch.py multihost.py attached.py driver.py ray_train.py)
 
 PY := $(CURDIR)/.venv/bin/python
 INSTALLED := .venv/.installed

@@ -93,12 +93,12 @@ class Node:
         """Return what a rank under DDP sends each second beside its rows."""
         step, now = first + STEPS_A_SECOND, time.time_ns()
         spans = [
-            wire.Detail(name, stage, STEPS_A_SECOND, 5 * MS, MS, first, step - 1)
+            wire.SpanSum(name, stage, STEPS_A_SECOND, 5 * MS, MS, first, step - 1)
             for name, stage in (("optimizer", POST_SYNC), ("all_reduce", SYNC_WAIT))
         ]
         return {
             "process": wire.ProcessSample(now, 99.0, 1 << 30, 20, self.second << 20, self.second << 20),
-            "details": spans,
+            "spans": spans,
             "overhead": wire.Overhead(
                 self.second * 50_000, self.second * MS, self.second * 1000 * MS, self.second * 700
             ),

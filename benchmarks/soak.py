@@ -549,7 +549,7 @@ def file_bars(soak: Soak) -> tuple[list[str], list[Bar]]:
     with sqlite3.connect(path, isolation_level=None) as database:  # of no further use
         (rows,) = database.execute("SELECT sum(n) FROM chunk").fetchone()
         database.execute("DELETE FROM event WHERE kind = 'note'")
-        database.execute("DELETE FROM detail WHERE name LIKE 'part %'")
+        database.execute("DELETE FROM span WHERE name LIKE 'part %'")
         database.execute("VACUUM")
     size = path.stat().st_size
     seconds, ranks = soak.args.seconds, soak.args.ranks

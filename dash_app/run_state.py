@@ -11,8 +11,8 @@ from traceml_ray.results import NodeInfo
 from traceml_ray.step_shapes import EventRow, StepTimes
 from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
-from traceml_ray.store.rank_processes import RankProcess, reporting, world_size
 from traceml_ray.store.query import Request
+from traceml_ray.store.rank_processes import RankProcess, reporting, world_size
 
 from .values import as_dict
 

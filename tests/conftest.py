@@ -40,7 +40,7 @@ _ALONE = {
     "integration/test_faults.py",
     "integration/test_hangs.py",
     "integration/test_loops.py",
-    "integration/test_parts.py",
+    "integration/test_span_verdict.py",
     "integration/test_sync_groups.py",
 }
 

@@ -41,7 +41,7 @@ def full_rank_batch() -> wire.RankBatch:
         identity=IDENTITY,
         open=wire.OpenStage(70_002, SYNC_WAIT, 12_000_000),
         process=wire.ProcessSample(1, 99.5, 1 << 33, 41, None, 0),
-        details=[wire.Detail("optimizer", POST_SYNC, 10, 900, 100, 1, 10)],
+        spans=[wire.SpanSum("optimizer", POST_SYNC, 10, 900, 100, 1, 10)],
         events=[EVENT],
         errors={"sampler": 2},
         missing={"nvml": "no driver"},

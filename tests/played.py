@@ -139,7 +139,7 @@ class Played:
         said: dict[str, Any] = {
             "process": wire.ProcessSample(self.clock(), 95.0, (900 + 5 * s) << 20, 24, 1 << 20, s << 21),
             "open": wire.OpenStage(last + 1, FORWARD, 2 * MS),
-            "details": [wire.Detail("optimizer", POST_SYNC, n, n * MS // 2, MS, self.step, last)],
+            "spans": [wire.SpanSum("optimizer", POST_SYNC, n, n * MS // 2, MS, self.step, last)],
             "overhead": wire.Overhead(5_000 * (last + 1), 2 * MS * s, SECOND * s, 900 * s),
             "strategy": "ddp",
         }

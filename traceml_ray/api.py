@@ -184,7 +184,7 @@ class trace_step(_Block):  # noqa: N801 - used as a function is
 
 class stage(_Block):  # noqa: N801
     """
-    Name a part of the step, `with traceml_ray.stage("tokenize"): …`; shown inside the stage it is in.
+    Name a span of the step, `with traceml_ray.stage("tokenize"): …`; shown inside the stage it is in.
 
     Also a decorator; blocks may be inside each other, and a block inside one of its name counts once. In a
     thread that does not train it does nothing.

@@ -186,7 +186,7 @@ class VerdictInfo(TypedDict):
     last_step: int | None
     open_stage: str | None
     exit_reason: str | None
-    part: str | None
+    span: str | None
     """The span that `rank` is late in, inside `stage`; of a hang, what is open."""
     began_ns: int | None
     """Of a hang: when the last row before it came."""
@@ -223,7 +223,7 @@ class Episode(TypedDict):
 class TimedEpisode(Episode, total=False):
     """An episode; of a session that is over, also when it was and the span that was late."""
 
-    part: str | None
+    span: str | None
     started_at: str | None
     ended_at: str | None
 

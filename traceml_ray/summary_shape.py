@@ -185,7 +185,7 @@ class Overhead(TypedDict):
 class SummaryEpisode(Episode):
     """An episode of a summary: with its time and the span that was late."""
 
-    part: str | None
+    span: str | None
     started_at: str | None
     ended_at: str | None
 
@@ -199,7 +199,7 @@ class Summary(TypedDict):
     runs: list[RunInfo]
     steps: StepStatistics
     stages: list[StageStatistics]
-    parts: list[SpanStatistics]
+    spans: list[SpanStatistics]
     verdict: VerdictInfo
     suspects: list[Suspect]
     verdicts: list[VerdictInfo]

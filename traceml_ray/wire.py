@@ -47,9 +47,9 @@ class OpenStage(Part, frozen=True):
     step: Int64
     stage: StageIndex
     elapsed_ns: Int64
-    part: str | None = None
+    span: str | None = None
     """Name of the open span inside the stage: `checkpoint`, `barrier`, a user's stage, …"""
-    part_ns: Int64 | None = None
+    span_ns: Int64 | None = None
     """For how long it has been."""
 
 
@@ -64,7 +64,7 @@ class ProcessSample(Part, frozen=True):
     write_bytes: Count | None
 
 
-class Detail(Part, frozen=True):
+class SpanSum(Part, frozen=True):
     """Time in spans of one name (`optimizer`, `checkpoint`, a user's stage) since the last batch."""
 
     name: str
@@ -130,7 +130,7 @@ class RankBatch(Message, tag="rank", frozen=True):
     identity: RankIdentity | None = None
     open: OpenStage | None = None
     process: ProcessSample | None = None
-    details: Annotated[list[Detail], _FEW] = []
+    spans: Annotated[list[SpanSum], _FEW] = []
     events: Annotated[list[Event], _FEW] = []
     errors: Annotated[dict[str, Count], _FEW] = {}
     """Swallowed exceptions by place, cumulative."""

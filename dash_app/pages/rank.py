@@ -31,7 +31,7 @@ _SAMPLES, _WITH_PROCESSES = 170, 6
 def data(cache: SessionCache, run: RunState | None, rank: int | str) -> dict[str, Any]:
     """Return the page of a rank."""
     rank = int(rank)
-    found: dict[str, Any] = {"rank": None, "stages": {}, "median": {}, "parts": [], "process": {}}
+    found: dict[str, Any] = {"rank": None, "stages": {}, "median": {}, "spans": [], "process": {}}
     found |= {"stacks": [], "suspect": None}
     if run is None or rank not in run.ranks:
         return found
@@ -58,9 +58,9 @@ def data(cache: SessionCache, run: RunState | None, rank: int | str) -> dict[str
     if steps and len(numbers := steps["steps"].tolist()):
         found["stages"] = {"steps": numbers, **by_stage(steps["stages"])}
         found["median"] = by_stage(steps["median"])
-        parts = cache.ask(query.Spans(run.id, rank, numbers[0], numbers[-1])) or []
+        spans = cache.ask(query.Spans(run.id, rank, numbers[0], numbers[-1])) or []
         mean = steps["mean"]
-        found["parts"] = [{**part, "share": _of_stage(part["ms"], mean[part["stage"]])} for part in parts]
+        found["spans"] = [{**span, "share": _of_stage(span["ms"], mean[span["stage"]])} for span in spans]
     return found
 
 
@@ -87,7 +87,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         html.H2("Stages, against the median rank"),
         html.Div(_stage_charts(view, route), className="grid three"),
         panel(
-            "Parts inside the stages, mean per step", part(html.Div(_spans(view["parts"]), id="rank-parts"))
+            "Spans inside the stages, mean per step", part(html.Div(_spans(view["spans"]), id="rank-spans"))
         ),
     ]
     if process := _process_charts(view["process"], route):
@@ -162,7 +162,7 @@ def _suspect(suspect: Mapping[str, Any] | None) -> Any:
 
 def _spans(found: Sequence[Mapping[str, Any]]) -> Any:
     columns: Columns = {
-        "part": lambda span: span["name"],
+        "span": lambda span: span["name"],
         "in": lambda span: text.words(span["stage"]),
         ">this rank": lambda span: text.ms(span["ms"]),
         ">median rank": lambda span: text.ms(span["median_ms"]),
@@ -170,7 +170,7 @@ def _spans(found: Sequence[Mapping[str, Any]]) -> Any:
         ">times a step": lambda span: text.number(span["times_per_step"]),
         ">bytes each": lambda span: text.size(span["bytes"]),
     }
-    return table(columns, found, empty="No part was marked in this run.", label="Parts")
+    return table(columns, found, empty="No span was marked in this run.", label="Spans")
 
 
 def _stack(stack: Mapping[str, Any]) -> html.Details:

@@ -262,8 +262,8 @@ def wrong(case: Case, watched: Ended, plain: Ended) -> list[str]:
     truth = ("straggler", STAGE[case.late], case.rank) if case.late != "none" else ("healthy", None, None)
     if (verdict["label"], verdict["stage"], verdict["rank"]) != truth:
         found.append(f"says {said(verdict)}")
-    if verdict["part"] in INNOCENT:
-        found.append(f"look at `{verdict['part']}` first")
+    if verdict["span"] in INNOCENT:
+        found.append(f"look at `{verdict['span']}` first")
     if (steps["count"], steps["covers"]["to_step"]) != (case.steps, case.steps - 1):
         found.append(f"{steps['count']} steps of {case.steps}, the last is {steps['covers']['to_step']}")
     if "adapter" in case.features:

@@ -123,7 +123,7 @@ TABLES = [
     "chunk",
     "process_sample",
     "node_sample",
-    "detail",
+    "span",
     "event",
     "verdict",
 ]

@@ -89,7 +89,7 @@ COUNT = INT64.map(lambda n: n & ((1 << 63) - 1))
 ROWS = INT64.map(lambda n: n & ((1 << 44) - 1)) | st.just(1 << 44)
 FLOAT = st.none() | st.floats()
 details = st.builds(
-    wire.Detail, st.text(max_size=9), st.integers(0, 5), COUNT, INT64, st.none() | INT64, INT64, INT64,
+    wire.SpanSum, st.text(max_size=9), st.integers(0, 5), COUNT, INT64, st.none() | INT64, INT64, INT64,
     st.none() | COUNT,
 )  # fmt: skip
 events = st.builds(
@@ -127,7 +127,7 @@ def batches(draw: st.DrawFn) -> bytes:
     return Rank(draw(st.integers(0, 3)), 4, process_id=draw(st.sampled_from(["a", "b", "c"]))).batch(
         0, **columns, seq=draw(COUNT), first_row=draw(ROWS | st.integers(0, 40)), produced=more,
         dropped=dropped, sent_ns=draw(INT64), open=draw(st.none() | opens), final=draw(st.booleans()),
-        process=draw(st.none() | processes), details=draw(st.lists(details, max_size=2)),
+        process=draw(st.none() | processes), spans=draw(st.lists(details, max_size=2)),
         events=draw(st.lists(events, max_size=2)), group=draw(st.none() | st.tuples(COUNT, COUNT)),
         strategy=draw(st.none() | st.text(max_size=5)),
     )  # fmt: skip

@@ -284,7 +284,7 @@ print(list(traceml_ray.watch([1, 2])))
     assert len(rows) == 5 * ROW_BYTES and batches[-1].final
     data_ns = [int.from_bytes(rows[i + 8 : i + 16], "little") for i in range(0, len(rows), ROW_BYTES)]
     assert min(data_ns) > 9_000_000
-    tokenize = [d for b in batches for d in b.details if d.name == "tokenize"]
+    tokenize = [d for b in batches for d in b.spans if d.name == "tokenize"]
     assert sum(d.count for d in tokenize) == 5 and sum(d.total_ns for d in tokenize) > 25_000_000
 
 

@@ -38,7 +38,7 @@ from traceml_ray.stages import (
     SEGMENT_BITS,
     STAGES,
 )
-from traceml_ray.wire import Detail
+from traceml_ray.wire import SpanSum
 
 OLD = torch.__version__.startswith("2.4.")
 
@@ -467,7 +467,7 @@ def test_rows_beyond_the_capacity_of_the_mark_log_are_counted(monkeypatch: pytes
 # -- named parts -----------------------------------------------------------------------------------------
 
 
-def parts(job: loops.Job) -> dict[tuple[str, str], Detail]:
+def parts(job: loops.Job) -> dict[tuple[str, str], SpanSum]:
     """The parts of the rows that can be judged, and what they come to: never more than their stages."""
     job.recorder.finish()
     job.recorder.sums.collect()

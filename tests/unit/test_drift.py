@@ -200,7 +200,7 @@ class TestBaseline:
         assert LEARNED + 60 <= found <= LEARNED + 100
         assert labels(verdicts, found) == {"group_wide"}
         assert run.baseline.step_ns == 11e6
-        last = run.spans[-1]
+        last = run.periods[-1]
         assert last.excess_pct == pytest.approx(100 * 6.4 / 17.4, abs=1)
         assert last.cost_range_pct[0] < last.cost_pct < last.cost_range_pct[1] < last.excess_pct
 
@@ -230,11 +230,11 @@ class TestBaseline:
 class TestHistory:
     def test_drift_has_a_beginning_and_an_end(self):
         run = judge_run(processes(rows((BALANCED, 403), (SLOW, 200), (BALANCED, 300))), 3, thresholds=SOON)
-        spans = [(span.label, span.stage, span.from_step, span.to_step) for span in run.spans]
-        assert spans[:2] == [("healthy", None, 10, 402), ("group_wide", "data", 403, spans[1][3])]
-        assert [span[0] for span in spans] == ["healthy", "group_wide", "healthy"]
-        assert 590 <= spans[1][3] <= 615
-        assert spans[2][2:] == (spans[1][3] + 1, 902)
+        periods = [(period.label, period.stage, period.from_step, period.to_step) for period in run.periods]
+        assert periods[:2] == [("healthy", None, 10, 402), ("group_wide", "data", 403, periods[1][3])]
+        assert [period[0] for period in periods] == ["healthy", "group_wide", "healthy"]
+        assert 590 <= periods[1][3] <= 615
+        assert periods[2][2:] == (periods[1][3] + 1, 902)
 
     def test_verdict_of_the_run_gives_the_share_of_a_drift(self, snapshot: Snapshot):
         run = judge_run(processes(rows((BALANCED, 500), (SLOW, 500))), 3, thresholds=SOON)
@@ -249,7 +249,7 @@ class TestHistory:
     def test_drift_in_a_tenth_of_the_run_is_in_the_history_only(self):
         run = judge_run(processes(rows((BALANCED, 5000), (SLOW, 200), (BALANCED, 440))), 3, thresholds=SOON)
         assert run.whole().label == "healthy"
-        assert "group_wide" in {span.label for span in run.spans}
+        assert "group_wide" in {period.label for period in run.periods}
 
     def test_drift_is_chronic_by_its_share_of_windows(self):
         _, verdicts = live(rows((BALANCED, 500), (SLOW, 200)))
@@ -261,7 +261,7 @@ class TestHistory:
     def test_drift_just_at_the_threshold_does_not_come_and_go(self):
         for seed in range(6):
             run, verdicts = live(slower(noisy(seed, 1000, 4, 0.10), seed, 400, 0.035))
-            assert [span.label for span in run.spans] == ["healthy", "group_wide"]
+            assert [period.label for period in run.periods] == ["healthy", "group_wide"]
             assert verdicts[1000].label == "group_wide"
 
     def test_judging_more_often_changes_nothing(self):
@@ -271,7 +271,11 @@ class TestHistory:
             last = whole.take(slice(end - 50, end))
             verdicts = [often.update(last) for _ in range(3)]
             assert seldom.update(last) == verdicts[0] == verdicts[-1]
-        assert (seldom.whole(), seldom.spans, seldom.baseline) == (often.whole(), often.spans, often.baseline)
+        assert (seldom.whole(), seldom.periods, seldom.baseline) == (
+            often.whole(),
+            often.periods,
+            often.baseline,
+        )
 
     def test_straggler_of_the_run_stays_the_headline(self):
         late = of_ms([WAITS, WAITS, LATE_DATA])
@@ -285,7 +289,7 @@ def test_recorded_runs_do_not_drift_from_their_own_first_windows(name):
     soon = Thresholds(warmup_steps=0, baseline_after_steps=0, baseline_windows=2)
     run = judge_run(processes(d), d.shape[1], thresholds=soon)
     assert run.baseline.to_step == 99
-    assert {span.label for span in run.spans} <= {"healthy", "straggler"}
+    assert {period.label for period in run.periods} <= {"healthy", "straggler"}
 
 
 @settings(max_examples=40, deadline=None)

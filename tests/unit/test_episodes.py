@@ -160,8 +160,8 @@ def test_run_that_is_late_from_its_first_step_is_named():
     assert changes(said)[0][0] == "telemetry_limited"  # nothing is said before it has lasted
     assert changes(said)[-1] == ("straggler", "data", (1,))
     assert next(at for _, at, verdict in said if verdict.ranks) <= 6
-    (span,) = run.spans
-    assert (span.label, span.from_step) == ("straggler", 10)
+    (period,) = run.periods
+    assert (period.label, period.from_step) == ("straggler", 10)
     assert run.whole().chronic
 
 
@@ -435,7 +435,12 @@ def test_missing_telemetry_is_reported_at_once_and_the_episode_goes_on_after_it(
     blind = type(whole)(**{**vars(whole.take(slice(560, 610))), "expected": 4})
     assert run.update(blind).label == "telemetry_limited"
     assert run.update(whole.take(slice(570, 620))).ranks == (1,)
-    assert [span.label for span in run.spans] == ["healthy", "straggler", "telemetry_limited", "straggler"]
+    assert [period.label for period in run.periods] == [
+        "healthy",
+        "straggler",
+        "telemetry_limited",
+        "straggler",
+    ]
     assert len(run.episodes.episodes) == 1
 
 

@@ -45,21 +45,21 @@ def test_rank_that_has_come_least_far_is_waited_for(snapshot: Snapshot) -> None:
 
 
 def test_open_span_between_two_steps_is_a_stall_and_no_hang(snapshot: Snapshot) -> None:
-    places = place(0, POST_SYNC, part="checkpoint"), place(1)
+    places = place(0, POST_SYNC, span="checkpoint"), place(1)
     assert named(*places) == ("stalled", (0,), "post_sync")
     snapshot("verdict", why(*places))
     verdict = find(places, QUIET_S)
-    assert verdict is not None and verdict.part == "checkpoint"
-    assert named(place(0, DATA, part="tokenize"), place(1))[0] == "hang"
-    assert named(place(0, POST_SYNC, part="checkpoint", silent_s=9.0), place(1))[0] == "hang"
+    assert verdict is not None and verdict.span == "checkpoint"
+    assert named(place(0, DATA, span="tokenize"), place(1))[0] == "hang"
+    assert named(place(0, POST_SYNC, span="checkpoint", silent_s=9.0), place(1))[0] == "hang"
 
 
 def test_rank_waited_for_in_a_barrier_is_busy_and_those_in_it_are_not(snapshot: Snapshot) -> None:
-    others = [place(rank, POST_SYNC, part="barrier", part_s=20.0) for rank in (1, 2)]
-    saving = place(0, POST_SYNC, part="checkpoint")
+    others = [place(rank, POST_SYNC, span="barrier", span_s=20.0) for rank in (1, 2)]
+    saving = place(0, POST_SYNC, span="checkpoint")
     assert named(saving, *others) == ("stalled", (0,), "post_sync")
     snapshot("verdict", why(saving, *others))
-    assert find([saving, *(place(r, POST_SYNC, part="barrier", part_s=2.0) for r in (1, 2))], QUIET_S) is None
+    assert find([saving, *(place(r, POST_SYNC, span="barrier", span_s=2.0) for r in (1, 2))], QUIET_S) is None
 
 
 def test_rank_that_does_not_answer_is_the_evidence_wherever_it_was_last(snapshot: Snapshot) -> None:

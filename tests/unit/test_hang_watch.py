@@ -44,7 +44,7 @@ class Job:
             for rank, at in zip(self.ranks, where, strict=True):
                 if at is not None:
                     ns = int((since + second + 1) * SECOND)
-                    opened = wire.OpenStage(at.step, at.stage, ns, at.part, ns if at.part else None)
+                    opened = wire.OpenStage(at.step, at.stage, ns, at.span, ns if at.span else None)
                     batches.append(rank.batch(0, open=opened))
             labels.append(self._report(batches))
         return labels
@@ -135,9 +135,9 @@ def test_silent_node_is_no_evidence_against_its_rank(tmp_path: Path) -> None:
 
 def test_open_checkpoint_is_a_stall(job: Job, snapshot: Snapshot) -> None:
     job.runs(8)
-    assert job.stands(24, at(POST_SYNC, part="checkpoint"), WAITS, WAITS)[-1] == "stalled"
+    assert job.stands(24, at(POST_SYNC, span="checkpoint"), WAITS, WAITS)[-1] == "stalled"
     verdict = job.aggregator.verdict
-    assert verdict is not None and (verdict.rank, verdict.part) == (0, "checkpoint")
+    assert verdict is not None and (verdict.rank, verdict.span) == (0, "checkpoint")
     job.aggregator.finish(wire.Finish(wire.VERSION, -2))
     snapshot("report", (job.folder / "report.txt").read_text().partition("\n\n")[2].partition("\n\n")[0])
 
@@ -153,7 +153,7 @@ def test_first_step_that_compiles_is_no_hang(job: Job) -> None:
 def test_long_validation_on_all_ranks_alike_is_no_hang(job: Job) -> None:
     """Nobody waits; and whoever comes out of it first has waited for a small part of the time only."""
     job.runs(8)
-    busy = at(POST_SYNC, part="evaluation")
+    busy = at(POST_SYNC, span="evaluation")
     labels = job.stands(120, busy, busy, busy) + job.stands(20, WAITS, busy, at(DATA))
     assert not {"hang", "stalled"} & set(labels)
 

@@ -25,8 +25,10 @@ def rows(*parts):
     return np.concatenate([np.tile(row, (steps, 1, 1)) for row, steps in parts])
 
 
-def spans(run):
-    return [(span.label, span.stage, span.rank, span.from_step, span.to_step) for span in run.spans]
+def periods(run):
+    return [
+        (period.label, period.stage, period.rank, period.from_step, period.to_step) for period in run.periods
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name in RECORDED if name != "late3"])
@@ -34,14 +36,14 @@ def test_recorded_runs_have_one_verdict(name):
     d, expected = RECORDED[name], EXPECTED[name]
     run = judge_run(processes(d, first_step=10), d.shape[1], thresholds=NO_WARMUP)
     whole = run.whole()
-    assert spans(run) == [(expected["label"], expected["stage"], expected["rank"], 10, 209)]
+    assert periods(run) == [(expected["label"], expected["stage"], expected["rank"], 10, 209)]
     assert (whole.label, whole.stage, whole.rank) == tuple(expected.values())
     assert whole.chronic is (True if expected["rank"] is not None else None)
 
 
 def test_recorded_late_fault_is_named_from_its_onset():
     run = judge_run(processes(RECORDED["late3"], first_step=10), 3, thresholds=SHORT)  # late for 1.7 s
-    healthy, late = run.spans
+    healthy, late = run.periods
     assert (healthy.label, healthy.from_step) == ("healthy", 10)
     assert (late.label, late.stage, late.rank, late.to_step) == ("straggler", "data", 0, 209)
     assert abs(late.from_step - 130) <= 3
@@ -52,8 +54,8 @@ def test_recorded_late_fault_is_named_from_its_onset():
 def test_verdict_changes_are_consecutive_spans():
     d = rows((BALANCED, 100), (LATE_DATA, 300), (LATE_FORWARD, 300), (BALANCED, 300))
     run = judge_run(processes(d), 3)
-    found = spans(run)
-    assert [span[:3] for span in found if span[0] == "straggler"] == [
+    found = periods(run)
+    assert [period[:3] for period in found if period[0] == "straggler"] == [
         ("straggler", "data", 2),
         ("straggler", "forward", 0),
     ]
@@ -64,7 +66,7 @@ def test_verdict_changes_are_consecutive_spans():
 
 def test_warm_up_is_left_out():
     run = judge_run(processes(rows((LATE_DATA, 10), (BALANCED, 60)), first_step=1000), 3)
-    assert [span.label for span in run.spans] == ["healthy"]
+    assert [period.label for period in run.periods] == ["healthy"]
     assert (run.whole().from_step, run.whole().window_steps) == (1010, 60)
 
 
@@ -77,7 +79,7 @@ def test_warm_up_is_counted_from_the_first_step_of_the_run():
 @pytest.mark.parametrize("steps", [0, 5, 29])
 def test_short_run_is_not_judged(steps):
     run = judge_run(processes(rows((LATE_DATA, 50))[:steps]), 3)
-    assert not run.spans
+    assert not run.periods
     assert run.whole().label == "telemetry_limited"
     assert f"{max(steps - 10, 0)} step" in run.whole().why
 
@@ -113,7 +115,7 @@ def test_judging_more_often_changes_nothing():
         verdicts = [often.update(last) for _ in range(5)]
         assert seldom.update(last) == verdicts[0] == verdicts[-1]
     assert seldom.whole() == often.whole()
-    assert spans(seldom) == spans(often)
+    assert periods(seldom) == periods(often)
 
 
 def test_long_run_is_sampled_evenly_and_within_a_bound(snapshot: Snapshot):
@@ -139,7 +141,9 @@ def test_rows_missing_for_a_while_do_not_hide_the_verdict_of_a_long_run():
     recorded[1] = replace(cut, keys=cut.keys[~lost], flags=cut.flags[~lost], rows=cut.rows[~lost])
     run = judge_run(recorded, len(recorded))
     assert (run.whole().label, run.whole().rank) == ("straggler", 2)
-    assert "telemetry_limited" in {span.label for span in run.spans}  # where they are missing it says so
+    assert "telemetry_limited" in {
+        period.label for period in run.periods
+    }  # where they are missing it says so
 
 
 def test_many_ranks_are_sampled_by_rows():
@@ -156,14 +160,14 @@ def test_change_of_ranks_restarts_the_verdict_of_the_run():
     without = align(processes(d[:, :2], 50), 2)
     run.update(without)
     assert (run.whole().from_step, run.whole().window_steps) == (50, 50)
-    assert [span.label for span in run.spans] == ["straggler", "healthy"]
+    assert [period.label for period in run.periods] == ["straggler", "healthy"]
 
 
 def test_sets_of_ranks_that_overlap_are_one_span():
     one = of_ms([WAITS, WAITS, [1, 6, 0, 3, 4, 1], [1, 2, 0, 3, 4, 5], WAITS])
     two = of_ms([WAITS, WAITS, [1, 6, 0, 3, 4, 1], [1, 6, 0, 3, 4, 1], WAITS])
     run = judge_run(processes(rows((one, 60), (two, 60))), 5)
-    assert len(run.spans) == 1
+    assert len(run.periods) == 1
 
 
 def test_finding_that_recurs_is_measured_in_steps_of_several_exchanges():

@@ -368,7 +368,7 @@ def test_open_span_is_in_the_batch() -> None:
     agent.instrumentation.spans.innermost = "checkpoint"
     agent.tick()
     (batch,) = pipe.batches()
-    assert batch.open is not None and batch.open.part == "checkpoint"
+    assert batch.open is not None and batch.open.span == "checkpoint"
 
 
 def test_failures_of_identity_spans_and_events_cost_no_row() -> None:
@@ -392,7 +392,7 @@ def test_failures_of_identity_spans_and_events_cost_no_row() -> None:
     batches = pipe.batches()
     assert [(b.first_row, len(b.flags)) for b in batches] == [(0, 5), (5, 5), (13, 1)]
     assert [b.seq for b in batches] == [1, 2, 3]
-    assert [detail.name for b in batches for detail in b.details] == ["good"]
+    assert [detail.name for b in batches for detail in b.spans] == ["good"]
     last = batches[-1]
     assert (last.produced, last.dropped, last.identity) == (14, 3, None)
     for place in ("identity: OSError", "size: UnicodeEncodeError", "batch: UnicodeEncodeError"):
@@ -415,7 +415,7 @@ def test_batches_stay_below_their_limit_however_much_there_is_to_send() -> None:
     assert max(map(len, pipe.taken)) <= wire.MAX_BATCH_BYTES
     batches = pipe.batches()
     assert sum(len(b.flags) for b in batches) == batches[-1].produced == 2001
-    assert len({(d.name, d.stage) for b in batches for d in b.details}) == len(names) * N_STAGES
+    assert len({(d.name, d.stage) for b in batches for d in b.spans}) == len(names) * N_STAGES
     assert [event.kind for b in batches for event in b.events if event.kind != "swallowed"] == ["stacks"]
     assert batches[-1].errors["event or span too large to send"] == 1
     assert [b.final for b in batches] == [False] * (len(batches) - 1) + [True]

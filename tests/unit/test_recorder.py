@@ -311,7 +311,7 @@ def test_model_in_eval_mode_is_trained_where_its_data_has_come() -> None:
         loop.optimizer(1)
     assert [row for _, _, row in loop.rows()[1:]] == [[1, 2, 3, 4, 5, 6]] * 2
     loop.forward(20, EVAL_MODE_FORWARD_BEGIN)  # an evaluation that does not turn gradients off
-    assert loop.recorder.open_stage().part == "evaluation"
+    assert loop.recorder.open_stage().span == "evaluation"
     for _ in range(2):
         loop.data(10, loop.ring)  # another one, with data of its own
         loop.forward(20, EVAL_MODE_FORWARD_BEGIN)
@@ -869,9 +869,9 @@ def test_nested_spans_of_one_name_count_once_and_evaluation_ends_with_training()
     for _ in range(3):
         loop.data(100, validation)
         loop.forward(10, NO_GRAD_FORWARD_BEGIN)
-        assert recorder.open_stage().part == "evaluation"
+        assert recorder.open_stage().span == "evaluation"
     loop.data(5)
-    assert recorder.open_stage().part is None
+    assert recorder.open_stage().span is None
     loop.forward(1)
     loop.backward(1, 1)
     recorder.sums.collect()

@@ -47,7 +47,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
     run = Run(tmp_path / "s", 4, world_size=4, nnodes=2, launcher="torchrun")
     run.steps(60 if request.param else 1, strategy="ddp")
     if request.param:
-        run.steps(30, late=2, details=[wire.Detail("mine", DATA, 1, 10, 10, 1, 1, 40)])
+        run.steps(30, late=2, spans=[wire.SpanSum("mine", DATA, 1, 10, 10, 1, 1, 40)])
         run.raised(3, "ValueError: no", 0.5)
     return run
 

@@ -85,13 +85,13 @@ def test_session_file_stays_near_its_bound_however_long_the_run(job: Job) -> Non
 
 def test_spans_and_a_flood_of_events_stay_within_the_bound(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("traceml_ray.store.retention.EVENTS", 500)
-    part = wire.Detail("load", DATA, 20, 9, 9, 0, 20)
+    part = wire.SpanSum("load", DATA, 20, 9, 9, 0, 20)
     for second in range(600):
         told = [wire.Event("note", second, message=f"{second} {n}" + "x" * 100) for n in range(5)]
-        job.run(1, 5, details=[part], events=told)
+        job.run(1, 5, spans=[part], events=told)
     assert job.size < 2 * LIMIT
     with SessionFile(job.aggregator.folder.sqlite) as session:
-        events, [(details,)] = session.events()[0], session._all("SELECT count(*) FROM detail")
+        events, [(details,)] = session.events()[0], session._all("SELECT count(*) FROM span")
     assert 500 <= len(events) < 2500 and events[-1]["message"].startswith("599 4")
     assert 0 < details < 4 * 300
 
@@ -152,7 +152,7 @@ def test_report_of_folded_rows_with_only_sums_states_its_limits(job: Job, kept: 
 def job_of(folder: Path, limit: int, closed: bool = False) -> Job:
     """A job with a slow rank at first, and another one later; `closed`: its aggregator was restarted."""
     job = Job(folder, limit=limit)
-    job.run(100, late=1, details=[wire.Detail("load", DATA, 20, 200 * MS, 10 * MS, 0, 19)])
+    job.run(100, late=1, spans=[wire.SpanSum("load", DATA, 20, 200 * MS, 10 * MS, 0, 19)])
     job.run(100)
     if closed:
         job.aggregator.close()
@@ -187,7 +187,7 @@ def test_report_of_folded_rows_equals_that_of_all_rows(
     folded = report_of(job_of(tmp_path / "folded", LIMIT, closed))
     whole = report_of(job_of(tmp_path / "whole", 1 << 30))
     assert folded["ledger"]["folded"] > 240 * 20 * 4
-    for block in ("steps", "stages", "verdict", "verdicts", "suspects", "brief", "baseline", "parts"):
+    for block in ("steps", "stages", "verdict", "verdicts", "suspects", "brief", "baseline", "spans"):
         assert without_machine(folded[block]) == without_machine(whole[block])
     assert without_moments(folded["episodes"]) == without_moments(whole["episodes"])
     assert [(each["rank"], each["to_step"]) for each in folded["episodes"]] == [(1, 1999), (2, 4799)]
@@ -478,7 +478,7 @@ def test_report_of_more_steps_than_are_kept_one_by_one_is_of_the_whole_run(
         assert one["exposed_ms"] == other["exposed_ms"]
         assert one["worst_rank"] == other["worst_rank"]
         assert one["max_ms"] == pytest.approx(other["max_ms"], rel=0.01)
-    for block in ("parts", "ledger", "baseline", "brief", "memory", "events"):
+    for block in ("spans", "ledger", "baseline", "brief", "memory", "events"):
         assert piecewise[block] == at_once[block]
     (one,), (other,) = piecewise["episodes"], at_once["episodes"]
     for name in ("started_at", "ended_at"):  # of ten rows at a time

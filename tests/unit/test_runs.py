@@ -116,7 +116,7 @@ def test_run_that_is_over_leaves_the_others_alone(tmp_path: Path, clock: Clock) 
     fits = [Fit(aggregator, "a"), Fit(aggregator, "b")]
     for _ in range(5):
         for fit in fits:
-            fit.step(details=[wire.Detail("checkpoint", 0, 1, 5, 5, 0, 0)])
+            fit.step(spans=[wire.SpanSum("checkpoint", 0, 1, 5, 5, 0, 0)])
         _second(aggregator, clock)
     for fit in fits:
         aggregator.ingest(fit.relay.message(fit.ranks[0].batch(0, produced=60)))
@@ -128,7 +128,7 @@ def test_run_that_is_over_leaves_the_others_alone(tmp_path: Path, clock: Clock) 
     assert (ledgers["a"]["dropped"]["relay"], ledgers["a"]["in_flight"]) == (10, 0)
     assert (ledgers["b"]["dropped"]["relay"], ledgers["b"]["in_flight"]) == (0, 10)
     with aggregator.stored() as file:
-        assert [detail["count"] for detail in file.of("a").details()] == [5, 5]
+        assert [detail["count"] for detail in file.of("a").spans()] == [5, 5]
     for fit in fits:
         fit.step(late=1)  # as for `a`, too late
     _second(aggregator, clock)

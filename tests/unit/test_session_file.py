@@ -59,9 +59,9 @@ def test_batch_fields_are_all_read_back(tmp_path: Path) -> None:
     batch = Rank(0, 1).batch(
         2,
         process=wire.ProcessSample(9, None, 4096, 3, None, 1),
-        details=[
-            wire.Detail("checkpoint", 0, 2, 30, 20, 1, 2),
-            wire.Detail("checkpoint", 0, 1, 40, 40, 3, 3),
+        spans=[
+            wire.SpanSum("checkpoint", 0, 2, 30, 20, 1, 2),
+            wire.SpanSum("checkpoint", 0, 1, 40, 40, 3, 3),
         ],
         events=[wire.Event("note", 11, 1, 2, "hello", {"x": 1})],
         open=wire.OpenStage(2, 1, 77),
@@ -84,7 +84,7 @@ def test_batch_fields_are_all_read_back(tmp_path: Path) -> None:
         ((_, node),) = session.node_samples(["node-0"], 2)
         assert (node.load1, node.cpu_pct) == (None, 50.0)
         assert node.gpus == gpus
-        (detail,) = session.details()
+        (detail,) = session.spans()
         assert (detail["rank"], detail["count"], detail["total_ns"], detail["max_ns"]) == (0, 3, 70, 40)
         (event,), _ = session.events()
         assert (event["rank"], event["message"], event["data"]) == (0, "hello", {"x": 1})
@@ -99,13 +99,13 @@ def test_query_of_the_last_steps_takes_no_longer_in_a_long_run(tmp_path: Path) -
     for batches in (20, 400):
         rank, sent = Rank(0, 1), []
         for batch in range(batches):
-            part = wire.Detail("load", 1, 1, 100, 100, 10 * batch, 10 * batch + 9)
-            sent.append(Relay(0, f"relay {batch}").message(rank.batch(10, details=[part])))
+            part = wire.SpanSum("load", 1, 1, 100, 100, 10 * batch, 10 * batch + 9)
+            sent.append(Relay(0, f"relay {batch}").message(rank.batch(10, spans=[part])))
         with _stored(tmp_path / str(batches), *sent) as session:
             counted: list[int] = []
             session._connection.set_progress_handler(lambda into=counted: into.append(1), 10)
             last = 10 * batches - 1
-            (detail,) = session.details(last - 14, last)
+            (detail,) = session.spans(last - 14, last)
             session._connection.set_progress_handler(None, 0)
             assert (detail["count"], detail["total_ns"], detail["last_step"]) == (2, 150, last)
             work.append(len(counted))
@@ -250,7 +250,7 @@ def test_items_cut_while_the_disk_refuses_are_counted_by_kind(tmp_path: Path) ->
     for number in range(12):
         batch = rank.batch(
             events=[wire.Event("note", number)],
-            details=[wire.Detail("a", 1, 1, 5, 5, 0, 0)],
+            spans=[wire.SpanSum("a", 1, 1, 5, 5, 0, 0)],
             process=wire.ProcessSample(number, 1.0, 1, 1, 0, 0),
         )
         aggregator.ingest(relay.message(batch, sample=wire.NodeSample(number, *[None] * 9)))
@@ -259,7 +259,7 @@ def test_items_cut_while_the_disk_refuses_are_counted_by_kind(tmp_path: Path) ->
     blocker.close()
     assert aggregator.commit() and aggregator.commit()
     with SessionFile(tmp_path / "session.sqlite") as stored:
-        tables = {"event": "event", "detail": "span", "process_sample": "process sample"}
+        tables = {"event": "event", "span": "span", "process_sample": "process sample"}
         for table, name in {**tables, "node_sample": "node sample"}.items():
             kept = stored._all(f"SELECT count(*) FROM {table}")[0][0]
             lost = stored.meta()["errors"][f"{name}: not stored, no room"]

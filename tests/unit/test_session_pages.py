@@ -380,7 +380,7 @@ def test_rank_page_shows_suspect_stages_spans_and_process(played: Played) -> Non
     after = np.array(page["stages"]["steps"]) >= played.onset
     more = np.array(page["stages"]["data"]) - np.array(page["median"]["data"])
     assert more[after].mean() == pytest.approx(12, abs=0.2) and abs(more[~after].mean()) < 0.2
-    (part,) = page["parts"]
+    (part,) = page["spans"]
     assert (part["name"], part["stage"], part["times_per_step"]) == (
         "optimizer",
         "post_sync",

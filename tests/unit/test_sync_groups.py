@@ -18,7 +18,7 @@ from unit.test_recorder import Loop
 
 from traceml_ray.analysis import abstention
 from traceml_ray.analysis.history import RunJudge
-from traceml_ray.analysis.parts import Rate, Rates, with_part
+from traceml_ray.analysis.span_rates import SpanRate, SpanRates, with_span
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess
 from traceml_ray.analysis.window import Group, Window, align, missing_of
@@ -179,11 +179,11 @@ def test_span_is_compared_within_the_group_of_the_rank() -> None:
     rows = grouped([*LONG, *LATE])
     asked: list[int] = []
 
-    def find(ranks: Sequence[int], *_: int) -> Mapping[int, Rates]:
+    def find(ranks: Sequence[int], *_: int) -> Mapping[int, SpanRates]:
         asked.extend(ranks)
-        return {rank: {("fetch", DATA): Rate((1 if rank == 2 else 6) * MS, 1.0)} for rank in ranks}
+        return {rank: {("fetch", DATA): SpanRate((1 if rank == 2 else 6) * MS, 1.0)} for rank in ranks}
 
-    assert with_part(judge(rows), rows, find, Thresholds()).part == "fetch"
+    assert with_span(judge(rows), rows, find, Thresholds()).span == "fetch"
     assert asked == [3, 2]
 
 
@@ -300,7 +300,7 @@ def test_label_does_not_switch_between_two_equally_late_groups(more: float) -> N
     waits = (waits.max(axis=2, keepdims=True) - waits).reshape(2000, 8, 1) + 1e6
     rows = processes(np.concatenate([local, waits], axis=2).astype(np.int64))
     run = judge_run([replace(one, group=(rank // 4 * 4, 4)) for rank, one in enumerate(rows)], 8)
-    assert [span.ranks for span in run.spans if span.ranks] in ([(1,)], [(5,)])
+    assert [span.ranks for span in run.periods if span.ranks] in ([(1,)], [(5,)])
     (episode,) = run.episodes.episodes
     assert episode.cost_s == pytest.approx(2000 * 0.03, rel=0.15)
 
@@ -308,4 +308,4 @@ def test_label_does_not_switch_between_two_equally_late_groups(more: float) -> N
 def test_group_that_costs_clearly_more_takes_the_name() -> None:
     rows = processes(np.concatenate([of_ms([*LATE, *BALANCED], 600), of_ms([*LATE, *LATER], 600)]))
     run = judge_run([replace(one, group=PAIRS[rank]) for rank, one in enumerate(rows)], 4)
-    assert [span.ranks for span in run.spans if span.ranks] == [(1,), (3,)]
+    assert [span.ranks for span in run.periods if span.ranks] == [(1,), (3,)]

@@ -8,7 +8,7 @@ import pytest
 from snapshot import Snapshot
 from unit.sample_windows import judge, of_ms, synced, window
 
-from traceml_ray.analysis.parts import Rate, with_part
+from traceml_ray.analysis.span_rates import SpanRate, with_span
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Window
 
@@ -91,12 +91,12 @@ def test_next_step_of_a_known_span_replaces_that_of_its_stage(
 ) -> None:
     extra = [[4.0 * (each == stage) for each in range(5)]] * len(at)
     rows = late(extra, at=at)
-    of_late = {(part, stage): Rate(4e6, 1.0)}
+    of_late = {(part, stage): SpanRate(4e6, 1.0)}
     verdict = judge(rows)
-    advice = with_part(
+    advice = with_span(
         verdict, rows, lambda ranks, *_: {r: of_late if r in at else {} for r in ranks}, LIMITS
     )
-    assert (verdict.label, advice.part) == ("straggler", part)
+    assert (verdict.label, advice.span) == ("straggler", part)
     assert said_twice(advice.next) == []
     assert "rank 2" in advice.next
     generic = verdict.next.removeprefix("Look at ").rpartition("then at ")[2]

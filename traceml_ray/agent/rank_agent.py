@@ -51,7 +51,7 @@ _CERTAIN = ("torch.distributed", "ray_train", "explicit")
 
 
 _T = TypeVar("_T")
-_Item = TypeVar("_Item", wire.Event, wire.Detail)
+_Item = TypeVar("_Item", wire.Event, wire.SpanSum)
 
 
 def new_process_id() -> str:
@@ -80,7 +80,7 @@ class RankAgent:
         self.verdict: dict[str, wire.Value] = {}
         """On rank 0: how its run is judged just now, see `wire.RankReply`."""
         self._events: list[wire.Event] = []
-        self._spans: list[wire.Detail] = []
+        self._spans: list[wire.SpanSum] = []
         self._outbox = Outbox(settings.agent_buffer_bytes)
         self._seq = 0
         self._dropped = 0
@@ -173,7 +173,7 @@ class RankAgent:
             final=final and not more,
         )
         data = self.guard("batch", functools.partial(wire.encode, batch))
-        made = Batch(self._seq + 1, len(flags), len(batch.events), len(batch.details), data or b"")
+        made = Batch(self._seq + 1, len(flags), len(batch.events), len(batch.spans), data or b"")
         if data is None:
             self._lose(made)
             return more
@@ -211,7 +211,7 @@ class RankAgent:
         )
         events, room = self._fitting(self._events, _ITEM_BYTES)
         details, room = self._fitting(self._spans, room)
-        return msgspec.structs.replace(batch, events=events, details=details, errors=self._errors()), room
+        return msgspec.structs.replace(batch, events=events, spans=details, errors=self._errors()), room
 
     def _errors(self) -> dict[str, int]:
         """
@@ -294,9 +294,9 @@ class RankAgent:
 
     def _open_stage(self) -> wire.OpenStage:
         opened = self.recorder.open_stage()
-        return msgspec.structs.replace(opened, part=self.instrumentation.spans.innermost or opened.part)
+        return msgspec.structs.replace(opened, span=self.instrumentation.spans.innermost or opened.span)
 
-    def _collect_spans(self, final: bool) -> list[wire.Detail]:
+    def _collect_spans(self, final: bool) -> list[wire.SpanSum]:
         """Collect the sums of named spans."""
         sums = self.recorder.sums
         if not final:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from traceml_ray.wire import Detail
+from traceml_ray.wire import SpanSum
 
 MAX_NAMES = 256
 MAX_NAME_CHARS = 64
@@ -53,10 +53,10 @@ class SpanSums:
         entry[4] = step
         entry[5] += size
 
-    def collect(self) -> list[Detail]:
+    def collect(self) -> list[SpanSum]:
         """Return the sums of the tick before this one."""
         done, self._before, self._now = self._before, self._now, {}
         return [
-            Detail(name, stage, count, total, longest, first, last, size or None)
+            SpanSum(name, stage, count, total, longest, first, last, size or None)
             for (name, stage, _), (count, total, longest, first, last, size) in done.items()
         ]

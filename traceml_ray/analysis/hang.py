@@ -19,7 +19,7 @@ _COLLECTIVE = re.compile(
     r"(all_(reduce|gather|to_all)|reduce|broadcast|scatter|gather|(monitored_)?barrier|i?send|i?recv|batch_isend"
     r"|send_object|recv_object|wait$)"
 )
-"""Names of parts that are functions of torch.distributed."""
+"""Names of spans that are functions of torch.distributed."""
 WAITED = 0.5
 """
 Share of the time without progress that a rank must have waited to prove a hang: all ranks may be busy with
@@ -32,7 +32,7 @@ class Place:
     """
     The position of one rank.
 
-    `elapsed_s` is the time since it entered `stage`, `part` the part open inside of it, for `part_s`.
+    `elapsed_s` is the time since it entered `stage`, `span` the one open inside of it, for `span_s`.
     `silent_s`: its agent has not answered for so long although its process exists; then `state` is its
     state in the kernel. Its agent's answer adds `where` it is in the user's code, in which `call` of
     torch.distributed, and its whole `stack`.
@@ -43,8 +43,8 @@ class Place:
     step: int
     stage: int
     elapsed_s: float
-    part: str | None = None
-    part_s: float = 0.0
+    span: str | None = None
+    span_s: float = 0.0
     ended: bool = False
     silent_s: float | None = None
     state: str | None = None
@@ -64,19 +64,19 @@ class Place:
     def collective(self) -> str | None:
         """The function of torch.distributed that it waits in, None in the exchange of gradients."""
         pending = None if self.stage == SYNC_WAIT else self.pending
-        return self.call or pending or (self.part if _COLLECTIVE.match(self.part or "") else None)
+        return self.call or pending or (self.span if _COLLECTIVE.match(self.span or "") else None)
 
     @property
     def waited_s(self) -> float:
         """The time it has certainly waited."""
-        in_part = self.part_s if _COLLECTIVE.match(self.part or "") else 0.0
-        return max(self.elapsed_s if self.stage == SYNC_WAIT else in_part, self.pending_s)
+        in_span = self.span_s if _COLLECTIVE.match(self.span or "") else 0.0
+        return max(self.elapsed_s if self.stage == SYNC_WAIT else in_span, self.pending_s)
 
     @property
     def stalled(self) -> bool:
         """Whether it is known to be busy between two steps."""
         at_work = self.silent_s is None and not self.ended and not self.waits
-        return at_work and self.stage == POST_SYNC and self.part is not None
+        return at_work and self.stage == POST_SYNC and self.span is not None
 
     @property
     def key(self) -> tuple[int, int]:
@@ -116,7 +116,7 @@ def find(places: Sequence[Place], quiet_s: float) -> Verdict | None:
         to_step=step,
         last_step=step - 1,
         open_stage=stage,
-        part=first.part if first else None,
+        span=first.span if first else None,
         why=f"{_why(blocking, others, answering)} No step was closed for {text.age(quiet_s)}.",
         next=_next(blocking, stalled),
         stacks=_stacks(blocking, others),
@@ -167,8 +167,8 @@ def _why(blocking: Sequence[Place], others: Sequence[Place], answering: Sequence
     elif first.waits:
         what = _doing(first)
     else:
-        part = f"`{first.part}`" if first.part else None
-        at = ", ".join(filter(None, [part, first.where, _position(first)]))
+        span = f"`{first.span}`" if first.span else None
+        at = ", ".join(filter(None, [span, first.where, _position(first)]))
         what = f"{verb} in {at}, for {text.age(first.elapsed_s)}"
     return f"{who} {what}; {_others(others)}." if others else f"{who} {what}."
 
@@ -216,7 +216,7 @@ def _next(blocking: Sequence[Place], stalled: bool) -> str:
             f"{who} skipped one or called an additional one."
         )
     if stalled:
-        return f"Look at what `{blocking[0].part}` waits for; if it comes to an end, the job goes on."
+        return f"Look at what `{blocking[0].span}` waits for; if it comes to an end, the job goes on."
     return f"Look at the stack of {who} below: the others wait for what it is doing there."
 
 

@@ -19,7 +19,7 @@ from traceml_ray.analysis.track import Episode, waited_ns
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess, too_few_steps
 from traceml_ray.analysis.window import Window, align, joined
 
-_MAX_SPANS = 1000
+_MAX_PERIODS = 1000
 _MAX_WINDOWS = 2000
 _ENOUGH = 3
 _Identity = tuple[str, str | None, int | None]
@@ -34,7 +34,7 @@ class RunJudge:
     it once a second, `Replay` every `stride_steps`. Steps before `first_step + warmup_steps` are left out
     (`first_step`: the run's, else the first one seen).
 
-    `spans` are the changes of verdict so far, oldest first (the last 1000). `whole` judges a sample: every
+    `periods` are the changes of verdict so far, oldest first (the last 1000). `whole` judges a sample: every
     window that shares no step with the one before it is kept until there are `run_steps` steps
     (or `run_rows` rows); then every second is dropped and from there on only every second taken,
     and so on, so that the sample is spread evenly over the run however long it gets.
@@ -65,7 +65,7 @@ class RunJudge:
         self._recent: deque[Verdict] = deque(maxlen=thresholds.chronic_windows)
         self._totals: Counter[_Identity] = Counter()
         self._counted = 0
-        self.spans: deque[Verdict] = deque(maxlen=_MAX_SPANS)
+        self.periods: deque[Verdict] = deque(maxlen=_MAX_PERIODS)
         self.episodes = Episodes(thresholds)
 
     def state(self) -> tuple[int | None, int | None, Episodes]:
@@ -74,7 +74,7 @@ class RunJudge:
 
     def resume(self, state: tuple[int | None, int | None, Episodes]) -> None:
         """
-        Continue from the `state` of another judge: its episodes and their cost. `spans` and `whole` are of
+        Continue from the `state` of another judge: its episodes and their cost. `periods` and `whole` are of
         the windows since then.
         """
         self._first_step, self._judged_to, self.episodes = state
@@ -176,11 +176,11 @@ class RunJudge:
             return whole
         which = max(sums, key=lambda each: sum(episode.cost_s for episode in sums[each]))
         cost = sum(episode.cost_s for episode in sums[which]) / elapsed_s
-        spans = [span for span in self.spans if _identity(span) == which]
-        if cost < self._thresholds.min_drift or not spans:
+        periods = [period for period in self.periods if _identity(period) == which]
+        if cost < self._thresholds.min_drift or not periods:
             note = notes.was_named(len(self.episodes.episodes), self.episodes.lost_s)
             return msgspec.structs.replace(whole, note=note)
-        worst = max(spans, key=lambda span: span.cost_pct or 0.0)
+        worst = max(periods, key=lambda period: period.cost_pct or 0.0)
         share = sum(episode.seconds for episode in sums[which]) / elapsed_s
         return msgspec.structs.replace(
             msgspec.structs.replace(worst, **whole.of_window),
@@ -188,8 +188,8 @@ class RunJudge:
             cost_pct=100 * cost,
             cost_range_pct=None,
             gpu_hours_per_hour=cost * (self._window.expected if self._window else 0),
-            from_step=min(span.from_step or 0 for span in spans),
-            to_step=max(span.to_step or 0 for span in spans),
+            from_step=min(period.from_step or 0 for period in periods),
+            to_step=max(period.to_step or 0 for period in periods),
             why=notes.over_the_run(worst, share, cost),
             note="",
         )
@@ -238,28 +238,28 @@ class RunJudge:
             self._spacing *= 2
 
     def _merge(self, verdict: Verdict) -> None:
-        """Extend the last span, or end it where `verdict` begins."""
+        """Extend the last period, or end it where `verdict` begins."""
         verdict = msgspec.structs.replace(verdict, note="")  # a note is of the moment
         to_step, since = verdict.to_step or 0, self.episodes.since
         finding = verdict.meaning.kind == "finding"
-        while finding and self.spans and (self.spans[-1].from_step or 0) >= (since or 0):
-            if _same(self.spans[-1], verdict):
+        while finding and self.periods and (self.periods[-1].from_step or 0) >= (since or 0):
+            if _same(self.periods[-1], verdict):
                 break
-            self.spans.pop()  # only now is it known when this one began
-        if not self.spans:
-            self.spans.append(verdict)
+            self.periods.pop()  # only now is it known when this one began
+        if not self.periods:
+            self.periods.append(verdict)
             return
-        span = self.spans[-1]
-        if _same(span, verdict):
-            strongest = verdict if (verdict.cost_pct or 0.0) >= (span.cost_pct or 0.0) else span
+        period = self.periods[-1]
+        if _same(period, verdict):
+            strongest = verdict if (verdict.cost_pct or 0.0) >= (period.cost_pct or 0.0) else period
             costs = {name: getattr(verdict, name) for name in _COSTS}
-            self.spans[-1] = msgspec.structs.replace(
-                strongest, **costs, from_step=span.from_step, to_step=verdict.to_step
+            self.periods[-1] = msgspec.structs.replace(
+                strongest, **costs, from_step=period.from_step, to_step=verdict.to_step
             )
             return
-        begins = min(max(since or 0, (span.from_step or 0) + 1), to_step)
-        self.spans[-1] = msgspec.structs.replace(span, to_step=begins - 1)
-        self.spans.append(msgspec.structs.replace(verdict, from_step=begins))
+        begins = min(max(since or 0, (period.from_step or 0) + 1), to_step)
+        self.periods[-1] = msgspec.structs.replace(period, to_step=begins - 1)
+        self.periods.append(msgspec.structs.replace(verdict, from_step=begins))
 
 
 _COSTS = ("cost_pct", "cost_range_pct", "gpu_hours_per_hour", "lost_s", "elapsed_s")
@@ -316,7 +316,7 @@ class Replay:
         self._tail = window.last(self._limits.window_steps)
 
     def done(self) -> RunJudge:
-        """Judge the last steps; read `spans`, `whole()` and `baseline` of the result."""
+        """Judge the last steps; read `periods`, `whole()` and `baseline` of the result."""
         if self._tail is not None and self._judged != self._seen:
             self._run.update(self._tail)
         self._run.episodes.close()

@@ -21,7 +21,7 @@ class Meaning(NamedTuple):
     """Who is named. All ranks: they are slower together, measured from a baseline, not from peers."""
     means: str
     next: str
-    """What to do in general; a verdict that names a stage, a part or an exit is more specific."""
+    """What to do in general; a verdict that names a stage, a span or an exit is more specific."""
     at_once: bool = False
     """Shown as soon as it is found; all others must last (`Thresholds.hold_s`)."""
 
@@ -60,8 +60,8 @@ LABELS: dict[Label, Meaning] = {
         "(its stack, and what the others wait in)",
         "Look at the rank that is named; without one, at the network.", at_once=True),
     "stalled": Meaning("failure", "ranks",
-        "as `hang`, but the rank is busy with a known part between two steps: which part",
-        "Look at what the part waits for.", at_once=True),
+        "as `hang`, but the rank is busy in a known span between two steps: which span",
+        "Look at what the span waits for.", at_once=True),
     "rank_lost": Meaning("failure", "ranks",
         "a rank died: which, at which step, in which stage, and how",
         "Read the rank's own output.", at_once=True),

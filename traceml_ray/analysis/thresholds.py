@@ -40,9 +40,9 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     """Gain below this share of the best p: fixing it alone saves little."""
     same_cause: float = 0.5
     """Ranks with p above this share of the best are named together."""
-    part_share: float = 0.6
-    """Share of a rank's excess in its stage from which one part explains it,"""
-    part_often: float = 0.5
+    span_share: float = 0.6
+    """Share of a rank's excess in its stage from which one span explains it,"""
+    span_often: float = 0.5
     """and the share of the steps that it is in, where the excess is a lasting one."""
     suspect_excess: float = 0.01
     """Smallest excess listed as a suspect."""

@@ -102,8 +102,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     last_step: int | None = None
     open_stage: str | None = None
     exit_reason: str | None = None
-    part: str | None = None
-    """The part of `stage` that `rank` is late in; in a hang, the one that is open: `checkpoint`, …"""
+    span: str | None = None
+    """The span of `stage` that `rank` is late in; in a hang, the one that is open: `checkpoint`, …"""
     began_ns: int | None = None
     """Of a hang: when the last row before it came (ns since the epoch)."""
     lasted_s: float | None = None

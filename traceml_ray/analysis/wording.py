@@ -26,12 +26,12 @@ _LOOK = {
     "forward": ("the inputs (longer sequences, larger batches)", _DEVICE),
     "backward": ("recomputation in backward", _DEVICE),
 }
-_PARTS = {
+_SPANS = {
     "workers": "the DataLoader workers of rank {}, which do not keep up: their number, the time per sample",
     "fetch": "how rank {} reads its samples (`__getitem__`, disk), and whether DataLoader workers can do it",
     "collate": "`collate_fn` of rank {}, and whether DataLoader workers can run it",
 }
-"""What to look at where the part of the stage is known."""
+"""What to look at where the span in the stage is known."""
 _EVEN_OUT = {
     "post_sync": "Look at what ranks do in turn between two steps: logging, checkpoints, garbage collection.",
     "data": "Look at prefetching and the number of DataLoader workers: loading is uneven on every rank.",
@@ -213,10 +213,10 @@ def baseline_is(baseline: Baseline) -> str:
     return f"the baseline ({where})"
 
 
-def with_part(why: str, advice: str, rank: int, stage: str, name: str, ns: float) -> tuple[str, str]:
-    """Return (why, next) with the part of `stage` that makes `rank` late, instead of the stage as a whole."""
+def with_span(why: str, advice: str, rank: int, stage: str, name: str, ns: float) -> tuple[str, str]:
+    """Return (why, next) with the span of `stage` that makes `rank` late, instead of the stage as a whole."""
     why += f" Of the time that rank {rank} is late, {text.ns(ns)} a step are in `{name}`."
-    look = _PARTS.get(name, f"`{name}` of rank {{}}").format(rank)
+    look = _SPANS.get(name, f"`{name}` of rank {{}}").format(rank)
     return why, advice.replace(text.listed(_LOOK[stage]), look, 1)
 
 

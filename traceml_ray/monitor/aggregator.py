@@ -315,9 +315,9 @@ class AggregatorCore:
             writer.add_event(restart, run=process.identity.job_id)
         if batch.process is not None:
             writer.add_process(process, batch.process)
-        for detail in batch.details:
-            writer.add_detail(process, detail)
-            self._recent.add_detail(process.id, detail)
+        for detail in batch.spans:
+            writer.add_span(process, detail)
+            self._recent.add_span(process.id, detail)
         for event in batch.events:
             self._add_event(event, process, node_id)
 

@@ -13,7 +13,7 @@ import msgspec
 from traceml_ray import wire
 from traceml_ray.analysis.episodes import Brief
 from traceml_ray.analysis.history import RunJudge
-from traceml_ray.analysis.parts import Rates, rates, with_part
+from traceml_ray.analysis.span_rates import SpanRates, rates, with_span
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import missing_of
@@ -207,7 +207,7 @@ class LiveJudge:
             self._begin_generation(run, state, which)
         steps = max(limits.window_steps + limits.stride_steps, min(self.tail, MAX_ROWS // len(live)))
         window = own.history.window(live, world + sum(rank >= world for rank in live), missing, steps)
-        verdict = with_part(state.judge.update(window), window, functools.partial(self._rates, ranks), limits)
+        verdict = with_span(state.judge.update(window), window, functools.partial(self._rates, ranks), limits)
         self._baselines.keep(run, state.judge.baseline)
         self._histories.keep(run, which, state.judge)
         episodes = state.judge.episodes
@@ -229,10 +229,10 @@ class LiveJudge:
 
     def _rates(
         self, processes: dict[int, RankProcess], ranks: Sequence[int], first: int, last: int
-    ) -> dict[int, Rates]:
-        """Return how long the spans of some ranks took, see `analysis.parts.Find`."""
+    ) -> dict[int, SpanRates]:
+        """Return how long the spans of some ranks took, see `analysis.span_rates.Find`."""
         with self.writer.lock:
-            found = {rank: self.recent.details(processes[rank].id) for rank in ranks}
+            found = {rank: self.recent.spans(processes[rank].id) for rank in ranks}
         return {rank: rates(details, first, last) for rank, details in found.items() if details}
 
     def _keep(self, run: str, verdict: Verdict, store: bool = True) -> None:
@@ -240,7 +240,7 @@ class LiveJudge:
         state.verdict = verdict
         # Which of two stages is the larger may change in every window.
         what = verdict.label, frozenset(verdict.stages), verdict.ranks
-        named = *what, verdict.part, verdict.lasted_s, verdict.stacks
+        named = *what, verdict.span, verdict.lasted_s, verdict.stacks
         if store and named != state.stored:
             state.stored = named
             with self.writer.lock:

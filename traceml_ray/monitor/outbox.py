@@ -170,5 +170,5 @@ def _besides_rows(data: bytes) -> Counter[str]:
     except WireError:
         return Counter()
     samples = int(batch.process is not None)
-    found = {"event": len(batch.events), "span": len(batch.details), "process sample": samples}
+    found = {"event": len(batch.events), "span": len(batch.spans), "process sample": samples}
     return Counter({f"{what}: no room": n for what, n in found.items() if n})

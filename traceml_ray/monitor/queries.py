@@ -15,8 +15,8 @@ from traceml_ray.reports.answers import Answers
 from traceml_ray.reports.files import write_reports
 from traceml_ray.store import query
 from traceml_ray.store.histories import RunSteps
-from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.query import Request
+from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.writer import SessionWriter
 
 _FRESH = (query.Summary, query.Runs, query.Nodes, query.Ranks, query.Snapshot)

@@ -14,13 +14,13 @@ from traceml_ray import results
 from traceml_ray.analysis import step_numbers
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors, said
-from traceml_ray.reports.parts import spans_of
+from traceml_ray.reports.stored_spans import spans_of
 from traceml_ray.reports.summary import nodes_of, runs_of, summaries, summarize
 from traceml_ray.session import SessionFolder, holder, read_json
 from traceml_ray.store import query
 from traceml_ray.store.histories import RunSteps, StoredHistories
-from traceml_ray.store.rank_processes import RankProcess, shown
 from traceml_ray.store.query import OfRun, Page, QueryError, Request
+from traceml_ray.store.rank_processes import RankProcess, shown
 from traceml_ray.store.runs import by_run, count, newest, run_names
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.store.session_file import SessionFile

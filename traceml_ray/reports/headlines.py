@@ -17,7 +17,7 @@ def named(verdict: Mapping[str, Any]) -> str:
         node = f" ({verdict['node']})" if verdict["node"] else ""
         line += f": {text.ranks(verdict['ranks'])}{node}"
     if label == "stalled":
-        line += f" in {verdict['part']}"
+        line += f" in {verdict['span']}"
     elif verdict["stages"] or verdict["stage"]:
         line += " in " + " and ".join(verdict["stages"] or [verdict["stage"]])
     return line

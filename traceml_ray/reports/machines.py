@@ -116,14 +116,14 @@ class Machines:
         return self.examine(verdict, *when, trained_since(lines[rank], end_ns, warmup_steps))
 
     def newest_with_evidence(
-        self, spans: Sequence[Verdict], lines: Mapping[int, Timeline], warmup_steps: int
+        self, verdicts: Sequence[Verdict], lines: Mapping[int, Timeline], warmup_steps: int
     ) -> list[Verdict]:
-        """Return `spans`, the newest of those that name a rank with the anomalies of its nodes."""
-        named = [at for at, span in enumerate(spans) if reference_rank(span, self.ranks) is not None]
+        """Return `verdicts`, the newest of those that name a rank with the anomalies of its nodes."""
+        named = [at for at, verdict in enumerate(verdicts) if reference_rank(verdict, self.ranks) is not None]
         newest = set(named[-_MAX_EXAMINED:])
         return [
-            self.with_evidence(span, lines, warmup_steps) if at in newest else span
-            for at, span in enumerate(spans)
+            self.with_evidence(verdict, lines, warmup_steps) if at in newest else verdict
+            for at, verdict in enumerate(verdicts)
         ]
 
     def _pids(self, nodes: Iterable[str]) -> dict[str, dict[int, int | None]]:

@@ -17,7 +17,7 @@ from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.busy import StepSummary, step_summary
 from traceml_ray.analysis.episodes import Brief
 from traceml_ray.analysis.history import RunJudge
-from traceml_ray.analysis.parts import with_part
+from traceml_ray.analysis.span_rates import with_span
 from traceml_ray.analysis.step_times import Timeline, span
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
@@ -26,7 +26,6 @@ from traceml_ray.reports import whole as reports_whole
 from traceml_ray.reports.deaths import Death, deaths, headline
 from traceml_ray.reports.hangs import hangs, still_open
 from traceml_ray.reports.machines import Machines, system_of
-from traceml_ray.reports.parts import StoredParts
 from traceml_ray.reports.run_facts import (
     RunFacts,
     events_block,
@@ -36,13 +35,14 @@ from traceml_ray.reports.run_facts import (
     ranks_block,
     session_block,
 )
+from traceml_ray.reports.stored_spans import StoredSpans
 from traceml_ray.reports.whole import Whole, reduce
 from traceml_ray.stages import STAGES
 from traceml_ray.store.session_file import SessionFile
 
 __all__ = ["baseline_of", "moment", "nodes_of", "overhead_of", "runs_of", "summaries", "summarize"]
 SCHEMA = "traceml_ray/summary/1"
-_MAX_PARTED = 50
+_MAX_EXPLAINED = 50
 _MAX_EPISODES = 200
 
 
@@ -72,26 +72,26 @@ def _summary(facts: RunFacts, newest: bool = False) -> dict[str, Any]:
     session = facts.session
     whole = _whole(facts, session.baseline(), newest)
     judged, lines = (whole.judged, whole.lines) if whole else (None, {})
-    parts = StoredParts(session, facts.ranks)
-    performance = _with_part(judged.whole() if judged else _no_step(facts), facts, whole, parts)
-    verdicts = _spans(facts, whole, parts)
+    spans = StoredSpans(session, facts.ranks)
+    performance = _with_span(judged.whole() if judged else _no_step(facts), facts, whole, spans)
+    verdicts = _changes(facts, whole, spans)
     found = deaths(facts.failures, facts.events, facts.processes, failed=facts.status == "failed")
     stood = hangs(session.verdicts()[0])
     machines = Machines(session.machines, facts.ranks, facts.every, facts.labels)
     dated = lines, facts.thresholds.warmup_steps
     verdict = still_open(stood, facts.status) or _headline(facts, found) or performance
     verdict = machines.with_evidence(verdict, *dated)
-    spans = sorted([*verdicts, *stood], key=lambda span: span.from_step or 0)
+    every = sorted([*verdicts, *stood], key=lambda verdict: verdict.from_step or 0)
     summary = {
         "schema": SCHEMA,
         "session": session_block(facts),
         "run": facts.run.get("id"),
         "runs": [_run(entry, verdict.label if entry is facts.run else None) for entry in facts.runs],
         **_step_blocks(facts, whole),
-        "parts": _parts(parts, whole),
+        "spans": _spans(spans, whole),
         "verdict": _verdict(verdict),
         "suspects": msgspec.to_builtins(performance.suspects),
-        "verdicts": list(map(_verdict, machines.newest_with_evidence(spans, *dated))),
+        "verdicts": list(map(_verdict, machines.newest_with_evidence(every, *dated))),
         "episodes": _episodes(judged, verdicts, facts, lines),
         "brief": msgspec.to_builtins(judged.episodes.brief if judged else Brief()),
         "baseline": _baseline(judged.baseline if judged else None),
@@ -146,27 +146,27 @@ def _headline(facts: RunFacts, found: Sequence[Death]) -> Verdict | None:
     return headline(found, lambda death: facts.node_of(death.rank), facts.ranks, facts.world_size)
 
 
-def _with_part(verdict: Verdict, facts: RunFacts, whole: Whole | None, parts: StoredParts) -> Verdict:
-    """Return `verdict` with the part that explains it, if one does."""
+def _with_span(verdict: Verdict, facts: RunFacts, whole: Whole | None, spans: StoredSpans) -> Verdict:
+    """Return `verdict` with the span that explains it, if one does."""
     if whole is None or verdict.rank is None:
         return verdict
-    return with_part(verdict, whole.window(verdict), parts.find, facts.thresholds)
+    return with_span(verdict, whole.window(verdict), spans.find, facts.thresholds)
 
 
-def _spans(facts: RunFacts, whole: Whole | None, parts: StoredParts) -> list[Verdict]:
-    """Return the changes of verdict; the newest that name a rank say its part, too."""
-    spans = list(whole.judged.spans) if whole else []
-    named = [at for at, span in enumerate(spans) if span.rank is not None]
-    for at in named[-_MAX_PARTED:]:
-        spans[at] = _with_part(spans[at], facts, whole, parts)
-    return spans
+def _changes(facts: RunFacts, whole: Whole | None, spans: StoredSpans) -> list[Verdict]:
+    """Return the changes of verdict; the newest that name a rank say its span, too."""
+    changes = list(whole.judged.periods) if whole else []
+    named = [at for at, verdict in enumerate(changes) if verdict.rank is not None]
+    for at in named[-_MAX_EXPLAINED:]:
+        changes[at] = _with_span(changes[at], facts, whole, spans)
+    return changes
 
 
 def _episodes(
-    judged: RunJudge | None, spans: Sequence[Verdict], facts: RunFacts, lines: Mapping[int, Timeline]
+    judged: RunJudge | None, changes: Sequence[Verdict], facts: RunFacts, lines: Mapping[int, Timeline]
 ) -> list[dict[str, Any]]:
-    """Return the episodes, the costliest first, with when they were and the part that was late."""
-    parts = {(span.label, span.stage, span.from_step): span.part for span in spans}
+    """Return the episodes, the costliest first, with when they were and the span that was late."""
+    known = {(change.label, change.stage, change.from_step): change.span for change in changes}
     found = []
     for episode in judged.episodes.episodes[:_MAX_EPISODES] if judged else ():
         rank = min(lines) if episode.rank is None else episode.rank
@@ -174,16 +174,16 @@ def _episodes(
         when: tuple[int | None, int | None] = (None, None)
         if rank in lines and last_ns is not None:
             when = span(lines[rank], last_ns, episode.from_step, episode.to_step) or when
-        part = parts.get((episode.label, episode.stage, episode.from_step))
+        inside = known.get((episode.label, episode.stage, episode.from_step))
         times = {"started_at": moment(when[0]), "ended_at": moment(when[1])}
-        found.append({**msgspec.to_builtins(episode), "part": part, **times})
+        found.append({**msgspec.to_builtins(episode), "span": inside, **times})
     return found
 
 
-def _parts(parts: StoredParts, whole: Whole | None) -> list[dict[str, Any]]:
+def _spans(spans: StoredSpans, whole: Whole | None) -> list[dict[str, Any]]:
     if whole is None or whole.stats is None:
         return []
-    return parts.block(whole.stage_ns(), *whole.stats.between)
+    return spans.block(whole.stage_ns(), *whole.stats.between)
 
 
 def _baseline(baseline: Baseline | None) -> dict[str, Any] | None:

@@ -27,7 +27,7 @@ def render(summary: dict[str, Any], folder: Path) -> str:
         _verdict(summary["verdict"], "GPU" if any(node["gpus"] for node in nodes) else "rank"),
         _steps(summary["steps"]) + _baseline(summary),
         _stages(summary["stages"]),
-        _parts(summary["parts"], summary["steps"]["median_ms"]),
+        _spans(summary["spans"], summary["steps"]["median_ms"]),
         _nodes(summary),
         _ranks(summary),
         _suspects(summary["suspects"]) if _meaning(summary["verdict"]).kind != "healthy" else [],
@@ -172,17 +172,17 @@ def _stages(stages: Sequence[dict[str, Any]]) -> list[str]:
     return table("Where the time of a step goes (exposed: what the job waited for)", columns, stages)
 
 
-def _parts(parts: Sequence[dict[str, Any]], step_ms: float | None) -> list[str]:
-    """Return the parts that take a noticeable share of a step."""
+def _spans(spans: Sequence[dict[str, Any]], step_ms: float | None) -> list[str]:
+    """Return the spans that take a noticeable share of a step."""
     columns: Columns = {
-        "part": lambda part: part["name"],
-        "in": lambda part: part["stage"],
-        ">median ms": lambda part: _figure(part["median_ms"]),
-        ">largest ms": lambda part: _figure(part["max_ms"]),
+        "span": lambda span: span["name"],
+        "in": lambda span: span["stage"],
+        ">median ms": lambda span: _figure(span["median_ms"]),
+        ">largest ms": lambda span: _figure(span["max_ms"]),
         "of": _of_rank,
-        ">of its stage": lambda part: text.share(part["share"]),
+        ">of its stage": lambda span: text.share(span["share"]),
     }
-    large = [part for part in parts if step_ms and part["max_ms"] >= _WORTH * step_ms]
+    large = [span for span in spans if step_ms and span["max_ms"] >= _WORTH * step_ms]
     return table("Parts inside the stages (mean per step)", columns, large[:_MAX_LINES])
 
 

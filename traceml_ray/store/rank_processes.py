@@ -53,8 +53,8 @@ class RankProcess:
     open_step: int | None = None
     open_stage: int | None = None
     open_elapsed_ns: int | None = None
-    open_part: str | None = None
-    open_part_ns: int | None = None
+    open_span: str | None = None
+    open_span_ns: int | None = None
     """These two are not kept on disk."""
     strategy: str | None = None
     missing: dict[str, str] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class RankProcess:
         if batch.open is not None:
             self.open_step, self.open_stage = batch.open.step, batch.open.stage
             self.open_elapsed_ns = batch.open.elapsed_ns
-            self.open_part, self.open_part_ns = batch.open.part, batch.open.part_ns
+            self.open_span, self.open_span_ns = batch.open.span, batch.open.span_ns
         if batch.overhead is not None:
             self.marks_ns, self.agent_cpu_ns = batch.overhead.marks_ns, batch.overhead.agent_cpu_ns
             self.agent_wall_ns, self.sent_bytes = batch.overhead.agent_wall_ns, batch.overhead.sent_bytes
@@ -133,7 +133,7 @@ class RankProcess:
 
 _JSON = ("dropped_by_relay", "missing", "errors")
 _BOOL = {"final", "lost"}
-_ELSEWHERE = {"identity", "open_part", "open_part_ns", *_JSON}
+_ELSEWHERE = {"identity", "open_span", "open_span_ns", *_JSON}
 _PLAIN = (*(f.name for f in fields(RankProcess) if f.name not in _ELSEWHERE), *_JSON)
 COLUMNS = (*_PLAIN, *_IDENTITY)
 """Columns of table `process`, in order."""

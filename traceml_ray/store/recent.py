@@ -16,16 +16,16 @@ class Recent:
     """Memory is bounded, however many rank processes and nodes there are."""
 
     def __init__(self) -> None:
-        self._details: dict[int, deque[wire.Detail]] = {}
+        self._details: dict[int, deque[wire.SpanSum]] = {}
         self._nodes: dict[str, Samples] = {}
 
-    def add_detail(self, process: int, detail: wire.Detail) -> None:
+    def add_span(self, process: int, detail: wire.SpanSum) -> None:
         """Add a span; the newest 32 to 512 of a rank process are kept."""
         if process not in self._details:
             self._details[process] = deque(maxlen=min(512, max(32, _DETAILS // (len(self._details) + 1))))
         self._details[process].append(detail)
 
-    def details(self, process: int) -> list[wire.Detail]:
+    def details(self, process: int) -> list[wire.SpanSum]:
         """Return the newest spans of a rank process, oldest first."""
         return list(self._details.get(process, ()))
 

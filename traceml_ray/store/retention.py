@@ -4,7 +4,7 @@ Keeps a session file within a bound: beyond it, the oldest rows are folded away.
 What was folded still counts as stored. Of each process there are sums of about ten seconds, so that the
 number of steps, their mean and the time at which things were are of these rows, too; of each run there is
 what a report makes of rows (`kept`), so that its statistics, verdict and episodes go on from there. Named
-parts are added up. Of samples that old, one in ten is kept, and of a process the one with the most memory.
+spans are added up. Of samples that old, one in ten is kept, and of a process the one with the most memory.
 """
 
 from __future__ import annotations
@@ -224,14 +224,14 @@ class Retention:
         kept = {
             "process_sample": f"id NOT IN ({largest} GROUP BY process))",
             "node_sample": "t_ns / 1000000000 % 10 != 0",
-            "detail": "id NOT IN (SELECT max(id) FROM detail WHERE id > ?1 AND id <= ?2 GROUP BY "
+            "span": "id NOT IN (SELECT max(id) FROM span WHERE id > ?1 AND id <= ?2 GROUP BY "
             "process, name, stage)",
         }
         ends = {}
         for table, rest in kept.items():
             newest = self._one(f"SELECT max(id) FROM {table}") or 0
             since, last = self.cursors.get(table, 0), int(share * newest)
-            if table == "detail":
+            if table == "span":
                 self._add_up_parts(since, last)
             self._connection.execute(
                 f"DELETE FROM {table} WHERE id > ?1 AND id <= ?2 AND {rest}", (since, last)
@@ -240,12 +240,12 @@ class Retention:
         return ends
 
     def _add_up_parts(self, since: int, last: int) -> None:
-        """Let the newest row of each named part of a process be the sum of all of its rows."""
+        """Let the newest row of each span of a process be the sum of all of its rows."""
         sums = "sum(count), sum(total_ns), max(max_ns), min(first_step), max(last_step), sum(bytes), max(id)"
         which = "WHERE id > ? AND id <= ? GROUP BY process, name, stage"
-        found = self._connection.execute(f"SELECT {sums} FROM detail {which}", (since, last)).fetchall()
+        found = self._connection.execute(f"SELECT {sums} FROM span {which}", (since, last)).fetchall()
         names = "count = ?, total_ns = ?, max_ns = ?, first_step = ?, last_step = ?, bytes = ?"
-        self._connection.executemany(f"UPDATE detail SET {names} WHERE id = ?", found)
+        self._connection.executemany(f"UPDATE span SET {names} WHERE id = ?", found)
 
     def _one(self, query: str) -> Any:
         return self._connection.execute(query).fetchone()[0]

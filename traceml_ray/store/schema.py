@@ -20,7 +20,7 @@ LISTS = {
     "chunk": ("process", "first_row", "n", "keys", "flags", "rows"),
     "process_sample": ("process", *wire.ProcessSample.__struct_fields__),
     "node_sample": ("node_id", *wire.NodeSample.__struct_fields__),
-    "detail": ("process", *wire.Detail.__struct_fields__),
+    "span": ("process", *wire.SpanSum.__struct_fields__),
     "event": ("process", "node_id", *wire.Event.__struct_fields__, "run"),
     "verdict": ("t_ns", "body", "run"),
     "rollup": ("process", "first_row", "n", "first_key", "last_key", "sums", "max_ns"),
@@ -33,7 +33,7 @@ _KEYED = {
 }
 """Tables with one row for each value of their first column."""
 _INDEXES = {"chunk": "process, id", "process_sample": "process, id", "node_sample": "node_id, id",
-            "detail": "process, last_step"}  # fmt: skip
+            "span": "process, last_step"}  # fmt: skip
 
 
 def insert(table: str) -> str:

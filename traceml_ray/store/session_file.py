@@ -140,7 +140,7 @@ class SessionFile(SampleReader):
         self, first: int = 0, last: int = 1 << 62, process: int | None = None
     ) -> list[dict[str, Any]]:
         """
-        Return the named parts of each process (or of that rank process) over the steps `first` to `last`,
+        Return the spans of each process (or of that one) over the steps `first` to `last`,
         summed, longest first.
 
         Of a sum that reaches beyond them, the share of its steps that lies inside counts.
@@ -152,7 +152,7 @@ class SessionFile(SampleReader):
         return self._dicts(
             f"SELECT s.global_rank AS rank, d.process AS process, d.name, d.stage, {', '.join(sums)}, "
             "max(d.max_ns) AS max_ns, min(d.first_step) AS first_step, max(d.last_step) AS last_step "
-            "FROM rank_process s CROSS JOIN detail d ON d.process = s.id "  # in this order, by the index
+            "FROM rank_process s CROSS JOIN span d ON d.process = s.id "  # in this order, by the index
             "WHERE (s.job_id IS NULL OR s.job_id = ?3) AND s.id = coalesce(?4, s.id) AND d.last_step >= ?1 "
             "GROUP BY 1, 2, 3, 4 ORDER BY total_ns DESC",
             *(first, last, self.run_id(), process),

@@ -36,8 +36,8 @@ MAX_PENDING_BYTES = 256 << 20
 """Rows kept in memory while the disk refuses them; beyond that, the oldest are dropped and counted."""
 MAX_PENDING_ITEMS = 100_000
 """Samples, spans, events and verdicts kept the same way, of each kind."""
-_APPENDED = ("process_sample", "node_sample", "detail", "event", "verdict", "chunk")
-_ITEMS = {"process_sample": "process sample", "node_sample": "node sample", "detail": "span"}
+_APPENDED = ("process_sample", "node_sample", "span", "event", "verdict", "chunk")
+_ITEMS = {"process_sample": "process sample", "node_sample": "node sample", "span": "span"}
 
 
 class SessionWriter:
@@ -144,9 +144,9 @@ class SessionWriter:
         """Add a sample of the rank process's process."""
         self._add("process_sample", (process.id, *msgspec.structs.astuple(sample)))
 
-    def add_detail(self, process: RankProcess, detail: wire.Detail) -> None:
+    def add_span(self, process: RankProcess, detail: wire.SpanSum) -> None:
         """Add a span."""
-        self._add("detail", (process.id, *msgspec.structs.astuple(detail)))
+        self._add("span", (process.id, *msgspec.structs.astuple(detail)))
 
     def add_event(
         self,

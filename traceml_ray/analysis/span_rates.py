@@ -1,4 +1,4 @@
-"""The named part of its stage that makes a rank late."""
+"""The named span of its stage that makes a rank late."""
 
 from __future__ import annotations
 
@@ -13,57 +13,57 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Int64, Window
 from traceml_ray.stages import SEGMENT_BITS, STAGES
-from traceml_ray.wire import Detail
+from traceml_ray.wire import SpanSum
 
 MAX_PEERS = 64
-"""Ranks that a part is compared with, evenly chosen: enough for a median."""
+"""Ranks that a span is compared with, evenly chosen: enough for a median."""
 
 
-class Rate(NamedTuple):
-    """Time, count and bytes of one part in one stage, per step."""
+class SpanRate(NamedTuple):
+    """Time, count and bytes of one span in one stage, per step."""
 
     ns: float
     times: float
     size: float = 0.0
 
 
-_NONE = Rate(0.0, 0.0)
-Rates = Mapping[tuple[str, int], Rate]
-"""By name and stage; a part that a rank never had is not in it."""
-Find = Callable[[Sequence[int], int, int], Mapping[int, Rates]]
+_NONE = SpanRate(0.0, 0.0)
+SpanRates = Mapping[tuple[str, int], SpanRate]
+"""By name and stage; a span that a rank never had is not in it."""
+Find = Callable[[Sequence[int], int, int], Mapping[int, SpanRates]]
 """Returns the rates of some ranks from one step to another; a rank of which nothing is known is left out."""
 
 
-def rates(details: Iterable[Detail], first: int, last: int) -> Rates:
+def span_rates(sums: Iterable[SpanSum], first: int, last: int) -> SpanRates:
     """
     Return the rates over the steps `first` to `last`, or to the last step that is known.
 
     A sum that reaches beyond them counts by the share of its steps that is inside.
     """
-    details = list(details)
-    last = min(last, max((detail.last_step for detail in details), default=-1))
-    found: dict[tuple[str, int], Rate] = {}
-    for detail in details:
-        inside = min(detail.last_step, last) - max(detail.first_step, first) + 1
+    sums = list(sums)
+    last = min(last, max((each.last_step for each in sums), default=-1))
+    found: dict[tuple[str, int], SpanRate] = {}
+    for each in sums:
+        inside = min(each.last_step, last) - max(each.first_step, first) + 1
         if inside > 0:
-            share = inside / (detail.last_step - detail.first_step + 1) / (last - first + 1)
-            before = found.get((detail.name, detail.stage), _NONE)
-            found[detail.name, detail.stage] = Rate(
-                before.ns + share * detail.total_ns,
-                before.times + share * detail.count,
-                before.size + share * (detail.bytes or 0),
+            share = inside / (each.last_step - each.first_step + 1) / (last - first + 1)
+            before = found.get((each.name, each.stage), _NONE)
+            found[each.name, each.stage] = SpanRate(
+                before.ns + share * each.total_ns,
+                before.times + share * each.count,
+                before.size + share * (each.bytes or 0),
             )
     return found
 
 
-def with_part(verdict: Verdict, window: Window, find: Find, thresholds: Thresholds) -> Verdict:
+def with_span(verdict: Verdict, window: Window, find: Find, thresholds: Thresholds) -> Verdict:
     """
-    Return `verdict` with the part that explains most of its rank's excess in its stage, if one does.
+    Return `verdict` with the span that explains most of its rank's excess in its stage, if one does.
 
-    That is the innermost part in which the rank spends at least `part_share` of its excess more than the
-    median of its peers. A part that explains a lasting excess occurs in half of the steps (`part_often`).
+    That is the innermost span in which the rank spends at least `span_share` of its excess more than the
+    median of its peers. A span that explains a lasting excess occurs in half of the steps (`span_often`).
     """
-    if verdict.rank is None or verdict.stage not in STAGES or verdict.part is not None:
+    if verdict.rank is None or verdict.stage not in STAGES or verdict.span is not None:
         return verdict
     if verdict.rank not in window.ranks:
         return verdict
@@ -84,14 +84,14 @@ def with_part(verdict: Verdict, window: Window, find: Find, thresholds: Threshol
     explain = []
     for (name, where), rate in known.get(verdict.rank, {}).items():
         more_ns = rate.ns - float(np.median([other.get((name, where), _NONE).ns for other in others]))
-        lasts = verdict.transient or rate.times >= thresholds.part_often
-        if where == stage and lasts and more_ns >= thresholds.part_share * excess_ns > 0:
+        lasts = verdict.transient or rate.times >= thresholds.span_often
+        if where == stage and lasts and more_ns >= thresholds.span_share * excess_ns > 0:
             explain.append((rate.ns, name, more_ns))
     if not explain:
         return verdict
-    _, part, more_ns = min(explain)  # the innermost: never longer than those around it
-    why, advice = wording.with_part(verdict.why, verdict.next, verdict.rank, verdict.stage, part, more_ns)
-    return msgspec.structs.replace(verdict, part=part, why=why, next=advice)
+    _, span, more_ns = min(explain)  # the innermost: never longer than those around it
+    why, advice = wording.with_span(verdict.why, verdict.next, verdict.rank, verdict.stage, span, more_ns)
+    return msgspec.structs.replace(verdict, span=span, why=why, next=advice)
 
 
 def _excess_ns(d: Int64, *, transient: bool) -> float:

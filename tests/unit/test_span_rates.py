@@ -1,4 +1,4 @@
-"""Named parts: what they take per step, and which of them explains why a rank is late."""
+"""Named spans: what they take per step, and which of them explains why a rank is late."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from sessions import MS, Rank, Relay, aggregation, ask
 from snapshot import Snapshot
 from unit.sample_windows import judge
 
-from traceml_ray.analysis.parts import Rate, Rates, rates, with_part
+from traceml_ray.analysis.span_rates import SpanRate, SpanRates, span_rates, with_span
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import RankRows, Window, align
 from traceml_ray.reports.layout import WIDTH
-from traceml_ray.reports.parts import StoredParts
+from traceml_ray.reports.stored_spans import StoredSpans
 from traceml_ray.reports.text import render
 from traceml_ray.stages import DATA, POST_SYNC, SEGMENT_BITS
 from traceml_ray.store.rank_processes import shown
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.wire import Detail
+from traceml_ray.wire import SpanSum
 
 LIMITS = Thresholds()
 ORDINARY = [10, 2, 0, 3, 4, 1]
@@ -45,13 +45,13 @@ def window(late_ms: float, ranks: int = 3, steps: int = 50, every: int = 1) -> W
 
 
 class Known:
-    """Parts of every rank as `find` returns them; of rank 1, others."""
+    """Spans of every rank as `find` returns them; of rank 1, others."""
 
-    def __init__(self, late: dict[str, Rate], others: dict[str, Rate]) -> None:
+    def __init__(self, late: dict[str, SpanRate], others: dict[str, SpanRate]) -> None:
         self.late, self.others = late, others
         self.asked: list[tuple[list[int], int, int]] = []
 
-    def __call__(self, ranks: Sequence[int], first: int, last: int) -> Mapping[int, Rates]:
+    def __call__(self, ranks: Sequence[int], first: int, last: int) -> Mapping[int, SpanRates]:
         self.asked.append((list(ranks), first, last))
         return {
             rank: {
@@ -64,70 +64,74 @@ class Known:
 def named(rows: Window, known: Known) -> Verdict:
     verdict = judge(rows, LIMITS)
     assert (verdict.rank, verdict.stage) == (1, "post_sync")
-    return with_part(verdict, rows, known, LIMITS)
+    return with_span(verdict, rows, known, LIMITS)
 
 
 @given(late_ms=st.floats(5, 100), share=st.floats(0, 1), ordinary=st.floats(0, 8))
 def test_span_is_named_from_sixty_percent_of_the_excess(
     late_ms: float, share: float, ordinary: float
 ) -> None:
-    common = {"optimizer": Rate(ordinary * MS, 1.0), "logging": Rate(9 * MS, 1.0)}
-    more = {**common, "optimizer": Rate((ordinary + share * late_ms) * MS, 1.0)}
+    common = {"optimizer": SpanRate(ordinary * MS, 1.0), "logging": SpanRate(9 * MS, 1.0)}
+    more = {**common, "optimizer": SpanRate((ordinary + share * late_ms) * MS, 1.0)}
     known = Known(more, common)
     verdict = named(window(late_ms), known)
-    if abs(share - LIMITS.part_share) > 1e-3:
-        assert verdict.part == ("optimizer" if share > LIMITS.part_share else None)
+    if abs(share - LIMITS.span_share) > 1e-3:
+        assert verdict.span == ("optimizer" if share > LIMITS.span_share else None)
     assert known.asked == [([1, 0, 2], 10, 59)]
 
 
 def test_verdict_text_gives_the_share_of_the_span(snapshot: Snapshot) -> None:
-    known = Known({"optimizer": Rate(36 * MS, 1.0)}, {"optimizer": Rate(5 * MS, 1.0)})
+    known = Known({"optimizer": SpanRate(36 * MS, 1.0)}, {"optimizer": SpanRate(5 * MS, 1.0)})
     verdict = named(window(40), known)
-    assert verdict.part == "optimizer"
+    assert verdict.span == "optimizer"
     snapshot("verdict", verdict.why, verdict.next)
 
 
 def test_innermost_of_nested_spans_is_named() -> None:
-    late = {"update": Rate(41 * MS, 1.0), "optimizer": Rate(30 * MS, 1.0), "clip": Rate(5 * MS, 1.0)}
-    assert named(window(40), Known(late, {})).part == "optimizer"
+    late = {
+        "update": SpanRate(41 * MS, 1.0),
+        "optimizer": SpanRate(30 * MS, 1.0),
+        "clip": SpanRate(5 * MS, 1.0),
+    }
+    assert named(window(40), Known(late, {})).span == "optimizer"
 
 
 def test_span_of_a_single_step_does_not_explain_lateness_in_every_step() -> None:
     """An evaluation of 10 s in 50 steps is 200 ms a step on average, but no step of the others has it."""
-    late = {"evaluation": Rate(200 * MS, 0.02), "optimizer": Rate(40 * MS, 1.0)}
-    assert named(window(40), Known(late, {})).part == "optimizer"
+    late = {"evaluation": SpanRate(200 * MS, 0.02), "optimizer": SpanRate(40 * MS, 1.0)}
+    assert named(window(40), Known(late, {})).span == "optimizer"
 
 
 def test_intermittent_span_explains_intermittent_lateness() -> None:
-    known = Known({"checkpoint": Rate(10 * MS, 0.1), "optimizer": Rate(1 * MS, 1.0)}, {})
+    known = Known({"checkpoint": SpanRate(10 * MS, 0.1), "optimizer": SpanRate(1 * MS, 1.0)}, {})
     verdict = named(window(100, every=10), known)
-    assert (verdict.transient, verdict.part) == (True, "checkpoint")
+    assert (verdict.transient, verdict.span) == (True, "checkpoint")
 
 
 @pytest.mark.parametrize("nobody", [[1], [0, 2]], ids=["the others", "the late one"])
 def test_span_is_not_named_without_data_of_both_sides(nobody: list[int]) -> None:
-    def find(ranks: Sequence[int], *_: int) -> Mapping[int, Rates]:
-        return {rank: {("optimizer", POST_SYNC): Rate(50 * MS, 1.0)} for rank in ranks if rank in nobody}
+    def find(ranks: Sequence[int], *_: int) -> Mapping[int, SpanRates]:
+        return {rank: {("optimizer", POST_SYNC): SpanRate(50 * MS, 1.0)} for rank in ranks if rank in nobody}
 
     rows = window(40)
-    assert with_part(judge(rows, LIMITS), rows, find, LIMITS).part is None
+    assert with_span(judge(rows, LIMITS), rows, find, LIMITS).span is None
 
 
 def test_verdict_without_a_rank_or_with_a_span_stays_unchanged() -> None:
-    for verdict in (Verdict(label="healthy"), Verdict(label="stalled", rank=1, stage="data", part="x")):
-        assert with_part(verdict, window(40), Known({}, {}), LIMITS) is verdict
+    for verdict in (Verdict(label="healthy"), Verdict(label="stalled", rank=1, stage="data", span="x")):
+        assert with_span(verdict, window(40), Known({}, {}), LIMITS) is verdict
 
 
 def test_span_comparison_among_thousands_of_ranks_uses_a_sample() -> None:
-    known = Known({"optimizer": Rate(40 * MS, 1.0)}, {})
-    assert named(window(40, ranks=3000, steps=25), known).part == "optimizer"
+    known = Known({"optimizer": SpanRate(40 * MS, 1.0)}, {})
+    assert named(window(40, ranks=3000, steps=25), known).span == "optimizer"
     ((asked, _, _),) = known.asked
     assert len(asked) <= 65 and asked[0] == 1
 
 
 DETAILS = st.lists(
     st.builds(
-        lambda name, stage, count, ns, first, steps, size: Detail(
+        lambda name, stage, count, ns, first, steps, size: SpanSum(
             name, stage, count, ns, None, first, first + steps, size
         ),
         st.sampled_from(["a", "b"]),
@@ -143,12 +147,16 @@ DETAILS = st.lists(
 
 
 @given(DETAILS, st.integers(0, 80))
-def test_span_rates_of_two_ranges_add_up_to_the_whole(details: list[Detail], cut: int) -> None:
-    last = max((detail.last_step for detail in details), default=0)
-    whole, before, after = rates(details, 0, last), rates(details, 0, cut), rates(details, cut + 1, last)
+def test_span_rates_of_two_ranges_add_up_to_the_whole(sums: list[SpanSum], cut: int) -> None:
+    last = max((each.last_step for each in sums), default=0)
+    whole, before, after = (
+        span_rates(sums, 0, last),
+        span_rates(sums, 0, cut),
+        span_rates(sums, cut + 1, last),
+    )
     for name in ("a", "b"):
-        total = sum(d.total_ns for d in details if (d.name, d.stage) == (name, DATA))
-        none = Rate(0.0, 0.0)
+        total = sum(d.total_ns for d in sums if (d.name, d.stage) == (name, DATA))
+        none = SpanRate(0.0, 0.0)
         first, second = before.get((name, DATA), none), after.get((name, DATA), none)
         steps = min(cut, last) + 1
         assert whole.get((name, DATA), none).ns * (last + 1) == pytest.approx(total)
@@ -158,20 +166,20 @@ def test_span_rates_of_two_ranges_add_up_to_the_whole(details: list[Detail], cut
 @settings(max_examples=25)
 @given(DETAILS, st.integers(0, 80), st.integers(0, 80))
 def test_stored_spans_give_the_same_rates_as_those_in_memory(
-    tmp_path_factory: pytest.TempPathFactory, details: list[Detail], one: int, other: int
+    tmp_path_factory: pytest.TempPathFactory, sums: list[SpanSum], one: int, other: int
 ) -> None:
     first, last = sorted((one, other))
     folder = tmp_path_factory.mktemp("s")
     aggregator = aggregation(folder)
-    aggregator.ingest(Relay().message(Rank(0, 1).batch(details=details)))
+    aggregator.ingest(Relay().message(Rank(0, 1).batch(spans=sums)))
     assert aggregator.commit()
     aggregator.close()
     with SessionFile(folder / "session.sqlite") as session:
-        stored = StoredParts(session, shown(session.processes())).find([0], first, last)
-    live = rates(details, first, last)
+        stored = StoredSpans(session, shown(session.processes())).find([0], first, last)
+    live = span_rates(sums, first, last)
     found = stored.get(0, {})
     for key in found.keys() | live.keys():
-        for a, b in zip(found.get(key, Rate(0, 0)), live.get(key, Rate(0, 0)), strict=True):
+        for a, b in zip(found.get(key, SpanRate(0, 0)), live.get(key, SpanRate(0, 0)), strict=True):
             assert a == pytest.approx(b, abs=1)
 
 
@@ -183,9 +191,9 @@ def test_summary_report_and_live_verdict_name_the_span(tmp_path: Path, snapshot:
         for rank, ms in zip(ranks, ([1, 2, 0, 3, 4, 31], [31, 2, 0, 3, 4, 1]), strict=True):
             took = ms[0] * 10 * MS
             steps = 10 * second, 10 * second + 9
-            told = [Detail("optimizer", POST_SYNC, 10, took, None, *steps)]
-            told += [Detail("all_reduce", POST_SYNC, 10, MS, None, *steps, 40_000)]
-            batches.append(rank.batch(10, [float(value) for value in ms], details=told))
+            told = [SpanSum("optimizer", POST_SYNC, 10, took, None, *steps)]
+            told += [SpanSum("all_reduce", POST_SYNC, 10, MS, None, *steps, 40_000)]
+            batches.append(rank.batch(10, [float(value) for value in ms], spans=told))
         aggregator.ingest(relay.message(*batches))
         aggregator._clock.tick()  # type: ignore[attr-defined]
     aggregator._judge.judge()
@@ -193,9 +201,9 @@ def test_summary_report_and_live_verdict_name_the_span(tmp_path: Path, snapshot:
     summary: dict[str, Any] = ask(aggregator, "summary")
     aggregator.close()
     for verdict in (live, summary["verdict"]):
-        assert (verdict["rank"], verdict["stage"], verdict["part"]) == (1, "post_sync", "optimizer")
+        assert (verdict["rank"], verdict["stage"], verdict["span"]) == (1, "post_sync", "optimizer")
         snapshot("verdict", verdict["why"])
-    optimizer, reduce = summary["parts"]
+    optimizer, reduce = summary["spans"]
     assert optimizer == {
         "stage": "post_sync",
         "name": "optimizer",
@@ -216,4 +224,4 @@ def test_summary_report_and_live_verdict_name_the_span(tmp_path: Path, snapshot:
 
 def test_span_of_an_older_agent_has_no_size() -> None:
     packed = msgspec.msgpack.encode(["optimizer", 0, 1, 2, None, 3, 4])
-    assert msgspec.msgpack.decode(packed, type=Detail).bytes is None
+    assert msgspec.msgpack.decode(packed, type=SpanSum).bytes is None

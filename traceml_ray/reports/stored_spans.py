@@ -1,4 +1,4 @@
-"""The named parts of the stages in the summary, from what is stored of them."""
+"""The named spans of the stages in the summary, from what is stored of them."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from typing import Any
 
 import numpy as np
 
-from traceml_ray.analysis.parts import MAX_PEERS, Rate, Rates
+from traceml_ray.analysis.span_rates import MAX_PEERS, SpanRate, SpanRates
 from traceml_ray.stages import STAGES
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
 
-_MAX_PARTS = 100
+_MAX_SPANS = 100
 
 
-class StoredParts:
-    """The stored parts of a run's ranks; `ranks` holds the process of each rank."""
+class StoredSpans:
+    """The stored spans of a run's ranks; `ranks` holds the process of each rank."""
 
     def __init__(self, session: SessionFile, ranks: Mapping[int, RankProcess]) -> None:
         self._session = session
         self._ranks = {process.id: rank for rank, process in ranks.items()}
 
-    def find(self, ranks: Sequence[int], first: int, last: int) -> dict[int, Rates]:
-        """Return the rates of `ranks` over the steps `first` to `last`, see `analysis.parts.Find`."""
+    def find(self, ranks: Sequence[int], first: int, last: int) -> dict[int, SpanRates]:
+        """Return the rates of `ranks` over the steps `first` to `last`, see `analysis.span_rates.Find`."""
         alone = next(iter(self._ranks)) if len(self._ranks) == 1 else None
-        stored = self._session.details(first, last, alone)
+        stored = self._session.spans(first, last, alone)
         known: dict[int, int] = {}
         for row in stored:
             known[row["process"]] = max(known.get(row["process"], -1), min(row["last_step"], last))
-        found: dict[int, dict[tuple[str, int], Rate]] = {}
+        found: dict[int, dict[tuple[str, int], SpanRate]] = {}
         for row in stored:
             rank, steps = self._ranks.get(row["process"]), known[row["process"]] - first + 1
             if rank is not None and steps > 0 and (row["total_ns"] or row["count"]):
-                rate = Rate(row["total_ns"] / steps, row["count"] / steps, (row["bytes"] or 0) / steps)
+                rate = SpanRate(row["total_ns"] / steps, row["count"] / steps, (row["bytes"] or 0) / steps)
                 found.setdefault(rank, {})[row["name"], row["stage"]] = rate
         return {rank: found[rank] for rank in ranks if rank in found}
 
     def block(self, stages: Mapping[int, Sequence[float]], first: int, last: int) -> list[dict[str, Any]]:
         """
-        Return the parts over the steps `first` to `last`, the largest on any rank first; `stages` is the
+        Return the spans over the steps `first` to `last`, the largest on any rank first; `stages` is the
         mean of each stage then, ns, by rank.
         """
         known = self.find(list(stages), first, last)
@@ -60,17 +60,17 @@ class StoredParts:
                     "bytes": rate.size / rate.times if rate.size and rate.times else None,
                 }
             )
-        return sorted(block, key=lambda part: (-part["max_ms"], part["name"]))[:_MAX_PARTS]
+        return sorted(block, key=lambda span: (-span["max_ms"], span["name"]))[:_MAX_SPANS]
 
 
 def spans_of(session: SessionFile, rank: int, first: int, last: int) -> list[dict[str, Any]]:
     """
-    Return the parts of a rank over the steps `first` to `last`, the longest first (`step_shapes.SpanTimes`);
+    Return the spans of a rank over the steps `first` to `last`, the longest first (`step_shapes.SpanTimes`);
     in a small job, each with the median of all ranks.
     """
     ranks = session.ranks()
     known = ranks if len(ranks) <= MAX_PEERS else {rank: ranks[rank]} if rank in ranks else {}
-    found = StoredParts(session, known).find([*known], first, last)
+    found = StoredSpans(session, known).find([*known], first, last)
     spans = []
     for (name, stage), rate in sorted(found.get(rank, {}).items(), key=lambda span: -span[1].ns):
         every = [rates[name, stage].ns / 1e6 if (name, stage) in rates else 0.0 for rates in found.values()]

@@ -46,10 +46,10 @@ def test_slow_checkpoint_inside_a_user_stage_is_named(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     summary = summary_of(tmp_path, "s")
     verdict = summary["verdict"]
-    named = verdict["label"], verdict["stage"], verdict["rank"], verdict["part"]
+    named = verdict["label"], verdict["stage"], verdict["rank"], verdict["span"]
     assert named == ("straggler", "post_sync", 1, "checkpoint"), verdict["why"]
-    assert summary["verdicts"][-1]["part"] == "checkpoint"
-    parts = {part["name"]: part for part in summary["parts"] if part["stage"] == "post_sync"}
+    assert summary["verdicts"][-1]["span"] == "checkpoint"
+    parts = {part["name"]: part for part in summary["spans"] if part["stage"] == "post_sync"}
     assert parts["checkpoint"]["worst_rank"] == parts["keep"]["worst_rank"] == 1
     assert 20 < parts["checkpoint"]["max_ms"] < parts["keep"]["max_ms"]
     assert 0.5 < parts["checkpoint"]["share"] < parts["keep"]["share"] <= 1
