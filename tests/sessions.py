@@ -62,10 +62,10 @@ def identity(
 class Rank:
     """One rank's agent: `rows` ms per step, sent in batches that count on from the last one."""
 
-    def __init__(self, number: int, world: int = 2, *, process: str | None = None, **who: Any) -> None:
+    def __init__(self, number: int, world: int = 2, *, process_id: str | None = None, **who: Any) -> None:
         self.identity = identity(number, world, **who)
         job = "" if self.identity.job_id == "job" else self.identity.job_id
-        self.process_id = process or f"{job}{self.identity.attempt:08x}{number:08x}"
+        self.process_id = process_id or f"{job}{self.identity.attempt:08x}{number:08x}"
         self.seq = -1
         self.produced = 0
         self.dropped = 0

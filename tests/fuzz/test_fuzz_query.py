@@ -57,10 +57,10 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AggregatorCore
     clock = Clock()
     aggregator, relay = aggregation(folder, clock), Relay()
     ranks = [Rank(0), Rank(1)]
-    detail = wire.SpanSum("optimizer", 0, 5, 10, 3, 0, 4)
+    span = wire.SpanSum("optimizer", 0, 5, 10, 3, 0, 4)
     process = wire.ProcessSample(clock(), 1.0, 2, 3, None, None)
     for _ in range(6):
-        aggregator.ingest(relay.message(*(rank.batch(5, spans=[detail], process=process) for rank in ranks)))
+        aggregator.ingest(relay.message(*(rank.batch(5, spans=[span], process=process) for rank in ranks)))
         clock.tick()
         aggregator.judge()
         aggregator.commit()

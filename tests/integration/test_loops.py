@@ -474,8 +474,8 @@ def parts(job: loops.Job) -> dict[tuple[str, str], SpanSum]:
     rows = job.rows()
     last = int(str(rows[-1]["step"]))
     inside = [d for d in job.recorder.sums.collect() if d.first_step > 0 and d.first_step <= last]
-    for detail in inside:
-        assert detail.total_ns <= sum(row["row"][detail.stage] for row in rows[1:])  # type: ignore[index]
+    for span in inside:
+        assert span.total_ns <= sum(row["row"][span.stage] for row in rows[1:])  # type: ignore[index]
     return {(d.name, STAGES[d.stage]): d for d in inside}
 
 

@@ -80,8 +80,8 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path)
 
 
-def at(stage: int, step: int = 80, part: str | None = None) -> wire.OpenStage:
-    return wire.OpenStage(step, stage, 0, part)
+def at(stage: int, step: int = 80, span: str | None = None) -> wire.OpenStage:
+    return wire.OpenStage(step, stage, 0, span)
 
 
 WAITS = at(SYNC_WAIT)

@@ -29,7 +29,7 @@ OF_TIME = ("version", "token")
 def questions(run: str | None, processes: tuple[int, ...] = (1, 3)) -> list[query.Request[Any]]:
     """At least one of each kind."""
     return [
-        query.Status(), query.Runs(), query.RankProcesses(), query.Nodes(run), query.Ranks(run),
+        query.Status(), query.Runs(), query.Processes(), query.Nodes(run), query.Ranks(run),
         query.Ledger(run),
         query.Verdict(run), query.Verdicts(run), query.Verdicts(run, 1),
         query.Events(run), query.Events(run, 3, brief=True, most=2), query.Summary(run),

@@ -392,7 +392,7 @@ def test_failures_of_identity_spans_and_events_cost_no_row() -> None:
     batches = pipe.batches()
     assert [(b.first_row, len(b.flags)) for b in batches] == [(0, 5), (5, 5), (13, 1)]
     assert [b.seq for b in batches] == [1, 2, 3]
-    assert [detail.name for b in batches for detail in b.spans] == ["good"]
+    assert [span.name for b in batches for span in b.spans] == ["good"]
     last = batches[-1]
     assert (last.produced, last.dropped, last.identity) == (14, 3, None)
     for place in ("identity: OSError", "size: UnicodeEncodeError", "batch: UnicodeEncodeError"):

@@ -128,7 +128,7 @@ def test_run_that_is_over_leaves_the_others_alone(tmp_path: Path, clock: Clock) 
     assert (ledgers["a"]["dropped"]["relay"], ledgers["a"]["in_flight"]) == (10, 0)
     assert (ledgers["b"]["dropped"]["relay"], ledgers["b"]["in_flight"]) == (0, 10)
     with aggregator.stored() as file:
-        assert [detail["count"] for detail in file.of("a").spans()] == [5, 5]
+        assert [span["count"] for span in file.of("a").spans()] == [5, 5]
     for fit in fits:
         fit.step(late=1)  # as for `a`, too late
     _second(aggregator, clock)

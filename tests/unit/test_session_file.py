@@ -84,13 +84,12 @@ def test_batch_fields_are_all_read_back(tmp_path: Path) -> None:
         ((_, node),) = session.node_samples(["node-0"], 2)
         assert (node.load1, node.cpu_pct) == (None, 50.0)
         assert node.gpus == gpus
-        (detail,) = session.spans()
-        assert (detail["rank"], detail["count"], detail["total_ns"], detail["max_ns"]) == (0, 3, 70, 40)
+        (span,) = session.spans()
+        assert (span["rank"], span["count"], span["total_ns"], span["max_ns"]) == (0, 3, 70, 40)
         (event,), _ = session.events()
         assert (event["rank"], event["message"], event["data"]) == (0, "hello", {"x": 1})
         assert session.nodes()[0]["errors"] == {"sampler": 1}
         assert session.meta()["launcher"] == "torchrun"
-        assert session.memory() == {process.id: (4096, 4096)}
         assert list(session.node_columns()["node-0"][0, "util_pct"]) == [90.0]
 
 
@@ -105,9 +104,9 @@ def test_query_of_the_last_steps_takes_no_longer_in_a_long_run(tmp_path: Path) -
             counted: list[int] = []
             session._connection.set_progress_handler(lambda into=counted: into.append(1), 10)
             last = 10 * batches - 1
-            (detail,) = session.spans(last - 14, last)
+            (span,) = session.spans(last - 14, last)
             session._connection.set_progress_handler(None, 0)
-            assert (detail["count"], detail["total_ns"], detail["last_step"]) == (2, 150, last)
+            assert (span["count"], span["total_ns"], span["last_step"]) == (2, 150, last)
             work.append(len(counted))
     assert work[1] < 1.5 * work[0]
 

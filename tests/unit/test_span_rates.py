@@ -129,7 +129,7 @@ def test_span_comparison_among_thousands_of_ranks_uses_a_sample() -> None:
     assert len(asked) <= 65 and asked[0] == 1
 
 
-DETAILS = st.lists(
+SUMS = st.lists(
     st.builds(
         lambda name, stage, count, ns, first, steps, size: SpanSum(
             name, stage, count, ns, None, first, first + steps, size
@@ -146,7 +146,7 @@ DETAILS = st.lists(
 )
 
 
-@given(DETAILS, st.integers(0, 80))
+@given(SUMS, st.integers(0, 80))
 def test_span_rates_of_two_ranges_add_up_to_the_whole(sums: list[SpanSum], cut: int) -> None:
     last = max((each.last_step for each in sums), default=0)
     whole, before, after = (
@@ -164,7 +164,7 @@ def test_span_rates_of_two_ranges_add_up_to_the_whole(sums: list[SpanSum], cut: 
 
 
 @settings(max_examples=25)
-@given(DETAILS, st.integers(0, 80), st.integers(0, 80))
+@given(SUMS, st.integers(0, 80), st.integers(0, 80))
 def test_stored_spans_give_the_same_rates_as_those_in_memory(
     tmp_path_factory: pytest.TempPathFactory, sums: list[SpanSum], one: int, other: int
 ) -> None:

@@ -59,7 +59,7 @@ def test_verdicts_are_the_same_in_any_pieces(cuts):
             replay.add(part)
         judged.append(replay.done())
     one, several = judged
-    assert list(several.spans) == list(one.spans)
+    assert list(several.periods) == list(one.periods)
     assert several.episodes.episodes == one.episodes.episodes
     assert several.whole() == one.whole()
     assert several.baseline == one.baseline

@@ -210,8 +210,8 @@ class RankAgent:
             group=patches.group,
         )
         events, room = self._fitting(self._events, _ITEM_BYTES)
-        details, room = self._fitting(self._spans, room)
-        return msgspec.structs.replace(batch, events=events, spans=details, errors=self._errors()), room
+        spans, room = self._fitting(self._spans, room)
+        return msgspec.structs.replace(batch, events=events, spans=spans, errors=self._errors()), room
 
     def _errors(self) -> dict[str, int]:
         """

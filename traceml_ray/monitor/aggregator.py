@@ -315,9 +315,9 @@ class AggregatorCore:
             writer.add_event(restart, run=process.identity.job_id)
         if batch.process is not None:
             writer.add_process(process, batch.process)
-        for detail in batch.spans:
-            writer.add_span(process, detail)
-            self._recent.add_span(process.id, detail)
+        for span in batch.spans:
+            writer.add_span(process, span)
+            self._recent.add_span(process.id, span)
         for event in batch.events:
             self._add_event(event, process, node_id)
 

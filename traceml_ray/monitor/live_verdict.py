@@ -13,7 +13,7 @@ import msgspec
 from traceml_ray import wire
 from traceml_ray.analysis.episodes import Brief
 from traceml_ray.analysis.history import RunJudge
-from traceml_ray.analysis.span_rates import SpanRates, rates, with_span
+from traceml_ray.analysis.span_rates import SpanRates, span_rates, with_span
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import missing_of
@@ -233,7 +233,7 @@ class LiveJudge:
         """Return how long the spans of some ranks took, see `analysis.span_rates.Find`."""
         with self.writer.lock:
             found = {rank: self.recent.spans(processes[rank].id) for rank in ranks}
-        return {rank: rates(details, first, last) for rank, details in found.items() if details}
+        return {rank: span_rates(sums, first, last) for rank, sums in found.items() if sums}
 
     def _keep(self, run: str, verdict: Verdict, store: bool = True) -> None:
         state = self._runs[run]

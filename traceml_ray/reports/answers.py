@@ -195,7 +195,7 @@ _OF_FILE: dict[type[Request[Any]], Callable[[SessionFile, Any], Any]] = {
     query.Runs: lambda file, _: runs_of(file),
     query.Nodes: lambda file, _: nodes_of(file),
     query.Ranks: lambda file, _: file.ranks(),
-    query.RankProcesses: lambda file, _: file.processes(),
+    query.Processes: lambda file, _: file.processes(),
     query.Ledger: lambda file, _: file.ledger(),
     query.Verdicts: lambda file, asked: Page(*file.verdicts(asked.since)),
     query.Events: lambda file, asked: Page(*file.events(asked.since, brief=asked.brief, most=asked.most)),

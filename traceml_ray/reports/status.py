@@ -21,7 +21,7 @@ def render_status(send: Callable[[bytes], bytes], folder: Path, holder: int | No
     Return the status of the session in `folder`, as `send` answers; `holder` is the pid of who holds it, if
     that lives, `now` the wall clock in ns. Raises `QueryError`.
     """
-    asked = query.Status(), query.Verdict(), query.Runs(), query.Ranks(), query.Nodes(), query.RankProcesses()
+    asked = query.Status(), query.Verdict(), query.Runs(), query.Ranks(), query.Nodes(), query.Processes()
     status, verdict, runs, ranks, nodes, processes, ledger = query.ask(send, [*asked, query.Ledger()])
     labels = {node["node_id"]: node["label"] + " (lost)" * bool(node["lost_ns"]) for node in nodes}
     alone = status.get("launcher", "ray") == "ray" or status.get("ending", {}).get("missing")

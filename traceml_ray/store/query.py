@@ -70,7 +70,7 @@ class Ranks(OfRun[dict[int, RankProcess]], frozen=True):
     """The process that stands for each rank, see `store.rank_processes.shown`."""
 
 
-class RankProcesses(Request[list[RankProcess]], frozen=True):
+class Processes(Request[list[RankProcess]], frozen=True):
     """Every process of every run that was a rank, in order of first appearance."""
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from traceml_ray import wire
 from traceml_ray.analysis.samples import Excerpt, Samples
 
-_DETAILS = 1 << 17
+_SPANS = 1 << 17
 _NODES = 4096
 
 
@@ -16,18 +16,18 @@ class Recent:
     """Memory is bounded, however many rank processes and nodes there are."""
 
     def __init__(self) -> None:
-        self._details: dict[int, deque[wire.SpanSum]] = {}
+        self._spans: dict[int, deque[wire.SpanSum]] = {}
         self._nodes: dict[str, Samples] = {}
 
-    def add_span(self, process: int, detail: wire.SpanSum) -> None:
+    def add_span(self, process: int, span: wire.SpanSum) -> None:
         """Add a span; the newest 32 to 512 of a rank process are kept."""
-        if process not in self._details:
-            self._details[process] = deque(maxlen=min(512, max(32, _DETAILS // (len(self._details) + 1))))
-        self._details[process].append(detail)
+        if process not in self._spans:
+            self._spans[process] = deque(maxlen=min(512, max(32, _SPANS // (len(self._spans) + 1))))
+        self._spans[process].append(span)
 
-    def details(self, process: int) -> list[wire.SpanSum]:
+    def spans(self, process: int) -> list[wire.SpanSum]:
         """Return the newest spans of a rank process, oldest first."""
-        return list(self._details.get(process, ()))
+        return list(self._spans.get(process, ()))
 
     def add_sample(self, node: str, sample: wire.NodeSample) -> None:
         """Add a sample of a node (by id), see `Samples`; of more than 4,096 nodes, the first is forgotten."""
@@ -44,5 +44,5 @@ class Recent:
 
     def keep(self, processes: set[int]) -> None:
         """Forget all other rank processes."""
-        for process in self._details.keys() - processes:
-            del self._details[process]
+        for process in self._spans.keys() - processes:
+            del self._spans[process]

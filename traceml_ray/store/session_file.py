@@ -136,9 +136,7 @@ class SessionFile(SampleReader):
         ((mean,),) = self._all("SELECT avg(n) FROM (SELECT n FROM chunk ORDER BY id DESC LIMIT 1000)")
         return max(1, int(rows / max(1.0, mean or 1.0)))
 
-    def details(
-        self, first: int = 0, last: int = 1 << 62, process: int | None = None
-    ) -> list[dict[str, Any]]:
+    def spans(self, first: int = 0, last: int = 1 << 62, process: int | None = None) -> list[dict[str, Any]]:
         """
         Return the spans of each process (or of that one) over the steps `first` to `last`,
         summed, longest first.

@@ -144,9 +144,9 @@ class SessionWriter:
         """Add a sample of the rank process's process."""
         self._add("process_sample", (process.id, *msgspec.structs.astuple(sample)))
 
-    def add_span(self, process: RankProcess, detail: wire.SpanSum) -> None:
+    def add_span(self, process: RankProcess, span: wire.SpanSum) -> None:
         """Add a span."""
-        self._add("span", (process.id, *msgspec.structs.astuple(detail)))
+        self._add("span", (process.id, *msgspec.structs.astuple(span)))
 
     def add_event(
         self,
