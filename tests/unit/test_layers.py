@@ -93,3 +93,14 @@ def test_private_names_stay_in_their_module() -> None:
         if private.startswith("_") and not private.startswith("__")
     ]
     assert taken == []
+
+
+def test_each_module_has_a_test_file() -> None:
+    """By its own name, or by the table in tests/README.md, in which nothing else stands."""
+    files = {path.stem.removeprefix("test_") for path in (ROOT / "tests").rglob("test_*.py")}
+    lines = [line.split("|")[1:3] for line in (ROOT / "tests/README.md").read_text().splitlines()]
+    table = [[re.findall(r"`([\w/]+)`", cell) for cell in cells] for cells in lines[2:] if len(cells) == 2]
+    listed = [module for modules, _ in table for module in modules]
+    assert {name.removeprefix("test_") for _, names in table for name in names} <= files
+    modules = {name.replace(".", "/") for name, path in MODULES.items() if path.name != "__init__.py"}
+    assert sorted(listed) == sorted(name for name in modules if name.rpartition("/")[2] not in files)
