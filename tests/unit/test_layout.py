@@ -48,6 +48,13 @@ def test_layout_is_plain_and_within_its_width() -> None:
     assert other.split() == ["1", "n\\x1b[31m", "[bold]x[/bold]", ":smile:"]
 
 
+def test_number_and_unit_stay_on_one_line() -> None:
+    for at in range(60, 100):
+        lines = facts(("Why", "x" * at + " 40.2 ms of 3 GB, 12 % more, 5 steps"))
+        assert not any(line.endswith(("40.2", "3", "12")) for line in lines), lines
+        assert " ".join(line.strip() for line in lines).endswith(" 40.2 ms of 3 GB, 12 % more, 5 steps")
+
+
 def test_rich_is_imported_only_where_a_report_is_written() -> None:
     """Neither by what runs in a training process nor by importing the reports."""
     code = (

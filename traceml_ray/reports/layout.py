@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ WIDTH = 100
 LABEL = 11
 _INDENT = 2
 _CELL = 240
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:%|[nµm]?s|min|h|[kMGT]?B)(?![\w-]))")
+_KEPT = "\ue000"
+"""Stands for a space at which no line ends: rich breaks lines at no-break spaces."""
 
 
 def page(blocks: Iterable[Sequence[str]]) -> str:
@@ -59,7 +63,7 @@ def shortened(line: str, most: int = WIDTH) -> str:
 def _written(text: str) -> Any:
     from rich.text import Text
 
-    return Text(one_line(text))
+    return Text(_BEFORE_UNIT.sub(_KEPT, one_line(text)))
 
 
 def _lines(grid: Any, width: int) -> list[str]:
@@ -71,4 +75,4 @@ def _lines(grid: Any, width: int) -> list[str]:
         file=file, width=width, height=100, color_system=None, force_terminal=False, _environ={}
     )
     console.print(grid)
-    return [line.rstrip() for line in file.getvalue().splitlines()]
+    return [line.rstrip().replace(_KEPT, " ") for line in file.getvalue().splitlines()]
