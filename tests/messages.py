@@ -70,7 +70,7 @@ def relay_batch() -> wire.RelayBatch:
 FAILURE = wire.RankFailure(1, 1, 77, -9, 5, "killed")
 MESSAGES = [
     full_rank_batch(),
-    wire.RankReply(wire.VERSION, "0123456789abcdef", 7, COMMANDS),
+    wire.RankReply(wire.VERSION, "0123456789abcdef", 7, 7, COMMANDS),
     relay_batch(),
     wire.RelayReply(wire.VERSION, 9, COMMANDS),
     wire.Finish(wire.VERSION, -15, [FAILURE], stop=False),

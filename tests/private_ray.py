@@ -168,7 +168,6 @@ class Rank:
                 if not data:
                     raise ConnectionResetError
                 reply = wire.decode(data, wire.RankReply)
-                assert reply.settled_seq is not None
                 self._acked = reply.acked_seq
                 self._held = {seq: held for seq, held in self._held.items() if seq > reply.settled_seq}
         except BlockingIOError:

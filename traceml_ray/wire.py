@@ -173,13 +173,13 @@ class Command(Part, frozen=True):
 class RankReply(Message, tag="rank_reply", frozen=True):
     """
     Relay to agent: every batch up to `acked_seq` has been taken over by the relay, and none up to
-    `settled_seq` (None: `acked_seq`) need be sent again: they are on disk.
+    `settled_seq` need be sent again: they are on disk.
     """
 
     process_id: Name
     acked_seq: Int64
+    settled_seq: Int64
     commands: Annotated[list[Command], _FEW] = []
-    settled_seq: Int64 | None = None
     verdict: Annotated[dict[str, Value], _FEW] = {}
     """To rank 0: `label`, `why`, `stage`, `rank`, `cost_pct`, `mean_step_ms` of its run just now."""
 

@@ -74,6 +74,18 @@ def test_world_size_claimed_by_a_launcher_is_bounded() -> None:
     assert world_size({0: RankProcess(1, "a", identity(0, 4))}, 1 << 62) == 4
 
 
+@pytest.mark.parametrize("last", [-1 << 10, -6 << 10, -1 << 63, (1 << 63) - 1])
+def test_last_row_with_an_impossible_step_does_not_keep_the_report_from_being_written(
+    last: int, tmp_path: Path
+) -> None:
+    keys = b"".join(key.to_bytes(8, "little", signed=True) for key in (0, last))
+    aggregator = aggregation(tmp_path / "s")
+    batch = Rank(0, 4).batch(0, keys=keys, flags=bytes(2), rows=bytes(96), produced=2)
+    aggregator.ingest(Relay().message(batch))
+    aggregator.finish(wire.Finish(wire.VERSION, 0))
+    assert not aggregator.errors
+
+
 def test_infinite_samples_do_not_keep_the_report_from_being_written(tmp_path: Path) -> None:
     clock, relay = Clock(), Relay()
     aggregator = aggregation(tmp_path / "s", clock)

@@ -47,7 +47,7 @@ class Pipe:
         return [wire.decode(data, wire.RankBatch) for data in self.taken]
 
     def confirm(self, agent: RankAgent, seq: int, settled: int | None = None) -> None:
-        reply = wire.RankReply(wire.VERSION, agent.process_id, seq, settled_seq=settled)
+        reply = wire.RankReply(wire.VERSION, agent.process_id, seq, seq if settled is None else settled)
         self.answers.append(wire.encode(reply))
 
 
@@ -179,7 +179,9 @@ def test_full_ring_counts_rows_as_produced_and_dropped() -> None:
     assert (pipe.batches()[0].produced, pipe.batches()[0].dropped) == (100, 36)
 
 
-@pytest.mark.parametrize("reply", [b"", b"garbage", wire.encode(wire.RankReply(wire.VERSION, "other", 99))])
+@pytest.mark.parametrize(
+    "reply", [b"", b"garbage", wire.encode(wire.RankReply(wire.VERSION, "other", 99, 99))]
+)
 def test_invalid_reply_confirms_nothing(reply: bytes) -> None:
     pipe = Pipe()
     agent = make(pipe)
@@ -246,7 +248,7 @@ def test_invalid_rank_in_the_environment_is_reported_and_breaks_nothing(
 
 def dump(agent: RankAgent, name: str, run: str | None = None, what: str = "dump") -> bytes:
     command = wire.Command(what, {"id": name, "run": run})
-    return wire.encode(wire.RankReply(wire.VERSION, agent.process_id, 0, [command]))
+    return wire.encode(wire.RankReply(wire.VERSION, agent.process_id, 0, 0, [command]))
 
 
 def test_stack_request_is_answered_once_though_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,8 +264,7 @@ class RankAgent:
                 continue
             if reply.process_id == self.process_id:
                 self.verdict = reply.verdict or self.verdict
-                stored = reply.acked_seq if reply.settled_seq is None else reply.settled_seq
-                self._outbox.confirm(reply.acked_seq, stored)
+                self._outbox.confirm(reply.acked_seq, reply.settled_seq)
             for command in reply.commands:
                 self.guard("command", functools.partial(self._obey, command))
         self._outbox.follow(self.channel)  # a lost connection is noticed here

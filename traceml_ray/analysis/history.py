@@ -298,9 +298,9 @@ class Replay:
             self.expect(steps)
 
     def expect(self, steps: int) -> None:
-        """Note that the run has about `steps` steps in all."""
-        self._steps = steps
-        self._due = self._due if self._judged else min(steps, self._due)
+        """Note that the run has about `steps` steps in all: no key of a row is checked, so any number."""
+        self._steps = max(1, steps)
+        self._due = self._due if self._judged else min(self._steps, self._due)
 
     def add(self, piece: Window) -> None:
         """Take the steps that follow."""

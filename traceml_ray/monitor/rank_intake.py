@@ -123,7 +123,7 @@ class RankIntake:
         settled = self.outbox.stored.get(batch.process_id, -1)
         rank = batch.identity
         verdict = self.verdicts.get(rank.job_id, {}) if rank is not None and rank.global_rank == 0 else {}
-        reply = wire.RankReply(wire.VERSION, batch.process_id, process.seq, self._commands, settled, verdict)
+        reply = wire.RankReply(wire.VERSION, batch.process_id, process.seq, settled, self._commands, verdict)
         return wire.encode(reply)
 
     def begin_round(self) -> None:
