@@ -30,7 +30,6 @@ from traceml_ray.files import write_file
 from traceml_ray.monitor import private_folders as folders
 from traceml_ray.monitor.finish import HELPER_S, LAUNCHER_S
 from traceml_ray.ray.config import ActorConfig
-from traceml_ray.ray.discovery import NAMESPACE
 from traceml_ray.session import Live, SessionError, SessionFolder, SessionHeldError, prepare, write_live
 from traceml_ray.settings import Settings
 from traceml_ray.spool import SUFFIX
@@ -144,7 +143,7 @@ class Monitor:
                 if self._ray.token is None:
                     _print("no RAY_AUTH_TOKEN and no token file: whoever reaches this job's Ray can use it")
             if self._session:
-                live = Live(os.getpid(), str(self.settings.socket), NAMESPACE, address)
+                live = Live(os.getpid(), str(self.settings.socket), address)
                 write_live(self._session.path, live)
             self._let_others_attach(address)
             self._helper = self._start_helper(address, environ)

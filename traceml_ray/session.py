@@ -46,7 +46,6 @@ class Live(msgspec.Struct, frozen=True):
     """Of the launcher, or of the aggregator where there is none."""
     socket: str
     """Of the relay on this node: it can be asked to end the session."""
-    namespace: str
     address: str
     """Of the Ray cluster."""
 

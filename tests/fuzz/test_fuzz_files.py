@@ -219,7 +219,7 @@ def test_session_folder_with_special_files_is_read_or_refused(
             assert read_spool(tmp_path / "a.spool") == []
 
 
-LIVE = {"pid": 1, "socket": "/nowhere/relay.sock", "namespace": "traceml", "address": "127.0.0.1:1"}
+LIVE = {"pid": 1, "socket": "/nowhere/relay.sock", "address": "127.0.0.1:1"}
 pieces = [b"[" * 50_000, b"null", b"1e999", b"\\u0000", b"\\ud800", b'"' + b"x" * 300 + b'"', b'"/"', b'""']
 
 

@@ -124,7 +124,7 @@ def test_fifo_in_a_session_folder_is_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("socket", ["", "/", "a\\u0000b", "x" * 300])
 def test_live_json_with_an_unusable_path_still_gives_the_address(tmp_path: Path, socket: str) -> None:
-    said = f'{{"pid": 1, "socket": "{socket}", "namespace": "", "address": "127.0.0.1:1"}}'
+    said = f'{{"pid": 1, "socket": "{socket}", "address": "127.0.0.1:1"}}'
     (tmp_path / "live.json").write_text(said)
     found = _attachment(tmp_path)
     assert found is not None and found.address == "127.0.0.1:1"

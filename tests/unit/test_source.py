@@ -71,7 +71,7 @@ def test_source_is_chosen_by_name_path_and_address(tmp_path: Path, monkeypatch: 
 def test_live_session_that_cannot_be_attached_is_read_from_its_file(tmp_path: Path) -> None:
     held = session.prepare(tmp_path, "demo")
     played = recorded(held.path)
-    write_live(held.path, Live(1, str(tmp_path / "relay.sock"), "traceml", NOWHERE))
+    write_live(held.path, Live(1, str(tmp_path / "relay.sock"), NOWHERE))
     source = open_source("demo", str(tmp_path), None)
     pages = SessionPages(source, clock=played.clock, timer=played.clock.timer)
     pages.poll()
@@ -89,7 +89,7 @@ def test_session_file_takes_over_when_the_aggregator_is_gone_for_good(
 ) -> None:
     held = session.prepare(tmp_path, "demo")
     played = recorded(held.path)
-    write_live(held.path, Live(1, str(tmp_path / "relay.sock"), "traceml", NOWHERE))
+    write_live(held.path, Live(1, str(tmp_path / "relay.sock"), NOWHERE))
     alive = threading.Event()
     alive.set()
 

@@ -22,7 +22,6 @@ from traceml_ray.monitor.finish import GOODBYE_S, HAND_OVER_S, LINGER_S, RELAYS_
 from traceml_ray.ray.actor_factory import make
 from traceml_ray.ray.config import About, ActorConfig
 from traceml_ray.ray.discovery import (
-    NAMESPACE,
     aggregator_name,
     end_myself,
     find_relays,
@@ -73,7 +72,7 @@ class Aggregator:
         self._alone = False
         if self._held is not None:
             socket = relay_folder(made.session, self._node_id) / "relay.sock"
-            write_live(folder, Live(os.getpid(), str(socket), NAMESPACE, context.gcs_address))
+            write_live(folder, Live(os.getpid(), str(socket), context.gcs_address))
         if made.everywhere:
             self._membership.start()
         threading.Thread(target=self._beat, name="traceml-beat", daemon=True).start()
