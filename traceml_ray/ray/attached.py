@@ -12,7 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import importlib.util
+import importlib
 import logging
 import os
 import signal
@@ -102,7 +102,6 @@ class AttachedChannel:
     def _attach(self) -> None:
         found = read_json(Path(self._path).parent / FILE, Attachment)
         with _environment_kept(), _hooks_kept(), _short_turns(), contextlib.ExitStack() as while_attaching:
-            _load_library()
             attach(found, _REACH_S, lambda ray: self._about_to_attach(ray, while_attaching))
             import ray
 
@@ -194,13 +193,6 @@ def _stop_printing_errors(ray: Any) -> None:
     worker.threads_stopped.set()
     worker.gcs_error_subscriber.close()
     worker.listener_thread.join(SHUTDOWN_S)
-
-
-def _load_library() -> None:
-    """Load Ray's library as its import will, which would keep the GIL for it: 15 ms, while this does not."""
-    found = importlib.util.find_spec("ray")
-    for folder in (found.submodule_search_locations or ()) if found else ():
-        ctypes.CDLL(None).dlopen(os.fsencode(Path(folder) / "_raylet.so"), os.RTLD_NOW)
 
 
 @contextlib.contextmanager
