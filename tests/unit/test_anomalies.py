@@ -100,7 +100,9 @@ each_node_kind = pytest.mark.parametrize(
 
 
 def test_node_anomaly_cases_cover_every_quantity() -> None:
-    assert [kind for _, kind in NODE_ANOMALIES] == [each.name for each in NODE_LIMITED]
+    wanted = [each.name for each in NODE_LIMITED]
+    told = "for each limit of `quantities.NODE`, in order: a value above it here, one below it in `sample`"
+    assert [kind for _, kind in NODE_ANOMALIES] == wanted, told
 
 
 @each_node_kind
@@ -169,7 +171,9 @@ each_gpu_kind = pytest.mark.parametrize(
 
 
 def test_device_anomaly_cases_cover_every_quantity() -> None:
-    assert [kind for _, kind in GPU_ANOMALIES] == [each.name for each in GPU_LIMITED]
+    wanted = [each.name for each in GPU_LIMITED]
+    told = "for each limit of `quantities.GPU`, in order: a value above it here, one below it in `gpu`"
+    assert [kind for _, kind in GPU_ANOMALIES] == wanted, told
 
 
 @each_gpu_kind

@@ -1,4 +1,4 @@
-"""Rule 7: what became slower than it was when all was well, and the baseline that says so."""
+"""`group_wide`: what became slower than it was when all was well, and the baseline that says so."""
 
 import msgspec
 import numpy as np

@@ -23,7 +23,7 @@ SOURCES = [
 
 
 def test_labels_each_have_a_line() -> None:
-    assert get_args(Label) == tuple(LABELS)
+    assert get_args(Label) == tuple(LABELS), "`Label` and `LABELS` have the same names in the same order"
 
 
 @pytest.mark.parametrize("struct", [Finding, Verdict, Episode])
@@ -55,16 +55,18 @@ def test_readme_has_the_table_of_labels() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     text = (ROOT / "README.md").read_text()
-    assert all(f"| `{name}` | {label.means} |" in text for name, label in LABELS.items())
-    assert text == module.readme(text), "run `make api`"
+    lacking = [name for name, label in LABELS.items() if f"| `{name}` | {label.means} |" not in text]
+    assert lacking == [] and text == module.readme(text), "run `make api`"
 
 
 def test_method_has_a_rule_for_every_label() -> None:
     text = (ROOT / "docs" / "method.md").read_text()
-    assert [name for name in LABELS if f"`{name}`" not in text] == []
+    lacking = [name for name in LABELS if f"`{name}`" not in text]
+    assert lacking == [], "say in docs/method.md (The verdict) which rule gives it"
 
 
 def test_labels_that_take_effect_at_once_are_those_of_the_method() -> None:
     text = " ".join((ROOT / "docs" / "method.md").read_text().split())
     (sentence,) = re.findall(r"except that ([^.]*) take effect at once", text)
-    assert set(re.findall(r"`(\w+)`", sentence)) == {name for name, label in LABELS.items() if label.at_once}
+    said, wanted = set(re.findall(r"`(\w+)`", sentence)), {n for n, label in LABELS.items() if label.at_once}
+    assert said == wanted, "correct that sentence of docs/method.md (What is named, and for how long)"

@@ -1,4 +1,4 @@
-"""Rule 7: a stage, or the whole step, takes longer than in the baseline, on most ranks."""
+"""`group_wide`: a stage, or the whole step, takes longer than in the baseline, on most ranks."""
 
 from __future__ import annotations
 

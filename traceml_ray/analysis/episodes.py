@@ -20,7 +20,7 @@ from traceml_ray.analysis.track import (
     Clock,
     Episode,
     Track,
-    kind_of,
+    found_by,
     late_from,
     level_of,
     overlap,
@@ -125,7 +125,7 @@ class Episodes:
                 usual = False
                 track.seen += counts
                 track.exact += counts and exact
-                track.levels += [(kind_of(verdict), level)] * full
+                track.levels += [(found_by(verdict), level)] * full
                 del track.levels[:-MAX_LEVELS]
                 track.extend(evidence, self.clock, found if exact else None)
             elif track is self._named and track.lingers(evidence, self._limits):
@@ -137,7 +137,7 @@ class Episodes:
             if begun is not None:
                 usual = False
                 begun.seen = begun.exact = 1
-                begun.levels += [(kind_of(verdict), level)] * full
+                begun.levels += [(found_by(verdict), level)] * full
                 self._candidates.append(begun)
         if full and usual and self._named is None:
             self._usual.append(level)

@@ -45,7 +45,8 @@ class Limit(NamedTuple):
 class Quantity(NamedTuple):
     """
     The first of `fields` of a sample, as a share of the field `over` where there is one; or the rate of the
-    `counter`s together, times `factor`; or what `read` returns. Pages have a `line` for it in `chart`.
+    `counter`s together, times `factor`; or what `read` returns. Pages have a `line` for it in `chart`: all of
+    one chart have one unit, which names its axis.
     """
 
     name: str

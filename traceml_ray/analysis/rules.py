@@ -1,4 +1,7 @@
-"""The rules of the verdict, in order; the first that applies is the finding. All of them are ours."""
+"""
+The rules of the verdict, in order; the first that applies is the finding. All of them are ours. Their numbers
+are in `docs/method.md` alone.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ def find(
     new = _newly(evidence, thresholds) if passing else None
     if new is not None:
         return new
-    # Rule 7. An imbalance that costs nothing (rule 4) must not hide a drift.
+    # An imbalance that costs nothing (`_persistent`) must not hide a drift.
     drifted = drift(evidence, baseline, thresholds) if baseline and finding.label == "healthy" else None
     return Finding("group_wide", drift=drifted) if drifted else finding, evidence
 
@@ -68,7 +71,7 @@ def _mixed_clocks(window: Window) -> Bool:
 
 
 def _limit(window: Window, evidence: Evidence | None, thresholds: Thresholds) -> str:
-    """Rule 1: return what is missing for a verdict, or ""."""
+    """`telemetry_limited`: return what is missing for a verdict, or ""."""
     steps = len(window.keys)
     if window.coverage < thresholds.coverage_limited or not len(window.ranks):
         return abstention.missing_ranks(window)
@@ -86,7 +89,7 @@ def _limit(window: Window, evidence: Evidence | None, thresholds: Thresholds) ->
 
 
 def _apart(evidence: Evidence, thresholds: Thresholds) -> str:
-    """Rule 3: return why these ranks cannot be compared at a common exchange, or ""."""
+    """`accounting_only`: return why these ranks cannot be compared at a common exchange, or ""."""
     window = evidence.window
     if (window.flags & FLAG_COUPLED).any():
         return abstention.coupled(window)
@@ -123,7 +126,7 @@ def _together(behind: Float, agree: float) -> list[Int64]:
 
 
 def _persistent(evidence: Evidence, thresholds: Thresholds) -> Finding:
-    """Rule 4: a rank is late all the time. Does that cost time, and is it the only one?"""
+    """A rank is late all the time. Does that cost time, and is it the only one?"""
     persistent = evidence.persistent
     best = float(persistent.max())
     stage = int(np.argmax(persistent.max(axis=0)))
@@ -147,7 +150,8 @@ def _persistent(evidence: Evidence, thresholds: Thresholds) -> Finding:
 
 def _newly(evidence: Evidence, thresholds: Thresholds) -> tuple[Finding, Evidence] | None:
     """
-    Rule 4 on the newest 20 or 10 steps: a rank that has just become late, before half of the window shows it.
+    `_persistent` on the newest 20 or 10 steps: a rank that has just become late, before half of the window
+    shows it.
 
     In n of K steps √(K ÷ n) times the excess is required, in `high_late_share` of them; the steps before
     are the control. Returned with the evidence since it began.
@@ -197,7 +201,7 @@ def _cause(stage: int, which: Bool) -> Cause:
 
 def _exposed(evidence: Evidence, thresholds: Thresholds) -> Finding:
     """
-    Rules 5, 6 and 8: no rank is late all the time. Is one now and then, or each in turn?
+    No rank is late all the time. Is one now and then, or each in turn?
 
     An excess that a fix would not save does not count: between two exchanges a rank may be late in one step
     and early in the next.

@@ -106,7 +106,8 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
 
 class MachineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """
-    From where on a quantity of a node is an anomaly. Pairs are (level, how much above what is usual).
+    From where on a quantity of a node is an anomaly; these cannot be set. Pairs are (level, how much above
+    what is usual).
 
     Shares are 0..1, rates bytes or cores.
     """

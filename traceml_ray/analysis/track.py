@@ -105,7 +105,7 @@ class Track:
         self.seen = self.exact = self.missed = 0
         """Windows that show it; of these, with the same label and stages; windows that do not show it."""
         self.levels: list[tuple[int, Float]] = []
-        """`kind_of` and `level_of` each full window that shows it."""
+        """`found_by` and `level_of` each full window that shows it."""
         self.ranks = 1
         self._counted_to = -1
         self._after_ns = 0
@@ -269,6 +269,6 @@ def level_of(evidence: Evidence) -> Float:
     return np.array([evidence.persistent.max(), exposed.max(), exposed.sum(axis=0).max()])
 
 
-def kind_of(verdict: Verdict) -> int:
+def found_by(verdict: Verdict) -> int:
     """Return which place of `level_of` belongs to the rule that found `verdict`."""
     return 2 if verdict.rotating else 1 if verdict.transient else 0

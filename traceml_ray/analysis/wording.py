@@ -116,15 +116,17 @@ def healthy(evidence: Evidence, finding: Finding, limit: float) -> str:
 
 
 def named(evidence: Evidence, finding: Finding, timing: Timing, *, whole_run: bool) -> tuple[str, str]:
-    """Return (why, next) for a finding that names a stage."""
+    """Return (why, next) for a finding with causes: a sentence for each label that a rule gives."""
     if finding.rotating:
         why, advice = _rotating(finding)
-    elif len(finding.causes) == 1:
+    elif finding.label == "straggler":
         why, advice = _straggler(evidence, finding.causes[0], timing, whole_run)
     elif finding.label == "ambiguous":
         why, advice = _two_stages(evidence, finding, timing, whole_run)
-    else:
+    elif finding.label == "co_critical":
         why, advice = _co_critical(evidence, finding)
+    else:
+        raise NotImplementedError(f"{finding.label}: it has no sentence in `wording.named`")
     notes = "".join(dict.fromkeys(_merged(evidence, cause) for cause in finding.causes))
     return why + notes + _unsplit(evidence) + _inferred(evidence.window), advice
 

@@ -14,6 +14,7 @@ from traceml_ray.store.nodes import COLUMNS as NODE
 from traceml_ray.store.rank_processes import COLUMNS as RANK_PROCESS
 
 SCHEMA = 2
+"""Of the tables below. Once a release has written it, a change of any table needs a new one."""
 _APPLICATION = 0x54724D4C  # "TrML" in the file's header: tells a session from any other database
 
 LISTS = {
