@@ -14,6 +14,7 @@ from snapshot import Snapshot
 from traceml_ray import wire
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.reports.deaths import Death, Moment
+from traceml_ray.reports.headlines import named
 from traceml_ray.reports.layout import WIDTH
 from traceml_ray.reports.status import render_status
 from traceml_ray.reports.summary import summarize
@@ -457,3 +458,19 @@ def test_death_reason_and_consequence_follow_from_exit_code_and_message(
     death: Death, consequence: bool, reason: str
 ) -> None:
     assert (death.consequence, death.reason) == (consequence, reason)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "where"),
+    [
+        ([5], ["b"], "rank 5 (b)"),
+        ([2, 5], ["a", "b"], "ranks 2 and 5 (a and b)"),
+        ([2, 5, 9], ["a", "b", "c"], "ranks 2, 5 and 9 (a, b and 1 more)"),
+        ([2, 5], None, "ranks 2 and 5"),
+        ([5], None, "rank 5 (b)"),
+    ],
+)
+def test_headline_gives_the_nodes_of_all_ranks(ranks: list[int], nodes: list[str] | None, where: str) -> None:
+    """An episode knows the node of one rank only: it is not said of two."""
+    verdict = {"label": "straggler", "ranks": ranks, "node": "b", "stages": ["data"], "stage": "data"}
+    assert named(verdict if nodes is None else {**verdict, "nodes": nodes}) == f"straggler: {where} in data"

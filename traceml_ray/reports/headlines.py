@@ -8,14 +8,16 @@ from typing import Any
 from traceml_ray import text
 from traceml_ray.analysis.labels import Label
 
+_NAMED = 2
+"""So many nodes are listed; others are counted."""
+
 
 def named(verdict: Mapping[str, Any]) -> str:
     """Return a verdict in one line: "straggler: rank 5 (node-1) in data"."""
     label: Label = verdict["label"]
     line = text.words(label)
     if verdict["ranks"]:
-        node = f" ({verdict['node']})" if verdict["node"] else ""
-        line += f": {text.ranks(verdict['ranks'])}{node}"
+        line += f": {text.ranks(verdict['ranks'])}{_where(verdict)}"
     if label == "stalled":
         line += f" in {verdict['span']}"
     elif verdict["stages"] or verdict["stage"]:
@@ -32,3 +34,10 @@ def brief(found: Mapping[str, Any]) -> str:
     """Return the findings too short to be named: "9 brief findings, 1.1 s in all"."""
     counted = text.count(found["count"], "brief finding")
     return f"{counted}, {text.duration(found['cost_s'])} in all" if found["count"] else ""
+
+
+def _where(verdict: Mapping[str, Any]) -> str:
+    """Return the nodes of its ranks; an episode knows that of one rank only."""
+    alone = [verdict["node"]] if verdict["node"] and len(verdict["ranks"]) == 1 else []
+    nodes = verdict.get("nodes") or alone
+    return f" ({text.listed(nodes[:_NAMED], max(0, len(nodes) - _NAMED))})" if nodes else ""
