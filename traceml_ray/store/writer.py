@@ -141,7 +141,7 @@ class SessionWriter:
             self._drop_oldest()
 
     def add_process(self, process: RankProcess, sample: wire.ProcessSample) -> None:
-        """Add a sample of the rank process's process."""
+        """Add a sample of a rank process."""
         self._add("process_sample", (process.id, *msgspec.structs.astuple(sample)))
 
     def add_span(self, process: RankProcess, span: wire.SpanSum) -> None:
