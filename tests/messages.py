@@ -8,7 +8,7 @@ import msgspec
 
 from traceml_ray import wire
 from traceml_ray.identity import RankIdentity
-from traceml_ray.stages import FORWARD, N_STAGES, POST_SYNC, SEGMENT_BITS, SYNC_WAIT
+from traceml_ray.stages import FORWARD, LEAD_BYTES, N_STAGES, POST_SYNC, ROW_BYTES, SEGMENT_BITS, SYNC_WAIT
 
 IDENTITY = RankIdentity(3, 1, 1, 4, 2, 2, "host-b", None, "job", 0, 4242, "torchrun")
 COMMANDS = [wire.Command("dump", {"reason": "asked", "seconds": 1.5, "rank": 3, "other": None})]
@@ -48,6 +48,8 @@ def full_rank_batch() -> wire.RankBatch:
         overhead=wire.Overhead(1, 2, 3, 4),
         strategy="ddp",
         final=True,
+        host_rows=bytes(ROW_BYTES * 2),
+        leads=bytes(LEAD_BYTES * 2),
     )
 
 

@@ -6,13 +6,21 @@ N_STAGES = len(STAGES)
 POST_SYNC, DATA, PREPARE, FORWARD, BACKWARD, SYNC_WAIT = range(N_STAGES)
 
 ROW_BYTES = 8 * N_STAGES
+LEAD_BYTES = 3
+"""
+Of a row on a device's clock: masks with a bit a stage, which say how far its host was ahead. `late`: the device
+had caught up with the host at both ends of the stage; `full`: the launch queue was full, so the host's time says
+nothing; `sure`: the host had left the stage before the device began it. Where the lead is not known, all three are
+LEAD_UNKNOWN.
+"""
+LEAD_UNKNOWN = 255
 
 # Why a row is less than whole. A missing mark merges two neighbouring stages.
 FLAG_NO_DATA = 1  # no data wait seen: `post_sync` runs to the start of forward
 FLAG_NO_FORWARD = 2  # no forward mark: forward starts where the data wait ended
 FLAG_NO_SPLIT = 4  # `backward` and `sync_wait` are one: the whole of it stands in `backward`
 FLAG_NO_PEERS = 8  # nobody waits for this rank here: no gradient exchange in this backward
-FLAG_DEVICE_CLOCK = 16  # taken from device events, not from the CPU clock
+FLAG_DEVICE_CLOCK = 16  # taken from device events; the CPU's row of the same marks is its host row
 FLAG_FIRST = 32  # first row of its rank process: it has no sync exit before it
 FLAG_NO_BACKWARD = 64  # a step that ran no backward (cut by `trace_step`)
 FLAG_COUPLED = 128  # ranks wait inside forward and backward, which is not seen: stages not told apart

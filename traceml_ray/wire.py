@@ -22,7 +22,7 @@ from traceml_ray.codec import encode as encode
 from traceml_ray.codec import size_of as size_of
 from traceml_ray.codec import tag_of as tag_of
 from traceml_ray.identity import RankIdentity
-from traceml_ray.stages import N_STAGES, ROW_BYTES
+from traceml_ray.stages import LEAD_BYTES, N_STAGES, ROW_BYTES
 
 MAX_BATCH_BYTES = 64 * 1024
 """A larger argument of an actor call goes through Ray's object store, 2-3 times as slow."""
@@ -145,6 +145,13 @@ class RankBatch(Message, tag="rank", frozen=True):
     The ranks that this one exchanges gradients with: the lowest global rank among them and how many they
     are, which tells groups apart, since they share no rank. None: not known.
     """
+    host_rows: bytes = b""
+    """
+    n × N_STAGES × int64 ns, or empty: the same rows on the CPU's clock, where `rows` has those with
+    FLAG_DEVICE_CLOCK on the device's. A row that the device has no times for is the same in both.
+    """
+    leads: bytes = b""
+    """n × LEAD_BYTES × uint8 (late, full, sure), or empty: not known. Only with `host_rows`."""
 
     def check(self) -> None:
         """Raise `WireError` where the columns do not fit each other."""
@@ -153,6 +160,11 @@ class RankBatch(Message, tag="rank", frozen=True):
             raise WireError("too_large", f"{count} rows, limit {MAX_ROWS}")
         if len(self.keys) != 8 * count or len(self.rows) != ROW_BYTES * count:
             raise WireError("bad_columns", f"{count} flags, {len(self.keys)} / {len(self.rows)} bytes")
+        beside = len(self.host_rows), len(self.leads)
+        if beside not in ((0, 0), (ROW_BYTES * count, 0), (ROW_BYTES * count, LEAD_BYTES * count)):
+            raise WireError(
+                "bad_columns", f"{count} flags, {beside[0]} / {beside[1]} bytes of host rows and leads"
+            )
         if self.dropped > self.produced:
             raise WireError("bad_columns", f"{self.dropped} rows dropped of {self.produced} produced")
 

@@ -5,7 +5,7 @@ import pytest
 from messages import EVENT, IDENTITY, MESSAGES, rank_batch, relay_batch
 
 from traceml_ray import wire
-from traceml_ray.stages import N_STAGES, ROW_BYTES, SYNC_WAIT
+from traceml_ray.stages import LEAD_BYTES, N_STAGES, ROW_BYTES, SYNC_WAIT
 
 KINDS = [type(message) for message in MESSAGES]
 every_message = pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
@@ -104,11 +104,27 @@ def test_non_bytes_are_garbage(data):
         {"rows": bytes(ROW_BYTES * 2 - 1)},
         {"rows": bytes(ROW_BYTES * 3)},
         {"dropped": 80_000},
+        {"host_rows": bytes(ROW_BYTES)},
+        {"host_rows": bytes(ROW_BYTES * 3), "leads": bytes(LEAD_BYTES * 2)},
+        {"host_rows": bytes(ROW_BYTES * 2), "leads": bytes(LEAD_BYTES * 2 - 1)},
+        {"leads": bytes(LEAD_BYTES * 2)},
     ],
     ids=str,
 )
 def test_mismatched_columns_are_refused(change):
     assert reason(wire.encode(rank_batch(**change)), wire.RankBatch) == "bad_columns"
+
+
+def test_host_rows_and_leads_are_empty_or_of_all_rows():
+    host, leads = bytes(ROW_BYTES * 2), bytes(LEAD_BYTES * 2)
+    for beside in ({}, {"host_rows": host}, {"host_rows": host, "leads": leads}):
+        batch = rank_batch(**beside)
+        assert wire.decode(wire.encode(batch), wire.RankBatch) == batch
+
+
+def test_batch_of_an_agent_without_device_clock_has_no_host_rows():
+    older = tail(rank_batch())[: 1 + wire.RankBatch.__struct_fields__.index("host_rows")]
+    assert wire.decode(msgspec.msgpack.encode(older), wire.RankBatch) == rank_batch()
 
 
 def test_rows_above_the_limit_are_refused():
@@ -188,10 +204,12 @@ def test_tag_of_garbage_is_empty():
     assert [wire.tag_of(data) for data in (b"", b"\x90", b"\xff", b"\x92\xa1\xff\x02")] == ["", "", "", ""]
 
 
-def test_row_costs_at_most_128_bytes():
+@pytest.mark.parametrize("device", [False, True], ids=["host", "host and device"])
+def test_row_costs_at_most_128_bytes(device):
     """At 10 steps a second and one batch a second a row may cost 128 bytes, everything counted."""
     batch = rank_batch(
         10,
+        **({"host_rows": bytes(ROW_BYTES * 10), "leads": bytes(LEAD_BYTES * 10)} if device else {}),
         open=wire.OpenStage(70_010, SYNC_WAIT, 12_000_000),
         process=wire.ProcessSample(1_800_000_000_000_000_000, 99.5, 1 << 33, 41, 1 << 40, 1 << 40),
     )
