@@ -8,6 +8,7 @@ not known is None.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -38,6 +39,7 @@ from traceml_ray.reports.run_facts import (
 from traceml_ray.reports.stored_spans import StoredSpans
 from traceml_ray.reports.whole import Whole, reduce
 from traceml_ray.stages import STAGES
+from traceml_ray.store.nodes import label_nodes, node_key
 from traceml_ray.store.session_file import SessionFile
 
 __all__ = ["baseline_of", "moment", "nodes_of", "overhead_of", "runs_of", "summaries", "summarize"]
@@ -122,10 +124,21 @@ def runs_of(session: SessionFile) -> list[dict[str, Any]]:
 
 
 def nodes_of(session: SessionFile) -> list[dict[str, Any]]:
-    """Return the nodes as `SessionFile.nodes` does, with the moments `last_seen` and `lost_at`."""
+    """Return the nodes of the cluster, with the ranks of the run that were seen there last."""
+    nodes, labels = session.cluster(), label_nodes(session.cluster(), session.processes())
+    at: dict[str, list[int]] = {}
+    for rank, process in session.ranks().items():
+        at.setdefault(node_key(process), []).append(rank)
     return [
-        {**node, "last_seen": moment(node["last_seen_ns"]), "lost_at": moment(node["lost_ns"])}
-        for node in session.nodes()
+        {
+            **asdict(node),
+            "alive": node.lost_ns is None,
+            "label": labels[node.node_id],
+            "ranks": at.get(node.node_id, []),
+            "last_seen": moment(node.last_seen_ns),
+            "lost_at": moment(node.lost_ns),
+        }
+        for node in nodes
     ]
 
 

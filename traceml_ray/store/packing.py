@@ -6,7 +6,6 @@ import math
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import msgspec
@@ -75,8 +74,7 @@ class Packer:
             return kind, [self._plain(each, room) for each in value]
         if isinstance(value, msgspec.Struct):
             return kind, msgspec.to_builtins(value)
-        names = [field.name for field in fields(value)] if is_dataclass(value) else list(vars(value))
-        return kind, {name: self._plain(getattr(value, name), room) for name in names}
+        return kind, {name: self._plain(each, room) for name, each in vars(value).items()}
 
     def _whole(self, plain: Any, room: list[int]) -> Any:
         if not isinstance(plain, list):
