@@ -33,8 +33,9 @@ class Node:
     @classmethod
     def from_row(cls, row: tuple[Any, ...]) -> Node:
         """Return the node of a row of `COLUMNS`."""
-        *values, errors = row
-        return cls(*values, errors=json.loads(errors))
+        node = cls(*row)
+        node.errors = json.loads(row[-1])
+        return node
 
 
 COLUMNS = tuple(column.name for column in fields(Node))
