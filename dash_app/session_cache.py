@@ -80,9 +80,7 @@ class SessionCache:
         self._wanted: _Wanted = {}
         """What the pages that were just made would like to have asked."""
         self._used: _Wanted = {}
-        """What the pages that are looked at have asked,"""
-        self._current: _Wanted = {}
-        """and what of that was answered in this tick."""
+        """What the pages that are looked at have asked."""
 
     def ask(self, request: Request[A]) -> A | None:
         """
@@ -90,7 +88,7 @@ class SessionCache:
         a page; what is not as of now is asked afterwards, and the page made again.
         """
         self._used[request] = None
-        if self._asked.get(request) != self.version:
+        if self._asked.get(request, -1) < self.version:
             self._wanted[request] = None
         found: A | None = self._answers.get(request, self._answers.get(_about(request)))
         return found

@@ -18,7 +18,7 @@ from traceml_ray.store.query import QueryError, Request
 
 from . import pages, shell
 from .run_state import SLOW_RANKS, SLOW_S, RunState
-from .session_cache import SessionCache, keep
+from .session_cache import OF_STEPS, SessionCache, keep
 from .source import Source, SourceError, StoredSource
 
 _MAX_RUNS = 3
@@ -96,8 +96,6 @@ class SessionPages(SessionCache):
         if changed:
             with self.lock:
                 self.version += 1
-                self._asked.update(dict.fromkeys(self._current, self.version))
-                self._current = {}
             self._prepare()
         return changed
 
@@ -190,9 +188,7 @@ class SessionPages(SessionCache):
         asked: list[Request[Any]] = [query.Status(), *([query.Runs()] if runs else [])]
         parts = [(run, run.questions(now)) for run in followed]
         with self.lock:
-            used = dict.fromkeys(
-                each for each in self._used if not isinstance(each, (query.Cell, query.Spans))
-            )
+            used = dict.fromkeys(each for each in self._used if not isinstance(each, OF_STEPS))
             pages = self._as_asked(used)
         every = [*asked, *(q for _, part in parts for q in part), *pages]
         answers = self._question(every)
@@ -206,8 +202,7 @@ class SessionPages(SessionCache):
             for run, part in parts:
                 changed |= run.take(part, answers[at : at + len(part)])
                 at += len(part)
-            changed |= self._keep_answers(used, answers[at:], self.version)
-            self._current = used
+            changed |= self._keep_answers(used, answers[at:], self.version + 1)
         newest = status["run"]
         if newest is not None and newest not in self._polled:
             changed |= self._follow(newest, now)
