@@ -25,7 +25,7 @@ from traceml_ray.store.kept import MAX_RANKS, pack, unpack
 from traceml_ray.store.nodes import process_labels
 from traceml_ray.store.rank_processes import shown, world_size
 from traceml_ray.store.runs import by_run
-from traceml_ray.store.schema import LISTS, NONSENSE, insert
+from traceml_ray.store.schema import LISTS, NONSENSE, insert, write
 from traceml_ray.store.session_file import Columns, SessionFile, columns_of
 
 CHUNKS = 10
@@ -131,7 +131,7 @@ class Retention:
         if not self._bytes:
             return self.cursors
         newest = self._one("SELECT max(id) FROM chunk")
-        self._connection.executemany(insert("rollup"), self._sums)
+        write(self._connection, insert("rollup"), self._sums)
         self._merge_sums()
         self._connection.executemany("DELETE FROM chunk WHERE id = ?", self._ids)
         self._write_kept()
@@ -213,7 +213,7 @@ class Retention:
         for process, sums in groupby(self._connection.execute(query), key=lambda each: each[0]):
             merged += list(_merged(sums, total[process] // share))
         self._connection.execute("DELETE FROM rollup")
-        self._connection.executemany(insert("rollup"), merged)
+        write(self._connection, insert("rollup"), merged)
 
     def _thin(self, share: float) -> dict[str, int]:
         """Thin out the samples among the oldest `share` of each kind; return where that ended."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -34,18 +36,30 @@ _KEYED = {
     "relay": ("incarnation", "last_seq"),
 }
 """Tables with one row for each value of their first column."""
+_MAX_VALUES = 999
+"""Of one statement; newer versions of SQLite take more."""
 _INDEXES = {"chunk": "process, id", "process_sample": "process, id", "node_sample": "node_id, id",
             "span": "process, last_step"}  # fmt: skip
 
 
 def insert(table: str) -> str:
-    """Return the statement that appends a row to one of `LISTS`."""
-    return f"INSERT INTO {table} VALUES(NULL, {', '.join('?' * len(LISTS[table]))})"
+    """Return the statement with which `write` appends rows to one of `LISTS`."""
+    return f"INSERT INTO {table}({', '.join(LISTS[table])}) VALUES ?"
 
 
-def replace(table: str, columns: int) -> str:
-    """Return the statement that writes a row of `columns` over the one of its first column."""
-    return f"REPLACE INTO {table} VALUES({', '.join('?' * columns)})"
+def write(connection: sqlite3.Connection, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    """
+    Run `statement` with its `?` replaced by rows, as many at a time as may be: each time the thread gives
+    away the GIL, and waits for it where another thread is busy.
+    """
+    if not rows:
+        return
+    most, places = _MAX_VALUES // len(rows[0]), f"({', '.join('?' * len(rows[0]))})"
+    for first in range(0, len(rows), most):
+        some = rows[first : first + most]
+        connection.execute(
+            statement.replace("?", ", ".join([places] * len(some))), [*chain.from_iterable(some)]
+        )
 
 
 def _statements() -> Iterator[str]:

@@ -25,11 +25,10 @@ from traceml_ray.analysis.verdict import DEFAULTS
 from traceml_ray.files import write_files
 from traceml_ray.stages import ROW_BYTES
 from traceml_ray.store.fence import Fence, identity
-from traceml_ray.store.nodes import COLUMNS as NODE_COLUMNS
 from traceml_ray.store.nodes import Node
-from traceml_ray.store.rank_processes import COLUMNS, PROGRESS, RankProcess, to_progress, to_row
+from traceml_ray.store.rank_processes import PROGRESS, RankProcess, to_progress, to_row
 from traceml_ray.store.retention import Retention
-from traceml_ray.store.schema import connect, insert, legible, replace, transaction
+from traceml_ray.store.schema import connect, insert, legible, transaction, write
 from traceml_ray.store.session_file import SessionFile
 
 MAX_PENDING_BYTES = 256 << 20
@@ -37,6 +36,10 @@ MAX_PENDING_BYTES = 256 << 20
 MAX_PENDING_ITEMS = 100_000
 """Samples, spans, events and verdicts kept the same way, of each kind."""
 _APPENDED = ("process_sample", "node_sample", "span", "event", "verdict", "chunk")
+_PROGRESSED = (
+    f"INSERT INTO rank_process({', '.join(PROGRESS)}, id) VALUES ? "
+    f"ON CONFLICT(id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in PROGRESS)}"
+)
 
 
 class SessionWriter:
@@ -259,20 +262,19 @@ class SessionWriter:
     def _changes(self, work: _Pending) -> list[tuple[str, list[Any]]]:
         """Return the statements that write `work`, with their values."""
         progress = [each for id_, each in work.progressed.items() if id_ not in work.processes]
-        changed = ", ".join(f"{name} = ?" for name in PROGRESS)
         return [
             *((insert(table), rows) for table, rows in work.inserts.items()),
-            (replace("rank_process", len(COLUMNS)), [*map(to_row, work.processes.values())]),
-            (f"UPDATE rank_process SET {changed} WHERE id = ?", [*map(to_progress, progress)]),
-            (replace("meta", 2), [(key, json.dumps(self.meta[key])) for key in work.meta]),
-            (replace("node", len(NODE_COLUMNS)), [node.to_row() for node in work.nodes.values()]),
-            (replace("relay", 2), [*work.relays.items()]),
+            ("REPLACE INTO rank_process VALUES ?", [*map(to_row, work.processes.values())]),
+            (_PROGRESSED, [*map(to_progress, progress)]),
+            ("REPLACE INTO meta VALUES ?", [(key, json.dumps(self.meta[key])) for key in work.meta]),
+            ("REPLACE INTO node VALUES ?", [node.to_row() for node in work.nodes.values()]),
+            ("REPLACE INTO relay VALUES ?", [*work.relays.items()]),
         ]
 
     def _write(self, changes: list[tuple[str, list[Any]]]) -> None:
         with self._transaction():
             for statement, rows in changes:
-                self._connection.executemany(statement, rows)
+                write(self._connection, statement, rows)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
