@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -179,9 +179,7 @@ class Answers:
                 summary = read_json(self._files.summary_json, Summary)
                 if (summary["run"], summary["session"]["status"]) == known:
                     return summary
-            made: Any = next(summaries(file, self._limits))
-            found: Summary = made
-            return found
+            return cast("Summary", next(summaries(file, self._limits)))
 
     def _steps(self, asked: Any) -> dict[str, Any]:
         whole = getattr(asked, "whole", None)

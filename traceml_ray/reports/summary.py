@@ -77,11 +77,11 @@ def _summary(facts: RunFacts, newest: bool = False) -> dict[str, Any]:
     spans = StoredSpans(session, facts.ranks)
     performance = _with_span(judged.whole() if judged else _no_step(facts), facts, whole, spans)
     verdicts = _changes(facts, whole, spans)
-    found = deaths(facts.failures, facts.events, facts.processes, failed=facts.status == "failed")
+    found = deaths(facts.failures, facts.events, facts.processes, failed=facts.said("status") == "failed")
     stood = hangs(session.verdicts()[0])
     machines = Machines(session.machines, facts.ranks, facts.every, facts.labels)
     dated = lines, facts.thresholds.warmup_steps
-    verdict = still_open(stood, facts.status) or _headline(facts, found) or performance
+    verdict = still_open(stood, facts.said("status")) or _headline(facts, found) or performance
     verdict = machines.with_evidence(verdict, *dated)
     every = sorted([*verdicts, *stood], key=lambda verdict: verdict.from_step or 0)
     summary = {
@@ -154,7 +154,7 @@ def _whole(facts: RunFacts, baseline: Baseline | None = None, newest: bool = Fal
 
 def _headline(facts: RunFacts, found: Sequence[Death]) -> Verdict | None:
     """Return the verdict on a run that ended by a death."""
-    if not found or facts.status in ("finished", "stopped"):
+    if not found or facts.said("status") in ("finished", "stopped"):
         return None
     return headline(found, lambda death: facts.node_of(death.rank), facts.ranks, facts.world_size)
 

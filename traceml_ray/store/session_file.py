@@ -12,6 +12,8 @@ import contextlib
 import json
 import sqlite3
 from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -179,12 +181,8 @@ class SessionFile(SampleReader):
 
     def folded(self) -> dict[int, Folded]:
         """Return what is only kept as sums, by rank process, see `retention`."""
-        by_process: dict[int, list[tuple[Any, ...]]] = {}
-        for process, *sums in self._all(
-            "SELECT process, n, first_key, last_key, sums FROM rollup ORDER BY id"
-        ):
-            by_process.setdefault(process, []).append(tuple(sums))
-        return {process: _folded(sums) for process, sums in by_process.items()}
+        sums = self._iterate("SELECT process, n, first_key, last_key, sums FROM rollup ORDER BY process, id")
+        return {process: _folded(own) for process, own in groupby(sums, key=itemgetter(0))}
 
     def copy_to(self, path: Path) -> None:
         """Copy the whole file, as it stands, into the empty file `path`. Raises `SessionFileError`."""
@@ -225,8 +223,8 @@ class Folded(NamedTuple):
     sums: np.ndarray[Any, Any]
 
 
-def _folded(rows: list[tuple[Any, ...]]) -> Folded:
-    counts, first_keys, last_keys, sums = zip(*rows, strict=True)
+def _folded(rows: Iterable[tuple[Any, ...]]) -> Folded:
+    _, counts, first_keys, last_keys, sums = zip(*rows, strict=True)
     all_sums = np.frombuffer(b"".join(sums), "<i8").reshape(-1, N_STAGES)
     return Folded(np.array(counts), np.array(first_keys), np.array(last_keys), all_sums)
 

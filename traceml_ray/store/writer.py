@@ -55,13 +55,12 @@ class SessionWriter:
         self,
         path: Path,
         *,
-        max_pending_bytes: int = MAX_PENDING_BYTES,
         max_bytes: int = 1 << 62,
         thresholds: Thresholds = DEFAULTS,
     ) -> None:
         self.path = path
         self.lock = threading.Lock()
-        self.max_pending_bytes = max_pending_bytes
+        self.max_pending_bytes = MAX_PENDING_BYTES
         self._database = threading.Lock()
         self.max_pending_items = MAX_PENDING_ITEMS
         found = identity(path)
