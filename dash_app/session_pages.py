@@ -18,7 +18,7 @@ from traceml_ray.store.query import QueryError, Request
 
 from . import pages, shell
 from .run_state import SLOW_RANKS, SLOW_S, RunState
-from .session_cache import OF_STEPS, SessionCache, keep
+from .session_cache import SessionCache, keep
 from .source import Source, SourceError, StoredSource
 
 _MAX_RUNS = 3
@@ -31,6 +31,9 @@ _SLICE_S = 0.5
 """How long one tick reads on in a long run."""
 _QUICK_S, _SHARE = 0.25, 5
 """A source that takes longer to answer is not asked for so many times as long."""
+
+_OF_STEPS = query.Cell, query.Spans
+"""Questions about certain steps: the next tick's are of others."""
 
 _Key = tuple[str, str | None, bytes]
 """Of a page: its name, run and selection."""
@@ -188,7 +191,7 @@ class SessionPages(SessionCache):
         asked: list[Request[Any]] = [query.Status(), *([query.Runs()] if runs else [])]
         parts = [(run, run.questions(now)) for run in followed]
         with self.lock:
-            used = dict.fromkeys(each for each in self._used if not isinstance(each, OF_STEPS))
+            used = dict.fromkeys(each for each in self._used if not isinstance(each, _OF_STEPS))
             pages = self._as_asked(used)
         every = [*asked, *(q for _, part in parts for q in part), *pages]
         answers = self._question(every)

@@ -11,7 +11,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NoAnswer
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.attachment import FILE as ATTACHMENT
@@ -36,25 +36,6 @@ START = (
 
 class SourceError(QueryError):
     """Nothing answers; the message is for a person."""
-
-
-class Source(Protocol):
-    """A session that can be asked, see `store.query`. Any thread may ask."""
-
-    target: str
-    """What a person calls it: the session's name, or its file."""
-    out: str
-    """Where past sessions are."""
-
-    @property
-    def stored(self) -> bool:
-        """Whether it is over, and nothing will change."""
-
-    def reply(self, message: bytes) -> bytes:
-        """Have a question answered, see `query.ask`. Raises `SourceError`."""
-
-    def close(self) -> None:
-        """Let go of it."""
 
 
 def open_source(session: str | None, out: str, ray_address: str | None) -> Source:
@@ -200,6 +181,13 @@ class LocalSource:
         where = _attachment(folder) if holder(folder) is not None else None
         self._now = StoredSource(folder) if where is None else LiveSource(folder.name, where, self.out)
         return self._now
+
+
+Source = StoredSource | LiveSource | LocalSource
+"""
+A session that can be asked (`reply`, see `store.query`; any thread may), and let go of (`close`). `target` is
+what a person calls it, `out` where past sessions are, `stored` whether it is over.
+"""
 
 
 def _attachment(folder: Path) -> Attachment | None:
