@@ -42,9 +42,10 @@ from overhead import machine  # type: ignore[import-not-found]
 
 from traceml_ray.analysis.frontier import chain
 from traceml_ray.analysis.history import Replay, RunJudge
+from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import assess
-from traceml_ray.analysis.window import Window, align
+from traceml_ray.analysis.window import Window
 from traceml_ray.launchers.cluster import free_port
 from traceml_ray.stages import BACKWARD, SEGMENT_BITS, STAGES, SYNC_WAIT
 from traceml_ray.store.session_file import SessionFile
@@ -263,7 +264,9 @@ class Run:
         self.began_ns: list[int] = times["began_ns"]
         self.base_ms: float = times["base_ms"]
         with SessionFile(folder / "session" / "session.sqlite") as file:
-            self.window = align(file.rows()[0], self.plan.world)
+            history = StepHistory(LIMITS, deep=True)
+            history.take(file.rows()[0])
+            self.window = history.between(-1, 1 << 62, sorted(history.reported()), self.plan.world)
             self.live = file.verdicts()[0]
         self._steps = self.window.keys >> SEGMENT_BITS
         self.planted = [segment for segment in self.plan.segments if segment.late]

@@ -6,11 +6,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from snapshot import Snapshot
-from unit.sample_windows import EXPECTED, RECORDED, judge_run, of_ms, processes, window
+from unit.sample_windows import EXPECTED, RECORDED, align, judge_run, of_ms, processes, window
 
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.window import align
 
 NO_WARMUP = Thresholds(warmup_steps=0)
 SHORT = Thresholds(warmup_steps=0, hold_s=1)

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sessions import MS, Rank, Relay, aggregation, ask
 from snapshot import Snapshot
-from unit.sample_windows import judge
+from unit.sample_windows import align, judge
 
 from traceml_ray.analysis.span_rates import SpanRate, SpanRates, span_rates, with_span
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.analysis.window import RankRows, Window, align
+from traceml_ray.analysis.window import RankRows, Window
 from traceml_ray.reports.layout import WIDTH
 from traceml_ray.reports.stored_spans import StoredSpans
 from traceml_ray.reports.text import render

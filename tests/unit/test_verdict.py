@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from snapshot import Snapshot
-from unit.sample_windows import EXPECTED, RECORDED, judge, of_ms, processes, synced, window
+from unit.sample_windows import EXPECTED, RECORDED, align, judge, of_ms, processes, synced, window
 
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.analysis.window import align
 from traceml_ray.stages import (
     DATA,
     FLAG_COUPLED,

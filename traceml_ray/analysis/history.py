@@ -17,7 +17,7 @@ from traceml_ray.analysis.onset import late_steps
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.track import Episode, waited_ns
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess, too_few_steps
-from traceml_ray.analysis.window import Window, align, joined
+from traceml_ray.analysis.window import Window, joined
 
 _MAX_PERIODS = 1000
 _MAX_WINDOWS = 2000
@@ -126,7 +126,7 @@ class RunJudge:
         """
         window = self.sample()
         if window is None or self._short(window):
-            return too_few_steps(window or align([], 0), self._thresholds.first_window_steps)
+            return too_few_steps(window, self._thresholds.first_window_steps)
         verdict, evidence = assess(window, self._thresholds, whole_run=True, baseline=self.baseline)
         if verdict.meaning.kind == "finding" and evidence is not None and not self._lasts(verdict, evidence):
             verdict = Verdict(

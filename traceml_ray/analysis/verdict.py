@@ -196,10 +196,11 @@ def _assess(
     return _named(finding, evidence, thresholds, facts, whole_run), evidence
 
 
-def too_few_steps(window: Window, needed: int) -> Verdict:
-    """Return the abstention for a window too short to be judged at all."""
-    why = abstention.too_few(len(window.starts), needed)
-    return Verdict(label="telemetry_limited", why=why, next="Wait.", **_facts(window, None))
+def too_few_steps(window: Window | None, needed: int) -> Verdict:
+    """Return the abstention for a window too short to be judged at all, None: no step was seen."""
+    why = abstention.too_few(len(window.starts) if window else 0, needed)
+    facts = _facts(window, None) if window else {}
+    return Verdict(label="telemetry_limited", why=why, next="Wait.", **facts)
 
 
 def _facts(window: Window, evidence: Evidence | None) -> dict[str, Any]:
