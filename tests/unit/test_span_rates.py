@@ -105,7 +105,7 @@ def test_span_of_a_single_step_does_not_explain_lateness_in_every_step() -> None
 def test_intermittent_span_explains_intermittent_lateness() -> None:
     known = Known({"checkpoint": SpanRate(10 * MS, 0.1), "optimizer": SpanRate(1 * MS, 1.0)}, {})
     verdict = named(window(100, every=10), known)
-    assert (verdict.transient, verdict.span) == (True, "checkpoint")
+    assert (verdict.pattern, verdict.span) == ("transient", "checkpoint")
 
 
 @pytest.mark.parametrize("nobody", [[1], [0, 2]], ids=["the others", "the late one"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from traceml_ray.analysis.labels import LABELS, Label
+from traceml_ray.analysis.labels import LABELS, Label, Pattern
 
 
 class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +94,11 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     """Steps that a whole-run verdict samples, evenly spread over the run."""
     run_rows: int = 1_000_000
     """Rows (steps × ranks) that a whole-run verdict samples: fewer steps where there are many ranks."""
+
+    def least(self, pattern: Pattern) -> float:
+        """Return the smallest excess of that pattern that is a finding."""
+        of = {"lasting": self.min_excess, "transient": self.transient_excess, "rotating": self.rotating_excess}
+        return of[pattern]
 
     def hold_of(self, label: Label) -> float:
         """Return how long a finding of that label has to last, s."""
