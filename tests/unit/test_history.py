@@ -180,7 +180,7 @@ def test_finding_that_recurs_is_measured_in_steps_of_several_exchanges():
 
 
 def late_together(steps, count, seed=0, share=(0, 1)):
-    """Rows of six ranks, of which the first `count` are about equally late: which one is the latest is chance."""
+    """Rows of six ranks, the first `count` about equally late: which is the latest is chance."""
     random = np.random.default_rng(seed)
     local = 1e6 * np.array([3, 6, 0, 9, 14]) * random.normal(1, 0.02, (steps, 6, 5))
     first, end = (int(part * steps) for part in share)

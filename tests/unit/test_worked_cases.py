@@ -109,7 +109,12 @@ def test_w14_is_rotating():
     )
     assert (chain(d).exposed == np.array(LATE_DATA) * 10**6).all()
     verdict = judge(window(d))
-    assert (verdict.label, verdict.stage, verdict.rank, verdict.pattern) == ("ambiguous", "data", None, "rotating")
+    assert (verdict.label, verdict.stage, verdict.rank, verdict.pattern) == (
+        "ambiguous",
+        "data",
+        None,
+        "rotating",
+    )
     assert msgspec.json.decode(msgspec.json.encode(verdict), type=Verdict) == verdict
 
 

@@ -289,7 +289,10 @@ class Episodes:
         for track in self._candidates:
             if track in drifts[1:]:
                 continue  # of one slow-down one window may show the stage, and another the whole step
-            which, lasted_s = (track.verdict.rank, track.verdict.stage), (track.last_ns - track.began_ns) / 1e9
+            which, lasted_s = (
+                (track.verdict.rank, track.verdict.stage),
+                (track.last_ns - track.began_ns) / 1e9,
+            )
             if lasted_s > longest.get(which, (0.0,))[0]:
                 longest[which] = lasted_s, track.verdict
         return notes.pending([*longest.values()])

@@ -146,7 +146,7 @@ class Evidence:
 
     @cached_property
     def by_pattern(self) -> dict[Pattern, Float]:
-        """By how much each rank is late out of each stage (R, 6), as a share; `rotating`: all ranks together."""
+        """By how much each rank is late out of each stage (R, 6); `rotating`: all ranks together."""
         exposed = self.exposed_excess
         together = np.broadcast_to(exposed.sum(axis=0), exposed.shape)
         return {"lasting": self.persistent, "transient": exposed, "rotating": together}
@@ -175,7 +175,7 @@ class Evidence:
         """
         Return how long the last rank works until each exchange, ns (S,), and the places of their rows.
 
-        A `fixed` cause never takes longer than its peers do. Rows without an exchange add up until the next one.
+        A `fixed` cause never takes longer than its peers do. Rows without an exchange add up until the next.
         """
         local = self.local_ns
         for at, cause in enumerate(fixed):

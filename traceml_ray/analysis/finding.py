@@ -14,8 +14,8 @@ class Finding:
     """
     The rule that applied: a label, and either a `reason` to abstain or the `causes`, best first.
 
-    `excess` is the excess of the worst rank of the first cause (`rotating`: of all ranks together), as a share
-    of the mean step. `new`: the newest steps alone show it. `group_wide` has only `drift`.
+    `excess` is the excess of the worst rank of the first cause (`rotating`: of all ranks together), as a
+    share of the mean step. `new`: the newest steps alone show it. `group_wide` has only `drift`.
     """
 
     label: Label

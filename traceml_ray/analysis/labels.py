@@ -12,8 +12,8 @@ Label = Literal[
 ]  # fmt: skip
 Pattern = Literal["lasting", "transient", "rotating"]
 """
-How ranks are late, and so by what their late steps are measured (`Evidence.by_pattern`): in most steps; now and
-then; another rank from step to step.
+How ranks are late, and so by what their late steps are measured (`Evidence.by_pattern`): in most steps; now
+and then; another rank from step to step.
 """
 PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
 

@@ -97,8 +97,9 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
 
     def least(self, pattern: Pattern) -> float:
         """Return the smallest excess of that pattern that is a finding."""
-        of = {"lasting": self.min_excess, "transient": self.transient_excess, "rotating": self.rotating_excess}
-        return of[pattern]
+        if pattern == "lasting":
+            return self.min_excess
+        return self.transient_excess if pattern == "transient" else self.rotating_excess
 
     def hold_of(self, label: Label) -> float:
         """Return how long a finding of that label has to last, s."""

@@ -219,7 +219,8 @@ def _named(
     finding: Finding, evidence: Evidence, thresholds: Thresholds, facts: dict[str, Any], whole_run: bool
 ) -> Verdict:
     window, first = evidence.window, finding.causes[0]
-    places = [] if finding.pattern == "rotating" else sorted({place for cause in finding.causes for place in cause.places})
+    named = () if finding.pattern == "rotating" else finding.causes
+    places = sorted({place for cause in named for place in cause.places})
     worst = max(first.places, key=lambda place: _score(evidence)[place, first.stage]) if places else None
     timing = _timing(finding, evidence)
     facts["from_step"] = int(window.steps[timing.began or 0])
