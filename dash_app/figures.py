@@ -119,7 +119,10 @@ def exposed(steps: Sequence[int], stages: Mapping[str, Series], revision: str = 
 
 
 def timeline(steps: Sequence[int], line: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Figure:
-    """Return the step's time: median rank, worst rank, a p10–p90 band, and events as marks on the axis."""
+    """
+    Return the step's time: median rank, worst rank, a p10–p90 band (in `line`, see
+    `analysis.step_numbers.columns`), and events as marks on the axis.
+    """
     if not steps:
         return blank("No closed step yet.")
     ranks = {"customdata": line["worst_rank"], "hovertemplate": "%{y:.1f} ms (rank %{customdata})"}

@@ -34,8 +34,6 @@ _UNPLACED = "no report"
 _SPANS: dict[str, str | None] = {"newest steps": "recent", "whole run": "run"}
 _STAGES = {"total": None, **{name: name for name in STAGES if name != "sync_wait"}}
 _BY_NODE = "A row is a node, as its worst rank; a click opens it."
-_LINES = ("median_ms", "p10_ms", "p90_ms", "worst_ms")
-_SKEWS = ("global_pct", "node_pct")
 _NO_TIMES: dict[str, Any] = dict.fromkeys(("median_ms", "worst_rank", "worst_ms", "skew_pct", "slower_pct"))
 
 
@@ -56,30 +54,13 @@ def data(
     if not times or not columns or not len(columns["first"]):
         return found
     heat = {**_heatmap(run, columns), "stage": stage}
-    return {**found, "tiles": tiles(times, columns), "heat": heat, **_series(columns)}
-
-
-def _series(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is drawn as lines."""
-    steps = columns["last"].tolist()
-    worst = [rank if rank >= 0 else None for rank in columns["worst_rank"].tolist()]
-    return {
-        "exposed": {"steps": steps, "stages": by_stage(columns["exposed"])},
-        "timeline": {
-            "steps": steps,
-            **{name: columns[name] for name in _LINES},
-            "worst_rank": worst,
-        },
-        "skew": {"steps": steps, **{name: columns[name] for name in _SKEWS}},
-    }
+    return {**found, "tiles": tiles(times, columns), "heat": heat, "columns": columns}
 
 
 _NOTHING: dict[str, Any] = {
     "tiles": [],
     "heat": {"ranks": [], "z": np.empty((0, 0), np.uint8)},
-    **_series(
-        {name: np.empty((0, len(STAGES))) for name in ("last", "worst_rank", "exposed", *_LINES, *_SKEWS)}
-    ),
+    "columns": {},
     "nodes": [],
     "events": [],
 }
@@ -215,19 +196,20 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
 
 
 def _charts(view: Mapping[str, Any]) -> list[html.Section]:
-    revision, lines, skew = str(view["session"]["run"]), view["timeline"], view["skew"]
+    revision, columns = str(view["session"]["run"]), view["columns"]
+    steps = columns["last"].tolist() if columns else []
     return [
         chart(
             "exposed",
             "Where a step's time goes",
-            figures.exposed(view["exposed"]["steps"], view["exposed"]["stages"], revision),
+            figures.exposed(steps, by_stage(columns["exposed"]) if columns else {}, revision),
             "Exposed time of each stage by step, stacked",
             note=legend(figures.STAGES),
         ),
         chart(
             "timeline",
             "Step timeline",
-            figures.timeline(lines["steps"], lines, view["events"]),
+            figures.timeline(steps, columns, view["events"]),
             "Busy time of the median and the worst rank by step",
             note=legend({"worst": figures.ORANGE, "median": figures.BLUE, "p10–p90": "#3b82c466"}),
         ),
@@ -235,8 +217,8 @@ def _charts(view: Mapping[str, Any]) -> list[html.Section]:
             "skew",
             "Skew",
             figures.lines(
-                skew["steps"],
-                {"ranks": skew["global_pct"], "nodes": skew["node_pct"]},
+                steps,
+                {"ranks": columns.get("global_pct", ()), "nodes": columns.get("node_pct", ())},
                 "skew %",
                 unit="%",
                 colours=(figures.ORANGE, figures.BLUE),
