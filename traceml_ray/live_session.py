@@ -144,7 +144,7 @@ class Session:
         """
         folder = Path(path) / self.id
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        copy = self._ask(query.Snapshot()).name
+        copy = self._ask(query.Snapshot())
         try:
             for name, target in ((copy, DATABASE), *((n, n) for n in _REPORTS)):
                 self._fetch(name, folder / target)

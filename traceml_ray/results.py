@@ -219,7 +219,7 @@ class Episode(TypedDict):
 
 
 class TimedEpisode(Episode, total=False):
-    """An episode; of a session that is over, also when it was and the span that was late."""
+    """An episode; of a run that is over, and in a summary, also when it was and the span that was late."""
 
     span: str | None
     started_at: str | None

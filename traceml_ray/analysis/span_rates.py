@@ -26,6 +26,11 @@ class SpanRate(NamedTuple):
     times: float
     size: float = 0.0
 
+    @property
+    def bytes(self) -> float | None:
+        """Of one time, where that is known."""
+        return self.size / self.times if self.size and self.times else None
+
 
 _NONE = SpanRate(0.0, 0.0)
 SpanRates = Mapping[tuple[str, int], SpanRate]

@@ -47,7 +47,7 @@ class Answers:
         self._files = SessionFolder(folder)
         self._limits = limits
         self._errors = Errors() if errors is None else errors
-        self._histories = StoredHistories(lambda: SessionFile(self._files.sqlite), limits)
+        self._histories = StoredHistories(lambda run: SessionFile(self._files.sqlite, run=run), limits)
         self._report = lru_cache(_MAX_REPORTS)(self._made_report)
         self._runs: set[str] = set()
         self._by_kind: dict[type[Request[Any]], Callable[[Any], Any]] = {

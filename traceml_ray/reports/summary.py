@@ -72,7 +72,7 @@ def summaries(session: SessionFile, thresholds: Thresholds) -> Iterator[dict[str
 
 def _summary(facts: RunFacts, newest: bool = False) -> dict[str, Any]:
     session = facts.session
-    whole = _whole(facts, session.baseline(), newest)
+    whole = reduce(session, facts.thresholds, session.baseline(), newest=newest)
     judged, lines = (whole.judged, whole.lines) if whole else (None, {})
     spans = StoredSpans(session, facts.ranks)
     performance = _with_span(judged.whole() if judged else _no_step(facts), facts, whole, spans)
@@ -110,11 +110,10 @@ def _summary(facts: RunFacts, newest: bool = False) -> dict[str, Any]:
 
 def baseline_of(session: SessionFile, thresholds: Thresholds) -> Baseline | None:
     """Return what a step of `session` costs when all is well, or None. Raises `SessionFileError`."""
-    facts = RunFacts(session, thresholds)
     kept = session.baseline()
     if kept is not None and not kept.source:
         return kept
-    whole = _whole(facts)
+    whole = reduce(session, thresholds)
     return whole.judged.baseline if whole else None
 
 
@@ -145,11 +144,6 @@ def nodes_of(session: SessionFile) -> list[dict[str, Any]]:
 def _run(entry: dict[str, Any], label: str | None = None) -> dict[str, Any]:
     times = {name: moment(entry[name]) for name in ("started_at", "ended_at")}
     return {**entry, **times, "label": label or entry["label"]}
-
-
-def _whole(facts: RunFacts, baseline: Baseline | None = None, newest: bool = False) -> Whole | None:
-    """Reduce the run, or its newest rows; None when it has none."""
-    return reduce(facts.session, facts.said("world_size"), facts.thresholds, baseline, newest=newest)
 
 
 def _headline(facts: RunFacts, found: Sequence[Death]) -> Verdict | None:
