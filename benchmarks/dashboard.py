@@ -3,8 +3,7 @@ The dashboard under a large job: `python benchmarks/dashboard.py [--ranks 1024] 
 
 A session is played into a real aggregator, five steps a second, one rank late. Told: how long one tick
 takes to bring the pages up to date, how long a browser's refresh takes in the server, what it weighs on
-the wire (gzip, as a browser gets it, and as it is), and the memory held. With `--browser`, a real one is
-put on top.
+the wire (gzip, as a browser gets it, and as it is). With `--browser`, a real one is put on top.
 """
 
 from __future__ import annotations
@@ -106,7 +105,6 @@ def server(played: Played, pages: SessionPages, ticks: int) -> None:
     print(f"\none tick: p50 {p50:.0f} ms, p95 {p95:.0f} ms, with the aggregator's part")
     told = ", ".join(f"{page} {ms:.1f} ms" for page, ms in own.items())
     print(f"CPU of a tick and a refresh without the aggregator's part: {told}")
-    print(f"held: {pages.nbytes / 2**20:.1f} MiB")
 
 
 def browser(played: Played, pages: SessionPages, refreshes: int) -> None:

@@ -42,9 +42,10 @@ from overhead import machine  # type: ignore[import-not-found]
 
 from traceml_ray.analysis.frontier import chain
 from traceml_ray.analysis.history import Replay, RunJudge
+from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import assess
-from traceml_ray.analysis.window import Window, align
+from traceml_ray.analysis.window import Window
 from traceml_ray.launchers.cluster import free_port
 from traceml_ray.stages import BACKWARD, SEGMENT_BITS, STAGES, SYNC_WAIT
 from traceml_ray.store.session_file import SessionFile
@@ -107,7 +108,7 @@ class Segment(msgspec.Struct, frozen=True):
         truth = {late.stage for late in self.late}
         late = sorted({rank for late in self.late for rank in late.ranks})
         if self.kind == "rotating":
-            return label == "ambiguous" and verdict["rotating"] and stages == truth
+            return label == "ambiguous" and verdict["pattern"] == "rotating" and stages == truth
         if self.of_most(world):
             return label == "group_wide" and stages == truth
         wanted = "co_critical" if self.kind == "co_critical" else "straggler"
@@ -263,7 +264,9 @@ class Run:
         self.began_ns: list[int] = times["began_ns"]
         self.base_ms: float = times["base_ms"]
         with SessionFile(folder / "session" / "session.sqlite") as file:
-            self.window = align(file.rows()[0], self.plan.world)
+            history = StepHistory(LIMITS, deep=True)
+            history.take(file.rows()[0])
+            self.window = history.between(-1, 1 << 62, sorted(history.reported()), self.plan.world)
             self.live = file.verdicts()[0]
         self._steps = self.window.keys >> SEGMENT_BITS
         self.planted = [segment for segment in self.plan.segments if segment.late]
@@ -298,7 +301,7 @@ def said(verdict: Case) -> str:
     """Return what a verdict says, in short."""
     who = f" {'+'.join(sorted(verdict['stages']))}" if verdict["stages"] else ""
     ranks = f" of {'+'.join(map(str, verdict['ranks']))}" if verdict["ranks"] else ""
-    return verdict["label"] + who + ranks + (" rotating" if verdict["rotating"] else "")
+    return verdict["label"] + who + ranks + (" rotating" if verdict["pattern"] == "rotating" else "")
 
 
 def score(run: Run) -> dict[str, list[Case]]:

@@ -7,10 +7,9 @@ nothing about training: `SessionPages.view` has the data, the modules of `pages`
 
 from __future__ import annotations
 
+import functools
 import logging
-import threading
 import zlib
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +20,9 @@ from plotly.io.json import to_json_plotly
 
 from . import shell
 from .components import Content
-from .heatmap import HeatmapDeltas
 from .pages import PAGES, start
 from .pages.overview import cell_text
 from .route import SCOPE, Route
-from .session_cache import keep
 from .session_pages import SessionPages
 
 _LOG = logging.getLogger("traceml_ray.dash_app")
@@ -39,7 +36,6 @@ class _Page(NamedTuple):
     key: str
     """While it stays, only the parts change."""
     layout: html.Div
-    heat: dict[str, Any] | None
     parts: Parts
     sums: dict[str, int]
 
@@ -49,14 +45,11 @@ class Refresher:
 
     def __init__(self, session: SessionPages) -> None:
         self._session = session
-        self._heatmaps = HeatmapDeltas()
-        self._lock = threading.Lock()
-        self._pages: OrderedDict[Route, tuple[int, _Page]] = OrderedDict()
+        self._page = functools.lru_cache(64)(self._made)
 
     def refresh(self, pathname: str | None, search: str | None, seen: Any) -> tuple[Any, dict[str, Any]]:
         """
-        Return the page's elements if it is another page, and `{"seen", "set", "heat", "marks"}`: `set` is
-        `{id: properties}`, `heat` the answer of `HeatmapDeltas`, `marks` what the heatmap points at.
+        Return the page's elements if it is another page, and `{"seen", "set"}`: `set` is `{id: properties}`.
 
         `seen` is that of the last answer, so that nothing is sent twice. An error is counted, and is one line
         on the page.
@@ -76,34 +69,24 @@ class Refresher:
 
     def _answer(self, route: Route, seen: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         header = self._session.view("header", **route.select(*SCOPE))
-        page = self._page(route, header)
+        empty = header["state"] == "empty" and route.page != "sessions"
+        page = self._page(route, header["version"], empty)
         outer = _parts(shell.parts(header, route))
         sums, known = {**_sums(outer), **page.sums}, _known(seen)
         new = seen.get("page") != page.key  # with the elements come their parts
         parts = outer if new else {**outer, **page.parts}
         changed = {id: _without_repeats(props) for id, props in parts.items() if known.get(id) != sums[id]}
-        delta = self._heatmaps.delta(page.heat, seen.get("heat")) if page.heat else None
-        now = {"page": page.key, "sums": sums, "heat": delta["id"] if delta else seen.get("heat")}
-        answer = {"seen": now, "set": changed, "heat": delta, "marks": _marks(header)}
+        answer = {"seen": {"page": page.key, "sums": sums}, "set": changed}
         return page.layout if new else dash.no_update, answer
 
-    def _page(self, route: Route, header: dict[str, Any]) -> _Page:
-        with self._lock:
-            version, page = self._pages.get(route, (None, None))
-        if page is not None and version == header["version"]:
-            return page
-        empty = header["state"] == "empty" and route.page != "sessions"
+    def _made(self, route: Route, _version: int, empty: bool) -> _Page:
         module = start if empty else PAGES[route.page]
-        view = header if empty else self._session.view(route.page, **_selection(route))
+        view = {} if empty else self._session.view(route.page, **_selection(route))
         layout = module.layout(view, route)
         parts = _parts(layout)
         around = module.__name__, route.key, route.select(*SCOPE), sorted(parts)
         key = f"{zlib.crc32(repr(around).encode()):x}"
-        heat = view["heat"] if len(view.get("heat", {}).get("ranks", ())) else None
-        page = _Page(key, html.Div(layout, id="view", key=key), heat, parts, _sums(parts))
-        with self._lock:
-            keep(self._pages, route, (view["version"], page))
-        return page
+        return _Page(key, html.Div(layout, id="view", key=key), parts, _sums(parts))
 
     def cell(self, asked: dict[str, Any] | None, search: str | None) -> dict[str, Any] | None:
         """Return in words what a cell of the heatmap is; `asked` has its `rank`, `first` and `last` step."""
@@ -210,10 +193,3 @@ def _selection(route: Route) -> dict[str, str]:
     """Return the selection of the data of a page."""
     chosen = route.select(*SCOPE, *PAGES[route.page].SELECTION)
     return {**chosen, route.page: route.key} if route.key else chosen
-
-
-def _marks(header: dict[str, Any]) -> dict[str, list[Any]]:
-    """Return the ranks and nodes that the heatmap points at."""
-    verdict = header["verdict"] or {}
-    named = {} if verdict.get("label") == "healthy" else verdict
-    return {name: list(named.get(name) or ())[:8] for name in ("ranks", "nodes")}

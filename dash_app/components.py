@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -86,12 +85,10 @@ def chart(
 
 def legend(entries: Mapping[str, str]) -> list[Any]:
     """Return names with the colours they are drawn in."""
-    return [_key(text.words(name), colour) for name, colour in entries.items()]
-
-
-@functools.lru_cache(256)
-def _key(name: str, colour: str) -> html.Span:
-    return html.Span([html.I(style={"background": colour}), name], className="key")
+    return [
+        html.Span([html.I(style={"background": colour}), text.words(name)], className="key")
+        for name, colour in entries.items()
+    ]
 
 
 Columns = Mapping[str, Callable[[Any], Any]]

@@ -50,7 +50,7 @@ def _axis(title: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def _figure(traces: list[dict[str, Any]], x: str, y: str, *, revision: str = "", **layout: Any) -> Figure:
+def figure(traces: list[dict[str, Any]], x: str, y: str, *, revision: str = "", **layout: Any) -> Figure:
     """Return a figure; `revision` is that of the user's zoom: while it stays, so does the zoom."""
     axes = {
         "xaxis": _axis(x, showgrid=False, ticks="outside", ticklen=4, **layout.pop("xaxis", {})),
@@ -78,7 +78,7 @@ def blank(text: str) -> Figure:
     """Return a figure that says why there is nothing to see."""
     note = {"text": text, "showarrow": False, "xref": "paper", "yref": "paper", "x": 0.5, "y": 0.5}
     hidden = {"visible": False, "fixedrange": True}
-    return _figure([], "", "", annotations=[note], xaxis=hidden, yaxis=hidden, hovermode=False)
+    return figure([], "", "", annotations=[note], xaxis=hidden, yaxis=hidden, hovermode=False)
 
 
 def _array(values: Series) -> Array:
@@ -115,11 +115,14 @@ def exposed(steps: Sequence[int], stages: Mapping[str, Series], revision: str = 
         if name in stages
     ]
     total = np.nansum([_array(values) for values in stages.values()], axis=0)
-    return _figure(traces, "step", "exposed ms", revision=revision, **_scale(total, "ms"))
+    return figure(traces, "step", "exposed ms", revision=revision, **_scale(total, "ms"))
 
 
 def timeline(steps: Sequence[int], line: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Figure:
-    """Return the step's time: median rank, worst rank, a p10–p90 band, and events as marks on the axis."""
+    """
+    Return the step's time: median rank, worst rank, a p10–p90 band (in `line`, see
+    `analysis.step_numbers.columns`), and events as marks on the axis.
+    """
     if not steps:
         return blank("No closed step yet.")
     ranks = {"customdata": line["worst_rank"], "hovertemplate": "%{y:.1f} ms (rank %{customdata})"}
@@ -134,7 +137,7 @@ def timeline(steps: Sequence[int], line: Mapping[str, Any], events: Sequence[Map
     if marked := [e for e in events if e["step"] is not None and steps[0] <= e["step"] <= steps[-1]][:60]:
         traces.append(_event_marks(marked))
     between = _exactly(minallowed=steps[0], maxallowed=max(steps[-1], steps[0] + 1))
-    return _figure(traces, "step", "busy ms", xaxis=between, **_scale(_array(line["worst_ms"]), "ms"))
+    return figure(traces, "step", "busy ms", xaxis=between, **_scale(_array(line["worst_ms"]), "ms"))
 
 
 def _event_marks(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -187,7 +190,7 @@ def lines(
     if top is not None:
         layout["yaxis"] = _exactly(minallowed=0, maxallowed=top)
     layout["xaxis"] = _clock(x) if timed else {"nticks": 6}
-    return _figure(traces, "time, UTC" if timed else "step", y, revision=revision, **layout)
+    return figure(traces, "time, UTC" if timed else "step", y, revision=revision, **layout)
 
 
 def quantities(

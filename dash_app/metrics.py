@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import Collector
 
 from traceml_ray import text
 from traceml_ray.analysis.quantities import GPU, NODE, Quantity
@@ -45,17 +45,7 @@ def exposition(session: SessionPages, accept: str = "") -> tuple[bytes, str]:
         encode, content_type = choose_encoder(accept)
     except (TypeError, ValueError):  # it takes any version for a number
         encode, content_type = choose_encoder("")
-    return encode(_Collected(found)), content_type
-
-
-class _Collected(Collector):
-    """Families as they are: of one session, so in no registry."""
-
-    def __init__(self, families: Sequence[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
+    return encode(SimpleNamespace(collect=lambda: found)), content_type  # of one session: in no registry
 
 
 def _gauge(name: str, about: str, labels: Sequence[str], series: Series, unit: str = "") -> Metric:

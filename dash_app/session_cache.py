@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
 from traceml_ray.errors import Errors
 from traceml_ray.results import RunInfo, Status
@@ -24,9 +23,6 @@ from .drawn import joined
 from .source import Source
 
 _MAX_KEPT = 64
-OF_STEPS = query.Cell, query.Spans
-"""Questions about certain steps: what was answered stays so."""
-
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
@@ -37,13 +33,6 @@ def keep(kept: OrderedDict[_K, _V], key: _K, value: _V) -> None:
     kept.move_to_end(key)
     while len(kept) > _MAX_KEPT:
         kept.popitem(last=False)
-
-
-def _about(request: Request[Any]) -> Request[Any]:
-    """Return what names a question whatever steps it is of: an older answer is better than none."""
-    if isinstance(request, OF_STEPS):
-        return msgspec.structs.replace(request, first=-1, last=-1)
-    return request
 
 
 _Wanted = dict[Request[Any], None]
@@ -74,15 +63,12 @@ class SessionCache:
         self.clock = clock
         self.lock = threading.RLock()
         """Held while what is here is read or changed."""
-        self._answers: OrderedDict[Request[Any], Any] = OrderedDict()
-        self._asked: OrderedDict[Request[Any], int] = OrderedDict()
-        """Questions of pages, and at which version they were asked last."""
+        self._answers: OrderedDict[Request[Any], tuple[int, Any]] = OrderedDict()
+        """To questions of pages, and as of which version."""
         self._wanted: _Wanted = {}
         """What the pages that were just made would like to have asked."""
         self._used: _Wanted = {}
-        """What the pages that are looked at have asked,"""
-        self._current: _Wanted = {}
-        """and what of that was answered in this tick."""
+        """What the pages that are looked at have asked."""
 
     def ask(self, request: Request[A]) -> A | None:
         """
@@ -90,9 +76,10 @@ class SessionCache:
         a page; what is not as of now is asked afterwards, and the page made again.
         """
         self._used[request] = None
-        if self._asked.get(request) != self.version:
+        known: tuple[int, A | None] = self._answers.get(request, (-1, None))
+        version, found = known
+        if version < self.version:
             self._wanted[request] = None
-        found: A | None = self._answers.get(request, self._answers.get(_about(request)))
         return found
 
     def _question(self, requests: Sequence[Request[Any]]) -> list[Any]:
@@ -116,7 +103,7 @@ class SessionCache:
     def _as_asked(self, wanted: _Wanted) -> list[Request[Any]]:
         """Return questions as they are asked: of columns, only for those that are not here."""
         return [
-            msgspec.structs.replace(request, since=self._answers[request]["next"])
+            msgspec.structs.replace(request, since=self._answers[request][1]["next"])
             if isinstance(request, query.Columns) and request in self._answers
             else request
             for request in wanted
@@ -126,18 +113,8 @@ class SessionCache:
         """Keep answers that are as of `version`; return whether one is new. Called with `lock`."""
         new = False
         for request, answer in zip(wanted, answers, strict=True):
-            before, found = self._answers.get(request), answer
-            if isinstance(request, query.Columns):
-                found = joined(before, found)
+            _, before = self._answers.get(request, (-1, None))
+            found = joined(before, answer) if isinstance(request, query.Columns) else answer
             new |= before is None or (found is not before and query.encode([found]) != query.encode([before]))
-            keep(self._answers, request, found)
-            keep(self._answers, _about(request), found)
-            keep(self._asked, request, version)
+            keep(self._answers, request, (version, found))
         return new
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that is held for what is drawn."""
-        held = [answer for answer in self._answers.values() if isinstance(answer, dict)]
-        arrays = {id(value): value for answer in held for value in answer.values()}
-        return sum(value.nbytes for value in arrays.values() if isinstance(value, np.ndarray))

@@ -32,6 +32,9 @@ _SLICE_S = 0.5
 _QUICK_S, _SHARE = 0.25, 5
 """A source that takes longer to answer is not asked for so many times as long."""
 
+_OF_STEPS = query.Cell, query.Spans
+"""Questions about certain steps: the next tick's are of others."""
+
 _Key = tuple[str, str | None, bytes]
 """Of a page: its name, run and selection."""
 
@@ -96,8 +99,6 @@ class SessionPages(SessionCache):
         if changed:
             with self.lock:
                 self.version += 1
-                self._asked.update(dict.fromkeys(self._current, self.version))
-                self._current = {}
             self._prepare()
         return changed
 
@@ -190,9 +191,7 @@ class SessionPages(SessionCache):
         asked: list[Request[Any]] = [query.Status(), *([query.Runs()] if runs else [])]
         parts = [(run, run.questions(now)) for run in followed]
         with self.lock:
-            used = dict.fromkeys(
-                each for each in self._used if not isinstance(each, (query.Cell, query.Spans))
-            )
+            used = dict.fromkeys(each for each in self._used if not isinstance(each, _OF_STEPS))
             pages = self._as_asked(used)
         every = [*asked, *(q for _, part in parts for q in part), *pages]
         answers = self._question(every)
@@ -206,8 +205,7 @@ class SessionPages(SessionCache):
             for run, part in parts:
                 changed |= run.take(part, answers[at : at + len(part)])
                 at += len(part)
-            changed |= self._keep_answers(used, answers[at:], self.version)
-            self._current = used
+            changed |= self._keep_answers(used, answers[at:], self.version + 1)
         newest = status["run"]
         if newest is not None and newest not in self._polled:
             changed |= self._follow(newest, now)

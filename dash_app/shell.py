@@ -262,5 +262,7 @@ def _cost(header: Mapping[str, Any]) -> list[Any]:
     if verdict["lost_text"]:
         lines.append(html.Div(verdict["lost_text"]))
     sure = [f"confidence {verdict['confidence']}"] if verdict["confidence"] else []
-    sure += ["comes and goes"] if verdict["transient"] else ["chronic"] if verdict["chronic"] else []
+    sure += (
+        ["comes and goes"] if verdict["pattern"] == "transient" else ["chronic"] if verdict["chronic"] else []
+    )
     return [*lines, html.Div(", ".join(sure))] if lines or sure else []

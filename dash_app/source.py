@@ -2,19 +2,16 @@
 Where a session comes from: its aggregator, asked through Ray, or its file. Both answer the same questions.
 
 Ray is kept at arm's length: it is attached to in a thread of its own, which may hang for as long as it
-likes, and nothing is asked of it while an earlier question has not come back.
+likes; a question that it does not come to in time is not asked.
 """
 
 from __future__ import annotations
 
 import os
-import queue
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NoAnswer
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.attachment import FILE as ATTACHMENT
@@ -39,29 +36,6 @@ START = (
 
 class SourceError(QueryError):
     """Nothing answers; the message is for a person."""
-
-
-class NothingYet(SourceError):  # noqa: N818
-    """There is no such session (yet)."""
-
-
-class Source(Protocol):
-    """A session that can be asked, see `store.query`. Any thread may ask."""
-
-    target: str
-    """What a person calls it: the session's name, or its file."""
-    out: str
-    """Where past sessions are."""
-
-    @property
-    def stored(self) -> bool:
-        """Whether it is over, and nothing will change."""
-
-    def reply(self, message: bytes) -> bytes:
-        """Have a question answered, see `query.ask`. Raises `SourceError`."""
-
-    def close(self) -> None:
-        """Let go of it."""
 
 
 def open_source(session: str | None, out: str, ray_address: str | None) -> Source:
@@ -113,37 +87,19 @@ class LiveSource:
         self._where = where
         self._aggregator: Any = None
         self._attached = False
-        self._turn = threading.Lock()
-        self._asked: Future[bytes] | None = None
-        self._work: queue.SimpleQueue[tuple[Future[bytes], Callable[[], bytes]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="traceml-ray-asks", daemon=True).start()
+        self._ray = ThreadPoolExecutor(1, "traceml-ray-asks")
 
     def reply(self, message: bytes) -> bytes:
         """Have a question answered. Raises `SourceError`."""
-        if not self._turn.acquire(timeout=ASK_S):
-            raise SourceError(f"session {self.target!r} does not answer")
+        asked = self._ray.submit(self._query, message)
         try:
-            if self._asked is not None and not self._asked.done():
-                raise SourceError(f"session {self.target!r} does not answer")
-            self._asked = Future()
-            self._work.put((self._asked, lambda: self._query(message)))
-            return self._asked.result(ASK_S if self._attached else ATTACH_S)
+            return asked.result(ASK_S if self._attached else ATTACH_S)
         except NoAnswer:
+            asked.cancel()
             raise SourceError(f"session {self.target!r} did not answer in time") from None
-        finally:
-            self._turn.release()
 
     def close(self) -> None:
         """Ask no more; Ray is left when the process ends."""
-        self._work.put(None)
-
-    def _run(self) -> None:
-        while (asked := self._work.get()) is not None:
-            future, work = asked
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
 
     def _query(self, request: bytes) -> bytes:
         """Ask the aggregator; in the thread that is Ray's."""
@@ -154,7 +110,7 @@ class LiveSource:
             self._aggregator = find_aggregator(self.target)
         if self._aggregator is None:
             where = f"on the Ray cluster at {self._where.address}"
-            raise NothingYet(f"There is no session {self.target!r} {where} (yet); it is looked for again.")
+            raise SourceError(f"There is no session {self.target!r} {where} (yet); it is looked for again.")
         try:
             reply: bytes = ray.get(self._aggregator.query.remote(request), timeout=0.9 * ASK_S)
         except ray.exceptions.GetTimeoutError:
@@ -220,11 +176,18 @@ class LocalSource:
         try:
             self._folder = folder = find(self._session, self.out)
         except SessionError as error:
-            raise NothingYet(f"{error}. {START}") from error
+            raise SourceError(f"{error}. {START}") from error
         self.target = folder.name
         where = _attachment(folder) if holder(folder) is not None else None
         self._now = StoredSource(folder) if where is None else LiveSource(folder.name, where, self.out)
         return self._now
+
+
+Source = StoredSource | LiveSource | LocalSource
+"""
+A session that can be asked (`reply`, see `store.query`; any thread may), and let go of (`close`). `target` is
+what a person calls it, `out` where past sessions are, `stored` whether it is over.
+"""
 
 
 def _attachment(folder: Path) -> Attachment | None:

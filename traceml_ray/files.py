@@ -24,10 +24,10 @@ def remove(paths: Iterable[Path]) -> None:
 
 def write_file(path: Path, data: bytes) -> None:
     """Write a file for this user alone, whole or not at all (by way of another name). Raises OSError."""
-    write_files({path: data}, contextlib.nullcontext())
+    write_files({path: data})
 
 
-def write_files(files: Mapping[Path, bytes], inside: AbstractContextManager[None]) -> None:
+def write_files(files: Mapping[Path, bytes], inside: AbstractContextManager[None] | None = None) -> None:
     """Write files as `write_file` does; they get their names `inside` that context. Raises OSError."""
     temporary = {
         path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.tmp"): path for path in files
@@ -37,7 +37,7 @@ def write_files(files: Mapping[Path, bytes], inside: AbstractContextManager[None
             fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             with os.fdopen(fd, "wb") as file:
                 file.write(files[path])
-        with inside:
+        with inside or contextlib.nullcontext():
             for name, path in temporary.items():
                 name.replace(path)
     finally:

@@ -8,7 +8,7 @@ import re
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import psutil
@@ -78,13 +78,12 @@ class Session:
 
     def ranks(self, run: str | None = None) -> list[RankInfo]:
         """Return which process is which rank in the run, and its rows so far."""
-        processes = self._ask(query.Ranks(run)).values()
-        who = [
-            (msgspec.structs.asdict(process.identity), process) for process in processes if process.identity
+        ranks: Any = [
+            {**msgspec.structs.asdict(process.identity), "stored": process.stored}
+            for process in self._ask(query.Ranks(run)).values()
+            if process.identity
         ]
-        found: Any = [{**identity, "stored": process.stored} for identity, process in who]
-        ranks: list[RankInfo] = found
-        return ranks
+        return cast("list[RankInfo]", ranks)
 
     def runs(self) -> list[RunInfo]:
         """Return the runs of this session, one for each `fit()` or launch, the oldest first."""
@@ -145,7 +144,7 @@ class Session:
         """
         folder = Path(path) / self.id
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        copy = self._ask(query.Snapshot()).name
+        copy = self._ask(query.Snapshot())
         try:
             for name, target in ((copy, DATABASE), *((n, n) for n in _REPORTS)):
                 self._fetch(name, folder / target)

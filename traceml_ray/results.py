@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from traceml_ray.analysis.labels import Label
+from traceml_ray.analysis.labels import Label, Pattern
 
 
 class Dropped(TypedDict):
@@ -168,10 +168,8 @@ class VerdictInfo(TypedDict):
     """How long the run has been judged."""
     gpu_hours_per_hour: float | None
     chronic: bool | None
-    transient: bool
-    """It comes and goes."""
-    rotating: bool
-    """The late rank changes from step to step."""
+    pattern: Pattern | None
+    """A finding is late in most steps (`lasting`), now and then (`transient`), or in turn (`rotating`)."""
     coverage: float | None
     """Share of the ranks that report."""
     from_step: int | None
@@ -206,7 +204,7 @@ class Episode(TypedDict):
     rank: int | None
     ranks: list[int]
     node: str | None
-    rotating: bool
+    pattern: Pattern
     from_step: int
     to_step: int
     seconds: float
@@ -221,7 +219,7 @@ class Episode(TypedDict):
 
 
 class TimedEpisode(Episode, total=False):
-    """An episode; of a session that is over, also when it was and the span that was late."""
+    """An episode; of a run that is over, and in a summary, also when it was and the span that was late."""
 
     span: str | None
     started_at: str | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
-from traceml_ray.results import Brief, Episode, RunInfo, Suspect, VerdictInfo, WholeLedger
+from traceml_ray.results import Brief, RunInfo, Suspect, TimedEpisode, VerdictInfo, WholeLedger
 
 
 class SummaryNode(TypedDict):
@@ -182,14 +182,6 @@ class Overhead(TypedDict):
     bytes_per_step: float | None
 
 
-class SummaryEpisode(Episode):
-    """An episode of a summary: with its time and the span that was late."""
-
-    span: str | None
-    started_at: str | None
-    ended_at: str | None
-
-
 class Summary(TypedDict):
     """`summary.json`: a run of a session from its first step to its last."""
 
@@ -204,7 +196,7 @@ class Summary(TypedDict):
     suspects: list[Suspect]
     verdicts: list[VerdictInfo]
     """Every change of verdict."""
-    episodes: list[SummaryEpisode]
+    episodes: list[TimedEpisode]
     """The costliest first."""
     brief: Brief
     baseline: BaselineInfo | None

@@ -93,18 +93,8 @@ def _change(verdict: Mapping[str, Any]) -> dict[str, Any]:
 def layout(view: Mapping[str, Any], route: Route) -> Any:
     """Return the elements of the page."""
     events = view["events"]
-    columns: Columns = {
-        "time, UTC": lambda event: html.Time(text.date(event["time"]), dateTime=event["time"] or ""),
-        "severity": lambda event: _severity(event["severity"]),
-        "kind": lambda event: text.words(event["kind"]),
-        ">rank": lambda event: rank_link(event["rank"], route),
-        "node": lambda event: event["node"],
-        ">step": lambda event: "" if event["step"] is None else f"{event['step']:,}",
-        "stage": lambda event: text.words(event["stage"] or ""),
-        "what": lambda event: html.Span(marked(event["text"])),
-    }
     more = f"{_SHOWN} of {len(events):,} events; choose a kind to see others." if len(events) > _SHOWN else ""
-    rows = table(columns, events[:_SHOWN], empty="No event of this kind yet.", label="Events")
+    rows = event_table(events[:_SHOWN], route)
     return html.Div(
         [
             html.H1("Events"),
@@ -150,32 +140,17 @@ def _filter(view: Mapping[str, Any], route: Route) -> list[dcc.Link]:
     ]
 
 
-def event_rows(events: Sequence[Mapping[str, Any]], route: Route) -> list[html.Li]:
-    """Return events as list items: when, how bad (a sign and a word), what, and where."""
-    return [
-        html.Li(
-            [
-                html.Span(SIGNS[event["severity"]], className="sign", **aria(hidden="true")),
-                html.Div(
-                    [
-                        html.Span(text.words(event["kind"]), className="kind"),
-                        html.Span(_where(event), className="where"),
-                        html.Time(text.clock(event["time"]), dateTime=event["time"] or ""),
-                    ],
-                    className="event-head",
-                ),
-                html.Div(
-                    [*marked(event["text"]), " ", rank_link(event["rank"], route, "rank ")],
-                    className="event-text",
-                ),
-            ],
-            className=f"event {event['severity']}",
-            title=f"{event['severity']}, {event['time']}",
-        )
-        for event in events
-    ]
-
-
-def _where(event: Mapping[str, Any]) -> str:
-    step = "" if event["step"] is None else f"step {event['step']:,}"
-    return " · ".join(part for part in (event["severity"] * (event["severity"] != "info"), step) if part)
+def event_table(events: Sequence[Mapping[str, Any]], route: Route, *names: str) -> Any:
+    """Return a table of events; `names` are its columns, by default all."""
+    columns: Columns = {
+        "time, UTC": lambda event: html.Time(text.date(event["time"]), dateTime=event["time"] or ""),
+        "severity": lambda event: _severity(event["severity"]),
+        "kind": lambda event: text.words(event["kind"]),
+        ">rank": lambda event: rank_link(event["rank"], route),
+        "node": lambda event: event["node"],
+        ">step": lambda event: "" if event["step"] is None else f"{event['step']:,}",
+        "stage": lambda event: text.words(event["stage"] or ""),
+        "what": lambda event: html.Span(marked(event["text"])),
+    }
+    shown = {name: columns[name] for name in names or columns}
+    return table(shown, events, empty="No event of this kind yet.", label="Events")

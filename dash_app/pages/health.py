@@ -52,7 +52,6 @@ def data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
         "restarts": sum(max(0, n - 1) for n in starts.values()),
         "relays": [{**node, "age_s": _age_s(cache.clock(), node["last_seen_ns"])} for node in nodes],
         "poll_ms": {"p50": number(np.median(poll)), "p95": number(np.percentile(poll, 95))},
-        "memory_bytes": cache.nbytes,
     }
 
 
@@ -95,7 +94,6 @@ def _facts(view: Mapping[str, Any]) -> dict[str, Any]:
         "sent by the ranks": text.size(view["bytes_per_s"], "/s"),
         "relays started anew": view["restarts"],
         "one poll of this page's server": f"{text.ms(polls['p50'])}, p95 {text.ms(polls['p95'])}",
-        "rows in its memory": text.size(view["memory_bytes"]),
     }
 
 

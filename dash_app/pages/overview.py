@@ -15,11 +15,11 @@ from traceml_ray.analysis.window import missing_of
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
 
-from .. import figures
+from .. import figures, heatmap
 from ..components import CLICKED, Content, aria, chart, legend, link, meter, node_link, panel, part, spark
 from ..route import Route
 from ..values import Array, by_stage, natural, number, rounded
-from .events import event_rows, events_of
+from .events import event_table, events_of
 
 if TYPE_CHECKING:
     from ..run_state import RunState
@@ -31,8 +31,9 @@ _CARDS, _FEW_CARDS = 24, 12
 _EVENTS, _LISTED = 200, 40
 _UNPLACED = "no report"
 """In place of the node of a rank that has not reported yet."""
-_LINES = ("median_ms", "p10_ms", "p90_ms", "worst_ms")
-_SKEWS = ("global_pct", "node_pct")
+_SPANS: dict[str, str | None] = {"newest steps": "recent", "whole run": "run"}
+_STAGES = {"total": None, **{name: name for name in STAGES if name != "sync_wait"}}
+_BY_NODE = "A row is a node, as its worst rank; a click opens it."
 _NO_TIMES: dict[str, Any] = dict.fromkeys(("median_ms", "worst_rank", "worst_ms", "skew_pct", "slower_pct"))
 
 
@@ -53,30 +54,13 @@ def data(
     if not times or not columns or not len(columns["first"]):
         return found
     heat = {**_heatmap(run, columns), "stage": stage}
-    return {**found, "tiles": tiles(times, columns), "heat": heat, **_series(columns)}
-
-
-def _series(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is drawn as lines."""
-    steps = columns["last"].tolist()
-    worst = [rank if rank >= 0 else None for rank in columns["worst_rank"].tolist()]
-    return {
-        "exposed": {"steps": steps, "stages": by_stage(columns["exposed"])},
-        "timeline": {
-            "steps": steps,
-            **{name: columns[name] for name in _LINES},
-            "worst_rank": worst,
-        },
-        "skew": {"steps": steps, **{name: columns[name] for name in _SKEWS}},
-    }
+    return {**found, "tiles": tiles(times, columns), "heat": heat, "columns": columns}
 
 
 _NOTHING: dict[str, Any] = {
     "tiles": [],
     "heat": {"ranks": [], "z": np.empty((0, 0), np.uint8)},
-    **_series(
-        {name: np.empty((0, len(STAGES))) for name in ("last", "worst_rank", "exposed", *_LINES, *_SKEWS)}
-    ),
+    "columns": {},
     "nodes": [],
     "events": [],
 }
@@ -201,8 +185,8 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     """Return the elements of the page."""
     shown = part(html.Div([_tile_box(tile) for tile in view["tiles"]], id="tiles", className="tiles"))
     cards = part(html.Div(_cards(view["nodes"], route), id="node-cards", className="cards"))
-    rows = event_rows(view["events"][:_LISTED], route) or html.Li("Nothing happened yet.", className="empty")
-    listed = part(html.Ol(rows, id="event-list", className="events", tabIndex=0))
+    rows = event_table(view["events"][:_LISTED], route, "time, UTC", "severity", "kind", ">rank", "what")
+    listed = part(html.Div(rows, id="event-list"))
     every = part(dcc.Link("all", id="events-all", href=route.to("events")))
     exposed, timeline, skew = _charts(view)
     left = [_heatmap_panel(view, route), timeline, panel("Nodes, worst first", cards)]
@@ -212,19 +196,20 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
 
 
 def _charts(view: Mapping[str, Any]) -> list[html.Section]:
-    revision, lines, skew = str(view["session"]["run"]), view["timeline"], view["skew"]
+    revision, columns = str(view["session"]["run"]), view["columns"]
+    steps = columns["last"].tolist() if columns else []
     return [
         chart(
             "exposed",
             "Where a step's time goes",
-            figures.exposed(view["exposed"]["steps"], view["exposed"]["stages"], revision),
+            figures.exposed(steps, by_stage(columns["exposed"]) if columns else {}, revision),
             "Exposed time of each stage by step, stacked",
             note=legend(figures.STAGES),
         ),
         chart(
             "timeline",
             "Step timeline",
-            figures.timeline(lines["steps"], lines, view["events"]),
+            figures.timeline(steps, columns, view["events"]),
             "Busy time of the median and the worst rank by step",
             note=legend({"worst": figures.ORANGE, "median": figures.BLUE, "p10–p90": "#3b82c466"}),
         ),
@@ -232,8 +217,8 @@ def _charts(view: Mapping[str, Any]) -> list[html.Section]:
             "skew",
             "Skew",
             figures.lines(
-                skew["steps"],
-                {"ranks": skew["global_pct"], "nodes": skew["node_pct"]},
+                steps,
+                {"ranks": columns.get("global_pct", ()), "nodes": columns.get("node_pct", ())},
                 "skew %",
                 unit="%",
                 colours=(figures.ORANGE, figures.BLUE),
@@ -247,9 +232,16 @@ def _charts(view: Mapping[str, Any]) -> list[html.Section]:
 
 
 def _heatmap_panel(view: Mapping[str, Any], route: Route) -> html.Section:
-    """Return the heatmap, which assets/app.js draws, with its choices and legend, and as a table."""
-    empty = "" if len(view["heat"]["ranks"]) else "No closed step yet."
-    graph = dcc.Graph(id="heat", figure=figures.blank(empty), config=CLICKED, clear_on_unhover=True)
+    """Return the heatmap with its choices and legend, and as a table."""
+    heat, hint = view["heat"], None
+    span = route.get("span") or ("run" if view["state"] in ("stored", "finished") else "recent")
+    figure = figures.blank("No closed step yet.")
+    if len(heat["ranks"]):
+        drawn = heatmap.rows(heat, view["verdict"] or {}, route)
+        figure = heatmap.figure(heat, drawn, f"{view['session']['run']} {span}")
+        single = all(row.rank is not None for row in drawn)
+        hint = "A click opens the rank; a drag zooms." if single else _BY_NODE
+    graph = dcc.Graph(id="heat", figure=figure, config=CLICKED, clear_on_unhover=True)
     colours: dict[str, Any] = {"border_color": "var(--soft)", "background_color": "var(--surface)"}
     label = aria(label="Busy time of each rank by step, over the median; as a table below")
     return panel(
@@ -260,45 +252,33 @@ def _heatmap_panel(view: Mapping[str, Any], route: Route) -> html.Section:
             role="img",
             **label,
         ),
-        html.Div(_scale(), className="heat-legend"),
+        html.Div(_scale(hint), className="heat-legend"),
         note=[
-            _choice("heat-span", "Steps of the heatmap", _spans(view, route)),
-            _choice("heat-stages", "Stage of the heatmap", _stages(route)),
+            _choice("span", "Steps of the heatmap", _SPANS, span, route),
+            _choice("stage", "Stage of the heatmap", _STAGES, route.get("stage") or "total", route),
         ],
     )
 
 
-def _scale() -> list[Any]:
+def _scale(hint: str | None) -> list[Any]:
     return [
         html.Span("0.5×"),
         html.I(className="scale"),
         html.Span("1.5× the median"),
         html.Span([html.I(className="missing"), "missing"], className="key"),
-        html.Span(id="heat-hint", className="key"),
+        part(html.Span(hint, id="heat-hint", className="key")),
         html.Button("Whole heatmap", id="heat-whole", type="button", hidden=True),
         html.Details([html.Summary("As a table"), Content("heat-table")], id="heat-details"),
     ]
 
 
-def _choice(id: str, label: str, links: list[dcc.Link]) -> Content:
-    return part(html.Nav(links, id=id, className="segments", **aria(label=label)))
-
-
-def _stages(route: Route) -> list[dcc.Link]:
-    chosen = route.get("stage") or "total"
-    hrefs = {"total": None, **{name: name for name in STAGES if name != "sync_wait"}}
-    return [
-        link(text.words(name), route.here(stage=value), "segment", on=name == chosen)
-        for name, value in hrefs.items()
+def _choice(name: str, label: str, values: Mapping[str, str | None], chosen: str, route: Route) -> Content:
+    """Return links to the values of one part of the selection."""
+    links = [
+        link(text.words(shown), route.here(**{name: value}), "segment", on=chosen in (shown, value))
+        for shown, value in values.items()
     ]
-
-
-def _spans(view: Mapping[str, Any], route: Route) -> list[dcc.Link]:
-    chosen = route.get("span") or ("run" if view["state"] in ("stored", "finished") else "recent")
-    labels = {"recent": "newest steps", "run": "whole run"}
-    return [
-        link(label, route.here(span=name), "segment", on=name == chosen) for name, label in labels.items()
-    ]
+    return part(html.Nav(links, id=f"heat-{name}", className="segments", **aria(label=label)))
 
 
 def _tile_box(tile: Mapping[str, Any]) -> html.Div:

@@ -28,6 +28,9 @@ _COMPARED = {
     "skew between ranks, %": ("steps", "global_skew_pct"),
     "skew between nodes, %": ("steps", "node_skew_pct"),
     "cost of the verdict, %": ("verdict", "cost_pct"),
+    "verdict": ("verdict", "label"),
+    "rank": ("verdict", "rank"),
+    "stage": ("verdict", "stage"),
 }
 _known: dict[Path, tuple[int, _Summary]] = {}
 """Summaries that were read, and when each file was changed, ns."""
@@ -116,21 +119,12 @@ def compared(out: str, a: str, b: str) -> list[dict[str, Any]]:
     ]
     for mine, theirs in zip(one.stages, other.stages, strict=False):
         rows.append((f"exposed {mine.name}", mine.exposed_ms, theirs.exposed_ms))
-    words = [
-        (name, getattr(one.verdict, name), getattr(other.verdict, name))
-        for name in ("label", "rank", "stage")
-    ]
-    return [
-        *({"what": what, "a": x, "b": y, "change_pct": _change_pct(x, y)} for what, x, y in rows),
-        *(
-            {"what": what.replace("label", "verdict"), "a": x, "b": y, "change_pct": None}
-            for what, x, y in words
-        ),
-    ]
+    return [{"what": what, "a": x, "b": y, "change_pct": _change_pct(x, y)} for what, x, y in rows]
 
 
-def _change_pct(before: float | None, after: float | None) -> float | None:
-    return 100 * (after - before) / before if before and after is not None else None
+def _change_pct(before: Any, after: Any) -> float | None:
+    numbers = isinstance(before, float) and isinstance(after, float)
+    return 100 * (after - before) / before if numbers and before else None
 
 
 def _summary(folder: Path) -> _Summary | None:

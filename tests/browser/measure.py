@@ -23,7 +23,7 @@ let began = null;
 const done = () => { window.took.push(performance.now() - began); began = null; };
 const apply = window.dash_clientside.traceml.apply;
 window.dash_clientside.traceml.apply = (answer) => {
-  if (answer && answer.heat) began = performance.now();
+  if (answer && answer.set.heat) began = performance.now();
   return apply(answer);
 };
 document.querySelector('#heat .js-plotly-plot').on('plotly_afterplot', () => {
@@ -41,7 +41,7 @@ def measure(pages: SessionPages, play: Callable[[], Any], refreshes: int = 300) 
         browser = chromium(Path(profile))
         try:
             browser.get(f"http://127.0.0.1:{server.effective_port}/")
-            drawn = "return document.querySelector('#heat .js-plotly-plot').data[0].z.length"
+            drawn = "return document.querySelector('#heat .js-plotly-plot').data.length"
             WebDriverWait(browser, 60, ignored_exceptions=(Exception,)).until(
                 lambda b: b.execute_script(drawn)
             )

@@ -23,6 +23,7 @@ from ray_cluster import until
 
 from traceml_ray import wire
 from traceml_ray.launchers.cluster import PrivateRay, free_port
+from traceml_ray.reports.summary import nodes_of
 from traceml_ray.session import DATABASE
 from traceml_ray.store.session_file import SessionFile
 
@@ -46,7 +47,7 @@ def test_actors_store_what_ranks_send_and_end_on_request(cluster: PrivateRay, se
     rank.settle()
     until(lambda: session.ledger().get("stored") == 4 * ROWS, "stored while it runs")
     with SessionFile(session.folder / DATABASE) as file:
-        assert [node["hostname"] for node in file.nodes()] == [socket.gethostname()]
+        assert [node["hostname"] for node in nodes_of(file)] == [socket.gethostname()]
     rank.send(final=True)
     assert session.finish() == wire.Finished(wire.VERSION, "written")
     assert session.keys() == [step << 8 for step in range(5 * ROWS)]

@@ -21,14 +21,14 @@ import pytest
 import torch
 from integration import loops
 from torch import Tensor, nn
-from unit.sample_windows import judge
+from unit.sample_windows import align, judge
 
 import traceml_ray
 from traceml_ray.agent import bootstrap, mark_log
 from traceml_ray.agent.patch import backward as backward_patch
 from traceml_ray.agent.patch import ray_data
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.window import RankRows, align
+from traceml_ray.analysis.window import RankRows
 from traceml_ray.stages import (
     FLAG_FIRST,
     FLAG_NO_DATA,

@@ -25,9 +25,9 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from integration import loops
 from torch import nn
-from unit.sample_windows import judge
+from unit.sample_windows import align, judge
 
-from traceml_ray.analysis.window import RankRows, align
+from traceml_ray.analysis.window import RankRows
 from traceml_ray.stages import FLAG_COUPLED, FLAG_NO_PEERS, POST_SYNC, SEGMENT_BITS, STAGES, SYNC_WAIT
 
 STEPS = 26

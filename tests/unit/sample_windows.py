@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +16,8 @@ from traceml_ray.analysis.evidence import comparable
 from traceml_ray.analysis.history import Replay, RunJudge
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess
-from traceml_ray.analysis.window import RankRows, Window, align
-from traceml_ray.stages import SEGMENT_BITS
+from traceml_ray.analysis.window import RankRows, Window
+from traceml_ray.stages import FLAG_FIRST, N_STAGES, SEGMENT_BITS
 
 _DATA = Path(__file__).parent.parent / "data" / "windows"
 RECORDED = dict(np.load(_DATA / "recorded.npz"))
@@ -36,6 +37,34 @@ def processes(
 
 def window(d: np.ndarray, first_step: int = 0, flags: int | np.ndarray = 0, exchanges: int = 1) -> Window:
     return align(processes(d, first_step, flags, exchanges), d.shape[1])
+
+
+def align(ranks: Sequence[RankRows], expected: int, missing: Sequence[int] = ()) -> Window:
+    """
+    Return the keys that all ranks but the `missing` have, as `RowTable.window` does: without first rows, and
+    of a repeated key the first row. It shares no code with that.
+    """
+    live = sorted((own for own in ranks if own.rank not in missing), key=lambda own: own.rank)
+    counting = [own.take(own.flags & FLAG_FIRST == 0) for own in live]
+    each = [own.take(np.unique(own.keys, return_index=True)[1]) for own in counting]
+    none = np.empty(0, np.int64)
+    keys = functools.reduce(np.intersect1d, [own.keys for own in each]) if each else none
+    seen = np.unique(np.concatenate([none, *(own.keys for own in each)]))
+    common = [own.take(np.isin(own.keys, keys)) for own in each]
+    inside = seen[(seen >= keys[0]) & (seen <= keys[-1])] if len(keys) else seen
+    d = np.array([own.rows for own in common], np.int64).reshape(len(live), len(keys), N_STAGES)
+    return Window(
+        keys=keys,
+        ranks=np.array([own.rank for own in live], np.int64),
+        nodes=tuple(own.node for own in live),
+        d=d.transpose(1, 0, 2),
+        flags=np.array([own.flags for own in common], np.uint8).reshape(len(live), len(keys)).T,
+        expected=expected,
+        missing=tuple(sorted(missing)),
+        lacking=np.setdiff1d(inside, keys),
+        groups=tuple(own.group for own in live),
+        strategies=frozenset(own.strategy for own in live if own.strategy),
+    )
 
 
 def of_ms(rows: Sequence[Sequence[float]], steps: int = 1) -> np.ndarray:

@@ -16,7 +16,7 @@ from integration import loops
 from sessions import NoSamples, Rank, Relay, Straight, aggregation
 
 from traceml_ray import wire
-from traceml_ray.adapters.marks import CHECKPOINT, EVALUATION, Marks
+from traceml_ray.adapters.marks import CHECKPOINT, EVALUATION, Marks, hook
 from traceml_ray.agent import bootstrap
 from traceml_ray.monitor import relay
 from traceml_ray.settings import Settings
@@ -140,11 +140,27 @@ def test_callback_raises_nothing_and_does_nothing_without_an_agent(
     job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job.agent.add_event = job.agent.recorder = None
-    Marks().step(1)
-    Marks().epoch(1, 0)
+    callback = Callback()
+    assert (callback.on_step(), callback.on_epoch()) == (None, None)
     assert sum(job.instrumentation.errors.values()) == 2
     monkeypatch.setattr(bootstrap, "_agent", None)
-    assert (Marks().step(1), Marks().figures(), Marks().begin("x")) == (None, None, None)
+    assert (callback.on_step(), callback.on_epoch()) == (None, None)
+    assert sum(job.instrumentation.errors.values()) == 2
+
+
+class Callback:
+    """As those of the frameworks."""
+
+    def __init__(self) -> None:
+        self.marks = Marks()
+
+    @hook
+    def on_step(self) -> bool:
+        return self.marks.step(1)
+
+    @hook
+    def on_epoch(self) -> None:
+        self.marks.epoch(1, 0)
 
 
 # -- as a framework calls them, where there is none ----------------------------------------------------

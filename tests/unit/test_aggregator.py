@@ -49,7 +49,9 @@ def _ledger(aggregator: AggregatorCore, folder: Path) -> dict[str, Any]:
 
 def _steps(folder: Path, rank: int = 0) -> list[int]:
     with SessionFile(folder / "session.sqlite") as session:
-        return [int(key) >> SEGMENT_BITS for rows in session.rows([rank])[0] for key in rows.keys]
+        return [
+            int(key) >> SEGMENT_BITS for rows in session.rows()[0] if rows.rank == rank for key in rows.keys
+        ]
 
 
 def test_rows_are_confirmed_only_once_they_are_on_disk(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ from hypothesis import strategies as st
 from played import Played
 from plotly.io.json import to_json_plotly
 
-from traceml_ray.dash_app import components, figures
+from traceml_ray.analysis.spread import MISSING
+from traceml_ray.dash_app import components, figures, heatmap
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.components import part
-from traceml_ray.dash_app.heatmap import HeatmapDeltas
 from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.session_pages import SessionPages
 
@@ -57,13 +56,12 @@ class TestRefresh:
         assert "Traceback" not in to_json_plotly(page)
         again, second = refresher.refresh(path, "", first["seen"])
         assert sent(again) < 100
-        assert (second["set"], second["heat"]) == ({}, None)
+        assert second["set"] == {}
         assert not pages.errors
 
     def test_verdict_is_in_the_first_answer_of_every_page(self, pages: SessionPages) -> None:
         _, answer = Refresher(pages).refresh("/events", "", {})
         assert "rank 5" in to_json_plotly(answer["set"]["verdict-strip"])
-        assert answer["marks"] == {"ranks": [5], "nodes": ["host-1"]}
 
     def test_new_steps_update_components_and_not_the_page(self, played: Played, pages: SessionPages) -> None:
         refresher = Refresher(pages)
@@ -72,16 +70,14 @@ class TestRefresh:
         pages.poll()
         page, second = refresher.refresh("/", "", first["seen"])
         assert sent(page) < 100
-        assert {"exposed", "timeline", "tiles"} <= second["set"].keys()
-        assert 0 < second["heat"]["columns"].count(-1) <= 10
-        assert "ranks" not in second["heat"]
+        assert {"exposed", "timeline", "tiles", "heat"} <= second["set"].keys()
 
     def test_page_stays_with_another_stage(self, pages: SessionPages) -> None:
         refresher = Refresher(pages)
         _, first = refresher.refresh("/", "", {})
         _, second = refresher.refresh("/", "?stage=data", first["seen"])
         assert second["seen"]["page"] == first["seen"]["page"]
-        assert second["heat"]["stage"] == "data"
+        assert "data" in second["set"]["heat"]["figure"]["layout"]["uirevision"]
 
     def test_error_is_counted_and_one_line_until_the_next_refresh(self, pages: SessionPages) -> None:
         def fail(*_: Any, **__: Any) -> dict[str, Any]:
@@ -147,59 +143,53 @@ class TestRefresh:
         assert "data 14" in found["text"]
 
 
-class TestHeat:
-    @given(
-        st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12), st.integers(0, 3)), min_size=1, max_size=6)
-    )
-    def test_deltas_add_up_to_the_heatmap(self, states: list[tuple[int, int, int]]) -> None:
-        wire, has = HeatmapDeltas(), Browser()
-        for first, count, noise in states:
-            heat = self.heat(first, count, noise)
-            told = wire.delta(heat, has.id)
-            if told is not None:
-                has.take(json.loads(json.dumps(told)))
-            assert has.first == heat["first"]
-            np.testing.assert_array_equal(has.z, heat["z"])
+class TestHeatmap:
+    @given(st.integers(1, 400), st.sampled_from([1, 4, 8]), st.integers(0, 399), st.booleans())
+    def test_row_is_the_worst_of_its_ranks(self, world: int, per_node: int, late: int, named: bool) -> None:
+        heat = self.heat(world, per_node)
+        late %= world
+        drawn = heatmap.rows(heat, {"label": "straggler", "ranks": [late] if named else []}, Route())
+        covered = [line for row in drawn for line in range(row.lines.start, row.lines.stop)]
+        assert covered == [*range(world)]
+        assert [row.rank for row in drawn if row.named] == ([late] if named else [])
+        figure = heatmap.figure(heat, drawn, "")
+        sent = figure["data"][0]["z"]
+        shape = [int(n) for n in sent["shape"].split(",")]
+        z = np.frombuffer(base64.b64decode(sent["bdata"]), np.uint8).reshape(shape)
+        for row, values in zip(drawn, z, strict=True):
+            found = np.where(heat["z"][row.lines] == MISSING, -1, heat["z"][row.lines].astype(int))
+            assert (found.max(axis=0) % 256 == values).all()
+        assert len(figure["layout"]["yaxis"]["tickvals"]) <= 21
 
-    def test_heatmap_is_sent_whole_for_an_unknown_state(self) -> None:
-        told = HeatmapDeltas().delta(self.heat(0, 5, 0), 12345)
-        assert told is not None
-        assert told["columns"] == [-1] * 5
-        assert told["ranks"] == [0, 1, 2]
+    def test_few_ranks_are_rows_of_their_own(self) -> None:
+        drawn = heatmap.rows(self.heat(8, 4), {}, Route(query=(("run", "r1"),)))
+        assert [row.label for row in drawn] == ["host-0  0", "1", "2", "3", "host-1  4", "5", "6", "7"]
+        assert (drawn[5].name, drawn[5].href) == ("rank 5 (host-1)", "/rank/5?run=r1")
+
+    def test_many_ranks_are_rows_of_nodes_that_a_click_opens(self) -> None:
+        heat = self.heat(1024, 8)
+        drawn = heatmap.rows(heat, {}, Route())
+        assert (len(drawn), drawn[3].name, drawn[3].href) == (128, "worst of host-3", "/?open=host-3")
+        drawn = heatmap.rows(heat, {}, Route(query=(("open", "host-3"),)))
+        opened = [row for row in drawn if row.rank is not None]
+        assert [row.rank for row in opened] == [*range(24, 32)]
+        assert len(drawn) == 127 + 8 and opened[0].height > 1
+
+    def test_row_of_a_very_large_job_is_some_nodes(self) -> None:
+        heat = {**self.heat(1000, 1), "by": "node"}
+        drawn = heatmap.rows(heat, {"label": "straggler", "nodes": ["host-7"], "ranks": [7]}, Route())
+        assert len(drawn) == 200 + 4
+        (named,) = (row for row in drawn if row.named)
+        assert (named.name, named.href, named.rank) == ("host-7", "/node/host-7", None)
 
     @staticmethod
-    def heat(first: int, count: int, noise: int) -> dict[str, Any]:
-        steps = [*range(first, first + count)]
-        z = np.array([[(7 * step + rank) % 256 for step in steps] for rank in range(3)], dtype=np.uint8)
-        z[0, :noise] = 255
-        return {
-            "ranks": [0, 1, 2],
-            "nodes": ["a", "a", "b"],
-            "first": steps,
-            "last": steps,
-            "z": z,
-            "stage": "total",
-            "by": "rank",
-        }
-
-
-class Browser:
-    """What assets/app.js does with an answer."""
-
-    def __init__(self) -> None:
-        self.id: int | None = None
-        self.first: list[int] = []
-        self.z = np.empty((0, 0), dtype=np.uint8)
-
-    def take(self, told: dict[str, Any]) -> None:
-        if "ranks" not in told:
-            assert told["base"] == self.id
-        new = np.frombuffer(base64.b64decode(told["z"]), dtype=np.uint8).reshape(-1, 3)
-        come = iter(new)
-        self.z = np.array(
-            [next(come) if at < 0 else self.z[:, at] for at in told["columns"]], dtype=np.uint8
-        ).T
-        self.id, self.first = told["id"], told["first"]
+    def heat(world: int, per_node: int) -> dict[str, Any]:
+        steps = [*range(5, 15)]
+        z = np.random.default_rng(world).integers(0, 256, (world, len(steps)), dtype=np.uint8)
+        ranks = [*range(world)]
+        nodes = [f"host-{rank // per_node}" for rank in ranks]
+        about = {"ranks": ranks, "nodes": nodes, "stage": "total", "by": "rank"}
+        return {**about, "first": steps, "last": steps, "z": z}
 
 
 class TestParts:

@@ -254,8 +254,8 @@ class TestHistory:
     def test_drift_is_chronic_by_its_share_of_windows(self):
         _, verdicts = live(rows((BALANCED, 500), (SLOW, 200)))
         first = next(end for end, verdict in verdicts.items() if verdict.label == "group_wide")
-        assert (verdicts[first].chronic, verdicts[700].chronic, verdicts[700].transient) == (
-            False, True, False,
+        assert (verdicts[first].chronic, verdicts[700].chronic, verdicts[700].pattern) == (
+            False, True, "lasting",
         )  # fmt: skip
 
     def test_drift_just_at_the_threshold_does_not_come_and_go(self):

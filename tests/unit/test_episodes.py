@@ -99,6 +99,15 @@ def test_fault_in_long_steps_is_named_after_ten_of_them():
     assert 80 <= end <= 84
 
 
+def test_note_names_all_ranks_and_stages():
+    """Two ranks are late together for a second, later a third one in two stages."""
+    pair = [(DATA, rank, 400, 440, 0.4) for rank in (0, 1)]
+    other = [(stage, 2, 800, 840, 0.3) for stage in (DATA, FORWARD)]
+    _, said = live(played(1000, 25, *pair, *other, ranks=6), 0.25)
+    notes = {verdict.note.partition(" for ")[0] for _, _, verdict in said}
+    assert notes == {"", "ranks 0 and 1 late in `data`", "rank 2 late in `data` and `forward`"}
+
+
 @pytest.mark.parametrize("seconds", [0.3, 0.8, 1.6])
 def test_lateness_under_two_seconds_is_a_note_and_then_a_brief_episode(seconds):
     step_ms, first = 12, 1000
@@ -409,7 +418,7 @@ class TestWholeRun:
         d[100::200, 0, DATA] += 1_500_000_000
         d[100::200, 1, SYNC_WAIT] += 1_500_000_000
         whole = judge_run(processes(d), 2).whole()
-        assert (whole.label, whole.stage, whole.rank, whole.transient) == ("straggler", "data", 0, True)
+        assert (whole.label, whole.stage, whole.rank, whole.pattern) == ("straggler", "data", 0, "transient")
         assert whole.lost_s == pytest.approx(15, rel=0.1)
 
     def test_costly_episode_is_the_verdict_of_the_run(self):

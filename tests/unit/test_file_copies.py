@@ -30,12 +30,12 @@ def test_copy_is_whole_though_rows_keep_arriving(
     aggregator, relay, rank = aggregation(live, Clock()), Relay(), Rank(0, 1)
     aggregator.ingest(relay.message(rank.batch(100)))  # not committed yet
     copy = ask(aggregator, "snapshot")
-    assert (live / copy.name).stat().st_mode & 0o777 == 0o600
+    assert (live / copy).stat().st_mode & 0o777 == 0o600
     aggregator.ingest(relay.message(rank.batch(50)))
     aggregator.commit()
     away.mkdir()
-    (away / "session.sqlite").write_bytes(_download(aggregator, copy.name, 7000))
-    assert (away / "session.sqlite").stat().st_size == copy.size
+    (away / "session.sqlite").write_bytes(_download(aggregator, copy, 7000))
+    assert (away / "session.sqlite").stat().st_size == (live / copy).stat().st_size
     assert (away / "session.sqlite").read_bytes()[
         18:20
     ] == b"\1\1"  # not WAL: reads where nothing can be written
@@ -43,7 +43,7 @@ def test_copy_is_whole_though_rows_keep_arriving(
     assert [path.name for path in away.iterdir()] == ["session.sqlite"]
     assert json.loads(_download(aggregator, "summary.json"))["ledger"]["stored"] == 100
     assert _download(aggregator, "report.txt").startswith(b"traceml-ray")
-    ask(aggregator, "discard", name=copy.name)
+    ask(aggregator, "discard", name=copy)
     assert not list(live.glob("snapshot-*"))
 
 
@@ -63,7 +63,7 @@ def test_files_that_are_no_copies_cannot_be_read(tmp_path: Path) -> None:
 
 def test_copies_are_limited_in_number(tmp_path: Path) -> None:
     aggregator = aggregation(tmp_path)
-    made = [ask(aggregator, "snapshot").name for _ in range(6)]
+    made = [ask(aggregator, "snapshot") for _ in range(6)]
     assert sorted(path.name for path in tmp_path.glob("snapshot-*")) == sorted(made[-3:])
     aggregator.close()
 

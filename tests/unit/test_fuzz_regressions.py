@@ -20,7 +20,6 @@ from traceml_ray.settings import SettingError, Settings
 from traceml_ray.store import query
 from traceml_ray.store.rank_processes import RankProcess, world_size
 from traceml_ray.store.schema import SessionFileError, legible
-from traceml_ray.store.session_file import SessionFile
 from traceml_ray.text import one_line
 
 
@@ -61,12 +60,6 @@ def test_invalid_values_in_a_session_file_are_one_line(
 def test_session_file_errors_keep_their_text() -> None:
     with pytest.raises(SessionFileError, match="as it was"), legible(Path("x")):
         raise SessionFileError("as it was")
-
-
-def test_older_file_without_the_names_of_actors_is_read(tmp_path: Path) -> None:
-    change(stored(tmp_path / "s"), "ALTER TABLE rank_process DROP COLUMN name")
-    with SessionFile(tmp_path / "s" / "session.sqlite") as found:
-        assert [process.identity.name for process in found.processes() if process.identity] == [""]
 
 
 def test_world_size_claimed_by_a_launcher_is_bounded() -> None:

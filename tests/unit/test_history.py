@@ -6,11 +6,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from snapshot import Snapshot
-from unit.sample_windows import EXPECTED, RECORDED, judge_run, of_ms, processes, window
+from unit.sample_windows import EXPECTED, RECORDED, align, judge_run, of_ms, processes, synced, window
 
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.window import align
 
 NO_WARMUP = Thresholds(warmup_steps=0)
 SHORT = Thresholds(warmup_steps=0, hold_s=1)
@@ -177,4 +176,31 @@ def test_finding_that_recurs_is_measured_in_steps_of_several_exchanges():
         d[row, 0, 1] += 600_000_000
         d[row, 1, 5] += 600_000_000
     whole = judge_run(processes(d, exchanges=2), 2).whole()
-    assert (whole.label, whole.stage, whole.rank, whole.transient) == ("straggler", "data", 0, True)
+    assert (whole.label, whole.stage, whole.rank, whole.pattern) == ("straggler", "data", 0, "transient")
+
+
+def late_together(steps, count, seed=0, share=(0, 1)):
+    """Rows of six ranks, the first `count` about equally late: which is the latest is chance."""
+    random = np.random.default_rng(seed)
+    local = 1e6 * np.array([3, 6, 0, 9, 14]) * random.normal(1, 0.02, (steps, 6, 5))
+    first, end = (int(part * steps) for part in share)
+    local[first:end, :count, 1] += 12e6
+    return synced(local.astype(np.int64), np.full(steps, 1_000_000))
+
+
+def test_ranks_that_are_equally_late_are_chronic_together():
+    run = judge_run(processes(late_together(600, 3)), 6, thresholds=AT_ONCE)
+    whole = run.whole()
+    assert (whole.label, whole.stage, whole.ranks) == ("straggler", "data", (0, 1, 2))
+    assert whole.chronic
+
+
+def test_episodes_of_ranks_that_are_equally_late_are_added_up():
+    """Three times they are late, each time another one most: together that is what cost most."""
+    parts = [late_together(400, 2, seed, (0.5, 0.7)) for seed in range(4)]
+    run = judge_run(processes(np.concatenate(parts)), 6, thresholds=AT_ONCE)
+    episodes = run.episodes.episodes
+    assert {episode.rank for episode in episodes} == {0, 1}
+    whole = run.whole()
+    assert (whole.label, whole.ranks) == ("straggler", (0, 1))
+    assert whole.cost_pct == pytest.approx(100 * run.episodes.lost_s / whole.elapsed_s, rel=1e-3)

@@ -8,12 +8,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sessions import LIMITS, SECOND, identity
-from unit.sample_windows import exact, held_bytes, processes
+from unit.sample_windows import align, exact, held_bytes, processes
 from unit.test_step_history import check_stats, rows
 
 from traceml_ray.analysis import reduction
 from traceml_ray.analysis.reduction import Reduction
-from traceml_ray.analysis.window import RankRows, align
+from traceml_ray.analysis.window import RankRows
 from traceml_ray.stages import FLAG_FIRST, N_STAGES, SEGMENT_BITS
 from traceml_ray.store.history_reader import HistoryReader
 from traceml_ray.store.session_file import SessionFile

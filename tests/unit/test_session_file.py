@@ -48,7 +48,7 @@ def test_rows_come_back_as_sent_with_cursor_and_limit(tmp_path: Path) -> None:
         aggregator.commit()
         later, cursor = session.rows(since=cursor)
         assert [(rows.keys >> SEGMENT_BITS).tolist() for rows in later] == [[5, 6, 7]] * 2
-        newest, _ = session.rows(only=[1], last=4)
+        newest = [rows for rows in session.rows(last=4)[0] if rows.rank == 1]
         assert [(rows.rank, len(rows.keys)) for rows in newest] == [(1, 4)]
         assert (newest[0].keys >> SEGMENT_BITS).tolist() == [4, 5, 6, 7]
 
@@ -88,7 +88,7 @@ def test_batch_fields_are_all_read_back(tmp_path: Path) -> None:
         assert (span["rank"], span["count"], span["total_ns"], span["max_ns"]) == (0, 3, 70, 40)
         (event,), _ = session.events()
         assert (event["rank"], event["message"], event["data"]) == (0, "hello", {"x": 1})
-        assert session.nodes()[0]["errors"] == {"sampler": 1}
+        assert session.cluster()[0].errors == {"sampler": 1}
         assert session.meta()["launcher"] == "torchrun"
         assert list(session.node_columns()["node-0"][0, "util_pct"]) == [90.0]
 
@@ -160,10 +160,18 @@ def test_damaged_file_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "network"), [("ext4", False), ("nfs4", True), ("fuse.sshfs", True)])
-def test_network_filesystems_are_recognised_by_their_mount(tmp_path: Path, kind: str, network: bool) -> None:
-    mounts = tmp_path / "mounts"
-    mounts.write_text(f"/dev/sda / ext4 rw 0 0\nserver:/x {tmp_path} {kind} rw 0 0\n")
-    assert on_network_filesystem(tmp_path / "session.sqlite", mounts) is network
+def test_network_filesystems_are_recognised_by_their_mount(
+    tmp_path: Path, kind: str, network: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, mounts = tmp_path / "a b", tmp_path / "self" / "mounts"
+    mounts.parent.mkdir()
+    at = str(folder).replace(" ", "\\040")
+    mounts.write_text(
+        f"/dev/sda / ext4 rw 0 0\n/dev/sdb {at} ext3 rw 0 0\nserver:/x {at} {kind} rw 0 0\n"
+        f"server:/y {at}c nfs rw 0 0\n"
+    )
+    monkeypatch.setattr("psutil.PROCFS_PATH", str(tmp_path))
+    assert on_network_filesystem(folder / "session.sqlite") is network
 
 
 @pytest.fixture(params=["local", "network"])

@@ -21,14 +21,14 @@ from traceml_ray.analysis.spread import MISSING, deviations, quantiles
 from traceml_ray.dash_app import metrics
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.dash_app.source import StoredSource
+from traceml_ray.dash_app.values import by_stage
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.summary import summarize
 from traceml_ray.session import SessionFolder
-from traceml_ray.stages import STAGES
 from traceml_ray.store import query
 from traceml_ray.store.session_file import SessionFile
 
-DRAWN = ("heat", "exposed", "timeline", "skew", "nodes", "tiles")
+DRAWN = ("heat", "columns", "nodes", "tiles")
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_board_numbers_are_those_of_the_summary(
         )
         warm = LIMITS.warmup_steps
         for stage in summary["stages"]:
-            mean = np.mean(view["exposed"]["stages"][stage["name"]][warm:])
+            mean = np.mean(by_stage(view["columns"]["exposed"])[stage["name"]][warm:])
             assert mean == pytest.approx(stage["exposed_ms"], rel=1e-3, abs=1e-3)
     assert stored.view("header")["verdict"]["label"] == summary["verdict"]["label"]
     assert stored.view("header")["verdict"]["rank"] == summary["verdict"]["rank"] == late
@@ -144,8 +144,8 @@ def test_late_rank_is_in_verdict_heatmap_and_timeline(played: Played, snapshot: 
     after = np.array(view["heat"]["first"]) >= played.onset
     assert (z[late, after] == 254).all() and (np.delete(z, late, 0)[:, after] < 150).all()
     assert (z[:, ~after] < 150).all()
-    assert set(np.array(view["timeline"]["worst_rank"])[after]) == {5}
-    total = np.sum([view["exposed"]["stages"][name] for name in STAGES], axis=0)
+    assert set(view["columns"]["worst_rank"][after]) == {5}
+    total = view["columns"]["exposed"].sum(axis=1)
     assert total[after].mean() == pytest.approx(33, abs=1)
     assert view["nodes"][0]["worst_rank"] == 5
     assert tile(view, "worst") == pytest.approx(1 + 12 / 19.2, abs=0.01)  # though most of the run was well
@@ -165,7 +165,7 @@ def test_missing_rows_are_never_zero(played: Played, snapshot: Snapshot) -> None
     assert (z[ranks.index(2)][np.array(first) >= 40] == MISSING).all()
     assert (z[ranks.index(0)] != MISSING).all() and first == list(range(1, 100))
     assert (z[ranks.index(3)] == MISSING).tolist() == [20 <= step < 25 for step in first]
-    exposed = pages.view("overview")["exposed"]["stages"]["forward"]
+    exposed = by_stage(pages.view("overview")["columns"]["exposed"])["forward"]
     assert np.isnan(exposed).tolist() == [20 <= step < 25 or step >= 40 for step in first]
     rows = {row["rank"]: row for row in pages.view("node", node="node-0")["ranks"]}
     assert rows[2]["busy"][-1] is None and rows[1]["busy"][-1] > 0

@@ -16,7 +16,6 @@ from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.dash_app.source import (
     LiveSource,
     LocalSource,
-    NothingYet,
     SourceError,
     StoredSource,
     open_source,
@@ -145,7 +144,7 @@ def test_file_that_is_no_session_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "demo" / "session.sqlite").write_bytes(b"no database")
     with pytest.raises(SourceError, match=r"demo/session\.sqlite"):
         StoredSource(tmp_path / "demo")
-    with pytest.raises(NothingYet):
+    with pytest.raises(SourceError, match="Start one"):
         query.ask(LocalSource("other", str(tmp_path)).reply, [query.Status()])
 
 

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sessions import MS, Rank, Relay, aggregation, ask
 from snapshot import Snapshot
-from unit.sample_windows import judge
+from unit.sample_windows import align, judge
 
 from traceml_ray.analysis.span_rates import SpanRate, SpanRates, span_rates, with_span
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.analysis.window import RankRows, Window, align
+from traceml_ray.analysis.window import RankRows, Window
 from traceml_ray.reports.layout import WIDTH
 from traceml_ray.reports.stored_spans import StoredSpans
 from traceml_ray.reports.text import render
@@ -105,7 +105,7 @@ def test_span_of_a_single_step_does_not_explain_lateness_in_every_step() -> None
 def test_intermittent_span_explains_intermittent_lateness() -> None:
     known = Known({"checkpoint": SpanRate(10 * MS, 0.1), "optimizer": SpanRate(1 * MS, 1.0)}, {})
     verdict = named(window(100, every=10), known)
-    assert (verdict.transient, verdict.span) == (True, "checkpoint")
+    assert (verdict.pattern, verdict.span) == ("transient", "checkpoint")
 
 
 @pytest.mark.parametrize("nobody", [[1], [0, 2]], ids=["the others", "the late one"])

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sessions import LIMITS
-from unit.sample_windows import Exact, exact, held_bytes, processes, synced
+from unit.sample_windows import Exact, align, exact, held_bytes, processes, synced
 
 from traceml_ray.analysis.row_table import RowTable, Who
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.step_sums import MAX_BINS, Bins, StepSums
-from traceml_ray.analysis.window import align
 from traceml_ray.stages import (
     FLAG_COUPLED,
     FLAG_FIRST,

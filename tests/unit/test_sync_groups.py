@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sessions import Rank, Relay, aggregation
 from snapshot import Snapshot
-from unit.sample_windows import judge, judge_run, of_ms, processes, window
+from unit.sample_windows import align, judge, judge_run, of_ms, processes, window
 from unit.test_rank_agent import Pipe, make
 from unit.test_recorder import Loop
 
@@ -21,7 +21,7 @@ from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.span_rates import SpanRate, SpanRates, with_span
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess
-from traceml_ray.analysis.window import Group, Window, align, missing_of
+from traceml_ray.analysis.window import Group, Window, missing_of
 from traceml_ray.stages import DATA, FLAG_COUPLED, FLAG_NO_PEERS, N_STAGES, SYNC_WAIT
 from traceml_ray.store.session_file import SessionFile
 

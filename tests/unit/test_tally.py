@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.sample_windows import exact, of_ms, processes, synced, window
+from unit.sample_windows import align, exact, of_ms, processes, synced, window
 from unit.test_step_history import check_stats
 
 from traceml_ray.analysis.history import Replay
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.tally import Histograms
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.window import align
 
 LIMITS = Thresholds()
 SECOND = 1_000_000_000

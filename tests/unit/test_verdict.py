@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from snapshot import Snapshot
-from unit.sample_windows import EXPECTED, RECORDED, judge, of_ms, processes, synced, window
+from unit.sample_windows import EXPECTED, RECORDED, align, judge, of_ms, processes, synced, window
 
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.analysis.window import align
 from traceml_ray.stages import (
     DATA,
     FLAG_COUPLED,
@@ -39,7 +38,7 @@ def test_rank_late_once_in_a_step_of_several_exchanges_is_late_in_every_step():
     others = of_ms([[1, 0, 0, 3, 4, 1], [1, 0, 0, 3, 4, 1]])
     verdict = judge(window(np.tile(np.concatenate([late, others, others]), (50, 1, 1)), exchanges=3))
     assert (verdict.label, verdict.stage, verdict.rank) == ("straggler", "post_sync", 1)
-    assert (verdict.window_steps, verdict.confidence, verdict.transient) == (50, "high", False)
+    assert (verdict.window_steps, verdict.confidence, verdict.pattern) == (50, "high", "lasting")
     assert verdict.mean_step_ms == pytest.approx(15 + 2 * 9)
     assert verdict.cost_pct == pytest.approx(100 * 4 / 33)
     assert "100 % of the last 50 steps" in verdict.why
@@ -74,7 +73,7 @@ def test_recorded_windows_all_have_their_verdict(name):
             expected["rank"],
         )
         assert verdict.ranks == (() if expected["rank"] is None else (expected["rank"],))
-        assert not verdict.transient
+        assert verdict.pattern != "transient"
 
 
 def test_recorded_late_fault_is_seen_from_its_onset_on():
@@ -85,7 +84,7 @@ def test_recorded_late_fault_is_seen_from_its_onset_on():
     assert set(labels[first:]) == {"straggler"}
     assert first * 10 + 50 <= 120 + 20  # judged by the second window that holds any of it
     for verdict in verdicts[first:]:
-        assert (verdict.stage, verdict.ranks, verdict.transient) == ("data", (0,), False)
+        assert (verdict.stage, verdict.ranks, verdict.pattern) == ("data", (0,), "lasting")
         assert abs(verdict.from_step - max(120, verdict.to_step - 49)) <= 3
 
 
@@ -156,7 +155,7 @@ def test_ranks_late_in_turn_are_no_set_of_stragglers():
         local[::2, 0, FORWARD] += 12_000_000
         local[1::2, 1, FORWARD] += 12_000_000
         verdict = judge(window(synced(local, np.full(50, 1_000_000))))
-        assert (verdict.label, verdict.rotating, verdict.rank) == ("ambiguous", True, None)
+        assert (verdict.label, verdict.pattern, verdict.rank) == ("ambiguous", "rotating", None)
 
 
 @pytest.mark.parametrize("stage", range(SYNC_WAIT))
@@ -479,11 +478,6 @@ def test_renumbering_the_ranks_renumbers_the_verdict(local, exchange, random):
     d = synced(local, np.full(len(local), exchange * 1_000_000))
     order = random.sample(range(d.shape[1]), d.shape[1])
     one, other = judge(window(d)), judge(window(d[:, order]))
-    assert (one.label, one.stage, one.transient, one.rotating) == (
-        other.label,
-        other.stage,
-        other.transient,
-        other.rotating,
-    )
+    assert (one.label, one.stage, one.pattern) == (other.label, other.stage, other.pattern)
     assert one.gain_pct == pytest.approx(other.gain_pct)
     assert set(one.ranks) == {order[rank] for rank in other.ranks}

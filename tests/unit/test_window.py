@@ -1,12 +1,14 @@
-"""Aligning what ranks report on the steps that all of them have."""
+"""The window of the steps that all ranks have, from what each of them reports."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.sample_windows import processes
+from unit.sample_windows import window as window_of
 
-from traceml_ray.analysis.window import MAX_MISSING, RankRows, align, missing_of
+from traceml_ray.analysis.step_history import StepHistory
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.window import MAX_MISSING, RankRows, missing_of
 from traceml_ray.stages import FLAG_FIRST, N_STAGES, SEGMENT_BITS
 
 
@@ -18,6 +20,13 @@ def rank_rows(rank, keys, flags=None):
     return RankRows(rank, f"n{rank}", keys, marks, rows)
 
 
+def together(ranks, expected, missing=()):
+    history = StepHistory(Thresholds())
+    history.take(ranks)
+    live = sorted({own.rank for own in ranks} - {*missing})
+    return history.between(-1, 1 << 62, live, expected)
+
+
 def assert_rows_belong(window):
     for place, rank in enumerate(window.ranks):
         assert (window.d[:, place] == (window.keys * 1000 + rank)[:, None]).all()
@@ -25,7 +34,7 @@ def assert_rows_belong(window):
 
 
 def test_identical_keys_align_completely():
-    window = align([rank_rows(1, [1, 2, 3]), rank_rows(0, [1, 2, 3])], expected=2)
+    window = together([rank_rows(1, [1, 2, 3]), rank_rows(0, [1, 2, 3])], expected=2)
     assert window.keys.tolist() == [1, 2, 3]
     assert window.ranks.tolist() == [0, 1]
     assert window.d.shape == (3, 2, N_STAGES)
@@ -41,9 +50,9 @@ def test_common_keys_are_kept_and_of_them_the_newest():
         rank_rows(1, [step * each for each in (2, 3, 4, 5, 6)]),
         rank_rows(2, [step * each for each in (1, 2, 4, 5, 6, 8)]),
     ]
-    assert align(ranks, 3).steps.tolist() == [2, 4, 5, 6]
-    assert align(ranks, 3).gaps == 1  # 3 lies inside; 1, 7 and 8 do not
-    last = align(ranks, 3, last=2)
+    assert together(ranks, 3).steps.tolist() == [2, 4, 5, 6]
+    assert together(ranks, 3).gaps == 1  # 3 lies inside; 1, 7 and 8 do not
+    last = together(ranks, 3).last(2)
     assert last.steps.tolist() == [5, 6]
     assert last.gaps == 0
     assert_rows_belong(last)
@@ -51,7 +60,7 @@ def test_common_keys_are_kept_and_of_them_the_newest():
 
 def test_newest_steps_are_whole_steps():
     keys = [step << SEGMENT_BITS | exchange for step in range(5) for exchange in range(3)]
-    window = align([rank_rows(0, keys), rank_rows(1, keys)], 2, last=2)
+    window = together([rank_rows(0, keys), rank_rows(1, keys)], 2).last(2)
     assert window.keys.tolist() == keys[-6:]
     assert window.steps.tolist() == [3, 4]
     assert window.last(1).keys.tolist() == keys[-3:]
@@ -60,7 +69,7 @@ def test_newest_steps_are_whole_steps():
 
 
 def test_missing_ranks_do_not_hold_the_others_up():
-    window = align(
+    window = together(
         [rank_rows(0, [1, 2]), rank_rows(1, [1]), rank_rows(2, [1, 2])], expected=4, missing=[3, 1]
     )
     assert window.keys.tolist() == [1, 2]
@@ -74,26 +83,26 @@ def test_missing_ranks_listed_are_the_lowest():
 
 
 def test_first_rows_never_count():
-    window = align([rank_rows(0, [1, 2, 3], [FLAG_FIRST, 0, 0]), rank_rows(1, [1, 2, 3])], expected=2)
+    window = together([rank_rows(0, [1, 2, 3], [FLAG_FIRST, 0, 0]), rank_rows(1, [1, 2, 3])], expected=2)
     assert window.keys.tolist() == [2, 3]
     assert_rows_belong(window)
 
 
 def test_repeated_and_unordered_keys_are_sorted_and_counted_once():
-    window = align([rank_rows(0, [3, 1, 2, 2]), rank_rows(1, [1, 2, 3])], expected=2)
+    window = together([rank_rows(0, [3, 1, 2, 2]), rank_rows(1, [1, 2, 3])], expected=2)
     assert window.keys.tolist() == [1, 2, 3]
     assert_rows_belong(window)
 
 
 def test_unordered_keys_of_every_rank_are_sorted():
-    window = align([rank_rows(0, [3, 1]), rank_rows(1, [3, 1])], expected=2)
+    window = together([rank_rows(0, [3, 1]), rank_rows(1, [3, 1])], expected=2)
     assert window.keys.tolist() == [1, 3]
     assert_rows_belong(window)
 
 
 @pytest.mark.parametrize("ranks", [[], [rank_rows(0, [])], [rank_rows(0, [1]), rank_rows(1, [])]])
 def test_ranks_without_common_keys_give_an_empty_window(ranks):
-    window = align(ranks, expected=2)
+    window = together(ranks, expected=2)
     assert window.d.shape == (0, len(ranks), N_STAGES)
     assert window.first_step is None
     assert window.last_step is None
@@ -101,11 +110,12 @@ def test_ranks_without_common_keys_give_an_empty_window(ranks):
 
 @given(
     st.lists(st.lists(st.integers(0, 30), max_size=30), min_size=1, max_size=5),
-    st.none() | st.integers(0, 10),
+    st.none() | st.integers(1, 10),
 )
-def test_align_agrees_with_sets(keys, last):
+def test_window_agrees_with_sets(keys, last):
     keys = [[key // 2 << SEGMENT_BITS | key % 2 for key in of_rank] for of_rank in keys]  # two rows a step
-    window = align([rank_rows(rank, of_rank) for rank, of_rank in enumerate(keys)], len(keys), last=last)
+    window = together([rank_rows(rank, of_rank) for rank, of_rank in enumerate(keys)], len(keys))
+    window = window if last is None else window.last(last)
     common = sorted(set.intersection(*map(set, keys)))
     if last is not None:
         steps = sorted({key >> SEGMENT_BITS for key in common})
@@ -119,7 +129,7 @@ def test_align_agrees_with_sets(keys, last):
 
 def test_take_keeps_keys_rows_and_flags_together():
     d = np.arange(5 * 2 * 6).reshape(5, 2, 6)
-    window = align(processes(d, first_step=7), 2).take(slice(2, 4))
+    window = window_of(d, first_step=7).take(slice(2, 4))
     assert (window.first_step, window.last_step) == (9, 10)
     assert (window.d == d[2:4]).all()
     assert window.flags.shape == (2, 2)

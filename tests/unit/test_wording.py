@@ -29,7 +29,7 @@ def test_verdict_text_for_one_step(snapshot: Snapshot) -> None:
 def test_verdict_text_for_a_fault_that_just_began(snapshot: Snapshot) -> None:
     d = np.concatenate([of_ms([[1, 2, 0, 3, 4, 1]] * 2, 30), of_ms([WAITS, [1, 6, 0, 3, 4, 1]], 20)])
     verdict = judge(window(d, first_step=100))
-    assert (verdict.from_step, verdict.transient) == (130, False)
+    assert (verdict.from_step, verdict.pattern) == (130, "lasting")
     snapshot("verdict", verdict.why)
 
 

@@ -82,7 +82,7 @@ def test_worked_cases_have_their_exposed_time_and_leaders(case):
 def test_worked_cases_have_their_verdict(case, steps):
     verdict = judge(window(of_ms(ROWS[case], steps)))
     assert (verdict.label, verdict.stages, verdict.ranks) == VERDICTS[case]
-    assert not verdict.transient
+    assert verdict.pattern != "transient"
     assert verdict.why
     assert verdict.next
 
@@ -109,7 +109,12 @@ def test_w14_is_rotating():
     )
     assert (chain(d).exposed == np.array(LATE_DATA) * 10**6).all()
     verdict = judge(window(d))
-    assert (verdict.label, verdict.stage, verdict.rank, verdict.rotating) == ("ambiguous", "data", None, True)
+    assert (verdict.label, verdict.stage, verdict.rank, verdict.pattern) == (
+        "ambiguous",
+        "data",
+        None,
+        "rotating",
+    )
     assert msgspec.json.decode(msgspec.json.encode(verdict), type=Verdict) == verdict
 
 
@@ -118,7 +123,7 @@ def test_w15_is_transient(snapshot: Snapshot):
     d = np.concatenate([late if k % 5 == 4 else of_ms([PLAIN] * 3) for k in range(10)])
     verdict = judge(window(d, first_step=100))
     assert (verdict.label, verdict.stage, verdict.ranks) == ("straggler", "data", (1,))
-    assert verdict.transient
+    assert verdict.pattern == "transient"
     assert verdict.gain_pct == pytest.approx(100 * 60 / 170)
     assert verdict.from_step == 104
     snapshot("verdict", verdict.why)

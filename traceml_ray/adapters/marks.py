@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from traceml_ray import wire
 from traceml_ray.agent import bootstrap
@@ -14,21 +14,19 @@ from traceml_ray.agent.rank_agent import RankAgent
 EVALUATION, CHECKPOINT = "evaluation", "checkpoint"
 """The names that these have without a callback: a span inside one of its name counts once."""
 
-P = ParamSpec("P")
-R = TypeVar("R")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def quietly(method: Callable[Concatenate[Any, RankAgent, P], R]) -> Callable[Concatenate[Any, P], R | None]:
-    """Keep what goes wrong in a method of `Marks` away from the framework, and count it."""
+def hook(method: Method) -> Method:
+    """Keep a callback's method out of processes that are not watched, and count what goes wrong in it."""
 
     @functools.wraps(method)
-    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R | None:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         agent = bootstrap.current()
         if agent is None:
             return None
         try:
-            return method(self, agent, *args, **kwargs)
+            return method(self, *args, **kwargs)
         except Exception as error:
             agent.instrumentation.failed("adapter", error)
             return None
@@ -36,18 +34,8 @@ def quietly(method: Callable[Concatenate[Any, RankAgent, P], R]) -> Callable[Con
     return call  # type: ignore[return-value]
 
 
-def hook(method: Method) -> Method:
-    """Keep a callback's method out of processes that are not watched, and what goes wrong in it, too."""
-
-    @functools.wraps(method)
-    def call(self: Any, _agent: RankAgent, *args: Any, **kwargs: Any) -> Any:
-        return method(self, *args, **kwargs)
-
-    return quietly(call)  # type: ignore[return-value]
-
-
 class Marks:
-    """Of one callback. Every method does nothing in a process that is not watched, and raises nothing."""
+    """Of one callback; its methods are for what `hook` guards, so in a process that is watched."""
 
     def __init__(self) -> None:
         self._open: dict[str, Any] = {}
@@ -55,8 +43,13 @@ class Marks:
         self._done = -1
         self._why = ""
 
-    @quietly
-    def step(self, agent: RankAgent, done: int) -> bool:
+    @property
+    def _agent(self) -> RankAgent:
+        agent = bootstrap.current()
+        assert agent is not None
+        return agent
+
+    def step(self, done: int) -> bool:
         """
         Say that so many steps are done, as the framework counts them, with those before a checkpoint.
 
@@ -65,43 +58,38 @@ class Marks:
         if done == self._done:
             return False
         if done != self._done + 1:  # else the marks have counted it
-            agent.recorder.number(done)
+            self._agent.recorder.number(done)
         self._done = done
         if self._micro:
             self._per_step, self._micro = self._micro, 0
         return True
 
-    @quietly
-    def micro_batch(self, agent: RankAgent) -> None:
+    def micro_batch(self) -> None:
         """Say that one has been trained on."""
         self._micro += 1
 
-    @quietly
-    def epoch(self, agent: RankAgent, number: int, step: int) -> None:
+    def epoch(self, number: int, step: int) -> None:
         """Say that an epoch begins: an event of the run."""
-        agent.add_event(wire.Event("note", time.time_ns(), step=step, message=f"epoch {number} begins"))
+        self._agent.add_event(wire.Event("note", time.time_ns(), step=step, message=f"epoch {number} begins"))
 
-    @quietly
-    def begin(self, agent: RankAgent, name: str) -> None:
+    def begin(self, name: str) -> None:
         """Begin a span."""
         if name not in self._open:
-            self._open[name] = agent.instrumentation.spans.begin(name)
+            self._open[name] = self._agent.instrumentation.spans.begin(name)
 
-    @quietly
-    def end(self, agent: RankAgent, name: str) -> None:
+    def end(self, name: str) -> None:
         """End it, where it has begun."""
         begun = self._open.pop(name, None)
         if begun is not None:
-            agent.instrumentation.spans.end(begun)
+            self._agent.instrumentation.spans.end(begun)
 
-    @quietly
-    def figures(self, agent: RankAgent) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """
         Return what goes into the framework's log, nothing before there is a verdict: `traceml/step_ms` (mean
         of the window judged), `traceml/cost_pct` (of the step), `traceml/late_rank` (-1: no rank is named),
         `traceml/micro_batches` (a step). Only rank 0 has a verdict.
         """
-        verdict = agent.verdict
+        verdict = self._agent.verdict
         if not verdict:
             return {}
         known = {
@@ -112,12 +100,12 @@ class Marks:
         }
         return {f"traceml/{name}": float(value) for name, value in known.items() if value is not None}
 
-    @quietly
-    def new_verdict(self, agent: RankAgent) -> str | None:
+    def new_verdict(self) -> str | None:
         """Return the verdict as a sentence, where it is another than the last time."""
-        label, why = agent.verdict.get("label"), agent.verdict.get("why")
-        named = f"{label} {agent.verdict.get('rank')} {agent.verdict.get('stage')}"
+        verdict = self._agent.verdict
+        label = verdict.get("label")
+        named = f"{label} {verdict.get('rank')} {verdict.get('stage')}"
         if label is None or named == self._why:
             return None
         self._why = named
-        return f"traceml-ray: {label}: {why}"
+        return f"traceml-ray: {label}: {verdict.get('why')}"

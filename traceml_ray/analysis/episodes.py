@@ -14,13 +14,13 @@ import numpy as np
 
 from traceml_ray.analysis import notes
 from traceml_ray.analysis.evidence import Evidence
+from traceml_ray.analysis.labels import PATTERNS
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.track import (
     MAX_LEVELS,
     Clock,
     Episode,
     Track,
-    found_by,
     late_from,
     level_of,
     overlap,
@@ -119,13 +119,14 @@ class Episodes:
         found = verdict if verdict.meaning.kind == "finding" else None
         full = counts and len(evidence.window.starts) >= len(self.clock.steps)
         level, usual = level_of(evidence), True
+        shown = [(PATTERNS.index(verdict.pattern or "lasting"), level)] * full
         for track in self._tracks():
             exact = found is not None and track.is_found(found)
             if exact or (found is not None and track.supports(found)):
                 usual = False
                 track.seen += counts
                 track.exact += counts and exact
-                track.levels += [(found_by(verdict), level)] * full
+                track.levels += shown
                 del track.levels[:-MAX_LEVELS]
                 track.extend(evidence, self.clock, found if exact else None)
             elif track is self._named and track.lingers(evidence, self._limits):
@@ -137,7 +138,7 @@ class Episodes:
             if begun is not None:
                 usual = False
                 begun.seen = begun.exact = 1
-                begun.levels += [(found_by(verdict), level)] * full
+                begun.levels += shown
                 self._candidates.append(begun)
         if full and usual and self._named is None:
             self._usual.append(level)
@@ -234,7 +235,7 @@ class Episodes:
         if track.verdict.meaning.names == "all":
             return True  # measured from a baseline, which has no such windows
         usual = np.quantile(list(self._usual), self._limits.usual_quantile, axis=0)
-        above = sum(bool(level[kind] > usual[kind]) for kind, level in track.levels)
+        above = sum(bool(level[at] > usual[at]) for at, level in track.levels)
         return 2 * above > len(track.levels)
 
     def _end(self, track: Track) -> None:
@@ -282,15 +283,19 @@ class Episodes:
 
     def _pending(self) -> str:
         """Return a note on what is found, but has not lasted long enough to be named."""
-        longest: dict[tuple[int | None, str, bool], float] = {}
+        longest: dict[tuple[int | None, str | None], tuple[float, Verdict]] = {}
         drifts = [track for track in self._candidates if track.verdict.meaning.names == "all"]
         drifts.sort(key=lambda track: -track.exact)
         for track in self._candidates:
             if track in drifts[1:]:
                 continue  # of one slow-down one window may show the stage, and another the whole step
-            which = track.verdict.rank, track.verdict.stage or "", track.verdict.rotating
-            longest[which] = max(longest.get(which, 0.0), (track.last_ns - track.began_ns) / 1e9)
-        return notes.pending([(*which, lasted_s) for which, lasted_s in longest.items() if lasted_s > 0])
+            which, lasted_s = (
+                (track.verdict.rank, track.verdict.stage),
+                (track.last_ns - track.began_ns) / 1e9,
+            )
+            if lasted_s > longest.get(which, (0.0,))[0]:
+                longest[which] = lasted_s, track.verdict
+        return notes.pending([*longest.values()])
 
     def _without_name(self, window: Window, verdict: Verdict) -> Verdict:
         """Return the verdict that names no rank."""

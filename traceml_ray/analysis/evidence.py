@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from traceml_ray.analysis.frontier import Frontier, chain
+from traceml_ray.analysis.labels import Pattern
 from traceml_ray.analysis.onset import late_steps
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Bool, Float, Int64, Window
@@ -63,7 +63,7 @@ def comparable(window: Window) -> Rows:
         return Rows(d, waits, synced)
     no_split = (flags & FLAG_NO_SPLIT != 0).any(axis=1) & synced
     waits[no_split, BACKWARD] = True
-    no_data, no_forward = _mixed(window, FLAG_NO_DATA), _mixed(window, FLAG_NO_FORWARD)
+    no_data, no_forward = mixed(window, FLAG_NO_DATA), mixed(window, FLAG_NO_FORWARD)
     merges: tuple[tuple[Bool, tuple[int, ...]], ...] = (
         (no_split, (BACKWARD, SYNC_WAIT)),
         (no_data & no_forward, (POST_SYNC, DATA, PREPARE, FORWARD)),
@@ -79,11 +79,11 @@ def comparable(window: Window) -> Rows:
     return Rows(d, waits, synced)
 
 
-def _mixed(window: Window, flag: int) -> Bool:
+def mixed(window: Window, flag: int) -> Bool:
     """Return the rows (K,) in which some ranks carry `flag` and others do not."""
     has = window.flags & flag != 0
-    mixed: Bool = has.any(axis=1) & ~has.all(axis=1)
-    return mixed
+    some: Bool = has.any(axis=1) & ~has.all(axis=1)
+    return some
 
 
 def absurd(window: Window, thresholds: Thresholds) -> tuple[int, int] | None:
@@ -144,19 +144,21 @@ class Evidence:
         """Exposed time of each step, ns (S,)."""
         return self.window.by_step(self.frontier.exposed.sum(axis=1))
 
+    @cached_property
+    def by_pattern(self) -> dict[Pattern, Float]:
+        """By how much each rank is late out of each stage (R, 6); `rotating`: all ranks together."""
+        exposed = self.exposed_excess
+        together = np.broadcast_to(exposed.sum(axis=0), exposed.shape)
+        return {"lasting": self.persistent, "transient": exposed, "rotating": together}
+
     @property
     def mean_step_ns(self) -> float:
         return self.total_ns / len(self.window.starts)
 
-    def replay_ns(self, fixed: Iterable[Cause] = ()) -> int:
-        """
-        Return the elapsed time if every rank ran its local stages and all left each exchange together.
-
-        A `fixed` cause never takes longer than its peers do. Steps without an exchange add up
-        until the next one.
-        """
+    def replay_ns(self) -> int:
+        """Return the elapsed time if every rank ran its local stages and all left each exchange together."""
         exchange = self.ref[self.rows.synced][self.rows.waits[self.rows.synced]].sum()
-        return int(self._arrivals(fixed)[0].sum()) + int(exchange)
+        return int(self._arrivals()[0].sum()) + int(exchange)
 
     def waited_ns(self, *causes: Cause) -> Int64:
         """
@@ -166,11 +168,15 @@ class Evidence:
         """
         waited = np.zeros(len(self.window.keys), dtype=np.int64)
         arrivals, last = self._arrivals()
-        waited[last] = arrivals - self._arrivals(causes)[0]
+        waited[last] = arrivals - self._arrivals(*causes)[0]
         return waited
 
-    def _arrivals(self, fixed: Iterable[Cause] = ()) -> tuple[Int64, Int64]:
-        """Return how long the last rank works until each exchange, ns (S,), and the places of their steps."""
+    def _arrivals(self, *fixed: Cause) -> tuple[Int64, Int64]:
+        """
+        Return how long the last rank works until each exchange, ns (S,), and the places of their rows.
+
+        A `fixed` cause never takes longer than its peers do. Rows without an exchange add up until the next.
+        """
         local = self.local_ns
         for at, cause in enumerate(fixed):
             local = local if at else local.copy(order="K")
@@ -184,7 +190,7 @@ class Evidence:
 
     def gain(self, *causes: Cause) -> float:
         """Return what fixing `causes` together saves, as a share of the elapsed time, 0..1."""
-        return min(1.0, max(0, self.replay_ns() - self.replay_ns(causes)) / self.total_ns)
+        return min(1.0, max(0, int(self.waited_ns(*causes).sum())) / self.total_ns)
 
     def seen_in(self, cause: Cause) -> int:
         """

@@ -15,15 +15,13 @@ from traceml_ray.analysis.evidence import Evidence
 from traceml_ray.analysis.labels import LABELS
 from traceml_ray.analysis.onset import late_steps
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.track import Episode, waited_ns
+from traceml_ray.analysis.track import Episode, same_ranks, waited_ns
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess, too_few_steps
-from traceml_ray.analysis.window import Window, align, joined
+from traceml_ray.analysis.window import Window, joined
 
 _MAX_PERIODS = 1000
 _MAX_WINDOWS = 2000
 _ENOUGH = 3
-_Identity = tuple[str, str | None, int | None]
-"""Label, stage and rank."""
 
 
 class RunJudge:
@@ -63,7 +61,8 @@ class RunJudge:
         self._judged_to: int | None = None
         self._same_ranks_from = 0
         self._recent: deque[Verdict] = deque(maxlen=thresholds.chronic_windows)
-        self._totals: Counter[_Identity] = Counter()
+        self._totals: Counter[tuple[str, str | None, int | None]] = Counter()
+        """Windows by label, stage and each of the ranks: which of them is the worst is chance."""
         self._counted = 0
         self.periods: deque[Verdict] = deque(maxlen=_MAX_PERIODS)
         self.episodes = Episodes(thresholds)
@@ -126,7 +125,7 @@ class RunJudge:
         """
         window = self.sample()
         if window is None or self._short(window):
-            return too_few_steps(window or align([], 0), self._thresholds.first_window_steps)
+            return too_few_steps(window, self._thresholds.first_window_steps)
         verdict, evidence = assess(window, self._thresholds, whole_run=True, baseline=self.baseline)
         if verdict.meaning.kind == "finding" and evidence is not None and not self._lasts(verdict, evidence):
             verdict = Verdict(
@@ -139,7 +138,8 @@ class RunJudge:
         if verdict.meaning.kind == "finding" and not lost_s:
             lost_s = (verdict.cost_pct or 0.0) / 100 * elapsed_s
         verdict = msgspec.structs.replace(verdict, lost_s=lost_s, elapsed_s=elapsed_s)
-        return self._with_chronic(verdict, self._totals[_identity(verdict)], self._counted)
+        same = self._totals[verdict.label, verdict.stage, verdict.rank]
+        return self._with_chronic(verdict, same, self._counted)
 
     def sample(self) -> Window | None:
         """Return the steps that `whole` judges, None before any."""
@@ -159,7 +159,7 @@ class RunJudge:
             return True
         if (whole.cost_pct or 0.0) / 100 * elapsed_s < limits.hold_cost_s:
             return False
-        if not (whole.transient or whole.rotating):
+        if whole.pattern == "lasting":
             return True
         late = np.flatnonzero(late_steps(waited_ns(whole, evidence).astype(np.float64)))
         between_ns = evidence.step_ns[late[0] : late[-1] + 1].sum() if len(late) else 0
@@ -168,20 +168,23 @@ class RunJudge:
     def _costliest(self, whole: Verdict) -> Verdict:
         """Return the costliest of all that was named, where it cost `min_drift` of the run; else `whole`."""
         elapsed_s = max(self.episodes.clock.now_ns / 1e9, 1e-9)
-        sums: dict[_Identity, list[Episode]] = {}
+        causes: list[list[Episode]] = []
         for episode in self.episodes.episodes:
             if episode.to_step >= self._same_ranks_from:
-                sums.setdefault(_identity(episode), []).append(episode)
-        if not sums:
+                cause = next((each for each in causes if _same(each[0], episode)), None)
+                if cause is None:
+                    causes.append(cause := [])
+                cause.append(episode)
+        if not causes:
             return whole
-        which = max(sums, key=lambda each: sum(episode.cost_s for episode in sums[each]))
-        cost = sum(episode.cost_s for episode in sums[which]) / elapsed_s
-        periods = [period for period in self.periods if _identity(period) == which]
+        costliest = max(causes, key=lambda each: sum(episode.cost_s for episode in each))
+        cost = sum(episode.cost_s for episode in costliest) / elapsed_s
+        periods = [period for period in self.periods if _same(period, costliest[0])]
         if cost < self._thresholds.min_drift or not periods:
             note = notes.was_named(len(self.episodes.episodes), self.episodes.lost_s)
             return msgspec.structs.replace(whole, note=note)
         worst = max(periods, key=lambda period: period.cost_pct or 0.0)
-        share = sum(episode.seconds for episode in sums[which]) / elapsed_s
+        share = sum(episode.seconds for episode in costliest) / elapsed_s
         return msgspec.structs.replace(
             msgspec.structs.replace(worst, **whole.of_window),
             gain_pct=100 * cost,
@@ -214,7 +217,7 @@ class RunJudge:
         self._counted_to = step
         self._counted += 1
         self._recent.append(verdict)
-        self._totals[_identity(verdict)] += 1
+        self._totals.update((verdict.label, verdict.stage, rank) for rank in verdict.ranks or (None,))
         return True
 
     def _with_chronic(self, verdict: Verdict, same: int, counted: int) -> Verdict:
@@ -265,15 +268,9 @@ class RunJudge:
 _COSTS = ("cost_pct", "cost_range_pct", "gpu_hours_per_hour", "lost_s", "elapsed_s")
 
 
-def _same(one: Verdict, other: Verdict | Episode) -> bool:
+def _same(one: Verdict | Episode, other: Verdict | Episode) -> bool:
     """Whether two verdicts name the same cause; of a set of ranks, at least one in common."""
-    if (one.label, one.stage, one.rotating) != (other.label, other.stage, other.rotating):
-        return False
-    return not set(one.ranks).isdisjoint(other.ranks) if one.ranks else not other.ranks
-
-
-def _identity(verdict: Verdict | Episode) -> _Identity:
-    return verdict.label, verdict.stage, verdict.rank
+    return (one.label, one.stage) == (other.label, other.stage) and same_ranks(one, other)
 
 
 class Replay:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 Kind = Literal["finding", "abstention", "failure", "healthy"]
 Severity = Literal["critical", "warning", "info"]
@@ -10,6 +10,12 @@ Label = Literal[
     "straggler", "co_critical", "ambiguous", "group_wide", "accounting_only", "telemetry_limited",
     "hang", "stalled", "rank_lost", "oom", "healthy",
 ]  # fmt: skip
+Pattern = Literal["lasting", "transient", "rotating"]
+"""
+How ranks are late, and so by what their late steps are measured (`Evidence.by_pattern`): in most steps; now
+and then; another rank from step to step.
+"""
+PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
 
 
 class Meaning(NamedTuple):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.text import duration, share
+from traceml_ray.text import duration, listed, ranks, share
 
 
 def over_the_run(worst: Verdict, taken: float, cost: float) -> str:
     """Return the shares of the run (0..1) that something takes and costs; `worst`: where it was largest."""
-    what = f"`{worst.stage}`" if worst.stage else "the whole step"
-    late = "ranks are late in turn" if worst.rank is None else f"rank {worst.rank} is late"
+    what, verb = _stages(worst) or "the whole step", "is" if len(worst.ranks) == 1 else "are"
+    late = f"{ranks(worst.ranks)} {verb} late" if worst.ranks else "ranks are late in turn"
     slower = worst.meaning.names == "all"
     who = f"{what} is slower than the baseline" if slower else f"{late} out of {what}"
     return f"In {share(taken)} of the run {who}: {share(cost)} of its time. Where it was worst: {worst.why}"
@@ -28,14 +28,20 @@ def was_named(times: int, cost_s: float) -> str:
     return f"a cause was named {often}, which cost {duration(cost_s)} in all"
 
 
-def pending(found: Sequence[tuple[int | None, str, bool, float]]) -> str:
-    """Return what is not named yet; `found` has (rank, stage or "", rotating, seconds) of each."""
+def pending(found: Sequence[tuple[float, Verdict]]) -> str:
+    """Return what is not named yet; `found` has for how long (s) each was found."""
     each = []
-    for rank, stage, rotating, lasted_s in found[:2]:
-        slower = "slower" if stage else "whole step slower"
-        who = f"rank {rank} late" if rank is not None else "ranks late in turn" if rotating else slower
-        each.append(f"{who}{f' in `{stage}`' if stage else ''} for {duration(lasted_s)}")
+    for lasted_s, verdict in found[:2]:
+        stages = _stages(verdict)
+        what = f"{ranks(verdict.ranks)} late" if verdict.ranks else "ranks late in turn"
+        if verdict.meaning.names == "all":
+            what = "slower" if stages else "whole step slower"
+        each.append(f"{what}{stages and f' in {stages}'} for {duration(lasted_s)}")
     return "; ".join(each)
+
+
+def _stages(verdict: Verdict) -> str:
+    return listed([f"`{stage}`" for stage in verdict.stages])
 
 
 def not_now(silent_s: float) -> str:

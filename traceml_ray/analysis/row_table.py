@@ -162,7 +162,7 @@ class RowTable:
         expected: int,
         missing: Sequence[int] = (),
     ) -> Window:
-        """Return what `align` returns of the rows of `ranks` (ascending; `who` they are) in some columns."""
+        """Return the keys in some columns that all of `ranks` (ascending; `who` they are) have rows of."""
         places = self.places(ranks)
         lines: Any = slice(None) if len(places) == len(self.ranks) else places
         usable: Bool = self._usable[lines, columns]

@@ -13,8 +13,9 @@ import numpy as np
 from traceml_ray.analysis import abstention
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.drift import drift
-from traceml_ray.analysis.evidence import Cause, Evidence, absurd, gather
+from traceml_ray.analysis.evidence import Cause, Evidence, absurd, gather, mixed
 from traceml_ray.analysis.finding import Finding
+from traceml_ray.analysis.labels import Label, Pattern
 from traceml_ray.analysis.onset import onset
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Bool, Float, Int64, Window
@@ -37,7 +38,7 @@ def find(
     """
     steps, ranks = len(window.keys), len(window.ranks)
     clean = absurd(window, thresholds) is None and steps * thresholds.max_step_ns < _TOO_LONG
-    clocks = _mixed_clocks(window)
+    clocks = mixed(window, FLAG_DEVICE_CLOCK)
     if clocks.any() and 1.0 - float(clocks.mean()) >= thresholds.coverage_limited:
         window = window.take(~clocks)
     evidence = gather(window) if clean and window.d.any() else None
@@ -54,20 +55,13 @@ def find(
     finding = (_persistent if late else _exposed)(evidence, thresholds)
     if finding.label == "straggler" and _all_ranks(finding, evidence):
         finding = _exposed(evidence, thresholds)
-    passing = finding.label == "healthy" or finding.transient or finding.rotating
+    passing = finding.label == "healthy" or finding.pattern != "lasting"
     new = _newly(evidence, thresholds) if passing else None
     if new is not None:
         return new
     # An imbalance that costs nothing (`_persistent`) must not hide a drift.
     drifted = drift(evidence, baseline, thresholds) if baseline and finding.label == "healthy" else None
     return Finding("group_wide", drift=drifted) if drifted else finding, evidence
-
-
-def _mixed_clocks(window: Window) -> Bool:
-    """Return the rows (K,) in which some ranks measure by device events and others do not."""
-    device = window.flags & FLAG_DEVICE_CLOCK != 0
-    mixed: Bool = device.any(axis=1) & ~device.all(axis=1)
-    return mixed
 
 
 def _limit(window: Window, evidence: Evidence | None, thresholds: Thresholds) -> str:
@@ -82,7 +76,7 @@ def _limit(window: Window, evidence: Evidence | None, thresholds: Thresholds) ->
         return abstention.absurd_row(window, *place)
     if steps * thresholds.max_step_ns >= _TOO_LONG:
         return abstention.too_many(steps)
-    if _mixed_clocks(window).any():
+    if mixed(window, FLAG_DEVICE_CLOCK).any():
         return abstention.mixed_clocks(window)
     mean_ns = evidence.mean_step_ns if evidence else 0.0
     return abstention.too_short(mean_ns, thresholds.min_step_ns) if mean_ns < thresholds.min_step_ns else ""
@@ -100,16 +94,12 @@ def _apart(evidence: Evidence, thresholds: Thresholds) -> str:
         return abstention.roles_differ(window, alone > 0.5)
     behind = evidence.frontier.slack[-1, :, -1] / evidence.total_ns
     spread = float(np.ptp(behind))
-    if window.inferred and not (spread <= thresholds.unsynced_spread and _line_up(evidence, thresholds)):
+    off = abs(evidence.replay_ns() / evidence.total_ns - 1)
+    if window.inferred and (spread > thresholds.unsynced_spread or off > thresholds.replay_error):
         return abstention.unclear(window)
     if spread <= thresholds.unsynced_spread:
         return ""
     return abstention.unsynced(window, spread, _together(behind, _AGREE * thresholds.unsynced_spread))
-
-
-def _line_up(evidence: Evidence, thresholds: Thresholds) -> bool:
-    """Whether steps take as long as if all ranks left each exchange when the last has come."""
-    return abs(evidence.replay_ns() / evidence.total_ns - 1) <= thresholds.replay_error
 
 
 def _together(behind: Float, agree: float) -> list[Int64]:
@@ -216,14 +206,12 @@ def _exposed(evidence: Evidence, thresholds: Thresholds) -> Finding:
         place = int(np.argmax(exposed[:, stage]))
         if by_stage[stage] < thresholds.rotating_excess:
             return Finding("healthy")
-    one = float(exposed[place, stage])
     # Noise in other stages may keep one rank below its share of all excess; of its stage's, it counts too.
-    of_stage = float(by_stage[stage])
-    rotating = one < thresholds.transient_share * of_stage
-    excess = of_stage if rotating else one
-    cause = Cause(stage, tuple(range(len(exposed))) if rotating else (place,))
+    one_rank = exposed[place, stage] >= thresholds.transient_share * by_stage[stage]
+    pattern: Pattern = "transient" if one_rank else "rotating"
+    cause = Cause(stage, (place,) if one_rank else tuple(range(len(exposed))))
+    excess = float(evidence.by_pattern[pattern][place, stage])
     if evidence.gain(cause) < thresholds.min_gain * excess:
         return Finding("healthy")
-    if rotating:
-        return Finding("ambiguous", causes=(cause,), excess=excess, rotating=True)
-    return Finding("straggler", causes=(cause,), excess=excess, transient=True)
+    label: Label = "straggler" if one_rank else "ambiguous"
+    return Finding(label, causes=(cause,), excess=excess, pattern=pattern)

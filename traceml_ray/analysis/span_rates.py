@@ -11,7 +11,7 @@ import numpy as np
 from traceml_ray.analysis import wording
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.analysis.window import Int64, Window
+from traceml_ray.analysis.window import Window
 from traceml_ray.stages import SEGMENT_BITS, STAGES
 from traceml_ray.wire import SpanSum
 
@@ -25,6 +25,11 @@ class SpanRate(NamedTuple):
     ns: float
     times: float
     size: float = 0.0
+
+    @property
+    def bytes(self) -> float | None:
+        """Of one time, where that is known."""
+        return self.size / self.times if self.size and self.times else None
 
 
 _NONE = SpanRate(0.0, 0.0)
@@ -77,14 +82,16 @@ def with_span(verdict: Verdict, window: Window, find: Find, thresholds: Threshol
     stage, compared = STAGES.index(verdict.stage), [verdict.rank, *peers]
     known = find(compared, int(inside.steps[0]), int(inside.steps[-1]))
     d = inside.by_step(inside.d[:, np.searchsorted(window.ranks, compared), stage])
-    excess_ns = _excess_ns(d, transient=verdict.transient)
+    transient = verdict.pattern == "transient"
+    excess = d[:, 0] - np.median(d[:, 1:], axis=1)
+    excess_ns = float(excess.mean() if transient else np.median(excess))
     others = [known[rank] for rank in peers if rank in known]
     if not others:
         return verdict
     explain = []
     for (name, where), rate in known.get(verdict.rank, {}).items():
         more_ns = rate.ns - float(np.median([other.get((name, where), _NONE).ns for other in others]))
-        lasts = verdict.transient or rate.times >= thresholds.span_often
+        lasts = transient or rate.times >= thresholds.span_often
         if where == stage and lasts and more_ns >= thresholds.span_share * excess_ns > 0:
             explain.append((rate.ns, name, more_ns))
     if not explain:
@@ -92,9 +99,3 @@ def with_span(verdict: Verdict, window: Window, find: Find, thresholds: Threshol
     _, span, more_ns = min(explain)  # the innermost: never longer than those around it
     why, advice = wording.with_span(verdict.why, verdict.next, verdict.rank, verdict.stage, span, more_ns)
     return msgspec.structs.replace(verdict, span=span, why=why, next=advice)
-
-
-def _excess_ns(d: Int64, *, transient: bool) -> float:
-    """Return the excess of the first rank of `d` (S, R): its median or, if transient, its mean."""
-    excess = d[:, 0] - np.median(d[:, 1:], axis=1)
-    return float(excess.mean() if transient else np.median(excess))

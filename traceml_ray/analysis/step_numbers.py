@@ -52,22 +52,6 @@ def times(
     return {**found, **_numbers(history, stats.steps, median, p95, stats.exposed, stats.busy())}
 
 
-def as_reported(history: StepHistory, found: dict[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `times` of a run that is over with the numbers of its report (summary.json): of all steps."""
-    steps = summary["steps"]
-    if not steps["judged"] or not history.ranks:
-        return found
-    per_rank = [steps["per_rank_median_ms"].get(str(rank)) for rank in history.ranks]
-    exposed = np.array([stage["exposed_ms"] for stage in summary["stages"]])
-    about = steps["judged"], steps["median_ms"], steps["p95_ms"], exposed, np.array(per_rank, dtype=float)
-    numbers = {**found, **_numbers(history, *about), "of_all": True}
-    if steps["global_skew_pct"] is not None:
-        numbers["worst_over"] = 1 + steps["global_skew_pct"] / 100
-    for node in numbers["nodes"].keys() & steps["per_node_median_ms"].keys():
-        numbers["nodes"][node]["median_ms"] = steps["per_node_median_ms"][node]
-    return numbers
-
-
 def _numbers(
     history: StepHistory, steps: int, median_ms: float, p95_ms: float, exposed: Float, per_rank: Float
 ) -> dict[str, Any]:

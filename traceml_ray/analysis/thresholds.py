@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from traceml_ray.analysis.labels import LABELS, Label
+from traceml_ray.analysis.labels import LABELS, Label, Pattern
 
 
 class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +94,12 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     """Steps that a whole-run verdict samples, evenly spread over the run."""
     run_rows: int = 1_000_000
     """Rows (steps × ranks) that a whole-run verdict samples: fewer steps where there are many ranks."""
+
+    def least(self, pattern: Pattern) -> float:
+        """Return the smallest excess of that pattern that is a finding."""
+        if pattern == "lasting":
+            return self.min_excess
+        return self.transient_excess if pattern == "transient" else self.rotating_excess
 
     def hold_of(self, label: Label) -> float:
         """Return how long a finding of that label has to last, s."""

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from traceml_ray.analysis.evidence import Cause, Evidence
-from traceml_ray.analysis.labels import Label
+from traceml_ray.analysis.labels import PATTERNS, Label, Pattern
 from traceml_ray.analysis.onset import late_steps
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
@@ -35,7 +35,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None
     ranks: tuple[int, ...]
     node: str | None
-    rotating: bool
+    pattern: Pattern
     from_step: int
     to_step: int
     seconds: float
@@ -105,7 +105,7 @@ class Track:
         self.seen = self.exact = self.missed = 0
         """Windows that show it; of these, with the same label and stages; windows that do not show it."""
         self.levels: list[tuple[int, Float]] = []
-        """`found_by` and `level_of` each full window that shows it."""
+        """`level_of` each full window that shows it, and the place in it of what it was found by."""
         self.ranks = 1
         self._counted_to = -1
         self._after_ns = 0
@@ -121,10 +121,7 @@ class Track:
         mine = self.verdict
         if "all" in (mine.meaning.names, found.meaning.names):
             return mine.label == found.label  # which stage carries a slow-down differs between windows
-        if mine.rotating != found.rotating:
-            return False
-        same = not mine.ranks or not set(mine.ranks).isdisjoint(found.ranks)
-        return same and mine.stage in found.stages
+        return same_ranks(mine, found) and mine.stage in found.stages
 
     def is_found(self, found: Verdict) -> bool:
         """Whether `found` names just this; of a set of ranks, at least one in common."""
@@ -136,12 +133,9 @@ class Track:
         if self.verdict.meaning.names == "all" or self.verdict.stage not in STAGES:
             return False
         stage, places = STAGES.index(self.verdict.stage), _places(self.verdict, evidence.window)
-        exposed = evidence.exposed_excess[places, stage]
-        if self.verdict.rotating:
-            return bool(exposed.sum() >= thresholds.rotating_excess / 2)
-        if self.verdict.transient:
-            return bool(exposed.max(initial=0) >= thresholds.transient_excess / 2)
-        return bool(evidence.persistent[places, stage].max(initial=0) >= thresholds.min_excess / 2)
+        pattern = self.verdict.pattern or "lasting"
+        excess = evidence.by_pattern[pattern][places, stage].max(initial=0)
+        return bool(excess >= thresholds.least(pattern) / 2)
 
     def extend(self, evidence: Evidence, clock: Clock, found: Verdict | None) -> None:
         """Add the new steps of a window that shows it; `found` is the verdict, where it names just this."""
@@ -220,7 +214,7 @@ class Track:
         return low, high
 
 
-_SHARED = ("label", "stage", "stages", "rank", "ranks", "node", "rotating", "why")
+_SHARED = ("label", "stage", "stages", "rank", "ranks", "node", "pattern", "why")
 
 
 def _places(verdict: Verdict, window: Window) -> list[int]:
@@ -244,7 +238,7 @@ def overlap(one: Verdict, other: Verdict) -> bool:
     """Whether both may make the same step late, so that only one of them counts it."""
     if "all" in (one.meaning.names, other.meaning.names):
         return one.label == other.label
-    alike = not one.ranks or not other.ranks or not set(one.ranks).isdisjoint(other.ranks)
+    alike = not one.ranks or not other.ranks or same_ranks(one, other)
     return alike and not set(one.stages).isdisjoint(other.stages)
 
 
@@ -264,11 +258,10 @@ def late_from(step: int, found: Verdict, evidence: Evidence, rest: Thresholds | 
 
 
 def level_of(evidence: Evidence) -> Float:
-    """Return a window's largest excess (3,): lasting, of one rank now and then, of all ranks in a stage."""
-    exposed = evidence.exposed_excess
-    return np.array([evidence.persistent.max(), exposed.max(), exposed.sum(axis=0).max()])
+    """Return a window's largest excess by each of PATTERNS (3,)."""
+    return np.array([evidence.by_pattern[pattern].max() for pattern in PATTERNS])
 
 
-def found_by(verdict: Verdict) -> int:
-    """Return which place of `level_of` belongs to the rule that found `verdict`."""
-    return 2 if verdict.rotating else 1 if verdict.transient else 0
+def same_ranks(one: Verdict | Episode, other: Verdict | Episode) -> bool:
+    """Whether two name at least one rank in common, or both none."""
+    return not set(one.ranks).isdisjoint(other.ranks) if one.ranks else not other.ranks

@@ -13,7 +13,7 @@ from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.drift import Drift
 from traceml_ray.analysis.evidence import Cause, Evidence
 from traceml_ray.analysis.finding import Finding
-from traceml_ray.analysis.labels import LABELS, Label, Meaning
+from traceml_ray.analysis.labels import LABELS, Label, Meaning, Pattern
 from traceml_ray.analysis.onset import Timing, late_steps, onset
 from traceml_ray.analysis.rules import find
 from traceml_ray.analysis.thresholds import Thresholds
@@ -82,10 +82,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     gpu_hours_per_hour: float | None = None
     """`cost_pct` over all ranks that exchange gradients with the late ones."""
     chronic: bool | None = None
-    transient: bool = False
-    """It comes and goes."""
-    rotating: bool = False
-    """The late rank changes from step to step."""
+    pattern: Pattern | None = None
+    """A finding is late in most steps (`lasting`), now and then (`transient`), or in turn (`rotating`)."""
     coverage: float | None = None
     from_step: int | None = None
     """Where it began, or the first step of the window if it began before that."""
@@ -196,10 +194,11 @@ def _assess(
     return _named(finding, evidence, thresholds, facts, whole_run), evidence
 
 
-def too_few_steps(window: Window, needed: int) -> Verdict:
-    """Return the abstention for a window too short to be judged at all."""
-    why = abstention.too_few(len(window.starts), needed)
-    return Verdict(label="telemetry_limited", why=why, next="Wait.", **_facts(window, None))
+def too_few_steps(window: Window | None, needed: int) -> Verdict:
+    """Return the abstention for a window too short to be judged at all, None: no step was seen."""
+    why = abstention.too_few(len(window.starts) if window else 0, needed)
+    facts = _facts(window, None) if window else {}
+    return Verdict(label="telemetry_limited", why=why, next="Wait.", **facts)
 
 
 def _facts(window: Window, evidence: Evidence | None) -> dict[str, Any]:
@@ -220,7 +219,8 @@ def _named(
     finding: Finding, evidence: Evidence, thresholds: Thresholds, facts: dict[str, Any], whole_run: bool
 ) -> Verdict:
     window, first = evidence.window, finding.causes[0]
-    places = [] if finding.rotating else sorted({place for cause in finding.causes for place in cause.places})
+    named = () if finding.pattern == "rotating" else finding.causes
+    places = sorted({place for cause in named for place in cause.places})
     worst = max(first.places, key=lambda place: _score(evidence)[place, first.stage]) if places else None
     timing = _timing(finding, evidence)
     facts["from_step"] = int(window.steps[timing.began or 0])
@@ -239,8 +239,7 @@ def _named(
         gain_pct=100 * evidence.gain(first),
         cost_pct=100 * cost,
         gpu_hours_per_hour=cost * window.expected,
-        transient=finding.transient and not timing.goes_on,
-        rotating=finding.rotating,
+        pattern=finding.pattern,
         why=why,
         next=advice,
         **facts,
@@ -254,6 +253,7 @@ def _group_wide(drift: Drift, evidence: Evidence, thresholds: Thresholds, facts:
     stages = () if drift.stage is None else (STAGES[drift.stage],)
     return Verdict(
         label=finding.label,
+        pattern=finding.pattern,
         stage=stages[0] if stages else None,
         stages=stages,
         confidence=_confidence(finding, evidence, drift.timing, thresholds),
@@ -272,12 +272,10 @@ def _timing(finding: Finding, evidence: Evidence) -> Timing:
     late = late_steps(evidence.series(finding.causes[0]))
     if finding.new:  # the evidence begins where it does
         return Timing(late, 0, goes_on=True)
-    if finding.rotating:
-        return Timing(late, None, goes_on=False)
-    began = onset(late)
-    if finding.transient and began is None:
+    began = None if finding.pattern == "rotating" else onset(late)
+    if finding.pattern == "transient" and began is None:
         began = int(np.argmax(late))
-    return Timing(late, began, goes_on=not finding.transient)
+    return Timing(late, began, goes_on=finding.pattern == "lasting")
 
 
 def _confidence(finding: Finding, evidence: Evidence, timing: Timing | None, thresholds: Thresholds) -> str:
@@ -297,8 +295,8 @@ def _confidence(finding: Finding, evidence: Evidence, timing: Timing | None, thr
         return "low"
     unsplit = bool(evidence.rows.waits[:, BACKWARD].any())
     sure = window.coverage == 1.0 and len(window.starts) >= thresholds.window_steps and not unsplit
-    if timing is None or finding.rotating:
-        return "high" if sure and not finding.rotating else "medium"
+    if timing is None:
+        return "high" if sure else "medium"
     often = float(timing.since.mean())
     if often < _OFTEN and timing.goes_on:
         return "low"

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from traceml_ray.stages import FLAG_FIRST, INFERRED, N_STAGES, SEGMENT_BITS
+from traceml_ray.stages import INFERRED, SEGMENT_BITS
 
 Int64 = npt.NDArray[np.int64]
 UInt8 = npt.NDArray[np.uint8]
@@ -43,16 +43,6 @@ class RankRows:
     def take(self, which: slice | Bool | Int64) -> RankRows:
         """Return the rows of `which` alone."""
         return replace(self, keys=self.keys[which], flags=self.flags[which], rows=self.rows[which])
-
-    def follow(self, *before: RankRows) -> RankRows:
-        """Return these rows after those of `before`."""
-        all_ = [*before, self]
-        return replace(
-            self,
-            keys=np.concatenate([own.keys for own in all_]),
-            flags=np.concatenate([own.flags for own in all_]),
-            rows=np.concatenate([own.rows for own in all_]),
-        )
 
 
 @dataclass(frozen=True)
@@ -213,71 +203,3 @@ def missing_of(world: int, live: Iterable[int], most: int = MAX_MISSING) -> list
     """Return the ranks of a job of size `world` that are not `live`; of more than `most`, the lowest."""
     known = frozenset(live)
     return list(itertools.islice((rank for rank in range(world) if rank not in known), most))
-
-
-def align(
-    processes: Sequence[RankRows], expected: int, missing: Sequence[int] = (), last: int | None = None
-) -> Window:
-    """
-    Return the keys that every live rank reported, sorted; of the newest `last` steps, if given.
-
-    `processes` holds one entry per rank; those of `missing` ranks are left out. Rows flagged
-    FLAG_FIRST are left out, of a repeated key the first row counts. `d` is laid out rank by rank
-    (a transposed view), which is the order in which the frontier sums it.
-    """
-    gone = frozenset(missing)
-    live = sorted((process for process in processes if process.rank not in gone), key=lambda s: s.rank)
-    lengths = np.array([len(process.keys) for process in live], dtype=np.int64)
-    if not lengths.sum():
-        keys, at = np.empty(0, dtype=np.int64), np.empty((len(live), 0), dtype=np.int64)
-        rows, flags, seen = np.empty((0, N_STAGES), dtype=np.int64), np.empty(0, dtype=np.uint8), keys
-    else:
-        rows = np.concatenate([process.rows for process in live])
-        flags = np.concatenate([process.flags for process in live])
-        keys, at, seen = _common(np.concatenate([process.keys for process in live]), flags, lengths)
-    if last is not None:
-        begins = [*starts_of(keys).tolist(), len(keys)]
-        cut = begins[max(0, len(begins) - 1 - last)]
-        keys, at = keys[cut:], at[:, cut:]
-    inside = seen[(seen >= keys[0]) & (seen <= keys[-1])] if len(keys) else seen
-    everything = np.array_equal(at.ravel(), np.arange(len(flags)))
-    shape = (len(live), len(keys))
-    d = (rows if everything else rows[at.ravel()]).reshape(*shape, N_STAGES)
-    marks = (flags if everything else flags[at.ravel()]).reshape(shape)
-    return Window(
-        keys=keys,
-        ranks=np.array([process.rank for process in live], dtype=np.int64),
-        nodes=tuple(process.node for process in live),
-        d=d.transpose(1, 0, 2),
-        flags=marks.T,
-        expected=expected,
-        missing=tuple(sorted(gone)),
-        lacking=np.setdiff1d(inside, keys, assume_unique=True) if len(inside) > len(keys) else seen[:0],
-        groups=tuple(process.group for process in live),
-        strategies=frozenset(process.strategy for process in live if process.strategy),
-    )
-
-
-def _common(keys: Int64, flags: UInt8, lengths: Int64) -> tuple[Int64, Int64, Int64]:
-    """
-    Return (common keys (K,), their places in `keys` (R, K), every key seen), all sorted by key.
-
-    `keys` and `flags` are the ranks' columns end to end, `lengths` says where each rank ends.
-    """
-    ranks = len(lengths)
-    first = flags & FLAG_FIRST != 0
-    if (lengths == lengths[0]).all() and not first.any():
-        table = keys.reshape(ranks, -1)
-        if (table == table[0]).all() and (np.diff(table[0]) > 0).all():
-            return table[0].copy(), np.arange(len(keys)).reshape(table.shape), table[0]
-    owner = np.repeat(np.arange(ranks), lengths)
-    order = np.lexsort((keys, owner))
-    order = order[~first[order]]
-    sorted_keys, sorted_owner = keys[order], owner[order]
-    new = np.ones(len(order), dtype=bool)
-    new[1:] = (np.diff(sorted_keys) != 0) | (np.diff(sorted_owner) != 0)
-    order, sorted_keys = order[new], sorted_keys[new]
-    seen, inverse, count = np.unique(sorted_keys, return_inverse=True, return_counts=True)
-    shared = count == ranks
-    # Each rank holds each shared key once, in ascending order: the mask cuts a (R, K) table.
-    return seen[shared], order[shared[inverse]].reshape(ranks, -1), seen

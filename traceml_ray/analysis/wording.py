@@ -117,7 +117,7 @@ def healthy(evidence: Evidence, finding: Finding, limit: float) -> str:
 
 def named(evidence: Evidence, finding: Finding, timing: Timing, *, whole_run: bool) -> tuple[str, str]:
     """Return (why, next) for a finding with causes: a sentence for each label that a rule gives."""
-    if finding.rotating:
+    if finding.pattern == "rotating":
         why, advice = _rotating(finding)
     elif finding.label == "straggler":
         why, advice = _straggler(evidence, finding.causes[0], timing, whole_run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
-from traceml_ray.store.query import FileCopy, QueryError
+from traceml_ray.store.query import QueryError
 from traceml_ray.store.session_file import SessionFile
 
 _PREFIX = "snapshot-"
@@ -23,8 +23,8 @@ class Snapshots:
         self._folder = folder
         self.remove()
 
-    def make(self, session: SessionFile) -> FileCopy:
-        """Copy the session file as it stands."""
+    def make(self, session: SessionFile) -> str:
+        """Copy the session file as it stands; return the name of the copy."""
         for old in sorted(self._copies(), key=lambda path: path.stat().st_mtime_ns)[: 1 - _MOST]:
             old.unlink(missing_ok=True)
         path = self._folder / f"{_PREFIX}{secrets.token_hex(4)}.sqlite"
@@ -34,7 +34,7 @@ class Snapshots:
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-        return FileCopy(path.name, path.stat().st_size)
+        return path.name
 
     def read(self, name: str, offset: int, n: int) -> bytes:
         """

@@ -21,7 +21,7 @@ KEY = "judging"
 EVERY_NS = 10_000_000_000
 """How often open episodes are written; one that begins or ends is written at once."""
 MAX_RUNS = 16
-FORM = 1
+FORM = 2
 """To be raised when one of the classes below changes."""
 PACKER = Packer(FORM, 16 << 20, Episodes, Brief, Track, Clock, Episode, Verdict, Thresholds)
 

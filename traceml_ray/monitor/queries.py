@@ -85,7 +85,7 @@ class LiveAnswers(Answers):
             with self._live.lock:
                 yield live
 
-    def _snapshot(self, _: query.Snapshot) -> query.FileCopy:
+    def _snapshot(self, _: query.Snapshot) -> str:
         """Copy the session file as it stands, with everything that has come; the reports are of the same."""
         with self._file() as file:
             write_reports(self._files, file, self._limits, quick=True, put=self._writer.put)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -47,7 +47,7 @@ class Answers:
         self._files = SessionFolder(folder)
         self._limits = limits
         self._errors = Errors() if errors is None else errors
-        self._histories = StoredHistories(lambda: SessionFile(self._files.sqlite), limits)
+        self._histories = StoredHistories(lambda run: SessionFile(self._files.sqlite, run=run), limits)
         self._report = lru_cache(_MAX_REPORTS)(self._made_report)
         self._runs: set[str] = set()
         self._by_kind: dict[type[Request[Any]], Callable[[Any], Any]] = {
@@ -179,16 +179,13 @@ class Answers:
                 summary = read_json(self._files.summary_json, Summary)
                 if (summary["run"], summary["session"]["status"]) == known:
                     return summary
-            made: Any = next(summaries(file, self._limits))
-            found: Summary = made
-            return found
+            return cast("Summary", next(summaries(file, self._limits)))
 
     def _steps(self, asked: Any) -> dict[str, Any]:
-        over, whole = self._over(), getattr(asked, "whole", None)
-        whole, of_all = over if whole is None else whole, isinstance(asked, query.Times)
-        summary = self._reported(asked.run) if over and whole and of_all else None
-        with self._history(asked.run, of_all) as of:
-            return _OF_STEPS[type(asked)](of, asked, whole, summary)
+        whole = getattr(asked, "whole", None)
+        whole = self._over() if whole is None else whole
+        with self._history(asked.run, isinstance(asked, query.Times)) as of:
+            return _OF_STEPS[type(asked)](of, asked, whole)
 
 
 _OF_FILE: dict[type[Request[Any]], Callable[[SessionFile, Any], Any]] = {
@@ -205,19 +202,17 @@ _OF_FILE: dict[type[Request[Any]], Callable[[SessionFile, Any], Any]] = {
 }
 
 
-def _times(of: RunSteps, _: query.Times, whole: bool, summary: Summary | None) -> dict[str, Any]:
+def _times(of: RunSteps, _: query.Times, whole: bool) -> dict[str, Any]:
     began = min((process.first_seen_ns for process in of.ranks.values()), default=0)
     ended = max((process.last_rows_ns or 0 for process in of.ranks.values()), default=0)
     stored = sum(process.stored for process in of.ranks.values())
     wall_ms = (ended - began) / 1e6 if ended > began else None
-    found = step_numbers.times(of.history, whole, of.world, wall_ms, stored)
-    found = step_numbers.as_reported(of.history, found, summary) if summary else found
-    return {**found, "whole": of.whole}
+    return {**step_numbers.times(of.history, whole, of.world, wall_ms, stored), "whole": of.whole}
 
 
-_OF_STEPS: dict[type[Request[Any]], Callable[[RunSteps, Any, bool, Summary | None], dict[str, Any]]] = {
+_OF_STEPS: dict[type[Request[Any]], Callable[[RunSteps, Any, bool], dict[str, Any]]] = {
     query.Times: _times,
-    query.Columns: lambda of, asked, whole, _: step_numbers.columns(
+    query.Columns: lambda of, asked, whole: step_numbers.columns(
         of.history, asked.stage, whole, of.world, asked.since
     ),
     query.Busy: lambda of, asked, *_: step_numbers.busy(of.history, asked.ranks, asked.most),

@@ -11,7 +11,7 @@ import re
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from traceml_ray import text
 from traceml_ray.analysis.verdict import Verdict
@@ -301,10 +301,7 @@ def _earlier(
     )
 
 
-_T = TypeVar("_T")
-
-
-def _one(values: set[_T]) -> _T | None:
+def _one(values: set[Any]) -> Any:
     """Return the value that all have in common."""
     return next(iter(values)) if len(values) == 1 else None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,13 @@ from traceml_ray.session import SessionFolder
 from traceml_ray.store.session_file import SessionFile
 
 
-def _put(files: Mapping[Path, bytes]) -> None:
-    write_files(files, nullcontext())
-
-
 def write_reports(
     folder: SessionFolder,
     session: SessionFile,
     thresholds: Thresholds,
     *,
     quick: bool = False,
-    put: Callable[[Mapping[Path, bytes]], None] = _put,
+    put: Callable[[Mapping[Path, bytes]], None] = write_files,
 ) -> dict[str, Any]:
     """
     Write the reports of `session` into `folder`, each whole or not at all; return the summary.

@@ -13,7 +13,7 @@ from traceml_ray.reports.deaths import Death
 from traceml_ray.stages import SEGMENT_BITS, STAGES
 from traceml_ray.store.nodes import label_nodes, node_key
 from traceml_ray.store.rank_processes import RankProcess, shown, world_size
-from traceml_ray.store.runs import of_run
+from traceml_ray.store.runs import is_own, of_run
 from traceml_ray.store.session_file import SessionFile
 
 _MAX_EVENTS = 1000
@@ -40,19 +40,9 @@ class RunFacts:
         """How nodes are shown, by `node_key`."""
         self.events = session.events()[0]
 
-    @property
-    def own(self) -> bool:
-        """Whether what the launcher said of the session holds for this run."""
-        return len(self.runs) <= 1 or self.run["id"] == self.meta.get("session")
-
     def said(self, name: str) -> Any:
-        """What was said of the run, or by the launcher of its session."""
-        return self.run.get(name) or (self.meta.get(name) if self.own else None)
-
-    @property
-    def status(self) -> str | None:
-        """How the run ended, or its session; None while it runs."""
-        return self.run.get("status") or self.meta.get("status")
+        """What was said of the run; of the session, before it has any."""
+        return (self.run or self.meta).get(name)
 
     @property
     def stored(self) -> int:
@@ -68,9 +58,10 @@ class RunFacts:
     def failures(self) -> list[dict[str, Any]]:
         """How ranks of the run ended badly, as the launcher saw it."""
         runs = {(s.rank, s.identity.pid): s.identity.job_id for s in self.every if s.identity}
-        other = self.run.get("id") if self.own else None
+        own = self.run.get("id")
+        other = own if is_own(own, self.runs, self.meta) else None
         found = self.meta.get("failures", [])
-        return [f for f in found if runs.get((f["rank"], f["pid"]), other) == self.run.get("id")]
+        return [f for f in found if runs.get((f["rank"], f["pid"]), other) == own]
 
     def node_of(self, rank: int) -> str | None:
         """The rank's node as it is shown."""
@@ -88,7 +79,7 @@ def session_block(facts: RunFacts) -> dict[str, Any]:
         "exit_code": meta.get("exit_code"),
         "started_at": moment(meta.get("started_at")),
         "ended_at": moment(meta.get("ended_at")),
-        "launcher": facts.run.get("launcher") or meta.get("launcher"),
+        "launcher": facts.said("launcher"),
         "command": meta.get("command"),
         "strategy": strategies[0] if strategies else meta.get("strategy"),
         "world_size": facts.world_size or None,

@@ -57,7 +57,7 @@ class StoredSpans:
                     "worst_rank": worst,
                     "share": min(1.0, rate.ns / stages[worst][stage]) if stages[worst][stage] else None,
                     "times_per_step": rate.times,
-                    "bytes": rate.size / rate.times if rate.size and rate.times else None,
+                    "bytes": rate.bytes,
                 }
             )
         return sorted(block, key=lambda span: (-span["max_ms"], span["name"]))[:_MAX_SPANS]
@@ -81,7 +81,7 @@ def spans_of(session: SessionFile, rank: int, first: int, last: int) -> list[dic
                 "ms": rate.ns / 1e6,
                 "median_ms": float(np.median(every)) if known is ranks else None,
                 "times_per_step": rate.times,
-                "bytes": rate.size / rate.times if rate.size and rate.times else None,
+                "bytes": rate.bytes,
             }
         )
     return spans

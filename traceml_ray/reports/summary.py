@@ -8,6 +8,7 @@ not known is None.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -38,6 +39,7 @@ from traceml_ray.reports.run_facts import (
 from traceml_ray.reports.stored_spans import StoredSpans
 from traceml_ray.reports.whole import Whole, reduce
 from traceml_ray.stages import STAGES
+from traceml_ray.store.nodes import label_nodes, node_key
 from traceml_ray.store.session_file import SessionFile
 
 __all__ = ["baseline_of", "moment", "nodes_of", "overhead_of", "runs_of", "summaries", "summarize"]
@@ -70,16 +72,16 @@ def summaries(session: SessionFile, thresholds: Thresholds) -> Iterator[dict[str
 
 def _summary(facts: RunFacts, newest: bool = False) -> dict[str, Any]:
     session = facts.session
-    whole = _whole(facts, session.baseline(), newest)
+    whole = reduce(session, facts.thresholds, session.baseline(), newest=newest)
     judged, lines = (whole.judged, whole.lines) if whole else (None, {})
     spans = StoredSpans(session, facts.ranks)
     performance = _with_span(judged.whole() if judged else _no_step(facts), facts, whole, spans)
     verdicts = _changes(facts, whole, spans)
-    found = deaths(facts.failures, facts.events, facts.processes, failed=facts.status == "failed")
+    found = deaths(facts.failures, facts.events, facts.processes, failed=facts.said("status") == "failed")
     stood = hangs(session.verdicts()[0])
     machines = Machines(session.machines, facts.ranks, facts.every, facts.labels)
     dated = lines, facts.thresholds.warmup_steps
-    verdict = still_open(stood, facts.status) or _headline(facts, found) or performance
+    verdict = still_open(stood, facts.said("status")) or _headline(facts, found) or performance
     verdict = machines.with_evidence(verdict, *dated)
     every = sorted([*verdicts, *stood], key=lambda verdict: verdict.from_step or 0)
     summary = {
@@ -108,11 +110,10 @@ def _summary(facts: RunFacts, newest: bool = False) -> dict[str, Any]:
 
 def baseline_of(session: SessionFile, thresholds: Thresholds) -> Baseline | None:
     """Return what a step of `session` costs when all is well, or None. Raises `SessionFileError`."""
-    facts = RunFacts(session, thresholds)
     kept = session.baseline()
     if kept is not None and not kept.source:
         return kept
-    whole = _whole(facts)
+    whole = reduce(session, thresholds)
     return whole.judged.baseline if whole else None
 
 
@@ -122,10 +123,21 @@ def runs_of(session: SessionFile) -> list[dict[str, Any]]:
 
 
 def nodes_of(session: SessionFile) -> list[dict[str, Any]]:
-    """Return the nodes as `SessionFile.nodes` does, with the moments `last_seen` and `lost_at`."""
+    """Return the nodes of the cluster, with the ranks of the run that were seen there last."""
+    nodes, labels = session.cluster(), label_nodes(session.cluster(), session.processes())
+    at: dict[str, list[int]] = {}
+    for rank, process in session.ranks().items():
+        at.setdefault(node_key(process), []).append(rank)
     return [
-        {**node, "last_seen": moment(node["last_seen_ns"]), "lost_at": moment(node["lost_ns"])}
-        for node in session.nodes()
+        {
+            **asdict(node),
+            "alive": node.lost_ns is None,
+            "label": labels[node.node_id],
+            "ranks": at.get(node.node_id, []),
+            "last_seen": moment(node.last_seen_ns),
+            "lost_at": moment(node.lost_ns),
+        }
+        for node in nodes
     ]
 
 
@@ -134,14 +146,9 @@ def _run(entry: dict[str, Any], label: str | None = None) -> dict[str, Any]:
     return {**entry, **times, "label": label or entry["label"]}
 
 
-def _whole(facts: RunFacts, baseline: Baseline | None = None, newest: bool = False) -> Whole | None:
-    """Reduce the run, or its newest rows; None when it has none."""
-    return reduce(facts.session, facts.said("world_size"), facts.thresholds, baseline, newest=newest)
-
-
 def _headline(facts: RunFacts, found: Sequence[Death]) -> Verdict | None:
     """Return the verdict on a run that ended by a death."""
-    if not found or facts.status in ("finished", "stopped"):
+    if not found or facts.said("status") in ("finished", "stopped"):
         return None
     return headline(found, lambda death: facts.node_of(death.rank), facts.ranks, facts.world_size)
 

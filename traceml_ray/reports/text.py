@@ -84,9 +84,9 @@ def _verdict(verdict: dict[str, Any], unit: str) -> list[str]:
     about = []
     if verdict["confidence"]:
         about.append(f"confidence {verdict['confidence']}")
-    if verdict["chronic"] is not None or verdict["transient"]:
-        often = "transient" if verdict["transient"] else "now and then"
-        about.append("chronic" if verdict["chronic"] else often)
+    transient = verdict["pattern"] == "transient"
+    if verdict["chronic"] is not None or transient:
+        about.append("chronic" if verdict["chronic"] else "transient" if transient else "now and then")
     if verdict["cost_pct"]:
         about.append(f"costs {text.percent(verdict['cost_pct'])} of the step")
         about.append(f"{text.number(verdict['gpu_hours_per_hour'])} {unit}-hours wasted per hour")

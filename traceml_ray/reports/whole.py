@@ -17,7 +17,6 @@ from traceml_ray.analysis.window import Int64, RankRows, Window
 from traceml_ray.stages import SEGMENT_BITS
 from traceml_ray.store.history_reader import HistoryReader
 from traceml_ray.store.kept import unpack
-from traceml_ray.store.schema import NONSENSE
 from traceml_ray.store.session_file import Folded, SessionFile
 
 MAX_ROWS = 2_000_000
@@ -88,7 +87,6 @@ class Whole:
 
 def reduce(
     session: SessionFile,
-    launched: int | None,
     thresholds: Thresholds,
     baseline: Baseline | None = None,
     *,
@@ -96,7 +94,7 @@ def reduce(
 ) -> Whole | None:
     """
     Reduce the run that `session` reads, or about `MAX_ROWS` of its `newest` rows; None when it has none.
-    `launched` is how many ranks there were to be. Raises `SessionFileError`.
+    Raises `SessionFileError`.
     """
     ranks, _ = session.rows(last=1)
     if not ranks:
@@ -104,14 +102,14 @@ def reduce(
     run, sums = None, session.folded()
     folded = {own.rank: sums[own.process_id] for own in ranks if own.process_id in sums}
     if folded and not newest:
-        with contextlib.suppress(*NONSENSE):  # of another version: then of the rows that are left
+        with contextlib.suppress(ValueError):  # of another version: then of the rows that are left
             run = unpack(session.kept(), ranks)
     if run is not None:
         folded = _outside(folded, run)
     run = run or reduction.begun(ranks, thresholds, baseline)
     run.last_step = reduction.last_common_step(ranks)
     since = -session.newest_chunks(MAX_ROWS) if newest else 0
-    HistoryReader(session, thresholds, since, run, launched).read_all(PIECE_ROWS)
+    HistoryReader(session, thresholds, since, run).read_all(PIECE_ROWS)
     return Whole(run, ranks, folded)
 
 

@@ -14,7 +14,7 @@ import sqlite3
 from pathlib import Path
 
 from traceml_ray.files import remove
-from traceml_ray.store.schema import SessionFileError, connect
+from traceml_ray.store.schema import SessionFileError, connect, transaction
 
 _SIDE = ("", "-wal", "-shm", "-journal")
 """What belongs to a database: itself and, beside it, files that SQLite finds by its name."""
@@ -87,15 +87,8 @@ def claim(connection: sqlite3.Connection) -> int:
 
     Raises `sqlite3.Error` when the file is locked, or cannot be written.
     """
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        epoch = _begin(connection)
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
-    return epoch
+    with transaction(connection):
+        return _begin(connection)
 
 
 def _begin(connection: sqlite3.Connection) -> int:

@@ -36,11 +36,11 @@ class StoredHistories:
     May be used by several threads.
 
     Args:
-        open_file: opens the session file once more.
+        open_file: opens the session file once more, for one run.
         limits: of the session.
     """
 
-    def __init__(self, open_file: Callable[[], SessionFile], limits: Thresholds) -> None:
+    def __init__(self, open_file: Callable[[str | None], SessionFile], limits: Thresholds) -> None:
         self._open = open_file
         self._limits = limits
         self._lock = threading.Lock()
@@ -52,9 +52,8 @@ class StoredHistories:
         with self._lock:
             reader = self._readers.get(run)
             if reader is None:
-                file, read_on = self._open(), True
-                file.run = run
-                reader = self._readers[run] = HistoryReader(file, self._limits)
+                reader, read_on = HistoryReader(self._open(run), self._limits), True
+                self._readers[run] = reader
                 while len(self._readers) > _MAX_READERS:
                     self._readers.popitem(last=False)[1].session.close()
             self._readers.move_to_end(run)

@@ -13,7 +13,6 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.store.kept import unpack
 from traceml_ray.store.rank_processes import RankProcess, awaited, world_size
-from traceml_ray.store.schema import NONSENSE
 from traceml_ray.store.session_file import SessionFile
 
 SLICE_ROWS = 1 << 18
@@ -30,7 +29,6 @@ class HistoryReader:
         limits: of the session.
         since: negative, how many chunks before the newest it begins.
         run: takes the rows; None: one without verdicts, which begins with what is kept of folded rows.
-        launched: ranks that were launched, where that is known.
     """
 
     def __init__(
@@ -39,7 +37,6 @@ class HistoryReader:
         limits: Thresholds,
         since: int = 0,
         run: Reduction | None = None,
-        launched: int | None = None,
     ) -> None:
         self.session = session
         self.ranks: dict[int, RankProcess] = {}
@@ -47,7 +44,6 @@ class HistoryReader:
         self.whole = False
         """All that is stored has been read."""
         self._limits = limits
-        self._launched = launched
         self._patience_ns = int(limits.report_timeout_s * 1e9)
         self._run = run or Reduction(StepHistory(limits))
         self.history = self._run.history
@@ -58,7 +54,7 @@ class HistoryReader:
     @property
     def world(self) -> int:
         """How many ranks the job has, as far as they have said so."""
-        return world_size(self.ranks, self._launched)
+        return world_size(self.ranks, None)
 
     def read(self, most: int = SLICE_ROWS) -> None:
         """Read on, about `most` rows. Raises `SessionFileError`."""
@@ -93,15 +89,12 @@ class HistoryReader:
 
     def _kept(self) -> Reduction | None:
         """Return what folded rows come to, None where that is not known."""
-        body = self.session.kept()
-        if body is None:
-            return None
-        with contextlib.suppress(*NONSENSE):  # of another version: then there are the rows that are left
-            run = unpack(body, self.session.rows(last=1)[0])
-            if run is not None:
-                run.replay = None
-                return run
-        return None
+        run = None
+        with contextlib.suppress(ValueError):  # of another version: then there are the rows that are left
+            run = unpack(self.session.kept(), self.session.rows(last=1)[0])
+        if run is not None:
+            run.replay = None
+        return run
 
     def _add(self, found: Sequence[RankRows]) -> None:
         known = self.history.reported() | {own.rank for own in found}

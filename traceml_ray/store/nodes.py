@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 
 from traceml_ray.store.rank_processes import RankProcess
-
-COLUMNS = ("node_id", "hostname", "address", "last_seen_ns", "errors", "lost_ns")
 
 
 @dataclass
@@ -22,21 +20,25 @@ class Node:
     address: str
     last_seen_ns: int | None = None
     """When its relay reported last."""
-    errors: dict[str, int] = field(default_factory=dict)
-    """That its relay swallowed, by place."""
     lost_ns: int | None = None
     """When it was found to be gone from the cluster; None while it is there."""
+    errors: dict[str, int] = field(default_factory=dict)
+    """That its relay swallowed, by place."""
 
     def to_row(self) -> tuple[Any, ...]:
         """Return this as a row of `COLUMNS`."""
-        errors = json.dumps(self.errors) if self.errors else "{}"
-        return self.node_id, self.hostname, self.address, self.last_seen_ns, errors, self.lost_ns
+        *values, errors = astuple(self)
+        return *values, json.dumps(errors)
 
     @classmethod
     def from_row(cls, row: tuple[Any, ...]) -> Node:
         """Return the node of a row of `COLUMNS`."""
-        node_id, hostname, address, last_seen_ns, errors, lost_ns = row
-        return cls(node_id, hostname, address, last_seen_ns, json.loads(errors), lost_ns)
+        node = cls(*row)
+        node.errors = json.loads(row[-1])
+        return node
+
+
+COLUMNS = tuple(column.name for column in fields(Node))
 
 
 def node_key(process: RankProcess) -> str:

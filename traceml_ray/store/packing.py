@@ -6,15 +6,12 @@ import math
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
 _DTYPES = ("<i8", "<f8", "<f4", "<u4", "|u1", "|b1")
-_SPARSE = 1024
-"""Arrays of more items than this are kept as those that are not 0, where these are few."""
 _LISTS: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _DICTS: dict[str, Callable[[Any], Any]] = {"dict": dict, "Counter": Counter}
 
@@ -75,8 +72,7 @@ class Packer:
             return kind, [self._plain(each, room) for each in value]
         if isinstance(value, msgspec.Struct):
             return kind, msgspec.to_builtins(value)
-        names = [field.name for field in fields(value)] if is_dataclass(value) else list(vars(value))
-        return kind, {name: self._plain(getattr(value, name), room) for name in names}
+        return kind, {name: self._plain(each, room) for name, each in vars(value).items()}
 
     def _whole(self, plain: Any, room: list[int]) -> Any:
         if not isinstance(plain, list):
@@ -88,8 +84,8 @@ class Packer:
             return _DICTS[kind]({self._whole(key, room): self._whole(each, room) for key, each in rest[0]})
         if kind == "deque":
             return deque((self._whole(each, room) for each in rest[1]), maxlen=rest[0])
-        if kind in ("array", "sparse"):
-            return _to_array(kind, room, *rest)
+        if kind == "array":
+            return _to_array(room, *rest)
         which = self._classes[kind]
         if issubclass(which, msgspec.Struct):
             return msgspec.convert(rest[0], which)
@@ -104,24 +100,13 @@ def _from_array(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
     dtype = array.dtype.str
     if dtype not in _DTYPES:
         raise TypeError(f"cannot keep an array of {dtype}")
-    flat = np.ascontiguousarray(array).ravel()
-    if flat.size > _SPARSE:
-        places = np.flatnonzero(flat)
-        if 4 * len(places) < flat.size:
-            return "sparse", dtype, array.shape, flat[places].tobytes(), places.astype("<i8").tobytes()
-    return "array", dtype, array.shape, flat.tobytes()
+    return "array", dtype, array.shape, array.tobytes()
 
 
-def _to_array(
-    kind: str, room: list[int], dtype: str, shape: list[int], values: bytes, places: bytes = b""
-) -> np.ndarray[Any, Any]:
+def _to_array(room: list[int], dtype: str, shape: list[int], values: bytes) -> np.ndarray[Any, Any]:
     if dtype not in _DTYPES or min(shape, default=0) < 0:
         raise ValueError("no array of ours")
     room[0] -= math.prod(shape) * np.dtype(dtype).itemsize
     if room[0] < 0:
         raise ValueError("too large")
-    if kind == "array":
-        return np.frombuffer(values, dtype).reshape(shape).copy()
-    flat = np.zeros(math.prod(shape), dtype)
-    flat[np.frombuffer(places, "<i8")] = np.frombuffer(values, dtype)
-    return flat.reshape(shape)
+    return np.frombuffer(values, dtype).reshape(shape).copy()

@@ -163,16 +163,8 @@ class Spans(OfRun[list[step_shapes.SpanTimes]], frozen=True):
     last: Int64 = 0
 
 
-class FileCopy(msgspec.Struct):
-    """A copy of the session file in the session's folder."""
-
-    name: str
-    size: int
-    """Bytes."""
-
-
-class Snapshot(Request[FileCopy], frozen=True):
-    """Make a copy of the session file as it stands, and write the reports of the same."""
+class Snapshot(Request[str], frozen=True):
+    """Make a copy of the session file as it stands, and write the reports of the same; its name."""
 
 
 class ReadFile(Request[bytes], frozen=True):

@@ -55,7 +55,6 @@ class RankProcess:
     open_elapsed_ns: int | None = None
     open_span: str | None = None
     open_span_ns: int | None = None
-    """These two are not kept on disk."""
     strategy: str | None = None
     missing: dict[str, str] = field(default_factory=dict)
     errors: dict[str, int] = field(default_factory=dict)
@@ -132,19 +131,17 @@ class RankProcess:
 
 
 _JSON = ("dropped_by_relay", "missing", "errors")
-_BOOL = {"final", "lost"}
-_ELSEWHERE = {"identity", "open_span", "open_span_ns", *_JSON}
-_PLAIN = (*(f.name for f in fields(RankProcess) if f.name not in _ELSEWHERE), *_JSON)
-COLUMNS = (*_PLAIN, *_IDENTITY)
-"""Columns of table `process`, in order."""
+_PLAIN = tuple(f.name for f in fields(RankProcess) if f.name not in ("identity", *_JSON))
+COLUMNS = (*_PLAIN, *_JSON, *_IDENTITY)
+"""Columns of table `rank_process`, in order."""
 PROGRESS = (
     *("produced", "stored", "next_row", "last_batch", "last_key", "last_rows_ns", "last_seen_ns"),
-    *("open_step", "open_stage", "open_elapsed_ns"),
+    *("open_step", "open_stage", "open_elapsed_ns", "open_span", "open_span_ns"),
     *("marks_ns", "agent_cpu_ns", "agent_wall_ns", "sent_bytes"),
 )
 """Columns that change with every batch: written alone in a third of the time of all."""
 _NO_IDENTITY = (None,) * len(_IDENTITY)
-_plain = attrgetter(*_PLAIN[: -len(_JSON)])
+_plain = attrgetter(*_PLAIN)
 to_progress = attrgetter(*PROGRESS, "id")
 """Returns the values of `PROGRESS` and the id of a rank process."""
 _json = attrgetter(*_JSON)
@@ -158,15 +155,13 @@ def to_row(process: RankProcess) -> tuple[Any, ...]:
 
 def from_row(row: tuple[Any, ...]) -> RankProcess:
     """Return the process of a row of `COLUMNS`. Raises ValueError, msgspec.ValidationError for nonsense."""
-    values = dict(zip(_PLAIN, row, strict=False))
+    values = dict(zip(COLUMNS, row, strict=True))
+    identity = [values.pop(name) for name in _IDENTITY]
     for name in _JSON:
         values[name] = {} if values[name] == "{}" else json.loads(values[name])
-    for name in _BOOL:
+    for name in ("final", "lost"):
         values[name] = bool(values[name])
-    identity = row[len(_PLAIN) :]
-    who = None
-    if identity[0] is not None:
-        who = msgspec.convert(list(identity), RankIdentity)
+    who = None if identity[0] is None else msgspec.convert(identity, RankIdentity)
     return RankProcess(**values, identity=who)
 
 

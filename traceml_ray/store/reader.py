@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from traceml_ray.store.schema import SessionFileError, connect
+from traceml_ray.store.schema import SessionFileError, connect, transaction
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # Python 3.11 has it
@@ -48,34 +48,28 @@ class Reader:
         if self._connection.in_transaction or self._all("PRAGMA journal_mode") != [("wal",)]:
             yield
             return
-        self._connection.execute("BEGIN")
-        try:
+        with transaction(self._connection, "DEFERRED"):
             yield
-        finally:
-            self._connection.execute("ROLLBACK")
 
     def _top(self, table: str) -> int:
         return int(self._all(f"SELECT coalesce(max(id), 0) FROM {table}")[0][0])
 
     def _all(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
-        try:
-            return self._connection.execute(query, values).fetchall()
-        except sqlite3.Error as error:
-            raise self._unreadable(error) from error
+        with self._reading(query, values) as cursor:
+            return cursor.fetchall()
 
     def _dicts(self, query: str, *values: Any) -> list[dict[str, Any]]:
-        names: list[str] = []
-        return [dict(zip(names, row, strict=True)) for row in self._iterate(query, *values, names=names)]
+        with self._reading(query, values) as cursor:
+            names = [column[0] for column in cursor.description]
+            return [dict(zip(names, row, strict=True)) for row in cursor]
 
-    def _iterate(self, query: str, *values: Any, names: list[str] | None = None) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of `query`; the names of its columns are put into `names`."""
-        try:
-            cursor = self._connection.execute(query, values)
-            if names is not None:
-                names.extend(column[0] for column in cursor.description)
+    def _iterate(self, query: str, *values: Any) -> Iterator[tuple[Any, ...]]:
+        with self._reading(query, values) as cursor:
             yield from cursor
-        except sqlite3.Error as error:
-            raise self._unreadable(error) from error
 
-    def _unreadable(self, error: sqlite3.Error) -> SessionFileError:
-        return SessionFileError(f"{self.path}: cannot read the session file: {error}")
+    @contextlib.contextmanager
+    def _reading(self, query: str, values: tuple[Any, ...]) -> Iterator[sqlite3.Cursor]:
+        try:
+            yield self._connection.execute(query, values)
+        except sqlite3.Error as error:
+            raise SessionFileError(f"{self.path}: cannot read the session file: {error}") from error

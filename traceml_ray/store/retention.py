@@ -21,13 +21,12 @@ import numpy as np
 from traceml_ray.analysis.reduction import Reduction, begun
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
-from traceml_ray.stages import N_STAGES
 from traceml_ray.store.kept import MAX_RANKS, pack, unpack
 from traceml_ray.store.nodes import process_labels
 from traceml_ray.store.rank_processes import shown, world_size
 from traceml_ray.store.runs import by_run
-from traceml_ray.store.schema import LISTS, NONSENSE, insert
-from traceml_ray.store.session_file import Columns, SessionFile
+from traceml_ray.store.schema import LISTS, NONSENSE, insert, write
+from traceml_ray.store.session_file import Columns, SessionFile, columns_of
 
 CHUNKS = 10
 """Of a rank process in one sum: its agent sends about one a second."""
@@ -103,11 +102,14 @@ class Retention:
         before = [self._left[process] for process in last if process in self._left]
         chunks = [chunk for at in sorted(before) for chunk in self._chunks("id = ?", at)]
         chunks += [chunk for chunk in found if chunk.id != last[chunk.process]]
-        self._keep(chunks)
+        by_process: dict[int, list[_Chunk]] = {}
+        for chunk in chunks:
+            by_process.setdefault(chunk.process, []).append(chunk)
+        self._keep(by_process)
         for process in last:
             self._left.pop(process, None)
         self._left.update((chunk.process, chunk.id) for chunk in found if chunk.id == last[chunk.process])
-        self._sums += _sums(chunks)
+        self._sums += _sums(by_process)
         self._ids += [(chunk.id,) for chunk in chunks]
         self._rows += sum(chunk.n for chunk in chunks)
         self._bytes += sum(len(chunk.keys) + len(chunk.rows) for chunk in chunks)
@@ -129,7 +131,7 @@ class Retention:
         if not self._bytes:
             return self.cursors
         newest = self._one("SELECT max(id) FROM chunk")
-        self._connection.executemany(insert("rollup"), self._sums)
+        write(self._connection, insert("rollup"), self._sums)
         self._merge_sums()
         self._connection.executemany("DELETE FROM chunk WHERE id = ?", self._ids)
         self._write_kept()
@@ -142,14 +144,10 @@ class Retention:
         for state in self._runs.values():
             state.changed = state.refused = False
 
-    def _keep(self, chunks: Iterable[_Chunk]) -> None:
-        """Reduce the rows of `chunks`; of a run that fails, only the sums are kept."""
-        by_process: dict[int, list[_Chunk]] = {}
-        for chunk in chunks:
-            by_process.setdefault(chunk.process, []).append(chunk)
+    def _keep(self, by_process: dict[int, list[_Chunk]]) -> None:
+        """Reduce the rows of chunks; of a run that fails, only the sums are kept."""
         processes = self._session.processes()
         labels = process_labels(self._session.cluster(), processes)
-        read = []
         for run, known in by_run(processes).items():
             ranks = {rank: process for rank, process in shown(known).items() if process.stored}
             found = [
@@ -157,15 +155,14 @@ class Retention:
                 for rank, s in ranks.items()
                 if s.id in by_process
             ]
-            if found and len(ranks) <= MAX_RANKS:
-                state = self._state(run, {rank: process.id for rank, process in ranks.items()})
-                read.append((state, found, world_size(ranks, None)))
-        for state, found, world in read:
+            if not found or len(ranks) > MAX_RANKS:
+                continue
+            state = self._state(run, {rank: process.id for rank, process in ranks.items()})
             state.changed = True
             try:
                 if state.kept is not None:
-                    reported = state.kept.history.reported() | {own.rank for own in found}
-                    state.kept.add(found, state.processes, len(state.processes.keys() - reported), world)
+                    lack = ranks.keys() - state.kept.history.reported() - {own.rank for own in found}
+                    state.kept.add(found, state.processes, len(lack), world_size(ranks, None))
             except NONSENSE as error:
                 state.kept, self.failed = None, error
 
@@ -216,7 +213,7 @@ class Retention:
         for process, sums in groupby(self._connection.execute(query), key=lambda each: each[0]):
             merged += list(_merged(sums, total[process] // share))
         self._connection.execute("DELETE FROM rollup")
-        self._connection.executemany(insert("rollup"), merged)
+        write(self._connection, insert("rollup"), merged)
 
     def _thin(self, share: float) -> dict[str, int]:
         """Thin out the samples among the oldest `share` of each kind; return where that ended."""
@@ -277,24 +274,18 @@ class _Chunk(NamedTuple):
 
 
 def _columns(chunks: Iterable[_Chunk]) -> Columns:
-    keys, flags, rows = (b"".join(part) for part in zip(*(chunk[4:] for chunk in chunks), strict=True))
-    stages = np.frombuffer(rows, "<i8").reshape(-1, N_STAGES)
-    return np.frombuffer(keys, "<i8"), np.frombuffer(flags, np.uint8), stages
+    return columns_of((chunk.keys, chunk.flags, chunk.rows) for chunk in chunks)
 
 
-def _sums(chunks: Iterable[_Chunk]) -> list[tuple[Any, ...]]:
+def _sums(by_process: dict[int, list[_Chunk]]) -> list[tuple[Any, ...]]:
     """Return rows of the table, each of up to ten chunks of one rank process."""
-    processes: dict[int, list[_Chunk]] = {}
-    for chunk in chunks:
-        processes.setdefault(chunk.process, []).append(chunk)
     found = []
-    for process, own in processes.items():
+    for process, own in by_process.items():
         for at in range(0, len(own), CHUNKS):
             part = own[at : at + CHUNKS]
             keys, _, rows = _columns(part)
-            longest = int(rows.sum(axis=1).max())
             sums = rows.sum(axis=0).astype("<i8").tobytes()
-            found.append((process, part[0].first_row, len(keys), int(keys[0]), int(keys[-1]), sums, longest))
+            found.append((process, part[0].first_row, len(keys), int(keys[0]), int(keys[-1]), sums))
     return found
 
 
@@ -304,8 +295,7 @@ def _merged(sums: Iterable[tuple[Any, ...]], most: int) -> Iterator[tuple[Any, .
     for each in sums:
         if whole is not None and whole[2] + each[2] <= most:
             stages = np.frombuffer(whole[5], "<i8") + np.frombuffer(each[5], "<i8")
-            longest = max(whole[6], each[6])
-            whole = (*whole[:2], whole[2] + each[2], whole[3], each[4], stages.tobytes(), longest)
+            whole = (*whole[:2], whole[2] + each[2], whole[3], each[4], stages.tobytes())
         else:
             if whole is not None:
                 yield whole

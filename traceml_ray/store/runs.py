@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
 from traceml_ray.store.rank_processes import RankProcess, attempt_of, generations, shown, world_size
@@ -84,18 +84,16 @@ def list_runs(
     ones), `ledger` in rows.
     """
     runs, told = by_run(processes), meta.get("runs", {})
-    ids = [*runs, *(run for run in told if run not in runs)]
+    ids = {**runs, **told}
     return [
-        _entry(
-            run, runs.get(run, []), told.get(run, {}), meta, labels, own=len(ids) == 1 or _is_own(run, meta)
-        )
+        _entry(run, runs.get(run, []), told.get(run, {}), meta, labels, own=is_own(run, ids, meta))
         for run in ids
     ]
 
 
-def _is_own(run: str, meta: Mapping[str, Any]) -> bool:
-    """Whether this is the run for which the session was made, by torchrun's launcher."""
-    return bool(run == meta.get("session"))
+def is_own(run: str | None, runs: Sized, meta: Mapping[str, Any]) -> bool:
+    """Whether what the launcher said of the session holds for `run`, one of `runs`: it is made for one."""
+    return len(runs) <= 1 or run == meta.get("session")
 
 
 def _entry(
@@ -131,14 +129,13 @@ def _entry(
 
 def count(processes: Iterable[RankProcess]) -> dict[str, Any]:
     """Return where every produced row is: `produced = stored + dropped + in_flight`, in rows."""
-    total = {"produced": 0, "stored": 0, "in_flight": 0}
-    dropped = {"agent": 0, "relay": 0, "aggregator": 0}
-    for process in processes:
-        for name in total:
-            total[name] += getattr(process, name)
-        for name in dropped:
-            dropped[name] += getattr(process, f"dropped_{name}")
-    return {**total, "dropped": dropped}
+    processes = list(processes)
+
+    def total(name: str) -> int:
+        return sum(getattr(process, name) for process in processes)
+
+    dropped = {where: total(f"dropped_{where}") for where in ("agent", "relay", "aggregator")}
+    return {**{name: total(name) for name in ("produced", "stored", "in_flight")}, "dropped": dropped}
 
 
 def ledger(processes: Iterable[RankProcess], run: str | None) -> dict[str, Any]:

@@ -101,17 +101,11 @@ class SampleReader(Reader):
         query = f"SELECT * FROM node_sample WHERE {where} ORDER BY id"
         at = _SAMPLE.index("gpus")
         for row, node, *sample in self._iterate(query, *values):
-            sample[at] = _gpus(sample[at])
+            sample[at] = _gpus.decode(sample[at]) if sample[at] else None
             yield row, node, wire.NodeSample(*sample)
 
 
-def _gpus(text: str | None) -> list[wire.GpuSample] | None:
-    if not text:
-        return None
-    return _gpu_decoder.decode(text)
-
-
-_gpu_decoder = msgspec.json.Decoder(list[wire.GpuSample])
+_gpus = msgspec.json.Decoder(list[wire.GpuSample])
 
 
 def _append(columns: dict[int | None, list[array[float]]], device: int | None, values: list[float]) -> None:

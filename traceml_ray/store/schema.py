@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import psutil
 
 from traceml_ray import wire
 from traceml_ray.store.nodes import COLUMNS as NODE
@@ -24,27 +27,39 @@ LISTS = {
     "span": ("process", *wire.SpanSum.__struct_fields__),
     "event": ("process", "node_id", *wire.Event.__struct_fields__, "run"),
     "verdict": ("t_ns", "body", "run"),
-    "rollup": ("process", "first_row", "n", "first_key", "last_key", "sums", "max_ns"),
+    "rollup": ("process", "first_row", "n", "first_key", "last_key", "sums"),
 }
 """Tables that grow, by name: their columns after `id`, which numbers the rows in order of arrival."""
 _KEYED = {
     "meta": ("key", "value"),
     "node": NODE,
-    "relay": ("incarnation", "node_id", "last_seq"),
+    "relay": ("incarnation", "last_seq"),
 }
 """Tables with one row for each value of their first column."""
+_MAX_VALUES = 999
+"""Of one statement; newer versions of SQLite take more."""
 _INDEXES = {"chunk": "process, id", "process_sample": "process, id", "node_sample": "node_id, id",
             "span": "process, last_step"}  # fmt: skip
 
 
 def insert(table: str) -> str:
-    """Return the statement that appends a row to one of `LISTS`."""
-    return f"INSERT INTO {table} VALUES(NULL, {marks(len(LISTS[table]))})"
+    """Return the statement with which `write` appends rows to one of `LISTS`."""
+    return f"INSERT INTO {table}({', '.join(LISTS[table])}) VALUES ?"
 
 
-def marks(n: int) -> str:
-    """Return `n` places for values."""
-    return ", ".join("?" * n)
+def write(connection: sqlite3.Connection, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    """
+    Run `statement` with its `?` replaced by rows, as many at a time as may be: each time the thread gives
+    away the GIL, and waits for it where another thread is busy.
+    """
+    if not rows:
+        return
+    most, places = _MAX_VALUES // len(rows[0]), f"({', '.join('?' * len(rows[0]))})"
+    for first in range(0, len(rows), most):
+        some = rows[first : first + most]
+        connection.execute(
+            statement.replace("?", ", ".join([places] * len(some))), [*chain.from_iterable(some)]
+        )
 
 
 def _statements() -> Iterator[str]:
@@ -127,6 +142,19 @@ def damaged(path: Path) -> bool:
         return True
 
 
+@contextlib.contextmanager
+def transaction(connection: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
+    """Commit what is done inside, or none of it."""
+    connection.execute(f"BEGIN {kind}")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
 def _set_up(connection: sqlite3.Connection, path: Path, create: bool) -> None:
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
@@ -147,19 +175,12 @@ def _set_up(connection: sqlite3.Connection, path: Path, create: bool) -> None:
     connection.execute("PRAGMA synchronous=NORMAL")
 
 
-def on_network_filesystem(path: Path, mounts: Path = Path("/proc/mounts")) -> bool:
+def on_network_filesystem(path: Path) -> bool:
     """Return whether `path` lies on a filesystem that other machines write to as well."""
     try:
-        lines = mounts.read_text().splitlines()
+        mounts = psutil.disk_partitions(all=True)
     except OSError:
         return False
-    target = path.resolve()
-    best, kind = -1, ""
-    for line in lines:
-        parts = line.split()
-        if len(parts) < 3:
-            continue
-        point = Path(parts[1].encode().decode("unicode_escape"))
-        if (target == point or point in target.parents) and len(point.parts) >= best:
-            best, kind = len(point.parts), parts[2]
-    return kind in NETWORK_FILESYSTEMS
+    holding = [mount for mount in mounts if path.resolve().is_relative_to(mount.mountpoint)]
+    nearest = sorted(holding, key=lambda mount: len(mount.mountpoint))[-1:]  # of several there, the last
+    return any(mount.fstype in NETWORK_FILESYSTEMS for mount in nearest)

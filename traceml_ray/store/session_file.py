@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +23,7 @@ import numpy as np
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.stages import N_STAGES
-from traceml_ray.store.nodes import COLUMNS as NODE_COLUMNS
-from traceml_ray.store.nodes import Node, label_nodes, node_key, process_labels
+from traceml_ray.store.nodes import Node, process_labels
 from traceml_ray.store.rank_processes import RankProcess, from_row, shown
 from traceml_ray.store.runs import ledger, list_runs, newest_of, of_run
 from traceml_ray.store.samples import SampleReader
@@ -45,28 +45,7 @@ class SessionFile(SampleReader):
 
     def cluster(self) -> list[Node]:
         """Return the nodes of the cluster that are known of."""
-        found = self._all(f"SELECT {', '.join(NODE_COLUMNS)} FROM node ORDER BY node_id")
-        return [Node.from_row(row) for row in found]
-
-    def nodes(self) -> list[dict[str, Any]]:
-        """
-        Return the nodes as dicts: what `Node` holds, `alive`, `label` (how it is shown), and `ranks`,
-        those of the run that were seen there last.
-        """
-        processes, nodes = self.processes(), self.cluster()
-        at: dict[str, list[int]] = {}
-        for rank, process in shown(of_run(processes, self.run_id())).items():
-            at.setdefault(node_key(process), []).append(rank)
-        labels = label_nodes(nodes, processes)
-        return [
-            {
-                **asdict(node),
-                "alive": node.lost_ns is None,
-                "label": labels[node.node_id],
-                "ranks": at.get(node.node_id, []),
-            }
-            for node in nodes
-        ]
+        return [Node.from_row(row) for row in self._all("SELECT * FROM node ORDER BY node_id")]
 
     def processes(self) -> list[RankProcess]:
         """Return every rank process of every run, in order of first appearance."""
@@ -101,14 +80,10 @@ class SessionFile(SampleReader):
         return shown(of_run(processes, self.run_id()))
 
     def rows(
-        self,
-        only: Iterable[int] | None = None,
-        since: int = 0,
-        last: int | None = None,
-        most: int | None = None,
+        self, since: int = 0, last: int | None = None, most: int | None = None
     ) -> tuple[list[RankRows], int]:
         """
-        Return the rows of the ranks in `only` (None: all) that came after cursor `since`, and the new cursor.
+        Return the rows of the ranks that came after cursor `since`, and the new cursor.
 
         One `RankRows` per rank that has any, by rank; `last` keeps only each rank's newest rows. With `most`,
         no more than so many batches are looked at: ask again until the cursor stays. Negative, a cursor is
@@ -119,16 +94,14 @@ class SessionFile(SampleReader):
         top = top if most is None else min(top, since + most)
         if top <= since:
             return [], since
-        wanted = None if only is None else set(only)
         found = []
         processes = self.processes()
         labels = process_labels(self.cluster(), processes)
         for rank, process in shown(of_run(processes, self.run_id())).items():
-            if wanted is None or rank in wanted:
-                columns = self._columns(process.id, since, top, last)
-                if columns is not None:
-                    more = process.group, process.strategy, process.id
-                    found.append(RankRows(rank, labels[process.id], *columns, *more))
+            columns = self._columns(process.id, since, top, last)
+            if columns is not None:
+                more = process.group, process.strategy, process.id
+                found.append(RankRows(rank, labels[process.id], *columns, *more))
         return found, top
 
     def newest_chunks(self, rows: int) -> int:
@@ -208,12 +181,8 @@ class SessionFile(SampleReader):
 
     def folded(self) -> dict[int, Folded]:
         """Return what is only kept as sums, by rank process, see `retention`."""
-        by_process: dict[int, list[tuple[Any, ...]]] = {}
-        for process, *sums in self._all(
-            "SELECT process, n, first_key, last_key, sums FROM rollup ORDER BY id"
-        ):
-            by_process.setdefault(process, []).append(tuple(sums))
-        return {process: _folded(sums) for process, sums in by_process.items()}
+        sums = self._iterate("SELECT process, n, first_key, last_key, sums FROM rollup ORDER BY process, id")
+        return {process: _folded(own) for process, own in groupby(sums, key=itemgetter(0))}
 
     def copy_to(self, path: Path) -> None:
         """Copy the whole file, as it stands, into the empty file `path`. Raises `SessionFileError`."""
@@ -240,13 +209,9 @@ class SessionFile(SampleReader):
                     break
         if not chunks:
             return None
-        keys, flags, rows = (b"".join(part) for part in zip(*reversed(chunks), strict=True))
+        keys, flags, rows = columns_of(chunks[::-1])
         skip = max(0, count - last) if last is not None else 0
-        return (
-            np.frombuffer(keys, "<i8")[skip:],
-            np.frombuffer(flags, np.uint8)[skip:],
-            np.frombuffer(rows, "<i8").reshape(-1, N_STAGES)[skip:],
-        )
+        return keys[skip:], flags[skip:], rows[skip:]
 
 
 class Folded(NamedTuple):
@@ -258,10 +223,17 @@ class Folded(NamedTuple):
     sums: np.ndarray[Any, Any]
 
 
-def _folded(rows: list[tuple[Any, ...]]) -> Folded:
-    counts, first_keys, last_keys, sums = zip(*rows, strict=True)
+def _folded(rows: Iterable[tuple[Any, ...]]) -> Folded:
+    _, counts, first_keys, last_keys, sums = zip(*rows, strict=True)
     all_sums = np.frombuffer(b"".join(sums), "<i8").reshape(-1, N_STAGES)
     return Folded(np.array(counts), np.array(first_keys), np.array(last_keys), all_sums)
 
 
 Columns = tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]
+
+
+def columns_of(chunks: Iterable[Sequence[bytes]]) -> Columns:
+    """Return the keys (n,), flags (n,) and rows (n, 6) of chunks, one after the other."""
+    keys, flags, rows = (b"".join(part) for part in zip(*chunks, strict=True))
+    stages = np.frombuffer(rows, "<i8").reshape(-1, N_STAGES)
+    return np.frombuffer(keys, "<i8"), np.frombuffer(flags, np.uint8), stages

@@ -25,11 +25,10 @@ from traceml_ray.analysis.verdict import DEFAULTS
 from traceml_ray.files import write_files
 from traceml_ray.stages import ROW_BYTES
 from traceml_ray.store.fence import Fence, identity
-from traceml_ray.store.nodes import COLUMNS as NODE_COLUMNS
 from traceml_ray.store.nodes import Node
-from traceml_ray.store.rank_processes import COLUMNS, PROGRESS, RankProcess, to_progress, to_row
+from traceml_ray.store.rank_processes import PROGRESS, RankProcess, to_progress, to_row
 from traceml_ray.store.retention import Retention
-from traceml_ray.store.schema import connect, insert, legible, marks
+from traceml_ray.store.schema import connect, insert, legible, transaction, write
 from traceml_ray.store.session_file import SessionFile
 
 MAX_PENDING_BYTES = 256 << 20
@@ -37,7 +36,10 @@ MAX_PENDING_BYTES = 256 << 20
 MAX_PENDING_ITEMS = 100_000
 """Samples, spans, events and verdicts kept the same way, of each kind."""
 _APPENDED = ("process_sample", "node_sample", "span", "event", "verdict", "chunk")
-_ITEMS = {"process_sample": "process sample", "node_sample": "node sample", "span": "span"}
+_PROGRESSED = (
+    f"INSERT INTO rank_process({', '.join(PROGRESS)}, id) VALUES ? "
+    f"ON CONFLICT(id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in PROGRESS)}"
+)
 
 
 class SessionWriter:
@@ -53,13 +55,12 @@ class SessionWriter:
         self,
         path: Path,
         *,
-        max_pending_bytes: int = MAX_PENDING_BYTES,
         max_bytes: int = 1 << 62,
         thresholds: Thresholds = DEFAULTS,
     ) -> None:
         self.path = path
         self.lock = threading.Lock()
-        self.max_pending_bytes = max_pending_bytes
+        self.max_pending_bytes = MAX_PENDING_BYTES
         self._database = threading.Lock()
         self.max_pending_items = MAX_PENDING_ITEMS
         found = identity(path)
@@ -120,7 +121,7 @@ class SessionWriter:
         """Note the message as taken, and the state of its node."""
         node = batch.node
         self.taken[batch.incarnation] = batch.seq
-        self._pending.relays[batch.incarnation] = (batch.incarnation, node.node_id, batch.seq)
+        self._pending.relays[batch.incarnation] = batch.seq
         known = self.node(node.node_id, node.hostname, node.address)
         known.last_seen_ns, known.errors = now, batch.errors
         if batch.sample is not None:
@@ -174,7 +175,7 @@ class SessionWriter:
         rows = self._pending.inserts[table]
         excess = len(rows) - self.max_pending_items * 9 // 10
         del rows[:excess]
-        self.lost[f"{_ITEMS.get(table, table)}: not stored, no room"] += excess
+        self.lost[f"{table.replace('_', ' ')}: not stored, no room"] += excess
 
     def commit(self) -> None:
         """
@@ -186,14 +187,9 @@ class SessionWriter:
         with self._database:
             with self.lock:
                 work, self._pending = self._pending, _Pending()
-                processes = [to_row(process) for process in work.processes.values()]
-                progress = [
-                    to_progress(each) for each in work.progressed.values() if each.id not in work.processes
-                ]
-                nodes = [node.to_row() for node in work.nodes.values()]
-                meta = [(key, json.dumps(self.meta[key])) for key in work.meta]
+                changes = self._changes(work)
             try:
-                self._write(work, processes, progress, nodes, meta)
+                self._write(changes)
             except BaseException:
                 with self.lock:
                     work.follow(self._pending)
@@ -203,7 +199,7 @@ class SessionWriter:
                             self._cut(table)
                 raise
             with self.lock:
-                self.committed.update((incarnation, seq) for incarnation, _, seq in work.relays.values())
+                self.committed.update(work.relays)
 
     def fold(self) -> None:
         """
@@ -262,34 +258,29 @@ class SessionWriter:
         with self._database:
             self._connection.close()
 
-    def _write(
-        self, work: _Pending, processes: list[Any], progress: list[Any], nodes: list[Any], meta: list[Any]
-    ) -> None:
-        run = self._connection.executemany
+    def _changes(self, work: _Pending) -> list[tuple[str, list[Any]]]:
+        """Return the statements that write `work`, with their values."""
+        progress = [each for id_, each in work.progressed.items() if id_ not in work.processes]
+        return [
+            *((insert(table), rows) for table, rows in work.inserts.items()),
+            ("REPLACE INTO rank_process VALUES ?", [*map(to_row, work.processes.values())]),
+            (_PROGRESSED, [*map(to_progress, progress)]),
+            ("REPLACE INTO meta VALUES ?", [(key, json.dumps(self.meta[key])) for key in work.meta]),
+            ("REPLACE INTO node VALUES ?", [node.to_row() for node in work.nodes.values()]),
+            ("REPLACE INTO relay VALUES ?", [*work.relays.items()]),
+        ]
+
+    def _write(self, changes: list[tuple[str, list[Any]]]) -> None:
         with self._transaction():
-            for table, rows in work.inserts.items():
-                run(insert(table), rows)
-            run(f"REPLACE INTO rank_process VALUES({marks(len(COLUMNS))})", processes)
-            run(
-                f"UPDATE rank_process SET {', '.join(f'{name} = ?' for name in PROGRESS)} WHERE id = ?",
-                progress,
-            )
-            run("REPLACE INTO meta VALUES(?, ?)", meta)
-            run(f"REPLACE INTO node VALUES({marks(len(NODE_COLUMNS))})", nodes)
-            run("REPLACE INTO relay VALUES(?, ?, ?)", work.relays.values())
+            for statement, rows in changes:
+                write(self._connection, statement, rows)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        self._connection.execute("BEGIN IMMEDIATE")
-        try:
+        with transaction(self._connection):
             self._fence.check()
             yield
-            self._connection.execute("COMMIT")
-            self._fence.committed()
-        except BaseException:
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
-            raise
+        self._fence.committed()
 
     def _drop_oldest(self) -> None:
         """Drop the oldest pending rows down to nine tenths of the bound, counted for their rank process."""
@@ -314,7 +305,7 @@ class _Pending:
     progressed: dict[int, RankProcess] = field(default_factory=dict)
     meta: set[str] = field(default_factory=set)
     nodes: dict[str, Node] = field(default_factory=dict)
-    relays: dict[str, tuple[str, str, int]] = field(default_factory=dict)
+    relays: dict[str, int] = field(default_factory=dict)
     row_bytes: int = 0
 
     def follow(self, later: _Pending) -> None:
