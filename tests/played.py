@@ -12,10 +12,24 @@ from sessions import MS, SECOND, Clock, Rank, Relay, aggregation
 from traceml_ray import wire
 from traceml_ray.dash_app.source import SourceError
 from traceml_ray.monitor.aggregator import AggregatorCore
-from traceml_ray.stages import DATA, FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT
+from traceml_ray.stages import (
+    DATA,
+    FLAG_DEVICE_CLOCK,
+    FLAG_FIRST,
+    FORWARD,
+    LEAD_BYTES,
+    N_STAGES,
+    POST_SYNC,
+    SYNC_WAIT,
+)
 
 QUIET = (1.0, 2.0, 0.5, 6.0, 9.0, 1.5)
 """ms of a balanced step: post_sync, data, prepare, forward, backward, sync_wait."""
+
+
+HOST = (0.4, 0.2, 0.1, 2.0, 3.0, 0.1)
+"""ms that the host of a device needs for it."""
+LATE, FULL, SURE = range(LEAD_BYTES)
 
 
 class PlayedSource:
@@ -42,7 +56,8 @@ class PlayedSource:
 class Played:
     """
     `world` ranks, `per_node` on each node, in the session folder `folder`. From step `onset` on, rank `late`
-    takes `late_ms` more in `stage`, and the others wait for it. `jitter_ms` of noise everywhere.
+    takes `late_ms` more in `stage`, and the others wait for it. `jitter_ms` of noise everywhere. `device`:
+    these are rows of a device, whose host needs HOST and is late where the rank is.
     """
 
     def __init__(
@@ -59,6 +74,7 @@ class Played:
         gpus: int = 2,
         clock: Clock | None = None,
         seed: int = 0,
+        device: bool = False,
         **who: Any,
     ) -> None:
         self.clock = clock or Clock()
@@ -68,7 +84,7 @@ class Played:
         self.world, self.late, self.stage, self.onset = world, late, stage, onset
         self._late_ms, self._jitter, self._gpus = late_ms, jitter_ms, gpus
         self._rng = np.random.default_rng(seed)
-        self._who, self._per_node = who, per_node
+        self._who, self._per_node, self._device = who, per_node, device
         self._seconds = 0
         self._held: dict[int, list[bytes]] = {}
         self.begin()
@@ -143,7 +159,22 @@ class Played:
             "overhead": wire.Overhead(5_000 * (last + 1), 2 * MS * s, SECOND * s, 900 * s),
             "strategy": "ddp",
         }
-        return rank.batch(n, rows=rows.tobytes(), **{**said, **fields})
+        beside = self._beside(rank, rows) if self._device else {}
+        return rank.batch(n, rows=rows.tobytes(), **{**said, **beside, **fields})
+
+    def _beside(self, rank: Rank, rows: np.ndarray) -> dict[str, Any]:
+        """What a rank with a device clock sends beside its rows: host rows and leads."""
+        n, number = len(rows), rank.identity.global_rank
+        host = np.tile((np.array(HOST) * MS).astype("<i8"), (n, 1))
+        leads = np.zeros((n, LEAD_BYTES), np.uint8)
+        leads[:, SURE] = (1 << SYNC_WAIT) - 1
+        if number == self.late:
+            late = np.arange(self.step, self.step + n) >= self.onset
+            host[late, self.stage] = rows[late, self.stage]
+            leads[late, LATE], leads[late, SURE] = 1 << self.stage, 0
+        flags = np.full(n, FLAG_DEVICE_CLOCK, np.uint8)
+        flags[: not rank.produced] |= FLAG_FIRST
+        return {"host_rows": host.tobytes(), "leads": leads.tobytes(), "flags": flags.tobytes()}
 
     def _sample(self, node: int) -> wire.NodeSample:
         n, first = self._seconds, self.ranks[node * self._per_node].identity.pid

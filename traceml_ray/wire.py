@@ -38,6 +38,8 @@ StageIndex = Annotated[int, msgspec.Meta(ge=0, lt=N_STAGES)]
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
 """Id of a rank process; also used as a file name."""
 Value = str | Int64 | float | None
+Columns = tuple[bytes, bytes, bytes, bytes, bytes]
+"""Keys, flags, rows, host rows and leads of some rows, see `RankBatch`."""
 _FEW = msgspec.Meta(max_length=MAX_ITEMS)
 
 
@@ -152,6 +154,12 @@ class RankBatch(Message, tag="rank", frozen=True):
     """
     leads: bytes = b""
     """n × LEAD_BYTES × uint8 (late, full, sure), or empty: not known. Only with `host_rows`."""
+
+    def columns(self, skip: int = 0) -> Columns:
+        """Return the columns of the rows without the first `skip`."""
+        row = ROW_BYTES * skip
+        own = self.keys[8 * skip :], self.flags[skip:], self.rows[row:]
+        return *own, self.host_rows[row:], self.leads[LEAD_BYTES * skip :]
 
     def check(self) -> None:
         """Raise `WireError` where the columns do not fit each other."""

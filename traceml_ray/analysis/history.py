@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -234,7 +233,7 @@ class RunJudge:
         self._offered += 1
         if (self._offered - 1) % self._spacing:
             return
-        self._sample.append(replace(window, d=window.d.copy(order="K"), flags=window.flags.copy(order="K")))
+        self._sample.append(window.copied())
         most = min(thresholds.run_steps, thresholds.run_rows // max(len(window.ranks), 1))
         while len(self._sample) > max(2, most // thresholds.window_steps):
             del self._sample[1::2]

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from traceml_ray.analysis.wide_rows import beside, is_wide, widen, without_device
 from traceml_ray.analysis.window import Bool, Group, Int64, UInt8, Window
-from traceml_ray.stages import FLAG_FIRST, N_STAGES, SEGMENT_BITS
+from traceml_ray.stages import FLAG_DEVICE_CLOCK, FLAG_FIRST, N_STAGES, SEGMENT_BITS
 
 CELLS = 1 << 18
 _LEAST, _MOST = 192, 8192
+_OFF_STEPS = 256
 Places = slice | npt.NDArray[np.intp]
 
 
@@ -30,6 +32,7 @@ class RowTable:
     `most`.
 
     A cell is written once: what is there stays. When there is no more room, the oldest columns are forgotten.
+    Cells are wide (see `wide_rows`) from the first wide row on.
     """
 
     def __init__(self, cells: int = CELLS, most: int = _MOST) -> None:
@@ -42,10 +45,13 @@ class RowTable:
         self.lead: Int64 = np.empty(0, np.int64)
         self.lead_ns: Int64 = np.empty(0, np.int64)
         """The key of each rank's first row of all, which does not count, and how long it took; -1 without."""
+        self.device: Int64 = np.empty(0, np.int64)
+        """The newest key of each rank (R,) whose row is on the device's clock, -1 without."""
         self.forgotten = -1
         """Keys up to this one are no longer here."""
         self._end = 0
         self._keys: Int64 = np.empty(0, np.int64)
+        self._d: Int64 = np.empty((0, 0, N_STAGES), np.int64)
         self._make(0, 0)
 
     @property
@@ -70,7 +76,7 @@ class RowTable:
             return
         at = np.searchsorted(every, self.ranks)
         self.ranks = every
-        for name in ("first", "last", "lead", "lead_ns"):
+        for name in ("first", "last", "lead", "lead_ns", "device"):
             before = getattr(self, name)
             setattr(self, name, np.full(len(every), -1, np.int64))
             getattr(self, name)[at] = before
@@ -78,11 +84,15 @@ class RowTable:
 
     def put(self, places: npt.NDArray[np.intp], keys: Int64, flags: UInt8, rows: Int64) -> int:
         """
-        Take the rows of some ranks that have the same `keys` (k,): `flags` (m, k), `rows` ns (m, k, 6).
+        Take rows of some ranks that have the same `keys` (k,): `flags` (m, k), `rows` ns (m, k, 6) or wide.
 
         Return how many are new: of a key that comes again the first row stays, and keys that were forgotten
         are left out.
         """
+        if is_wide(rows) and not is_wide(self._d):
+            self._d = widen(self._d)
+        elif is_wide(self._d) and not is_wide(rows):
+            rows = widen(rows)
         if len(keys) > 1 and not (np.diff(keys) > 0).all():
             keys, first = np.unique(keys, return_index=True)
             flags, rows = flags[:, first], rows[:, first]
@@ -95,6 +105,8 @@ class RowTable:
         usable = flags & FLAG_FIRST == 0
         if not usable.all():
             self._note_lead(places, keys, usable, rows)
+        if is_wide(rows):
+            usable &= ~self._off_clock(places, keys, flags, rows)
         where = _cross(places, at)
         there = self._seen[where]
         new = int(there.size - there.sum())
@@ -119,7 +131,19 @@ class RowTable:
     def _note_lead(self, places: npt.NDArray[np.intp], keys: Int64, usable: Bool, rows: Int64) -> None:
         for line, column in np.argwhere(~usable):
             self.lead[places[line]] = keys[column]
-            self.lead_ns[places[line]] = rows[line, column].sum()
+            self.lead_ns[places[line]] = rows[line, column, :N_STAGES].sum()
+
+    def _off_clock(self, places: npt.NDArray[np.intp], keys: Int64, flags: UInt8, rows: Int64) -> Bool:
+        """
+        Return which rows (m, k) have no times of the device although the rank's device clock goes on: it had
+        some at most `_OFF_STEPS` before. They cannot be compared, and do not count.
+        """
+        newest = np.where(flags & FLAG_DEVICE_CLOCK != 0, keys, -1)
+        newest[:, 0] = np.maximum(newest[:, 0], self.device[places])
+        newest = np.maximum.accumulate(newest, axis=1)
+        self.device[places] = newest[:, -1]
+        near: Bool = (newest >= 0) & ((keys >> SEGMENT_BITS) - (newest >> SEGMENT_BITS) <= _OFF_STEPS)
+        return near & without_device(rows, flags)
 
     def unseen(self, places: npt.NDArray[np.intp], keys: Int64) -> Int64:
         """Return those of `keys` of which one of the ranks has no row yet."""
@@ -137,6 +161,13 @@ class RowTable:
         steps = self._keys[max(0, end - _LEAST) : end] >> SEGMENT_BITS
         return -(-len(steps) // (int(np.count_nonzero(np.diff(steps))) + 1))
 
+    def before(self, end: int, columns: int) -> int:
+        """Return with which column so many begin that end before `end` and have a row that counts."""
+        if is_wide(self._d):
+            counts = np.flatnonzero(self._usable[:, :end].any(axis=0))
+            return int(counts[-columns]) if len(counts) >= columns else 0
+        return max(0, end - columns)
+
     def between(self, after: int, to: int) -> slice:
         """Return the columns of the keys from `after` (left out) to `to`."""
         first, last = np.searchsorted(self.keys, (after, to), "right").tolist()
@@ -144,10 +175,11 @@ class RowTable:
 
     def cells(self, columns: slice) -> tuple[Int64, UInt8, Bool]:
         """Return `d` (R, n, 6), `flags` (R, n) and where there is a row that counts (R, n); views."""
-        return self._d[:, columns], self._flags[:, columns], self._usable[:, columns]
+        d = self._d[:, columns, :N_STAGES]
+        return d, self._flags[:, columns], self._usable[:, columns]
 
     def line(self, rank: int, last: int) -> tuple[Int64, UInt8, Int64]:
-        """Return the newest `last` rows of a rank: keys (n,), flags (n,), rows (n, 6)."""
+        """Return the newest `last` rows of a rank: keys (n,), flags (n,), rows (n, 6) or wide."""
         at = int(np.searchsorted(self.ranks, rank))
         if at == len(self.ranks) or self.ranks[at] != rank:
             return _NO_KEYS, np.empty(0, np.uint8), np.empty((0, N_STAGES), np.int64)
@@ -175,6 +207,8 @@ class RowTable:
         d, flags = self._d[lines, cut], self._flags[lines, cut]
         if not common[inside].all():
             d, flags = d[:, common[inside]], flags[:, common[inside]]
+        host, leads = beside(d, flags)
+        d = d[..., :N_STAGES]
         return Window(
             keys=keys[common],
             ranks=np.asarray(ranks, np.int64),
@@ -186,6 +220,8 @@ class RowTable:
             lacking=keys[inside][seen[inside] & ~common[inside]] if len(found) else keys[seen],
             groups=tuple(each.group for each in who),
             strategies=frozenset(each.strategy for each in who if each.strategy),
+            host=None if host is None else host.transpose(1, 0, 2),
+            leads=None if leads is None else leads.transpose(1, 0, 2),
         )
 
     def forget(self, done: int) -> None:
@@ -254,7 +290,7 @@ class RowTable:
         return self._d, self._flags, self._usable, self._seen
 
     def _make(self, ranks: int, columns: int) -> None:
-        self._d: Int64 = np.zeros((ranks, columns, N_STAGES), np.int64)
+        self._d = np.zeros((ranks, columns, self._d.shape[2]), np.int64)
         self._flags: UInt8 = np.zeros((ranks, columns), np.uint8)
         self._usable: Bool = np.zeros((ranks, columns), np.bool_)
         """Whether a row counts: the first of a process does not."""

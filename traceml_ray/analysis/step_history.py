@@ -76,9 +76,9 @@ class StepHistory(KeptSteps):
     def take(self, found: Sequence[RankRows]) -> None:
         """Take rows of some ranks."""
         self.know({rows.rank: Who(rows.node, rows.group, rows.strategy) for rows in found})
-        alike: dict[bytes, list[RankRows]] = {}
+        alike: dict[tuple[bytes, int], list[RankRows]] = {}
         for rows in found:
-            alike.setdefault(rows.keys.tobytes(), []).append(rows)
+            alike.setdefault((rows.keys.tobytes(), rows.rows.shape[1]), []).append(rows)
         for same in alike.values():
             flags, stages = np.stack([rows.flags for rows in same]), np.stack([rows.rows for rows in same])
             self.put([rows.rank for rows in same], same[0].keys, flags, stages)
@@ -89,7 +89,7 @@ class StepHistory(KeptSteps):
         self.table.add_ranks([*who])
 
     def put(self, ranks: Sequence[int], keys: Int64, flags: UInt8, rows: Int64) -> None:
-        """Take the rows of some ranks that have the same `keys` (k,): `flags` (m, k), `rows` ns (m, k, 6)."""
+        """Take rows of ranks that have the same `keys` (k,): `flags` (m, k), `rows` ns (m, k, 6) or wide."""
         if not len(keys):
             return
         places = self.table.places(ranks)
@@ -142,7 +142,7 @@ class StepHistory(KeptSteps):
         last = int(self.table.last[self.table.places(ranks)].min())
         end = self.table.between(-1, last).stop
         several = self.table.rows_of_a_step(end)
-        columns = slice(max(0, end - several * (steps + 1)), end)
+        columns = slice(self.table.before(end, several * (steps + 1)), end)
         return self._window(columns, ranks, expected, missing).last(steps)
 
     def between(self, after: int, to: int, ranks: Sequence[int], expected: int) -> Window:

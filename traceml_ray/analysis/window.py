@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ Int64 = npt.NDArray[np.int64]
 UInt8 = npt.NDArray[np.uint8]
 Bool = npt.NDArray[np.bool_]
 Float = npt.NDArray[np.float64]
+_Number = TypeVar("_Number", np.int64, np.uint8)
 Group = tuple[int, int]
 """Ranks that exchange gradients with each other: the lowest of them, and how many they are."""
 MAX_MISSING = 64
@@ -66,6 +68,10 @@ class Window:
     lacking: Int64 = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     groups: tuple[Group | None, ...] = ()
     strategies: frozenset[str] = frozenset()
+    host: Int64 | None = None
+    """Where `d` is of device events: the rows of the hosts, int64 ns (K, R, 6), and"""
+    leads: UInt8 | None = None
+    """how far each host was ahead, (K, R, 3): bit s of `late`, `full`, `sure` is of stage s, see `Hosts`."""
 
     @property
     def coverage(self) -> float:
@@ -130,7 +136,25 @@ class Window:
         if len(self.keys):
             low, high = (keys[0], keys[-1]) if len(keys) else (0, 0)
             lacking = lacking[np.searchsorted(lacking, low) : np.searchsorted(lacking, high)]
-        return replace(self, keys=keys, d=self.d[which], flags=self.flags[which], lacking=lacking)
+        return replace(
+            self,
+            keys=keys,
+            d=self.d[which],
+            flags=self.flags[which],
+            lacking=lacking,
+            host=None if self.host is None else self.host[which],
+            leads=None if self.leads is None else self.leads[which],
+        )
+
+    def copied(self) -> Window:
+        """Return a copy, which does not hold the rows of the window that this one is a part of."""
+        return replace(
+            self,
+            d=self.d.copy(order="K"),
+            flags=self.flags.copy(order="K"),
+            host=None if self.host is None else self.host.copy(order="K"),
+            leads=None if self.leads is None else self.leads.copy(order="K"),
+        )
 
     def by_group(self) -> list[Window]:
         """
@@ -170,6 +194,7 @@ class Window:
 
     def _of(self, places: list[int], expected: int, missing: Sequence[int]) -> Window:
         """Return the window of the ranks at `places` alone, laid out as before."""
+        host, leads = self.host, self.leads
         return replace(
             self,
             ranks=self.ranks[places],
@@ -179,6 +204,8 @@ class Window:
             expected=expected,
             missing=tuple(missing),
             groups=tuple(self.groups[place] for place in places),
+            host=None if host is None else host.transpose(1, 0, 2)[places].transpose(1, 0, 2),
+            leads=None if leads is None else leads.transpose(1, 0, 2)[places].transpose(1, 0, 2),
         )
 
 
@@ -196,7 +223,15 @@ def joined(pieces: Sequence[Window]) -> Window:
         d=np.concatenate([piece.d for piece in pieces]),
         flags=np.concatenate([piece.flags for piece in pieces]),
         lacking=np.concatenate([piece.lacking for piece in pieces]),
+        host=_all_of([piece.host for piece in pieces]),
+        leads=_all_of([piece.leads for piece in pieces]),
     )
+
+
+def _all_of(parts: Sequence[npt.NDArray[_Number] | None]) -> npt.NDArray[_Number] | None:
+    """Return the parts as one, None where one of them is."""
+    there = [part for part in parts if part is not None]
+    return np.concatenate(there) if len(there) == len(parts) else None
 
 
 def missing_of(world: int, live: Iterable[int], most: int = MAX_MISSING) -> list[int]:

@@ -28,7 +28,6 @@ from traceml_ray.monitor.rank_numbering import SOURCE, Groups
 from traceml_ray.monitor.spooled import spooled
 from traceml_ray.session import SessionFolder
 from traceml_ray.settings import Settings
-from traceml_ray.stages import ROW_BYTES
 from traceml_ray.store.nodes import process_labels
 from traceml_ray.store.rank_processes import RankProcess, shown
 from traceml_ray.store.recent import Recent
@@ -340,12 +339,11 @@ class AggregatorCore:
         skip = max(0, process.next_row - batch.first_row)
         if skip >= n:
             return
-        keys, flags = batch.keys[8 * skip :], batch.flags[skip:]
-        rows = batch.rows[ROW_BYTES * skip :]
-        self._writer.add_rows(process, batch.first_row + skip, keys, flags, rows)
-        self._steps.append(process.id, keys, flags, rows)
+        columns = batch.columns(skip)
+        self._writer.add_rows(process, batch.first_row + skip, *columns)
+        self._steps.append(process.id, columns)
         process.next_row = batch.first_row + n
-        process.last_key = int.from_bytes(keys[-8:], "little", signed=True)
+        process.last_key = int.from_bytes(batch.keys[-8:], "little", signed=True)
         process.last_rows_ns = now
 
     def _identify(self, process: RankProcess, identity: RankIdentity, node_id: str | None) -> None:

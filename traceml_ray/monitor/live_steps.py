@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from traceml_ray import wire
 from traceml_ray.analysis.row_table import Who
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.wide_rows import from_wire
 from traceml_ray.analysis.window import Int64, RankRows, UInt8
 from traceml_ray.errors import Errors
 from traceml_ray.stages import N_STAGES
@@ -19,13 +21,12 @@ from traceml_ray.store.rank_processes import RankProcess, awaited, world_size
 from traceml_ray.store.session_file import SessionFile
 
 MAX_ARRIVED = 1 << 21
-"""Rows that wait for `feed` (120 MB): more come only while its thread is held up."""
+"""Rows that wait for `feed` (120 MB; of devices 230 MB): more come only while its thread is held up."""
 MAX_UNKNOWN_ROWS = 4096
 """Newest rows kept of a process of unknown rank."""
 OLDER_ROWS = 1 << 16
 """Rows read at a time of those that were stored before a restart."""
-Rows = tuple[bytes, bytes, bytes]
-"""Keys, flags and rows as on the wire."""
+Rows = wire.Columns
 
 
 @dataclass(eq=False)
@@ -53,14 +54,14 @@ class LiveSteps:
         """By rank process: the run and rank whose history takes its rows."""
         self._unknown: dict[int, list[Rows]] = {}
 
-    def append(self, process: int, keys: bytes, flags: bytes, rows: bytes) -> None:
-        """Add rows of a rank process, columns as on the wire."""
-        self._arrived.append((process, (keys, flags, rows)))
-        self._rows += len(flags)
+    def append(self, process: int, rows: Rows) -> None:
+        """Add rows of a rank process."""
+        self._arrived.append((process, rows))
+        self._rows += len(rows[1])
         while self._rows > MAX_ARRIVED:
             half = self._arrived[: len(self._arrived) // 2 + 1]
             del self._arrived[: len(half)]
-            dropped = sum(len(flags) for _, (_, flags, _) in half)
+            dropped = sum(len(rows[1]) for _, rows in half)
             self._rows -= dropped
             self.errors.count("rows: stored, but not judged, no room", dropped)
 
@@ -114,7 +115,8 @@ class LiveSteps:
         if process not in self._owners:
             return _NO_KEYS, np.empty(0, np.uint8), np.empty((0, N_STAGES), np.int64)
         owner, rank = self._owners[process]
-        return owner.history.table.line(rank, last)
+        keys, flags, found = owner.history.table.line(rank, last)
+        return keys, flags, found[:, :N_STAGES]
 
     def resume(
         self, run: str, ranks: dict[int, RankProcess], labels: Mapping[int, str], found: list[RankRows]
@@ -218,8 +220,8 @@ class LiveRun:
         found.sort(key=lambda each: each[0])
         keys = np.frombuffer(found[0][1][0], "<i8")
         flags = np.frombuffer(b"".join(rows[1] for _, rows in found), np.uint8).reshape(len(found), -1)
-        stages = np.frombuffer(b"".join(rows[2] for _, rows in found), "<i8")
-        stages = stages.reshape(len(found), len(keys), N_STAGES)
+        stages = from_wire([rows[2:] for _, rows in found])
+        stages = stages.reshape(len(found), len(keys), -1)
         self.history.put([rank for rank, _ in found], keys, flags, stages)
 
     def read_older(self) -> None:
@@ -253,7 +255,7 @@ class LiveRun:
 
 def _keep(kept: list[Rows], rows: Rows) -> None:
     kept.append(rows)
-    while sum(len(flags) for _, flags, _ in kept) > MAX_UNKNOWN_ROWS and len(kept) > 1:
+    while sum(len(each[1]) for each in kept) > MAX_UNKNOWN_ROWS and len(kept) > 1:
         del kept[0]
 
 

@@ -93,7 +93,7 @@ class Retention:
         found, size = [], 0
         for chunk in self._chunks("id > ? AND id < ? ORDER BY id LIMIT ?", self._to, newest - slice_, slice_):
             found.append(chunk)
-            size += len(chunk.rows)
+            size += chunk.size
             if size >= SLICE_BYTES:
                 break
         if not found:
@@ -112,7 +112,7 @@ class Retention:
         self._sums += _sums(by_process)
         self._ids += [(chunk.id,) for chunk in chunks]
         self._rows += sum(chunk.n for chunk in chunks)
-        self._bytes += sum(len(chunk.keys) + len(chunk.rows) for chunk in chunks)
+        self._bytes += sum(chunk.size for chunk in chunks)
         self._to = found[-1].id
         # What is written should be small beside what is deleted.
         return self._bytes >= max(self._limit // 64, min(4 * self._body_bytes, self._limit // 4))
@@ -271,10 +271,16 @@ class _Chunk(NamedTuple):
     keys: bytes
     flags: bytes
     rows: bytes
+    host_rows: bytes | None
+    leads: bytes | None
+
+    @property
+    def size(self) -> int:
+        return sum(len(column) for column in self[4:] if column)
 
 
 def _columns(chunks: Iterable[_Chunk]) -> Columns:
-    return columns_of((chunk.keys, chunk.flags, chunk.rows) for chunk in chunks)
+    return columns_of(chunk[4:] for chunk in chunks)
 
 
 def _sums(by_process: dict[int, list[_Chunk]]) -> list[tuple[Any, ...]]:
@@ -284,6 +290,7 @@ def _sums(by_process: dict[int, list[_Chunk]]) -> list[tuple[Any, ...]]:
         for at in range(0, len(own), CHUNKS):
             part = own[at : at + CHUNKS]
             keys, _, rows = _columns(part)
+            rows = rows[:, :N_STAGES]
             sums = rows.sum(axis=0).astype("<i8").tobytes()
             found.append((process, part[0].first_row, len(keys), int(keys[0]), int(keys[-1]), sums))
     return found

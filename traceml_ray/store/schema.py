@@ -21,7 +21,7 @@ SCHEMA = 2
 _APPLICATION = 0x54724D4C  # "TrML" in the file's header: tells a session from any other database
 
 LISTS = {
-    "chunk": ("process", "first_row", "n", "keys", "flags", "rows"),
+    "chunk": ("process", "first_row", "n", "keys", "flags", "rows", "host_rows", "leads"),
     "process_sample": ("process", *wire.ProcessSample.__struct_fields__),
     "node_sample": ("node_id", *wire.NodeSample.__struct_fields__),
     "span": ("process", *wire.SpanSum.__struct_fields__),

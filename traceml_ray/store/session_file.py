@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from traceml_ray.analysis.baseline import Baseline
+from traceml_ray.analysis.wide_rows import from_wire
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.stages import N_STAGES
 from traceml_ray.store.nodes import Node, process_labels
@@ -196,7 +197,8 @@ class SessionFile(SampleReader):
     def _columns(self, process: int, since: int, top: int, last: int | None) -> Columns | None:
         chunks: list[tuple[bytes, ...]] = []
         query = (
-            "SELECT keys, flags, rows FROM chunk WHERE process = ? AND id > ? AND id <= ? ORDER BY id DESC"
+            "SELECT keys, flags, rows, host_rows, leads FROM chunk "
+            "WHERE process = ? AND id > ? AND id <= ? ORDER BY id DESC"
         )
         count = 0
         if last is None:
@@ -232,8 +234,8 @@ def _folded(rows: Iterable[tuple[Any, ...]]) -> Folded:
 Columns = tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]
 
 
-def columns_of(chunks: Iterable[Sequence[bytes]]) -> Columns:
-    """Return the keys (n,), flags (n,) and rows (n, 6) of chunks, one after the other."""
-    keys, flags, rows = (b"".join(part) for part in zip(*chunks, strict=True))
-    stages = np.frombuffer(rows, "<i8").reshape(-1, N_STAGES)
-    return np.frombuffer(keys, "<i8"), np.frombuffer(flags, np.uint8), stages
+def columns_of(chunks: Iterable[Sequence[bytes | None]]) -> Columns:
+    """Return the keys (n,), flags (n,) and rows (n, 6), or wide, of chunks, one after the other."""
+    keys, flags, *rest = zip(*((column or b"" for column in chunk) for chunk in chunks), strict=True)
+    rows = from_wire([*zip(*rest, strict=True)])
+    return np.frombuffer(b"".join(keys), "<i8"), np.frombuffer(b"".join(flags), np.uint8), rows

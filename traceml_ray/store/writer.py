@@ -23,7 +23,6 @@ from traceml_ray import wire
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import DEFAULTS
 from traceml_ray.files import write_files
-from traceml_ray.stages import ROW_BYTES
 from traceml_ray.store.fence import Fence, identity
 from traceml_ray.store.nodes import Node
 from traceml_ray.store.rank_processes import PROGRESS, RankProcess, to_progress, to_row
@@ -130,11 +129,21 @@ class SessionWriter:
                 values["gpus"] = msgspec.json.encode(batch.sample.gpus).decode()
             self._add("node_sample", (node.node_id, *values.values()))
 
-    def add_rows(self, process: RankProcess, first_row: int, keys: bytes, flags: bytes, rows: bytes) -> None:
+    def add_rows(
+        self,
+        process: RankProcess,
+        first_row: int,
+        keys: bytes,
+        flags: bytes,
+        rows: bytes,
+        host_rows: bytes = b"",
+        leads: bytes = b"",
+    ) -> None:
         """Add rows to `process`, columns as on the wire."""
         n = len(flags)
-        self._pending.inserts["chunk"].append((process.id, first_row, n, keys, flags, rows))
-        self._pending.row_bytes += _row_bytes(n)
+        chunk = process.id, first_row, n, keys, flags, rows, host_rows or None, leads or None
+        self._pending.inserts["chunk"].append(chunk)
+        self._pending.row_bytes += _row_bytes(chunk)
         if n and not process.stored:
             self.process(process.process_id, 0)
         process.stored += n
@@ -291,7 +300,7 @@ class SessionWriter:
             process.stored -= n
             process.dropped_aggregator += n
             self._pending.processes[process.id] = process
-            self._pending.row_bytes -= _row_bytes(n)
+            self._pending.row_bytes -= _row_bytes(chunks[count])
             count += 1
         del chunks[:count]
 
@@ -320,5 +329,5 @@ class _Pending:
         self.row_bytes += later.row_bytes
 
 
-def _row_bytes(n: int) -> int:
-    return (9 + ROW_BYTES) * n
+def _row_bytes(chunk: tuple[Any, ...]) -> int:
+    return sum(len(column) for column in chunk[3:] if column)

@@ -1,0 +1,340 @@
+"""Rows of a device's clock with their host's part: from the wire into windows, live and from the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from played import Played
+from sessions import LIMITS, MS, NoSamples, Straight, ask, check_ledger
+from unit.sample_windows import held_bytes
+
+from traceml_ray import wire
+from traceml_ray.analysis.reduction import begun
+from traceml_ray.analysis.row_table import RowTable, Who
+from traceml_ray.analysis.step_history import StepHistory
+from traceml_ray.analysis.wide_rows import WIDTH, beside, from_wire, is_wide, widen
+from traceml_ray.analysis.window import RankRows, Window
+from traceml_ray.monitor.aggregator import AggregatorCore
+from traceml_ray.monitor.relay import RelayCore
+from traceml_ray.reports.summary import summarize
+from traceml_ray.reports.whole import reduce
+from traceml_ray.settings import Settings
+from traceml_ray.spool import write_spool
+from traceml_ray.stages import (
+    DATA,
+    FLAG_COUPLED,
+    FLAG_DEVICE_CLOCK,
+    LEAD_BYTES,
+    LEAD_UNKNOWN,
+    N_STAGES,
+    SEGMENT_BITS,
+)
+from traceml_ray.store.kept import pack, unpack
+from traceml_ray.store.session_file import SessionFile
+
+DEVICE = FLAG_DEVICE_CLOCK
+NO_LEADS = np.full((1, LEAD_BYTES), LEAD_UNKNOWN, np.uint8)
+
+
+def columns(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows and host rows (n, 6) ns, leads (n, 3)."""
+    rng = np.random.default_rng(seed)
+    rows, host = rng.integers(1, 1 << 40, (2, n, N_STAGES)).astype("<i8")
+    return rows, host, rng.integers(0, 1 << N_STAGES, (n, LEAD_BYTES)).astype(np.uint8)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["", "host", "both"])), min_size=1, max_size=6))
+def test_chunks_come_to_the_rows_that_went_in(chunks: list[tuple[int, str]]) -> None:
+    sent, parts = [], []
+    for seed, (n, kind) in enumerate(chunks):
+        rows, host, leads = columns(n, seed)
+        parts.append((rows.tobytes(), host.tobytes() * bool(kind), leads.tobytes() * (kind == "both")))
+        sent.append((rows, host, leads, kind))
+    found = from_wire(parts)
+    assert (
+        found.dtype == np.int64 and (found[:, :N_STAGES] == np.concatenate([each[0] for each in sent])).all()
+    )
+    assert is_wide(found) == any(n and kind for n, kind in chunks)
+    end = 0
+    for rows, host, leads, kind in sent:
+        part, end = found[end : end + len(rows)], end + len(rows)
+        own_host, own_leads = beside(part, np.full(len(part), DEVICE, np.uint8))
+        if not (kind and len(rows)):
+            assert own_host is own_leads is None
+            continue
+        assert own_host is not None and (own_host == host).all()
+        assert (own_leads is None) == (kind == "host")
+        assert own_leads is None or (own_leads == leads).all()
+
+
+def wide(n: int, seed: int = 0) -> np.ndarray:
+    rows, host, leads = columns(n, seed)
+    return from_wire([(rows.tobytes(), host.tobytes(), leads.tobytes())])
+
+
+def table_window(table: RowTable, ranks: int) -> Window:
+    return table.window(slice(0, len(table.keys)), range(ranks), [Who("n")] * ranks, ranks)
+
+
+@given(st.data())
+def test_window_has_the_host_rows_of_its_rows_in_whatever_order_they_come(data: st.DataObject) -> None:
+    ranks, steps = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 12))
+    every = [wide(steps, rank) for rank in range(ranks)]
+    keys = np.arange(steps, dtype=np.int64) << SEGMENT_BITS
+    table, whole = RowTable(), RowTable()
+    for each in (table, whole):
+        each.add_ranks(range(ranks))
+    cuts = [sorted(data.draw(st.sets(st.integers(0, steps), max_size=3)) | {0, steps}) for _ in every]
+    parts = [(r, slice(*cut)) for r, own in enumerate(cuts) for cut in pairwise(own)]
+    for rank, part in data.draw(st.permutations(parts)):
+        flags = np.full((1, part.stop - part.start), DEVICE, np.uint8)
+        table.put(table.places([rank]), keys[part], flags, every[rank][None, part])
+    whole.put(whole.places(range(ranks)), keys, np.full((ranks, steps), DEVICE, np.uint8), np.stack(every))
+    for window in (table_window(table, ranks), table_window(whole, ranks)):
+        assert window.host is not None and window.leads is not None
+        for place, own in enumerate(every):
+            assert (window.d[:, place] == own[:, :N_STAGES]).all()
+            assert (window.host[:, place] == own[:, N_STAGES:-1]).all()
+            assert (window.leads[:, place] == columns(steps, place)[2]).all()
+
+
+def test_ranks_without_a_device_clock_take_no_room_for_host_rows() -> None:
+    table, keys = RowTable(), np.arange(40, dtype=np.int64) << SEGMENT_BITS
+    table.add_ranks(range(4))
+    flags = np.zeros((4, 40), np.uint8)
+    table.put(table.places(range(4)), keys, flags, np.ones((4, 40, N_STAGES), np.int64))
+    before = held_bytes(table)
+    window = table_window(table, 4)
+    assert window.host is None and window.leads is None
+    table.put(table.places([0]), keys + (40 << SEGMENT_BITS), flags[:1] | DEVICE, wide(40)[None])
+    assert held_bytes(table) > 1.9 * before
+    window = table_window(table, 4)
+    assert len(window.keys) == 40 and window.host is None, "there are no rows of a device in these steps"
+
+
+def test_rows_that_the_device_clock_has_no_times_for_do_not_count_while_it_goes_on() -> None:
+    """Before a rank's first device row, and long after its last, they count as what they are."""
+    steps = 700
+    flags = np.full(steps, DEVICE, np.uint8)
+    flags[:5] = flags[20:30] = flags[300:] = FLAG_COUPLED
+    keys = np.arange(steps, dtype=np.int64) << SEGMENT_BITS
+    for cuts in ([0, steps], [0, 3, 25, 26, 301, 400, steps]):
+        table = RowTable(most=1 << 16)
+        table.add_ranks([0])
+        for begin, end in pairwise(cuts):
+            part = slice(begin, end)
+            table.put(table.places([0]), keys[part], flags[None, part], wide(steps)[None, part])
+        found = table_window(table, 1).steps.tolist()
+        assert found == [*range(20), *range(30, 300), *range(299 + 257, steps)]
+    closed = RowTable()
+    closed.add_ranks([0])
+    closed.put(closed.places([0]), keys[:50], flags[None, 30:80], wide(50)[None])
+    narrow = np.ones((1, 50, N_STAGES), np.int64)
+    closed.put(closed.places([0]), keys[50:100], np.full((1, 50), FLAG_COUPLED, np.uint8), narrow)
+    assert len(table_window(closed, 1).keys) == 100, "a device clock that has closed itself is none"
+
+
+def test_window_of_sampled_steps_has_as_many_as_one_of_all() -> None:
+    history, steps = StepHistory(LIMITS), 800
+    flags = np.where(np.arange(steps) % 8, FLAG_COUPLED, DEVICE).astype(np.uint8)
+    rows = np.ones((steps, WIDTH), np.int64)
+    history.take([RankRows(r, "n", np.arange(steps) << SEGMENT_BITS, flags, rows) for r in range(2)])
+    history.advance({0, 1}, 0, 2)
+    window = history.window([0, 1], 2, (), 50)
+    assert window.steps.tolist() == list(range(400, 800, 8)) and not window.gaps
+    assert window.host is not None
+
+
+def test_leads_of_a_window_are_known_where_those_of_each_row_are() -> None:
+    rows = wide(6)
+    flags = np.array([DEVICE, DEVICE, 0, DEVICE, DEVICE, DEVICE], np.uint8)
+    unknown = from_wire([(bytes(48), bytes(48), NO_LEADS.tobytes())])[0, -1]
+    rows[2, -1] = unknown
+    assert beside(rows, flags)[1] is not None, "that row is not on a device's clock"
+    rows[3, -1] = unknown
+    host, leads = beside(rows, flags)
+    assert host is not None and leads is None
+    rows[4] = widen(rows[4, :N_STAGES])
+    assert beside(rows, flags) == (None, None)
+
+
+def test_statistics_that_are_kept_have_the_host_rows_that_wait_for_another_rank() -> None:
+    keys = np.arange(300, dtype=np.int64) << SEGMENT_BITS
+    rows = wide(300)
+    rows[:, : 2 * N_STAGES] = rows[:, : 2 * N_STAGES] % (9 * MS)
+    flags = np.full(300, DEVICE, np.uint8)
+    both = [RankRows(rank, "n", keys, flags, rows, None, None, rank + 1) for rank in range(2)]
+    run = begun(both, LIMITS, None)
+    run.add([both[0].take(slice(0, 100)), both[1]], {0, 1}, 0, 2)
+    again = unpack(pack(run), both)
+    assert again is not None
+    again.add([both[0].take(slice(100, 300))], {0, 1}, 0, 2)
+    again.finish(2)
+    window = again.history.between(99 << SEGMENT_BITS, 299 << SEGMENT_BITS, [0, 1], 2)
+    assert window.host is not None and (window.host[:, 1] == rows[100:, N_STAGES:-1]).all()
+    assert again.replay is not None
+    sample = again.replay.done().sample()
+    assert sample is not None and sample.host is not None and sample.leads is not None
+    assert (sample.host[:, 0] == rows[sample.steps, N_STAGES:-1]).all()
+
+
+# -- the whole way -------------------------------------------------------------------------------
+
+
+class Node:
+    """Two ranks with a device clock, one of them late in loading data; a relay, an aggregator."""
+
+    def __init__(self, folder: Path, session_bytes: int = 1 << 40) -> None:
+        self.played = Played(folder / "s", 2, late=1, onset=40, device=True, gpus=0)
+        self.settings = Settings(session_bytes=session_bytes, thresholds=LIMITS)
+        self.reopen()
+        self.spool = folder / "spool"
+        self.spool.mkdir()
+        self.sent: list[list[wire.RankBatch]] = [[], []]
+        self.relay = RelayCore(
+            folder / "r.sock", wire.NodeIdentity("node-0", "host-0", "10.0.0.1"),
+            self.way, NoSamples(), Settings(), spool=self.spool,
+            clock=self.played.clock.timer,
+        )  # fmt: skip
+
+    def reopen(self) -> None:
+        """Another aggregator on the same file."""
+        self.core.close()
+        again = AggregatorCore(self.core.folder.path, self.settings, {}, self.played.clock)
+        self.played.aggregator, self.way = again, Straight(again)
+
+    def close(self) -> None:
+        self.relay.close()
+        self.core.close()
+
+    def play(self, seconds: int, spooled: int | None = None) -> None:
+        """So many seconds of 20 steps; what rank `spooled` has to say stays in its process."""
+        kept: list[bytes] = []
+        for _ in range(seconds):
+            self.played.clock.tick()
+            rows = self.played.rows(20)
+            for number, rank in enumerate(self.played.ranks):
+                data = self.played._batch(rank, rows[number])
+                self.sent[number].append(wire.decode(data, wire.RankBatch))
+                if number == spooled:
+                    kept.append(data)
+                else:
+                    self.relay.take(data)
+            self.played.step += 20
+            self.turn()
+        self.played.clock.tick()
+        self.turn()
+        if spooled is not None:
+            write_spool(self.spool / f"{self.played.ranks[spooled].process_id}.spool", kept)
+
+    def turn(self) -> None:
+        self.relay.turn()
+        assert self.core.commit()
+        self.core.judge()
+
+    @property
+    def core(self) -> AggregatorCore:
+        return self.played.aggregator
+
+    def rows(self, rank: int, name: str) -> np.ndarray:
+        """All that a rank has sent of one column, but its first row (n, …)."""
+        data = b"".join(getattr(batch, name) for batch in self.sent[rank])
+        kind, width = (np.uint8, LEAD_BYTES) if name == "leads" else ("<i8", N_STAGES)
+        return np.frombuffer(data, kind).reshape(-1, width)[1:]
+
+    def first(self, rank: int) -> np.ndarray:
+        return np.frombuffer(self.sent[rank][0].rows, "<i8")[:N_STAGES]
+
+    def check(self, window: Window) -> None:
+        """Check that a window has what the ranks sent of its steps."""
+        at = window.steps - 1
+        assert window.host is not None and window.leads is not None and len(at) >= 20
+        for rank in range(2):
+            assert (window.d[:, rank] == self.rows(rank, "rows")[at]).all()
+            assert (window.host[:, rank] == self.rows(rank, "host_rows")[at]).all()
+            assert (window.leads[:, rank] == self.rows(rank, "leads")[at]).all()
+
+    def live(self) -> Window:
+        own = self.core._steps.of("job")
+        assert own is not None
+        return own.history.window([0, 1], 2, (), 50)
+
+    def stored(self) -> list[RankRows]:
+        with SessionFile(self.core.folder.sqlite) as file:
+            return file.rows()[0]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    made = Node(tmp_path)
+    yield made
+    made.close()
+
+
+def test_host_rows_and_leads_reach_live_windows_and_the_session_file(node: Node) -> None:
+    node.play(10)
+    node.check(node.live())
+    for own in node.stored():
+        assert (own.rows[1:, :N_STAGES] == node.rows(own.rank, "rows")).all()
+        host, leads = beside(own.rows, own.flags)
+        assert host is not None and (host[1:] == node.rows(own.rank, "host_rows")).all()
+        assert leads is not None and (leads[1:] == node.rows(own.rank, "leads")).all()
+    assert not node.core.errors
+    check_ledger(node.core.folder.path)
+
+
+def test_report_judges_device_rows_as_the_live_verdict_does(node: Node) -> None:
+    node.play(20)
+    live = ask(node.core, "verdict")
+    with SessionFile(node.core.folder.sqlite) as file:
+        stored = summarize(file, LIMITS)["verdict"]
+        whole = reduce(file, None, LIMITS)
+    named = "straggler", "data", 1
+    assert (live["label"], live["stage"], live["rank"]) == named
+    assert (stored["label"], stored["stage"], stored["rank"]) == named
+    sample = whole and whole.judged.sample()
+    assert sample is not None
+    node.check(sample)
+
+
+def test_restarted_aggregator_has_the_host_rows_of_before(node: Node) -> None:
+    node.play(10)
+    way = node.way
+    node.reopen()
+    way.attach(node.core)
+    node.play(1)
+    node.check(node.live())
+
+
+def test_device_rows_of_a_spool_file_are_stored_with_their_host_rows(node: Node) -> None:
+    node.play(3)
+    node.play(4, spooled=1)
+    assert not node.relay.flush(0)
+    node.play(2)
+    node.check(node.live())
+    assert [len(own.keys) for own in node.stored()] == [9 * 20] * 2
+    check_ledger(node.core.folder.path)
+
+
+def test_device_rows_that_are_folded_away_still_count(tmp_path: Path) -> None:
+    node = Node(tmp_path, session_bytes=300_000)
+    node.play(150)
+    with SessionFile(node.core.folder.sqlite) as file:
+        left = file.rows()[0]
+        assert len(left[0].keys) < 2000 and is_wide(left[0].rows)
+        for process in file.processes():
+            sums, rank = file.folded()[process.id], process.rank
+            assert rank is not None
+            rows = node.rows(rank, "rows")[: int(sums.counts.sum()) - 1]
+            assert sums.sums[:, DATA].sum() == rows[:, DATA].sum() + node.first(rank)[DATA]
+        summary = summarize(file, LIMITS)
+    assert summary["ledger"]["folded"] > 2000
+    assert summary["steps"]["covers"]["rows_pct"] == 100 and summary["steps"]["count"] == 3000
+    assert not node.core.errors
+    node.close()
