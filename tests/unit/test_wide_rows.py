@@ -294,7 +294,7 @@ def test_report_judges_device_rows_as_the_live_verdict_does(node: Node) -> None:
     live = ask(node.core, "verdict")
     with SessionFile(node.core.folder.sqlite) as file:
         stored = summarize(file, LIMITS)["verdict"]
-        whole = reduce(file, None, LIMITS)
+        whole = reduce(file, LIMITS)
     named = "straggler", "data", 1
     assert (live["label"], live["stage"], live["rank"]) == named
     assert (stored["label"], stored["stage"], stored["rank"]) == named

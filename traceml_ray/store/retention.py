@@ -21,6 +21,7 @@ import numpy as np
 from traceml_ray.analysis.reduction import Reduction, begun
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
+from traceml_ray.stages import N_STAGES
 from traceml_ray.store.kept import MAX_RANKS, pack, unpack
 from traceml_ray.store.nodes import process_labels
 from traceml_ray.store.rank_processes import shown, world_size
