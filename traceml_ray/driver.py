@@ -38,6 +38,7 @@ def start(
     relay_buffer_bytes: int | None = None,
     session_bytes: int | None = None,
     idle_ttl: float | None = None,
+    device_clock: str | None = None,
     debug: bool | None = None,
     baseline: str | os.PathLike[str] | None = None,
     thresholds: Thresholds | Mapping[str, float] | None = None,
@@ -68,6 +69,8 @@ def start(
             16 TiB. Default: 1 GiB.
         idle_ttl: seconds without any message after which the session ends itself, 1 to 2592000 (30 days).
             Default: 600.
+        device_clock: `1` takes the times of CUDA jobs from the device's own clock, `0` never does, `auto`
+            does once a device has confirmed it. Default: `auto`.
         debug: raise what is swallowed and counted otherwise, or print it where a thread has to go on.
             Default: False.
         baseline: name or path of a stored session that was good: what steps are expected to cost.

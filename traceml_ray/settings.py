@@ -49,6 +49,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Beyond this size of the session file its oldest rows are kept as statistics."""
     idle_ttl: float = 600.0
     """Seconds without any message after which relay and aggregator end themselves."""
+    device_clock: str = "auto"
+    """Times of CUDA jobs by the device's own clock: 0, 1 or auto (off: no device has confirmed it yet)."""
     nice: int = 10
     """How much lower than the launcher's the priority of the monitor's own Ray is, 0 … 19."""
     debug: bool = False
@@ -109,7 +111,7 @@ def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
 
 
 _THRESHOLD = "TRACEML_THRESHOLD_"
-_CHANNELS = ("auto", "socket", "actor")
+_CHOICES = {"channel": ("auto", "socket", "actor"), "device_clock": ("0", "1", "auto")}
 _SESSION_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
 _RANGES: dict[str, tuple[float, float]] = {
@@ -183,8 +185,9 @@ def _check(name: str, where: str, value: object, expected: Any) -> object:
     if low is not None:
         valid = result is not None and low <= result <= high
         allowed = f"{'an integer' if expected is int else 'a number'} from {low} to {high}"
-    elif name == "channel":
-        valid, allowed = result in _CHANNELS, "auto, socket or actor"
+    elif name in _CHOICES:
+        *others, last = _CHOICES[name]
+        valid, allowed = result in _CHOICES[name], f"{', '.join(others)} or {last}"
     else:
         valid, allowed = result is not None, "true or false" if expected is bool else "text"
     if not valid:

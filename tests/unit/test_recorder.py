@@ -59,8 +59,8 @@ class Clock:
 class Loop:
     """A training loop made of marks, each part as long as it is told."""
 
-    def __init__(self, *, peers: bool = True) -> None:
-        self.clock = Clock()
+    def __init__(self, *, peers: bool = True, clock: Clock | None = None) -> None:
+        self.clock = clock or Clock()
         self.ring = StepRing(256)
         self.recorder = Recorder(self.ring, self.clock)
         if peers:
@@ -129,8 +129,8 @@ class Loop:
 class WrittenLoop(Loop):
     """The same loop; marks are written down wherever the instrumentation would."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, clock: Clock | None = None) -> None:
+        super().__init__(clock=clock)
         self.written = 0
 
     def write(self, mark: int) -> bool:
@@ -157,7 +157,8 @@ class WrittenLoop(Loop):
         thread, recorder.ready = recorder.ready, 0
         self.clock.wait(own)
         if split:
-            recorder.log.extend((GRADIENTS_DONE, self.clock()))
+            recorder.log.append(GRADIENTS_DONE)
+            recorder.log.append(recorder.stamp())
             self.written += 1
         self.clock.wait(wait)
         recorder.ready = thread
@@ -688,6 +689,7 @@ MARKS = st.lists(
                 "unsplit",
                 "optimizer",
                 "closure",
+                "failed",
                 "sync",
                 "reduce",
                 "reducing",
@@ -730,6 +732,10 @@ def play(loop: Loop, marks: list[tuple[str, int]], *, begun: bool = False) -> in
             loop.recorder.backward_end(True)
         elif name in ("backward", "unsplit"):
             loop.backward(ns, ns, split=name == "backward")
+        elif name == "failed":
+            loop.recorder.backward_begin()
+            loop.clock.wait(ns)
+            loop.recorder.backward_end(False)
         elif name == "optimizer":
             loop.optimizer(ns)
         elif name == "closure":

@@ -37,6 +37,7 @@ def test_settings_each_have_a_variable():
         "relay_buffer_bytes": ("1048576", 1 << 20),
         "session_bytes": ("33554432", 32 << 20),
         "idle_ttl": ("5", 5.0),
+        "device_clock": ("1", "1"),
         "nice": ("0", 0),
         "debug": ("true", True),
         "baseline": ("good", "good"),

@@ -32,7 +32,16 @@ RANK_PID = "TRACEML_RANK_PID"
 COMMAND = "TRACEML_COMMAND"
 """Set where a command of any kind runs: which of its processes are ranks shows in what they do."""
 
-_NAMES = ("session", "socket", "spool", "channel", "interval", "ring_rows", "agent_buffer_bytes")
+_NAMES = (
+    "session",
+    "socket",
+    "spool",
+    "channel",
+    "interval",
+    "ring_rows",
+    "agent_buffer_bytes",
+    "device_clock",
+)
 _VARIABLES = {name: f"TRACEML_{name.upper()}" for name in _NAMES}
 """Settings that a rank is given, and their variables."""
 

@@ -4,20 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+STREAMED = "exchanged on a device"
+"""Why waits are not seen, where only the device's own clock shows them."""
+
 
 class GradientExchange:
     """Set by the patches of DDP, FSDP and others; read where rows are cut and flagged."""
 
-    __slots__ = ("coupled", "inferred", "on_device", "peers", "several")
+    __slots__ = ("_clocked", "coupled", "inferred", "on_device", "peers", "reasons", "several")
 
     def __init__(self) -> None:
         self.peers: Callable[[], bool] | None = None
         """Does the backward that ends now exchange gradients? None: there are no peers."""
+        self.reasons: set[str] = set()
+        """Why waits for peers cannot be told apart inside forward and backward."""
         self.coupled = False
-        """Waits for peers cannot be told apart inside forward and backward (on a device, tensor parallel)."""
+        """There is such a reason; the device's clock is none any longer for STREAMED."""
         self.several = False
         """Some step has had several backwards that exchanged gradients, or might have."""
         self.inferred = False
         """Rows are cut where a reduction ended, because nothing else says where gradients are exchanged."""
         self.on_device = False
         """Such a reduction ran on a device: its waits are not on the clock of the rows."""
+        self._clocked = False
+
+    def couple(self, reason: str) -> None:
+        """Note why waits are not seen."""
+        self.reasons.add(reason)
+        self._decide()
+
+    def clock(self, on: bool) -> None:
+        """Rows are taken from the device's clock from here on, or no longer."""
+        self._clocked = on
+        self._decide()
+
+    def _decide(self) -> None:
+        self.coupled = bool(self.reasons - {STREAMED} if self._clocked else self.reasons)
+
+    @property
+    def streamed(self) -> bool:
+        """Waits are on a device's streams, so a row on the CPU's clock does not show them."""
+        return STREAMED in self.reasons

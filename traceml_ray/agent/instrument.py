@@ -75,6 +75,9 @@ class Instrumentation:
         self.patcher.restore()
         self.patcher.apply("detach", self.roots.restore)
         self.patcher.apply("detach", self.recorder.settle)
+        self.recorder.stamp_with(self.recorder.clock)
+        if self.recorder.device is not None:
+            self.recorder.device.seal()
         self.recorder.ready = 0  # what still holds a wrapper of ours, a DataLoader's iterator, writes no more
 
     def _patches(self) -> tuple[tuple[str, Callable[[], None]], ...]:

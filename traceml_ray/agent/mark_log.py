@@ -16,7 +16,9 @@ from collections.abc import Callable
 from threading import RLock, get_ident
 from typing import Any, NamedTuple, TypeVar
 
-from traceml_ray.agent.marks import COST, END
+from traceml_ray.agent.cuts import NO_EVENT, Cut
+from traceml_ray.agent.device import DeviceClock
+from traceml_ray.agent.marks import COST, END, EVENTS
 from traceml_ray.agent.steps import Steps
 
 LOG_SIZE = 1 << 17
@@ -36,6 +38,7 @@ class Deferred(NamedTuple):
     time: int
     thread: int
     args: tuple[Any, ...]
+    event: int = NO_EVENT
 
 
 def at_once(method: Method) -> Method:
@@ -54,6 +57,9 @@ def at_once(method: Method) -> Method:
         try:
             self._replay()
             self.now, self.thread = self.clock(), get_ident()
+            if self.device is not None:
+                self.steps.partition.event = event = self._event_now()
+                self.newest = max(self.newest, event)
             result = method(self, *args)
             if self.thread == self.owner:
                 self.ready = 0 if self.steps.rows.depth else self.owner
@@ -69,18 +75,25 @@ class MarkLog:
     """The log, the lock of whoever reads it, and who may write; `steps` takes what was written."""
 
     __slots__ = (
-        *("_cost_ns", "_lock", "_losing", "_mark", "_weighed", "_written", "_written_ns", "clock", "log"),
-        *("lost_marks", "lost_rows", "now", "owner", "ready", "steps", "thread", "weigh"),
+        *("_cost_ns", "_event", "_followers", "_lock", "_losing", "_mark", "_weighed", "_written"),
+        *("_written_ns", "clock", "device", "log", "lost_marks", "lost_rows", "newest", "now", "owner"),
+        *("ready", "stamp", "steps", "thread", "weigh"),
     )
 
     def __init__(self, clock: Callable[[], int], steps: Steps) -> None:
         self.clock = clock
+        self.stamp = clock
+        """The clock of marks that bound a stage: on a device it records an event, too, and writes it down."""
+        self._followers: list[Callable[[Callable[[], int]], None]] = []
+        self.device: DeviceClock | None = None
+        self.newest = NO_EVENT
+        """The newest event that is understood."""
         self.steps = steps
         self.log: deque[int | Deferred] = deque(maxlen=LOG_SIZE)
         """
         Marks written down and not yet understood: which, when, which, when, … A signal may come between
         the two, so a mark without its time is nothing: times are all larger than marks. What is below 0
-        is the size of the span that ends next.
+        is the size of the span that ends next, or (EVENTS) the event that was recorded at this mark.
         """
         self.ready = 0
         """
@@ -96,7 +109,7 @@ class MarkLog:
         self.thread = 0
         self.owner: int | None = None
         """The thread that trains; None until one has."""
-        self._mark = 0
+        self._mark, self._event = 0, NO_EVENT
         self._cost_ns = self._written = self._written_ns = self._weighed = 0
         self._lock = RLock()
         self._losing = False
@@ -107,7 +120,7 @@ class MarkLog:
             return False
         log = self.log
         log.append(mark)
-        log.append(self.clock())
+        log.append(self.stamp())
         return True
 
     def mine(self) -> bool:
@@ -126,7 +139,7 @@ class MarkLog:
         return True
 
     def _replay(self) -> None:
-        log = self.log
+        log, partition = self.log, self.steps.partition
         self.thread = self.owner or 0
         self.lost_marks += len(log) == LOG_SIZE  # and maybe more of them
         for _ in range(len(log)):
@@ -134,18 +147,24 @@ class MarkLog:
             if isinstance(value, Deferred):
                 self._written += 1
                 self.now, self.thread = value.time, value.thread
+                partition.event = value.event
+                self.newest = max(self.newest, value.event)
                 value.method(self, *value.args)
                 self.thread = self.owner or 0
             elif value < 0:
-                self.steps.size = -value
+                if value > EVENTS:
+                    self.steps.size = -value
+                else:
+                    self._event = self.newest = EVENTS - value
             elif value < END:
-                self._mark = value
+                self._mark, self._event = value, NO_EVENT
             elif self._mark == COST:
                 self._written_ns += value - self.now
                 self._weighed += 1
             else:
                 self.now = value
                 self._written += 1
+                partition.event = self._event
                 self.steps.understand(self._mark, value)
         self._recover()
 
@@ -167,8 +186,56 @@ class MarkLog:
             self.lost_marks += 1
             self.lost_rows += method.__name__ == "_end_backward"
         else:
-            self.log.append(Deferred(method, called, thread, args))
+            event = NO_EVENT if self.device is None else self._event_now()
+            self.log.append(Deferred(method, called, thread, args, event))
         return True
+
+    # -- on a device's clock -------------------------------------------------------------------------
+
+    def follow(self, use: Callable[[Callable[[], int]], None]) -> None:
+        """Have `use` called with each new `stamp`: hooks of the usual step have it in a variable."""
+        self._followers.append(use)
+
+    def stamp_with(self, stamp: Callable[[], int]) -> None:
+        """Take the times of marks that bound a stage from `stamp`."""
+        self.stamp = stamp
+        for use in self._followers:
+            use(stamp)
+
+    def use(self, device: DeviceClock) -> None:
+        """Read this device's clock, too, at every mark from here on."""
+        with self._lock:
+            self._replay()
+            self.device = device
+            self.steps.use(device)
+        self.stamp_with(device.stamper(self.log.append))
+
+    def leave_device(self) -> None:
+        """Read the CPU's clock alone again; rows that wait for the device go out without it."""
+        self.stamp_with(self.clock)
+        with self._lock:
+            self._replay()
+            if self.device is not None:
+                self.device.flush()
+                self.device = None
+                self.steps.use(None)
+
+    def _event_now(self) -> int:
+        """Record an event for a mark that is made at once, or deferred; only the thread that trains does."""
+        if self.device is None or get_ident() != self.owner:
+            return NO_EVENT
+        return self.device.record()
+
+    def first_event(self) -> int:
+        """Return the oldest event that is still needed for a row which is not over."""
+        with self._lock:
+            found = self.steps.first_event()
+            return self.newest + 1 if found == NO_EVENT else found
+
+    def open_cuts(self) -> list[Cut]:
+        """Return the events of the row that is not over."""
+        with self._lock:
+            return self.steps.open_cuts()
 
     def _room(self) -> bool:
         """Return whether the log has room for a mark that may be left out; else it is counted."""

@@ -7,17 +7,25 @@ marks come in.
 
 from __future__ import annotations
 
+from traceml_ray.agent.cuts import NO_EVENT, Cut, Cuts
 from traceml_ray.agent.open_spans import OpenSpans
 from traceml_ray.stages import DATA, FORWARD, N_STAGES, POST_SYNC, PREPARE
 
 
 class Partition:
-    """The open row: time (ns) per stage, and in the spans inside them, since the last sync exit."""
+    """
+    The open row: time (ns) per stage, and in the spans inside them, since the last sync exit.
 
-    __slots__ = ("last", "spans", "stage", "times")
+    Where a device's clock is read, `cuts` is the same row by the events at its marks; else None.
+    """
+
+    __slots__ = ("cuts", "event", "last", "spans", "stage", "times")
 
     def __init__(self, spans: OpenSpans, now: int) -> None:
         self.spans = spans
+        self.cuts: Cuts | None = None
+        self.event = NO_EVENT
+        """The number of the event that was recorded at the mark that is being understood."""
         self.forget(now)
 
     def forget(self, now: int) -> None:
@@ -25,12 +33,16 @@ class Partition:
         self.times = [0] * N_STAGES
         self.stage, self.last = POST_SYNC, now
         self.spans.forget()
+        if self.cuts is not None:
+            self.cuts = Cuts()
 
     def to(self, stage: int, now: int) -> None:
         """Be in `stage` from `now` on."""
         if self.spans.open:
             self.spans.spread(self.stage, now)
         self.times[self.stage] += now - self.last
+        if self.cuts is not None:
+            self.cuts.to(self.stage, self.event)
         self.last = now
         self.stage = stage
 
@@ -39,10 +51,10 @@ class Partition:
         self.stage = stage
         self.to(stage, now)
 
-    def take(self) -> list[int]:
-        """Return the times of the row that ends with the last mark, and begin another one."""
+    def take(self) -> tuple[list[int], list[Cut]]:
+        """Return times and cuts of the row that ends with the last mark, and begin another one."""
         times, self.times = self.times, [0] * N_STAGES
-        return times
+        return times, self.cuts.take() if self.cuts is not None else []
 
     def fold(self, foreign_ns: int, now: int) -> int:
         """
@@ -56,4 +68,6 @@ class Partition:
         times[POST_SYNC] += folded
         times[DATA] -= foreign_ns
         times[PREPARE] = times[FORWARD] = 0
+        if self.cuts is not None:
+            self.cuts.fold()
         return folded

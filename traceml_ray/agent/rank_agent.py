@@ -23,6 +23,7 @@ from traceml_ray import identity as identities
 from traceml_ray import wire
 from traceml_ray.agent import stacks
 from traceml_ray.agent.channel import Channel
+from traceml_ray.agent.device_use import DeviceUse
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.mark_log import LOCK_S
 from traceml_ray.agent.outbox import Batch, Outbox
@@ -32,7 +33,6 @@ from traceml_ray.agent.ring import StepRing
 from traceml_ray.agent.sampler import ProcessSampler
 from traceml_ray.errors import sendable
 from traceml_ray.settings import Settings
-from traceml_ray.stages import ROW_BYTES
 
 MANY_RANKS = 256
 """In a larger job an agent reports half as often: the aggregator has as much to take."""
@@ -74,6 +74,7 @@ class RankAgent:
         self.ring = StepRing(settings.ring_rows)
         self.recorder = Recorder(self.ring)
         self.instrumentation = Instrumentation(self.recorder, Patcher(debug=settings.debug))
+        self.device = DeviceUse(settings.device_clock, self.instrumentation, self.ring)
         self.process_id = new_process_id()
         self.identity: identities.RankIdentity | None = None
         self._identity_known = False
@@ -115,6 +116,7 @@ class RankAgent:
         while not self._closing.wait(max(0.0, min(SETTLE_S, due - time.monotonic()))):
             if time.monotonic() < due:  # however long the interval: what is written down stays short
                 self.guard("settle", self.recorder.settle)
+                self.guard("device clock", self.device.turn)
                 continue
             self.guard("tick", self.tick)
             self._cpu_ns = time.thread_time_ns()
@@ -144,6 +146,7 @@ class RankAgent:
         """Do one round: rows into batches, batches to the relay, its replies into account."""
         if not self.recorder.settle(LOCK_S):
             self.instrumentation.errors.count("marks: not read, a thread holds the recorder")
+        self.guard("device clock", self.device.finish if final else self.device.turn)
         self._spans += self.guard("spans", functools.partial(self._collect_spans, final)) or []
         while self._enqueue(final):
             pass
@@ -158,8 +161,8 @@ class RankAgent:
             self._lose(dropped)
         batch, room = self._without_rows()
         # Rows come last: from here on nothing but the encoding may go wrong.
-        most = (wire.MAX_BATCH_BYTES - _FIXED_BYTES - (_ITEM_BYTES - room)) // (ROW_BYTES + 9)
-        first, keys, flags, rows = self.ring.drain(min(wire.MAX_ROWS, most))
+        most = (wire.MAX_BATCH_BYTES - _FIXED_BYTES - (_ITEM_BYTES - room)) // self.ring.row_bytes
+        first, keys, flags, rows, host_rows, leads = self.ring.drain_hosts(min(wire.MAX_ROWS, most))
         more = bool(self.ring.accepted > first + len(flags) or self._events or self._spans)
         lost = self.ring.dropped + self.recorder.lost_rows
         batch = msgspec.structs.replace(
@@ -170,6 +173,8 @@ class RankAgent:
             keys=keys,
             flags=flags,
             rows=rows,
+            host_rows=host_rows,
+            leads=leads,
             final=final and not more,
         )
         data = self.guard("batch", functools.partial(wire.encode, batch))
@@ -293,6 +298,8 @@ class RankAgent:
 
     def _open_stage(self) -> wire.OpenStage:
         opened = self.recorder.open_stage()
+        if (standing := self.guard("device clock", lambda: self.device.standing(opened.step))) is not None:
+            return standing
         return msgspec.structs.replace(opened, span=self.instrumentation.spans.innermost or opened.span)
 
     def _collect_spans(self, final: bool) -> list[wire.SpanSum]:

@@ -69,14 +69,15 @@ class Recorder(MarkLog):
         ready = get_ident() == self.ready
         if ready and id(iterator) == self.iterator:
             self.log.append(marks.DATA_BEGIN)
-            self.log.append(self.clock())
+            self.log.append(self.stamp())
             return True
         # Iterators come and go with the epochs: the loader (noted on them) is who feeds the step.
         known = getattr(iterator, "__dict__", {})
         named = known.get("_traceml_loader") or id(iterator), known.get("_num_workers") or 0
         if ready:
             self.iterator = id(iterator)
-            self.log.append(Deferred(_BEGIN_WAIT, self.clock(), self.ready, named))
+            event = self._event_now()
+            self.log.append(Deferred(_BEGIN_WAIT, self.clock(), self.ready, named, event))
             return True
         if self.mine():
             self.iterator = 0
@@ -154,14 +155,14 @@ class Recorder(MarkLog):
         if self.exchange.coupled or get_ident() != self.owner or not self._room():
             return False
         self.log.append(marks.SYNC_BEGIN)
-        self.log.append(self.clock())
+        self.log.append(self.stamp())
         return True
 
     def sync_end(self, began: bool) -> None:
         """Mark: that wait is over; the stage it interrupted goes on."""
         if began:
             self.log.append(marks.SYNC_END)
-            self.log.append(self.clock())
+            self.log.append(self.stamp())
 
     def reduced(self, on_device: bool) -> None:
         """Mark: a reduction over several ranks, or the wait for one, is over. Written down as a span is."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from traceml_ray.stages import N_STAGES, ROW_BYTES
+from traceml_ray.stages import FLAG_DEVICE_CLOCK, LEAD_BYTES, LEAD_UNKNOWN, N_STAGES, ROW_BYTES
 
 _ROW = struct.Struct(f"<qq{N_STAGES}q")  # key, flags, stages
+_NO_LEAD = bytes([LEAD_UNKNOWN] * LEAD_BYTES)
+_HOST = struct.Struct(f"<{N_STAGES}q{LEAD_BYTES}s")
 
 
 class StepRing:
     """
-    Single producer (the training thread), single consumer (the agent), preallocated, no lock.
+    Single producer (the training thread; the agent where a device's clock is read), single consumer (the
+    agent), preallocated, no lock.
 
     A row that finds the ring full is dropped and counted: the training thread never waits.
     """
@@ -20,6 +23,7 @@ class StepRing:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._buffer = bytearray(capacity * _ROW.size)
+        self._hosts = bytearray()  # of rows on a device's clock; none before there is one
         self._head = 0  # rows accepted so far; written by the producer only
         self._tail = 0  # rows taken so far; written by the consumer only
         self.dropped = 0
@@ -29,14 +33,37 @@ class StepRing:
         """Rows that went in."""
         return self._head
 
-    def push(self, key: int, flags: int, row: Sequence[int]) -> None:
-        """Put one row (int64 ns per stage) in, or drop and count it."""
+    @property
+    def row_bytes(self) -> int:
+        """What a row takes in a batch."""
+        return 9 + ROW_BYTES + (_HOST.size if self._hosts else 0)
+
+    def push(
+        self, key: int, flags: int, row: Sequence[int], host: Sequence[int] = (), leads: bytes = _NO_LEAD
+    ) -> None:
+        """
+        Put one row (int64 ns per stage) in, or drop and count it.
+
+        Of one on a device's clock, `host` is the same on the CPU's, `leads` as in `wire.RankBatch`.
+        """
         head = self._head
         if head - self._tail >= self._capacity:
             self.dropped += 1
             return
         _ROW.pack_into(self._buffer, head % self._capacity * _ROW.size, key, flags, *row)
+        if host and not self._hosts:
+            self._keep_hosts()
+        if self._hosts:
+            _HOST.pack_into(self._hosts, head % self._capacity * _HOST.size, *(host or row), leads)
         self._head = head + 1
+
+    def _keep_hosts(self) -> None:
+        """From here on keep two rows of each; those that wait are on the CPU's clock."""
+        self._hosts = bytearray(self._capacity * _HOST.size)
+        for number in range(self._tail, self._head):
+            at = number % self._capacity
+            _, _, *row = _ROW.unpack_from(self._buffer, at * _ROW.size)
+            _HOST.pack_into(self._hosts, at * _HOST.size, *row, _NO_LEAD)
 
     def drain(self, limit: int) -> tuple[int, bytes, bytes, bytes]:
         """
@@ -44,13 +71,25 @@ class StepRing:
 
         The three columns are as `wire.RankBatch` holds them: n × int64, n × uint8, n × 6 × int64 ns.
         """
+        first, keys, flags, rows, _, _ = self.drain_hosts(limit)
+        return first, keys, flags, rows
+
+    def drain_hosts(self, limit: int) -> tuple[int, bytes, bytes, bytes, bytes, bytes]:
+        """As `drain`, and the columns `host_rows` and `leads`: empty where no row is on a device's clock."""
         first = self._tail
         last = min(self._head, first + limit)
         keys, flags, rows = bytearray(), bytearray(), bytearray()
+        hosts, leads = bytearray(), bytearray()
         for number in range(first, last):
             start = number % self._capacity * _ROW.size
             keys += self._buffer[start : start + 8]
             flags.append(self._buffer[start + 8])
             rows += self._buffer[start + 16 : start + 16 + ROW_BYTES]
+            if self._hosts:
+                start = number % self._capacity * _HOST.size
+                hosts += self._hosts[start : start + ROW_BYTES]
+                leads += self._hosts[start + ROW_BYTES : start + _HOST.size]
         self._tail = last
-        return first, bytes(keys), bytes(flags), bytes(rows)
+        if not any(flag & FLAG_DEVICE_CLOCK for flag in flags):
+            hosts, leads = bytearray(), bytearray()
+        return first, bytes(keys), bytes(flags), bytes(rows), bytes(hosts), bytes(leads)

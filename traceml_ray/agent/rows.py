@@ -7,6 +7,8 @@ accumulation), or, where it has exchanged gradients, makes it a segment of the s
 
 from __future__ import annotations
 
+from traceml_ray.agent.cuts import Cut, without_forward
+from traceml_ray.agent.device import DeviceClock
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.stages import (
     DATA,
@@ -28,17 +30,24 @@ MAX_SEGMENT = (1 << SEGMENT_BITS) - 1
 class Rows:
     """Numbers the rows of one process and puts those that are whole into the ring."""
 
-    __slots__ = ("depth", "first", "flags", "pending", "ring", "segment", "step", "stepped", "synced")
+    __slots__ = (
+        *("cuts", "depth", "device", "first", "flags", "pending"),
+        *("ring", "segment", "step", "stepped", "synced"),
+    )
 
     def __init__(self, ring: StepRing) -> None:
         self.ring = ring
+        self.device: DeviceClock | None = None
+        """What rows pass through on their way into the ring, where a device's clock is read."""
         self.step = self.segment = 0
         self.forget()
 
     def forget(self) -> None:
         """Forget the open row; the next one is a first row again."""
         self.pending: list[int] | None = None
-        """Time (ns) per stage up to the end of the last backward."""
+        """Time (ns) per stage up to the end of the last backward,"""
+        self.cuts: list[Cut] = []
+        """and the same by events."""
         self.flags = 0
         self.synced = False
         """That backward has exchanged gradients."""
@@ -48,20 +57,22 @@ class Rows:
         self.depth = 0
         """How many backwards the training thread is in."""
 
-    def leave(self, times: list[int], flags: int, synced: bool) -> None:
+    def leave(self, taken: tuple[list[int], list[Cut]], flags: int, synced: bool) -> None:
         """Leave a row pending."""
-        self.pending, self.flags, self.synced, self.stepped = times, flags, synced, False
+        (self.pending, self.cuts), self.flags, self.synced, self.stepped = taken, flags, synced, False
 
-    def take_back(self) -> list[int]:
-        """Return the times of the pending row, which goes on."""
+    def take_back(self) -> tuple[list[int], list[Cut]]:
+        """Return times and cuts of the pending row, which goes on."""
         times, self.pending = self.pending, None
+        cuts, self.cuts = self.cuts, []
         assert times is not None
-        return times
+        return times, cuts
 
-    def extend(self, times: list[int]) -> None:
-        """Add `times` to the pending row."""
+    def extend(self, times: list[int], cuts: list[Cut]) -> None:
+        """Add what was taken after its backward to the pending row."""
         assert self.pending is not None
         self.pending = [a + b for a, b in zip(self.pending, times, strict=True)]
+        self.cuts = self.cuts + cuts
 
     def infer(self, coupled: bool) -> None:
         """Take the end of the pending row for an exchange; all its waits were seen, so it has a split."""
@@ -92,14 +103,19 @@ class Rows:
         self.step += lost
 
     def _emit(self) -> None:
-        row, flags = self.take_back(), self.flags
+        (row, cuts), flags = self.take_back(), self.flags
         if not row[DATA]:
             flags |= FLAG_NO_DATA
         if not row[FORWARD]:
             flags |= FLAG_NO_FORWARD
             row[FORWARD], row[PREPARE] = row[PREPARE], 0
+            cuts = without_forward(cuts)
         if self.first:
             flags |= FLAG_FIRST
             self.first = False
             row[POST_SYNC] = 0  # there was no sync before: a first row starts at its first data wait
-        self.ring.push(self.step << SEGMENT_BITS | self.segment, flags, row)
+        key = self.step << SEGMENT_BITS | self.segment
+        if self.device is None:
+            self.ring.push(key, flags, row)
+        else:
+            self.device.put(key, flags, row, cuts)

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from traceml_ray.agent import marks
+from traceml_ray.agent.cuts import NO_EVENT, Cut, Cuts, first_event
 from traceml_ray.agent.data_waits import DataWaits
+from traceml_ray.agent.device import DeviceClock
 from traceml_ray.agent.exchange import GradientExchange
 from traceml_ray.agent.open_spans import OpenSpans
 from traceml_ray.agent.partition import Partition
@@ -110,7 +112,7 @@ class Steps:
         self._data.waited &= self._data.training
         return folded
 
-    def _take(self) -> list[int]:
+    def _take(self) -> tuple[list[int], list[Cut]]:
         """Take the times of the row that ends, and what was waited in it for loaders of something else."""
         self._data.foreign_ns = 0
         return self.partition.take()
@@ -121,6 +123,8 @@ class Steps:
             data.waited.add(data.loader)
             self._own.waited(data, self.partition.last, self.now)
             self._to(data.resume)
+            if self.partition.cuts is not None and not data.feeds_training():
+                self.partition.cuts.foreign()
 
     def _data_exhausted(self) -> None:
         """It was no wait of this step."""
@@ -172,6 +176,8 @@ class Steps:
             self._take_back()
         if self._data.waited:
             self._data.learn()
+            if self.partition.cuts is not None:
+                self.partition.cuts.learn()
         self._own.pause_optimizer()
 
     def _take_back(self) -> None:
@@ -180,8 +186,10 @@ class Steps:
             self._exchange.several = True
             self.rows.close_segment()
         else:
-            pending = self.rows.take_back()
+            pending, cuts = self.rows.take_back()
             self.partition.times = [a + b for a, b in zip(self.partition.times, pending, strict=True)]
+            if self.partition.cuts is not None:
+                self.partition.cuts.list[:0] = cuts
 
     def _gradients_done(self) -> None:
         """What follows inside the backward is waiting."""
@@ -254,16 +262,17 @@ class Steps:
     def _extend(self) -> None:
         """The pending row goes on until now; what is no wait is work on gradients, so it is `backward`."""
         self._to(self.partition.stage)
-        times = self._take()
+        times, cuts = self._take()
         times[BACKWARD] += times[POST_SYNC]
         times[POST_SYNC] = 0
-        self.rows.extend(times)
+        self.rows.extend(times, cuts)
         self.spans.extend(self.rows.step, self.rows.first)
 
     def _infer(self) -> None:
         exchange = self._exchange
         exchange.inferred = True
-        exchange.coupled = exchange.coupled or exchange.on_device
+        if exchange.on_device:
+            exchange.couple("reduced on a device")
         self.rows.infer(exchange.on_device)
 
     # -- what closes a row -----------------------------------------------------------------------
@@ -335,6 +344,29 @@ class Steps:
         """Count the spans of the tail, which is in no row: each by itself."""
         self.spans.hand_out(self.rows.step, apart=True)
 
+    # -- on a device's clock -------------------------------------------------------------------------
+
+    def _sampled(self) -> None:
+        if self.partition.cuts is not None:
+            self.partition.cuts.sample()
+
+    def use(self, device: DeviceClock | None) -> None:
+        """From here on pass rows through `device`; None: no longer."""
+        self._exchange.clock(device is not None)
+        self.rows.device, self.rows.cuts = device, []
+        self.partition.cuts = None if device is None else Cuts()
+
+    def open_cuts(self) -> list[Cut]:
+        """Return the cuts of the row that is pending or open."""
+        return self.rows.cuts + (self.partition.cuts.list if self.partition.cuts is not None else [])
+
+    def first_event(self) -> int:
+        """Return the oldest event that the row which is pending or open needs, NO_EVENT for none."""
+        found = first_event(self.open_cuts())
+        if found == NO_EVENT and self.partition.cuts is not None:
+            found = self.partition.cuts.last
+        return found
+
     # -- now -------------------------------------------------------------------------------------
 
     def open_stage(self, now: int) -> OpenStage:
@@ -368,4 +400,5 @@ _MEANING: dict[int, Callable[[Steps], object]] = {
     marks.OPTIMIZER_END: Steps._optimizer_end,
     marks.REDUCED: Steps._reduced,
     marks.COLLATED: Steps._collated,
+    marks.SAMPLED: Steps._sampled,
 }

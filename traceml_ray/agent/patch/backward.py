@@ -50,6 +50,12 @@ class _Gradients:
     def _first_gradient(self, recorder: Recorder, queue_callback: Any) -> Callable[[Any], None]:
         append, clock, is_compiling = recorder.log.append, recorder.clock, self.is_compiling
 
+        def stamp_with(stamp: Callable[[], int]) -> None:
+            nonlocal clock
+            clock = stamp
+
+        recorder.follow(stamp_with)
+
         def gradients_done() -> None:
             append(GRADIENTS_DONE)
             append(clock())
@@ -80,6 +86,12 @@ class _Gradients:
 def _backward(original: Any, recorder: Recorder, gradients: _Gradients) -> Any:
     log, append, clock, exchange = recorder.log, recorder.log.append, recorder.clock, recorder.exchange
     carrier, tensor, is_compiling = gradients.carrier, gradients.tensor, gradients.is_compiling
+
+    def stamp_with(stamp: Callable[[], int]) -> None:
+        nonlocal clock
+        clock = stamp
+
+    recorder.follow(stamp_with)
 
     def backward(
         tensors: Any,

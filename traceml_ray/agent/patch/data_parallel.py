@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from traceml_ray.agent.exchange import STREAMED
 from traceml_ray.agent.patch.exchanges import Exchanges
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.patch.root_modules import RootModules
@@ -61,6 +62,7 @@ class DataParallel:
 
     def _add_ddp(self, ddp: Any, _: dict[str, Any]) -> None:
         """A DDP module: root, and its backward waits for peers unless `no_sync` is on."""
+        import torch
         import torch.distributed as dist
 
         self._roots.add(ddp)
@@ -71,8 +73,9 @@ class DataParallel:
         if len(ranks) < 2:
             return
         if next(ddp.parameters()).is_cuda:
-            # The exchange runs on the device: its waits are not on the CPU clock of these rows.
-            self._exchange.coupled = True
+            self._exchange.couple(STREAMED)
+            if any(isinstance(module, torch.nn.SyncBatchNorm) for module in ddp.modules()):
+                self._exchange.couple("SyncBatchNorm")
         self._exchange.peers = self._exchanges.of_ddp
 
     def _add_fsdp2(self, modules: Any, keywords: dict[str, Any]) -> None:
@@ -107,7 +110,8 @@ class DataParallel:
         self._roots.add(module)
         if self.group is None or self.group[1] > 1:
             self._exchange.peers = self._exchanges.of_fsdp
-            self._exchange.coupled = self._exchange.coupled or not on_cpu
+            if not on_cpu:
+                self._exchange.couple(STREAMED)
 
     def _note_group(self, first: int, size: int) -> None:
         if self.group is None or size > self.group[1]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
@@ -25,6 +26,12 @@ def patch(patcher: Patcher, recorder: Recorder) -> None:
 def _next(recorder: Recorder, failed: Failed) -> Make:
     append, clock = recorder.log.append, recorder.clock
     data_begin, data_end = recorder.data_begin, recorder.data_end
+
+    def stamp_with(stamp: Callable[[], int]) -> None:
+        nonlocal clock
+        clock = stamp
+
+    recorder.follow(stamp_with)
 
     def make(original: Any) -> Any:
         def __next__(iterator: Any) -> Any:  # noqa: N807

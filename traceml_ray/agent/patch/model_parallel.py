@@ -32,6 +32,6 @@ class ModelParallel:
     def _noting(self, strategy: str) -> Make:
         def note(*_: object) -> None:
             self.strategies.add(strategy)
-            self._exchange.coupled = True
+            self._exchange.couple(strategy)
 
         return self._patcher.after(strategy, note)

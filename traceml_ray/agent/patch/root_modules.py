@@ -50,9 +50,15 @@ class RootModules:
         """No optimizer has taken a step yet."""
         self._failed = failed
         self._ids = _Ids()
-        self._ids.ours = recorder, recorder.log.append, recorder.clock, _inner_trains, failed
+        self._recorder = recorder
+        self._stamp_with(recorder.clock)
+        recorder.follow(self._stamp_with)
         self._classes: dict[Any, tuple[Any, Any]] = {}
         self._seen: deque[weakref.ref[Any]] = deque(maxlen=16)
+
+    def _stamp_with(self, stamp: Callable[[], int]) -> None:
+        recorder = self._recorder
+        self._ids.ours = recorder, recorder.log.append, stamp, _inner_trains, self._failed
 
     def modules(self) -> list[Any]:
         """Return the roots that are still alive."""

@@ -1,0 +1,117 @@
+"""A CUDA device on a clock that moves by hand: streams are queues, an event is done when all before it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from traceml_ray.agent.device import DeviceClock
+from traceml_ray.agent.exchange import STREAMED
+from traceml_ray.agent.recorder import Recorder
+
+EPSILON_NS = 5_000
+"""What an idle stream takes to come to an event."""
+OWN = "own"
+
+
+class DeviceError(Exception):
+    """What a broken device raises."""
+
+
+class FakeDevice:
+    """
+    The script's side (`launch`, `wait_for`, `wait`, `item`) and the monitor's (`DeviceApi`) of one device.
+
+    An event is done once the host's clock has come to its time: the device works while the host does.
+    """
+
+    def __init__(self, now: int = 1_000_000) -> None:
+        self.now = now
+        self.epsilon_ns = EPSILON_NS
+        self.drift = 0.0
+        self.stream: object = "default"
+        self.ends: Counter[object] = Counter()
+        """Per stream: when all that it has been given is done."""
+        self.events: dict[int, int] = {}
+        self.recorded: list[int] = []
+        """The times of all events that marks have recorded, in order."""
+        self.calls: Counter[str] = Counter()
+        self.fails: Callable[[str, int], bool] = lambda _name, _count: False
+        """Of a call and how many there were: it raises."""
+        self.captures: Callable[[int], bool] = lambda _: False
+        self.late_ns: Callable[[int], int] = lambda _: 0
+        """By how much the n-th beat is held up."""
+        self.record_takes_ns: Callable[[int], int] = lambda _: 0
+        self.broken = False
+
+    # -- the script's side -------------------------------------------------------------------------
+
+    def __call__(self) -> int:
+        """Return the CPU's time."""
+        return self.now
+
+    def wait(self, ns: int) -> None:
+        """The host computes."""
+        self.now += ns
+
+    def launch(self, ns: int) -> None:
+        """Put a kernel on the current stream."""
+        self.ends[self.stream] = max(self.ends[self.stream], self.now + self.epsilon_ns) + ns
+
+    def wait_for(self, until: int) -> None:
+        """Have the current stream wait for another one, which is done at `until`."""
+        self.ends[self.stream] = max(self.ends[self.stream], until)
+
+    def item(self) -> None:
+        """Have the host wait for the current stream."""
+        self.now = max(self.now, self.ends[self.stream])
+
+    # -- the monitor's side ------------------------------------------------------------------------
+
+    def capturing(self) -> bool:
+        self._called("capturing")
+        return self.captures(self.calls["capturing"])
+
+    def record(self, slot: int) -> None:
+        self._called("record")
+        self._record(slot, self.stream)
+        self.recorded.append(self.events[slot])
+        self.now += self.record_takes_ns(self.calls["record"])
+
+    def make(self, slots: int) -> None:
+        self._called("make")
+
+    def beat(self, slot: int) -> None:
+        self._called("beat")
+        self._record(slot, OWN)
+        self.events[slot] += self.late_ns(self.calls["beat"])
+
+    def done(self, slot: int) -> bool:
+        self._called("done")
+        return self.events[slot] <= self.now
+
+    def elapsed_ns(self, since: int, until: int) -> int | None:
+        self._called("elapsed_ns")
+        if max(self.events[since], self.events[until]) > self.now:
+            return None
+        return round((self.events[until] - self.events[since]) * (1 + self.drift))
+
+    def _record(self, slot: int, stream: object) -> None:
+        self.events[slot] = max(self.ends[stream], self.now + self.epsilon_ns)
+
+    def _called(self, name: str) -> None:
+        assert not self.broken, f"{name} after an error"
+        self.calls[name] += 1
+        if self.fails(name, self.calls[name]):
+            self.broken = True
+            raise DeviceError(f"{name} failed")
+
+
+def use(recorder: Recorder, device: FakeDevice) -> DeviceClock:
+    """Have the device's clock read from here on, as a rank does that exchanges gradients on it."""
+    exchange = recorder.exchange
+    exchange.couple(STREAMED)
+    clock = DeviceClock(device, recorder.steps.rows.ring, recorder.clock, lambda: exchange.streamed)
+    clock.resolve(recorder.first_event())
+    recorder.use(clock)
+    return clock

@@ -1,0 +1,227 @@
+"""
+Two ranks of real DDP whose device is played: run by `torch.distributed.run` with a folder as argument.
+
+Kernels are put on the played device where the model computes; the exchange ends there when the last rank's
+device has come to it. Each rank leaves, by case, its losses and weights and what its agent has sent, in
+`<folder>/<rank>.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fake_device import FakeDevice
+from torch import Tensor, nn
+from torch.autograd.variable import Variable
+
+from traceml_ray import wire
+from traceml_ray.agent.exchange import STREAMED
+from traceml_ray.agent.rank_agent import RankAgent
+from traceml_ray.errors import Errors
+from traceml_ray.settings import Settings
+from traceml_ray.stages import N_STAGES
+
+MS = 1_000_000
+STEPS = 24
+FORWARD_MS, BACKWARD_MS, OPTIMIZER_MS, EXCHANGE_MS = 10, 20, 4, 4
+FAULT_MS = 12
+
+
+class Wire:
+    """A relay that keeps what it is given."""
+
+    generation = 1
+
+    def __init__(self) -> None:
+        self.errors = Errors()
+        self.taken: list[wire.RankBatch] = []
+
+    def offer(self, data: bytes) -> bool:
+        self.taken.append(wire.decode(data, wire.RankBatch))
+        return True
+
+    def replies(self) -> list[bytes]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+class Net(nn.Module):
+    """Two layers that take their time on the device."""
+
+    def __init__(self, device: FakeDevice, slow: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.device, self.slow = device, slow
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.device.wait(3 * MS)
+        self.device.launch((FORWARD_MS + FAULT_MS * (self.slow == "forward")) * MS)
+        hidden = self.first(x).relu()
+        hidden.register_hook(self._backward)
+        return self.second(hidden).squeeze(-1)
+
+    def _backward(self, _: Tensor) -> None:
+        self.device.wait(4 * MS)
+        self.device.launch((BACKWARD_MS + FAULT_MS * (self.slow == "backward")) * MS)
+
+
+def exchange(device: FakeDevice, last: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    """Return a communication hook: the compute stream waits for the exchange where DDP does."""
+    queue, reduce = Variable._execution_engine.queue_callback, last
+
+    def hook(_: Any, bucket: Any) -> Any:
+        arrival = torch.tensor([device.ends["default"]])
+        reduce(arrival, dist.ReduceOp.MAX)
+        queue(lambda: device.wait_for(int(arrival) + EXCHANGE_MS * MS))
+        buffer = bucket.buffer()
+        reduce(buffer, dist.ReduceOp.SUM)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(buffer / dist.get_world_size())
+        return done
+
+    hook.__annotations__.clear()  # DDP compares them with classes, not with their names
+    return hook
+
+
+class Batches(torch.utils.data.Dataset[Tensor]):
+    """They take their time on the host."""
+
+    def __init__(self, device: FakeDevice, slow: str) -> None:
+        self.device, self.slow = device, slow
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.device.wait((46 if self.slow == "data" else 1) * MS)
+        return torch.full((8,), float(index % 5))
+
+
+def train(device: FakeDevice, slow: str, after: Callable[[int], None] = lambda _: None) -> list[float]:
+    """Return the losses, and the weights in the end."""
+    reduce = dist.all_reduce
+    model = nn.parallel.DistributedDataParallel(Net(device, slow))
+    model.register_comm_hook(None, exchange(device, getattr(reduce, "__wrapped__", reduce)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for step, batch in enumerate(torch.utils.data.DataLoader(Batches(device, slow))):
+        loss = model(batch).mean()
+        loss.backward()
+        device.wait(MS)
+        device.launch(OPTIMIZER_MS * MS)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        after(step)
+    return [*losses, *torch.cat([parameter.flatten() for parameter in model.parameters()]).tolist()]
+
+
+def watched(device: FakeDevice, slow: str, also: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
+    """Train with an agent that reads the device's clock from the third step on; return what it has said."""
+    relay = Wire()
+    agent = RankAgent(Settings(session="s"), relay)  # type: ignore[arg-type]
+    recorder = agent.recorder
+    recorder.clock = device
+    recorder.stamp_with(device)
+    recorder.steps.forget(device.now)
+    agent.instrumentation.install()
+    recorder.exchange.couple(STREAMED)
+
+    def after(step: int) -> None:
+        if step == 1:
+            agent.guard("begin", lambda: agent.device.begin(device))
+        if step % 4 == 3:
+            agent.tick()
+        also(step)
+
+    results = train(device, slow, after)
+    device.wait(1000 * MS)
+    agent.instrumentation.remove()
+    calls = device.calls["record"]
+    train(FakeDevice(), "")
+    assert device.calls["record"] == calls
+    agent.tick(final=True)
+    last = relay.taken[-1]
+    rows = [row for batch in relay.taken for row in told(batch)]
+    said = {
+        "missing": last.missing,
+        "errors": last.errors,
+        "produced": last.produced,
+        "dropped": last.dropped,
+    }
+    return {"results": results, "rows": rows, "calls": dict(device.calls), **said}
+
+
+def told(batch: wire.RankBatch) -> list[dict[str, Any]]:
+    """Return the rows of a batch."""
+    size, none = 8 * N_STAGES, bytes(3 * len(batch.flags))
+    hosts, leads = batch.host_rows or batch.rows, batch.leads or none
+    return [
+        {
+            "key": struct.unpack_from("<q", batch.keys, 8 * i)[0],
+            "flags": batch.flags[i],
+            "row": struct.unpack_from(f"<{N_STAGES}q", batch.rows, size * i),
+            "host": struct.unpack_from(f"<{N_STAGES}q", hosts, size * i),
+            "leads": tuple(leads[3 * i : 3 * i + 3]),
+        }
+        for i in range(len(batch.flags))
+    ]
+
+
+def failing(name: str, at: int) -> FakeDevice:
+    device = FakeDevice()
+    device.fails = lambda called, count: called == name and count == at
+    return device
+
+
+def capturing(at: int) -> FakeDevice:
+    device = FakeDevice()
+    device.captures = lambda count: count % 60 == at
+    return device
+
+
+def delayed() -> FakeDevice:
+    device = FakeDevice()
+    device.record_takes_ns = lambda count: 3 * MS if count % 5 == 0 else 0
+    device.late_ns = lambda count: 0 if count % 3 else 20 * MS
+    return device
+
+
+def fork(step: int) -> None:
+    """A child of a DataLoader, say, which ends as processes do."""
+    if step == 5:
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def main(folder: str) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    found: dict[str, Any] = {"bare": {"results": train(FakeDevice(), "")}}
+    for slow in ("", "data", "forward", "backward"):
+        found[f"slow {slow}"] = watched(FakeDevice(), slow if rank else "")
+    for name in ("record", "capturing", "make", "beat", "done", "elapsed_ns"):
+        for at in (1, 2, 7, 40):
+            found[f"error {name} {at}"] = watched(failing(name, at), "")
+    for at in range(6):
+        found[f"capture {at}"] = watched(capturing(at * 10), "")
+    found["delayed"] = watched(delayed(), "")
+    found["fork"] = watched(FakeDevice(), "", fork)
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,103 @@
+"""Real autograd, real gloo DDP, real patches and agent; only the device is played."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from traceml_ray.stages import DATA, FLAG_COUPLED, FLAG_DEVICE_CLOCK, FLAG_FIRST, FORWARD, SYNC_WAIT
+
+TESTS = Path(__file__).parents[1]
+MS = 1_000_000
+FIRST = 3
+"""The first row that is whole on the device's clock, which is read from the third step on."""
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, TESTS / "integration/device_ranks.py", folder],
+        env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def rows(case: dict[str, Any]) -> list[list[float]]:
+    """The rows on the device's clock, in ms."""
+    return [[ns / MS for ns in row["row"]] for row in case["rows"] if row["flags"] & FLAG_DEVICE_CLOCK]
+
+
+@pytest.mark.parametrize(
+    ("slow", "late", "other"),
+    [
+        ("", [4, 0, 0, 10, 20, 4], [4, 0, 0, 10, 20, 4]),
+        ("forward", [4, 0, 0, 22, 20, 4], [4, 0, 0, 10, 20, 16]),
+        ("backward", [4, 0, 0, 10, 32, 4], [4, 0, 0, 10, 20, 16]),
+    ],
+)
+def test_planted_fault_comes_out_in_its_stage(
+    ranks: list[dict[str, Any]], slow: str, late: list[float], other: list[float]
+) -> None:
+    for rank, expected in zip(ranks, (other, late), strict=True):
+        found = rows(rank[f"slow {slow}"])
+        assert len(found) == 24 - FIRST
+        for row in found[2:]:
+            assert row == pytest.approx(expected, abs=0.02)
+
+
+def test_slow_loader_is_the_time_the_device_waits_for_it(ranks: list[dict[str, Any]]) -> None:
+    mine, peer = rows(ranks[1]["slow data"])[-1], rows(ranks[0]["slow data"])[-1]
+    assert mine[DATA] > 12 and peer[DATA] < 0.1
+    assert peer[SYNC_WAIT] - mine[SYNC_WAIT] > 12 and sum(peer) == pytest.approx(sum(mine), abs=0.1)
+
+
+def test_every_row_has_its_host_row_and_key(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for name, case in rank.items():
+            if name == "bare":
+                continue
+            assert [row["key"] >> 8 for row in case["rows"]] == list(range(24)), name
+            for row in case["rows"]:
+                on_device = bool(row["flags"] & FLAG_DEVICE_CLOCK)
+                assert on_device != bool(row["flags"] & FLAG_COUPLED)
+                assert on_device or row["row"] == row["host"]
+            assert case["rows"][0]["flags"] & FLAG_FIRST
+            assert case["produced"] == 24 and not case["dropped"], name
+
+
+def test_training_is_the_same_whatever_happens_to_the_clock(ranks: list[dict[str, Any]]) -> None:
+    usual = {"", "data", "forward", "backward"}
+    for rank in ranks:
+        for name, case in rank.items():
+            assert case["results"] == rank["bare"]["results"], name
+            if name.startswith("error") and case["calls"].get(name.split()[1], 0) >= int(name.split()[2]):
+                assert "failed" in case["missing"]["device clock"], name
+            elif name.removeprefix("slow ") in usual:
+                assert "device clock" not in case["missing"]
+
+
+def test_row_in_which_a_mark_is_captured_keeps_its_host_part(ranks: list[dict[str, Any]]) -> None:
+    for at in range(6):
+        case = ranks[0][f"capture {at}"]
+        lost = case["errors"]["device rows without an event"]
+        assert 2 <= lost <= 8 and len(rows(case)) == 24 - FIRST - lost
+        for row in rows(case)[2:]:
+            assert row[FORWARD:] == pytest.approx([10, 20, 4], abs=0.02)
+
+
+def test_full_queue_and_beats_that_are_late_are_noticed(ranks: list[dict[str, Any]]) -> None:
+    leads = [row["leads"] for row in ranks[0]["delayed"]["rows"] if row["flags"] & FLAG_DEVICE_CLOCK]
+    assert any(lead[1] for lead in leads if lead[1] < 64)

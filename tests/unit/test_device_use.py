@@ -1,0 +1,119 @@
+"""Whether a device's clock is read, and why not."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from fake_device import FakeDevice
+from torch import nn
+from unit.test_rank_agent import Pipe, make, push
+
+from traceml_ray import wire
+from traceml_ray.agent import cuda
+from traceml_ray.agent.rank_agent import RankAgent
+
+
+class OnDevices(nn.Module):
+    """Its parameters say that they are elsewhere."""
+
+    def __init__(self, *devices: str) -> None:
+        super().__init__()
+        self.devices = [torch.device(device) for device in devices]
+
+    def parameters(self, recurse: bool = True) -> object:  # type: ignore[override]
+        return [types.SimpleNamespace(device=device) for device in self.devices]
+
+
+def rank(setting: str, *devices: str) -> RankAgent:
+    """An agent whose first step is over, of a model on those devices."""
+    agent = make(Pipe(), device_clock=setting)
+    model = OnDevices(*devices)
+    agent.instrumentation.roots.add(model)
+    agent.model = model  # type: ignore[attr-defined]
+    agent.recorder.steps.rows.first = False
+    agent.device.turn()
+    return agent
+
+
+def why(agent: RankAgent) -> str:
+    return agent.instrumentation.missing.get("device clock", "")
+
+
+@pytest.mark.parametrize(
+    ("setting", "devices", "reason"),
+    [
+        ("1", ("cpu",), ""),
+        ("auto", ("cpu",), ""),
+        ("0", ("cuda:0",), "turned off by TRACEML_DEVICE_CLOCK=0"),
+        ("auto", ("cuda:0",), "TRACEML_DEVICE_CLOCK=1 turns it on"),
+        ("1", ("cuda:0", "cuda:1"), "several devices"),
+        ("1", ("xpu:0",), "only of CUDA devices, not of xpu"),
+        ("1", ("mps:0",), "only of CUDA devices, not of mps"),
+        ("1", ("cuda:0", "cpu"), "CUDA is not initialized"),
+    ],
+)
+def test_reason_is_given_where_there_is_no_device_clock(
+    setting: str, devices: tuple[str, ...], reason: str
+) -> None:
+    agent = rank(setting, *devices)
+    assert (reason in why(agent)) if reason else not why(agent)
+    assert agent.device.clock is None and agent.recorder.stamp is agent.recorder.clock
+
+
+class Driver:
+    """`libcuda`, of which a call answers what it is told."""
+
+    def __init__(self) -> None:
+        self.codes: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> object:
+        if not name.startswith("cu") or name in self.__dict__.get("lacks", ()):
+            raise AttributeError(name)
+        return lambda *_: self.codes.get(name, 0)
+
+
+def test_cuda_is_refused_without_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process without CUDA has no driver's library in it, and none is loaded."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    agent = rank("1", "cuda:0")
+    assert "libcuda.so.1" in why(agent) and agent.device.clock is None
+
+
+def test_driver_that_lacks_a_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    driver.lacks = ("cuThreadExchangeStreamCaptureMode",)  # type: ignore[attr-defined]
+    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda *_, **__: driver)
+    with pytest.raises(cuda.CudaError, match="the driver has no cuThreadExchangeStreamCaptureMode"):
+        cuda.CudaApi(0)
+
+
+def test_row_and_reason_go_out_where_a_clock_ends_itself() -> None:
+    pipe = Pipe()
+    agent = make(pipe)
+    device = FakeDevice()
+    agent.device.begin(device)
+    assert agent.device.clock is not None
+    device.fails = lambda name, _: name == "done"
+    agent.device.clock.put(7, 0, [1, 2, 3, 4, 5, 6], [])
+    agent.tick()
+    (batch,) = pipe.batches()
+    assert len(batch.flags) == 1 and not batch.host_rows
+    assert "DeviceError: done failed" in batch.missing["device clock"]
+    assert agent.device.clock is None and agent.recorder.device is None
+
+
+def test_batch_holds_both_rows_and_leads_within_its_size() -> None:
+    pipe = Pipe()
+    agent = make(pipe)
+    push(agent, 2)
+    for number in range(2, 1000):
+        agent.ring.push(number << 8, 16, [1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1], b"\1\2\3")
+    agent.tick()
+    batches = pipe.batches()
+    assert sum(len(batch.flags) for batch in batches) == 1000
+    assert all(len(data) <= wire.MAX_BATCH_BYTES for data in pipe.taken)
+    first = batches[0]
+    assert first.host_rows[:96] == first.rows[:96] and first.leads[:6] == b"\xff" * 6
+    assert first.host_rows[96:144] != first.rows[96:144] and first.leads[6:9] == b"\1\2\3"

@@ -1,0 +1,172 @@
+"""
+CUDA events behind `DeviceApi`.
+
+Events are made and recorded through torch, whose call lets go of the GIL and clears an error it raises (left
+behind in the training thread, one of ours would be raised by the script's next launch). They are read
+through the driver's library, which torch has loaded: torch's own `query` holds the GIL, and may wait for a
+lock of the context. A driver's call never makes a context; a runtime's may. Handles of the two are the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from typing import Any
+
+from traceml_ray.agent.device import EVENT_SLOTS
+
+_NOT_READY = 600
+_NON_BLOCKING = 1
+_THREAD_LOCAL = 1
+_SYMBOLS = (
+    *("cuDeviceGet", "cuDeviceGetCount", "cuDevicePrimaryCtxGetState", "cuDevicePrimaryCtxRetain"),
+    *("cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode", "cuStreamCreate", "cuEventCreate"),
+    *("cuEventRecord", "cuEventQuery", "cuEventElapsedTime"),
+)
+_CHECK_S = 2.0
+
+_apis: dict[int, CudaApi] = {}
+
+
+class CudaError(Exception):
+    """A call of the driver failed, or gave what cannot be."""
+
+
+def cuda_api(index: int) -> CudaApi:
+    """
+    Return the one of that device, checked; the agent's thread calls it, after CUDA was initialized there.
+
+    Raises:
+        CudaError, or anything torch raises: it is not to be used.
+    """
+    if index not in _apis:
+        api = CudaApi(index)
+        api.check()
+        _apis[index] = api
+    else:
+        _apis[index].enter()
+    return _apis[index]
+
+
+class CudaApi:
+    """
+    Events on the CUDA device `index` of this process.
+
+    They are never destroyed: a forked child that ends would do so in a context which it does not have.
+    """
+
+    def __init__(self, index: int) -> None:
+        import torch
+
+        cuda: Any = torch.cuda
+        self._index = index
+        self._driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        lacking = [name for name in _SYMBOLS if not hasattr(self._driver, name)]
+        if lacking:
+            raise CudaError(f"the driver has no {', '.join(lacking)}")
+        self._contexts = self._active()
+        if not self._contexts[index]:
+            raise CudaError(f"no context on device {index}")
+        self._context = ctypes.c_void_p()
+        device = ctypes.c_int()
+        self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+        self.enter()
+
+        self._event, self._record = cuda.Event, torch._C._CudaEventBase.record
+        self._raw_stream, self._current = torch._C._cuda_getCurrentRawStream, cuda.current_stream
+        self.capturing = torch._C._cuda_isCurrentStreamCapturing
+        self._own = ctypes.c_void_p()
+        self._call("cuStreamCreate", ctypes.byref(self._own), ctypes.c_uint(_NON_BLOCKING))
+        self._own_stream = cuda.ExternalStream(self._own.value, device=index)
+        self._streams: dict[int, Any] = {}
+        self._events: list[Any] = []
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._events))
+        self._handles = [ctypes.c_void_p() for _ in range(EVENT_SLOTS + 2)]
+        for handle in self._handles[EVENT_SLOTS:]:
+            self._call("cuEventCreate", ctypes.byref(handle), ctypes.c_uint(0))
+        self._ms = ctypes.c_float()
+
+    def enter(self) -> None:
+        """
+        Make this thread one that may read while others capture graphs, even in mode `global`.
+
+        The context comes first: the mode is asked for in that of the thread.
+        """
+        self._call("cuCtxSetCurrent", self._context)
+        mode = ctypes.c_int(_THREAD_LOCAL)
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+
+    def check(self) -> None:
+        """Try all that is needed on a stream of our own; raise CudaError where anything is odd."""
+        self.make(2)
+        end = time.monotonic() + _CHECK_S
+        while not (self.done(0) and self.done(1)):
+            if time.monotonic() > end:
+                raise CudaError(f"an event on an idle stream is not done after {_CHECK_S:g} s")
+            time.sleep(0.002)
+        elapsed = self.elapsed_ns(0, 1)
+        if elapsed is None or not 0 <= elapsed < _CHECK_S * 1e9:
+            raise CudaError(f"{elapsed} ns between two events recorded one after the other")
+        if self.capturing() not in (True, False) or not isinstance(self._raw_stream(self._index), int):
+            raise CudaError("torch does not say what stream is current")
+        if self._active() != self._contexts:
+            raise CudaError(f"contexts on devices {self._active()}, before that {self._contexts}")
+
+    # -- DeviceApi -------------------------------------------------------------------------------
+
+    def record(self, slot: int) -> None:
+        """See DeviceApi."""
+        raw = self._raw_stream(self._index)
+        stream = self._streams.get(raw)
+        if stream is None:
+            stream = self._streams[raw] = self._current(self._index)
+        self._record(self._events[slot], stream)
+
+    def make(self, slots: int) -> None:
+        """See DeviceApi. An event is made where it is first recorded, so it is recorded here."""
+        while len(self._events) < slots:
+            event = self._event(enable_timing=True)
+            self._record(event, self._own_stream)
+            self._handles[len(self._events)].value = event.cuda_event
+            self._events.append(event)
+
+    def beat(self, slot: int) -> None:
+        """See DeviceApi."""
+        self._call("cuEventRecord", self._handles[slot], self._own)
+
+    def done(self, slot: int) -> bool:
+        """See DeviceApi."""
+        return self._ready("cuEventQuery", self._handles[slot])
+
+    def elapsed_ns(self, since: int, until: int) -> int | None:
+        """See DeviceApi."""
+        handles = self._handles[since], self._handles[until]
+        if not self._ready("cuEventElapsedTime", ctypes.byref(self._ms), *handles):
+            return None
+        return round(self._ms.value * 1e6)
+
+    # -- the driver --------------------------------------------------------------------------------
+
+    def _ready(self, name: str, *args: Any) -> bool:
+        code = getattr(self._driver, name)(*args)
+        if code not in (0, _NOT_READY):
+            raise CudaError(f"{name}: error {code}")
+        return bool(code == 0)
+
+    def _call(self, name: str, *args: Any) -> None:
+        if not self._ready(name, *args):
+            raise CudaError(f"{name}: not ready")
+
+    def _active(self) -> list[bool]:
+        """Return which devices this process has a context on."""
+        count, device = ctypes.c_int(), ctypes.c_int()
+        self._call("cuDeviceGetCount", ctypes.byref(count))
+        active = []
+        for index in range(count.value):
+            flags, state = ctypes.c_uint(), ctypes.c_int()
+            self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
+            self._call("cuDevicePrimaryCtxGetState", device, ctypes.byref(flags), ctypes.byref(state))
+            active.append(bool(state.value))
+        return active

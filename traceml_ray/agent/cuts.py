@@ -1,0 +1,75 @@
+"""The open row on a device's clock: which events bound its stages. It follows what `Partition` does."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from traceml_ray.stages import DATA, FORWARD, N_STAGES, POST_SYNC, PREPARE
+
+NO_EVENT = -1
+FOREIGN = N_STAGES
+"""A stage for now: a wait for data that may turn out to be an evaluation's."""
+SAMPLED = N_STAGES + 1
+"""No stage: in this row every wait inside forward and backward has events of its own."""
+
+
+class Cut(NamedTuple):
+    """A stretch of a stage between two events, by number; NO_EVENT where none could be recorded."""
+
+    stage: int
+    since: int
+    until: int
+
+
+class Cuts:
+    """Follows the switch from stage to stage."""
+
+    __slots__ = ("last", "list")
+
+    def __init__(self) -> None:
+        self.list: list[Cut] = []
+        self.last = NO_EVENT
+        """The event at the last mark."""
+
+    def to(self, stage: int, event: int) -> None:
+        """End a stretch of `stage` at `event`."""
+        if event != self.last or event == NO_EVENT:
+            self.list.append(Cut(stage, self.last, event))
+        self.last = event
+
+    def sample(self) -> None:
+        """Note that the row is SAMPLED from here on."""
+        self.list.append(Cut(SAMPLED, self.last, self.last))
+
+    def take(self) -> list[Cut]:
+        """Return what there is of the row that ends, and begin another one."""
+        taken, self.list = _relabelled(self.list, FOREIGN, DATA), []
+        return taken
+
+    def foreign(self) -> None:
+        """The wait that has just ended was for a loader that does not feed training."""
+        if self.list and self.list[-1].stage == DATA:
+            self.list[-1] = self.list[-1]._replace(stage=FOREIGN)
+
+    def learn(self) -> None:
+        """All waits of this row were for what feeds training."""
+        self.list = _relabelled(self.list, FOREIGN, DATA)
+
+    def fold(self) -> None:
+        """See `Partition.fold`."""
+        for stage in (FOREIGN, PREPARE, FORWARD):
+            self.list = _relabelled(self.list, stage, POST_SYNC)
+
+
+def without_forward(cuts: list[Cut]) -> list[Cut]:
+    """Return the cuts of a row that has no forward mark: forward starts where the data wait ended."""
+    return _relabelled(cuts, PREPARE, FORWARD)
+
+
+def first_event(cuts: list[Cut]) -> int:
+    """Return the oldest event of `cuts`, NO_EVENT where there is none."""
+    return next((event for cut in cuts for event in cut[1:] if event != NO_EVENT), NO_EVENT)
+
+
+def _relabelled(cuts: list[Cut], stage: int, becomes: int) -> list[Cut]:
+    return [cut._replace(stage=becomes) if cut.stage == stage else cut for cut in cuts]

@@ -1,0 +1,352 @@
+"""
+The device's clock: events recorded at the marks of the training thread, read later by the agent's thread.
+
+Events are numbered; number n is in slot n of a ring, which is used again once no row needs it. A row that
+the device cannot time (a capture, no free event, an error, too late) keeps its times on the CPU's clock
+alone, and is counted. Any error ends the clock for good; rows then go on as on the CPU's clock.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from traceml_ray.agent import device_row
+from traceml_ray.agent.clock_offset import ClockOffset
+from traceml_ray.agent.cuts import NO_EVENT, Cut, first_event
+from traceml_ray.agent.marks import EVENTS
+from traceml_ray.agent.ring import StepRing
+from traceml_ray.errors import said
+from traceml_ray.stages import (
+    FLAG_COUPLED,
+    FLAG_DEVICE_CLOCK,
+    FLAG_FIRST,
+    LEAD_BYTES,
+    LEAD_UNKNOWN,
+    N_STAGES,
+    POST_SYNC,
+    SEGMENT_BITS,
+)
+
+EVENT_SLOTS = 8192
+_MASK = EVENT_SLOTS - 1
+_BEATS = EVENT_SLOTS, EVENT_SLOTS + 1
+"""Slots of the events by which the two clocks are compared."""
+_MADE_AHEAD = 1024
+FULL_NS = 50_000
+"""Recording an event takes longer than this only where the launch queue is full."""
+LATE_NS = 100_000
+LATE_SHARE = 0.05
+"""The device has caught up with its host where the lead is below this share of the median row, or LATE_NS."""
+MAX_ROWS_BEHIND = 64
+MAX_EVENTS_BEHIND = 4096
+MAX_WAIT_NS = 30_000_000_000
+"""A row that is not done after so long, though later ones are, never will be."""
+MAX_MOVED = 0.02
+"""Share of a row by which marks of several streams may be out of order."""
+UNKNOWN = bytes([LEAD_UNKNOWN] * LEAD_BYTES)
+
+
+class DeviceApi(Protocol):
+    """
+    What is asked of a device. `capturing` and `record` are called by the training thread and by autograd's,
+    the rest by the agent's thread. Times are ns; anything may raise.
+    """
+
+    def capturing(self) -> bool:
+        """Return whether the current stream is being captured into a graph."""
+        ...
+
+    def record(self, slot: int) -> None:
+        """Record the event of `slot` on the current stream."""
+        ...
+
+    def make(self, slots: int) -> None:
+        """Make the events of the first `slots` slots."""
+        ...
+
+    def beat(self, slot: int) -> None:
+        """Record the event of `slot` on a stream of our own."""
+        ...
+
+    def done(self, slot: int) -> bool:
+        """Return whether the device has come past the event."""
+        ...
+
+    def elapsed_ns(self, since: int, until: int) -> int | None:
+        """Return the time between the events of two slots; None: not both are done."""
+        ...
+
+
+class _Row(NamedTuple):
+    key: int
+    flags: int
+    times: list[int]
+    cuts: list[Cut]
+    put_ns: int
+
+
+class DeviceClock:
+    """
+    Takes rows in order, and hands them to the ring in order, with the device's times where it has them.
+
+    Args:
+        api: the device.
+        ring: where rows go.
+        clock: the CPU's, in ns.
+        streamed: whether a row without the device's times is coupled (see `GradientExchange`).
+    """
+
+    def __init__(
+        self, api: DeviceApi, ring: StepRing, clock: Callable[[], int], streamed: Callable[[], bool]
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        """Rows and marks without an event, by what was the matter."""
+        self.stopped = ""
+        """Why nothing is recorded or read any more."""
+        self.sharded = False
+        """Rows count only where they are SAMPLED: FSDP waits inside forward and backward."""
+        self.next = 0
+        """The number of the next event; written by who records."""
+        self.record_ns = 0
+        """Time that recording has taken on the training thread."""
+        self.medians: deque[int] = deque(maxlen=64)
+        """Totals of the newest rows."""
+        self._api = api
+        self._ring = ring
+        self._clock = clock
+        self._streamed = streamed
+        self._room = self._made = 0
+        self._sealed = False
+        self._hosts = array("q", bytes(8 * EVENT_SLOTS))
+        self._full = bytearray(EVENT_SLOTS)
+        self._rows: deque[_Row] = deque()
+        self._begun = False
+        """The first row, which began before there were events, is over."""
+        self._offset = ClockOffset()
+        self._beat_ns: int | None = None
+        """When the beat that is under way was recorded."""
+        self._next_beat, self._last_beat = _BEATS
+        self._device_ns: int | None = None
+        """The device's time at the last beat that is done, since the first; None: none is."""
+        self._front = NO_EVENT, 0
+        """The oldest event that is not done, and since when it is that."""
+
+    # -- the training thread ---------------------------------------------------------------------
+
+    def record(self, now: int | None = None) -> int:
+        """Record an event on the current stream; return its number, NO_EVENT where there can be none."""
+        try:
+            now = self._clock() if now is None else now
+            number = self.next
+            if number >= self._room or self._api.capturing():
+                self._skip(number)
+                return NO_EVENT
+            slot = number & _MASK
+            self._api.record(slot)
+            took = self._clock() - now
+            self._hosts[slot], self._full[slot] = now, took > FULL_NS
+            self.record_ns += took
+            self.next = number + 1
+            return number
+        except Exception as error:
+            self.fail(error)
+            return NO_EVENT
+
+    def stamper(self, append: Callable[[int], object]) -> Callable[[], int]:
+        """Return a clock for marks: it records an event and has `append` write that down, too."""
+        clock, record = self._clock, self.record
+
+        def stamp() -> int:
+            now = clock()
+            number = record(now)
+            if number != NO_EVENT:
+                append(EVENTS - number)
+            return now
+
+        return stamp
+
+    def _skip(self, number: int) -> None:
+        if not (self.stopped or self._sealed):
+            full = number >= self._room
+            self.counts["no event free for a mark" if full else "no event inside a graph capture"] += 1
+
+    def fail(self, why: BaseException | str) -> None:
+        """End the clock: no call of the device any more; any thread may."""
+        self._room = 0
+        if not self.stopped:
+            self.stopped = why if isinstance(why, str) else said(why)
+
+    def seal(self) -> None:
+        """Record nothing more; what is recorded can still be read."""
+        self._sealed, self._room = True, 0
+
+    # -- rows: under the lock of the log -------------------------------------------------------------
+
+    def put(self, key: int, flags: int, times: list[int], cuts: list[Cut]) -> None:
+        """Take a row that is over on the CPU's clock (ns per stage)."""
+        self._rows.append(_Row(key, flags, times, cuts, self._clock()))
+
+    def flush(self) -> None:
+        """Hand out all rows that wait, without the device's times."""
+        why = "" if self.stopped else "device rows not read at the end"
+        while self._rows:
+            self._give_up(self._rows.popleft(), why)
+
+    def _give_up(self, row: _Row, why: str) -> None:
+        """Hand a row out with its times on the CPU's clock alone."""
+        if why:
+            self.counts[why] += 1
+        flags = row.flags | (FLAG_COUPLED if self._streamed() else 0)
+        self._ring.push(row.key, flags, row.times)
+
+    # -- the agent's thread ------------------------------------------------------------------------
+
+    def resolve(self, needed: int) -> None:
+        """Hand out what the device is done with; no open row needs an event before number `needed`."""
+        try:
+            self._turn(needed)
+        except Exception as error:
+            self.fail(error)
+        if self.stopped:
+            self.flush()
+
+    def _turn(self, needed: int) -> None:
+        if not self.stopped:
+            self._end_beat()
+        while self._rows and not self.stopped and self._resolve(self._rows[0]):
+            self._rows.popleft()
+        if not self.stopped:
+            self._make_room(first_event(self._rows[0].cuts) if self._rows else needed, needed)
+            self._begin_beat()
+
+    @property
+    def waiting(self) -> int:
+        """How many rows the device is not known to be done with."""
+        return len(self._rows)
+
+    def _resolve(self, row: _Row) -> bool:
+        """Hand out a row, if the device is done with it, or never will be."""
+        cuts = [cut for cut in row.cuts if cut.stage < N_STAGES]
+        if self.sharded and len(cuts) == len(row.cuts):
+            self._give_up(row, "")
+        elif not device_row.is_whole(cuts):
+            self._give_up(row, "device rows without an event" if self._begun else "")
+        elif (read := self._read(cuts)) is not None:
+            self._hand_out(row, cuts, *read)
+        elif self._overdue(row):
+            self._give_up(row, "device rows late")
+        else:
+            return False
+        self._begun = True
+        return True
+
+    def _read(self, cuts: list[Cut]) -> tuple[list[int], int] | None:
+        if not self._done(cuts[-1].until):
+            return None
+        return device_row.read(cuts, self._elapsed)
+
+    def _done(self, number: int) -> bool:
+        return self._api.done(number & _MASK)
+
+    def _elapsed(self, since: int, until: int) -> int | None:
+        return self._api.elapsed_ns(since & _MASK, until & _MASK)
+
+    def _overdue(self, row: _Row) -> bool:
+        if len(self._rows) > MAX_ROWS_BEHIND or self.next - first_event(row.cuts) > MAX_EVENTS_BEHIND:
+            return True
+        if self._clock() - row.put_ns < MAX_WAIT_NS or len(self._rows) < 2:
+            return False
+        newest = self._rows[-1].cuts
+        return bool(newest) and newest[-1].until != NO_EVENT and self._done(newest[-1].until)
+
+    def _hand_out(self, row: _Row, cuts: list[Cut], times: list[int], moved: int) -> None:
+        if moved > MAX_MOVED * times[-1]:
+            self._give_up(row, "device rows out of order: several streams")
+            return
+        self.counts["device ns out of order"] += moved
+        stages = device_row.stages_of(cuts, times)
+        if row.flags & FLAG_FIRST:
+            stages[POST_SYNC] = 0
+        self.medians.append(times[-1])
+        leads = self._leads(cuts, times)
+        self._ring.push(row.key, row.flags | FLAG_DEVICE_CLOCK, stages, row.times, leads)
+
+    def _leads(self, cuts: list[Cut], times: list[int]) -> bytes:
+        first = cuts[0].since
+        offset = self._offset.at(self._hosts[first & _MASK])
+        since_beat = None
+        if offset is not None and self._device_ns is not None:
+            since_beat = self._api.elapsed_ns(self._last_beat, first & _MASK)
+        if offset is None or since_beat is None or self._device_ns is None:
+            return UNKNOWN
+        late_ns = max(LATE_NS, round(LATE_SHARE * self.median_ns))
+        began = self._device_ns + since_beat - offset
+        return bytes(device_row.masks(cuts, times, self._recorded, began, late_ns))
+
+    @property
+    def median_ns(self) -> int:
+        """The median row, of the newest; 0 before there is one."""
+        return sorted(self.medians)[len(self.medians) // 2] if self.medians else 0
+
+    def _recorded(self, number: int) -> tuple[int, bool]:
+        return self._hosts[number & _MASK], bool(self._full[number & _MASK])
+
+    def _make_room(self, oldest: int, needed: int) -> None:
+        """Free the events before the oldest that a row needs, and make more where they run out."""
+        if self._made < EVENT_SLOTS and self._made < self.next + _MADE_AHEAD:
+            self._made = min(EVENT_SLOTS, self.next + 2 * _MADE_AHEAD)
+            self._api.make(self._made)
+        oldest = needed if oldest == NO_EVENT else min(oldest, needed)
+        if not (self._sealed or self.stopped):
+            self._room = oldest + EVENT_SLOTS if self._made == EVENT_SLOTS else self._made
+
+    # -- the two clocks side by side -------------------------------------------------------------------
+
+    def _begin_beat(self) -> None:
+        if self._beat_ns is None:
+            now = self._clock()
+            self._api.beat(self._next_beat)
+            self._beat_ns = now
+
+    def _end_beat(self) -> None:
+        if self._beat_ns is None or not self._api.done(self._next_beat):
+            return
+        if self._device_ns is None:
+            self._device_ns = 0
+        else:
+            since = self._api.elapsed_ns(self._last_beat, self._next_beat)
+            self._device_ns += since or 0
+        self._offset.add(self._beat_ns, self._device_ns - self._beat_ns)
+        self._beat_ns = None
+        self._next_beat, self._last_beat = self._last_beat, self._next_beat
+
+    # -- where the device stands -----------------------------------------------------------------------
+
+    def standing(self, step: int, open_cuts: list[Cut]) -> tuple[int, int, int] | None:
+        """
+        Return (step, stage, for how many ns): where the device is, if that is behind its host.
+
+        Args:
+            step: which is open on the host.
+            open_cuts: of the row that is open there.
+        """
+        cuts = [(row.key >> SEGMENT_BITS, cut) for row in self._rows for cut in row.cuts]
+        cuts += [(step, cut) for cut in open_cuts]
+        cuts = [found for found in cuts if found[1].stage < N_STAGES and found[1].until != NO_EVENT]
+        try:
+            first = (
+                0 if self.stopped else bisect_left(cuts, True, key=lambda cut: not self._done(cut[1].until))
+            )
+        except Exception as error:
+            self.fail(error)
+        if self.stopped or first == len(cuts):
+            self._front = NO_EVENT, 0
+            return None
+        step, cut = cuts[first]
+        if cut.until != self._front[0]:
+            self._front = cut.until, self._clock()
+        return step, cut.stage, self._clock() - self._front[1]

@@ -1,0 +1,143 @@
+"""Whether, and from when on, this process's rows are taken from a device's clock."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+from traceml_ray.agent.cuda import cuda_api
+from traceml_ray.agent.device import DeviceApi, DeviceClock
+from traceml_ray.agent.instrument import Instrumentation
+from traceml_ray.agent.recorder import Recorder
+from traceml_ray.agent.ring import StepRing
+from traceml_ray.errors import said
+from traceml_ray.wire import OpenStage
+
+CONFIRMED = False
+"""A real device has run `benchmarks/gpu.py` with every section green: then `auto` is on."""
+NAME = "device clock"
+"""What `missing` says why under."""
+CLOSE_WAIT_S = 0.2
+_POLL_S = 0.005
+
+
+class DeviceUse:
+    """
+    Turns the device's clock on once the first step is over, and reads it; the agent's thread calls it.
+
+    Args:
+        setting: `Settings.device_clock`.
+        instrumentation: whose roots show the device, and whose `missing` says why there is no clock of it.
+        ring: where rows go.
+    """
+
+    def __init__(self, setting: str, instrumentation: Instrumentation, ring: StepRing) -> None:
+        self.clock: DeviceClock | None = None
+        self._setting = setting
+        self._ours = instrumentation
+        self._recorder: Recorder = instrumentation.recorder
+        self._ring = ring
+        self._decided = False
+        self._noted: dict[str, int] = {}
+
+    def turn(self) -> None:
+        """Read what the device is done with, after the log is settled."""
+        if self.clock is None and not self._decided:
+            self._consider()
+        if self.clock is not None:
+            self.clock.resolve(self._recorder.first_event())
+            self._after()
+
+    def finish(self) -> None:
+        """Read what is left, for a short while; what the device is not done with goes out without it."""
+        end = time.monotonic() + CLOSE_WAIT_S
+        while self.clock is not None:
+            self.turn()
+            if self.clock is None or not self.clock.waiting or time.monotonic() > end:
+                break
+            time.sleep(_POLL_S)
+        if self.clock is not None:
+            self._leave()
+
+    def begin(self, api: DeviceApi) -> None:
+        """Read `api` from here on."""
+        exchange = self._recorder.exchange
+        clock = DeviceClock(api, self._ring, self._recorder.clock, lambda: exchange.streamed)
+        self._decided = True
+        clock.resolve(self._recorder.first_event())
+        if clock.stopped:
+            self._ours.missing[NAME] = clock.stopped
+        else:
+            self.clock = clock
+            self._recorder.use(clock)
+
+    def standing(self, step: int) -> OpenStage | None:
+        """Return where the device is, if that is behind its host, whose step this is."""
+        if self.clock is None:
+            return None
+        found = self.clock.standing(step, self._recorder.open_cuts())
+        return None if found is None else OpenStage(*found)
+
+    # -- on and off --------------------------------------------------------------------------------
+
+    def _consider(self) -> None:
+        torch: Any = sys.modules.get("torch")
+        if torch is None or self._recorder.steps.rows.first:
+            return
+        roots = self._ours.roots.modules()
+        devices = {parameter.device for root in roots for parameter in root.parameters()}
+        if not devices:
+            return
+        self._decided = True
+        devices = {device for device in devices if device.type not in ("cpu", "meta")}
+        if not devices:
+            return
+        if len(devices) > 1:
+            self._recorder.exchange.couple("several devices")
+        why = self._refusal(torch, devices)
+        if not why:
+            try:
+                self.begin(cuda_api(devices.pop().index))
+            except Exception as error:
+                self._ours.errors.note("device clock", error)
+                why = said(error)
+        if why:
+            self._ours.missing[NAME] = why[:200]
+        elif os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+            self._ours.missing[f"{NAME}: lead"] = "CUDA_LAUNCH_BLOCKING=1: no host is ahead of its device"
+
+    def _refusal(self, torch: Any, devices: set[Any]) -> str:
+        kinds = sorted({device.type for device in devices})
+        if kinds != ["cuda"]:
+            return f"only of CUDA devices, not of {', '.join(kinds)}"
+        if torch.version.hip is not None:
+            return "only of CUDA devices, not with ROCm"
+        if len(devices) > 1:
+            return "the model is on several devices"
+        if self._setting == "0":
+            return "turned off by TRACEML_DEVICE_CLOCK=0"
+        if self._setting == "auto" and not CONFIRMED:
+            return "not yet confirmed on a real device, so off: TRACEML_DEVICE_CLOCK=1 turns it on"
+        if not torch.cuda.is_initialized():
+            return "CUDA is not initialized in this process"
+        return ""
+
+    def _after(self) -> None:
+        """Count what was the matter; end the clock where it has ended itself, or there is no use of it."""
+        assert self.clock is not None
+        for name, count in dict(self.clock.counts).items():
+            self._ours.errors.count(name, count - self._noted.get(name, 0))
+            self._noted[name] = count
+        if self._recorder.exchange.inferred:
+            self.clock.fail("gradients are not exchanged by DDP or FSDP")
+        if self.clock.stopped:
+            self._ours.missing[NAME] = (
+                f"off since step {self._recorder.steps.rows.step}: {self.clock.stopped}"[:200]
+            )
+            self._leave()
+
+    def _leave(self) -> None:
+        self._recorder.leave_device()
+        self.clock = None
