@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from collections.abc import Callable
 
@@ -42,6 +43,8 @@ class FakeDevice:
         self.late_ns: Callable[[int], int] = lambda _: 0
         """By how much the n-th beat is held up."""
         self.record_takes_ns: Callable[[int], int] = lambda _: 0
+        self.rounds = False
+        """Times are 32-bit floats of ms, as those of CUDA are."""
         self.broken = False
 
     # -- the script's side -------------------------------------------------------------------------
@@ -94,7 +97,10 @@ class FakeDevice:
         self._called("elapsed_ns")
         if max(self.events[since], self.events[until]) > self.now:
             return None
-        return round((self.events[until] - self.events[since]) * (1 + self.drift))
+        found = (self.events[until] - self.events[since]) * (1 + self.drift)
+        if self.rounds:
+            found = struct.unpack("f", struct.pack("f", found / 1e6))[0] * 1e6
+        return round(found)
 
     def _record(self, slot: int, stream: object) -> None:
         self.events[slot] = max(self.ends[stream], self.now + self.epsilon_ns)

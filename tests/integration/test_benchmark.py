@@ -38,6 +38,39 @@ def test_benchmark_runs_and_names_its_commit(command: str) -> None:
     assert re.match(r"commit ([0-9a-f]{7,}\+?|unknown), \d{4}-\d\d-\d\d: .* cores", ran.stdout)
 
 
+def test_gpu_benchmark_says_that_there_is_no_device() -> None:
+    ran = gpu()
+    assert ran.returncode == 2 and not ran.stdout
+    assert ran.stderr.startswith("gpu.py needs a CUDA device: ") and "Nothing was measured." in ran.stderr
+
+
+def test_gpu_benchmark_goes_through_a_played_device() -> None:
+    ran = gpu("--played", "--only=stages", "--only=peer", "--only=offset", "--only=cost", "--markdown")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "a played device: nothing here is about a real one" in ran.stdout
+    assert "| stages | 10 ms in backward | 2.00 0.00 0.00 4.00 18.00 0.00 ms | as planted |" in ran.stdout
+    assert ran.stdout.endswith("every section is green\n")
+
+
+def test_gpu_section_that_fails_does_so_by_itself() -> None:
+    """Without a device a section that only CUDA can go through ends with an error; the next one goes on."""
+    ran = gpu("--played", "--only=nvml", "--only=offset")
+    assert ran.returncode == 1
+    assert "nvml    the section" in ran.stdout and "FAILED" in ran.stdout
+    assert "offset  p90" in ran.stdout and "1 FAILED" in ran.stdout
+
+
+def gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(BENCHMARK.with_name("gpu.py")), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+
 @pytest.mark.long
 def test_quick_run_prints_every_figure() -> None:
     ran = subprocess.run(

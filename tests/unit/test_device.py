@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import struct
+import threading
 
+import pytest
 from fake_device import EPSILON_NS, FakeDevice, use
 from hypothesis import example, given
 from hypothesis import strategies as st
 from unit.test_recorder import MARKS, Loop, WrittenLoop, play
 
-from traceml_ray.agent.device import DeviceClock
+from traceml_ray.agent.clock_offset import ClockOffset
+from traceml_ray.agent.device import EVENT_SLOTS, MAX_ROWS_BEHIND, DeviceClock
 from traceml_ray.stages import (
     FLAG_COUPLED,
     FLAG_DEVICE_CLOCK,
     FLAG_FIRST,
+    FORWARD,
     LEAD_UNKNOWN,
     N_STAGES,
+    POST_SYNC,
+    PREPARE,
     SEGMENT_BITS,
+    SYNC_WAIT,
 )
 
 Row = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -105,3 +112,202 @@ def test_stages_of_a_device_row_are_all_of_it(marks: list[tuple[str, int]], kern
         assert all(lead < 64 or lead == LEAD_UNKNOWN for lead in leads)
     exits = loop.device.recorded
     assert sum(found[-1][2]) in {until - since for since in exits for until in exits}
+
+
+TROUBLE = st.tuples(
+    st.sampled_from(("record", "capturing", "make", "beat", "done", "elapsed_ns")), st.integers(1, 60)
+)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40 * MS), st.integers(0, 40 * MS), st.booleans()), max_size=40),
+    st.none() | TROUBLE,
+    st.none() | st.integers(1, 200),
+)
+def test_no_row_is_lost_or_overtaken_whatever_the_device_does(
+    steps: list[tuple[int, int, bool]], trouble: tuple[str, int] | None, captured: int | None
+) -> None:
+    """Late, captured or broken: each row goes out once, in order; nothing is asked of a broken device."""
+    loop = DeviceLoop()
+    if trouble is not None:
+        loop.device.fails = lambda name, count: (name, count) == trouble
+    if captured is not None:
+        loop.device.captures = lambda count: count % captured == 0
+    found = []
+    for host, kernel, read in steps:
+        loop.device.launch(kernel)
+        loop.step(post=host)
+        if read:
+            found += loop.both()
+    waited = loop.use.waiting
+    assert loop.ring.accepted + waited <= len(steps)
+    loop.recorder.leave_device()
+    found += drained(loop)
+    assert [key >> SEGMENT_BITS for key, *_ in found] == list(range(len(steps)))
+    assert bool(loop.use.stopped) == loop.device.broken
+    loop.step()
+    assert not loop.device.broken or loop.use.stopped.startswith("DeviceError")
+
+
+@given(st.integers(-50, 50), st.lists(st.booleans(), min_size=17, max_size=17))
+def test_offset_is_found_though_clocks_drift_and_beats_come_late(drift: int, late: list[bool]) -> None:
+    """Drift in us/s; beats that were held up do not matter while others were not."""
+    offset = ClockOffset()
+    held = [*late, False, False, False]
+    for number in range(200):
+        cpu = number * 500 * MS
+        offset.add(cpu, 77 * MS + round(cpu * drift / 1e6) + 5 * MS * held[number % 20])
+        if number >= 20:
+            found = offset.at(cpu - 100 * MS)
+            if found is not None:
+                assert abs(found - 77 * MS - (cpu - 100 * MS) * drift / 1e6) < 100_000
+    assert found is not None or sum(held) >= 10
+
+
+def test_lead_is_not_known_where_all_streams_share_a_queue() -> None:
+    loop = DeviceLoop()
+    loop.device.late_ns = lambda count: (count * 7919) % 50 * MS
+    for _ in range(60):
+        loop.step()
+        loop.device.wait(500 * MS)
+        found = loop.both()
+    assert found[-1][1] & FLAG_DEVICE_CLOCK and found[-1][4] == (LEAD_UNKNOWN,) * 3
+
+
+def test_stage_is_full_where_recording_its_mark_blocked() -> None:
+    loop = DeviceLoop()
+    for _ in range(8):
+        loop.step()
+        loop.device.wait(300 * MS)
+        loop.both()
+    begun = loop.device.calls["record"]
+    loop.device.record_takes_ns = lambda count: 60_000 if count == begun + 3 else 0
+    loop.step()
+    loop.device.wait(MS)
+    (row,) = loop.both()
+    assert row[4][1] == 1 << PREPARE | 1 << FORWARD
+
+
+class TestDeviceThatIsBehind:
+    def behind(self, steps: int) -> DeviceLoop:
+        """Its device has nothing done of the newest steps."""
+        loop = DeviceLoop()
+        loop.step()
+        loop.step()
+        loop.device.wait(EPSILON_NS)
+        assert len(loop.both()) == 2
+        loop.device.launch(3_600_000 * MS)
+        for _ in range(steps):
+            loop.step()
+        return loop
+
+    def test_rows_wait_for_it_up_to_a_number(self) -> None:
+        loop = self.behind(MAX_ROWS_BEHIND)
+        assert loop.both() == [] and loop.use.waiting == MAX_ROWS_BEHIND
+        loop.step()
+        loop.step()
+        late = loop.both()
+        assert [key >> SEGMENT_BITS for key, *_ in late] == [2, 3]
+        assert all(flags & FLAG_COUPLED for _, flags, *_ in late)
+        assert loop.use.counts["device rows late"] == 2
+
+    def test_row_that_never_is_done_is_given_up_once_later_ones_are(self) -> None:
+        loop = self.behind(1)
+        assert loop.both() == []
+        loop.device.wait(60_000 * MS)
+        assert loop.both() == []
+        loop.device.stream = "another"
+        loop.step()
+        loop.step()
+        loop.device.wait(MS)
+        assert [bool(flags & FLAG_DEVICE_CLOCK) for _, flags, *_ in loop.both()] == [False]
+        loop.device.wait(60_000 * MS)
+        assert [bool(flags & FLAG_DEVICE_CLOCK) for _, flags, *_ in loop.both()] == [False, True]
+
+    def test_marks_have_no_event_once_the_ring_is_full_and_have_again_when_it_is_read(self) -> None:
+        loop = self.behind(0)
+        loop.device.ends.clear()
+        for _ in range(EVENT_SLOTS // 4):
+            loop.step()
+        loop.device.wait(MS)
+        assert loop.use.counts["no event free for a mark"]
+        assert loop.device.calls["record"] < EVENT_SLOTS + 20
+        loop.both()
+        loop.step()
+        loop.step()
+        loop.device.wait(MS)
+        assert [bool(flags & FLAG_DEVICE_CLOCK) for _, flags, *_ in loop.both()] == [False, True]
+
+    def test_open_stage_is_that_of_the_oldest_mark_that_is_not_done(self) -> None:
+        """The kernel that does not end was launched after the exit of step 1: the device is behind that."""
+        loop = self.behind(3)
+        loop.both()
+        cuts = loop.recorder.open_cuts()
+        assert loop.use.standing(5, cuts) == (2, POST_SYNC, 0)
+        loop.device.wait(20_000 * MS)
+        assert loop.use.standing(5, cuts) == (2, POST_SYNC, 20_000 * MS)
+
+    def test_ranks_that_wait_for_a_peer_stand_in_sync_wait(self) -> None:
+        loop = self.behind(0)
+        device, recorder = loop.device, loop.recorder
+        device.ends.clear()
+        loop.data(2)
+        loop.forward(4)
+        recorder.backward_begin()
+        device.launch(5)
+        recorder.gradients_done()
+        device.wait_for(device.now + 3_600_000 * MS)
+        recorder.backward_end(True)
+        loop.data(2)
+        device.wait(MS)
+        loop.both()
+        assert loop.use.standing(2, recorder.open_cuts()) == (2, SYNC_WAIT, 0)
+
+    def test_host_is_meant_where_its_device_has_nothing_to_do(self) -> None:
+        loop = self.behind(0)
+        loop.device.wait(7_200_000 * MS)
+        loop.both()
+        assert loop.use.standing(2, loop.recorder.open_cuts()) is None
+
+
+def test_marks_of_streams_that_are_far_out_of_order_leave_the_host_row() -> None:
+    loop = DeviceLoop()
+    loop.step()
+    loop.data(2)
+    loop.device.launch(5000)
+    loop.forward(4)
+    loop.device.stream = "another"
+    loop.backward(5, 6)
+    loop.optimizer(1)
+    loop.device.wait(MS)
+    *_, last = loop.both()
+    assert last[1] & FLAG_COUPLED and last[2] == last[3]
+    assert loop.use.counts["device rows out of order: several streams"] == 1
+
+
+def test_long_row_is_read_from_mark_to_mark() -> None:
+    """The device's float of ms has steps of 4 us after a minute, and of 0.25 ms after an hour."""
+    loop = DeviceLoop()
+    loop.device.rounds = True
+    loop.step()
+    loop.data(3_600_000 * MS)
+    loop.forward(1_000_001)
+    loop.backward(2_000_002, 3)
+    loop.optimizer(1)
+    loop.device.wait(MS)
+    *_, last = loop.both()
+    assert last[2][FORWARD : FORWARD + 2] == pytest.approx((1_000_001, 2_000_002), abs=1000)
+
+
+def test_foreign_thread_and_sealed_clock_record_nothing() -> None:
+    loop = DeviceLoop()
+    loop.step()
+    before = loop.device.calls["record"]
+    thread = threading.Thread(target=lambda: loop.recorder.data_begin(object()))
+    thread.start()
+    thread.join()
+    loop.use.seal()
+    loop.step()
+    loop.both()
+    assert loop.device.calls["record"] == before
+    assert not loop.use.counts["no event free for a mark"]

@@ -24,10 +24,11 @@ class Cut(NamedTuple):
 class Cuts:
     """Follows the switch from stage to stage."""
 
-    __slots__ = ("last", "list")
+    __slots__ = ("_sampled", "last", "list")
 
     def __init__(self) -> None:
         self.list: list[Cut] = []
+        self._sampled = False
         self.last = NO_EVENT
         """The event at the last mark."""
 
@@ -38,12 +39,14 @@ class Cuts:
         self.last = event
 
     def sample(self) -> None:
-        """Note that the row is SAMPLED from here on."""
-        self.list.append(Cut(SAMPLED, self.last, self.last))
+        """Note that the row is SAMPLED."""
+        if not self._sampled:
+            self.list.append(Cut(SAMPLED, self.last, self.last))
+            self._sampled = True
 
     def take(self) -> list[Cut]:
         """Return what there is of the row that ends, and begin another one."""
-        taken, self.list = _relabelled(self.list, FOREIGN, DATA), []
+        taken, self.list, self._sampled = _relabelled(self.list, FOREIGN, DATA), [], False
         return taken
 
     def foreign(self) -> None:

@@ -111,6 +111,8 @@ class DeviceClock:
         """Rows count only where they are SAMPLED: FSDP waits inside forward and backward."""
         self.next = 0
         """The number of the next event; written by who records."""
+        self.last_sampled = 0, NO_EVENT
+        """Step and first event of the newest row that was SAMPLED."""
         self.record_ns = 0
         """Time that recording has taken on the training thread."""
         self.medians: deque[int] = deque(maxlen=64)
@@ -272,6 +274,8 @@ class DeviceClock:
         if row.flags & FLAG_FIRST:
             stages[POST_SYNC] = 0
         self.medians.append(times[-1])
+        if self.sharded:
+            self.last_sampled = row.key >> SEGMENT_BITS, cuts[0].since
         leads = self._leads(cuts, times)
         self._ring.push(row.key, row.flags | FLAG_DEVICE_CLOCK, stages, row.times, leads)
 

@@ -10,6 +10,7 @@ from typing import Any
 from traceml_ray.agent.cuda import cuda_api
 from traceml_ray.agent.device import DeviceApi, DeviceClock
 from traceml_ray.agent.instrument import Instrumentation
+from traceml_ray.agent.patch.sharded_waits import ShardedWaits
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.errors import said
@@ -41,6 +42,7 @@ class DeviceUse:
         self._ring = ring
         self._decided = False
         self._noted: dict[str, int] = {}
+        self._waits: ShardedWaits | None = None
 
     def turn(self) -> None:
         """Read what the device is done with, after the log is settled."""
@@ -48,6 +50,8 @@ class DeviceUse:
             self._consider()
         if self.clock is not None:
             self.clock.resolve(self._recorder.first_event())
+            if self._waits is not None:
+                self._waits.turn()
             self._after()
 
     def finish(self) -> None:
@@ -67,6 +71,10 @@ class DeviceUse:
         clock = DeviceClock(api, self._ring, self._recorder.clock, lambda: exchange.streamed)
         self._decided = True
         clock.resolve(self._recorder.first_event())
+        strategy = self._ours.data_parallel.strategy
+        if not clock.stopped and strategy.startswith("fsdp"):
+            self._waits = ShardedWaits(strategy, self._recorder, clock, self._ours.patcher)
+            clock.sharded = True
         if clock.stopped:
             self._ours.missing[NAME] = clock.stopped
         else:

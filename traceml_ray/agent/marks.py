@@ -3,9 +3,9 @@ The marks of a training thread, as numbers.
 
 DATA_BEGIN: the iterator waited for is the one of the wait before. DATA_EXHAUSTED: there was nothing more to
 wait for. BACKWARD_FAILED: it has raised. SCALER_BEGIN: a `GradScaler` step begins; CLOSURE_BEGIN: an
-optimizer step that is given a closure. SAMPLED: from here on each wait of FSDP on a device has marks. COST
-says when the mark before it was done being made. From SPANS on there are two for each name of `SpanSums`: a
-span of that name begins, and ends.
+optimizer step that is given a closure. BRACKET_BEGIN: SYNC_BEGIN of FSDP on a device, where all of its waits
+have marks. COST says when the mark before it was done being made. From SPANS on there are two for each name
+of `SpanSums`: a span of that name begins, and ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from traceml_ray.agent.span_sums import MAX_NAMES
     OPTIMIZER_END,
     REDUCED,
     COLLATED,
-    SAMPLED,
+    BRACKET_BEGIN,
     COST,
     SPANS,
 ) = range(22)

@@ -164,6 +164,18 @@ class Recorder(MarkLog):
             self.log.append(marks.SYNC_END)
             self.log.append(self.stamp())
 
+    def bracket(self, mark: int) -> bool:
+        """
+        Mark: BRACKET_BEGIN or SYNC_END of a wait on a device's stream.
+
+        Inside a backward autograd's thread may make it, for which the one that trains waits meanwhile.
+        """
+        if self.owner is None or (self.ready and get_ident() != self.owner) or not self._room():
+            return False
+        self.log.append(mark)
+        self.log.append(self.stamp())
+        return True
+
     def reduced(self, on_device: bool) -> None:
         """Mark: a reduction over several ranks, or the wait for one, is over. Written down as a span is."""
         exchange = self.exchange

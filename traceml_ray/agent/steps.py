@@ -346,9 +346,10 @@ class Steps:
 
     # -- on a device's clock -------------------------------------------------------------------------
 
-    def _sampled(self) -> None:
+    def _bracket_begin(self) -> None:
         if self.partition.cuts is not None:
             self.partition.cuts.sample()
+        self._sync_begin()
 
     def use(self, device: DeviceClock | None) -> None:
         """From here on pass rows through `device`; None: no longer."""
@@ -400,5 +401,5 @@ _MEANING: dict[int, Callable[[Steps], object]] = {
     marks.OPTIMIZER_END: Steps._optimizer_end,
     marks.REDUCED: Steps._reduced,
     marks.COLLATED: Steps._collated,
-    marks.SAMPLED: Steps._sampled,
+    marks.BRACKET_BEGIN: Steps._bracket_begin,
 }

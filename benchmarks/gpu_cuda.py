@@ -1,0 +1,231 @@
+"""The sections of `gpu.py` that only a CUDA device can go through."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import gpu_env
+import torch
+from gpu_env import MS, STEPS, figure, middle, one_rank, train, watched
+from torch import nn
+
+from traceml_ray.stages import BACKWARD, FORWARD, POST_SYNC, SYNC_WAIT
+
+HERE = Path(__file__).parent
+
+
+def capture(env: Any) -> None:
+    """A graph is captured while another thread reads, in mode `global`; and what happens without ours."""
+    broken = _captures(env, enters=True)
+    figure("captures broken by the agent's reading, of 20", str(broken), "0", broken == 0)
+    broken = _captures(env, enters=False)
+    figure("the same without its capture mode", f"{broken} (expected: some)")
+
+
+def _captures(env: Any, enters: bool) -> int:
+    over, errors, ready = threading.Event(), [], threading.Event()
+
+    def read() -> None:
+        try:
+            api = env.api()  # which makes this thread one that may read
+            if not enters:
+                api._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(0)))
+            ready.set()
+            while not over.is_set():
+                api.beat(api_slot)
+                api.done(0)
+        except Exception as error:
+            errors.append(error)
+            ready.set()
+
+    from traceml_ray.agent.device import EVENT_SLOTS
+
+    api_slot, broken = EVENT_SLOTS, 0
+    thread = threading.Thread(target=read)
+    thread.start()
+    ready.wait(10)
+    x = torch.ones(256, device=env.device)
+    for _ in range(20):
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                y = x
+                for _ in range(200):
+                    y = y * 1.0001
+            graph.replay()
+            env.sync()
+        except Exception:
+            broken += 1
+            if not enters:
+                break
+    over.set()
+    thread.join()
+    if errors and enters:
+        raise errors[0]
+    return broken
+
+
+def amp(env: Any) -> None:
+    """Autocast and GradScaler: rows as without, and the same losses as without us."""
+
+    def wrap(net: nn.Module) -> nn.Module:
+        net.forward = torch.autocast("cuda", torch.float16)(net.forward)  # type: ignore[method-assign]
+        return net
+
+    alone = train(env, {}, lambda _: None, wrap=wrap)
+    rows, _, losses = watched(env, wrap=wrap)
+    figure("row", " ".join(f"{ms:.2f}" for ms in middle(rows)) + " ms")
+    figure("losses as without", str(losses == alone), "True", losses == alone)
+
+
+def fsdp2(env: Any) -> None:
+    """Every wait of FSDP2 is marked, in its own thread of autograd too; rows are whole."""
+    import torch.distributed.fsdp as fsdp
+
+    def wrap(net: Any) -> nn.Module:
+        for part in (net.first, net.second, net):
+            fsdp.fully_shard(part)
+        return net  # type: ignore[no-any-return]
+
+    with one_rank("nccl"):
+        rows, agent, _ = watched(env, wrap=wrap)
+        found = middle(rows)
+        waits = agent.device._waits
+        marks = 0 if waits is None else waits._marks / max(1, waits._marked)
+    figure("row", " ".join(f"{ms:.2f}" for ms in found) + " ms")
+    figure("waits marked in a step", f"{marks:.1f}", ">= 6", marks >= 6)
+    planted = gpu_env.FORWARD_MS, gpu_env.BACKWARD_MS
+    good = all(abs(found[stage] - ms) < 1 for stage, ms in zip((FORWARD, BACKWARD), planted, strict=True))
+    said = f"{found[FORWARD]:.2f}, {found[BACKWARD]:.2f} ms"
+    figure("forward and backward without them", said, "4, 8 ms", good)
+
+
+def graphs(env: Any) -> None:
+    """`torch.compile(mode="reduce-overhead")` and `make_graphed_callables`: the same losses as without us."""
+
+    def inner() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)).to(env.device)
+
+    def compiled(_: nn.Module) -> nn.Module:
+        return torch.compile(inner(), mode="reduce-overhead")  # type: ignore[return-value]
+
+    def graphed(_: nn.Module) -> nn.Module:
+        sample = torch.ones(1, 16, device=env.device)
+        made: nn.Module = torch.cuda.make_graphed_callables(inner(), (sample,))
+        return made
+
+    for name, wrap in (("make_graphed_callables", graphed), ("reduce-overhead", compiled)):
+        alone = train(env, {}, lambda _: None, wrap=wrap)
+        rows, agent, losses = watched(env, wrap=wrap)
+        same = losses == alone
+        figure(f"{name}: losses as without", str(same), "True", same)
+        lost = agent.instrumentation.errors.get("device rows without an event", 0)
+        said = f"{len(rows)} of {STEPS}, {lost} lost"
+        figure(f"{name}: rows on the device's clock", said, "", len(rows) > STEPS // 2)
+
+
+def kineto(env: Any) -> None:
+    """Stages against the device ranges that the profiler has seen: median error below 2 %."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    matrix = torch.randn(3072, 3072, device=env.device)
+
+    class Heavy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3072, 3072, device=env.device) / 100)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with record_function("the forward"):
+                for _ in range(8):
+                    x = x @ self.weight
+                return x
+
+    model = Heavy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+
+    def body(after: Any) -> None:
+        for step in range(STEPS):
+            next(iter(torch.utils.data.DataLoader([torch.zeros(1)])))
+            model(matrix).sum().backward()
+            with record_function("the optimizer"):
+                for _ in range(3):
+                    torch.mm(matrix, matrix)
+                optimizer.step()
+            optimizer.zero_grad()
+            after(step)
+
+    kept = gpu_env.train
+    try:
+        gpu_env.train = lambda _env, _added, after: body(after) or []  # type: ignore[assignment]
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+            rows, _, _ = watched(env)
+    finally:
+        gpu_env.train = kept
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiled.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    ranges: dict[str, list[tuple[float, float]]] = {"the forward": [], "the optimizer": []}
+    for event in events:
+        if event.get("cat") == "gpu_user_annotation" and event.get("name") in ranges:
+            ranges[event["name"]].append((event["ts"], event["ts"] + event["dur"]))
+    forward, stepped = (sorted(found) for found in ranges.values())
+    last = min(len(rows), len(forward), len(stepped))
+    pairs = list(zip(rows[-last:], forward[-last:], stepped[-last:], strict=True))[2:]
+    errors = {
+        "forward": [row[FORWARD] / 1000 / (b - a) - 1 for row, (a, b), _ in pairs],
+        "backward": [(row[BACKWARD] + row[SYNC_WAIT]) / 1000 / (c - b) - 1 for row, (_, b), (c, _) in pairs],
+    }
+    for name, found in errors.items():
+        error = statistics.median(map(abs, found))
+        figure(f"{name} against the profiler, {len(found)} steps", f"{error:.2%}", "< 2 %", error < 0.02)
+    figure("optimizer's stage", f"{statistics.median(row[POST_SYNC] for row in rows) / MS:.2f} ms")
+
+
+def judge(env: Any) -> None:
+    """Two ranks on this one device, one slow in backward: named by the whole product."""
+    del env
+    command = [sys.executable, "-m", "traceml_ray.launch", "--nproc-per-node", "2"]
+    with tempfile.TemporaryDirectory() as folder:
+        ran = subprocess.run(
+            [*command, HERE / "training/gpu_ranks.py"],
+            env={**os.environ, "TRACEML_OUT": folder, "TRACEML_SESSION": "gpu", "TRACEML_DEVICE_CLOCK": "1"},
+            capture_output=True,
+            text=True,
+            timeout=80,
+            check=False,
+        )
+        if ran.returncode:
+            raise RuntimeError(ran.stderr.strip()[-300:])
+        verdict = json.loads(Path(folder, "gpu", "summary.json").read_text())["verdict"]
+    found = verdict.get("label"), verdict.get("stage"), verdict.get("ranks")
+    said, good = ", ".join(map(str, found)), found == ("straggler", "backward", [1])
+    figure("a backward three times as long on rank 1", said, "straggler, backward, [1]", good)
+
+
+def nvml(env: Any) -> None:
+    """What the node's sampler knows of the device while it works."""
+    from traceml_ray.monitor.node_sampler import NodeSampler
+
+    sampler = NodeSampler()
+    for _ in range(20):
+        env.kernel(50)
+    sampler.sample(0)
+    gpus = sampler.sample(1_000_000_000).gpus or []
+    env.sync()
+    if not gpus:
+        raise RuntimeError("NVML shows no device")
+    memory = ("mem_used_bytes", "mem_total_bytes")
+    for name in ("name", "util_pct", *memory, "power_w", "temperature_c", "sm_mhz"):
+        value = getattr(gpus[0], name)
+        figure(name, str(value), "known", value is not None)

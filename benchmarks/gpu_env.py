@@ -1,0 +1,281 @@
+"""What the sections of `gpu.py` have in common: the device, real or played, and a training on it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from traceml_ray import wire
+from traceml_ray.agent import device_use
+from traceml_ray.agent.device import DeviceApi
+from traceml_ray.agent.rank_agent import RankAgent
+from traceml_ray.errors import Errors
+from traceml_ray.settings import Settings
+from traceml_ray.stages import (
+    FLAG_DEVICE_CLOCK,
+    N_STAGES,
+)
+
+MS = 1_000_000
+STEPS = 60
+FORWARD_MS, BACKWARD_MS, OPTIMIZER_MS = 4.0, 8.0, 2.0
+
+
+def figure(what: str, value: str, budget: str = "", good: bool = True) -> None:
+    """Print one line of the table; what is not good is a failure."""
+    print(json.dumps([what, value if good else f"FAILED: {value}", budget]), flush=True)
+
+
+class Keeper:
+    """A relay that keeps what it is given."""
+
+    generation = 1
+
+    def __init__(self) -> None:
+        self.errors = Errors()
+        self.taken: list[wire.RankBatch] = []
+
+    def offer(self, data: bytes) -> bool:
+        """Keep a batch."""
+        self.taken.append(wire.decode(data, wire.RankBatch))
+        return True
+
+    def replies(self) -> list[bytes]:
+        """Confirm what there is."""
+        if not self.taken:
+            return []
+        last = self.taken[-1]
+        return [wire.encode(wire.RankReply(wire.VERSION, last.process_id, last.seq, last.seq))]
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class Real:
+    """The CUDA device 0 of this machine."""
+
+    name = "cuda"
+    tolerance = 0.05
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 0)
+        torch.zeros(1, device=self.device)
+        torch.cuda._sleep(1000)
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        torch.cuda._sleep(50_000_000)
+        ended.record()
+        torch.cuda.synchronize()
+        self._cycles = 50_000_000 / began.elapsed_time(ended)
+
+    clock = staticmethod(time.perf_counter_ns)
+
+    def kernel(self, ms: float) -> None:
+        """Keep the current stream busy."""
+        torch.cuda._sleep(int(ms * self._cycles))
+
+    def host(self, ms: float) -> None:
+        """Keep the host busy."""
+        end = time.perf_counter_ns() + ms * MS
+        while time.perf_counter_ns() < end:
+            pass
+
+    def sync(self) -> None:
+        """Wait for all of the device."""
+        torch.cuda.synchronize()
+
+    def side(self, ms: float) -> Callable[[], None]:
+        """Keep a stream of its own busy; return what has the current one wait for that."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.kernel(ms)
+        return lambda: torch.cuda.current_stream().wait_stream(stream)
+
+    def api(self) -> DeviceApi:
+        """Return the one under test; its calls belong into a thread that is not the script's."""
+        from traceml_ray.agent.cuda import cuda_api
+
+        return cuda_api(0)
+
+    def start(self, agent: RankAgent) -> None:
+        """Start the agent's thread, which finds the device by itself."""
+        agent.start()
+
+    def after(self, agent: RankAgent, step: int) -> None:
+        """Leave it to the agent; it needs a moment after the first step."""
+        if step == 1:
+            time.sleep(0.5)
+
+    def close(self, agent: RankAgent) -> None:
+        """Send what is left."""
+        agent.close()
+
+
+class Played:
+    """The device of the tests: it shows that these sections work."""
+
+    name = "cpu"
+    tolerance = 0.01
+
+    def __init__(self) -> None:
+        from fake_device import FakeDevice  # type: ignore[import-not-found]
+
+        self.device = torch.device("cpu")
+        self.fake = self.clock = FakeDevice()
+
+    def kernel(self, ms: float) -> None:
+        """Launch a kernel."""
+        self.fake.launch(round(ms * MS))
+
+    def host(self, ms: float) -> None:
+        """Let time go by."""
+        self.fake.wait(round(ms * MS))
+
+    def sync(self) -> None:
+        """Let the device come to its end."""
+        self.fake.item()
+        self.fake.wait(MS)
+
+    def side(self, ms: float) -> Callable[[], None]:
+        """Have something end on another stream."""
+        until = max(self.fake.ends[self.fake.stream], self.fake.now) + round(ms * MS)
+        return lambda: self.fake.wait_for(until)
+
+    def api(self) -> DeviceApi:
+        """Return the played device."""
+        api: DeviceApi = self.fake
+        return api
+
+    def start(self, agent: RankAgent) -> None:
+        """Have the agent's marks made on the played host."""
+        agent.recorder.clock = self.fake
+        agent.recorder.stamp_with(self.fake)
+        agent.recorder.steps.forget(self.fake.now)
+
+    def after(self, agent: RankAgent, step: int) -> None:
+        """Be the agent's thread."""
+        if step == 1:
+            agent.device.begin(self.fake)
+        agent.tick()
+
+    def close(self, agent: RankAgent) -> None:
+        """Send what is left."""
+        agent.tick(final=True)
+
+
+class Net(nn.Module):
+    """Two layers between kernels of a known length."""
+
+    def __init__(self, env: Any, added: dict[str, float]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 1)
+        self.env, self.added = env, added
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute, and have backward do so."""
+        self.env.host(0.05)
+        self.env.kernel(FORWARD_MS + self.added.get("forward", 0.0))
+        hidden = self.first(x).relu()
+        if hidden.requires_grad:
+            hidden.register_hook(self._backward)
+        return self.second(hidden).squeeze(-1)
+
+    def _backward(self, _: Tensor) -> None:
+        self.env.kernel(BACKWARD_MS + self.added.get("backward", 0.0))
+
+
+class Batches(torch.utils.data.Dataset[Tensor]):
+    """They take a while on the host."""
+
+    def __init__(self, env: Any, ms: float) -> None:
+        self.env, self.ms = env, ms
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.env.host(self.ms)
+        return torch.full((16,), float(index % 5))
+
+
+@contextmanager
+def one_rank(backend: str) -> Iterator[None]:
+    """Be a job of one rank."""
+    import torch.distributed as dist
+
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
+
+
+def train(
+    env: Any,
+    added: dict[str, float],
+    after: Callable[[int], None],
+    wrap: Callable[[nn.Module], nn.Module] = nn.Module.train,
+    waits: str = "",
+) -> list[float]:
+    """Take STEPS steps; `waits` is where the host waits for the device. Return the losses."""
+    model = wrap(Net(env, added).to(env.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for step, batch in enumerate(torch.utils.data.DataLoader(Batches(env, 0.1 + added.get("data", 0.0)))):
+        batch = batch.to(env.device, non_blocking=True)
+        if "prepare" in added:
+            env.kernel(added["prepare"])
+        loss = model(batch).mean()
+        loss.backward()
+        env.kernel(OPTIMIZER_MS + added.get("post_sync", 0.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if waits == "step" or step % 8 == 7:
+            env.sync()
+        after(step)
+    return [float(loss) for loss in losses]
+
+
+def watched(env: Any, **options: Any) -> tuple[list[list[int]], RankAgent, list[float]]:
+    """Train with an agent; return the rows on the device's clock."""
+    relay = Keeper()
+    settings = Settings(session="gpu", device_clock="1", interval=0.05)
+    agent = RankAgent(settings, relay)  # type: ignore[arg-type]
+    env.start(agent)
+    agent.instrumentation.install()
+    losses = train(env, options.pop("added", {}), lambda step: env.after(agent, step), **options)
+    env.sync()
+    agent.instrumentation.remove()
+    env.close(agent)
+    missing = relay.taken[-1].missing.get(device_use.NAME)
+    if missing:
+        raise RuntimeError(missing)
+    return rows_of(relay.taken), agent, losses
+
+
+def rows_of(batches: list[wire.RankBatch]) -> list[list[int]]:
+    """Return those on the device's clock, ns per stage."""
+    found = []
+    for batch in batches:
+        for i, flags in enumerate(batch.flags):
+            row = struct.unpack_from(f"<{N_STAGES}q", batch.rows, 8 * N_STAGES * i)
+            found += [list(row)] * bool(flags & FLAG_DEVICE_CLOCK)
+    return found
+
+
+def middle(rows: list[list[int]]) -> list[float]:
+    """Return the median row, in ms, of all but the first."""
+    if len(rows) < STEPS // 3:
+        raise RuntimeError(f"{len(rows)} of {STEPS} rows are on the device's clock")
+    return [statistics.median(row[stage] for row in rows[2:]) / MS for stage in range(N_STAGES)]

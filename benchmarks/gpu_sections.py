@@ -1,0 +1,202 @@
+"""The sections of `gpu.py` that a played device can go through, too: each prints figures."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from gpu_env import BACKWARD_MS, Keeper, Played, Real, figure, middle, one_rank, watched
+from torch import nn
+
+from traceml_ray.agent.clock_offset import ClockOffset
+from traceml_ray.agent.device import EVENT_SLOTS, DeviceClock
+from traceml_ray.agent.rank_agent import RankAgent
+from traceml_ray.settings import Settings
+from traceml_ray.stages import BACKWARD, STAGES, SYNC_WAIT
+
+ADDED_MS = 10.0
+
+
+def cost(env: Any) -> None:
+    """What a mark, and reading one, costs."""
+    api, slots = env.api(), 1000
+    api.make(slots)
+
+    def each(what: str, call: Callable[[int], object], budget_us: float) -> None:
+        took = []
+        for slot in range(slots):
+            began = time.perf_counter_ns()
+            call(slot)
+            took.append((time.perf_counter_ns() - began) / 1000)
+        value = statistics.median(took)
+        figure(
+            what,
+            f"{value:.2f} us, p99 {sorted(took)[slots * 99 // 100]:.1f}",
+            f"<= {budget_us:g} us",
+            value <= budget_us,
+        )
+
+    each("is the stream captured", lambda _: api.capturing(), 1.0)
+    each("record", api.record, 4.0)
+    env.sync()
+    each("is an event done", api.done, 4.0)
+    each("time between two", lambda slot: api.elapsed_ns(0, slot), 4.0)
+    backwards = api.elapsed_ns(500, 100)
+    figure(
+        "time from a later to an earlier event",
+        f"{backwards} ns",
+        "<= 0",
+        backwards is not None and backwards <= 0,
+    )
+    clock = DeviceClock(api, None, env.clock, lambda: False)  # type: ignore[arg-type]
+    clock.resolve(0)
+    each("mark with its event", lambda _: clock.record(), 5.0)
+
+
+def stages(env: Any) -> None:
+    """What is added to one stage comes out there and nowhere else."""
+
+    def check(name: str, base: list[float], **options: Any) -> None:
+        rows, _, _ = watched(env, **options)
+        found, added = middle(rows), options.get("added", {})
+        for stage, label in enumerate(STAGES):
+            expected = base[stage] + added.get(label, 0.0)
+            off = abs(found[stage] - expected)
+            if off > max(0.3, env.tolerance * expected):
+                figure(f"{name}: {label}", f"{found[stage]:.2f} instead of {expected:.2f} ms", "", good=False)
+        figure(name, " ".join(f"{ms:.2f}" for ms in found) + " ms", "as planted")
+
+    with one_rank("nccl" if env.name == "cuda" else "gloo"):
+        ddp = nn.parallel.DistributedDataParallel
+        base = middle(watched(env, wrap=ddp)[0])
+        figure("nothing added", " ".join(f"{ms:.2f}" for ms in base) + " ms")
+        for stage in ("prepare", "forward", "backward", "post_sync"):
+            check(f"{ADDED_MS:g} ms in {stage}", base, added={stage: ADDED_MS}, wrap=ddp)
+        waiting = middle(watched(env, wrap=ddp, waits="step")[0])
+        check(
+            f"{ADDED_MS:g} ms in data, host waits", waiting, added={"data": ADDED_MS}, wrap=ddp, waits="step"
+        )
+        if env.name == "cuda":
+            with torch.cuda.stream(torch.cuda.Stream()):
+                check("on a stream of its own", base, wrap=ddp)
+
+
+def peer(env: Any) -> None:
+    """The wait for a late peer is `sync_wait`: a communication hook whose future ends on another stream."""
+    late_ms = 15.0
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+
+    def hook(_: Any, bucket: Any) -> Any:
+        wait = env.side(late_ms)
+        done: Any = torch.futures.Future()
+        if env.name == "cuda":  # its stream is waited for where DDP waits for an exchange
+            done = torch.futures.Future(devices=[env.device])
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                wait()
+                done.set_result(bucket.buffer())
+        else:
+            queue(wait)
+            done.set_result(bucket.buffer())
+        return done
+
+    hook.__annotations__.clear()
+
+    def wrap(net: nn.Module) -> nn.Module:
+        model = nn.parallel.DistributedDataParallel(net)
+        model.register_comm_hook(None, hook)  # type: ignore[arg-type]
+        return model
+
+    with one_rank("nccl" if env.name == "cuda" else "gloo"):
+        found = middle(watched(env, wrap=wrap)[0])
+    good = abs(found[SYNC_WAIT] - late_ms) <= 0.05 * late_ms + 0.2
+    figure(f"sync_wait with a peer {late_ms:g} ms late", f"{found[SYNC_WAIT]:.2f} ms", "within 5 %", good)
+    good = abs(found[BACKWARD] - BACKWARD_MS) <= 0.1 * BACKWARD_MS
+    figure("backward meanwhile", f"{found[BACKWARD]:.2f} ms", f"{BACKWARD_MS:g} ms", good)
+
+
+def offset(env: Any) -> None:
+    """How well the two clocks can be compared."""
+    api, line, found = env.api(), ClockOffset(), []
+    api.make(2)
+    since, device_ns = EVENT_SLOTS, 0
+    api.beat(since)
+    env.host(5)
+    for beat in range(150):
+        until = EVENT_SLOTS + 1 - beat % 2
+        now = env.clock()
+        api.beat(until)
+        env.host(20)
+        device_ns += api.elapsed_ns(since, until) or 0
+        since = until
+        line.add(now, device_ns - now)
+        if beat >= 20:
+            at = line.at(now)
+            found.append(float("inf") if at is None else abs(device_ns - now - at) / 1000)
+    p90 = sorted(found)[len(found) * 9 // 10]
+    figure("a beat from the line, median", f"{statistics.median(found):.1f} us")
+    figure("p90", f"{p90:.1f} us", "<= 100 us", p90 <= 100)
+
+
+def overhead(env: Any) -> None:
+    """What the device's clock adds to a step of a host that is never waited for."""
+    model = nn.Linear(16, 1).to(env.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batch, steps = torch.ones(4, 16, device=env.device), 100
+    settings = Settings(session="gpu", device_clock="1")
+    if env.name == "cpu":
+        env.fake.__class__.__call__ = lambda _: time.perf_counter_ns()
+    agent = RankAgent(settings, Keeper())  # type: ignore[arg-type]
+
+    def stretch() -> float:
+        env.sync()
+        began = time.perf_counter_ns()
+        for _ in range(steps):
+            model(batch).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        took = (time.perf_counter_ns() - began) / steps / 1000
+        env.sync()
+        agent.recorder.settle()
+        if clock is not None:
+            clock.resolve(agent.recorder.first_event())
+        agent.ring.drain(100_000)
+        return took
+
+    clock = None
+    stretch()
+    bare, device = [], []
+    for _ in range(40):
+        bare.append(stretch())
+        agent.instrumentation.install()
+        clock = DeviceClock(env.api(), agent.ring, agent.recorder.clock, lambda: False)
+        clock.resolve(agent.recorder.first_event())
+        agent.recorder.use(clock)
+        stretch()
+        device.append(stretch())
+        agent.recorder.leave_device()
+        agent.instrumentation.remove()
+        clock = None
+    pairs = [after - before for before, after in zip(bare, device, strict=True)]
+    low, high = statistics.quantiles(pairs, n=20)[0], statistics.quantiles(pairs, n=20)[-1]
+    figure(
+        "added to a step, all marks and events",
+        f"{statistics.median(pairs):.1f} us ({low:.1f} … {high:.1f})",
+        "<= 30 us",
+        statistics.median(pairs) <= 30,
+    )
+
+
+def run(section: str, played: bool) -> int:
+    """Run one section in this process."""
+    env = Played() if played else Real()
+    if section in globals() and not section.startswith("_"):
+        globals()[section](env)
+    else:
+        import gpu_cuda  # type: ignore[import-not-found]
+
+        getattr(gpu_cuda, section)(env)
+    return 0

@@ -1,0 +1,72 @@
+"""FSDP's waits on a device are marked, in all steps or in those that the ranks choose alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from traceml_ray.stages import FLAG_COUPLED, FLAG_DEVICE_CLOCK
+
+TESTS = Path(__file__).parents[1]
+MS = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, TESTS / "integration/sharded_device.py", folder],
+        env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def on_device(rows: list[dict[str, Any]]) -> list[int]:
+    """The steps of those on the device's clock."""
+    return [row["key"] >> 8 for row in rows if row["flags"] & FLAG_DEVICE_CLOCK]
+
+
+def test_waits_are_taken_out_of_forward_and_backward(ranks: list[dict[str, Any]]) -> None:
+    """Three groups are gathered in forward, the root's once; two of them again in backward."""
+    for rank, case in enumerate(each["plain"] for each in ranks):
+        rows = case["rows"]
+        assert on_device(rows) == list(range(3 + rank, 100)) and not case["errors"]
+        for row in rows[3 + rank :]:
+            assert [ns / MS for ns in row["row"]] == pytest.approx([0, 0, 0, 13, 20, 4], abs=0.02)
+            assert not row["flags"] & FLAG_COUPLED
+        assert all(row["flags"] & FLAG_COUPLED for row in rows[: 3 + rank])
+
+
+def test_each_exchange_of_a_step_is_a_row_with_its_waits(ranks: list[dict[str, Any]]) -> None:
+    rows = ranks[0]["accumulated"]["rows"]
+    assert on_device(rows)[-4:] == [98, 98, 99, 99]
+    assert [row["row"][5] / MS for row in rows[-4:]] == [4.0] * 4
+
+
+def test_ranks_mark_the_same_steps_where_all_would_cost_too_much(ranks: list[dict[str, Any]]) -> None:
+    for rank, case in enumerate(each["dear"] for each in ranks):
+        found = on_device(case["rows"])
+        assert found[: 60 - rank] == list(range(3 + rank, 63))
+        assert found[-7:] == [72, 76, 80, 84, 88, 92, 96]
+        sampled = [row for row in case["rows"] if row["key"] >> 8 == 96]
+        assert sum(sampled[0]["row"]) / MS == pytest.approx(37, abs=0.1)
+        assert all(row["flags"] & FLAG_COUPLED for row in case["rows"][97:])
+
+
+def test_losses_are_those_without_it(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for name, case in rank.items():
+            assert case["losses"] == case["bare"], name
+            assert "device clock" not in case["missing"]

@@ -1,0 +1,134 @@
+"""
+The waits of FSDP for its peers on a device, each between two marks.
+
+They are waits of the compute stream, inside forward and backward. Where marking them costs too much of a
+step, only those of one step in 2, 4, 8, … are marked, by the number of the step: so the ranks mark the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from traceml_ray.agent.device import DeviceClock
+from traceml_ray.agent.marks import BRACKET_BEGIN, SYNC_END
+from traceml_ray.agent.patch.patcher import Patcher
+from traceml_ray.agent.recorder import Recorder
+
+_SHARD = "torch.distributed.fsdp._fully_shard"
+_RUNTIME = "torch.distributed.fsdp._runtime_utils"
+_WAITS = {
+    "fsdp2": (
+        (f"{_SHARD}._fsdp_param_group", "FSDPParamGroup", "wait_for_unshard"),
+        (f"{_SHARD}._fsdp_param_group", "FSDPParamGroup", "post_backward"),
+        (f"{_SHARD}._fsdp_state", "FSDPState", "_root_post_backward_final_callback"),
+    ),
+    "fsdp": (
+        ("torch.distributed.fsdp.fully_sharded_data_parallel", "", "_pre_forward_unshard"),
+        (_RUNTIME, "", "_pre_backward_hook"),
+        (_RUNTIME, "", "_post_backward_final_callback"),
+    ),
+}
+"""By strategy: the functions in which the compute stream waits, looked up where they are called."""
+_ALL_UNTIL = 64
+"""So many steps are all marked,"""
+_MAX_SHARE = 0.002
+"""then as many as cost no more than this of the median step."""
+_MAX_PERIOD = 64
+
+
+class ShardedWaits:
+    """
+    Marks the waits of FSDP in this process.
+
+    Raises RuntimeError where this torch's FSDP has not all of the functions, and then patches nothing.
+    """
+
+    def __init__(self, strategy: str, recorder: Recorder, device: DeviceClock, patcher: Patcher) -> None:
+        self.period = 1
+        """One step in so many is marked."""
+        self._recorder = recorder
+        self._device = device
+        self._failed = patcher.failed
+        self._boundary = True
+        """An optimizer has taken a step since the last wait."""
+        self._marking = False
+        self._step = -1
+        """Steps since the first wait, as rows number them once the agent has compared."""
+        self._marks = self._marked = 0
+        """How many waits were marked, and in how many steps."""
+        self._compared = 0
+        """Rows whose events are all from here on show what `_step` was set to."""
+        self._patch(strategy, patcher)
+
+    def _patch(self, strategy: str, patcher: Patcher) -> None:
+        import torch
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        found = []
+        for name, cls, function in _WAITS[strategy]:
+            owner = sys.modules.get(name)
+            owner = getattr(owner, cls, None) if cls else owner
+            if not hasattr(owner, function):
+                raise RuntimeError(f"FSDP of torch {torch.__version__} has no {cls or name}.{function}")
+            found.append((owner, function))
+        is_compiling = torch.compiler.is_dynamo_compiling
+
+        def make(original: Any) -> Any:
+            def wait(*args: Any, **kwargs: Any) -> Any:
+                began = not is_compiling() and self._begin()
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    if began:
+                        self._end()
+
+            return wait
+
+        for owner, function in found:
+            patcher.replace(owner, function, make)
+        patcher.when_restored(register_optimizer_step_post_hook(self._stepped).remove)
+
+    # -- the training thread, and autograd's -----------------------------------------------------------
+
+    def _stepped(self, *_: object) -> None:
+        if self._recorder.ready:  # not inside a backward
+            self._boundary = True
+
+    def _begin(self) -> bool:
+        try:
+            if self._boundary:
+                self._boundary = False
+                self._step += 1
+                self._marking = self._step % self.period == 0
+                self._marked += self._marking
+            if self._marking and self._recorder.bracket(BRACKET_BEGIN):
+                self._marks += 1
+                return True
+        except Exception as error:
+            self._failed("fsdp", error)
+        return False
+
+    def _end(self) -> None:
+        try:
+            self._recorder.bracket(SYNC_END)
+        except Exception as error:
+            self._failed("fsdp", error)
+
+    # -- the agent's thread ------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Choose which steps are marked, by what it costs; compare with the numbers of rows."""
+        device = self._device
+        if self._marked < _ALL_UNTIL or not device.median_ns:
+            return
+        cost = 2 * self._marks / self._marked * device.record_ns / max(1, device.next)
+        period = 1
+        while cost / period > _MAX_SHARE * device.median_ns and period < _MAX_PERIOD:
+            period *= 2
+        step, first = device.last_sampled
+        if period != self.period:
+            self.period, self._compared = period, device.next
+        elif first >= self._compared and (off := step % period):
+            self._step += off
+            self._compared = device.next
