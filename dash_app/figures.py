@@ -193,6 +193,25 @@ def lines(
     return figure(traces, "time, UTC" if timed else "step", y, revision=revision, **layout)
 
 
+def rows(times: Mapping[str, Mapping[str, float]], revision: str = "") -> Figure:
+    """Return rows under each other, by name: a bar with the ms of each stage."""
+    names = [*times][::-1]  # the first is on top
+    traces: list[dict[str, Any]] = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": text.words(stage),
+            "y": names,
+            "x": rounded([times[name][stage] for name in names]),
+            "marker": {"color": colour},
+            "hovertemplate": "%{x:,} ms",
+        }
+        for stage, colour in STAGES.items()
+    ]
+    axis = {"automargin": True}
+    return figure(traces, "ms", "", barmode="stack", hovermode="y unified", yaxis=axis, revision=revision)
+
+
 def quantities(
     t_ns: Sequence[int],
     named: Mapping[str, tuple[Quantity, Sequence[float | None] | None]],

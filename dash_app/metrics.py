@@ -121,6 +121,10 @@ def _of_steps(run: RunState) -> Iterator[Metric]:
     busy = [((name, rank, run.node_of(rank)), ms / 1e3) for rank, ms in shown]
     about = "Median busy time of a step, by rank."
     yield _gauge("rank_busy", about, ["run", "rank", "node"], busy, "seconds")
+    waits = zip(times["ranks"], times["gpu_idle_pct"].tolist(), strict=True)
+    idle = [((name, rank, run.node_of(rank)), pct / 100) for rank, pct in waits if rank in dict(shown)]
+    about = "Share of its time in which the GPU of a rank waited for its host."
+    yield _gauge("rank_gpu_idle", about, ["run", "rank", "node"], idle, "ratio")
 
 
 def _of_nodes(run: RunState) -> Iterator[Metric]:

@@ -20,6 +20,12 @@ def number(value: Any, digits: int = 4) -> float | None:
     return round(float(value), digits) if value is not None and np.isfinite(value) else None
 
 
+def mean(values: Array) -> float:
+    """Return the mean of what is known, NaN without any."""
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if len(known) else np.nan
+
+
 def rounded(values: Iterable[float | None] | Array, digits: int = 3) -> list[float | None]:
     """Return numbers as JSON has them."""
     shown = np.round(np.asarray(values, dtype=float), digits)

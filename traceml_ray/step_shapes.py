@@ -35,7 +35,9 @@ class StepTimes(TypedDict, total=False):
     wall_s: float | None
     productive_pct: float | None
     busy_ms: Array
-    """(R,), of each of `ranks`."""
+    """(R,), of each of `ranks`;"""
+    gpu_idle_pct: Array
+    """(R,), of its device's time, how much it waited for its host; NaN without a device clock."""
     nodes: dict[str, NodeTimes]
     median_ms: float
     p95_ms: float
@@ -90,6 +92,8 @@ class RankSteps(TypedDict, total=False):
     """(K, 6) ms,"""
     median: Array
     """of the median rank."""
+    host: Array | None
+    """(K, 6) ms, where `stages` is on the device's clock: the same on the host's. NaN: no longer known."""
     mean: dict[str, float]
 
 

@@ -66,6 +66,8 @@ class StepStatistics(TypedDict):
     busy_p95_ms: float | None
     per_rank_median_ms: dict[str, float | None]
     per_node_median_ms: dict[str, float]
+    per_rank_gpu_idle_pct: dict[str, float | None]
+    """Share of its time in which a rank's device waited for its host; empty without device clocks."""
     worst_rank: int | None
     worst_node: str | None
     global_skew_pct: float | None

@@ -38,6 +38,8 @@ StageIndex = Annotated[int, msgspec.Meta(ge=0, lt=N_STAGES)]
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
 """Id of a rank process; also used as a file name."""
 Value = str | Int64 | float | None
+DEVICE_CLOCK = "device clock"
+"""In `RankBatch.missing`: why a rank on a CUDA device has no rows on its clock."""
 Columns = tuple[bytes, bytes, bytes, bytes, bytes]
 """Keys, flags, rows, host rows and leads of some rows, see `RankBatch`."""
 _FEW = msgspec.Meta(max_length=MAX_ITEMS)
@@ -149,8 +151,9 @@ class RankBatch(Message, tag="rank", frozen=True):
     """
     host_rows: bytes = b""
     """
-    n × N_STAGES × int64 ns, or empty: the same rows on the CPU's clock, where `rows` has those with
-    FLAG_DEVICE_CLOCK on the device's. A row that the device has no times for is the same in both.
+    n × N_STAGES × int64 ns: the same rows on the CPU's clock, where `rows` has those with FLAG_DEVICE_CLOCK
+    on the device's. A row that the device has no times for is the same in both. Empty: the rank process has
+    no device clock.
     """
     leads: bytes = b""
     """n × LEAD_BYTES × uint8 (late, full, sure), or empty: not known. Only with `host_rows`."""

@@ -56,14 +56,16 @@ def _ranks_data(
     latest = cache.ask(query.ProcessSamples(tuple(by_process), last=1)) or []
     memory = {by_process[process]: sample.rss_bytes for process, sample in latest}
     ranks = sorted(by_process.values())
-    times = run.times or {"ranks": (), "busy_ms": ()}
+    times = run.times or {"ranks": (), "busy_ms": (), "gpu_idle_pct": ()}
     median = dict(zip(times["ranks"], times["busy_ms"], strict=True))
+    idle = dict(zip(times["ranks"], times["gpu_idle_pct"], strict=True))
     steps = cache.ask(query.Busy(run.id, tuple(ranks), _SPARK)) or {"ranks": (), "busy_ms": ()}
     busy = dict(zip(steps["ranks"], steps["busy_ms"], strict=True))
     return [
         {
             **position(run, rank, samples),
             "median_ms": number(median.get(rank)),
+            "gpu_idle_pct": number(idle.get(rank)),
             "busy": rounded(busy.get(rank, ())),
             "rss_bytes": memory.get(rank),
         }
@@ -242,11 +244,13 @@ def _facts(node: Mapping[str, Any], samples: Mapping[str, Any]) -> dict[str, Any
 def _ranks(ranks: Sequence[Mapping[str, Any]], route: Route, named: Sequence[int]) -> Any:
     known = [value for rank in ranks for value in rank["busy"] if value is not None]
     between = (min(known), max(known)) if known else None
+    clocked = any(rank["gpu_idle_pct"] is not None for rank in ranks)
     columns: Columns = {
         ">rank": lambda rank: rank_link(rank["rank"], route),
         ">local": lambda rank: text.plain(rank["local_rank"]),
         ">GPU": lambda rank: text.plain(rank["gpu"]),
         ">median busy": lambda rank: text.ms(rank["median_ms"]),
+        **({">GPU idle": lambda rank: text.percent(rank["gpu_idle_pct"])} if clocked else {}),
         "busy time by step": lambda rank: spark(rank["busy"], f"busy time of rank {rank['rank']}", between),
         ">last step": lambda rank: text.plain(rank["last_step"]),
         "now in": lambda rank: text.words(rank["open_stage"] or text.NA),

@@ -84,7 +84,17 @@ def tiles(times: Mapping[str, Any], columns: Mapping[str, Any]) -> list[dict[str
         _tile("goodput", "Productive time", times["productive_pct"], "%", since, ()),
         _tile("worst", "Worst ÷ median rank", times["worst_over"], "×", worst, columns["worst_over"]),
         _tile("wait", "Waiting, exposed", times["waiting_pct"], "%", of, columns["waiting_pct"]),
+        *_idle_tile(times),
     ]
+
+
+def _idle_tile(times: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tile of the GPU that waits most for its host, where ranks have a device clock."""
+    idle = times["gpu_idle_pct"]
+    if np.isnan(idle).all():
+        return []
+    at = int(np.nanargmax(idle))
+    return [_tile("idle", "GPU idle, most", idle[at], "%", f"rank {times['ranks'][at]}", ())]
 
 
 def _tile(

@@ -17,7 +17,7 @@ from traceml_ray.store.nodes import node_key
 from .. import figures
 from ..components import Columns, chart, facts, legend, link, node_link, panel, part, table
 from ..route import Route
-from ..values import by_stage
+from ..values import by_stage, mean, number
 from .node import position, samples_of, timed
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def data(cache: SessionCache, run: RunState | None, rank: int | str) -> dict[str
     """Return the page of a rank."""
     rank = int(rank)
     found: dict[str, Any] = {"rank": None, "stages": {}, "median": {}, "spans": [], "process": {}}
-    found |= {"stacks": [], "suspect": None}
+    found |= {"stacks": [], "suspect": None, "host": None}
     if run is None or rank not in run.ranks:
         return found
     process = run.ranks[rank]
@@ -48,6 +48,7 @@ def data(cache: SessionCache, run: RunState | None, rank: int | str) -> dict[str
         "exit": process.exit_code,
         "errors": process.errors,
         "missing": process.missing,
+        "gpu_idle_pct": _idle(run, rank),
     }
     suspects = (run.verdict or {}).get("suspects") or ()
     found["suspect"] = next((suspect for suspect in suspects if suspect["rank"] == rank), None)
@@ -58,10 +59,18 @@ def data(cache: SessionCache, run: RunState | None, rank: int | str) -> dict[str
     if steps and len(numbers := steps["steps"].tolist()):
         found["stages"] = {"steps": numbers, **by_stage(steps["stages"])}
         found["median"] = by_stage(steps["median"])
+        if steps["host"] is not None:
+            found["host"] = by_stage(steps["host"])
         spans = cache.ask(query.Spans(run.id, rank, numbers[0], numbers[-1])) or []
         mean = steps["mean"]
         found["spans"] = [{**span, "share": _of_stage(span["ms"], mean[span["stage"]])} for span in spans]
     return found
+
+
+def _idle(run: RunState, rank: int) -> float | None:
+    """Return the share of its time in which the rank's device waited for its host, in %."""
+    times = run.times or {"ranks": (), "gpu_idle_pct": ()}
+    return number(dict(zip(times["ranks"], times["gpu_idle_pct"], strict=True)).get(rank))
 
 
 def _of_stage(ms: float, stage_ms: float) -> float | None:
@@ -84,6 +93,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         head,
         part(html.Div(_suspect(view["suspect"]), id="rank-suspect")),
         facts("rank-facts", _facts(rank)),
+        *_both_rows(view, route),
         html.H2("Stages, against the median rank"),
         html.Div(_stage_charts(view, route), className="grid three"),
         panel(
@@ -98,6 +108,24 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     return html.Div(body)
 
 
+def _both_rows(view: Mapping[str, Any], route: Route) -> list[html.Section]:
+    """Return the mean row on the device's clock and, under it, on its host's; nothing where there is one."""
+    if view["host"] is None:
+        return []
+    clocks = {"GPU": view["stages"], "host": view["host"]}
+    both = {name: {stage: mean(row[stage]) for stage in figures.STAGES} for name, row in clocks.items()}
+    return [
+        chart(
+            "rank-rows",
+            "A step on the GPU, and on the host",
+            figures.rows(both, revision=route.key),
+            "Mean time of each stage on the clock of the GPU, and under it on that of its host",
+            note=legend({text.words(name): colour for name, colour in figures.STAGES.items()}),
+            tall="low",
+        )
+    ]
+
+
 def _stage_charts(view: Mapping[str, Any], route: Route) -> list[html.Section]:
     return [
         chart(
@@ -105,20 +133,26 @@ def _stage_charts(view: Mapping[str, Any], route: Route) -> list[html.Section]:
             text.words(name),
             figures.lines(
                 view["stages"]["steps"],
-                {"this rank": view["stages"][name], "median rank": view["median"][name]},
+                _lines(view, name),
                 "ms",
                 unit="ms",
-                colours=(colour, figures.ROSE),
+                colours=(colour, figures.ROSE, figures.GREY),
                 dashed="median rank",
                 revision=route.key,
             ),
             f"Time in {name} by step, this rank and the median rank",
-            note=legend({"this rank": colour, "median rank": figures.ROSE}),
+            note=legend(dict(zip(_lines(view, name), (colour, figures.ROSE, figures.GREY), strict=False))),
             tall="low",
         )
         for name, colour in figures.STAGES.items()
         if name in view["stages"]
     ]
+
+
+def _lines(view: Mapping[str, Any], stage: str) -> dict[str, Any]:
+    """Return the lines of the chart of a stage."""
+    shown = {"this rank": view["stages"][stage], "median rank": view["median"][stage]}
+    return shown if view["host"] is None else {**shown, "its host": view["host"][stage]}
 
 
 def _process_charts(process: Mapping[str, Any], route: Route) -> list[html.Section]:
@@ -143,6 +177,7 @@ def _facts(rank: Mapping[str, Any]) -> dict[str, Any]:
         "now in": text.words(rank["open_stage"] or text.NA),
         "local rank": rank["local_rank"],
         "GPU": rank["gpu"],
+        **({} if (idle := rank["gpu_idle_pct"]) is None else {"GPU idle": text.percent(idle)}),
         "process": rank["pid"] and str(rank["pid"]),
         "attempt": rank["attempt"],
         "errors of the monitor": sum((rank["errors"] or {}).values()),

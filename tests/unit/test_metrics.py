@@ -51,6 +51,18 @@ def test_metrics_hold_verdict_ledger_and_ranks(pages: SessionPages) -> None:
     assert len(found["traceml_rank_busy_seconds"]) == 8
 
 
+def test_metrics_have_how_long_gpus_wait_for_their_hosts(tmp_path: Path) -> None:
+    played = Played(tmp_path / "demo", device=True)
+    pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
+    for _ in range(60):
+        played.play()
+    pages.poll()
+    idle = values(metrics.exposition(pages)[0], text_string_to_metric_families)["traceml_rank_gpu_idle_ratio"]
+    assert len(idle) == 8
+    assert 0.4 < idle.pop(frozenset({"job", "5", "host-1"})) < 0.5
+    assert max(idle.values()) < 0.1
+
+
 def test_metrics_of_nodes_follow_the_table_of_quantities(pages: SessionPages) -> None:
     found = values(metrics.exposition(pages)[0], text_string_to_metric_families)
     node, device = frozenset({"job", "host-1"}), frozenset({"job", "host-1", "1"})

@@ -95,7 +95,7 @@ def test_each_question_is_answered_live_as_from_the_file(
 ) -> None:
     """While the session runs, and when it is over; of the newest run, and of one that is named."""
     held = prepare(tmp_path_factory.mktemp("out"), "demo")
-    played = Played(held.path, 4, per_node=2, late=2, onset=20)
+    played = Played(held.path, 4, per_node=2, late=2, onset=20, device=data.draw(st.booleans()))
     some = st.lists(st.integers(0, 3), max_size=2).map(tuple)
     events = [wire.Event("note", 5, message="x"), wire.Event("stacks", 6, message="y")]
     for _ in range(data.draw(st.integers(1, 12))):

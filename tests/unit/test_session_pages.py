@@ -12,19 +12,22 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from played import Played, PlayedSource
+from played import HOST, Played, PlayedSource
 from sessions import LIMITS, Clock, Rank, Relay, aggregation
 from snapshot import Snapshot
 
 from traceml_ray import wire
 from traceml_ray.analysis.spread import MISSING, deviations, quantiles
 from traceml_ray.dash_app import metrics
+from traceml_ray.dash_app.pages import rank
+from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.dash_app.source import StoredSource
 from traceml_ray.dash_app.values import by_stage
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.summary import summarize
 from traceml_ray.session import SessionFolder
+from traceml_ray.stages import FORWARD
 from traceml_ray.store import query
 from traceml_ray.store.session_file import SessionFile
 
@@ -389,6 +392,30 @@ def test_rank_page_shows_suspect_stages_spans_and_process(played: Played) -> Non
     assert part["ms"] == part["median_ms"] == pytest.approx(0.5, rel=0.01)
     assert part["share"] == pytest.approx(0.5 / 1.15, rel=0.05)
     assert page["process"]["write_bps"][-1] == pytest.approx(1 << 21)
+
+
+def test_rank_page_has_the_rows_of_gpu_and_host_under_each_other(tmp_path: Path) -> None:
+    played = Played(tmp_path / "demo", device=True)
+    live = followed(played)
+    played.end()
+    live.poll()
+    source = StoredSource(played.folder)
+    stored = SessionPages(source)
+    stored.poll()
+    for pages in (live, stored):
+        view = pages.view("rank", rank=5)
+        assert view["rank"]["gpu_idle_pct"] == pytest.approx(25.7, abs=0.5)
+        late = np.array(view["stages"]["steps"]) >= played.onset
+        assert view["host"]["data"][late] == pytest.approx(view["stages"]["data"][late])
+        assert view["host"]["forward"][1:] == pytest.approx(HOST[FORWARD])
+        (panel,) = rank._both_rows(view, Route("rank", "5"))
+        (figure,) = [each.figure for each in panel._traverse() if hasattr(each, "figure")]
+        bars = {bar["name"]: dict(zip(bar["y"], bar["x"], strict=True)) for bar in figure["data"]}
+        assert bars["forward"]["host"] == 2 and 6 < bars["forward"]["GPU"] < 7
+        assert max(tile["value"] for tile in pages.view("overview")["tiles"] if tile["key"] == "idle") > 20
+        (mine,) = [row for row in pages.view("node", node="host-1")["ranks"] if row["rank"] == 5]
+        assert mine["gpu_idle_pct"] == view["rank"]["gpu_idle_pct"]
+    source.close()
 
 
 def test_episodes_are_shown_live_and_stored(played: Played) -> None:

@@ -30,6 +30,7 @@ from traceml_ray.stages import (
     DATA,
     FLAG_COUPLED,
     FLAG_DEVICE_CLOCK,
+    FORWARD,
     LEAD_BYTES,
     LEAD_UNKNOWN,
     N_STAGES,
@@ -149,6 +150,49 @@ def test_window_of_sampled_steps_has_as_many_as_one_of_all() -> None:
     window = history.window([0, 1], 2, (), 50)
     assert window.steps.tolist() == list(range(400, 800, 8)) and not window.gaps
     assert window.host is not None
+
+
+@pytest.mark.parametrize("piece", [7, 900])
+def test_idle_share_counts_every_step_also_of_those_that_are_summed_up(piece: int) -> None:
+    ranks, steps = 40, 4500  # of so many ranks 3,276 steps are kept one by one
+    rng = np.random.default_rng(0)
+    rows = np.full((ranks, steps, WIDTH), 5 * MS)
+    rows[:, :, DATA] = rng.integers(1, 3 * MS, (ranks, steps))
+    late = rng.random(steps) < 0.4
+    rows[3, late, FORWARD] += 7 * MS
+    rows[:, :, -1] = 0
+    rows[3, late, -1] = 1 << FORWARD
+    rows[4, :, -1] = -1
+    flags = np.full((ranks, steps), DEVICE, np.uint8)
+    flags[4] = 0
+    history, keys = StepHistory(LIMITS), np.arange(steps) << SEGMENT_BITS
+    history.know({rank: Who("n") for rank in range(ranks)})
+    for begin in range(0, steps, piece):
+        part = slice(begin, min(steps, begin + piece))
+        history.put(range(ranks), keys[part], flags[:, part], rows[:, part])
+        history.advance(set(range(ranks)), 0, ranks)
+    warm = slice(LIMITS.warmup_steps, None)
+    idle = rows[:, warm, DATA].sum(axis=1)
+    idle[3] += 7 * MS * late[warm].sum()
+    share = idle / rows[:, warm, :N_STAGES].sum(axis=(1, 2))
+    share[4] = np.nan
+    stats = history.stats()
+    assert stats is not None and stats.steps == steps - LIMITS.warmup_steps
+    assert stats.idle() == pytest.approx(share, rel=1e-4, nan_ok=True)
+    newest = history.stats(50)
+    assert newest is not None and newest.idle()[3] == pytest.approx(
+        (rows[3, -50:, DATA].sum() + 7 * MS * late[-50:].sum()) / rows[3, -50:, :N_STAGES].sum(), rel=1e-4
+    )
+
+
+def test_history_of_ranks_without_a_device_clock_has_no_idle_times() -> None:
+    history, keys = StepHistory(LIMITS), np.arange(60) << SEGMENT_BITS
+    history.know({rank: Who("n") for rank in range(2)})
+    history.put(range(2), keys, np.zeros((2, 60), np.uint8), np.full((2, 60, N_STAGES), MS))
+    history.advance({0, 1}, 0, 2)
+    stats = history.stats()
+    assert stats is not None and np.isnan(stats.idle()).all()
+    assert [store.idle for store in history.stores()] == [None]
 
 
 def test_leads_of_a_window_are_known_where_those_of_each_row_are() -> None:

@@ -12,7 +12,19 @@ from traceml_ray.analysis.frontier import Frontier, chain
 from traceml_ray.analysis.spread import quantiles, spread
 from traceml_ray.analysis.step_stats import StepStats
 from traceml_ray.analysis.window import Int64, Window
-from traceml_ray.stages import STAGES, SYNC_WAIT
+from traceml_ray.stages import (
+    BACKWARD,
+    DATA,
+    FLAG_DEVICE_CLOCK,
+    FORWARD,
+    POST_SYNC,
+    PREPARE,
+    STAGES,
+    SYNC_WAIT,
+)
+
+LATE = 0
+"""Which of the masks of `Window.leads`."""
 
 
 class StageSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +63,8 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     per_rank_median_ms: dict[int, float | None]
     """Missing ranks are there, with `None`; of very many, the lowest."""
     per_node_median_ms: dict[str, float]
+    per_rank_gpu_idle_pct: dict[int, float | None]
+    """Share of the device's time in which it waited for its host; empty where no rank has a device clock."""
     worst_rank: int | None
     worst_node: str | None
     global_skew_pct: float | None
@@ -78,6 +92,7 @@ def step_summary(
         busy_p95_ms=stats.busy_of_all(0.95),
         per_rank_median_ms={**known, **dict.fromkeys(missing)},
         per_node_median_ms=per_node,
+        per_rank_gpu_idle_pct=_idle(stats, ranks),
         worst_rank=ranks[int(apart.worst[0])] if len(ranks) > 1 else None,
         worst_node=max(per_node, key=lambda node: per_node[node]) if len(per_node) > 1 else None,
         global_skew_pct=_known(apart.global_skew_pct[0]),
@@ -92,6 +107,28 @@ def busy_ns(rows: Rows) -> Int64:
     return busy
 
 
+def idle_ns(window: Window) -> Int64 | None:
+    """
+    Return how long each rank's device waited for its host in each row, and of how much of the row that is
+    known, ns (K, R, 2); None where it is not known how far the hosts were ahead.
+
+    It waits in `data`, where no kernel runs, and for what a stage in which the host is late takes beyond that
+    of its peers.
+    """
+    d, leads = window.d, window.leads
+    if window.host is None or leads is None:
+        return None
+    idle, middle = d[:, :, DATA].copy(), (d.shape[1] - 1) // 2
+    for stage in (POST_SYNC, PREPARE, FORWARD, BACKWARD):
+        late = leads[:, :, LATE] & 1 << stage != 0
+        if late.any():
+            peers = np.partition(d[:, :, stage], middle, axis=1)[:, middle, None]
+            idle += np.where(late, np.maximum(d[:, :, stage] - peers, 0), 0)
+    known = window.flags & FLAG_DEVICE_CLOCK != 0
+    both: Int64 = np.stack([idle, d.sum(axis=2)], axis=-1) * known[..., None]
+    return both
+
+
 def frontiers(window: Window, rows: Rows, behind: Sequence[Int64 | None] = ()) -> list[Frontier]:
     """
     Return the frontier of each group of ranks, see `Window.by_group`; `rows` are those of `window`.
@@ -104,6 +141,11 @@ def frontiers(window: Window, rows: Rows, behind: Sequence[Int64 | None] = ()) -
         chain((rows if group is window else comparable(group)).d, late)
         for group, late in zip(groups, before, strict=True)
     ]
+
+
+def _idle(stats: StepStats, ranks: Sequence[int]) -> dict[int, float | None]:
+    share = {rank: _known(100 * each) for rank, each in zip(ranks, stats.idle(), strict=True)}
+    return share if any(each is not None for each in share.values()) else {}
 
 
 def _known(value: float) -> float | None:

@@ -11,20 +11,30 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from traceml_ray.analysis.busy import busy_ns, frontiers
+from traceml_ray.analysis.busy import busy_ns, frontiers, idle_ns
 from traceml_ray.analysis.evidence import absurd, comparable, sane
 from traceml_ray.analysis.kept_steps import KeptSteps
 from traceml_ray.analysis.row_table import RowTable, Who
-from traceml_ray.analysis.step_sums import Block
+from traceml_ray.analysis.step_sums import Array, Block
 from traceml_ray.analysis.step_times import Timeline
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.wide_rows import is_wide
 from traceml_ray.analysis.window import Group, Int64, RankRows, UInt8, Window, missing_of
-from traceml_ray.stages import BACKWARD, FLAG_FIRST, FLAG_NO_SPLIT, SEGMENT_BITS, SYNC_WAIT
+from traceml_ray.stages import (
+    BACKWARD,
+    FLAG_DEVICE_CLOCK,
+    FLAG_FIRST,
+    FLAG_NO_SPLIT,
+    N_STAGES,
+    SEGMENT_BITS,
+    SYNC_WAIT,
+)
 
 _CHAINS = 4
 """Sets of ranks whose chain may go on later."""
 _DEEP_CELLS, _DEEP_COLUMNS = 1 << 21, 1 << 16
 _LATE = 1 << 16
+_HOST_ROWS = 1 << 12
 
 
 class Mark(NamedTuple):
@@ -169,6 +179,23 @@ class StepHistory(KeptSteps):
             counts[table.places(self._axis)] += store.count[:, : store.end].sum(axis=1, dtype=np.int64)
         return dict(zip(table.ranks.tolist(), counts.tolist(), strict=True))
 
+    def host_stages(self, rank: int, steps: Int64) -> Array | None:
+        """
+        Return the stages of a rank on its host's clock in those of `steps` (K,) that are still here one by
+        one (K, 6) ms, NaN in others; None where it has none on its device's clock.
+        """
+        keys, flags, rows = self.table.line(rank, _HOST_ROWS)
+        known = is_wide(rows) and (flags & FLAG_DEVICE_CLOCK != 0) & (rows[:, -1] >= 0)
+        if not np.any(known):
+            return None
+        own = keys[known] >> SEGMENT_BITS
+        at = np.searchsorted(steps, own)
+        here = np.append(steps, -1)[at] == own
+        found = np.full((len(steps), N_STAGES), np.nan)
+        found[at[here]] = 0
+        np.add.at(found, at[here], rows[known][here, N_STAGES:-1] / 1e6)
+        return found
+
     def timeline(self, rank: int) -> Timeline:
         """Return how long the steps of a rank took, the oldest in sums."""
         at = int(self.table.places([rank])[0])
@@ -279,6 +306,9 @@ class StepHistory(KeptSteps):
         block.busy[where] = busy_ns(rows).T / 1e6
         block.d[where] = rows.d.transpose(1, 0, 2) / 1e6
         block.count[where] = 1
+        idle = idle_ns(window)
+        if idle is not None:
+            block.have_idle()[where] = idle.transpose(1, 0, 2) / 1e6
         begun = (self.table.first >= 0) & (self.table.first <= window.keys[0])
         if len(who) < self.limits.coverage_limited * np.count_nonzero(begun):
             return

@@ -25,7 +25,8 @@ def times(
     """
     Return the numbers of a run: over the newest steps that a live verdict looks at, or (`whole`) over all.
 
-    Times in ms, shares in %, unknown is None (NaN in arrays). `ranks` (R,) and their median `busy_ms` (R,),
+    Times in ms, shares in %, unknown is None (NaN in arrays). `ranks` (R,), their median `busy_ms` (R,) and
+    `gpu_idle_pct` (R,), the share of its time in which the device waited for its host,
     `nodes` see `_by_node`, `stages` the mean exposed time of each. `productive_pct`: the share of `wall_ms`
     (since the first report) that was spent in steps, None where not nearly all `stored` rows were read, or
     where much of the steps was over before the first report.
@@ -47,9 +48,11 @@ def times(
     if wall_ms and found["all_read"]:
         found["productive_pct"] = min(100.0, 100 * history.total_ms() / wall_ms)
     if stats is None:
-        return {**found, "busy_ms": np.full(len(found["ranks"]), np.nan), "nodes": {}}
+        unknown = np.full(len(found["ranks"]), np.nan)
+        return {**found, "busy_ms": unknown, "gpu_idle_pct": unknown, "nodes": {}}
     median, p95 = stats.step(0.5, 0.95)
-    return {**found, **_numbers(history, stats.steps, median, p95, stats.exposed, stats.busy())}
+    numbers = _numbers(history, stats.steps, median, p95, stats.exposed, stats.busy())
+    return {**found, **numbers, "gpu_idle_pct": 100 * stats.idle()}
 
 
 def _numbers(
@@ -184,7 +187,8 @@ def busy(history: StepHistory, ranks: Sequence[int], most: int) -> dict[str, Any
 def of_rank(history: StepHistory, rank: int, most: int) -> dict[str, Any]:
     """
     Return the stages of a rank in the newest steps: `steps` (K,), `stages` and the `median` over the ranks
-    (K, 6) ms, `mean` by stage. `steps` is empty where it has none.
+    (K, 6) ms, `mean` by stage; of rows on a device's clock `host`, the same on the host's, else None. `steps`
+    is empty where it has none.
     """
     shown = history.columns(most=most)
     if rank not in history.ranks or not len(shown.first):
@@ -192,7 +196,8 @@ def of_rank(history: StepHistory, rank: int, most: int) -> dict[str, Any]:
     steps, d, _ = history.stages(int(shown.first[0]), int(shown.last[-1]))
     mine = d[history.ranks.index(rank)]
     mean = dict(zip(STAGES, _mean(mine[None])[0].tolist(), strict=True))
-    return {"steps": steps, "stages": mine, "median": quantiles(d, (0.5,))[0], "mean": mean}
+    found = {"steps": steps, "stages": mine, "median": quantiles(d, (0.5,))[0], "mean": mean}
+    return {**found, "host": history.host_stages(rank, steps)}
 
 
 def cell(history: StepHistory, rank: int, first: int, last: int, world: int) -> dict[str, Any]:

@@ -63,6 +63,15 @@ class StepStats:
         assert older.stages is not None
         return older.stages.quantile(0.5, ms).reshape(-1, N_STAGES)
 
+    def idle(self) -> Float:
+        """Return the share of its time in which each rank's device waited for its host (R,); NaN: unknown."""
+        sums: Float = np.zeros((len(self._store.busy), 2))
+        if self._store.idle is not None:
+            sums += self._store.idle[:, self._at].sum(axis=1, dtype=float)
+        if self._older is not None:
+            sums += self._older.idle
+        return np.where(sums[:, 1] > 0, sums[:, 0] / np.maximum(sums[:, 1], 1e-9), np.nan)
+
     def mean_stages(self) -> Float:
         """Return the mean of each rank's stages (R, 6)."""
         sums: Float = self._store.d[:, self._at].sum(axis=1, dtype=float)

@@ -35,7 +35,8 @@ class StepSums:
     Sums over steps, `end` columns: `busy` (R, n), `d` (R, n, 6) ms, `count` (R, n) steps of each rank; of the
     steps `first` and `last` (n,), `exposed` (n, 6) ms, how many they are (`steps`), have exposed time
     (`chained`) and are beyond the warm-up (`warm`), and `rows` that each rank has of them. It may grow to
-    `most` columns.
+    `most` columns. `idle` (R, n, 2): how long the rank's device waited for its host, and of how much of its
+    time that is known, ms; None where no rank has a device clock.
     """
 
     def __init__(self, ranks: int, size: int = 0, *, most: int = 0, many: bool = False) -> None:
@@ -46,10 +47,27 @@ class StepSums:
         self.first, self.last = np.zeros(size, np.int64), np.zeros(size, np.int64)
         self.steps, self.warm = np.zeros(size, np.int64), np.zeros(size, np.int64)
         self.rows = np.zeros(size, np.int64)
+        self.idle: Array | None = None
         self.end = 0
 
+    @property
+    def _by_rank(self) -> tuple[str, ...]:
+        return _BY_RANK if self.idle is None else (*_BY_RANK, "idle")
+
     def by_rank(self) -> list[Array]:
-        return [getattr(self, name) for name in _BY_RANK]
+        return [getattr(self, name) for name in self._by_rank]
+
+    def have_idle(self) -> Array:
+        """Return `idle`, made where there is none."""
+        if self.idle is None:
+            self.idle = np.zeros((*self.busy.shape, 2), np.float32)
+        return self.idle
+
+    def like(self, other: StepSums) -> None:
+        """Have `idle` both or none."""
+        if self.idle is not None or other.idle is not None:
+            self.have_idle()
+            other.have_idle()
 
     def by_step(self) -> list[Array]:
         return [getattr(self, name) for name in _BY_STEP]
@@ -59,7 +77,7 @@ class StepSums:
 
     def wider(self, places: Array, ranks: int) -> None:
         """Make room for more ranks; those that are there move to `places`."""
-        for name in _BY_RANK:
+        for name in self._by_rank:
             before = getattr(self, name)
             after = np.zeros((ranks, *before.shape[1:]), before.dtype)
             after[places] = before
@@ -67,6 +85,7 @@ class StepSums:
 
     def add(self, at: int, of: StepSums, part: slice) -> None:
         """Add some columns of another one, summed, to column `at`."""
+        self.like(of)
         for mine, other in zip(self.by_rank(), of.by_rank(), strict=True):
             mine[:, at] += other[:, part].sum(axis=1, dtype=mine.dtype)
         self.first[at] = of.first[part][0] if not self.steps[at] else self.first[at]
@@ -95,6 +114,8 @@ class StepSums:
         made.busy[:], made.d[:] = (
             np.add.reduceat(each[:, : self.end], starts, axis=1) for each in (self.busy, self.d)
         )
+        if self.idle is not None:
+            made.have_idle()[:] = np.add.reduceat(self.idle[:, : self.end], starts, axis=1)
         made.count[:] = np.maximum.reduceat(self.count[:, : self.end], starts, axis=1)
         made.exposed[:] = np.add.reduceat(self.exposed[: self.end], starts, axis=0)
         made.chained[:] = np.minimum.reduceat(self.chained[: self.end], starts)
@@ -106,6 +127,9 @@ class StepSums:
     def go_on(self, of: StepSums) -> None:
         """Add the first column of another one to the last, which is the beginning of the same step."""
         at = self.end - 1
+        self.like(of)
+        if self.idle is not None and of.idle is not None:
+            self.idle[:, at] += of.idle[:, 0]
         self.busy[:, at] += of.busy[:, 0]
         self.d[:, at] += of.d[:, 0]
         self.count[:, at] |= of.count[:, 0]
@@ -118,6 +142,7 @@ class StepSums:
         """Add some columns of another one at the end."""
         new = slice(self.end, self.end + part.stop - part.start)
         self.grow(new.stop)
+        self.like(of)
         for mine, other in zip(self.by_rank(), of.by_rank(), strict=True):
             mine[:, new] = other[:, part]
         for mine, other in zip(self.by_step(), of.by_step(), strict=True):
@@ -126,7 +151,7 @@ class StepSums:
 
     def resize(self, size: int) -> None:
         """Have room for so many columns, the first."""
-        for name in _BY_RANK:
+        for name in self._by_rank:
             before = getattr(self, name)
             setattr(self, name, np.zeros((len(before), size, *before.shape[2:]), before.dtype))
             getattr(self, name)[:, : self.end] = before[:, : self.end]
@@ -186,6 +211,7 @@ class Bins(StepSums):
         at, end = columns[:: self.width], int(columns[-1]) + 1
         new = slice(self.end, self.end + len(at))
         self.grow(new.stop)
+        self.like(of)
         self.first[new], self.last[new] = of.first[at], of.last[np.minimum(at + self.width, end) - 1]
         for mine, other in zip(self.by_rank(), of.by_rank(), strict=True):
             mine[:, new] = np.add.reduceat(other[:, :end], at, axis=1, dtype=mine.dtype)

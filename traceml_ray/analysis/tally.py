@@ -95,12 +95,14 @@ class Tally:
     """
     Steps beyond the warm-up that were summed up: how many (`steps`), from `first` to `last`, with how many
     `rows` of each rank; sums (ms) of `exposed` time (6,) and of each rank's stages `d` (R, 6), of `counts`
-    (R,) steps. In histograms: the `step`, the `busy` time of each rank and, where asked for, its `stages`.
+    (R,) steps, and of `idle` (R, 2), see `StepSums`. In histograms: the `step`, the `busy` time of each rank
+    and, where asked for, its `stages`.
     """
 
     def __init__(self, ranks: int, limits: Thresholds, *, stages: bool) -> None:
         self.steps = self.rows = self.first = self.last = 0
         self.exposed, self.d, self.counts = np.zeros(N_STAGES), np.zeros((ranks, N_STAGES)), np.zeros(ranks)
+        self.idle = np.zeros((ranks, 2))
         sizes = _width(ranks), limits.max_step_ns / 1e6
         self.step, self.busy = Histograms(1, *sizes), Histograms(ranks, *sizes)
         self.stages = Histograms(ranks * N_STAGES, *sizes) if stages else None
@@ -121,6 +123,8 @@ class Tally:
         self.exposed += store.exposed[at].sum(axis=0)
         self.d += store.d[:, at].sum(axis=1, dtype=float)
         self.counts += (store.count[:, at] > 0).sum(axis=1)
+        if store.idle is not None:
+            self.idle += store.idle[:, at].sum(axis=1, dtype=float)
         self.step.add(store.exposed[at].sum(axis=1)[:, None])
         self.busy.add(busy_of(store, at))
         if self.stages is not None:
@@ -128,7 +132,7 @@ class Tally:
 
     def wider(self, places: Array, ranks: int) -> None:
         """Make room for more ranks; those that are there move to `places`."""
-        for name in ("d", "counts"):
+        for name in ("d", "counts", "idle"):
             before = getattr(self, name)
             setattr(self, name, np.zeros((ranks, *before.shape[1:])))
             getattr(self, name)[places] = before

@@ -24,6 +24,7 @@ from traceml_ray.monitor.histories import Histories
 from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.node_evidence import NodeEvidence
 from traceml_ray.reports.deaths import FATAL, culprits, deaths, headline
+from traceml_ray.reports.device_clock import with_advice
 from traceml_ray.settings import Settings
 from traceml_ray.store.nodes import process_labels
 from traceml_ray.store.rank_processes import RankProcess, generations, standing, trained
@@ -212,7 +213,7 @@ class LiveJudge:
         self._histories.keep(run, which, state.judge)
         episodes = state.judge.episodes
         state.history = {"episodes": episodes.episodes[:MAX_EPISODES], "brief": episodes.brief}
-        verdict = state.evidence.add(verdict, ranks, labels)
+        verdict = with_advice(state.evidence.add(verdict, ranks, labels), ranks.values())
         self._keep(run, verdict, store=verdict.window_steps >= limits.first_window_steps)
 
     def _begin_generation(self, run: str, state: _LiveRun, which: tuple[int, int]) -> None:

@@ -25,6 +25,7 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports import whole as reports_whole
 from traceml_ray.reports.deaths import Death, deaths, headline
+from traceml_ray.reports.device_clock import with_advice
 from traceml_ray.reports.hangs import hangs, still_open
 from traceml_ray.reports.machines import Machines, system_of
 from traceml_ray.reports.run_facts import (
@@ -82,8 +83,9 @@ def _summary(facts: RunFacts, newest: bool = False) -> dict[str, Any]:
     machines = Machines(session.machines, facts.ranks, facts.every, facts.labels)
     dated = lines, facts.thresholds.warmup_steps
     verdict = still_open(stood, facts.said("status")) or _headline(facts, found) or performance
-    verdict = machines.with_evidence(verdict, *dated)
+    verdict = with_advice(machines.with_evidence(verdict, *dated), facts.ranks.values())
     every = sorted([*verdicts, *stood], key=lambda verdict: verdict.from_step or 0)
+    every = [with_advice(verdict, facts.ranks.values()) for verdict in every]
     summary = {
         "schema": SCHEMA,
         "session": session_block(facts),
@@ -234,6 +236,7 @@ def _step_blocks(facts: RunFacts, whole: Whole | None) -> dict[str, Any]:
     block["covers"] = _covers(facts, whole)
     block["per_rank_median_ms"] = block["per_rank_median_ms"] or {}
     block["per_node_median_ms"] = block["per_node_median_ms"] or {}
+    block["per_rank_gpu_idle_pct"] = block["per_rank_gpu_idle_pct"] or {}
     return {"steps": block, "stages": stages}
 
 

@@ -130,7 +130,20 @@ def _steps(steps: dict[str, Any]) -> list[str]:
         ("Steps", f"{text.count(steps['count'], 'step')}{of}, {times} ({after})"),
         ("Skew", skew),
         ("" if skew else "Skew", node),
+        ("GPU idle", _idle(steps)),
         ("Covers", _covers(steps)),
+    )
+
+
+def _idle(steps: dict[str, Any]) -> str:
+    """Return for how much of their time GPUs wait for their hosts; "" without device clocks."""
+    idle = {rank: pct for rank, pct in steps.get("per_rank_gpu_idle_pct", {}).items() if pct is not None}
+    if not idle:
+        return ""
+    most, middle = max(idle, key=lambda rank: idle[rank]), sorted(idle.values())[(len(idle) - 1) // 2]
+    return (
+        f"that of rank {most} waits for its host {text.percent(idle[most])} of the time; median "
+        f"{text.percent(middle)}"
     )
 
 
@@ -215,6 +228,7 @@ def _load(gpus: Sequence[dict[str, Any]]) -> str:
 def _ranks(summary: dict[str, Any]) -> list[str]:
     busy, ranks = summary["steps"]["per_rank_median_ms"], summary["ranks"]
     median, memory = summary["steps"]["busy_median_ms"], summary["memory"]["per_rank"]
+    idle = summary["steps"].get("per_rank_gpu_idle_pct")  # older summaries have none
     listed, title = list(ranks), "Ranks"
     if len(listed) > _MAX_RANKS:
         worst = sorted(listed, key=lambda rank: (ranks[rank]["ended"] != "died", -(busy.get(rank) or 0)))
@@ -227,6 +241,7 @@ def _ranks(summary: dict[str, Any]) -> list[str]:
         "node": lambda rank: text.plain(ranks[rank]["node"]),
         ">busy ms": lambda rank: _figure(busy.get(rank)),
         ">to median": lambda rank: text.percent(over.get(rank), sign=True),
+        **({">gpu idle": lambda rank: text.percent(idle.get(rank))} if idle else {}),
         ">peak rss": lambda rank: text.size(memory.get(rank, {}).get("rss_peak_bytes")),
         ">last step": lambda rank: text.plain(ranks[rank]["last_step"]),
         "end": lambda rank: _end(ranks[rank]),

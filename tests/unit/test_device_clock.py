@@ -1,0 +1,56 @@
+"""What an abstention on CUDA ranks advises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sessions import LIMITS, Clock, Rank, Relay, aggregation, ask
+
+from traceml_ray.reports.summary import summarize
+from traceml_ray.stages import FLAG_COUPLED, FLAG_FIRST
+from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import DEVICE_CLOCK
+
+OFF = "not yet confirmed on a real device, so off: TRACEML_DEVICE_CLOCK=1 turns it on"
+
+
+@pytest.mark.parametrize(
+    ("why", "strategy", "flags", "advice"),
+    [
+        (OFF, "ddp", FLAG_COUPLED, "Set TRACEML_DEVICE_CLOCK=1"),
+        ("turned off by TRACEML_DEVICE_CLOCK=0", "fsdp2", FLAG_COUPLED, "Set TRACEML_DEVICE_CLOCK=1"),
+        (
+            "off since step 7: CUDA error 719",
+            "ddp",
+            FLAG_COUPLED,
+            "The device's clock is not read: off since",
+        ),
+        (OFF, "ddp+tp", FLAG_COUPLED, ""),
+        ("", "ddp", FLAG_COUPLED, ""),
+        (OFF, "ddp", 0, ""),
+    ],
+)
+def test_abstention_on_cuda_says_how_to_have_its_ranks_judged(
+    tmp_path: Path, why: str, strategy: str, flags: int, advice: str
+) -> None:
+    clock, relay = Clock(), Relay()
+    core = aggregation(tmp_path / "s", clock)
+    ranks = [Rank(0), Rank(1)]
+    more = {"strategy": strategy, "missing": {DEVICE_CLOCK: why} if why else {}}
+    for second in range(20):
+        clock.tick()
+        marks = np.full(10, flags, np.uint8)
+        marks[0] |= FLAG_FIRST * (second == 0)
+        core.ingest(relay.message(*(rank.batch(10, flags=marks.tobytes(), **more) for rank in ranks)))
+        assert core.commit()
+        core.judge()
+    live = ask(core, "verdict")
+    with SessionFile(tmp_path / "s" / "session.sqlite") as file:
+        summary = summarize(file, LIMITS)
+    core.close()
+    for verdict in (live, summary["verdict"], summary["verdicts"][-1]):
+        assert verdict["label"] == ("accounting_only" if flags else "healthy")
+        assert verdict["next"].startswith(advice)
+        assert bool(advice) == ("DEVICE_CLOCK" in verdict["next"] or "device's clock" in verdict["next"])
