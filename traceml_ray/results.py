@@ -170,6 +170,8 @@ class VerdictInfo(TypedDict):
     chronic: bool | None
     pattern: Pattern | None
     """A finding is late in most steps (`lasting`), now and then (`transient`), or in turn (`rotating`)."""
+    host_bound: bool | None
+    """On a device's clock: devices wait for their hosts. A gain is then at most as large as it says."""
     coverage: float | None
     """Share of the ranks that report."""
     from_step: int | None

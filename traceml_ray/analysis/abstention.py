@@ -34,6 +34,11 @@ ON_DEVICE = (
 )
 NO_SYNC = f"These ranks do not exchange gradients, so they do not wait for each other: {_ONLY}"
 
+LEADS_UNKNOWN = (
+    "A rank is late on its device, but it is not known how far the hosts were ahead of their devices. Its "
+    f"host may hold it up by chance: {_ONLY}"
+)
+
 
 def missing_ranks(window: Window) -> str:
     gone = max(window.expected - len(window.ranks), 0)
@@ -140,4 +145,12 @@ def replay_misses(off: float) -> str:
     return (
         f"Replaying the steps with one common exchange gives {text.share(abs(off))} {side} time than "
         f"was measured, so these ranks depend on each other in another way: {_ONLY}"
+    )
+
+
+def hosts_last(stage: int) -> str:
+    """Explain that the hosts set the pace; `stage` is one in which a host's own time is not known."""
+    return (
+        "Host-bound: the devices wait for their hosts, and one of the hosts is always last. Whether it is "
+        f"slower than the others is not known: they may wait for devices in `{STAGES[stage]}`, so {_ONLY}"
     )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from traceml_ray.analysis.frontier import Frontier, chain
+from traceml_ray.analysis.hosts import Hosts, host_bound, hosts_of, merged_leads
 from traceml_ray.analysis.labels import Pattern
 from traceml_ray.analysis.onset import late_steps
-from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.window import Bool, Float, Int64, Window
+from traceml_ray.analysis.thresholds import HOSTS, Thresholds
+from traceml_ray.analysis.window import Bool, Float, Int64, UInt8, Window
 from traceml_ray.stages import (
     BACKWARD,
     DATA,
@@ -26,6 +27,8 @@ from traceml_ray.stages import (
     SYNC_WAIT,
 )
 
+_Merges = tuple[tuple[Bool, tuple[int, ...]], ...]
+"""Which rows (K,), and the stages that are one there: the first has all of it."""
 _HOLDS = 0.6
 """Share of an excess that a stage must have taken to contain it."""
 
@@ -43,40 +46,50 @@ class Rows:
     """
     A window's rows made comparable between ranks.
 
-    `d` int64 ns (K, R, 6); `waits` (K, 6) marks the stages in which a rank waits for others,
-    `synced` (K,) the rows that end in a gradient exchange. Time in `d` is never lost: where a
-    mark is missing on some rank, the stages it separates are added up on every rank.
+    `d` int64 ns (K, R, 6); `waits` (K, 6) marks the stages in which a rank waits for others, `synced` (K,)
+    the rows that end in a gradient exchange. Time in `d` is never lost: where a mark is missing on some rank,
+    the stages it separates are added up on every rank; so are those of `host`, and `leads` holds for all of
+    them.
     """
 
     d: Int64
     waits: Bool
     synced: Bool
+    host: Int64 | None = None
+    leads: UInt8 | None = None
 
 
 def comparable(window: Window) -> Rows:
     """Return the rows with merged stages merged alike on every rank, step by step."""
-    d, flags = window.d, window.flags
+    d, flags, host, leads = window.d, window.flags, window.host, window.leads
     waits = np.zeros((len(window.keys), d.shape[2]), dtype=bool)
     waits[:, SYNC_WAIT] = True
     synced: Bool = (flags & (FLAG_NO_PEERS | FLAG_NO_BACKWARD) == 0).any(axis=1)
     if not flags.any():
-        return Rows(d, waits, synced)
+        return Rows(d, waits, synced, host, leads)
     no_split = (flags & FLAG_NO_SPLIT != 0).any(axis=1) & synced
     waits[no_split, BACKWARD] = True
     no_data, no_forward = mixed(window, FLAG_NO_DATA), mixed(window, FLAG_NO_FORWARD)
-    merges: tuple[tuple[Bool, tuple[int, ...]], ...] = (
+    merges: _Merges = (
         (no_split, (BACKWARD, SYNC_WAIT)),
         (no_data & no_forward, (POST_SYNC, DATA, PREPARE, FORWARD)),
         (no_data & ~no_forward, (POST_SYNC, DATA, PREPARE)),
         (no_forward & ~no_data, (FORWARD, PREPARE)),
     )
     if any(steps.any() for steps, _ in merges):
-        d = d.copy(order="K")
-        for steps, (into, *others) in merges:
-            for other in others:
-                d[steps, :, into] += d[steps, :, other]
-                d[steps, :, other] = 0
-    return Rows(d, waits, synced)
+        d, host = _added(d, merges), host if host is None else _added(host, merges)
+        leads = leads if leads is None else merged_leads(leads, merges)
+    return Rows(d, waits, synced, host, leads)
+
+
+def _added(times: Int64, merges: _Merges) -> Int64:
+    """Return a copy of `times` (K, R, 6) in which the first of each merged stages has the time of all."""
+    times = times.copy(order="K")
+    for steps, (into, *others) in merges:
+        for other in others:
+            times[steps, :, into] += times[steps, :, other]
+            times[steps, :, other] = 0
+    return times
 
 
 def mixed(window: Window, flag: int) -> Bool:
@@ -123,6 +136,9 @@ class Evidence:
     `by_step` (S, R, 6): that of whole steps. `persistent` (R, 6): its median over steps ÷ mean step.
     `exposed_excess` (R, 6): what of it moved the frontier, shared among the leaders, ÷ elapsed time.
     `local_ns` (K, R): sum of a rank's local stages.
+
+    On a device clock `hosts` is the hosts' part, where it is known, and what a stage takes where the host is
+    late is held against the other hosts' time as well; `peers` is the evidence without that.
     """
 
     window: Window
@@ -134,6 +150,8 @@ class Evidence:
     persistent: Float
     exposed_excess: Float
     local_ns: Int64
+    hosts: Hosts | None = None
+    peers: Evidence | None = None
 
     @property
     def total_ns(self) -> int:
@@ -150,6 +168,22 @@ class Evidence:
         exposed = self.exposed_excess
         together = np.broadcast_to(exposed.sum(axis=0), exposed.shape)
         return {"lasting": self.persistent, "transient": exposed, "rotating": together}
+
+    @cached_property
+    def host_bound(self) -> bool | None:
+        """Whether devices wait for their hosts, None where that is not known."""
+        return None if self.hosts is None else host_bound(self.hosts.late_share)
+
+    def hosts_hold(self, cause: Cause) -> bool:
+        """Whether it is the hosts of `cause`, not the devices, that are slow: half of the excess or more."""
+        hosts, places = self.hosts, list(cause.places)
+        if hosts is None:
+            return False
+        longer = float(np.median(hosts.usual[places, cause.stage] - hosts.ref[cause.stage]))
+        often = hosts.late_share[places, :SYNC_WAIT].mean(axis=0)
+        waits = bool(hosts.certain[cause.stage]) and often.max() >= HOSTS.late
+        late = waits or often[cause.stage] >= HOSTS.own
+        return bool(late) and longer >= HOSTS.own * float(np.median(self.series(cause)))
 
     @property
     def mean_step_ns(self) -> float:
@@ -186,7 +220,12 @@ class Evidence:
         starts = np.flatnonzero(np.concatenate(([True], synced[:-1])))
         if not synced.all():
             local = np.add.reduceat(local, starts, axis=0)
-        return local.max(axis=1), np.append(starts[1:] - 1, len(synced) - 1)
+        longest = local.max(axis=1)
+        if self.hosts is not None:
+            exchange = np.where(self.rows.waits, self.ref, 0).sum(axis=1)
+            least = np.maximum(self.hosts.floor_ns - exchange, 0)
+            longest = np.maximum(longest, np.add.reduceat(least, starts))
+        return longest, np.append(starts[1:] - 1, len(synced) - 1)
 
     def gain(self, *causes: Cause) -> float:
         """Return what fixing `causes` together saves, as a share of the elapsed time, 0..1."""
@@ -234,18 +273,63 @@ def gather(window: Window) -> Evidence:
     else:
         excess *= local
         local_ns = (by_rank * local).sum(axis=2)
-    several = len(window.starts) < len(window.keys)
-    steps = np.add.reduceat(excess, window.starts, axis=1) if several else excess
-    return Evidence(
+    by_step, persistent = _of_steps(window, frontier, excess)
+    evidence = Evidence(
         window=window,
         rows=rows,
         frontier=frontier,
         ref=ref,
         excess=excess.transpose(1, 0, 2),
-        by_step=steps.transpose(1, 0, 2),
-        persistent=np.median(steps, axis=1) / (frontier.total_ns / len(window.starts)),
+        by_step=by_step,
+        persistent=persistent,
         exposed_excess=_exposed_excess(frontier, ref, local),
         local_ns=local_ns.T,
+    )
+    hosts = hosts_of(rows.host, rows.leads)
+    return evidence if hosts is None else _beside_hosts(evidence, hosts)
+
+
+def _of_steps(window: Window, frontier: Frontier, excess: Int64) -> tuple[Int64, Float]:
+    """Return `by_step` and `persistent` of an excess (R, K, 6)."""
+    several = len(window.starts) < len(window.keys)
+    steps = np.add.reduceat(excess, window.starts, axis=1) if several else excess
+    return steps.transpose(1, 0, 2), np.median(steps, axis=1) / (frontier.total_ns / len(window.starts))
+
+
+def _beside_hosts(evidence: Evidence, hosts: Hosts) -> Evidence:
+    """
+    Return the evidence with what a device waited for its own host charged to the stages in which the host
+    took longer than the other hosts do, and to none where it did not: one host is always last.
+    """
+    host = evidence.rows.host
+    local: Bool = np.logical_not(evidence.rows.waits)
+    beside = replace(evidence, hosts=hosts, peers=evidence)
+    if host is None:
+        return beside
+    excess = evidence.excess.transpose(1, 0, 2).copy()
+    waited = np.zeros(excess.shape[:2], np.int64)
+    exposed_ref = evidence.ref.copy()
+    for stage in np.flatnonzero(local.any(axis=0)).tolist():
+        late = hosts.dry(stage) & local[:, stage, None]
+        idle = np.where(late.T, np.maximum(excess[:, :, stage], 0), 0)
+        waited += idle
+        excess[:, :, stage] -= idle
+        leads = (late & evidence.frontier.leaders[:, :, stage]).any(axis=1)
+        exposed_ref[leads, stage] = np.maximum(exposed_ref[leads, stage], hosts.ref[stage])
+    if not waited.any():
+        return beside
+    stages = np.flatnonzero(local.all(axis=0))
+    longer = np.maximum(host.transpose(1, 0, 2)[:, :, stages] - hosts.ref[stages], 0)
+    in_all = longer.sum(axis=2)
+    share = np.minimum(waited, in_all) / np.maximum(in_all, 1)
+    excess[:, :, stages] += np.rint(longer * share[:, :, None]).astype(np.int64)
+    by_step, persistent = _of_steps(evidence.window, evidence.frontier, excess)
+    return replace(
+        beside,
+        excess=excess.transpose(1, 0, 2),
+        by_step=by_step,
+        persistent=persistent,
+        exposed_excess=_exposed_excess(evidence.frontier, exposed_ref, local),
     )
 
 

@@ -15,7 +15,8 @@ class Finding:
     The rule that applied: a label, and either a `reason` to abstain or the `causes`, best first.
 
     `excess` is the excess of the worst rank of the first cause (`rotating`: of all ranks together), as a
-    share of the mean step. `new`: the newest steps alone show it. `group_wide` has only `drift`.
+    share of the mean step. `new`: the newest steps alone show it;
+    `hosts`: late at the same time as the hosts of the other ranks. `group_wide` has only `drift`.
     """
 
     label: Label
@@ -24,4 +25,5 @@ class Finding:
     excess: float | None = None
     pattern: Pattern = "lasting"
     new: bool = False
+    hosts: bool = False
     drift: Drift | None = None

@@ -15,9 +15,10 @@ from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.drift import drift
 from traceml_ray.analysis.evidence import Cause, Evidence, absurd, gather, mixed
 from traceml_ray.analysis.finding import Finding
-from traceml_ray.analysis.labels import Label, Pattern
+from traceml_ray.analysis.hosts import held, host_bound
+from traceml_ray.analysis.labels import LABELS, Label, Pattern
 from traceml_ray.analysis.onset import onset
-from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.thresholds import HOSTS, Thresholds
 from traceml_ray.analysis.window import Bool, Float, Int64, Window
 from traceml_ray.stages import FLAG_COUPLED, FLAG_DEVICE_CLOCK, FLAG_NO_BACKWARD, FLAG_NO_PEERS
 
@@ -51,10 +52,9 @@ def find(
     apart = _apart(evidence, thresholds)
     if apart:
         return Finding("accounting_only", apart), evidence
-    late = evidence.persistent.max() >= thresholds.min_excess
-    finding = (_persistent if late else _exposed)(evidence, thresholds)
-    if finding.label == "straggler" and _all_ranks(finding, evidence):
-        finding = _exposed(evidence, thresholds)
+    finding = _compared(evidence, thresholds)
+    if window.host is not None:
+        finding = _beside_hosts(finding, evidence, thresholds)
     passing = finding.label == "healthy" or finding.pattern != "lasting"
     new = _newly(evidence, thresholds) if passing else None
     if new is not None:
@@ -62,6 +62,48 @@ def find(
     # An imbalance that costs nothing (`_persistent`) must not hide a drift.
     drifted = drift(evidence, baseline, thresholds) if baseline and finding.label == "healthy" else None
     return Finding("group_wide", drift=drifted) if drifted else finding, evidence
+
+
+def _compared(evidence: Evidence, thresholds: Thresholds) -> Finding:
+    """Compare the ranks with each other: is one late all the time, or now and then, or each in turn?"""
+    late = evidence.persistent.max() >= thresholds.min_excess
+    finding = (_persistent if late else _exposed)(evidence, thresholds)
+    if finding.label == "straggler" and _all_ranks(finding, evidence):
+        finding = _exposed(evidence, thresholds)
+    return finding
+
+
+def _beside_hosts(finding: Finding, evidence: Evidence, thresholds: Thresholds) -> Finding:
+    """
+    Rows of a device whose host is late hold the host's time. Hosts do not wait for each other: one is always
+    last, by chance too, so what only the devices' rows show of them names no rank.
+    """
+    hosts, peers = evidence.hosts, evidence.peers
+    if hosts is None or peers is None:
+        return finding if finding.label == "healthy" else Finding("accounting_only", abstention.LEADS_UNKNOWN)
+    if finding.label == "healthy":
+        without = _compared(peers, thresholds)
+        if LABELS[without.label].kind != "finding":
+            return finding
+        unsure = [cause.stage for cause in without.causes if not hosts.certain[cause.stage]]
+        assert evidence.rows.host is not None
+        hidden = held(evidence.rows.host, evidence.rows.d, hosts)
+        unsure += [] if hidden is None else [hidden]
+        return Finding("accounting_only", abstention.hosts_last(unsure[0])) if unsure else finding
+    if finding.label != "straggler" or not _of_a_device(finding.causes[0], evidence):
+        return finding
+    paced = replace(evidence, hosts=replace(hosts, floor_ns=hosts.pace_ns))
+    if paced.gain(finding.causes[0]) >= thresholds.min_gain * (finding.excess or 0.0):
+        return finding
+    return replace(finding, label="co_critical", hosts=True)
+
+
+def _of_a_device(cause: Cause, evidence: Evidence) -> bool:
+    """Whether `cause` is a device's, while other ranks' devices wait for their hosts."""
+    assert evidence.hosts is not None
+    late = evidence.hosts.late_share
+    its_own = float(late[list(cause.places), cause.stage].mean())
+    return its_own < HOSTS.own and host_bound(np.delete(late, cause.places, axis=0))
 
 
 def _limit(window: Window, evidence: Evidence | None, thresholds: Thresholds) -> str:
@@ -156,7 +198,10 @@ def _newly(evidence: Evidence, thresholds: Thresholds) -> tuple[Finding, Evidenc
         if 2 * often.max() < count or step_ns == 0:
             continue
         limits = msgspec.structs.replace(thresholds, min_excess=least)
-        finding = _persistent(gather(window.last(count)), limits)
+        newest = gather(window.last(count))
+        finding = _persistent(newest, limits)
+        if window.host is not None:
+            finding = _beside_hosts(finding, newest, limits)
         if finding.label != "straggler" or _all_ranks(finding, evidence):
             continue
         began = _began(evidence.series(finding.causes[0]), count, thresholds)

@@ -110,6 +110,31 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
         return ns >= self.hold_of(label) * 1e9 and steps >= self.hold_steps
 
 
+class HostLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """From where on hosts count, where rows are of a device's clock; these cannot be set. Shares are 0..1."""
+
+    late: float = 0.25
+    """Share of the rows in which a device has caught up with its host from which it waits for it."""
+    own: float = 0.5
+    """
+    Share of the rows in which its host is late, or of an excess that is its host's, that makes it the host's.
+    """
+    sure_rows: int = 20
+    """So many rows show whether hosts wait for their devices in a stage,"""
+    sure_ranks: float = 0.5
+    """on this share of the ranks."""
+    held: float = 0.5
+    """
+    A stage holds hosts up when their steps, less their devices', vary by less than this share of their own
+    times.
+    """
+    compared: int = 16
+    """So many ranks are enough to see that."""
+
+
+HOSTS = HostLimits()
+
+
 class MachineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """
     From where on a quantity of a node is an anomaly; these cannot be set. Pairs are (level, how much above

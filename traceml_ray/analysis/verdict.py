@@ -84,6 +84,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     chronic: bool | None = None
     pattern: Pattern | None = None
     """A finding is late in most steps (`lasting`), now and then (`transient`), or in turn (`rotating`)."""
+    host_bound: bool | None = None
+    """On a device clock: devices wait for their hosts, so a gain is at most as large as given."""
     coverage: float | None = None
     from_step: int | None = None
     """Where it began, or the first step of the window if it began before that."""
@@ -212,6 +214,7 @@ def _facts(window: Window, evidence: Evidence | None) -> dict[str, Any]:
         steps = len(evidence.window.starts)
         facts["exposed_ms"] = tuple((evidence.frontier.exposed.sum(axis=0) / steps / 1e6).tolist())
         facts["mean_step_ms"] = evidence.mean_step_ns / 1e6
+        facts["host_bound"] = evidence.host_bound
     return facts
 
 
@@ -286,9 +289,12 @@ def _confidence(finding: Finding, evidence: Evidence, timing: Timing | None, thr
     late in at least `high_late_share` of the steps since it began; **low** with fewer than
     `first_window_steps`, or late in fewer than 60 % of them; else **medium**, which is also the most for two
     stages, several causes, a rotating rank, what comes and goes, what the newest steps alone show, and stages
-    merged by a missing mark. Healthy is high on a full window of all ranks.
+    merged by a missing mark. Healthy is high on a full window of all ranks. What is named while devices wait
+    for their hosts is low: a host that is last need not be slower than the others.
     """
     window = evidence.window
+    if evidence.host_bound and finding.label != "healthy":
+        return "low"
     if finding.new:
         return "medium"
     if len(window.starts) < thresholds.first_window_steps:

@@ -12,9 +12,19 @@ from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.drift import Drift
 from traceml_ray.analysis.evidence import Cause, Evidence
 from traceml_ray.analysis.finding import Finding
+from traceml_ray.analysis.hosts import idle_share
 from traceml_ray.analysis.onset import Timing
 from traceml_ray.analysis.window import Window
-from traceml_ray.stages import BACKWARD, FLAG_NO_DATA, FLAG_NO_FORWARD, FORWARD, POST_SYNC, STAGES, SYNC_WAIT
+from traceml_ray.stages import (
+    BACKWARD,
+    DATA,
+    FLAG_NO_DATA,
+    FLAG_NO_FORWARD,
+    FORWARD,
+    POST_SYNC,
+    STAGES,
+    SYNC_WAIT,
+)
 
 _NAMED = 8
 """Up to so many nodes are listed, more are counted."""
@@ -26,6 +36,11 @@ _LOOK = {
     "forward": ("the inputs (longer sequences, larger batches)", _DEVICE),
     "backward": ("recomputation in backward", _DEVICE),
 }
+_LOOK_HOST = {
+    "forward": ("what the host does in it: Python code, synchronisation", "the CPU load of its node"),
+    "backward": ("what the host does in it: hooks, garbage collection", "the CPU load of its node"),
+}
+"""Where the device waits for its host."""
 _SPANS = {
     "workers": "the DataLoader workers of rank {}, which do not keep up: their number, the time per sample",
     "fetch": "how rank {} reads its samples (`__getitem__`, disk), and whether DataLoader workers can do it",
@@ -111,7 +126,22 @@ def healthy(evidence: Evidence, finding: Finding, limit: float) -> str:
     largest = max(float(evidence.persistent.max()), 0.0)
     return (
         f"No rank delays the others: the largest lasting excess over peers is {text.share(largest)} "
-        f"of the step (the threshold is {text.share(limit)})." + _unsplit(evidence) + _inferred(window)
+        f"of the step (the threshold is {text.share(limit)})."
+        + _idle(evidence)
+        + _unsplit(evidence)
+        + _inferred(window)
+    )
+
+
+def _idle(evidence: Evidence) -> str:
+    """Return that devices wait for their hosts, and for how much of their time."""
+    if evidence.hosts is None or not evidence.host_bound:
+        return ""
+    share = idle_share(evidence.window, evidence.hosts)
+    most = int(np.argmax(share))
+    return (
+        f" Host-bound: GPUs wait for their hosts; that of rank {int(evidence.window.ranks[most])} "
+        f"waits most, {text.share(float(share[most]))} of its time."
     )
 
 
@@ -139,8 +169,8 @@ def _straggler(evidence: Evidence, cause: Cause, timing: Timing, whole_run: bool
     why = (
         f"{_who(window, cause.places)} {_is(cause)} {text.ns(late_ns)} late out of `{stage}` "
         f"{_when(window, timing, whole_run)}; the other {_others(others)} for {them} "
-        f"in `{_waiting_place(evidence)}`. Fixing {them} saves "
-        f"{text.share(evidence.gain(cause))} of the step."
+        f"in `{_waiting_place(evidence)}`. Fixing {them} saves {_at_most(evidence)}"
+        f"{text.share(evidence.gain(cause))} of the step." + _whose(evidence, cause, late_ns)
     )
     return why, f"Look at {_look(evidence, cause)}."
 
@@ -150,7 +180,7 @@ def _two_stages(evidence: Evidence, finding: Finding, timing: Timing, whole_run:
     why = (
         f"{_who(window, first.places)} {_is(first)} late out of two stages "
         f"{_when(window, timing, whole_run)}: {_by(evidence, first)} and {_by(evidence, second)}. "
-        "One cause may be behind both. Fixing both saves "
+        f"One cause may be behind both. Fixing both saves {_at_most(evidence)}"
         f"{text.share(evidence.gain(first, second))} of the step."
     )
     return why, f"Look at {_look(evidence, first, second)}."
@@ -158,6 +188,13 @@ def _two_stages(evidence: Evidence, finding: Finding, timing: Timing, whole_run:
 
 def _co_critical(evidence: Evidence, finding: Finding) -> tuple[str, str]:
     window, first = evidence.window, finding.causes[0]
+    if finding.hosts:
+        why = (
+            f"{_who(window, first.places)} {_is(first)} late on the device, out of {_by(evidence, first)}, "
+            "but other devices wait for their hosts at the same time: fixing it saves at most "
+            f"{text.share(evidence.gain(first))} of the step, probably much less."
+        )
+        return why, f"Look at what the hosts do first, then at {_look(evidence, first)}."
     late = [f"{_who(window, cause.places)} out of {_by(evidence, cause)}" for cause in finding.causes]
     alone, together = evidence.gain(first), evidence.gain(*finding.causes)
     why = (
@@ -222,6 +259,25 @@ def with_span(why: str, advice: str, rank: int, stage: str, name: str, ns: float
     return why, advice.replace(text.listed(_LOOK[stage]), look, 1)
 
 
+def _at_most(evidence: Evidence) -> str:
+    return "at most " if evidence.host_bound else ""
+
+
+def _whose(evidence: Evidence, cause: Cause, late_ns: float) -> str:
+    """Return whether it is the host or the device of `cause` that is slow, where that is known."""
+    hosts, window, stage = evidence.hosts, evidence.window, cause.stage
+    if hosts is None:
+        return ""
+    one = len(cause.places) == 1
+    who = text.ranks([int(window.ranks[place]) for place in cause.places])
+    if stage == DATA or evidence.hosts_hold(cause):
+        what = "DataLoader" if stage == DATA else f"host, in `{STAGES[stage]}`"
+        waits, their = ("'s GPU waits", "its") if one else (": GPUs wait", "their")
+        return f" Host-bound: {who}{waits} {text.ns(late_ns)} a step for {their} {what}."
+    own = text.ns(float(np.median(window.d[:, list(cause.places), stage])))
+    return f" The device is slow there ({own} a step), not the host."
+
+
 def _by(evidence: Evidence, cause: Cause) -> str:
     return f"`{STAGES[evidence.seen_in(cause)]}` ({text.ns(float(np.median(evidence.series(cause))))})"
 
@@ -254,7 +310,9 @@ def _look(evidence: Evidence, *causes: Cause) -> str:
     looks = [[f"what the ranks of {node} share (network, CPU, memory, cooling)"]] if node else []
     for cause in causes:
         known = [each for look in looks for each in look]
-        looks.append([each for each in _LOOK[STAGES[evidence.seen_in(cause)]] if each not in known])
+        stage = STAGES[evidence.seen_in(cause)]
+        own = _LOOK_HOST.get(stage) if evidence.hosts_hold(cause) else None
+        looks.append([each for each in own or _LOOK[stage] if each not in known])
     return ", then at ".join(filter(None, map(text.listed, looks)))
 
 

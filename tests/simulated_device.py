@@ -1,0 +1,322 @@
+"""
+Rows of ranks that queue their work on a device, without a device: what events at the marks would show.
+
+Each rank has a host program, a bounded launch queue, a compute and a communication stream. A kernel runs when
+the host has launched it and the stream is free; a bucket is exchanged when the last rank has come to it, and
+slows the compute stream down from the moment when a rank's own kernel begins to wait for it. All of this is
+max-plus, computed for many windows of one job at once: arrays of shape (faults × seeds, ranks), ms.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from traceml_ray.analysis.window import Window
+from traceml_ray.stages import (
+    BACKWARD,
+    DATA,
+    FLAG_DEVICE_CLOCK,
+    FORWARD,
+    POST_SYNC,
+    PREPARE,
+    SEGMENT_BITS,
+    SYNC_WAIT,
+)
+
+LOCAL = 5
+WARM = 40
+"""Steps until the launch queues are as full as they get, which no window has."""
+SYNC_MS = 0.02
+"""What a wait of the host for its device takes at least."""
+FULL_MS = 0.05
+LATE_MS, LATE_SHARE = 0.1, 0.05
+"""A host is late whose lead is below the larger of these; the second is a share of its median row."""
+
+
+class Fault(NamedTuple):
+    """What is slower on `rank`: `host` or `device`, in `stages`, by `ms` each and by `times`."""
+
+    rank: int
+    where: str
+    stages: tuple[int, ...]
+    ms: float = 0.0
+    times: float = 1.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """
+    `host` and `device` ms of (post_sync, data, prepare, forward, backward), `kernels` of each; one exchange
+    of `exchange_ms` in `buckets`.
+
+    `slots`: places in the launch queue, of which events take some, too, or not. `waits`: where the host waits
+    for its device: `loss` (before backward), `end` (after the optimizer), `scaler` (before it), `copy` (a
+    blocking copy in prepare). `micro` batches are accumulated. Noise is of whole stages, as a share; a stage
+    is in `tails` of the steps `tail_times` as long. `spread` is a lasting difference between ranks, `memory`
+    the correlation of a host's noise from step to step.
+    """
+
+    host: tuple[float, ...] = (1, 1, 0, 3, 4)
+    device: tuple[float, ...] = (4, 0, 0, 10, 20)
+    kernels: tuple[int, ...] = (2, 0, 1, 5, 10)
+    exchange_ms: float = 4.0
+    buckets: int = 1
+    ranks: int = 2
+    slots: int = 196
+    events_too: bool = True
+    waits: frozenset[str] = frozenset()
+    micro: int = 1
+    contention: float = 0.15
+    device_noise: float = 0.0
+    host_noise: float = 0.0
+    tails: float = 0.0
+    tail_times: float = 4.0
+    spread: float = 0.0
+    memory: float = 0.0
+    launch_ms: float = 0.0
+    """How long an idle stream takes to begin what is launched."""
+
+    def holding(self, steps: float) -> Job:
+        """Return the job with a launch queue of so many steps."""
+        a_step = self.kernels[POST_SYNC] + self.micro * (sum(self.kernels[1:]) + 6 * self.events_too)
+        return replace(self, slots=max(1, round(steps * a_step)))
+
+
+class Marks(NamedTuple):
+    """Of every mark (steps, marks, windows, ranks): when host and device made it; how long it took."""
+
+    host: np.ndarray
+    device: np.ndarray
+    took: np.ndarray
+    stages: tuple[int, ...]
+    """The stage that each mark closes."""
+
+
+@dataclass
+class _Streams:
+    """The state of all ranks (W, R)."""
+
+    job: Job
+    shape: tuple[int, int]
+    host: np.ndarray = field(init=False)
+    compute: np.ndarray = field(init=False)
+    exchange: np.ndarray = field(init=False)
+    queue: deque[np.ndarray] = field(init=False)
+    spins: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    """From when to when the exchange of each bucket of this backward is on the device."""
+
+    def __post_init__(self) -> None:
+        self.host, self.compute, self.exchange = (np.zeros(self.shape) for _ in range(3))
+        self.queue = deque([np.zeros(self.shape)] * self.job.slots, maxlen=self.job.slots)
+
+    def launch(self, work: np.ndarray) -> None:
+        """The host waits for a place in the queue; the kernel runs when all before it has."""
+        self.host = np.maximum(self.host, self.queue[0])
+        start = np.maximum(self.host + self.job.launch_ms, self.compute)
+        self.queue.append(start)
+        self.compute = self._run(start, work)
+
+    def _run(self, now: np.ndarray, work: np.ndarray) -> np.ndarray:
+        """Return when a kernel ends that begins now: slower while an exchange is on the device."""
+        rate = 1 - self.job.contention
+        for begin, end in self.spins:
+            alone = np.minimum(work, np.maximum(begin - now, 0))
+            now, work = now + alone, work - alone
+            slow = np.minimum(work, np.maximum(end - now, 0) * rate)
+            now, work = now + slow / rate, work - slow
+        return now + work
+
+    def mark(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """An event: when the host records it, when the device comes to it, how long recording takes."""
+        made = self.host
+        if self.job.events_too:
+            self.host = np.maximum(self.host, self.queue[0])
+        self.compute = np.maximum(self.host + self.job.launch_ms, self.compute)
+        if self.job.events_too:
+            self.queue.append(self.compute)
+        return made, self.compute, self.host - made
+
+    def wait(self) -> None:
+        self.host = np.maximum(self.host, self.compute) + SYNC_MS * (self.job.launch_ms > 0)
+
+    def copy(self, work: np.ndarray) -> None:
+        """The host waits until the copy is done."""
+        self.host = self.compute = np.maximum(self.host, self.compute) + work
+
+    def bucket(self, work: np.ndarray) -> None:
+        """All exchange the bucket when the last has come to it."""
+        joins = np.maximum(np.maximum(self.host, self.compute), self.exchange)
+        done = joins.max(axis=1, keepdims=True) + work
+        self.spins.append((joins, np.broadcast_to(done, joins.shape)))
+        self.exchange = self.spins[-1][1]
+
+    def join(self) -> None:
+        """The compute stream waits for all buckets."""
+        self.compute = np.maximum(self.compute, self.exchange)
+        self.spins.clear()
+
+
+def marks_of(
+    job: Job, faults: Sequence[Fault | None] = (None,), seeds: int = 1, steps: int = 50, seed: int = 0
+) -> Marks:
+    """Run `steps` steps of `job` with each of `faults`, `seeds` times each: the same noise for all faults."""
+    rng = np.random.default_rng(seed)
+    streams = _Streams(job, (len(faults) * seeds, job.ranks))
+    noise = _noise(job, seeds, rng)
+    found: list[list[tuple[np.ndarray, ...]]] = []
+    stages: list[int] = []
+    for _ in range(WARM + steps):
+        host, device, exchange = next(noise)
+        host = _with(host, faults, "host")
+        device = _with(device, faults, "device")
+        made, stages = [], []
+        for stage, mark in _step(job, streams, host, device, np.tile(exchange, (len(faults), 1))):
+            made.append(mark)
+            stages.append(stage)
+        found.append(made)
+    kept = found[WARM - 1 :]
+    host_at, device_at, took = (np.array([[mark[at] for mark in made] for made in kept]) for at in range(3))
+    return Marks(host_at, device_at, took, tuple(stages))
+
+
+def _step(
+    job: Job, streams: _Streams, host: np.ndarray, device: np.ndarray, exchange: np.ndarray
+) -> Iterator[tuple[int, tuple[np.ndarray, ...]]]:
+    """One step of all ranks; yields each mark with the stage that it closes."""
+
+    def work(stage: int, after: int = 0) -> None:
+        n = job.kernels[stage]
+        for at in range(n):
+            streams.host = streams.host + host[stage] / n
+            streams.launch(device[stage] / n)
+            if after and (at + 1) * job.buckets // n > at * job.buckets // n:
+                streams.bucket(exchange / job.buckets)
+        if not n:
+            streams.host = streams.host + host[stage]
+
+    if "scaler" in job.waits:
+        streams.wait()
+    work(POST_SYNC)
+    if "end" in job.waits:
+        streams.wait()
+    for batch in range(job.micro):
+        if batch:
+            streams.host = streams.host + host[POST_SYNC] * 0.02
+        yield POST_SYNC, streams.mark()
+        work(DATA)
+        yield DATA, streams.mark()
+        if "copy" in job.waits:
+            streams.host = streams.host + host[PREPARE]
+            streams.copy(device[PREPARE])
+        else:
+            work(PREPARE)
+        yield PREPARE, streams.mark()
+        work(FORWARD)
+        if "loss" in job.waits:
+            streams.wait()
+        yield FORWARD, streams.mark()
+        synced = batch == job.micro - 1
+        work(BACKWARD, after=synced)
+        yield BACKWARD, streams.mark()
+        if synced:
+            streams.join()
+        yield SYNC_WAIT, streams.mark()
+
+
+def _noise(
+    job: Job, seeds: int, rng: np.random.Generator
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield what the hosts (5, N, R), the devices (5, N, R) and the exchange (N, 1) take in each step."""
+    shape = (LOCAL, seeds, job.ranks)
+    lasting = 1 + job.spread * rng.standard_normal((2, 1, seeds, job.ranks))
+    host, device = (np.array(each, float)[:, None, None] / 1 for each in (job.host, job.device))
+    share = np.ones((LOCAL, 1, 1))
+    share[1:] /= job.micro
+    before = np.zeros(shape)
+    while True:
+        fresh = rng.standard_normal(shape)
+        before = job.memory * before + np.sqrt(1 - job.memory**2) * fresh
+        tails = np.where(rng.random(shape) < job.tails, job.tail_times, 1.0)
+        hosts = host * share * lasting[0] * np.maximum(1 + job.host_noise * before, 0.1) * tails
+        devices = (
+            device * share * lasting[1] * np.maximum(1 + job.device_noise * rng.standard_normal(shape), 0.1)
+        )
+        exchange = job.exchange_ms * np.maximum(1 + job.device_noise * rng.standard_normal((seeds, 1)), 0.1)
+        yield hosts, devices, exchange
+
+
+def _with(taken: np.ndarray, faults: Sequence[Fault | None], where: str) -> np.ndarray:
+    """Return (5, faults × N, R): what each stage takes with each of the faults."""
+    every = np.tile(taken, (1, len(faults), 1))
+    seeds = taken.shape[1]
+    for at, fault in enumerate(faults):
+        if fault is not None and fault.where == where:
+            for stage in fault.stages:
+                mine = every[stage, at * seeds : (at + 1) * seeds, fault.rank]
+                mine *= fault.times
+                mine += fault.ms
+    return every
+
+
+def rows_of(marks: Marks) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """
+    Return `d` and `h` int64 ns (W, K, R, 6), `leads` uint8 (W, K, R, 3): what travels of the steps but the
+    first.
+    """
+    count = len(marks.stages)
+    host, device, lead, took = (
+        each.reshape(-1, *each.shape[2:])[count - 1 :]
+        for each in (marks.host, marks.device, marks.device - marks.host, marks.took)
+    )
+    ns = [np.diff(np.rint(each * 1e6).astype(np.int64), axis=0) for each in (device, host)]
+    steps = len(marks.host) - 1
+    d, h = (np.zeros((6, steps, *each.shape[1:]), np.int64) for each in ns)
+    ns = [each.reshape(steps, count, *each.shape[1:]) for each in ns]
+    pieces = marks.stages.count(FORWARD)
+    least = np.maximum(LATE_MS, LATE_SHARE / pieces * np.median(ns[0].sum(axis=1), axis=0) / 1e6)
+    began, end, before, after = (
+        each.reshape(steps, count, *each.shape[1:]) for each in (lead[:-1], lead[1:], took[:-1], took[1:])
+    )
+    caught = np.zeros(d.shape, np.int64)
+    masks = np.zeros((3, steps, *least.shape), np.uint8)
+    masks[2] = (1 << 6) - 1
+    for at, stage in enumerate(marks.stages):
+        d[stage] += ns[0][:, at]
+        h[stage] += ns[1][:, at]
+        caught[stage] += (ns[0][:, at] + 1) * ((began[:, at] < least) & (end[:, at] < least))
+        masks[1] |= ((before[:, at] > FULL_MS) | (after[:, at] > FULL_MS)).astype(np.uint8) << stage
+        masks[2] &= ~((began[:, at] * 1e6 <= ns[1][:, at]).astype(np.uint8) << stage)
+    for stage in range(6):
+        masks[0] |= (2 * caught[stage] >= d[stage] + marks.stages.count(stage)).astype(np.uint8) << stage
+    return d.transpose(2, 1, 3, 0), h.transpose(2, 1, 3, 0), masks.transpose(2, 1, 3, 0)
+
+
+def windows(
+    job: Job, faults: Sequence[Fault | None] = (None,), seeds: int = 1, steps: int = 50, seed: int = 0
+) -> list[list[Window]]:
+    """Return the windows of each fault, one for each seed."""
+    d, host, leads = rows_of(marks_of(job, faults, seeds, steps, seed))
+    made = [_window(*each) for each in zip(d, host, leads, strict=True)]
+    return [made[at : at + seeds] for at in range(0, len(made), seeds)]
+
+
+def _window(d: np.ndarray, host: np.ndarray, leads: np.ndarray) -> Window:
+    steps, ranks, _ = d.shape
+    rank_by_rank = [
+        np.ascontiguousarray(each.transpose(1, 0, 2)).transpose(1, 0, 2) for each in (d, host, leads)
+    ]
+    return Window(
+        keys=np.arange(100, 100 + steps, dtype=np.int64) << SEGMENT_BITS,
+        ranks=np.arange(ranks, dtype=np.int64),
+        nodes=tuple(f"node-{rank // 8}" for rank in range(ranks)),
+        d=rank_by_rank[0],
+        flags=np.full((steps, ranks), FLAG_DEVICE_CLOCK, np.uint8),
+        expected=ranks,
+        host=rank_by_rank[1],
+        leads=rank_by_rank[2],
+    )

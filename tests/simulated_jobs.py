@@ -1,0 +1,182 @@
+"""Jobs and faults for the simulated device, and how the verdicts over them are counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from simulated_device import Fault, Job, windows
+
+from traceml_ray.analysis.frontier import chain
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.analysis.verdict import DEFAULTS, Verdict, assess
+from traceml_ray.analysis.window import Window
+from traceml_ray.stages import BACKWARD, DATA, FORWARD, POST_SYNC, PREPARE, STAGES
+
+NOISY = Job(
+    host=(1, 1, 0.5, 3, 4), device=(4, 0, 0.5, 10, 20), buckets=4, launch_ms=0.005,
+    device_noise=0.05, host_noise=0.10,
+)  # fmt: skip
+HOST_BOUND = replace(NOISY, host=(5, 2, 1, 12, 20), device=(2, 0, 0.5, 6, 12))
+EQUAL = replace(NOISY, host=(4, 1, 1, 12, 18))
+
+
+def waiting(job: Job, *places: str) -> Job:
+    """Return the job with a host that waits for its device there."""
+    return replace(job, waits=frozenset(places))
+
+
+DEVICE_BOUND_JOBS = {
+    "8 steps ahead": NOISY.holding(8),
+    "1 step ahead": NOISY.holding(1),
+    "loss.item()": waiting(NOISY, "loss"),
+    ".item() at the end": waiting(NOISY, "end"),
+    "blocking copy": waiting(NOISY, "copy"),
+    "slow exchange": replace(NOISY, exchange_ms=20.0).holding(8),
+}
+HOST_BOUND_JOBS = {
+    "host-bound": HOST_BOUND.holding(8),
+    "host-bound, loss.item()": waiting(HOST_BOUND, "loss"),
+}
+OTHER_DEVICE_BOUND_JOBS = {
+    "GradScaler": waiting(NOISY, "scaler"),
+    "accumulation": replace(NOISY, micro=4, host=(1, 4, 2, 12, 16), device=(4, 0, 2, 40, 80)).holding(4),
+}
+OTHER_HOST_BOUND_JOBS = {
+    "host-bound, GradScaler": waiting(HOST_BOUND, "scaler"),
+    "host-bound, blocking copy": waiting(HOST_BOUND, "copy"),
+    "host-bound, .item() at the end": waiting(HOST_BOUND, "end"),
+    "equal speeds": EQUAL.holding(8),
+    "equal speeds, loss.item()": waiting(EQUAL, "loss"),
+}
+SINGLE = [
+    ("host", (DATA,)), ("host", (PREPARE,)), ("host", (FORWARD,)), ("host", (BACKWARD,)),
+    ("host", (POST_SYNC,)),
+    ("device", (FORWARD,)), ("device", (BACKWARD,)), ("device", (POST_SYNC,)),
+]  # fmt: skip
+SLOWER = 1.3
+
+
+def single_faults(job: Job, rank: int, sizes: Sequence[float] = (0.15, 0.30)) -> list[Fault]:
+    """Return each fault of one stage, as large as those shares of the step."""
+    step = max(sum(job.host), sum(job.device) + job.exchange_ms)
+    return [Fault(rank, where, stages, ms=size * step) for where, stages in SINGLE for size in sizes]
+
+
+def several_faults(rank: int) -> list[Fault]:
+    """Return faults of several stages: a device that is throttled, a larger batch."""
+    return [
+        Fault(rank, "device", (POST_SYNC, PREPARE, FORWARD, BACKWARD), times=SLOWER),
+        Fault(rank, "device", (PREPARE, FORWARD, BACKWARD), times=SLOWER),
+    ]
+
+
+def random_job(rng: np.random.Generator) -> tuple[Job, float]:
+    """Return any job, and how long its hosts take compared with its devices."""
+    device = 10 ** rng.uniform(0.8, 2.3) * rng.dirichlet((3, 1, 8, 16)) * np.array([1, 0.3, 1, 1])
+    shares = rng.dirichlet((3, 1, 1, 8, 10))
+    exchange = float(rng.uniform(0.02, 0.4) * device.sum())
+    ratio = float(rng.uniform(0.4, 1.3))
+    host = ratio * device.sum() * shares
+    places = ("loss", "end", "scaler", "copy")
+    job = Job(
+        host=tuple(host),
+        device=(device[0], 0.0, *device[1:]),
+        kernels=(int(rng.integers(1, 6)), 0, 1, int(rng.integers(3, 16)), int(rng.integers(5, 24))),
+        exchange_ms=exchange,
+        buckets=int(rng.choice([1, 2, 4])),
+        ranks=int(rng.choice([2, 3, 4, 6, 8, 12, 16, 24, 32])),
+        events_too=bool(rng.random() < 0.5),
+        waits=frozenset(place for place in places if rng.random() < 0.25),
+        micro=int(rng.choice([1, 1, 1, 2, 4])),
+        contention=float(rng.uniform(0, 0.25)),
+        device_noise=float(rng.uniform(0.01, 0.1)),
+        host_noise=float(rng.uniform(0.02, 0.15)),
+        tails=float(rng.choice([0, 0.002, 0.01])),
+        spread=float(rng.uniform(0, 0.01)),
+        memory=float(rng.choice([0, 0, 0.5, 0.8])),
+        launch_ms=float(rng.uniform(0.003, 0.008)),
+    )
+    return job.holding(float(rng.uniform(0.5, 10))), ratio
+
+
+@dataclass
+class Tally:
+    """Verdicts over windows with a fault, by what it costs; over windows without, by label."""
+
+    windows: int = 0
+    costs: int = 0
+    """Faults that cost `COSTLY` or more, and of these:"""
+    rank: int = 0
+    stage: int = 0
+    """the rank is right, the stage as well,"""
+    abstains: int = 0
+    healthy: int = 0
+    wrong: int = 0
+    """Another rank is named, whatever the fault costs."""
+    free: int = 0
+    """Faults that cost less than `FREE`, and of these:"""
+    free_named: int = 0
+    labels: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, verdict: Verdict, fault: Fault | None, cost: float, note: str = "") -> None:
+        self.windows += 1
+        named = verdict.rank is not None
+        self.labels["rotating" if verdict.pattern == "rotating" else verdict.label] += 1
+        if fault is None:
+            if verdict.meaning.kind == "finding":
+                self.notes.append(f"{note}: {_said(verdict)}")
+            return
+        right = verdict.rank == fault.rank and verdict.ranks == (fault.rank,)
+        if named and not right:
+            self.wrong += 1
+            self.notes.append(f"{note} {fault} costs {cost:.0%}: WRONG {_said(verdict)}")
+        if cost >= COSTLY:
+            self.costs += 1
+            self.rank += right
+            self.stage += right and (STAGES[fault.stages[0]] in verdict.stages or len(fault.stages) > 1)
+            self.abstains += verdict.meaning.kind == "abstention"
+            self.healthy += not named and verdict.meaning.kind != "abstention"
+            if not right or (len(fault.stages) == 1 and verdict.stage != STAGES[fault.stages[0]]):
+                self.notes.append(f"{note} {fault} costs {cost:.0%}: {_said(verdict)}")
+        elif cost < FREE:
+            self.free += 1
+            self.free_named += verdict.label == "straggler"
+
+
+COSTLY, FREE = 0.08, 0.02
+
+
+def _said(verdict: Verdict) -> str:
+    return f"{verdict.label} {verdict.stages} {verdict.ranks} {verdict.gain_pct} {verdict.confidence}"
+
+
+def total_ns(window: Window) -> int:
+    """Return the elapsed time of a window."""
+    return chain(window.d).total_ns
+
+
+def play(
+    tally: Tally,
+    job: Job,
+    faults: Sequence[Fault | None],
+    seeds: int,
+    seed: int,
+    note: str = "",
+    thresholds: Thresholds = DEFAULTS,
+    *,
+    plain: bool = False,
+) -> None:
+    """Judge the windows of `faults`, `seeds` of each; `plain`: without the hosts' part."""
+    of_each = windows(job, [None, *faults], seeds, seed=seed)
+    without = [total_ns(window) for window in of_each[0]]
+    for fault, found in zip([None, *faults], of_each, strict=True):
+        if fault is None and None not in faults:
+            continue
+        for window, usual in zip(found, without, strict=True):
+            judged = replace(window, host=None, leads=None) if plain else window
+            cost = 1 - usual / total_ns(window)
+            tally.add(assess(judged, thresholds)[0], fault, cost, note)

@@ -1,0 +1,96 @@
+"""What the hosts' part of a window of device rows says."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from simulated_device import Fault, Job, windows
+from simulated_jobs import DEVICE_BOUND_JOBS, HOST_BOUND, HOST_BOUND_JOBS
+
+from traceml_ray.analysis.evidence import gather
+from traceml_ray.analysis.hosts import held, hosts_of, idle_share, merged_leads
+from traceml_ray.stages import BACKWARD, DATA, FLAG_NO_DATA, POST_SYNC, PREPARE
+
+MS = 1_000_000
+
+
+def leads(rows: int, ranks: int, late: int = 0, full: int = 0, sure: int = 0) -> np.ndarray:
+    return np.tile(np.array([late, full, sure], np.uint8), (rows, ranks, 1))
+
+
+def hosts(rows: int = 50, ranks: int = 4) -> np.ndarray:
+    return np.tile(np.array([5, 2, 1, 12, 20, 0]) * MS, (rows, ranks, 1))
+
+
+def test_hosts_without_their_part_are_none():
+    assert hosts_of(None, leads(50, 2)) is None
+    assert hosts_of(hosts(), None) is None
+
+
+def test_hosts_of_a_rank_with_unknown_leads_are_none_and_single_rows_count_for_nothing():
+    some = leads(50, 4, sure=63)
+    some[:10] = 255
+    assert hosts_of(hosts(), some).late_share.max() == 0
+    some[:25, 1] = 255
+    assert hosts_of(hosts(), some) is None
+
+
+def test_stage_is_certain_where_hosts_left_it_before_their_devices_began():
+    bits = leads(50, 4)
+    bits[:10, :2, 2] = 1 << BACKWARD
+    assert hosts_of(hosts(), bits).certain.tolist() == [False] * 4 + [True, False]
+    bits[:10, 1, 1] = 1 << BACKWARD  # the launch queue was full
+    assert not hosts_of(hosts(), bits).certain.any()
+
+
+def test_pace_is_that_of_hosts_whose_devices_wait_for_them():
+    h, bits = hosts(), leads(50, 4, sure=63)
+    h[:, 1:, BACKWARD] += 12 * MS  # their launch queues are full in backward, which no mark shows
+    assert hosts_of(h, bits).floor_ns == 0
+    bits[:, 0] = (63, 0, 0)
+    found = hosts_of(h, bits)
+    assert (found.ref == h[0, 0]).all()
+    assert found.floor_ns == 40 * MS
+
+
+def test_hosts_are_held_where_their_steps_are_their_devices():
+    [free], [blocked] = windows(
+        replace(HOST_BOUND_JOBS["host-bound"], ranks=4), [None, Fault(1, "host", (DATA,), 12)]
+    )
+    for window, stage in ((free, None), (blocked, POST_SYNC)):
+        assert held(window.host, window.d, gather(window).hosts) == stage
+
+
+def test_idle_share_of_a_device_bound_job_is_none():
+    [[window]] = windows(replace(DEVICE_BOUND_JOBS["8 steps ahead"], ranks=4), [None])
+    assert idle_share(window, gather(window).hosts).max() < 0.01
+
+
+def test_idle_share_is_largest_on_the_rank_whose_device_waits_for_its_host():
+    [[window]] = windows(replace(HOST_BOUND.holding(8), ranks=4), [Fault(3, "host", (DATA,), 15)])
+    share = idle_share(window, gather(window).hosts)
+    assert share.argmax() == 3
+    assert share[3] == pytest.approx(1 - 25 / 55, abs=0.1)
+
+
+def test_idle_share_of_c4_is_its_data_wait():
+    [[window]] = windows(Job(waits=frozenset({"end"})), [Fault(1, "host", (DATA,), 20)])
+    assert idle_share(window, gather(window).hosts)[1] == pytest.approx(21 / 59.6, abs=0.01)
+
+
+def test_merged_stages_are_late_if_one_is_and_sure_if_all_are():
+    bits = leads(2, 1, late=1 << DATA, full=1 << PREPARE, sure=1 << POST_SYNC | 1 << DATA)
+    merged = merged_leads(bits, [(np.array([True, False]), (POST_SYNC, DATA, PREPARE))])
+    assert [int(each) & 1 for each in merged[0, 0]] == [1, 1, 0]
+    assert (merged[1] == bits[1]).all()
+
+
+def test_rows_with_a_missing_mark_keep_their_hosts_time():
+    [[window]] = windows(replace(HOST_BOUND.holding(8), ranks=4), [None])
+    flags = window.flags.copy()
+    flags[:, 0] |= FLAG_NO_DATA
+    evidence = gather(replace(window, flags=flags))
+    rows = evidence.rows
+    assert (rows.host.sum(axis=2) == window.host.sum(axis=2)).all()
+    assert not rows.host[:, :, DATA].any()
+    assert evidence.hosts is not None

@@ -1,0 +1,177 @@
+"""
+The hosts behind rows of device events: where a device waited for its own host, and what the hosts need.
+
+All of it is ours; `docs/method.md`, "On a device clock".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from traceml_ray.analysis.thresholds import HOSTS
+from traceml_ray.analysis.window import Bool, Float, Int64, UInt8, Window
+from traceml_ray.stages import BACKWARD, DATA, FORWARD, LEAD_UNKNOWN, N_STAGES, POST_SYNC, PREPARE, SYNC_WAIT
+
+LATE, FULL, SURE = range(3)
+_BITS = 1 << np.arange(N_STAGES, dtype=np.uint8)
+_KERNELS = (POST_SYNC, FORWARD, BACKWARD)
+"""The stages in which a device that is not waited for always has something to do."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """
+    The host's part of a window of device rows; K rows, R ranks. `leads` uint8 (K, R, 3), bit s for stage s.
+
+    `late`: at both ends of the stage the device had caught up with its host. `full`: the launch queue was
+    full, so the host's time is the device's. `sure`: the host left the stage before the device began with it,
+    so it did not wait for the device in it. `usual` int64 ns (R, 6): the median that a stage takes the rank's
+    host. `ref` (6,): what it takes a host that is not late, the lower median over ranks; not more than any
+    host needs that is not ahead of its device, because one that is may wait for room in its launch queue.
+    `certain` (6,): no host waits for its device in the stage in another way.
+    """
+
+    leads: UInt8
+    usual: Int64
+    ref: Int64
+    certain: Bool
+    floor_ns: int
+    """What a row takes the hosts, whatever is done about the devices, in the stages that are `certain`,"""
+    pace_ns: int
+    """and in those as well in which a host that is late can only be at work; 0 where no host is late."""
+
+    def late(self, stage: int) -> Bool:
+        """Return where the host was late in `stage` (K, R)."""
+        late: Bool = self.leads[:, :, LATE] & _BITS[stage] != 0
+        return late
+
+    def dry(self, stage: int) -> Bool:
+        """
+        Return where the device had caught up with its host by the end of `stage` (K, R), so that it may have
+        waited for it in the stage: the host is late in it or, if no host waits for its device in the stage,
+        in the next one.
+        """
+        bits = _BITS[stage] | (_BITS[stage + 1] if self.certain[stage] else 0)
+        dry: Bool = self.leads[:, :, LATE] & bits != 0
+        return dry
+
+    @cached_property
+    def late_share(self) -> Float:
+        """The share of the rows in which each rank's host was late in each stage (R, 6)."""
+        return np.stack([self.late(stage).mean(axis=0) for stage in range(N_STAGES)], axis=1)
+
+
+def hosts_of(host: Int64 | None, leads: UInt8 | None) -> Hosts | None:
+    """Return the host's part, None where there is none or it is not known how far the hosts were ahead."""
+    if host is None or leads is None or not host.size:
+        return None
+    ranks = host.shape[1]
+    unknown = leads[:, :, SURE] == LEAD_UNKNOWN
+    if unknown.any():
+        if 2 * unknown.mean(axis=0).max() >= 1:
+            return None
+        leads = np.where(unknown[:, :, None], np.uint8(0), leads)
+    by_rank = np.ascontiguousarray(leads.transpose(1, 2, 0))
+    usual = np.stack([_median(host[:, :, stage].T) for stage in range(N_STAGES)], axis=1)
+    ref = np.partition(usual, (ranks - 1) // 2, axis=0)[(ranks - 1) // 2]
+    sure = by_rank[:, SURE] & ~by_rank[:, FULL]
+    surely = np.stack([(sure & bit != 0).sum(axis=1) for bit in _BITS], axis=1)
+    seen = (surely > 0).mean(axis=0) >= HOSTS.sure_ranks
+    certain: Bool = (surely.sum(axis=0) >= HOSTS.sure_rows) & seen
+    hosts = Hosts(leads, usual, ref, certain, 0, 0)
+    paced = (hosts.late_share[:, :SYNC_WAIT] >= HOSTS.late).any(axis=1)
+    if not paced.any():
+        return hosts
+    ref = np.minimum(ref, usual[paced].min(axis=0))
+    at_work = certain | (hosts.late_share[paced] >= HOSTS.own).any(axis=0)
+    floors = (int(ref[:SYNC_WAIT][which[:SYNC_WAIT]].sum()) for which in (certain, at_work))
+    return Hosts(leads, usual, ref, certain, *floors)
+
+
+def _median(times: Int64) -> Int64:
+    """Return the lower median (R,) of `times` (R, K)."""
+    middle = (times.shape[1] - 1) // 2
+    return np.partition(times, middle, axis=1)[:, middle]
+
+
+def merged_leads(leads: UInt8, merges: Sequence[tuple[Bool, tuple[int, ...]]]) -> UInt8:
+    """Return `leads` with merged stages as one: late or full if one of them is, sure if all are."""
+    leads = leads.copy(order="K")
+    for rows, stages in merges:
+        bits = _BITS[list(stages)]
+        mine = leads[rows]
+        for which in (LATE, FULL):
+            mine[:, :, which] |= (mine[:, :, which] & bits.sum() != 0) * bits[0]
+        sure = mine[:, :, SURE] & bits.sum() == bits.sum()
+        mine[:, :, SURE] = (mine[:, :, SURE] & ~bits[0]) | sure * bits[0]
+        leads[rows] = mine
+    return leads
+
+
+def _bound(late_share: Float) -> Bool:
+    """Return the ranks (R,) whose device waits for its host."""
+    bound: Bool = np.any(late_share[:, _KERNELS] >= HOSTS.late, axis=1)
+    return bound
+
+
+def host_bound(late_share: Float) -> bool:
+    """
+    Whether devices wait for their hosts: of some rank of `late_share` (R, 6) the host is late in a stage that
+    has kernels, in at least `HOSTS.late` of the rows.
+    """
+    return bool(_bound(late_share).any())
+
+
+def held(host: Int64, d: Int64, hosts: Hosts) -> int | None:
+    """
+    Return the stage in which hosts wait for their devices although no mark shows it; both (K, R, 6).
+
+    Somewhere in its step a host with a full launch queue waits until its device has made room, some steps
+    back. From there to the same place in the next step it takes as long as the device does, and what varies
+    elsewhere is made up for by that stage. So it waits in the stage where the variance of the one less the
+    other is well below what the variances of its own times add up to: in the median of the ranks whose host
+    is not late.
+    """
+    ahead = np.flatnonzero(~_bound(hosts.late_share))[: HOSTS.compared]
+    most = len(host) - HOSTS.sure_rows
+    if not len(ahead) or most <= 0:
+        return None
+    own, device = (each[:, ahead].astype(np.float64) for each in (host, d))
+    clock, of_device = (
+        np.cumsum(each.transpose(0, 2, 1).reshape(-1, len(ahead)), axis=0).reshape(len(host), N_STAGES, -1)
+        for each in (own, device)
+    )
+    steps = np.diff(of_device, axis=0)
+    shares = []
+    for stage in range(SYNC_WAIT):
+        step = np.diff(clock[:, stage], axis=0)
+        mine = own[1:, :, stage]
+        by_itself = np.maximum(mine.var(axis=0) + (step - mine).var(axis=0), 1.0)
+        left = [
+            np.median((step[back:, None] - steps[: len(steps) - back]).var(axis=0) / by_itself, axis=1).min()
+            for back in range(most)
+        ]
+        shares.append(min(left))
+    stage = int(np.argmin(shares))
+    return stage if shares[stage] < HOSTS.held else None
+
+
+def idle_share(window: Window, hosts: Hosts) -> Float:
+    """
+    Return the share of its time that each rank's device waits for its host (R,).
+
+    That is `data`, and what a stage in which the host is late takes longer than its peers' do.
+    """
+    d = window.d
+    middle = (d.shape[1] - 1) // 2
+    waits = d[:, :, DATA].sum(axis=0).astype(np.float64)
+    for stage in (*_KERNELS, PREPARE):
+        mine = d[:, :, stage]
+        peers = np.partition(mine, middle, axis=1)[:, middle, None]
+        waits += np.where(hosts.late(stage), np.maximum(mine - peers, 0), 0).sum(axis=0)
+    share: Float = waits / np.maximum(d.sum(axis=(0, 2)), 1)
+    return share
