@@ -39,7 +39,7 @@ LATE_MS, LATE_SHARE = 0.1, 0.05
 
 
 class Fault(NamedTuple):
-    """What is slower on `rank`: `host` or `device`, in `stages`, by `ms` each and by `times`."""
+    """What is slower on `rank`: `host` or `device`, in `stages`, by `ms` a step each and by `times`."""
 
     rank: int
     where: str
@@ -172,8 +172,8 @@ def marks_of(
     stages: list[int] = []
     for _ in range(WARM + steps):
         host, device, exchange = next(noise)
-        host = _with(host, faults, "host")
-        device = _with(device, faults, "device")
+        host = _with(job, host, faults, "host")
+        device = _with(job, device, faults, "device")
         made, stages = [], []
         for stage, mark in _step(job, streams, host, device, np.tile(exchange, (len(faults), 1))):
             made.append(mark)
@@ -250,8 +250,8 @@ def _noise(
         yield hosts, devices, exchange
 
 
-def _with(taken: np.ndarray, faults: Sequence[Fault | None], where: str) -> np.ndarray:
-    """Return (5, faults × N, R): what each stage takes with each of the faults."""
+def _with(job: Job, taken: np.ndarray, faults: Sequence[Fault | None], where: str) -> np.ndarray:
+    """Return (5, faults × N, R): what each stage takes, of a micro-batch, with each of the faults."""
     every = np.tile(taken, (1, len(faults), 1))
     seeds = taken.shape[1]
     for at, fault in enumerate(faults):
@@ -259,7 +259,7 @@ def _with(taken: np.ndarray, faults: Sequence[Fault | None], where: str) -> np.n
             for stage in fault.stages:
                 mine = every[stage, at * seeds : (at + 1) * seeds, fault.rank]
                 mine *= fault.times
-                mine += fault.ms
+                mine += fault.ms / (1 if stage == POST_SYNC else job.micro)
     return every
 
 

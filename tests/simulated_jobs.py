@@ -102,6 +102,34 @@ def random_job(rng: np.random.Generator) -> tuple[Job, float]:
     return job.holding(float(rng.uniform(0.5, 10))), ratio
 
 
+def other_job(rng: np.random.Generator) -> tuple[Job, float]:
+    """Return a job of other kinds than `random_job`: finer kernels, heavier tails, longer and shorter queues."""
+    device = float(rng.uniform(20, 400)) * rng.dirichlet((2, 0.5, 5, 9))
+    ratio = float(np.exp(rng.uniform(np.log(0.2), np.log(1.6))))
+    host = ratio * device.sum() * rng.dirichlet((2, 2, 1, 5, 7))
+    place = str(rng.choice(["", "", "loss", "end", "scaler", "copy"]))
+    job = Job(
+        host=tuple(host),
+        device=(device[0], 0.0, *device[1:]),
+        kernels=(int(rng.integers(4, 10)), 0, 2, int(rng.integers(10, 30)), int(rng.integers(20, 50))),
+        exchange_ms=float(rng.uniform(0.01, 0.6) * device.sum()),
+        buckets=int(rng.choice([1, 3, 8])),
+        ranks=int(rng.choice([2, 5, 8, 16, 48])),
+        events_too=bool(rng.random() < 0.7),
+        waits=frozenset([place] if place else []),
+        micro=int(rng.choice([1, 1, 3, 8])),
+        contention=float(rng.uniform(0.05, 0.15)),
+        device_noise=float(np.exp(rng.uniform(np.log(0.003), np.log(0.1)))),
+        host_noise=float(np.exp(rng.uniform(np.log(0.01), np.log(0.15)))),
+        tails=float(rng.choice([0, 0.005])),
+        tail_times=8.0,
+        spread=float(rng.uniform(0, 0.015)),
+        memory=float(rng.choice([0, 0.3, 0.6])),
+        launch_ms=float(rng.uniform(0.003, 0.008)),
+    )
+    return job.holding(float(np.exp(rng.uniform(np.log(0.2), np.log(20))))), ratio
+
+
 @dataclass
 class Tally:
     """Verdicts over windows with a fault, by what it costs; over windows without, by label."""

@@ -1,0 +1,155 @@
+"""
+What the verdict makes of simulated jobs on devices: `python benchmarks/device_tables.py [--held-out]`.
+
+Tables in Markdown for RESULTS.md, from the simulator in `tests/simulated_device.py`: windows of 50 steps with a fault
+on one rank, and without any; jobs whose devices set the pace and jobs whose hosts do. What a fault costs is the
+time of the run with it against the same run without it. `--held-out` plays random jobs instead, of seeds and kinds
+that no limit was chosen by; `--notes` lists every verdict that is not the right one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import numpy as np
+from figures import machine
+from simulated_device import Job
+from simulated_jobs import (
+    COSTLY,
+    DEVICE_BOUND_JOBS,
+    FREE,
+    HOST_BOUND_JOBS,
+    OTHER_DEVICE_BOUND_JOBS,
+    OTHER_HOST_BOUND_JOBS,
+    Tally,
+    other_job,
+    play,
+    random_job,
+    several_faults,
+    single_faults,
+)
+
+KINDS = {
+    "device-bound": DEVICE_BOUND_JOBS | OTHER_DEVICE_BOUND_JOBS,
+    "host-bound": HOST_BOUND_JOBS | OTHER_HOST_BOUND_JOBS,
+}
+RANKS = (2, 4, 8, 64)
+NOISE = ((0.02, 0.05), (0.05, 0.10), (0.10, 0.10), (0.10, 0.20))
+LOUD = ((0.15, 0.20),)
+HOST_BOUND_FROM = 0.95
+"""Hosts that take more than this share of what the devices take set the pace."""
+HELD_OUT_SEED = 20_000
+FAULTS = (
+    f"| windows | faults | cost ≥ {COSTLY:.0%} | rank right | and stage | abstains | healthy | wrong rank | "
+    f"cost < {FREE:.0%} | of these `straggler` |\n|---|---|---|---|---|---|---|---|---|---|"
+)
+HEALTHY = (
+    "| windows without a fault | | healthy | abstains | rotating | ranks named |\n|---|---|---|---|---|---|"
+)
+
+
+def of_faults(name: str, tally: Tally) -> str:
+    """Return the line of a table of faults."""
+    cells = (
+        tally.windows, tally.costs, tally.rank, tally.stage, tally.abstains, tally.healthy, tally.wrong,
+        tally.free, tally.free_named,
+    )  # fmt: skip
+    return f"| {name} | " + " | ".join(f"{cell:,}" for cell in cells) + " |"
+
+
+def of_healthy(name: str, tally: Tally) -> str:
+    """Return the line of a table of windows without a fault."""
+    healthy, abstains, rotating = (tally.labels[each] for each in ("healthy", "accounting_only", "rotating"))
+    named = tally.windows - healthy - abstains - rotating
+    return f"| {name} | {tally.windows:,} | {healthy:,} | {abstains:,} | {rotating:,} | {named:,} |"
+
+
+def tables(seeds: int) -> Iterable[tuple[str, Tally | None]]:
+    """Yield the lines of the tables of the fixed jobs."""
+    yield FAULTS, None
+    for kind, jobs in KINDS.items():
+        for which, several in (("one stage", False), ("several", True)):
+            tally = Tally()
+            for number, (name, job) in enumerate(jobs.items()):
+                for ranks in RANKS:
+                    here = replace(job, ranks=ranks)
+                    faults = several_faults(ranks - 1) if several else single_faults(here, ranks - 1)
+                    play(tally, here, faults, seeds, 100 * number + ranks, f"{name}, {ranks} ranks")
+            yield of_faults(f"{kind}, {which}", tally), tally
+    yield "\n" + HEALTHY, None
+    for kind, jobs in KINDS.items():
+        for which, noises, plain in (
+            ("devices' rows alone", NOISE, True),
+            ("", NOISE, False),
+            ("noise 15 / 20 %", LOUD, False),
+        ):
+            tally = Tally()
+            for number, (name, job) in enumerate(jobs.items()):
+                for ranks in RANKS:
+                    for device, host in noises:
+                        for tails in (0.0, 0.002):
+                            here = replace(
+                                job, ranks=ranks, device_noise=device, host_noise=host, tails=tails
+                            )
+                            note = f"{name}, {ranks} ranks, {device}/{host}"
+                            play(tally, here, [None], 2 * seeds, 10 * number + ranks, note, plain=plain)
+            yield of_healthy(", ".join(filter(None, (kind, which))), tally), tally
+
+
+def held_out(jobs: int, seed: int) -> Iterable[tuple[str, Tally | None]]:
+    """Yield the lines of the tables of random jobs: of the distribution that limits were chosen by, and another."""
+    found: dict[str, tuple[Tally, Tally, Tally]] = {}
+    for source, make in (("random", random_job), ("other random", other_job)):
+        rng = np.random.default_rng(seed + len(source))
+        for number in range(jobs):
+            job, ratio = make(rng)
+            kind = "host-bound" if ratio > HOST_BOUND_FROM else "device-bound"
+            one, several, without = found.setdefault(f"{source}, {kind}", (Tally(), Tally(), Tally()))
+            rank, note = int(rng.integers(job.ranks)), _described(number, job, ratio)
+            play(one, job, single_faults(job, rank), 1, seed + number, note)
+            play(several, job, several_faults(rank), 1, seed + number, note)
+            play(without, job, [None], 6, seed + jobs + number, note)
+    yield FAULTS, None
+    for name, (one, several, _) in sorted(found.items()):
+        yield of_faults(f"{name}, one stage", one), one
+        yield of_faults(f"{name}, several", several), several
+    yield "\n" + HEALTHY, None
+    for name, (_, _, without) in sorted(found.items()):
+        yield of_healthy(name, without), without
+
+
+def _described(number: int, job: Job, ratio: float) -> str:
+    waits = "+".join(sorted(job.waits)) or "no waits"
+    return f"#{number} host/device {ratio:.2f}, {job.ranks} ranks, {waits}, {job.micro} micro-batches"
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--held-out", action="store_true", help="random jobs")
+    parser.add_argument("--jobs", type=int, default=150, help="random jobs of each distribution")
+    parser.add_argument("--seeds", type=int, default=4, help="windows of each fault and job")
+    parser.add_argument("--seed", type=int, default=HELD_OUT_SEED, help="of the random jobs")
+    parser.add_argument("--notes", action="store_true", help="list what is not right")
+    args = parser.parse_args()
+    print(f"{machine()}\n")
+    began = time.monotonic()
+    lines = held_out(args.jobs, args.seed) if args.held_out else tables(args.seeds)
+    for line, tally in lines:
+        print(line, flush=True)
+        if args.notes and tally is not None:
+            print("\n".join(f"    {note}" for note in tally.notes))
+    print(f"\n{time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
