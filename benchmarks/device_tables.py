@@ -1,10 +1,10 @@
 """
 What the verdict makes of simulated jobs on devices: `python benchmarks/device_tables.py [--held-out]`.
 
-Tables in Markdown for RESULTS.md, from the simulator in `tests/simulated_device.py`: windows of 50 steps with a fault
-on one rank, and without any; jobs whose devices set the pace and jobs whose hosts do. What a fault costs is the
-time of the run with it against the same run without it. `--held-out` plays random jobs instead, of seeds and kinds
-that no limit was chosen by; `--notes` lists every verdict that is not the right one.
+Tables in Markdown for RESULTS.md, from the simulator in `tests/simulated_device.py`: windows of 50 steps with
+a fault on one rank, and without any; jobs whose devices set the pace and jobs whose hosts do. What a fault
+costs is the time of the run with it against the same run without it. `--held-out` plays random jobs instead,
+of seeds and kinds that no limit was chosen by; `--notes` lists every verdict that is not the right one.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ def tables(seeds: int) -> Iterable[tuple[str, Tally | None]]:
 
 
 def held_out(jobs: int, seed: int) -> Iterable[tuple[str, Tally | None]]:
-    """Yield the lines of the tables of random jobs: of the distribution that limits were chosen by, and another."""
+    """
+    Yield the lines of the tables of random jobs: of the distribution that limits were chosen by, and another.
+    """
     found: dict[str, tuple[Tally, Tally, Tally]] = {}
     for source, make in (("random", random_job), ("other random", other_job)):
         rng = np.random.default_rng(seed + len(source))

@@ -111,7 +111,7 @@ def other_job(rng: np.random.Generator) -> tuple[Job, float]:
     job = Job(
         host=tuple(host),
         device=(device[0], 0.0, *device[1:]),
-        kernels=(int(rng.integers(4, 10)), 0, 2, int(rng.integers(10, 30)), int(rng.integers(20, 50))),
+        kernels=(int(rng.integers(4, 10)), 0, 2, *rng.integers((10, 20), (30, 50)).tolist()),
         exchange_ms=float(rng.uniform(0.01, 0.6) * device.sum()),
         buckets=int(rng.choice([1, 3, 8])),
         ranks=int(rng.choice([2, 5, 8, 16, 48])),
