@@ -104,9 +104,7 @@ def tables(seeds: int) -> Iterable[tuple[str, Tally | None]]:
 
 
 def held_out(jobs: int, seed: int) -> Iterable[tuple[str, Tally | None]]:
-    """
-    Yield the lines of the tables of random jobs: of the distribution that limits were chosen by, and another.
-    """
+    """Yield the lines of the tables of random jobs: of the kind that limits are chosen by, and another."""
     found: dict[str, tuple[Tally, Tally, Tally]] = {}
     for source, make in (("random", random_job), ("other random", other_job)):
         rng = np.random.default_rng(seed + len(source))

@@ -103,7 +103,7 @@ def random_job(rng: np.random.Generator) -> tuple[Job, float]:
 
 
 def other_job(rng: np.random.Generator) -> tuple[Job, float]:
-    """Return a job of other kinds than `random_job`: finer kernels, heavier tails, longer and shorter queues."""
+    """Return a job of another kind: finer kernels, heavier tails, longer and shorter queues."""
     device = float(rng.uniform(20, 400)) * rng.dirichlet((2, 0.5, 5, 9))
     ratio = float(np.exp(rng.uniform(np.log(0.2), np.log(1.6))))
     host = ratio * device.sum() * rng.dirichlet((2, 2, 1, 5, 7))
@@ -199,11 +199,9 @@ def play(
     plain: bool = False,
 ) -> None:
     """Judge the windows of `faults`, `seeds` of each; `plain`: without the hosts' part."""
-    of_each = windows(job, [None, *faults], seeds, seed=seed)
-    without = [total_ns(window) for window in of_each[0]]
-    for fault, found in zip([None, *faults], of_each, strict=True):
-        if fault is None and None not in faults:
-            continue
+    healthy, *of_each = windows(job, [None, *(each for each in faults if each)], seeds, seed=seed)
+    without = [total_ns(window) for window in healthy]
+    for fault, found in zip(faults, of_each or [healthy], strict=True):
         for window, usual in zip(found, without, strict=True):
             judged = replace(window, host=None, leads=None) if plain else window
             cost = 1 - usual / total_ns(window)

@@ -115,7 +115,7 @@ def test_fault_on_the_hosts_clock_alone_blames_nobody_or_the_wrong_rank():
 def test_device_bound_jobs_without_a_fault_are_healthy():
     tally = Tally()
     for number, job in enumerate((DEVICE_BOUND_JOBS | OTHER_DEVICE_BOUND_JOBS).values()):
-        for ranks, seeds in ((2, 16), (8, 12), (32, 4)):
+        for ranks, seeds in ((2, 18), (8, 10), (32, 5)):
             for device, host in ((0.02, 0.05), (0.05, 0.10), (0.10, 0.10), (0.10, 0.20)):
                 noisy = replace(job, ranks=ranks, device_noise=device, host_noise=host, tails=0.002)
                 play(tally, noisy, [None], seeds, number)

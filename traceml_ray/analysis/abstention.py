@@ -34,6 +34,10 @@ ON_DEVICE = (
 )
 NO_SYNC = f"These ranks do not exchange gradients, so they do not wait for each other: {_ONLY}"
 
+HOST_VARIES = (
+    "Host-bound: the devices wait for their hosts, and one of the hosts is always last. What its stages take "
+    f"varies too much to say that it is slower than the others: {_ONLY}"
+)
 LEADS_UNKNOWN = (
     "A rank is late on its device, but it is not known how far the hosts were ahead of their devices. Its "
     f"host may hold it up by chance: {_ONLY}"

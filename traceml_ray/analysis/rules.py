@@ -25,6 +25,7 @@ from traceml_ray.stages import FLAG_COUPLED, FLAG_DEVICE_CLOCK, FLAG_NO_BACKWARD
 _TOO_LONG = 1 << 62
 _AGREE = 0.1
 _LEAST_SET = 2
+_BLOCK = 5
 _MEDIAN_ERROR = 1.2533 * 1.4826
 """Standard error of the median of n values times √n, from their MAD, under normal noise."""
 
@@ -90,12 +91,26 @@ def _beside_hosts(finding: Finding, evidence: Evidence, thresholds: Thresholds) 
         hidden = held(evidence.rows.host, evidence.rows.d, hosts)
         unsure += [] if hidden is None else [hidden]
         return Finding("accounting_only", abstention.hosts_last(unsure[0])) if unsure else finding
-    if finding.label != "straggler" or not _of_a_device(finding.causes[0], evidence):
+    cause = finding.causes[0]
+    if (
+        evidence.host_bound
+        and finding.pattern == "lasting"
+        and not _steady(evidence.series(cause), thresholds)
+    ):
+        return Finding("accounting_only", abstention.HOST_VARIES)
+    if finding.label != "straggler" or not _of_a_device(cause, evidence):
         return finding
     paced = replace(evidence, hosts=replace(hosts, floor_ns=hosts.pace_ns))
-    if paced.gain(finding.causes[0]) >= thresholds.min_gain * (finding.excess or 0.0):
+    if paced.gain(cause) >= thresholds.min_gain * (finding.excess or 0.0):
         return finding
     return replace(finding, label="co_critical", hosts=True)
+
+
+def _steady(series: Float, thresholds: Thresholds) -> bool:
+    """Whether the mean of `series` (S,) is well above its standard error, which blocks of steps show."""
+    blocks = series[len(series) % _BLOCK :].reshape(-1, _BLOCK).mean(axis=1)
+    error = float(blocks.std()) / np.sqrt(max(len(blocks) - 1, 1))
+    return len(blocks) > 1 and float(blocks.mean()) >= thresholds.drift_errors * error
 
 
 def _of_a_device(cause: Cause, evidence: Evidence) -> bool:
@@ -189,6 +204,8 @@ def _newly(evidence: Evidence, thresholds: Thresholds) -> tuple[Finding, Evidenc
     are the control. Returned with the evidence since it began.
     """
     window, steps = evidence.window, len(evidence.window.starts)
+    if evidence.host_bound:  # for some steps, one host is always last
+        return None
     for count in (2 * thresholds.stride_steps, thresholds.stride_steps):
         if steps < count + thresholds.stride_steps:
             continue
