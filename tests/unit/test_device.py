@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import sys
 import threading
 
 import pytest
@@ -13,7 +14,11 @@ from unit.test_recorder import MARKS, Loop, WrittenLoop, play
 
 from traceml_ray.agent.clock_offset import ClockOffset
 from traceml_ray.agent.device import EVENT_SLOTS, MAX_ROWS_BEHIND, DeviceClock
+from traceml_ray.agent.marks import BACKWARD_BEGIN, BRACKET_BEGIN, SYNC_END, SYNCED_BACKWARD_END
+from traceml_ray.agent.patch import sharded_waits
+from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.stages import (
+    BACKWARD,
     FLAG_COUPLED,
     FLAG_DEVICE_CLOCK,
     FLAG_FIRST,
@@ -242,7 +247,7 @@ class TestDeviceThatIsBehind:
         """The kernel that does not end was launched after the exit of step 1: the device is behind that."""
         loop = self.behind(3)
         loop.both()
-        cuts = loop.recorder.open_cuts()
+        cuts = loop.recorder.steps.open_cuts()
         assert loop.use.standing(5, cuts) == (2, POST_SYNC, 0)
         loop.device.wait(20_000 * MS)
         assert loop.use.standing(5, cuts) == (2, POST_SYNC, 20_000 * MS)
@@ -261,13 +266,13 @@ class TestDeviceThatIsBehind:
         loop.data(2)
         device.wait(MS)
         loop.both()
-        assert loop.use.standing(2, recorder.open_cuts()) == (2, SYNC_WAIT, 0)
+        assert loop.use.standing(2, recorder.steps.open_cuts()) == (2, SYNC_WAIT, 0)
 
     def test_host_is_meant_where_its_device_has_nothing_to_do(self) -> None:
         loop = self.behind(0)
         loop.device.wait(7_200_000 * MS)
         loop.both()
-        assert loop.use.standing(2, loop.recorder.open_cuts()) is None
+        assert loop.use.standing(2, loop.recorder.steps.open_cuts()) is None
 
 
 def test_marks_of_streams_that_are_far_out_of_order_leave_the_host_row() -> None:
@@ -311,3 +316,90 @@ def test_foreign_thread_and_sealed_clock_record_nothing() -> None:
     loop.both()
     assert loop.device.calls["record"] == before
     assert not loop.use.counts["no event free for a mark"]
+
+
+def test_agent_goes_on_while_a_mark_blocks_with_the_lock() -> None:
+    """Recording an event may block for as long as the device hangs; the agent has to report that."""
+    loop = DeviceLoop()
+    loop.step()
+    loop.step()
+    held, over = threading.Event(), threading.Event()
+
+    def mark() -> None:
+        with loop.recorder._lock:
+            held.set()
+            over.wait(60)
+
+    thread = threading.Thread(target=mark)
+    thread.start()
+    held.wait(60)
+    assert loop.recorder.first_event() == 0
+    loop.use.resolve(0)
+    assert not loop.recorder.leave_device()
+    assert loop.use.standing(2, loop.recorder.steps.open_cuts()) is None
+    over.set()
+    thread.join()
+    assert loop.recorder.leave_device() and loop.recorder.device is None
+
+
+def test_wait_of_autograds_thread_counts_inside_a_backward_only() -> None:
+    """On a device FSDP's hooks run in autograd's thread, while the one that trains waits for the backward."""
+    loop = DeviceLoop()
+    loop.step()
+    marks: list[bool] = []
+
+    def wait() -> None:
+        marks.append(loop.recorder.bracket(BRACKET_BEGIN))
+        if marks[-1]:
+            loop.device.launch(7)
+            loop.device.wait(100)
+            loop.recorder.bracket(SYNC_END)
+
+    def elsewhere() -> None:
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+
+    elsewhere()
+    loop.data(2)
+    loop.forward(4)
+    loop.recorder.write(BACKWARD_BEGIN)
+    loop.recorder.ready, ready = 0, loop.recorder.ready
+    loop.device.wait(30)
+    elsewhere()
+    loop.device.wait(20)
+    loop.recorder.ready = ready
+    loop.recorder.write(SYNCED_BACKWARD_END)
+    loop.optimizer(1)
+    loop.device.wait(MS)
+    *_, last = loop.both()
+    assert marks == [False, True]
+    assert last[3][BACKWARD:] == (50, 100) and last[2][BACKWARD:] == (50, 100)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_all_waits_of_this_torchs_fsdp_are_found_and_put_back(strategy: str) -> None:
+    import torch.distributed.fsdp  # noqa: F401
+
+    loop, patcher = DeviceLoop(), Patcher(debug=True)
+    owners = [
+        getattr(sys.modules[module], cls) if cls else sys.modules[module]
+        for module, cls, _ in sharded_waits._WAITS[strategy]
+    ]
+    before = [
+        vars(owner)[name] for owner, (*_, name) in zip(owners, sharded_waits._WAITS[strategy], strict=True)
+    ]
+    sharded_waits.ShardedWaits(strategy, loop.recorder, loop.use, patcher)
+    names = [name for *_, name in sharded_waits._WAITS[strategy]]
+    assert all(vars(o)[n] is not b for o, n, b in zip(owners, names, before, strict=True))
+    patcher.restore()
+    assert all(vars(o)[n] is b for o, n, b in zip(owners, names, before, strict=True))
+
+
+def test_fsdp_without_one_of_its_waits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed.fsdp  # noqa: F401
+
+    loop, patcher = DeviceLoop(), Patcher(debug=True)
+    monkeypatch.setitem(sharded_waits._WAITS, "fsdp", (("torch.distributed.fsdp", "", "_gone"),))
+    with pytest.raises(RuntimeError, match=r"has no torch\.distributed\.fsdp\._gone"):
+        sharded_waits.ShardedWaits("fsdp", loop.recorder, loop.use, patcher)

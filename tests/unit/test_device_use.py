@@ -117,3 +117,49 @@ def test_batch_holds_both_rows_and_leads_within_its_size() -> None:
     first = batches[0]
     assert first.host_rows[:96] == first.rows[:96] and first.leads[:6] == b"\xff" * 6
     assert first.host_rows[96:144] != first.rows[96:144] and first.leads[6:9] == b"\1\2\3"
+
+
+class OnCuda(nn.Module):
+    """A DDP module whose parameters say that they are on a CUDA device."""
+
+    process_group = None
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def parameters(self, recurse: bool = True) -> object:  # type: ignore[override]
+        return iter([types.SimpleNamespace(is_cuda=True)])
+
+
+@pytest.mark.parametrize(("part", "coupled"), [(nn.Linear(1, 1), False), (nn.SyncBatchNorm(1), True)])
+def test_only_the_exchange_itself_is_on_the_devices_clock(
+    monkeypatch: pytest.MonkeyPatch, part: nn.Module, coupled: bool
+) -> None:
+    """DDP's waits are; those of SyncBatchNorm inside forward and backward have no marks."""
+    monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda _: [0, 1])
+    agent = make(Pipe())
+    agent.instrumentation.data_parallel._add_ddp(OnCuda(part), {})
+    exchange = agent.recorder.exchange
+    assert exchange.streamed and exchange.coupled
+    agent.device.begin(FakeDevice())
+    assert exchange.coupled == coupled
+    agent.recorder.leave_device()
+    assert exchange.coupled
+
+
+def test_clock_ends_where_gradients_are_reduced_by_hand() -> None:
+    agent = make(Pipe())
+    agent.device.begin(FakeDevice())
+    agent.recorder.exchange.inferred = True
+    agent.device.turn()
+    assert "gradients are not exchanged by DDP or FSDP" in why(agent) and agent.device.clock is None
+
+
+def test_launch_blocking_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr("traceml_ray.agent.device_use.cuda_api", lambda _: FakeDevice())
+    agent = rank("1", "cuda:3")
+    assert agent.device.clock is not None and not why(agent)
+    assert "no host is ahead" in agent.instrumentation.missing["device clock: lead"]

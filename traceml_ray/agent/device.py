@@ -35,7 +35,7 @@ EVENT_SLOTS = 8192
 _MASK = EVENT_SLOTS - 1
 _BEATS = EVENT_SLOTS, EVENT_SLOTS + 1
 """Slots of the events by which the two clocks are compared."""
-_MADE_AHEAD = 1024
+_MADE_AHEAD = 2048
 FULL_NS = 50_000
 """Recording an event takes longer than this only where the launch queue is full."""
 LATE_NS = 100_000
@@ -122,7 +122,8 @@ class DeviceClock:
         self._clock = clock
         self._streamed = streamed
         self._room = self._made = 0
-        self._sealed = False
+        self._over = False
+        """Nothing is recorded any more."""
         self._hosts = array("q", bytes(8 * EVENT_SLOTS))
         self._full = bytearray(EVENT_SLOTS)
         self._rows: deque[_Row] = deque()
@@ -144,7 +145,7 @@ class DeviceClock:
         try:
             now = self._clock() if now is None else now
             number = self.next
-            if number >= self._room or self._api.capturing():
+            if self._over or number >= self._room or self._api.capturing():
                 self._skip(number)
                 return NO_EVENT
             slot = number & _MASK
@@ -172,19 +173,19 @@ class DeviceClock:
         return stamp
 
     def _skip(self, number: int) -> None:
-        if not (self.stopped or self._sealed):
+        if not self._over:
             full = number >= self._room
             self.counts["no event free for a mark" if full else "no event inside a graph capture"] += 1
 
     def fail(self, why: BaseException | str) -> None:
         """End the clock: no call of the device any more; any thread may."""
-        self._room = 0
+        self._over = True
         if not self.stopped:
             self.stopped = why if isinstance(why, str) else said(why)
 
     def seal(self) -> None:
         """Record nothing more; what is recorded can still be read."""
-        self._sealed, self._room = True, 0
+        self._over = True
 
     # -- rows: under the lock of the log -------------------------------------------------------------
 
@@ -305,8 +306,8 @@ class DeviceClock:
             self._made = min(EVENT_SLOTS, self.next + 2 * _MADE_AHEAD)
             self._api.make(self._made)
         oldest = needed if oldest == NO_EVENT else min(oldest, needed)
-        if not (self._sealed or self.stopped):
-            self._room = oldest + EVENT_SLOTS if self._made == EVENT_SLOTS else self._made
+        room = oldest + EVENT_SLOTS if self._made == EVENT_SLOTS else self._made
+        self._room = max(self._room, room)
 
     # -- the two clocks side by side -------------------------------------------------------------------
 

@@ -62,8 +62,8 @@ class DeviceUse:
             if self.clock is None or not self.clock.waiting or time.monotonic() > end:
                 break
             time.sleep(_POLL_S)
-        if self.clock is not None:
-            self._leave()
+        if self.clock is not None and not self._leave():
+            self.clock.flush()
 
     def begin(self, api: DeviceApi) -> None:
         """Read `api` from here on."""
@@ -85,7 +85,7 @@ class DeviceUse:
         """Return where the device is, if that is behind its host, whose step this is."""
         if self.clock is None:
             return None
-        found = self.clock.standing(step, self._recorder.open_cuts())
+        found = self.clock.standing(step, self._recorder.steps.open_cuts())
         return None if found is None else OpenStage(*found)
 
     # -- on and off --------------------------------------------------------------------------------
@@ -146,6 +146,9 @@ class DeviceUse:
             )
             self._leave()
 
-    def _leave(self) -> None:
-        self._recorder.leave_device()
-        self.clock = None
+    def _leave(self) -> bool:
+        if self._waits is not None:
+            self._waits.stop()
+        if left := self._recorder.leave_device():
+            self.clock = None
+        return left

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from threading import RLock, get_ident
 from typing import Any, NamedTuple, TypeVar
 
-from traceml_ray.agent.cuts import NO_EVENT, Cut
+from traceml_ray.agent.cuts import NO_EVENT
 from traceml_ray.agent.device import DeviceClock
 from traceml_ray.agent.marks import COST, END, EVENTS
 from traceml_ray.agent.steps import Steps
@@ -193,8 +193,9 @@ class MarkLog:
     # -- on a device's clock -------------------------------------------------------------------------
 
     def follow(self, use: Callable[[Callable[[], int]], None]) -> None:
-        """Have `use` called with each new `stamp`: hooks of the usual step have it in a variable."""
+        """Have `use` called with `stamp`, and each new one: hooks of the usual step have it in a variable."""
         self._followers.append(use)
+        use(self.stamp)
 
     def stamp_with(self, stamp: Callable[[], int]) -> None:
         """Take the times of marks that bound a stage from `stamp`."""
@@ -210,15 +211,24 @@ class MarkLog:
             self.steps.use(device)
         self.stamp_with(device.stamper(self.log.append))
 
-    def leave_device(self) -> None:
-        """Read the CPU's clock alone again; rows that wait for the device go out without it."""
+    def leave_device(self) -> bool:
+        """
+        Read the CPU's clock alone again; rows that wait for the device go out without it.
+
+        False: not yet, since a mark holds the lock: recording its event may block as long as the device does.
+        """
         self.stamp_with(self.clock)
-        with self._lock:
+        if not self._lock.acquire(timeout=LOCK_S):
+            return False
+        try:
             self._replay()
             if self.device is not None:
                 self.device.flush()
                 self.device = None
                 self.steps.use(None)
+        finally:
+            self._lock.release()
+        return True
 
     def _event_now(self) -> int:
         """Record an event for a mark that is made at once, or deferred; only the thread that trains does."""
@@ -227,15 +237,14 @@ class MarkLog:
         return self.device.record()
 
     def first_event(self) -> int:
-        """Return the oldest event that is still needed for a row which is not over."""
-        with self._lock:
+        """Return the oldest event that is still needed for a row which is not over; 0: not known now."""
+        if not self._lock.acquire(timeout=LOCK_S):
+            return 0
+        try:
             found = self.steps.first_event()
             return self.newest + 1 if found == NO_EVENT else found
-
-    def open_cuts(self) -> list[Cut]:
-        """Return the events of the row that is not over."""
-        with self._lock:
-            return self.steps.open_cuts()
+        finally:
+            self._lock.release()
 
     def _room(self) -> bool:
         """Return whether the log has room for a mark that may be left out; else it is counted."""

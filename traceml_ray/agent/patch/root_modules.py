@@ -51,7 +51,6 @@ class RootModules:
         self._failed = failed
         self._ids = _Ids()
         self._recorder = recorder
-        self._stamp_with(recorder.clock)
         recorder.follow(self._stamp_with)
         self._classes: dict[Any, tuple[Any, Any]] = {}
         self._seen: deque[weakref.ref[Any]] = deque(maxlen=16)

@@ -95,8 +95,14 @@ class ShardedWaits:
         if self._recorder.ready:  # not inside a backward
             self._boundary = True
 
+    def stop(self) -> None:
+        """Mark nothing more."""
+        self.period = 0
+
     def _begin(self) -> bool:
         try:
+            if not self.period:
+                return False
             if self._boundary:
                 self._boundary = False
                 self._step += 1

@@ -1,0 +1,100 @@
+"""Loops of every shape on a played device: rows, results and errors are as on the CPU's clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from fake_device import EPSILON_NS, FakeDevice, use
+from integration import loops
+from unit.test_device import drained
+
+from traceml_ray.agent.device import DeviceClock
+from traceml_ray.stages import FLAG_COUPLED, FLAG_DEVICE_CLOCK, FLAG_NO_PEERS
+
+TICK_NS = 1000
+NAMES = [name for name in loops.ATTRIBUTED | loops.UNBROKEN if name != "spawn_workers"]
+QUICK = [name for name in NAMES if not name.startswith("compiled")]
+
+
+class Ticking(FakeDevice):
+    """Its host's clock goes on by a microsecond each time it is looked at."""
+
+    def __call__(self) -> int:
+        self.now += TICK_NS
+        return self.now
+
+
+class DeviceJob(loops.Job):
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__()
+        recorder = self.recorder
+        recorder.clock = device
+        recorder.stamp_with(device)
+        recorder.steps.forget(device.now)
+        self.device, self.clock = device, use(recorder, device)
+
+
+def run(name: str, trouble: Callable[[FakeDevice], None] = lambda _: None) -> tuple[DeviceJob, DeviceClock]:
+    device = Ticking()
+    trouble(device)
+    job = DeviceJob(device)
+    job.instrumentation.install()
+    try:
+        (loops.ATTRIBUTED | loops.UNBROKEN)[name](job)
+    finally:
+        job.instrumentation.remove()
+    device.wait(EPSILON_NS)
+    job.recorder.settle()
+    job.clock.resolve(job.recorder.first_event())
+    job.recorder.leave_device()
+    return job, job.clock
+
+
+def same_results(name: str, job: loops.Job) -> None:
+    bare = loops.run(name, watched=False)
+    assert len(bare.nets) == len(job.nets) > 0
+    for one, other in zip(bare.nets, job.nets, strict=True):
+        for (key, before), (_, after) in zip(
+            one.state_dict().items(), other.state_dict().items(), strict=True
+        ):
+            assert torch.equal(before, after), key
+    assert not job.instrumentation.errors
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_on_an_idle_device_are_those_of_its_host(name: str) -> None:
+    job, clock = run(name)
+    rows = drained(job)  # type: ignore[arg-type]
+    plain = loops.run(name)
+    expected = [(row["step"], row["segment"], row["flags"]) for row in plain.rows()]
+    clocks = FLAG_DEVICE_CLOCK | FLAG_COUPLED
+    assert [(key >> 8, key & 255, flags & ~clocks) for key, flags, *_ in rows] == expected
+    assert not clock.stopped
+    for _, flags, row, host, _ in rows[1:]:
+        assert flags & FLAG_DEVICE_CLOCK and not flags & FLAG_COUPLED
+        assert all(abs(a - b) < 20 * TICK_NS for a, b in zip(row, host, strict=True))
+        assert flags & FLAG_NO_PEERS
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_results_are_the_same_to_the_bit_with_a_device_in_trouble(name: str) -> None:
+    """An error at one call or another, captures, a queue that is full: the loop does not notice."""
+
+    def fails(at: int) -> Callable[[FakeDevice], None]:
+        def trouble(device: FakeDevice) -> None:
+            device.fails = lambda called, count: called == "record" and count == at
+
+        return trouble
+
+    def captures(device: FakeDevice) -> None:
+        device.captures = lambda count: count % 3 == 0
+        device.record_takes_ns = lambda count: 10_000_000 * (count % 5 == 0)
+
+    for trouble in (captures, fails(1), fails(2), fails(11), fails(12), fails(30)):
+        job, clock = run(name, trouble)
+        same_results(name, job)
+        assert bool(clock.stopped) == job.device.broken
+        keys = [key for key, *_ in drained(job)]  # type: ignore[arg-type]
+        assert keys == sorted(set(keys)) and bool(keys) == (name != "autograd_grad")
