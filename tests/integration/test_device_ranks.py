@@ -93,6 +93,7 @@ def test_row_in_which_a_mark_is_captured_keeps_its_host_part(ranks: list[dict[st
     for at in range(6):
         case = ranks[0][f"capture {at}"]
         lost = case["errors"]["device rows without an event"]
+        assert "replayed has no row" in case["missing"]["graphs"]
         assert 2 <= lost <= 8 and len(rows(case)) == 24 - FIRST - lost
         for row in rows(case)[2:]:
             assert row[FORWARD:] == pytest.approx([10, 20, 4], abs=0.02)

@@ -20,6 +20,7 @@ CONFIRMED = False
 """A real device has run `benchmarks/gpu.py` with every section green: then `auto` is on."""
 NAME = "device clock"
 """What `missing` says why under."""
+_GRAPHS = "a mark inside the capture of a CUDA graph is made once: a step that is only replayed has no row"
 CLOSE_WAIT_S = 0.2
 _POLL_S = 0.005
 
@@ -138,6 +139,8 @@ class DeviceUse:
         for name, count in dict(self.clock.counts).items():
             self._ours.errors.count(name, count - self._noted.get(name, 0))
             self._noted[name] = count
+        if self.clock.counts["no event inside a graph capture"]:
+            self._ours.missing["graphs"] = _GRAPHS
         if self._recorder.exchange.inferred:
             self.clock.fail("gradients are not exchanged by DDP or FSDP")
         if self.clock.stopped:
