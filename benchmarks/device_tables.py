@@ -45,7 +45,7 @@ NOISE = ((0.02, 0.05), (0.05, 0.10), (0.10, 0.10), (0.10, 0.20))
 LOUD = ((0.15, 0.20),)
 HOST_BOUND_FROM = 0.95
 """Hosts that take more than this share of what the devices take set the pace."""
-HELD_OUT_SEED = 20_000
+HELD_OUT_SEED = 30_000
 FAULTS = (
     f"| windows | faults | cost ≥ {COSTLY:.0%} | rank right | and stage | abstains | healthy | wrong rank | "
     f"cost < {FREE:.0%} | of these `straggler` |\n|---|---|---|---|---|---|---|---|---|---|"

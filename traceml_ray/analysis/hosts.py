@@ -51,12 +51,12 @@ class Hosts:
 
     def dry(self, stage: int) -> Bool:
         """
-        Return where the device had caught up with its host by the end of `stage` (K, R), so that it may have
-        waited for it in the stage: the host is late in it or, if no host waits for its device in the stage,
-        in the next one.
+        Return where the device may have waited for its host in `stage` (K, R): it had caught up with it by
+        the end (the host is late in the stage or, if no host waits for its device there, in the next one),
+        and the host had not left the stage before the device began it.
         """
         bits = _BITS[stage] | (_BITS[stage + 1] if self.certain[stage] else 0)
-        dry: Bool = self.leads[:, :, LATE] & bits != 0
+        dry: Bool = (self.leads[:, :, LATE] & bits != 0) & (self.leads[:, :, SURE] & _BITS[stage] == 0)
         return dry
 
     @cached_property

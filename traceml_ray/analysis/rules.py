@@ -98,6 +98,8 @@ def _beside_hosts(finding: Finding, evidence: Evidence, thresholds: Thresholds) 
         and not _steady(evidence.series(cause), thresholds)
     ):
         return Finding("accounting_only", abstention.HOST_VARIES)
+    if finding.label == "co_critical" and hosts.pace_ns and len({each.places for each in finding.causes}) > 1:
+        return Finding("accounting_only", abstention.hosts_last(cause.stage))
     if finding.label != "straggler" or not _of_a_device(cause, evidence):
         return finding
     paced = replace(evidence, hosts=replace(hosts, floor_ns=hosts.pace_ns))
