@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 from unit.test_recorder import MARKS, Loop, WrittenLoop, play
 
 from traceml_ray.agent.clock_offset import ClockOffset
+from traceml_ray.agent.cuts import Cut
 from traceml_ray.agent.device import EVENT_SLOTS, MAX_ROWS_BEHIND, DeviceClock
+from traceml_ray.agent.device_row import late_below
 from traceml_ray.agent.marks import BACKWARD_BEGIN, BRACKET_BEGIN, SYNC_END, SYNCED_BACKWARD_END
 from traceml_ray.agent.patch import sharded_waits
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.stages import (
     BACKWARD,
+    DATA,
     FLAG_COUPLED,
     FLAG_DEVICE_CLOCK,
     FLAG_FIRST,
@@ -403,3 +406,11 @@ def test_fsdp_without_one_of_its_waits_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sharded_waits._WAITS, "fsdp", (("torch.distributed.fsdp", "", "_gone"),))
     with pytest.raises(RuntimeError, match=r"has no torch\.distributed\.fsdp\._gone"):
         sharded_waits.ShardedWaits("fsdp", loop.recorder, loop.use, patcher)
+
+
+def test_host_is_late_by_a_share_of_a_micro_batch() -> None:
+    waits = [Cut(BACKWARD, 4, 5), Cut(SYNC_WAIT, 5, 6), Cut(BACKWARD, 6, 7), Cut(SYNC_WAIT, 7, 8)]
+    once = [Cut(DATA, 1, 2), Cut(FORWARD, 2, 4), *waits]
+    assert late_below(once, 40 * MS) == 2 * MS
+    assert late_below([*once, *once], 40 * MS) == MS
+    assert late_below([], MS) == 100_000

@@ -7,8 +7,10 @@ import pytest
 from simulated_device import Fault, Job, windows
 from simulated_jobs import DEVICE_BOUND_JOBS, HOST_BOUND, HOST_BOUND_JOBS
 
+from traceml_ray.analysis.busy import idle_ns
 from traceml_ray.analysis.evidence import gather
-from traceml_ray.analysis.hosts import held, hosts_of, idle_share, merged_leads
+from traceml_ray.analysis.hosts import held, hosts_of, merged_leads
+from traceml_ray.analysis.window import Window
 from traceml_ray.stages import BACKWARD, DATA, FLAG_NO_DATA, POST_SYNC, PREPARE
 
 MS = 1_000_000
@@ -61,21 +63,35 @@ def test_hosts_are_held_where_their_steps_are_their_devices():
         assert held(window.host, window.d, gather(window).hosts) == stage
 
 
+def idle_share(window: Window) -> np.ndarray:
+    idle, known = idle_ns(window).sum(axis=0).T
+    return idle / known
+
+
 def test_idle_share_of_a_device_bound_job_is_none():
     [[window]] = windows(replace(DEVICE_BOUND_JOBS["8 steps ahead"], ranks=4), [None])
-    assert idle_share(window, gather(window).hosts).max() < 0.01
+    assert idle_share(window).max() < 0.01
+
+
+def test_idle_time_is_not_known_where_the_lead_is_not():
+    [[window]] = windows(replace(HOST_BOUND.holding(8), ranks=4), [None])
+    leads = window.leads.copy()
+    leads[:20] = 255
+    times = idle_ns(replace(window, leads=leads))
+    assert not times[:20].any()
+    assert (times[20:] == idle_ns(window)[20:]).all()
 
 
 def test_idle_share_is_largest_on_the_rank_whose_device_waits_for_its_host():
     [[window]] = windows(replace(HOST_BOUND.holding(8), ranks=4), [Fault(3, "host", (DATA,), 15)])
-    share = idle_share(window, gather(window).hosts)
+    share = idle_share(window)
     assert share.argmax() == 3
     assert share[3] == pytest.approx(1 - 25 / 55, abs=0.1)
 
 
 def test_idle_share_of_c4_is_its_data_wait():
     [[window]] = windows(Job(waits=frozenset({"end"})), [Fault(1, "host", (DATA,), 20)])
-    assert idle_share(window, gather(window).hosts)[1] == pytest.approx(21 / 59.6, abs=0.01)
+    assert idle_share(window)[1] == pytest.approx(21 / 59.6, abs=0.01)
 
 
 def test_merged_stages_are_late_if_one_is_and_sure_if_all_are():

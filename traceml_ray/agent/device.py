@@ -38,9 +38,6 @@ _BEATS = EVENT_SLOTS, EVENT_SLOTS + 1
 _MADE_AHEAD = 2048
 FULL_NS = 50_000
 """Recording an event takes longer than this only where the launch queue is full."""
-LATE_NS = 100_000
-LATE_SHARE = 0.05
-"""The device has caught up with its host where the lead is below this share of the median row, or LATE_NS."""
 MAX_ROWS_BEHIND = 64
 MAX_EVENTS_BEHIND = 4096
 MAX_WAIT_NS = 30_000_000_000
@@ -288,7 +285,7 @@ class DeviceClock:
             since_beat = self._api.elapsed_ns(self._last_beat, first & _MASK)
         if offset is None or since_beat is None or self._device_ns is None:
             return UNKNOWN
-        late_ns = max(LATE_NS, round(LATE_SHARE * self.median_ns))
+        late_ns = device_row.late_below(cuts, self.median_ns)
         began = self._device_ns + since_beat - offset
         return bytes(device_row.masks(cuts, times, self._recorded, began, late_ns))
 

@@ -6,8 +6,15 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from traceml_ray.agent.cuts import NO_EVENT, Cut
-from traceml_ray.stages import N_STAGES
+from traceml_ray.stages import BACKWARD, N_STAGES, SYNC_WAIT
 
+LATE_NS = 100_000
+LATE_SHARE = 0.05
+"""
+The device has caught up with its host where the lead is below this share of the median row, of one
+micro-batch: where many are accumulated, a host can be a whole stage ahead and yet by little of the row. Or it
+is below LATE_NS.
+"""
 LONG_NS = 16_000_000_000
 """The device's float of ms is exact to 1 us up to here; beyond it a row is read from mark to mark."""
 
@@ -49,6 +56,13 @@ def stages_of(cuts: Sequence[Cut], times: Sequence[int]) -> list[int]:
         stages[cut.stage] += until - before
         before = until
     return stages
+
+
+def late_below(cuts: Sequence[Cut], median_ns: int) -> int:
+    """Return the lead, ns, below which a device has caught up with its host, in a row of `cuts`."""
+    worked = [cut.stage == BACKWARD for cut in cuts if cut.stage != SYNC_WAIT]
+    batches = sum(now and not before for before, now in pairwise((False, *worked)))
+    return max(LATE_NS, round(LATE_SHARE * median_ns / max(batches, 1)))
 
 
 def masks(

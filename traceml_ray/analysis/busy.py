@@ -9,6 +9,7 @@ import numpy as np
 
 from traceml_ray.analysis.evidence import Rows, comparable
 from traceml_ray.analysis.frontier import Frontier, chain
+from traceml_ray.analysis.hosts import LATE
 from traceml_ray.analysis.spread import quantiles, spread
 from traceml_ray.analysis.step_stats import StepStats
 from traceml_ray.analysis.window import Int64, Window
@@ -17,14 +18,12 @@ from traceml_ray.stages import (
     DATA,
     FLAG_DEVICE_CLOCK,
     FORWARD,
+    LEAD_UNKNOWN,
     POST_SYNC,
     PREPARE,
     STAGES,
     SYNC_WAIT,
 )
-
-LATE = 0
-"""Which of the masks of `Window.leads`."""
 
 
 class StageSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +123,7 @@ def idle_ns(window: Window) -> Int64 | None:
         if late.any():
             peers = np.partition(d[:, :, stage], middle, axis=1)[:, middle, None]
             idle += np.where(late, np.maximum(d[:, :, stage] - peers, 0), 0)
-    known = window.flags & FLAG_DEVICE_CLOCK != 0
+    known = (window.flags & FLAG_DEVICE_CLOCK != 0) & (leads[:, :, LATE] != LEAD_UNKNOWN)
     both: Int64 = np.stack([idle, d.sum(axis=2)], axis=-1) * known[..., None]
     return both
 

@@ -13,8 +13,8 @@ from functools import cached_property
 import numpy as np
 
 from traceml_ray.analysis.thresholds import HOSTS
-from traceml_ray.analysis.window import Bool, Float, Int64, UInt8, Window
-from traceml_ray.stages import BACKWARD, DATA, FORWARD, LEAD_UNKNOWN, N_STAGES, POST_SYNC, PREPARE, SYNC_WAIT
+from traceml_ray.analysis.window import Bool, Float, Int64, UInt8
+from traceml_ray.stages import BACKWARD, FORWARD, LEAD_UNKNOWN, N_STAGES, POST_SYNC, SYNC_WAIT
 
 LATE, FULL, SURE = range(3)
 _BITS = 1 << np.arange(N_STAGES, dtype=np.uint8)
@@ -158,20 +158,3 @@ def held(host: Int64, d: Int64, hosts: Hosts) -> int | None:
         shares.append(min(left))
     stage = int(np.argmin(shares))
     return stage if shares[stage] < HOSTS.held else None
-
-
-def idle_share(window: Window, hosts: Hosts) -> Float:
-    """
-    Return the share of its time that each rank's device waits for its host (R,).
-
-    That is `data`, and what a stage in which the host is late takes longer than its peers' do.
-    """
-    d = window.d
-    middle = (d.shape[1] - 1) // 2
-    waits = d[:, :, DATA].sum(axis=0).astype(np.float64)
-    for stage in (*_KERNELS, PREPARE):
-        mine = d[:, :, stage]
-        peers = np.partition(mine, middle, axis=1)[:, middle, None]
-        waits += np.where(hosts.late(stage), np.maximum(mine - peers, 0), 0).sum(axis=0)
-    share: Float = waits / np.maximum(d.sum(axis=(0, 2)), 1)
-    return share

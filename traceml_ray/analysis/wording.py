@@ -9,10 +9,10 @@ import numpy as np
 from traceml_ray import text
 from traceml_ray.analysis.abstention import functions
 from traceml_ray.analysis.baseline import Baseline
+from traceml_ray.analysis.busy import idle_ns
 from traceml_ray.analysis.drift import Drift
 from traceml_ray.analysis.evidence import Cause, Evidence
 from traceml_ray.analysis.finding import Finding
-from traceml_ray.analysis.hosts import idle_share
 from traceml_ray.analysis.onset import Timing
 from traceml_ray.analysis.window import Window
 from traceml_ray.stages import (
@@ -135,9 +135,11 @@ def healthy(evidence: Evidence, finding: Finding, limit: float) -> str:
 
 def _idle(evidence: Evidence) -> str:
     """Return that devices wait for their hosts, and for how much of their time."""
-    if evidence.hosts is None or not evidence.host_bound:
+    times = idle_ns(evidence.window) if evidence.host_bound else None
+    if times is None:
         return ""
-    share = idle_share(evidence.window, evidence.hosts)
+    idle, known = times.sum(axis=0).T
+    share = idle / np.maximum(known, 1)
     most = int(np.argmax(share))
     return (
         f" Host-bound: GPUs wait for their hosts; that of rank {int(evidence.window.ranks[most])} "
