@@ -11,7 +11,6 @@ from torch import nn
 from unit.test_rank_agent import Pipe, make, push
 
 from traceml_ray import wire
-from traceml_ray.agent import cuda
 from traceml_ray.agent.rank_agent import RankAgent
 
 
@@ -62,31 +61,11 @@ def test_reason_is_given_where_there_is_no_device_clock(
     assert agent.device.clock is None and agent.recorder.stamp is agent.recorder.clock
 
 
-class Driver:
-    """`libcuda`, of which a call answers what it is told."""
-
-    def __init__(self) -> None:
-        self.codes: dict[str, int] = {}
-
-    def __getattr__(self, name: str) -> object:
-        if not name.startswith("cu") or name in self.__dict__.get("lacks", ()):
-            raise AttributeError(name)
-        return lambda *_: self.codes.get(name, 0)
-
-
 def test_cuda_is_refused_without_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process without CUDA has no driver's library in it, and none is loaded."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     agent = rank("1", "cuda:0")
     assert "libcuda.so.1" in why(agent) and agent.device.clock is None
-
-
-def test_driver_that_lacks_a_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver()
-    driver.lacks = ("cuThreadExchangeStreamCaptureMode",)  # type: ignore[attr-defined]
-    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda *_, **__: driver)
-    with pytest.raises(cuda.CudaError, match="the driver has no cuThreadExchangeStreamCaptureMode"):
-        cuda.CudaApi(0)
 
 
 def test_row_and_reason_go_out_where_a_clock_ends_itself() -> None:
