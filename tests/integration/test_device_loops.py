@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable
 
 import pytest
@@ -98,3 +100,34 @@ def test_results_are_the_same_to_the_bit_with_a_device_in_trouble(name: str) -> 
         assert bool(clock.stopped) == job.device.broken
         keys = [key for key, *_ in drained(job)]  # type: ignore[arg-type]
         assert keys == sorted(set(keys)) and bool(keys) == (name != "autograd_grad")
+
+
+def test_child_that_is_forked_at_any_mark_asks_nothing_of_the_device() -> None:
+    """As a loader's worker does: it leaves the patches, fetches, and ends."""
+    device = Ticking()
+    job = DeviceJob(device)
+    children: list[int] = []
+
+    def fork(_: int) -> int:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            with contextlib.suppress(BaseException):
+                job.instrumentation.remove()
+                asked = sum(device.calls.values())
+                list(job.loader())
+                job.nets[0](torch.zeros(1, loops.WIDTH))
+                status = int(sum(device.calls.values()) != asked)
+            os._exit(status)
+        children.append(child)
+        return 0
+
+    device.record_takes_ns = fork
+    job.instrumentation.install()
+    try:
+        loops.plain(job)
+    finally:
+        job.instrumentation.remove()
+    assert len(children) > 5 * loops.STEPS
+    assert {os.waitpid(child, 0)[1] for child in children} == {0}
+    same_results("plain", job)

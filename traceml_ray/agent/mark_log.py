@@ -16,7 +16,7 @@ from collections.abc import Callable
 from threading import RLock, get_ident
 from typing import Any, NamedTuple, TypeVar
 
-from traceml_ray.agent.cuts import NO_EVENT
+from traceml_ray.agent.cuts import NO_EVENT, first_event
 from traceml_ray.agent.device import DeviceClock
 from traceml_ray.agent.marks import COST, END, EVENTS
 from traceml_ray.agent.steps import Steps
@@ -241,7 +241,7 @@ class MarkLog:
         if not self._lock.acquire(timeout=LOCK_S):
             return 0
         try:
-            found = self.steps.first_event()
+            found = first_event(self.steps.open_cuts())
             return self.newest + 1 if found == NO_EVENT else found
         finally:
             self._lock.release()

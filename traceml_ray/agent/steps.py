@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from traceml_ray.agent import marks
-from traceml_ray.agent.cuts import NO_EVENT, Cut, Cuts, first_event
+from traceml_ray.agent.cuts import Cut, Cuts
 from traceml_ray.agent.data_waits import DataWaits
 from traceml_ray.agent.device import DeviceClock
 from traceml_ray.agent.exchange import GradientExchange
@@ -358,15 +358,9 @@ class Steps:
         self.partition.cuts = None if device is None else Cuts()
 
     def open_cuts(self) -> list[Cut]:
-        """Return the cuts of the row that is pending or open."""
-        return self.rows.cuts + (self.partition.cuts.list if self.partition.cuts is not None else [])
-
-    def first_event(self) -> int:
-        """Return the oldest event that the row which is pending or open needs, NO_EVENT for none."""
-        found = first_event(self.open_cuts())
-        if found == NO_EVENT and self.partition.cuts is not None:
-            found = self.partition.cuts.last
-        return found
+        """Return the cuts of the row that is pending or open, and an empty one at the newest mark."""
+        cuts = self.partition.cuts
+        return [] if cuts is None else [*self.rows.cuts, *cuts.list, Cut(POST_SYNC, cuts.last, cuts.last)]
 
     # -- now -------------------------------------------------------------------------------------
 
