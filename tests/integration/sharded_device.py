@@ -6,6 +6,7 @@ What FSDP copies out of its collectives takes time on the device, where the comp
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import torch.distributed.fsdp
 from fake_device import FakeDevice
 from integration.device_ranks import MS, Net, Wire, told
 from torch import nn
+from torch.distributed.fsdp import _runtime_utils
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
 from traceml_ray.agent.exchange import STREAMED
@@ -30,24 +32,39 @@ COPY_MS = 1
 
 def with_waits(device: FakeDevice) -> Callable[[], None]:
     """Have the device wait wherever FSDP copies what it has gathered; return what undoes that."""
-    original = groups.foreach_all_gather_copy_out
+    copy_out, unshard = groups.foreach_all_gather_copy_out, _runtime_utils._unshard
 
-    def copy_out(*args: Any) -> Any:
-        device.launch(COPY_MS * MS)
-        return original(*args)
+    def after(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(*args: Any) -> Any:
+            device.launch(COPY_MS * MS)
+            return original(*args)
 
-    groups.foreach_all_gather_copy_out = copy_out
+        return wait
+
+    groups.foreach_all_gather_copy_out, _runtime_utils._unshard = after(copy_out), after(unshard)
 
     def undo() -> None:
-        groups.foreach_all_gather_copy_out = original
+        groups.foreach_all_gather_copy_out, _runtime_utils._unshard = copy_out, unshard
 
     return undo
 
 
-def train(device: FakeDevice, micro: int, after: Callable[[int], None]) -> list[float]:
-    net: nn.Module = Net(device, "")
+def sharded(device: FakeDevice, first: bool) -> nn.Module:
+    """Three groups, by FSDP's first version or by its second."""
+    net: Any = Net(device, "")
+    if first:
+        wrap = functools.partial(
+            torch.distributed.fsdp.FullyShardedDataParallel, device_id=torch.device("cpu")
+        )
+        net.first, net.second = wrap(net.first), wrap(net.second)
+        return wrap(net)
     for part in (net.first, net.second, net):
         torch.distributed.fsdp.fully_shard(part)
+    return net  # type: ignore[no-any-return]
+
+
+def train(device: FakeDevice, micro: int, after: Callable[[int], None], first: bool = False) -> list[float]:
+    net = sharded(device, first)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     losses = []
     for step in range(STEPS):
@@ -62,7 +79,7 @@ def train(device: FakeDevice, micro: int, after: Callable[[int], None]) -> list[
     return losses
 
 
-def watched(device: FakeDevice, micro: int, began: int) -> dict[str, Any]:
+def watched(device: FakeDevice, micro: int, began: int, first: bool) -> dict[str, Any]:
     """The device's clock is read from step `began` on."""
     relay = Wire()
     agent = RankAgent(Settings(session="s"), relay)  # type: ignore[arg-type]
@@ -79,7 +96,7 @@ def watched(device: FakeDevice, micro: int, began: int) -> dict[str, Any]:
         if step % 2:
             agent.tick()
 
-    losses = train(device, micro, after)
+    losses = train(device, micro, after, first)
     device.wait(1000 * MS)
     agent.instrumentation.remove()
     agent.tick(final=True)
@@ -92,13 +109,18 @@ def main(folder: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     found: dict[str, Any] = {}
-    for name, micro, takes_ns in (("plain", 1, 0), ("accumulated", 2, 0), ("dear", 1, 20_000)):
+    for name, micro, takes_ns in (
+        ("plain", 1, 0),
+        ("accumulated", 2, 0),
+        ("dear", 1, 20_000),
+        ("first", 1, 0),
+    ):
         device = FakeDevice()
         device.record_takes_ns = lambda _, ns=takes_ns: ns  # type: ignore[misc]
         undo = with_waits(device)
-        found[name] = watched(device, micro, 1 + rank)
+        found[name] = watched(device, micro, 1 + rank, name == "first")
         undo()
-        found[name]["bare"] = train(FakeDevice(), micro, lambda _: None)
+        found[name]["bare"] = train(FakeDevice(), micro, lambda _: None, name == "first")
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
 
 

@@ -38,9 +38,10 @@ def on_device(rows: list[dict[str, Any]]) -> list[int]:
     return [row["key"] >> 8 for row in rows if row["flags"] & FLAG_DEVICE_CLOCK]
 
 
-def test_waits_are_taken_out_of_forward_and_backward(ranks: list[dict[str, Any]]) -> None:
-    """Three groups are gathered in forward, the root's once; two of them again in backward."""
-    for rank, case in enumerate(each["plain"] for each in ranks):
+@pytest.mark.parametrize("version", ["first", "plain"])
+def test_waits_are_taken_out_of_forward_and_backward(ranks: list[dict[str, Any]], version: str) -> None:
+    """Of both versions of FSDP: two groups are gathered in forward, and again in backward."""
+    for rank, case in enumerate(each[version] for each in ranks):
         rows = case["rows"]
         assert on_device(rows) == list(range(3 + rank, 100)) and not case["errors"]
         for row in rows[3 + rank :]:
