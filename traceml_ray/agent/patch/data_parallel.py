@@ -62,7 +62,6 @@ class DataParallel:
 
     def _add_ddp(self, ddp: Any, _: dict[str, Any]) -> None:
         """A DDP module: root, and its backward waits for peers unless `no_sync` is on."""
-        import torch
         import torch.distributed as dist
 
         self._roots.add(ddp)
@@ -73,9 +72,7 @@ class DataParallel:
         if len(ranks) < 2:
             return
         if next(ddp.parameters()).is_cuda:
-            self._exchange.couple(STREAMED)
-            if any(isinstance(module, torch.nn.SyncBatchNorm) for module in ddp.modules()):
-                self._exchange.couple("SyncBatchNorm")
+            self._on_device(ddp)
         self._exchange.peers = self._exchanges.of_ddp
 
     def _add_fsdp2(self, modules: Any, keywords: dict[str, Any]) -> None:
@@ -111,7 +108,15 @@ class DataParallel:
         if self.group is None or self.group[1] > 1:
             self._exchange.peers = self._exchanges.of_fsdp
             if not on_cpu:
-                self._exchange.couple(STREAMED)
+                self._on_device(module)
+
+    def _on_device(self, module: Any) -> None:
+        """The exchange is on a device's streams; what `SyncBatchNorm` waits for has no marks at all."""
+        import torch
+
+        self._exchange.couple(STREAMED)
+        if any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
+            self._exchange.couple("SyncBatchNorm")
 
     def _note_group(self, first: int, size: int) -> None:
         if self.group is None or size > self.group[1]:
