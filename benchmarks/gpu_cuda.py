@@ -75,7 +75,7 @@ def _captures(env: Any, enters: bool) -> int:
 
 
 def amp(env: Any) -> None:
-    """Autocast and GradScaler: rows as without, and the same losses as without us."""
+    """Autocast: rows as without it, and the same losses as without us."""
 
     def wrap(net: nn.Module) -> nn.Module:
         net.forward = torch.autocast("cuda", torch.float16)(net.forward)  # type: ignore[method-assign]
