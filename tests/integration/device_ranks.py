@@ -146,7 +146,7 @@ def watched(device: FakeDevice, slow: str, also: Callable[[int], None] = lambda 
         also(step)
 
     results = train(device, slow, after)
-    device.wait(1000 * MS)
+    device.wait(10_000 * MS)
     agent.instrumentation.remove()
     calls = device.calls["record"]
     train(FakeDevice(), "")

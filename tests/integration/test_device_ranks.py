@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from unit.sample_windows import judge
 
+from traceml_ray.analysis.window import Window
 from traceml_ray.stages import DATA, FLAG_COUPLED, FLAG_DEVICE_CLOCK, FLAG_FIRST, FORWARD, SYNC_WAIT
 
 TESTS = Path(__file__).parents[1]
@@ -102,3 +105,30 @@ def test_row_in_which_a_mark_is_captured_keeps_its_host_part(ranks: list[dict[st
 def test_full_queue_and_beats_that_are_late_are_noticed(ranks: list[dict[str, Any]]) -> None:
     leads = [row["leads"] for row in ranks[0]["delayed"]["rows"] if row["flags"] & FLAG_DEVICE_CLOCK]
     assert any(lead[1] for lead in leads if lead[1] < 64)
+
+
+@pytest.mark.parametrize("slow", ["data", "forward", "backward"])
+def test_planted_fault_is_judged_from_what_the_agents_send(ranks: list[dict[str, Any]], slow: str) -> None:
+    columns = [
+        [row for row in rank[f"slow {slow}"]["rows"] if row["flags"] & FLAG_DEVICE_CLOCK][2:]
+        for rank in ranks
+    ]
+
+    def column(name: str, kind: type[np.generic]) -> np.ndarray:
+        return np.array([[row[name] for row in rows] for rows in columns], kind).swapaxes(0, 1)
+
+    verdict = judge(
+        Window(
+            keys=column("key", np.int64)[:, 0],
+            ranks=np.arange(2, dtype=np.int64),
+            nodes=("a", "b"),
+            d=column("row", np.int64),
+            flags=column("flags", np.uint8),
+            expected=2,
+            groups=((0, 2), (0, 2)),
+            strategies=frozenset({"ddp"}),
+            host=column("host", np.int64),
+            leads=column("leads", np.uint8),
+        )
+    )
+    assert (verdict.label, verdict.stage, verdict.ranks) == ("straggler", slow, (1,)), verdict.why

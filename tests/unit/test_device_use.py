@@ -11,7 +11,9 @@ from torch import nn
 from unit.test_rank_agent import Pipe, make, push
 
 from traceml_ray import wire
+from traceml_ray.agent.cuts import Cut
 from traceml_ray.agent.rank_agent import RankAgent
+from traceml_ray.stages import FORWARD
 
 
 class OnDevices(nn.Module):
@@ -142,3 +144,18 @@ def test_launch_blocking_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = rank("1", "cuda:3")
     assert agent.device.clock is not None and not why(agent)
     assert "no host is ahead" in agent.instrumentation.missing["device clock: lead"]
+
+
+def test_rows_that_the_device_is_not_done_with_at_the_end_go_out_and_are_counted() -> None:
+    pipe, device = Pipe(), FakeDevice()
+    agent = make(pipe)
+    agent.recorder.clock = device
+    agent.device.begin(device)
+    assert agent.device.clock is not None
+    device.launch(3_600_000_000_000)
+    first, last = agent.device.clock.record(), agent.device.clock.record()
+    agent.device.clock.put(7, 0, [1, 2, 3, 4, 5, 6], [Cut(FORWARD, first, last)])
+    agent.tick(final=True)
+    final = pipe.batches()[-1]
+    assert final.final and sum(len(batch.flags) for batch in pipe.batches()) == 1
+    assert final.errors["device rows not read at the end"] == 1

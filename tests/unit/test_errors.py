@@ -70,7 +70,7 @@ def test_broad_exception_handlers_are_never_silent(package: str) -> None:
 COUNTS, HANDED_ON = {"note", "count", "swallow"}, {"guard", "failed", "_guard"}
 FIXED = {
     "agent/rank_agent.py guard": "its callers' are looked at",
-    "agent/device_use.py _after": "names fixed in device.py",
+    "agent/device_use.py _count": "names fixed in device.py",
     "agent/patch/patcher.py failed": "its callers' are looked at",
     "agent/patch/patcher.py after": "the name of a patch of ours",
     "agent/patch/patcher.py make": "the name of a patch of ours",

@@ -136,9 +136,7 @@ class DeviceUse:
     def _after(self) -> None:
         """Count what was the matter; end the clock where it has ended itself, or there is no use of it."""
         assert self.clock is not None
-        for name, count in dict(self.clock.counts).items():
-            self._ours.errors.count(name, count - self._noted.get(name, 0))
-            self._noted[name] = count
+        self._count(self.clock)
         if self.clock.counts["no event inside a graph capture"]:
             self._ours.missing["graphs"] = _GRAPHS
         if self._recorder.exchange.inferred:
@@ -149,9 +147,17 @@ class DeviceUse:
             )
             self._leave()
 
+    def _count(self, clock: DeviceClock) -> None:
+        for name, count in dict(clock.counts).items():
+            self._ours.errors.count(name, count - self._noted.get(name, 0))
+            self._noted[name] = count
+
     def _leave(self) -> bool:
+        clock = self.clock
         if self._waits is not None:
             self._waits.stop()
         if left := self._recorder.leave_device():
             self.clock = None
+        if clock is not None:
+            self._count(clock)
         return left
