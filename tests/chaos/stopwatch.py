@@ -118,7 +118,8 @@ def _more(before: Now, began: Now, ended: Now) -> Now:
 
 
 def _held_up(spent: Now, attaching: bool) -> int:
-    wall, cpu, switches, _, gc_ns, ready, ours_ready, _ = spent
+    wall, of_thread, switches, of_process, gc_ns, ready, ours_ready, _ = spent
+    cpu = min(of_thread, of_process)  # else the machine stood still between the two readings of the clocks
     blocked = wall - cpu - ready - ours_ready if switches and not attaching else 0
     return max(0, cpu + max(0, blocked) - gc_ns)
 
