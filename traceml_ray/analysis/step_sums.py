@@ -98,8 +98,8 @@ class StepSums:
         self.cut(begin)
         self.grow(begin + len(starts))
         for name, mine in self.columns().items():
-            ufunc = how.get(name, np.add)
-            mine[begin : self.end] = ufunc.reduceat(of[name], starts, axis=0, dtype=mine.dtype)
+            ufunc, new = how.get(name, np.add), mine[begin : self.end]
+            ufunc.reduceat(of[name], starts, axis=0, dtype=mine.dtype, out=new)
 
     def grow(self, end: int) -> None:
         """Have `end` columns."""
