@@ -150,10 +150,9 @@ class SessionFile(SampleReader):
             event["data"] = json.loads(event["data"])
         return events, top
 
-    def told(self) -> list[tuple[str, str, int, str]]:
+    def told(self) -> list[tuple[Any, ...]]:
         """Return (run, kind, t_ns, message) of the events that are of a run, not of a rank or a node."""
-        found = self._all("SELECT run, kind, t_ns, message FROM event WHERE run IS NOT NULL")
-        return [(run, kind, t_ns, message) for run, kind, t_ns, message in found]
+        return self._all("SELECT run, kind, t_ns, message FROM event WHERE run IS NOT NULL")
 
     def verdicts(self, since: int = 0) -> tuple[list[dict[str, Any]], int]:
         """Return every change of the run's live verdict, as dicts with `t_ns` and the verdict's fields."""
