@@ -128,10 +128,9 @@ class Tally:
 
     def wider(self, places: Array, ranks: int) -> None:
         """Make room for more ranks; those that are there move to `places`."""
-        for name in ("d", "counts"):
-            before = getattr(self, name)
-            setattr(self, name, np.zeros((ranks, *before.shape[1:])))
-            getattr(self, name)[places] = before
+        d, counts = self.d, self.counts
+        self.d, self.counts = np.zeros((ranks, N_STAGES)), np.zeros(ranks)
+        self.d[places], self.counts[places] = d, counts
         self.busy.wider(places, ranks)
         if self.stages is not None:
             stages = places[:, None] * N_STAGES + np.arange(N_STAGES)
