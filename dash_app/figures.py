@@ -36,6 +36,7 @@ FONT = (
     "-apple-system, BlinkMacSystemFont, 'Segoe UI', Roboto, 'Noto Sans', 'Liberation Sans', Arial, sans-serif"
 )
 _MARKS = {"critical": RED, "warning": ORANGE, "info": GREY}
+_FULL_PCT = 102
 _SPIKE = 3.0
 """A value this many times over the 98th percentile does not set the scale."""
 
@@ -215,13 +216,12 @@ def rows(times: Mapping[str, Mapping[str, float]], revision: str = "") -> Figure
 def quantities(
     t_ns: Sequence[int],
     named: Mapping[str, tuple[Quantity, Sequence[float | None] | None]],
-    *,
-    top: float | None = None,
-    revision: str = "",
+    revision: str,
 ) -> Figure:
     """Return lines over time of quantities of one unit, by name; those without any value are left out."""
     unit = next(iter(named.values()))[0].unit
     series = {name: _array(values or ()) * unit.scale for name, (_, values) in named.items()}
+    top = _FULL_PCT if unit.axis == "%" else None
     more: dict[str, Any] = {"top": top, "dashed": "installed", "revision": revision}
     return lines(t_ns, series, unit.axis, unit=unit.axis, kind="time", **more)
 

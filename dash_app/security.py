@@ -97,11 +97,11 @@ class Guard:
     Args:
         token: to ask for; None asks for none.
         hosts: names that `Host` may have: another site whose name is made to resolve here gets nothing.
-        scripts: CSP hashes of the page's own inline scripts; may be set later.
     """
 
-    def __init__(self, token: str | None, hosts: Iterable[str], scripts: Sequence[str] = ()) -> None:
-        self.scripts = scripts
+    def __init__(self, token: str | None, hosts: Iterable[str]) -> None:
+        self.scripts: Sequence[str] = ()
+        """CSP hashes of the page's own inline scripts."""
         self._token = token
         self._hosts = {host.lower() for host in hosts}
         # Not the token itself. The name differs, too: cookies of one host are shared by all of its ports.

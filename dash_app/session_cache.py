@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
+from traceml_ray.analysis.step_sums import MAX_BINS
 from traceml_ray.errors import Errors
 from traceml_ray.results import RunInfo, Status
 from traceml_ray.store import query
 from traceml_ray.store.query import A, Request
 
-from .drawn import joined
 from .source import Source
 
 _MAX_KEPT = 64
+_ABOUT = ("by", "ranks", "nodes")
+"""Of columns: only in an answer that is whole."""
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
@@ -118,3 +121,23 @@ class SessionCache:
             new |= before is None or (found is not before and query.encode([found]) != query.encode([before]))
             keep(self._answers, request, (version, found))
         return new
+
+
+def joined(before: Mapping[str, Any] | None, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Return what was held `before` with what is new in `answer`, see `analysis.step_numbers.columns`. `next` is
+    `since` of the next question.
+    """
+    found = {name: value for name, value in answer.items() if name not in ("token", "since")}
+    if answer["since"] is not None:
+        if before is None or before["next"][0] != answer["token"]:
+            return dict(before or {})  # it is of another one: the next answer is whole
+        keep = slice(0, int(np.searchsorted(before["last"], answer["since"])))
+        for name, value in found.items():
+            axis = 1 if name == "z" else 0
+            old = before[name][:, keep] if axis else before[name][keep]
+            whole = np.concatenate([old, value], axis)
+            found[name] = whole[:, -MAX_BINS:] if axis else whole[-MAX_BINS:]
+        found |= {name: before[name] for name in _ABOUT}
+    last = int(found["last"][-1]) if len(found["last"]) else -1
+    return {**found, "next": [answer["token"], last]}

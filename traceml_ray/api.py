@@ -83,7 +83,8 @@ def attach(
     identity()  # what is wrong with it is raised here
     channel: Channel | None
     try:
-        if settings.socket is None and _ray_is_up():
+        ray = sys.modules.get("ray")
+        if settings.socket is None and ray is not None and ray.is_initialized():
             from traceml_ray.ray import in_ray
             from traceml_ray.ray.actor_channel import ActorChannel
 
@@ -106,11 +107,6 @@ def _say_what_to_do() -> None:
         "traceml-ray: attach: there is no monitor here; start the job with `traceml-ray run -- COMMAND`, "
         "or call traceml_ray.start() after ray.init()\n"
     )
-
-
-def _ray_is_up() -> bool:
-    ray = sys.modules.get("ray")
-    return ray is not None and bool(ray.is_initialized())
 
 
 def detach() -> None:

@@ -105,14 +105,8 @@ def resolve(
         IdentityError: a value is no integer or out of range, ranks and sizes contradict each
             other, or a rank is given by keyword without a world size.
     """
-    given = {
-        "global_rank": global_rank,
-        "world_size": world_size,
-        "local_rank": local_rank,
-        "local_world_size": local_world_size,
-        "node_rank": node_rank,
-        "nnodes": nnodes,
-    }
+    ranks = global_rank, world_size, local_rank, local_world_size, node_rank, nnodes
+    given = dict(zip(_FIELDS, ranks, strict=True))
     source, found = _from_keywords(given) or _from_torch(environ) or _from_environment(environ) or _SINGLE
     if attempt is None:
         restarts = environ.get("TORCHELASTIC_RESTART_COUNT")

@@ -29,7 +29,6 @@ _SAMPLES = 170
 _HELD = 5
 """Samples over which a counter of a device is held: NVML is asked for it in every fifth sample only."""
 _TABS = 24
-_FULL_PCT = 102
 
 
 def data(cache: SessionCache, run: RunState | None, node: str) -> dict[str, Any]:
@@ -168,7 +167,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         ),
         facts("node-facts", _facts(node, samples)),
         panel("Ranks of this node", part(html.Div(ranks, id="node-ranks"))),
-        html.Div(_machine_charts(samples), className="grid"),
+        html.Div(quantity_charts("node", NODE, samples), className="grid"),
     ]
     if gpus:
         body += [
@@ -178,16 +177,20 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     return html.Div(body)
 
 
-def _machine_charts(samples: Mapping[str, Any]) -> list[html.Section]:
+def quantity_charts(
+    prefix: str, quantities: Sequence[Quantity], samples: Mapping[str, Any], revision: str = ""
+) -> list[html.Section]:
+    """Return the charts of quantities of a node or process; those of what was not measured are absent."""
     return [
         _chart(
-            f"node-{measured[0].name}",
+            f"{prefix}-{measured[0].name}",
             title,
-            f"{title} over time",
             samples["t_ns"],
-            {each.line: (each, samples[each.name]) for each in measured},
+            {each.line or title: (each, samples[each.name]) for each in measured},
+            revision,
         )
-        for title, measured in sorted(charts(NODE).items())
+        for title, measured in sorted(charts(quantities).items())
+        if any(value is not None for each in measured for value in samples[each.name] or ())
     ]
 
 
@@ -197,7 +200,6 @@ def _gpu_charts(gpus: Sequence[Mapping[str, Any]]) -> list[html.Section]:
         _chart(
             f"gpu-{each.name}",
             title,
-            f"{title} of each GPU over time",
             t_ns,
             {f"GPU {gpu['index']}": (each, gpu[each.name]) for gpu in gpus},
         )
@@ -207,13 +209,12 @@ def _gpu_charts(gpus: Sequence[Mapping[str, Any]]) -> list[html.Section]:
 
 
 def _chart(
-    id: str, title: str, label: str, t_ns: Sequence[int], lines: Mapping[str, tuple[Quantity, Any]]
+    id: str, title: str, t_ns: Sequence[int], lines: Mapping[str, tuple[Quantity, Any]], revision: str = ""
 ) -> html.Section:
-    unit = next(iter(lines.values()))[0].unit
-    figure = figures.quantities(t_ns, lines, top=_FULL_PCT if unit.axis == "%" else None)
     names = [name.removeprefix("GPU ") for name in lines]
     key = legend(dict(zip(names, figures.LINES, strict=False))) if len(names) > 1 else None
-    return chart(id, title, figure, label, note=key, tall="low")
+    figure = figures.quantities(t_ns, lines, revision)
+    return chart(id, title, figure, f"{title} over time", note=key, tall="low")
 
 
 def _tabs(nodes: Sequence[Mapping[str, Any]], node: Mapping[str, Any], route: Route) -> list[dcc.Link]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dash import html
 
 from traceml_ray import text
-from traceml_ray.analysis.quantities import PROCESS, charts
+from traceml_ray.analysis.quantities import PROCESS
 from traceml_ray.analysis.step_sums import MAX_BINS
 from traceml_ray.reports.hangs import hangs
 from traceml_ray.store import query
@@ -18,7 +18,7 @@ from .. import figures
 from ..components import Columns, chart, facts, legend, link, node_link, panel, part, table
 from ..route import Route
 from ..values import by_stage, mean, number
-from .node import position, samples_of, timed
+from .node import position, quantity_charts, samples_of, timed
 
 if TYPE_CHECKING:
     from ..run_state import RunState
@@ -100,7 +100,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
             "Spans inside the stages, mean per step", part(html.Div(_spans(view["spans"]), id="rank-spans"))
         ),
     ]
-    if process := _process_charts(view["process"], route):
+    if process := view["process"] and quantity_charts("process", PROCESS, view["process"], route.key):
         body += [html.H2("Process"), html.Div(process, className="grid")]
     if view["stacks"]:
         stacks = part(html.Div([_stack(stack) for stack in view["stacks"]], id="rank-stacks"))
@@ -153,20 +153,6 @@ def _lines(view: Mapping[str, Any], stage: str) -> dict[str, Any]:
     """Return the lines of the chart of a stage."""
     shown = {"this rank": view["stages"][stage], "median rank": view["median"][stage]}
     return shown if view["host"] is None else {**shown, "its host": view["host"][stage]}
-
-
-def _process_charts(process: Mapping[str, Any], route: Route) -> list[html.Section]:
-    return [
-        chart(
-            f"process-{each.name}",
-            title,
-            figures.quantities(process["t_ns"], {each.name: (each, process[each.name])}, revision=route.key),
-            f"{title} of the process over time",
-            tall="low",
-        )
-        for title, (each, *_) in charts(PROCESS).items()
-        if any(value is not None for value in process[each.name] or ())
-    ]
 
 
 def _facts(rank: Mapping[str, Any]) -> dict[str, Any]:

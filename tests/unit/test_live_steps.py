@@ -20,7 +20,7 @@ from unit.test_step_history import LIMITS, rows
 
 from traceml_ray.analysis import step_numbers
 from traceml_ray.analysis.step_history import StepHistory
-from traceml_ray.dash_app.drawn import joined
+from traceml_ray.dash_app.session_cache import joined
 from traceml_ray.dash_app.source import StoredSource
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.reports.answers import Answers

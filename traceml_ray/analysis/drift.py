@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,7 +57,9 @@ def drift(evidence: Evidence, baseline: Baseline, thresholds: Thresholds) -> Dri
     steps, exposed = per_step(evidence)
     series, usual = np.column_stack([exposed, exposed.sum(axis=1)]), _Usual(baseline)
     best: tuple[float, int, int, Float, float] | None = None
-    for count in _tails(len(steps), thresholds):
+    stride = max(thresholds.stride_steps, _BLOCK)
+    tails = [*range(stride, len(steps), stride), len(steps)]
+    for count in tails if len(steps) >= max(thresholds.first_window_steps, _BLOCK) else ():
         extra, passes, step_ns = _measured(series, count, usual, thresholds)
         column = _column(extra, passes, usual, thresholds)
         weight = 0.0 if column is None else float(extra[column] * np.sqrt(count))
@@ -123,12 +124,6 @@ def _slow(evidence: Evidence, column: int, count: int, extra: Float, usual: _Usu
     rows = max(1, round(len(window.keys) / len(window.starts)))
     own = rows * evidence.rows.d[-count * rows :, :, at].sum(axis=2).mean(axis=0)
     return np.flatnonzero(own >= (usual.level[at] + extra[at] / 2).sum())
-
-
-def _tails(steps: int, thresholds: Thresholds) -> Iterator[int]:
-    if steps >= max(thresholds.first_window_steps, _BLOCK):
-        stride = max(thresholds.stride_steps, _BLOCK)
-        yield from (*range(stride, steps, stride), steps)
 
 
 def _extra(tail: Float, usual: _Usual) -> tuple[Float, float]:

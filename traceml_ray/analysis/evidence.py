@@ -105,25 +105,21 @@ def absurd(window: Window, thresholds: Thresholds) -> tuple[int, int] | None:
     d = window.d
     if not d.size or (d.min() >= 0 and d.max() <= limit // d.shape[2]):
         return None
-    for bad in _bad(d, limit):
-        if bad.any():
-            key, rank = np.unravel_index(int(np.argmax(bad)), bad.shape)
-            return int(key), int(rank)
-    return None
+    bad = _bad(d, limit)
+    key, rank = (int(at) for at in np.unravel_index(int(np.argmax(bad)), bad.shape))
+    return (key, rank) if bad[key, rank] else None
 
 
 def sane(window: Window, thresholds: Thresholds) -> Bool:
     """Return the rows (K,) in which no rank's is `absurd`."""
-    stages, whole = _bad(window.d, thresholds.max_step_ns)
-    fine: Bool = np.logical_not((stages | whole).any(axis=1))
+    fine: Bool = np.logical_not(_bad(window.d, thresholds.max_step_ns).any(axis=1))
     return fine
 
 
-def _bad(d: Int64, limit: int) -> tuple[Bool, Bool]:
-    """Return the rows (K, R) with an absurd stage, and those whose sum is absurd."""
-    stages: Bool = np.any((d < 0) | (d > limit), axis=2)
-    whole: Bool = d.sum(axis=2) > limit
-    return stages, whole
+def _bad(d: Int64, limit: int) -> Bool:
+    """Return the rows (K, R) with an absurd stage, or whose sum is absurd."""
+    bad: Bool = np.any((d < 0) | (d > limit), axis=2) | (d.sum(axis=2) > limit)
+    return bad
 
 
 @dataclass(frozen=True)

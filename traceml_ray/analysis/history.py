@@ -199,9 +199,7 @@ class RunJudge:
     def _warm(self, window: Window) -> Window:
         if self._first_step is None:
             self._first_step = window.first_step
-        if self._first_step is None:
-            return window
-        return window.since(self._first_step + self._thresholds.warmup_steps)
+        return window.since((self._first_step or 0) + self._thresholds.warmup_steps)
 
     def _short(self, window: Window) -> bool:
         """Whether `window` is too short to be judged, although enough ranks report."""

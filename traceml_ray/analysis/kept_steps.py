@@ -159,7 +159,7 @@ class KeptSteps:
     def fit(self) -> None:
         """Take no more room than is needed."""
         for store in self.stores():
-            store.resize(store.end)
+            store.resize(len(self._axis), store.end)
 
     def widen(self, ranks: Int64) -> None:
         """Let it be of these ranks (R,), ascending; those that there are stay."""
@@ -168,7 +168,7 @@ class KeptSteps:
         places = np.searchsorted(ranks, self._axis)
         self._axis = ranks
         for store in self.stores():
-            store.wider(places, len(ranks))
+            store.resize(len(ranks), len(store.steps), places)
         if self._bins and self._older:
             self._bins.narrower(self.kept)
             self._older.wider(places, len(ranks))

@@ -211,9 +211,10 @@ def per_second(t_ns: Sequence[int], counter: Sequence[float | None]) -> list[flo
     rates: list[float | None] = []
     before: tuple[int, float] | None = None
     for t, value in zip(t_ns, counter, strict=True):
-        grew = value is not None and before is not None and value >= before[1] and t > before[0]
-        rates.append(
-            (value - before[1]) / ((t - before[0]) / 1e9) if grew and value is not None and before else None
-        )
-        before = before if value is None else (t, value)
+        rate = None
+        if value is not None:
+            if before is not None and value >= before[1] and t > before[0]:
+                rate = (value - before[1]) / ((t - before[0]) / 1e9)
+            before = t, value
+        rates.append(rate)
     return rates

@@ -251,40 +251,26 @@ class RowTable:
 
     def _columns(self, keys: Int64) -> Places:
         """Return the columns of `keys`, made where they are new."""
-        known = self.keys
-        if not len(known) or keys[0] > known[-1]:
-            self._append(keys)
-            return slice(self._end - len(keys), self._end)
-        at = np.searchsorted(known, keys)
-        new = known[np.minimum(at, len(known) - 1)] != keys
-        if new.any():
-            if keys[new][0] > known[-1]:
-                self._append(keys[new])
-            else:
-                self._insert(keys[new])
+        at = np.searchsorted(self.keys, keys)
+        if at[-1] == self._end or (self._keys[at] != keys).any():
+            new = np.setdiff1d(keys, self.keys[at[0] :], assume_unique=True)
+            self._insert(new, int(np.searchsorted(self.keys, new[0])))
             at = np.searchsorted(self.keys, keys)
         return slice(int(at[0]), int(at[-1]) + 1) if at[-1] - at[0] == len(at) - 1 else at
 
-    def _append(self, keys: Int64) -> None:
-        end = self._end + len(keys)
+    def _insert(self, keys: Int64, first: int) -> None:
+        """Make columns for new `keys`; those from `first` on move."""
+        moved, end = self._keys[first : self._end].copy(), self._end + len(keys)
+        before = [each[:, first : self._end].copy() for each in self._cells()]
         if end > self._keys.size:
             self._resize(max(min(self.size, _MOST), 2 * end), np.arange(len(self.ranks)))
-        self._keys[self._end : end] = keys
+        self._keys[first:end] = np.sort(np.concatenate([moved, keys]))
         self._end = end
-
-    def _insert(self, keys: Int64) -> None:
-        """Make columns for new keys that are not all newer than the others: these move."""
-        first = int(np.searchsorted(self.keys, keys[0]))
-        moved = self._keys[first : self._end].copy()
-        tail = slice(first, self._end)
-        before = [each[:, tail].copy() for each in self._cells()]
-        self._append(keys)
-        after = slice(first, self._end)
-        self._keys[after] = np.sort(self._keys[after])
         at = np.searchsorted(self.keys, moved)
         for each, old in zip(self._cells(), before, strict=True):
-            each[:, after] = 0
-            each[:, at] = old
+            if len(moved):
+                each[:, first:end] = 0
+                each[:, at] = old
 
     def _cells(self) -> tuple[npt.NDArray[np.generic], ...]:
         return self._d, self._flags, self._usable, self._seen

@@ -35,17 +35,11 @@ class Spread(NamedTuple):
 
 def spread(values: Values, nodes: Sequence[str]) -> Spread:
     """Return the spread of `values` (R, C), R ≥ 1; `nodes` has the node of each rank."""
-    at: dict[str, list[int]] = {}
-    for place, node in enumerate(nodes):
-        at.setdefault(node, []).append(place)
-    per_node = np.empty((len(at), values.shape[1]))
-    order = {node: row for row, node in enumerate(at)}
-    sizes: dict[int, list[str]] = {}
-    for node, places in at.items():
-        sizes.setdefault(len(places), []).append(node)
-    for same in sizes.values():  # nodes of one size all at once: a job has a thousand of them
-        where = np.array([at[node] for node in same])
-        per_node[[order[node] for node in same]] = quantiles(np.swapaxes(values[where], 0, 1), (0.5,))[0]
+    at = by_name(nodes)
+    per_node, sizes = np.empty((len(at), values.shape[1])), np.array([len(places) for places in at.values()])
+    for size in np.unique(sizes):  # nodes of one size all at once: a job has a thousand of them
+        where = np.array([places for places in at.values() if len(places) == size])
+        per_node[sizes == size] = quantiles(np.swapaxes(values[where], 0, 1), (0.5,))[0]
     median = quantiles(values, (0.5,))[0]
     known = np.where(np.isnan(values), -np.inf, values)
     worst, largest = known.argmax(axis=0), known.max(axis=0)
@@ -61,6 +55,14 @@ def spread(values: Values, nodes: Sequence[str]) -> Spread:
         global_skew_pct=np.where(several, over_pct(largest, median), np.nan),
         node_skew_pct=np.where(seen.sum(axis=0) > 1, over_pct(slowest, fastest), np.nan),
     )
+
+
+def by_name(names: Sequence[str]) -> dict[str, list[int]]:
+    """Return the places of each name."""
+    at: dict[str, list[int]] = {}
+    for place, name in enumerate(names):
+        at.setdefault(name, []).append(place)
+    return at
 
 
 def over_pct(value: Values, base: Values) -> Float:

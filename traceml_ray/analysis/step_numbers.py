@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from traceml_ray.analysis.spread import Spread, Values, deviations, over_pct, quantiles, spread
+from traceml_ray.analysis.spread import Spread, Values, by_name, deviations, over_pct, quantiles, spread
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.step_sums import Columns
 from traceml_ray.analysis.window import Float
-from traceml_ray.stages import N_STAGES, STAGES, SYNC_WAIT
+from traceml_ray.stages import STAGES, SYNC_WAIT
 
 MAX_LINES = 1024
 """Of a job of more ranks, a line of the heatmap is a node."""
@@ -81,13 +81,10 @@ def _by_node(
     Return the busy time of each node, by its name: the median of its ranks, its slowest rank and by how much
     that is slower, and by how much the node is slower than the fastest one.
     """
-    at: dict[str, list[int]] = {}
-    for place, node in enumerate(nodes):
-        at.setdefault(node, []).append(place)
     median = dict(zip(apart.nodes, apart.per_node[:, 0].tolist(), strict=True))
     fastest = np.array(min((ms for ms in median.values() if ms == ms), default=np.nan))
     found = {}
-    for node, places in at.items():
+    for node, places in by_name(nodes).items():
         mine, middle = per_rank[places], np.array(median[node])
         worst = None if np.isnan(mine).all() else places[int(np.nanargmax(mine))]
         largest = np.array(np.nan if worst is None else per_rank[worst])
@@ -117,20 +114,14 @@ def columns(
     from_step = int(since[1]) if since and list(since[0]) == token else None
     made = history.columns(at, whole=whole, since=from_step)
     by_node = len(history.ranks) + min(max(0, world - len(history.ranks)), MAX_LINES) > MAX_LINES
-    lines: dict[str, list[int]] = {}
-    for place, node in enumerate(history.nodes):
-        lines.setdefault(node if by_node else str(place), []).append(place)
-    found = {
-        "token": token,
-        "since": from_step,
-        **_drawn(made, at, [*lines.values()], history.nodes, by_node),
-    }
-    ranks = history.ranks
+    ranks, nodes = history.ranks, history.nodes
+    lines = [*by_name(nodes).values()] if by_node else [[place] for place in range(len(ranks))]
+    found = {"token": token, "since": from_step, **_drawn(made, at, lines, nodes, by_node)}
     found["worst_rank"] = np.array([*ranks, -1])[found["worst_rank"]]
     if from_step is None:
-        first = [places[0] for places in lines.values()]
+        first = [places[0] for places in lines]
         found |= {"by": "node" if by_node else "rank", "ranks": [ranks[place] for place in first]}
-        found["nodes"] = [history.nodes[place] for place in first]
+        found["nodes"] = [nodes[place] for place in first]
     return found
 
 
@@ -138,12 +129,8 @@ def _drawn(
     made: Columns, stage: int | None, lines: list[list[int]], nodes: Sequence[str], by_node: bool
 ) -> dict[str, Any]:
     count = len(made.first)
-    if not len(made.busy) or not count:
-        none = np.empty(0)
-        empty: dict[str, Any] = dict.fromkeys(SERIES, none)
-        shape = len(lines), 0
-        return {**empty, "first": made.first, "last": made.last, "worst_rank": np.empty(0, np.int64),
-                "exposed": np.empty((0, N_STAGES)), "z": np.empty(shape, np.uint8)}  # fmt: skip
+    if not lines:  # as of one rank that has no step yet
+        made, nodes, by_node = made._replace(busy=np.empty((1, 0)), values=np.empty((1, 0))), [""], False
     low, middle, high = quantiles(made.busy, (0.1, 0.5, 0.9))
     apart = spread(made.busy, nodes)
     values: Values = made.values
@@ -167,14 +154,8 @@ def _drawn(
         "step_ms": steps,
         "steps_per_s": 1e3 / positive,
         "waiting_pct": 100 * made.exposed[:, SYNC_WAIT] / positive,
-        "z": deviations(values, of, middle),
+        "z": deviations(values, of, middle)[: len(lines)],
     }
-
-
-SERIES = (
-    *("median_ms", "p10_ms", "p90_ms", "worst_ms", "global_pct", "node_pct", "worst_over", "step_ms"),
-    *("steps_per_s", "waiting_pct"),
-)
 
 
 def busy(history: StepHistory, ranks: Sequence[int], most: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,9 @@ class Columns(NamedTuple):
 
 _BY_RANK = "busy", "d", "count"
 _BY_STEP = "first", "last", "exposed", "chained", "steps", "warm", "rows"
+# How columns are put together; what is not here is added up.
+_OF_STEPS: dict[str, np.ufunc] = {"first": np.minimum, "last": np.maximum}
+_OF_A_STEP = _OF_STEPS | dict.fromkeys(("steps", "chained", "warm"), np.minimum) | {"count": np.maximum}
 
 
 class StepSums:
@@ -54,9 +58,6 @@ class StepSums:
     def _by_rank(self) -> tuple[str, ...]:
         return _BY_RANK if self.idle is None else (*_BY_RANK, "idle")
 
-    def by_rank(self) -> list[Array]:
-        return [getattr(self, name) for name in self._by_rank]
-
     def have_idle(self) -> Array:
         """Return `idle`, made where there is none."""
         if self.idle is None:
@@ -69,109 +70,75 @@ class StepSums:
             self.have_idle()
             other.have_idle()
 
-    def by_step(self) -> list[Array]:
-        return [getattr(self, name) for name in _BY_STEP]
-
-    def sums(self) -> list[Array]:
-        return self.by_step()[2:]
-
-    def wider(self, places: Array, ranks: int) -> None:
-        """Make room for more ranks; those that are there move to `places`."""
-        for name in self._by_rank:
-            before = getattr(self, name)
-            after = np.zeros((ranks, *before.shape[1:]), before.dtype)
-            after[places] = before
-            setattr(self, name, after)
-
-    def add(self, at: int, of: StepSums, part: slice) -> None:
-        """Add some columns of another one, summed, to column `at`."""
-        self.like(of)
-        for mine, other in zip(self.by_rank(), of.by_rank(), strict=True):
-            mine[:, at] += other[:, part].sum(axis=1, dtype=mine.dtype)
-        self.first[at] = of.first[part][0] if not self.steps[at] else self.first[at]
-        self.last[at] = of.last[part][-1]
-        for mine, other in zip(self.sums(), of.sums(), strict=True):
-            mine[at] += other[part].sum(axis=0)
+    def columns(self) -> dict[str, Array]:
+        """Return every array with its columns first; views."""
+        by_rank = {name: getattr(self, name).swapaxes(0, 1) for name in self._by_rank}
+        return by_rank | {name: getattr(self, name) for name in _BY_STEP}
 
     def drop(self, n: int) -> None:
         """Forget the first `n` columns."""
         keep = self.end - n
-        for column in self.by_rank():
-            column[:, :keep] = column[:, n : self.end].copy()
-            column[:, keep:] = 0
-        for column in self.by_step():
+        for column in self.columns().values():
             column[:keep] = column[n : self.end].copy()
             column[keep:] = 0
         self.end = keep
+
+    def cut(self, end: int) -> None:
+        """Forget the columns from `end` on."""
+        for column in self.columns().values():
+            column[end : self.end] = 0
+        self.end = end
 
     def merged(self) -> StepSums:
         """Return it with one column for each step: a step has a row for each of its exchanges."""
         starts = np.flatnonzero(np.diff(self.first[: self.end], prepend=-1))
         if len(starts) == self.end:
             return self
-        made = StepSums(len(self.busy), len(starts))
-        made.end = len(starts)
-        made.busy[:], made.d[:] = (
-            np.add.reduceat(each[:, : self.end], starts, axis=1) for each in (self.busy, self.d)
-        )
-        if self.idle is not None:
-            made.have_idle()[:] = np.add.reduceat(self.idle[:, : self.end], starts, axis=1)
-        made.count[:] = np.maximum.reduceat(self.count[:, : self.end], starts, axis=1)
-        made.exposed[:] = np.add.reduceat(self.exposed[: self.end], starts, axis=0)
-        made.chained[:] = np.minimum.reduceat(self.chained[: self.end], starts)
-        made.warm[:] = np.minimum.reduceat(self.warm[: self.end], starts)
-        made.rows[:] = np.add.reduceat(self.rows[: self.end], starts)
-        made.first[:], made.last[:], made.steps[:] = self.first[starts], self.last[starts], 1
+        made = StepSums(len(self.busy))
+        made.like(self)
+        made.put(0, {name: column[: self.end] for name, column in self.columns().items()}, starts, _OF_A_STEP)
         return made
 
     def go_on(self, of: StepSums) -> None:
         """Add the first column of another one to the last, which is the beginning of the same step."""
-        at = self.end - 1
         self.like(of)
-        if self.idle is not None and of.idle is not None:
-            self.idle[:, at] += of.idle[:, 0]
-        self.busy[:, at] += of.busy[:, 0]
-        self.d[:, at] += of.d[:, 0]
-        self.count[:, at] |= of.count[:, 0]
-        self.exposed[at] += of.exposed[0]
-        self.chained[at] &= of.chained[0]
-        self.warm[at] &= of.warm[0]
-        self.rows[at] += of.rows[0]
+        at, others = self.end - 1, of.columns()
+        for name, mine in self.columns().items():
+            mine[at] = _OF_A_STEP.get(name, np.add)(mine[at], others[name][0])
 
     def extend(self, of: StepSums, part: slice) -> None:
         """Add some columns of another one at the end."""
-        new = slice(self.end, self.end + part.stop - part.start)
-        self.grow(new.stop)
         self.like(of)
-        for mine, other in zip(self.by_rank(), of.by_rank(), strict=True):
-            mine[:, new] = other[:, part]
-        for mine, other in zip(self.by_step(), of.by_step(), strict=True):
-            mine[new] = other[part]
-        self.end = new.stop
+        begin, others = self.end, of.columns()
+        self.grow(begin + part.stop - part.start)
+        for name, mine in self.columns().items():
+            mine[begin : self.end] = others[name][part]
 
-    def resize(self, size: int) -> None:
-        """Have room for so many columns, the first."""
-        for name in self._by_rank:
-            before = getattr(self, name)
-            setattr(self, name, np.zeros((len(before), size, *before.shape[2:]), before.dtype))
-            getattr(self, name)[:, : self.end] = before[:, : self.end]
+    def put(self, begin: int, of: Mapping[str, Array], starts: Int64, how: Mapping[str, np.ufunc]) -> None:
+        """Have, from column `begin` on, the columns of `of` put together, those from each of `starts` on."""
+        self.cut(begin)
+        self.grow(begin + len(starts))
+        for name, mine in self.columns().items():
+            ufunc, new = how.get(name, np.add), mine[begin : self.end]
+            ufunc.reduceat(of[name], starts, axis=0, dtype=mine.dtype, out=new)
+
+    def grow(self, end: int) -> None:
+        """Have `end` columns."""
+        if end > len(self.steps):
+            self.resize(len(self.busy), max(end, min(self.most, 2 * end)))
+        self.end = end
+
+    def resize(self, ranks: int, size: int, places: Any = slice(None)) -> None:
+        """Have room for so many ranks and columns; the ranks that are there move to `places`."""
+        end = min(self.end, size)
         for name in _BY_STEP:
             before = getattr(self, name)
             setattr(self, name, np.zeros((size, *before.shape[1:]), before.dtype))
-            getattr(self, name)[: self.end] = before[: self.end]
-
-    def grow(self, end: int) -> None:
-        """Have room for so many columns, at least."""
-        if end > len(self.steps):
-            self.resize(max(end, min(self.most, 2 * end)))
-
-    def cut(self, end: int) -> None:
-        """Forget the columns from `end` on."""
-        for column in self.by_rank():
-            column[:, end : self.end] = 0
-        for column in self.by_step():
-            column[end : self.end] = 0
-        self.end = end
+            getattr(self, name)[:end] = before[:end]
+        for name in self._by_rank:
+            before = getattr(self, name)
+            setattr(self, name, np.zeros((ranks, size, *before.shape[2:]), before.dtype))
+            getattr(self, name)[places, :end] = before[:, :end]
 
 
 class Block(StepSums):
@@ -192,50 +159,24 @@ class Bins(StepSums):
         self.width = 1
 
     def fold(self, of: StepSums, n: int) -> None:
-        """Add the first `n` columns of `of`, of one step each."""
-        done = 0
-        while done < n:
-            room = self.width - int(self.steps[self.end - 1]) if self.end else 0
-            if room > 0:
-                self.add(self.end - 1, of, slice(done, min(n, done + room)))
-                done += room
-            elif self.end >= self.most:
-                self._halve()
-            else:
-                bins = min(-(-(n - done) // self.width), self.most - self.end)
-                self._add_bins(of, np.arange(done, min(n, done + bins * self.width)))
-                done += bins * self.width
-
-    def _add_bins(self, of: StepSums, columns: Int64) -> None:
-        """Add bins of some columns of `of` that follow one another."""
-        at, end = columns[:: self.width], int(columns[-1]) + 1
-        new = slice(self.end, self.end + len(at))
-        self.grow(new.stop)
+        """Add the first `n` columns of `of`, of one step each; where there is no room, bins become wider."""
         self.like(of)
-        self.first[new], self.last[new] = of.first[at], of.last[np.minimum(at + self.width, end) - 1]
-        for mine, other in zip(self.by_rank(), of.by_rank(), strict=True):
-            mine[:, new] = np.add.reduceat(other[:, :end], at, axis=1, dtype=mine.dtype)
-        for mine, other in zip(self.sums(), of.sums(), strict=True):
-            mine[new] = np.add.reduceat(other[:end], at, axis=0)
-        self.end = new.stop
+        steps, begin, others = int(self.steps[: self.end].sum()) + n, max(0, self.end - 1), of.columns()
+        while steps > self.width * self.most:
+            self.width, begin = 2 * self.width, 0
+        both = {
+            name: np.concatenate([mine[begin : self.end], others[name][:n]])
+            for name, mine in self.columns().items()
+        }
+        before = np.cumsum(both["steps"]) - both["steps"]
+        starts = np.flatnonzero(np.diff(before // self.width, prepend=-1))
+        self.put(begin, both, starts, _OF_STEPS)
 
     def narrower(self, size: int) -> None:
         """Have no more than `size` columns."""
-        while self.end > size:
-            self._halve()
         self.most = size
-        self.resize(self.end)
-
-    def _halve(self) -> None:
-        self.width *= 2
-        at = np.arange(0, self.end, 2)
-        half = len(at)
-        self.first[:half], self.last[:half] = self.first[at], self.last[np.minimum(at + 1, self.end - 1)]
-        for column in self.by_rank():
-            column[:, :half] = np.add.reduceat(column[:, : self.end], at, axis=1)
-        for column in self.sums():
-            column[:half] = np.add.reduceat(column[: self.end], at, axis=0)
-        self.cut(half)
+        self.fold(self, 0)
+        self.resize(len(self.busy), self.end)
 
 
 def grouped(store: StepSums, part: slice, per: int, stage: int | None) -> tuple[Array, ...]:

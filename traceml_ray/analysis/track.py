@@ -82,10 +82,6 @@ class Clock:
         """Return when `step` of the last window began, ns."""
         return self.now_ns - int(self._step_ns[np.searchsorted(self.steps, step) :].sum())
 
-    def end_ns(self, step: int) -> int:
-        """Return when `step` of the last window ended, ns."""
-        return self.begin_ns(step + 1)
-
 
 class Track:
     """One finding, followed from window to window."""
@@ -156,7 +152,7 @@ class Track:
         if self._counted_to >= 0 and clock.skipped_ns:
             cost_ns += int(clock.skipped_ns * waited.sum() / max(evidence.total_ns, 1))
         if len(late):
-            self.last, self.last_ns = int(late[-1]), clock.end_ns(int(late[-1]))
+            self.last, self.last_ns = int(late[-1]), clock.begin_ns(int(late[-1]) + 1)
             self._after_ns = int(waited[steps > self.last].sum())
         else:
             self._after_ns += int(waited[new].sum())

@@ -36,7 +36,8 @@ def render_status(send: Callable[[bytes], bytes], folder: Path, holder: int | No
     parts.append(facts(("Nodes", ", ".join(lost))))
     parts.append(ledger_lines(ledger))
     parts.append(_counts("Swallowed errors", _errors(status["errors"], nodes, processes)))
-    parts.append(_counts("Not measured", _missing(processes)))
+    missing = Counter(f"{name}: {why}" for process in processes for name, why in process.missing.items())
+    parts.append(_counts("Not measured", missing))
     return page(parts)
 
 
@@ -79,10 +80,6 @@ def _errors(own: dict[str, int], nodes: list[NodeInfo], processes: list[RankProc
     for source, errors in sources:
         found.update({f"{source}, {place}": count for place, count in errors.items()})
     return found
-
-
-def _missing(processes: list[RankProcess]) -> dict[str, int]:
-    return Counter(f"{name}: {why}" for process in processes for name, why in process.missing.items())
 
 
 def _counts(title: str, counts: dict[str, int]) -> list[str]:

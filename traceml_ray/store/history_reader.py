@@ -89,9 +89,11 @@ class HistoryReader:
 
     def _kept(self) -> Reduction | None:
         """Return what folded rows come to, None where that is not known."""
-        run = None
+        run, body = None, self.session.kept()
+        if body is None:
+            return None
         with contextlib.suppress(ValueError):  # of another version: then there are the rows that are left
-            run = unpack(self.session.kept(), self.session.rows(last=1)[0])
+            run = unpack(body, self.session.rows(last=1)[0])
         if run is not None:
             run.replay = None
         return run

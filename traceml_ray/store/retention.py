@@ -99,7 +99,8 @@ class Retention:
                 break
         if not found:
             return True
-        last = {process: self._last_of(process) for process in {chunk.process for chunk in found}}
+        query = "SELECT max(id) FROM chunk WHERE process = ?"
+        last = {process: self._one(query, process) for process in {chunk.process for chunk in found}}
         before = [self._left[process] for process in last if process in self._left]
         chunks = [chunk for at in sorted(before) for chunk in self._chunks("id = ?", at)]
         chunks += [chunk for chunk in found if chunk.id != last[chunk.process]]
@@ -121,10 +122,6 @@ class Retention:
     def _chunks(self, where: str, *values: int) -> Iterator[_Chunk]:
         query = f"SELECT {', '.join(_Chunk._fields)} FROM chunk WHERE {where}"
         return (_Chunk(*row) for row in self._connection.execute(query, values))
-
-    def _last_of(self, process: int) -> int:
-        query = "SELECT max(id) FROM chunk WHERE process = ?"
-        return int(self._connection.execute(query, (process,)).fetchone()[0])
 
     def fold(self) -> dict[str, int]:
         """Write what was absorbed within the caller's transaction, delete it; return the new cursors."""
@@ -212,7 +209,7 @@ class Retention:
         query = f"SELECT {', '.join(LISTS['rollup'])} FROM rollup ORDER BY process, id"
         merged = []
         for process, sums in groupby(self._connection.execute(query), key=lambda each: each[0]):
-            merged += list(_merged(sums, total[process] // share))
+            merged += _merged(sums, total[process] // share)
         self._connection.execute("DELETE FROM rollup")
         write(self._connection, insert("rollup"), merged)
 
@@ -245,8 +242,8 @@ class Retention:
         names = "count = ?, total_ns = ?, max_ns = ?, first_step = ?, last_step = ?, bytes = ?"
         self._connection.executemany(f"UPDATE span SET {names} WHERE id = ?", found)
 
-    def _one(self, query: str) -> Any:
-        return self._connection.execute(query).fetchone()[0]
+    def _one(self, query: str, *values: int) -> Any:
+        return self._connection.execute(query, values).fetchone()[0]
 
 
 @dataclass
@@ -297,16 +294,14 @@ def _sums(by_process: dict[int, list[_Chunk]]) -> list[tuple[Any, ...]]:
     return found
 
 
-def _merged(sums: Iterable[tuple[Any, ...]], most: int) -> Iterator[tuple[Any, ...]]:
-    """Yield the sums of one rank process, neighbours added up to `most` rows."""
-    whole: tuple[Any, ...] | None = None
+def _merged(sums: Iterable[tuple[Any, ...]], most: int) -> list[tuple[Any, ...]]:
+    """Return the sums of one rank process, neighbours added up to `most` rows."""
+    merged: list[tuple[Any, ...]] = []
     for each in sums:
-        if whole is not None and whole[2] + each[2] <= most:
+        if merged and merged[-1][2] + each[2] <= most:
+            whole = merged[-1]
             stages = np.frombuffer(whole[5], "<i8") + np.frombuffer(each[5], "<i8")
-            whole = (*whole[:2], whole[2] + each[2], whole[3], each[4], stages.tobytes())
+            merged[-1] = (*whole[:2], whole[2] + each[2], whole[3], each[4], stages.tobytes())
         else:
-            if whole is not None:
-                yield whole
-            whole = each
-    if whole is not None:
-        yield whole
+            merged.append(each)
+    return merged

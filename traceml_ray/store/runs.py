@@ -83,48 +83,36 @@ def list_runs(
     `ended_at` (ns), `world_size`, `nnodes`, `attempts`, `label` of its verdict (`labels`: the last live
     ones), `ledger` in rows.
     """
-    runs, told = by_run(processes), meta.get("runs", {})
-    ids = {**runs, **told}
-    return [
-        _entry(run, runs.get(run, []), told.get(run, {}), meta, labels, own=is_own(run, ids, meta))
-        for run in ids
-    ]
+    runs, every = by_run(processes), meta.get("runs", {})
+    found = []
+    for run in (ids := {**runs, **every}):
+        own, told = runs.get(run, []), every.get(run, {})
+        said = {**meta, **told} if is_own(run, ids, meta) else told
+        status = status_of(own, told, meta)
+        ended = told.get("ended_at") or meta.get("ended_at")
+        if not ended and status == "ended":
+            ended = max(process.last_seen_ns for process in own)
+        first = min((process.first_seen_ns for process in own), default=None)
+        entry = {
+            "id": run,
+            "name": told.get("name") or run,
+            "launcher": told.get("launcher") or meta.get("launcher"),
+            "status": status,
+            "started_at": said.get("started_at") or first,
+            "ended_at": ended,
+            "world_size": world_size(shown(own), said.get("world_size")) or None,
+            "nnodes": said.get("nnodes"),
+            "attempts": len({attempt_of(process) for process in own}),
+            "label": told.get("label") or labels.get(run),
+            "ledger": count(own),
+        }
+        found.append(entry)
+    return found
 
 
 def is_own(run: str | None, runs: Sized, meta: Mapping[str, Any]) -> bool:
     """Whether what the launcher said of the session holds for `run`, one of `runs`: it is made for one."""
     return len(runs) <= 1 or run == meta.get("session")
-
-
-def _entry(
-    run: str,
-    processes: list[RankProcess],
-    told: Mapping[str, Any],
-    meta: Mapping[str, Any],
-    labels: Mapping[str, str],
-    *,
-    own: bool,
-) -> dict[str, Any]:
-    """What is known of one run; what was said of the session holds for its `own` run."""
-    said = {**meta, **told} if own else told
-    status = status_of(processes, told, meta)
-    ended = told.get("ended_at") or meta.get("ended_at")
-    if not ended and status == "ended":
-        ended = max(process.last_seen_ns for process in processes)
-    first = min((process.first_seen_ns for process in processes), default=None)
-    return {
-        "id": run,
-        "name": told.get("name") or run,
-        "launcher": told.get("launcher") or meta.get("launcher"),
-        "status": status,
-        "started_at": said.get("started_at") or first,
-        "ended_at": ended,
-        "world_size": world_size(shown(processes), said.get("world_size")) or None,
-        "nnodes": said.get("nnodes"),
-        "attempts": len({attempt_of(process) for process in processes}),
-        "label": told.get("label") or labels.get(run),
-        "ledger": count(processes),
-    }
 
 
 def count(processes: Iterable[RankProcess]) -> dict[str, Any]:

@@ -38,8 +38,8 @@ _KEYED = {
 """Tables with one row for each value of their first column."""
 _MAX_VALUES = 999
 """Of one statement; newer versions of SQLite take more."""
-_INDEXES = {"chunk": "process, id", "process_sample": "process, id", "node_sample": "node_id, id",
-            "span": "process, last_step"}  # fmt: skip
+_INDEXES = {"chunk": "process, id", "node_sample": "node_id, id", "span": "last_step"}
+"""With one by rank process each commit writes a page for every rank: of rows it is needed, else left out."""
 
 
 def insert(table: str) -> str:

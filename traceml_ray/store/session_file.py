@@ -124,7 +124,7 @@ class SessionFile(SampleReader):
         return self._dicts(
             f"SELECT s.global_rank AS rank, d.process AS process, d.name, d.stage, {', '.join(sums)}, "
             "max(d.max_ns) AS max_ns, min(d.first_step) AS first_step, max(d.last_step) AS last_step "
-            "FROM rank_process s CROSS JOIN span d ON d.process = s.id "  # in this order, by the index
+            "FROM span d CROSS JOIN rank_process s ON d.process = s.id "  # in this order, by the index
             "WHERE (s.job_id IS NULL OR s.job_id = ?3) AND s.id = coalesce(?4, s.id) AND d.last_step >= ?1 "
             "GROUP BY 1, 2, 3, 4 ORDER BY total_ns DESC",
             *(first, last, self.run_id(), process),
@@ -151,10 +151,9 @@ class SessionFile(SampleReader):
             event["data"] = json.loads(event["data"])
         return events, top
 
-    def told(self) -> list[tuple[str, str, int, str]]:
+    def told(self) -> list[tuple[Any, ...]]:
         """Return (run, kind, t_ns, message) of the events that are of a run, not of a rank or a node."""
-        found = self._all("SELECT run, kind, t_ns, message FROM event WHERE run IS NOT NULL")
-        return [(run, kind, t_ns, message) for run, kind, t_ns, message in found]
+        return self._all("SELECT run, kind, t_ns, message FROM event WHERE run IS NOT NULL")
 
     def verdicts(self, since: int = 0) -> tuple[list[dict[str, Any]], int]:
         """Return every change of the run's live verdict, as dicts with `t_ns` and the verdict's fields."""
