@@ -258,7 +258,7 @@ def watched(env: Any, **options: Any) -> tuple[list[list[int]], RankAgent, list[
     env.sync()
     agent.instrumentation.remove()
     env.close(agent)
-    missing = relay.taken[-1].missing.get(device_use.NAME)
+    missing = relay.taken[-1].missing.get(device_use.DEVICE_CLOCK)
     if missing:
         raise RuntimeError(missing)
     return rows_of(relay.taken), agent, losses

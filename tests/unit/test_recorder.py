@@ -28,6 +28,7 @@ from traceml_ray.agent.ring import StepRing
 from traceml_ray.stages import (
     BACKWARD,
     FLAG_COUPLED,
+    FLAG_DEVICE_CLOCK,
     FLAG_FIRST,
     FLAG_NO_BACKWARD,
     FLAG_NO_DATA,
@@ -38,6 +39,7 @@ from traceml_ray.stages import (
     N_STAGES,
     POST_SYNC,
     PREPARE,
+    ROW_BYTES,
     SEGMENT_BITS,
     SYNC_WAIT,
 )
@@ -669,6 +671,28 @@ def test_drain_takes_rows_in_order_across_the_end_of_the_buffer() -> None:
         first, keys, flags, rows = ring.drain(1)
         assert (first, struct.unpack("<q", keys), flags) == (number, (number,), b"\0")
         assert struct.unpack(f"<{N_STAGES}q", rows) == (number,) * N_STAGES
+
+
+def test_host_rows_are_in_every_batch_while_the_device_clock_goes_on() -> None:
+    """So rows without the device's times are known to be no rows of a rank without a device clock."""
+    ring, row = StepRing(8), [1] * N_STAGES
+
+    def hosts() -> int:
+        return len(ring.drain_hosts(8)[4]) // ROW_BYTES
+
+    ring.push(0, 0, row)
+    assert hosts() == 0
+    ring.push(1, FLAG_DEVICE_CLOCK, row, row, bytes(3))
+    assert hosts() == 1
+    ring.push(2, 0, row)
+    assert hosts() == 1
+    ring.push(3, 0, row)
+    ring.end_hosts()
+    ring.push(4, 0, row)
+    assert hosts() == 2
+    ring.push(5, 0, row)
+    assert hosts() == 0
+    assert ring.row_bytes == 9 + ROW_BYTES
 
 
 FORWARDS = {

@@ -14,12 +14,10 @@ from traceml_ray.agent.patch.sharded_waits import ShardedWaits
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.errors import said
-from traceml_ray.wire import OpenStage
+from traceml_ray.wire import DEVICE_CLOCK, OpenStage
 
 CONFIRMED = False
 """A real device has run `benchmarks/gpu.py` with every section green: then `auto` is on."""
-NAME = "device clock"
-"""What `missing` says why under."""
 _GRAPHS = "a mark inside the capture of a CUDA graph is made once: a step that is only replayed has no row"
 CLOSE_WAIT_S = 0.2
 _POLL_S = 0.005
@@ -77,7 +75,7 @@ class DeviceUse:
             self._waits = ShardedWaits(strategy, self._recorder, clock, self._ours.patcher)
             clock.sharded = True
         if clock.stopped:
-            self._ours.missing[NAME] = clock.stopped
+            self._ours.missing[DEVICE_CLOCK] = clock.stopped
         else:
             self.clock = clock
             self._recorder.use(clock)
@@ -113,9 +111,11 @@ class DeviceUse:
                 self._ours.errors.note("device clock", error)
                 why = said(error)
         if why:
-            self._ours.missing[NAME] = why[:200]
+            self._ours.missing[DEVICE_CLOCK] = why[:200]
         elif os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
-            self._ours.missing[f"{NAME}: lead"] = "CUDA_LAUNCH_BLOCKING=1: no host is ahead of its device"
+            self._ours.missing[f"{DEVICE_CLOCK}: lead"] = (
+                "CUDA_LAUNCH_BLOCKING=1: no host is ahead of its device"
+            )
 
     def _refusal(self, torch: Any, devices: set[Any]) -> str:
         kinds = sorted({device.type for device in devices})
@@ -142,7 +142,7 @@ class DeviceUse:
         if self._recorder.exchange.inferred:
             self.clock.fail("gradients are not exchanged by DDP or FSDP")
         if self.clock.stopped:
-            self._ours.missing[NAME] = (
+            self._ours.missing[DEVICE_CLOCK] = (
                 f"off since step {self._recorder.steps.rows.step}: {self.clock.stopped}"[:200]
             )
             self._leave()
@@ -157,6 +157,7 @@ class DeviceUse:
         if self._waits is not None:
             self._waits.stop()
         if left := self._recorder.leave_device():
+            self._ring.end_hosts()
             self.clock = None
         if clock is not None:
             self._count(clock)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from traceml_ray.stages import FLAG_DEVICE_CLOCK, LEAD_BYTES, LEAD_UNKNOWN, N_STAGES, ROW_BYTES
+from traceml_ray.stages import LEAD_BYTES, LEAD_UNKNOWN, N_STAGES, ROW_BYTES
 
 _ROW = struct.Struct(f"<qq{N_STAGES}q")  # key, flags, stages
 _NO_LEAD = bytes([LEAD_UNKNOWN] * LEAD_BYTES)
@@ -24,6 +24,7 @@ class StepRing:
         self._capacity = capacity
         self._buffer = bytearray(capacity * _ROW.size)
         self._hosts = bytearray()  # of rows on a device's clock; none before there is one
+        self._hosts_end = 1 << 62  # rows from this number on have none
         self._head = 0  # rows accepted so far; written by the producer only
         self._tail = 0  # rows taken so far; written by the consumer only
         self.dropped = 0
@@ -36,7 +37,7 @@ class StepRing:
     @property
     def row_bytes(self) -> int:
         """What a row takes in a batch."""
-        return 9 + ROW_BYTES + (_HOST.size if self._hosts else 0)
+        return 9 + ROW_BYTES + (_HOST.size if self._hosts and self._tail < self._hosts_end else 0)
 
     def push(
         self, key: int, flags: int, row: Sequence[int], host: Sequence[int] = (), leads: bytes = _NO_LEAD
@@ -65,6 +66,10 @@ class StepRing:
             _, _, *row = _ROW.unpack_from(self._buffer, at * _ROW.size)
             _HOST.pack_into(self._hosts, at * _HOST.size, *row, _NO_LEAD)
 
+    def end_hosts(self) -> None:
+        """The device's clock is over: rows that come have no host row."""
+        self._hosts_end = min(self._head, self._hosts_end)
+
     def drain(self, limit: int) -> tuple[int, bytes, bytes, bytes]:
         """
         Take up to `limit` rows out: (number of the first, keys, flags, rows).
@@ -75,21 +80,20 @@ class StepRing:
         return first, keys, flags, rows
 
     def drain_hosts(self, limit: int) -> tuple[int, bytes, bytes, bytes, bytes, bytes]:
-        """As `drain`, and the columns `host_rows` and `leads`: empty where no row is on a device's clock."""
+        """As `drain`, and the columns `host_rows` and `leads`: empty where there is no device's clock."""
         first = self._tail
         last = min(self._head, first + limit)
         keys, flags, rows = bytearray(), bytearray(), bytearray()
         hosts, leads = bytearray(), bytearray()
+        hosted = self._hosts and first < self._hosts_end
         for number in range(first, last):
             start = number % self._capacity * _ROW.size
             keys += self._buffer[start : start + 8]
             flags.append(self._buffer[start + 8])
             rows += self._buffer[start + 16 : start + 16 + ROW_BYTES]
-            if self._hosts:
+            if hosted:
                 start = number % self._capacity * _HOST.size
                 hosts += self._hosts[start : start + ROW_BYTES]
                 leads += self._hosts[start + ROW_BYTES : start + _HOST.size]
         self._tail = last
-        if not any(flag & FLAG_DEVICE_CLOCK for flag in flags):
-            hosts, leads = bytearray(), bytearray()
         return first, bytes(keys), bytes(flags), bytes(rows), bytes(hosts), bytes(leads)
