@@ -14,6 +14,7 @@ from traceml_ray.dash_app.source import SourceError
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.stages import (
     DATA,
+    FLAG_COUPLED,
     FLAG_DEVICE_CLOCK,
     FLAG_FIRST,
     FORWARD,
@@ -85,6 +86,8 @@ class Played:
         self._late_ms, self._jitter, self._gpus = late_ms, jitter_ms, gpus
         self._rng = np.random.default_rng(seed)
         self._who, self._per_node, self._device = who, per_node, device
+        self.clock_from = 0
+        """What a rank sends before this step has no times of its device."""
         self._seconds = 0
         self._held: dict[int, list[bytes]] = {}
         self.begin()
@@ -174,6 +177,9 @@ class Played:
             leads[late, LATE], leads[late, SURE] = 1 << self.stage, 0
         flags = np.full(n, FLAG_DEVICE_CLOCK, np.uint8)
         flags[: not rank.produced] |= FLAG_FIRST
+        if self.step < self.clock_from:
+            flags = flags & FLAG_FIRST | FLAG_COUPLED
+            return {"flags": flags.tobytes()}
         return {"host_rows": host.tobytes(), "leads": leads.tobytes(), "flags": flags.tobytes()}
 
     def _sample(self, node: int) -> wire.NodeSample:

@@ -225,6 +225,18 @@ class TestTelemetry:
         verdict = judge(window(d, flags=flags))
         assert (verdict.label, verdict.stage, verdict.rank) == ("straggler", "data", 2)
 
+    @pytest.mark.parametrize("off", [slice(0, 12), slice(40, 50), slice(5, 30, 3)])
+    def test_rows_without_the_devices_clock_are_left_out_where_most_have_it(self, off: slice):
+        """A device clock begins after some steps, may end before the last, and has no times of some."""
+        flags = np.full((50, 4), FLAG_DEVICE_CLOCK)
+        flags[off] = FLAG_COUPLED
+        d = LATE_DATA.copy()
+        d[off] = BALANCED[off]
+        verdict = judge(window(d, flags=flags))
+        assert (verdict.label, verdict.stage, verdict.rank) == ("straggler", "data", 2)
+        flags[:30] = FLAG_COUPLED
+        assert judge(window(d, flags=flags)).label == "accounting_only"
+
 
 class TestInferredExchange:
     def judge(self, d, flags=0):

@@ -40,7 +40,6 @@ from traceml_ray.store.kept import pack, unpack
 from traceml_ray.store.session_file import SessionFile
 
 DEVICE = FLAG_DEVICE_CLOCK
-NO_LEADS = np.full((1, LEAD_BYTES), LEAD_UNKNOWN, np.uint8)
 
 
 def columns(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -70,8 +69,7 @@ def test_chunks_come_to_the_rows_that_went_in(chunks: list[tuple[int, str]]) -> 
             assert own_host is own_leads is None
             continue
         assert own_host is not None and (own_host == host).all()
-        assert (own_leads is None) == (kind == "host")
-        assert own_leads is None or (own_leads == leads).all()
+        assert own_leads is not None and (own_leads == (leads if kind == "both" else LEAD_UNKNOWN)).all()
 
 
 def wide(n: int, seed: int = 0) -> np.ndarray:
@@ -163,6 +161,7 @@ def test_idle_share_counts_every_step_also_of_those_that_are_summed_up(piece: in
     rows[:, :, -1] = 0
     rows[3, late, -1] = 1 << FORWARD
     rows[4, :, -1] = -1
+    rows[5, ::3, -1] = from_wire([(bytes(48), bytes(48), b"")])[0, -1]
     flags = np.full((ranks, steps), DEVICE, np.uint8)
     flags[4] = 0
     history, keys = StepHistory(LIMITS), np.arange(steps) << SEGMENT_BITS
@@ -176,6 +175,8 @@ def test_idle_share_counts_every_step_also_of_those_that_are_summed_up(piece: in
     idle[3] += 7 * MS * late[warm].sum()
     share = idle / rows[:, warm, :N_STAGES].sum(axis=(1, 2))
     share[4] = np.nan
+    known = rows[5, warm][rows[5, warm, -1] == 0]
+    share[5] = known[:, DATA].sum() / known[:, :N_STAGES].sum()
     stats = history.stats()
     assert stats is not None and stats.steps == steps - LIMITS.warmup_steps
     assert stats.idle() == pytest.approx(share, rel=1e-4, nan_ok=True)
@@ -195,17 +196,15 @@ def test_history_of_ranks_without_a_device_clock_has_no_idle_times() -> None:
     assert [store.idle for store in history.stores()] == [None]
 
 
-def test_leads_of_a_window_are_known_where_those_of_each_row_are() -> None:
-    rows = wide(6)
-    flags = np.array([DEVICE, DEVICE, 0, DEVICE, DEVICE, DEVICE], np.uint8)
-    unknown = from_wire([(bytes(48), bytes(48), NO_LEADS.tobytes())])[0, -1]
-    rows[2, -1] = unknown
-    assert beside(rows, flags)[1] is not None, "that row is not on a device's clock"
-    rows[3, -1] = unknown
+def test_leads_that_are_not_known_stay_unknown_in_a_window() -> None:
+    rows, flags = wide(4), np.array([DEVICE, DEVICE, 0, DEVICE], np.uint8)
+    rows[1] = from_wire([(bytes(48), bytes(48), b"")])[0]
+    rows[2] = widen(rows[2, :N_STAGES])
     host, leads = beside(rows, flags)
-    assert host is not None and leads is None
-    rows[4] = widen(rows[4, :N_STAGES])
-    assert beside(rows, flags) == (None, None)
+    assert host is not None and leads is not None
+    assert (leads == LEAD_UNKNOWN).all(axis=1).tolist() == [False, True, True, False]
+    rows[3] = widen(rows[3, :N_STAGES])
+    assert beside(rows, flags) == (None, None), "a row on a device's clock of which the host's is not known"
 
 
 def test_statistics_that_are_kept_have_the_host_rows_that_wait_for_another_rank() -> None:
@@ -345,6 +344,30 @@ def test_report_judges_device_rows_as_the_live_verdict_does(node: Node) -> None:
     sample = whole and whole.judged.sample()
     assert sample is not None
     node.check(sample)
+
+
+def test_run_whose_device_clock_began_after_some_steps_is_judged_live_and_afterwards(node: Node) -> None:
+    node.played.clock_from = 60
+    node.play(20)
+    live = ask(node.core, "verdict")
+    with SessionFile(node.core.folder.sqlite) as file:
+        stored = summarize(file, LIMITS)["verdict"]
+    for verdict in (live, stored):
+        assert (verdict["label"], verdict["stage"], verdict["rank"]) == ("straggler", "data", 1)
+
+
+def test_rank_without_a_device_clock_among_others_is_reported(node: Node) -> None:
+    node.played.late = None
+    both, (first, second) = node.played._beside, node.played.ranks
+    coupled = {"flags": np.full(20, FLAG_COUPLED, np.uint8).tobytes()}
+    node.played._beside = lambda rank, rows: both(rank, rows) if rank is first else coupled  # type: ignore[method-assign]
+    node.play(10)
+    live = ask(node.core, "verdict")
+    with SessionFile(node.core.folder.sqlite) as file:
+        stored = summarize(file, LIMITS)["verdict"]
+    for verdict in (live, stored):
+        assert verdict["label"] == "telemetry_limited" and "(the CPU's: rank 1)" in verdict["why"]
+    assert second.produced == 200
 
 
 def test_restarted_aggregator_has_the_host_rows_of_before(node: Node) -> None:

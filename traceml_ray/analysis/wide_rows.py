@@ -48,10 +48,9 @@ def without_device(rows: Int64, flags: UInt8) -> Bool:
 
 def beside(rows: Int64, flags: UInt8) -> tuple[Int64 | None, UInt8 | None]:
     """
-    Return the host rows (…, 6) and leads (…, 3) of `rows` (…, 6 or WIDTH).
+    Return the host rows (…, 6) and leads (…, 3; LEAD_UNKNOWN where not known) of `rows` (…, 6 or WIDTH).
 
-    Both are None where rows on a device's clock have no host row, or there are none; leads also where one of
-    them is not known.
+    Both are None where rows on a device's clock have no host row, or there are none.
     """
     if not is_wide(rows):
         return None, None
@@ -59,10 +58,7 @@ def beside(rows: Int64, flags: UInt8) -> tuple[Int64 | None, UInt8 | None]:
     known = packed[flags & FLAG_DEVICE_CLOCK != 0]
     if not len(known) or known.min() < 0:
         return None, None
-    host = rows[..., N_STAGES:-1].copy()
-    if (known == _UNKNOWN).any():
-        return host, None
-    return host, (packed[..., None] >> _SHIFTS).astype(np.uint8)
+    return rows[..., N_STAGES:-1].copy(), (packed[..., None] >> _SHIFTS).astype(np.uint8)
 
 
 def _stages(parts: Sequence[bytes]) -> Int64:
