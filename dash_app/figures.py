@@ -30,8 +30,8 @@ STAGES = {
     "backward": "#3b6fc4",
     "sync_wait": "#8b939c",
 }
-BLUE, ORANGE, RED, GREY, ROSE = "#3b82c4", "#d9731a", "#d03b3b", "#8b939c", "#c2568f"
-LINES = (BLUE, ORANGE, "#1b9696", "#9a63b8", "#86891c", ROSE, "#6b7785", "#5a9e3c")
+BLUE, ORANGE, RED, GREY, ROSE, GREEN = "#3b82c4", "#d9731a", "#d03b3b", "#8b939c", "#c2568f", "#5a9e3c"
+LINES = (BLUE, ORANGE, "#1b9696", "#9a63b8", "#86891c", ROSE, "#6b7785", GREEN)
 FONT = (
     "-apple-system, BlinkMacSystemFont, 'Segoe UI', Roboto, 'Noto Sans', 'Liberation Sans', Arial, sans-serif"
 )

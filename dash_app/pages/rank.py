@@ -136,12 +136,12 @@ def _stage_charts(view: Mapping[str, Any], route: Route) -> list[html.Section]:
                 _lines(view, name),
                 "ms",
                 unit="ms",
-                colours=(colour, figures.ROSE, figures.GREY),
+                colours=(colour, figures.ROSE, figures.GREEN),
                 dashed="median rank",
                 revision=route.key,
             ),
             f"Time in {name} by step, this rank and the median rank",
-            note=legend(dict(zip(_lines(view, name), (colour, figures.ROSE, figures.GREY), strict=False))),
+            note=legend(dict(zip(_lines(view, name), (colour, figures.ROSE, figures.GREEN), strict=False))),
             tall="low",
         )
         for name, colour in figures.STAGES.items()
