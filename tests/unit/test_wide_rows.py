@@ -347,13 +347,20 @@ def test_report_judges_device_rows_as_the_live_verdict_does(node: Node) -> None:
 
 
 def test_run_whose_device_clock_began_after_some_steps_is_judged_live_and_afterwards(node: Node) -> None:
-    node.played.clock_from = 60
+    node.played.clock_from = 100
     node.play(20)
     live = ask(node.core, "verdict")
     with SessionFile(node.core.folder.sqlite) as file:
-        stored = summarize(file, LIMITS)["verdict"]
+        stored, whole = summarize(file, LIMITS)["verdict"], reduce(file, LIMITS)
     for verdict in (live, stored):
         assert (verdict["label"], verdict["stage"], verdict["rank"]) == ("straggler", "data", 1)
+    sample = whole and whole.judged.sample()
+    assert sample is not None and sample.flags[0, 0] & FLAG_COUPLED
+    assert sample.host is not None and sample.leads is not None
+    since = sample.since(101)
+    for rank in range(2):
+        sent = node.rows(rank, "host_rows")[since.steps - 101]  # the first that was sent is that of step 100
+        assert since.host is not None and (since.host[:, rank] == sent).all()
 
 
 def test_rank_without_a_device_clock_among_others_is_reported(node: Node) -> None:

@@ -6,18 +6,16 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from traceml_ray.stages import INFERRED, SEGMENT_BITS
+from traceml_ray.stages import INFERRED, LEAD_BYTES, LEAD_UNKNOWN, SEGMENT_BITS
 
 Int64 = npt.NDArray[np.int64]
 UInt8 = npt.NDArray[np.uint8]
 Bool = npt.NDArray[np.bool_]
 Float = npt.NDArray[np.float64]
-_Number = TypeVar("_Number", np.int64, np.uint8)
 Group = tuple[int, int]
 """Ranks that exchange gradients with each other: the lowest of them, and how many they are."""
 MAX_MISSING = 64
@@ -217,21 +215,23 @@ def starts_of(keys: Int64) -> Int64:
 
 def joined(pieces: Sequence[Window]) -> Window:
     """Return pieces of a run that follow one another as one window, of the ranks of the last."""
+    hosts = [piece.d if piece.host is None else piece.host for piece in pieces]
+    leads = [_no_leads(piece.flags) if piece.leads is None else piece.leads for piece in pieces]
+    known = any(piece.host is not None for piece in pieces)  # of one without, the rows are the host's
     return replace(
         pieces[-1],
         keys=np.concatenate([piece.keys for piece in pieces]),
         d=np.concatenate([piece.d for piece in pieces]),
         flags=np.concatenate([piece.flags for piece in pieces]),
         lacking=np.concatenate([piece.lacking for piece in pieces]),
-        host=_all_of([piece.host for piece in pieces]),
-        leads=_all_of([piece.leads for piece in pieces]),
+        host=np.concatenate(hosts) if known else None,
+        leads=np.concatenate(leads) if known else None,
     )
 
 
-def _all_of(parts: Sequence[npt.NDArray[_Number] | None]) -> npt.NDArray[_Number] | None:
-    """Return the parts as one, None where one of them is."""
-    there = [part for part in parts if part is not None]
-    return np.concatenate(there) if len(there) == len(parts) else None
+def _no_leads(flags: UInt8) -> UInt8:
+    """Return leads (K, R, 3) that are not known, of rows (K, R)."""
+    return np.full((*flags.shape, LEAD_BYTES), LEAD_UNKNOWN, np.uint8)
 
 
 def missing_of(world: int, live: Iterable[int], most: int = MAX_MISSING) -> list[int]:
