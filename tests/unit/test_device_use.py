@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -159,3 +160,16 @@ def test_rows_that_the_device_is_not_done_with_at_the_end_go_out_and_are_counted
     final = pipe.batches()[-1]
     assert final.final and sum(len(batch.flags) for batch in pipe.batches()) == 1
     assert final.errors["device rows not read at the end"] == 1
+
+
+def test_model_that_is_being_changed_is_asked_again() -> None:
+    agent = make(Pipe(), device_clock="0")
+    model = OnDevices("cuda:0")
+    agent.instrumentation.roots.add(model)
+    agent.recorder.steps.rows.first = False
+    parameters, model.parameters = model.parameters, Mock(side_effect=RuntimeError("changed size"))  # type: ignore[method-assign]
+    agent.device.turn()
+    assert not why(agent)
+    model.parameters = parameters  # type: ignore[method-assign]
+    agent.device.turn()
+    assert "turned off" in why(agent)

@@ -93,8 +93,11 @@ class DeviceUse:
         torch: Any = sys.modules.get("torch")
         if torch is None or self._recorder.steps.rows.first:
             return
-        roots = self._ours.roots.modules()
-        devices = {parameter.device for root in roots for parameter in root.parameters()}
+        try:
+            roots = self._ours.roots.modules()
+            devices = {parameter.device for root in roots for parameter in root.parameters()}
+        except RuntimeError:  # a module gets another part at this moment: asked again
+            return
         if not devices:
             return
         self._decided = True
