@@ -34,6 +34,7 @@ SECTIONS = {
     "fsdp2": 60,
     "judge": 90,
     "nvml": 20,
+    "memory": 20,
     "graphs": 120,
 }
 """Section: how many seconds it may take."""

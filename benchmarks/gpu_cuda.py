@@ -18,6 +18,7 @@ import torch
 from gpu_env import MS, STEPS, figure, middle, one_rank, train, watched
 from torch import nn
 
+from traceml_ray.agent.device import EVENT_SLOTS
 from traceml_ray.stages import BACKWARD, FORWARD, POST_SYNC, SYNC_WAIT
 
 HERE = Path(__file__).parent
@@ -41,15 +42,13 @@ def _captures(env: Any, enters: bool) -> int:
                 api._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(0)))
             ready.set()
             while not over.is_set():
-                api.beat(api_slot)
+                api.beat(EVENT_SLOTS)
                 api.done(0)
         except Exception as error:
             errors.append(error)
             ready.set()
 
-    from traceml_ray.agent.device import EVENT_SLOTS
-
-    api_slot, broken = EVENT_SLOTS, 0
+    broken = 0
     thread = threading.Thread(target=read)
     thread.start()
     ready.wait(10)
@@ -72,6 +71,15 @@ def _captures(env: Any, enters: bool) -> int:
     if errors and enters:
         raise errors[0]
     return broken
+
+
+def memory(env: Any) -> None:
+    """What all events of the ring take on the device."""
+    free, _ = torch.cuda.mem_get_info()
+    env.api().make(EVENT_SLOTS)
+    env.sync()
+    took = (free - torch.cuda.mem_get_info()[0]) / 2**20
+    figure(f"{EVENT_SLOTS} events and a stream", f"{took:.1f} MiB", "<= 16 MiB", took <= 16)
 
 
 def amp(env: Any) -> None:
@@ -151,10 +159,9 @@ def kineto(env: Any) -> None:
                     x = x @ self.weight
                 return x
 
-    model = Heavy()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
-
     def body(after: Any) -> None:
+        model = Heavy()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
         for step in range(STEPS):
             next(iter(torch.utils.data.DataLoader([torch.zeros(1)])))
             model(matrix).sum().backward()

@@ -172,6 +172,7 @@ def overhead(env: Any) -> None:
     for _ in range(40):
         bare.append(stretch())
         agent.instrumentation.install()
+        agent.instrumentation.roots.add(model)
         clock = DeviceClock(env.api(), agent.ring, agent.recorder.clock, lambda: False)
         clock.resolve(agent.recorder.first_event())
         agent.recorder.use(clock)
