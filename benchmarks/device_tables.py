@@ -1,5 +1,5 @@
 """
-What the verdict makes of simulated jobs on devices: `python benchmarks/device_tables.py [--held-out]`.
+What the verdict makes of simulated jobs on devices: `python benchmarks/device_tables.py [--held-out|--time]`.
 
 Tables in Markdown for RESULTS.md, from the simulator in `tests/simulated_device.py`: windows of 50 steps with
 a fault on one rank, and without any; jobs whose devices set the pace and jobs whose hosts do. What a fault
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import numpy as np
 from figures import machine
-from simulated_device import Job
+from simulated_device import Job, windows
 from simulated_jobs import (
     COSTLY,
     DEVICE_BOUND_JOBS,
@@ -35,6 +35,9 @@ from simulated_jobs import (
     several_faults,
     single_faults,
 )
+
+from traceml_ray.analysis.verdict import DEFAULTS, assess
+from traceml_ray.analysis.window import Window
 
 KINDS = {
     "device-bound": DEVICE_BOUND_JOBS | OTHER_DEVICE_BOUND_JOBS,
@@ -125,6 +128,27 @@ def held_out(jobs: int, seed: int) -> Iterable[tuple[str, Tally | None]]:
         yield of_healthy(name, without), without
 
 
+def times(ranks: int) -> Iterable[str]:
+    """Yield how long (CPU seconds) a window of so many ranks takes, with and without the hosts' part."""
+    yield f"| 50 steps × {ranks:,} ranks | without hosts | with |\n|---|---|---|"
+    for name, job in {**DEVICE_BOUND_JOBS, **HOST_BOUND_JOBS}.items():
+        [[window]] = windows(replace(job, ranks=64), [None])
+        many = replace(window, groups=(None,) * 64)._of([*range(64)] * (ranks // 64), ranks, [])
+        wide = replace(many, ranks=np.arange(ranks))
+        plain = replace(wide, host=None, leads=None)
+        yield f"| {name} | " + " | ".join(f"{_seconds(each):.3f} s" for each in (plain, wide)) + " |"
+
+
+def _seconds(window: Window, times: int = 9) -> float:
+    """Return the median CPU time of a judgement."""
+    found = []
+    for _ in range(times):
+        began = time.process_time()
+        assess(window, DEFAULTS)
+        found.append(time.process_time() - began)
+    return float(np.median(found))
+
+
 def _described(number: int, job: Job, ratio: float) -> str:
     waits = "+".join(sorted(job.waits)) or "no waits"
     return f"#{number} host/device {ratio:.2f}, {job.ranks} ranks, {waits}, {job.micro} micro-batches"
@@ -136,6 +160,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--held-out", action="store_true", help="random jobs")
+    parser.add_argument("--time", action="store_true", help="how long a window of 8,192 ranks takes")
     parser.add_argument("--jobs", type=int, default=150, help="random jobs of each distribution")
     parser.add_argument("--seeds", type=int, default=4, help="windows of each fault and job")
     parser.add_argument("--seed", type=int, default=HELD_OUT_SEED, help="of the random jobs")
@@ -143,6 +168,9 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{machine()}\n")
     began = time.monotonic()
+    if args.time:
+        print("\n".join(times(8192)))
+        return
     lines = held_out(args.jobs, args.seed) if args.held_out else tables(args.seeds)
     for line, tally in lines:
         print(line, flush=True)

@@ -269,7 +269,7 @@ def gather(window: Window) -> Evidence:
     else:
         excess *= local
         local_ns = (by_rank * local).sum(axis=2)
-    by_step, persistent = _of_steps(window, frontier, excess)
+    by_step = _by_step(window, excess)
     evidence = Evidence(
         window=window,
         rows=rows,
@@ -277,7 +277,7 @@ def gather(window: Window) -> Evidence:
         ref=ref,
         excess=excess.transpose(1, 0, 2),
         by_step=by_step,
-        persistent=persistent,
+        persistent=_persistent(window, frontier, by_step),
         exposed_excess=_exposed_excess(frontier, ref, local),
         local_ns=local_ns.T,
     )
@@ -285,11 +285,17 @@ def gather(window: Window) -> Evidence:
     return evidence if hosts is None else _beside_hosts(evidence, hosts)
 
 
-def _of_steps(window: Window, frontier: Frontier, excess: Int64) -> tuple[Int64, Float]:
-    """Return `by_step` and `persistent` of an excess (R, K, 6)."""
+def _by_step(window: Window, excess: Int64) -> Int64:
+    """Return an excess (R, K, 6) step by step (S, R, 6)."""
     several = len(window.starts) < len(window.keys)
     steps = np.add.reduceat(excess, window.starts, axis=1) if several else excess
-    return steps.transpose(1, 0, 2), np.median(steps, axis=1) / (frontier.total_ns / len(window.starts))
+    return steps.transpose(1, 0, 2)
+
+
+def _persistent(window: Window, frontier: Frontier, by_step: Int64) -> Float:
+    """Return the median over steps of `by_step` (S, R, 6), as a share of the mean step (R, 6)."""
+    share: Float = np.median(by_step, axis=0) / (frontier.total_ns / len(window.starts))
+    return share
 
 
 def _beside_hosts(evidence: Evidence, hosts: Hosts) -> Evidence:
@@ -297,29 +303,31 @@ def _beside_hosts(evidence: Evidence, hosts: Hosts) -> Evidence:
     Return the evidence with what a device waited for its own host charged to the stages in which the host
     took longer than the other hosts do, and to none where it did not: one host is always last.
     """
-    host = evidence.rows.host
+    beside, host = replace(evidence, hosts=hosts, peers=evidence), evidence.rows.host
     local: Bool = np.logical_not(evidence.rows.waits)
-    beside = replace(evidence, hosts=hosts, peers=evidence)
-    if host is None:
+    stages = [int(s) for s in np.flatnonzero(local.any(axis=0)) if hosts.dry(int(s)).any()]
+    waited = np.zeros(evidence.local_ns.shape, np.int64)
+    for stage in stages:
+        waited += np.where(hosts.dry(stage), np.maximum(evidence.excess[:, :, stage], 0), 0)
+    places = np.flatnonzero(waited.sum(axis=0) >= HOSTS.waited * evidence.total_ns)
+    if host is None or not len(places):
         return beside
-    excess = evidence.excess.transpose(1, 0, 2).copy()
-    waited = np.zeros(excess.shape[:2], np.int64)
-    exposed_ref = evidence.ref.copy()
-    for stage in np.flatnonzero(local.any(axis=0)).tolist():
-        late = hosts.dry(stage) & local[:, stage, None]
-        idle = np.where(late.T, np.maximum(excess[:, :, stage], 0), 0)
-        waited += idle
-        excess[:, :, stage] -= idle
-        leads = (late & evidence.frontier.leaders[:, :, stage]).any(axis=1)
+    changed, exposed_ref = evidence.excess[:, places].copy(), evidence.ref.copy()
+    for stage in stages:
+        dry = hosts.dry(stage) & local[:, stage, None]
+        changed[:, :, stage] -= np.where(dry[:, places], np.maximum(changed[:, :, stage], 0), 0)
+        leads = (dry & evidence.frontier.leaders[:, :, stage]).any(axis=1)
         exposed_ref[leads, stage] = np.maximum(exposed_ref[leads, stage], hosts.ref[stage])
-    if not waited.any():
-        return beside
-    stages = np.flatnonzero(local.all(axis=0))
-    longer = np.maximum(host.transpose(1, 0, 2)[:, :, stages] - hosts.ref[stages], 0)
+    whole = np.flatnonzero(local.all(axis=0))
+    longer = np.maximum(host[:, places][:, :, whole] - hosts.ref[whole], 0)
     in_all = longer.sum(axis=2)
-    share = np.minimum(waited, in_all) / np.maximum(in_all, 1)
-    excess[:, :, stages] += np.rint(longer * share[:, :, None]).astype(np.int64)
-    by_step, persistent = _of_steps(evidence.window, evidence.frontier, excess)
+    share = np.minimum(waited[:, places], in_all) / np.maximum(in_all, 1)
+    changed[:, :, whole] += np.rint(longer * share[:, :, None]).astype(np.int64)
+    excess = evidence.excess.transpose(1, 0, 2).copy()
+    excess[places] = changed.transpose(1, 0, 2)
+    persistent = evidence.persistent.copy()
+    by_step = _by_step(evidence.window, excess)
+    persistent[places] = _persistent(evidence.window, evidence.frontier, by_step[:, places])
     return replace(
         beside,
         excess=excess.transpose(1, 0, 2),

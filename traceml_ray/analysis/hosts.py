@@ -76,7 +76,9 @@ def hosts_of(host: Int64 | None, leads: UInt8 | None) -> Hosts | None:
             return None
         leads = np.where(unknown[:, :, None], np.uint8(0), leads)
     by_rank = np.ascontiguousarray(leads.transpose(1, 2, 0))
-    usual = np.stack([_median(host[:, :, stage].T) for stage in range(N_STAGES)], axis=1)
+    times, half = np.ascontiguousarray(host.transpose(1, 2, 0)), (len(host) - 1) // 2
+    times.partition(half, axis=2)
+    usual = times[:, :, half].copy()
     ref = np.partition(usual, (ranks - 1) // 2, axis=0)[(ranks - 1) // 2]
     sure = by_rank[:, SURE] & ~by_rank[:, FULL]
     surely = np.stack([(sure & bit != 0).sum(axis=1) for bit in _BITS], axis=1)
@@ -90,12 +92,6 @@ def hosts_of(host: Int64 | None, leads: UInt8 | None) -> Hosts | None:
     at_work = certain | (hosts.late_share[paced] >= HOSTS.own).any(axis=0)
     floors = (int(ref[:SYNC_WAIT][which[:SYNC_WAIT]].sum()) for which in (certain, at_work))
     return Hosts(leads, usual, ref, certain, *floors)
-
-
-def _median(times: Int64) -> Int64:
-    """Return the lower median (R,) of `times` (R, K)."""
-    middle = (times.shape[1] - 1) // 2
-    return np.partition(times, middle, axis=1)[:, middle]
 
 
 def merged_leads(leads: UInt8, merges: Sequence[tuple[Bool, tuple[int, ...]]]) -> UInt8:

@@ -119,6 +119,8 @@ class HostLimits(msgspec.Struct, frozen=True, kw_only=True):
     """
     Share of the rows in which its host is late, or of an excess that is its host's, that makes it the host's.
     """
+    waited: float = 0.01
+    """Share of the time from which it counts that a device waits for its host."""
     sure_rows: int = 20
     """So many rows show whether hosts wait for their devices in a stage,"""
     sure_ranks: float = 0.5
