@@ -63,6 +63,16 @@ def test_hosts_are_held_where_their_steps_are_their_devices():
         assert held(window.host, window.d, gather(window).hosts) == stage
 
 
+def test_hosts_of_a_long_window_are_held_by_its_newest_rows():
+    job, fault = replace(HOST_BOUND_JOBS["host-bound"], ranks=4), Fault(1, "host", (DATA,), 12)
+    [free], [blocked] = windows(job, [None, fault], steps=200)
+    host, d = (
+        np.concatenate([getattr(blocked, name)[:100], getattr(free, name)[:100]]) for name in ("host", "d")
+    )
+    assert held(host[:100], d[:100], gather(blocked).hosts) == POST_SYNC
+    assert held(host, d, gather(free).hosts) is None
+
+
 def idle_share(window: Window) -> np.ndarray:
     idle, known = idle_ns(window).sum(axis=0).T
     return idle / known

@@ -132,6 +132,7 @@ def held(host: Int64, d: Int64, hosts: Hosts) -> int | None:
     other is well below what the variances of its own times add up to: in the median of the ranks whose host
     is not late.
     """
+    host, d = host[-HOSTS.compared_rows :], d[-HOSTS.compared_rows :]
     ahead = np.flatnonzero(~_bound(hosts.late_share))[: HOSTS.compared]
     most = len(host) - HOSTS.sure_rows
     if not len(ahead) or most <= 0:

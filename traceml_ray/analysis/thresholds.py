@@ -131,7 +131,8 @@ class HostLimits(msgspec.Struct, frozen=True, kw_only=True):
     times.
     """
     compared: int = 16
-    """So many ranks are enough to see that."""
+    compared_rows: int = 100
+    """So many ranks, and rows, the newest, are enough to see that."""
 
 
 HOSTS = HostLimits()
