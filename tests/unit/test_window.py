@@ -1,5 +1,7 @@
 """The window of the steps that all ranks have, from what each of them reports."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,8 +10,8 @@ from unit.sample_windows import window as window_of
 
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.window import MAX_MISSING, RankRows, missing_of
-from traceml_ray.stages import FLAG_FIRST, N_STAGES, SEGMENT_BITS
+from traceml_ray.analysis.window import MAX_MISSING, RankRows, joined, missing_of
+from traceml_ray.stages import FLAG_FIRST, LEAD_BYTES, LEAD_UNKNOWN, N_STAGES, SEGMENT_BITS
 
 
 def rank_rows(rank, keys, flags=None):
@@ -133,3 +135,18 @@ def test_take_keeps_keys_rows_and_flags_together():
     assert (window.first_step, window.last_step) == (9, 10)
     assert (window.d == d[2:4]).all()
     assert window.flags.shape == (2, 2)
+
+
+def test_pieces_of_which_only_some_have_host_rows_are_joined_with_what_is_known():
+    """Of a piece without, the rows are those of the host, and how far that was ahead is not known."""
+    d = np.arange(3 * 2 * N_STAGES).reshape(3, 2, N_STAGES)
+    before = window_of(d)
+    leads = np.ones((3, 2, LEAD_BYTES), np.uint8)
+    after = replace(window_of(d, 3), host=d + 1, leads=leads)
+    for pieces in ([before, after], [after, before]):
+        whole = joined(pieces)
+        for place, piece in enumerate(pieces):
+            part = whole.take(slice(3 * place, 3 * place + 3))
+            assert (part.host == (piece.d if piece.host is None else piece.host)).all()
+            assert (part.leads == (LEAD_UNKNOWN if piece.leads is None else piece.leads)).all()
+    assert joined([before, before]).host is joined([before, before]).leads is None
