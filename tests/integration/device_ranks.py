@@ -127,8 +127,8 @@ def train(device: FakeDevice, slow: str, after: Callable[[int], None] = lambda _
     return [*losses, *torch.cat([parameter.flatten() for parameter in model.parameters()]).tolist()]
 
 
-def watched(device: FakeDevice, slow: str, also: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
-    """Train with an agent that reads the device's clock from the third step on; return what it has said."""
+def attached(device: FakeDevice) -> tuple[RankAgent, Wire]:
+    """Return an agent whose rows are by the host's clock of `device` until it begins, and its relay."""
     relay = Wire()
     agent = RankAgent(Settings(session="s"), relay)  # type: ignore[arg-type]
     recorder = agent.recorder
@@ -137,6 +137,12 @@ def watched(device: FakeDevice, slow: str, also: Callable[[int], None] = lambda 
     recorder.steps.forget(device.now)
     agent.instrumentation.install()
     recorder.exchange.couple(STREAMED)
+    return agent, relay
+
+
+def watched(device: FakeDevice, slow: str, also: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
+    """Train with an agent that reads the device's clock from the third step on; return what it has sent."""
+    agent, relay = attached(device)
 
     def after(step: int) -> None:
         if step == 1:
@@ -153,17 +159,17 @@ def watched(device: FakeDevice, slow: str, also: Callable[[int], None] = lambda 
     assert device.calls["record"] == calls
     agent.tick(final=True)
     last = relay.taken[-1]
-    rows = [row for batch in relay.taken for row in told(batch)]
-    said = {
+    rows = [row for batch in relay.taken for row in rows_of(batch)]
+    books = {
         "missing": last.missing,
         "errors": last.errors,
         "produced": last.produced,
         "dropped": last.dropped,
     }
-    return {"results": results, "rows": rows, "calls": dict(device.calls), **said}
+    return {"results": results, "rows": rows, "calls": dict(device.calls), **books}
 
 
-def told(batch: wire.RankBatch) -> list[dict[str, Any]]:
+def rows_of(batch: wire.RankBatch) -> list[dict[str, Any]]:
     """Return the rows of a batch."""
     size, none = 8 * N_STAGES, bytes(3 * len(batch.flags))
     hosts, leads = batch.host_rows or batch.rows, batch.leads or none

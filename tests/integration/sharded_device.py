@@ -17,14 +17,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from fake_device import FakeDevice
-from integration.device_ranks import MS, Net, Wire, told
+from integration.device_ranks import MS, Net, attached, rows_of
 from torch import nn
 from torch.distributed.fsdp import _runtime_utils
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
-
-from traceml_ray.agent.exchange import STREAMED
-from traceml_ray.agent.rank_agent import RankAgent
-from traceml_ray.settings import Settings
 
 STEPS = 100
 COPY_MS = 1
@@ -81,14 +77,7 @@ def train(device: FakeDevice, micro: int, after: Callable[[int], None], first: b
 
 def watched(device: FakeDevice, micro: int, began: int, first: bool) -> dict[str, Any]:
     """The device's clock is read from step `began` on."""
-    relay = Wire()
-    agent = RankAgent(Settings(session="s"), relay)  # type: ignore[arg-type]
-    recorder = agent.recorder
-    recorder.clock = device
-    recorder.stamp_with(device)
-    recorder.steps.forget(device.now)
-    agent.instrumentation.install()
-    recorder.exchange.couple(STREAMED)
+    agent, relay = attached(device)
 
     def after(step: int) -> None:
         if step == began:
@@ -101,7 +90,7 @@ def watched(device: FakeDevice, micro: int, began: int, first: bool) -> dict[str
     agent.instrumentation.remove()
     agent.tick(final=True)
     last = relay.taken[-1]
-    rows = [row for batch in relay.taken for row in told(batch)]
+    rows = [row for batch in relay.taken for row in rows_of(batch)]
     return {"losses": losses, "rows": rows, "missing": last.missing, "errors": last.errors}
 
 

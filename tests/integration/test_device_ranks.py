@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from integration.two_ranks import results_of
 from unit.sample_windows import judge
 
 from traceml_ray.analysis.window import Window
 from traceml_ray.stages import DATA, FLAG_COUPLED, FLAG_DEVICE_CLOCK, FLAG_FIRST, FORWARD, SYNC_WAIT
 
-TESTS = Path(__file__).parents[1]
 MS = 1_000_000
 FIRST = 3
 """The first row that is whole on the device's clock, which is read from the third step on."""
@@ -24,18 +19,7 @@ FIRST = 3
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, TESTS / "integration/device_ranks.py", folder],
-        env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return results_of("device_ranks.py", tmp_path_factory.mktemp("ranks"))
 
 
 def rows(case: dict[str, Any]) -> list[list[float]]:

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from integration.two_ranks import results_of
 
 from traceml_ray.stages import FLAG_COUPLED, FLAG_DEVICE_CLOCK
 
-TESTS = Path(__file__).parents[1]
 MS = 1_000_000
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, TESTS / "integration/sharded_device.py", folder],
-        env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return results_of("sharded_device.py", tmp_path_factory.mktemp("ranks"))
 
 
 def on_device(rows: list[dict[str, Any]]) -> list[int]:
