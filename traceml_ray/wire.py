@@ -171,10 +171,10 @@ class RankBatch(Message, tag="rank", frozen=True):
             raise WireError("too_large", f"{count} rows, limit {MAX_ROWS}")
         if len(self.keys) != 8 * count or len(self.rows) != ROW_BYTES * count:
             raise WireError("bad_columns", f"{count} flags, {len(self.keys)} / {len(self.rows)} bytes")
-        beside = len(self.host_rows), len(self.leads)
-        if beside not in ((0, 0), (ROW_BYTES * count, 0), (ROW_BYTES * count, LEAD_BYTES * count)):
+        hosted = len(self.host_rows), len(self.leads)
+        if hosted not in ((0, 0), (ROW_BYTES * count, 0), (ROW_BYTES * count, LEAD_BYTES * count)):
             raise WireError(
-                "bad_columns", f"{count} flags, {beside[0]} / {beside[1]} bytes of host rows and leads"
+                "bad_columns", f"{count} flags, {hosted[0]} / {hosted[1]} bytes of host rows and leads"
             )
         if self.dropped > self.produced:
             raise WireError("bad_columns", f"{self.dropped} rows dropped of {self.produced} produced")

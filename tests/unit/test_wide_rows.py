@@ -18,7 +18,7 @@ from traceml_ray import wire
 from traceml_ray.analysis.reduction import begun
 from traceml_ray.analysis.row_table import RowTable, Who
 from traceml_ray.analysis.step_history import StepHistory
-from traceml_ray.analysis.wide_rows import WIDTH, beside, from_wire, is_wide, widen
+from traceml_ray.analysis.wide_rows import WIDTH, from_wire, host_part, is_wide, widen
 from traceml_ray.analysis.window import RankRows, Window
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.relay import RelayCore
@@ -64,7 +64,7 @@ def test_chunks_come_to_the_rows_that_went_in(chunks: list[tuple[int, str]]) -> 
     end = 0
     for rows, host, leads, kind in sent:
         part, end = found[end : end + len(rows)], end + len(rows)
-        own_host, own_leads = beside(part, np.full(len(part), DEVICE, np.uint8))
+        own_host, own_leads = host_part(part, np.full(len(part), DEVICE, np.uint8))
         if not (kind and len(rows)):
             assert own_host is own_leads is None
             continue
@@ -200,11 +200,13 @@ def test_leads_that_are_not_known_stay_unknown_in_a_window() -> None:
     rows, flags = wide(4), np.array([DEVICE, DEVICE, 0, DEVICE], np.uint8)
     rows[1] = from_wire([(bytes(48), bytes(48), b"")])[0]
     rows[2] = widen(rows[2, :N_STAGES])
-    host, leads = beside(rows, flags)
+    host, leads = host_part(rows, flags)
     assert host is not None and leads is not None
     assert (leads == LEAD_UNKNOWN).all(axis=1).tolist() == [False, True, True, False]
     rows[3] = widen(rows[3, :N_STAGES])
-    assert beside(rows, flags) == (None, None), "a row on a device's clock of which the host's is not known"
+    assert host_part(rows, flags) == (None, None), (
+        "a row on a device's clock of which the host's is not known"
+    )
 
 
 def test_statistics_that_are_kept_have_the_host_rows_that_wait_for_another_rank() -> None:
@@ -325,7 +327,7 @@ def test_host_rows_and_leads_reach_live_windows_and_the_session_file(node: Node)
     node.check(node.live())
     for own in node.stored():
         assert (own.rows[1:, :N_STAGES] == node.rows(own.rank, "rows")).all()
-        host, leads = beside(own.rows, own.flags)
+        host, leads = host_part(own.rows, own.flags)
         assert host is not None and (host[1:] == node.rows(own.rank, "host_rows")).all()
         assert leads is not None and (leads[1:] == node.rows(own.rank, "leads")).all()
     assert not node.core.errors

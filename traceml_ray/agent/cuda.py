@@ -99,7 +99,7 @@ class CudaApi:
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
     def check(self) -> None:
-        """Try all that is needed on a stream of our own; raise CudaError where anything is odd."""
+        """Try all that is needed on a stream of our own; raise CudaError where one thing fails."""
         self.make(2)
         end = time.monotonic() + _CHECK_S
         while not (self.done(0) and self.done(1)):

@@ -282,7 +282,7 @@ def gather(window: Window) -> Evidence:
         local_ns=local_ns.T,
     )
     hosts = hosts_of(rows.host, rows.leads)
-    return evidence if hosts is None else _beside_hosts(evidence, hosts)
+    return evidence if hosts is None else _with_hosts(evidence, hosts)
 
 
 def _by_step(window: Window, excess: Int64) -> Int64:
@@ -298,12 +298,12 @@ def _persistent(window: Window, frontier: Frontier, by_step: Int64) -> Float:
     return share
 
 
-def _beside_hosts(evidence: Evidence, hosts: Hosts) -> Evidence:
+def _with_hosts(evidence: Evidence, hosts: Hosts) -> Evidence:
     """
     Return the evidence with what a device waited for its own host charged to the stages in which the host
     took longer than the other hosts do, and to none where it did not: one host is always last.
     """
-    beside, host = replace(evidence, hosts=hosts, peers=evidence), evidence.rows.host
+    known, host = replace(evidence, hosts=hosts, peers=evidence), evidence.rows.host
     local: Bool = np.logical_not(evidence.rows.waits)
     stages = [int(s) for s in np.flatnonzero(local.any(axis=0)) if hosts.dry(int(s)).any()]
     waited = np.zeros(evidence.local_ns.shape, np.int64)
@@ -311,7 +311,7 @@ def _beside_hosts(evidence: Evidence, hosts: Hosts) -> Evidence:
         waited += np.where(hosts.dry(stage), np.maximum(evidence.excess[:, :, stage], 0), 0)
     places = np.flatnonzero(waited.sum(axis=0) >= HOSTS.waited * evidence.total_ns)
     if host is None or not len(places):
-        return beside
+        return known
     changed, exposed_ref = evidence.excess[:, places].copy(), evidence.ref.copy()
     for stage in stages:
         dry = hosts.dry(stage) & local[:, stage, None]
@@ -329,7 +329,7 @@ def _beside_hosts(evidence: Evidence, hosts: Hosts) -> Evidence:
     by_step = _by_step(evidence.window, excess)
     persistent[places] = _persistent(evidence.window, evidence.frontier, by_step[:, places])
     return replace(
-        beside,
+        known,
         excess=excess.transpose(1, 0, 2),
         by_step=by_step,
         persistent=persistent,

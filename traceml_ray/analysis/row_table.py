@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from traceml_ray.analysis.wide_rows import beside, is_wide, widen, without_device
+from traceml_ray.analysis.wide_rows import host_part, is_wide, widen, without_device
 from traceml_ray.analysis.window import Bool, Group, Int64, UInt8, Window
 from traceml_ray.stages import FLAG_DEVICE_CLOCK, FLAG_FIRST, N_STAGES, SEGMENT_BITS
 
@@ -207,7 +207,7 @@ class RowTable:
         d, flags = self._d[lines, cut], self._flags[lines, cut]
         if not common[inside].all():
             d, flags = d[:, common[inside]], flags[:, common[inside]]
-        host, leads = beside(d, flags)
+        host, leads = host_part(d, flags)
         d = d[..., :N_STAGES]
         return Window(
             keys=keys[common],

@@ -58,7 +58,7 @@ def find(
         return Finding("accounting_only", apart), evidence
     finding = _compared(evidence, thresholds)
     if window.host is not None:
-        finding = _beside_hosts(finding, evidence, thresholds)
+        finding = _against_hosts(finding, evidence, thresholds)
     passing = finding.label == "healthy" or finding.pattern != "lasting"
     new = _newly(evidence, thresholds) if passing else None
     if new is not None:
@@ -77,7 +77,7 @@ def _compared(evidence: Evidence, thresholds: Thresholds) -> Finding:
     return finding
 
 
-def _beside_hosts(finding: Finding, evidence: Evidence, thresholds: Thresholds) -> Finding:
+def _against_hosts(finding: Finding, evidence: Evidence, thresholds: Thresholds) -> Finding:
     """
     Rows of a device whose host is late hold the host's time. Hosts do not wait for each other: one is always
     last, by chance too, so what only the devices' rows show of them names no rank.
@@ -223,7 +223,7 @@ def _newly(evidence: Evidence, thresholds: Thresholds) -> tuple[Finding, Evidenc
         newest = gather(window.last(count))
         finding = _persistent(newest, limits)
         if window.host is not None:
-            finding = _beside_hosts(finding, newest, limits)
+            finding = _against_hosts(finding, newest, limits)
         if finding.label != "straggler" or _all_ranks(finding, evidence):
             continue
         began = _began(evidence.series(finding.causes[0]), count, thresholds)

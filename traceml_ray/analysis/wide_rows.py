@@ -46,7 +46,7 @@ def without_device(rows: Int64, flags: UInt8) -> Bool:
     return missing
 
 
-def beside(rows: Int64, flags: UInt8) -> tuple[Int64 | None, UInt8 | None]:
+def host_part(rows: Int64, flags: UInt8) -> tuple[Int64 | None, UInt8 | None]:
     """
     Return the host rows (…, 6) and leads (…, 3; LEAD_UNKNOWN where not known) of `rows` (…, 6 or WIDTH).
 
