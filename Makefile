@@ -31,7 +31,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:
 	@echo "make demo    train on 4 ranks with one of them slow, and read who it was"
 	@echo "make test    every check: lint, types, tests"
-	@echo "make fuzz    foreign bytes into every decoder, for minutes; EXAMPLES=10000 for longer"
+	@echo "make fuzz    foreign bytes into every decoder, random cases for every property; EXAMPLES=10000 for longer"
 	@echo "make snapshots   the texts that tests compare, written anew after a change of wording"
 	@echo "make api     docs/api.md, written anew from the sources"
 	@echo "make lint    ruff and mypy alone        make bench   the benchmarks, in short"
@@ -103,6 +103,7 @@ api: $(INSTALLED)
 
 fuzz: $(INSTALLED)
 	FUZZ_EXAMPLES=$(EXAMPLES) $(PY) -m pytest tests/fuzz --timeout=0 $(PYTEST_ARGS)
+	FUZZ_EXAMPLES=$(EXAMPLES) $(PY) -m pytest tests/unit -m hypothesis --timeout=0 $(PYTEST_ARGS)
 
 bench: $(INSTALLED)
 	@for run in overhead.py startup.py nodes.py "scale.py 8 64 512" \

@@ -8,8 +8,11 @@ import hypothesis
 import pytest
 from snapshot import WRITE, Snapshot
 
-hypothesis.settings.register_profile("shared-machine", deadline=None)
-hypothesis.settings.load_profile("shared-machine")
+# A change is judged by the same examples each time; `make fuzz` looks for others.
+_FUZZ = os.environ.get("FUZZ_EXAMPLES")
+hypothesis.settings.register_profile("shared-machine", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("search", deadline=None, max_examples=int(_FUZZ or 1))
+hypothesis.settings.load_profile("search" if _FUZZ else "shared-machine")
 
 # A shell starts what it runs in the background with SIGINT ignored, and so would be whatever a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -823,6 +823,8 @@ def test_logged_marks_mean_the_same_as_immediate_ones(marks: list[tuple[str, int
     assert written.recorder.sums.collect() == at_once.recorder.sums.collect()
 
 
+@example([("data", 0), ("begin a", 1), ("failed", 0), ("val", 0), ("data", 0)])
+@example([("data", 0), ("begin a", 1), ("end a", 0), ("failed", 0), ("val", 0), ("data", 0)])
 @given(MARKS)
 def test_span_never_takes_longer_than_the_stages_it_is_in(marks: list[tuple[str, int]]) -> None:
     """Whatever is folded into other stages, folded back or never ended; and rows are the same without it."""

@@ -34,7 +34,7 @@ class Span:
 class OpenSpans:
     """
     The spans of the open row. Those in `open` are in the order in which they began; those in `over` wait to
-    be added to `sums`: until a backward begins, the time that they are in may yet be folded.
+    be added to `sums`: until a backward has ended their row, the time that they are in may yet be folded.
     """
 
     __slots__ = ("_since", "lost", "open", "over", "sums")

@@ -27,13 +27,11 @@ class StepSpans:
         self.optimizer: Span | None = None
 
     def hand_out(self) -> None:
-        """Count the spans that are over as of the step that is open."""
-        self._spans.hand_out(self._rows.step, self._rows.first)
-
-    def cut(self) -> None:
-        """Count what open spans took of a row that ends."""
+        """Count what spans took of a row that ends: those that are over, and those that are open."""
         if self._spans.open:
             self._spans.cut(self._rows.step, self._rows.first)
+        if self._spans.over:
+            self._spans.hand_out(self._rows.step, self._rows.first)
 
     def begin(self, number: int, now: int) -> Span:
         """Begin a span of this number (see `SpanSums`)."""
@@ -49,8 +47,8 @@ class StepSpans:
         return False
 
     def _end(self, span: Span, now: int) -> None:
-        if self._spans.end(span, self._partition.stage, now) or self._rows.depth:
-            self.hand_out()
+        if self._spans.end(span, self._partition.stage, now):
+            self._spans.hand_out(self._rows.step, self._rows.first)
 
     def begin_evaluation(self, folded: int, now: int) -> None:
         """Begin an evaluation; its fetches took `folded` ns, unless one before it has had that time."""

@@ -168,8 +168,6 @@ class Steps:
         self._to(BACKWARD)
         if self._scaling:
             self._end_skipped()
-        if self.spans.over:
-            self._own.hand_out()
         self.rows.depth = 1
         self._split = self._step_in_backward = self._reduced_inside = False
         if self.rows.pending is not None:
@@ -216,7 +214,6 @@ class Steps:
         rows.depth = 0
         self._to(POST_SYNC)
         self._own.pause_optimizer(False)
-        self._own.cut()
         return True
 
     def _leave_row(self, synced: bool) -> None:
@@ -225,11 +222,15 @@ class Steps:
             flags |= FLAG_NO_SPLIT
         if self._exchange.coupled:
             flags |= FLAG_COUPLED
-        self.rows.leave(self._take(), flags, synced)
+        self._leave(flags, synced)
         if self._reduced_inside:
             self._infer()
         if self._step_in_backward:
             self._close_step()
+
+    def _leave(self, flags: int, synced: bool) -> None:
+        self._own.hand_out()
+        self.rows.leave(self._take(), flags, synced)
 
     # -- waits for peers, and inferred exchanges -----------------------------------------------------
 
@@ -322,8 +323,7 @@ class Steps:
         self.now, self.manual = now, False
         if self.rows.pending is None:
             self._to(POST_SYNC)
-            self._own.hand_out()
-            self.rows.leave(self._take(), FLAG_NO_BACKWARD | FLAG_NO_PEERS, False)
+            self._leave(FLAG_NO_BACKWARD | FLAG_NO_PEERS, False)
         self._close_step()
 
     def _close_step(self) -> None:
