@@ -103,8 +103,8 @@ def server(played: Played, pages: SessionPages, ticks: int) -> None:
         print(f"| {page} | {took} | {first} | {small:.1f} kB | {large:.1f} kB | {whole:.0f} kB |")
     p50, p95 = np.percentile(polls, [50, 95])
     print(f"\none tick: p50 {p50:.0f} ms, p95 {p95:.0f} ms, with the aggregator's part")
-    told = ", ".join(f"{page} {ms:.1f} ms" for page, ms in own.items())
-    print(f"CPU of a tick and a refresh without the aggregator's part: {told}")
+    times = ", ".join(f"{page} {ms:.1f} ms" for page, ms in own.items())
+    print(f"CPU of a tick and a refresh without the aggregator's part: {times}")
 
 
 def browser(played: Played, pages: SessionPages, refreshes: int) -> None:

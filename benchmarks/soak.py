@@ -342,10 +342,10 @@ class Browser(threading.Thread):
         if not body:
             return seen
         answer = json.loads(body)["response"]["answer"]["data"]
-        told = answer["set"].get("problem", {}).get("children") or ""
-        if "could not be made" in told:
-            self.answers[f"{page}: {told}"] += 1
-        self.stale += bool(told)
+        lines = answer["set"].get("problem", {}).get("children") or ""
+        if "could not be made" in lines:
+            self.answers[f"{page}: {lines}"] += 1
+        self.stale += bool(lines)
         found: dict[str, Any] = answer["seen"]
         return found
 
@@ -525,7 +525,7 @@ def row_bars(soak: Soak) -> tuple[list[str], list[Bar]]:
     counted, dropped = soak.counted(), ledger["dropped"]
     total = ledger["stored"] + sum(dropped.values())
     aimed = soak.args.ranks * soak.args.rate * soak.args.seconds
-    told = [
+    lines = [
         f"Rows: {counted} made by the ranks ({counted / aimed:.1%} of the rate asked for), "
         f"{ledger['stored']} stored; dropped: {', '.join(f'{name} {n}' for name, n in dropped.items())}.",
         f"Errors counted by the aggregator: {errors or 'none'}.",
@@ -539,7 +539,7 @@ def row_bars(soak: Soak) -> tuple[list[str], list[Bar]]:
         Bar("produced = stored + dropped", f"{ledger['produced']}, {total}", ledger["produced"] == total),
         Bar("no row is in the file twice", str(doubled), doubled == 0),
     ]
-    return told, bars
+    return lines, bars
 
 
 def file_bars(soak: Soak) -> tuple[list[str], list[Bar]]:
@@ -556,32 +556,32 @@ def file_bars(soak: Soak) -> tuple[list[str], list[Bar]]:
     rest = (size - rows * ROW_BYTES) / seconds / ranks
     hour = 8 * 3600 * (10 * ROW_BYTES + rest) / MB
     here = ranks * 3600 * (soak.args.rate * ROW_BYTES + rest) / MB
-    told = [
+    lines = [
         f"Session file: {whole / MB:.1f} MB, {size / MB:.1f} without the floods: {size / rows:.1f} B a row, "
         f"{ROW_BYTES} B of them its own, the rest {rest:.0f} B a second and rank; at most "
         f"{max(soak.wal_bytes) / MB:.1f} MB more in the WAL.",
         f"By that, an hour of 8 ranks at 10 steps/s is {hour:.0f} MB, an hour of this run {here:.0f} MB.",
     ]
     bar = Bar(f"MB of 8 ranks × 1 h × 10 steps/s < {HOUR_MB}", f"{hour:.0f}", hour < HOUR_MB)
-    return told, [bar] if seconds >= LONG_S else []  # an empty file has a size, too
+    return lines, [bar] if seconds >= LONG_S else []  # an empty file has a size, too
 
 
 def other_bars(soak: Soak) -> tuple[list[str], list[Bar]]:
     """Tell what happened, and how the dashboard answered."""
     done = ", ".join(f"{kind} {count}" for kind, count in sorted(soak.faults.done.items()))
     failed = f"; could not: {dict(soak.faults.failed)}" if soak.faults.failed else ""
-    told = [f"Faults: {done}{failed}."]
+    lines = [f"Faults: {done}{failed}."]
     bars = [Bar("exit code of the run", str(soak.exit_code), soak.exit_code == 0)]
     if soak.browser is not None:
         ok, answers = soak.browser.answers["ok"], soak.browser.answers.total()
         p50, p95 = np.percentile(soak.browser.took_ms or [np.nan], [50, 95])
         stale = f"it said {soak.browser.stale} times that the aggregator does not answer"
-        told.append(f"Dashboard: {answers} requests, p50 {p50:.0f} ms, p95 {p95:.0f} ms; {stale}.")
+        lines.append(f"Dashboard: {answers} requests, p50 {p50:.0f} ms, p95 {p95:.0f} ms; {stale}.")
         bad = {what: count for what, count in soak.browser.answers.items() if what != "ok"}
         bars.append(
             Bar("the dashboard answers everything", f"{ok} of {answers} {bad or ''}", ok == answers > 0)
         )
-    return told, bars
+    return lines, bars
 
 
 def main() -> int:
@@ -606,7 +606,7 @@ def main() -> int:
             lives = [[life.role, life.process.pid, life.looks] for life in soak.lives.of("")]
             args.json.write_text(json.dumps({"lives": lives, "file": soak.file_bytes, "wal": soak.wal_bytes}))
     print(f"{machine()}\n\n{args.ranks} ranks, {args.rate:g} steps/s, {args.seconds:g} s, seed {args.seed}\n")
-    print("\n".join(found[0][0]), *("\n".join(told) for told, _ in found[1:]), sep="\n\n")
+    print("\n".join(found[0][0]), *("\n".join(lines) for lines, _ in found[1:]), sep="\n\n")
     bars = [bar for _, part in found for bar in part]
     print("\n" + "\n".join(f"{'ok  ' if bar.ok else 'MISS'}  {bar.what}: {bar.measured}" for bar in bars))
     return 0 if all(bar.ok for bar in bars) else 1

@@ -155,7 +155,7 @@ class Played:
 
     def _batch(self, rank: Rank, rows: np.ndarray, **fields: Any) -> bytes:
         n, last, s = len(rows), self.step + len(rows) - 1, self._seconds
-        said: dict[str, Any] = {
+        usual: dict[str, Any] = {
             "process": wire.ProcessSample(self.clock(), 95.0, (900 + 5 * s) << 20, 24, 1 << 20, s << 21),
             "open": wire.OpenStage(last + 1, FORWARD, 2 * MS),
             "spans": [wire.SpanSum("optimizer", POST_SYNC, n, n * MS // 2, MS, self.step, last)],
@@ -163,7 +163,7 @@ class Played:
             "strategy": "ddp",
         }
         beside = self._beside(rank, rows) if self._device else {}
-        return rank.batch(n, rows=rows.tobytes(), **{**said, **beside, **fields})
+        return rank.batch(n, rows=rows.tobytes(), **{**usual, **beside, **fields})
 
     def _beside(self, rank: Rank, rows: np.ndarray) -> dict[str, Any]:
         """What a rank with a device clock sends beside its rows: host rows and leads."""

@@ -52,11 +52,11 @@ def identity(
     """A rank of job `job` as torchrun has it; `other` are fields of RankIdentity."""
     node = rank // per_node
     local = min(world, per_node)
-    said = RankIdentity(
+    identity = RankIdentity(
         rank, rank % per_node, node, world, local, -(-world // per_node), f"host-{node}", None, "job",
         attempt, pid or 1000 + rank + 100 * attempt, "torchrun",
     )  # fmt: skip
-    return msgspec.structs.replace(said, **other)
+    return msgspec.structs.replace(identity, **other)
 
 
 class Rank:
@@ -176,7 +176,7 @@ def aggregation(folder: Path, clock: Clock | None = None, **info: Any) -> Aggreg
     return AggregatorCore(folder, Settings(thresholds=LIMITS), {"launcher": "torchrun", **info}, clock, clock)
 
 
-def told(aggregator: AggregatorCore, run: str = "job", **fields: Any) -> wire.Finished:
+def run_message(aggregator: AggregatorCore, run: str = "job", **fields: Any) -> wire.Finished:
     """What the aggregator answers to word of a run, said again once what is due is written."""
     message = wire.encode(wire.Run(wire.VERSION, run, **fields))
     answer = wire.decode(aggregator.run(message), wire.Finished)

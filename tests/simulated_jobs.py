@@ -156,12 +156,12 @@ class Tally:
         self.labels["rotating" if verdict.pattern == "rotating" else verdict.label] += 1
         if fault is None:
             if verdict.meaning.kind == "finding":
-                self.notes.append(f"{note}: {_said(verdict)}")
+                self.notes.append(f"{note}: {_line(verdict)}")
             return
         right = verdict.rank == fault.rank and verdict.ranks == (fault.rank,)
         if named and not right:
             self.wrong += 1
-            self.notes.append(f"{note} {fault} costs {cost:.0%}: WRONG {_said(verdict)}")
+            self.notes.append(f"{note} {fault} costs {cost:.0%}: WRONG {_line(verdict)}")
         if cost >= COSTLY:
             self.costs += 1
             self.rank += right
@@ -169,7 +169,7 @@ class Tally:
             self.abstains += verdict.meaning.kind == "abstention"
             self.healthy += not named and verdict.meaning.kind != "abstention"
             if not right or (len(fault.stages) == 1 and verdict.stage != STAGES[fault.stages[0]]):
-                self.notes.append(f"{note} {fault} costs {cost:.0%}: {_said(verdict)}")
+                self.notes.append(f"{note} {fault} costs {cost:.0%}: {_line(verdict)}")
         elif cost < FREE:
             self.free += 1
             self.free_named += verdict.label == "straggler"
@@ -178,7 +178,7 @@ class Tally:
 COSTLY, FREE = 0.08, 0.02
 
 
-def _said(verdict: Verdict) -> str:
+def _line(verdict: Verdict) -> str:
     return f"{verdict.label} {verdict.stages} {verdict.ranks} {verdict.gain_pct} {verdict.confidence}"
 
 

@@ -15,7 +15,7 @@ MAX_PLACES = 64
 _MESSAGE_CHARS = 300
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return an exception as a line that can be sent, whatever its own `__str__` does."""
     try:
         text = f"{type(error).__name__}: {error}"
@@ -64,7 +64,7 @@ class Errors(Counter[str]):
         fresh = self.count(f"{place}: {kind}")
         if fresh:
             where = f"{place} ({who})" if who else place
-            message = f"swallowed in {where}: {said(error)}"[:_MESSAGE_CHARS]
+            message = f"swallowed in {where}: {error_text(error)}"[:_MESSAGE_CHARS]
             self._causes.append(Event("swallowed", time.time_ns(), message=message))
         if self.debug:
             sys.stderr.write("traceml-ray: " + "".join(traceback.format_exception(error)))

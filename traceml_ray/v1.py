@@ -112,9 +112,9 @@ class _Sender:
     def ignore(self, what: str, names: Iterable[str]) -> None:
         """Count what is not made use of."""
         for name in names:
-            told = f"v1 {what}: {one_line(name[:MAX_NAME])[:MAX_NAME]}"
-            known = told in self.ignored or len(self.ignored) < MAX_NAMES
-            self.ignored[told if known else "v1: other"] += 1
+            entry = f"v1 {what}: {one_line(name[:MAX_NAME])[:MAX_NAME]}"
+            known = entry in self.ignored or len(self.ignored) < MAX_NAMES
+            self.ignored[entry if known else "v1: other"] += 1
 
 
 class Senders:
@@ -212,12 +212,12 @@ def _steps(table: list[msgspec.Raw], sender: _Sender) -> list[_Row]:
     return rows
 
 
-def _step(said: _Fields, sender: _Sender) -> _Row:
-    sender.ignore("field of a step", said.keys() - _KNOWN_OF_STEP)
-    if not {"step", "events"} <= said.keys():
+def _step(fields: _Fields, sender: _Sender) -> _Row:
+    sender.ignore("field of a step", fields.keys() - _KNOWN_OF_STEP)
+    if not {"step", "events"} <= fields.keys():
         raise WireError("malformed", "step or events is not there")
-    step: int = _as(said["step"], _Step)
-    events = _as(said["events"], _Fields)
+    step: int = _as(fields["step"], _Step)
+    events = _as(fields["events"], _Fields)
     sender.ignore("event", events.keys() - {*_STAGES, _WHOLE})
     times = {name: _time(events[name]) for name in (*_STAGES, _WHOLE) if name in events}
     if not times:
@@ -250,14 +250,14 @@ def _samples(table: list[msgspec.Raw], sender: _Sender) -> list[wire.ProcessSamp
     samples = []
     for raw in table[-MAX_SAMPLES:]:
         try:
-            said = _as(raw, _Process)
-            t_ns = _within(said.ts, 1, 1 << 32)
+            fields = _as(raw, _Process)
+            t_ns = _within(fields.ts, 1, 1 << 32)
             if t_ns is None:
                 raise WireError("malformed", "a time that cannot be")
-            ram = _within(said.ram_used, 1, 1 << 60)
+            ram = _within(fields.ram_used, 1, 1 << 60)
             sample = wire.ProcessSample(
                 round(t_ns * 1e9),
-                _within(said.cpu, 0, 1e6),
+                _within(fields.cpu, 0, 1e6),
                 None if ram is None else int(ram),
                 None,
                 None,

@@ -156,8 +156,8 @@ def main() -> None:
     rank = dist.get_rank()
     pace = train(json.loads(path.read_text()), rank)
     if rank == 0:
-        told = {"began_ns": pace.began_ns, "base_ms": 1e3 * pace.base_s}
-        path.with_suffix(".times.json").write_text(json.dumps(told))
+        result = {"began_ns": pace.began_ns, "base_ms": 1e3 * pace.base_s}
+        path.with_suffix(".times.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 

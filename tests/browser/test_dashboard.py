@@ -153,16 +153,16 @@ def test_zoom_survives_new_steps(browser, served, chart):
         ActionChains(browser).move_to_element_with_offset(plot, -plot.size["width"] // 4, 0).click_and_hold()
     )
     drag.move_by_offset(plot.size["width"] // 4, 0).release().perform()
-    shown = f"return document.querySelector('#{chart} .js-plotly-plot').layout.xaxis.range.map(Math.round)"
-    zoomed = until(browser, lambda: browser.execute_script(shown))
+    axis = f"return document.querySelector('#{chart} .js-plotly-plot').layout.xaxis.range.map(Math.round)"
+    zoomed = until(browser, lambda: browser.execute_script(axis))
     assert zoomed[1] - zoomed[0] < 0.5 * served.pages.view("header")["step"]
     before = text(browser, "coverage")
     served.play(1)
     until(browser, lambda: text(browser, "coverage") != before)
-    assert browser.execute_script(shown) == zoomed
+    assert browser.execute_script(axis) == zoomed
     if chart == "heat":  # a double click would open a rank
         browser.find_element(By.ID, "heat-whole").click()
-        until(browser, lambda: browser.execute_script(shown)[0] <= 1)
+        until(browser, lambda: browser.execute_script(axis)[0] <= 1)
 
 
 def test_links_lead_from_page_to_page_without_a_reload(browser, served):

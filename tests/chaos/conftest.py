@@ -10,9 +10,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     rows = []
     for outcome in ("passed", "failed"):
         for report in terminalreporter.stats.get(outcome, []):
-            told = dict(getattr(report, "user_properties", ())).get("chaos")
-            if told and report.when == "call":
-                rows.append((*told[:2], "yes" if outcome == "passed" else "NO", *told[2:]))
+            row = dict(getattr(report, "user_properties", ())).get("chaos")
+            if row and report.when == "call":
+                rows.append((*row[:2], "yes" if outcome == "passed" else "NO", *row[2:]))
     if not rows:
         return
     terminalreporter.section("chaos")

@@ -38,7 +38,7 @@ UP_S = 60.0
 RUN_S = 120.0
 HOOK_MS = 5.0
 EXIT_S = 3.0
-SAID = 8
+MAX_COMPLAINTS = 8
 """Lines on stderr: one a cause, and the verdict."""
 TRAIN = (str(HERE / "driver.py"),)
 """Ray Train in the launcher's place."""
@@ -97,7 +97,7 @@ class Outcome:
     """From the last rank's last line to the end of the launcher."""
     stalled_s: float
     """Of that, for how long something on this machine waited for a processor."""
-    said: list[str]
+    complaints: list[str]
     """Lines of ours on stderr."""
     stderr: str
     ledger: dict[str, Any] | None = None
@@ -107,7 +107,7 @@ class Outcome:
 
     @property
     def computed(self) -> list[tuple[Any, ...]]:
-        return [(told["losses"], told["weights"], told["children"]) for told in self.results]
+        return [(result["losses"], result["weights"], result["children"]) for result in self.results]
 
     @property
     def free_end_s(self) -> float:
@@ -116,11 +116,11 @@ class Outcome:
 
     @property
     def hook_ms(self) -> float:
-        return float(max((told["hook_ms"] for told in self.results), default=0.0))
+        return float(max((result["hook_ms"] for result in self.results), default=0.0))
 
     @property
     def rss_mb(self) -> float:
-        return float(max((told["rss_mb"] for told in self.results), default=0.0))
+        return float(max((result["rss_mb"] for result in self.results), default=0.0))
 
     @property
     def lost(self) -> str:
@@ -242,8 +242,8 @@ class Run:
             gone = time.monotonic()
         stderr = [(self.folder / f"stderr.{node}").read_text() for node in range(len(self.launchers))]
         results = [json.loads(path.read_text()) for path in sorted((self.folder / "work").glob("result.*"))]
-        stalls = max((told["stalls_s"] for told in results), default=0.0)
-        ended = max((told["ended"] for told in results), default=gone)
+        stalls = max((result["stalls_s"] for result in results), default=0.0)
+        ended = max((result["ended"] for result in results), default=gone)
         codes = re.findall(r"exitcode +: (-?\d+)", stderr[0])
         outcome = Outcome(
             results,
@@ -350,9 +350,9 @@ def check(case: Case, got: Outcome, expected: Outcome) -> None:
     assert got.computed == expected.computed, about
     assert len(got.results) == RANKS, about
     assert got.code == expected.code, about
-    assert len(set(got.said)) == len(got.said) <= SAID, about
-    assert all(told["hooks"] > case.steps for told in got.results) or not case.up, about
-    assert got.hook_ms < HOOK_MS, [(told["hook_ms"], told["where"]) for told in got.results]
+    assert len(set(got.said)) == len(got.said) <= MAX_COMPLAINTS, about
+    assert all(result["hooks"] > case.steps for result in got.results) or not case.up, about
+    assert got.hook_ms < HOOK_MS, [(result["hook_ms"], result["where"]) for result in got.results]
     late = got.free_end_s - expected.free_end_s
     assert late < EXIT_S, f"{late:.1f} s late\n{about}"
     assert got.rss_mb - expected.rss_mb < RSS_MB[case.channel], about
@@ -364,15 +364,15 @@ def check(case: Case, got: Outcome, expected: Outcome) -> None:
         counts = count["stored"], count["in_flight"], *count["dropped"].values()
         assert count["produced"] == sum(counts) and min(counts) >= 0, count
     assert (got.ledger["in_flight"], got.doubled) == (0, 0), got.ledger
-    assert _told(got.ledger) <= RANKS * case.steps
-    assert not case.whole or (got.lost, _told(got.ledger)) == ("0", RANKS * case.steps), got.ledger
+    assert _accounted(got.ledger) <= RANKS * case.steps
+    assert not case.whole or (got.lost, _accounted(got.ledger)) == ("0", RANKS * case.steps), got.ledger
 
 
 def row(case: Case, got: Outcome, expected: Outcome) -> tuple[str, ...]:
     """Return the case's line of the table."""
     lost = got.lost
-    if got.ledger and (untold := RANKS * case.steps - _told(got.ledger)):
-        lost += f", {untold} not told of"
+    if got.ledger and (unreported := RANKS * case.steps - _accounted(got.ledger)):
+        lost += f", {unreported} not told of"
     late = got.end_s - expected.end_s
     return (
         case.name,
@@ -385,6 +385,6 @@ def row(case: Case, got: Outcome, expected: Outcome) -> tuple[str, ...]:
     )
 
 
-def _told(ledger: dict[str, Any]) -> int:
+def _accounted(ledger: dict[str, Any]) -> int:
     """Return how many rows of the script's own ranks the session knows of."""
     return sum(ledger["per_rank"].get(str(rank), {"produced": 0})["produced"] for rank in range(RANKS))

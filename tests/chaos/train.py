@@ -67,7 +67,7 @@ def train(args: argparse.Namespace) -> None:
                 wait(folder, step // STOP)
             dist.barrier()
     weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
-    told = {
+    result = {
         "losses": losses,
         "weights": hashlib.sha256(weights).hexdigest(),
         "children": codes,
@@ -78,7 +78,7 @@ def train(args: argparse.Namespace) -> None:
         "stalls_s": stalls_s(),
         "ended": time.monotonic(),
     }
-    (folder / f"result.{rank}").write_text(json.dumps(told))
+    (folder / f"result.{rank}").write_text(json.dumps(result))
 
 
 def wait(folder: Path, number: int) -> None:

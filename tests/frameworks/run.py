@@ -262,7 +262,7 @@ def wrong(case: Case, watched: Ended, plain: Ended) -> list[str]:
         found.append("losses differ")
     truth = ("straggler", STAGE[case.late], case.rank) if case.late != "none" else ("healthy", None, None)
     if (verdict["label"], verdict["stage"], verdict["rank"]) != truth:
-        found.append(f"says {said(verdict)}")
+        found.append(f"says {verdict_line(verdict)}")
     if verdict["span"] in INNOCENT:
         found.append(f"look at `{verdict['span']}` first")
     if (steps["count"], steps["covers"]["to_step"]) != (case.steps, case.steps - 1):
@@ -298,7 +298,7 @@ def wrong_in_log(case: Case, watched: Ended) -> list[str]:
     return found
 
 
-def said(verdict: dict[str, Any]) -> str:
+def verdict_line(verdict: dict[str, Any]) -> str:
     """Return a verdict in short."""
     where = f" in {verdict['stage']}" if verdict["stage"] else ""
     return str(verdict["label"]) + (f" rank {verdict['rank']}" if verdict["rank"] is not None else "") + where
@@ -312,7 +312,7 @@ def row(case: Case, watched: Ended | None, problems: list[str]) -> str:
     planted = f"rank {case.rank}, {case.late}" if case.late != "none" else "nothing"
     launcher = f"`{case.launcher}` " if case.launcher != "torchrun" else ""
     features = launcher + case.features.replace("--", "")
-    verdict = said(summary["verdict"]) if summary else "none"
+    verdict = verdict_line(summary["verdict"]) if summary else "none"
     cost_text = "" if cost is None else f"{cost:.0f}"
     result = "; ".join(problems) or "right"
     return f"| {NAMES[case.script]} | {features} | {planted} | {verdict} | {count} | {cost_text} | {result} |"

@@ -31,7 +31,7 @@ odd = st.sampled_from(
 values = texts | raw | odd
 
 
-def told(main: Callable[[Sequence[str]], int], argv: list[str]) -> tuple[int, str, str]:
+def outcome(main: Callable[[Sequence[str]], int], argv: list[str]) -> tuple[int, str, str]:
     """The exit code, stdout, and stderr as a terminal would show it."""
     processes = [
         io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors=how) for how in ("strict", "backslashreplace")
@@ -81,7 +81,7 @@ def test_traceml_command_refuses_bad_arguments_in_one_line(
     with pytest.MonkeyPatch.context() as patched, contextlib.chdir(tmp_path_factory.getbasetemp()):
         patched.setattr(dashboard, "run", lambda _: 0)
         patched.setattr("signal.signal", lambda *_: None)
-        code, _, err = told(cli.main, [command, *argv])
+        code, _, err = outcome(cli.main, [command, *argv])
     check(code, err)
 
 
@@ -134,7 +134,7 @@ def test_launcher_refuses_bad_arguments_in_one_line(
         patched.setattr(torchrun, "_train", start)
         patched.setattr(torch_run, "run", start)
         try:
-            code, out, err = told(torchrun.main, [*argv, *script])
+            code, out, err = outcome(torchrun.main, [*argv, *script])
         except Started:
             return
     assert code in (0, 2), (code, err)

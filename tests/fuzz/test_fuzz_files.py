@@ -83,8 +83,8 @@ def read_all(folder: Path) -> None:
     """Every way to read a session gives an answer, or its own error in one line."""
     with bounded(SECONDS), limited(MIB):
         for command in (("report",), ("report", "--json", "--run", "job"), ("status",)):
-            code, _, told = run_cli(command[0], str(folder), *command[1:])
-            assert code in (0, 2) and told.count("\n") == (code == 2), told
+            code, _, error = run_cli(command[0], str(folder), *command[1:])
+            assert code in (0, 2) and error.count("\n") == (code == 2), error
         with contextlib.suppress(SourceError):
             pages = SessionPages(StoredSource(folder))
             pages.poll()
@@ -236,9 +236,9 @@ def test_live_json_of_any_bytes_is_read_or_refused(
     (folder / session.LIVE).write_bytes(data)
     with bounded(SECONDS, 16):
         _attachment(folder)
-        with pytest.raises(control.ControlError) as told:
+        with pytest.raises(control.ControlError) as error:
             control.stop(folder)
-        assert len(str(told.value)) < 2000
+        assert len(str(error.value)) < 2000
     shutil.rmtree(folder)
 
 
@@ -276,16 +276,16 @@ def test_summary_json_of_any_contents_does_not_break_the_session_list(
     folder = tmp_path_factory.mktemp("out") / "s"
     shutil.copytree(good, folder)
     whole = (good / "summary.json").read_bytes()
-    said = data.draw(mutated(whole[:2000], pieces) | summaries(json.loads(whole)))
-    (folder / "summary.json").write_bytes(said)
+    text = data.draw(mutated(whole[:2000], pieces) | summaries(json.loads(whole)))
+    (folder / "summary.json").write_bytes(text)
     with bounded(SECONDS), limited(MIB):
         (entry,) = sessions.listed(str(folder.parent))
         assert entry["name"] == "s"
         for row in sessions.compared(str(folder.parent), "s", "s"):
             assert row["change_pct"] in (0, None)
         with contextlib.suppress(SourceError):
-            (told,) = query.ask(StoredSource(folder).reply, [query.Verdict()])
-            assert isinstance(told["label"], str)
+            (error,) = query.ask(StoredSource(folder).reply, [query.Verdict()])
+            assert isinstance(error["label"], str)
     shutil.rmtree(folder.parent)
 
 

@@ -100,16 +100,18 @@ def test_requests_to_any_address_are_answered_without_a_server_error(
 @fuzz(2)
 @given(paths, queries, hosts | st.just("localhost"), st.lists(header_text, min_size=4, max_size=4), st.data())
 def test_requests_without_the_token_are_refused(
-    closed: Flask, path: str, query: str, host: str, said: list[str], data: st.DataObject
+    closed: Flask, path: str, query: str, host: str, secrets: list[str], data: st.DataObject
 ) -> None:
     proof = security.Guard(TOKEN, [])
     cookie = data.draw(
-        st.sampled_from([said[0], f"{proof._cookie}={said[0]}", f"{proof._cookie}={proof._proof}x"])
+        st.sampled_from([secrets[0], f"{proof._cookie}={secrets[0]}", f"{proof._cookie}={proof._proof}x"])
     )
-    bearer = data.draw(st.sampled_from([said[1], f"Bearer {said[1]}", f"bearer {TOKEN} x", f"Basic {TOKEN}"]))
+    bearer = data.draw(
+        st.sampled_from([secrets[1], f"Bearer {secrets[1]}", f"bearer {TOKEN} x", f"Basic {TOKEN}"])
+    )
     method = data.draw(st.sampled_from(["GET", "HEAD", "POST"]))
-    more = {"HTTP_HOST": host, "HTTP_COOKIE": cookie, "HTTP_AUTHORIZATION": bearer, "HTTP_ORIGIN": said[2]}
-    answer = ask(closed, path, query, method, f"token={said[3]}".encode(), **more)
+    more = {"HTTP_HOST": host, "HTTP_COOKIE": cookie, "HTTP_AUTHORIZATION": bearer, "HTTP_ORIGIN": secrets[2]}
+    answer = ask(closed, path, query, method, f"token={secrets[3]}".encode(), **more)
     refused = answer.status_code in (400, 401, 403, 404, 405, 421)
     assert refused or (path in OPEN and answer.status_code == 200), (answer.status_code, answer.text[:300])
     assert "Set-Cookie" not in answer.headers
@@ -160,11 +162,11 @@ def test_refresh_with_any_browser_state_is_answered(
 ) -> None:
     refresher = Refresher(pages)
     with bounded(mib=64):
-        _, told = refresher.refresh(path, "?" + query, seen)
+        _, content = refresher.refresh(path, "?" + query, seen)
         cell = refresher.cell(asked, "?" + query)
-    assert {"seen", "set"} <= told.keys()
+    assert {"seen", "set"} <= content.keys()
     assert cell is None or isinstance(cell["text"], str)
-    assert len(json.dumps(told, default=str)) < 1 << 20
+    assert len(json.dumps(content, default=str)) < 1 << 20
 
 
 @fuzz(4)

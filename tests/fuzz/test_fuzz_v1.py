@@ -89,9 +89,9 @@ def test_v1_message_of_any_bytes_is_read_or_refused(sent: list[bytes]) -> None:
 
 @fuzz(2)
 @given(st.lists(maps, min_size=1, max_size=3), st.booleans())
-def test_v1_message_of_any_maps_is_read_or_refused(said: list[Any], listed: bool) -> None:
+def test_v1_message_of_any_maps_is_read_or_refused(sent: list[Any], listed: bool) -> None:
     senders = v1.Senders("run")
-    for data in [msgspec.msgpack.encode(said)] if listed else map(msgspec.msgpack.encode, said):
+    for data in [msgspec.msgpack.encode(sent)] if listed else map(msgspec.msgpack.encode, sent):
         read(senders, data)
 
 
@@ -127,6 +127,6 @@ def test_v1_sender_with_ever_new_names_uses_bounded_memory() -> None:
     with bounded(mib=4):
         for _ in range(300):
             names = ["".join(letters.choices(string.printable, k=60)) for _ in range(20)]
-            said = {"rank": letters.randrange(8), "sampler": "", "tables": {name: [] for name in names}}
-            for batch in senders.read(msgspec.msgpack.encode(said), 1, 0):
+            sent = {"rank": letters.randrange(8), "sampler": "", "tables": {name: [] for name in names}}
+            for batch in senders.read(msgspec.msgpack.encode(sent), 1, 0):
                 assert isinstance(batch, wire.RankBatch) and len(batch.errors) <= v1.MAX_NAMES + 1

@@ -144,8 +144,10 @@ def test_aggregator_keeps_its_ledger_balanced_for_any_decoded_message(
     with tempfile.TemporaryDirectory() as folder, bounded():
         clock, relay = Clock(), Relay()
         aggregator = AggregatorCore(Path(folder), Settings(debug=True), {"launcher": "torchrun"}, clock)
-        for inner, sample, told in sent:
-            aggregator.ingest(relay.message(*inner, sample=sample, events=told, dropped=dropped, lost=["b"]))
+        for inner, sample, events in sent:
+            aggregator.ingest(
+                relay.message(*inner, sample=sample, events=events, dropped=dropped, lost=["b"])
+            )
             clock.tick(30)
             assert aggregator.commit(), aggregator.errors
             aggregator.judge()
@@ -169,10 +171,10 @@ def test_aggregator_answers_any_relay_or_launcher_message(data: st.DataObject) -
         aggregator = AggregatorCore(Path(folder), Settings(), {})
         aggregator.ingest(data.draw(mutated(wire.encode(relay_batch()))))
         aggregator.ingest(Relay().message(data.draw(mutated(wire.encode(rank_batch())))))
-        said = wire.decode(
+        decoded = wire.decode(
             aggregator.run(data.draw(mutated(wire.encode(run)) | st.binary(max_size=50))), wire.Finished
         )
-        assert said.ok or said.pending or "WireError" in said.detail
+        assert decoded.ok or decoded.pending or "WireError" in decoded.detail
         aggregator.endings.write_due()
         assert aggregator.commit()
         names = {name.partition(": ")[2] for name in aggregator.errors}

@@ -466,8 +466,8 @@ def main(folder: Path) -> None:
         for slow in ("data", "forward", "backward", "optimizer") if name in ATTRIBUTED else ("data",):
             torch.distributed.barrier()
             job = run(name, slow if rank == 1 else "", rank, world)
-            said = {"rows": job.rows(), "errors": job.instrumentation.errors}
-            (folder / f"{name}.{slow}.{rank}.json").write_text(json.dumps(said))
+            result = {"rows": job.rows(), "errors": job.instrumentation.errors}
+            (folder / f"{name}.{slow}.{rank}.json").write_text(json.dumps(result))
     torch.distributed.destroy_process_group()
 
 

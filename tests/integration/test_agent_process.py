@@ -191,14 +191,14 @@ def test_python_without_the_package_is_silent_until_torch_is_imported(tmp_path: 
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.theirs = 1")
     environ = {**os.environ, **rank_environment(Settings(socket="/none"), {"PYTHONPATH": str(tmp_path)})}
 
-    def say(body: str) -> tuple[str, str]:
+    def run_script(body: str) -> tuple[str, str]:
         words = [str(tmp_path / "bare" / "bin" / "python"), "-c", body]
         done = subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         return done.stdout, done.stderr
 
     ask = "import importlib.util, sys; print(sys.theirs, importlib.util.find_spec('torch') is not None)"
-    assert say(ask) == ("1 True\n", "")
-    out, err = say("import torch, sys; print(sys.theirs)")
+    assert run_script(ask) == ("1 True\n", "")
+    out, err = run_script("import torch, sys; print(sys.theirs)")
     assert out == "1\n"
     assert err == (
         "traceml-ray: not watching this process: ModuleNotFoundError: No module named 'traceml_ray'\n"

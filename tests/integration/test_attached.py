@@ -149,9 +149,9 @@ def end(rank: subprocess.Popen[str], line: str = "\n") -> tuple[dict[str, Any], 
     assert rank.stdin is not None and rank.stdout is not None
     rank.stdin.write(line)
     rank.stdin.flush()
-    told = json.loads(rank.stdout.readline())
+    result = json.loads(rank.stdout.readline())
     _, err = rank.communicate(timeout=EXIT_S)
-    return told, err
+    return result, err
 
 
 @pytest.mark.parametrize(
@@ -160,10 +160,10 @@ def end(rank: subprocess.Popen[str], line: str = "\n") -> tuple[dict[str, Any], 
 )
 def test_attached_rank_ends_unchanged_with_no_trace_of_ray(node: Node, ending: str) -> None:
     rank = start(node, ending)
-    told, err = end(rank)
+    result, err = end(rank)
     assert rank.returncode == ENDS[ending], err
-    assert told["untouched"]
-    assert told["environ"] == []
+    assert result["untouched"]
+    assert result["environ"] == []
     if ending == "raise":
         assert err.splitlines()[0] == "Traceback (most recent call last):"
         assert err.splitlines()[-1] == "ValueError: as it was"
@@ -177,12 +177,12 @@ def test_attached_rank_ends_unchanged_with_no_trace_of_ray(node: Node, ending: s
     assert node.spooled() == []
     deadline = time.monotonic() + 20
     stored = 0
-    while stored < told["steps"]:
+    while stored < result["steps"]:
         assert time.monotonic() < deadline
         time.sleep(0.2)
         with SessionFile(node.folder / "run" / "session.sqlite") as file:
             stored = file.ledger()["stored"]
-    assert stored == told["steps"]
+    assert stored == result["steps"]
 
 
 def run_alone(node: Node, seconds: int) -> None:
@@ -194,9 +194,9 @@ def run_alone(node: Node, seconds: int) -> None:
         env={**base, **rank_environment(node.settings, base)},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    told, err = end(rank, "")
+    result, err = end(rank, "")
     assert (rank.returncode, err) == (3, "")
-    assert sum(len(batch.flags) for batch in node.spooled()) == told["steps"]
+    assert sum(len(batch.flags) for batch in node.spooled()) == result["steps"]
 
 
 def test_rank_that_cannot_attach_leaves_rows_and_the_reason_in_the_spool(node: Node) -> None:

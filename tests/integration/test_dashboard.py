@@ -52,8 +52,8 @@ class Started:
     def end(self, number: int | None = None) -> tuple[int, str, str]:
         if number is not None:
             self.process.send_signal(number)
-        said, complained = self.process.communicate(timeout=30)
-        return self.process.returncode, said, complained
+        output, errors = self.process.communicate(timeout=30)
+        return self.process.returncode, output, errors
 
 
 @pytest.fixture
@@ -120,16 +120,16 @@ def test_dashboard_that_cannot_serve_fails_in_one_line(start: Any, tmp_path: Pat
     (tmp_path / "dash.py").write_text("raise ModuleNotFoundError('no dash', name='dash')")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        for started, code, told in (
+        for started, code, expected in (
             (start("--token", ""), 2, "not empty"),
             (start("--port", "many"), 2, "many is not a port"),
             (start("--host", "no such host"), 2, "no such host"),
             (start("--port", port), 1, f"cannot listen on 127.0.0.1:{port}: Address already in use"),
             (start(PYTHONPATH=str(tmp_path)), 1, "pip install 'traceml-ray[dash]'"),
         ):
-            ended, said, complained = started.end()
-            assert (ended, said) == (code, "")
-            assert told in complained and complained.count("\n") == 1
+            ended, output, errors = started.end()
+            assert (ended, output) == (code, "")
+            assert expected in errors and errors.count("\n") == 1
 
 
 def test_dashboard_child_ends_with_its_parent_and_explains_a_failed_start(out: Path) -> None:

@@ -289,9 +289,9 @@ def test_example_of_plain_actors_names_the_slow_actor(cluster: FakeCluster, tmp_
 def test_command_line_shows_the_status_and_stops_a_session(tmp_path: Path) -> None:
     traceml_ray.start("told", out=tmp_path).wait_ready()
     command = [sys.executable, "-m", "traceml_ray.cli"]
-    told = subprocess.run([*command, "status", str(tmp_path / "told")], capture_output=True, text=True)
+    status = subprocess.run([*command, "status", str(tmp_path / "told")], capture_output=True, text=True)
     [aggregator] = actor_processes("Aggregator")
-    assert f"running (live, aggregator pid {aggregator.pid})" in told.stdout, told.stderr
+    assert f"running (live, aggregator pid {aggregator.pid})" in status.stdout, status.stderr
     ended = subprocess.run([*command, "stop", str(tmp_path / "told")], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
     until(lambda: not names_of("told"), "every actor ends")

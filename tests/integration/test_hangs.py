@@ -279,13 +279,13 @@ def test_collective_without_a_mark_is_found_in_the_torch_flight_recorder(tmp_pat
         for rank in range(2)
     ]
     try:
-        said = [rank.communicate(timeout=60)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait(10)
     assert [rank.returncode for rank in ranks] == [0, 0]
-    data, state = json.loads(said[0])
+    data, state = json.loads(outputs[0])
     assert (data["pending"], state) == ("all_reduce", "scheduled")
     assert 0.4e9 < data["pending_ns"] < 30e9
     assert data["pending_seq"] >= 1

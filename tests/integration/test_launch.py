@@ -180,9 +180,9 @@ def test_session_holds_what_ranks_report_during_the_run(bench: Bench) -> None:
     process = bench.start("--session", "live", str(bench.script), "--batch", batch())
     live = until((bench.out / "live" / LIVE).exists, "live.json") and bench.out / "live" / LIVE
     assert live.stat().st_mode & 0o777 == 0o600
-    told = json.loads(live.read_bytes())
-    assert told["pid"] == process.pid
-    runtime = Path(told["socket"]).parent
+    written = json.loads(live.read_bytes())
+    assert written["pid"] == process.pid
+    runtime = Path(written["socket"]).parent
     assert runtime.stat().st_mode & 0o777 == 0o700
     _, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
@@ -232,9 +232,9 @@ def test_dashboard_serves_while_the_job_runs_and_ends_with_it(bench: Bench) -> N
     script.write_text(f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.05)")
     process = bench.start("--session", "shown", "--dashboard=0", str(script))
     assert process.stderr is not None
-    said = process.stderr.readline()
-    url = said.removeprefix("traceml-ray: dashboard: ").strip()
-    assert url.startswith("http://127.0.0.1:"), said
+    line = process.stderr.readline()
+    url = line.removeprefix("traceml-ray: dashboard: ").strip()
+    assert url.startswith("http://127.0.0.1:"), line
     for path in ("", "health", "metrics"):
         with urllib.request.urlopen(url + path, timeout=20) as answer:
             assert answer.status == 200

@@ -657,9 +657,9 @@ def ddp_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rank_rows(folder: Path, name: str, slow: str) -> list[RankRows]:
     processes = []
     for rank in (0, 1):
-        said = json.loads((folder / f"{name}.{slow}.{rank}.json").read_text())
-        assert said["errors"] == {}
-        rows = said["rows"]
+        result = json.loads((folder / f"{name}.{slow}.{rank}.json").read_text())
+        assert result["errors"] == {}
+        rows = result["rows"]
         keys = np.array([r["step"] << SEGMENT_BITS | r["segment"] for r in rows], dtype=np.int64)
         flags = np.array([r["flags"] for r in rows], dtype=np.uint8)
         values = np.array([r["row"] for r in rows], dtype=np.int64).reshape(len(rows), len(STAGES))

@@ -176,9 +176,9 @@ def files_of(process: psutil.Process) -> list[Any]:
 
 def both(first: subprocess.Popen[str], other: subprocess.Popen[str]) -> list[str]:
     """Wait for both launchers, the second no longer than they may differ; return what they said on stderr."""
-    said = [first.communicate(timeout=100)[1]]
-    said.append(other.communicate(timeout=20)[1])
-    return said
+    outputs = [first.communicate(timeout=100)[1]]
+    outputs.append(other.communicate(timeout=20)[1])
+    return outputs
 
 
 def until_gone(hosts: Hosts) -> None:
@@ -198,9 +198,9 @@ def test_session_over_two_hosts_names_the_fault_on_the_second(hosts: Hosts, chan
     other = hosts.launch(1, *flags, RAY_AUTH_TOKEN=TOKEN)
     first = hosts.launch(0, *flags, RAY_AUTH_TOKEN=TOKEN)
     folders = private_folders(hosts)
-    said = both(first, other)
-    assert (first.returncode, other.returncode) == (0, 0), said
-    assert "RAY_AUTH_TOKEN" not in said[0] + said[1]
+    outputs = both(first, other)
+    assert (first.returncode, other.returncode) == (0, 0), outputs
+    assert "RAY_AUTH_TOKEN" not in outputs[0] + outputs[1]
     (folder,) = (hosts.folder / "out").iterdir()
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     verdict = summary["verdict"]
@@ -220,8 +220,8 @@ def test_session_over_two_hosts_names_the_fault_on_the_second(hosts: Hosts, chan
     assert None not in nodes.values() and len(set(nodes.values())) == 2
     assert {node for node, _ in samples} == set(nodes.values())
     assert [event["kind"] for event in events].count("relay_start") == 2
-    assert f"session {folder.name!r} is written by the launcher on {ADDRESSES[0]}" in said[1]
-    assert str(folder) in said[0]
+    assert f"session {folder.name!r} is written by the launcher on {ADDRESSES[0]}" in outputs[1]
+    assert str(folder) in outputs[0]
     until_gone(hosts)
     assert not any(folder.exists() for folder in folders)
     assert not list(hosts.folder.glob("host-*/.ray"))
@@ -235,9 +235,9 @@ def test_failing_rank_on_the_second_host_is_named_and_both_launchers_fail(hosts:
     other = hosts.launch(1, *flags, RAY_AUTH_TOKEN=TOKEN)
     first = hosts.launch(0, *flags, RAY_AUTH_TOKEN=TOKEN)
     folders = private_folders(hosts)
-    said = both(first, other)
-    assert (first.returncode, other.returncode) == (1, 1), said
-    assert "planted by --fail at step 150" in said[1]
+    outputs = both(first, other)
+    assert (first.returncode, other.returncode) == (1, 1), outputs
+    assert "planted by --fail at step 150" in outputs[1]
     summary = json.loads((hosts.folder / "out" / "failing" / "summary.json").read_text())
     verdict = summary["verdict"]
     assert (verdict["label"], verdict["rank"]) == ("rank_lost", 2), verdict["why"]
@@ -261,9 +261,9 @@ def test_session_without_a_token_works_with_a_warning_and_one_stop_ends_both(hos
                 break
         time.sleep(0.5)
     first.send_signal(signal.SIGTERM)
-    said = both(first, other)
+    outputs = both(first, other)
     assert first.returncode != 0 and other.returncode != 0
-    for text in said:
+    for text in outputs:
         assert text.count("no RAY_AUTH_TOKEN") == 1
     summary = json.loads((hosts.folder / "out" / "open" / "summary.json").read_text())
     assert len(summary["session"]["nodes"]) == 2
@@ -286,12 +286,12 @@ def test_rendezvous_without_node_ranks_works_on_a_given_cluster(hosts: Hosts) ->
         command = (*inside[host], *launcher, *meet, *flags, *local, *script, *SMALL)
         launched.append(hosts.start(host, *command, **off))
     other, first = launched
-    said = both(first, other)
-    assert (first.returncode, other.returncode) == (0, 0), said
+    outputs = both(first, other)
+    assert (first.returncode, other.returncode) == (0, 0), outputs
     (session,) = (hosts.folder / "out").iterdir()
     assert session.name.startswith("meet-")
     summary = json.loads((session / "summary.json").read_text())
-    assert summary["verdict"]["label"] == "straggler", (summary["verdict"]["why"], said)
+    assert summary["verdict"]["label"] == "straggler", (summary["verdict"]["why"], outputs)
     assert summary["verdict"]["stage"] == "forward"
     assert sorted(node["hostname"] for node in summary["session"]["nodes"]) == ["host-a", "host-b"]
     assert check_ledger(session)["stored"] == 2 * 200
@@ -327,15 +327,17 @@ def test_node_that_ends_late_on_a_given_cluster_is_in_the_session(
         command = (*inside[host], *run, *flags, "--", sys.executable, "-c", ALONE, str(steps))
         launched.append(hosts.start(host, *command, RAY_AUTH_MODE="disabled", **who))
     first, other = launched
-    _, said = first.communicate(timeout=60)
-    assert (first.returncode, other.poll()) == (0, None), said
-    assert "the files are written without 1 of 2 nodes (host-b): they are written again when all have" in said
+    _, outputs = first.communicate(timeout=60)
+    assert (first.returncode, other.poll()) == (0, None), outputs
+    assert (
+        "the files are written without 1 of 2 nodes (host-b): they are written again when all have" in outputs
+    )
     folder = hosts.folder / "out" / "late"
     early = json.loads((folder / "summary.json").read_text())["ledger"]["stored"]
     assert 100 <= early < 500
-    _, said = other.communicate(timeout=60)
-    assert other.returncode == 0, said
-    assert "could not be delivered" not in said
+    _, outputs = other.communicate(timeout=60)
+    assert other.returncode == 0, outputs
+    assert "could not be delivered" not in outputs
     until_no_actor(hosts)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["ledger"]["stored"] == check_ledger(folder)["stored"] == 500

@@ -213,8 +213,8 @@ def test_driver_that_only_started_a_session_gets_the_verdict(session: Session, t
     verdict = summary["verdict"]
     assert (verdict["label"], verdict["stage"], verdict["rank"]) == ("straggler", "data", 1)
     run = run_named(session, "zero code")
-    told = ("status", "launcher", "world_size", "nnodes", "attempts", "label")
-    assert [run[name] for name in told] == ["finished", "ray_train", 2, 1, 1, "straggler"]
+    fields = ("status", "launcher", "world_size", "nnodes", "attempts", "label")
+    assert [run[name] for name in fields] == ["finished", "ray_train", 2, 1, 1, "straggler"]
     assert summary["run"] == run["id"]
     whole(summary, 2 * BATCHES)
     assert {rank["ended"] for rank in summary["ranks"].values()} == {"finished"}

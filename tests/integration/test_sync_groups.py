@@ -162,9 +162,9 @@ def dispatched(job: loops.Job) -> None:
     batches = iter(job.loader(STEPS)) if job.rank == 0 else None
     for _ in range(STEPS):
         batch = next(batches) if batches is not None else None
-        said = [None if batch is None else batch.shape]
-        dist.broadcast_object_list(said, 0)
-        batch = torch.empty(said[0] or ()) if batch is None else batch
+        result = [None if batch is None else batch.shape]
+        dist.broadcast_object_list(result, 0)
+        batch = torch.empty(result[0] or ()) if batch is None else batch
         dist.broadcast(batch, 0)
         model(batch).mean().backward()
         job.finish(optimizer)
@@ -258,13 +258,13 @@ def main(folder: Path) -> None:
         finally:
             job.instrumentation.remove()
         of = job.instrumentation
-        said = {"rows": job.rows(), "errors": of.errors, "missing": of.missing, "group": of.group}
-        (folder / f"{name}.{rank}.json").write_text(json.dumps({**said, "strategy": of.strategy}))
+        result = {"rows": job.rows(), "errors": of.errors, "missing": of.missing, "group": of.group}
+        (folder / f"{name}.{rank}.json").write_text(json.dumps({**result, "strategy": of.strategy}))
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("groups")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -286,14 +286,14 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ranks_of(folder: Path, name: str) -> list[RankRows]:
     found = []
     for rank in range(WORLD):
-        said = json.loads((folder / f"{name}.{rank}.json").read_text())
-        assert said["errors"] == said["missing"] == {}
-        rows = said["rows"][5:]  # the first ones allocate and connect
+        result = json.loads((folder / f"{name}.{rank}.json").read_text())
+        assert result["errors"] == result["missing"] == {}
+        rows = result["rows"][5:]  # the first ones allocate and connect
         keys = np.array([row["step"] << SEGMENT_BITS | row["segment"] for row in rows], dtype=np.int64)
         flags = np.array([row["flags"] for row in rows], dtype=np.uint8)
         values = np.array([row["row"] for row in rows], dtype=np.int64).reshape(len(rows), len(STAGES))
-        group = None if said["group"] is None else tuple(said["group"])
-        found.append(RankRows(rank, "node-0", keys, flags, values, group, said["strategy"]))
+        group = None if result["group"] is None else tuple(result["group"])
+        found.append(RankRows(rank, "node-0", keys, flags, values, group, result["strategy"]))
     return found
 
 
@@ -311,11 +311,11 @@ PAIRS = [(0, 2), (0, 2), (2, 2), (2, 2)]
     ],
 )
 def test_late_rank_is_named_in_its_group(
-    told: Path, name: str, groups: list[tuple[int, int]], strategy: str, stage: str
+    cases: Path, name: str, groups: list[tuple[int, int]], strategy: str, stage: str
 ) -> None:
     if strategy == "fsdp2" and not HAS_FSDP2:
         pytest.skip("this torch has no fully_shard")
-    ranks = ranks_of(told, name)
+    ranks = ranks_of(cases, name)
     assert [rank.group for rank in ranks] == groups and {rank.strategy for rank in ranks} == {strategy}
     assert not any((rank.flags & FLAG_COUPLED).any() for rank in ranks)
     verdict = judge(align(ranks, WORLD))
@@ -333,8 +333,8 @@ INFERRED_CASES = [
 
 
 @pytest.mark.parametrize("name", [name for name in INFERRED_CASES if "healthy" not in name])
-def test_unmarked_exchange_is_inferred_from_where_ranks_wait(told: Path, name: str) -> None:
-    ranks = ranks_of(told, name)
+def test_unmarked_exchange_is_inferred_from_where_ranks_wait(cases: Path, name: str) -> None:
+    ranks = ranks_of(cases, name)
     verdict = judge(align(ranks, WORLD))
     _, late, stage = CASES[name]
     stage = "post_sync" if stage == "optimizer" else stage
@@ -344,26 +344,26 @@ def test_unmarked_exchange_is_inferred_from_where_ranks_wait(told: Path, name: s
     assert "wait for it in `sync_wait`" in verdict.why
 
 
-def test_rank_that_fetches_for_all_is_named_by_its_own_marks(told: Path) -> None:
-    verdict = judge(align(ranks_of(told, "dispatched"), WORLD))
+def test_rank_that_fetches_for_all_is_named_by_its_own_marks(cases: Path) -> None:
+    verdict = judge(align(ranks_of(cases, "dispatched"), WORLD))
     assert (verdict.label, verdict.stage, verdict.ranks) == ("straggler", "data", (0,)), verdict.why
     assert "No data wait" not in verdict.why
 
 
-def test_ranks_that_reduce_by_hand_and_are_even_are_healthy(told: Path) -> None:
-    verdict = judge(align(ranks_of(told, "by_hand_healthy"), WORLD))
+def test_ranks_that_reduce_by_hand_and_are_even_are_healthy(cases: Path) -> None:
+    verdict = judge(align(ranks_of(cases, "by_hand_healthy"), WORLD))
     assert verdict.label == "healthy", verdict.why
     assert verdict.why.endswith("`all_reduce`, before the optimizer, is inferred.")
 
 
-def test_reduction_that_ranks_do_not_leave_together_is_not_judged(told: Path) -> None:
-    verdict = judge(align(ranks_of(told, "of_pairs"), WORLD))
+def test_reduction_that_ranks_do_not_leave_together_is_not_judged(cases: Path) -> None:
+    verdict = judge(align(ranks_of(cases, "of_pairs"), WORLD))
     assert (verdict.label, verdict.rank) == ("accounting_only", None)
     assert verdict.why.startswith("These ranks wait for each other in `all_reduce`, but they do not leave it")
 
 
-def test_reduction_after_the_optimizer_is_no_exchange_of_gradients(told: Path) -> None:
-    ranks = ranks_of(told, "logging")
+def test_reduction_after_the_optimizer_is_no_exchange_of_gradients(cases: Path) -> None:
+    ranks = ranks_of(cases, "logging")
     verdict = judge(align(ranks, WORLD))
     assert {rank.strategy for rank in ranks} == {"single"}
     assert (verdict.label, verdict.rank) == ("accounting_only", None)
@@ -371,10 +371,10 @@ def test_reduction_after_the_optimizer_is_no_exchange_of_gradients(told: Path) -
 
 
 @pytest.mark.parametrize(("name", "exchanges"), [("chunks_ddp", 1), ("chunks_fsdp2", 2)])
-def test_backward_without_an_exchange_is_no_segment(told: Path, name: str, exchanges: int) -> None:
+def test_backward_without_an_exchange_is_no_segment(cases: Path, name: str, exchanges: int) -> None:
     if name == "chunks_fsdp2" and not HAS_FSDP2:
         pytest.skip("this torch has no fully_shard")
-    ranks = ranks_of(told, name)
+    ranks = ranks_of(cases, name)
     for rank in ranks:
         keys = rank.keys[rank.keys >> SEGMENT_BITS > 4]
         segments = set(np.unique(keys >> SEGMENT_BITS, return_counts=True)[1])
@@ -384,8 +384,8 @@ def test_backward_without_an_exchange_is_no_segment(told: Path, name: str, excha
 
 
 @pytest.mark.parametrize("name", ["each_alone", "without_ddp"])
-def test_independent_ranks_are_not_judged_against_each_other(told: Path, name: str) -> None:
-    verdict = judge(align(ranks_of(told, name), WORLD))
+def test_independent_ranks_are_not_judged_against_each_other(cases: Path, name: str) -> None:
+    verdict = judge(align(ranks_of(cases, name), WORLD))
     assert (verdict.label, verdict.rank, verdict.suspects) == ("accounting_only", None, ())
     assert "do not exchange gradients" in verdict.why
 

@@ -33,12 +33,12 @@ VERDICT: dict[str, wire.Value] = {
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[loops.Job]:
-    """A watched process; what is told is in `told`, the verdict in `agent.verdict`."""
+    """A watched process; its events are in `events`, the verdict in `agent.verdict`."""
     job: Any = loops.Job()
-    job.told = []
+    job.events = []
     job.instrumentation.errors.debug = False
     job.agent = SimpleNamespace(
-        recorder=job.recorder, instrumentation=job.instrumentation, verdict={}, add_event=job.told.append
+        recorder=job.recorder, instrumentation=job.instrumentation, verdict={}, add_event=job.events.append
     )
     monkeypatch.setattr(bootstrap, "_agent", job.agent)
     job.instrumentation.install()
@@ -388,7 +388,7 @@ def test_hugging_face_trainer_logs_the_verdict(job: Any, tmp_path: Path) -> None
 
     plain = hugging_faces_trainer(tmp_path / "plain", [])
     without = [plain.train().metrics, plain.evaluate()]
-    numbers, job.told[:] = job.recorder.open_stage().step, []
+    numbers, job.events[:] = job.recorder.open_stage().step, []
     trainer = hugging_faces_trainer(tmp_path, [traceml_ray.TraceMLTrainerCallback()])
     job.agent.verdict = VERDICT
     result = [trainer.train().metrics, trainer.evaluate()]
@@ -405,7 +405,7 @@ def test_hugging_face_trainer_logs_the_verdict(job: Any, tmp_path: Path) -> None
     assert [row["step"] for row in job.rows()] == list(range(numbers + trainer.state.global_step))
     found = [*job.recorder.sums.collect(), *job.recorder.sums.collect()]
     assert {CHECKPOINT, EVALUATION} <= {each.name for each in found}
-    assert [event.message for event in job.told] == ["epoch 1 begins", "epoch 2 begins"]
+    assert [event.message for event in job.events] == ["epoch 1 begins", "epoch 2 begins"]
     assert not job.instrumentation.errors
 
 
@@ -459,5 +459,5 @@ def test_lightning_trainer_logs_the_verdict(job: Any, tmp_path: Path) -> None:
     assert [row["step"] for row in job.rows()] == list(range(8))
     found = [*job.recorder.sums.collect(), *job.recorder.sums.collect()]
     assert EVALUATION in {each.name for each in found}
-    assert [event.message for event in job.told] == ["epoch 1 begins", "epoch 2 begins"]
+    assert [event.message for event in job.events] == ["epoch 1 begins", "epoch 2 begins"]
     assert not job.instrumentation.errors

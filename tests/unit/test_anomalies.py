@@ -101,8 +101,8 @@ each_node_kind = pytest.mark.parametrize(
 
 def test_node_anomaly_cases_cover_every_quantity() -> None:
     wanted = [each.name for each in NODE_LIMITED]
-    told = "for each limit of `quantities.NODE`, in order: a value above it here, one below it in `sample`"
-    assert [kind for _, kind in NODE_ANOMALIES] == wanted, told
+    reason = "for each limit of `quantities.NODE`, in order: a value above it here, one below it in `sample`"
+    assert [kind for _, kind in NODE_ANOMALIES] == wanted, reason
 
 
 @each_node_kind
@@ -172,8 +172,8 @@ each_gpu_kind = pytest.mark.parametrize(
 
 def test_device_anomaly_cases_cover_every_quantity() -> None:
     wanted = [each.name for each in GPU_LIMITED]
-    told = "for each limit of `quantities.GPU`, in order: a value above it here, one below it in `gpu`"
-    assert [kind for _, kind in GPU_ANOMALIES] == wanted, told
+    reason = "for each limit of `quantities.GPU`, in order: a value above it here, one below it in `gpu`"
+    assert [kind for _, kind in GPU_ANOMALIES] == wanted, reason
 
 
 @each_gpu_kind

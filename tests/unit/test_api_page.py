@@ -59,10 +59,10 @@ def test_docstring_gives_the_limits_and_default_of_a_setting(name: str) -> None:
     found = re.search(rf"^ +{name}: (.*?)(?=^ {8}\w+: |^$|\Z)", traceml_ray.start.__doc__ or "", re.M | re.S)
     assert found is not None
     numbers = re.findall(r"(\d+(?:\.\d+)?) ?(\w*)", found[1])
-    said = {float(number) * UNITS.get(unit, 1) for number, unit in numbers}
+    documented = {float(number) * UNITS.get(unit, 1) for number, unit in numbers}
     default = FIELDS[name].default
     if name in _RANGES:
-        assert {*_RANGES[name], default} <= said
+        assert {*_RANGES[name], default} <= documented
     elif default is not None and name != "thresholds":
         assert f"Default: {default}" in found[1].replace("`", "")
 

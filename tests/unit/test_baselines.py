@@ -97,7 +97,7 @@ def test_report_of_a_drift_agrees_with_the_live_verdicts(tmp_path: Path) -> None
     feed(aggregator, relay, ranks, 400, BALANCED)
     feed(aggregator, relay, ranks, 400, SLOW)
     with SessionFile(tmp_path / "session.sqlite") as session:
-        live = [(told["label"], told["from_step"]) for told in session.verdicts()[0]]
+        live = [(verdict["label"], verdict["from_step"]) for verdict in session.verdicts()[0]]
         summary = summarize(session, LIMITS)
     spans = [(span["label"], span["from_step"], span["to_step"]) for span in summary["verdicts"]]
     assert spans == [("healthy", 11, 399), ("group_wide", 400, 799)]
@@ -163,6 +163,6 @@ def test_unreadable_baseline_is_counted_and_changes_nothing_else(tmp_path: Path)
     assert aggregator.errors == {"baseline: SettingError": 1}
     assert aggregator.commit()
     with SessionFile(aggregator.folder.sqlite) as session:
-        (told,) = [event["message"] for event in session.events()[0] if event["kind"] == "swallowed"]
-    assert "baseline='gone': no session 'gone' under" in told
+        (message,) = [event["message"] for event in session.events()[0] if event["kind"] == "swallowed"]
+    assert "baseline='gone': no session 'gone' under" in message
     assert msgspec.convert(kept(aggregator)["job"], dict)["source"] == ""

@@ -43,18 +43,18 @@ def test_report_of_a_live_session_is_text_or_json(out: Path, tmp_path: Path) -> 
     assert (text.returncode, text.stderr) == (0, "")
     assert "session s" in text.stdout
     assert "Verdict    healthy" in text.stdout
-    told = _run("report", "s", "--json", cwd=tmp_path, TRACEML_OUT=str(out))
-    assert told.stdout.endswith("}\n")
-    summary = json.loads(told.stdout)
+    done = _run("report", "s", "--json", cwd=tmp_path, TRACEML_OUT=str(out))
+    assert done.stdout.endswith("}\n")
+    summary = json.loads(done.stdout)
     assert summary["session"]["status"] == "running"
     assert summary["steps"]["count"] == 50
 
 
 def test_status_of_a_live_session_shows_its_launcher_and_rows(out: Path, tmp_path: Path) -> None:
-    told = _run("status", str(out / "s"), cwd=tmp_path)
-    assert told.returncode == 0
-    assert f"running (live, launcher pid {os.getpid()})" in told.stdout
-    assert "50 rows produced = 50 stored" in told.stdout
+    done = _run("status", str(out / "s"), cwd=tmp_path)
+    assert done.returncode == 0
+    assert f"running (live, launcher pid {os.getpid()})" in done.stdout
+    assert "50 rows produced = 50 stored" in done.stdout
 
 
 def test_report_needs_neither_torch_nor_ray(out: Path) -> None:
@@ -69,7 +69,7 @@ def test_report_needs_neither_torch_nor_ray(out: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reason"),
     [
         ([], "required"),
         (["nonsense"], "invalid choice: 'nonsense'"),
@@ -78,12 +78,12 @@ def test_report_needs_neither_torch_nor_ray(out: Path) -> None:
         (["report", "broken"], "broken/session.sqlite: cannot use the session file"),
     ],
 )
-def test_mistake_gives_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], told: str) -> None:
+def test_mistake_gives_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], reason: str) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "session.sqlite").write_bytes(b"x" * 5000)
     done = _run(*arguments, cwd=tmp_path)
     assert done.returncode == 2
-    assert told in done.stderr
+    assert reason in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert done.stdout == ""
 
@@ -97,9 +97,9 @@ def test_stop_of_a_session_that_is_not_live_fails(out: Path, tmp_path: Path) -> 
 
 def test_help_and_version_are_printed(tmp_path: Path) -> None:
     assert _run("--version", cwd=tmp_path).stdout == f"traceml-ray {__version__}\n"
-    told = _run("--help", cwd=tmp_path).stdout
-    assert "2 bad input" in told
-    assert all(name in told for name in ("report", "status", "dashboard", "stop"))
+    done = _run("--help", cwd=tmp_path).stdout
+    assert "2 bad input" in done
+    assert all(name in done for name in ("report", "status", "dashboard", "stop"))
 
 
 def test_closed_pipe_is_no_error(out: Path, tmp_path: Path) -> None:

@@ -43,25 +43,25 @@ def live(d, every_s=0.5, run=None):
     """The judge, and what it said, with the step and the time, every `every_s` of the rows."""
     run = run or RunJudge()
     whole, ends_s = window(d), np.cumsum(d.sum(axis=2).mean(axis=1)) / 1e9
-    said = []
+    verdicts = []
     for at in np.arange(every_s, ends_s[-1], every_s):
         end = int(np.searchsorted(ends_s, at))
-        said.append((end, at, run.update(whole.take(slice(max(0, end - 400), end)))))
-    return run, said
+        verdicts.append((end, at, run.update(whole.take(slice(max(0, end - 400), end)))))
+    return run, verdicts
 
 
-def changes(said):
+def changes(verdicts):
     """What stood in turn."""
     found = []
-    for _, _, verdict in said:
+    for _, _, verdict in verdicts:
         what = verdict.label, verdict.stage, verdict.ranks
         if not found or found[-1] != what:
             found.append(what)
     return found
 
 
-def named(said):
-    return {verdict.ranks for _, _, verdict in said if verdict.ranks}
+def named(verdicts):
+    return {verdict.ranks for _, _, verdict in verdicts if verdict.ranks}
 
 
 def since(d, step, at_s):
@@ -73,8 +73,8 @@ def since(d, step, at_s):
 def test_fault_in_long_steps_is_named_as_soon_at_any_judging_offset(first):
     """The first full window that shows it holds few of its steps: it says little of how much is lost."""
     d = played(first + 50, 45, (DATA, 1, first, None, 0.6), ranks=3, noise=0.05, seed=first)
-    _, said = live(d)
-    _, at, _ = next(each for each in said if each[2].ranks)
+    _, verdicts = live(d)
+    _, at, _ = next(each for each in verdicts if each[2].ranks)
     assert since(d, first, at) <= DEFAULTS.hold_s + 0.7
 
 
@@ -83,18 +83,18 @@ def test_fault_in_long_steps_is_named_as_soon_at_any_judging_offset(first):
 def test_fault_is_named_in_time_and_not_before_two_seconds(share, within_s, step_ms):
     first = 30_000 // step_ms
     d = played(first + 10_000 // step_ms, step_ms, (DATA, 1, first, None, share))
-    _, said = live(d, every_s=0.25)
-    _, at, verdict = next(each for each in said if each[2].ranks)
+    _, verdicts = live(d, every_s=0.25)
+    _, at, verdict = next(each for each in verdicts if each[2].ranks)
     assert (verdict.label, verdict.stage, verdict.ranks) == ("straggler", "data", (1,))
     assert 2.0 <= since(d, first, at) <= within_s
     assert abs(verdict.from_step - first) <= 2
-    assert changes(said)[-2:] == [("healthy", None, ()), ("straggler", "data", (1,))]
+    assert changes(verdicts)[-2:] == [("healthy", None, ()), ("straggler", "data", (1,))]
 
 
 def test_fault_in_long_steps_is_named_after_ten_of_them():
     d = played(100, 2000, (FORWARD, 0, 70, None, 0.4))
-    _, said = live(d, every_s=2)
-    end, _, verdict = next(each for each in said if each[2].ranks)
+    _, verdicts = live(d, every_s=2)
+    end, _, verdict = next(each for each in verdicts if each[2].ranks)
     assert (verdict.ranks, verdict.from_step) == ((0,), 70)
     assert 80 <= end <= 84
 
@@ -103,8 +103,8 @@ def test_note_names_all_ranks_and_stages():
     """Two ranks are late together for a second, later a third one in two stages."""
     pair = [(DATA, rank, 400, 440, 0.4) for rank in (0, 1)]
     other = [(stage, 2, 800, 840, 0.3) for stage in (DATA, FORWARD)]
-    _, said = live(played(1000, 25, *pair, *other, ranks=6), 0.25)
-    notes = {verdict.note.partition(" for ")[0] for _, _, verdict in said}
+    _, verdicts = live(played(1000, 25, *pair, *other, ranks=6), 0.25)
+    notes = {verdict.note.partition(" for ")[0] for _, _, verdict in verdicts}
     assert notes == {"", "ranks 0 and 1 late in `data`", "rank 2 late in `data` and `forward`"}
 
 
@@ -112,10 +112,10 @@ def test_note_names_all_ranks_and_stages():
 def test_lateness_under_two_seconds_is_a_note_and_then_a_brief_episode(seconds):
     step_ms, first = 12, 1000
     d = played(2500, step_ms, (DATA, 1, first, first + int(seconds * 1000 / step_ms / 1.4), 0.4))
-    run, said = live(d, every_s=0.1)
-    assert named(said) == set()
-    assert {verdict.label for _, _, verdict in said[20:]} == {"healthy"}
-    notes = [verdict.note for _, _, verdict in said if verdict.note]
+    run, verdicts = live(d, every_s=0.1)
+    assert named(verdicts) == set()
+    assert {verdict.label for _, _, verdict in verdicts[20:]} == {"healthy"}
+    notes = [verdict.note for _, _, verdict in verdicts if verdict.note]
     assert any(note.startswith("rank 1 late in `data` for 0.") for note in notes)
     assert (run.episodes.episodes, run.episodes.brief.count) == ([], 1)
     assert run.episodes.brief.cost_s == pytest.approx(0.4 * seconds, rel=0.2)
@@ -124,11 +124,15 @@ def test_lateness_under_two_seconds_is_a_note_and_then_a_brief_episode(seconds):
 
 def test_name_is_taken_back_two_seconds_after_the_last_late_step():
     d = played(1500, 20, (DATA, 0, 400, 800, 0.3))
-    _, said = live(d, every_s=0.25)
-    back = next(at for end, at, verdict in said if end > 800 and verdict.label == "healthy")
+    _, verdicts = live(d, every_s=0.25)
+    back = next(at for end, at, verdict in verdicts if end > 800 and verdict.label == "healthy")
     assert 2.0 < since(d, 800, back) <= 2.5
-    assert changes(said)[-3:] == [("healthy", None, ()), ("straggler", "data", (0,)), ("healthy", None, ())]
-    assert "not seen for" in next(verdict.note for end, _, verdict in said if end > 840 and verdict.ranks)
+    assert changes(verdicts)[-3:] == [
+        ("healthy", None, ()),
+        ("straggler", "data", (0,)),
+        ("healthy", None, ()),
+    ]
+    assert "not seen for" in next(verdict.note for end, _, verdict in verdicts if end > 840 and verdict.ranks)
 
 
 def test_episode_has_begin_end_rank_stage_and_its_whole_cost():
@@ -150,8 +154,8 @@ def test_episode_has_begin_end_rank_stage_and_its_whole_cost():
 
 def test_onset_stays_and_the_cost_is_smooth():
     d = played(4000, 20, (FORWARD, 1, 1000, None, 0.3), noise=0.15)
-    _, said = live(d)
-    late = [verdict for _, _, verdict in said if verdict.ranks]
+    _, verdicts = live(d)
+    late = [verdict for _, _, verdict in verdicts if verdict.ranks]
     assert len(late) > 50 and len({verdict.from_step for verdict in late}) == 1
     assert abs(late[0].from_step - 1000) <= 3
     costs = [verdict.cost_pct for verdict in late[4:]]
@@ -165,10 +169,10 @@ def test_onset_stays_and_the_cost_is_smooth():
 
 def test_run_that_is_late_from_its_first_step_is_named():
     d = played(1000, 30, (DATA, 1, 0, None, 0.15))
-    run, said = live(d)
-    assert changes(said)[0][0] == "telemetry_limited"  # nothing is said before it has lasted
-    assert changes(said)[-1] == ("straggler", "data", (1,))
-    assert next(at for _, at, verdict in said if verdict.ranks) <= 6
+    run, verdicts = live(d)
+    assert changes(verdicts)[0][0] == "telemetry_limited"  # nothing is said before it has lasted
+    assert changes(verdicts)[-1] == ("straggler", "data", (1,))
+    assert next(at for _, at, verdict in verdicts if verdict.ranks) <= 6
     (period,) = run.periods
     assert (period.label, period.from_step) == ("straggler", 10)
     assert run.whole().chronic
@@ -180,9 +184,9 @@ def test_jitter_of_full_cores_names_no_rank(step_ms, seed):
     d = played(60_000 // step_ms, step_ms, swings=0.2, seed=seed)
     found = {rule.label for rule in single_windows(d)}
     assert found != {"healthy"}  # window by window somebody is late now and then
-    run, said = live(d)
-    assert named(said) == set()
-    assert len(changes(said)) <= 2
+    run, verdicts = live(d)
+    assert named(verdicts) == set()
+    assert len(changes(verdicts)) <= 2
     assert run.whole().label in ("healthy", "ambiguous")
 
 
@@ -196,10 +200,10 @@ def single_windows(d):
 def test_fault_of_thirty_percent_is_named_despite_the_jitter_of_full_cores(seed):
     stage = [DATA, FORWARD, BACKWARD, 0][seed]
     d = played(5000, 12, (stage, seed % 2, 2500, None, 0.3), swings=0.2, seed=seed)
-    run, said = live(d)
+    run, verdicts = live(d)
     assert run.episodes.episodes[0].rank == seed % 2
-    assert named(said[: int(2500 * 0.012 / 0.5)]) == set()
-    last = said[-1][2]
+    assert named(verdicts[: int(2500 * 0.012 / 0.5)]) == set()
+    last = verdicts[-1][2]
     assert (last.label, last.ranks) == ("straggler", (seed % 2,))
     assert abs(last.from_step - 2500) <= 10
 
@@ -211,11 +215,11 @@ def test_label_stays_while_others_use_the_machine_for_a_while(step_ms):
 
     spells = [(at(first), at(last), factor) for first, last, factor in SPELLS]
     d = played(at(70), step_ms, machine=spells)
-    run, said = live(d)
+    run, verdicts = live(d)
     step_s = d.sum(axis=2).mean(axis=1) / 1e9
     longer_s = sum((step_s[first:last] - step_s[: at(20)].mean()).sum() for first, last, _ in spells)
-    assert {(verdict.label, verdict.stage) for _, _, verdict in said[10:]} == {("healthy", None)}
-    notes = {verdict.note.partition(" for ")[0] for _, _, verdict in said}
+    assert {(verdict.label, verdict.stage) for _, _, verdict in verdicts[10:]} == {("healthy", None)}
+    notes = {verdict.note.partition(" for ")[0] for _, _, verdict in verdicts}
     assert notes == {"", "whole step slower"}
     assert run.episodes.episodes == []
     assert run.whole().label == "healthy"
@@ -237,14 +241,14 @@ SPELLS = [(20, 23, 1.2), (28, 38, 1.5), (45, 50, 1.8), (55, 64, 1.2)]
 )
 def test_lasting_slowdown_of_all_ranks_is_found_from_its_first_step(fault, stage, share):
     d = played(2200, 40, *([fault["late"]] if "late" in fault else []), machine=fault.get("machine", ()))
-    run, said = live(d)
-    assert changes(said)[-2:] == [("healthy", None, ()), ("group_wide", stage, ())]
-    at = next(at for _, at, verdict in said if verdict.label == "group_wide")
+    run, verdicts = live(d)
+    assert changes(verdicts)[-2:] == [("healthy", None, ()), ("group_wide", stage, ())]
+    at = next(at for _, at, verdict in verdicts if verdict.label == "group_wide")
     assert 30 <= since(d, 1200, at) <= 33
     longer_s = (d[1200:].sum(axis=2).mean() - d[400:1200].sum(axis=2).mean()) * 1000 / 1e9
     (after,) = judge_run(processes(d), 2).episodes.episodes
     (episode,) = run.episodes.episodes
-    for found in (episode, after, said[-1][2]):
+    for found in (episode, after, verdicts[-1][2]):
         assert abs(found.from_step - 1200) <= 3
     assert episode.cost_s == pytest.approx(longer_s, rel=0.05)
     assert after.cost_s == pytest.approx(episode.cost_s, rel=0.02)
@@ -254,8 +258,8 @@ def test_lasting_slowdown_of_all_ranks_is_found_from_its_first_step(fault, stage
 def test_lasting_slowdown_is_found_after_worse_but_passing_ones():
     spells = [(first, first + 150, 1.8) for first in range(600, 2400, 300)]
     d = played(4200, 30, (FORWARD, slice(None), 2700, None, 0.15), machine=spells)
-    run, said = live(d)
-    assert changes(said)[-1] == ("group_wide", "forward", ())
+    run, verdicts = live(d)
+    assert changes(verdicts)[-1] == ("group_wide", "forward", ())
     assert abs(run.episodes.episodes[0].from_step - 2700) <= 3
 
 
@@ -344,8 +348,8 @@ def test_occasional_stalls_of_one_step_name_no_rank():
     for first in (100, 103, 107):
         d = stalled(600, 50, *[(step, 0, DATA, 2.5) for step in range(first, 600, 60)])
         for every_s in (0.35, 1.0):
-            run, said = live(d, every_s=every_s)
-            assert named(said) == set()
+            run, verdicts = live(d, every_s=every_s)
+            assert named(verdicts) == set()
             assert counted_s(run) <= 1.05 * 2.5 * len(range(first, 600, 60))
 
 
@@ -374,16 +378,16 @@ def test_second_stage_that_shows_now_and_then_does_not_change_the_name():
     stretches = [(FORWARD, 1, first, first + 40, 0.4) for first in range(1000, 3000, 200)]
     d = played(3000, 20, (BACKWARD, 1, 600, None, 0.3), *stretches, noise=0.1)
     assert "ambiguous" in {verdict.label for verdict in single_windows(d)}
-    _, said = live(d)
-    assert changes(said)[-1] == ("straggler", "backward", (1,)) and len(changes(said)) <= 4
+    _, verdicts = live(d)
+    assert changes(verdicts)[-1] == ("straggler", "backward", (1,)) and len(changes(verdicts)) <= 4
 
 
 def test_second_stage_that_stays_changes_the_name_after_two_seconds():
     d = played(2000, 20, (BACKWARD, 1, 600, None, 0.3), (FORWARD, 1, 1200, None, 0.35))
-    _, said = live(d, every_s=0.25)
-    at = next(at for _, at, verdict in said if verdict.label == "ambiguous")
+    _, verdicts = live(d, every_s=0.25)
+    at = next(at for _, at, verdict in verdicts if verdict.label == "ambiguous")
     assert 2 <= since(d, 1200, at) <= 4
-    assert [what[0] for what in changes(said)[-2:]] == ["straggler", "ambiguous"]
+    assert [what[0] for what in changes(verdicts)[-2:]] == ["straggler", "ambiguous"]
 
 
 @pytest.mark.parametrize("at", [500, 1000, 1300])
@@ -395,8 +399,8 @@ def test_judge_goes_on_where_another_left_off(at):
     whole = window(d)
     for end in range(at + 200, 2001, 50):  # the windows that nobody judged are, too
         last = second.update(whole.take(slice(max(0, end - 400), end)))
-    through, said = live(d)
-    assert (last.label, last.ranks, last.from_step) == ("straggler", (1,), said[-1][2].from_step)
+    through, verdicts = live(d)
+    assert (last.label, last.ranks, last.from_step) == ("straggler", (1,), verdicts[-1][2].from_step)
     for one, other in zip(second.episodes.episodes, through.episodes.episodes, strict=True):
         assert (one.label, one.rank, one.from_step) == (other.label, other.rank, other.from_step)
         assert one.cost_s == pytest.approx(other.cost_s, rel=0.03)
@@ -409,8 +413,8 @@ class TestWholeRun:
         d = played(800, 20)
         d[400, 0, DATA] += 3_000_000_000
         d[400, 1, SYNC_WAIT] += 3_000_000_000
-        run, said = live(d)
-        assert named(said) == set()
+        run, verdicts = live(d)
+        assert named(verdicts) == set()
         assert run.whole().label == "healthy"
 
     def test_stall_that_recurs_is_a_transient_straggler(self):
@@ -462,8 +466,8 @@ def test_balanced_rows_have_no_episode():
 def test_rank_late_in_two_stages_about_equally_has_one_episode(share: float) -> None:
     """Which of them is the smaller one, and whether that counts, changes from window to window."""
     rows = played(1500, 100, (DATA, 1, 200, None, 0.25), (FORWARD, 1, 200, None, share), noise=0.1)
-    run, said = live(rows, every_s=1.0)
-    lost = [verdict.lost_s or 0.0 for *_, verdict in said]
+    run, verdicts = live(rows, every_s=1.0)
+    lost = [verdict.lost_s or 0.0 for *_, verdict in verdicts]
     assert len(run.episodes.episodes) == 1
     assert all(later >= before for before, later in itertools.pairwise(lost))
-    assert len(changes(said)) < 8
+    assert len(changes(verdicts)) < 8

@@ -20,7 +20,7 @@ SAYS = {"_print", "warn", "warning", "write", "_inert"}
 """Calls that tell a person at once, where there is nothing to count in yet, or not any more."""
 OTHERWISE = {
     "ray/actor_calls.py _find_actor": "handed to whoever polls, who counts it",
-    "errors.py said": "its kind is told",
+    "errors.py error_text": "its kind is in the text",
     "agent/patch/collectives.py _named": "only a prettier name is lost",
     "agent/site/sitecustomize.py _wait_for_torch": "said as soon as there is torch",
     "agent/sampler.py sample": "the value is null then, which says so",
@@ -116,8 +116,8 @@ def test_errors_are_counted_by_place_and_kind_and_reported_once() -> None:
         errors.swallow("backward", ValueError("torch moved"))
     errors.note("reply", WireError("garbage", "0 bytes"))
     assert errors == {"backward: ValueError": 3, "reply: garbage": 1}
-    said = [cause.message for cause in errors.causes()]
-    assert said == [
+    messages = [cause.message for cause in errors.causes()]
+    assert messages == [
         "swallowed in backward: ValueError: torch moved",
         "swallowed in reply: WireError: garbage: 0 bytes",
     ]

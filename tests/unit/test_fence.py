@@ -91,11 +91,11 @@ def test_stopped_writer_that_goes_on_changes_nothing(tmp_path: Path, disk: str, 
         finish_offline(folder, Settings(), wire.Finish(wire.VERSION, 1), spool)
         before = {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".sqlite-shm"}
         writer.send_signal(signal.SIGCONT)
-        said, _ = writer.communicate(timeout=60)
+        output, _ = writer.communicate(timeout=60)
     finally:
         writer.kill()
         writer.wait()
-    assert said.split() == ["False", "False", "1", "True"]  # nothing more is said to be stored
+    assert output.split() == ["False", "False", "1", "True"]  # nothing more is said to be stored
     after = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert after["summary.json"] == before["summary.json"]
     assert after["report.txt"] == before["report.txt"]

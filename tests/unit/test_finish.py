@@ -71,7 +71,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def said(end: End, missing: int) -> tuple[str, int]:
+def answer(end: End, missing: int) -> tuple[str, int]:
     answer = end.answer(missing)
     return answer.state, answer.waiting
 
@@ -84,12 +84,12 @@ def test_end_without_a_request_is_not_due(clock: Clock) -> None:
 def test_files_are_written_when_no_rank_is_missing(clock: Clock) -> None:
     end = End(clock.timer)
     end.ask()
-    assert not end.due(1) and said(end, 1) == ("waiting", 1)
-    assert end.due(0) and said(end, 0) == ("waiting", 0)
+    assert not end.due(1) and answer(end, 1) == ("waiting", 1)
+    assert end.due(0) and answer(end, 0) == ("waiting", 0)
     end.reporting = True
-    assert said(end, 0) == ("writing", 0)
+    assert answer(end, 0) == ("writing", 0)
     end.written = 0
-    assert said(end, 0) == ("written", 0)
+    assert answer(end, 0) == ("written", 0)
     assert end.over(0) and not end.due(0)
 
 
@@ -100,9 +100,9 @@ def test_end_waits_for_others_a_bounded_time_from_the_request_of_the_launcher(cl
     end.ask(waited_s=1.0)  # asked again, it does not begin anew
     assert not end.due(1)
     clock.tick(0.2)
-    assert end.due(1) and said(end, 1) == ("waiting", 0)
+    assert end.due(1) and answer(end, 1) == ("waiting", 0)
     end.written = 1
-    assert said(end, 1) == ("written", 1)
+    assert answer(end, 1) == ("written", 1)
     assert not (end.due(1) or end.over(LATE_S - 1))
     assert end.due(0)  # it has come
     assert end.over(LATE_S + 1)

@@ -52,9 +52,9 @@ def test_invalid_values_in_a_session_file_are_one_line(
 ) -> None:
     change(stored(tmp_path / "s"), sql)
     assert cli.main(["report", str(tmp_path / "s")]) == 2
-    told = capsys.readouterr()
-    assert str(tmp_path / "s") in told.err and "the session file is damaged" in told.err
-    assert (told.out, told.err.count("\n")) == ("", 1)
+    output = capsys.readouterr()
+    assert str(tmp_path / "s") in output.err and "the session file is damaged" in output.err
+    assert (output.out, output.err.count("\n")) == ("", 1)
 
 
 def test_session_file_errors_keep_their_text() -> None:
@@ -117,8 +117,8 @@ def test_fifo_in_a_session_folder_is_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("socket", ["", "/", "a\\u0000b", "x" * 300])
 def test_live_json_with_an_unusable_path_still_gives_the_address(tmp_path: Path, socket: str) -> None:
-    said = f'{{"pid": 1, "socket": "{socket}", "address": "127.0.0.1:1"}}'
-    (tmp_path / "live.json").write_text(said)
+    text = f'{{"pid": 1, "socket": "{socket}", "address": "127.0.0.1:1"}}'
+    (tmp_path / "live.json").write_text(text)
     found = _attachment(tmp_path)
     assert found is not None and found.address == "127.0.0.1:1"
     with pytest.raises(control.ControlError, match="does not answer"):
@@ -145,8 +145,8 @@ def test_foreign_summary_is_ignored(tmp_path: Path, summary: str) -> None:
 @pytest.mark.parametrize("given", ["\n", "\x1b[2J", "x" * 5000, "caf\udce9"])
 def test_invalid_arguments_are_reported_in_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", given]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and told.rstrip("\n").isprintable()
+    output = capsys.readouterr().err
+    assert output.count("\n") == 1 and output.rstrip("\n").isprintable()
 
 
 def test_master_address_that_cannot_be_a_name_has_no_free_port() -> None:

@@ -185,9 +185,11 @@ def test_critical_errors_are_reported_once_and_as_events() -> None:
         ("xid", 7, {"gpu": 1, "xid": 31, "times": 2}),
         ("xid", 7, {"gpu": 1, "xid": 4711, "times": 1}),
     ]
-    told = [event.message for event in xid_events(sample)]
-    assert told[0].startswith("GPU 1: XID 31: GPU memory page fault") and told[0].endswith("(2 times)")
-    assert told[1] == "GPU 1: XID 4711: see NVIDIA's XID list"
+    messages = [event.message for event in xid_events(sample)]
+    assert messages[0].startswith("GPU 1: XID 31: GPU memory page fault") and messages[0].endswith(
+        "(2 times)"
+    )
+    assert messages[1] == "GPU 1: XID 4711: see NVIDIA's XID list"
     assert _xids(sampler, 8) == [[], []]
     assert nvml.sets == [[0], [1]]
     sampler.close()

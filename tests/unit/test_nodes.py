@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sessions import Clock, Rank, Relay, aggregation, ask, check_ledger, stored, told
+from sessions import Clock, Rank, Relay, aggregation, ask, check_ledger, run_message, stored
 from snapshot import Snapshot
 
 from traceml_ray import wire
@@ -139,9 +139,9 @@ def test_node_that_was_out_of_sight_is_alive_again(tmp_path: Path, clock: Clock)
 def test_rows_held_by_a_lost_node_are_not_waited_for(tmp_path: Path, clock: Clock) -> None:
     aggregator, rank = aggregation(tmp_path, clock), Rank(0, 1)
     aggregator.ingest(Relay().message(rank.batch(30, produced=37)))
-    assert told(aggregator, "job", status="failed").waiting == 1
+    assert run_message(aggregator, "job", status="failed").waiting == 1
     aggregator.node_state("node-0", "host-0", "10.0.0.1", False)
-    assert told(aggregator, "job", status="failed").waiting == 0
+    assert run_message(aggregator, "job", status="failed").waiting == 0
     assert check_ledger(tmp_path)["dropped"]["relay"] == 7
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from played import Played
-from sessions import LIMITS, ask, stored, told
+from sessions import LIMITS, ask, run_message, stored
 
 from traceml_ray import __version__, wire
 from traceml_ray.reports.answers import Answers
@@ -164,7 +164,7 @@ def test_run_is_meant_by_id_or_name_and_one_that_there_is_not_is_an_error(tmp_pa
     played = Played(tmp_path / "demo", 2, late=None)
     played.play(5)
     for run in ("a", "b"):
-        assert told(played.aggregator, run, info={"name": "fit"}).ok
+        assert run_message(played.aggregator, run, info={"name": "fit"}).ok
         played.begin(job_id=run)
         played.play(5)
     for send in (played.aggregator.query, stored(played.folder)):

@@ -267,8 +267,8 @@ def test_failures_and_resizes_are_reported_once_and_the_end_is_waited_for(contro
         states.ErroredState(failed),
     ):
         callback.after_controller_state_update(running, state)
-    told = [(event.kind, event.message, event.data.get("ranks")) for event in reports.events]
-    assert told == [
+    reported = [(event.kind, event.message, event.data.get("ranks")) for event in reports.events]
+    assert reported == [
         ("resize", "Ray Train goes from 2 to 1 workers", None),
         ("worker_failure", "rank 0: RuntimeError: gloo; rank 1: ValueError: bad", "0,1"),
         ("failure", "ControllerError: Training failed due to controller error:", None),

@@ -349,8 +349,8 @@ def train(slurm: Slurm) -> str:
     (slurm.folder / "train.py").write_text(
         "import json, os, pathlib, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
-        "told = {'argv': sys.argv[1:], 'env': dict(os.environ)}\n"
-        "pathlib.Path('driver').write_text(json.dumps(told))\n"
+        "given = {'argv': sys.argv[1:], 'env': dict(os.environ)}\n"
+        "pathlib.Path('driver').write_text(json.dumps(given))\n"
         "time.sleep(float(sys.argv[1]))\n"
         "sys.exit(3)\n"
     )
@@ -428,10 +428,10 @@ def test_ray_head_is_on_the_first_node_and_workers_on_the_others(slurm, train):
         assert {"--address=node1:21422", "--block", "--num-cpus=8", "--num-gpus=4"} < set(worker["argv"])
         assert "--head" not in worker["argv"]
     assert {note["env"]["RAY_AUTH_MODE"] for note in (head, *workers)} == {"token"}
-    told = json.loads((slurm.folder / "driver").read_text())
-    assert told["argv"] == ["0", "--lr", "3e-4"]
-    assert told["env"]["RAY_ADDRESS"] == "node1:21422"
-    settings = Settings.load(told["env"])
+    given = json.loads((slurm.folder / "driver").read_text())
+    assert given["argv"] == ["0", "--lr", "3e-4"]
+    assert given["env"]["RAY_ADDRESS"] == "node1:21422"
+    settings = Settings.load(given["env"])
     assert (settings.session, settings.out) == ("slurm-4711-0", str(slurm.folder / "traceml-sessions"))
 
 

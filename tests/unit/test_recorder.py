@@ -613,9 +613,9 @@ def test_spans_before_an_inferred_exchange_belong_to_its_row() -> None:
     details = loop.recorder.sums
     found = [*details.collect(), *details.collect()]
     sums = {
-        (told.stage, told.total_ns, told.first_step, told.last_step)
-        for told in found
-        if told.name == "all_reduce"
+        (counted.stage, counted.total_ns, counted.first_step, counted.last_step)
+        for counted in found
+        if counted.name == "all_reduce"
     }
     assert {(BACKWARD, 6, 1, 2), (SYNC_WAIT, 40, 1, 2)} <= sums
 
@@ -800,8 +800,8 @@ def test_nanoseconds_are_each_in_one_stage_whatever_the_order_of_marks(
     rows = loop.rows()
     pending = loop.recorder.steps.rows.pending or []
     assert all(value >= 0 for _, _, row in rows for value in row)
-    told = sum(sum(row) for _, _, row in rows) + sum(pending) + loop.recorder.tail_ns()
-    assert told == loop.clock.now - began
+    counted = sum(sum(row) for _, _, row in rows) + sum(pending) + loop.recorder.tail_ns()
+    assert counted == loop.clock.now - began
     keys = [key for key, _, _ in rows]
     assert keys == sorted(set(keys)) or any(key & 255 == 255 for key in keys)
 

@@ -194,7 +194,7 @@ class Aggregator(Straight):
         with self.file() as file:
             return next(node.errors for node in file.cluster() if node.node_id == NODE.node_id)
 
-    def told(self, kind: str) -> list[str]:
+    def messages(self, kind: str) -> list[str]:
         return [e.message for message in self.stored for e in message.events if e.kind == kind]
 
 
@@ -278,15 +278,15 @@ def test_batch_is_acknowledged_and_forwarded_unchanged(bench: Bench) -> None:
 
 def test_reply_names_the_stored_batches_a_rank_need_not_keep(bench: Bench) -> None:
     with bench.connect() as sock:
-        told = []
+        settled = []
         bench.relay.turn(5)  # the connection
         for seq in range(4):
             sock.send(rank_batch("a", seq))
             bench.relay.turn(5)
-            told.append((answer := reply(sock)).settled_seq)
+            settled.append((answer := reply(sock)).settled_seq)
             assert answer.acked_seq == seq
             bench.tick(2)
-    assert told[0] == -1 and told[-1] >= 1 and told == sorted(told)
+    assert settled[0] == -1 and settled[-1] >= 1 and settled == sorted(settled)
 
 
 def test_caller_that_has_not_noticed_a_restart_gets_an_error(bench: Bench) -> None:
@@ -333,7 +333,7 @@ def test_other_user_who_reaches_the_socket_is_refused(bench: Bench) -> None:
     bench.until(
         lambda: bool(bench.aggregator.stored) and "socket: PermissionError" in bench.aggregator.errors()
     )
-    assert "uid 65534" in bench.aggregator.told("swallowed")[0]
+    assert "uid 65534" in bench.aggregator.messages("swallowed")[0]
     assert not bench.aggregator.batches()
 
 
@@ -516,8 +516,8 @@ def test_bad_packets_are_counted_by_reason_and_sender_and_the_connection_stays(b
     pid = os.getpid()
     expected = {f"packet: {reason}": 1 for reason in ("garbage", "wrong_kind", "too_large")}
     assert bench.aggregator.errors().items() >= expected.items()
-    told = bench.aggregator.told("swallowed")
-    assert len(told) == 3 and all(f"packet (pid {pid})" in message for message in told)
+    found = bench.aggregator.messages("swallowed")
+    assert len(found) == 3 and all(f"packet (pid {pid})" in message for message in found)
 
 
 def test_bad_batch_of_a_caller_is_refused_and_counted(bench: Bench) -> None:
@@ -673,9 +673,9 @@ def test_critical_errors_become_events_and_the_rest_of_a_flood_is_counted(bench:
         bench.tick()
     bench.aggregator.up = True
     bench.tick(400)
-    told = events(bench, "xid")
+    found = events(bench, "xid")
     counted = bench.aggregator.stored[-1].errors["event: no room"]
-    assert (len(told) + counted, told[0].data["gpu"]) == (800, 0)
+    assert (len(found) + counted, found[0].data["gpu"]) == (800, 0)
     assert max(len(message.events) for message in bench.aggregator.stored) <= 512
 
 
@@ -747,11 +747,11 @@ def ask_to_finish(bench: Bench, **fields: Any) -> tuple[socket.socket, wire.Fini
 
 
 def signs(sock: socket.socket) -> list[wire.Finished]:
-    """What the launcher is told, up to the last word."""
-    told = [wire.decode(sock.recv(1 << 16), wire.Finished)]
-    while told[-1].pending:
-        told.append(wire.decode(sock.recv(1 << 16), wire.Finished))
-    return told
+    """The replies that the launcher gets, up to the last."""
+    found = [wire.decode(sock.recv(1 << 16), wire.Finished)]
+    while found[-1].pending:
+        found.append(wire.decode(sock.recv(1 << 16), wire.Finished))
+    return found
 
 
 def finished(sock: socket.socket) -> wire.Finished:
@@ -846,8 +846,8 @@ def test_slow_report_is_waited_for_and_one_that_hangs_on_the_disk_is_not(
     end.reporting = False
     bench.tick(int(WORD_S / wire.TICK_S) + 2)
     assert bench.relay.stopped
-    told = signs(sock)
-    assert [answer.state for answer in told if answer.state != "waiting"][-2:] == ["writing", "failed"]
+    found = signs(sock)
+    assert [answer.state for answer in found if answer.state != "waiting"][-2:] == ["writing", "failed"]
     sock.close()
 
 

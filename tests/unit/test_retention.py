@@ -87,8 +87,8 @@ def test_spans_and_a_flood_of_events_stay_within_the_bound(job: Job, monkeypatch
     monkeypatch.setattr("traceml_ray.store.retention.EVENTS", 500)
     part = wire.SpanSum("load", DATA, 20, 9, 9, 0, 20)
     for second in range(600):
-        told = [wire.Event("note", second, message=f"{second} {n}" + "x" * 100) for n in range(5)]
-        job.run(1, 5, spans=[part], events=told)
+        events = [wire.Event("note", second, message=f"{second} {n}" + "x" * 100) for n in range(5)]
+        job.run(1, 5, spans=[part], events=events)
     assert job.size < 2 * LIMIT
     with SessionFile(job.aggregator.folder.sqlite) as session:
         events, [(details,)] = session.events()[0], session._all("SELECT count(*) FROM span")

@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sessions import LIMITS, Clock, Rank, Relay, aggregation, ask, check_ledger, told
+from sessions import LIMITS, Clock, Rank, Relay, aggregation, ask, check_ledger, run_message
 from snapshot import Snapshot
 
 from traceml_ray import wire
@@ -71,20 +71,22 @@ def _summary(folder: Path, run: str | None = None) -> dict[str, Any]:
 def test_run_ends_when_none_of_its_ranks_may_still_deliver(tmp_path: Path, clock: Clock) -> None:
     aggregator = aggregation(tmp_path, clock)
     fit = Fit(aggregator, "a")
-    assert told(aggregator, "a", info={"name": "first fit", "world_size": 2}) == wire.Finished(
+    assert run_message(aggregator, "a", info={"name": "first fit", "world_size": 2}) == wire.Finished(
         wire.VERSION, "noted"
     )
     for _ in range(5):
         fit.step()
         _second(aggregator, clock)
-    assert told(aggregator, "a", status="finished").waiting == 2
+    assert run_message(aggregator, "a", status="finished").waiting == 2
     assert not (tmp_path / "summary.json").exists()
     aggregator.ingest(
         fit.relay.message(fit.ranks[0].batch(0, final=True), fit.ranks[1].batch(0, produced=57, final=True))
     )
-    assert told(aggregator, "a", status="finished").waiting == 1  # 7 rows of rank 1 are on their way
+    assert run_message(aggregator, "a", status="finished").waiting == 1  # 7 rows of rank 1 are on their way
     clock.tick(OTHERS_S)
-    assert told(aggregator, "a", status="finished") == wire.Finished(wire.VERSION, "written", waiting=1)
+    assert run_message(aggregator, "a", status="finished") == wire.Finished(
+        wire.VERSION, "written", waiting=1
+    )
     summary = json.loads((tmp_path / "summary.json").read_bytes())
     (run,) = summary["runs"]
     assert (run["id"], run["name"], run["status"], run["label"]) == ("a", "first fit", "finished", "healthy")
@@ -100,14 +102,14 @@ def test_run_ended_twice_is_unchanged(tmp_path: Path, clock: Clock) -> None:
     fit.end()
     event = wire.Event("note", 5, message="the controller says")
     for _ in range(3):
-        assert told(aggregator, "a", status="failed", events=[event]).waiting == 0
+        assert run_message(aggregator, "a", status="failed", events=[event]).waiting == 0
         clock.tick(10)
     summary = _summary(tmp_path)
     assert [event["message"] for event in summary["events"]] == ["the controller says"]
     assert summary["runs"][0]["ended_at"] == summary["runs"][0]["started_at"]
     aggregator.close()
     restarted = aggregation(tmp_path, clock)
-    assert told(restarted, "a", status="failed", events=[event]).waiting == 0
+    assert run_message(restarted, "a", status="failed", events=[event]).waiting == 0
     assert len(_summary(tmp_path)["events"]) == 1
 
 
@@ -121,9 +123,9 @@ def test_run_that_is_over_leaves_the_others_alone(tmp_path: Path, clock: Clock) 
     for fit in fits:
         aggregator.ingest(fit.relay.message(fit.ranks[0].batch(0, produced=60)))
     verdict = ask(aggregator, "verdict", run="a")
-    assert told(aggregator, "a", status="failed").pending
+    assert run_message(aggregator, "a", status="failed").pending
     clock.tick(OTHERS_S)
-    assert told(aggregator, "a", status="failed").ok
+    assert run_message(aggregator, "a", status="failed").ok
     ledgers = {run["id"]: run["ledger"] for run in ask(aggregator, "runs")}
     assert (ledgers["a"]["dropped"]["relay"], ledgers["a"]["in_flight"]) == (10, 0)
     assert (ledgers["b"]["dropped"]["relay"], ledgers["b"]["in_flight"]) == (0, 10)
@@ -143,7 +145,7 @@ def test_run_records_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("traceml_ray.store.runs.MAX_RUNS", 4)
     aggregator = aggregation(tmp_path)
     for run in range(8):
-        assert told(
+        assert run_message(
             aggregator, f"run-{run}", info={"name": "x" * 10_000}, status="finished" if run else None
         ).ok
     with aggregator.stored() as file:
@@ -171,7 +173,7 @@ def test_newest_run_with_rows_is_shown_unless_another_is_requested(
         first.step(late=3)
         _second(aggregator, clock)
     first.end()
-    told(aggregator, "a", info={"name": "tune", "world_size": 4}, status="finished")
+    run_message(aggregator, "a", info={"name": "tune", "world_size": 4}, status="finished")
     second = Fit(aggregator, "b", 2)
     assert ask(aggregator, "summary")["run"] == "a"
     for _ in range(12):
@@ -429,7 +431,7 @@ def test_ledger_balances_for_any_order_of_messages(
         elif act == "end":
             aggregator.ingest(relay.message(rank.batch(2, final=True), dropped={rank.process_id: 1}))
         elif act == "finish":
-            told(aggregator, rank.identity.job_id, status="finished")
+            run_message(aggregator, rank.identity.job_id, status="finished")
         elif act == "gone":
             aggregator.node_state("node-0", "host-0", "10.0.0.1", draw(st.booleans()))
         else:
@@ -457,7 +459,7 @@ def test_end_of_a_run_waits_for_its_ranks_but_not_behind_a_silent_relay(tmp_path
     fit = Fit(aggregator, "a")
     fit.relay.node = wire.NodeIdentity("node-a", "host", "10.0.0.1")
     fit.step()
-    assert told(aggregator, "a", status="finished").waiting == 2
+    assert run_message(aggregator, "a", status="finished").waiting == 2
     clock.tick(3)
     assert aggregator.endings.is_silent("node-a") and not aggregator.endings.is_silent("node-b")
-    assert told(aggregator, "a", status="finished").waiting == 0
+    assert run_message(aggregator, "a", status="finished").waiting == 0

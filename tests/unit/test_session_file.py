@@ -187,11 +187,11 @@ def test_other_processes_read_while_the_session_is_written(tmp_path: Path, kind:
     aggregator.ingest(relay.message(rank.batch(5)))
     assert aggregator.commit()
     assert bool(list(tmp_path.glob("*-wal"))) is (kind == "local")
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "traceml_ray.cli", "status", str(tmp_path)],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert "5 rows produced = 5 stored" in told.stdout, told.stderr
+    assert "5 rows produced = 5 stored" in done.stdout, done.stderr
     aggregator.ingest(relay.message(rank.batch(5)))
     assert aggregator.commit()
     aggregator.finish(wire.Finish(wire.VERSION, 0))
@@ -270,8 +270,8 @@ def test_items_cut_while_the_disk_refuses_are_counted_by_kind(tmp_path: Path) ->
         for table, name in {**tables, "node_sample": "node sample"}.items():
             kept = stored._all(f"SELECT count(*) FROM {table}")[0][0]
             lost = stored.meta()["errors"][f"{name}: not stored, no room"]
-            told = 1 if table == "event" else 0  # of the commit that failed
-            assert 0 < kept <= 5 and kept + lost == 12 + told
+            done = 1 if table == "event" else 0  # of the commit that failed
+            assert 0 < kept <= 5 and kept + lost == 12 + done
             line = f"{lost} × aggregator, {name}: not stored, no room"
             assert line in render_status(aggregator.query, tmp_path, None, 0)
     aggregator.close()

@@ -348,8 +348,8 @@ def card_of(page: dict[str, Any], label: str) -> dict[str, Any]:
 
 def test_node_page_has_the_critical_errors_of_a_device(played: Played) -> None:
     pages = followed(played, 6)
-    told = [{"gpu": 1, "xid": 31}, {"gpu": 1}, {"xid": 79}, {"gpu": 1, "xid": 79}]  # two by somebody else
-    events = [wire.Event("xid", played.clock(), message="GPU", data=data) for data in told]
+    xids = [{"gpu": 1, "xid": 31}, {"gpu": 1}, {"xid": 79}, {"gpu": 1, "xid": 79}]  # two by somebody else
+    events = [wire.Event("xid", played.clock(), message="GPU", data=data) for data in xids]
     played.aggregator.ingest(played.relays[1].message(events=events))
     assert played.aggregator.commit() and pages.poll()
     assert [gpu["xid"] for gpu in pages.view("node", node="node-1")["gpus"]] == [None, [79, 31]]

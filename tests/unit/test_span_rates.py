@@ -191,9 +191,9 @@ def test_summary_report_and_live_verdict_name_the_span(tmp_path: Path, snapshot:
         for rank, ms in zip(ranks, ([1, 2, 0, 3, 4, 31], [31, 2, 0, 3, 4, 1]), strict=True):
             took = ms[0] * 10 * MS
             steps = 10 * second, 10 * second + 9
-            told = [SpanSum("optimizer", POST_SYNC, 10, took, None, *steps)]
-            told += [SpanSum("all_reduce", POST_SYNC, 10, MS, None, *steps, 40_000)]
-            batches.append(rank.batch(10, [float(value) for value in ms], spans=told))
+            sums = [SpanSum("optimizer", POST_SYNC, 10, took, None, *steps)]
+            sums += [SpanSum("all_reduce", POST_SYNC, 10, MS, None, *steps, 40_000)]
+            batches.append(rank.batch(10, [float(value) for value in ms], spans=sums))
         aggregator.ingest(relay.message(*batches))
         aggregator._clock.tick()  # type: ignore[attr-defined]
     aggregator._judge.judge()

@@ -89,7 +89,7 @@ def test_slowest_of_several_groups_is_the_step() -> None:
 @settings(max_examples=50)
 @given(st.lists(st.integers(1, 700), min_size=1, max_size=12), st.integers(0, 99))
 def test_bins_add_up(counts: list[int], seed: int) -> None:
-    rng, bins, told = np.random.default_rng(seed), Bins(2), 0
+    rng, bins, counted = np.random.default_rng(seed), Bins(2), 0
     busy = np.zeros(2)
     for count in counts:
         store = StepSums(2, count)
@@ -99,16 +99,16 @@ def test_bins_add_up(counts: list[int], seed: int) -> None:
         store.busy *= store.count
         store.steps[:] = 1
         store.exposed[:] = 2
-        store.first[:] = store.last[:] = np.arange(told, told + count)
+        store.first[:] = store.last[:] = np.arange(counted, counted + count)
         bins.fold(store, count)
-        told += count
+        counted += count
         busy += store.busy.sum(axis=1)
     end = bins.end
     assert end <= MAX_BINS
     assert (bins.steps[: end - 1] == bins.width).all() and 1 <= bins.steps[end - 1] <= bins.width
-    assert bins.steps.sum() == told and bins.exposed.sum() == 12 * told
+    assert bins.steps.sum() == counted and bins.exposed.sum() == 12 * counted
     assert bins.busy.sum(axis=1).tolist() == busy.tolist()
-    assert bins.first[0] == 0 and bins.last[end - 1] == told - 1
+    assert bins.first[0] == 0 and bins.last[end - 1] == counted - 1
     assert (bins.first[1:end] == bins.last[: end - 1] + 1).all()
 
 

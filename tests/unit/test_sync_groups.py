@@ -43,8 +43,8 @@ def grouped(
     flags: int = 0,
 ) -> Window:
     found = processes(of_ms(rows, steps), flags=flags)
-    told = [replace(one, group=group, strategy=strategy) for one, group in zip(found, groups, strict=True)]
-    return align(told, len(rows), missing)
+    ranks = [replace(one, group=group, strategy=strategy) for one, group in zip(found, groups, strict=True)]
+    return align(ranks, len(rows), missing)
 
 
 def named(verdict: Verdict) -> tuple[str, str | None, tuple[int, ...]]:

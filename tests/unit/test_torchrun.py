@@ -105,11 +105,11 @@ def test_bad_input_is_one_line_that_names_it_and_starts_nothing(
     monkeypatch.setattr(torchrun.Monitor, "start", start)
     monkeypatch.setattr(torch_run, "run", start)
     assert torchrun.main(argv) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith("traceml-ray: ")
-    assert named in told.err
-    assert told.err.count("\n") == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("traceml-ray: ")
+    assert named in output.err
+    assert output.err.count("\n") == 1
 
 
 def test_busy_master_port_is_replaced_by_a_free_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,12 +266,12 @@ def test_secrets_among_script_arguments_are_hidden() -> None:
         "gpt2",
         "--password",
     ]
-    told = arguments.command_text(
+    output = arguments.command_text(
         ["train.py", *words, "--db", "postgres://me:hush4@host/runs", "--max-tokens", "512"]
     )
-    assert "hush" not in told
+    assert "hush" not in output
     for kept in ("train.py", "--api-key '***'", "--tokenizer gpt2", "--password --db", "--max-tokens 512"):
-        assert kept in told
+        assert kept in output
 
 
 @pytest.mark.parametrize(

@@ -59,13 +59,13 @@ def message(*steps: Any, rank: Any = 0, samples: Any = (), tables: Any = None, *
     return {"rank": rank, "sampler": "StepTimeSampler", "timestamp": 1.8e9, "tables": made, **more}
 
 
-def encode(said: Any) -> bytes:
-    return msgspec.msgpack.encode(said)
+def encode(sent: Any) -> bytes:
+    return msgspec.msgpack.encode(sent)
 
 
-def read(said: Any, senders: v1.Senders | None = None, pid: int = 4242) -> list[wire.RankBatch]:
+def read(sent: Any, senders: v1.Senders | None = None, pid: int = 4242) -> list[wire.RankBatch]:
     """The batches of a message of which nothing is refused."""
-    found = list((senders or v1.Senders("run")).read(encode(said), pid, 9))
+    found = list((senders or v1.Senders("run")).read(encode(sent), pid, 9))
     assert all(isinstance(batch, wire.RankBatch) for batch in found), found
     for batch in found:
         assert wire.decode(wire.encode(batch), wire.RankBatch) == batch
@@ -154,8 +154,8 @@ def test_process_samples_are_converted_and_bounded() -> None:
 def test_unknown_fields_are_ignored_and_counted_by_name() -> None:
     named = step(1)
     named["events"] |= {"tokenize": times(1), "odd": "not even times"}
-    said = message({**named, "new": 1}, tables={"LayerTimeTable": [1, 2]}, hostname="a", session_id=None)
-    (batch,) = read(said)
+    sent = message({**named, "new": 1}, tables={"LayerTimeTable": [1, 2]}, hostname="a", session_id=None)
+    (batch,) = read(sent)
     assert rows(batch) == [[3.5, 5, 1, 3, 6, 0]]
     assert batch.errors == {
         "v1 field: hostname": 1,
@@ -195,7 +195,7 @@ def test_invalid_rows_are_dropped_and_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("sent", "reason"),
     [
         (message(step(1), _v=2), "wrong_version"),
         (message(step(1), _v=0), "wrong_version"),
@@ -218,9 +218,9 @@ def test_invalid_rows_are_dropped_and_counted() -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_invalid_messages_are_refused_with_a_reason(said: Any, reason: str) -> None:
-    assert v1.is_v1(encode(said))
-    assert refusals(encode(said)) == [reason]
+def test_invalid_messages_are_refused_with_a_reason(sent: Any, reason: str) -> None:
+    assert v1.is_v1(encode(sent))
+    assert refusals(encode(sent)) == [reason]
 
 
 def test_one_invalid_entry_of_a_list_does_not_spoil_the_others() -> None:
@@ -233,8 +233,8 @@ def test_version_1_is_distinguished_from_version_2() -> None:
     batch = read(message(step(1)))[0]
     for data in (b"", b"\x90", b"\xdc\x00", b"\xdd\x00\x00\x00\x01", wire.encode(batch), b"\xc1", b"{}"):
         assert not v1.is_v1(data)
-    for said in ({}, [{}], message(step(1)), [message()] * 20, {str(n): n for n in range(20)}):
-        assert v1.is_v1(encode(said))
+    for sent in ({}, [{}], message(step(1)), [message()] * 20, {str(n): n for n in range(20)}):
+        assert v1.is_v1(encode(sent))
     for data in (b"\x81", b"\xdf\xff\xff\xff\xff", b"\x91\xdf\xff\xff\xff\xff\x01", b"\x81\xa1" * 20_000):
         assert v1.is_v1(data) and refusals(data) == ["malformed"]
     deep = encode(message())[:-1] + b"\x81\xa1x" + b"\x91" * 60_000 + b"\xc0"
@@ -271,8 +271,8 @@ class Bench:
         self.sock.connect(str(path))
         self.relay.turn(5)
 
-    def send(self, said: Any) -> None:
-        self.sock.send(said if isinstance(said, bytes) else encode(said))
+    def send(self, sent: Any) -> None:
+        self.sock.send(sent if isinstance(sent, bytes) else encode(sent))
         self.relay.turn(5)
 
     def tick(self) -> None:

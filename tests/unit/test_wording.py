@@ -70,7 +70,7 @@ def test_advice_exists_for_every_stage():
         assert "{" not in verdict.next
 
 
-def said_twice(advice: str) -> list[str]:
+def repeated(advice: str) -> list[str]:
     topics = "DataLoader worker", "disk", "the device", "what else uses", "the ranks of", "optimizer"
     return [topic for topic in topics if advice.count(topic) > 1]
 
@@ -97,7 +97,7 @@ def test_next_step_of_a_known_span_replaces_that_of_its_stage(
         verdict, rows, lambda ranks, *_: {r: of_late if r in at else {} for r in ranks}, LIMITS
     )
     assert (verdict.label, advice.span) == ("straggler", part)
-    assert said_twice(advice.next) == []
+    assert repeated(advice.next) == []
     assert "rank 2" in advice.next
     generic = verdict.next.removeprefix("Look at ").rpartition("then at ")[2]
     assert generic not in advice.next
@@ -108,7 +108,7 @@ def test_next_step_of_a_known_span_replaces_that_of_its_stage(
 def test_next_step_of_two_stages_repeats_nothing(stages: tuple[int, int], at: tuple[int, ...]) -> None:
     verdict = judge(late([[4.0 * (each in stages) for each in range(5)]] * len(at), at=at))
     assert (verdict.label, verdict.ranks) == ("ambiguous", at)
-    assert said_twice(verdict.next) == []
+    assert repeated(verdict.next) == []
 
 
 @pytest.mark.parametrize("stage", range(5))
@@ -116,4 +116,4 @@ def test_next_step_of_ranks_late_by_different_times_repeats_nothing(stage: int) 
     rows = late([[size * (each == stage) for each in range(5)] for size in (8.0, 3.9)], at=(1, 2))
     verdict = judge(rows)
     assert verdict.ranks == (1, 2) or verdict.label == "straggler"
-    assert said_twice(verdict.next) == []
+    assert repeated(verdict.next) == []

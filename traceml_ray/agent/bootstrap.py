@@ -21,7 +21,7 @@ from traceml_ray import wire
 from traceml_ray.agent import ending
 from traceml_ray.agent.channel import Channel, SocketChannel
 from traceml_ray.agent.rank_agent import RankAgent, new_process_id
-from traceml_ray.errors import said
+from traceml_ray.errors import error_text
 from traceml_ray.identity import RankIdentity, resolve
 from traceml_ray.settings import Settings
 
@@ -81,7 +81,7 @@ def start_on_import(pid: int, channel_to: ChannelTo) -> None:
             start(settings, channel=channel_to(settings))
     except Exception as error:
         # The script goes on without a monitor; the report names this rank as one that never reported.
-        sys.stderr.write(f"traceml-ray: not watching this process: {said(error)}\n")
+        sys.stderr.write(f"traceml-ray: not watching this process: {error_text(error)}\n")
 
 
 def _start_asleep(channel_to: ChannelTo) -> None:

@@ -9,7 +9,7 @@ class DataWaits:
     """The wait for data that is open, and the loaders waited for since the last backward."""
 
     __slots__ = (
-        *("before", "collated", "depth", "foreign_ns", "loader"),
+        *("before", "collated", "depth", "loader"),
         *("named", "resume", "training", "waited", "workers"),
     )
 
@@ -30,8 +30,6 @@ class DataWaits:
         """The loader waited for last."""
         self.collated = 0
         """When the samples of the batch were there, where that is known."""
-        self.foreign_ns = 0
-        """Time waited since the last backward for loaders that do not feed training."""
         self.before = self.resume = POST_SYNC
         """The stage that the wait has interrupted, and the one that follows it."""
         self.waited.clear()
@@ -65,4 +63,3 @@ class DataWaits:
         if self.waited != self.training:
             self.training = set(self.waited)
         self.waited.clear()
-        self.foreign_ns = 0

@@ -19,7 +19,7 @@ from traceml_ray.agent.clock_offset import ClockOffset
 from traceml_ray.agent.cuts import NO_EVENT, Cut, first_event
 from traceml_ray.agent.marks import EVENTS
 from traceml_ray.agent.ring import StepRing
-from traceml_ray.errors import said
+from traceml_ray.errors import error_text
 from traceml_ray.stages import (
     FLAG_COUPLED,
     FLAG_DEVICE_CLOCK,
@@ -178,7 +178,7 @@ class DeviceClock:
         """End the clock: no call of the device any more; any thread may."""
         self._over = True
         if not self.stopped:
-            self.stopped = why if isinstance(why, str) else said(why)
+            self.stopped = why if isinstance(why, str) else error_text(why)
 
     def seal(self) -> None:
         """Record nothing more; what is recorded can still be read."""

@@ -13,7 +13,7 @@ from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.patch.sharded_waits import ShardedWaits
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
-from traceml_ray.errors import said
+from traceml_ray.errors import error_text
 from traceml_ray.wire import DEVICE_CLOCK, OpenStage
 
 CONFIRMED = False
@@ -112,7 +112,7 @@ class DeviceUse:
                 self.begin(cuda_api(devices.pop().index))
             except Exception as error:
                 self._ours.errors.note("device clock", error)
-                why = said(error)
+                why = error_text(error)
         if why:
             self._ours.missing[DEVICE_CLOCK] = why[:200]
         elif os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":

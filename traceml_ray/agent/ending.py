@@ -7,7 +7,7 @@ import sys
 import time
 
 from traceml_ray import wire
-from traceml_ray.errors import said
+from traceml_ray.errors import error_text
 
 
 def event(
@@ -17,7 +17,7 @@ def event(
     message = ""
     if error is not None:
         kind, data = "exception", {"type": type(error).__name__}
-        message = said(error)[:2000]
+        message = error_text(error)[:2000]
     return wire.Event(kind, time.time_ns(), opened.step, opened.stage, message, data)
 
 

@@ -19,7 +19,7 @@ class Partition:
     Where a device's clock is read, `cuts` is the same row by the events at its marks; else None.
     """
 
-    __slots__ = ("cuts", "event", "last", "spans", "stage", "times")
+    __slots__ = ("cuts", "event", "foreign_ns", "last", "spans", "stage", "times")
 
     def __init__(self, spans: OpenSpans, now: int) -> None:
         self.spans = spans
@@ -31,6 +31,8 @@ class Partition:
     def forget(self, now: int) -> None:
         """Begin a row now, with nothing in it."""
         self.times = [0] * N_STAGES
+        self.foreign_ns = 0
+        """Of the time in `data`, what was waited for loaders that do not feed training."""
         self.stage, self.last = POST_SYNC, now
         self.spans.forget()
         if self.cuts is not None:
@@ -53,21 +55,35 @@ class Partition:
 
     def take(self) -> tuple[list[int], list[Cut]]:
         """Return times and cuts of the row that ends with the last mark, and begin another one."""
-        times, self.times = self.times, [0] * N_STAGES
+        times, self.times, self.foreign_ns = self.times, [0] * N_STAGES, 0
         return times, self.cuts.take() if self.cuts is not None else []
 
-    def fold(self, foreign_ns: int, now: int) -> int:
+    def foreign(self, since: int, now: int) -> None:
+        """The wait for data that has just ended was for a loader that does not feed training."""
+        self.foreign_ns += now - since
+        for span in self.spans.running():
+            span.foreign_ns += now - max(since, span.began)
+        if self.cuts is not None:
+            self.cuts.foreign()
+
+    def learn(self) -> None:
+        """All waits of this row were for what feeds training."""
+        self.foreign_ns = 0
+        if self.cuts is not None:
+            self.cuts.learn()
+
+    def fold(self, now: int) -> int:
         """
-        Count what ran since sync exit, with `foreign_ns` of waiting for data, as `post_sync`: it was not for
-        this step, but for the fetches of something else (an evaluation). Return how long that took.
+        Count what ran since sync exit, with the foreign waits for data, as `post_sync`: it was not for this
+        step, but for something else (an evaluation). Return how long that took.
         """
         self.to(POST_SYNC, now)
         self.spans.fold()
         times = self.times
-        folded = foreign_ns + times[PREPARE] + times[FORWARD]
+        folded = self.foreign_ns + times[PREPARE] + times[FORWARD]
         times[POST_SYNC] += folded
-        times[DATA] -= foreign_ns
-        times[PREPARE] = times[FORWARD] = 0
+        times[DATA] -= self.foreign_ns
+        self.foreign_ns = times[PREPARE] = times[FORWARD] = 0
         if self.cuts is not None:
             self.cuts.fold()
         return folded

@@ -89,12 +89,8 @@ class StepSpans:
             self.optimizer = None
 
     def waited(self, data: DataWaits, since: int, now: int) -> None:
-        """Say what a wait for data was: for workers, or for fetching and collating; or not for training."""
-        if not data.feeds_training():
-            data.foreign_ns += now - since
-            for span in self._spans.running():
-                span.foreign_ns += now - max(since, span.began)
-        elif data.workers:
+        """Count a wait for data that feeds training: for workers, or for fetching and collating."""
+        if data.workers:
             self._add(WORKERS, now - since)
         elif data.collated > since:
             self._add(FETCH, data.collated - since)

@@ -107,24 +107,18 @@ class Steps:
         self._own.end_evaluation(self.now)
 
     def _fold(self) -> int:
-        folded = self.partition.fold(self._data.foreign_ns, self.now)
-        self._data.foreign_ns = 0
         self._data.waited &= self._data.training
-        return folded
-
-    def _take(self) -> tuple[list[int], list[Cut]]:
-        """Take the times of the row that ends, and what was waited in it for loaders of something else."""
-        self._data.foreign_ns = 0
-        return self.partition.take()
+        return self.partition.fold(self.now)
 
     def _data_end(self) -> None:
-        data = self._data
+        data, since = self._data, self.partition.last
         if data.end():
             data.waited.add(data.loader)
-            self._own.waited(data, self.partition.last, self.now)
             self._to(data.resume)
-            if self.partition.cuts is not None and not data.feeds_training():
-                self.partition.cuts.foreign()
+            if data.feeds_training():
+                self._own.waited(data, since, self.now)
+            else:
+                self.partition.foreign(since, self.now)
 
     def _data_exhausted(self) -> None:
         """It was no wait of this step."""
@@ -174,8 +168,7 @@ class Steps:
             self._take_back()
         if self._data.waited:
             self._data.learn()
-            if self.partition.cuts is not None:
-                self.partition.cuts.learn()
+            self.partition.learn()
         self._own.pause_optimizer()
 
     def _take_back(self) -> None:
@@ -230,7 +223,7 @@ class Steps:
 
     def _leave(self, flags: int, synced: bool) -> None:
         self._own.hand_out()
-        self.rows.leave(self._take(), flags, synced)
+        self.rows.leave(self.partition.take(), flags, synced)
 
     # -- waits for peers, and inferred exchanges -----------------------------------------------------
 
@@ -263,7 +256,7 @@ class Steps:
     def _extend(self) -> None:
         """The pending row goes on until now; what is no wait is work on gradients, so it is `backward`."""
         self._to(self.partition.stage)
-        times, cuts = self._take()
+        times, cuts = self.partition.take()
         times[BACKWARD] += times[POST_SYNC]
         times[POST_SYNC] = 0
         self.rows.extend(times, cuts)

@@ -373,7 +373,7 @@ class AggregatorCore:
     def _reload(self) -> None:
         """After a restart: bring back the last rows, so that the verdicts go on at once."""
         with self._writer.reader() as reader:
-            self.endings.events.update(reader.told())
+            self.endings.events.update(reader.run_events())
             for run, processes in self._judge.live_runs().items():
                 reader.run = run
                 own = {process.id for process in processes}

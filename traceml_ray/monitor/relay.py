@@ -244,8 +244,8 @@ class RelayCore:
     def _has_news(self) -> bool:
         """Whether there is anything to pack but a sample."""
         outbox, intake = self._outbox, self._intake
-        news = outbox.waiting or outbox.drops_to_report or intake.lost or intake.events
-        return bool(news or sum(errors.total() for errors in self._counted()) != self._reported)
+        content = outbox.waiting or outbox.drops_to_report or intake.lost or intake.events
+        return bool(content or sum(errors.total() for errors in self._counted()) != self._reported)
 
     def _counted(self) -> list[Counter[str]]:
         return [self._errors, self._sampler.errors, self._connections.errors, self._outbox.lost]

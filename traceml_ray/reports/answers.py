@@ -13,7 +13,7 @@ import msgspec
 from traceml_ray import results
 from traceml_ray.analysis import step_numbers
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.errors import Errors, said
+from traceml_ray.errors import Errors, error_text
 from traceml_ray.reports.stored_spans import spans_of
 from traceml_ray.reports.summary import nodes_of, runs_of, summaries, summarize
 from traceml_ray.session import SessionFolder, holder, read_json
@@ -69,7 +69,9 @@ class Answers:
             return query.encode_error(str(error))
         except Exception as error:
             self._errors.note("query", error)
-            return query.encode_error(str(error) if isinstance(error, SessionFileError) else said(error))
+            return query.encode_error(
+                str(error) if isinstance(error, SessionFileError) else error_text(error)
+            )
 
     def answer(self, request: Request[query.A]) -> query.A:
         """Return the answer. Raises `QueryError`, `SessionFileError`."""

@@ -40,8 +40,8 @@ class RunFacts:
         """How nodes are shown, by `node_key`."""
         self.events = session.events()[0]
 
-    def said(self, name: str) -> Any:
-        """What was said of the run; of the session, before it has any."""
+    def fact(self, name: str) -> Any:
+        """What is known of the run; of the session, before it has any."""
         return (self.run or self.meta).get(name)
 
     @property
@@ -52,7 +52,7 @@ class RunFacts:
     @property
     def world_size(self) -> int:
         """Number of ranks the job has."""
-        return world_size(self.ranks, self.said("world_size"))
+        return world_size(self.ranks, self.fact("world_size"))
 
     @property
     def failures(self) -> list[dict[str, Any]]:
@@ -79,12 +79,12 @@ def session_block(facts: RunFacts) -> dict[str, Any]:
         "exit_code": meta.get("exit_code"),
         "started_at": moment(meta.get("started_at")),
         "ended_at": moment(meta.get("ended_at")),
-        "launcher": facts.said("launcher"),
+        "launcher": facts.fact("launcher"),
         "command": meta.get("command"),
         "strategy": strategies[0] if strategies else meta.get("strategy"),
         "world_size": facts.world_size or None,
         "silent_ranks": missing_of(facts.world_size, facts.ranks),
-        "nnodes": facts.said("nnodes") or sum(bool(node["ranks"]) for node in nodes) or None,
+        "nnodes": facts.fact("nnodes") or sum(bool(node["ranks"]) for node in nodes) or None,
         "nodes": nodes,
     }
 
@@ -92,18 +92,18 @@ def session_block(facts: RunFacts) -> dict[str, Any]:
 def _nodes(facts: RunFacts) -> list[dict[str, Any]]:
     """
     Return the nodes that the run's ranks are on, then those that it lost before. Their numbers are what
-    the ranks say where that can be (one number a node, and no number twice), else the order of the
+    the ranks report where that can be (one number a node, and no number twice), else the order of the
     lowest ranks.
     """
     ranks: dict[str, list[int]] = {}
-    said: dict[str, set[int]] = {}
+    claimed: dict[str, set[int]] = {}
     for rank, process in facts.ranks.items():
         if process.identity is not None:
             ranks.setdefault(node_key(process), []).append(rank)
-            said.setdefault(node_key(process), set()).add(process.identity.node_rank)
-    numbers = [number for numbers in said.values() for number in numbers]
-    if len(numbers) == len(said) == len(set(numbers)):
-        number = {key: min(numbers) for key, numbers in said.items()}
+            claimed.setdefault(node_key(process), set()).add(process.identity.node_rank)
+    numbers = [number for numbers in claimed.values() for number in numbers]
+    if len(numbers) == len(claimed) == len(set(numbers)):
+        number = {key: min(numbers) for key, numbers in claimed.items()}
     else:
         number = {key: at for at, key in enumerate(sorted(ranks, key=lambda key: ranks[key][0]))}
     before = {node_key(process) for process in facts.processes if process.identity}.difference(ranks)

@@ -78,11 +78,11 @@ def _summary(facts: RunFacts, newest: bool = False) -> dict[str, Any]:
     spans = StoredSpans(session, facts.ranks)
     performance = _with_span(judged.whole() if judged else _no_step(facts), facts, whole, spans)
     verdicts = _changes(facts, whole, spans)
-    found = deaths(facts.failures, facts.events, facts.processes, failed=facts.said("status") == "failed")
+    found = deaths(facts.failures, facts.events, facts.processes, failed=facts.fact("status") == "failed")
     stood = hangs(session.verdicts()[0])
     machines = Machines(session.machines, facts.ranks, facts.every, facts.labels)
     dated = lines, facts.thresholds.warmup_steps
-    verdict = still_open(stood, facts.said("status")) or _headline(facts, found) or performance
+    verdict = still_open(stood, facts.fact("status")) or _headline(facts, found) or performance
     verdict = with_advice(machines.with_evidence(verdict, *dated), facts.ranks.values())
     every = sorted([*verdicts, *stood], key=lambda verdict: verdict.from_step or 0)
     every = [with_advice(verdict, facts.ranks.values()) for verdict in every]
@@ -150,7 +150,7 @@ def _run(entry: dict[str, Any], label: str | None = None) -> dict[str, Any]:
 
 def _headline(facts: RunFacts, found: Sequence[Death]) -> Verdict | None:
     """Return the verdict on a run that ended by a death."""
-    if not found or facts.said("status") in ("finished", "stopped"):
+    if not found or facts.fact("status") in ("finished", "stopped"):
         return None
     return headline(found, lambda death: facts.node_of(death.rank), facts.ranks, facts.world_size)
 

@@ -8,7 +8,7 @@ from typing import Any
 from traceml_ray.store.rank_processes import RankProcess, attempt_of, generations, shown, world_size
 
 MAX_RUNS = 256
-"""Runs of which is kept what was told of them."""
+"""Runs whose facts are kept."""
 _MAX_TEXT = 500
 _MAX_FACTS = 32
 _OURS = frozenset({"id", "started_at", "ended_at", "status"})
@@ -43,34 +43,34 @@ def newest_of(has_rows: Mapping[str, bool], meta: Mapping[str, Any]) -> str | No
 
 def run_names(processes: Iterable[RankProcess], meta: Mapping[str, Any]) -> dict[str, str]:
     """Return the name of each run of a session by its id, the oldest run first."""
-    told = meta.get("runs", {})
-    return {run: told.get(run, {}).get("name") or run for run in [*by_run(processes), *told]}
+    reported = meta.get("runs", {})
+    return {run: reported.get(run, {}).get("name") or run for run in [*by_run(processes), *reported]}
 
 
 def note(
-    told: Mapping[str, Any], job_id: str, now: int, info: Mapping[str, Any], status: str | None = None
+    reported: Mapping[str, Any], job_id: str, now: int, info: Mapping[str, Any], status: str | None = None
 ) -> dict[str, Any]:
-    """Return `told` (by run) with what is said of one run; what it holds is bounded."""
-    facts: dict[str, Any] = {**told.get(job_id, {"id": job_id, "started_at": now})}
+    """Return `reported`, the facts by run, with those of one run added; bounded."""
+    facts: dict[str, Any] = {**reported.get(job_id, {"id": job_id, "started_at": now})}
     for name, value in info.items():
         if name not in _OURS and (name in facts or len(facts) < _MAX_FACTS):
             facts[name[:_MAX_TEXT]] = value[:_MAX_TEXT] if isinstance(value, str) else value
     if status is not None:
         facts["status"] = status[:_MAX_TEXT]
         facts.setdefault("ended_at", now)
-    runs = {**told, job_id: facts}
+    runs = {**reported, job_id: facts}
     while len(runs) > MAX_RUNS:
         del runs[next((run for run in runs if "ended_at" in runs[run]), next(iter(runs)))]
     return runs
 
 
-def status_of(processes: list[RankProcess], told: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
+def status_of(processes: list[RankProcess], reported: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
     """
-    Return how a run stands: what was told of it, else how the session stands.
+    Return the status of a run: the one reported, else that of the session.
 
-    While the session runs, a run of which nobody said how it ended has `ended` when all its ranks have.
+    While the session runs, a run without a reported status has `ended` when all its ranks have.
     """
-    session: str = told.get("status") or meta.get("status", "running")
+    session: str = reported.get("status") or meta.get("status", "running")
     last = generations(processes)[-1:]
     return "ended" if session == "running" and last and all(s.ended for s in last[0]) else session
 
@@ -86,24 +86,24 @@ def list_runs(
     runs, every = by_run(processes), meta.get("runs", {})
     found = []
     for run in (ids := {**runs, **every}):
-        own, told = runs.get(run, []), every.get(run, {})
-        said = {**meta, **told} if is_own(run, ids, meta) else told
-        status = status_of(own, told, meta)
-        ended = told.get("ended_at") or meta.get("ended_at")
+        own, reported = runs.get(run, []), every.get(run, {})
+        facts = {**meta, **reported} if is_own(run, ids, meta) else reported
+        status = status_of(own, reported, meta)
+        ended = reported.get("ended_at") or meta.get("ended_at")
         if not ended and status == "ended":
             ended = max(process.last_seen_ns for process in own)
         first = min((process.first_seen_ns for process in own), default=None)
         entry = {
             "id": run,
-            "name": told.get("name") or run,
-            "launcher": told.get("launcher") or meta.get("launcher"),
+            "name": reported.get("name") or run,
+            "launcher": reported.get("launcher") or meta.get("launcher"),
             "status": status,
-            "started_at": said.get("started_at") or first,
+            "started_at": facts.get("started_at") or first,
             "ended_at": ended,
-            "world_size": world_size(shown(own), said.get("world_size")) or None,
-            "nnodes": said.get("nnodes"),
+            "world_size": world_size(shown(own), facts.get("world_size")) or None,
+            "nnodes": facts.get("nnodes"),
             "attempts": len({attempt_of(process) for process in own}),
-            "label": told.get("label") or labels.get(run),
+            "label": reported.get("label") or labels.get(run),
             "ledger": count(own),
         }
         found.append(entry)
@@ -111,7 +111,7 @@ def list_runs(
 
 
 def is_own(run: str | None, runs: Sized, meta: Mapping[str, Any]) -> bool:
-    """Whether what the launcher said of the session holds for `run`, one of `runs`: it is made for one."""
+    """Whether the facts of the session are those of `run`, one of `runs`: a launcher makes it for one."""
     return len(runs) <= 1 or run == meta.get("session")
 
 

@@ -103,8 +103,8 @@ def legible(path: Path) -> Iterator[None]:
     except SessionFileError:
         raise
     except NONSENSE as error:
-        told = f"{type(error).__name__}: {str(error)[:200]}"
-        raise SessionFileError(f"{path}: the session file is damaged ({told})") from error
+        detail = f"{type(error).__name__}: {str(error)[:200]}"
+        raise SessionFileError(f"{path}: the session file is damaged ({detail})") from error
 
 
 def connect(path: Path, *, create: bool = False, timeout: float = 5.0) -> sqlite3.Connection:

@@ -151,7 +151,7 @@ class SessionFile(SampleReader):
             event["data"] = json.loads(event["data"])
         return events, top
 
-    def told(self) -> list[tuple[Any, ...]]:
+    def run_events(self) -> list[tuple[Any, ...]]:
         """Return (run, kind, t_ns, message) of the events that are of a run, not of a rank or a node."""
         return self._all("SELECT run, kind, t_ns, message FROM event WHERE run IS NOT NULL")
 
