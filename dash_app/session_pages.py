@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.errors import error_text
 from traceml_ray.store import query
 from traceml_ray.store.query import QueryError, Request
 
@@ -90,7 +91,7 @@ class SessionPages(SessionCache):
             changed = self._failed(error)
         except Exception as error:
             self.errors.note("poll", error)
-            changed = self._failed(QueryError(f"{type(error).__name__}: {error}"))
+            changed = self._failed(QueryError(error_text(error)))
         took = self._timer() - began
         before = self.poll_ms[-1] / 1e3 if self.poll_ms else 0.0
         slow = min(took, before) - _QUICK_S  # twice: the first time there is more to read

@@ -66,15 +66,12 @@ def _refuse(why: str, code: int) -> int:
 
 
 def _monitor(args: argparse.Namespace, words: Sequence[str]) -> Monitor | None:
-    from traceml_ray.reports.baseline import checked
-
     settings, nodes = settings_of(args), _nodes(args)
     info: dict[str, str | int | float | None] = {
         "launcher": Path(words[0]).name[:64],
         "command": command_text(words),
         "nnodes": nodes.count,
     }
-    settings = checked(settings) if nodes.first else settings
     return monitor_of(settings, info, os.environ, nodes, args.dashboard)
 
 

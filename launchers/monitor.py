@@ -26,6 +26,7 @@ from traceml_ray import wire
 from traceml_ray.agent.bootstrap import rank_environment
 from traceml_ray.attachment import FILE as ATTACHMENT
 from traceml_ray.attachment import Attachment
+from traceml_ray.errors import error_text
 from traceml_ray.files import write_file
 from traceml_ray.monitor import private_folders as folders
 from traceml_ray.monitor.finish import HELPER_S, LAUNCHER_S
@@ -57,6 +58,10 @@ def monitor_of(
 
     Raises SessionError when there can be no such session.
     """
+    if nodes.first and settings.baseline is not None:
+        from traceml_ray.reports.baseline import checked  # it imports numpy
+
+        settings = checked(settings)
     try:
         return Monitor(settings, info, environ, nodes, dashboard)
     except SessionHeldError as error:
@@ -148,7 +153,7 @@ class Monitor:
             self._let_others_attach(address)
             self._helper = self._start_helper(address, environ)
         except Exception as error:
-            _print(f"no monitor for this run: {type(error).__name__}: {error}")
+            _print(f"no monitor for this run: {error_text(error)}")
         else:
             self._start_dashboard()
 
@@ -171,7 +176,7 @@ class Monitor:
             else:
                 self._finish_here(self._session, message, finished)
         except Exception as error:
-            _print(f"session {self._name!r} could not be finished: {type(error).__name__}: {error}")
+            _print(f"session {self._name!r} could not be finished: {error_text(error)}")
         finally:
             if self._dashboard is not None:
                 self._dashboard.kill()

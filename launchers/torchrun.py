@@ -22,7 +22,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 
 from traceml_ray import wire
 from traceml_ray.agent.bootstrap import leave_rank
-from traceml_ray.reports.baseline import checked
 from traceml_ray.session import SessionError
 from traceml_ray.settings import SettingError
 from traceml_ray.text import one_line
@@ -90,8 +89,6 @@ def _monitor(args: argparse.Namespace) -> Monitor | None:
     settings = settings_of(args)
     nodes = read_nodes(args, settings.ray_address)
     _check(args, nodes)
-    if nodes.first:
-        settings = checked(settings)
     return monitor_of(settings, _info(args, nodes), os.environ, nodes, args.dashboard)
 
 

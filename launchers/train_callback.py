@@ -135,7 +135,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
     def _failed(self, place: str, error: Exception) -> None:
         try:
             if not self._errors:
-                _log.warning("Ray Train's %s: %s: %s", place, type(error).__name__, error)
+                _log.warning("Ray Train's %s: %s", place, error_text(error))
             self._errors.note(f"train: {place}", error)
             agent = bootstrap.current()
             if agent is not None:

@@ -99,9 +99,8 @@ class RunReporter:
             aggregator = self._aggregator = self._find()
             if aggregator is None:
                 return None
-            reply = ray.get(
-                aggregator.run.remote(wire.encode(message)), timeout=ANSWER_S if status else MADE_S
-            )
+            timeout_s = ANSWER_S if status else MADE_S
+            reply = ray.get(aggregator.finish.remote(wire.encode(message)), timeout=timeout_s)
             self._answer = finished = wire.decode(reply, wire.Finished)
             self._heard = time.monotonic()
             if finished.waiting or finished.state == "writing":

@@ -15,10 +15,10 @@ from traceml_ray import wire
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor.aggregator import AggregatorCore
+from traceml_ray.ray.actor_calls import MAX_IN_FLIGHT
 from traceml_ray.ray.aggregator import Aggregator
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.ray.membership import Membership
-from traceml_ray.ray.node_relay import MAX_IN_FLIGHT
 from traceml_ray.reports.answers import Answers
 from traceml_ray.settings import Settings
 from traceml_ray.stages import FLAG_FIRST, SEGMENT_BITS
@@ -179,10 +179,10 @@ def aggregation(folder: Path, clock: Clock | None = None, **info: Any) -> Aggreg
 def run_message(aggregator: AggregatorCore, run: str = "job", **fields: Any) -> wire.Finished:
     """What the aggregator answers to word of a run, said again once what is due is written."""
     message = wire.encode(wire.Run(wire.VERSION, run, **fields))
-    answer = wire.decode(aggregator.run(message), wire.Finished)
+    answer = wire.decode(aggregator.end(message), wire.Finished)
     if answer.pending:
         aggregator.endings.write_due()
-        answer = wire.decode(aggregator.run(message), wire.Finished)
+        answer = wire.decode(aggregator.end(message), wire.Finished)
     return answer
 
 

@@ -9,7 +9,6 @@ from dash import dcc, html
 
 from traceml_ray import text
 from traceml_ray.analysis.quantities import GPU, NODE, Quantity, charts, series
-from traceml_ray.stages import SEGMENT_BITS, STAGES
 from traceml_ray.store import query
 from traceml_ray.store.rank_processes import RankProcess
 
@@ -75,13 +74,13 @@ def _ranks_data(
 def position(run: RunState, rank: int, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return where a rank runs and what it is doing; `samples` are of its node."""
     process = run.ranks[rank]
-    identity, opened = process.identity, process.open_stage
+    identity = process.identity
     return {
         "rank": rank,
         "local_rank": identity.local_rank if identity else None,
         "gpu": _gpu_of(identity.pid, samples) if identity else None,
-        "last_step": None if process.last_key is None else process.last_key >> SEGMENT_BITS,
-        "open_stage": None if opened is None or process.ended else STAGES[opened],
+        "last_step": process.last_step,
+        "open_stage": None if process.ended else process.stage,
         "state": _state(run, rank, process),
     }
 

@@ -719,7 +719,7 @@ def test_judge_knows_the_ranks_as_if_it_learned_them_anew(operations: list[tuple
             elif operation == "lost":
                 aggregator.node_state("node-0", "host-0", "10.0.0.1", False)
             elif operation == "ended":
-                aggregator.run(wire.encode(wire.Run(wire.VERSION, "job", {}, [], "finished")))
+                aggregator.end(wire.encode(wire.Run(wire.VERSION, "job", {}, [], "finished")))
             else:
                 special: dict[str, Any] = {"unknown": {"identity": None}, "final": {"final": True}}
                 fields = special.get(operation, {})

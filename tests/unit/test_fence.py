@@ -63,7 +63,7 @@ aggregator.ingest(relay.message(rank.batch(5)))
 again = aggregator.commit()
 from traceml_ray import wire
 reply = wire.decode(aggregator.ingest(relay.message(seq=2)), wire.RelayReply)
-aggregator.leave(wire.encode(wire.Finish(wire.VERSION, 0, node_id="node-0")))
+aggregator.end(wire.encode(wire.Finish(wire.VERSION, 0, node_id="node-0")))
 aggregator.endings.write_due()
 print(committed, again, reply.stored_seq, aggregator.fenced, flush=True)
 aggregator.close()

@@ -311,7 +311,7 @@ class Aggregator:
         self._clock = WallClock()
         self.core = aggregation(folder, self._clock)
         self.got: list[wire.Run] = []
-        self.run = SimpleNamespace(remote=self._take)
+        self.finish = SimpleNamespace(remote=self._take)
         self._relay, self._rank = Relay(), Rank(0, 1)
         self._last, self._answers = last, answers
         self.core.ingest(self._relay.message(self._rank.batch(3)))
@@ -324,7 +324,7 @@ class Aggregator:
             self.core.ingest(self._relay.message(self._rank.batch(0, final=True)))
         if len(self.got) == 1 and not self._answers:
             raise RuntimeError("gone")
-        answer = self.core.run(data)
+        answer = self.core.end(data)
         self.core.endings.write_due()
         return answer
 

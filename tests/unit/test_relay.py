@@ -867,7 +867,7 @@ def test_node_that_ends_the_session_waits_for_the_others(bench: Bench) -> None:
     bench.until(lambda: len(bench.aggregator.finished) >= 3)
     assert not bench.relay.stopped
     other = msgspec.structs.replace(message, node_id="other", stop=False)
-    assert wire.decode(bench.aggregator.core.leave(wire.encode(other)), wire.Finished).waiting == 0
+    assert wire.decode(bench.aggregator.core.end(wire.encode(other)), wire.Finished).waiting == 0
     bench.until(lambda: bench.relay.stopped)
     assert finished(sock) == wire.Finished(wire.VERSION, "written")
     assert all(asked == message for asked in bench.aggregator.finished)
@@ -899,7 +899,7 @@ def test_node_that_ends_late_still_delivers_and_files_are_written_again(
         assert not core.over
     core.ingest(other.message(later.batch(1, final=True)))
     left = msgspec.structs.replace(message, node_id="node-1", stop=False, exit_code=0)
-    assert wire.decode(core.leave(wire.encode(left)), wire.Finished).ok
+    assert wire.decode(core.end(wire.encode(left)), wire.Finished).ok
     core.endings.write_due()
     assert core.over
     summary = json.loads((folder / "summary.json").read_bytes())
@@ -933,7 +933,7 @@ def test_restarted_aggregator_still_waits_for_the_missing_node(
     assert bench.aggregator.core.endings.left_behind and not bench.aggregator.core.over
     left = msgspec.structs.replace(message, node_id="node-1", stop=False)
     bench.aggregator.core.ingest(other.message(later.batch(1, final=True)))
-    bench.aggregator.core.leave(wire.encode(left))
+    bench.aggregator.core.end(wire.encode(left))
     bench.aggregator.core.endings.write_due()
     assert bench.aggregator.core.over
     bench.aggregator.kill()

@@ -156,7 +156,7 @@ def test_run_records_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_undecodable_run_message_is_answered(tmp_path: Path) -> None:
     aggregator = aggregation(tmp_path)
-    finished = wire.decode(aggregator.run(b"\xc1"), wire.Finished)
+    finished = wire.decode(aggregator.end(b"\xc1"), wire.Finished)
     assert not finished.ok
     assert aggregator.errors == {"end: garbage": 1}
 
@@ -353,7 +353,7 @@ def _leave(
     aggregator: AggregatorCore, node: int, code: int = 0, nodes: int = 2, **fields: Any
 ) -> wire.Finished:
     message = wire.Finish(wire.VERSION, code, node_id=f"node-{node}", nodes=nodes, **fields)
-    answer = wire.decode(aggregator.leave(wire.encode(message)), wire.Finished)
+    answer = wire.decode(aggregator.end(wire.encode(message)), wire.Finished)
     aggregator.endings.write_due()
     return answer
 

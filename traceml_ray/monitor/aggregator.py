@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -20,16 +20,16 @@ from traceml_ray.errors import Errors
 from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor.attempts import Restarts
 from traceml_ray.monitor.ending import Endings
-from traceml_ray.monitor.finish import QUIET_S
+from traceml_ray.monitor.finish import QUIET_S, failed
 from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.live_verdict import LiveJudge
 from traceml_ray.monitor.queries import LiveAnswers
-from traceml_ray.monitor.rank_numbering import SOURCE, Groups
+from traceml_ray.monitor.rank_numbering import Groups
 from traceml_ray.monitor.spooled import spooled
 from traceml_ray.session import SessionFolder
 from traceml_ray.settings import Settings
 from traceml_ray.store.nodes import process_labels
-from traceml_ray.store.rank_processes import RankProcess, shown
+from traceml_ray.store.rank_processes import NUMBERED, RankProcess, shown
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
@@ -38,7 +38,6 @@ MAX_PROCESSES = 1 << 17
 """Processes of one session; what more of them send is counted, not taken."""
 MANY_NODES, MANY_NODES_TICK_S = 64, 1.0
 """Relays of more nodes send less often: each call costs the aggregator some 0.3 ms of CPU time."""
-_E = TypeVar("_E", wire.Finish, wire.Run)
 
 
 class AggregatorCore:
@@ -172,26 +171,19 @@ class AggregatorCore:
         except Exception as error:
             self.errors.swallow("judge", error)
 
-    def run(self, data: bytes) -> bytes:
-        """Take an encoded `Run`; return an encoded `Finished`. May be called again with the same."""
-        return self._ending(data, wire.Run, self.endings.run)
-
-    def leave(self, data: bytes) -> bytes:
-        """Take an encoded `Finish` of a node; return an encoded `Finished`. May be called again."""
-        return self._ending(data, wire.Finish, self.endings.leave)
-
-    def _ending(self, data: bytes, kind: type[_E], answer: Callable[[_E], wire.Finished]) -> bytes:
+    def end(self, data: bytes) -> bytes:
+        """Take an encoded `Finish` of a node, or `Run`; return an encoded `Finished`. May be called again."""
         try:
-            message = wire.decode(data, kind)
-            self._busy_ns = self._ticks()
-            return wire.encode(answer(message))
+            message = wire.decode(data, wire.Run if wire.tag_of(data) == "run" else wire.Finish)
+            self._be_busy()
+            return wire.encode(self.endings.answer(message))
         except Exception as error:
             self.errors.note("end", error)
-            return wire.encode(wire.Finished(wire.VERSION, "failed", f"{type(error).__name__}: {error}"))
+            return wire.encode(failed(error))
 
     def finish(self, finish: wire.Finish) -> None:
         """End the session now, see `Endings.finish`."""
-        self._busy_ns = self._ticks()
+        self._be_busy()
         self.endings.finish(finish)
 
     @property
@@ -352,7 +344,7 @@ class AggregatorCore:
         if identity.node_id is None:
             known = node_id or (before.node_id if before else None)
             identity = msgspec.structs.replace(identity, node_id=known)
-        if identity.source == SOURCE:
+        if identity.source == NUMBERED:
             identity = self._groups.number(process, identity)
         if identity != before:
             process.identity = identity

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from traceml_ray import wire
-from traceml_ray.errors import Errors
+from traceml_ray.errors import Errors, error_text
 from traceml_ray.monitor.finish import QUIET_S, End
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.summary import summarize
@@ -29,7 +29,7 @@ _MAX_NAMES = 5
 @dataclass(eq=False)
 class Endings:
     """
-    Of one session. `leave` and `run` are called by one thread; another writes what is due.
+    Of one session. `answer` is called by one thread; another writes what is due.
 
     Args:
         folder: of the session.
@@ -84,8 +84,11 @@ class Endings:
         with self.writer.lock:
             return self._session.written is not None and self._rows() == self._came
 
-    def leave(self, message: wire.Finish) -> wire.Finished:
-        """Note that a node has left; return how far the end of the session is. May be repeated."""
+    def answer(self, message: wire.Finish | wire.Run) -> wire.Finished:
+        """Note that a node has left, or what a run reports; return how far the end is. May be repeated."""
+        return self._run(message) if isinstance(message, wire.Run) else self._leave(message)
+
+    def _leave(self, message: wire.Finish) -> wire.Finished:
         with self.writer.lock:
             self._note(message)
             missing, names = self._missing_nodes()
@@ -95,8 +98,7 @@ class Endings:
         self.writer.commit()
         return wire.Finished(wire.VERSION, "noted", waiting=missing)
 
-    def run(self, message: wire.Run) -> wire.Finished:
-        """Note a message about a run; return how far its end is. May be repeated."""
+    def _run(self, message: wire.Run) -> wire.Finished:
         with self.writer.lock:
             job = message.job_id
             self._set_run(job, message.info)
@@ -150,7 +152,7 @@ class Endings:
                 write()
         except Exception as error:
             self.errors.note("finish", error)
-            end.failed = f"{type(error).__name__}: {error}"
+            end.failed = error_text(error)
 
     def _note(self, message: wire.Finish) -> None:
         for failure in message.failures:

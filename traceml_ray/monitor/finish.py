@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 from traceml_ray import wire
+from traceml_ray.errors import error_text
 
 BAR_S = 3.0
 """How much longer an end may take than without a monitor; `make chaos` holds every fault to it."""
@@ -81,6 +82,11 @@ KILL_S = 0.3
 """How long processes may take to be gone after SIGKILL; those that hang in the kernel never are."""
 LOCKED_S = 0.2
 """How long a session file may stay locked (a commit takes milliseconds): then its writer was stopped."""
+
+
+def failed(error: Exception) -> wire.Finished:
+    """Return the answer to whoever asks for an end of which the files cannot be written."""
+    return wire.Finished(wire.VERSION, "failed", error_text(error))
 
 
 class End:

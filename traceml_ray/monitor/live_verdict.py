@@ -192,7 +192,7 @@ class LiveJudge:
             # The cause of a failed collective may only become known a moment later.
             dead = headline(
                 found,
-                lambda death: labels.get(death.process_id.id) if death.process_id else None,
+                lambda death: labels.get(death.process.id) if death.process else None,
                 ranks,
                 world,
             )

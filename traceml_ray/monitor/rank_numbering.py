@@ -11,8 +11,6 @@ from traceml_ray.store.nodes import node_key
 from traceml_ray.store.rank_processes import NUMBERED, RankProcess, generations
 from traceml_ray.store.runs import by_run
 
-SOURCE = NUMBERED
-
 
 class Groups:
     """
@@ -25,7 +23,7 @@ class Groups:
         self._groups: dict[str, _Group] = {}
         for run, known in by_run(processes).items():
             for process in generations(known)[-1]:
-                if process.identity is not None and process.identity.source == SOURCE:
+                if process.identity is not None and process.identity.source == NUMBERED:
                     self._groups.setdefault(run, _Group()).add(process, process.identity)
 
     def number(self, process: RankProcess, identity: RankIdentity) -> RankIdentity:
@@ -34,10 +32,11 @@ class Groups:
         name that has ended, else the next. `identity.node_id` is known where it can be.
         """
         group, before = self._groups.get(identity.job_id), process.identity
-        known = before is not None and (before.source, before.job_id) == (SOURCE, identity.job_id)
-        if group is None or (group.over and not known):
+        if before is not None and (before.source, before.job_id) != (NUMBERED, identity.job_id):
+            before = None
+        if group is None or (group.over and before is None):
             group = self._groups[identity.job_id] = _Group()
-        return group.number(process, identity)
+        return group.add_next(process, identity) if before is None else group.numbered(identity, before)
 
     def grown(self) -> Iterable[tuple[RankProcess, RankIdentity]]:
         """Yield the rank processes whose identity is out of date since their group grew, and the new one."""
@@ -69,10 +68,8 @@ class _Group:
             self._actors[identity.name] = process
         self._changed = True
 
-    def number(self, process: RankProcess, identity: RankIdentity) -> RankIdentity:
-        before = process.identity
-        if before is not None and (before.source, before.job_id) == (SOURCE, identity.job_id):
-            return self._sized(identity, before.global_rank, before.node_rank, before.local_rank)
+    def add_next(self, process: RankProcess, identity: RankIdentity) -> RankIdentity:
+        """Take in a rank process that has no number yet; return its identity."""
         key = identity.node_id or identity.hostname
         node, local = self._nodes.get(key, (len(self._nodes), 0))
         rank = self._size
@@ -80,29 +77,30 @@ class _Group:
         if old is not None and old.ended and old.identity is not None:
             rank = old.identity.global_rank
             local = old.identity.local_rank if node_key(old) == key else local
-        self.add(process, self._sized(identity, rank, node, local))
-        return self._sized(identity, rank, node, local)
+        numbers = msgspec.structs.replace(identity, global_rank=rank, node_rank=node, local_rank=local)
+        self.add(process, numbers)
+        return self.numbered(identity, numbers)
 
     def grown(self) -> Iterable[tuple[RankProcess, RankIdentity]]:
         if not self._changed:
             return
         self._changed = False
         for process in self._processes:
-            now = process.identity
-            if now is not None and now.source == SOURCE:
-                sized = self._sized(now, now.global_rank, now.node_rank, now.local_rank)
-                if sized != now:
-                    yield process, sized
+            before = process.identity
+            if before is not None and before.source == NUMBERED:
+                now = self.numbered(before, before)
+                if now != before:
+                    yield process, now
 
-    def _sized(self, identity: RankIdentity, rank: int, node: int, local: int) -> RankIdentity:
-        """Return `identity` with these ranks, and the sizes that the group has now."""
-        _, here = self._nodes.get(identity.node_id or identity.hostname, (node, 0))
+    def numbered(self, identity: RankIdentity, numbers: RankIdentity) -> RankIdentity:
+        """Return `identity` with the ranks of `numbers`, and the sizes that the group has now."""
+        _, here = self._nodes.get(identity.node_id or identity.hostname, (0, 0))
         return msgspec.structs.replace(
             identity,
-            global_rank=rank,
-            node_rank=node,
-            local_rank=local,
-            world_size=max(self._size, rank + 1),
-            local_world_size=max(here, local + 1),
-            nnodes=max(len(self._nodes), node + 1),
+            global_rank=numbers.global_rank,
+            node_rank=numbers.node_rank,
+            local_rank=numbers.local_rank,
+            world_size=max(self._size, numbers.global_rank + 1),
+            local_world_size=max(here, numbers.local_rank + 1),
+            nnodes=max(len(self._nodes), numbers.node_rank + 1),
         )

@@ -24,7 +24,7 @@ from traceml_ray.errors import Errors
 from traceml_ray.files import remove
 from traceml_ray.monitor import private_folders
 from traceml_ray.monitor.aggregator_link import WAITING, AggregatorLink, Transport
-from traceml_ray.monitor.finish import ASK_S, DRAIN_S, SIGN_S, WORD_S
+from traceml_ray.monitor.finish import ASK_S, DRAIN_S, SIGN_S, WORD_S, failed
 from traceml_ray.monitor.node_sampler import SamplerThread, xid_events
 from traceml_ray.monitor.outbox import Outbox
 from traceml_ray.monitor.rank_connections import RankConnection, RankConnections
@@ -299,7 +299,7 @@ class RelayCore:
             finished: wire.Finished = done.value
         except Exception as error:
             self._errors.note("end", error)
-            finished = wire.Finished(wire.VERSION, "failed", f"{type(error).__name__}: {error}")
+            finished = failed(error)
         self._ending = None
         self._link.hurry = False
         self._ender.send(wire.encode(finished))

@@ -12,6 +12,7 @@ import ray
 from traceml_ray.ray.discovery import bare
 
 LOOK_UP_S = 1.0
+MAX_IN_FLIGHT = 4
 
 
 _wait, _get = bare(ray.wait), bare(ray.get)
@@ -19,21 +20,19 @@ _wait, _get = bare(ray.wait), bare(ray.get)
 
 class ActorCalls:
     """
-    At most `max_in_flight` calls are unanswered; Ray itself would queue them without end.
+    At most `MAX_IN_FLIGHT` calls are unanswered; Ray itself would queue them without end.
 
     After an error the handle is dropped, and looked up again at most once a second, in a thread,
     because a lookup waits for the GCS.
 
     Args:
         find: returns the actor's handle, None when there is none; may raise, may take its time.
-        max_in_flight: calls.
     """
 
-    def __init__(self, find: Callable[[], Any | None], max_in_flight: int = 4) -> None:
+    def __init__(self, find: Callable[[], Any | None]) -> None:
         self.found = 0
         """How often a handle was found, as of the last `poll`: what was sent before may be lost."""
         self._find = find
-        self._max_in_flight = max_in_flight
         self._actor: Any | None = None
         self._new: Any | None = None
         self._refs: list[Any] = []
@@ -47,7 +46,7 @@ class ActorCalls:
         if self._actor is None:
             self._look_up()
             return False
-        if len(self._refs) >= self._max_in_flight:
+        if len(self._refs) >= MAX_IN_FLIGHT:
             return False
         try:
             self._refs.append(getattr(self._actor, method).remote(*args))

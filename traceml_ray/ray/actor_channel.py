@@ -11,12 +11,10 @@ from traceml_ray.errors import Errors
 from traceml_ray.ray.actor_calls import ActorCalls
 from traceml_ray.ray.discovery import find_aggregator, find_relay
 
-MAX_IN_FLIGHT = 4
-
 
 class ActorChannel:
     """
-    Finds the relay of this node by name and calls it, `MAX_IN_FLIGHT` calls at a time.
+    Finds the relay of this node by name and calls it, see `ActorCalls`.
 
     The relay may come later, be restarted or replaced: the agent just keeps offering. Where there
     is none on this node, the session's aggregator is asked for one.
@@ -27,7 +25,7 @@ class ActorChannel:
         """Failed calls, by the kind of failure."""
         self._session = session
         self._node_id = node_id
-        self._calls = ActorCalls(self._find, MAX_IN_FLIGHT)
+        self._calls = ActorCalls(self._find)
         self._began = 0
 
     @property

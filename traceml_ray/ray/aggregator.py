@@ -18,7 +18,7 @@ import msgspec
 import ray
 
 from traceml_ray import __version__, wire
-from traceml_ray.monitor.finish import GOODBYE_S, HAND_OVER_S, LINGER_S, RELAYS_S
+from traceml_ray.monitor.finish import GOODBYE_S, HAND_OVER_S, LINGER_S, RELAYS_S, failed
 from traceml_ray.ray.actor_factory import make
 from traceml_ray.ray.config import About, ActorConfig
 from traceml_ray.ray.discovery import (
@@ -157,15 +157,8 @@ class Aggregator:
 
     @ray.method(concurrency_group="ingest")
     def finish(self, data: bytes) -> bytes:
-        """Take Finish of a node that has left, return Finished: how far the end of the session is."""
-        reply = self._core.leave(data)
-        self._wake.set()
-        return reply
-
-    @ray.method(concurrency_group="ingest")
-    def run(self, data: bytes) -> bytes:
-        """Take Run, return Finished: how far the end of the run is."""
-        reply = self._core.run(data)
+        """Take Finish of a node that has left, or Run; return Finished: how far that end is."""
+        reply = self._core.end(data)
         self._wake.set()
         return reply
 
@@ -217,7 +210,7 @@ class Aggregator:
                 remove(read)
         except Exception as error:
             self._core.errors.note("stop", error)
-            finished = wire.Finished(wire.VERSION, "failed", f"{type(error).__name__}: {error}")
+            finished = failed(error)
         self._core.close()
         for relay in relays:
             ray.kill(relay, no_restart=True)

@@ -19,8 +19,6 @@ from traceml_ray.ray.actor_calls import ActorCalls
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.ray.discovery import end_myself, find_aggregator, is_restarted, relay_folder
 
-MAX_IN_FLIGHT = 4
-
 
 class NodeRelay:
     """One per node and session, pinned to its node."""
@@ -76,7 +74,7 @@ class ActorTransport(ActorCalls):
     """Calls to the aggregator: `relay.Transport`."""
 
     def __init__(self, session: str) -> None:
-        super().__init__(lambda: find_aggregator(session), MAX_IN_FLIGHT)
+        super().__init__(lambda: find_aggregator(session))
 
     def ingest(self, data: bytes, commit: bool) -> bool:
         """Hand over a RelayBatch; False while there is no aggregator or it has enough to do."""

@@ -16,7 +16,6 @@ from typing import Any
 from traceml_ray import text
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import missing_of
-from traceml_ray.stages import SEGMENT_BITS, STAGES
 from traceml_ray.store.nodes import node_key
 from traceml_ray.store.rank_processes import RankProcess, generations, last_attempt
 
@@ -75,7 +74,7 @@ class Death:
     when: Moment
     message: str = ""
     exit_code: int | None = None
-    process_id: RankProcess | None = None
+    process: RankProcess | None = None
     circumstances: str = ""
     """The message of the event that reported it as lost."""
     oom_kills: int = 0
@@ -84,19 +83,17 @@ class Death:
     @property
     def node(self) -> str | None:
         """Key of its node, None where that is not known."""
-        return node_key(self.process_id) if self.process_id and self.process_id.identity else None
+        return node_key(self.process) if self.process and self.process.identity else None
 
     @property
     def last_step(self) -> int | None:
         """The last step it closed."""
-        key = self.process_id.last_key if self.process_id else None
-        return None if key is None else key >> SEGMENT_BITS
+        return self.process.last_step if self.process else None
 
     @property
     def stage(self) -> str | None:
         """The stage it was in, as last reported."""
-        stage = self.process_id.open_stage if self.process_id else None
-        return None if stage is None else STAGES[stage]
+        return self.process.stage if self.process else None
 
     @property
     def reason(self) -> str:
@@ -278,7 +275,7 @@ def _earlier(
     finished = [
         rank
         for rank, process in sorted(ranks.items())
-        if process.final and rank not in dead and (process.last_key or 0) >> SEGMENT_BITS <= reached
+        if process.final and rank not in dead and (process.last_step or 0) <= reached
     ]
     gone = finished or missing_of(world, ranks)
     if not gone:

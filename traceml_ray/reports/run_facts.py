@@ -10,7 +10,7 @@ from typing import Any
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports.deaths import Death
-from traceml_ray.stages import SEGMENT_BITS, STAGES
+from traceml_ray.stages import STAGES
 from traceml_ray.store.nodes import label_nodes, node_key
 from traceml_ray.store.rank_processes import RankProcess, shown, world_size
 from traceml_ray.store.runs import is_own, of_run
@@ -126,7 +126,7 @@ def _is_lost(facts: RunFacts, key: str) -> bool:
 
 def ranks_block(facts: RunFacts, found: Sequence[Death]) -> dict[str, Any]:
     """Return how far each rank came and how it ended."""
-    died = {death.rank: death for death in found if death.process_id is not None}
+    died = {death.rank: death for death in found if death.process is not None}
     processes = Counter(process.rank for process in facts.processes)
     return {str(rank): _rank(facts, rank, died.get(rank), processes[rank]) for rank in facts.ranks}
 
@@ -140,8 +140,8 @@ def _rank(facts: RunFacts, rank: int, death: Death | None, processes: int) -> di
         "pid": identity.pid if identity else None,
         "attempt": identity.attempt if identity else None,
         "processes": processes,
-        "last_step": None if process.last_key is None else process.last_key >> SEGMENT_BITS,
-        "open_stage": None if process.open_stage is None or process.final else STAGES[process.open_stage],
+        "last_step": process.last_step,
+        "open_stage": None if process.final else process.stage,
         "last_seen": moment(process.last_seen_ns),
         "ended": "died" if death else "finished" if process.final else None,
         "exit_code": process.exit_code,
@@ -189,7 +189,7 @@ def overhead_of(processes: Iterable[RankProcess]) -> dict[str, Any]:
     """
     marks, cpu, sent = [], [], []
     for process in processes:
-        known = process.produced if process.last_key is None else (process.last_key >> SEGMENT_BITS) + 1
+        known = process.produced if process.last_step is None else process.last_step + 1
         steps = min(process.produced, known)
         if process.produced and process.marks_ns:
             marks.append(process.marks_ns / steps / 1e3)

@@ -10,7 +10,6 @@ from traceml_ray import text
 from traceml_ray.reports.layout import Columns, facts, page, table
 from traceml_ray.reports.text import ledger_lines, run_lines
 from traceml_ray.results import NodeInfo
-from traceml_ray.stages import SEGMENT_BITS, STAGES
 from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
 from traceml_ray.store.rank_processes import RankProcess
@@ -48,21 +47,13 @@ def _ranks(ranks: Mapping[int, RankProcess], labels: Mapping[str, str], now: int
         "node": lambda rank: labels.get(key := node_key(ranks[rank]), key),
         ">pid": lambda rank: str(identity.pid) if (identity := ranks[rank].identity) else text.NA,
         ">last seen": lambda rank: f"{text.age((now - ranks[rank].last_seen_ns) / 1e9)} ago",
-        ">step": lambda rank: _last_step(ranks[rank]),
-        "in": lambda rank: _stage(ranks[rank]),
+        ">step": lambda rank: text.plain(ranks[rank].last_step),
+        "in": lambda rank: "" if ranks[rank].ended else ranks[rank].stage or "",
         ">produced": lambda rank: text.plain(ranks[rank].produced),
         ">stored": lambda rank: text.plain(ranks[rank].stored),
         "end": lambda rank: _end(ranks[rank]),
     }
     return table("Ranks", columns, ranks)
-
-
-def _last_step(process: RankProcess) -> str:
-    return text.plain(None if process.last_key is None else process.last_key >> SEGMENT_BITS)
-
-
-def _stage(process: RankProcess) -> str:
-    return "" if process.open_stage is None or process.ended else STAGES[process.open_stage]
 
 
 def _end(process: RankProcess) -> str:

@@ -234,9 +234,8 @@ def _step_blocks(facts: RunFacts, whole: Whole | None) -> dict[str, Any]:
     block["count"] = min(whole.counts.values()) if whole else 0
     block["mean_ms"] = whole.mean_ns() / 1e6 if whole else None
     block["covers"] = _covers(facts, whole)
-    block["per_rank_median_ms"] = block["per_rank_median_ms"] or {}
-    block["per_node_median_ms"] = block["per_node_median_ms"] or {}
-    block["per_rank_gpu_idle_pct"] = block["per_rank_gpu_idle_pct"] or {}
+    for name in ("per_rank_median_ms", "per_node_median_ms", "per_rank_gpu_idle_pct"):
+        block[name] = block[name] or {}
     return {"steps": block, "stages": stages}
 
 

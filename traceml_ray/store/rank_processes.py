@@ -13,6 +13,7 @@ import msgspec
 
 from traceml_ray import wire
 from traceml_ray.identity import MAX_RANKS, RankIdentity
+from traceml_ray.stages import SEGMENT_BITS, STAGES
 
 _IDENTITY = RankIdentity.__struct_fields__
 NUMBERED = "ray"
@@ -76,6 +77,16 @@ class RankProcess:
     def rank(self) -> int | None:
         """Global rank, None while it is not known."""
         return self.identity.global_rank if self.identity else None
+
+    @property
+    def last_step(self) -> int | None:
+        """The newest step of which it sent a row."""
+        return None if self.last_key is None else self.last_key >> SEGMENT_BITS
+
+    @property
+    def stage(self) -> str | None:
+        """The stage that it was in when it reported last."""
+        return None if self.open_stage is None else STAGES[self.open_stage]
 
     @property
     def dropped_agent(self) -> int:
