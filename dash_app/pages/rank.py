@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from dash import html
 
 from traceml_ray import text
+from traceml_ray.analysis.hang import hangs
 from traceml_ray.analysis.quantities import PROCESS
 from traceml_ray.analysis.step_sums import MAX_BINS
-from traceml_ray.reports.hangs import hangs
 from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
 

@@ -10,7 +10,7 @@ from unit.sample_windows import judge_run, of_ms, processes, synced, window
 
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.verdict import DEFAULTS, assess
-from traceml_ray.monitor.histories import PACKER
+from traceml_ray.monitor.kept_judging import PACKER
 from traceml_ray.stages import BACKWARD, DATA, FORWARD, SYNC_WAIT
 
 QUIET = [1, 2, 0, 3, 4, 1]

@@ -18,9 +18,8 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.errors import Errors
-from traceml_ray.monitor.baselines import Baselines
 from traceml_ray.monitor.hang_watch import HangWatch
-from traceml_ray.monitor.histories import Histories
+from traceml_ray.monitor.kept_judging import KeptJudging
 from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.node_evidence import NodeEvidence
 from traceml_ray.reports.deaths import FATAL, culprits, deaths, headline
@@ -77,8 +76,7 @@ class LiveJudge:
         """Steps of each rank that are judged at a time, where there are few ranks."""
         self._known = _Known()
         self._runs: dict[str, _LiveRun] = {}
-        self._baselines = Baselines(self.writer, self.settings, self.errors)
-        self._histories = Histories(self.writer, self.clock, self.errors)
+        self._kept = KeptJudging(self.writer, self.settings, self.clock, self.errors)
         self._fatal: list[dict[str, Any]] = []
         self._fatal_seen: Counter[tuple[int, str]] = Counter()
         self._hang_watch = HangWatch(self.writer, self.steps, self.settings, self.clock)
@@ -209,8 +207,7 @@ class LiveJudge:
         steps = max(limits.window_steps + limits.stride_steps, min(self.tail, MAX_ROWS // len(live)))
         window = own.history.window(live, world + sum(rank >= world for rank in live), missing, steps)
         verdict = with_span(state.judge.update(window), window, functools.partial(self._rates, ranks), limits)
-        self._baselines.keep(run, state.judge.baseline)
-        self._histories.keep(run, which, state.judge)
+        self._kept.keep(run, which, state.judge)
         episodes = state.judge.episodes
         state.history = {"episodes": episodes.episodes[:MAX_EPISODES], "brief": episodes.brief}
         verdict = with_advice(state.evidence.add(verdict, ranks, labels), ranks.values())
@@ -218,13 +215,13 @@ class LiveJudge:
 
     def _begin_generation(self, run: str, state: _LiveRun, which: tuple[int, int]) -> None:
         """From here on judge the processes of another attempt, or restart, with the run's baseline."""
-        before = self._baselines.of(run)
+        before = self._kept.baseline(run)
         if before is not None and state.which is not None:
             again = ", before its ranks began anew" if state.which[0] == which[0] else ""
             before = before.elsewhere(f"attempt {state.which[0]}{again}")
         state.judge = RunJudge(self._limits, baseline=before)
         if state.which is None:  # an aggregator may have run before
-            resumed = self._histories.resume(run, which, RunJudge(self._limits, baseline=before))
+            resumed = self._kept.resume(run, which, RunJudge(self._limits, baseline=before))
             state.judge = resumed or state.judge
         state.which = which
 

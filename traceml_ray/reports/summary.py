@@ -17,6 +17,7 @@ import numpy as np
 from traceml_ray.analysis.baseline import Baseline
 from traceml_ray.analysis.busy import StepSummary, step_summary
 from traceml_ray.analysis.episodes import Brief
+from traceml_ray.analysis.hang import hangs, still_open
 from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.span_rates import with_span
 from traceml_ray.analysis.step_times import Timeline, span
@@ -26,7 +27,6 @@ from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports import whole as reports_whole
 from traceml_ray.reports.deaths import Death, deaths, headline
 from traceml_ray.reports.device_clock import with_advice
-from traceml_ray.reports.hangs import hangs, still_open
 from traceml_ray.reports.machines import Machines, system_of
 from traceml_ray.reports.run_facts import (
     RunFacts,
