@@ -117,7 +117,7 @@ class PrivateRay:
         # Without reaping it: its session id must stay its own until `stop`.
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
-    def last_words(self) -> str:
+    def last_line(self) -> str:
         """Return the last line of its log."""
         with contextlib.suppress(OSError, IndexError):
             return self.log.read_text(errors="replace").split("\n")[-2][-300:]

@@ -33,7 +33,7 @@ class DashboardProcess:
         **options: str,
     ) -> None:
         self.url = ""
-        self.words = ""
+        self.last_line = ""
         """The last line of its output."""
         self._on_text = on_text
         self._known = threading.Event()
@@ -79,8 +79,8 @@ class DashboardProcess:
                     self._known.set()
                     self._on_text(f"dashboard: {self.url}")
                 else:
-                    self.words = line.strip().removeprefix("traceml-ray: ") or self.words
-        self.words = self.words or f"it ended with exit code {self._process.wait()}"
+                    self.last_line = line.strip().removeprefix("traceml-ray: ") or self.last_line
+        self.last_line = self.last_line or f"it ended with exit code {self._process.wait()}"
         self._known.set()
         if not self._ending:
-            self._on_text(f"no dashboard: {self.words}")
+            self._on_text(f"no dashboard: {self.last_line}")

@@ -291,7 +291,7 @@ class Monitor:
         try:
             reply = msgspec.json.decode(answer, type=HelperReply)
         except msgspec.MsgspecError:
-            ended = self._ray.last_words() if self._ray is not None and self._ray.exited() else ""
+            ended = self._ray.last_line() if self._ray is not None and self._ray.exited() else ""
             reply = HelperReply(False, ended or f"the helper ended with exit code {helper.returncode}")
         if not reply.ok and not self._ended:
             _print(f"training goes on without a live monitor: {reply.detail}")

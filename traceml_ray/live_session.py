@@ -177,7 +177,7 @@ class Session:
         url = self._dashboard.wait(QUESTION_S)
         if not url:
             self._dashboard.kill()
-            raise StartError(f"no dashboard of session {self.id!r}: {self._dashboard.words}")
+            raise StartError(f"no dashboard of session {self.id!r}: {self._dashboard.last_line}")
         return url
 
     def stop(self, timeout: float = 5.0) -> None:

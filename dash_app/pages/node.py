@@ -10,7 +10,6 @@ from dash import dcc, html
 from traceml_ray import text
 from traceml_ray.analysis.quantities import GPU, NODE, Quantity, charts, series
 from traceml_ray.store import query
-from traceml_ray.store.rank_processes import RankProcess
 
 from .. import figures
 from ..components import Columns, aria, chart, facts, legend, link, panel, part, rank_link, spark, table
@@ -81,16 +80,8 @@ def position(run: RunState, rank: int, samples: Sequence[Mapping[str, Any]]) -> 
         "gpu": _gpu_of(identity.pid, samples) if identity else None,
         "last_step": process.last_step,
         "open_stage": None if process.ended else process.stage,
-        "state": _state(run, rank, process),
+        "state": process.end or ("running" if rank in run.reporting() else "silent"),
     }
-
-
-def _state(run: RunState, rank: int, process: RankProcess) -> str:
-    if process.exit_code:
-        return f"exit code {process.exit_code}"
-    if process.ended:
-        return "finished" if process.final else "lost"
-    return "running" if rank in run.reporting() else "silent"
 
 
 def _gpu_of(pid: int, samples: Sequence[Mapping[str, Any]]) -> int | None:

@@ -227,7 +227,7 @@ class RelayCore:
         sample = self._sampler.latest()
         if sample is not None:
             self._add_events(xid_events(sample))
-        while self._outbox.may_pack and (sample or self._has_news()):
+        while self._outbox.may_pack and (sample or self._has_content()):
             self._pack(sample)
             sample = None
             moved = self._link.send() or moved
@@ -241,7 +241,7 @@ class RelayCore:
         self._intake.events += events[:room]
         self._errors.count("event: no room", len(events[room:]))
 
-    def _has_news(self) -> bool:
+    def _has_content(self) -> bool:
         """Whether there is anything to pack but a sample."""
         outbox, intake = self._outbox, self._intake
         content = outbox.waiting or outbox.drops_to_report or intake.lost or intake.events
@@ -279,7 +279,7 @@ class RelayCore:
         self._outbox.rewind()
 
     def _all_stored(self) -> bool:
-        return not self._has_news() and not self._outbox.unconfirmed
+        return not self._has_content() and not self._outbox.unconfirmed
 
     def _begin_end(self, peer: RankConnection, message: wire.Finish) -> None:
         self._ender, self._link.end_state = peer, WAITING

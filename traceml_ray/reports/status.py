@@ -51,15 +51,9 @@ def _ranks(ranks: Mapping[int, RankProcess], labels: Mapping[str, str], now: int
         "in": lambda rank: "" if ranks[rank].ended else ranks[rank].stage or "",
         ">produced": lambda rank: text.plain(ranks[rank].produced),
         ">stored": lambda rank: text.plain(ranks[rank].stored),
-        "end": lambda rank: _end(ranks[rank]),
+        "end": lambda rank: ranks[rank].end,
     }
     return table("Ranks", columns, ranks)
-
-
-def _end(process: RankProcess) -> str:
-    if process.exit_code:
-        return f"exit code {process.exit_code}"
-    return "finished" if process.final else "lost" if process.ended else ""
 
 
 def _errors(own: dict[str, int], nodes: list[NodeInfo], processes: list[RankProcess]) -> dict[str, int]:

@@ -112,6 +112,13 @@ class RankProcess:
         """Whether nothing more will come: a last batch, a lost process, or an exit the launcher saw."""
         return self.final or self.lost or self.exit_code is not None
 
+    @property
+    def end(self) -> str:
+        """How it ended, in words; "" while it goes on."""
+        if self.exit_code:
+            return f"exit code {self.exit_code}"
+        return "finished" if self.final else "lost" if self.ended else ""
+
     def absorb(self, batch: wire.RankBatch, now: int) -> bool:
         """
         Take over the cumulative and latest values of a batch (not its rows), arrived at `now`; return whether
