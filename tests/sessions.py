@@ -177,7 +177,7 @@ def aggregation(folder: Path, clock: Clock | None = None, **info: Any) -> Aggreg
 
 
 def run_message(aggregator: AggregatorCore, run: str = "job", **fields: Any) -> wire.Finished:
-    """What the aggregator answers to word of a run, said again once what is due is written."""
+    """Return the answer to a message about a run, sent again once the files that are due are written."""
     message = wire.encode(wire.Run(wire.VERSION, run, **fields))
     answer = wire.decode(aggregator.end(message), wire.Finished)
     if answer.pending:

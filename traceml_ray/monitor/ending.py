@@ -29,7 +29,7 @@ _MAX_NAMES = 5
 @dataclass(eq=False)
 class Endings:
     """
-    Of one session. `answer` is called by one thread; another writes what is due.
+    The ends of one session and of its runs. One thread calls `answer`, another one `write_due`.
 
     Args:
         folder: of the session.
@@ -39,7 +39,7 @@ class Endings:
         clock: wall clock in ns.
         ticks: monotonic ns.
         prepare: called with the writer's lock before an account is settled.
-        let_go: called when all is written: no reader of ours may have the session file open after that.
+        let_go: called when everything is written: closes our own readers of the session file.
     """
 
     folder: SessionFolder

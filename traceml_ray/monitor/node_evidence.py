@@ -25,7 +25,7 @@ _ROWS = 1024
 
 @dataclass(eq=False)
 class NodeEvidence:
-    """Of one run. It remembers since when the same ranks are named: what was usual before stays usual."""
+    """Of one run. What was usual before the present ranks were named counts as usual while they are named."""
 
     writer: SessionWriter
     recent: Recent

@@ -20,7 +20,7 @@ from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.writer import SessionWriter
 
 _FRESH = (query.Summary, query.Runs, query.Nodes, query.Ranks, query.Snapshot)
-"""What has come until now is in the answer."""
+"""Their answers contain everything that has arrived."""
 
 
 class LiveAnswers(Answers):
@@ -33,7 +33,7 @@ class LiveAnswers(Answers):
         errors: the aggregator's, by place.
         flush: has the relays hand over what they hold, before a summary or a snapshot.
         commit: writes what is pending.
-        used: called when somebody asks who is no page that stays open.
+        used: called for questions that do not come from an open page.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from traceml_ray.errors import Errors
 from traceml_ray.spool import SUFFIX, read_spool
 
 Batches = list[tuple[wire.RankBatch, bytes]]
-"""Decoded and as they were sent."""
+"""Each as decoded, and as it was sent."""
 
 
 def spooled(folder: Path, errors: Errors, seen: set[Path]) -> Iterator[tuple[Path, Batches]]:

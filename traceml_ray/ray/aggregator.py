@@ -135,8 +135,8 @@ class Aggregator:
 
     def _leave_to_other(self) -> None:
         """
-        End this process only: another has the session. Where that has ended it, the actor ends for good; else
-        the other one is this actor, which Ray has restarted.
+        End this process: another one has taken the session over. Where the session has ended there, the actor
+        ends for good; otherwise the other process is this actor, restarted by Ray.
         """
         from traceml_ray.store.schema import SessionFileError
 

@@ -95,7 +95,7 @@ class Answers:
         self._histories.close()
 
     def _used_for(self, requests: list[Request[Any]]) -> None:
-        """Note that somebody asks who is no page that stays open."""
+        """Note questions that do not come from an open page."""
 
     def _known(self) -> tuple[list[RankProcess], Mapping[str, Any], Mapping[str, int]]:
         """Return the rank processes, what is known of the session as a whole, and its errors."""

@@ -1,4 +1,4 @@
-"""What a report says of a run but for its steps: who ran where, how it ended, its memory and its events."""
+"""The parts of a report that are not about steps: who ran where, how ranks ended, memory, events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_MESSAGE = 2000
 
 
 class RunFacts:
-    """What is read once of the run that `session` reads. Raises `SessionFileError`."""
+    """The facts of one run, read from the session file once. Raises `SessionFileError`."""
 
     def __init__(self, session: SessionFile, thresholds: Thresholds) -> None:
         self.session = session
