@@ -15,8 +15,8 @@ from traceml_ray.store.runs import by_run
 class Groups:
     """
     One group for each run; `processes` are those numbered before the aggregator was restarted. Nodes, and the
-    ranks of a node, are numbered in the order of their arrival, too. Once all processes of a group have ended,
-    the next one begins another group, from rank 0.
+    ranks of a node, are numbered in the order of their arrival, too. Once all processes of a group have
+    ended, the next one begins another group, from rank 0.
     """
 
     def __init__(self, processes: Iterable[RankProcess]) -> None:
