@@ -87,7 +87,9 @@ class Played:
         self._rng = np.random.default_rng(seed)
         self._who, self._per_node, self._device = who, per_node, device
         self.clock_from = 0
-        """What a rank sends before this step has no times of its device."""
+        """What a rank sends before this step has no times of its device,"""
+        self.every = 1
+        """and from there on one step in so many has."""
         self._seconds = 0
         self._held: dict[int, list[bytes]] = {}
         self.begin()
@@ -177,6 +179,7 @@ class Played:
             leads[late, LATE], leads[late, SURE] = 1 << self.stage, 0
         flags = np.full(n, FLAG_DEVICE_CLOCK, np.uint8)
         flags[: not rank.produced] |= FLAG_FIRST
+        flags[np.arange(self.step, self.step + n) % self.every != 0] = FLAG_COUPLED
         if self.step < self.clock_from:
             flags = flags & FLAG_FIRST | FLAG_COUPLED
             return {"flags": flags.tobytes()}

@@ -31,6 +31,7 @@ class StepTimes(TypedDict, total=False):
     steps: int
     of_all: bool
     all_read: bool
+    timed_pct: float
     whole: bool
     wall_s: float | None
     productive_pct: float | None

@@ -47,6 +47,8 @@ class Covers(TypedDict):
     """Error of medians and percentiles."""
     counted_pct: float
     """Share of the rows that the number of steps and their mean are of."""
+    timed_pct: float
+    """Share of the steps that have times: below 100 where a device's clock is read in some of them only."""
 
 
 class StepStatistics(TypedDict):

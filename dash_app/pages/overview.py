@@ -72,7 +72,8 @@ def tiles(times: Mapping[str, Any], columns: Mapping[str, Any]) -> list[dict[str
     if not times["steps"]:
         return []
     worst = f"rank {times['worst_rank']}" if times["worst_rank"] is not None else ""
-    of = f"of {'all' if times['of_all'] else 'the newest'} {times['steps']:,} steps"
+    sampled = "sampled " if times["timed_pct"] < 90 else ""
+    of = f"of {'all' if times['of_all'] else 'the newest'} {times['steps']:,} {sampled}steps"
     since = "the run's beginning was not read"
     if times["all_read"]:
         wall_s = times["wall_s"]

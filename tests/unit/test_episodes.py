@@ -295,6 +295,21 @@ def test_steps_between_judgements_count_like_judged_ones():
     assert run.episodes.clock.now_ns == pytest.approx(full.episodes.clock.now_ns, rel=0.1)
 
 
+def test_sampled_steps_count_for_those_between_them():
+    """One step in 8 has times: durations, costs and what is over are of all."""
+    d = played(4000, 20, (DATA, 0, 800, 1600, 0.3))
+    all_steps, _ = live(d)
+    sampled, whole = RunJudge(), window(d).take(slice(0, None, 8))
+    for end in range(10, 501, 6):
+        sampled.update(whole.take(slice(max(0, end - 50), end)))
+    (episode,), (full,) = sampled.episodes.episodes, all_steps.episodes.episodes
+    assert episode.cost_s == pytest.approx(full.cost_s, rel=0.1)
+    assert episode.seconds == pytest.approx(full.seconds, rel=0.1)
+    assert episode.gpu_hours == pytest.approx(full.gpu_hours, rel=0.1)
+    assert episode.cost_range_pct == pytest.approx(full.cost_range_pct, rel=0.3)
+    assert sampled.whole().elapsed_s == pytest.approx(all_steps.whole().elapsed_s, rel=0.1)
+
+
 def stalled(steps, step_ms, *stalls, ranks=4, noise=0.03, seed=0):
     """Rows of a healthy run in which `stalls` (step, rank, stage, seconds) made single steps longer."""
     random = np.random.default_rng(seed)

@@ -122,7 +122,7 @@ def test_statistics_and_ledger_include_folded_rows(job: Job) -> None:
     text = render(summary, job.folder)
     assert f"the oldest {ledger['folded']:,} stored rows are kept as sums" in text
     assert "Covers " not in text and "within 0.12 %" in text
-    assert list(summary["steps"]["covers"].values()) == [0, 7999, ledger["stored"], 100, ERROR_PCT, 100]
+    assert list(summary["steps"]["covers"].values()) == [0, 7999, ledger["stored"], 100, ERROR_PCT, 100, 100]
 
 
 @pytest.mark.parametrize("kept", ["DELETE FROM kept", "UPDATE kept SET body = x'789c'"])
@@ -462,7 +462,7 @@ def test_report_of_more_steps_than_are_kept_one_by_one_is_of_the_whole_run(
         assert ("within 0.12 %" in " ".join(text.split())) is (steps == 300)
     at_once, piecewise = summary.values()
     steps = piecewise["steps"]
-    assert list(steps["covers"].values()) == [0, 999, 4000, 100.0, ERROR_PCT, 100.0]
+    assert list(steps["covers"].values()) == [0, 999, 4000, 100.0, ERROR_PCT, 100.0, 100.0]
     assert (steps["count"], steps["judged"]) == (1000, 989)
     assert piecewise["verdict"]["rank"] == 1 and piecewise["verdict"]["elapsed_s"] > 15
     assert [each["to_step"] for each in piecewise["episodes"]] == [599]
@@ -497,9 +497,9 @@ def test_live_summary_of_a_long_run_covers_newest_steps_and_the_report_all(
         assert (
             write_reports(job.aggregator.folder, session, Settings().thresholds)["steps"]["covers"] == whole
         )
-    assert list(newest.values()) == [300, 399, 400, 25.0, 0.0, 25.0]
+    assert list(newest.values()) == [300, 399, 400, 25.0, 0.0, 25.0, 100.0]
     assert live == newest
-    assert list(whole.values()) == [0, 399, 1600, 100.0, 0.0, 100.0]
+    assert list(whole.values()) == [0, 399, 1600, 100.0, 0.0, 100.0, 100.0]
     assert json.loads(job.aggregator.folder.summary_json.read_text())["steps"]["covers"] == whole
 
 

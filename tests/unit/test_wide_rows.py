@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from played import Played
+from played import QUIET, Played
 from sessions import LIMITS, MS, NoSamples, Straight, ask, check_ledger
 from unit.sample_windows import held_bytes
 
@@ -18,11 +18,13 @@ from traceml_ray import wire
 from traceml_ray.analysis.reduction import begun
 from traceml_ray.analysis.row_table import RowTable, Who
 from traceml_ray.analysis.step_history import StepHistory
+from traceml_ray.analysis.step_times import span
 from traceml_ray.analysis.wide_rows import WIDTH, from_wire, host_part, is_wide, widen
 from traceml_ray.analysis.window import RankRows, Window
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.reports.summary import summarize
+from traceml_ray.reports.text import render
 from traceml_ray.reports.whole import reduce
 from traceml_ray.settings import Settings
 from traceml_ray.spool import write_spool
@@ -30,12 +32,14 @@ from traceml_ray.stages import (
     DATA,
     FLAG_COUPLED,
     FLAG_DEVICE_CLOCK,
+    FLAG_FIRST,
     FORWARD,
     LEAD_BYTES,
     LEAD_UNKNOWN,
     N_STAGES,
     SEGMENT_BITS,
 )
+from traceml_ray.store import query
 from traceml_ray.store.kept import pack, unpack
 from traceml_ray.store.session_file import SessionFile
 
@@ -150,6 +154,65 @@ def test_window_of_sampled_steps_has_as_many_as_one_of_all() -> None:
     assert window.host is not None
 
 
+def test_report_of_sampled_steps_counts_all_of_them(tmp_path: Path) -> None:
+    played = Played(tmp_path / "s", 2, late=1, onset=100, device=True, gpus=0)
+    played.every = 8
+    for _ in range(60):
+        played.play(20)
+    times = query.ask_one(played.aggregator.query, query.Times("job"))
+    played.end()
+    with SessionFile(played.aggregator.folder.sqlite) as file:
+        summary = summarize(file, LIMITS)
+        text = " ".join(render(summary, tmp_path).split())
+    took_s = 1200 * sum(QUIET) / 1e3 + 1100 * 12e-3
+    steps, verdict = summary["steps"], summary["verdict"]
+    assert (steps["count"], steps["covers"]["to_step"], steps["covers"]["timed_pct"]) == (1200, 1199, 12.5)
+    assert steps["judged"] < 150 and "1,200 steps" in text and "% of the steps: only in these" in text
+    assert steps["mean_ms"] < 1.1 * 1e3 * took_s / 1200
+    assert (verdict["label"], verdict["rank"], verdict["stage"]) == ("straggler", 1, "data")
+    assert verdict["elapsed_s"] == pytest.approx(took_s, rel=0.1)
+    assert verdict["lost_s"] == pytest.approx(1100 * 12e-3, rel=0.1)
+    assert times["timed_pct"] == pytest.approx(12.5, abs=0.1) and times["productive_pct"] > 0
+
+
+@pytest.mark.parametrize(("steps", "piece"), [(803, 7), (803, 803), (60_005, 5000)])
+def test_all_steps_are_counted_also_those_the_device_clock_is_not_read_in(steps: int, piece: int) -> None:
+    """One step in 8 is; rank 1 comes late with some rows, and of two rows of step 400 one is read."""
+    every = np.arange(steps)
+    keys = np.insert(every << SEGMENT_BITS, 401, 400 << SEGMENT_BITS | 1)
+    flags = np.where((keys >> SEGMENT_BITS) % 8, FLAG_COUPLED, DEVICE).astype(np.uint8)
+    flags[401], flags[0] = FLAG_COUPLED, DEVICE | FLAG_FIRST
+    rows = np.full((len(keys), WIDTH), MS)
+    history = StepHistory(LIMITS, deep=True)
+    both = [RankRows(rank, "n", keys, flags, rows) for rank in range(2)]
+    held: list[RankRows] = []
+    for begin in range(0, len(keys), piece):
+        part = slice(begin, begin + piece)
+        late = both[1].take(part)
+        if begin // piece % 3 == 1:
+            held.append(late)
+            late = late.take(slice(0, 0))
+        history.take([both[0].take(part), *([late] if len(late.keys) else [])])
+        history.advance({0, 1} if begin % 2 else {0}, 0, 2)
+        while held and begin // piece % 3 == 2:
+            history.take([held.pop()])
+    history.take(held)
+    history.advance((), 0, 2)
+    assert history.counts() == {0: steps, 1: steps}
+    assert history.timed() == pytest.approx(1 / 8, rel=0.02)
+    took = N_STAGES * len(keys)
+    for rank in range(2):
+        line = history.timeline(rank)
+        assert (line.first[0], line.last[-1]) == (0, steps - 1)
+        assert line.took.sum() == pytest.approx(took * MS, rel=1e-5)
+        assert (line.first[1:] == line.last[:-1] + 1).all()
+        begins, ends = span(line, 10**15, 600, 700) or (0, 0)
+        assert (10**15 - ends, 10**15 - begins) == pytest.approx(
+            ((steps - 701) * 6 * MS, (steps - 600) * 6 * MS), abs=8 * 6 * MS
+        )
+    assert history.total_ms() == pytest.approx(took, abs=8 * 6 + 6)
+
+
 @pytest.mark.parametrize("piece", [7, 900])
 def test_idle_share_counts_every_step_also_of_those_that_are_summed_up(piece: int) -> None:
     ranks, steps = 40, 4500  # of so many ranks 3,276 steps are kept one by one
@@ -193,7 +256,7 @@ def test_history_of_ranks_without_a_device_clock_has_no_idle_times() -> None:
     history.advance({0, 1}, 0, 2)
     stats = history.stats()
     assert stats is not None and np.isnan(stats.idle()).all()
-    assert [store.idle for store in history.stores()] == [None]
+    assert [store.device for store in history.stores()] == [None]
 
 
 def test_leads_that_are_not_known_stay_unknown_in_a_window() -> None:

@@ -66,8 +66,13 @@ class KeptSteps:
         return [*([self._bins] if self._bins else []), self._newest]
 
     def total_ms(self) -> float:
-        """Return how long all steps so far took together."""
-        return float(sum(store.exposed[: store.end].sum() for store in self.stores()))
+        """Return how long all steps so far took together, with those the device's clock was not read in."""
+        total = 0.0
+        for store in self.stores():
+            took = store.unread()[..., 1]
+            ranks = np.maximum(np.count_nonzero(took, axis=0), 1)
+            total += float(store.exposed[: store.end].sum() + (took.sum(axis=0) / ranks).sum())
+        return total
 
     def columns(
         self,

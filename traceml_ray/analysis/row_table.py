@@ -178,6 +178,12 @@ class RowTable:
         d = self._d[:, columns, :N_STAGES]
         return d, self._flags[:, columns], self._usable[:, columns]
 
+    def unread(self, columns: slice) -> Bool:
+        """Return where (R, n) there is a row that does not count as its device's clock was not read in it."""
+        first = self._flags[:, columns] & FLAG_FIRST != 0
+        found: Bool = self._seen[:, columns] & ~self._usable[:, columns] & ~first
+        return found
+
     def line(self, rank: int, last: int) -> tuple[Int64, UInt8, Int64]:
         """Return the newest `last` rows of a rank: keys (n,), flags (n,), rows (n, 6) or wide."""
         at = int(np.searchsorted(self.ranks, rank))

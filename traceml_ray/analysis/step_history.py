@@ -15,11 +15,11 @@ from traceml_ray.analysis.busy import busy_ns, frontiers, idle_ns
 from traceml_ray.analysis.evidence import absurd, comparable, sane
 from traceml_ray.analysis.kept_steps import KeptSteps
 from traceml_ray.analysis.row_table import RowTable, Who
-from traceml_ray.analysis.step_sums import Array, Block
+from traceml_ray.analysis.step_sums import IDLE, UNREAD, Array, Block
 from traceml_ray.analysis.step_times import Timeline
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.wide_rows import is_wide
-from traceml_ray.analysis.window import Group, Int64, RankRows, UInt8, Window, missing_of
+from traceml_ray.analysis.window import Bool, Group, Int64, RankRows, UInt8, Window, missing_of
 from traceml_ray.stages import (
     BACKWARD,
     FLAG_DEVICE_CLOCK,
@@ -80,7 +80,10 @@ class StepHistory(KeptSteps):
         """Return the first and the last key of each rank, -1 without any."""
         table = self.table
         first = np.where(table.lead >= 0, table.lead, table.first)
-        ends = zip(first.tolist(), table.last.tolist(), strict=True)
+        last, (at, unread) = table.last.copy(), self._unread_in(self._tail)
+        for line, step in np.argwhere(unread[..., 1] > 0):
+            last[line] = max(int(last[line]), int(table.keys[self._tail][at[step]]))
+        ends = zip(first.tolist(), last.tolist(), strict=True)
         return dict(zip(table.ranks.tolist(), ends, strict=True))
 
     def take(self, found: Sequence[RankRows]) -> None:
@@ -177,7 +180,37 @@ class StepHistory(KeptSteps):
         counts[table.lead < 0] = 0
         for store in self.stores():
             counts[table.places(self._axis)] += store.count[:, : store.end].sum(axis=1, dtype=np.int64)
-        return dict(zip(table.ranks.tolist(), counts.tolist(), strict=True))
+        return dict(zip(table.ranks.tolist(), (counts + self._unread()).tolist(), strict=True))
+
+    def timed(self) -> float:
+        """Return the share (0..1) of steps with times: a device's clock may be read in some only."""
+        return 1 - float(self._unread().sum()) / max(1, sum(self.counts().values()))
+
+    def _unread(self) -> Int64:
+        """Return in how many steps each rank's device clock was not read (R,), though it goes on."""
+        found: Int64 = self._unread_in(self._tail)[1][..., 0].sum(axis=1)
+        for store in self.stores():
+            found[self.table.places(self._axis)] += store.unread()[..., 0].sum(axis=1).astype(np.int64)
+        return found
+
+    @property
+    def _tail(self) -> slice:
+        """The columns of the table that are not reduced."""
+        return slice(self.table.between(-1, self.done).stop, len(self.table.keys))
+
+    def _unread_in(self, columns: slice) -> tuple[Int64, Int64]:
+        """
+        Return the place in `columns` of each step (S,), and (R, S, 2) whether the device's clock was not read
+        in it at all, and how long the rows in which it was not took on the host, ns. S is 0 without any.
+        """
+        d, _, usable = self.table.cells(columns)
+        unread = self.table.unread(columns)
+        if not unread.any():
+            return np.empty(0, np.int64), np.empty((len(d), 0, 2), np.int64)
+        starts = np.flatnonzero(np.diff(self.table.keys[columns] >> SEGMENT_BITS, prepend=-1))
+        took = np.add.reduceat(np.where(unread, d.sum(axis=2), 0), starts, axis=1)
+        some, others = (np.logical_or.reduceat(each, starts, axis=1) for each in (unread, usable))
+        return starts, np.stack([some & ~others, np.clip(took, 0, self.limits.max_step_ns)], axis=2)
 
     def host_stages(self, rank: int, steps: Int64) -> Array | None:
         """
@@ -200,13 +233,22 @@ class StepHistory(KeptSteps):
         """Return how long the steps of a rank took, the oldest in sums."""
         at = int(self.table.places([rank])[0])
         lead, first = slice(at, at + (1 if self.table.lead[at] >= 0 else 0)), self.table.lead >> SEGMENT_BITS
-        parts = [(first[lead], first[lead], self.table.lead_ns[lead])]
+        parts = [(first[lead], first[lead], self.table.lead_ns[lead], first[lead] < 0)]
         own = int(np.searchsorted(self._axis, rank))
         for store in self.stores() if len(self._axis) else ():
-            some = np.flatnonzero(store.count[own, : store.end])
-            took = np.rint(store.d[own, some].sum(axis=1, dtype=float) * 1e6).astype(np.int64)
-            parts.append((store.first[some], store.last[some], took))
-        return Timeline(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+            unread_ms = store.unread()[own, :, 1]
+            some = np.flatnonzero((store.count[own, : store.end] > 0) | (unread_ms > 0))
+            ms = store.d[own, some].sum(axis=1, dtype=float) + unread_ms[some]
+            took = np.rint(ms * 1e6).astype(np.int64)
+            parts.append((store.first[some], store.last[some], took, unread_ms[some] > 0))
+        places, unread = self._unread_in(self._tail)
+        steps, took = self.table.keys[self._tail][places] >> SEGMENT_BITS, unread[at, :, 1]
+        parts.append((steps[took > 0], steps[took > 0], took[took > 0], took[took > 0] < 0))
+        begins, ends, took, after = (np.concatenate(part) for part in zip(*parts, strict=True))
+        begins[1:][after[1:]] = (
+            ends[:-1][after[1:]] + 1
+        )  # what is unread is between a column and the last one
+        return Timeline(begins, ends, took)
 
     def _go_back(self, places: npt.NDArray[np.intp], keys: Int64, flags: UInt8) -> None:
         """Take up the chain before the first of `keys` that is new, of a step that was reduced without it."""
@@ -286,7 +328,9 @@ class StepHistory(KeptSteps):
     def _alone(self, columns: slice) -> Block:
         """Return the rows of some columns of the table, each as far as it alone can tell."""
         d, flags, usable = self.table.cells(columns)
-        some = usable.any(axis=0)
+        at, unread = self._unread_in(columns)
+        some: Bool = np.asarray(usable.any(axis=0))
+        some[-1] |= bool(len(at)) and not some.any()
         d, flags, usable = d[:, some], flags[:, some], usable[:, some]
         usable = usable & (d >= 0).all(axis=2)
         block = Block(self.table.keys[columns][some], len(d))
@@ -294,6 +338,10 @@ class StepHistory(KeptSteps):
         block.d[usable] = (d[usable] / 1e6).astype(np.float32)
         block.busy[usable] = ((d.sum(axis=2) - waited)[usable] / 1e6).astype(np.float32)
         block.count[usable] = 1
+        if len(at):
+            after = np.minimum(np.searchsorted(np.flatnonzero(some), at), block.end - 1)
+            device = block.have_device()[..., UNREAD].swapaxes(0, 1)
+            np.add.at(device, after, unread.swapaxes(0, 1) * (1, 1e-6))
         return block
 
     def _fill(self, block: Block, window: Window, warm: bool) -> None:
@@ -308,7 +356,7 @@ class StepHistory(KeptSteps):
         block.count[where] = 1
         idle = idle_ns(window)
         if idle is not None:
-            block.have_idle()[where] = idle.transpose(1, 0, 2) / 1e6
+            block.have_device()[..., IDLE][where] = idle.transpose(1, 0, 2) / 1e6
         begun = (self.table.first >= 0) & (self.table.first <= window.keys[0])
         if len(who) < self.limits.coverage_limited * np.count_nonzero(begun):
             return

@@ -29,7 +29,8 @@ def times(
     `gpu_idle_pct` (R,), the share of its time in which the device waited for its host,
     `nodes` see `_by_node`, `stages` the mean exposed time of each. `productive_pct`: the share of `wall_ms`
     (since the first report) that was spent in steps, None where not nearly all `stored` rows were read, or
-    where much of the steps was over before the first report.
+    where much of the steps was over before the first report. `timed_pct`: the share of all steps that have
+    times, see `StepHistory.timed`.
     """
     stats = history.stats(None if whole else history.limits.window_steps)
     if wall_ms is not None and history.total_ms() > _UNSEEN * wall_ms:
@@ -41,6 +42,7 @@ def times(
         "ranks": history.ranks,
         "steps": 0,
         "of_all": whole and history.taken >= 0.9 * stored,
+        "timed_pct": 100 * history.timed(),
         "all_read": history.taken >= 0.9 * stored,
         "wall_s": None if wall_ms is None else wall_ms / 1e3,
         "productive_pct": None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from traceml_ray.analysis.spread import quantiles
-from traceml_ray.analysis.step_sums import StepSums
+from traceml_ray.analysis.step_sums import IDLE, StepSums
 from traceml_ray.analysis.tally import Tally, busy_of, stages_of
 from traceml_ray.analysis.window import Float, Int64
 from traceml_ray.stages import N_STAGES
@@ -66,8 +66,8 @@ class StepStats:
     def idle(self) -> Float:
         """Return the share of its time in which each rank's device waited for its host (R,); NaN: unknown."""
         sums: Float = np.zeros((len(self._store.busy), 2))
-        if self._store.idle is not None:
-            sums += self._store.idle[:, self._at].sum(axis=1, dtype=float)
+        if self._store.device is not None:
+            sums += self._store.device[:, self._at, IDLE].sum(axis=1, dtype=float)
         if self._older is not None:
             sums += self._older.idle
         return np.where(sums[:, 1] > 0, sums[:, 0] / np.maximum(sums[:, 1], 1e-9), np.nan)

@@ -12,6 +12,8 @@ from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 
 MAX_BINS = 300
 Array = np.ndarray[Any, Any]
+IDLE, UNREAD = slice(0, 2), slice(2, 4)
+"""Columns of `StepSums.device`."""
 
 
 class Columns(NamedTuple):
@@ -39,8 +41,9 @@ class StepSums:
     Sums over steps, `end` columns: `busy` (R, n), `d` (R, n, 6) ms, `count` (R, n) steps of each rank; of the
     steps `first` and `last` (n,), `exposed` (n, 6) ms, how many they are (`steps`), have exposed time
     (`chained`) and are beyond the warm-up (`warm`), and `rows` that each rank has of them. It may grow to
-    `most` columns. `idle` (R, n, 2): how long the rank's device waited for its host, and of how much of its
-    time that is known, ms; None where no rank has a device clock.
+    `most` columns. `device` (R, n, 4): how long the rank's device waited for its host, and of how much of its
+    time that is known, ms; how many steps before this column the device's clock was not read in, and how long
+    these took on the host, ms (see `UNREAD`). None where no rank has a device clock.
     """
 
     def __init__(self, ranks: int, size: int = 0, *, most: int = 0, many: bool = False) -> None:
@@ -51,24 +54,30 @@ class StepSums:
         self.first, self.last = np.zeros(size, np.int64), np.zeros(size, np.int64)
         self.steps, self.warm = np.zeros(size, np.int64), np.zeros(size, np.int64)
         self.rows = np.zeros(size, np.int64)
-        self.idle: Array | None = None
+        self.device: Array | None = None
         self.end = 0
 
     @property
     def _by_rank(self) -> tuple[str, ...]:
-        return _BY_RANK if self.idle is None else (*_BY_RANK, "idle")
+        return _BY_RANK if self.device is None else (*_BY_RANK, "device")
 
-    def have_idle(self) -> Array:
-        """Return `idle`, made where there is none."""
-        if self.idle is None:
-            self.idle = np.zeros((*self.busy.shape, 2), np.float32)
-        return self.idle
+    def have_device(self) -> Array:
+        """Return `device`, made where there is none."""
+        if self.device is None:
+            self.device = np.zeros((*self.busy.shape, 4), np.float32)
+        return self.device
+
+    def unread(self) -> Array:
+        """Return the steps that the device's clock was not read in, and how long they took (R, end, 2) ms."""
+        if self.device is None:
+            return np.zeros((len(self.busy), self.end, 2), np.float32)
+        return self.device[:, : self.end, UNREAD]
 
     def like(self, other: StepSums) -> None:
-        """Have `idle` both or none."""
-        if self.idle is not None or other.idle is not None:
-            self.have_idle()
-            other.have_idle()
+        """Have `device` both or none."""
+        if self.device is not None or other.device is not None:
+            self.have_device()
+            other.have_device()
 
     def columns(self) -> dict[str, Array]:
         """Return every array with its columns first; views."""

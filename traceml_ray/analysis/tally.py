@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from traceml_ray.analysis.spread import Values
-from traceml_ray.analysis.step_sums import Array, StepSums
+from traceml_ray.analysis.step_sums import IDLE, Array, StepSums
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Float, Int64
 from traceml_ray.stages import N_STAGES
@@ -95,8 +95,8 @@ class Tally:
     """
     Steps beyond the warm-up that were summed up: how many (`steps`), from `first` to `last`, with how many
     `rows` of each rank; sums (ms) of `exposed` time (6,) and of each rank's stages `d` (R, 6), of `counts`
-    (R,) steps, and of `idle` (R, 2), see `StepSums`. In histograms: the `step`, the `busy` time of each rank
-    and, where asked for, its `stages`.
+    (R,) steps, and of `idle` (R, 2), see `StepSums.device`. In histograms: the `step`, the `busy` time of
+    each rank and, where asked for, its `stages`.
     """
 
     def __init__(self, ranks: int, limits: Thresholds, *, stages: bool) -> None:
@@ -123,8 +123,8 @@ class Tally:
         self.exposed += store.exposed[at].sum(axis=0)
         self.d += store.d[:, at].sum(axis=1, dtype=float)
         self.counts += (store.count[:, at] > 0).sum(axis=1)
-        if store.idle is not None:
-            self.idle += store.idle[:, at].sum(axis=1, dtype=float)
+        if store.device is not None:
+            self.idle += store.device[:, at, IDLE].sum(axis=1, dtype=float)
         self.step.add(store.exposed[at].sum(axis=1)[:, None])
         self.busy.add(busy_of(store, at))
         if self.stages is not None:

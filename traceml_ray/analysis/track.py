@@ -51,7 +51,8 @@ class Clock:
     """
     How long the job has run since the first row, ns, from the rows alone.
 
-    Steps in no window count as long as those after them.
+    Steps in no window count as long as those after them, and those between the steps of windows, where only
+    one in some has times, as long as these.
     """
 
     def __init__(self, thresholds: Thresholds) -> None:
@@ -60,19 +61,23 @@ class Clock:
         """Time of the steps between the window of the last `advance` and the one before it."""
         self.steps: Int64 = np.empty(0, dtype=np.int64)
         """Steps (S,) of the last window."""
+        self.every = 1
+        """One step in so many has times."""
         self._step_ns: Int64 = self.steps
         self._longest = thresholds.max_step_ns
 
     def advance(self, window: Window) -> bool:
         """Take the steps of `window` that are new; return whether there are any."""
         rows_ns = np.clip(window.d.sum(axis=2).mean(axis=1), 0, self._longest).astype(np.int64)
-        steps, step_ns = window.steps, window.by_step(rows_ns)
+        steps = window.steps
+        self.every = int(np.median(np.diff(steps))) if len(steps) > 1 else self.every
+        step_ns = self.every * window.by_step(rows_ns)
         last, before_ns = (self.steps[-1], self._step_ns[-1]) if len(self.steps) else (-1, 0)
         new = steps > last
         if not new.any():
             return False
-        skipped = int(steps[new][0]) - int(last) - 1 if len(self.steps) else 0
-        self.skipped_ns = max(0, skipped) * int(step_ns[new].mean())
+        skipped = int(steps[new][0]) - int(last) - self.every if len(self.steps) else 0
+        self.skipped_ns = max(0, skipped) * int(step_ns[new].mean() / self.every)
         again_ns = step_ns[steps == last].sum() - before_ns if (steps == last).any() else 0
         self.now_ns += self.skipped_ns + int(again_ns + step_ns[new].sum())
         self.steps, self._step_ns = steps, step_ns
@@ -137,7 +142,7 @@ class Track:
         """Add the new steps of a window that shows it; `found` is the verdict, where it names just this."""
         if found is not None:
             self._reword(found)
-        window, waited = evidence.window, waited_ns(self.verdict, evidence)
+        window, waited = evidence.window, clock.every * waited_ns(self.verdict, evidence)
         steps = window.steps
         since = steps >= self.began
         if len(steps) < len(window.keys):
@@ -150,7 +155,7 @@ class Track:
         late = steps[since & late_steps(np.where(since, waited, 0).astype(np.float64))]
         cost_ns = self.cost_ns + self._after_ns + int(waited[new].sum())
         if self._counted_to >= 0 and clock.skipped_ns:
-            cost_ns += int(clock.skipped_ns * waited.sum() / max(evidence.total_ns, 1))
+            cost_ns += int(clock.skipped_ns * waited.sum() / max(clock.every * evidence.total_ns, 1))
         if len(late):
             self.last, self.last_ns = int(late[-1]), clock.begin_ns(int(late[-1]) + 1)
             self._after_ns = int(waited[steps > self.last].sum())
@@ -160,7 +165,8 @@ class Track:
         self.cost_ns = cost_ns - self._after_ns
         self._counted_to = int(steps[new][-1])
         self._pieces.append((self.last, self.last_ns, self.cost_ns))
-        self._shares.append(100 * float(waited[since].sum()) / max(float(evidence.step_ns[since].sum()), 1.0))
+        step_ns = clock.every * float(evidence.step_ns[since].sum())
+        self._shares.append(100 * float(waited[since].sum()) / max(step_ns, 1.0))
         self.ranks = window.expected
 
     def _reword(self, found: Verdict) -> None:

@@ -253,6 +253,7 @@ def _covers(facts: RunFacts, whole: Whole | None) -> dict[str, Any] | None:
         "rows_pct": 100 * whole.read / max(whole.read, facts.stored),
         "error_pct": whole.stats.error_pct if whole.stats else 0.0,
         "counted_pct": 100 * whole.counted / max(whole.counted, facts.stored),
+        "timed_pct": 100 * whole.timed,
     }
 
 

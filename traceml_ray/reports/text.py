@@ -132,6 +132,7 @@ def _steps(steps: dict[str, Any]) -> list[str]:
         ("" if skew else "Skew", node),
         ("GPU idle", _idle(steps)),
         ("Covers", _covers(steps)),
+        ("Sampled", _sampled(steps)),
     )
 
 
@@ -144,6 +145,17 @@ def _idle(steps: dict[str, Any]) -> str:
     return (
         f"that of rank {most} waits for its host {text.percent(idle[most])} of the time; median "
         f"{text.percent(middle)}"
+    )
+
+
+def _sampled(steps: dict[str, Any]) -> str:
+    """Return which numbers are of some steps only, where devices' clocks are not read in all of them."""
+    timed_pct = (steps["covers"] or {}).get("timed_pct", 100)
+    if timed_pct > 99:
+        return ""
+    return (
+        f"all but the number of steps and their mean is of {text.percent(timed_pct)} of the steps: only in "
+        "these was the device's clock read"
     )
 
 

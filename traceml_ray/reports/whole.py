@@ -44,6 +44,8 @@ class Whole:
         """Rows that `counts` and `mean_ns` are of."""
         self.counts = run.history.counts()
         """How many steps each rank has."""
+        self.timed = run.history.timed()
+        """Share (0..1) of these in which a device's clock was read, where it goes on."""
         self.lines = {own.rank: run.history.timeline(own.rank) for own in ranks}
         """When the steps of each were."""
         known = [line for line in self.lines.values() if len(line.first)]
