@@ -18,6 +18,10 @@ from traceml_ray.wire import GpuProcess, GpuSample, NodeSample
 SECOND = 1_000_000_000
 
 
+NO_NVLINK = "nvml nvlink_{}_bytes: not supported by the device"
+WITHOUT = {f"not measured: {NO_NVLINK.format(way)}": 2 for way in ("rx", "tx")}
+
+
 class NVMLError_Timeout(Exception):  # noqa: N801,N818 - as NVML names it
     pass
 
@@ -76,7 +80,11 @@ class Nvml:
         self.calls.append("fields")
         known = {4: 0, 197: 11, 198: 12}  # no NVLink
         return [
-            SimpleNamespace(nvmlReturn=0 if f in known else 3, value=SimpleNamespace(ullVal=known.get(f, 9)))
+            SimpleNamespace(
+                nvmlReturn=0 if f in known else 3,
+                valueType=3,
+                value=SimpleNamespace(ullVal=known.get(f, 9)),
+            )
             for f, _ in fields
         ]
 
@@ -123,7 +131,7 @@ def test_devices_are_sampled_and_missing_values_are_none() -> None:
     ]
     assert first.gpus is not None
     assert first.gpus[0] == GpuSample(0, "H200", 37.0, 10, 100, *clocks, 0, 12, 11, None, None, [], [])
-    assert sampler.errors == {"nvml utilization: RuntimeError": 1}
+    assert sampler.errors == {"nvml utilization: RuntimeError": 1, **WITHOUT}
     assert nvml.calls == ["init", "name", "name", "fields", "fields"]
 
 
@@ -140,7 +148,8 @@ def test_failing_reading_is_counted_once_and_retried_a_minute_later() -> None:
     assert nvml.calls.count("power") == 2  # once a device
     sampler.sample(60)
     assert nvml.calls.count("power") == 4
-    assert sampler.errors == {"nvml utilization: RuntimeError": 1, "nvml power: RuntimeError": 1}
+    failed = {"nvml utilization: RuntimeError": 1, "nvml power: RuntimeError": 1}
+    assert sampler.errors == failed | WITHOUT
 
 
 def test_slow_readings_are_made_in_every_fifth_sample() -> None:

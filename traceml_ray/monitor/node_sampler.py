@@ -16,6 +16,17 @@ from typing import Any, TypeVar
 import psutil
 
 from traceml_ray.analysis.xid import meaning
+from traceml_ray.monitor.nvml import (
+    LIMITS,
+    MIG,
+    NOT_MEASURED,
+    NOT_SUPPORTED,
+    QUESTIONS,
+    counters,
+    lack,
+    mig,
+    processes,
+)
 from traceml_ray.wire import Event, GpuProcess, GpuSample, NodeSample
 
 _T = TypeVar("_T")
@@ -31,75 +42,16 @@ _MAX_PARENTS = 32
 _MAX_PROCESSES = 64
 _XID = 8
 """nvmlEventTypeXidCriticalError"""
+_ASKED_LATER = "util_pct", "mem_used_bytes", "mem_total_bytes"
 _MAX_XIDS = 64
 """Read in one sample; what is left waits in the driver."""
-
-# nvmlClocksEventReasons*, once nvmlClocksThrottleReasons*: the numbers are the same in all versions.
-_THROTTLE = {
-    0x1: "gpu_idle",
-    0x2: "applications_clocks_setting",
-    0x4: "sw_power_cap",
-    0x8: "hw_slowdown",
-    0x10: "sync_boost",
-    0x20: "sw_thermal_slowdown",
-    0x40: "hw_thermal_slowdown",
-    0x80: "hw_power_brake_slowdown",
-    0x100: "display_clock_setting",
-}
-_TEMPERATURE_GPU = 0
-_CLOCK_SM = 1
-# NVML_FI_DEV_*: (field, scope), what one unit of it is; links are summed over by the scope of all ones.
-_ALL_LINKS = 0xFFFFFFFF
-_FIELDS = {
-    "ecc_uncorrected": ((4, 0), 1),
-    "pcie_rx_bytes": ((198, 0), 1),
-    "pcie_tx_bytes": ((197, 0), 1),
-    "nvlink_rx_bytes": ((139, _ALL_LINKS), 1024),
-    "nvlink_tx_bytes": ((138, _ALL_LINKS), 1024),
-}
-
-
-def _counters(nvml: Any, handle: Any) -> dict[str, int | None]:
-    """Return the counters of `_FIELDS`: no call that measures over an interval of its own."""
-    values = nvml.nvmlDeviceGetFieldValues(handle, [field for field, _ in _FIELDS.values()])
-    return {
-        name: int(value.value.ullVal) * unit if value.nvmlReturn == 0 else None
-        for (name, (_, unit)), value in zip(_FIELDS.items(), values, strict=True)
-    }
-
-
-def _memory(nvml: Any, handle: Any) -> dict[str, int]:
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    return {"mem_used_bytes": memory.used, "mem_total_bytes": memory.total}
-
-
-def _throttle(nvml: Any, handle: Any) -> dict[str, list[str]]:
-    reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-    return {"throttle": [_THROTTLE[bit] for bit in _THROTTLE if reasons & bit]}
-
-
-_Questions = dict[str, Callable[[Any, Any], dict[str, Any]]]
-_QUESTIONS: _Questions = {
-    "utilization": lambda nvml, at: {"util_pct": float(nvml.nvmlDeviceGetUtilizationRates(at).gpu)},
-    "memory": _memory,
-    "power": lambda nvml, at: {"power_w": nvml.nvmlDeviceGetPowerUsage(at) / 1e3},
-    "temperature": lambda nvml, at: {
-        "temperature_c": float(nvml.nvmlDeviceGetTemperature(at, _TEMPERATURE_GPU))
-    },
-    "clock": lambda nvml, at: {"sm_mhz": float(nvml.nvmlDeviceGetClockInfo(at, _CLOCK_SM))},
-    "throttle": _throttle,
-}
-"""What NVML is asked in every sample, as errors name it: fields of a `GpuSample`."""
-_LIMITS: _Questions = {
-    "power limit": lambda nvml, at: {"power_limit_w": nvml.nvmlDeviceGetEnforcedPowerLimit(at) / 1e3},
-    "clock limit": lambda nvml, at: {"sm_max_mhz": float(nvml.nvmlDeviceGetMaxClockInfo(at, _CLOCK_SM))},
-}
 
 
 class NodeSampler:
     """
     Samples this node. What cannot be had is None; what failed is counted in `errors`, each name once, and
-    is asked for again a minute later. A file or feature that a kernel does not have is no error.
+    is asked for again a minute later. A file or feature that a kernel does not have is no error. What NVML
+    has not is in `errors`, too, as NOT_MEASURED, with the number of devices.
 
     Args:
         nvml: the NVML binding; None imports `pynvml`. It is tried once: a machine without a driver
@@ -115,8 +67,10 @@ class NodeSampler:
         self._samples = 0
         self._failed: dict[tuple[str, int], int] = {}
         """In which sample something failed last, by what and device."""
+        self._without: dict[str, set[int]] = {}
+        """Devices by what is not measured of them."""
         self._limits: dict[int, dict[str, float]] = {}
-        """Answers to `_LIMITS` by device: as they were found last."""
+        """Answers to `LIMITS` by device: as they were found last."""
         self._processes: dict[int, GpuProcess] = {}
         self._known: dict[int, GpuProcess] = {}
         """By pid, those on any device: found this time, and the time before."""
@@ -128,7 +82,8 @@ class NodeSampler:
         try:
             self._nvml = nvml or importlib.import_module("pynvml")
             self._nvml.nvmlInit()
-            self._devices = [self._device(index) for index in range(self._nvml.nvmlDeviceGetCount())]
+            found = [self._device(index) for index in range(self._nvml.nvmlDeviceGetCount())]
+            self._devices = [device for device in found if device is not None]
         except Exception as error:
             if type(error).__name__ not in _NO_GPUS:
                 self.errors[f"nvml: {type(error).__name__}"] += 1
@@ -197,24 +152,35 @@ class NodeSampler:
             return None
         return min(max((total_us - before[1]) * 1000 / (t_ns - before[0]), 0.0), 1.0)
 
-    def _device(self, index: int) -> tuple[int, str | None, Any]:
-        handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
-        name = self._try("nvml name", lambda: self._nvml.nvmlDeviceGetName(handle))
-        return index, name.decode() if isinstance(name, bytes) else name, handle
+    def _device(self, index: int) -> tuple[int, str | None, Any] | None:
+        """Return a device; None for one that this container may not use, or that is lost."""
+        nvml = self._nvml
+        handle = self._try("nvml device", lambda: nvml.nvmlDeviceGetHandleByIndex(index), index)
+        if handle is None:
+            return None
+        name = self._try("nvml name", lambda: nvml.nvmlDeviceGetName(handle), index)
+        name = name.decode() if isinstance(name, bytes) else name
+        if self._try("nvml MIG mode", lambda: mig(nvml, handle), index):
+            self._lacks(MIG, index)
+            name = f"{name} (MIG)"
+        return index, name, handle
 
     def _gpu(self, index: int, name: str | None, handle: Any) -> GpuSample:
         def ask(what: str, question: Callable[[Any, Any], _T]) -> _T | None:
             return self._try(f"nvml {what}", lambda: question(self._nvml, handle), index)
 
-        known: dict[str, Any] = dict.fromkeys(("util_pct", "mem_used_bytes", "mem_total_bytes"))
+        known: dict[str, Any] = dict.fromkeys(_ASKED_LATER)
         if self._samples % _SLOW == 0:
             self._limits[index] = {}
-            for what, question in _LIMITS.items():
+            for what, question in LIMITS.items():
                 self._limits[index] |= ask(what, question) or {}
-            known |= ask("counters", _counters) or {}
-            known["processes"] = ask("processes", self._on_device)
-        for what, question in _QUESTIONS.items():
+            known |= ask("counters", counters) or {}
+            for field in [field for field in known if known[field] is None and field not in _ASKED_LATER]:
+                self._lacks(f"nvml {field}: {NOT_SUPPORTED}", index)
+        for what, question in QUESTIONS.items():
             known |= ask(what, question) or {}
+        if self._samples % _SLOW == 0:
+            known["processes"] = ask("processes", partial(self._on_device, known["util_pct"]))
         known |= self._limits.get(index, {})
         return GpuSample(index=index, name=name, **known, xid=ask("xid", partial(self._xids, index)))
 
@@ -240,10 +206,11 @@ class NodeSampler:
         if events is not None:
             self._try("nvml events", lambda: self._nvml.nvmlEventSetFree(events))
 
-    def _on_device(self, nvml: Any, handle: Any) -> list[GpuProcess]:
+    def _on_device(self, util_pct: float | None, nvml: Any, handle: Any) -> list[GpuProcess]:
         """Return the processes that compute on a device; the family of each is looked up once."""
         found = []
-        for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)[:_MAX_PROCESSES]:
+        seen = lambda pid: (self._proc / str(pid)).exists()  # noqa: E731
+        for process in processes(nvml, handle, util_pct, seen)[:_MAX_PROCESSES]:
             known = self._known.get(process.pid)
             name, parents = (known.name, known.parents) if known else self._family(process.pid)
             found.append(GpuProcess(process.pid, process.usedGpuMemory, name, parents))
@@ -272,9 +239,18 @@ class NodeSampler:
             return read()
         except Exception as error:
             self._failed[what, device] = self._samples
-            if not (isinstance(error, OSError) and error.errno in _NOT_THERE):
+            why = lack(error, self._nvml) if device >= 0 else None
+            if why is not None:
+                self._lacks(f"{what}: {why}", device)
+            elif not (isinstance(error, OSError) and error.errno in _NOT_THERE):
                 self.errors[f"{what}: {type(error).__name__}"] = 1
             return None
+
+    def _lacks(self, what: str, device: int) -> None:
+        """Note what is not measured of a device."""
+        devices = self._without.setdefault(NOT_MEASURED + what, set())
+        devices.add(device)
+        self.errors[NOT_MEASURED + what] = len(devices)
 
 
 def _quota_files(root: Path) -> list[Path]:

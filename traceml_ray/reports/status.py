@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from traceml_ray import text
+from traceml_ray.monitor.nvml import NOT_MEASURED
 from traceml_ray.reports.layout import Columns, facts, page, table
 from traceml_ray.reports.text import ledger_lines, run_lines
 from traceml_ray.results import NodeInfo
@@ -34,8 +35,11 @@ def render_status(send: Callable[[bytes], bytes], folder: Path, holder: int | No
     lost = [labels[node["node_id"]] for node in nodes if node["lost_ns"]]
     parts.append(facts(("Nodes", ", ".join(lost))))
     parts.append(ledger_lines(ledger))
-    parts.append(_counts("Swallowed errors", _errors(status["errors"], nodes, processes)))
+    errors = _errors(status["errors"], nodes, processes)
     missing = Counter(f"{name}: {why}" for process in processes for name, why in process.missing.items())
+    for place in [place for place in errors if NOT_MEASURED in place]:
+        missing[place.replace(NOT_MEASURED, "")] = errors.pop(place)
+    parts.append(_counts("Swallowed errors", errors))
     parts.append(_counts("Not measured", missing))
     return page(parts)
 
