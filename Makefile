@@ -42,9 +42,10 @@ help:
 	@echo "make clean   remove what was built (.venv, .venv-frameworks and traceml-sessions stay)"
 	@echo "PYTHON=python3.12 chooses the Python that .venv is made with."
 
+# On a GPU where there is one, which the example says; the device's clock is what names a rank there.
 demo: $(INSTALLED)
 	@rm -rf traceml-sessions/demo
-	$(PY) -m traceml_ray.launch $(DEMO)
+	TRACEML_DEVICE_CLOCK=$${TRACEML_DEVICE_CLOCK:-1} $(PY) -m traceml_ray.launch $(DEMO)
 	@echo
 	@cat traceml-sessions/demo/report.txt
 	@echo

@@ -9,6 +9,9 @@ aggregator and live judge.
                                                  on cores that are all busy: who is named where nothing is
                                                  planted, and whether faults of 30 % are named (25 minutes)
 
+    python benchmarks/faults.py --device …       where each rank computes on a played device: rows are of
+                                                 its clock, and what travels and is judged is as on CUDA
+
 One launch for each world size and seed; in it faults in random order, each with a balanced stretch before
 and after it. A severity is the share of the *faulty* step that the fault makes up, excess ÷ (step + excess),
 which is what the rules call excess; the step is measured in the run itself before anything is planted.
@@ -133,6 +136,7 @@ class Plan(msgspec.Struct, frozen=True):
     segments: list[Segment]
     traceml: bool = False
     busy: bool = False
+    device: bool = False
     measured: tuple[int, int] = (20, SINGLE_FIRST)
 
 
@@ -166,7 +170,7 @@ def planned(world: int, seed: int, args: argparse.Namespace) -> Plan:
         more = lasting(args.step_ms[0]) if segment.of_most(world) else 0
         segments.append(msgspec.structs.replace(segment, steps=args.steps + more))
         rows = segments[-1].end + args.balanced
-    return Plan(world, seed, args.step_ms[0], args.noise, args.work, rows, segments)
+    return Plan(world, seed, args.step_ms[0], args.noise, args.work, rows, segments, device=args.device)
 
 
 def lasting(step_ms: float) -> int:
@@ -669,6 +673,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--opening", type=int, default=360, help="steps before the first fault")
     add("--steps", type=int, default=80, help="of a fault")
     add("--balanced", type=int, default=100, help="steps after a fault")
+    add("--device", action="store_true", help="ranks compute on a played device")
     add("--busy", action="store_true", help="two ranks that work all the time; each on one core")
     add("--seconds", type=float, default=60.0, help="of a busy run in which nothing is planted, about")
     add("--only", choices=("healthy", "faults"), help="of the busy runs")

@@ -1,45 +1,72 @@
 """
-What only a CUDA device can confirm about the device's clock; less than eight minutes.
+What only a CUDA device can confirm; less than eight minutes.
 
-    python benchmarks/gpu.py [--markdown] [--only SECTION] [--played]
+    python benchmarks/gpu.py --markdown [--only SECTION] [--played]
 
 Each section is a process of its own and fails by itself; what it looks at stands at the top of its function.
-Ends with 0 when every section is green: then `CONFIRMED` in `traceml_ray/agent/device_use.py` may be set, and
-the table belongs into RESULTS.md. `--played` tries what it can on the device of the tests, whose time is
-played: that shows that the script works, and nothing about a device.
+Those that measure time run alone, the others three at a time. What cannot be seen on this machine (Ray is not
+installed, NVML shows no pids in this container) is NOT SEEN: no failure, and no confirmation. The last line
+tells whether `CONFIRMED` in `traceml_ray/agent/device_use.py` may be set. `--markdown` prints what belongs
+into RESULTS.md; each section's figures are on stderr as soon as it ends. `--played` tries what it can on the
+device of the tests, whose time is played: that shows that the script works, and nothing about a device.
+
+Ends with 0 when no section failed, 1 when one did, 2 where there is no CUDA device.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from figures import Figure, machine, table
 
 ALL_S = 460.0
 """No section begins later than this, or takes the whole beyond it."""
+
+
+class Section(NamedTuple):
+    """How many seconds it may take, whether it measures time, whether it can be played."""
+
+    limit_s: int
+    alone: bool = False
+    played: bool = False
+
+
 SECTIONS = {
-    "cost": 40,
-    "stages": 60,
-    "peer": 40,
-    "offset": 30,
-    "overhead": 60,
-    "capture": 40,
-    "kineto": 60,
-    "amp": 40,
-    "fsdp2": 60,
-    "judge": 90,
-    "nvml": 20,
-    "memory": 20,
-    "graphs": 120,
+    "cost": Section(40, alone=True, played=True),
+    "stages": Section(60, alone=True, played=True),
+    "peer": Section(40, alone=True, played=True),
+    "offset": Section(30, alone=True, played=True),
+    "overhead": Section(75, alone=True, played=True),
+    "kineto": Section(60, alone=True),
+    "fsdp2": Section(60, alone=True, played=True),
+    "memory": Section(30, alone=True),
+    "judge": Section(90, alone=True, played=True),
+    "load": Section(45, alone=True, played=True),
+    "demo": Section(120, played=True),
+    "graphs": Section(120),
+    "ray_train": Section(120, played=True),
+    "capture": Section(60),
+    "amp": Section(60, played=True),
+    "nvml": Section(30, played=True),
+    "driver": Section(40, played=True),
+    "visible": Section(90, played=True),
+    "mig": Section(30, played=True),
 }
-"""Section: how many seconds it may take."""
-PLAYED = ("cost", "stages", "peer", "offset", "overhead")
+AT_ONCE = 3
+MAY_BE_UNSEEN = {"ray_train", "nvml", "driver", "visible", "mig", "load"}
+"""What they look at is not the device's clock."""
 NO_DEVICE = 2
+FAILED, NOT_SEEN = "FAILED", "NOT SEEN"
 
 
 def without_device() -> str:
@@ -61,7 +88,7 @@ def device() -> str:
         driver = subprocess.check_output(query, text=True, timeout=20).split("\n")[0]
     except (OSError, subprocess.SubprocessError):
         driver = "?"
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return (
         f"{found.name}, {found.total_memory >> 30} GiB, {torch.cuda.device_count()} of them, "
         f"driver {driver}, CUDA {torch.version.cuda}, NCCL {nccl}"
@@ -69,18 +96,73 @@ def device() -> str:
 
 
 def run(section: str, limit_s: float, played: bool) -> list[Figure]:
-    """Return the figures of a section; where it fails, one that says so."""
+    """Return the figures of a section; where it fails, one that says so. What it started ends with it."""
     command = [sys.executable, __file__, "--section", section, *["--played"] * played]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    late = ""
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+        out, err = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        return [Figure(section, "the section", f"FAILED: not over after {limit_s:.0f} s")]
-    found = [line for line in ran.stdout.splitlines() if line.startswith("[")]
-    figures = [Figure(section, *json.loads(line)) for line in found]
-    if ran.returncode:
-        said = (ran.stderr.strip().splitlines() or ["nothing said"])[-1]
-        figures.append(Figure(section, "the section", f"FAILED ({ran.returncode}): {said[:160]}"))
-    return figures
+        late = f"not over after {limit_s:.0f} s"
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    if late:
+        out, err = process.communicate()
+    figures = [Figure(section, *json.loads(line)) for line in out.splitlines() if line.startswith('["')]
+    if process.returncode or late:
+        said = late or " / ".join(err.strip().splitlines()[-2:]) or "nothing said"
+        figures.append(Figure(section, "the section", f"{FAILED} ({process.returncode}): {said[-200:]}"))
+    elif not figures:
+        figures.append(Figure(section, "the section", f"{FAILED}: it printed no figure"))
+    return [Figure(*(cell.replace("|", "/") for cell in figure)) for figure in figures]
+
+
+def run_all(chosen: list[str], played: bool) -> list[Figure]:
+    """Run those that measure time one after the other, then the others side by side."""
+    end, figures, printing = time.monotonic() + ALL_S, dict[str, list[Figure]](), threading.Lock()
+
+    def one(section: str) -> None:
+        left, began = end - time.monotonic(), time.monotonic()
+        figures[section] = (
+            run(section, min(SECTIONS[section].limit_s, left), played)
+            if left >= 5
+            else [Figure(section, "the section", f"{FAILED}: no time left")]
+        )
+        with printing:
+            print(f"{table(figures[section], False)}\n{time.monotonic() - began:.0f} s\n", file=sys.stderr)
+
+    for section in chosen:
+        if SECTIONS[section].alone:
+            one(section)
+    with ThreadPoolExecutor(AT_ONCE) as together:
+        list(together.map(one, [section for section in chosen if not SECTIONS[section].alone]))
+    return [figure for section in chosen for figure in figures[section]]
+
+
+def verdict(figures: list[Figure], chosen: list[str], played: bool) -> tuple[str, int]:
+    """Return the last line, and the exit code."""
+    failed = [figure for figure in figures if FAILED in figure.value]
+    unseen = sorted({figure.part for figure in figures if NOT_SEEN in figure.value})
+    if failed:
+        parts = ", ".join(dict.fromkeys(figure.part for figure in failed))
+        return f"NOT green: {len(failed)} {FAILED} ({parts}). CONFIRMED stays False.", 1
+    if played:
+        return "every played section is green; a played device confirms nothing. CONFIRMED stays False.", 0
+    if lacking := sorted(set(SECTIONS) - set(chosen)) + [
+        part for part in unseen if part not in MAY_BE_UNSEEN
+    ]:
+        return f"green, but {', '.join(lacking)} did not run. CONFIRMED stays False.", 0
+    seen = f" (not seen here: {', '.join(unseen)})" if unseen else ""
+    return (
+        f"GREEN{seen}: set CONFIRMED = True in traceml_ray/agent/device_use.py, put these lines into "
+        "benchmarks/RESULTS.md and say there and in README.md and docs/gpu.md on what device.",
+        0,
+    )
 
 
 def main() -> int:
@@ -91,6 +173,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=SECTIONS)
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--played", action="store_true")
+    parser.add_argument("--commit", default="unknown", help="of a copy that has no .git")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not options.played and (why := without_device()):
@@ -100,19 +183,16 @@ def main() -> int:
         import gpu_sections
 
         return gpu_sections.run(options.section, options.played)
-    print(machine())
-    print("a played device: nothing here is about a real one" if options.played else device())
-    end, figures = time.monotonic() + ALL_S, []
-    for section in options.only or (PLAYED if options.played else SECTIONS):
-        left = end - time.monotonic()
-        if left < 5:
-            figures.append(Figure(section, "the section", "FAILED: no time left"))
-        else:
-            figures += run(section, min(SECTIONS[section], left), options.played)
-    print(f"\n{table(figures, options.markdown)}")
-    failed = [figure for figure in figures if "FAILED" in figure.value]
-    print(f"\n{'every section is green' if not failed else f'{len(failed)} FAILED'}")
-    return 1 if failed else 0
+    head = "a played device: nothing here is about a real one" if options.played else device()
+    chosen = options.only or [name for name, each in SECTIONS.items() if each.played or not options.played]
+    figures = run_all(chosen, options.played)
+    where = machine().replace("commit unknown", f"commit {options.commit}")
+    title = f"### {head}\n\n{where}; `python benchmarks/gpu.py --markdown`\n"
+    print(title if options.markdown else f"{where}\n{head}\n")
+    print(table(figures, options.markdown))
+    line, code = verdict(figures, chosen, options.played)
+    print(f"\n{line}")
+    return code
 
 
 if __name__ == "__main__":

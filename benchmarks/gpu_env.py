@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import struct
 import tempfile
@@ -27,12 +28,18 @@ from traceml_ray.stages import (
 
 MS = 1_000_000
 STEPS = 60
+_CYCLES = 100_000_000
 FORWARD_MS, BACKWARD_MS, OPTIMIZER_MS = 4.0, 8.0, 2.0
 
 
 def figure(what: str, value: str, budget: str = "", good: bool = True) -> None:
     """Print one line of the table; what is not good is a failure."""
     print(json.dumps([what, value if good else f"FAILED: {value}", budget]), flush=True)
+
+
+def unseen(what: str, why: str) -> None:
+    """Print that something cannot be looked at here: no failure, and no confirmation."""
+    figure(what, f"NOT SEEN: {why}")
 
 
 class Keeper:
@@ -64,18 +71,31 @@ class Real:
     """The CUDA device 0 of this machine."""
 
     name = "cuda"
+    backend = "nccl"
+    cuda = True
     tolerance = 0.05
 
-    def __init__(self) -> None:
+    def __init__(self, lazy: bool = False) -> None:
+        """With `lazy` nothing is done on the device yet: there may be none."""
         self.device = torch.device("cuda", 0)
+        self._cycles = 0.0
+        self._matrix: Tensor | None = None
+        if not lazy:
+            self._measure()
+
+    def _measure(self) -> None:
+        """Find out how many cycles a ms has, once an idle device's clocks have risen."""
         torch.zeros(1, device=self.device)
-        torch.cuda._sleep(1000)
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        torch.cuda._sleep(50_000_000)
-        ended.record()
-        torch.cuda.synchronize()
-        self._cycles = 50_000_000 / began.elapsed_time(ended)
+        for turn in range(40):
+            before = self._cycles
+            began.record()
+            torch.cuda._sleep(_CYCLES)
+            ended.record()
+            torch.cuda.synchronize()
+            self._cycles = _CYCLES / began.elapsed_time(ended)
+            if turn >= 10 and abs(self._cycles / before - 1) < 0.003:
+                break
 
     clock = staticmethod(time.perf_counter_ns)
 
@@ -92,6 +112,32 @@ class Real:
     def sync(self) -> None:
         """Wait for all of the device."""
         torch.cuda.synchronize()
+
+    def visible(self) -> int:
+        """Return how many devices this process may use."""
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+    def uuid(self) -> str:
+        """Return the device's UUID as NVML writes it, without its prefix."""
+        return str(torch.cuda.get_device_properties(0).uuid).removeprefix("GPU-").lower()
+
+    def hold(self, size: int) -> Tensor:
+        """Return a tensor of so many bytes on the device."""
+        held = torch.ones(size, dtype=torch.uint8, device=self.device)
+        self.sync()
+        return held
+
+    def seconds(self, seconds: int) -> int:
+        """Return how long to go on, where a person would for `seconds`."""
+        return seconds
+
+    def heat(self) -> None:
+        """Multiply matrices for some tens of ms."""
+        if self._matrix is None:
+            self._matrix = torch.randn(8192, 8192, device=self.device, dtype=torch.bfloat16)
+        for _ in range(20):
+            torch.mm(self._matrix, self._matrix)
+        self.sync()
 
     def side(self, ms: float) -> Callable[[], None]:
         """Keep a stream of its own busy; return what has the current one wait for that."""
@@ -125,13 +171,41 @@ class Played:
     """The device of the tests: it shows that these sections work."""
 
     name = "cpu"
+    backend = "gloo"
+    cuda = False
     tolerance = 0.01
+    UUID = "8dd5cf6f-0000-4000-8000-00000000abcd"
 
     def __init__(self) -> None:
+        import pynvml
         from fake_device import FakeDevice  # type: ignore[import-not-found]
+        from played_nvml import Card, Library  # type: ignore[import-not-found]
 
         self.device = torch.device("cpu")
         self.fake = self.clock = FakeDevice()
+        fields = dict.fromkeys((4, 138, 139, 197, 198), (3, 1))
+        card = Card(processes=[(os.getpid(), 3 << 29)], fields=fields, uuid=f"GPU-{self.UUID}")
+        pynvml._LoadNvmlLibrary = lambda: None
+        pynvml._nvmlGetFunctionPointer = Library([card]).function
+
+    def visible(self) -> int:
+        """Return how many devices a process of this environment would have."""
+        return int(os.environ.get("CUDA_VISIBLE_DEVICES") in ("0", f"GPU-{self.UUID}"))
+
+    def uuid(self) -> str:
+        """Return that of the played card."""
+        return self.UUID
+
+    def hold(self, _: int) -> None:
+        """Nothing to hold."""
+
+    def seconds(self, _: int) -> int:
+        """Do not wait for what is played."""
+        return 1
+
+    def heat(self) -> None:
+        """Launch something."""
+        self.kernel(1)
 
     def kernel(self, ms: float) -> None:
         """Launch a kernel."""

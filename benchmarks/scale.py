@@ -4,7 +4,8 @@ One real aggregator under the load of many nodes: `python benchmarks/scale.py [-
 Relays are played: 8 ranks each, 5 steps a second, one rank late in data from the middle on. At the end of
 each second all of them send what was in it, as the relays of a large job do; with `--calls N` they send N
 messages a second one after the other. `--rows` leaves out what ranks send besides rows (identity, samples,
-spans, the agent's own cost). Printed for each size: CPU and memory of the aggregator's process, how long a
+spans, the agent's own cost); with `--device` each row is one of a device's clock, with its host's row and how
+far that was ahead. Printed for each size: CPU and memory of the aggregator's process, how long a
 message waits for its answer, how long until the late rank is named, what was lost, how far the player fell
 behind.
 """
@@ -32,7 +33,16 @@ from traceml_ray.identity import RankIdentity
 from traceml_ray.ray.aggregator import ensure_aggregator
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.settings import Settings
-from traceml_ray.stages import DATA, FORWARD, N_STAGES, POST_SYNC, SEGMENT_BITS, SYNC_WAIT
+from traceml_ray.stages import (
+    DATA,
+    FLAG_DEVICE_CLOCK,
+    FORWARD,
+    LEAD_BYTES,
+    N_STAGES,
+    POST_SYNC,
+    SEGMENT_BITS,
+    SYNC_WAIT,
+)
 
 SIZES = (8, 64, 512, 2048, 8192)
 PER_NODE, STEPS_A_SECOND = 8, 5
@@ -41,12 +51,15 @@ ON_TIME = 2
 MS = 1_000_000
 ROW = np.array([5, 10, 1, 60, 100, 24]) * MS
 """Of a rank that is not late, ns."""
+HOST_ROW = np.array([3, 10, 1, 8, 12, 166]) * MS
+"""The same on its host's clock, where ROW is of its device: it queues the work, and waits at the end."""
 
 
 class Node:
     """One relay with its ranks."""
 
-    def __init__(self, number: int, ranks: int) -> None:
+    def __init__(self, number: int, ranks: int, device: bool) -> None:
+        self.device = device
         self.identity = wire.NodeIdentity(
             f"{number:056x}", f"node-{number}", f"10.0.{number >> 8}.{number & 255}"
         )
@@ -68,20 +81,30 @@ class Node:
         """
         first, self.second = self.second * STEPS_A_SECOND, self.second + 1
         keys = (np.arange(first, first + STEPS_A_SECOND, dtype="<i8") << SEGMENT_BITS).tobytes()
-        batches = []
+        flags, batches = bytes([FLAG_DEVICE_CLOCK * self.device] * STEPS_A_SECOND), []
         for identity in self.who:
             rows = np.tile(ROW, (STEPS_A_SECOND, 1)) + rng.integers(0, MS, (STEPS_A_SECOND, N_STAGES))
             if late is not None:
                 rows[on_time:, DATA if identity.global_rank == late else SYNC_WAIT] += 60 * MS
             batch = wire.RankBatch(
                 wire.VERSION, f"{identity.global_rank:016x}", self.second, time.time_ns(),
-                first + STEPS_A_SECOND, 0, first, keys, bytes(STEPS_A_SECOND),
+                first + STEPS_A_SECOND, 0, first, keys, flags,
                 rows.astype("<i8").tobytes(), None if rows_only and self.second > 1 else identity,
                 wire.OpenStage(first + STEPS_A_SECOND, FORWARD, 0),
                 **({} if rows_only else self._more(first)),
+                **(self._host_part(rows) if self.device else {}),
             )  # fmt: skip
             batches.append(wire.encode(batch))
         return [self._message(batches[number::calls]) for number in range(calls)]
+
+    def _host_part(self, rows: Any) -> dict[str, Any]:
+        """Return the hosts' rows and leads of device rows: a host is late where its device waits for data."""
+        more = rows - ROW
+        hosts = np.tile(HOST_ROW, (STEPS_A_SECOND, 1)) + more // 2
+        hosts[:, DATA] += more[:, DATA] - more[:, DATA] // 2
+        leads = np.zeros((STEPS_A_SECOND, LEAD_BYTES), np.uint8)
+        leads[:, 0] = (more[:, DATA] > 10 * MS) << DATA
+        return {"host_rows": hosts.astype("<i8").tobytes(), "leads": leads.tobytes()}
 
     def _message(self, batches: list[bytes]) -> bytes:
         self.seq += 1
@@ -116,7 +139,7 @@ def collect(sent: deque[tuple[float, Any]], waits: list[float], timeout_s: float
         waits.append(time.monotonic() - when)
 
 
-def run(ranks: int, seconds: int, calls: int, rows_only: bool) -> str:
+def run(ranks: int, seconds: int, calls: int, rows_only: bool, device: bool) -> str:
     """Play one size; return its row of the table."""
     rng, late_from = np.random.default_rng(0), seconds // 2
     with tempfile.TemporaryDirectory() as out:
@@ -124,7 +147,7 @@ def run(ranks: int, seconds: int, calls: int, rows_only: bool) -> str:
         aggregator = ensure_aggregator(config, ray.get_runtime_context().get_node_id())
         session = Session(config.session, aggregator)
         [process] = actor_processes("Aggregator")
-        nodes = [Node(number, ranks) for number in range(-(-ranks // PER_NODE))]
+        nodes = [Node(number, ranks, device) for number in range(-(-ranks // PER_NODE))]
         late, found = ranks - 1, None
         waits: list[float] = []
         sent: deque[tuple[float, Any]] = deque()
@@ -170,14 +193,16 @@ def main() -> None:
     parser.add_argument("ranks", type=int, nargs="*", default=SIZES)
     parser.add_argument("--seconds", type=int, default=40, help="of each size")
     parser.add_argument("--calls", type=int, default=0, help="a second and relay, one after the other")
+    parser.add_argument("--device", action="store_true", help="rows of a device's clock")
     parser.add_argument("--rows", action="store_true", help="ranks send nothing but rows")
     args = parser.parse_args()
-    print(f"{machine()}\n{STEPS_A_SECOND} steps/s, {args.seconds} s each\n")
+    rows = "rows of a device's clock" if args.device else "rows of the CPU's clock"
+    print(f"{machine()}\n{STEPS_A_SECOND} steps/s, {args.seconds} s each, {rows}\n")
     print("| ranks | cores used | memory | answer p50 / p99 | named after | rows lost | player behind |")
     print("|---|---|---|---|---|---|---|")
     with fake_cluster(nodes=1, cpus=1):
         for ranks in args.ranks:
-            print(run(ranks, args.seconds, args.calls, args.rows), flush=True)
+            print(run(ranks, args.seconds, args.calls, args.rows, args.device), flush=True)
 
 
 if __name__ == "__main__":

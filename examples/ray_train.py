@@ -20,7 +20,7 @@ import ray
 import ray.train
 import train_gpt
 from ray.train import RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer, get_device
+from ray.train.torch import TorchConfig, TorchTrainer, get_device
 
 import traceml_ray
 
@@ -42,13 +42,21 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--workers", type=train_gpt.count, default=2, help="Ray Train workers")
     add("--steps", type=train_gpt.count, default=120)
-    add("--gpus", action="store_true", help="one GPU a worker")
+    add("--gpus", action="store_true", help="train on GPUs; workers share one where there are fewer")
     add("--slow", type=train_gpt.parse_slow, action="append", default=[], metavar="STAGE:RANK:MS[@STEP]")
     args = parser.parse_args()
     for slow in args.slow:
         if slow.rank >= args.workers:
             parser.error(f"a fault on rank {slow.rank}: this run has ranks 0 to {args.workers - 1}")
     return args
+
+
+def gpu_of(workers: int) -> float:
+    """Return the share of a GPU that each worker gets."""
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    if not gpus:
+        raise SystemExit("--gpus: Ray sees no GPU in this cluster")
+    return 1 / -(-workers // gpus)
 
 
 def main() -> None:
@@ -60,13 +68,20 @@ def main() -> None:
     config |= {"eval_every": args.steps, "eval_batches": 4, "checkpoint_dir": None}
 
     ray.init()
+    share = gpu_of(args.workers) if args.gpus else 0.0
     session = traceml_ray.start()
 
     with tempfile.TemporaryDirectory() as results:  # where Ray Train keeps its own files of the run
         result = TorchTrainer(
             train_loop,
             train_loop_config=config,
-            scaling_config=ScalingConfig(num_workers=args.workers, use_gpu=args.gpus),
+            # NCCL refuses two ranks on one device; gloo exchanges CUDA tensors through the host.
+            torch_config=TorchConfig(backend="gloo" if share < 1 else "nccl"),
+            scaling_config=ScalingConfig(
+                num_workers=args.workers,
+                use_gpu=args.gpus,
+                resources_per_worker={"GPU": share} if args.gpus else None,
+            ),
             run_config=RunConfig(name="gpt", storage_path=results),
         ).fit()
     verdict = session.summary()["verdict"]

@@ -2,7 +2,8 @@
 A small byte-level GPT that learns to write Python, in plain PyTorch.
 
 The text is on every machine already: the standard library's own sources. One process, or DDP on
-CPU (gloo) or CUDA (NCCL); nothing to download, and nothing here knows that it may be watched.
+CPU (gloo) or CUDA (NCCL; gloo where ranks share a device, which NCCL refuses); nothing to download, and
+nothing here knows that it may be watched.
 
     python examples/train_gpt.py
     torchrun --nproc-per-node 4 examples/train_gpt.py
@@ -236,7 +237,15 @@ def this_process(device: str) -> Process:
         int(os.environ.get(name, default))
         for name, default in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
     )
-    return Process(rank, world_size, torch.device(f"cuda:{local_rank}" if device == "cuda" else device))
+    if device != "cuda":
+        return Process(rank, world_size, torch.device(device))
+    return Process(rank, world_size, torch.device("cuda", local_rank % max(1, torch.cuda.device_count())))
+
+
+def backend_of(me: Process) -> str:
+    """Return how ranks exchange gradients: NCCL has one rank a device, gloo takes CUDA tensors of any."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return "nccl" if me.device.type == "cuda" and ranks_here <= torch.cuda.device_count() else "gloo"
 
 
 def loaders(args: argparse.Namespace, me: Process, faults: Faults) -> tuple[DataLoader[Any], DataLoader[Any]]:
@@ -388,10 +397,14 @@ def main() -> None:
     """Train, alone or as one of torchrun's processes."""
     args, me = parse_arguments()
     cuda = me.device.type == "cuda"
+    backend = backend_of(me)
     if cuda:
         torch.cuda.set_device(me.device)
+    if cuda and me.rank == 0:
+        devices, name = torch.cuda.device_count(), torch.cuda.get_device_name(me.device)
+        print(f"{me.world_size} ranks, {devices} CUDA devices a machine ({name}), {backend}", flush=True)
     if me.world_size > 1:
-        dist.init_process_group("nccl" if cuda else "gloo", device_id=me.device if cuda else None)
+        dist.init_process_group(backend, device_id=me.device if backend == "nccl" else None)
     own = me.rank > 0 and args.loss_log != os.devnull
     with Path(f"{args.loss_log}.rank{me.rank}" if own else args.loss_log).open("w", buffering=1) as exact:
         train(args, me, exact)

@@ -30,6 +30,7 @@ class Card:
     fields: dict[int, tuple[int, int]] = field(default_factory=dict)
     """(value type, value) by field."""
     codes: dict[str, int] = field(default_factory=dict)
+    uuid: str = "GPU-0"
 
 
 class Library:
@@ -64,6 +65,9 @@ class Library:
 
     def _nvmlDeviceGetName(self, card: Card, text: Any, _: Any) -> None:
         text.value = card.name.encode()
+
+    def _nvmlDeviceGetUUID(self, card: Card, text: Any, _: Any) -> None:
+        text.value = card.uuid.encode()
 
     def _nvmlDeviceGetMigMode(self, card: Card, now: Any, pending: Any) -> int:
         now._obj.value = pending._obj.value = card.mig or 0

@@ -2,9 +2,10 @@
 Real DDP training over gloo with faults planted where a plan says: `planted.py PLAN.json`.
 
 Run by `faults.py` under a launcher. A step is mostly sleep, with a little noise, so that ranks do not fight
-for cores, or, with `busy`, all work, so that they do; the model, the loader, the optimizer and the exchange
-of gradients are real. Rank 0 leaves `<PLAN>.times.json`: when each row began (ns since the epoch) and how
-long a step without a fault takes.
+for cores; or, with `busy`, all work, so that they do; or, with `device`, kernels on a played device, and the
+host waits for it at the end of a step. The model, the loader, the optimizer and the exchange of gradients
+are real. Rank 0 leaves `<PLAN>.times.json`: when each row began (ns since the epoch) and how long a step
+without a fault takes.
 
 A fault belongs to a row, and a row begins when the exchange before it is over: what `post_sync` of row k
 takes longer is slept after the optimizer's step that follows row k - 1.
@@ -46,7 +47,7 @@ def burn(seconds: float) -> None:
 class Pace:
     """How long one rank takes for each stage of each row, s."""
 
-    def __init__(self, plan: dict[str, Any], rank: int) -> None:
+    def __init__(self, plan: dict[str, Any], rank: int, device: Any = None) -> None:
         self.base_s = plan["step_ms"] / 1e3
         """Of a step without a fault: as asked for, until it has been measured."""
         self.began_ns: list[int] = []
@@ -54,6 +55,7 @@ class Pace:
         self._rank = rank
         self._late = time.sleep if plan["work"] == "sleep" else burn
         self._take = burn if plan.get("busy") else time.sleep
+        self._device = device
         self._planted = {
             row: segment
             for segment in plan["segments"]
@@ -75,11 +77,17 @@ class Pace:
         """Take as long as `stage` takes in this row."""
         row = len(self.began_ns) - 1
         column = list(SHARES).index(stage)
-        self._take(SHARES[stage] * self._plan["step_ms"] / 1e3 * self._noise[row, column])
+        take, be_late = self._take, self._late
+        if self._device is not None and stage != "data":
+            take = be_late = self._launch
+        take(SHARES[stage] * self._plan["step_ms"] / 1e3 * self._noise[row, column])
         for late in self._planted.get(row, {}).get("late", ()):
             ranks = [late["ranks"][row % len(late["ranks"])]] if late["rotating"] else late["ranks"]
             if stage == late["stage"] and self._rank in ranks:
-                self._late(late["share"] / (1 - late["share"]) * self.base_s)
+                be_late(late["share"] / (1 - late["share"]) * self.base_s)
+
+    def _launch(self, seconds: float) -> None:
+        self._device.launch(int(seconds * 1e9))
 
 
 class _Backward(torch.autograd.Function):
@@ -115,7 +123,13 @@ class Net(nn.Module):
 
 def train(plan: dict[str, Any], rank: int) -> Pace:
     """Train as planned."""
-    pace = Pace(plan, rank)
+    device = None
+    if plan.get("device"):
+        from played_device import PlayedDevice, exchange_on, measure  # type: ignore[import-not-found]
+
+        device = PlayedDevice()
+        measure(device)
+    pace = Pace(plan, rank, device)
 
     def collate(samples: list[Any]) -> Any:
         pace.pass_time("data")
@@ -123,6 +137,8 @@ def train(plan: dict[str, Any], rank: int) -> Pace:
 
     torch.manual_seed(plan["seed"])
     model = DistributedDataParallel(Net(pace))
+    if device is not None:
+        exchange_on(device, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     samples = TensorDataset(torch.randn(64, WIDTH).repeat(BATCH * plan["rows"] // 64 + 1, 1))
     step = _traced(model) if plan.get("traceml") else contextlib.nullcontext
@@ -137,6 +153,8 @@ def train(plan: dict[str, Any], rank: int) -> Pace:
             optimizer.step()
             optimizer.zero_grad()
             pace.pass_time("post_sync")
+            if device is not None:
+                device.item()
     return pace
 
 

@@ -125,6 +125,21 @@ def test_machine_that_comes_back_is_another_node_with_its_own_label(
     assert ask(aggregator, "verdict")["label"] == "healthy"
 
 
+def test_what_a_node_lacks_is_not_measured_and_no_error(tmp_path: Path, clock: Clock) -> None:
+    aggregator, relay = aggregation(tmp_path, clock), Relay()
+    errors = {"not measured: nvml power: not supported by the device": 8, "nvml clock: RuntimeError": 1}
+    aggregator.ingest(relay.message(Rank(0, 1).batch(5), errors=errors))
+    aggregator.commit()
+    swallowed, lacks = (
+        render_status(stored(tmp_path), tmp_path, None, clock())
+        .partition("Swallowed errors\n")[2]
+        .split("Not measured\n")
+    )
+    assert " ".join(swallowed.split()) == "1 × relay of host-0, nvml clock: RuntimeError"
+    assert " ".join(lacks.split()) == "8 × relay of host-0, nvml power: not supported by the device"
+    aggregator.close()
+
+
 def test_node_that_was_out_of_sight_is_alive_again(tmp_path: Path, clock: Clock) -> None:
     aggregator = aggregation(tmp_path, clock)
     _feed(aggregator, [Rank(0, 1)], [Relay()], clock, 1)

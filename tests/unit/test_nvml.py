@@ -9,8 +9,8 @@ import pytest
 from played_nvml import NO_PERMISSION, NOT_SUPPORTED, UNKNOWN_MEMORY, Card, play
 
 from traceml_ray.monitor.node_sampler import NodeSampler
-from traceml_ray.monitor.nvml import _THROTTLE, MIG, NOT_MEASURED
-from traceml_ray.wire import GpuSample
+from traceml_ray.monitor.nvml import _THROTTLE, MIG
+from traceml_ray.wire import NOT_MEASURED, GpuSample
 
 ME = os.getpid()
 NONE = "not measured: nvml {}: {}"

@@ -19,7 +19,6 @@ from traceml_ray.analysis.xid import meaning
 from traceml_ray.monitor.nvml import (
     LIMITS,
     MIG,
-    NOT_MEASURED,
     NOT_SUPPORTED,
     QUESTIONS,
     counters,
@@ -27,7 +26,7 @@ from traceml_ray.monitor.nvml import (
     mig,
     processes,
 )
-from traceml_ray.wire import Event, GpuProcess, GpuSample, NodeSample
+from traceml_ray.wire import NOT_MEASURED, Event, GpuProcess, GpuSample, NodeSample
 
 _T = TypeVar("_T")
 _NO_GPUS = {"NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"}

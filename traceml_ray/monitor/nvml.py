@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-NOT_MEASURED = "not measured: "
-"""How the name of what a node lacks begins among what its relay counts."""
 NOT_SUPPORTED = "not supported by the device"
 _WITHOUT = {
     "NVMLError_NotSupported": NOT_SUPPORTED,

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from traceml_ray import text
-from traceml_ray.monitor.nvml import NOT_MEASURED
 from traceml_ray.reports.layout import Columns, facts, page, table
 from traceml_ray.reports.text import ledger_lines, run_lines
 from traceml_ray.results import NodeInfo
 from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
 from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.wire import NOT_MEASURED
 
 
 def render_status(send: Callable[[bytes], bytes], folder: Path, holder: int | None, now: int) -> str:
