@@ -89,12 +89,12 @@ class Refresher:
         return _Page(key, html.Div(layout, id="view", key=key), parts, _sums(parts))
 
     def cell(self, asked: dict[str, Any] | None, search: str | None) -> dict[str, Any] | None:
-        """Return in words what a cell of the heatmap is; `asked` has its `rank`, `first` and `last` step."""
+        """Return in words what a cell of the heatmap is; see `overview.cell` for what is `asked`."""
         try:
             route = Route.of("/", search)
             if not asked or route is None:
                 return None
-            return {**asked, "text": cell_text(self._session.view("cell", **asked, **route.select(*SCOPE)))}
+            return {**asked, "text": cell_text(self._session.view("cell", **asked, **_selection(route)))}
         except Exception as error:
             if self._session.errors.note("cell", error):
                 _LOG.exception("cell %s", asked)

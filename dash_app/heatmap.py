@@ -47,7 +47,7 @@ class Row(NamedTuple):
     """Whether it is the first rank of a node."""
     named: bool = False
     """Whether the verdict names it."""
-    height: float = 1.0
+    height: int = 1
 
 
 def rows(heat: Mapping[str, Any], verdict: Mapping[str, Any], route: Route) -> list[Row]:
@@ -62,7 +62,7 @@ def rows(heat: Mapping[str, Any], verdict: Mapping[str, Any], route: Route) -> l
     spans = [range(*both) for both in pairwise([*groups, count])]
     opened = [span for span in spans if few or route.get("open") == nodes[span[0]] or named & {*span}]
     many = max(1, sum(map(len, opened)))
-    height = 1.0 if few else max(1.0, min(12 * len(spans) / _HEIGHT, 0.7 * len(spans) / many))
+    height = 1 if few else max(1, min(round(12 * len(spans) / _HEIGHT), round(0.7 * len(spans) / many)))
     found = []
     for span in spans:
         node = nodes[span[0]]
@@ -89,15 +89,18 @@ def _short(node: str) -> str:
 
 def figure(heat: Mapping[str, Any], drawn: Sequence[Row], revision: str) -> figures.Figure:
     """Return the heatmap; assets/app.js has what a click and the mouse do from the trace's `meta`."""
-    edges = [0.0, *accumulate(row.height for row in drawn)]
+    heights = [row.height for row in drawn]
+    edges = [0, *accumulate(heights)]
     ends = [heat["first"][0] - 0.5, *(last + 0.5 for last in heat["last"])]
     z = heat["z"] + np.uint8(1)  # what is missing is 255, and now 0: less than any other
     z = np.array([z[row.lines].max(axis=0) for row in drawn]) - np.uint8(1)
+    # Lines of one height: plotly.js paints others cell by cell, in twice the time.
+    z = np.repeat(z, heights, axis=0)
     grey = 254.01 / 255
     trace = {
         "type": "heatmap",
         "x": ends,
-        "y": edges,
+        "y0": 0.5,
         "z": {"dtype": "u1", "bdata": b64encode(z.tobytes()).decode(), "shape": f"{len(z)}, {z.shape[1]}"},
         "zmin": 0,
         "zmax": 255,
@@ -105,7 +108,7 @@ def figure(heat: Mapping[str, Any], drawn: Sequence[Row], revision: str) -> figu
         "showscale": False,
         "hoverinfo": "none",
         "meta": {
-            "rows": [{"name": row.name, "href": row.href, "rank": row.rank} for row in drawn],
+            "rows": [_about(heat, row, at) for row, at in zip(drawn, edges, strict=False)],
             "first": heat["first"],
             "last": heat["last"],
         },
@@ -125,6 +128,14 @@ def figure(heat: Mapping[str, Any], drawn: Sequence[Row], revision: str) -> figu
         shapes=[_line(edge) for edge in lines] if _LINE * len(lines) <= _HEIGHT else [],
         annotations=[_pointer(row.rank, at) for row, at in zip(drawn, middles, strict=True) if row.named],
     )
+
+
+def _about(heat: Mapping[str, Any], row: Row, at: int) -> dict[str, Any]:
+    """Return what a browser has of a row: where it begins, and its rank, or its first and its last."""
+    ranks = [row.rank]
+    if row.rank is None:
+        ranks = [heat["ranks"][line] for line in (row.lines.start, row.lines.stop - 1)]
+    return {"name": row.name, "href": row.href, "ranks": ranks, "at": at}
 
 
 def _line(y: float) -> dict[str, Any]:

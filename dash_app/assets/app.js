@@ -62,9 +62,9 @@
     const plot = heatmap();
     const point = event && event.points[0];
     if (!point || !plot || !plot.data.length) return null;
-    const { x, y, meta } = plot.data[0];
+    const { x, meta } = plot.data[0];
     const column = x.findLastIndex((edge) => edge <= point.x);
-    const row = meta.rows[y.findLastIndex((edge) => edge <= point.y)];
+    const row = meta.rows.findLast(({ at }) => at <= point.y);
     if (!row || meta.first[column] === undefined) return null;
     return { row, first: meta.first[column], last: meta.last[column], value: point.z, left: 2 * column > meta.first.length, bbox: point.bbox };
   }
@@ -83,8 +83,8 @@
     const { rows, last } = trace.meta;
     const cells = Uint8Array.from(atob(trace.z.bdata), (one) => one.charCodeAt(0));
     const from = Math.max(0, last.length - TABLE_COLUMNS);
-    const lines = rows.map((row, r) => {
-      const values = [...cells.subarray(r * last.length + from, (r + 1) * last.length)];
+    const lines = rows.map((row) => {
+      const values = [...cells.subarray(row.at * last.length + from, (row.at + 1) * last.length)];
       const known = values.filter((value) => value !== 255);
       return { row, values, mean: known.length ? known.reduce((sum, value) => sum + value) / known.length : -1 };
     }).sort((a, b) => b.mean - a.mean).slice(0, TABLE_ROWS);
@@ -123,16 +123,16 @@
     if (!document.getElementById("heat")) return;
     const at = cellAt(over);
     if (!at) return set("heat-tip", { show: false });
-    const { row: { name, rank }, first, last } = at;
+    const { row: { name, ranks }, first, last } = at;
     const steps = first === last ? `step ${number(first)}` : `steps ${number(first)}–${number(last)}`;
-    hovered = `${rank} ${first} ${last}`;
+    hovered = `${ranks} ${first} ${last}`;
     heading = `${name}, ${steps}: ${times(at.value)}`;
     set("heat-tip", { show: true, bbox: at.bbox, direction: at.left ? "left" : "right", children: heading });
-    if (rank !== null) waiting = setTimeout(() => set("asked", { data: { rank, first, last } }), 120);
+    waiting = setTimeout(() => set("asked", { data: { ranks, first, last } }), 120);
   }
 
   function describe(cell) {
-    if (!cell || !document.getElementById("heat") || hovered !== `${cell.rank} ${cell.first} ${cell.last}`) return;
+    if (!cell || !document.getElementById("heat") || hovered !== `${cell.ranks} ${cell.first} ${cell.last}`) return;
     set("heat-tip", { children: heading + "\n" + cell.text });
   }
 

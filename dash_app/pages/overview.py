@@ -46,10 +46,8 @@ def data(
     """
     if run is None:
         return _NOTHING
-    whole = None if span is None else span == "run"
-    stage = stage if stage in STAGES else "total"
-    times = run.times if span is None else cache.ask(query.Times(run.id, whole))
-    columns: Mapping[str, Any] | None = cache.ask(query.Columns(run.id, stage, whole))
+    times = run.times if span is None else cache.ask(query.Times(run.id, span == "run"))
+    columns: Mapping[str, Any] | None = cache.ask(_columns(run, stage, span))
     found = {**_NOTHING, "nodes": nodes(run, times), "events": events_of(run)[:_EVENTS]}
     if not times or not columns or not len(columns["first"]):
         return found
@@ -65,6 +63,12 @@ _NOTHING: dict[str, Any] = {
     "events": [],
 }
 """The first screen before any step."""
+
+
+def _columns(run: RunState, stage: str, span: str | None) -> query.Columns:
+    """Return the question for what is drawn step by step."""
+    stage = stage if stage in STAGES else "total"
+    return query.Columns(run.id, stage, None if span is None else span == "run")
 
 
 def tiles(times: Mapping[str, Any], columns: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -174,19 +178,44 @@ def _memory_pct(of: Sequence[Mapping[str, Any]]) -> float | None:
     return 100 * sum(used for used, _ in known) / sum(total for _, total in known) if known else None
 
 
-def cell(cache: SessionCache, run: RunState | None, rank: int, first: int, last: int) -> dict[str, Any]:
-    """Return what one cell of the heatmap stands for: means over its steps `first` to `last`."""
+def cell(
+    cache: SessionCache,
+    run: RunState | None,
+    ranks: Sequence[int],
+    first: int,
+    last: int,
+    stage: str = "total",
+    span: str | None = None,
+) -> dict[str, Any]:
+    """
+    Return what one cell of the heatmap stands for: means over its steps `first` to `last`. `ranks` is the
+    rank of its row, or the first and the last: then of the worst. `stage`, `span`: those of the heatmap.
+    """
+    rank = ranks[0]
+    if run and len(ranks) > 1 and (columns := cache.ask(_columns(run, stage, span))):
+        rank = _worst(_heatmap(run, columns), rank, ranks[1], first)
     answer = cache.ask(query.Cell(run.id, rank, first, last)) if run else None
     found: Mapping[str, Any] = answer or {"busy_ms": None, "median_ms": None, "stages": {}}
     stages = {name: [number(ms) for ms in both] for name, both in found["stages"].items()}
-    return {**found, **{name: number(found[name]) for name in ("busy_ms", "median_ms")}, "stages": stages}
+    times = {name: number(found[name]) for name in ("busy_ms", "median_ms")}
+    return {**found, **times, "stages": stages, "several": len(ranks) > 1}
+
+
+def _worst(heat: Mapping[str, Any], first: int, last: int, step: int) -> int:
+    """Return the slowest rank of a row of the heatmap (in a large job the first of its node) at a step."""
+    if first not in heat["ranks"] or last not in heat["ranks"] or step not in heat["first"]:
+        return first
+    lines = slice(heat["ranks"].index(first), heat["ranks"].index(last) + 1)
+    known = heat["z"][lines, heat["first"].index(step)] + np.uint8(1)  # what is missing is 255, and now 0
+    return int(heat["ranks"][lines][known.argmax()])
 
 
 def cell_text(found: Mapping[str, Any]) -> str:
     """Return a cell in words: busy time, and the two stages farthest from the median rank."""
     if found["busy_ms"] is None:
         return "no row of this rank here"
-    own = f"busy {text.ms(found['busy_ms'])}, the median rank {text.ms(found['median_ms'])}"
+    rank = f"rank {found['rank']}: " * found["several"]
+    own = f"{rank}busy {text.ms(found['busy_ms'])}, the median rank {text.ms(found['median_ms'])}"
     far = sorted(found["stages"].items(), key=lambda each: -abs((each[1][0] or 0) - (each[1][1] or 0)))[:2]
     stages = [f"{text.words(name)} {text.ms(ms)} (median {text.ms(median)})" for name, (ms, median) in far]
     return "\n".join([own, *stages])

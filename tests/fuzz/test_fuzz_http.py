@@ -155,8 +155,8 @@ def test_callback_with_any_values_succeeds(
 
 @fuzz(2)
 @given(paths, queries, json_values, json_values)
-@example("/", "", {"page": [], "sums": [], "heat": {}}, {"rank": 1 << 70, "first": -1, "last": None})
-@example("/", "", {"sums": {"x": {}}, "heat": {"id": []}}, {"rank": 0, "first": 0, "last": 1 << 62})
+@example("/", "", {"page": [], "sums": [], "heat": {}}, {"ranks": [1 << 70], "first": -1, "last": None})
+@example("/", "", {"sums": {"x": {}}, "heat": {"id": []}}, {"ranks": [0, 9], "first": 0, "last": 1 << 62})
 def test_refresh_with_any_browser_state_is_answered(
     pages: SessionPages, path: str, query: str, seen: Any, asked: Any
 ) -> None:

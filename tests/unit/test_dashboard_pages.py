@@ -138,9 +138,18 @@ class TestRefresh:
         assert not pages.errors
 
     def test_cell_has_its_times_in_words(self, pages: SessionPages) -> None:
-        found = Refresher(pages).cell({"rank": 5, "first": 60, "last": 60}, "")
+        found = Refresher(pages).cell({"ranks": [5], "first": 60, "last": 60}, "")
         assert found is not None
-        assert "data 14" in found["text"]
+        assert found["text"].startswith("busy") and "data 14" in found["text"]
+
+    def test_cell_of_a_node_names_its_worst_rank(self, pages: SessionPages) -> None:
+        for search in ("", "?stage=data", "?span=run"):
+            found = Refresher(pages).cell({"ranks": [4, 7], "first": 60, "last": 60}, search)
+            assert found is not None
+            assert found["text"].startswith("rank 5: busy 31"), search
+        found = Refresher(pages).cell({"ranks": [0, 77], "first": 60, "last": 60}, "?stage=none")
+        assert found is not None and found["text"].startswith("rank 0: busy")
+        assert not pages.errors
 
 
 class TestHeatmap:
@@ -156,7 +165,8 @@ class TestHeatmap:
         sent = figure["data"][0]["z"]
         shape = [int(n) for n in sent["shape"].split(",")]
         z = np.frombuffer(base64.b64decode(sent["bdata"]), np.uint8).reshape(shape)
-        for row, values in zip(drawn, z, strict=True):
+        shown = np.repeat(np.arange(len(drawn)), [row.height for row in drawn])  # lines are equally high
+        for row, values in zip([drawn[at] for at in shown], z, strict=True):
             found = np.where(heat["z"][row.lines] == MISSING, -1, heat["z"][row.lines].astype(int))
             assert (found.max(axis=0) % 256 == values).all()
         assert len(figure["layout"]["yaxis"]["tickvals"]) <= 21

@@ -19,7 +19,7 @@ from snapshot import Snapshot
 from traceml_ray import wire
 from traceml_ray.analysis.spread import MISSING, deviations, quantiles
 from traceml_ray.dash_app import metrics
-from traceml_ray.dash_app.pages import rank
+from traceml_ray.dash_app.pages import overview, rank
 from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.dash_app.source import StoredSource
@@ -136,7 +136,7 @@ def test_stored_board_equals_the_live_one(played: Played) -> None:
 
 OF_JUDGEMENT = {"suspect", "episodes", "brief"}
 """Live they are of the windows that were judged then."""
-CELL = {"rank": 5, "first": 120, "last": 122}
+CELL = {"ranks": [5], "first": 120, "last": 122}
 
 
 def test_late_rank_is_in_verdict_heatmap_and_timeline(played: Played, snapshot: Snapshot) -> None:
@@ -172,7 +172,7 @@ def test_missing_rows_are_never_zero(played: Played, snapshot: Snapshot) -> None
     assert np.isnan(exposed).tolist() == [20 <= step < 25 or step >= 40 for step in first]
     rows = {row["rank"]: row for row in pages.view("node", node="node-0")["ranks"]}
     assert rows[2]["busy"][-1] is None and rows[1]["busy"][-1] > 0
-    assert pages.view("cell", rank=2, first=90, last=92)["busy_ms"] is None
+    assert pages.view("cell", ranks=[2], first=90, last=92)["busy_ms"] is None
     header = pages.view("header")
     snapshot("web", header["state_text"], header["coverage_text"])
     nobody = pages.view("rank", rank=7)
@@ -475,7 +475,9 @@ def test_heatmap_above_a_thousand_ranks_has_a_row_per_node(tmp_path: Path) -> No
     heat = pages.view("overview")["heat"]
     assert (heat["by"], heat["z"].shape, heat["nodes"][-1]) == ("node", (129, 19), "host-128")
     assert (heat["z"][-1, 10:] == 254).all() and (heat["z"][:-1] < 160).all()
-    assert pages.view("cell", rank=heat["ranks"][-1], first=15, last=15)["rank"] == 1029
+    (last,) = heat["ranks"][-1:]
+    found = pages.view("cell", ranks=[last, last], first=15, last=15)
+    assert found["rank"] == 1029 and overview.cell_text(found).startswith("rank 1029: busy")
 
 
 def test_past_sessions_open_in_the_same_pages(tmp_path: Path) -> None:
