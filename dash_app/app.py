@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import dash
+import msgspec
 from dash import ClientsideFunction, Input, Output, State, dcc, html
 from flask import Flask
 from plotly.io.json import to_json_plotly
 
 from . import shell
 from .components import Content
-from .pages import PAGES, start
-from .pages.overview import cell_text
+from .pages import PAGES, start, without_run
 from .route import SCOPE, Route
 from .session_pages import SessionPages
 
@@ -68,9 +68,10 @@ class Refresher:
             return dash.no_update, {"seen": {**seen, "sums": {**_known(seen), **_sums(line)}}, "set": line}
 
     def _answer(self, route: Route, seen: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        header = self._session.view("header", **route.select(*SCOPE))
-        empty = header["state"] == "empty" and route.page != "sessions"
-        page = self._page(route, header["version"], empty)
+        header = self._session.header(route)
+        started = header["session"]["run"] is not None or without_run(route.page, header["state"])
+        instead = "" if started else header["state"]
+        page = self._page(route, header["version"], instead)
         outer = _parts(shell.parts(header, route))
         sums, known = {**_sums(outer), **page.sums}, _known(seen)
         new = seen.get("page") != page.key  # with the elements come their parts
@@ -79,22 +80,23 @@ class Refresher:
         answer = {"seen": {"page": page.key, "sums": sums}, "set": changed}
         return page.layout if new else dash.no_update, answer
 
-    def _made(self, route: Route, _version: int, empty: bool) -> _Page:
-        module = start if empty else PAGES[route.page]
-        view = {} if empty else self._session.view(route.page, **_selection(route))
-        layout = module.layout(view, route)
+    def _made(self, route: Route, _version: int, instead: str) -> _Page:
+        """Return a page, or, `instead` being the state, the one that says why there is nothing to show."""
+        module = start if instead else PAGES[route.page]
+        layout = module.layout(self._session.view(route), route)
         parts = _parts(layout)
-        around = module.__name__, route.key, route.select(*SCOPE), sorted(parts)
+        around = module.__name__, instead, route.key, route.select(*SCOPE), sorted(parts)
         key = f"{zlib.crc32(repr(around).encode()):x}"
         return _Page(key, html.Div(layout, id="view", key=key), parts, _sums(parts))
 
     def cell(self, asked: dict[str, Any] | None, search: str | None) -> dict[str, Any] | None:
-        """Return in words what a cell of the heatmap is; see `overview.cell` for what is `asked`."""
+        """Return in words what a cell of the heatmap is; see `pages.overview.cell` for what is `asked`."""
         try:
             route = Route.of("/", search)
             if not asked or route is None:
                 return None
-            return {**asked, "text": cell_text(self._session.view("cell", **asked, **_selection(route)))}
+            route = msgspec.structs.replace(route, page="cell", key=msgspec.json.encode(asked).decode())
+            return {**asked, "text": self._session.view(route).get("text", "")}
         except Exception as error:
             if self._session.errors.note("cell", error):
                 _LOG.exception("cell %s", asked)
@@ -187,9 +189,3 @@ def _without_repeats(props: dict[str, Any]) -> dict[str, Any]:
 def _no_page(pathname: str | None) -> html.Div:
     overview = dcc.Link("Overview", href="/")
     return html.Div([html.H1("There is no such page"), html.P([f"{pathname} is none. ", overview])])
-
-
-def _selection(route: Route) -> dict[str, str]:
-    """Return the selection of the data of a page."""
-    chosen = route.select(*SCOPE, *PAGES[route.page].SELECTION)
-    return {**chosen, route.page: route.key} if route.key else chosen

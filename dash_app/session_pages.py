@@ -10,14 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import error_text
 from traceml_ray.store import query
 from traceml_ray.store.query import QueryError, Request
 
-from . import pages, shell
+from . import shell
+from .pages import DATA, sessions, without_run
+from .route import Route
 from .run_state import SLOW_RANKS, SLOW_S, RunState
 from .session_cache import SessionCache, keep
 from .source import Source, SourceError, StoredSource
@@ -36,8 +36,8 @@ _QUICK_S, _SHARE = 0.25, 5
 _OF_STEPS = query.Cell, query.Spans
 """Questions about certain steps: the next tick's are of others."""
 
-_Key = tuple[str, str | None, bytes]
-"""Of a page: its name, run and selection."""
+_Key = tuple[Route, str | None]
+"""Of a page: with its run."""
 
 
 class SessionPages(SessionCache):
@@ -103,59 +103,72 @@ class SessionPages(SessionCache):
             self._prepare()
         return changed
 
-    def view(self, page: str, **selection: Any) -> dict[str, Any]:
+    def header(self, route: Route) -> dict[str, Any]:
         """
-        Return what a page shows, with the header that all have; see `data` in its module for the selection.
-        `run` is one of the session (id or name), `session` another stored one in the same folder (name).
+        Return the header that all pages have. In the URL `run` is one of the session (id or name), `session`
+        another stored one in the same folder (name).
+        """
+        return self._shown(route)[-1]
 
-        Raises KeyError for an unknown page.
-        """
-        other = self._other(selection.pop("session", None))
-        if other is not None:
-            other.poll()  # until it has been read
-            return other.view(page, **selection)
-        named = selection.pop("run", None)
-        run = self._selected(named)
-        key = page, run.id if run else None, msgspec.json.encode(selection, order="deterministic")
-        with self.lock:
-            self._viewed.add(key)
-        body = self._made(key, run)
-        with self.lock:
-            return {**shell.data(self, run, named), **body}
+    def view(self, route: Route) -> dict[str, Any]:
+        """Return what a page shows, with its header. Raises KeyError for an unknown page."""
+        pages, run, header = self._shown(route)
+        if run is None and not without_run(route.page, header["state"]):
+            return header
+        key = route, run.id if run else None
+        with pages.lock:
+            pages._viewed.add(key)
+        body = pages._made(key, run)
+        return {**header, **body}
+
+    def _shown(self, route: Route) -> tuple[SessionPages, RunState | None, dict[str, Any]]:
+        """Return the session and the run that a URL names, and their header."""
+        try:
+            pages = self._other(route.get("session")) or self
+        except QueryError as error:
+            name, names = str(route.get("session")), sessions.names(self.source.out)
+            return self, None, shell.missing(self, name, str(error), names - {name})
+        run = pages._selected(route.get("run"))
+        with pages.lock:
+            return pages, run, shell.data(pages, run, route.get("run"))
 
     def _other(self, name: str | None) -> SessionPages | None:
         """
-        Return the pages of a stored session of that name; None if there is none, or it is this one. The file
-        is closed once the session is no longer kept and no thread reads it.
+        Return the pages of a stored session of that name, read so far; None if it is this one. The file is
+        closed once the session is no longer kept and no thread reads it.
+
+        Raises QueryError for one that is not there, or cannot be read.
         """
-        if name is None or name == self.status.get("session"):
+        if name is None or name in (self.status.get("session"), self.source.target):
             return None
+        if name not in sessions.names(self.source.out):
+            with self.lock:
+                self._others.pop(name, None)
+            raise SourceError(f"there is none of that name under {self.source.out}")
         with self.lock:
-            if name in self._others:
-                return self._others[name]
-        if name not in pages.sessions.names(self.source.out):
-            return None
-        try:
+            other = self._others.get(name)
+        if other is None:
             source = StoredSource(Path(self.source.out) / name)
-        except SourceError:
-            return None
-        opened = SessionPages(source, clock=self.clock, thresholds=self._limits)
-        weakref.finalize(opened, source.close)
-        with self.lock:
-            other = self._others.setdefault(name, opened)  # another thread may have been quicker
-            while len(self._others) > _MAX_OTHERS:
-                self._others.popitem(last=False)
+            opened = SessionPages(source, clock=self.clock, thresholds=self._limits)
+            weakref.finalize(opened, source.close)
+            with self.lock:
+                other = self._others.setdefault(name, opened)  # another thread may have been quicker
+                while len(self._others) > _MAX_OTHERS:
+                    self._others.popitem(last=False)
+        other.poll()
+        if not other.status:
+            raise SourceError(other.trouble)
         return other
 
     def _made(self, key: _Key, run: RunState | None) -> dict[str, Any]:
         """Return a page as of now: made of what is known, and again once its questions are answered."""
-        page, _, selection = key
+        route, _ = key
         for _ in range(3):  # what is asked may depend on an answer
             with self.lock:
                 version, body = self._views.get(key, (-1, {}))
                 if version == self.version:
                     return body
-                body = pages.DATA[page](self, run, **msgspec.json.decode(selection))
+                body = DATA[route.page](self, run, route)
                 wanted, self._wanted = self._wanted, {}
                 keep(self._views, key, (self.version, body))
             if not self._fetch(wanted):
@@ -173,7 +186,7 @@ class SessionPages(SessionCache):
             try:
                 self._made(key, self._polled.get(key[1] or ""))
             except Exception as error:
-                self.errors.note("page", error, key[0])
+                self.errors.note("page", error, key[0].page)
 
     @property
     def newest(self) -> RunState | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from dash import dcc, html
 
@@ -14,13 +14,12 @@ from traceml_ray.reports.summary import moment
 
 from .components import SIGNS, Content, aria, link, marked, part, severity
 from .route import Route
-
-if TYPE_CHECKING:
-    from .run_state import RunState
-    from .session_cache import SessionCache
+from .run_state import RunState
+from .session_cache import SessionCache
+from .values import age_s, natural
 
 _TABS = {"overview": "Overview", "events": "Events", "sessions": "Sessions", "health": "Health"}
-_BADGES = {"empty": "no session", "stored": "stored file"}
+_BADGES = {"empty": "no session", "stored": "stored file", "missing": "not found", "waiting": "starting"}
 _RUNNING = ("live", "stale", "waiting")
 
 
@@ -36,6 +35,21 @@ def data(cache: SessionCache, run: RunState | None, asked: str | None = None) ->
         "verdict": None if verdict is None else _verdict_data(verdict, state),
         "coverage_text": _coverage_text(cache, run, state),
         "step": run.last_step if run else None,
+    }
+
+
+def missing(cache: SessionCache, name: str, why: str, others: Iterable[str]) -> dict[str, Any]:
+    """Return the header in place of that of a session which cannot be read."""
+    unknown = ("launcher", "strategy", "world_size", "nnodes", "gpus", "run")
+    return {
+        "version": cache.version,
+        "state": "missing",
+        "state_text": f"Session {name!r} cannot be read: {why}.",
+        "session": {**dict.fromkeys(unknown), "id": name, "runs": []},
+        "verdict": None,
+        "coverage_text": "",
+        "step": None,
+        "others": sorted(others, key=natural),
     }
 
 
@@ -71,9 +85,9 @@ def _another(cache: SessionCache, asked: str | None) -> str:
 
 
 def state_of(cache: SessionCache, run: RunState | None) -> str:
-    """Return the state in one word: empty, waiting, live, stale, finished or stored."""
+    """Return the state in one word: empty, starting, waiting, live, stale, finished or stored."""
     if not cache.status:
-        return "empty"
+        return "starting" if cache.source.starting else "empty"
     if cache.source.stored:
         return "stored"
     if cache.status.get("status", "running") != "running":
@@ -85,6 +99,8 @@ def state_of(cache: SessionCache, run: RunState | None) -> str:
 
 def _state_text(cache: SessionCache, run: RunState | None, state: str) -> str:
     """Return the state in one sentence, and what to do."""
+    if state == "starting":
+        return "The run is starting: waiting for its aggregator."
     if state == "empty":
         return cache.trouble or "Searching for the session."
     if state == "stale":
@@ -104,7 +120,10 @@ def _state_text(cache: SessionCache, run: RunState | None, state: str) -> str:
     if state == "waiting":
         of = world or cache.status.get("world_size")
         reported = f"{len(seen):,} of {text.count(of, 'rank') if of else 'the ranks'} have reported"
-        return f"Waiting for the first step: {reported}." + (f" Awaited: {awaited}." if awaited else "")
+        began = cache.status.get("started_at") if len(cache.runs) < 2 else None  # that of the first run
+        took = "" if began is None else f" ({text.age(age_s(cache.clock(), began))})"
+        starting = f"The run is starting: Ray is up, waiting for the first step{took}. {reported}."
+        return starting + (f" Awaited: {awaited}." if awaited else "")
     silent = sorted(set(seen) - _heard(run)) if run else []
     parts = [f"awaited: {awaited}" * bool(awaited), f"silent: {text.ranks(silent)}" if silent else ""]
     return "; ".join(["Training runs", *filter(None, parts)]) + "."
@@ -114,15 +133,10 @@ def _coverage_text(cache: SessionCache, run: RunState | None, state: str) -> str
     """Return how many ranks report, and how old that is."""
     if run is None or not run.world:
         return "no rank yet"
-    running, age = state in _RUNNING, _age_s(cache, run)
+    newest = max((process.last_seen_ns for process in run.ranks.values()), default=None)
+    running, age = state in _RUNNING, age_s(cache.clock(), newest)
     heard = f"{len(_heard(run) if running else run.ranks):,} of {text.count(run.world, 'rank')}"
     return heard + (f", {text.age(age)} old" if running and age is not None else "")
-
-
-def _age_s(cache: SessionCache, run: RunState | None) -> float | None:
-    """Return the age of the newest message of a rank."""
-    latest = max((process.last_seen_ns for process in run.ranks.values()), default=None) if run else None
-    return None if latest is None else round(max(0.0, (cache.clock() - latest) / 1e9), 1)
 
 
 def _heard(run: RunState) -> set[int]:

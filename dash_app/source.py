@@ -71,6 +71,8 @@ class StoredSource(Answers):
         except SessionFileError as error:
             raise SourceError(str(error)) from error
 
+    starting = False
+
     @property
     def stored(self) -> bool:
         """Whether nobody writes to it."""
@@ -80,7 +82,7 @@ class StoredSource(Answers):
 class LiveSource:
     """Asks the aggregator of `session` on the cluster that `where` says; it may come and go."""
 
-    stored = False
+    stored = starting = False
 
     def __init__(self, session: str, where: Attachment, out: str) -> None:
         self.target, self.out = session, out
@@ -153,6 +155,11 @@ class LocalSource:
         """Whether it is over."""
         return self._now is not None and self._now.stored
 
+    @property
+    def starting(self) -> bool:
+        """Whether it runs; asked before there is an answer."""
+        return self._folder is not None and holder(self._folder) is not None
+
     def reply(self, message: bytes) -> bytes:
         """Have a question answered. Raises `SourceError`."""
         now = self._now or self._choose()
@@ -186,7 +193,8 @@ class LocalSource:
 Source = StoredSource | LiveSource | LocalSource
 """
 A session that can be asked (`reply`, see `store.query`; any thread may), and let go of (`close`). `target` is
-what a person calls it, `out` where past sessions are, `stored` whether it is over.
+what a person calls it, `out` where past sessions are, `stored` whether it is over, `starting` whether it runs
+but may not answer yet.
 """
 
 

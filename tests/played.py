@@ -10,6 +10,8 @@ import numpy as np
 from sessions import MS, SECOND, Clock, Rank, Relay, aggregation
 
 from traceml_ray import wire
+from traceml_ray.dash_app.route import Route
+from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.dash_app.source import SourceError
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.stages import (
@@ -33,10 +35,19 @@ HOST = (0.4, 0.2, 0.1, 2.0, 3.0, 0.1)
 LATE, FULL, SURE = range(LEAD_BYTES)
 
 
+def look(pages: SessionPages, page: str, **selection: Any) -> dict[str, Any]:
+    """Return what a page shows; `selection` as in its URL."""
+    key = str(selection.pop(page, ""))
+    if page == "cell":
+        key = msgspec.json.encode({name: selection.pop(name) for name in ("ranks", "first", "last")}).decode()
+    route = Route(page, key, tuple((name, str(value)) for name, value in selection.items()))
+    return pages.header(route) if page == "header" else pages.view(route)
+
+
 class PlayedSource:
     """Asks an aggregator in this process; `down` makes it not answer."""
 
-    stored = False
+    stored = starting = False
 
     def __init__(self, aggregator: AggregatorCore) -> None:
         self.target = aggregator.folder.name

@@ -1,6 +1,6 @@
 """
-The pages, one a file: `data(cache, run, **selection)` is what a page shows, `layout(view, route)` draws it,
-where `view` is that data and `shell.data`. `SELECTION` names what the query of a URL may select.
+The pages, one a file: `data(cache, run, route)` is what a page shows, `layout(view, route)` draws it, where
+`view` is that data and `shell.data`. Where there is no run to show, `start` stands in for most of them.
 
 Parts (`components.part`) and graphs have an id: while a page stays, a browser is sent those that changed.
 What is around them depends on the node or rank and on which parts there are, on nothing else.
@@ -25,7 +25,12 @@ PAGES: dict[str, ModuleType] = {
 DATA: dict[str, Callable[..., dict[str, Any]]] = {
     **{name: page.data for name, page in PAGES.items()},
     "cell": overview.cell,
-    "header": lambda _cache, _run: {},
 }
 
-__all__ = ["DATA", "PAGES", "sessions", "start"]
+
+def without_run(page: str, state: str) -> bool:
+    """Return whether a page has something to show where there is no run."""
+    return page == "sessions" or (page == "health" and state != "missing")
+
+
+__all__ = ["DATA", "PAGES", "sessions", "start", "without_run"]

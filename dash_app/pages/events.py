@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dash import dcc, html
 
@@ -15,36 +15,27 @@ from traceml_ray.stages import STAGES
 
 from ..components import SIGNS, Columns, aria, link, marked, panel, part, rank_link, severity, table
 from ..route import Route
+from ..run_state import RunState
+from ..session_cache import SessionCache
 
-if TYPE_CHECKING:
-    from ..run_state import RunState
-    from ..session_cache import SessionCache
-
-SELECTION = ("kind", "rank", "node")
 NO_BRIEF = {"count": 0, "cost_s": 0.0}
 _QUIET = {"exit", "relay_start", "process_ended", "attach"}
 """Kinds that are shown only with a message."""
 _SHOWN = 200
 
 
-def data(
-    _cache: SessionCache,
-    run: RunState | None,
-    kind: str | None = None,
-    rank: int | str | None = None,
-    node: str | None = None,
-) -> dict[str, Any]:
-    """Return what happened, newest first, of one kind, rank or node."""
-    found = events_of(run) if run else []
+def data(_cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
+    """Return what happened, newest first, of the kind, rank or node in the URL."""
+    kind, rank, node = (route.get(name) for name in ("kind", "rank", "node"))
+    found = events_of(run)
     kinds = Counter(event["kind"] for event in found)
-    if rank is not None:
-        found = [event for event in found if str(event["rank"]) == str(rank)]
+    if rank:
+        found = [event for event in found if str(event["rank"]) == rank]
     if node:
-        label = run.labels.get(node) if run else None
-        found = [event for event in found if event["node"] in (node, label)]
+        found = [event for event in found if event["node"] in (node, run.labels.get(node))]
     if kind:
         found = [event for event in found if event["kind"] == kind]
-    verdict: Mapping[str, Any] = (run and run.verdict) or {}
+    verdict = run.verdict or {}
     return {
         "events": found,
         "kinds": dict(kinds),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from dash import html
@@ -16,18 +16,15 @@ from traceml_ray.store.rank_processes import RankProcess
 
 from ..components import Columns, facts, node_link, panel, part, table
 from ..route import Route
-from ..values import number
+from ..run_state import RunState
+from ..session_cache import SessionCache
+from ..values import age_s, number
 
-if TYPE_CHECKING:
-    from ..run_state import RunState
-    from ..session_cache import SessionCache
-
-SELECTION = ()
 _MOST = 200
 _RELAYS = 24
 
 
-def data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
+def data(cache: SessionCache, run: RunState | None, _route: Route) -> dict[str, Any]:
     """Return the ledger, the cost and the errors of the monitor, and the state of its relays."""
     processes = list(run.ranks.values()) if run else []
     nodes = run.nodes if run else []
@@ -50,13 +47,9 @@ def data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
         "overhead": overhead_of(processes),
         "errors": errors,
         "restarts": sum(max(0, n - 1) for n in starts.values()),
-        "relays": [{**node, "age_s": _age_s(cache.clock(), node["last_seen_ns"])} for node in nodes],
+        "relays": [{**node, "age_s": age_s(cache.clock(), node["last_seen_ns"])} for node in nodes],
         "poll_ms": {"p50": number(np.median(poll)), "p95": number(np.percentile(poll, 95))},
     }
-
-
-def _age_s(now_ns: int, seen_ns: int | None) -> float | None:
-    return None if seen_ns is None else max(0.0, (now_ns - seen_ns) / 1e9)
 
 
 def _sent(processes: Iterable[RankProcess]) -> tuple[int, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dash import dcc, html
 
@@ -14,14 +14,11 @@ from traceml_ray.store import query
 from .. import figures
 from ..components import Columns, aria, chart, facts, legend, link, panel, part, rank_link, spark, table
 from ..route import Route
+from ..run_state import RunState
+from ..session_cache import SessionCache
 from ..values import as_dict, natural, number, rounded
 from .overview import nodes
 
-if TYPE_CHECKING:
-    from ..run_state import RunState
-    from ..session_cache import SessionCache
-
-SELECTION = ()
 _SPARK = 120
 _SAMPLES = 170
 _HELD = 5
@@ -29,18 +26,18 @@ _HELD = 5
 _TABS = 24
 
 
-def data(cache: SessionCache, run: RunState | None, node: str) -> dict[str, Any]:
+def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """Return the page of a node, by id or label."""
-    cards = nodes(run, run.times) if run else []
-    card = next((card for card in cards if node in (card["node_id"], card["label"])), None)
+    cards = nodes(run, run.times)
+    card = next((card for card in cards if route.key in (card["node_id"], card["label"])), None)
     by_name = sorted(cards, key=lambda card: natural(card["label"]))
-    found: dict[str, Any] = {"node": card, "nodes": by_name, "ranks": [], "samples": {}, "gpus": []}
-    if run is None or card is None:
-        return found
+    if card is None:
+        return {"node": None, "nodes": by_name}
     samples = samples_of(cache, query.NodeSamples((card["node_id"],), _SAMPLES))
-    found["ranks"] = _ranks_data(cache, run, card, samples)
     return {
-        **found,
+        "node": card,
+        "nodes": by_name,
+        "ranks": _ranks_data(cache, run, card, samples),
         "samples": timed(samples, NODE),
         "gpus": _gpus_data(card["node_id"], samples, run.events),
     }
@@ -144,17 +141,18 @@ def _held(values: Sequence[Any] | None) -> list[Any] | None:
 
 def layout(view: Mapping[str, Any], route: Route) -> Any:
     """Return the elements of the page; panels of what was not measured are absent."""
-    node, samples, gpus = view["node"], view["samples"], view["gpus"]
+    node = view["node"]
+    tabs = part(
+        html.Nav(_tabs(view["nodes"], node, route), id="node-tabs", className="chips", **aria(label="Nodes"))
+    )
     if node is None:
-        return html.Div(part(html.H1(f"There is no node {route.key} in this run.", id="node-title")))
+        title = f"There is no node {route.key} in this run."
+        return html.Div([part(html.H1(title, id="node-title")), tabs])
+    samples, gpus = view["samples"], view["gpus"]
     ranks = _ranks(view["ranks"], route, (view["verdict"] or {}).get("ranks") or ())
     body: list[Any] = [
         part(html.H1(f"Node {node['label']}", id="node-title")),
-        part(
-            html.Nav(
-                _tabs(view["nodes"], node, route), id="node-tabs", className="chips", **aria(label="Nodes")
-            )
-        ),
+        tabs,
         facts("node-facts", _facts(node, samples)),
         panel("Ranks of this node", part(html.Div(ranks, id="node-ranks"))),
         html.Div(quantity_charts("node", NODE, samples), className="grid"),
@@ -207,13 +205,12 @@ def _chart(
     return chart(id, title, figure, f"{title} over time", note=key, tall="low")
 
 
-def _tabs(nodes: Sequence[Mapping[str, Any]], node: Mapping[str, Any], route: Route) -> list[dcc.Link]:
+def _tabs(nodes: Sequence[Mapping[str, Any]], node: Mapping[str, Any] | None, route: Route) -> list[dcc.Link]:
     """Return a link to each node: of very many, to the neighbours."""
-    at = next(i for i, other in enumerate(nodes) if other["node_id"] == node["node_id"])
+    at = nodes.index(node) if node else 0
     around = nodes[max(0, at - _TABS // 2) :][:_TABS]
     return [
-        link(other["label"], route.to("node", other["node_id"]), "chip", on=other is nodes[at])
-        for other in around
+        link(other["label"], route.to("node", other["node_id"]), "chip", on=other is node) for other in around
     ]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from dash import dcc, html
 
@@ -18,14 +19,11 @@ from traceml_ray.store import query
 from .. import figures, heatmap
 from ..components import CLICKED, Content, aria, chart, legend, link, meter, node_link, panel, part, spark
 from ..route import Route
+from ..run_state import RunState
+from ..session_cache import SessionCache
 from ..values import Array, by_stage, natural, number, rounded
 from .events import event_table, events_of
 
-if TYPE_CHECKING:
-    from ..run_state import RunState
-    from ..session_cache import SessionCache
-
-SELECTION = ("stage", "span")
 _SPARK = 60
 _CARDS, _FEW_CARDS = 24, 12
 _EVENTS, _LISTED = 200, 40
@@ -37,38 +35,28 @@ _BY_NODE = "A row is a node, as its worst rank; a click opens it."
 _NO_TIMES: dict[str, Any] = dict.fromkeys(("median_ms", "worst_rank", "worst_ms", "skew_pct", "slower_pct"))
 
 
-def data(
-    cache: SessionCache, run: RunState | None, stage: str = "total", span: str | None = None
-) -> dict[str, Any]:
+def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """
-    Return the first screen. `stage` is of the heatmap; `span` is `recent` (single steps, and numbers over
-    those that a live verdict is about) or `run` (all of it), by default the former while the run goes on.
+    Return the first screen. In the URL `stage` is of the heatmap; `span` is `recent` (single steps, and
+    numbers over those that a live verdict is about) or `run` (all of it), by default the former while the run
+    goes on.
     """
-    if run is None:
-        return _NOTHING
-    times = run.times if span is None else cache.ask(query.Times(run.id, span == "run"))
-    columns: Mapping[str, Any] | None = cache.ask(_columns(run, stage, span))
-    found = {**_NOTHING, "nodes": nodes(run, times), "events": events_of(run)[:_EVENTS]}
+    asked = _columns(run, route)
+    times = run.times if asked.whole is None else cache.ask(query.Times(run.id, asked.whole))
+    columns: Mapping[str, Any] | None = cache.ask(asked)
+    found = {"nodes": nodes(run, times), "events": events_of(run)[:_EVENTS]}
     if not times or not columns or not len(columns["first"]):
-        return found
-    heat = {**_heatmap(run, columns), "stage": stage}
+        return {**found, "tiles": [], "heat": {"ranks": []}, "columns": {}}
+    heat = {**_heatmap(run, columns), "stage": asked.stage}
     return {**found, "tiles": tiles(times, columns), "heat": heat, "columns": columns}
 
 
-_NOTHING: dict[str, Any] = {
-    "tiles": [],
-    "heat": {"ranks": [], "z": np.empty((0, 0), np.uint8)},
-    "columns": {},
-    "nodes": [],
-    "events": [],
-}
-"""The first screen before any step."""
-
-
-def _columns(run: RunState, stage: str, span: str | None) -> query.Columns:
+def _columns(run: RunState, route: Route) -> query.Columns:
     """Return the question for what is drawn step by step."""
-    stage = stage if stage in STAGES else "total"
-    return query.Columns(run.id, stage, None if span is None else span == "run")
+    stage, span = route.get("stage"), route.get("span")
+    return query.Columns(
+        run.id, stage if stage in STAGES else "total", None if span is None else span == "run"
+    )
 
 
 def tiles(times: Mapping[str, Any], columns: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -178,27 +166,31 @@ def _memory_pct(of: Sequence[Mapping[str, Any]]) -> float | None:
     return 100 * sum(used for used, _ in known) / sum(total for _, total in known) if known else None
 
 
-def cell(
-    cache: SessionCache,
-    run: RunState | None,
-    ranks: Sequence[int],
-    first: int,
-    last: int,
-    stage: str = "total",
-    span: str | None = None,
-) -> dict[str, Any]:
+class _Cell(msgspec.Struct):
+    ranks: Annotated[list[int], msgspec.Meta(min_length=1, max_length=2)]
+    """The rank of its row, or the first and the last of several."""
+    first: int
+    last: int
+    """Steps."""
+
+
+def cell(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """
-    Return what one cell of the heatmap stands for: means over its steps `first` to `last`. `ranks` is the
-    rank of its row, or the first and the last: then of the worst. `stage`, `span`: those of the heatmap.
+    Return in words what one cell of the heatmap stands for: means over its steps, of the worst of its row.
+    The key of `route` is a `_Cell`, its query that of the overview.
     """
-    rank = ranks[0]
-    if run and len(ranks) > 1 and (columns := cache.ask(_columns(run, stage, span))):
-        rank = _worst(_heatmap(run, columns), rank, ranks[1], first)
-    answer = cache.ask(query.Cell(run.id, rank, first, last)) if run else None
-    found: Mapping[str, Any] = answer or {"busy_ms": None, "median_ms": None, "stages": {}}
-    stages = {name: [number(ms) for ms in both] for name, both in found["stages"].items()}
-    times = {name: number(found[name]) for name in ("busy_ms", "median_ms")}
-    return {**found, **times, "stages": stages, "several": len(ranks) > 1}
+    asked = msgspec.json.decode(route.key, type=_Cell)
+    rank, several = asked.ranks[0], len(asked.ranks) > 1
+    if several and (columns := cache.ask(_columns(run, route))):
+        rank = _worst(_heatmap(run, columns), rank, asked.ranks[1], asked.first)
+    found = cache.ask(query.Cell(run.id, rank, asked.first, asked.last))
+    if found is None or found["busy_ms"] is None or np.isnan(found["busy_ms"]):
+        return {"text": "no row of this rank here"}
+    whose = f"rank {found['rank']}: " if several else ""
+    own = f"{whose}busy {text.ms(found['busy_ms'])}, the median rank {text.ms(found['median_ms'])}"
+    far = sorted(found["stages"].items(), key=lambda each: -abs(each[1][0] - each[1][1]))[:2]
+    stages = [f"{text.words(name)} {text.ms(ms)} (median {text.ms(median)})" for name, (ms, median) in far]
+    return {"text": "\n".join([own, *stages])}
 
 
 def _worst(heat: Mapping[str, Any], first: int, last: int, step: int) -> int:
@@ -208,17 +200,6 @@ def _worst(heat: Mapping[str, Any], first: int, last: int, step: int) -> int:
     lines = slice(heat["ranks"].index(first), heat["ranks"].index(last) + 1)
     known = heat["z"][lines, heat["first"].index(step)] + np.uint8(1)  # what is missing is 255, and now 0
     return int(heat["ranks"][lines][known.argmax()])
-
-
-def cell_text(found: Mapping[str, Any]) -> str:
-    """Return a cell in words: busy time, and the two stages farthest from the median rank."""
-    if found["busy_ms"] is None:
-        return "no row of this rank here"
-    rank = f"rank {found['rank']}: " * found["several"]
-    own = f"{rank}busy {text.ms(found['busy_ms'])}, the median rank {text.ms(found['median_ms'])}"
-    far = sorted(found["stages"].items(), key=lambda each: -abs((each[1][0] or 0) - (each[1][1] or 0)))[:2]
-    stages = [f"{text.words(name)} {text.ms(ms)} (median {text.ms(median)})" for name, (ms, median) in far]
-    return "\n".join([own, *stages])
 
 
 def layout(view: Mapping[str, Any], route: Route) -> Any:

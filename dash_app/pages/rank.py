@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dash import html
 
@@ -17,54 +17,57 @@ from traceml_ray.store.nodes import node_key
 from .. import figures
 from ..components import Columns, chart, facts, legend, link, node_link, panel, part, table
 from ..route import Route
+from ..run_state import RunState
+from ..session_cache import SessionCache
 from ..values import by_stage, mean, number
 from .node import position, quantity_charts, samples_of, timed
 
-if TYPE_CHECKING:
-    from ..run_state import RunState
-    from ..session_cache import SessionCache
-
-SELECTION = ()
 _SAMPLES, _WITH_PROCESSES = 170, 6
+_OFFERED = 24
+"""In place of a rank that is not there."""
 
 
-def data(cache: SessionCache, run: RunState | None, rank: int | str) -> dict[str, Any]:
+def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """Return the page of a rank."""
-    rank = int(rank)
-    found: dict[str, Any] = {"rank": None, "stages": {}, "median": {}, "spans": [], "process": {}}
-    found |= {"stacks": [], "suspect": None, "host": None}
-    if run is None or rank not in run.ranks:
-        return found
+    rank = int(route.key)
+    if rank not in run.ranks:
+        return {"rank": None, "ranks": sorted(run.ranks), "world": run.world}
     process = run.ranks[rank]
     identity = process.identity
     node = node_key(process) if identity else ""
     samples = samples_of(cache, query.NodeSamples((node,), _WITH_PROCESSES))
-    found["rank"] = {
-        **position(run, rank, samples),
-        "node": run.node_of(rank),
-        "node_key": node or None,
-        "pid": identity.pid if identity else None,
-        "attempt": identity.attempt if identity else None,
-        "exit": process.exit_code,
-        "errors": process.errors,
-        "missing": process.missing,
-        "gpu_idle_pct": _idle(run, rank),
-    }
     suspects = (run.verdict or {}).get("suspects") or ()
-    found["suspect"] = next((suspect for suspect in suspects if suspect["rank"] == rank), None)
     hung = hangs(run.verdicts)
-    found["stacks"] = [{"ranks": list(s.ranks), "text": s.text} for s in hung[-1].stacks] if hung else []
-    found["process"] = timed(samples_of(cache, query.ProcessSamples((process.id,), _SAMPLES)), PROCESS)
+    sampled = samples_of(cache, query.ProcessSamples((process.id,), _SAMPLES))
+    return {
+        "rank": {
+            **position(run, rank, samples),
+            **{name: getattr(process, name) for name in ("exit_code", "errors", "missing")},
+            "node": run.node_of(rank),
+            "node_key": node or None,
+            "pid": identity.pid if identity else None,
+            "attempt": identity.attempt if identity else None,
+            "gpu_idle_pct": _idle(run, rank),
+        },
+        "suspect": next((suspect for suspect in suspects if suspect["rank"] == rank), None),
+        "stacks": hung[-1].stacks if hung else [],
+        "process": timed(sampled, PROCESS),
+        **_steps(cache, run, rank),
+    }
+
+
+def _steps(cache: SessionCache, run: RunState, rank: int) -> dict[str, Any]:
+    """Return the stages of a rank, of the median rank and of the rank's host, and the spans inside them."""
     steps: Any = cache.ask(query.RankSteps(run.id, rank, MAX_BINS))
-    if steps and len(numbers := steps["steps"].tolist()):
-        found["stages"] = {"steps": numbers, **by_stage(steps["stages"])}
-        found["median"] = by_stage(steps["median"])
-        if steps["host"] is not None:
-            found["host"] = by_stage(steps["host"])
-        spans = cache.ask(query.Spans(run.id, rank, numbers[0], numbers[-1])) or []
-        mean = steps["mean"]
-        found["spans"] = [{**span, "share": _of_stage(span["ms"], mean[span["stage"]])} for span in spans]
-    return found
+    if not steps or not len(numbers := steps["steps"].tolist()):
+        return {"stages": {}, "median": {}, "host": None, "spans": []}
+    spans, mean = cache.ask(query.Spans(run.id, rank, numbers[0], numbers[-1])) or [], steps["mean"]
+    return {
+        "stages": {"steps": numbers, **by_stage(steps["stages"])},
+        "median": by_stage(steps["median"]),
+        "host": None if steps["host"] is None else by_stage(steps["host"]),
+        "spans": [{**span, "share": _of_stage(span["ms"], mean[span["stage"]])} for span in spans],
+    }
 
 
 def _idle(run: RunState, rank: int) -> float | None:
@@ -80,22 +83,23 @@ def _of_stage(ms: float, stage_ms: float) -> float | None:
 def layout(view: Mapping[str, Any], route: Route) -> Any:
     """Return the elements of the page; panels of what was not measured are absent."""
     rank, number = view["rank"], int(route.key)
-    title: Any = f"Rank {number} has not reported in this run."
-    if rank is not None:
-        title = [f"Rank {number} on ", node_link(rank["node_key"], rank["node"], route)]
+    if rank is None:
+        return _no_rank(number, view["ranks"], view["world"], route)
+    title = [f"Rank {number} on ", node_link(rank["node_key"], rank["node"], route)]
     around = [link("← previous", route.to("rank", number - 1), "chip")] if number else []
     around.append(link("next →", route.to("rank", number + 1), "chip"))
     chips = part(html.Div(around, id="rank-around", className="chips"))
     head = html.Div([part(html.H1(title, id="rank-title")), chips], className="title-row")
-    if rank is None:
-        return html.Div(head)
     body: list[Any] = [
         head,
         part(html.Div(_suspect(view["suspect"]), id="rank-suspect")),
         facts("rank-facts", _facts(rank)),
         *_both_rows(view, route),
         html.H2("Stages, against the median rank"),
-        html.Div(_stage_charts(view, route), className="grid three"),
+        html.Div(
+            [_stage_chart(*stage, view, route) for stage in figures.STAGES.items() if view["stages"]],
+            className="grid three",
+        ),
         panel(
             "Spans inside the stages, mean per step", part(html.Div(_spans(view["spans"]), id="rank-spans"))
         ),
@@ -108,16 +112,27 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     return html.Div(body)
 
 
+def _no_rank(rank: int, ranks: Sequence[int], world: int, route: Route) -> html.Div:
+    """Return what is said of a rank that is not there (yet), and the others to choose from."""
+    title = f"Rank {rank:,} has not reported in this run."
+    if 0 < world <= rank:
+        title = f"There is no rank {rank:,} in this run: it has {text.count(world, 'rank')}."
+    chips = [link(f"rank {other}", route.to("rank", other), "chip") for other in ranks[:_OFFERED]]
+    return html.Div(part(html.Div([html.H1(title), html.Nav(chips, className="chips")], id="rank-missing")))
+
+
 def _both_rows(view: Mapping[str, Any], route: Route) -> list[html.Section]:
     """Return the mean row on the device's clock and, under it, on its host's; nothing where there is one."""
     if view["host"] is None:
         return []
-    clocks = {"GPU": view["stages"], "host": view["host"]}
-    both = {name: {stage: mean(row[stage]) for stage in figures.STAGES} for name, row in clocks.items()}
+    both = {}
+    for clock, rows in (("GPU", view["stages"]), ("host", view["host"])):
+        row = {stage: mean(rows[stage]) for stage in figures.STAGES}
+        both[f"{clock}, {text.ms(sum(row.values()))} "] = row
     return [
         chart(
             "rank-rows",
-            "A step on the GPU, and on the host",
+            "Mean step on the GPU, and on its host",
             figures.rows(both, revision=route.key),
             "Mean time of each stage on the clock of the GPU, and under it on that of its host",
             note=legend({text.words(name): colour for name, colour in figures.STAGES.items()}),
@@ -126,33 +141,27 @@ def _both_rows(view: Mapping[str, Any], route: Route) -> list[html.Section]:
     ]
 
 
-def _stage_charts(view: Mapping[str, Any], route: Route) -> list[html.Section]:
-    return [
-        chart(
-            f"stage-{name}",
-            text.words(name),
-            figures.lines(
-                view["stages"]["steps"],
-                _lines(view, name),
-                "ms",
-                unit="ms",
-                colours=(colour, figures.ROSE, figures.GREEN),
-                dashed="median rank",
-                revision=route.key,
-            ),
-            f"Time in {name} by step, this rank and the median rank",
-            note=legend(dict(zip(_lines(view, name), (colour, figures.ROSE, figures.GREEN), strict=False))),
-            tall="low",
-        )
-        for name, colour in figures.STAGES.items()
-        if name in view["stages"]
-    ]
-
-
-def _lines(view: Mapping[str, Any], stage: str) -> dict[str, Any]:
-    """Return the lines of the chart of a stage."""
-    shown = {"this rank": view["stages"][stage], "median rank": view["median"][stage]}
-    return shown if view["host"] is None else {**shown, "its host": view["host"][stage]}
+def _stage_chart(stage: str, colour: str, view: Mapping[str, Any], route: Route) -> html.Section:
+    lines = {"its host": view["host"], "this rank": view["stages"], "median rank": view["median"]}
+    shown = {name: rows[stage] for name, rows in lines.items() if rows is not None}
+    colours = {"its host": figures.GREEN, "this rank": colour, "median rank": figures.ROSE}
+    colours = {name: colours[name] for name in shown}
+    return chart(
+        f"stage-{stage}",
+        text.words(stage),
+        figures.lines(
+            view["stages"]["steps"],
+            shown,  # a rank is drawn over its host
+            "ms",
+            unit="ms",
+            colours=[*colours.values()],
+            dashed="median rank",
+            revision=route.key,
+        ),
+        f"Time in {stage} by step, this rank and the median rank",
+        note=legend(colours),
+        tall="low",
+    )
 
 
 def _facts(rank: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,7 +176,7 @@ def _facts(rank: Mapping[str, Any]) -> dict[str, Any]:
         "process": rank["pid"] and str(rank["pid"]),
         "attempt": rank["attempt"],
         "errors of the monitor": sum((rank["errors"] or {}).values()),
-        **({"exit code": rank["exit"]} if rank["exit"] is not None else {}),
+        **({} if (code := rank["exit_code"]) is None else {"exit code": code}),
         **({"not seen": ", ".join(unseen)} if unseen else {}),
     }
 
@@ -194,5 +203,5 @@ def _spans(found: Sequence[Mapping[str, Any]]) -> Any:
     return table(columns, found, empty="No span was marked in this run.", label="Spans")
 
 
-def _stack(stack: Mapping[str, Any]) -> html.Details:
-    return html.Details([html.Summary(text.ranks(stack["ranks"])), html.Pre(stack["text"])], open=True)
+def _stack(stack: Any) -> html.Details:
+    return html.Details([html.Summary(text.ranks(stack.ranks)), html.Pre(stack.text)], open=True)

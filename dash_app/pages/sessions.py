@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from dash import dcc, html
@@ -14,12 +14,9 @@ from traceml_ray.session import DATABASE, read_json
 
 from ..components import Columns, link, panel, part, table
 from ..route import Route
+from ..run_state import RunState
+from ..session_cache import SessionCache
 
-if TYPE_CHECKING:
-    from ..run_state import RunState
-    from ..session_cache import SessionCache
-
-SELECTION = ("a", "b")
 _MOST = 500
 _COMPARED = {
     "median step": ("steps", "median_ms"),
@@ -73,11 +70,9 @@ class _Summary(msgspec.Struct):
     stages: list[_Stage] = []
 
 
-def data(
-    cache: SessionCache, _run: RunState | None, a: str | None = None, b: str | None = None
-) -> dict[str, Any]:
+def data(cache: SessionCache, _run: RunState | None, route: Route) -> dict[str, Any]:
     """Return the sessions of the source's folder, newest first, and two of them (by name) side by side."""
-    out = cache.source.out
+    out, a, b = cache.source.out, route.get("a"), route.get("b")
     return {"sessions": listed(out), "compare": compared(out, a, b) if a and b else None}
 
 

@@ -1,14 +1,17 @@
-"""The page before any session: how to start one."""
+"""The page where there is no run to show: why, and how to come to one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from dash import html
+from dash import dcc, html
 
+from ..components import link, part
 from ..route import Route
 
+_OFFERED = 24
+"""Other sessions, in place of one that cannot be read."""
 _WAYS = {
     "In place of torchrun": "python -m traceml_ray.launch --nproc-per-node 4 train.py",
     "On a Ray cluster, in the driver": "session = traceml_ray.start()\nTorchTrainer(…).fit()",
@@ -17,8 +20,30 @@ _WAYS = {
 }
 
 
-def layout(_view: Mapping[str, Any], _route: Route) -> Any:
+def layout(view: Mapping[str, Any], route: Route) -> Any:
     """Return the elements of the page."""
+    if view["state"] == "missing":
+        return _others(view, route)
+    if view["state"] in ("finished", "stored"):
+        return html.Div(html.H1("No rank has reported in this session"))
+    if view["state"] != "empty":
+        hint = html.P("This page fills by itself with the first step.", className="hint")
+        return html.Div([html.H1("The run is starting"), hint])
     ways = [html.Div([html.H2(way), html.Pre(code)], className="panel") for way, code in _WAYS.items()]
     hint = html.P("This page fills by itself once one runs.", className="hint")
     return html.Div([html.H1("Start a session"), hint, html.Div(ways, className="grid two")])
+
+
+def _others(view: Mapping[str, Any], route: Route) -> html.Div:
+    """Return what there is in place of a session that cannot be read."""
+    own = dcc.Link("this dashboard's own session", href="/")
+    links = [
+        link(name, route.to("overview", session=name, run=None), "chip") for name in view["others"][:_OFFERED]
+    ]
+    every = dcc.Link("all sessions", href=route.to("sessions", session=None, run=None))
+    others = html.Div(
+        [html.P(["Others to look at: ", own, ", ", every, "."]), html.Nav(links, className="chips")]
+    )
+    return html.Div(
+        [html.H1(f"Session {view['session']['id']} cannot be read"), part(html.Div(others, id="others"))]
+    )

@@ -12,12 +12,16 @@ from typing import Any
 
 import psutil
 import pytest
+from looking import Served
+from played import Played, look
 from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from traceml_ray.launchers.cluster import free_port
+from traceml_ray.stages import STAGES
+from traceml_ray.text import words
 
 EXAMPLE = Path(__file__).parents[2] / "examples/train_gpt.py"
 PAGES = {
@@ -86,8 +90,9 @@ def test_page_says_what_it_waits_for_before_the_first_step(browser, served):
     shows(browser, "state-badge", "no session")
     shows(browser, "page", "python -m traceml_ray.launch")
     served.pages.poll()
-    shows(browser, "state-badge", "waiting")
-    shows(browser, "exposed", "No closed step yet.")
+    shows(browser, "state-badge", "starting")
+    shows(browser, "verdict-headline", "The run is starting: Ray is up, waiting for the first step (0 s)")
+    shows(browser, "page", "fills by itself with the first step")
 
 
 def test_verdict_names_the_rank_soon_after_the_fault(browser, served):
@@ -116,6 +121,25 @@ def test_pages_render_with_title_verdict_and_data(browser, served, path):
     assert "Traceback" not in browser.page_source
     wide = browser.execute_script("return document.documentElement.scrollWidth - window.innerWidth")
     assert wide <= 0
+
+
+def test_rank_page_draws_the_rows_of_gpu_and_host_under_each_other(browser, tmp_path):
+    served = Served(Played(tmp_path / "device", 4, per_node=2, device=True))
+    served.play(6)
+    bars = "return document.querySelector('#rank-rows .js-plotly-plot').data.map(bar => [bar.name, ...bar.y])"
+    try:
+        for width, height in ((1440, 900), (390, 844)):
+            size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+            browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+            browser.get(served.url + "/rank/3")
+            stages = until(browser, lambda: browser.execute_script(bars))
+            assert [name for name, *_ in stages] == [words(stage) for stage in STAGES]
+            assert all(host.startswith("host, ") and gpu.startswith("GPU, ") for _, host, gpu in stages)
+            assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        browser.get("about:blank")
+        served.close()
 
 
 def test_tooltip_of_the_heatmap_has_the_exact_time(browser, served):
@@ -155,7 +179,7 @@ def test_zoom_survives_new_steps(browser, served, chart):
     drag.move_by_offset(plot.size["width"] // 4, 0).release().perform()
     axis = f"return document.querySelector('#{chart} .js-plotly-plot').layout.xaxis.range.map(Math.round)"
     zoomed = until(browser, lambda: browser.execute_script(axis))
-    assert zoomed[1] - zoomed[0] < 0.5 * served.pages.view("header")["step"]
+    assert zoomed[1] - zoomed[0] < 0.5 * look(served.pages, "header")["step"]
     before = text(browser, "coverage")
     served.play(1)
     until(browser, lambda: text(browser, "coverage") != before)

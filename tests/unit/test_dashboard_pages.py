@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from played import Played
 from plotly.io.json import to_json_plotly
 
+from traceml_ray import wire
 from traceml_ray.analysis.spread import MISSING
 from traceml_ray.dash_app import components, figures, heatmap
 from traceml_ray.dash_app.app import Refresher
@@ -83,15 +84,15 @@ class TestRefresh:
         def fail(*_: Any, **__: Any) -> dict[str, Any]:
             raise RuntimeError("secret of the inside")
 
-        refresher, view = Refresher(pages), pages.view
+        refresher, header = Refresher(pages), pages.header
         _, first = refresher.refresh("/", "", {})
-        pages.view = fail  # type: ignore[method-assign]
+        pages.header = fail  # type: ignore[method-assign]
         _, answer = refresher.refresh("/", "", first["seen"])
         sent = to_json_plotly(answer)
         assert "could not be made" in sent
         assert "secret" not in sent
         assert pages.errors.total() == 1
-        pages.view = view  # type: ignore[method-assign]
+        pages.header = header  # type: ignore[method-assign]
         _, good = refresher.refresh("/", "", answer["seen"])
         assert "problem" in good["set"] and "could not be made" not in to_json_plotly(good)
 
@@ -103,10 +104,39 @@ class TestRefresh:
         page, _ = Refresher(pages).refresh(path, "", {})
         assert "There is no such page" in to_json_plotly(page)
 
-    @pytest.mark.parametrize("path", ["/rank/77", "/node/gone"])
-    def test_page_of_an_unknown_rank_or_node_says_so(self, pages: SessionPages, path: str) -> None:
-        page, _ = Refresher(pages).refresh(path, "", {})
-        assert path.rpartition("/")[2] in to_json_plotly(page)
+    @pytest.mark.parametrize(
+        ("path", "sentence", "others"),
+        [
+            ("/rank/5000", "There is no rank 5,000 in this run: it has 8 ranks.", {"/rank/0", "/rank/7"}),
+            ("/node/gone", "There is no node gone in this run.", {"/node/node-0", "/node/node-1"}),
+        ],
+    )
+    def test_page_of_an_unknown_rank_or_node_says_so_and_offers_others(
+        self, pages: SessionPages, path: str, sentence: str, others: set[str]
+    ) -> None:
+        page, answer = Refresher(pages).refresh(path, "", {})
+        sent = to_json_plotly(page).replace("\\u002f", "/")
+        assert sentence in sent
+        assert all(f'"{href}"' in sent for href in others)
+        assert "rank 5 " in to_json_plotly(answer["set"]["verdict-strip"])
+        assert not pages.errors
+
+    @pytest.mark.parametrize("path", PAGES)
+    def test_link_to_a_session_that_cannot_be_read_says_why_and_offers_others(
+        self, pages: SessionPages, path: str
+    ) -> None:
+        broken = Path(pages.source.out) / "broken"
+        broken.mkdir(exist_ok=True)
+        (broken / "session.sqlite").write_bytes(b"no database")
+        for name, why in (
+            ("broken", "cannot use the session file: "),
+            ("gone", "there is none of that name under"),
+        ):
+            page, answer = Refresher(pages).refresh(path, f"?session={name}", {})
+            shown = to_json_plotly([page, answer]).replace("\\u002f", "/")
+            assert f"Session '{name}' cannot be read: " in shown and why in shown
+            assert "?session=played" in shown
+            assert "rank 5 " not in shown and "host-1" not in shown
         assert not pages.errors
 
     @pytest.mark.parametrize(
@@ -135,6 +165,15 @@ class TestRefresh:
         pages.poll()
         for page in PAGES:
             Refresher(pages).refresh(page, "", {})
+        assert not pages.errors
+
+    def test_session_that_ended_before_any_row_says_so(self, tmp_path: Path) -> None:
+        played = Played(tmp_path / "played")
+        played.aggregator.finish(wire.Finish(wire.VERSION, 1))
+        pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
+        pages.poll()
+        page, _ = Refresher(pages).refresh("/", "", {})
+        assert "No rank has reported in this session" in to_json_plotly(page)
         assert not pages.errors
 
     def test_cell_has_its_times_in_words(self, pages: SessionPages) -> None:

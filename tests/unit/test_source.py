@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from played import Played
+from played import Played, look
 
 from traceml_ray import session
 from traceml_ray.attachment import Attachment
@@ -37,14 +37,14 @@ def recorded(folder: Path, seconds: int = 10) -> Played:
 def test_source_waits_for_a_session_and_then_shows_it(tmp_path: Path) -> None:
     source = open_source(None, str(tmp_path), None)
     pages = SessionPages(source)
-    assert pages.poll() and pages.view("overview")["state"] == "empty"
-    text = pages.view("header")["state_text"]
+    assert pages.poll() and look(pages, "overview")["state"] == "empty"
+    text = look(pages, "header")["state_text"]
     assert str(tmp_path) in text and "traceml_ray.launch" in text
     assert not pages.poll()
     recorded(tmp_path / "demo").end()
-    assert pages.poll() and pages.view("header")["state"] == "stored"
+    assert pages.poll() and look(pages, "header")["state"] == "stored"
     assert (source.target, source.stored) == ("demo", True)
-    assert pages.view("header")["step"] == 49
+    assert look(pages, "header")["step"] == 49
     assert not pages.poll()
     source.close()
 
@@ -74,13 +74,13 @@ def test_live_session_that_cannot_be_attached_is_read_from_its_file(tmp_path: Pa
     source = open_source("demo", str(tmp_path), None)
     pages = SessionPages(source, clock=played.clock, timer=played.clock.timer)
     pages.poll()
-    assert (pages.view("header")["state"], source.stored) == ("live", False)
+    assert (look(pages, "header")["state"], source.stored) == ("live", False)
     played.play(5)
-    assert pages.poll() and pages.view("header")["step"] == 54
-    assert pages.view("header")["verdict"]["label"] == "healthy"
+    assert pages.poll() and look(pages, "header")["step"] == 54
+    assert look(pages, "header")["verdict"]["label"] == "healthy"
     played.end()
     held.release()
-    assert pages.poll() and pages.view("header")["state"] == "stored"
+    assert pages.poll() and look(pages, "header")["state"] == "stored"
 
 
 def test_session_file_takes_over_when_the_aggregator_is_gone_for_good(
@@ -101,16 +101,24 @@ def test_session_file_takes_over_when_the_aggregator_is_gone_for_good(
     pages = SessionPages(
         open_source("demo", str(tmp_path), None), clock=played.clock, timer=played.clock.timer
     )
-    pages.poll()
-    assert pages.view("header")["state"] == "live"
     alive.clear()
-    assert pages.poll() and pages.view("header")["state"] == "stale"
+    pages.poll()
+    header = look(pages, "header")
+    assert (header["state"], header["state_text"]) == (
+        "starting",
+        "The run is starting: waiting for its aggregator.",
+    )
     alive.set()
-    assert pages.poll() and pages.view("header")["state"] == "live"
+    pages.poll()
+    assert look(pages, "header")["state"] == "live"
+    alive.clear()
+    assert pages.poll() and look(pages, "header")["state"] == "stale"
+    alive.set()
+    assert pages.poll() and look(pages, "header")["state"] == "live"
     alive.clear()
     played.end()
     held.release()
-    assert pages.poll() and pages.view("header")["state"] == "stored"
+    assert pages.poll() and look(pages, "header")["state"] == "stored"
 
 
 def test_missing_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
