@@ -21,7 +21,7 @@ from plotly.io.json import to_json_plotly
 
 from . import shell
 from .components import Content
-from .pages import PAGES, start, without_run
+from .pages import PAGES, has_nothing, start
 from .route import SCOPE, Route
 from .session_pages import SessionPages
 
@@ -69,8 +69,7 @@ class Refresher:
 
     def _answer(self, route: Route, seen: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         header = self._session.header(route)
-        started = header["session"]["run"] is not None or without_run(route.page, header["state"])
-        instead = "" if started else header["state"]
+        instead = header["state"] if has_nothing(route.page, header) else ""
         page = self._page(route, header["version"], instead)
         outer = _parts(shell.parts(header, route))
         sums, known = {**_sums(outer), **page.sums}, _known(seen)

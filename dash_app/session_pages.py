@@ -16,7 +16,7 @@ from traceml_ray.store import query
 from traceml_ray.store.query import QueryError, Request
 
 from . import shell
-from .pages import DATA, sessions, without_run
+from .pages import DATA, has_nothing, sessions
 from .route import Route
 from .run_state import SLOW_RANKS, SLOW_S, RunState
 from .session_cache import SessionCache, keep
@@ -113,7 +113,7 @@ class SessionPages(SessionCache):
     def view(self, route: Route) -> dict[str, Any]:
         """Return what a page shows, with its header. Raises KeyError for an unknown page."""
         pages, run, header = self._shown(route)
-        if run is None and not without_run(route.page, header["state"]):
+        if has_nothing(route.page, header):
             return header
         key = route, run.id if run else None
         with pages.lock:

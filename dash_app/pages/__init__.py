@@ -8,7 +8,7 @@ What is around them depends on the node or rank and on which parts there are, on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -28,9 +28,10 @@ DATA: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
-def without_run(page: str, state: str) -> bool:
-    """Return whether a page has something to show where there is no run."""
-    return page == "sessions" or (page == "health" and state != "missing")
+def has_nothing(page: str, header: Mapping[str, Any]) -> bool:
+    """Return whether `start` stands in for a page: there is no run to show on it."""
+    without_run = ("sessions",) if header["state"] == "missing" else ("sessions", "health")
+    return header["session"]["run"] is None and page not in without_run
 
 
-__all__ = ["DATA", "PAGES", "sessions", "start", "without_run"]
+__all__ = ["DATA", "PAGES", "has_nothing", "sessions", "start"]

@@ -201,6 +201,7 @@ class TestHeatmap:
         assert covered == [*range(world)]
         assert [row.rank for row in drawn if row.named] == ([late] if named else [])
         figure = heatmap.figure(heat, drawn, "")
+        assert "y" not in figure["data"][0]  # rows that are not equally high are painted cell by cell
         sent = figure["data"][0]["z"]
         shape = [int(n) for n in sent["shape"].split(",")]
         z = np.frombuffer(base64.b64decode(sent["bdata"]), np.uint8).reshape(shape)
