@@ -29,6 +29,8 @@ from traceml_ray.stages import (
 
 _Merges = tuple[tuple[Bool, tuple[int, ...]], ...]
 """Which rows (K,), and the stages that are one there: the first has all of it."""
+_COPIED = 256
+"""Ranks turned around at a time: of so many, what is read fits the processor's cache."""
 _HOLDS = 0.6
 """Share of an excess that a stage must have taken to contain it."""
 
@@ -265,7 +267,7 @@ def gather(window: Window) -> Evidence:
     excess = by_rank - ref
     if local[:, :SYNC_WAIT].all():
         excess[:, :, SYNC_WAIT] = 0
-        local_ns = by_rank[:, :, :SYNC_WAIT].sum(axis=2)
+        local_ns = np.einsum("rks->rk", by_rank[:, :, :SYNC_WAIT])
     else:
         excess *= local
         local_ns = (by_rank * local).sum(axis=2)
@@ -294,7 +296,12 @@ def _by_step(window: Window, excess: Int64) -> Int64:
 
 def _persistent(window: Window, frontier: Frontier, by_step: Int64) -> Float:
     """Return the median over steps of `by_step` (S, R, 6), as a share of the mean step (R, 6)."""
-    share: Float = np.median(by_step, axis=0) / (frontier.total_ns / len(window.starts))
+    values = by_step.transpose(1, 2, 0).copy()
+    middle = len(by_step) // 2
+    values.partition(middle, axis=2)  # several times as fast as `np.median`, which asks for two places
+    above = values[:, :, middle].astype(np.float64)
+    below = above if len(by_step) % 2 else values[:, :, :middle].max(axis=2)
+    share: Float = (below + above) / 2 / (frontier.total_ns / len(window.starts))
     return share
 
 
@@ -339,9 +346,10 @@ def _with_hosts(evidence: Evidence, hosts: Hosts) -> Evidence:
 
 def _reference(rows: Rows) -> Int64:
     """Return what a stage costs when no rank is late, ns (K, 6)."""
-    ranks = rows.d.shape[1]
-    middle = (ranks - 1) // 2
-    columns = np.ascontiguousarray(rows.d.transpose(0, 2, 1))
+    steps, ranks, stages = rows.d.shape
+    middle, columns = (ranks - 1) // 2, np.empty((steps, stages, ranks), np.int64)
+    for at in range(0, ranks, _COPIED):
+        columns[:, :, at : at + _COPIED] = rows.d[:, at : at + _COPIED].transpose(0, 2, 1)
     least = columns.min(axis=2)
     columns.partition(middle, axis=2)
     return np.where(rows.waits, least, columns[:, :, middle])

@@ -215,17 +215,18 @@ class RowTable:
             d, flags = d[:, common[inside]], flags[:, common[inside]]
         host, leads = host_part(d, flags)
         d = d[..., :N_STAGES]
+        nodes, groups, strategies = zip(*who, strict=True) if who else ((), (), ())
         return Window(
             keys=keys[common],
             ranks=np.asarray(ranks, np.int64),
-            nodes=tuple(each.node for each in who),
+            nodes=nodes,
             d=(d.copy() if d.base is not None else d).transpose(1, 0, 2),
             flags=(flags.copy() if flags.base is not None else flags).T,
             expected=expected,
             missing=tuple(sorted(missing)),
             lacking=keys[inside][seen[inside] & ~common[inside]] if len(found) else keys[seen],
-            groups=tuple(each.group for each in who),
-            strategies=frozenset(each.strategy for each in who if each.strategy),
+            groups=groups,
+            strategies=frozenset(filter(None, strategies)),
             host=None if host is None else host.transpose(1, 0, 2),
             leads=None if leads is None else leads.transpose(1, 0, 2),
         )

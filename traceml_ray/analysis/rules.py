@@ -47,7 +47,7 @@ def find(
     if clocks.any() and 1.0 - float(clocks.mean()) >= thresholds.coverage_limited:
         window = window.take(~clocks)
     evidence = gather(window) if clean and window.d.any() else None
-    limit = _limit(window, evidence, thresholds)
+    limit = _limit(window, evidence, thresholds, clean)
     if limit:
         return Finding("telemetry_limited", limit), evidence
     assert evidence is not None
@@ -126,14 +126,14 @@ def _of_a_device(cause: Cause, evidence: Evidence) -> bool:
     return its_own < HOSTS.own and host_bound(np.delete(late, cause.places, axis=0))
 
 
-def _limit(window: Window, evidence: Evidence | None, thresholds: Thresholds) -> str:
-    """`telemetry_limited`: return what is missing for a verdict, or ""."""
+def _limit(window: Window, evidence: Evidence | None, thresholds: Thresholds, clean: bool) -> str:
+    """`telemetry_limited`: return what is missing for a verdict, or ""; `clean`: no row is absurd."""
     steps = len(window.keys)
     if window.coverage < thresholds.coverage_limited or not len(window.ranks):
         return abstention.missing_ranks(window)
     if steps == 0 or steps < thresholds.aligned_limited * (steps + window.gaps):
         return abstention.not_aligned(steps, window.gaps)
-    place = absurd(window, thresholds)
+    place = None if clean else absurd(window, thresholds)
     if place is not None:
         return abstention.absurd_row(window, *place)
     if steps * thresholds.max_step_ns >= _TOO_LONG:

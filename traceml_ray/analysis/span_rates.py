@@ -11,7 +11,7 @@ import numpy as np
 from traceml_ray.analysis import wording
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.analysis.window import Window
+from traceml_ray.analysis.window import Window, starts_of
 from traceml_ray.stages import SEGMENT_BITS, STAGES
 from traceml_ray.wire import SpanSum
 
@@ -76,12 +76,13 @@ def with_span(verdict: Verdict, window: Window, find: Find, thresholds: Threshol
     peers = [rank for rank in window.ranks.tolist() if rank not in verdict.ranks]
     peers = peers[:: -(-len(peers) // MAX_PEERS) or 1]
     steps = window.keys >> SEGMENT_BITS
-    inside = window.take((steps >= (verdict.from_step or 0)) & (steps <= (verdict.to_step or 0)))
-    if not peers or not len(inside.keys):
+    inside = np.flatnonzero((steps >= (verdict.from_step or 0)) & (steps <= (verdict.to_step or 0)))
+    if not peers or not len(inside):
         return verdict
     stage, compared = STAGES.index(verdict.stage), [verdict.rank, *peers]
-    known = find(compared, int(inside.steps[0]), int(inside.steps[-1]))
-    d = inside.by_step(inside.d[:, np.searchsorted(window.ranks, compared), stage])
+    known = find(compared, int(steps[inside[0]]), int(steps[inside[-1]]))
+    d = window.d[:, np.searchsorted(window.ranks, compared), stage][inside]
+    d = np.add.reduceat(d, starts_of(window.keys[inside]), axis=0)
     transient = verdict.pattern == "transient"
     excess = d[:, 0] - np.median(d[:, 1:], axis=1)
     excess_ns = float(excess.mean() if transient else np.median(excess))

@@ -68,7 +68,8 @@ class Clock:
 
     def advance(self, window: Window) -> bool:
         """Take the steps of `window` that are new; return whether there are any."""
-        rows_ns = np.clip(window.d.sum(axis=2).mean(axis=1), 0, self._longest).astype(np.int64)
+        mean_ns = window.d.sum(axis=1, dtype=np.float64).sum(axis=1) / len(window.ranks)
+        rows_ns = np.clip(mean_ns, 0, self._longest).astype(np.int64)
         steps = window.steps
         self.every = int(np.median(np.diff(steps))) if len(steps) > 1 else self.every
         step_ns = self.every * window.by_step(rows_ns)

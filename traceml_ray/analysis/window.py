@@ -162,14 +162,15 @@ class Window:
         which each is alone. A missing rank is counted where its group says so, and listed there if it is
         clear that it is its.
         """
-        at: dict[Group | None, list[int]] = {}
-        for place, group in enumerate(self.groups):
-            at.setdefault(group, []).append(place)
-        unknown = at.pop(None, [])
-        known = sorted(group for group in at if group is not None)
+        groups = set(self.groups)
+        known = sorted(group for group in groups if group is not None)
         sizes = [size for _, size in known]
-        if max(sizes, default=self.expected) >= self.expected or (max(sizes) == 1 and not unknown):
+        if max(sizes, default=self.expected) >= self.expected or (max(sizes) == 1 and None not in groups):
             return [self]
+        at: dict[Group | None, list[int]] = {group: [] for group in groups}
+        for place, group in enumerate(self.groups):
+            at[group].append(place)
+        unknown = at.pop(None, [])
         rest = max(self.expected - sum(sizes), len(unknown))
         found, left = [], list(self.missing)
         all_listed = len(left) >= self.expected - len(self.ranks)

@@ -8,6 +8,7 @@ actor needs is imported in it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 import time
@@ -33,6 +34,11 @@ from traceml_ray.ray.membership import Membership
 if TYPE_CHECKING:
     from traceml_ray.session import SessionFolder
 
+GC_ALLOCATIONS = 100_000
+"""
+Between collections of garbage (Python: 700): a large job's messages are so many objects a second, none of
+them in a cycle.
+"""
 COMMIT_S = 1.0
 JUDGE_S = 0.25
 JUDGE_SHARE = 0.1
@@ -54,6 +60,7 @@ class Aggregator:
         from traceml_ray.monitor.aggregator import AggregatorCore
         from traceml_ray.session import Live, prepare, write_live
 
+        gc.set_threshold(GC_ALLOCATIONS, 10, 10)
         made = msgspec.json.decode(config, type=ActorConfig)
         context = ray.get_runtime_context()
         self._config = made

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any
 
 from traceml_ray.store.rank_processes import RankProcess
@@ -27,8 +28,7 @@ class Node:
 
     def to_row(self) -> tuple[Any, ...]:
         """Return this as a row of `COLUMNS`."""
-        *values, errors = astuple(self)
-        return *values, json.dumps(errors)
+        return *_plain(self), json.dumps(self.errors) if self.errors else "{}"
 
     @classmethod
     def from_row(cls, row: tuple[Any, ...]) -> Node:
@@ -39,6 +39,7 @@ class Node:
 
 
 COLUMNS = tuple(column.name for column in fields(Node))
+_plain = attrgetter(*COLUMNS[:-1])
 
 
 def node_key(process: RankProcess) -> str:

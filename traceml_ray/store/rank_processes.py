@@ -160,8 +160,8 @@ PROGRESS = (
 """Columns that change with every batch: written alone in a third of the time of all."""
 _NO_IDENTITY = (None,) * len(_IDENTITY)
 _plain = attrgetter(*_PLAIN)
-to_progress = attrgetter(*PROGRESS, "id")
-"""Returns the values of `PROGRESS` and the id of a rank process."""
+to_progress = attrgetter("id", *PROGRESS)
+"""Returns the id of a rank process and the values of `PROGRESS`."""
 _json = attrgetter(*_JSON)
 
 

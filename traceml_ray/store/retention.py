@@ -71,7 +71,9 @@ class Retention:
         self._to = 0
         """The last chunk that was absorbed."""
         self._left: dict[int, int] = {}
-        """The last chunk of each rank process before that."""
+        """The last chunk of each rank process before that,"""
+        self._newest: dict[int, int] = {}
+        """and of all that was written."""
         self._ids: list[tuple[int]] = []
         self._sums: list[tuple[Any, ...]] = []
         self._rows = self._bytes = 0
@@ -99,8 +101,8 @@ class Retention:
                 break
         if not found:
             return True
-        query = "SELECT max(id) FROM chunk WHERE process = ?"
-        last = {process: self._one(query, process) for process in {chunk.process for chunk in found}}
+        newest_of = self._newest_chunks()
+        last = {chunk.process: newest_of[chunk.process] for chunk in found}
         before = [self._left[process] for process in last if process in self._left]
         chunks = [chunk for at in sorted(before) for chunk in self._chunks("id = ?", at)]
         chunks += [chunk for chunk in found if chunk.id != last[chunk.process]]
@@ -118,6 +120,12 @@ class Retention:
         self._to = found[-1].id
         # What is written should be small beside what is deleted.
         return self._bytes >= max(self._limit // 64, min(4 * self._body_bytes, self._limit // 4))
+
+    def _newest_chunks(self) -> dict[int, int]:
+        """Return the last chunk of each rank process; reads what has come since it was asked before."""
+        query = "SELECT process, max(id) FROM chunk WHERE id > ? GROUP BY process"
+        self._newest.update(self._connection.execute(query, (max(self._newest.values(), default=0),)))
+        return self._newest
 
     def _chunks(self, where: str, *values: int) -> Iterator[_Chunk]:
         query = f"SELECT {', '.join(_Chunk._fields)} FROM chunk WHERE {where}"

@@ -38,13 +38,21 @@ _KEYED = {
 """Tables with one row for each value of their first column."""
 _MAX_VALUES = 999
 """Of one statement; newer versions of SQLite take more."""
-_INDEXES = {"chunk": "process, id", "node_sample": "node_id, id", "span": "last_step"}
-"""With one by rank process each commit writes a page for every rank: of rows it is needed, else left out."""
+_INDEXES = {"node_sample": "node_id, id", "span": "last_step"}
+"""None is by rank process: with such a one each commit writes a page for every rank."""
 
 
 def insert(table: str) -> str:
     """Return the statement with which `write` appends rows to one of `LISTS`."""
     return f"INSERT INTO {table}({', '.join(LISTS[table])}) VALUES ?"
+
+
+def update(table: str, key: str, columns: Sequence[str]) -> str:
+    """Return the statement with which `write` sets `columns` of rows that are found by `key`, or new."""
+    values = ", ".join(f"{name} = excluded.{name}" for name in columns)
+    return (
+        f"INSERT INTO {table}({key}, {', '.join(columns)}) VALUES ? ON CONFLICT({key}) DO UPDATE SET {values}"
+    )
 
 
 def write(connection: sqlite3.Connection, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:

@@ -95,14 +95,15 @@ class SessionFile(SampleReader):
         top = top if most is None else min(top, since + most)
         if top <= since:
             return [], since
-        found = []
         processes = self.processes()
         labels = process_labels(self.cluster(), processes)
-        for rank, process in shown(of_run(processes, self.run_id())).items():
-            columns = self._columns(process.id, since, top, last)
-            if columns is not None:
-                more = process.group, process.strategy, process.id
-                found.append(RankRows(rank, labels[process.id], *columns, *more))
+        ranks = shown(of_run(processes, self.run_id()))
+        columns = self._columns([*ranks.values()], since, top, last)
+        found = [
+            RankRows(rank, labels[s.id], *columns[s.id], s.group, s.strategy, s.id)
+            for rank, s in ranks.items()
+            if s.id in columns
+        ]
         return found, top
 
     def newest_chunks(self, rows: int) -> int:
@@ -193,26 +194,33 @@ class SessionFile(SampleReader):
         except sqlite3.Error as error:
             raise SessionFileError(f"{self.path}: cannot copy the session file: {error}") from error
 
-    def _columns(self, process: int, since: int, top: int, last: int | None) -> Columns | None:
-        chunks: list[tuple[bytes, ...]] = []
+    def _columns(
+        self, processes: list[RankProcess], since: int, top: int, last: int | None
+    ) -> dict[int, Columns]:
+        """Return the rows of some processes in the chunks from `since` (left out) to `top`, by process."""
+        # One pass over all ranks: an index by process would cost more with every row that is written.
         query = (
-            "SELECT keys, flags, rows, host_rows, leads FROM chunk "
-            "WHERE process = ? AND id > ? AND id <= ? ORDER BY id DESC"
+            "SELECT process, keys, flags, rows, host_rows, leads FROM chunk "
+            "WHERE id > ? AND id <= ? AND process BETWEEN ? AND ? ORDER BY id DESC"
         )
-        count = 0
-        if last is None:
-            chunks = self._all(query, process, since, top)
-        else:
-            for chunk in self._iterate(query, process, since, top):
-                chunks.append(chunk)
-                count += len(chunk[1])
-                if count >= last:
+        due = {s.id: _ALL if last is None else min(last, s.stored) for s in processes if s.stored}
+        chunks: dict[int, list[tuple[bytes, ...]]] = {process: [] for process in due}
+        for process, *chunk in self._iterate(query, since, top, min(due, default=0), max(due, default=-1)):
+            if process not in due:
+                continue
+            chunks[process].append(tuple(chunk))
+            due[process] -= len(chunk[1])
+            if due[process] <= 0:
+                del due[process]
+                if not due:
                     break
-        if not chunks:
-            return None
-        keys, flags, rows = columns_of(chunks[::-1])
-        skip = max(0, count - last) if last is not None else 0
-        return keys[skip:], flags[skip:], rows[skip:]
+        newest = slice(None if last is None else -last, None)
+        return {
+            process: (keys[newest], flags[newest], rows[newest])
+            for process, own in chunks.items()
+            if own
+            for keys, flags, rows in [columns_of(own[::-1])]
+        }
 
 
 class Folded(NamedTuple):
@@ -230,6 +238,7 @@ def _folded(rows: Iterable[tuple[Any, ...]]) -> Folded:
     return Folded(np.array(counts), np.array(first_keys), np.array(last_keys), all_sums)
 
 
+_ALL = 1 << 62
 Columns = tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]
 
 

@@ -24,10 +24,11 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import DEFAULTS
 from traceml_ray.files import write_files
 from traceml_ray.store.fence import Fence, identity
+from traceml_ray.store.nodes import COLUMNS as NODE
 from traceml_ray.store.nodes import Node
 from traceml_ray.store.rank_processes import PROGRESS, RankProcess, to_progress, to_row
 from traceml_ray.store.retention import Retention
-from traceml_ray.store.schema import connect, insert, legible, transaction, write
+from traceml_ray.store.schema import connect, insert, legible, transaction, update, write
 from traceml_ray.store.session_file import SessionFile
 
 MAX_PENDING_BYTES = 256 << 20
@@ -35,10 +36,8 @@ MAX_PENDING_BYTES = 256 << 20
 MAX_PENDING_ITEMS = 100_000
 """Samples, spans, events and verdicts kept the same way, of each kind."""
 _APPENDED = ("process_sample", "node_sample", "span", "event", "verdict", "chunk")
-_PROGRESSED = (
-    f"INSERT INTO rank_process({', '.join(PROGRESS)}, id) VALUES ? "
-    f"ON CONFLICT(id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in PROGRESS)}"
-)
+_PROGRESSED = update("rank_process", "id", PROGRESS)
+_NODES, _RELAYS = update("node", "node_id", NODE[1:]), update("relay", "incarnation", ["last_seq"])
 
 
 class SessionWriter:
@@ -275,8 +274,8 @@ class SessionWriter:
             ("REPLACE INTO rank_process VALUES ?", [*map(to_row, work.processes.values())]),
             (_PROGRESSED, [*map(to_progress, progress)]),
             ("REPLACE INTO meta VALUES ?", [(key, json.dumps(self.meta[key])) for key in work.meta]),
-            ("REPLACE INTO node VALUES ?", [node.to_row() for node in work.nodes.values()]),
-            ("REPLACE INTO relay VALUES ?", [*work.relays.items()]),
+            (_NODES, [node.to_row() for node in work.nodes.values()]),
+            (_RELAYS, [*work.relays.items()]),
         ]
 
     def _write(self, changes: list[tuple[str, list[Any]]]) -> None:
@@ -330,4 +329,6 @@ class _Pending:
 
 
 def _row_bytes(chunk: tuple[Any, ...]) -> int:
-    return sum(len(column) for column in chunk[3:] if column)
+    _, _, _, keys, flags, rows, host_rows, leads = chunk
+    own = len(keys) + len(flags) + len(rows)
+    return own + len(host_rows) + len(leads or b"") if host_rows else own
