@@ -117,8 +117,10 @@ class Session:
             waiting = {at: name for at, name in waiting.items() if at in without_relay or at not in listed}
             time.sleep(0.05 if waiting else 0)
         if waiting:
-            names = ", ".join(sorted(waiting.values())[:5])
-            raise StartError(f"no relay of session {self.id!r} within {timeout:g} s on {names}")
+            silent = sorted(name for at, name in waiting.items() if at in without_relay)
+            names = ", ".join((silent or sorted(waiting.values()))[:5])
+            what = "no relay of session" if silent else "aggregator does not list the nodes of session"
+            raise StartError(f"{what} {self.id!r} within {timeout:g} s: {names}")
         return self
 
     def _with_relay(self, nodes: set[str], deadline: float) -> set[str]:

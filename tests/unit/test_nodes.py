@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 from sessions import Clock, Rank, Relay, aggregation, ask, check_ledger, run_message, stored
 from snapshot import Snapshot
 
-from traceml_ray import wire
+from traceml_ray import live_session, wire
 from traceml_ray.errors import Errors
+from traceml_ray.live_session import Session
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.ray import membership
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.reports.status import render_status
 from traceml_ray.reports.text import render
+from traceml_ray.results import NodeInfo
 from traceml_ray.settings import Settings
 from traceml_ray.store.nodes import Node, label_nodes
 
@@ -254,3 +256,27 @@ def test_relay_that_was_killed_is_made_again_at_once(monkeypatch: pytest.MonkeyP
     cluster.look(30, asked=True)
     assert cluster.made[15:] == [4000, 4002, 4004, 4006, 4008], "whoever finds none may ask, but not for ever"
     assert cluster.errors == {"no relay stays: RuntimeError": 1}
+
+
+class _Unlisted(Session):
+    """A session on one node whose aggregator lists no node yet."""
+
+    def __init__(self, relay_answers: bool) -> None:
+        self.id = "s"  # nothing of it asks Ray
+        self._relay_answers = relay_answers
+
+    def nodes(self) -> list[NodeInfo]:
+        return []
+
+    def _with_relay(self, nodes: set[str], deadline: float) -> set[str]:
+        return nodes if self._relay_answers else set()
+
+
+@pytest.mark.parametrize(("answers", "reason"), [(False, "no relay"), (True, "aggregator does not list")])
+def test_wait_for_a_session_names_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, answers: bool, reason: str
+) -> None:
+    node = {"NodeID": "n", "NodeManagerHostname": "host-n", "Alive": True}
+    monkeypatch.setattr(live_session, "cluster_nodes", lambda: [node])
+    with pytest.raises(live_session.StartError, match=f"^{reason}.*: host-n$"):
+        _Unlisted(answers).wait_ready(0.1)
