@@ -6,13 +6,15 @@ import struct
 from collections import Counter
 from collections.abc import Callable
 
-from traceml_ray.agent.device import DeviceClock
+from traceml_ray.agent.device import DeviceApi, DeviceClock
 from traceml_ray.agent.exchange import STREAMED
 from traceml_ray.agent.recorder import Recorder
 
 EPSILON_NS = 5_000
 """What an idle stream takes to come to an event."""
 OWN = "own"
+CALLS = tuple(name for name in vars(DeviceApi) if not name.startswith("_"))
+"""All that can be asked of a device."""
 
 
 class DeviceError(Exception):
@@ -46,6 +48,8 @@ class FakeDevice:
         self.rounds = False
         """Times are 32-bit floats of ms, as those of CUDA are."""
         self.broken = False
+        self.last: object = None
+        """The stream of the newest mark."""
 
     # -- the script's side -------------------------------------------------------------------------
 
@@ -77,9 +81,14 @@ class FakeDevice:
 
     def record(self, slot: int) -> None:
         self._called("record")
+        self.last = self.stream
         self._record(slot, self.stream)
         self.recorded.append(self.events[slot])
         self.now += self.record_takes_ns(self.calls["record"])
+
+    def elsewhere(self) -> bool:
+        self._called("elsewhere")
+        return self.stream != self.last
 
     def make(self, slots: int) -> None:
         self._called("make")

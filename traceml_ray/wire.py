@@ -40,6 +40,8 @@ Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
 Value = str | Int64 | float | None
 DEVICE_CLOCK = "device clock"
 """In `RankBatch.missing`: why a rank on a CUDA device has no rows on its clock."""
+CLOSED = "off since step"
+"""Under DEVICE_CLOCK: it has ended itself; the step, a colon and the reason follow."""
 NOT_MEASURED = "not measured: "
 """How names in `RelayBatch.errors` begin of what a node cannot measure; the count is of its devices."""
 Columns = tuple[bytes, bytes, bytes, bytes, bytes]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fake_device import FakeDevice
+from fake_device import CALLS, FakeDevice
 from torch import Tensor, nn
 from torch.autograd.variable import Variable
 
@@ -36,15 +36,18 @@ FAULT_MS = 12
 
 
 class Wire:
-    """A relay that keeps what it is given."""
+    """A relay that keeps what it is given; after step 12 of a case it may be gone for a while."""
 
     generation = 1
+    gone = False
 
     def __init__(self) -> None:
         self.errors = Errors()
         self.taken: list[wire.RankBatch] = []
 
     def offer(self, data: bytes) -> bool:
+        if self.gone:
+            return False
         self.taken.append(wire.decode(data, wire.RankBatch))
         return True
 
@@ -123,6 +126,7 @@ def train(device: FakeDevice, slow: str, after: Callable[[int], None] = lambda _
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+        dist.all_reduce(loss.detach().clone())  # a mean for the log
         after(step)
     return [*losses, *torch.cat([parameter.flatten() for parameter in model.parameters()]).tolist()]
 
@@ -213,19 +217,25 @@ def fork(step: int) -> None:
         assert os.waitpid(child, 0)[1] == 0
 
 
+def gone(step: int) -> None:
+    """The relay is killed, and comes anew."""
+    Wire.gone = 8 < step < 18
+
+
 def main(folder: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     found: dict[str, Any] = {"bare": {"results": train(FakeDevice(), "")}}
     for slow in ("", "data", "forward", "backward"):
         found[f"slow {slow}"] = watched(FakeDevice(), slow if rank else "")
-    for name in ("record", "capturing", "make", "beat", "done", "elapsed_ns"):
+    for name in CALLS:
         for at in (1, 2, 7, 40):
             found[f"error {name} {at}"] = watched(failing(name, at), "")
     for at in range(6):
         found[f"capture {at}"] = watched(capturing(at * 10), "")
     found["delayed"] = watched(delayed(), "")
     found["fork"] = watched(FakeDevice(), "", fork)
+    found["relay gone"] = watched(FakeDevice(), "", gone)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
 
 

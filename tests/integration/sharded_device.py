@@ -19,15 +19,20 @@ import torch.distributed.fsdp
 from fake_device import FakeDevice
 from integration.device_ranks import MS, Net, attached, rows_of
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import _runtime_utils
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
 STEPS = 100
 COPY_MS = 1
+REDUCE_MS = 6
 
 
 def with_waits(device: FakeDevice) -> Callable[[], None]:
-    """Have the device wait wherever FSDP copies what it has gathered; return what undoes that."""
+    """
+    Have the device wait wherever FSDP copies what it has gathered, and at the end of a backward for what it
+    reduces over replicas, on another stream (hybrid); return what undoes that.
+    """
     copy_out, unshard = groups.foreach_all_gather_copy_out, _runtime_utils._unshard
 
     def after(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,29 +43,56 @@ def with_waits(device: FakeDevice) -> Callable[[], None]:
         return wait
 
     groups.foreach_all_gather_copy_out, _runtime_utils._unshard = after(copy_out), after(unshard)
+    reduce, ended = (
+        dist.all_reduce,
+        (groups.FSDPParamGroup.finalize_backward, _runtime_utils._finalize_params),
+    )
+
+    def all_reduce(*args: Any, **kwargs: Any) -> Any:
+        device.ends["reduce"] = max(device.ends["reduce"], device.ends["default"]) + REDUCE_MS * MS
+        return reduce(*args, **kwargs)
+
+    def after_reduced(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(*args: Any) -> Any:
+            device.wait_for(device.ends["reduce"])
+            return original(*args)
+
+        return wait
+
+    dist.all_reduce = all_reduce
+    groups.FSDPParamGroup.finalize_backward, _runtime_utils._finalize_params = map(after_reduced, ended)
 
     def undo() -> None:
         groups.foreach_all_gather_copy_out, _runtime_utils._unshard = copy_out, unshard
+        dist.all_reduce = reduce
+        groups.FSDPParamGroup.finalize_backward, _runtime_utils._finalize_params = ended
 
     return undo
 
 
-def sharded(device: FakeDevice, first: bool) -> nn.Module:
-    """Three groups, by FSDP's first version or by its second."""
+def sharded(device: FakeDevice, first: bool, hybrid: bool) -> nn.Module:
+    """Three groups, by FSDP's first version or by its second; `hybrid`: replicated, too."""
     net: Any = Net(device, "")
     if first:
         wrap = functools.partial(
             torch.distributed.fsdp.FullyShardedDataParallel, device_id=torch.device("cpu")
         )
+        if hybrid:
+            alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+            strategy = torch.distributed.fsdp.ShardingStrategy.HYBRID_SHARD
+            wrap.keywords.update(process_group=(dist.group.WORLD, alone), sharding_strategy=strategy)
         net.first, net.second = wrap(net.first), wrap(net.second)
         return wrap(net)
+    more: Any = {"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s"))} if hybrid else {}
     for part in (net.first, net.second, net):
-        torch.distributed.fsdp.fully_shard(part)
+        torch.distributed.fsdp.fully_shard(part, **more)
     return net  # type: ignore[no-any-return]
 
 
-def train(device: FakeDevice, micro: int, after: Callable[[int], None], first: bool = False) -> list[float]:
-    net = sharded(device, first)
+def train(
+    device: FakeDevice, micro: int, after: Callable[[int], None], first: bool = False, hybrid: bool = False
+) -> list[float]:
+    net = sharded(device, first, hybrid)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     losses = []
     for step in range(STEPS):
@@ -75,7 +107,7 @@ def train(device: FakeDevice, micro: int, after: Callable[[int], None], first: b
     return losses
 
 
-def watched(device: FakeDevice, micro: int, began: int, first: bool) -> dict[str, Any]:
+def watched(device: FakeDevice, micro: int, began: int, *kind: bool) -> dict[str, Any]:
     """The device's clock is read from step `began` on."""
     agent, relay = attached(device)
 
@@ -85,7 +117,7 @@ def watched(device: FakeDevice, micro: int, began: int, first: bool) -> dict[str
         if step % 2:
             agent.tick()
 
-    losses = train(device, micro, after, first)
+    losses = train(device, micro, after, *kind)
     device.wait(1000 * MS)
     agent.instrumentation.remove()
     agent.tick(final=True)
@@ -103,13 +135,16 @@ def main(folder: str) -> None:
         ("accumulated", 2, 0),
         ("dear", 1, 20_000),
         ("first", 1, 0),
+        ("hybrid", 1, 0),
+        ("first hybrid", 1, 0),
     ):
         device = FakeDevice()
         device.record_takes_ns = lambda _, ns=takes_ns: ns  # type: ignore[misc]
         undo = with_waits(device)
-        found[name] = watched(device, micro, 1 + rank, name == "first")
+        kind = "first" in name, "hybrid" in name
+        found[name] = watched(device, micro, 1 + rank, *kind)
         undo()
-        found[name]["bare"] = train(FakeDevice(), micro, lambda _: None, name == "first")
+        found[name]["bare"] = train(FakeDevice(), micro, lambda _: None, *kind)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
 
 

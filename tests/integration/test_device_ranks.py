@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_device import CALLS
 from integration.two_ranks import results_of
 from unit.sample_windows import judge
 
@@ -74,6 +75,15 @@ def test_training_is_the_same_whatever_happens_to_the_clock(ranks: list[dict[str
                 assert "failed" in case["missing"]["device clock"], name
             elif name.removeprefix("slow ") in usual:
                 assert "device clock" not in case["missing"]
+
+
+def test_error_at_each_call_of_a_device_is_tried(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for name in CALLS:
+            for at in (1, 7) if name != "make" else (1,):
+                case = rank[f"error {name} {at}"]
+                assert f"{name} failed" in case["missing"]["device clock"], (name, at)
+                assert case["calls"][name] == at
 
 
 def test_row_in_which_a_mark_is_captured_keeps_its_host_part(ranks: list[dict[str, Any]]) -> None:

@@ -22,6 +22,18 @@ def on_device(rows: list[dict[str, Any]]) -> list[int]:
     return [row["key"] >> 8 for row in rows if row["flags"] & FLAG_DEVICE_CLOCK]
 
 
+@pytest.mark.parametrize(("version", "copies_ms"), [("hybrid", 0), ("first hybrid", 4)])
+def test_reduction_over_the_replicas_is_a_wait(
+    ranks: list[dict[str, Any]], version: str, copies_ms: int
+) -> None:
+    """The last one ends after the backward's own kernels; the one before is hidden behind them."""
+    for rank, case in enumerate(each[version] for each in ranks):
+        assert on_device(case["rows"]) == list(range(3 + rank, 100)) and not case["errors"]
+        for row in case["rows"][3 + rank :]:
+            assert [ns / MS for ns in row["row"]] == pytest.approx([0, 0, 0, 13, 20, copies_ms + 6], abs=0.02)
+            assert not row["flags"] & FLAG_COUPLED
+
+
 @pytest.mark.parametrize("version", ["first", "plain"])
 def test_waits_are_taken_out_of_forward_and_backward(ranks: list[dict[str, Any]], version: str) -> None:
     """Of both versions of FSDP: two groups are gathered in forward, and again in backward."""

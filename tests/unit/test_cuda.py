@@ -152,7 +152,9 @@ def test_marks_are_recorded_on_the_stream_that_is_current_there(driver: Driver, 
         driver.now_ms += 1.5
         api.record(3)
     assert [stream for _, stream in played.recorded[made:]] == [DEFAULT_STREAM, 0x900, 0x900, DEFAULT_STREAM]
-    assert played.asked == 2
+    assert played.asked == 2 and not api.elsewhere()
+    played.stream = 0x900
+    assert api.elsewhere()
     driver.now_ms += 2.5
     api.record(4)
     assert api.done(4) and api.elapsed_ns(3, 4) == 2_500_000 and api.elapsed_ns(4, 3) == -2_500_000

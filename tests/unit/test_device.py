@@ -5,9 +5,13 @@ from __future__ import annotations
 import struct
 import sys
 import threading
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from fake_device import EPSILON_NS, FakeDevice, use
+import torch
+import torch.distributed as dist
+from fake_device import CALLS, EPSILON_NS, FakeDevice, use
 from hypothesis import example, given
 from hypothesis import strategies as st
 from unit.test_recorder import MARKS, Loop, WrittenLoop, play
@@ -18,7 +22,9 @@ from traceml_ray.agent.device import EVENT_SLOTS, MAX_ROWS_BEHIND, DeviceClock
 from traceml_ray.agent.device_row import late_below
 from traceml_ray.agent.marks import BACKWARD_BEGIN, BRACKET_BEGIN, SYNC_END, SYNCED_BACKWARD_END
 from traceml_ray.agent.patch import sharded_waits
+from traceml_ray.agent.patch.collectives import Collectives
 from traceml_ray.agent.patch.patcher import Patcher
+from traceml_ray.agent.spans import Spans
 from traceml_ray.stages import (
     BACKWARD,
     DATA,
@@ -122,9 +128,7 @@ def test_stages_of_a_device_row_are_all_of_it(marks: list[tuple[str, int]], kern
     assert sum(found[-1][2]) in {until - since for since in exits for until in exits}
 
 
-TROUBLE = st.tuples(
-    st.sampled_from(("record", "capturing", "make", "beat", "done", "elapsed_ns")), st.integers(1, 60)
-)
+TROUBLE = st.tuples(st.sampled_from(CALLS), st.integers(1, 60))
 
 
 @given(
@@ -378,6 +382,87 @@ def test_wait_of_autograds_thread_counts_inside_a_backward_only() -> None:
     *_, last = loop.both()
     assert marks == [False, True]
     assert last[3][BACKWARD:] == (50, 100) and last[2][BACKWARD:] == (50, 100)
+
+
+def test_wait_of_another_stream_is_none_of_the_stages() -> None:
+    """FSDP gathers on a stream of its own, from the training thread: the compute stream waits elsewhere."""
+    loop = DeviceLoop()
+    device, recorder = loop.device, loop.recorder
+    loop.step()
+    loop.data(2)
+    loop.forward(4)
+    device.launch(10 * MS)
+    device.stream = "gather"
+    device.wait_for(device.now + 50 * MS)
+    assert not recorder.sync_begin()
+    device.stream = "default"
+    assert recorder.sync_begin()
+    device.wait_for(device.ends["gather"])
+    recorder.sync_end(True)
+    loop.backward(5, 6)
+    loop.optimizer(1)
+    device.wait(100 * MS)
+    *_, last = loop.both()
+    assert last[1] & FLAG_DEVICE_CLOCK and not loop.use.counts["device ns out of order"]
+    assert [round(ns / MS) for ns in last[2][FORWARD:]] == [10, 0, 40]
+
+
+class TestCollectives:
+    def made(self) -> tuple[DeviceLoop, Collectives]:
+        loop = DeviceLoop()
+        loop.step()
+        return loop, Collectives(loop.recorder, Spans(loop.recorder, Mock()), Mock())
+
+    def test_one_that_runs_on_the_compute_stream_is_a_wait_as_a_whole(self) -> None:
+        """Its kernel is what waits for peers; when torch then waits for its `Work`, there is nothing left."""
+        loop, collectives = self.made()
+
+        def all_reduce(_: torch.Tensor, group: Any = None) -> None:  # noqa: ARG001
+            loop.device.wait_for(loop.device.now + 7 * MS)
+
+        loop.data(2)
+        loop.forward(4)
+        collectives._collective("all_reduce")(all_reduce)(torch.zeros(1))
+        loop.backward(5, 6)
+        loop.optimizer(1)
+        loop.device.wait(20 * MS)
+        *_, last = loop.both()
+        assert last[1] & FLAG_DEVICE_CLOCK and not last[1] & FLAG_COUPLED
+        assert last[2][FORWARD] < MS < 6 * MS < last[2][SYNC_WAIT]
+
+    @pytest.mark.parametrize(
+        ("device", "stream", "handle", "inside", "coupled"),
+        [
+            ("meta", "default", None, True, True),
+            ("cpu", "default", None, True, False),
+            ("meta", "reduce", None, True, False),
+            ("meta", "default", dist.Work(), True, False),
+            ("meta", "default", None, False, False),
+        ],
+    )
+    def test_one_in_a_hook_of_a_backward_couples_where_it_makes_the_stages_wait(
+        self, device: str, stream: str, handle: Any, inside: bool, coupled: bool
+    ) -> None:
+        """On a device hooks run in autograd's thread, whose waits cannot be marked."""
+        loop, collectives = self.made()
+        tensor = torch.zeros(1, device=device)
+        if inside:
+            loop.recorder.write(BACKWARD_BEGIN)
+            loop.recorder.ready = 0
+        loop.device.stream = stream
+        reduce = collectives._collective("all_reduce")(lambda *_: handle)
+        thread = threading.Thread(target=reduce, args=(tensor,))
+        thread.start()
+        thread.join()
+        assert loop.recorder.exchange.coupled == coupled
+
+    def test_coalesced_ones_couple_where_they_are_waited_for(self) -> None:
+        loop, collectives = self.made()
+        manager = collectives._coalesced(Mock())
+        manager(None, None, async_ops=True)
+        assert not loop.recorder.exchange.coupled
+        manager()
+        assert loop.recorder.exchange.coupled
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])

@@ -30,6 +30,7 @@ OFF = "not yet confirmed on a real device, so off: TRACEML_DEVICE_CLOCK=1 turns 
         (OFF, "ddp+tp", FLAG_COUPLED, ""),
         ("", "ddp", FLAG_COUPLED, ""),
         (OFF, "ddp", 0, ""),
+        ("off since step 7: CUDA error 719", "ddp", 0, ""),
     ],
 )
 def test_abstention_on_cuda_says_how_to_have_its_ranks_judged(
@@ -53,4 +54,8 @@ def test_abstention_on_cuda_says_how_to_have_its_ranks_judged(
     for verdict in (live, summary["verdict"], summary["verdicts"][-1]):
         assert verdict["label"] == ("accounting_only" if flags else "healthy")
         assert verdict["next"].startswith(advice)
+        closed = (
+            "rank 0's device clock closed at step 7, and later or then that of 1 other rank: CUDA error 719."
+        )
+        assert verdict["note"].startswith(closed) == ("719" in why)
         assert bool(advice) == ("DEVICE_CLOCK" in verdict["next"] or "device's clock" in verdict["next"])

@@ -64,6 +64,21 @@ def test_reason_is_given_where_there_is_no_device_clock(
     assert agent.device.clock is None and agent.recorder.stamp is agent.recorder.clock
 
 
+def test_reason_names_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a device is `cuda` as well, and a query would break the capture of a graph in another thread."""
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    asked = Mock()
+    monkeypatch.setattr("traceml_ray.agent.device_use.cuda_api", asked)
+    for setting in ("1", "auto"):
+        agent = rank(setting, "cuda:0")
+        assert why(agent) == "only of CUDA devices, not with ROCm" and agent.device.clock is None
+        assert agent.recorder.stamp is agent.recorder.clock
+    agent.tick()
+    assert agent.channel.batches()[-1].missing["device clock"] == why(agent)  # type: ignore[attr-defined]
+    assert not asked.called
+
+
 def test_cuda_is_refused_without_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process without CUDA has no driver's library in it, and none is loaded."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

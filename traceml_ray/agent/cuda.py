@@ -81,6 +81,7 @@ class CudaApi:
         self._call("cuStreamCreate", ctypes.byref(self._own), ctypes.c_uint(_NON_BLOCKING))
         self._own_stream = cuda.ExternalStream(self._own.value, device=index)
         self._streams: dict[int, Any] = {}
+        self._last: int | None = None
         self._events: list[Any] = []
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._events))
         self._handles = [ctypes.c_void_p() for _ in range(EVENT_SLOTS + 2)]
@@ -119,10 +120,15 @@ class CudaApi:
     def record(self, slot: int) -> None:
         """See DeviceApi."""
         raw = self._raw_stream(self._index)
+        self._last = raw
         stream = self._streams.get(raw)
         if stream is None:
             stream = self._streams[raw] = self._current(self._index)
         self._record(self._events[slot], stream)
+
+    def elsewhere(self) -> bool:
+        """See DeviceApi."""
+        return bool(self._raw_stream(self._index) != self._last)
 
     def make(self, slots: int) -> None:
         """See DeviceApi. An event is made where it is first recorded, so it is recorded here."""

@@ -49,8 +49,8 @@ UNKNOWN = bytes([LEAD_UNKNOWN] * LEAD_BYTES)
 
 class DeviceApi(Protocol):
     """
-    What is asked of a device. `capturing` and `record` are called by the training thread and by autograd's,
-    the rest by the agent's thread. Times are ns; anything may raise.
+    What is asked of a device. `capturing`, `record` and `elsewhere` are called by the training thread and by
+    autograd's, the rest by the agent's thread. Times are ns; anything may raise.
     """
 
     def capturing(self) -> bool:
@@ -59,6 +59,10 @@ class DeviceApi(Protocol):
 
     def record(self, slot: int) -> None:
         """Record the event of `slot` on the current stream."""
+        ...
+
+    def elsewhere(self) -> bool:
+        """Return whether the current stream is not that of the event recorded last."""
         ...
 
     def make(self, slots: int) -> None:
@@ -168,6 +172,17 @@ class DeviceClock:
             return now
 
         return stamp
+
+    def elsewhere(self) -> bool:
+        """
+        Return whether this thread's stream is not that of the mark before, or that is unknown: what waits
+        on a stream for collectives does not make the stages wait.
+        """
+        try:
+            return self._over or self._api.elsewhere()
+        except Exception as error:
+            self.fail(error)
+            return True
 
     def _skip(self, number: int) -> None:
         if not self._over:

@@ -9,12 +9,13 @@ from typing import Any
 
 from traceml_ray.agent.cuda import cuda_api
 from traceml_ray.agent.device import DeviceApi, DeviceClock
+from traceml_ray.agent.exchange import STREAMED
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.patch.sharded_waits import ShardedWaits
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.errors import error_text
-from traceml_ray.wire import DEVICE_CLOCK, OpenStage
+from traceml_ray.wire import CLOSED, DEVICE_CLOCK, OpenStage
 
 CONFIRMED = False
 """A real device has run `benchmarks/gpu.py` with every section green: then `auto` is on."""
@@ -140,13 +141,16 @@ class DeviceUse:
         """Count what was the matter; end the clock where it has ended itself, or there is no use of it."""
         assert self.clock is not None
         self._count(self.clock)
+        if self._recorder.exchange.coupled:
+            why = ", ".join(sorted(self._recorder.exchange.reasons - {STREAMED}))
+            self._ours.missing[f"{DEVICE_CLOCK}: rows"] = f"ranks are not compared by them: {why}"[:200]
         if self.clock.counts["no event inside a graph capture"]:
             self._ours.missing["graphs"] = _GRAPHS
         if self._recorder.exchange.inferred:
             self.clock.fail("gradients are not exchanged by DDP or FSDP")
         if self.clock.stopped:
             self._ours.missing[DEVICE_CLOCK] = (
-                f"off since step {self._recorder.steps.rows.step}: {self.clock.stopped}"[:200]
+                f"{CLOSED} {self._recorder.steps.rows.step}: {self.clock.stopped}"[:200]
             )
             self._leave()
 

@@ -150,9 +150,11 @@ class Recorder(MarkLog):
 
         Such a wait is no time of that stage: else who is on time is blamed for waiting for who is late.
         It is written down at any time, as a span is, since no row is cut by it; not where the waits that
-        matter are not on this clock anyway.
+        matter are not on this clock anyway, as those of a device's other streams (FSDP gathers on one).
         """
         if self.exchange.coupled or get_ident() != self.owner or not self._room():
+            return False
+        if self.device is not None and self.device.elsewhere():
             return False
         self.log.append(marks.SYNC_BEGIN)
         self.log.append(self.stamp())

@@ -59,6 +59,8 @@ class Collectives:
             if hasattr(dist, name):
                 patcher.replace(dist, name, self._collective(name))
         patcher.replace(dist.Work, "wait", self._wait())
+        if hasattr(dist.distributed_c10d, "_coalescing_manager"):
+            patcher.replace(dist.distributed_c10d, "_coalescing_manager", self._coalesced)
 
     def patch_functional(self, patcher: Patcher) -> None:
         """Time the wait for a functional collective: DTensor uses them (the norm of sharded gradients)."""
@@ -100,7 +102,7 @@ class Collectives:
     def _collective(self, op: str) -> Make:
         from torch.compiler import is_dynamo_compiling
 
-        spans, exchange = self._spans, self._recorder.exchange
+        spans, recorder, exchange = self._spans, self._recorder, self._recorder.exchange
         sized = not op.endswith(("_object", "_object_list"))  # objects have no size before they are pickled
         reduces = op in _REDUCTIONS
 
@@ -113,11 +115,15 @@ class Collectives:
                     return original(*args, **kwargs)
                 group = args[place] if len(args) > place else kwargs.get("group")
                 span = spans.begin(op if group is None else _named(op, group))
-                if span is None:
-                    return original(*args, **kwargs)
-                self._inside = True
-                blocks = op == "monitored_barrier" and spans.sync_begin()
                 result, buffers = None, (*args, *kwargs.values())
+                if span is None:
+                    result = original(*args, **kwargs)
+                    if recorder.device is not None:
+                        self._unseen(buffers, result)
+                    return result
+                self._inside = True
+                whole = op == "monitored_barrier" or recorder.device is not None
+                blocks = whole and spans.sync_begin()
                 try:
                     result = original(*args, **kwargs)
                 finally:
@@ -134,6 +140,39 @@ class Collectives:
 
         return make
 
+    def _unseen(self, buffers: Iterable[Any], result: Any) -> None:
+        """
+        Couple the rows of a device where a collective of another thread runs on the stream of their marks: a
+        hook of a backward has called it, and what it waits for cannot be told from work.
+        """
+        import torch.distributed as dist
+
+        try:
+            device = self._recorder.device
+            if device is None or self._recorder.ready or isinstance(result, dist.Work):
+                return
+            if self._on_device(buffers) and not device.elsewhere():
+                self._recorder.exchange.couple("collectives in hooks of a backward")
+        except Exception as error:
+            self._failed("span", error)
+
+    def _coalesced(self, original: Any) -> Any:
+        """
+        Make the wrapper of what puts several collectives into one: where that waits on a device, its kernel
+        is outside of all waits that have marks.
+        """
+
+        def manager(*args: Any, **kwargs: Any) -> Any:
+            waits = not (args[2] if len(args) > 2 else kwargs.get("async_ops"))
+            if self._recorder.device is not None and waits and not self._inside:
+                self._recorder.exchange.couple("coalesced collectives")
+            return original(*args, **kwargs)
+
+        return manager
+
+    def _on_device(self, buffers: Iterable[Any]) -> bool:
+        return any(tensor.device.type != "cpu" for one in buffers for tensor in _tensors(one))
+
     def _reduced(self, op: str, group: Any, buffers: Iterable[Any], size: int, handle: Any) -> None:
         """Tell the recorder that a reduction is over, or once it will have been waited for."""
         import torch.distributed as dist
@@ -143,7 +182,7 @@ class Collectives:
                 return
             if size > self._largest_reduced:
                 self._largest_reduced, self.reduction = size, op
-            on_device = any(tensor.device.type != "cpu" for one in buffers for tensor in _tensors(one))
+            on_device = self._on_device(buffers)
             if not isinstance(handle, dist.Work):
                 self._recorder.reduced(on_device)
             elif len(self._handles) < _MAX_HANDLES:
