@@ -10,7 +10,7 @@ max-plus, computed for many windows of one job at once: arrays of shape (faults 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -80,6 +80,13 @@ class Job:
     memory: float = 0.0
     launch_ms: float = 0.0
     """How long an idle stream takes to begin what is launched."""
+    syncs: int = 1
+    """Of the micro-batches so many, evenly spread, are followed by an exchange: a row (segment) each."""
+    layers: int = 0
+    """FSDP: the parameters of so many layers are gathered before each layer's forward and backward, and their
+    gradients reduced behind it, with marks at each wait; a third of the exchange is of either kind."""
+    sampled: int = 1
+    """Of so many steps one has marks at its waits, and a row on the device's clock."""
 
     def holding(self, steps: float) -> Job:
         """Return the job with a launch queue of so many steps."""
@@ -106,12 +113,13 @@ class _Streams:
     host: np.ndarray = field(init=False)
     compute: np.ndarray = field(init=False)
     exchange: np.ndarray = field(init=False)
+    gather: np.ndarray = field(init=False)
     queue: deque[np.ndarray] = field(init=False)
     spins: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     """From when to when the exchange of each bucket of this backward is on the device."""
 
     def __post_init__(self) -> None:
-        self.host, self.compute, self.exchange = (np.zeros(self.shape) for _ in range(3))
+        self.host, self.compute, self.exchange, self.gather = (np.zeros(self.shape) for _ in range(4))
         self.queue = deque([np.zeros(self.shape)] * self.job.slots, maxlen=self.job.slots)
 
     def launch(self, work: np.ndarray) -> None:
@@ -150,10 +158,19 @@ class _Streams:
 
     def bucket(self, work: np.ndarray) -> None:
         """All exchange the bucket when the last has come to it."""
-        joins = np.maximum(np.maximum(self.host, self.compute), self.exchange)
+        self.exchange = self.together(np.maximum(self.compute, self.exchange), work)
+
+    def gathered(self, free: np.ndarray, work: np.ndarray) -> np.ndarray:
+        """Return when the next layer's parameters are there: gathered from `free` on."""
+        self.gather = self.together(np.maximum(free, self.gather), work)
+        return self.gather
+
+    def together(self, since: np.ndarray, work: np.ndarray) -> np.ndarray:
+        """Return when a collective ends that each rank can begin at `since`."""
+        joins = np.maximum(self.host, since)
         done = joins.max(axis=1, keepdims=True) + work
         self.spins.append((joins, np.broadcast_to(done, joins.shape)))
-        self.exchange = self.spins[-1][1]
+        return self.spins[-1][1]
 
     def join(self) -> None:
         """The compute stream waits for all buckets."""
@@ -181,7 +198,15 @@ def marks_of(
         found.append(made)
     kept = found[WARM - 1 :]
     host_at, device_at, took = (np.array([[mark[at] for mark in made] for made in kept]) for at in range(3))
-    return Marks(host_at, device_at, took, tuple(stages))
+    marks = Marks(host_at, device_at, took, tuple(stages))
+    return marks if job.syncs == 1 else _by_segment(marks, job.syncs)
+
+
+def _by_segment(marks: Marks, syncs: int) -> Marks:
+    """Return marks of steps as those of their segments; of the first step the last one."""
+    each = len(marks.stages) // syncs
+    times = (of.reshape(-1, each, *of.shape[2:])[syncs - 1 :] for of in marks[:3])
+    return Marks(*times, marks.stages[:each])
 
 
 def _step(
@@ -189,11 +214,11 @@ def _step(
 ) -> Iterator[tuple[int, tuple[np.ndarray, ...]]]:
     """One step of all ranks; yields each mark with the stage that it closes."""
 
-    def work(stage: int, after: int = 0) -> None:
-        n = job.kernels[stage]
+    def work(stage: int, after: int = 0, parts: int = 1) -> None:
+        n = -(-job.kernels[stage] // parts)
         for at in range(n):
-            streams.host = streams.host + host[stage] / n
-            streams.launch(device[stage] / n)
+            streams.host = streams.host + host[stage] / n / parts
+            streams.launch(device[stage] / n / parts)
             if after and (at + 1) * job.buckets // n > at * job.buckets // n:
                 streams.bucket(exchange / job.buckets)
         if not n:
@@ -216,16 +241,53 @@ def _step(
         else:
             work(PREPARE)
         yield PREPARE, streams.mark()
+        if job.layers:
+            yield from _sharded(job, streams, work, exchange / job.syncs)
+            continue
         work(FORWARD)
         if "loss" in job.waits:
             streams.wait()
         yield FORWARD, streams.mark()
-        synced = batch == job.micro - 1
+        synced = (batch + 1) % (job.micro // job.syncs) == 0
         work(BACKWARD, after=synced)
         yield BACKWARD, streams.mark()
         if synced:
             streams.join()
         yield SYNC_WAIT, streams.mark()
+
+
+def _sharded(
+    job: Job, streams: _Streams, work: Callable[..., None], exchange: np.ndarray
+) -> Iterator[tuple[int, tuple[np.ndarray, ...]]]:
+    """Forward and backward whose layers wait for their parameters, and for the reduction before the last."""
+    layers, each = job.layers, exchange / (3 * job.layers)
+
+    def waiting(stage: int, until: np.ndarray) -> Iterator[tuple[int, tuple[np.ndarray, ...]]]:
+        yield stage, streams.mark()
+        streams.compute = np.maximum(streams.compute, until)
+        yield SYNC_WAIT, streams.mark()
+
+    ends = [streams.compute] * 2
+    for _ in range(layers):
+        yield from waiting(FORWARD, streams.gathered(ends[-2], each))
+        work(FORWARD, parts=layers)
+        ends.append(streams.compute)
+    if "loss" in job.waits:
+        streams.wait()
+    yield FORWARD, streams.mark()
+    there = streams.gathered(ends[-2], each)
+    for layer in range(layers):
+        yield from waiting(BACKWARD, there)
+        if layer < layers - 1:
+            there = streams.gathered(ends[-1], each)
+        work(BACKWARD, parts=layers)
+        ends.append(streams.compute)
+        before = streams.exchange
+        streams.bucket(each)
+        yield from waiting(BACKWARD, before)
+    yield BACKWARD, streams.mark()
+    streams.join()
+    yield SYNC_WAIT, streams.mark()
 
 
 def _noise(
@@ -277,7 +339,7 @@ def rows_of(marks: Marks) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     steps = len(marks.host) - 1
     d, h = (np.zeros((6, steps, *each.shape[1:]), np.int64) for each in ns)
     ns = [each.reshape(steps, count, *each.shape[1:]) for each in ns]
-    pieces = marks.stages.count(FORWARD)
+    pieces = marks.stages.count(DATA)
     least = np.maximum(LATE_MS, LATE_SHARE / pieces * np.median(ns[0].sum(axis=1), axis=0) / 1e6)
     began, end, before, after = (
         each.reshape(steps, count, *each.shape[1:]) for each in (lead[:-1], lead[1:], took[:-1], took[1:])
@@ -300,23 +362,25 @@ def windows(
     job: Job, faults: Sequence[Fault | None] = (None,), seeds: int = 1, steps: int = 50, seed: int = 0
 ) -> list[list[Window]]:
     """Return the windows of each fault, one for each seed."""
-    d, host, leads = rows_of(marks_of(job, faults, seeds, steps, seed))
-    made = [_window(*each) for each in zip(d, host, leads, strict=True)]
+    rows = rows_of(marks_of(job, faults, seeds, steps * job.sampled, seed))
+    made = [_window(job, *(rows[:: job.sampled] for rows in each)) for each in zip(*rows, strict=True)]
     return [made[at : at + seeds] for at in range(0, len(made), seeds)]
 
 
-def _window(d: np.ndarray, host: np.ndarray, leads: np.ndarray) -> Window:
-    steps, ranks, _ = d.shape
+def _window(job: Job, d: np.ndarray, host: np.ndarray, leads: np.ndarray) -> Window:
+    rows, ranks, _ = d.shape
     rank_by_rank = [
         np.ascontiguousarray(each.transpose(1, 0, 2)).transpose(1, 0, 2) for each in (d, host, leads)
     ]
+    steps, segments = np.divmod(np.arange(rows, dtype=np.int64), job.syncs)
     return Window(
-        keys=np.arange(100, 100 + steps, dtype=np.int64) << SEGMENT_BITS,
+        keys=(100 + job.sampled * steps << SEGMENT_BITS) + segments,
         ranks=np.arange(ranks, dtype=np.int64),
         nodes=tuple(f"node-{rank // 8}" for rank in range(ranks)),
         d=rank_by_rank[0],
-        flags=np.full((steps, ranks), FLAG_DEVICE_CLOCK, np.uint8),
+        flags=np.full((rows, ranks), FLAG_DEVICE_CLOCK, np.uint8),
         expected=ranks,
+        strategies=frozenset({"fsdp2" if job.layers else "ddp"}),
         host=rank_by_rank[1],
         leads=rank_by_rank[2],
     )

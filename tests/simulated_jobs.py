@@ -44,6 +44,21 @@ OTHER_DEVICE_BOUND_JOBS = {
     "GradScaler": waiting(NOISY, "scaler"),
     "accumulation": replace(NOISY, micro=4, host=(1, 4, 2, 12, 16), device=(4, 0, 2, 40, 80)).holding(4),
 }
+SEVERAL_SYNCS = replace(NOISY, micro=2, syncs=2, host=(1, 2, 1, 6, 8), device=(4, 0, 1, 20, 40))
+HOST_BOUND_SYNCS = replace(HOST_BOUND, micro=2, syncs=2, host=(5, 4, 2, 24, 40), device=(2, 0, 1, 12, 24))
+COUPLED_DEVICE_BOUND_JOBS = {
+    "FSDP": replace(NOISY, layers=6, exchange_ms=12.0).holding(4),
+    "FSDP, slow exchange": replace(NOISY, layers=6, exchange_ms=36.0).holding(4),
+    "FSDP, loss.item()": waiting(replace(NOISY, layers=6, exchange_ms=12.0), "loss"),
+    "FSDP, every second step": replace(NOISY, layers=6, exchange_ms=12.0, sampled=2).holding(4),
+    "two synced backwards": SEVERAL_SYNCS.holding(4),
+    "two synced backwards, loss.item()": waiting(SEVERAL_SYNCS, "loss"),
+}
+COUPLED_HOST_BOUND_JOBS = {
+    "host-bound, FSDP": replace(HOST_BOUND, layers=6, exchange_ms=6.0).holding(4),
+    "host-bound, two synced backwards": HOST_BOUND_SYNCS.holding(4),
+    "host-bound, two synced backwards, loss.item()": waiting(HOST_BOUND_SYNCS, "loss"),
+}
 OTHER_HOST_BOUND_JOBS = {
     "host-bound, GradScaler": waiting(HOST_BOUND, "scaler"),
     "host-bound, blocking copy": waiting(HOST_BOUND, "copy"),
@@ -130,6 +145,16 @@ def other_job(rng: np.random.Generator) -> tuple[Job, float]:
     return job.holding(float(np.exp(rng.uniform(np.log(0.2), np.log(20))))), ratio
 
 
+def coupled_job(rng: np.random.Generator) -> tuple[Job, float]:
+    """Return a job whose ranks exchange several times a step: FSDP, or several synced backwards."""
+    job, ratio = random_job(rng)
+    layers, syncs = int(rng.integers(2, 9)), int(rng.integers(2, 4))
+    sampled = int(rng.choice([1, 1, 2]))
+    if rng.random() < 0.5:
+        return replace(job, micro=1, layers=layers, sampled=sampled), ratio
+    return replace(job, micro=syncs, syncs=syncs), ratio
+
+
 @dataclass
 class Tally:
     """Verdicts over windows with a fault, by what it costs; over windows without, by label."""
@@ -148,15 +173,18 @@ class Tally:
     """Faults that cost less than `FREE`, and of these:"""
     free_named: int = 0
     labels: Counter[str] = field(default_factory=Counter)
+    stalls: Counter[str] = field(default_factory=Counter)
+    """Of windows without a fault whose stalls (`tails`) cost `COSTLY` or more; `labels` has the others."""
     notes: list[str] = field(default_factory=list)
 
     def add(self, verdict: Verdict, fault: Fault | None, cost: float, note: str = "") -> None:
         self.windows += 1
         named = verdict.rank is not None
-        self.labels["rotating" if verdict.pattern == "rotating" else verdict.label] += 1
+        labels = self.stalls if fault is None and cost >= COSTLY else self.labels
+        labels["rotating" if verdict.pattern == "rotating" else verdict.label] += 1
         if fault is None:
             if verdict.meaning.kind == "finding":
-                self.notes.append(f"{note}: {_line(verdict)}")
+                self.notes.append(f"{note}, stalls cost {cost:.0%}: {_line(verdict)}")
             return
         right = verdict.rank == fault.rank and verdict.ranks == (fault.rank,)
         if named and not right:
@@ -199,10 +227,10 @@ def play(
     plain: bool = False,
 ) -> None:
     """Judge the windows of `faults`, `seeds` of each; `plain`: without the hosts' part."""
-    healthy, *of_each = windows(job, [None, *(each for each in faults if each)], seeds, seed=seed)
-    without = [total_ns(window) for window in healthy]
-    for fault, found in zip(faults, of_each or [healthy], strict=True):
-        for window, usual in zip(found, without, strict=True):
+    of_each = windows(job, faults, seeds, seed=seed)
+    [calm] = windows(replace(job, tails=0.0) if faults == [None] else job, [None], seeds, seed=seed)
+    for fault, found in zip(faults, of_each, strict=True):
+        for window, usual in zip(found, calm, strict=True):
             judged = replace(window, host=None, leads=None) if plain else window
-            cost = 1 - usual / total_ns(window)
+            cost = 1 - total_ns(usual) / total_ns(window)
             tally.add(assess(judged, thresholds)[0], fault, cost, note)

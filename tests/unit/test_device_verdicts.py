@@ -4,8 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from simulated_device import Fault, Job, marks_of, windows
+import simulated_device
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_device import Fault, Job, marks_of, rows_of, windows
 from simulated_jobs import (
+    COUPLED_DEVICE_BOUND_JOBS,
+    COUPLED_HOST_BOUND_JOBS,
     DEVICE_BOUND_JOBS,
     HOST_BOUND_JOBS,
     OTHER_DEVICE_BOUND_JOBS,
@@ -19,7 +24,7 @@ from simulated_jobs import (
 from snapshot import Snapshot
 from unit.sample_windows import judge
 
-from traceml_ray.stages import BACKWARD, DATA, FORWARD, POST_SYNC
+from traceml_ray.stages import BACKWARD, DATA, FORWARD, POST_SYNC, SYNC_WAIT
 
 PLAIN = Job(slots=75, events_too=False)
 """Host 1/0/3/4/1 ms, device 10/20/4, an exchange of 4; a little more than four steps fit into the queue."""
@@ -174,3 +179,102 @@ def test_window_of_devices_keeps_its_hosts_when_cut():
     of_two = replace(window, groups=((0, 2), (0, 2), (2, 2), (2, 2))).by_group()[1]
     assert (of_two.host == window.host[:, 2:]).all()
     assert (of_two.leads == window.leads[:, 2:]).all()
+
+
+@pytest.mark.parametrize(
+    "jobs", [COUPLED_DEVICE_BOUND_JOBS, COUPLED_HOST_BOUND_JOBS], ids=["device-bound", "host-bound"]
+)
+def test_jobs_with_several_exchanges_a_step_have_their_rank_and_are_healthy_without_a_fault(jobs):
+    faulty, healthy = Tally(), Tally()
+    for number, job in enumerate(jobs.values()):
+        here = replace(job, ranks=4)
+        play(faulty, here, single_faults(here, 3), 1, number)
+        play(healthy, here, [None], 6, number)
+    bound = jobs is COUPLED_HOST_BOUND_JOBS
+    assert healthy.labels["healthy"] + bound * healthy.labels["accounting_only"] == healthy.windows
+    assert faulty.wrong == faulty.healthy == 0
+    least = (0.85 if bound else 1) * faulty.costs
+    assert faulty.rank == faulty.stage >= least > 0
+
+
+def test_device_that_is_a_large_kernel_behind_its_host_is_not_slow():
+    job = Job(
+        host=(1.577, 1.431, 0.016, 9.801, 7.999), device=(0.952, 0, 0.012, 4.662, 11.031),
+        kernels=(1, 0, 1, 3, 16), exchange_ms=6.17, buckets=4, ranks=16, slots=27, events_too=False,
+        contention=0.14, device_noise=0.046, host_noise=0.107, spread=0.0013, memory=0.5, launch_ms=0.005,
+    )  # fmt: skip
+    tally = Tally()
+    play(tally, job, [None], 6, 1)
+    assert tally.labels == {"healthy": 6}
+
+
+def test_stage_that_begins_with_a_lead_and_ends_without_names_no_rank_of_a_healthy_job():
+    job = Job(
+        host=(8.095, 2.135, 15.252, 21.961, 17.931), device=(4.918, 0, 0.441, 15.854, 26.066),
+        kernels=(9, 0, 2, 18, 21), exchange_ms=6.32, buckets=8, ranks=16, slots=328,
+        waits=frozenset({"loss"}), micro=3, contention=0.13, device_noise=0.004, host_noise=0.015,
+        spread=0.0034, memory=0.6, launch_ms=0.005,
+    )  # fmt: skip
+    tally = Tally()
+    play(tally, job, [None], 6, 1)
+    assert tally.labels["healthy"] + tally.labels["accounting_only"] == 6
+
+
+@pytest.mark.parametrize("stage", [FORWARD, POST_SYNC])
+def test_fault_of_which_kernels_of_waiting_ranks_hide_a_part_is_named(stage):
+    job = Job(
+        host=(2.396, 0.55, 0.286, 5.103, 6.677), device=(4.874, 0, 0.252, 15.318, 14.636),
+        kernels=(4, 0, 1, 14, 21), exchange_ms=2.32, buckets=4, ranks=8, slots=30, events_too=False,
+        waits=frozenset({"scaler"}), contention=0.23, device_noise=0.052, host_noise=0.147, spread=0.0056,
+        memory=0.5, launch_ms=0.005,
+    )  # fmt: skip
+    tally = Tally()
+    play(tally, job, [Fault(0, "device", (stage,), 5.61)], 1, 1)
+    assert (tally.costs, tally.rank, tally.stage) == (1, 1, 1)
+
+
+def test_abstention_from_rows_on_a_devices_clock_is_one():
+    [[window]] = windows(replace(PLAIN, ranks=2), [None])
+    d = window.d.copy()
+    d[::2, 0, FORWARD] += 50_000_000
+    d[1::2, 1, FORWARD] += 50_000_000
+    d[:, 0, BACKWARD] += 6_000_000
+    d[:, 1, SYNC_WAIT] += 6_000_000
+    verdict = judge(replace(window, d=d))
+    assert (verdict.label, verdict.rank) == ("accounting_only", None)
+
+
+JOBS = st.builds(
+    Job,
+    exchange_ms=st.floats(0, 20),
+    buckets=st.integers(1, 4),
+    ranks=st.integers(1, 4),
+    slots=st.integers(1, 100),
+    events_too=st.booleans(),
+    waits=st.frozensets(st.sampled_from(["loss", "end", "scaler", "copy"])),
+    device_noise=st.sampled_from([0.0, 0.1]),
+    host_noise=st.sampled_from([0.0, 0.1]),
+    tails=st.sampled_from([0.0, 0.05]),
+)
+SHAPES = st.sampled_from([(1, 1, 0), (3, 1, 0), (4, 2, 0), (2, 2, 0), (1, 1, 3), (2, 2, 2)])
+
+
+@settings(max_examples=25, deadline=None)
+@given(JOBS, SHAPES, st.integers(0, 99))
+def test_simulated_times_partition_rows_and_no_collective_ends_before_its_last_rank_begins_it(
+    job, shape, seed
+):
+    micro, syncs, layers = shape
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulated_device, "WARM", 3)
+        marks = marks_of(replace(job, micro=micro, syncs=syncs, layers=layers), seeds=2, steps=3, seed=seed)
+    d, host, _ = rows_of(marks)
+    for rows, times in ((d, marks.device), (host, marks.host)):
+        assert rows.min() >= 0
+        exits = np.rint(times[:, -1] * 1e6).astype(np.int64).transpose(1, 0, 2)
+        assert (rows.sum(axis=3) == np.diff(exits, axis=1)).all()
+    last = marks.device[:, -2].max(axis=2)  # when the last rank has all of its gradients
+    assert (marks.device[:, -1] >= last[:, :, None] - 1e-9).all()
+    waits = [at for at, stage in enumerate(marks.stages[:-1]) if stage == SYNC_WAIT]
+    for at in waits[:layers]:  # nor are a layer's parameters there before the last host has asked for them
+        assert (marks.device[:, at] >= marks.host[:, at - 1].max(axis=2)[:, :, None] - 1e-9).all()

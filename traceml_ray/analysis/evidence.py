@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from traceml_ray.analysis.frontier import Frontier, chain
-from traceml_ray.analysis.hosts import Hosts, host_bound, hosts_of, merged_leads
+from traceml_ray.analysis.hosts import Hosts, following, host_bound, hosts_of, merged_leads
 from traceml_ray.analysis.labels import Pattern
 from traceml_ray.analysis.onset import late_steps
 from traceml_ray.analysis.thresholds import HOSTS, Thresholds
@@ -24,6 +24,7 @@ from traceml_ray.stages import (
     FORWARD,
     POST_SYNC,
     PREPARE,
+    SEGMENT_BITS,
     SYNC_WAIT,
 )
 
@@ -167,6 +168,13 @@ class Evidence:
         together = np.broadcast_to(exposed.sum(axis=0), exposed.shape)
         return {"lasting": self.persistent, "transient": exposed, "rotating": together}
 
+    @property
+    def host_steps(self) -> tuple[Int64, Int64]:
+        """What hosts and devices took in each step, ns (S, R, 6) each; there are hosts."""
+        host, d = self.rows.host, self.rows.d
+        assert host is not None
+        return self.window.by_step(host), self.window.by_step(d)
+
     @cached_property
     def host_bound(self) -> bool | None:
         """Whether devices wait for their hosts, None where that is not known."""
@@ -283,7 +291,7 @@ def gather(window: Window) -> Evidence:
         exposed_excess=_exposed_excess(frontier, ref, local),
         local_ns=local_ns.T,
     )
-    hosts = hosts_of(rows.host, rows.leads)
+    hosts = hosts_of(rows.host, rows.leads, window.keys & (1 << SEGMENT_BITS) - 1)
     return evidence if hosts is None else _with_hosts(evidence, hosts)
 
 
@@ -310,7 +318,11 @@ def _with_hosts(evidence: Evidence, hosts: Hosts) -> Evidence:
     Return the evidence with what a device waited for its own host charged to the stages in which the host
     took longer than the other hosts do, and to none where it did not: one host is always last.
     """
-    known, host = replace(evidence, hosts=hosts, peers=evidence), evidence.rows.host
+    host, suspects = evidence.rows.host, evidence.persistent >= HOSTS.suspect
+    suspects &= hosts.usual - hosts.ref < HOSTS.own * evidence.persistent * evidence.mean_step_ns
+    if host is not None and suspects.any():
+        hosts = replace(hosts, follows=following(*evidence.host_steps, hosts, suspects))
+    known = replace(evidence, hosts=hosts, peers=evidence)
     local: Bool = np.logical_not(evidence.rows.waits)
     stages = [int(s) for s in np.flatnonzero(local.any(axis=0)) if hosts.dry(int(s)).any()]
     waited = np.zeros(evidence.local_ns.shape, np.int64)
@@ -324,9 +336,9 @@ def _with_hosts(evidence: Evidence, hosts: Hosts) -> Evidence:
         dry = hosts.dry(stage) & local[:, stage, None]
         changed[:, :, stage] -= np.where(dry[:, places], np.maximum(changed[:, :, stage], 0), 0)
         leads = (dry & evidence.frontier.leaders[:, :, stage]).any(axis=1)
-        exposed_ref[leads, stage] = np.maximum(exposed_ref[leads, stage], hosts.ref[stage])
+        exposed_ref[leads, stage] = np.maximum(exposed_ref[leads, stage], hosts.row_ref[leads, stage])
     whole = np.flatnonzero(local.all(axis=0))
-    longer = np.maximum(host[:, places][:, :, whole] - hosts.ref[whole], 0)
+    longer = np.maximum(host[:, places][:, :, whole] - hosts.row_ref[:, None, whole], 0)
     in_all = longer.sum(axis=2)
     share = np.minimum(waited[:, places], in_all) / np.maximum(in_all, 1)
     changed[:, :, whole] += np.rint(longer * share[:, :, None]).astype(np.int64)

@@ -7,7 +7,7 @@ All of it is ours; `docs/method.md`, "On a device clock".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -39,10 +39,14 @@ class Hosts:
     usual: Int64
     ref: Int64
     certain: Bool
-    floor_ns: int
-    """What a row takes the hosts, whatever is done about the devices, in the stages that are `certain`,"""
-    pace_ns: int
+    row_ref: Int64
+    """(K, 6): of each row's segment; `usual` and `ref` are of whole steps."""
+    floor_ns: Int64
+    """(K,): what a row takes the hosts, whatever devices do, in the stages that are `certain`,"""
+    pace_ns: Int64
     """and in those as well in which a host that is late can only be at work; 0 where no host is late."""
+    follows: Bool
+    """(R, 6): the device leaves the stage as its host does, though it is a kernel or more behind it."""
 
     def late(self, stage: int) -> Bool:
         """Return where the host was late in `stage` (K, R)."""
@@ -51,12 +55,19 @@ class Hosts:
 
     def dry(self, stage: int) -> Bool:
         """
-        Return where the device may have waited for its host in `stage` (K, R): it had caught up with it by
-        the end (the host is late in the stage or, if no host waits for its device there, in the next one),
-        and the host had not left the stage before the device began it.
+        Return where the device may have waited for its host in `stage`, and most of its peers' have not
+        (K, R): it had caught up with it by the end (the host is late in the stage or, if no host waits for
+        its device there, in the next one, or the device `follows` it), and the host had not left the stage
+        before the device began it.
+
+        Where most hosts are late in the stage, the reference is that of one whose device waits, too.
         """
-        bits = _BITS[stage] | (_BITS[stage + 1] if self.certain[stage] else 0)
-        dry: Bool = (self.leads[:, :, LATE] & bits != 0) & (self.leads[:, :, SURE] & _BITS[stage] == 0)
+        late = self.late(stage)
+        most = late.shape[1] - late.sum(axis=1) <= (late.shape[1] - 1) // 2
+        caught_up = late | self.follows[:, stage]
+        if self.certain[stage]:
+            caught_up |= self.late(stage + 1)
+        dry: Bool = caught_up & (self.leads[:, :, SURE] & _BITS[stage] == 0) & ~most[:, None]
         return dry
 
     @cached_property
@@ -65,8 +76,12 @@ class Hosts:
         return np.stack([self.late(stage).mean(axis=0) for stage in range(N_STAGES)], axis=1)
 
 
-def hosts_of(host: Int64 | None, leads: UInt8 | None) -> Hosts | None:
-    """Return the host's part, None where there is none or it is not known how far the hosts were ahead."""
+def hosts_of(host: Int64 | None, leads: UInt8 | None, segments: Int64) -> Hosts | None:
+    """
+    Return the host's part, None where there is none or it is not known how far the hosts were ahead.
+
+    Rows of different `segments` (K,) of a step do different work.
+    """
     if host is None or leads is None or not host.size:
         return None
     ranks = host.shape[1]
@@ -76,22 +91,43 @@ def hosts_of(host: Int64 | None, leads: UInt8 | None) -> Hosts | None:
             return None
         leads = np.where(unknown[:, :, None], np.uint8(0), leads)
     by_rank = np.ascontiguousarray(leads.transpose(1, 2, 0))
+    sure = by_rank[:, SURE] & ~by_rank[:, FULL]
+    counts = np.bincount(segments)
+    kinds = [segments == segment for segment in np.flatnonzero(counts)]
+    certain: Bool = np.all([_certain(sure if rows.all() else sure[:, rows]) for rows in kinds], axis=0)
+    none = np.zeros((len(host), N_STAGES), np.int64)
+    hosts = Hosts(leads, none[:0], none[0], certain, none, none[:, 0], none[:, 0], none[:0] > 0)
+    late_share = hosts.late_share
+    paced = (late_share[:, :SYNC_WAIT] >= HOSTS.late).any(axis=1)
+    usual, ref, row_ref = np.zeros((ranks, N_STAGES), np.int64), none[0].copy(), none.copy()
+    for rows in kinds:
+        mine = _usual(host if rows.all() else host[rows])
+        middle = np.partition(mine, (ranks - 1) // 2, axis=0)[(ranks - 1) // 2]
+        middle = np.minimum(middle, mine[paced].min(axis=0)) if paced.any() else middle
+        row_ref[rows] = middle
+        share = np.count_nonzero(rows) / counts.max()
+        usual += np.rint(mine * share).astype(np.int64)
+        ref += np.rint(middle * share).astype(np.int64)
+    follows = np.zeros(usual.shape, dtype=bool)
+    if not paced.any():
+        return replace(hosts, usual=usual, ref=ref, row_ref=row_ref, follows=follows)
+    at_work = certain | (late_share[paced] >= HOSTS.own).any(axis=0)
+    floor_ns, pace_ns = (row_ref[:, :SYNC_WAIT] @ which[:SYNC_WAIT] for which in (certain, at_work))
+    return Hosts(leads, usual, ref, certain, row_ref, floor_ns, pace_ns, follows)
+
+
+def _certain(sure: UInt8) -> Bool:
+    """Return in which stages (6,) enough rows of enough ranks are `sure` (R, K)."""
+    surely = np.stack([(sure & bit != 0).sum(axis=1) for bit in _BITS], axis=1)
+    certain: Bool = (surely.sum(axis=0) >= HOSTS.sure_rows) & ((surely > 0).mean(axis=0) >= HOSTS.sure_ranks)
+    return certain
+
+
+def _usual(host: Int64) -> Int64:
+    """Return the lower median over rows of `host` (K, R, 6), ns (R, 6)."""
     times, half = np.ascontiguousarray(host.transpose(1, 2, 0)), (len(host) - 1) // 2
     times.partition(half, axis=2)
-    usual = times[:, :, half].copy()
-    ref = np.partition(usual, (ranks - 1) // 2, axis=0)[(ranks - 1) // 2]
-    sure = by_rank[:, SURE] & ~by_rank[:, FULL]
-    surely = np.stack([(sure & bit != 0).sum(axis=1) for bit in _BITS], axis=1)
-    seen = (surely > 0).mean(axis=0) >= HOSTS.sure_ranks
-    certain: Bool = (surely.sum(axis=0) >= HOSTS.sure_rows) & seen
-    hosts = Hosts(leads, usual, ref, certain, 0, 0)
-    paced = (hosts.late_share[:, :SYNC_WAIT] >= HOSTS.late).any(axis=1)
-    if not paced.any():
-        return hosts
-    ref = np.minimum(ref, usual[paced].min(axis=0))
-    at_work = certain | (hosts.late_share[paced] >= HOSTS.own).any(axis=0)
-    floors = (int(ref[:SYNC_WAIT][which[:SYNC_WAIT]].sum()) for which in (certain, at_work))
-    return Hosts(leads, usual, ref, certain, *floors)
+    return times[:, :, half].copy()
 
 
 def merged_leads(leads: UInt8, merges: Sequence[tuple[Bool, tuple[int, ...]]]) -> UInt8:
@@ -120,6 +156,31 @@ def host_bound(late_share: Float) -> bool:
     has kernels, in at least `HOSTS.late` of the rows.
     """
     return bool(_bound(late_share).any())
+
+
+def following(host: Int64, d: Int64, hosts: Hosts, suspects: Bool) -> Bool:
+    """
+    Return in which of the stages `suspects` (R, 6) a device leaves the stage when its host does (R, 6).
+
+    A host that is late is ahead by what it has launched last, which may be a large kernel. But then, from the
+    end of the stage to its end in the next step, the one less the other varies by less than a part of what
+    both vary by, and the stage takes the device no longer than the host. Where hosts may wait for their
+    devices, and both leave the stage together, the one that waits varies more: it has the lead at its
+    beginning in its time, too.
+    """
+    found = np.zeros_like(suspects)
+    for place in np.flatnonzero(suspects[:, :SYNC_WAIT].any(axis=1)):
+        clocks = (np.cumsum(each[:, place].ravel()).reshape(-1, N_STAGES) for each in (host, d))
+        of_host, of_device = (np.diff(clock, axis=0).astype(np.float64) for clock in clocks)
+        apart = (of_device - of_host).var(axis=0)
+        found[place] = apart < HOSTS.held * (of_device.var(axis=0) + of_host.var(axis=0))
+        found[place] &= np.median(d[:, place], axis=0) <= hosts.usual[place]
+    found &= suspects & hosts.certain
+    for stage in np.flatnonzero(suspects[:, :SYNC_WAIT].any(axis=0) & ~hosts.certain[:SYNC_WAIT]):
+        own, device = (np.median(each[:, :, stage].var(axis=0)) for each in (host, d))
+        together = hosts.late_share[:, stage + 1] >= HOSTS.own
+        found[:, stage] = suspects[:, stage] & together & (own < device)
+    return found
 
 
 def held(host: Int64, d: Int64, hosts: Hosts) -> int | None:

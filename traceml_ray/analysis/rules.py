@@ -85,15 +85,23 @@ def _against_hosts(finding: Finding, evidence: Evidence, thresholds: Thresholds)
     hosts, peers = evidence.hosts, evidence.peers
     if hosts is None or peers is None:
         return finding if finding.label == "healthy" else Finding("accounting_only", abstention.LEADS_UNKNOWN)
+    if (
+        finding.label == "healthy"
+        and finding.causes
+        and evidence.gain(*finding.causes) >= thresholds.min_drift
+    ):
+        # While others wait for it, their kernels share the device with the exchange: that hides a part.
+        finding = replace(finding, label="straggler")
     if finding.label == "healthy":
         without = _compared(peers, thresholds)
         if LABELS[without.label].kind != "finding":
             return finding
         unsure = [cause.stage for cause in without.causes if not hosts.certain[cause.stage]]
-        assert evidence.rows.host is not None
-        hidden = held(evidence.rows.host, evidence.rows.d, hosts)
+        hidden = held(*evidence.host_steps, hosts)
         unsure += [] if hidden is None else [hidden]
         return Finding("accounting_only", abstention.hosts_last(unsure[0])) if unsure else finding
+    if not finding.causes:
+        return finding
     cause = finding.causes[0]
     if (
         evidence.host_bound
@@ -101,7 +109,11 @@ def _against_hosts(finding: Finding, evidence: Evidence, thresholds: Thresholds)
         and not _steady(evidence.series(cause), thresholds)
     ):
         return Finding("accounting_only", abstention.HOST_VARIES)
-    if finding.label == "co_critical" and hosts.pace_ns and len({each.places for each in finding.causes}) > 1:
+    if (
+        finding.label == "co_critical"
+        and hosts.pace_ns.any()
+        and len({each.places for each in finding.causes}) > 1
+    ):
         return Finding("accounting_only", abstention.hosts_last(cause.stage))
     if finding.label != "straggler" or not _of_a_device(cause, evidence):
         return finding

@@ -121,6 +121,8 @@ class HostLimits(msgspec.Struct, frozen=True, kw_only=True):
     """
     waited: float = 0.01
     """Share of the time from which it counts that a device waits for its host."""
+    suspect: float = 0.025
+    """Smallest excess of a device that it is looked at whether it follows its host."""
     sure_rows: int = 20
     """So many rows show whether hosts wait for their devices in a stage,"""
     sure_ranks: float = 0.5
