@@ -124,7 +124,7 @@ def test_pages_render_with_title_verdict_and_data(browser, served, path):
 
 
 def test_rank_page_draws_the_rows_of_gpu_and_host_under_each_other(browser, tmp_path):
-    served = Served(Played(tmp_path / "device", 4, per_node=2, device=True))
+    served = Served(Played(tmp_path / "device", 4, per_node=2, device=True, late=3))
     served.play(6)
     bars = "return document.querySelector('#rank-rows .js-plotly-plot').data.map(bar => [bar.name, ...bar.y])"
     try:

@@ -350,7 +350,7 @@ def check(case: Case, got: Outcome, expected: Outcome) -> None:
     assert got.computed == expected.computed, about
     assert len(got.results) == RANKS, about
     assert got.code == expected.code, about
-    assert len(set(got.said)) == len(got.said) <= MAX_COMPLAINTS, about
+    assert len(set(got.complaints)) == len(got.complaints) <= MAX_COMPLAINTS, about
     assert all(result["hooks"] > case.steps for result in got.results) or not case.up, about
     assert got.hook_ms < HOOK_MS, [(result["hook_ms"], result["where"]) for result in got.results]
     late = got.free_end_s - expected.free_end_s

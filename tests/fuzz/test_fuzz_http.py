@@ -21,7 +21,7 @@ from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.server import create_app
 from traceml_ray.dash_app.session_pages import SessionPages
-from traceml_ray.dash_app.source import open_source
+from traceml_ray.dash_app.source import SourceError, open_source
 
 TOKEN = "a-Token_that.is-long"
 HOST = {"HTTP_HOST": "localhost"}
@@ -182,4 +182,5 @@ def test_route_of_any_address_round_trips_or_is_none(path: str, search: str) -> 
 
 def test_session_outside_the_folder_cannot_be_chosen(pages: SessionPages, tmp_path: Path) -> None:
     for name in ("..", "../..", "/etc", str(tmp_path), "stored/../stored", "\0", "x" * 5000, ""):
-        assert pages._other(name) is None
+        with pytest.raises(SourceError):
+            pages._other(name)

@@ -172,7 +172,7 @@ def test_aggregator_answers_any_relay_or_launcher_message(data: st.DataObject) -
         aggregator.ingest(data.draw(mutated(wire.encode(relay_batch()))))
         aggregator.ingest(Relay().message(data.draw(mutated(wire.encode(rank_batch())))))
         decoded = wire.decode(
-            aggregator.run(data.draw(mutated(wire.encode(run)) | st.binary(max_size=50))), wire.Finished
+            aggregator.end(data.draw(mutated(wire.encode(run)) | st.binary(max_size=50))), wire.Finished
         )
         assert decoded.ok or decoded.pending or "WireError" in decoded.detail
         aggregator.endings.write_due()
