@@ -310,6 +310,37 @@ def test_sampled_steps_count_for_those_between_them():
     assert sampled.whole().elapsed_s == pytest.approx(all_steps.whole().elapsed_s, rel=0.1)
 
 
+def sampled(d, every, piece=6):
+    """The judge, and what it said, where one step in `every` has times, and `d` are these steps."""
+    run, whole, verdicts = RunJudge(), window(np.repeat(d, every, axis=0)).take(slice(0, None, every)), []
+    for end in range(10, len(d) + 1, piece):
+        verdicts.append((end, 0.0, run.update(whole.take(slice(max(0, end - 50), end)))))
+    return run, verdicts
+
+
+def test_name_of_a_rank_that_is_late_in_half_of_the_sampled_steps_stays():
+    """A few steps with times that are not late in a row are as few where they are far apart."""
+    random = np.random.default_rng(1)
+    late = [(DATA, 0, step, step + 1, 0.4) for step in range(100, 300) if random.random() < 0.6]
+    _, verdicts = sampled(played(300, 100, *late), 8, piece=2)
+    labels = [label for label, *_ in changes(verdicts)]
+    assert labels == ["telemetry_limited", "healthy", "straggler"]
+
+
+@pytest.mark.parametrize("piece", [1, 5])
+def test_chronic_is_by_windows_a_stride_of_sampled_steps_apart(piece):
+    _, verdicts = sampled(played(220, 100, (DATA, 0, 100, None, 0.4)), 32, piece)
+    chronic = {end: verdict.chronic for end, _, verdict in verdicts}
+    assert (chronic[140], chronic[170]) == (False, True)
+
+
+def test_stalls_of_sampled_steps_recur_where_they_are_two_seconds_apart():
+    d = stalled(300, 15, (120, 0, DATA, 0.3), (185, 0, DATA, 0.3))
+    (run, verdicts), (once, _) = sampled(d, 8), sampled(d[:170], 8)
+    assert named(verdicts) == set()
+    assert (run.whole().label, run.whole().ranks, once.whole().label) == ("straggler", (0,), "healthy")
+
+
 def stalled(steps, step_ms, *stalls, ranks=4, noise=0.03, seed=0):
     """Rows of a healthy run in which `stalls` (step, rank, stage, seconds) made single steps longer."""
     random = np.random.default_rng(seed)

@@ -165,12 +165,11 @@ class Episodes:
         return track
 
     def _forget(self) -> None:
-        now, step = self.clock.now_ns, int(self.clock.steps[-1])
-        if self._named is not None and self._named.gone(step, now, self._limits):
+        if self._named is not None and self._named.gone(self.clock, self._limits):
             self._end(self._named)
         most = 1 / self._limits.hold_share - 1
         for track in list(self._candidates):
-            if track.gone(step, now, self._limits) or track.missed > most * track.seen:
+            if track.gone(self.clock, self._limits) or track.missed > most * track.seen:
                 self._drop(track)
 
     def _drop(self, track: Track) -> None:
@@ -225,10 +224,11 @@ class Episodes:
             return False
         step, now_ns = int(self.clock.steps[-1]), self.clock.now_ns
         since, since_ns = max(named.found, track.found), max(named.found_ns, track.found_ns)
-        return self._limits.lasted(track.verdict.label, now_ns - since_ns, step - since)
+        steps = self.clock.timed(step - since)
+        return self._limits.lasted(track.verdict.label, now_ns - since_ns, steps)
 
     def _worth(self, track: Track) -> bool:
-        if not track.held(self._limits):
+        if not track.held(self.clock, self._limits):
             return False
         if len(self._usual) < self._limits.usual_least or not track.levels:
             return True
@@ -338,7 +338,7 @@ class Episodes:
             return True
         now, step = self.clock.now_ns, window.last_step or 0
         began, began_ns = self._turning = self._turning or (step, now)
-        return self._limits.lasted(verdict.label, now - began_ns, step - began)
+        return self._limits.lasted(verdict.label, now - began_ns, self.clock.timed(step - began))
 
 
 def _alike(one: Track, other: Track) -> bool:

@@ -110,7 +110,7 @@ class RunJudge:
         found, evidence = assess(window, limits, baseline=self.baseline, followed=self.episodes.followed)
         if self.baseline is None and evidence and (found.label, found.confidence) == ("healthy", "high"):
             self.baseline = self._learner.add(evidence)
-        counts = self._count(found)
+        counts = self._count(window, found)
         verdict = self.episodes.update(window, found, evidence, counts=counts)
         self._collect(window)
         self._merge(verdict)
@@ -161,8 +161,11 @@ class RunJudge:
         if whole.pattern == "lasting":
             return True
         late = np.flatnonzero(late_steps(waited_ns(whole, evidence).astype(np.float64)))
-        between_ns = evidence.step_ns[late[0] : late[-1] + 1].sum() if len(late) else 0
-        return len(late) > 1 and limits.lasted(whole.label, between_ns, late[-1] - late[0])
+        if len(late) < 2:
+            return False
+        first, last = evidence.window.steps[late[[0, -1]]].tolist()
+        between_ns = (last - first + 1) * evidence.step_ns[late[0] : late[-1] + 1].mean()
+        return limits.lasted(whole.label, between_ns, episodes.clock.timed(last - first))
 
     def _costliest(self, whole: Verdict) -> Verdict:
         """Return the costliest of all that was named, where it cost `min_drift` of the run; else `whole`."""
@@ -206,12 +209,12 @@ class RunJudge:
         limits = self._thresholds
         return len(window.starts) < limits.first_window_steps and window.coverage >= limits.coverage_limited
 
-    def _count(self, verdict: Verdict) -> bool:
+    def _count(self, window: Window, verdict: Verdict) -> bool:
         """Count a window for `chronic`, once per stride, so that asking more often changes nothing."""
-        step = verdict.to_step or 0
-        if self._counted_to is not None and step < self._counted_to + self._thresholds.stride_steps:
+        new = window.steps > (-1 if self._counted_to is None else self._counted_to)
+        if np.count_nonzero(new) < self._thresholds.stride_steps:
             return False
-        self._counted_to = step
+        self._counted_to = window.last_step
         self._counted += 1
         self._recent.append(verdict)
         self._totals.update((verdict.label, verdict.stage, rank) for rank in verdict.ranks or (None,))

@@ -84,6 +84,10 @@ class Clock:
         self.steps, self._step_ns = steps, step_ns
         return True
 
+    def timed(self, steps: int) -> int:
+        """Return how many of so many steps have times."""
+        return steps // self.every
+
     def begin_ns(self, step: int) -> int:
         """Return when `step` of the last window began, ns."""
         return self.now_ns - int(self._step_ns[np.searchsorted(self.steps, step) :].sum())
@@ -177,16 +181,17 @@ class Track:
         if self._turned in (0, TURNS):
             self.verdict, self._turned = found, 0
 
-    def held(self, thresholds: Thresholds) -> bool:
+    def held(self, clock: Clock, thresholds: Thresholds) -> bool:
         """Whether it has lasted long enough, and cost enough, to be named."""
-        ns, steps = self.last_ns - self.began_ns, self.last - self.began + 1
+        ns, steps = self.last_ns - self.began_ns, clock.timed(self.last - self.began) + 1
         lasted = thresholds.lasted(self.verdict.label, ns, steps)
         return lasted and self.cost_ns >= thresholds.hold_cost_s * 1e9
 
-    def gone(self, step: int, now_ns: int, thresholds: Thresholds) -> bool:
+    def gone(self, clock: Clock, thresholds: Thresholds) -> bool:
         """Whether no step has been late for as long as it takes to be named."""
         hold_ns = thresholds.hold_of(self.verdict.label) * 1e9
-        return now_ns - self.last_ns > hold_ns and step - self.last > thresholds.hold_steps
+        steps = clock.timed(int(clock.steps[-1]) - self.last)
+        return clock.now_ns - self.last_ns > hold_ns and steps > thresholds.hold_steps
 
     def cut(self, step: int) -> None:
         """End it before `step`."""
