@@ -39,9 +39,13 @@ class FakeDevice:
         self.recorded: list[int] = []
         """The times of all events that marks have recorded, in order."""
         self.calls: Counter[str] = Counter()
+        self.during: Callable[[str, int], None] = lambda _name, _count: None
+        """What happens during a call, of which there were so many."""
         self.fails: Callable[[str, int], bool] = lambda _name, _count: False
         """Of a call and how many there were: it raises."""
         self.captures: Callable[[int], bool] = lambda _: False
+        self.captured = False
+        """What `capturing` has returned last: what is recorded then spoils the script's graph."""
         self.late_ns: Callable[[int], int] = lambda _: 0
         """By how much the n-th beat is held up."""
         self.record_takes_ns: Callable[[int], int] = lambda _: 0
@@ -77,10 +81,12 @@ class FakeDevice:
 
     def capturing(self) -> bool:
         self._called("capturing")
-        return self.captures(self.calls["capturing"])
+        self.captured = self.captures(self.calls["capturing"])
+        return self.captured
 
     def record(self, slot: int) -> None:
         self._called("record")
+        assert not self.captured
         self.last = self.stream
         self._record(slot, self.stream)
         self.recorded.append(self.events[slot])
@@ -117,6 +123,7 @@ class FakeDevice:
     def _called(self, name: str) -> None:
         assert not self.broken, f"{name} after an error"
         self.calls[name] += 1
+        self.during(name, self.calls[name])
         if self.fails(name, self.calls[name]):
             self.broken = True
             raise DeviceError(f"{name} failed")

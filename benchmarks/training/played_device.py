@@ -1,7 +1,8 @@
-"""A device that is played in real time, one in each rank: what `planted.py` computes on with `--device`."""
+"""A device that is played in real time, one in each rank; `planted.py` and the chaos suite compute on it."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 from collections.abc import Callable
@@ -57,7 +58,7 @@ def measure(device: PlayedDevice) -> None:
 
 def exchange_on(device: PlayedDevice, model: DistributedDataParallel) -> None:
     """Have gradients exchanged when the last rank's device has come to it; compute streams wait."""
-    reduce = getattr(dist.all_reduce, "__wrapped__", dist.all_reduce)
+    reduce = inspect.unwrap(dist.all_reduce)
     queue = Variable._execution_engine.queue_callback
 
     def hook(_: Any, bucket: Any) -> Any:

@@ -28,6 +28,7 @@ from sessions import doubled_rows
 
 from traceml_ray.launchers.cluster import free_port
 from traceml_ray.session import LIVE
+from traceml_ray.stages import FLAG_DEVICE_CLOCK
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session_file import SessionFile
 
@@ -103,6 +104,8 @@ class Outcome:
     ledger: dict[str, Any] | None = None
     doubled: int = 0
     """Rows that are in the session file more than once, or in it and not in the ledger."""
+    on_device: int = 0
+    """Rows that are of a device's clock."""
     summary: dict[str, Any] | None = None
 
     @property
@@ -256,6 +259,8 @@ class Run:
         with contextlib.suppress(SessionFileError), SessionFile(self.session / "session.sqlite") as file:
             outcome.ledger = file.ledger()
             outcome.doubled = doubled_rows(file)
+            flags = b"".join(each for (each,) in file._all("SELECT flags FROM chunk"))
+            outcome.on_device = sum(bool(flag & FLAG_DEVICE_CLOCK) for flag in flags)
         with contextlib.suppress(OSError):
             outcome.summary = json.loads((self.session / "summary.json").read_bytes())
         return outcome
@@ -365,6 +370,7 @@ def check(case: Case, got: Outcome, expected: Outcome) -> None:
         assert count["produced"] == sum(counts) and min(counts) >= 0, count
     assert (got.ledger["in_flight"], got.doubled) == (0, 0), got.ledger
     assert _accounted(got.ledger) <= RANKS * case.steps
+    assert got.on_device > RANKS * case.steps / 2 or "--device" not in case.script, got.on_device
     assert not case.whole or (got.lost, _accounted(got.ledger)) == ("0", RANKS * case.steps), got.ledger
 
 

@@ -90,6 +90,14 @@ LONG = [
         ]
     ),
     *(
+        Case(f"device's clock, {name}", fault, script=("--device", *end), whole=not end)
+        for name, fault, *end in [
+            ("aggregator and relay killed", faults.killed(AGGREGATOR, RELAY)),
+            ("raylet killed", faults.killed(RAYLET)),
+            ("a rank gets SIGKILL", faults.nothing, "--end", "kill"),
+        ]
+    ),
+    *(
         Case(f"children: {method}", faults.nothing, channel, ("--children", method))
         for channel in BOTH
         for method in ("fork", "spawn")

@@ -1,10 +1,12 @@
 """
 A tiny DDP training that writes down what it computed and how long any hook of ours held it up.
 
-    train.py FOLDER --steps 120 [--ms 12] [--end exit|raise|gone|term|int] [--children fork|spawn]
+    train.py FOLDER --steps 120 [--ms 12] [--end exit|raise|gone|term|int|kill] [--children fork|spawn]
+        [--device]
 
-At every 30th step rank 0 says so (`stop.K`) and all wait until the test has done its harm (`go.K`, or
-`go.all`), so that a fault hits every run at the same step. Everything is in `result.RANK` before the end.
+With `--device` it computes on a played device, whose clock the agent reads. At every 30th step rank 0 says
+so (`stop.K`) and all wait until the test has done its harm (`go.K`, or `go.all`), so that a fault hits every
+run at the same step. Everything is in `result.RANK` before the end.
 """
 
 from __future__ import annotations
@@ -31,11 +33,13 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 STOP = 30
+KERNEL_NS = 2_000_000
 ENDS = {
     "exit": lambda: sys.exit(3),
     "gone": lambda: os._exit(7),
     "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "int": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
 }
 
 
@@ -51,13 +55,19 @@ def train(args: argparse.Namespace) -> None:
     torch.manual_seed(rank)
     net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
     model = torch.nn.parallel.DistributedDataParallel(net)
+    device = played(model) if args.device else None
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     losses, codes = [], []
     for step, (batch,) in enumerate(torch.utils.data.DataLoader(dataset(args.steps), batch_size=4)):
         loss = (model(batch * (rank + 1)) - 1).pow(2).mean()
+        if device:
+            device.launch(KERNEL_NS)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if device:
+            device.launch(KERNEL_NS)
+            device.item()
         losses.append(loss.item().hex())
         time.sleep(args.ms / 1e3)
         if step % STOP == STOP - 1:
@@ -79,6 +89,18 @@ def train(args: argparse.Namespace) -> None:
         "ended": time.monotonic(),
     }
     (folder / f"result.{rank}").write_text(json.dumps(result))
+
+
+def played(model: torch.nn.parallel.DistributedDataParallel) -> Any:
+    """Return a played device, on which gradients are exchanged; the agent has its clock once it looks."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "training"))
+    from played_device import PlayedDevice, exchange_on, measure
+
+    device = PlayedDevice()
+    exchange_on(device, model)
+    if stopwatch:
+        measure(device)
+    return device
 
 
 def wait(folder: Path, number: int) -> None:
@@ -115,6 +137,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ms", type=float, default=12)
     parser.add_argument("--end", default="")
     parser.add_argument("--children", default="")
+    parser.add_argument("--device", action="store_true")
     return parser.parse_args(arguments)
 
 

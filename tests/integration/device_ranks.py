@@ -8,6 +8,7 @@ device has come to it. Each rank leaves, by case, its losses and weights and wha
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
@@ -33,6 +34,9 @@ MS = 1_000_000
 STEPS = 24
 FORWARD_MS, BACKWARD_MS, OPTIMIZER_MS, EXCHANGE_MS = 10, 20, 4, 4
 FAULT_MS = 12
+TRIED = 1, 7
+"""Of the calls of a name, in which something happens; `make` is called once."""
+agents: list[RankAgent] = []
 
 
 class Wire:
@@ -135,6 +139,7 @@ def attached(device: FakeDevice) -> tuple[RankAgent, Wire]:
     """Return an agent whose rows are by the host's clock of `device` until it begins, and its relay."""
     relay = Wire()
     agent = RankAgent(Settings(session="s"), relay)  # type: ignore[arg-type]
+    agents.append(agent)
     recorder = agent.recorder
     recorder.clock = device
     recorder.stamp_with(device)
@@ -208,13 +213,35 @@ def delayed() -> FakeDevice:
     return device
 
 
-def fork(step: int) -> None:
-    """A child of a DataLoader, say, which ends as processes do."""
-    if step == 5:
-        child = os.fork()
-        if child == 0:
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
+def during(name: str, happens: Callable[[FakeDevice], None]) -> FakeDevice:
+    """Return a device in some of whose calls of that name something happens."""
+    device = FakeDevice()
+    device.during = lambda called, count: happens(device) if called == name and count in TRIED else None
+    return device
+
+
+def delay(device: FakeDevice) -> None:
+    device.wait(30 * MS)
+
+
+def capture(device: FakeDevice) -> None:
+    """The script begins to capture a graph, and goes on for some marks."""
+    first = device.calls["capturing"]
+    device.captures = lambda count: count - first < 9
+
+
+def fork(device: FakeDevice) -> None:
+    """A child of a DataLoader, say: it leaves the patches, as any child does, fetches, and ends."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            agents[-1].instrumentation.remove()
+            asked = device.calls.total()
+            list(torch.utils.data.DataLoader(Batches(FakeDevice(), "")))
+            status = int(device.calls.total() != asked)
+        os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def gone(step: int) -> None:
@@ -234,7 +261,9 @@ def main(folder: str) -> None:
     for at in range(6):
         found[f"capture {at}"] = watched(capturing(at * 10), "")
     found["delayed"] = watched(delayed(), "")
-    found["fork"] = watched(FakeDevice(), "", fork)
+    for name in CALLS:
+        for happens in (delay, capture, fork):
+            found[f"{happens.__name__} in {name}"] = watched(during(name, happens), "")
     found["relay gone"] = watched(FakeDevice(), "", gone)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
 

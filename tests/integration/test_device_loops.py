@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
-from fake_device import EPSILON_NS, FakeDevice, use
+from fake_device import CALLS, EPSILON_NS, FakeDevice, use
 from integration import loops
 from unit.test_device import drained
 
 from traceml_ray.agent.device import DeviceClock
-from traceml_ray.stages import FLAG_COUPLED, FLAG_DEVICE_CLOCK, FLAG_NO_PEERS
+from traceml_ray.stages import FLAG_COUPLED, FLAG_DEVICE_CLOCK, FLAG_NO_PEERS, SEGMENT_BITS
 
 TICK_NS = 1000
 NAMES = [name for name in loops.ATTRIBUTED | loops.UNBROKEN if name != "spawn_workers"]
@@ -54,10 +55,10 @@ def run(name: str, trouble: Callable[[FakeDevice], None] = lambda _: None) -> tu
     return job, job.clock
 
 
-def same_results(name: str, job: loops.Job) -> None:
+def same_results(name: str, job: loops.Job, times: int = 1) -> None:
     bare = loops.run(name, watched=False)
-    assert len(bare.nets) == len(job.nets) > 0
-    for one, other in zip(bare.nets, job.nets, strict=True):
+    assert times * len(bare.nets) == len(job.nets) > 0
+    for one, other in zip(times * bare.nets, job.nets, strict=True):
         for (key, before), (_, after) in zip(
             one.state_dict().items(), other.state_dict().items(), strict=True
         ):
@@ -100,6 +101,65 @@ def test_results_are_the_same_to_the_bit_with_a_device_in_trouble(name: str) -> 
         assert bool(clock.stopped) == job.device.broken
         keys = [key for key, *_ in drained(job)]  # type: ignore[arg-type]
         assert keys == sorted(set(keys)) and bool(keys) == (name != "autograd_grad")
+
+
+class AgentsThread(threading.Thread):
+    """Reads the device's clock, and stays in its first call of that name until it is `released`."""
+
+    def __init__(self, job: loops.Job, device: FakeDevice, call: str) -> None:
+        super().__init__(daemon=True)
+        self.inside, self.released, self.over = threading.Event(), threading.Event(), threading.Event()
+        self._job, self._device, self._call = job, device, call
+        device.during = self._during
+
+    def _during(self, called: str, _: int) -> None:
+        if called == self._call and threading.current_thread() is self:
+            self.inside.set()
+            self.released.wait(60)
+
+    def run(self) -> None:
+        recorder = self._job.recorder
+        clock = use(recorder, self._device)
+        while not self.over.wait(0.001):
+            recorder.settle()
+            clock.resolve(recorder.first_event())
+            clock.standing(loops.STEPS, recorder.steps.open_cuts())
+
+
+@pytest.mark.parametrize("call", [name for name in CALLS if name not in ("capturing", "record", "elsewhere")])
+def test_agents_call_that_does_not_return_holds_up_no_mark_and_no_child(call: str) -> None:
+    """As the driver's calls do while another thread has the lock of the context."""
+    device, job = Ticking(), loops.Job()
+    job.recorder.clock = device
+    job.recorder.stamp_with(device)
+    job.recorder.steps.forget(device.now)
+    agent = AgentsThread(job, device, call)
+    job.instrumentation.install()
+    try:
+        agent.start()
+        while not agent.inside.wait(0.01):
+            loops.plain(job)
+        loops.plain(job)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            with contextlib.suppress(BaseException):
+                job.instrumentation.remove()
+                list(job.loader())
+                status = 0
+            os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0 and not agent.released.is_set()
+    finally:
+        job.instrumentation.remove()
+        agent.released.set()
+    agent.over.set()
+    agent.join(60)
+    device.wait(EPSILON_NS)
+    job.recorder.settle()
+    job.recorder.leave_device()
+    steps = [key >> SEGMENT_BITS for key, *_ in drained(job)]  # type: ignore[arg-type]
+    assert steps == list(range(len(job.nets) * loops.STEPS))
+    same_results("plain", job, times=len(job.nets))
 
 
 def test_child_that_is_forked_at_any_mark_asks_nothing_of_the_device() -> None:

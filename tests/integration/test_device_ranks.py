@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_device import CALLS
+from integration.device_ranks import TRIED
 from integration.two_ranks import results_of
 from unit.sample_windows import judge
 
@@ -73,7 +74,7 @@ def test_training_is_the_same_whatever_happens_to_the_clock(ranks: list[dict[str
             assert case["results"] == rank["bare"]["results"], name
             if name.startswith("error") and case["calls"].get(name.split()[1], 0) >= int(name.split()[2]):
                 assert "failed" in case["missing"]["device clock"], name
-            elif name.removeprefix("slow ") in usual:
+            elif name.removeprefix("slow ") in usual or " in " in name:
                 assert "device clock" not in case["missing"]
 
 
@@ -84,6 +85,19 @@ def test_error_at_each_call_of_a_device_is_tried(ranks: list[dict[str, Any]]) ->
                 case = rank[f"error {name} {at}"]
                 assert f"{name} failed" in case["missing"]["device clock"], (name, at)
                 assert case["calls"][name] == at
+
+
+@pytest.mark.parametrize("trouble", ["delay", "capture", "fork"])
+def test_trouble_in_each_call_of_a_device_is_tried(ranks: list[dict[str, Any]], trouble: str) -> None:
+    """What becomes of it: see the two tests above, and those of rows."""
+    for rank in ranks:
+        for name in CALLS:
+            case = rank[f"{trouble} in {name}"]
+            assert case["calls"][name] >= TRIED[name != "make"], name
+            if trouble == "capture":
+                assert 1 <= case["errors"]["device rows without an event"] <= 4, name
+            else:
+                assert len(rows(case)) == 24 - FIRST and not case["errors"], name
 
 
 def test_row_in_which_a_mark_is_captured_keeps_its_host_part(ranks: list[dict[str, Any]]) -> None:
