@@ -407,6 +407,20 @@ def test_wait_of_another_stream_is_none_of_the_stages() -> None:
     assert [round(ns / MS) for ns in last[2][FORWARD:]] == [10, 0, 40]
 
 
+def in_autograds_thread(call: Any, hook: bool = True) -> None:
+    """Call it in a thread that is not the one that trains: in a hook of a backward, or of a thread's own."""
+
+    def run() -> None:
+        x = torch.zeros(1, requires_grad=True)
+        doubled = x * 2
+        doubled.register_hook(lambda _: call() and None)
+        doubled.sum().backward()
+
+    thread = threading.Thread(target=run if hook else call)
+    thread.start()
+    thread.join()
+
+
 class TestCollectives:
     def made(self) -> tuple[DeviceLoop, Collectives]:
         loop = DeviceLoop()
@@ -451,10 +465,39 @@ class TestCollectives:
             loop.recorder.ready = 0
         loop.device.stream = stream
         reduce = collectives._collective("all_reduce")(lambda *_: handle)
-        thread = threading.Thread(target=reduce, args=(tensor,))
-        thread.start()
-        thread.join()
+        in_autograds_thread(lambda: reduce(tensor))
         assert loop.recorder.exchange.coupled == coupled
+
+    @pytest.mark.parametrize("future", [False, True])
+    def test_wait_in_a_hook_of_a_backward_couples_where_it_makes_the_stages_wait(self, future: bool) -> None:
+        for stream, hook, coupled in (
+            ("default", True, True),
+            ("reduce", True, False),
+            ("default", False, False),
+        ):
+            loop, collectives = self.made()
+            wait = collectives._wait(future=future)(Mock())
+            loop.recorder.write(BACKWARD_BEGIN)
+            loop.recorder.ready = 0
+            loop.device.stream = stream
+            in_autograds_thread(wait, hook)
+            assert loop.recorder.exchange.coupled == coupled, (stream, hook)
+
+    @pytest.mark.parametrize("on_device", [True, False])
+    def test_wait_for_a_future_is_marked_on_a_device_only(self, on_device: bool) -> None:
+        """`work.get_future().wait()`; on the CPU a future may be for anything."""
+        loop, collectives = self.made()
+        if not on_device:
+            loop.recorder.leave_device()
+        marks = len(loop.recorder.log)
+        collectives._wait(future=True)(lambda: loop.device.wait_for(loop.device.now + 7 * MS))()
+        assert (len(loop.recorder.log) > marks) == on_device
+        loop.backward(5, 6)
+        loop.optimizer(1)
+        loop.device.wait(20 * MS)
+        if on_device:
+            *_, last = loop.both()
+            assert last[2][SYNC_WAIT] > 6 * MS and not last[1] & FLAG_COUPLED
 
     def test_coalesced_ones_couple_where_they_are_waited_for(self) -> None:
         loop, collectives = self.made()
@@ -482,6 +525,26 @@ def test_all_waits_of_this_torchs_fsdp_are_found_and_put_back(strategy: str) -> 
     assert all(vars(o)[n] is not b for o, n, b in zip(owners, names, before, strict=True))
     patcher.restore()
     assert all(vars(o)[n] is b for o, n, b in zip(owners, names, before, strict=True))
+
+
+def test_wait_inside_those_of_fsdp_does_not_couple(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP waits for its gathers in autograd's thread, between marks, or in steps that have none."""
+    from torch.distributed.fsdp import _runtime_utils
+
+    loop, patcher = DeviceLoop(), Patcher(debug=True)
+    wait = Collectives(loop.recorder, Spans(loop.recorder, Mock()), Mock())._wait()(Mock())
+    monkeypatch.setattr(_runtime_utils, "_pre_backward_hook", wait)
+    waits = sharded_waits.ShardedWaits("fsdp", loop.recorder, loop.use, patcher)
+    loop.step()
+    loop.recorder.ready = 0
+    for stops in (False, True):
+        if stops:
+            waits.stop()
+        in_autograds_thread(lambda: _runtime_utils._pre_backward_hook())  # type: ignore[call-arg]
+        assert not loop.recorder.exchange.coupled
+    patcher.restore()
+    in_autograds_thread(wait)
+    assert loop.recorder.exchange.coupled
 
 
 def test_fsdp_without_one_of_its_waits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ STREAMED = "exchanged on a device"
 class GradientExchange:
     """Set by the patches of DDP, FSDP and others; read where rows are cut and flagged."""
 
-    __slots__ = ("_clocked", "coupled", "inferred", "on_device", "peers", "reasons", "several")
+    __slots__ = ("_clocked", "bracketed", "coupled", "inferred", "on_device", "peers", "reasons", "several")
 
     def __init__(self) -> None:
         self.peers: Callable[[], bool] | None = None
@@ -26,6 +26,8 @@ class GradientExchange:
         """Rows are cut where a reduction ended, because nothing else says where gradients are exchanged."""
         self.on_device = False
         """Such a reduction ran on a device: its waits are not on the clock of the rows."""
+        self.bracketed = 0
+        """In so many functions that wait, whose waits on a device have marks, or are not to be read."""
         self._clocked = False
 
     def couple(self, reason: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from threading import get_ident
 from typing import Any
 
 from traceml_ray.agent.patch.patcher import Failed, Make, Patcher
@@ -51,6 +52,7 @@ class Collectives:
 
     def patch(self, patcher: Patcher) -> None:
         """Time the functions of `torch.distributed`, and the wait for those that were started only."""
+        import torch
         import torch.distributed as dist
 
         if not dist.is_available():
@@ -59,6 +61,7 @@ class Collectives:
             if hasattr(dist, name):
                 patcher.replace(dist, name, self._collective(name))
         patcher.replace(dist.Work, "wait", self._wait())
+        patcher.replace(torch._C.Future, "wait", self._wait(future=True))
         if hasattr(dist.distributed_c10d, "_coalescing_manager"):
             patcher.replace(dist.distributed_c10d, "_coalescing_manager", self._coalesced)
 
@@ -68,20 +71,21 @@ class Collectives:
 
         patcher.replace(functional, "wait_tensor", self._wait())
 
-    def _wait(self) -> Make:
+    def _wait(self, *, future: bool = False) -> Make:
         """
-        Return what makes the wrapper of a wait for peers.
+        Return what makes the wrapper of a wait for peers; for a `future` only on a device, where its wait is
+        one of the stream: elsewhere it may be for anything.
 
         It is a span by itself only where it is not part of a collective, which torch.distributed starts and
         then waits for: what of that is work (pickling an object) stays in its stage.
         """
         from torch.compiler import is_dynamo_compiling
 
-        spans = self._spans
+        spans, recorder = self._spans, self._recorder
 
         def make(original: Any) -> Any:
             def wait(*args: Any, **kwargs: Any) -> Any:
-                if is_dynamo_compiling():
+                if is_dynamo_compiling() or (future and recorder.device is None):
                     return original(*args, **kwargs)
                 span = None if self._inside else spans.begin("wait")
                 blocks = spans.sync_begin()
@@ -90,6 +94,8 @@ class Collectives:
                 finally:
                     if blocks:
                         spans.sync_end()
+                    else:
+                        self._unmarked()
                     if span is not None:
                         spans.end(span)
                         if args and id(args[0]) in self._handles:
@@ -118,8 +124,7 @@ class Collectives:
                 result, buffers = None, (*args, *kwargs.values())
                 if span is None:
                     result = original(*args, **kwargs)
-                    if recorder.device is not None:
-                        self._unseen(buffers, result)
+                    self._unmarked(buffers, result)
                     return result
                 self._inside = True
                 whole = op == "monitored_barrier" or recorder.device is not None
@@ -140,19 +145,23 @@ class Collectives:
 
         return make
 
-    def _unseen(self, buffers: Iterable[Any], result: Any) -> None:
+    def _unmarked(self, buffers: Iterable[Any] | None = None, result: Any = None) -> None:
         """
-        Couple the rows of a device where a collective of another thread runs on the stream of their marks: a
-        hook of a backward has called it, and what it waits for cannot be told from work.
+        Couple the rows of a device where autograd's thread has waited on the stream of their marks, in a
+        collective of these `buffers` or for one: a hook of a backward has called it, and that wait cannot be
+        told from work. Those of FSDP have marks around them.
         """
-        import torch.distributed as dist
-
+        recorder = self._recorder
+        device, exchange = recorder.device, recorder.exchange
+        if device is None or recorder.ready or exchange.bracketed or get_ident() == recorder.owner:
+            return
         try:
-            device = self._recorder.device
-            if device is None or self._recorder.ready or isinstance(result, dist.Work):
+            import torch
+
+            if torch._C._current_graph_task_id() < 0 or isinstance(result, torch.distributed.Work):
                 return
-            if self._on_device(buffers) and not device.elsewhere():
-                self._recorder.exchange.couple("collectives in hooks of a backward")
+            if (buffers is None or self._on_device(buffers)) and not device.elsewhere():
+                exchange.couple("collectives in hooks of a backward")
         except Exception as error:
             self._failed("span", error)
 

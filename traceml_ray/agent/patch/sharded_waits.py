@@ -72,14 +72,18 @@ class ShardedWaits:
             if not hasattr(owner, function):
                 raise RuntimeError(f"FSDP of torch {torch.__version__} has no {cls or name}.{function}")
             found.append((owner, function))
-        is_compiling = torch.compiler.is_dynamo_compiling
+        is_compiling, exchange = torch.compiler.is_dynamo_compiling, self._recorder.exchange
 
         def make(original: Any) -> Any:
             def wait(*args: Any, **kwargs: Any) -> Any:
-                began = not is_compiling() and self._begin()
+                if is_compiling():
+                    return original(*args, **kwargs)
+                began = self._begin()
+                exchange.bracketed += 1
                 try:
                     return original(*args, **kwargs)
                 finally:
+                    exchange.bracketed -= 1
                     if began:
                         self._end()
 
