@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "benchmarks" / "training")]
 from stopwatch import measured, stalls_s
 
 # Before torch is imported, which is when our hooks are put in.
@@ -54,8 +54,16 @@ def train(args: argparse.Namespace) -> None:
     rank, folder = dist.get_rank(), Path(args.folder)
     torch.manual_seed(rank)
     net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    device: Any = None
+    if args.device:
+        import played_device
+
+        device = played_device.PlayedDevice()
+        if stopwatch:
+            played_device.measure(device)  # before there is a model, whose device the agent looks for
     model = torch.nn.parallel.DistributedDataParallel(net)
-    device = played(model) if args.device else None
+    if device:
+        played_device.exchange_on(device, model)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     losses, codes = [], []
     for step, (batch,) in enumerate(torch.utils.data.DataLoader(dataset(args.steps), batch_size=4)):
@@ -89,18 +97,6 @@ def train(args: argparse.Namespace) -> None:
         "ended": time.monotonic(),
     }
     (folder / f"result.{rank}").write_text(json.dumps(result))
-
-
-def played(model: torch.nn.parallel.DistributedDataParallel) -> Any:
-    """Return a played device, on which gradients are exchanged; the agent has its clock once it looks."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "training"))
-    from played_device import PlayedDevice, exchange_on, measure
-
-    device = PlayedDevice()
-    exchange_on(device, model)
-    if stopwatch:
-        measure(device)
-    return device
 
 
 def wait(folder: Path, number: int) -> None:
