@@ -23,7 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "benchmarks" / "training")]
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "training"))
+sys.path.insert(0, str(Path(__file__).parent))
 from stopwatch import measured, stalls_s
 
 # Before torch is imported, which is when our hooks are put in.
