@@ -20,7 +20,7 @@ def results_of(script: str, folder: Path) -> list[dict[str, Any]]:
         env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
