@@ -28,6 +28,8 @@ from simulated_jobs import (
     DEVICE_BOUND_JOBS,
     FREE,
     HOST_BOUND_JOBS,
+    LARGE_DEVICE_BOUND_JOBS,
+    LARGE_HOST_BOUND_JOBS,
     OTHER_DEVICE_BOUND_JOBS,
     OTHER_HOST_BOUND_JOBS,
     Tally,
@@ -47,15 +49,17 @@ KINDS = {
     "host-bound": HOST_BOUND_JOBS | OTHER_HOST_BOUND_JOBS,
     "coupled, device-bound": COUPLED_DEVICE_BOUND_JOBS,
     "coupled, host-bound": COUPLED_HOST_BOUND_JOBS,
+    "large steps, device-bound": LARGE_DEVICE_BOUND_JOBS,
+    "large steps, host-bound": LARGE_HOST_BOUND_JOBS,
 }
 RANKS = (2, 4, 8, 64)
 NOISE = ((0.02, 0.05), (0.05, 0.10), (0.10, 0.10), (0.10, 0.20))
 LOUD = ((0.15, 0.20),)
 HOST_BOUND_FROM = 0.95
 """Hosts that take more than this share of what the devices take set the pace."""
-DEVELOPED_ON = (30_000, 41_000)
+DEVELOPED_ON = (30_000, 41_000, 90_000)
 """Seeds of random jobs that rules were chosen by; the second for `coupled` ones."""
-HELD_OUT_SEED = 90_000
+HELD_OUT_SEED = 210_000
 FAULTS = (
     f"| windows | faults | cost ≥ {COSTLY:.0%} | rank right | and stage | abstains | healthy | wrong rank | "
     f"cost < {FREE:.0%} | of these `straggler` |\n|---|---|---|---|---|---|---|---|---|---|"

@@ -350,8 +350,9 @@ def rows_of(marks: Marks) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     for at, stage in enumerate(marks.stages):
         d[stage] += ns[0][:, at]
         h[stage] += ns[1][:, at]
-        caught[stage] += (ns[0][:, at] + 1) * ((began[:, at] < least) & (end[:, at] < least))
-        masks[1] |= ((before[:, at] > FULL_MS) | (after[:, at] > FULL_MS)).astype(np.uint8) << stage
+        full = (before[:, at] > FULL_MS) | (after[:, at] > FULL_MS)
+        caught[stage] += (ns[0][:, at] + 1) * ((began[:, at] < least) & (end[:, at] < least) & ~full)
+        masks[1] |= full.astype(np.uint8) << stage
         masks[2] &= ~((began[:, at] * 1e6 <= ns[1][:, at]).astype(np.uint8) << stage)
     for stage in range(6):
         masks[0] |= (2 * caught[stage] >= d[stage] + marks.stages.count(stage)).astype(np.uint8) << stage

@@ -59,6 +59,22 @@ COUPLED_HOST_BOUND_JOBS = {
     "host-bound, two synced backwards": HOST_BOUND_SYNCS.holding(4),
     "host-bound, two synced backwards, loss.item()": waiting(HOST_BOUND_SYNCS, "loss"),
 }
+LARGE = {"kernels": (5, 0, 1, 40, 80), "slots": 5}
+"""A step of many kernels, of which the launch queue holds a twenty-fifth: a host is never far ahead."""
+LARGE_DEVICE_BOUND_JOBS = {
+    "large step": replace(NOISY, **LARGE),
+    "large step, slow exchange": replace(NOISY, exchange_ms=20.0, **LARGE),
+    "large step, loss.item()": waiting(replace(NOISY, **LARGE), "loss"),
+    "large step, GradScaler": waiting(replace(NOISY, **LARGE), "scaler"),
+    "large step, accumulation": replace(
+        NOISY, micro=4, host=(1, 4, 2, 12, 16), device=(4, 0, 2, 40, 80), **LARGE
+    ),
+}
+LARGE_HOST_BOUND_JOBS = {
+    "host-bound, large step": replace(HOST_BOUND, **LARGE),
+    "host-bound, large step, loss.item()": waiting(replace(HOST_BOUND, **LARGE), "loss"),
+    "equal speeds, large step": replace(EQUAL, **LARGE),
+}
 OTHER_HOST_BOUND_JOBS = {
     "host-bound, GradScaler": waiting(HOST_BOUND, "scaler"),
     "host-bound, blocking copy": waiting(HOST_BOUND, "copy"),
@@ -228,7 +244,9 @@ def play(
 ) -> None:
     """Judge the windows of `faults`, `seeds` of each; `plain`: without the hosts' part."""
     of_each = windows(job, faults, seeds, seed=seed)
-    [calm] = windows(replace(job, tails=0.0) if faults == [None] else job, [None], seeds, seed=seed)
+    calm = of_each[0]
+    if faults != [None] or job.tails:
+        [calm] = windows(replace(job, tails=0.0) if faults == [None] else job, [None], seeds, seed=seed)
     for fault, found in zip(faults, of_each, strict=True):
         for window, usual in zip(found, calm, strict=True):
             judged = replace(window, host=None, leads=None) if plain else window

@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 import sys
 import threading
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -19,7 +21,7 @@ from unit.test_recorder import MARKS, Loop, WrittenLoop, play
 from traceml_ray.agent.clock_offset import ClockOffset
 from traceml_ray.agent.cuts import Cut
 from traceml_ray.agent.device import EVENT_SLOTS, MAX_ROWS_BEHIND, DeviceClock
-from traceml_ray.agent.device_row import late_below
+from traceml_ray.agent.device_row import late_below, masks
 from traceml_ray.agent.marks import BACKWARD_BEGIN, BRACKET_BEGIN, SYNC_END, SYNCED_BACKWARD_END
 from traceml_ray.agent.patch import sharded_waits
 from traceml_ray.agent.patch.collectives import Collectives
@@ -554,6 +556,18 @@ def test_fsdp_without_one_of_its_waits_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sharded_waits._WAITS, "fsdp", (("torch.distributed.fsdp", "", "_gone"),))
     with pytest.raises(RuntimeError, match=r"has no torch\.distributed\.fsdp\._gone"):
         sharded_waits.ShardedWaits("fsdp", loop.recorder, loop.use, patcher)
+
+
+def test_host_that_waits_for_room_in_its_launch_queue_is_not_late() -> None:
+    cuts = [Cut(FORWARD, 0, 1), Cut(BACKWARD, 1, 2), Cut(SYNC_WAIT, 2, 3)]
+    times = [10 * MS, 30 * MS, 31 * MS]
+
+    def host(number: int, full: Sequence[int]) -> tuple[int, bool]:
+        return [0, *times][number] - MS, number in full  # 1 ms ahead at each mark, below 5 % of the row
+
+    free, held = (masks(cuts, times, partial(host, full=full), 0, 2 * MS) for full in ((), (1,)))
+    assert free[:2] == (1 << FORWARD | 1 << BACKWARD | 1 << SYNC_WAIT, 0)
+    assert held[:2] == (1 << SYNC_WAIT, 1 << FORWARD | 1 << BACKWARD)
 
 
 def test_host_is_late_by_a_share_of_a_micro_batch() -> None:

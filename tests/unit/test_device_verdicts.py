@@ -12,7 +12,10 @@ from simulated_jobs import (
     COUPLED_DEVICE_BOUND_JOBS,
     COUPLED_HOST_BOUND_JOBS,
     DEVICE_BOUND_JOBS,
+    HOST_BOUND,
     HOST_BOUND_JOBS,
+    LARGE_DEVICE_BOUND_JOBS,
+    LARGE_HOST_BOUND_JOBS,
     OTHER_DEVICE_BOUND_JOBS,
     OTHER_HOST_BOUND_JOBS,
     Tally,
@@ -120,9 +123,9 @@ def test_fault_on_the_hosts_clock_alone_blames_nobody_or_the_wrong_rank():
 def test_device_bound_jobs_without_a_fault_are_healthy():
     tally = Tally()
     for number, job in enumerate((DEVICE_BOUND_JOBS | OTHER_DEVICE_BOUND_JOBS).values()):
-        for ranks, seeds in ((2, 18), (8, 10), (32, 5)):
-            for device, host in ((0.02, 0.05), (0.05, 0.10), (0.10, 0.10), (0.10, 0.20)):
-                noisy = replace(job, ranks=ranks, device_noise=device, host_noise=host, tails=0.002)
+        for ranks, seeds in ((2, 24), (8, 14), (32, 6)):
+            for device, host, tails in ((0.02, 0.05, 0), (0.10, 0.10, 0), (0.10, 0.20, 0.002)):
+                noisy = replace(job, ranks=ranks, device_noise=device, host_noise=host, tails=tails)
                 play(tally, noisy, [None], seeds, number)
     assert tally.windows >= 1000
     assert tally.labels == {"healthy": tally.windows}
@@ -131,8 +134,8 @@ def test_device_bound_jobs_without_a_fault_are_healthy():
 def test_host_bound_jobs_without_a_fault_name_no_rank():
     tally = Tally()
     for number, job in enumerate((HOST_BOUND_JOBS | OTHER_HOST_BOUND_JOBS).values()):
-        for ranks, seeds in ((2, 20), (8, 10)):
-            for device, host in ((0.02, 0.05), (0.05, 0.10), (0.10, 0.10)):
+        for ranks, seeds in ((2, 28), (8, 16)):
+            for device, host in ((0.02, 0.05), (0.10, 0.10)):
                 noisy = replace(job, ranks=ranks, device_noise=device, host_noise=host)
                 play(tally, noisy, [None], seeds, number)
     assert tally.windows >= 600
@@ -155,8 +158,8 @@ def test_host_bound_jobs_with_a_fault_have_their_rank_or_no_verdict():
     for number, job in enumerate((HOST_BOUND_JOBS | OTHER_HOST_BOUND_JOBS).values()):
         for ranks in (2, 8):
             here = replace(job, ranks=ranks)
-            play(tally, here, single_faults(here, ranks - 1), 2, number)
-    assert tally.costs >= 250
+            play(tally, here, single_faults(here, ranks - 1), 1, number)
+    assert tally.costs >= 125
     assert tally.wrong == 0, tally.notes
     assert tally.rank >= 0.75 * tally.costs
     assert tally.rank + tally.abstains >= 0.99 * tally.costs, tally.notes
@@ -195,6 +198,53 @@ def test_jobs_with_several_exchanges_a_step_have_their_rank_and_are_healthy_with
     assert faulty.wrong == faulty.healthy == 0
     least = (0.85 if bound else 1) * faulty.costs
     assert faulty.rank == faulty.stage >= least > 0
+
+
+def test_large_step_of_which_the_launch_queue_holds_little_is_judged_as_any_other():
+    tally = Tally()
+    for number, job in enumerate(LARGE_DEVICE_BOUND_JOBS.values()):
+        here = replace(job, ranks=4)
+        play(tally, here, [*single_faults(here, 3, (0.2,)), *several_faults(3)], 1, number)
+        faults = [None, *(fault for fault in single_faults(here, 3, (0.2,)) if fault.where == "device")]
+        assert not any(judge(window).host_bound for [window] in windows(here, faults, seed=number))
+    assert (tally.rank, tally.wrong, tally.free_named) == (tally.costs, 0, 0)
+    for number, job in enumerate(LARGE_HOST_BOUND_JOBS.values()):
+        here = replace(job, ranks=4)
+        play(tally, here, single_faults(here, 3, (0.2,)), 1, number)
+        assert judge(windows(here)[0][0]).label == "healthy"
+    assert tally.rank + tally.abstains == tally.costs >= 45
+    assert tally.wrong == 0
+
+
+def test_rank_whose_host_has_lost_its_lead_in_one_stall_is_not_named():
+    job = Job(
+        host=(2.646, 1.364, 0.03, 14.52, 9.382), device=(1.917, 0, 0.324, 2.604, 16.901),
+        kernels=(4, 0, 1, 7, 10), exchange_ms=1.178, ranks=8, slots=44, events_too=False, contention=0.116,
+        device_noise=0.0382, host_noise=0.0521, tails=0.002, spread=0.0019, launch_ms=0.0054,
+    )  # fmt: skip
+    [healthy], tally = windows(job, seeds=6, seed=90_143), Tally()
+    play(tally, job, [Fault(7, "device", (stage,), 4.191) for stage in (FORWARD, POST_SYNC)], 1, 90_043)
+    assert {judge(window).label for window in healthy} == {"healthy"}
+    assert tally.wrong == 0
+
+
+@pytest.mark.parametrize(("where", "stage"), [("device", BACKWARD), ("host", FORWARD)])
+def test_fault_of_a_sharded_job_whose_hosts_wait_for_their_devices_is_named(where, stage):
+    job = Job(
+        host=(6.556, 1.572, 1.704, 10.798, 7.947), device=(3.948, 0, 0.779, 12.67, 29.432),
+        kernels=(4, 0, 1, 15, 8), exchange_ms=14.8525, buckets=4, slots=35,
+        waits=frozenset({"loss", "scaler"}), contention=0.0099, device_noise=0.0959, host_noise=0.0698,
+        tails=0.002, spread=0.0038, launch_ms=0.0055, layers=5,
+    )  # fmt: skip
+    tally = Tally()
+    play(tally, job, [Fault(0, where, (stage,), ms) for ms in (9.25, 18.5)], 1, 90_090)
+    assert tally.rank == tally.stage == tally.costs == 2
+
+
+def test_rank_is_not_found_healthy_where_the_queues_of_its_peers_are_full_in_its_stage():
+    job = replace(HOST_BOUND, kernels=(20, 0, 1, 80, 160), slots=20, ranks=4)
+    [[window]] = windows(job, [Fault(3, "host", (POST_SYNC,), 12)])
+    assert judge(window).label == "accounting_only"
 
 
 def test_device_that_is_a_large_kernel_behind_its_host_is_not_slow():

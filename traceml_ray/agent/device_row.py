@@ -90,7 +90,8 @@ def masks(
         lead, lead_after = ahead_ns + began - since_host, ahead_ns + until - until_host
         weight = until - began + 1  # stages of no length have a bit, too
         spent[cut.stage] += weight
-        caught[cut.stage] += weight * (lead < late_ns and lead_after < late_ns)
+        held = since_full or until_full  # a host that waits for room in its queue is ahead, by little or not
+        caught[cut.stage] += weight * (lead < late_ns and lead_after < late_ns and not held)
         full |= (since_full or until_full) << cut.stage
         unsure |= (lead <= until_host - since_host) << cut.stage
         began = until

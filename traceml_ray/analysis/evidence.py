@@ -291,7 +291,8 @@ def gather(window: Window) -> Evidence:
         exposed_excess=_exposed_excess(frontier, ref, local),
         local_ns=local_ns.T,
     )
-    hosts = hosts_of(rows.host, rows.leads, window.keys & (1 << SEGMENT_BITS) - 1)
+    segments = window.keys & (1 << SEGMENT_BITS) - 1
+    hosts = hosts_of(rows.host, rows.leads, segments, inside=window.waits_inside)
     return evidence if hosts is None else _with_hosts(evidence, hosts)
 
 
@@ -321,7 +322,8 @@ def _with_hosts(evidence: Evidence, hosts: Hosts) -> Evidence:
     host, suspects = evidence.rows.host, evidence.persistent >= HOSTS.suspect
     suspects &= hosts.usual - hosts.ref < HOSTS.own * evidence.persistent * evidence.mean_step_ns
     if host is not None and suspects.any():
-        hosts = replace(hosts, follows=following(*evidence.host_steps, hosts, suspects))
+        follows = following(host, evidence.rows.d, evidence.window.keys, hosts, suspects)
+        hosts = replace(hosts, follows=follows)
     known = replace(evidence, hosts=hosts, peers=evidence)
     local: Bool = np.logical_not(evidence.rows.waits)
     stages = [int(s) for s in np.flatnonzero(local.any(axis=0)) if hosts.dry(int(s)).any()]

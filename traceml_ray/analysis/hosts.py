@@ -14,7 +14,7 @@ import numpy as np
 
 from traceml_ray.analysis.thresholds import HOSTS
 from traceml_ray.analysis.window import Bool, Float, Int64, UInt8
-from traceml_ray.stages import BACKWARD, FORWARD, LEAD_UNKNOWN, N_STAGES, POST_SYNC, SYNC_WAIT
+from traceml_ray.stages import BACKWARD, FORWARD, LEAD_UNKNOWN, N_STAGES, POST_SYNC, SEGMENT_BITS, SYNC_WAIT
 
 LATE, FULL, SURE = range(3)
 _BITS = 1 << np.arange(N_STAGES, dtype=np.uint8)
@@ -47,6 +47,8 @@ class Hosts:
     """and in those as well in which a host that is late can only be at work; 0 where no host is late."""
     follows: Bool
     """(R, 6): the device leaves the stage as its host does, though it is a kernel or more behind it."""
+    inside: bool = False
+    """Ranks wait for each other in forward and backward, too: they do not end where the next stage begins."""
 
     def late(self, stage: int) -> Bool:
         """Return where the host was late in `stage` (K, R)."""
@@ -60,12 +62,13 @@ class Hosts:
         its device there, in the next one, or the device `follows` it), and the host had not left the stage
         before the device began it.
 
-        Where most hosts are late in the stage, the reference is that of one whose device waits, too.
+        Where most hosts are late in the stage, the reference is that of one whose device waits, too; where
+        they were when it began, that none had a lead to use up.
         """
         late = self.late(stage)
-        most = late.shape[1] - late.sum(axis=1) <= (late.shape[1] - 1) // 2
+        most = _most(late) | (_most(self.late(stage - 1)) if stage else False)
         caught_up = late | self.follows[:, stage]
-        if self.certain[stage]:
+        if self.certain[stage] and not (self.inside and stage >= FORWARD):
             caught_up |= self.late(stage + 1)
         dry: Bool = caught_up & (self.leads[:, :, SURE] & _BITS[stage] == 0) & ~most[:, None]
         return dry
@@ -76,7 +79,9 @@ class Hosts:
         return np.stack([self.late(stage).mean(axis=0) for stage in range(N_STAGES)], axis=1)
 
 
-def hosts_of(host: Int64 | None, leads: UInt8 | None, segments: Int64) -> Hosts | None:
+def hosts_of(
+    host: Int64 | None, leads: UInt8 | None, segments: Int64, *, inside: bool = False
+) -> Hosts | None:
     """
     Return the host's part, None where there is none or it is not known how far the hosts were ahead.
 
@@ -96,7 +101,7 @@ def hosts_of(host: Int64 | None, leads: UInt8 | None, segments: Int64) -> Hosts 
     kinds = [segments == segment for segment in np.flatnonzero(counts)]
     certain: Bool = np.all([_certain(sure if rows.all() else sure[:, rows]) for rows in kinds], axis=0)
     none = np.zeros((len(host), N_STAGES), np.int64)
-    hosts = Hosts(leads, none[:0], none[0], certain, none, none[:, 0], none[:, 0], none[:0] > 0)
+    hosts = Hosts(leads, none[:0], none[0], certain, none, none[:, 0], none[:, 0], none[:0] > 0, inside)
     late_share = hosts.late_share
     paced = (late_share[:, :SYNC_WAIT] >= HOSTS.late).any(axis=1)
     usual, ref, row_ref = np.zeros((ranks, N_STAGES), np.int64), none[0].copy(), none.copy()
@@ -113,7 +118,7 @@ def hosts_of(host: Int64 | None, leads: UInt8 | None, segments: Int64) -> Hosts 
         return replace(hosts, usual=usual, ref=ref, row_ref=row_ref, follows=follows)
     at_work = certain | (late_share[paced] >= HOSTS.own).any(axis=0)
     floor_ns, pace_ns = (row_ref[:, :SYNC_WAIT] @ which[:SYNC_WAIT] for which in (certain, at_work))
-    return Hosts(leads, usual, ref, certain, row_ref, floor_ns, pace_ns, follows)
+    return Hosts(leads, usual, ref, certain, row_ref, floor_ns, pace_ns, follows, inside)
 
 
 def _certain(sure: UInt8) -> Bool:
@@ -144,6 +149,12 @@ def merged_leads(leads: UInt8, merges: Sequence[tuple[Bool, tuple[int, ...]]]) -
     return leads
 
 
+def _most(which: Bool) -> Bool:
+    """Return the rows (K,) in which the lower median of `which` (K, R) is one of them."""
+    most: Bool = which.shape[1] - which.sum(axis=1) <= (which.shape[1] - 1) // 2
+    return most
+
+
 def _bound(late_share: Float) -> Bool:
     """Return the ranks (R,) whose device waits for its host."""
     bound: Bool = np.any(late_share[:, _KERNELS] >= HOSTS.late, axis=1)
@@ -158,29 +169,45 @@ def host_bound(late_share: Float) -> bool:
     return bool(_bound(late_share).any())
 
 
-def following(host: Int64, d: Int64, hosts: Hosts, suspects: Bool) -> Bool:
+def following(host: Int64, d: Int64, keys: Int64, hosts: Hosts, suspects: Bool) -> Bool:
     """
-    Return in which of the stages `suspects` (R, 6) a device leaves the stage when its host does (R, 6).
+    Return in which of the stages `suspects` (R, 6) a device leaves the stage when its host does (R, 6), and
+    it is the device that waits; rows (K, R, 6) of `keys`.
 
-    A host that is late is ahead by what it has launched last, which may be a large kernel. But then, from the
-    end of the stage to its end in the next step, the one less the other varies by less than a part of what
-    both vary by, and the stage takes the device no longer than the host. Where hosts may wait for their
-    devices, and both leave the stage together, the one that waits varies more: it has the lead at its
-    beginning in its time, too.
+    Then its lead at the end is what was launched last, however large it was at the beginning and however long
+    the host took, and has not grown; a device that does not wait keeps both in its lead. Rows tell the lead
+    but for a constant: it grows by d - h. Where hosts may wait for their devices, both leave the stage
+    together (the host is late in the next one) whichever waits, and that one varies more: it has the lead at
+    the beginning in its time, too.
     """
     found = np.zeros_like(suspects)
-    for place in np.flatnonzero(suspects[:, :SYNC_WAIT].any(axis=1)):
-        clocks = (np.cumsum(each[:, place].ravel()).reshape(-1, N_STAGES) for each in (host, d))
-        of_host, of_device = (np.diff(clock, axis=0).astype(np.float64) for clock in clocks)
-        apart = (of_device - of_host).var(axis=0)
-        found[place] = apart < HOSTS.held * (of_device.var(axis=0) + of_host.var(axis=0))
-        found[place] &= np.median(d[:, place], axis=0) <= hosts.usual[place]
-    found &= suspects & hosts.certain
-    for stage in np.flatnonzero(suspects[:, :SYNC_WAIT].any(axis=0) & ~hosts.certain[:SYNC_WAIT]):
-        own, device = (np.median(each[:, :, stage].var(axis=0)) for each in (host, d))
-        together = hosts.late_share[:, stage + 1] >= HOSTS.own
-        found[:, stage] = suspects[:, stage] & together & (own < device)
-    return found
+    places = np.flatnonzero(suspects.any(axis=1))
+    grows = (d[:, places] - host[:, places]).transpose(1, 0, 2).astype(np.float64)
+    after = np.cumsum(grows.reshape(len(places), -1), axis=1).reshape(grows.shape)
+    steps, segments = keys >> SEGMENT_BITS, keys & (1 << SEGMENT_BITS) - 1
+    runs = np.cumsum(np.diff(steps, prepend=steps[:1]) > 1) << SEGMENT_BITS | segments
+    ends = FORWARD if hosts.inside else SYNC_WAIT
+    for stage in np.flatnonzero(suspects[:, :ends].any(axis=0)):
+        if hosts.certain[stage]:
+            could = hosts.leads[:, places, SURE].T & _BITS[stage] == 0
+            lead, without = after[:, :, stage], after[:, :, stage] - d[:, places, stage].T
+            apart = _within(lead, could, runs) < HOSTS.held * _within(without, could, runs)
+            found[places, stage] = apart & (np.median(grows[:, :, stage], axis=1) <= 0)
+        else:
+            own, device = (np.median(each[:, :, stage].var(axis=0)) for each in (host, d))
+            found[:, stage] = (own < device) & (hosts.late_share[:, stage + 1] >= HOSTS.own)
+    return found & suspects
+
+
+def _within(times: Float, which: Bool, runs: Int64) -> Float:
+    """Return the sums of squares (P,) of `times` (P, K) about their means in each of `runs` (K,)."""
+    total = np.zeros(len(times))
+    for run in np.unique(runs):
+        mine, values = which[:, runs == run], times[:, runs == run]
+        count = np.maximum(mine.sum(axis=1), 1)
+        mean = (values * mine).sum(axis=1) / count
+        total += (((values - mean[:, None]) * mine) ** 2).sum(axis=1)
+    return total
 
 
 def held(host: Int64, d: Int64, hosts: Hosts) -> int | None:
@@ -191,28 +218,34 @@ def held(host: Int64, d: Int64, hosts: Hosts) -> int | None:
     back. From there to the same place in the next step it takes as long as the device does, and what varies
     elsewhere is made up for by that stage. So it waits in the stage where the variance of the one less the
     other is well below what the variances of its own times add up to: in the median of the ranks whose host
-    is not late.
+    is not late; in the stage alone, if it varies more there than its device.
     """
     host, d = host[-HOSTS.compared_rows :], d[-HOSTS.compared_rows :]
-    ahead = np.flatnonzero(~_bound(hosts.late_share))[: HOSTS.compared]
-    most = len(host) - HOSTS.sure_rows
-    if not len(ahead) or most <= 0:
-        return None
-    own, device = (each[:, ahead].astype(np.float64) for each in (host, d))
-    clock, of_device = (
-        np.cumsum(each.transpose(0, 2, 1).reshape(-1, len(ahead)), axis=0).reshape(len(host), N_STAGES, -1)
-        for each in (own, device)
-    )
-    steps = np.diff(of_device, axis=0)
+    bound = _bound(hosts.late_share)
     shares = []
     for stage in range(SYNC_WAIT):
-        step = np.diff(clock[:, stage], axis=0)
-        mine = own[1:, :, stage]
-        by_itself = np.maximum(mine.var(axis=0) + (step - mine).var(axis=0), 1.0)
-        left = [
-            np.median((step[back:, None] - steps[: len(steps) - back]).var(axis=0) / by_itself, axis=1).min()
-            for back in range(most)
-        ]
-        shares.append(min(left))
+        waits = host[:, :, stage].var(axis=0) > d[:, :, stage].var(axis=0)
+        waits &= hosts.late_share[:, stage] < HOSTS.late
+        ahead = np.flatnonzero(~bound | waits)[: HOSTS.compared]
+        shares.append(_apart(host[:, ahead], d[:, ahead], stage) if len(ahead) else np.inf)
     stage = int(np.argmin(shares))
     return stage if shares[stage] < HOSTS.held else None
+
+
+def _apart(host: Int64, d: Int64, stage: int) -> float:
+    """
+    Return by how much steps of hosts, from the end of `stage` to its end, vary less those of their devices,
+    from any mark to the same some steps before; ÷ what the host's own times vary by.
+    """
+    rows, ranks, _ = host.shape
+    (own, of_host), (_, of_device) = (
+        (times, np.cumsum(times.reshape(rows * N_STAGES, ranks), axis=0).reshape(times.shape))
+        for times in (each.transpose(0, 2, 1).astype(np.float64) for each in (host, d))
+    )
+    step, steps, mine = np.diff(of_host[:, stage], axis=0), np.diff(of_device, axis=0), own[1:, stage]
+    by_itself = np.maximum(mine.var(axis=0) + (step - mine).var(axis=0), 1.0)
+    apart = [
+        np.median((step[back:, None] - steps[: len(steps) - back]).var(axis=0) / by_itself, axis=1).min()
+        for back in range(rows - HOSTS.sure_rows)
+    ]
+    return float(min(apart, default=np.inf))
