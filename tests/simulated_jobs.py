@@ -67,7 +67,7 @@ LARGE_DEVICE_BOUND_JOBS = {
     "large step, loss.item()": waiting(replace(NOISY, **LARGE), "loss"),
     "large step, GradScaler": waiting(replace(NOISY, **LARGE), "scaler"),
     "large step, accumulation": replace(
-        NOISY, micro=4, host=(1, 4, 2, 12, 16), device=(4, 0, 2, 40, 80), **LARGE
+        NOISY, micro=4, host=(1, 4, 2, 12, 16), device=(4, 0, 2, 40, 80), kernels=(5, 0, 1, 10, 20), slots=5
     ),
 }
 LARGE_HOST_BOUND_JOBS = {
@@ -243,11 +243,12 @@ def play(
     plain: bool = False,
 ) -> None:
     """Judge the windows of `faults`, `seeds` of each; `plain`: without the hosts' part."""
-    of_each = windows(job, faults, seeds, seed=seed)
-    calm = of_each[0]
-    if faults != [None] or job.tails:
-        [calm] = windows(replace(job, tails=0.0) if faults == [None] else job, [None], seeds, seed=seed)
-    for fault, found in zip(faults, of_each, strict=True):
+    alone = list(faults) == [None]
+    of_each = windows(job, faults if alone else [*faults, None], seeds, seed=seed)
+    calm = of_each[-1]
+    if alone and job.tails:
+        [calm] = windows(replace(job, tails=0.0), [None], seeds, seed=seed)
+    for fault, found in zip(faults, of_each, strict=False):
         for window, usual in zip(found, calm, strict=True):
             judged = replace(window, host=None, leads=None) if plain else window
             cost = 1 - total_ns(usual) / total_ns(window)
