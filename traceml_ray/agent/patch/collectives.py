@@ -147,9 +147,9 @@ class Collectives:
 
     def _unmarked(self, buffers: Iterable[Any] | None = None, result: Any = None) -> None:
         """
-        Couple the rows of a device where autograd's thread has waited on the stream of their marks, in a
-        collective of these `buffers` or for one: a hook of a backward has called it, and that wait cannot be
-        told from work. Those of FSDP have marks around them.
+        Couple the rows of a device where another thread has waited on the stream of their marks, in a
+        collective of these `buffers` or, in autograd's thread, for one: a hook of a backward has called it,
+        and that wait cannot be told from work. Those of FSDP have marks around them.
         """
         recorder = self._recorder
         device, exchange = recorder.device, recorder.exchange
@@ -158,9 +158,11 @@ class Collectives:
         try:
             import torch
 
-            if torch._C._current_graph_task_id() < 0 or isinstance(result, torch.distributed.Work):
-                return
-            if (buffers is None or self._on_device(buffers)) and not device.elsewhere():
+            if buffers is None:
+                waits = torch._C._current_graph_task_id() >= 0
+            else:
+                waits = not isinstance(result, torch.distributed.Work) and self._on_device(buffers)
+            if waits and not device.elsewhere():
                 exchange.couple("collectives in hooks of a backward")
         except Exception as error:
             self._failed("span", error)
