@@ -55,6 +55,7 @@ class Refresher:
         on the page.
         """
         seen = seen if isinstance(seen, dict) else {}
+        self._session.note_watched()
         try:
             route = Route.of(pathname, search)
             if route is None:

@@ -1,27 +1,33 @@
 """
 The dashboard's process: opens a session, polls it once a tick for all browsers, and serves the web app.
 
-It ends at SIGTERM or Ctrl-C, or with the process that started it.
+It ends at SIGTERM or Ctrl-C, or with the process that started it; a launcher's (`--child --linger`) stays on
+the stored session while a browser watches. For that it executes itself anew, with the same socket and pid and
+without Ray, which ends a process whose cluster is gone.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import gc
 import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlencode
 
 import waitress
 
 from traceml_ray.launchers.cluster import free_port
+from traceml_ray.launchers.dashboard import LINGERS
 from traceml_ray.ray.connection import join
 from traceml_ray.settings import Settings
 
@@ -34,6 +40,8 @@ PORT = 8050
 """The default; if it is taken, a free one."""
 POLL_S = 1.0
 _LOOK_S = 0.2
+WATCHED_S = 30.0
+"""A browser watches that has asked so recently."""
 _END_S = 1.0
 """How long the end may take: that of Ray, with its cluster gone, takes minutes."""
 _WAITRESS = {
@@ -57,8 +65,12 @@ def run(arguments: argparse.Namespace) -> int:
         logging.getLogger(noisy).setLevel(logging.ERROR)
     token, made_up = security.choose_token(arguments.token, arguments.host)
     settings = Settings.load(out=arguments.out)
-    listening = _listen(arguments.host, arguments.port)
-    source = open_source(arguments.session, settings.out, arguments.ray_address)
+    stays = arguments.listening > 0
+    if stays:
+        listening = socket.socket(fileno=arguments.listening)
+    else:
+        listening = _listen(arguments.host, arguments.port)
+    source = open_source(arguments.session, settings.out, arguments.ray_address, file=stays)
     code = 1
     try:
         session = SessionPages(source, thresholds=settings.thresholds)
@@ -67,10 +79,12 @@ def run(arguments: argparse.Namespace) -> int:
         threads = [_thread("poll", _poll, session), _thread("serve", _serve, app.server, listening)]
         query = {"token": token if made_up else None, "run": arguments.run}
         print(f"Dashboard: {_url(arguments.host, listening, query)}", flush=True)
-        parent = _parent(arguments.child)
+        parent = _thread("linger", _linger, session, arguments.linger) if stays else _parent(arguments.child)
         while parent.is_alive() and all(thread.is_alive() for thread in threads):
             time.sleep(_LOOK_S)
             signal.signal(signal.SIGTERM, _end)  # Ray puts its own there when it attaches
+        if arguments.linger and not stays and not parent.is_alive() and session.watched_within(WATCHED_S):
+            _stay(arguments, listening, settings.out, token)
         code = int(parent.is_alive())
     except (KeyboardInterrupt, SystemExit):
         code = 0
@@ -78,6 +92,35 @@ def run(arguments: argparse.Namespace) -> int:
         _thread("end", _give_up, code)
         source.close()
     return code
+
+
+def _linger(session: SessionPages, most_s: float, sleep: Callable[[float], object] = time.sleep) -> None:
+    """Return when no browser has watched for a while, or after `most_s`."""
+    session.note_watched()  # by the browser for which it stays
+    until = session.timer() + most_s
+    while session.watched_within(WATCHED_S) and session.timer() < until:
+        sleep(_LOOK_S)
+
+
+def _stay(arguments: argparse.Namespace, listening: socket.socket, out: str, token: str | None) -> NoReturn:
+    """Become a process that serves the session's file on the same socket, without a parent."""
+    print(LINGERS, flush=True)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nothing, fd)
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the list itself is closed again
+            os.set_inheritable(int(entry.name), int(entry.name) in (0, 1, 2, listening.fileno()))
+    command = [sys.executable, "-m", "traceml_ray.cli", "dashboard", arguments.session, f"--out={out}"]
+    command += [
+        f"--listening={listening.fileno()}",
+        f"--linger={arguments.linger}",
+        f"--host={arguments.host}",
+    ]
+    command += [f"--allow-host={name}" for name in arguments.allow_host]
+    os.execve(
+        sys.executable, command, {**os.environ, **({"TRACEML_DASHBOARD_TOKEN": token} if token else {})}
+    )
 
 
 def _end(_number: int, _frame: object) -> NoReturn:

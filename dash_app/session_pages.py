@@ -61,7 +61,7 @@ class SessionPages(SessionCache):
         thresholds: Thresholds | None = None,
     ) -> None:
         super().__init__(source, clock)
-        self._timer = timer
+        self.timer = timer
         self._limits = thresholds or Thresholds()
         self._polled: dict[str, RunState] = {}
         self._views: OrderedDict[_Key, tuple[int, dict[str, Any]]] = OrderedDict()
@@ -69,8 +69,17 @@ class SessionPages(SessionCache):
         self._polling = threading.Lock()
         self._others: OrderedDict[str, SessionPages] = OrderedDict()
         self._asked_runs = self._rest_until = 0.0
+        self._watched_at = float("-inf")
         self._over = False
         """Everything of a session that is over has been read."""
+
+    def note_watched(self) -> None:
+        """Note that a browser asks."""
+        self._watched_at = self.timer()
+
+    def watched_within(self, seconds: float) -> bool:
+        """Return whether a browser has asked in the last `seconds`."""
+        return self.timer() - self._watched_at <= seconds
 
     def poll(self) -> bool:
         """Bring everything up to date; return whether anything changed. Never raises."""
@@ -78,7 +87,7 @@ class SessionPages(SessionCache):
             return self._poll()
 
     def _poll(self) -> bool:
-        began = self._timer()
+        began = self.timer()
         if began < self._rest_until or (self._over and self._caught_up()):
             return False
         try:
@@ -92,7 +101,7 @@ class SessionPages(SessionCache):
         except Exception as error:
             self.errors.note("poll", error)
             changed = self._failed(QueryError(error_text(error)))
-        took = self._timer() - began
+        took = self.timer() - began
         before = self.poll_ms[-1] / 1e3 if self.poll_ms else 0.0
         slow = min(took, before) - _QUICK_S  # twice: the first time there is more to read
         self._rest_until = began + took + (_SHARE * slow if slow > 0 and self._caught_up() else 0)
@@ -123,14 +132,17 @@ class SessionPages(SessionCache):
 
     def _shown(self, route: Route) -> tuple[SessionPages, RunState | None, dict[str, Any]]:
         """Return the session and the run that a URL names, and their header."""
+        pages, what = self, "session"
         try:
-            pages = self._other(route.get("session")) or self
+            pages, what = self._other(route.get("session")) or self, "run"
+            run = pages._selected(route.get("run"))
         except QueryError as error:
-            name, names = str(route.get("session")), sessions.names(self.source.out)
-            return self, None, shell.missing(self, name, str(error), names - {name})
-        run = pages._selected(route.get("run"))
+            runs = [entry["name"] for entry in reversed(pages.runs)]
+            name, names = str(route.get(what)), runs if what == "run" else sessions.names(self.source.out)
+            others = (other for other in names if other != name)
+            return pages, None, shell.missing(pages, what, name, str(error), others)
         with pages.lock:
-            return pages, run, shell.data(pages, run, route.get("run"))
+            return pages, run, shell.data(pages, run)
 
     def _other(self, name: str | None) -> SessionPages | None:
         """
@@ -248,7 +260,7 @@ class SessionPages(SessionCache):
     def _catch_up(self, run: RunState, began: float) -> bool:
         """Read on in a run that has more stored than one answer holds, for a while."""
         changed, more = False, True
-        while more and not run.whole and self._timer() - began < _SLICE_S:
+        while more and not run.whole and self.timer() - began < _SLICE_S:
             (times,) = self._question([query.Times(run.id)])
             with self.lock:
                 more = run.take_times(times)
@@ -259,23 +271,23 @@ class SessionPages(SessionCache):
         return all(run.whole for run in [*self._polled.values()])
 
     def _selected(self, named: str | None) -> RunState | None:
-        """Return the run of that id or name, from here on followed. Called without `lock`."""
-        if named is None:
+        """
+        Return the run of that id or name, from here on followed. Called without `lock`. Raises QueryError for
+        one that is not there, or cannot be read.
+        """
+        if named is None or not self.runs:
             return self.newest
         run_id = next((run["id"] for run in reversed(self.runs) if named in (run["id"], run["name"])), None)
         if run_id is None:
-            return self.newest
-        now = self._timer()
+            raise QueryError(f"there is none of that name in session {self.source.target!r}")
+        now = self.timer()
         if run_id not in self._polled:
-            try:
-                self._follow(run_id, now)
-                self._catch_up(self._polled[run_id], now)
-            except QueryError as error:
-                self.trouble = str(error)
+            self._follow(run_id, now)
+            self._catch_up(self._polled[run_id], now)
         run = self._polled.get(run_id)
         if run is not None:
             run.viewed_at = now
-        return run or self.newest
+        return run
 
     def _failed(self, error: QueryError) -> bool:
         """Note that there was no answer: what is known stays."""

@@ -23,14 +23,14 @@ _BADGES = {"empty": "no session", "stored": "stored file", "missing": "not found
 _RUNNING = ("live", "stale", "waiting")
 
 
-def data(cache: SessionCache, run: RunState | None, asked: str | None = None) -> dict[str, Any]:
-    """Return the header that all pages have; `asked` is the run that was asked for."""
+def data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
+    """Return the header that all pages have."""
     state = state_of(cache, run)
     verdict = run.verdict if run else None
     return {
         "version": cache.version,
         "state": state,
-        "state_text": _another(cache, asked) + _state_text(cache, run, state),
+        "state_text": _state_text(cache, run, state),
         "session": _session_data(cache, run),
         "verdict": None if verdict is None else _verdict_data(verdict, state),
         "coverage_text": _coverage_text(cache, run, state),
@@ -38,14 +38,15 @@ def data(cache: SessionCache, run: RunState | None, asked: str | None = None) ->
     }
 
 
-def missing(cache: SessionCache, name: str, why: str, others: Iterable[str]) -> dict[str, Any]:
-    """Return the header in place of that of a session which cannot be read."""
+def missing(cache: SessionCache, what: str, name: str, why: str, others: Iterable[str]) -> dict[str, Any]:
+    """Return the header in place of that of a session (or run: `what`) which cannot be read."""
     unknown = ("launcher", "strategy", "world_size", "nnodes", "gpus", "run")
     return {
         "version": cache.version,
         "state": "missing",
-        "state_text": f"Session {name!r} cannot be read: {why}.",
+        "state_text": f"{what.capitalize()} {name!r} cannot be read: {why}.",
         "session": {**dict.fromkeys(unknown), "id": name, "runs": []},
+        "missing": what,
         "verdict": None,
         "coverage_text": "",
         "step": None,
@@ -77,11 +78,6 @@ def _verdict_data(verdict: Mapping[str, Any], state: str) -> dict[str, Any]:
     cost = lost(verdict) + " so far" * (state == "live") if verdict.get("lost_s") else ""
     kept = {name: value for name, value in verdict.items() if name not in ("episodes", "brief")}
     return {**kept, "headline": named(kept), "lost_text": cost}
-
-
-def _another(cache: SessionCache, asked: str | None) -> str:
-    known = asked is None or not cache.runs or any(asked in (each["id"], each["name"]) for each in cache.runs)
-    return "" if known else f"There is no run {asked!r} in this session; this is the newest. "
 
 
 def state_of(cache: SessionCache, run: RunState | None) -> str:

@@ -38,14 +38,17 @@ class SourceError(QueryError):
     """Nothing answers; the message is for a person."""
 
 
-def open_source(session: str | None, out: str, ray_address: str | None) -> Source:
+def open_source(session: str | None, out: str, ray_address: str | None, *, file: bool = False) -> Source:
     """
     Return the session to look at: on the cluster at `ray_address` where one is given; else the one of that
     name under `out` (or at that path); without a name, the newest that is live, else that on the cluster
-    of TRACEML_RAY_ADDRESS or RAY_ADDRESS, else the newest. One that is not there may still come.
+    of TRACEML_RAY_ADDRESS or RAY_ADDRESS, else the newest. One that is not there may still come. `file`: the
+    one under `out`, without Ray even while it is live.
 
     Raises `SessionError` for a path that is no session.
     """
+    if file:
+        return LocalSource(session, out, attach=False)
     around = os.environ.get("TRACEML_RAY_ADDRESS") or os.environ.get("RAY_ADDRESS")
     if not ray_address:
         try:
@@ -140,13 +143,13 @@ class CannotAttach(SourceError):  # noqa: N818
 class LocalSource:
     """
     The session of that name under `out` (None: the newest), on this machine: its aggregator while it is
-    live and lets us in, else its file.
+    live and lets us in (never, if not `attach`), else its file.
     """
 
-    def __init__(self, session: str | None, out: str) -> None:
+    def __init__(self, session: str | None, out: str, *, attach: bool = True) -> None:
         self.target = session or f"the newest session under {out}"
         self.out = out
-        self._session = session
+        self._session, self._may_attach = session, attach
         self._folder: Path | None = None
         self._now: StoredSource | LiveSource | None = None
 
@@ -185,7 +188,8 @@ class LocalSource:
         except SessionError as error:
             raise SourceError(f"{error}. {START}") from error
         self.target = folder.name
-        where = _attachment(folder) if holder(folder) is not None else None
+        live = self._may_attach and holder(folder) is not None
+        where = _attachment(folder) if live else None
         self._now = StoredSource(folder) if where is None else LiveSource(folder.name, where, self.out)
         return self._now
 

@@ -20,6 +20,7 @@ _URL_LOGIN = re.compile(r"://[^/@\s]+@")
 _COMMAND_CHARS = 1000
 RAY_PORT = 29501
 """Of `traceml-ray run` on several nodes: torchrun's default port + 1."""
+LINGER_S = 1800
 _BARE = "--dashboard=\0"  # no argument can be that
 
 
@@ -40,6 +41,14 @@ def add_flags(add: Callable[..., Any], default_port: str) -> None:
         type=_dashboard_port,
         metavar="[=PORT]",
         help="Serve the web app on this node while the job runs; default: port 8050, or a free one.",
+    )
+    add(
+        "--dashboard-linger",
+        type=_seconds,
+        default=LINGER_S,
+        metavar="SECONDS",
+        help="How long --dashboard stays after the job, at most, while a browser watches; 0: not at all. "
+        f"Default: {LINGER_S}.",
     )
 
 
@@ -86,6 +95,13 @@ def settings_of(args: argparse.Namespace) -> Settings:
     return settings
 
 
+def dashboard_of(args: argparse.Namespace) -> dict[str, str] | None:
+    """Return the options of the dashboard; None for no dashboard."""
+    if args.dashboard is None:
+        return None
+    return {"port": args.dashboard, "linger": str(args.dashboard_linger)}
+
+
 def command_text(words: Sequence[str]) -> str:
     """Return a command as a line, cut, without what is given to an argument that is named like a secret."""
     shown, hide = [], False
@@ -103,6 +119,12 @@ def command_text(words: Sequence[str]) -> str:
 
 def _dashboard_port(text: str) -> str:
     return text.strip("\0") if text in ("\0", "0") else str(_port(text))
+
+
+def _seconds(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
+    return int(text)
 
 
 def _port(text: str) -> int:

@@ -26,7 +26,7 @@ from traceml_ray.agent.bootstrap import COMMAND, leave_rank
 from traceml_ray.ray.connection import join
 from traceml_ray.text import one_line
 
-from .arguments import RAY_PORT, check_floors, command_text, settings_of, unmarked
+from .arguments import RAY_PORT, check_floors, command_text, dashboard_of, settings_of, unmarked
 from .monitor import Monitor, monitor_of
 from .nodes import Nodes, UsageError, head_host
 from .signals import Forwarder
@@ -72,7 +72,7 @@ def _monitor(args: argparse.Namespace, words: Sequence[str]) -> Monitor | None:
         "command": command_text(words),
         "nnodes": nodes.count,
     }
-    return monitor_of(settings, info, os.environ, nodes, args.dashboard)
+    return monitor_of(settings, info, os.environ, nodes, dashboard_of(args))
 
 
 def _nodes(args: argparse.Namespace) -> Nodes:

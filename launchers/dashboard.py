@@ -1,4 +1,7 @@
-"""The dashboard of a session as a process of its own: it ends with this one, and never takes it along."""
+"""
+The dashboard of a session as a process of its own: it never takes this one along. It ends with this one, or
+stays on the stored session while a browser watches.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,15 @@ import contextlib
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 _PREFIX = "Dashboard: "
+LINGERS = "Stays while a browser watches."
+"""Printed by one that does when its parent has closed stdin."""
 _END_S = 1.0
+_DECIDE_S = 1.0
+"""How long one may take to print that."""
 
 
 class DashboardProcess:
@@ -37,6 +45,10 @@ class DashboardProcess:
         """The last line of its output."""
         self._on_text = on_text
         self._known = threading.Event()
+        self._decided = threading.Event()
+        self._decide_by = 0.0
+        self.lingers = False
+        """It stays after `end`."""
         self._ending = False
         given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value]
         self._process = subprocess.Popen(
@@ -58,13 +70,18 @@ class DashboardProcess:
         return self.url if self._process.poll() is None else ""
 
     def end(self) -> None:
-        """Have it end; does not wait."""
+        """Have it end, or stay while a browser watches (option `linger`, s at most); does not wait."""
         self._ending = True
-        self._process.terminate()
+        self._decide_by = time.monotonic() + _DECIDE_S
+        if self._process.stdin is not None:
+            self._process.stdin.close()
 
     def kill(self) -> None:
-        """Kill it; returns when it is gone."""
+        """Kill it, unless it stays after `end`; returns when it is gone."""
         self._ending = True
+        self._decided.wait(max(0.0, self._decide_by - time.monotonic()))
+        if self.lingers:
+            return
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
@@ -78,9 +95,14 @@ class DashboardProcess:
                     self.url = line.removeprefix(_PREFIX).strip()
                     self._known.set()
                     self._on_text(f"dashboard: {self.url}")
+                elif line.strip() == LINGERS:
+                    self.lingers = True
+                    self._decided.set()
                 else:
                     self.last_line = line.strip().removeprefix("traceml-ray: ") or self.last_line
-        self.last_line = self.last_line or f"it ended with exit code {self._process.wait()}"
+        self._decided.set()
+        if not self.lingers:
+            self.last_line = self.last_line or f"it ended with exit code {self._process.wait()}"
         self._known.set()
         if not self._ending:
             self._on_text(f"no dashboard: {self.last_line}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def monitor_of(
     info: dict[str, str | int | float | None],
     environ: Mapping[str, str],
     nodes: Nodes,
-    dashboard: str | None = None,
+    dashboard: Mapping[str, str] | None = None,
 ) -> Monitor | None:
     """
     Return the monitor of a launch. None, and a line on stderr, where a name that the user has not chosen is
@@ -81,7 +82,8 @@ class Monitor:
         info: what the launcher knows of the run.
         environ: the user's environment.
         nodes: of the job.
-        port: of the dashboard; "0" for a free one, "" for the usual one, None for no dashboard.
+        dashboard: its options: `port` ("0" for a free one, "" for the usual one), `linger`; None for no
+            dashboard.
 
     Raises SessionError when there can be no such session.
     """
@@ -90,7 +92,7 @@ class Monitor:
     info: dict[str, str | int | float | None]
     environ: Mapping[str, str]
     nodes: Nodes
-    port: str | None = None
+    dashboard: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         name = self.settings.session or self.nodes.job or None
@@ -180,6 +182,7 @@ class Monitor:
         finally:
             if self._dashboard is not None:
                 self._dashboard.kill()
+                self._say_how_to_look_again(self._dashboard)
             self._end_ray()
             self._clear(left_behind)
             os.close(self._lock)
@@ -221,7 +224,7 @@ class Monitor:
 
     def _start_dashboard(self) -> None:
         """Start the dashboard; nothing of the run waits for that."""
-        if self.port is None:
+        if self.dashboard is None:
             return
         if self._session is None:
             _print(f"the dashboard is on {self.nodes.host or 'the first node'}")
@@ -229,9 +232,16 @@ class Monitor:
         try:
             environ = {name: value for name, value in self.environ.items() if name != "RAY_ADDRESS"}
             out = str(self._session.path.parent)
-            self._dashboard = DashboardProcess(self._name, environ, _print, out=out, port=self.port)
+            self._dashboard = DashboardProcess(self._name, environ, _print, out=out, **self.dashboard)
         except OSError as error:
             _print(f"no dashboard: {error}")
+
+    def _say_how_to_look_again(self, dashboard: DashboardProcess) -> None:
+        """Print the command that opens the session in a browser, and whether its dashboard stays."""
+        if dashboard.lingers:
+            _print(f"dashboard: {dashboard.url} stays while a browser watches")
+        if dashboard.url and self._session is not None:
+            _print(f"to look at it again: traceml-ray dashboard {shlex.quote(str(self._session.path))}")
 
     def _let_others_attach(self, address: str) -> None:
         """Write what ranks and views need to attach; so the token is in no environment."""

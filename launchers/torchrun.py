@@ -26,7 +26,7 @@ from traceml_ray.session import SessionError
 from traceml_ray.settings import SettingError
 from traceml_ray.text import one_line
 
-from .arguments import add_flags, check_floors, command_text, marked, settings_of, unmarked
+from .arguments import add_flags, check_floors, command_text, dashboard_of, marked, settings_of, unmarked
 from .cluster import free_port
 from .monitor import Monitor, monitor_of
 from .nodes import Nodes, NotGiven, UsageError
@@ -89,7 +89,7 @@ def _monitor(args: argparse.Namespace) -> Monitor | None:
     settings = settings_of(args)
     nodes = read_nodes(args, settings.ray_address)
     _check(args, nodes)
-    return monitor_of(settings, _info(args, nodes), os.environ, nodes, args.dashboard)
+    return monitor_of(settings, _info(args, nodes), os.environ, nodes, dashboard_of(args))
 
 
 def _failures(error: ChildFailedError) -> list[wire.RankFailure]:

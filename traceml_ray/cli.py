@@ -179,6 +179,8 @@ def _serving(command: argparse.ArgumentParser) -> None:
         default=[],
         help="another host name of the server, as behind a proxy; may be given several times",
     )
+    for hidden in ("--linger", "--listening"):  # of a launcher's dashboard: see dash_app/run.py
+        command.add_argument(hidden, type=int, default=0, help=argparse.SUPPRESS)
     command.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
 
 

@@ -179,7 +179,8 @@
   function watch() {
     if (Date.now() - answered <= QUIET) return null;
     const since = new Date(answered).toLocaleTimeString("en-GB");
-    return `The dashboard's server has not answered since ${since}. This page goes on by itself when it does.`;
+    const name = document.querySelector("#session strong")?.textContent ?? "";
+    return `The dashboard's server has not answered since ${since}. If it has ended, this opens it again: traceml-ray dashboard ${name}`;
   }
 
   document.addEventListener("visibilitychange", () => {

@@ -11,7 +11,7 @@ from ..components import link, part
 from ..route import Route
 
 _OFFERED = 24
-"""Other sessions, in place of one that cannot be read."""
+"""Other sessions or runs, in place of one that cannot be read."""
 _WAYS = {
     "In place of torchrun": "python -m traceml_ray.launch --nproc-per-node 4 train.py",
     "On a Ray cluster, in the driver": "session = traceml_ray.start()\nTorchTrainer(…).fit()",
@@ -35,15 +35,17 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
 
 
 def _others(view: Mapping[str, Any], route: Route) -> html.Div:
-    """Return what there is in place of a session that cannot be read."""
-    own = dcc.Link("this dashboard's own session", href="/")
+    """Return what there is in place of a session or run that cannot be read."""
+    what, name = view["missing"], view["session"]["id"]
+    own = dcc.Link("the newest run of this dashboard's own session", href="/")
     links = [
-        link(name, route.to("overview", session=name, run=None), "chip") for name in view["others"][:_OFFERED]
+        link(other, route.to("overview", **{"run": None, what: other}), "chip")
+        for other in view["others"][:_OFFERED]
     ]
     every = dcc.Link("all sessions", href=route.to("sessions", session=None, run=None))
     others = html.Div(
         [html.P(["Others to look at: ", own, ", ", every, "."]), html.Nav(links, className="chips")]
     )
     return html.Div(
-        [html.H1(f"Session {view['session']['id']} cannot be read"), part(html.Div(others, id="others"))]
+        [html.H1(f"{what.capitalize()} {name} cannot be read"), part(html.Div(others, id="others"))]
     )

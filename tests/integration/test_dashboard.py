@@ -16,8 +16,11 @@ from typing import Any
 
 import pytest
 from ray_cluster import until
-from sessions import Rank, Relay, aggregation
+from sessions import Clock, Rank, Relay, aggregation, watch
 
+from traceml_ray.dash_app import run
+from traceml_ray.dash_app.session_pages import SessionPages
+from traceml_ray.dash_app.source import open_source
 from traceml_ray.launchers.dashboard import DashboardProcess
 
 
@@ -92,6 +95,21 @@ def test_stored_session_is_served_until_sigterm(start: Any) -> None:
         get(place)
 
 
+def test_dashboard_child_that_is_watched_outlives_its_parent_for_a_while(out: Path) -> None:
+    heard: queue.SimpleQueue[str] = queue.SimpleQueue()
+    child = DashboardProcess("stored", os.environ, heard.put, out=str(out), port="0", linger="1")
+    url = child.wait(30)
+    assert "stored file" in watch(url)
+    child.end()
+    until(lambda: child.lingers, "it stays")
+    child.kill()
+    assert child._process.poll() is None
+    until(lambda: child._process.poll() is not None, "it ends by itself")
+    assert (child._process.returncode, heard.qsize()) == (0, 1)
+    with pytest.raises(OSError, match="refused"):
+        get(url)
+
+
 def test_token_is_generated_and_printed_for_a_non_loopback_address(start: Any) -> None:
     started = start("--port", "0", "--host", "0.0.0.0")
     place, _, token = started.url().partition("?token=")
@@ -132,9 +150,26 @@ def test_dashboard_that_cannot_serve_fails_in_one_line(start: Any, tmp_path: Pat
             assert expected in errors and errors.count("\n") == 1
 
 
+@pytest.mark.parametrize(("asked", "most_s", "stayed_s"), [(10, 1800, 40), (10**6, 100, 100), (0, 1800, 30)])
+def test_dashboard_stays_while_a_browser_asks_and_ends_by_itself(
+    out: Path, asked: int, most_s: int, stayed_s: int
+) -> None:
+    clock = Clock()
+    clock.now = 0
+    pages = SessionPages(open_source("stored", str(out), None), timer=lambda: clock.now)
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+        if clock.now <= asked:  # s in which a browser asks
+            pages.note_watched()
+
+    run._linger(pages, most_s, sleep)
+    assert clock.now == pytest.approx(stayed_s, abs=1)
+
+
 def test_dashboard_child_ends_with_its_parent_and_explains_a_failed_start(out: Path) -> None:
     heard: queue.SimpleQueue[str] = queue.SimpleQueue()
-    child = DashboardProcess("stored", os.environ, heard.put, out=str(out), port="0")
+    child = DashboardProcess("stored", os.environ, heard.put, out=str(out), port="0", linger="600")
     url = child.wait(30)
     assert heard.get(timeout=5) == f"dashboard: {url}"
     assert get(url)[0] == 200

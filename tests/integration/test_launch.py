@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import pytest
 import ray_cluster
-from sessions import check_ledger
+from sessions import check_ledger, watch
 
 from traceml_ray import wire
 from traceml_ray.identity import RankIdentity
@@ -227,10 +227,14 @@ def test_bad_input_is_one_line_and_exit_code_2(bench: Bench) -> None:
     assert not bench.out.exists()
 
 
-def test_dashboard_serves_while_the_job_runs_and_ends_with_it(bench: Bench) -> None:
+@pytest.mark.parametrize("linger", [None, 600])
+def test_dashboard_serves_while_the_job_runs_and_stays_while_a_browser_watches(
+    bench: Bench, linger: int | None
+) -> None:
     script, go = bench.out.parent / "waits.py", bench.out.parent / "go"
     script.write_text(f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.05)")
-    process = bench.start("--session", "shown", "--dashboard=0", str(script))
+    flags = ("--dashboard=0", *([] if linger is None else [f"--dashboard-linger={linger}"]))
+    process = bench.start("--session", "shown", *flags, str(script))
     assert process.stderr is not None
     line = process.stderr.readline()
     url = line.removeprefix("traceml-ray: dashboard: ").strip()
@@ -238,10 +242,20 @@ def test_dashboard_serves_while_the_job_runs_and_ends_with_it(bench: Bench) -> N
     for path in ("", "health", "metrics"):
         with urllib.request.urlopen(url + path, timeout=20) as answer:
             assert answer.status == 200
+    if linger is not None:  # else no browser watches
+        watch(url)
     go.touch()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    assert "dashboard" not in err
+    stays = f"traceml-ray: dashboard: {url} stays while a browser watches\n" if linger else ""
+    again = f"traceml-ray: to look at it again: traceml-ray dashboard {bench.out / 'shown'}\n"
+    assert err.endswith(stays + again)
+    assert "no dashboard" not in err
+    if linger:
+        until(lambda: "stored file" in watch(url), "it serves the session's file")
+        for dashboard in bench.ours():
+            dashboard.terminate()
+        until(lambda: not bench.ours(), "it ends")
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(url, timeout=20)
     bench.assert_nothing_is_left()

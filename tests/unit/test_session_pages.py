@@ -262,8 +262,9 @@ def test_new_attempt_and_new_run_take_over(played: Played, snapshot: Snapshot) -
     assert (first["session"]["run"], first["step"]) == ("job", 29)
     assert first["heat"]["first"] == list(range(1, 30))
     assert [run["id"] for run in view["session"]["runs"]] == ["job", "second"]
-    none = look(pages, "header", run="third")
-    assert (none["session"]["run"], none["step"]) == ("second", 19)
+    none = look(pages, "overview", run="third")
+    assert (none["state"], none["verdict"], none["step"]) == ("missing", None, None)
+    assert none["others"] == ["job", "second"]
     snapshot("web", none["state_text"])
 
 
