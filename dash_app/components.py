@@ -11,6 +11,8 @@ from dash.development.base_component import Component
 
 from traceml_ray import text
 from traceml_ray.analysis.labels import LABELS, Severity
+from traceml_ray.reports.summary import moment
+from traceml_ray.step_shapes import DeathInfo
 
 from . import figures
 from .route import Route
@@ -136,6 +138,15 @@ def rank_link(rank: int | None, route: Route, word: str = "") -> Any:
 def node_link(key: str | None, label: str | None, route: Route) -> Any:
     """Return a link to the page of a node, or its bare label."""
     return text.plain(label) if key is None else dcc.Link(label or key, href=route.to("node", key))
+
+
+def died(death: DeathInfo) -> str:
+    """Return how a rank died: "Killed by SIGKILL at 03:33:59, in step 110, in data"."""
+    when = f"{'at' if death['exact'] else 'about'} {text.clock(moment(death['t_ns']))} UTC"
+    where = f"in step {death['step']:,}" if death["step"] is not None else ""
+    stage = f"in {text.words(death['stage'])}" if death["stage"] else ""
+    how = death["how"][:1].upper() + death["how"][1:]
+    return ", ".join(filter(None, (f"{how} {when}", where, stage)))
 
 
 def meter(label: str, value: float | None) -> html.Div:

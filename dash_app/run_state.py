@@ -92,6 +92,11 @@ class RunState:
         """How many ranks the job has, as far as known."""
         return world_size(self.ranks, None)
 
+    @property
+    def died(self) -> bool:
+        """Whether the verdict is of a rank that died."""
+        return self.verdict is not None and self.verdict["label"] in ("rank_lost", "oom")
+
     def reporting(self) -> set[int]:
         """Return the ranks that may still deliver: neither ended nor silent for long while others are not."""
         return reporting(self.ranks, self._patience_ns)

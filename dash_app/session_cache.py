@@ -18,9 +18,11 @@ import numpy as np
 from traceml_ray.analysis.step_sums import MAX_BINS
 from traceml_ray.errors import Errors
 from traceml_ray.results import RunInfo, Status
+from traceml_ray.step_shapes import DeathInfo
 from traceml_ray.store import query
 from traceml_ray.store.query import A, Request
 
+from .run_state import RunState
 from .source import Source
 
 _MAX_KEPT = 64
@@ -84,6 +86,10 @@ class SessionCache:
         if version < self.version:
             self._wanted[request] = None
         return found
+
+    def deaths(self, run: RunState) -> Sequence[DeathInfo]:
+        """Return the ranks of a run that died, the first cause first; see `ask`."""
+        return self.ask(query.Deaths(run.id)) or () if run.died else ()
 
     def _question(self, requests: Sequence[Request[Any]]) -> list[Any]:
         """Ask the source, without `lock`; a page that stays open is no use of the session, and says so."""

@@ -20,7 +20,7 @@ from .values import age_s, natural
 
 _TABS = {"overview": "Overview", "events": "Events", "sessions": "Sessions", "health": "Health"}
 _BADGES = {"empty": "no session", "stored": "stored file", "missing": "not found", "waiting": "starting"}
-_RUNNING = ("live", "stale", "waiting")
+_RUNNING = ("live", "stale", "waiting", "ending")
 
 
 def data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _verdict_data(verdict: Mapping[str, Any], state: str) -> dict[str, Any]:
 
 
 def state_of(cache: SessionCache, run: RunState | None) -> str:
-    """Return the state in one word: empty, starting, waiting, live, stale, finished or stored."""
+    """Return the state in one word: empty, starting, waiting, live, stale, ending, finished or stored."""
     if not cache.status:
         return "starting" if cache.source.starting else "empty"
     if cache.source.stored:
@@ -90,7 +90,9 @@ def state_of(cache: SessionCache, run: RunState | None) -> str:
         return "finished"
     if cache.stale_since_ns is not None:
         return "stale"
-    return "live" if run is not None and run.last_step is not None else "waiting"
+    if run is None or run.last_step is None:
+        return "waiting"
+    return "ending" if run.died or all(process.ended for process in run.ranks.values()) else "live"
 
 
 def _state_text(cache: SessionCache, run: RunState | None, state: str) -> str:
@@ -120,9 +122,21 @@ def _state_text(cache: SessionCache, run: RunState | None, state: str) -> str:
         took = "" if began is None else f" ({text.age(age_s(cache.clock(), began))})"
         starting = f"The run is starting: Ray is up, waiting for the first step{took}. {reported}."
         return starting + (f" Awaited: {awaited}." if awaited else "")
+    if run and state == "ending":
+        return _ending_text(run)
     silent = sorted(set(seen) - _heard(run)) if run else []
     parts = [f"awaited: {awaited}" * bool(awaited), f"silent: {text.ranks(silent)}" if silent else ""]
     return "; ".join(["Training runs", *filter(None, parts)]) + "."
+
+
+def _ending_text(run: RunState) -> str:
+    ended = [rank for rank, process in run.ranks.items() if process.ended]
+    going = sorted(set(run.ranks) - {*ended})
+    if not going:
+        return "All ranks have ended."
+    gone = f"{text.ranks(ended)} {'has' if len(ended) == 1 else 'have'} ended, " if ended else ""
+    rest = f"{gone}{text.ranks(going)} still {'runs' if len(going) == 1 else 'run'}."
+    return rest[:1].upper() + rest[1:]
 
 
 def _coverage_text(cache: SessionCache, run: RunState | None, state: str) -> str:

@@ -159,6 +159,18 @@ class Played:
             assert self.aggregator.commit()
         self.aggregator.judge()
 
+    def dies(self, rank: int, exit_code: int, message: str = "") -> None:
+        """The process of a rank is gone; its relay has seen that, and the rank raised what `message` has."""
+        self.clock.tick()
+        who, relay = self.ranks[rank], self.relays[rank // self._per_node]
+        events = [wire.Event("exception", self.clock(), self.step, FORWARD, message)] if message else []
+        data = {"process_id": who.process_id, "exit_code": exit_code}
+        ended = wire.Event("process_ended", self.clock(), data=data)
+        batch = who.batch(0, open=wire.OpenStage(self.step, FORWARD, MS), events=events)
+        self.aggregator.ingest(relay.message(batch, lost=[who.process_id], events=[ended]))
+        self.aggregator.commit()
+        self.aggregator.judge()
+
     def end(self, exit_code: int = 0) -> None:
         """All ranks say their last word, and the session is over."""
         for node, relay in enumerate(self.relays):

@@ -129,6 +129,24 @@ class VerdictChange(VerdictInfo):
     exposed_ms: list[float] | None
 
 
+class DeathInfo(TypedDict):
+    """How the process of a rank died."""
+
+    rank: int
+    t_ns: int
+    exact: bool
+    """Whether that is known to a second."""
+    step: int | None
+    """In which it was, and in which stage, as last reported."""
+    stage: str | None
+    how: str
+    """In words: its exception, "killed by SIGKILL", "its node was lost"."""
+    message: str
+    """The exception in full; "" without one."""
+    first: bool
+    """Nothing that ended before it explains it; several where clocks cannot tell which was the first."""
+
+
 class EventRow(TypedDict):
     """An event as it is stored; times are ns."""
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from dash import dcc, html
 
 from traceml_ray import text
+from traceml_ray.reports.deaths import FATAL
 from traceml_ray.reports.headlines import brief, named
 from traceml_ray.reports.summary import moment
 from traceml_ray.stages import STAGES
+from traceml_ray.step_shapes import DeathInfo
 
 from ..components import SIGNS, Columns, aria, link, marked, panel, part, rank_link, severity, table
 from ..route import Route
@@ -22,12 +26,13 @@ NO_BRIEF = {"count": 0, "cost_s": 0.0}
 _QUIET = {"exit", "relay_start", "process_ended", "attach"}
 """Kinds that are shown only with a message."""
 _SHOWN = 200
+CAUSE, FOLLOWED = "First cause", "What followed"
 
 
-def data(_cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
+def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """Return what happened, newest first, of the kind, rank or node in the URL."""
     kind, rank, node = (route.get(name) for name in ("kind", "rank", "node"))
-    found = events_of(run)
+    found = events_of(cache, run)
     kinds = Counter(event["kind"] for event in found)
     if rank:
         found = [event for event in found if str(event["rank"]) == rank]
@@ -44,11 +49,36 @@ def data(_cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     }
 
 
-def events_of(run: RunState) -> list[dict[str, Any]]:
-    """Return the events and the changes of verdict, newest first."""
+def events_of(cache: SessionCache, run: RunState) -> list[dict[str, Any]]:
+    """
+    Return the events and the changes of verdict, newest first; where ranks died, before them the first cause,
+    and in order of time what followed.
+    """
+    deaths = cache.deaths(run)
     events = [event for event in run.events if event["message"] or event["kind"] not in _QUIET]
+    events = [event for event in events if not (deaths and event["kind"] in FATAL)]
     found = [_event(run, event) for event in events] + [_change(verdict) for verdict in run.verdicts]
-    return sorted(found, key=lambda event: -event["t_ns"])[: run.events.maxlen]
+    found.sort(key=lambda event: -event["t_ns"])
+    since = min((death["t_ns"] for death in deaths), default=1 << 63)
+    after = [event | {"group": FOLLOWED} for event in found if event["t_ns"] >= since]
+    after += [_death(run, death) for death in deaths]
+    after.sort(key=lambda event: (event["group"] != CAUSE, event["t_ns"]))
+    return [*after, *found[len(after) - len(deaths) :]][: run.events.maxlen]
+
+
+def _death(run: RunState, death: DeathInfo) -> dict[str, Any]:
+    return {
+        "t_ns": death["t_ns"],
+        "time": moment(death["t_ns"]),
+        "kind": "death",
+        "severity": "critical",
+        "rank": death["rank"],
+        "node": run.node_of(death["rank"]),
+        "step": death["step"],
+        "stage": death["stage"],
+        "text": f"rank {death['rank']}: {death['how']}",
+        "group": CAUSE if death["first"] else FOLLOWED,
+    }
 
 
 def _event(run: RunState, event: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,6 +94,7 @@ def _event(run: RunState, event: Mapping[str, Any]) -> dict[str, Any]:
         "step": event["step"],
         "stage": None if stage is None else STAGES[stage],
         "text": event["message"].partition("\n")[0][:500],
+        "group": "",
     }
 
 
@@ -78,6 +109,7 @@ def _change(verdict: Mapping[str, Any]) -> dict[str, Any]:
         "step": verdict["from_step"] if verdict["from_step"] is not None else verdict["last_step"],
         "stage": verdict["stage"],
         "text": named(dict(verdict)) + (f": {verdict['why']}" if verdict["why"] else ""),
+        "group": "",
     }
 
 
@@ -132,7 +164,7 @@ def _filter(view: Mapping[str, Any], route: Route) -> list[dcc.Link]:
 
 
 def event_table(events: Sequence[Mapping[str, Any]], route: Route, *names: str) -> Any:
-    """Return a table of events; `names` are its columns, by default all."""
+    """Return events as tables, one for each group; `names` are the columns, by default all."""
     columns: Columns = {
         "time, UTC": lambda event: html.Time(text.date(event["time"]), dateTime=event["time"] or ""),
         "severity": lambda event: _severity(event["severity"]),
@@ -144,4 +176,8 @@ def event_table(events: Sequence[Mapping[str, Any]], route: Route, *names: str) 
         "what": lambda event: html.Span(marked(event["text"])),
     }
     shown = {name: columns[name] for name in names or columns}
-    return table(shown, events, empty="No event of this kind yet.", label="Events")
+    found: list[Any] = []
+    for group, of in groupby(events, key=itemgetter("group")):
+        found += [html.H3(group or "Before")] if found or group else []
+        found.append(table(shown, of, label=group or "Events"))
+    return html.Div(found) if found else table(shown, (), empty="No event of this kind yet.")

@@ -12,7 +12,7 @@ from traceml_ray.analysis.quantities import GPU, NODE, Quantity, charts, series
 from traceml_ray.store import query
 
 from .. import figures
-from ..components import Columns, aria, chart, facts, legend, link, panel, part, rank_link, spark, table
+from ..components import Columns, aria, chart, died, facts, legend, link, panel, part, rank_link, spark, table
 from ..route import Route
 from ..run_state import RunState
 from ..session_cache import SessionCache
@@ -55,6 +55,7 @@ def _ranks_data(
     idle = dict(zip(times["ranks"], times["gpu_idle_pct"], strict=True))
     steps = cache.ask(query.Busy(run.id, tuple(ranks), _SPARK)) or {"ranks": (), "busy_ms": ()}
     busy = dict(zip(steps["ranks"], steps["busy_ms"], strict=True))
+    dead = {death["rank"]: death for death in cache.deaths(run)}
     return [
         {
             **position(run, rank, samples),
@@ -62,6 +63,7 @@ def _ranks_data(
             "gpu_idle_pct": number(idle.get(rank)),
             "busy": rounded(busy.get(rank, ())),
             "rss_bytes": memory.get(rank),
+            "death": dead.get(rank),
         }
         for rank in ranks
     ]
@@ -243,13 +245,17 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], route: Route, named: Sequence[int
         ">last step": lambda rank: text.plain(rank["last_step"]),
         "now in": lambda rank: text.words(rank["open_stage"] or text.NA),
         ">memory": lambda rank: text.size(rank["rss_bytes"]),
-        "state": lambda rank: (
-            html.Span("▲ named by the verdict", className="sev warning")
-            if rank["rank"] in named
-            else text.words(rank["state"])
-        ),
+        "state": lambda rank: _state(rank, named),
     }
     return table(columns, ranks, empty="No rank has reported from this node.", label="Ranks of this node")
+
+
+def _state(rank: Mapping[str, Any], named: Sequence[int]) -> Any:
+    if rank["death"]:
+        return html.Span(f"◆ {died(rank['death'])}", className="sev critical")
+    if rank["rank"] in named:
+        return html.Span("▲ named by the verdict", className="sev warning")
+    return text.words(rank["state"])
 
 
 def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Any:

@@ -44,7 +44,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     asked = _columns(run, route)
     times = run.times if asked.whole is None else cache.ask(query.Times(run.id, asked.whole))
     columns: Mapping[str, Any] | None = cache.ask(asked)
-    found = {"nodes": nodes(run, times), "events": events_of(run)[:_EVENTS]}
+    found = {"nodes": nodes(run, times), "events": events_of(cache, run)[:_EVENTS]}
     if not times or not columns or not len(columns["first"]):
         return {**found, "tiles": [], "heat": {"ranks": []}, "columns": {}}
     heat = {**_heatmap(run, columns), "stage": asked.stage}

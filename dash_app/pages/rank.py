@@ -15,7 +15,7 @@ from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
 
 from .. import figures
-from ..components import Columns, chart, facts, legend, link, node_link, panel, part, table
+from ..components import Columns, chart, died, facts, legend, link, node_link, panel, part, rank_link, table
 from ..route import Route
 from ..run_state import RunState
 from ..session_cache import SessionCache
@@ -50,6 +50,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
             "gpu_idle_pct": _idle(run, rank),
         },
         "suspect": next((suspect for suspect in suspects if suspect["rank"] == rank), None),
+        "deaths": [*cache.deaths(run)],
         "stacks": hung[-1].stacks if hung else [],
         "process": timed(sampled, PROCESS),
         **_steps(cache, run, rank),
@@ -92,7 +93,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     head = html.Div([part(html.H1(title, id="rank-title")), chips], className="title-row")
     body: list[Any] = [
         head,
-        part(html.Div(_suspect(view["suspect"]), id="rank-suspect")),
+        part(html.Div(_callout(view, number, route), id="rank-callout")),
         facts("rank-facts", _facts(rank)),
         *_both_rows(view, route),
         html.H2("Stages, against the median rank"),
@@ -181,9 +182,22 @@ def _facts(rank: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _suspect(suspect: Mapping[str, Any] | None) -> Any:
-    if suspect is None:
-        return None
+def _callout(view: Mapping[str, Any], number: int, route: Route) -> Any:
+    """Return how the rank died; of one that lives, what it is suspected of."""
+    death = next((death for death in view["deaths"] if death["rank"] == number), None)
+    if death is None:
+        return None if view["suspect"] is None else _suspect(view["suspect"])
+    first = [each["rank"] for each in view["deaths"] if each["first"]]
+    after: list[Any] = [f"It ended first of {text.count(len(view['deaths']), 'rank')} that died."]
+    if not death["first"]:
+        after = ["It ended after ", rank_link(first[0], route, "rank "), ", the first."]
+    elif len(first) > 1:
+        after = ["No clock can tell which was first of ", text.ranks(first), "."]
+    said = [html.Pre(death["message"])] if death["message"] else []
+    return html.Div([html.P([html.B(f"◆ {died(death)}"), ". ", *after]), *said], className="callout critical")
+
+
+def _suspect(suspect: Mapping[str, Any]) -> html.P:
     late, share = text.ms(suspect["excess_ms"]), text.share(suspect["share"])
     sentence = f"▲ Late out of {text.words(suspect['stage'])} by {late} a step ({share} of it); "
     sentence += f"fixing it saves {text.ms(suspect['gain_ms'])}."

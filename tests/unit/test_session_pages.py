@@ -14,12 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from played import HOST, Played, PlayedSource, look
+from plotly.io.json import to_json_plotly
 from sessions import LIMITS, Clock, Rank, Relay, aggregation
 from snapshot import Snapshot
 
 from traceml_ray import wire
 from traceml_ray.analysis.spread import MISSING, deviations, quantiles
 from traceml_ray.dash_app import metrics
+from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.pages import rank
 from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.session_pages import SessionPages
@@ -266,6 +268,45 @@ def test_new_attempt_and_new_run_take_over(played: Played, snapshot: Snapshot) -
     assert (none["state"], none["verdict"], none["step"]) == ("missing", None, None)
     assert none["others"] == ["job", "second"]
     snapshot("web", none["state_text"])
+
+
+def test_dead_rank_is_shown_as_dead_and_events_begin_with_the_cause(played: Played) -> None:
+    pages = followed(played, 35)
+    assert look(pages, "rank", rank=5)["suspect"]
+    played.dies(5, -9)
+    played.dies(2, 1, "RuntimeError: Connection closed by peer\n[10.0.0.2]:5")
+    pages.poll()
+    header = look(pages, "header")
+    assert (header["state"], header["verdict"]["label"]) == ("ending", "rank_lost")
+    assert header["state_text"] == "Ranks 2 and 5 have ended, ranks 0, 1, 3, 4, 6 and 7 still run."
+    paths = "/rank/5", "/rank/2", "/rank/1"
+    shown = [to_json_plotly(Refresher(pages).refresh(path, "", {})) for path in paths]
+    assert "Killed by SIGKILL at 22:13:56 UTC, in step 175, in forward" in shown[0]
+    assert "first of 2 ranks" in shown[0] and "Late out of" not in shown[0]
+    assert "Connection closed by peer at 22:13:57" in shown[1] and "[10.0.0.2]:5" in shown[1]
+    assert "It ended after " in shown[1]
+    assert "callout critical" not in shown[2]
+    rows = {row["rank"]: row["death"] for row in look(pages, "node", node="node-1")["ranks"]}
+    assert rows[5]["how"] == "killed by SIGKILL" and rows[4] is None
+    events = look(pages, "events")["events"]
+    assert [(event["group"], event["kind"], event["rank"]) for event in events[:4]] == [
+        ("First cause", "death", 5),
+        ("What followed", "verdict", 5),
+        ("What followed", "death", 2),
+        ("", "verdict", 5),
+    ]
+    page, _ = Refresher(pages).refresh("/events", "", {})
+    texts = [to_json_plotly(page).find(title) for title in ("First cause", "What followed", "Before")]
+    assert texts == sorted(texts) and texts[0] > 0
+    for other in (0, 1, 3, 4, 6, 7):
+        played.dies(other, -15)
+    pages.poll()
+    assert look(pages, "header")["state_text"] == "All ranks have ended."
+    assert [each["rank"] for each in look(pages, "rank", rank=5)["deaths"] if each["first"]] == [5]
+    played.end(1)
+    pages.poll()
+    assert look(pages, "header")["state"] == "finished"
+    assert not pages.errors
 
 
 def test_one_message_a_tick_for_all_browsers(played: Played) -> None:

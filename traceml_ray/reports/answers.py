@@ -14,6 +14,7 @@ from traceml_ray import results
 from traceml_ray.analysis import step_numbers
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors, error_text
+from traceml_ray.reports.run_facts import RunFacts, deaths_of
 from traceml_ray.reports.stored_spans import spans_of
 from traceml_ray.reports.summary import nodes_of, runs_of, summaries, summarize
 from traceml_ray.session import SessionFolder, holder, read_json
@@ -54,6 +55,7 @@ class Answers:
             query.Status: self._status,
             query.Verdict: self._verdict,
             query.Summary: self._summary,
+            query.Deaths: self._deaths,
             **dict.fromkeys(_OF_STEPS, self._steps),
             **dict.fromkeys(_OF_FILE, self._read),
         }
@@ -168,6 +170,10 @@ class Answers:
     def _summary(self, asked: query.Summary) -> Any:
         with self._file(asked.run) as file:
             return summarize(file, self._limits) if asked.whole else next(summaries(file, self._limits))
+
+    def _deaths(self, asked: query.Deaths) -> Any:
+        with self._file(asked.run) as file:
+            return deaths_of(RunFacts(file, self._limits))
 
     def _reported(self, run: str | None) -> Summary:
         """Return the summary that was written at the end, where it is of that run, else make one."""

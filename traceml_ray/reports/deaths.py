@@ -108,6 +108,12 @@ class Death:
         return exit_words(self.exit_code)
 
     @property
+    def how(self) -> str:
+        """The reason as what happened to it: "killed by SIGKILL"."""
+        by_signal = self.reason == exit_words(self.exit_code) and (self.exit_code or 0) < 0
+        return f"killed by {self.reason}" if by_signal else self.reason
+
+    @property
     def consequence(self) -> bool:
         """Whether another death caused it: a collective failed, or the launcher ended it."""
         return self.exit_code == -signal.SIGTERM or bool(_FROM_PEERS.search(self.message))

@@ -9,8 +9,9 @@ from typing import Any
 
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import missing_of
-from traceml_ray.reports.deaths import Death
+from traceml_ray.reports.deaths import Death, culprits, deaths
 from traceml_ray.stages import STAGES
+from traceml_ray.step_shapes import DeathInfo
 from traceml_ray.store.nodes import label_nodes, node_key
 from traceml_ray.store.rank_processes import RankProcess, shown, world_size
 from traceml_ray.store.runs import is_own, of_run
@@ -18,6 +19,7 @@ from traceml_ray.store.session_file import SessionFile
 
 _MAX_EVENTS = 1000
 _MAX_MESSAGE = 2000
+_EXACT_NS = 2_000_000_000
 
 
 class RunFacts:
@@ -62,6 +64,10 @@ class RunFacts:
         other = own if is_own(own, self.runs, self.meta) else None
         found = self.meta.get("failures", [])
         return [f for f in found if runs.get((f["rank"], f["pid"]), other) == own]
+
+    def deaths(self) -> list[Death]:
+        """Return the deaths of the run in order of time, see `deaths.deaths`."""
+        return deaths(self.failures, self.events, self.processes, failed=self.fact("status") == "failed")
 
     def node_of(self, rank: int) -> str | None:
         """The rank's node as it is shown."""
@@ -122,6 +128,28 @@ def _nodes(facts: RunFacts) -> list[dict[str, Any]]:
 
 def _is_lost(facts: RunFacts, key: str) -> bool:
     return key in facts.nodes and facts.nodes[key].lost_ns is not None
+
+
+def deaths_of(facts: RunFacts) -> list[DeathInfo]:
+    """Return how ranks of the run died, the first cause first."""
+    found = facts.deaths()
+    first = culprits(found) if found else []
+    return [_death(death, death in first) for death in [*first, *(d for d in found if d not in first)]]
+
+
+def _death(death: Death, first: bool) -> DeathInfo:
+    process, when = death.process, death.when
+    step = process.open_step if process and process.open_step is not None else death.last_step
+    return {
+        "rank": death.rank,
+        "t_ns": when.t_ns,
+        "exact": when.early_ns + when.late_ns <= _EXACT_NS,
+        "step": step,
+        "stage": death.stage,
+        "how": death.how,
+        "message": death.message[:_MAX_MESSAGE],
+        "first": first,
+    }
 
 
 def ranks_block(facts: RunFacts, found: Sequence[Death]) -> dict[str, Any]:

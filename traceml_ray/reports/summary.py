@@ -25,7 +25,7 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports import whole as reports_whole
-from traceml_ray.reports.deaths import Death, deaths, headline
+from traceml_ray.reports.deaths import Death, headline
 from traceml_ray.reports.device_clock import with_advice
 from traceml_ray.reports.machines import Machines, system_of
 from traceml_ray.reports.run_facts import (
@@ -78,7 +78,7 @@ def _summary(facts: RunFacts, newest: bool = False) -> dict[str, Any]:
     spans = StoredSpans(session, facts.ranks)
     performance = _with_span(judged.whole() if judged else _no_step(facts), facts, whole, spans)
     verdicts = _changes(facts, whole, spans)
-    found = deaths(facts.failures, facts.events, facts.processes, failed=facts.fact("status") == "failed")
+    found = facts.deaths()
     stood = hangs(session.verdicts()[0])
     machines = Machines(session.machines, facts.ranks, facts.every, facts.labels)
     dated = lines, facts.thresholds.warmup_steps

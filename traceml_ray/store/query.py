@@ -88,6 +88,10 @@ class Verdicts(OfRun[Page[step_shapes.VerdictChange]], frozen=True):
     since: Count = 0
 
 
+class Deaths(OfRun[list[step_shapes.DeathInfo]], frozen=True):
+    """The ranks of the run that died, the first cause first, the others in order of time."""
+
+
 class Events(OfRun[Page[step_shapes.EventRow]], frozen=True):
     """
     The newest `most` events after cursor `since`, of the run and of nodes; `brief`: without those that are
