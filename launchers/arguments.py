@@ -45,7 +45,6 @@ def add_flags(add: Callable[..., Any], default_port: str) -> None:
     add(
         "--dashboard-linger",
         type=_seconds,
-        default=LINGER_S,
         metavar="SECONDS",
         help="How long --dashboard stays after the job, at most, while a browser watches; 0: not at all. "
         f"Default: {LINGER_S}.",
@@ -99,7 +98,8 @@ def dashboard_of(args: argparse.Namespace) -> dict[str, str] | None:
     """Return the options of the dashboard; None for no dashboard."""
     if args.dashboard is None:
         return None
-    return {"port": args.dashboard, "linger": str(args.dashboard_linger)}
+    linger = LINGER_S if args.dashboard_linger is None else args.dashboard_linger
+    return {"port": args.dashboard, "linger": str(linger)}
 
 
 def command_text(words: Sequence[str]) -> str:
