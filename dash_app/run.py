@@ -74,6 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
     code = 1
     try:
         session = SessionPages(source, thresholds=settings.thresholds)
+        if stays:  # a browser goes on with what it has
+            session.poll()
         hosts = [*security.names_of(arguments.host), *arguments.allow_host]
         app = create_app(session, token=token, hosts=hosts, poll_s=POLL_S)
         threads = [_thread("poll", _poll, session), _thread("serve", _serve, app.server, listening)]

@@ -99,7 +99,7 @@ def test_dashboard_child_that_is_watched_outlives_its_parent_for_a_while(out: Pa
     heard: queue.SimpleQueue[str] = queue.SimpleQueue()
     child = DashboardProcess("stored", os.environ, heard.put, out=str(out), port="0", linger="1")
     url = child.wait(30)
-    assert "stored file" in watch(url)
+    until(lambda: "stored file" in watch(url), "its page")
     child.end()
     until(lambda: child.lingers, "it stays")
     child.kill()
