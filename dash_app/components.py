@@ -124,6 +124,12 @@ def link(label: str, href: str, style: str, *, on: bool = False, title: str | No
     return dcc.Link(label, href=href, className=f"{style} on" if on else style, title=title)
 
 
+def copying(label: str, copied: str, href: str) -> html.Button:
+    """Return a button that copies a text, see assets/app.js; "{link}" in it becomes the whole of `href`."""
+    data: dict[str, Any] = {"data-copy": copied, "data-link": href}
+    return html.Button(label, type="button", className="chip", **data)
+
+
 def spark(values: Sequence[float | None], text: str, between: tuple[float, float] | None = None) -> Any:
     """Return a sparkline, or nothing where there is too little to draw; `between` is a shared scale."""
     uri = figures.spark(values, between=between)

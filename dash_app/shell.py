@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from operator import itemgetter
 from typing import Any
 
 from dash import dcc, html
 
 from traceml_ray import text
 from traceml_ray.analysis.window import missing_of
-from traceml_ray.reports.headlines import lost, named
+from traceml_ray.reports.headlines import lost, named, since
 from traceml_ray.reports.summary import moment
 
-from .components import SIGNS, Content, aria, link, marked, part, severity
+from .components import SIGNS, Content, aria, copying, link, marked, part, severity
+from .pages.node import evidence_link
 from .route import Route
 from .run_state import RunState
 from .session_cache import SessionCache
@@ -20,6 +23,11 @@ from .values import age_s, natural
 
 _TABS = {"overview": "Overview", "events": "Events", "sessions": "Sessions", "health": "Health"}
 _BADGES = {"empty": "no session", "stored": "stored file", "missing": "not found", "waiting": "starting"}
+_AT_ONCE_S = 10.0
+"""So close to the beginning of an episode an event may have to do with it,"""
+_NO_CHANGES = {"exit", "process_ended", "attach", "stacks", "flight_recorder", "standing", "swallowed"}
+"""but for these kinds."""
+_CHANGES = 3
 _RUNNING = ("live", "stale", "waiting", "ending")
 
 
@@ -33,6 +41,7 @@ def data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
         "state_text": _state_text(cache, run, state),
         "session": _session_data(cache, run),
         "verdict": None if verdict is None else _verdict_data(verdict, state),
+        "incident": None if run is None or verdict is None else _incident(run, verdict),
         "coverage_text": _coverage_text(cache, run, state),
         "step": run.last_step if run else None,
     }
@@ -48,6 +57,7 @@ def missing(cache: SessionCache, what: str, name: str, why: str, others: Iterabl
         "session": {**dict.fromkeys(unknown), "id": name, "runs": []},
         "missing": what,
         "verdict": None,
+        "incident": None,
         "coverage_text": "",
         "step": None,
         "others": sorted(others, key=natural),
@@ -78,6 +88,30 @@ def _verdict_data(verdict: Mapping[str, Any], state: str) -> dict[str, Any]:
     cost = lost(verdict) + " so far" * (state == "live") if verdict.get("lost_s") else ""
     kept = {name: value for name, value in verdict.items() if name not in ("episodes", "brief")}
     return {**kept, "headline": named(kept), "lost_text": cost}
+
+
+def _incident(run: RunState, verdict: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the episode that the verdict is about, and what else happened when it began."""
+    who = itemgetter("label", "rank", "stage")
+    same = [episode for episode in verdict.get("episodes") or () if who(episode) == who(verdict)]
+    if not same:
+        return None
+    episode = max(same, key=itemgetter("goes_on", "cost_s"))
+    began = episode.get("started_at") and datetime.fromisoformat(episode["started_at"]).timestamp()
+    at_once = [event for event in run.events if began and abs(event["t_ns"] / 1e9 - began) <= _AT_ONCE_S]
+    found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for event in at_once:
+        if event["kind"] not in _NO_CHANGES:
+            found.setdefault((event["kind"], event["message"].partition("\n")[0][:100]), []).append(event)
+    changes = [_change(run, *what, events) for what, events in found.items()]
+    return {**episode, "changes": changes[:_CHANGES]}
+
+
+def _change(run: RunState, kind: str, message: str, events: Sequence[Mapping[str, Any]]) -> str:
+    ranks = {event["rank"] for event in events if event["rank"] is not None}
+    nodes = {run.labels.get(event["node_id"] or "", "") for event in events}
+    who = text.ranks(ranks) if ranks else text.listed(sorted(filter(None, nodes)))
+    return ": ".join(filter(None, (" of ".join(filter(None, (text.words(kind), who))), message)))
 
 
 def state_of(cache: SessionCache, run: RunState | None) -> str:
@@ -187,7 +221,7 @@ def parts(header: Mapping[str, Any], route: Route) -> list[Content]:
     return [
         part(html.Nav(tabs, id="nav", **aria(label="Pages"))),
         part(html.Div(_session(header["session"], route), id="session")),
-        part(_verdict(header, compact=route.page != "overview")),
+        part(_verdict(header, route)),
         problem(stale),
     ]
 
@@ -221,9 +255,9 @@ def _session(session: Mapping[str, Any], route: Route) -> list[Any]:
     return shown
 
 
-def _verdict(header: Mapping[str, Any], *, compact: bool) -> html.Section:
+def _verdict(header: Mapping[str, Any], route: Route) -> html.Section:
     """Return the verdict, its cost, and how fresh and complete the data is."""
-    verdict, state = header["verdict"], header["state"]
+    verdict, state, compact = header["verdict"], header["state"], route.page != "overview"
     label = verdict["label"] if verdict else ""
     tone = "good" if label == "healthy" else severity(label).replace("info", "unsure")
     sign = {"good": "✓", "unsure": "○"}.get(tone) or SIGNS[tone]
@@ -237,7 +271,7 @@ def _verdict(header: Mapping[str, Any], *, compact: bool) -> html.Section:
     return html.Section(
         [
             html.Div(sign, className="sign", **aria(hidden="true")),
-            html.Div(_sentences(header), className="sentences"),
+            html.Div([*_sentences(header), _about(header, route)], className="sentences"),
             html.Div(_cost(header) if verdict else None, id="verdict-cost", className="cost"),
             html.Div(fresh, className="fresh"),
         ],
@@ -263,6 +297,27 @@ def _sentences(header: Mapping[str, Any]) -> list[Any]:
         html.P(marked(why), id="verdict-why"),
         html.P(following, id="verdict-next"),
     ]
+
+
+def _about(header: Mapping[str, Any], route: Route) -> html.Div:
+    """Return since when it is so, what else is known of that time, and what to do with it."""
+    verdict, incident = header["verdict"], header["incident"]
+    if not verdict or verdict["label"] == "healthy":
+        return html.Div(id="verdict-about")
+    unit = "GPU" if header["session"]["gpus"] else "rank"
+    began = since(incident, unit) if incident else ""
+    changes = incident["changes"] if incident else []
+    lines = [began[:1].upper() + began[1:] + "." if began else ""]
+    lines += [f"When it began: {'; '.join(changes)}."] if changes else []
+    view = route.here(session=header["session"]["id"], run=header["session"]["run"])
+    why, following = f"Why: {verdict['why']}", f"Next: {verdict['next']}"
+    copied = "\n".join(filter(None, (verdict["headline"], *lines, why, following, "{link}")))
+    chips: list[Any] = [evidence_link(anomaly, route) for anomaly in verdict.get("machine") or ()]
+    if (rank := verdict["rank"]) is not None:
+        chips.append(link(f"Open rank {rank}", route.to("rank", rank), "chip"))
+    chips += [copying("Copy as text", copied, view), copying("Copy link", "{link}", view)]
+    sentences = html.P(" ".join(filter(None, lines)))
+    return html.Div([sentences, html.Div(chips, className="chips")], id="verdict-about")
 
 
 def _range(cost_pct: Sequence[float] | None) -> str:

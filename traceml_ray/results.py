@@ -221,7 +221,10 @@ class Episode(TypedDict):
 
 
 class TimedEpisode(Episode, total=False):
-    """An episode; of a run that is over, and in a summary, also when it was and the span that was late."""
+    """
+    An episode, and when it began; of a run that is over, and in a summary, also when it ended and the span
+    that was late.
+    """
 
     span: str | None
     started_at: str | None

@@ -29,7 +29,17 @@
       set(id, props);
     }
     table();
+    reveal();
     return answer.seen;
+  }
+
+  /* Scroll to the part that a link is to, once it is there. */
+  let revealed = "";
+  function reveal() {
+    const part = revealed !== location.href && document.getElementById(location.hash.slice(1));
+    if (!part) return;
+    revealed = location.href;
+    part.scrollIntoView({ block: "center" });
   }
 
   /* Return `[tag, properties, ...children]` as an element of React: Content in components.py. */
@@ -189,7 +199,21 @@
     set("tick", { disabled: paused || document.hidden });
   });
 
+  /* Copy what a button has; without HTTPS only localhost has a clipboard. */
+  function copy(button) {
+    const text = button.dataset.copy.replace("{link}", () => location.origin + button.dataset.link);
+    const field = document.body.appendChild(document.createElement("textarea"));
+    field.value = text;
+    field.select();
+    navigator.clipboard?.writeText(text) ?? document.execCommand("copy");
+    field.remove();
+    button.classList.add("copied");
+    setTimeout(() => button.classList.remove("copied"), 2000);
+  }
+
   document.addEventListener("click", (event) => {
+    const button = event.target.closest("[data-copy]");
+    if (button) copy(button);
     const menu = document.querySelector("#session details[open]");
     if (menu && !menu.contains(event.target)) menu.open = false;
   });

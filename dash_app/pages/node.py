@@ -24,6 +24,20 @@ _SAMPLES = 170
 _HELD = 5
 """Samples over which a counter of a device is held: NVML is asked for it in every fifth sample only."""
 _TABS = 24
+_SEEN_IN = {
+    "thermal": "gpu-temperature_c",
+    "slowdown": "gpu-sm_mhz",
+    "clock_lack": "gpu-sm_mhz",
+    "power_cap": "gpu-power_w",
+    "power": "gpu-power_w",
+    "mem_used": "node-mem_used_bytes",
+    "swap_in_bps": "node-mem_used_bytes",
+    "cpu_throttled": "node-cpu_pct",
+    "load": "node-cpu_pct",
+    "disk_bps": "node-disk_read_bps",
+    "net_bps": "node-net_rx_bps",
+}
+"""The chart that shows an anomaly, by its kind; by default its own, of a device the table."""
 
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
@@ -165,6 +179,14 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
             html.Div(_gpu_charts(gpus), className="grid"),
         ]
     return html.Div(body)
+
+
+def evidence_link(anomaly: Mapping[str, Any], route: Route) -> dcc.Link:
+    """Return a link to the chart that shows an anomaly of a machine."""
+    kind, device = anomaly["kind"], anomaly["device"]
+    own = f"node-{kind}" if device is None else "node-gpus"
+    href = f"{route.to('node', anomaly['node'])}#{_SEEN_IN.get(kind, own)}"
+    return link(anomaly["text"], href, "chip")
 
 
 def quantity_charts(

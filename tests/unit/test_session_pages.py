@@ -270,6 +270,34 @@ def test_new_attempt_and_new_run_take_over(played: Played, snapshot: Snapshot) -
     snapshot("web", none["state_text"])
 
 
+def test_headline_has_onset_cost_evidence_and_what_changed(played: Played) -> None:
+    """The onset is at step 100, which comes in the 21st second, and stays where it is."""
+    pages = followed(played, 20)
+    note = [wire.Event("restart", played.clock(), message="its loader")]
+    played.play(5, events=note)
+    found = []
+    for _ in range(3):
+        for _ in range(12):
+            played.play(5)
+            pages.poll()
+        found.append(look(pages, "header")["incident"])
+    assert {(one["from_step"], one["started_at"][:19]) for one in found} == {(100, "2023-11-14T22:13:41")}
+    assert found[0]["cost_s"] < found[-1]["cost_s"] and found[-1]["goes_on"]
+    assert found[-1]["changes"] == ["restart of ranks 0-7: its loader"]
+    evidence = {"kind": "thermal", "node": "host-1", "device": 1, "text": "GPU 1 throttles: too hot"}
+    assert pages.newest is not None and pages.newest.verdict is not None
+    pages.newest.verdict["machine"] = [evidence]
+    _, answer = Refresher(pages).refresh("/", "?session=demo", {})
+    shown = to_json_plotly(answer["set"]["verdict-strip"]).replace("\\u002f", "/")
+    assert "Since step 100 (22:13:41 UTC), for " in shown and " GPU-hours so far." in shown
+    assert "GPU 1 throttles: too hot" in shown and "/node/host-1?session=demo#gpu-temperature_c" in shown
+    assert '"data-link":"/?session=demo&run=job"' in shown and "Open rank 5" in shown
+    played.end()
+    pages.poll()
+    stored = look(pages, "header")["incident"]
+    assert stored["from_step"] == 100 and stored["started_at"]
+
+
 def test_dead_rank_is_shown_as_dead_and_events_begin_with_the_cause(played: Played) -> None:
     pages = followed(played, 35)
     assert look(pages, "rank", rank=5)["suspect"]

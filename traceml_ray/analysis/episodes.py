@@ -89,6 +89,11 @@ class Episodes:
         return len(self._over), self.brief.count, self._named.began if self._named else None
 
     @property
+    def named_for_ns(self) -> int | None:
+        """How long ago what is named began, in the job's own time; None while nothing is named."""
+        return self.clock.now_ns - self._named.began_ns if self._named else None
+
+    @property
     def followed(self) -> tuple[int, ...]:
         """The ranks that are named, else those found first of the ones being followed."""
         return next((track.verdict.ranks for track in self._tracks()), ())

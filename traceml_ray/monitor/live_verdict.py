@@ -24,6 +24,7 @@ from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.node_evidence import NodeEvidence
 from traceml_ray.reports.deaths import FATAL, culprits, deaths, headline
 from traceml_ray.reports.device_clock import with_advice
+from traceml_ray.reports.run_facts import moment
 from traceml_ray.settings import Settings
 from traceml_ray.store.nodes import process_labels
 from traceml_ray.store.rank_processes import RankProcess, generations, standing, trained
@@ -209,7 +210,7 @@ class LiveJudge:
         verdict = with_span(state.judge.update(window), window, functools.partial(self._rates, ranks), limits)
         self._kept.keep(run, which, state.judge)
         episodes = state.judge.episodes
-        state.history = {"episodes": episodes.episodes[:MAX_EPISODES], "brief": episodes.brief}
+        state.history = {"episodes": state.dated(self.clock()), "brief": episodes.brief}
         verdict = with_advice(state.evidence.add(verdict, ranks, labels), ranks.values())
         self._keep(run, verdict, store=verdict.window_steps >= limits.first_window_steps)
 
@@ -274,6 +275,21 @@ class _LiveRun:
         self.verdict: Verdict | None = None
         self.history: dict[str, Any] = {"episodes": [], "brief": Brief()}
         """Read by other threads."""
+        self._began: dict[int, int] = {}
+        """When an episode began (ns since the epoch), by its first step."""
+
+    def dated(self, now_ns: int) -> list[dict[str, Any]]:
+        """
+        Return the episodes, the costliest first, with when they began. That is known to a second or two from
+        the time at which one was named, and stays.
+        """
+        episodes, for_ns = self.judge.episodes, self.judge.episodes.named_for_ns
+        found = [msgspec.to_builtins(episode) for episode in episodes.episodes[:MAX_EPISODES]]
+        for episode in found:
+            if episode["goes_on"] and for_ns is not None:
+                self._began.setdefault(episode["from_step"], now_ns - for_ns)
+            episode["started_at"] = moment(self._began.get(episode["from_step"]))
+        return found
 
 
 def _reports(process: RankProcess, deadline: int) -> bool:

@@ -30,6 +30,15 @@ def lost(verdict: Mapping[str, Any]) -> str:
     return f"cost {text.duration(verdict['lost_s'])} of {text.duration(verdict['elapsed_s'])}"
 
 
+def since(episode: Mapping[str, Any], unit: str) -> str:
+    """Return "since step 1,203 (03:31:10 UTC), for 4.1 min; cost 61 s and 0.14 GPU-hours so far"."""
+    at = f" ({text.clock(episode['started_at'])} UTC)" if episode.get("started_at") else ""
+    until, so_far = ("", " so far") if episode["goes_on"] else (f" to step {episode['to_step']:,}", "")
+    lasted, cost = text.duration(episode["seconds"]), text.duration(episode["cost_s"])
+    wasted = f"{cost} and {text.number(episode['gpu_hours'])} {unit}-hours"
+    return f"since step {episode['from_step']:,}{at}{until}, for {lasted}; cost {wasted}{so_far}"
+
+
 def brief(found: Mapping[str, Any]) -> str:
     """Return the findings too short to be named: "9 brief findings, 1.1 s in all"."""
     counted = text.count(found["count"], "brief finding")
