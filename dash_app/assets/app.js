@@ -199,13 +199,12 @@
     set("tick", { disabled: paused || document.hidden });
   });
 
-  /* Copy what a button has; without HTTPS only localhost has a clipboard. */
+  /* Copy what a button has; `navigator.clipboard` is there on localhost and over HTTPS alone. */
   function copy(button) {
-    const text = button.dataset.copy.replace("{link}", () => location.origin + button.dataset.link);
     const field = document.body.appendChild(document.createElement("textarea"));
-    field.value = text;
+    field.value = button.dataset.copy.replace("{link}", () => location.origin + button.dataset.link);
     field.select();
-    navigator.clipboard?.writeText(text) ?? document.execCommand("copy");
+    document.execCommand("copy");
     field.remove();
     button.classList.add("copied");
     setTimeout(() => button.classList.remove("copied"), 2000);
