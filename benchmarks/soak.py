@@ -410,7 +410,7 @@ class Soak:
     @contextlib.contextmanager
     def _launched(self) -> Iterator[subprocess.Popen[str]]:
         more = ["--session", self.session.name, "--out", str(self.session.parent)]
-        more += ["--dashboard=0"] if self.args.dashboard else []
+        more += ["--dashboard=0", "--dashboard-linger=0"] if self.args.dashboard else []
         command = [sys.executable, "-m", "traceml_ray.launch", "--nproc-per-node", str(self.args.ranks)]
         command += [*more, str(SCRIPT), str(self._path)]
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -253,6 +253,7 @@ def test_dashboard_of_the_launcher_names_the_slow_rank_and_outlives_the_aggregat
     port = free_port()
     script = [str(EXAMPLE), "--steps", "100000", "--slow", "data:1:60@20"]
     ours = ["--nproc-per-node", "2", "--session", "seen", "--out", str(tmp_path), f"--dashboard={port}"]
+    ours.append("--dashboard-linger=20")
     command = [sys.executable, "-m", "traceml_ray.launch", *ours, *script]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
@@ -272,5 +273,6 @@ def test_dashboard_of_the_launcher_names_the_slow_rank_and_outlives_the_aggregat
         finally:
             job.terminate()
             job.wait(60)
-    shows(browser, "lost", "has not answered since", 15.0)
+    shows(browser, "state-badge", "stored file")
+    shows(browser, "lost", "traceml-ray dashboard seen", 60.0)
     browser.get_log("browser")  # the server is gone, and the console may say so
