@@ -307,6 +307,7 @@ def test_dead_rank_is_shown_as_dead_and_events_begin_with_the_cause(played: Play
     header = look(pages, "header")
     assert (header["state"], header["verdict"]["label"]) == ("ending", "rank_lost")
     assert header["state_text"] == "Ranks 2 and 5 have ended, ranks 0, 1, 3, 4, 6 and 7 still run."
+    assert b'traceml_state{state="ending"} 1' in metrics.exposition(pages, "")[0]
     paths = "/rank/5", "/rank/2", "/rank/1"
     shown = [to_json_plotly(Refresher(pages).refresh(path, "", {})) for path in paths]
     assert "Killed by SIGKILL at 22:13:56 UTC, in step 175, in forward" in shown[0]
