@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from traceml_ray.analysis.labels import DEATHS
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.results import NodeInfo
 from traceml_ray.step_shapes import EventRow, StepTimes
@@ -95,7 +96,7 @@ class RunState:
     @property
     def died(self) -> bool:
         """Whether the verdict is of a rank that died."""
-        return self.verdict is not None and self.verdict["label"] in ("rank_lost", "oom")
+        return self.verdict is not None and self.verdict["label"] in DEATHS
 
     def reporting(self) -> set[int]:
         """Return the ranks that may still deliver: neither ended nor silent for long while others are not."""

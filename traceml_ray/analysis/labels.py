@@ -77,3 +77,5 @@ LABELS: dict[Label, Meaning] = {
     "healthy": Meaning("healthy", "none", "no rank delays the others", "Nothing to do."),
 }
 # fmt: on
+DEATHS: frozenset[Label] = frozenset({"rank_lost", "oom"})
+"""Labels of a rank that died."""
