@@ -289,7 +289,7 @@ def test_headline_has_onset_cost_evidence_and_what_changed(played: Played) -> No
     pages.newest.verdict["machine"] = [evidence]
     _, answer = Refresher(pages).refresh("/", "?session=demo", {})
     shown = to_json_plotly(answer["set"]["verdict-strip"]).replace("\\u002f", "/")
-    assert "Since step 100 (22:13:41 UTC), for " in shown and " GPU-hours so far." in shown
+    assert "Since step 100 (22:13:41 UTC), for " in shown and " s so far." in shown
     assert "GPU 1 throttles: too hot" in shown and "/node/host-1?session=demo#gpu-temperature_c" in shown
     assert '"data-link":"/?session=demo&run=job"' in shown and "Open rank 5" in shown
     played.end()

@@ -8,6 +8,8 @@ from typing import Any
 from traceml_ray import text
 from traceml_ray.analysis.labels import Label
 
+_LEAST_HOURS = 0.01
+"""Less is not told from none."""
 _NAMED = 2
 """So many nodes are listed; others are counted."""
 
@@ -35,8 +37,9 @@ def since(episode: Mapping[str, Any], unit: str) -> str:
     at = f" ({text.clock(episode['started_at'])} UTC)" if episode.get("started_at") else ""
     until, so_far = ("", " so far") if episode["goes_on"] else (f" to step {episode['to_step']:,}", "")
     lasted, cost = text.duration(episode["seconds"]), text.duration(episode["cost_s"])
-    wasted = f"{cost} and {text.number(episode['gpu_hours'])} {unit}-hours"
-    return f"since step {episode['from_step']:,}{at}{until}, for {lasted}; cost {wasted}{so_far}"
+    hours = episode["gpu_hours"]
+    wasted = f" and {text.number(hours)} {unit}-hours" if hours >= _LEAST_HOURS else ""
+    return f"since step {episode['from_step']:,}{at}{until}, for {lasted}; cost {cost}{wasted}{so_far}"
 
 
 def brief(found: Mapping[str, Any]) -> str:
