@@ -230,7 +230,7 @@ def test_pause_and_theme_buttons_work_and_the_theme_is_kept(browser, served):
     ground = "return getComputedStyle(document.body).backgroundColor"
     light = browser.execute_script(ground)
     browser.find_element(By.ID, "theme").click()
-    assert browser.execute_script(ground) != light
+    until(browser, lambda: browser.execute_script(ground) != light)
     browser.refresh()
     assert browser.execute_script(ground) != light
     browser.execute_script("localStorage.clear()")
