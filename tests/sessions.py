@@ -240,21 +240,24 @@ def doubled_rows(stored: SessionFile) -> int:
     return doubled or abs(rows - sum(process.stored for process in stored.processes()))
 
 
+REFRESH: dict[str, Any] = {
+    "output": "..page.children...answer.data..",
+    "outputs": [{"id": "page", "property": "children"}, {"id": "answer", "property": "data"}],
+    "inputs": [
+        {"id": "tick", "property": "n_intervals", "value": 1},
+        {"id": "url", "property": "pathname", "value": "/"},
+        {"id": "url", "property": "search", "value": ""},
+    ],
+    "changedPropIds": ["tick.n_intervals"],
+    "state": [{"id": "seen", "property": "data", "value": None}],
+}
+"""What a browser posts for a refresh of the overview."""
+
+
 def watch(url: str) -> str:
     """Ask the web app for a refresh of the overview, as a browser does; return the answer."""
-    asked = {
-        "output": "..page.children...answer.data..",
-        "outputs": [{"id": "page", "property": "children"}, {"id": "answer", "property": "data"}],
-        "inputs": [
-            {"id": "tick", "property": "n_intervals", "value": 1},
-            {"id": "url", "property": "pathname", "value": "/"},
-            {"id": "url", "property": "search", "value": ""},
-        ],
-        "changedPropIds": ["tick.n_intervals"],
-        "state": [{"id": "seen", "property": "data", "value": None}],
-    }
     headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url + "_dash-update-component", json.dumps(asked).encode(), headers)
+    request = urllib.request.Request(url + "_dash-update-component", json.dumps(REFRESH).encode(), headers)
     with urllib.request.urlopen(request, timeout=20) as answer:
         page: str = answer.read().decode()
         return page

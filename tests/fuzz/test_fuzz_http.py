@@ -14,7 +14,7 @@ from flask import Flask
 from fuzzing import bounded, fuzz, json_values, mutated
 from hypothesis import example, given
 from hypothesis import strategies as st
-from sessions import Rank, Relay, aggregation
+from sessions import REFRESH, Rank, Relay, aggregation
 
 from traceml_ray.dash_app import security
 from traceml_ray.dash_app.app import Refresher
@@ -117,21 +117,8 @@ def test_requests_without_the_token_are_refused(
     assert "Set-Cookie" not in answer.headers
 
 
-callback = {
-    "output": "..page.children...answer.data..",
-    "outputs": [{"id": "page", "property": "children"}, {"id": "answer", "property": "data"}],
-    "inputs": [
-        {"id": "tick", "property": "n_intervals", "value": 1},
-        {"id": "url", "property": "pathname", "value": "/"},
-        {"id": "url", "property": "search", "value": ""},
-    ],
-    "changedPropIds": ["tick.n_intervals"],
-    "state": [{"id": "seen", "property": "data", "value": None}],
-}
-
-
 @fuzz()
-@given(mutated(json.dumps(callback).encode(), [b"[" * 50_000, b"null", b"1e999", b'"\\ud800"', b"{}"]))
+@given(mutated(json.dumps(REFRESH).encode(), [b"[" * 50_000, b"null", b"1e999", b'"\\ud800"', b"{}"]))
 def test_callback_with_any_body_leaves_the_server_running(opened: Flask, body: bytes) -> None:
     """What Dash itself cannot make sense of is its 500; nothing of it reaches the pages, or is shown."""
     answer = ask(opened, UPDATE, method="POST", body=body, CONTENT_TYPE="application/json")
@@ -145,8 +132,8 @@ def test_callback_with_any_values_succeeds(
     opened: Flask, pathname: Any, search: Any, seen: Any, data: st.DataObject
 ) -> None:
     values = [data.draw(json_values), pathname, search]
-    inputs = [{**given, "value": value} for given, value in zip(callback["inputs"], values, strict=True)]  # type: ignore[arg-type]
-    body = {**callback, "inputs": inputs, "state": [{"id": "seen", "property": "data", "value": seen}]}
+    inputs = [{**given, "value": value} for given, value in zip(REFRESH["inputs"], values, strict=True)]
+    body = {**REFRESH, "inputs": inputs, "state": [{"id": "seen", "property": "data", "value": seen}]}
     answer = ask(
         opened, UPDATE, method="POST", body=json.dumps(body).encode(), CONTENT_TYPE="application/json"
     )
