@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test long api snapshots lint types lines fuzz chaos frameworks bench compat screenshots clean
+.PHONY: help demo test long api snapshots lint types lines fuzz chaos frameworks bench compat screenshots plotly clean
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
@@ -39,6 +39,7 @@ help:
 	@echo "make frameworks   Lightning, Hugging Face and others with a slow rank (a venv of its own; 40 minutes)"
 	@echo "make compat  the tests on the oldest and on the newest torch and Ray, each in a .venv-… of its own"
 	@echo "make screenshots   the pictures of the web app in docs/img (needs chromium and chromedriver)"
+	@echo "make plotly  dash_app/assets/plotly.min.js, made anew from its sources (needs Node.js and npm)"
 	@echo "make clean   remove what was built (.venv, .venv-frameworks and traceml-sessions stay)"
 	@echo "PYTHON=python3.12 chooses the Python that .venv is made with."
 
@@ -122,6 +123,9 @@ compat-%:
 
 screenshots: $(INSTALLED)
 	$(PY) docs/screenshots.py docs/img
+
+plotly:
+	node docs/plotly_bundle.mjs dash_app/assets
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

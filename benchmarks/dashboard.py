@@ -3,7 +3,11 @@ The dashboard under a large job: `python benchmarks/dashboard.py [--ranks 1024] 
 
 A session is played into a real aggregator, five steps a second, one rank late. Told: how long one tick
 takes to bring the pages up to date, how long a browser's refresh takes in the server, what it weighs on
-the wire (gzip, as a browser gets it, and as it is). With `--browser`, a real one is put on top.
+the wire (gzip, as a browser gets it, and as it is). With `--browser`, a real one (Chromium) is put on top:
+what it gets over the wire at the first visit and at a reload, how long its main thread takes for a refresh,
+by how much the page moves under the reader, and whether memory grows. With `--episodes 10` (and 20,000 steps)
+that many ranks are late in turn, the session ends, and what is measured is how long a person waits for what
+they do: `--steps 20000 --episodes 10`.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import gzip
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +44,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--ticks", type=int, default=60)
+    parser.add_argument("--episodes", type=int, default=0, help="measure what a person does in a long run")
     parser.add_argument("--gpus", type=int, default=8)
-    parser.add_argument("--browser", action="store_true", help="measure a real browser, too (Chromium)")
-    parser.add_argument("--refreshes", type=int, default=300, help="of that browser")
+    parser.add_argument("--browser", action="store_true", help="measure a real browser, too")
+    parser.add_argument("--refreshes", type=int, default=30, help="of each page in that browser")
+    parser.add_argument("--page", action="append", help="of that browser; may be given several times")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         played = Played(
@@ -55,14 +62,29 @@ def main() -> None:
         pages = SessionPages(played.source, clock=played.clock)
         size = f"{arguments.ranks} ranks × {arguments.steps} steps"
         print(f"{machine()}\n{size}, {STEPS_A_SECOND} steps/s")
-        for _ in range(0, arguments.steps, 50):
+        for step in range(0, arguments.steps, 50):
+            if arguments.episodes:
+                late_in_turn(played, step, arguments.steps // arguments.episodes)
             played.play(50)
             pages.poll()
         gc.collect()
         gc.freeze()  # as the server does
+        if arguments.episodes:
+            from browser.measure import interactions  # tests/browser
+
+            played.end()
+            pages.poll()
+            interactions(pages)
+            return
         server(played, pages, arguments.ticks)
         if arguments.browser:
-            browser(played, pages, arguments.refreshes)
+            browser(played, pages, arguments.refreshes, arguments.page or PAGES)
+
+
+def late_in_turn(played: Played, step: int, period: int) -> None:
+    """Let a rank be late in a third of each period, another one each time."""
+    turn, at = divmod(step, period)
+    played.onset, played.late = 0, 97 * turn % played.world if period // 2 <= at < period * 5 // 6 else None
 
 
 def server(played: Played, pages: SessionPages, ticks: int) -> None:
@@ -107,11 +129,11 @@ def server(played: Played, pages: SessionPages, ticks: int) -> None:
     print(f"CPU of a tick and a refresh without the aggregator's part: {times}")
 
 
-def browser(played: Played, pages: SessionPages, refreshes: int) -> None:
-    """Measure a browser on the overview: time to draw a refresh, and whether its memory grows."""
+def browser(played: Played, pages: SessionPages, refreshes: int, paths: Sequence[str]) -> None:
+    """Measure what the pages cost a browser."""
     from browser.measure import measure  # tests/browser
 
-    measure(pages, lambda: played.play(STEPS_A_SECOND), refreshes)
+    measure(pages, lambda: played.play(STEPS_A_SECOND), refreshes, paths)
 
 
 if __name__ == "__main__":

@@ -57,9 +57,9 @@ NOISE = ((0.02, 0.05), (0.05, 0.10), (0.10, 0.10), (0.10, 0.20))
 LOUD = ((0.15, 0.20),)
 HOST_BOUND_FROM = 0.95
 """Hosts that take more than this share of what the devices take set the pace."""
-DEVELOPED_ON = (30_000, 41_000, 90_000)
+DEVELOPED_ON = (30_000, 41_000, 90_000, 210_000, 250_000, 310_000)
 """Seeds of random jobs that rules were chosen by; the second for `coupled` ones."""
-HELD_OUT_SEED = 210_000
+HELD_OUT_SEED = 510_000
 FAULTS = (
     f"| windows | faults | cost ≥ {COSTLY:.0%} | rank right | and stage | abstains | healthy | wrong rank | "
     f"cost < {FREE:.0%} | of these `straggler` |\n|---|---|---|---|---|---|---|---|---|---|"

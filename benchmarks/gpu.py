@@ -115,8 +115,8 @@ def run(section: str, limit_s: float, played: bool) -> list[Figure]:
         out, err = process.communicate()
     figures = [Figure(section, *json.loads(line)) for line in out.splitlines() if line.startswith('["')]
     if process.returncode or late:
-        said = late or " / ".join(err.strip().splitlines()[-2:]) or "nothing said"
-        figures.append(Figure(section, "the section", f"{FAILED} ({process.returncode}): {said[-200:]}"))
+        shown = late or " / ".join(err.strip().splitlines()[-2:]) or "no output"
+        figures.append(Figure(section, "the section", f"{FAILED} ({process.returncode}): {shown[-200:]}"))
     elif not figures:
         figures.append(Figure(section, "the section", f"{FAILED}: it printed no figure"))
     return [Figure(*(cell.replace("|", "/") for cell in figure)) for figure in figures]

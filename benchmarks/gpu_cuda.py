@@ -113,8 +113,8 @@ def fsdp2(env: Any) -> None:
     figure("waits marked in a step", f"{marks:.1f}", ">= 6", marks >= 6)
     planted = gpu_env.FORWARD_MS, gpu_env.BACKWARD_MS
     good = all(abs(found[stage] - ms) < 1 for stage, ms in zip((FORWARD, BACKWARD), planted, strict=True))
-    said = f"{found[FORWARD]:.2f}, {found[BACKWARD]:.2f} ms"
-    figure("forward and backward without them", said, "4, 8 ms", good)
+    shown = f"{found[FORWARD]:.2f}, {found[BACKWARD]:.2f} ms"
+    figure("forward and backward without them", shown, "4, 8 ms", good)
 
 
 def graphs(env: Any) -> None:
@@ -138,8 +138,8 @@ def graphs(env: Any) -> None:
         same = losses == alone
         figure(f"{name}: losses as without", str(same), "True", same)
         lost = agent.instrumentation.errors.get("device rows without an event", 0)
-        said = f"{len(rows)} of {STEPS}, {lost} lost"
-        figure(f"{name}: rows on the device's clock", said, "", len(rows) > STEPS // 2)
+        shown = f"{len(rows)} of {STEPS}, {lost} lost"
+        figure(f"{name}: rows on the device's clock", shown, "", len(rows) > STEPS // 2)
 
 
 def kineto(env: Any) -> None:
@@ -230,5 +230,5 @@ def judge(env: Any) -> None:
             raise RuntimeError(ran.stderr.strip()[-300:])
         verdict = json.loads(Path(folder, "gpu", "summary.json").read_text())["verdict"]
     found = verdict.get("label"), verdict.get("stage"), verdict.get("ranks")
-    said, good = ", ".join(map(str, found)), found == ("straggler", "backward", [1])
-    figure("a backward three times as long on rank 1", said, "straggler, backward, [1]", good)
+    shown, good = ", ".join(map(str, found)), found == ("straggler", "backward", [1])
+    figure("a backward three times as long on rank 1", shown, "straggler, backward, [1]", good)

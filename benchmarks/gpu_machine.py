@@ -83,9 +83,9 @@ def mig(env: Any) -> None:
         what = "on" if on else "off"
     except pynvml.NVMLError as error:
         on, what = 0, f"this card has none ({error})"
-    told = (gpus[0].name or "").endswith("(MIG)") and NOT_MEASURED + MIG in sampler.errors
+    known = (gpus[0].name or "").endswith("(MIG)") and NOT_MEASURED + MIG in sampler.errors
     figure("MIG", what)
-    figure("the sampler says it is on", str(told), str(bool(on)), told == bool(on))
+    figure("the sampler says it is on", str(known), str(bool(on)), known == bool(on))
 
 
 def driver(env: Any) -> None:
@@ -124,8 +124,8 @@ def load(env: Any) -> None:
             unseen(name, f"without: {_missing(sampler)}")
             continue
         rises = name != "power_w" or max(values) > idle or env.name != "cuda"
-        said = f"{idle:.0f}: {' '.join(f'{value:.0f}' for value in values)} {unit}"
-        figure(f"{name} before, then each second", said, "rises" if name == "power_w" else "", rises)
+        shown = f"{idle:.0f}: {' '.join(f'{value:.0f}' for value in values)} {unit}"
+        figure(f"{name} before, then each second", shown, "rises" if name == "power_w" else "", rises)
     reasons = sorted({reason for gpu in found for reason in gpu.throttle or ()})
     named = not any(reason.startswith("0x") for reason in reasons)
     figure("why clocks are not higher", ", ".join(reasons) or "no reason", "all have names", named)
@@ -210,10 +210,10 @@ def ray_train(env: Any) -> None:
         str(ROOT / "examples/ray_train.py"), "--workers", "2", "--slow", "data:1:40", *gpus,
         RAY_DEDUP_LOGS="0", RAY_TRAIN_V2_ENABLED="1",
     )  # fmt: skip
-    said = [line for line in ran.stdout.splitlines() if line.startswith(("straggler", "accounting_only"))]
-    said = said or ["no verdict printed"]
-    good = said[0].startswith("straggler: rank 1 ") and "`data`" in said[0]
-    figure("worker 1 of 2, 40 ms late", said[0][:160], "straggler: rank 1 … `data`", good)
+    shown = [line for line in ran.stdout.splitlines() if line.startswith(("straggler", "accounting_only"))]
+    shown = shown or ["no verdict printed"]
+    good = shown[0].startswith("straggler: rank 1 ") and "`data`" in shown[0]
+    figure("worker 1 of 2, 40 ms late", shown[0][:160], "straggler: rank 1 … `data`", good)
 
 
 if __name__ == "__main__":

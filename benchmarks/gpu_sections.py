@@ -159,8 +159,8 @@ def overhead(env: Any) -> None:
     low, high = statistics.quantiles(shares, n=20)[0], statistics.quantiles(shares, n=20)[-1]
     share = statistics.median(shares)
     what = f"added to a step of {pairs[0][0] / 1000:.1f} ms on the device"
-    said = f"{share:+.3%} ({low:+.3%} … {high:+.3%})"
-    figure(what, said, "<= 0.2 %", share <= 0.002 or not env.cuda)
+    shown = f"{share:+.3%} ({low:+.3%} … {high:+.3%})"
+    figure(what, shown, "<= 0.2 %", share <= 0.002 or not env.cuda)
 
 
 def _pairs(env: Any, kernel_ms: float, steps: int, count: int) -> list[tuple[float, float]]:

@@ -298,6 +298,8 @@ class Browser(threading.Thread):
         """Answers in which it was first said that the aggregator does not answer."""
         self.took_ms: list[float] = []
         self._url = url.rstrip("/")
+        self._wiring: dict[str, Any] = {}
+        """Of the callback that refreshes a page, as the app describes it."""
         self._over = threading.Event()
         self._pages = (
             "/",
@@ -327,25 +329,30 @@ class Browser(threading.Thread):
         self.join(30)
 
     def _refresh(self, page: str, number: int, seen: dict[str, Any]) -> dict[str, Any]:
-        asked = {
-            "output": "..page.children...answer.data..",
-            "outputs": [{"id": "page", "property": "children"}, {"id": "answer", "property": "data"}],
-            "inputs": [
-                {"id": "tick", "property": "n_intervals", "value": number},
-                {"id": "url", "property": "pathname", "value": page},
-                {"id": "url", "property": "search", "value": ""},
-            ],
-            "changedPropIds": ["tick.n_intervals"],
-            "state": [{"id": "seen", "property": "data", "value": seen}],
+        if not self._wiring:
+            callbacks = json.loads(self._get("/_dash-dependencies") or "[]")
+            self._wiring = next((each for each in callbacks if ".answer.data." in each["output"]), {})
+            if not self._wiring:
+                return seen
+        values = {"tick": number, "url.pathname": page, "url.search": "", "zone": "UTC", "seen": seen}
+        filled = {
+            kind: [
+                {**each, "value": values.get(each["id"], values.get(f"{each['id']}.{each['property']}"))}
+                for each in self._wiring[kind]
+            ]
+            for kind in ("inputs", "state")
         }
-        body = self._get("/_dash-update-component", json.dumps(asked).encode())
+        names = [name.rpartition(".") for name in self._wiring["output"].strip(".").split("...")]
+        outputs = [{"id": id, "property": name} for id, _, name in names]
+        asked = {"output": self._wiring["output"], "outputs": outputs, "changedPropIds": ["tick.n_intervals"]}
+        body = self._get("/_dash-update-component", json.dumps({**asked, **filled}).encode())
         if not body:
             return seen
-        answer = json.loads(body)["response"]["answer"]["data"]
-        lines = answer["set"].get("problem", {}).get("children") or ""
+        response = json.loads(body)["response"]
+        answer, lines = response["answer"]["data"], json.dumps(response.get("problem"))
         if "could not be made" in lines:
             self.answers[f"{page}: {lines}"] += 1
-        self.stale += bool(lines)
+        self.stale += "not answering" in lines
         found: dict[str, Any] = answer["seen"]
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,9 +15,13 @@ from traceml_ray.analysis.labels import LABELS, Severity
 from traceml_ray.reports.summary import moment
 from traceml_ray.step_shapes import DeathInfo
 
-from . import figures
+from . import figures, zone
 from .route import Route
 
+_MOST_OFF = 8
+"""Series that are switched off at a time."""
+
+_TABLE_ROWS = 100
 CONFIG: Any = {"displayModeBar": False, "responsive": True, "doubleClick": "autosize"}
 CLICKED: Any = {**CONFIG, "doubleClick": False, "showTips": False}
 SIGNS = {"critical": "◆", "warning": "▲", "info": "●"}
@@ -77,34 +82,113 @@ def panel(title: str, *body: Any, note: Any = None) -> html.Section:
 
 
 def chart(
-    id: str, title: str, figure: figures.Figure, label: str, *, note: Any = None, tall: str = ""
+    id: str,
+    title: str,
+    figure: figures.Figure,
+    label: str,
+    route: Route,
+    *,
+    series: Mapping[str, str] | None = None,
+    colours: Mapping[str, str] | None = None,
+    tall: str = "",
+    height: int = 0,
+    rows: Any = None,
 ) -> html.Section:
-    """Return a panel with one figure; `label` describes it for assistive technology."""
-    graph = dcc.Graph(id=id, figure=figure, config=CONFIG)
-    box = html.Div(graph, className=f"graph {tall}".strip(), role="img", **aria(label=label))
-    return panel(title, box, note=note)
-
-
-def legend(entries: Mapping[str, str]) -> list[Any]:
-    """Return names with the colours they are drawn in."""
-    return [
-        html.Span([html.I(style={"background": colour}), text.words(name)], className="key")
-        for name, colour in entries.items()
+    """
+    Return a panel with one figure, `height` px high, and its table where `route` asks for it: `rows`, or the
+    values of the figure; `label` says what it shows. `series` has the names of its traces (or groups of them)
+    with their colours: each can be switched off. `colours` are others that are in it.
+    """
+    off = _switched_off(id, route)
+    for trace in figure["data"]:
+        if trace.get("legendgroup", trace.get("name")) in off:
+            trace["visible"] = False
+    keys: list[Any] = [
+        *_legend(id, series or {}, off, route),
+        *(_key(*each) for each in (colours or {}).items()),
     ]
+    note = part(html.Div(keys, id=f"{id}-legend", className="note")) if keys else ()
+    graph = dcc.Graph(id=id, figure=figure, config=CONFIG)
+    style: Any = {"style": {"height": f"{height}px"}} if height else {}
+    box = html.Div(graph, className=f"graph {tall}".strip(), role="img", **style, **aria(label=label))
+    return panel(title, box, numbers(id, label, figure, route, rows), note=note)
+
+
+def numbers(id: str, label: str, figure: figures.Figure, route: Route, rows: Any = None) -> Content:
+    """Return the link to what a figure shows as a table, and that table where `route` asks for it."""
+    on = route.get("table") == id
+    choose = link("Table", route.here(table=None if on else id), "segment", on=on, title=label)
+    shown = [rows or figure_table(figure, label)] if on else []
+    return part(html.Div([choose, *shown], id=f"{id}-table", className="numbers"))
+
+
+def figure_table(figure: figures.Figure, label: str) -> Any:
+    """Return the values of lines or bars, those of lines newest first."""
+    traces = [t for t in figure["data"] if t.get("hoverinfo") != "skip" and t.get("mode") != "markers"]
+    flat = any(trace.get("orientation") == "h" for trace in traces)
+    axis = figure["layout"]["yaxis" if flat else "xaxis"]
+    names = traces[0]["y" if flat else "x"][::-1] if traces else ()
+    timed = axis.get("type") == "date"
+    columns = {axis["title"]["text"]: lambda at: _place(names[at], timed)}
+    for trace in traces:
+        columns[f">{trace['name']}"] = functools.partial(_value, trace["x" if flat else "y"][::-1])
+    return table(columns, range(min(len(names), _TABLE_ROWS)), label=label)
+
+
+def _value(values: Sequence[float | None], at: int) -> str:
+    return text.number(values[at])
+
+
+def _place(value: Any, timed: bool) -> Any:
+    """Return where on its axis a value is."""
+    return when(moment(1_000_000 * value)) if timed else text.plain(value)
+
+
+def _switched_off(id: str, route: Route) -> set[str]:
+    """Return the series of a chart that a person has switched off: `chart.series`, … in the URL."""
+    chosen = (each.partition(".") for each in (route.get("off") or "").split(","))
+    return {series for chart, _, series in chosen if chart == id}
+
+
+def _key(name: str, colour: str) -> html.Span:
+    return html.Span([html.I(style={"background": colour}), name], className="key")
+
+
+def _legend(id: str, series: Mapping[str, str], off: set[str], route: Route) -> list[html.A]:
+    """Return names with the colours they are drawn in, as links that switch them."""
+    others = [each for each in (route.get("off") or "").split(",") if each]
+    found = []
+    for name, colour in series.items():
+        own = f"{id}.{name}"
+        after = [each for each in others if each != own] + ([] if name in off else [own])
+        does = f"{'Show' if name in off else 'Hide'} {name}"
+        found.append(
+            html.A(
+                [html.I(style={"background": colour}), name.removeprefix("GPU ")],
+                href=route.here(off=",".join(after[-_MOST_OFF:]) or None),
+                className="key off" if name in off else "key",
+                title=does,
+            )
+        )
+    return found
 
 
 Columns = Mapping[str, Callable[[Any], Any]]
 """Cells by header; a header that begins with `>` is that of a column of numbers."""
 
 
-def table(columns: Columns, items: Iterable[Any], *, empty: str = "Nothing yet.", label: str = "") -> Any:
-    """
-    Return a table with a row for each item. Without any, `empty`.
-
-    Not dash-ag-grid: 2.2 MB more for every browser, to draw a few rows; not DataTable: Dash will remove it.
-    """
+def table(
+    columns: Columns,
+    items: Iterable[Any],
+    *,
+    heads: Mapping[str, Any] | None = None,
+    empty: str = "Nothing yet.",
+    label: str = "",
+) -> Any:
+    """Return a table with a row for each item; `heads` replace some headers. Without any item, `empty`."""
     style = {header: "num" if header.startswith(">") else "" for header in columns}
-    head = html.Tr([html.Th(h.lstrip(">"), className=c, scope="col") for h, c in style.items()])
+    shown = {header: header.lstrip(">") for header in columns} | dict(heads or {})
+    head = html.Tr([html.Th(shown[h], className=c, scope="col") for h, c in style.items()])
     body = [
         html.Tr([html.Td(cell(item), className=style[header]) for header, cell in columns.items()])
         for item in items
@@ -119,9 +203,10 @@ def facts(id: str, pairs: Mapping[str, Any]) -> Content:
     return part(html.Dl(cells, id=id, className="facts"))
 
 
-def link(label: str, href: str, style: str, *, on: bool = False, title: str | None = None) -> dcc.Link:
+def link(label: str, href: str, style: str, *, on: bool = False, title: str | None = None) -> html.A:
     """Return a link in the style of a tab, chip or segment; `on` marks the chosen one."""
-    return dcc.Link(label, href=href, className=f"{style} on" if on else style, title=title)
+    current = aria(current="page" if style == "tab" else "true") if on else {}
+    return html.A(label, href=href, className=f"{style} on" if on else style, title=title, **current)
 
 
 def copying(label: str, copied: str, href: str) -> html.Button:
@@ -136,9 +221,24 @@ def spark(values: Sequence[float | None], text: str, between: tuple[float, float
     return html.Img(src=uri, alt=text, className="spark") if uri else html.Span(className="spark")
 
 
+def trail(route: Route, *names: tuple[str, str | None]) -> Content:
+    """Return the way from the cluster to this page: names, and links to all but this page itself."""
+    ways = [html.Span(dcc.Link("Cluster", href=route.to("overview")))]
+    for name, href in names:
+        ways.append(
+            html.Span(name, **aria(current="page")) if href is None else html.Span(dcc.Link(name, href=href))
+        )
+    return part(html.Nav(ways, id="trail", className="trail", **aria(label="Breadcrumb")))
+
+
 def rank_link(rank: int | None, route: Route, word: str = "") -> Any:
     """Return a link to the page of a rank; nothing for None."""
     return None if rank is None else dcc.Link(f"{word}{rank}", href=route.to("rank", rank))
+
+
+def step_link(step: int | None, route: Route) -> Any:
+    """Return a link to the page of a step; nothing for None."""
+    return None if step is None else dcc.Link(f"{step:,}", href=route.to("step", step))
 
 
 def node_link(key: str | None, label: str | None, route: Route) -> Any:
@@ -146,13 +246,13 @@ def node_link(key: str | None, label: str | None, route: Route) -> Any:
     return text.plain(label) if key is None else dcc.Link(label or key, href=route.to("node", key))
 
 
-def died(death: DeathInfo) -> str:
-    """Return how a rank died: "Killed by SIGKILL at 03:33:59, in step 110, in data"."""
-    when = f"{'at' if death['exact'] else 'about'} {text.clock(moment(death['t_ns']))} UTC"
+def died(death: DeathInfo) -> list[Any]:
+    """Return how a rank died: "Killed by SIGKILL at 03:33:59 UTC, in step 110, in data"."""
+    when = f"{'at' if death['exact'] else 'about'} {moment(death['t_ns'])}"
     where = f"in step {death['step']:,}" if death["step"] is not None else ""
     stage = f"in {text.words(death['stage'])}" if death["stage"] else ""
     how = death["how"][:1].upper() + death["how"][1:]
-    return ", ".join(filter(None, (f"{how} {when}", where, stage)))
+    return marked(", ".join(filter(None, (f"{how} {when}", where, stage))))
 
 
 def meter(label: str, value: float | None) -> html.Div:
@@ -163,6 +263,25 @@ def meter(label: str, value: float | None) -> html.Div:
 
 
 def marked(sentence: str) -> list[Any]:
-    """Return a sentence with what is in backticks as code; a number stays on the line of its unit."""
+    """
+    Return a sentence with what is in backticks as code, and moments (ISO 8601) in the zone of who reads; a
+    number stays on the line of its unit.
+    """
     kept = re.sub(r"(?<=\d) (?=%|µs|ms|s\b|min\b|h\b|[kMGT]?B\b)", "\u00a0", sentence)
-    return [html.Code(part) if i % 2 else part for i, part in enumerate(kept.split("`"))]
+    shown: list[Any] = []
+    for i, words in enumerate(kept.split("`")):
+        shown += [html.Code(words)] if i % 2 else dated(words)
+    return shown
+
+
+def dated(sentence: str) -> list[Any]:
+    """Return a sentence with its moments (ISO 8601) in the zone of who reads."""
+    pieces = enumerate(zone.MOMENT.split(sentence))
+    return [when(piece, zone.clock(piece)) if i % 2 else piece for i, piece in pieces if piece]
+
+
+def when(moment: str | None, shown: str = "") -> Any:
+    """Return a moment (ISO 8601, UTC) in the zone of who reads, by default day and time; in UTC on hover."""
+    if moment is None:
+        return text.NA
+    return html.Time(shown or zone.date(moment), dateTime=moment, title=f"{text.date(moment)} UTC")

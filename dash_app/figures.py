@@ -16,6 +16,7 @@ import numpy as np
 from traceml_ray import text
 from traceml_ray.analysis.quantities import Quantity
 
+from . import zone
 from .values import Array, brief, rounded
 
 Series = Array | Sequence[float | None]
@@ -35,7 +36,10 @@ LINES = (BLUE, ORANGE, "#1b9696", "#9a63b8", "#86891c", ROSE, "#6b7785", GREEN)
 FONT = (
     "-apple-system, BlinkMacSystemFont, 'Segoe UI', Roboto, 'Noto Sans', 'Liberation Sans', Arial, sans-serif"
 )
+BAND = "p10–p90"
 _MARKS = {"critical": RED, "warning": ORANGE, "info": GREY}
+MARGIN = {"l": 96, "r": 12}
+"""px of every chart that has the axis of steps: they are aligned, whatever is beside them."""
 _FULL_PCT = 102
 _SPIKE = 3.0
 """A value this many times over the 98th percentile does not set the scale."""
@@ -51,11 +55,35 @@ def _axis(title: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def figure(traces: list[dict[str, Any]], x: str, y: str, *, revision: str = "", **layout: Any) -> Figure:
-    """Return a figure; `revision` is that of the user's zoom: while it stays, so does the zoom."""
+def figure(
+    traces: list[dict[str, Any]],
+    x: str,
+    y: str,
+    *,
+    revision: str = "",
+    frame: Mapping[str, Any] | None = None,
+    **layout: Any,
+) -> Figure:
+    """
+    Return a figure; `frame` is the range of steps that all charts have, and where the present verdict began
+    (`axis.frame`). What is hidden by a person stays so while `revision` does.
+    """
+    if frame:
+        layout = _framed(layout, **frame)
     axes = {
-        "xaxis": _axis(x, showgrid=False, ticks="outside", ticklen=4, **layout.pop("xaxis", {})),
-        "yaxis": _axis(y, rangemode="tozero", nticks=5, **layout.pop("yaxis", {})),
+        "xaxis": _axis(
+            x,
+            **{
+                "showgrid": False,
+                "ticks": "outside",
+                "ticklen": 4,
+                "showspikes": False,
+                **layout.pop("xaxis", {}),
+            },
+        ),
+        "yaxis": _axis(
+            y, **{"rangemode": "tozero", "nticks": 5, "fixedrange": True, **layout.pop("yaxis", {})}
+        ),
     }
     base = {
         "margin": {"l": 48, "r": 10, "t": 6, "b": 34},
@@ -68,6 +96,27 @@ def figure(traces: list[dict[str, Any]], x: str, y: str, *, revision: str = "", 
         **axes,
     }
     return {"data": traces, "layout": {**base, **layout}}
+
+
+def _framed(
+    layout: dict[str, Any], between: Sequence[float] | None, onset: float | None, axis: str = "step"
+) -> dict[str, Any]:
+    """Return the layout of a chart of steps, or over time: a drag chooses other ones, see assets/axis.js."""
+    shapes, notes = [*layout.get("shapes", ())], [*layout.get("annotations", ())]
+    if onset is not None:
+        at = {"x0": onset, "x1": onset, "yref": "paper", "y0": 0, "y1": 1}
+        shapes.append({"type": "line", **at, "line": {"color": GREY, "width": 1.5, "dash": "dashdot"}})
+        where = {
+            "x": onset,
+            "xanchor": "left",
+            "yref": "paper",
+            "y": 1,
+            "yanchor": "top",
+            "font": {"size": 10},
+        }
+        notes.append({"text": "onset", "showarrow": False, **where})
+    xaxis = {"hoverformat": ",.0f", **({"range": [*between]} if between else {}), **layout.get("xaxis", {})}
+    return {**layout, "xaxis": xaxis, "shapes": shapes, "annotations": notes, "meta": {"axis": axis}}
 
 
 def _exactly(**limits: float) -> dict[str, Any]:
@@ -86,7 +135,7 @@ def _array(values: Series) -> Array:
     return np.asarray(values, dtype=float)
 
 
-def _scale(values: Array, unit: str) -> dict[str, Any]:
+def scale(values: Array, unit: str) -> dict[str, Any]:
     """Keep one slow first step from pressing all others flat, and say that it is cut off."""
     values = values[np.isfinite(values)]
     if not len(values) or values.max() <= _SPIKE * (usual := float(np.percentile(values, 98))) or usual <= 0:
@@ -105,7 +154,12 @@ def _line(name: str, x: Sequence[Any], y: Series, width: float, colour: str, **m
     return {"type": "scatter", "mode": "lines", "name": name, "x": x, "y": y, "line": line, **more}
 
 
-def exposed(steps: Sequence[int], stages: Mapping[str, Series], revision: str = "") -> Figure:
+def exposed(
+    steps: Sequence[int],
+    stages: Mapping[str, Series],
+    revision: str = "",
+    frame: Mapping[str, Any] | None = None,
+) -> Figure:
     """Return the stacked area of the exposed time of each stage, ms per step: the sum is the step."""
     if not steps:
         return blank("No closed step yet.")
@@ -116,10 +170,16 @@ def exposed(steps: Sequence[int], stages: Mapping[str, Series], revision: str = 
         if name in stages
     ]
     total = np.nansum([_array(values) for values in stages.values()], axis=0)
-    return figure(traces, "step", "exposed ms", revision=revision, **_scale(total, "ms"))
+    more = _aligned(scale(total, "ms"))
+    return figure(traces, "step", "exposed ms", revision=revision, frame=frame, **more)
 
 
-def timeline(steps: Sequence[int], line: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Figure:
+def timeline(
+    steps: Sequence[int],
+    line: Mapping[str, Any],
+    events: Sequence[Mapping[str, Any]],
+    frame: Mapping[str, Any] | None = None,
+) -> Figure:
     """
     Return the step's time: median rank, worst rank, a p10–p90 band (in `line`, see
     `analysis.step_numbers.columns`), and events as marks on the axis.
@@ -130,15 +190,20 @@ def timeline(steps: Sequence[int], line: Mapping[str, Any], events: Sequence[Map
     band = {"fill": "tonexty", "fillcolor": "rgba(59,130,196,.25)", "hoverinfo": "skip"}
     low, high, worst, median = (rounded(line[f"{name}_ms"]) for name in ("p10", "p90", "worst", "median"))
     traces = [
-        _line("p10", steps, low, 0, BLUE, hoverinfo="skip"),
-        _line("p90", steps, high, 0, BLUE, **band),
+        _line("p10", steps, low, 0, BLUE, hoverinfo="skip", legendgroup=BAND),
+        _line("p90", steps, high, 0, BLUE, **band, legendgroup=BAND),
         _line("worst", steps, worst, 1.2, ORANGE, **ranks),
         _line("median", steps, median, 1.8, BLUE, hovertemplate="%{y:.1f} ms"),
     ]
     if marked := [e for e in events if e["step"] is not None and steps[0] <= e["step"] <= steps[-1]][:60]:
         traces.append(_event_marks(marked))
-    between = _exactly(minallowed=steps[0], maxallowed=max(steps[-1], steps[0] + 1))
-    return figure(traces, "step", "busy ms", xaxis=between, **_scale(_array(line["worst_ms"]), "ms"))
+    return figure(traces, "step", "busy ms", frame=frame, **_aligned(scale(_array(line["worst_ms"]), "ms")))
+
+
+def _aligned(layout: dict[str, Any]) -> dict[str, Any]:
+    """Return the layout of a chart whose plot is as wide as that of the heatmap."""
+    fixed = {axis: {**layout.get(axis, {}), "automargin": False} for axis in ("xaxis", "yaxis")}
+    return {**layout, **fixed, "margin": {**MARGIN, "t": 6, "b": 38}}
 
 
 def _event_marks(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -172,6 +237,7 @@ def lines(
     colours: Sequence[str] = LINES,
     dashed: str = "",
     revision: str = "",
+    frame: Mapping[str, Any] | None = None,
 ) -> Figure:
     """Return lines over `x`: steps, or with kind "time" ns since the epoch; `y` is the name of the axis."""
     colour = dict(zip(series, itertools.cycle(colours), strict=False))  # of a name, whatever else is shown
@@ -187,11 +253,66 @@ def lines(
         _line(name, at, brief(values), 1.5, colour[name], line=style[name], hovertemplate=hover)
         for name, values in shown.items()
     ]
-    layout: dict[str, Any] = {} if timed else _scale(np.concatenate([*shown.values()]), unit)
+    layout: dict[str, Any] = {} if timed else scale(np.concatenate([*shown.values()]), unit)
     if top is not None:
         layout["yaxis"] = _exactly(minallowed=0, maxallowed=top)
     layout["xaxis"] = _clock(x) if timed else {"nticks": 6}
-    return figure(traces, "time, UTC" if timed else "step", y, revision=revision, **layout)
+    if timed and frame and frame["onset"] and not at[0] <= frame["onset"] <= at[-1]:
+        frame = {**frame, "onset": None}
+    if timed and frame and not frame["between"]:  # else the word "onset" would make it wider
+        frame = {**frame, "between": (at[0], at[-1])}
+    name = f"time, {zone.abbreviation()}" if timed else "step"
+    return figure(traces, name, y, revision=revision, frame=frame, **layout)
+
+
+def overlaid(
+    series: Mapping[str, tuple[Sequence[int], Series, str]], unit: str, revision: str = ""
+) -> Figure:
+    """Return lines over steps of their own, by name: steps, values, colour."""
+    hover = "%{y:,} " + unit
+    traces = [
+        _line(name, steps, values, 1.5, colour, hovertemplate=hover)
+        for name, (steps, values, colour) in series.items()
+    ]
+    every = np.concatenate([_array(values) for _, values, _ in series.values()])
+    return figure(traces, "step", unit, xaxis={"nticks": 6}, revision=revision, **scale(every, unit))
+
+
+def waterfall(before: Mapping[str, float], since: Mapping[str, float]) -> Figure:
+    """Return what a step took before and takes since, and between them what each stage has added, ms."""
+    names = {"before": "before", **{stage: text.words(stage) for stage in STAGES}, "since": "since"}
+    total = {"before": sum(before.values()), "since": sum(since.values())}
+    changes = {stage: since[stage] - before[stage] for stage in STAGES}
+    bases, at = [], total["before"]
+    for change in changes.values():
+        bases.append(min(at, at + change))
+        at += change
+    widths = [total["before"], *map(abs, changes.values()), total["since"]]
+    colours = [GREY, *(ORANGE if change > 0 else BLUE for change in changes.values()), GREY]
+    labels = [
+        text.ms(total["before"]),
+        *(f"{text.number(change, sign=True)} ms" for change in changes.values()),
+        text.ms(total["since"]),
+    ]
+    trace = {
+        "type": "bar",
+        "orientation": "h",
+        "name": "ms",
+        "y": [*names.values()][::-1],
+        "x": rounded(widths[::-1]),
+        "base": rounded([0.0, *bases, 0.0][::-1]),
+        "text": labels[::-1],
+        "textposition": "outside",
+        "cliponaxis": False,
+        "marker": {"color": colours[::-1]},
+        "hoverinfo": "skip",
+    }
+    room = 1.18 * max(*total.values(), *(base + wide for base, wide in zip(bases, widths[1:-1], strict=True)))
+    axes: dict[str, Any] = {
+        "xaxis": {"range": [0, room], "fixedrange": True},
+        "yaxis": {"nticks": 0, "dtick": 1},
+    }
+    return figure([trace], "ms", "", hovermode=False, bargap=0.25, **axes)
 
 
 def rows(times: Mapping[str, Mapping[str, float]], revision: str = "") -> Figure:
@@ -217,12 +338,13 @@ def quantities(
     t_ns: Sequence[int],
     named: Mapping[str, tuple[Quantity, Sequence[float | None] | None]],
     revision: str,
+    frame: Mapping[str, Any] | None = None,
 ) -> Figure:
     """Return lines over time of quantities of one unit, by name; those without any value are left out."""
     unit = next(iter(named.values()))[0].unit
     series = {name: _array(values or ()) * unit.scale for name, (_, values) in named.items()}
     top = _FULL_PCT if unit.axis == "%" else None
-    more: dict[str, Any] = {"top": top, "dashed": "installed", "revision": revision}
+    more: dict[str, Any] = {"top": top, "dashed": "installed", "revision": revision, "frame": frame}
     return lines(t_ns, series, unit.axis, unit=unit.axis, kind="time", **more)
 
 

@@ -7,17 +7,23 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 import msgspec
 
+from .values import whole
+
 # Not Dash Pages: its routes are known to its own callback alone, and a refresh and a link need them as well.
 _PATHS = {
     "": "overview",
     "node": "node",
     "rank": "rank",
+    "ranks": "ranks",
+    "step": "step",
     "events": "events",
     "sessions": "sessions",
     "ledger": "health",
 }
 SCOPE = ("session", "run")
-"""Part of the selection of every page: a link to another page keeps it."""
+"""Part of the selection of every page: a link to another page keeps it,"""
+RANGE = ("from", "to")
+"""and, of the same run, the steps that are shown."""
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -32,11 +38,11 @@ class Route(msgspec.Struct, frozen=True):
         """Read a URL; None if no page has it."""
         first, _, key = (pathname or "/").strip("/").partition("/")
         page = _PATHS.get(first)
-        if page is None or bool(key) != (page in ("node", "rank")):
+        if page is None or bool(key) != (page in ("node", "rank", "step")):
             return None
-        if page == "rank" and not (key.isdecimal() and len(key) < 10):
+        if page in ("rank", "step") and whole(key) is None:
             return None
-        query = tuple((k, v) for k, v in parse_qsl((search or "").lstrip("?"))[:8] if len(v) <= 200)
+        query = tuple((k, v) for k, v in parse_qsl((search or "").lstrip("?"))[:16] if len(v) <= 200)
         return cls(page, unquote(key), query)
 
     def get(self, name: str) -> str | None:
@@ -48,12 +54,16 @@ class Route(msgspec.Struct, frozen=True):
         return {name: value for name, value in self.query if name in names}
 
     def to(self, page: str, key: Any = "", /, **query: Any) -> str:
-        """Return the link to another page; session and run stay."""
+        """Return the link to another page; session and run stay, and while they do the range of steps."""
         path = next(path for path, name in _PATHS.items() if name == page)
         url = f"/{path}" + (f"/{quote(str(key), safe='')}" if key != "" else "")
-        given = {name: value for name, value in {**self.select(*SCOPE), **query}.items() if value is not None}
+        kept = SCOPE if query.keys() & {*SCOPE} else (*SCOPE, *RANGE)
+        given = {name: value for name, value in {**self.select(*kept), **query}.items() if value is not None}
         return url + ("?" + urlencode(given) if given else "")
 
     def here(self, **query: Any) -> str:
         """Return the link to this page with some of the selection changed; None removes a value."""
-        return self.to(self.page, self.key, **{**dict(self.query), **query})
+        kept = dict(self.query)
+        if query.keys() & {*SCOPE}:
+            kept = {name: value for name, value in kept.items() if name not in RANGE}
+        return self.to(self.page, self.key, **{**kept, **query})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from traceml_ray.analysis.labels import DEATHS
@@ -97,6 +97,12 @@ class RunState:
     def died(self) -> bool:
         """Whether the verdict is of a rank that died."""
         return self.verdict is not None and self.verdict["label"] in DEATHS
+
+    @property
+    def named(self) -> dict[str, Sequence[Any]]:
+        """The `ranks` and `nodes` that the verdict names."""
+        verdict = {} if self.verdict is None or self.verdict["label"] == "healthy" else self.verdict
+        return {name: verdict.get(name) or () for name in ("ranks", "nodes")}
 
     def reporting(self) -> set[int]:
         """Return the ranks that may still deliver: neither ended nor silent for long while others are not."""

@@ -75,15 +75,16 @@ class SessionCache:
         self._used: _Wanted = {}
         """What the pages that are looked at have asked."""
 
-    def ask(self, request: Request[A]) -> A | None:
+    def ask(self, request: Request[A], settled: Callable[[A], bool] | None = None) -> A | None:
         """
         Return the newest answer to a question of one page, None before any. Called with `lock` by what makes
-        a page; what is not as of now is asked afterwards, and the page made again.
+        a page; what is not as of now is asked afterwards, and the page made again: not where the answer is
+        `settled`.
         """
         self._used[request] = None
         known: tuple[int, A | None] = self._answers.get(request, (-1, None))
         version, found = known
-        if version < self.version:
+        if version < self.version and not (settled and found is not None and settled(found)):
             self._wanted[request] = None
         return found
 
@@ -96,7 +97,7 @@ class SessionCache:
         return query.ask(self.source.reply, requests, watching=True)
 
     def _fetch(self, wanted: _Wanted) -> bool:
-        """Ask what pages want to know, unless the source does not answer; return whether anything is new."""
+        """Ask what pages want to know, unless the source does not answer; return whether it did."""
         if not wanted or self.stale_since_ns is not None or self.trouble:
             return False
         version = self.version
@@ -107,7 +108,8 @@ class SessionCache:
             self.trouble = str(error)
             return False
         with self.lock:
-            return self._keep_answers(wanted, answers, version)
+            self._keep_answers(wanted, answers, version)
+        return True
 
     def _as_asked(self, wanted: _Wanted) -> list[Request[Any]]:
         """Return questions as they are asked: of columns, only for those that are not here."""

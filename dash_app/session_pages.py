@@ -33,7 +33,7 @@ _SLICE_S = 0.5
 _QUICK_S, _SHARE = 0.25, 5
 """A source that takes longer to answer is not asked for so many times as long."""
 
-_OF_STEPS = query.Cell, query.Spans
+_OF_STEPS = query.Cell, query.Spans, query.Step
 """Questions about certain steps: the next tick's are of others."""
 
 _Key = tuple[Route, str | None]
@@ -119,6 +119,10 @@ class SessionPages(SessionCache):
         """
         return self._shown(route)[-1]
 
+    def run_of(self, route: Route) -> RunState | None:
+        """Return the run that a URL names."""
+        return self._shown(route)[1]
+
     def view(self, route: Route) -> dict[str, Any]:
         """Return what a page shows, with its header. Raises KeyError for an unknown page."""
         pages, run, header = self._shown(route)
@@ -128,6 +132,9 @@ class SessionPages(SessionCache):
         with pages.lock:
             pages._viewed.add(key)
         body = pages._made(key, run)
+        if route.page == "sessions" and all(names := [route.get(side) for side in sessions.SIDES]):
+            sides = [Route("side", "", (("session", str(name)),)) for name in names]
+            body = {**body, "sides": [self.view(side) for side in sides]}
         return {**header, **body}
 
     def _shown(self, route: Route) -> tuple[SessionPages, RunState | None, dict[str, Any]]:
@@ -182,11 +189,11 @@ class SessionPages(SessionCache):
                     return body
                 body = DATA[route.page](self, run, route)
                 wanted, self._wanted = self._wanted, {}
-                keep(self._views, key, (self.version, body))
+                version = self.version
             if not self._fetch(wanted):
                 break
-            with self.lock:
-                self._views.pop(key, None)
+        with self.lock:  # not before: another browser would be sent a page whose answers are under way
+            keep(self._views, key, (version, body))
         return body
 
     def _prepare(self) -> None:

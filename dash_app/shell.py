@@ -4,30 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from operator import itemgetter
 from typing import Any
+from urllib.parse import quote
 
 from dash import dcc, html
 
 from traceml_ray import text
 from traceml_ray.analysis.window import missing_of
-from traceml_ray.reports.headlines import lost, named, since
+from traceml_ray.reports.headlines import cost, lost, named, since
 from traceml_ray.reports.summary import moment
 
-from .components import SIGNS, Content, aria, copying, link, marked, part, severity
+from . import axis, zone
+from .components import SIGNS, Content, aria, copying, dated, link, marked, part, severity
 from .pages.node import evidence_link
 from .route import Route
 from .run_state import RunState
 from .session_cache import SessionCache
 from .values import age_s, natural
 
-_TABS = {"overview": "Overview", "events": "Events", "sessions": "Sessions", "health": "Health"}
+PARTS = ("nav", "session", "verdict-strip", "problem")
+_TABS = {
+    "overview": "Overview",
+    "ranks": "Ranks",
+    "events": "Events",
+    "sessions": "Sessions",
+    "health": "Health",
+}
 _BADGES = {"empty": "no session", "stored": "stored file", "missing": "not found", "waiting": "starting"}
 _AT_ONCE_S = 10.0
 """So close to the beginning of an episode an event may have to do with it,"""
 _NO_CHANGES = {"exit", "process_ended", "attach", "stacks", "flight_recorder", "standing", "swallowed"}
 """but for these kinds."""
 _CHANGES = 3
+_ICONS = {
+    "good": ("#2f9e5b", "M8 1a7 7 0 1 0 .01 0zM7 11.5 3.8 8.3l1.3-1.3L7 8.9l4-4 1.3 1.3z"),
+    "warning": ("#d9731a", "M8 1 15.5 15H.5z"),
+    "critical": ("#d03b3b", "M8 0 16 8 8 16 0 8z"),
+    "unsure": ("#8b939c", "M8 1a7 7 0 1 0 .01 0zM8 4a4 4 0 1 1-.01 0z"),
+}
+"""Of the tab: colour and path."""
+_SVG = "http://www.w3.org/2000/svg"
 _RUNNING = ("live", "stale", "waiting", "ending")
 
 
@@ -92,11 +108,9 @@ def _verdict_data(verdict: Mapping[str, Any], state: str) -> dict[str, Any]:
 
 def _incident(run: RunState, verdict: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the episode that the verdict is about, and what else happened when it began."""
-    who = itemgetter("label", "rank", "stage")
-    same = [episode for episode in verdict.get("episodes") or () if who(episode) == who(verdict)]
-    if not same:
+    episode = axis.present(verdict)
+    if episode is None:
         return None
-    episode = max(same, key=itemgetter("goes_on", "cost_s"))
     began = episode.get("started_at") and datetime.fromisoformat(episode["started_at"]).timestamp()
     at_once = [event for event in run.events if began and abs(event["t_ns"] / 1e9 - began) <= _AT_ONCE_S]
     found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
@@ -104,7 +118,8 @@ def _incident(run: RunState, verdict: Mapping[str, Any]) -> dict[str, Any] | Non
         if event["kind"] not in _NO_CHANGES:
             found.setdefault((event["kind"], event["message"].partition("\n")[0][:100]), []).append(event)
     changes = [_change(run, *what, events) for what, events in found.items()]
-    return {**episode, "changes": changes[:_CHANGES]}
+    alone = len(verdict["episodes"]) == 1
+    return {**episode, "changes": changes[:_CHANGES], "alone": alone}
 
 
 def _change(run: RunState, kind: str, message: str, events: Sequence[Mapping[str, Any]]) -> str:
@@ -136,10 +151,8 @@ def _state_text(cache: SessionCache, run: RunState | None, state: str) -> str:
     if state == "empty":
         return cache.trouble or "Searching for the session."
     if state == "stale":
-        since = text.clock(moment(cache.stale_since_ns))
-        return (
-            f"Aggregator not answering since {since} UTC ({cache.trouble}). The page has what was known then."
-        )
+        since = moment(cache.stale_since_ns)
+        return f"Aggregator not answering since {since} ({cache.trouble}). The page has what was known then."
     if state in ("stored", "finished"):
         status = cache.status.get("status", "running")
         ended = "was never finished" if status == "running" else f"has ended: {status}"
@@ -189,12 +202,14 @@ def _heard(run: RunState) -> set[int]:
 
 def layout(poll_s: float) -> html.Div:
     """Return the elements around every page, those of `parts` still empty; browsers ask every `poll_s`."""
-    goto: dict[str, Any] = {"type": "text", "placeholder": "rank …", "inputMode": "numeric"}
+    goto: dict[str, Any] = {"type": "text", "placeholder": "rank, node, step …"}
     bar = [
         dcc.Link("traceml-ray", href="/", className="brand"),
         Content("nav"),
         Content("session"),
-        dcc.Input(id="goto", autoComplete="off", className="goto", **goto),
+        html.Label("Go to a rank, node or step", htmlFor="goto", className="unseen"),
+        dcc.Input(id="goto", list="places", autoComplete="off", className="goto", **goto),
+        html.Datalist(id="places"),
         html.Span(id="paused"),
         html.Button("Pause", id="pause", type="button"),
         html.Button("Theme", id="theme", type="button"),
@@ -206,10 +221,11 @@ def layout(poll_s: float) -> html.Div:
             Content("verdict-strip"),
             Content("problem"),
             html.Div(id="lost", className="problem", role="alert"),
-            html.Main(html.P("Loading …", className="empty"), id="page", tabIndex=-1),
+            html.Main(id="page", tabIndex=-1),
             dcc.Location(id="url", refresh=False),
             dcc.Interval(id="tick", interval=max(250, round(1000 * poll_s))),
-            *(dcc.Store(id=name) for name in ("answer", "seen", "asked", "cell")),
+            dcc.Interval(id="clock", interval=1000),
+            *(dcc.Store(id=name) for name in ("answer", "seen", "asked", "cell", "zone")),
         ]
     )
 
@@ -222,17 +238,42 @@ def parts(header: Mapping[str, Any], route: Route) -> list[Content]:
         part(html.Nav(tabs, id="nav", **aria(label="Pages"))),
         part(html.Div(_session(header["session"], route), id="session")),
         part(_verdict(header, route)),
-        problem(stale),
+        problem(dated(stale) if stale else None),
     ]
 
 
-def problem(sentence: str | None) -> Content:
+def problem(sentence: Any) -> Content:
     """Return the line below the verdict with what goes wrong."""
     return part(html.Div(sentence, id="problem", className="problem", role="alert"))
 
 
+def _tone(verdict: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Return how bad a verdict is, as colour and sign."""
+    label = verdict["label"] if verdict else ""
+    tone = "good" if label == "healthy" else severity(label).replace("info", "unsure")
+    return tone, {"good": "✓", "unsure": "○"}.get(tone) or SIGNS[tone]
+
+
+def tab(header: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a browser's tab shows: the verdict as a title and an icon."""
+    tone, sign = _tone(header["verdict"])
+    state = _BADGES.get(header["state"], header["state"])
+    headline = f"{sign} {header['verdict']['headline']}" if header["verdict"] else state
+    return {
+        "title": " · ".join((headline, str(header["session"]["id"] or "traceml-ray"))),
+        "icon": icon(tone),
+    }
+
+
+def icon(tone: str) -> str:
+    """Return the icon of a tab, a data URI: by form and by colour."""
+    colour, path = _ICONS[tone]
+    drawn = f"<path d='{path}' fill='{colour}'/>"
+    return "data:image/svg+xml," + quote(f"<svg xmlns='{_SVG}' viewBox='0 0 16 16'>{drawn}</svg>")
+
+
 def _is_on(page: str, route: Route) -> bool:
-    return page == route.page or (page == "overview" and route.page in ("node", "rank"))
+    return page == {"node": "overview", "step": "overview", "rank": "ranks"}.get(route.page, route.page)
 
 
 def _session(session: Mapping[str, Any], route: Route) -> list[Any]:
@@ -258,15 +299,13 @@ def _session(session: Mapping[str, Any], route: Route) -> list[Any]:
 def _verdict(header: Mapping[str, Any], route: Route) -> html.Section:
     """Return the verdict, its cost, and how fresh and complete the data is."""
     verdict, state, compact = header["verdict"], header["state"], route.page != "overview"
-    label = verdict["label"] if verdict else ""
-    tone = "good" if label == "healthy" else severity(label).replace("info", "unsure")
-    sign = {"good": "✓", "unsure": "○"}.get(tone) or SIGNS[tone]
+    tone, sign = _tone(verdict)
     step = "" if header["step"] is None else f"step {header['step']:,}"
     coverage = " · ".join(filter(None, (header["coverage_text"], step)))
     fresh = [
         html.Span(_BADGES.get(state, state), id="state-badge", className=f"badge {state}"),
         html.Div(coverage, id="coverage"),
-        html.Div(header["state_text"] if verdict and state != "stale" else None, id="state-text"),
+        html.Div(dated(header["state_text"]) if verdict and state != "stale" else None, id="state-text"),
     ]
     return html.Section(
         [
@@ -286,17 +325,26 @@ def _sentences(header: Mapping[str, Any]) -> list[Any]:
     verdict = header["verdict"]
     headline, _, why = header["state_text"].partition(". ")
     if verdict:
-        note = verdict.get("note")
-        headline, why = verdict["headline"], verdict["why"] + (f" ({note})" if note else "")
+        headline, why = verdict["headline"], _why(verdict, header["incident"])
     following = [html.B("Next "), *marked(verdict["next"])] if verdict and verdict["next"] else None
     return [
         html.Div(
-            html.Strong(headline[:1].upper() + headline[1:], id="verdict-headline"),
+            html.Strong(dated(headline[:1].upper() + headline[1:]), id="verdict-headline"),
             **aria(live="polite", atomic="true"),
         ),
         html.P(marked(why), id="verdict-why"),
         html.P(following, id="verdict-next"),
     ]
+
+
+def _why(verdict: Mapping[str, Any], incident: Mapping[str, Any] | None) -> str:
+    """Return why, without what is beside it: since when it is so, and what it costs."""
+    notes = [note for note in (verdict.get("note") or "").split("; ") if note]
+    why: str = verdict["why"]
+    if incident:
+        notes = [note for note in notes if "of which it cost" not in note]
+        why = why.removesuffix(f" Fixing it saves {text.percent(verdict['cost_pct'])} of the step.")
+    return why + (f" ({'; '.join(notes)})" if notes else "")
 
 
 def _about(header: Mapping[str, Any], route: Route) -> html.Div:
@@ -305,18 +353,20 @@ def _about(header: Mapping[str, Any], route: Route) -> html.Div:
     if not verdict or verdict["label"] == "healthy":
         return html.Div(id="verdict-about")
     unit = "GPU" if header["session"]["gpus"] else "rank"
-    began = since(incident, unit) if incident else ""
+    began = since(incident) if incident else ""
     changes = incident["changes"] if incident else []
     lines = [began[:1].upper() + began[1:] + "." if began else ""]
     lines += [f"When it began: {'; '.join(changes)}."] if changes else []
     view = route.here(session=header["session"]["id"], run=header["session"]["run"])
     why, following = f"Why: {verdict['why']}", f"Next: {verdict['next']}"
-    copied = "\n".join(filter(None, (verdict["headline"], *lines, why, following, "{link}")))
+    spent = f"Cost: {cost(incident, unit)}." if incident else ""
+    every = (verdict["headline"], *lines, spent, why, following, "{link}")
+    copied = "\n".join(map(zone.written, filter(None, every)))
     chips: list[Any] = [evidence_link(anomaly, route) for anomaly in verdict.get("machine") or ()]
     if (rank := verdict["rank"]) is not None:
         chips.append(link(f"Open rank {rank}", route.to("rank", rank), "chip"))
     chips += [copying("Copy as text", copied, view), copying("Copy link", "{link}", view)]
-    sentences = html.P(" ".join(filter(None, lines)))
+    sentences = html.P(marked(" ".join(filter(None, lines))))
     return html.Div([sentences, html.Div(chips, className="chips")], id="verdict-about")
 
 
@@ -330,16 +380,18 @@ def _range(cost_pct: Sequence[float] | None) -> str:
 def _cost(header: Mapping[str, Any]) -> list[Any]:
     """Return what the named cause costs, and how sure that is."""
     verdict, lines = header["verdict"], list[Any]()
+    incident, unit = header["incident"], "GPU" if header["session"]["gpus"] else "rank"
     if verdict["cost_pct"] and verdict["label"] != "healthy":
         lines += [
             html.Span(text.percent(verdict["cost_pct"]), className="value"),
             html.Span(f"of each step{_range(verdict.get('cost_range_pct'))}", className="unit"),
         ]
+        if incident:
+            lines.append(html.Div(cost(incident, unit)))
         if hours := verdict["gpu_hours_per_hour"]:
-            unit = "GPU" if header["session"]["gpus"] else "rank"
             lines.append(html.Div(f"≈ {text.number(hours)} {unit}-hours wasted per hour"))
-    if verdict["lost_text"]:
-        lines.append(html.Div(verdict["lost_text"]))
+    if verdict["lost_text"] and not (incident and incident["alone"]):
+        lines.append(html.Div(f"all causes: {verdict['lost_text']}" if incident else verdict["lost_text"]))
     sure = [f"confidence {verdict['confidence']}"] if verdict["confidence"] else []
     sure += (
         ["comes and goes"] if verdict["pattern"] == "transient" else ["chronic"] if verdict["chronic"] else []

@@ -131,8 +131,8 @@ class LiveSource:
         try:
             attach(self._where, ASK_S)
         except Exception as error:
-            said = str(error).strip().splitlines()[-1:]
-            raise CannotAttach(f"cannot attach to Ray at {self._where.address}: {''.join(said)}") from error
+            lines = str(error).strip().splitlines()[-1:]
+            raise CannotAttach(f"cannot attach to Ray at {self._where.address}: {''.join(lines)}") from error
         self._attached = True
 
 

@@ -20,6 +20,11 @@ def number(value: Any, digits: int = 4) -> float | None:
     return round(float(value), digits) if value is not None and np.isfinite(value) else None
 
 
+def whole(text: str | None, most: int = 9) -> int | None:
+    """Return a whole number that a URL or a person has, of `most` digits at most; None: it is none."""
+    return int(text) if text and text.isdecimal() and len(text) <= most else None
+
+
 def age_s(now_ns: int, then_ns: int | None) -> float | None:
     """Return how long ago something was; 0 where the clocks of two nodes say later."""
     return None if then_ns is None else max(0.0, (now_ns - then_ns) / 1e9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -37,15 +38,19 @@ def stop(folder: Path) -> None:
 
 def ask_finish(path: Path, message: wire.Finish, limit_s: float = LAUNCHER_S) -> wire.Finished | None:
     """
-    Send `message` to the relay at `path` and wait for the end that it asks for; None when no reply
-    in time shows that it is there, or that a report is being made.
+    Send `message` to the relay at `path` and wait for the end that it asks for; None where there is none.
+
+    The end has failed when no reply in time shows that the relay is there, or that a report is being made.
     """
     started = time.monotonic()
     deadline = started + limit_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
+        sock.settimeout(SILENT_S)
         try:
-            sock.settimeout(SILENT_S)
             sock.connect(os.fspath(path))
+        except (OSError, ValueError):  # a path that none can be
+            return None
+        with contextlib.suppress(OSError, wire.WireError):
             sock.send(wire.encode(message))
             while (now := time.monotonic()) < deadline:
                 sock.settimeout(min(SILENT_S, deadline - now))
@@ -54,6 +59,4 @@ def ask_finish(path: Path, message: wire.Finish, limit_s: float = LAUNCHER_S) ->
                     return answer
                 if answer.state == "writing":
                     deadline = min(time.monotonic() + LAUNCHER_S, started + REPORT_S)
-        except (OSError, ValueError):  # WireError is one, and so is a path that none can be
-            return None
-    return None
+    return wire.Finished(wire.VERSION, "failed", "the relay did not answer in time")

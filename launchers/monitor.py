@@ -326,9 +326,10 @@ class Monitor:
     ) -> None:
         from traceml_ray.monitor.offline import finish_offline
 
-        if finished is not None:
-            _print(f"finishing the session without its aggregator: {finished.detail}")
-        aside = finish_offline(session.path, self.settings, message, self._spool, self.info)
+        why = finished.detail if finished is not None else ""
+        if why:
+            _print(f"finishing the session without its aggregator: {why}")
+        aside = finish_offline(session.path, self.settings, message, self._spool, self.info, why)
         if aside is not None:
             _print(f"the session file was damaged and is now {aside.name}; some rows are lost with it")
 

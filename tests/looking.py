@@ -39,6 +39,27 @@ def chromium(profile: Path) -> webdriver.Chrome:
     return webdriver.Chrome(options=options, service=Service(DRIVER))
 
 
+_SHIFT = """
+const done = arguments[0];
+let sum = 0;
+new PerformanceObserver((list) => {
+  for (const entry of list.getEntries()) if (!entry.hadRecentInput) sum += entry.value;
+}).observe({ type: "layout-shift", buffered: true });
+requestAnimationFrame(() => setTimeout(() => done(sum), 50));
+"""
+
+
+def transferred(browser: webdriver.Chrome) -> int:
+    """Return how many bytes the page that is open has got over the wire, with headers."""
+    entries = "['navigation', 'resource'].flatMap((type) => performance.getEntriesByType(type))"
+    return int(browser.execute_script(f"return {entries}.reduce((sum, one) => sum + one.transferSize, 0)"))
+
+
+def shift(browser: webdriver.Chrome) -> float:
+    """Return by how much the content of the page has moved by itself since it was opened: CLS."""
+    return float(browser.execute_async_script(_SHIFT))
+
+
 class Served:
     """A played session behind a server: it is played on, and the page follows."""
 

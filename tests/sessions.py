@@ -240,13 +240,17 @@ def doubled_rows(stored: SessionFile) -> int:
     return doubled or abs(rows - sum(process.stored for process in stored.processes()))
 
 
+_SHOWN = {"page": "children", "answer": "data"} | dict.fromkeys(
+    ("nav", "session", "verdict-strip", "problem"), "content"
+)
 REFRESH: dict[str, Any] = {
-    "output": "..page.children...answer.data..",
-    "outputs": [{"id": "page", "property": "children"}, {"id": "answer", "property": "data"}],
+    "output": "..{}..".format("...".join(f"{id}.{name}" for id, name in _SHOWN.items())),
+    "outputs": [{"id": id, "property": name} for id, name in _SHOWN.items()],
     "inputs": [
         {"id": "tick", "property": "n_intervals", "value": 1},
         {"id": "url", "property": "pathname", "value": "/"},
         {"id": "url", "property": "search", "value": ""},
+        {"id": "zone", "property": "data", "value": "UTC"},
     ],
     "changedPropIds": ["tick.n_intervals"],
     "state": [{"id": "seen", "property": "data", "value": None}],

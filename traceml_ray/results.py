@@ -261,6 +261,8 @@ class Status(TypedDict, total=False):
     exit_code: int
     launcher: str
     command: str
+    settings: dict[str, str]
+    """Those that are not as by default."""
     world_size: int | None
     nnodes: int | None
     strategy: str

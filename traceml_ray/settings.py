@@ -39,7 +39,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     socket: str | None = None
     """Path of the relay's local socket (set by the launcher, not by people)."""
     spool: str | None = None
-    """Folder in which an agent leaves what it could not deliver before its process ended."""
+    """Folder in which an agent leaves what is not known to be stored when its process ends."""
     ring_rows: int = 4096
     """Rows the training thread may be ahead of the agent before rows are dropped and counted."""
     agent_buffer_bytes: int = 1 << 20
@@ -81,6 +81,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             thresholds = msgspec.structs.asdict(thresholds)
         chosen = _choose(Thresholds, _THRESHOLD, environ, thresholds or {})
         return cls(**_choose(cls, "TRACEML_", environ, keywords), thresholds=Thresholds(**chosen))
+
+    def changed(self) -> dict[str, str]:
+        """Return the settings that are not as by default; not where a session is and how it is reached."""
+
+        def flat(settings: Settings) -> dict[str, Any]:
+            own = msgspec.structs.asdict(settings)
+            limits = msgspec.structs.asdict(own.pop("thresholds"))
+            return own | {f"threshold_{name}": value for name, value in limits.items()}
+
+        usual, left_out = flat(Settings()), OF_LAUNCHERS | {"session", "out"}
+        return {
+            name: str(value)
+            for name, value in flat(self).items()
+            if name not in left_out and value != usual[name]
+        }
 
 
 OF_LAUNCHERS = frozenset({"channel", "ray_address", "socket", "spool", "nice"})

@@ -1,5 +1,5 @@
 """
-What an agent could not deliver before its process ended, left in a file for the end of the run.
+What was not known to be stored when a rank's process, or a relay, ended: in a file for the end of the run.
 
 `<process id>.spool` is a run of frames: uint32 little-endian length, then the bytes of one
 `wire.RankBatch`. Standard library only: this is written while a training process exits.

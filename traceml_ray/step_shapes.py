@@ -46,6 +46,7 @@ class StepTimes(TypedDict, total=False):
     worst_rank: int | None
     worst_over: float
     waiting_pct: float
+    """Of all ranks' time, how much they waited."""
     stages: dict[str, float]
 
 
@@ -86,7 +87,7 @@ class BusyTimes(TypedDict):
 
 
 class RankSteps(TypedDict, total=False):
-    """The stages of a rank in the newest K steps; only `steps`, and that empty, where it has none."""
+    """The stages of a rank in K columns; only `steps`, the last of each, and that empty, without any."""
 
     steps: Array
     stages: Array
@@ -98,6 +99,58 @@ class RankSteps(TypedDict, total=False):
     mean: dict[str, float]
 
 
+class RankTimes(TypedDict):
+    """What each rank's steps are made of, over the same steps as `StepTimes`; NaN without any."""
+
+    steps: int
+    ranks: list[int]
+    busy_ms: Array
+    """(R,), median."""
+    over: Array
+    """(R,), that over the median rank's."""
+    stages: Array
+    """(R, 6) ms, mean."""
+
+
+class StepSpan(TypedDict):
+    """A named span of a rank: the mean of a step over those that it was summed up over."""
+
+    rank: int
+    stage: str
+    name: str
+    ms: float
+    from_step: int
+    to_step: int
+
+
+class OneStep(TypedDict):
+    """
+    One step of all ranks that have it, ms since each left the exchange before. Ranks leave it together, so
+    that this is one clock for all of them; the clocks of nodes are not compared.
+    """
+
+    step: int
+    first: int | None
+    """Between which steps rows are kept one by one; None: there are none yet,"""
+    last: int | None
+    ranks: list[int]
+    """(R,), ascending."""
+    of: list[int]
+    """(n,), the rank of each row: one for each exchange of a step, in order;"""
+    stages: Array
+    """(n, 6), what it is made of."""
+    took_ms: float | None
+    """Of the rank that needed longest."""
+    arrived: Array
+    """(R,), when a rank came to the last exchange; NaN where backward and waiting are not told apart."""
+    late: Array
+    """(R,), how much after the median rank."""
+    device: list[int]
+    """Ranks whose rows are on their device's clock."""
+    spans: list[StepSpan]
+    """The longest first; in a large job only of the ranks that came last."""
+
+
 class CellMeans(TypedDict):
     """Means of one cell of the heatmap, ms."""
 
@@ -106,8 +159,33 @@ class CellMeans(TypedDict):
     steps: int
     busy_ms: float | None
     median_ms: float | None
+    over: float | None
+    """The former over the latter."""
     stages: dict[str, tuple[float, float]]
     """Of the rank, and of the median rank."""
+
+
+class Spine(TypedDict):
+    """All of a run in C columns, see `analysis.step_numbers.spine`."""
+
+    first: Array
+    last: Array
+    step_ms: Array
+    t_ns: Array | None
+
+
+class PartMeans(TypedDict):
+    """Mean exposed time of each stage in a part of a run, ms; None without a step."""
+
+    steps: int
+    stages: dict[str, float] | None
+
+
+class Change(TypedDict):
+    """The same in two parts of a run."""
+
+    before: PartMeans
+    since: PartMeans
 
 
 class SpanTimes(TypedDict):

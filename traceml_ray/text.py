@@ -30,6 +30,8 @@ def number(
         text = text.rstrip("0").rstrip(".") if "." in text and not aligned else text
     else:
         text = f"{value:{'+' if sign else ''},.{digits}f}"
+    if not text.strip("+-0."):  # what is rounded to nothing has no sign
+        text = text.lstrip("+-")
     return text.replace("-", "−")
 
 
@@ -51,6 +53,11 @@ def ns(value: float) -> str:
 def percent(value: float | None, *, sign: bool = False) -> str:
     """Return per cent as "28 %", "6.1 %", with `sign` as "+28 %"."""
     return NA if value is None else f"{number(value, figures=2, sign=sign)} %"
+
+
+def times(value: float | None) -> str:
+    """Return a ratio: "1.62×"."""
+    return NA if value is None or value != value else f"{value:.2f}×"
 
 
 def share(value: float | None) -> str:

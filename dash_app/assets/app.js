@@ -2,15 +2,16 @@
 (function () {
   "use strict";
 
-  const QUIET = 5000; // ms without an answer, after which the page says so
-  const TABLE_ROWS = 100;
-  const TABLE_COLUMNS = 10;
+  const QUIET = 10; // s without an answer, after which the page says so
   const number = (value) => value.toLocaleString("en-US");
   const root = document.documentElement;
   const { createElement } = window.React;
 
   let answered = Date.now();
+  let silent = 0; // s since then in which this page ran: it may itself be too busy to take an answer
   let paused = false;
+  let seen = {}; // of the last answer: the page, and a checksum of each part
+  const charts = new Map(); // the newest figure of each, by id, and whether it is to be drawn yet
 
   function set(id, props) {
     window.dash_clientside.set_props(id, props);
@@ -20,17 +21,48 @@
 
   function apply(answer) {
     if (!answer) return window.dash_clientside.no_update;
-    answered = Date.now();
+    heard();
+    if (answer.seen.page !== seen.page) charts.clear();
     for (const [id, props] of Object.entries(answer.set)) {
-      if (props.figure) {
-        for (const trace of props.figure.data) trace.x ??= props.figure.data[0].x; // sent once
-        keepZoom(id, props.figure.layout);
+      if (id === "tab") {
+        document.title = props.title;
+        document.querySelector("link[rel=icon]").href = props.icon;
+        continue;
       }
-      set(id, props);
+      const figure = props.figure ?? (props.of && props.of === seen.sums?.[id] && longer(id, props.grown));
+      if (figure) charts.set(id, { figure, due: true });
+      else if (props.of) delete answer.seen.sums[id]; // not drawn, or another answer was quicker: send all of it
+      else if (document.activeElement?.id !== id) set(id, props); // what a person types stays
     }
-    table();
+    if (paused) set("paused", { children: "paused at " + clock(new Date()) }); // another page was opened
+    seen = answer.seen;
+    draw();
     reveal();
-    return answer.seen;
+    return seen;
+  }
+
+  /* Return a chart's figure with new points at its end, and only so many of those before: _longer in app.py. */
+  function longer(id, { keep, data, layout }) {
+    const shown = charts.get(id)?.figure ?? document.querySelector(`#${id} .js-plotly-plot`);
+    return shown?.data && { layout, data: shown.data.map((trace, at) => Object.entries(data[at]).reduce(
+      (all, [name, ends]) => ({ ...all, [name]: [...trace[name].slice(trace[name].length - keep), ...ends] }), trace)) };
+  }
+
+  /* Charts out of sight wait: one of 8 lines takes 10 ms (by Plotly.extendTraces 9), and a node page has 17. */
+  function draw() {
+    for (const [id, chart] of charts) {
+      const box = chart.due && document.getElementById(id)?.getBoundingClientRect();
+      if (!box || box.top > window.innerHeight || box.bottom < 0) continue;
+      chart.due = false;
+      set(id, { figure: chart.figure });
+    }
+  }
+  document.addEventListener("scroll", draw, { passive: true, capture: true });
+  window.addEventListener("resize", draw);
+
+  function heard() {
+    answered = Date.now();
+    silent = 0;
   }
 
   /* Scroll to the part that a link is to, once it is there. */
@@ -46,19 +78,20 @@
   function element(content) {
     if (!Array.isArray(content)) return content ?? null;
     const [tag, props, ...children] = content;
-    return createElement(tag === "link" ? window.dash_core_components.Link : tag, props, ...children.map(element));
+    const own = tag === "link" || tag === "a" ? ["a", { ...props, onClick: follow }] : [tag, props];
+    return createElement(...own, ...children.map(element));
   }
 
-  /* A zoom stays while `uirevision` does. Plotly's own memory of it ends where dcc.Graph writes the zoom into `figure`. */
-  function keepZoom(id, layout) {
-    const plot = document.querySelector(`#${id} .js-plotly-plot`);
-    const before = plot && plot.layout;
-    if (!before || before.uirevision !== layout.uirevision) return;
-    for (const axis of ["xaxis", "yaxis"]) {
-      if (before[axis] && before[axis].autorange === false && before[axis].range) {
-        layout[axis] = { ...layout[axis], autorange: false, range: [...before[axis].range] };
-      }
-    }
+  /* Lead to another page without a reload, as dcc.Link does, which takes no ARIA properties. */
+  function follow(event) {
+    if (event.metaKey || event.ctrlKey || event.shiftKey || event.altKey) return;
+    event.preventDefault();
+    if (event.currentTarget.pathname !== location.pathname) window.scrollTo(0, 0);
+    go(event.currentTarget);
+  }
+
+  function go({ pathname, search, hash }) {
+    set("url", { pathname, search, hash });
   }
 
   /* ---- the heatmap: its trace has in `meta` what its rows and columns are, see heatmap.py ---- */
@@ -81,55 +114,24 @@
 
   function times(value) {
     if (value === 255) return "missing";
-    const over = 0.5 + value / 254;
+    const over = 4 ** ((value - 127) / 127);
     return (value === 254 ? "≥ " : value === 0 ? "≤ " : "") + over.toFixed(2) + "×";
-  }
-
-  /* The heatmap in numbers, while a person wants them. */
-  function table() {
-    const details = document.getElementById("heat-details");
-    const trace = details && details.open && heatmap()?.data[0];
-    if (!trace) return;
-    const { rows, last } = trace.meta;
-    const cells = Uint8Array.from(atob(trace.z.bdata), (one) => one.charCodeAt(0));
-    const from = Math.max(0, last.length - TABLE_COLUMNS);
-    const lines = rows.map((row) => {
-      const values = [...cells.subarray(row.at * last.length + from, (row.at + 1) * last.length)];
-      const known = values.filter((value) => value !== 255);
-      return { row, values, mean: known.length ? known.reduce((sum, value) => sum + value) / known.length : -1 };
-    }).sort((a, b) => b.mean - a.mean).slice(0, TABLE_ROWS);
-    const line = (tag, found) => ["tr", {}, ...found.map((cell) => [tag, {}, cell])];
-    const body = lines.map(({ row, values }) => line("td", [["link", { href: row.href }, row.name], ...values.map(times)]));
-    const head = line("th", ["", ...last.slice(from).map((step) => `step ${number(step)}`)]);
-    const caption = `Busy time over the median of the step, newest ${last.length - from} columns, worst first` +
-      (rows.length > lines.length ? `, ${lines.length} of ${number(rows.length)} rows` : "");
-    const content = ["table", {}, ["caption", {}, caption], ["thead", {}, head], ["tbody", {}, ...body]];
-    set("heat-table", { content: ["div", { id: "heat-table", className: "scroll", tabIndex: 0 }, content] });
   }
 
   function open(click) {
     const at = cellAt(click);
-    if (!at) return;
-    const [pathname, search] = at.row.href.split("?");
-    set("url", { pathname, search: search ? "?" + search : "" });
+    if (!at?.row.href) return;
+    const to = new URL(at.row.href, location);
+    if (to.pathname.startsWith("/rank/")) to.searchParams.set("step", at.last);
+    go(to);
   }
 
-  /* Offer the way back from a zoom: a double click would open a rank. */
-  function zoomed() {
-    const { xaxis, yaxis } = heatmap()?.layout || {};
-    if (xaxis) set("heat-whole", { hidden: xaxis.autorange !== false && yaxis.autorange !== false });
-  }
-
-  function whole() {
-    window.Plotly.relayout(heatmap(), { "xaxis.autorange": true, "yaxis.autorange": "reversed" });
-  }
-
-  let waiting = null;
+  let asking = null;
   let hovered = ""; // the cell that the tooltip is about, and its first line
   let heading = "";
 
   function hover(over) {
-    clearTimeout(waiting);
+    clearTimeout(asking);
     if (!document.getElementById("heat")) return;
     const at = cellAt(over);
     if (!at) return set("heat-tip", { show: false });
@@ -138,7 +140,7 @@
     hovered = `${ranks} ${first} ${last}`;
     heading = `${name}, ${steps}: ${times(at.value)}`;
     set("heat-tip", { show: true, bbox: at.bbox, direction: at.left ? "left" : "right", children: heading });
-    waiting = setTimeout(() => set("asked", { data: { ranks, first, last } }), 120);
+    if (ranks.length) asking = setTimeout(() => set("asked", { data: { ranks, first, last } }), 120);
   }
 
   function describe(cell) {
@@ -146,11 +148,26 @@
     set("heat-tip", { children: heading + "\n" + cell.text });
   }
 
-  document.addEventListener("toggle", (event) => { // Dash has no property of it
-    if (event.target.id === "heat-details") table();
-  }, true);
+  /* The cursor of the heatmap: arrow keys move it, Enter opens what is under it. */
+  const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+  const cursor = [Infinity, 0];
+  document.addEventListener("keydown", (event) => {
+    const plot = event.target.matches?.(".heat-box") && heatmap();
+    if (!plot?.data?.[0]?.meta || !(event.key in ARROWS || event.key === "Enter")) return;
+    event.preventDefault();
+    const { x, meta: { rows, first } } = plot.data[0], { xaxis, yaxis } = plot._fullLayout, z = plot.calcdata[0][0].z;
+    const most = [first.length - 1, rows.length - 1];
+    most.forEach((end, way) => { cursor[way] = Math.max(0, Math.min(end, cursor[way] + (ARROWS[event.key] ?? [0, 0])[way])); });
+    const [column, row] = cursor, at = rows[row].at;
+    const [x0, x1] = [x[column], x[column + 1]].map((edge) => xaxis.l2p(edge) + xaxis._offset);
+    const [y0, y1] = [at, rows[row + 1]?.at ?? z.length].map((edge) => yaxis.l2p(edge) + yaxis._offset);
+    const under = { points: [{ x: x[column], y: at, z: z[at][column], bbox: { x0, x1, y0, y1 } }] };
+    if (event.key === "Enter") return open(under);
+    Object.assign(document.getElementById("heat-cursor").style, { left: `${x0 - 2}px`, top: `${y0 - 2}px`, width: `${x1 - x0 + 4}px`, height: `${y1 - y0 + 4}px` });
+    hover(under);
+  });
 
-  /* ---- theme, pause, rank by number ---- */
+  /* ---- theme, pause ---- */
 
   function dark() {
     const chosen = root.dataset.theme;
@@ -173,29 +190,27 @@
     return dark() ? "Light" : "Dark";
   }
 
+  const clock = (moment) => moment.toLocaleTimeString("en-GB", { timeZoneName: "short" });
+  const zone = () => Intl.DateTimeFormat().resolvedOptions().timeZone;
+
   function pause(clicks) {
     paused = clicks % 2 === 1;
-    answered = Date.now();
-    const since = paused ? "paused at " + new Date().toLocaleTimeString("en-GB") : null;
-    return [paused || document.hidden, paused ? "Resume" : "Pause", since];
+    heard();
+    return [paused || document.hidden, paused ? "Resume" : "Pause", paused ? "paused at " + clock(new Date()) : null];
   }
 
-  function goto(_, text) {
-    const rank = (text || "").trim();
-    return /^\d+$/.test(rank) ? "/rank/" + rank : window.dash_clientside.no_update;
-  }
-
-  /* Return what a page says whose server is silent; asked at each tick. */
+  /* Return what a page says whose server is silent; asked each second. */
   function watch() {
-    if (Date.now() - answered <= QUIET) return null;
-    const since = new Date(answered).toLocaleTimeString("en-GB");
+    silent += !paused && !document.hidden;
+    if (silent <= QUIET) return null;
+    const since = clock(new Date(answered));
     const name = document.querySelector("#session strong")?.textContent ?? "";
     return `The dashboard's server has not answered since ${since}. If it has ended, this opens it again: traceml-ray dashboard ${name}`;
   }
 
   document.addEventListener("visibilitychange", () => {
     if (!document.getElementById("page")) return;
-    answered = Date.now();
+    heard();
     set("tick", { disabled: paused || document.hidden });
   });
 
@@ -221,6 +236,6 @@
 
   if (["light", "dark"].includes(stored())) root.dataset.theme = stored();
   window.traceml_ray = { Content: ({ content }) => element(content) };
-  const traceml = { apply, open, hover, zoomed, whole, describe, watch, theme, pause, goto };
+  const traceml = { apply, open, hover, describe, watch, theme, zone, pause };
   window.dash_clientside = Object.assign({}, window.dash_clientside, { traceml });
 })();

@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from . import events, health, node, overview, rank, sessions, start
+from . import events, health, node, overview, rank, ranks, sessions, start, step
 
 PAGES: dict[str, ModuleType] = {
     "overview": overview,
     "node": node,
     "rank": rank,
+    "ranks": ranks,
+    "step": step,
     "events": events,
     "sessions": sessions,
     "health": health,
@@ -25,6 +27,7 @@ PAGES: dict[str, ModuleType] = {
 DATA: dict[str, Callable[..., dict[str, Any]]] = {
     **{name: page.data for name, page in PAGES.items()},
     "cell": overview.cell,
+    "side": sessions.side,
 }
 
 

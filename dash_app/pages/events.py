@@ -1,14 +1,14 @@
-"""Everything that happened, newest first; the filter is in the URL."""
+"""Everything that happened, newest first; search, filters and page are in the URL."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from dash import dcc, html
+from dash import html
 
 from traceml_ray import text
 from traceml_ray.reports.deaths import FATAL
@@ -17,7 +17,19 @@ from traceml_ray.reports.summary import moment
 from traceml_ray.stages import STAGES
 from traceml_ray.step_shapes import DeathInfo
 
-from ..components import SIGNS, Columns, aria, link, marked, panel, part, rank_link, severity, table
+from .. import listing, zone
+from ..components import (
+    SIGNS,
+    Columns,
+    marked,
+    panel,
+    part,
+    rank_link,
+    severity,
+    step_link,
+    table,
+    when,
+)
 from ..route import Route
 from ..run_state import RunState
 from ..session_cache import SessionCache
@@ -26,27 +38,40 @@ NO_BRIEF = {"count": 0, "cost_s": 0.0}
 _QUIET = {"exit", "relay_start", "process_ended", "attach"}
 """Kinds that are shown only with a message."""
 _SHOWN = 200
+"""Episodes."""
+_LAST_S = {"10 min": 600, "1 h": 3600, "24 h": 86400}
 CAUSE, FOLLOWED = "First cause", "What followed"
 
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
-    """Return what happened, newest first, of the kind, rank or node in the URL."""
-    kind, rank, node = (route.get(name) for name in ("kind", "rank", "node"))
+    """Return what happened, newest first, of the kind, severity, time, rank or node in the URL."""
     found = events_of(cache, run)
-    kinds = Counter(event["kind"] for event in found)
-    if rank:
-        found = [event for event in found if str(event["rank"]) == rank]
-    if node:
-        found = [event for event in found if event["node"] in (node, run.labels.get(node))]
-    if kind:
-        found = [event for event in found if event["kind"] == kind]
+    kinds, severities = (Counter(event[name] for event in found) for name in ("kind", "severity"))
+    newest = max((event["t_ns"] for event in found), default=0)
+    now = newest if cache.source.stored else cache.clock()
+    tests: dict[str, Callable[[Mapping[str, Any], str], bool]] = {
+        "kind": lambda event, kind: event["kind"] == kind,
+        "severity": lambda event, severity: event["severity"] == severity,
+        "rank": lambda event, rank: str(event["rank"]) == rank,
+        "node": lambda event, node: event["node"] in (node, run.labels.get(node)),
+        "last": lambda event, last: now - event["t_ns"] <= _LAST_S.get(last, 1 << 40) * 1e9,
+    }
+    for name, asked in route.select(*tests).items():
+        found = [event for event in found if tests[name](event, asked)]
     verdict = run.verdict or {}
     return {
-        "events": found,
+        "chosen": listing.choose(found, route, _words, {}),
         "kinds": dict(kinds),
+        "severities": {name: severities[name] for name in SIGNS if severities[name]},
         "episodes": [{**one, "headline": named(one)} for one in verdict.get("episodes") or ()],
         "brief": brief(verdict.get("brief") or NO_BRIEF),
     }
+
+
+def _words(event: Mapping[str, Any]) -> str:
+    rank = "" if event["rank"] is None else f"rank {event['rank']}"
+    named = text.words(event["kind"]), event["severity"], rank, event["node"], event["stage"], event["text"]
+    return " ".join(map(str, filter(None, named)))
 
 
 def events_of(cache: SessionCache, run: RunState) -> list[dict[str, Any]]:
@@ -115,17 +140,15 @@ def _change(verdict: Mapping[str, Any]) -> dict[str, Any]:
 
 def layout(view: Mapping[str, Any], route: Route) -> Any:
     """Return the elements of the page."""
-    events = view["events"]
-    more = f"{_SHOWN} of {len(events):,} events; choose a kind to see others." if len(events) > _SHOWN else ""
-    rows = event_table(events[:_SHOWN], route)
+    chosen = view["chosen"]
+    rows = [event_table(chosen.items, route), listing.pages(chosen, route, "event")]
     return html.Div(
         [
             html.H1("Events"),
             panel("Episodes, the costliest first", part(_episodes(view, route))),
-            part(
-                html.Nav(_filter(view, route), id="event-filter", className="chips", **aria(label="Filter"))
-            ),
-            part(html.Div([rows, html.P(more, className="hint")], id="event-table", className="panel")),
+            html.Div([html.H2("All events"), listing.field(route, "events")], className="title-row"),
+            part(html.Div(_filters(view, route), id="event-filter")),
+            part(html.Div(rows, id="event-table", className="panel")),
         ]
     )
 
@@ -135,7 +158,10 @@ def _episodes(view: Mapping[str, Any], route: Route) -> html.Div:
     columns: Columns = {
         "what": lambda one: one["headline"],
         ">rank": lambda one: rank_link(one["rank"], route),
-        ">steps": lambda one: f"{one['from_step']:,}–{one['to_step']:,}" + " …" * one["goes_on"],
+        ">steps": lambda one: [
+            step_link(one["from_step"], route),
+            f"–{one['to_step']:,}" + " …" * one["goes_on"],
+        ],
         ">lasted": lambda one: text.duration(one["seconds"]),
         ">cost": lambda one: text.duration(one["cost_s"]),
         ">of it": lambda one: text.percent(one["cost_pct"]),
@@ -149,35 +175,36 @@ def _severity(severity: str) -> html.Span:
     return html.Span([SIGNS[severity], " ", severity], className=f"sev {severity}")
 
 
-def _filter(view: Mapping[str, Any], route: Route) -> list[dcc.Link]:
-    """Return one link for each kind there is, and one to remove each filter that is set."""
-    chosen = route.get("kind")
-    kinds = {"all kinds": None} | {
-        f"{text.words(kind)} {n:,}": kind for kind, n in sorted(view["kinds"].items())
-    }
-    links = [link(label, route.here(kind=kind), "chip", on=kind == chosen) for label, kind in kinds.items()]
-    return links + [
-        link(f"{name} {route.get(name)} ✕", route.here(**{name: None}), "chip", on=True)
-        for name in ("rank", "node")
-        if route.get(name)
+def _filters(view: Mapping[str, Any], route: Route) -> list[html.Nav]:
+    """Return links for severity, time and kind, and one to remove each other filter that is set."""
+    severities = {f"{SIGNS[name]} {name} {n:,}": name for name, n in view["severities"].items()}
+    kinds = {f"{text.words(kind)} {n:,}": kind for kind, n in sorted(view["kinds"].items())}
+    times = {f"last {name}": name for name in _LAST_S}
+    own = {name: route.get(name) for name in ("rank", "node") if route.get(name)}
+    return [
+        listing.chips(route, "severity", {"any severity": None, **severities}, "Severity"),
+        listing.chips(route, "last", {"any time": None, **times}, "Time"),
+        listing.chips(route, "kind", {"all kinds": None, **kinds}, "Kind"),
+        *(listing.chips(route, name, {f"{name} {value} ✕": None}, name) for name, value in own.items()),
     ]
 
 
 def event_table(events: Sequence[Mapping[str, Any]], route: Route, *names: str) -> Any:
     """Return events as tables, one for each group; `names` are the columns, by default all."""
     columns: Columns = {
-        "time, UTC": lambda event: html.Time(text.date(event["time"]), dateTime=event["time"] or ""),
+        "time": lambda event: when(event["time"]),
         "severity": lambda event: _severity(event["severity"]),
         "kind": lambda event: text.words(event["kind"]),
         ">rank": lambda event: rank_link(event["rank"], route),
         "node": lambda event: event["node"],
-        ">step": lambda event: "" if event["step"] is None else f"{event['step']:,}",
+        ">step": lambda event: step_link(event["step"], route),
         "stage": lambda event: text.words(event["stage"] or ""),
         "what": lambda event: html.Span(marked(event["text"])),
     }
     shown = {name: columns[name] for name in names or columns}
+    heads = {"time": f"time, {zone.abbreviation()}"}
     found: list[Any] = []
     for group, of in groupby(events, key=itemgetter("group")):
         found += [html.H3(group or "Before")] if found or group else []
-        found.append(table(shown, of, label=group or "Events"))
+        found.append(table(shown, of, heads=heads, label=group or "Events"))
     return html.Div(found) if found else table(shown, (), empty="No event of this kind yet.")

@@ -5,14 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dash import dcc, html
+from dash import html
 
 from traceml_ray import text
 from traceml_ray.analysis.quantities import GPU, NODE, Quantity, charts, series
+from traceml_ray.identity import RankIdentity
 from traceml_ray.store import query
 
-from .. import figures
-from ..components import Columns, aria, chart, died, facts, legend, link, panel, part, rank_link, spark, table
+from .. import axis, figures
+from ..components import (
+    Columns,
+    aria,
+    chart,
+    died,
+    facts,
+    link,
+    panel,
+    part,
+    rank_link,
+    spark,
+    table,
+    trail,
+)
 from ..route import Route
 from ..run_state import RunState
 from ..session_cache import SessionCache
@@ -47,13 +61,19 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     by_name = sorted(cards, key=lambda card: natural(card["label"]))
     if card is None:
         return {"node": None, "nodes": by_name}
-    samples = samples_of(cache, query.NodeSamples((card["node_id"],), _SAMPLES))
+    spine, node = axis.data(cache, run, route), (card["node_id"],)
+    samples = drawn = samples_of(cache, query.NodeSamples(node, _SAMPLES))
+    if between := axis.time_of(spine):
+        drawn = samples_of(cache, query.NodeSamples(node, _SAMPLES, *between))
     return {
         "node": card,
         "nodes": by_name,
         "ranks": _ranks_data(cache, run, card, samples),
+        "axis": spine,
         "samples": timed(samples, NODE),
         "gpus": _gpus_data(card["node_id"], samples, run.events),
+        "drawn": timed(drawn, NODE),
+        "drawn_gpus": _gpus_data(card["node_id"], drawn, ()),
     }
 
 
@@ -72,7 +92,8 @@ def _ranks_data(
     dead = {death["rank"]: death for death in cache.deaths(run)}
     return [
         {
-            **position(run, rank, samples),
+            **position(run, rank),
+            "gpu": gpu_of(run.ranks[rank].identity, samples),
             "median_ms": number(median.get(rank)),
             "gpu_idle_pct": number(idle.get(rank)),
             "busy": rounded(busy.get(rank, ())),
@@ -83,22 +104,25 @@ def _ranks_data(
     ]
 
 
-def position(run: RunState, rank: int, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return where a rank runs and what it is doing; `samples` are of its node."""
+def position(run: RunState, rank: int) -> dict[str, Any]:
+    """Return which rank of its node a rank is, and what it is doing."""
     process = run.ranks[rank]
     identity = process.identity
     return {
         "rank": rank,
         "local_rank": identity.local_rank if identity else None,
-        "gpu": _gpu_of(identity.pid, samples) if identity else None,
         "last_step": process.last_step,
         "open_stage": None if process.ended else process.stage,
         "state": process.end or ("running" if rank in run.reporting() else "silent"),
     }
 
 
-def _gpu_of(pid: int, samples: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the device on which a process was seen last; not every sample has the processes."""
+def gpu_of(who: RankIdentity | None, samples: Sequence[Mapping[str, Any]]) -> int | None:
+    """
+    Return the device on which a process was seen last; not every sample has the processes. `samples` are of
+    its node.
+    """
+    pid = who.pid if who else -1
     for sample in reversed(samples):
         for gpu in sample["gpus"] or ():
             if any(pid in (process["pid"], *process["parents"]) for process in gpu["processes"] or ()):
@@ -158,30 +182,33 @@ def _held(values: Sequence[Any] | None) -> list[Any] | None:
 def layout(view: Mapping[str, Any], route: Route) -> Any:
     """Return the elements of the page; panels of what was not measured are absent."""
     node = view["node"]
+    way = trail(route, (node["label"] if node else route.key, None))
     tabs = part(
         html.Nav(_tabs(view["nodes"], node, route), id="node-tabs", className="chips", **aria(label="Nodes"))
     )
     if node is None:
         title = f"There is no node {route.key} in this run."
-        return html.Div([part(html.H1(title, id="node-title")), tabs])
-    samples, gpus = view["samples"], view["gpus"]
+        return html.Div([way, part(html.H1(title, id="node-title")), tabs])
+    samples, gpus, frame = view["samples"], view["gpus"], axis.clock(view["axis"])
     ranks = _ranks(view["ranks"], route, (view["verdict"] or {}).get("ranks") or ())
     body: list[Any] = [
+        way,
         part(html.H1(f"Node {node['label']}", id="node-title")),
         tabs,
+        axis.panel(view, route),
         facts("node-facts", _facts(node, samples)),
         panel("Ranks of this node", part(html.Div(ranks, id="node-ranks"))),
-        html.Div(quantity_charts("node", NODE, samples), className="grid"),
+        html.Div(quantity_charts("node", NODE, view["drawn"], route, frame=frame), className="grid"),
     ]
     if gpus:
         body += [
             panel("GPUs, newest sample", part(html.Div(_gpus(gpus), id="node-gpus"))),
-            html.Div(_gpu_charts(gpus), className="grid"),
+            html.Div(_gpu_charts(view["drawn_gpus"], route, frame), className="grid"),
         ]
     return html.Div(body)
 
 
-def evidence_link(anomaly: Mapping[str, Any], route: Route) -> dcc.Link:
+def evidence_link(anomaly: Mapping[str, Any], route: Route) -> html.A:
     """Return a link to the chart that shows an anomaly of a machine."""
     kind, device = anomaly["kind"], anomaly["device"]
     own = f"node-{kind}" if device is None else "node-gpus"
@@ -190,7 +217,12 @@ def evidence_link(anomaly: Mapping[str, Any], route: Route) -> dcc.Link:
 
 
 def quantity_charts(
-    prefix: str, quantities: Sequence[Quantity], samples: Mapping[str, Any], revision: str = ""
+    prefix: str,
+    quantities: Sequence[Quantity],
+    samples: Mapping[str, Any],
+    route: Route,
+    revision: str = "",
+    frame: Mapping[str, Any] | None = None,
 ) -> list[html.Section]:
     """Return the charts of quantities of a node or process; those of what was not measured are absent."""
     return [
@@ -199,21 +231,27 @@ def quantity_charts(
             title,
             samples["t_ns"],
             {each.line or title: (each, samples[each.name]) for each in measured},
+            route,
             revision,
+            frame,
         )
         for title, measured in sorted(charts(quantities).items())
         if any(value is not None for each in measured for value in samples[each.name] or ())
     ]
 
 
-def _gpu_charts(gpus: Sequence[Mapping[str, Any]]) -> list[html.Section]:
-    t_ns = max((gpu["t_ns"] for gpu in gpus), key=len)
+def _gpu_charts(
+    gpus: Sequence[Mapping[str, Any]], route: Route, frame: Mapping[str, Any]
+) -> list[html.Section]:
+    t_ns = max((gpu["t_ns"] for gpu in gpus), key=len, default=())
     return [
         _chart(
             f"gpu-{each.name}",
             title,
             t_ns,
             {f"GPU {gpu['index']}": (each, gpu[each.name]) for gpu in gpus},
+            route,
+            frame=frame,
         )
         for title, (each, *_) in charts(GPU).items()
         if any(gpu[each.name] for gpu in gpus)
@@ -221,15 +259,20 @@ def _gpu_charts(gpus: Sequence[Mapping[str, Any]]) -> list[html.Section]:
 
 
 def _chart(
-    id: str, title: str, t_ns: Sequence[int], lines: Mapping[str, tuple[Quantity, Any]], revision: str = ""
+    id: str,
+    title: str,
+    t_ns: Sequence[int],
+    lines: Mapping[str, tuple[Quantity, Any]],
+    route: Route,
+    revision: str = "",
+    frame: Mapping[str, Any] | None = None,
 ) -> html.Section:
-    names = [name.removeprefix("GPU ") for name in lines]
-    key = legend(dict(zip(names, figures.LINES, strict=False))) if len(names) > 1 else None
-    figure = figures.quantities(t_ns, lines, revision)
-    return chart(id, title, figure, f"{title} over time", note=key, tall="low")
+    series = dict(zip(lines, figures.LINES, strict=False)) if len(lines) > 1 else None
+    figure = figures.quantities(t_ns, lines, revision, frame)
+    return chart(id, title, figure, f"{title} over time", route, series=series, tall="low")
 
 
-def _tabs(nodes: Sequence[Mapping[str, Any]], node: Mapping[str, Any] | None, route: Route) -> list[dcc.Link]:
+def _tabs(nodes: Sequence[Mapping[str, Any]], node: Mapping[str, Any] | None, route: Route) -> list[html.A]:
     """Return a link to each node: of very many, to the neighbours."""
     at = nodes.index(node) if node else 0
     around = nodes[max(0, at - _TABS // 2) :][:_TABS]
@@ -274,7 +317,7 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], route: Route, named: Sequence[int
 
 def _state(rank: Mapping[str, Any], named: Sequence[int]) -> Any:
     if rank["death"]:
-        return html.Span(f"◆ {died(rank['death'])}", className="sev critical")
+        return html.Span(["◆ ", *died(rank["death"])], className="sev critical")
     if rank["rank"] in named:
         return html.Span("▲ named by the verdict", className="sev warning")
     return text.words(rank["state"])

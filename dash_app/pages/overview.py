@@ -10,104 +10,69 @@ import numpy as np
 from dash import dcc, html
 
 from traceml_ray import text
-from traceml_ray.analysis.spread import MISSING, quantiles
+from traceml_ray.analysis.spread import MISSING
 from traceml_ray.analysis.step_numbers import MAX_LINES
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
 
-from .. import figures, heatmap
-from ..components import CLICKED, Content, aria, chart, legend, link, meter, node_link, panel, part, spark
+from .. import axis, figures, heatmap, tiles
+from ..components import (
+    CLICKED,
+    Columns,
+    Content,
+    aria,
+    chart,
+    link,
+    meter,
+    node_link,
+    panel,
+    part,
+    table,
+)
 from ..route import Route
 from ..run_state import RunState
 from ..session_cache import SessionCache
-from ..values import Array, by_stage, natural, number, rounded
+from ..values import by_stage, natural, number
 from .events import event_table, events_of
 
-_SPARK = 60
 _CARDS, _FEW_CARDS = 24, 12
 _EVENTS, _LISTED = 200, 40
 _UNPLACED = "no report"
 """In place of the node of a rank that has not reported yet."""
-_SPANS: dict[str, str | None] = {"newest steps": "recent", "whole run": "run"}
+_ORDERS: dict[str, str | None] = {"by node": None, "by cost": "cost"}
 _STAGES = {"total": None, **{name: name for name in STAGES if name != "sync_wait"}}
-_BY_NODE = "A row is a node, as its worst rank; a click opens it."
 _NO_TIMES: dict[str, Any] = dict.fromkeys(("median_ms", "worst_rank", "worst_ms", "skew_pct", "slower_pct"))
 
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """
-    Return the first screen. In the URL `stage` is of the heatmap; `span` is `recent` (single steps, and
-    numbers over those that a live verdict is about) or `run` (all of it), by default the former while the run
-    goes on.
+    Return the first screen. In the URL `stage` and `order` are of the heatmap; the range is that of `axis`.
+    The numbers at the top are of all steps where the whole run is chosen, or it is over.
     """
-    asked = _columns(run, route)
-    times = run.times if asked.whole is None else cache.ask(query.Times(run.id, asked.whole))
+    asked = _columns(cache, run, route)
+    whole = asked.whole and not asked.first and asked.last is None if route.get("from") else None
+    times = run.times if whole is None else cache.ask(query.Times(run.id, whole))
     columns: Mapping[str, Any] | None = cache.ask(asked)
-    found = {"nodes": nodes(run, times), "events": events_of(cache, run)[:_EVENTS]}
+    spine, asked_change = axis.data(cache, run, route), axis.change(run)
+    found: dict[str, Any] = {
+        "nodes": nodes(run, times),
+        "events": events_of(cache, run)[:_EVENTS],
+        "axis": spine,
+    }
+    found["change"] = cache.ask(asked_change) if asked_change else None
     if not times or not columns or not len(columns["first"]):
         return {**found, "tiles": [], "heat": {"ranks": []}, "columns": {}}
     heat = {**_heatmap(run, columns), "stage": asked.stage}
-    return {**found, "tiles": tiles(times, columns), "heat": heat, "columns": columns}
+    return {**found, "tiles": tiles.data(times, columns), "heat": heat, "columns": columns}
 
 
-def _columns(run: RunState, route: Route) -> query.Columns:
+def _columns(cache: SessionCache, run: RunState, route: Route) -> query.Columns:
     """Return the question for what is drawn step by step."""
-    stage, span = route.get("stage"), route.get("span")
+    stage, shown = route.get("stage"), axis.chosen(cache, run, route)
     return query.Columns(
-        run.id, stage if stage in STAGES else "total", None if span is None else span == "run"
+        run.id, stage if stage in STAGES else "total", not shown.newest, first=shown.first, last=shown.last
     )
-
-
-def tiles(times: Mapping[str, Any], columns: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the numbers at the top, each with a sparkline."""
-    if not times["steps"]:
-        return []
-    worst = f"rank {times['worst_rank']}" if times["worst_rank"] is not None else ""
-    sampled = "sampled " if times["timed_pct"] < 90 else ""
-    of = f"of {'all' if times['of_all'] else 'the newest'} {times['steps']:,} {sampled}steps"
-    since = "the run's beginning was not read"
-    if times["all_read"]:
-        wall_s = times["wall_s"]
-        since = "" if wall_s is None else f"of {text.duration(wall_s)} since the first report"
-    return [
-        _tile("median", "Step, median", times["median_ms"], "ms", of, columns["step_ms"]),
-        _tile("p95", "Step, p95", times["p95_ms"], "ms", of, columns["step_ms"], 0.95),
-        _tile("rate", "Steps", times["steps_per_s"], "/s", of, columns["steps_per_s"]),
-        _tile("goodput", "Productive time", times["productive_pct"], "%", since, ()),
-        _tile("worst", "Worst ÷ median rank", times["worst_over"], "×", worst, columns["worst_over"]),
-        _tile("wait", "Waiting, exposed", times["waiting_pct"], "%", of, columns["waiting_pct"]),
-        *_idle_tile(times),
-    ]
-
-
-def _idle_tile(times: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tile of the GPU that waits most for its host, where ranks have a device clock."""
-    idle = times["gpu_idle_pct"]
-    if np.isnan(idle).all():
-        return []
-    at = int(np.nanargmax(idle))
-    return [_tile("idle", "GPU idle, most", idle[at], "%", f"rank {times['ranks'][at]}", ())]
-
-
-def _tile(
-    key: str,
-    label: str,
-    value: float | None,
-    unit: str,
-    text: str,
-    series: Sequence[float] | Array,
-    share: float = 0.5,
-) -> dict[str, Any]:
-    """Return a tile; of a long series it shows that quantile of each piece."""
-    shown = np.asarray(series, dtype=float)
-    if len(shown) > _SPARK:
-        long = np.full((-(-len(shown) // _SPARK), _SPARK), np.nan)
-        for at, piece in enumerate(np.array_split(shown, _SPARK)):
-            long[: len(piece), at] = piece
-        shown = quantiles(long, (share,))[0]
-    found = {"key": key, "label": label, "value": number(value), "unit": unit, "text": text}
-    return {**found, "series": rounded(shown)}
 
 
 def _heatmap(run: RunState, columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,7 +94,7 @@ def _heatmap(run: RunState, columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nodes(run: RunState, times: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the nodes of a run: the lost ones first, then the slowest."""
+    """Return the nodes of a run: the lost ones first, then those that the verdict names, then by name."""
     found = times["nodes"] if times else {}
     listed = {node["label"] for node in run.nodes}
     cards = []
@@ -139,7 +104,8 @@ def nodes(run: RunState, times: Mapping[str, Any] | None) -> list[dict[str, Any]
         load = _load(run.samples.get(node["node_id"], {}))
         about = {name: node[name] for name in ("node_id", "label", "hostname", "address", "alive", "ranks")}
         cards.append({**about, "worst_rank": own["worst_rank"], **numbers, **load})
-    return sorted(cards, key=lambda card: (card["alive"], -(card["median_ms"] or 0), natural(card["label"])))
+    named = {*run.named["nodes"]}
+    return sorted(cards, key=lambda card: (card["alive"], card["label"] not in named, natural(card["label"])))
 
 
 def _unlisted(run: RunState, label: str) -> dict[str, Any]:
@@ -181,13 +147,14 @@ def cell(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """
     asked = msgspec.json.decode(route.key, type=_Cell)
     rank, several = asked.ranks[0], len(asked.ranks) > 1
-    if several and (columns := cache.ask(_columns(run, route))):
+    if several and (columns := cache.ask(_columns(cache, run, route))):
         rank = _worst(_heatmap(run, columns), rank, asked.ranks[1], asked.first)
     found = cache.ask(query.Cell(run.id, rank, asked.first, asked.last))
     if found is None or found["busy_ms"] is None or np.isnan(found["busy_ms"]):
         return {"text": "no row of this rank here"}
     whose = f"rank {found['rank']}: " if several else ""
-    own = f"{whose}busy {text.ms(found['busy_ms'])}, the median rank {text.ms(found['median_ms'])}"
+    over = "" if found["over"] is None else f"{text.times(found['over'])} the median: "
+    own = f"{whose}{over}busy {text.ms(found['busy_ms'])}, the median rank {text.ms(found['median_ms'])}"
     far = sorted(found["stages"].items(), key=lambda each: -abs(each[1][0] - each[1][1]))[:2]
     stages = [f"{text.words(name)} {text.ms(ms)} (median {text.ms(median)})" for name, (ms, median) in far]
     return {"text": "\n".join([own, *stages])}
@@ -204,35 +171,39 @@ def _worst(heat: Mapping[str, Any], first: int, last: int, step: int) -> int:
 
 def layout(view: Mapping[str, Any], route: Route) -> Any:
     """Return the elements of the page."""
-    shown = part(html.Div([_tile_box(tile) for tile in view["tiles"]], id="tiles", className="tiles"))
+    shown = part(html.Div([tiles.box(tile) for tile in view["tiles"]], id="tiles", className="tiles"))
     cards = part(html.Div(_cards(view["nodes"], route), id="node-cards", className="cards"))
-    rows = event_table(view["events"][:_LISTED], route, "time, UTC", "severity", "kind", ">rank", "what")
+    rows = event_table(view["events"][:_LISTED], route, "time", "severity", "kind", ">rank", "what")
     listed = part(html.Div(rows, id="event-list"))
     every = part(dcc.Link("all", id="events-all", href=route.to("events")))
-    exposed, timeline, skew = _charts(view)
-    left = [_heatmap_panel(view, route), timeline, panel("Nodes, worst first", cards)]
-    right = [exposed, skew, panel("Events", listed, note=every)]
+    exposed, timeline, skew = _charts(view, route)
+    left = [_heatmap_panel(view, route), timeline, exposed]
+    right = [*_change(view, route), skew, panel("Events", listed, note=every)]
     split = [html.Div(left, className="column"), html.Div(right, className="column")]
-    return html.Div([html.H1("Overview", className="unseen"), shown, html.Div(split, className="split")])
+    charts = html.Div(split, className="split")
+    title = html.H1("Overview", className="unseen")
+    return html.Div([title, axis.panel(view, route), shown, charts, panel("Nodes, worst first", cards)])
 
 
-def _charts(view: Mapping[str, Any]) -> list[html.Section]:
+def _charts(view: Mapping[str, Any], route: Route) -> list[html.Section]:
     revision, columns = str(view["session"]["run"]), view["columns"]
-    steps = columns["last"].tolist() if columns else []
+    steps, frame = axis.middles(columns) if columns else [], axis.frame(view["axis"])
     return [
         chart(
             "exposed",
             "Where a step's time goes",
-            figures.exposed(steps, by_stage(columns["exposed"]) if columns else {}, revision),
+            figures.exposed(steps, by_stage(columns["exposed"]) if columns else {}, revision, frame),
             "Exposed time of each stage by step, stacked",
-            note=legend(figures.STAGES),
+            route,
+            series={text.words(stage): colour for stage, colour in figures.STAGES.items()},
         ),
         chart(
             "timeline",
             "Step timeline",
-            figures.timeline(steps, columns, view["events"]),
+            figures.timeline(steps, columns, view["events"], frame),
             "Busy time of the median and the worst rank by step",
-            note=legend({"worst": figures.ORANGE, "median": figures.BLUE, "p10–p90": "#3b82c466"}),
+            route,
+            series={"worst": figures.ORANGE, "median": figures.BLUE, figures.BAND: "#3b82c466"},
         ),
         chart(
             "skew",
@@ -244,53 +215,73 @@ def _charts(view: Mapping[str, Any]) -> list[html.Section]:
                 unit="%",
                 colours=(figures.ORANGE, figures.BLUE),
                 revision=revision,
+                frame=frame,
             ),
             "How far the worst rank and the slowest node are over the others, by step",
-            note=legend({"ranks": figures.ORANGE, "nodes": figures.BLUE}),
+            route,
+            series={"ranks": figures.ORANGE, "nodes": figures.BLUE},
             tall="low",
         ),
     ]
 
 
+def _change(view: Mapping[str, Any], route: Route) -> list[html.Section]:
+    """Return what each stage has added to a step since the onset; nothing where one of both is not known."""
+    change = view["change"] or {}
+    before, since = (change.get(name) or {"stages": None, "steps": 0} for name in ("before", "since"))
+    if not before["stages"] or not since["stages"]:
+        return []
+    figure = figures.waterfall(before["stages"], since["stages"])
+    title = "A step before the onset, and since"
+    steps = f"{text.count(before['steps'], 'step')} before, {since['steps']:,} since"
+    label = f"Exposed time of a step by stage, {steps}"
+    columns: Columns = {
+        "stage": text.words,
+        ">before": lambda stage: text.ms(before["stages"][stage]),
+        ">since": lambda stage: text.ms(since["stages"][stage]),
+    }
+    return [chart("change", title, figure, label, route, rows=table(columns, STAGES, label=label))]
+
+
 def _heatmap_panel(view: Mapping[str, Any], route: Route) -> html.Section:
     """Return the heatmap with its choices and legend, and as a table."""
-    heat, hint = view["heat"], None
-    span = route.get("span") or ("run" if view["state"] in ("stored", "finished") else "recent")
-    figure = figures.blank("No closed step yet.")
+    heat, names = view["heat"], html.Div(id="heat-rows")
+    figure, listed = figures.blank("No closed step yet."), list[Any]()
     if len(heat["ranks"]):
         drawn = heatmap.rows(heat, view["verdict"] or {}, route)
-        figure = heatmap.figure(heat, drawn, f"{view['session']['run']} {span}")
-        single = all(row.rank is not None for row in drawn)
-        hint = "A click opens the rank; a drag zooms." if single else _BY_NODE
+        frame, revision = axis.frame(view["axis"]), str(view["session"]["run"])
+        figure, names = heatmap.figure(heat, drawn, revision, frame), heatmap.gutter(drawn)
+        if route.get("table") == "heat":
+            listed = [heatmap.as_table(heat, drawn)]
+    on = route.get("table") == "heat"
+    choose = link("Table", route.here(table=None if on else "heat"), "segment", on=on)
+    missing = html.Span([html.I(className="missing"), "missing"], className="key")
     graph = dcc.Graph(id="heat", figure=figure, config=CLICKED, clear_on_unhover=True)
     colours: dict[str, Any] = {"border_color": "var(--soft)", "background_color": "var(--surface)"}
-    label = aria(label="Busy time of each rank by step, over the median; as a table below")
+    keys = (
+        "Busy time of each rank by step, over the median. Arrow keys move the cursor, Enter opens the rank."
+    )
     return panel(
         "Busy time by rank, against the median of the step",
         html.Div(
-            [graph, dcc.Tooltip(id="heat-tip", className="tip", **colours)],
+            [
+                part(names),
+                graph,
+                html.I(id="heat-cursor"),
+                dcc.Tooltip(id="heat-tip", className="tip", **colours),
+            ],
             className="graph heat-box",
-            role="img",
-            **label,
+            role="application",
+            tabIndex=0,
+            **aria(label=keys),
         ),
-        html.Div(_scale(hint), className="heat-legend"),
+        html.Div([heatmap.scale(), missing], className="heat-legend"),
+        part(html.Div([choose, *listed], id="heat-table", className="numbers")),
         note=[
-            _choice("span", "Steps of the heatmap", _SPANS, span, route),
+            _choice("order", "Order of the rows", _ORDERS, route.get("order") or "by node", route),
             _choice("stage", "Stage of the heatmap", _STAGES, route.get("stage") or "total", route),
         ],
     )
-
-
-def _scale(hint: str | None) -> list[Any]:
-    return [
-        html.Span("0.5×"),
-        html.I(className="scale"),
-        html.Span("1.5× the median"),
-        html.Span([html.I(className="missing"), "missing"], className="key"),
-        part(html.Span(hint, id="heat-hint", className="key")),
-        html.Button("Whole heatmap", id="heat-whole", type="button", hidden=True),
-        html.Details([html.Summary("As a table"), Content("heat-table")], id="heat-details"),
-    ]
 
 
 def _choice(name: str, label: str, values: Mapping[str, str | None], chosen: str, route: Route) -> Content:
@@ -300,17 +291,6 @@ def _choice(name: str, label: str, values: Mapping[str, str | None], chosen: str
         for shown, value in values.items()
     ]
     return part(html.Nav(links, id=f"heat-{name}", className="segments", **aria(label=label)))
-
-
-def _tile_box(tile: Mapping[str, Any]) -> html.Div:
-    value = [html.Span(text.number(tile["value"]), className="value")]
-    if tile["value"] is not None:
-        value.append(html.Span(tile["unit"], className="unit"))
-    known = [v for v in tile["series"] if v is not None]
-    first, last = (text.number(known[at]) if known else "" for at in (0, -1))
-    alt = f"{tile['label']}: {first} to {last} {tile['unit']}" if known else ""
-    label, under = html.Div(tile["label"], className="label"), html.Div(tile["text"], className="text")
-    return html.Div([label, html.Div(value), spark(tile["series"], alt), under], className="tile")
 
 
 def _cards(nodes: list[Mapping[str, Any]], route: Route) -> list[Any]:

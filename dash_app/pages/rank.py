@@ -14,13 +14,25 @@ from traceml_ray.analysis.step_sums import MAX_BINS
 from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
 
-from .. import figures
-from ..components import Columns, chart, died, facts, legend, link, node_link, panel, part, rank_link, table
+from .. import axis, figures
+from ..components import (
+    Columns,
+    chart,
+    died,
+    facts,
+    link,
+    node_link,
+    panel,
+    part,
+    rank_link,
+    table,
+    trail,
+)
 from ..route import Route
 from ..run_state import RunState
 from ..session_cache import SessionCache
-from ..values import by_stage, mean, number
-from .node import position, quantity_charts, samples_of, timed
+from ..values import by_stage, mean, number, whole
+from .node import gpu_of, position, quantity_charts, samples_of, timed
 
 _SAMPLES, _WITH_PROCESSES = 170, 6
 _OFFERED = 24
@@ -38,10 +50,13 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     samples = samples_of(cache, query.NodeSamples((node,), _WITH_PROCESSES))
     suspects = (run.verdict or {}).get("suspects") or ()
     hung = hangs(run.verdicts)
-    sampled = samples_of(cache, query.ProcessSamples((process.id,), _SAMPLES))
+    spine = axis.data(cache, run, route)
+    between = axis.time_of(spine) or ()
+    sampled = samples_of(cache, query.ProcessSamples((process.id,), _SAMPLES, *between))
     return {
         "rank": {
-            **position(run, rank, samples),
+            **position(run, rank),
+            "gpu": gpu_of(identity, samples),
             **{name: getattr(process, name) for name in ("exit_code", "errors", "missing")},
             "node": run.node_of(rank),
             "node_key": node or None,
@@ -53,13 +68,14 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
         "deaths": [*cache.deaths(run)],
         "stacks": hung[-1].stacks if hung else [],
         "process": timed(sampled, PROCESS),
-        **_steps(cache, run, rank),
+        "axis": spine,
+        **_steps(cache, run, rank, spine["range"]),
     }
 
 
-def _steps(cache: SessionCache, run: RunState, rank: int) -> dict[str, Any]:
+def _steps(cache: SessionCache, run: RunState, rank: int, shown: axis.Range) -> dict[str, Any]:
     """Return the stages of a rank, of the median rank and of the rank's host, and the spans inside them."""
-    steps: Any = cache.ask(query.RankSteps(run.id, rank, MAX_BINS))
+    steps: Any = cache.ask(query.RankSteps(run.id, rank, MAX_BINS, **shown.asked()))
     if not steps or not len(numbers := steps["steps"].tolist()):
         return {"stages": {}, "median": {}, "host": None, "spans": []}
     spans, mean = cache.ask(query.Spans(run.id, rank, numbers[0], numbers[-1])) or [], steps["mean"]
@@ -89,10 +105,18 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     title = [f"Rank {number} on ", node_link(rank["node_key"], rank["node"], route)]
     around = [link("← previous", route.to("rank", number - 1), "chip")] if number else []
     around.append(link("next →", route.to("rank", number + 1), "chip"))
+    asked = whole(route.get("step"))
+    step = view["step"] if asked is None else asked
+    if step is not None:
+        around.append(link(f"step {step:,} of all ranks", route.to("step", step, rank=number), "chip"))
+    node = (rank["node"] or text.NA, route.to("node", rank["node_key"]) if rank["node_key"] else None)
+    way = trail(route, node, (f"rank {number}", None))
     chips = part(html.Div(around, id="rank-around", className="chips"))
     head = html.Div([part(html.H1(title, id="rank-title")), chips], className="title-row")
     body: list[Any] = [
+        way,
         head,
+        axis.panel(view, route),
         part(html.Div(_callout(view, number, route), id="rank-callout")),
         facts("rank-facts", _facts(rank)),
         *_both_rows(view, route),
@@ -105,7 +129,9 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
             "Spans inside the stages, mean per step", part(html.Div(_spans(view["spans"]), id="rank-spans"))
         ),
     ]
-    if process := view["process"] and quantity_charts("process", PROCESS, view["process"], route.key):
+    if process := view["process"] and quantity_charts(
+        "process", PROCESS, view["process"], route, route.key, axis.clock(view["axis"])
+    ):
         body += [html.H2("Process"), html.Div(process, className="grid")]
     if view["stacks"]:
         stacks = part(html.Div([_stack(stack) for stack in view["stacks"]], id="rank-stacks"))
@@ -136,7 +162,8 @@ def _both_rows(view: Mapping[str, Any], route: Route) -> list[html.Section]:
             "Mean step on the GPU, and on its host",
             figures.rows(both, revision=route.key),
             "Mean time of each stage on the clock of the GPU, and under it on that of its host",
-            note=legend({text.words(name): colour for name, colour in figures.STAGES.items()}),
+            route,
+            series={text.words(name): colour for name, colour in figures.STAGES.items()},
             tall="low",
         )
     ]
@@ -158,9 +185,11 @@ def _stage_chart(stage: str, colour: str, view: Mapping[str, Any], route: Route)
             colours=[*colours.values()],
             dashed="median rank",
             revision=route.key,
+            frame=axis.frame(view["axis"]),
         ),
         f"Time in {stage} by step, this rank and the median rank",
-        note=legend(colours),
+        route,
+        series=colours,
         tall="low",
     )
 
@@ -193,8 +222,10 @@ def _callout(view: Mapping[str, Any], number: int, route: Route) -> Any:
         after = ["It ended after ", rank_link(first[0], route, "rank "), ", the first."]
     elif len(first) > 1:
         after = ["No clock can tell which was first of ", text.ranks(first), "."]
-    said = [html.Pre(death["message"])] if death["message"] else []
-    return html.Div([html.P([html.B(f"◆ {died(death)}"), ". ", *after]), *said], className="callout critical")
+    message = [html.Pre(death["message"])] if death["message"] else []
+    return html.Div(
+        [html.P([html.B(["◆ ", *died(death)]), ". ", *after]), *message], className="callout critical"
+    )
 
 
 def _suspect(suspect: Mapping[str, Any]) -> html.P:

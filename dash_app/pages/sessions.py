@@ -1,196 +1,206 @@
-"""Past sessions under a folder, and two of them side by side, from the summary that each one left."""
+"""The sessions of a folder, running ones first, and two of them side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
-import msgspec
 from dash import dcc, html
 
 from traceml_ray import text
-from traceml_ray.session import DATABASE, read_json
+from traceml_ray.reports.comparison import compared
+from traceml_ray.reports.listing import Entry, entries, names
+from traceml_ray.store import query
 
-from ..components import Columns, link, panel, part, table
+from .. import figures, listing, zone
+from ..components import Columns, chart, link, panel, part, severity, table, when
 from ..route import Route
 from ..run_state import RunState
 from ..session_cache import SessionCache
+from ..values import age_s, rounded
 
-_MOST = 500
-_COMPARED = {
-    "median step": ("steps", "median_ms"),
-    "p95 step": ("steps", "p95_ms"),
-    "median busy time": ("steps", "busy_median_ms"),
-    "skew between ranks, %": ("steps", "global_skew_pct"),
-    "skew between nodes, %": ("steps", "node_skew_pct"),
-    "cost of the verdict, %": ("verdict", "cost_pct"),
-    "verdict": ("verdict", "label"),
-    "rank": ("verdict", "rank"),
-    "stage": ("verdict", "stage"),
+__all__ = ["data", "layout", "names", "side"]
+SIDES = "ab"
+_COLOURS = {"a": figures.BLUE, "b": figures.ORANGE}
+_CURVES = {
+    "step_ms": ("Step", "ms"),
+    "worst_over": ("Worst ÷ median rank", "×"),
+    "median_ms": ("Busy time of the median rank", "ms"),
 }
-_known: dict[Path, tuple[int, _Summary]] = {}
-"""Summaries that were read, and when each file was changed, ns."""
-
-
-class _Session(msgspec.Struct):
-    started_at: str | None = None
-    status: str | None = None
-    launcher: str | None = None
-    world_size: int | None = None
-
-
-class _Steps(msgspec.Struct):
-    count: int | None = None
-    median_ms: float | None = None
-    p95_ms: float | None = None
-    busy_median_ms: float | None = None
-    global_skew_pct: float | None = None
-    node_skew_pct: float | None = None
-
-
-class _Verdict(msgspec.Struct):
-    label: str | None = None
-    rank: int | None = None
-    stage: str | None = None
-    cost_pct: float | None = None
-
-
-class _Stage(msgspec.Struct):
-    name: str
-    exposed_ms: float | None = None
-
-
-class _Summary(msgspec.Struct):
-    """What is shown of a summary; the file is checked, as any other program may have written it."""
-
-    session: _Session = msgspec.field(default_factory=_Session)
-    steps: _Steps = msgspec.field(default_factory=_Steps)
-    verdict: _Verdict = msgspec.field(default_factory=_Verdict)
-    stages: list[_Stage] = []
+_FACTS = ("command", "launcher", "strategy", "world_size", "nnodes", "exit_code")
+_KEYS: listing.Keys = {
+    "session": lambda s: s.name,
+    "began": lambda s: s.started_at,
+    "status": lambda s: s.status,
+    "ranks": lambda s: s.world_size,
+    "steps": lambda s: s.steps,
+    "median step": lambda s: s.median_ms,
+    "verdict": lambda s: s.label,
+    "costs": lambda s: s.cost_pct,
+    "lost": lambda s: s.lost_s,
+}
 
 
 def data(cache: SessionCache, _run: RunState | None, route: Route) -> dict[str, Any]:
-    """Return the sessions of the source's folder, newest first, and two of them (by name) side by side."""
-    out, a, b = cache.source.out, route.get("a"), route.get("b")
-    return {"sessions": listed(out), "compare": compared(out, a, b) if a and b else None}
+    """Return the sessions of the source's folder that the URL asks for."""
+    every = entries(cache.source.out)
+    states = Counter(entry.status for entry in every)
+    wanted = route.get("state")
+    chosen = listing.choose([e for e in every if wanted in (None, e.status)], route, _words, _KEYS)
+    return {"chosen": chosen, "states": dict(states), "now_ns": cache.clock()}
 
 
-def listed(out: str) -> list[dict[str, Any]]:
-    """Return the sessions under `out`, newest first."""
-    files = sorted(Path(out).glob(f"*/{DATABASE}"), key=_changed_ns, reverse=True)
-    return [_entry(path.parent) for path in files[:_MOST]]
+def side(cache: SessionCache, run: RunState, _route: Route) -> dict[str, Any]:
+    """Return one of two sessions that are compared: its newest run from its first step on."""
+    status: Mapping[str, Any] = cache.status
+    facts = {name: status.get(name) for name in _FACTS} | {"ranks": run.world or None}
+    return {
+        "columns": cache.ask(query.Columns(run.id, whole=True)),
+        "times": cache.ask(query.Times(run.id, True)),
+        "facts": facts | {f"setting {name}": value for name, value in (status.get("settings") or {}).items()},
+    }
 
 
-def names(out: str) -> set[str]:
-    """Return the names of the sessions under `out`."""
-    return {path.parent.name for path in Path(out).glob(f"*/{DATABASE}")}
-
-
-def _changed_ns(path: Path) -> int:
-    """Return when a file was changed; 0 for one that has just been moved away."""
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0
-
-
-def _entry(folder: Path) -> dict[str, Any]:
-    summary = _summary(folder) or _Summary()
-    steps = {"steps": summary.steps.count, "median_ms": summary.steps.median_ms}
-    described = msgspec.structs.asdict(summary.session) | msgspec.structs.asdict(summary.verdict)
-    return {"name": folder.name, "path": str(folder), **described, **steps}
-
-
-def compared(out: str, a: str, b: str) -> list[dict[str, Any]]:
-    """Return what two sessions (by name) have in common, side by side; empty when one has no summary."""
-    known = names(out)
-    one, other = (_summary(Path(out) / name) if name in known else None for name in (a, b))
-    if one is None or other is None:
-        return []
-    rows = [
-        (what, *(getattr(getattr(each, block), name) for each in (one, other)))
-        for what, (block, name) in _COMPARED.items()
-    ]
-    for mine, theirs in zip(one.stages, other.stages, strict=False):
-        rows.append((f"exposed {mine.name}", mine.exposed_ms, theirs.exposed_ms))
-    return [{"what": what, "a": x, "b": y, "change_pct": _change_pct(x, y)} for what, x, y in rows]
-
-
-def _change_pct(before: Any, after: Any) -> float | None:
-    numbers = isinstance(before, float) and isinstance(after, float)
-    return 100 * (after - before) / before if numbers and before else None
-
-
-def _summary(folder: Path) -> _Summary | None:
-    """Return the summary that lies in a session folder, None while there is none that can be read."""
-    path = folder / "summary.json"
-    try:
-        changed = path.stat().st_mtime_ns
-        if path not in _known or _known[path][0] != changed:
-            _known[path] = changed, read_json(path, _Summary)
-    except (OSError, ValueError):
-        return None
-    return _known[path][1]
+def _words(entry: Entry) -> str:
+    words = entry.name, entry.status, entry.launcher, _verdict(entry)
+    return " ".join(filter(None, words))
 
 
 def layout(view: Mapping[str, Any], route: Route) -> Any:
     """Return the elements of the page."""
+    chosen, states = view["chosen"], view["states"]
     columns: Columns = {
-        "compare": lambda s: html.Span(
-            [_choose(side, s["name"], route) for side in "ab"], className="choose"
-        ),
+        "compare": lambda s: html.Span([_choose(at, s.name, route) for at in SIDES], className="choose"),
         "session": lambda s: dcc.Link(
-            s["name"], href=route.to("overview", session=s["name"], run=None), title=s["path"]
+            s.name, href=route.to("overview", session=s.name, run=None), title=s.path
         ),
-        "began, UTC": lambda s: text.date(s["started_at"]),
-        "status": lambda s: text.plain(s["status"]),
-        "launcher": lambda s: text.plain(s["launcher"]),
-        ">ranks": lambda s: text.plain(s["world_size"]),
-        ">steps": lambda s: text.plain(s["steps"]),
-        ">median step": lambda s: text.ms(s["median_ms"]),
-        "verdict": _verdict,
-        ">costs": lambda s: text.percent(s["cost_pct"]),
+        "began": lambda s: when(s.started_at),
+        ">age": lambda s: _age(view["now_ns"], s.started_at),
+        "status": _status,
+        "launcher": lambda s: text.plain(s.launcher),
+        ">ranks": lambda s: text.plain(s.world_size),
+        ">steps": lambda s: text.plain(s.steps),
+        ">median step": lambda s: text.ms(s.median_ms),
+        "verdict": lambda s: html.Span(_verdict(s), className=f"sev {severity(s.label or '')}"),
+        ">costs": lambda s: text.percent(s.cost_pct),
+        ">lost": lambda s: text.duration(s.lost_s),
     }
-    rows = table(columns, view["sessions"], empty="No stored session here yet.", label="Stored sessions")
+    heads = listing.heads(columns, _KEYS, route)
+    if "began" in heads:
+        heads["began"].children += f", {zone.abbreviation()}"
+    rows = table(columns, chosen.items, heads=heads, empty="No session is like that.", label="Sessions")
     return html.Div(
         [
-            html.H1("Sessions"),
+            html.Div([html.H1("Sessions"), listing.field(route, "sessions")], className="title-row"),
             html.P("A name opens the session; A and B put two of them side by side.", className="hint"),
-            part(html.Div(_compared(view["compare"], route), id="session-compare")),
-            part(html.Div(rows, id="session-list", className="panel")),
+            part(html.Div(listing.states(route, states), id="session-filter")),
+            *_compared(view.get("sides"), route),
+            part(
+                html.Div(
+                    [rows, listing.pages(chosen, route, "session")], id="session-list", className="panel"
+                )
+            ),
         ]
     )
 
 
-def _choose(side: str, name: str, route: Route) -> dcc.Link:
-    on = route.get(side) == name
-    href = route.here(**{side: None if on else name})
-    title = f"{'Chosen' if on else 'Choose'} {name} as {side.upper()}"
-    return link(side.upper(), href, "chip", on=on, title=title)
+def _age(now_ns: int, moment: str | None) -> str:
+    began = None if moment is None else round(datetime.fromisoformat(moment).timestamp() * 1e9)
+    return text.age(age_s(now_ns, began))
 
 
-def _verdict(session: Mapping[str, Any]) -> str:
-    where = [] if session["rank"] is None else [f"rank {session['rank']}"]
-    where += [f"in {text.words(session['stage'])}"] if session["stage"] else []
-    return text.words(session["label"] or text.NA) + (": " if where else "") + " ".join(where)
+def _status(entry: Entry) -> Any:
+    if entry.status == "running":
+        return html.Span("● running", className="running")
+    bad = entry.status not in ("finished", "stopped")
+    return html.Span(entry.status, className="sev critical" if bad else "")
 
 
-def _compared(rows: Any, route: Route) -> Any:
-    a, b = route.get("a"), route.get("b")
-    if rows is None:
-        return None
+def _choose(at: str, name: str, route: Route) -> Any:
+    on = route.get(at) == name
+    href = route.here(**{at: None if on else name})
+    title = f"{'Chosen' if on else 'Choose'} {name} as {at.upper()}"
+    return link(at.upper(), href, "chip", on=on, title=title)
+
+
+def _verdict(entry: Entry) -> str:
+    where = [] if entry.rank is None else [f"rank {entry.rank}"]
+    where += [f"in {text.words(entry.stage)}"] if entry.stage else []
+    return text.words(entry.label or text.NA) + (": " if where else "") + " ".join(where)
+
+
+def _compared(sides: Sequence[Mapping[str, Any]] | None, route: Route) -> list[Any]:
+    """Return two sessions side by side: numbers, curves over each other, what they were started with."""
+    if sides is None:
+        return []
+    titles = {at: f"{at.upper()}: {route.get(at)}" for at in SIDES}
+    empty = [one for one in sides if not (one.get("columns") and len(one["columns"]["last"]))]
+    if empty:
+        missing = [
+            one["state_text"] if one["state"] == "missing" else f"{one['session']['id']} has no step yet."
+            for one in empty
+        ]
+        return [part(html.Div([html.P(why) for why in missing], id="session-compare", className="panel"))]
+    drawn = [_curve(name, sides, titles, route) for name in _CURVES]
+    shown = html.Div(
+        [
+            panel("Numbers of the whole run", _numbers(sides, titles)),
+            panel("What they were started with", _settings(sides, titles)),
+        ],
+        id="session-compare",
+        className="grid two",
+    )
+    return [part(shown), html.Div(drawn, className="grid three")]
+
+
+def _numbers(sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Any:
+    rows = compared(*((one["times"], one["verdict"]) for one in sides))
+    tones = {True: "sev critical", False: "better", None: ""}
+    words = {True: " worse", False: " better", None: ""}
     columns: Columns = {
         "": lambda row: text.words(row["what"]),
-        f">{a}": lambda row: _value(row["a"]),
-        f">{b} ": lambda row: _value(row["b"]),  # the two may have the same name
-        ">change": lambda row: (
-            "" if row["change_pct"] is None else text.percent(row["change_pct"], sign=True)
+        f">{titles['a']}": lambda row: text.unit(row["a"], row["unit"]),
+        f">{titles['b']}": lambda row: text.unit(row["b"], row["unit"]),
+        ">change": lambda row: html.Span(
+            ""
+            if row["change_pct"] is None
+            else text.percent(row["change_pct"], sign=True) + words[row["worse"]],
+            className=tones[row["worse"]],
         ),
     }
-    empty = "These two cannot be compared: one of them has no summary."
-    return panel(f"{a} and {b}", table(columns, rows, empty=empty), note="times in ms")
+    verdicts = [one["verdict"]["headline"] if one["verdict"] else text.NA for one in sides]
+    named = html.P([html.B("Verdicts "), f"A: {verdicts[0]}. B: {verdicts[1]}."], className="hint")
+    return html.Div([named, table(columns, rows, label="Numbers of both sessions")])
 
 
-def _value(value: Any) -> str:
-    return text.number(value) if isinstance(value, float) else text.plain(value)
+def _settings(sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Any:
+    a, b = (one["facts"] for one in sides)
+    known = [name for name in dict.fromkeys([*a, *b]) if (a.get(name), b.get(name)) != (None, None)]
+
+    def cell(of: Mapping[str, Any], other: Mapping[str, Any], name: str) -> Any:
+        shown = (
+            html.Code(str(of[name])) if of.get(name) is not None else "default" * name.startswith("setting")
+        )
+        return html.Span(shown, className="" if of.get(name) == other.get(name) else "sev warning")
+
+    columns: Columns = {
+        "": lambda name: text.words(name),
+        titles["a"]: lambda name: cell(a, b, name),
+        titles["b"]: lambda name: cell(b, a, name),
+    }
+    return table(columns, known, label="Command and settings of both sessions")
+
+
+def _curve(
+    name: str, sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str], route: Route
+) -> html.Section:
+    title, unit = _CURVES[name]
+    lines = {
+        titles[at]: (one["columns"]["last"].tolist(), rounded(one["columns"][name]), _COLOURS[at])
+        for at, one in zip(SIDES, sides, strict=True)
+    }
+    figure = figures.overlaid(lines, unit, revision=f"{route.get('a')} {route.get('b')}")
+    series = {shown: colour for shown, (_, _, colour) in lines.items()}
+    return chart(f"compare-{name}", title, figure, f"{title} by step, of both sessions", route, series=series)

@@ -1,16 +1,17 @@
-"""How long a real browser takes for a refresh of the overview, and whether its memory grows."""
+"""What the web app costs a real browser: bytes, time of the main thread, layout shift, memory."""
 
 from __future__ import annotations
 
 import statistics
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import waitress
-from looking import chromium
+from looking import chromium, shift, transferred
 from selenium import webdriver
 from selenium.webdriver.support.ui import WebDriverWait
 
@@ -19,55 +20,156 @@ from traceml_ray.dash_app.session_pages import SessionPages
 
 _WATCH = """
 window.took = [];
-let began = null;
-const done = () => { window.took.push(performance.now() - began); began = null; };
+window.long = [];
+new PerformanceObserver((list) => {
+  for (const entry of list.getEntries()) long.push(entry.duration);
+}).observe({ type: "longtask" });
 const apply = window.dash_clientside.traceml.apply;
 window.dash_clientside.traceml.apply = (answer) => {
-  if (answer && answer.set.heat) began = performance.now();
+  const began = performance.now();
+  if (answer && Object.keys(answer.set).length)
+    requestAnimationFrame(() => requestAnimationFrame(() => took.push(performance.now() - began)));
   return apply(answer);
 };
-document.querySelector('#heat .js-plotly-plot').on('plotly_afterplot', () => {
-  if (began !== null) requestAnimationFrame(done);
-});
 """
+_MEMORY = 100
+"""Refreshes between two looks at the heap."""
 
 
-def measure(pages: SessionPages, play: Callable[[], Any], refreshes: int = 300) -> None:
-    """Play and look so many times; print the time from an answer to the picture, and the heap."""
+_SETTLED = """
+const done = arguments[0], began = performance.now();
+let last = began;
+const drawn = ({ attributeName }) => attributeName !== "data-dash-is-loading"; // that is of every question
+const watch = new MutationObserver((found) => { if (found.some(drawn)) last = performance.now(); });
+const all = { subtree: true, childList: true, attributes: true, characterData: true };
+watch.observe(document.getElementById("page"), all);
+const mouse = (id) => plot(id).dispatchEvent(new MouseEvent("mousemove", { bubbles: true }));
+const plot = (id) => document.querySelector(`#${id} .js-plotly-plot`);
+const click = (selector) => [...document.querySelectorAll(selector)].at(-1).click();
+const heat = document.querySelector(".heat-box");
+const key = (key) => heat.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+const share = (at, [low, high]) => low + (high - low) * at;
+const within = (id) => [0.3, 0.6].map((at) => share(at, plot(id)._fullLayout.xaxis.range));
+ACT;
+setTimeout(() => { watch.disconnect(); done(last - began); }, 1500);
+"""
+_ACTS = {
+    "brush on the spine": "mouse('spine');"
+    " plot('spine').emit('plotly_selected', { points: [], range: { x: within('spine') } })",
+    "zoom in a chart": "mouse('timeline');"
+    " Plotly.relayout(plot('timeline'), { 'xaxis.range': within('timeline') })",
+    "an episode": "click('#lanes .bar-link')",
+    "whole run": "click('#range [title=\"All steps\"]')",
+    "a stage": "click('#heat-stage a')",
+    "all stages": "document.querySelector('#heat-stage a').click()",
+    "order by cost": "click('#heat-order a')",
+    "order by node": "document.querySelector('#heat-order a').click()",
+    "open a node": "click('#heat-rows .toggle')",
+    "legend": "click('#timeline-legend a')",
+    "table": "click('#heat-table > a')",
+    "cursor": "key('ArrowLeft')",
+    "open a rank": "key('Enter')",
+    "back": "history.back()",
+    "open a node's page": "click('#node-cards a')",
+}
+"""What a person does, on the page that the one before has left."""
+
+
+def interactions(pages: SessionPages, times: int = 5) -> None:
+    """Do what a person does on the overview of a session that is over; print how long until nothing moves."""
+    with opened(pages) as (browser, url):
+        took: dict[str, list[float]] = {name: [] for name in _ACTS}
+        for _ in range(times):
+            browser.get(url)
+            WebDriverWait(browser, 60).until(lambda b: b.find_elements("css selector", "#heat .nsewdrag"))
+            browser.execute_async_script("setTimeout(arguments[0], 2000)")
+            for name, act in _ACTS.items():
+                took[name].append(browser.execute_async_script(_SETTLED.replace("ACT", act)))
+    print("\n| interaction | p50 | most |\n|---|---|---|")
+    for name, all_ms in took.items():
+        print(f"| {name} | {statistics.median(all_ms):.0f} ms | {max(all_ms):.0f} ms |")
+
+
+@contextmanager
+def opened(pages: SessionPages) -> Iterator[tuple[webdriver.Chrome, str]]:
+    """Give a browser, and where the pages are served."""
     app = create_app(pages, token=None, hosts=["127.0.0.1"], poll_s=0.25)
     server: Any = waitress.create_server(app.server, host="127.0.0.1", port=0, threads=4)
     threading.Thread(target=server.run, daemon=True).start()
     with tempfile.TemporaryDirectory() as profile:
         browser = chromium(Path(profile))
         try:
-            browser.get(f"http://127.0.0.1:{server.effective_port}/")
-            drawn = "return document.querySelector('#heat .js-plotly-plot').data.length"
-            WebDriverWait(browser, 60, ignored_exceptions=(Exception,)).until(
-                lambda b: b.execute_script(drawn)
-            )
-            browser.execute_script(_WATCH)
-            wait = WebDriverWait(browser, 60, 0.05)
-            held = {0: _held(browser)}
-            for at in range(1, refreshes + 1):
-                play()
-                wait.until(lambda b, at=at: (pages.poll(), b.execute_script("return took.length") >= at)[1])
-                if at % 100 == 0:
-                    held[at] = _held(browser)
-            took = sorted(browser.execute_script("return took"))
-            print(f"\nbrowser: {refreshes} refreshes, from the answer to the picture")
-            print(f"median {statistics.median(took):.0f} ms, p95 {took[int(0.95 * len(took))]:.0f} ms")
-            print("\n| after refreshes | heap, MB | DOM nodes | listeners |\n|---|---|---|---|")
-            for at, (heap, nodes, listeners) in held.items():
-                print(f"| {at} | {heap:.1f} | {nodes} | {listeners} |")
+            yield browser, f"http://127.0.0.1:{server.effective_port}/"
         finally:
             browser.quit()
             server.close()
+
+
+def measure(pages: SessionPages, play: Callable[[], Any], refreshes: int, paths: Sequence[str]) -> None:
+    """Open each page, and again; play and look so many times. Print what that took."""
+    with opened(pages) as (browser, url):
+        wait = WebDriverWait(browser, 60, 0.02, ignored_exceptions=(Exception,))
+
+        def load(path: str) -> int:
+            browser.get(url + path.lstrip("/"))
+            wait.until(lambda b: b.execute_script("return document.querySelector('h1, #verdict-why')"))
+            browser.execute_async_script("setTimeout(arguments[0], 1000)")
+            return transferred(browser)
+
+        def refresh(count: int) -> None:
+            for _ in range(count):
+                seen = browser.execute_script("return took.length")
+                play()
+                wait.until(
+                    lambda b, seen=seen: (pages.poll(), b.execute_script("return took.length") > seen)[1]
+                )
+
+        print(
+            "\n| page | first visit | reload | layout shift | main thread a refresh | script | layout |",
+            end="",
+        )
+        print(" longest task | seen after p50 | p95 |\n|" + "---|" * 10)
+        for path in paths:
+            browser.execute_cdp_cmd("Network.clearBrowserCache", {})
+            first, again = load(path), load(path)
+            browser.execute_script(_WATCH)
+            refresh(3)
+            before, seen = _metrics(browser), browser.execute_script("return took.length")
+            refresh(refreshes)
+            after, took = _metrics(browser), browser.execute_script("return took")[seen:]
+            kinds = ("TaskDuration", "ScriptDuration", "LayoutDuration")
+            spent = [f"{1e3 * (after[kind] - before[kind]) / len(took):.0f} ms" for kind in kinds]
+            longest = max(browser.execute_script("return long"), default=0)
+            p50, p95 = statistics.median(took), sorted(took)[int(0.95 * len(took))]
+            cells = [
+                path,
+                f"{first / 1e3:.0f} kB",
+                f"{again / 1e3:.1f} kB",
+                f"{shift(browser):.3f}",
+                *spent,
+            ]
+            print(
+                "|",
+                " | ".join([*cells, *(f"{ms:.0f} ms" for ms in (longest, p50, p95))]),
+                "|",
+                flush=True,
+            )
+        print("\n| after refreshes of the last page | heap, MB | DOM nodes | listeners |\n|---|---|---|---|")
+        for at in (0, 1, 2):
+            refresh(_MEMORY if at else 0)
+            heap, nodes, listeners = _held(browser)
+            print(f"| {at * _MEMORY} | {heap:.1f} | {nodes} | {listeners} |")
+
+
+def _metrics(browser: webdriver.Chrome) -> dict[str, float]:
+    """Return what Chrome counts, in s of CPU time: `TaskDuration` is all of its main thread."""
+    browser.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})
+    return {m["name"]: m["value"] for m in browser.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]}
 
 
 def _held(browser: webdriver.Chrome) -> tuple[float, int, int]:
     """Return what is in use after collections: heap in MB, nodes, listeners."""
     for _ in range(3):
         browser.execute_cdp_cmd("HeapProfiler.collectGarbage", {})
-    browser.execute_cdp_cmd("Performance.enable", {})
-    found = {m["name"]: m["value"] for m in browser.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]}
+    found = _metrics(browser)
     return found["JSHeapUsedSize"] / 1e6, int(found["Nodes"]), int(found["JSEventListeners"])

@@ -27,10 +27,13 @@ from traceml_ray.analysis.reduction import begun
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.dash_app.app import Refresher
+from traceml_ray.dash_app.listing import choose
 from traceml_ray.dash_app.pages import sessions
+from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.dash_app.source import SourceError, StoredSource, _attachment
 from traceml_ray.launchers import control
+from traceml_ray.reports.listing import entries
 from traceml_ray.session import Live
 from traceml_ray.spool import read_spool, write_spool
 from traceml_ray.store import query
@@ -209,7 +212,7 @@ def test_session_folder_with_special_files_is_read_or_refused(
             make(folder / name)
         read_all(folder)
         assert run_cli("report", str(folder))[0] in (0, 2)
-        assert sessions.listed(str(folder.parent))[0]["name"] == "s"
+        assert entries(str(folder.parent))[0].name == "s"
         assert session.holder(folder) is None
         assert _attachment(folder) is None
         with pytest.raises(control.ControlError, match="not live"):
@@ -279,10 +282,10 @@ def test_summary_json_of_any_contents_does_not_break_the_session_list(
     text = data.draw(mutated(whole[:2000], pieces) | summaries(json.loads(whole)))
     (folder / "summary.json").write_bytes(text)
     with bounded(SECONDS), limited(MIB):
-        (entry,) = sessions.listed(str(folder.parent))
-        assert entry["name"] == "s"
-        for row in sessions.compared(str(folder.parent), "s", "s"):
-            assert row["change_pct"] in (0, None)
+        (entry,) = entries(str(folder.parent))
+        assert entry.name == "s"
+        chosen = choose([entry], Route("sessions"), sessions._words, sessions._KEYS)
+        assert sessions.layout({"chosen": chosen, "states": {}, "now_ns": 0}, Route("sessions"))
         with contextlib.suppress(SourceError):
             (error,) = query.ask(StoredSource(folder).reply, [query.Verdict()])
             assert isinstance(error["label"], str)

@@ -131,7 +131,7 @@ def test_callback_with_any_body_leaves_the_server_running(opened: Flask, body: b
 def test_callback_with_any_values_succeeds(
     opened: Flask, pathname: Any, search: Any, seen: Any, data: st.DataObject
 ) -> None:
-    values = [data.draw(json_values), pathname, search]
+    values = [data.draw(json_values), pathname, search, data.draw(json_values | paths)]
     inputs = [{**given, "value": value} for given, value in zip(REFRESH["inputs"], values, strict=True)]
     body = {**REFRESH, "inputs": inputs, "state": [{"id": "seen", "property": "data", "value": seen}]}
     answer = ask(

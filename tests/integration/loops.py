@@ -32,6 +32,30 @@ WIDTH = 16
 SLOW_S = 0.015
 
 
+class Pause:
+    """
+    The planted sleep: `SLOW_S`, or, up to four times that, as long as the step before took without it. On a
+    machine that is busy with other things each stage takes a part of that longer or shorter, by chance.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = SLOW_S
+        self._slept = 0.0
+        self._stepped: float | None = None
+
+    def __call__(self, share: float = 1.0) -> None:
+        began = time.monotonic()
+        time.sleep(share * self._seconds)
+        self._slept += time.monotonic() - began
+
+    def step(self) -> None:
+        """A step is over."""
+        now = time.monotonic()
+        if self._stepped is not None:
+            self._seconds = min(max(SLOW_S, now - self._stepped - self._slept), 4 * SLOW_S)
+        self._stepped, self._slept = now, 0.0
+
+
 class Slow:
     """Takes its time when it is pickled."""
 
@@ -41,8 +65,8 @@ class Slow:
 
 
 class Numbers(Dataset[Tensor]):
-    def __init__(self, count: int, slow_s: float = 0.0) -> None:
-        self.count, self.slow_s = count, slow_s
+    def __init__(self, count: int, slow_s: float = 0.0, pause: Pause | None = None) -> None:
+        self.count, self.slow_s, self.pause = count, slow_s, pause
 
     def __len__(self) -> int:
         return self.count
@@ -50,26 +74,28 @@ class Numbers(Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         if self.slow_s:
             time.sleep(self.slow_s)
+        if self.pause is not None:
+            self.pause(0.5)  # two make a batch
         return torch.full((WIDTH,), float(index % 7))
 
 
 class Net(nn.Module):
     """Two layers; `slow` names where it sleeps in each step."""
 
-    def __init__(self, slow: str = "", buffer: bool = False) -> None:
+    def __init__(self, slow: str = "", buffer: bool = False, pause: Pause | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.slow = slow
+        self.slow, self.pause = slow, pause or Pause()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
         if buffer:
             self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.slow == "forward" and self.training:
-            time.sleep(SLOW_S)
+            self.pause()
         hidden = self.first(x).relu()
         if self.slow == "backward" and hidden.requires_grad:
-            hidden.register_hook(lambda _: time.sleep(SLOW_S))
+            hidden.register_hook(lambda _: self.pause())
         return self.second(hidden).squeeze(-1)
 
 
@@ -78,32 +104,34 @@ class Job:
 
     def __init__(self, slow: str = "", rank: int = 0, world: int = 1) -> None:
         self.slow, self.rank, self.world = slow, rank, world
+        self.pause = Pause()
         self.nets: list[nn.Module] = []
         self.ring = StepRing(1024)
         self.recorder = Recorder(self.ring)
         self.instrumentation = Instrumentation(self.recorder, Patcher(debug=True))
 
     def model(self, **options: object) -> nn.Module:
-        net = Net(self.slow, buffer=bool(options.pop("buffer", False)))
+        net = Net(self.slow, bool(options.pop("buffer", False)), self.pause)
         self.nets.append(net)
         if self.world == 1:
             return net
         return nn.parallel.DistributedDataParallel(net, **options)  # type: ignore[arg-type]
 
     def bare(self) -> nn.Module:
-        self.nets.append(Net(self.slow))
+        self.nets.append(Net(self.slow, pause=self.pause))
         return self.nets[-1]
 
     def loader(self, count: int = STEPS, **options: object) -> DataLoader[Tensor]:
         options = {"batch_size": 2, **options}
-        slow_s = SLOW_S / 2 if self.slow == "data" else 0.0
-        return DataLoader(Numbers(count * 2, slow_s), **options)  # type: ignore[arg-type]
+        numbers = Numbers(count * 2, pause=self.pause if self.slow == "data" else None)
+        return DataLoader(numbers, **options)  # type: ignore[arg-type]
 
     def finish(self, optimizer: torch.optim.Optimizer) -> None:
         if self.slow == "optimizer":
-            time.sleep(SLOW_S)
+            self.pause()
         optimizer.step()
         optimizer.zero_grad()
+        self.pause.step()
 
     def rows(self) -> list[dict[str, object]]:
         _, keys, flags, rows = self.ring.drain(10_000)

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -33,9 +34,11 @@ from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session_file import SessionFile
 
-# Plays a rank whose agent finds the relay: sends one batch, waits for the reply. Does not import torch.
+# Plays a rank whose agent finds the relay: sends one batch, waits for the reply; of the last one it leaves a
+# copy. Does not import torch.
 RANK = """
 import os, socket, sys, time
+from pathlib import Path
 rank = os.environ["RANK"]
 def talk(data):
     end = time.monotonic() + 40
@@ -65,6 +68,11 @@ if "--then" in sys.argv:
         time.sleep(0.05)
     if rank == "0":
         talk(bytes.fromhex(data))
+        from traceml_ray.spool import write_spool
+        write_spool(Path(os.environ["TRACEML_SPOOL"]) / "rank0.spool", [bytes.fromhex(data)])
+        open(go + ".sent", "w").close()
+    while not os.path.exists(go + ".end"):
+        time.sleep(0.05)
     raise SystemExit(1)
 """
 
@@ -409,7 +417,31 @@ def test_given_cluster_is_used_and_left_running(bench: Bench) -> None:
         shutil.rmtree(folder)
 
 
-def test_aggregator_that_hangs_at_the_end_and_resumes_changes_nothing(bench: Bench) -> None:
+def test_relay_that_does_not_answer_is_told_from_one_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "SILENT_S", 0.05)
+    path, message = tmp_path / "relay.sock", wire.Finish(wire.VERSION, 0)
+    assert control.ask_finish(path, message) is None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        silent = control.ask_finish(path, message)
+    assert control.ask_finish(path, message) is None
+    assert silent == wire.Finished(wire.VERSION, "failed", "the relay did not answer in time")
+
+
+@pytest.mark.parametrize(
+    ("hang", "why"),
+    [
+        (("Aggregator",), "did not answer in time"),
+        pytest.param(("Aggregator", "NodeRelay"), "the relay did not answer", marks=pytest.mark.long),
+    ],
+    ids=["aggregator", "relay-too"],
+)
+def test_actors_that_hang_at_the_end_and_resume_change_nothing(
+    bench: Bench, hang: tuple[str, ...], why: str
+) -> None:
     """On a cluster that stays: the launcher has written the end from the file meanwhile."""
     folder = Path(tempfile.mkdtemp(prefix="tr-", dir="/tmp"))
     cluster = PrivateRay(folder, os.environ)
@@ -431,15 +463,23 @@ def test_aggregator_that_hangs_at_the_end_and_resumes_changes_nothing(bench: Ben
             return 0
 
         until(lambda: stored() == 5, "the first rows")
-        [aggregator] = [p for p in members(pid) if "ray::Aggregator" in " ".join(words(p))]
-        aggregator.suspend()  # it will take the rows that come now when it goes on
+        actors = {name: p for p in members(pid) for name in hang if f"ray::{name}" in " ".join(words(p))}
+        assert len(actors) == len(hang)
+        actors["Aggregator"].suspend()  # it will take the rows that come now when it goes on
         go.touch()
+        until((folder / "go.sent").exists, "the relay has the other rows")
+        for actor in actors.values():
+            actor.suspend()
+        (folder / "go.end").touch()
         _, err = process.communicate(timeout=60)
         assert process.returncode == 1, err
         summary = (session / "summary.json").read_bytes()
         assert bench.summary("hung")["session"]["status"] == "failed"
+        [note] = [event["message"] for event in bench.summary("hung")["events"] if event["kind"] == "note"]
+        assert why in note and note.removeprefix("finished without the aggregator: ") in err
         assert check_ledger(session)["stored"] == 25
-        aggregator.resume()
+        for actor in actors.values():
+            actor.resume()
         until(lambda: not [p for p in members(pid) if "ray::A" in " ".join(words(p))], "it ends itself")
         assert check_ledger(session)["stored"] == 25
         with SessionFile(session / "session.sqlite") as file:

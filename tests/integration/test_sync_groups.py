@@ -13,7 +13,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ def train(job: loops.Job, model: nn.Module, reduce: bool = False) -> None:
         loss = model(batch).mean()
         loss.backward()
         if reduce and job.slow == "metrics":
-            time.sleep(loops.SLOW_S)
+            job.pause()
         if reduce:
             dist.all_reduce(loss.detach())
         job.finish(optimizer)
@@ -72,7 +71,7 @@ def metrics(job: loops.Job) -> None:
 def sharded(job: loops.Job, mesh: Any) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    net = loops.Net(job.slow)
+    net = loops.Net(job.slow, pause=job.pause)
     fully_shard(net.first, mesh=mesh)
     fully_shard(module=net, mesh=mesh)
     train(job, net)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from played import Played
 from plotly.io.json import to_json_plotly
 
-from traceml_ray import wire
+from traceml_ray import text, wire
 from traceml_ray.analysis.spread import MISSING
 from traceml_ray.dash_app import components, figures, heatmap
 from traceml_ray.dash_app.app import Refresher
@@ -22,7 +24,7 @@ from traceml_ray.dash_app.components import part
 from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.session_pages import SessionPages
 
-PAGES = ["/", "/node/host-1", "/rank/5", "/events", "/sessions", "/ledger"]
+PAGES = ["/", "/node/host-1", "/rank/5", "/ranks", "/step/60", "/events", "/sessions", "/ledger"]
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +48,20 @@ def sent(answer: Any) -> int:
 
 def ids(element: Any) -> set[str]:
     return {found.id for found in element._traverse() if getattr(found, "id", None)}
+
+
+def _graphs(refresher: Refresher, path: str) -> dict[str, Any]:
+    page, _ = refresher.refresh(path, "", {})
+    return {found.id: found.figure for found in page._traverse() if hasattr(found, "figure")}
+
+
+def _longer(figure: Any, ends: dict[str, Any]) -> Any:
+    """Return a figure with what is new at its end, as assets/app.js makes it."""
+    data = [
+        {**trace, **{name: [*trace[name][len(trace[name]) - ends["keep"] :], *new[name]] for name in new}}
+        for trace, new in zip(figure["data"], ends["data"], strict=True)
+    ]
+    return {"data": data, "layout": ends["layout"]}
 
 
 class TestRefresh:
@@ -72,6 +88,27 @@ class TestRefresh:
         page, second = refresher.refresh("/", "", first["seen"])
         assert sent(page) < 100
         assert {"exposed", "timeline", "tiles", "heat"} <= second["set"].keys()
+
+    @pytest.mark.parametrize("path", ["/node/host-1", "/rank/5"])
+    def test_chart_that_gets_longer_is_sent_its_new_points(
+        self, played: Played, pages: SessionPages, path: str
+    ) -> None:
+        refresher = Refresher(pages)
+        _, first = refresher.refresh(path, "", {})
+        shown = _graphs(refresher, path)
+        played.play(5)
+        pages.poll()
+        _, second = refresher.refresh(path, "", first["seen"])
+        now = _graphs(refresher, path)
+        new = {id: props["grown"] for id, props in second["set"].items() if "grown" in props}
+        assert len(new) > 3
+        assert not {id for id, props in second["set"].items() if "figure" in props}
+        for id, ends in new.items():
+            assert _longer(shown[id], ends) == now[id]
+        _, late = refresher.refresh(
+            path, "", {**first["seen"], "sums": dict.fromkeys(first["seen"]["sums"], 1)}
+        )
+        assert {id for id in new if "figure" in late["set"][id]} == {*new}
 
     def test_page_stays_with_another_stage(self, pages: SessionPages) -> None:
         refresher = Refresher(pages)
@@ -136,6 +173,8 @@ class TestRefresh:
             shown = to_json_plotly([page, answer]).replace("\\u002f", "/")
             assert f"Session '{name}' cannot be read: " in shown and why in shown
             assert "?session=played" in shown
+            if path == "/sessions":  # the list has verdicts of other sessions
+                shown = to_json_plotly([answer["set"]["verdict-strip"], answer["set"]["tab"]])
             assert "rank 5 " not in shown and "host-1" not in shown
         assert not pages.errors
 
@@ -179,51 +218,82 @@ class TestRefresh:
     def test_cell_has_its_times_in_words(self, pages: SessionPages) -> None:
         found = Refresher(pages).cell({"ranks": [5], "first": 60, "last": 60}, "")
         assert found is not None
-        assert found["text"].startswith("busy") and "data 14" in found["text"]
+        assert found["text"].startswith("1.6") and "busy 31" in found["text"] and "data 14" in found["text"]
 
     def test_cell_of_a_node_names_its_worst_rank(self, pages: SessionPages) -> None:
-        for search in ("", "?stage=data", "?span=run"):
+        for search in ("", "?stage=data", "?from=0"):
             found = Refresher(pages).cell({"ranks": [4, 7], "first": 60, "last": 60}, search)
             assert found is not None
-            assert found["text"].startswith("rank 5: busy 31"), search
+            assert found["text"].startswith("rank 5: 1.6") and "busy 31" in found["text"], search
         found = Refresher(pages).cell({"ranks": [0, 77], "first": 60, "last": 60}, "?stage=none")
-        assert found is not None and found["text"].startswith("rank 0: busy")
+        assert found is not None and found["text"].startswith("rank 0: ")
         assert not pages.errors
 
 
 class TestHeatmap:
-    @given(st.integers(1, 400), st.sampled_from([1, 4, 8]), st.integers(0, 399), st.booleans())
-    def test_row_is_the_worst_of_its_ranks(self, world: int, per_node: int, late: int, named: bool) -> None:
+    @given(st.integers(1, 400), st.sampled_from([1, 4, 8]), st.integers(0, 399), st.booleans(), st.booleans())
+    def test_row_is_the_worst_of_its_ranks(
+        self, world: int, per_node: int, late: int, named: bool, by_cost: bool
+    ) -> None:
         heat = self.heat(world, per_node)
         late %= world
-        drawn = heatmap.rows(heat, {"label": "straggler", "ranks": [late] if named else []}, Route())
-        covered = [line for row in drawn for line in range(row.lines.start, row.lines.stop)]
-        assert covered == [*range(world)]
-        assert [row.rank for row in drawn if row.named] == ([late] if named else [])
-        figure = heatmap.figure(heat, drawn, "")
+        verdict = {"label": "straggler", "ranks": [late] if named and not by_cost else []}
+        drawn = heatmap.rows(heat, verdict, Route(query=(("order", "cost"),) if by_cost else ()))
+        covered = [line for row in drawn for line in row.lines]
+        assert sorted(covered) == [*range(world)]
+        assert by_cost or covered == sorted(covered)
+        assert [row.rank for row in drawn if row.named] == [late][: len(verdict["ranks"])]
+        figure = heatmap.figure(heat, drawn, "", {"between": (4.5, 14.5), "onset": None})
         assert "y" not in figure["data"][0]  # rows that are not equally high are painted cell by cell
         sent = figure["data"][0]["z"]
         shape = [int(n) for n in sent["shape"].split(",")]
         z = np.frombuffer(base64.b64decode(sent["bdata"]), np.uint8).reshape(shape)
         shown = np.repeat(np.arange(len(drawn)), [row.height for row in drawn])  # lines are equally high
         for row, values in zip([drawn[at] for at in shown], z, strict=True):
-            found = np.where(heat["z"][row.lines] == MISSING, -1, heat["z"][row.lines].astype(int))
+            found = np.where(heat["z"][[*row.lines]] == MISSING, -1, heat["z"][[*row.lines]].astype(int))
             assert (found.max(axis=0) % 256 == values).all()
-        assert len(figure["layout"]["yaxis"]["tickvals"]) <= 21
+        tops = [float(label.style["top"][:-2]) for label in heatmap.gutter(drawn).children]
+        assert 1 <= len(tops) <= 23 and all(b - a >= 12.9 for a, b in pairwise(tops))
 
     def test_few_ranks_are_rows_of_their_own(self) -> None:
         drawn = heatmap.rows(self.heat(8, 4), {}, Route(query=(("run", "r1"),)))
-        assert [row.label for row in drawn] == ["host-0  0", "1", "2", "3", "host-1  4", "5", "6", "7"]
+        assert [row.rank for row in drawn] == [*range(8)]
         assert (drawn[5].name, drawn[5].href) == ("rank 5 (host-1)", "/rank/5?run=r1")
+        assert [self.high(world) for world in (3, 8, 128, 1024)] == [110, 220, 322, 322]
 
-    def test_many_ranks_are_rows_of_nodes_that_a_click_opens(self) -> None:
+    def high(self, world: int) -> int:
+        return int(heatmap.gutter(heatmap.rows(self.heat(world, 4), {}, Route())).style["height"][:-2])
+
+    def test_many_ranks_are_rows_of_nodes_that_open_and_close(self) -> None:
         heat = self.heat(1024, 8)
         drawn = heatmap.rows(heat, {}, Route())
         assert (len(drawn), drawn[3].name, drawn[3].href) == (128, "worst of host-3", "/?open=host-3")
         drawn = heatmap.rows(heat, {}, Route(query=(("open", "host-3"),)))
         opened = [row for row in drawn if row.rank is not None]
         assert [row.rank for row in opened] == [*range(24, 32)]
-        assert len(drawn) == 127 + 8 and opened[0].height > 1
+        assert len(drawn) == 127 + 8 and opened[0].height > 1 and opened[0].toggle == "/?shut=host-3"
+        straggler = {"label": "straggler", "ranks": [9]}
+        by_verdict = heatmap.rows(heat, straggler, Route())
+        assert [row.rank for row in by_verdict if row.rank is not None] == [*range(8, 16)]
+        closed = heatmap.rows(heat, straggler, Route(query=(("shut", "host-1"),)))
+        assert len(closed) == 128 and closed[1].toggle == "/?open=host-1"
+
+    def test_node_of_a_small_job_closes_and_opens_again(self) -> None:
+        drawn = heatmap.rows(self.heat(8, 4), {}, Route())
+        assert [row.toggle for row in drawn if row.toggle] == ["/?shut=host-0", "/?shut=host-1"]
+        drawn = heatmap.rows(self.heat(8, 4), {}, Route(query=(("shut", "host-0"),)))
+        assert [row.rank for row in drawn] == [None, 4, 5, 6, 7] and drawn[0].toggle == "/?open=host-0"
+
+    def test_order_by_cost_begins_with_the_worst_and_has_the_others_as_one_row(self) -> None:
+        heat = self.heat(1024, 8)
+        heat["z"][:, :] = 127
+        heat["z"][[700, 3]] = [[254], [190]]  # more than four times, and twice as long
+        heat["z"][700, 0] = MISSING
+        drawn = heatmap.rows(heat, {"label": "straggler", "ranks": [700]}, Route(query=(("order", "cost"),)))
+        assert [row.rank for row in drawn[:3]] == [700, 3, 0] and drawn[0].named
+        assert (len(drawn), drawn[-1].name, drawn[-1].href) == (41, "worst of 984 other ranks", None)
+        text = json.dumps(json.loads(to_json_plotly(heatmap.as_table(heat, drawn))), ensure_ascii=False)
+        assert "≥ 4.00×" in text and "1.99×" in text and "missing" in text
 
     def test_row_of_a_very_large_job_is_some_nodes(self) -> None:
         heat = {**self.heat(1000, 1), "by": "node"}
@@ -303,6 +373,19 @@ class TestFigures:
         (drawn,) = figures.lines([1, 2], {"used": [None, None], "installed": [1.0, 2.0]}, "GB")["data"]
         assert (drawn["name"], drawn["line"]["color"]) == ("installed", figures.LINES[1])
 
+    def test_legend_switches_a_series_off_and_on_by_the_url(self, pages: SessionPages) -> None:
+        sent = {}
+        for search in ("", "?off=timeline.worst,exposed.data"):
+            page, _ = Refresher(pages).refresh("/", search, {})
+            sent[search] = to_json_plotly(page).replace("\\u002f", "/")
+        assert sent[""].count('"visible":false') == 1  # the axis of the heatmap
+        assert sent["?off=timeline.worst,exposed.data"].count('"visible":false') == 3
+        assert (
+            '"href":"/?off=timeline.worst%2Cexposed.data%2Cskew.nodes"'
+            in sent["?off=timeline.worst,exposed.data"]
+        )
+        assert '"href":"/?off=exposed.data"' in sent["?off=timeline.worst,exposed.data"]
+
     def test_sparkline_has_gaps_where_nothing_is_known(self) -> None:
         assert str(figures.spark([1.0, None, 2.0, 3.0])).count("M") == 2
         assert figures.spark([1.0, None]) is None
@@ -311,3 +394,27 @@ class TestFigures:
 class TestSentences:
     def test_numbers_stay_with_their_units(self) -> None:
         assert components.marked("41 ms, 12 % of `data`")[0] == "41\u00a0ms, 12\u00a0% of "
+
+
+@pytest.mark.parametrize(
+    ("path", "chart", "head"),
+    [
+        ("/", "timeline", ["step", "worst", "median"]),
+        ("/rank/5", "stage-data", ["step", "this rank", "median rank"]),
+        ("/node/host-1", "node-mem_used_bytes", ["time, UTC", "used", "installed"]),
+    ],
+)
+def test_chart_is_a_table_where_the_url_asks_for_it(
+    pages: SessionPages, path: str, chart: str, head: list[str]
+) -> None:
+    page, _ = Refresher(pages).refresh(path, f"?table={chart}", {})
+    found = {
+        one.id: one.content for one in page._traverse() if str(getattr(one, "id", "")).endswith("-table")
+    }
+    drawn = next(one.figure for one in page._traverse() if getattr(one, "id", "") == chart)
+    assert all(len(content or "div") == 3 for id, content in found.items() if id != f"{chart}-table")
+    _, _, _, (_, _, (_, _, (_, _, names), (_, _, newest, *_))) = found[f"{chart}-table"]
+    assert [cell[2] for cell in names[2:]] == head
+    assert [cell[2] for cell in newest[3:]] == [
+        text.number(trace["y"][-1]) for trace in drawn["data"] if trace["name"] in head
+    ]

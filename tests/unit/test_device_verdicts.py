@@ -259,6 +259,42 @@ def test_device_that_is_a_large_kernel_behind_its_host_is_not_slow():
     assert tally.labels == {"healthy": 6}
 
 
+SHARDED = Job(
+    host=(11.137, 10.424, 0.481, 42.526, 30.946), device=(6.646, 0, 0.594, 20.412, 46.493),
+    kernels=(4, 0, 1, 3, 18), exchange_ms=2.795, buckets=2, ranks=6, slots=173, contention=0.2,
+    device_noise=0.0715, host_noise=0.139, spread=0.0031, launch_ms=0.0064, layers=3, sampled=2,
+)  # fmt: skip
+HELD_AT_THE_END = Job(
+    host=(40.672, 7.06, 1.866, 47.797, 62.393), device=(4.834, 0, 0.303, 55.444, 41.097),
+    kernels=(9, 0, 2, 18, 38), exchange_ms=37.716, buckets=3, ranks=8, slots=207, events_too=False,
+    waits=frozenset({"end"}), micro=3, contention=0.1068, device_noise=0.0599, host_noise=0.0303,
+    spread=0.0073, memory=0.6, launch_ms=0.0075,
+)  # fmt: skip
+
+
+def test_host_that_is_last_by_chance_names_no_rank_though_its_lead_is_a_large_kernel():
+    tally = Tally()
+    play(tally, SHARDED, [None], 8, 2)
+    assert tally.labels == {"healthy": 8}, tally.notes
+
+
+def test_host_that_is_last_by_chance_names_no_rank_where_a_stage_is_one_kernel():
+    job = Job(
+        host=(10.607, 0.245, 0.086, 21.167, 28.577), device=(8.683, 0, 0.359, 16.029, 23.087),
+        kernels=(1, 0, 1, 4, 11), exchange_ms=3.797, buckets=4, ranks=3, slots=612, micro=2, contention=0.134,
+        device_noise=0.037, host_noise=0.127, spread=0.01, launch_ms=0.004, syncs=2,
+    )  # fmt: skip
+    tally = Tally()
+    play(tally, job, [None], 6, 310_138)
+    assert tally.labels == {"healthy": 6}, tally.notes
+
+
+def test_lateness_that_wanders_names_no_rank_where_hosts_wait_for_their_devices():
+    tally = Tally()
+    play(tally, HELD_AT_THE_END, [None], 8, 210_127)
+    assert tally.labels["healthy"] + tally.labels["accounting_only"] == 8, tally.notes
+
+
 def test_stage_that_begins_with_a_lead_and_ends_without_names_no_rank_of_a_healthy_job():
     job = Job(
         host=(8.095, 2.135, 15.252, 21.961, 17.931), device=(4.918, 0, 0.441, 15.854, 26.066),

@@ -12,10 +12,10 @@ import pytest
 from sessions import Clock, Rank, Relay, aggregation, identity
 
 from traceml_ray import cli, session, wire
-from traceml_ray.dash_app.pages import sessions
 from traceml_ray.dash_app.source import StoredSource, _attachment
 from traceml_ray.files import read_file
 from traceml_ray.launchers import control, torchrun
+from traceml_ray.reports.listing import entries
 from traceml_ray.settings import SettingError, Settings
 from traceml_ray.store import query
 from traceml_ray.store.rank_processes import RankProcess, world_size
@@ -106,7 +106,7 @@ def test_fifo_in_a_session_folder_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "s" / "summary.json")
     assert session.holder(tmp_path / "s") is None
     assert _attachment(tmp_path / "s") is None
-    assert sessions.listed(str(tmp_path))[0]["label"] is None
+    assert entries(str(tmp_path))[0].label is None
     assert query.ask(StoredSource(tmp_path / "s").reply, [query.Verdict()])[0]["label"] == "healthy"
     with pytest.raises(OSError, match="not a regular file"):
         read_file(tmp_path / "s" / "x", 10)
@@ -131,14 +131,14 @@ def test_sessions_are_listed_though_one_is_moved_away_and_one_is_very_old(
     os.utime(stored(tmp_path / "s") / "summary.json", (0, 0))
     there = [tmp_path / name / "session.sqlite" for name in ("moved", "s")]
     monkeypatch.setattr(Path, "glob", lambda *_: there)
-    found = sessions.listed(str(tmp_path))
-    assert [(entry["name"], entry["label"]) for entry in found] == [("s", "healthy"), ("moved", None)]
+    found = entries(str(tmp_path))
+    assert [(entry.name, entry.label) for entry in found] == [("s", "healthy"), ("moved", None)]
 
 
 @pytest.mark.parametrize("summary", ["[]", '{"verdict": 3}', '{"steps": {"median_ms": "x"}}', "[" * 100_000])
 def test_foreign_summary_is_ignored(tmp_path: Path, summary: str) -> None:
     (stored(tmp_path / "s") / "summary.json").write_text(summary)
-    assert sessions.listed(str(tmp_path))[0]["label"] is None
+    assert entries(str(tmp_path))[0].label is None
     assert query.ask(StoredSource(tmp_path / "s").reply, [query.Verdict()])[0]["label"] == "healthy"
 
 

@@ -9,10 +9,10 @@ from simulated_jobs import DEVICE_BOUND_JOBS, HOST_BOUND, HOST_BOUND_JOBS
 
 from traceml_ray.analysis.busy import idle_ns
 from traceml_ray.analysis.evidence import gather
-from traceml_ray.analysis.hosts import Hosts, held, merged_leads
+from traceml_ray.analysis.hosts import Hosts, following, held, merged_leads
 from traceml_ray.analysis.hosts import hosts_of as hosts_of_segments
 from traceml_ray.analysis.window import Window
-from traceml_ray.stages import BACKWARD, DATA, FLAG_NO_DATA, POST_SYNC, PREPARE
+from traceml_ray.stages import BACKWARD, DATA, FLAG_NO_DATA, FORWARD, POST_SYNC, PREPARE
 
 MS = 1_000_000
 
@@ -125,3 +125,43 @@ def test_rows_with_a_missing_mark_keep_their_hosts_time():
     assert (rows.host.sum(axis=2) == window.host.sum(axis=2)).all()
     assert not rows.host[:, :, DATA].any()
     assert evidence.hosts is not None
+
+
+def followed(lead: float, *, host_waits: bool = False, peers_wait: bool = False) -> tuple[bool, bool]:
+    """Return what `following` makes of rank 0 of three, whose lead falls in `forward` from `lead` to 5 ms."""
+    noise = np.random.default_rng(1)
+    works = noise.normal(40, 2, (50, 3)) * MS
+    falls = noise.normal(lead - 5, 3, (50, 3)) * MS
+    host, d = np.zeros((2, 50, 3, 6), np.int64)
+    host[:, :, FORWARD], d[:, :, FORWARD] = works, works - falls
+    late = [0] if host_waits else []
+    late += [1, 2] if peers_wait else []
+    host[:, late, FORWARD], d[:, late, FORWARD] = (works + falls)[:, late], works[:, late]
+    stage = np.zeros((3, 6), bool)
+    stage[0, FORWARD] = True
+    unsure = np.full((50, 3), 1 << FORWARD, np.uint8)
+    found = following(host, d, unsure, np.zeros(6, bool), np.zeros((3, 6)), stage)
+    return bool(found[0][0, FORWARD]), bool(found[1][0, FORWARD])
+
+
+def test_device_that_has_its_hosts_time_in_its_own_waits_for_it_however_large_its_lead():
+    assert followed(30) == (True, False)
+    assert followed(30, host_waits=True) == (False, False)
+    assert followed(30, peers_wait=True) == (False, True)
+    assert followed(-10) == (False, False)  # it takes longer than its host does
+
+
+@pytest.mark.parametrize(("excess_ms", "waits"), [(9, True), (11, False)])
+def test_device_alone_without_a_lead_waits_for_its_host_in_as_much_of_its_excess_as_the_host_takes(
+    excess_ms, waits
+):
+    host, d = np.full((2, 50, 3, 6), 10 * MS)
+    d[:, 0, POST_SYNC] += excess_ms * MS
+    unsure = np.zeros((50, 3), np.uint8)
+    unsure[:, 0] = 1 << POST_SYNC
+    suspects = np.zeros((3, 6), bool)
+    suspects[0, POST_SYNC] = True
+    excess = suspects * float(excess_ms * MS)
+    follows, unknown = following(host, d, unsure, np.ones(6, bool), excess, suspects)
+    assert follows[0, POST_SYNC] == waits
+    assert not unknown.any()

@@ -19,6 +19,7 @@ from unit.test_query import differences
 from unit.test_step_history import LIMITS, rows
 
 from traceml_ray.analysis import step_numbers
+from traceml_ray.analysis.kept_steps import ALL, Between
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.dash_app.session_cache import joined
 from traceml_ray.dash_app.source import StoredSource
@@ -141,10 +142,12 @@ def test_rows_that_are_not_judged_have_a_bound_and_are_counted(
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.lists(st.integers(1, 200), min_size=1, max_size=12), st.booleans(), st.sampled_from(["total", "data"])
+    st.lists(st.integers(1, 200), min_size=1, max_size=12),
+    st.sampled_from([None, ALL, Between(350), Between(100, 900), Between(990)]),
+    st.sampled_from(["total", "data"]),
 )
 def test_columns_fetched_in_steps_are_those_fetched_at_once(
-    counts: list[int], whole: bool, stage: str
+    counts: list[int], between: Between | None, stage: str
 ) -> None:
     """Most of them are no longer kept one by one."""
     history, every, held, done = StepHistory(LIMITS), processes(rows(sum(counts), 2)), None, 0
@@ -154,9 +157,9 @@ def test_columns_fetched_in_steps_are_those_fetched_at_once(
             history.take([own.take(slice(done, done + count)) for own in every])
             history.advance({0, 1}, 0, 2)
             done += count
-            answer = step_numbers.columns(history, stage, whole, 2, held["next"] if held else None)
+            answer = step_numbers.columns(history, stage, between, 2, held["next"] if held else None)
             held = joined(held, query.ask_one(lambda _, a=answer: query.encode([a]), NEWEST))
-            at_once = joined(None, step_numbers.columns(history, stage, whole, 2))
+            at_once = joined(None, step_numbers.columns(history, stage, between, 2))
             same(held, at_once)
 
 

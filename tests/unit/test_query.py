@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from played import Played
-from sessions import LIMITS, ask, run_message, stored
+from sessions import LIMITS, SECOND, ask, run_message, stored
 
 from traceml_ray import __version__, wire
 from traceml_ray.reports.answers import Answers
@@ -36,8 +36,15 @@ def questions(run: str | None, processes: tuple[int, ...] = (1, 3)) -> list[quer
         query.Summary(run, whole=True), query.NodeSamples(("node-0", "node-1", "x"), 3),
         query.ProcessSamples(processes, 2), query.Times(run), query.Times(run, whole=False),
         query.Times(run, whole=True), query.Columns(run), query.Columns(run, "data", whole=True),
+        query.Columns(run, first=10, last=30), query.Spine(run), query.Change(run, 2, 20),
+        query.Change(run, 2, 20, 25),
+        query.RankSteps(run, 1, 100, first=10, last=30),
+        query.NodeSamples(("node-1",), 2, 3 * SECOND, 1 << 60),
+        query.ProcessSamples(processes, 2, 3 * SECOND),
         query.Busy(run, (1, 2, 9), 50), query.RankSteps(run, 1, 100), query.RankSteps(run, 99, 100),
         query.Cell(run, 1, 5, 9), query.Cell(run, 99, 5, 9), query.Spans(run, 1, 0, 30),
+        query.RankTimes(run), query.RankTimes(run, whole=True),
+        query.Step(run, 0), query.Step(run, 7), query.Step(run, 1 << 40),
     ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from traceml_ray import wire
-from traceml_ray.agent import bootstrap, ending
+from traceml_ray.agent import bootstrap, ending, rank_agent
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.errors import Errors
 from traceml_ray.identity import RankIdentity
@@ -196,15 +196,34 @@ def test_invalid_reply_confirms_nothing(reply: bytes) -> None:
     assert bool(counted) == (reply in (b"", b"garbage"))
 
 
-def test_end_waits_for_a_relay_and_not_for_the_disk(tmp_path: Path) -> None:
+def test_end_leaves_in_the_spool_what_a_relay_took_and_nobody_has_stored(tmp_path: Path) -> None:
     pipe = Pipe()
     agent = make(pipe, spool=str(tmp_path), interval=30.0)
+    push(agent, 2)
     agent.tick()
-    push(agent, 5)
-    pipe.confirm(agent, 2, settled=-1)
+    push(agent, 3)
+    agent.tick()
+    pipe.confirm(agent, 3, settled=1)  # no disk is waited for, and the relay may be ended before
     agent.start()
     agent.close()
-    assert len(pipe.batches()) == 2 and not list(tmp_path.iterdir())
+    (left,) = tmp_path.glob("*.spool")
+    batches = [wire.decode(data, wire.RankBatch) for data in read_spool(left)]
+    assert [(b.seq, len(b.flags), b.final) for b in batches] == [(2, 3, False), (3, 0, True)]
+    assert [b.seq for b in pipe.batches()] == [1, 2, 3]
+
+
+def test_end_leaves_its_copy_before_it_waits_for_a_relay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that gets no core may be gone before the wait is over."""
+    pipe, there = Pipe(), list[bool]()
+    agent = make(pipe, spool=str(tmp_path), interval=30.0)
+    monkeypatch.setattr(rank_agent.time, "sleep", lambda _s: there.append(any(tmp_path.glob("*.spool"))))
+    monkeypatch.setattr(rank_agent, "CLOSE_WAIT_S", 0.01)
+    push(agent, 2)
+    agent.tick()
+    agent._finish()
+    assert there and all(there)
 
 
 def test_end_leaves_batches_that_no_relay_took_in_the_spool(tmp_path: Path) -> None:

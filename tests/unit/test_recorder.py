@@ -6,9 +6,10 @@ import struct
 import threading
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from traceml_ray.agent import open_spans
 from traceml_ray.agent.marks import (
     BACKWARD_BEGIN,
     COST,
@@ -945,6 +946,30 @@ class HeldUpLoop(WrittenLoop):
     def __init__(self) -> None:
         super().__init__()
         self.recorder._lock = self.door = Door()  # type: ignore[assignment]
+
+
+def span_ns(marks: list[tuple[str, int]], most: int) -> dict[str, int]:
+    """Return what spans took in all, where more than `most` that are over are handed out early."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(open_spans, "_MAX_CLOSED", most)
+        loop = Loop()
+        play(loop, marks)
+        for _ in range(2):
+            loop.step()
+    loop.recorder.steps._own.hand_out()
+    found: dict[str, int] = {}
+    for part in loop.recorder.sums.collect() + loop.recorder.sums.collect():
+        found[part.name] = found.get(part.name, 0) + part.total_ns
+    return found
+
+
+@settings(max_examples=40)
+@given(MARKS)
+@example([("eval", 0), ("val", 1), ("forward", 0)])
+def test_spans_handed_out_before_their_row_ends_are_neither_lost_nor_counted_twice(
+    marks: list[tuple[str, int]],
+) -> None:
+    assert span_ns(marks, 0) == span_ns(marks, 1024)
 
 
 @given(MARKS, st.sets(st.integers(0, 80)), st.booleans())

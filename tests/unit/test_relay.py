@@ -24,11 +24,13 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sessions import SECOND, Clock, NoSamples, Straight, aggregation
+from sessions import SECOND, Clock, NoSamples, Straight, aggregation, check_ledger
 from sessions import Rank as SentRank
 from sessions import Relay as SentRelay
 
 from traceml_ray import wire
+from traceml_ray.agent.channel import SocketChannel
+from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor import aggregator as aggregator_core
 from traceml_ray.monitor import rank_connections as peers
@@ -36,11 +38,12 @@ from traceml_ray.monitor import rank_intake
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.aggregator_link import RESEND_S
 from traceml_ray.monitor.finish import ASK_S, LATE_S, LAUNCHER_S, OTHERS_S, SIGN_S, WORD_S
+from traceml_ray.monitor.offline import finish_offline
 from traceml_ray.monitor.outbox import Outbox
 from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.settings import Settings
 from traceml_ray.spool import read_spool, write_spool
-from traceml_ray.stages import DATA, ROW_BYTES, SEGMENT_BITS, SYNC_WAIT
+from traceml_ray.stages import DATA, N_STAGES, ROW_BYTES, SEGMENT_BITS, SYNC_WAIT
 from traceml_ray.store.session_file import SessionFile
 
 NODE = wire.NodeIdentity("node", "host", "127.0.0.1")
@@ -652,6 +655,18 @@ def test_rank_that_left_a_spool_file_is_not_lost(bench: Bench) -> None:
     assert bench.aggregator.lost() == ["b"]
 
 
+def test_ended_rank_that_left_a_copy_of_what_the_relay_has_is_not_sent_again(bench: Bench) -> None:
+    batches = [rank_batch("a", 0), rank_batch("a", 1, final=True)]
+    write_spool(bench.spool / "a.spool", batches)
+    run_rank(bench, batches)
+    run_rank(bench, [rank_batch("b", 0)])
+    bench.until(lambda: bool(bench.aggregator.lost()))
+    thread, answers = flush(bench, 20)
+    bench.until(lambda: not thread.is_alive())
+    assert answers == [True] and not list(bench.spool.iterdir())
+    assert bench.aggregator.forwarded("a") == bench.aggregator.seqs("a") == [0, 1]
+
+
 def test_calling_process_that_is_killed_is_lost_as_well(bench: Bench) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     bench.started.append(process)
@@ -768,6 +783,31 @@ def test_finish_reads_the_spool_flushes_writes_and_ends_the_actors(bench: Bench)
     assert bench.aggregator.finished == [message] * 2  # asked, and asked again when it was written
     assert bench.aggregator.seqs("a") == [0, 1]
     assert bench.aggregator.core.over
+    assert not list(bench.spool.iterdir())
+    sock.close()
+
+
+def test_relay_asked_to_finish_leaves_its_rows_in_files_before_it_asks_the_aggregator(bench: Bench) -> None:
+    bench.aggregator.hangs = True
+    run_rank(bench, [rank_batch("a", 0), rank_batch("a", 1)], "die")  # it leaves none
+    bench.until(lambda: "a" not in bench.relay._intake._processes)
+    bench.relay.take(rank_batch("b", 0))
+    sock, _ = ask_to_finish(bench)
+    for _ in range(3):
+        bench.relay.turn(5)
+    assert not bench.relay.stopped  # from here on it may hang, or be killed
+    left = {path.name: len(read_spool(path)) for path in bench.spool.iterdir()}
+    assert left == {"a.0.spool": 2, "b.0.spool": 1}
+    sock.close()
+
+
+def test_relay_without_room_for_files_still_hands_over(bench: Bench) -> None:
+    bench.relay.take(rank_batch("a", 0))
+    bench.spool.rmdir()
+    sock, _ = ask_to_finish(bench)
+    bench.until(lambda: bench.relay.stopped)
+    assert finished(sock).ok and bench.aggregator.seqs("a") == [0]
+    assert bench.aggregator.errors() == {"spool: FileNotFoundError": 1}
     sock.close()
 
 
@@ -979,6 +1019,50 @@ def test_unconfirmed_flush_returns_false_and_leaves_the_spool(bench: Bench) -> N
     bench.until(lambda: not thread.is_alive())
     assert answers == [False]
     assert list(bench.spool.iterdir())
+
+
+def test_relay_told_to_end_leaves_its_rows_in_files_before_it_hands_over(bench: Bench) -> None:
+    bench.aggregator.hangs = True
+    bench.relay.take(rank_batch("a", 0))
+    bench.tick()
+    thread = threading.Thread(target=lambda: bench.relay.end(0.5))
+    thread.start()
+    while not list(bench.spool.glob("*.spool")):
+        assert thread.is_alive()
+    assert not bench.relay.stopped  # whoever waits for it may have it killed now
+    thread.join()
+    assert [path.name for path in bench.spool.iterdir()] == ["a.0.spool"]
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["relay hangs", "relay and aggregator are killed"])
+def test_rows_that_only_the_relay_had_taken_at_the_end_are_stored_from_the_copy(
+    bench: Bench, dies: bool
+) -> None:
+    """The agent ends in the second between its relay's reply and the aggregator's commit."""
+    at = Settings(session="s", socket=str(bench.path), spool=str(bench.spool), interval=60.0)
+    agent = RankAgent(at, SocketChannel(str(bench.path)))
+    for rows in (5, 20):
+        for _ in range(rows):
+            agent.ring.push(agent.ring.accepted << SEGMENT_BITS, 0, [10] * N_STAGES)
+        agent.tick()
+        bench.tick(4 if rows == 5 else 0)
+    assert bench.aggregator.core._writer.processes[agent.process_id].stored == 5
+    agent.start()
+    ending = threading.Thread(target=agent.close)
+    ending.start()
+    while ending.is_alive():
+        bench.relay.turn(0.01)
+    assert not agent._outbox.unacked()  # the relay has it all
+    if dies:
+        bench.now += wire.TICK_S
+        bench.relay.turn()  # sent, and taken
+    bench.aggregator.kill()
+    folder = bench.path.parent / "session"
+    finish_offline(folder, Settings(), wire.Finish(wire.VERSION, 0), bench.spool)
+    assert check_ledger(folder)["stored"] == 25
+    with SessionFile(folder / "session.sqlite") as file:
+        (process,) = file.processes()
+        assert process.final
 
 
 def test_ended_relay_removes_its_socket_and_its_folder_if_empty() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sessions import LIMITS
 from unit.sample_windows import Exact, align, exact, held_bytes, processes, synced
 
+from traceml_ray.analysis.kept_steps import ALL
 from traceml_ray.analysis.row_table import RowTable, Who
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.step_sums import MAX_BINS, Bins, StepSums
@@ -120,7 +121,7 @@ def test_memory_has_a_bound() -> None:
         steps.advance(set(range(ranks)), 0, ranks)
     assert steps.kept == 300
     assert steps.last_step == 6 * piece - 1
-    assert len(steps.columns().first) == 300 and steps.columns(whole=True).first[0] == 0
+    assert len(steps.columns().first) == 300 and steps.columns(between=ALL).first[0] == 0
     assert held_bytes(steps) < 260 << 20
 
 
@@ -140,8 +141,8 @@ MARKS = st.sampled_from([0, FLAG_NO_SPLIT, FLAG_NO_DATA, FLAG_FIRST])
 
 def same(one: StepHistory, other: StepHistory) -> None:
     """Check that two histories hold the same."""
-    for whole in (False, True):
-        for mine, theirs in zip(one.columns(whole=whole), other.columns(whole=whole), strict=True):
+    for between in (None, ALL):
+        for mine, theirs in zip(one.columns(between=between), other.columns(between=between), strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-5)
     a, b = one.stats(), other.stats()
     assert (a is None) == (b is None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from traceml_ray import text
 
 ROOT = Path(__file__).parents[2]
-DRAWN = {"dash_app/figures.py", "dash_app/components.py"}
+DRAWN = {f"dash_app/{name}.py" for name in ("axis", "components", "figures", "heatmap")}
 """Coordinates and widths, which nobody reads."""
 
 
@@ -52,6 +52,11 @@ def test_number_of_a_column_keeps_its_zeros() -> None:
     assert [text.number(v, aligned=True) for v in (0, 4.0, 34.5, 1204.0)] == ["0.00", "4.00", "34.5", "1,204"]
 
 
+def test_number_that_is_rounded_to_nothing_has_no_sign():
+    assert [text.number(v, sign=True) for v in (-0.004, 0.004, 0, -0.006)] == ["0", "0", "0", "−0.01"]
+    assert [text.number(v, 1) for v in (-0.04, -0.06)] == ["0.0", "−0.1"]
+
+
 def test_number_with_digits_has_so_many() -> None:
     assert [text.number(v, 0) for v in (0.4, 1204.4)] == ["0", "1,204"]
     assert text.unit(650.4, "W", 0) == "650 W"
@@ -67,7 +72,7 @@ def test_times_have_fitting_units() -> None:
 def test_percent_and_share_have_two_figures() -> None:
     shares = (0, 0.0606, 0.28, 1, 0.002)
     assert [text.share(share) for share in shares] == ["0 %", "6.1 %", "28 %", "100 %", "0.2 %"]
-    assert [text.percent(v, sign=True) for v in (None, 40, -5, 0)] == ["n/a", "+40 %", "−5 %", "+0 %"]
+    assert [text.percent(v, sign=True) for v in (None, 40, -5, 0)] == ["n/a", "+40 %", "−5 %", "0 %"]
 
 
 def test_size_is_decimal() -> None:

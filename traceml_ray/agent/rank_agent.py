@@ -103,7 +103,7 @@ class RankAgent:
         self._events.append(event)
 
     def close(self, events: list[wire.Event] | None = None) -> None:
-        """Send what is left as the final batch; what no relay takes goes to the spool. Bounded in time."""
+        """Send what is left as the final batch; what is not stored yet goes to the spool. Bounded in time."""
         self._events.extend(events or [])
         self._closing.set()
         if self._thread is not None:
@@ -330,12 +330,19 @@ class RankAgent:
 
     def _finish(self) -> None:
         self.guard("last tick", functools.partial(self.tick, final=True))
+        self.guard("spool", self._leave_copy)
         deadline = time.monotonic() + CLOSE_WAIT_S
         while self._outbox.unacked() and self._outbox.connected and time.monotonic() < deadline:
             time.sleep(CONFIRM_POLL_S)
             self._exchange()
-        if self._outbox.unacked() and self.settings.spool is not None:
+        self.channel.close()
+
+    def _leave_copy(self) -> None:
+        """
+        Leave what is not known to be stored in the spool, before anything is waited for: a relay that has
+        taken it may be ended, or answer too late, before the aggregator has stored it.
+        """
+        if self.settings.spool is not None and (frames := self._outbox.frames()):
             from traceml_ray.spool import write_spool
 
-            write_spool(Path(self.settings.spool) / f"{self.process_id}.spool", self._outbox.frames())
-        self.channel.close()
+            write_spool(Path(self.settings.spool) / f"{self.process_id}.spool", frames)

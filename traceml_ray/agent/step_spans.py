@@ -13,7 +13,7 @@ from traceml_ray.stages import DATA, POST_SYNC
 class StepSpans:
     """Begins and ends spans in the open row, those that a script names among them; times are in ns."""
 
-    __slots__ = ("_partition", "_rows", "_spans", "evaluation", "optimizer")
+    __slots__ = ("_evaluated", "_partition", "_rows", "_spans", "evaluation", "optimizer")
 
     def __init__(self, partition: Partition, rows: Rows) -> None:
         self._partition = partition
@@ -25,9 +25,17 @@ class StepSpans:
         """Forget the open row."""
         self.evaluation: Span | None = None
         self.optimizer: Span | None = None
+        self._evaluated = False
+        """One of the row is over, handed out early or not."""
+
+    def extend(self) -> None:
+        """End the row now: see `OpenSpans.extend`."""
+        self._evaluated = False
+        self._spans.extend(self._rows.step, self._rows.first)
 
     def hand_out(self) -> None:
         """Count what spans took of a row that ends: those that are over, and those that are open."""
+        self._evaluated = False
         if self._spans.open:
             self._spans.cut(self._rows.step, self._rows.first)
         if self._spans.over:
@@ -54,15 +62,15 @@ class StepSpans:
         """Begin an evaluation; its fetches took `folded` ns, unless one before it has had that time."""
         if self.evaluation is not None:
             return
-        again = any(span.number == EVALUATION for span in self._spans.over)
         self.evaluation = self.begin(EVALUATION, now)
-        self.evaluation.times[POST_SYNC] = 0 if again else folded
+        self.evaluation.times[POST_SYNC] = 0 if self._evaluated else folded
 
     def end_evaluation(self, now: int) -> None:
         """End the evaluation, if there is one."""
         if self.evaluation is not None:
             self._end(self.evaluation, now)
             self.evaluation = None
+            self._evaluated = True
 
     def begin_optimizer(self, now: int) -> None:
         """Begin an optimizer step; nothing counts of one that was announced (`GradScaler`) and never came."""

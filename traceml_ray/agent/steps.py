@@ -260,7 +260,7 @@ class Steps:
         times[BACKWARD] += times[POST_SYNC]
         times[POST_SYNC] = 0
         self.rows.extend(times, cuts)
-        self.spans.extend(self.rows.step, self.rows.first)
+        self._own.extend()
 
     def _infer(self) -> None:
         exchange = self._exchange

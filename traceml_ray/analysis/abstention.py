@@ -158,3 +158,11 @@ def hosts_last(stage: int) -> str:
         "Host-bound: the devices wait for their hosts, and one of the hosts is always last. Whether it is "
         f"slower than the others is not known: they may wait for devices in `{STAGES[stage]}`, so {_ONLY}"
     )
+
+
+def host_little(gain: float) -> str:
+    """Explain that the rank whose host is last costs no more than one that is last by chance does."""
+    return (
+        "Host-bound: the devices wait for their hosts, and one of the hosts is always last. That costs "
+        f"{text.share(gain)} of the step, too little to say that it is slower than the others: {_ONLY}"
+    )

@@ -178,7 +178,8 @@ class Evidence:
     @cached_property
     def host_bound(self) -> bool | None:
         """Whether devices wait for their hosts, None where that is not known."""
-        return None if self.hosts is None else host_bound(self.hosts.late_share)
+        hosts = self.hosts
+        return None if hosts is None else host_bound(hosts.late_share) or bool(hosts.follows.any())
 
     def hosts_hold(self, cause: Cause) -> bool:
         """Whether it is the hosts of `cause`, not the devices, that are slow: half of the excess or more."""
@@ -320,10 +321,12 @@ def _with_hosts(evidence: Evidence, hosts: Hosts) -> Evidence:
     took longer than the other hosts do, and to none where it did not: one host is always last.
     """
     host, suspects = evidence.rows.host, evidence.persistent >= HOSTS.suspect
-    suspects &= hosts.usual - hosts.ref < HOSTS.own * evidence.persistent * evidence.mean_step_ns
+    lasts_ns: Float = evidence.persistent * evidence.mean_step_ns
+    suspects &= hosts.usual - hosts.ref < HOSTS.own * lasts_ns
     if host is not None and suspects.any():
-        follows = following(host, evidence.rows.d, evidence.window.keys, hosts, suspects)
-        hosts = replace(hosts, follows=follows)
+        unsure = hosts.unsure(evidence.window.starts)
+        follows, unknown = following(*evidence.host_steps, unsure, hosts.certain, lasts_ns, suspects)
+        hosts = replace(hosts, follows=follows, unknown=unknown)
     known = replace(evidence, hosts=hosts, peers=evidence)
     local: Bool = np.logical_not(evidence.rows.waits)
     stages = [int(s) for s in np.flatnonzero(local.any(axis=0)) if hosts.dry(int(s)).any()]

@@ -7,17 +7,18 @@ All of it is ours; `docs/method.md`, "On a device clock".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 import numpy as np
 
 from traceml_ray.analysis.thresholds import HOSTS
 from traceml_ray.analysis.window import Bool, Float, Int64, UInt8
-from traceml_ray.stages import BACKWARD, FORWARD, LEAD_UNKNOWN, N_STAGES, POST_SYNC, SEGMENT_BITS, SYNC_WAIT
+from traceml_ray.stages import BACKWARD, FORWARD, LEAD_UNKNOWN, N_STAGES, POST_SYNC, SYNC_WAIT
 
 LATE, FULL, SURE = range(3)
 _BITS = 1 << np.arange(N_STAGES, dtype=np.uint8)
+_SOME = 256
+"""So many ranks show what is usual."""
 _KERNELS = (POST_SYNC, FORWARD, BACKWARD)
 """The stages in which a device that is not waited for always has something to do."""
 
@@ -39,6 +40,8 @@ class Hosts:
     usual: Int64
     ref: Int64
     certain: Bool
+    late_share: Float
+    """The share of the rows in which each rank's host was late in each stage (R, 6)."""
     row_ref: Int64
     """(K, 6): of each row's segment; `usual` and `ref` are of whole steps."""
     floor_ns: Int64
@@ -46,7 +49,9 @@ class Hosts:
     pace_ns: Int64
     """and in those as well in which a host that is late can only be at work; 0 where no host is late."""
     follows: Bool
-    """(R, 6): the device leaves the stage as its host does, though it is a kernel or more behind it."""
+    """(R, 6): the device waits for its host in the stage, though it is a kernel or more behind it."""
+    unknown: Bool
+    """(R, 6): or which of the two waits is not known."""
     inside: bool = False
     """Ranks wait for each other in forward and backward, too: they do not end where the next stage begins."""
 
@@ -54,6 +59,11 @@ class Hosts:
         """Return where the host was late in `stage` (K, R)."""
         late: Bool = self.leads[:, :, LATE] & _BITS[stage] != 0
         return late
+
+    def unsure(self, starts: Int64) -> UInt8:
+        """Return the stages (bits; of steps, S × R) in which a host still was when its device began them."""
+        unsure: UInt8 = np.bitwise_or.reduceat(~self.leads[:, :, SURE], starts, axis=0)
+        return unsure
 
     def dry(self, stage: int) -> Bool:
         """
@@ -72,11 +82,6 @@ class Hosts:
             caught_up |= self.late(stage + 1)
         dry: Bool = caught_up & (self.leads[:, :, SURE] & _BITS[stage] == 0) & ~most[:, None]
         return dry
-
-    @cached_property
-    def late_share(self) -> Float:
-        """The share of the rows in which each rank's host was late in each stage (R, 6)."""
-        return np.stack([self.late(stage).mean(axis=0) for stage in range(N_STAGES)], axis=1)
 
 
 def hosts_of(
@@ -100,11 +105,10 @@ def hosts_of(
     counts = np.bincount(segments)
     kinds = [segments == segment for segment in np.flatnonzero(counts)]
     certain: Bool = np.all([_certain(sure if rows.all() else sure[:, rows]) for rows in kinds], axis=0)
-    none = np.zeros((len(host), N_STAGES), np.int64)
-    hosts = Hosts(leads, none[:0], none[0], certain, none, none[:, 0], none[:, 0], none[:0] > 0, inside)
-    late_share = hosts.late_share
+    late_share = np.stack([(leads[:, :, LATE] & bit != 0).mean(axis=0) for bit in _BITS], axis=1)
     paced = (late_share[:, :SYNC_WAIT] >= HOSTS.late).any(axis=1)
-    usual, ref, row_ref = np.zeros((ranks, N_STAGES), np.int64), none[0].copy(), none.copy()
+    row_ref = np.zeros((len(host), N_STAGES), np.int64)
+    usual, ref = np.zeros((ranks, N_STAGES), np.int64), np.zeros(N_STAGES, np.int64)
     for rows in kinds:
         mine = _usual(host if rows.all() else host[rows])
         middle = np.partition(mine, (ranks - 1) // 2, axis=0)[(ranks - 1) // 2]
@@ -113,12 +117,24 @@ def hosts_of(
         share = np.count_nonzero(rows) / counts.max()
         usual += np.rint(mine * share).astype(np.int64)
         ref += np.rint(middle * share).astype(np.int64)
-    follows = np.zeros(usual.shape, dtype=bool)
-    if not paced.any():
-        return replace(hosts, usual=usual, ref=ref, row_ref=row_ref, follows=follows)
     at_work = certain | (late_share[paced] >= HOSTS.own).any(axis=0)
-    floor_ns, pace_ns = (row_ref[:, :SYNC_WAIT] @ which[:SYNC_WAIT] for which in (certain, at_work))
-    return Hosts(leads, usual, ref, certain, row_ref, floor_ns, pace_ns, follows, inside)
+    floor_ns, pace_ns = (
+        row_ref[:, :SYNC_WAIT] @ (which[:SYNC_WAIT] & paced.any()) for which in (certain, at_work)
+    )
+    never = np.zeros(usual.shape, dtype=bool)
+    return Hosts(
+        leads=leads,
+        usual=usual,
+        ref=ref,
+        certain=certain,
+        late_share=late_share,
+        row_ref=row_ref,
+        floor_ns=floor_ns,
+        pace_ns=pace_ns,
+        follows=never,
+        unknown=never,
+        inside=inside,
+    )
 
 
 def _certain(sure: UInt8) -> Bool:
@@ -169,45 +185,41 @@ def host_bound(late_share: Float) -> bool:
     return bool(_bound(late_share).any())
 
 
-def following(host: Int64, d: Int64, keys: Int64, hosts: Hosts, suspects: Bool) -> Bool:
+def following(
+    host: Int64, d: Int64, unsure: UInt8, certain: Bool, excess: Float, suspects: Bool
+) -> tuple[Bool, Bool]:
     """
-    Return in which of the stages `suspects` (R, 6) a device leaves the stage when its host does (R, 6), and
-    it is the device that waits; rows (K, R, 6) of `keys`.
+    Return in which of the stages `suspects` (R, 6) it is the device that waits for its host although no mark
+    shows it, and in which that is not known because most hosts wait for theirs. `host` and `d` are of steps
+    (S, R, 6), `unsure` as in `Hosts`, `excess` (R, 6) is the lasting one, ns.
 
-    Then its lead at the end is what was launched last, however large it was at the beginning and however long
-    the host took, and has not grown; a device that does not wait keeps both in its lead. Rows tell the lead
-    but for a constant: it grows by d - h. Where hosts may wait for their devices, both leave the stage
-    together (the host is late in the next one) whichever waits, and that one varies more: it has the lead at
-    the beginning in its time, too.
+    Such a device began the stage with too small a lead to be done before (`unsure`), and takes no longer than
+    its host and then its last kernel do. How long that kernel is, the rows do not tell. In a `certain` stage
+    that most others begin with their lead, it is at most what those take: what this one takes beyond them is
+    then no longer than its host, and that is enough. Elsewhere it takes no longer than its host, and varies
+    more: it has the other's time in its own, and the lead at the beginning as well.
     """
-    found = np.zeros_like(suspects)
-    places = np.flatnonzero(suspects.any(axis=1))
-    grows = (d[:, places] - host[:, places]).transpose(1, 0, 2).astype(np.float64)
-    after = np.cumsum(grows.reshape(len(places), -1), axis=1).reshape(grows.shape)
-    steps, segments = keys >> SEGMENT_BITS, keys & (1 << SEGMENT_BITS) - 1
-    runs = np.cumsum(np.diff(steps, prepend=steps[:1]) > 1) << SEGMENT_BITS | segments
-    ends = FORWARD if hosts.inside else SYNC_WAIT
-    for stage in np.flatnonzero(suspects[:, :ends].any(axis=0)):
-        if hosts.certain[stage]:
-            could = hosts.leads[:, places, SURE].T & _BITS[stage] == 0
-            lead, without = after[:, :, stage], after[:, :, stage] - d[:, places, stage].T
-            apart = _within(lead, could, runs) < HOSTS.held * _within(without, could, runs)
-            found[places, stage] = apart & (np.median(grows[:, :, stage], axis=1) <= 0)
+    follows, unknown = np.zeros_like(suspects), np.zeros_like(suspects)
+    for stage in np.flatnonzero(suspects.any(axis=0)):
+        could = unsure & _BITS[stage] != 0
+        often = could.mean(axis=0) >= HOSTS.own
+        at = np.flatnonzero(suspects[:, stage] & often)
+        alone = certain[stage] and 2 * np.count_nonzero(often) <= len(often)
+        taken = excess[at, stage] if alone else np.median(d[:, at, stage], axis=0)
+        at = at[taken <= np.median(host[:, at, stage], axis=0)]
+        if not len(at):
+            continue
+        own, its = (each[:, at, stage].var(axis=0, where=could[:, at]) for each in (host, d))
+        if certain[stage]:
+            follows[at, stage] = (own < its) | alone
+            continue
+        some = slice(None, None, -(-len(often) // _SOME))
+        usual, usual_its = (np.median(each[:, some, stage].var(axis=0)) for each in (host, d))
+        if usual < usual_its:
+            follows[at, stage] = own < its
         else:
-            own, device = (np.median(each[:, :, stage].var(axis=0)) for each in (host, d))
-            found[:, stage] = (own < device) & (hosts.late_share[:, stage + 1] >= HOSTS.own)
-    return found & suspects
-
-
-def _within(times: Float, which: Bool, runs: Int64) -> Float:
-    """Return the sums of squares (P,) of `times` (P, K) about their means in each of `runs` (K,)."""
-    total = np.zeros(len(times))
-    for run in np.unique(runs):
-        mine, values = which[:, runs == run], times[:, runs == run]
-        count = np.maximum(mine.sum(axis=1), 1)
-        mean = (values * mine).sum(axis=1) / count
-        total += (((values - mean[:, None]) * mine) ** 2).sum(axis=1)
-    return total
+            unknown[at, stage] = own < HOSTS.held * its
+    return follows, unknown
 
 
 def held(host: Int64, d: Int64, hosts: Hosts) -> int | None:

@@ -6,17 +6,29 @@ are of all steps.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from traceml_ray.analysis.row_table import Who
 from traceml_ray.analysis.step_stats import StepStats
-from traceml_ray.analysis.step_sums import MAX_BINS, Array, Bins, Columns, StepSums, grouped
+from traceml_ray.analysis.step_sums import MAX_BINS, Array, Bins, Columns, StepSums, grouped, stages_in
 from traceml_ray.analysis.tally import Tally
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import Int64, Window
 from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 
 _STEPS, _FULL_RANKS, _LEAST = 4096, 32, 300
+
+
+class Between(NamedTuple):
+    """Numbers of steps, both included."""
+
+    first: int = 0
+    last: int = 1 << 62
+
+
+ALL = Between()
 
 
 class KeptSteps:
@@ -78,41 +90,110 @@ class KeptSteps:
         self,
         stage: int | None = None,
         *,
-        whole: bool = False,
+        between: Between | None = None,
         since: int | None = None,
         most: int = MAX_BINS,
     ) -> Columns:
         """
-        Return the newest steps, or all of the run in at most `most` columns; `stage` of `values`.
+        Return the newest steps, or those of a part of the run in at most `most` columns (one more where it
+        begins inside a sum); `stage` of `values`.
 
         With `since`, only the columns that end at that step or later.
         """
-        store, bins = self._newest, self._bins
-        parts = [(store, max(0, store.end - most), 1)]
-        if whole:
-            per, width = self._steps_a_column(most), bins.width if bins else 1
-            parts = [*([(bins, 0, per // width)] if bins else []), (store, 0, per)]
         made = []
-        for each, start, per in parts:
+        for each, part, per in self._chosen(between, most):
+            start, stop = part.start, part.stop
             if since is not None:
-                old = int(np.searchsorted(each.last[: each.end], since))
-                start = each.end if old == each.end else start + max(0, old - start) // per * per
-            if start < each.end:
-                made.append(grouped(each, slice(start, each.end), per, stage))
+                old = int(np.searchsorted(each.last[:stop], since))
+                start = stop if old == stop else start + max(0, old - start) // per * per
+            if start < stop:
+                made.append(grouped(each, slice(start, stop), per, stage))
         if not made:
             none = np.empty((len(self.ranks), 0))
-            return Columns(np.empty(0, np.int64), np.empty(0, np.int64), none, none, np.empty((0, N_STAGES)))
-        both = zip(zip(*made, strict=True), (0, 0, 1, 1, 0), strict=True)
+            at = np.empty(0, np.int64)
+            return Columns(at, at, none, none, np.empty((0, N_STAGES)), np.empty(0))
+        both = zip(zip(*made, strict=True), (0, 0, 1, 1, 0, 0), strict=True)
         return Columns(*(np.concatenate(part, axis) for part, axis in both))
 
-    def layout(self, whole: bool, most: int = MAX_BINS) -> list[int]:
-        """Return what changes when columns that were there before are no longer the same."""
-        first = int(self._newest.first[0]) if self._newest.end else -1
-        return [self.generation, *([self._steps_a_column(most), first] if whole else [])]
+    def stage_columns(self, between: Between | None, most: int = MAX_BINS) -> tuple[Int64, Int64, Array]:
+        """Return the stages of the same: first and last step (C,) of each column, means (R, C, 6) ms."""
+        found = [stages_in(*chosen) for chosen in self._chosen(between, most)]
+        if not found:
+            at = np.empty(0, np.int64)
+            return at, at, np.empty((len(self.ranks), 0, N_STAGES))
+        both = zip(zip(*found, strict=True), (0, 0, 1), strict=True)
+        first, last, d = (np.concatenate(part, axis) for part, axis in both)
+        return first, last, d
 
-    def _steps_a_column(self, most: int) -> int:
-        bins, width = self._bins, self._bins.width if self._bins else 1
-        return width * -(-(self._newest.end + (bins.end * width if bins else 0)) // (width * (most - 1)))
+    def step_means(self, between: Between | None, most: int = MAX_BINS) -> tuple[Int64, Int64, Array]:
+        """Return of the same how long a step took: first and last step (C,), mean ms (C,)."""
+        first, last, ms = [], [], []
+        for store, part, per in self._chosen(between, most):
+            at = np.arange(part.start, part.stop, per)
+            chained = np.add.reduceat(store.chained[: part.stop], at)
+            took = np.add.reduceat(store.exposed[: part.stop].sum(axis=1), at)
+            first.append(store.first[at])
+            last.append(store.last[np.minimum(at + per, part.stop) - 1])
+            ms.append(np.where(chained > 0, took / np.maximum(chained, 1), np.nan))
+        none = np.empty(0, np.int64)
+        return (
+            np.concatenate([none, *first]),
+            np.concatenate([none, *last]),
+            np.concatenate([np.empty(0), *ms]),
+        )
+
+    def _chosen(self, between: Between | None, most: int) -> list[tuple[StepSums, slice, int]]:
+        """Return where the steps are that are drawn, and how many columns there become one."""
+        store = self._newest
+        if between is None:
+            return [(store, slice(max(0, store.end - most), store.end), 1)]
+        parts = self._parts(between)
+        per = self._steps_a_column(parts, most)
+        return [(each, part, per // width) for each, part, width in parts]
+
+    def layout(self, between: Between | None, most: int = MAX_BINS) -> list[int]:
+        """Return what changes when columns that were there before are no longer the same."""
+        if between is None:
+            return [self.generation]
+        first = int(self._newest.first[0]) if self._newest.end else -1
+        return [self.generation, self._steps_a_column(self._parts(between), most), first, *between]
+
+    def _parts(self, between: Between) -> list[tuple[StepSums, slice, int]]:
+        """Return where those steps are, and how many a column there stands for."""
+        widths = [*([self._bins.width] if self._bins else []), 1]
+        found = []
+        for store, width in zip(self.stores(), widths, strict=True):
+            start = int(np.searchsorted(store.last[: store.end], between.first))
+            stop = int(np.searchsorted(store.first[: store.end], between.last, "right"))
+            if start < stop:
+                found.append((store, slice(start, stop), width))
+        return found
+
+    @staticmethod
+    def _steps_a_column(parts: list[tuple[StepSums, slice, int]], most: int) -> int:
+        width = max((width for *_, width in parts), default=1)
+        steps = sum((part.stop - part.start) * width for _, part, width in parts)
+        return int(width * max(1, -(-steps // (width * (most - 1)))))
+
+    def mean_exposed(self, between: Between) -> tuple[int, Array]:
+        """Return how many steps beyond the warm-up lie between, whole sums only, and their means (6,) ms."""
+        steps, total = 0, np.zeros(N_STAGES)
+        for store, part, _ in self._parts(between):
+            inside = (store.first[part] >= between.first) & (store.last[part] <= between.last)
+            at = part.start + np.flatnonzero(inside & (store.warm[part] == store.steps[part]))
+            steps += int(store.chained[at].sum())
+            total += store.exposed[at].sum(axis=0)
+        return steps, total / max(1, steps)
+
+    def waiting(self, newest: int | None = None) -> float:
+        """Return the share of all ranks' time in which they waited, of the steps that `stats` is of."""
+        busy = took = 0.0
+        for store in self.stores() if newest is None else [self._newest]:
+            at = np.flatnonzero(store.warm[: store.end] == store.steps[: store.end])
+            at = (at if len(at) else np.arange(store.end))[-newest if newest else 0 :]
+            busy += float(store.busy[:, at].sum(dtype=float))
+            took += float(store.d[:, at].sum(dtype=float))
+        return 1 - busy / took if took else np.nan
 
     def steps_between(self, first: int, last: int) -> Window:
         """

@@ -103,12 +103,9 @@ def _against_hosts(finding: Finding, evidence: Evidence, thresholds: Thresholds)
     if not finding.causes:
         return finding
     cause = finding.causes[0]
-    if (
-        evidence.host_bound
-        and finding.pattern == "lasting"
-        and not _steady(evidence.series(cause), thresholds)
-    ):
-        return Finding("accounting_only", abstention.HOST_VARIES)
+    chance = _by_chance(finding, evidence, thresholds)
+    if chance:
+        return Finding("accounting_only", chance)
     if (
         finding.label == "co_critical"
         and hosts.pace_ns.any()
@@ -123,11 +120,28 @@ def _against_hosts(finding: Finding, evidence: Evidence, thresholds: Thresholds)
     return replace(finding, label="co_critical", hosts=True)
 
 
-def _steady(series: Float, thresholds: Thresholds) -> bool:
-    """Whether the mean of `series` (S,) is well above its standard error, which blocks of steps show."""
+def _by_chance(finding: Finding, evidence: Evidence, thresholds: Thresholds) -> str:
+    """
+    Return why a rank may only have the host that is last by chance, or "".
+
+    How late that one is wanders from step to step; what a slow one holds up is the same in all of them.
+    """
+    hosts, cause = evidence.hosts, finding.causes[0]
+    assert hosts is not None
+    of_host = hosts.follows | hosts.unknown
+    same_ranks = [each for each in finding.causes if each.places == cause.places]
+    waits = all(of_host[list(each.places), each.stage].any() for each in same_ranks)
+    waits &= not evidence.hosts_hold(cause)
+    if finding.pattern != "lasting" or not (evidence.host_bound or waits):
+        return ""
+    series = evidence.series(cause)
     blocks = series[len(series) % _BLOCK :].reshape(-1, _BLOCK).mean(axis=1)
-    error = float(blocks.std()) / np.sqrt(max(len(blocks) - 1, 1))
-    return len(blocks) > 1 and float(blocks.mean()) >= thresholds.drift_errors * error
+    mean, varies, degrees = float(blocks.mean()), float(blocks.std()), max(len(blocks) - 1, 1)
+    errors = thresholds.drift_errors / np.sqrt(degrees)
+    if len(blocks) < 2 or mean < max(errors, HOSTS.wanders if waits else 0.0) * varies:
+        return abstention.HOST_VARIES
+    gain = evidence.gain(*finding.causes)
+    return abstention.host_little(gain) if gain < thresholds.min_drift else ""
 
 
 def _of_a_device(cause: Cause, evidence: Evidence) -> bool:

@@ -13,6 +13,8 @@ from traceml_ray.analysis.window import Float, Int64, UInt8
 Values = npt.NDArray[np.floating[Any]]
 MISSING = 255
 """Of `deviations`: not known."""
+_MOST = 4.0
+"""Ratio that the highest level stands for."""
 
 
 class Spread(NamedTuple):
@@ -87,10 +89,28 @@ def quantiles(values: Values, shares: Sequence[float]) -> Float:
 
 def deviations(values: Values, middle: Values, unit: Values) -> UInt8:
     """
-    Return how far `values` (R, C) are from `middle` (C,) in `unit`s (C,): 0..254 stand for half a unit less
-    to half a unit more, clipped (127: none), MISSING for what is not known.
+    Return by how many times a step is longer for how far `values` (R, C) are from `middle` (C,), in `unit`s
+    (C,), as levels: see `level`; MISSING is what is not known.
     """
     known = np.isfinite(unit) & (unit > 0)
-    away = (values - middle) / np.where(known, unit, np.nan)
-    levels = np.clip(np.rint(127 + 254 * away), 0, 254)
+    over = 1 + (values - middle) / np.where(known, unit, np.nan)
+    levels = np.rint(level(np.maximum(over, 1 / _MOST)))
     return np.where(np.isnan(levels), MISSING, levels).astype(np.uint8)
+
+
+def level(over: Any) -> Any:
+    """Return the level of a ratio: 0..254 are a quarter to four times, logarithmic, clipped (127: once)."""
+    return np.clip(127 + 127 * np.log(over) / np.log(_MOST), 0, 254)
+
+
+def ratio(levels: Any) -> Any:
+    """Return the ratio that a level stands for."""
+    return _MOST ** ((np.asarray(levels, dtype=float) - 127) / 127)
+
+
+def excess(levels: UInt8) -> Float:
+    """Return by what share each line of levels (R, C) is over the median on average (R,), NaN without any."""
+    known = levels != MISSING
+    count = known.sum(axis=1)
+    over = np.where(known, ratio(levels) - 1, 0.0).sum(axis=1)
+    return np.where(count > 0, over / np.maximum(count, 1), np.nan)

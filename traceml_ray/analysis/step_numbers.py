@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 
+from traceml_ray.analysis.kept_steps import ALL, Between
 from traceml_ray.analysis.spread import Spread, Values, by_name, deviations, over_pct, quantiles, spread
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.step_sums import Columns
+from traceml_ray.analysis.step_times import ended
 from traceml_ray.analysis.window import Float
-from traceml_ray.stages import STAGES, SYNC_WAIT
+from traceml_ray.stages import STAGES
 
 MAX_LINES = 1024
 """Of a job of more ranks, a line of the heatmap is a node."""
+_NO_CELL: dict[str, Any] = {"busy_ms": None, "median_ms": None, "over": None, "stages": {}}
 _UNSEEN = 1.1
 """Steps that took so many times as long as the time since the first report began before it."""
 
@@ -30,7 +33,7 @@ def times(
     `nodes` see `_by_node`, `stages` the mean exposed time of each. `productive_pct`: the share of `wall_ms`
     (since the first report) that was spent in steps, None where not nearly all `stored` rows were read, or
     where much of the steps was over before the first report. `timed_pct`: the share of all steps that have
-    times, see `StepHistory.timed`.
+    times, see `StepHistory.timed`. `waiting_pct`: the share of all ranks' time in which they waited.
     """
     stats = history.stats(None if whole else history.limits.window_steps)
     if wall_ms is not None and history.total_ms() > _UNSEEN * wall_ms:
@@ -54,7 +57,26 @@ def times(
         return {**found, "busy_ms": unknown, "gpu_idle_pct": unknown, "nodes": {}}
     median, p95 = stats.step(0.5, 0.95)
     numbers = _numbers(history, stats.steps, median, p95, stats.exposed, stats.busy())
-    return {**found, **numbers, "gpu_idle_pct": 100 * stats.idle()}
+    waiting = 100 * history.waiting(None if whole else history.limits.window_steps)
+    return {**found, **numbers, "waiting_pct": waiting, "gpu_idle_pct": 100 * stats.idle()}
+
+
+def rank_times(history: StepHistory, whole: bool) -> dict[str, Any]:
+    """Return what each rank's steps are made of, over the steps of `times`: see `step_shapes.RankTimes`."""
+    ranks, stats = history.ranks, history.stats(None if whole else history.limits.window_steps)
+    if stats is None:
+        unknown = np.full(len(ranks), np.nan)
+        stages = np.full((len(ranks), len(STAGES)), np.nan)
+        return {"steps": 0, "ranks": ranks, "busy_ms": unknown, "over": unknown, "stages": stages}
+    busy = stats.busy()
+    over = busy / quantiles(busy[:, None], (0.5,))[0]
+    return {
+        "steps": stats.steps,
+        "ranks": ranks,
+        "busy_ms": busy,
+        "over": over,
+        "stages": stats.mean_stages(),
+    }
 
 
 def _numbers(
@@ -69,7 +91,6 @@ def _numbers(
         "steps_per_s": 1e3 / step_ms,
         "worst_rank": ranks[worst] if worst >= 0 and len(ranks) > 1 else None,
         "worst_over": 1 + float(apart.global_skew_pct[0]) / 100,
-        "waiting_pct": 100 * float(exposed[SYNC_WAIT]) / step_ms,
         "stages": dict(zip(STAGES, exposed.tolist(), strict=True)),
         "busy_ms": per_rank,
         "nodes": _by_node(apart, per_rank, history.nodes, ranks),
@@ -101,10 +122,14 @@ def _by_node(
 
 
 def columns(
-    history: StepHistory, stage: str, whole: bool, world: int, since: Sequence[Any] | None = None
+    history: StepHistory,
+    stage: str,
+    between: Between | None,
+    world: int,
+    since: Sequence[Any] | None = None,
 ) -> dict[str, Any]:
     """
-    Return what is drawn step by step: the newest steps, or (`whole`) all of the run in few columns.
+    Return what is drawn step by step: the newest steps, or a part of the run (`between`) in few columns.
 
     `since` is (`token`, a step) of an earlier answer: where the token still holds, only the columns from that
     step on are in the answer (`since`), else all of them, and `ranks`, `nodes` and `by` say what the lines of
@@ -112,9 +137,9 @@ def columns(
     line is a node: in each column, its slowest rank. All else is (C,), `exposed` (C, 6) ms.
     """
     at = STAGES.index(stage) if stage in STAGES else None
-    token = [*history.layout(whole), stage, world]
+    token = [*history.layout(between), stage, world]
     from_step = int(since[1]) if since and list(since[0]) == token else None
-    made = history.columns(at, whole=whole, since=from_step)
+    made = history.columns(at, between=between, since=from_step)
     by_node = len(history.ranks) + min(max(0, world - len(history.ranks)), MAX_LINES) > MAX_LINES
     ranks, nodes = history.ranks, history.nodes
     lines = [*by_name(nodes).values()] if by_node else [[place] for place in range(len(ranks))]
@@ -155,9 +180,32 @@ def _drawn(
         "worst_over": 1 + apart.global_skew_pct / 100,
         "step_ms": steps,
         "steps_per_s": 1e3 / positive,
-        "waiting_pct": 100 * made.exposed[:, SYNC_WAIT] / positive,
+        "waiting_pct": 100 * made.waiting,
         "z": deviations(values, of, middle)[: len(lines)],
     }
+
+
+def spine(history: StepHistory, rank: int | None, end_ns: int | None, most: int) -> dict[str, Any]:
+    """
+    Return all of a run in at most `most` columns: steps `first` and `last` (C,), `step_ms` (C,), and `t_ns`
+    (C,), when `rank`, whose newest rows had come by `end_ns`, was through the last; None where not known.
+    """
+    first, last, step_ms = history.step_means(ALL, most)
+    found = {"first": first, "last": last, "step_ms": step_ms, "t_ns": None}
+    if rank is not None and end_ns is not None and len(last):
+        steps, t_ns = ended(history.timeline(rank), end_ns)
+        found["t_ns"] = np.interp(last, steps, t_ns - end_ns).astype(np.int64) + end_ns
+    return found
+
+
+def change(history: StepHistory, before: Between, since: Between) -> dict[str, Any]:
+    """Return the exposed time of each stage in two parts of a run: how many `steps`, `stages` in mean ms."""
+    found = {}
+    for name, between in (("before", before), ("since", since)):
+        steps, exposed = history.mean_exposed(between)
+        stages = dict(zip(STAGES, exposed.tolist(), strict=True)) if steps else None
+        found[name] = {"steps": steps, "stages": stages}
+    return found
 
 
 def busy(history: StepHistory, ranks: Sequence[int], most: int) -> dict[str, Any]:
@@ -167,20 +215,21 @@ def busy(history: StepHistory, ranks: Sequence[int], most: int) -> dict[str, Any
     return {"ranks": known, "busy_ms": found}
 
 
-def of_rank(history: StepHistory, rank: int, most: int) -> dict[str, Any]:
+def of_rank(history: StepHistory, rank: int, most: int, between: Between | None = None) -> dict[str, Any]:
     """
-    Return the stages of a rank in the newest steps: `steps` (K,), `stages` and the `median` over the ranks
-    (K, 6) ms, `mean` by stage; of rows on a device's clock `host`, the same on the host's, else None. `steps`
-    is empty where it has none.
+    Return the stages of a rank in the newest steps, or in a part of the run, as `columns` has them: `steps`
+    (K,), the last of each, `stages` and the `median` over the ranks (K, 6) ms, `mean` by stage; of rows on a
+    device's clock `host`, the same on the host's (NaN where several steps are one), else None. `steps` is
+    empty where it has none.
     """
-    shown = history.columns(most=most)
-    if rank not in history.ranks or not len(shown.first):
+    first, last, d = history.stage_columns(between, most)
+    if rank not in history.ranks or not len(first):
         return {"steps": np.empty(0, np.int64)}
-    steps, d, _ = history.stages(int(shown.first[0]), int(shown.last[-1]))
     mine = d[history.ranks.index(rank)]
     mean = dict(zip(STAGES, _mean(mine[None])[0].tolist(), strict=True))
-    found = {"steps": steps, "stages": mine, "median": quantiles(d, (0.5,))[0], "mean": mean}
-    return {**found, "host": history.host_stages(rank, steps)}
+    found = {"steps": last, "stages": mine, "median": quantiles(d, (0.5,))[0], "mean": mean}
+    host = history.host_stages(rank, last)
+    return {**found, "host": None if host is None else np.where((first == last)[:, None], host, np.nan)}
 
 
 def cell(history: StepHistory, rank: int, first: int, last: int, world: int) -> dict[str, Any]:
@@ -189,13 +238,13 @@ def cell(history: StepHistory, rank: int, first: int, last: int, world: int) -> 
     job, the slowest of its node) and of the median rank. `stages` is empty where only sums are left.
     """
     if rank not in history.ranks:
-        return {"rank": rank, "node": None, "steps": 0, "busy_ms": None, "median_ms": None, "stages": {}}
+        return {"rank": rank, "node": None, "steps": 0, **_NO_CELL}
     who = history.ranks.index(rank)
     steps, d, single = history.stages(first, last)
     mean = _mean(d)
     total = _mean(single[..., None])[:, 0]
     if not len(steps):  # long ago: only sums are left
-        shown = history.columns(whole=True)
+        shown = history.columns(between=ALL)
         at = np.flatnonzero((shown.first <= first) & (shown.last >= last))
         total = shown.busy[:, at[0]] if len(at) else np.full(len(history.ranks), np.nan)
     if world > MAX_LINES:
@@ -203,7 +252,7 @@ def cell(history: StepHistory, rank: int, first: int, last: int, world: int) -> 
             i for i, node in enumerate(history.nodes) if node == history.nodes[who] and total[i] == total[i]
         ]
         who = max(same, key=lambda i: float(total[i]), default=who)
-    middle = quantiles(mean, (0.5,))[0]
+    middle, median = quantiles(mean, (0.5,))[0], quantiles(total, (0.5,))[0]
     each: Mapping[str, list[float]] = {
         name: [float(mean[who, i]), float(middle[i])] for i, name in enumerate(STAGES)
     }
@@ -212,7 +261,8 @@ def cell(history: StepHistory, rank: int, first: int, last: int, world: int) -> 
         "node": history.nodes[who],
         "steps": int((~np.isnan(single[who])).sum()),
         "busy_ms": float(total[who]),
-        "median_ms": float(quantiles(total, (0.5,))[0]),
+        "median_ms": float(median),
+        "over": float(total[who] / median) if median > 0 else None,
         "stages": each if len(steps) else {},
     }
 

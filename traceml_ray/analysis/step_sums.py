@@ -19,7 +19,8 @@ IDLE, UNREAD = slice(0, 2), slice(2, 4)
 class Columns(NamedTuple):
     """
     C columns, each of one step or of some steps in a row: their numbers `first` and `last`, `busy` (R, C)
-    and `values` (R, C, the same or of one stage): mean ms of a rank, `exposed` (C, 6): mean ms of a step.
+    and `values` (R, C, the same or of one stage): mean ms of a rank, `exposed` (C, 6): mean ms of a step,
+    `waiting` (C,): the share of all ranks' time in which they waited.
     """
 
     first: Int64
@@ -27,6 +28,7 @@ class Columns(NamedTuple):
     busy: Array
     values: Array
     exposed: Array
+    waiting: Array
 
 
 _BY_RANK = "busy", "d", "count"
@@ -193,14 +195,28 @@ def grouped(store: StepSums, part: slice, per: int, stage: int | None) -> tuple[
     count, chained = store.count[:, part], store.chained[part]
     busy, exposed = store.busy[:, part], store.exposed[part]
     values = busy if stage is None else store.d[:, part, stage]
+    took = np.einsum("rcs->c", store.d[:, part], dtype=float)
+    worked = busy.sum(axis=0, dtype=float)
     first, last = store.first[part], store.last[part]
     if per > 1:
         at = np.arange(0, part.stop - part.start, per)
         count = np.add.reduceat(count, at, axis=1, dtype=np.uint32)
         busy, values = (np.add.reduceat(each, at, axis=1) for each in (busy, values))
         chained, exposed = np.add.reduceat(chained, at), np.add.reduceat(exposed, at, axis=0)
+        took, worked = np.add.reduceat(took, at), np.add.reduceat(worked, at)
         first, last = first[at], last[np.minimum(at + per, len(last)) - 1]
     with np.errstate(divide="ignore", invalid="ignore"):
         mean = [np.where(count > 0, each / count, np.nan) for each in (busy, values)]
         step = np.where(chained[:, None] > 0, exposed / chained[:, None], np.nan)
-    return first.copy(), last.copy(), *mean, step
+        waiting = np.where(took > 0, 1 - worked / took, np.nan)
+    return first.copy(), last.copy(), *mean, step, waiting
+
+
+def stages_in(store: StepSums, part: slice, per: int) -> tuple[Int64, Int64, Array]:
+    """Return of some columns of `store`, `per` in one: first and last step (C,), mean stages (R, C, 6) ms."""
+    at = np.arange(0, part.stop - part.start, per)
+    count = np.add.reduceat(store.count[:, part], at, axis=1, dtype=np.uint32)[..., None]
+    d = np.add.reduceat(store.d[:, part], at, axis=1)
+    first, last = store.first[part], store.last[part]
+    mean = np.where(count > 0, d / np.maximum(count, 1), np.nan)
+    return first[at], last[np.minimum(at + per, len(last)) - 1], mean

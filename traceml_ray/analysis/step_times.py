@@ -45,6 +45,11 @@ def span(line: Timeline, end_ns: int, from_step: int | None, to_step: int | None
     )
 
 
+def ended(line: Timeline, end_ns: int) -> tuple[Int64, Int64]:
+    """Return steps (n,), and when a rank was through each, ns since the epoch (n,); see `span`."""
+    return line.last, end_ns - (line.took.sum() - np.cumsum(line.took))
+
+
 def _share(line: Timeline, at: int, steps: int) -> int:
     """Return how long so many of the steps that were added up took, ns."""
     return int(line.took[at]) * steps // (int(line.last[at]) - int(line.first[at]) + 1)

@@ -132,6 +132,11 @@ class HostLimits(msgspec.Struct, frozen=True, kw_only=True):
     A stage holds hosts up when their steps, less their devices', vary by less than this share of their own
     times.
     """
+    wanders: float = 3.0
+    """
+    Where a device may wait for its host, its excess must be above so many standard deviations of what it is
+    in blocks of steps.
+    """
     compared: int = 16
     compared_rows: int = 100
     """So many ranks, and rows, the newest, are enough to see that."""

@@ -94,6 +94,7 @@ class AggregatorCore:
         """Nodes whose ranks have reported since the last judgement."""
         self._busy_ns = ticks()
         start = {"session": self.folder.name, "started_at": clock(), "status": "running", **info}
+        start["settings"] = settings.changed()
         self._writer.set_meta(**{key: self._writer.meta.get(key, value) for key, value in start.items()})
         self._reload()
 
@@ -182,10 +183,10 @@ class AggregatorCore:
             self.errors.note("end", error)
             return wire.encode(failed(error))
 
-    def finish(self, finish: wire.Finish) -> None:
+    def finish(self, finish: wire.Finish, how: str = "") -> None:
         """End the session now, see `Endings.finish`."""
         self._be_busy()
-        self.endings.finish(finish)
+        self.endings.finish(finish, how)
 
     @property
     def over(self) -> bool:

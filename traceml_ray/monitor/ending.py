@@ -125,15 +125,17 @@ class Endings:
         if due:
             self._try(self._session, self._write_session)
 
-    def finish(self, message: wire.Finish) -> None:
+    def finish(self, message: wire.Finish, how: str = "") -> None:
         """
-        End the session now, whatever is missing. May be called again.
+        End the session now, whatever is missing; `how`, where given, becomes an event. May be called again.
 
         Raises OSError, `sqlite3.Error` or `Fenced` when the files cannot be written.
         """
         with self.writer.lock:
             self._note(message)
             self._session.ask(ordered=True)
+            if how:
+                self.writer.add_event(wire.Event("note", self.clock(), message=how))
         with self._writing:
             self._write_session()
 

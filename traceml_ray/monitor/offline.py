@@ -22,10 +22,12 @@ def finish_offline(
     finish: wire.Finish,
     spool: Path | None = None,
     info: dict[str, Any] | None = None,
+    why: str = "",
 ) -> Path | None:
     """
-    End a session whose aggregator does not answer, from its file and what agents left in `spool`; that
-    aggregator, should it go on later, writes nothing any more. `info` as for `AggregatorCore`.
+    End a session whose aggregator does not answer, from its file and what agents and relays left in `spool`;
+    that aggregator, should it go on later, writes nothing any more. `info` as for `AggregatorCore`; `why` it
+    is ended in this way becomes an event.
 
     A file that is damaged is set aside, and the session made from `spool` alone; returns where it is then.
     Raises `SessionFileError`, OSError or `sqlite3.Error` when the files cannot be read or written.
@@ -36,7 +38,7 @@ def finish_offline(
             take_over(file, LOCKED_S)
             with contextlib.closing(AggregatorCore(folder, settings, info or {})) as aggregation:
                 read = aggregation.take_spool(spool) if spool is not None else []
-                aggregation.finish(finish)
+                aggregation.finish(finish, f"finished without the aggregator: {why}" if why else "")
                 remove(read)
             return aside
         except Exception:

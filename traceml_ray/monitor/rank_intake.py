@@ -144,11 +144,9 @@ class RankIntake:
         self._v1.forget(peer.pid)
         for name in peer.processes:
             process = self._processes.get(name)
-            if process is None:
-                continue
+            if process is None or (self.spool is not None and (self.spool / f"{name}{SUFFIX}").exists()):
+                continue  # its last batches, in that file, may be read yet
             if not process.final:
-                if self.spool is not None and (self.spool / f"{name}{SUFFIX}").exists():
-                    continue  # its last batches are read at the end of the run
                 self.lost.append(name)
                 self.events.append(_process_ended(name, peer.pid, process))
             self._forget(name)

@@ -162,10 +162,12 @@ class RelayCore:
 
         Returns whether the aggregator has confirmed all of it within `timeout_s`.
         """
+        return self._flush(timeout_s, leaving=False)
+
+    def _flush(self, timeout_s: float, leaving: bool) -> bool:
         deadline = time.monotonic() + timeout_s
         with self._lock:
-            read = self._read_spool(set())
-            self._hurry()
+            copies = self._hand_over(leaving)
         stored = False
         while not (stored or self.stopped) and time.monotonic() < deadline:
             with self._lock:
@@ -174,7 +176,7 @@ class RelayCore:
         with self._lock:
             self._link.hurry = self._ending is not None
         if stored:
-            remove(read)
+            remove(copies)
         return stored
 
     def end(self, timeout_s: float) -> None:
@@ -182,7 +184,7 @@ class RelayCore:
         Hand over what is held, or leave it in the folder where nothing takes it. Then close, unless a
         launcher waits for the end. Called from another thread.
         """
-        if not self.flush(timeout_s):
+        if not self._flush(timeout_s, leaving=True):
             self.salvage()
         if self._ending is None:
             self.close()
@@ -273,10 +275,21 @@ class RelayCore:
 
     # -- the end ---------------------------------------------------------------------------------
 
-    def _hurry(self) -> None:
-        """Send what is unconfirmed again, so that the last of it asks for a commit."""
+    def _hand_over(self, leaving: bool) -> list[Path]:
+        """
+        Take what is in the spool, and send what is unconfirmed again, so that the last of it asks for a
+        commit. Return the files that can go once all is stored. A relay that is `leaving` may be ended
+        before, or not be heard in time: what it holds is in files first.
+        """
+        files = self._read_spool(set())
+        if leaving:
+            try:
+                files += self.salvage()
+            except OSError as error:  # no room: it may be stored all the same
+                self._errors.note("spool", error)
         self._link.hurry = True
         self._outbox.rewind()
+        return files
 
     def _all_stored(self) -> bool:
         return not self._has_content() and not self._outbox.unconfirmed
@@ -310,8 +323,7 @@ class RelayCore:
         link, started = self._link, self._clock()
         while self._connections.ranks_connected and self._clock() < started + DRAIN_S:
             yield
-        read = self._read_spool(set())
-        self._hurry()
+        copies = self._hand_over(leaving=True)
         since = asks = started
         asked_at: int | None = None
         state = link.end_state
@@ -319,7 +331,7 @@ class RelayCore:
             if link.end_state is not state:
                 asked_at, asks, state = None, self._clock() + ASK_S, link.end_state
                 if not state.pending:
-                    remove(read if state.ok else ())
+                    remove(copies if state.ok else ())
                     return state
                 self._next_sign = self._clock()
                 since = self._clock() if state.waiting or state.state == "writing" else since
@@ -357,16 +369,21 @@ class RelayCore:
             read.append(path)
         return read
 
-    def salvage(self) -> None:
-        """Leave what is not known to be stored in the spool folder; any thread may. Raises OSError."""
+    def salvage(self) -> list[Path]:
+        """
+        Leave what is not known to be stored in the spool folder; return the files. Any thread may. Raises
+        OSError.
+        """
         if self._spool is None:
-            return
+            return []
         with self._lock:
             packets, waiting = self._outbox.salvage()
         packed = [frame for packet in packets for frame in wire.decode(packet, wire.RelayBatch).batches]
         frames: dict[str, list[bytes]] = {}
         for frame in [*packed, *waiting]:
             frames.setdefault(wire.decode(frame, wire.RankBatch).process_id, []).append(frame)
-        for process, held in frames.items():
-            # Its agent's own file, which begins later or goes further, sorts after this one.
-            write_spool(self._spool / f"{process}.0{SUFFIX}", held)
+        # An agent's own file, which begins later or goes further, sorts after this one.
+        files = {self._spool / f"{process}.0{SUFFIX}": held for process, held in frames.items()}
+        for path, held in files.items():
+            write_spool(path, held)
+        return [*files]

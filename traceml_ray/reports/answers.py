@@ -12,8 +12,10 @@ import msgspec
 
 from traceml_ray import results
 from traceml_ray.analysis import step_numbers
+from traceml_ray.analysis.kept_steps import ALL, Between
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors, error_text
+from traceml_ray.reports.one_step import step_of
 from traceml_ray.reports.run_facts import RunFacts, deaths_of
 from traceml_ray.reports.stored_spans import spans_of
 from traceml_ray.reports.summary import nodes_of, runs_of, summaries, summarize
@@ -29,6 +31,7 @@ from traceml_ray.summary_shape import Summary
 
 _MAX_REPORTS = 3
 """Runs that are over whose summaries are held."""
+_NEVER = 1 << 62
 _MAX_NAMED = 20
 """Runs that are named where another was asked for."""
 
@@ -196,6 +199,13 @@ class Answers:
             return _OF_STEPS[type(asked)](of, asked, whole)
 
 
+def _time(asked: Any) -> tuple[int, int] | None:
+    """Return the part of the session that is asked for, ns; None: its newest samples."""
+    if not asked.first_ns and asked.last_ns is None:
+        return None
+    return asked.first_ns, _NEVER if asked.last_ns is None else asked.last_ns
+
+
 _OF_FILE: dict[type[Request[Any]], Callable[[SessionFile, Any], Any]] = {
     query.Runs: lambda file, _: runs_of(file),
     query.Nodes: lambda file, _: nodes_of(file),
@@ -204,9 +214,10 @@ _OF_FILE: dict[type[Request[Any]], Callable[[SessionFile, Any], Any]] = {
     query.Ledger: lambda file, _: file.ledger(),
     query.Verdicts: lambda file, asked: Page(*file.verdicts(asked.since)),
     query.Events: lambda file, asked: Page(*file.events(asked.since, brief=asked.brief, most=asked.most)),
-    query.NodeSamples: lambda file, asked: file.node_samples(asked.nodes, asked.last),
-    query.ProcessSamples: lambda file, asked: file.process_samples(asked.processes, asked.last),
+    query.NodeSamples: lambda file, asked: file.node_samples(asked.nodes, asked.last, _time(asked)),
+    query.ProcessSamples: lambda file, asked: file.process_samples(asked.processes, asked.last, _time(asked)),
     query.Spans: lambda file, asked: spans_of(file, asked.rank, asked.first, asked.last),
+    query.Step: lambda file, asked: step_of(file, asked.step),
 }
 
 
@@ -218,13 +229,37 @@ def _times(of: RunSteps, _: query.Times, whole: bool) -> dict[str, Any]:
     return {**step_numbers.times(of.history, whole, of.world, wall_ms, stored), "whole": of.whole}
 
 
+def _spine(of: RunSteps, asked: query.Spine, _: bool) -> dict[str, Any]:
+    ended = ((rank, of.ranks[rank].last_rows_ns) for rank in of.history.ranks if rank in of.ranks)
+    rank, end_ns = next((each for each in ended if each[1] is not None), (None, None))
+    return step_numbers.spine(of.history, rank, end_ns, asked.most)
+
+
+def _between(asked: Any, newest: bool) -> Between | None:
+    """Return the part of the run that is asked for; None: its newest steps."""
+    if newest:
+        return None
+    return Between(asked.first or 0, ALL.last if asked.last is None else asked.last)
+
+
 _OF_STEPS: dict[type[Request[Any]], Callable[[RunSteps, Any, bool], dict[str, Any]]] = {
     query.Times: _times,
     query.Columns: lambda of, asked, whole: step_numbers.columns(
-        of.history, asked.stage, whole, of.world, asked.since
+        of.history,
+        asked.stage,
+        _between(asked, not whole and not asked.first and asked.last is None),
+        of.world,
+        asked.since,
+    ),
+    query.Spine: _spine,
+    query.Change: lambda of, asked, _: step_numbers.change(
+        of.history, Between(asked.begin, asked.first - 1), _between(asked, False) or ALL
     ),
     query.Busy: lambda of, asked, *_: step_numbers.busy(of.history, asked.ranks, asked.most),
-    query.RankSteps: lambda of, asked, *_: step_numbers.of_rank(of.history, asked.rank, asked.most),
+    query.RankSteps: lambda of, asked, *_: step_numbers.of_rank(
+        of.history, asked.rank, asked.most, _between(asked, asked.first is asked.last is None)
+    ),
+    query.RankTimes: lambda of, _, whole: step_numbers.rank_times(of.history, whole),
     query.Cell: lambda of, asked, *_: step_numbers.cell(
         of.history, asked.rank, asked.first, asked.last, of.world
     ),

@@ -32,14 +32,18 @@ def lost(verdict: Mapping[str, Any]) -> str:
     return f"cost {text.duration(verdict['lost_s'])} of {text.duration(verdict['elapsed_s'])}"
 
 
-def since(episode: Mapping[str, Any], unit: str) -> str:
-    """Return "since step 1,203 (03:31:10 UTC), for 4.1 min; cost 61 s and 0.14 GPU-hours so far"."""
-    at = f" ({text.clock(episode['started_at'])} UTC)" if episode.get("started_at") else ""
-    until, so_far = ("", " so far") if episode["goes_on"] else (f" to step {episode['to_step']:,}", "")
-    lasted, cost = text.duration(episode["seconds"]), text.duration(episode["cost_s"])
+def since(episode: Mapping[str, Any]) -> str:
+    """Return "since step 1,203 (2026-03-01T03:31:10Z), for 4.1 min"."""
+    at = f" ({episode['started_at']})" if episode.get("started_at") else ""
+    until = "" if episode["goes_on"] else f" to step {episode['to_step']:,}"
+    return f"since step {episode['from_step']:,}{at}{until}, for {text.duration(episode['seconds'])}"
+
+
+def cost(episode: Mapping[str, Any], unit: str) -> str:
+    """Return "61 s and 0.14 GPU-hours so far": what an episode has cost."""
     hours = episode["gpu_hours"]
     wasted = f" and {text.number(hours)} {unit}-hours" if hours >= _LEAST_HOURS else ""
-    return f"since step {episode['from_step']:,}{at}{until}, for {lasted}; cost {cost}{wasted}{so_far}"
+    return f"{text.duration(episode['cost_s'])}{wasted}{' so far' if episode['goes_on'] else ''}"
 
 
 def brief(found: Mapping[str, Any]) -> str:

@@ -110,17 +110,24 @@ class Summary(OfRun[summary_shape.Summary], frozen=True):
 
 
 class NodeSamples(Request[list[tuple[str, wire.NodeSample]]], frozen=True):
-    """The newest `last` samples of each of `nodes` (ids), with its id."""
+    """
+    The newest `last` samples of each of `nodes` (ids), with its id; as many, evenly,
+    from `first_ns` to `last_ns`.
+    """
 
     nodes: tuple[str, ...]
     last: Count
+    first_ns: Int64 = 0
+    last_ns: Int64 | None = None
 
 
 class ProcessSamples(Request[list[tuple[int, wire.ProcessSample]]], frozen=True):
-    """The newest `last` samples of each of `processes` (ids), with its id."""
+    """The same of each of `processes` (ids)."""
 
     processes: tuple[Int64, ...]
     last: Count
+    first_ns: Int64 = 0
+    last_ns: Int64 | None = None
 
 
 class Times(OfRun[step_shapes.StepTimes], frozen=True):
@@ -130,11 +137,30 @@ class Times(OfRun[step_shapes.StepTimes], frozen=True):
 
 
 class Columns(OfRun[step_shapes.StepColumns], frozen=True):
-    """What is drawn step by step; `since`: the token of an earlier answer, and from which step on."""
+    """
+    What is drawn step by step: the newest steps, or those from step `first` to step `last` (`whole`: all), in
+    few columns; `since`: the token of an earlier answer, and from which step on.
+    """
 
     stage: str = "total"
     whole: bool | None = None
     since: tuple[list[str | Int64], Int64] | None = None
+    first: Count = 0
+    last: Count | None = None
+
+
+class Spine(OfRun[step_shapes.Spine], frozen=True):
+    """All of the run in at most `most` columns: how long a step took, and when it was over."""
+
+    most: Count = 300
+
+
+class Change(OfRun[step_shapes.Change], frozen=True):
+    """Where the time of a step went from step `begin` up to step `first`, and from there to step `last`."""
+
+    begin: Count = 0
+    first: Count = 0
+    last: Count | None = None
 
 
 class Busy(OfRun[step_shapes.BusyTimes], frozen=True):
@@ -145,10 +171,24 @@ class Busy(OfRun[step_shapes.BusyTimes], frozen=True):
 
 
 class RankSteps(OfRun[step_shapes.RankSteps], frozen=True):
-    """The stages of a rank in the newest `most` steps."""
+    """The stages of a rank in the newest `most` steps, or from step `first` to `last` in as many columns."""
 
     rank: Int64 = 0
     most: Count = 0
+    first: Count | None = None
+    last: Count | None = None
+
+
+class RankTimes(OfRun[step_shapes.RankTimes], frozen=True):
+    """The times of each rank; `whole` as of `Times`."""
+
+    whole: bool | None = None
+
+
+class Step(OfRun[step_shapes.OneStep], frozen=True):
+    """One step of all ranks."""
+
+    step: Int64 = 0
 
 
 class Cell(OfRun[step_shapes.CellMeans], frozen=True):

@@ -27,19 +27,46 @@ _LATE_NS = 10_000_000_000
 class SampleReader(Reader):
     """Reads samples; those of nodes are not of one run."""
 
-    def process_samples(self, processes: Iterable[int], last: int) -> list[tuple[int, wire.ProcessSample]]:
-        """Return the newest `last` samples of each of `processes` (ids), with its id."""
-        query = f"SELECT {_PROCESS} FROM process_sample WHERE process = ? ORDER BY id DESC LIMIT ?"
+    def process_samples(
+        self, processes: Iterable[int], last: int, between: tuple[int, int] | None = None
+    ) -> list[tuple[int, wire.ProcessSample]]:
+        """
+        Return `last` samples of each of `processes` (ids), with its id: the newest, or, evenly, of those
+        `between` (ns).
+        """
         return [
             (process, wire.ProcessSample(*sample))
             for process in processes
-            for sample in reversed(self._all(query, process, last))
+            for sample in self._all(
+                f"SELECT {_PROCESS} FROM process_sample WHERE id IN ({{}}) ORDER BY id".format(
+                    ", ".join(map(str, self._rows("process_sample", "process", process, last, between)))
+                )
+            )
         ]
 
-    def node_samples(self, nodes: Iterable[str], last: int) -> list[tuple[str, wire.NodeSample]]:
-        """Return the newest `last` samples of each of `nodes` (ids), with its id."""
-        where = "id IN (SELECT id FROM node_sample WHERE node_id = ? ORDER BY id DESC LIMIT ?)"
-        return [(node, sample) for node in nodes for _, _, sample in self._samples(where, node, last)]
+    def node_samples(
+        self, nodes: Iterable[str], last: int, between: tuple[int, int] | None = None
+    ) -> list[tuple[str, wire.NodeSample]]:
+        """Return the same of each of `nodes` (ids)."""
+        return [
+            (node, sample)
+            for node in nodes
+            for _, _, sample in self._samples(
+                f"id IN ({', '.join(map(str, self._rows('node_sample', 'node_id', node, last, between)))})"
+            )
+        ]
+
+    def _rows(
+        self, table: str, column: str, of: Any, last: int, between: tuple[int, int] | None
+    ) -> list[int]:
+        """Return the ids of those samples of one node or process, in order."""
+        where = f"FROM {table} WHERE {column} = ?"
+        if between is None:
+            found = self._all(f"SELECT id {where} ORDER BY id DESC LIMIT ?", of, last)[::-1]
+        else:
+            found = self._all(f"SELECT id {where} AND t_ns BETWEEN ? AND ? ORDER BY id", of, *between)
+        every = max(1, -(-len(found) // max(1, last)))
+        return [row for (row,) in found[len(found) - 1 :: -every][::-1]] if found else []
 
     def memory(self) -> dict[int, tuple[int | None, int | None]]:
         """Return (peak, last) resident bytes by rank process id."""

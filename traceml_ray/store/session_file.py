@@ -29,9 +29,10 @@ from traceml_ray.store.rank_processes import RankProcess, from_row, shown
 from traceml_ray.store.runs import ledger, list_runs, newest_of, of_run
 from traceml_ray.store.samples import SampleReader
 from traceml_ray.store.schema import SessionFileError
+from traceml_ray.store.step_reader import StepReader
 
 
-class SessionFile(SampleReader):
+class SessionFile(SampleReader, StepReader):
     """
     Reads one session, live or stored; views ask `store.query`.
 

@@ -1,0 +1,352 @@
+"""
+The one axis of all charts: which steps they show, and the spine: the whole run with what was named in it.
+
+In the URL `from` and `to` are steps (`from=newest`: the newest ones). Without them a run that is over is
+shown whole, and of one that goes on the newest steps, or as many as hold the onset of the present verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+from dash import dcc, html
+
+from traceml_ray import text
+from traceml_ray.analysis.step_sums import MAX_BINS
+from traceml_ray.reports.headlines import named
+from traceml_ray.store import query
+
+from . import figures
+from .components import Columns, aria, link, numbers, part, severity, table
+from .route import Route
+from .run_state import RunState
+from .session_cache import SessionCache
+from .values import Array, rounded, whole
+
+NEWEST = "newest"
+_LANES, _ROWS = 4, 100
+_TICKS = 120
+_ROOM = 4
+"""An episode is shown with a quarter of its length around it."""
+_COARSE_NS = 1 << 33
+_DIGITS = 15
+_LEAST = 20
+"""Steps that are shown at least."""
+CONFIG: Any = {"displayModeBar": False, "responsive": True, "doubleClick": False, "showTips": False}
+
+
+class Range(NamedTuple):
+    """Steps that are drawn; `last` None: to the end. `newest`: as many as are drawn one by one."""
+
+    first: int = 0
+    last: int | None = None
+    newest: bool = False
+
+    def asked(self) -> dict[str, Any]:
+        """Return it as questions have it."""
+        return {} if self.newest else {"first": self.first, "last": self.last}
+
+
+def chosen(cache: SessionCache, run: RunState, route: Route) -> Range:
+    """Return what the URL asks for, or the range that a page has by itself."""
+    first, last = (whole(route.get(name), _DIGITS) for name in ("from", "to"))
+    if route.get("from") == NEWEST:
+        return Range(newest=True)
+    if first is not None or last is not None:
+        return Range(first or 0, last if last is None else max(last, (first or 0) + 1))
+    if cache.source.stored or cache.status.get("status", "running") != "running":
+        return Range()
+    episode, newest = present(run.verdict), run.last_step or 0
+    if episode is None or newest - episode["from_step"] < MAX_BINS:
+        return Range(newest=True)
+    # Power of two, so that the range stays for a while: what is drawn is not asked for anew at every tick.
+    lead = 1 << max(0, (newest - episode["from_step"]).bit_length() - 3)
+    return Range(max(0, episode["from_step"] - lead))
+
+
+def present(verdict: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return the episode that a verdict is about, None without any."""
+    if verdict is None:
+        return None
+    who = itemgetter("label", "rank", "stage")
+    same = [episode for episode in verdict.get("episodes") or () if who(episode) == who(verdict)]
+    return max(same, key=itemgetter("goes_on", "cost_s"), default=None)
+
+
+def change(run: RunState) -> query.Change | None:
+    """Return the question what a step took before the present verdict's onset and since; None without any."""
+    verdict = run.verdict or {}
+    episode = present(verdict)
+    if episode is None:
+        return None
+    first = episode["from_step"]
+    ended = [each["to_step"] + 1 for each in verdict["episodes"] if each["to_step"] < first]
+    return query.Change(
+        run.id, max(ended, default=0), first, None if episode["goes_on"] else episode["to_step"]
+    )
+
+
+def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
+    """Return the spine of a run and the range that is shown; without any step there is no `first`."""
+    found = cache.ask(query.Spine(run.id))
+    shown = chosen(cache, run, route)
+    if found is None or not len(found["first"]):
+        return {"range": shown, "first": ()}
+    newest = int(found["last"][-1])
+    first = max(int(found["first"][0]), newest + 1 - MAX_BINS if shown.newest else shown.first)
+    last = newest if shown.last is None else min(newest, shown.last)
+    verdict = run.verdict or {}
+    return {
+        **found,
+        "range": shown,
+        "between": (min(first, last), last),
+        "lanes": _lanes(verdict.get("episodes") or ()),
+        "onset": (present(verdict or None) or {}).get("from_step"),
+        "ticks": _ticks(run, found),
+    }
+
+
+def _lanes(episodes: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Mapping[str, Any]]]]:
+    """Return what was named, by cause, the costliest first; the last lane has all others."""
+    causes: dict[str, list[Mapping[str, Any]]] = {}
+    for episode in episodes:
+        who = text.ranks(episode["ranks"]) if episode["ranks"] else text.words(episode["label"])
+        causes.setdefault(f"{who} {text.words(episode['stage'] or '')}".strip(), []).append(episode)
+    lanes = [*causes.items()]
+    if len(lanes) > _LANES:
+        rest = [episode for _, own in lanes[_LANES - 1 :] for episode in own]
+        lanes = [*lanes[: _LANES - 1], (text.count(len(lanes) - _LANES + 1, "other"), rest)]
+    return lanes
+
+
+def _ticks(run: RunState, spine: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the events that say something, with the step in which they were, if need be by the time."""
+    found = []
+    for event in run.events:
+        step = event["step"]
+        if step is None and spine["t_ns"] is not None and event["t_ns"] >= spine["t_ns"][0]:
+            step = int(
+                np.interp(event["t_ns"] - spine["t_ns"][-1], spine["t_ns"] - spine["t_ns"][-1], spine["last"])
+            )
+        if event["message"] and step is not None:
+            about = (
+                f"step {step:,}: {text.words(event['kind'])}: {event['message'].partition(chr(10))[0][:90]}"
+            )
+            found.append({"step": step, "severity": severity(event["kind"]), "text": about})
+    found.sort(key=lambda event: ("critical", "warning", "info").index(event["severity"]))
+    return found[:_TICKS]
+
+
+def time_of(spine: Mapping[str, Any]) -> tuple[int, int | None] | None:
+    """Return from when to when (ns since the epoch) the range was; None: the newest, or not known."""
+    shown = spine["range"]
+    if shown.newest or not len(spine["first"]) or spine["t_ns"] is None:
+        return None
+    first, last = _times(spine, spine["between"])
+    # To some seconds where it goes on: the question stays the same for a while.
+    return (first & -_COARSE_NS, None) if shown.last is None else (first, last)
+
+
+def frame(spine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what every chart of steps has in common: the range, and where the present verdict began."""
+    if not len(spine["first"]):
+        return {}
+    first, last = spine["between"]
+    onset = spine["onset"]
+    shown = onset is not None and first <= onset <= last
+    return {"between": (first - 0.5, last + 0.5), "onset": onset - 0.5 if shown else None}
+
+
+def clock(spine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same for every chart over time, ms since the epoch."""
+    if not len(spine["first"]) or spine["t_ns"] is None:
+        return {"between": None, "onset": None, "axis": "time"}
+    between = spine["between"] if time_of(spine) else ()
+    onset = () if spine["onset"] is None else (spine["onset"],)
+    return {
+        "between": [at / 1e6 for at in _times(spine, between)] or None,
+        "onset": next((at / 1e6 for at in _times(spine, onset)), None),
+        "axis": "time",
+    }
+
+
+def _times(spine: Mapping[str, Any], steps: Sequence[float]) -> list[int]:
+    """Return when steps were over, ns since the epoch."""
+    end = int(spine["t_ns"][-1])
+    found = np.interp(steps, spine["last"], spine["t_ns"] - end) if len(steps) else np.empty(0)
+    return [end + int(each) for each in found]
+
+
+def panel(view: Mapping[str, Any], route: Route) -> Any:
+    """Return the spine: how long a step took, a lane for each cause, the events, and links to ranges."""
+    spine = view["axis"]
+    if not len(spine["first"]):
+        return html.Div(id="no-axis")
+    head = html.Div(
+        [
+            html.Span(_range_text(spine), id="range-text"),
+            html.Nav(_links(spine, route), className="chips", **aria(label="Range of steps")),
+        ],
+        id="range",
+        className="panel-head",
+    )
+    label = aria(label="Time of a step over the whole run; a drag chooses the range of all charts")
+    figure, rows = _figure(spine), _table(spine) if route.get("table") == "spine" else None
+    graph = dcc.Graph(id="spine", figure=figure, config=CONFIG)
+    return html.Section(
+        [
+            part(head),
+            html.Div(graph, className="graph spine", role="img", **label),
+            part(html.Div(_tracks(spine, route), id="lanes", className="lanes")),
+            numbers("spine", label["aria-label"], figure, route, rows),
+        ],
+        className="panel",
+    )
+
+
+def _table(spine: Mapping[str, Any]) -> Any:
+    """Return the spine in numbers, the newest steps first."""
+    columns: Columns = {
+        "steps": lambda at: f"{spine['first'][at]:,}–{spine['last'][at]:,}",
+        ">step": lambda at: text.ms(spine["step_ms"][at]),
+    }
+    return table(columns, range(len(spine["first"]) - 1, -1, -1)[:_ROWS], label="Time of a step")
+
+
+def _figure(spine: Mapping[str, Any]) -> figures.Figure:
+    """Return the time of a step over the whole run, all but the range dimmed."""
+    ends = _ends(spine)
+    low, high = (edge + by for edge, by in zip(spine["between"], (-0.5, 0.5), strict=True))
+    dim = {
+        "type": "rect",
+        "yref": "paper",
+        "y0": 0,
+        "y1": 1,
+        "fillcolor": "rgba(139,147,156,.22)",
+        "line": {"width": 0},
+    }
+    edge = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"color": figures.BLUE, "width": 2}}
+    shapes = [{**dim, "x0": ends[0], "x1": low}, {**dim, "x0": high, "x1": ends[1]}]
+    shapes += [{**edge, "x0": at, "x1": at} for at in (low, high)]
+    middle = ((spine["first"] + spine["last"]) // 2).tolist()
+    line = {"type": "scatter", "mode": "lines", "name": "step", "x": middle, "y": rounded(spine["step_ms"])}
+    look = {"line": {"width": 1.2, "color": figures.BLUE}, "hovertemplate": "%{y:,.1f} ms<extra></extra>"}
+    meta = {"axis": "step", "steps": spine["last"].tolist(), "t_ms": None}
+    if spine["t_ns"] is not None:
+        meta["t_ms"] = (spine["t_ns"] // 1_000_000).tolist()
+    return figures.figure(
+        [{**line, **look}],
+        "",
+        "ms",
+        xaxis={"range": ends, "fixedrange": True, "nticks": 12, "automargin": False},
+        yaxis={
+            "nticks": 3,
+            "fixedrange": True,
+            "automargin": False,
+            **figures.scale(spine["step_ms"], "ms").get("yaxis", {}),
+        },
+        margin={**figures.MARGIN, "b": 22, "t": 6},
+        dragmode="select",
+        selectdirection="h",
+        selections=[],
+        shapes=shapes,
+        meta=meta,
+        revision="spine",
+    )
+
+
+def _ends(spine: Mapping[str, Any]) -> list[float]:
+    return [float(spine["first"][0]) - 0.5, float(spine["last"][-1]) + 0.5]
+
+
+def _range_text(spine: Mapping[str, Any]) -> str:
+    first, last = spine["between"]
+    every = int(spine["last"][-1])
+    followed = " and on" if spine["range"].last is None and spine["range"].first else ""
+    return f"Steps {first:,}–{last:,}{followed} of {every:,}"
+
+
+def _links(spine: Mapping[str, Any], route: Route) -> list[Any]:
+    """Return links to other ranges; they are what a keyboard has of the brush."""
+    (first, last), begin, end = spine["between"], int(spine["first"][0]), int(spine["last"][-1])
+    wide = max(_LEAST, last - first)
+    shown, onset = spine["range"], spine["onset"]
+    half = wide // 2
+
+    def to(label: str, title: str, low: Any, high: int | None, on: bool = False) -> Any:
+        high = None if high is None or high >= end else high
+        href = route.here(**{"from": low if low == NEWEST else max(begin, low), "to": high})
+        return link(label, href, "chip", on=on, title=title)
+
+    found = [
+        to("←", "Earlier", first - half, last - half if last - half > begin + 1 else begin + wide),
+        to("→", "Later", min(first + half, max(begin, end - wide)), last + half),
+        to("−", "Zoom out", first - half, last + half),
+        to("+", "Zoom in", first + wide // 4, last - wide // 4),
+        to("whole run", "All steps", begin, None, on=(first, last) == (begin, end)),
+        to("newest", "The newest steps, as they come", NEWEST, None, on=shown.newest),
+    ]
+    if onset is not None:
+        lead = max(_LEAST, (end - onset) // _ROOM)
+        found.insert(
+            4, to("since the onset", f"Since step {onset:,}, with what was before", onset - lead, None)
+        )
+    return found
+
+
+def _tracks(spine: Mapping[str, Any], route: Route) -> list[Any]:
+    """Return a lane for each cause, and one with the events."""
+    rows = [
+        _lane(name, [mark for episode in own for mark in _bar(episode, spine, route)])
+        for name, own in spine["lanes"]
+    ]
+    ticks = [
+        html.I(
+            style=_place(spine, tick["step"], tick["step"]),
+            className=f"tick {tick['severity']}",
+            title=tick["text"],
+        )
+        for tick in spine["ticks"]
+    ]
+    return [*rows, *([_lane("events", ticks)] if ticks else [])]
+
+
+def _lane(name: str, marks: list[Any]) -> html.Div:
+    return html.Div(
+        [html.Span(name, title=name, className="lane-name"), html.Div(marks, className="track")],
+        className="lane",
+    )
+
+
+def _bar(episode: Mapping[str, Any], spine: Mapping[str, Any], route: Route) -> list[Any]:
+    """Return an episode as a mark, and over it the link to its steps, which is never too small to be hit."""
+    first, last = episode["from_step"], episode["to_step"]
+    around = max(_LEAST, (last - first) // _ROOM)
+    until = None if episode["goes_on"] or last + around >= spine["last"][-1] else last + around
+    lasted, cost = text.duration(episode["seconds"]), text.duration(episode["cost_s"])
+    about = f"{named(episode)}: steps {first:,}–{last:,}, {lasted}, cost {cost}"
+    place = _place(spine, first, spine["last"][-1] if episode["goes_on"] else last)
+    href = route.here(**{"from": max(0, first - around), "to": until})
+    inside = html.Span(about, className="unseen")
+    return [
+        html.I(style=place, className=f"bar-mark {severity(episode['label'])}"),
+        html.A(inside, href=href, className="bar-link", style=place, title=about),
+    ]
+
+
+def _place(spine: Mapping[str, Any], first: int, last: int) -> dict[str, str]:
+    """Return where steps lie in a track."""
+    low, high = _ends(spine)
+    left = 100 * (min(max(first, low), high) - low) / (high - low)
+    width = 100 * (min(max(last + 1, low), high) - low) / (high - low) - left
+    return {"left": f"{left:.2f}%", "width": f"{max(0, width):.2f}%"}
+
+
+def middles(columns: Mapping[str, Any]) -> list[int]:
+    """Return the step at which a column is drawn as a point of a line."""
+    both: Array = (columns["first"] + columns["last"]) // 2
+    steps: list[int] = both.tolist()
+    return steps

@@ -1,0 +1,167 @@
+"""The stages and spans of one step of many ranks, as bars on one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import cycle
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from traceml_ray import text
+from traceml_ray.stages import STAGES
+
+from . import figures
+from .values import Array, rounded
+
+MOST_ROWS = 128
+"""Of ranks; in a larger job a row is a node, as the rank of it that came last."""
+FEW = 32
+"""Rows that are high enough for spans under the stages."""
+_FEW_PX, _MANY_PX, _AXES_PX = 22, 9, 46
+_LABELS = 40
+_SPANS = figures.ROSE, figures.GREEN, figures.ORANGE, "#6b7785", figures.BLUE
+
+
+class Row(NamedTuple):
+    """A rank that is drawn."""
+
+    rank: int
+    label: str
+    named: bool = False
+
+
+def rows(
+    step: Mapping[str, Any],
+    node_of: Mapping[int, str],
+    named: Collection[int],
+    opened: str | None,
+    latest: bool,
+) -> list[Row]:
+    """
+    Return what is drawn, rank by rank up to MOST_ROWS, else node by node: `opened` and the `named` ranks are
+    rows of their own. `latest`: those that came last are first.
+    """
+    late = dict(zip(step["ranks"], np.nan_to_num(step["late"], nan=-1.0).tolist(), strict=True))
+    groups: dict[str, list[int]] = {}
+    for rank in step["ranks"]:
+        groups.setdefault(node_of.get(rank, ""), []).append(rank)
+    found = []
+    for node, own in groups.items():
+        if len(late) <= MOST_ROWS or node == opened:
+            found += [
+                Row(rank, f"{node}  {rank}" if rank == own[0] else str(rank), rank in named) for rank in own
+            ]
+        else:
+            worst = max(own, key=lambda rank: late[rank])
+            shown = dict.fromkeys([worst, *(rank for rank in own if rank in named)])
+            found += [Row(rank, f"{node}  {rank}", rank in named) for rank in shown]
+    if latest:
+        found.sort(key=lambda row: -late[row.rank])
+        found = [row._replace(label=f"{node_of.get(row.rank, '')}  {row.rank}") for row in found]
+    return found
+
+
+def height(drawn: Sequence[Row]) -> int:
+    """Return how high the figure is, px."""
+    return _AXES_PX + len(drawn) * (_FEW_PX if len(drawn) <= FEW else _MANY_PX)
+
+
+def spans(step: Mapping[str, Any]) -> dict[str, str]:
+    """Return the colours of the named spans."""
+    return dict(zip(sorted({span["name"] for span in step["spans"]}), cycle(_SPANS), strict=False))
+
+
+def figure(step: Mapping[str, Any], drawn: Sequence[Row]) -> figures.Figure:
+    """Return the stages of each row from left to right, and in a small figure its spans under them."""
+    few, at = len(drawn) <= FEW, {row.rank: place for place, row in enumerate(drawn)}
+    mine = [place for place, rank in enumerate(step["of"]) if rank in at]
+    whose = [step["of"][place] for place in mine]
+    stages = np.asarray(step["stages"], float)[mine].reshape(-1, len(STAGES))
+    begins = _begins(whose, stages)
+    traces = [
+        _bars(
+            text.words(name),
+            figures.STAGES[name],
+            [at[rank] for rank in whose],
+            begins[:, column],
+            stages[:, column],
+            [f"rank {rank}" for rank in whose],
+            0.62 if few else 0.9,
+        )
+        for column, name in enumerate(STAGES)
+    ]
+    if few:
+        traces.append(_span_bars(step, at, dict(zip(whose, range(len(whose)), strict=True)), begins, stages))
+    every = max(1, -(-len(drawn) // _LABELS))
+    ticks = [place for place, row in enumerate(drawn) if row.named or place % every == 0]
+    labels = [
+        f"<b>▲ {drawn[place].label}</b>" if drawn[place].named else drawn[place].label for place in ticks
+    ]
+    yaxis = {"tickvals": ticks, "ticktext": labels, "range": [len(drawn) - 0.4, -0.6], "showgrid": False}
+    return figures.figure(
+        traces,
+        "ms since the exchange before",
+        "",
+        barmode="overlay",
+        hovermode="closest",
+        yaxis=yaxis,
+        bargap=0,
+    )
+
+
+def _begins(whose: Sequence[int], stages: Array) -> Array:
+    """Return when each stage of each row begins: a rank's second row follows its first."""
+    ends = np.cumsum(stages, axis=1)
+    for place in range(1, len(whose)):
+        if whose[place] == whose[place - 1]:
+            ends[place] += ends[place - 1, -1]
+    return ends - stages
+
+
+def _span_bars(
+    step: Mapping[str, Any],
+    at: Mapping[int, int],
+    row_of: Mapping[int, int],
+    begins: Array,
+    stages: Array,
+) -> dict[str, Any]:
+    """Return the spans, each from where its stage begins: where inside the stage is not recorded."""
+    shown = [span for span in step["spans"] if span["rank"] in row_of][::-1]  # shorter ones over longer ones
+    colours = spans(step)
+    places = [(row_of[span["rank"]], STAGES.index(span["stage"])) for span in shown]
+    return _bars(
+        "span",
+        [colours[span["name"]] for span in shown],
+        [at[span["rank"]] + 0.42 for span in shown],
+        [begins[place] for place in places],
+        [min(span["ms"], stages[place]) for span, place in zip(shown, places, strict=True)],
+        [_span_text(span) for span in shown],
+        0.2,
+    )
+
+
+def _span_text(span: Mapping[str, Any]) -> str:
+    of = f"step {span['from_step']:,}"
+    if span["to_step"] > span["from_step"]:
+        of = f"mean of steps {span['from_step']:,}–{span['to_step']:,}"
+    return f"rank {span['rank']}: {span['name']}, {text.ms(span['ms'])} ({of})"
+
+
+def _bars(
+    name: str, colour: Any, y: Any, base: Any, x: Any, words: Sequence[str], width: float
+) -> dict[str, Any]:
+    more = "%{text}<extra></extra>" if name == "span" else "%{text}: " + name + " %{x:.3~f} ms<extra></extra>"
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "y": y,
+        "base": rounded(base),
+        "x": rounded(x),
+        "width": width,
+        "text": words,
+        "textposition": "none",
+        "marker": {"color": colour},
+        "hovertemplate": more,
+    }

@@ -1,0 +1,118 @@
+"""
+Long lists: what a person searches for, their order and the page, all of it in the URL.
+
+Not dash-ag-grid: 360 kB more (gzip) for each first visit of any page, and 250 kB for that of a list; rows are
+chosen and put in order by the server, which sends one page of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dash import dcc, html
+
+from traceml_ray import text
+
+from .components import aria, link
+from .route import Route
+from .values import natural, whole
+
+PER_PAGE = 100
+FIELD = "find"
+"""The id of a page's search field; its text is `q` in the URL."""
+Keys = Mapping[str, Callable[[Any], Any]]
+"""What items are put in order by, by the header of a column; None: not known, last in either order."""
+
+
+class Chosen(NamedTuple):
+    """One page of a list."""
+
+    items: Sequence[Any]
+    found: int
+    """How many there are on all pages, of how many in all."""
+    of: int
+    page: int
+    pages: int
+
+
+def choose(items: Sequence[Any], route: Route, words_of: Callable[[Any], str], keys: Keys) -> Chosen:
+    """Return the page of `items` that the URL names; `words_of` an item are what is searched."""
+    words = (route.get("q") or "").casefold().split()
+    found = [item for item in items if _has(words_of(item).casefold(), words)] if words else [*items]
+    name = route.get("sort") or ""
+    if key := keys.get(name.removeprefix("-")):
+        known = [item for item in found if key(item) is not None]
+        unknown = [item for item in found if key(item) is None]
+        found = sorted(known, key=lambda item: _comparable(key(item)), reverse=name[:1] == "-") + unknown
+    pages = max(1, -(-len(found) // PER_PAGE))
+    page = min(whole(route.get("page")) or 1, pages)
+    return Chosen(found[(page - 1) * PER_PAGE :][:PER_PAGE], len(found), len(items), page, pages)
+
+
+def _has(among: str, words: Iterable[str]) -> bool:
+    """Return whether all `words` are in a text; a number is one of its words."""
+    return all(word in (among.split() if word.isdecimal() else among) for word in words)
+
+
+def _comparable(value: Any) -> Any:
+    return natural(value) if isinstance(value, str) else value
+
+
+def field(route: Route, what: str) -> html.Div:
+    """Return the search field of a page; `what` is searched."""
+    given: dict[str, Any] = {"type": "search", "placeholder": f"Search {what} …", "debounce": 0.3}
+    field = dcc.Input(
+        id=FIELD, value=route.get("q") or "", autoComplete="off", className="goto find", **given
+    )
+    return html.Div([html.Label(f"Search {what}", htmlFor=FIELD, className="unseen"), field], role="search")
+
+
+def heads(columns: Iterable[str], keys: Keys, route: Route) -> dict[str, Any]:
+    """Return headers as links that put a list in the order of their column; a second click reverses it."""
+    chosen, shown = route.get("sort") or "", {}
+    for header in columns:
+        name = header.lstrip(">")
+        if name in keys:
+            first = f"-{name}" if header != name else name  # of numbers, the largest first
+            other = name if first != name else f"-{name}"
+            sign = {name: " ↑", f"-{name}": " ↓"}.get(chosen, "")
+            following = other if chosen == first else None if chosen == other else first
+            shown[header] = link(
+                name + sign,
+                route.here(sort=following, page=None),
+                "head",
+                on=bool(sign),
+                title=f"In order of {name}",
+            )
+    return shown
+
+
+def pages(chosen: Chosen, route: Route, noun: str) -> html.Div:
+    """Return how many there are, and links to the pages around this one."""
+    at, last = chosen.page, chosen.pages
+    size = text.count(chosen.of, noun)
+    size = size if chosen.found == chosen.of else f"{chosen.found:,} of {size}"
+    shown: list[Any] = [html.Span(size)]
+    if last > 1:
+        first = (at - 1) * PER_PAGE + 1
+        shown = [html.Span(f"{first:,}–{first + len(chosen.items) - 1:,} of {size}")]
+        near = sorted({1, at - 1, at, at + 1, last} & {*range(1, last + 1)})
+        shown += [link(f"{n:,}", route.here(page=n if n > 1 else None), "chip", on=n == at) for n in near]
+    return html.Div(shown, className="pages", **aria(label="Pages"))
+
+
+def states(route: Route, counts: Mapping[str, int]) -> html.Nav:
+    """Return the filter by state, with how many are in each."""
+    values = {f"all {sum(counts.values()):,}": None} | {f"{name} {n:,}": name for name, n in counts.items()}
+    return chips(route, "state", values, "State")
+
+
+def chips(route: Route, name: str, values: Mapping[str, Any], label: str) -> html.Nav:
+    """Return links to the values of one filter, by what they are called; None is that of no filter."""
+    chosen = route.get(name)
+    links = [
+        link(shown, route.here(**{name: value, "page": None}), "chip", on=chosen == value)
+        for shown, value in values.items()
+    ]
+    return html.Nav(links, className="chips", **aria(label=label))

@@ -1,0 +1,152 @@
+"""One step of all ranks: where each spent its time, and who came last to the exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from dash import html
+
+from traceml_ray import text
+from traceml_ray.stages import STAGES
+from traceml_ray.step_shapes import OneStep
+from traceml_ray.store import query
+
+from .. import figures, gantt
+from ..components import Columns, chart, facts, link, part, rank_link, table, trail
+from ..route import Route
+from ..run_state import RunState
+from ..session_cache import SessionCache
+from ..values import whole
+
+_TOGETHER = (
+    "One clock for all: each row begins where its rank left the exchange before, which ranks leave together. "
+    "The clocks of nodes are not compared. "
+)
+_ALONE = "These ranks do not wait for each other: each row begins where its rank's own step began. "
+_SPANS = "Thin bars are named spans; where inside its stage a span began is not recorded."
+_LISTED = 200
+
+
+def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
+    """Return one step of all ranks, and where they run."""
+
+    def whole(found: OneStep) -> bool:
+        return len(found["ranks"]) >= run.world
+
+    step = cache.ask(query.Step(run.id, int(route.key)), settled=whole)
+    nodes = {rank: run.node_of(rank) or text.NA for rank in run.ranks}
+    return {"one": step, "nodes": nodes, "world": run.world, "named": [*run.named["ranks"]]}
+
+
+def layout(view: Mapping[str, Any], route: Route) -> Any:
+    """Return the elements of the page."""
+    step, number = view["one"], int(route.key)
+    head = html.Div(
+        [part(html.H1(f"Step {number:,}", id="step-title")), part(_around(view, number, route))],
+        className="title-row",
+    )
+    body: list[Any] = [_trail(view, number, route), head]
+    if step is None or not step["ranks"]:
+        return html.Div([*body, part(html.P(_why_empty(step, number), id="step-missing", className="empty"))])
+    alone = view["world"] == 1 or (view["verdict"] or {}).get("label") == "accounting_only"
+    drawn = gantt.rows(
+        step, view["nodes"], _marked(view, route), route.get("open"), route.get("order") == "late"
+    )
+    body += [
+        facts("step-facts", _facts(view, step)),
+        chart(
+            "step-gantt",
+            "All ranks on one clock",
+            gantt.figure(step, drawn),
+            "Stages of each rank in this step, from where it left the exchange before",
+            route,
+            series={text.words(name): colour for name, colour in figures.STAGES.items()},
+            colours=gantt.spans(step) if len(drawn) <= gantt.FEW else None,
+            height=gantt.height(drawn),
+            rows=_table(view, step, route),
+        ),
+        part(html.P((_ALONE if alone else _TOGETHER) + _SPANS, id="step-clock", className="hint")),
+    ]
+    return html.Div(body)
+
+
+def _marked(view: Mapping[str, Any], route: Route) -> set[int]:
+    """Return the ranks that the verdict names, and the one that a person came from."""
+    own = whole(route.get("rank"))
+    return {*view["named"], *([] if own is None else [own])}
+
+
+def _trail(view: Mapping[str, Any], number: int, route: Route) -> Any:
+    own = whole(route.get("rank"))
+    node = None if own is None else view["nodes"].get(own)
+    between = [(node, route.to("node", node)), (f"rank {own}", route.to("rank", own))] if node else []
+    return trail(route, *between, (f"step {number:,}", None))
+
+
+def _around(view: Mapping[str, Any], number: int, route: Route) -> html.Div:
+    step, kept = view["one"] or {}, route.select("rank", "order", "open")
+    known = [each for each in (step.get("last"), view["step"]) if each is not None]
+    last, first = max(known, default=number), step.get("first") or 0
+    shown = []
+    if number > first:
+        shown.append(link("← previous", route.to("step", min(number - 1, last), **kept), "chip"))
+    if number < last:
+        shown.append(link("next →", route.to("step", max(number + 1, first), **kept), "chip"))
+        shown.append(link("newest", route.to("step", last, **kept), "chip"))
+    for label, order in (("by node", None), ("last to come first", "late")):
+        shown.append(link(label, route.here(order=order), "chip", on=route.get("order") == order))
+    return html.Div(shown, id="step-around", className="chips")
+
+
+def _why_empty(step: Mapping[str, Any] | None, number: int) -> str:
+    if step is None:
+        return "Being read."
+    first, last = step["first"], step["last"]
+    if first is None or last is None:
+        return "No step is kept one by one in this run."
+    if number < first:
+        return f"Step {number:,} is kept in sums only. Single steps are there from {first:,} to {last:,}."
+    return f"No rank has reported step {number:,}. Single steps are there from {first:,} to {last:,}."
+
+
+def _facts(view: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any]:
+    late = np.asarray(step["late"])
+    last: str | None = None
+    if np.isfinite(late).any():
+        at = int(np.nanargmax(late))
+        rank = step["ranks"][at]
+        last = f"rank {rank} ({view['nodes'].get(rank)}), {text.ms(late[at])} after the median rank"
+    device = f"GPU of {text.ranks(step['device'])}" if step["device"] else "CPU"
+    return {
+        "took": text.ms(step["took_ms"]),
+        "ranks": f"{len(step['ranks']):,} of {view['world']:,}",
+        "last to come": last,
+        "times from": device,
+    }
+
+
+def _table(view: Mapping[str, Any], step: Mapping[str, Any], route: Route) -> html.Div:
+    sums = {rank: np.zeros(len(STAGES)) for rank in step["ranks"]}
+    for rank, row in zip(step["of"], step["stages"], strict=True):
+        sums[rank] += row
+    late = dict(zip(step["ranks"], step["late"].tolist(), strict=True))
+    spans: dict[int, list[str]] = {}
+    for span in step["spans"]:
+        spans.setdefault(span["rank"], []).append(f"{span['name']} {text.ms(span['ms'])}")
+    shown = sorted(step["ranks"], key=lambda rank: -np.nan_to_num(late[rank], nan=-1e9))[:_LISTED]
+    columns: Columns = {
+        ">rank": lambda rank: rank_link(rank, route),
+        "node": lambda rank: view["nodes"].get(rank),
+        ">after the median": lambda rank: text.ms(late[rank]),
+        **{f">{text.words(name)}": _of_stage(sums, at) for at, name in enumerate(STAGES)},
+        "spans, mean": lambda rank: ", ".join(spans.get(rank, ())),
+    }
+    rest = len(step["ranks"]) - len(shown)
+    more = html.P(f"{rest:,} more ranks came earlier." if rest else "Stages in ms, the last to come first.")
+    return html.Div([table(columns, shown, label="The step, by rank"), more])
+
+
+def _of_stage(sums: Mapping[int, Any], at: int) -> Any:
+    return lambda rank: text.number(float(sums[rank][at]), aligned=True)

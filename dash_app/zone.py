@@ -1,0 +1,58 @@
+"""The time zone of the browser that is answered: a page shows moments in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import datetime, timezone, tzinfo
+from functools import lru_cache
+from zoneinfo import ZoneInfo
+
+MOMENT = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:\+00:00|Z))")
+"""In a sentence."""
+_ZONE: ContextVar[tzinfo] = ContextVar("zone", default=timezone.utc)
+
+
+@contextmanager
+def shown_in(name: str) -> Iterator[None]:
+    """Show moments in the zone of that name (IANA); in UTC where this machine does not know it."""
+    before = _ZONE.set(_zone(name))
+    try:
+        yield
+    finally:
+        _ZONE.reset(before)
+
+
+@lru_cache(64)
+def _zone(name: str) -> tzinfo:
+    try:
+        return ZoneInfo(name)
+    except (LookupError, ValueError, OSError):
+        return timezone.utc
+
+
+def _local(moment: str) -> datetime:
+    return datetime.fromisoformat(moment.replace("Z", "+00:00")).astimezone(_ZONE.get())
+
+
+def abbreviation(moment: str | None = None) -> str:
+    """Return what the zone is called then, by default now: "CET", "UTC+03"."""
+    name = (_local(moment) if moment else datetime.now(_ZONE.get())).tzname() or ""
+    return f"UTC{name}" if name[:1] in "+-" else name
+
+
+def clock(moment: str) -> str:
+    """Return a moment (ISO 8601, UTC) as "23:13:25 CET"."""
+    return f"{_local(moment):%H:%M:%S} {abbreviation(moment)}"
+
+
+def written(sentence: str) -> str:
+    """Return a sentence with its moments as "23:13:25 CET"."""
+    return MOMENT.sub(lambda found: clock(found[0]), sentence)
+
+
+def date(moment: str) -> str:
+    """Return a moment (ISO 8601, UTC) as "2023-11-14 23:13:25"; its zone is what the header says."""
+    return f"{_local(moment):%Y-%m-%d %H:%M:%S}"

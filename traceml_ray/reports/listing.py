@@ -1,0 +1,118 @@
+"""The sessions of a folder, each in one line: from its summary, or while there is none from its file."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+
+from traceml_ray.reports.run_facts import moment
+from traceml_ray.session import DATABASE, holder, read_json
+from traceml_ray.store.schema import SessionFileError, legible
+from traceml_ray.store.session_file import SessionFile
+
+UNFINISHED = "never finished"
+_MOST = 500
+_OF_VERDICT = "label", "rank", "stage", "cost_pct", "lost_s"
+_LATEST_S = 1 << 36
+"""Since the epoch: later moments cannot be shown."""
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One session; what is not known is None. `status` is that of the summary, or UNFINISHED."""
+
+    name: str = ""
+    path: str = ""
+    status: str = UNFINISHED
+    started_at: str | None = None
+    ended_at: str | None = None
+    launcher: str | None = None
+    world_size: int | None = None
+    steps: int | None = None
+    median_ms: float | None = None
+    label: str | None = None
+    rank: int | None = None
+    stage: str | None = None
+    cost_pct: float | None = None
+    lost_s: float | None = None
+
+
+class _Steps(msgspec.Struct):
+    count: int | None = None
+    median_ms: float | None = None
+
+
+class _Summary(msgspec.Struct):
+    """What is shown of a summary; the file is checked, as any other program may have written it."""
+
+    session: Entry = Entry()
+    steps: _Steps = msgspec.field(default_factory=_Steps)
+    verdict: Entry = Entry()
+
+
+def entries(out: str) -> list[Entry]:
+    """Return the sessions under `out`: those that run, then the newest first."""
+    files = sorted(Path(out).glob(f"*/{DATABASE}"), key=_changed_ns, reverse=True)
+    found = [_entry(path.parent) for path in files[:_MOST]]
+    return sorted(found, key=lambda entry: entry.status != "running")
+
+
+def names(out: str) -> set[str]:
+    """Return the names of the sessions under `out`."""
+    return {path.parent.name for path in Path(out).glob(f"*/{DATABASE}")}
+
+
+def _entry(folder: Path) -> Entry:
+    summary = folder / "summary.json"
+    running = holder(folder) is not None
+    found = None if running or not summary.is_file() else _summed_up(summary, _changed_ns(summary))
+    if found is None:
+        changed = max(map(_changed_ns, (folder / DATABASE, folder / f"{DATABASE}-wal")))
+        found = _from_file(folder / DATABASE, changed)
+    status = "running" if running else UNFINISHED if found.status == "running" else found.status
+    return msgspec.structs.replace(found, name=folder.name, path=str(folder), status=status)
+
+
+@lru_cache(2 * _MOST)
+def _summed_up(path: Path, _changed_ns: int) -> Entry | None:
+    try:
+        read = read_json(path, _Summary)
+        for when in (read.session.started_at, read.session.ended_at):
+            if when and not 0 < datetime.fromisoformat(when).timestamp() < _LATEST_S:
+                return None
+    except (OSError, ValueError, OverflowError):
+        return None
+    steps = {"steps": read.steps.count, "median_ms": read.steps.median_ms}
+    verdict = {name: getattr(read.verdict, name) for name in _OF_VERDICT}
+    return msgspec.structs.replace(read.session, **steps, **verdict)
+
+
+@lru_cache(2 * _MOST)
+def _from_file(path: Path, _changed_ns: int) -> Entry:
+    """Return what the file itself says, with the verdict of now; nothing of one that cannot be read."""
+    try:
+        with SessionFile(path) as file, legible(path):
+            meta, ranks = file.meta(), file.ranks()
+            found, _ = file.verdicts()
+            steps = [rank.last_step + 1 for rank in ranks.values() if rank.last_step is not None]
+            return msgspec.structs.replace(
+                msgspec.convert(found[-1], Entry) if found else Entry(),
+                status=meta.get("status", "running"),
+                launcher=meta.get("launcher"),
+                world_size=meta.get("world_size") or len(ranks) or None,
+                steps=max(steps, default=None),
+                started_at=moment(meta.get("started_at")),
+                ended_at=moment(meta.get("ended_at")),
+            )
+    except SessionFileError:
+        return Entry()
+
+
+def _changed_ns(path: Path) -> int:
+    """Return when a file was changed; 0 for one that is not there, or has just been moved away."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0

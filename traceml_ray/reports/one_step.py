@@ -1,0 +1,70 @@
+"""One step of all ranks, stage by stage, from the session file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from traceml_ray.analysis.span_rates import MAX_PEERS
+from traceml_ray.analysis.window import Float, UInt8
+from traceml_ray.stages import FLAG_DEVICE_CLOCK, FLAG_NO_SPLIT, N_STAGES, SEGMENT_BITS, STAGES, SYNC_WAIT
+from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.session_file import SessionFile, columns_of
+
+
+def step_of(session: SessionFile, step: int) -> dict[str, Any]:
+    """Return a step, see `step_shapes.OneStep`. Raises `SessionFileError`."""
+    ranks = session.ranks()
+    numbers = {process.id: rank for rank, process in ranks.items() if process.stored}
+    found, flagged = {}, {}
+    for process, chunks in session.step_chunks(numbers.keys(), step).items():
+        keys, flags, rows = columns_of(chunks)
+        own = keys >> SEGMENT_BITS == step
+        if own.any():
+            found[numbers[process]] = rows[own, :N_STAGES] / 1e6
+            flagged[numbers[process]] = np.bitwise_or.reduce(flags[own])
+    order = sorted(found)
+    lines: list[tuple[int, Float]] = [(rank, row) for rank in order for row in found[rank]]
+    arrived = np.array([_arrival(found[rank], flagged[rank]) for rank in order], float)
+    return {
+        "step": step,
+        "first": session.first_step(numbers.keys()),
+        "last": max((process.last_step or 0 for process in ranks.values() if process.stored), default=None),
+        "ranks": order,
+        "of": [rank for rank, _ in lines],
+        "stages": np.array([row for _, row in lines], float).reshape(-1, N_STAGES),
+        "took_ms": max((float(found[rank].sum()) for rank in order), default=None),
+        "arrived": arrived,
+        "late": arrived - np.nanmedian(arrived) if np.isfinite(arrived).any() else arrived,
+        "device": [rank for rank in order if flagged[rank] & FLAG_DEVICE_CLOCK],
+        "spans": _spans(session, ranks, _latest(order, arrived), step),
+    }
+
+
+def _arrival(rows: Float, flags: UInt8) -> float:
+    """Return when a rank was done with all but its last exchange, ms; NaN where that cannot be told."""
+    return np.nan if flags & FLAG_NO_SPLIT else float(rows.sum() - rows[-1, SYNC_WAIT])
+
+
+def _latest(ranks: list[int], arrived: Float) -> list[int]:
+    """Return the ranks whose spans are wanted: in a large job those that came last."""
+    return [ranks[at] for at in np.argsort(-np.nan_to_num(arrived), kind="stable")[:MAX_PEERS]]
+
+
+def _spans(
+    session: SessionFile, processes: Mapping[int, RankProcess], ranks: list[int], step: int
+) -> list[dict[str, Any]]:
+    numbers = {processes[rank].id: rank for rank in ranks}
+    return [
+        {
+            "rank": numbers[each["process"]],
+            "stage": STAGES[each["stage"]],
+            "name": each["name"],
+            "ms": each["total_ns"] / 1e6 / (each["last_step"] - each["first_step"] + 1),
+            "from_step": each["first_step"],
+            "to_step": each["last_step"],
+        }
+        for each in session.step_spans(numbers.keys(), step)
+    ]
