@@ -250,8 +250,8 @@ def forked() -> int:
     """
     Fork; a child that Python holds up before its first line is killed, and another one made.
 
-    Until Python 3.12 a child waits forever for the lock of the list of threads, where a native thread (gloo's)
-    has held it when its parent forked: one time in some hundred here, with and without an agent.
+    Until Python 3.12 a child waits forever for the lock of the list of threads, where a native thread
+    (gloo's) has held it when its parent forked: one time in some hundred here, with and without an agent.
     """
     while True:
         read, write = os.pipe()
