@@ -23,18 +23,29 @@ SECTIONS = {
         "traceml_ray/adapters/huggingface.py": ("TraceMLTrainerCallback",),
         "traceml_ray/adapters/lightning.py": ("TraceMLCallback",),
     },
+    "Over files": {"traceml_ray/reports/analyze.py": ("analyze", "AnalyzeError")},
     "In a driver of Ray": {
         "traceml_ray/driver.py": ("start",),
         "traceml_ray/live_session.py": ("Session", "StartError"),
         "launchers/train_callback.py": ("TraceMLTrainCallback",),
     },
 }
-ERRORS = {"traceml_ray/settings.py": ("SettingError",), "traceml_ray/identity.py": ("IdentityError",)}
+ERRORS = {
+    "traceml_ray/settings.py": ("SettingError",),
+    "traceml_ray/identity.py": ("IdentityError",),
+    "traceml_ray/rank_filter.py": ("RankFilterError",),
+}
 SETTINGS = {
     "traceml_ray/settings.py": ("Settings",),
     "traceml_ray/analysis/thresholds.py": ("Thresholds", "MachineLimits"),
 }
 RESULTS = ("traceml_ray/results.py", "traceml_ray/summary_shape.py")
+MEMORY = {
+    "traceml_ray/reports/analyze.py": ("Analysis", "Source", "Refused"),
+    "traceml_ray/analysis/memory/shapes.py": (
+        *("Memory", "FirstCause", "CollectiveOnset", "Finding", "Attribution", "Incident", "RankMemory"),
+    ),
+}
 LABELS = runpy.run_path(str(ROOT / "traceml_ray" / "analysis" / "labels.py"))["LABELS"]
 METHODS_OF = "Session"
 """Of other classes the methods are for frameworks, not for people."""
@@ -65,6 +76,8 @@ def page() -> str:
     for path in RESULTS:
         shapes = ast.parse((ROOT / path).read_text())
         parts += [text_of(shapes), *(shape(node) for node in shapes.body if isinstance(node, ast.ClassDef))]
+    parts.append("## What files say about memory\n")
+    parts += [shape(node, default=False) for path, names in MEMORY.items() for node in found(path, names)]
     return "\n".join(parts)
 
 
@@ -145,7 +158,7 @@ def shape(node: ast.ClassDef, default: bool = False) -> str:
     columns = ["field", "type", *(["default"] if default else []), "meaning"]
     rows: list[Sequence[str]] = []
     base = ast.unparse(node.bases[0])
-    if base not in ("TypedDict", "msgspec.Struct"):
+    if base not in ("TypedDict", "msgspec.Struct") and not base.startswith("_"):
         rows.append([f"all of `{base}`", "", ""])
     for field, below in zip(node.body, [*node.body[1:], None], strict=True):
         if isinstance(field, ast.AnnAssign):

@@ -8,12 +8,14 @@ if TYPE_CHECKING:
     from traceml_ray.driver import start
     from traceml_ray.launchers.ray_train import TraceMLTrainCallback as TraceMLTrainCallback
     from traceml_ray.live_session import Session, StartError
+    from traceml_ray.reports.analyze import analyze
 
 __version__ = "0.1.0"
 __all__ = [
     "Session",
     "StartError",
     "__version__",
+    "analyze",
     "attach",
     "detach",
     "stage",
@@ -24,6 +26,7 @@ __all__ = [
 _MODULES = {
     "Session": "traceml_ray.live_session",
     "StartError": "traceml_ray.live_session",
+    "analyze": "traceml_ray.reports.analyze",
     "start": "traceml_ray.driver",
     # Not in __all__: each needs its framework, see _NEEDED.
     "TraceMLCallback": "traceml_ray.adapters.lightning",

@@ -86,6 +86,25 @@ def status(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def analyze(arguments: argparse.Namespace) -> int:
+    """Say whose memory grew first, and what is left, from files: sessions, bundles, exports of Stormlog."""
+    from traceml_ray.rank_filter import RankFilterError
+    from traceml_ray.reports import analyze as over_files
+    from traceml_ray.reports.analyze_text import render_analysis
+
+    try:
+        found = over_files.analyze(arguments.paths, ranks=arguments.ranks, sensitivity=arguments.sensitivity)
+    except (over_files.AnalyzeError, RankFilterError) as error:
+        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        return 2
+    for refused in found.refused:
+        print(f"traceml-ray: {one_line(refused.path)}: {one_line(refused.reason)}", file=sys.stderr)
+    print(over_files.to_json(found) if arguments.json else render_analysis(found), end="")
+    if arguments.fail_on is not None and over_files.reaches(found, arguments.fail_on):
+        return 3
+    return 2 if found.refused else 0
+
+
 def stop(arguments: argparse.Namespace) -> int:
     """End the relay and aggregator of a live session."""
     import traceml_ray.launchers.control as control
@@ -156,7 +175,37 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--run", help="id or name of one run of the session (default: the newest)")
         if subcommand is dashboard:
             _serving(command)
+    _analyzing(commands)
     return parser
+
+
+def _analyzing(commands: Any) -> None:
+    about = (analyze.__doc__ or "").strip()
+    codes = (
+        "Exit codes: 0 done; 2 bad input, also where only some of the files cannot be used (the others are "
+        "analyzed); 3 there is a finding of --fail-on."
+    )
+    command = commands.add_parser("analyze", help=about, description=about, epilog=codes)
+    command.set_defaults(command=analyze)
+    command.add_argument("paths", nargs="+", metavar="PATH", help="file or folder; rank files may be apart")
+    command.add_argument(
+        "--ranks",
+        default="all",
+        metavar="0,4-7",
+        help="what it is about (default: all); others are not looked at",
+    )
+    command.add_argument("--json", action="store_true", help="print data instead of text")
+    command.add_argument(
+        "--sensitivity",
+        choices=("low", "medium", "high"),
+        default="medium",
+        help="how weak evidence may be that hidden memory is a collective's (default: medium)",
+    )
+    command.add_argument(
+        "--fail-on",
+        choices=("warning", "critical"),
+        help="exit with 3 where a finding is that severe, or more",
+    )
 
 
 def _serving(command: argparse.ArgumentParser) -> None:

@@ -85,7 +85,8 @@ def run_cli(*argv: str) -> tuple[int, str, str]:
 def read_all(folder: Path) -> None:
     """Every way to read a session gives an answer, or its own error in one line."""
     with bounded(SECONDS), limited(MIB):
-        for command in (("report",), ("report", "--json", "--run", "job"), ("status",)):
+        commands = ("report",), ("report", "--json", "--run", "job"), ("status",), ("analyze",)
+        for command in commands:
             code, _, error = run_cli(command[0], str(folder), *command[1:])
             assert code in (0, 2) and error.count("\n") == (code == 2), error
         with contextlib.suppress(SourceError):

@@ -1,0 +1,109 @@
+"""Which files a path stands for, and what becomes of those that cannot be used."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from sessions import SECOND, Clock, Rank, Relay, aggregation
+from stormlog_example import MIB, events, write
+
+from traceml_ray import wire
+from traceml_ray.recordings.gather import gather
+
+
+def session(folder: Path, ranks: int = 2) -> Path:
+    """A session of one run whose ranks have each sent 5 samples of their process."""
+    clock = Clock()
+    aggregator, relay = aggregation(folder, clock), Relay()
+    every = [Rank(number, ranks) for number in range(ranks)]
+    for at in range(5):
+        sample = wire.ProcessSample(clock.now, 1.0, (100 + at) * MIB, 4, None, None)
+        aggregator.ingest(relay.message(*(rank.batch(2, process=sample) for rank in every)))
+        clock.tick()
+    aggregator.commit()
+    return folder
+
+
+def test_session_gives_each_rank_its_resident_memory(tmp_path: Path) -> None:
+    folder = session(tmp_path / "s")
+    for path in (folder, folder / "session.sqlite", tmp_path):
+        found = gather([path])
+        assert (found.refused, found.passed_over) == ({}, [])
+        (source,) = found.files
+        assert (source.path, source.contents.format) == (folder / "session.sqlite", "traceml-ray session")
+        ranks = source.contents.recordings
+        assert [(each.rank, each.world_size, each.run, each.node) for each in ranks] == [
+            (0, 2, "job", "host-0"),
+            (1, 2, "job", "host-0"),
+        ]
+        assert [*ranks[1].columns["rss_bytes"]] == [(100 + at) * MIB for at in range(5)]
+        assert ranks[1].t_ns[4] - ranks[1].t_ns[0] == 4 * SECOND
+
+
+def test_folder_is_read_with_all_below_it_and_a_file_once(tmp_path: Path) -> None:
+    first = write(tmp_path / "a/events.json", events([MIB]))
+    write(tmp_path / "b/deep/track.csv", events([MIB]))
+    (tmp_path / "b/link").symlink_to(tmp_path)  # no circle
+    (tmp_path / "b/notes.txt").write_text("of no interest")
+    (tmp_path / "b/manifest.json").write_text("{}")
+    (tmp_path / "b/other.json").write_text('{"a": 1}')
+    found = gather([tmp_path, first, tmp_path / "a"])
+    assert [each.path.name for each in found.files] == ["events.json", "track.csv"]
+    assert [path.name for path in found.passed_over] == ["other.json"]
+    assert found.refused == {}
+
+
+def test_file_that_cannot_be_used_stops_no_other(tmp_path: Path) -> None:
+    good = write(tmp_path / "good.json", events([MIB]))
+    (tmp_path / "cut.json").write_text(good.read_text()[:-20])
+    (tmp_path / "empty.json").write_text("[]")
+    (tmp_path / "model.pt").write_text("x")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/session.sqlite").write_bytes(b"x" * 5000)
+    os.mkfifo(tmp_path / "pipe.json")
+    names = ("cut.json", "empty.json", "model.pt", "gone.json", "gone", "bad", "pipe.json", "a\0b")
+    found = gather([*(tmp_path / name for name in names), good])
+    assert [each.path for each in found.files] == [good]
+    reasons = {path.relative_to(tmp_path).as_posix(): why for path, why in found.refused.items()}
+    expected = {
+        "cut.json": "it is no JSON: Input data was truncated",
+        "empty.json": "there are no samples of memory in it",
+        "model.pt": "it is neither a session (session.sqlite) nor one of .csv, .json, .jsonl",
+        "gone.json": "No such file or directory",
+        "gone": "No such file or directory",
+        "bad/session.sqlite": "cannot use the session file: file is not a database",
+        "pipe.json": "not a regular file",
+        "a\0b": "embedded null byte",
+    }
+    assert {name: why for name, why in reasons.items() if why != expected[name]} == {}
+    assert reasons.keys() == expected.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("rank_3/events.json", 3),
+        ("run/rank-12_track.json", 12),
+        ("rank7/out/track.json", 7),
+        ("rank_1/events-rank2.json", 2),
+        ("local_rank_3/events.json", None),
+        ("frank3/events.json", None),
+        ("rank/events.json", None),
+    ],
+)
+def test_rank_that_a_file_does_not_say_is_in_its_name(tmp_path: Path, name: str, rank: int | None) -> None:
+    top = tmp_path / "rank_99"
+    path = write(top / "in" / name, events([MIB]))
+    (found,) = gather([top / "in"]).files
+    assert [each.rank for each in found.contents.recordings] == [rank]
+    if rank in (3, 12, 2):
+        (found,) = gather([path]).files
+        assert [each.rank for each in found.contents.recordings] == [rank]
+
+
+def test_rank_that_a_file_says_is_not_taken_from_its_name(tmp_path: Path) -> None:
+    write(tmp_path / "rank_3/events.json", events([MIB], rank=1, world=4))
+    (found,) = gather([tmp_path]).files
+    assert found.contents.recordings[0].rank == 1

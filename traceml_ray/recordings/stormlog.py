@@ -1,0 +1,183 @@
+"""
+What Stormlog records of memory, as `Recording`s: its events, schema 2 to 4 and those without a version.
+
+Two things are not taken over as they are written. On CUDA, ROCm and MPS `device_used_bytes` is the larger of
+the allocator's own two numbers, not what the driver says: where it never differs from them it is left out,
+since what lies outside of the allocator is then not known. On a CPU, allocated, reserved and used are all the
+process's resident memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from traceml_ray.codec import Count
+from traceml_ray.identity import MAX_RANKS
+from traceml_ray.recordings.recording import Floats, Recording, RefusedFileError, column
+
+VERSIONS = (2, 3, 4)
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
+_Device = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+Size = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
+_REPEAT = {"start", "stop", "phase_enter", "phase_exit", "collector_degraded", "collector_recovered", "error"}
+"""Kinds of events that repeat the values of a sample before, or have none."""
+EARLIEST_WALL_NS = 10**17
+"""In 1973. A smaller time is not one of the wall clock."""
+_NO_JOB = {"", "none"}
+"""Job ids that say nothing: torchrun's without a rendezvous id is "none"."""
+
+
+class Event(msgspec.Struct, gc=False):
+    """An event of schema 2, 3 or 4: what is read of it."""
+
+    timestamp_ns: Count
+    event_type: str
+    collector: str
+    pid: int
+    host: str
+    device_id: _Device
+    allocator_allocated_bytes: Count | None
+    allocator_reserved_bytes: Count | None
+    device_used_bytes: Count | None
+    sampling_interval_ms: Count = 0
+    allocator_active_bytes: Count | None = None
+    allocator_inactive_bytes: Count | None = None
+    device_total_bytes: Count | None = None
+    session_id: str | None = None
+    job_id: str | None = None
+    rank: Rank = 0
+    world_size: Size = 1
+
+
+class Legacy(msgspec.Struct, gc=False):
+    """An event without a version, as older exports and dumps after an OOM have them."""
+
+    memory_allocated: Count | None
+    timestamp: Annotated[float, msgspec.Meta(ge=0, lt=9e9)]
+    """Seconds since the epoch."""
+    event_type: str = "sample"
+    memory_reserved: Count | None = None
+    active_memory: Count | None = None
+    inactive_memory: Count | None = None
+    device_used: Count | None = None
+    device_total: Count | None = None
+    total_memory: Count | None = None
+    device_id: _Device | None = None
+    backend: str | None = None
+    host: str | None = None
+    pid: int | None = None
+    session_id: str | None = None
+    job_id: str | None = None
+    rank: Rank = 0
+    world_size: Size = 1
+
+    def event(self) -> Event:
+        """Return it as an event of the newest schema."""
+        total = self.total_memory if self.device_total is None else self.device_total
+        on_cpu = self.backend == "cpu"
+        return Event(
+            timestamp_ns=round(self.timestamp * 1e9),
+            event_type=self.event_type,
+            collector=f"legacy.{self.backend or 'unknown'}",
+            pid=-1 if self.pid is None else self.pid,
+            host=self.host or "unknown",
+            device_id=-1 if on_cpu else self.device_id or 0,
+            allocator_allocated_bytes=self.memory_allocated,
+            allocator_reserved_bytes=self.memory_reserved,
+            device_used_bytes=self.device_used,
+            allocator_active_bytes=self.active_memory,
+            allocator_inactive_bytes=self.inactive_memory,
+            device_total_bytes=total,
+            session_id=self.session_id,
+            job_id=self.job_id,
+            rank=self.rank,
+            world_size=self.world_size,
+        )
+
+
+def recordings(events: Iterable[Event]) -> list[Recording]:
+    """
+    Return the events of one file by process, rank and device. Raises `RefusedFileError` for a rank beyond the
+    world size.
+    """
+    found: dict[tuple[object, ...], list[Event]] = {}
+    for event in events:
+        key = (event.session_id, event.host, event.pid, event.rank, max(event.device_id, -1))
+        found.setdefault(key, []).append(event)
+    return [_recording(own) for own in found.values()]
+
+
+def job(given: str | None) -> str | None:
+    """Return the job's id where it says anything."""
+    return None if given is None or given.lower() in _NO_JOB else given
+
+
+def measured(columns: dict[str, Floats]) -> dict[str, Floats]:
+    """
+    Return the columns of a device in which anything is known, without a `device_used_bytes` that only repeats
+    the allocator's numbers.
+    """
+    used = columns.get("device_used_bytes")
+    if used is not None:
+        largest = np.fmax(columns["allocated_bytes"], columns.get("reserved_bytes", np.nan))
+        if (used == largest)[np.isfinite(used)].all():
+            columns = {name: values for name, values in columns.items() if name != "device_used_bytes"}
+    return {name: values for name, values in columns.items() if np.isfinite(values).any()}
+
+
+def _recording(own: list[Event]) -> Recording:
+    """Return the events of one process and device as a recording."""
+    first = own[0]
+    if first.rank >= first.world_size:
+        raise RefusedFileError(f"rank {first.rank} of a world of {first.world_size}")
+    own = _samples(own)
+    on_cpu = first.device_id < 0 or "cpu" in first.collector.lower()
+    named = first.world_size > 1
+    return Recording(
+        process=f"{first.session_id or ''}/{first.host}/{first.pid}",
+        node=first.host,
+        device=None if on_cpu else first.device_id,
+        t_ns=np.array([event.timestamp_ns for event in own], np.int64),
+        columns=_host(own) if on_cpu else _device(own),
+        # One process of a world of one is also what Stormlog writes where it knows of no ranks.
+        rank=first.rank if named else None,
+        world_size=first.world_size if named else None,
+        run=job(first.job_id),
+        wall=first.timestamp_ns >= EARLIEST_WALL_NS,
+    )
+
+
+def _samples(own: list[Event]) -> list[Event]:
+    """
+    Return what was measured, in order of time: not what is repeated, and of several events about one sample
+    (its peak, its change) the last.
+    """
+    kept = [event for event in own if event.event_type not in _REPEAT] or own
+    kept.sort(key=lambda event: event.timestamp_ns)
+    apart = kept[0].sampling_interval_ms * 1_000_000 // 4
+    after = [*kept[1:], None]
+    return [
+        event
+        for event, later in zip(kept, after, strict=True)
+        if later is None or later.timestamp_ns - event.timestamp_ns > apart
+    ]
+
+
+def _host(own: Sequence[Event]) -> dict[str, Floats]:
+    return measured({"rss_bytes": column(event.allocator_allocated_bytes for event in own)})
+
+
+def _device(own: Sequence[Event]) -> dict[str, Floats]:
+    values = {
+        "allocated_bytes": (event.allocator_allocated_bytes for event in own),
+        "reserved_bytes": (event.allocator_reserved_bytes for event in own),
+        "active_bytes": (event.allocator_active_bytes for event in own),
+        "inactive_split_bytes": (event.allocator_inactive_bytes for event in own),
+        "device_used_bytes": (event.device_used_bytes for event in own),
+        "device_total_bytes": (event.device_total_bytes for event in own),
+    }
+    return measured({name: column(of_events) for name, of_events in values.items()})

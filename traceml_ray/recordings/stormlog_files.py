@@ -1,0 +1,181 @@
+"""Reads Stormlog's files: events as JSON, JSONL and CSV, and `telemetry_timeline.json`."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from traceml_ray.files import read_file
+from traceml_ray.recordings import stormlog, stormlog_timeline
+from traceml_ray.recordings.recording import MAX_FILE_BYTES, FileContents, NoSamplesError, RefusedFileError
+from traceml_ray.recordings.stormlog import Event, Legacy
+
+SUFFIXES = frozenset({".json", ".jsonl", ".csv"})
+_NOTHING = "there are no samples of memory in it"
+_CUT = "its last line is not whole and left out"
+_TEXT = frozenset({"event_type", "collector", "host", "session_id", "job_id", "backend"})
+_COUNTERS = (
+    "allocator_allocated_bytes",
+    "allocator_reserved_bytes",
+    "device_used_bytes",
+    "memory_allocated",
+)
+"""Columns of a CSV that have to be there, of one schema or the other; an empty cell of them is not known."""
+_MAX_REASON = 200
+_NOT_THERE = msgspec.Raw()
+
+
+class _Kind(msgspec.Struct, gc=False):
+    """What tells which schema a record has."""
+
+    schema_version: Any = None
+    timestamp: Any = None
+    timestamp_ns: Any = None
+
+
+class _Document(msgspec.Struct):
+    """A JSON file that is an object: one of these holds the samples."""
+
+    events: msgspec.Raw = _NOT_THERE
+    telemetry_events: msgspec.Raw = _NOT_THERE
+    timestamps: msgspec.Raw = _NOT_THERE
+    allocated: msgspec.Raw = _NOT_THERE
+    timestamp: msgspec.Raw = _NOT_THERE
+    timestamp_ns: msgspec.Raw = _NOT_THERE
+
+
+Decode = Callable[[type], list[Any]]
+"""Returns the records of a file as structs of that type."""
+
+
+def read(path: Path) -> FileContents:
+    """
+    Return what a JSON, JSONL or CSV file holds.
+
+    Raises:
+        NoSamplesError: it is whole, but holds no samples of memory.
+        RefusedFileError: anything else that is wrong with it.
+        OSError: it cannot be read.
+    """
+    data = read_file(path, MAX_FILE_BYTES)
+    kind = path.suffix.lower()
+    try:
+        if kind == ".csv":
+            return _csv(data)
+        return _jsonl(data) if kind == ".jsonl" else _json(data, path)
+    except msgspec.ValidationError as error:
+        raise RefusedFileError(_reason(error)) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, csv.Error, RecursionError) as error:
+        raise RefusedFileError(f"it is no {kind[1:].upper()}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    return str(error)[:_MAX_REASON]
+
+
+def _contents(decode: Decode, notes: Sequence[str] = ()) -> FileContents:
+    """Return the records that `decode` returns. Raises `RefusedFileError` for a schema that is not known."""
+    records: list[_Kind] = decode(_Kind)
+    if not any(record.timestamp_ns is not None or record.timestamp is not None for record in records):
+        raise NoSamplesError(_NOTHING)
+    lowest, highest = stormlog.VERSIONS[0], stormlog.VERSIONS[-1]
+    for number, record in enumerate(records, 1):
+        if record.schema_version not in (None, *stormlog.VERSIONS):
+            version = str(record.schema_version)[:20]
+            raise RefusedFileError(f"record {number} has schema {version}; {lowest} to {highest} are read")
+    if records[0].schema_version is None and records[0].timestamp_ns is None:
+        events = [old.event() for old in decode(Legacy)]
+    else:
+        events = decode(Event)
+    return FileContents("Stormlog events", stormlog.recordings(events), [*notes])
+
+
+def _json(data: bytes, path: Path) -> FileContents:
+    if data.lstrip()[:1] != b"{":
+        return _list(data)
+    document = msgspec.json.decode(data, type=_Document)
+    for held in (document.events, document.telemetry_events):
+        if bytes(held)[:1] == b"[":
+            return _list(bytes(held))
+    if document.timestamps and document.allocated:
+        return stormlog_timeline.read(data, path)
+    if document.timestamp or document.timestamp_ns:
+        return _list(b"[%b]" % data)
+    raise NoSamplesError(_NOTHING)
+
+
+def _list(data: bytes) -> FileContents:
+    def decode(kind: type) -> list[Any]:
+        found: list[Any] = msgspec.json.decode(data, type=list[kind])  # type: ignore[valid-type]
+        return found
+
+    try:
+        decode(_Kind)
+    except msgspec.ValidationError:  # no list of objects
+        msgspec.json.decode(data, type=msgspec.Raw)
+        raise NoSamplesError(_NOTHING) from None
+    return _contents(decode)
+
+
+def _jsonl(data: bytes) -> FileContents:
+    lines = [line for line in data.splitlines(keepends=True) if line.strip()]
+    notes = []
+    if lines and not lines[-1].endswith((b"\n", b"\r")):  # it was being written
+        try:
+            msgspec.json.decode(lines[-1])
+        except msgspec.DecodeError:
+            lines.pop()
+            notes.append(_CUT)
+    return _contents(lambda kind: _each(lines, msgspec.json.Decoder(kind).decode), notes)
+
+
+def _csv(data: bytes) -> FileContents:
+    text = data.decode("utf-8-sig")
+    rows = [*csv.DictReader(text.splitlines(keepends=True))]
+    columns = set(rows[0] if rows else ())
+    if not (columns & {"timestamp_ns", "timestamp"} and columns & {*_COUNTERS}):
+        raise NoSamplesError(_NOTHING)
+    notes = []
+    if not text.endswith(("\n", "\r")) and None in rows[-1].values():
+        rows.pop()
+        notes.append(_CUT)
+    unknown = {name: None for name in _COUNTERS if name in columns}
+    records = [unknown | _cells(row) for row in rows]
+    return _contents(lambda kind: _each(records, lambda record: msgspec.convert(record, kind)), notes)
+
+
+def _each(records: Sequence[Any], decode: Callable[[Any], Any]) -> list[Any]:
+    """Return records decoded one by one. Raises `RefusedFileError`, which says which one cannot be."""
+    found = []
+    for number, record in enumerate(records, 1):
+        try:
+            found.append(decode(record))
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise RefusedFileError(f"record {number}: {_reason(error)}") from None
+    return found
+
+
+def _cells(row: dict[str | Any, str | Any]) -> dict[str, object]:
+    """Return the cells of a row that hold something."""
+    return {
+        name: value if name in _TEXT else _number(value)
+        for name, value in row.items()
+        if isinstance(name, str) and isinstance(value, str) and value != ""
+    }
+
+
+def _number(text: str) -> object:
+    """Return a number, also a whole one that a program wrote as "12.0"; other text as it is."""
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        value = float(text)
+    except ValueError:
+        return text
+    return int(value) if value.is_integer() else value

@@ -1,0 +1,178 @@
+"""Renders what files say about memory as plain text: `traceml-ray analyze`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from traceml_ray import text
+from traceml_ray.analysis.memory.shapes import Attribution, Finding, FirstCause, RankMemory
+from traceml_ray.recordings.stormlog import EARLIEST_WALL_NS
+from traceml_ray.reports.layout import Columns, facts, page, table
+from traceml_ray.reports.analyze import SEVERITIES, Analysis, Source
+from traceml_ray.reports.run_facts import moment
+
+_MOST = 20
+_MOST_RANKS = 32
+_PATH = 56
+
+
+def render_analysis(found: Analysis) -> str:
+    """Return what was found as text: the first cause, the findings, the ranks, and the files it is from."""
+    return page(
+        [
+            _first(found),
+            _findings(found.findings),
+            _next(found.findings),
+            _ranks(found.ranks),
+            _collectives(found),
+            _notes(found.notes),
+            _sources(found.sources),
+            _refused(found),
+        ]
+    )
+
+
+def _first(found: Analysis) -> list[str]:
+    """Return who grew first, why that is said, and who is missing."""
+    cause, onset = found.first_cause, found.collective_onset
+    world = f" of {found.world_size:,}" if found.world_size else ""
+    missing = f"no samples of {text.ranks(found.missing_ranks)}{world}" if found.missing_ranks else ""
+    if cause is not None:
+        said = facts(("First", _cause(cause)), ("Why", cause.why), ("Next", " ".join(cause.next)))
+    elif onset is not None:
+        what = f"{text.ranks(onset.ranks)} grew at once, at {_clock(onset.at_ns)}: no rank is the cause"
+        said = facts(("First", what), ("Why", onset.why))
+    elif found.incidents:
+        said = facts(("First", "which rank grew first is not known"))
+    else:
+        worst = found.findings[0].why if found.findings else ""
+        said = facts(("First", "no rank grew above its own level"), ("But" if worst else "", worst))
+    return said + facts(("Missing", missing))
+
+
+def _cause(cause: FirstCause) -> str:
+    where = "" if cause.device is None else f", device {cause.device}"
+    said = (
+        f"rank {cause.rank} ({cause.node}{where}): {text.size(cause.delta_bytes)} from {_clock(cause.at_ns)}"
+    )
+    if cause.lead_ns is None:
+        return f"{said}, and no other rank; confidence {cause.confidence}"
+    lead = text.duration(cause.lead_ns / 1e9)
+    bound = f" (± {text.duration(cause.lead_bound_ns / 1e9)})" if cause.lead_bound_ns is not None else ""
+    return f"{said}, {lead}{bound} before the next rank; confidence {cause.confidence}"
+
+
+def _findings(findings: Sequence[Finding]) -> list[str]:
+    columns: Columns = {
+        "": lambda one: one.severity,
+        "finding": lambda one: text.words(one.kind),
+        "who": _who,
+        "from (UTC)": lambda one: _clock(one.from_ns),
+        "what": lambda one: one.why,
+        "confidence": lambda one: one.confidence,
+    }
+    lines = table("Findings, the most severe first", columns, findings[:_MOST])
+    return lines + _more(len(findings) - _MOST, "finding")
+
+
+def _next(findings: Sequence[Finding]) -> list[str]:
+    """Return what to do, once for each kind of finding."""
+    kinds: dict[str, str] = {}
+    for finding in findings:
+        kinds.setdefault(text.words(finding.kind), " ".join(finding.next))
+    columns: Columns = {"finding": lambda one: one[0], "what to do": lambda one: one[1]}
+    return table("Next", columns, kinds.items())
+
+
+def _ranks(ranks: Sequence[RankMemory]) -> list[str]:
+    """Return a line for each rank and device; of many, those with the most severe findings."""
+    worst = sorted(ranks, key=lambda one: -SEVERITIES.index(one.severity) if one.severity else 1)
+    kept = {id(one) for one in worst[:_MOST_RANKS]}
+    columns: dict[str, Callable[[RankMemory], str]] = {
+        ">rank": lambda one: str(one.rank),
+        "node": lambda one: one.node,
+        ">device": lambda one: "host" if one.device is None else str(one.device),
+        ">samples": lambda one: text.plain(one.samples),
+        ">allocated": lambda one: _growth(one.allocated_growth_bytes),
+        ">reserved": lambda one: _growth(one.reserved_growth_bytes),
+        ">RSS": lambda one: _growth(one.rss_growth_bytes),
+        ">gap": lambda one: text.size(one.gap_bytes),
+        ">used": _used,
+        "full in": _forecast,
+        "anomaly": lambda one: f"{text.words(one.anomaly)} ({one.severity})" if one.anomaly else "",
+    }
+    shown = [one for one in ranks if id(one) in kept]
+    known = {name: cell for name, cell in columns.items() if any(cell(one) != text.NA for one in shown)}
+    lines = table(
+        "Ranks (allocated, reserved, RSS: growth; gap: used outside of the allocator)", known, shown
+    )
+    return lines + _more(len(ranks) - _MOST_RANKS, "rank")
+
+
+def _growth(value: int | None) -> str:
+    return "+" * (value is not None and value > 0) + text.size(value)
+
+
+def _used(one: RankMemory) -> str:
+    if one.used_bytes is None or one.total_bytes is None:
+        return text.size(one.used_bytes)
+    return f"{text.size(one.used_bytes)} of {text.size(one.total_bytes)}"
+
+
+def _forecast(one: RankMemory) -> str:
+    parts = [f"{one.forecast_steps:,} steps"] * (one.forecast_steps is not None)
+    parts += [text.duration(one.forecast_s)] * (one.forecast_s is not None)
+    return ", ".join(parts)
+
+
+def _collectives(found: Analysis) -> list[str]:
+    columns: Columns = {
+        "class": lambda one: text.words(one.kind),
+        "who": _who,
+        "finding": lambda one: text.words(one.finding),
+        ">size": lambda one: "" if one.bytes is None else text.size(one.bytes),
+        "why": lambda one: one.why,
+    }
+    lines = table("Hidden memory and collectives", columns, found.collectives[:_MOST])
+    return lines + _more(len(found.collectives) - _MOST, "line")
+
+
+def _notes(notes: Sequence[str]) -> list[str]:
+    return facts(*((label, note) for label, note in zip(["Notes", *[""] * len(notes)], notes, strict=False)))
+
+
+def _sources(sources: Sequence[Source]) -> list[str]:
+    columns: Columns = {
+        "file": lambda one: _path(one.path),
+        "format": lambda one: one.format,
+        "ranks": lambda one: text.ranges(one.ranks),
+        ">samples": lambda one: text.plain(one.samples),
+        "note": lambda one: "; ".join(one.notes),
+    }
+    return table("Read", columns, sources[:_MOST]) + _more(len(sources) - _MOST, "file")
+
+
+def _refused(found: Analysis) -> list[str]:
+    columns: Columns = {"file": lambda one: _path(one.path), "why": lambda one: one.reason}
+    return table("Not used", columns, found.refused[:_MOST]) + _more(len(found.refused) - _MOST, "file")
+
+
+def _path(path: str) -> str:
+    """Return the end of a long path, which tells it from others."""
+    return path if len(path) <= _PATH else f"…{path[-(_PATH - 1) :]}"
+
+
+def _more(count: int, noun: str) -> list[str]:
+    return [f"  and {text.count(count, noun)} more"] if count > 0 else []
+
+
+def _who(one: Finding | Attribution) -> str:
+    return f"rank {one.rank}" + ("" if one.device is None else f", device {one.device}")
+
+
+def _clock(t_ns: int) -> str:
+    """Return a moment as a person reads it; of a file without wall-clock times how long after its start."""
+    if t_ns < EARLIEST_WALL_NS:
+        return f"{text.duration(t_ns / 1e9)} after its start"
+    when = moment(t_ns)
+    return text.NA if when is None else text.date(when)
