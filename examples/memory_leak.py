@@ -5,9 +5,9 @@ A small network trained on every rank, one of which leaks memory.
     traceml-ray analyze traceml-sessions/leak
 
 The leak is a common mistake: a list of losses for the log. `losses.append(loss)` keeps each step's graph
-alive, with all that its forward has saved for the backward; `losses.append(loss.item())` keeps a number. Here
-only the rank of `--leak-rank` makes the mistake, from step `--leak-from` on, and `--leak-mb` is what each step
-leaves behind. With a GPU it trains there. `--leak-rank -1` leaks nowhere.
+alive, with all that its forward has saved for the backward; `losses.append(loss.item())` keeps a number.
+Here only the rank of `--leak-rank` makes the mistake, from step `--leak-from` on, and each such step leaves
+`--leak-mb` behind. With a GPU it trains there. `--leak-rank -1` leaks nowhere.
 """
 
 from __future__ import annotations

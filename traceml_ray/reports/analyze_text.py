@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from traceml_ray import text
 from traceml_ray.analysis.memory.shapes import Attribution, Finding, FirstCause, RankMemory
 from traceml_ray.recordings.stormlog import EARLIEST_WALL_NS
-from traceml_ray.reports.layout import Columns, facts, page, table
 from traceml_ray.reports.analyze import SEVERITIES, Analysis, Source
+from traceml_ray.reports.layout import Columns, facts, page, table
 from traceml_ray.reports.run_facts import moment
 
 _MOST = 20
