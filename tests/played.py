@@ -163,7 +163,8 @@ class Played:
         """The process of a rank is gone; its relay has seen that, and the rank raised what `message` has."""
         self.clock.tick()
         who, relay = self.ranks[rank], self.relays[rank // self._per_node]
-        events = [wire.Event("exception", self.clock(), self.step, FORWARD, message)] if message else []
+        error = {"traceback": f'  File "train.py", line 7, in step\n{message}'}
+        events = [wire.Event("exception", self.clock(), self.step, FORWARD, message, error)][: bool(message)]
         data = {"process_id": who.process_id, "exit_code": exit_code}
         ended = wire.Event("process_ended", self.clock(), data=data)
         batch = who.batch(0, open=wire.OpenStage(self.step, FORWARD, MS), events=events)

@@ -221,6 +221,8 @@ class DeathInfo(TypedDict):
     """In words: its exception, "killed by SIGKILL", "its node was lost"."""
     message: str
     """The exception in full; "" without one."""
+    traceback: str | None
+    """Its last calls, as Python prints them."""
     first: bool
     """Nothing that ended before it explains it; several where clocks cannot tell which was the first."""
 

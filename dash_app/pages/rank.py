@@ -222,7 +222,8 @@ def _callout(view: Mapping[str, Any], number: int, route: Route) -> Any:
         after = ["It ended after ", rank_link(first[0], route, "rank "), ", the first."]
     elif len(first) > 1:
         after = ["No clock can tell which was first of ", text.ranks(first), "."]
-    message = [html.Pre(death["message"])] if death["message"] else []
+    said = death["traceback"] or death["message"]
+    message = [html.Pre(said)] if said else []
     return html.Div(
         [html.P([html.B(["◆ ", *died(death)]), ". ", *after]), *message], className="callout critical"
     )

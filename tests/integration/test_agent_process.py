@@ -230,6 +230,7 @@ def test_exception_keeps_its_traceback_and_is_reported(tmp_path: Path, relay: No
     )
     (event,) = [event for b in relay.batches() for event in b.events]
     assert (event.kind, event.message, event.step) == ("exception", "ValueError: as it was", 20)
+    assert str(event.data["traceback"]).splitlines()[-3:] == plain.stderr.splitlines()[-3:]
 
 
 @pytest.mark.usefixtures("relay")

@@ -324,6 +324,7 @@ def test_dead_rank_is_shown_as_dead_and_events_begin_with_the_cause(played: Play
         and '"22:13:57 UTC"' in shown[1]
         and "[10.0.0.2]:5" in shown[1]
     )
+    assert "line 7, in step" in shown[1]
     assert "It ended after " in shown[1]
     assert "callout critical" not in shown[2]
     rows = {row["rank"]: row["death"] for row in look(pages, "node", node="node-1")["ranks"]}

@@ -5,9 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+import traceback
 
 from traceml_ray import wire
-from traceml_ray.errors import error_text
+from traceml_ray.errors import error_text, sendable
+
+_CALLS = 30
+"""Of a traceback, that are sent: the last ones."""
+_TRACEBACK_CHARS = 6000
 
 
 def event(
@@ -16,9 +21,18 @@ def event(
     """Return the event of how the training thread ended, in `opened`: as `kind`, or by an exception."""
     message = ""
     if error is not None:
-        kind, data = "exception", {"type": type(error).__name__}
+        kind, data = "exception", {"type": type(error).__name__, "traceback": _traceback(error)}
         message = error_text(error)[:2000]
     return wire.Event(kind, time.time_ns(), opened.step, opened.stage, message, data)
+
+
+def _traceback(error: BaseException) -> str | None:
+    """Return its last calls, as Python prints them; None where they cannot be had."""
+    try:
+        lines = traceback.format_exception(error, limit=-_CALLS)
+    except Exception:  # the script's own classes may answer with anything
+        return None
+    return sendable("".join(lines))[-_TRACEBACK_CHARS:]
 
 
 def end_as_interrupted() -> None:

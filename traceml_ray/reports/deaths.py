@@ -77,6 +77,7 @@ class Death:
     process: RankProcess | None = None
     circumstances: str = ""
     """The message of the event that reported it as lost."""
+    traceback: str | None = None
     oom_kills: int = 0
     """Processes of its cgroup that the kernel killed in its lifetime because memory ran out."""
 
@@ -188,13 +189,15 @@ def _death(
     lost = bool(mine) if process.identity.source in _SILENT else process.lost
     if not (failure or lost or any(event["kind"] == "exception" for event in mine)):
         return None
-    raised = [event["message"] for event in mine if event["kind"] == "exception"]
-    message = next(filter(None, [*raised, _message(failure)]), "")
+    raised = [event for event in mine if event["kind"] == "exception"]
+    message = next(filter(None, [*(event["message"] for event in raised), _message(failure)]), "")
+    calls = next((event["data"].get("traceback") for event in raised), None)
     ended = seen["data"] if seen else {}
     code = failure["exit_code"] if failure else _whole(ended, "exit_code")
     gone = next((event["message"] for event in mine if event["kind"] == "rank_lost"), "")
     when, kills = _moment(every, failure, process.last_seen_ns), _whole(ended, "oom_kills") or 0
-    return Death(rank, when, message, code, process, gone, kills)
+    traceback = calls if isinstance(calls, str) else None
+    return Death(rank, when, message, code, process, gone, traceback, kills)
 
 
 def _moment(

@@ -148,6 +148,7 @@ def _death(death: Death, first: bool) -> DeathInfo:
         "stage": death.stage,
         "how": death.how,
         "message": death.message[:_MAX_MESSAGE],
+        "traceback": death.traceback,
         "first": first,
     }
 
