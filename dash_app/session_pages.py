@@ -132,6 +132,8 @@ class SessionPages(SessionCache):
         with pages.lock:
             pages._viewed.add(key)
         body = pages._made(key, run)
+        with pages.lock:
+            header = shell.data(pages, run)  # anew: what it asks is answered with what the page asks
         if route.page == "sessions" and all(names := [route.get(side) for side in sessions.SIDES]):
             sides = [Route("side", "", (("session", str(name)),)) for name in names]
             body = {**body, "sides": [self.view(side) for side in sides]}

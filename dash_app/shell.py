@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
@@ -14,8 +13,9 @@ from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports.headlines import cost, lost, named, since
 from traceml_ray.reports.summary import moment
 
-from . import axis, zone
+from . import zone
 from .components import SIGNS, Content, aria, copying, dated, link, marked, part, severity
+from .incident import incident
 from .pages.node import evidence_link
 from .route import Route
 from .run_state import RunState
@@ -31,11 +31,6 @@ _TABS = {
     "health": "Health",
 }
 _BADGES = {"empty": "no session", "stored": "stored file", "missing": "not found", "waiting": "starting"}
-_AT_ONCE_S = 10.0
-"""So close to the beginning of an episode an event may have to do with it,"""
-_NO_CHANGES = {"exit", "process_ended", "attach", "stacks", "flight_recorder", "standing", "swallowed"}
-"""but for these kinds."""
-_CHANGES = 3
 _ICONS = {
     "good": ("#2f9e5b", "M8 1a7 7 0 1 0 .01 0zM7 11.5 3.8 8.3l1.3-1.3L7 8.9l4-4 1.3 1.3z"),
     "warning": ("#d9731a", "M8 1 15.5 15H.5z"),
@@ -57,7 +52,7 @@ def data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
         "state_text": _state_text(cache, run, state),
         "session": _session_data(cache, run),
         "verdict": None if verdict is None else _verdict_data(verdict, state),
-        "incident": None if run is None or verdict is None else _incident(run, verdict),
+        "incident": None if run is None or verdict is None else incident(cache, run, verdict),
         "coverage_text": _coverage_text(cache, run, state),
         "step": run.last_step if run else None,
     }
@@ -104,29 +99,6 @@ def _verdict_data(verdict: Mapping[str, Any], state: str) -> dict[str, Any]:
     cost = lost(verdict) + " so far" * (state == "live") if verdict.get("lost_s") else ""
     kept = {name: value for name, value in verdict.items() if name not in ("episodes", "brief")}
     return {**kept, "headline": named(kept), "lost_text": cost}
-
-
-def _incident(run: RunState, verdict: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the episode that the verdict is about, and what else happened when it began."""
-    episode = axis.present(verdict)
-    if episode is None:
-        return None
-    began = episode.get("started_at") and datetime.fromisoformat(episode["started_at"]).timestamp()
-    at_once = [event for event in run.events if began and abs(event["t_ns"] / 1e9 - began) <= _AT_ONCE_S]
-    found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for event in at_once:
-        if event["kind"] not in _NO_CHANGES:
-            found.setdefault((event["kind"], event["message"].partition("\n")[0][:100]), []).append(event)
-    changes = [_change(run, *what, events) for what, events in found.items()]
-    alone = len(verdict["episodes"]) == 1
-    return {**episode, "changes": changes[:_CHANGES], "alone": alone}
-
-
-def _change(run: RunState, kind: str, message: str, events: Sequence[Mapping[str, Any]]) -> str:
-    ranks = {event["rank"] for event in events if event["rank"] is not None}
-    nodes = {run.labels.get(event["node_id"] or "", "") for event in events}
-    who = text.ranks(ranks) if ranks else text.listed(sorted(filter(None, nodes)))
-    return ": ".join(filter(None, (" of ".join(filter(None, (text.words(kind), who))), message)))
 
 
 def state_of(cache: SessionCache, run: RunState | None) -> str:

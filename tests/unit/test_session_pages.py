@@ -32,7 +32,7 @@ from traceml_ray.reports.comparison import compared
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.summary import summarize
 from traceml_ray.session import SessionFolder, prepare
-from traceml_ray.stages import FORWARD, N_STAGES, SYNC_WAIT
+from traceml_ray.stages import FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT
 from traceml_ray.store import query
 from traceml_ray.store.session_file import SessionFile
 
@@ -280,16 +280,17 @@ def test_headline_has_onset_cost_evidence_and_what_changed(played: Played) -> No
     """The onset is at step 100, which comes in the 21st second, and stays where it is."""
     pages = followed(played, 20)
     note = [wire.Event("restart", played.clock(), message="its loader")]
-    played.play(5, events=note)
+    saved = [wire.SpanSum("checkpoint", POST_SYNC, 1, 40_000_000, 40_000_000, 101, 101)]
+    played.play(5, events=note, spans=saved)
     found = []
     for _ in range(3):
         for _ in range(12):
             played.play(5)
             pages.poll()
-        found.append(look(pages, "header")["incident"])
+        found.append(look(pages, "overview")["incident"])
     assert {(one["from_step"], one["started_at"][:19]) for one in found} == {(100, "2023-11-14T22:13:41")}
     assert found[0]["cost_s"] < found[-1]["cost_s"] and found[-1]["goes_on"]
-    assert found[-1]["changes"] == ["restart of ranks 0-7: its loader"]
+    assert found[-1]["changes"] == ["a checkpoint was written", "restart of ranks 0-7: its loader"]
     evidence = {"kind": "thermal", "node": "host-1", "device": 1, "text": "GPU 1 throttles: too hot"}
     assert pages.newest is not None and pages.newest.verdict is not None
     pages.newest.verdict["machine"] = [evidence]

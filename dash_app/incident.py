@@ -1,0 +1,54 @@
+"""The episode that the present verdict is about, and what else happened when it began."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from traceml_ray import text
+from traceml_ray.store import query
+
+from . import axis
+from .run_state import RunState
+from .session_cache import SessionCache
+
+_AT_ONCE_S = 10.0
+"""So close to the beginning of an episode an event may have to do with it,"""
+_NO_CHANGES = {"exit", "process_ended", "attach", "stacks", "flight_recorder", "standing", "swallowed"}
+"""but for these kinds."""
+_AROUND_STEPS = 2
+"""A checkpoint so near to an onset is said beside it."""
+_CHANGES = 3
+
+
+def incident(cache: SessionCache, run: RunState, verdict: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the episode that the verdict is about, and what else happened when it began."""
+    episode = axis.present(verdict)
+    if episode is None:
+        return None
+    began = episode.get("started_at") and datetime.fromisoformat(episode["started_at"]).timestamp()
+    at_once = [event for event in run.events if began and abs(event["t_ns"] / 1e9 - began) <= _AT_ONCE_S]
+    found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for event in at_once:
+        if event["kind"] not in _NO_CHANGES:
+            found.setdefault((event["kind"], event["message"].partition("\n")[0][:100]), []).append(event)
+    changes = _checkpoint(cache, run, episode["from_step"])
+    changes += [_change(run, *what, events) for what, events in found.items()]
+    alone = len(verdict["episodes"]) == 1
+    return {**episode, "changes": changes[:_CHANGES], "alone": alone}
+
+
+def _checkpoint(cache: SessionCache, run: RunState, step: int) -> list[str]:
+    """Return that a checkpoint was written about then; nothing where each step writes one."""
+    first = max(0, step - _AROUND_STEPS)
+    spans = cache.ask(query.Spans(run.id, min(run.ranks, default=0), first, step + _AROUND_STEPS)) or ()
+    written = any(span["name"] == "checkpoint" and span["times_per_step"] < 0.5 for span in spans)
+    return ["a checkpoint was written"] * written
+
+
+def _change(run: RunState, kind: str, message: str, events: Sequence[Mapping[str, Any]]) -> str:
+    ranks = {event["rank"] for event in events if event["rank"] is not None}
+    nodes = {run.labels.get(event["node_id"] or "", "") for event in events}
+    who = text.ranks(ranks) if ranks else text.listed(sorted(filter(None, nodes)))
+    return ": ".join(filter(None, (" of ".join(filter(None, (text.words(kind), who))), message)))
