@@ -6,6 +6,7 @@ What the monitor costs the run that it watches, against the budgets.
     step    a step of 20 to 30 ms, the monitor attached and detached every few steps
     marks   time on the training thread, alone and under DDP
     agent   CPU of the agent's thread, bytes on the wire
+    memory  one sample of the process's memory
 
 What a whole launch pays is in `startup.py`.
 
@@ -39,7 +40,9 @@ from figures import Figure, machine, table
 from traceml_ray import wire
 from traceml_ray.agent import bootstrap
 from traceml_ray.agent.channel import SocketChannel
+from traceml_ray.agent.host_memory import HostMemory
 from traceml_ray.agent.instrument import Instrumentation
+from traceml_ray.agent.memory import USS_S, MemorySampler
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.agent.recorder import Recorder
@@ -429,9 +432,26 @@ def measure_agent(quick: bool) -> list[Figure]:
     return figures
 
 
+def measure_memory(quick: bool) -> list[Figure]:
+    """Measure a sample of memory as the agent takes it each round, and what it counts now and then."""
+    sampler, number = MemorySampler(), 200 if quick else 2000
+    sampler.sample(0, 0)
+    if sampler.missing:
+        raise RuntimeError(f"not all there: {sampler.missing}")
+    uss = HostMemory().uss
+    cost = (
+        1e6 * statistics.median(timeit.repeat(lambda: sampler.sample(0, 0), number=number, repeat=9)) / number
+    )
+    rare = 1e3 * statistics.median(timeit.repeat(uss, number=5, repeat=9)) / 5
+    return [
+        Figure("memory", "a sample, each second", f"{cost:.0f} µs", "≤ 100 µs"),
+        Figure("memory", f"its count of unshared bytes, every {USS_S:g} s", f"{rare:.1f} ms"),
+    ]
+
+
 # -- the table -----------------------------------------------------------------------------------
 
-PARTS = {"step": measure_step, "marks": measure_marks, "agent": measure_agent}
+PARTS = {"step": measure_step, "marks": measure_marks, "agent": measure_agent, "memory": measure_memory}
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from traceml_ray.stages import FORWARD, LEAD_BYTES, N_STAGES, POST_SYNC, ROW_BYT
 IDENTITY = RankIdentity(3, 1, 1, 4, 2, 2, "host-b", None, "job", 0, 4242, "torchrun")
 COMMANDS = [wire.Command("dump", {"reason": "asked", "seconds": 1.5, "rank": 3, "other": None})]
 NODE = wire.NodeIdentity("ab" * 28, "host-b", "10.0.0.2")
+MEMORY = wire.MemorySample(1_800_000_000_000_000_000, 7, 0, *range(1, 15))
 EVENT = wire.Event("exception", 1_800_000_000_000_000_000, 7, FORWARD, "boom", {"code": 1, "why": None})
 
 
@@ -50,6 +51,8 @@ def full_rank_batch() -> wire.RankBatch:
         final=True,
         host_rows=bytes(ROW_BYTES * 2),
         leads=bytes(LEAD_BYTES * 2),
+        memory=[MEMORY, wire.MemorySample(1, None, None, rss_bytes=1 << 33)],
+        memory_from={"allocated_bytes": "torch"},
     )
 
 

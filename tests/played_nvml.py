@@ -12,7 +12,7 @@ from typing import Any
 import pynvml
 import pytest
 
-NOT_SUPPORTED, NO_PERMISSION, INSUFFICIENT, TIMEOUT = 3, 4, 7, 10
+NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, INSUFFICIENT, TIMEOUT = 3, 4, 6, 7, 10
 UNKNOWN_MEMORY = 0xFFFFFFFFFFFFFFFF
 
 
@@ -30,6 +30,8 @@ class Card:
     fields: dict[int, tuple[int, int]] = field(default_factory=dict)
     """(value type, value) by field."""
     codes: dict[str, int] = field(default_factory=dict)
+    memory: tuple[int, int] = (10, 100)
+    """Bytes (used, total)."""
     uuid: str = "GPU-0"
 
 
@@ -63,6 +65,14 @@ class Library:
         pointer[0] = index.value + 1
         return self.cards[index.value].codes.get("nvmlDeviceGetHandleByIndex_v2", 0)
 
+    def _nvmlDeviceGetHandleByUUID(self, uuid: Any, handle: Any) -> int:
+        known = [card.uuid for card in self.cards]
+        if uuid.value.decode() not in known:
+            return NOT_FOUND
+        pointer = ctypes.cast(ctypes.pointer(handle._obj), ctypes.POINTER(ctypes.c_void_p))
+        pointer[0] = known.index(uuid.value.decode()) + 1
+        return 0
+
     def _nvmlDeviceGetName(self, card: Card, text: Any, _: Any) -> None:
         text.value = card.name.encode()
 
@@ -77,8 +87,8 @@ class Library:
         found._obj.gpu = card.util
         return NOT_SUPPORTED if card.mig else 0
 
-    def _nvmlDeviceGetMemoryInfo(self, _: Card, found: Any) -> None:
-        found._obj.used, found._obj.total = 10, 100
+    def _nvmlDeviceGetMemoryInfo(self, card: Card, found: Any) -> None:
+        found._obj.used, found._obj.total = card.memory
 
     def _nvmlDeviceGetPowerUsage(self, _: Card, found: Any) -> None:
         found._obj.value = 650_500

@@ -13,6 +13,9 @@ import msgspec
 
 VERSION = 2
 MAX_MESSAGE_BYTES = 1 << 20
+MAX_ITEMS = 1024
+"""Entries in any list or map of a message."""
+FEW = msgspec.Meta(max_length=MAX_ITEMS)
 
 # What is decoded fits the int64 columns of the session file, and an index points at something.
 Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]

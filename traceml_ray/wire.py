@@ -11,10 +11,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from traceml_ray.codec import FEW, Count, Int64, Part
+from traceml_ray.codec import MAX_ITEMS as MAX_ITEMS
 from traceml_ray.codec import MAX_MESSAGE_BYTES as MAX_MESSAGE_BYTES
 from traceml_ray.codec import UNREADABLE as UNREADABLE
 from traceml_ray.codec import VERSION as VERSION
-from traceml_ray.codec import Count, Int64, Part
 from traceml_ray.codec import Message as Message
 from traceml_ray.codec import WireError as WireError
 from traceml_ray.codec import decode as decode
@@ -22,13 +23,16 @@ from traceml_ray.codec import encode as encode
 from traceml_ray.codec import size_of as size_of
 from traceml_ray.codec import tag_of as tag_of
 from traceml_ray.identity import RankIdentity
+from traceml_ray.samples import GpuProcess as GpuProcess
+from traceml_ray.samples import GpuSample as GpuSample
+from traceml_ray.samples import MemorySample as MemorySample
+from traceml_ray.samples import NodeSample as NodeSample
+from traceml_ray.samples import ProcessSample as ProcessSample
 from traceml_ray.stages import LEAD_BYTES, N_STAGES, ROW_BYTES
 
 MAX_BATCH_BYTES = 64 * 1024
 """A larger argument of an actor call goes through Ray's object store, 2-3 times as slow."""
 MAX_ROWS = 1024
-MAX_ITEMS = 1024
-"""Entries in any list or map of a message."""
 TICK_S = 0.25
 """How often a relay sends, where the aggregator does not say otherwise."""
 
@@ -46,7 +50,6 @@ NOT_MEASURED = "not measured: "
 """How names in `RelayBatch.errors` begin of what a node cannot measure; the count is of its devices."""
 Columns = tuple[bytes, bytes, bytes, bytes, bytes]
 """Keys, flags, rows, host rows and leads of some rows, see `RankBatch`."""
-_FEW = msgspec.Meta(max_length=MAX_ITEMS)
 
 
 class OpenStage(Part, frozen=True):
@@ -59,17 +62,6 @@ class OpenStage(Part, frozen=True):
     """Name of the open span inside the stage: `checkpoint`, `barrier`, a user's stage, …"""
     span_ns: Int64 | None = None
     """For how long it has been."""
-
-
-class ProcessSample(Part, frozen=True):
-    """A sample of a rank's process. `None` is "not known", never 0."""
-
-    t_ns: Int64
-    cpu_pct: float | None
-    rss_bytes: Count | None
-    threads: Count | None
-    read_bytes: Count | None
-    write_bytes: Count | None
 
 
 class SpanSum(Part, frozen=True):
@@ -100,7 +92,7 @@ class Event(Part, frozen=True):
     step: Int64 | None = None
     stage: StageIndex | None = None
     message: str = ""
-    data: Annotated[dict[str, Value], _FEW] = {}
+    data: Annotated[dict[str, Value], FEW] = {}
 
 
 class Overhead(Part, frozen=True):
@@ -138,11 +130,11 @@ class RankBatch(Message, tag="rank", frozen=True):
     identity: RankIdentity | None = None
     open: OpenStage | None = None
     process: ProcessSample | None = None
-    spans: Annotated[list[SpanSum], _FEW] = []
-    events: Annotated[list[Event], _FEW] = []
-    errors: Annotated[dict[str, Count], _FEW] = {}
+    spans: Annotated[list[SpanSum], FEW] = []
+    events: Annotated[list[Event], FEW] = []
+    errors: Annotated[dict[str, Count], FEW] = {}
     """Swallowed exceptions by place, cumulative."""
-    missing: Annotated[dict[str, str], _FEW] = {}
+    missing: Annotated[dict[str, str], FEW] = {}
     """Patches and signals that could not be had, with the reason."""
     overhead: Overhead | None = None
     strategy: str | None = None
@@ -161,6 +153,12 @@ class RankBatch(Message, tag="rank", frozen=True):
     """
     leads: bytes = b""
     """n × LEAD_BYTES × uint8 (late, full, sure), or empty: not known. Only with `host_rows`."""
+    memory: Annotated[list[MemorySample], FEW] = []
+    memory_from: Annotated[dict[str, str], FEW] = {}
+    """
+    Where each field of `memory` that can be known here comes from: torch, nvml, kernel or cgroup. Not in
+    every batch; what it lacks is not known, and `missing` may say why.
+    """
 
     def columns(self, skip: int = 0) -> Columns:
         """Return the columns of the rows without the first `skip`."""
@@ -194,7 +192,7 @@ class Command(Part, frozen=True):
     """
 
     name: str
-    args: Annotated[dict[str, Value], _FEW] = {}
+    args: Annotated[dict[str, Value], FEW] = {}
 
 
 class RankReply(Message, tag="rank_reply", frozen=True):
@@ -206,69 +204,9 @@ class RankReply(Message, tag="rank_reply", frozen=True):
     process_id: Name
     acked_seq: Int64
     settled_seq: Int64
-    commands: Annotated[list[Command], _FEW] = []
-    verdict: Annotated[dict[str, Value], _FEW] = {}
+    commands: Annotated[list[Command], FEW] = []
+    verdict: Annotated[dict[str, Value], FEW] = {}
     """To rank 0: `label`, `why`, `stage`, `rank`, `cost_pct`, `mean_step_ms` of its run just now."""
-
-
-class GpuProcess(Part, frozen=True):
-    """A process that computes on a device; `parents` are its parent, that one's parent, and so on."""
-
-    pid: Count
-    mem_bytes: Count | None
-    name: str | None = None
-    parents: Annotated[list[Count], _FEW] = []
-
-
-class GpuSample(Part, frozen=True):
-    """One device as NVML sees it. Byte counters and `processes` are not asked for in every sample."""
-
-    index: Count
-    name: str | None
-    util_pct: float | None
-    mem_used_bytes: Count | None
-    mem_total_bytes: Count | None
-    power_w: float | None = None
-    power_limit_w: float | None = None
-    temperature_c: float | None = None
-    sm_mhz: float | None = None
-    sm_max_mhz: float | None = None
-    throttle: Annotated[list[str], _FEW] | None = None
-    """Why its clocks are not higher: `sw_power_cap`, `hw_thermal_slowdown`, `gpu_idle`, …"""
-    ecc_uncorrected: Count | None = None
-    """Since the driver was loaded."""
-    pcie_rx_bytes: Count | None = None
-    pcie_tx_bytes: Count | None = None
-    nvlink_rx_bytes: Count | None = None
-    nvlink_tx_bytes: Count | None = None
-    processes: Annotated[list[GpuProcess], _FEW] | None = None
-    xid: Annotated[list[Count], _FEW] | None = None
-    """Numbers of the critical errors since the sample before; None: not known."""
-
-
-class NodeSample(Part, frozen=True):
-    """A sample of a node. Bytes of disk, network and swap, and `cpu_throttled_ns`, are counters."""
-
-    t_ns: Int64
-    cpu_pct: float | None
-    cpu_count: Count | None
-    load1: float | None
-    mem_used_bytes: Count | None
-    mem_total_bytes: Count | None
-    disk_read_bytes: Count | None
-    disk_write_bytes: Count | None
-    net_rx_bytes: Count | None
-    net_tx_bytes: Count | None
-    gpus: Annotated[list[GpuSample], _FEW] | None = None
-    swap_in_bytes: Count | None = None
-    psi_cpu: float | None = None
-    """Share (0..1) of the time since the sample before in which some task waited for a CPU,"""
-    psi_memory: float | None = None
-    """for memory,"""
-    psi_io: float | None = None
-    """for the disk."""
-    cpu_throttled_ns: Count | None = None
-    """CPU time that the container's quota held back."""
 
 
 class NodeIdentity(Part, frozen=True):
@@ -291,21 +229,21 @@ class RelayBatch(Message, tag="relay", frozen=True):
     incarnation: str
     seq: Count
     sent_ns: Int64
-    batches: Annotated[list[bytes], _FEW] = []
-    dropped: Annotated[dict[str, Rows], _FEW] = {}
+    batches: Annotated[list[bytes], FEW] = []
+    dropped: Annotated[dict[str, Rows], FEW] = {}
     sample: NodeSample | None = None
-    lost: Annotated[list[str], _FEW] = []
+    lost: Annotated[list[str], FEW] = []
     """Rank processes whose process is gone without a final batch."""
-    events: Annotated[list[Event], _FEW] = []
-    errors: Annotated[dict[str, Count], _FEW] = {}
+    events: Annotated[list[Event], FEW] = []
+    errors: Annotated[dict[str, Count], FEW] = {}
 
 
 class RelayReply(Message, tag="relay_reply", frozen=True):
     """Aggregator to relay: messages up to `stored_seq` are on disk."""
 
     stored_seq: Int64
-    commands: Annotated[list[Command], _FEW] = []
-    verdicts: Annotated[dict[str, dict[str, Value]], _FEW] = {}
+    commands: Annotated[list[Command], FEW] = []
+    verdicts: Annotated[dict[str, dict[str, Value]], FEW] = {}
     """By run; see `RankReply.verdict`."""
     tick_s: Annotated[float, msgspec.Meta(ge=TICK_S, le=60)] = TICK_S
     """How often to send, in seconds, where not all ranks of the node have reported before."""
@@ -329,7 +267,7 @@ class Finish(Message, tag="finish", frozen=True):
     """
 
     exit_code: Int64
-    failures: Annotated[list[RankFailure], _FEW] = []
+    failures: Annotated[list[RankFailure], FEW] = []
     stop: bool = True
     """End the session; without it, only this node leaves."""
     node_id: str = ""
@@ -377,8 +315,8 @@ class Run(Message, tag="run", frozen=True):
 
     job_id: str
     """As in the identity of the run's ranks."""
-    info: Annotated[dict[str, Value], _FEW] = {}
+    info: Annotated[dict[str, Value], FEW] = {}
     """name, launcher, world_size, nnodes, …: what is missing stays as it was."""
-    events: Annotated[list[Event], _FEW] = []
+    events: Annotated[list[Event], FEW] = []
     status: str | None = None
     """finished, failed, stopped: the run is over, its files are to be written. None: it goes on."""

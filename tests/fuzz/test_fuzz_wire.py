@@ -102,6 +102,7 @@ events = st.builds(
     ),
 )  # fmt: skip
 processes = st.builds(wire.ProcessSample, INT64, FLOAT, *[st.none() | COUNT for _ in range(4)])
+memories = st.builds(wire.MemorySample, INT64, st.none() | INT64, *[st.none() | COUNT for _ in range(15)])
 gpus = st.builds(
     wire.GpuSample, COUNT, st.none(), FLOAT, st.none() | COUNT, st.none() | COUNT, FLOAT, FLOAT, FLOAT
 )
@@ -129,7 +130,8 @@ def batches(draw: st.DrawFn) -> bytes:
         dropped=dropped, sent_ns=draw(INT64), open=draw(st.none() | opens), final=draw(st.booleans()),
         process=draw(st.none() | processes), spans=draw(st.lists(details, max_size=2)),
         events=draw(st.lists(events, max_size=2)), group=draw(st.none() | st.tuples(COUNT, COUNT)),
-        strategy=draw(st.none() | st.text(max_size=5)),
+        strategy=draw(st.none() | st.text(max_size=5)), memory=draw(st.lists(memories, max_size=2)),
+        memory_from=draw(st.dictionaries(st.text(max_size=9), st.text(max_size=5), max_size=2)),
     )  # fmt: skip
 
 

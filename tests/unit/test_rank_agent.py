@@ -84,6 +84,44 @@ def test_process_is_sampled_once_a_second_however_often_it_reports(
     assert [batch.process is not None for batch in pipe.batches()] == [True, False] * 3
 
 
+def test_memory_is_sampled_each_round_and_its_sources_are_sent_when_they_are_new_or_now_and_then() -> None:
+    pipe = Pipe()
+    agent = make(pipe)
+    agent.recorder.steps.rows.step = 7
+    for _ in range(61):
+        agent.tick()
+    batches = pipe.batches()
+    assert [len(batch.memory) for batch in batches] == [1] * 61
+    (sample,) = batches[0].memory
+    assert (sample.step, sample.device, sample.allocated_bytes) == (7, None, None)
+    assert sample.rss_bytes and sample.limit_bytes and batches[0].sent_ns >= sample.t_ns > 0
+    assert [number for number, batch in enumerate(batches) if batch.memory_from] == [0, 30, 60]
+    assert batches[0].memory_from["rss_bytes"] == "kernel" and "allocated_bytes" not in batches[0].memory_from
+    assert not agent.instrumentation.errors
+
+
+def test_samples_of_memory_that_do_not_fit_wait_for_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = [wire.MemorySample(1, 1, device, *[1 << 40] * 14) for device in range(1000)]
+    monkeypatch.setattr("traceml_ray.agent.memory.MemorySampler.sample", lambda *_: list(many))
+    pipe = Pipe()
+    agent = make(pipe)
+    push(agent, 2000)
+    agent.tick()
+    assert all(len(data) <= wire.MAX_BATCH_BYTES for data in pipe.taken)
+    assert [sample.device for batch in pipe.batches() for sample in batch.memory] == [*range(1000)]
+
+
+def test_samples_of_memory_that_are_lost_are_counted() -> None:
+    pipe = Pipe(room=0)
+    agent = make(pipe, agent_buffer_bytes=10_000)
+    for _ in range(200):
+        agent.tick()
+    pipe.room = 1000
+    agent.tick()
+    lost = agent.instrumentation.errors["memory samples lost with their batch"]
+    assert lost > 0 and sum(len(batch.memory) for batch in pipe.batches()) + lost == 201
+
+
 @pytest.mark.parametrize(
     ("world", "second", "due"), [(8, 0.3, 0.5), (256, 0.3, 0.5), (1024, 0.3, 0.7), (1024, 0.9, 1.1)]
 )
@@ -102,7 +140,9 @@ def test_rows_beyond_one_batch_go_in_several_consecutive_ones() -> None:
     agent = make(pipe)
     push(agent, 2500)
     agent.tick()
-    assert [(b.first_row, len(b.flags)) for b in pipe.batches()] == [(0, 1024), (1024, 1024), (2048, 452)]
+    starts, counts = zip(*((b.first_row, len(b.flags)) for b in pipe.batches()), strict=True)
+    assert counts[0] > 1000 and sum(counts) == 2500  # the first has a sample of memory, too
+    assert starts == (0, counts[0], counts[0] + counts[1])
     assert all(len(data) <= wire.MAX_BATCH_BYTES for data in pipe.taken)
 
 

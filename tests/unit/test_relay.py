@@ -467,17 +467,16 @@ def test_events_spans_and_samples_dropped_by_an_overflow_are_counted(bench: Benc
     small = Bench(bench.path.parent, limit=20_000)
     small.aggregator.up = False
     events, spans = [wire.Event("note", 1, message="x" * 4000)], [wire.SpanSum("a", 1, 1, 5, 5, 0, 0)]
-    process = wire.ProcessSample(1, 1.0, 1, 1, 0, 0)
+    own = {"process": wire.ProcessSample(1, 1.0, 1, 1, 0, 0), "memory": [wire.MemorySample(1, 1, None)]}
     for seq in range(12):
-        small.relay.take(rank_batch("a", seq, events=events, spans=spans, process=process))
+        small.relay.take(rank_batch("a", seq, events=events, spans=spans, **own))
         small.sampler.sample = wire.NodeSample(seq, *[None] * 9)
         small.tick()
     small.aggregator.up = True
     small.tick(10)
     batches, errors = small.aggregator.batches(), small.aggregator.errors()
-    for what in ("events", "spans"):
+    for what, name in {"events": "event", "spans": "span", "memory": "memory sample"}.items():
         kept = sum(len(getattr(batch, what)) for batch in batches)
-        name = {"events": "event", "spans": "span"}[what]
         assert 0 < kept < 12
         assert kept + errors[f"{name}: no room"] == 12
     assert errors["process sample: no room"] == 12 - len(batches)

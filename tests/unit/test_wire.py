@@ -215,3 +215,13 @@ def test_row_costs_at_most_128_bytes(device):
     )
     assert len(wire.encode(batch)) <= 128 * 10
     assert len(wire.encode(rank_batch(wire.MAX_ROWS))) <= wire.MAX_BATCH_BYTES
+
+
+def test_sample_of_memory_costs_at_most_160_bytes():
+    """Of them one goes a second for each device, beside 2 kB that a rank may send."""
+    of_device = wire.MemorySample(1_800_000_000_000_000_000, 70_010, 7, *[1 << 37] * 5, 1, 0, *[1 << 37] * 7)
+    of_host = wire.MemorySample(
+        1_800_000_000_000_000_000, 70_010, None, rss_bytes=1 << 37, limit_bytes=1 << 40
+    )
+    assert wire.size_of(of_device) <= 160
+    assert wire.size_of(of_host) <= 50

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+import uuid
 from typing import Any
 
 from traceml_ray.agent.device import EVENT_SLOTS
@@ -61,7 +62,7 @@ class CudaApi:
 
         cuda: Any = torch.cuda
         self._index = index
-        self._driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        self._driver = load_driver()
         lacking = [name for name in _SYMBOLS if not hasattr(self._driver, name)]
         if lacking:
             raise CudaError(f"the driver has no {', '.join(lacking)}")
@@ -166,13 +167,37 @@ class CudaApi:
             raise CudaError(f"{name}: not ready")
 
     def _active(self) -> list[bool]:
-        """Return which devices this process has a context on."""
-        count, device = ctypes.c_int(), ctypes.c_int()
-        self._call("cuDeviceGetCount", ctypes.byref(count))
-        active = []
-        for index in range(count.value):
-            flags, state = ctypes.c_uint(), ctypes.c_int()
-            self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
-            self._call("cuDevicePrimaryCtxGetState", device, ctypes.byref(flags), ctypes.byref(state))
-            active.append(bool(state.value))
-        return active
+        return contexts(self._driver)
+
+
+def load_driver() -> Any:
+    """Return the driver's library, which torch has loaded; raises OSError where it has not."""
+    return ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+
+
+def contexts(driver: Any) -> list[bool]:
+    """Return which devices this process has a context on, by index as torch counts them; makes none."""
+    count, device = ctypes.c_int(), ctypes.c_int()
+    call(driver, "cuDeviceGetCount", ctypes.byref(count))
+    active = []
+    for index in range(count.value):
+        flags, state = ctypes.c_uint(), ctypes.c_int()
+        call(driver, "cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
+        call(driver, "cuDevicePrimaryCtxGetState", device, ctypes.byref(flags), ctypes.byref(state))
+        active.append(bool(state.value))
+    return active
+
+
+def device_uuid(driver: Any, index: int) -> str:
+    """Return the uuid of a device, or of the MIG slice that it is, as NVML spells it after its prefix."""
+    device, found = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    call(driver, "cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
+    name = "cuDeviceGetUuid_v2" if hasattr(driver, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
+    call(driver, name, ctypes.byref(found), device)
+    return str(uuid.UUID(bytes=bytes(found)))
+
+
+def call(driver: Any, name: str, *args: Any) -> None:
+    """Call the driver; raises CudaError where it does not succeed."""
+    if code := getattr(driver, name)(*args):
+        raise CudaError(f"{name}: error {code}")

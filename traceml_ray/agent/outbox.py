@@ -15,12 +15,13 @@ from traceml_ray.agent.channel import Channel
 
 
 class Batch(msgspec.Struct, gc=False):
-    """One encoded `wire.RankBatch`, and how many rows, events and spans are in it."""
+    """One encoded `wire.RankBatch`, and how many rows, events, spans and samples of memory are in it."""
 
     seq: int
     rows: int
     events: int
     spans: int
+    memory: int
     data: bytes
     offered: bool = False
     handed: bool = False

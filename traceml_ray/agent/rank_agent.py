@@ -26,6 +26,7 @@ from traceml_ray.agent.channel import Channel
 from traceml_ray.agent.device_use import DeviceUse
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.mark_log import LOCK_S
+from traceml_ray.agent.memory import MemorySampler
 from traceml_ray.agent.outbox import Batch, Outbox
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.recorder import Recorder
@@ -43,15 +44,17 @@ CLOSE_WAIT_S = 0.3
 CONFIRM_POLL_S = 0.005
 SETTLE_S = 1.0
 _ITEM_BYTES = 28 * 1024
-"""Of events and spans in one batch; the rest of them waits for the next one."""
+"""Of events, spans and samples of memory in one batch; the rest of them waits for the next one."""
 _FIXED_BYTES = 7 * 1024
 """Of a batch, for what is neither these nor rows."""
+_SOURCES_EVERY = 30
+"""In so many samples of memory it is said once where they come from."""
 _CERTAIN = ("torch.distributed", "ray_train", "explicit")
 """Sources that know it for good; the others are asked again."""
 
 
 _T = TypeVar("_T")
-_Item = TypeVar("_Item", wire.Event, wire.SpanSum)
+_Item = TypeVar("_Item", wire.Event, wire.SpanSum, wire.MemorySample)
 
 
 def new_process_id() -> str:
@@ -82,6 +85,9 @@ class RankAgent:
         """On rank 0: how its run is judged just now, see `wire.RankReply`."""
         self._events: list[wire.Event] = []
         self._spans: list[wire.SpanSum] = []
+        self._memory: list[wire.MemorySample] = []
+        self._memory_from: dict[str, str] = {}
+        """To be sent with the next batch."""
         self._outbox = Outbox(settings.agent_buffer_bytes)
         self._seq = 0
         self._dropped = 0
@@ -92,6 +98,8 @@ class RankAgent:
         self._thread: threading.Thread | None = None
         self._sampler: ProcessSampler | None = None
         self._sampled = -SAMPLE_S
+        self._memory_sampler = MemorySampler()
+        self._memory_samples = 0
 
     def start(self) -> None:
         """Start the thread; it does the rest, so that the import of torch is not held up."""
@@ -148,6 +156,7 @@ class RankAgent:
             self.instrumentation.errors.count("marks: not read, a thread holds the recorder")
         self.guard("device clock", self.device.finish if final else self.device.turn)
         self._spans += self.guard("spans", functools.partial(self._collect_spans, final)) or []
+        self.guard("memory", self._sample_memory)
         while self._enqueue(final):
             pass
         self._exchange()
@@ -163,7 +172,7 @@ class RankAgent:
         # Rows come last: from here on nothing but the encoding may go wrong.
         most = (wire.MAX_BATCH_BYTES - _FIXED_BYTES - (_ITEM_BYTES - room)) // self.ring.row_bytes
         first, keys, flags, rows, host_rows, leads = self.ring.drain_hosts(min(wire.MAX_ROWS, most))
-        more = bool(self.ring.accepted > first + len(flags) or self._events or self._spans)
+        more = bool(self.ring.accepted > first + len(flags) or self._events or self._spans or self._memory)
         lost = self.ring.dropped + self.recorder.lost_rows
         batch = msgspec.structs.replace(
             batch,
@@ -178,7 +187,8 @@ class RankAgent:
             final=final and not more,
         )
         data = self.guard("batch", functools.partial(wire.encode, batch))
-        made = Batch(self._seq + 1, len(flags), len(batch.events), len(batch.spans), data or b"")
+        held = len(batch.events), len(batch.spans), len(batch.memory)
+        made = Batch(self._seq + 1, len(flags), *held, data or b"")
         if data is None:
             self._lose(made)
             return more
@@ -204,7 +214,9 @@ class RankAgent:
             identity=self.guard("identity", self._resolve),
             open=self.guard("open stage", self._open_stage),
             process=self.guard("process", self._sample),
-            missing={name: sendable(why) for name, why in dict(patches.missing).items()},
+            missing={
+                name: sendable(why) for name, why in (patches.missing | self._memory_sampler.missing).items()
+            },
             overhead=wire.Overhead(
                 self.recorder.marks_ns,
                 self._cpu_ns,
@@ -216,7 +228,10 @@ class RankAgent:
         )
         events, room = self._fitting(self._events, _ITEM_BYTES)
         spans, room = self._fitting(self._spans, room)
-        return msgspec.structs.replace(batch, events=events, spans=spans, errors=self._errors()), room
+        memory, room = self._fitting(self._memory, room)
+        sources, self._memory_from = self._memory_from, {}
+        more = {"events": events, "spans": spans, "memory": memory, "memory_from": sources}
+        return msgspec.structs.replace(batch, **more, errors=self._errors()), room
 
     def _errors(self) -> dict[str, int]:
         """
@@ -239,6 +254,7 @@ class RankAgent:
         self._dropped += batch.rows
         self.instrumentation.errors.count("events lost with their batch", batch.events)
         self.instrumentation.errors.count("spans lost with their batch", batch.spans)
+        self.instrumentation.errors.count("memory samples lost with their batch", batch.memory)
 
     def _fitting(self, waiting: list[_Item], room: int) -> tuple[list[_Item], int]:
         """Take what fits into `room` bytes from `waiting`, in order; return it, and the room that is left."""
@@ -327,6 +343,15 @@ class RankAgent:
             return None
         self._sampled = time.monotonic()
         return self._sampler.sample()
+
+    def _sample_memory(self) -> None:
+        """Sample memory; where it comes from is sent when that is new, and again now and then."""
+        sampler = self._memory_sampler
+        before = dict(sampler.sources)
+        self._memory += sampler.sample(time.time_ns(), self.recorder.open_stage().step)
+        if sampler.sources != before or self._memory_samples % _SOURCES_EVERY == 0:
+            self._memory_from = dict(sampler.sources)
+        self._memory_samples += 1
 
     def _finish(self) -> None:
         self.guard("last tick", functools.partial(self.tick, final=True))

@@ -169,6 +169,10 @@ def _besides_rows(data: bytes) -> Counter[str]:
         batch = decode(data, RankBatch)
     except WireError:
         return Counter()
-    samples = int(batch.process is not None)
-    found = {"event": len(batch.events), "span": len(batch.spans), "process sample": samples}
+    found = {
+        "event": len(batch.events),
+        "span": len(batch.spans),
+        "process sample": int(batch.process is not None),
+        "memory sample": len(batch.memory),
+    }
     return Counter({f"{what}: no room": n for what, n in found.items() if n})
