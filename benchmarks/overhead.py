@@ -42,7 +42,7 @@ from traceml_ray.agent import bootstrap
 from traceml_ray.agent.channel import SocketChannel
 from traceml_ray.agent.host_memory import HostMemory
 from traceml_ray.agent.instrument import Instrumentation
-from traceml_ray.agent.memory import USS_S, MemorySampler
+from traceml_ray.agent.memory_samples import USS_S, MemorySampler
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.agent.recorder import Recorder

@@ -183,6 +183,8 @@ class Played:
         n, last, s = len(rows), self.step + len(rows) - 1, self._seconds
         usual: dict[str, Any] = {
             "process": wire.ProcessSample(self.clock(), 95.0, (900 + 5 * s) << 20, 24, 1 << 20, s << 21),
+            "memory": self._memory(rank),
+            "memory_from": {"rss_bytes": "kernel", "limit_bytes": "kernel", "limit_used_bytes": "kernel"},
             "open": wire.OpenStage(last + 1, FORWARD, 2 * MS),
             "spans": [wire.SpanSum("optimizer", POST_SYNC, n, n * MS // 2, MS, self.step, last)],
             "overhead": wire.Overhead(5_000 * (last + 1), 2 * MS * s, SECOND * s, 900 * s),
@@ -190,6 +192,14 @@ class Played:
         }
         beside = self._beside(rank, rows) if self._device else {}
         return rank.batch(n, rows=rows.tobytes(), **{**usual, **beside, **fields})
+
+    def _memory(self, rank: Rank) -> list[wire.MemorySample]:
+        s, device = self._seconds, rank.identity.local_rank if self._gpus else None
+        host = {"rss_bytes": (900 + 5 * s) << 20, "limit_bytes": 512 << 30, "limit_used_bytes": 200 << 30}
+        if device is not None:
+            host |= {"allocated_bytes": 40 << 30, "reserved_bytes": 50 << 30, "process_bytes": 52 << 30}
+            host |= {"device_used_bytes": 60 << 30, "device_total_bytes": 140 << 30}
+        return [wire.MemorySample(self.clock(), self.step, device, **host)]
 
     def _beside(self, rank: Rank, rows: np.ndarray) -> dict[str, Any]:
         """What a rank with a device clock sends beside its rows: host rows and leads."""

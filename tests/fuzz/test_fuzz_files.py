@@ -38,7 +38,8 @@ from traceml_ray.session import Live
 from traceml_ray.spool import read_spool, write_spool
 from traceml_ray.store import query
 from traceml_ray.store.kept import pack, unpack
-from traceml_ray.store.schema import NONSENSE
+from traceml_ray.store.schema import NONSENSE, SessionFileError
+from traceml_ray.store.session_file import SessionFile
 
 SECONDS = 60.0
 MIB = 512
@@ -89,6 +90,9 @@ def read_all(folder: Path) -> None:
         for command in commands:
             code, _, error = run_cli(command[0], str(folder), *command[1:])
             assert code in (0, 2) and error.count("\n") == (code == 2), error
+        with contextlib.suppress(SessionFileError), SessionFile(folder / "session.sqlite") as file:
+            for each in file.memory_samples()[0]:
+                assert (np.diff(each.t_ns) >= 0).all() and len(each.step) == len(each.t_ns) > 0
         with contextlib.suppress(SourceError):
             pages = SessionPages(StoredSource(folder))
             pages.poll()
@@ -126,6 +130,7 @@ TABLES = [
     "relay",
     "chunk",
     "process_sample",
+    "memory_sample",
     "node_sample",
     "span",
     "event",

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sqlite3
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pynvml
 import pytest
 from fake_memory import GIB, FakeCuda
 from played_nvml import NO_PERMISSION, NOT_SUPPORTED, UNKNOWN_MEMORY, Card, play
+from sessions import Rank, Relay, aggregation
 
 from traceml_ray import wire
 from traceml_ray.agent import driver_memory
 from traceml_ray.agent.device_memory import OF_NVML, OF_TORCH, DeviceMemory
 from traceml_ray.agent.driver_memory import DriverMemory
-from traceml_ray.agent.memory import USS_S, MemorySampler
+from traceml_ray.agent.memory_samples import USS_S, MemorySampler
+from traceml_ray.store.schema import SessionFileError
+from traceml_ray.store.session_file import SessionFile
 
 MIB = 1 << 20
 ME = os.getpid()
@@ -298,3 +304,80 @@ def test_uss_is_counted_every_half_minute_and_less_often_where_that_takes_long(t
 
     memory._host.uss = uss  # type: ignore[method-assign]
     assert counted(1000) == 4  # one of them still at its time
+
+
+# -- in the session file -------------------------------------------------------------------------
+
+
+def stored(folder: Path, *batches: list[wire.MemorySample]) -> SessionFile:
+    """Return the file after rank 0 has sent these, and rank 1 a sample of its own."""
+    aggregator, relay, ranks = aggregation(folder), Relay(), [Rank(0), Rank(1)]
+    for samples in batches:
+        other = [wire.MemorySample(5, None, None, rss_bytes=1)]
+        sources = {"rss_bytes": "kernel"}
+        parts = ranks[0].batch(1, memory=samples, memory_from=sources), ranks[1].batch(1, memory=other)
+        aggregator.ingest(relay.message(*parts))
+        aggregator.commit()
+    aggregator.close()
+    return SessionFile(folder / "session.sqlite")
+
+
+def test_samples_come_back_by_process_and_device_in_order_of_time(tmp_path: Path) -> None:
+    one = [wire.MemorySample(30, 3, device, 10 + device, 1 << 60, ooms=0) for device in (1, 0)]
+    two = [wire.MemorySample(20, None, 0, 7, uss_bytes=9), wire.MemorySample(40, 4, 1, 11)]
+    with stored(tmp_path, one, two) as file:
+        (first, second, other), cursor = file.memory_samples()
+        assert [(each.process, each.device) for each in (first, second, other)] == [(1, 0), (1, 1), (2, None)]
+        assert (first.t_ns.tolist(), first.step.tolist()) == ([20, 30], [-1, 3])
+        assert (second.t_ns.tolist(), second.step.tolist()) == ([30, 40], [3, 4])
+        assert set(first.columns) == {"allocated_bytes", "reserved_bytes", "ooms", "uss_bytes"}
+        assert first.columns["allocated_bytes"].tolist() == [7, 10]
+        assert np.array_equal(first.columns["uss_bytes"], [9, np.nan], equal_nan=True)
+        assert np.array_equal(
+            first.columns["ooms"], [np.nan, 0], equal_nan=True
+        )  # 0 is known, and none is not
+        assert set(other.columns) == {"rss_bytes"} and other.t_ns.tolist() == [5, 5]
+        assert file.memory_samples(since=cursor) == ([], cursor)
+        assert [each.process for each in file.memory_samples([2])[0]] == [2]
+        assert [each.t_ns.tolist() for each in file.memory_samples(since=cursor - 3)[0]] == [[20], [40], [5]]
+        (few,) = [each for each in file.memory_samples([1], fields=["ooms"])[0] if each.device == 0]
+        assert set(few.columns) == {"ooms"}
+        assert [process.memory_from for process in file.processes()] == [{"rss_bytes": "kernel"}, {}]
+
+
+def test_samples_for_a_page_are_the_newest_or_evenly_of_a_time_and_of_every_device(tmp_path: Path) -> None:
+    sent = [[wire.MemorySample(t, t, device, t) for device in (0, 1)] for t in range(20)]
+    with stored(tmp_path, *sent) as file:
+        newest = file.memory_rows([1], 4)
+        assert [(process, each.t_ns, each.device) for process, each in newest] == [
+            (1, 18, 0), (1, 18, 1), (1, 19, 0), (1, 19, 1),
+        ]  # fmt: skip
+        evenly = [(each.t_ns, each.device) for _, each in file.memory_rows([1], 6, (5, 15))]
+        assert evenly == [(t, device) for t in (7, 11, 15) for device in (0, 1)]
+        assert file.memory_rows([9], 4) == []
+
+
+def test_batch_that_comes_twice_leaves_one_sample(tmp_path: Path) -> None:
+    aggregator, relay, rank = aggregation(tmp_path), Relay(), Rank(0)
+    batch = rank.batch(1, memory=[wire.MemorySample(1, 1, None)])
+    for _ in range(3):
+        aggregator.ingest(relay.message(batch))
+    aggregator.commit()
+    aggregator.close()
+    with SessionFile(tmp_path / "session.sqlite") as file:
+        assert [len(each.t_ns) for each in file.memory_samples()[0]] == [1]
+
+
+@pytest.mark.parametrize("value", [1.5, "12", b"12", -2, "x" * 100, float("inf")])
+@pytest.mark.parametrize("column", ["process", "t_ns", "device", "step", "rss_bytes"])
+def test_values_that_nobody_sampled_are_refused(tmp_path: Path, column: str, value: Any) -> None:
+    with stored(tmp_path, [wire.MemorySample(1, 1, None, rss_bytes=5)]):
+        pass
+    with contextlib.closing(sqlite3.connect(tmp_path / "session.sqlite")) as changed, changed:
+        changed.execute(f"UPDATE memory_sample SET {column} = ? WHERE id = 1", (value,))
+    with SessionFile(tmp_path / "session.sqlite") as file:
+        if (column, value) in [("t_ns", -2), ("process", -2), ("process", "12")]:  # any time; SQLite's own 12
+            file.memory_samples()
+            return
+        with pytest.raises(SessionFileError, match="damaged"):
+            file.memory_samples()

@@ -31,6 +31,7 @@ from traceml_ray.store.session_file import Folded, SessionFile
 LIMITS = Settings().thresholds
 LIMIT = 400_000
 ROW = [1, 2, 0, 3, 3, 1]
+GIB = 1 << 30
 PEAK = 9 << 30
 ERROR_PCT = 0.1245
 """Of medians, where not all steps are kept one by one."""
@@ -57,12 +58,17 @@ class Job:
             process = wire.ProcessSample(self.clock(), 50.0, PEAK if second == 7 else 1 << 30, 9, 0, 0)
             sample = wire.NodeSample(self.clock(), *[None] * 9)
             rows = {late: [ROW[0], ROW[1] + 10, *ROW[2:]]}
+            memory = [self.memory(second, device) for device in (0, 1)]
             batches = [
-                rank.batch(steps, rows.get(number, waits), process=process, **more)
+                rank.batch(steps, rows.get(number, waits), process=process, memory=memory, **more)
                 for number, rank in enumerate(self.ranks)
             ]
             self.aggregator.ingest(self.relay.message(*batches, sample=sample))
             assert self.aggregator.commit()
+
+    def memory(self, second: int, device: int) -> wire.MemorySample:
+        most, uss = PEAK if second == 7 else GIB, GIB if second % 30 == 4 else None
+        return wire.MemorySample(self.clock(), second, device, GIB, peak_bytes=most, uss_bytes=uss)
 
     @property
     def size(self) -> int:
@@ -94,6 +100,28 @@ def test_spans_and_a_flood_of_events_stay_within_the_bound(job: Job, monkeypatch
         events, [(details,)] = session.events()[0], session._all("SELECT count(*) FROM span")
     assert 500 <= len(events) < 2500 and events[-1]["message"].startswith("599 4")
     assert 0 < details < 4 * 300
+
+
+def test_samples_of_memory_that_are_old_are_thinned_and_the_most_is_kept(job: Job) -> None:
+    job.run(400)
+    with SessionFile(job.aggregator.folder.sqlite) as session:
+        thinned = session.meta()["folded"]["memory_sample"]
+        found, _ = session.memory_samples()
+        assert [(each.process, each.device) for each in found] == [
+            (p, d) for p in range(1, 5) for d in (0, 1)
+        ]
+        for each in found:
+            query = "SELECT t_ns, peak_bytes, uss_bytes FROM memory_sample WHERE id <= ?"
+            query += " AND process = ? AND device = ?"
+            old = session._all(query, thinned, each.process, each.device)
+            seconds = (old[-1][0] - old[0][0]) / SECOND
+            assert seconds > 100 and seconds / 10 <= len(old) < seconds / 5
+            assert {t // (10 * SECOND) for t, _, _ in old} == {
+                *range(old[0][0] // (10 * SECOND), old[-1][0] // (10 * SECOND) + 1)
+            }
+            assert max(peak for _, peak, _ in old) == PEAK
+            assert sum(uss is not None for _, _, uss in old) >= seconds // 30
+            assert (np.diff(each.t_ns[len(old) :]) == SECOND).all()  # the newest are all there
 
 
 def test_folded_rows_add_up(job: Job) -> None:

@@ -259,6 +259,7 @@ def test_items_cut_while_the_disk_refuses_are_counted_by_kind(tmp_path: Path) ->
             events=[wire.Event("note", number)],
             spans=[wire.SpanSum("a", 1, 1, 5, 5, 0, 0)],
             process=wire.ProcessSample(number, 1.0, 1, 1, 0, 0),
+            memory=[wire.MemorySample(number, 1, None)],
         )
         aggregator.ingest(relay.message(batch, sample=wire.NodeSample(number, *[None] * 9)))
         assert not aggregator.commit()
@@ -266,8 +267,8 @@ def test_items_cut_while_the_disk_refuses_are_counted_by_kind(tmp_path: Path) ->
     blocker.close()
     assert aggregator.commit() and aggregator.commit()
     with SessionFile(tmp_path / "session.sqlite") as stored:
-        tables = {"event": "event", "span": "span", "process_sample": "process sample"}
-        for table, name in {**tables, "node_sample": "node sample"}.items():
+        samples = {f"{of}_sample": f"{of} sample" for of in ("process", "memory", "node")}
+        for table, name in {"event": "event", "span": "span", **samples}.items():
             kept = stored._all(f"SELECT count(*) FROM {table}")[0][0]
             lost = stored.meta()["errors"][f"{name}: not stored, no room"]
             done = 1 if table == "event" else 0  # of the commit that failed

@@ -26,7 +26,7 @@ from traceml_ray.agent.channel import Channel
 from traceml_ray.agent.device_use import DeviceUse
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.mark_log import LOCK_S
-from traceml_ray.agent.memory import MemorySampler
+from traceml_ray.agent.memory_samples import MemorySampler
 from traceml_ray.agent.outbox import Batch, Outbox
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.recorder import Recorder

@@ -308,6 +308,8 @@ class AggregatorCore:
             writer.add_event(restart, run=process.identity.job_id)
         if batch.process is not None:
             writer.add_process(process, batch.process)
+        for sample in batch.memory:
+            writer.add_memory(process, sample)
         for span in batch.spans:
             writer.add_span(process, span)
             self._recent.add_span(process.id, span)

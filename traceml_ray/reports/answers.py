@@ -216,6 +216,7 @@ _OF_FILE: dict[type[Request[Any]], Callable[[SessionFile, Any], Any]] = {
     query.Events: lambda file, asked: Page(*file.events(asked.since, brief=asked.brief, most=asked.most)),
     query.NodeSamples: lambda file, asked: file.node_samples(asked.nodes, asked.last, _time(asked)),
     query.ProcessSamples: lambda file, asked: file.process_samples(asked.processes, asked.last, _time(asked)),
+    query.MemorySamples: lambda file, asked: file.memory_rows(asked.processes, asked.last, _time(asked)),
     query.Spans: lambda file, asked: spans_of(file, asked.rank, asked.first, asked.last),
     query.Step: lambda file, asked: step_of(file, asked.step),
 }

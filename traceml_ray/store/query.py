@@ -130,6 +130,15 @@ class ProcessSamples(Request[list[tuple[int, wire.ProcessSample]]], frozen=True)
     last_ns: Int64 | None = None
 
 
+class MemorySamples(Request[list[tuple[int, wire.MemorySample]]], frozen=True):
+    """Samples of memory of each of `processes` (ids), of all of its devices, in the same way."""
+
+    processes: tuple[Int64, ...]
+    last: Count
+    first_ns: Int64 = 0
+    last_ns: Int64 | None = None
+
+
 class Times(OfRun[step_shapes.StepTimes], frozen=True):
     """The numbers of a run (`analysis.step_numbers`); `whole`: of all of it, None: where it is over."""
 

@@ -59,6 +59,8 @@ class RankProcess:
     strategy: str | None = None
     missing: dict[str, str] = field(default_factory=dict)
     errors: dict[str, int] = field(default_factory=dict)
+    memory_from: dict[str, str] = field(default_factory=dict)
+    """Where each field of its samples of memory comes from, see `wire.RankBatch`."""
     marks_ns: int | None = None
     agent_cpu_ns: int | None = None
     agent_wall_ns: int | None = None
@@ -145,10 +147,12 @@ class RankProcess:
             changed, self.missing = True, batch.missing
         if batch.errors and batch.errors != self.errors:
             changed, self.errors = True, batch.errors
+        if batch.memory_from and batch.memory_from != self.memory_from:
+            changed, self.memory_from = True, batch.memory_from
         return changed
 
 
-_JSON = ("dropped_by_relay", "missing", "errors")
+_JSON = ("dropped_by_relay", "missing", "errors", "memory_from")
 _PLAIN = tuple(f.name for f in fields(RankProcess) if f.name not in ("identity", *_JSON))
 COLUMNS = (*_PLAIN, *_JSON, *_IDENTITY)
 """Columns of table `rank_process`, in order."""

@@ -4,7 +4,8 @@ Keeps a session file within a bound: beyond it, the oldest rows are folded away.
 What was folded still counts as stored. Of each process there are sums of about ten seconds, so that the
 number of steps, their mean and the time at which things were are of these rows, too; of each run there is
 what a report makes of rows (`kept`), so that its statistics, verdict and episodes go on from there. Named
-spans are added up. Of samples that old, one in ten is kept, and of a process the one with the most memory.
+spans are added up. Of samples that old, one in ten is kept, and of a process the one with the most memory;
+of samples of memory the first of ten seconds, too, and those with what is counted only now and then.
 """
 
 from __future__ import annotations
@@ -41,6 +42,12 @@ MAX_SLICE = 1 << 16
 """Chunks that are read at a time,"""
 SLICE_BYTES = 1 << 26
 """and their rows: the database is locked meanwhile."""
+_OF_MEMORY = "FROM memory_sample WHERE id > ?1 AND id <= ?2 GROUP BY process, device"
+_MOST_MEMORY = (
+    f"SELECT id FROM (SELECT id, max(coalesce(peak_bytes, allocated_bytes, rss_bytes)) {_OF_MEMORY})"
+)
+_TEN_SECONDS = f"SELECT min(id) {_OF_MEMORY}, t_ns / 10000000000"
+_THIN_MEMORY = f"uss_bytes IS NULL AND id NOT IN ({_MOST_MEMORY}) AND id NOT IN ({_TEN_SECONDS})"
 
 
 class Retention:
@@ -226,6 +233,7 @@ class Retention:
         largest = "SELECT id FROM (SELECT id, max(rss_bytes) FROM process_sample WHERE id > ?1 AND id <= ?2"
         kept = {
             "process_sample": f"id NOT IN ({largest} GROUP BY process))",
+            "memory_sample": _THIN_MEMORY,
             "node_sample": "t_ns / 1000000000 % 10 != 0",
             "span": "id NOT IN (SELECT max(id) FROM span WHERE id > ?1 AND id <= ?2 GROUP BY "
             "process, name, stage)",

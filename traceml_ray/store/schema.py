@@ -23,6 +23,7 @@ _APPLICATION = 0x54724D4C  # "TrML" in the file's header: tells a session from a
 LISTS = {
     "chunk": ("process", "first_row", "n", "keys", "flags", "rows", "host_rows", "leads"),
     "process_sample": ("process", *wire.ProcessSample.__struct_fields__),
+    "memory_sample": ("process", *wire.MemorySample.__struct_fields__),
     "node_sample": ("node_id", *wire.NodeSample.__struct_fields__),
     "span": ("process", *wire.SpanSum.__struct_fields__),
     "event": ("process", "node_id", *wire.Event.__struct_fields__, "run"),
@@ -73,10 +74,9 @@ def write(connection: sqlite3.Connection, statement: str, rows: Sequence[tuple[A
 def _statements() -> Iterator[str]:
     yield f"CREATE TABLE rank_process(id INTEGER PRIMARY KEY, {', '.join(RANK_PROCESS[1:])})"
     for name, columns in LISTS.items():
-        typed = ", ".join(columns).replace(
-            "process", "process INT"
-        )  # else no join by `rank_process.id` uses an index
-        yield f"CREATE TABLE {name}(id INTEGER PRIMARY KEY, {typed})"
+        # Without a type, no join by `rank_process.id` uses an index.
+        typed = ["process INT" if column == "process" else column for column in columns]
+        yield f"CREATE TABLE {name}(id INTEGER PRIMARY KEY, {', '.join(typed)})"
     yield "CREATE TABLE kept(id INTEGER PRIMARY KEY, run UNIQUE, body)"
     for name, columns in _KEYED.items():
         yield f"CREATE TABLE {name}({columns[0]} PRIMARY KEY, {', '.join(columns[1:])})"

@@ -35,7 +35,7 @@ MAX_PENDING_BYTES = 256 << 20
 """Rows kept in memory while the disk refuses them; beyond that, the oldest are dropped and counted."""
 MAX_PENDING_ITEMS = 100_000
 """Samples, spans, events and verdicts kept the same way, of each kind."""
-_APPENDED = ("process_sample", "node_sample", "span", "event", "verdict", "chunk")
+_APPENDED = ("process_sample", "memory_sample", "node_sample", "span", "event", "verdict", "chunk")
 _PROGRESSED = update("rank_process", "id", PROGRESS)
 _NODES, _RELAYS = update("node", "node_id", NODE[1:]), update("relay", "incarnation", ["last_seq"])
 
@@ -152,6 +152,10 @@ class SessionWriter:
     def add_process(self, process: RankProcess, sample: wire.ProcessSample) -> None:
         """Add a sample of a rank process."""
         self._add("process_sample", (process.id, *msgspec.structs.astuple(sample)))
+
+    def add_memory(self, process: RankProcess, sample: wire.MemorySample) -> None:
+        """Add a sample of the memory of a rank process, or of one of its devices."""
+        self._add("memory_sample", (process.id, *msgspec.structs.astuple(sample)))
 
     def add_span(self, process: RankProcess, span: wire.SpanSum) -> None:
         """Add a span."""
