@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
+import msgspec
+import numpy as np
+
+from traceml_ray import text
+from traceml_ray.analysis.memory import sentences
+from traceml_ray.analysis.memory.alone import Alone, alone
+from traceml_ray.analysis.memory.attribution import explain
+from traceml_ray.analysis.memory.cause import first_cause, incidents
 from traceml_ray.analysis.memory.limits import MEMORY, MemoryLimits
-from traceml_ray.analysis.memory.shapes import Collective, Memory, Sensitivity, Series
+from traceml_ray.analysis.memory.robust import median
+from traceml_ray.analysis.memory.shapes import (
+    Collective,
+    Finding,
+    Memory,
+    RankMemory,
+    Sensitivity,
+    Series,
+    Severity,
+)
+
+_ORDER: dict[Severity, int] = {"critical": 0, "warning": 1, "info": 2}
+_Found = tuple[str, Finding]
+"""A finding, and the process that it is about."""
+_HOST = -1
+"""Sorts the host's memory before that of devices."""
 
 
 def judge(
     series: Sequence[Series],
-    collectives: Sequence[Collective] = (),  # noqa: ARG001
+    collectives: Sequence[Collective] = (),
     expected: int | None = None,
-    sensitivity: Sensitivity = "medium",  # noqa: ARG001
-    limits: MemoryLimits = MEMORY,  # noqa: ARG001
+    sensitivity: Sensitivity = "medium",
+    limits: MemoryLimits = MEMORY,
 ) -> Memory:
     """
     Return what can be said about the memory of a run. Never raises on any values in the arrays.
@@ -25,6 +49,147 @@ def judge(
         sensitivity: how weak the evidence may be by which hidden memory is put down to collectives.
         limits: the thresholds.
     """
-    present = {each.rank for each in series}
-    missing = [rank for rank in range(expected or 0) if rank not in present]
-    return Memory(missing_ranks=missing)
+    judged = [each for one in series for each in alone(one, limits)]
+    return compare(judged, collectives, expected, sensitivity, limits)
+
+
+def compare(
+    judged: Sequence[Alone],
+    collectives: Sequence[Collective] = (),
+    expected: int | None = None,
+    sensitivity: Sensitivity = "medium",
+    limits: MemoryLimits = MEMORY,
+) -> Memory:
+    """Return the same from the judgements of the ranks by themselves; arguments as of `judge`."""
+    judged = sorted(
+        judged, key=lambda each: (each.rank, _device(each.device), each.span or (0, 0), each.process)
+    )
+    explained = explain(judged, collectives, sensitivity, limits)
+    instead = {id(each.hidden.finding): (each.process, each.finding()) for each in explained}
+    found = [
+        instead.pop(id(finding), (each.process, finding)) for each in judged for finding in each.findings
+    ]
+    found += instead.values()  # of the warm-up
+    found += _nearly_full(judged) + _imbalances(judged, limits)
+    found.sort(key=lambda each: _rank_of(each[1]))
+    cause, onset = first_cause(judged, expected, limits)
+    present = {each.rank for each in judged}
+    return Memory(
+        first_cause=cause,
+        collective_onset=onset,
+        findings=[finding for _, finding in found],
+        collectives=[each.attribution for each in explained],
+        incidents=incidents(judged),
+        ranks=_table(judged, found),
+        missing_ranks=[rank for rank in range(expected or 0) if rank not in present],
+    )
+
+
+def _rank_of(finding: Finding) -> tuple[int, int, int, int, str]:
+    return _ORDER[finding.severity], finding.from_ns, finding.rank, _device(finding.device), finding.kind
+
+
+def _device(device: int | None) -> int:
+    return _HOST if device is None else device
+
+
+def _table(judged: Sequence[Alone], findings: list[_Found]) -> list[RankMemory]:
+    """Return the lines of the table, each with the most severe finding of its rank and device."""
+    worst: dict[tuple[str, int, int | None], Finding] = {}
+    for process, finding in findings:
+        worst.setdefault((process, finding.rank, finding.device), finding)
+    rows = []
+    for each in judged:
+        row, found = each.row, worst.get((each.process, each.rank, each.device))
+        if found is not None:
+            row = msgspec.structs.replace(row, anomaly=found.kind, severity=found.severity)
+        rows.append(row)
+    return rows
+
+
+def _nearly_full(judged: Sequence[Alone]) -> list[_Found]:
+    """Return which devices are nearly full, and which hosts: of a host, by the rank that holds most."""
+    full = [each for each in judged if each.full is not None]
+    hosts: dict[tuple[str, int], list[Alone]] = defaultdict(list)
+    for each in full:
+        if each.device is None and each.full is not None:
+            hosts[each.node, round(each.full.total)].append(each)
+    most = [max(ranks, key=lambda each: (each.peak or 0.0, -each.rank)) for ranks in hosts.values()]
+    devices = [each for each in full if each.device is not None]
+    return [(each.process, _full(each)) for each in [*devices, *most]]
+
+
+def _full(each: Alone) -> Finding:
+    found = each.full
+    assert found is not None
+    return Finding(
+        kind="near_limit",
+        rank=each.rank,
+        node=each.node,
+        device=each.device,
+        severity=found.severity,
+        confidence="high",
+        from_ns=found.from_ns,
+        to_ns=found.to_ns,
+        evidence={
+            "used_bytes": round(found.used),
+            "total_bytes": round(found.total),
+            "used_share": found.used / found.total,
+            "cached_bytes": None if found.cached is None else round(found.cached),
+            "full_s": found.full_s,
+            "alloc_retries": found.retries,
+        },
+        next=sentences.next_of("near_limit", each.device),
+        why=sentences.near_limit(each.rank, each.node, each.device, found),
+    )
+
+
+def _imbalances(judged: Sequence[Alone], limits: MemoryLimits) -> list[_Found]:
+    """Return the ranks that need more than the others, each by its newest process."""
+    newest: dict[tuple[bool, int, int], Alone] = {}
+    for each in judged:
+        if each.peak is not None and each.span is not None:
+            newest[each.device is None, each.rank, _device(each.device)] = each
+    found: list[_Found] = []
+    for host in (False, True):
+        peers = [each for (on_host, _, _), each in newest.items() if on_host == host]
+        found += _above(peers, limits)
+    return found
+
+
+def _above(peers: list[Alone], limits: MemoryLimits) -> list[_Found]:
+    if len(peers) <= limits.imbalance_peers:
+        return []
+    usual = median(np.array([each.peak or 0.0 for each in peers]))
+    least = max(limits.imbalance * usual, limits.imbalance_bytes)
+    above = [each for each in peers if (each.peak or 0.0) - usual > least]
+    if len(above) > max(1.0, limits.imbalance_ranks * len(peers)):
+        return []
+    return [(each.process, _imbalance(each, usual, len(peers), limits)) for each in above]
+
+
+def _imbalance(each: Alone, usual: float, peers: int, limits: MemoryLimits) -> Finding:
+    assert each.peak is not None and each.span is not None
+    near = each.peak_share is not None and each.peak_share >= limits.near_limit[0]
+    what = "host memory" if each.device is None else "allocated memory"
+    return Finding(
+        kind="imbalance",
+        rank=each.rank,
+        node=each.node,
+        device=each.device,
+        severity="warning" if near else "info",
+        confidence="high" if each.certain else "medium",
+        from_ns=each.span[0],
+        to_ns=each.span[1],
+        evidence={
+            "peak_bytes": round(each.peak),
+            "median_bytes": round(usual),
+            "above_bytes": round(each.peak - usual),
+            "peak_share": each.peak_share,
+            "peers": peers - 1,
+        },
+        next=sentences.next_of("imbalance", each.device),
+        why=f"{sentences.where(each.rank, each.node, each.device)}: its peak of {what} is "
+        f"{text.size(each.peak)}, {text.size(each.peak - usual)} above the median of the ranks "
+        f"({text.size(usual)}).",
+    )

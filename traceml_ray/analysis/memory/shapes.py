@@ -26,6 +26,8 @@ Kind = Literal[
 AttributionKind = Literal["collective_confident", "collective_likely", "collective_suspect"]
 Counter = Literal["allocated_bytes", "gap_bytes", "rss_bytes"]
 """What was seen to grow. The gap is what the driver counts for the process and the allocator does not."""
+Value = int | float | str | None
+"""Of evidence."""
 NO_STEP = -1
 """In `Series.step`: not known."""
 
@@ -85,7 +87,7 @@ class Finding(_Shape, frozen=True, kw_only=True):
     confidence: Confidence
     from_ns: int
     to_ns: int
-    evidence: dict[str, int | float | str | None]
+    evidence: dict[str, Value]
     """Numbers by name; the ends of the names are units."""
     next: list[str]
     """What to do, one to three lines."""
@@ -149,7 +151,7 @@ class Attribution(_Shape, frozen=True, kw_only=True):
     group: int | None
     bytes: int | None
     """Of the hidden memory that it explains."""
-    evidence: dict[str, int | float | str | None]
+    evidence: dict[str, Value]
     why: str
 
 

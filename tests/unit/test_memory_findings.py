@@ -1,0 +1,347 @@
+"""What is said of the memory of single ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from memory_series import BEGAN, GIB, MIB, SECOND, at, flat, leaks, on_device, on_host
+
+from traceml_ray.analysis.memory.judge import judge
+from traceml_ray.analysis.memory.shapes import Collective, Finding, Memory, Series
+
+N = 300
+KIB = 1 << 10
+
+
+def _one(memory: Memory, kind: str) -> Finding:
+    [found] = [finding for finding in memory.findings if finding.kind == kind]
+    assert 1 <= len(found.next) <= 3
+    return found
+
+
+def _gap(n: int = N, seed: int = 0, noise: float = 2 * MIB) -> Any:
+    return 600 * MIB + np.random.default_rng(seed).normal(0, noise, n)
+
+
+# -- growth
+
+
+def test_drift_of_the_gap_is_named_with_its_slope_and_forecast() -> None:
+    gap = _gap(600) + 4 * MIB * np.maximum(np.arange(600) - 200, 0)
+    memory = judge([on_device(3, flat(600), gap=gap, total=20 * GIB)])
+    drift = _one(memory, "persistent_drift")
+    assert (drift.rank, drift.device, drift.confidence, drift.severity) == (3, 0, "high", "critical")
+    assert drift.evidence["bytes_per_s"] == pytest.approx(4 * MIB, rel=0.05)
+    assert at(drift.from_ns) == pytest.approx(200, abs=40)
+    left = 20 * GIB - 15 * GIB - 600 * MIB - 400 * 4 * MIB + 5 * GIB  # what torch holds unused is free, too
+    assert drift.evidence["forecast_s"] == pytest.approx(left / (4 * MIB), rel=0.05)
+    assert "memory outside torch's allocator grows by 1.05 MB a step" in drift.why
+    assert memory.ranks[0].anomaly == "persistent_drift"
+    assert memory.ranks[0].forecast_s == drift.evidence["forecast_s"]
+
+
+def test_slow_drift_over_an_hour_is_below_the_effect_size() -> None:
+    """10 KiB/s, 35 MiB in all, and 64 GiB left."""
+    gap = _gap(3600, noise=MIB) + 10 * KIB * np.arange(3600)
+    assert judge([on_device(0, flat(3600), gap=gap)]).findings == []
+
+
+def test_slow_drift_is_named_where_memory_runs_out_within_a_day() -> None:
+    gap = _gap(3600, noise=MIB) + 10 * KIB * np.arange(3600)
+    series = on_device(0, np.full(3600, 15.0 * GIB), gap=gap, held=15 * GIB, total=16 * GIB)
+    drift = _one(judge([series]), "persistent_drift")
+    assert drift.severity == "warning"
+    assert drift.evidence["forecast_s"] == pytest.approx((1024 - 600 - 35) * MIB / (10 * KIB), rel=0.1)
+
+
+def test_creep_of_allocated_memory_is_of_its_floor() -> None:
+    """What a step takes and gives back, 8 GiB, hides the leak from the mean."""
+    rng = np.random.default_rng(1)
+    allocated = leaks(600, 100, 8 * MIB) + rng.uniform(0, 8 * GIB, 600)
+    creep = _one(judge([on_device(5, allocated)]), "creep")
+    assert (creep.rank, creep.device) == (5, 0)
+    assert creep.evidence["bytes_per_s"] == pytest.approx(8 * MIB, rel=0.2)
+    assert creep.evidence["bytes_per_step"] == pytest.approx(2 * MIB, rel=0.2)
+    assert creep.severity == "warning"  # some 2.5 h are left
+    assert any("TRACEML_MEMORY_HISTORY" in line for line in creep.next)
+
+
+def test_growth_that_has_ended_is_no_creep() -> None:
+    filling = flat(N) + 2 * GIB * (1 - np.exp(-np.arange(N) / 30))
+    assert judge([on_device(0, filling)]).findings == []
+
+
+@pytest.mark.parametrize("every_s", [0.25, 1.0])
+@pytest.mark.parametrize("step_s", [0.025, 0.05, 0.1])
+@pytest.mark.parametrize("seed", range(4))
+def test_leak_of_two_megabytes_a_step_on_the_host_is_named_soon(
+    every_s: float, step_s: float, seed: int
+) -> None:
+    """After 60 steps, or as soon as there are enough samples."""
+    n = max(round(60 * step_s / every_s) + 1, 7)
+    rng = np.random.default_rng(seed)
+    steps = np.floor(np.arange(n) * every_s / step_s)
+    leaking = 480e6 + 2e6 * steps + rng.normal(0, 300e3, n)
+    ranks = [on_host(r, 480e6 + rng.normal(0, 300e3, n), every_s=every_s, step_s=step_s) for r in (0, 2)]
+    memory = judge([*ranks, on_host(1, leaking, every_s=every_s, step_s=step_s, node="node-b")], expected=3)
+    creep = _one(memory, "creep")
+    assert (creep.rank, creep.node, creep.device) == (1, "node-b", None)
+    assert creep.evidence["bytes_per_step"] == pytest.approx(2e6, rel=0.2)
+    assert creep.evidence["forecast_steps"] == pytest.approx((56 * GIB - 600e6) / 2e6, rel=0.2)
+    assert "Rank 1 (node-b): host memory grows by" in creep.why and "steps (" in creep.why
+    assert [row.forecast_steps is None for row in memory.ranks] == [True, False, True]
+
+
+def test_forecast_of_a_host_counts_what_all_its_ranks_take() -> None:
+    """Two ranks of a node grow alike: each alone would have twice the time."""
+    rss = 1 * GIB + 8 * MIB * np.arange(N)
+    used = 8 * GIB + 2 * rss
+    ranks = [on_host(r, rss, node="a", total=40 * GIB, limit_used_bytes=used) for r in (0, 1)]
+    for creep in judge(ranks, expected=2).findings:
+        left = 40 * GIB - used[-1]
+        assert creep.evidence["forecast_s"] == pytest.approx(left / (16 * MIB), rel=0.02)
+
+
+def test_growth_of_shared_pages_is_no_warning() -> None:
+    uss = np.where(np.arange(N) % 30 == 0, 1.0 * GIB, np.nan)
+    rss = 2 * GIB + 4 * MIB * np.arange(N)
+    creep = _one(judge([on_host(0, rss, uss_bytes=uss)]), "creep")
+    assert creep.severity == "info"
+    assert creep.why.endswith("its own pages (USS) do not grow, so it is shared or file pages.")
+
+
+def test_host_of_a_rank_with_a_device_is_judged_as_well() -> None:
+    host = {"rss_bytes": 2 * GIB + 4 * MIB * np.arange(N), "limit_bytes": np.full(N, 64.0 * GIB)}
+    memory = judge([on_device(2, flat(N), **host)])
+    creep = _one(memory, "creep")
+    assert (creep.rank, creep.device, creep.evidence["counter"]) == (2, None, "rss_bytes")
+    assert creep.evidence["forecast_s"] is None and "how much is left is not known" in creep.why
+    assert [(row.rank, row.device) for row in memory.ranks] == [(2, None), (2, 0)]
+
+
+# -- changes of level
+
+
+def test_one_time_step_is_a_step_and_no_drift() -> None:
+    memory = judge([on_device(0, flat(N), gap=_gap() + 512 * MIB * (np.arange(N) >= 140))])
+    step = _one(memory, "step_change")
+    assert len(memory.findings) == 1
+    assert (step.severity, step.confidence) == ("info", "high")  # small, of 80 GiB
+    assert at(step.from_ns) == 140
+    assert step.evidence["delta_bytes"] == pytest.approx(512 * MIB, rel=0.02)
+    assert "rose once by 535 MB at step 561, from 631 MB, and stayed there" in step.why
+
+
+def test_step_that_takes_much_of_the_device_is_a_warning() -> None:
+    gap = _gap() + 2 * GIB * (np.arange(N) >= 140)
+    assert _one(judge([on_device(0, flat(N), gap=gap)]), "step_change").severity == "warning"
+
+
+def test_gaussian_noise_says_nothing() -> None:
+    """Of 200 runs of four ranks at most one has a finding; noise of the gap and of what is allocated."""
+    found = []
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        level = 10 ** rng.uniform(0, 3)
+        ranks = [
+            on_device(
+                rank,
+                10 * GIB + rng.normal(0, level * MIB, N // 2),
+                gap=2 * GIB + rng.normal(0, level * MIB / 3, N // 2),
+                held=16 * GIB,
+                rss_bytes=4 * GIB + rng.normal(0, level * MIB, N // 2),
+            )
+            for rank in range(4)
+        ]
+        memory = judge(ranks, expected=4)
+        found += memory.findings
+        found += [each for each in (memory.first_cause, memory.collective_onset) if each]
+    assert len(found) <= 1, found
+
+
+def test_spikes_in_a_quarter_of_the_samples_are_found() -> None:
+    gap = _gap() + 400 * MIB * (np.arange(N) % 4 == 1)
+    memory = judge([on_device(0, flat(N), gap=gap)])
+    spike = _one(memory, "transient_spike")
+    assert len(memory.findings) == 1
+    assert spike.evidence["count"] == pytest.approx(75, abs=2)
+    assert spike.evidence["share"] == pytest.approx(0.25, abs=0.01)
+    assert "rose for a short time 7" in spike.why and "in 25 % of the samples" in spike.why
+    assert spike.severity == "info"
+
+
+def test_spike_that_nearly_fills_the_device_is_a_warning() -> None:
+    gap = _gap() + 4 * GIB * (np.arange(N) == 150)
+    spike = _one(judge([on_device(0, flat(N), gap=gap, total=21 * GIB)]), "transient_spike")
+    assert spike.severity == "warning" and "once" in spike.why
+
+
+# -- how memory stands
+
+
+@pytest.mark.parametrize(("share", "severity"), [(0.2, None), (0.4, "warning"), (0.6, "critical")])
+def test_fragmentation_goes_by_inactive_split_blocks(share: float, severity: str | None) -> None:
+    allocated = flat(N)
+    inactive = 1.5 * np.maximum.accumulate(allocated) * share
+    memory = judge([on_device(1, allocated, inactive_split_bytes=inactive)])
+    assert [f.severity for f in memory.findings if f.kind == "fragmentation"] == [severity] * bool(severity)
+    if severity:
+        found = _one(memory, "fragmentation")
+        assert found.evidence["inactive_share"] == pytest.approx(share)
+        assert found.evidence["unallocated_share"] == pytest.approx(1 / 3, abs=0.01)
+        assert f"{100 * share:.0f} % of what torch's allocator holds" in found.why
+
+
+def test_fragmentation_of_a_small_allocator_is_no_matter() -> None:
+    small = np.full(N, 200.0 * MIB)
+    assert judge([on_device(1, small, inactive_split_bytes=0.6 * small)]).findings == []
+
+
+@pytest.mark.parametrize(("total", "severity"), [(21, None), (19, "warning"), (17, "critical")])
+def test_near_limit_goes_by_what_the_driver_says_is_used(total: float, severity: str | None) -> None:
+    level = np.full(N, 15.0 * GIB)
+    memory = judge([on_device(1, level, gap=0.6 * GIB, held=15 * GIB, total=total * GIB)])
+    assert [f.severity for f in memory.findings if f.kind == "near_limit"] == [severity] * bool(severity)
+    if severity:
+        near = _one(memory, "near_limit")
+        assert near.evidence["used_share"] == pytest.approx(15.6 / total, rel=0.01)
+        assert near.evidence["full_s"] is None
+        assert f"{1560 / total:.0f} % of the device's memory is used" in near.why
+
+
+def test_near_limit_by_torchs_cache_is_less_severe() -> None:
+    """15 GiB are held and 10 are used at most."""
+    near = _one(judge([on_device(1, flat(N), total=17 * GIB)]), "near_limit")
+    assert near.severity == "warning"
+    assert "5.37 GB of that is free in torch's cache" in near.why
+
+
+def test_near_limit_says_when_it_is_full() -> None:
+    rss = 2 * GIB + 4 * MIB * np.arange(N)
+    memory = judge([on_host(1, rss, total=13 * GIB)])
+    near = _one(memory, "near_limit")
+    left = 13 * GIB - 10 * GIB - 4 * MIB * N
+    assert near.evidence["full_s"] == pytest.approx(left / (4 * MIB), rel=0.05)
+    assert "of the host's memory is used" in near.why and "it is full in" in near.why
+
+
+def test_near_limit_of_a_host_is_said_once_for_its_ranks() -> None:
+    rss = [np.full(N, (2.0 + rank) * GIB) for rank in range(4)]
+    used = {"limit_used_bytes": np.full(N, 30.0 * GIB)}
+    ranks = [on_host(r, rss[r], node="a", total=32 * GIB, **used) for r in range(4)]
+    near = _one(judge(ranks), "near_limit")
+    assert (near.rank, near.severity) == (3, "critical")
+
+
+def test_imbalance_is_of_one_rank_over_its_peers() -> None:
+    ranks = [on_device(rank, flat(N, rank)) for rank in range(7)]
+    memory = judge([*ranks, on_device(7, flat(N, level=14 * GIB))])
+    found = _one(memory, "imbalance")
+    assert (found.rank, found.severity, found.evidence["peers"]) == (7, "info", 7)
+    assert found.evidence["above_bytes"] == pytest.approx(4 * GIB, rel=0.01)
+    assert "4.29 GB above the median of the ranks" in found.why
+
+
+def test_ranks_that_do_different_work_are_no_imbalance() -> None:
+    """Stages of a pipeline: half of the ranks hold twice as much."""
+    ranks = [on_device(rank, flat(N, rank, (10 if rank < 5 else 20) * GIB)) for rank in range(9)]
+    assert judge(ranks).findings == []
+
+
+# -- collectives
+
+
+def _communicating(n_ranks: int = 4, first_s: float = 140.4, by: float = 300 * MIB) -> list[Series]:
+    gap = [_gap(seed=rank) + by * (np.arange(N) >= first_s) for rank in range(n_ranks)]
+    return [on_device(rank, flat(N, rank), gap=gap[rank]) for rank in range(n_ranks)]
+
+
+def _used(rank: int, op: str, group: int, first_s: float, last_s: float = 300.0) -> Collective:
+    first, last = (BEGAN + round(s * SECOND) for s in (first_s, last_s))
+    return Collective(rank, op, group, first, last, 100, 1 << 30)
+
+
+def test_persistent_communicator_buffers_are_explained() -> None:
+    """The gap rises on all ranks with the first all_to_all of a group, and stays."""
+    uses = [_used(rank, "all_reduce", 0, 0.1) for rank in range(4)]
+    uses += [_used(rank, "all_to_all", 3, 140.3) for rank in range(4)]
+    memory = judge(_communicating(), uses, expected=4)
+    assert {f.kind for f in memory.findings} == {"step_change"} and len(memory.findings) == 4
+    assert [each.kind for each in memory.collectives] == ["collective_confident"] * 4
+    first = memory.collectives[0]
+    assert (first.rank, first.op, first.group, first.finding) == (0, "all_to_all", 3, "step_change")
+    assert first.bytes == pytest.approx(300 * MIB, rel=0.05)
+    assert first.evidence["synchrony"] == 1.0
+    found = memory.findings[0]
+    assert found.severity == "info" and "which is normal" in found.next[0]
+    assert "rose by 31" in found.why and "with the first all_to_all of group 3" in found.why
+    assert "3 of 3 other ranks saw the same then" in found.why
+
+
+def test_communicator_buffers_of_the_first_step_are_explained_and_libraries_are_not() -> None:
+    """Both come before the first step is over; only the first stands with a collective."""
+    gap = _gap() + 300 * MIB * (np.arange(N) >= 20) + 200 * MIB * (np.arange(N) >= 8)
+    ranks = [on_device(rank, flat(N, rank), gap=gap, first_step_s=22) for rank in range(2)]
+    memory = judge(ranks, [_used(rank, "all_reduce", 0, 19.8) for rank in range(2)], expected=2)
+    assert [each.kind for each in memory.collectives] == ["collective_confident"] * 2
+    assert [(f.kind, f.severity) for f in memory.findings] == [("step_change", "info")] * 2
+    assert judge(ranks, expected=2).findings == []
+
+
+def test_sensitivity_says_how_weak_the_evidence_may_be() -> None:
+    ranks = _communicating()
+    only_one = [_used(0, "all_reduce", 2, 140.2)]
+    others = [on_device(rank, flat(N, rank), gap=_gap(seed=rank)) for rank in (1, 2, 3)]
+    steady = [_used(rank, "all_reduce", 0, 0.1) for rank in range(4)]
+    shown = {
+        (name, sensitivity): [each.kind for each in judge(series, uses, 4, sensitivity).collectives]
+        for name, series, uses in (
+            ("alone", [ranks[0], *others], only_one),
+            ("active", ranks, steady),
+        )
+        for sensitivity in ("low", "medium", "high")  # type: ignore[attr-defined]
+    }
+    assert shown == {
+        ("alone", "low"): [],
+        ("alone", "medium"): ["collective_likely"],
+        ("alone", "high"): ["collective_likely"],
+        ("active", "low"): [],
+        ("active", "medium"): [],
+        ("active", "high"): ["collective_suspect"] * 4,
+    }
+
+
+def test_step_without_collectives_is_not_put_down_to_them() -> None:
+    memory = judge([_communicating()[0]], [_used(0, "all_reduce", 0, 0.1, 100.0)])
+    assert memory.collectives == []
+    assert _one(memory, "step_change").evidence["counter"] == "gap_bytes"
+
+
+def test_drift_while_process_groups_are_made_stands_with_them() -> None:
+    gap = _gap(600) + 4 * MIB * np.arange(600)
+    uses = [_used(0, "all_reduce", group, 10 * group, 10 * group + 5.0) for group in range(1, 50)]
+    memory = judge([on_device(0, flat(600), gap=gap)], uses)
+    [each] = memory.collectives
+    assert (each.kind, each.finding) == ("collective_likely", "persistent_drift")
+    assert "while 4" in each.why and "process groups were first used" in each.why
+    assert _one(memory, "persistent_drift").severity != "info"  # it is a leak whatever makes it
+
+
+# -- the whole
+
+
+def test_findings_are_the_most_severe_first() -> None:
+    leaking = on_device(0, leaks(600, 100, 60 * MIB), total=64 * GIB)
+    memory = judge([leaking, *_communicating(2)[1:]], expected=2)
+    order = [("critical", "warning", "info").index(finding.severity) for finding in memory.findings]
+    assert order == sorted(order) and len(set(order)) > 1
+
+
+def test_answer_survives_json() -> None:
+    memory = judge([on_device(0, leaks(N, 100, 60 * MIB)), on_device(1, flat(N))], expected=3)
+    assert memory.first_cause and memory.findings
+    assert msgspec.json.decode(msgspec.json.encode(memory), type=Memory) == memory
+    assert memory.missing_ranks == [2]

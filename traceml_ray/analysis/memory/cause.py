@@ -1,0 +1,217 @@
+"""Which rank's memory grew first, or that several grew at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from traceml_ray import text
+from traceml_ray.analysis.memory.alone import Alone
+from traceml_ray.analysis.memory.growth import Rise
+from traceml_ray.analysis.memory.limits import MemoryLimits
+from traceml_ray.analysis.memory.sentences import COUNTERS, where
+from traceml_ray.analysis.memory.shapes import (
+    CollectiveOnset,
+    Confidence,
+    Counter,
+    FirstCause,
+    Incident,
+)
+
+_NEXT = [
+    "Look at what this rank does that the others do not: its data, logging, checkpoints, hooks.",
+    "Compare its memory with that of a rank that did not grow, from that time on.",
+]
+
+
+@dataclass(frozen=True)
+class _Grower:
+    """The earliest growth of a rank in an incident."""
+
+    at: Alone
+    counter: Counter
+    rise: Rise
+    delta: float
+    """The largest growth of the rank in the incident."""
+
+    @property
+    def at_ns(self) -> int:
+        return self.rise.at_ns
+
+    def error_ns(self, other: _Grower) -> int:
+        """Return how far the time between two onsets may be off: clocks, sampling, noise."""
+        same = self.at.node == other.at.node != ""
+        clocks = 0 if same else self.at.bound_ns + other.at.bound_ns
+        sampling = max(self.at.interval_ns, other.at.interval_ns)
+        return clocks + sampling + max(self.rise.spread_ns, other.rise.spread_ns)
+
+    def testifies(self, first: _Grower) -> bool:
+        """
+        Whether this rank says that `first` grew before it: one that grew from its own first sample on was
+        not seen to be flat before.
+        """
+        return not self.rise.from_start or self.at_ns <= first.at_ns
+
+
+def incidents(all_of: Sequence[Alone]) -> list[Incident]:
+    """Return every growth of every rank, the earliest first."""
+    found = [
+        Incident(
+            rank=each.rank,
+            node=each.node,
+            device=each.device,
+            at_ns=rise.at_ns,
+            delta_bytes=round(rise.delta),
+            counter=counter,
+        )
+        for each in all_of
+        for counter, rise in each.rises
+    ]
+    return sorted(found, key=lambda i: (i.at_ns, i.rank, -1 if i.device is None else i.device, i.counter))
+
+
+def first_cause(
+    all_of: Sequence[Alone], expected: int | None, limits: MemoryLimits
+) -> tuple[FirstCause | None, CollectiveOnset | None]:
+    """
+    Return who grew first and who grew at once, each of the incident with the largest growth of its kind.
+
+    Args:
+        all_of: the judgement of each place.
+        expected: how many ranks there are; None: those in `all_of`.
+        limits: the thresholds.
+    """
+    ranks = len({each.rank for each in all_of})
+    expected = max(expected or 0, ranks)
+    causes: list[FirstCause] = []
+    onsets: list[CollectiveOnset] = []
+    if expected < 2:
+        return None, None
+    for growers in _clusters(all_of, limits):
+        together = _together(growers)
+        if len(together) > 1:
+            onsets.append(_onset(together, expected))
+        else:
+            causes.append(_cause(growers, all_of, expected, limits))
+    return (
+        max(causes, key=lambda cause: (cause.delta_bytes, -cause.at_ns), default=None),
+        max(onsets, key=lambda onset: (onset.delta_bytes, -onset.at_ns), default=None),
+    )
+
+
+def _clusters(all_of: Sequence[Alone], limits: MemoryLimits) -> list[list[_Grower]]:
+    """Return the incidents of the run: of each, one growth of each rank, the earliest first."""
+    grown = [_Grower(each, counter, rise, rise.delta) for each in all_of for counter, rise in each.rises]
+    grown.sort(key=lambda one: (one.at_ns, one.at.rank, one.counter))
+    clusters: list[list[_Grower]] = []
+    for one in grown:
+        if not clusters or one.at_ns - clusters[-1][-1].at_ns > limits.cluster_s * 1e9:
+            clusters.append([])
+        clusters[-1].append(one)
+    return [_earliest_of_ranks(cluster) for cluster in clusters]
+
+
+def _earliest_of_ranks(cluster: list[_Grower]) -> list[_Grower]:
+    by_rank: dict[int, _Grower] = {}
+    for one in cluster:
+        known = by_rank.get(one.at.rank)
+        if known is None:
+            by_rank[one.at.rank] = one
+        elif one.delta > known.delta:
+            by_rank[one.at.rank] = _Grower(known.at, known.counter, known.rise, one.delta)
+    return sorted(by_rank.values(), key=lambda one: (one.at_ns, one.at.rank))
+
+
+def _together(growers: list[_Grower]) -> list[_Grower]:
+    """Return those that cannot be told from the earliest: each within the error of one before it."""
+    first = growers[0]
+    together = [first]
+    for one in growers[1:]:
+        from_starts = first.rise.from_start and one.rise.from_start
+        last = together[-1]
+        near = one.testifies(first) and one.at_ns - last.at_ns <= last.error_ns(one)
+        if near or from_starts:
+            together.append(one)
+    return together
+
+
+def _onset(together: list[_Grower], expected: int) -> CollectiveOnset:
+    delta = max(one.delta for one in together)
+    ranks = sorted(one.at.rank for one in together)
+    who = "All ranks" if len(ranks) == expected else text.ranks(ranks).capitalize()
+    return CollectiveOnset(
+        at_ns=together[0].at_ns,
+        ranks=ranks,
+        delta_bytes=round(delta),
+        why=f"{who} grew at the same time, as far as their clocks and samples can tell, by up to "
+        f"{text.size(delta)}: no rank is the cause.",
+    )
+
+
+def _cause(
+    growers: list[_Grower], all_of: Sequence[Alone], expected: int, limits: MemoryLimits
+) -> FirstCause:
+    first = growers[0]
+    witnesses = [one for one in growers[1:] if one.testifies(first)]
+    lead = witnesses[0].at_ns - first.at_ns if witnesses else None
+    error = first.error_ns(witnesses[0]) if witnesses else None
+    leads = min(
+        ((one.at_ns - first.at_ns) / max(first.error_ns(one), 1) for one in witnesses),
+        default=limits.high_lead,
+    )
+    coverage = _coverage(all_of, first) / expected
+    return FirstCause(
+        rank=first.at.rank,
+        node=first.at.node,
+        device=first.at.device,
+        at_ns=first.at_ns,
+        lead_ns=lead,
+        lead_bound_ns=error,
+        delta_bytes=round(first.delta),
+        counter=first.counter,
+        confidence=_confidence(first, leads, coverage, limits),
+        coverage=coverage,
+        why=_why(first, lead, error, len(growers), coverage, expected),
+        next=_NEXT,
+    )
+
+
+def _coverage(all_of: Sequence[Alone], first: _Grower) -> int:
+    """Return how many ranks were observed, after their warm-up, when the first one began to grow."""
+    near = 2 * first.at.interval_ns + first.at.bound_ns
+    return len(
+        {
+            each.rank
+            for each in all_of
+            if each.span is not None
+            and each.span[0] - each.bound_ns - near <= first.at_ns <= each.span[1] + each.bound_ns + near
+        }
+    )
+
+
+def _confidence(first: _Grower, leads: float, coverage: float, limits: MemoryLimits) -> Confidence:
+    """Return how sure it is; `leads` is the lead in error bounds."""
+    if coverage < limits.low_coverage or leads < limits.low_lead or not first.at.certain:
+        return "low"
+    large = first.delta >= 2 * first.rise.threshold
+    if leads >= limits.high_lead and coverage >= limits.high_coverage and large:
+        return "high"
+    return "medium"
+
+
+def _why(
+    first: _Grower, lead: int | None, error: int | None, grown: int, coverage: float, expected: int
+) -> str:
+    at = "" if first.rise.step is None else f" from step {first.rise.step:,} on"
+    what = f"{COUNTERS[first.counter]} grew by {text.size(first.delta)}{at}"
+    who = where(first.at.rank, first.at.node, first.at.device)
+    unseen = expected - round(coverage * expected)
+    seen = f" ({text.count(unseen, 'rank')} not observed then)" if unseen else ""
+    if lead is None or error is None:
+        if grown > 1:
+            return f"{who} grew first: {what}; the others grew after they had started{seen}."
+        return f"{who} grew alone: {what}, that of no other rank{seen}."
+    return (
+        f"{who} grew first: {what}, {text.duration(lead / 1e9)} before any other rank, where clocks and "
+        f"samples are good to {text.duration(error / 1e9)}{seen}."
+    )

@@ -1,0 +1,135 @@
+"""Robust numbers: noise, slopes, and whether a curve is a ramp or a step."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from traceml_ray.analysis.memory.shapes import Float
+
+Index = np.ndarray[Any, np.dtype[np.intp]]
+TO_SIGMA = 1.4826
+"""From a median absolute deviation to the standard deviation of a Gaussian."""
+_STARTS = 8
+"""A ramp may begin at each eighth of the points, up to"""
+_LATEST = 6
+"""this one."""
+
+
+def median(x: Float) -> float:
+    """Return the median of (n,), n > 0; without the checks that `np.median` pays for."""
+    n = len(x)
+    half = n // 2
+    if n % 2:
+        return float(np.partition(x, half)[half])
+    part = np.partition(x, (half - 1, half))
+    return float(part[half - 1] + part[half]) / 2
+
+
+def mad_sigma(x: Float) -> float:
+    """Return the robust standard deviation of (n,) around its median; 0 for fewer than two."""
+    return TO_SIGMA * median(np.abs(x - median(x))) if len(x) > 1 else 0.0
+
+
+def noise(x: Float) -> float:
+    """Return the robust standard deviation of the noise of a curve; steps and bends of it do not count."""
+    return mad_sigma(np.diff(x, 2)) / 6**0.5 if len(x) > 3 else 0.0
+
+
+def lowered(low: Float, threshold: float) -> int:
+    """
+    Return from where on a curve goes from its lowest level, where it began higher by `threshold`: it gave
+    memory back then. 0: it did not.
+    """
+    base = max(1, len(low) // 8)
+    lowest = float(low.min())
+    if lowest >= low[:base].min() - threshold:
+        return 0
+    return min(int(np.argmax(low <= lowest + threshold / 2)) + 1, len(low) - 1)
+
+
+def starts(n: int, size: int) -> Index:
+    """Return where the blocks of `size` begin in n values; a remainder is part of the last block."""
+    return np.arange(max(n // size, 1), dtype=np.intp) * size
+
+
+def block_means(x: Float, at: Index) -> Float:
+    """Return the mean of each block."""
+    sums: Float = np.add.reduceat(x, at)
+    return sums / np.diff(at, append=len(x))
+
+
+def block_medians(x: Float, size: int) -> Float:
+    """Return the median of each block of `size`, as `starts` has them."""
+    blocks = max(len(x) // size, 1)
+    if size == 1 or blocks == 1:
+        return x if size == 1 else np.array([median(x)])
+    whole = np.sort(x[: blocks * size].reshape(blocks, size), axis=1)
+    return (whole[:, (size - 1) // 2] + whole[:, size // 2]) / 2
+
+
+@lru_cache(64)
+def _pairs(n: int) -> tuple[Index, Index]:
+    first, second = np.triu_indices(n, 1)
+    return first, second
+
+
+def theil_sen(t: Float, y: Float) -> float:
+    """Return the median slope over all pairs of n points (n ≥ 2, a few hundred at most); 0 without any."""
+    first, second = _pairs(len(t))
+    across = t[second] - t[first]
+    if not (across > 0).all():
+        first, second, across = first[across > 0], second[across > 0], across[across > 0]
+    return median((y[second] - y[first]) / across) if len(across) else 0.0
+
+
+def r_squared(t: Float, y: Float, slope: float) -> float:
+    """Return the share of the variance of y that a line of that slope explains."""
+    rest = y - slope * t
+    rest = rest - rest.mean()
+    around = y - y.mean()
+    total = float(around @ around)
+    return 1 - float(rest @ rest) / total if total > 0 else 0.0
+
+
+def best_ramp(t: Float, y: Float, least: int) -> tuple[int, float]:
+    """
+    Return from which of n points on a line that is flat before explains y best, and its share of the
+    variance; at least so many points are left.
+    """
+    around = y - y.mean()
+    total = float(around @ around)
+    if total <= 0:
+        return 0, 0.0
+    begins = sorted({n * len(t) // _STARTS for n in range(_LATEST + 1)})
+    begins = [begin for begin in begins if begin == 0 or len(t) - begin >= least]
+    ramps = np.maximum(0.0, t[None, :] - t[begins][:, None])
+    ramps -= ramps.mean(axis=1, keepdims=True)
+    sizes = np.einsum("ij,ij->i", ramps, ramps)
+    along = ramps @ around
+    shares = np.where((sizes > 0) & (along > 0), along**2 / np.where(sizes > 0, sizes, 1.0) / total, 0.0)
+    best = int(np.argmax(shares))
+    if shares[0] >= shares[best] - 0.01:
+        best = 0
+    return begins[best], float(shares[best])
+
+
+def steps_share(y: Float, depth: int = 2) -> float:
+    """Return the share of the variance of y that up to `2**depth - 1` steps explain."""
+    around = y - y.mean()
+    total = float(around @ around)
+    return _between(y, depth) / total if total > 0 else 0.0
+
+
+def _between(y: Float, depth: int) -> float:
+    """Return by how much steps lower the sum of squares."""
+    n = len(y)
+    if n < 2 or depth == 0:
+        return 0.0
+    sums = np.cumsum(y - y.mean())[:-1]
+    left = np.arange(1, n)
+    gains = sums**2 * (n / (left * (n - left)))
+    at = int(np.argmax(gains)) + 1
+    return float(gains[at - 1]) + _between(y[:at], depth - 1) + _between(y[at:], depth - 1)

@@ -1,0 +1,127 @@
+"""What is said of a finding about memory: one plain sentence, and what to do."""
+
+from __future__ import annotations
+
+from traceml_ray import text
+from traceml_ray.analysis.memory.levels import Full
+from traceml_ray.analysis.memory.shapes import Counter, Kind
+from traceml_ray.analysis.memory.shifts import Shift, Spikes
+from traceml_ray.analysis.memory.tracks import Place
+from traceml_ray.analysis.memory.trend import Forecast, Ramp
+
+COUNTERS: dict[Counter, str] = {
+    "allocated_bytes": "allocated memory",
+    "gap_bytes": "memory outside torch's allocator",
+    "rss_bytes": "host memory",
+}
+NEXT: dict[Kind, list[str]] = {
+    "persistent_drift": [
+        "Look for process groups, CUDA graphs or library handles that are made again and again.",
+        "Run with NCCL_DEBUG=INFO to see which communicators are made, and when.",
+    ],
+    "step_change": [
+        "If it stands with the first use of a library or a process group, plan with so much less memory.",
+        "Otherwise look for another process on the device (nvidia-smi) and for allocations outside torch.",
+    ],
+    "transient_spike": [
+        "Look at what runs then: validation, a checkpoint, a first batch of a new shape.",
+    ],
+    "fragmentation": [
+        "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
+        "Keep the shapes of batches the same, or pad them to a few sizes.",
+    ],
+    "creep": [
+        "Look for tensors that are kept from step to step: a list of losses without .item() or .detach(), "
+        "hooks, a cache that grows.",
+    ],
+    "near_limit": [
+        "Use a smaller batch, activation checkpointing, or shard optimizer states.",
+    ],
+    "imbalance": [
+        "Look for what only this rank holds: a checkpoint loaded to its device, gathered metrics, more data.",
+    ],
+}
+_NEXT_HOST = [
+    "Look for Python objects that are kept from step to step: lists of results, a cache in the dataset.",
+    "Datasets that hold Python lists grow in each DataLoader worker: use arrays or tensors instead.",
+]
+_NEXT_HOST_LIMIT = [
+    "Use fewer DataLoader workers or a smaller prefetch_factor, or ask for more memory.",
+]
+_NEXT_HISTORY = "Run with TRACEML_MEMORY_HISTORY=1: the next bundle says which lines allocated it."
+
+
+def where(rank: int, node: str, device: int | None) -> str:
+    """Return "Rank 5 (node-a, device 0)"."""
+    return f"Rank {rank} ({node}{'' if device is None else f', device {device}'})"
+
+
+def next_of(kind: Kind, device: int | None) -> list[str]:
+    """Return what to do about a finding, one to three lines."""
+    if device is None:
+        return _NEXT_HOST if kind == "creep" else _NEXT_HOST_LIMIT if kind == "near_limit" else NEXT[kind]
+    return [*NEXT[kind], _NEXT_HISTORY] if kind == "creep" else NEXT[kind]
+
+
+def growing(place: Place, counter: Counter, ramp: Ramp, left: Forecast | None) -> str:
+    """Return the sentence of a creep or a drift."""
+    slope = text.size(ramp.slope, "/s")
+    if ramp.slope_step is not None:
+        slope = f"{text.size(ramp.slope_step)} a step"
+    since = "" if ramp.from_step is None else f" since step {ramp.from_step:,}"
+    said = (
+        f"{where(place.rank, place.node, place.device)}: {COUNTERS[counter]} grows by {slope}, "
+        f"{text.size(ramp.grown)} in {text.duration(ramp.seconds)}{since}"
+    )
+    if left is None:
+        return f"{said}; how much is left is not known."
+    return f"{said}; at this rate {left_words(left.s, left.steps)} of memory left."
+
+
+def left_words(seconds: float, steps: int | None) -> str:
+    """Return "41 steps (4.1 s)"."""
+    if steps is None:
+        return text.duration(seconds)
+    return f"{text.count(steps, 'step')} ({text.duration(seconds)})"
+
+
+def shifted(place: Place, counter: Counter, shift: Shift) -> str:
+    """Return the sentence of a step that is held."""
+    at = "" if shift.step is None else f" at step {shift.step:,}"
+    return (
+        f"{where(place.rank, place.node, place.device)}: {COUNTERS[counter]} rose once by "
+        f"{text.size(shift.delta)}{at}, from {text.size(shift.level)}, and stayed there."
+    )
+
+
+def spiking(place: Place, counter: Counter, found: Spikes) -> str:
+    """Return the sentence of the spikes of a counter."""
+    often = "once" if found.count == 1 else f"{found.count:,} times"
+    return (
+        f"{where(place.rank, place.node, place.device)}: {COUNTERS[counter]} rose for a short time {often} "
+        f"(in {text.share(found.samples / found.of_samples)} of the samples), by up to "
+        f"{text.size(found.peak)}, and went back."
+    )
+
+
+def fragmented(place: Place, inactive: float, reserved: float) -> str:
+    """Return the sentence of fragmentation."""
+    return (
+        f"{where(place.rank, place.node, place.device)}: {text.share(inactive / reserved)} of what torch's "
+        f"allocator holds ({text.size(inactive)} of {text.size(reserved)}) is free, but in pieces of blocks "
+        "in use."
+    )
+
+
+def near_limit(rank: int, node: str, device: int | None, full: Full) -> str:
+    """Return the sentence of memory that is nearly full."""
+    of = "of the host's memory" if device is None else "of the device's memory"
+    said = (
+        f"{where(rank, node, device)}: {text.share(full.used / full.total)} {of} is used "
+        f"({text.size(full.used)} of {text.size(full.total)})"
+    )
+    if full.cached:
+        said += f", {text.size(full.cached)} of that is free in torch's cache"
+    return said + (
+        "." if full.full_s is None else f"; at this rate it is full in {text.duration(full.full_s)}."
+    )

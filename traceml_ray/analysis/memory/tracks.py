@@ -1,0 +1,195 @@
+"""The memory of one rank process in one place (a device, or the host), and its counters without gaps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from traceml_ray.analysis.memory.robust import median
+from traceml_ray.analysis.memory.shapes import NO_STEP, Float, Int64, Series
+
+MOST_BYTES = float(1 << 60)
+"""Anything larger is no size."""
+LEAST_TOTAL = float(1 << 20)
+"""Anything smaller is no device, and no limit."""
+_HOST = ("rss_bytes", "uss_bytes", "limit_bytes", "limit_used_bytes")
+_WARM_STEPS = 2
+"""Steps after the first that are still warm-up,"""
+_WARM_SHARE = 5
+"""up to one in so many of the samples."""
+_QUARTER = 4
+_REACHED = 0.9
+
+
+@dataclass(frozen=True)
+class Track:
+    """One counter of one place, where it is known."""
+
+    t_ns: Int64
+    s: Float
+    """(n,) seconds since the first sample."""
+    step: Float
+    """(n,), NaN: not known."""
+    x: Float
+    """(n,) bytes."""
+    settled: int
+    """The first sample after warm-up; n: none."""
+
+    def __len__(self) -> int:
+        """Return the number of samples after warm-up."""
+        return len(self.x) - self.settled
+
+    @cached_property
+    def after(self) -> Track:
+        """Return the part after warm-up."""
+        at = self.settled
+        return Track(self.t_ns[at:], self.s[at:], self.step[at:], self.x[at:], 0) if at else self
+
+    @cached_property
+    def interval_s(self) -> float:
+        """Return the usual time between samples; 0 for fewer than two."""
+        return median(np.diff(self.s)) if len(self.s) > 1 else 0.0
+
+    @cached_property
+    def per_step(self) -> float:
+        """Return the samples to a step; 0: not known."""
+        low, high = self.steps_between(0, len(self.x) - 1)
+        return len(self.x) / (high - low) if low is not None and high is not None and high > low else 0.0
+
+    def step_at(self, at: int) -> int | None:
+        """Return the step at a sample."""
+        return None if not 0 <= at < len(self.step) or np.isnan(self.step[at]) else int(self.step[at])
+
+    def steps_between(self, first: int, last: int) -> tuple[int | None, int | None]:
+        """Return the first and the last step that are known between two samples."""
+        known = self.step[first : last + 1]
+        known = known[~np.isnan(known)]
+        return (int(known[0]), int(known[-1])) if len(known) else (None, None)
+
+    def s_per_step(self, first: int = 0) -> float | None:
+        """Return the seconds to a step from a sample on; None: not known."""
+        known = np.flatnonzero(~np.isnan(self.step[first:])) + first
+        if len(known) < 2:
+            return None
+        steps = self.step[known[-1]] - self.step[known[0]]
+        return float((self.s[known[-1]] - self.s[known[0]]) / steps) if steps > 0 else None
+
+    def last(self, n: int = 3) -> float:
+        """Return the median of the last n samples."""
+        return median(self.x[-n:])
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank process's memory on one device, or on its host."""
+
+    rank: int
+    node: str
+    process: str
+    device: int | None
+    """None: the host."""
+    bound_ns: int
+    samples: int
+    t_ns: Int64
+    step: Float
+    columns: Mapping[str, Float]
+    settled: int | None
+    """The first sample after warm-up; None: nothing says when that was, each counter tells by itself."""
+
+    def track(self, name: str) -> Track | None:
+        """Return a counter, None where it is not known."""
+        column = self.columns.get(name)
+        return None if column is None else self._track(column)
+
+    @cached_property
+    def gap(self) -> Track | None:
+        """Return what the driver counts for the process and torch's allocator does not."""
+        used, reserved = self.columns.get(self.gap_from or ""), self.columns.get("reserved_bytes")
+        if used is None or reserved is None:
+            return None
+        return self._track(np.maximum(used - reserved, 0.0))
+
+    @cached_property
+    def gap_from(self) -> str | None:
+        """Return the counter that the gap is measured from: the process's own, or the whole device's."""
+        for name in ("process_bytes", "device_used_bytes"):
+            column = self.columns.get(name)
+            if column is not None and np.isfinite(column).any():
+                return name
+        return None
+
+    def latest(self, name: str) -> float | None:
+        """Return the newest value of a counter."""
+        track = self.track(name)
+        return track.last() if track is not None else None
+
+    @property
+    def total(self) -> float | None:
+        """Return how much the device has, or the host's limit."""
+        total = self.latest(self.used_total[1])
+        return None if total is None or total < LEAST_TOTAL else total
+
+    @property
+    def used_total(self) -> tuple[str, str]:
+        """Return the counters of what is used of what."""
+        if self.device is None:
+            return "limit_used_bytes", "limit_bytes"
+        return "device_used_bytes", "device_total_bytes"
+
+    def _track(self, column: Float) -> Track | None:
+        known = (column >= 0) & (column <= MOST_BYTES)
+        if known.all():
+            t, step, x, settled = self.t_ns, self.step, column, self.settled
+        else:
+            t, step, x = self.t_ns[known], self.step[known], column[known]
+            settled = None if self.settled is None else int(np.count_nonzero(known[: self.settled]))
+        if not len(x):
+            return None
+        return Track(t, (t - t[0]) / 1e9, step, x, _plateau(x) if settled is None else settled)
+
+
+def places(series: Series) -> list[Place]:
+    """Return the places of a series: its device, and the host where its samples have that, too."""
+    t_ns, order = series.t_ns, None
+    if len(t_ns) > 1 and (np.diff(t_ns) < 0).any():
+        order = np.argsort(t_ns, kind="stable")
+        t_ns = t_ns[order]
+    columns = {name: column if order is None else column[order] for name, column in series.columns.items()}
+    step = (series.step if order is None else series.step[order]).astype(np.float64)
+    step[step <= NO_STEP] = np.nan
+    settled = _settled(series.first_step_ns, t_ns, step)
+    host = {name: columns[name] for name in _HOST if name in columns}
+    devices = [] if series.device is None else [(series.device, columns)]
+    hosts = [(None, host)] if host or series.device is None else []
+    of = (series.rank, series.node, series.process)
+    return [
+        Place(*of, device, series.bound_ns, len(t_ns), t_ns, step, known, settled)
+        for device, known in [*devices, *hosts]
+    ]
+
+
+def _settled(first_step_ns: int | None, t_ns: Int64, step: Float) -> int | None:
+    """Return the first sample after warm-up: the first step is over, and two more where there are samples."""
+    known = np.flatnonzero(~np.isnan(step))
+    if first_step_ns is not None:
+        at = int(np.searchsorted(t_ns, first_step_ns))
+    elif len(known):
+        later = known[step[known] > step[known[0]]]
+        at = int(later[0]) if len(later) else len(t_ns)
+    else:
+        return None
+    if at >= len(t_ns) or np.isnan(step[at]):
+        return at
+    warm = int(np.count_nonzero(step[at:] < step[at] + _WARM_STEPS))
+    return at + min(warm, (len(t_ns) - at) // _WARM_SHARE)
+
+
+def _plateau(x: Float) -> int:
+    """Return the first sample that has reached the level of the first quarter: what is before is loading."""
+    quarter = len(x) // _QUARTER
+    if quarter < 2:
+        return 0
+    return int(np.argmax(x[:quarter] >= _REACHED * median(x[quarter // 2 : quarter])))
