@@ -122,6 +122,13 @@ def test_host_of_a_rank_with_a_device_is_judged_as_well() -> None:
     assert [(row.rank, row.device) for row in memory.ranks] == [(2, None), (2, 0)]
 
 
+def test_host_of_a_rank_with_two_devices_is_judged_once() -> None:
+    host = {"rss_bytes": 2 * GIB + 4 * MIB * np.arange(N)}
+    memory = judge([on_device(2, flat(N), device=device, **host) for device in (0, 1)])
+    assert len(memory.findings) == 1
+    assert [row.device for row in memory.ranks] == [None, 0, 1]
+
+
 # -- changes of level
 
 

@@ -61,9 +61,7 @@ def compare(
     limits: MemoryLimits = MEMORY,
 ) -> Memory:
     """Return the same from the judgements of the ranks by themselves; arguments as of `judge`."""
-    judged = sorted(
-        judged, key=lambda each: (each.rank, _device(each.device), each.span or (0, 0), each.process)
-    )
+    judged = _in_order(judged)
     explained = explain(judged, collectives, sensitivity, limits)
     instead = {id(each.hidden.finding): (each.process, each.finding()) for each in explained}
     found = [
@@ -83,6 +81,22 @@ def compare(
         ranks=_table(judged, found),
         missing_ranks=[rank for rank in range(expected or 0) if rank not in present],
     )
+
+
+def _in_order(judged: Sequence[Alone]) -> list[Alone]:
+    """Return them by rank, device and time; a process with several devices has its host in each: once."""
+    judged = sorted(
+        judged,
+        key=lambda each: (
+            each.rank,
+            _device(each.device),
+            each.span or (0, 0),
+            each.process,
+            -each.row.samples,
+        ),
+    )
+    once = {(each.rank, each.device, each.process): each for each in reversed(judged)}
+    return list(reversed(once.values()))
 
 
 def _rank_of(finding: Finding) -> tuple[int, int, int, int, str]:
