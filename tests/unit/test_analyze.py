@@ -2,15 +2,133 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
-from stormlog_example import MIB, events, write
+from snapshot import Snapshot
+from stormlog_example import BEGAN_NS, MIB, SECOND, events, leak, level, of_cpu, write
 
+import traceml_ray
 from traceml_ray import cli
-from traceml_ray.reports.analyze import AnalyzeError, analyze
+from traceml_ray.analysis.memory.shapes import Attribution, CollectiveOnset, Finding, FirstCause, RankMemory
+from traceml_ray.rank_filter import RankFilterError
+from traceml_ray.reports.analyze import Analysis, AnalyzeError, Refused, Source, analyze
+from traceml_ray.reports.analyze_text import render_analysis
+
+
+def played() -> Analysis:
+    """An analysis with everything in it."""
+    at_ns = BEGAN_NS + 40 * SECOND
+
+    def row(rank: int, **fields: Any) -> RankMemory:
+        own: dict[str, Any] = {
+            "rank": rank,
+            "node": f"node-{rank // 2}",
+            "process": f"p{rank}",
+            "device": rank % 2,
+            "samples": 1200,
+            "allocated_growth_bytes": 5 * MIB,
+            "reserved_growth_bytes": 20 * MIB,
+            "rss_growth_bytes": None,
+            "gap_bytes": 600 * MIB,
+            "used_bytes": 20_000 * MIB,
+            "total_bytes": 80_000 * MIB,
+            "forecast_steps": None,
+            "forecast_s": None,
+            "anomaly": None,
+            "severity": None,
+        }
+        return RankMemory(**{**own, **fields})
+
+    cause = FirstCause(
+        rank=2,
+        node="node-1",
+        device=0,
+        at_ns=at_ns,
+        lead_ns=4_200_000_000,
+        lead_bound_ns=1_020_000_000,
+        delta_bytes=3000 * MIB,
+        counter="allocated_bytes",
+        confidence="high",
+        coverage=0.8,
+        why="Why it is this rank.",
+        next=["What to do first.", "What to do then."],
+    )
+    when: dict[str, Any] = {"from_ns": at_ns, "to_ns": at_ns + 60 * SECOND, "evidence": {}}
+    creep = Finding(
+        kind="creep",
+        rank=2,
+        node="node-1",
+        device=0,
+        severity="critical",
+        confidence="high",
+        next=["What to do."],
+        why="It grows by 20 MB a step.",
+        **when,
+    )
+    change = Finding(
+        kind="step_change",
+        rank=1,
+        node="node-0",
+        device=1,
+        severity="info",
+        confidence="low",
+        next=["Nothing."],
+        why="It rose once, and stayed.",
+        **when,
+    )
+    attribution = Attribution(
+        kind="collective_likely",
+        rank=1,
+        device=1,
+        finding="step_change",
+        from_ns=at_ns,
+        op="all_reduce",
+        group=0,
+        bytes=512 * MIB,
+        evidence={},
+        why="It rose with the first all_reduce.",
+    )
+    read: dict[str, Any] = {"ranks": [0, 1, 2, 4], "samples": 4800, "notes": ["its last line is left out"]}
+    return Analysis(
+        first_cause=cause,
+        findings=[creep, change],
+        collectives=[attribution],
+        ranks=[
+            row(0, gap_bytes=None),
+            row(1, anomaly="step_change", severity="info"),
+            row(2, anomaly="creep", severity="critical", forecast_steps=41, forecast_s=812.0),
+            row(4, allocated_growth_bytes=-5 * MIB),
+        ],
+        missing_ranks=[3],
+        world_size=5,
+        sources=[Source(path="exports/" + "deep/" * 12 + "events.json", format="Stormlog events", **read)],
+        refused=[Refused(path="exports/rank3.json", reason="it is no JSON: Input data was truncated")],
+        notes=["The clocks of node-0 and node-1 were not compared."],
+    )
+
+
+def test_analysis_as_text(snapshot: Snapshot) -> None:
+    found = played()
+    together = CollectiveOnset(at_ns=BEGAN_NS, ranks=[0, 1, 2], delta_bytes=MIB, why="All at once.")
+    onset = msgspec.structs.replace(found, first_cause=None, collective_onset=together)
+    quiet = Analysis(ranks=found.ranks[:1])
+    first = (render_analysis(each).partition("\n\n")[0] for each in (onset, quiet))
+    snapshot("analyze", render_analysis(found), *first)
+
+
+def test_long_lists_are_cut_with_the_number_of_the_others() -> None:
+    found = played()
+    quiet = [msgspec.structs.replace(found.ranks[0], rank=rank) for rank in range(100)]
+    many = msgspec.structs.replace(found, ranks=[*quiet, found.ranks[2]], findings=found.findings * 30)
+    text = render_analysis(many)
+    assert "and 69 ranks more" in text and "and 40 findings more" in text
+    assert "41 steps" in text
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
@@ -22,6 +140,70 @@ def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, st
     return code, *capsys.readouterr()
 
 
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".csv"])
+def test_rank_that_leaks_is_named_from_files_of_every_form(tmp_path: Path, suffix: str) -> None:
+    found = traceml_ray.analyze(leak(tmp_path, suffix=suffix))
+    cause = found.first_cause
+    assert cause is not None
+    assert (cause.rank, cause.node, cause.device, cause.lead_ns) == (2, "node-a", 0, None)
+    assert cause.confidence == "high"
+    assert abs(cause.at_ns - (BEGAN_NS + 40 * SECOND)) <= 5 * SECOND
+    assert 1000 * MIB < cause.delta_bytes < 1700 * MIB
+    assert {finding.rank for finding in found.findings if finding.severity != "info"} == {2}
+    assert [(rank.rank, rank.samples) for rank in found.ranks] == [(rank, 120) for rank in range(4)]
+    assert found.ranks[0].gap_bytes is None
+    assert (found.missing_ranks, found.refused, found.notes, found.world_size) == ([], [], [], 4)
+    assert [source.samples for source in found.sources] == [120] * 4
+
+
+def test_rank_that_starts_late_is_not_the_first_cause(tmp_path: Path) -> None:
+    """Both grow at the same moment; by its own samples rank 1 would have grown 30 s before."""
+    write(tmp_path / "a.json", events(level(0, grows_at=60), rank=0, world=2))
+    late = {"rank": 1, "world": 2, "began_ns": BEGAN_NS + 30 * SECOND}
+    write(tmp_path / "b.json", events(level(1, 90, grows_at=30), **late))
+    found = analyze([tmp_path / "a.json", tmp_path / "b.json"])
+    assert found.first_cause is None
+    assert found.collective_onset is not None and found.collective_onset.ranks == [0, 1]
+
+
+def test_ranks_without_wall_clock_times_have_no_order(tmp_path: Path) -> None:
+    for rank in range(3):
+        values = level(rank, grows_at=(None, 30, 60)[rank])
+        write(tmp_path / f"{rank}.json", events(values, rank=rank, world=3, began_ns=0))
+    found = analyze(tmp_path)
+    assert (found.first_cause, found.collective_onset) == (None, None)
+    assert {incident.rank for incident in found.incidents} == {1, 2}
+    assert "whether others grew before is not known" in found.notes[0]
+    assert "which rank grew first is not known" in render_analysis(found)
+    write(tmp_path / "2.json", events(level(2), rank=2, world=3, began_ns=0))
+    cause = analyze(tmp_path).first_cause
+    assert cause is not None and (cause.rank, cause.lead_ns) == (1, None)
+
+
+def test_resident_memory_of_a_cpu_is_judged(tmp_path: Path) -> None:
+    for rank in range(3):
+        values = level(rank, grows_at=50 if rank == 1 else None)
+        write(tmp_path / f"{rank}.csv", of_cpu(values, rank=rank, world=3))
+    found = analyze(tmp_path)
+    assert found.first_cause is not None
+    assert (found.first_cause.rank, found.first_cause.device) == (1, None)
+    assert all(rank.allocated_growth_bytes is None for rank in found.ranks)
+    assert (found.ranks[1].rss_growth_bytes or 0) > 500 * MIB
+
+
+def test_missing_ranks_are_those_of_the_world_size_and_the_filter(tmp_path: Path) -> None:
+    leak(tmp_path, 8)
+    for rank in (1, 6):
+        (tmp_path / f"rank{rank}.json").unlink()
+    assert analyze(tmp_path).missing_ranks == [1, 6]
+    found = analyze(tmp_path, ranks="2,4-6")
+    assert (found.missing_ranks, [rank.rank for rank in found.ranks]) == ([6], [2, 4, 5])
+    with pytest.raises(AnalyzeError, match=r"ranks '1,6': the files have ranks 0, 2-5 and 7 only"):
+        analyze(tmp_path, ranks="1,6")
+    with pytest.raises(RankFilterError):
+        analyze(tmp_path, ranks="4-")
+
+
 def test_nothing_to_analyze_is_an_error_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(AnalyzeError, match="there are no samples of memory in"):
         analyze(tmp_path)
@@ -31,6 +213,46 @@ def test_nothing_to_analyze_is_an_error_with_the_reason(tmp_path: Path) -> None:
         analyze([])
     with pytest.raises(AnalyzeError, match="sensitivity 'most': it is low, medium or high"):
         analyze(tmp_path, sensitivity="most")  # type: ignore[arg-type]
+
+
+def test_command_prints_the_first_cause_in_its_first_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, leak(tmp_path))
+    assert (code, err) == (0, "")
+    first = out.splitlines()[:3]
+    assert "Rank 2 (node-a, device 0)" in first[0]
+    assert all(len(line) <= 100 for line in out.splitlines())
+    assert all(title in out for title in ("Findings", "Ranks", "Read"))
+
+
+def test_json_has_the_documented_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, leak(tmp_path), "--json", "--ranks", "0-2")
+    found = json.loads(out)
+    assert code == 0
+    assert {
+        *("first_cause", "collective_onset", "findings", "collectives", "ranks", "missing_ranks"),
+        *("sources", "refused"),
+    } <= found.keys()
+    cause = {"rank", "node", "at_ns", "lead_ns", "lead_bound_ns", "delta_bytes", "confidence"}
+    assert cause <= found["first_cause"].keys()
+    finding = {"kind", "rank", "device", "severity", "confidence", "from_ns", "to_ns", "evidence", "next"}
+    assert all(finding <= each.keys() for each in found["findings"]) and found["findings"]
+    assert found["collective_onset"] is None
+    assert found["ranks"][0]["gap_bytes"] is None
+
+
+def test_refused_file_is_named_and_the_others_are_analyzed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leak(tmp_path)
+    (tmp_path / "rank3.json").write_text('[{"timestamp_ns": 1')
+    code, out, err = run(capsys, tmp_path)
+    assert code == 2
+    assert err == f"traceml-ray: {tmp_path}/rank3.json: it is no JSON: Input data was truncated\n"
+    assert "Rank 2 (node-a, device 0)" in out.splitlines()[0]
+    assert "rank 3 of 4" in out
+    assert "Not used" in out
 
 
 @pytest.mark.parametrize(
@@ -54,6 +276,18 @@ def test_mistake_gives_one_line_and_exit_code_2(
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")
     assert reason in err and len(err.splitlines()) == 1
+
+
+def test_exit_code_says_whether_a_finding_is_severe_enough(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leak(tmp_path / "bad")
+    worst = {finding.severity for finding in analyze(tmp_path / "bad").findings}
+    assert run(capsys, tmp_path / "bad", "--fail-on", "warning")[0] == (3 if worst - {"info"} else 0) == 3
+    assert run(capsys, tmp_path / "bad", "--fail-on", "critical")[0] == (3 if "critical" in worst else 0)
+    for rank in range(2):
+        write(tmp_path / f"good/{rank}.json", events(level(rank), rank=rank, world=2))
+    assert run(capsys, tmp_path / "good", "--fail-on", "warning")[0] == 0
 
 
 def test_command_needs_neither_torch_nor_ray(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ def session(folder: Path, ranks: int = 2) -> Path:
     aggregator, relay = aggregation(folder, clock), Relay()
     every = [Rank(number, ranks) for number in range(ranks)]
     for at in range(5):
-        sample = wire.ProcessSample(clock.now, 1.0, (100 + at) * MIB, 4, None, None)
-        aggregator.ingest(relay.message(*(rank.batch(2, process=sample) for rank in every)))
+        sample = wire.MemorySample(clock.now, 2 * at, None, rss_bytes=(100 + at) * MIB)
+        aggregator.ingest(relay.message(*(rank.batch(2, memory=[sample]) for rank in every)))
         clock.tick()
     aggregator.commit()
     return folder
@@ -39,7 +39,9 @@ def test_session_gives_each_rank_its_resident_memory(tmp_path: Path) -> None:
             (1, 2, "job", "host-0"),
         ]
         assert [*ranks[1].columns["rss_bytes"]] == [(100 + at) * MIB for at in range(5)]
+        assert ranks[1].step is not None and [*ranks[1].step] == [0, 2, 4, 6, 8]
         assert ranks[1].t_ns[4] - ranks[1].t_ns[0] == 4 * SECOND
+        assert ranks[1].first_step_ns == ranks[1].t_ns[1]
 
 
 def test_folder_is_read_with_all_below_it_and_a_file_once(tmp_path: Path) -> None:

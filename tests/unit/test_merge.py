@@ -71,6 +71,15 @@ def test_clocks_of_several_nodes_have_an_assumed_bound(tmp_path: Path) -> None:
     assert "node-a and node-b were not compared" in found.notes[0]
 
 
+def test_files_that_do_not_say_the_node_may_be_of_several(tmp_path: Path) -> None:
+    one = write(tmp_path / "0.json", events([MIB], rank=0, world=2, host="unknown"))
+    other = write(tmp_path / "1.json", events([MIB], rank=1, world=2, host="unknown"))
+    assert [(series.node, series.bound_ns) for series in merged(one).timed] == [("", 0)]
+    found = merged(one, other)
+    assert [series.bound_ns for series in found.timed] == [UNCOMPARED_BOUND_NS] * 2
+    assert "nodes that are not known were not compared" in found.notes[0]
+
+
 def test_ranks_without_wall_clock_times_are_apart(tmp_path: Path) -> None:
     write(tmp_path / "0.json", events([MIB] * 3, rank=0, world=2))
     write(tmp_path / "1.json", events([MIB] * 3, rank=1, world=2, began_ns=0))

@@ -130,12 +130,14 @@ def _assumed_bound(found: Sequence[Recording], notes: list[str]) -> int:
     """Return the error bound of clocks that were not compared: none where there is one node."""
     timed = [each for each in found if each.wall]
     nodes = sorted({each.node for each in timed})
-    if len(nodes) < 2 or all(each.bound_ns is not None for each in timed):
+    one = len(nodes) < 2 and (nodes != [""] or len({each.process for each in timed}) < 2)
+    if one or all(each.bound_ns is not None for each in timed):
         return 0
     bound = text.duration(UNCOMPARED_BOUND_NS / 1e9)
+    who = text.listed([name or "nodes that are not known" for name in nodes])
     notes.append(
-        f"The clocks of {text.listed(nodes)} were not compared: they are taken to agree within {bound}, "
-        "and a rank that leads by less is not named."
+        f"The clocks of {who} were not compared: they are taken to agree within {bound}, and a rank that "
+        "leads by less is not named."
     )
     return UNCOMPARED_BOUND_NS
 

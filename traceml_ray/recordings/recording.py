@@ -35,6 +35,7 @@ class Recording:
     process: str
     """What tells this process from others, also in other files."""
     node: str
+    """As it is shown; "" where it is not known."""
     device: int | None
     """None: the host."""
     t_ns: Ints

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from traceml_ray import wire
-from traceml_ray.recordings.recording import FileContents, NoSamplesError, Recording, column
+from traceml_ray.recordings.recording import FileContents, Ints, NoSamplesError, Recording
 from traceml_ray.store.nodes import process_labels
 from traceml_ray.store.rank_processes import shown, world_size
 from traceml_ray.store.runs import by_run
@@ -15,7 +14,6 @@ from traceml_ray.store.schema import legible
 from traceml_ray.store.session_file import SessionFile
 
 FORMAT = "traceml-ray session"
-_ALL = 1 << 62
 
 
 def read(path: Path) -> FileContents:
@@ -26,31 +24,41 @@ def read(path: Path) -> FileContents:
         NoSamplesError: no rank has reported any.
         SessionFileError: the file cannot be read.
     """
-    with SessionFile(path) as file, legible(path):
-        processes = file.processes()
-        labels = process_labels(file.cluster(), processes)
-        samples: dict[int, list[wire.ProcessSample]] = {}
-        for process, sample in file.process_samples([process.id for process in processes], _ALL):
-            samples.setdefault(process, []).append(sample)
-        found = []
-        for run, own in by_run(processes).items():
-            world = world_size(shown(own), None) or None
-            for each in own:
-                if each.rank is not None and each.id in samples:
-                    recording = _host(each.process_id, labels[each.id], samples[each.id])
-                    recording.rank, recording.world_size, recording.run = each.rank, world, run
-                    found.append(recording)
+    with SessionFile(path) as file, legible(path), file.at_one_moment():
+        found = recordings_of(file)
     if not found:
         raise NoSamplesError("no rank has reported its memory")
     return FileContents(FORMAT, found)
 
 
-def _host(process: str, node: str, samples: list[wire.ProcessSample]) -> Recording:
-    samples = sorted(samples, key=lambda sample: sample.t_ns)
-    return Recording(
-        process=process,
-        node=node,
-        device=None,
-        t_ns=np.array([sample.t_ns for sample in samples], np.int64),
-        columns={"rss_bytes": column(sample.rss_bytes for sample in samples)},
-    )
+def recordings_of(file: SessionFile) -> list[Recording]:
+    """Return the memory of every rank process of every run, by device. Raises `SessionFileError`."""
+    processes = {process.id: process for process in file.processes() if process.rank is not None}
+    labels = process_labels(file.cluster(), processes.values())
+    worlds = {run: world_size(shown(own), None) or None for run, own in by_run(processes.values()).items()}
+    samples, _ = file.memory_samples(processes)
+    found = []
+    for own in samples:
+        process = processes[own.process]
+        run = process.identity.job_id if process.identity else None
+        recording = Recording(
+            process=process.process_id,
+            node=labels[own.process],
+            device=own.device,
+            t_ns=own.t_ns,
+            columns=own.columns,
+            step=own.step,
+            rank=process.rank,
+            world_size=None if run is None else worlds[run],
+            run=run,
+            first_step_ns=_first_step_ns(own.t_ns, own.step),
+        )
+        found.append(recording)
+    return found
+
+
+def _first_step_ns(t_ns: Ints, step: Ints) -> int | None:
+    """Return when the first step was over: the first sample in a later one than the first that is known."""
+    known = step[step >= 0]
+    later = np.flatnonzero(step > known[0]) if len(known) else known
+    return int(t_ns[later[0]]) if len(later) else None

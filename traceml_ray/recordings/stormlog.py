@@ -111,6 +111,11 @@ def recordings(events: Iterable[Event]) -> list[Recording]:
     return [_recording(own) for own in found.values()]
 
 
+def node(host: str | None) -> str:
+    """Return the node's name; "" where it is not known."""
+    return "" if host in (None, "unknown") else str(host)
+
+
 def job(given: str | None) -> str | None:
     """Return the job's id where it says anything."""
     return None if given is None or given.lower() in _NO_JOB else given
@@ -139,7 +144,7 @@ def _recording(own: list[Event]) -> Recording:
     named = first.world_size > 1
     return Recording(
         process=f"{first.session_id or ''}/{first.host}/{first.pid}",
-        node=first.host,
+        node=node(first.host),
         device=None if on_cpu else first.device_id,
         t_ns=np.array([event.timestamp_ns for event in own], np.int64),
         columns=_host(own) if on_cpu else _device(own),

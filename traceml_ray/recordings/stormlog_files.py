@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ _COUNTERS = (
     "memory_allocated",
 )
 """Columns of a CSV that have to be there, of one schema or the other; an empty cell of them is not known."""
+_READ = {"schema_version", "timestamp"} | {*Event.__struct_fields__, *Legacy.__struct_fields__}
 _MAX_REASON = 200
 _NOT_THERE = msgspec.Raw()
 
@@ -135,16 +136,17 @@ def _jsonl(data: bytes) -> FileContents:
 
 def _csv(data: bytes) -> FileContents:
     text = data.decode("utf-8-sig")
-    rows = [*csv.DictReader(text.splitlines(keepends=True))]
-    columns = set(rows[0] if rows else ())
-    if not (columns & {"timestamp_ns", "timestamp"} and columns & {*_COUNTERS}):
+    rows = [row for row in csv.reader(text.splitlines(keepends=True)) if row]
+    header = rows.pop(0) if rows else []
+    if not ({"timestamp_ns", "timestamp"} & {*header} and {*_COUNTERS} & {*header}):
         raise NoSamplesError(_NOTHING)
     notes = []
-    if not text.endswith(("\n", "\r")) and None in rows[-1].values():
+    if rows and not text.endswith(("\n", "\r")) and len(rows[-1]) < len(header):  # it was being written
         rows.pop()
         notes.append(_CUT)
-    unknown = {name: None for name in _COUNTERS if name in columns}
-    records = [unknown | _cells(row) for row in rows]
+    unknown = {name: None for name in _COUNTERS if name in header}
+    read = [(at, name, name in _TEXT) for at, name in enumerate(header) if name in _READ]
+    records = [unknown | _cells(row, read) for row in rows]
     return _contents(lambda kind: _each(records, lambda record: msgspec.convert(record, kind)), notes)
 
 
@@ -159,12 +161,13 @@ def _each(records: Sequence[Any], decode: Callable[[Any], Any]) -> list[Any]:
     return found
 
 
-def _cells(row: dict[str | Any, str | Any]) -> dict[str, object]:
-    """Return the cells of a row that hold something."""
+def _cells(row: Sequence[str], columns: Iterable[tuple[int, str, bool]]) -> dict[str, object]:
+    """Return the cells of a row that hold something; `columns` are (place, name, whether it is text)."""
+    width = len(row)
     return {
-        name: value if name in _TEXT else _number(value)
-        for name, value in row.items()
-        if isinstance(name, str) and isinstance(value, str) and value != ""
+        name: row[at] if is_text else _number(row[at])
+        for at, name, is_text in columns
+        if at < width and row[at] != ""
     }
 
 

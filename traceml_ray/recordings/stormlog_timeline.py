@@ -22,7 +22,7 @@ from traceml_ray.recordings.recording import (
     RefusedFileError,
     column,
 )
-from traceml_ray.recordings.stormlog import EARLIEST_WALL_NS, Rank, Size, job, measured
+from traceml_ray.recordings.stormlog import EARLIEST_WALL_NS, Rank, Size, job, measured, node
 
 _MOST_BESIDE = 1 << 20
 _T = TypeVar("_T", bound=msgspec.Struct)
@@ -106,7 +106,7 @@ def _recording(t_ns: Any, columns: dict[str, Floats], timeline: _Timeline, path:
     is_named = rank is not None and (timeline.rank is not None or (world or 1) > 1)
     return Recording(
         process=f"{who.session_id}/{who.host}/{who.pid}" if who.session_id else str(path),
-        node=who.host or "unknown",
+        node=node(who.host),
         device=None if on_cpu else 0,
         t_ns=t_ns,
         columns=measured(named),

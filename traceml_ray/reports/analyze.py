@@ -90,7 +90,7 @@ def analyze(
     if not any(rank in chosen for rank in merged.present):
         raise AnalyzeError(f"ranks {ranks!r}: the files have {text.ranks(merged.present)} only")
     return Analysis(
-        **msgspec.structs.asdict(_judged(merged, chosen, sensitivity)),
+        **msgspec.structs.asdict(judged(merged, chosen, sensitivity)),
         run=merged.run,
         world_size=merged.world_size,
         sources=[_source(source) for source in found.files],
@@ -135,7 +135,7 @@ def _source(source: FileRead) -> Source:
     )
 
 
-def _judged(merged: Merged, chosen: RankFilter, sensitivity: Sensitivity) -> Memory:
+def judged(merged: Merged, chosen: RankFilter, sensitivity: Sensitivity = "medium") -> Memory:
     """
     Return what is to be said of the ranks chosen. Those without wall-clock times are judged one by one: none
     of them is named before others.
@@ -146,10 +146,9 @@ def _judged(merged: Merged, chosen: RankFilter, sensitivity: Sensitivity) -> Mem
     for each in merged.untimed:
         if each.rank in chosen:
             alone.setdefault(each.rank, []).append(each)
-    parts = [[*timed]] * bool(timed) + [*alone.values()]
-    count = len(expected) or None
-    judged = [judge(part, expected=count, sensitivity=sensitivity) for part in parts]
-    return msgspec.structs.replace(_together(judged), missing_ranks=sorted(expected - merged.present))
+    clocks = [timed, *alone.values()]
+    parts = [judge(own, expected=len(expected) or None, sensitivity=sensitivity) for own in clocks if own]
+    return msgspec.structs.replace(_together(parts), missing_ranks=sorted(expected - merged.present))
 
 
 def _together(parts: Sequence[Memory]) -> Memory:

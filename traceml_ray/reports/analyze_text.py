@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from traceml_ray import text
+from traceml_ray.analysis.memory.sentences import where
 from traceml_ray.analysis.memory.shapes import Attribution, Finding, FirstCause, RankMemory
 from traceml_ray.recordings.stormlog import EARLIEST_WALL_NS
 from traceml_ray.reports.analyze import SEVERITIES, Analysis, Source
@@ -25,7 +26,9 @@ def render_analysis(found: Analysis) -> str:
             _next(found.findings),
             _ranks(found.ranks),
             _collectives(found),
-            _notes(found.notes),
+            _notes(
+                [*found.notes, *(f"{each.path}: {note}" for each in found.sources for note in each.notes)]
+            ),
             _sources(found.sources),
             _refused(found),
         ]
@@ -40,7 +43,8 @@ def _first(found: Analysis) -> list[str]:
     if cause is not None:
         said = facts(("First", _cause(cause)), ("Why", cause.why), ("Next", " ".join(cause.next)))
     elif onset is not None:
-        what = f"{text.ranks(onset.ranks)} grew at once, at {_clock(onset.at_ns)}: no rank is the cause"
+        when = _moment(onset.at_ns, text.date)
+        what = f"{text.ranks(onset.ranks)} grew at once, at {when} UTC: no rank is the cause"
         said = facts(("First", what), ("Why", onset.why))
     elif found.incidents:
         said = facts(("First", "which rank grew first is not known"))
@@ -51,10 +55,8 @@ def _first(found: Analysis) -> list[str]:
 
 
 def _cause(cause: FirstCause) -> str:
-    where = "" if cause.device is None else f", device {cause.device}"
-    said = (
-        f"rank {cause.rank} ({cause.node}{where}): {text.size(cause.delta_bytes)} from {_clock(cause.at_ns)}"
-    )
+    size, when = text.size(cause.delta_bytes), _moment(cause.at_ns, text.date)
+    said = f"{where(cause.rank, cause.node, cause.device)}: {size} from {when} UTC"
     if cause.lead_ns is None:
         return f"{said}, and no other rank; confidence {cause.confidence}"
     lead = text.duration(cause.lead_ns / 1e9)
@@ -64,14 +66,13 @@ def _cause(cause: FirstCause) -> str:
 
 def _findings(findings: Sequence[Finding]) -> list[str]:
     columns: Columns = {
-        "": lambda one: one.severity,
+        "severity": lambda one: one.severity,
         "finding": lambda one: text.words(one.kind),
         "who": _who,
-        "from (UTC)": lambda one: _clock(one.from_ns),
-        "what": lambda one: one.why,
-        "confidence": lambda one: one.confidence,
+        "from": lambda one: _moment(one.from_ns),
+        "what": lambda one: f"{one.why} Confidence {one.confidence}.",
     }
-    lines = table("Findings, the most severe first", columns, findings[:_MOST])
+    lines = table("Findings, the most severe first (UTC)", columns, findings[:_MOST])
     return lines + _more(len(findings) - _MOST, "finding")
 
 
@@ -99,12 +100,14 @@ def _ranks(ranks: Sequence[RankMemory]) -> list[str]:
         ">gap": lambda one: text.size(one.gap_bytes),
         ">used": _used,
         "full in": _forecast,
-        "anomaly": lambda one: f"{text.words(one.anomaly)} ({one.severity})" if one.anomaly else "",
+        "anomaly": lambda one: text.words(one.anomaly or ""),
     }
     shown = [one for one in ranks if id(one) in kept]
     known = {name: cell for name, cell in columns.items() if any(cell(one) != text.NA for one in shown)}
     lines = table(
-        "Ranks (allocated, reserved, RSS: growth; gap: used outside of the allocator)", known, shown
+        "Ranks (growth of allocated, reserved and RSS; gap: outside of the allocator)",
+        known,
+        shown,
     )
     return lines + _more(len(ranks) - _MOST_RANKS, "rank")
 
@@ -114,15 +117,13 @@ def _growth(value: int | None) -> str:
 
 
 def _used(one: RankMemory) -> str:
-    if one.used_bytes is None or one.total_bytes is None:
-        return text.size(one.used_bytes)
-    return f"{text.size(one.used_bytes)} of {text.size(one.total_bytes)}"
+    return text.share(one.used_bytes / one.total_bytes) if one.used_bytes and one.total_bytes else text.NA
 
 
 def _forecast(one: RankMemory) -> str:
-    parts = [f"{one.forecast_steps:,} steps"] * (one.forecast_steps is not None)
-    parts += [text.duration(one.forecast_s)] * (one.forecast_s is not None)
-    return ", ".join(parts)
+    steps = None if one.forecast_steps is None else text.count(one.forecast_steps, "step")
+    seconds = None if one.forecast_s is None else text.duration(one.forecast_s)
+    return ", ".join(filter(None, (steps, seconds)))
 
 
 def _collectives(found: Analysis) -> list[str]:
@@ -138,7 +139,7 @@ def _collectives(found: Analysis) -> list[str]:
 
 
 def _notes(notes: Sequence[str]) -> list[str]:
-    return facts(*((label, note) for label, note in zip(["Notes", *[""] * len(notes)], notes, strict=False)))
+    return facts(*zip(["Notes", *[""] * len(notes)], notes[:_MOST], strict=False))
 
 
 def _sources(sources: Sequence[Source]) -> list[str]:
@@ -147,7 +148,6 @@ def _sources(sources: Sequence[Source]) -> list[str]:
         "format": lambda one: one.format,
         "ranks": lambda one: text.ranges(one.ranks),
         ">samples": lambda one: text.plain(one.samples),
-        "note": lambda one: "; ".join(one.notes),
     }
     return table("Read", columns, sources[:_MOST]) + _more(len(sources) - _MOST, "file")
 
@@ -170,9 +170,6 @@ def _who(one: Finding | Attribution) -> str:
     return f"rank {one.rank}" + ("" if one.device is None else f", device {one.device}")
 
 
-def _clock(t_ns: int) -> str:
-    """Return a moment as a person reads it; of a file without wall-clock times how long after its start."""
-    if t_ns < EARLIEST_WALL_NS:
-        return f"{text.duration(t_ns / 1e9)} after its start"
-    when = moment(t_ns)
-    return text.NA if when is None else text.date(when)
+def _moment(t_ns: int, written: Callable[[str | None], str] = text.clock) -> str:
+    """Return a moment as a person reads it; of a file without wall-clock times, seconds of its own clock."""
+    return f"{t_ns / 1e9:,.0f} s" if t_ns < EARLIEST_WALL_NS else written(moment(t_ns))

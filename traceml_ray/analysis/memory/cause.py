@@ -191,12 +191,18 @@ def _coverage(all_of: Sequence[Alone], first: _Grower) -> int:
 
 def _confidence(first: _Grower, leads: float, coverage: float, limits: MemoryLimits) -> Confidence:
     """Return how sure it is; `leads` is the lead in error bounds."""
-    if coverage < limits.low_coverage or leads < limits.low_lead or not first.at.certain:
+    settled = first.at.certain or _flat_s(first) >= limits.settled_s
+    if coverage < limits.low_coverage or leads < limits.low_lead or not settled:
         return "low"
     large = first.delta >= 2 * first.rise.threshold
     if leads >= limits.high_lead and coverage >= limits.high_coverage and large:
         return "high"
     return "medium"
+
+
+def _flat_s(first: _Grower) -> float:
+    """Return for how long it had its own level before it grew."""
+    return 0.0 if first.at.span is None else (first.at_ns - first.at.span[0]) / 1e9
 
 
 def _why(

@@ -70,6 +70,8 @@ class MemoryLimits:
     imbalance_ranks: float = 0.25
     """Where a larger share of the ranks has more than the others, they do different work."""
 
+    settled_s: float = 30.0
+    """Where no steps are known: warm-up was over when a rank had its level for so long before it grew."""
     high_lead: float = 3.0
     """Confidence in a first cause is high from a lead of so many error bounds on,"""
     high_coverage: float = 0.9

@@ -53,7 +53,8 @@ _NEXT_HISTORY = "Run with TRACEML_MEMORY_HISTORY=1: the next bundle says which l
 
 def where(rank: int, node: str, device: int | None) -> str:
     """Return "Rank 5 (node-a, device 0)"."""
-    return f"Rank {rank} ({node}{'' if device is None else f', device {device}'})"
+    about = ", ".join(filter(None, (node, "" if device is None else f"device {device}")))
+    return f"Rank {rank} ({about})" if about else f"Rank {rank}"
 
 
 def next_of(kind: Kind, device: int | None) -> list[str]:
