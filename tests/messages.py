@@ -69,6 +69,7 @@ def relay_batch() -> wire.RelayBatch:
         sample,
         ["t"],
         [EVENT],
+        answer=(5, 9),
     )
 
 
@@ -77,7 +78,7 @@ MESSAGES = [
     full_rank_batch(),
     wire.RankReply(wire.VERSION, "0123456789abcdef", 7, 7, COMMANDS),
     relay_batch(),
-    wire.RelayReply(wire.VERSION, 9, COMMANDS),
+    wire.RelayReply(wire.VERSION, 9, COMMANDS, sent_ns=5),
     wire.Finish(wire.VERSION, -15, [FAILURE], stop=False),
     wire.Finished(wire.VERSION, "failed", "disk full"),
     wire.Run(wire.VERSION, "job", {"name": "fit", "world_size": 2}, [EVENT], "finished"),

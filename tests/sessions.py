@@ -100,12 +100,12 @@ class Relay:
         self.incarnation = incarnation or f"relay-{node}"
         self.seq = 0
 
-    def message(self, *batches: bytes, seq: int | None = None, **fields: Any) -> bytes:
+    def message(self, *batches: bytes, seq: int | None = None, sent_ns: int = 0, **fields: Any) -> bytes:
         if seq is None:
             self.seq += 1
         return wire.encode(
             wire.RelayBatch(
-                v=wire.VERSION, node=self.node, incarnation=self.incarnation, sent_ns=0,
+                v=wire.VERSION, node=self.node, incarnation=self.incarnation, sent_ns=sent_ns,
                 seq=self.seq if seq is None else seq, batches=list(batches), **fields,
             )
         )  # fmt: skip

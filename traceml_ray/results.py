@@ -63,6 +63,10 @@ class NodeInfo(TypedDict):
     lost_at: str | None
     """When it was found to be gone from the cluster."""
     lost_ns: int | None
+    clock_offset_ns: int | None
+    """What is added to a time of its clock to have it on the aggregator's; None: not known."""
+    clock_bound_ns: int | None
+    """How far off that is at most."""
     errors: dict[str, int]
     """What its relay swallowed, by place."""
 

@@ -15,6 +15,10 @@ class SummaryNode(TypedDict):
     hostname: str
     lost: bool
     ranks: list[int]
+    clock_offset_ns: int | None
+    """What is added to a time of its clock to have it on the aggregator's; null: not known."""
+    clock_bound_ns: int | None
+    """How far off that is at most."""
 
 
 class SummarySession(TypedDict):

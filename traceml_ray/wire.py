@@ -236,6 +236,11 @@ class RelayBatch(Message, tag="relay", frozen=True):
     """Rank processes whose process is gone without a final batch."""
     events: Annotated[list[Event], FEW] = []
     errors: Annotated[dict[str, Count], FEW] = {}
+    answer: tuple[Int64, Int64] | None = None
+    """
+    Of an answer since the message before: its `sent_ns`, and when it was here on the node's clock; of several
+    the one that was under way for the least time.
+    """
 
 
 class RelayReply(Message, tag="relay_reply", frozen=True):
@@ -247,6 +252,8 @@ class RelayReply(Message, tag="relay_reply", frozen=True):
     """By run; see `RankReply.verdict`."""
     tick_s: Annotated[float, msgspec.Meta(ge=TICK_S, le=60)] = TICK_S
     """How often to send, in seconds, where not all ranks of the node have reported before."""
+    sent_ns: Int64 | None = None
+    """On the aggregator's clock."""
 
 
 class RankFailure(Part, frozen=True):

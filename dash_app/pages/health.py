@@ -97,10 +97,19 @@ def _relays(relays: Iterable[Mapping[str, Any]], route: Route) -> html.Div:
         "state": lambda relay: "alive" if relay["alive"] else "lost",
         ">last message": lambda relay: text.age(relay["age_s"]),
         ">ranks": lambda relay: text.plain(len(relay["ranks"])),
+        ">clock": _clock,
     }
     rest = len(known) - _RELAYS
     more = f"{rest:,} more nodes; those that are lost or silent for longest are shown." if rest > 0 else ""
     return html.Div([table(columns, known[:_RELAYS]), html.P(more, className="hint")], id="health-relays")
+
+
+def _clock(relay: Mapping[str, Any]) -> str:
+    """Return by how much a node's clock is ahead of the aggregator's: "+5 ± 0.3 ms"."""
+    offset, bound = relay["clock_offset_ns"], relay["clock_bound_ns"]
+    if offset is None or bound is None:
+        return text.NA
+    return f"{text.number(-offset / 1e6, sign=True)} ± {text.ms(bound / 1e6)}"
 
 
 def _ledger(ledger: Mapping[str, Any] | None, over: bool) -> html.Div:

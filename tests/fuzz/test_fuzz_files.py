@@ -91,6 +91,8 @@ def read_all(folder: Path) -> None:
             code, _, error = run_cli(command[0], str(folder), *command[1:])
             assert code in (0, 2) and error.count("\n") == (code == 2), error
         with contextlib.suppress(SessionFileError), SessionFile(folder / "session.sqlite") as file:
+            for clock in file.clocks().values():
+                assert len(clock.to_aggregator(np.array([0, 1 << 60]))[0]) == 2
             for each in file.memory_samples()[0]:
                 assert (np.diff(each.t_ns) >= 0).all() and len(each.step) == len(each.t_ns) > 0
         with contextlib.suppress(SourceError):
@@ -132,6 +134,7 @@ TABLES = [
     "process_sample",
     "memory_sample",
     "node_sample",
+    "clock",
     "span",
     "event",
     "verdict",

@@ -135,7 +135,8 @@ def batches(draw: st.DrawFn) -> bytes:
     )  # fmt: skip
 
 
-ticks = st.tuples(st.lists(batches(), max_size=3), st.none() | samples, st.lists(events, max_size=1))
+clocks = st.builds(dict, sent_ns=INT64, answer=st.none() | st.tuples(INT64, INT64))
+ticks = st.tuples(st.lists(batches(), max_size=3), st.none() | samples, st.lists(events, max_size=1), clocks)
 
 
 @fuzz(0.5)
@@ -146,9 +147,9 @@ def test_aggregator_keeps_its_ledger_balanced_for_any_decoded_message(
     with tempfile.TemporaryDirectory() as folder, bounded():
         clock, relay = Clock(), Relay()
         aggregator = AggregatorCore(Path(folder), Settings(debug=True), {"launcher": "torchrun"}, clock)
-        for inner, sample, events in sent:
+        for inner, sample, events, clocks in sent:
             aggregator.ingest(
-                relay.message(*inner, sample=sample, events=events, dropped=dropped, lost=["b"])
+                relay.message(*inner, sample=sample, events=events, dropped=dropped, lost=["b"], **clocks)
             )
             clock.tick(30)
             assert aggregator.commit(), aggregator.errors

@@ -36,7 +36,7 @@ from traceml_ray.monitor import aggregator as aggregator_core
 from traceml_ray.monitor import rank_connections as peers
 from traceml_ray.monitor import rank_intake
 from traceml_ray.monitor.aggregator import AggregatorCore
-from traceml_ray.monitor.aggregator_link import RESEND_S
+from traceml_ray.monitor.aggregator_link import LISTEN_S, LOOK_S, RESEND_S
 from traceml_ray.monitor.finish import ASK_S, LATE_S, LAUNCHER_S, OTHERS_S, SIGN_S, WORD_S
 from traceml_ray.monitor.offline import finish_offline
 from traceml_ray.monitor.outbox import Outbox
@@ -204,7 +204,9 @@ class Aggregator(Straight):
 class Bench:
     """A relay whose clock only moves when told to."""
 
-    def __init__(self, folder: Path, limit: int = 64 << 20, spool: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, limit: int = 64 << 20, spool: Path | None = None, ahead_s: int = 0
+    ) -> None:
         self.now = 100.0
         self.path = folder / "relay.sock"
         self.spool = spool or folder / "spool"
@@ -220,6 +222,7 @@ class Bench:
             Settings(relay_buffer_bytes=limit),
             spool=self.spool,
             clock=lambda: self.now,
+            wall=lambda: self.aggregator.clock() + ahead_s * SECOND,
         )
 
     def close(self) -> None:
@@ -447,6 +450,38 @@ def test_relay_that_sends_seldom_is_flushed_at_once(bench: Bench) -> None:
     bench.relay.start()
     time.sleep(0.1)  # it waits for packets
     assert bench.relay.flush(10)
+
+
+@pytest.mark.parametrize("ahead_s", [5, -5])
+def test_relay_measures_how_far_its_clock_is_off_over_the_messages_it_sends(
+    bench: Bench, ahead_s: int
+) -> None:
+    bench.relay.close()
+    other = Bench(bench.path.parent, ahead_s=ahead_s)
+    for seq in range(5):
+        other.relay.take(rank_batch("a", seq))
+        other.tick()
+    with other.aggregator.file() as file:
+        (node,) = file.cluster()
+        (clock,) = file.clocks().values()
+    # Between a packet and the look for its answer there is a whole tick of the fake clock.
+    assert node.clock_offset_ns is not None and node.clock_bound_ns is not None
+    assert abs(node.clock_offset_ns + ahead_s * SECOND) <= node.clock_bound_ns <= 0.13 * SECOND
+    assert abs(clock.offset_ns[-1] + ahead_s * SECOND) <= clock.bound_ns[-1]
+    other.close()
+
+
+def test_relay_looks_for_a_reply_at_once_now_and_then(bench: Bench) -> None:
+    link = bench.relay._link
+    assert link.patience(bench.now) == wire.TICK_S
+    quick = []
+    for seq in range(100):
+        bench.relay.take(rank_batch("a", seq))
+        bench.now += wire.TICK_S
+        bench.relay.turn()
+        quick.append(link.patience(bench.now) == LOOK_S)
+        assert link.patience(bench.now + LISTEN_S) == wire.TICK_S  # it does not come
+    assert sum(quick) == 3  # in 25 seconds
 
 
 def test_disk_that_stores_nothing_does_not_make_the_relay_grow(bench: Bench) -> None:

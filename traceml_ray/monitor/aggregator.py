@@ -23,6 +23,7 @@ from traceml_ray.monitor.ending import Endings
 from traceml_ray.monitor.finish import QUIET_S, failed
 from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.live_verdict import LiveJudge
+from traceml_ray.monitor.node_clocks import NodeClocks
 from traceml_ray.monitor.queries import LiveAnswers
 from traceml_ray.monitor.rank_numbering import Groups
 from traceml_ray.monitor.spooled import spooled
@@ -71,6 +72,7 @@ class AggregatorCore:
         self._writer = SessionWriter(
             self.folder.sqlite, max_bytes=settings.session_bytes, thresholds=settings.thresholds
         )
+        self._clocks = NodeClocks(self._writer)
         self._recent = Recent()
         self.errors = Errors(self._writer.meta.get("errors"), debug=settings.debug)
         self._steps = LiveSteps(
@@ -110,7 +112,7 @@ class AggregatorCore:
         A message already taken is only answered. One that skips a number is not taken: an earlier
         one was lost on the way and comes again. A bad message is dropped and counted.
         """
-        incarnation = ""
+        incarnation, now = "", self._clock()
         try:
             batch = wire.decode(data, wire.RelayBatch)
             incarnation = batch.incarnation
@@ -120,14 +122,16 @@ class AggregatorCore:
                     self._busy_ns = self._rows_at[batch.node.node_id] = self._ticks()
                     self._reported.add(batch.node.node_id)
                 if self._is_next(incarnation, batch.seq):
-                    self._take(batch, [part for part in inner if part is not None])
+                    self._take(batch, [part for part in inner if part is not None], now)
         except wire.WireError as error:
             self.errors.note("ingest", error)
         except Exception as error:
             self.errors.swallow("ingest", error)
         stored = self._writer.committed.get(incarnation, 0)
         judge = self._judge
-        return wire.encode(wire.RelayReply(wire.VERSION, stored, judge.commands, judge.brief, self._tick_s))
+        return wire.encode(
+            wire.RelayReply(wire.VERSION, stored, judge.commands, judge.brief, self._tick_s, self._clock())
+        )
 
     def commit(self) -> bool:
         """Write what is pending; False (and counted) when the disk refuses, then it stays pending."""
@@ -271,9 +275,10 @@ class AggregatorCore:
             self._refused.pop(incarnation, None)
         return seq >= due
 
-    def _take(self, batch: wire.RelayBatch, inner: list[wire.RankBatch]) -> None:
-        now, writer, node_id = self._clock(), self._writer, batch.node.node_id
+    def _take(self, batch: wire.RelayBatch, inner: list[wire.RankBatch], now: int) -> None:
+        writer, node_id = self._writer, batch.node.node_id
         writer.take(batch, now)
+        self._clocks.take(batch, now)
         for part in inner:
             self._take_rank(part, node_id)
         for name, rows in batch.dropped.items():
@@ -286,7 +291,8 @@ class AggregatorCore:
             if (process := self._process(name, now)) is not None:
                 process.lost = not process.final
         for event in batch.events:
-            self._add_event(event, writer.processes.get(str(event.data.get("process_id"))), node_id)
+            process = writer.processes.get(str(event.data.get("process_id")))
+            self._add_event(self._clocks.on_ours(event, node_id), process, node_id)
         if batch.sample is not None:
             self._recent.add_sample(node_id, batch.sample)
 
@@ -314,7 +320,7 @@ class AggregatorCore:
             writer.add_span(process, span)
             self._recent.add_span(process.id, span)
         for event in batch.events:
-            self._add_event(event, process, node_id)
+            self._add_event(self._clocks.on_ours(event, node_id), process, node_id)
 
     def _process(self, name: str, now: int) -> RankProcess | None:
         """Return the rank process of that name, made when it is new; None when there are too many."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +14,12 @@ from traceml_ray.monitor.outbox import Outbox
 RESEND_S = 3.0
 """Without a confirmation for so long (commits are 1 s apart), what is unconfirmed is sent again."""
 WAITING = wire.Finished(wire.VERSION, "waiting")
+LISTEN_S = 0.05
+"""For so long after a packet a reply is looked for at once,"""
+LOOK_S = 0.001
+"""as often as this,"""
+LISTEN_EVERY_S = 10.0
+"""after one packet in so long."""
 
 
 class Transport(Protocol):
@@ -45,6 +52,8 @@ class AggregatorLink:
     on_reply: Callable[[wire.RelayReply], None]
     heard: float
     """When the last reply came."""
+    wall: Callable[[], int] = time.time_ns
+    """The node's clock, ns since the epoch."""
     alive_at: float | None = None
     """When the aggregator last stored something, first replied, or replied about the end."""
     failures: int = 0
@@ -54,9 +63,24 @@ class AggregatorLink:
     """How long to collect before the next packet."""
     hurry: bool = False
     """Have the last packet stored at once."""
+    _answer: tuple[int, int] | None = None
+    _listens_until: float = -1.0
+    _next_listen: float = -1.0
 
     def __post_init__(self) -> None:
         self._progress = self.heard
+
+    def take_answer(self) -> tuple[int, int] | None:
+        """Return what the replies since the last call tell of the node's clock, see `RelayBatch.answer`."""
+        answer, self._answer = self._answer, None
+        return answer
+
+    def patience(self, now: float) -> float:
+        """
+        Return how soon to look for replies, in seconds: one that is seen as it comes tells how far off the
+        clock is.
+        """
+        return LOOK_S if now < self._listens_until else wire.TICK_S
 
     def poll(self, now: float) -> None:
         """Take the replies that have come."""
@@ -78,7 +102,7 @@ class AggregatorLink:
             self.outbox.rewind()
             self._progress = now
 
-    def send(self) -> bool:
+    def send(self, now: float) -> bool:
         """Send what the aggregator takes now; return whether that was anything."""
         sent = False
         while packet := self.outbox.to_send():
@@ -86,11 +110,20 @@ class AggregatorLink:
                 break
             self.outbox.sent()
             sent = True
+        if sent and now >= self._next_listen:
+            self._listens_until, self._next_listen = now + LISTEN_S, now + LISTEN_EVERY_S
         return sent
 
     def finish(self, message: wire.Finish) -> bool:
         """Ask how far the end is; the reply becomes `end_state`. False: not now."""
         return self.transport.finish(wire.encode(message))
+
+    def _time(self, reply: wire.RelayReply) -> None:
+        self._listens_until = -1.0
+        if reply.sent_ns is not None:
+            answer = reply.sent_ns, self.wall()
+            if self._answer is None or answer[1] - answer[0] < self._answer[1] - self._answer[0]:
+                self._answer = answer
 
     def _take(self, data: bytes, now: float) -> None:
         self.heard, self.alive_at = now, self.alive_at or now
@@ -98,6 +131,7 @@ class AggregatorLink:
             self.end_state, self.alive_at = wire.decode(data, wire.Finished), now
             return
         reply = wire.decode(data, wire.RelayReply)
+        self._time(reply)
         self.tick_s = reply.tick_s
         self.on_reply(reply)
         if self.outbox.confirm(reply.stored_seq):

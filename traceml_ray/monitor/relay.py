@@ -49,6 +49,7 @@ class RelayCore:
         spool: folder where agents leave what they could not deliver.
         on_stop: called from the relay's thread when it has ended itself.
         clock: monotonic seconds.
+        wall: the node's clock, ns since the epoch.
 
     Raises OSError when it cannot listen.
     """
@@ -64,6 +65,7 @@ class RelayCore:
         spool: Path | None = None,
         on_stop: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], int] = time.time_ns,
     ) -> None:
         self.incarnation = secrets.token_hex(8)
         self.stopped = False
@@ -72,7 +74,7 @@ class RelayCore:
         self._idle_ttl = settings.idle_ttl
         self._spool = spool
         self._on_stop = on_stop
-        self._clock = clock
+        self._clock, self._wall = clock, wall
         self._lock = threading.RLock()
         self._errors = Errors(debug=settings.debug)
         self._path = path
@@ -88,7 +90,7 @@ class RelayCore:
             clock,
         )
         self._connections = RankConnections(path, wire.MAX_BATCH_BYTES, self._packet, self._intake.gone)
-        self._link = AggregatorLink(transport, self._outbox, self._errors, self._replied, clock())
+        self._link = AggregatorLink(transport, self._outbox, self._errors, self._replied, clock(), wall)
         about: dict[str, wire.Value] = {"pid": os.getpid(), "incarnation": self.incarnation}
         self._intake.events.append(wire.Event("relay_start", time.time_ns(), data=about))
         self._reported = 0
@@ -110,7 +112,8 @@ class RelayCore:
     def _run(self) -> None:
         while not self.stopped:
             try:
-                self.turn(BUSY_S if self._ending else min(wire.TICK_S, self._next_tick - self._clock()))
+                now = self._clock()
+                self.turn(BUSY_S if self._ending else min(self._link.patience(now), self._next_tick - now))
             except Exception as error:
                 self._errors.note("turn", error)
                 time.sleep(BUSY_S)
@@ -225,14 +228,14 @@ class RelayCore:
     def _tick(self, now: float) -> bool:
         """Send what there is; return whether more is waiting that may go soon."""
         self._link.resend(now)
-        moved = self._link.send()
+        moved = self._link.send(now)
         sample = self._sampler.latest()
         if sample is not None:
             self._add_events(xid_events(sample))
         while self._outbox.may_pack and (sample or self._has_content()):
             self._pack(sample)
             sample = None
-            moved = self._link.send() or moved
+            moved = self._link.send(now) or moved
         if sample is not None:
             self._errors.count("node sample: no room")
         return moved and (self._outbox.waiting or not self._outbox.may_pack)
@@ -263,7 +266,8 @@ class RelayCore:
             node=self._node,
             incarnation=self.incarnation,
             seq=self._outbox.next_seq,
-            sent_ns=time.time_ns(),
+            sent_ns=self._wall(),
+            answer=self._link.take_answer(),
             batches=self._outbox.take(),
             dropped=self._outbox.take_dropped(_MOST),
             sample=sample,

@@ -9,6 +9,7 @@ from typing import Any
 
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import missing_of
+from traceml_ray.identity import RankIdentity
 from traceml_ray.reports.deaths import Death, culprits, deaths
 from traceml_ray.stages import STAGES
 from traceml_ray.step_shapes import DeathInfo
@@ -58,12 +59,19 @@ class RunFacts:
 
     @property
     def failures(self) -> list[dict[str, Any]]:
-        """How ranks of the run ended badly, as the launcher saw it."""
-        runs = {(s.rank, s.identity.pid): s.identity.job_id for s in self.every if s.identity}
+        """How ranks of the run ended badly, as the launcher saw it; the time is of the aggregator's clock."""
+        who = {(s.rank, s.identity.pid): s.identity for s in self.every if s.identity}
+        runs = {key: identity.job_id for key, identity in who.items()}
         own = self.run.get("id")
         other = own if is_own(own, self.runs, self.meta) else None
         found = self.meta.get("failures", [])
-        return [f for f in found if runs.get((f["rank"], f["pid"]), other) == own]
+        kept = [f for f in found if runs.get((f["rank"], f["pid"]), other) == own]
+        return [{**f, "t_ns": f["t_ns"] + self._offset(who.get((f["rank"], f["pid"])))} for f in kept]
+
+    def _offset(self, identity: RankIdentity | None) -> int:
+        """Return what is added to a time of the rank's node to have it on the aggregator's clock."""
+        node = self.nodes.get(identity.node_id or "") if identity else None
+        return node.correction_ns if node else 0
 
     def deaths(self) -> list[Death]:
         """Return the deaths of the run in order of time, see `deaths.deaths`."""
@@ -121,6 +129,8 @@ def _nodes(facts: RunFacts) -> list[dict[str, Any]]:
             "hostname": facts.labels[key],
             "lost": _is_lost(facts, key),
             "ranks": ranks.get(key, []),
+            "clock_offset_ns": facts.nodes[key].clock_offset_ns if key in facts.nodes else None,
+            "clock_bound_ns": facts.nodes[key].clock_bound_ns if key in facts.nodes else None,
         }
         for key in [*sorted(ranks, key=lambda key: number[key]), *gone]
     ]

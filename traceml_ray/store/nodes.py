@@ -23,8 +23,19 @@ class Node:
     """When its relay reported last."""
     lost_ns: int | None = None
     """When it was found to be gone from the cluster; None while it is there."""
+    clock_offset_ns: int | None = None
+    """What is added to a time of its clock to have it on the aggregator's; None: not known."""
+    clock_bound_ns: int | None = None
+    """How far off that is at most."""
     errors: dict[str, int] = field(default_factory=dict)
     """That its relay swallowed, by place."""
+
+    @property
+    def correction_ns(self) -> int:
+        """What to add to a time of its clock: the offset, or 0 where the two are not known to differ."""
+        if self.clock_offset_ns is None or abs(self.clock_offset_ns) <= (self.clock_bound_ns or 0):
+            return 0
+        return self.clock_offset_ns
 
     def to_row(self) -> tuple[Any, ...]:
         """Return this as a row of `COLUMNS`."""

@@ -5,7 +5,8 @@ What was folded still counts as stored. Of each process there are sums of about 
 number of steps, their mean and the time at which things were are of these rows, too; of each run there is
 what a report makes of rows (`kept`), so that its statistics, verdict and episodes go on from there. Named
 spans are added up. Of samples that old, one in ten is kept, and of a process the one with the most memory;
-of samples of memory the first of ten seconds, too, and those with what is counted only now and then.
+of samples of memory the first of ten seconds, too, and those with what is counted only now and then. Of
+measurements of clocks one of ten minutes is kept.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ _MOST_MEMORY = (
     f"SELECT id FROM (SELECT id, max(coalesce(peak_bytes, allocated_bytes, rss_bytes)) {_OF_MEMORY})"
 )
 _TEN_SECONDS = f"SELECT min(id) {_OF_MEMORY}, t_ns / 10000000000"
+_TEN_MINUTES = "SELECT min(id) FROM clock WHERE id > ?1 AND id <= ?2 GROUP BY node_id, t_ns / 600000000000"
 _THIN_MEMORY = f"uss_bytes IS NULL AND id NOT IN ({_MOST_MEMORY}) AND id NOT IN ({_TEN_SECONDS})"
 
 
@@ -235,6 +237,7 @@ class Retention:
             "process_sample": f"id NOT IN ({largest} GROUP BY process))",
             "memory_sample": _THIN_MEMORY,
             "node_sample": "t_ns / 1000000000 % 10 != 0",
+            "clock": f"id NOT IN ({_TEN_MINUTES})",
             "span": "id NOT IN (SELECT max(id) FROM span WHERE id > ?1 AND id <= ?2 GROUP BY "
             "process, name, stage)",
         }

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traceml_ray import wire
+from traceml_ray.analysis.node_clock import MAX_OFFSET_NS, NodeClock
 from traceml_ray.analysis.quantities import GPU, NODE, stored
 from traceml_ray.analysis.samples import XID_LATE_NS, Excerpt, Samples
 from traceml_ray.store.reader import Reader
@@ -129,6 +130,15 @@ class SampleReader(Reader):
                 found.extend(chain.from_iterable(rows))
         return np.frombuffer(found, np.int64).reshape(-1, width) if found else np.empty((0, width), np.int64)
 
+    def clocks(self) -> dict[str, NodeClock]:
+        """Return what was measured of the clocks of nodes, by node id. Raises `SessionFileError`."""
+        found: dict[str, list[tuple[int, ...]]] = {}
+        rows = self._all("SELECT node_id, t_ns, offset_ns, bound_ns FROM clock ORDER BY t_ns")
+        for node, *values in rows:
+            found.setdefault(node, []).append(tuple(values))
+        with legible(self.path):
+            return {str(node): _clock(measured) for node, measured in found.items()}
+
     def node_samples(
         self, nodes: Iterable[str], last: int, between: tuple[int, int] | None = None
     ) -> list[tuple[str, wire.NodeSample]]:
@@ -215,6 +225,14 @@ class SampleReader(Reader):
         for row, node, *sample in self._iterate(query, *values):
             sample[at] = _gpus.decode(sample[at]) if sample[at] else None
             yield row, node, wire.NodeSample(*sample)
+
+
+def _clock(measured: list[tuple[int, ...]]) -> NodeClock:
+    """Return the clock of rows (t_ns, offset_ns, bound_ns); raises TypeError, ValueError for other things."""
+    t_ns, offset, bound = np.frombuffer(array("q", chain.from_iterable(measured)), np.int64).reshape(-1, 3).T
+    if bound.min() < 0 or max(abs(int(offset.min())), int(offset.max()), int(bound.max())) > MAX_OFFSET_NS:
+        raise ValueError("a clock that is further off than any")
+    return NodeClock(t_ns.copy(), offset.copy(), bound.copy())
 
 
 def _by_device(rows: NDArray[np.int64], names: list[str]) -> list[MemoryColumns]:

@@ -25,6 +25,7 @@ LISTS = {
     "process_sample": ("process", *wire.ProcessSample.__struct_fields__),
     "memory_sample": ("process", *wire.MemorySample.__struct_fields__),
     "node_sample": ("node_id", *wire.NodeSample.__struct_fields__),
+    "clock": ("node_id", "t_ns", "offset_ns", "bound_ns"),
     "span": ("process", *wire.SpanSum.__struct_fields__),
     "event": ("process", "node_id", *wire.Event.__struct_fields__, "run"),
     "verdict": ("t_ns", "body", "run"),

@@ -35,7 +35,7 @@ MAX_PENDING_BYTES = 256 << 20
 """Rows kept in memory while the disk refuses them; beyond that, the oldest are dropped and counted."""
 MAX_PENDING_ITEMS = 100_000
 """Samples, spans, events and verdicts kept the same way, of each kind."""
-_APPENDED = ("process_sample", "memory_sample", "node_sample", "span", "event", "verdict", "chunk")
+_APPENDED = ("process_sample", "memory_sample", "node_sample", "clock", "span", "event", "verdict", "chunk")
 _PROGRESSED = update("rank_process", "id", PROGRESS)
 _NODES, _RELAYS = update("node", "node_id", NODE[1:]), update("relay", "incarnation", ["last_seq"])
 
@@ -156,6 +156,10 @@ class SessionWriter:
     def add_memory(self, process: RankProcess, sample: wire.MemorySample) -> None:
         """Add a sample of the memory of a rank process, or of one of its devices."""
         self._add("memory_sample", (process.id, *msgspec.structs.astuple(sample)))
+
+    def add_clock(self, node_id: str, t_ns: int, offset_ns: int, bound_ns: int) -> None:
+        """Add what was measured of a node's clock, see `analysis.node_clock`."""
+        self._add("clock", (node_id, t_ns, offset_ns, bound_ns))
 
     def add_span(self, process: RankProcess, span: wire.SpanSum) -> None:
         """Add a span."""

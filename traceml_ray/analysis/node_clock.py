@@ -1,0 +1,103 @@
+"""From the wall clock of a node to that of the aggregator, with the error that this has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Int64 = np.ndarray[Any, np.dtype[np.int64]]
+
+DRIFT = 1e-4
+"""By so much, at most, two clocks run apart: each crystal is within 50 ppm of what it should be."""
+MAX_OFFSET_NS = 1 << 60
+"""No clock is that far off, 36 years."""
+
+
+@dataclass(frozen=True)
+class NodeClock:
+    """
+    What was measured of a node's clock, now and then.
+
+    All times are ns since the epoch, arrays of k measurements in order of `t_ns`; k is 1 or more.
+    """
+
+    t_ns: Int64
+    """When, on the clock of the node."""
+    offset_ns: Int64
+    """What is added to a time of the node to have it on the aggregator's clock."""
+    bound_ns: Int64
+    """How far off that is at most."""
+
+    def to_aggregator(self, t_ns: Int64) -> tuple[Int64, Int64]:
+        """
+        Return times of the node (n,) on the aggregator's clock, and how far off each is at most.
+
+        Each is moved by what was measured nearest to it; the further away that is, the more the clocks may
+        have run apart.
+        """
+        t_ns = np.asarray(t_ns, np.int64)
+        right = np.clip(np.searchsorted(self.t_ns, t_ns), 0, len(self.t_ns) - 1)
+        left = np.maximum(right - 1, 0)
+        nearest = np.where(np.abs(t_ns - self.t_ns[left]) <= np.abs(self.t_ns[right] - t_ns), left, right)
+        away = np.abs(t_ns - self.t_ns[nearest])
+        bound = self.bound_ns[nearest] + np.ceil(DRIFT * away).astype(np.int64)
+        return t_ns + self.offset_ns[nearest], bound
+
+
+@dataclass
+class ClockEstimate:
+    """
+    The offset of a node's clock (the aggregator's time minus the node's), between two bounds.
+
+    A message of the node cannot arrive before it was sent, nor can an answer of the aggregator: of each way
+    the one that was under way for the least time bounds the offset from one side, whatever the other way
+    takes. A bound that was found some time ago has since become wider by how far clocks may run apart. Where
+    the two exclude each other, one of the clocks was set: then what is new counts alone.
+    """
+
+    low: float | None = None
+    high: float | None = None
+    at_ns: int = 0
+    """When that was, on the aggregator's clock."""
+    restarts: int = 0
+    """How often a clock was set."""
+
+    def take(self, now_ns: int, sent_ns: int, answer: tuple[int, int] | None = None) -> None:
+        """
+        Take in a message.
+
+        Args:
+            now_ns: when it arrived, on the aggregator's clock.
+            sent_ns: when it was sent, on the node's.
+            answer: when the aggregator sent an answer, on its clock, and when the node had it, on its own.
+        """
+        high, low = float(now_ns - sent_ns), None
+        if abs(high) > MAX_OFFSET_NS:
+            return
+        if answer is not None and 0 <= now_ns - answer[0] < MAX_OFFSET_NS > abs(answer[0] - answer[1]):
+            low = answer[0] - answer[1] - DRIFT * (now_ns - answer[0])
+        wider = DRIFT * abs(now_ns - self.at_ns)
+        known_low, known_high = self.low, self.high
+        self.at_ns = now_ns
+        self.low = _tightest(max, low, None if known_low is None else known_low - wider)
+        self.high = _tightest(min, high, None if known_high is None else known_high + wider)
+        if self.low is not None and self.high is not None and self.low > self.high:
+            self.restarts += 1
+            self.low, self.high = low if low is not None and low <= high else None, high
+
+    @property
+    def offset_ns(self) -> int | None:
+        """What is added to a time of the node; None while that is not known."""
+        return None if self.low is None or self.high is None else round((self.low + self.high) / 2)
+
+    @property
+    def bound_ns(self) -> int | None:
+        """How far off that is at most."""
+        return None if self.low is None or self.high is None else int(np.ceil((self.high - self.low) / 2))
+
+
+def _tightest(choose: Any, new: float | None, known: float | None) -> float | None:
+    values = [value for value in (new, known) if value is not None]
+    return choose(values) if values else None

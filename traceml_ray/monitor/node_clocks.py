@@ -1,0 +1,65 @@
+"""What the messages of relays tell of the clocks of their nodes, and where it is stored."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from traceml_ray import wire
+from traceml_ray.analysis.node_clock import DRIFT, ClockEstimate
+from traceml_ray.store.writer import SessionWriter
+
+STORE_S = 60.0
+"""Between two measurements that are stored of a node, where nothing has changed."""
+_FINE_NS = 1_000_000
+"""A bound that is smaller need not be improved in the file before that."""
+_ON_ITS_OWN_CLOCK = "xid"
+"""Events that are compared with samples of their node by their time."""
+
+
+class _Stored(NamedTuple):
+    at_ns: int
+    offset_ns: int
+    bound_ns: int
+
+
+class NodeClocks:
+    """
+    The offset of each node's clock to the aggregator's, measured over messages that are sent anyway.
+
+    Used with the writer's lock held.
+    """
+
+    def __init__(self, writer: SessionWriter) -> None:
+        self._writer = writer
+        self._estimates: dict[str, ClockEstimate] = {}
+        self._stored: dict[str, _Stored] = {}
+
+    def take(self, batch: wire.RelayBatch, now_ns: int) -> None:
+        """Measure by a message that arrived at `now_ns`, and note what comes of it for its node."""
+        node_id = batch.node.node_id
+        estimate = self._estimates.setdefault(node_id, ClockEstimate())
+        estimate.take(now_ns, batch.sent_ns, batch.answer)
+        node, offset, bound = self._writer.nodes[node_id], estimate.offset_ns, estimate.bound_ns
+        node.clock_offset_ns, node.clock_bound_ns = offset, bound
+        if offset is not None and bound is not None and self._is_due(node_id, now_ns, offset, bound):
+            self._stored[node_id] = _Stored(now_ns, offset, bound)
+            self._writer.add_clock(node_id, now_ns - offset, offset, bound)
+
+    def on_ours(self, event: wire.Event, node_id: str | None) -> wire.Event:
+        """Return a node's event with its time on the aggregator's clock, where that is known to differ."""
+        node = self._writer.nodes.get(node_id or "")
+        if node is None or not node.correction_ns or event.kind == _ON_ITS_OWN_CLOCK:
+            return event
+        t_ns = event.t_ns + node.correction_ns
+        return msgspec.structs.replace(event, t_ns=min(max(t_ns, -(1 << 63)), (1 << 63) - 1))
+
+    def _is_due(self, node_id: str, now_ns: int, offset_ns: int, bound_ns: int) -> bool:
+        """Whether what is known now is to be stored: it is better, or else, or a while has passed."""
+        known = self._stored.get(node_id)
+        if known is None or abs(now_ns - known.at_ns) >= STORE_S * 1e9:
+            return True
+        moved = abs(offset_ns - known.offset_ns) - DRIFT * abs(now_ns - known.at_ns)
+        better = known.bound_ns > _FINE_NS and bound_ns <= known.bound_ns // 2
+        return better or moved > known.bound_ns + bound_ns
