@@ -24,6 +24,8 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
 
 WIDTH = 256
+LOSSES: list[Any] = []
+"""Of every step, for the log."""
 
 
 def network() -> nn.Module:
@@ -36,7 +38,6 @@ def train(args: argparse.Namespace, rank: int, device: torch.device) -> None:
     torch.manual_seed(rank)
     model = DistributedDataParallel(network().to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    losses: list[Any] = []
     for step in range(1, args.steps + 1):
         began = time.perf_counter()
         rows = torch.randn(32, WIDTH, device=device)
@@ -45,7 +46,7 @@ def train(args: argparse.Namespace, rank: int, device: torch.device) -> None:
         optimizer.step()
         optimizer.zero_grad()
         leaks = rank == args.leak_rank and step >= args.leak_from
-        losses.append((loss, saved(args.leak_mb, device)) if leaks else loss.item())
+        LOSSES.append((loss, saved(args.leak_mb, device)) if leaks else loss.item())
         time.sleep(max(0.0, args.step_ms / 1000 - (time.perf_counter() - began)))
         if rank == 0 and step % args.log_every == 0:
             print(f"step {step:4d}  loss {loss.item():.4f}", flush=True)

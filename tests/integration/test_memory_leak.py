@@ -11,11 +11,16 @@ import traceml_ray
 EXAMPLE = Path(__file__).parents[2] / "examples" / "memory_leak.py"
 
 
-def test_example_runs_under_the_launcher_and_leaves_memory_of_every_rank(tmp_path: Path) -> None:
-    arguments = ("--step-ms", "20", "--leak-from", "5", "--device", "cpu", "--log-every", "10")
-    done = launch(tmp_path, "leak", 2, 40, *arguments, script=(str(EXAMPLE),))
+def test_leaking_rank_of_the_example_is_named_from_its_session(tmp_path: Path) -> None:
+    arguments = ("--step-ms", "50", "--leak-from", "20", "--leak-mb", "10", "--device", "cpu")
+    done = launch(tmp_path, "leak", 2, 90, *arguments, script=(str(EXAMPLE),))
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "step   40  loss" in done.stdout
+    assert "step   50  loss" in done.stdout
     found = traceml_ray.analyze(tmp_path / "leak")
     assert [source.ranks for source in found.sources] == [[0, 1]]
     assert (found.missing_ranks, found.refused, found.world_size) == ([], [], 2)
+    cause = found.first_cause
+    assert cause is not None
+    assert (cause.rank, cause.device, cause.lead_ns) == (1, None, None)
+    assert 300e6 < cause.delta_bytes < 900e6
+    assert "creep" in {finding.kind for finding in found.findings if finding.rank == 1}
