@@ -10,11 +10,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from sessions import Clock, Rank, Relay, aggregation
 from snapshot import Snapshot
 from stormlog_example import BEGAN_NS, MIB, SECOND, events, leak, level, of_cpu, write
 
 import traceml_ray
-from traceml_ray import cli
+from traceml_ray import cli, wire
 from traceml_ray.analysis.memory.shapes import Attribution, CollectiveOnset, Finding, FirstCause, RankMemory
 from traceml_ray.rank_filter import RankFilterError
 from traceml_ray.reports.analyze import Analysis, AnalyzeError, Refused, Source, analyze
@@ -189,6 +190,39 @@ def test_resident_memory_of_a_cpu_is_judged(tmp_path: Path) -> None:
     assert (found.first_cause.rank, found.first_cause.device) == (1, None)
     assert all(rank.allocated_growth_bytes is None for rank in found.ranks)
     assert (found.ranks[1].rss_growth_bytes or 0) > 500 * MIB
+
+
+def test_buffers_of_a_communicator_are_told_from_a_leak_by_the_spans_of_a_session(tmp_path: Path) -> None:
+    """From step 160 on both ranks use all_to_all, and hold 300 MiB more outside of the allocator."""
+    clock = Clock()
+    aggregator, relay = aggregation(tmp_path, clock), Relay()
+    ranks = [Rank(number, 2) for number in range(2)]
+    for at in range(160):
+        batches = []
+        for rank in ranks:
+            number, later = rank.identity.global_rank, at >= 80
+            outside = 400 * MIB + 300 * MIB * later + (at * 7 + number) % 5 * 65_536
+            memory = wire.MemorySample(
+                t_ns=clock.now,
+                step=2 * at,
+                device=0,
+                allocated_bytes=900 * MIB,
+                reserved_bytes=1000 * MIB,
+                process_bytes=1000 * MIB + outside,
+            )
+            use = wire.SpanSum("all_to_all_single", 0, 2, 1000, 600, 2 * at, 2 * at + 1, MIB)
+            norm = wire.SpanSum("all_reduce", 0, 2, 1000, 600, 2 * at, 2 * at + 1, 4)
+            batches.append(rank.batch(2, memory=[memory], spans=[norm, use] if later else [norm]))
+        aggregator.ingest(relay.message(*batches))
+        clock.tick()
+    aggregator.commit()
+    found = analyze(tmp_path)
+    assert [(each.rank, each.op, each.kind) for each in found.collectives] == [
+        (0, "all_to_all_single", "collective_confident"),
+        (1, "all_to_all_single", "collective_confident"),
+    ]
+    assert {(each.kind, each.severity) for each in found.findings} == {("step_change", "info")}
+    assert found.first_cause is None
 
 
 def test_missing_ranks_are_those_of_the_world_size_and_the_filter(tmp_path: Path) -> None:

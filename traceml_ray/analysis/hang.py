@@ -18,7 +18,7 @@ from traceml_ray import text
 from traceml_ray.analysis.verdict import Stack, Verdict
 from traceml_ray.stages import POST_SYNC, STAGES, SYNC_WAIT
 
-_COLLECTIVE = re.compile(
+COLLECTIVE = re.compile(
     r"(all_(reduce|gather|to_all)|reduce|broadcast|scatter|gather|(monitored_)?barrier|i?send|i?recv|batch_isend"
     r"|send_object|recv_object|wait$)"
 )
@@ -67,12 +67,12 @@ class Place:
     def collective(self) -> str | None:
         """The function of torch.distributed that it waits in, None in the exchange of gradients."""
         pending = None if self.stage == SYNC_WAIT else self.pending
-        return self.call or pending or (self.span if _COLLECTIVE.match(self.span or "") else None)
+        return self.call or pending or (self.span if COLLECTIVE.match(self.span or "") else None)
 
     @property
     def waited_s(self) -> float:
         """The time it has certainly waited."""
-        in_span = self.span_s if _COLLECTIVE.match(self.span or "") else 0.0
+        in_span = self.span_s if COLLECTIVE.match(self.span or "") else 0.0
         return max(self.elapsed_s if self.stage == SYNC_WAIT else in_span, self.pending_s)
 
     @property

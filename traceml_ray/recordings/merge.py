@@ -14,7 +14,7 @@ from itertools import groupby
 import numpy as np
 
 from traceml_ray import text
-from traceml_ray.analysis.memory.shapes import NO_STEP, Series
+from traceml_ray.analysis.memory.shapes import NO_STEP, Collective, Series
 from traceml_ray.recordings.recording import Ints, Recording
 
 UNCOMPARED_BOUND_NS = 1_000_000_000
@@ -32,6 +32,7 @@ class Merged:
     present: set[int]
     world_size: int | None
     run: str | None
+    collectives: list[Collective] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -55,6 +56,7 @@ def merge(recordings: Sequence[Recording]) -> Merged:
         present={each.rank for each in found if each.rank is not None},
         world_size=max((each.world_size for each in found if each.world_size), default=None),
         run=run,
+        collectives=[use for each in found for use in each.collectives],
         notes=notes,
     )
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from traceml_ray.analysis.memory.shapes import Collective
+
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
@@ -52,6 +54,8 @@ class Recording:
     bound_ns: int | None = None
     """Error bound of its node's clock; None: the clock was not compared with others."""
     first_step_ns: int | None = None
+    collectives: list[Collective] = field(default_factory=list)
+    """Which collectives the process was in; where it has several devices, with one of them."""
     path: Path = Path()
     """The file; of several, the first."""
 

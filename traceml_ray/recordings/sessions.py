@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from traceml_ray.analysis.hang import COLLECTIVE
+from traceml_ray.analysis.memory.shapes import Collective
 from traceml_ray.recordings.recording import FileContents, Ints, NoSamplesError, Recording
 from traceml_ray.store.nodes import process_labels
 from traceml_ray.store.rank_processes import shown, world_size
@@ -32,7 +35,10 @@ def read(path: Path) -> FileContents:
 
 
 def recordings_of(file: SessionFile) -> list[Recording]:
-    """Return the memory of every rank process of every run, by device. Raises `SessionFileError`."""
+    """
+    Return the memory of every rank process of every run, by device, with its collectives. Raises
+    `SessionFileError`.
+    """
     processes = {process.id: process for process in file.processes() if process.rank is not None}
     labels = process_labels(file.cluster(), processes.values())
     worlds = {run: world_size(shown(own), None) or None for run, own in by_run(processes.values()).items()}
@@ -54,7 +60,32 @@ def recordings_of(file: SessionFile) -> list[Recording]:
             first_step_ns=_first_step_ns(own.t_ns, own.step),
         )
         found.append(recording)
+    _add_collectives(file, found)
     return found
+
+
+def _add_collectives(file: SessionFile, recordings: Sequence[Recording]) -> None:
+    """Add which collectives each process was in, and when, as far as its samples tell when its steps were."""
+    processes = {process.id: process.process_id for process in file.processes()}
+    timed = {each.process: each for each in recordings if each.step is not None and (each.step >= 0).any()}
+    for run in {each.run for each in timed.values()}:
+        for span in file.of(run).spans():
+            own = timed.get(processes[span["process"]])
+            if own is not None and own.rank is not None and own.run == run and _is_collective(span["name"]):
+                first, last = _when(own, span["first_step"], span["last_step"] + 1)
+                use = Collective(own.rank, span["name"], None, first, last, span["count"], span["bytes"])
+                own.collectives.append(use)
+
+
+def _is_collective(span: str) -> bool:
+    return bool(COLLECTIVE.match(span)) and span != "wait"
+
+
+def _when(own: Recording, *steps: int) -> list[int]:
+    """Return about when a process came to each of `steps`."""
+    assert own.step is not None
+    known = own.step >= 0
+    return [int(t_ns) for t_ns in np.interp(steps, own.step[known], own.t_ns[known])]
 
 
 def _first_step_ns(t_ns: Ints, step: Ints) -> int | None:

@@ -147,7 +147,8 @@ def judged(merged: Merged, chosen: RankFilter, sensitivity: Sensitivity = "mediu
         if each.rank in chosen:
             alone.setdefault(each.rank, []).append(each)
     clocks = [timed, *alone.values()]
-    parts = [judge(own, expected=len(expected) or None, sensitivity=sensitivity) for own in clocks if own]
+    used = [each for each in merged.collectives if each.rank in chosen]
+    parts = [judge(own, used, len(expected) or None, sensitivity) for own in clocks if own]
     return msgspec.structs.replace(_together(parts), missing_ranks=sorted(expected - merged.present))
 
 
