@@ -257,12 +257,21 @@ def lines(
     if top is not None:
         layout["yaxis"] = _exactly(minallowed=0, maxallowed=top)
     layout["xaxis"] = _clock(x) if timed else {"nticks": 6}
-    if timed and frame and frame["onset"] and not at[0] <= frame["onset"] <= at[-1]:
-        frame = {**frame, "onset": None}
-    if timed and frame and not frame["between"]:  # else the word "onset" would make it wider
-        frame = {**frame, "between": (at[0], at[-1])}
-    name = f"time, {zone.abbreviation()}" if timed else "step"
-    return figure(traces, name, y, revision=revision, frame=frame, **layout)
+    if timed and frame:
+        frame = _on_clock(frame, at[0], at[-1])
+    return figure(traces, _time() if timed else "step", y, revision=revision, frame=frame, **layout)
+
+
+def _time() -> str:
+    return f"time, {zone.abbreviation()}"
+
+
+def _on_clock(frame: Mapping[str, Any], first: int, last: int) -> Mapping[str, Any]:
+    """Return what charts have in common for one from `first` to `last`, ms since the epoch."""
+    onset = frame["onset"]
+    if onset and not first <= onset <= last:
+        onset = None  # its word would make the chart wider, as it would without `between`
+    return {**frame, "onset": onset, "between": frame["between"] or (first, last)}
 
 
 def overlaid(
@@ -276,6 +285,27 @@ def overlaid(
     ]
     every = np.concatenate([_array(values) for _, values, _ in series.values()])
     return figure(traces, "step", unit, xaxis={"nticks": 6}, revision=revision, **scale(every, unit))
+
+
+def sizes(
+    series: Mapping[str, tuple[Sequence[int], Sequence[float], str]], frame: Mapping[str, Any] | None = None
+) -> Figure:
+    """Return bytes over time, by name: times of its own (ns since the epoch), values, colour."""
+    unit, factor = ("GB", 1e-9) if max(max(own[1]) for own in series.values()) >= 1e9 else ("MB", 1e-6)
+    traces = [
+        _line(
+            name,
+            [t // 1_000_000 for t in t_ns],
+            brief(factor * _array(values)),
+            1.5,
+            colour,
+            hovertemplate=f"%{{y:,}} {unit}",
+        )
+        for name, (t_ns, values, colour) in series.items()
+    ]
+    every = sorted(t for own in series.values() for t in own[0])
+    common = _on_clock(frame, every[0] // 1_000_000, every[-1] // 1_000_000) if frame else None
+    return figure(traces, _time(), unit, frame=common, xaxis=_clock(every))
 
 
 def waterfall(before: Mapping[str, float], since: Mapping[str, float]) -> Figure:

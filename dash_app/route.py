@@ -16,6 +16,7 @@ _PATHS = {
     "rank": "rank",
     "ranks": "ranks",
     "step": "step",
+    "memory": "memory",
     "events": "events",
     "sessions": "sessions",
     "ledger": "health",

@@ -26,6 +26,7 @@ PARTS = ("nav", "session", "verdict-strip", "problem")
 _TABS = {
     "overview": "Overview",
     "ranks": "Ranks",
+    "memory": "Memory",
     "events": "Events",
     "sessions": "Sessions",
     "health": "Health",
@@ -65,7 +66,7 @@ def missing(cache: SessionCache, what: str, name: str, why: str, others: Iterabl
         "version": cache.version,
         "state": "missing",
         "state_text": f"{what.capitalize()} {name!r} cannot be read: {why}.",
-        "session": {**dict.fromkeys(unknown), "id": name, "runs": []},
+        "session": {**dict.fromkeys(unknown), "id": name, "memory": False, "runs": []},
         "missing": what,
         "verdict": None,
         "incident": None,
@@ -89,6 +90,7 @@ def _session_data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
         "world_size": entry.get("world_size") or (run.world if run else None) or meta.get("world_size"),
         "nnodes": entry.get("nnodes") or nodes,
         "gpus": any(sample["gpus"] for sample in (run.samples if run else {}).values()),
+        "memory": any(process.memory_from for process in run.ranks.values()) if run else False,
         "run": run.id if run else None,
         "runs": [{name: each[name] for name in ("id", "name", "status")} for each in cache.runs],
     }
@@ -204,7 +206,8 @@ def layout(poll_s: float) -> html.Div:
 
 def parts(header: Mapping[str, Any], route: Route) -> list[Content]:
     """Return the parts of the shell."""
-    tabs = [link(label, route.to(page), "tab", on=_is_on(page, route)) for page, label in _TABS.items()]
+    shown = {page: label for page, label in _TABS.items() if page != "memory" or header["session"]["memory"]}
+    tabs = [link(label, route.to(page), "tab", on=_is_on(page, route)) for page, label in shown.items()]
     stale = header["state_text"] if header["state"] == "stale" else None
     return [
         part(html.Nav(tabs, id="nav", **aria(label="Pages"))),

@@ -102,6 +102,10 @@ class Session:
         """Return the verdict on the run; None while there is none."""
         return self._ask(query.Verdict(run))
 
+    def memory(self, run: str | None = None) -> Memory:
+        """Return which rank's memory grew first, and what else is to be said about it."""
+        return self._ask(query.Memory(run))
+
     def status(self) -> Status:
         """Return how the session itself is doing: where each row is, exceptions swallowed, by place."""
         return self._ask(query.Status())

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from . import events, health, node, overview, rank, ranks, sessions, start, step
+from . import events, health, memory, node, overview, rank, ranks, sessions, start, step
 
 PAGES: dict[str, ModuleType] = {
     "overview": overview,
@@ -20,6 +20,7 @@ PAGES: dict[str, ModuleType] = {
     "rank": rank,
     "ranks": ranks,
     "step": step,
+    "memory": memory,
     "events": events,
     "sessions": sessions,
     "health": health,

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from traceml_ray import __version__, results, step_shapes, summary_shape, wire
+from traceml_ray.analysis.memory import shapes
 from traceml_ray.codec import UNREADABLE, Count, Int64
 from traceml_ray.errors import sendable
 from traceml_ray.store.rank_processes import RankProcess
@@ -137,6 +138,10 @@ class MemorySamples(Request[list[tuple[int, wire.MemorySample]]], frozen=True):
     last: Count
     first_ns: Int64 = 0
     last_ns: Int64 | None = None
+
+
+class Memory(OfRun[shapes.Memory], frozen=True):
+    """What is to be said about the memory of the run's ranks; without `ranks` where no sample has come."""
 
 
 class Times(OfRun[step_shapes.StepTimes], frozen=True):

@@ -1,0 +1,227 @@
+"""The memory of all ranks on one clock: what was found, who grew first, and each rank in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dash import html
+
+from traceml_ray import text
+from traceml_ray.analysis.memory.shapes import Attribution, Finding, Memory, RankMemory
+from traceml_ray.rank_filter import RankFilter, RankFilterError, rank_filter
+from traceml_ray.reports.memory import first_words
+from traceml_ray.reports.summary import moment
+from traceml_ray.store import query
+
+from .. import axis, figures, listing
+from ..components import SIGNS, Columns, chart, marked, panel, part, rank_link, table, trail, when
+from ..route import Route
+from ..run_state import RunState
+from ..session_cache import SessionCache
+
+_LINES = 6
+"""Ranks whose memory is drawn."""
+_SAMPLES = 240
+_MOST = 100
+_COUNTERS = {
+    "allocated_bytes": "allocated by torch",
+    "process_bytes": "on the device, by the driver",
+    "rss_bytes": "resident (RSS)",
+}
+"""What is drawn, by field of a sample."""
+_WHERE_IT_GREW = "rank", "node", "device"
+_KEYS: listing.Keys = {
+    "rank": lambda row: row.rank,
+    "node": lambda row: row.node,
+    "samples": lambda row: row.samples,
+    "allocated": lambda row: row.allocated_growth_bytes,
+    "reserved": lambda row: row.reserved_growth_bytes,
+    "hidden": lambda row: row.gap_bytes,
+    "RSS": lambda row: row.rss_growth_bytes,
+    "used": lambda row: row.used_bytes,
+    "runs out in": lambda row: row.forecast_s,
+}
+
+
+def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
+    """Return what was found about the memory of the ranks that the URL asks for."""
+    spine = axis.data(cache, run, route)
+    found = cache.ask(query.Memory(run.id))
+    if found is None or not found.ranks:
+        return {"memory": None, "axis": spine}
+    asked, wrong = _asked(route)
+    ranks = [row for row in found.ranks if row.rank in asked]
+    searched = route if asked.ranges is None else Route(route.page, route.key, _without(route, "q"))
+    chosen = listing.choose(ranks, searched, _words, _KEYS)
+    drawn = _drawn(found, [row.rank for row in (ranks if asked.ranges else chosen.items)])
+    processes = tuple(run.ranks[rank].id for rank in drawn if rank in run.ranks)
+    between = axis.time_of(spine) or ()
+    samples = cache.ask(query.MemorySamples(processes, _SAMPLES, *between)) or ()
+    return {
+        "memory": found,
+        "findings": [each for each in found.findings if each.rank in asked],
+        "attributions": [each for each in found.collectives if each.rank in asked],
+        "chosen": chosen,
+        "wrong": wrong,
+        "lines": _lines(run, drawn, samples),
+        "axis": spine,
+    }
+
+
+def _asked(route: Route) -> tuple[RankFilter, str]:
+    """Return the ranks that the search asks for, where it has ranks, and what is wrong with it."""
+    wanted = (route.get("q") or "").strip()
+    if not wanted[:1].isdecimal():
+        return RankFilter(), ""
+    try:
+        return rank_filter(wanted), ""
+    except RankFilterError as error:
+        return RankFilter(), str(error)
+
+
+def _without(route: Route, name: str) -> tuple[tuple[str, str], ...]:
+    return tuple(each for each in route.query if each[0] != name)
+
+
+def _words(row: RankMemory) -> str:
+    return f"rank {row.rank} {row.node} {text.words(row.anomaly or '')}"
+
+
+def _drawn(found: Memory, ranks: Sequence[int]) -> list[int]:
+    """Return which of `ranks` are drawn: those that something was found about, the most severe first."""
+    first = [found.first_cause.rank] if found.first_cause else []
+    named = [*first, *(each.rank for each in found.findings), *ranks]
+    return [rank for rank in dict.fromkeys(named) if rank in ranks][:_LINES]
+
+
+def _lines(
+    run: RunState, drawn: Sequence[int], samples: Sequence[tuple[int, Any]]
+) -> dict[str, dict[str, tuple[list[int], list[float | None]]]]:
+    """Return by field, then by rank and device: times and values."""
+    ranks = {run.ranks[rank].id: rank for rank in drawn if rank in run.ranks}
+    found: dict[str, dict[str, tuple[list[int], list[float | None]]]] = {name: {} for name in _COUNTERS}
+    for process, sample in samples:
+        device = "" if sample.device is None else f", GPU {sample.device}"
+        for name, lines in found.items():
+            value = getattr(sample, name)
+            if value is not None:
+                times, values = lines.setdefault(f"rank {ranks[process]}{device}", ([], []))
+                times.append(sample.t_ns)
+                values.append(value)
+    return {name: lines for name, lines in found.items() if lines}
+
+
+def layout(view: Mapping[str, Any], route: Route) -> Any:
+    """Return the elements of the page; panels of what was not found are absent."""
+    head = [html.H1("Memory"), listing.field(route, "ranks (0,4-7) and nodes")]
+    body: list[Any] = [trail(route, ("memory", None)), html.Div(head, className="title-row")]
+    found: Memory | None = view["memory"]
+    if found is None:
+        none = "No rank has sent a sample of its memory yet."
+        return html.Div([*body, part(html.P(none, id="memory-missing", className="empty"))])
+    body += [
+        part(html.Div(view["wrong"], id="memory-filter", className="problem", role="alert")),
+        axis.panel(view, route),
+        part(html.Div(_first(found), id="memory-first")),
+        panel("Findings", part(html.Div(_findings(view["findings"], route), id="memory-findings"))),
+        *(_chart(name, lines, view, route) for name, lines in view["lines"].items()),
+        panel("Ranks", part(html.Div(_ranks(view, route), id="memory-ranks"))),
+    ]
+    if view["attributions"]:
+        rows = _collectives(view["attributions"], route)
+        body.append(panel("Hidden memory of communication", part(html.Div(rows, id="memory-collectives"))))
+    return html.Div(body)
+
+
+def _first(found: Memory) -> html.Div:
+    """Return who grew first, or that nobody did, and who is missing."""
+    tone = found.findings[0].severity if found.findings else "good"
+    sentences = [html.P(marked(sentence)) for sentence in first_words(found)]
+    return html.Div(sentences, className=f"callout {tone}")
+
+
+def _findings(found: Sequence[Finding], route: Route) -> Any:
+    columns: Columns = {
+        "severity": lambda each: html.Span(
+            f"{SIGNS[each.severity]} {each.severity}", className=f"sev {each.severity}"
+        ),
+        ">rank": lambda each: rank_link(each.rank, route),
+        ">GPU": lambda each: text.plain(each.device),
+        "what": lambda each: text.words(each.kind),
+        "since": lambda each: when(moment(each.from_ns)),
+        "why": lambda each: html.Div([html.Div(marked(each.why)), html.Div(_next(each), className="hint")]),
+        "confidence": lambda each: each.confidence,
+    }
+    return table(columns, found[:_MOST], empty="Nothing stands out.", label="Findings")
+
+
+def _next(finding: Finding) -> list[Any]:
+    return marked(" ".join(finding.next))
+
+
+def _chart(name: str, lines: Mapping[str, Any], view: Mapping[str, Any], route: Route) -> html.Section:
+    colours = dict(zip(lines, figures.LINES, strict=False))
+    drawn = {rank: (*own, colours[rank]) for rank, own in lines.items()}
+    return chart(
+        f"memory-{name}",
+        f"Memory {_COUNTERS[name]}",
+        figures.sizes(drawn, frame=axis.clock(view["axis"])),
+        f"Memory {_COUNTERS[name]} of the ranks that stand out, over time",
+        route,
+        series=colours,
+    )
+
+
+def _ranks(view: Mapping[str, Any], route: Route) -> list[Any]:
+    found: Memory = view["memory"]
+    first = found.first_cause and (found.first_cause.rank, found.first_cause.device)
+
+    def anomaly(row: RankMemory) -> Any:
+        sign = f"{SIGNS[row.severity]} {text.words(row.anomaly or '')}" if row.severity else ""
+        own = [html.Span(sign, className=f"sev {row.severity}")] if sign else []
+        return [*own, html.B(" first")] if first == (row.rank, row.device) else own
+
+    columns: Columns = {
+        ">rank": lambda row: rank_link(row.rank, route),
+        "node": lambda row: row.node,
+        ">GPU": lambda row: text.plain(row.device),
+        ">samples": lambda row: f"{row.samples:,}",
+        ">allocated": lambda row: text.size(row.allocated_growth_bytes),
+        ">reserved": lambda row: text.size(row.reserved_growth_bytes),
+        ">hidden": lambda row: text.size(row.gap_bytes),
+        ">RSS": lambda row: text.size(row.rss_growth_bytes),
+        ">used": lambda row: _used(row),
+        ">runs out in": _forecast,
+        "finding": lambda row: html.Span(anomaly(row)),
+    }
+    heads = listing.heads(columns, _KEYS, route)
+    shown = view["chosen"]
+    rows = table(columns, shown.items, heads=heads, empty="No rank is like that.", label="Memory of ranks")
+    hint = "Allocated, reserved and RSS: by how much they have grown above the rank's own settled level. "
+    hint += "Hidden: what the driver counts for the process and torch's allocator does not."
+    return [rows, listing.pages(shown, route, "process and device"), html.P(hint, className="hint")]
+
+
+def _used(row: RankMemory) -> str:
+    of = "" if row.total_bytes is None else f" of {text.size(row.total_bytes)}"
+    return text.size(row.used_bytes) + of * (row.used_bytes is not None)
+
+
+def _forecast(row: RankMemory) -> str:
+    if row.forecast_s is None:
+        return ""
+    steps = "" if row.forecast_steps is None else f", {text.count(row.forecast_steps, 'step')}"
+    return text.age(row.forecast_s) + steps
+
+
+def _collectives(found: Sequence[Attribution], route: Route) -> Any:
+    columns: Columns = {
+        ">rank": lambda each: rank_link(each.rank, route),
+        ">GPU": lambda each: text.plain(each.device),
+        "by": lambda each: each.op or text.NA,
+        ">hidden memory": lambda each: text.size(each.bytes),
+        "how sure": lambda each: each.kind.removeprefix("collective_"),
+        "why": lambda each: html.Span(marked(each.why)),
+    }
+    return table(columns, found[:_MOST], label="Hidden memory of communication")
