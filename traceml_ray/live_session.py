@@ -14,6 +14,7 @@ import msgspec
 import psutil
 
 from traceml_ray import __version__, wire
+from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.launchers.dashboard import DashboardProcess
 from traceml_ray.launchers.ray_train import leave_trainers
 from traceml_ray.monitor.finish import ANSWER_S, KILL_S, LEAVE_S

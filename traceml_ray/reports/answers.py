@@ -15,6 +15,7 @@ from traceml_ray.analysis import step_numbers
 from traceml_ray.analysis.kept_steps import ALL, Between
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors, error_text
+from traceml_ray.reports.memory import memory_of
 from traceml_ray.reports.one_step import step_of
 from traceml_ray.reports.run_facts import RunFacts, deaths_of
 from traceml_ray.reports.stored_spans import spans_of
