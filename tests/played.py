@@ -101,6 +101,8 @@ class Played:
         """What a rank sends before this step has no times of its device,"""
         self.every = 1
         """and from there on one step in so many has."""
+        self.leaks: dict[int, int] = {}
+        """By rank: bytes that it allocates each second, and keeps."""
         self._seconds = 0
         self._held: dict[int, list[bytes]] = {}
         self.begin()
@@ -197,7 +199,9 @@ class Played:
         s, device = self._seconds, rank.identity.local_rank if self._gpus else None
         host = {"rss_bytes": (900 + 5 * s) << 20, "limit_bytes": 512 << 30, "limit_used_bytes": 200 << 30}
         if device is not None:
-            host |= {"allocated_bytes": 40 << 30, "reserved_bytes": 50 << 30, "process_bytes": 52 << 30}
+            kept = s * self.leaks.get(rank.identity.global_rank, 0)
+            host |= {"allocated_bytes": (40 << 30) + kept, "reserved_bytes": (50 << 30) + kept}
+            host["process_bytes"] = host["reserved_bytes"] + (2 << 30)
             host |= {"device_used_bytes": 60 << 30, "device_total_bytes": 140 << 30}
         return [wire.MemorySample(self.clock(), self.step, device, **host)]
 
