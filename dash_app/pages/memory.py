@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dash import html
@@ -30,7 +30,8 @@ _COUNTERS = {
     "rss_bytes": "resident (RSS)",
 }
 """What is drawn, by field of a sample."""
-_WHERE_IT_GREW = "rank", "node", "device"
+_ALIKE = 3
+"""More findings of one kind than these are one line."""
 _KEYS: listing.Keys = {
     "rank": lambda row: row.rank,
     "node": lambda row: row.node,
@@ -125,7 +126,10 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         axis.panel(view, route),
         part(html.Div(_first(found), id="memory-first")),
         panel("Findings", part(html.Div(_findings(view["findings"], route), id="memory-findings"))),
-        *(_chart(name, lines, view, route) for name, lines in view["lines"].items()),
+        html.Div(
+            [_chart(name, lines, view, route) for name, lines in view["lines"].items()],
+            className="grid three",
+        ),
         panel("Ranks", part(html.Div(_ranks(view, route), id="memory-ranks"))),
     ]
     if view["attributions"]:
@@ -142,22 +146,41 @@ def _first(found: Memory) -> html.Div:
 
 
 def _findings(found: Sequence[Finding], route: Route) -> Any:
+    """Return the findings, most severe first; what many ranks have alike is one line."""
+    alike: dict[Any, list[Finding]] = {}
+    for each in found:
+        alike.setdefault((each.kind, each.severity, each.device is None), []).append(each)
+    lines = [
+        line
+        for same in alike.values()
+        for line in ([same] if len(same) > _ALIKE else [[each] for each in same])
+    ]
     columns: Columns = {
-        "severity": lambda each: html.Span(
-            f"{SIGNS[each.severity]} {each.severity}", className=f"sev {each.severity}"
+        "severity": lambda line: html.Span(
+            f"{SIGNS[line[0].severity]} {line[0].severity}", className=f"sev {line[0].severity}"
         ),
-        ">rank": lambda each: rank_link(each.rank, route),
-        ">GPU": lambda each: text.plain(each.device),
-        "what": lambda each: text.words(each.kind),
-        "since": lambda each: when(moment(each.from_ns)),
-        "why": lambda each: html.Div([html.Div(marked(each.why)), html.Div(_next(each), className="hint")]),
-        "confidence": lambda each: each.confidence,
+        "rank": lambda line: _who(line, route),
+        "memory": lambda line: _where({each.device for each in line}),
+        "what": lambda line: text.words(line[0].kind),
+        "since": lambda line: when(moment(min(each.from_ns for each in line))),
+        "confidence": lambda line: line[0].confidence,
+        "why": lambda line: html.Div(
+            [html.Div(marked(line[0].why)), html.Div(marked(" ".join(line[0].next)), className="hint")]
+        ),
     }
-    return table(columns, found[:_MOST], empty="Nothing stands out.", label="Findings")
+    return table(columns, lines[:_MOST], empty="Nothing stands out.", label="Findings")
 
 
-def _next(finding: Finding) -> list[Any]:
-    return marked(" ".join(finding.next))
+def _who(line: Sequence[Finding], route: Route) -> Any:
+    if len(line) == 1:
+        return rank_link(line[0].rank, route)
+    return text.ranks(sorted({each.rank for each in line}))
+
+
+def _where(devices: Collection[int | None]) -> str:
+    """Return whose memory it is: the host's, or a device's."""
+    one = next(iter(devices)) if len(devices) == 1 else -1
+    return "host" if one is None else "GPU" if one < 0 else f"GPU {one}"
 
 
 def _chart(name: str, lines: Mapping[str, Any], view: Mapping[str, Any], route: Route) -> html.Section:
@@ -170,6 +193,7 @@ def _chart(name: str, lines: Mapping[str, Any], view: Mapping[str, Any], route: 
         f"Memory {_COUNTERS[name]} of the ranks that stand out, over time",
         route,
         series=colours,
+        tall="low",
     )
 
 
@@ -185,7 +209,7 @@ def _ranks(view: Mapping[str, Any], route: Route) -> list[Any]:
     columns: Columns = {
         ">rank": lambda row: rank_link(row.rank, route),
         "node": lambda row: row.node,
-        ">GPU": lambda row: text.plain(row.device),
+        "memory": lambda row: _where([row.device]),
         ">samples": lambda row: f"{row.samples:,}",
         ">allocated": lambda row: text.size(row.allocated_growth_bytes),
         ">reserved": lambda row: text.size(row.reserved_growth_bytes),
@@ -200,7 +224,7 @@ def _ranks(view: Mapping[str, Any], route: Route) -> list[Any]:
     rows = table(columns, shown.items, heads=heads, empty="No rank is like that.", label="Memory of ranks")
     hint = "Allocated, reserved and RSS: by how much they have grown above the rank's own settled level. "
     hint += "Hidden: what the driver counts for the process and torch's allocator does not."
-    return [rows, listing.pages(shown, route, "process and device"), html.P(hint, className="hint")]
+    return [rows, listing.pages(shown, route, "row"), html.P(hint, className="hint")]
 
 
 def _used(row: RankMemory) -> str:
@@ -218,7 +242,7 @@ def _forecast(row: RankMemory) -> str:
 def _collectives(found: Sequence[Attribution], route: Route) -> Any:
     columns: Columns = {
         ">rank": lambda each: rank_link(each.rank, route),
-        ">GPU": lambda each: text.plain(each.device),
+        "memory": lambda each: _where([each.device]),
         "by": lambda each: each.op or text.NA,
         ">hidden memory": lambda each: text.size(each.bytes),
         "how sure": lambda each: each.kind.removeprefix("collective_"),
