@@ -197,7 +197,7 @@ class Played:
 
     def _memory(self, rank: Rank) -> list[wire.MemorySample]:
         s, device = self._seconds, rank.identity.local_rank if self._gpus else None
-        host = {"rss_bytes": (900 + 5 * s) << 20, "limit_bytes": 512 << 30, "limit_used_bytes": 200 << 30}
+        host = {"rss_bytes": 1400 << 20, "limit_bytes": 512 << 30, "limit_used_bytes": 200 << 30}
         if device is not None:
             kept = s * self.leaks.get(rank.identity.global_rank, 0)
             host |= {"allocated_bytes": (40 << 30) + kept, "reserved_bytes": (50 << 30) + kept}

@@ -157,9 +157,15 @@ class MemoryOfRank(TypedDict):
 
 
 class Memory(TypedDict):
-    """Memory of each rank, by its number as text."""
+    """Memory of each rank, by its number as text; the rest as `analyze --json` has it."""
 
     per_rank: dict[str, MemoryOfRank]
+    first_cause: dict[str, Any] | None
+    """The rank whose memory grew before that of all others, or alone."""
+    collective_onset: dict[str, Any] | None
+    findings: list[dict[str, Any]]
+    """The most severe first, a hundred at most."""
+    missing_ranks: list[int]
 
 
 class System(TypedDict):

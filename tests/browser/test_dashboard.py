@@ -33,6 +33,7 @@ PAGES = {
     "/node/host-1": "Node host-1",
     "/rank/5": "Rank 5 on host-1",
     "/ranks": "Ranks",
+    "/memory": "Memory",
     "/step/60": "Step 60",
     "/events": "Events",
     "/sessions": "Sessions",

@@ -1,6 +1,11 @@
-"""What is to be said about the memory of a run's ranks: from a session file, and in words."""
+"""What is to be said about the memory of a run's ranks: from a session file, in the summary, and in words."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
 
 from traceml_ray import text
 from traceml_ray.analysis.memory.shapes import Memory
@@ -8,7 +13,13 @@ from traceml_ray.rank_filter import RankFilter
 from traceml_ray.recordings.merge import merge
 from traceml_ray.recordings.sessions import recordings_of
 from traceml_ray.reports.analyze import judged
+from traceml_ray.reports.layout import facts
+from traceml_ray.reports.run_facts import RunFacts
 from traceml_ray.store.session_file import SessionFile
+
+_FINDINGS = 100
+"""Of a summary; of a text,"""
+_LINES = 4
 
 
 def memory_of(file: SessionFile) -> Memory:
@@ -18,11 +29,41 @@ def memory_of(file: SessionFile) -> Memory:
     return judged(merge(own), RankFilter(), "medium") if own else Memory()
 
 
-def first_words(found: Memory) -> list[str]:
+def memory_block(of: RunFacts) -> dict[str, Any]:
+    """Return the memory of each rank's process, and what is to be said about it, for the summary."""
+    resident, allocated = of.session.memory(), of.session.allocated_peaks()
+    per_rank = {}
+    for rank, process in of.ranks.items():
+        peak, last = resident.get(process.id, (None, None))
+        per_rank[str(rank)] = {
+            "rss_peak_bytes": peak,
+            "rss_last_bytes": last,
+            "allocated_peak_bytes": allocated.get(process.id),
+        }
+    found = memory_of(of.session)
+    shown: dict[str, Any] = msgspec.to_builtins(
+        msgspec.structs.replace(found, findings=found.findings[:_FINDINGS])
+    )
+    kept = "first_cause", "collective_onset", "findings", "missing_ranks"
+    return {"per_rank": per_rank, **{name: shown[name] for name in kept}}
+
+
+def memory_lines(block: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a report about the memory of a summary; none where nothing stands out."""
+    found = msgspec.convert({name: value for name, value in block.items() if name != "per_rank"}, Memory)
+    if not any(each.severity != "info" for each in found.findings):
+        return []
+    first, others = first_words(found), [each.why for each in found.findings]
+    rest = [why for why in others[:_LINES] if why not in first]
+    more = f"and {len(others) - _LINES:,} more findings" if len(others) > _LINES else ""
+    return facts(("Memory", " ".join(first)), *(("", why) for why in rest), ("", more))
+
+
+def first_words(found: Memory) -> Sequence[str]:
     """Return in sentences which rank's memory grew first, or that none did, and who is missing."""
     cause, onset = found.first_cause, found.collective_onset
     if cause is not None:
-        said = [f"Rank {cause.rank}'s memory grew first: {cause.why}", *cause.next[:1]]
+        said = [cause.why, *cause.next[:1]]
     elif onset is not None:
         said = [onset.why]
     elif found.findings:

@@ -190,16 +190,6 @@ def _rank(facts: RunFacts, rank: int, death: Death | None, processes: int) -> di
     }
 
 
-def memory_block(facts: RunFacts) -> dict[str, Any]:
-    """Return the memory of each rank's process."""
-    samples = facts.session.memory()
-    per_rank = {}
-    for rank, process in facts.ranks.items():
-        peak, last = samples.get(process.id, (None, None))
-        per_rank[str(rank)] = {"rss_peak_bytes": peak, "rss_last_bytes": last, "allocated_peak_bytes": None}
-    return {"per_rank": per_rank}
-
-
 def events_block(facts: RunFacts) -> list[dict[str, Any]]:
     """Return the newest events."""
     return [_event(event, facts) for event in facts.events[-_MAX_EVENTS:]]

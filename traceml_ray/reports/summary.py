@@ -28,10 +28,10 @@ from traceml_ray.reports import whole as reports_whole
 from traceml_ray.reports.deaths import Death, headline
 from traceml_ray.reports.device_clock import with_advice
 from traceml_ray.reports.machines import Machines, system_of
+from traceml_ray.reports.memory import memory_block
 from traceml_ray.reports.run_facts import (
     RunFacts,
     events_block,
-    memory_block,
     moment,
     overhead_of,
     ranks_block,

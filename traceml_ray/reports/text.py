@@ -11,6 +11,7 @@ from traceml_ray import text
 from traceml_ray.analysis.labels import LABELS, Meaning
 from traceml_ray.reports.headlines import brief, lost, named
 from traceml_ray.reports.layout import LABEL, WIDTH, Columns, facts, page, shortened, table
+from traceml_ray.reports.memory import memory_lines
 
 _MAX_RANKS = 32
 _MAX_LINES = 20
@@ -25,6 +26,7 @@ def render(summary: dict[str, Any], folder: Path) -> str:
     parts = [
         _title(summary),
         _verdict(summary["verdict"], "GPU" if any(node["gpus"] for node in nodes) else "rank"),
+        memory_lines(summary["memory"]),
         _steps(summary["steps"]) + _baseline(summary),
         _stages(summary["stages"]),
         _spans(summary["spans"], summary["steps"]["median_ms"]),

@@ -171,6 +171,15 @@ class SampleReader(Reader):
         )
         return {process: (peak, last) for process, peak, last in found}
 
+    def allocated_peaks(self) -> dict[int, int]:
+        """Return the most that torch's allocator ever had allocated, by rank process id."""
+        return dict(
+            self._all(
+                "SELECT process, max(max(ifnull(peak_bytes, 0), ifnull(allocated_bytes, 0))) "
+                "FROM memory_sample WHERE peak_bytes IS NOT NULL OR allocated_bytes IS NOT NULL GROUP BY process"
+            )
+        )
+
     def node_columns(self) -> dict[str, dict[tuple[int | None, str], Sequence[float]]]:
         """
         Return what was measured of each node, by its id, then by (device, or None; quantity); quantities are
