@@ -176,7 +176,7 @@ class SampleReader(Reader):
         return dict(
             self._all(
                 "SELECT process, max(max(ifnull(peak_bytes, 0), ifnull(allocated_bytes, 0))) "
-                "FROM memory_sample WHERE peak_bytes IS NOT NULL OR allocated_bytes IS NOT NULL GROUP BY process"
+                "FROM memory_sample WHERE coalesce(peak_bytes, allocated_bytes) IS NOT NULL GROUP BY process"
             )
         )
 
