@@ -41,7 +41,7 @@ def questions(run: str | None, processes: tuple[int, ...] = (1, 3)) -> list[quer
         query.RankSteps(run, 1, 100, first=10, last=30),
         query.NodeSamples(("node-1",), 2, 3 * SECOND, 1 << 60),
         query.ProcessSamples(processes, 2, 3 * SECOND),
-        query.MemorySamples(processes, 3), query.MemorySamples(processes, 4, 3 * SECOND),
+        query.Memory(run), query.MemorySamples(processes, 3), query.MemorySamples(processes, 4, 3 * SECOND),
         query.Busy(run, (1, 2, 9), 50), query.RankSteps(run, 1, 100), query.RankSteps(run, 99, 100),
         query.Cell(run, 1, 5, 9), query.Cell(run, 99, 5, 9), query.Spans(run, 1, 0, 30),
         query.RankTimes(run), query.RankTimes(run, whole=True),
