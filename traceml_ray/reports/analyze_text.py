@@ -172,4 +172,4 @@ def _who(one: Finding | Attribution) -> str:
 
 def _moment(t_ns: int, written: Callable[[str | None], str] = text.clock) -> str:
     """Return a moment as a person reads it; of a file without wall-clock times, seconds of its own clock."""
-    return f"{t_ns / 1e9:,.0f} s" if t_ns < EARLIEST_WALL_NS else written(moment(t_ns))
+    return text.duration(t_ns / 1e9) if t_ns < EARLIEST_WALL_NS else written(moment(t_ns))
