@@ -51,9 +51,10 @@ def test_folder_is_read_with_all_below_it_and_a_file_once(tmp_path: Path) -> Non
     (tmp_path / "b/notes.txt").write_text("of no interest")
     (tmp_path / "b/manifest.json").write_text("{}")
     (tmp_path / "b/other.json").write_text('{"a": 1}')
+    (tmp_path / "b/catalog.sqlite").write_bytes(b"of another program")
     found = gather([tmp_path, first, tmp_path / "a"])
     assert [each.path.name for each in found.files] == ["events.json", "track.csv"]
-    assert [path.name for path in found.passed_over] == ["other.json"]
+    assert [path.name for path in found.passed_over] == ["catalog.sqlite", "other.json"]
     assert found.refused == {}
 
 

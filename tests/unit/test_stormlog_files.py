@@ -136,6 +136,13 @@ def test_timeline_is_that_of_the_process_in_the_manifest_beside_it(tmp_path: Pat
     assert found.wall and np.diff(found.t_ns).tolist() == [SECOND] * 4
 
 
+@pytest.mark.parametrize("where", [None, "metadata", "distributed_identity"])
+def test_timeline_says_its_rank_itself(tmp_path: Path, where: str | None) -> None:
+    identity = {"rank": 5, "local_rank": 1, "world_size": 8}
+    found = only(timeline(tmp_path, **({where: identity} if where else identity)))
+    assert (found.rank, found.world_size) == (5, 8)
+
+
 def test_timeline_of_a_cpu_is_resident_memory(tmp_path: Path) -> None:
     path = timeline(tmp_path)
     path.with_name("environment.json").write_text('{"system": {"detected_backend": "cpu"}}')

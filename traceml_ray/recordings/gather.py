@@ -121,8 +121,13 @@ def _take(found: Gathered, path: Path, given: Path) -> None:
             found.refused[path] = str(error)
         elif path.name not in _BESIDE:
             found.passed_over.append(path)
-    except (SessionFileError, RefusedFileError) as error:
-        found.refused[path] = str(error).removeprefix(f"{path}: ")
+    except SessionFileError as error:
+        if path == given or path.name == DATABASE:
+            found.refused[path] = str(error).removeprefix(f"{path}: ")
+        else:  # another program's database
+            found.passed_over.append(path)
+    except RefusedFileError as error:
+        found.refused[path] = str(error)
     except OSError as error:
         found.refused[path] = _reason(error)
     else:

@@ -30,7 +30,7 @@ _Bytes = Annotated[float, msgspec.Meta(ge=0, lt=1e18)] | None
 _Seconds = Annotated[float, msgspec.Meta(ge=0, lt=9e9)]
 
 
-class _Identity(msgspec.Struct):
+class _Identity(msgspec.Struct, frozen=True):
     """Who was sampled; a world of one is also written where no ranks are known."""
 
     session_id: str | None = None
@@ -39,6 +39,9 @@ class _Identity(msgspec.Struct):
     job_id: str | None = None
     rank: Rank | None = None
     world_size: Size | None = None
+
+
+_NOBODY = _Identity()
 
 
 class _Timeline(msgspec.Struct):
@@ -51,6 +54,14 @@ class _Timeline(msgspec.Struct):
     device_total: list[_Bytes] | None = None
     rank: Rank | None = None
     world_size: Size | None = None
+    metadata: _Identity = _NOBODY
+    distributed_identity: _Identity = _NOBODY
+
+    def identity(self) -> tuple[int | None, int | None]:
+        """Return rank and world size as the file has them."""
+        said = self, self.metadata, self.distributed_identity
+        rank = next((each.rank for each in said if each.rank is not None), None)
+        return rank, next((each.world_size for each in said if each.world_size is not None), None)
 
 
 class _Manifest(msgspec.Struct):
@@ -101,17 +112,17 @@ def _recording(t_ns: Any, columns: dict[str, Floats], timeline: _Timeline, path:
         named = {"rss_bytes": columns["allocated"]}
     elif {*columns} == {"allocated", "reserved"} and _same(columns["allocated"], columns["reserved"]):
         del named["reserved_bytes"]
-    world = timeline.world_size or who.world_size
-    rank = who.rank if timeline.rank is None else timeline.rank
-    is_named = rank is not None and (timeline.rank is not None or (world or 1) > 1)
+    rank, world = timeline.identity()
+    if rank is None and (who.world_size or 1) > 1:
+        rank, world = who.rank, who.world_size
     return Recording(
         process=f"{who.session_id}/{who.host}/{who.pid}" if who.session_id else str(path),
         node=node(who.host),
         device=None if on_cpu else 0,
         t_ns=t_ns,
         columns=measured(named),
-        rank=rank if is_named else None,
-        world_size=world if is_named else None,
+        rank=rank,
+        world_size=None if rank is None or world is None or world <= rank else world,
         run=job(who.job_id),
         wall=bool(t_ns[0] >= EARLIEST_WALL_NS),
     )
