@@ -94,15 +94,23 @@ def analyze(arguments: argparse.Namespace) -> int:
 
     try:
         found = over_files.analyze(arguments.paths, ranks=arguments.ranks, sensitivity=arguments.sensitivity)
-    except (over_files.AnalyzeError, RankFilterError) as error:
+    except RankFilterError as error:
         print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
         return 2
-    for refused in found.refused:
-        print(f"traceml-ray: {one_line(refused.path)}: {one_line(refused.reason)}", file=sys.stderr)
+    except over_files.AnalyzeError as error:
+        _say_refused(error.refused or [error])
+        return 2
+    _say_refused(found.refused)
     print(over_files.to_json(found) if arguments.json else render_analysis(found), end="")
     if arguments.fail_on is not None and over_files.reaches(found, arguments.fail_on):
         return 3
     return 2 if found.refused else 0
+
+
+def _say_refused(refused: Sequence[Any]) -> None:
+    """Say on stderr which files are not used, in one line each."""
+    for each in refused:
+        print(f"traceml-ray: {one_line(each)}", file=sys.stderr)
 
 
 def stop(arguments: argparse.Namespace) -> int:

@@ -312,6 +312,16 @@ def test_mistake_gives_one_line_and_exit_code_2(
     assert reason in err and len(err.splitlines()) == 1
 
 
+def test_every_refused_file_is_named_where_none_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a.json", "b.jsonl", "c.csv"):
+        (tmp_path / name).write_bytes(b"\xff{")
+    code, out, err = run(capsys, tmp_path / "gone", tmp_path / "a.json", tmp_path / "b.jsonl", tmp_path)
+    lines = [line.removeprefix(f"traceml-ray: {tmp_path}/").partition(":")[0] for line in err.splitlines()]
+    assert (code, out, lines) == (2, "", ["gone", "a.json", "b.jsonl", "c.csv"])
+
+
 def test_exit_code_says_whether_a_finding_is_severe_enough(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

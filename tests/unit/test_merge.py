@@ -43,7 +43,7 @@ def test_processes_of_unknown_number_are_numbered_by_the_names_of_their_files(tm
     found = merged(tmp_path)
     levels = {series.rank: series.columns["allocated_bytes"][0] / MIB for series in found.timed}
     assert levels == {0: 1, 1: 7, 2: 2, 3: 0}
-    assert len(found.notes) == 1 and "ranks 0, 2 and 3" in found.notes[0]
+    assert len(found.notes) == 1 and "ranks 0, 2 and 3 are numbered" in found.notes[0]
 
 
 def test_one_process_alone_is_rank_0_without_a_word(tmp_path: Path) -> None:

@@ -89,7 +89,9 @@ def _number(recordings: Iterable[Recording], notes: list[str]) -> None:
         each.rank = numbers[each.process]
     if len(numbers) + len(taken) > 1 and numbers:
         who = text.ranks(numbers.values())
-        notes.append(f"The files say no rank for {who}: they are numbered in the order of the files' names.")
+        notes.append(
+            f"Some files do not say which rank they are of: {who} are numbered in the order of their names."
+        )
 
 
 def _key(each: Recording) -> tuple[object, ...]:

@@ -20,10 +20,6 @@ SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 """The mildest first."""
 
 
-class AnalyzeError(ValueError):
-    """Nothing can be said: an argument is wrong, or there is nothing to read; the message says which."""
-
-
 class Source(msgspec.Struct, frozen=True, kw_only=True):
     """A file that was read."""
 
@@ -41,6 +37,18 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     reason: str
+
+    def __str__(self) -> str:
+        """Return both, as "rank3.json: it is no JSON: …"."""
+        return f"{self.path}: {self.reason}"
+
+
+class AnalyzeError(ValueError):
+    """Nothing can be said: an argument is wrong, or there is nothing to read; the message says which."""
+
+    def __init__(self, message: str, refused: Sequence[Refused] = ()) -> None:
+        super().__init__(message)
+        self.refused = [*refused]
 
 
 class Analysis(Memory, frozen=True, kw_only=True):
@@ -84,8 +92,9 @@ def analyze(
     given = [paths] if isinstance(paths, (str, os.PathLike)) else [*paths]
     found = gather(map(Path, given))
     recordings = [each for source in found.files for each in source.contents.recordings]
+    refused = [Refused(path=str(path), reason=why) for path, why in found.refused.items()]
     if not recordings:
-        raise AnalyzeError(_nothing(given, found))
+        raise AnalyzeError(_nothing(given, refused), refused)
     merged = merge(recordings)
     if not any(rank in chosen for rank in merged.present):
         raise AnalyzeError(f"ranks {ranks!r}: the files have {text.ranks(merged.present)} only")
@@ -94,7 +103,7 @@ def analyze(
         run=merged.run,
         world_size=merged.world_size,
         sources=[_source(source) for source in found.files],
-        refused=[Refused(path=str(path), reason=why) for path, why in found.refused.items()],
+        refused=refused,
         notes=merged.notes + _passed_over(found),
     )
 
@@ -109,13 +118,12 @@ def to_json(found: Analysis) -> str:
     return msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n"
 
 
-def _nothing(given: Sequence[object], found: Gathered) -> str:
+def _nothing(given: Sequence[object], refused: Sequence[Refused]) -> str:
     """Return why there is nothing to analyze."""
-    reasons = [f"{path}: {why}" for path, why in found.refused.items()]
-    if not reasons:
+    if not refused:
         return f"there are no samples of memory in {text.listed([*map(str, given)]) or 'no file at all'}"
-    more = f" (and {len(reasons) - 1:,} more files that cannot be used)" if len(reasons) > 1 else ""
-    return reasons[0] + more
+    more = f" (and {len(refused) - 1:,} more files that cannot be used)" if len(refused) > 1 else ""
+    return f"{refused[0]}{more}"
 
 
 def _passed_over(found: Gathered) -> list[str]:
