@@ -14,6 +14,7 @@ from sessions import MS, SECOND, Clock, Rank, Relay, aggregation, ask
 
 from traceml_ray import wire
 from traceml_ray.analysis.node_clock import DRIFT, ClockEstimate, NodeClock
+from traceml_ray.recordings.sessions import recordings_of
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session_file import SessionFile
 
@@ -194,6 +195,39 @@ def test_session_of_relays_that_do_not_measure_has_no_clocks(live, tmp_path) -> 
     assert known(aggregator) == (None, None)
     with SessionFile(tmp_path / "session.sqlite") as file:
         assert file.clocks() == {}
+
+
+def test_first_measurement_is_as_exact_as_those_after_it_allow() -> None:
+    of = (
+        np.array([0, 1, 61]) * SECOND,
+        np.array([90 * MS, 5 * MS, 4 * MS]),
+        np.array([100 * MS, 2 * MS, 3 * MS]),
+    )
+    clock = NodeClock.of(*of)
+    assert clock.bound_ns[0] <= 2 * MS + DRIFT * SECOND + 1 and clock.bound_ns[1] <= 2 * MS
+    assert (np.abs(clock.offset_ns - np.array([5, 5, 4]) * MS) <= clock.bound_ns).all()
+    was_set = NodeClock.of(of[0], np.array([90 * MS, 5 * SECOND, 5 * SECOND]), of[2])
+    assert was_set.bound_ns[0] == 100 * MS and was_set.offset_ns[0] == 90 * MS
+
+
+def test_memory_of_two_nodes_is_analysed_on_one_clock(live, tmp_path) -> None:
+    """By the nodes' own clocks rank 0 would have grown 8 s later than it did, and so after rank 1."""
+    aggregator, clock = live
+    nodes = [Node(tmp_path, clock, 5.0, number=0), Node(tmp_path, clock, -3.0, number=1)]
+    ranks = [Rank(rank, 2, per_node=1) for rank in range(2)]
+    true: list[list[int]] = [[], []]
+    for second in range(20):
+        for number, node in enumerate(nodes):
+            true[number].append(clock.now)
+            sample = wire.MemorySample(node.now(), second, None, rss_bytes=1 << 30)
+            node.exchange(aggregator, 2 * MS, MS, ranks[number].batch(1, memory=[sample]))
+        clock.tick()
+    aggregator.commit()
+    with SessionFile(tmp_path / "session.sqlite") as file:
+        found = recordings_of(file)
+    for each, at in zip(found, true, strict=True):
+        assert each.bound_ns is not None and each.bound_ns <= 4 * MS
+        assert (np.abs(each.t_ns - np.array(at)) <= each.bound_ns).all()
 
 
 def test_times_far_from_any_measurement_have_a_wide_bound() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 Int64 = np.ndarray[Any, np.dtype[np.int64]]
+Float = np.ndarray[Any, np.dtype[np.float64]]
 
 DRIFT = 1e-4
 """By so much, at most, two clocks run apart: each crystal is within 50 ppm of what it should be."""
@@ -29,6 +30,25 @@ class NodeClock:
     """What is added to a time of the node to have it on the aggregator's clock."""
     bound_ns: Int64
     """How far off that is at most."""
+
+    @classmethod
+    def of(cls, t_ns: Int64, offset_ns: Int64, bound_ns: Int64) -> NodeClock:
+        """
+        Return the clock of measurements in order of `t_ns`, each made as exact as those before and after it
+        allow: the first is of a moment when little was known.
+        """
+        away = np.diff(t_ns)
+        apart = np.abs(np.diff(offset_ns)) > bound_ns[1:] + bound_ns[:-1] + np.ceil(DRIFT * away)
+        parts = np.split(np.arange(len(t_ns)), np.flatnonzero(apart) + 1)  # between two the clock was set
+        low, high = (offset_ns - bound_ns).astype(np.float64), (offset_ns + bound_ns).astype(np.float64)
+        for part in parts:
+            passed = DRIFT * (t_ns[part] - t_ns[part[0]])
+            low[part] = -_least(-low[part], passed)
+            high[part] = _least(high[part], passed)
+        wrong = low > high  # three that fit two by two, and not together
+        low[wrong], high[wrong] = (offset_ns - bound_ns)[wrong], (offset_ns + bound_ns)[wrong]
+        offset = np.rint((low + high) / 2).astype(np.int64)
+        return cls(t_ns, offset, np.ceil((high - low) / 2).astype(np.int64))
 
     def to_aggregator(self, t_ns: Int64) -> tuple[Int64, Int64]:
         """
@@ -96,6 +116,13 @@ class ClockEstimate:
     def bound_ns(self) -> int | None:
         """How far off that is at most."""
         return None if self.low is None or self.high is None else int(np.ceil((self.high - self.low) / 2))
+
+
+def _least(values: Float, passed: Float) -> Float:
+    """Return the least of all values, each larger by as much as has `passed` between it and that place."""
+    before = np.minimum.accumulate(values - passed) + passed
+    after = np.minimum.accumulate((values + passed)[::-1])[::-1] - passed
+    return np.minimum(before, after)
 
 
 def _tightest(choose: Any, new: float | None, known: float | None) -> float | None:

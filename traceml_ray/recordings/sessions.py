@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from traceml_ray.analysis.hang import COLLECTIVE
 from traceml_ray.analysis.memory.shapes import Collective
+from traceml_ray.analysis.node_clock import NodeClock
 from traceml_ray.recordings.recording import FileContents, Ints, NoSamplesError, Recording
 from traceml_ray.store.nodes import process_labels
 from traceml_ray.store.rank_processes import shown, world_size
 from traceml_ray.store.runs import by_run
+from traceml_ray.store.samples import MemoryColumns
 from traceml_ray.store.schema import legible
 from traceml_ray.store.session_file import SessionFile
 
@@ -43,10 +46,13 @@ def recordings_of(file: SessionFile) -> list[Recording]:
     labels = process_labels(file.cluster(), processes.values())
     worlds = {run: world_size(shown(own), None) or None for run, own in by_run(processes.values()).items()}
     samples, _ = file.memory_samples(processes)
+    clocks = file.clocks()
     found = []
     for own in samples:
         process = processes[own.process]
         run = process.identity.job_id if process.identity else None
+        clock = clocks.get(process.identity.node_id or "") if process.identity else None
+        own, bound_ns = (own, None) if clock is None else _on_one_clock(own, clock)
         recording = Recording(
             process=process.process_id,
             node=labels[own.process],
@@ -54,6 +60,7 @@ def recordings_of(file: SessionFile) -> list[Recording]:
             t_ns=own.t_ns,
             columns=own.columns,
             step=own.step,
+            bound_ns=bound_ns,
             rank=process.rank,
             world_size=None if run is None else worlds[run],
             run=run,
@@ -86,6 +93,14 @@ def _when(own: Recording, *steps: int) -> list[int]:
     assert own.step is not None
     known = own.step >= 0
     return [int(t_ns) for t_ns in np.interp(steps, own.step[known], own.t_ns[known])]
+
+
+def _on_one_clock(own: MemoryColumns, clock: NodeClock) -> tuple[MemoryColumns, int]:
+    """Return samples on the aggregator's clock, in order of time, and how far off the times are at most."""
+    t_ns, bound_ns = clock.to_aggregator(own.t_ns)
+    order = np.argsort(t_ns, kind="stable")
+    columns = {name: values[order] for name, values in own.columns.items()}
+    return replace(own, t_ns=t_ns[order], step=own.step[order], columns=columns), int(bound_ns.max())
 
 
 def _first_step_ns(t_ns: Ints, step: Ints) -> int | None:

@@ -241,7 +241,7 @@ def _clock(measured: list[tuple[int, ...]]) -> NodeClock:
     t_ns, offset, bound = np.frombuffer(array("q", chain.from_iterable(measured)), np.int64).reshape(-1, 3).T
     if bound.min() < 0 or max(abs(int(offset.min())), int(offset.max()), int(bound.max())) > MAX_OFFSET_NS:
         raise ValueError("a clock that is further off than any")
-    return NodeClock(t_ns.copy(), offset.copy(), bound.copy())
+    return NodeClock.of(t_ns.copy(), offset.copy(), bound.copy())
 
 
 def _by_device(rows: NDArray[np.int64], names: list[str]) -> list[MemoryColumns]:
