@@ -322,6 +322,14 @@ def stored(folder: Path, *batches: list[wire.MemorySample]) -> SessionFile:
     return SessionFile(folder / "session.sqlite")
 
 
+def test_of_too_many_samples_those_of_the_same_moments_are_read(tmp_path: Path) -> None:
+    ticks = [wire.MemorySample(n * 500_000_000, n, gpu, n) for n in range(60) for gpu in (0, 1)]
+    with stored(tmp_path, ticks) as file:
+        for most, moments in ((121, range(60)), (61, range(0, 60, 2)), (41, range(0, 60, 3))):
+            found, _ = file.memory_samples([1], most=most)
+            assert [each.step.tolist() for each in found] == [[*moments]] * 2
+
+
 def test_samples_come_back_by_process_and_device_in_order_of_time(tmp_path: Path) -> None:
     one = [wire.MemorySample(30, 3, device, 10 + device, 1 << 60, ooms=0) for device in (1, 0)]
     two = [wire.MemorySample(20, None, 0, 7, uss_bytes=9), wire.MemorySample(40, 4, 1, 11)]

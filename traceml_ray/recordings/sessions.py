@@ -20,6 +20,8 @@ from traceml_ray.store.schema import legible
 from traceml_ray.store.session_file import SessionFile
 
 FORMAT = "traceml-ray session"
+_MOST_SAMPLES = 2_000_000
+"""That are read: a quarter of an hour of 1,024 ranks; of a longer time, those of some moments. Some 6 s."""
 
 
 def read(path: Path) -> FileContents:
@@ -45,7 +47,7 @@ def recordings_of(file: SessionFile) -> list[Recording]:
     processes = {process.id: process for process in file.processes() if process.rank is not None}
     labels = process_labels(file.cluster(), processes.values())
     worlds = {run: world_size(shown(own), None) or None for run, own in by_run(processes.values()).items()}
-    samples, _ = file.memory_samples(processes)
+    samples, _ = file.memory_samples(processes, most=_MOST_SAMPLES)
     clocks = file.clocks()
     found = []
     for own in samples:

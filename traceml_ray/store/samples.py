@@ -29,6 +29,8 @@ _MEASURED = _MEMORY[3:]
 """Of a sample of memory: what is measured, after time, step and device."""
 _UNKNOWN = -1
 _READ_AT_ONCE = 20_000
+_TICK_NS = 500_000_000
+"""About the time between two samples of memory."""
 _NODE, _GPU = stored(NODE), stored(GPU)
 _MOST_SAMPLES = 120
 """Of a node, that are read for its anomalies: of a longer time, one in so many seconds."""
@@ -99,11 +101,16 @@ class SampleReader(Reader):
         return [row for rows in of_device.values() for row in rows[:: -max(1, -(-len(rows) // share))]]
 
     def memory_samples(
-        self, processes: Iterable[int] | None = None, since: int = 0, fields: Sequence[str] = _MEASURED
+        self,
+        processes: Iterable[int] | None = None,
+        since: int = 0,
+        fields: Sequence[str] = _MEASURED,
+        most: int | None = None,
     ) -> tuple[list[MemoryColumns], int]:
         """
         Return all samples of memory after cursor `since`, of `processes` (ids; None: of all), by rank process
-        and device, with these `fields`; and the cursor to go on from. Some 3 µs for each with all fields.
+        and device, with these `fields`; and the cursor to go on from. Some 3 µs for each with all fields. Of
+        more than `most` samples, those of some moments, the same ones for all.
 
         Raises `SessionFileError` for values that nobody sampled.
         """
@@ -113,6 +120,9 @@ class SampleReader(Reader):
             where += f" AND process IN ({', '.join(str(int(process)) for process in processes)})"
         counts = ", ".join(f"count({name})" for name in _MEMORY)
         total, _, *known = self._all(f"SELECT count(*), {counts} {where}", since, end)[0]
+        if most is not None and total > most:
+            where += f" AND t_ns / {_TICK_NS} % {-(-total // most)} = 0"
+            total, _, *known = self._all(f"SELECT count(*), {counts} {where}", since, end)[0]
         filled = dict(zip(_MEMORY[1:], known, strict=True))
         names = [name for name in fields if filled[name]]
         wanted = ["process", "t_ns"]
