@@ -46,12 +46,20 @@ def _first(found: Analysis) -> list[str]:
         when = _moment(onset.at_ns, text.date)
         what = f"{text.ranks(onset.ranks)} grew at once, at {when} UTC: no rank is the cause"
         said = facts(("First", what), ("Why", onset.why))
-    elif found.incidents:
-        said = facts(("First", "which rank grew first is not known"))
     else:
         worst = found.findings[0].why if found.findings else ""
-        said = facts(("First", "no rank grew above its own level"), ("But" if worst else "", worst))
+        said = facts(("First", _nobody(found)), ("Worst", worst))
     return said + facts(("Missing", missing))
+
+
+def _nobody(found: Analysis) -> str:
+    """Return why no rank is named."""
+    if not found.incidents:
+        return "no rank grew above its own level"
+    ranks = {each.rank for each in found.ranks}
+    if len(ranks) == 1:
+        return f"{text.ranks(ranks)} grew; there is no other rank to compare it with"
+    return "which rank grew first is not known"
 
 
 def _cause(cause: FirstCause) -> str:

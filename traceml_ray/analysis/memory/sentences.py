@@ -76,7 +76,8 @@ def growing(place: Place, counter: Counter, ramp: Ramp, left: Forecast | None) -
     )
     if left is None:
         return f"{said}; how much is left is not known."
-    return f"{said}; at this rate {left_words(left.s, left.steps)} of memory left."
+    most = "" if place.device is None or place.asked_driver else "at most "
+    return f"{said}; at this rate {most}{left_words(left.s, left.steps)} of memory left."
 
 
 def left_words(seconds: float, steps: int | None) -> str:

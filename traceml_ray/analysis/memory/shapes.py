@@ -170,7 +170,7 @@ class RankMemory(_Shape, frozen=True, kw_only=True):
     gap_bytes: int | None
     """Now: used by the process on the device and not by torch's allocator."""
     used_bytes: int | None
-    """Now: of the device, or of the host's limit,"""
+    """Now: of the device (at least, where the driver was not asked), or of the host's limit,"""
     total_bytes: int | None
     """of so much."""
     forecast_steps: int | None

@@ -134,10 +134,16 @@ class Place:
 
     @property
     def used_total(self) -> tuple[str, str]:
-        """Return the counters of what is used of what."""
+        """Return the counters of what is used of what; of a device at least what torch holds of it."""
         if self.device is None:
             return "limit_used_bytes", "limit_bytes"
-        return "device_used_bytes", "device_total_bytes"
+        return "device_used_bytes" if self.asked_driver else "reserved_bytes", "device_total_bytes"
+
+    @cached_property
+    def asked_driver(self) -> bool:
+        """Whether what is used of the device is known, and not only what torch holds of it."""
+        used = self.columns.get("device_used_bytes")
+        return used is not None and bool(np.isfinite(used).any())
 
     def _track(self, column: Float) -> Track | None:
         known = (column >= 0) & (column <= MOST_BYTES)
