@@ -29,6 +29,17 @@ def test_files_of_one_process_are_one_series_with_each_sample_once(tmp_path: Pat
     assert (series.rank, found.present, found.world_size, found.notes) == (1, {1}, 2, [])
 
 
+def test_sample_whose_time_differs_a_little_between_files_is_one(tmp_path: Path) -> None:
+    """Two cuts of one session, each put on one clock by what it knows of the clocks."""
+    records = events([at * MIB for at in range(20)], rank=1, world=2)
+    later = [record | {"timestamp_ns": record["timestamp_ns"] + 3_000_000} for record in records[3:15]]
+    write(tmp_path / "whole.json", records[:6] + records[9:])
+    write(tmp_path / "cut.json", later)
+    (series,) = merged(tmp_path).timed
+    assert [*series.columns["allocated_bytes"]] == [at * MIB for at in range(20)]
+    assert (np.diff(series.t_ns) > 0).all()
+
+
 def test_rank_that_starts_late_keeps_its_time(tmp_path: Path) -> None:
     write(tmp_path / "rank0.json", events([MIB] * 60, rank=0, world=2))
     write(tmp_path / "rank1.json", events([MIB] * 9, rank=1, world=2, began_ns=BEGAN_NS + 40 * SECOND))

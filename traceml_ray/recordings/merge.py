@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from traceml_ray import text
 from traceml_ray.analysis.memory.shapes import NO_STEP, Collective, Series
-from traceml_ray.recordings.recording import Ints, Recording
+from traceml_ray.recordings.recording import Floats, Ints, Recording
 
+_Number = TypeVar("_Number", np.float64, np.int64)
 UNCOMPARED_BOUND_NS = 1_000_000_000
 """Error bound that is assumed for clocks of several nodes that were not compared."""
 
@@ -99,31 +102,53 @@ def _key(each: Recording) -> tuple[object, ...]:
 
 
 def _joined(same: Sequence[Recording]) -> Recording:
-    """Return what several files hold of one process and device as one, each moment once."""
-    first = same[0]
-    if len(same) == 1:
-        return first
-    t_ns = np.concatenate([each.t_ns for each in same])
-    t_ns, at = np.unique(t_ns, return_index=True)
-    names = {name: None for each in same for name in each.columns}
-    unknown = {id(each): np.full(len(each.t_ns), np.nan) for each in same}
-    columns = {
-        name: np.concatenate([each.columns.get(name, unknown[id(each)]) for each in same])[at]
-        for name in names
-    }
-    step = np.concatenate([_steps(each) for each in same])[at]
-    bounds = [each.bound_ns for each in same if each.bound_ns is not None]
-    steps_ns = [each.first_step_ns for each in same if each.first_step_ns is not None]
+    """Return what several files hold of one process and device as one, each sample once."""
+    first, *others = sorted(same, key=lambda each: -len(each.t_ns))
+    for other in others:
+        first = _with(first, other)
+    return first
+
+
+def _with(one: Recording, other: Recording) -> Recording:
+    """
+    Return a recording with what another has besides. A sample of both has not always the same time to the
+    nanosecond: files that were cut out of one are put on one clock with what each knows of the clocks.
+    """
+    new = _apart(other.t_ns, one.t_ns) > (np.median(np.diff(one.t_ns)) / 2 if len(one.t_ns) > 1 else 0)
+    order = np.argsort(np.concatenate([one.t_ns, other.t_ns[new]]), kind="stable")
+
+    def both(of_one: npt.NDArray[_Number], of_other: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
+        return np.concatenate([of_one, of_other[new]])[order]
+
+    names = [*one.columns, *(name for name in other.columns if name not in one.columns)]
+    columns = {name: both(_column(one, name), _column(other, name)) for name in names}
+    bounds = [each.bound_ns for each in (one, other) if each.bound_ns is not None]
+    first_steps = [each.first_step_ns for each in (one, other) if each.first_step_ns is not None]
     return replace(
-        first,
-        t_ns=t_ns,
+        one,
+        t_ns=both(one.t_ns, other.t_ns),
+        step=both(_steps(one), _steps(other)),
         columns=columns,
-        step=step,
-        world_size=max(each.world_size or 0 for each in same) or None,
-        wall=all(each.wall for each in same),
+        world_size=max(one.world_size or 0, other.world_size or 0) or None,
+        wall=one.wall and other.wall,
         bound_ns=max(bounds, default=None),
-        first_step_ns=min(steps_ns, default=None),
+        first_step_ns=min(first_steps, default=None),
+        collectives=one.collectives or other.collectives,
     )
+
+
+def _apart(times: Ints, from_times: Ints) -> Ints:
+    """Return how far each time is from the nearest of other ones, in order."""
+    at = np.searchsorted(from_times, times)
+    before = from_times[np.maximum(at - 1, 0)]
+    after = from_times[np.minimum(at, len(from_times) - 1)]
+    nearest: Ints = np.minimum(np.abs(times - before), np.abs(after - times))
+    return nearest
+
+
+def _column(each: Recording, name: str) -> Floats:
+    found = each.columns.get(name)
+    return np.full(len(each.t_ns), np.nan) if found is None else found
 
 
 def _steps(each: Recording) -> Ints:
