@@ -1,10 +1,11 @@
 """
-How fast the memory analysis is: a whole run after the fact.
+How fast the memory analysis is: a whole run after the fact, and a run that goes on.
 
-    python benchmarks/memory.py [--ranks 512] [--samples 2000]
+    python benchmarks/memory.py [--ranks 512] [--samples 2000] [--live 1024] [--seconds 180]
 
 One rank leaks, another has a step in its hidden gap; the others take and give back gigabytes in each step.
-Prints the CPU time, the highest memory of the process above what it had with its arrays, and what was found.
+Prints CPU time, the highest memory of the process and what was found. Live, each rank has a sample a second
+after half an hour of them; what the aggregator does with them counts, time itself is played.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import resource
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -23,8 +25,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from memory_series import GIB, MIB, on_device
 
 from traceml_ray.analysis.memory.judge import judge
+from traceml_ray.analysis.memory.kept import FIELDS
 from traceml_ray.analysis.memory.shapes import Memory, Series
+from traceml_ray.identity import RankIdentity
+from traceml_ray.monitor.live_memory import LiveMemory, Ranks
+from traceml_ray.samples import MemorySample
+from traceml_ray.store.rank_processes import RankProcess
 
+_BEFORE_S = 1800
 LEAKS, STEPS = 77, 13
 """The ranks with something to find, where there are so many."""
 
@@ -64,6 +72,55 @@ def offline(ranks: int, samples: int) -> list[Figure]:
     ]
 
 
+def live(ranks: int, seconds: int) -> list[Figure]:
+    """Judge a run while it goes on, for `seconds` that are played."""
+    now = 0.0
+    memory = LiveMemory(threading.Lock(), lambda: now)
+    source = {rank: _samples(rank, _BEFORE_S + seconds) for rank in (0, LEAKS)}
+    who = Ranks({rank: _process(rank, ranks) for rank in range(ranks)}, {}, ranks)
+    for at in range(_BEFORE_S):
+        for rank in range(ranks):
+            memory.add(rank, source.get(rank, source[0])[at])
+    kept, judged, rounds, ended = 0.0, 0.0, 0, 0.0
+    for at in range(_BEFORE_S, _BEFORE_S + seconds):
+        now, cpu = float(at), time.thread_time()
+        for rank in range(ranks):
+            memory.add(rank, source.get(rank, source[0])[at])
+        kept, cpu = kept + time.thread_time() - cpu, time.thread_time()
+        for tenth in range(10):
+            now = at + tenth / 10
+            if memory.judge({"run": who}):
+                rounds, ended = rounds + 1, now - _BEFORE_S
+        judged += time.thread_time() - cpu
+    found = memory.of("run")
+    each = f"{ended / rounds:.0f} s" if rounds else f"more than {seconds} s"
+    return [
+        Figure("live", f"judging {ranks:,} ranks", f"{100 * judged / seconds:.1f} % of a core", "< 5 %"),
+        Figure("live", "keeping their samples", f"{100 * kept / seconds:.1f} % of a core"),
+        Figure("live", "each rank is judged every", each),
+        Figure("live", "memory of their samples", f"{memory.nbytes / 1e6:.0f} MB"),
+        Figure("live", "found", _found(found) if found else "nothing yet"),
+    ]
+
+
+def _samples(rank: int, n: int) -> list[MemorySample]:
+    made = series(rank, n)
+    names = [name for name in made.columns if name in FIELDS]
+    values = np.stack([made.columns[name] for name in names], axis=1).astype(np.int64).tolist()
+    times, steps = made.t_ns.tolist(), made.step.tolist()
+    return [
+        MemorySample(times[at], steps[at], 0, **dict(zip(names, values[at], strict=True))) for at in range(n)
+    ]
+
+
+def _process(rank: int, world: int) -> RankProcess:
+    node = rank // 8
+    who = RankIdentity(
+        rank, rank % 8, node, world, 8, world // 8, f"node-{node}", None, "run", 0, rank, "torchrun"
+    )
+    return RankProcess(rank, f"{rank:016x}", who)
+
+
 def _found(memory: Memory) -> str:
     named = [f"{finding.kind} rank {finding.rank}" for finding in memory.findings]
     cause = memory.first_cause
@@ -77,10 +134,15 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, default=512)
     parser.add_argument("--samples", type=int, default=2000)
+    parser.add_argument("--live", type=int, default=1024, help="ranks of the run that goes on; 0: none")
+    parser.add_argument("--seconds", type=int, default=180)
     parser.add_argument("--markdown", action="store_true")
     args = parser.parse_args()
     print(machine() + "\n")
-    print(table(offline(args.ranks, args.samples), args.markdown))
+    figures = offline(args.ranks, args.samples)
+    if args.live:
+        figures += live(args.live, args.seconds)
+    print(table(figures, args.markdown))
 
 
 if __name__ == "__main__":

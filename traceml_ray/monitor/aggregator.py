@@ -21,6 +21,7 @@ from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor.attempts import Restarts
 from traceml_ray.monitor.ending import Endings
 from traceml_ray.monitor.finish import QUIET_S, failed
+from traceml_ray.monitor.live_memory import LiveMemory
 from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.live_verdict import LiveJudge
 from traceml_ray.monitor.node_clocks import NodeClocks
@@ -78,7 +79,10 @@ class AggregatorCore:
         self._steps = LiveSteps(
             settings.thresholds, lambda run: SessionFile(self._writer.path, run=run), self.errors
         )
-        self._judge = LiveJudge(self._writer, self._recent, self._steps, settings, clock, self.errors)
+        self._memory = LiveMemory(self._writer.lock, lambda: ticks() / 1e9)
+        self._judge = LiveJudge(
+            self._writer, self._recent, self._steps, self._memory, settings, clock, self.errors
+        )
         self._refused: dict[str, int] = {}
         processes = self._writer.processes.values()
         self._groups, self._restarts = Groups(processes), Restarts(processes)
@@ -316,6 +320,7 @@ class AggregatorCore:
             writer.add_process(process, batch.process)
         for sample in batch.memory:
             writer.add_memory(process, sample)
+            self._memory.add(process.id, sample)
         for span in batch.spans:
             writer.add_span(process, span)
             self._recent.add_span(process.id, span)

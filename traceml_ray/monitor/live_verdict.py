@@ -13,6 +13,9 @@ import msgspec
 from traceml_ray import wire
 from traceml_ray.analysis.episodes import Brief
 from traceml_ray.analysis.history import RunJudge
+from traceml_ray.analysis.labels import DEATHS
+from traceml_ray.analysis.memory import words
+from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.analysis.span_rates import SpanRates, span_rates, with_span
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
@@ -20,7 +23,9 @@ from traceml_ray.analysis.window import missing_of
 from traceml_ray.errors import Errors
 from traceml_ray.monitor.hang_watch import HangWatch
 from traceml_ray.monitor.kept_judging import KeptJudging
+from traceml_ray.monitor.live_memory import LiveMemory, Ranks
 from traceml_ray.monitor.live_steps import LiveSteps
+from traceml_ray.monitor.memory_events import MemoryEvents
 from traceml_ray.monitor.node_evidence import NodeEvidence
 from traceml_ray.reports.deaths import FATAL, culprits, deaths, headline
 from traceml_ray.reports.device_clock import with_advice
@@ -55,6 +60,7 @@ class LiveJudge:
         writer: of the session; its lock is held briefly.
         recent: the newest spans of every rank process and samples of every node.
         steps: the histories of the live runs.
+        memory: the samples of the ranks' memory.
         settings: of the session.
         clock: wall clock in ns.
         errors: where a run that cannot be judged is counted.
@@ -63,6 +69,7 @@ class LiveJudge:
     writer: SessionWriter
     recent: Recent
     steps: LiveSteps
+    memory: LiveMemory
     settings: Settings
     clock: Callable[[], int]
     errors: Errors
@@ -80,6 +87,7 @@ class LiveJudge:
         self._kept = KeptJudging(self.writer, self.settings, self.clock, self.errors)
         self._fatal: list[dict[str, Any]] = []
         self._fatal_seen: Counter[tuple[int, str]] = Counter()
+        self._memory_events: dict[str, MemoryEvents] = {}
         self._hang_watch = HangWatch(self.writer, self.steps, self.settings, self.clock)
 
     def verdict(self, run: str | None = None) -> Verdict | None:
@@ -159,6 +167,10 @@ class LiveJudge:
     def judge(self) -> None:
         """Judge the last steps that every live rank of each run reported. An error is counted."""
         known = self.feed()
+        try:
+            self._judge_memory(known)
+        except Exception as error:
+            self.errors.swallow("memory", error)
         for run in known.runs:
             try:
                 self._judge(run, known)
@@ -169,6 +181,7 @@ class LiveJudge:
         self.brief = {run: _brief(verdict) for run, verdict in verdicts.items() if verdict is not None}
         while len(self._runs) > 4 * MAX_LIVE:
             del self._runs[next(iter(self._runs))]
+        self._memory_events = {run: own for run, own in self._memory_events.items() if run in known.runs}
 
     def _judge(self, run: str, known: _Known) -> None:
         processes, ranks, which, labels = known.runs[run], known.ranks[run], known.which[run], known.labels
@@ -214,6 +227,27 @@ class LiveJudge:
         verdict = with_advice(state.evidence.add(verdict, ranks, labels), ranks.values())
         self._keep(run, verdict, store=verdict.window_steps >= limits.first_window_steps)
 
+    def _judge_memory(self, known: _Known) -> None:
+        """Judge the memory of some ranks; what needs action is an event."""
+        for run in self.memory.judge({run: self._ranks_of(run, known) for run in known.runs}):
+            found = self.memory.of(run)
+            assert found is not None
+            events = self._memory_events.setdefault(run, MemoryEvents()).of(found, self.clock())
+            with self.writer.lock:
+                for rank, event in events:
+                    self.writer.add_event(event, known.ranks[run].get(rank), run=run)
+
+    def memory_now(self, run: str | None) -> Memory | None:
+        """Return what is found about the memory of a live run (None: the newest), see `LiveMemory.fresh`."""
+        run = run or self.newest() or ""
+        known = self._known
+        return self.memory.fresh(run, self._ranks_of(run, known)) if run in known.runs else None
+
+    def _ranks_of(self, run: str, known: _Known) -> Ranks:
+        own = self.steps.of(run)
+        processes = {process.id: process for process in known.runs[run]}
+        return Ranks(processes, known.labels, own.world if own is not None else None)
+
     def _begin_generation(self, run: str, state: _LiveRun, which: tuple[int, int]) -> None:
         """From here on judge the processes of another attempt, or restart, with the run's baseline."""
         before = self._kept.baseline(run)
@@ -236,14 +270,26 @@ class LiveJudge:
 
     def _keep(self, run: str, verdict: Verdict, store: bool = True) -> None:
         state = self._runs[run]
+        verdict, about_memory = self._with_memory(run, verdict)
         state.verdict = verdict
         # Which of two stages is the larger may change in every window.
         what = verdict.label, frozenset(verdict.stages), verdict.ranks
-        named = *what, verdict.span, verdict.lasted_s, verdict.stacks
+        named = *what, verdict.span, verdict.lasted_s, verdict.stacks, about_memory
         if store and named != state.stored:
             state.stored = named
             with self.writer.lock:
                 self.writer.add_verdict(self.clock(), msgspec.json.encode(verdict), run)
+
+    def _with_memory(self, run: str, verdict: Verdict) -> tuple[Verdict, bool]:
+        """Return `verdict` with what is to be said about memory, and whether there is anything."""
+        memory = self.memory.of(run)
+        if memory is None:
+            return verdict, False
+        if verdict.label in DEATHS:
+            said = words.cause(memory, verdict.ranks, verdict.node) if verdict.label == "oom" else ""
+        else:
+            said = words.left(memory)
+        return msgspec.structs.replace(verdict, why=f"{verdict.why} {said}".rstrip()), bool(said)
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,7 @@ class _Judging:
         self._fragmentation()
         full = fullness(place, limits)
         own = track if track is not None else gap
+        peak = _peak(place, track)
         return Alone(
             rank=place.rank,
             node=place.node,
@@ -120,8 +121,8 @@ class _Judging:
             span=(int(own.after.t_ns[0]), int(own.t_ns[-1])) if own is not None and len(own) else None,
             certain=place.settled is not None,
             has_gap=gap is not None,
-            peak=_peak(place, track),
-            peak_share=_peak_share(place, _peak(place, track)),
+            peak=peak,
+            peak_share=None if peak is None or place.total is None else peak / place.total,
             row=self._row(gap),
             findings=self._findings,
             rises=[(counter, rise) for counter, each in counters for rise in rises(each, limits)],
@@ -138,7 +139,7 @@ class _Judging:
         if growing is None:
             return None
         left = forecast(place, growing)
-        soon = left is not None and left.s <= limits.forecast_s
+        soon = left is not None and left.s <= limits.forecast_s and growing.samples >= limits.drift_samples
         if growing.grown < (limits.forecast_growth_bytes if soon else limits.min_growth_bytes):
             return growing
         if left is not None:
@@ -308,12 +309,11 @@ def _finding(
 
 
 def _grow_severity(left: Forecast | None, confidence: Confidence, limits: MemoryLimits) -> Severity:
-    """Return how bad growth is: by when memory is full."""
-    if left is None:
-        return "warning"
-    if left.s <= limits.critical_s:
-        return "warning" if confidence == "low" else "critical"
-    return "warning" if left.s <= limits.forecast_s else "info"
+    """Return how bad growth is: by when memory is full, and a degree less where that is not sure."""
+    sure = confidence != "low"
+    if left is not None and left.s <= limits.critical_s:
+        return "critical" if sure else "warning"
+    return "warning" if sure and (left is None or left.s <= limits.forecast_s) else "info"
 
 
 def _ramp_evidence(counter: Counter, growing: Ramp, left: Forecast | None) -> dict[str, Value]:
@@ -349,10 +349,6 @@ def _peak(place: Place, track: Track | None) -> float | None:
     peaks = place.track("peak_bytes") if place.device is not None else None
     own = peaks or track
     return float(own.after.x.max()) if own is not None and len(own) else None
-
-
-def _peak_share(place: Place, peak: float | None) -> float | None:
-    return None if peak is None or place.total is None else peak / place.total
 
 
 def _median_growth(track: Track | None) -> float | None:

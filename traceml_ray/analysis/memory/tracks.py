@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -51,7 +51,7 @@ class Track:
     @cached_property
     def interval_s(self) -> float:
         """Return the usual time between samples; 0 for fewer than two."""
-        return median(np.diff(self.s)) if len(self.s) > 1 else 0.0
+        return median(self.s[1:] - self.s[:-1]) if len(self.s) > 1 else 0.0
 
     @cached_property
     def per_step(self) -> float:
@@ -98,11 +98,15 @@ class Place:
     columns: Mapping[str, Float]
     settled: int | None
     """The first sample after warm-up; None: nothing says when that was, each counter tells by itself."""
+    tracks: dict[str, Track | None] = field(default_factory=dict)
+    """Those that have been asked for."""
 
     def track(self, name: str) -> Track | None:
         """Return a counter, None where it is not known."""
-        column = self.columns.get(name)
-        return None if column is None else self._track(column)
+        if name not in self.tracks:
+            column = self.columns.get(name)
+            self.tracks[name] = None if column is None else self._track(column)
+        return self.tracks[name]
 
     @cached_property
     def gap(self) -> Track | None:
@@ -126,7 +130,7 @@ class Place:
         track = self.track(name)
         return track.last() if track is not None else None
 
-    @property
+    @cached_property
     def total(self) -> float | None:
         """Return how much the device has, or the host's limit."""
         total = self.latest(self.used_total[1])

@@ -1,0 +1,239 @@
+"""Memory of a run that goes on: judged a few ranks at a time, in bounded room; events, verdicts."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from memory_series import BEGAN, GIB, MIB, SECOND
+from played import Played
+
+from traceml_ray.analysis.memory import words
+from traceml_ray.analysis.memory.judge import judge
+from traceml_ray.analysis.memory.kept import SIZE, KeptSamples
+from traceml_ray.analysis.memory.shapes import Memory, Series
+from traceml_ray.monitor.live_memory import MAX_FRESH, MAX_PLACES, SHARE, SLICE_S, LiveMemory, Ranks
+from traceml_ray.monitor.memory_events import MemoryEvents
+from traceml_ray.samples import MemorySample
+
+
+def _host(at: int, rss: float, **more: Any) -> MemorySample:
+    limit = {"limit_bytes": 64 * GIB, "limit_used_bytes": round(8 * GIB + rss)}
+    return MemorySample(BEGAN + at * SECOND, 4 * at, None, rss_bytes=round(rss), **limit, **more)
+
+
+# -- what is kept
+
+
+def test_few_samples_are_all_kept() -> None:
+    kept = KeptSamples()
+    for at in range(SIZE):
+        kept.add(_host(at, at * MIB, uss_bytes=at if at % 30 == 0 else None))
+    t_ns, step, columns = kept.arrays()
+    assert ((t_ns - BEGAN) // SECOND).tolist() == list(range(SIZE))
+    assert step.tolist() == [4 * at for at in range(SIZE)]
+    assert set(columns) == {"rss_bytes", "uss_bytes", "limit_bytes", "limit_used_bytes"}
+    assert np.isnan(columns["uss_bytes"]).sum() == SIZE - 18
+
+
+def test_many_samples_are_kept_evenly_and_the_newest_all() -> None:
+    kept, n = KeptSamples(), 30_000
+    for at in range(n):
+        kept.add(_host(at, at * MIB, peak_bytes=9 * GIB if at == 777 else MIB))
+    t_ns, _, columns = kept.arrays()
+    at = (t_ns - BEGAN) // SECOND
+    assert len(at) <= SIZE
+    assert at[-SIZE // 2 :].tolist() == list(range(n - SIZE // 2, n))
+    between = np.diff(at)
+    assert at[0] == 0 and len(set(between[:32].tolist())) == 1 and between[0] * SIZE > n
+    assert (columns["rss_bytes"] == at * MIB).all()
+    assert columns["peak_bytes"].max() == 9 * GIB
+
+
+def test_slow_leak_is_found_in_what_is_kept() -> None:
+    kept, n, rng = KeptSamples(), 20_000, np.random.default_rng(0)
+    for at in range(n):
+        kept.add(_host(at, 2 * GIB + at * 20 * 1024 + rng.normal(0, MIB)))
+    [found] = judge([Series(0, "a", "p", None, *kept.arrays())]).findings
+    assert found.kind == "creep"
+    assert found.evidence["bytes_per_s"] == pytest.approx(20 * 1024, rel=0.05)
+
+
+# -- a few ranks at a time
+
+
+class _Time:
+    """Seconds, and CPU seconds of which each look takes `costs`."""
+
+    def __init__(self, costs: float) -> None:
+        self.now = self.used = 0.0
+        self.costs = costs
+
+    def busy(self) -> float:
+        self.used += self.costs
+        return self.used
+
+
+def _ranks(n: int, world: int | None = None) -> Ranks:
+    own = {at: SimpleNamespace(id=at, rank=at, process_id=f"p{at}") for at in range(n)}
+    return Ranks(own, dict.fromkeys(own, "node-a"), world or n)  # type: ignore[arg-type]
+
+
+def _live(n: int, costs: float = 0.0, seconds: int = 60, leaking: int = 1) -> tuple[LiveMemory, _Time]:
+    time = _Time(costs)
+    live = LiveMemory(threading.Lock(), lambda: time.now, time.busy)
+    for at in range(seconds):
+        for rank in range(n):
+            live.add(rank, _host(at, 2 * GIB + (rank == leaking) * at * 8 * MIB))
+    return live, time
+
+
+def test_all_ranks_are_judged_within_a_share_of_a_core() -> None:
+    live, time = _live(20, costs=0.01)
+    ranks = _ranks(20)
+    while not live.judge({"run": ranks}):
+        time.now += 0.05
+    used = 20 * time.costs
+    assert SHARE * time.now >= used - 2 * SLICE_S
+    assert SHARE * time.now <= 3 * used
+    assert {f.rank for f in live.of("run").findings} == {1}  # type: ignore[union-attr]
+
+
+def test_only_ranks_with_new_samples_are_judged_again() -> None:
+    live, time = _live(4)
+    assert live.judge({"run": _ranks(4)}) == ["run"]
+    time.now += 1
+    assert live.judge({"run": _ranks(4)}) == []
+    before = live.of("run")
+    live.add(2, _host(60, 3 * GIB))
+    time.now += 1
+    assert live.judge({"run": _ranks(4)}) == ["run"]
+    assert [row.samples for row in live.of("run").ranks] == [60, 60, 61, 60]  # type: ignore[union-attr]
+    assert before is not live.of("run")
+
+
+def test_question_is_answered_by_all_samples_of_few_ranks_and_the_last_round_of_many() -> None:
+    live, _ = _live(4)
+    assert live.fresh("run", _ranks(4)) == live.of("run") is not None
+    live.add(2, _host(60, 2 * GIB))
+    found = live.fresh("run", _ranks(4))
+    assert found is not None and [row.samples for row in found.ranks] == [60, 60, 61, 60]
+    many, _ = _live(MAX_FRESH + 1, seconds=8)
+    assert many.fresh("run", _ranks(MAX_FRESH + 1)) is None
+
+
+def test_runs_that_ended_are_forgotten_and_places_are_bounded() -> None:
+    live, time = _live(2)
+    live.judge({"run": _ranks(2)})
+    time.now += 1
+    live.judge({})
+    assert live.of("run") is None
+    for process in range(MAX_PLACES + 10):
+        live.add(process, _host(0, GIB))
+    assert len(live._kept) == MAX_PLACES
+
+
+# -- events
+
+
+def _found(severity: str, ranks: int = 1, kind: Any = "creep") -> Memory:
+    live, _ = _live(2, leaking=0)
+    memory = live.fresh("run", _ranks(2))
+    assert memory is not None
+    [finding] = memory.findings
+    copies = [
+        type(finding)(**{**_fields(finding), "rank": rank, "severity": severity, "kind": kind})
+        for rank in range(ranks)
+    ]
+    return Memory(findings=copies)
+
+
+def _fields(finding: Any) -> dict[str, Any]:
+    return {name: getattr(finding, name) for name in finding.__struct_fields__}
+
+
+def test_finding_is_an_event_once_and_again_when_it_gets_worse() -> None:
+    events, rounds = MemoryEvents(), ["warning", "warning", "warning", "critical", "critical", "info"]
+    sent = [[e for _, e in events.of(_found(severity), 0)] for severity in rounds]
+    assert [len(each) for each in sent] == [0, 1, 0, 1, 0, 0]
+    event = sent[1][0]
+    assert (event.kind, event.data["finding"], event.data["rank"]) == ("memory", "creep", 0)
+    assert event.data["bytes_per_s"] == pytest.approx(8 * MIB, rel=0.01)
+    assert event.message.startswith("Rank 0 (node-a): host memory grows by")
+
+
+def test_finding_of_one_round_only_is_no_event() -> None:
+    events = MemoryEvents()
+    assert [len(events.of(each, 0)) for each in (_found("warning"), Memory(), _found("warning"))] == [0, 0, 0]
+
+
+def test_finding_of_many_ranks_is_one_event() -> None:
+    events = MemoryEvents()
+    events.of(_found("warning", 64), 0)
+    [(rank, event)] = events.of(_found("warning", 64), 0)
+    assert rank == 0 and event.data["ranks"] == 64
+    assert event.message.startswith("creep on ranks 0-63. Rank 0 (node-a): host memory grows")
+
+
+# -- in a session
+
+
+def _leaking(folder: Path, seconds: int = 20) -> Played:
+    played = Played(folder / "demo", late=None)
+    played.leaks[5] = 512 * MIB
+    for _ in range(seconds):
+        played.play(5)
+    return played
+
+
+def test_leak_of_a_live_run_is_an_event_and_stands_in_the_verdict(tmp_path: Path) -> None:
+    played = _leaking(tmp_path)
+    verdict = played.aggregator.verdict
+    assert verdict is not None and verdict.label == "healthy"
+    assert verdict.why.endswith("Rank 5: 900 steps (3 min) of memory left.")
+    with played.aggregator.stored() as file:
+        found = [event for event in file.events()[0] if event["kind"] == "memory"]
+    assert {event["data"]["finding"] for event in found} == {"creep", "first_cause"}
+    assert {(event["rank"], event["data"]["rank"]) for event in found} == {(5, 5)}
+    assert len(found) == len({(event["data"]["finding"], event["data"]["severity"]) for event in found})
+
+
+def test_oom_names_what_grew_before(tmp_path: Path) -> None:
+    played = _leaking(tmp_path)
+    played.dies(5, 1, "torch.OutOfMemoryError: CUDA out of memory.")
+    verdict = played.aggregator.verdict
+    assert verdict is not None and (verdict.label, verdict.ranks) == ("oom", (5,))
+    assert "Rank 5's allocated memory had grown by 107 MB a step, 9" in verdict.why
+    assert "of memory left" not in verdict.why
+
+
+def test_oom_of_a_rank_that_did_not_grow_says_so(tmp_path: Path) -> None:
+    played = Played(tmp_path / "demo", late=None)
+    for _ in range(20):
+        played.play(5)
+    played.dies(5, 1, "torch.OutOfMemoryError: CUDA out of memory.")
+    verdict = played.aggregator.verdict
+    assert verdict is not None and verdict.why.endswith("what it asked for last was too much.")
+
+
+def test_oom_of_a_host_names_the_rank_that_took_its_memory() -> None:
+    live, _ = _live(3, leaking=2)
+    memory = live.fresh("run", _ranks(3))
+    assert memory is not None
+    said = words.cause(memory, [0], "node-a")
+    assert said.startswith("It was on the same node as rank 2, whose host memory had grown by 2.1 MB a step")
+    assert words.cause(memory, [0], "node-b").startswith("Its memory had not grown")
+
+
+def test_healthy_memory_says_nothing(tmp_path: Path) -> None:
+    played = Played(tmp_path / "demo", late=None)
+    for _ in range(20):
+        played.play(5)
+    verdict = played.aggregator.verdict
+    assert verdict is not None and "memory" not in verdict.why
+    with played.aggregator.stored() as file:
+        assert [event for event in file.events()[0] if event["kind"] == "memory"] == []

@@ -1,0 +1,69 @@
+"""What a verdict says about memory: how much is left, and what grew before a rank died of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from traceml_ray import text
+from traceml_ray.analysis.memory.limits import MEMORY, MemoryLimits
+from traceml_ray.analysis.memory.sentences import COUNTERS, left_words
+from traceml_ray.analysis.memory.shapes import Counter, Finding, Memory
+
+_GROWTH = ("creep", "persistent_drift")
+
+
+def left(memory: Memory, limits: MemoryLimits = MEMORY) -> str:
+    """
+    Return "Rank 5: 41 steps (4.1 s) of memory left.", of the rank that has least, where memory runs out
+    within an hour for sure; else "".
+    """
+    ends = sorted(
+        (seconds, finding.rank, finding)
+        for finding in memory.findings
+        if finding.kind in _GROWTH
+        and finding.severity == "critical"
+        and isinstance(seconds := finding.evidence["forecast_s"], float)
+        and seconds <= limits.critical_s
+    )
+    if not ends:
+        return ""
+    seconds, rank, finding = ends[0]
+    steps = finding.evidence["forecast_steps"]
+    others = len({rank for _, rank, _ in ends}) - 1
+    also = f"; {text.count(others, 'other rank')} not much more" if others else ""
+    much = left_words(seconds, steps if isinstance(steps, int) else None)
+    return f"Rank {rank}: {much} of memory left{also}."
+
+
+def cause(memory: Memory, dead: Collection[int], node: str | None) -> str:
+    """
+    Return what had grown before the ranks `dead` died of lack of memory: their own memory, or that of a rank
+    of the same node; that nothing had, or "" where that is not known.
+    """
+    grown = [finding for finding in memory.findings if finding.kind in _GROWTH]
+    own = [finding for finding in grown if finding.rank in dead]
+    if own:
+        return _grew(own[0], f"Rank {own[0].rank}'s")
+    for incident in reversed(memory.incidents):
+        if incident.rank in dead:
+            what = f"{COUNTERS[incident.counter]} had grown by {text.size(incident.delta_bytes)}"
+            return f"Rank {incident.rank}'s {what} above its own level."
+    same = [finding for finding in grown if finding.node == node and finding.device is None]
+    if same:
+        return _grew(same[0], f"It was on the same node as rank {same[0].rank}, whose")
+    samples = [row.samples for row in memory.ranks if row.rank in dead]
+    if samples and max(samples) >= MEMORY.short_samples:
+        return "Its memory had not grown before: what it asked for last was too much."
+    return ""
+
+
+def _grew(finding: Finding, whose: str) -> str:
+    counter: Counter = "rss_bytes" if finding.device is None else "allocated_bytes"
+    if finding.kind == "persistent_drift":
+        counter = "gap_bytes"
+    evidence = finding.evidence
+    per_step, grown, since = (evidence[name] for name in ("bytes_per_step", "grown_bytes", "from_step"))
+    slope = f" {text.size(per_step)} a step," if isinstance(per_step, float) else ""
+    step = f" since step {since:,}" if isinstance(since, int) else ""
+    size = text.size(grown) if isinstance(grown, int) else text.NA
+    return f"{whose} {COUNTERS[counter]} had grown by{slope} {size} in all{step}."

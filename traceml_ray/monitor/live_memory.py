@@ -1,0 +1,186 @@
+"""Judges the memory of the ranks of live runs, a few ranks at a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from traceml_ray.analysis.memory.alone import Alone, alone
+from traceml_ray.analysis.memory.judge import compare
+from traceml_ray.analysis.memory.kept import KeptSamples
+from traceml_ray.analysis.memory.limits import MEMORY
+from traceml_ray.analysis.memory.shapes import Memory, Series
+from traceml_ray.samples import MemorySample
+from traceml_ray.store.rank_processes import RankProcess
+
+SHARE = 0.035
+"""Of a core that judging memory may take,"""
+SLICE_S = 0.05
+"""and CPU seconds that it takes at a time, some more where the last rank takes long."""
+MAX_PLACES = 8192
+"""Rank processes and devices whose samples are kept; beyond, those that came first go."""
+MAX_FRESH = 32
+"""Where so few have new samples, a question is answered by judging them now."""
+UNCOMPARED_NS = 1_000_000_000
+"""Error bound of the clocks of several nodes."""
+
+Place = tuple[int, int | None]
+"""Id of a rank process, and its device."""
+
+
+@dataclass
+class _Run:
+    """State of the judging of one run."""
+
+    judged: dict[Place, list[Alone]] = field(default_factory=dict)
+    at: dict[Place, int] = field(default_factory=dict)
+    """How many samples had come when that was."""
+    queue: deque[Place] = field(default_factory=deque)
+    """Those to be judged in the present round."""
+    memory: Memory | None = None
+    """Of the last round that was finished."""
+    rounds: int = 0
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who is who in a run."""
+
+    processes: Mapping[int, RankProcess]
+    """By id."""
+    labels: Mapping[int, str]
+    """Of their nodes."""
+    world: int | None
+
+    @cached_property
+    def several_nodes(self) -> bool:
+        """Whether there are clocks that may differ."""
+        return len({self.labels.get(process) for process in self.processes}) > 1
+
+
+class LiveMemory:
+    """
+    `add` is called with the writer's lock, all else by any thread.
+
+    Args:
+        lock: the writer's.
+        clock: monotonic seconds.
+        busy: CPU seconds of the thread that judges.
+    """
+
+    def __init__(
+        self,
+        lock: threading.Lock,
+        clock: Callable[[], float] = time.monotonic,
+        busy: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._writers, self._clock, self._busy = lock, clock, busy
+        self._lock = threading.RLock()
+        self._kept: dict[Place, KeptSamples] = {}
+        self._of_process: dict[int, list[Place]] = {}
+        self._runs: dict[str, _Run] = {}
+        self._due = 0.0
+
+    def add(self, process: int, sample: MemorySample) -> None:
+        """Take a sample of a rank process."""
+        place = process, sample.device
+        kept = self._kept.get(place)
+        if kept is None:
+            while len(self._kept) >= MAX_PLACES:
+                self._forget(next(iter(self._kept))[0])
+            kept = self._kept[place] = KeptSamples()
+            self._of_process.setdefault(process, []).append(place)
+        kept.add(sample)
+
+    @property
+    def nbytes(self) -> int:
+        """Return how much room the samples take."""
+        return sum(kept.nbytes for kept in self._kept.values())
+
+    def judge(self, runs: Mapping[str, Ranks]) -> list[str]:
+        """
+        Judge as many ranks as there is time for; return the runs of which all have been judged again.
+
+        Args:
+            runs: those that are live; all others are forgotten.
+        """
+        with self._lock:
+            self._keep(runs)
+            if self._clock() < self._due:
+                return []
+            began, finished = self._busy(), []
+            for run, ranks in runs.items():
+                state = self._runs.setdefault(run, _Run())
+                if not state.queue:
+                    state.queue.extend(self._changed(state, ranks))
+                    if not state.queue:
+                        continue
+                while state.queue and self._busy() - began < SLICE_S:
+                    self._judge(state, ranks, state.queue.popleft())
+                if not state.queue:
+                    self._compare(state, ranks)
+                    finished.append(run)
+            self._due = self._clock() + (self._busy() - began) / SHARE
+            return finished
+
+    def of(self, run: str) -> Memory | None:
+        """Return what was found last; None before the first time."""
+        state = self._runs.get(run)
+        return state.memory if state is not None else None
+
+    def fresh(self, run: str, ranks: Ranks) -> Memory | None:
+        """Return what is found now, where few ranks have new samples; else as `of`."""
+        with self._lock:
+            state = self._runs.setdefault(run, _Run())
+            changed = self._changed(state, ranks)
+            if len(changed) > MAX_FRESH or (not changed and state.memory is not None):
+                return state.memory
+            for place in changed:
+                self._judge(state, ranks, place)
+            state.queue.clear()
+            return self._compare(state, ranks)
+
+    def _keep(self, runs: Mapping[str, Ranks]) -> None:
+        for run in self._runs.keys() - runs.keys():
+            del self._runs[run]
+
+    def _forget(self, process: int) -> None:
+        for place in self._of_process.pop(process, ()):
+            self._kept.pop(place, None)
+
+    def _changed(self, state: _Run, ranks: Ranks) -> list[Place]:
+        """Return the places of a run that have samples which were not judged."""
+        with self._writers:
+            places = [place for process in ranks.processes for place in self._of_process.get(process, ())]
+            return [place for place in places if self._kept[place].taken != state.at.get(place)]
+
+    def _judge(self, state: _Run, ranks: Ranks, place: Place) -> None:
+        process, device = place
+        with self._writers:
+            own, kept = ranks.processes.get(process), self._kept.get(place)
+            if own is None or own.rank is None or kept is None:
+                return
+            taken, (t_ns, step, columns) = kept.taken, kept.arrays()
+        series = Series(
+            rank=own.rank,
+            node=ranks.labels.get(process, ""),
+            process=own.process_id,
+            device=device,
+            t_ns=t_ns,
+            step=step,
+            columns=columns,
+            bound_ns=UNCOMPARED_NS if ranks.several_nodes else 0,
+        )
+        state.at[place] = taken
+        state.judged[place] = alone(series, MEMORY)
+
+    def _compare(self, state: _Run, ranks: Ranks) -> Memory:
+        state.judged = {place: each for place, each in state.judged.items() if place[0] in ranks.processes}
+        judged = [each for one in state.judged.values() for each in one]
+        state.memory = compare(judged, expected=ranks.world)
+        state.rounds += 1
+        return state.memory
