@@ -41,7 +41,7 @@ import psutil
 from overhead import machine, until  # type: ignore[import-not-found]
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from sessions import doubled_rows
+from sessions import doubled_rows, refresh_request
 
 from traceml_ray import wire
 from traceml_ray.session import LIVE, Live
@@ -298,8 +298,6 @@ class Browser(threading.Thread):
         """Answers in which it was first said that the aggregator does not answer."""
         self.took_ms: list[float] = []
         self._url = url.rstrip("/")
-        self._wiring: dict[str, Any] = {}
-        """Of the callback that refreshes a page, as the app describes it."""
         self._over = threading.Event()
         self._pages = (
             "/",
@@ -329,23 +327,8 @@ class Browser(threading.Thread):
         self.join(30)
 
     def _refresh(self, page: str, number: int, seen: dict[str, Any]) -> dict[str, Any]:
-        if not self._wiring:
-            callbacks = json.loads(self._get("/_dash-dependencies") or "[]")
-            self._wiring = next((each for each in callbacks if ".answer.data." in each["output"]), {})
-            if not self._wiring:
-                return seen
-        values = {"tick": number, "url.pathname": page, "url.search": "", "zone": "UTC", "seen": seen}
-        filled = {
-            kind: [
-                {**each, "value": values.get(each["id"], values.get(f"{each['id']}.{each['property']}"))}
-                for each in self._wiring[kind]
-            ]
-            for kind in ("inputs", "state")
-        }
-        names = [name.rpartition(".") for name in self._wiring["output"].strip(".").split("...")]
-        outputs = [{"id": id, "property": name} for id, _, name in names]
-        asked = {"output": self._wiring["output"], "outputs": outputs, "changedPropIds": ["tick.n_intervals"]}
-        body = self._get("/_dash-update-component", json.dumps({**asked, **filled}).encode())
+        asked = refresh_request(number, page, seen=seen)
+        body = self._get("/_dash-update-component", json.dumps(asked).encode())
         if not body:
             return seen
         response = json.loads(body)["response"]
@@ -353,7 +336,7 @@ class Browser(threading.Thread):
         if "could not be made" in lines:
             self.answers[f"{page}: {lines}"] += 1
         self.stale += "not answering" in lines
-        found: dict[str, Any] = answer["seen"]
+        found: dict[str, Any] = answer.get("seen", seen)  # there is none where nothing is new
         return found
 
     def _get(self, path: str, data: bytes | None = None) -> bytes:

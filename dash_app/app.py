@@ -121,14 +121,20 @@ class Refresher:
         run = self._session.run_of(route)
         return places(run, route, text) if run else {}
 
-    def cell(self, asked: dict[str, Any] | None, search: str | None) -> dict[str, Any] | None:
-        """Return in words what a cell of the heatmap is; see `pages.overview.cell` for what is `asked`."""
+    def cell(self, asked: dict[str, Any] | None, search: str | None) -> str | None:
+        """
+        Return in words what a cell of the heatmap is, under the `heading` that it has in the browser; see
+        `pages.overview.cell` for what else is `asked`.
+        """
         try:
             route = Route.of("/", search)
             if not asked or route is None:
                 return None
-            route = msgspec.structs.replace(route, page="cell", key=msgspec.json.encode(asked).decode())
-            return {**asked, "text": self._session.view(route).get("text", "")}
+            heading, text = str(asked.get("heading", "")), ""
+            if asked["ranks"]:
+                route = msgspec.structs.replace(route, page="cell", key=msgspec.json.encode(asked).decode())
+                text = self._session.view(route).get("text", "")
+            return "\n".join(filter(None, (heading, text)))
         except Exception as error:
             if self._session.errors.note("cell", error):
                 _LOG.exception("cell %s", asked)
@@ -164,30 +170,45 @@ def build(session: SessionPages, *, server: Flask, poll_s: float = 1.0) -> dash.
     def refresh(_: int, pathname: str | None, search: str | None, of_browser: str, seen: Any) -> Any:
         elements, answer = refresher.refresh(pathname, search, seen, of_browser)
         around = [answer["set"].pop(id, {}).get("content", dash.no_update) for id in shell.PARTS]
-        return elements, answer, *around
+        return (
+            elements,
+            answer if answer["seen"] != seen else {},
+            *around,
+        )  # {}: only that the server is there
 
     @app.callback(
-        Output("cell", "data"), Input("asked", "data"), State("url", "search"), prevent_initial_call=True
+        Output("heat-tip", "children", allow_duplicate=True),
+        Input("asked", "data"),
+        State("url", "search"),
+        prevent_initial_call=True,
     )
     def cell(asked: dict[str, Any] | None, search: str | None) -> Any:
-        return refresher.cell(asked, search)
+        return refresher.cell(asked, search) or dash.no_update
 
     _search_callbacks(app, refresher)
+    _in_browser(app)
+    return app
+
+
+def _in_browser(app: dash.Dash) -> None:
+    """Have the functions of the scripts in `assets` called."""
     clientside: Any = app.clientside_callback
 
-    def in_browser(name: str, *wiring: Any, at_once: bool = False) -> None:
-        clientside(ClientsideFunction("traceml", name), *wiring, prevent_initial_call=not at_once)
+    def call(name: str, *wiring: Any, of: str = "traceml", at_once: bool = False) -> None:
+        clientside(ClientsideFunction(of, name), *wiring, prevent_initial_call=not at_once)
 
-    in_browser("apply", Output("seen", "data"), Input("answer", "data"))
-    in_browser("open", Input("heat", "clickData"))
-    in_browser("hover", Input("heat", "hoverData"))
-    in_browser("describe", Input("cell", "data"))
-    in_browser("watch", Output("lost", "children"), Input("clock", "n_intervals"))
-    in_browser("zone", Output("zone", "data"), Input("zone", "id"), at_once=True)
-    in_browser("theme", Output("theme", "children"), Input("theme", "n_clicks"), at_once=True)
+    def outputs(id: str, *names: str) -> list[Output]:
+        return [Output(id, name, allow_duplicate=True) for name in names]
+
+    call("apply", Output("seen", "data"), Input("answer", "data"))
+    call("open", *outputs("url", "pathname", "search"), Input("heat", "clickData"), of="heatmap")
+    tip = outputs("heat-tip", "show", "bbox", "direction", "children")
+    call("hover", *tip, Input("heat", "hoverData"), of="heatmap")
+    call("watch", Output("lost", "children"), Input("clock", "n_intervals"))
+    call("zone", Output("zone", "data"), Input("zone", "id"), at_once=True)
+    call("theme", Output("theme", "children"), Input("theme", "n_clicks"), at_once=True)
     paused = Output("tick", "disabled"), Output("pause", "children"), Output("paused", "children")
-    in_browser("pause", *paused, Input("pause", "n_clicks"))
-    return app
+    call("pause", *paused, Input("pause", "n_clicks"))
 
 
 def _parts(element: Any) -> Parts:

@@ -20,7 +20,7 @@ from traceml_ray.reports.headlines import named
 from traceml_ray.store import query
 
 from . import figures
-from .components import Columns, aria, link, numbers, part, severity, table
+from .components import CLICKED, Columns, aria, link, numbers, part, severity, table
 from .route import Route
 from .run_state import RunState
 from .session_cache import SessionCache
@@ -35,7 +35,6 @@ _COARSE_NS = 1 << 33
 _DIGITS = 15
 _LEAST = 20
 """Steps that are shown at least."""
-CONFIG: Any = {"displayModeBar": False, "responsive": True, "doubleClick": False, "showTips": False}
 
 
 class Range(NamedTuple):
@@ -195,7 +194,7 @@ def panel(view: Mapping[str, Any], route: Route) -> Any:
     )
     label = aria(label="Time of a step over the whole run; a drag chooses the range of all charts")
     figure, rows = _figure(spine), _table(spine) if route.get("table") == "spine" else None
-    graph = dcc.Graph(id="spine", figure=figure, config=CONFIG)
+    graph = dcc.Graph(id="spine", figure=figure, config=CLICKED)
     return html.Section(
         [
             part(head),
@@ -241,11 +240,10 @@ def _figure(spine: Mapping[str, Any]) -> figures.Figure:
         [{**line, **look}],
         "",
         "ms",
-        xaxis={"range": ends, "fixedrange": True, "nticks": 12, "automargin": False},
+        xaxis={"range": ends, "fixedrange": True, "nticks": 12},
         yaxis={
             "nticks": 3,
             "fixedrange": True,
-            "automargin": False,
             **figures.scale(spine["step_ms"], "ms").get("yaxis", {}),
         },
         margin={**figures.MARGIN, "b": 22, "t": 6},

@@ -46,13 +46,8 @@ _SPIKE = 3.0
 
 
 def _axis(title: str, **more: Any) -> dict[str, Any]:
-    return {
-        "title": {"text": title, "standoff": 6},
-        "automargin": True,
-        "zeroline": False,
-        "separatethousands": True,
-        **more,
-    }
+    heading = {"text": title, "standoff": 6}
+    return {"title": heading, "zeroline": False, "separatethousands": True, **more}
 
 
 def figure(
@@ -70,30 +65,19 @@ def figure(
     """
     if frame:
         layout = _framed(layout, **frame)
-    axes = {
-        "xaxis": _axis(
-            x,
-            **{
-                "showgrid": False,
-                "ticks": "outside",
-                "ticklen": 4,
-                "showspikes": False,
-                **layout.pop("xaxis", {}),
-            },
-        ),
-        "yaxis": _axis(
-            y, **{"rangemode": "tozero", "nticks": 5, "fixedrange": True, **layout.pop("yaxis", {})}
-        ),
-    }
+    # No `automargin` where labels are numbers: with it plotly.js lays a chart out twice.
+    x_axis = {"showgrid": False, "ticks": "outside", "ticklen": 4, "showspikes": False}
+    y_axis = {"rangemode": "tozero", "nticks": 5, "fixedrange": True, "ticklabeloverflow": "allow"}
     base = {
-        "margin": {"l": 48, "r": 10, "t": 6, "b": 34},
+        "margin": {"l": 56, "r": 10, "t": 6, "b": 38},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"family": FONT, "size": 11},
         "showlegend": False,
         "hovermode": "x unified",
         "uirevision": revision or "keep",
-        **axes,
+        "xaxis": _axis(x, **{**x_axis, **layout.pop("xaxis", {})}),
+        "yaxis": _axis(y, **{**y_axis, **layout.pop("yaxis", {})}),
     }
     return {"data": traces, "layout": {**base, **layout}}
 
@@ -108,7 +92,7 @@ def _framed(
         shapes.append({"type": "line", **at, "line": {"color": GREY, "width": 1.5, "dash": "dashdot"}})
         where = {
             "x": onset,
-            "xanchor": "left",
+            "xanchor": "right" if between and 5 * onset > between[0] + 4 * between[1] else "left",
             "yref": "paper",
             "y": 1,
             "yanchor": "top",
@@ -202,8 +186,7 @@ def timeline(
 
 def _aligned(layout: dict[str, Any]) -> dict[str, Any]:
     """Return the layout of a chart whose plot is as wide as that of the heatmap."""
-    fixed = {axis: {**layout.get(axis, {}), "automargin": False} for axis in ("xaxis", "yaxis")}
-    return {**layout, **fixed, "margin": {**MARGIN, "t": 6, "b": 38}}
+    return {**layout, "margin": {**MARGIN, "t": 6, "b": 38}}
 
 
 def _event_marks(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -340,7 +323,7 @@ def waterfall(before: Mapping[str, float], since: Mapping[str, float]) -> Figure
     room = 1.18 * max(*total.values(), *(base + wide for base, wide in zip(bases, widths[1:-1], strict=True)))
     axes: dict[str, Any] = {
         "xaxis": {"range": [0, room], "fixedrange": True},
-        "yaxis": {"nticks": 0, "dtick": 1},
+        "yaxis": {"nticks": 0, "dtick": 1, "automargin": True},
     }
     return figure([trace], "ms", "", hovermode=False, bargap=0.25, **axes)
 
@@ -384,14 +367,12 @@ def _clock(t_ns: Sequence[int]) -> dict[str, Any]:
     return {"type": "date", "hoverformat": "%d %b %H:%M:%S", **ticks}
 
 
-def spark(
-    values: Sequence[float | None], colour: str = BLUE, between: tuple[float, float] | None = None
-) -> str | None:
-    """Return a sparkline as an image's data URI; None where fewer than two values are known."""
-    width, height = 120, 28
+def spark(values: Sequence[float | None], between: tuple[float, float] | None, size: tuple[int, int]) -> str:
+    """Return a sparkline as the path of an SVG; nothing where fewer than two values are known."""
+    width, height = size
     known = [value for value in values if value is not None]
     if len(known) < 2:
-        return None
+        return ""
     low, high = between or (min(known), max(known))
     span = (high - low) or 1.0
     across = width / max(1, len(values) - 1)
@@ -399,12 +380,5 @@ def spark(
         None if v is None else f"{i * across:.1f} {height - 2 - (height - 4) * (v - low) / span:.1f}"
         for i, v in enumerate(values)
     ]
-    path = "".join(
-        ("L" if before else "M") + at for before, at in zip([None, *points], points, strict=False) if at
-    )
-    svg = (
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' preserveAspectRatio='none'>"
-        f"<path d='{path}' fill='none' stroke='{colour}' stroke-width='1.5' "
-        "vector-effect='non-scaling-stroke'/></svg>"
-    )
-    return "data:image/svg+xml," + svg.replace("#", "%23").replace("<", "%3C").replace(">", "%3E")
+    pairs = zip([None, *points], points, strict=False)
+    return "".join(("L" if before else "M") + at for before, at in pairs if at)

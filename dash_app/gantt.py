@@ -98,7 +98,13 @@ def figure(step: Mapping[str, Any], drawn: Sequence[Row]) -> figures.Figure:
     labels = [
         f"<b>▲ {drawn[place].label}</b>" if drawn[place].named else drawn[place].label for place in ticks
     ]
-    yaxis = {"tickvals": ticks, "ticktext": labels, "range": [len(drawn) - 0.4, -0.6], "showgrid": False}
+    yaxis = {
+        "tickvals": ticks,
+        "ticktext": labels,
+        "range": [len(drawn) - 0.4, -0.6],
+        "showgrid": False,
+        "automargin": True,
+    }
     return figures.figure(
         traces,
         "ms since the exchange before",

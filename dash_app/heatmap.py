@@ -139,7 +139,7 @@ def _single(heat: Mapping[str, Any], at: int, route: Route) -> Row:
 def figure(
     heat: Mapping[str, Any], drawn: Sequence[Row], revision: str, frame: Mapping[str, Any]
 ) -> figures.Figure:
-    """Return the heatmap; assets/app.js has what a click and the mouse do from the trace's `meta`."""
+    """Return the heatmap; assets/heatmap.js has what a click and the mouse do from the trace's `meta`."""
     heights = [row.height for row in drawn]
     edges = [0, *accumulate(heights)]
     ends = [heat["first"][0] - 0.5, *(last + 0.5 for last in heat["last"])]
@@ -177,8 +177,7 @@ def figure(
         frame=frame,
         hovermode="closest",
         margin={**figures.MARGIN, "t": TOP, "b": BOTTOM},
-        xaxis={"automargin": False},
-        yaxis={"visible": False, "autorange": "reversed", "automargin": False},
+        yaxis={"visible": False, "autorange": "reversed"},
         shapes=[_line(edge) for edge in lines] if room else [],
     )
 

@@ -199,7 +199,7 @@ def layout(poll_s: float) -> html.Div:
             dcc.Location(id="url", refresh=False),
             dcc.Interval(id="tick", interval=max(250, round(1000 * poll_s))),
             dcc.Interval(id="clock", interval=1000),
-            *(dcc.Store(id=name) for name in ("answer", "seen", "asked", "cell", "zone")),
+            *(dcc.Store(id=name) for name in ("answer", "seen", "asked", "zone")),
         ]
     )
 
@@ -275,6 +275,7 @@ def _verdict(header: Mapping[str, Any], route: Route) -> html.Section:
     """Return the verdict, its cost, and how fresh and complete the data is."""
     verdict, state, compact = header["verdict"], header["state"], route.page != "overview"
     tone, sign = _tone(verdict)
+    began = _began(header["incident"])
     step = "" if header["step"] is None else f"step {header['step']:,}"
     coverage = " · ".join(filter(None, (header["coverage_text"], step)))
     fresh = [
@@ -285,9 +286,10 @@ def _verdict(header: Mapping[str, Any], route: Route) -> html.Section:
     return html.Section(
         [
             html.Div(sign, className="sign", **aria(hidden="true")),
-            html.Div([*_sentences(header), _about(header, route)], className="sentences"),
+            html.Div(_sentences(header, began), className="sentences"),
             html.Div(_cost(header) if verdict else None, id="verdict-cost", className="cost"),
             html.Div(fresh, className="fresh"),
+            html.Div(_about(header, route, began), id="verdict-about", className="chips"),
         ],
         id="verdict-strip",
         className=f"verdict tone-{tone}" + " compact" * compact + " stale" * (state == "stale"),
@@ -295,8 +297,8 @@ def _verdict(header: Mapping[str, Any], route: Route) -> html.Section:
     )
 
 
-def _sentences(header: Mapping[str, Any]) -> list[Any]:
-    """Return headline, why and next; before any verdict, the state."""
+def _sentences(header: Mapping[str, Any], began: str) -> list[Any]:
+    """Return headline, why, next and since when; before any verdict, the state."""
     verdict = header["verdict"]
     headline, _, why = header["state_text"].partition(". ")
     if verdict:
@@ -309,6 +311,7 @@ def _sentences(header: Mapping[str, Any]) -> list[Any]:
         ),
         html.P(marked(why), id="verdict-why"),
         html.P(following, id="verdict-next"),
+        html.P(marked(began), id="verdict-since"),
     ]
 
 
@@ -322,27 +325,28 @@ def _why(verdict: Mapping[str, Any], incident: Mapping[str, Any] | None) -> str:
     return why + (f" ({'; '.join(notes)})" if notes else "")
 
 
-def _about(header: Mapping[str, Any], route: Route) -> html.Div:
-    """Return since when it is so, what else is known of that time, and what to do with it."""
+def _began(incident: Mapping[str, Any] | None) -> str:
+    """Return since when it is so, and what else happened then."""
+    began, changes = (since(incident), incident["changes"]) if incident else ("", [])
+    lines = [began[:1].upper() + began[1:] + "." if began else ""]
+    return " ".join([*lines, *([f"When it began: {'; '.join(changes)}."] if changes else [])])
+
+
+def _about(header: Mapping[str, Any], route: Route, began: str) -> list[Any]:
+    """Return what to do with a verdict: links to its evidence and its rank, and to copy it."""
     verdict, incident = header["verdict"], header["incident"]
     if not verdict or verdict["label"] == "healthy":
-        return html.Div(id="verdict-about")
+        return []
     unit = "GPU" if header["session"]["gpus"] else "rank"
-    began = since(incident) if incident else ""
-    changes = incident["changes"] if incident else []
-    lines = [began[:1].upper() + began[1:] + "." if began else ""]
-    lines += [f"When it began: {'; '.join(changes)}."] if changes else []
     view = route.here(session=header["session"]["id"], run=header["session"]["run"])
     why, following = f"Why: {verdict['why']}", f"Next: {verdict['next']}"
     spent = f"Cost: {cost(incident, unit)}." if incident else ""
-    every = (verdict["headline"], *lines, spent, why, following, "{link}")
+    every = (verdict["headline"], began, spent, why, following, "{link}")
     copied = "\n".join(map(zone.written, filter(None, every)))
     chips: list[Any] = [evidence_link(anomaly, route) for anomaly in verdict.get("machine") or ()]
     if (rank := verdict["rank"]) is not None:
         chips.append(link(f"Open rank {rank}", route.to("rank", rank), "chip"))
-    chips += [copying("Copy as text", copied, view), copying("Copy link", "{link}", view)]
-    sentences = html.P(marked(" ".join(filter(None, lines))))
-    return html.Div([sentences, html.Div(chips, className="chips")], id="verdict-about")
+    return [*chips, copying("Copy as text", copied, view), copying("Copy link", "{link}", view)]
 
 
 def _range(cost_pct: Sequence[float] | None) -> str:

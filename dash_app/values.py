@@ -57,7 +57,9 @@ def by_stage(values: Array) -> dict[str, Array]:
 @functools.lru_cache(4096)
 def natural(text: str) -> tuple[tuple[int, int, str], ...]:
     """Return what sorts names as people do: node-2 before node-10."""
-    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", text))
+    return tuple(
+        (0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", text)
+    )
 
 
 def as_dict(value: Any) -> Any:

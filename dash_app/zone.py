@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from datetime import datetime, timezone, tzinfo
+from datetime import datetime, timedelta, timezone, tzinfo
 from functools import lru_cache
 from zoneinfo import ZoneInfo
 
@@ -17,7 +17,10 @@ _ZONE: ContextVar[tzinfo] = ContextVar("zone", default=timezone.utc)
 
 @contextmanager
 def shown_in(name: str) -> Iterator[None]:
-    """Show moments in the zone of that name (IANA); in UTC where this machine does not know it."""
+    """
+    Show moments in a zone: its name (IANA) and, for a machine that does not know it, by how many minutes it
+    is ahead of UTC: "Asia/Kolkata 330". UTC where neither helps.
+    """
     before = _ZONE.set(_zone(name))
     try:
         yield
@@ -26,11 +29,13 @@ def shown_in(name: str) -> Iterator[None]:
 
 
 @lru_cache(64)
-def _zone(name: str) -> tzinfo:
+def _zone(given: str) -> tzinfo:
+    name, _, minutes = given.partition(" ")
     try:
         return ZoneInfo(name)
     except (LookupError, ValueError, OSError):
-        return timezone.utc
+        ahead = re.fullmatch(r"-?[0-9]{1,3}", minutes)
+        return timezone(timedelta(minutes=int(minutes))) if ahead else timezone.utc
 
 
 def _local(moment: str) -> datetime:

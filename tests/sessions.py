@@ -243,25 +243,29 @@ def doubled_rows(stored: SessionFile) -> int:
 _SHOWN = {"page": "children", "answer": "data"} | dict.fromkeys(
     ("nav", "session", "verdict-strip", "problem"), "content"
 )
-REFRESH: dict[str, Any] = {
-    "output": "..{}..".format("...".join(f"{id}.{name}" for id, name in _SHOWN.items())),
-    "outputs": [{"id": id, "property": name} for id, name in _SHOWN.items()],
-    "inputs": [
-        {"id": "tick", "property": "n_intervals", "value": 1},
-        {"id": "url", "property": "pathname", "value": "/"},
-        {"id": "url", "property": "search", "value": ""},
-        {"id": "zone", "property": "data", "value": "UTC"},
-    ],
-    "changedPropIds": ["tick.n_intervals"],
-    "state": [{"id": "seen", "property": "data", "value": None}],
-}
-"""What a browser posts for a refresh of the overview."""
+
+
+def refresh_request(
+    tick: Any = 1, pathname: Any = "/", search: Any = "", zone: Any = "UTC", seen: Any = None
+) -> dict[str, Any]:
+    """Return what a browser posts for a refresh of a page."""
+    inputs = (("tick", "n_intervals"), ("url", "pathname"), ("url", "search"), ("zone", "data"))
+    values = zip(inputs, (tick, pathname, search, zone), strict=True)
+    return {
+        "output": "..{}..".format("...".join(f"{id}.{name}" for id, name in _SHOWN.items())),
+        "outputs": [{"id": id, "property": name} for id, name in _SHOWN.items()],
+        "inputs": [{"id": id, "property": name, "value": value} for (id, name), value in values],
+        "changedPropIds": ["tick.n_intervals"],
+        "state": [{"id": "seen", "property": "data", "value": seen}],
+    }
 
 
 def watch(url: str) -> str:
     """Ask the web app for a refresh of the overview, as a browser does; return the answer."""
     headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url + "_dash-update-component", json.dumps(REFRESH).encode(), headers)
+    request = urllib.request.Request(
+        url + "_dash-update-component", json.dumps(refresh_request()).encode(), headers
+    )
     with urllib.request.urlopen(request, timeout=20) as answer:
         page: str = answer.read().decode()
         return page

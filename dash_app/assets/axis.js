@@ -1,13 +1,11 @@
 /* One axis for all charts: a brush or a zoom goes into the URL, which the server draws; a line goes through all of them. */
-(function () {
-  "use strict";
-
+{
   const linked = new WeakSet();
   const spine = () => document.querySelector("#spine .js-plotly-plot")?._fullLayout?.meta;
   const kind = (plot) => plot?._fullLayout?.meta?.axis;
 
   /* Return a value of one kind of axis on another: the spine has when its steps were over. */
-  function converted(value, from, to) {
+  const converted = (value, from, to) => {
     const { steps, t_ms } = spine() ?? {};
     if (from === to) return value;
     if (!steps || !t_ms) return NaN;
@@ -16,19 +14,18 @@
     const after = a.findIndex((each) => each >= x), at = Math.max(1, after < 0 ? a.length - 1 : after);
     const found = b[at - 1] + ((b[at] - b[at - 1]) * (x - a[at - 1])) / (a[at] - a[at - 1] || 1);
     return to === "time" ? found - wall : found;
-  }
+  };
 
   /* Show other steps; without any, the range that the page has by itself. */
-  function choose(from, to) {
-    const query = new URLSearchParams(location.search);
+  const choose = (from, to) => {
+    const query = new URLSearchParams(location.search), first = Math.max(0, Math.ceil(from));
     ["from", "to"].forEach((name) => query.delete(name));
-    const first = Math.max(0, Math.ceil(from));
     if (from < to) query.set("from", first);
     if (from < to && to < spine()?.steps.at(-1)) query.set("to", Math.max(first + 1, Math.floor(to)));
     window.dash_clientside.set_props("url", { search: query.size ? "?" + query : "" });
-  }
+  };
 
-  function link(plot) {
+  const link = (plot) => {
     linked.add(plot);
     const range = (ends) => choose(...ends.map((end) => converted(end, kind(plot), "step")).sort((a, b) => a - b));
     plot.on("plotly_selected", (chosen) => chosen?.range?.x && range(chosen.range.x));
@@ -37,9 +34,9 @@
       const { xaxis } = plot._fullLayout;
       if ("xaxis.range[0]" in changed) range(xaxis.range.map((end) => xaxis.r2l(end)));
     });
-  }
+  };
 
-  function cross(event) {
+  const cross = (event) => {
     const over = event.target.closest?.(".js-plotly-plot"), axis = kind(over) && over._fullLayout.xaxis;
     if (axis && !linked.has(over)) link(over);
     const value = axis ? axis.p2l(event.clientX - over.getBoundingClientRect().left - axis._offset) : NaN;
@@ -48,7 +45,7 @@
       const { l2p, _length, _offset } = plot._fullLayout.xaxis, px = l2p(converted(value, kind(over), kind(plot)));
       plot.closest(".graph")?.style.setProperty("--cross", px >= 0 && px <= _length ? `${px + _offset}px` : "-9px");
     }
-  }
+  };
 
   for (const name of ["mousemove", "pointerdown"]) document.addEventListener(name, cross, true);
-})();
+}

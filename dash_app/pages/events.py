@@ -93,14 +93,10 @@ def events_of(cache: SessionCache, run: RunState) -> list[dict[str, Any]]:
 
 def _death(run: RunState, death: DeathInfo) -> dict[str, Any]:
     return {
-        "t_ns": death["t_ns"],
-        "time": moment(death["t_ns"]),
+        **_known(death, "t_ns", "rank", "step", "stage"),
         "kind": "death",
         "severity": "critical",
-        "rank": death["rank"],
         "node": run.node_of(death["rank"]),
-        "step": death["step"],
-        "stage": death["stage"],
         "text": f"rank {death['rank']}: {death['how']}",
         "group": CAUSE if death["first"] else FOLLOWED,
     }
@@ -108,34 +104,29 @@ def _death(run: RunState, death: DeathInfo) -> dict[str, Any]:
 
 def _event(run: RunState, event: Mapping[str, Any]) -> dict[str, Any]:
     rank = event["rank"] if event["rank"] is not None else event["data"].get("rank")
-    kind, stage, node = event["kind"], event["stage"], event["node_id"]
+    stage, node = event["stage"], event["node_id"]
     return {
-        "t_ns": event["t_ns"],
-        "time": moment(event["t_ns"]),
-        "kind": kind,
-        "severity": severity(kind),
+        **_known(event, "t_ns", "kind", "step"),
+        "severity": severity(event["kind"]),
         "rank": rank,
         "node": run.labels.get(node, node) if node else run.node_of(rank),
-        "step": event["step"],
         "stage": None if stage is None else STAGES[stage],
         "text": event["message"].partition("\n")[0][:500],
-        "group": "",
     }
 
 
 def _change(verdict: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "t_ns": verdict["t_ns"],
-        "time": moment(verdict["t_ns"]),
+        **_known(verdict, "t_ns", "rank", "node", "stage"),
         "kind": "verdict",
         "severity": severity(verdict["label"]),
-        "rank": verdict["rank"],
-        "node": verdict["node"],
         "step": verdict["from_step"] if verdict["from_step"] is not None else verdict["last_step"],
-        "stage": verdict["stage"],
         "text": named(dict(verdict)) + (f": {verdict['why']}" if verdict["why"] else ""),
-        "group": "",
     }
+
+
+def _known(of: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {"time": moment(of["t_ns"]), "group": "", **{name: of[name] for name in names}}
 
 
 def layout(view: Mapping[str, Any], route: Route) -> Any:

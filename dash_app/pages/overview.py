@@ -26,6 +26,7 @@ from ..components import (
     link,
     meter,
     node_link,
+    numbers,
     panel,
     part,
     table,
@@ -100,10 +101,10 @@ def nodes(run: RunState, times: Mapping[str, Any] | None) -> list[dict[str, Any]
     cards = []
     for node in [*run.nodes, *(_unlisted(run, label) for label in found if label not in listed)]:
         own = found.get(node["label"], _NO_TIMES)
-        numbers = {name: number(own[name]) for name in _NO_TIMES if name != "worst_rank"}
+        shown = {name: number(own[name]) for name in _NO_TIMES if name != "worst_rank"}
         load = _load(run.samples.get(node["node_id"], {}))
         about = {name: node[name] for name in ("node_id", "label", "hostname", "address", "alive", "ranks")}
-        cards.append({**about, "worst_rank": own["worst_rank"], **numbers, **load})
+        cards.append({**about, "worst_rank": own["worst_rank"], **shown, **load})
     named = {*run.named["nodes"]}
     return sorted(cards, key=lambda card: (card["alive"], card["label"] not in named, natural(card["label"])))
 
@@ -246,15 +247,14 @@ def _change(view: Mapping[str, Any], route: Route) -> list[html.Section]:
 def _heatmap_panel(view: Mapping[str, Any], route: Route) -> html.Section:
     """Return the heatmap with its choices and legend, and as a table."""
     heat, names = view["heat"], html.Div(id="heat-rows")
-    figure, listed = figures.blank("No closed step yet."), list[Any]()
+    figure = figures.blank("No closed step yet.")
+    rows: Any = html.P("No closed step yet.", className="empty")
     if len(heat["ranks"]):
         drawn = heatmap.rows(heat, view["verdict"] or {}, route)
         frame, revision = axis.frame(view["axis"]), str(view["session"]["run"])
         figure, names = heatmap.figure(heat, drawn, revision, frame), heatmap.gutter(drawn)
         if route.get("table") == "heat":
-            listed = [heatmap.as_table(heat, drawn)]
-    on = route.get("table") == "heat"
-    choose = link("Table", route.here(table=None if on else "heat"), "segment", on=on)
+            rows = heatmap.as_table(heat, drawn)
     missing = html.Span([html.I(className="missing"), "missing"], className="key")
     graph = dcc.Graph(id="heat", figure=figure, config=CLICKED, clear_on_unhover=True)
     colours: dict[str, Any] = {"border_color": "var(--soft)", "background_color": "var(--surface)"}
@@ -276,7 +276,7 @@ def _heatmap_panel(view: Mapping[str, Any], route: Route) -> html.Section:
             **aria(label=keys),
         ),
         html.Div([heatmap.scale(), missing], className="heat-legend"),
-        part(html.Div([choose, *listed], id="heat-table", className="numbers")),
+        numbers("heat", keys, figure, route, rows),
         note=[
             _choice("order", "Order of the rows", _ORDERS, route.get("order") or "by node", route),
             _choice("stage", "Stage of the heatmap", _STAGES, route.get("stage") or "total", route),

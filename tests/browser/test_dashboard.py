@@ -343,7 +343,7 @@ def test_pause_and_theme_buttons_work_and_the_theme_is_kept(browser, served):
     until(browser, lambda: browser.execute_script(ground) != light)
     browser.refresh()
     assert browser.execute_script(ground) != light
-    browser.execute_script("localStorage.clear()")
+    browser.delete_all_cookies()
 
 
 def test_events_are_searched_and_have_the_time_of_the_reader(browser, served):
@@ -376,6 +376,27 @@ def test_page_is_stale_while_the_aggregator_does_not_answer(browser, served):
     served.play(1)
     shows(browser, "state-badge", "live")
     until(browser, lambda: text(browser, "problem") == "")
+
+
+def test_page_says_when_the_server_does_not_answer(browser, served):
+    """Not before 10 ticks of a clock, which is quicker here."""
+    browser.get(served.url + "/")
+    shows(browser, "state-badge", "live")
+    assert text(browser, "lost") == ""
+    network = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+    clock = "window.dash_clientside.set_props('clock', { interval: arguments[0] })"
+    try:
+        browser.execute_cdp_cmd("Network.emulateNetworkConditions", {**network, "offline": True})
+        browser.execute_async_script("setTimeout(arguments[0], 500)")  # an answer may be under way
+        browser.execute_script(clock, 20)
+        shows(browser, "lost", "The dashboard's server has not answered since ")
+        shows(browser, "lost", "this opens it again: traceml-ray dashboard played")
+        shows(browser, "verdict-headline", "rank 5")  # what was known stays
+    finally:
+        browser.execute_cdp_cmd("Network.emulateNetworkConditions", {**network, "offline": False})
+        browser.execute_script(clock, 1000)
+    until(browser, lambda: text(browser, "lost") == "")
+    browser.get_log("browser")  # the console may say that there was no network
 
 
 @pytest.mark.long

@@ -216,17 +216,23 @@ class TestRefresh:
         assert not pages.errors
 
     def test_cell_has_its_times_in_words(self, pages: SessionPages) -> None:
-        found = Refresher(pages).cell({"ranks": [5], "first": 60, "last": 60}, "")
+        heading = "rank 5 (host-1), step 60: 1.62×"
+        found = Refresher(pages).cell({"ranks": [5], "first": 60, "last": 60, "heading": heading}, "")
         assert found is not None
-        assert found["text"].startswith("1.6") and "busy 31" in found["text"] and "data 14" in found["text"]
+        assert found.startswith(f"{heading}\n1.6") and "busy 31" in found and "data 14" in found
+
+    def test_row_of_others_keeps_its_heading(self, pages: SessionPages) -> None:
+        asked = {"ranks": [], "first": 60, "last": 60, "heading": "worst of 984 other ranks"}
+        assert Refresher(pages).cell(asked, "") == asked["heading"]
+        assert not pages.errors
 
     def test_cell_of_a_node_names_its_worst_rank(self, pages: SessionPages) -> None:
         for search in ("", "?stage=data", "?from=0"):
             found = Refresher(pages).cell({"ranks": [4, 7], "first": 60, "last": 60}, search)
             assert found is not None
-            assert found["text"].startswith("rank 5: 1.6") and "busy 31" in found["text"], search
+            assert found.startswith("rank 5: 1.6") and "busy 31" in found, search
         found = Refresher(pages).cell({"ranks": [0, 77], "first": 60, "last": 60}, "?stage=none")
-        assert found is not None and found["text"].startswith("rank 0: ")
+        assert found is not None and found.startswith("rank 0: ")
         assert not pages.errors
 
 
@@ -322,7 +328,7 @@ class TestParts:
                 style={"width": "3%"},
             )
         )
-        link = ["link", {"href": "/rank/5"}, "rank 5"]
+        link = ["a", {"href": "/rank/5"}, "rank 5"]
         assert made.content == [
             "div",
             {"id": "x", "className": "y", "style": {"width": "3%"}},
@@ -387,8 +393,8 @@ class TestFigures:
         assert '"href":"/?off=exposed.data"' in sent["?off=timeline.worst,exposed.data"]
 
     def test_sparkline_has_gaps_where_nothing_is_known(self) -> None:
-        assert str(figures.spark([1.0, None, 2.0, 3.0])).count("M") == 2
-        assert figures.spark([1.0, None]) is None
+        assert figures.spark([1.0, None, 2.0, 3.0], None, (120, 28)).count("M") == 2
+        assert figures.spark([1.0, None], None, (120, 28)) == ""
 
 
 class TestSentences:

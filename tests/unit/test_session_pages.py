@@ -21,13 +21,13 @@ from snapshot import Snapshot
 
 from traceml_ray import text, wire
 from traceml_ray.analysis.spread import MISSING, deviations, excess, quantiles, ratio
-from traceml_ray.dash_app import figures, metrics
+from traceml_ray.dash_app import figures, metrics, zone
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.pages import rank
 from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.dash_app.source import StoredSource
-from traceml_ray.dash_app.values import by_stage
+from traceml_ray.dash_app.values import by_stage, natural
 from traceml_ray.reports.comparison import compared
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.summary import summarize
@@ -867,3 +867,24 @@ def test_cost_is_said_once_on_the_first_screen(played: Played) -> None:
         found.count(text.duration(cost)) == 1 and found.count(" % ") + found.count("\u00a0% ") == 2
     )  # of steps
     assert "Fixing" not in found and "so far" in found and "Since step 100" in found
+
+
+def test_names_are_in_the_order_of_their_numbers() -> None:
+    """A digit that is no decimal one is a letter."""
+    names = ["node-10", "node-²", "node-2", "²"]
+    assert sorted(names, key=natural) == ["node-2", "node-10", "node-²", "²"]
+
+
+@pytest.mark.parametrize(
+    ("of_browser", "shown"),
+    [
+        ("Asia/Kolkata 330", "03:43:25 IST"),
+        ("Not/Known 330", "03:43:25 UTC+05:30"),  # as on a machine without a database of zones
+        ("Not/Known -210", "18:43:25 UTC-03:30"),
+        ("Not/Known 9999", "22:13:25 UTC"),
+        ("UTC", "22:13:25 UTC"),
+    ],
+)
+def test_moments_are_those_of_the_reader(of_browser: str, shown: str) -> None:
+    with zone.shown_in(of_browser):
+        assert zone.clock("2023-11-14T22:13:25+00:00") == shown

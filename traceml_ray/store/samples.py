@@ -171,7 +171,7 @@ class SampleReader(Reader):
         else:
             found = self._all(f"SELECT id {where} AND t_ns BETWEEN ? AND ? ORDER BY id", of, *between)
         every = max(1, -(-len(found) // max(1, last)))
-        return [row for (row,) in found[len(found) - 1 :: -every][::-1]] if found else []
+        return [row for (row,) in found[::every]]  # from the first: they stay the same while others come
 
     def memory(self) -> dict[int, tuple[int | None, int | None]]:
         """Return (peak, last) resident bytes by rank process id."""
