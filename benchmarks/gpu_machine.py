@@ -29,7 +29,7 @@ def _missing(sampler: NodeSampler) -> str:
     return "; ".join(found) or "nothing"
 
 
-def _launched(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def launched(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments from the root of the repository; raise RuntimeError where it fails."""
     ran = subprocess.run(
         [sys.executable, *arguments],
@@ -142,7 +142,7 @@ def visible(env: Any) -> None:
         ("a UUID that is not there", WRONG_UUID, 0),
         ("none", "", 0),
     ):
-        ran = _launched(str(ROOT / "benchmarks/gpu_machine.py"), *played, CUDA_VISIBLE_DEVICES=value)
+        ran = launched(str(ROOT / "benchmarks/gpu_machine.py"), *played, CUDA_VISIBLE_DEVICES=value)
         found = json.loads(ran.stdout.splitlines()[-1])
         what = f"devices that torch sees, {name}"
         figure(
@@ -179,16 +179,16 @@ def demo(env: Any) -> None:
     example, where = str(ROOT / "examples/train_gpt.py"), ("--device", env.name)
     with tempfile.TemporaryDirectory() as folder:
         losses = [f"{folder}/alone", f"{folder}/watched"]
-        alone = _launched(example, "--steps", "20", *where, "--loss-log", losses[0])
+        alone = launched(example, "--steps", "20", *where, "--loss-log", losses[0])
         figure("example alone", (alone.stdout.splitlines() or ["?"])[-1])
         launch = ("-m", "traceml_ray.launch", "--out", folder)
-        _launched(*launch, "--session", "one", "--nproc-per-node", "1", example, "--steps", "20", *where,
+        launched(*launch, "--session", "one", "--nproc-per-node", "1", example, "--steps", "20", *where,
                   "--loss-log", losses[1])  # fmt: skip
         first, second = (Path(name).read_text().split() for name in losses)
         pairs = [(float.fromhex(a), float.fromhex(b)) for a, b in zip(first[2::3], second[2::3], strict=True)]
         off = max(abs(a - b) for a, b in pairs)
         figure("losses watched against alone", f"at most {off:g} apart", "<= 0.01", off <= 0.01)
-        ran = _launched(*launch, "--session", "demo", "--nproc-per-node", ranks, example, "--steps", steps,
+        ran = launched(*launch, "--session", "demo", "--nproc-per-node", ranks, example, "--steps", steps,
                         *where, "--slow", "data:2:40")  # fmt: skip
         verdict = json.loads(Path(folder, "demo", "summary.json").read_text())["verdict"]
     where_to = [line for line in ran.stdout.splitlines() if "CUDA devices" in line]
@@ -206,7 +206,7 @@ def ray_train(env: Any) -> None:
         unseen("Ray Train", "Ray is not installed")
         return
     gpus = ["--gpus"] * (env.name == "cuda")
-    ran = _launched(
+    ran = launched(
         str(ROOT / "examples/ray_train.py"), "--workers", "2", "--slow", "data:1:40", *gpus,
         RAY_DEDUP_LOGS="0", RAY_TRAIN_V2_ENABLED="1",
     )  # fmt: skip
