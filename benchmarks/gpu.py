@@ -61,9 +61,11 @@ SECTIONS = {
     "driver": Section(40, played=True),
     "visible": Section(90, played=True),
     "mig": Section(30, played=True),
+    "hidden": Section(90),
 }
+ABOUT = {"memory": ["driver", "memory", "hidden"]}
 AT_ONCE = 3
-MAY_BE_UNSEEN = {"ray_train", "nvml", "driver", "visible", "mig", "load"}
+MAY_BE_UNSEEN = {"ray_train", "nvml", "driver", "visible", "mig", "load", "hidden"}
 """What they look at is not the device's clock."""
 NO_DEVICE = 2
 FAILED, NOT_SEEN = "FAILED", "NOT SEEN"
@@ -170,6 +172,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("about", nargs="?", choices=ABOUT, help="these sections alone")
     parser.add_argument("--only", action="append", choices=SECTIONS)
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--played", action="store_true")
@@ -184,7 +187,11 @@ def main() -> int:
 
         return gpu_sections.run(options.section, options.played)
     head = "a played device: nothing here is about a real one" if options.played else device()
-    chosen = options.only or [name for name, each in SECTIONS.items() if each.played or not options.played]
+    chosen = (
+        options.only
+        or ABOUT.get(options.about)
+        or [name for name, each in SECTIONS.items() if each.played or not options.played]
+    )
     figures = run_all(chosen, options.played)
     where = machine().replace("commit unknown", f"commit {options.commit}")
     title = f"### {head}\n\n{where}; `python benchmarks/gpu.py --markdown`\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from gpu_env import figure, unseen
 from gpu_machine import launched
 
 from traceml_ray import analyze
-from traceml_ray.reports.files import read_summary
 from traceml_ray.reports.analyze import Analysis
 
 MIB = 1 << 20

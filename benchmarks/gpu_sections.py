@@ -214,9 +214,12 @@ def run(section: str, played: bool) -> int:
     """Run one section in this process."""
     import gpu_cuda  # type: ignore[import-not-found]
     import gpu_machine  # type: ignore[import-not-found]
+    import gpu_memory  # type: ignore[import-not-found]
 
     env = Played() if played else Real()
-    found = next(vars(part)[section] for part in (_HERE, gpu_machine, gpu_cuda) if section in vars(part))
+    found = next(
+        vars(part)[section] for part in (_HERE, gpu_machine, gpu_memory, gpu_cuda) if section in vars(part)
+    )
     found(env)
     return 0
 

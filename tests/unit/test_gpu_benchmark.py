@@ -39,10 +39,12 @@ def figures(gpu: Any, **values: str) -> list[Any]:
 
 def test_every_section_is_a_function_and_has_a_docstring(gpu: Any, cuda: Any) -> None:
     import gpu_machine
+    import gpu_memory
     import gpu_sections
 
     for section in gpu.SECTIONS:
-        found = [vars(part)[section] for part in (gpu_sections, gpu_machine, cuda) if section in vars(part)]
+        parts = gpu_sections, gpu_machine, gpu_memory, cuda
+        found = [vars(part)[section] for part in parts if section in vars(part)]
         assert found and found[0].__doc__, section
     alone = sum(each.limit_s for each in gpu.SECTIONS.values() if each.alone)
     assert set(gpu.SECTIONS) > gpu.MAY_BE_UNSEEN and alone < 600
