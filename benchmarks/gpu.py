@@ -1,7 +1,7 @@
 """
 What only a CUDA device can confirm; less than eight minutes.
 
-    python benchmarks/gpu.py --markdown [--only SECTION] [--played]
+    python benchmarks/gpu.py [memory] --markdown [--only SECTION] [--played]
 
 Each section is a process of its own and fails by itself; what it looks at stands at the top of its function.
 Those that measure time run alone, the others three at a time. What cannot be seen on this machine (Ray is not
@@ -187,11 +187,8 @@ def main() -> int:
 
         return gpu_sections.run(options.section, options.played)
     head = "a played device: nothing here is about a real one" if options.played else device()
-    chosen = (
-        options.only
-        or ABOUT.get(options.about)
-        or [name for name, each in SECTIONS.items() if each.played or not options.played]
-    )
+    every = [name for name, each in SECTIONS.items() if each.played or not options.played]
+    chosen = options.only or ABOUT.get(options.about, every)
     figures = run_all(chosen, options.played)
     where = machine().replace("commit unknown", f"commit {options.commit}")
     title = f"### {head}\n\n{where}; `python benchmarks/gpu.py --markdown`\n"

@@ -31,7 +31,8 @@ for step in range({steps}):
 HIDE = """
         if not kept:
             kept.append(ctypes.c_uint64())
-            assert ctypes.CDLL("libcuda.so.1").cuMemAlloc_v2(ctypes.byref(kept[0]), ctypes.c_size_t({bytes})) == 0
+            allocate = ctypes.CDLL("libcuda.so.1").cuMemAlloc_v2
+            assert allocate(ctypes.byref(kept[0]), ctypes.c_size_t({bytes})) == 0
 """
 
 
