@@ -16,6 +16,7 @@ from typing import Any
 from traceml_ray import text
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import missing_of
+from traceml_ray.out_of_memory import is_out_of_memory
 from traceml_ray.store.nodes import node_key
 from traceml_ray.store.rank_processes import RankProcess, generations, last_attempt
 
@@ -42,11 +43,6 @@ _FROM_PEERS = re.compile(
 )
 _SIGNAL = re.compile(r"Signal \d+ \(\w+\) received by PID \d+")
 """The message of torchrun for a rank that raised nothing."""
-_OUT_OF_MEMORY = re.compile(
-    r"outofmemoryerror|memoryerror|out of memory|cublas_status_alloc_failed"
-    r"|defaultcpuallocator: (can't|not enough)",
-    re.IGNORECASE,
-)
 _SILENT = frozenset({"ray", "v1"})
 """
 Sources of ranks for which an end without a final message is no death: a plain actor may be killed when its
@@ -123,7 +119,7 @@ class Death:
     def out_of_memory(self) -> bool:
         """Whether its exception is of memory that ran out, or the kernel killed it for that."""
         if self.message:
-            return bool(_OUT_OF_MEMORY.search(self.message))
+            return is_out_of_memory(self.message)
         return self.oom_kills > 0 and self.exit_code in (None, -signal.SIGKILL)
 
 
