@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import time
 from pathlib import Path
@@ -11,12 +12,37 @@ from pathlib import Path
 from traceml_ray import wire
 from traceml_ray.monitor.finish import LAUNCHER_S, REPORT_S, SILENT_S
 from traceml_ray.session import LIVE, Live, read_json
+from traceml_ray.store.bundles import bundles_of
 
 _STOPPED = -15
+DUMP_S = 15.0
+"""How long a bundle may take: some seconds for the stacks of the ranks."""
+_POLL_S = 0.1
 
 
 class ControlError(RuntimeError):
     """A live session that cannot be stopped; the message names it and the reason."""
+
+
+def dump(folder: Path, limit_s: float = DUMP_S) -> Path:
+    """
+    Have a bundle of the live session in `folder` made; return where it is.
+
+    Raises ControlError when it is not live, does not answer, or makes none in time.
+    """
+    live, asked = _live(folder), secrets.token_hex(8)
+    if ask_finish(Path(live.socket), wire.Request(wire.VERSION, asked)) is None:
+        raise ControlError(f"the relay of session {folder.name!r} does not answer at {live.socket}")
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        for bundle in reversed(bundles_of(folder)):
+            if any(cause.request == asked for cause in bundle.manifest.causes):
+                return bundle.path
+        time.sleep(_POLL_S)
+    raise ControlError(
+        f"session {folder.name!r} has made no bundle within {limit_s:g} s; `traceml-ray status` may say why "
+        "(one is made every 5 s at most)"
+    )
 
 
 def stop(folder: Path) -> None:
@@ -25,10 +51,7 @@ def stop(folder: Path) -> None:
 
     Raises ControlError when it is not live, or does not answer.
     """
-    try:
-        live = read_json(folder / LIVE, Live)
-    except (OSError, ValueError):
-        raise ControlError(f"session {folder.name!r} is not live: no usable {folder / LIVE}") from None
+    live = _live(folder)
     finished = ask_finish(Path(live.socket), wire.Finish(wire.VERSION, _STOPPED, force=True))
     if finished is None:
         raise ControlError(f"the relay of session {folder.name!r} does not answer at {live.socket}")
@@ -36,7 +59,16 @@ def stop(folder: Path) -> None:
         raise ControlError(f"session {folder.name!r} could not be written: {finished.detail}")
 
 
-def ask_finish(path: Path, message: wire.Finish, limit_s: float = LAUNCHER_S) -> wire.Finished | None:
+def _live(folder: Path) -> Live:
+    try:
+        return read_json(folder / LIVE, Live)
+    except (OSError, ValueError):
+        raise ControlError(f"session {folder.name!r} is not live: no usable {folder / LIVE}") from None
+
+
+def ask_finish(
+    path: Path, message: wire.Finish | wire.Request, limit_s: float = LAUNCHER_S
+) -> wire.Finished | None:
     """
     Send `message` to the relay at `path` and wait for the end that it asks for; None where there is none.
 

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable
 from contextlib import ContextDecorator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from traceml_ray.agent import bootstrap
+from traceml_ray.agent import bootstrap, ending
 from traceml_ray.agent.channel import Channel
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.agent.watched import watched
+from traceml_ray.errors import error_text
 from traceml_ray.identity import RankIdentity, resolve
+from traceml_ray.out_of_memory import is_out_of_memory
 from traceml_ray.ray.channels import channel_to_relay
 from traceml_ray.settings import Settings
 
@@ -202,6 +204,36 @@ class stage(_Block):  # noqa: N801
         spans, begun = self._open.pop()
         if begun is not None:
             spans.end(begun)
+
+
+class capture_oom:  # noqa: N801
+    """
+    Note where memory ran out: `with traceml_ray.capture_oom("optimizer step"): …`.
+
+    An error of memory inside, of the host or of a device (`torch.OutOfMemoryError`, `MemoryError`,
+    `CUBLAS_STATUS_ALLOC_FAILED`, that of the CPU allocator), is raised on as it is, and makes a bundle: the
+    last minutes of every rank. One that nothing catches makes one anyway; this is for those that are caught,
+    and says where. Any thread may use it.
+
+    Args:
+        where: a name for what is tried, cut to 64 characters.
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, calls: object) -> None:
+        agent = None if error is None else bootstrap.current()
+        if agent is None or error is None:
+            return
+        try:
+            if is_out_of_memory(error_text(error)):
+                agent.add_event(ending.out_of_memory(agent.recorder.open_stage(), error, str(self._where)))
+        except Exception as failure:
+            agent.instrumentation.failed("capture_oom", failure)
 
 
 def watch(iterable: Items) -> Items:

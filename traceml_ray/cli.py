@@ -113,6 +113,28 @@ def _say_refused(refused: Sequence[Any]) -> None:
         print(f"traceml-ray: {one_line(each)}", file=sys.stderr)
 
 
+def bundles(arguments: argparse.Namespace) -> int:
+    """List what was kept of a session's incidents: the last minutes of every rank."""
+    from traceml_ray.reports.manifest import render_bundles
+
+    folder, send = _stored(arguments)
+    print(render_bundles(query.ask_one(send, query.Bundles()), folder), end="")
+    return 0
+
+
+def dump(arguments: argparse.Namespace) -> int:
+    """Keep the last minutes of every rank of a live session, with the stacks of all ranks, as a bundle."""
+    import traceml_ray.launchers.control as control
+
+    folder = session.find(arguments.session, Settings.load(out=arguments.out).out)
+    try:
+        print(control.dump(folder))
+    except control.ControlError as error:
+        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def stop(arguments: argparse.Namespace) -> int:
     """End the relay and aggregator of a live session."""
     import traceml_ray.launchers.control as control
@@ -163,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(command=run)
     add_command(command.add_argument)
-    for subcommand in (report, status, dashboard, stop):
+    for subcommand in (report, status, dashboard, bundles, dump, stop):
         about = (subcommand.__doc__ or "").strip()
         name = subcommand.__name__
         command = commands.add_parser(name, help=about, description=about, epilog=parser.epilog)

@@ -37,6 +37,9 @@ def start(
     agent_buffer_bytes: int | None = None,
     relay_buffer_bytes: int | None = None,
     session_bytes: int | None = None,
+    bundles: int | None = None,
+    bundle_bytes: int | None = None,
+    bundle_minutes: float | None = None,
     idle_ttl: float | None = None,
     device_clock: str | None = None,
     debug: bool | None = None,
@@ -67,6 +70,10 @@ def start(
         relay_buffer_bytes: the same of a node, 1 MiB to 64 GiB. Default: 64 MiB.
         session_bytes: beyond this size of the session file its oldest rows become statistics, 1 MiB to
             16 TiB. Default: 1 GiB.
+        bundles: how many bundles (the last minutes of every rank, kept of an incident) there are at most, the
+            newest, 0 to 1000. Default: 10.
+        bundle_bytes: how large they may be together, 1 MiB to 16 TiB. Default: 512 MiB.
+        bundle_minutes: how much of each rank is in one, 0.1 to 60. Default: 5.
         idle_ttl: seconds without any message after which the session ends itself, 1 to 2592000 (30 days).
             Default: 600.
         device_clock: `1` takes the times of CUDA jobs from the device's own clock, `0` never does, `auto`

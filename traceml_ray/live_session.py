@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import time
 import warnings
 from pathlib import Path
@@ -29,7 +30,7 @@ from traceml_ray.ray.discovery import (
     relay_folder,
     relay_nodes,
 )
-from traceml_ray.results import LiveVerdict, NodeInfo, RankInfo, RunInfo, Status
+from traceml_ray.results import BundleInfo, LiveVerdict, NodeInfo, RankInfo, RunInfo, Status
 from traceml_ray.session import DATABASE, holder
 from traceml_ray.store import query
 from traceml_ray.summary_shape import Summary
@@ -37,6 +38,7 @@ from traceml_ray.summary_shape import Summary
 QUESTION_S = 20.0
 """How long a question may take to be answered."""
 _CHUNK = 4 << 20
+_POLL_S = 0.2
 _REPORTS = ("summary.json", "report.txt")
 
 
@@ -106,6 +108,24 @@ class Session:
     def memory(self, run: str | None = None) -> Memory:
         """Return which rank's memory grew first, and what else is to be said about it."""
         return self._ask(query.Memory(run))
+
+    def bundles(self) -> list[BundleInfo]:
+        """Return what was kept of incidents (a rank that died, a hang, …), the oldest first."""
+        return self._ask(query.Bundles())
+
+    def dump(self, timeout: float = 15.0) -> BundleInfo:
+        """
+        Have a bundle made of the last minutes of every rank, with their stacks; StartError where there is
+        none after `timeout` s, as when one was requested within the last 5 s.
+        """
+        asked, deadline = secrets.token_hex(8), time.monotonic() + timeout
+        self._ask(query.Dump(asked))
+        while time.monotonic() < deadline:
+            for bundle in reversed(self.bundles()):
+                if asked in bundle["requests"]:
+                    return bundle
+            time.sleep(_POLL_S)
+        raise StartError(f"session {self.id!r} has made no bundle within {timeout:g} s; see .status()")
 
     def status(self) -> Status:
         """Return how the session itself is doing: where each row is, exceptions swallowed, by place."""

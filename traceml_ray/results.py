@@ -45,6 +45,27 @@ class WholeLedger(Ledger):
     """Rows that are stored as statistics only."""
 
 
+class BundleInfo(TypedDict):
+    """What was kept of an incident."""
+
+    name: str
+    path: str
+    """Its folder, on the aggregator's node; `traceml-ray analyze` and `report` read it."""
+    reason: str
+    """oom, exception, killed, terminated, hang or request."""
+    time: str
+    """When it began (ISO 8601, UTC)."""
+    why: str
+    """A sentence: who, and why."""
+    run: str | None
+    rank: int | None
+    node: str | None
+    step: int | None
+    bytes: int
+    requests: list[str]
+    """Ids of the requests that it answers."""
+
+
 class NodeInfo(TypedDict):
     """A node of the cluster, for as long as it is in it: one that comes back is another node."""
 

@@ -47,6 +47,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     relay_buffer_bytes: int = 64 << 20
     session_bytes: int = 1 << 30
     """Beyond this size of the session file its oldest rows are kept as statistics."""
+    bundles: int = 10
+    """How many bundles of a session are kept, the newest; 0: none are made."""
+    bundle_bytes: int = 1 << 29
+    """How large all bundles of a session may be together."""
+    bundle_minutes: float = 5.0
+    """How much of each rank is in a bundle: what came so long before, 0.1 … 60."""
     idle_ttl: float = 600.0
     """Seconds without any message after which relay and aggregator end themselves."""
     device_clock: str = "auto"
@@ -135,6 +141,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "agent_buffer_bytes": (1 << 16, 1 << 30),
     "relay_buffer_bytes": (1 << 20, 1 << 36),
     "session_bytes": (1 << 20, 1 << 44),
+    "bundles": (0, 1000),
+    "bundle_bytes": (1 << 20, 1 << 44),
+    "bundle_minutes": (0.1, 60),
     "idle_ttl": (1, 30 * 86_400),
     "nice": (0, 19),
     "window_steps": (2, 10_000),

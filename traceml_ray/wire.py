@@ -84,7 +84,7 @@ class Event(Part, frozen=True):
     Something that happened once, for a person to read.
 
     `kind` is one of `attach`, `exception`, `exit`, `rank_lost`, `process_ended`, `stacks`,
-    `standing`, `flight_recorder`, `relay_start`, `xid`, `note`, …
+    `standing`, `flight_recorder`, `relay_start`, `xid`, `oom`, `bundle_request`, `note`, …
     """
 
     kind: str
@@ -159,6 +159,8 @@ class RankBatch(Message, tag="rank", frozen=True):
     Where each field of `memory` that can be known here comes from: torch, nvml, kernel or cgroup. Not in
     every batch; what it lacks is not known, and `missing` may say why.
     """
+    environment: Annotated[dict[str, str], FEW] = {}
+    """Versions and the configuration of torch's allocator, in the first batch."""
 
     def columns(self, skip: int = 0) -> Columns:
         """Return the columns of the rows without the first `skip`."""
@@ -312,6 +314,13 @@ class Finished(Message, tag="finished", frozen=True):
     def ok(self) -> bool:
         """Whether what was asked for is done."""
         return self.state in ("noted", "written")
+
+
+class Request(Message, tag="request", frozen=True):
+    """A person to the relay, over the rank socket: a bundle is wanted. The reply is Finished (noted)."""
+
+    request: Name
+    """Its id, which will be in the bundle's manifest."""
 
 
 class Run(Message, tag="run", frozen=True):

@@ -13,6 +13,7 @@ from traceml_ray.errors import error_text, sendable
 _CALLS = 30
 """Of a traceback, that are sent: the last ones."""
 _TRACEBACK_CHARS = 6000
+_WHERE_CHARS = 64
 
 
 def event(
@@ -24,6 +25,14 @@ def event(
         kind, data = "exception", {"type": type(error).__name__, "traceback": _traceback(error)}
         message = error_text(error)[:2000]
     return wire.Event(kind, time.time_ns(), opened.step, opened.stage, message, data)
+
+
+def out_of_memory(opened: wire.OpenStage, error: BaseException, where: str) -> wire.Event:
+    """Return event `oom`: memory ran out in `where`, and the script may go on."""
+    data: dict[str, wire.Value] = {"where": sendable(where)[:_WHERE_CHARS], "type": type(error).__name__}
+    data["traceback"] = _traceback(error)
+    message = error_text(error)[:2000]
+    return wire.Event("oom", time.time_ns(), opened.step, opened.stage, message, data)
 
 
 def _traceback(error: BaseException) -> str | None:

@@ -24,6 +24,7 @@ from traceml_ray import wire
 from traceml_ray.agent import stacks
 from traceml_ray.agent.channel import Channel
 from traceml_ray.agent.device_use import DeviceUse
+from traceml_ray.agent.environment import environment
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.mark_log import LOCK_S
 from traceml_ray.agent.memory_samples import MemorySampler
@@ -230,8 +231,9 @@ class RankAgent:
         spans, room = self._fitting(self._spans, room)
         memory, room = self._fitting(self._memory, room)
         sources, self._memory_from = self._memory_from, {}
+        about = {} if self._seq else self.guard("environment", environment) or {}
         more = {"events": events, "spans": spans, "memory": memory, "memory_from": sources}
-        return msgspec.structs.replace(batch, **more, errors=self._errors()), room
+        return msgspec.structs.replace(batch, **more, environment=about, errors=self._errors()), room
 
     def _errors(self) -> dict[str, int]:
         """

@@ -19,6 +19,7 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.errors import Errors
 from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor.attempts import Restarts
+from traceml_ray.monitor.bundling import Bundling
 from traceml_ray.monitor.ending import Endings
 from traceml_ray.monitor.finish import QUIET_S, failed
 from traceml_ray.monitor.live_memory import LiveMemory
@@ -80,19 +81,22 @@ class AggregatorCore:
             settings.thresholds, lambda run: SessionFile(self._writer.path, run=run), self.errors
         )
         self._memory = LiveMemory(self._writer.lock, lambda: ticks() / 1e9)
+        self._bundling = Bundling(settings, self._writer, self.errors, clock, ticks, self.commit)
         self._judge = LiveJudge(
-            self._writer, self._recent, self._steps, self._memory, settings, clock, self.errors
-        )
+            self._writer, self._recent, self._steps, self._memory, settings, clock, self.errors,
+            self._bundling,
+        )  # fmt: skip
         self._refused: dict[str, int] = {}
         processes = self._writer.processes.values()
         self._groups, self._restarts = Groups(processes), Restarts(processes)
         self._answers = LiveAnswers(
             settings.thresholds, self._writer, self._judge, self._steps, self.errors,
-            flush=flush, commit=self.commit, used=self._be_busy,
+            flush=flush, commit=self.commit, used=self._be_busy, request=self._bundling.requested,
         )  # fmt: skip
         self.endings = Endings(
-            self.folder, settings, self._writer, self.errors, clock, ticks, self._resize_groups, self._let_go
-        )
+            self.folder, settings, self._writer, self.errors, self._bundling, clock, ticks,
+            self._resize_groups, self._let_go,
+        )  # fmt: skip
         self._tick_s = wire.TICK_S
         self._rows_at: dict[str, int] = {}
         """When ranks of a node reported last, in `ticks`; only of those that still do."""
@@ -173,12 +177,13 @@ class AggregatorCore:
         return self.many_nodes and 0 < len(self._rows_at) <= len(self._reported)
 
     def judge(self) -> None:
-        """Judge the last steps of every run that goes on; store a verdict when it changed."""
+        """Judge the last steps of every run that goes on, and write the bundle that is due."""
         self._reported.clear()
         try:
             self._judge.judge()
         except Exception as error:
             self.errors.swallow("judge", error)
+        self._bundling.write_due()
 
     def end(self, data: bytes) -> bytes:
         """Take an encoded `Finish` of a node, or `Run`; return an encoded `Finished`. May be called again."""
@@ -337,6 +342,7 @@ class AggregatorCore:
     def _add_event(self, event: wire.Event, process: RankProcess | None, node_id: str | None) -> None:
         if event.kind != "standing":  # of use for the judge only
             self._writer.add_event(event, process, node_id)
+        self._bundling.take(event, process)
         if process is not None:
             self._judge.note({"process": process.id, **msgspec.structs.asdict(event)})
 

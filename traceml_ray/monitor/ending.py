@@ -12,13 +12,16 @@ import msgspec
 
 from traceml_ray import wire
 from traceml_ray.errors import Errors, error_text
+from traceml_ray.monitor.bundling import Bundling
 from traceml_ray.monitor.finish import QUIET_S, End
 from traceml_ray.reports.files import write_reports
+from traceml_ray.reports.run_facts import RunFacts
 from traceml_ray.reports.summary import summarize
 from traceml_ray.session import SessionFolder
 from traceml_ray.settings import Settings
 from traceml_ray.store.rank_processes import RankProcess, last_attempt
 from traceml_ray.store.runs import MAX_RUNS, by_run, newest, note
+from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
 
 _STOPPED = {-2, -15, 130, 143}
@@ -36,6 +39,7 @@ class Endings:
         settings: of the session.
         writer: of the session file.
         errors: the aggregator's, by place.
+        bundling: takes how it ended, and writes what bundle is left.
         clock: wall clock in ns.
         ticks: monotonic ns.
         prepare: called with the writer's lock before an account is settled.
@@ -46,6 +50,7 @@ class Endings:
     settings: Settings
     writer: SessionWriter
     errors: Errors
+    bundling: Bundling
     clock: Callable[[], int]
     ticks: Callable[[], int]
     prepare: Callable[[], None]
@@ -56,6 +61,8 @@ class Endings:
         """Events of runs that are stored: (run, kind, time, message)."""
         self._writing = threading.RLock()
         self._session = self._new_end()
+        self._forced = False
+        """Only the monitor was ended, by a person."""
         self._runs: dict[str, tuple[End, str]] = {}
         """By run: its end, and its status then."""
         before = self.writer.meta.get("ending", {})  # of an aggregator that was restarted
@@ -159,6 +166,7 @@ class Endings:
     def _note(self, message: wire.Finish) -> None:
         for failure in message.failures:
             self._fail(failure)
+        self._forced |= message.force
         meta = self.writer.meta
         self._nodes = max(self._nodes, message.nodes)
         self.writer.set_meta(left={**meta.get("left", {}), message.node_id: message.exit_code})
@@ -177,6 +185,7 @@ class Endings:
             self.writer.set_meta(status=status, exit_code=code, ended_at=ended, errors=dict(self.errors))
             came = self._rows()
         self.writer.commit()
+        self._bundle(end, None, 0 if self._forced else code)
         self._report(end)
         with self.writer.lock:
             self.writer.set_meta(ending={"nodes": self._nodes, "missing": missing})
@@ -196,6 +205,7 @@ class Endings:
             self._settle_account(runs.get(run, []))
             latest = newest(self.writer.processes.values(), self.writer.meta)
         self.writer.commit()
+        self._bundle(end, run)
         summary = self._report(end)
         if run != latest:
             with self.writer.reader() as reader:
@@ -204,6 +214,22 @@ class Endings:
             self._set_run(run, {"label": summary["verdict"]["label"]})
         self.writer.commit()
         end.written = missing
+
+    def _bundle(self, end: End, run: str | None, exit_code: int = 0) -> None:
+        """Write the bundle of what ended the session, or `run`."""
+        end.reporting = True
+        try:
+            with SessionFile(self.writer.path, run=run) as reader:
+                facts = RunFacts(reader, self.settings.thresholds)
+                found = facts.deaths() if facts.fact("status") == "failed" else []
+            with self.writer.lock:
+                self.bundling.died(facts.run.get("id"), found)
+                self.bundling.stopped(exit_code)
+            self.bundling.write_due(at_end=True)
+        except Exception as error:
+            self.errors.note("bundle", error)
+        finally:
+            end.reporting = False
 
     def _report(self, end: End) -> dict[str, Any]:
         """Write the reports; `reporting` while they are made, and not while the disk has to take them."""

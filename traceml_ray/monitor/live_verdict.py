@@ -21,7 +21,9 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.errors import Errors
+from traceml_ray.monitor.bundling import Bundling
 from traceml_ray.monitor.hang_watch import HangWatch
+from traceml_ray.monitor.incidents import asked_for_bundle
 from traceml_ray.monitor.kept_judging import KeptJudging
 from traceml_ray.monitor.live_memory import LiveMemory, Ranks
 from traceml_ray.monitor.live_steps import LiveSteps
@@ -64,6 +66,7 @@ class LiveJudge:
         settings: of the session.
         clock: wall clock in ns.
         errors: where a run that cannot be judged is counted.
+        bundling: takes deaths and hangs.
     """
 
     writer: SessionWriter
@@ -73,6 +76,7 @@ class LiveJudge:
     settings: Settings
     clock: Callable[[], int]
     errors: Errors
+    bundling: Bundling
 
     def __post_init__(self) -> None:
         self.commands: list[wire.Command] = []
@@ -116,7 +120,7 @@ class LiveJudge:
             self._fatal_seen[event["process"], event["kind"]] += 1
             if self._fatal_seen[event["process"], event["kind"]] <= MAX_FATAL:
                 self._fatal.append(event)
-        elif event["kind"] in ("stacks", "standing"):
+        elif event["kind"] in ("stacks", "standing") and not asked_for_bundle(event):
             self._hang_watch.note(event)
 
     def _forget_deaths(self, known: _Known) -> None:
@@ -176,7 +180,8 @@ class LiveJudge:
                 self._judge(run, known)
             except Exception as error:
                 self.errors.swallow("judge", error)
-        self.commands = self._hang_watch.commands()
+        with self.writer.lock:
+            self.commands = self._hang_watch.commands() + self.bundling.incidents.commands()
         verdicts = {run: state.verdict for run in known.runs if (state := self._runs.get(run)) is not None}
         self.brief = {run: _brief(verdict) for run, verdict in verdicts.items() if verdict is not None}
         while len(self._runs) > 4 * MAX_LIVE:
@@ -209,10 +214,14 @@ class LiveJudge:
                 world,
             )
             self._keep(run, state.evidence.add(dead, ranks, labels))
+            with self.writer.lock:
+                self.bundling.died(run, found)
             return
         hang = self._hang_watch.check(run, processes, ranks, labels)
         if hang is not None:
             self._keep(run, state.evidence.add(hang, ranks, labels))
+            with self.writer.lock:
+                self.bundling.hung(run, hang)
         if not live or seen == state.judged or (hang is not None and hang.lasted_s is None):
             return
         state.judged = seen

@@ -34,6 +34,7 @@ class LiveAnswers(Answers):
         flush: has the relays hand over what they hold, before a summary or a snapshot.
         commit: writes what is pending.
         used: called for questions that do not come from an open page.
+        request: asks for a bundle, by an id; with the writer's lock.
     """
 
     def __init__(
@@ -47,11 +48,14 @@ class LiveAnswers(Answers):
         flush: Callable[[], object],
         commit: Callable[[], bool],
         used: Callable[[], None],
+        request: Callable[[str], None],
     ) -> None:
         super().__init__(writer.path.parent, limits, errors)
         self.snapshots = Snapshots(writer.path.parent)
         self._writer, self._judge, self._live = writer, judge, steps
         self._flush, self._commit, self._used = flush, commit, used
+        self._request = request
+        self._by_kind[query.Dump] = self._dump
         self._by_kind[query.Snapshot] = self._snapshot
         self._by_kind[query.ReadFile] = lambda asked: self.snapshots.read(asked.name, asked.offset, asked.n)
         self._by_kind[query.Discard] = lambda asked: self.snapshots.remove(asked.name)
@@ -84,6 +88,10 @@ class LiveAnswers(Answers):
         else:
             with self._live.lock:
                 yield live
+
+    def _dump(self, asked: query.Dump) -> None:
+        with self._writer.lock:
+            self._request(asked.id)
 
     def _snapshot(self, _: query.Snapshot) -> str:
         """Copy the session file as it stands, with everything that has come; the reports are of the same."""

@@ -211,6 +211,12 @@ class RelayCore:
             if wire.tag_of(data) == "finish":
                 self._begin_end(peer, wire.decode(data, wire.Finish))
                 return
+            if wire.tag_of(data) == "request":
+                asked = wire.decode(data, wire.Request).request
+                about: dict[str, wire.Value] = {"request": asked}
+                self._add_events([wire.Event("bundle_request", time.time_ns(), data=about)])
+                peer.send(wire.encode(wire.Finished(wire.VERSION, "noted")))
+                return
         except wire.WireError as error:
             self._errors.note("packet", error, f"pid {peer.pid}")
             return

@@ -15,6 +15,7 @@ from traceml_ray.analysis import step_numbers
 from traceml_ray.analysis.kept_steps import ALL, Between
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors, error_text
+from traceml_ray.reports.manifest import bundle_infos
 from traceml_ray.reports.memory import memory_of
 from traceml_ray.reports.one_step import step_of
 from traceml_ray.reports.run_facts import RunFacts, deaths_of
@@ -60,6 +61,7 @@ class Answers:
             query.Verdict: self._verdict,
             query.Summary: self._summary,
             query.Deaths: self._deaths,
+            query.Bundles: lambda _: bundle_infos(self.folder),
             **dict.fromkeys(_OF_STEPS, self._steps),
             **dict.fromkeys(_OF_FILE, self._read),
         }

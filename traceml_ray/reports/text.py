@@ -12,10 +12,13 @@ from traceml_ray.analysis.labels import LABELS, Meaning
 from traceml_ray.reports.headlines import brief, lost, named
 from traceml_ray.reports.layout import LABEL, WIDTH, Columns, facts, page, shortened, table
 from traceml_ray.reports.memory import memory_lines
+from traceml_ray.store.bundles import FOLDER as BUNDLES
+from traceml_ray.store.bundles import names_of
 
 _MAX_RANKS = 32
 _MAX_LINES = 20
 _MAX_STACKS = 4
+_MAX_BUNDLES = 3
 _MAX_STACK_LINES = 100
 _WORTH = 0.03
 
@@ -55,8 +58,15 @@ def _title(summary: dict[str, Any]) -> list[str]:
         status += f" (exit code {session['exit_code']})"
     about = [status, session["launcher"], size, session["strategy"], _duration(session)]
     title = f"traceml-ray · session {session['id']}"
-    lines = [title, "=" * len(title), shortened(" · ".join(filter(None, about)))]
-    return lines + _run_of(summary["runs"], summary["run"])
+    verdict = summary["verdict"]
+    # Who and why comes before anything else where a run has failed.
+    failed = [shortened(f"{named(verdict)}: {verdict['exit_reason'] or verdict['why']}")]
+    lines = [title, "=" * len(title), *failed * (_meaning(verdict).kind == "failure")]
+    return [
+        *lines,
+        shortened(" · ".join(filter(None, about))),
+        *_run_of(summary["runs"], summary["run"]),
+    ]
 
 
 def _run_of(runs: Sequence[dict[str, Any]], chosen: str | None) -> list[str]:
@@ -364,7 +374,11 @@ def _overhead(overhead: dict[str, Any]) -> list[str]:
 
 def _files(folder: Path) -> list[str]:
     # Not through rich: a path is copied, so it is never wrapped.
-    return [f"{'Files':{LABEL}}{folder}", f"{'':{LABEL}}session.sqlite · summary.json · report.txt"]
+    lines = [f"{'Files':{LABEL}}{folder}", f"{'':{LABEL}}session.sqlite · summary.json · report.txt"]
+    bundles = names_of(folder)
+    if len(bundles) > _MAX_BUNDLES:
+        lines.append(f"{'':{LABEL}}{len(bundles)} bundles of incidents, the newest are:")
+    return lines + [f"{'':{LABEL}}{BUNDLES}/{name}" for name in bundles[-_MAX_BUNDLES:]]
 
 
 def _figure(value: float | None) -> str:

@@ -5,8 +5,9 @@ A question is a `Request` struct, declared with the type of its answer. `ask` en
 carry them to whoever answers (`reports.answers.Answers`: in the aggregator of a session that runs, or over a
 session's file), and decodes each answer as the type of its request. An array is its bytes, kind and shape.
 
-`Snapshot`, `ReadFile` and `Discard` are commands: only a session that runs takes them. What is asked of its
-aggregator as an actor (who it is, to look for nodes without a relay, to end) are calls of `ray.aggregator`.
+`Dump`, `Snapshot`, `ReadFile` and `Discard` are commands: only a session that runs takes them. What is asked
+of its aggregator as an actor (who it is, to look for nodes without a relay, to end) are calls of
+`ray.aggregator`.
 """
 
 from __future__ import annotations
@@ -219,6 +220,16 @@ class Spans(OfRun[list[step_shapes.SpanTimes]], frozen=True):
     rank: Int64 = 0
     first: Int64 = 0
     last: Int64 = 0
+
+
+class Bundles(Request[list[results.BundleInfo]], frozen=True):
+    """What was kept of incidents, the oldest first."""
+
+
+class Dump(Request[None], frozen=True):
+    """Make a bundle, with the stacks of all ranks; `id` will be in it."""
+
+    id: wire.Name
 
 
 class Snapshot(Request[str], frozen=True):

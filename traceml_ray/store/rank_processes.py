@@ -61,6 +61,8 @@ class RankProcess:
     errors: dict[str, int] = field(default_factory=dict)
     memory_from: dict[str, str] = field(default_factory=dict)
     """Where each field of its samples of memory comes from, see `wire.RankBatch`."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Versions and settings that it runs with."""
     marks_ns: int | None = None
     agent_cpu_ns: int | None = None
     agent_wall_ns: int | None = None
@@ -149,10 +151,12 @@ class RankProcess:
             changed, self.errors = True, batch.errors
         if batch.memory_from and batch.memory_from != self.memory_from:
             changed, self.memory_from = True, batch.memory_from
+        if batch.environment and batch.environment != self.environment:
+            changed, self.environment = True, batch.environment
         return changed
 
 
-_JSON = ("dropped_by_relay", "missing", "errors", "memory_from")
+_JSON = ("dropped_by_relay", "missing", "errors", "memory_from", "environment")
 _PLAIN = tuple(f.name for f in fields(RankProcess) if f.name not in ("identity", *_JSON))
 COLUMNS = (*_PLAIN, *_JSON, *_IDENTITY)
 """Columns of table `rank_process`, in order."""

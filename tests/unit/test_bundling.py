@@ -1,0 +1,219 @@
+"""What makes a bundle, what is in it, and how many are kept; on a fake clock, with the aggregator's core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from played import Played
+from sessions import SECOND, ask
+
+from traceml_ray import wire
+from traceml_ray.monitor.finish import OTHERS_S
+from traceml_ray.reports.answers import Answers
+from traceml_ray.store import query
+from traceml_ray.store.bundles import Bundle, bundles_of, making, names_of, new_name, prune
+from traceml_ray.store.session_file import SessionFile
+
+WORLD = 4
+OOM = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+@pytest.fixture
+def played(tmp_path: Path) -> Iterator[Played]:
+    made = Played(tmp_path / "demo", WORLD, late=None)
+    yield made
+    made.aggregator.close()
+
+
+def raised(t_ns: int, message: str = OOM, kind: str = "exception", **data: Any) -> wire.Event:
+    about = {"type": message.partition(":")[0], "traceback": f"Traceback: x\n{message}", **data}
+    return wire.Event(kind, t_ns, 7, 3, message, about)
+
+
+def send(played: Played, rank: int, *events: wire.Event, **fields: Any) -> None:
+    """One batch of one rank, and a judgement."""
+    relay = played.relays[0]
+    batch = played.ranks[rank].batch(0, events=list(events), **fields)
+    assert played.aggregator.ingest(relay.message(batch))
+    played.aggregator.judge()
+
+
+def settled(played: Played, seconds: int = 3) -> list[Bundle]:
+    for _ in range(seconds):
+        played.play(5)
+    return bundles_of(played.folder)
+
+
+def finish(played: Played, code: int = 0, **fields: Any) -> None:
+    message = wire.encode(wire.Finish(wire.VERSION, code, node_id="", **fields))
+    played.aggregator.end(message)
+    played.clock.tick(OTHERS_S + 1)
+    played.aggregator.endings.write_due()
+
+
+def test_caught_error_of_memory_makes_a_bundle_with_the_last_minutes_of_every_rank(played: Played) -> None:
+    for _ in range(8):
+        played.play(5, environment={"torch": "2.13.0"})
+    send(played, 2, raised(played.clock.now, kind="oom", where="step 7"))
+    (bundle,) = settled(played)
+    found = bundle.manifest
+    assert bundle.path.name.endswith("-oom") and bundle.path.parent.name == "bundles"
+    assert (found.reason, found.rank, found.node, found.step) == ("oom", 2, "host-0", 7)
+    assert found.why.startswith("memory ran out on rank 2 in step 7: OutOfMemoryError")
+    assert found.exception == OOM and found.traceback and found.traceback.endswith(OOM)
+    assert found.environment == [{"ranks": [0, 1, 2, 3], "values": {"torch": "2.13.0"}}]
+    assert [(of["ranks"], of["values"]["rss_bytes"]) for of in found.memory_from] == [([*range(4)], "kernel")]
+    assert [*found.ranks] == ["0", "1", "2", "3"] and not found.deaths and not found.silent_ranks
+    with SessionFile(bundle.path / "session.sqlite") as file:
+        rows, _ = file.rows()
+        assert {of.rank: len(of.keys) for of in rows} == dict.fromkeys(range(WORLD), 50)
+        assert {event["kind"] for event in file.events()[0]} >= {"oom"}
+    assert sum(found.files.values()) < bundle.size
+
+
+def test_bundle_is_read_as_a_session_is(played: Played) -> None:
+    played.play(20)
+    send(played, 1, raised(played.clock.now, kind="oom"))
+    (bundle,) = settled(played)
+    answers = Answers(bundle.path, played.aggregator.settings.thresholds)
+    assert query.ask_one(answers.reply, query.Summary())["steps"]["count"] == 30
+    answers.close()
+
+
+def test_bundle_has_the_minutes_before_each_ranks_own_end_and_no_more(tmp_path: Path) -> None:
+    played = Played(tmp_path / "demo", WORLD, late=None)
+    settings = msgspec.structs.replace(played.aggregator.settings, bundle_minutes=0.1)
+    played.aggregator._bundling.settings = settings
+    for second in range(30):
+        sample = wire.ProcessSample(played.clock.now, 1.0, 1 << 20, 1, 0, 0)
+        played.play(2, process=sample, silent=(3,) if second >= 10 else ())
+    played.aggregator._bundling.requested("r")
+    played.clock.tick(3)
+    played.aggregator.judge()
+    (bundle,) = bundles_of(played.folder)
+    with SessionFile(bundle.path / "session.sqlite") as file:
+        times = [sample.t_ns for _, sample in file.process_samples([1], 1000)]
+        ended = [sample.t_ns for _, sample in file.process_samples([4], 1000)]
+        rows, _ = file.rows()
+    assert max(times) - min(times) == max(ended) - min(ended) == 6 * SECOND
+    assert max(ended) < min(times)
+    assert {of.rank: len(of.keys) for of in rows}[3] >= 12
+    played.aggregator.close()
+
+
+def test_peers_that_die_after_a_rank_are_in_its_bundle(played: Played) -> None:
+    played.play(20)
+    send(played, 1, raised(played.clock.now, "RuntimeError: boom"), final=True)
+    (bundle,) = settled(played)
+    assert (bundle.manifest.reason, bundle.manifest.rank) == ("exception", 1)
+    played.clock.tick(10)
+    for rank in (0, 2, 3):
+        send(played, rank, raised(played.clock.now, "DistBackendError: connection closed"), final=True)
+    played.clock.tick(60)
+    played.aggregator.judge()
+    (bundle,) = bundles_of(played.folder)
+    found = bundle.manifest
+    assert (found.reason, found.rank, found.why.partition(" ended")[0]) == ("exception", 1, "rank 1 (host-0)")
+    assert sorted(death["rank"] for death in found.deaths) == [0, 1, 2, 3]
+    assert found.deaths[0]["first"] and "boom" in (found.exception or "")
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "reason"),
+    [
+        (-9, "", "killed"),
+        (1, "OSError: x", "exception"),
+        (1, "MemoryError: ", "oom"),
+        (3, "", "exception"),
+    ],
+)
+def test_failure_that_the_launcher_reports_makes_a_bundle_at_the_end(
+    played: Played, code: int, message: str, reason: str
+) -> None:
+    played.play(20)
+    who = played.ranks[2].identity
+    failure = wire.RankFailure(2, 2, who.pid, code, played.clock.now, message)
+    finish(played, 1, failures=[failure])
+    (bundle,) = bundles_of(played.folder)
+    assert (bundle.manifest.reason, bundle.manifest.rank) == (reason, 2)
+    assert bundle.manifest.ranks["2"]["exit_code"] == code
+    assert bundle.path.name in (played.folder / "report.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("code", "fields", "made"),
+    [(0, {}, 0), (-15, {}, 1), (143, {}, 1), (-15, {"force": True}, 0), (-2, {}, 0)],
+    ids=["finished", "SIGTERM", "SIGTERM of a command", "stop of the monitor", "Ctrl-C"],
+)
+def test_only_a_job_that_is_terminated_makes_a_bundle_of_its_end(
+    played: Played, code: int, fields: dict[str, Any], made: int
+) -> None:
+    played.play(20)
+    finish(played, code, **fields)
+    assert [bundle.manifest.reason for bundle in bundles_of(played.folder)] == ["terminated"] * made
+
+
+def test_request_makes_a_bundle_with_the_stacks_of_all_ranks(played: Played) -> None:
+    played.play(20)
+    ask(played.aggregator, "dump", id="abc")
+    played.aggregator.judge()
+    reply = wire.decode(played.aggregator.ingest(played.relays[0].message()), wire.RelayReply)
+    (command,) = reply.commands
+    assert command.name == "dump"
+    for rank in range(WORLD):
+        text = f"thread main:\n  train.py:{rank} in step"
+        event = wire.Event("stacks", played.clock.now, message=text, data={"dump": command.args["id"]})
+        send(played, rank, event)
+    (bundle,) = settled(played)
+    assert bundle.manifest.reason == "request" and bundle.manifest.causes[0].request == "abc"
+    stacks = (bundle.path / "stacks.txt").read_text()
+    assert [f"train.py:{rank} in step" in stacks for rank in range(WORLD)] == [True] * WORLD
+    assert ask(played.aggregator, "bundles")[0]["requests"] == ["abc"]
+
+
+def test_what_comes_again_and_again_makes_few_bundles(played: Played) -> None:
+    """A script that retries: memory runs out every two seconds for twenty minutes."""
+    for _ in range(600):
+        played.clock.tick(2)
+        send(played, 0, raised(played.clock.now, kind="oom"))
+    assert len(bundles_of(played.folder)) == 5
+    assert played.aggregator.errors["no bundle, too soon after the last: oom"] > 400
+
+
+def test_oldest_bundles_go_first(tmp_path: Path) -> None:
+    made = []
+    for at in range(6):
+        made.append(new_name(tmp_path, (at + 1) * SECOND, "oom"))
+        with making(tmp_path, made[-1]) as here:
+            (here / "x").write_bytes(bytes(100))
+    assert prune(tmp_path, 4, 1 << 20) == made[:2]
+    assert prune(tmp_path, 4, 250) == made[2:4]
+    assert names_of(tmp_path) == made[4:]
+
+
+def test_bundle_that_fails_half_way_is_never_seen(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), making(tmp_path, "20260101T000000-oom") as here:
+        (here / "session.sqlite").write_bytes(b"x")
+        assert names_of(tmp_path) == []
+        raise RuntimeError
+    assert [*(tmp_path / "bundles").iterdir()] == []
+
+
+@pytest.mark.parametrize("how", ["file in the way", "no bundles"])
+def test_bundle_that_cannot_be_written_is_counted_and_changes_nothing(played: Played, how: str) -> None:
+    if how == "no bundles":
+        settings = msgspec.structs.replace(played.aggregator.settings, bundles=0)
+        played.aggregator._bundling.settings = settings
+    else:
+        (played.folder / "bundles").write_text("")
+    played.play(20)
+    send(played, 1, raised(played.clock.now, kind="oom"))
+    assert settled(played) == []
+    finish(played)
+    assert ask(played.aggregator, "status")["status"] == "finished"
+    errors = {name: n for name, n in played.aggregator.errors.items() if n}
+    assert errors == ({} if how == "no bundles" else {"bundle: FileExistsError": 1})

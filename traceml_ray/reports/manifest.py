@@ -1,0 +1,150 @@
+"""Says who, when and why of an incident: `manifest.json` of its bundle, and the stacks in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from traceml_ray import __version__, text
+from traceml_ray.analysis.window import missing_of
+from traceml_ray.reports.deaths import Death, culprits, headline
+from traceml_ray.reports.layout import Columns, page, table
+from traceml_ray.reports.run_facts import RunFacts, deaths_of, moment, ranks_block
+from traceml_ray.results import BundleInfo
+from traceml_ray.store.bundles import FOLDER, Cause, Manifest, Reason, bundles_of
+from traceml_ray.store.rank_processes import RankProcess
+
+_STACKS_NS = 60_000_000_000
+"""Stacks that are so much older than the first cause are not of the incident: a hang is known late."""
+_ORDER: tuple[Reason, ...] = ("hang", "oom", "exception", "killed", "terminated", "request")
+"""Where no rank died, the first of these is the reason."""
+
+
+def reason_of(death: Death) -> Reason:
+    """Return how a rank died as the reason of a bundle."""
+    if death.out_of_memory:
+        return "oom"
+    return "exception" if death.message or (death.exit_code or -1) > 0 else "killed"
+
+
+def manifest_of(
+    facts: RunFacts, causes: Sequence[Cause], session: str, settings: Mapping[str, str]
+) -> Manifest:
+    """
+    Return the manifest of an incident with those `causes`, one or more, as far as it is known now.
+
+    Args:
+        facts: of the run that they are of.
+        causes: in order of arrival.
+        session: its name.
+        settings: of the session, that are not as by default.
+    """
+    found = facts.deaths() if any(cause.fatal for cause in causes) else []
+    head = _of_death(facts, found) if found else _of_cause(facts, causes)
+    t_ns = min(cause.t_ns for cause in causes)
+    return Manifest(
+        session=session,
+        run=facts.run.get("id"),
+        time=cast("str", moment(t_ns)),
+        t_ns=t_ns,
+        causes=list(causes),
+        deaths=[cast("dict[str, Any]", death) for death in deaths_of(facts)] if found else [],
+        ranks=ranks_block(facts, found),
+        silent_ranks=missing_of(facts.world_size, facts.ranks),
+        environment=_alike(facts, lambda process: process.environment),
+        memory_from=_alike(facts, lambda process: process.memory_from),
+        settings=dict(settings),
+        traceml_ray=__version__,
+        files={},
+        **head,
+    )
+
+
+def _of_death(facts: RunFacts, found: list[Death]) -> dict[str, Any]:
+    """Return what names the first death."""
+    death = culprits(found)[0]
+    why = headline(found, lambda one: facts.node_of(one.rank), facts.ranks, facts.world_size).why
+    return {
+        "reason": reason_of(death),
+        "why": why,
+        "rank": death.rank,
+        "node": facts.node_of(death.rank),
+        "step": death.last_step,
+        "stage": death.stage,
+        "exception": death.message or None,
+        "traceback": death.traceback,
+    }
+
+
+def _of_cause(facts: RunFacts, causes: Sequence[Cause]) -> dict[str, Any]:
+    """Return what names the cause that counts most."""
+    cause = min(causes, key=lambda cause: _ORDER.index(cause.reason))
+    return {
+        "reason": cause.reason,
+        "why": cause.why,
+        "rank": cause.rank,
+        "node": None if cause.rank is None else facts.node_of(cause.rank),
+        "step": cause.step,
+        "stage": cause.stage,
+        "exception": cause.error,
+        "traceback": cause.traceback,
+    }
+
+
+def _alike(facts: RunFacts, of: Callable[[RankProcess], Mapping[str, str]]) -> list[dict[str, Any]]:
+    """Return what processes say by name, with the ranks that say the same."""
+    found: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for rank, process in facts.ranks.items():
+        if values := of(process):
+            found.setdefault(tuple(sorted(values.items())), []).append(rank)
+    return [{"ranks": ranks, "values": dict(values)} for values, ranks in found.items()]
+
+
+def stacks_of(facts: RunFacts, t_ns: int) -> str:
+    """Return the newest stacks of each rank since shortly before `t_ns`, as text; "" where there are none."""
+    newest: dict[int, dict[str, Any]] = {}
+    for event in facts.events:
+        if event["kind"] == "stacks" and event["t_ns"] > t_ns - _STACKS_NS and event["rank"] is not None:
+            newest[event["rank"]] = event
+    parts = []
+    for rank, event in sorted(newest.items()):
+        where = facts.node_of(rank)
+        title = f"rank {rank}{f' ({where})' if where else ''}, {moment(event['t_ns'])}"
+        state = event["data"].get("state")
+        parts.append("\n".join([title, "=" * len(title), *[f"{state}"] * bool(state), event["message"]]))
+    return "\n\n".join(parts) + "\n" if parts else ""
+
+
+def bundle_infos(folder: Path) -> list[BundleInfo]:
+    """Return what is to be said of the bundles in a session folder, the oldest first."""
+    return [
+        {
+            "name": each.path.name,
+            "path": str(each.path),
+            "bytes": each.size,
+            "requests": [cause.request for cause in each.manifest.causes if cause.request is not None],
+            "reason": each.manifest.reason,
+            "time": each.manifest.time,
+            "why": each.manifest.why,
+            "run": each.manifest.run,
+            "rank": each.manifest.rank,
+            "node": each.manifest.node,
+            "step": each.manifest.step,
+        }
+        for each in bundles_of(folder)
+    ]
+
+
+def render_bundles(bundles: Sequence[BundleInfo], folder: Path) -> str:
+    """Return the list of bundles as text."""
+    columns: Columns = {
+        "began (UTC)": lambda one: text.date(one["time"]),
+        "reason": lambda one: one["reason"],
+        "why": lambda one: one["why"],
+        ">size": lambda one: text.size(one["bytes"]),
+        "folder": lambda one: one["name"],
+    }
+    if not bundles:
+        return f"no bundles in {folder / FOLDER}\n"
+    return page([table("Bundles, the oldest first", columns, bundles), [f"in {folder / FOLDER}"]])

@@ -1,0 +1,181 @@
+"""
+Bundles, `<session folder>/bundles/<UTC time>-<reason>/`: what is kept of an incident.
+
+`session.sqlite` in it has the last minutes of every rank (`store.excerpt`) and is read as any session is;
+`manifest.json` says who, when and why. A bundle appears by one rename, so whoever sees it sees it whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from traceml_ray.session import read_json
+
+FOLDER = "bundles"
+MANIFEST = "manifest.json"
+SCHEMA = "traceml_ray/bundle/1"
+_UNFINISHED = ".unfinished-"
+Reason = Literal["oom", "exception", "killed", "terminated", "hang", "request"]
+REASONS: tuple[Reason, ...] = get_args(Reason)
+
+
+class Cause(msgspec.Struct, frozen=True):
+    """What made a bundle, or came within the same incident."""
+
+    reason: Reason
+    t_ns: int
+    why: str
+    """A sentence."""
+    run: str | None = None
+    rank: int | None = None
+    step: int | None = None
+    stage: str | None = None
+    where: str | None = None
+    """The name that `capture_oom` was given."""
+    error: str | None = None
+    """Its exception, as `Type: text`,"""
+    traceback: str | None = None
+    """and the last calls of it."""
+    fatal: bool = False
+    """A rank died of it."""
+    request: str | None = None
+    """Id of the request."""
+
+
+class Manifest(msgspec.Struct, kw_only=True):
+    """What `manifest.json` holds. None is not known."""
+
+    schema: str = SCHEMA
+    session: str
+    run: str | None
+    reason: Reason
+    time: str
+    """Of the first cause, ISO 8601 in UTC."""
+    t_ns: int
+    why: str
+    """A sentence: who, and why."""
+    rank: int | None
+    """The rank that is named first."""
+    node: str | None
+    step: int | None
+    stage: str | None
+    exception: str | None
+    """Of that rank, as `Type: text`,"""
+    traceback: str | None
+    """and the last calls of it."""
+    causes: list[Cause]
+    """All that happened, in order of arrival."""
+    deaths: list[dict[str, Any]]
+    """As of `Session.deaths`: the ranks of the run that died, the first cause first."""
+    ranks: dict[str, Any]
+    """Each rank of the run, as in `ranks` of the summary."""
+    silent_ranks: list[int]
+    """Ranks that never reported."""
+    environment: list[dict[str, Any]]
+    """Versions and the allocator's configuration: `ranks` with the same, and `values` by name."""
+    memory_from: list[dict[str, Any]]
+    """Where samples of memory come from: `ranks` with the same, and `values` by field."""
+    settings: dict[str, str]
+    """Of the session, that are not as by default."""
+    traceml_ray: str
+    """The version that wrote this."""
+    files: dict[str, int]
+    """Bytes by name, without this file."""
+    left_out: dict[str, str] = {}
+    """Files that are not here, and why."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """One bundle of a session."""
+
+    path: Path
+    manifest: Manifest
+    size: int
+    """Bytes."""
+
+
+def bundles_of(folder: Path) -> list[Bundle]:
+    """Return the bundles in a session folder, the oldest first; a folder that is none is left out."""
+    found = []
+    for path in _folders(folder / FOLDER):
+        with contextlib.suppress(OSError, ValueError):
+            found.append(Bundle(path, read_json(path / MANIFEST, Manifest), _size(path)))
+    return found
+
+
+def names_of(folder: Path) -> list[str]:
+    """Return the names of the bundles in a session folder, the oldest first, without reading any."""
+    return [path.name for path in _folders(folder / FOLDER)]
+
+
+def new_name(folder: Path, t_ns: int, reason: str) -> str:
+    """Return a free name for a bundle of that moment."""
+    name = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(t_ns // 1_000_000_000))}-{reason}"
+    taken, number = set(names_of(folder)), 2
+    free = name
+    while free in taken:
+        free, number = f"{name}-{number}", number + 1
+    return free
+
+
+@contextlib.contextmanager
+def making(folder: Path, name: str, instead_of: str | None = None) -> Iterator[Path]:
+    """
+    Give an empty folder that becomes bundle `name` of the session in `folder` at the end of the block, in
+    place of `instead_of`; after an exception nothing has changed. Raises OSError.
+    """
+    here = folder / FOLDER
+    here.mkdir(mode=0o700, exist_ok=True)
+    for left in here.glob(f"{_UNFINISHED}*"):  # by a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    made = here / f"{_UNFINISHED}{name}"
+    made.mkdir(mode=0o700)
+    try:
+        yield made
+        if instead_of is not None:
+            old = here / f"{_UNFINISHED}old-{instead_of}"
+            with contextlib.suppress(FileNotFoundError):  # somebody has removed it
+                (here / instead_of).rename(old)
+            made.rename(here / name)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            made.rename(here / name)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def prune(folder: Path, most: int, most_bytes: int) -> list[str]:
+    """Remove the oldest bundles until there are at most so many, and bytes; return their names."""
+    kept = [(path, _size(path)) for path in _folders(folder / FOLDER)]
+    removed = []
+    while kept and (len(kept) > most or sum(size for _, size in kept) > most_bytes):
+        path, _ = kept.pop(0)
+        shutil.rmtree(path, ignore_errors=True)
+        removed.append(path.name)
+    return removed
+
+
+def _folders(place: Path) -> list[Path]:
+    """Return the folders of bundles; their names begin with their time."""
+    try:
+        found = [path for path in place.iterdir() if path.is_dir() and not path.is_symlink()]
+    except OSError:
+        return []
+    return sorted(path for path in found if path.name[:1].isdigit())
+
+
+def _size(path: Path) -> int:
+    total = 0
+    for file in path.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += file.lstat().st_size
+    return total
