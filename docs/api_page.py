@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SECTIONS = {
     "In a training script": {
-        "traceml_ray/api.py": ("attach", "detach", "trace_step", "stage", "watch"),
+        "traceml_ray/api.py": ("attach", "detach", "trace_step", "stage", "capture_oom", "watch"),
         "traceml_ray/adapters/huggingface.py": ("TraceMLTrainerCallback",),
         "traceml_ray/adapters/lightning.py": ("TraceMLCallback",),
     },
