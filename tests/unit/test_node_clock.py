@@ -228,6 +228,13 @@ def test_memory_of_two_nodes_is_analysed_on_one_clock(live, tmp_path) -> None:
     for each, at in zip(found, true, strict=True):
         assert each.bound_ns is not None and each.bound_ns <= 4 * MS
         assert (np.abs(each.t_ns - np.array(at)) <= each.bound_ns).all()
+    between = true[0][5] - 100 * MS, true[0][8] + 500 * MS
+    shown = ask(
+        aggregator, "memory_samples", processes=(1, 2), last=10, first_ns=between[0], last_ns=between[1]
+    )
+    for process, at in enumerate(true, 1):
+        times = [sample.t_ns for owner, sample in shown if owner == process]
+        assert np.allclose(times, at[5:9], atol=4 * MS)
 
 
 def test_times_far_from_any_measurement_have_a_wide_bound() -> None:

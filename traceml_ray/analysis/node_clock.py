@@ -50,6 +50,11 @@ class NodeClock:
         offset = np.rint((low + high) / 2).astype(np.int64)
         return cls(t_ns, offset, np.ceil((high - low) / 2).astype(np.int64))
 
+    def of_node(self, t_ns: int) -> int:
+        """Return a time of the aggregator's clock on the node's, about."""
+        nearest = int(np.argmin(np.abs((self.t_ns + self.offset_ns).astype(np.float64) - t_ns)))
+        return t_ns - int(self.offset_ns[nearest])
+
     def to_aggregator(self, t_ns: Int64) -> tuple[Int64, Int64]:
         """
         Return times of the node (n,) on the aggregator's clock, and how far off each is at most.

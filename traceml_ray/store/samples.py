@@ -77,16 +77,32 @@ class SampleReader(Reader):
     def memory_rows(
         self, processes: Iterable[int], last: int, between: tuple[int, int] | None = None
     ) -> list[tuple[int, wire.MemorySample]]:
-        """Return the same of their memory, of all devices of a process together."""
-        return [
-            (process, wire.MemorySample(*sample))
-            for process in processes
-            for sample in self._all(
-                f"SELECT {', '.join(_MEMORY)} FROM memory_sample WHERE id IN ({{}}) ORDER BY id".format(
-                    ", ".join(map(str, self._memory_ids(process, last, between)))
-                )
-            )
-        ]
+        """
+        Return the same of their memory, of all devices of a process together; all times are of the
+        aggregator's clock, as far as those of nodes are known.
+        """
+        found = []
+        for process in processes:
+            clock = self._clock_of(process)
+            own = between
+            if clock is not None and between is not None:
+                own = clock.of_node(between[0]), clock.of_node(between[1])
+            ids = ", ".join(map(str, self._memory_ids(process, last, own)))
+            query = f"SELECT {', '.join(_MEMORY)} FROM memory_sample WHERE id IN ({ids}) ORDER BY id"
+            rows = self._all(query)
+            with legible(self.path):
+                times = [row[0] for row in rows]
+                if clock is not None and rows:
+                    times = clock.to_aggregator(np.array(times))[0].tolist()
+                found += [
+                    (process, wire.MemorySample(t, *row[1:])) for t, row in zip(times, rows, strict=True)
+                ]
+        return found
+
+    def _clock_of(self, process: int) -> NodeClock | None:
+        """Return the clock of the node of a rank process, None where that was not measured."""
+        nodes = [node for (node,) in self._all("SELECT node_id FROM rank_process WHERE id = ?", process)]
+        return next(iter(self.clocks(nodes).values()), None)
 
     def _memory_ids(self, process: int, last: int, between: tuple[int, int] | None) -> list[int]:
         where = "FROM memory_sample WHERE process = ?"
@@ -140,10 +156,16 @@ class SampleReader(Reader):
                 found.extend(chain.from_iterable(rows))
         return np.frombuffer(found, np.int64).reshape(-1, width) if found else np.empty((0, width), np.int64)
 
-    def clocks(self) -> dict[str, NodeClock]:
-        """Return what was measured of the clocks of nodes, by node id. Raises `SessionFileError`."""
+    def clocks(self, nodes: Sequence[Any] | None = None) -> dict[str, NodeClock]:
+        """
+        Return what was measured of the clocks of `nodes` (ids; None: of all), by node id. Raises
+        `SessionFileError`.
+        """
         found: dict[str, list[tuple[int, ...]]] = {}
-        rows = self._all("SELECT node_id, t_ns, offset_ns, bound_ns FROM clock ORDER BY t_ns")
+        query, of = "SELECT node_id, t_ns, offset_ns, bound_ns FROM clock", nodes or ()
+        if nodes is not None:
+            query += f" WHERE node_id IN ({', '.join('?' * len(nodes))})"
+        rows = self._all(f"{query} ORDER BY t_ns", *of)
         for node, *values in rows:
             found.setdefault(node, []).append(tuple(values))
         with legible(self.path):

@@ -40,7 +40,7 @@ _KEYED = {
 """Tables with one row for each value of their first column."""
 _MAX_VALUES = 999
 """Of one statement; newer versions of SQLite take more."""
-_INDEXES = {"node_sample": "node_id, id", "span": "last_step"}
+_INDEXES = {"node_sample": "node_id, id", "clock": "node_id", "span": "last_step"}
 """None is by rank process: with such a one each commit writes a page for every rank."""
 
 
