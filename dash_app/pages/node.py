@@ -7,7 +7,7 @@ from typing import Any
 
 from dash import html
 
-from traceml_ray import text
+from traceml_ray import text, wire
 from traceml_ray.analysis.quantities import GPU, NODE, Quantity, charts, series
 from traceml_ray.identity import RankIdentity
 from traceml_ray.store import query
@@ -37,6 +37,8 @@ _SPARK = 120
 _SAMPLES = 170
 _HELD = 5
 """Samples over which a counter of a device is held: NVML is asked for it in every fifth sample only."""
+_DEVICES = 16
+"""Of a process, that its newest samples of memory are looked for."""
 _TABS = 24
 _SEEN_IN = {
     "thermal": "gpu-temperature_c",
@@ -83,6 +85,7 @@ def _ranks_data(
     by_process = {run.ranks[rank].id: rank for rank in card["ranks"] if rank in run.ranks}
     latest = cache.ask(query.ProcessSamples(tuple(by_process), last=1)) or []
     memory = {by_process[process]: sample.rss_bytes for process, sample in latest}
+    devices = _device_memory(cache, by_process)
     ranks = sorted(by_process.values())
     times = run.times or {"ranks": (), "busy_ms": (), "gpu_idle_pct": ()}
     median = dict(zip(times["ranks"], times["busy_ms"], strict=True))
@@ -98,10 +101,22 @@ def _ranks_data(
             "gpu_idle_pct": number(idle.get(rank)),
             "busy": rounded(busy.get(rank, ())),
             "rss_bytes": memory.get(rank),
+            "device_memory": devices.get(rank),
             "death": dead.get(rank),
         }
         for rank in ranks
     ]
+
+
+def _device_memory(cache: SessionCache, ranks: Mapping[int, int]) -> dict[int, list[int]]:
+    """Return by rank what torch has allocated and reserved last, on all devices together."""
+    found: dict[int, list[wire.MemorySample]] = {}
+    for process, sample in cache.ask(query.MemorySamples(tuple(ranks), last=_DEVICES)) or ():
+        if sample.allocated_bytes is not None and sample.reserved_bytes is not None:
+            found.setdefault(ranks[process], []).append(sample)
+    newest = {rank: [each for each in own if each.t_ns == own[-1].t_ns] for rank, own in found.items()}
+    both = "allocated_bytes", "reserved_bytes"
+    return {rank: [sum(getattr(each, name) for each in own) for name in both] for rank, own in newest.items()}
 
 
 def position(run: RunState, rank: int) -> dict[str, Any]:
@@ -131,7 +146,7 @@ def gpu_of(who: RankIdentity | None, samples: Sequence[Mapping[str, Any]]) -> in
 
 
 def samples_of(
-    cache: SessionCache, request: query.NodeSamples | query.ProcessSamples
+    cache: SessionCache, request: query.NodeSamples | query.ProcessSamples | query.MemorySamples
 ) -> list[dict[str, Any]]:
     """Return the samples of one node or process."""
     found: Sequence[tuple[Any, Any]] = cache.ask(request) or ()
@@ -300,6 +315,7 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], route: Route, named: Sequence[int
     known = [value for rank in ranks for value in rank["busy"] if value is not None]
     between = (min(known), max(known)) if known else None
     clocked = any(rank["gpu_idle_pct"] is not None for rank in ranks)
+    devices = any(rank["device_memory"] for rank in ranks)
     columns: Columns = {
         ">rank": lambda rank: rank_link(rank["rank"], route),
         ">local": lambda rank: text.plain(rank["local_rank"]),
@@ -310,9 +326,14 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], route: Route, named: Sequence[int
         ">last step": lambda rank: text.plain(rank["last_step"]),
         "now in": lambda rank: text.words(rank["open_stage"] or text.NA),
         ">memory": lambda rank: text.size(rank["rss_bytes"]),
+        **({">GPU memory, reserved": lambda rank: _allocated(rank["device_memory"])} if devices else {}),
         "state": lambda rank: _state(rank, named),
     }
     return table(columns, ranks, empty="No rank has reported from this node.", label="Ranks of this node")
+
+
+def _allocated(known: Sequence[int] | None) -> str:
+    return text.NA if known is None else ", ".join(map(text.size, known))
 
 
 def _state(rank: Mapping[str, Any], named: Sequence[int]) -> Any:

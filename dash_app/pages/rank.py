@@ -9,7 +9,7 @@ from dash import html
 
 from traceml_ray import text
 from traceml_ray.analysis.hang import hangs
-from traceml_ray.analysis.quantities import PROCESS
+from traceml_ray.analysis.quantities import DEVICE_MEMORY, HOST_MEMORY, PROCESS
 from traceml_ray.analysis.step_sums import MAX_BINS
 from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
@@ -35,6 +35,7 @@ from ..values import by_stage, mean, number, whole
 from .node import gpu_of, position, quantity_charts, samples_of, timed
 
 _SAMPLES, _WITH_PROCESSES = 170, 6
+_NEWEST = "allocated_bytes", "reserved_bytes", "rss_bytes", "limit_used_bytes", "limit_bytes"
 _OFFERED = 24
 """In place of a rank that is not there."""
 
@@ -68,9 +69,25 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
         "deaths": [*cache.deaths(run)],
         "stacks": hung[-1].stacks if hung else [],
         "process": timed(sampled, PROCESS),
+        "memory": _memory(samples_of(cache, query.MemorySamples((process.id,), _SAMPLES, *between))),
         "axis": spine,
         **_steps(cache, run, rank, spine["range"]),
     }
+
+
+def _memory(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the series and the newest values of each device of the process, with those of its host."""
+    by_device: dict[int | None, list[Mapping[str, Any]]] = {}
+    for sample in samples:
+        by_device.setdefault(sample["device"], []).append(sample)
+    return [
+        {
+            **timed(found, (*DEVICE_MEMORY, *HOST_MEMORY)),
+            "device": device,
+            "newest": {name: found[-1][name] for name in _NEWEST},
+        }
+        for device, found in sorted(by_device.items(), key=lambda each: -1 if each[0] is None else each[0])
+    ]
 
 
 def _steps(cache: SessionCache, run: RunState, rank: int, shown: axis.Range) -> dict[str, Any]:
@@ -118,7 +135,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         head,
         axis.panel(view, route),
         part(html.Div(_callout(view, number, route), id="rank-callout")),
-        facts("rank-facts", _facts(rank)),
+        facts("rank-facts", _facts(rank) | _memory_facts(view["memory"])),
         *_both_rows(view, route),
         html.H2("Stages, against the median rank"),
         html.Div(
@@ -133,10 +150,41 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         "process", PROCESS, view["process"], route, route.key, axis.clock(view["axis"])
     ):
         body += [html.H2("Process"), html.Div(process, className="grid")]
+    body += _memory_charts(view, route)
     if view["stacks"]:
         stacks = part(html.Div([_stack(stack) for stack in view["stacks"]], id="rank-stacks"))
         body.append(panel("Where the ranks were in the last hang", stacks))
     return html.Div(body)
+
+
+def _memory_charts(view: Mapping[str, Any], route: Route) -> list[Any]:
+    """Return the charts of the process's memory, those of each device under its number."""
+    frame, several, found = axis.clock(view["axis"]), len(view["memory"]) > 1, list[Any]()
+    for each in view["memory"]:
+        name = "host" if each["device"] is None else f"gpu-{each['device']}"
+        drawn = quantity_charts(f"memory-{name}", DEVICE_MEMORY, each, route, route.key, frame)
+        if each is view["memory"][0]:
+            drawn += quantity_charts("memory", HOST_MEMORY, each, route, route.key, frame)
+        if drawn:
+            title = f"Memory of GPU {each['device']}" if several else "Memory"
+            found += [html.H2(title), html.Div(drawn, className="grid")]
+    return found
+
+
+def _memory_facts(memory: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the newest figures, those that are known."""
+    found = {}
+    for each in memory:
+        newest, name = each["newest"], "GPU memory" if len(memory) == 1 else f"memory of GPU {each['device']}"
+        if newest["allocated_bytes"] is not None:
+            allocated, reserved = (text.size(newest[f"{name}_bytes"]) for name in ("allocated", "reserved"))
+            found[name] = f"{allocated} allocated, {reserved} reserved"
+        if newest["rss_bytes"] is not None:
+            found["RSS"] = text.size(newest["rss_bytes"])
+        if newest["limit_bytes"] is not None:
+            used = text.size(newest["limit_used_bytes"])
+            found["host memory in use"] = f"{used} of {text.size(newest['limit_bytes'])}"
+    return found
 
 
 def _no_rank(rank: int, ranks: Sequence[int], world: int, route: Route) -> html.Div:

@@ -426,6 +426,17 @@ def test_node_page_shows_address_samples_and_ranks(played: Played) -> None:
     rank = page["ranks"][1]
     assert (rank["rank"], rank["local_rank"], rank["last_step"], rank["open_stage"]) == (5, 1, 59, "forward")
     assert (rank["rss_bytes"], rank["gpu"], rank["state"]) == ((900 + 5 * 12) << 20, 1, "running")
+    assert rank["device_memory"] == [40 << 30, 50 << 30]
+
+
+def test_rank_page_shows_memory_of_process_and_device(played: Played) -> None:
+    pages = followed(played, 12)
+    (memory,) = look(pages, "rank", rank=5)["memory"]
+    assert memory["device"] == 1 and len(memory["t_ns"]) == 12
+    assert set(memory["process_bytes"]) == {52 << 30} and set(memory["limit_bytes"]) == {512 << 30}
+    drawn = to_json_plotly(Refresher(pages).refresh("/rank/5", "", {}))
+    assert "42.9 GB allocated, 53.7 GB reserved" in drawn and "215 GB of 550 GB" in drawn
+    assert '"memory-gpu-1-allocated_bytes' in drawn and '"memory-limit_used_bytes' in drawn
 
 
 def card_of(page: dict[str, Any], label: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """
-The quantities measured of a node, of its devices and of a process, one table each: source, unit, place on the
-node page, and the limit from which on it is an anomaly. Detection, evidence, report, page and metrics follow.
+The quantities measured of a node, of its devices, of a process and its memory, one table each: source, unit,
+place on the node page, and the limit from which on it is an anomaly. Detection, evidence, report, page and
+metrics follow.
 """
 
 from __future__ import annotations
@@ -176,6 +177,18 @@ PROCESS = (
     Quantity("threads", _NUMBER._replace(axis="threads"), ("threads",), chart="Threads"),
     _drawn("read", "Read from disk"),
     _drawn("write", "Written to disk"),
+)
+_OF_GPU, _OF_HOST = "Memory of the GPU", "Host memory and its limit"
+DEVICE_MEMORY = (
+    Quantity("allocated_bytes", _BYTES, ("allocated_bytes",), chart=_OF_GPU, line="allocated"),
+    Quantity("reserved_bytes", _BYTES, ("reserved_bytes",), chart=_OF_GPU, line="reserved"),
+    Quantity("process_bytes", _BYTES, ("process_bytes",), chart=_OF_GPU, line="of the process"),
+    Quantity("device_used_bytes", _BYTES, ("device_used_bytes",), chart=_OF_GPU, line="used in all"),
+    Quantity("device_total_bytes", _BYTES, ("device_total_bytes",), chart=_OF_GPU, line="installed"),
+)
+HOST_MEMORY = (
+    Quantity("limit_used_bytes", _BYTES, ("limit_used_bytes",), chart=_OF_HOST, line="used"),
+    Quantity("limit_bytes", _BYTES, ("limit_bytes",), chart=_OF_HOST, line="limit"),
 )
 # fmt: on
 NODE_LIMITED, GPU_LIMITED = (tuple(each for each in table if each.limit) for table in (NODE, GPU))
