@@ -24,6 +24,10 @@ OTHERWISE = {
     "agent/patch/collectives.py _named": "only a prettier name is lost",
     "agent/site/sitecustomize.py _wait_for_torch": "said as soon as there is torch",
     "agent/sampler.py sample": "the value is null then, which says so",
+    "agent/memory_samples.py _try": "the value is null then, and `missing` has the reason",
+    "agent/device_memory.py _of_torch": "the same",
+    "agent/driver_memory.py _read": "the same",
+    "agent/ending.py _traceback": "the value is null then; the error itself is in the event",
     "launchers/helper.py _attempt": "it is the answer",
     "launchers/train_callback.py _failed": "counting itself has failed",
 }
