@@ -116,7 +116,9 @@ def played() -> Analysis:
 
 def test_analysis_as_text(snapshot: Snapshot) -> None:
     found = played()
-    together = CollectiveOnset(at_ns=BEGAN_NS, ranks=[0, 1, 2], delta_bytes=MIB, why="All at once.")
+    together = CollectiveOnset(
+        at_ns=BEGAN_NS, ranks=[0, 1, 2], delta_bytes=MIB, counter="rss_bytes", why="All at once."
+    )
     onset = msgspec.structs.replace(found, first_cause=None, collective_onset=together)
     quiet = Analysis(ranks=found.ranks[:1])
     first = (render_analysis(each).partition("\n\n")[0] for each in (onset, quiet))

@@ -73,7 +73,7 @@ def test_phase_of_sampling_is_no_lead() -> None:
     assert memory.collective_onset is not None
     assert memory.collective_onset.ranks == list(range(8))
     assert at(memory.collective_onset.at_ns) == pytest.approx(150, abs=1)
-    assert memory.collective_onset.why.startswith("All ranks grew at the same time")
+    assert memory.collective_onset.why.startswith("Allocated memory of all ranks grew at the same")
 
 
 def test_model_load_at_start_is_no_growth() -> None:
@@ -193,6 +193,32 @@ def test_memory_given_back_lowers_the_baseline() -> None:
     memory = judge([on_device(0, given), on_device(1, flat(N))], expected=2)
     assert _named(memory).rank == 0
     assert at(_named(memory).at_ns) == pytest.approx(200, abs=5)
+
+
+def test_growth_of_hosts_does_not_hide_that_of_a_device() -> None:
+    """Each rank's host memory creeps alike; one device leaks more."""
+    host = {"rss_bytes": 2 * GIB + 2 * MIB * np.arange(N), "limit_bytes": np.full(N, 512.0 * GIB)}
+    ranks = [on_device(rank, flat(N, rank), **host) for rank in range(7)]
+    memory = judge([*ranks, on_device(7, leaks(N, 100, 60 * MIB), **host)], expected=8)
+    cause, onset = _named(memory), memory.collective_onset
+    assert (cause.rank, cause.device, cause.counter, cause.lead_ns) == (7, 0, "allocated_bytes", None)
+    assert onset is not None
+    assert (onset.ranks, onset.counter) == (list(range(8)), "rss_bytes")
+    assert onset.delta_bytes < GIB
+    assert onset.why.startswith("Host memory of all ranks grew at the same time")
+
+
+def test_growth_that_all_hosts_share_is_less_severe_than_that_of_one() -> None:
+    def creeping(rank: int, mib: float) -> Series:
+        return on_host(rank, 2 * GIB + mib * MIB * np.arange(N), total=256 * GIB)
+
+    alike = [
+        f for f in judge([creeping(rank, 4) for rank in range(4)], expected=4).findings if f.kind == "creep"
+    ]
+    assert [f.severity for f in alike] == ["info"] * 4
+    assert alike[0].evidence["alike"] == 4 and alike[0].why.endswith("; all 4 ranks grow alike.")
+    own = judge([*[creeping(rank, 0) for rank in range(3)], creeping(3, 4)], expected=4).findings
+    assert [(f.rank, f.severity) for f in own if f.kind == "creep"] == [(3, "warning")]
 
 
 def test_growth_that_a_single_rank_run_has_is_no_question_of_ranks() -> None:

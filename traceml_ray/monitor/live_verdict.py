@@ -13,7 +13,6 @@ import msgspec
 from traceml_ray import wire
 from traceml_ray.analysis.episodes import Brief
 from traceml_ray.analysis.history import RunJudge
-from traceml_ray.analysis.labels import DEATHS
 from traceml_ray.analysis.memory import words
 from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.analysis.span_rates import SpanRates, span_rates, with_span
@@ -294,11 +293,8 @@ class LiveJudge:
         memory = self.memory.of(run)
         if memory is None:
             return verdict, False
-        if verdict.label in DEATHS:
-            said = words.cause(memory, verdict.ranks, verdict.node) if verdict.label == "oom" else ""
-        else:
-            said = words.left(memory)
-        return msgspec.structs.replace(verdict, why=f"{verdict.why} {said}".rstrip()), bool(said)
+        with_memory = words.with_memory(verdict, memory)
+        return with_memory, with_memory is not verdict
 
 
 @dataclass(frozen=True)

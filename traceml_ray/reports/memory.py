@@ -29,8 +29,8 @@ def memory_of(file: SessionFile) -> Memory:
     return judged(merge(own), RankFilter(), "medium") if own else Memory()
 
 
-def memory_block(of: RunFacts) -> dict[str, Any]:
-    """Return the memory of each rank's process, and what is to be said about it, for the summary."""
+def memory_block(of: RunFacts, found: Memory) -> dict[str, Any]:
+    """Return the memory of each rank's process, and what was `found` about it, for the summary."""
     resident, allocated = of.session.memory(), of.session.allocated_peaks()
     per_rank = {}
     for rank, process in of.ranks.items():
@@ -40,7 +40,6 @@ def memory_block(of: RunFacts) -> dict[str, Any]:
             "rss_last_bytes": last,
             "allocated_peak_bytes": allocated.get(process.id),
         }
-    found = memory_of(of.session)
     shown: dict[str, Any] = msgspec.to_builtins(
         msgspec.structs.replace(found, findings=found.findings[:_FINDINGS])
     )

@@ -19,6 +19,8 @@ from traceml_ray.analysis.busy import StepSummary, step_summary
 from traceml_ray.analysis.episodes import Brief
 from traceml_ray.analysis.hang import hangs, still_open
 from traceml_ray.analysis.history import RunJudge
+from traceml_ray.analysis.memory import words
+from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.analysis.span_rates import with_span
 from traceml_ray.analysis.step_times import Timeline, span
 from traceml_ray.analysis.thresholds import Thresholds
@@ -28,7 +30,7 @@ from traceml_ray.reports import whole as reports_whole
 from traceml_ray.reports.deaths import Death, headline
 from traceml_ray.reports.device_clock import with_advice
 from traceml_ray.reports.machines import Machines, system_of
-from traceml_ray.reports.memory import memory_block
+from traceml_ray.reports.memory import memory_block, memory_of
 from traceml_ray.reports.run_facts import (
     RunFacts,
     events_block,
@@ -78,11 +80,11 @@ def _summary(facts: RunFacts, newest: bool = False) -> dict[str, Any]:
     spans = StoredSpans(session, facts.ranks)
     performance = _with_span(judged.whole() if judged else _no_step(facts), facts, whole, spans)
     verdicts = _changes(facts, whole, spans)
-    found = facts.deaths()
+    found, memory = facts.deaths(), memory_of(session)
     stood = hangs(session.verdicts()[0])
     machines = Machines(session.machines, facts.ranks, facts.every, facts.labels)
     dated = lines, facts.thresholds.warmup_steps
-    verdict = still_open(stood, facts.fact("status")) or _headline(facts, found) or performance
+    verdict = still_open(stood, facts.fact("status")) or _headline(facts, found, memory) or performance
     verdict = with_advice(machines.with_evidence(verdict, *dated), facts.ranks.values())
     every = sorted([*verdicts, *stood], key=lambda verdict: verdict.from_step or 0)
     every = [with_advice(verdict, facts.ranks.values()) for verdict in every]
@@ -100,7 +102,7 @@ def _summary(facts: RunFacts, newest: bool = False) -> dict[str, Any]:
         "brief": msgspec.to_builtins(judged.episodes.brief if judged else Brief()),
         "baseline": _baseline(judged.baseline if judged else None),
         "ranks": ranks_block(facts, found),
-        "memory": memory_block(facts),
+        "memory": memory_block(facts, memory),
         "system": {"nodes": system_of(session, facts.nodes)},
         "events": events_block(facts),
         "ledger": session.ledger(),
@@ -148,11 +150,12 @@ def _run(entry: dict[str, Any], label: str | None = None) -> dict[str, Any]:
     return {**entry, **times, "label": label or entry["label"]}
 
 
-def _headline(facts: RunFacts, found: Sequence[Death]) -> Verdict | None:
-    """Return the verdict on a run that ended by a death."""
+def _headline(facts: RunFacts, found: Sequence[Death], memory: Memory) -> Verdict | None:
+    """Return the verdict on a run that ended by a death, of memory that ran out with what grew before."""
     if not found or facts.fact("status") in ("finished", "stopped"):
         return None
-    return headline(found, lambda death: facts.node_of(death.rank), facts.ranks, facts.world_size)
+    verdict = headline(found, lambda death: facts.node_of(death.rank), facts.ranks, facts.world_size)
+    return words.with_memory(verdict, memory)
 
 
 def _with_span(verdict: Verdict, facts: RunFacts, whole: Whole | None, spans: StoredSpans) -> Verdict:

@@ -18,6 +18,8 @@ from traceml_ray.analysis.memory.shapes import (
     Incident,
 )
 
+_Gravity = tuple[int, float, int]
+_SEVERITIES = ("info", "warning", "critical")
 _NEXT = [
     "Look at what this rank does that the others do not: its data, logging, checkpoints, hooks.",
     "Compare its memory with that of a rank that did not grow, from that time on.",
@@ -74,7 +76,8 @@ def first_cause(
     all_of: Sequence[Alone], expected: int | None, limits: MemoryLimits
 ) -> tuple[FirstCause | None, CollectiveOnset | None]:
     """
-    Return who grew first and who grew at once, each of the incident with the largest growth of its kind.
+    Return who grew first and who grew at once, each of the gravest incident of its kind: with the most severe
+    finding, then with the largest growth. Incidents of devices and of hosts are apart.
 
     Args:
         all_of: the judgement of each place.
@@ -83,20 +86,28 @@ def first_cause(
     """
     ranks = len({each.rank for each in all_of})
     expected = max(expected or 0, ranks)
-    causes: list[FirstCause] = []
-    onsets: list[CollectiveOnset] = []
+    causes: list[tuple[_Gravity, FirstCause]] = []
+    onsets: list[tuple[_Gravity, CollectiveOnset]] = []
     if expected < 2:
         return None, None
-    for growers in _clusters(all_of, limits):
-        together = _together(growers)
-        if len(together) > 1:
-            onsets.append(_onset(together, expected))
-        else:
-            causes.append(_cause(growers, all_of, expected, limits))
-    return (
-        max(causes, key=lambda cause: (cause.delta_bytes, -cause.at_ns), default=None),
-        max(onsets, key=lambda onset: (onset.delta_bytes, -onset.at_ns), default=None),
-    )
+    for host in (False, True):
+        places = [each for each in all_of if (each.device is None) == host]
+        for growers in _clusters(places, limits):
+            together = _together(growers)
+            if len(together) > 1:
+                onsets.append((_gravity(together), _onset(together, expected)))
+            else:
+                causes.append((_gravity(growers[:1]), _cause(growers, all_of, expected, limits)))
+    cause = max(causes, key=lambda one: one[0], default=None)
+    onset = max(onsets, key=lambda one: one[0], default=None)
+    return cause[1] if cause else None, onset[1] if onset else None
+
+
+def _gravity(growers: Sequence[_Grower]) -> _Gravity:
+    """Return how grave it is that these grew: by the findings on their memory, then the growth, then time."""
+    findings = [finding for one in growers for finding in one.at.findings]
+    worst = max((_SEVERITIES.index(finding.severity) for finding in findings), default=-1)
+    return worst, max(one.delta for one in growers), -growers[0].at_ns
 
 
 def _clusters(all_of: Sequence[Alone], limits: MemoryLimits) -> list[list[_Grower]]:
@@ -136,15 +147,17 @@ def _together(growers: list[_Grower]) -> list[_Grower]:
 
 
 def _onset(together: list[_Grower], expected: int) -> CollectiveOnset:
-    delta = max(one.delta for one in together)
+    most = max(together, key=lambda one: one.delta)
     ranks = sorted(one.at.rank for one in together)
-    who = "All ranks" if len(ranks) == expected else text.ranks(ranks).capitalize()
+    who = "all ranks" if len(ranks) == expected else text.ranks(ranks)
+    what = COUNTERS[most.counter]
     return CollectiveOnset(
         at_ns=together[0].at_ns,
         ranks=ranks,
-        delta_bytes=round(delta),
-        why=f"{who} grew at the same time, as far as their clocks and samples can tell, by up to "
-        f"{text.size(delta)}: no rank is the cause.",
+        delta_bytes=round(most.delta),
+        counter=most.counter,
+        why=f"{what[0].upper()}{what[1:]} of {who} grew at the same time, as far as their clocks and samples "
+        f"can tell, by up to {text.size(most.delta)}: no rank is the cause.",
     )
 
 

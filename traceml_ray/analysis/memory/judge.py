@@ -28,6 +28,8 @@ from traceml_ray.analysis.memory.shapes import (
 _ORDER: dict[Severity, int] = {"critical": 0, "warning": 1, "info": 2}
 _Found = tuple[str, Finding]
 """A finding, and the process that it is about."""
+_ALIKE_RANKS = 3
+"""With fewer, growing alike says nothing."""
 _HOST = -1
 """Sorts the host's memory before that of devices."""
 
@@ -68,6 +70,7 @@ def compare(
         instead.pop(id(finding), (each.process, finding)) for each in judged for finding in each.findings
     ]
     found += instead.values()  # of the warm-up
+    found = _alike(found, judged, limits)
     found += _nearly_full(judged) + _imbalances(judged, limits)
     found.sort(key=lambda each: _rank_of(each[1]))
     cause, onset = first_cause(judged, expected, limits)
@@ -119,6 +122,27 @@ def _table(judged: Sequence[Alone], findings: list[_Found]) -> list[RankMemory]:
             row = msgspec.structs.replace(row, anomaly=found.kind, severity=found.severity)
         rows.append(row)
     return rows
+
+
+def _alike(found: list[_Found], judged: Sequence[Alone], limits: MemoryLimits) -> list[_Found]:
+    """Return the findings; warnings of a creep that all ranks share, each about as fast, are information."""
+    less: dict[int, Finding] = {}
+    for host in (False, True):
+        ranks = {each.rank for each in judged if (each.device is None) == host and each.span is not None}
+        creeps = [f for _, f in found if f.kind == "creep" and (f.device is None) == host]
+        slopes = [slope for f in creeps if isinstance(slope := f.evidence["bytes_per_s"], float)]
+        if len(ranks) < _ALIKE_RANKS or ranks != {f.rank for f in creeps}:
+            continue
+        if min(slopes) < limits.alike * median(np.array(slopes)):
+            continue
+        for f in creeps:
+            less[id(f)] = msgspec.structs.replace(
+                f,
+                severity="info" if f.severity == "warning" else f.severity,
+                evidence={**f.evidence, "alike": len(ranks)},
+                why=f"{f.why.removesuffix('.')}; all {text.count(len(ranks), 'rank')} grow alike.",
+            )
+    return [(process, less.get(id(finding), finding)) for process, finding in found]
 
 
 def _nearly_full(judged: Sequence[Alone]) -> list[_Found]:

@@ -44,6 +44,9 @@ class MemoryLimits:
     critical_s: float = 3_600.0
     """Memory that runs out within so long is critical."""
 
+    alike: float = 0.5
+    """Where all ranks (three at least) creep, none of them slower than this share of the median: a degree less."""
+
     step_samples: int = 5
     """Samples on both sides that a step is measured from, and for which it must be held."""
     step_kept: float = 0.5

@@ -133,7 +133,9 @@ class CollectiveOnset(_Shape, frozen=True, kw_only=True):
     at_ns: int
     ranks: list[int]
     delta_bytes: int
-    """The largest of theirs."""
+    """The largest of theirs,"""
+    counter: Counter
+    """and what grew there."""
     why: str
 
 

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import msgspec
+
 from traceml_ray import text
+from traceml_ray.analysis.labels import DEATHS
 from traceml_ray.analysis.memory.limits import MEMORY, MemoryLimits
 from traceml_ray.analysis.memory.sentences import COUNTERS, left_words
 from traceml_ray.analysis.memory.shapes import Counter, Finding, Memory
+from traceml_ray.analysis.verdict import Verdict
 
 _GROWTH = ("creep", "persistent_drift")
+
+
+def with_memory(verdict: Verdict, memory: Memory) -> Verdict:
+    """Return `verdict` with what is to be said about memory; itself where that is nothing."""
+    if verdict.label == "oom":
+        said = cause(memory, verdict.ranks, verdict.node)
+    else:
+        said = "" if verdict.label in DEATHS else left(memory)
+    return msgspec.structs.replace(verdict, why=f"{verdict.why} {said}") if said else verdict
 
 
 def left(memory: Memory, limits: MemoryLimits = MEMORY) -> str:
