@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from memory_series import BEGAN, GIB, MIB, SECOND
+from msgspec.structs import replace
 from played import Played
+from sessions import LIMITS, ask, identity
 
+from traceml_ray import wire
 from traceml_ray.analysis.memory import words
 from traceml_ray.analysis.memory.judge import judge
 from traceml_ray.analysis.memory.kept import SIZE, KeptSamples
 from traceml_ray.analysis.memory.shapes import Memory, Series
 from traceml_ray.monitor.live_memory import MAX_FRESH, MAX_PLACES, SHARE, SLICE_S, LiveMemory, Ranks
 from traceml_ray.monitor.memory_events import MemoryEvents
+from traceml_ray.reports.answers import Answers
 from traceml_ray.samples import MemorySample
+from traceml_ray.stages import SYNC_WAIT
+from traceml_ray.store import query
+from traceml_ray.store.rank_processes import RankProcess
 
 
 def _host(at: int, rss: float, **more: Any) -> MemorySample:
@@ -79,8 +87,8 @@ class _Time:
 
 
 def _ranks(n: int, world: int | None = None) -> Ranks:
-    own = {at: SimpleNamespace(id=at, rank=at, process_id=f"p{at}") for at in range(n)}
-    return Ranks(own, dict.fromkeys(own, "node-a"), world or n)  # type: ignore[arg-type]
+    own = {at: RankProcess(at, f"p{at}", identity(at, n)) for at in range(n)}
+    return Ranks(own, dict.fromkeys(own, "node-a"), world or n)
 
 
 def _live(n: int, costs: float = 0.0, seconds: int = 60, leaking: int = 1) -> tuple[LiveMemory, _Time]:
@@ -202,6 +210,43 @@ def test_leak_of_a_live_run_is_an_event_and_stands_in_the_verdict(tmp_path: Path
     assert len(found) == len({(event["data"]["finding"], event["data"]["severity"]) for event in found})
 
 
+def test_live_answer_is_that_of_the_file(tmp_path: Path) -> None:
+    """A leak, and memory outside of torch that comes with the first all_to_all of a rank."""
+    played = Played(tmp_path / "demo", late=None)
+    played.leaks[5] = 512 * MIB
+    usual = played._memory
+
+    def memory(rank: Any) -> list[wire.MemorySample]:
+        return [
+            replace(each, process_bytes=(each.process_bytes or 0) + GIB * (played._seconds > 20))
+            for each in usual(rank)
+        ]
+
+    played._memory = memory  # type: ignore[method-assign]
+    for second in range(40):
+        name = "all_to_all" if second >= 20 else "all_reduce"
+        first = 5 * second
+        played.play(5, spans=[wire.SpanSum(name, SYNC_WAIT, 5, 5, 1, first, first + 4, 1 << 20)])
+    live = ask(played.aggregator, "memory")
+    assert live == Answers(played.folder, LIMITS).answer(query.Memory())
+    assert live.first_cause is not None and live.first_cause.rank == 5
+    assert {each.op for each in live.collectives} == {"all_to_all"} and len(live.collectives) == 8
+    assert len({finding.kind for finding in live.findings}) > 1
+
+
+def test_clock_of_a_node_moves_the_times_of_its_ranks() -> None:
+    live, _ = _live(2)
+    ranks = _ranks(2)
+    for process in ranks.processes.values():
+        process.identity = replace(process.identity, node_id=f"n{process.id}")
+    found = live.fresh("run", dataclasses.replace(ranks, clocks={"n1": (7 * SECOND, 1_000_000)}))
+    assert found is not None
+    [creep] = [each for each in found.findings if each.kind == "creep"]
+    before = live.fresh("other", ranks)
+    assert before is not None
+    assert creep.to_ns - before.findings[0].to_ns == 7 * SECOND
+
+
 def test_oom_names_what_grew_before(tmp_path: Path) -> None:
     played = _leaking(tmp_path)
     played.dies(5, 1, "torch.OutOfMemoryError: CUDA out of memory.")
@@ -209,6 +254,10 @@ def test_oom_names_what_grew_before(tmp_path: Path) -> None:
     assert verdict is not None and (verdict.label, verdict.ranks) == ("oom", (5,))
     assert "Rank 5's allocated memory had grown by 107 MB a step, 9" in verdict.why
     assert "of memory left" not in verdict.why
+    played.end(1)
+    summary = json.loads((played.folder / "summary.json").read_text())
+    assert summary["verdict"]["label"] == "oom"
+    assert "Rank 5's allocated memory had grown by 107 MB a step, 9" in summary["verdict"]["why"]
 
 
 def test_oom_of_a_rank_that_did_not_grow_says_so(tmp_path: Path) -> None:

@@ -329,6 +329,7 @@ class AggregatorCore:
         for span in batch.spans:
             writer.add_span(process, span)
             self._recent.add_span(process.id, span)
+            self._memory.add_span(process.id, span)
         for event in batch.events:
             self._add_event(self._clocks.on_ours(event, node_id), process, node_id)
 

@@ -9,11 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from traceml_ray import wire
 from traceml_ray.analysis.memory.alone import Alone, alone
 from traceml_ray.analysis.memory.judge import compare
 from traceml_ray.analysis.memory.kept import KeptSamples
 from traceml_ray.analysis.memory.limits import MEMORY
-from traceml_ray.analysis.memory.shapes import Memory, Series
+from traceml_ray.analysis.memory.shapes import Collective, Memory, Series
+from traceml_ray.recordings.merge import UNCOMPARED_BOUND_NS
+from traceml_ray.recordings.sessions import is_collective, when
 from traceml_ray.samples import MemorySample
 from traceml_ray.store.rank_processes import RankProcess
 
@@ -25,11 +28,18 @@ MAX_PLACES = 8192
 """Rank processes and devices whose samples are kept; beyond, those that came first go."""
 MAX_FRESH = 32
 """Where so few have new samples, a question is answered by judging them now."""
-UNCOMPARED_NS = 1_000_000_000
-"""Error bound of the clocks of several nodes."""
-
 Place = tuple[int, int | None]
 """Id of a rank process, and its device."""
+
+
+@dataclass
+class _Use:
+    """The collectives of one name of a rank process, from its first step to its last."""
+
+    first: int
+    last: int
+    count: int
+    bytes: int | None
 
 
 @dataclass
@@ -55,6 +65,13 @@ class Ranks:
     labels: Mapping[int, str]
     """Of their nodes."""
     world: int | None
+    clocks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """By node (id): what is added to its times, and how far off that is at most; only where it is known."""
+
+    def clock(self, process: RankProcess) -> tuple[int, int]:
+        """Return that of a process's node; of one that is not known, nothing, and what clocks differ by."""
+        node = process.identity.node_id if process.identity else None
+        return self.clocks.get(node or "", (0, UNCOMPARED_BOUND_NS if self.several_nodes else 0))
 
     @cached_property
     def several_nodes(self) -> bool:
@@ -82,6 +99,7 @@ class LiveMemory:
         self._lock = threading.RLock()
         self._kept: dict[Place, KeptSamples] = {}
         self._of_process: dict[int, list[Place]] = {}
+        self._spans: dict[int, dict[str, _Use]] = {}
         self._runs: dict[str, _Run] = {}
         self._due = 0.0
 
@@ -95,6 +113,19 @@ class LiveMemory:
             kept = self._kept[place] = KeptSamples()
             self._of_process.setdefault(process, []).append(place)
         kept.add(sample)
+
+    def add_span(self, process: int, span: wire.SpanSum) -> None:
+        """Take a span of a rank process whose samples are kept, if it is a collective."""
+        if process not in self._of_process or not is_collective(span.name):
+            return
+        known = self._spans.setdefault(process, {})
+        use = known.get(span.name)
+        if use is None:
+            known[span.name] = _Use(span.first_step, span.last_step, span.count, span.bytes)
+            return
+        use.first, use.last = min(use.first, span.first_step), max(use.last, span.last_step)
+        use.count += span.count
+        use.bytes = span.bytes if use.bytes is None else use.bytes + (span.bytes or 0)
 
     @property
     def nbytes(self) -> int:
@@ -148,7 +179,24 @@ class LiveMemory:
         for run in self._runs.keys() - runs.keys():
             del self._runs[run]
 
+    def _collectives(self, ranks: Ranks) -> list[Collective]:
+        """Return which collectives the ranks were in, and when, as far as samples tell when steps were."""
+        found = []
+        for process, own in ranks.processes.items():
+            with self._writers:
+                uses = list(self._spans.get(process, {}).items())
+                places = self._of_process.get(process, ())
+                arrays = [self._kept[place].arrays()[:2] for place in places[:1] if uses]
+            if own.rank is None or not any((step >= 0).any() for _, step in arrays):
+                continue
+            [(t_ns, step)], (offset_ns, _) = arrays, ranks.clock(own)
+            for name, use in uses:
+                first, last = when(t_ns + offset_ns, step, use.first, use.last + 1)
+                found.append(Collective(own.rank, name, None, first, last, use.count, use.bytes))
+        return found
+
     def _forget(self, process: int) -> None:
+        self._spans.pop(process, None)
         for place in self._of_process.pop(process, ()):
             self._kept.pop(place, None)
 
@@ -165,15 +213,16 @@ class LiveMemory:
             if own is None or own.rank is None or kept is None:
                 return
             taken, (t_ns, step, columns) = kept.taken, kept.arrays()
+        offset_ns, bound_ns = ranks.clock(own)
         series = Series(
             rank=own.rank,
             node=ranks.labels.get(process, ""),
             process=own.process_id,
             device=device,
-            t_ns=t_ns,
+            t_ns=t_ns + offset_ns,
             step=step,
             columns=columns,
-            bound_ns=UNCOMPARED_NS if ranks.several_nodes else 0,
+            bound_ns=bound_ns,
         )
         state.at[place] = taken
         state.judged[place] = alone(series, MEMORY)
@@ -181,6 +230,7 @@ class LiveMemory:
     def _compare(self, state: _Run, ranks: Ranks) -> Memory:
         state.judged = {place: each for place, each in state.judged.items() if place[0] in ranks.processes}
         judged = [each for one in state.judged.values() for each in one]
-        state.memory = compare(judged, expected=ranks.world)
+        uses = self._collectives(ranks) if any(each.hidden for each in judged) else []
+        state.memory = compare(judged, uses, expected=ranks.world)
         state.rounds += 1
         return state.memory

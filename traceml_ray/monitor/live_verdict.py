@@ -254,7 +254,13 @@ class LiveJudge:
     def _ranks_of(self, run: str, known: _Known) -> Ranks:
         own = self.steps.of(run)
         processes = {process.id: process for process in known.runs[run]}
-        return Ranks(processes, known.labels, own.world if own is not None else None)
+        with self.writer.lock:
+            clocks = {
+                name: (node.clock_offset_ns, node.clock_bound_ns)
+                for name, node in self.writer.nodes.items()
+                if node.clock_offset_ns is not None and node.clock_bound_ns is not None
+            }
+        return Ranks(processes, known.labels, own.world if own is not None else None, clocks)
 
     def _begin_generation(self, run: str, state: _LiveRun, which: tuple[int, int]) -> None:
         """From here on judge the processes of another attempt, or restart, with the run's baseline."""

@@ -56,6 +56,7 @@ class LiveAnswers(Answers):
         self._flush, self._commit, self._used = flush, commit, used
         self._request = request
         self._by_kind[query.Dump] = self._dump
+        self._by_kind[query.Memory] = self._memory
         self._by_kind[query.Snapshot] = self._snapshot
         self._by_kind[query.ReadFile] = lambda asked: self.snapshots.read(asked.name, asked.offset, asked.n)
         self._by_kind[query.Discard] = lambda asked: self.snapshots.remove(asked.name)
@@ -76,6 +77,10 @@ class LiveAnswers(Answers):
 
     def _verdict_now(self, run: str | None) -> Any:
         return self._judge.answer(run)
+
+    def _memory(self, asked: query.Memory) -> Any:
+        found = None if self._over() else self._judge.memory_now(asked.run)
+        return self._read(asked) if found is None else found
 
     @contextmanager
     def _history(self, run: str | None, read_on: bool) -> Iterator[RunSteps]:

@@ -80,21 +80,22 @@ def _add_collectives(file: SessionFile, recordings: Sequence[Recording]) -> None
     for run in {each.run for each in timed.values()}:
         for span in file.of(run).spans():
             own = timed.get(processes[span["process"]])
-            if own is not None and own.rank is not None and own.run == run and _is_collective(span["name"]):
-                first, last = _when(own, span["first_step"], span["last_step"] + 1)
+            if own is not None and own.rank is not None and own.run == run and is_collective(span["name"]):
+                assert own.step is not None
+                first, last = when(own.t_ns, own.step, span["first_step"], span["last_step"] + 1)
                 use = Collective(own.rank, span["name"], None, first, last, span["count"], span["bytes"])
                 own.collectives.append(use)
 
 
-def _is_collective(span: str) -> bool:
+def is_collective(span: str) -> bool:
+    """Whether a span of that name is one, not only the wait for it."""
     return bool(COLLECTIVE.match(span)) and span != "wait"
 
 
-def _when(own: Recording, *steps: int) -> list[int]:
-    """Return about when a process came to each of `steps`."""
-    assert own.step is not None
-    known = own.step >= 0
-    return [int(t_ns) for t_ns in np.interp(steps, own.step[known], own.t_ns[known])]
+def when(t_ns: Ints, step: Ints, *steps: int) -> list[int]:
+    """Return about when a process came to each of `steps`; one of its samples, at least, has a step."""
+    known = step >= 0
+    return [int(at_ns) for at_ns in np.interp(steps, step[known], t_ns[known])]
 
 
 def _on_one_clock(own: MemoryColumns, clock: NodeClock) -> tuple[MemoryColumns, int]:

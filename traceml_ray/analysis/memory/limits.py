@@ -45,7 +45,7 @@ class MemoryLimits:
     """Memory that runs out within so long is critical."""
 
     alike: float = 0.5
-    """Where all ranks (three at least) creep, none of them slower than this share of the median: a degree less."""
+    """Ranks that all creep, none slower than this share of the median, creep alike: that is less severe."""
 
     step_samples: int = 5
     """Samples on both sides that a step is measured from, and for which it must be held."""
