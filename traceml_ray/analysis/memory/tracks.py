@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from traceml_ray.analysis.memory.robust import median
+from traceml_ray.analysis.memory.robust import median, noise, starts
 from traceml_ray.analysis.memory.shapes import NO_STEP, Float, Int64, Series
 
 MOST_BYTES = float(1 << 60)
@@ -22,6 +22,18 @@ _WARM_SHARE = 5
 """up to one in so many of the samples."""
 _QUARTER = 4
 _REACHED = 0.9
+_BLOCKS = 20
+"""Where no steps are known, loading ends at the first level that is held for two of so many blocks,"""
+_BLOCK = 4
+"""each of so many samples at least,"""
+_LEVEL = 0.02
+"""within this share of it,"""
+_NOISE = 6.0
+"""or so many standard deviations of the noise."""
+_TAIL_S = 30.0
+"""A last step that is no longer may be the end of the process, in which it lets go of its memory."""
+_FALL = 0.05
+"""What falls by this share in it is not the level of the run."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +110,8 @@ class Place:
     columns: Mapping[str, Float]
     settled: int | None
     """The first sample after warm-up; None: nothing says when that was, each counter tells by itself."""
+    last: int | None
+    """The first sample of the last step, where that may be the end of the process."""
     tracks: dict[str, Track | None] = field(default_factory=dict)
     """Those that have been asked for."""
 
@@ -151,6 +165,8 @@ class Place:
 
     def _track(self, column: Float) -> Track | None:
         known = (column >= 0) & (column <= MOST_BYTES)
+        if self.last is not None:
+            known[_end(column, self.last) :] = False
         if known.all():
             t, step, x, settled = self.t_ns, self.step, column, self.settled
         else:
@@ -171,12 +187,13 @@ def places(series: Series) -> list[Place]:
     step = (series.step if order is None else series.step[order]).astype(np.float64)
     step[step <= NO_STEP] = np.nan
     settled = _settled(series.first_step_ns, t_ns, step)
+    last = _last_step(t_ns, step)
     host = {name: columns[name] for name in _HOST if name in columns}
     devices = [] if series.device is None else [(series.device, columns)]
     hosts = [(None, host)] if host or series.device is None else []
     of = (series.rank, series.node, series.process)
     return [
-        Place(*of, device, series.bound_ns, len(t_ns), t_ns, step, known, settled)
+        Place(*of, device, series.bound_ns, len(t_ns), t_ns, step, known, settled, last)
         for device, known in [*devices, *hosts]
     ]
 
@@ -197,9 +214,34 @@ def _settled(first_step_ns: int | None, t_ns: Int64, step: Float) -> int | None:
     return at + min(warm, (len(t_ns) - at) // _WARM_SHARE)
 
 
+def _last_step(t_ns: Int64, step: Float) -> int | None:
+    """Return the first sample of the last step, None where that lasted longer than the end of a process."""
+    known = np.flatnonzero(~np.isnan(step))
+    if not len(known) or step[known[0]] == step[known[-1]]:
+        return None
+    first = int(known[np.argmax(step[known] >= step[known[-1]])])
+    return first if int(t_ns[-1]) - int(t_ns[first]) <= _TAIL_S * 1e9 else None
+
+
+def _end(x: Float, last: int) -> int:
+    """Return the first sample from `last` on that is below the one before, or the first; n: none."""
+    fallen = np.flatnonzero(x[last:] < (1 - _FALL) * x[max(last - 1, 0) : last + 1].max())
+    return last + int(fallen[0]) if len(fallen) else len(x)
+
+
 def _plateau(x: Float) -> int:
-    """Return the first sample that has reached the level of the first quarter: what is before is loading."""
+    """Return the first sample of the first level that is held: what is before is loading."""
     quarter = len(x) // _QUARTER
     if quarter < 2:
         return 0
-    return int(np.argmax(x[:quarter] >= _REACHED * median(x[quarter // 2 : quarter])))
+    size = max(_BLOCK, len(x) // _BLOCKS)
+    at = starts(len(x), size)
+    low, high = np.minimum.reduceat(x, at), np.maximum.reduceat(x, at)
+    near = max(_NOISE * noise(x), 0.0)
+    spread = np.maximum(high[1:], high[:-1]) - np.minimum(low[1:], low[:-1])
+    held = np.flatnonzero(spread <= np.maximum(_LEVEL * high[1:], near))
+    if not len(held):  # it grows all the time: what was reached soon is loaded
+        return int(np.argmax(x[:quarter] >= _REACHED * median(x[quarter // 2 : quarter])))
+    first = int(at[held[0]])
+    level = median(x[first : first + 2 * size])
+    return int(np.argmax(x[: first + size] >= level - max(_LEVEL * level, near)))
