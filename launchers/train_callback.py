@@ -71,8 +71,8 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
         session: name of another session.
 
     All others are those of `traceml_ray.start`; they are for a session that this callback makes, and what
-    concerns ranks (`interval`, `ring_rows`, `agent_buffer_bytes`, `device_clock`, `debug`) for those of this
-    run.
+    concerns ranks (`interval`, `ring_rows`, `agent_buffer_bytes`, `device_clock`, `memory_history`,
+    `debug`) for those of this run.
 
     Raises SettingError for a keyword or value that cannot be used.
     """
@@ -106,6 +106,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
         bundle_minutes: float | None = None,
         idle_ttl: float | None = None,
         device_clock: str | None = None,
+        memory_history: bool | None = None,
         debug: bool | None = None,
         baseline: str | os.PathLike[str] | None = None,
         thresholds: Thresholds | Mapping[str, float] | None = None,

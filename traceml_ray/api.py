@@ -231,6 +231,7 @@ class capture_oom:  # noqa: N801
             return
         try:
             if is_out_of_memory(error_text(error)):
+                agent.history.write()
                 agent.add_event(ending.out_of_memory(agent.recorder.open_stage(), error, str(self._where)))
         except Exception as failure:
             agent.instrumentation.failed("capture_oom", failure)

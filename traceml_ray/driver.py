@@ -42,6 +42,7 @@ def start(
     bundle_minutes: float | None = None,
     idle_ttl: float | None = None,
     device_clock: str | None = None,
+    memory_history: bool | None = None,
     debug: bool | None = None,
     baseline: str | os.PathLike[str] | None = None,
     thresholds: Thresholds | Mapping[str, float] | None = None,
@@ -78,6 +79,8 @@ def start(
             Default: 600.
         device_clock: `1` takes the times of CUDA jobs from the device's own clock, `0` never does, `auto`
             does once a device has confirmed it. Default: `auto`.
+        memory_history: have torch record each allocation on a CUDA device, and write its record when memory
+            runs out, for PyTorch's memory viewer. Default: False.
         debug: raise what is swallowed and counted otherwise, or print it where a thread has to go on.
             Default: False.
         baseline: name or path of a stored session that was good: what steps are expected to cost.

@@ -57,6 +57,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds without any message after which relay and aggregator end themselves."""
     device_clock: str = "auto"
     """Times of CUDA jobs by the device's own clock: 0, 1 or auto (off: no device has confirmed it yet)."""
+    memory_history: bool = False
+    """
+    Have torch record the stack of each allocation on a CUDA device; the record is written when memory runs
+    out, in the format of PyTorch's memory viewer. Costs the training thread some microseconds each time.
+    """
     nice: int = 10
     """How much lower than the launcher's the priority of the monitor's own Ray is, 0 … 19."""
     debug: bool = False

@@ -175,6 +175,27 @@ def test_request_makes_a_bundle_with_the_stacks_of_all_ranks(played: Played) -> 
     assert ask(played.aggregator, "bundles")[0]["requests"] == ["abc"]
 
 
+def test_record_of_the_allocator_is_in_the_bundle_or_it_says_where_it_is(played: Played) -> None:
+    spool = played.folder / "spool"
+    spool.mkdir()
+    here, secret = spool / "allocator-1-77-1.pickle", played.folder / "session.sqlite"
+    here.write_bytes(bytes(1000))
+    played.play(20)
+    for path in (here, Path("/data/allocator-2-78-1.pickle"), secret):
+        about = {"path": str(path), "bytes": 1000, "host": "host-1"}
+        send(played, 1, wire.Event("memory_snapshot", played.clock.now, data=about))
+    send(played, 1, raised(played.clock.now, kind="oom"))
+    settled(played, 70)  # it is written anew when the incident is over
+    send(played, 1, final=True)
+    finish(played, 1)
+    (bundle,) = bundles_of(played.folder)
+    assert bundle.manifest.files[here.name] == 1000 and not here.exists()
+    assert bundle.manifest.left_out == {
+        "allocator-2-78-1.pickle": "it is on host-1: /data/allocator-2-78-1.pickle",
+        "session.sqlite": f"it is on host-1: {secret}",
+    }
+
+
 def test_what_comes_again_and_again_makes_few_bundles(played: Played) -> None:
     """A script that retries: memory runs out every two seconds for twenty minutes."""
     for _ in range(600):

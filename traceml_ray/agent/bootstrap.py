@@ -23,6 +23,7 @@ from traceml_ray.agent.channel import Channel, SocketChannel
 from traceml_ray.agent.rank_agent import RankAgent, new_process_id
 from traceml_ray.errors import error_text
 from traceml_ray.identity import RankIdentity, resolve
+from traceml_ray.out_of_memory import is_out_of_memory
 from traceml_ray.settings import Settings
 
 SITE_FOLDER = str(Path(__file__).parent / "site")
@@ -41,6 +42,7 @@ _NAMES = (
     "ring_rows",
     "agent_buffer_bytes",
     "device_clock",
+    "memory_history",
 )
 _VARIABLES = {name: f"TRACEML_{name.upper()}" for name in _NAMES}
 """Settings that a rank is given, and their variables."""
@@ -170,6 +172,7 @@ def stop(events: list[wire.Event] | None = None) -> None:
     if agent is not None:
         atexit.unregister(_at_exit)
         agent.instrumentation.remove()
+        agent.guard("memory history", agent.history.remove)
         agent.close(events)
         os.environ.pop(RANK_PID, None)
 
@@ -180,6 +183,8 @@ def _at_exit() -> None:
     if agent is None:
         return
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # it reached the top
+    if error is not None and is_out_of_memory(error_text(error)):
+        agent.history.write()
     recorder = agent.recorder
     end = agent.guard("exit", lambda: ending.event(recorder.open_stage(), error, tail_ns=recorder.tail_ns()))
     agent.guard("exit", lambda: agent.close([end] if end else []))

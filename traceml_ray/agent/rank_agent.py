@@ -27,6 +27,7 @@ from traceml_ray.agent.device_use import DeviceUse
 from traceml_ray.agent.environment import environment
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.mark_log import LOCK_S
+from traceml_ray.agent.memory_history import MemoryHistory
 from traceml_ray.agent.memory_samples import MemorySampler
 from traceml_ray.agent.outbox import Batch, Outbox
 from traceml_ray.agent.patch.patcher import Patcher
@@ -101,6 +102,10 @@ class RankAgent:
         self._sampled = -SAMPLE_S
         self._memory_sampler = MemorySampler()
         self._memory_samples = 0
+        ours = self.instrumentation
+        self.history = MemoryHistory(
+            settings.memory_history, settings.spool, self.add_event, ours.errors, ours.missing
+        )
 
     def start(self) -> None:
         """Start the thread; it does the rest, so that the import of torch is not held up."""
@@ -158,6 +163,7 @@ class RankAgent:
         self.guard("device clock", self.device.finish if final else self.device.turn)
         self._spans += self.guard("spans", functools.partial(self._collect_spans, final)) or []
         self.guard("memory", self._sample_memory)
+        self.guard("memory history", self.history.turn)
         while self._enqueue(final):
             pass
         self._exchange()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
 from traceml_ray import wire
+from traceml_ray.agent.memory_history import KIND as SNAPSHOT
+from traceml_ray.agent.memory_history import NAME as SNAPSHOT_NAME
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.errors import Errors
-from traceml_ray.files import write_file
+from traceml_ray.files import remove, write_file
 from traceml_ray.monitor.incidents import Incident, Incidents
 from traceml_ray.reports.deaths import Death
 from traceml_ray.reports.manifest import manifest_of, reason_of, stacks_of
@@ -19,13 +23,17 @@ from traceml_ray.reports.run_facts import RunFacts
 from traceml_ray.session import DATABASE
 from traceml_ray.settings import Settings
 from traceml_ray.stages import STAGES
-from traceml_ray.store.bundles import MANIFEST, Cause, making, new_name, prune
+from traceml_ray.store.bundles import FOLDER, MANIFEST, Cause, making, new_name, prune
 from traceml_ray.store.excerpt import cut
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
 
 STACKS = "stacks.txt"
+SPOOL = "spool"
+"""Folder in that of the session, where ranks of a launcher on its node leave files."""
+_SNAPSHOT_NS = 60_000_000_000
+"""A record of the allocator that is so much older than the first cause is of the same incident."""
 _SIGTERM = (-15, 143)
 """Exit codes of a launcher that was ended by it."""
 
@@ -149,9 +157,36 @@ class Bundling:
             name = new_name(self.folder, manifest.t_ns, manifest.reason)
         with making(self.folder, name, incident.name) as here:
             cut(self.writer.path, here / DATABASE, seconds, int(seconds / self.settings.interval) + 1)
+            taken, manifest.left_out = self._add_snapshots(facts, incident, manifest.t_ns, here)
             if stacks := stacks_of(facts, manifest.t_ns):
                 write_file(here / STACKS, stacks.encode())
             manifest.files = {path.name: path.stat().st_size for path in sorted(here.iterdir())}
             write_file(here / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2))
+        remove(taken)
         prune(self.folder, self.settings.bundles, self.settings.bundle_bytes)
         return name
+
+    def _add_snapshots(
+        self, facts: RunFacts, incident: Incident, t_ns: int, here: Path
+    ) -> tuple[list[Path], dict[str, str]]:
+        """
+        Put what torch's allocators have written since shortly before `t_ns` into `here`; return the files
+        that can go, and what is not there, with the reason.
+        """
+        room, taken, left_out = self.settings.bundle_bytes // 2, [], {}
+        before = None if incident.name is None else self.folder / FOLDER / incident.name
+        for event in facts.events:
+            if event["kind"] != SNAPSHOT or event["t_ns"] < t_ns - _SNAPSHOT_NS:
+                continue
+            path = Path(str(event["data"].get("path")))
+            places = [self.folder / SPOOL / path.name, *([before / path.name] if before else [])]
+            found = next((each for each in places if each.is_file() and not each.is_symlink()), None)
+            if found is None or not path.name.startswith(SNAPSHOT_NAME):
+                left_out[path.name] = f"it is on {event['data'].get('host')}: {path}"
+            elif found.stat().st_size > room:
+                left_out[path.name] = f"it has {found.stat().st_size} bytes, which is too large for a bundle"
+            elif not (here / path.name).exists():
+                os.link(found, here / path.name, follow_symlinks=False)
+                room -= found.stat().st_size
+                taken.append(places[0])
+        return taken, left_out

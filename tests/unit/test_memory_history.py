@@ -1,0 +1,117 @@
+"""torch's record of allocations: turned on, written when memory runs out, and never in the script's way."""
+
+from __future__ import annotations
+
+import pickle
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from traceml_ray.agent.memory_history import MAX_ENTRIES, MAX_FILES, PAUSE_S, MemoryHistory
+from traceml_ray.errors import Errors
+from traceml_ray.wire import Event
+
+
+class FakeTorch:
+    """What `MemoryHistory` uses of torch; a device that runs out of memory calls the observers."""
+
+    def __init__(self) -> None:
+        self.initialized = self.on = False
+        self.calls: list[dict[str, Any]] = []
+        self.observers: list[Callable[..., None]] = []
+        self.full = False
+        memory = types.SimpleNamespace(_record_memory_history=self.record, _dump_snapshot=self.dump)
+        self.cuda = types.SimpleNamespace(is_initialized=lambda: self.initialized, memory=memory)
+        attach = self.observers.append
+        self._C = types.SimpleNamespace(
+            _cuda_attach_out_of_memory_observer=attach, _cuda_isHistoryEnabled=lambda: self.on
+        )
+
+    def record(self, enabled: str | None = "all", **given: Any) -> None:
+        self.on = enabled is not None
+        self.calls.append({"enabled": enabled, **given})
+
+    def dump(self, path: str) -> None:
+        if self.full:
+            raise OSError(28, "No space left on device")
+        Path(path).write_bytes(pickle.dumps({"segments": []}))
+
+    def run_out(self) -> None:
+        for observer in self.observers:
+            observer(0, 1 << 30, 1 << 30, 0)
+
+
+class Bench:
+    def __init__(self, folder: Path, wanted: bool = True) -> None:
+        self.torch, self.now = FakeTorch(), 1000.0
+        self.events: list[Event] = []
+        self.errors, self.missing = Errors(), dict[str, str]()
+        (folder / "s" / "spool").mkdir(parents=True)
+        (folder / "s" / "session.sqlite").touch()
+        self.spool = folder / "s" / "spool"
+        self.history = MemoryHistory(
+            wanted, str(self.spool), self.events.append, self.errors, self.missing,
+            lambda: self.torch, lambda: self.now,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def test_record_begins_when_cuda_does_and_is_bounded(bench: Bench) -> None:
+    bench.history.turn()
+    assert bench.torch.calls == []
+    bench.torch.initialized = True
+    bench.history.turn()
+    bench.history.turn()
+    assert bench.torch.calls == [{"enabled": "all", "max_entries": MAX_ENTRIES, "stacks": "python"}]
+    bench.history.remove()
+    assert not bench.torch.on
+
+
+def test_nothing_is_asked_of_torch_unless_wanted(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, wanted=False)
+    bench.torch.initialized = True
+    bench.history.turn()
+    bench.history.write()
+    bench.history.remove()
+    assert bench.torch.calls == bench.torch.observers == bench.events == []
+
+
+def test_record_of_the_script_itself_stays_as_it_is(bench: Bench) -> None:
+    bench.torch.initialized = bench.torch.on = True
+    bench.history.turn()
+    assert bench.torch.calls == [] and len(bench.torch.observers) == 1
+    bench.history.remove()
+    assert bench.torch.on
+
+
+def test_file_is_written_when_memory_runs_out_but_not_in_every_step(bench: Bench) -> None:
+    bench.torch.initialized = True
+    bench.history.turn()
+    for _ in range(40):
+        bench.torch.run_out()
+        bench.now += PAUSE_S / 4
+    files = sorted(bench.spool.iterdir())
+    assert len(files) == len(bench.events) == MAX_FILES
+    assert pickle.loads(files[0].read_bytes()) == {"segments": []}
+    assert [event.data["path"] for event in bench.events] == [str(file) for file in files]
+
+
+def test_disk_that_is_full_is_counted_and_the_script_goes_on(bench: Bench) -> None:
+    bench.torch.initialized = bench.torch.full = True
+    bench.history.turn()
+    bench.torch.run_out()
+    assert bench.errors == {"memory snapshot: OSError": 1} and bench.events == []
+
+
+def test_torch_without_the_observer_is_said(bench: Bench) -> None:
+    bench.torch.initialized, bench.torch._C = True, types.SimpleNamespace()
+    bench.history.turn()
+    assert "_cuda_attach_out_of_memory_observer" in bench.missing["memory history"]
+    assert bench.torch.calls == []
