@@ -33,7 +33,9 @@ from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.session_pages import SessionPages
 
 STEPS_A_SECOND = 5
-PAGES = ("/", "/node/node-1", "/rank/5", "/events", "/ledger")
+PAGES = ("/", "/node/node-1?from=newest", "/rank/5?from=newest", "/events", "/ledger")
+SAMPLES = 180
+"""Seconds after which a chart over time is as long as it gets."""
 
 
 def main() -> None:
@@ -78,6 +80,8 @@ def main() -> None:
             return
         server(played, pages, arguments.ticks)
         if arguments.browser:
+            for _ in range(SAMPLES):
+                played.play(1)
             browser(played, pages, arguments.refreshes, arguments.page or PAGES)
 
 
@@ -112,7 +116,8 @@ def server(played: Played, pages: SessionPages, ticks: int) -> None:
                 time.sleep(0.05)
             polls.append(pages.poll_ms[-1])
             began = time.perf_counter()
-            elements, answer = refresher.refresh(page, "", seen)
+            path, _, search = page.partition("?")
+            elements, answer = refresher.refresh(path, search, seen)
             sent = to_json_plotly([elements, answer]).encode()
             times.append(1e3 * (time.perf_counter() - began))
             cpu.append(1e3 * (time.process_time() - used - answering[0]))

@@ -31,6 +31,8 @@ STAGES = {
     "backward": "#3b6fc4",
     "sync_wait": "#8b939c",
 }
+STAGE_NAMES = {text.words(stage): colour for stage, colour in STAGES.items()}
+"""As a legend has them."""
 BLUE, ORANGE, RED, GREY, ROSE, GREEN = "#3b82c4", "#d9731a", "#d03b3b", "#8b939c", "#c2568f", "#5a9e3c"
 LINES = (BLUE, ORANGE, "#1b9696", "#9a63b8", "#86891c", ROSE, "#6b7785", GREEN)
 FONT = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -47,6 +47,11 @@ def brief(shown: Array) -> list[float | None]:
     size = np.log10(np.maximum(np.abs(shown), 1e-3))
     scale = 10.0 ** np.clip(2 - np.floor(size), 0, 4)
     return rounded(np.round(shown * scale) / scale, 4)
+
+
+def by_rank(answer: Mapping[str, Any] | None, name: str) -> dict[int, Any]:
+    """Return one number of each rank from an answer that has `ranks` and, in their order, numbers by name."""
+    return dict(zip(answer["ranks"], answer[name], strict=True)) if answer else {}
 
 
 def by_stage(values: Array) -> dict[str, Array]:

@@ -36,8 +36,7 @@
   const heard = () => { [answered, silent] = [Date.now(), 0]; };
 
   const show = ({ title, icon }) => {
-    document.title = title;
-    document.querySelector("link[rel=icon]").href = icon;
+    [document.title, document.querySelector("link[rel=icon]").href] = [title, icon];
   };
 
   /* Return a chart with new points at its end, and only so many of those before: _longer in app.py. */

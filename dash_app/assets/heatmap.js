@@ -14,10 +14,7 @@
     return row && column in meta.first ? { ...point, row, column, first: meta.first[column], last: meta.last[column] } : null;
   };
 
-  const times = (value) => {
-    if (value === 255) return "missing";
-    return (value === 254 ? "≥ " : value === 0 ? "≤ " : "") + (4 ** ((value - 127) / 127)).toFixed(2) + "×";
-  };
+  const times = (value) => value === 255 ? "missing" : ({ 0: "≤ ", 254: "≥ " }[value] ?? "") + (4 ** ((value - 127) / 127)).toFixed(2) + "×";
 
   /* Return the page that a click leads to: path and query. */
   const open = (click) => {

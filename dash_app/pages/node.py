@@ -30,7 +30,7 @@ from ..components import (
 from ..route import Route
 from ..run_state import RunState
 from ..session_cache import SessionCache
-from ..values import as_dict, natural, number, rounded
+from ..values import as_dict, by_rank, natural, number, rounded
 from .overview import nodes
 
 _SPARK = 120
@@ -87,11 +87,8 @@ def _ranks_data(
     memory = {by_process[process]: sample.rss_bytes for process, sample in latest}
     devices = _device_memory(cache, by_process)
     ranks = sorted(by_process.values())
-    times = run.times or {"ranks": (), "busy_ms": (), "gpu_idle_pct": ()}
-    median = dict(zip(times["ranks"], times["busy_ms"], strict=True))
-    idle = dict(zip(times["ranks"], times["gpu_idle_pct"], strict=True))
-    steps = cache.ask(query.Busy(run.id, tuple(ranks), _SPARK)) or {"ranks": (), "busy_ms": ()}
-    busy = dict(zip(steps["ranks"], steps["busy_ms"], strict=True))
+    median, idle = (by_rank(run.times, name) for name in ("busy_ms", "gpu_idle_pct"))
+    busy = by_rank(cache.ask(query.Busy(run.id, tuple(ranks), _SPARK)), "busy_ms")
     dead = {death["rank"]: death for death in cache.deaths(run)}
     return [
         {

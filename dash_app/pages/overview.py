@@ -196,7 +196,7 @@ def _charts(view: Mapping[str, Any], route: Route) -> list[html.Section]:
             figures.exposed(steps, by_stage(columns["exposed"]) if columns else {}, revision, frame),
             "Exposed time of each stage by step, stacked",
             route,
-            series={text.words(stage): colour for stage, colour in figures.STAGES.items()},
+            series=figures.STAGE_NAMES,
         ),
         chart(
             "timeline",

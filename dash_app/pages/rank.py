@@ -31,7 +31,7 @@ from ..components import (
 from ..route import Route
 from ..run_state import RunState
 from ..session_cache import SessionCache
-from ..values import by_stage, mean, number, whole
+from ..values import by_rank, by_stage, mean, number, whole
 from .node import gpu_of, position, quantity_charts, samples_of, timed
 
 _SAMPLES, _WITH_PROCESSES = 170, 6
@@ -63,7 +63,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
             "node_key": node or None,
             "pid": identity.pid if identity else None,
             "attempt": identity.attempt if identity else None,
-            "gpu_idle_pct": _idle(run, rank),
+            "gpu_idle_pct": number(by_rank(run.times, "gpu_idle_pct").get(rank)),
         },
         "suspect": next((suspect for suspect in suspects if suspect["rank"] == rank), None),
         "deaths": [*cache.deaths(run)],
@@ -102,12 +102,6 @@ def _steps(cache: SessionCache, run: RunState, rank: int, shown: axis.Range) -> 
         "host": None if steps["host"] is None else by_stage(steps["host"]),
         "spans": [{**span, "share": _of_stage(span["ms"], mean[span["stage"]])} for span in spans],
     }
-
-
-def _idle(run: RunState, rank: int) -> float | None:
-    """Return the share of its time in which the rank's device waited for its host, in %."""
-    times = run.times or {"ranks": (), "gpu_idle_pct": ()}
-    return number(dict(zip(times["ranks"], times["gpu_idle_pct"], strict=True)).get(rank))
 
 
 def _of_stage(ms: float, stage_ms: float) -> float | None:
@@ -211,7 +205,7 @@ def _both_rows(view: Mapping[str, Any], route: Route) -> list[html.Section]:
             figures.rows(both, revision=route.key),
             "Mean time of each stage on the clock of the GPU, and under it on that of its host",
             route,
-            series={text.words(name): colour for name, colour in figures.STAGES.items()},
+            series=figures.STAGE_NAMES,
             tall="low",
         )
     ]

@@ -62,7 +62,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
             gantt.figure(step, drawn),
             "Stages of each rank in this step, from where it left the exchange before",
             route,
-            series={text.words(name): colour for name, colour in figures.STAGES.items()},
+            series=figures.STAGE_NAMES,
             colours=gantt.spans(step) if len(drawn) <= gantt.FEW else None,
             height=gantt.height(drawn),
             rows=_table(view, step, route),
