@@ -54,6 +54,18 @@ class Content(Component):
         self.id, self.content = id, content
 
 
+class Lazy(Component):
+    """What is inside is made when it comes into sight, see assets/app.js."""
+
+    _namespace, _type = "traceml_ray", "Lazy"
+    _prop_names = ["children"]
+    _children_props: list[str] = []
+    _valid_wildcard_attributes: list[str] = []
+
+    def __init__(self, children: Any) -> None:
+        super().__init__(children=children)
+
+
 def part(element: Any) -> Content:
     """Return an element as a part of a page: sent whole when a page opens, and again when it changes."""
     return Content(element.id, _plain(element))
@@ -113,7 +125,7 @@ def chart(
     note = part(html.Div(keys, id=f"{id}-legend", className="note")) if keys else ()
     graph = dcc.Graph(id=id, figure=figure, config=CONFIG)
     style: Any = {"style": {"height": f"{height}px"}} if height else {}
-    box = html.Div(graph, className=f"graph {tall}".strip(), role="img", **style, **aria(label=label))
+    box = html.Div(Lazy(graph), className=f"graph {tall}".strip(), role="img", **style, **aria(label=label))
     return panel(title, box, numbers(id, label, figure, route, rows), note=note)
 
 

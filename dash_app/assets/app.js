@@ -6,9 +6,8 @@
   const set = (id, props) => window.dash_clientside.set_props(id, props);
   const clock = (moment) => moment.toLocaleTimeString("en-GB", { timeZoneName: "short" });
 
-  let answered = Date.now();
-  let silent = 0; // s since then in which this page ran: it may itself be too busy to take an answer
-  let paused = false;
+  let answered = Date.now(), paused = false;
+  let silent = 0; // s since an answer in which this page ran: it may itself be too busy to take one
   let revealed = ""; // the last link to a part of a page that was followed
   let seen = {}; // of the last answer: the page, and a checksum of each part
   const charts = new Map(); // by id: the newest figure, and which share of it is not drawn yet
@@ -23,7 +22,7 @@
       const chart = props.figure ? { figure: props.figure, due: 1 } : props.of && props.of === seen.sums?.[id] && longer(id, props.grown);
       if (chart) charts.set(id, chart);
       else if (props.of) delete answer.seen.sums[id]; // not drawn, or another answer was quicker: send all of it
-      else if (id === "tab") show(props);
+      else if (id === "tab") [document.title, document.querySelector("link[rel=icon]").href] = [props.title, props.icon];
       else if (document.activeElement?.id !== id) set(id, props); // what a person types stays
     }
     if (paused) set("paused", { children: "paused at " + clock(new Date()) }); // another page was opened
@@ -34,10 +33,6 @@
   };
 
   const heard = () => { [answered, silent] = [Date.now(), 0]; };
-
-  const show = ({ title, icon }) => {
-    [document.title, document.querySelector("link[rel=icon]").href] = [title, icon];
-  };
 
   /* Return a chart with new points at its end, and only so many of those before: _longer in app.py. */
   const longer = (id, { keep, data, layout }) => {
@@ -58,13 +53,25 @@
       set(id, { figure: chart.figure });
     }
   };
-  document.addEventListener("scroll", draw, { passive: true, capture: true });
-  window.addEventListener("resize", draw);
+  for (const name of ["scroll", "resize"]) window.addEventListener(name, draw, { passive: true, capture: true });
+
+  /* A chart is made when it comes into sight: the 17 of a node page at once take half a second. */
+  const Lazy = ({ children }) => {
+    const { createElement, useEffect, useRef, useState } = window.React;
+    const [seen, setSeen] = useState(false), box = useRef();
+    useEffect(() => {
+      const watched = new IntersectionObserver((found) => found.some((one) => one.isIntersecting) && setSeen(true));
+      watched.observe(box.current);
+      return () => watched.disconnect();
+    }, []);
+    useEffect(draw, [seen]);
+    return createElement("div", { ref: box, className: "lazy" }, seen && children);
+  };
 
   /* Scroll to the part that a link is to, once it is there. */
   const reveal = () => {
-    const part = revealed !== location.href && document.getElementById(location.hash.slice(1));
-    if (!part) return;
+    const id = location.hash.slice(1), part = document.getElementById(id) ?? document.getElementById(`${id}-table`);
+    if (!part || revealed === location.href) return;
     revealed = location.href;
     part.scrollIntoView({ block: "center" });
   };
@@ -136,6 +143,6 @@
   /* IANA, and minutes ahead of UTC for a server that does not know it. */
   const zone = () => `${Intl.DateTimeFormat().resolvedOptions().timeZone} ${-new Date().getTimezoneOffset()}`;
 
-  window.traceml_ray = { Content: ({ content }) => element(content) };
+  window.traceml_ray = { Content: ({ content }) => element(content), Lazy };
   (window.dash_clientside ??= {}).traceml = { apply, watch, theme, zone, pause };
 }

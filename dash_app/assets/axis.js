@@ -30,10 +30,8 @@
     const range = (ends) => choose(...ends.map((end) => converted(end, kind(plot), "step")).sort((a, b) => a - b));
     plot.on("plotly_selected", (chosen) => chosen?.range?.x && range(chosen.range.x));
     plot.on("plotly_doubleclick", () => choose());
-    plot.on("plotly_relayout", (changed) => {
-      const { xaxis } = plot._fullLayout;
-      if ("xaxis.range[0]" in changed) range(xaxis.range.map((end) => xaxis.r2l(end)));
-    });
+    plot.on("plotly_relayout", ({ "xaxis.range[0]": low, "xaxis.range[1]": high }) =>
+      low !== undefined && range([low, high].map((end) => plot._fullLayout.xaxis.r2l(end))));
   };
 
   const cross = (event) => {

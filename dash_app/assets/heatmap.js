@@ -43,8 +43,7 @@
     if (!trace?.meta || !(event.key in ARROWS || event.key === "Enter")) return;
     event.preventDefault();
     const { x, meta: { rows, first } } = trace, { xaxis, yaxis } = plot._fullLayout, z = plot.calcdata[0][0].z;
-    const ends = [first.length - 1, rows.length - 1];
-    ends.forEach((end, way) => { cursor[way] = Math.max(0, Math.min(end, cursor[way] + (ARROWS[event.key] ?? [0, 0])[way])); });
+    [first.length, rows.length].forEach((end, way) => { cursor[way] = Math.max(0, Math.min(end - 1, cursor[way] + (ARROWS[event.key] ?? [0, 0])[way])); });
     const [column, row] = cursor, y = rows[row].at;
     const [x0, x1] = [x[column], x[column + 1]].map((edge) => xaxis.l2p(edge) + xaxis._offset);
     const [y0, y1] = [y, rows[row + 1]?.at ?? z.length].map((edge) => yaxis.l2p(edge) + yaxis._offset);

@@ -67,7 +67,8 @@ _ACTS = {
     "brush on the spine": "mouse('spine');"
     " plot('spine').emit('plotly_selected', { points: [], range: { x: within('spine') } })",
     "zoom in a chart": "mouse('timeline');"
-    " Plotly.relayout(plot('timeline'), { 'xaxis.range': within('timeline') })",
+    " const [low, high] = within('timeline');"
+    " Plotly.relayout(plot('timeline'), { 'xaxis.range[0]': low, 'xaxis.range[1]': high })",
     "an episode": "click('#lanes .bar-link')",
     "whole run": "click('#range [title=\"All steps\"]')",
     "a stage": "click('#heat-stage a')",
