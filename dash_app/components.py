@@ -63,7 +63,7 @@ class Lazy(Component):
     _valid_wildcard_attributes: list[str] = []
 
     def __init__(self, children: Any) -> None:
-        super().__init__(children=children)
+        self.children = children
 
 
 def part(element: Any) -> Content:
