@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from sessions import SECOND, Clock, Rank, Relay, aggregation
 from stormlog_example import MIB, events, write
 
 from traceml_ray import wire
 from traceml_ray.recordings.gather import gather
+from traceml_ray.store.bundles import Manifest
+from traceml_ray.store.excerpt import cut
 
 
 def session(folder: Path, ranks: int = 2) -> Path:
@@ -42,6 +46,34 @@ def test_session_gives_each_rank_its_resident_memory(tmp_path: Path) -> None:
         assert ranks[1].step is not None and [*ranks[1].step] == [0, 2, 4, 6, 8]
         assert ranks[1].t_ns[4] - ranks[1].t_ns[0] == 4 * SECOND
         assert ranks[1].first_step_ns == ranks[1].t_ns[1]
+
+
+def test_bundle_says_what_it_was_made_of(tmp_path: Path) -> None:
+    folder = session(tmp_path / "s") / "bundles" / "20261123T081701-oom"
+    folder.mkdir(parents=True)
+    cut(tmp_path / "s/session.sqlite", folder / "session.sqlite", 60, 10)
+    unknown: dict[str, Any] = dict.fromkeys(("run", "node", "step", "stage", "exception", "traceback"))
+    lists: dict[str, Any] = {name: [] for name in ("causes", "deaths", "silent_ranks", "environment")}
+    manifest = Manifest(
+        session="s",
+        reason="oom",
+        time="2026-11-23T08:17:01+00:00",
+        t_ns=1,
+        rank=1,
+        why="rank 1 ran out of memory",
+        ranks={},
+        memory_from=[],
+        settings={},
+        files={},
+        **{"traceml_ray": "1"} | unknown | lists,
+    )
+    (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
+    (source,) = gather([folder.parent]).files
+    assert source.contents.format == "traceml-ray bundle"
+    assert source.contents.notes == ["2026-11-23 08:17:01 UTC: rank 1 ran out of memory"]
+    assert [each.rank for each in source.contents.recordings] == [0, 1]
+    (source,) = gather([tmp_path]).files  # the session has all that its bundles have
+    assert source.contents.format == "traceml-ray session"
 
 
 def test_folder_is_read_with_all_below_it_and_a_file_once(tmp_path: Path) -> None:

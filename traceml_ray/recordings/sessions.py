@@ -1,4 +1,4 @@
-"""Reads the memory of rank processes from session files."""
+"""Reads the memory of rank processes from session files, also from those of bundles."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
+from traceml_ray import text
 from traceml_ray.analysis.hang import COLLECTIVE
 from traceml_ray.analysis.memory.shapes import Collective
 from traceml_ray.analysis.node_clock import NodeClock
 from traceml_ray.recordings.recording import FileContents, Ints, NoSamplesError, Recording
+from traceml_ray.session import read_json
+from traceml_ray.store.bundles import MANIFEST, Manifest
 from traceml_ray.store.nodes import process_labels
 from traceml_ray.store.rank_processes import shown, world_size
 from traceml_ray.store.runs import by_run
@@ -20,6 +23,7 @@ from traceml_ray.store.schema import legible
 from traceml_ray.store.session_file import SessionFile
 
 FORMAT = "traceml-ray session"
+BUNDLE = "traceml-ray bundle"
 _MOST_SAMPLES = 2_000_000
 """That are read: a quarter of an hour of 1,024 ranks; of a longer time, those of some moments. Some 6 s."""
 
@@ -36,7 +40,11 @@ def read(path: Path) -> FileContents:
         found = recordings_of(file)
     if not found:
         raise NoSamplesError("no rank has reported its memory")
-    return FileContents(FORMAT, found)
+    try:
+        bundle = read_json(path.with_name(MANIFEST), Manifest)
+    except (OSError, ValueError):  # it is that of a session, or says nothing
+        return FileContents(FORMAT, found)
+    return FileContents(BUNDLE, found, [f"{text.date(bundle.time)} UTC: {bundle.why}"])
 
 
 def recordings_of(file: SessionFile) -> list[Recording]:

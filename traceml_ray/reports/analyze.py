@@ -72,9 +72,9 @@ def analyze(
     """
     Say which rank's memory grew first, what the allocator does not see, and what is left, from files.
 
-    Reads session files of traceml-ray, exports of Stormlog (events of schema 2 to 4 as JSON, JSONL or CSV,
-    `telemetry_timeline.json`), and folders of these; each rank may have files of its own. All files are of
-    one job; of several runs the newest is analyzed. A file that cannot be used is in `refused`, and the
+    Reads sessions and bundles of traceml-ray, exports of Stormlog (events of schema 2 to 4 as JSON, JSONL or
+    CSV, `telemetry_timeline.json`), and folders of these; each rank may have files of its own. All files are
+    of one job; of several runs the newest is analyzed. A file that cannot be used is in `refused`, and the
     others are analyzed without it.
 
     Args:

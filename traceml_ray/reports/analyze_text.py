@@ -27,7 +27,10 @@ def render_analysis(found: Analysis) -> str:
             _ranks(found.ranks),
             _collectives(found),
             _notes(
-                [*found.notes, *(f"{each.path}: {note}" for each in found.sources for note in each.notes)]
+                [
+                    *found.notes,
+                    *(f"{_path(each.path)}: {note}" for each in found.sources for note in each.notes),
+                ]
             ),
             _sources(found.sources),
             _refused(found),
