@@ -183,6 +183,19 @@ def test_ranks_without_wall_clock_times_have_no_order(tmp_path: Path) -> None:
     assert cause is not None and (cause.rank, cause.lead_ns) == (1, None)
 
 
+def test_only_rank_that_grows_is_named_without_times_and_world_size(tmp_path: Path) -> None:
+    for rank in range(3):
+        values = level(rank, grows_at=40 if rank == 1 else None)
+        timeline = {"timestamps": [*range(len(values))], "allocated": values}
+        (tmp_path / f"rank_{rank}").mkdir()
+        (tmp_path / f"rank_{rank}/telemetry_timeline.json").write_text(json.dumps(timeline))
+    found = analyze(tmp_path)
+    cause = found.first_cause
+    assert cause is not None and (cause.rank, cause.lead_ns, cause.confidence) == (1, None, "low")
+    assert "GB from 41 s (its own clock), and no other rank" in render_analysis(found).splitlines()[0]
+    assert "(2 ranks not observed then)" in cause.why
+
+
 def test_resident_memory_of_a_cpu_is_judged(tmp_path: Path) -> None:
     for rank in range(3):
         values = level(rank, grows_at=50 if rank == 1 else None)

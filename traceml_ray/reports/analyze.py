@@ -156,7 +156,8 @@ def judged(merged: Merged, chosen: RankFilter, sensitivity: Sensitivity = "mediu
             alone.setdefault(each.rank, []).append(each)
     clocks = [timed, *alone.values()]
     used = [each for each in merged.collectives if each.rank in chosen]
-    parts = [judge(own, used, len(expected) or None, sensitivity) for own in clocks if own]
+    count = len(expected | {rank for rank in merged.present if rank in chosen})
+    parts = [judge(own, used, count, sensitivity) for own in clocks if own]
     return msgspec.structs.replace(_together(parts), missing_ranks=sorted(expected - merged.present))
 
 

@@ -46,8 +46,7 @@ def _first(found: Analysis) -> list[str]:
     if cause is not None:
         said = facts(("First", _cause(cause)), ("Why", cause.why), ("Next", " ".join(cause.next)))
     elif onset is not None:
-        when = _moment(onset.at_ns, text.date)
-        what = f"{text.ranks(onset.ranks)} grew at once, at {when} UTC: no rank is the cause"
+        what = f"{text.ranks(onset.ranks)} grew at once, at {_date(onset.at_ns)}: no rank is the cause"
         said = facts(("First", what), ("Why", onset.why))
     else:
         worst = found.findings[0].why if found.findings else ""
@@ -66,8 +65,8 @@ def _nobody(found: Analysis) -> str:
 
 
 def _cause(cause: FirstCause) -> str:
-    size, when = text.size(cause.delta_bytes), _moment(cause.at_ns, text.date)
-    said = f"{where(cause.rank, cause.node, cause.device)}: {size} from {when} UTC"
+    size, when = text.size(cause.delta_bytes), _date(cause.at_ns)
+    said = f"{where(cause.rank, cause.node, cause.device)}: {size} from {when}"
     if cause.lead_ns is None:
         return f"{said}, and no other rank; confidence {cause.confidence}"
     lead = text.duration(cause.lead_ns / 1e9)
@@ -181,6 +180,12 @@ def _who(one: Finding | Attribution) -> str:
     return f"rank {one.rank}" + ("" if one.device is None else f", device {one.device}")
 
 
-def _moment(t_ns: int, written: Callable[[str | None], str] = text.clock) -> str:
-    """Return a moment as a person reads it; of a file without wall-clock times, seconds of its own clock."""
-    return text.duration(t_ns / 1e9) if t_ns < EARLIEST_WALL_NS else written(moment(t_ns))
+def _date(t_ns: int) -> str:
+    """Return a moment with its date, as far as it has one."""
+    when = moment(t_ns)
+    return _moment(t_ns) if t_ns < EARLIEST_WALL_NS or when is None else f"{text.date(when)} UTC"
+
+
+def _moment(t_ns: int) -> str:
+    """Return a moment as a person reads it; of a file without wall-clock times, by its own clock."""
+    return f"{t_ns / 1e9:,.0f} s (its own clock)" if t_ns < EARLIEST_WALL_NS else text.clock(moment(t_ns))
