@@ -27,7 +27,7 @@ class MemorySample(Part, frozen=True):
 
     t_ns: Int64
     """On the wall clock of the rank's node."""
-    step: Int64 | None
+    step: Count | None
     """The newest step that has begun."""
     device: Count | None
     """Index as the process sees it."""

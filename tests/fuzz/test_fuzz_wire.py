@@ -102,7 +102,7 @@ events = st.builds(
     ),
 )  # fmt: skip
 processes = st.builds(wire.ProcessSample, INT64, FLOAT, *[st.none() | COUNT for _ in range(4)])
-memories = st.builds(wire.MemorySample, INT64, st.none() | INT64, *[st.none() | COUNT for _ in range(15)])
+memories = st.builds(wire.MemorySample, INT64, *[st.none() | COUNT for _ in range(16)])
 gpus = st.builds(
     wire.GpuSample, COUNT, st.none(), FLOAT, st.none() | COUNT, st.none() | COUNT, FLOAT, FLOAT, FLOAT
 )
