@@ -195,6 +195,30 @@ def test_memory_given_back_lowers_the_baseline() -> None:
     assert at(_named(memory).at_ns) == pytest.approx(200, abs=5)
 
 
+def test_rank_that_only_reaches_the_threshold_first_is_not_alone() -> None:
+    """All grow alike; one of them by a little more than counts, the others by a little less."""
+    ranks = [on_host(rank, 2 * GIB + (1.1 if rank == 2 else 0.7) * MIB * np.arange(N)) for rank in range(4)]
+    memory = judge(ranks, expected=4)
+    assert [incident.rank for incident in memory.incidents] == [2]
+    assert memory.first_cause is None
+    assert memory.collective_onset is not None and memory.collective_onset.ranks == [0, 1, 2, 3]
+    few = [on_host(rank, np.full(N, 2.0 * GIB)) for rank in range(4, 8)]
+    cause = _named(judge([*ranks[1:3], *few], expected=6))
+    assert (cause.rank, cause.confidence) == (2, "low")
+    assert "grew most" in cause.why and "that of rank 1 by half of it at least" in cause.why
+
+
+def test_jump_within_large_noise_has_no_first_rank() -> None:
+    """Optimizer states come on all ranks at once, where a step takes and gives back gigabytes."""
+    for seed in range(20):
+        noise = [np.random.default_rng((seed, rank)).uniform(0, 2 * GIB, N) for rank in range(4)]
+        jump = 10 * GIB + 20 * GIB * (np.arange(N) > 60)
+        ranks = [on_device(rank, jump + noise[rank]) for rank in range(4)]
+        memory = judge(ranks, expected=4)
+        assert memory.first_cause is None
+        assert memory.collective_onset is not None and memory.collective_onset.ranks == [0, 1, 2, 3]
+
+
 def test_growth_of_hosts_does_not_hide_that_of_a_device() -> None:
     """Each rank's host memory creeps alike; one device leaks more."""
     host = {"rss_bytes": 2 * GIB + 2 * MIB * np.arange(N), "limit_bytes": np.full(N, 512.0 * GIB)}

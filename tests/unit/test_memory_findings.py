@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -67,6 +68,22 @@ def test_creep_of_allocated_memory_is_of_its_floor() -> None:
     assert creep.evidence["bytes_per_step"] == pytest.approx(2 * MIB, rel=0.2)
     assert creep.severity == "warning"  # some 2.5 h are left
     assert any("TRACEML_MEMORY_HISTORY" in line for line in creep.next)
+
+
+def test_growth_within_a_step_is_no_creep() -> None:
+    """Ten samples to a step, in which activations pile up: it is judged in the middle of one."""
+    tooth = 10 * GIB * (np.arange(8) % 10) / 10
+    ranks = [on_device(r, flat(8, r) + tooth, first_step_s=-5.0) for r in range(2)]
+    long = [replace(each, step=np.full(8, 3)) for each in ranks]
+    assert [f.kind for f in judge(ranks).findings] == ["creep", "creep"]
+    assert judge(long).findings == []
+
+
+def test_short_growth_is_not_extrapolated_to_a_critical_end() -> None:
+    """20 s of growth that would fill the host in 45 min, and 90 s of it."""
+    grown = [1 * GIB + 20 * MIB * np.arange(n) for n in (20, 90)]
+    creeps = [_one(judge([on_host(0, each, total=62 * GIB)]), "creep") for each in grown]
+    assert [creep.severity for creep in creeps] == ["warning", "critical"]
 
 
 def test_growth_that_has_ended_is_no_creep() -> None:

@@ -69,6 +69,8 @@ class Alone:
     peak_share: float | None
     """That over what there is."""
     row: RankMemory
+    grown: dict[Counter, float] = field(default_factory=dict)
+    """By how much each counter has grown since its baseline, whether that counts or not."""
     findings: list[Finding] = field(default_factory=list)
     rises: list[tuple[Counter, Rise]] = field(default_factory=list)
     hidden: list[Hidden] = field(default_factory=list)
@@ -124,6 +126,7 @@ class _Judging:
             peak=peak,
             peak_share=None if peak is None or place.total is None else peak / place.total,
             row=self._row(gap),
+            grown={counter: _grown(counter, each) for counter, each in counters},
             findings=self._findings,
             rises=[(counter, rise) for counter, each in counters for rise in rises(each, limits)],
             hidden=self._hidden,
@@ -138,6 +141,8 @@ class _Judging:
         growing = ramp(track, limits, least, floor)
         if growing is None:
             return None
+        if kind == "creep" and growing.steps is not None and growing.steps < limits.creep_steps:
+            return growing
         left = forecast(place, growing)
         soon = left is not None and left.s <= limits.forecast_s and growing.samples >= limits.drift_samples
         if growing.grown < (limits.forecast_growth_bytes if soon else limits.min_growth_bytes):
@@ -146,7 +151,7 @@ class _Judging:
             self._forecasts.append(left)
         confidence = self._sure(growing.confidence(limits))
         sharing = _sharing(place, growing) if counter == "rss_bytes" else "unknown"
-        severity = "info" if sharing == "shared" else _grow_severity(left, confidence, limits)
+        severity = "info" if sharing == "shared" else _grow_severity(growing, left, confidence, limits)
         why = sentences.growing(place, counter, growing, left)
         if sharing == "shared":
             why = why.removesuffix(".") + "; its own pages (USS) do not grow, so it is shared or file pages."
@@ -308,11 +313,14 @@ def _finding(
     )
 
 
-def _grow_severity(left: Forecast | None, confidence: Confidence, limits: MemoryLimits) -> Severity:
+def _grow_severity(
+    growing: Ramp, left: Forecast | None, confidence: Confidence, limits: MemoryLimits
+) -> Severity:
     """Return how bad growth is: by when memory is full, and a degree less where that is not sure."""
     sure = confidence != "low"
     if left is not None and left.s <= limits.critical_s:
-        return "critical" if sure else "warning"
+        trusted = growing.seconds >= min(limits.trusted_s, limits.trusted_share * left.s)
+        return "critical" if sure and trusted else "warning"
     return "warning" if sure and (left is None or left.s <= limits.forecast_s) else "info"
 
 
@@ -349,6 +357,11 @@ def _peak(place: Place, track: Track | None) -> float | None:
     peaks = place.track("peak_bytes") if place.device is not None else None
     own = peaks or track
     return float(own.after.x.max()) if own is not None and len(own) else None
+
+
+def _grown(counter: Counter, track: Track) -> float:
+    grown = floor_growth(track) if counter == "allocated_bytes" else _median_growth(track)
+    return 0.0 if grown is None else grown
 
 
 def _median_growth(track: Track | None) -> float | None:

@@ -94,13 +94,28 @@ def first_cause(
         places = [each for each in all_of if (each.device is None) == host]
         for growers in _clusters(places, limits):
             together = _together(growers)
-            if len(together) > 1:
-                onsets.append((_gravity(together), _onset(together, expected)))
+            near = _near(growers, places, limits)
+            alike = len(near) >= limits.near_ranks * (len({each.rank for each in places}) - 1) > 0
+            if len(together) > 1 or (near and alike):
+                onset = _onset(together, near if alike else set(), expected)
+                onsets.append((_gravity(together), onset))
             else:
-                causes.append((_gravity(growers[:1]), _cause(growers, all_of, expected, limits)))
-    cause = max(causes, key=lambda one: one[0], default=None)
-    onset = max(onsets, key=lambda one: one[0], default=None)
-    return cause[1] if cause else None, onset[1] if onset else None
+                cause = _cause(growers, near, all_of, expected, limits)
+                causes.append((_gravity(growers[:1]), cause))
+    gravest = max(causes, key=lambda one: one[0], default=None)
+    widest = max(onsets, key=lambda one: one[0], default=None)
+    return gravest[1] if gravest else None, widest[1] if widest else None
+
+
+def _near(growers: Sequence[_Grower], places: Sequence[Alone], limits: MemoryLimits) -> set[int]:
+    """Return the ranks whose growth does not count, and is not far from that of the first."""
+    first, counted = growers[0], {one.at.rank for one in growers}
+    least = limits.near_growth * first.delta
+    return {
+        each.rank
+        for each in places
+        if each.rank not in counted and each.grown.get(first.counter, 0.0) >= least
+    }
 
 
 def _gravity(growers: Sequence[_Grower]) -> _Gravity:
@@ -146,9 +161,9 @@ def _together(growers: list[_Grower]) -> list[_Grower]:
     return together
 
 
-def _onset(together: list[_Grower], expected: int) -> CollectiveOnset:
+def _onset(together: list[_Grower], near: set[int], expected: int) -> CollectiveOnset:
     most = max(together, key=lambda one: one.delta)
-    ranks = sorted(one.at.rank for one in together)
+    ranks = sorted({one.at.rank for one in together} | near)
     who = "all ranks" if len(ranks) == expected else text.ranks(ranks)
     what = COUNTERS[most.counter]
     return CollectiveOnset(
@@ -162,7 +177,7 @@ def _onset(together: list[_Grower], expected: int) -> CollectiveOnset:
 
 
 def _cause(
-    growers: list[_Grower], all_of: Sequence[Alone], expected: int, limits: MemoryLimits
+    growers: list[_Grower], near: set[int], all_of: Sequence[Alone], expected: int, limits: MemoryLimits
 ) -> FirstCause:
     first = growers[0]
     witnesses = [one for one in growers[1:] if one.testifies(first)]
@@ -182,9 +197,9 @@ def _cause(
         lead_bound_ns=error,
         delta_bytes=round(first.delta),
         counter=first.counter,
-        confidence=_confidence(first, leads, coverage, limits),
+        confidence="low" if near else _confidence(first, leads, coverage, limits),
         coverage=coverage,
-        why=_why(first, lead, error, len(growers), coverage, expected),
+        why=_why(first, lead, error, len(growers), coverage, expected, near),
         next=_NEXT,
     )
 
@@ -219,7 +234,13 @@ def _flat_s(first: _Grower) -> float:
 
 
 def _why(
-    first: _Grower, lead: int | None, error: int | None, grown: int, coverage: float, expected: int
+    first: _Grower,
+    lead: int | None,
+    error: int | None,
+    grown: int,
+    coverage: float,
+    expected: int,
+    near: set[int],
 ) -> str:
     at = "" if first.rise.step is None else f" from step {first.rise.step:,} on"
     what = f"{COUNTERS[first.counter]} grew by {text.size(first.delta)}{at}"
@@ -229,7 +250,8 @@ def _why(
     if lead is None or error is None:
         if grown > 1:
             return f"{who} grew first: {what}; the others grew after they had started{seen}."
-        return f"{who} grew alone: {what}, that of no other rank{seen}."
+        others = f"that of {text.ranks(near)} by half of it at least" if near else "that of no other rank"
+        return f"{who} grew {'most' if near else 'alone'}: {what}, {others}{seen}."
     return (
         f"{who} grew first: {what}, {text.duration(lead / 1e9)} before any other rank, where clocks and "
         f"samples are good to {text.duration(error / 1e9)}{seen}."

@@ -117,7 +117,8 @@ def _envelope(track: Track, limits: MemoryLimits) -> _Envelope | None:
 def _rise(track: Track, envelope: _Envelope, lowest: Float, base: float, top: float) -> Rise:
     """Return when a rise from `base` to `top` (growth, bytes) began: a line through it, down to its base."""
     delta = top - base
-    mark = base + max(envelope.threshold / _LEVELS, min(3 * envelope.noise, delta / 3))
+    noisy = 3 * max(envelope.noise, noise(track.x))
+    mark = base + max(envelope.threshold / _LEVELS, min(noisy, delta / 3))
     half = max(mark, base + delta / 2)
     last = len(lowest) - 1
     begun = min(int(np.searchsorted(lowest, envelope.low + mark)), last)
@@ -125,7 +126,7 @@ def _rise(track: Track, envelope: _Envelope, lowest: Float, base: float, top: fl
     begun_s, across_s = float(track.s[begun]), float(track.s[midway] - track.s[begun])
     slope = (half - mark) / across_s if across_s > 0 else float("inf")
     began_s = max(begun_s - (mark - base) / slope, float(track.s[envelope.first]))
-    spread_s = min(3 * envelope.noise / slope, across_s)
+    spread_s = min(noisy / slope, across_s)
     return Rise(
         at_ns=int(track.t_ns[0]) + round((began_s - float(track.s[0])) * 1e9),
         spread_ns=round(spread_s * 1e9),

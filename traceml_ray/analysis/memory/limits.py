@@ -24,6 +24,8 @@ class MemoryLimits:
 
     creep_samples: int = 6
     """Fewest samples after warm-up for a creep,"""
+    creep_steps: int = 10
+    """and fewest steps, where steps are known,"""
     drift_samples: int = 30
     """and for a drift of the hidden gap."""
     r2: float = 0.6
@@ -42,7 +44,11 @@ class MemoryLimits:
     forecast_s: float = 86_400.0
     """so long."""
     critical_s: float = 3_600.0
-    """Memory that runs out within so long is critical."""
+    """Memory that runs out within so long is critical,"""
+    trusted_s: float = 60.0
+    """where it has grown for so long,"""
+    trusted_share: float = 0.1
+    """or for this share of the time that is left."""
 
     alike: float = 0.5
     """Ranks that all creep, none slower than this share of the median, creep alike: that is less severe."""
@@ -75,6 +81,10 @@ class MemoryLimits:
 
     settled_s: float = 30.0
     """Where no steps are known: warm-up was over when a rank had its level for so long before it grew."""
+    near_growth: float = 0.5
+    """A rank whose growth does not count, and is this share of the first one's, is not far from it."""
+    near_ranks: float = 0.5
+    """Where so large a share of the other ranks did, they grew together."""
     high_lead: float = 3.0
     """Confidence in a first cause is high from a lead of so many error bounds on,"""
     high_coverage: float = 0.9

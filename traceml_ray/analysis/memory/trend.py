@@ -51,6 +51,11 @@ class Ramp:
         """Return how long it has lasted."""
         return (self.to_ns - self.from_ns) / 1e9
 
+    @property
+    def steps(self) -> int | None:
+        """Return over how many steps."""
+        return None if self.from_step is None or self.to_step is None else self.to_step - self.from_step
+
     def confidence(self, limits: MemoryLimits) -> Confidence:
         """Return how sure it is, from the samples and the fit."""
         if self.samples < limits.short_samples:
