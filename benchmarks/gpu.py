@@ -62,10 +62,11 @@ SECTIONS = {
     "visible": Section(90, played=True),
     "mig": Section(30, played=True),
     "hidden": Section(90),
+    "oom": Section(90),
 }
-ABOUT = {"memory": ["driver", "memory", "hidden"]}
+ABOUT = {"memory": ["driver", "memory", "hidden", "oom"]}
 AT_ONCE = 3
-MAY_BE_UNSEEN = {"ray_train", "nvml", "driver", "visible", "mig", "load", "hidden"}
+MAY_BE_UNSEEN = {"ray_train", "nvml", "driver", "visible", "mig", "load", "hidden", "oom"}
 """What they look at is not the device's clock."""
 NO_DEVICE = 2
 FAILED, NOT_SEEN = "FAILED", "NOT SEEN"

@@ -29,8 +29,8 @@ def _missing(sampler: NodeSampler) -> str:
     return "; ".join(found) or "nothing"
 
 
-def launched(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments from the root of the repository; raise RuntimeError where it fails."""
+def launched(*arguments: str, code: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments from the root of the repository; RuntimeError but for exit `code`."""
     ran = subprocess.run(
         [sys.executable, *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "TRACEML_DEVICE_CLOCK": "1", **variables},
@@ -39,7 +39,7 @@ def launched(*arguments: str, **variables: str) -> subprocess.CompletedProcess[s
         text=True,
         check=False,
     )
-    if ran.returncode:
+    if ran.returncode != code:
         raise RuntimeError(f"exit code {ran.returncode}: {(ran.stderr or ran.stdout).strip()[-300:]}")
     return ran
 

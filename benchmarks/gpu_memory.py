@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from gpu_env import figure, unseen
-from gpu_machine import launched
+from gpu_machine import GIB, launched
 
 from traceml_ray import analyze
 from traceml_ray.reports.analyze import Analysis
+from traceml_ray.store.bundles import bundles_of
 
 MIB = 1 << 20
 HIDDEN_MIB = 512
@@ -36,12 +38,12 @@ HIDE = """
 """
 
 
-def _ran(folder: Path, steps: int, at: int, then: str, **variables: str) -> Path:
+def _ran(folder: Path, steps: int, at: int, then: str, code: int = 0, **variables: str) -> Path:
     """Train on one device, doing `then` from step `at` on; return the session's folder."""
     script = folder / "loop.py"
     script.write_text(LOOP.format(steps=steps, at=at, then=then.strip()))
     command = "-m", "traceml_ray.launch", "--nproc-per-node", "1", "--session", "gpu", "--out", str(folder)
-    launched(*command, str(script), **variables)
+    launched(*command, str(script), code=code, **variables)
     return folder / "gpu"
 
 
@@ -61,3 +63,20 @@ def hidden(env: Any) -> None:
 
 def _said(found: Analysis) -> str:
     return " ".join(each.why for each in found.findings) or "nothing found"
+
+
+def oom(env: Any) -> None:
+    """A device that runs out of memory: the verdict, and a bundle with torch's own snapshot."""
+    del env
+    then = f"kept.append(torch.empty({2 * GIB}, dtype=torch.uint8, device='cuda'))"
+    with tempfile.TemporaryDirectory() as folder:
+        session = _ran(Path(folder), 400, 40, then, code=1, TRACEML_MEMORY_HISTORY="1")
+        summary = json.loads((session / "summary.json").read_text())
+        bundles = bundles_of(session)
+    label = summary["verdict"]["label"]
+    figure("verdict", label, "oom", label == "oom")
+    reasons = [bundle.manifest.reason for bundle in bundles]
+    figure("bundles", ", ".join(reasons) or "none", "oom", "oom" in reasons)
+    files = {name: size for bundle in bundles for name, size in bundle.manifest.files.items()}
+    snapshots = [name for name in files if name.endswith(".pickle")]
+    figure("torch's snapshot", ", ".join(snapshots) or f"none of {sorted(files)}", ".pickle", bool(snapshots))
