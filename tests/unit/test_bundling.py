@@ -172,7 +172,11 @@ def test_request_makes_a_bundle_with_the_stacks_of_all_ranks(played: Played) -> 
     assert bundle.manifest.reason == "request" and bundle.manifest.causes[0].request == "abc"
     stacks = (bundle.path / "stacks.txt").read_text()
     assert [f"train.py:{rank} in step" in stacks for rank in range(WORLD)] == [True] * WORLD
-    assert ask(played.aggregator, "bundles")[0]["requests"] == ["abc"]
+    (info,) = ask(played.aggregator, "bundles")
+    assert info["requests"] == ["abc"]
+    finish(played, -15)
+    names = [each["name"] for each in ask(played.aggregator, "bundles")]
+    assert names[0] == info["name"] and names[1].endswith("-terminated")
 
 
 def test_record_of_the_allocator_is_in_the_bundle_or_it_says_where_it_is(played: Played) -> None:

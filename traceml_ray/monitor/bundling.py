@@ -127,7 +127,7 @@ class Bundling:
 
     def stopped(self, exit_code: int) -> None:
         """Take that the job was ended from outside, by SIGTERM or Ctrl-C, with the launcher's exit code."""
-        if exit_code in _SIGTERM:
+        if exit_code in _SIGTERM and self.writer.processes:
             self.incidents.note(Cause("terminated", self.clock(), "the job was ended by SIGTERM."), "stopped")
 
     def write_due(self, at_end: bool = False) -> None:

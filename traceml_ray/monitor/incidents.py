@@ -125,6 +125,8 @@ class Incidents:
         found = self.open
         if found is not None:
             found.name, found.changed, found.due = name or found.name, False, found.until
+            if all(cause.request is not None for cause in found.causes):
+                self.open = None  # who asked for it was told its name
             self.is_due()
 
     def commands(self) -> list[wire.Command]:
