@@ -119,6 +119,10 @@ class SessionPages(SessionCache):
         """
         return self._shown(route)[-1]
 
+    def of(self, name: str | None) -> SessionPages:
+        """Return the pages of the session of that name, None: of this one. Raises QueryError."""
+        return self._other(name) or self
+
     def run_of(self, route: Route) -> RunState | None:
         """Return the run that a URL names."""
         return self._shown(route)[1]

@@ -62,6 +62,8 @@ class BundleInfo(TypedDict):
     node: str | None
     step: int | None
     bytes: int
+    files: dict[str, int]
+    """Bytes by name."""
     requests: list[str]
     """Ids of the requests that it answers."""
 

@@ -17,7 +17,7 @@ from traceml_ray.reports.summary import moment
 from traceml_ray.stages import STAGES
 from traceml_ray.step_shapes import DeathInfo
 
-from .. import listing, zone
+from .. import bundles, listing, zone
 from ..components import (
     SIGNS,
     Columns,
@@ -35,7 +35,7 @@ from ..run_state import RunState
 from ..session_cache import SessionCache
 
 NO_BRIEF = {"count": 0, "cost_s": 0.0}
-_QUIET = {"exit", "relay_start", "process_ended", "attach"}
+_QUIET = {"exit", "relay_start", "process_ended", "attach", "bundle_request"}
 """Kinds that are shown only with a message."""
 _SHOWN = 200
 """Episodes."""
@@ -65,6 +65,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
         "severities": {name: severities[name] for name in SIGNS if severities[name]},
         "episodes": [{**one, "headline": named(one)} for one in verdict.get("episodes") or ()],
         "brief": brief(verdict.get("brief") or NO_BRIEF),
+        "bundles": bundles.data(cache),
     }
 
 
@@ -137,6 +138,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         [
             html.H1("Events"),
             panel("Episodes, the costliest first", part(_episodes(view, route))),
+            panel("Bundles: the last minutes of every rank", bundles.rows(view["bundles"], route)),
             html.Div([html.H2("All events"), listing.field(route, "events")], className="title-row"),
             part(html.Div(_filters(view, route), id="event-filter")),
             part(html.Div(rows, id="event-table", className="panel")),

@@ -14,7 +14,7 @@ from traceml_ray.reports.memory import first_words
 from traceml_ray.reports.summary import moment
 from traceml_ray.store import query
 
-from .. import axis, figures, listing
+from .. import axis, bundles, figures, listing
 from ..components import SIGNS, Columns, chart, marked, panel, part, rank_link, table, trail, when
 from ..route import Route
 from ..run_state import RunState
@@ -67,6 +67,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
         "wrong": wrong,
         "lines": _lines(run, drawn, samples),
         "axis": spine,
+        "bundles": bundles.data(cache),
     }
 
 
@@ -135,6 +136,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     if view["attributions"]:
         rows = _collectives(view["attributions"], route)
         body.append(panel("Hidden memory of communication", part(html.Div(rows, id="memory-collectives"))))
+    body.append(panel("Bundles: the last minutes of every rank", bundles.rows(view["bundles"], route)))
     return html.Div(body)
 
 

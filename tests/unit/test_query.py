@@ -30,7 +30,7 @@ def questions(run: str | None, processes: tuple[int, ...] = (1, 3)) -> list[quer
     """At least one of each kind."""
     return [
         query.Status(), query.Runs(), query.Processes(), query.Nodes(run), query.Ranks(run),
-        query.Ledger(run), query.Deaths(run), query.Bundles(),
+        query.Ledger(run), query.Deaths(run), query.Bundles(), query.ReadBundle("x", "y", 0, 9),
         query.Verdict(run), query.Verdicts(run), query.Verdicts(run, 1),
         query.Events(run), query.Events(run, 3, brief=True, most=2), query.Summary(run),
         query.Summary(run, whole=True), query.NodeSamples(("node-0", "node-1", "x"), 3),

@@ -23,6 +23,7 @@ from traceml_ray.reports.stored_spans import spans_of
 from traceml_ray.reports.summary import nodes_of, runs_of, summaries, summarize
 from traceml_ray.session import SessionFolder, holder, read_json
 from traceml_ray.store import query
+from traceml_ray.store.bundles import read_bundle
 from traceml_ray.store.histories import RunSteps, StoredHistories
 from traceml_ray.store.query import OfRun, Page, QueryError, Request
 from traceml_ray.store.rank_processes import RankProcess, shown
@@ -62,6 +63,7 @@ class Answers:
             query.Summary: self._summary,
             query.Deaths: self._deaths,
             query.Bundles: lambda _: bundle_infos(self.folder),
+            query.ReadBundle: lambda of: read_bundle(self.folder, of.bundle, of.name, of.offset, of.n),
             **dict.fromkeys(_OF_STEPS, self._steps),
             **dict.fromkeys(_OF_FILE, self._read),
         }

@@ -122,7 +122,8 @@ def bundle_infos(folder: Path) -> list[BundleInfo]:
         {
             "name": each.path.name,
             "path": str(each.path),
-            "bytes": each.size,
+            "bytes": sum(each.files.values()),
+            "files": each.files,
             "requests": [cause.request for cause in each.manifest.causes if cause.request is not None],
             "reason": each.manifest.reason,
             "time": each.manifest.time,

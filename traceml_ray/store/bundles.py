@@ -22,6 +22,7 @@ from traceml_ray.session import read_json
 FOLDER = "bundles"
 MANIFEST = "manifest.json"
 SCHEMA = "traceml_ray/bundle/1"
+MAX_READ = 4 << 20
 _UNFINISHED = ".unfinished-"
 Reason = Literal["oom", "exception", "killed", "terminated", "hang", "request"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
@@ -99,8 +100,8 @@ class Bundle:
 
     path: Path
     manifest: Manifest
-    size: int
-    """Bytes."""
+    files: dict[str, int]
+    """Bytes by name."""
 
 
 def bundles_of(folder: Path) -> list[Bundle]:
@@ -108,7 +109,7 @@ def bundles_of(folder: Path) -> list[Bundle]:
     found = []
     for path in _folders(folder / FOLDER):
         with contextlib.suppress(OSError, ValueError):
-            found.append(Bundle(path, read_json(path / MANIFEST, Manifest), _size(path)))
+            found.append(Bundle(path, read_json(path / MANIFEST, Manifest), _files(path)))
     return found
 
 
@@ -125,6 +126,19 @@ def new_name(folder: Path, t_ns: int, reason: str) -> str:
     while free in taken:
         free, number = f"{name}-{number}", number + 1
     return free
+
+
+def read_bundle(folder: Path, bundle: str, name: str, offset: int, n: int) -> bytes:
+    """Return a part of a file of a bundle; empty beyond its end, and where there is no such file."""
+    path = folder / FOLDER / bundle
+    if bundle not in names_of(folder) or name not in _files(path):
+        return b""
+    try:
+        with (path / name).open("rb") as file:
+            file.seek(offset)
+            return file.read(min(n, MAX_READ))
+    except OSError:  # it was removed
+        return b""
 
 
 @contextlib.contextmanager
@@ -155,7 +169,7 @@ def making(folder: Path, name: str, instead_of: str | None = None) -> Iterator[P
 
 def prune(folder: Path, most: int, most_bytes: int) -> list[str]:
     """Remove the oldest bundles until there are at most so many, and bytes; return their names."""
-    kept = [(path, _size(path)) for path in _folders(folder / FOLDER)]
+    kept = [(path, sum(_files(path).values())) for path in _folders(folder / FOLDER)]
     removed = []
     while kept and (len(kept) > most or sum(size for _, size in kept) > most_bytes):
         path, _ = kept.pop(0)
@@ -173,9 +187,11 @@ def _folders(place: Path) -> list[Path]:
     return sorted(path for path in found if path.name[:1].isdigit())
 
 
-def _size(path: Path) -> int:
-    total = 0
-    for file in path.rglob("*"):
-        with contextlib.suppress(OSError):
-            total += file.lstat().st_size
-    return total
+def _files(path: Path) -> dict[str, int]:
+    """Return the regular files in a bundle, with their bytes."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for file in sorted(path.iterdir()):
+            if file.is_file() and not file.is_symlink():
+                found[file.name] = file.stat().st_size
+    return found

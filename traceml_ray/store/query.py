@@ -226,6 +226,15 @@ class Bundles(Request[list[results.BundleInfo]], frozen=True):
     """What was kept of incidents, the oldest first."""
 
 
+class ReadBundle(Request[bytes], frozen=True):
+    """At most `n` bytes of a file of a bundle, from `offset` on; none beyond its end."""
+
+    bundle: str
+    name: str
+    offset: Count
+    n: Count
+
+
 class Dump(Request[None], frozen=True):
     """Make a bundle, with the stacks of all ranks; `id` will be in it."""
 
