@@ -16,7 +16,7 @@ from dash import fingerprint
 from dash.exceptions import DependencyException
 from flask import Flask, Response, jsonify, request
 
-from . import app, bundles, metrics
+from . import app, downloads, metrics
 from .security import Guard
 from .session_pages import SessionPages
 
@@ -41,7 +41,7 @@ def create_app(
     server.after_request(_pack)
     server.add_url_rule("/health", view_func=lambda: jsonify(metrics.health(session)))
     server.add_url_rule("/metrics", endpoint="metrics", view_func=lambda: _metrics(session))
-    bundles.serve(server, session)
+    downloads.serve(server, session)
     server.register_error_handler(DependencyException, lambda _: ("", 404))  # of a file that does not exist
     dashboard = app.build(session, server=server, poll_s=poll_s)
     guard.scripts = dashboard.csp_hashes()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from played import Played
+from played import Played, look
 from sessions import SECOND, ask
 
 from traceml_ray import wire
+from traceml_ray.dash_app.server import create_app
+from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.monitor.finish import OTHERS_S
 from traceml_ray.reports.answers import Answers
 from traceml_ray.store import query
@@ -242,3 +246,29 @@ def test_bundle_that_cannot_be_written_is_counted_and_changes_nothing(played: Pl
     assert ask(played.aggregator, "status")["status"] == "finished"
     errors = {name: n for name, n in played.aggregator.errors.items() if n}
     assert errors == ({} if how == "no bundles" else {"bundle: FileExistsError": 1})
+
+
+def test_web_app_lists_downloads_and_requests_bundles(played: Played) -> None:
+    played.play(20)
+    send(played, 2, raised(played.clock.now, kind="oom", where="<b>"))
+    (bundle,) = settled(played)
+    pages = SessionPages(played.source, clock=played.clock)
+    client = create_app(pages, token="secret", hosts=["localhost"]).server.test_client()
+    pages.poll()
+    for page in ("events", "memory"):
+        for _ in range(2):  # what a page asks is there with the next poll
+            found = look(pages, page)["bundles"]
+            pages.poll()
+        assert [each["name"] for each in found] == [bundle.path.name]
+    path, token = f"/bundles/{bundle.path.name}.tar", {"Authorization": "Bearer secret"}
+    assert client.get(path).status_code == client.post("/bundles").status_code == 401
+    with tarfile.open(fileobj=io.BytesIO(client.get(path, headers=token).data)) as tar:
+        files = {name: member.read() for name in tar.getnames() if (member := tar.extractfile(name))}
+    assert files == {f"{bundle.path.name}/{file.name}": file.read_bytes() for file in bundle.path.iterdir()}
+    for wrong in ("x", "..", f"{bundle.path.name}x"):
+        assert client.get(f"/bundles/{wrong}.tar", headers=token).status_code == 404
+    asked = client.post("/bundles", headers=token)
+    assert asked.status_code == 202
+    played.clock.tick(60)
+    played.aggregator.judge()
+    assert asked.json["request"] in str(bundles_of(played.folder)[-1].manifest.causes)

@@ -1,0 +1,60 @@
+"""Downloads of bundles, and requests for one; the server's guard has admitted who asks."""
+
+from __future__ import annotations
+
+import secrets
+import tarfile
+from collections.abc import Iterator
+
+from flask import Flask, Response, request
+
+from traceml_ray.results import BundleInfo
+from traceml_ray.store import query
+
+from .bundles import PATH
+from .session_pages import SessionPages
+from .source import Source
+
+_CHUNK = 1 << 20
+_BLOCK = 512
+"""Of a tar."""
+
+
+def serve(server: Flask, session: SessionPages) -> None:
+    """Have the server answer downloads, and requests for a bundle (POST)."""
+
+    def download(name: str) -> Response:
+        source = session.of(request.args.get("session")).source
+        found = query.ask_one(source.reply, query.Bundles())
+        bundle = next((each for each in found if each["name"] == name), None)
+        if bundle is None:
+            return Response("There is no such bundle.\n", 404, mimetype="text/plain")
+        return Response(_tar(source, bundle), mimetype="application/x-tar")
+
+    def dump() -> Response:
+        asked = secrets.token_hex(8)
+        query.ask_one(session.source.reply, query.Dump(asked))
+        return Response(f'{{"request": "{asked}"}}\n', 202, mimetype="application/json")
+
+    def failed(error: query.QueryError) -> Response:
+        return Response(f"{error}\n", 503, mimetype="text/plain")
+
+    server.add_url_rule(f"{PATH}<name>.tar", "bundle", download)
+    server.add_url_rule(PATH.rstrip("/"), "dump", dump, methods=["POST"])
+    server.register_error_handler(query.QueryError, failed)
+
+
+def _tar(source: Source, bundle: BundleInfo) -> Iterator[bytes]:
+    """Yield a tar of a bundle; of a file that is shorter by now, zeros follow."""
+    for name, size in bundle["files"].items():
+        entry = tarfile.TarInfo(f"{bundle['name']}/{name}")
+        entry.size = size
+        yield entry.tobuf()
+        sent = 0
+        while sent < size:
+            asked = query.ReadBundle(bundle["name"], name, sent, min(_CHUNK, size - sent))
+            chunk = query.ask_one(source.reply, asked) or bytes(asked.n)
+            sent += len(chunk)
+            yield chunk
+        yield bytes(-size % _BLOCK)
+    yield bytes(2 * _BLOCK)
