@@ -60,7 +60,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     memory_history: bool = False
     """
     Have torch record the stack of each allocation on a CUDA device; the record is written when memory runs
-    out, in the format of PyTorch's memory viewer. Costs the training thread some microseconds each time.
+    out, in the format of PyTorch's memory viewer. Each allocation then costs time on the training thread.
     """
     nice: int = 10
     """How much lower than the launcher's the priority of the monitor's own Ray is, 0 … 19."""

@@ -25,6 +25,7 @@ from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.settings import Settings
 from traceml_ray.stages import BACKWARD
+from traceml_ray.store.bundles import bundles_of
 from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session_file import SessionFile
 
@@ -326,4 +327,6 @@ def test_out_of_memory_is_recognised_by_the_error_of_the_allocator(launch: Calla
     verdict = summary["verdict"]
     assert (verdict["label"], verdict["rank"], verdict["open_stage"]) == ("oom", 1, "post_sync")
     assert "DefaultCPUAllocator" in verdict["exit_reason"]
+    (bundle,) = bundles_of(job.folder / "s")
+    assert (bundle.manifest.reason, bundle.manifest.rank) == ("oom", 1)
     assert verdict["last_step"] in (59, 60)
