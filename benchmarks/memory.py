@@ -33,6 +33,7 @@ from traceml_ray.samples import MemorySample
 from traceml_ray.store.rank_processes import RankProcess
 
 _BEFORE_S = 1800
+"""Seconds of samples that a run has before it is judged."""
 LEAKS, STEPS = 77, 13
 """The ranks with something to find, where there are so many."""
 

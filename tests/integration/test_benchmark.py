@@ -17,6 +17,7 @@ TINY = {
     "scale.py --seconds 8 --device 8": "| 8 |",
     "nodes.py 2 1": "stop() returned after",
     "dashboard.py --ranks 16 --steps 100 --ticks 5": "one tick: p50",
+    "memory.py --ranks 100 --samples 300 --live 100 --seconds 20": "first cause rank 77, creep rank 77",
     "startup.py --quick --only full": "added to it, median of 1 pairs",
 }
 """The other benchmarks, in a form that takes seconds, and what each prints last."""

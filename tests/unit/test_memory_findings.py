@@ -122,6 +122,14 @@ def test_forecast_of_a_host_counts_what_all_its_ranks_take() -> None:
         assert creep.evidence["forecast_s"] == pytest.approx(left / (16 * MIB), rel=0.02)
 
 
+def test_forecast_of_a_host_does_not_go_by_what_others_take_for_a_moment() -> None:
+    """Ten seconds in which another program starts, and takes ten times as much."""
+    rss = 1 * GIB + 8 * MIB * np.arange(10)
+    used = 8 * GIB + rss + 80 * MIB * np.arange(10)
+    creep = _one(judge([on_host(0, rss, total=40 * GIB, limit_used_bytes=used)]), "creep")
+    assert creep.evidence["forecast_s"] == pytest.approx((40 * GIB - used[-1]) / (8 * MIB), rel=0.05)
+
+
 def test_growth_of_shared_pages_is_no_warning() -> None:
     uss = np.where(np.arange(N) % 30 == 0, 1.0 * GIB, np.nan)
     rss = 2 * GIB + 4 * MIB * np.arange(N)

@@ -143,7 +143,7 @@ class _Judging:
             return None
         if kind == "creep" and growing.steps is not None and growing.steps < limits.creep_steps:
             return growing
-        left = forecast(place, growing)
+        left = forecast(place, growing, limits)
         soon = left is not None and left.s <= limits.forecast_s and growing.samples >= limits.drift_samples
         if growing.grown < (limits.forecast_growth_bytes if soon else limits.min_growth_bytes):
             return growing

@@ -96,7 +96,7 @@ def ramp(track: Track, limits: MemoryLimits, least: int, floor: bool = False) ->
     return next((each for each in found if each is not None), None)
 
 
-def forecast(place: Place, growing: Ramp) -> Forecast | None:
+def forecast(place: Place, growing: Ramp, limits: MemoryLimits) -> Forecast | None:
     """
     Return when the device or the host is full; None: not known. Memory that torch's allocator holds and does
     not use is counted as free; on a host, the others may grow as well.
@@ -110,7 +110,7 @@ def forecast(place: Place, growing: Ramp) -> Forecast | None:
         if reserved is not None and allocated is not None:
             left += max(reserved - allocated, 0.0)
     else:
-        slope = max(slope, _all_together(place, growing))
+        slope = max(slope, _all_together(place, growing, limits))
     seconds = left / slope
     steps = None if not growing.slope_step else int(seconds * growing.slope / growing.slope_step)
     return Forecast(left, seconds, steps)
@@ -163,16 +163,19 @@ def _goes_on(t: Float, y: Float, slope: float, limits: MemoryLimits) -> bool:
     return theil_sen(t[-part:], y[-part:]) >= limits.still_grows * slope
 
 
-def _all_together(place: Place, growing: Ramp) -> float:
-    """Return the slope of what is used of the host's memory since `growing` began, bytes a second."""
+def _all_together(place: Place, growing: Ramp, limits: MemoryLimits) -> float:
+    """
+    Return the slope of what is used of the host's memory since `growing` began, bytes a second; 0 while that
+    is not sure: other programs come and go.
+    """
     used = place.track("limit_used_bytes")
     if used is None:
         return 0.0
     first = int(np.searchsorted(used.t_ns, growing.from_ns))
     n = len(used.x) - first
-    if n < _FEWEST:
+    if n < limits.short_samples:
         return 0.0
     size = -(-n // _COARSE_POINTS)
     t, y = block_means(used.s[first:], starts(n, size)), block_medians(used.x[first:], size)
     slope = theil_sen(t, y)
-    return slope if r_squared(t, y, slope) >= 0.6 else 0.0
+    return slope if r_squared(t, y, slope) >= limits.r2_short else 0.0
