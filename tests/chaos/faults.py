@@ -111,6 +111,20 @@ def read_only(run: Run) -> Steps:
     yield
 
 
+def unbundled(run: Run) -> Steps:
+    """A bundle is wanted where no folder for it can be made; that is counted."""
+    (run.session / "bundles").write_text("")
+    with connected(run) as sock:
+        sock.send(wire.encode(wire.Request(wire.VERSION, "a")))
+
+    def counted() -> bool:
+        with SessionFile(run.session / "session.sqlite") as file:
+            return "bundle: FileExistsError" in file.meta().get("errors", {})
+
+    until(counted, "the bundle failed", 20)
+    yield
+
+
 def corrupted(run: Run) -> Steps:
     """Garbage over the session file, and what belongs to it."""
     for path in run.session.glob("session.sqlite*"):

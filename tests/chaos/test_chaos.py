@@ -67,6 +67,7 @@ LONG = [
     Case("disk full", faults.filled(), disk_mb=4, session=False, whole=False),
     Case("disk full for a while", faults.filled(freed=True), disk_mb=4),
     Case("session folder read-only", faults.read_only, session=False),
+    Case("bundle cannot be written", faults.unbundled),
     Case("session folder removed", faults.removed, session=False),
     *(
         Case(f"clock of the {who} {seconds:+.0f} s", faults.clock(who, seconds), injected=True)
