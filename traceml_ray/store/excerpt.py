@@ -15,9 +15,9 @@ from pathlib import Path
 from traceml_ray.stages import SEGMENT_BITS
 from traceml_ray.store.schema import connect, transaction
 
-MAX_ROWS = 200_000
+MAX_ROWS = 500_000
 """Rows of steps, of all ranks together;"""
-MAX_SAMPLES = 200_000
+MAX_SAMPLES = 300_000
 """entries of each table of samples, and spans;"""
 MAX_EVENTS = 5_000
 """events, and verdicts."""
