@@ -89,6 +89,7 @@ _ACTS = {
 def interactions(pages: SessionPages, times: int = 5) -> None:
     """Do what a person does on the overview of a session that is over; print how long until nothing moves."""
     with opened(pages) as (browser, url):
+        browser.set_window_size(1440, 1800)  # the whole page is in sight, and drawn
         took: dict[str, list[float]] = {name: [] for name in _ACTS}
         for _ in range(times):
             browser.get(url)
