@@ -36,7 +36,7 @@ def questions(run: str | None, processes: tuple[int, ...] = (1, 3)) -> list[quer
         query.Summary(run, whole=True), query.NodeSamples(("node-0", "node-1", "x"), 3),
         query.ProcessSamples(processes, 2), query.Times(run), query.Times(run, whole=False),
         query.Times(run, whole=True), query.Columns(run), query.Columns(run, "data", whole=True),
-        query.Columns(run, first=10, last=30), query.Spine(run), query.Change(run, 2, 20),
+        query.Columns(run, first=10, last=30), query.Spine(run), query.Spine(run, 0), query.Change(run, 2, 20),
         query.Change(run, 2, 20, 25),
         query.RankSteps(run, 1, 100, first=10, last=30),
         query.NodeSamples(("node-1",), 2, 3 * SECOND, 1 << 60),
