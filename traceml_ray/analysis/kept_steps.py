@@ -173,7 +173,7 @@ class KeptSteps:
     def _steps_a_column(parts: list[tuple[StepSums, slice, int]], most: int) -> int:
         width = max((width for *_, width in parts), default=1)
         steps = sum((part.stop - part.start) * width for _, part, width in parts)
-        return int(width * max(1, -(-steps // (width * (most - 1)))))
+        return int(width * max(1, -(-steps // (width * max(1, most - 1)))))
 
     def mean_exposed(self, between: Between) -> tuple[int, Array]:
         """Return how many steps beyond the warm-up lie between, whole sums only, and their means (6,) ms."""

@@ -187,10 +187,10 @@ def _drawn(
 
 def spine(history: StepHistory, rank: int | None, end_ns: int | None, most: int) -> dict[str, Any]:
     """
-    Return all of a run in at most `most` columns, 1 at least: steps `first` and `last` (C,), `step_ms` (C,), and `t_ns`
+    Return all of a run in at most `most` columns: steps `first` and `last` (C,), `step_ms` (C,), and `t_ns`
     (C,), when `rank`, whose newest rows had come by `end_ns`, was through the last; None where not known.
     """
-    first, last, step_ms = history.step_means(ALL, max(1, most))
+    first, last, step_ms = history.step_means(ALL, most)
     found = {"first": first, "last": last, "step_ms": step_ms, "t_ns": None}
     if rank is not None and end_ns is not None and len(last):
         steps, t_ns = ended(history.timeline(rank), end_ns)
