@@ -13,7 +13,7 @@ import pytest
 from memory_series import BEGAN, GIB, MIB, SECOND
 from msgspec.structs import replace
 from played import Played
-from sessions import LIMITS, ask, identity
+from sessions import LIMITS, aggregation, ask, identity
 
 from traceml_ray import wire
 from traceml_ray.analysis.memory import words
@@ -232,6 +232,44 @@ def test_live_answer_is_that_of_the_file(tmp_path: Path) -> None:
     assert live.first_cause is not None and live.first_cause.rank == 5
     assert {each.op for each in live.collectives} == {"all_to_all"} and len(live.collectives) == 8
     assert len({finding.kind for finding in live.findings}) > 1
+
+
+def test_restarted_aggregator_goes_on_with_what_is_stored(tmp_path: Path) -> None:
+    """It answers from all samples, and says nothing twice."""
+    played = _leaking(tmp_path)
+    before = ask(played.aggregator, "memory")
+    played.aggregator.commit()
+    played.aggregator.close()
+    played.aggregator = aggregation(played.folder, played.clock, world_size=8, nnodes=2)
+    for _ in range(3):
+        played.play(5)
+    after = ask(played.aggregator, "memory")
+    assert [row.samples for row in after.ranks] == [row.samples + 3 for row in before.ranks]
+    assert after.first_cause is not None and after.first_cause.rank == 5
+    with played.aggregator.stored() as file:
+        found = [event["data"] for event in file.events()[0] if event["kind"] == "memory"]
+    told = [(data["finding"], data["rank"], data["severity"]) for data in found]
+    assert len(told) == len(set(told)) >= 2
+
+
+@pytest.mark.parametrize("n", [0, 5, 300, 384, 385, 600, 5000])
+def test_samples_that_are_read_are_kept_as_those_that_come(n: int) -> None:
+    came = KeptSamples()
+    for at in range(n):
+        came.add(_host(at, at * MIB))
+    t_ns = BEGAN + np.arange(n) * SECOND
+    read = KeptSamples.of(t_ns, np.arange(n) * 4, {"rss_bytes": np.arange(n) * 1.0 * MIB})
+    assert read.taken == n
+    for at in range(n, n + 2000):
+        came.add(_host(at, at * MIB))
+        read.add(_host(at, at * MIB))
+    for kept in (came, read):
+        times, _, columns = kept.arrays()
+        at = (times - BEGAN) // SECOND
+        assert len(at) <= SIZE and at[0] == 0
+        assert at[-SIZE // 2 :].tolist() == list(range(n + 2000 - SIZE // 2, n + 2000))
+        assert (np.diff(at) > 0).all() and np.diff(at).max() * SIZE < 8 * (n + 2000)
+        assert (columns["rss_bytes"] == at * MIB).all()
 
 
 def test_clock_of_a_node_moves_the_times_of_its_ranks() -> None:

@@ -390,10 +390,6 @@ class AggregatorCore:
             self.endings.events.update(reader.run_events())
             for run, processes in self._judge.live_runs().items():
                 reader.run = run
-                own = {process.id for process in processes}
-                events, _ = reader.events()
-                for event in events:
-                    if event["process"] in own:
-                        self._judge.note(event)
+                self._judge.resume(run, reader, {process.id for process in processes})
                 labels = process_labels(self._writer.nodes.values(), self._writer.processes.values())
                 self._steps.resume(run, shown(processes), labels, reader.rows(last=self._judge.tail)[0])

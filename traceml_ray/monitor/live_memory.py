@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -19,6 +19,7 @@ from traceml_ray.recordings.merge import UNCOMPARED_BOUND_NS
 from traceml_ray.recordings.sessions import is_collective, when
 from traceml_ray.samples import MemorySample
 from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.samples import MemoryColumns
 
 SHARE = 0.035
 """Of a core that judging memory may take,"""
@@ -113,6 +114,14 @@ class LiveMemory:
             kept = self._kept[place] = KeptSamples()
             self._of_process.setdefault(process, []).append(place)
         kept.add(sample)
+
+    def resume(self, samples: Iterable[MemoryColumns]) -> None:
+        """Take the samples that are stored of rank processes, before any other."""
+        for own in samples:
+            if len(self._kept) < MAX_PLACES:
+                place = own.process, own.device
+                self._kept[place] = KeptSamples.of(own.t_ns, own.step, own.columns)
+                self._of_process.setdefault(own.process, []).append(place)
 
     def add_span(self, process: int, span: wire.SpanSum) -> None:
         """Take a span of a rank process whose samples are kept, if it is a collective."""

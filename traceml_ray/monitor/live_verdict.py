@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from traceml_ray.monitor.incidents import asked_for_bundle
 from traceml_ray.monitor.kept_judging import KeptJudging
 from traceml_ray.monitor.live_memory import LiveMemory, Ranks
 from traceml_ray.monitor.live_steps import LiveSteps
+from traceml_ray.monitor.memory_events import KIND as MEMORY_EVENT
 from traceml_ray.monitor.memory_events import MemoryEvents
 from traceml_ray.monitor.node_evidence import NodeEvidence
 from traceml_ray.reports.deaths import FATAL, culprits, deaths, headline
@@ -36,6 +37,7 @@ from traceml_ray.store.nodes import process_labels
 from traceml_ray.store.rank_processes import RankProcess, generations, standing, trained
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.runs import by_run, newest
+from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
 
 MAX_LIVE = 16
@@ -48,6 +50,8 @@ MAX_EPISODES = 50
 """Episodes of a run in an answer."""
 MAX_UNKNOWN = 256
 """Rank processes of unknown rank, the newest, whose rows are kept in memory."""
+MAX_RESUMED = 200_000
+"""Samples of memory that are read of a run after a restart."""
 MAX_FATAL = 4
 """Events of a kind on the death of one process: it dies once."""
 
@@ -121,6 +125,22 @@ class LiveJudge:
                 self._fatal.append(event)
         elif event["kind"] in ("stacks", "standing") and not asked_for_bundle(event):
             self._hang_watch.note(event)
+
+    def resume(self, run: str, file: SessionFile, processes: Collection[int]) -> None:
+        """
+        Take what is stored of a run that goes on, after a restart: events on deaths, samples of memory, and
+        which findings on these were events.
+        """
+        told = self._memory_events.setdefault(run, MemoryEvents())
+        for event in file.events()[0]:
+            if event["process"] in processes:
+                self.note(event)
+                if event["kind"] == MEMORY_EVENT:
+                    told.resume(event["data"])
+        try:
+            self.memory.resume(file.memory_samples(processes, most=MAX_RESUMED)[0])
+        except Exception as error:
+            self.errors.swallow("memory", error)
 
     def _forget_deaths(self, known: _Known) -> None:
         """Keep events on deaths in the last generation of each run, and of processes of unknown rank."""

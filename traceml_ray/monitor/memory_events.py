@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 
 from traceml_ray import text, wire
 from traceml_ray.analysis.memory.shapes import Finding, FirstCause, Memory
@@ -22,6 +22,15 @@ class MemoryEvents:
         """In the round before."""
         self._told: dict[Hashable, int] = {}
         """How severe that was."""
+
+    def resume(self, data: Mapping[str, wire.Value]) -> None:
+        """Take the data of an event of this run that is stored: it is not sent again."""
+        rank, severity = data.get("rank"), str(data.get("severity"))
+        if data.get("finding") == "first_cause":
+            self._told["first_cause", rank] = 1
+        elif severity in _ORDER:
+            key = data.get("finding"), rank, data.get("device"), data.get("counter")
+            self._told[key] = max(_ORDER.index(severity), self._told.get(key, 0))
 
     def of(self, memory: Memory, now_ns: int) -> list[tuple[int, wire.Event]]:
         """Return the events of a round, each with its rank."""

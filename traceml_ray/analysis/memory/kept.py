@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,22 @@ class KeptSamples:
         self._t_ns: Int64 = np.empty(_FIRST_SIZE, np.int64)
         self._step: Int64 = np.empty(_FIRST_SIZE, np.int64)
         self._columns: dict[str, Float] = {}
+
+    @classmethod
+    def of(cls, t_ns: Int64, step: Int64, columns: Mapping[str, Float], size: int = SIZE) -> KeptSamples:
+        """Return what would be kept of samples that have come, but for the peaks of those that are not."""
+        kept, n = cls(size), len(t_ns)
+        if not n:
+            return kept
+        while max(n - size // 2, 0) > size // 4 * kept._every:
+            kept._every *= 2
+        older = np.arange(0, max(n - size // 2, 0), kept._every)
+        chosen = np.concatenate([older, np.arange(max(n - size // 2, 0), n)])
+        kept._number, kept._t_ns, kept._step = chosen, t_ns[chosen], step[chosen]
+        kept._columns = {name: columns[name][chosen] for name in FIELDS if name in columns}
+        kept._old = len(older) if kept._every > 1 else 0
+        kept._n, kept.taken = len(chosen), n
+        return kept
 
     def add(self, sample: MemorySample) -> None:
         """Add a sample."""
