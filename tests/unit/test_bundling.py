@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from played import Played, look
-from sessions import SECOND, ask
+from sessions import SECOND, aggregation, ask
 
 from traceml_ray import wire
 from traceml_ray.dash_app.server import create_app
@@ -181,6 +181,20 @@ def test_request_makes_a_bundle_with_the_stacks_of_all_ranks(played: Played) -> 
     finish(played, -15)
     names = [each["name"] for each in ask(played.aggregator, "bundles")]
     assert names[0] == info["name"] and names[1].endswith("-terminated")
+
+
+def test_aggregator_that_was_restarted_makes_no_bundle_of_what_has_one(played: Played) -> None:
+    played.play(20)
+    send(played, 1, raised(played.clock.now), final=True)
+    (bundle,) = settled(played)
+    played.aggregator.close()
+    played.clock.tick(100)
+    played.aggregator = aggregation(played.folder, played.clock)
+    for _ in range(3):
+        played.clock.tick(2)
+        played.aggregator.judge()
+    assert played.aggregator.verdict is not None and played.aggregator.verdict.label == "oom"
+    assert [each.path for each in bundles_of(played.folder)] == [bundle.path]
 
 
 def test_record_of_the_allocator_is_in_the_bundle_or_it_says_where_it_is(played: Played) -> None:

@@ -23,7 +23,7 @@ from traceml_ray.reports.run_facts import RunFacts
 from traceml_ray.session import DATABASE
 from traceml_ray.settings import Settings
 from traceml_ray.stages import STAGES
-from traceml_ray.store.bundles import FOLDER, MANIFEST, Cause, making, new_name, prune
+from traceml_ray.store.bundles import FOLDER, MANIFEST, Cause, bundles_of, making, new_name, prune
 from traceml_ray.store.excerpt import cut
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
@@ -63,6 +63,8 @@ class Bundling:
         self.incidents = Incidents(lambda: self.ticks() / 1e9, self.errors.count)
         self._writing = threading.Lock()
         self.folder = self.writer.path.parent
+        for bundle in bundles_of(self.folder):  # of an aggregator that was restarted
+            self.incidents.know(bundle.manifest.causes)
 
     def died(self, run: str | None, found: Sequence[Death]) -> None:
         """Take the deaths that are known of a run so far."""
@@ -80,9 +82,9 @@ class Bundling:
                 error=death.message or None,
                 traceback=death.traceback,
                 fatal=True,
+                process=death.process.id if death.process else None,
             )
-            who = death.process.id if death.process else f"rank {death.rank}"
-            self.incidents.note(cause, ("died", run, who))
+            self.incidents.note(cause)
 
     def hung(self, run: str, verdict: Verdict) -> None:
         """Take the verdict on a hang, each time that it is given."""
@@ -91,7 +93,7 @@ class Bundling:
             *("hang", began_ns, verdict.why, run),
             *(verdict.rank if verdict.rank is not None else named[0], verdict.last_step, verdict.stage),
         )
-        self.incidents.note(cause, ("hang", run, began_ns))
+        self.incidents.note(cause)
 
     def take(self, event: wire.Event, process: RankProcess | None) -> None:
         """Take any event of a rank process, or of a node, if it is about a bundle."""
@@ -109,7 +111,7 @@ class Bundling:
         cause = Cause(
             "oom",
             event.t_ns,
-            f"memory ran out on {who}{at}: {event.message}.",
+            f"memory ran out on {who}{at}: {event.message.rstrip('.: ')}.",
             run=process.identity.job_id if process and process.identity else None,
             rank=rank,
             step=event.step,
@@ -123,12 +125,12 @@ class Bundling:
     def requested(self, request: str) -> None:
         """Take the request of a person, by its id."""
         cause = Cause("request", self.clock(), "it was requested.", request=request)
-        self.incidents.note(cause, ("request", request))
+        self.incidents.note(cause)
 
     def stopped(self, exit_code: int) -> None:
         """Take that the job was ended from outside, by SIGTERM or Ctrl-C, with the launcher's exit code."""
         if exit_code in _SIGTERM and self.writer.processes:
-            self.incidents.note(Cause("terminated", self.clock(), "the job was ended by SIGTERM."), "stopped")
+            self.incidents.note(Cause("terminated", self.clock(), "the job was ended by SIGTERM."))
 
     def write_due(self, at_end: bool = False) -> None:
         """Write the bundle that is due; `at_end`, whatever has happened. An error is counted."""

@@ -8,7 +8,7 @@ written anew once, when that time is over or the session ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,16 +83,19 @@ class Incidents:
         self._caught_from = self._request_from = -MAX_PAUSE_S
         """From when on what is caught, or requested, makes a new bundle."""
 
-    def note(self, cause: Cause, key: object = None) -> None:
-        """Take what has happened, once for each `key`."""
-        if key is not None and key in self._known:
+    def know(self, causes: Iterable[Cause]) -> None:
+        """Take what is in bundles already, as after a restart."""
+        self._known.update(cause.key for cause in causes)
+
+    def note(self, cause: Cause) -> None:
+        """Take what has happened, once."""
+        if cause.key in self._known:
             return
         now, found = self.clock(), self.open
         if found is None and not self._may_begin(cause, now):
             self.count(f"no bundle, too soon after the last: {cause.reason}")
             return
-        if key is not None:
-            self._known.add(key)
+        self._known.add(cause.key)
         if found is None:
             found = self.open = Incident(now, now)
         if len(found.causes) < MAX_CAUSES:

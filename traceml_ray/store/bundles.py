@@ -47,8 +47,19 @@ class Cause(msgspec.Struct, frozen=True):
     """and the last calls of it."""
     fatal: bool = False
     """A rank died of it."""
+    process: int | None = None
+    """Id of that rank process in the session file."""
     request: str | None = None
     """Id of the request."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What tells it from others, however much becomes known of it later."""
+        if self.fatal:
+            return "died", self.run, self.rank if self.process is None else f"process {self.process}"
+        if self.reason == "terminated":
+            return (self.reason,)
+        return self.reason, self.run, self.rank, self.request or self.t_ns
 
 
 class Manifest(msgspec.Struct, kw_only=True):
