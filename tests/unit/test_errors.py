@@ -24,6 +24,7 @@ OTHERWISE = {
     "agent/patch/collectives.py _named": "only a prettier name is lost",
     "agent/site/sitecustomize.py _wait_for_torch": "said as soon as there is torch",
     "agent/sampler.py sample": "the value is null then, which says so",
+    "agent/memory_history.py turn": "there is no record then, and `missing` has the reason",
     "agent/memory_samples.py _try": "the value is null then, and `missing` has the reason",
     "agent/device_memory.py _of_torch": "the same",
     "agent/driver_memory.py _read": "the same",
