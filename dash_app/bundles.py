@@ -24,8 +24,8 @@ def data(cache: SessionCache) -> Sequence[BundleInfo]:
     return (cache.ask(query.Bundles()) or [])[::-1]
 
 
-def rows(bundles: Sequence[Mapping[str, Any]], route: Route) -> Any:
-    """Return the bundles as a table."""
+def rows(bundles: Sequence[Mapping[str, Any]], route: Route, live: bool) -> Any:
+    """Return the bundles as a table; of a session that is `live`, with a button that asks for one."""
     session = f"?session={quote(name)}" if (name := route.get("session")) else ""
     columns: Columns = {
         "began": lambda one: when(one["time"]),
@@ -37,4 +37,8 @@ def rows(bundles: Sequence[Mapping[str, Any]], route: Route) -> Any:
         "download": lambda one: html.A(one["name"], href=f"{PATH}{quote(one['name'])}.tar{session}"),
     }
     none = "None: no rank has died, hung or run out of memory."
-    return part(html.Div(table(columns, bundles, empty=none, label="Bundles"), id="bundles"))
+    shown = [table(columns, bundles, empty=none, label="Bundles")]
+    if live and not session:
+        ask = html.Button("Keep the last minutes now", className="chip")
+        shown.append(html.Form(ask, action=PATH.rstrip("/"), method="post"))
+    return part(html.Div(shown, id="bundles"))

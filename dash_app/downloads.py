@@ -5,8 +5,10 @@ from __future__ import annotations
 import secrets
 import tarfile
 from collections.abc import Iterator
+from typing import cast
+from urllib.parse import urlsplit
 
-from flask import Flask, Response, request
+from flask import Flask, Response, redirect, request
 
 from traceml_ray.results import BundleInfo
 from traceml_ray.store import query
@@ -34,6 +36,9 @@ def serve(server: Flask, session: SessionPages) -> None:
     def dump() -> Response:
         asked = secrets.token_hex(8)
         query.ask_one(session.source.reply, query.Dump(asked))
+        if request.accept_mimetypes.best == "text/html":  # the button of a page, which stays where it is
+            page = urlsplit(request.referrer or "")
+            return cast("Response", redirect(f"/{page.path.lstrip('/')}?{page.query}", 303))
         return Response(f'{{"request": "{asked}"}}\n', 202, mimetype="application/json")
 
     def failed(error: query.QueryError) -> Response:

@@ -138,7 +138,10 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         [
             html.H1("Events"),
             panel("Episodes, the costliest first", part(_episodes(view, route))),
-            panel("Bundles: the last minutes of every rank", bundles.rows(view["bundles"], route)),
+            panel(
+                "Bundles: the last minutes of every rank",
+                bundles.rows(view["bundles"], route, view["state"] == "live"),
+            ),
             html.Div([html.H2("All events"), listing.field(route, "events")], className="title-row"),
             part(html.Div(_filters(view, route), id="event-filter")),
             part(html.Div(rows, id="event-table", className="panel")),

@@ -136,7 +136,12 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     if view["attributions"]:
         rows = _collectives(view["attributions"], route)
         body.append(panel("Hidden memory of communication", part(html.Div(rows, id="memory-collectives"))))
-    body.append(panel("Bundles: the last minutes of every rank", bundles.rows(view["bundles"], route)))
+    body.append(
+        panel(
+            "Bundles: the last minutes of every rank",
+            bundles.rows(view["bundles"], route, view["state"] == "live"),
+        )
+    )
     return html.Div(body)
 
 

@@ -34,6 +34,7 @@ def test_page_names_the_rank_that_leaks_and_draws_it(leaking: Played) -> None:
     assert next(iter(view["lines"]["allocated_bytes"])) == "rank 5, GPU 1"
     shown = to_json_plotly(Refresher(pages).refresh("/memory", "", {}))
     assert "Nothing stands out" not in shown and "memory-allocated_bytes" in shown
+    assert "Keep the last minutes now" not in shown  # it is over
     assert '"href":"/memory"' in shown.replace("\\u002f", "/")
 
 
