@@ -188,4 +188,5 @@ def _date(t_ns: int) -> str:
 
 def _moment(t_ns: int) -> str:
     """Return a moment as a person reads it; of a file without wall-clock times, by its own clock."""
-    return f"{t_ns / 1e9:,.0f} s (its own clock)" if t_ns < EARLIEST_WALL_NS else text.clock(moment(t_ns))
+    own = f"{text.plain(round(t_ns / 1e9))} s (its own clock)"
+    return own if t_ns < EARLIEST_WALL_NS else text.clock(moment(t_ns))

@@ -12,13 +12,11 @@ from traceml_ray.reports.deaths import Death, culprits, headline
 from traceml_ray.reports.layout import Columns, page, table
 from traceml_ray.reports.run_facts import RunFacts, deaths_of, moment, ranks_block
 from traceml_ray.results import BundleInfo
-from traceml_ray.store.bundles import FOLDER, Cause, Manifest, Reason, bundles_of
+from traceml_ray.store.bundles import FOLDER, REASONS, Cause, Manifest, Reason, bundles_of
 from traceml_ray.store.rank_processes import RankProcess
 
 _STACKS_NS = 60_000_000_000
 """Stacks that are so much older than the first cause are not of the incident: a hang is known late."""
-_ORDER: tuple[Reason, ...] = ("hang", "oom", "exception", "killed", "terminated", "request")
-"""Where no rank died, the first of these is the reason."""
 
 
 def reason_of(death: Death) -> Reason:
@@ -79,7 +77,7 @@ def _of_death(facts: RunFacts, found: list[Death]) -> dict[str, Any]:
 
 def _of_cause(facts: RunFacts, causes: Sequence[Cause]) -> dict[str, Any]:
     """Return what names the cause that counts most."""
-    cause = min(causes, key=lambda cause: _ORDER.index(cause.reason))
+    cause = min(causes, key=lambda cause: REASONS.index(cause.reason))
     return {
         "reason": cause.reason,
         "why": cause.why,

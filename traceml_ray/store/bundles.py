@@ -24,8 +24,9 @@ MANIFEST = "manifest.json"
 SCHEMA = "traceml_ray/bundle/1"
 MAX_READ = 4 << 20
 _UNFINISHED = ".unfinished-"
-Reason = Literal["oom", "exception", "killed", "terminated", "hang", "request"]
+Reason = Literal["hang", "oom", "exception", "killed", "terminated", "request"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
+"""Where no rank died, the first of these is the reason."""
 
 
 class Cause(msgspec.Struct, frozen=True):
