@@ -58,7 +58,8 @@ def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = No
     Raises `SessionFileError` when the file cannot be read.
     """
     with session.at_one_moment():
-        return _summary(RunFacts(session if run is None else session.of(run), thresholds))
+        facts = RunFacts(session if run is None else session.of(run), thresholds)
+        return _summary(facts, memory_of(facts.session))
 
 
 def summaries(session: SessionFile, thresholds: Thresholds) -> Iterator[dict[str, Any]]:
@@ -68,19 +69,20 @@ def summaries(session: SessionFile, thresholds: Thresholds) -> Iterator[dict[str
     """
     with session.at_one_moment():
         facts = RunFacts(session, thresholds)
+        memory = memory_of(session)
         if facts.stored > reports_whole.MAX_ROWS:
-            yield _summary(facts, newest=True)
-        yield _summary(facts)
+            yield _summary(facts, memory, newest=True)
+        yield _summary(facts, memory)
 
 
-def _summary(facts: RunFacts, newest: bool = False) -> dict[str, Any]:
+def _summary(facts: RunFacts, memory: Memory, newest: bool = False) -> dict[str, Any]:
     session = facts.session
     whole = reduce(session, facts.thresholds, session.baseline(), newest=newest)
     judged, lines = (whole.judged, whole.lines) if whole else (None, {})
     spans = StoredSpans(session, facts.ranks)
     performance = _with_span(judged.whole() if judged else _no_step(facts), facts, whole, spans)
     verdicts = _changes(facts, whole, spans)
-    found, memory = facts.deaths(), memory_of(session)
+    found = facts.deaths()
     stood = hangs(session.verdicts()[0])
     machines = Machines(session.machines, facts.ranks, facts.every, facts.labels)
     dated = lines, facts.thresholds.warmup_steps
