@@ -264,8 +264,8 @@ def _callout(view: Mapping[str, Any], number: int, route: Route) -> Any:
         after = ["It ended after ", rank_link(first[0], route, "rank "), ", the first."]
     elif len(first) > 1:
         after = ["No clock can tell which was first of ", text.ranks(first), "."]
-    said = death["traceback"] or death["message"]
-    message = [html.Pre(said)] if said else []
+    raised = death["traceback"] or death["message"]
+    message = [html.Pre(raised)] if raised else []
     return html.Div(
         [html.P([html.B(["◆ ", *died(death)]), ". ", *after]), *message], className="callout critical"
     )

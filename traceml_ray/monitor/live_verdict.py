@@ -131,12 +131,12 @@ class LiveJudge:
         Take what is stored of a run that goes on, after a restart: events on deaths, samples of memory, and
         which findings on these were events.
         """
-        told = self._memory_events.setdefault(run, MemoryEvents())
+        reported = self._memory_events.setdefault(run, MemoryEvents())
         for event in file.events()[0]:
             if event["process"] in processes:
                 self.note(event)
                 if event["kind"] == MEMORY_EVENT:
-                    told.resume(event["data"])
+                    reported.resume(event["data"])
         try:
             self.memory.resume(file.memory_samples(processes, most=MAX_RESUMED)[0])
         except Exception as error:

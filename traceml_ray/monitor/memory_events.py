@@ -20,17 +20,17 @@ class MemoryEvents:
     def __init__(self) -> None:
         self._seen: set[Hashable] = set()
         """In the round before."""
-        self._told: dict[Hashable, int] = {}
+        self._reported: dict[Hashable, int] = {}
         """How severe that was."""
 
     def resume(self, data: Mapping[str, wire.Value]) -> None:
         """Take the data of an event of this run that is stored: it is not sent again."""
         rank, severity = data.get("rank"), str(data.get("severity"))
         if data.get("finding") == "first_cause":
-            self._told["first_cause", rank] = 1
+            self._reported["first_cause", rank] = 1
         elif severity in _ORDER:
             key = data.get("finding"), rank, data.get("device"), data.get("counter")
-            self._told[key] = max(_ORDER.index(severity), self._told.get(key, 0))
+            self._reported[key] = max(_ORDER.index(severity), self._reported.get(key, 0))
 
     def of(self, memory: Memory, now_ns: int) -> list[tuple[int, wire.Event]]:
         """Return the events of a round, each with its rank."""
@@ -38,8 +38,8 @@ class MemoryEvents:
         new: dict[str, list[Finding]] = defaultdict(list)
         for key, finding in reversed(bad.items()):
             severe = _ORDER.index(finding.severity)
-            if key in self._seen and severe > self._told.get(key, 0):
-                self._told[key] = severe
+            if key in self._seen and severe > self._reported.get(key, 0):
+                self._reported[key] = severe
                 new[finding.kind].append(finding)
         events = [event for found in new.values() for event in _events(found, now_ns)]
         cause = memory.first_cause
@@ -47,8 +47,8 @@ class MemoryEvents:
         if cause is not None and cause.confidence != "low":
             key = "first_cause", cause.rank
             seen.add(key)
-            if key in self._seen and key not in self._told:
-                self._told[key] = 1
+            if key in self._seen and key not in self._reported:
+                self._reported[key] = 1
                 events.append((cause.rank, _first(cause, now_ns)))
         self._seen = seen
         return events

@@ -44,14 +44,14 @@ def _first(found: Analysis) -> list[str]:
     world = f" of {found.world_size:,}" if found.world_size else ""
     missing = f"no samples of {text.ranks(found.missing_ranks)}{world}" if found.missing_ranks else ""
     if cause is not None:
-        said = facts(("First", _cause(cause)), ("Why", cause.why), ("Next", " ".join(cause.next)))
+        shown = facts(("First", _cause(cause)), ("Why", cause.why), ("Next", " ".join(cause.next)))
     elif onset is not None:
         what = f"{text.ranks(onset.ranks)} grew at once, at {_date(onset.at_ns)}: no rank is the cause"
-        said = facts(("First", what), ("Why", onset.why))
+        shown = facts(("First", what), ("Why", onset.why))
     else:
         worst = found.findings[0].why if found.findings else ""
-        said = facts(("First", _nobody(found)), ("Worst", worst))
-    return said + facts(("Missing", missing))
+        shown = facts(("First", _nobody(found)), ("Worst", worst))
+    return shown + facts(("Missing", missing))
 
 
 def _nobody(found: Analysis) -> str:
@@ -66,12 +66,12 @@ def _nobody(found: Analysis) -> str:
 
 def _cause(cause: FirstCause) -> str:
     size, when = text.size(cause.delta_bytes), _date(cause.at_ns)
-    said = f"{where(cause.rank, cause.node, cause.device)}: {size} from {when}"
+    sentence = f"{where(cause.rank, cause.node, cause.device)}: {size} from {when}"
     if cause.lead_ns is None:
-        return f"{said}, and no other rank; confidence {cause.confidence}"
+        return f"{sentence}, and no other rank; confidence {cause.confidence}"
     lead = text.duration(cause.lead_ns / 1e9)
     bound = f" (± {text.duration(cause.lead_bound_ns / 1e9)})" if cause.lead_bound_ns is not None else ""
-    return f"{said}, {lead}{bound} before the next rank; confidence {cause.confidence}"
+    return f"{sentence}, {lead}{bound} before the next rank; confidence {cause.confidence}"
 
 
 def _findings(findings: Sequence[Finding]) -> list[str]:

@@ -62,13 +62,13 @@ def first_words(found: Memory) -> Sequence[str]:
     """Return in sentences which rank's memory grew first, or that none did, and who is missing."""
     cause, onset = found.first_cause, found.collective_onset
     if cause is not None:
-        said = [cause.why, *cause.next[:1]]
+        sentences = [cause.why, *cause.next[:1]]
     elif onset is not None:
-        said = [onset.why]
+        sentences = [onset.why]
     elif found.findings:
-        said = [found.findings[0].why, *found.findings[0].next[:1]]
+        sentences = [found.findings[0].why, *found.findings[0].next[:1]]
     else:
-        said = ["No rank's memory has grown above its own level."]
+        sentences = ["No rank's memory has grown above its own level."]
     if found.missing_ranks:
-        said.append(f"There are no samples of {text.ranks(found.missing_ranks)}.")
-    return said
+        sentences.append(f"There are no samples of {text.ranks(found.missing_ranks)}.")
+    return sentences
