@@ -1,0 +1,241 @@
+"""
+Profiles, `<session folder>/profiles/<id>/`: what torch's profiler recorded of a few steps of some ranks.
+
+`profile.json` says what was asked for and what became of each rank; `rank-5.json.gz` is the trace of a rank
+as torch exports it (Chrome's Trace Event Format, gzip). A profile appears by one rename, whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import msgspec
+
+from traceml_ray.files import write_file
+from traceml_ray.session import read_json
+from traceml_ray.stages import N_STAGES
+
+FOLDER = "profiles"
+MANIFEST = "profile.json"
+SCHEMA = "traceml_ray/profile/1"
+MAX_READ = 4 << 20
+MAX_RANKS = 64
+"""Of one profile: the others of a larger job do what one of these does."""
+MAX_STEPS = 50
+_UNFINISHED = ".unfinished-"
+
+State = Literal["asked", "armed", "recording", "sending", "captured", "refused", "failed"]
+"""
+Of one rank. asked: the command is on its way; armed: it waits for the first step; refused: it cannot, and
+nothing was recorded; failed: it was recorded and is lost.
+"""
+STATES: tuple[State, ...] = get_args(State)
+OVER: tuple[State, ...] = ("captured", "refused", "failed")
+
+
+class ProfileStep(msgspec.Struct, frozen=True):
+    """One step of a rank that was recorded; times are ns since the epoch on the clock of its node."""
+
+    step: int
+    begin_ns: int
+    """The optimizer of the step before was done,"""
+    end_ns: int
+    """and that of this one."""
+    sync_exit_ns: int | None
+    """Its last backward was: where its row ends (docs/method.md)."""
+    stages_ns: list[int] | None = None
+    """Its row, the time in each of `stages.STAGES`; None where no row is stored."""
+
+
+class RankProfile(msgspec.Struct):
+    """What became of one rank that was asked. None is not known."""
+
+    rank: int
+    state: State
+    reason: str | None = None
+    """Why there is no trace."""
+    node_id: str | None = None
+    """Ray's."""
+    node: str | None = None
+    """As it is shown: `node-1`."""
+    hostname: str | None = None
+    pid: int | None = None
+    process: int | None = None
+    """Id of the rank process in the session file."""
+    file: str | None = None
+    """Its trace, in the folder of the profile."""
+    bytes: int = 0
+    """Of the trace, that have arrived,"""
+    total_bytes: int | None = None
+    """of so many."""
+    clock_offset_ns: int | None = None
+    """What is added to a time of its node to have it on the aggregator's clock,"""
+    clock_bound_ns: int | None = None
+    """and how far off that is at most."""
+    steps: list[ProfileStep] = []
+    start_ms: float | None = None
+    """What it cost the training thread: to turn torch's profiler on,"""
+    stop_ms: float | None = None
+    """to turn it off and collect what was recorded,"""
+    export_ms: float | None = None
+    """and to write the trace, while no Python of the process ran."""
+
+
+class Profile(msgspec.Struct, kw_only=True):
+    """What `profile.json` holds."""
+
+    schema: str = SCHEMA
+    id: str
+    session: str
+    run: str | None
+    time: str
+    """When it was asked for, ISO 8601 in UTC."""
+    t_ns: int
+    why: str
+    """A sentence: who asked for it, or which verdict."""
+    by_itself: bool = False
+    """No person has asked for it."""
+    suspect: int | None = None
+    """The rank that a verdict names, where that is why,"""
+    stage: str | None = None
+    """and the stage; `median` is the rank that it is compared with."""
+    median: int | None = None
+    first_step: int | None
+    """The same steps of all ranks."""
+    n_steps: int
+    memory: bool = False
+    stacks: bool = False
+    shapes: bool = False
+    ranks: list[RankProfile]
+    traceml_ray: str
+    """The version that wrote this."""
+
+    @property
+    def captured(self) -> list[RankProfile]:
+        """The ranks whose traces are there."""
+        return [rank for rank in self.ranks if rank.state == "captured"]
+
+
+@dataclass(frozen=True)
+class StoredProfile:
+    """A profile of a session, and where it is."""
+
+    path: Path
+    profile: Profile
+
+    @property
+    def bytes(self) -> int:
+        """Size of all its files."""
+        return sum(file.stat().st_size for file in self.path.iterdir() if file.is_file())
+
+    def trace(self, rank: RankProfile) -> Path:
+        """Return where the trace of a rank that was captured is."""
+        return self.path / str(rank.file)
+
+
+def profiles_of(folder: Path) -> list[StoredProfile]:
+    """Return the profiles in a session folder, the oldest first; a folder that is none is left out."""
+    found = []
+    for name in names_of(folder):
+        path = folder / FOLDER / name
+        with contextlib.suppress(OSError, ValueError):
+            found.append(StoredProfile(path, read_profile(path)))
+    return found
+
+
+def read_profile(path: Path) -> Profile:
+    """Return the manifest in a folder of a profile. Raises OSError, ValueError."""
+    found = read_json(path / MANIFEST, Profile)
+    for rank in found.ranks:
+        if any(step.stages_ns is not None and len(step.stages_ns) != N_STAGES for step in rank.steps):
+            raise ValueError(f"{path / MANIFEST}: rank {rank.rank} has a row that is none")
+        if rank.file is not None and rank.file != trace_name(rank.rank):
+            raise ValueError(f"{path / MANIFEST}: {rank.file} is not the name of a trace")
+    return found
+
+
+def names_of(folder: Path) -> list[str]:
+    """Return the ids of the profiles in a session folder, the oldest first, without reading any."""
+    try:
+        return sorted(p.name for p in (folder / FOLDER).iterdir() if p.name[0] != "." and p.is_dir())
+    except OSError:
+        return []
+
+
+def new_id(folder: Path, t_ns: int) -> str:
+    """Return a free id for a profile that was asked for then."""
+    name = time.strftime("%Y%m%dT%H%M%S", time.gmtime(t_ns // 1_000_000_000))
+    taken, number, free = set(names_of(folder)), 2, name
+    while free in taken:
+        free, number = f"{name}-{number}", number + 1
+    return free
+
+
+def trace_name(rank: int) -> str:
+    """Return what the trace of a rank is called."""
+    return f"rank-{rank}.json.gz"
+
+
+def read_part(folder: Path, profile: str, name: str, offset: int, n: int) -> bytes:
+    """Return a part of a file of a profile; empty beyond its end, and where there is no such file."""
+    if profile not in names_of(folder) or "/" in name:
+        return b""
+    try:
+        with (folder / FOLDER / profile / name).open("rb") as file:
+            file.seek(offset)
+            return file.read(min(n, MAX_READ))
+    except (OSError, ValueError):
+        return b""
+
+
+def remove_profile(folder: Path, profile: str) -> bool:
+    """Remove a profile of a session; False where there is none of that id."""
+    if profile not in names_of(folder):
+        return False
+    shutil.rmtree(folder / FOLDER / profile, ignore_errors=True)
+    return True
+
+
+def unfinished(folder: Path, profile: str) -> Path:
+    """Return where a profile of a session is while its traces come; made, for this user only. Raises OSError."""
+    here = folder / FOLDER / f"{_UNFINISHED}{profile}"
+    here.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return here
+
+
+def finish(folder: Path, profile: Profile) -> Path:
+    """Have a profile appear, with the traces that are `captured` and no others. Raises OSError."""
+    here, kept = unfinished(folder, profile.id), {rank.file for rank in profile.captured}
+    for path in here.iterdir():
+        if path.name not in kept:
+            path.unlink()
+    write_file(here / MANIFEST, msgspec.json.format(msgspec.json.encode(profile), indent=2))
+    there = folder / FOLDER / profile.id
+    here.rename(there)
+    return there
+
+
+def clear_unfinished(folder: Path, but: str | None = None) -> None:
+    """Remove what was left of captures that a process took with it when it was killed."""
+    for left in (folder / FOLDER).glob(f"{_UNFINISHED}*"):
+        if left.name != f"{_UNFINISHED}{but}":
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def prune(folder: Path, max_bytes: int) -> list[str]:
+    """Remove the oldest profiles until all have at most `max_bytes`; the newest stays. Return their ids."""
+    found = [(stored, stored.bytes) for stored in profiles_of(folder)]
+    removed, total = [], sum(size for _, size in found)
+    for stored, size in found[:-1]:
+        if total <= max_bytes:
+            break
+        total -= size
+        removed.append(stored.path.name)
+        shutil.rmtree(stored.path, ignore_errors=True)
+    return removed
+
