@@ -202,7 +202,7 @@ def remove_profile(folder: Path, profile: str) -> bool:
 
 
 def unfinished(folder: Path, profile: str) -> Path:
-    """Return where a profile of a session is while its traces come; made, for this user only. Raises OSError."""
+    """Return where a profile is while its traces come; made, for this user only. Raises OSError."""
     here = folder / FOLDER / f"{_UNFINISHED}{profile}"
     here.mkdir(mode=0o700, parents=True, exist_ok=True)
     return here
@@ -238,4 +238,3 @@ def prune(folder: Path, max_bytes: int) -> list[str]:
         removed.append(stored.path.name)
         shutil.rmtree(stored.path, ignore_errors=True)
     return removed
-
