@@ -7,6 +7,7 @@ What was not known to be stored when a rank's process, or a relay, ended: in a f
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,6 +22,13 @@ _LENGTH = struct.Struct("<I")
 def write_spool(path: Path, frames: Iterable[bytes]) -> None:
     """Write `frames` to `path`, whole or not at all. Raises OSError."""
     write_file(path, b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames))
+
+
+def add_to_spool(path: Path, frames: Iterable[bytes]) -> None:
+    """Write `frames` to the end of `path`; a reader stops where the last one is cut. Raises OSError."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames))
 
 
 def read_spool(path: Path, *, max_frame: int = 1 << 20) -> list[bytes]:

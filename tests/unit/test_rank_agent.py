@@ -281,6 +281,41 @@ def test_end_leaves_batches_that_no_relay_took_in_the_spool(tmp_path: Path) -> N
     assert pipe.closed
 
 
+def test_rank_that_is_killed_before_there_is_a_relay_leaves_what_it_has_reported(tmp_path: Path) -> None:
+    pipe = Pipe(room=0)
+    pipe.generation = 0
+    agent = make(pipe, spool=str(tmp_path))
+    for rows in (2, 3):
+        push(agent, rows)
+        agent.tick()
+    (early,) = tmp_path.glob("*.spool")
+    assert early.stat().st_mode & 0o077 == 0
+    assert early.name < f"{agent.process_id}.0.spool", "relays leave what comes later in that one"
+    batches = [wire.decode(data, wire.RankBatch) for data in read_spool(early)]
+    assert [(b.seq, len(b.flags)) for b in batches] == [(1, 2), (2, 3)]
+    pipe.room, pipe.generation = 1000, 1
+    agent.tick()
+    assert early.exists(), "a relay has it, but not the disk"
+    pipe.confirm(agent, 3, settled=2)
+    agent.tick()
+    agent.tick()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_copy_without_a_relay_is_bounded_and_ends_with_the_process(tmp_path: Path) -> None:
+    pipe = Pipe(room=0)
+    pipe.generation = 0
+    agent = make(pipe, spool=str(tmp_path), agent_buffer_bytes=1 << 16, interval=30.0)
+    for _ in range(4):
+        push(agent, 600)
+        agent.tick()
+    (early,) = tmp_path.glob("*.spool")
+    assert 1 << 15 < early.stat().st_size < 1 << 16
+    agent.start()
+    agent.close()
+    assert [path.name for path in tmp_path.iterdir()] == [f"{agent.process_id}.spool"]
+
+
 def test_confirmed_end_leaves_no_spool(tmp_path: Path) -> None:
     pipe = Pipe()
     agent = make(pipe, spool=str(tmp_path), interval=30.0)

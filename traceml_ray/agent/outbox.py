@@ -96,6 +96,14 @@ class Outbox:
         """Return whether there is a batch that no relay is known to have."""
         return bool(self._batches) and self._batches[-1].seq > self._acked
 
+    def after(self, seq: int) -> list[Batch]:
+        """Return the batches that are kept and are newer than number `seq`."""
+        return [batch for batch in self._batches if batch.seq > seq]
+
+    def holds(self, seq: int) -> bool:
+        """Return whether batch `seq`, or one before it, is still kept."""
+        return bool(self._batches) and self._batches[0].seq <= seq
+
     def frames(self) -> list[bytes]:
         """Return the batches that are kept, for the spool."""
         return [batch.data for batch in self._batches]

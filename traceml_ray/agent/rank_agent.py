@@ -24,6 +24,7 @@ from traceml_ray import wire
 from traceml_ray.agent import stacks
 from traceml_ray.agent.channel import Channel
 from traceml_ray.agent.device_use import DeviceUse
+from traceml_ray.agent.early_copy import EarlyCopy
 from traceml_ray.agent.environment import environment
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.mark_log import LOCK_S
@@ -91,6 +92,7 @@ class RankAgent:
         self._memory_from: dict[str, str] = {}
         """To be sent with the next batch."""
         self._outbox = Outbox(settings.agent_buffer_bytes)
+        self._early = EarlyCopy(settings.spool, settings.agent_buffer_bytes)
         self._seq = 0
         self._dropped = 0
         self._dumped: set[wire.Value] = set()
@@ -170,6 +172,7 @@ class RankAgent:
         if self._events and not final:  # what the relay has asked for
             self._enqueue(final)
             self._exchange()
+        self.guard("spool", lambda: self._early.turn(self.process_id, self._outbox))
 
     def _enqueue(self, final: bool) -> bool:
         """Make one batch; True when there is more, for another."""
@@ -379,3 +382,4 @@ class RankAgent:
             from traceml_ray.spool import write_spool
 
             write_spool(Path(self.settings.spool) / f"{self.process_id}.spool", frames)
+        self._early.remove()
