@@ -18,6 +18,7 @@ from traceml_ray.dash_app.server import create_app
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.monitor.finish import OTHERS_S
 from traceml_ray.reports.answers import Answers
+from traceml_ray.reports.text import render
 from traceml_ray.store import query
 from traceml_ray.store.bundles import Bundle, bundles_of, making, names_of, new_name, prune
 from traceml_ray.store.session_file import SessionFile
@@ -84,8 +85,12 @@ def test_bundle_is_read_as_a_session_is(played: Played) -> None:
     send(played, 1, raised(played.clock.now, kind="oom"))
     (bundle,) = settled(played)
     answers = Answers(bundle.path, played.aggregator.settings.thresholds)
-    assert query.ask_one(answers.reply, query.Summary())["steps"]["count"] == 30
+    summary = query.ask_one(answers.reply, query.Summary())
     answers.close()
+    assert summary["steps"]["count"] == 30
+    third, *_, files = render(summary, bundle.path).splitlines()[2:]
+    assert third.startswith("bundle of 20") and "UTC: memory ran out on rank 1" in third
+    assert files.split(" · ") == [f"{'':11}manifest.json", "session.sqlite"]
 
 
 def test_bundle_has_the_minutes_before_each_ranks_own_end_and_no_more(tmp_path: Path) -> None:
@@ -159,6 +164,10 @@ def test_only_a_job_that_is_terminated_makes_a_bundle_of_its_end(
     played.play(20)
     finish(played, code, **fields)
     assert [bundle.manifest.reason for bundle in bundles_of(played.folder)] == ["terminated"] * made
+    ended = {-15: "stopped by SIGTERM", 143: "stopped by SIGTERM", -2: "stopped by SIGINT", 0: "finished"}[
+        code
+    ]
+    assert (played.folder / "report.txt").read_text().splitlines()[2].startswith(f"{ended} ·")
 
 
 def test_request_makes_a_bundle_with_the_stacks_of_all_ranks(played: Played) -> None:

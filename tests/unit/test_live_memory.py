@@ -10,16 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from memory_series import BEGAN, GIB, MIB, SECOND
+from memory_series import BEGAN, GIB, MIB, SECOND, flat, on_host
 from msgspec.structs import replace
 from played import Played
 from sessions import LIMITS, aggregation, ask, identity
 
 from traceml_ray import wire
+from traceml_ray.analysis.labels import Label
 from traceml_ray.analysis.memory import words
 from traceml_ray.analysis.memory.judge import judge
 from traceml_ray.analysis.memory.kept import SIZE, KeptSamples
 from traceml_ray.analysis.memory.shapes import Memory, Series
+from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.monitor.live_memory import MAX_FRESH, MAX_PLACES, SHARE, SLICE_S, LiveMemory, Ranks
 from traceml_ray.monitor.memory_events import MemoryEvents
 from traceml_ray.reports.answers import Answers
@@ -314,6 +316,20 @@ def test_oom_of_a_host_names_the_rank_that_took_its_memory() -> None:
     said = words.cause(memory, [0], "node-a")
     assert said.startswith("It was on the same node as rank 2, whose host memory had grown by 2.1 MB a step")
     assert words.cause(memory, [0], "node-b").startswith("Its memory had not grown")
+
+
+@pytest.mark.parametrize(("label", "reason"), [("oom", "MemoryError"), ("rank_lost", "SIGKILL")])
+def test_rank_that_took_memory_in_its_last_second_is_not_said_to_have_had_its_level(
+    label: Label, reason: str
+) -> None:
+    ends = 400 * MIB * (np.arange(40) >= 39)
+    memory = judge([on_host(0, flat(40)), on_host(1, flat(40, 1) + ends)], expected=2)
+    verdict = Verdict(label=label, ranks=(1,), why="Rank 1 ended first.", exit_reason=reason)
+    took = words.with_memory(verdict, memory).why
+    assert took.startswith("Rank 1 ended first. Rank 1's host memory was 4")
+    assert took.endswith(" MB above its usual level at the end.")
+    other = words.with_memory(replace(verdict, ranks=(0,)), memory).why
+    assert ("had not grown" in other) == (label == "oom")
 
 
 def test_healthy_memory_says_nothing(tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def test_near_limit_says_when_it_is_full() -> None:
     near = _one(memory, "near_limit")
     left = 13 * GIB - 10 * GIB - 4 * MIB * N
     assert near.evidence["full_s"] == pytest.approx(left / (4 * MIB), rel=0.05)
-    assert "of the host's memory is used" in near.why and "it is full in" in near.why
+    assert "of the host's limit is used" in near.why and "it is full in" in near.why
 
 
 def test_near_limit_of_a_host_is_said_once_for_its_ranks() -> None:

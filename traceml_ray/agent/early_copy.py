@@ -34,7 +34,7 @@ class EarlyCopy:
         """Number of the newest batch in it, and its bytes."""
 
     def turn(self, process_id: str, outbox: Outbox) -> None:
-        """Copy what is new; remove the file once a relay has come, and all of it is stored. Raises OSError."""
+        """Copy what is new; remove the file once there is a relay and all of it is stored. Raises OSError."""
         if outbox.connected:
             if self._path is not None and not outbox.holds(self._last):
                 self.remove()

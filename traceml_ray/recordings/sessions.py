@@ -8,13 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from traceml_ray import text
 from traceml_ray.analysis.hang import COLLECTIVE
 from traceml_ray.analysis.memory.shapes import Collective
 from traceml_ray.analysis.node_clock import NodeClock
 from traceml_ray.recordings.recording import FileContents, Ints, NoSamplesError, Recording
-from traceml_ray.session import read_json
-from traceml_ray.store.bundles import MANIFEST, Manifest
+from traceml_ray.store.bundles import kept_why
 from traceml_ray.store.nodes import process_labels
 from traceml_ray.store.rank_processes import shown, world_size
 from traceml_ray.store.runs import by_run
@@ -40,11 +38,8 @@ def read(path: Path) -> FileContents:
         found = recordings_of(file)
     if not found:
         raise NoSamplesError("no rank has reported its memory")
-    try:
-        bundle = read_json(path.with_name(MANIFEST), Manifest)
-    except (OSError, ValueError):  # it is that of a session, or says nothing
-        return FileContents(FORMAT, found)
-    return FileContents(BUNDLE, found, [f"{text.date(bundle.time)} UTC: {bundle.why}"])
+    kept = kept_why(path.parent)
+    return FileContents(BUNDLE, found, [kept]) if kept else FileContents(FORMAT, found)
 
 
 def recordings_of(file: SessionFile) -> list[Recording]:

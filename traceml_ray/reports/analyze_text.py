@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 from traceml_ray import text
 from traceml_ray.analysis.memory.sentences import where
 from traceml_ray.analysis.memory.shapes import Attribution, Finding, FirstCause, RankMemory
+from traceml_ray.recordings.sessions import BUNDLE
 from traceml_ray.recordings.stormlog import EARLIEST_WALL_NS
 from traceml_ray.reports.analyze import SEVERITIES, Analysis, Source
 from traceml_ray.reports.layout import Columns, facts, page, table
 from traceml_ray.reports.run_facts import moment
 
 _MOST = 20
+_BUNDLES = 2
+"""Whose reason comes before all else."""
 _MOST_RANKS = 32
 _PATH = 56
 
@@ -21,7 +24,7 @@ def render_analysis(found: Analysis) -> str:
     """Return what was found as text: the first cause, the findings, the ranks, and the files it is from."""
     return page(
         [
-            _first(found),
+            facts(*(("Bundle", kept) for kept in _kept(found))) + _first(found),
             _findings(found.findings),
             _next(found.findings),
             _ranks(found.ranks),
@@ -29,13 +32,24 @@ def render_analysis(found: Analysis) -> str:
             _notes(
                 [
                     *found.notes,
-                    *(f"{_path(each.path)}: {note}" for each in found.sources for note in each.notes),
+                    *(
+                        f"{_path(each.path)}: {note}"
+                        for each in found.sources
+                        for note in each.notes
+                        if note not in _kept(found)
+                    ),
                 ]
             ),
             _sources(found.sources),
             _refused(found),
         ]
     )
+
+
+def _kept(found: Analysis) -> list[str]:
+    """Return when and why the first bundles among the files were kept: who died, of what."""
+    bundles = [note for each in found.sources if each.format == BUNDLE for note in each.notes]
+    return bundles[:_BUNDLES]
 
 
 def _first(found: Analysis) -> list[str]:

@@ -328,7 +328,7 @@ def _where(death: Death, node: str | None) -> tuple[str, str]:
 
 def _advice(death: Death) -> str:
     if death.out_of_memory:
-        return "Smaller batch or activation checkpointing on this rank; see its memory below."
+        return "Smaller batch or activation checkpointing on this rank."
     if death.exit_code == -signal.SIGKILL:
         return (
             "It was killed: look for the kernel's out-of-memory killer (dmesg), and in the scheduler's log."

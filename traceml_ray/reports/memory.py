@@ -47,10 +47,13 @@ def memory_block(of: RunFacts, found: Memory) -> dict[str, Any]:
     return {"per_rank": per_rank, **{name: shown[name] for name in kept}}
 
 
-def memory_lines(block: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a report about the memory of a summary; none where nothing stands out."""
+def memory_lines(block: Mapping[str, Any], failed: bool) -> list[str]:
+    """
+    Return the lines of a report about the memory of a summary; none where nothing stands out. Of a run that
+    has `failed`, also what is only information.
+    """
     found = msgspec.convert({name: value for name, value in block.items() if name != "per_rank"}, Memory)
-    if not any(each.severity != "info" for each in found.findings):
+    if not any(failed or each.severity != "info" for each in found.findings):
         return []
     first, others = first_words(found), [each.why for each in found.findings]
     rest = [why for why in others[:_LINES] if why not in first]

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from traceml_ray import text
 from traceml_ray.analysis.labels import LABELS, Meaning
+from traceml_ray.reports.heading import files, title
 from traceml_ray.reports.headlines import brief, lost, named
-from traceml_ray.reports.layout import LABEL, WIDTH, Columns, facts, page, shortened, table
+from traceml_ray.reports.layout import WIDTH, Columns, facts, page, table
 from traceml_ray.reports.memory import memory_lines
-from traceml_ray.store.bundles import FOLDER as BUNDLES
-from traceml_ray.store.bundles import names_of
 
 _MAX_RANKS = 32
 _MAX_LINES = 20
 _MAX_STACKS = 4
-_MAX_BUNDLES = 3
 _MAX_STACK_LINES = 100
 _WORTH = 0.03
 
@@ -27,9 +24,9 @@ def render(summary: dict[str, Any], folder: Path) -> str:
     """Return the report on `summary` (schema `traceml_ray/summary/1`) of the session in `folder`."""
     nodes = summary["system"]["nodes"]
     parts = [
-        _title(summary),
+        title(summary, folder),
         _verdict(summary["verdict"], "GPU" if any(node["gpus"] for node in nodes) else "rank"),
-        memory_lines(summary["memory"]),
+        memory_lines(summary["memory"], _meaning(summary["verdict"]).kind == "failure"),
         _steps(summary["steps"]) + _baseline(summary),
         _stages(summary["stages"]),
         _spans(summary["spans"], summary["steps"]["median_ms"]),
@@ -42,40 +39,9 @@ def render(summary: dict[str, Any], folder: Path) -> str:
         run_lines(summary["runs"], summary["run"]),
         ledger_lines(summary["ledger"]),
         _overhead(summary["overhead"]),
-        _files(folder),
+        files(folder),
     ]
     return page(parts)
-
-
-def _title(summary: dict[str, Any]) -> list[str]:
-    session = summary["session"]
-    ranks, nodes = session["world_size"], session["nnodes"]
-    size = f"{text.count(ranks, 'rank')} on {text.count(nodes, 'node')}" if ranks and nodes else None
-    if size and session["silent_ranks"]:
-        size += f" (no report from {text.ranks(session['silent_ranks'])})"
-    status = session["status"]
-    if status == "failed" and session["exit_code"] is not None:
-        status += f" (exit code {session['exit_code']})"
-    about = [status, session["launcher"], size, session["strategy"], _duration(session)]
-    title = f"traceml-ray · session {session['id']}"
-    verdict = summary["verdict"]
-    # Who and why comes before anything else where a run has failed.
-    failed = [shortened(f"{named(verdict)}: {verdict['exit_reason'] or verdict['why']}")]
-    lines = [title, "=" * len(title), *failed * (_meaning(verdict).kind == "failure")]
-    return [
-        *lines,
-        shortened(" · ".join(filter(None, about))),
-        *_run_of(summary["runs"], summary["run"]),
-    ]
-
-
-def _run_of(runs: Sequence[dict[str, Any]], chosen: str | None) -> list[str]:
-    """Return which run this is of, where there is more than one or it has a name of its own."""
-    for at, run in enumerate(runs):
-        if run["id"] == chosen and (len(runs) > 1 or run["name"] != run["id"]):
-            of = f" ({at + 1} of {len(runs)})" if len(runs) > 1 else ""
-            return [shortened(f"run {run['name']}{of}: {run['status']}")]
-    return []
 
 
 def run_lines(runs: Sequence[dict[str, Any]], chosen: str | None) -> list[str]:
@@ -372,25 +338,9 @@ def _overhead(overhead: dict[str, Any]) -> list[str]:
     return facts(("Monitor", f"{', '.join(known)} ({overhead['of']})" if known else ""))
 
 
-def _files(folder: Path) -> list[str]:
-    # Not through rich: a path is copied, so it is never wrapped.
-    lines = [f"{'Files':{LABEL}}{folder}", f"{'':{LABEL}}session.sqlite · summary.json · report.txt"]
-    bundles = names_of(folder)
-    if len(bundles) > _MAX_BUNDLES:
-        lines.append(f"{'':{LABEL}}{len(bundles)} bundles of incidents, the newest are:")
-    return lines + [f"{'':{LABEL}}{BUNDLES}/{name}" for name in bundles[-_MAX_BUNDLES:]]
-
-
 def _figure(value: float | None) -> str:
     return text.number(value, aligned=True)
 
 
 def _spread(spread: dict[str, float | None] | None, written: Callable[[float | None], str]) -> str:
     return f"{written(spread['median'])} ({written(spread['peak'])})" if spread else text.NA
-
-
-def _duration(session: dict[str, Any]) -> str | None:
-    if session["started_at"] is None or session["ended_at"] is None:
-        return None
-    began, ended = (datetime.fromisoformat(session[name]) for name in ("started_at", "ended_at"))
-    return text.duration(round((ended - began).total_seconds()))

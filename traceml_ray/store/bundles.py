@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from traceml_ray import text
 from traceml_ray.session import read_json
 
 FOLDER = "bundles"
@@ -128,6 +129,20 @@ def bundles_of(folder: Path) -> list[Bundle]:
 def names_of(folder: Path) -> list[str]:
     """Return the names of the bundles in a session folder, the oldest first, without reading any."""
     return [path.name for path in _folders(folder / FOLDER)]
+
+
+def kept_why(path: Path) -> str:
+    """Return when and why the bundle in `path` was kept, "" where that is none."""
+    try:
+        manifest = read_json(path / MANIFEST, Manifest)
+    except (OSError, ValueError):
+        return ""
+    return f"{text.date(manifest.time)} UTC: {manifest.why}"
+
+
+def bundle_files(path: Path) -> list[str]:
+    """Return the names of the files of the bundle in `path`; none where that is no bundle."""
+    return list(_files(path)) if (path / MANIFEST).is_file() else []
 
 
 def new_name(folder: Path, t_ns: int, reason: str) -> str:

@@ -286,6 +286,7 @@ class _Judging:
             forecast_s=None if soonest is None else soonest.s,
             anomaly=None,
             severity=None,
+            rise_bytes=_whole(_rise(rss if place.device is None else allocated)),
         )
 
 
@@ -370,6 +371,14 @@ def _median_growth(track: Track | None) -> float | None:
     x = track.after.x
     few = min(3, len(x) // 2)
     return median(x[-few:]) - median(x[:few])
+
+
+def _rise(track: Track | None) -> float | None:
+    """Return how far the newest value is above the level before, that of the first half."""
+    if track is None or len(track) < 2:
+        return None
+    x = track.after.x
+    return float(x[-1]) - median(x[: len(x) // 2])
 
 
 def _whole(value: float | None) -> int | None:

@@ -117,7 +117,7 @@ def fragmented(place: Place, inactive: float, reserved: float) -> str:
 
 def near_limit(rank: int, node: str, device: int | None, full: Full) -> str:
     """Return the sentence of memory that is nearly full."""
-    of = "of the host's memory" if device is None else "of the device's memory"
+    of = "of the host's limit" if device is None else "of the device's memory"
     said = (
         f"{where(rank, node, device)}: {text.share(full.used / full.total)} {of} is used "
         f"({text.size(full.used)} of {text.size(full.total)})"

@@ -181,6 +181,8 @@ class RankMemory(_Shape, frozen=True, kw_only=True):
     anomaly: Kind | None
     """Its most severe finding."""
     severity: Severity | None
+    rise_bytes: int | None = None
+    """By how much the newest sample is above the first half: what a rank that died had taken at the end."""
 
 
 class Memory(_Shape, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Collection
 
 import msgspec
@@ -20,6 +21,8 @@ def with_memory(verdict: Verdict, memory: Memory) -> Verdict:
     """Return `verdict` with what is to be said about memory; itself where that is nothing."""
     if verdict.label == "oom":
         said = cause(memory, verdict.ranks, verdict.node)
+    elif verdict.exit_reason == signal.SIGKILL.name:  # it may be the kernel's, of memory that ran out
+        said = _before(memory, verdict.ranks)
     else:
         said = "" if verdict.label in DEATHS else left(memory)
     return msgspec.structs.replace(verdict, why=f"{verdict.why} {said}") if said else verdict
@@ -53,20 +56,36 @@ def cause(memory: Memory, dead: Collection[int], node: str | None) -> str:
     Return what had grown before the ranks `dead` died of lack of memory: their own memory, or that of a rank
     of the same node; that nothing had, or "" where that is not known.
     """
+    if own := _before(memory, dead):
+        return own
     grown = [finding for finding in memory.findings if finding.kind in _GROWTH]
-    own = [finding for finding in grown if finding.rank in dead]
-    if own:
-        return _grew(own[0], f"Rank {own[0].rank}'s")
-    for incident in reversed(memory.incidents):
-        if incident.rank in dead:
-            what = f"{COUNTERS[incident.counter]} had grown by {text.size(incident.delta_bytes)}"
-            return f"Rank {incident.rank}'s {what} above its own level."
     same = [finding for finding in grown if finding.node == node and finding.device is None]
     if same:
         return _grew(same[0], f"It was on the same node as rank {same[0].rank}, whose")
     samples = [row.samples for row in memory.ranks if row.rank in dead]
     if samples and max(samples) >= MEMORY.short_samples:
         return "Its memory had not grown before: what it asked for last was too much."
+    return ""
+
+
+def _before(memory: Memory, dead: Collection[int], limits: MemoryLimits = MEMORY) -> str:
+    """Return what the memory of the ranks `dead` had done before their end; "" where it had not grown."""
+    own = [finding for finding in memory.findings if finding.rank in dead]
+    grown = [finding for finding in own if finding.kind in _GROWTH]
+    if grown:
+        return _grew(grown[0], f"Rank {grown[0].rank}'s")
+    rows = [row for row in memory.ranks if row.rank in dead]
+    row = max(rows, key=lambda row: row.rise_bytes or 0, default=None)
+    if row is not None and (row.rise_bytes or 0) >= limits.min_growth_bytes:
+        what = COUNTERS["rss_bytes" if row.device is None else "allocated_bytes"]
+        return f"Rank {row.rank}'s {what} was {text.size(row.rise_bytes)} above its usual level at the end."
+    for incident in reversed(memory.incidents):
+        if incident.rank in dead:
+            what = f"{COUNTERS[incident.counter]} had grown by {text.size(incident.delta_bytes)}"
+            return f"Rank {incident.rank}'s {what} above its own level."
+    above = [finding for finding in own if finding.kind == "imbalance"]
+    if above:
+        return f"{above[0].why.removesuffix('.')}, before it ended."
     return ""
 
 

@@ -1,0 +1,75 @@
+"""The first and the last lines of a report: what it is about, and where its files are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from traceml_ray import text
+from traceml_ray.analysis.labels import LABELS
+from traceml_ray.reports.deaths import exit_words
+from traceml_ray.reports.headlines import named
+from traceml_ray.reports.layout import LABEL, shortened
+from traceml_ray.store.bundles import FOLDER as BUNDLES
+from traceml_ray.store.bundles import bundle_files, kept_why, names_of
+
+_MAX_BUNDLES = 3
+_SHELL = 128
+"""A shell adds the number of the signal to it."""
+
+
+def title(summary: dict[str, Any], folder: Path) -> list[str]:
+    """Return the first lines of a report: the session, who and why where a run has failed, and its size."""
+    session = summary["session"]
+    ranks, nodes = session["world_size"], session["nnodes"]
+    size = f"{text.count(ranks, 'rank')} on {text.count(nodes, 'node')}" if ranks and nodes else None
+    if size and session["silent_ranks"]:
+        size += f" (no report from {text.ranks(session['silent_ranks'])})"
+    status = session["status"]
+    if status == "failed" and session["exit_code"] is not None:
+        status += f" (exit code {session['exit_code']})"
+    if status == "stopped" and session["exit_code"]:
+        code = session["exit_code"]
+        status += f" by {exit_words(code if code < 0 else _SHELL - code)}"
+    about = [status, session["launcher"], size, session["strategy"], _duration(session)]
+    name = f"traceml-ray · session {session['id']}"
+    verdict, kept = summary["verdict"], kept_why(folder)
+    # Who and why comes before anything else where a run has failed, or this was kept of it.
+    first = f"bundle of {kept}" if kept else ""
+    if LABELS[verdict["label"]].kind == "failure":
+        first = f"{named(verdict)}: {verdict['exit_reason'] or verdict['why']}"
+    about = [first, " · ".join(filter(None, about))]
+    return [
+        *(name, "=" * len(name)),
+        *(shortened(line) for line in about if line),
+        *_run_of(summary["runs"], summary["run"]),
+    ]
+
+
+def _run_of(runs: Sequence[dict[str, Any]], chosen: str | None) -> list[str]:
+    """Return which run this is of, where there is more than one or it has a name of its own."""
+    for at, run in enumerate(runs):
+        if run["id"] == chosen and (len(runs) > 1 or run["name"] != run["id"]):
+            of = f" ({at + 1} of {len(runs)})" if len(runs) > 1 else ""
+            return [shortened(f"run {run['name']}{of}: {run['status']}")]
+    return []
+
+
+def files(folder: Path) -> list[str]:
+    """Return where the files of the session, or of the bundle, in `folder` are."""
+    # Not through rich: a path is copied, so it is never wrapped.
+    here = bundle_files(folder) or ["session.sqlite", "summary.json", "report.txt"]
+    lines = [f"{'Files':{LABEL}}{folder}", f"{'':{LABEL}}{' · '.join(here)}"]
+    bundles = names_of(folder)
+    if len(bundles) > _MAX_BUNDLES:
+        lines.append(f"{'':{LABEL}}{len(bundles)} bundles of incidents, the newest are:")
+    return lines + [f"{'':{LABEL}}{BUNDLES}/{name}" for name in bundles[-_MAX_BUNDLES:]]
+
+
+def _duration(session: dict[str, Any]) -> str | None:
+    if session["started_at"] is None or session["ended_at"] is None:
+        return None
+    began, ended = (datetime.fromisoformat(session[name]) for name in ("started_at", "ended_at"))
+    return text.duration(round((ended - began).total_seconds()))
