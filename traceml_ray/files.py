@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import BinaryIO
 
 
 def remove(paths: Iterable[Path]) -> None:
@@ -44,13 +45,20 @@ def write_files(files: Mapping[Path, bytes], inside: AbstractContextManager[None
         remove(temporary)
 
 
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file to read it; nothing else is waited for. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(fd, "rb")
+
+
 def read_file(path: Path, most: int) -> bytes:
     """Return what is in a regular file of at most `most` bytes. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(fd, "rb") as file:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        if found.st_size > most:
+    with open_file(path) as file:
+        there = os.fstat(file.fileno()).st_size
+        if there > most:
             raise OSError(errno.EFBIG, f"larger than {most} bytes", str(path))
-        return file.read(found.st_size)
+        return file.read(there)

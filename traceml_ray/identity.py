@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Annotated
@@ -10,6 +11,7 @@ from typing import Annotated
 import msgspec
 
 MAX_RANKS = 1 << 20
+_IN_NAME = re.compile(r"(?<![a-z0-9])(?<!local[_-])rank[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
@@ -198,3 +200,9 @@ def _job_id(environ: Mapping[str, str]) -> str:
     if run == "none":  # what torchrun sets for every job that has no --rdzv-id
         run = None
     return environ.get("TRACEML_SESSION") or run or environ.get("SLURM_JOB_ID") or "default"
+
+
+def rank_in_name(name: str) -> int | None:
+    """Return the rank in the name of a file or folder (`rank3`, `x.rank_3.json`); None where it has none."""
+    found = _IN_NAME.search(name)
+    return int(found[1]) if found else None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from traceml_ray.identity import rank_in_name
 from traceml_ray.recordings import sessions, stormlog_files
 from traceml_ray.recordings.recording import FileContents, NoSamplesError, RefusedFileError
 from traceml_ray.session import DATABASE
@@ -19,7 +19,6 @@ _BESIDE = {
     *("diagnostic_summary.json", "report.json", "summary.json"),
 }
 """Files that stand beside samples."""
-_RANK_IN_NAME = re.compile(r"(?<![a-z0-9])(?<!local[_-])rank[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
 
 
 @dataclass
@@ -145,5 +144,4 @@ def _rank_in(path: Path, given: Path) -> int | None:
         path.stem,
         *(folder.name for folder in path.parents if folder.is_relative_to(top) and folder != top),
     ]
-    found = (_RANK_IN_NAME.search(name) for name in names)
-    return next((int(match[1]) for match in found if match), None)
+    return next((rank for rank in map(rank_in_name, names) if rank is not None), None)

@@ -1,0 +1,178 @@
+"""The table of operations over ranks, beside torch's own of the same capture."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorded import WALL_NS, operation, profiled, training, written
+
+from traceml_ray.rank_filter import rank_filter
+from traceml_ray.reports.profile_text import render_operations
+from traceml_ray.traces import tables
+from traceml_ray.traces.chrome import TraceError
+from traceml_ray.traces.key_averages import ColumnError, Operation, key_averages, select, sort
+from traceml_ray.traces.sources import Source, of_files
+from traceml_ray.traces.trace import read_trace
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize("with_stack", [False, True])
+def test_calls_and_times_are_those_of_torch(tmp_path: Path, with_stack: bool) -> None:
+    path, run = tmp_path / "rank0.json", training()
+    run()
+    found = profiled(path, run, with_stack=with_stack, profile_memory=True, record_shapes=True)
+    expected = {
+        each.key: (each.count, each.self_cpu_time_total, each.cpu_time_total)
+        for each in found.key_averages()
+        if each.key != "[memory]"
+    }
+    ours = {
+        each.name: (each.calls, each.self_cpu_ms * 1e3, each.cpu_ms * 1e3)
+        for each in key_averages(of_files([path]))
+        if each.kind != "memory"
+    }
+    assert ours.keys() == expected.keys() and "Optimizer.step#AdamW.step" in ours
+    assert {"ProfilerStep*", "forward", "aten::mm"} <= ours.keys()
+    for name, values in ours.items():
+        assert values == pytest.approx(expected[name], abs=0.01), name
+
+
+def test_memory_is_that_of_torch_on_one_thread(tmp_path: Path) -> None:
+    path, run = tmp_path / "rank0.json", training()
+    run()
+    found = profiled(path, run, profile_memory=True)
+    expected = {
+        each.key: (each.self_cpu_memory_usage, each.cpu_memory_usage) for each in found.key_averages()
+    }
+    ours = {each.name: (each.self_cpu_bytes, each.cpu_bytes) for each in key_averages([Source(path)])}
+    assert ours == expected and ours["aten::mm"] != (0, 0)
+
+
+def test_shapes_divide_the_calls(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    profiled(path, lambda: [torch.ones(2, n) @ torch.ones(n, 3) for n in (4, 4, 5)], record_shapes=True)
+    found = {
+        each.input_shapes: each.calls for each in key_averages([Source(path)], True) if "mm" in each.name
+    }
+    assert found == {"[[2,4],[4,3]]": 2, "[[2,5],[5,3]]": 1}
+
+
+KERNELS = [
+    operation("aten::linear", 0, 100, args={"External_id": 1}),
+    operation("aten::addmm", 10, 80, args={"External_id": 2}),
+    operation("cudaLaunchKernel", 20, 5, cat="cuda_runtime", args={"External_id": 2, "correlation": 9}),
+    operation("aten::linear", 200, 50, args={"External_id": 3}),
+    operation("aten::linear", 205, 40, args={"External_id": 4}),
+    operation("gemm", 40, 70, cat="kernel", pid=0, tid=20, args={"External_id": 2, "correlation": 9}),
+    operation("gemm", 210, 30, cat="kernel", pid=0, tid=20, args={"External_id": 4, "correlation": 10}),
+    operation("lost", 300, 10, cat="kernel", pid=0, tid=20, args={"External_id": 77}),
+    operation("epoch", 30, 400, cat="gpu_user_annotation", pid=0, tid=20, args={"External_id": 3}),
+]
+
+
+def test_work_of_a_device_belongs_to_the_operation_that_launched_it(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.json.gz", KERNELS)
+    found = {(each.name, each.kind): each for each in key_averages([Source(path)])}
+    linear, addmm = found["aten::linear", "operation"], found["aten::addmm", "operation"]
+    assert linear.calls == 2  # one in another, and nothing else in it, is one
+    assert (linear.self_cpu_ms, linear.cpu_ms) == pytest.approx((0.02 + 0.05, 0.15))
+    assert (linear.self_device_ms, linear.device_ms) == pytest.approx((0.03, 0.1))
+    assert (addmm.self_cpu_ms, addmm.self_device_ms, addmm.device_ms) == pytest.approx((0.075, 0.07, 0.07))
+    gemm = found["gemm", "device"]
+    assert (gemm.calls, gemm.cpu_ms, gemm.self_device_ms) == (2, 0.0, pytest.approx(0.1))
+    assert found["cudaLaunchKernel", "runtime"].self_cpu_ms == pytest.approx(0.005)
+    assert linear.self_cpu_bytes is None and linear.device_bytes is None
+
+
+def test_times_are_of_the_wall_clock_to_the_nanosecond(tmp_path: Path) -> None:
+    trace = read_trace(written(tmp_path / "t.json", [operation("a", 4571055572619.861, 1.002)]))
+    assert trace.begin_ns.tolist() == [WALL_NS + 4571055572619861] and trace.wall_clock
+    assert (trace.end_ns - trace.begin_ns).tolist() == [1002]
+    assert not read_trace(
+        written(tmp_path / "u.json", [operation("a", 5, 1)], baseTimeNanoseconds=0)
+    ).wall_clock
+
+
+def test_begins_and_ends_are_operations_as_well(tmp_path: Path) -> None:
+    lane = {"pid": "p", "tid": 1}
+    events = [
+        {"ph": "B", "name": "outer", "ts": 0, **lane},
+        {"ph": "B", "name": "inner", "ts": 10, **lane},
+        {"ph": "E", "ts": 30, **lane},
+        {"ph": "E", "ts": 100, **lane},
+        {"ph": "E", "ts": 100, **lane},
+        {"ph": "B", "name": "never ended", "ts": 10, **lane},
+    ]
+    found = {
+        each.name: each.self_cpu_ms for each in key_averages([Source(written(tmp_path / "t.json", events))])
+    }
+    assert found == {"outer": pytest.approx(0.08), "inner": pytest.approx(0.02)}
+
+
+def test_ranks_of_foreign_traces_come_from_the_trace_then_from_its_name(tmp_path: Path) -> None:
+    info = {"rank": 4, "world_size": 8}
+    written(tmp_path / "rank1.json", EVENTS, distributedInfo=info, host_name="gpu-a")
+    written(tmp_path / "job.rank-2.json.gz", EVENTS)
+    written(tmp_path / "x.json", EVENTS, distributedInfo={"rank": "three"})
+    (tmp_path / "readme.txt").write_text("x")
+    found = of_files([tmp_path, tmp_path / "x.json"])
+    assert [(each.rank, each.label) for each in found] == [
+        (2, "rank 2"),
+        (4, "gpu-a / rank 4"),
+        (None, "x.json"),
+    ]
+    written(tmp_path / "again.json", EVENTS, distributedInfo=info)
+    with pytest.raises(TraceError, match="both of rank 4"):
+        of_files([tmp_path])
+
+
+EVENTS = [operation("aten::mm", 0, 30), operation("aten::add", 100, 10), operation("a,b\n", 200, 20)]
+
+
+def _table(tmp_path: Path) -> list[Operation]:
+    longer = [event | {"dur": event["dur"] * 2} for event in EVENTS]
+    ranks = [
+        Source(written(tmp_path / f"{rank}.json", events), rank, "ab12", f"node-{rank}")
+        for rank, events in enumerate((EVENTS, longer))
+    ]
+    return key_averages(ranks)
+
+
+def test_table_is_sorted_and_filtered(tmp_path: Path) -> None:
+    found = _table(tmp_path)
+    assert [(each.rank, each.name) for each in found[:2]] == [(1, "aten::mm"), (1, "a,b\n")]
+    assert {each.rank for each in select(found, ranks=rank_filter("0"))} == {0}
+    assert [each.name for each in select(found, "aten::*", top=3)] == ["aten::mm", "aten::mm", "aten::add"]
+    assert select(found, "mm") == sort(select(found, "mm"), "calls") and len(select(found, "mm")) == 2
+    assert sort(found, "device_ms") == found  # nothing is known
+    with pytest.raises(ColumnError, match="no column 'nme'"):
+        sort(found, "nme")
+    text = render_operations("Operations", select(found, top=1))
+    assert [line.split() for line in text.splitlines()[1:]] == [
+        ["Node", "ID", "Rank", "Name", "Kind", "Self", "CPU", "ms", "CPU", "ms", "Calls"],
+        ["node-1", "1", "aten::mm", "operation", "0.060", "0.060", "1"],
+    ]
+    assert render_operations("Operations", []) == "Operations: none\n"
+
+
+def test_files_hold_the_same_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _table(tmp_path)
+    rows: list[dict[str, Any]] = json.loads(tables.to_json(found))
+    assert rows[0]["self_cpu_ms"] == 0.06 and rows[0]["device_ms"] is None and rows[0]["node_id"] == "ab12"
+    as_csv = [*csv.DictReader(io.StringIO(tables.to_csv(found).decode(), newline=""))]
+    assert [each["name"] for each in as_csv] == [each.name for each in found]
+    assert as_csv[0]["device_ms"] == "" and float(as_csv[0]["cpu_ms"]) == 0.06
+    parquet = pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "t.parquet").write_bytes(tables.to_parquet(found))
+    assert parquet.read_table(tmp_path / "t.parquet").to_pylist() == rows
+    assert tables.to_parquet([])
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(tables.FormatError, match="pip install pyarrow"):
+        tables.to_parquet(found)

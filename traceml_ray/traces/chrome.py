@@ -1,0 +1,186 @@
+"""
+Reads Chrome's Trace Event Format, plain or gzip, event by event: memory does not grow with the file.
+
+Both forms are read, an object with `traceEvents` and a bare array. What torch writes beside the events stands
+in `header`.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from traceml_ray.files import open_file
+from traceml_ray.text import count, size
+
+MAX_BYTES = 4 << 30
+"""Of a trace, unpacked."""
+MAX_EVENTS = 3_000_000
+_MAX_VALUE = 2 << 20
+"""Characters of one event, and of all that stands beside the events."""
+_CHUNK = 1 << 18
+_GZIP = b"\x1f\x8b"
+_DECODER = json.JSONDecoder(strict=False)  # torch writes names of operations as they are
+_BETWEEN = re.compile(r"[\s,]*")
+_SHOWN = 100
+_ADVICE = "record fewer steps, or without stacks"
+
+
+class TraceError(ValueError):
+    """A file that is no trace, is damaged, or has more in it than is read."""
+
+
+class ChromeTrace:
+    """
+    The events of one file, in its order; they can be asked for again. Raises TraceError, with the path.
+
+    Args:
+        path: a regular file.
+        max_bytes, max_events: a trace that has more is refused.
+    """
+
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES, max_events: int = MAX_EVENTS) -> None:
+        self.path = path
+        self.header: dict[str, Any] = {}
+        """What stands beside the events: what comes before them from the first event on, all at the end."""
+        self._max_bytes, self._max_events = max_bytes, max_events
+
+    def __iter__(self) -> Generator[dict[str, Any], None, None]:
+        """Yield the events, each a JSON object."""
+        try:
+            with open_file(self.path) as file:
+                yield from self._events(_Text(_unpacked(file), self._max_bytes))
+        except TraceError as error:
+            raise TraceError(f"{self.path}: {error}") from None
+        except EOFError:
+            raise TraceError(f"{self.path}: it is cut off, its end is missing") from None
+        except (gzip.BadGzipFile, zlib.error) as error:
+            raise TraceError(f"{self.path}: it is damaged: {error}") from None
+        except OSError as error:
+            raise TraceError(f"{self.path}: {error.strerror or error}") from None
+
+    def _events(self, text: _Text) -> Iterator[dict[str, Any]]:
+        self.header = {}
+        if text.take("["):
+            yield from self._listed(text, whole=False)
+            return
+        if not text.take("{"):
+            raise TraceError("it is no trace: it begins with neither { nor [")
+        size_of_header, found = 0, False
+        while not text.take("}"):
+            key, length = text.value()
+            if not isinstance(key, str) or not text.take(":"):
+                raise TraceError(f"it is damaged: a name is missing at character {text.position:,}")
+            if key == "traceEvents" and text.take("["):
+                found = True
+                yield from self._listed(text, whole=True)
+                continue
+            self.header[key], more = text.value()
+            size_of_header += length + more
+            if size_of_header > _MAX_VALUE:
+                raise TraceError("it is no trace of torch: too much stands beside its events")
+        text.at_end()  # gzip has a checksum there
+        if not found:
+            raise TraceError("it is no trace: there is no traceEvents in it")
+
+    def _listed(self, text: _Text, whole: bool) -> Iterator[dict[str, Any]]:
+        """Yield the events of an array; where it need not be `whole`, its end may be missing."""
+        number = 0
+        while not text.take("]"):
+            if not whole and text.at_end():
+                return
+            event, _ = text.value()
+            if not isinstance(event, dict):
+                raise TraceError(f"it is no trace: {str(event)[:_SHOWN]!r} is no event")
+            number += 1
+            if number > self._max_events:
+                raise TraceError(f"it has more than {count(self._max_events, 'event')}: {_ADVICE}")
+            yield event
+
+
+class _Text:
+    """The characters of a file, of which only those of the value at hand are kept."""
+
+    def __init__(self, file: BinaryIO | gzip.GzipFile, max_bytes: int) -> None:
+        self._file, self._left, self._max_bytes = file, max_bytes, max_bytes
+        self._decode = codecs.getincrementaldecoder("utf-8-sig")("replace").decode
+        self._buffer, self._at, self._before = "", 0, 0
+        self._over = False
+
+    @property
+    def position(self) -> int:
+        """How many characters have been read."""
+        return self._before + self._at
+
+    def take(self, expected: str) -> bool:
+        """Pass white space, commas, and `expected` where that is next; return whether it was."""
+        found = self._next() == expected
+        self._at += found
+        return found
+
+    def at_end(self) -> bool:
+        """Return whether nothing more comes."""
+        return self._next() == ""
+
+    def _next(self) -> str:
+        while True:
+            match = _BETWEEN.match(self._buffer, self._at)
+            self._at = match.end() if match else self._at
+            if self._at < len(self._buffer):
+                return self._buffer[self._at]
+            if not self._more():
+                return ""
+
+    def value(self) -> tuple[Any, int]:
+        """Return the JSON value that is next, and how many characters it has."""
+        if self.at_end():
+            raise TraceError("it is cut off, its end is missing")
+        while True:
+            try:
+                found, end = _DECODER.raw_decode(self._buffer, self._at)
+            except json.JSONDecodeError as error:
+                self._longer(error.msg)
+                continue
+            except (RecursionError, ValueError) as error:  # ValueError: an integer of thousands of digits
+                raise TraceError(self._damage(str(error))) from None
+            if end == len(self._buffer) and self._more():  # a number may go on
+                continue
+            length, self._at = end - self._at, end
+            return found, length
+
+    def _longer(self, reason: str) -> None:
+        """Have more of a value that is not whole in what has been read."""
+        if len(self._buffer) - self._at > _MAX_VALUE:
+            raise TraceError(self._damage(reason))
+        if not self._more():
+            raise TraceError(f"it is cut off, or damaged: {reason} at character {self.position:,}")
+
+    def _damage(self, reason: str) -> str:
+        return f"it is damaged at character {self.position:,}: {reason[:_SHOWN]}"
+
+    def _more(self) -> bool:
+        """Read on; False at the end of the file."""
+        if self._over:
+            return False
+        data = self._file.read(min(max(_CHUNK, len(self._buffer) - self._at), self._left + 1))
+        self._left -= len(data)
+        if self._left < 0:
+            raise TraceError(f"it has more than {size(self._max_bytes)}: {_ADVICE}")
+        self._over = not data
+        self._before += self._at
+        self._buffer, self._at = self._buffer[self._at :] + self._decode(data, self._over), 0
+        return True
+
+
+def _unpacked(file: BinaryIO) -> BinaryIO | gzip.GzipFile:
+    """Return what reads the file, unpacked where it is packed."""
+    packed = file.read(len(_GZIP)) == _GZIP
+    file.seek(0, io.SEEK_SET)
+    return gzip.GzipFile(fileobj=file) if packed else file

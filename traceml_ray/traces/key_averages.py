@@ -1,0 +1,180 @@
+"""torch's table of operations, `key_averages()`, over the traces of many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from operator import attrgetter
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from traceml_ray.rank_filter import RankFilter
+from traceml_ray.traces.nesting import Nesting, nest
+from traceml_ray.traces.sources import Source
+from traceml_ray.traces.trace import DEVICE, MEMORY, Ints, Trace, read_trace
+
+Kind = Literal["operation", "range", "runtime", "python", "device", "memory"]
+"""
+operation: of torch; range: with a name that somebody gave (`record_function`, a collective of gloo);
+runtime: a call of CUDA's; python: a function, where stacks are recorded; device: what a device did; memory:
+what was allocated or freed outside of all of these.
+"""
+_KINDS: dict[str, Kind] = {
+    "user_annotation": "range",
+    "cuda_runtime": "runtime",
+    "cuda_driver": "runtime",
+    "python_function": "python",
+    **dict.fromkeys(DEVICE, "device"),
+}
+_STEP, _STEPS = "ProfilerStep", "ProfilerStep#"
+"""Each is of one step; in a table they are one."""
+
+
+class Operation(msgspec.Struct, frozen=True, kw_only=True):
+    """What one operation took on one rank, all its calls together. None is not known, or was not recorded."""
+
+    node_id: str | None
+    """Ray's,"""
+    node: str | None
+    """and as it is shown, or the name of the host."""
+    rank: int | None
+    name: str
+    kind: Kind
+    input_shapes: str | None
+    """JSON; only in a table by shapes."""
+    calls: int
+    self_cpu_ms: float
+    """Time of a thread, without the operations inside it,"""
+    cpu_ms: float
+    """and with them."""
+    self_device_ms: float | None = None
+    """Time of a device for it, without the operations inside it,"""
+    device_ms: float | None = None
+    """and with them."""
+    self_cpu_bytes: int | None = None
+    """Memory of the host that was allocated in it and not freed, without the operations inside it,"""
+    cpu_bytes: int | None = None
+    """and with them."""
+    self_device_bytes: int | None = None
+    """Memory of a device, in the same way."""
+    device_bytes: int | None = None
+
+
+NUMBERS = tuple(
+    name for name in Operation.__struct_fields__ if name == "calls" or name.endswith(("_ms", "_bytes"))
+)
+"""Columns that a table is sorted by."""
+
+
+class ColumnError(ValueError):
+    """There is no such column to sort by."""
+
+
+def key_averages(sources: Iterable[Source], by_shape: bool = False) -> list[Operation]:
+    """Return what each operation took on each rank, the longest first. Raises TraceError."""
+    found = []
+    for source in sources:
+        trace = read_trace(source.path)
+        found += of_trace(source, trace, nest(trace), by_shape)
+    return sort(found, "self_cpu_ms")
+
+
+def of_trace(source: Source, trace: Trace, nesting: Nesting, by_shape: bool = False) -> list[Operation]:
+    """Return what each operation of one trace took."""
+    counted = np.flatnonzero(nesting.counted)
+    keys: dict[tuple[str, Kind, str | None], int] = {}
+    names = [f"{_STEP}*" if name.startswith(_STEPS) else name for name in trace.names]
+    kinds = [_KINDS.get(category, "operation") for category in trace.categories]
+    shapes = [*trace.shapes, None]  # the last, -1, is that of an operation without any
+    columns = trace.name[counted], trace.category[counted], trace.shape[counted]
+    groups = [
+        keys.setdefault((names[name], kinds[category], shapes[shape] if by_shape else None), len(keys))
+        for name, category, shape in zip(*(column.tolist() for column in columns), strict=True)
+    ]
+
+    def summed(values: Ints) -> list[int]:
+        sums = np.zeros(len(keys), np.int64)
+        np.add.at(sums, groups, values[counted])
+        found: list[int] = sums.tolist()
+        return found
+
+    sums = {column: summed(values) for column, values in _columns(trace, nesting).items()}
+    found = [
+        _operation(source, name, kind, input_shapes, {column: sums[column][at] for column in sums})
+        for (name, kind, input_shapes), at in keys.items()
+    ]
+    return found + _outside(source, trace, nesting)
+
+
+def _columns(trace: Trace, nesting: Nesting) -> dict[str, Ints]:
+    """Return what was recorded of each operation, by the column of the table; times in ns."""
+    device, memory = bool(trace.on_device.any()), len(trace.memory.t_ns) > 0
+    found = {
+        "calls": np.ones(len(trace), np.int64),
+        "self_cpu_ms": nesting.self_host_ns,
+        "cpu_ms": nesting.host_ns,
+    }
+    if device:
+        found |= {"self_device_ms": nesting.self_device_ns, "device_ms": nesting.device_ns}
+    if memory:
+        found |= {"self_cpu_bytes": nesting.self_memory[:, 0], "cpu_bytes": nesting.memory[:, 0]}
+    if device and memory:
+        found |= {"self_device_bytes": nesting.self_memory[:, 1], "device_bytes": nesting.memory[:, 1]}
+    return found
+
+
+def _outside(source: Source, trace: Trace, nesting: Nesting) -> list[Operation]:
+    """Return the memory that no operation has allocated, as an operation."""
+    host, device = nesting.outside.tolist()
+    sums = {
+        "calls": nesting.outside_calls,
+        "self_cpu_ms": 0,
+        "cpu_ms": 0,
+        "self_cpu_bytes": host,
+        "cpu_bytes": host,
+    }
+    if trace.on_device.any():
+        sums |= {"self_device_ms": 0, "device_ms": 0, "self_device_bytes": device, "device_bytes": device}
+    return [_operation(source, MEMORY, "memory", None, sums)] if nesting.outside_calls else []
+
+
+def _operation(
+    source: Source, name: str, kind: Kind, input_shapes: str | None, sums: Mapping[str, int]
+) -> Operation:
+    who = {"node_id": source.node_id, "node": source.node, "rank": source.rank}
+    values = {column: value / 1e6 if column.endswith("_ms") else value for column, value in sums.items()}
+    return Operation(name=name, kind=kind, input_shapes=input_shapes, **who, **values)  # type: ignore[arg-type]
+
+
+def sort(operations: Iterable[Operation], column: str) -> list[Operation]:
+    """Return operations, those with most of a column first, unknown last. Raises ColumnError."""
+    if column not in NUMBERS:
+        raise ColumnError(f"there is no column {column[:40]!r} to sort by: it is one of {', '.join(NUMBERS)}")
+    values = attrgetter(column)
+    return sorted(operations, key=lambda each: (values(each) is None, -(values(each) or 0)))
+
+
+def select(
+    operations: Iterable[Operation],
+    names: str | None = None,
+    ranks: RankFilter | None = None,
+    top: int | None = None,
+) -> list[Operation]:
+    """
+    Return some of the operations, in their order.
+
+    Args:
+        operations: of any ranks.
+        names: a part of the name, or a pattern with `*`, `?` and `[...]` for all of it.
+        ranks: of these ranks only.
+        top: the first ones, so many.
+    """
+    found = [
+        each
+        for each in operations
+        if (names is None or names in each.name or fnmatchcase(each.name, names))
+        and (ranks is None or (each.rank is not None and each.rank in ranks))
+    ]
+    return found if top is None else found[:top]

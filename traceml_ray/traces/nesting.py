@@ -1,0 +1,181 @@
+"""What an operation took by itself: without those inside it, with what it had a device do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from traceml_ray.traces.trace import ANNOTATIONS, Ints, Trace
+
+UNCOUNTED = frozenset(
+    {
+        *("profiler::_record_function_enter", "profiler::_record_function_enter_new"),
+        *("profiler::_record_function_exit", "aten::is_leaf", "aten::output_nr", "aten::_version"),
+    }
+)
+"""Operations that torch's own table leaves out."""
+_LAUNCHING = frozenset({"cpu_op", "user_annotation"})
+"""Categories of what launches work on a device; the calls of its runtime have the same id."""
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Nesting:
+    """Of each operation of a trace, [n]; times in ns, memory in bytes."""
+
+    counted: Mask
+    """False: it is only a step inside one of the same name, or one that torch's own table leaves out."""
+    parent: Ints
+    """The operation that it is inside of, the nearest that is counted; -1: none."""
+    host_ns: Ints
+    """What a thread spent in it; 0 of what a device did,"""
+    self_host_ns: Ints
+    """and without the operations inside it."""
+    device_ns: Ints
+    """What a device did for it; of what a device did, that,"""
+    self_device_ns: Ints
+    """and without what it did for the operations inside it."""
+    memory: Ints
+    """What was allocated in it and not freed: of the host, of a device; [n, 2],"""
+    self_memory: Ints
+    """and without the operations inside it."""
+    outside: Ints
+    """Memory that no operation has allocated: of the host, of a device; [2],"""
+    outside_calls: int
+    """in so many events."""
+
+
+def nest(trace: Trace) -> Nesting:
+    """Return which operation is inside of which, and what each took by itself."""
+    on_device = trace.on_device
+    left_out = on_device | np.array([name in UNCOUNTED for name in trace.names], bool)[trace.name]
+    parent, merged = _without_repeats(trace, _enclosing(trace, left_out))
+    length = trace.end_ns - trace.begin_ns
+    host = np.where(left_out | merged, 0, length)
+    work = np.where(on_device, length, _to_parent(_device_work(trace), parent, merged))
+    allocated, outside, calls = _memory(trace, parent, left_out)
+    allocated = _to_parent(allocated, parent, merged)
+    return Nesting(
+        counted=~(merged | (left_out & ~on_device)),
+        parent=parent,
+        host_ns=host,
+        self_host_ns=host - _of_children(host, parent),
+        device_ns=_with_inside(work, parent),
+        self_device_ns=work,
+        memory=_with_inside(allocated, parent),
+        self_memory=allocated,
+        outside=outside,
+        outside_calls=calls,
+    )
+
+
+def _enclosing(trace: Trace, left_out: Mask) -> list[int]:
+    """Return the innermost operation that each is inside of, [n]; -1: none."""
+    ends = trace.end_ns.tolist()
+    parent, stack, lane = [-1] * len(trace), list[int](), -1
+    columns = trace.lane.tolist(), trace.begin_ns.tolist(), ends, left_out.tolist()
+    for at, (thread, begin, end, skip) in enumerate(zip(*columns, strict=True)):
+        if skip:
+            continue
+        if thread != lane:
+            lane, stack = thread, []
+        while stack and (begin >= ends[stack[-1]] or end > ends[stack[-1]]):
+            stack.pop()
+        if stack:
+            parent[at] = stack[-1]
+        stack.append(at)
+    return parent
+
+
+def _without_repeats(trace: Trace, parent: list[int]) -> tuple[Ints, Mask]:
+    """
+    Return the parents, and which operations are only a step inside one of the same name: the one thing that
+    is inside it. These two are one, as in torch's own table.
+    """
+    names, inside = trace.name.tolist(), [0] * len(parent)
+    for outer in parent:
+        if outer >= 0:
+            inside[outer] += 1
+    merged = [False] * len(parent)
+    for at, outer in enumerate(parent):
+        if outer < 0:
+            continue
+        if merged[outer]:
+            outer = parent[at] = parent[outer]
+        if names[outer] == names[at] and inside[outer] == 1:
+            merged[at], inside[outer] = True, inside[at]
+    return np.array(parent, np.int64), np.array(merged, bool)
+
+
+def _device_work(trace: Trace) -> Ints:
+    """Return what a device did of what each operation launched by itself, ns [n]."""
+    found = np.zeros(len(trace), np.int64)
+    named = trace.external >= 0
+    work = np.flatnonzero(named & trace.on_device & ~trace.of_category(ANNOTATIONS))
+    ours = np.flatnonzero(named & trace.of_category(_LAUNCHING) & ~trace.on_device)
+    if len(work) and len(ours):
+        ours = ours[np.argsort(trace.external[ours], kind="stable")]
+        place = np.searchsorted(trace.external[ours], trace.external[work])
+        by = ours[np.minimum(place, len(ours) - 1)]
+        known = trace.external[by] == trace.external[work]
+        np.add.at(found, by[known], (trace.end_ns - trace.begin_ns)[work[known]])
+    return found
+
+
+def _memory(trace: Trace, parent: Ints, left_out: Mask) -> tuple[Ints, Ints, int]:
+    """Return what each operation allocated by itself, [n, 2], and what none did, [2], in how many events."""
+    memory = trace.memory
+    found, outside, calls = np.zeros((len(trace), 2), np.int64), np.zeros(2, np.int64), 0
+    begun = _begun_last(trace, np.flatnonzero(~left_out)).tolist()
+    lanes, ends, outer = trace.lane.tolist(), trace.end_ns.tolist(), parent.tolist()
+    columns = (column.tolist() for column in (memory.lane, memory.t_ns, memory.nbytes, memory.on_device))
+    for at, lane, t_ns, nbytes, device in zip(begun, *columns, strict=True):
+        while at >= 0 and lanes[at] == lane and ends[at] < t_ns:
+            at = outer[at]
+        if at >= 0 and lanes[at] == lane:
+            found[at, int(device)] += nbytes
+        else:
+            outside[int(device)] += nbytes
+            calls += 1
+    return found, outside, calls
+
+
+def _begun_last(trace: Trace, host: Ints) -> Ints:
+    """Return which of the `host` operations began last when memory was allocated, [m]; -1 for none."""
+    t_ns, lane = trace.memory.t_ns, trace.memory.lane
+    found = np.full(len(t_ns), -1)
+    if len(host) and len(t_ns):
+        is_memory = np.r_[np.zeros(len(host), np.int64), np.ones(len(t_ns), np.int64)]
+        times, lanes = np.r_[trace.begin_ns[host], t_ns], np.r_[trace.lane[host], lane]
+        order = np.lexsort((is_memory, times, lanes))
+        seen = np.maximum.accumulate(np.where(order < len(host), order, -1))
+        asked = order >= len(host)
+        last = seen[asked]
+        found[order[asked] - len(host)] = np.where(last >= 0, host[np.maximum(last, 0)], -1)
+    return found
+
+
+def _to_parent(values: Ints, parent: Ints, moved: Mask) -> Ints:
+    """Return values with those of `moved` operations added to their parents, [n, ...]."""
+    kept = values.copy()
+    kept[moved] = 0
+    np.add.at(kept, parent[moved], values[moved])
+    return kept
+
+
+def _of_children(values: Ints, parent: Ints) -> Ints:
+    """Return the sums over what is directly inside each operation, [n]."""
+    found = np.zeros_like(values)
+    np.add.at(found, parent[parent >= 0], values[parent >= 0])
+    return found
+
+
+def _with_inside(values: Ints, parent: Ints) -> Ints:
+    """Return values with those of all operations inside each, [n, ...]."""
+    found = values.copy()
+    for at in np.flatnonzero(parent >= 0)[::-1].tolist():  # what is inside an operation comes after it
+        found[parent[at]] += found[at]
+    return found

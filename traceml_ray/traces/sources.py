@@ -1,0 +1,101 @@
+"""Which traces are read, and what is known of the ranks that they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from traceml_ray.identity import rank_in_name
+from traceml_ray.store.profiles import ProfileStep, RankProfile, StoredProfile
+from traceml_ray.traces.chrome import ChromeTrace, TraceError
+from traceml_ray.traces.trace import Header, read_header
+
+SUFFIXES = (".json", ".json.gz")
+_MOST_FILES = 4096
+
+
+@dataclass(frozen=True)
+class Source:
+    """The trace of one rank. None is not known."""
+
+    path: Path
+    rank: int | None = None
+    node_id: str | None = None
+    """Ray's,"""
+    node: str | None = None
+    """and as it is shown: `node-1`, or the name of a host."""
+    clock_offset_ns: int | None = None
+    """What is added to its times to have them on the clock of all traces,"""
+    clock_bound_ns: int | None = None
+    """and how far off that is at most."""
+    steps: tuple[ProfileStep, ...] = ()
+    """The steps that were recorded, by its node's clock."""
+
+    @property
+    def label(self) -> str:
+        """`node-1 / rank 5`, or the file's name."""
+        if self.rank is None:
+            return self.path.name
+        return f"{self.node} / rank {self.rank}" if self.node else f"rank {self.rank}"
+
+
+def of_profile(stored: StoredProfile) -> list[Source]:
+    """Return the traces of a profile, in order of ranks."""
+    ranks = sorted(stored.profile.captured, key=lambda rank: rank.rank)
+    return [_of_rank(stored, rank) for rank in ranks]
+
+
+def _of_rank(stored: StoredProfile, rank: RankProfile) -> Source:
+    return Source(
+        path=stored.trace(rank),
+        rank=rank.rank,
+        node_id=rank.node_id,
+        node=rank.node or rank.hostname,
+        clock_offset_ns=rank.clock_offset_ns,
+        clock_bound_ns=rank.clock_bound_ns,
+        steps=tuple(rank.steps),
+    )
+
+
+def of_files(paths: Iterable[Path]) -> list[Source]:
+    """
+    Return traces that somebody has taken, in order of ranks, those in folders too. Who is who is taken from
+    what a trace says of itself, else from its name. Raises TraceError, also where two say they are one rank.
+    """
+    found = [_of_file(path) for path in _files(paths)]
+    taken: dict[int, Path] = {}
+    for source in found:
+        if source.rank is not None and (other := taken.setdefault(source.rank, source.path)) != source.path:
+            raise TraceError(
+                f"{other} and {source.path} are both of rank {source.rank}: leave one of them out"
+            )
+    return sorted(found, key=lambda source: (source.rank is None, source.rank or 0))
+
+
+def _files(paths: Iterable[Path]) -> Iterator[Path]:
+    seen = set[Path]()
+    for given in paths:
+        inside = given.is_dir()
+        for path in sorted(p for p in given.iterdir() if p.name.endswith(SUFFIXES)) if inside else [given]:
+            if (real := path.resolve()) not in seen:
+                seen.add(real)
+                yield path
+            if len(seen) > _MOST_FILES:
+                raise TraceError(f"{given}: there are more than {_MOST_FILES:,} files")
+
+
+def _of_file(path: Path) -> Source:
+    header = first_header(path)
+    rank = rank_in_name(path.name) if header.rank is None else header.rank
+    return Source(path, rank, node=header.hostname)
+
+
+def first_header(path: Path) -> Header:
+    """Return what a trace says of itself before its events, which are not read. Raises TraceError."""
+    stream = ChromeTrace(path)
+    events = iter(stream)
+    with closing(events):
+        next(events, None)
+    return read_header(stream.header)

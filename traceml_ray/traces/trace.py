@@ -1,0 +1,276 @@
+"""The operations of one process, in arrays, as a trace has them."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from traceml_ray.identity import MAX_RANKS
+from traceml_ray.traces.chrome import ChromeTrace, TraceError
+
+Ints = npt.NDArray[np.int64]
+
+DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation"})
+"""Categories of what a device did; everything else is a thread's."""
+ANNOTATIONS = frozenset({"user_annotation", "gpu_user_annotation"})
+"""Ranges with a name that somebody has given them."""
+_LEFT_OUT = frozenset({"Trace", "overhead"})
+"""The profiler's own."""
+MEMORY = "[memory]"
+"""Events of memory that is allocated or freed."""
+_LATEST_NS = 1 << 61
+_EARLIEST_WALL_NS = 10**17
+"""In 1973."""
+_MAX_TEXT = 512
+_MAX_TEXTS = 200_000
+"""Different names, and shapes: others are `OTHERS`."""
+OTHERS = "(others)"
+
+
+@dataclass
+class Trace:
+    """
+    What one process did: [n] operations, by thread and time, an outer one before those inside it. Times are
+    ns on the clock of its node. -1 stands for none.
+    """
+
+    path: Path
+    header: Header
+    lanes: list[tuple[str, str]]
+    """Threads and streams: (process, thread) as the trace calls them."""
+    names: list[str]
+    categories: list[str]
+    shapes: list[str]
+    lane: Ints
+    name: Ints
+    category: Ints
+    shape: Ints
+    """Of the inputs, where they were recorded."""
+    external: Ints
+    """Id by which a device's work names the operation that launched it."""
+    begin_ns: Ints
+    end_ns: Ints
+    memory: Memory
+
+    @property
+    def wall_clock(self) -> bool:
+        """Whether its times are of the wall clock, and so comparable with those of other traces."""
+        return len(self) > 0 and int(self.begin_ns.min()) > _EARLIEST_WALL_NS
+
+    def __len__(self) -> int:
+        """Return how many operations there are."""
+        return len(self.name)
+
+    @property
+    def on_device(self) -> npt.NDArray[np.bool_]:
+        """Which operations a device did, [n]."""
+        return self.of_category(DEVICE)
+
+    def of_category(self, wanted: frozenset[str]) -> npt.NDArray[np.bool_]:
+        """Return which operations are of one of these categories, [n]."""
+        return np.array([name in wanted for name in self.categories], bool)[self.category]
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a trace says of itself; None is not known."""
+
+    base_ns: int
+    """What its time stamps are counted from."""
+    rank: int | None
+    world_size: int | None
+    hostname: str | None
+    groups: Mapping[str, tuple[int, ...]]
+    """Ranks of each process group, by its name."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What was allocated and freed, where that was recorded: [m] events, by thread and time."""
+
+    lane: Ints
+    t_ns: Ints
+    nbytes: Ints
+    """Less than 0: freed."""
+    on_device: npt.NDArray[np.bool_]
+
+
+def read_trace(path: Path) -> Trace:
+    """Return the operations in a trace, plain or gzip. Raises TraceError."""
+    stream, reader = ChromeTrace(path), _Reader()
+    try:
+        for event in stream:
+            reader.take(event)
+        return reader.trace(path, read_header(stream.header))
+    except _UnusableError as error:
+        raise TraceError(f"{path}: {error}") from None
+
+
+def read_header(header: Mapping[str, Any]) -> Header:
+    """Return what is known from what stands beside the events of a trace."""
+    base = header.get("baseTimeNanoseconds")
+    base_ns = base if isinstance(base, int) and 0 <= base < _LATEST_NS else 0
+    info = header.get("distributedInfo")
+    info = info if isinstance(info, dict) else {}
+    rank, size = (_small(info.get(name)) for name in ("rank", "world_size"))
+    host = header.get("host_name")
+    return Header(
+        base_ns=base_ns,
+        rank=rank,
+        world_size=size,
+        hostname=host[:_MAX_TEXT] if isinstance(host, str) and host else None,
+        groups=_groups(info.get("pg_config")),
+    )
+
+
+def _groups(listed: Any) -> dict[str, tuple[int, ...]]:
+    """Return the process groups of a job, those that can be understood."""
+    found = {}
+    for group in listed if isinstance(listed, list) else []:
+        ranks = group.get("ranks") if isinstance(group, dict) else None
+        if isinstance(ranks, list) and all(_small(rank) is not None for rank in ranks):
+            found[str(group.get("pg_name"))[:_MAX_TEXT]] = tuple(ranks)
+    return found
+
+
+def _small(value: Any) -> int | None:
+    """Return a rank, or how many there are."""
+    return value if type(value) is int and 0 <= value <= MAX_RANKS else None
+
+
+class _UnusableError(ValueError):
+    """An event that cannot be understood."""
+
+
+class _Texts:
+    """Texts by number; of more than `_MAX_TEXTS` the others are one."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def number(self, text: str) -> int:
+        if text not in self._numbers and len(self._numbers) >= _MAX_TEXTS:
+            text = OTHERS
+        return self._numbers.setdefault(text, len(self._numbers))
+
+    def all(self) -> list[str]:
+        return list(self._numbers)
+
+
+class _Reader:
+    """Takes events, one by one, into columns."""
+
+    def __init__(self) -> None:
+        self._names, self._categories, self._shapes = _Texts(), _Texts(), _Texts()
+        self._lanes: dict[tuple[str, str], int] = {}
+        self._columns = {name: array("q") for name in _COLUMNS}
+        self._memory = {name: array("q") for name in ("lane", "t_ns", "nbytes", "on_device")}
+        self._open: dict[int, list[dict[str, Any]]] = {}
+        """Begun, by a `B`, and not yet ended; by thread."""
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Take an event; of a kind that is none of an operation, nothing is kept."""
+        kind = event.get("ph")
+        if kind == "X":
+            if as_text(event.get("cat")) not in _LEFT_OUT:
+                self._operation(event, _ns(event, "ts"), _ns(event, "dur"))
+        elif kind == "i" and event.get("name") == MEMORY:
+            self._allocation(event)
+        elif kind == "B":
+            self._open.setdefault(self._lane(event), []).append(event)
+        elif kind == "E" and (begun := self._open.get(self._lane(event))):
+            began = begun.pop()
+            self._operation(began, _ns(began, "ts"), _ns(event, "ts") - _ns(began, "ts"))
+
+    def _operation(self, event: dict[str, Any], begin_ns: int, duration_ns: int) -> None:
+        args = event.get("args")
+        args = args if isinstance(args, dict) else {}
+        row = (
+            self._lane(event),
+            self._names.number(as_text(event.get("name"))),
+            self._categories.number(as_text(event.get("cat"))),
+            -1 if (dims := args.get("Input Dims")) is None else self._shapes.number(_shape(dims)),
+            _id(args.get("External id")),
+            begin_ns,
+            begin_ns + max(duration_ns, 0),
+        )
+        for column, value in zip(self._columns.values(), row, strict=True):
+            column.append(value)
+
+    def _allocation(self, event: dict[str, Any]) -> None:
+        args = event.get("args")
+        args = args if isinstance(args, dict) else {}
+        nbytes = args.get("Bytes")
+        if type(nbytes) is int and abs(nbytes) < _LATEST_NS:
+            row = (self._lane(event), _ns(event, "ts"), nbytes, args.get("Device Type") != 0)
+            for column, value in zip(self._memory.values(), row, strict=True):
+                column.append(value)
+
+    def _lane(self, event: dict[str, Any]) -> int:
+        key = as_text(event.get("pid")), as_text(event.get("tid"))
+        return self._lanes.setdefault(key, len(self._lanes))
+
+    def trace(self, path: Path, header: Header) -> Trace:
+        """Return all that was taken."""
+        columns = {name: np.array(column, np.int64) for name, column in self._columns.items()}
+        order = np.lexsort((-columns["end_ns"], columns["begin_ns"], columns["lane"]))
+        columns = {name: column[order] for name, column in columns.items()}
+        memory = {name: np.array(column, np.int64) for name, column in self._memory.items()}
+        order = np.lexsort((memory["t_ns"], memory["lane"]))
+        return Trace(
+            path=path,
+            header=header,
+            lanes=list(self._lanes),
+            names=self._names.all(),
+            categories=self._categories.all(),
+            shapes=self._shapes.all(),
+            memory=Memory(
+                lane=memory["lane"][order],
+                t_ns=memory["t_ns"][order] + header.base_ns,
+                nbytes=memory["nbytes"][order],
+                on_device=memory["on_device"][order] > 0,
+            ),
+            **{
+                name: column + header.base_ns if name.endswith("_ns") else column
+                for name, column in columns.items()
+            },
+        )
+
+
+_COLUMNS = ("lane", "name", "category", "shape", "external", "begin_ns", "end_ns")
+
+
+def _ns(event: dict[str, Any], key: str) -> int:
+    """Return a time of an event, which has it in microseconds."""
+    value = event.get(key, 0)
+    if isinstance(value, int | float) and abs(value) < _LATEST_NS / 1000:  # false for NaN
+        return round(value * 1000)
+    raise _UnusableError(f"{key} of an event is no time: {str(value)[:40]!r}")
+
+
+def _shape(dims: Any) -> str:
+    try:
+        return json.dumps(dims, separators=(",", ":"))[:_MAX_TEXT]
+    except (ValueError, RecursionError):
+        return OTHERS
+
+
+def as_text(value: object) -> str:
+    """Return a name, or an id, as text that any file can hold; "" for what is neither."""
+    if isinstance(value, int | float):
+        value = repr(value)
+    if not isinstance(value, str):
+        return ""
+    value = value[:_MAX_TEXT]
+    return value if value.isascii() else value.encode(errors="replace").decode()
+
+
+def _id(value: Any) -> int:
+    return value if type(value) is int and 0 <= value < _LATEST_NS else -1
