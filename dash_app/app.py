@@ -24,7 +24,7 @@ from flask import Flask
 from plotly.io.json import to_json_plotly
 
 from . import listing, shell, zone
-from .components import Content
+from .components import Chart, Content
 from .figures import Figure
 from .pages import PAGES, has_nothing, start
 from .places import places
@@ -221,7 +221,8 @@ def _parts(element: Any) -> Parts:
         return {listing.FIELD: {"value": element.value}}
     inside = getattr(element, "children", element)
     inside = inside if isinstance(inside, (list, tuple)) else [inside] if inside is not element else []
-    return {id: props for each in inside for id, props in _parts(each).items()}
+    own = {element.id: {"head": element.head}} if isinstance(element, Chart) else {}
+    return own | {id: props for each in inside for id, props in _parts(each).items()}
 
 
 def _search_callbacks(app: dash.Dash, refresher: Refresher) -> None:

@@ -240,7 +240,7 @@ def _figure(spine: Mapping[str, Any]) -> figures.Figure:
         [{**line, **look}],
         "",
         "ms",
-        xaxis={"range": ends, "fixedrange": True, "nticks": 12},
+        xaxis={"range": ends, "fixedrange": True, "nticks": 6},
         yaxis={
             "nticks": 3,
             "fixedrange": True,

@@ -54,16 +54,19 @@ class Content(Component):
         self.id, self.content = id, content
 
 
-class Lazy(Component):
-    """What is inside is made when it comes into sight, see assets/app.js."""
+class Chart(Component):
+    """
+    A panel with a graph, made when it comes into sight, and its table (`children`); `head` is above it, `box`
+    has the properties of what is around it. One component, see assets/app.js, where Dash has seven.
+    """
 
-    _namespace, _type = "traceml_ray", "Lazy"
-    _prop_names = ["children"]
+    _namespace, _type = "traceml_ray", "Chart"
+    _prop_names = ["id", "head", "box", "children"]
     _children_props: list[str] = []
     _valid_wildcard_attributes: list[str] = []
 
-    def __init__(self, children: Any) -> None:
-        self.children = children
+    def __init__(self, id: str, head: Any, box: Any, children: list[Component]) -> None:
+        self.id, self.head, self.box, self.children = id, head, box, children
 
 
 def part(element: Any) -> Content:
@@ -92,8 +95,12 @@ def aria(**properties: str) -> dict[str, Any]:
 
 def panel(title: str, *body: Any, note: Any = None) -> html.Section:
     """Return a titled box; `note` is to the right of the title."""
-    head = html.Div([html.H2(title), html.Div(note, className="note")], className="panel-head")
-    return html.Section([head, *body], className="panel")
+    return html.Section([_head(title, note), *body], className="panel")
+
+
+def _head(title: str, note: Any, id: str = "") -> html.Div:
+    beside = html.Div(note, className="note", **({"id": id} if id else {}))
+    return html.Div([html.H2(title), beside], className="panel-head")
 
 
 def chart(
@@ -108,7 +115,7 @@ def chart(
     tall: str = "",
     height: int = 0,
     rows: Any = None,
-) -> html.Section:
+) -> Chart:
     """
     Return a panel with one figure, `height` px high, and its table where `route` asks for it: `rows`, or the
     values of the figure; `label` says what it shows. `series` has the names of its traces (or groups of them)
@@ -122,11 +129,11 @@ def chart(
         *_legend(id, series or {}, off, route),
         *(_key(*each) for each in (colours or {}).items()),
     ]
-    note = part(html.Div(keys, id=f"{id}-legend", className="note")) if keys else ()
-    graph = dcc.Graph(id=id, figure=figure, config=CONFIG)
     style: Any = {"style": {"height": f"{height}px"}} if height else {}
-    box = html.Div(Lazy(graph), className=f"graph {tall}".strip(), role="img", **style, **aria(label=label))
-    return panel(title, box, numbers(id, label, figure, route, rows), note=note)
+    box = {"className": f"graph {tall}".strip(), "role": "img", **style, **aria(label=label)}
+    graph = dcc.Graph(id=id, figure=figure, config=CONFIG)
+    head = _plain(_head(title, keys, f"{id}-legend"))
+    return Chart(f"{id}-panel", head, box, [graph, numbers(id, label, figure, route, rows)])
 
 
 def numbers(id: str, label: str, figure: figures.Figure, route: Route, rows: Any = None) -> Content:

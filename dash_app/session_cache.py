@@ -56,7 +56,8 @@ class SessionCache:
 
     def __init__(self, source: Source, clock: Callable[[], int]) -> None:
         self.source = source
-        self.version = 0
+        self.version = self.answered = 0
+        """Changes so far, and answers to questions of pages."""
         self.errors = Errors()
         """What went wrong in here, by place."""
         self.status: Status = {}
@@ -123,6 +124,7 @@ class SessionCache:
     def _keep_answers(self, wanted: _Wanted, answers: Sequence[Any], version: int) -> bool:
         """Keep answers that are as of `version`; return whether one is new. Called with `lock`."""
         new = False
+        self.answered += 1
         for request, answer in zip(wanted, answers, strict=True):
             _, before = self._answers.get(request, (-1, None))
             found = joined(before, answer) if isinstance(request, query.Columns) else answer

@@ -66,6 +66,8 @@ class SessionPages(SessionCache):
         self._polled: dict[str, RunState] = {}
         self._views: OrderedDict[_Key, tuple[int, dict[str, Any]]] = OrderedDict()
         self._viewed: set[_Key] = set()
+        self._headed: tuple[Any, dict[str, Any]] = None, {}
+        """The newest header, and as of what it was made."""
         self._polling = threading.Lock()
         self._others: OrderedDict[str, SessionPages] = OrderedDict()
         self._asked_runs = self._rest_until = 0.0
@@ -136,8 +138,7 @@ class SessionPages(SessionCache):
         with pages.lock:
             pages._viewed.add(key)
         body = pages._made(key, run)
-        with pages.lock:
-            header = shell.data(pages, run)  # anew: what it asks is answered with what the page asks
+        header = pages._header(run)  # what it asks may be answered with what the page asks
         if route.page == "sessions" and all(names := [route.get(side) for side in sessions.SIDES]):
             sides = [Route("side", "", (("session", str(name)),)) for name in names]
             body = {**body, "sides": [self.view(side) for side in sides]}
@@ -154,8 +155,15 @@ class SessionPages(SessionCache):
             name, names = str(route.get(what)), runs if what == "run" else sessions.names(self.source.out)
             others = (other for other in names if other != name)
             return pages, None, shell.missing(pages, what, name, str(error), others)
-        with pages.lock:
-            return pages, run, shell.data(pages, run)
+        return pages, run, pages._header(run)
+
+    def _header(self, run: RunState | None) -> dict[str, Any]:
+        """Return the header, made once for all until there is an answer, or another second: it has ages."""
+        with self.lock:
+            as_of = run and run.id, self.version, self.answered, self.clock() // 1_000_000_000
+            if as_of != self._headed[0]:
+                self._headed = as_of, shell.data(self, run)
+            return self._headed[1]
 
     def _other(self, name: str | None) -> SessionPages | None:
         """

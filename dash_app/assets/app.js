@@ -56,17 +56,26 @@
   for (const name of ["scroll", "resize"]) window.addEventListener(name, draw, { passive: true, capture: true });
 
   /* A chart is made when it comes into sight: the 17 of a node page at once take half a second. */
-  const Lazy = ({ children }) => {
+  const Chart = ({ head, box, children: [graph, table] }) => {
     const { createElement, useEffect, useRef, useState } = window.React;
-    const [seen, setSeen] = useState(false), box = useRef();
+    const [seen, setSeen] = useState(false), at = useRef();
     useEffect(() => {
       const watched = new IntersectionObserver((found) => found.some((one) => one.isIntersecting) && setSeen(true));
-      watched.observe(box.current);
+      watched.observe(at.current);
       return () => watched.disconnect();
     }, []);
     useEffect(draw, [seen]);
-    return createElement("div", { ref: box, className: "lazy" }, seen && children);
+    return createElement("section", { className: "panel" }, element(head), createElement("div", { ...box, ref: at }, seen && graph), table);
   };
+
+  /* dcc.Graph has a new chart drawn once more 0.1 s later, for its size: only where that is another. */
+  document.addEventListener("DOMContentLoaded", () => {
+    const { resize } = window.Plotly.Plots;
+    window.Plotly.Plots.resize = async (plot) => {
+      const { width, height } = plot._fullLayout;
+      return Math.abs(width - plot.clientWidth) < 1 && Math.abs(height - plot.clientHeight) < 1 ? plot : resize(plot);
+    };
+  });
 
   /* Scroll to the part that a link is to, once it is there. */
   const reveal = () => {
@@ -143,6 +152,6 @@
   /* IANA, and minutes ahead of UTC for a server that does not know it. */
   const zone = () => `${Intl.DateTimeFormat().resolvedOptions().timeZone} ${-new Date().getTimezoneOffset()}`;
 
-  window.traceml_ray = { Content: ({ content }) => element(content), Lazy };
+  window.traceml_ray = { Content: ({ content }) => element(content), Chart };
   (window.dash_clientside ??= {}).traceml = { apply, watch, theme, zone, pause };
 }

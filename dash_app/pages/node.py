@@ -34,9 +34,14 @@ from ..values import as_dict, by_rank, natural, number, rounded
 from .overview import nodes
 
 _SPARK = 120
-_SAMPLES = 170
-_HELD = 5
-"""Samples over which a counter of a device is held: NVML is asked for it in every fifth sample only."""
+SAMPLES = 170
+"""That are drawn."""
+HELD = 5
+"""
+Samples over which a counter of a device is held: NVML is asked for it in every fifth sample only. So many
+more are asked for than drawn, as a rate needs those before: a chart that goes on has new points, and is else
+as it was.
+"""
 _DEVICES = 16
 """Of a process, that its newest samples of memory are looked for."""
 _TABS = 24
@@ -64,9 +69,9 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     if card is None:
         return {"node": None, "nodes": by_name}
     spine, node = axis.data(cache, run, route), (card["node_id"],)
-    samples = drawn = samples_of(cache, query.NodeSamples(node, _SAMPLES))
+    samples = drawn = samples_of(cache, query.NodeSamples(node, SAMPLES + HELD))
     if between := axis.time_of(spine):
-        drawn = samples_of(cache, query.NodeSamples(node, _SAMPLES, *between))
+        drawn = samples_of(cache, query.NodeSamples(node, SAMPLES, *between))
     return {
         "node": card,
         "nodes": by_name,
@@ -151,8 +156,12 @@ def samples_of(
 
 
 def timed(samples: Sequence[Mapping[str, Any]], quantities: Sequence[Quantity]) -> dict[str, Any]:
-    """Return the series of quantities, with their times."""
-    return {"t_ns": [sample["t_ns"] for sample in samples], **series(samples, quantities)}
+    """Return the series of quantities, with their times: of the newest SAMPLES."""
+    return _newest({"t_ns": [sample["t_ns"] for sample in samples], **series(samples, quantities)})
+
+
+def _newest(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: values and values[-SAMPLES:] for name, values in found.items()}
 
 
 def _gpus_data(
@@ -166,16 +175,17 @@ def _gpus_data(
     critical = [event["data"] for event in events if event["kind"] == "xid" and event["node_id"] == node]
     gpus = []
     for index, found in sorted(by_device.items()):
-        known = timed(found, GPU)
+        known = series(found, GPU)
         known |= {each.name: _held(known[each.name]) for each in GPU if each.counter}
+        known["ecc"] = _held([gpu["ecc_uncorrected"] for gpu in found])
+        known["t_ns"] = [gpu["t_ns"] for gpu in found]
         xids = [
             xid for event in reversed(critical) if event.get("gpu") == index and (xid := event.get("xid"))
         ]
         gpus.append(
             {
                 **{name: found[-1][name] for name in ("index", "name", "throttle")},
-                **known,
-                "ecc": _held([gpu["ecc_uncorrected"] for gpu in found]),
+                **_newest(known),
                 "xid": xids or (None if found[-1]["xid"] is None else []),
             }
         )
@@ -187,7 +197,7 @@ def _held(values: Sequence[Any] | None) -> list[Any] | None:
     last, age, filled = None, 0, []
     for value in values or ():
         last, age = (last, age + 1) if value is None else (value, 0)
-        filled.append(last if age < _HELD else None)
+        filled.append(last if age < HELD else None)
     return filled if any(value is not None for value in filled) else None
 
 

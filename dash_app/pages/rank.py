@@ -32,9 +32,9 @@ from ..route import Route
 from ..run_state import RunState
 from ..session_cache import SessionCache
 from ..values import by_rank, by_stage, mean, number, whole
-from .node import gpu_of, position, quantity_charts, samples_of, timed
+from .node import HELD, SAMPLES, gpu_of, position, quantity_charts, samples_of, timed
 
-_SAMPLES, _WITH_PROCESSES = 170, 6
+_WITH_PROCESSES = 6
 _NEWEST = "allocated_bytes", "reserved_bytes", "rss_bytes", "limit_used_bytes", "limit_bytes"
 _OFFERED = 24
 """In place of a rank that is not there."""
@@ -53,7 +53,8 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     hung = hangs(run.verdicts)
     spine = axis.data(cache, run, route)
     between = axis.time_of(spine) or ()
-    sampled = samples_of(cache, query.ProcessSamples((process.id,), _SAMPLES, *between))
+    most = SAMPLES if between else SAMPLES + HELD
+    sampled = samples_of(cache, query.ProcessSamples((process.id,), most, *between))
     return {
         "rank": {
             **position(run, rank),
@@ -69,7 +70,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
         "deaths": [*cache.deaths(run)],
         "stacks": hung[-1].stacks if hung else [],
         "process": timed(sampled, PROCESS),
-        "memory": _memory(samples_of(cache, query.MemorySamples((process.id,), _SAMPLES, *between))),
+        "memory": _memory(samples_of(cache, query.MemorySamples((process.id,), SAMPLES, *between))),
         "axis": spine,
         **_steps(cache, run, rank, spine["range"]),
     }

@@ -21,6 +21,7 @@ from traceml_ray.analysis.spread import MISSING
 from traceml_ray.dash_app import components, figures, heatmap
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.components import part
+from traceml_ray.dash_app.pages import node
 from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.session_pages import SessionPages
 
@@ -109,6 +110,21 @@ class TestRefresh:
             path, "", {**first["seen"], "sums": dict.fromkeys(first["seen"]["sums"], 1)}
         )
         assert {id for id in new if "figure" in late["set"][id]} == {*new}
+
+    def test_chart_that_is_full_moves_on_by_its_new_points(
+        self, played: Played, pages: SessionPages, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Rates, and counters that are asked for in every fifth sample, have what they need before the first."""
+        monkeypatch.setattr(node, "SAMPLES", 8)
+        refresher = Refresher(pages)
+        _, first = refresher.refresh("/node/host-1", "?from=newest", {})
+        played.play(5)
+        pages.poll()
+        _, second = refresher.refresh("/node/host-1", "?from=newest", first["seen"])
+        charts = {id: props for id, props in second["set"].items() if id.startswith(("node-", "gpu-"))}
+        drawn = {id: [*props] for id, props in charts.items() if "content" not in props}
+        assert {"node-disk_read_bps", "gpu-util_pct", "gpu-pcie_tx_bps"} <= drawn.keys()
+        assert {*map(tuple, drawn.values())} == {("grown", "of")}
 
     def test_page_stays_with_another_stage(self, pages: SessionPages) -> None:
         refresher = Refresher(pages)

@@ -21,7 +21,7 @@ from snapshot import Snapshot
 
 from traceml_ray import text, wire
 from traceml_ray.analysis.spread import MISSING, deviations, excess, quantiles, ratio
-from traceml_ray.dash_app import figures, metrics, zone
+from traceml_ray.dash_app import figures, metrics, shell, zone
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.pages import rank
 from traceml_ray.dash_app.route import Route
@@ -294,6 +294,7 @@ def test_headline_has_onset_cost_evidence_and_what_changed(played: Played) -> No
     evidence = {"kind": "thermal", "node": "host-1", "device": 1, "text": "GPU 1 throttles: too hot"}
     assert pages.newest is not None and pages.newest.verdict is not None
     pages.newest.verdict["machine"] = [evidence]
+    pages.version += 1
     _, answer = Refresher(pages).refresh("/", "?session=demo", {})
     shown = to_json_plotly(answer["set"]["verdict-strip"]).replace("\\u002f", "/")
     assert "Since step 100 (22:13:41 UTC), for " in shown and " s so far." in shown
@@ -377,6 +378,20 @@ def slow(played: Played) -> SessionPages:
     source = Slow(played.aggregator)
     source.clock = played.clock
     return SessionPages(source, clock=played.clock, timer=played.clock.timer)
+
+
+def test_header_is_made_once_until_something_is_new(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages, made = followed(played, 20), []
+    data = shell.data
+    monkeypatch.setattr(shell, "data", lambda *of: made.append(of) or data(*of))
+    look(pages, "overview")
+    made.clear()  # an answer to what the page has asked may be of the header
+    for _ in range(3):
+        look(pages, "overview")
+    assert len(made) == 0
+    played.clock.tick()  # it has ages
+    look(pages, "overview")
+    assert len(made) == 1
 
 
 def test_poll_catches_up_with_an_aggregator_far_ahead(played: Played) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -55,23 +55,26 @@ class KeptJudging:
         kept = self._kept_of(run, "baselines")
         return self._given if kept is None else msgspec.convert(kept, Baseline)
 
-    def resume(self, run: str, which: tuple[int, int], judge: RunJudge) -> RunJudge | None:
+    def resume(self, run: str, which: tuple[int, int], judge: RunJudge) -> dict[int, int]:
         """
-        Return `judge` with the episodes that were kept of that generation (see `rank_processes.trained`),
-        None where none were that can be used.
+        Have `judge` go on with the episodes that were kept of that generation (see `rank_processes.trained`),
+        if any can be used. Return when they began, ns since the epoch, by their first step.
         """
         kept = self._kept_of(run, KEY)
         if kept is None or kept.get("which") != [*which]:
-            return None
+            return {}
         try:
             judge.resume(PACKER.unpack(base64.b64decode(kept["state"])))
+            return dict(kept["began"])
         except Exception as error:
             self.errors.note("history", error)
-            return None
-        return judge
+            return {}
 
-    def keep(self, run: str, which: tuple[int, int], judge: RunJudge) -> None:
-        """Keep the baseline of `run`, and its episodes when that is due or something new is found."""
+    def keep(self, run: str, which: tuple[int, int], judge: RunJudge, began: Mapping[int, int]) -> None:
+        """
+        Keep the baseline of `run`, and its episodes with when they `began` (as `resume` returns it) when that
+        is due or something new is found.
+        """
         baseline = None if judge.baseline is None else msgspec.to_builtins(judge.baseline)
         self._keep(run, "baselines", baseline, MAX_RUNS)
         found, now = judge.episodes.named, self.clock()
@@ -79,7 +82,8 @@ class KeptJudging:
         if found != before or now - at_ns >= EVERY_NS:
             self._kept[run] = found, now
             state = base64.b64encode(PACKER.pack(judge.state())).decode()
-            self._keep(run, KEY, {"which": [*which], "state": state}, MAX_HISTORIES)
+            times = [[step, t_ns] for step, t_ns in began.items()]
+            self._keep(run, KEY, {"which": [*which], "state": state, "began": times}, MAX_HISTORIES)
 
     @cached_property
     def _given(self) -> Baseline | None:

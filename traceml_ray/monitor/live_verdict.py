@@ -249,9 +249,8 @@ class LiveJudge:
         steps = max(limits.window_steps + limits.stride_steps, min(self.tail, MAX_ROWS // len(live)))
         window = own.history.window(live, world + sum(rank >= world for rank in live), missing, steps)
         verdict = with_span(state.judge.update(window), window, functools.partial(self._rates, ranks), limits)
-        self._kept.keep(run, which, state.judge)
-        episodes = state.judge.episodes
-        state.history = {"episodes": state.dated(self.clock()), "brief": episodes.brief}
+        state.history = {"episodes": state.dated(self.clock()), "brief": state.judge.episodes.brief}
+        self._kept.keep(run, which, state.judge, state.began)
         verdict = with_advice(state.evidence.add(verdict, ranks, labels), ranks.values())
         self._keep(run, verdict, store=verdict.window_steps >= limits.first_window_steps)
 
@@ -289,9 +288,8 @@ class LiveJudge:
             again = ", before its ranks began anew" if state.which[0] == which[0] else ""
             before = before.elsewhere(f"attempt {state.which[0]}{again}")
         state.judge = RunJudge(self._limits, baseline=before)
-        if state.which is None:  # an aggregator may have run before
-            resumed = self._kept.resume(run, which, RunJudge(self._limits, baseline=before))
-            state.judge = resumed or state.judge
+        # Before the first one here an aggregator may have run.
+        state.began = {} if state.which is not None else self._kept.resume(run, which, state.judge)
         state.which = which
 
     def _rates(
@@ -352,7 +350,7 @@ class _LiveRun:
         self.verdict: Verdict | None = None
         self.history: dict[str, Any] = {"episodes": [], "brief": Brief()}
         """Read by other threads."""
-        self._began: dict[int, int] = {}
+        self.began: dict[int, int] = {}
         """When an episode began (ns since the epoch), by its first step."""
 
     def dated(self, now_ns: int) -> list[dict[str, Any]]:
@@ -364,8 +362,10 @@ class _LiveRun:
         found = [msgspec.to_builtins(episode) for episode in episodes.episodes[:MAX_EPISODES]]
         for episode in found:
             if episode["goes_on"] and for_ns is not None:
-                self._began.setdefault(episode["from_step"], now_ns - for_ns)
-            episode["started_at"] = moment(self._began.get(episode["from_step"]))
+                self.began.setdefault(episode["from_step"], now_ns - for_ns)
+            episode["started_at"] = moment(self.began.get(episode["from_step"]))
+        first = {episode["from_step"] for episode in found}
+        self.began = {step: t_ns for step, t_ns in self.began.items() if step in first}
         return found
 
 
