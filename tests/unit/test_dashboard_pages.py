@@ -114,7 +114,7 @@ class TestRefresh:
     def test_chart_that_is_full_moves_on_by_its_new_points(
         self, played: Played, pages: SessionPages, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Rates, and counters that are asked for in every fifth sample, have what they need before the first."""
+        """Rates, and counters that come with every fifth sample, have what they need before the first."""
         monkeypatch.setattr(node, "SAMPLES", 8)
         refresher = Refresher(pages)
         _, first = refresher.refresh("/node/host-1", "?from=newest", {})
