@@ -99,7 +99,8 @@ def panel(title: str, *body: Any, note: Any = None) -> html.Section:
 
 
 def _head(title: str, note: Any, id: str = "") -> html.Div:
-    beside = html.Div(note, className="note", **({"id": id} if id else {}))
+    own: dict[str, Any] = {"id": id} if id else {}
+    beside = html.Div(note, className="note", **own)
     return html.Div([html.H2(title), beside], className="panel-head")
 
 

@@ -15,7 +15,19 @@ from traceml_ray.reports.summary import moment
 from traceml_ray.store import query
 
 from .. import axis, bundles, figures, listing
-from ..components import SIGNS, Columns, chart, marked, panel, part, rank_link, table, trail, when
+from ..components import (
+    SIGNS,
+    Chart,
+    Columns,
+    chart,
+    marked,
+    panel,
+    part,
+    rank_link,
+    table,
+    trail,
+    when,
+)
 from ..route import Route
 from ..run_state import RunState
 from ..session_cache import SessionCache
@@ -190,7 +202,7 @@ def _where(devices: Collection[int | None]) -> str:
     return "host" if one is None else "GPU" if one < 0 else f"GPU {one}"
 
 
-def _chart(name: str, lines: Mapping[str, Any], view: Mapping[str, Any], route: Route) -> html.Section:
+def _chart(name: str, lines: Mapping[str, Any], view: Mapping[str, Any], route: Route) -> Chart:
     colours = dict(zip(lines, figures.LINES, strict=False))
     drawn = {rank: (*own, colours[rank]) for rank, own in lines.items()}
     return chart(

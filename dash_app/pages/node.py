@@ -14,6 +14,7 @@ from traceml_ray.store import query
 
 from .. import axis, figures
 from ..components import (
+    Chart,
     Columns,
     aria,
     chart,
@@ -245,7 +246,7 @@ def quantity_charts(
     route: Route,
     revision: str = "",
     frame: Mapping[str, Any] | None = None,
-) -> list[html.Section]:
+) -> list[Chart]:
     """Return the charts of quantities of a node or process; those of what was not measured are absent."""
     return [
         _chart(
@@ -262,9 +263,7 @@ def quantity_charts(
     ]
 
 
-def _gpu_charts(
-    gpus: Sequence[Mapping[str, Any]], route: Route, frame: Mapping[str, Any]
-) -> list[html.Section]:
+def _gpu_charts(gpus: Sequence[Mapping[str, Any]], route: Route, frame: Mapping[str, Any]) -> list[Chart]:
     t_ns = max((gpu["t_ns"] for gpu in gpus), key=len, default=())
     return [
         _chart(
@@ -288,7 +287,7 @@ def _chart(
     route: Route,
     revision: str = "",
     frame: Mapping[str, Any] | None = None,
-) -> html.Section:
+) -> Chart:
     series = dict(zip(lines, figures.LINES, strict=False)) if len(lines) > 1 else None
     figure = figures.quantities(t_ns, lines, revision, frame)
     return chart(id, title, figure, f"{title} over time", route, series=series, tall="low")

@@ -19,6 +19,7 @@ from traceml_ray.store import query
 from .. import axis, figures, heatmap, tiles
 from ..components import (
     CLICKED,
+    Chart,
     Columns,
     Content,
     aria,
@@ -186,7 +187,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     return html.Div([title, axis.panel(view, route), shown, charts, panel("Nodes, worst first", cards)])
 
 
-def _charts(view: Mapping[str, Any], route: Route) -> list[html.Section]:
+def _charts(view: Mapping[str, Any], route: Route) -> list[Chart]:
     revision, columns = str(view["session"]["run"]), view["columns"]
     steps, frame = axis.middles(columns) if columns else [], axis.frame(view["axis"])
     return [
@@ -226,7 +227,7 @@ def _charts(view: Mapping[str, Any], route: Route) -> list[html.Section]:
     ]
 
 
-def _change(view: Mapping[str, Any], route: Route) -> list[html.Section]:
+def _change(view: Mapping[str, Any], route: Route) -> list[Chart]:
     """Return what each stage has added to a step since the onset; nothing where one of both is not known."""
     change = view["change"] or {}
     before, since = (change.get(name) or {"stages": None, "steps": 0} for name in ("before", "since"))

@@ -16,6 +16,7 @@ from traceml_ray.store.nodes import node_key
 
 from .. import axis, figures
 from ..components import (
+    Chart,
     Columns,
     chart,
     died,
@@ -191,7 +192,7 @@ def _no_rank(rank: int, ranks: Sequence[int], world: int, route: Route) -> html.
     return html.Div(part(html.Div([html.H1(title), html.Nav(chips, className="chips")], id="rank-missing")))
 
 
-def _both_rows(view: Mapping[str, Any], route: Route) -> list[html.Section]:
+def _both_rows(view: Mapping[str, Any], route: Route) -> list[Chart]:
     """Return the mean row on the device's clock and, under it, on its host's; nothing where there is one."""
     if view["host"] is None:
         return []
@@ -212,7 +213,7 @@ def _both_rows(view: Mapping[str, Any], route: Route) -> list[html.Section]:
     ]
 
 
-def _stage_chart(stage: str, colour: str, view: Mapping[str, Any], route: Route) -> html.Section:
+def _stage_chart(stage: str, colour: str, view: Mapping[str, Any], route: Route) -> Chart:
     lines = {"its host": view["host"], "this rank": view["stages"], "median rank": view["median"]}
     shown = {name: rows[stage] for name, rows in lines.items() if rows is not None}
     colours = {"its host": figures.GREEN, "this rank": colour, "median rank": figures.ROSE}

@@ -15,7 +15,17 @@ from traceml_ray.reports.listing import Entry, entries, names
 from traceml_ray.store import query
 
 from .. import figures, listing, zone
-from ..components import Columns, chart, link, panel, part, severity, table, when
+from ..components import (
+    Chart,
+    Columns,
+    chart,
+    link,
+    panel,
+    part,
+    severity,
+    table,
+    when,
+)
 from ..route import Route
 from ..run_state import RunState
 from ..session_cache import SessionCache
@@ -193,9 +203,7 @@ def _settings(sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> 
     return table(columns, known, label="Command and settings of both sessions")
 
 
-def _curve(
-    name: str, sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str], route: Route
-) -> html.Section:
+def _curve(name: str, sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str], route: Route) -> Chart:
     title, unit = _CURVES[name]
     lines = {
         titles[at]: (one["columns"]["last"].tolist(), rounded(one["columns"][name]), _COLOURS[at])
