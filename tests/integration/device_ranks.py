@@ -106,25 +106,27 @@ def exchange(device: FakeDevice, last: Callable[..., Any]) -> Callable[[Any, Any
 class Batches(torch.utils.data.Dataset[Tensor]):
     """They take their time on the host."""
 
-    def __init__(self, device: FakeDevice, slow: str) -> None:
-        self.device, self.slow = device, slow
+    def __init__(self, device: FakeDevice, slow: str, steps: int = STEPS) -> None:
+        self.device, self.slow, self.steps = device, slow, steps
 
     def __len__(self) -> int:
-        return STEPS
+        return self.steps
 
     def __getitem__(self, index: int) -> Tensor:
         self.device.wait((46 if self.slow == "data" else 1) * MS)
         return torch.full((8,), float(index % 5))
 
 
-def train(device: FakeDevice, slow: str, after: Callable[[int], None] = lambda _: None) -> list[float]:
+def train(
+    device: FakeDevice, slow: str, after: Callable[[int], None] = lambda _: None, steps: int = STEPS
+) -> list[float]:
     """Return the losses, and the weights in the end."""
     reduce = dist.all_reduce
     model = nn.parallel.DistributedDataParallel(Net(device, slow))
     model.register_comm_hook(None, exchange(device, getattr(reduce, "__wrapped__", reduce)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     losses = []
-    for step, batch in enumerate(torch.utils.data.DataLoader(Batches(device, slow))):
+    for step, batch in enumerate(torch.utils.data.DataLoader(Batches(device, slow, steps))):
         loss = model(batch).mean()
         loss.backward()
         device.wait(MS)
@@ -166,7 +168,7 @@ def watched(device: FakeDevice, slow: str, also: Callable[[int], None] = lambda 
     device.wait(10_000 * MS)
     agent.instrumentation.remove()
     calls = device.calls["record"]
-    train(FakeDevice(), "")
+    train(FakeDevice(), "", steps=3)
     assert device.calls["record"] == calls
     agent.tick(final=True)
     last = relay.taken[-1]
@@ -259,7 +261,7 @@ def forked() -> int:
         if child == 0:
             os.write(write, b"up")
             return 0
-        came = select.select([read], [], [], 5)[0]
+        came = select.select([read], [], [], 2)[0]
         os.close(read)
         os.close(write)
         if came:

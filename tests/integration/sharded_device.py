@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import _runtime_utils
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
-STEPS = 100
+STEPS, DEAR_STEPS = 20, 100
+"""So many where not every step is marked."""
 COPY_MS = 1
 REDUCE_MS = 6
 
@@ -97,12 +98,17 @@ def sharded(device: FakeDevice, first: bool, hybrid: bool) -> nn.Module:
 
 
 def train(
-    device: FakeDevice, micro: int, after: Callable[[int], None], first: bool = False, hybrid: bool = False
+    device: FakeDevice,
+    steps: int,
+    micro: int,
+    after: Callable[[int], None],
+    first: bool = False,
+    hybrid: bool = False,
 ) -> list[float]:
     net = sharded(device, first, hybrid)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     losses = []
-    for step in range(STEPS):
+    for step in range(steps):
         for _ in range(micro):
             out = net(torch.full((4, 8), float(step % 5)))
             loss = out if hybrid else out.mean()
@@ -115,7 +121,7 @@ def train(
     return losses
 
 
-def watched(device: FakeDevice, micro: int, began: int, *kind: bool) -> dict[str, Any]:
+def watched(device: FakeDevice, steps: int, micro: int, began: int, *kind: bool) -> dict[str, Any]:
     """The device's clock is read from step `began` on."""
     agent, relay = attached(device)
 
@@ -125,7 +131,7 @@ def watched(device: FakeDevice, micro: int, began: int, *kind: bool) -> dict[str
         if step % 2:
             agent.tick()
 
-    losses = train(device, micro, after, *kind)
+    losses = train(device, steps, micro, after, *kind)
     device.wait(1000 * MS)
     agent.instrumentation.remove()
     agent.tick(final=True)
@@ -150,9 +156,10 @@ def main(folder: str) -> None:
         device.record_takes_ns = lambda _, ns=takes_ns: ns  # type: ignore[misc]
         undo = with_waits(device)
         kind = "first" in name, "hybrid" in name
-        found[name] = watched(device, micro, 1 + rank, *kind)
+        steps = DEAR_STEPS if name == "dear" else STEPS
+        found[name] = watched(device, steps, micro, 1 + rank, *kind)
         undo()
-        found[name]["bare"] = train(FakeDevice(), micro, lambda _: None, *kind)
+        found[name]["bare"] = train(FakeDevice(), steps, micro, lambda _: None, *kind)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from traceml_ray import wire
 from traceml_ray.agent.bootstrap import rank_environment
 from traceml_ray.attachment import FILE, Attachment
 from traceml_ray.launchers.cluster import PrivateRay, members
+from traceml_ray.launchers.control import ask_finish
 from traceml_ray.launchers.helper import HelperReply, HelperRequest
 from traceml_ray.ray.config import ActorConfig
 from traceml_ray.settings import Settings
@@ -82,7 +84,7 @@ EXIT_S = 15
 
 @dataclass
 class Node:
-    """A private cluster with a session on it, and what a rank needs to join."""
+    """A private cluster, and what a rank of a session there needs to join."""
 
     folder: Path
     ray: PrivateRay
@@ -96,36 +98,58 @@ class Node:
         for process in found:
             process.send_signal(number)
 
+    def open_session(self) -> None:
+        """Make the session's actors."""
+        actors = ActorConfig(
+            session=self.settings.session,
+            folder=str(self.folder / "run"),
+            settings=self.settings,
+            socket=self.settings.socket,
+            spool=self.settings.spool,
+        )
+        request = HelperRequest(os.getpid(), self.ray.address, actors, 40, temp_dir=str(self.ray.folder))
+        helper = subprocess.run(
+            [sys.executable, "-m", "traceml_ray.launchers.helper"],
+            input=msgspec.json.encode(request),
+            env=self.ray.environ,
+            stdout=subprocess.PIPE,
+            timeout=60,
+            check=True,
+        )
+        assert msgspec.json.decode(helper.stdout, type=HelperReply) == HelperReply(True)
+
     def spooled(self) -> list[wire.RankBatch]:
         frames = [frame for path in (self.folder / "spool").iterdir() for frame in read_spool(path)]
         return [wire.decode(frame, wire.RankBatch) for frame in frames]
 
 
+@pytest.fixture(scope="module")
+def ray() -> Iterator[PrivateRay]:
+    """One for all; the tests that stop a part of it are the last."""
+    folder = Path(tempfile.mkdtemp(prefix="tr-", dir="/tmp"))
+    (folder / "user").mkdir()
+    made = PrivateRay(folder, {**os.environ, "HOME": str(folder / "user")})
+    made.start()
+    yield made
+    made.stop()
+    shutil.rmtree(folder)
+
+
 @pytest.fixture
-def node() -> Iterator[Node]:
+def node(ray: PrivateRay) -> Iterator[Node]:
     folder = Path(tempfile.mkdtemp(prefix="tr-", dir="/tmp"))
     for name in ("run", "spool", "user"):
         (folder / name).mkdir()
-    ray = PrivateRay(folder, {**os.environ, "HOME": str(folder / "user")})
-    ray.start()
     paths = {"socket": str(folder / "relay.sock"), "spool": str(folder / "spool")}
-    settings = Settings(session="run", channel="actor", interval=0.2, **paths)
-    actors = ActorConfig(session="run", folder=str(folder / "run"), settings=settings, **paths)
-    request = HelperRequest(os.getpid(), ray.address, actors, 40, temp_dir=str(ray.folder))
-    helper = subprocess.run(
-        [sys.executable, "-m", "traceml_ray.launchers.helper"],
-        input=msgspec.json.encode(request), env=ray.environ, stdout=subprocess.PIPE, timeout=60, check=True,
-    )  # fmt: skip
-    assert msgspec.json.decode(helper.stdout, type=HelperReply) == HelperReply(True)
+    settings = Settings(session=folder.name, channel="actor", interval=0.2, **paths)
     (folder / "token").write_text(str(ray.token))
     environ: dict[str, str | None] = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
     (folder / FILE).write_bytes(msgspec.json.encode(Attachment(ray.address, str(ray.folder), environ)))
     made = Node(folder, ray, settings)
     yield made
-    assert ray._process is not None
-    for process in members(ray._process.pid):
-        process.send_signal(signal.SIGCONT)
-    ray.stop()
+    made.signal("raylet", signal.SIGCONT)
+    made.signal("gcs_server", signal.SIGCONT)
+    ask_finish(folder / "relay.sock", wire.Finish(wire.VERSION, 0))
     shutil.rmtree(folder)
 
 
@@ -159,6 +183,7 @@ def end(rank: subprocess.Popen[str], line: str = "\n") -> tuple[dict[str, Any], 
     [*SHORT, *(pytest.param(ending, marks=pytest.mark.long) for ending in ENDS if ending not in SHORT)],
 )
 def test_attached_rank_ends_unchanged_with_no_trace_of_ray(node: Node, ending: str) -> None:
+    node.open_session()
     rank = start(node, ending)
     result, err = end(rank)
     assert rank.returncode == ENDS[ending], err
@@ -201,12 +226,16 @@ def run_alone(node: Node, seconds: int) -> None:
 
 def test_rank_that_cannot_attach_leaves_rows_and_the_reason_in_the_spool(node: Node) -> None:
     (node.folder / FILE).unlink()
-    run_alone(node, 2)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:  # somebody is there
+        listener.bind(node.settings.socket)
+        listener.listen()
+        run_alone(node, 2)
     assert node.spooled()[-1].errors == {"channel.attach: FileNotFoundError": 1}
 
 
 @pytest.mark.parametrize("process", ["raylet", pytest.param("gcs_server", marks=pytest.mark.long)])
 def test_rank_does_not_attach_to_a_ray_that_does_not_answer(node: Node, process: str) -> None:
+    node.open_session()
     node.signal(process, signal.SIGSTOP)  # the kernel still takes connections for it
-    run_alone(node, 8)
+    run_alone(node, 5)
     assert node.spooled()[-1].errors == {"channel.attach: ConnectionError": 1}
