@@ -53,10 +53,10 @@ demo: $(INSTALLED)
 	@echo "All of it is in traceml-sessions/demo: report.txt, summary.json, session.sqlite."
 	@echo "The same on your own script: .venv/bin/python -m traceml_ray.launch --nproc-per-node 2 train.py"
 
-# $(call run_tests,PYTHON,WHICH): two at a time, the long ones first; then those that judge time. Status 5:
-# PYTEST_ARGS has chosen none of them.
+# $(call run_tests,PYTHON,WHICH): three at a time, the long ones first (of two cores, two leave a quarter idle: tests
+# wait, too); then those that judge time. Status 5: PYTEST_ARGS has chosen none of them.
 define run_tests
-one=0; $(1) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not alone" $(2) $(PYTEST_ARGS) || one=$$?; \
+one=0; $(1) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not alone" $(2) $(PYTEST_ARGS) || one=$$?; \
 two=0; $(1) -m pytest -m "not long and alone" $(2) $(PYTEST_ARGS) || two=$$?; \
 [[ $$one$$two =~ ^(00|05|50)$$ ]]
 endef

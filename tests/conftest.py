@@ -35,13 +35,12 @@ def snapshot(request: pytest.FixtureRequest) -> Snapshot:
     return Snapshot(request.node.nodeid.removeprefix("tests/"))
 
 
-# Where time is judged, or many processes are started at once, nothing else may run.
+# Where time is judged, or many processes are started at once, nothing else may run. Where only some tests of
+# a file are like that, they are marked there.
 _ALONE = {
-    "browser",
-    "chaos",
+    "chaos/test_chaos.py",
     "integration/test_membership.py",
     "integration/test_faults.py",
-    "integration/test_hangs.py",
     "integration/test_loops.py",
     "integration/test_span_verdict.py",
     "integration/test_sync_groups.py",

@@ -56,6 +56,17 @@ def stopped(name: str, *, go_on: bool = False, node: int = 0) -> Fault:
     return fault
 
 
+def in_turn(*faults: Fault) -> Fault:
+    """The first harm of each, one at each stop."""
+
+    def fault(run: Run) -> Steps:
+        for each in faults:
+            next(each(run))
+            yield
+
+    return fault
+
+
 def hung(who: str, *, go_on: bool = False) -> Fault:
     """Hang it in the middle of a message."""
 

@@ -24,12 +24,17 @@ BOTH = ("socket", "actor")
 HOUR = 3600.0
 
 SHORT = [
-    Case("relay stopped", faults.stopped(RELAY)),
-    Case("aggregator stopped", faults.stopped(AGGREGATOR), "actor"),
-    Case("GCS killed", faults.killed(GCS), "actor"),
+    Case(
+        "bad and replayed messages, then relay stopped", faults.in_turn(faults.spoken, faults.stopped(RELAY))
+    ),
+    Case(
+        "aggregator stopped, then GCS killed",
+        faults.in_turn(faults.stopped(AGGREGATOR), faults.killed(GCS)),
+        "actor",
+    ),
     Case("aggregator killed while disk full", faults.filled(kill=AGGREGATOR, freed=True), disk_mb=4),
-    Case("bad and replayed messages", faults.spoken),
 ]
+"""Two harms in a run are also cases of their own."""
 
 LONG = [
     Case("aggregator and relay killed", faults.killed(AGGREGATOR, RELAY)),
@@ -74,6 +79,7 @@ LONG = [
         for who in ("monitor", "rank")
         for seconds in (HOUR, -HOUR)
     ),
+    Case("bad and replayed messages", faults.spoken),
     Case("flood of messages", faults.flooded),
     Case("socket taken over", faults.stolen()),
     Case("socket removed, relay killed", faults.unlinked),
@@ -120,14 +126,9 @@ LONG = [
     Case("Ray Train, children: fork", faults.nothing, "actor", ("--children", "fork"), command=TRAIN),
 ]
 
-_titles = {case.title for case in SHORT}
 CASES = [
     *(pytest.param(case, id=case.title) for case in SHORT),
-    *(
-        pytest.param(case, id=case.title, marks=pytest.mark.long)
-        for case in LONG
-        if case.title not in _titles
-    ),
+    *(pytest.param(case, id=case.title, marks=pytest.mark.long) for case in LONG),
 ]
 
 
