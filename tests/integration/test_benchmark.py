@@ -14,7 +14,7 @@ import pytest
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "overhead.py"
 PARTS = {"step": 4, "marks": 11, "agent": 6}
 TINY = {
-    "scale.py --seconds 8 --device 8": "| 8 |",
+    "scale.py --seconds 4 --device 8": "| 8 |",
     "nodes.py 2 1": "stop() returned after",
     "dashboard.py --ranks 16 --steps 100 --ticks 5": "one tick: p50",
     "memory.py --ranks 100 --samples 300 --live 100 --seconds 20": "first cause rank 77, creep rank 77",
@@ -46,7 +46,7 @@ def test_gpu_benchmark_says_that_there_is_no_device() -> None:
 
 
 def test_gpu_benchmark_goes_through_a_played_device() -> None:
-    sections = "stages", "peer", "offset", "cost", "nvml"
+    sections = "stages", "peer", "cost", "nvml"
     ran = gpu("--played", "--markdown", *(f"--only={section}" for section in sections))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.startswith("### a played device: nothing here is about a real one\n\ncommit ")

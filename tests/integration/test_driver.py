@@ -63,6 +63,12 @@ class Worker:
         return os.getpid()
 
 
+@pytest.fixture(scope="module")
+def worker() -> Any:
+    """One process for all: it is attached to one session after another."""
+    return Worker.remote()
+
+
 def names_of(session: str) -> list[str]:
     listed = ray.util.list_named_actors(all_namespaces=True)
     return [actor["name"] for actor in listed if actor["name"].startswith(f"{session}/")]
@@ -173,19 +179,17 @@ def test_actor_with_explicit_ranks_keeps_them(tmp_path: Path) -> None:
             ray.get(Worker.remote().attach.remote("explicit", rank=1))
 
 
-def test_rows_wait_for_a_session_that_starts_late(tmp_path: Path) -> None:
-    worker = Worker.remote()
+def test_rows_wait_for_a_session_that_starts_late(worker: Any, tmp_path: Path) -> None:
     assert ray.get(worker.attach.remote("late"))
     ray.get(worker.train.remote(30))
     with traceml_ray.start("late", out=tmp_path) as session:
         until(lambda: session.status()["ledger"]["stored"] == 30, "rows of before")
-    ray.kill(worker)
+        ray.get(worker.detach.remote())
 
 
-def test_killed_relay_and_aggregator_return_without_losing_rows(tmp_path: Path) -> None:
+def test_killed_relay_and_aggregator_return_without_losing_rows(worker: Any, tmp_path: Path) -> None:
     with traceml_ray.start("killed", out=tmp_path) as session:
         session.wait_ready()
-        worker = Worker.remote()
         ray.get(worker.attach.remote("killed"))
         ray.get(worker.train.remote(40))
         until(lambda: rows_of(session.folder) == 40, "rows")
@@ -203,7 +207,6 @@ def test_killed_relay_and_aggregator_return_without_losing_rows(tmp_path: Path) 
         until(lambda: names_of("killed") and len(names_of("killed")) == 2, "a new relay", seconds=6)
         ledger = session.status()["ledger"]
         assert (ledger["produced"], ledger["stored"]) == (120, 120)
-        ray.kill(worker)
 
 
 def test_agent_notices_a_relay_restarted_between_two_calls(tmp_path: Path) -> None:
@@ -233,9 +236,8 @@ def test_agent_notices_a_relay_restarted_between_two_calls(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("who", ["NodeRelay", "Aggregator"])
-def test_rows_not_taken_by_a_hung_actor_are_in_the_file(tmp_path: Path, who: str) -> None:
+def test_rows_not_taken_by_a_hung_actor_are_in_the_file(worker: Any, tmp_path: Path, who: str) -> None:
     session = traceml_ray.start(f"hung-{who}", out=tmp_path).wait_ready()
-    worker = Worker.remote()
     assert ray.get(worker.attach.remote(session.id))
     ray.get(worker.train.remote(20))
     until(lambda: rows_of(session.folder) == 20, "rows")
@@ -248,12 +250,10 @@ def test_rows_not_taken_by_a_hung_actor_are_in_the_file(tmp_path: Path, who: str
         assert file.ledger()["stored"] == file.ledger()["produced"] == 50
     assert (session.folder / "report.txt").exists()
     assert not list(relay_folder(session.id, ray.get_runtime_context().get_node_id()).glob("*.spool"))
-    ray.kill(worker)
 
 
-def test_session_files_are_downloaded_to_the_driver(tmp_path: Path) -> None:
+def test_session_files_are_downloaded_to_the_driver(worker: Any, tmp_path: Path) -> None:
     with traceml_ray.start("far", out=tmp_path / "there") as session:
-        worker = Worker.remote()
         ray.get(worker.attach.remote("far"))
         ray.get(worker.train.remote(25))
         ray.get(worker.detach.remote())
@@ -261,7 +261,6 @@ def test_session_files_are_downloaded_to_the_driver(tmp_path: Path) -> None:
         here = session.download(tmp_path / "here")
         assert rows_of(here) == 25
         assert sorted(path.name for path in session.folder.iterdir() if "download" in path.name) == []
-        ray.kill(worker)
 
 
 def test_idle_session_ends_itself_and_writes_its_files(tmp_path: Path) -> None:

@@ -172,28 +172,26 @@ def bench() -> Iterator[Bench]:
     shutil.rmtree(folder)
 
 
-def test_script_without_torch_ends_well_and_leaves_a_session(bench: Bench) -> None:
-    ran = bench.run("--session", "quick", str(bench.script), "--environ", "--session", "script's")
-    assert ran.returncode == 0, ran.stderr
-    assert "rank 1 is up" in ran.stdout
-    assert "RAY" not in ran.stdout
-    assert "TRACEML_SOCKET" in ran.stdout
-    session = bench.summary("quick")["session"]
-    assert (session["status"], session["launcher"], session["world_size"]) == ("finished", "torchrun", 2)
-    assert str(bench.out / "quick") in ran.stderr
-    bench.assert_nothing_is_left()
-
-
-def test_session_holds_what_ranks_report_during_the_run(bench: Bench) -> None:
-    process = bench.start("--session", "live", str(bench.script), "--batch", batch())
+def test_script_without_torch_ends_well_and_its_session_holds_what_ranks_report(bench: Bench) -> None:
+    script = (str(bench.script), "--batch", batch(), "--environ", "--session", "script's")
+    process = bench.start("--session", "live", *script)
     live = until((bench.out / "live" / LIVE).exists, "live.json") and bench.out / "live" / LIVE
     assert live.stat().st_mode & 0o777 == 0o600
     written = json.loads(live.read_bytes())
     assert written["pid"] == process.pid
     runtime = Path(written["socket"]).parent
     assert runtime.stat().st_mode & 0o777 == 0o700
-    _, err = process.communicate(timeout=90)
+    while process.poll() is None:
+        bench.ours()
+        time.sleep(0.2)
+    out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
+    assert "rank 1 is up" in out
+    assert "RAY" not in out
+    assert "TRACEML_SOCKET" in out
+    session = bench.summary("live")["session"]
+    assert (session["status"], session["launcher"], session["world_size"]) == ("finished", "torchrun", 2)
+    assert str(bench.out / "live") in err
     with SessionFile(bench.out / "live" / "session.sqlite") as file:
         assert file.ledger()["stored"] == 1
         assert file.meta()["launcher"] == "torchrun"
@@ -285,7 +283,7 @@ def test_concurrent_launches_stay_apart_and_sigterm_ends_everything(bench: Bench
     control.stop(bench.out / "two")
     with SessionFile(bench.out / "two" / "session.sqlite") as file:
         assert file.ledger()["stored"] == 1
-    with pytest.raises(control.ControlError, match="does not answer"):
+    with pytest.raises(control.ControlError, match=r"(does|did) not answer"):
         control.stop(bench.out / "two")
     second.send_signal(signal.SIGTERM)
     assert second.wait(60) == 1
