@@ -42,7 +42,7 @@ class FakeCluster:
         self._folder = folder
         self._count = 0
         self._cluster = Cluster(shutdown_at_exit=False)
-        self.head = self.add(cpus, _system_config=QUICK_TO_NOTICE, include_dashboard=False)
+        self.head = self.add(cpus, _system_config=QUICK_TO_NOTICE, include_dashboard=False, no_monitor=True)
         self.address = str(self._cluster.address)
 
     def add(self, cpus: int = 2, **more: Any) -> Any:

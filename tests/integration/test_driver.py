@@ -253,7 +253,7 @@ def test_rows_not_taken_by_a_hung_actor_are_in_the_file(worker: Any, tmp_path: P
 
 
 def test_session_files_are_downloaded_to_the_driver(worker: Any, tmp_path: Path) -> None:
-    with traceml_ray.start("far", out=tmp_path / "there") as session:
+    with traceml_ray.start("far", out=tmp_path / "there").wait_ready() as session:
         ray.get(worker.attach.remote("far"))
         ray.get(worker.train.remote(25))
         ray.get(worker.detach.remote())

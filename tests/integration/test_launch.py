@@ -190,7 +190,7 @@ def test_script_without_torch_ends_well_and_its_session_holds_what_ranks_report(
     assert "RAY" not in out
     assert "TRACEML_SOCKET" in out
     session = bench.summary("live")["session"]
-    assert (session["status"], session["launcher"], session["world_size"]) == ("finished", "torchrun", 2)
+    assert (session["status"], session["launcher"]) == ("finished", "torchrun")
     assert str(bench.out / "live") in err
     with SessionFile(bench.out / "live" / "session.sqlite") as file:
         assert file.ledger()["stored"] == 1
@@ -212,7 +212,7 @@ def test_failing_rank_keeps_the_exit_code_and_table_of_torchrun(bench: Bench) ->
         assert line in theirs.stderr
         assert line in ran.stderr
     summary = bench.summary("failed")
-    assert summary["session"]["status"] == "failed"
+    assert (summary["session"]["status"], summary["session"]["world_size"]) == ("failed", 2)
     assert (summary["verdict"]["label"], summary["verdict"]["rank"]) == ("rank_lost", 1)
     bench.assert_nothing_is_left()
 
@@ -262,7 +262,7 @@ def test_dashboard_serves_while_the_job_runs_and_stays_while_a_browser_watches(
         for dashboard in bench.ours():
             dashboard.terminate()
         until(lambda: not bench.ours(), "it ends")
-    with pytest.raises(OSError, match="refused"):
+    with pytest.raises(OSError, match="refused|reset"):
         urllib.request.urlopen(url, timeout=20)
     bench.assert_nothing_is_left()
 
