@@ -262,7 +262,7 @@ def test_dashboard_serves_while_the_job_runs_and_stays_while_a_browser_watches(
         for dashboard in bench.ours():
             dashboard.terminate()
         until(lambda: not bench.ours(), "it ends")
-    with pytest.raises(OSError, match="refused|reset"):
+    with pytest.raises(OSError, match=r"refused|reset"):
         urllib.request.urlopen(url, timeout=20)
     bench.assert_nothing_is_left()
 
