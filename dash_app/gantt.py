@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from traceml_ray import text
+from traceml_ray.analysis import row_layout
 from traceml_ray.stages import STAGES
 
 from . import figures
@@ -118,11 +119,8 @@ def figure(step: Mapping[str, Any], drawn: Sequence[Row]) -> figures.Figure:
 
 def _begins(whose: Sequence[int], stages: Array) -> Array:
     """Return when each stage of each row begins: a rank's second row follows its first."""
-    ends = np.cumsum(stages, axis=1)
-    for place in range(1, len(whose)):
-        if whose[place] == whose[place - 1]:
-            ends[place] += ends[place - 1, -1]
-    return ends - stages
+    ranks = np.asarray(whose)
+    return row_layout.begins(stages, np.r_[False, ranks[1:] == ranks[:-1]][: len(ranks)])
 
 
 def _span_bars(

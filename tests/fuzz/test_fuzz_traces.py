@@ -18,6 +18,7 @@ from traceml_ray.reports.profile_text import render_operations
 from traceml_ray.traces import tables
 from traceml_ray.traces.chrome import TraceError
 from traceml_ray.traces.key_averages import key_averages
+from traceml_ray.traces.merged_trace import merge
 from traceml_ray.traces.sources import of_files
 
 SECONDS = 60.0
@@ -60,10 +61,13 @@ def made_of(folder: Path) -> None:
     """All that is made of traces is made of those in the folder, or there is a reason."""
     with bounded(SECONDS), limited(MEMORY_MIB):
         try:
-            found = key_averages(of_files([folder]), by_shape=True)
+            sources = of_files([folder])
+            found = key_averages(sources, by_shape=True)
+            merge(sources, folder / "merged")
         except TraceError as error:
             assert 0 < len(str(error)) < 2000
             return
+        json.loads(gzip.decompress((folder / "merged").read_bytes()))
         json.loads(tables.to_json(found))
         assert tables.to_csv(found).startswith(b"node_id,") and render_operations("x", found).endswith("\n")
 

@@ -25,6 +25,7 @@ _LEFT_OUT = frozenset({"Trace", "overhead"})
 """The profiler's own."""
 MEMORY = "[memory]"
 """Events of memory that is allocated or freed."""
+_COLLECTIVE = "Collective name"
 _LATEST_NS = 1 << 61
 _EARLIEST_WALL_NS = 10**17
 """In 1973."""
@@ -58,6 +59,8 @@ class Trace:
     begin_ns: Ints
     end_ns: Ints
     memory: Memory
+    communications: Mapping[int, Communication]
+    """Of the operations that a rank does with others, where the trace says with whom."""
 
     @property
     def wall_clock(self) -> bool:
@@ -89,6 +92,19 @@ class Header:
     hostname: str | None
     groups: Mapping[str, tuple[int, ...]]
     """Ranks of each process group, by its name."""
+
+
+@dataclass(frozen=True)
+class Communication:
+    """What torch says of a collective; "" and -1 are not known."""
+
+    name: str
+    """`allreduce`"""
+    group: str
+    seq: int
+    """Its number in the group."""
+    source: int
+    destination: int
 
 
 @dataclass(frozen=True)
@@ -172,6 +188,7 @@ class _Reader:
         self._lanes: dict[tuple[str, str], int] = {}
         self._columns = {name: array("q") for name in _COLUMNS}
         self._memory = {name: array("q") for name in ("lane", "t_ns", "nbytes", "on_device")}
+        self._communications: dict[int, Communication] = {}
         self._open: dict[int, list[dict[str, Any]]] = {}
         """Begun, by a `B`, and not yet ended; by thread."""
 
@@ -192,6 +209,14 @@ class _Reader:
     def _operation(self, event: dict[str, Any], begin_ns: int, duration_ns: int) -> None:
         args = event.get("args")
         args = args if isinstance(args, dict) else {}
+        if (collective := args.get(_COLLECTIVE)) is not None:
+            self._communications[len(self._columns["lane"])] = Communication(
+                name=as_text(collective),
+                group=as_text(args.get("Process Group Name")),
+                seq=_id(args.get("Seq")),
+                source=_id(args.get("Src Rank")),
+                destination=_id(args.get("Dst Rank")),
+            )
         row = (
             self._lane(event),
             self._names.number(as_text(event.get("name"))),
@@ -222,6 +247,7 @@ class _Reader:
         columns = {name: np.array(column, np.int64) for name, column in self._columns.items()}
         order = np.lexsort((-columns["end_ns"], columns["begin_ns"], columns["lane"]))
         columns = {name: column[order] for name, column in columns.items()}
+        place = np.argsort(order)
         memory = {name: np.array(column, np.int64) for name, column in self._memory.items()}
         order = np.lexsort((memory["t_ns"], memory["lane"]))
         return Trace(
@@ -231,6 +257,7 @@ class _Reader:
             names=self._names.all(),
             categories=self._categories.all(),
             shapes=self._shapes.all(),
+            communications={int(place[at]): each for at, each in self._communications.items()},
             memory=Memory(
                 lane=memory["lane"][order],
                 t_ns=memory["t_ns"][order] + header.base_ns,

@@ -1,0 +1,172 @@
+"""What ranks do with each other: which operations are collectives, and which parts belong to one."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from traceml_ray.traces.sources import Source
+from traceml_ray.traces.step_rows import step_at
+from traceml_ray.traces.trace import DEVICE, Trace
+
+_ON_HOST = re.compile(r"(?:gloo|mpi|ucc|xccl|nccl|hccl):|c10d::|_?c10d_functional::|record_param_comms$")
+_ON_DEVICE = re.compile(r"(?:nccl|rccl|oneccl|hccl)", re.IGNORECASE)
+_BY_HOST = re.compile(r"(?:gloo|mpi|ucc):(?P<name>\w+)")
+_BY_DEVICE = re.compile(r"[nr]ccl(?:Dev)?Kernel_(?P<name>[A-Za-z]+)")
+"""The part of a rank: of backends that exchange data in a thread, and of those that do on a device."""
+_ALL_WAIT = {"allreduce", "allgather", "barrier", "alltoall", "reducescatter"}
+"""Collectives in which nobody is done before all have begun."""
+_TO_ONE = {"send", "recv"}
+
+
+def is_collective(name: str, category: str) -> bool:
+    """Return whether an operation is one that ranks do with each other, so that its time may be a wait."""
+    return bool(_ON_DEVICE.match(name) if category in DEVICE else _ON_HOST.match(name))
+
+
+class Part(NamedTuple):
+    """What one rank did of a collective; times on the clock of all traces."""
+
+    place: int
+    """Of its trace among all."""
+    lane: tuple[str, str]
+    """Process and thread, as its trace calls them."""
+    begin_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True)
+class Collective:
+    """The parts of one collective."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def last(self) -> Part:
+        """The part of the rank that came last."""
+        return max(self.parts, key=lambda part: part.begin_ns)
+
+    @property
+    def all_wait(self) -> bool:
+        """Whether no part can end before all have begun."""
+        name = _plain(self.name)
+        return any(name.startswith(each) for each in _ALL_WAIT)
+
+
+class Key(NamedTuple):
+    """What the parts of one collective have in common."""
+
+    name: str
+    group: str
+    seq: int
+    """-1: not known, and parts are counted in each step."""
+    step: int | None
+    shape: str
+    peers: tuple[int, int]
+
+
+@dataclass
+class Matched:
+    """The collectives of some ranks."""
+
+    collectives: list[Collective]
+    unmatched: int
+    """Parts of which it is not known what they belong to."""
+
+
+class Parts:
+    """
+    Collects the parts that ranks have of collectives.
+
+    Two parts are of one collective where torch has given both the same number in the same process group;
+    where it has not, as with gloo: the k-th of a name and shape in a step, if all ranks have equally many.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Key, dict[int, list[Part]]] = defaultdict(lambda: defaultdict(list))
+        self._groups: dict[str, tuple[int, ...]] = {}
+        self._ranks: dict[int, int] = {}
+
+    def add(self, place: int, source: Source, trace: Trace, shift_ns: int) -> None:
+        """Take the parts of one trace, whose times are `shift_ns` before those of all traces."""
+        self._groups.update(trace.header.groups)
+        if source.rank is not None:
+            self._ranks[source.rank] = place
+        for at, name in sorted(_parts(trace).items(), key=lambda part: int(trace.begin_ns[part[0]])):
+            begin_ns = int(trace.begin_ns[at])
+            step = step_at(source.steps, begin_ns)
+            if source.steps and step is None:
+                continue  # begun before what the other ranks have recorded, or after
+            part = Part(
+                place, trace.lanes[int(trace.lane[at])], begin_ns + shift_ns, int(trace.end_ns[at]) + shift_ns
+            )
+            self._found[_key(trace, at, name, step)][place].append(part)
+
+    def matched(self) -> Matched:
+        """Return the collectives of which at least two ranks were recorded."""
+        found = Matched([], 0)
+        for key, by_place in self._found.items():
+            rows = list(by_place.values())
+            expected = self._members(key)
+            if len(rows) > 1 and len({*map(len, rows)}) == 1 and expected in (None, by_place.keys()):
+                found.collectives += [Collective(key.name, parts) for parts in zip(*rows, strict=True)]
+            else:
+                found.unmatched += sum(map(len, rows))
+        return found
+
+    def _members(self, key: Key) -> set[int] | None:
+        """Return which traces must have a part; None: not known."""
+        if key.peers != (-1, -1):
+            ranks: Sequence[int] = key.peers
+        elif key.group in self._groups:
+            ranks = self._groups[key.group]
+        else:
+            return None
+        return {self._ranks[rank] for rank in ranks if rank in self._ranks}
+
+
+def _parts(trace: Trace) -> dict[int, str]:
+    """Return which operations of a trace are parts of collectives, and the collectives' names."""
+    found, on_device = dict[int, str](), trace.on_device
+    for number, name in enumerate(trace.names):
+        for match, mask in ((_BY_HOST.match(name), ~on_device), (_BY_DEVICE.match(name), on_device)):
+            if match:
+                found |= dict.fromkeys(np.flatnonzero((trace.name == number) & mask).tolist(), match["name"])
+    return found | {at: each.name for at, each in trace.communications.items() if on_device[at]}
+
+
+def _key(trace: Trace, at: int, name: str, step: int | None) -> Key:
+    told = trace.communications.get(at)
+    shape = trace.shapes[int(trace.shape[at])] if trace.shape[at] >= 0 else ""
+    if told is None:
+        return Key(name, "", -1, step, shape, (-1, -1))
+    peers = (told.source, told.destination) if _plain(name) in _TO_ONE else (-1, -1)
+    name = "send and recv" if peers != (-1, -1) else name
+    if told.seq >= 0:
+        return Key(name, told.group, told.seq, None, "", peers)
+    return Key(name, told.group, -1, step, "" if peers != (-1, -1) else shape, peers)
+
+
+def _plain(name: str) -> str:
+    return name.strip("_").replace("_", "").lower()
+
+
+def apart(found: Sequence[Collective], bounds_ns: Mapping[int, int | None]) -> int:
+    """
+    Return of how many collectives a part ends before another begins, although nobody can be done before all
+    have begun: by more than the error of the clocks, `bounds_ns` by the place of a trace.
+    """
+    number = 0
+    for each in found:
+        last = each.last
+        number += each.all_wait and any(
+            part.end_ns + (bounds_ns.get(part.place) or 0) + (bounds_ns.get(last.place) or 0) < last.begin_ns
+            for part in each.parts
+        )
+    return number

@@ -1,0 +1,348 @@
+"""
+One trace of many ranks, on one clock: Chrome's Trace Event Format, gzip, as Perfetto opens it.
+
+Each trace is read twice, and passed on event by event: first which threads it has and what ranks do with each
+other, then all of it. A rank becomes a process for its threads, one for each device and one for its steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+
+from traceml_ray import __version__, text
+from traceml_ray.store.profiles import Profile
+from traceml_ray.traces.chrome import ChromeTrace, TraceError
+from traceml_ray.traces.collectives import Collective, Parts, apart
+from traceml_ray.traces.sources import Source
+from traceml_ray.traces.step_rows import intervals
+from traceml_ray.traces.trace import Trace, as_text, read_trace
+
+_LEVEL = 4
+_KINDS = frozenset("XBEiICbnestfNODv")
+"""Of events that are passed on; what processes and threads are called is written anew."""
+_IDS = frozenset({"id", "bind_id"})
+_PROFILER = frozenset({"Iteration Start: PyTorch Profiler", "Record Window End"})
+_STEPS = "\0steps"
+"""No process of a trace is called so."""
+_NAMED = 1 << 30
+"""Threads that have a name instead of a number are numbered from here on."""
+_OUR_IDS = 1 << 48
+_MOST_THREADS = 100_000
+_LATEST_US = 1 << 51
+_AT_ONCE = 1000
+_BOUND: dict[str, dict[str, str]] = {"s": {}, "f": {"bp": "e"}}
+
+
+class MergedRank(msgspec.Struct, frozen=True):
+    """A trace that went into one of many. None is not known."""
+
+    label: str
+    file: str
+    rank: int | None
+    node_id: str | None
+    clock_offset_ns: int | None
+    """What was added to its times,"""
+    clock_bound_ns: int | None
+    """and how far off that is at most."""
+    operations: int
+
+
+class Merged(msgspec.Struct, kw_only=True):
+    """What is in a merged trace; it stands in the trace itself, as `traceml_ray`."""
+
+    version: str = __version__
+    profile: str | None = None
+    why: str | None = None
+    ranks: list[MergedRank] = []
+    collectives: int = 0
+    """Whose parts on at least two ranks were found; arrows go from the rank that came last to the others."""
+    unmatched: int = 0
+    """Parts of collectives of which it is not known what they belong to."""
+    apart: int = 0
+    """Collectives whose parts are further apart than the error of the clocks allows: without arrows."""
+    notes: list[str] = []
+    """Sentences, about clocks above all."""
+
+
+@dataclass
+class _Rank:
+    """A trace, what its first reading has found, and its processes in the merged one."""
+
+    place: int
+    source: Source
+    base_ns: int = 0
+    """What its time stamps are counted from, on the clock of all traces."""
+    begin_ns: int | None = None
+    """Its first event; None where its times are not of the wall clock."""
+    first_ns: int = 0
+    """The same as it has it."""
+    main: str = ""
+    """The process that trains, as the trace calls it,"""
+    devices: frozenset[str] = frozenset()
+    """and those that stand for devices."""
+    pids: dict[str, int] = field(default_factory=dict)
+    tids: dict[tuple[str, str], int] = field(default_factory=dict)
+    names: dict[tuple[str, str], str] = field(default_factory=dict)
+    """Of threads."""
+
+
+def merge(
+    sources: Sequence[Source],
+    out: Path,
+    profile: Profile | None = None,
+    progress: Callable[[float], object] = lambda _: None,
+) -> Merged:
+    """
+    Write one trace of all `sources`; `out` appears when it is whole. Return what is in it.
+
+    Args:
+        sources: of one or more ranks.
+        out: gzip, whatever its name is.
+        profile: they are of; noted in the trace.
+        progress: is called with a share, 0 to 1.
+
+    Raises:
+        TraceError: one of them cannot be read.
+        OSError: it cannot be written.
+    """
+    if not sources:
+        raise TraceError("there is no trace to merge")
+    merging = _Merge(sources, profile, progress)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            merging.write(file)
+        temporary.replace(out)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+    return merging.merged
+
+
+class _Merge:
+    """Reads each trace for the first time when it is made, and for the second in `write`."""
+
+    def __init__(
+        self, sources: Sequence[Source], profile: Profile | None, progress: Callable[[float], object]
+    ) -> None:
+        self._ranks = [_Rank(place, source) for place, source in enumerate(sources)]
+        self._progress = progress
+        self._pids, self._ids, self._other_ids = count(1), count(_OUR_IDS), dict[tuple[int, str], int]()
+        parts = Parts()
+        self.merged = Merged(profile=profile.id if profile else None, why=profile.why if profile else None)
+        for rank in self._ranks:
+            self._scan(rank, parts)
+            progress((rank.place + 1) / (2 * len(self._ranks)))
+        self.merged.notes += _clock_notes(sources)
+        self._base_ns = min((rank.begin_ns for rank in self._ranks if rank.begin_ns is not None), default=0)
+        for rank in self._ranks:
+            if rank.begin_ns is None:
+                rank.base_ns = self._base_ns - rank.first_ns
+        matched = parts.matched()
+        bounds = {rank.place: rank.source.clock_bound_ns for rank in self._ranks}
+        self._collectives = [each for each in matched.collectives if not apart([each], bounds)]
+        self.merged.unmatched = matched.unmatched
+        self.merged.collectives = len(matched.collectives)
+        self.merged.apart = len(matched.collectives) - len(self._collectives)
+
+    def _scan(self, rank: _Rank, parts: Parts) -> None:
+        """Read a trace for the first time."""
+        source = rank.source
+        trace, shift_ns = read_trace(source.path), source.clock_offset_ns or 0
+        rank.base_ns = trace.header.base_ns + shift_ns
+        rank.main, rank.devices = _processes(trace)
+        if trace.wall_clock or not len(trace):
+            begun = [int(trace.begin_ns.min())] if len(trace) else []
+            begun += [interval.begin_ns for interval in intervals(source.steps)[:1]]
+            begun += [step.begin_ns for step in source.steps[:1]]
+            rank.begin_ns = min(begun) + shift_ns if begun else None
+            parts.add(rank.place, source, trace, shift_ns)
+        else:
+            rank.first_ns = int(trace.begin_ns.min()) - trace.header.base_ns
+            self.merged.notes.append(f"{source.label}: its times are not of the wall clock; it begins at 0.")
+        self.merged.ranks.append(
+            MergedRank(
+                label=source.label,
+                file=source.path.name,
+                rank=source.rank,
+                node_id=source.node_id,
+                clock_offset_ns=source.clock_offset_ns,
+                clock_bound_ns=source.clock_bound_ns,
+                operations=len(trace),
+            )
+        )
+
+    def write(self, file: BinaryIO) -> None:
+        """Write all of it. Raises TraceError, OSError."""
+        header = {
+            "schemaVersion": 1,
+            "displayTimeUnit": "ms",
+            "baseTimeNanoseconds": self._base_ns,
+            "traceml_ray": self.merged,
+        }
+        with gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as packed:
+            packed.write(msgspec.json.encode(header)[:-1] + b',"traceEvents":[\n')
+            pieces, before = list[bytes](), b""
+            for event in self._events():
+                pieces.append(_encoded(event))
+                if len(pieces) == _AT_ONCE:
+                    packed.write(before + b",\n".join(pieces))
+                    pieces, before = [], b",\n"
+            packed.write((before if pieces else b"") + b",\n".join(pieces) + b"\n]}\n")
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        for rank in self._ranks:
+            yield from self._steps(rank)
+            for event in ChromeTrace(rank.source.path):
+                if event.get("ph") == "M":
+                    _note_name(rank, event)
+                elif (moved := self._moved(rank, event)) is not None:
+                    yield moved
+            self._progress(0.5 + (rank.place + 1) / (2 * len(self._ranks)))
+        for collective in self._collectives:
+            yield from self._arrows(collective)
+        for rank in self._ranks:
+            yield from _processes_named(rank)
+
+    def _moved(self, rank: _Rank, event: dict[str, Any]) -> dict[str, Any] | None:
+        """Return an event as it stands in the merged trace; None for one that is left out."""
+        kind, at = event.get("ph"), event.get("ts")
+        if not isinstance(kind, str) or kind not in _KINDS or not isinstance(at, int | float):
+            return None
+        if not abs(at) < _LATEST_US or as_text(event.get("name")) in _PROFILER or event.get("cat") == "Trace":
+            return None
+        event["ts"] = self._us(rank.base_ns + round(at * 1000))
+        event["pid"], event["tid"] = self._lane(rank, as_text(event.get("pid")), as_text(event.get("tid")))
+        for key in _IDS & event.keys():
+            event[key] = self._id(rank, event[key])
+        return event
+
+    def _us(self, t_ns: int) -> float:
+        """Return a time on the clock of all traces as the merged one has it."""
+        return (t_ns - self._base_ns) / 1000
+
+    def _lane(self, rank: _Rank, process: str, thread: str) -> tuple[int, int]:
+        """Return the process and the thread of the merged trace; a thread keeps its number."""
+        if process not in rank.pids:
+            rank.pids[process] = next(self._pids)
+        if (process, thread) not in rank.tids:
+            number = int(thread) if thread.isdecimal() and len(thread) < 10 else _NAMED + len(rank.tids)
+            rank.tids[process, thread] = number
+        return rank.pids[process], rank.tids[process, thread]
+
+    def _id(self, rank: _Rank, given: object) -> int:
+        """Return an id that no other rank has; that of a flow and of its end are the same."""
+        if type(given) is int and 0 <= given < _OUR_IDS // len(self._ranks):
+            return given * len(self._ranks) + rank.place
+        key = rank.place, as_text(given)
+        if key not in self._other_ids:
+            self._other_ids[key] = next(self._ids)
+        return self._other_ids[key]
+
+    def _steps(self, rank: _Rank) -> Iterator[dict[str, Any]]:
+        """Yield the steps that were recorded, and their rows with the stages of each."""
+        steps, shift_ns = rank.source.steps, rank.source.clock_offset_ns or 0
+        if not steps:
+            return
+        pid = rank.pids[_STEPS] = next(self._pids)
+        rank.tids |= {(_STEPS, "steps"): 1, (_STEPS, "rows, by stage"): 2}
+        rank.names |= {lane: lane[1] for lane in rank.tids if lane[0] == _STEPS}
+
+        def slice_of(tid: int, name: str, begin_ns: int, end_ns: int, step: int) -> dict[str, Any]:
+            times = {"ts": self._us(begin_ns + shift_ns), "dur": (end_ns - begin_ns) / 1000}
+            return {
+                "ph": "X",
+                "cat": "step",
+                "name": name,
+                "pid": pid,
+                "tid": tid,
+                **times,
+                "args": {"step": step},
+            }
+
+        for step in steps:
+            yield slice_of(
+                1, f"step {step.step:,}", step.begin_ns, max(step.end_ns, step.begin_ns), step.step
+            )
+        for each in intervals(steps):
+            name = text.words(each.stage) or f"row {each.step:,}"
+            yield slice_of(2, name, each.begin_ns, each.end_ns, each.step)
+
+    def _arrows(self, collective: Collective) -> Iterator[dict[str, Any]]:
+        """Yield a flow from the part of the rank that came last to each of the others, which have waited."""
+        last = collective.last
+        for part in collective.parts:
+            end_ns = max(part.begin_ns, part.end_ns - 1)  # inside
+            if part is last or end_ns < last.begin_ns:
+                continue
+            flow = {"cat": "collective", "name": collective.name, "id": next(self._ids)}
+            for kind, one, at_ns in (("s", last, last.begin_ns), ("f", part, end_ns)):
+                pid, tid = self._lane(self._ranks[one.place], *one.lane)
+                yield flow | {"ph": kind, "pid": pid, "tid": tid, "ts": self._us(at_ns)} | _BOUND[kind]
+
+
+def _clock_notes(sources: Sequence[Source]) -> Iterator[str]:
+    """Yield what has to be known of the clocks of more than one trace."""
+    unknown = [source.label for source in sources if source.clock_offset_ns is None]
+    if len(sources) > 1 and len(unknown) == len(sources):
+        yield "Times are as the clock of each node had them: by how much these differ was not measured."
+    elif len(sources) > 1 and unknown:
+        yield f"By how much the clock of {text.listed(unknown)} is off was not measured."
+
+
+def _processes(trace: Trace) -> tuple[str, frozenset[str]]:
+    """Return the process with most operations of threads, and those that stand for devices."""
+    on_device = trace.on_device
+    host = np.bincount(trace.lane[~on_device], minlength=len(trace.lanes))
+    device = np.bincount(trace.lane[on_device], minlength=len(trace.lanes))
+    by_process: dict[str, int] = {}
+    for (process, _), number in zip(trace.lanes, host.tolist(), strict=True):
+        by_process[process] = by_process.get(process, 0) + number
+    devices = {process for (process, _), number in zip(trace.lanes, device.tolist(), strict=True) if number}
+    return max(by_process, key=lambda process: by_process[process], default=""), frozenset(devices)
+
+
+def _note_name(rank: _Rank, event: dict[str, Any]) -> None:
+    """Remember what a thread is called, until it is known whether anything happened there."""
+    args = event.get("args")
+    if event.get("name") == "thread_name" and isinstance(args, dict) and len(rank.names) < _MOST_THREADS:
+        rank.names[as_text(event.get("pid")), as_text(event.get("tid"))] = as_text(args.get("name"))
+
+
+def _processes_named(rank: _Rank) -> Iterator[dict[str, Any]]:
+    """Yield what the processes and threads of a rank are called, and their order."""
+    source = rank.source
+    bound = source.clock_bound_ns
+    for number, (process, pid) in enumerate(rank.pids.items()):
+        first = {_STEPS: 0, rank.main: 1}.get(process, 2 if process in rank.devices else 3)
+        name = source.label + (
+            {0: " / steps", 1: "", 2: f" / GPU {process}"}.get(first, f" / {process or 'others'}")
+        )
+        named: dict[str, dict[str, Any]] = {"process_name": {"name": name}}
+        named["process_sort_index"] = {"sort_index": rank.place * 1000 + first * 100 + min(number, 99)}
+        if bound is not None:
+            named["process_labels"] = {"labels": f"clock ± {text.ns(bound)}"}
+        for key, args in named.items():
+            yield {"ph": "M", "name": key, "pid": pid, "tid": 0, "ts": 0, "args": args}
+    for (process, thread), tid in rank.tids.items():
+        args = {"name": rank.names.get((process, thread)) or thread or "others"}
+        yield {"ph": "M", "name": "thread_name", "pid": rank.pids[process], "tid": tid, "ts": 0, "args": args}
+
+
+def _encoded(event: dict[str, Any]) -> bytes:
+    try:
+        return msgspec.json.encode(event)
+    except (ValueError, RecursionError):  # half a character, or nested as no trace of torch is
+        name = as_text(event.get("name"))
+        return json.dumps({**event, "name": name, "cat": as_text(event.get("cat")), "args": {}}).encode()
