@@ -30,9 +30,8 @@ def dump(folder: Path, limit_s: float = DUMP_S) -> Path:
 
     Raises ControlError when it is not live, does not answer, or makes none in time.
     """
-    live, asked = _live(folder), secrets.token_hex(8)
-    if ask_finish(Path(live.socket), wire.Request(wire.VERSION, asked)) is None:
-        raise ControlError(f"the relay of session {folder.name!r} does not answer at {live.socket}")
+    asked = secrets.token_hex(8)
+    request(folder, wire.Request(wire.VERSION, asked))
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         for bundle in reversed(bundles_of(folder)):
@@ -43,6 +42,13 @@ def dump(folder: Path, limit_s: float = DUMP_S) -> Path:
         f"session {folder.name!r} has made no bundle within {limit_s:g} s; `traceml-ray status` may say why "
         "(one is made every 5 s at most)"
     )
+
+
+def request(folder: Path, message: wire.Request) -> None:
+    """Hand a request to the live session in `folder`. Raises ControlError when that cannot be done."""
+    live = _live(folder)
+    if ask_finish(Path(live.socket), message) is None:
+        raise ControlError(f"the relay of session {folder.name!r} does not answer at {live.socket}")
 
 
 def stop(folder: Path) -> None:

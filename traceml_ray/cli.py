@@ -135,6 +135,14 @@ def dump(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def profile(arguments: argparse.Namespace) -> int:
+    """Profile some steps of a live session with torch's profiler: all named ranks, the same steps."""
+    from traceml_ray.launchers import profile_command
+
+    folder = session.find(arguments.session, Settings.load(out=arguments.out).out)
+    return profile_command.run(folder, arguments)
+
+
 def stop(arguments: argparse.Namespace) -> int:
     """End the relay and aggregator of a live session."""
     import traceml_ray.launchers.control as control
@@ -185,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(command=run)
     add_command(command.add_argument)
-    for subcommand in (report, status, dashboard, bundles, dump, stop):
+    for subcommand in (report, status, dashboard, bundles, dump, profile, stop):
         about = (subcommand.__doc__ or "").strip()
         name = subcommand.__name__
         command = commands.add_parser(name, help=about, description=about, epilog=parser.epilog)
@@ -205,6 +213,10 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--run", help="id or name of one run of the session (default: the newest)")
         if subcommand is dashboard:
             _serving(command)
+        if subcommand is profile:
+            from traceml_ray.launchers.profile_command import add_arguments
+
+            add_arguments(command)
     _analyzing(commands)
     return parser
 

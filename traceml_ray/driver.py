@@ -40,6 +40,9 @@ def start(
     bundles: int | None = None,
     bundle_bytes: int | None = None,
     bundle_minutes: float | None = None,
+    profile_bytes: int | None = None,
+    auto_profile: int | None = None,
+    auto_profile_minutes: float | None = None,
     idle_ttl: float | None = None,
     device_clock: str | None = None,
     memory_history: bool | None = None,
@@ -75,6 +78,10 @@ def start(
             newest, 0 to 1000. Default: 10.
         bundle_bytes: how large they may be together, 1 MiB to 16 TiB. Default: 512 MiB.
         bundle_minutes: how much of each rank is in one, 0.1 to 60. Default: 5.
+        profile_bytes: how large all profiles may be together, 1 MiB to 16 TiB. Default: 1 GiB.
+        auto_profile: how often a verdict that lasts has a run profiled without being asked, 0 to 100.
+            Default: 3.
+        auto_profile_minutes: and how long it waits between two, 0.1 to 1440. Default: 30.
         idle_ttl: seconds without any message after which the session ends itself, 1 to 2592000 (30 days).
             Default: 600.
         device_clock: `1` takes the times of CUDA jobs from the device's own clock, `0` never does, `auto`

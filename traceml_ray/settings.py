@@ -53,6 +53,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How large all bundles of a session may be together."""
     bundle_minutes: float = 5.0
     """How much of each rank is in a bundle: what came so long before, 0.1 … 60."""
+    profile_bytes: int = 1 << 30
+    """How large all profiles of a session may be together: the oldest go first."""
+    auto_profile: int = 3
+    """How often a verdict that lasts has a run profiled without being asked; 0: never."""
+    auto_profile_minutes: float = 30.0
+    """So long, at least, between two of these."""
     idle_ttl: float = 600.0
     """Seconds without any message after which relay and aggregator end themselves."""
     device_clock: str = "auto"
@@ -149,6 +155,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "bundles": (0, 1000),
     "bundle_bytes": (1 << 20, 1 << 44),
     "bundle_minutes": (0.1, 60),
+    "profile_bytes": (1 << 20, 1 << 44),
+    "auto_profile": (0, 100),
+    "auto_profile_minutes": (0.1, 1440),
     "idle_ttl": (1, 30 * 86_400),
     "nice": (0, 19),
     "window_steps": (2, 10_000),

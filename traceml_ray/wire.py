@@ -33,6 +33,7 @@ from traceml_ray.stages import LEAD_BYTES, N_STAGES, ROW_BYTES
 MAX_BATCH_BYTES = 64 * 1024
 """A larger argument of an actor call goes through Ray's object store, 2-3 times as slow."""
 MAX_ROWS = 1024
+MAX_PROFILE_STEPS = 50
 TICK_S = 0.25
 """How often a relay sends, where the aggregator does not say otherwise."""
 
@@ -105,6 +106,36 @@ class Overhead(Part, frozen=True):
     sent_bytes: Count
 
 
+class Capture(Part, frozen=True):
+    """How far this rank is with the profile that it was asked for; in every batch while there is one."""
+
+    id: Name
+    number: Count
+    """Of the command that it obeys: a profile may be begun anew, see `Command`."""
+    state: Literal["armed", "recording", "sending", "refused", "failed"]
+    """See `store.profiles.State`."""
+    reason: str = ""
+    total_bytes: Count | None = None
+    """Of the trace, once that is made."""
+    steps: Annotated[list[tuple[Int64, Int64, Int64, Int64 | None]], FEW] = []
+    """Of each step that was recorded: its number, begin, end, and the end of its row; see `ProfileStep`."""
+    start_ns: Count | None = None
+    stop_ns: Count | None = None
+    export_ns: Count | None = None
+    """What it has cost, see `RankProfile`."""
+
+
+class TracePiece(Part, frozen=True):
+    """A part of a rank's trace; pieces overlap where some may have been lost."""
+
+    id: Name
+    """Of the profile,"""
+    number: Count
+    """and of the command, as in `Capture`."""
+    offset: Count
+    data: bytes
+
+
 class RankBatch(Message, tag="rank", frozen=True):
     """
     One tick of one rank's agent.
@@ -161,6 +192,8 @@ class RankBatch(Message, tag="rank", frozen=True):
     """
     environment: Annotated[dict[str, str], FEW] = {}
     """Versions and the configuration of torch's allocator, in the first batch."""
+    capture: Capture | None = None
+    pieces: Annotated[list[TracePiece], FEW] = []
 
     def columns(self, skip: int = 0) -> Columns:
         """Return the columns of the rows without the first `skip`."""
@@ -191,6 +224,11 @@ class Command(Part, frozen=True):
 
     `dump`: send the stack of every thread (event `stacks`); `where`: only the place of the training thread
     (event `standing`, which is not stored). `args["run"]`: ranks of that job only.
+
+    `profile`: record `steps` steps from `first_step` on with torch's profiler, on the `ranks` (a filter) of
+    the `run`; `number` grows where it is begun anew, since a rank was past that step already. `memory`,
+    `stacks`, `shapes`: 0 or 1, as torch has them; `limit_s`: how long to wait for the steps. `trace`: send
+    the trace of profile `profile` again from `offset` on, where `process` is meant.
     """
 
     name: str
@@ -316,11 +354,31 @@ class Finished(Message, tag="finished", frozen=True):
         return self.state in ("noted", "written")
 
 
+class ProfileRequest(Part, frozen=True):
+    """Which steps of which ranks a person wants to have profiled."""
+
+    ranks: Annotated[str, msgspec.Meta(max_length=1024)] = "all"
+    """A rank filter: `all`, or `0,4-7`."""
+    steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROFILE_STEPS)] = 3
+    memory: bool = False
+    """With the allocations of each operation,"""
+    stacks: bool = False
+    """where in the code it was called,"""
+    shapes: bool = False
+    """and the shapes of its inputs."""
+    run: str | None = None
+    """Id or name; None: the newest."""
+
+
 class Request(Message, tag="request", frozen=True):
-    """A person to the relay, over the rank socket: a bundle is wanted. The reply is Finished (noted)."""
+    """
+    A person to the relay, over the rank socket: a bundle is wanted, or a profile. The reply is Finished
+    (noted).
+    """
 
     request: Name
-    """Its id, which will be in the bundle's manifest."""
+    """Its id, which will be in the manifest of what is made."""
+    profile: ProfileRequest | None = None
 
 
 class Run(Message, tag="run", frozen=True):

@@ -171,6 +171,7 @@ def stop(events: list[wire.Event] | None = None) -> None:
         asleep.instrumentation.remove()
     if agent is not None:
         atexit.unregister(_at_exit)
+        agent.guard("profile", agent.captures.abandon)
         agent.instrumentation.remove()
         agent.guard("memory history", agent.history.remove)
         agent.close(events)
@@ -185,6 +186,7 @@ def _at_exit() -> None:
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # it reached the top
     if error is not None and is_out_of_memory(error_text(error)):
         agent.history.write()
+    agent.guard("profile", agent.captures.abandon)
     recorder = agent.recorder
     end = agent.guard("exit", lambda: ending.event(recorder.open_stage(), error, tail_ns=recorder.tail_ns()))
     agent.guard("exit", lambda: agent.close([end] if end else []))

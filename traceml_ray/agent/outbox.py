@@ -23,6 +23,8 @@ class Batch(msgspec.Struct, gc=False):
     spans: int
     memory: int
     data: bytes
+    piece: int | None = None
+    """Where the first of its pieces of a trace begins."""
     offered: bool = False
     handed: bool = False
     """A relay has been given it, though maybe not the one that is there now."""
@@ -66,6 +68,11 @@ class Outbox:
             if not old.handed:
                 dropped.append(old)
         return dropped
+
+    @property
+    def room(self) -> int:
+        """How many bytes it takes without dropping any; below 0 where it has too many."""
+        return self._max_bytes - self._bytes
 
     def offer(self, channel: Channel) -> None:
         """Hand over what `channel` takes now."""

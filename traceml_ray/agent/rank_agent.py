@@ -22,6 +22,7 @@ import msgspec
 from traceml_ray import identity as identities
 from traceml_ray import wire
 from traceml_ray.agent import stacks
+from traceml_ray.agent.capture import PIECE_BYTES, Captures
 from traceml_ray.agent.channel import Channel
 from traceml_ray.agent.device_use import DeviceUse
 from traceml_ray.agent.early_copy import EarlyCopy
@@ -36,6 +37,7 @@ from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.agent.sampler import ProcessSampler
 from traceml_ray.errors import sendable
+from traceml_ray.rank_filter import rank_filter
 from traceml_ray.settings import Settings
 
 MANY_RANKS = 256
@@ -57,7 +59,7 @@ _CERTAIN = ("torch.distributed", "ray_train", "explicit")
 
 
 _T = TypeVar("_T")
-_Item = TypeVar("_Item", wire.Event, wire.SpanSum, wire.MemorySample)
+_Item = TypeVar("_Item", wire.Event, wire.SpanSum, wire.MemorySample, wire.TracePiece)
 
 
 def new_process_id() -> str:
@@ -108,6 +110,8 @@ class RankAgent:
         self.history = MemoryHistory(
             settings.memory_history, settings.spool, self.add_event, ours.errors, ours.missing
         )
+        self.captures = Captures(self.recorder, ours.spans, ours.errors, settings.spool)
+        self._pieces: list[wire.TracePiece] = []
 
     def start(self) -> None:
         """Start the thread; it does the rest, so that the import of torch is not held up."""
@@ -166,6 +170,7 @@ class RankAgent:
         self._spans += self.guard("spans", functools.partial(self._collect_spans, final)) or []
         self.guard("memory", self._sample_memory)
         self.guard("memory history", self.history.turn)
+        self.guard("profile", self._collect_pieces)
         while self._enqueue(final):
             pass
         self._exchange()
@@ -182,7 +187,8 @@ class RankAgent:
         # Rows come last: from here on nothing but the encoding may go wrong.
         most = (wire.MAX_BATCH_BYTES - _FIXED_BYTES - (_ITEM_BYTES - room)) // self.ring.row_bytes
         first, keys, flags, rows, host_rows, leads = self.ring.drain_hosts(min(wire.MAX_ROWS, most))
-        more = bool(self.ring.accepted > first + len(flags) or self._events or self._spans or self._memory)
+        waiting = self._events or self._spans or self._memory or self._pieces
+        more = bool(self.ring.accepted > first + len(flags) or waiting)
         lost = self.ring.dropped + self.recorder.lost_rows
         batch = msgspec.structs.replace(
             batch,
@@ -198,7 +204,8 @@ class RankAgent:
         )
         data = self.guard("batch", functools.partial(wire.encode, batch))
         held = len(batch.events), len(batch.spans), len(batch.memory)
-        made = Batch(self._seq + 1, len(flags), *held, data or b"")
+        piece = batch.pieces[0].offset if batch.pieces else None
+        made = Batch(self._seq + 1, len(flags), *held, data or b"", piece)
         if data is None:
             self._lose(made)
             return more
@@ -239,9 +246,11 @@ class RankAgent:
         events, room = self._fitting(self._events, _ITEM_BYTES)
         spans, room = self._fitting(self._spans, room)
         memory, room = self._fitting(self._memory, room)
+        pieces, room = self._fitting(self._pieces, room)
         sources, self._memory_from = self._memory_from, {}
         about = {} if self._seq else self.guard("environment", environment) or {}
-        more = {"events": events, "spans": spans, "memory": memory, "memory_from": sources}
+        more = {"events": events, "spans": spans, "memory": memory, "memory_from": sources, "pieces": pieces}
+        more["capture"] = self.captures.status
         return msgspec.structs.replace(batch, **more, environment=about, errors=self._errors()), room
 
     def _errors(self) -> dict[str, int]:
@@ -266,6 +275,8 @@ class RankAgent:
         self.instrumentation.errors.count("events lost with their batch", batch.events)
         self.instrumentation.errors.count("spans lost with their batch", batch.spans)
         self.instrumentation.errors.count("memory samples lost with their batch", batch.memory)
+        if batch.piece is not None:
+            self.captures.lose(batch.piece)
 
     def _fitting(self, waiting: list[_Item], room: int) -> tuple[list[_Item], int]:
         """Take what fits into `room` bytes from `waiting`, in order; return it, and the room that is left."""
@@ -304,6 +315,8 @@ class RankAgent:
     def _obey(self, command: wire.Command) -> None:
         """Do what the aggregator asks for; what is not known, or of another run, is nothing to this rank."""
         asked, run = command.args.get("id"), command.args.get("run")
+        if command.name in ("profile", "trace") and self._is_meant(command):
+            self.captures.obey(command)
         if command.name not in ("where", "dump") or asked in self._dumped:
             return
         if run is not None and (self.identity is None or run != self.identity.job_id):
@@ -315,6 +328,21 @@ class RankAgent:
         if command.name == "where":
             event = msgspec.structs.replace(event, kind="standing", message="")
         self._events.append(event)
+
+    def _is_meant(self, command: wire.Command) -> bool:
+        """Return whether a command about a profile is for this rank process."""
+        if command.name == "trace":
+            return command.args.get("process") == self.process_id
+        who = self.identity
+        if who is None or command.args.get("run") != who.job_id or self._closing.is_set():
+            return False
+        return who.global_rank in rank_filter(str(command.args.get("ranks")))
+
+    def _collect_pieces(self) -> None:
+        """Have the next pieces of a trace sent, as long as rows have room enough beside them."""
+        self.captures.turn()
+        room = self._outbox.room // 2 - len(self._pieces) * PIECE_BYTES
+        self._pieces += self.captures.pieces(max(0, room // PIECE_BYTES))
 
     def _add_pending(self, event: wire.Event, opened: wire.OpenStage, asked: str) -> None:
         """Add the collective under way to `event`; asked for a dump, also all that torch's recorder has."""

@@ -27,13 +27,15 @@ SILENT_OWNER_NS = 5_000_000_000
 class Recorder(MarkLog):
     """The marks of one process; methods named `*_begin` and `*_end` are marks."""
 
-    __slots__ = ("exchange", "iterator")
+    __slots__ = ("at_step", "exchange", "iterator")
 
     def __init__(self, ring: StepRing, clock: Callable[[], int] = perf_counter_ns) -> None:
         self.exchange = GradientExchange()
         super().__init__(clock, Steps(ring, self.exchange, clock()))
         self.iterator = 0
         """The id of the iterator that the training thread has waited for last."""
+        self.at_step: Callable[[], object] | None = None
+        """Called by the training thread once an optimizer has taken its step, while a profile is wanted."""
 
     @property
     def sums(self) -> SpanSums:
@@ -222,6 +224,16 @@ class Recorder(MarkLog):
     def close_traced(self) -> None:
         """End of a `trace_step`: its last backward closes the row, else the row ends here."""
         self.steps.close_traced(self.now)
+
+    def step_now(self, wait_s: float) -> tuple[int, int, int] | None:
+        """
+        Return the number of the step that the training thread is in, the time (ns), and when the row of the
+        step before ended; None where the marks cannot be read within `wait_s`. Called by that thread.
+        """
+        if not self.settle(wait_s):
+            return None
+        now = self.clock()
+        return self.steps.rows.step, now, now - self.steps.tail_ns(now)
 
     @at_once
     def number(self, done: int) -> None:

@@ -26,6 +26,7 @@ from traceml_ray.monitor.live_memory import LiveMemory
 from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.live_verdict import LiveJudge
 from traceml_ray.monitor.node_clocks import NodeClocks
+from traceml_ray.monitor.profiling import Profiling
 from traceml_ray.monitor.queries import LiveAnswers
 from traceml_ray.monitor.rank_numbering import Groups
 from traceml_ray.monitor.spooled import spooled
@@ -86,15 +87,19 @@ class AggregatorCore:
             self._writer, self._recent, self._steps, self._memory, settings, clock, self.errors,
             self._bundling,
         )  # fmt: skip
+        self._profiling = Profiling(
+            settings, self._writer, self.errors, clock, ticks, self._judge.running, self.commit
+        )
         self._refused: dict[str, int] = {}
         processes = self._writer.processes.values()
         self._groups, self._restarts = Groups(processes), Restarts(processes)
         self._answers = LiveAnswers(
             settings.thresholds, self._writer, self._judge, self._steps, self.errors,
             flush=flush, commit=self.commit, used=self._be_busy, request=self._bundling.requested,
+            profile=self._profiling.ask,
         )  # fmt: skip
         self.endings = Endings(
-            self.folder, settings, self._writer, self.errors, self._bundling, clock, ticks,
+            self.folder, settings, self._writer, self.errors, self._bundling, self._profiling, clock, ticks,
             self._resize_groups, self._let_go,
         )  # fmt: skip
         self._tick_s = wire.TICK_S
@@ -136,9 +141,9 @@ class AggregatorCore:
         except Exception as error:
             self.errors.swallow("ingest", error)
         stored = self._writer.committed.get(incarnation, 0)
-        judge = self._judge
+        commands, brief = self._judge.commands + self._profiling.commands, self._judge.brief
         return wire.encode(
-            wire.RelayReply(wire.VERSION, stored, judge.commands, judge.brief, self._tick_s, self._clock())
+            wire.RelayReply(wire.VERSION, stored, commands, brief, self._tick_s, self._clock())
         )
 
     def commit(self) -> bool:
@@ -177,13 +182,14 @@ class AggregatorCore:
         return self.many_nodes and 0 < len(self._rows_at) <= len(self._reported)
 
     def judge(self) -> None:
-        """Judge the last steps of every run that goes on, and write the bundle that is due."""
+        """Judge the last steps of every run that goes on; write the bundle that is due; go on profiling."""
         self._reported.clear()
         try:
             self._judge.judge()
         except Exception as error:
             self.errors.swallow("judge", error)
         self._bundling.write_due()
+        self._profiling.turn()
 
     def end(self, data: bytes) -> bytes:
         """Take an encoded `Finish` of a node, or `Run`; return an encoded `Finished`. May be called again."""
@@ -332,6 +338,7 @@ class AggregatorCore:
             self._memory.add_span(process.id, span)
         for event in batch.events:
             self._add_event(self._clocks.on_ours(event, node_id), process, node_id)
+        self._profiling.take_batch(process, batch)
 
     def _process(self, name: str, now: int) -> RankProcess | None:
         """Return the rank process of that name, made when it is new; None when there are too many."""
@@ -344,6 +351,7 @@ class AggregatorCore:
         if event.kind != "standing":  # of use for the judge only
             self._writer.add_event(event, process, node_id)
         self._bundling.take(event, process)
+        self._profiling.take(event)
         if process is not None:
             self._judge.note({"process": process.id, **msgspec.structs.asdict(event)})
 

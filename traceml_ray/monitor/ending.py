@@ -14,6 +14,7 @@ from traceml_ray import wire
 from traceml_ray.errors import Errors, error_text
 from traceml_ray.monitor.bundling import Bundling
 from traceml_ray.monitor.finish import QUIET_S, End
+from traceml_ray.monitor.profiling import Profiling
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.run_facts import RunFacts
 from traceml_ray.reports.summary import summarize
@@ -40,6 +41,7 @@ class Endings:
         writer: of the session file.
         errors: the aggregator's, by place.
         bundling: takes how it ended, and writes what bundle is left.
+        profiling: ends what is under way.
         clock: wall clock in ns.
         ticks: monotonic ns.
         prepare: called with the writer's lock before an account is settled.
@@ -51,6 +53,7 @@ class Endings:
     writer: SessionWriter
     errors: Errors
     bundling: Bundling
+    profiling: Profiling
     clock: Callable[[], int]
     ticks: Callable[[], int]
     prepare: Callable[[], None]
@@ -172,6 +175,7 @@ class Endings:
         self.writer.set_meta(left={**meta.get("left", {}), message.node_id: message.exit_code})
 
     def _write_session(self) -> None:
+        self.profiling.stop()
         with self.writer.lock:
             now, meta, end = self.clock(), self.writer.meta, self._session
             missing, names = self._missing_nodes()

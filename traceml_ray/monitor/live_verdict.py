@@ -21,6 +21,7 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.errors import Errors
 from traceml_ray.monitor.bundling import Bundling
+from traceml_ray.monitor.captures import RunNow
 from traceml_ray.monitor.hang_watch import HangWatch
 from traceml_ray.monitor.incidents import asked_for_bundle
 from traceml_ray.monitor.kept_judging import KeptJudging
@@ -36,7 +37,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.store.nodes import process_labels
 from traceml_ray.store.rank_processes import RankProcess, generations, standing, trained
 from traceml_ray.store.recent import Recent
-from traceml_ray.store.runs import by_run, newest
+from traceml_ray.store.runs import by_run, newest, run_names
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
 
@@ -270,16 +271,34 @@ class LiveJudge:
         known = self._known
         return self.memory.fresh(run, self._ranks_of(run, known)) if run in known.runs else None
 
+    def running(self) -> list[RunNow]:
+        """Return the runs that are judged, the newest last, with the processes that stand for their ranks."""
+        known, clocks = self._known, self._clocks()
+        names = run_names([], self.writer.meta)
+        return [
+            RunNow(run, names.get(run, run), ranks, known.labels, self._step_s(run), clocks)
+            for run, ranks in known.ranks.items()
+            if ranks
+        ]
+
+    def _step_s(self, run: str) -> float | None:
+        verdict = self.verdict(run)
+        mean_ms = None if verdict is None else verdict.mean_step_ms
+        return None if not mean_ms else mean_ms / 1e3
+
     def _ranks_of(self, run: str, known: _Known) -> Ranks:
         own = self.steps.of(run)
         processes = {process.id: process for process in known.runs[run]}
+        return Ranks(processes, known.labels, own.world if own is not None else None, self._clocks())
+
+    def _clocks(self) -> dict[str, tuple[int, int]]:
+        """Return offset and bound of each node's clock that are known."""
         with self.writer.lock:
-            clocks = {
+            return {
                 name: (node.clock_offset_ns, node.clock_bound_ns)
                 for name, node in self.writer.nodes.items()
                 if node.clock_offset_ns is not None and node.clock_bound_ns is not None
             }
-        return Ranks(processes, known.labels, own.world if own is not None else None, clocks)
 
     def _begin_generation(self, run: str, state: _LiveRun, which: tuple[int, int]) -> None:
         """From here on judge the processes of another attempt, or restart, with the run's baseline."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from traceml_ray import wire
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors
 from traceml_ray.monitor.file_copies import Snapshots
@@ -15,6 +16,7 @@ from traceml_ray.reports.answers import Answers
 from traceml_ray.reports.files import write_reports
 from traceml_ray.store import query
 from traceml_ray.store.histories import RunSteps
+from traceml_ray.store.profiles import remove_profile
 from traceml_ray.store.query import Request
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.writer import SessionWriter
@@ -35,6 +37,7 @@ class LiveAnswers(Answers):
         commit: writes what is pending.
         used: called for questions that do not come from an open page.
         request: asks for a bundle, by an id; with the writer's lock.
+        profile: asks for a profile, likewise.
     """
 
     def __init__(
@@ -49,13 +52,16 @@ class LiveAnswers(Answers):
         commit: Callable[[], bool],
         used: Callable[[], None],
         request: Callable[[str], None],
+        profile: Callable[[wire.ProfileRequest, str], None],
     ) -> None:
         super().__init__(writer.path.parent, limits, errors)
         self.snapshots = Snapshots(writer.path.parent)
         self._writer, self._judge, self._live = writer, judge, steps
         self._flush, self._commit, self._used = flush, commit, used
-        self._request = request
+        self._request, self._profile = request, profile
         self._by_kind[query.Dump] = self._dump
+        self._by_kind[query.StartProfile] = self._start_profile
+        self._by_kind[query.RemoveProfile] = lambda asked: remove_profile(self.folder, asked.id)
         self._by_kind[query.Memory] = self._memory
         self._by_kind[query.Snapshot] = self._snapshot
         self._by_kind[query.ReadFile] = lambda asked: self.snapshots.read(asked.name, asked.offset, asked.n)
@@ -97,6 +103,10 @@ class LiveAnswers(Answers):
     def _dump(self, asked: query.Dump) -> None:
         with self._writer.lock:
             self._request(asked.id)
+
+    def _start_profile(self, asked: query.StartProfile) -> None:
+        with self._writer.lock:
+            self._profile(asked.request, asked.id)
 
     def _snapshot(self, _: query.Snapshot) -> str:
         """Copy the session file as it stands, with everything that has come; the reports are of the same."""

@@ -212,9 +212,13 @@ class RelayCore:
                 self._begin_end(peer, wire.decode(data, wire.Finish))
                 return
             if wire.tag_of(data) == "request":
-                asked = wire.decode(data, wire.Request).request
-                about: dict[str, wire.Value] = {"request": asked}
-                self._add_events([wire.Event("bundle_request", time.time_ns(), data=about)])
+                asked = wire.decode(data, wire.Request)
+                wanted, about = asked.profile, {}
+                if wanted is not None:
+                    about = {k: v for k, v in msgspec.structs.asdict(wanted).items() if v is not None}
+                about["request"] = asked.request
+                kind = "bundle_request" if wanted is None else "profile_request"
+                self._add_events([wire.Event(kind, time.time_ns(), data=about)])
                 peer.send(wire.encode(wire.Finished(wire.VERSION, "noted")))
                 return
         except wire.WireError as error:

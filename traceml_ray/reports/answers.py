@@ -22,7 +22,7 @@ from traceml_ray.reports.run_facts import RunFacts, deaths_of
 from traceml_ray.reports.stored_spans import spans_of
 from traceml_ray.reports.summary import nodes_of, runs_of, summaries, summarize
 from traceml_ray.session import SessionFolder, holder, read_json
-from traceml_ray.store import query
+from traceml_ray.store import profiles, query
 from traceml_ray.store.bundles import read_bundle
 from traceml_ray.store.histories import RunSteps, StoredHistories
 from traceml_ray.store.query import OfRun, Page, QueryError, Request
@@ -64,6 +64,10 @@ class Answers:
             query.Deaths: self._deaths,
             query.Bundles: lambda _: bundle_infos(self.folder),
             query.ReadBundle: lambda of: read_bundle(self.folder, of.bundle, of.name, of.offset, of.n),
+            query.Profiles: lambda _: profiles.listed(self.folder),
+            query.ReadProfile: lambda of: profiles.read_part(
+                self.folder, of.profile, of.name, of.offset, of.n
+            ),
             **dict.fromkeys(_OF_STEPS, self._steps),
             **dict.fromkeys(_OF_FILE, self._read),
         }

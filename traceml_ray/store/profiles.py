@@ -26,7 +26,6 @@ SCHEMA = "traceml_ray/profile/1"
 MAX_READ = 4 << 20
 MAX_RANKS = 64
 """Of one profile: the others of a larger job do what one of these does."""
-MAX_STEPS = 50
 _UNFINISHED = ".unfinished-"
 
 State = Literal["asked", "armed", "recording", "sending", "captured", "refused", "failed"]
@@ -98,6 +97,10 @@ class Profile(msgspec.Struct, kw_only=True):
     t_ns: int
     why: str
     """A sentence: who asked for it, or which verdict."""
+    requests: list[str] = []
+    """Ids of the requests that it answers."""
+    error: str | None = None
+    """Why no rank was asked."""
     by_itself: bool = False
     """No person has asked for it."""
     suspect: int | None = None
@@ -119,6 +122,24 @@ class Profile(msgspec.Struct, kw_only=True):
     def captured(self) -> list[RankProfile]:
         """The ranks whose traces are there."""
         return [rank for rank in self.ranks if rank.state == "captured"]
+
+
+class ProfileInfo(msgspec.Struct, frozen=True):
+    """A profile that is there, and how large it is."""
+
+    profile: Profile
+    path: str
+    """Its folder, on the aggregator's node."""
+    bytes: int
+
+
+class Profiles(msgspec.Struct, frozen=True):
+    """The profiles of a session."""
+
+    done: list[ProfileInfo]
+    """The oldest first."""
+    now: Profile | None
+    """The one that is being made."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +169,12 @@ def profiles_of(folder: Path) -> list[StoredProfile]:
     return found
 
 
+def listed(folder: Path) -> Profiles:
+    """Return what there is in a session folder."""
+    done = [ProfileInfo(stored.profile, str(stored.path), stored.bytes) for stored in profiles_of(folder)]
+    return Profiles(done, under_way(folder))
+
+
 def read_profile(path: Path) -> Profile:
     """Return the manifest in a folder of a profile. Raises OSError, ValueError."""
     found = read_json(path / MANIFEST, Profile)
@@ -157,6 +184,14 @@ def read_profile(path: Path) -> Profile:
         if rank.file is not None and rank.file != trace_name(rank.rank):
             raise ValueError(f"{path / MANIFEST}: {rank.file} is not the name of a trace")
     return found
+
+
+def under_way(folder: Path) -> Profile | None:
+    """Return the profile of a session folder that is being made, as far as it is; None: there is none."""
+    for path in (folder / FOLDER).glob(f"{_UNFINISHED}*"):
+        with contextlib.suppress(OSError, ValueError):
+            return read_profile(path)
+    return None
 
 
 def names_of(folder: Path) -> list[str]:
@@ -214,10 +249,16 @@ def finish(folder: Path, profile: Profile) -> Path:
     for path in here.iterdir():
         if path.name not in kept:
             path.unlink()
-    write_file(here / MANIFEST, msgspec.json.format(msgspec.json.encode(profile), indent=2))
+    show(folder, profile)
     there = folder / FOLDER / profile.id
     here.rename(there)
     return there
+
+
+def show(folder: Path, profile: Profile) -> None:
+    """Have others see how far a profile is that is being made (`under_way`). Raises OSError."""
+    path = unfinished(folder, profile.id) / MANIFEST
+    write_file(path, msgspec.json.format(msgspec.json.encode(profile), indent=2))
 
 
 def clear_unfinished(folder: Path, but: str | None = None) -> None:

@@ -23,6 +23,7 @@ from traceml_ray import __version__, results, step_shapes, summary_shape, wire
 from traceml_ray.analysis.memory import shapes
 from traceml_ray.codec import UNREADABLE, Count, Int64
 from traceml_ray.errors import sendable
+from traceml_ray.store import profiles
 from traceml_ray.store.rank_processes import RankProcess
 
 A = TypeVar("A", covariant=True)
@@ -239,6 +240,32 @@ class Dump(Request[None], frozen=True):
     """Make a bundle, with the stacks of all ranks; `id` will be in it."""
 
     id: wire.Name
+
+
+class Profiles(Request[profiles.Profiles], frozen=True):
+    """The profiles of the session, and the one that is being made."""
+
+
+class ReadProfile(Request[bytes], frozen=True):
+    """At most `n` bytes of a file of a profile, from `offset` on; none beyond its end."""
+
+    profile: str
+    name: str
+    offset: Count
+    n: Count
+
+
+class StartProfile(Request[None], frozen=True):
+    """Have steps profiled, when those asked for before are; `id` will be in the profile."""
+
+    id: wire.Name
+    request: wire.ProfileRequest
+
+
+class RemoveProfile(Request[bool], frozen=True):
+    """Remove a profile; whether there was one of that id."""
+
+    id: str
 
 
 class Snapshot(Request[str], frozen=True):

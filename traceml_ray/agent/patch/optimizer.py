@@ -64,6 +64,8 @@ def _hooks(
                 append(clock())
             else:
                 recorder.optimizer_end(began)
+            if recorder.at_step is not None:
+                recorder.at_step()
         except Exception as error:
             failed("optimizer", error)
 

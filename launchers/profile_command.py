@@ -1,0 +1,82 @@
+"""The command `traceml-ray profile`: captures steps of a live session; lists and removes profiles."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from traceml_ray import text, wire
+from traceml_ray.launchers.control import ControlError
+from traceml_ray.launchers.profile_request import Progress, profile
+from traceml_ray.rank_filter import RankFilterError, rank_filter
+from traceml_ray.reports.profiles import render_list, render_profile
+from traceml_ray.store.profiles import FOLDER, listed, remove_profile
+from traceml_ray.text import one_line
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the options of `traceml-ray profile`."""
+    command.add_argument("--ranks", default="all", metavar="0,4-7", help="whom to profile (default: all)")
+    most = wire.MAX_PROFILE_STEPS
+    command.add_argument(
+        "--steps", type=int, default=3, metavar="N", help=f"how many steps, 1 to {most} (default: 3)"
+    )
+    for name, what in (
+        ("memory", "what each operation allocates"),
+        ("stacks", "where each is called: slow"),
+        ("shapes", "the shapes of its inputs"),
+    ):
+        command.add_argument(f"--{name}", action="store_true", help=f"record also {what}")
+    command.add_argument("--run", help="id or name of one run of the session (default: the newest)")
+    command.add_argument("--list", action="store_true", help="list the profiles of the session")
+    command.add_argument("--remove", metavar="ID", help="remove a profile of the session")
+
+
+def run(folder: Path, arguments: argparse.Namespace) -> int:
+    """Do what the arguments ask for; return the exit code."""
+    if arguments.list:
+        print(render_list(listed(folder), folder / FOLDER), end="")
+        return 0
+    if arguments.remove:
+        return _remove(folder, arguments.remove)
+    try:
+        rank_filter(arguments.ranks)
+        fields = ("ranks", "steps", "memory", "stacks", "shapes", "run")
+        wanted = msgspec.convert({f: getattr(arguments, f) for f in fields}, wire.ProfileRequest)
+    except (RankFilterError, msgspec.ValidationError) as error:
+        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        return 2
+    try:
+        with _progress() as progress:
+            found = profile(folder, wanted, progress)
+    except ControlError as error:
+        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        return 1
+    print(render_profile(found.profile, found.path), end="")
+    return 0 if found.profile.captured else 1
+
+
+def _remove(folder: Path, name: str) -> int:
+    if remove_profile(folder, name):
+        return 0
+    known = text.listed([info.profile.id for info in listed(folder).done[-5:]]) or "none"
+    print(f"traceml-ray: no profile {one_line(name)!r} in {folder}; there: {known}", file=sys.stderr)
+    return 2
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """Show on stderr how far it is, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("profile", total=1.0)
+        yield lambda what, done: bar.update(task, description=f"profile: {what}", completed=done)

@@ -1,0 +1,56 @@
+"""Asks a live session for a profile over its local socket, and follows it by the files in its folder."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from traceml_ray import wire
+from traceml_ray.launchers.control import ControlError, request
+from traceml_ray.store.profiles import OVER, Profile, StoredProfile, profiles_of, under_way
+
+LIMIT_S = 600.0
+"""How long a capture is waited for; it goes on all the same."""
+_POLL_S = 0.2
+
+Progress = Callable[[str, float], object]
+"""Takes what happens now, and how far that is, 0 to 1."""
+
+
+def profile(
+    folder: Path, wanted: wire.ProfileRequest, progress: Progress, limit_s: float = LIMIT_S
+) -> StoredProfile:
+    """
+    Have steps of the live session in `folder` profiled, and wait for it.
+
+    Raises ControlError when the session is not live, does not answer, or the profile is not there within
+    `limit_s` seconds.
+    """
+    asked, deadline = secrets.token_hex(8), time.monotonic() + limit_s
+    request(folder, wire.Request(wire.VERSION, asked, wanted))
+    while time.monotonic() < deadline:
+        for stored in reversed(profiles_of(folder)):
+            if asked in stored.profile.requests:
+                return stored
+        now = under_way(folder)
+        progress(*(so_far(now) if now is not None and asked in now.requests else ("waiting", 0.0)))
+        time.sleep(_POLL_S)
+    raise ControlError(
+        f"session {folder.name!r} has made no profile within {limit_s:g} s; `traceml-ray status` may say "
+        "why, and `traceml-ray profile --list` whether it came later"
+    )
+
+
+def so_far(now: Profile) -> tuple[str, float]:
+    """Return what a profile that is being made is at, and how far that is, 0 to 1."""
+    ranks = now.ranks
+    if any(rank.state == "sending" for rank in ranks):
+        total = sum(rank.total_bytes or 0 for rank in ranks)
+        return "sending", sum(rank.bytes for rank in ranks) / total if total else 0.0
+    done = sum(len(rank.steps) for rank in ranks if rank.state not in OVER)
+    if any(rank.state == "recording" for rank in ranks):
+        wanted = now.n_steps * sum(rank.state not in OVER for rank in ranks)
+        return f"recording step {now.first_step} and after", done / wanted if wanted else 0.0
+    return f"waiting for step {now.first_step}", 0.0

@@ -1,0 +1,328 @@
+"""
+A profile of a few steps on this rank: armed by the agent's thread, recorded by the one that trains.
+
+That thread asks one attribute a step (`Recorder.at_step`), which is None while nothing is wanted. Whatever
+goes wrong ends the capture, with a reason, and nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from threading import get_ident
+from typing import Literal
+
+import msgspec
+
+from traceml_ray import wire
+from traceml_ray.agent.recorder import Recorder
+from traceml_ray.agent.spans import Spans
+from traceml_ray.agent.torch_profiler import ProfilerBusyError, TorchProfiler
+from traceml_ray.agent.trace_file import TraceFile, TraceTooLargeError
+from traceml_ray.codec import Count
+from traceml_ray.errors import Errors, error_text
+
+PIECE_BYTES = 24 * 1024
+SETTLE_S = 0.05
+"""Longest wait of the training thread for its own marks, once a step while there is a capture."""
+KEPT_S = 30.0
+"""A trace that nobody asks for any more is let go after so long."""
+SPAN = "profiler"
+"""The span of what turning the profiler on and off takes, on the training thread."""
+_REASON_CHARS = 300
+
+State = Literal["armed", "recording", "recorded", "sending", "refused", "failed"]
+_SHOWN: dict[State, Literal["armed", "recording", "sending", "refused", "failed"]] = {
+    "armed": "armed",
+    "recording": "recording",
+    "recorded": "recording",
+    "sending": "sending",
+    "refused": "refused",
+    "failed": "failed",
+}
+
+
+class _Wanted(msgspec.Struct, frozen=True):
+    """What a command `profile` asks for, see `wire.Command`."""
+
+    id: wire.Name
+    number: Count
+    first_step: Count
+    steps: Count
+    limit_s: float
+    memory: int = 0
+    stacks: int = 0
+    shapes: int = 0
+
+
+class Captures:
+    """
+    The captures of one process, one at a time.
+
+    Args:
+        recorder: of the training thread's marks.
+        spans: shows what the profiler costs as a span.
+        errors: counts what goes wrong.
+        folder: where a trace may be while it is made.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        spans: Spans,
+        errors: Errors,
+        folder: str | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._recorder, self._spans, self._errors = recorder, spans, errors
+        self._folder, self._clock = folder, clock
+        self._now: _Capture | None = None
+        self._heard = 0.0
+
+    # -- the agent's thread --------------------------------------------------------------------------
+
+    def obey(self, command: wire.Command) -> None:
+        """Do what a command asks for that is meant for this rank; it is repeated."""
+        if command.name == "trace":
+            self._send_again(command)
+            return
+        wanted = msgspec.convert(command.args, _Wanted)
+        self._heard = self._clock()
+        now = self._now
+        if now is not None and now.wanted.id == wanted.id and now.wanted.number >= wanted.number:
+            return
+        if now is not None:
+            now.let_go()
+        own = functools.partial(TorchProfiler, bool(wanted.memory), bool(wanted.stacks), bool(wanted.shapes))
+        self._now = _Capture(wanted, self._recorder, self._spans, self._errors, own, self._clock())
+        self._now.arm()
+
+    def _send_again(self, command: wire.Command) -> None:
+        now, offset = self._now, command.args.get("offset")
+        if now is not None and now.wanted.id == command.args.get("profile") and isinstance(offset, int):
+            self._heard = self._clock()
+            now.sent = min(now.sent, max(0, offset))
+
+    def turn(self) -> None:
+        """Write the trace that is there; give up what takes too long; let go of what is over."""
+        now = self._now
+        if now is None:
+            return
+        if now.state == "recorded":
+            now.export(self._folder)
+        elif now.state == "armed" and self._clock() - now.began > now.wanted.limit_s:
+            now.end("refused", f"step {now.wanted.first_step} did not come within {now.wanted.limit_s:g} s")
+        elif now.state in ("sending", "refused", "failed") and self._clock() - self._heard > KEPT_S:
+            now.let_go()
+            self._now = None
+
+    def pieces(self, most: int) -> list[wire.TracePiece]:
+        """Return the next pieces of the trace, `most` at most."""
+        now = self._now
+        return [] if now is None else now.pieces(most)
+
+    def lose(self, offset: int) -> None:
+        """Note that pieces from `offset` on were lost on their way: they are sent again."""
+        if self._now is not None:
+            self._now.sent = min(self._now.sent, offset)
+
+    @property
+    def status(self) -> wire.Capture | None:
+        """How far it is; None while there is none."""
+        return None if self._now is None else self._now.status()
+
+    def abandon(self) -> None:
+        """End it: this process is no longer watched. Any thread may, once."""
+        now, self._now = self._now, None
+        if now is not None:
+            now.let_go()
+
+
+class _Capture:
+    """One capture; `at_step` runs on the training thread, the rest on the agent's."""
+
+    def __init__(
+        self,
+        wanted: _Wanted,
+        recorder: Recorder,
+        spans: Spans,
+        errors: Errors,
+        profiler: Callable[[Callable[[], object]], TorchProfiler],
+        began: float,
+    ) -> None:
+        self.wanted, self.began = wanted, began
+        self.state: State = "armed"
+        self.sent = 0
+        self._reason = ""
+        self._recorder, self._spans, self._errors = recorder, spans, errors
+        self._profiler = profiler(self._give_way)
+        self._wall_ns = time.time_ns() - recorder.clock()
+        """From the clock of marks to that of the wall."""
+        self._steps: list[tuple[int, int, int, int | None]] = []
+        self._edge: tuple[int, int] = (0, 0)
+        """The step that is being recorded, and when it began."""
+        self._cost: dict[str, int] = {}
+        self._file: TraceFile | None = None
+        self._thread = 0
+        """The one that has turned the profiler on."""
+        self._given_up = False
+
+    def arm(self) -> None:
+        self._recorder.at_step = self.at_step
+
+    def end(self, state: Literal["refused", "failed"], reason: str) -> None:
+        self._reason = reason[:_REASON_CHARS]
+        self.state = state
+        self._disarm()
+
+    def _disarm(self) -> None:
+        if self._recorder.at_step == self.at_step:
+            self._recorder.at_step = None
+
+    # -- the training thread -------------------------------------------------------------------------
+
+    def at_step(self) -> None:
+        """Turn the profiler on where its steps begin, and off where they are over; raises nothing."""
+        try:
+            if self._given_up:
+                self._turn_off()
+            elif self.state == "armed":
+                self._may_start()
+            elif self.state == "recording":
+                self._note_step()
+        except Exception as error:
+            self._errors.note("profile", error)
+            self.end("failed" if self._thread else "refused", error_text(error))
+            self._turn_off()
+
+    def _may_start(self) -> None:
+        found = self._recorder.step_now(SETTLE_S)
+        if found is None or found[0] < self.wanted.first_step:
+            return
+        step, began, _ = found
+        if step > self.wanted.first_step:
+            self.end("refused", f"step {self.wanted.first_step} was over when the request came")
+            return
+        span = self._spans.begin(SPAN)
+        try:
+            self._profiler.start()
+            self._thread = get_ident()
+        except ProfilerBusyError as error:
+            self.end("refused", f"{error}: the script's own")
+            return
+        finally:
+            now = self._recorder.clock()
+            if span is not None:
+                self._spans.end(span)
+        self._cost["start_ns"] = now - began
+        self._edge = step, now
+        if self.state == "armed":
+            self.state = "recording"
+
+    def _note_step(self) -> None:
+        found = self._recorder.step_now(SETTLE_S)
+        if found is None or found[0] <= self._edge[0]:
+            return
+        step, now, exit_ns = found
+        last, began = self._edge
+        wall = self._wall_ns
+        ended = exit_ns + wall if began < exit_ns <= now else None
+        self._steps.append((last, began + wall, now + wall, ended))
+        self._edge = step, now
+        if step >= self.wanted.first_step + self.wanted.steps:
+            self._stop()
+
+    def _stop(self) -> None:
+        began, span = self._recorder.clock(), self._spans.begin(SPAN)
+        try:
+            there = self._profiler.stop()
+        finally:
+            self._thread = 0
+            if span is not None:
+                self._spans.end(span)
+        self._cost["stop_ns"] = self._recorder.clock() - began
+        self._disarm()
+        if there and self.state == "recording":
+            self.state = "recorded"
+
+    def _turn_off(self) -> None:
+        """Turn the profiler off, whatever has become of the capture."""
+        self._disarm()
+        if self._thread:
+            self._thread = 0
+            try:
+                self._profiler.stop()
+            except Exception as error:
+                self._errors.note("profile", error)
+
+    def _give_way(self) -> None:
+        """The script has started its own profiler; called by the thread that does."""
+        self._thread = 0 if get_ident() == self._thread else self._thread
+        self.state, self._reason = "failed", "the script has started a profiler of its own"
+        self._given_up = True
+
+    # -- the agent's thread --------------------------------------------------------------------------
+
+    def export(self, folder: str | None) -> None:
+        """Make the file of what was recorded."""
+        began = self._recorder.clock()
+        try:
+            self._file = TraceFile(self._profiler.save, folder)
+            self.state = "sending"
+        except (TraceTooLargeError, ProfilerBusyError) as error:
+            self.end("failed", str(error))
+        except Exception as error:
+            self._errors.note("profile", error)
+            self.end("failed", f"its trace could not be written: {error_text(error)}")
+        self._cost["export_ns"] = self._recorder.clock() - began
+
+    def pieces(self, most: int) -> list[wire.TracePiece]:
+        """Return the next pieces."""
+        found: list[wire.TracePiece] = []
+        while self._file is not None and self.sent < self._file.size and len(found) < most:
+            data = self._file.read(self.sent, PIECE_BYTES)
+            found.append(wire.TracePiece(self.wanted.id, self.wanted.number, self.sent, data))
+            self.sent += len(data)
+        return found
+
+    def status(self) -> wire.Capture:
+        """Return what is told of it in each batch."""
+        total = None if self._file is None else self._file.size
+        return wire.Capture(
+            self.wanted.id,
+            self.wanted.number,
+            _SHOWN[self.state],
+            self._reason,
+            total,
+            list(self._steps),
+            self._cost.get("start_ns"),
+            self._cost.get("stop_ns"),
+            self._cost.get("export_ns"),
+        )
+
+    def let_go(self) -> None:
+        """End it with nothing."""
+        self._given_up = True
+        if self._thread == get_ident():
+            self._turn_off()
+        elif self._thread:
+            self._turn_off_later()
+        else:
+            self._disarm()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _turn_off_later(self) -> None:
+        """Have the thread that trains turn its profiler off after its next step, also without us."""
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        def once(*_: object) -> None:
+            if get_ident() == self._thread:
+                self.at_step()
+            if not self._thread:
+                hook.remove()
+
+        hook = register_optimizer_step_post_hook(once)

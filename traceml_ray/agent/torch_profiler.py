@@ -1,0 +1,112 @@
+"""
+torch's profiler, turned on and off by the training thread, its trace written by another.
+
+It is used below `torch.profiler.profile`, whose `stop` may parse all events in Python, on the thread that
+trains. A process has one profiler at a time, and the script's own wins: ours then ends at once, with nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from threading import get_ident
+from typing import Any
+
+_LOG = "KINETO_LOG_LEVEL"
+_SILENT = "99"
+"""Its library writes two lines to stderr each time; it reads this once."""
+
+
+class ProfilerBusyError(RuntimeError):
+    """Another profiler is on."""
+
+
+class TorchProfiler:
+    """
+    One recording. `start` and `stop` are called by the thread that trains; torch must be imported.
+
+    Args:
+        memory, stacks, shapes: what else is recorded.
+        gave_way: called when the script has started a profiler of its own meanwhile.
+    """
+
+    def __init__(self, memory: bool, stacks: bool, shapes: bool, gave_way: Callable[[], object]) -> None:
+        self._options = {"profile_memory": memory, "with_stack": stacks, "record_shapes": shapes}
+        self._gave_way = gave_way
+        self._thread = 0
+        self._lost = False
+        """Another profiler has taken the place of ours, which has nothing to save."""
+        self._undo: Callable[[], None] = lambda: None
+        self._device: Any = None
+        self._result: Any = None
+
+    def start(self) -> None:
+        """Start to record on this thread. Raises `ProfilerBusyError`, and whatever torch does."""
+        torch, profiler = _torch()
+        if getattr(profiler, "_is_profiler_enabled", False) or torch.autograd._profiler_enabled():
+            raise ProfilerBusyError("a profiler is on already")
+        cuda = torch.cuda.is_initialized()
+        ours = profiler.profile(use_device="cuda" if cuda else None, use_kineto=True, **self._options)
+        silenced = os.environ.setdefault(_LOG, _SILENT) == _SILENT
+        try:
+            ours._prepare_trace()
+            ours._start_trace()
+        finally:
+            if silenced:
+                os.environ.pop(_LOG, None)
+        self._thread, self._device = get_ident(), torch.cuda if cuda else None
+        self._watch(profiler.profile)
+
+    def _watch(self, profile: Any) -> None:
+        """Have the start of any other profiler end this one first."""
+        original = profile._prepare_trace
+
+        def prepare_trace(other: Any, *args: Any, **kwargs: Any) -> Any:
+            self._yield()
+            return original(other, *args, **kwargs)
+
+        def undo() -> None:
+            if profile.__dict__.get("_prepare_trace") is prepare_trace:
+                profile._prepare_trace = original
+
+        profile._prepare_trace = prepare_trace
+        self._undo = undo
+
+    def _yield(self) -> None:
+        if self._thread and not self._lost:
+            self._lost = True
+            if get_ident() == self._thread:
+                self._disable()
+            self._gave_way()
+
+    def stop(self) -> bool:
+        """Stop to record; return whether there is something to save. On the thread that has started it."""
+        if not self._thread:
+            return False
+        if not self._lost and self._device is not None:
+            self._device.synchronize()  # what was launched in these steps belongs to them
+        self._disable()
+        return not self._lost
+
+    def _disable(self) -> None:
+        _, profiler = _torch()
+        self._undo()
+        if self._thread:
+            self._thread = 0
+            self._result = profiler._disable_profiler()
+            profiler._run_on_profiler_stop()
+
+    def save(self, path: Path) -> None:
+        """Write the trace, and let go of it; no Python of this process runs meanwhile. Any thread may."""
+        result, self._result = self._result, None
+        if result is None or self._lost:  # torch would crash
+            raise ProfilerBusyError("there is nothing to save")
+        result.save(str(path))
+
+
+def _torch() -> tuple[Any, Any]:
+    import torch
+    from torch.autograd import profiler
+
+    return torch, profiler

@@ -1,0 +1,362 @@
+"""
+Profiles of a live session: which ranks are asked for which steps, what comes of it, and when one is over.
+
+One capture at a time; others wait. All ranks record the same steps: the first lies so far ahead that the
+command is everywhere before it. Where a rank was past it all the same, all begin anew, further ahead.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from traceml_ray import __version__, text, wire
+from traceml_ray.errors import Errors
+from traceml_ray.rank_filter import RankFilterError, rank_filter
+from traceml_ray.reports.run_facts import moment
+from traceml_ray.store import profiles
+from traceml_ray.store.profiles import OVER, Profile, RankProfile
+from traceml_ray.store.rank_processes import RankProcess
+
+AHEAD_S = 3.0
+"""So long before its first step a command is sent: ranks hear of it within about 2 s."""
+AHEAD_STEPS = 2
+"""And at least so many steps."""
+MAX_NUMBER = 3
+"""How often one is begun, each time twice as far ahead."""
+ANSWER_S = 15.0
+"""A rank that has not answered within that time is not waited for."""
+STEPS_S = 120.0
+"""How long a rank waits for its steps, beside the time that they take;"""
+SEND_S = 30.0
+"""how long nothing of a trace may come before it is asked for again,"""
+AGAIN = 3
+"""and how often that is done."""
+MAX_WAITING = 8
+"""Captures that wait for the one before."""
+_LATE = "was over when the request came"
+
+
+@dataclass(frozen=True)
+class RunNow:
+    """A run that goes on."""
+
+    run: str
+    name: str
+    ranks: Mapping[int, RankProcess]
+    labels: Mapping[int, str]
+    """Of the rank processes' nodes."""
+    step_s: float | None
+    """How long a step takes."""
+    clocks: Mapping[str, tuple[int, int]]
+    """Offset and bound of each node's clock, ns, by its id."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be profiled, and why."""
+
+    request: wire.ProfileRequest
+    why: str
+    requests: tuple[str, ...] = ()
+    """Ids of those who have asked."""
+    by_itself: bool = False
+    suspect: int | None = None
+    stage: str | None = None
+    median: int | None = None
+
+
+@dataclass(eq=False)
+class _Rank:
+    """State of one rank of the capture."""
+
+    about: RankProfile
+    process_id: str = ""
+    heard: bool = False
+    """It has answered the command of this number."""
+    moved_s: float = 0.0
+    """When it went on last."""
+    again: int = 0
+    """How often the rest of its trace was asked for,"""
+    stalled: bool = False
+    """and whether that is so now."""
+
+
+@dataclass(eq=False)
+class _Capture:
+    """The capture that is under way."""
+
+    wanted: Wanted
+    profile: Profile
+    ranks: dict[str, _Rank]
+    """Those that were asked, by their process ids."""
+    began_s: float
+    step_s: float
+    number: int = 1
+    commands: list[wire.Command] = field(default_factory=list)
+
+
+class Captures:
+    """
+    One per session. The caller holds the writer's lock.
+
+    Args:
+        folder: of the session.
+        errors: the aggregator's, by place.
+        clock: wall clock in ns.
+        ticks: monotonic seconds.
+    """
+
+    def __init__(
+        self, folder: Path, errors: Errors, clock: Callable[[], int], ticks: Callable[[], float]
+    ) -> None:
+        self._folder, self._errors = folder, errors
+        self._clock, self._ticks = clock, ticks
+        self._now: _Capture | None = None
+        self._waiting: deque[Wanted] = deque()
+        profiles.clear_unfinished(folder)  # of an aggregator that was killed
+
+    @property
+    def busy(self) -> bool:
+        """Whether one is under way or waits."""
+        return self._now is not None or bool(self._waiting)
+
+    def ask(self, wanted: Wanted) -> None:
+        """Have steps profiled, when those before are done; what is too much is counted."""
+        if len(self._waiting) >= MAX_WAITING:
+            self._errors.count("profile: too many wait")
+            return
+        self._waiting.append(wanted)
+
+    def commands(self) -> list[wire.Command]:
+        """Return what to tell the ranks."""
+        now = self._now
+        return [] if now is None else [*now.commands, *_again(now)]
+
+    def take(self, process: RankProcess, batch: wire.RankBatch) -> None:
+        """Take what a rank says of its capture, and pieces of its trace."""
+        now = self._now
+        rank = None if now is None else now.ranks.get(process.process_id)
+        if now is None or rank is None or rank.about.state in OVER:
+            return
+        told = batch.capture
+        if told is not None and told.id == now.profile.id and told.number == now.number:
+            self._note(now, rank, told)
+        for piece in batch.pieces:
+            if piece.id == now.profile.id and piece.number == now.number:
+                self._add(now, rank, piece)
+
+    def _note(self, now: _Capture, rank: _Rank, told: wire.Capture) -> None:
+        about = rank.about
+        if told.state != about.state:
+            rank.moved_s = self._ticks()
+        rank.heard, about.state, about.reason = True, told.state, told.reason or None
+        about.total_bytes = told.total_bytes
+        about.steps = [profiles.ProfileStep(*step) for step in told.steps]
+        about.start_ms, about.stop_ms, about.export_ms = map(
+            _ms, (told.start_ns, told.stop_ns, told.export_ns)
+        )
+        self._check_whole(about)
+
+    def _add(self, now: _Capture, rank: _Rank, piece: wire.TracePiece) -> None:
+        """Put a piece where it belongs; one beyond a gap comes again."""
+        about = rank.about
+        if piece.offset > about.bytes or piece.offset + len(piece.data) <= about.bytes:
+            return
+        about.file = profiles.trace_name(about.rank)
+        path = profiles.unfinished(self._folder, now.profile.id) / about.file
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            written = os.pwrite(fd, piece.data, piece.offset)
+        finally:
+            os.close(fd)
+        about.bytes, rank.moved_s, rank.stalled = piece.offset + written, self._ticks(), False
+        self._check_whole(about)
+
+    def _check_whole(self, about: RankProfile) -> None:
+        if about.state == "sending" and about.total_bytes is not None and about.bytes >= about.total_bytes:
+            about.state = "captured"
+
+    # -- once a second ---------------------------------------------------------------------------------
+
+    def turn(self, runs: Sequence[RunNow]) -> Profile | None:
+        """Go on: begin what waits, give up what does not come. Return the profile that is over."""
+        if self._now is None and self._waiting:
+            self._begin(self._waiting.popleft(), runs)
+        now = self._now
+        if now is None:
+            return None
+        run = next((run for run in runs if run.run == now.profile.run), None)
+        if run is None:
+            self._give_up(now, "the run is over")
+        elif any(_was_late(rank.about) for rank in now.ranks.values()) and now.number < MAX_NUMBER:
+            self._begin_anew(now, run)
+        else:
+            self._check(now, run)
+        if not all(rank.about.state in OVER for rank in now.ranks.values()):
+            self._show(now)
+            return None
+        self._now = None
+        return now.profile
+
+    def stop(self, why: str) -> Profile | None:
+        """End all: the session is over. Return the profile that was under way, as far as it is."""
+        self._waiting.clear()
+        now, self._now = self._now, None
+        if now is not None:
+            self._give_up(now, why)
+        return None if now is None else now.profile
+
+    def _begin(self, wanted: Wanted, runs: Sequence[RunNow]) -> None:
+        asked, t_ns = wanted.request, self._clock()
+        same = [run for run in runs if asked.run in (None, run.run, run.name)]
+        run = same[-1] if same else None
+        profile = Profile(
+            id=profiles.new_id(self._folder, t_ns),
+            session=self._folder.name,
+            run=None if run is None else run.run,
+            time=moment(t_ns) or "",
+            t_ns=t_ns,
+            why=wanted.why,
+            requests=list(wanted.requests),
+            by_itself=wanted.by_itself,
+            suspect=wanted.suspect,
+            stage=wanted.stage,
+            median=wanted.median,
+            first_step=None,
+            n_steps=asked.steps,
+            **{name: getattr(asked, name) for name in ("memory", "stacks", "shapes")},
+            ranks=[],
+            traceml_ray=__version__,
+        )
+        if run is None:
+            profile.error = "no run goes on" if asked.run is None else f"no run {asked.run!r} goes on"
+        ranks = {} if run is None else _asked(profile, asked, run)
+        profile.ranks = [rank.about for rank in ranks.values()]
+        process_ids = {rank.process_id: rank for rank in ranks.values() if rank.process_id}
+        step_s = (run.step_s if run is not None else None) or 1.0
+        self._now = _Capture(wanted, profile, process_ids, self._ticks(), step_s)
+        if run is not None:
+            self._command(self._now, run)
+
+    def _command(self, now: _Capture, run: RunNow) -> None:
+        """Make the command of this number; its first step is ahead of all ranks."""
+        asked, profile = now.wanted.request, now.profile
+        ahead = max(AHEAD_STEPS, math.ceil(AHEAD_S * 2 ** (now.number - 1) / now.step_s))
+        going = [run.ranks[rank.about.rank] for rank in now.ranks.values() if rank.about.rank in run.ranks]
+        # The last row that came is of a step that is over, and the next one is under way.
+        newest = max((process.last_step or 0 for process in going), default=0) + 1
+        profile.first_step = newest + ahead
+        limit_s = STEPS_S + 4 * (ahead + asked.steps) * now.step_s
+        args: dict[str, wire.Value] = {
+            "id": profile.id,
+            "number": now.number,
+            "run": profile.run,
+            "ranks": ",".join(str(rank.about.rank) for rank in now.ranks.values()),
+            "first_step": profile.first_step,
+            "steps": asked.steps,
+            "limit_s": limit_s,
+            **{name: int(getattr(asked, name)) for name in ("memory", "stacks", "shapes")},
+        }
+        now.commands = [wire.Command("profile", args)] if now.ranks else []
+        now.began_s = self._ticks()
+        for rank in now.ranks.values():
+            rank.moved_s = now.began_s
+
+    def _begin_anew(self, now: _Capture, run: RunNow) -> None:
+        now.number += 1
+        for rank in now.ranks.values():
+            if rank.about.state != "refused" or _was_late(rank.about):
+                rank.heard, rank.again = False, 0
+                about = rank.about
+                about.state, about.reason, about.steps = "asked", None, []
+                about.file, about.bytes, about.total_bytes = None, 0, None
+        profiles.clear_unfinished(self._folder)
+        self._command(now, run)
+
+    def _check(self, now: _Capture, run: RunNow) -> None:
+        """Give up ranks that have ended, or of which nothing comes."""
+        limit_s = float(now.commands[0].args["limit_s"] or 0.0) if now.commands else 0.0
+        for rank in now.ranks.values():
+            about, quiet_s = rank.about, self._ticks() - rank.moved_s
+            if about.state in OVER:
+                continue
+            process = run.ranks.get(about.rank)
+            if process is None or process.process_id != rank.process_id or process.ended:
+                about.state, about.reason = "failed", "it ended before its trace was there"
+            elif not rank.heard and quiet_s > ANSWER_S:
+                about.state, about.reason = "refused", f"it has not answered within {ANSWER_S:g} s"
+            elif about.state in ("armed", "recording") and quiet_s > limit_s + ANSWER_S:
+                about.state, about.reason = "failed", f"it has not ended its steps within {quiet_s:.0f} s"
+            elif about.state == "sending" and quiet_s > SEND_S:
+                rank.again, rank.moved_s, rank.stalled = rank.again + 1, self._ticks(), True
+                if rank.again > AGAIN:
+                    about.state, about.reason = "failed", "the rest of its trace has not come"
+
+    def _give_up(self, now: _Capture, why: str) -> None:
+        for rank in now.ranks.values():
+            if rank.about.state not in OVER:
+                rank.about.state, rank.about.reason = "failed", why
+
+    def _show(self, now: _Capture) -> None:
+        """Have others see how far it is."""
+        try:
+            profiles.show(self._folder, now.profile)
+        except OSError as error:
+            self._errors.note("profile", error)
+
+
+def _asked(profile: Profile, asked: wire.ProfileRequest, run: RunNow) -> dict[int, _Rank]:
+    """Return the ranks that are meant; those that cannot be profiled say why."""
+    try:
+        wanted = rank_filter(asked.ranks)
+    except RankFilterError as error:
+        profile.error = str(error)
+        return {}
+    numbers = [rank for rank in sorted(run.ranks) if rank in wanted]
+    named = () if wanted.ranges is None else itertools.chain.from_iterable(wanted.ranges)
+    unknown = [rank for rank in itertools.islice(named, profiles.MAX_RANKS) if rank not in run.ranks]
+    found = {rank: _rank(rank, run) for rank in numbers[: 4 * profiles.MAX_RANKS]}
+    going = [rank for rank in found.values() if rank.about.state == "asked"]
+    for rank in going[profiles.MAX_RANKS :]:
+        rank.process_id, rank.about.state = "", "refused"
+        rank.about.reason = f"a profile has {profiles.MAX_RANKS} ranks at most"
+    absent = {rank: _Rank(RankProfile(rank, "refused", "there is no such rank")) for rank in unknown}
+    return dict(sorted((found | absent).items()))
+
+
+def _rank(rank: int, run: RunNow) -> _Rank:
+    process = run.ranks[rank]
+    identity, about = process.identity, RankProfile(rank, "asked", process=process.id)
+    about.node = run.labels.get(process.id)
+    if identity is not None:
+        about.node_id, about.hostname, about.pid = identity.node_id, identity.hostname, identity.pid
+    clock = run.clocks.get(about.node_id or "")
+    if clock is not None:
+        about.clock_offset_ns, about.clock_bound_ns = clock
+    if process.ended:
+        about.state, about.reason = "refused", f"it has ended ({text.plain(process.end)})"
+        return _Rank(about)
+    return _Rank(about, process.process_id)
+
+
+def _was_late(about: RankProfile) -> bool:
+    return about.state == "refused" and _LATE in (about.reason or "")
+
+
+def _again(now: _Capture) -> list[wire.Command]:
+    """Return the commands for ranks whose traces are to be sent again from where they stopped."""
+    return [
+        wire.Command("trace", {"profile": now.profile.id, "process": process_id, "offset": rank.about.bytes})
+        for process_id, rank in now.ranks.items()
+        if rank.stalled and rank.about.state == "sending"
+    ]
+
+
+def _ms(ns: int | None) -> float | None:
+    return None if ns is None else ns / 1e6

@@ -1,0 +1,169 @@
+"""What a session profiles: on request, and by itself where a verdict lasts. What goes wrong is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from traceml_ray import text, wire
+from traceml_ray.errors import Errors
+from traceml_ray.monitor.captures import Captures, RunNow, Wanted
+from traceml_ray.settings import Settings
+from traceml_ray.stages import N_STAGES, SEGMENT_BITS
+from traceml_ray.store import profiles
+from traceml_ray.store.profiles import Profile, ProfileStep
+from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.session_file import SessionFile, columns_of
+from traceml_ray.store.writer import SessionWriter
+
+REQUEST = "profile_request"
+"""The event by which a relay hands on what a person has asked it for."""
+EVENT = "profile"
+"""The event that a profile is over."""
+_NAMED = 4
+"""Ranks without a trace whose reasons are in it."""
+
+
+class Profiling:
+    """
+    One per session.
+
+    Args:
+        settings: of the session.
+        writer: of the session file; its lock is held briefly.
+        errors: the aggregator's, by place.
+        clock: wall clock in ns.
+        ticks: monotonic ns.
+        runs: the runs that go on.
+        commit: writes what is pending.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        writer: SessionWriter,
+        errors: Errors,
+        clock: Callable[[], int],
+        ticks: Callable[[], int],
+        runs: Callable[[], list[RunNow]],
+        commit: Callable[[], bool],
+    ) -> None:
+        self._writer, self._errors, self._clock = writer, errors, clock
+        self._runs, self._commit = runs, commit
+        self._folder, self._max_bytes = writer.path.parent, settings.profile_bytes
+        self._captures = Captures(self._folder, errors, clock, lambda: ticks() / 1e9)
+        self.commands: list[wire.Command] = []
+        """For the ranks, sent with every reply to a relay."""
+
+    def ask(self, request: wire.ProfileRequest, asked: str) -> None:
+        """Take the request of a person, by its id; with the writer's lock."""
+        self._captures.ask(Wanted(request, "it was requested.", (asked,)))
+
+    def take(self, event: wire.Event) -> None:
+        """Take an event of a node, if it is a request."""
+        if event.kind == REQUEST:
+            values = dict(event.data)
+            asked = str(values.pop("request", ""))
+            try:
+                self.ask(request_of(values), asked)
+            except wire.WireError as error:
+                self._errors.note(REQUEST, error)
+
+    def take_batch(self, process: RankProcess, batch: wire.RankBatch) -> None:
+        """Take what a rank says of its capture; with the writer's lock. An error is counted."""
+        if batch.capture is None and not batch.pieces:
+            return
+        try:
+            self._captures.take(process, batch)
+        except Exception as error:
+            self._errors.note("trace", error)
+
+    def turn(self) -> None:
+        """Go on with what is to be captured; once a second. An error is counted."""
+        if not self._captures.busy:
+            return
+        try:
+            runs = self._runs()
+            with self._writer.lock:
+                over = self._captures.turn(runs)
+                self.commands = self._captures.commands()
+            if over is not None:
+                self._finish(over)
+        except Exception as error:
+            self._errors.swallow("profile", error)
+
+    def stop(self) -> None:
+        """End what is under way: the session is over."""
+        try:
+            with self._writer.lock:
+                over = self._captures.stop("the session was over before its trace was there")
+                self.commands = []
+            if over is not None:
+                self._finish(over)
+        except Exception as error:
+            self._errors.swallow("profile", error)
+
+    def _finish(self, profile: Profile) -> None:
+        """Have a profile appear in its folder, and say so; a failure is counted, and nothing is left."""
+        there = False
+        try:
+            if profile.captured:
+                self._add_rows(profile)
+            profiles.finish(self._folder, profile)
+            there = True
+            profiles.prune(self._folder, self._max_bytes)
+        except Exception as error:
+            self._errors.note("profile", error)
+            profiles.clear_unfinished(self._folder)
+        with self._writer.lock:
+            self._writer.add_event(_event(profile, there, self._clock()), run=profile.run)
+
+    def _add_rows(self, profile: Profile) -> None:
+        """Put the rows of the steps that were recorded beside them."""
+        self._commit()
+        with SessionFile(self._writer.path, run=profile.run) as file:
+            wanted = {step.step for rank in profile.captured for step in rank.steps}
+            processes = {rank.process for rank in profile.captured if rank.process is not None}
+            rows = {step: _rows_of(file, processes, step) for step in wanted}
+        for rank in profile.captured:
+            rank.steps = [
+                ProfileStep(
+                    s.step, s.begin_ns, s.end_ns, s.sync_exit_ns, rows[s.step].get(rank.process or -1)
+                )
+                for s in rank.steps
+            ]
+
+
+def _event(profile: Profile, there: bool, now_ns: int) -> wire.Event:
+    captured, lacking = profile.captured, [rank for rank in profile.ranks if rank.state != "captured"]
+    message = f"profile {profile.id}: nothing was captured"
+    if captured and there:
+        who = text.ranks(rank.rank for rank in captured)
+        steps = text.count(profile.n_steps, "step")
+        message = f"profile {profile.id}: {steps} of {who}, from step {profile.first_step} on"
+    why = profile.error or "; ".join(f"rank {rank.rank}: {rank.reason}" for rank in lacking[:_NAMED])
+    data: dict[str, wire.Value] = {"profile": profile.id, "ranks": len(captured), "asked": len(profile.ranks)}
+    return wire.Event(
+        EVENT, now_ns, profile.first_step, message=f"{message} ({why})" if why else message, data=data
+    )
+
+
+def request_of(values: dict[str, wire.Value]) -> wire.ProfileRequest:
+    """Return the request in the data of an event. Raises `WireError`."""
+    try:
+        return msgspec.convert(values, wire.ProfileRequest, strict=False)
+    except msgspec.ValidationError as error:
+        raise wire.WireError("malformed", str(error)) from None
+
+
+def _rows_of(file: SessionFile, processes: set[int], step: int) -> dict[int, list[int]]:
+    """Return the time (ns) in each stage of a step, by rank process; its segments together."""
+    found = {}
+    for process, chunks in file.step_chunks(processes, step).items():
+        keys, _, rows = columns_of(chunks)
+        own = rows[keys >> SEGMENT_BITS == step, :N_STAGES]
+        if len(own):
+            found[process] = [int(ns) for ns in np.sum(own, axis=0)]
+    return found

@@ -1,0 +1,43 @@
+"""Profiles as text: what was captured of whom, what it cost, and why some ranks have none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from traceml_ray import text
+from traceml_ray.reports.layout import Columns, page, table
+from traceml_ray.store.profiles import Profile, Profiles
+
+
+def render_list(found: Profiles, folder: Path) -> str:
+    """Return the list of the profiles in `folder`."""
+    columns: Columns = {
+        "asked for (UTC)": lambda one: text.date(one.profile.time),
+        "id": lambda one: one.profile.id,
+        "ranks": lambda one: text.ranges(rank.rank for rank in one.profile.captured) or "none",
+        ">steps": lambda one: text.number(one.profile.n_steps),
+        ">from": lambda one: text.number(one.profile.first_step),
+        ">size": lambda one: text.size(one.bytes),
+        "why": lambda one: one.profile.why,
+    }
+    lines = [] if found.now is None else [f"one is being made: {found.now.id}"]
+    if not found.done:
+        return "\n".join([f"no profiles in {folder}", *lines]) + "\n"
+    return page([table("Profiles, the oldest first", columns, found.done), [f"in {folder}", *lines]])
+
+
+def render_profile(profile: Profile, path: Path) -> str:
+    """Return what became of each rank of a profile."""
+    columns: Columns = {
+        ">rank": lambda one: str(one.rank),
+        "node": lambda one: one.node or text.NA,
+        "state": lambda one: one.state,
+        ">trace": lambda one: text.size(one.total_bytes),
+        ">start": lambda one: text.ms(one.start_ms),
+        ">stop": lambda one: text.ms(one.stop_ms),
+        ">export": lambda one: text.ms(one.export_ms),
+        "why not": lambda one: one.reason or "",
+    }
+    title = f"Profile {profile.id}: {text.count(profile.n_steps, 'step')} from step {profile.first_step} on"
+    lines = [f"nothing was captured: {profile.error}"] if profile.error else []
+    return page([table(title, columns, profile.ranks), [*lines, f"in {path}"]])
