@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
-
 from traceml_ray import text, wire
 from traceml_ray.launchers.control import ControlError
 from traceml_ray.launchers.profile_request import Progress, profile
-from traceml_ray.rank_filter import RankFilterError, rank_filter
+from traceml_ray.rank_filter import rank_filter
 from traceml_ray.reports.profiles import render_list, render_profile
 from traceml_ray.store.profiles import FOLDER, listed, remove_profile
 from traceml_ray.text import one_line
@@ -47,8 +45,8 @@ def run(folder: Path, arguments: argparse.Namespace) -> int:
     try:
         rank_filter(arguments.ranks)
         fields = ("ranks", "steps", "memory", "stacks", "shapes", "run")
-        wanted = msgspec.convert({f: getattr(arguments, f) for f in fields}, wire.ProfileRequest)
-    except (RankFilterError, msgspec.ValidationError) as error:
+        wanted = wire.ProfileRequest.of({name: getattr(arguments, name) for name in fields})
+    except ValueError as error:
         print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
         return 2
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from traceml_ray import wire
 from traceml_ray.launchers.control import ControlError, request
+from traceml_ray.session import holder
 from traceml_ray.store.profiles import OVER, Profile, StoredProfile, profiles_of, under_way
 
 LIMIT_S = 600.0
@@ -30,13 +31,17 @@ def profile(
     """
     asked, deadline = secrets.token_hex(8), time.monotonic() + limit_s
     request(folder, wire.Request(wire.VERSION, asked, wanted))
-    while time.monotonic() < deadline:
+    goes_on = True
+    while goes_on and time.monotonic() < deadline:
+        goes_on = holder(folder) is not None
         for stored in reversed(profiles_of(folder)):
             if asked in stored.profile.requests:
                 return stored
         now = under_way(folder)
         progress(*(so_far(now) if now is not None and asked in now.requests else ("waiting", 0.0)))
         time.sleep(_POLL_S)
+    if not goes_on:
+        raise ControlError(f"session {folder.name!r} has ended before there was a profile")
     raise ControlError(
         f"session {folder.name!r} has made no profile within {limit_s:g} s; `traceml-ray status` may say "
         "why, and `traceml-ray profile --list` whether it came later"

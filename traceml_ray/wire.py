@@ -7,6 +7,7 @@ Times are int64 nanoseconds. `*_ns` of a row are durations on the rank's own mon
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -368,6 +369,14 @@ class ProfileRequest(Part, frozen=True):
     """and the shapes of its inputs."""
     run: str | None = None
     """Id or name; None: the newest."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, object]) -> ProfileRequest:
+        """Return the request that has these fields. Raises ValueError, which says what is wrong with them."""
+        try:
+            return msgspec.convert([*msgspec.structs.astuple(cls(**values))], cls, strict=False)  # type: ignore[arg-type]
+        except (msgspec.ValidationError, TypeError) as error:
+            raise ValueError(f"{error} (a profile has {', '.join(cls.__struct_fields__)})") from None
 
 
 class Request(Message, tag="request", frozen=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
 import numpy as np
 
 from traceml_ray import text, wire
@@ -67,8 +66,8 @@ class Profiling:
             values = dict(event.data)
             asked = str(values.pop("request", ""))
             try:
-                self.ask(request_of(values), asked)
-            except wire.WireError as error:
+                self.ask(wire.ProfileRequest.of(values), asked)
+            except ValueError as error:
                 self._errors.note(REQUEST, error)
 
     def take_batch(self, process: RankProcess, batch: wire.RankBatch) -> None:
@@ -148,14 +147,6 @@ def _event(profile: Profile, there: bool, now_ns: int) -> wire.Event:
     return wire.Event(
         EVENT, now_ns, profile.first_step, message=f"{message} ({why})" if why else message, data=data
     )
-
-
-def request_of(values: dict[str, wire.Value]) -> wire.ProfileRequest:
-    """Return the request in the data of an event. Raises `WireError`."""
-    try:
-        return msgspec.convert(values, wire.ProfileRequest, strict=False)
-    except msgspec.ValidationError as error:
-        raise wire.WireError("malformed", str(error)) from None
 
 
 def _rows_of(file: SessionFile, processes: set[int], step: int) -> dict[int, list[int]]:
