@@ -378,6 +378,11 @@ class ProfileRequest(Part, frozen=True):
         except (msgspec.ValidationError, TypeError) as error:
             raise ValueError(f"{error} (a profile has {', '.join(cls.__struct_fields__)})") from None
 
+    def values(self) -> dict[str, Value]:
+        """Return the fields as the data of an event, of which `of` makes the same."""
+        fields = msgspec.structs.asdict(self).items()
+        return {name: int(value) if isinstance(value, bool) else value for name, value in fields}
+
 
 class Request(Message, tag="request", frozen=True):
     """

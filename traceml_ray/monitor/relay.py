@@ -213,11 +213,9 @@ class RelayCore:
                 return
             if wire.tag_of(data) == "request":
                 asked = wire.decode(data, wire.Request)
-                wanted, about = asked.profile, {}
-                if wanted is not None:
-                    about = {k: v for k, v in msgspec.structs.asdict(wanted).items() if v is not None}
+                about = {} if asked.profile is None else asked.profile.values()
                 about["request"] = asked.request
-                kind = "bundle_request" if wanted is None else "profile_request"
+                kind = "bundle_request" if asked.profile is None else "profile_request"
                 self._add_events([wire.Event(kind, time.time_ns(), data=about)])
                 peer.send(wire.encode(wire.Finished(wire.VERSION, "noted")))
                 return
