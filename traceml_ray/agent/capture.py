@@ -258,8 +258,7 @@ class _Capture:
                 self._errors.note("profile", error)
 
     def _give_way(self) -> None:
-        """The script has started its own profiler; called by the thread that does."""
-        self._thread = 0 if get_ident() == self._thread else self._thread
+        """The script starts its own profiler; called by the thread that does."""
         self.state, self._reason = "failed", "the script has started a profiler of its own"
         self._given_up = True
 

@@ -10,12 +10,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from threading import get_ident
+from threading import Event, get_ident
 from typing import Any
 
 _LOG = "KINETO_LOG_LEVEL"
 _SILENT = "99"
 """Its library writes two lines to stderr each time; it reads this once."""
+
+WAIT_S = 60.0
+"""
+How long another thread that starts a profiler waits for the end of ours, which only the thread that trains
+can bring, after its step. Were both on, turning ours off would crash the process.
+"""
 
 
 class ProfilerBusyError(RuntimeError):
@@ -36,7 +42,10 @@ class TorchProfiler:
         self._gave_way = gave_way
         self._thread = 0
         self._lost = False
-        """Another profiler has taken the place of ours, which has nothing to save."""
+        """Another profiler takes the place of ours, which has nothing to save."""
+        self._is_off = Event()
+        self._too_late = False
+        """Another one is on already."""
         self._undo: Callable[[], None] = lambda: None
         self._device: Any = None
         self._result: Any = None
@@ -52,6 +61,9 @@ class TorchProfiler:
         try:
             ours._prepare_trace()
             ours._start_trace()
+        except BaseException:
+            profiler._run_on_profiler_stop()
+            raise
         finally:
             if silenced:
                 os.environ.pop(_LOG, None)
@@ -76,9 +88,11 @@ class TorchProfiler:
     def _yield(self) -> None:
         if self._thread and not self._lost:
             self._lost = True
+            self._gave_way()
             if get_ident() == self._thread:
                 self._disable()
-            self._gave_way()
+            else:
+                self._too_late = not self._is_off.wait(WAIT_S)
 
     def stop(self) -> bool:
         """Stop to record; return whether there is something to save. On the thread that has started it."""
@@ -92,10 +106,11 @@ class TorchProfiler:
     def _disable(self) -> None:
         _, profiler = _torch()
         self._undo()
-        if self._thread:
+        if self._thread and not self._too_late:
             self._thread = 0
             self._result = profiler._disable_profiler()
             profiler._run_on_profiler_stop()
+        self._is_off.set()
 
     def save(self, path: Path) -> None:
         """Write the trace, and let go of it; no Python of this process runs meanwhile. Any thread may."""

@@ -1,0 +1,248 @@
+"""Captures of a session on a played clock: the same steps of all ranks, and an end whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from traceml_ray import wire
+from traceml_ray.errors import Errors
+from traceml_ray.identity import RankIdentity
+from traceml_ray.monitor import captures
+from traceml_ray.monitor.captures import Captures, RunNow, Wanted
+from traceml_ray.stages import SEGMENT_BITS
+from traceml_ray.store import profiles
+from traceml_ray.store.profiles import Profile
+from traceml_ray.store.rank_processes import RankProcess
+
+TRACE = bytes(range(256)) * 4
+
+
+def _process(rank: int, step: int) -> RankProcess:
+    identity = RankIdentity(rank, rank, 0, 4, 4, 1, "host", "node", "run", 0, 100 + rank, "explicit")
+    return RankProcess(rank + 1, f"process-{rank}", identity, last_key=step << SEGMENT_BITS)
+
+
+class Job:
+    """A run of four ranks, and what is asked of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now, self.folder, self.errors = 1000.0, folder, Errors()
+        self.captures = Captures(folder, self.errors, lambda: int(self.now * 1e9), lambda: self.now)
+        self.ranks = {rank: _process(rank, 100 + rank) for rank in range(4)}
+        self.over: Profile | None = None
+        self.step_s = 0.1
+
+    def ask(self, ranks: str = "all", **more: Any) -> None:
+        self.captures.ask(Wanted(wire.ProfileRequest(ranks, **more), "it was requested.", ("me",)))
+
+    def turn(self, seconds: float = 1.0, runs: bool = True) -> None:
+        self.now += seconds
+        labels = {process.id: "node-1" for process in self.ranks.values()}
+        run = RunNow("run", "name", self.ranks, labels, self.step_s, {"node": (5, 2)})
+        self.over = self.captures.turn([run] if runs else []) or self.over
+
+    @property
+    def command(self) -> Mapping[str, Any]:
+        (found,) = [each for each in self.captures.commands() if each.name == "profile"]
+        return found.args
+
+    def say(self, rank: int, state: str, reason: str = "", total: int | None = None) -> None:
+        args, steps = self.command, []
+        if state == "sending":
+            first = args["first_step"]
+            steps = [(first + n, 10 * n, 10 * n + 10, None) for n in range(args["steps"])]
+        about: Any = args["id"], args["number"], state, reason, total, steps, 10, 20, 30
+        self._take(rank, capture=wire.Capture(*about))
+
+    def send(self, rank: int, offset: int, data: bytes, number: int | None = None) -> None:
+        args = self.command
+        piece = wire.TracePiece(args["id"], number or args["number"], offset, data)
+        self._take(rank, pieces=[piece])
+
+    def _take(self, rank: int, **what: Any) -> None:
+        batch = wire.RankBatch(wire.VERSION, f"process-{rank}", 1, 0, 0, 0, 0, b"", b"", b"")
+        self.captures.take(self.ranks[rank], msgspec.structs.replace(batch, **what))
+
+    def capture(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.say(rank, "sending", total=len(TRACE))
+            self.send(rank, 0, TRACE)
+
+    def state(self, rank: int) -> tuple[str, str | None]:
+        found = self.over or profiles.under_way(self.folder)
+        assert found is not None
+        (about,) = [each for each in found.ranks if each.rank == rank]
+        return about.state, about.reason
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+def test_all_ranks_are_asked_for_the_same_steps_ahead_of_all(job: Job) -> None:
+    job.ask(steps=2, shapes=True)
+    job.turn()
+    args = job.command
+    assert args["first_step"] > 103 + captures.AHEAD_S / job.step_s
+    assert (args["ranks"], args["steps"], args["shapes"], args["stacks"]) == ("0,1,2,3", 2, 1, 0)
+    job.capture(0, 1, 2, 3)
+    job.turn()
+    assert job.over is not None and job.over.requests == ["me"] and not job.captures.busy
+    path = profiles.finish(job.folder, job.over)
+    assert [(path / str(rank.file)).read_bytes() for rank in job.over.captured] == [TRACE] * 4
+    first = job.over.ranks[0]
+    assert (first.node, first.clock_offset_ns, first.clock_bound_ns) == ("node-1", 5, 2)
+    assert (first.start_ms, len(first.steps)) == (1e-5, 2)
+
+
+def test_long_steps_are_asked_for_two_ahead(job: Job) -> None:
+    job.step_s = 60.0
+    job.ask()
+    job.turn()
+    assert job.command["first_step"] == 103 + 1 + captures.AHEAD_STEPS
+
+
+def test_rank_that_was_past_the_step_has_all_begin_anew_further_ahead(job: Job) -> None:
+    job.ask("0,1")
+    job.turn()
+    before = job.command
+    job.say(0, "armed")
+    job.capture(1)
+    job.say(0, "refused", f"step {before['first_step']} was over when the request came")
+    job.turn()
+    after = job.command
+    assert after["number"] == 2 and after["first_step"] > before["first_step"] and after["id"] == before["id"]
+    job.send(1, 0, b"of the first", number=1)
+    job.capture(0, 1)
+    job.turn()
+    assert job.over is not None and len(job.over.captured) == 2
+    assert (profiles.unfinished(job.folder, job.over.id) / "rank-1.json.gz").read_bytes() == TRACE
+
+
+def test_rank_that_is_late_again_and_again_is_named(job: Job) -> None:
+    job.ask("0")
+    for _ in range(captures.MAX_NUMBER):
+        job.turn()
+        job.say(0, "refused", "step 1 was over when the request came")
+    job.turn()
+    assert job.state(0) == ("refused", "step 1 was over when the request came")
+
+
+def test_rank_that_cannot_holds_up_nobody_and_says_why(job: Job) -> None:
+    job.ranks[3].final = True
+    job.ask("0-3,9")
+    job.turn()
+    job.say(0, "refused", "a profiler is on already: the script's own")
+    job.capture(1)
+    job.turn(captures.ANSWER_S + 1)  # of rank 2 nothing is heard
+    assert job.over is not None
+    assert [job.state(rank)[0] for rank in (0, 1, 2, 3, 9)] == [
+        *("refused", "captured", "refused", "refused", "refused")
+    ]
+    assert "has not answered" in str(job.state(2)[1]) and "has ended" in str(job.state(3)[1])
+    assert job.state(9)[1] == "there is no such rank"
+
+
+def test_rank_that_dies_is_lost_with_what_came_of_its_trace(job: Job) -> None:
+    job.ask("0,1")
+    job.turn()
+    job.capture(0)
+    job.say(1, "sending", total=len(TRACE))
+    job.send(1, 0, TRACE[:100])
+    job.ranks[1].lost = True
+    job.turn()
+    assert job.over is not None and job.state(1) == ("failed", "it ended before its trace was there")
+    path = profiles.finish(job.folder, job.over)
+    assert {file.name for file in path.iterdir()} == {"profile.json", "rank-0.json.gz"}
+
+
+def test_rank_that_was_restarted_is_another(job: Job) -> None:
+    job.ask("0")
+    job.turn()
+    job.say(0, "recording")
+    job.ranks[0] = _process(0, 5)
+    job.ranks[0].process_id = "another"
+    job.turn()
+    assert job.state(0)[0] == "failed"
+
+
+def test_pieces_that_were_lost_are_asked_for_from_the_gap_on(job: Job) -> None:
+    job.ask("0")
+    job.turn()
+    job.say(0, "sending", total=len(TRACE))
+    job.send(0, 0, TRACE[:100])
+    job.send(0, 200, TRACE[200:])  # what was between is lost
+    job.turn(captures.SEND_S + 1)
+    (again,) = [each for each in job.captures.commands() if each.name == "trace"]
+    assert again.args == {"profile": job.command["id"], "process": "process-0", "offset": 100}
+    job.send(0, 50, TRACE[50:300])
+    assert not [each for each in job.captures.commands() if each.name == "trace"]
+    job.send(0, 300, TRACE[300:])
+    job.turn()
+    assert job.state(0) == ("captured", None)
+
+
+def test_trace_that_does_not_come_is_given_up(job: Job) -> None:
+    job.ask("0")
+    job.turn()
+    job.say(0, "sending", total=10)
+    for _ in range(captures.AGAIN + 1):
+        job.turn(captures.SEND_S + 1)
+    assert job.state(0) == ("failed", "the rest of its trace has not come")
+
+
+def test_steps_that_never_end_are_given_up(job: Job) -> None:
+    job.ask("0")
+    job.turn()
+    job.say(0, "recording")
+    job.turn(float(job.command["limit_s"]) + captures.ANSWER_S + 1)
+    assert job.state(0)[0] == "failed" and "has not ended its steps" in str(job.state(0)[1])
+
+
+def test_one_capture_at_a_time_the_others_wait(job: Job) -> None:
+    job.ask("0")
+    job.ask("1")
+    job.turn()
+    assert job.command["ranks"] == "0"
+    job.capture(0)
+    job.turn()
+    first = job.over
+    job.turn()
+    assert first is not None and job.command["ranks"] == "1"
+    for _ in range(captures.MAX_WAITING + 3):
+        job.ask("2")
+    assert job.errors["profile: too many wait"] == 3
+
+
+@pytest.mark.parametrize(
+    ("ranks", "run", "error"),
+    [("0-", None, "is not a rank"), ("0", "other", "no run 'other' goes on")],
+)
+def test_request_that_means_nobody_says_why(job: Job, ranks: str, run: str | None, error: str) -> None:
+    job.ask(ranks, run=run)
+    job.turn()
+    assert job.over is not None and error in str(job.over.error)
+
+
+def test_run_that_ends_ends_its_capture(job: Job) -> None:
+    job.ask()
+    job.turn()
+    job.capture(0)
+    job.turn(runs=False)
+    assert job.over is not None and job.state(0)[0] == "captured"
+    assert job.state(1) == ("failed", "the run is over")
+
+
+def test_session_that_ends_keeps_what_is_whole(job: Job) -> None:
+    job.ask("0,1")
+    job.turn()
+    job.capture(1)
+    over = job.captures.stop("the session is over")
+    assert over is not None and [rank.rank for rank in over.captured] == [1]
+    assert job.captures.stop("again") is None and not job.captures.commands()
