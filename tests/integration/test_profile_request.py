@@ -1,0 +1,222 @@
+"""Profiles of ranks that train: real DDP, relay and aggregator, asked over the relay's socket."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sessions import NoSamples, Straight
+
+from traceml_ray import wire
+from traceml_ray.agent.bootstrap import rank_environment
+from traceml_ray.cli import main
+from traceml_ray.launchers.control import ControlError
+from traceml_ray.launchers.profile_request import profile
+from traceml_ray.monitor.aggregator import AggregatorCore
+from traceml_ray.monitor.relay import RelayCore
+from traceml_ray.session import Live, SessionFolder, prepare, write_live
+from traceml_ray.settings import Settings
+from traceml_ray.store.profiles import FOLDER, StoredProfile, names_of, profiles_of
+
+WORLD = 3
+SCRIPT = """
+import os
+import sys
+import time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method="file://" + os.path.abspath("store"), rank=rank, world_size=3)
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+step = 0
+while not os.path.exists("over"):
+    time.sleep(0.01)
+    inputs = torch.ones(4, 32)
+    if rank == 1:
+        for _ in range(40):
+            inputs = inputs.cosh().acosh()
+    model(inputs).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    step += 1
+    over = torch.tensor(float(os.path.exists("stop")))
+    dist.all_reduce(over)
+    if over:
+        break
+dist.destroy_process_group()
+"""
+
+
+class Job:
+    """Three ranks of which one has operations that the others have not, and what watches them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.session: SessionFolder = prepare(folder, "s")
+        settings = Settings(interval=0.25)
+        self.aggregator = AggregatorCore(self.session.path, settings, {"world_size": WORLD})
+        self.socket = folder / "run" / "relay.sock"
+        node = wire.NodeIdentity("node-0", "host-0", "127.0.0.1")
+        self.relay = RelayCore(self.socket, node, Straight(self.aggregator), NoSamples(), settings)
+        write_live(self.session.path, Live(os.getpid(), str(self.socket), ""))
+        (folder / "train.py").write_text(SCRIPT)
+        environ = rank_environment(
+            Settings(session="s", socket=str(self.socket), interval=0.25), dict(os.environ)
+        )
+        environ |= {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)}
+        self.ranks = [
+            subprocess.Popen(
+                [sys.executable, "train.py"],
+                cwd=folder,
+                env=environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stderr=(folder / f"{rank}.err").open("wb"),
+            )
+            for rank in range(WORLD)
+        ]
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.relay.start()
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over.wait(0.2):
+            self.aggregator.commit()
+            self.aggregator.judge()
+
+    def wait_for_steps(self, steps: int) -> None:
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline:
+            with self.aggregator.stored() as file:
+                found = [process.last_step or 0 for process in file.ranks().values()]
+            if len(found) == WORLD and min(found) >= steps:
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"steps {found}: {self.errors()}")
+
+    def wait_for_event(self, message: str) -> None:
+        deadline, found = time.monotonic() + 30, []
+        while time.monotonic() < deadline and message not in found:
+            time.sleep(0.1)
+            with self.aggregator.stored() as file:
+                found = [event["message"] for event in file.events()[0]]
+        assert message in found
+
+    def errors(self) -> list[str]:
+        return [(self.folder / f"{rank}.err").read_text()[-2000:] for rank in range(WORLD)]
+
+    def profile(self, **wanted: object) -> StoredProfile:
+        request = wire.ProfileRequest.of(wanted)
+        return profile(self.session.path, request, lambda *_: None, limit_s=60)
+
+    def end(self) -> list[int]:
+        (self.folder / "stop").touch()
+        codes = [rank.wait(60) for rank in self.ranks]
+        self._over.set()
+        self._thread.join()
+        return codes
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            with contextlib.suppress(ProcessLookupError):
+                rank.kill()
+            rank.wait()
+        self._over.set()
+        self._thread.join()
+        self.relay.close()
+        self.aggregator.close()
+        self.session.release()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def _names(path: Path) -> set[str]:
+    with gzip.open(path) as file:
+        return {event.get("name", "") for event in json.load(file)["traceEvents"]}
+
+
+def test_ranks_record_the_same_steps_and_training_goes_on(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.wait_for_steps(20)
+    found = job.profile(steps=2)
+    ranks = found.profile.captured
+    assert [rank.rank for rank in ranks] == [0, 1, 2], found.profile.ranks
+    steps = [[step.step for step in rank.steps] for rank in ranks]
+    assert steps[0] == steps[1] == steps[2] == list(range(*_ends(found)))
+    assert all(step.stages_ns and sum(step.stages_ns) > 0 for rank in ranks for step in rank.steps)
+    names = {rank.rank: _names(found.trace(rank)) for rank in ranks}
+    assert "aten::acosh" in names[1] and not any("aten::acosh" in names[rank] for rank in (0, 2))
+    message = f"profile {found.profile.id}: 2 steps of ranks 0-2, from step {found.profile.first_step} on"
+    job.wait_for_event(message)
+    # Some of the ranks, again; what cannot be is said.
+    second = job.profile(ranks="1,7", steps=1, shapes=True)
+    assert [(rank.rank, rank.state) for rank in second.profile.ranks] == [(1, "captured"), (7, "refused")]
+    out = ["--out", str(job.folder)]
+    assert main(["profile", "s", "--list", *out]) == 0
+    listed = capsys.readouterr().out
+    assert found.profile.id in listed and second.profile.id in listed
+    assert main(["profile", "s", "--remove", second.profile.id, *out]) == 0
+    assert names_of(job.session.path) == [found.profile.id]
+    assert job.end() == [0] * WORLD, job.errors()
+    assert job.errors() == [""] * WORLD
+
+
+def _ends(found: StoredProfile) -> tuple[int, int]:
+    first = found.profile.first_step
+    assert first is not None
+    return first, first + found.profile.n_steps
+
+
+def test_rank_that_is_killed_while_it_records_is_named_and_the_others_are_kept(job: Job) -> None:
+    job.wait_for_steps(20)
+    found: list[StoredProfile] = []
+    asking = threading.Thread(target=lambda: found.append(job.profile(steps=50)))
+    asking.start()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and not _recording(job):
+        time.sleep(0.02)
+    job.ranks[2].send_signal(signal.SIGKILL)
+    asking.join(60)
+    (stored,) = found
+    states = {rank.rank: rank.state for rank in stored.profile.ranks}
+    assert states[2] == "failed" and "ended before its trace" in str(stored.profile.ranks[2].reason)
+    assert not list((job.session.path / FOLDER).glob(".unfinished*"))
+    assert {path.name for path in stored.path.iterdir()} == {"profile.json"} | {
+        str(rank.file) for rank in stored.profile.captured
+    }
+
+
+def _recording(job: Job) -> bool:
+    from traceml_ray.store.profiles import under_way
+
+    now = under_way(job.session.path)
+    return now is not None and any(rank.state == "recording" for rank in now.ranks)
+
+
+def test_session_that_is_not_live_says_so(tmp_path: Path) -> None:
+    folder = prepare(tmp_path, "s")
+    with pytest.raises(ControlError, match="is not live"):
+        profile(folder.path, wire.ProfileRequest(), lambda *_: None)
+    assert not profiles_of(folder.path)
