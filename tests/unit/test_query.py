@@ -21,7 +21,10 @@ from traceml_ray.reports.answers import Answers
 from traceml_ray.session import SessionFolder, prepare
 from traceml_ray.store import query
 
-COMMANDS = {query.Dump, query.Snapshot, query.ReadFile, query.Discard}
+COMMANDS = {
+    *(query.Dump, query.StartProfile, query.RemoveProfile),
+    *(query.Snapshot, query.ReadFile, query.Discard),
+}
 OF_TIME = ("version", "token")
 """Of how an answer came about, not of what it is."""
 
@@ -31,6 +34,7 @@ def questions(run: str | None, processes: tuple[int, ...] = (1, 3)) -> list[quer
     return [
         query.Status(), query.Runs(), query.Processes(), query.Nodes(run), query.Ranks(run),
         query.Ledger(run), query.Deaths(run), query.Bundles(), query.ReadBundle("x", "y", 0, 9),
+        query.Profiles(), query.ReadProfile("x", "y", 0, 9),
         query.Verdict(run), query.Verdicts(run), query.Verdicts(run, 1),
         query.Events(run), query.Events(run, 3, brief=True, most=2), query.Summary(run),
         query.Summary(run, whole=True), query.NodeSamples(("node-0", "node-1", "x"), 3),

@@ -292,7 +292,10 @@ class Captures:
             elif not rank.heard and quiet_s > ANSWER_S:
                 about.state, about.reason = "refused", f"it has not answered within {ANSWER_S:g} s"
             elif about.state in ("armed", "recording") and quiet_s > limit_s + ANSWER_S:
-                about.state, about.reason = "failed", f"it has not ended its steps within {quiet_s:.0f} s"
+                about.state, about.reason = (
+                    "failed",
+                    f"it has not ended its steps within {text.duration(quiet_s)}",
+                )
             elif about.state == "sending" and quiet_s > SEND_S:
                 rank.again, rank.moved_s, rank.stalled = rank.again + 1, self._ticks(), True
                 if rank.again > AGAIN:

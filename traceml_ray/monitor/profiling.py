@@ -68,7 +68,7 @@ class Profiling:
             try:
                 self.ask(wire.ProfileRequest.of(values), asked)
             except ValueError as error:
-                self._errors.note(REQUEST, error)
+                self._errors.note("profile request", error)
 
     def take_batch(self, process: RankProcess, batch: wire.RankBatch) -> None:
         """Take what a rank says of its capture; with the writer's lock. An error is counted."""
