@@ -150,25 +150,23 @@ def test_runs_that_ended_are_forgotten_and_places_are_bounded() -> None:
 # -- events
 
 
-def _found(severity: str, ranks: int = 1, kind: Any = "creep") -> Memory:
+def _found(severity: str, at: float, ranks: int = 1, kind: Any = "creep") -> Memory:
+    """A growth of ten seconds, `at` seconds after that."""
     live, _ = _live(2, leaking=0)
     memory = live.fresh("run", _ranks(2))
     assert memory is not None
     [finding] = memory.findings
+    to_ns = BEGAN + round((10 + at) * SECOND)
     copies = [
-        type(finding)(**{**_fields(finding), "rank": rank, "severity": severity, "kind": kind})
+        replace(finding, rank=rank, severity=severity, kind=kind, from_ns=BEGAN, to_ns=to_ns)
         for rank in range(ranks)
     ]
     return Memory(findings=copies)
 
 
-def _fields(finding: Any) -> dict[str, Any]:
-    return {name: getattr(finding, name) for name in finding.__struct_fields__}
-
-
 def test_finding_is_an_event_once_and_again_when_it_gets_worse() -> None:
     events, rounds = MemoryEvents(), ["warning", "warning", "warning", "critical", "critical", "info"]
-    sent = [[e for _, e in events.of(_found(severity), 0)] for severity in rounds]
+    sent = [[e for _, e in events.of(_found(severity, 3 * at), 0)] for at, severity in enumerate(rounds)]
     assert [len(each) for each in sent] == [0, 1, 0, 1, 0, 0]
     event = sent[1][0]
     assert (event.kind, event.data["finding"], event.data["rank"]) == ("memory", "creep", 0)
@@ -178,13 +176,22 @@ def test_finding_is_an_event_once_and_again_when_it_gets_worse() -> None:
 
 def test_finding_of_one_round_only_is_no_event() -> None:
     events = MemoryEvents()
-    assert [len(events.of(each, 0)) for each in (_found("warning"), Memory(), _found("warning"))] == [0, 0, 0]
+    rounds = (_found("warning", 0), Memory(), _found("warning", 9))
+    assert [len(events.of(each, 0)) for each in rounds] == [0, 0, 0]
+
+
+def test_growth_is_an_event_once_it_has_been_found_for_some_of_its_time() -> None:
+    events = MemoryEvents()
+    early, found = _found("critical", 2.0), [events.of(_found("critical", at), 0) for at in (0, 1, 2)]
+    assert found == [[], [], []] and events.lasting(early).findings == []
+    assert len(events.of(_found("critical", 3), 0)) == 1
+    assert events.lasting(early).findings == early.findings
 
 
 def test_finding_of_many_ranks_is_one_event() -> None:
     events = MemoryEvents()
-    events.of(_found("warning", 64), 0)
-    [(rank, event)] = events.of(_found("warning", 64), 0)
+    events.of(_found("warning", 0, 64), 0)
+    [(rank, event)] = events.of(_found("warning", 9, 64), 0)
     assert rank == 0 and event.data["ranks"] == 64
     assert event.message.startswith("creep on ranks 0-63. Rank 0 (node-a): host memory grows")
 

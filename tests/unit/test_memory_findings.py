@@ -61,7 +61,7 @@ def test_slow_drift_is_named_where_memory_runs_out_within_a_day() -> None:
 def test_creep_of_allocated_memory_is_of_its_floor() -> None:
     """What a step takes and gives back, 8 GiB, hides the leak from the mean."""
     rng = np.random.default_rng(1)
-    allocated = leaks(600, 100, 8 * MIB) + rng.uniform(0, 8 * GIB, 600)
+    allocated = leaks(900, 100, 8 * MIB) + rng.uniform(0, 8 * GIB, 900)
     creep = _one(judge([on_device(5, allocated)]), "creep")
     assert (creep.rank, creep.device) == (5, 0)
     assert creep.evidence["bytes_per_s"] == pytest.approx(8 * MIB, rel=0.2)
@@ -110,6 +110,46 @@ def test_leak_of_two_megabytes_a_step_on_the_host_is_named_soon(
     assert creep.evidence["forecast_steps"] == pytest.approx((56 * GIB - 600e6) / 2e6, rel=0.2)
     assert "Rank 1 (node-b): host memory grows by" in creep.why and "steps (" in creep.why
     assert [row.forecast_steps is None for row in memory.ranks] == [True, False, True]
+
+
+@pytest.mark.parametrize("before", [60, 400, 1200])
+def test_leak_that_begins_late_in_a_run_is_named_as_soon(before: int) -> None:
+    """Two samples a second, ten steps a second, 2 MB a step: within 45 leaking steps."""
+    n = before + 9
+    rng = np.random.default_rng(before)
+    rss = 480e6 + 10e6 * np.maximum(np.arange(n) - before + 1, 0) + rng.normal(0, 300e3, n)
+    creep = _one(judge([on_host(1, rss, every_s=0.5, step_s=0.1)]), "creep")
+    assert (creep.severity, creep.confidence) == ("warning", "medium")
+    assert creep.evidence["bytes_per_step"] == pytest.approx(2e6, rel=0.1)
+    assert at(creep.from_ns) == pytest.approx(before / 2, abs=1.5)
+
+
+def _walk(seed: int, mean_s: float | None) -> Any:
+    """RSS of a rank that takes and gives back in random steps; it returns to its mean within so long."""
+    rng = np.random.default_rng(seed)
+    steps = rng.normal(0, 10 ** rng.uniform(-0.7, 1.3) * MIB, N)
+    kept = 1.0 if mean_s is None else np.exp(-1 / mean_s)
+    level = np.zeros(N)
+    for at_sample in range(1, N):
+        level[at_sample] = kept * level[at_sample - 1] + steps[at_sample]
+    return np.maximum(2 * GIB + level, 100 * MIB)
+
+
+@pytest.mark.parametrize("mean_s", [None, 200.0, 20.0])
+def test_random_walk_is_no_creep(mean_s: float | None) -> None:
+    """In 200 runs, each judged at three times, at most one warning."""
+    found = []
+    for seed in range(200):
+        level = _walk(seed, mean_s)
+        found += [judge([on_host(0, level[:n])]).findings for n in (40, 120, N)]
+    warned = [each for each in found if any(f.kind == "creep" and f.severity != "info" for f in each)]
+    assert len(warned) <= 1, warned
+
+
+def test_tooth_of_a_saw_that_runs_now_is_no_late_leak() -> None:
+    """Memory that fills for 40 s and is given back, for the sixth time."""
+    rss = 2 * GIB + 20 * MIB * (np.arange(236) % 40)
+    assert [f.kind for f in judge([on_host(0, rss)]).findings if f.kind == "creep"] == []
 
 
 def test_forecast_of_a_host_counts_what_all_its_ranks_take() -> None:

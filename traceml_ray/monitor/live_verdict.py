@@ -13,6 +13,7 @@ import msgspec
 from traceml_ray import wire
 from traceml_ray.analysis.episodes import Brief
 from traceml_ray.analysis.history import RunJudge
+from traceml_ray.analysis.labels import DEATHS
 from traceml_ray.analysis.memory import words
 from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.analysis.span_rates import SpanRates, span_rates, with_span
@@ -333,10 +334,11 @@ class LiveJudge:
 
     def _with_memory(self, run: str, verdict: Verdict) -> tuple[Verdict, bool]:
         """Return `verdict` with what is to be said about memory, and whether there is anything."""
-        memory = self.memory.of(run)
-        if memory is None:
+        memory, events = self.memory.of(run), self._memory_events.get(run)
+        if memory is None or events is None:
             return verdict, False
-        with_memory = words.with_memory(verdict, memory)
+        sure = memory if verdict.label in DEATHS else events.lasting(memory)
+        with_memory = words.with_memory(verdict, sure)
         return with_memory, with_memory is not verdict
 
 

@@ -1,14 +1,23 @@
-"""Which findings about memory become events: each once, when it has been found twice in a row."""
+"""
+Which findings about memory become events: each once, when it has been found twice in a row. Growth has to be
+found for some time as well: a run is looked at many times, and noise looks like growth now and then.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+
+import msgspec
 
 from traceml_ray import text, wire
-from traceml_ray.analysis.memory.shapes import Finding, FirstCause, Memory
+from traceml_ray.analysis.memory.limits import MEMORY
+from traceml_ray.analysis.memory.shapes import Finding, FirstCause, Memory, Value
+from traceml_ray.analysis.memory.words import GROWTH
 
 KIND = "memory"
+_Key = tuple[Value, ...]
+"""The kind, the rank, and what else tells findings apart."""
 _EACH = 8
 """More ranks that have the same are one event."""
 _ORDER = ("info", "warning", "critical")
@@ -18,9 +27,9 @@ class MemoryEvents:
     """Of one run."""
 
     def __init__(self) -> None:
-        self._seen: set[Hashable] = set()
-        """In the round before."""
-        self._reported: dict[Hashable, int] = {}
+        self._seen: dict[_Key, int] = {}
+        """In the round before, and until when memory was known when that was first seen without a break."""
+        self._reported: dict[_Key, int] = {}
         """How severe that was."""
 
     def resume(self, data: Mapping[str, wire.Value]) -> None:
@@ -38,23 +47,36 @@ class MemoryEvents:
         new: dict[str, list[Finding]] = defaultdict(list)
         for key, finding in reversed(bad.items()):
             severe = _ORDER.index(finding.severity)
-            if key in self._seen and severe > self._reported.get(key, 0):
+            if self._lasts(key, finding) and severe > self._reported.get(key, 0):
                 self._reported[key] = severe
                 new[finding.kind].append(finding)
         events = [event for found in new.values() for event in _events(found, now_ns)]
+        self._seen = {key: self._seen.get(key, finding.to_ns) for key, finding in bad.items()}
         cause = memory.first_cause
-        seen: set[Hashable] = set(bad)
-        if cause is not None and cause.confidence != "low":
+        if cause is not None and cause.confidence != "low" and self._is_warned(cause.rank):
             key = "first_cause", cause.rank
-            seen.add(key)
-            if key in self._seen and key not in self._reported:
+            if key not in self._reported:
                 self._reported[key] = 1
                 events.append((cause.rank, _first(cause, now_ns)))
-        self._seen = seen
         return events
 
+    def lasting(self, memory: Memory) -> Memory:
+        """Return what was found without growth that may be noise: of which there is no event, yet."""
+        kept = [each for each in memory.findings if each.kind not in GROWTH or _key(each) in self._reported]
+        return msgspec.structs.replace(memory, findings=kept)
 
-def _key(finding: Finding) -> Hashable:
+    def _lasts(self, key: _Key, finding: Finding) -> bool:
+        if key not in self._seen:
+            return False
+        lasted = finding.to_ns - finding.from_ns if finding.kind in GROWTH else 0
+        return finding.to_ns - self._seen[key] >= MEMORY.held * lasted
+
+    def _is_warned(self, rank: int) -> bool:
+        """Whether there has been an event about the memory of a rank."""
+        return any(key[1] == rank for key in self._reported)
+
+
+def _key(finding: Finding) -> _Key:
     return finding.kind, finding.rank, finding.device, finding.evidence.get("counter")
 
 

@@ -35,6 +35,18 @@ class MemoryLimits:
     r2_shortest: float = 0.97
     """and with fewer than `short_samples`."""
     short_samples: int = 12
+    over_walk: float = 3.5
+    """Growth that a random walk would not show, of so many standard deviations,"""
+    over_walk_short: float = 5.0
+    """So many are enough for a warning with fewer than `short_samples`."""
+    walk_blocks: tuple[int, int] = (8, 12)
+    """by the increments of so many blocks at most,"""
+    walk_least: int = 5
+    """and at least."""
+    newest: tuple[int, int] = (24, 64)
+    """So many of the newest samples are tried by themselves: growth that has begun late in a run,"""
+    beyond: float = 0.7
+    """of which this share has to be beyond all that was used before."""
     trend_points: int = 128
     """Blocks of samples that a slope is estimated from, at most."""
     still_grows: float = 0.3
@@ -49,6 +61,9 @@ class MemoryLimits:
     """where it has grown for so long,"""
     trusted_share: float = 0.1
     """or for this share of the time that is left."""
+
+    held: float = 0.2
+    """Live, growth is an event once it has been found for this share of the time that it has lasted."""
 
     alike: float = 0.5
     """Ranks that all creep, none slower than this share of the median, creep alike: that is less severe."""

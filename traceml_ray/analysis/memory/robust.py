@@ -98,6 +98,29 @@ def r_squared(t: Float, y: Float, slope: float) -> float:
     return 1 - float(rest @ rest) / total if total > 0 else 0.0
 
 
+def over_walk(t: Float, y: Float, most: int, least: int, floor: bool = False) -> float:
+    """
+    Return how improbable the growth of y over t would be for a random walk, in standard deviations of a
+    Gaussian: Student's t of the increments of `most` blocks at most, or of the last `least` or more of them.
+    With `floor`, of the lowest values of the blocks, not of their means.
+    """
+    at = starts(len(y), max(1, len(y) // (most + 1)))
+    ys = np.minimum.reduceat(y, at) if floor else block_means(y, at)
+    across, up = np.diff(block_means(t, at)), np.diff(ys)
+    across, up = across[across > 0], up[across > 0]
+    highest = 0.0
+    for first in range(max(1, len(up) - least + 1)):
+        rest, of = len(up) - first - 1, across[first:]
+        total, grown = float(of.sum()), float(up[first:].sum())
+        if rest < 1 or grown <= 0:
+            continue
+        off = up[first:] - grown / total * of
+        spread = float((off * off / of).sum()) / rest
+        chance = np.log1p(grown * grown / total / spread / rest) if spread > 0 else np.inf
+        highest = max(highest, (8 * rest + 1) / (8 * rest + 3) * float(np.sqrt(rest * chance)))
+    return highest
+
+
 def best_ramp(t: Float, y: Float, least: int) -> tuple[int, float]:
     """
     Return from which of n points on a line that is flat before explains y best, and its share of the

@@ -60,6 +60,10 @@ class Track:
         at = self.settled
         return Track(self.t_ns[at:], self.s[at:], self.step[at:], self.x[at:], 0) if at else self
 
+    def newest(self, n: int) -> Track:
+        """Return the last n samples of one that has no warm-up any more."""
+        return Track(self.t_ns[-n:], self.s[-n:], self.step[-n:], self.x[-n:], 0)
+
     @cached_property
     def interval_s(self) -> float:
         """Return the usual time between samples; 0 for fewer than two."""

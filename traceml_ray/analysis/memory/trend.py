@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from traceml_ray.analysis.memory.robust import (
     lowered,
     median,
     noise,
+    over_walk,
     r_squared,
     starts,
     steps_share,
@@ -44,6 +46,8 @@ class Ramp:
     to_step: int | None
     grown: float
     r2: float
+    over_walk: float
+    """How improbable it would be for a random walk, in standard deviations."""
     samples: int
 
     @property
@@ -59,7 +63,7 @@ class Ramp:
     def confidence(self, limits: MemoryLimits) -> Confidence:
         """Return how sure it is, from the samples and the fit."""
         if self.samples < limits.short_samples:
-            return "low"
+            return "medium" if self.over_walk >= limits.over_walk_short else "low"
         return "high" if self.samples >= limits.drift_samples and self.r2 >= limits.r2_short else "medium"
 
 
@@ -92,8 +96,9 @@ def ramp(track: Track, limits: MemoryLimits, least: int, floor: bool = False) ->
     if floor and n >= limits.drift_samples:
         fine = max(fine, int(n**0.5 / 2))
     sizes = {fine, max(fine, n // _COARSE_POINTS)} if n >= limits.drift_samples else {1}
-    found = (_ramp(after, size, limits, floor) for size in sorted(sizes))
-    return next((each for each in found if each is not None), None)
+    whole = (_ramp(after, size, limits, floor) for size in sorted(sizes))
+    newest = (_newest(after, few, limits, floor) for few in limits.newest if n > few)
+    return next((each for each in chain(whole, newest) if each is not None), None)
 
 
 def forecast(place: Place, growing: Ramp, limits: MemoryLimits) -> Forecast | None:
@@ -123,6 +128,16 @@ def r2_limit(samples: int, limits: MemoryLimits) -> float:
     return limits.r2_short if samples < limits.drift_samples else limits.r2
 
 
+def _newest(after: Track, few: int, limits: MemoryLimits, floor: bool) -> Ramp | None:
+    """Return the growth of the newest samples, None where it is within what was used before, as of a saw."""
+    found = _ramp(after.newest(few), 1, limits, floor)
+    if found is None or found.over_walk < limits.over_walk_short:
+        return None
+    first = len(after.x) - few + found.first
+    beyond = after.last() - float(after.x[: first + 1].max())
+    return replace(found, first=first) if beyond >= limits.beyond * found.grown else None
+
+
 def _ramp(after: Track, size: int, limits: MemoryLimits, floor: bool) -> Ramp | None:
     at = starts(len(after.x), size)
     y = np.minimum.reduceat(after.x, at) if floor else block_medians(after.x, size)
@@ -141,6 +156,9 @@ def _ramp(after: Track, size: int, limits: MemoryLimits, floor: bool) -> Ramp | 
     r2 = r_squared(t, y, slope)
     if slope <= 0 or r2 < r2_limit(n, limits) or not _goes_on(t, y, slope, limits):
         return None
+    over = max(over_walk(t, y, blocks, limits.walk_least, floor) for blocks in limits.walk_blocks)
+    if over < limits.over_walk:
+        return None
     per_step = after.s_per_step(first)
     from_step, to_step = after.steps_between(first, len(after.x) - 1)
     return Ramp(
@@ -153,6 +171,7 @@ def _ramp(after: Track, size: int, limits: MemoryLimits, floor: bool) -> Ramp | 
         to_step=to_step,
         grown=slope * float(after.s[-1] - after.s[first]),
         r2=r2,
+        over_walk=over,
         samples=n,
     )
 

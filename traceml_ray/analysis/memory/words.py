@@ -14,7 +14,8 @@ from traceml_ray.analysis.memory.sentences import COUNTERS, left_words
 from traceml_ray.analysis.memory.shapes import Counter, Finding, Memory
 from traceml_ray.analysis.verdict import Verdict
 
-_GROWTH = ("creep", "persistent_drift")
+GROWTH = ("creep", "persistent_drift")
+"""Kinds of findings that go on, with a forecast."""
 
 
 def with_memory(verdict: Verdict, memory: Memory) -> Verdict:
@@ -36,7 +37,7 @@ def left(memory: Memory, limits: MemoryLimits = MEMORY) -> str:
     ends = sorted(
         (seconds, finding.rank, finding)
         for finding in memory.findings
-        if finding.kind in _GROWTH
+        if finding.kind in GROWTH
         and finding.severity == "critical"
         and isinstance(seconds := finding.evidence["forecast_s"], float)
         and seconds <= limits.critical_s
@@ -58,7 +59,7 @@ def cause(memory: Memory, dead: Collection[int], node: str | None) -> str:
     """
     if own := _before(memory, dead):
         return own
-    grown = [finding for finding in memory.findings if finding.kind in _GROWTH]
+    grown = [finding for finding in memory.findings if finding.kind in GROWTH]
     same = [finding for finding in grown if finding.node == node and finding.device is None]
     if same:
         return _grew(same[0], f"It was on the same node as rank {same[0].rank}, whose")
@@ -71,7 +72,7 @@ def cause(memory: Memory, dead: Collection[int], node: str | None) -> str:
 def _before(memory: Memory, dead: Collection[int], limits: MemoryLimits = MEMORY) -> str:
     """Return what the memory of the ranks `dead` had done before their end; "" where it had not grown."""
     own = [finding for finding in memory.findings if finding.rank in dead]
-    grown = [finding for finding in own if finding.kind in _GROWTH]
+    grown = [finding for finding in own if finding.kind in GROWTH]
     if grown:
         return _grew(grown[0], f"Rank {grown[0].rank}'s")
     rows = [row for row in memory.ranks if row.rank in dead]
