@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import waitress
 from played import Played
@@ -68,6 +69,15 @@ def shift(browser: webdriver.Chrome) -> float:
     return float(browser.execute_async_script(_SHIFT))
 
 
+def end(server: Any) -> None:
+    """
+    Have a waitress server serve no more. Its handlers end first: one that is left writes to a file descriptor
+    that may be another file's by then.
+    """
+    server.task_dispatcher.shutdown()
+    server.close()
+
+
 class Served:
     """A played session behind a server: it is played on, and the page follows."""
 
@@ -88,4 +98,4 @@ class Served:
 
     def close(self) -> None:
         """Serve no more."""
-        self._server.close()
+        end(self._server)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import waitress
+from looking import end
 from played import Played
 from ray_cluster import until
 from selenium.webdriver.common.by import By
@@ -29,7 +30,7 @@ def url(tmp_path: Path) -> Iterator[str]:
     server = waitress.create_server(app.server, sockets=[listening])
     threading.Thread(target=server.run, daemon=True).start()
     yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    server.close()
+    end(server)
 
 
 def shown(browser, id: str) -> bool:
