@@ -38,6 +38,7 @@ def snapshot(request: pytest.FixtureRequest) -> Snapshot:
 # Where time is judged, or many processes are started at once, nothing else may run. Where only some tests of
 # a file are like that, they are marked there.
 _ALONE = {
+    "browser",
     "chaos/test_chaos.py",
     "integration/test_membership.py",
     "integration/test_faults.py",
