@@ -8,18 +8,21 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from fuzzing import bounded, fuzz, json_values, limited, mutated
 from hypothesis import given
 from hypothesis import strategies as st
 from recorded import WALL_NS, operation
 
-from traceml_ray.reports.profile_text import render_operations
+from traceml_ray.reports.profile_text import render_difference, render_operations
 from traceml_ray.traces import tables
 from traceml_ray.traces.chrome import TraceError
+from traceml_ray.traces.difference import difference
 from traceml_ray.traces.key_averages import key_averages
 from traceml_ray.traces.merged_trace import merge
-from traceml_ray.traces.sources import of_files
+from traceml_ray.traces.sources import Source, of_files
+from traceml_ray.traces.spent import RecordingError
 
 SECONDS = 60.0
 MEMORY_MIB = 512
@@ -57,6 +60,16 @@ TRACE = json.dumps(HEADER | {"traceEvents": EVENTS}).encode()
 FILES = {"rank-0.json": TRACE, "array.json": json.dumps(EVENTS).encode(), "x.json.gz": gzip.compress(TRACE)}
 
 
+def compared(sources: list[Source]) -> None:
+    """Two ranks are compared, or there is a reason."""
+    try:
+        found = difference(sources, 1)
+    except RecordingError as error:
+        assert 0 < len(str(error)) < 2000
+        return
+    assert render_difference(found).endswith("\n") and msgspec.json.encode(found)
+
+
 def made_of(folder: Path) -> None:
     """All that is made of traces is made of those in the folder, or there is a reason."""
     with bounded(SECONDS), limited(MEMORY_MIB):
@@ -64,6 +77,7 @@ def made_of(folder: Path) -> None:
             sources = of_files([folder])
             found = key_averages(sources, by_shape=True)
             merge(sources, folder / "merged")
+            compared(sources)
         except TraceError as error:
             assert 0 < len(str(error)) < 2000
             return
@@ -102,9 +116,10 @@ def test_events_with_other_values_are_read_or_refused(
         changed = data.draw(st.sampled_from([changed, changed.get("args") or changed]))
         if isinstance(changed, dict):
             changed[data.draw(st.sampled_from([*changed]))] = data.draw(values)
-    header = dict(HEADER)
+    header = HEADER | {"distributedInfo": {"rank": 1, "pg_config": GROUPS}}
     if data.draw(st.booleans()):
         header[data.draw(st.sampled_from([*HEADER]))] = data.draw(values)
+    (folder / "rank-0.json").write_bytes(TRACE)
     (folder / "rank-1.json").write_text(json.dumps(header | {"traceEvents": events}))
     made_of(folder)
     shutil.rmtree(folder)

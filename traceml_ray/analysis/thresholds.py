@@ -110,6 +110,18 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
         return ns >= self.hold_of(label) * 1e9 and steps >= self.hold_steps
 
 
+class ProfileLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """From where on an operation is named as what a rank spends more time in; these cannot be set."""
+
+    named_share: float = 0.15
+    """Share of all that the rank spends more, in whatever operations,"""
+    least_share: float = 0.01
+    """and of the step."""
+    most_named: int = 3
+    same_calls: float = 0.05
+    """Calls a step that differ by less are as many."""
+
+
 class HostLimits(msgspec.Struct, frozen=True, kw_only=True):
     """From where on hosts count, where rows are of a device's clock; these cannot be set. Shares are 0..1."""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from traceml_ray import text
-from traceml_ray.reports.layout import Columns, table
+from traceml_ray.reports.layout import Columns, page, table
+from traceml_ray.traces.difference import Difference
 from traceml_ray.traces.key_averages import Operation
 
 
@@ -36,3 +37,36 @@ OPERATIONS: Columns = {
 def render_operations(title: str, operations: Sequence[Operation]) -> str:
     """Return a table of operations; columns of what was not recorded are left out."""
     return "\n".join(table(title, OPERATIONS, operations) or [f"{title}: none"]) + "\n"
+
+
+def _more(value: float) -> str:
+    return text.number(value, 3, sign=True)
+
+
+COMPARED: Columns = {
+    "Operation": lambda each: each.name,
+    "Kind": lambda each: each.kind,
+    ">More ms": lambda each: _more(each.more_ms),
+    "On": lambda each: "device" if each.on_device else "",
+    ">Self CPU ms": lambda each: _ms(each.self_cpu_ms),
+    ">Others": lambda each: _ms(each.other_self_cpu_ms),
+    ">Self device ms": lambda each: _ms(each.self_device_ms),
+    "> Others": lambda each: _ms(each.other_self_device_ms),
+    ">Calls": lambda each: text.number(each.calls),
+    ">  Others": lambda each: text.number(each.other_calls),
+}
+
+
+def render_difference(found: Difference, top: int = 15) -> str:
+    """Return what one rank does more of than others: sentences, then the operations that explain most."""
+    than = text.ranks(found.others) if len(found.others) == 1 else f"the median of {text.ranks(found.others)}"
+    per = f"per step, of {text.count(found.steps, 'step')}" if found.steps else "in all of the trace"
+    stage = f", `{found.stage}` alone" if found.stage else ""
+    title = f"Rank {found.rank} beside {than}, {per}{stage}:"
+    return page(
+        [
+            [each[0].upper() + each[1:] for each in found.sentences],
+            table(title, COMPARED, found.operations[:top]),
+            table("Waiting for other ranks, or for a device:", COMPARED, found.waits[:top]),
+        ]
+    )

@@ -29,6 +29,11 @@ def is_collective(name: str, category: str) -> bool:
     return bool(_ON_DEVICE.match(name) if category in DEVICE else _ON_HOST.match(name))
 
 
+def exchanges(name: str) -> bool:
+    """Return whether a range is a collective that a thread of its own exchanges with other ranks."""
+    return _BY_HOST.match(name) is not None
+
+
 class Part(NamedTuple):
     """What one rank did of a collective; times on the clock of all traces."""
 

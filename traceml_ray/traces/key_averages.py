@@ -72,6 +72,11 @@ class ColumnError(ValueError):
     """There is no such column to sort by."""
 
 
+def kind_of(category: str) -> Kind:
+    """Return what operations of a category are."""
+    return _KINDS.get(category, "operation")
+
+
 def key_averages(sources: Iterable[Source], by_shape: bool = False) -> list[Operation]:
     """Return what each operation took on each rank, the longest first. Raises TraceError."""
     found = []
@@ -86,7 +91,7 @@ def of_trace(source: Source, trace: Trace, nesting: Nesting, by_shape: bool = Fa
     counted = np.flatnonzero(nesting.counted)
     keys: dict[tuple[str, Kind, str | None], int] = {}
     names = [f"{_STEP}*" if name.startswith(_STEPS) else name for name in trace.names]
-    kinds = [_KINDS.get(category, "operation") for category in trace.categories]
+    kinds = [kind_of(category) for category in trace.categories]
     shapes = [*trace.shapes, None]  # the last, -1, is that of an operation without any
     columns = trace.name[counted], trace.category[counted], trace.shape[counted]
     groups = [

@@ -255,29 +255,18 @@ class _Merge:
         steps, shift_ns = rank.source.steps, rank.source.clock_offset_ns or 0
         if not steps:
             return
-        pid = rank.pids[_STEPS] = next(self._pids)
-        rank.tids |= {(_STEPS, "steps"): 1, (_STEPS, "rows, by stage"): 2}
-        rank.names |= {lane: lane[1] for lane in rank.tids if lane[0] == _STEPS}
 
-        def slice_of(tid: int, name: str, begin_ns: int, end_ns: int, step: int) -> dict[str, Any]:
-            times = {"ts": self._us(begin_ns + shift_ns), "dur": (end_ns - begin_ns) / 1000}
-            return {
-                "ph": "X",
-                "cat": "step",
-                "name": name,
-                "pid": pid,
-                "tid": tid,
-                **times,
-                "args": {"step": step},
-            }
+        def slice_of(thread: str, name: str, begin_ns: int, end_ns: int, step: int) -> dict[str, Any]:
+            pid, tid = self._lane(rank, _STEPS, thread)
+            times = {"ts": self._us(begin_ns + shift_ns), "dur": max(end_ns - begin_ns, 0) / 1000}
+            lane = {"pid": pid, "tid": tid}
+            return {"ph": "X", "cat": "step", "name": name, **lane, **times, "args": {"step": step}}
 
         for step in steps:
-            yield slice_of(
-                1, f"step {step.step:,}", step.begin_ns, max(step.end_ns, step.begin_ns), step.step
-            )
+            yield slice_of("steps", f"step {step.step:,}", step.begin_ns, step.end_ns, step.step)
         for each in intervals(steps):
             name = text.words(each.stage) or f"row {each.step:,}"
-            yield slice_of(2, name, each.begin_ns, each.end_ns, each.step)
+            yield slice_of("rows, by stage", name, each.begin_ns, each.end_ns, each.step)
 
     def _arrows(self, collective: Collective) -> Iterator[dict[str, Any]]:
         """Yield a flow from the part of the rank that came last to each of the others, which have waited."""

@@ -30,6 +30,8 @@ class Nesting:
     """False: it is only a step inside one of the same name, or one that torch's own table leaves out."""
     parent: Ints
     """The operation that it is inside of, the nearest that is counted; -1: none."""
+    launched: Mask
+    """Work of a device that an operation has launched, and has as its own."""
     host_ns: Ints
     """What a thread spent in it; 0 of what a device did,"""
     self_host_ns: Ints
@@ -55,12 +57,14 @@ def nest(trace: Trace) -> Nesting:
     parent, merged = _without_repeats(trace, _enclosing(trace, left_out))
     length = trace.end_ns - trace.begin_ns
     host = np.where(left_out | merged, 0, length)
-    work = np.where(on_device, length, _to_parent(_device_work(trace), parent, merged))
+    work, launched = _device_work(trace)
+    work = np.where(on_device, length, _to_parent(work, parent, merged))
     allocated, outside, calls = _memory(trace, parent, left_out)
     allocated = _to_parent(allocated, parent, merged)
     return Nesting(
         counted=~(merged | (left_out & ~on_device)),
         parent=parent,
+        launched=launched,
         host_ns=host,
         self_host_ns=host - _of_children(host, parent),
         device_ns=_with_inside(work, parent),
@@ -110,9 +114,9 @@ def _without_repeats(trace: Trace, parent: list[int]) -> tuple[Ints, Mask]:
     return np.array(parent, np.int64), np.array(merged, bool)
 
 
-def _device_work(trace: Trace) -> Ints:
-    """Return what a device did of what each operation launched by itself, ns [n]."""
-    found = np.zeros(len(trace), np.int64)
+def _device_work(trace: Trace) -> tuple[Ints, Mask]:
+    """Return what a device did of what each operation launched by itself, ns, and what that was; [n] each."""
+    found, launched = np.zeros(len(trace), np.int64), np.zeros(len(trace), bool)
     named = trace.external >= 0
     work = np.flatnonzero(named & trace.on_device & ~trace.of_category(ANNOTATIONS))
     ours = np.flatnonzero(named & trace.of_category(_LAUNCHING) & ~trace.on_device)
@@ -122,40 +126,53 @@ def _device_work(trace: Trace) -> Ints:
         by = ours[np.minimum(place, len(ours) - 1)]
         known = trace.external[by] == trace.external[work]
         np.add.at(found, by[known], (trace.end_ns - trace.begin_ns)[work[known]])
+        launched[work[known]] = True
+    return found, launched
+
+
+def innermost(trace: Trace, parent: Ints, among: Mask, lane: Ints, t_ns: Ints) -> Ints:
+    """
+    Return which operation of a thread a time is in, the innermost; -1 for none, [m].
+
+    Args:
+        trace: n operations.
+        parent: those they are inside of, [n].
+        among: those that have been nested, [n].
+        lane: threads, [m].
+        t_ns: times, [m].
+    """
+    begun = _begun_last(trace, np.flatnonzero(among), lane, t_ns).tolist()
+    lanes, ends, outer = trace.lane.tolist(), trace.end_ns.tolist(), parent.tolist()
+    found = []
+    for at, thread, at_ns in zip(begun, lane.tolist(), t_ns.tolist(), strict=True):
+        while at >= 0 and lanes[at] == thread and ends[at] < at_ns:
+            at = outer[at]
+        found.append(at if at >= 0 and lanes[at] == thread else -1)
+    return np.array(found, np.int64)
+
+
+def _begun_last(trace: Trace, among: Ints, lane: Ints, t_ns: Ints) -> Ints:
+    """Return which operation began last, on a thread or one before it; -1 for none, [m]."""
+    found = np.full(len(t_ns), -1)
+    if len(among) and len(t_ns):
+        asking = np.r_[np.zeros(len(among), np.int64), np.ones(len(t_ns), np.int64)]
+        times, lanes = np.r_[trace.begin_ns[among], t_ns], np.r_[trace.lane[among], lane]
+        order = np.lexsort((asking, times, lanes))
+        seen = np.maximum.accumulate(np.where(order < len(among), order, -1))
+        asked = order >= len(among)
+        last = seen[asked]
+        found[order[asked] - len(among)] = np.where(last >= 0, among[np.maximum(last, 0)], -1)
     return found
 
 
 def _memory(trace: Trace, parent: Ints, left_out: Mask) -> tuple[Ints, Ints, int]:
     """Return what each operation allocated by itself, [n, 2], and what none did, [2], in how many events."""
-    memory = trace.memory
-    found, outside, calls = np.zeros((len(trace), 2), np.int64), np.zeros(2, np.int64), 0
-    begun = _begun_last(trace, np.flatnonzero(~left_out)).tolist()
-    lanes, ends, outer = trace.lane.tolist(), trace.end_ns.tolist(), parent.tolist()
-    columns = (column.tolist() for column in (memory.lane, memory.t_ns, memory.nbytes, memory.on_device))
-    for at, lane, t_ns, nbytes, device in zip(begun, *columns, strict=True):
-        while at >= 0 and lanes[at] == lane and ends[at] < t_ns:
-            at = outer[at]
-        if at >= 0 and lanes[at] == lane:
-            found[at, int(device)] += nbytes
-        else:
-            outside[int(device)] += nbytes
-            calls += 1
-    return found, outside, calls
-
-
-def _begun_last(trace: Trace, host: Ints) -> Ints:
-    """Return which of the `host` operations began last when memory was allocated, [m]; -1 for none."""
-    t_ns, lane = trace.memory.t_ns, trace.memory.lane
-    found = np.full(len(t_ns), -1)
-    if len(host) and len(t_ns):
-        is_memory = np.r_[np.zeros(len(host), np.int64), np.ones(len(t_ns), np.int64)]
-        times, lanes = np.r_[trace.begin_ns[host], t_ns], np.r_[trace.lane[host], lane]
-        order = np.lexsort((is_memory, times, lanes))
-        seen = np.maximum.accumulate(np.where(order < len(host), order, -1))
-        asked = order >= len(host)
-        last = seen[asked]
-        found[order[asked] - len(host)] = np.where(last >= 0, host[np.maximum(last, 0)], -1)
-    return found
+    memory, found, outside = trace.memory, np.zeros((len(trace), 2), np.int64), np.zeros(2, np.int64)
+    at = innermost(trace, parent, ~left_out, memory.lane, memory.t_ns)
+    device, known = memory.on_device.astype(np.int64), at >= 0
+    np.add.at(found, (at[known], device[known]), memory.nbytes[known])
+    np.add.at(outside, device[~known], memory.nbytes[~known])
+    return found, outside, int((~known).sum())
 
 
 def _to_parent(values: Ints, parent: Ints, moved: Mask) -> Ints:

@@ -1,0 +1,64 @@
+"""Traces of a real job: one valid trace of all ranks, and the operation that one rank does more of."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from trace_format import check
+
+from traceml_ray.store.profiles import ProfileStep
+from traceml_ray.traces.difference import difference
+from traceml_ray.traces.merged_trace import merge
+from traceml_ray.traces.sources import Source, of_files
+
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> list[Source]:
+    folder = tmp_path_factory.mktemp("job")
+    script = Path(__file__).with_name("profiled_ranks.py")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, str(script), str(folder), str(port)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    found = []
+    for rank in range(RANKS):
+        edges = json.loads((folder / f"edges-{rank}").read_text())
+        steps = [ProfileStep(at, *pair, None) for at, pair in enumerate(pairwise(edges))]
+        found.append(
+            Source(folder / f"rank-{rank}.json.gz", rank, node="n", clock_offset_ns=0, steps=tuple(steps))
+        )
+    return found
+
+
+def test_collectives_of_all_ranks_are_found_in_one_valid_trace(job: list[Source], tmp_path: Path) -> None:
+    merged = merge(job, tmp_path / "m.json.gz")
+    assert (merged.collectives, merged.unmatched, merged.apart) == (2, 0, 0)
+    found = check(tmp_path / "m.json.gz")
+    arrows = [event for event in found["traceEvents"] if event.get("cat") == "collective"]
+    assert len(arrows) == 2 * 2 * (RANKS - 1)
+    of_users = merge(of_files([source.path for source in job]), tmp_path / "u.json.gz")
+    assert [each.rank for each in of_users.ranks] == [0, 1, 2] and of_users.collectives >= 2
+
+
+def test_difference_names_the_operation_and_keeps_waiting_apart(job: list[Source]) -> None:
+    found = difference(job, 1)
+    assert (found.operations[0].name, found.others, found.steps) == ("aten::copy_", [0, 2], 2)
+    assert found.operations[0].calls - found.operations[0].other_calls == 12
+    assert (
+        found.sentences[0].startswith("rank 1 spends ")
+        and "`aten::copy_` (12 calls more)" in found.sentences[0]
+    )
+    assert found.waiting_ms < found.other_waiting_ms
+    peer = difference(job, 0, 1)
+    assert all(row.more_ms < found.operations[0].more_ms / 4 for row in peer.operations)
+    assert {"gloo:all_reduce", "c10d::allreduce_"} <= {row.name for row in peer.waits}

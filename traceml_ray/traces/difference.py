@@ -1,0 +1,181 @@
+"""
+What one rank does more of than others, operation by operation.
+
+A rank that waits for others does so inside collectives, and in what synchronises with its device: that time
+is the effect of a difference elsewhere, and is kept apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from traceml_ray import text
+from traceml_ray.analysis.thresholds import ProfileLimits
+from traceml_ray.stages import STAGES
+from traceml_ray.traces.key_averages import Kind
+from traceml_ray.traces.sources import Source
+from traceml_ray.traces.spent import OUTSIDE, Key, RecordingError, Spent, spent
+
+MEDIAN: Literal["median"] = "median"
+_LIMITS = ProfileLimits()
+
+
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    """One operation: what it takes by itself, without the operations inside it, of a step of the rank."""
+
+    name: str
+    """`OUTSIDE`: the time in which no operation runs."""
+    kind: Kind | Literal["outside"]
+    more_ms: float
+    """How much more the rank spends in it than the others, on threads or on the device, where it is more."""
+    on_device: bool
+    """Where that is."""
+    calls: float
+    other_calls: float
+    self_cpu_ms: float
+    other_self_cpu_ms: float
+    self_device_ms: float | None
+    """None where no device was recorded."""
+    other_self_device_ms: float | None
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank beside another, or beside the median of others; all numbers are of one step."""
+
+    rank: int
+    others: list[int]
+    """One rank, or those whose median is compared."""
+    stage: str | None
+    """Only operations that begin in this stage."""
+    steps: int
+    """Of the rank that were recorded, whole; 0: the trace has no steps, and numbers are of all of it."""
+    step_ms: float
+    other_step_ms: float
+    waiting_ms: float
+    """In collectives, and for a device,"""
+    other_waiting_ms: float
+    operations: list[Compared]
+    """What explains most first."""
+    waits: list[Compared]
+    sentences: list[str]
+
+
+def difference(
+    sources: Sequence[Source], rank: int, beside: int | Literal["median"] = MEDIAN, stage: str | None = None
+) -> Difference:
+    """
+    Return what `rank` does more of than another, or than the median of all others of `sources`.
+
+    Raises:
+        RecordingError: a rank, or the stage, was not recorded.
+        TraceError: a trace cannot be read.
+    """
+    by_rank = {source.rank: source for source in sources if source.rank is not None}
+    others = [each for each in by_rank if each != rank] if beside == MEDIAN else [beside]
+    for wanted in (rank, *others):
+        if wanted not in by_rank:
+            known = text.ranks(by_rank) or "no rank"
+            raise RecordingError(f"rank {wanted} was not recorded: the profile has {known}")
+    if not others or others == [rank]:
+        raise RecordingError(f"only rank {rank} was recorded: there is nothing to compare it with")
+    if stage is not None and stage not in STAGES:
+        raise RecordingError(f"{stage!r} is no stage: it is one of {', '.join(STAGES)}")
+    return compare(
+        rank, spent(by_rank[rank], stage), {each: spent(by_rank[each], stage) for each in others}, stage
+    )
+
+
+def compare(rank: int, own: Spent, others: dict[int, Spent], stage: str | None) -> Difference:
+    """Return the difference between what one rank spends and the median of what others do."""
+    names = dict.fromkeys(key for each in (own, *others.values()) for key in each.operations)
+    rows = [_compared(key, own, list(others.values())) for key in names]
+    rows.sort(key=lambda row: -row.more_ms)
+    waits = [row for row in rows if _is_wait(row, own, others.values())]
+    operations = [row for row in rows if not _is_wait(row, own, others.values())]
+    found = Difference(
+        rank=rank,
+        others=sorted(others),
+        stage=stage,
+        steps=own.steps,
+        step_ms=own.step_ns / 1e6,
+        other_step_ms=_median(each.step_ns for each in others.values()),
+        waiting_ms=own.waiting_ns / 1e6,
+        other_waiting_ms=_median(each.waiting_ns for each in others.values()),
+        operations=operations,
+        waits=waits,
+        sentences=[],
+    )
+    return msgspec.structs.replace(found, sentences=sentences(found))
+
+
+def _is_wait(row: Compared, own: Spent, others: Iterable[Spent]) -> bool:
+    return any((row.name, row.kind) in each.waits for each in (own, *others))
+
+
+def _median(values_ns: Iterable[float]) -> float:
+    return float(np.median([*values_ns])) / 1e6
+
+
+def _compared(key: Key, own: Spent, others: Sequence[Spent]) -> Compared:
+    """Return one operation; those who do not have it spend nothing in it."""
+    mine = own.of(key)
+    theirs = np.median([each.of(key) for each in others], axis=0)
+    device = own.device or any(each.device for each in others)
+    cpu_ms, device_ms = (float(mine[at] - theirs[at]) / 1e6 for at in (1, 2))
+    on_device = abs(device_ms) > abs(cpu_ms)
+    return Compared(
+        name=key[0],
+        kind=key[1],
+        more_ms=device_ms if on_device else cpu_ms,
+        on_device=on_device,
+        calls=mine[0],
+        other_calls=float(theirs[0]),
+        self_cpu_ms=mine[1] / 1e6,
+        other_self_cpu_ms=float(theirs[1]) / 1e6,
+        self_device_ms=mine[2] / 1e6 if device else None,
+        other_self_device_ms=float(theirs[2]) / 1e6 if device else None,
+    )
+
+
+def sentences(found: Difference) -> list[str]:
+    """Return what the difference is, in words: the operations that explain most of it, and who waits."""
+    more = sum(row.more_ms for row in found.operations if row.more_ms > 0)
+    least = max(_LIMITS.named_share * more, _LIMITS.least_share * found.step_ms)
+    named = [row for row in found.operations if row.more_ms >= least][: _LIMITS.most_named]
+    than = text.ranks(found.others)
+    if len(found.others) > 1:
+        than = f"the median of {than}"
+    per = "a step" if found.steps else "in the trace"
+    within = f" of `{found.stage}`" if found.stage else ""
+    lines = [_sentence(found.rank, row, per + within, than) for row in named]
+    if not named:
+        lines = [f"rank {found.rank} spends no more time {per}{within} in any operation than {than}."]
+    waits_less = found.other_waiting_ms - found.waiting_ms
+    if abs(waits_less) >= max(_LIMITS.least_share * found.step_ms, 0.01):
+        less, who = ("less", "the others wait for it") if waits_less > 0 else ("more", "it waits for others")
+        lines.append(f"It waits {text.ms(abs(waits_less))} {per}{within} {less} than {than}: {who}.")
+    return lines
+
+
+def _sentence(rank: int, row: Compared, per: str, than: str) -> str:
+    where = (
+        "outside of operations, where no operation of torch runs"
+        if row.name == OUTSIDE
+        else f"in `{row.name}`"
+    )
+    where += " on the device" if row.on_device else ""
+    return f"rank {rank} spends {text.ms(row.more_ms)} {per} more {where}{_calls(row)} than {than}."
+
+
+def _calls(row: Compared) -> str:
+    more = row.calls - row.other_calls
+    if row.name == OUTSIDE:
+        return ""
+    if abs(more) < _LIMITS.same_calls:
+        return " (as many calls)"
+    number = text.number(abs(more))
+    return f" ({number} call{'' if number == '1' else 's'} {'more' if more > 0 else 'fewer'})"

@@ -1,0 +1,56 @@
+"""Sets of time: intervals [k, 2] of begin and end, ns, in order and apart."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+def union(begins: Ints, ends: Ints) -> Ints:
+    """Return the time that is in any of these intervals, which may overlap, [n] each."""
+    order = np.argsort(begins, kind="stable")
+    begins, ends = begins[order], ends[order]
+    latest = np.maximum.accumulate(ends)
+    first = np.r_[True, begins[1:] > latest[:-1]] if len(begins) else np.empty(0, bool)
+    last = np.r_[first[1:], True] if len(begins) else first
+    found = np.stack([begins[first], latest[last]], axis=1)
+    return found[found[:, 1] > found[:, 0]]
+
+
+def both(one: Ints, other: Ints) -> Ints:
+    """Return the time that is in both sets."""
+    return _where(one, other, 2)
+
+
+def without(one: Ints, other: Ints) -> Ints:
+    """Return the time of the first set that is not in the other."""
+    begin, end = (one[0, 0], one[-1, 1]) if len(one) else (0, 0)
+    edges = np.r_[begin, np.clip(other, begin, end).reshape(-1), end]
+    rest = edges.reshape(-1, 2)
+    return both(one, rest[rest[:, 1] > rest[:, 0]])
+
+
+def length(one: Ints) -> int:
+    """Return how long all of it is, ns."""
+    return int((one[:, 1] - one[:, 0]).sum())
+
+
+def inside(times: Ints, one: Ints) -> npt.NDArray[np.bool_]:
+    """Return which times are in the set, [n]."""
+    if not len(one):
+        return np.zeros(len(times), bool)
+    at = np.searchsorted(one[:, 0], times, side="right") - 1
+    found: npt.NDArray[np.bool_] = (at >= 0) & (times < one[np.maximum(at, 0), 1])
+    return found
+
+
+def _where(one: Ints, other: Ints, depth: int) -> Ints:
+    """Return the time that is in so many of two sets."""
+    edges = np.r_[one.reshape(-1), other.reshape(-1)]
+    step = np.r_[np.tile([1, -1], len(one)), np.tile([1, -1], len(other))]
+    order = np.lexsort((step, edges))  # an end before a beginning at the same time
+    edges, depths = edges[order], np.cumsum(step[order])
+    at = np.flatnonzero(depths == depth)
+    return np.stack([edges[at], edges[at + 1]], axis=1) if len(at) else np.empty((0, 2), np.int64)

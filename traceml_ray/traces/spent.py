@@ -1,0 +1,169 @@
+"""What a rank spends a step in, operation by operation, and how much of it is waiting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from traceml_ray.traces import interval_sets as sets
+from traceml_ray.traces.collectives import exchanges, is_collective
+from traceml_ray.traces.key_averages import Kind, kind_of
+from traceml_ray.traces.nesting import Mask, Nesting, innermost, nest
+from traceml_ray.traces.sources import Source
+from traceml_ray.traces.step_rows import intervals
+from traceml_ray.traces.trace import Ints, Trace, read_trace
+
+OUTSIDE = "(outside of operations)"
+Key = tuple[str, Kind | Literal["outside"]]
+_SYNCHRONISES = "Synchronize"
+"""In the names of the calls of CUDA's runtime in which a thread waits for its device."""
+_STEP = "ProfilerStep#"
+
+
+class RecordingError(ValueError):
+    """What is asked for was not recorded; the message says what was."""
+
+
+@dataclass
+class Spent:
+    """What one rank spends of a step, or of one stage of it."""
+
+    steps: int
+    """How many were recorded whole; 0: none are known, and all numbers are of the whole trace."""
+    step_ns: float
+    """Mean length,"""
+    waiting_ns: float = 0.0
+    """of which a thread waits for other ranks, or for its device."""
+    device: bool = False
+    """Whether work of a device was recorded."""
+    operations: dict[Key, tuple[float, float, float]] = field(default_factory=dict)
+    """Calls, time of threads and time of a device, ns, without the operations inside; of a step."""
+    waits: set[Key] = field(default_factory=set)
+    """Those in which it waits."""
+
+    def of(self, key: Key) -> tuple[float, float, float]:
+        """Return what it spends in an operation."""
+        return self.operations.get(key, (0.0, 0.0, 0.0))
+
+
+def spent(source: Source, stage: str | None = None) -> Spent:
+    """
+    Return what a rank spends of a step, of `stage` alone where that is given.
+
+    Raises:
+        RecordingError: no whole step, or stage, was recorded.
+        TraceError: the trace cannot be read.
+    """
+    trace = read_trace(source.path)
+    windows, steps = _windows(source, trace, stage)
+    found = Spent(steps, sets.length(windows) / max(steps, 1), device=bool(trace.on_device.any()))
+    reading = _Reading(trace, nest(trace), windows)
+    reading.fill(found)
+    return found
+
+
+def _windows(source: Source, trace: Trace, stage: str | None) -> tuple[Ints, int]:
+    """Return the time that is looked at, and how many steps, or stages, are whole in it."""
+    if stage is not None:
+        first_ns = min((step.begin_ns for step in source.steps), default=0)
+        own = [each for each in intervals(source.steps) if each.stage == stage and each.begin_ns >= first_ns]
+        if not own:
+            raise RecordingError(
+                f"no whole `{stage}` of {source.label} was recorded: it needs the rows of these steps, and "
+                "more than one step where it begins before the step does"
+            )
+        found = [(each.begin_ns, each.end_ns) for each in own]
+    elif source.steps:
+        found = [(step.begin_ns, step.end_ns) for step in source.steps]
+    else:
+        number = {at for at, name in enumerate(trace.names) if name.startswith(_STEP)}
+        places = np.flatnonzero(np.isin(trace.name, [*number]) & ~trace.on_device)
+        found = np.stack([trace.begin_ns[places], trace.end_ns[places]], axis=1).tolist()
+    if found:
+        windows = np.array(found, np.int64)
+        return sets.union(windows[:, 0], windows[:, 1]), len(found)
+    if not len(trace):
+        raise RecordingError(f"nothing was recorded of {source.label}")
+    return np.array([[trace.begin_ns.min(), trace.end_ns.max()]]), 0
+
+
+class _Reading:
+    """What of a trace is in some time."""
+
+    def __init__(self, trace: Trace, nesting: Nesting, windows: Ints) -> None:
+        self._trace, self._nesting, self._windows = trace, nesting, windows
+        categories = len(trace.categories)
+        self._pairs, self._pair = np.unique(trace.name * categories + trace.category, return_inverse=True)
+        self._keys: list[Key] = []
+        waits, work = [], []
+        for name, category in zip(*(each.tolist() for each in divmod(self._pairs, categories)), strict=True):
+            key = trace.names[name], kind_of(trace.categories[category])
+            self._keys.append(key)
+            waits.append(_waits(key[0], trace.categories[category]))
+            work.append(key[1] in ("operation", "runtime"))
+        self._waits, self._work = np.array(waits, bool), np.array(work, bool)
+        host = ~trace.on_device
+        exchanging = np.array([bool(exchanges(name)) for name in trace.names], bool)[trace.name] & host
+        aside = np.isin(trace.lane, trace.lane[exchanging])
+        self._in_flight = sets.union(trace.begin_ns[exchanging], trace.end_ns[exchanging])
+        """Collectives of threads that do nothing else."""
+        self._host = host & ~aside
+        """Operations of threads that train."""
+
+    def fill(self, found: Spent) -> None:
+        """Add up what is spent, by operation."""
+        trace, nesting = self._trace, self._nesting
+        steps = np.array([name.startswith(_STEP) for name in trace.names], bool)[trace.name]
+        inside = nesting.counted & ~nesting.launched & ~steps & sets.inside(trace.begin_ns, self._windows)
+        waited, moved = self._waited()
+        own = nesting.self_host_ns.copy()
+        np.subtract.at(own, moved[moved >= 0], (waited[:, 1] - waited[:, 0])[moved >= 0])
+        sums = np.zeros((len(self._keys), 3))
+        columns = np.stack([np.ones(len(trace)), np.maximum(own, 0), nesting.self_device_ns], axis=1)
+        np.add.at(sums, self._pair[inside], columns[inside])
+        waiting = self._waits[self._pair] & inside
+        host_ns = sets.length(waited) + int(own[waiting & self._host].sum())
+        device_ns = int(nesting.self_device_ns[waiting].sum())
+        each = max(found.steps, 1)
+        found.waiting_ns = max(host_ns, device_ns) / each
+        for key, values, wait in zip(self._keys, sums.tolist(), self._waits.tolist(), strict=True):
+            if values[0]:
+                calls, host, device = (value / each for value in values)
+                before = found.of(key)
+                found.operations[key] = before[0] + calls, before[1] + host, before[2] + device
+                found.waits |= {key} if wait else set()
+        outside = self._outside(waited[moved < 0]) / each
+        found.operations[OUTSIDE, "outside"] = (0.0, outside, 0.0)
+
+    def _time_of(self, mask: Mask) -> Ints:
+        return sets.union(self._trace.begin_ns[mask], self._trace.end_ns[mask])
+
+    def _waited(self) -> tuple[Ints, Ints]:
+        """
+        Return when no operation runs while a collective is in flight: a thread waits for it. And in which
+        range or function that is, [k]; -1: in none.
+        """
+        trace = self._trace
+        working = self._time_of(self._host & self._work[self._pair])
+        waited = sets.both(sets.without(self._windows, working), self._in_flight)
+        middle = waited.mean(axis=1).astype(np.int64) if len(waited) else np.empty(0, np.int64)
+        among = self._host & self._nesting.counted
+        lane = np.full(len(waited), self._training_lane())
+        return waited, innermost(trace, self._nesting.parent, among, lane, middle)
+
+    def _training_lane(self) -> int:
+        lanes = self._trace.lane[self._host]
+        return int(np.bincount(lanes).argmax()) if len(lanes) else -1
+
+    def _outside(self, waited: Ints) -> int:
+        """Return for how long nothing that has a name runs, and no rank is waited for."""
+        named = np.array([not name.startswith(_STEP) for name in self._trace.names], bool)[self._trace.name]
+        running = self._time_of(self._host & named)
+        return sets.length(sets.without(sets.without(self._windows, running), waited))
+
+
+def _waits(name: str, category: str) -> bool:
+    """Return whether the time of an operation may be a wait for other ranks, or for a device."""
+    return is_collective(name, category) or (kind_of(category) == "runtime" and _SYNCHRONISES in name)
