@@ -23,7 +23,7 @@ def train(rank: int, folder: Path, port: str) -> None:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(256, 256))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loader = iter(torch.utils.data.DataLoader(torch.randn(100, 256), batch_size=8))
-    large = torch.randn(1_500_000)
+    large = torch.randn(8_000_000)
 
     def step() -> None:
         inputs = next(loader)

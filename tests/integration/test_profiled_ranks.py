@@ -60,5 +60,5 @@ def test_difference_names_the_operation_and_keeps_waiting_apart(job: list[Source
     )
     assert found.waiting_ms < found.other_waiting_ms
     peer = difference(job, 0, 1)
-    assert all(row.more_ms < found.operations[0].more_ms / 4 for row in peer.operations)
+    assert peer.operations[-1].name == "aten::copy_" and peer.operations[-1].more_ms < 0
     assert {"gloo:all_reduce", "c10d::allreduce_"} <= {row.name for row in peer.waits}
