@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 SECTIONS = {
     "In a training script": {
         "traceml_ray/api.py": ("attach", "detach", "trace_step", "stage", "capture_oom", "watch"),
+        "traceml_ray/profile_call.py": ("profile",),
         "traceml_ray/adapters/huggingface.py": ("TraceMLTrainerCallback",),
         "traceml_ray/adapters/lightning.py": ("TraceMLCallback",),
     },
@@ -46,6 +47,7 @@ MEMORY = {
         *("Memory", "FirstCause", "CollectiveOnset", "Finding", "Attribution", "Incident", "RankMemory"),
     ),
 }
+PROFILES = {"traceml_ray/store/profiles.py": ("ProfileInfo", "Profile", "RankProfile", "ProfileStep")}
 LABELS = runpy.run_path(str(ROOT / "traceml_ray" / "analysis" / "labels.py"))["LABELS"]
 METHODS_OF = "Session"
 """Of other classes the methods are for frameworks, not for people."""
@@ -78,6 +80,8 @@ def page() -> str:
         parts += [text_of(shapes), *(shape(node) for node in shapes.body if isinstance(node, ast.ClassDef))]
     parts.append("## What files say about memory\n")
     parts += [shape(node, default=False) for path, names in MEMORY.items() for node in found(path, names)]
+    parts.append("## What became of a profile\n")
+    parts += [shape(node, default=False) for path, names in PROFILES.items() for node in found(path, names)]
     return "\n".join(parts)
 
 

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from traceml_ray.driver import start
     from traceml_ray.launchers.ray_train import TraceMLTrainCallback as TraceMLTrainCallback
     from traceml_ray.live_session import Session, StartError
+    from traceml_ray.profile_call import profile
     from traceml_ray.reports.analyze import analyze
 
 __version__ = "0.1.0"
@@ -19,6 +20,7 @@ __all__ = [
     "attach",
     "capture_oom",
     "detach",
+    "profile",
     "stage",
     "start",
     "trace_step",
@@ -28,6 +30,7 @@ _MODULES = {
     "Session": "traceml_ray.live_session",
     "StartError": "traceml_ray.live_session",
     "analyze": "traceml_ray.reports.analyze",
+    "profile": "traceml_ray.profile_call",
     "start": "traceml_ray.driver",
     # Not in __all__: each needs its framework, see _NEEDED.
     "TraceMLCallback": "traceml_ray.adapters.lightning",

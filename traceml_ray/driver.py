@@ -20,7 +20,7 @@ from traceml_ray.floors import FLOORS, too_old
 from traceml_ray.launchers.ray_train import watch_trainers
 from traceml_ray.live_session import Session, StartError, cause_of
 from traceml_ray.monitor.finish import EXIT_S
-from traceml_ray.ray.config import ActorConfig, configure, remember
+from traceml_ray.ray.config import ActorConfig, configure, current_config, remember
 from traceml_ray.ray.discovery import DEFAULT_SESSION, cluster_nodes, find_aggregator
 from traceml_ray.settings import Settings, given, known_keywords
 
@@ -118,6 +118,13 @@ def start(
     remember(made.config)
     watch_trainers()
     return made
+
+
+def session_here() -> Session | None:
+    """Return the session that this process has started; None where it has none, or has no Ray."""
+    config = current_config() if "ray" in sys.modules else None
+    found = None if config is None else find_aggregator(config.session)
+    return None if config is None or found is None else Session(config.session, found)
 
 
 def _check_ray() -> None:

@@ -20,6 +20,7 @@ from traceml_ray.launchers.dashboard import DashboardProcess
 from traceml_ray.launchers.ray_train import leave_trainers
 from traceml_ray.monitor.finish import ANSWER_S, KILL_S, LEAVE_S
 from traceml_ray.monitor.private_folders import is_private
+from traceml_ray.rank_filter import rank_filter
 from traceml_ray.ray.config import About, ActorConfig, current_config, forget
 from traceml_ray.ray.discovery import (
     answers,
@@ -33,6 +34,7 @@ from traceml_ray.ray.discovery import (
 from traceml_ray.results import BundleInfo, LiveVerdict, NodeInfo, RankInfo, RunInfo, Status
 from traceml_ray.session import DATABASE, holder
 from traceml_ray.store import query
+from traceml_ray.store.profiles import Profile, ProfileInfo
 from traceml_ray.summary_shape import Summary
 
 QUESTION_S = 20.0
@@ -126,6 +128,47 @@ class Session:
                     return bundle
             time.sleep(_POLL_S)
         raise StartError(f"session {self.id!r} has made no bundle within {timeout:g} s; see .status()")
+
+    def profile(
+        self,
+        ranks: str = "all",
+        steps: int = 3,
+        *,
+        memory: bool = False,
+        stacks: bool = False,
+        shapes: bool = False,
+        run: str | None = None,
+        timeout: float = 300.0,
+    ) -> Profile:
+        """
+        Profile some steps of a run with torch's profiler, see `traceml_ray.profile`; return what became of
+        each rank. The traces are in the session's folder, `profiles/<id>/`, on the aggregator's node.
+
+        Raises ValueError for arguments that cannot be used, StartError where it is not there in `timeout` s.
+        """
+        rank_filter(ranks)
+        fields = {"ranks": ranks, "steps": steps, "memory": memory, "stacks": stacks, "shapes": shapes}
+        asked = secrets.token_hex(8)
+        self.request_profile(asked, wire.ProfileRequest.of({**fields, "run": run}))
+        return self.wait_for_profile(asked, timeout)
+
+    def request_profile(self, asked: str, request: wire.ProfileRequest) -> None:
+        """Ask for a profile by an id, without waiting for it."""
+        self._ask(query.StartProfile(asked, request))
+
+    def wait_for_profile(self, asked: str, timeout: float) -> Profile:
+        """Return the profile that was asked for by that id; StartError without one in `timeout` s."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            for info in reversed(self.profiles()):
+                if asked in info.profile.requests:
+                    return info.profile
+            time.sleep(_POLL_S)
+        raise StartError(f"session {self.id!r} has made no profile within {timeout:g} s; see .status()")
+
+    def profiles(self) -> list[ProfileInfo]:
+        """Return the profiles of the session, the oldest first."""
+        return self._ask(query.Profiles()).done
 
     def status(self) -> Status:
         """Return how the session itself is doing: where each row is, exceptions swallowed, by place."""

@@ -86,7 +86,8 @@ class Event(Part, frozen=True):
     Something that happened once, for a person to read.
 
     `kind` is one of `attach`, `exception`, `exit`, `rank_lost`, `process_ended`, `stacks`,
-    `standing`, `flight_recorder`, `relay_start`, `xid`, `oom`, `bundle_request`, `note`, …
+    `standing`, `flight_recorder`, `relay_start`, `xid`, `oom`, `bundle_request`, `profile_request`,
+    `profile`, `note`, …
     """
 
     kind: str

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from traceml_ray import wire
+from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.errors import Errors
 from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor import captures
@@ -43,7 +44,8 @@ class Job:
     def turn(self, seconds: float = 1.0, runs: bool = True) -> None:
         self.now += seconds
         labels = {process.id: "node-1" for process in self.ranks.values()}
-        run = RunNow("run", "name", self.ranks, labels, self.step_s, {"node": (5, 2)})
+        verdict = Verdict(label="healthy", mean_step_ms=1e3 * self.step_s)
+        run = RunNow("run", "name", self.ranks, labels, {"node": (5, 2)}, verdict)
         self.over = self.captures.turn([run] if runs else []) or self.over
 
     @property
@@ -205,6 +207,26 @@ def test_steps_that_never_end_are_given_up(job: Job) -> None:
     assert job.state(0)[0] == "failed" and "has not ended its steps" in str(job.state(0)[1])
 
 
+def test_requests_for_the_same_join_until_it_records(job: Job) -> None:
+    for who in ("a", "b"):
+        job.captures.ask(Wanted(wire.ProfileRequest("0"), "it was requested.", (who,)))
+    job.turn()
+    job.ask("0")
+    job.say(0, "recording")
+    job.ask("0")  # this one is for later steps
+    job.capture(0)
+    job.turn()
+    assert job.over is not None and job.over.requests == ["a", "b", "me"] and job.captures.busy
+
+
+def test_driver_may_ask_before_its_run_has_begun(job: Job) -> None:
+    job.ask("0")
+    job.turn(60.0, runs=False)
+    assert job.over is None
+    job.turn()
+    assert job.command["ranks"] == "0"
+
+
 def test_one_capture_at_a_time_the_others_wait(job: Job) -> None:
     job.ask("0")
     job.ask("1")
@@ -215,8 +237,8 @@ def test_one_capture_at_a_time_the_others_wait(job: Job) -> None:
     first = job.over
     job.turn()
     assert first is not None and job.command["ranks"] == "1"
-    for _ in range(captures.MAX_WAITING + 3):
-        job.ask("2")
+    for steps in range(1, captures.MAX_WAITING + 4):
+        job.ask("2", steps=steps)
     assert job.errors["profile: too many wait"] == 3
 
 

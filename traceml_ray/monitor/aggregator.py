@@ -88,7 +88,14 @@ class AggregatorCore:
             self._bundling,
         )  # fmt: skip
         self._profiling = Profiling(
-            settings, self._writer, self.errors, clock, ticks, self._judge.running, self.commit
+            settings,
+            self._writer,
+            self.errors,
+            clock,
+            ticks,
+            self._judge.running,
+            self._judge.peer,
+            self.commit,
         )
         self._refused: dict[str, int] = {}
         processes = self._writer.processes.values()

@@ -12,10 +12,11 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from traceml_ray import __version__, text, wire
+from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.errors import Errors
 from traceml_ray.rank_filter import RankFilterError, rank_filter
 from traceml_ray.reports.run_facts import moment
@@ -51,10 +52,16 @@ class RunNow:
     ranks: Mapping[int, RankProcess]
     labels: Mapping[int, str]
     """Of the rank processes' nodes."""
-    step_s: float | None
-    """How long a step takes."""
     clocks: Mapping[str, tuple[int, int]]
     """Offset and bound of each node's clock, ns, by its id."""
+    verdict: Verdict | None = None
+    """As it stands."""
+
+    @property
+    def step_s(self) -> float | None:
+        """How long a step takes; None: not known."""
+        mean_ms = None if self.verdict is None else self.verdict.mean_step_ms
+        return None if not mean_ms else mean_ms / 1e3
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,11 @@ class _Capture:
     number: int = 1
     commands: list[wire.Command] = field(default_factory=list)
 
+    @property
+    def joins(self) -> bool:
+        """Whether another request for the same belongs to it: all ranks of a script may ask for it."""
+        return all(rank.about.state in ("asked", "armed") for rank in self.ranks.values())
+
 
 class Captures:
     """
@@ -119,6 +131,8 @@ class Captures:
         self._clock, self._ticks = clock, ticks
         self._now: _Capture | None = None
         self._waiting: deque[Wanted] = deque()
+        self._without_run_s: float | None = None
+        """Since when something waits for a run."""
         profiles.clear_unfinished(folder)  # of an aggregator that was killed
 
     @property
@@ -128,6 +142,14 @@ class Captures:
 
     def ask(self, wanted: Wanted) -> None:
         """Have steps profiled, when those before are done; what is too much is counted."""
+        now = self._now
+        if now is not None and now.joins and now.wanted.request == wanted.request:
+            now.profile.requests.extend(wanted.requests)
+            return
+        for at, other in enumerate(self._waiting):
+            if other.request == wanted.request:
+                self._waiting[at] = replace(other, requests=other.requests + wanted.requests)
+                return
         if len(self._waiting) >= MAX_WAITING:
             self._errors.count("profile: too many wait")
             return
@@ -186,7 +208,7 @@ class Captures:
 
     def turn(self, runs: Sequence[RunNow]) -> Profile | None:
         """Go on: begin what waits, give up what does not come. Return the profile that is over."""
-        if self._now is None and self._waiting:
+        if self._now is None and self._waiting and self._may_begin(bool(runs)):
             self._begin(self._waiting.popleft(), runs)
         now = self._now
         if now is None:
@@ -203,6 +225,14 @@ class Captures:
             return None
         self._now = None
         return now.profile
+
+    def _may_begin(self, goes_on: bool) -> bool:
+        """Whether what waits first can begin: a driver may ask before its run has."""
+        if goes_on:
+            self._without_run_s = None
+        elif self._without_run_s is None:
+            self._without_run_s = self._ticks()
+        return self._without_run_s is None or self._ticks() - self._without_run_s >= STEPS_S
 
     def stop(self, why: str) -> Profile | None:
         """End all: the session is over. Return the profile that was under way, as far as it is."""

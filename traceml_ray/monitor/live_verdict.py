@@ -16,6 +16,7 @@ from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.labels import DEATHS
 from traceml_ray.analysis.memory import words
 from traceml_ray.analysis.memory.shapes import Memory
+from traceml_ray.analysis.peers import median_rank
 from traceml_ray.analysis.span_rates import SpanRates, span_rates, with_span
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
@@ -277,15 +278,19 @@ class LiveJudge:
         known, clocks = self._known, self._clocks()
         names = run_names([], self.writer.meta)
         return [
-            RunNow(run, names.get(run, run), ranks, known.labels, self._step_s(run), clocks)
+            RunNow(run, names.get(run, run), ranks, known.labels, clocks, self.verdict(run))
             for run, ranks in known.ranks.items()
             if ranks
         ]
 
-    def _step_s(self, run: str) -> float | None:
-        verdict = self.verdict(run)
-        mean_ms = None if verdict is None else verdict.mean_step_ms
-        return None if not mean_ms else mean_ms / 1e3
+    def peer(self, run: str, verdict: Verdict) -> int | None:
+        """Return the rank that those of a verdict on a run are compared with: the median of the others."""
+        own, ranks = self.steps.of(run), sorted(self._known.ranks.get(run, {}))
+        if own is None:
+            return None
+        with self.steps.lock:
+            window = own.history.window(ranks, len(ranks), (), self._limits.window_steps)
+        return median_rank(window, verdict.ranks, verdict.stage)
 
     def _ranks_of(self, run: str, known: _Known) -> Ranks:
         own = self.steps.of(run)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 from traceml_ray import text, wire
+from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.errors import Errors
+from traceml_ray.monitor.auto_profile import AutoProfile
 from traceml_ray.monitor.captures import Captures, RunNow, Wanted
 from traceml_ray.settings import Settings
 from traceml_ray.stages import N_STAGES, SEGMENT_BITS
@@ -36,6 +39,7 @@ class Profiling:
         clock: wall clock in ns.
         ticks: monotonic ns.
         runs: the runs that go on.
+        peer: returns the rank that those of a verdict on a run are compared with.
         commit: writes what is pending.
     """
 
@@ -47,12 +51,14 @@ class Profiling:
         clock: Callable[[], int],
         ticks: Callable[[], int],
         runs: Callable[[], list[RunNow]],
+        peer: Callable[[str, Verdict], int | None],
         commit: Callable[[], bool],
     ) -> None:
         self._writer, self._errors, self._clock = writer, errors, clock
-        self._runs, self._commit = runs, commit
+        self._runs, self._peer, self._commit = runs, peer, commit
         self._folder, self._max_bytes = writer.path.parent, settings.profile_bytes
         self._captures = Captures(self._folder, errors, clock, lambda: ticks() / 1e9)
+        self._auto = AutoProfile(settings, lambda: ticks() / 1e9)
         self.commands: list[wire.Command] = []
         """For the ranks, sent with every reply to a relay."""
 
@@ -81,11 +87,12 @@ class Profiling:
 
     def turn(self) -> None:
         """Go on with what is to be captured; once a second. An error is counted."""
-        if not self._captures.busy:
-            return
         try:
             runs = self._runs()
+            aimed = [self._auto.check(run.run, run.verdict, partial(self._peer, run.run)) for run in runs]
             with self._writer.lock:
+                for wanted in filter(None, aimed):
+                    self._captures.ask(wanted)
                 over = self._captures.turn(runs)
                 self.commands = self._captures.commands()
             if over is not None:
