@@ -79,6 +79,8 @@ class SpanSum(Part, frozen=True):
     last_step: Int64
     bytes: Count | None = None
     """Of a collective, the size of its buffers."""
+    process_group: str | None = None
+    """Of a collective, torch's name of its process group."""
 
 
 class Event(Part, frozen=True):

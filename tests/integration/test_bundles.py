@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 from sessions import NoSamples, Straight
 
-from traceml_ray import wire
+import traceml_ray
+from traceml_ray import cli, wire
 from traceml_ray.agent.bootstrap import rank_environment
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.settings import Settings
 from traceml_ray.store.bundles import Bundle, bundles_of
-from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.session_file import SessionFile, SessionFileError
 
 WORLD, FAILS = 2, 1
 GROUPS = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
@@ -47,9 +48,6 @@ def fail():
     if fault == "raises":
         with traceml_ray.capture_oom("big batch"):
             bytearray(1 << 62)
-    held = []
-    while True:
-        held.append(bytearray(b"x") * (1 << 26))
 
 
 dist.init_process_group("gloo", init_method="file://" + os.path.abspath("store"), rank=rank, world_size=2)
@@ -68,7 +66,7 @@ for step in range(4000):
 class Job:
     """Two ranks, of which the second fails, and what watches them."""
 
-    def __init__(self, folder: Path, fault: str, group: Path | None = None) -> None:
+    def __init__(self, folder: Path, fault: str) -> None:
         self.folder, self.settings = folder / "s", Settings(interval=0.25)
         self.folder.mkdir()
         self.aggregator = AggregatorCore(self.folder, self.settings, {"world_size": WORLD})
@@ -84,7 +82,6 @@ class Job:
                 env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 cwd=folder,
                 stderr=subprocess.DEVNULL,
-                preexec_fn=(lambda: enter(group)) if rank == FAILS and group else None,
             )
             for rank in range(WORLD)
         ]
@@ -121,19 +118,19 @@ class Job:
 
 
 @contextlib.contextmanager
-def job(fault: str, group: Path | None = None) -> Iterator[Job]:
+def job(fault: str) -> Iterator[Job]:
     with (
         tempfile.TemporaryDirectory(prefix="tr-") as name,
-        contextlib.closing(Job(Path(name), fault, group)) as made,
+        contextlib.closing(Job(Path(name), fault)) as made,
     ):
         yield made
 
 
-def check(bundle: Bundle) -> None:
+def check(bundle: Bundle, world: int = WORLD) -> None:
     """The last seconds of all ranks are there; of one that was killed, all but its last tick."""
     with SessionFile(bundle.path / "session.sqlite") as file:
         rows, _ = file.rows()
-        assert {of.rank: len(of.keys) >= 80 for of in rows} == dict.fromkeys(range(WORLD), True)
+        assert {of.rank: len(of.keys) >= 80 for of in rows} == dict.fromkeys(range(world), True)
         samples, _ = file.memory_samples()
         last = {of.process: of.t_ns[-1] for of in samples}
         assert last.keys() == {process.id for process in file.processes()}
@@ -141,6 +138,81 @@ def check(bundle: Bundle) -> None:
     values = bundle.manifest.environment[0]["values"]
     assert {"torch", "python", "traceml_ray"} <= values.keys()
     assert bundle.manifest.memory_from[0]["values"]["rss_bytes"] == "kernel"
+
+
+LAUNCHED = """
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+bad, go, group = os.environ["RANK"] == "1", Path(sys.argv[1]), sys.argv[2:]
+if bad and group:
+    Path(group[0], "cgroup.procs").write_text(str(os.getpid()))
+dist.init_process_group("gloo")
+model = DistributedDataParallel(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+held = []
+for step in range(4000):
+    time.sleep(0.02)
+    model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if bad and go.exists():
+        held.append(bytearray(b"x") * (1 << 26))
+        if not group and len(held) == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_three_ranks_under_the_launcher_leave_a_bundle_on_request_and_one_of_their_end(
+    tmp_path: Path, group: Path | None
+) -> None:
+    (tmp_path / "train.py").write_text(LAUNCHED)
+    command = [sys.executable, "-m", "traceml_ray.launch", "--nproc-per-node", "3", "--out", str(tmp_path)]
+    arguments = ["--session", "s", "train.py", "go", *([str(group)] if group else [])]
+    folder, began = tmp_path / "s", time.monotonic()
+    with (tmp_path / "log").open("w") as log:
+        job = subprocess.Popen(
+            [*command, *arguments], cwd=tmp_path, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+    try:
+        while not _reported(folder, 3):
+            assert job.poll() is None and time.monotonic() < began + 60, (tmp_path / "log").read_text()
+            time.sleep(0.1)
+        assert cli.main(["dump", str(folder)]) == 0
+        (requested,) = bundles_of(folder)
+        (tmp_path / "go").touch()
+        assert job.wait(60) == 1
+    finally:
+        job.terminate()
+        job.wait(30)
+    stacks = (requested.path / "stacks.txt").read_text()
+    assert [stacks.count(f"rank {rank} (") for rank in range(3)] == [1, 1, 1]
+    assert traceml_ray.analyze(requested.path).sources[0].ranks == [0, 1, 2]
+    _, ended = bundles_of(folder)
+    check(ended, 3)
+    how = ("oom", "memory ran out") if group else ("killed", "SIGKILL")
+    assert (requested.manifest.reason, ended.manifest.reason, ended.manifest.rank) == ("request", how[0], 1)
+    report = (folder / "report.txt").read_text()
+    assert "rank 1" in report.splitlines()[2] and how[1] in report.splitlines()[2]
+    assert "Rank 1's host memory was" in report, "what it took at its end is said"
+    with SessionFile(folder / "session.sqlite") as file:
+        reduced = [(each["name"], each["process_group"], each["bytes"]) for each in file.groups()]
+    assert reduced.count(("all_reduce of gradients", "world", 20)) == 3
+
+
+def _reported(folder: Path, ranks: int) -> bool:
+    """Whether so many ranks have steps and samples on disk."""
+    with contextlib.suppress(SessionFileError), SessionFile(folder / "session.sqlite") as file:
+        rows, _ = file.rows()
+        return sum(len(of.keys) >= 80 for of in rows) == ranks
+    return False
 
 
 def test_killed_rank_leaves_the_last_seconds_of_all_ranks() -> None:
@@ -164,35 +236,20 @@ def test_error_of_memory_is_noted_where_it_was_and_raised_on() -> None:
     assert "rank 1" in report[2] and "MemoryError" in report[2]
 
 
-def enter(group: Path) -> None:
-    (group / "cgroup.procs").write_text(str(os.getpid()))
-
-
 @pytest.fixture
-def group() -> Iterator[Path]:
-    """A cgroup with a limit."""
+def group() -> Iterator[Path | None]:
+    """A cgroup with a limit; None where none can be made."""
     place = next((place for place in GROUPS if (place / "cgroup.procs").exists()), None)
-    if place is None:
-        pytest.skip("no cgroups of memory")
-    made = place / f"traceml-{uuid.uuid4().hex}"
+    made = place / f"traceml-{uuid.uuid4().hex}" if place is not None else None
     try:
-        made.mkdir()
-    except OSError as error:
-        pytest.skip(f"cannot make a cgroup: {error}")
-    try:
-        limits = [made / name for name in LIMITS if (made / name).exists()]
-        if not limits:
-            pytest.skip("no controller of memory")
-        limits[0].write_text(str(LIMIT))
-        yield made
-    finally:
+        if made is not None:
+            made.mkdir()
+            limits = [made / name for name in LIMITS if (made / name).exists()]
+            limits[0].write_text(str(LIMIT))
+    except (OSError, IndexError):  # not root, or no controller of memory
+        if made is not None and made.exists():
+            made.rmdir()
+        made = None
+    yield made
+    if made is not None:
         made.rmdir()
-
-
-def test_rank_that_the_kernel_kills_at_its_limit_is_out_of_memory(group: Path) -> None:
-    with job("takes", group) as one:
-        bundle, report = one.watch()
-        check(bundle)
-    found = bundle.manifest
-    assert (found.reason, found.rank, found.exception) == ("oom", FAILS, None)
-    assert "rank 1" in report[2] and "memory ran out" in report[2]

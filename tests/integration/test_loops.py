@@ -525,6 +525,7 @@ def test_checkpoints_collectives_and_user_stages_are_spans(tmp_path: Path) -> No
     try:
         job.instrumentation.install()
         few = dist.new_group([0], group_desc="few")
+        few_name = few.group_name
         model = job.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for batch in job.loader():
@@ -554,6 +555,8 @@ def test_checkpoints_collectives_and_user_stages_are_spans(tmp_path: Path) -> No
     assert (async_reduce.count, found["wait", "post_sync"].count) == (steps, steps)
     assert ("wait", "prepare") not in found
     assert found["broadcast of 1 (few)", "post_sync"].bytes == 32 * steps
+    assert (inside.process_group, found["mine", "prepare"].process_group) == ("world", None)
+    assert found["broadcast of 1 (few)", "post_sync"].process_group == few_name
     checkpoint = found["checkpoint", "post_sync"]
     assert checkpoint.count == 2 * steps and checkpoint.total_ns > PLANTED_NS * steps
     assert job.instrumentation.spans.innermost is None

@@ -150,15 +150,22 @@ def test_runs_that_ended_are_forgotten_and_places_are_bounded() -> None:
 # -- events
 
 
-def _found(severity: str, at: float, ranks: int = 1, kind: Any = "creep") -> Memory:
-    """A growth of ten seconds, `at` seconds after that."""
+def _found(severity: str, at: float, ranks: int = 1, over: float = 4.0) -> Memory:
+    """A growth of ten seconds, `at` seconds after that, by so much over a random walk."""
     live, _ = _live(2, leaking=0)
     memory = live.fresh("run", _ranks(2))
     assert memory is not None
     [finding] = memory.findings
     to_ns = BEGAN + round((10 + at) * SECOND)
     copies = [
-        replace(finding, rank=rank, severity=severity, kind=kind, from_ns=BEGAN, to_ns=to_ns)
+        replace(
+            finding,
+            rank=rank,
+            severity=severity,
+            from_ns=BEGAN,
+            to_ns=to_ns,
+            evidence={**finding.evidence, "over_walk": over},
+        )
         for rank in range(ranks)
     ]
     return Memory(findings=copies)
@@ -186,6 +193,7 @@ def test_growth_is_an_event_once_it_has_been_found_for_some_of_its_time() -> Non
     assert found == [[], [], []] and events.lasting(early).findings == []
     assert len(events.of(_found("critical", 3), 0)) == 1
     assert events.lasting(early).findings == early.findings
+    assert len(MemoryEvents().of(_found("warning", 0, over=6.5), 0)) == 1
 
 
 def test_finding_of_many_ranks_is_one_event() -> None:
@@ -235,11 +243,12 @@ def test_live_answer_is_that_of_the_file(tmp_path: Path) -> None:
     for second in range(40):
         name = "all_to_all" if second >= 20 else "all_reduce"
         first = 5 * second
-        played.play(5, spans=[wire.SpanSum(name, SYNC_WAIT, 5, 5, 1, first, first + 4, 1 << 20)])
+        played.play(5, spans=[wire.SpanSum(name, SYNC_WAIT, 5, 5, 1, first, first + 4, 1 << 20, "7")])
     live = ask(played.aggregator, "memory")
     assert live == Answers(played.folder, LIMITS).answer(query.Memory())
     assert live.first_cause is not None and live.first_cause.rank == 5
-    assert {each.op for each in live.collectives} == {"all_to_all"} and len(live.collectives) == 8
+    assert {(each.op, each.group) for each in live.collectives} == {("all_to_all", "7")}
+    assert len(live.collectives) == 8
     assert len({finding.kind for finding in live.findings}) > 1
 
 

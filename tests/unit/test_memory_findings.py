@@ -333,7 +333,7 @@ def _communicating(n_ranks: int = 4, first_s: float = 140.4, by: float = 300 * M
 
 def _used(rank: int, op: str, group: int, first_s: float, last_s: float = 300.0) -> Collective:
     first, last = (BEGAN + round(s * SECOND) for s in (first_s, last_s))
-    return Collective(rank, op, group, first, last, 100, 1 << 30)
+    return Collective(rank, op, str(group), first, last, 100, 1 << 30)
 
 
 def test_persistent_communicator_buffers_are_explained() -> None:
@@ -344,13 +344,15 @@ def test_persistent_communicator_buffers_are_explained() -> None:
     assert {f.kind for f in memory.findings} == {"step_change"} and len(memory.findings) == 4
     assert [each.kind for each in memory.collectives] == ["collective_confident"] * 4
     first = memory.collectives[0]
-    assert (first.rank, first.op, first.group, first.finding) == (0, "all_to_all", 3, "step_change")
+    assert (first.rank, first.op, first.group, first.finding) == (0, "all_to_all", "3", "step_change")
     assert first.bytes == pytest.approx(300 * MIB, rel=0.05)
     assert first.evidence["synchrony"] == 1.0
     found = memory.findings[0]
     assert found.severity == "info" and "which is normal" in found.next[0]
-    assert "rose by 31" in found.why and "with the first all_to_all of group 3" in found.why
+    assert "rose by 31" in found.why and "with the first all_to_all in group 3" in found.why
     assert "3 of 3 other ranks saw the same then" in found.why
+    shown = [found.evidence[name] for name in ("collective", "group", "collective_bytes")]
+    assert shown == ["all_to_all", "3", 1 << 30]
 
 
 def test_communicator_buffers_of_the_first_step_are_explained_and_libraries_are_not() -> None:

@@ -52,7 +52,7 @@ _USES = st.builds(
     Collective,
     rank=st.integers(0, 3),
     op=st.sampled_from(["all_reduce", "barrier"]),
-    group=st.sampled_from([None, 0, 1]),
+    group=st.sampled_from([None, "world", "1"]),
     first_ns=st.integers(_EPOCH, _EPOCH + 300 * SECOND),
     last_ns=st.integers(_EPOCH, _EPOCH + 300 * SECOND),
 )

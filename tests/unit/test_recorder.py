@@ -26,8 +26,10 @@ from traceml_ray.agent.marks import (
 )
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
+from traceml_ray.agent.span_sums import SpanSums
 from traceml_ray.stages import (
     BACKWARD,
+    DATA,
     FLAG_COUPLED,
     FLAG_DEVICE_CLOCK,
     FLAG_FIRST,
@@ -855,6 +857,21 @@ def whole(loop: Loop) -> list[list[int]]:
     tail = list(recorder.steps.partition.times)
     tail[recorder.open_stage().stage] += recorder.clock() - recorder.steps.partition.last
     return [*rows, recorder.steps.rows.pending or [0] * N_STAGES, tail]
+
+
+def test_spans_of_process_groups_are_apart_while_there_is_room() -> None:
+    sums = SpanSums()
+    numbers = [sums.number("all_reduce", str(group)) for group in range(1000)]
+    assert len(set(numbers)) < 200 and None not in numbers and sums.number("a stage") not in numbers
+    for number in numbers[:2] + numbers[-1:]:
+        assert number is not None
+        sums.add(sums.names[number], DATA, 1, 10, 4, False, sums.groups[number])
+    sums.collect()
+    assert [(each.name, each.process_group) for each in sums.collect()] == [
+        ("all_reduce", "0"),
+        ("all_reduce", "1"),
+        ("all_reduce", None),
+    ]
 
 
 def test_spans_are_reported_by_the_row_they_are_in() -> None:

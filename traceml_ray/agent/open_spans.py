@@ -120,10 +120,10 @@ class OpenSpans:
 
     def _hand_out(self, span: Span, step: int, apart: bool) -> None:
         """Add what it took of the open row; it counts once in each stage it was in."""
-        name = self.sums.names[span.number]
+        name, group = self.sums.names[span.number], self.sums.groups[span.number]
         for stage, ns in enumerate(span.times):
             if ns:
-                self.sums.add(name, stage, step, ns, span.size, apart)
+                self.sums.add(name, stage, step, ns, span.size, apart, group)
                 span.size = 0
         if not any(span.times):
-            self.sums.add(name, span.stage, step, 0, span.size, apart)
+            self.sums.add(name, span.stage, step, 0, span.size, apart, group)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from traceml_ray.wire import SpanSum
 
 MAX_NAMES = 256
+_MAX_IN_GROUPS = 128
+"""A job with more process groups has the rest of its collectives without them."""
+_Key = tuple[str, int, bool, str | None]
 MAX_NAME_CHARS = 64
 _KNOWN = ("evaluation", "optimizer", "fetch", "collate", "workers")
 EVALUATION, OPTIMIZER, FETCH, COLLATE, WORKERS = range(len(_KNOWN))
@@ -21,27 +24,36 @@ class SpanSums:
     """
 
     def __init__(self) -> None:
-        self._now: dict[tuple[str, int, bool], list[int]] = {}
-        self._before: dict[tuple[str, int, bool], list[int]] = {}
-        self._numbers = {name: number for number, name in enumerate(_KNOWN)}
+        self._now: dict[_Key, list[int]] = {}
+        self._before: dict[_Key, list[int]] = {}
+        self._numbers: dict[tuple[str, str | None], int] = {
+            (name, None): number for number, name in enumerate(_KNOWN)
+        }
         self.names = list(_KNOWN)
+        self.groups: list[str | None] = [None] * len(_KNOWN)
+        """By number: the process group, of a collective."""
         self.refused = 0
         """Spans whose name was one too many."""
 
-    def number(self, name: str) -> int | None:
-        """Return the number of a span's name; None when there are too many of them."""
-        found = self._numbers.get(name)
+    def number(self, name: str, group: str | None = None) -> int | None:
+        """Return the number of a span's name (in a process group); None when there are too many of them."""
+        found = self._numbers.get((name, group))
         if found is None:
-            if len(self.names) >= MAX_NAMES:
+            if len(self.names) >= (MAX_NAMES if group is None else _MAX_IN_GROUPS):
+                if group is not None:
+                    return self.number(name)
                 self.refused += 1
                 return None
             self.names.append(name[:MAX_NAME_CHARS])
-            found = self._numbers[name] = len(self.names) - 1
+            self.groups.append(group)
+            found = self._numbers[name, group] = len(self.names) - 1
         return found
 
-    def add(self, name: str, stage: int, step: int, ns: int, size: int, apart: bool) -> None:
+    def add(
+        self, name: str, stage: int, step: int, ns: int, size: int, apart: bool, group: str | None = None
+    ) -> None:
         """Add one span of `ns` nanoseconds in `stage` of `step`, with `size` bytes moved."""
-        key = (name, stage, apart)
+        key = (name, stage, apart, group)
         entry = self._now.get(key)
         if entry is None:
             self._now[key] = [1, ns, ns, step, step, size]
@@ -57,6 +69,6 @@ class SpanSums:
         """Return the sums of the tick before this one."""
         done, self._before, self._now = self._before, self._now, {}
         return [
-            SpanSum(name, stage, count, total, longest, first, last, size or None)
-            for (name, stage, _), (count, total, longest, first, last, size) in done.items()
+            SpanSum(name, stage, count, total, longest, first, last, size or None, group)
+            for (name, stage, _, group), (count, total, longest, first, last, size) in done.items()
         ]

@@ -20,13 +20,13 @@ class Spans:
         self._recorder = recorder
         self._failed = failed
 
-    def begin(self, name: str) -> Begun | None:
-        """Begin a span; None when there is none to end: this is not the thread that trains."""
+    def begin(self, name: str, group: str | None = None) -> Begun | None:
+        """Begin a span, a collective in a process group; None when there is none to end: another thread."""
         try:
             if not self._recorder.mine():
                 return None
             name = str(name)[:MAX_NAME_CHARS]
-            number = self._recorder.sums.number(name)
+            number = self._recorder.sums.number(name, group)
             if number is None or not self._recorder.span_begin(number):
                 return None
             outer, self.innermost = self.innermost, name

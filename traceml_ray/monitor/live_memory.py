@@ -35,7 +35,7 @@ Place = tuple[int, int | None]
 
 @dataclass
 class _Use:
-    """The collectives of one name of a rank process, from its first step to its last."""
+    """The collectives of one name and group of a rank process, from its first step to its last."""
 
     first: int
     last: int
@@ -100,7 +100,7 @@ class LiveMemory:
         self._lock = threading.RLock()
         self._kept: dict[Place, KeptSamples] = {}
         self._of_process: dict[int, list[Place]] = {}
-        self._spans: dict[int, dict[str, _Use]] = {}
+        self._spans: dict[int, dict[tuple[str, str | None], _Use]] = {}
         self._runs: dict[str, _Run] = {}
         self._due = 0.0
 
@@ -128,9 +128,10 @@ class LiveMemory:
         if process not in self._of_process or not is_collective(span.name):
             return
         known = self._spans.setdefault(process, {})
-        use = known.get(span.name)
+        key = span.name, span.process_group
+        use = known.get(key)
         if use is None:
-            known[span.name] = _Use(span.first_step, span.last_step, span.count, span.bytes)
+            known[key] = _Use(span.first_step, span.last_step, span.count, span.bytes)
             return
         use.first, use.last = min(use.first, span.first_step), max(use.last, span.last_step)
         use.count += span.count
@@ -199,9 +200,9 @@ class LiveMemory:
             if own.rank is None or not any((step >= 0).any() for _, step in arrays):
                 continue
             [(t_ns, step)], (offset_ns, _) = arrays, ranks.clock(own)
-            for name, use in uses:
+            for (name, group), use in uses:
                 first, last = when(t_ns + offset_ns, step, use.first, use.last + 1)
-                found.append(Collective(own.rank, name, None, first, last, use.count, use.bytes))
+                found.append(Collective(own.rank, name, group, first, last, use.count, use.bytes))
         return found
 
     def _forget(self, process: int) -> None:

@@ -1,6 +1,7 @@
 """
 Which findings about memory become events: each once, when it has been found twice in a row. Growth has to be
-found for some time as well: a run is looked at many times, and noise looks like growth now and then.
+found for some time as well (a run is looked at many times, and noise looks like growth now and then), or be
+so even that noise does not look like it.
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ class MemoryEvents:
         return msgspec.structs.replace(memory, findings=kept)
 
     def _lasts(self, key: _Key, finding: Finding) -> bool:
+        over = finding.evidence.get("over_walk")
+        if isinstance(over, float) and over >= MEMORY.over_walk_sure:
+            return True
         if key not in self._seen:
             return False
         lasted = finding.to_ns - finding.from_ns if finding.kind in GROWTH else 0

@@ -81,13 +81,13 @@ def _add_collectives(file: SessionFile, recordings: Sequence[Recording]) -> None
     processes = {process.id: process.process_id for process in file.processes()}
     timed = {each.process: each for each in recordings if each.step is not None and (each.step >= 0).any()}
     for run in {each.run for each in timed.values()}:
-        for span in file.of(run).spans():
+        for span in file.of(run).groups():
             own = timed.get(processes[span["process"]])
             if own is not None and own.rank is not None and own.run == run and is_collective(span["name"]):
                 assert own.step is not None
                 first, last = when(own.t_ns, own.step, span["first_step"], span["last_step"] + 1)
-                use = Collective(own.rank, span["name"], None, first, last, span["count"], span["bytes"])
-                own.collectives.append(use)
+                group, count, size = span["process_group"], span["count"], span["bytes"]
+                own.collectives.append(Collective(own.rank, span["name"], group, first, last, count, size))
 
 
 def is_collective(span: str) -> bool:

@@ -239,7 +239,7 @@ class Retention:
             "node_sample": "t_ns / 1000000000 % 10 != 0",
             "clock": f"id NOT IN ({_TEN_MINUTES})",
             "span": "id NOT IN (SELECT max(id) FROM span WHERE id > ?1 AND id <= ?2 GROUP BY "
-            "process, name, stage)",
+            "process, name, stage, process_group)",
         }
         ends = {}
         for table, rest in kept.items():
@@ -256,7 +256,7 @@ class Retention:
     def _add_up_parts(self, since: int, last: int) -> None:
         """Let the newest row of each span of a process be the sum of all of its rows."""
         sums = "sum(count), sum(total_ns), max(max_ns), min(first_step), max(last_step), sum(bytes), max(id)"
-        which = "WHERE id > ? AND id <= ? GROUP BY process, name, stage"
+        which = "WHERE id > ? AND id <= ? GROUP BY process, name, stage, process_group"
         found = self._connection.execute(f"SELECT {sums} FROM span {which}", (since, last)).fetchall()
         names = "count = ?, total_ns = ?, max_ns = ?, first_step = ?, last_step = ?, bytes = ?"
         self._connection.executemany(f"UPDATE span SET {names} WHERE id = ?", found)

@@ -132,6 +132,16 @@ class SessionFile(SampleReader, StepReader):
             *(first, last, self.run_id(), process),
         )
 
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the spans of each process, summed by name and process group."""
+        return self._dicts(
+            "SELECT d.process AS process, d.name, d.process_group, CAST(sum(d.count) AS INT) AS count, "
+            "CAST(sum(d.bytes) AS INT) AS bytes, min(d.first_step) AS first_step, "
+            "max(d.last_step) AS last_step FROM span d CROSS JOIN rank_process s ON d.process = s.id "
+            "WHERE s.job_id IS NULL OR s.job_id = ?1 GROUP BY 1, 2, 3",
+            self.run_id(),
+        )
+
     def events(
         self, since: int = 0, *, brief: bool = False, most: int | None = None
     ) -> tuple[list[dict[str, Any]], int]:

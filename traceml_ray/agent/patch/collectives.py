@@ -15,8 +15,11 @@ from typing import Any
 
 from traceml_ray.agent.patch.patcher import Failed, Make, Patcher
 from traceml_ray.agent.recorder import Recorder
+from traceml_ray.agent.span_sums import MAX_NAME_CHARS
 from traceml_ray.agent.spans import Spans
 
+WORLD = "world"
+"""The process group of all ranks."""
 FUNCTIONAL_MODULE = "torch.distributed._functional_collectives"
 _COLLECTIVES = (
     *("all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "scatter", "gather"),
@@ -120,7 +123,7 @@ class Collectives:
                 if is_dynamo_compiling() or self._inside:
                     return original(*args, **kwargs)
                 group = args[place] if len(args) > place else kwargs.get("group")
-                span = spans.begin(op if group is None else _named(op, group))
+                span = spans.begin(*((op, WORLD) if group is None else _named(op, group)))
                 result, buffers = None, (*args, *kwargs.values())
                 if span is None:
                     result = original(*args, **kwargs)
@@ -227,14 +230,22 @@ def _tensors(buffer: Any) -> list[Any]:
     return [item for item in items if isinstance(item, torch.Tensor)]
 
 
-def _named(op: str, group: Any) -> str:
-    """Return the name of a collective in a group, which is not that of all ranks as a rule."""
+def _named(op: str, group: Any) -> tuple[str, str | None]:
+    """Return the name of a collective in a group, which need not be that of all ranks, and the group's."""
     try:
         import torch.distributed as dist
 
         if group is dist.group.WORLD:
-            return op
+            return op, WORLD
         what = group.group_desc
-        return f"{op} of {group.size()}" + f" ({what})" * (what not in ("", "undefined"))
+        named = f"{op} of {group.size()}" + f" ({what})" * (what not in ("", "undefined"))
+        return named, group_name(group)
     except Exception:  # an argument of the wrong type: torch will raise what it thinks of it
-        return op
+        return op, None
+
+
+def group_name(group: Any) -> str:
+    """Return torch's name of a process group, WORLD for that of all ranks."""
+    import torch.distributed as dist
+
+    return WORLD if group is dist.group.WORLD else str(group.group_name)[:MAX_NAME_CHARS]

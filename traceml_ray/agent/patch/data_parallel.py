@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from traceml_ray.agent.exchange import STREAMED
+from traceml_ray.agent.patch.collectives import group_name
 from traceml_ray.agent.patch.exchanges import Exchanges
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.patch.root_modules import RootModules
@@ -12,6 +13,8 @@ from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.spans import Spans
 
 FSDP_MODULE = "torch.distributed.fsdp"
+REDUCTION = "all_reduce of gradients"
+"""What DDP does in each backward, which is not timed: a span of no length, when the module is made."""
 
 
 class DataParallel:
@@ -71,9 +74,16 @@ class DataParallel:
         self._note_group(min(ranks), len(ranks))
         if len(ranks) < 2:
             return
+        self._note_reduction(ddp)
         if next(ddp.parameters()).is_cuda:
             self._on_device(ddp)
         self._exchange.peers = self._exchanges.of_ddp
+
+    def _note_reduction(self, ddp: Any) -> None:
+        """Record that gradients are reduced from here on, in which group and how much."""
+        size = sum(each.numel() * each.element_size() for each in ddp.parameters() if each.requires_grad)
+        if (span := self._spans.begin(REDUCTION, group_name(ddp.process_group))) is not None:
+            self._spans.end(span, size)
 
     def _add_fsdp2(self, modules: Any, keywords: dict[str, Any]) -> None:
         """Of a mesh of two dimensions all ranks exchange gradients; without a mesh, those of the job."""

@@ -28,6 +28,8 @@ from traceml_ray.analysis.memory.trend import Forecast, Ramp, forecast, ramp
 
 Sharing = Literal["own", "shared", "unknown"]
 _LOWER: dict[Confidence, Confidence] = {"high": "medium", "medium": "low", "low": "low"}
+_MOST_OVER = 99.0
+"""Of a growth that is even to the byte."""
 _USS_LEAST = 2
 _OWN_SHARE = 0.3
 """Growth of RSS of which less than this share is USS is of pages that are shared, or of files."""
@@ -332,6 +334,7 @@ def _ramp_evidence(counter: Counter, growing: Ramp, left: Forecast | None) -> di
         "bytes_per_step": growing.slope_step,
         "grown_bytes": round(growing.grown),
         "r2": growing.r2,
+        "over_walk": min(growing.over_walk, _MOST_OVER),
         "samples": growing.samples,
         "from_step": growing.from_step,
         "to_step": growing.to_step,

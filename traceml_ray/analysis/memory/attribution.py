@@ -23,6 +23,8 @@ _NORMAL = (
     "These are buffers that a communicator keeps, which is normal: plan with them. Fewer process groups, or "
     "a smaller NCCL_BUFFSIZE, need less."
 )
+WORLD = "world"
+"""The process group of all ranks, which needs no name."""
 _WIDER = 2
 """With sensitivity `high`, times may be so many times as far apart."""
 
@@ -53,6 +55,7 @@ class Explained:
                 **finding.evidence,
                 "collective": self.attribution.op,
                 "group": self.attribution.group,
+                "collective_bytes": self.attribution.evidence["collective_bytes"],
                 "attribution": self.attribution.kind,
             },
             next=[_NORMAL] if once else finding.next,
@@ -65,7 +68,7 @@ class _Use:
     """A rank's use of one operation of one process group."""
 
     op: str
-    group: int | None
+    group: str | None
     first_ns: int
     last_ns: int
     bytes: int | None
@@ -93,7 +96,7 @@ def explain(
 
 def _uses(collectives: Sequence[Collective]) -> dict[int, list[_Use]]:
     """Return what each rank used, each operation and group once, the first use first."""
-    by_key: dict[tuple[int, str, int | None], list[Collective]] = defaultdict(list)
+    by_key: dict[tuple[int, str, str | None], list[Collective]] = defaultdict(list)
     for each in collectives:
         by_key[each.rank, each.op, each.group].append(each)
     uses: dict[int, list[_Use]] = defaultdict(list)
@@ -108,7 +111,7 @@ def _uses(collectives: Sequence[Collective]) -> dict[int, list[_Use]]:
         )
         uses[rank].append(use)
     for each_of in uses.values():
-        each_of.sort(key=lambda use: (use.first_ns, use.op, -1 if use.group is None else use.group))
+        each_of.sort(key=lambda use: (use.first_ns, use.op, use.group or ""))
     return uses
 
 
@@ -178,7 +181,7 @@ def _others(
 
 def _why(at: Alone, change: Hidden, use: _Use, new: bool, groups: int, others: int, same: int) -> str:
     who = where(at.rank, at.node, at.device)
-    what = f"{use.op} of group {use.group}" if use.group is not None else use.op
+    what = use.op if use.group in (None, WORLD) else f"{use.op} in group {use.group}"
     also = f"; {same:,} of {text.count(others, 'other rank')} saw the same then" if others else ""
     if change.finding.kind == "persistent_drift":
         return (

@@ -39,6 +39,8 @@ class MemoryLimits:
     """Growth that a random walk would not show, of so many standard deviations,"""
     over_walk_short: float = 5.0
     """So many are enough for a warning with fewer than `short_samples`."""
+    over_walk_sure: float = 6.0
+    """With so many, growth is an event at once."""
     walk_blocks: tuple[int, int] = (8, 12)
     """by the increments of so many blocks at most,"""
     walk_least: int = 5

@@ -64,7 +64,8 @@ class Collective:
 
     rank: int
     op: str
-    group: int | None
+    group: str | None
+    """Torch's name of its process group."""
     first_ns: int
     last_ns: int
     count: int = 1
@@ -150,7 +151,8 @@ class Attribution(_Shape, frozen=True, kw_only=True):
     from_ns: int
     """and when that began."""
     op: str | None
-    group: int | None
+    group: str | None
+    """Torch's name of the process group; `world`: that of all ranks."""
     bytes: int | None
     """Of the hidden memory that it explains."""
     evidence: dict[str, Value]
