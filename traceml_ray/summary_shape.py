@@ -168,6 +168,27 @@ class Memory(TypedDict):
     missing_ranks: list[int]
 
 
+class ProfileFound(TypedDict):
+    """A profile of the run, without what became of each rank."""
+
+    id: str
+    """Its folder is `profiles/<id>` in that of the session."""
+    time: str
+    why: str
+    by_itself: bool
+    """No person has asked for it."""
+    first_step: int | None
+    n_steps: int
+    ranks: list[int]
+    """Whose traces are there."""
+    suspect: int | None
+    median: int | None
+    """The rank that it is compared with."""
+    stage: str | None
+    found: list[str]
+    """Sentences on what the suspect does more of, operation by operation."""
+
+
 class System(TypedDict):
     """Of each node (`node_id`, `hostname`): median and peak of each figure that was sampled, and `gpus`."""
 
@@ -216,6 +237,8 @@ class Summary(TypedDict):
     baseline: BaselineInfo | None
     ranks: dict[str, SummaryRank]
     memory: Memory
+    profiles: list[ProfileFound]
+    """The oldest first."""
     system: System
     events: list[EventInfo]
     """The newest thousand."""

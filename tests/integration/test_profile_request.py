@@ -13,12 +13,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sessions import NoSamples, Straight
 
 from traceml_ray import wire
 from traceml_ray.agent.bootstrap import rank_environment
+from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.cli import main
 from traceml_ray.launchers.control import ControlError
 from traceml_ray.launchers.profile_request import profile
@@ -48,8 +50,10 @@ while not os.path.exists("over"):
     time.sleep(0.01)
     inputs = torch.ones(4, 32)
     if rank == 1:
-        for _ in range(40):
-            inputs = inputs.cosh().acosh()
+        more = torch.ones(int(sys.argv[1]), 100)
+        for _ in range(20):
+            more = more.cosh().acosh()
+        inputs = inputs * more[0, 0]
     model(inputs).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -65,10 +69,10 @@ dist.destroy_process_group()
 class Job:
     """Three ranks of which one has operations that the others have not, and what watches them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, extra: int = 1, **settings: Any) -> None:
         self.folder = folder
         self.session: SessionFolder = prepare(folder, "s")
-        settings = Settings(interval=0.25)
+        settings = Settings(interval=0.25, **settings)
         self.aggregator = AggregatorCore(self.session.path, settings, {"world_size": WORLD})
         self.socket = folder / "run" / "relay.sock"
         node = wire.NodeIdentity("node-0", "host-0", "127.0.0.1")
@@ -81,7 +85,7 @@ class Job:
         environ |= {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)}
         self.ranks = [
             subprocess.Popen(
-                [sys.executable, "train.py"],
+                [sys.executable, "train.py", str(extra)],
                 cwd=folder,
                 env=environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stderr=(folder / f"{rank}.err").open("wb"),
@@ -144,7 +148,7 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    made = Job(tmp_path)
+    made = Job(tmp_path, auto_profile=0)
     try:
         yield made
     finally:
@@ -213,6 +217,28 @@ def _recording(job: Job) -> bool:
 
     now = under_way(job.session.path)
     return now is not None and any(rank.state == "recording" for rank in now.ranks)
+
+
+def test_lasting_straggler_is_profiled_without_being_asked_and_its_operation_named(tmp_path: Path) -> None:
+    limits = Thresholds(hold_s=0.5, warmup_steps=5)
+    job = Job(tmp_path, extra=800, thresholds=limits)
+    try:
+        job.wait_for_steps(50)
+        deadline, found = time.monotonic() + 90, []
+        while time.monotonic() < deadline and not (found and found[0].profile.found):
+            time.sleep(0.2)
+            found = profiles_of(job.session.path)
+        (stored,) = found
+        profile = stored.profile
+        assert profile.by_itself and profile.suspect == 1 and profile.median in (0, 2)
+        assert [rank.rank for rank in profile.captured] == sorted([1, profile.median])
+        assert any("`aten::cosh`" in line or "`aten::acosh`" in line for line in profile.found[:2])
+        job.end()
+        job.aggregator.finish(wire.Finish(wire.VERSION, 0))
+        report = (job.session.path / "report.txt").read_text()
+        assert "\nOperation  rank 1 spends" in report and profile.found[0][:30] in report
+    finally:
+        job.close()
 
 
 def test_session_that_is_not_live_says_so(tmp_path: Path) -> None:

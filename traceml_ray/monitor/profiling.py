@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -24,6 +29,9 @@ REQUEST = "profile_request"
 """The event by which a relay hands on what a person has asked it for."""
 EVENT = "profile"
 """The event that a profile is over."""
+EXPLAIN = "traceml_ray.traces.explain"
+EXPLAIN_S = 0.5
+"""How long the end of a session waits for that."""
 _NAMED = 4
 """Ranks without a trace whose reasons are in it."""
 
@@ -59,6 +67,7 @@ class Profiling:
         self._folder, self._max_bytes = writer.path.parent, settings.profile_bytes
         self._captures = Captures(self._folder, errors, clock, lambda: ticks() / 1e9)
         self._auto = AutoProfile(settings, lambda: ticks() / 1e9)
+        self._explaining: subprocess.Popen[bytes] | None = None
         self.commands: list[wire.Command] = []
         """For the ranks, sent with every reply to a relay."""
 
@@ -97,6 +106,7 @@ class Profiling:
                 self.commands = self._captures.commands()
             if over is not None:
                 self._finish(over)
+            self._reap()
         except Exception as error:
             self._errors.swallow("profile", error)
 
@@ -108,6 +118,9 @@ class Profiling:
                 self.commands = []
             if over is not None:
                 self._finish(over)
+            if self._explaining is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._explaining.wait(EXPLAIN_S)
         except Exception as error:
             self._errors.swallow("profile", error)
 
@@ -120,11 +133,31 @@ class Profiling:
             profiles.finish(self._folder, profile)
             there = True
             profiles.prune(self._folder, self._max_bytes)
+            if profile.suspect is not None and len(profile.captured) > 1:
+                self._explain(self._folder / profiles.FOLDER / profile.id)
         except Exception as error:
             self._errors.note("profile", error)
             profiles.clear_unfinished(self._folder)
         with self._writer.lock:
             self._writer.add_event(_event(profile, there, self._clock()), run=profile.run)
+
+    def _explain(self, path: Path) -> None:
+        """Have another process say what the suspect does more of, and note it in the profile's manifest."""
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._explaining = subprocess.Popen(
+            [sys.executable, "-m", EXPLAIN, str(path)],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def _reap(self) -> None:
+        """Count an explanation that failed."""
+        explaining = self._explaining
+        if explaining is not None and explaining.poll() is not None:
+            self._errors.count("profile: not explained", int(explaining.returncode != 0))
+            self._explaining = None
 
     def _add_rows(self, profile: Profile) -> None:
         """Put the rows of the steps that were recorded beside them."""

@@ -3,10 +3,48 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from traceml_ray import text
-from traceml_ray.reports.layout import Columns, page, table
-from traceml_ray.store.profiles import Profile, Profiles
+from traceml_ray.reports.layout import Columns, facts, page, table
+from traceml_ray.store.profiles import Profile, Profiles, profiles_of
+
+
+def profiles_block(folder: Path, run: str | None) -> list[dict[str, Any]]:
+    """Return the profiles of a run as the summary lists them, without those where nothing was captured."""
+    fields = (
+        "id",
+        "time",
+        "why",
+        "by_itself",
+        "first_step",
+        "n_steps",
+        "suspect",
+        "median",
+        "stage",
+        "found",
+    )
+    return [
+        {name: getattr(one, name) for name in fields} | {"ranks": [rank.rank for rank in one.captured]}
+        for one in (stored.profile for stored in profiles_of(folder))
+        if one.captured and one.run == run
+    ]
+
+
+def by_operation(summary: dict[str, Any]) -> list[str]:
+    """Return what a profile has found of a rank that the verdict names, of its stage if one has."""
+    verdict = summary["verdict"]
+    found = [one for one in summary["profiles"] if one["suspect"] in verdict["ranks"] and one["found"]]
+    if not found:
+        return []
+    newest = max(found, key=lambda one: (one["stage"] == verdict["stage"], one["time"]))
+    return [*newest["found"], f"profile {newest['id']}, steps from {newest['first_step']} on"]
+
+
+def profile_lines(summary: dict[str, Any]) -> list[str]:
+    """Return the part of the report that says which operations make the rank late."""
+    found = by_operation(summary)
+    return facts(*zip(["Operation", *[""] * (len(found) - 1)], found, strict=True)) if found else []
 
 
 def render_list(found: Profiles, folder: Path) -> str:

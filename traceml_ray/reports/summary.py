@@ -31,6 +31,7 @@ from traceml_ray.reports.deaths import Death, headline
 from traceml_ray.reports.device_clock import with_advice
 from traceml_ray.reports.machines import Machines, system_of
 from traceml_ray.reports.memory import memory_block, memory_of
+from traceml_ray.reports.profiles import profiles_block
 from traceml_ray.reports.run_facts import (
     RunFacts,
     events_block,
@@ -105,6 +106,7 @@ def _summary(facts: RunFacts, memory: Memory, newest: bool = False) -> dict[str,
         "baseline": _baseline(judged.baseline if judged else None),
         "ranks": ranks_block(facts, found),
         "memory": memory_block(facts, memory),
+        "profiles": profiles_block(session.path.parent, facts.run.get("id")),
         "system": {"nodes": system_of(session, facts.nodes)},
         "events": events_block(facts),
         "ledger": session.ledger(),

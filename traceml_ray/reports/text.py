@@ -12,6 +12,7 @@ from traceml_ray.reports.heading import files, title
 from traceml_ray.reports.headlines import brief, lost, named
 from traceml_ray.reports.layout import WIDTH, Columns, facts, page, table
 from traceml_ray.reports.memory import memory_lines
+from traceml_ray.reports.profiles import profile_lines
 
 _MAX_RANKS = 32
 _MAX_LINES = 20
@@ -26,6 +27,7 @@ def render(summary: dict[str, Any], folder: Path) -> str:
     parts = [
         title(summary, folder),
         _verdict(summary["verdict"], "GPU" if any(node["gpus"] for node in nodes) else "rank"),
+        profile_lines(summary),
         memory_lines(summary["memory"], _meaning(summary["verdict"]).kind == "failure"),
         _steps(summary["steps"]) + _baseline(summary),
         _stages(summary["stages"]),

@@ -115,6 +115,8 @@ class Profile(msgspec.Struct, kw_only=True):
     stacks: bool = False
     shapes: bool = False
     ranks: list[RankProfile]
+    found: list[str] = []
+    """Sentences on what the suspect does more of than the median, operation by operation."""
     traceml_ray: str
     """The version that wrote this."""
 
@@ -257,8 +259,12 @@ def finish(folder: Path, profile: Profile) -> Path:
 
 def show(folder: Path, profile: Profile) -> None:
     """Have others see how far a profile is that is being made (`under_way`). Raises OSError."""
-    path = unfinished(folder, profile.id) / MANIFEST
-    write_file(path, msgspec.json.format(msgspec.json.encode(profile), indent=2))
+    change(unfinished(folder, profile.id), profile)
+
+
+def change(path: Path, profile: Profile) -> None:
+    """Write the manifest of the profile in that folder. Raises OSError."""
+    write_file(path / MANIFEST, msgspec.json.format(msgspec.json.encode(profile), indent=2))
 
 
 def clear_unfinished(folder: Path, but: str | None = None) -> None:

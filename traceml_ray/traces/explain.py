@@ -1,0 +1,54 @@
+"""
+Says by operation why a rank is late, of a profile that was made for that.
+
+`python -m traceml_ray.traces.explain FOLDER` is a process of its own: reading traces takes seconds of a core.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from traceml_ray.store.profiles import StoredProfile, change, read_profile
+from traceml_ray.traces.chrome import TraceError
+from traceml_ray.traces.difference import Difference, difference
+from traceml_ray.traces.sources import of_profile
+from traceml_ray.traces.spent import RecordingError
+
+
+def explain(stored: StoredProfile) -> list[str]:
+    """
+    Return what the suspect of a profile does more of than the median of the others: inside the stage that is
+    late where something is found there, else of the whole step. Nothing where that was not recorded.
+    """
+    profile, found = stored.profile, None
+    if profile.suspect is None or profile.median is None:
+        return []
+    sources = of_profile(stored)
+    for stage in dict.fromkeys((profile.stage, None)):
+        try:
+            found = difference(sources, profile.suspect, profile.median, stage)
+        except (RecordingError, TraceError):
+            continue
+        if _says_something(found):
+            break
+    return [] if found is None else found.sentences
+
+
+def _says_something(found: Difference) -> bool:
+    return any(f"`{row.name}`" in found.sentences[0] for row in found.operations)
+
+
+def main() -> int:
+    """Explain the profile in the folder that is given, and note it in its manifest."""
+    path = Path(sys.argv[1])
+    os.nice(10)
+    stored = StoredProfile(path, read_profile(path))
+    stored.profile.found = explain(stored)
+    change(path, stored.profile)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
