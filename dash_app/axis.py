@@ -198,7 +198,7 @@ def panel(view: Mapping[str, Any], route: Route) -> Any:
     return html.Section(
         [
             part(head),
-            html.Div(graph, className="graph spine", role="img", **label),
+            html.Div(html.Div(graph, **aria(hidden="true")), className="graph spine", role="img", **label),
             part(html.Div(_tracks(spine, route), id="lanes", className="lanes")),
             numbers("spine", label["aria-label"], figure, route, rows),
         ],

@@ -12,7 +12,7 @@ from traceml_ray import text
 from traceml_ray.results import BundleInfo
 from traceml_ray.store import query
 
-from .components import Columns, part, rank_link, step_link, table, when
+from .components import Columns, aria, part, rank_link, step_link, table, when
 from .route import Route
 from .session_cache import SessionCache
 
@@ -40,5 +40,5 @@ def rows(bundles: Sequence[Mapping[str, Any]], route: Route, live: bool) -> Any:
     shown = [table(columns, bundles, empty=none, label="Bundles")]
     if live and not session:
         ask = html.Button("Keep the last minutes now", className="chip")
-        shown.append(html.Form(ask, action=PATH.rstrip("/"), method="post"))
+        shown.append(html.Form(ask, action=PATH.rstrip("/"), method="post", **aria(label="Bundles")))
     return part(html.Div(shown, id="bundles"))

@@ -206,9 +206,12 @@ def table(
     *,
     heads: Mapping[str, Any] | None = None,
     empty: str = "Nothing yet.",
-    label: str = "",
+    label: str,
 ) -> Any:
-    """Return a table with a row for each item; `heads` replace some headers. Without any item, `empty`."""
+    """
+    Return a table with a row for each item; `heads` replace some headers; `label` says what it shows. Without
+    any item, `empty`.
+    """
     style = {header: "num" if header.startswith(">") else "" for header in columns}
     shown = {header: header.lstrip(">") for header in columns} | dict(heads or {})
     head = html.Tr([html.Th(shown[h], className=c, scope="col") for h, c in style.items()])
@@ -216,8 +219,10 @@ def table(
         html.Tr([html.Td(cell(item), className=style[header]) for header, cell in columns.items()])
         for item in items
     ]
-    rows = html.Table([html.Thead(head), html.Tbody(body)], **aria(label=label))
-    return html.Div(rows, className="scroll", tabIndex=0) if body else html.P(empty, className="empty")
+    named = aria(label=label)
+    rows = html.Table([html.Thead(head), html.Tbody(body)], **named)
+    scrolls: dict[str, Any] = {"className": "scroll", "tabIndex": 0, "role": "region", **named}
+    return html.Div(rows, **scrolls) if body else html.P(empty, className="empty")
 
 
 def facts(id: str, pairs: Mapping[str, Any]) -> Content:

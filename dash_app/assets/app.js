@@ -1,14 +1,12 @@
 /* What the browser does itself: take answers and draw parts, lead to other pages, keep a theme, pause, copy. */
 {
   const QUIET = 10; // s without an answer, after which the page says so
-  const root = document.documentElement;
-  const scheme = window.matchMedia("(prefers-color-scheme: dark)");
+  const root = document.documentElement, scheme = window.matchMedia("(prefers-color-scheme: dark)");
   const set = (id, props) => window.dash_clientside.set_props(id, props);
   const clock = (moment) => moment.toLocaleTimeString("en-GB", { timeZoneName: "short" });
 
-  let answered = Date.now(), paused = false;
-  let silent = 0; // s since an answer in which this page ran: it may itself be too busy to take one
-  let revealed = ""; // the last link to a part of a page that was followed
+  let answered = Date.now(), silent = 0; // s since an answer in which this page ran: it may be too busy to take one
+  let paused = false, revealed = ""; // the last link to a part of a page that was followed
   let seen = {}; // of the last answer: the page, and a checksum of each part
   const charts = new Map(); // by id: the newest figure, and which share of it is not drawn yet
 
@@ -43,12 +41,12 @@
     return { figure: { data: traces, layout }, due: (before?.due ?? 0) + 1 - keep / traces[0].x.length };
   };
 
-  /* Charts out of sight wait, and those with less than 2 px of news: one of 8 lines takes 10 ms (by
+  /* Charts out of sight wait, and those with less than 4 px of news: one of 8 lines takes 10 ms (by
      Plotly.extendTraces 9), and a node page has 17. */
   const draw = () => {
     for (const [id, chart] of charts) {
       const box = chart.due && document.getElementById(id)?.getBoundingClientRect();
-      if (!box || box.top > window.innerHeight || box.bottom < 0 || chart.due * box.width < 2) continue;
+      if (!box || box.top > window.innerHeight || box.bottom < 0 || chart.due * box.width < 4) continue;
       chart.due = 0;
       set(id, { figure: chart.figure });
     }
@@ -59,13 +57,10 @@
   const Chart = ({ head, box, children: [graph, table] }) => {
     const { createElement, useEffect, useRef, useState } = window.React;
     const [seen, setSeen] = useState(false), at = useRef();
-    useEffect(() => {
-      const watched = new IntersectionObserver((found) => found.some((one) => one.isIntersecting) && setSeen(true));
-      watched.observe(at.current);
-      return () => watched.disconnect();
-    }, []);
+    useEffect(() => new IntersectionObserver((found) => found.some((one) => one.isIntersecting) && setSeen(true)).observe(at.current), []);
     useEffect(draw, [seen]);
-    return createElement("section", { className: "panel" }, element(head), createElement("div", { ...box, ref: at }, seen && graph), table);
+    const inside = createElement("div", { "aria-hidden": true }, seen && graph); // a picture, to who cannot see it
+    return createElement("section", { className: "panel" }, element(head), createElement("div", { ...box, ref: at }, inside), table);
   };
 
   /* dcc.Graph has a new chart drawn once more 0.1 s later, for its size: only where that is another. */
@@ -80,9 +75,8 @@
   /* Scroll to the part that a link is to, once it is there. */
   const reveal = () => {
     const id = location.hash.slice(1), part = document.getElementById(id) ?? document.getElementById(`${id}-table`);
-    if (!part || revealed === location.href) return;
-    revealed = location.href;
-    part.scrollIntoView({ block: "center" });
+    if (part && revealed !== location.href) part.scrollIntoView({ block: "center" });
+    if (part) revealed = location.href;
   };
 
   /* Return `[tag, properties, ...children]` as an element of React: Content in components.py has the figures. */
@@ -125,9 +119,8 @@
   /* Return what a page says whose server is silent; asked each second. */
   const watch = () => {
     silent += !paused && !document.hidden;
-    const name = document.querySelector("#session strong")?.textContent ?? "";
     return silent <= QUIET ? null : `The dashboard's server has not answered since ${clock(new Date(answered))}. ` +
-      `If it has ended, this opens it again: traceml-ray dashboard ${name}`;
+      `If it has ended, this opens it again: traceml-ray dashboard ${document.querySelector("#session strong")?.textContent ?? ""}`;
   };
 
   /* ---- clicks ---- */

@@ -46,4 +46,7 @@
   };
 
   for (const name of ["mousemove", "pointerdown"]) document.addEventListener(name, cross, true);
+
+  /* A finger scrolls the page, over a chart as well, which plotly.js would take for a drag; the spine is for drags. */
+  document.addEventListener("touchstart", (event) => event.target.closest?.(".graph:not(.spine) .js-plotly-plot") && event.stopPropagation(), { capture: true, passive: true });
 }

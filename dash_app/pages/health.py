@@ -67,7 +67,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         "Ledger, in rows": _ledger(view["ledger"], view["state"] in ("stored", "finished")),
         "Relays, one on each node": _relays(view["relays"], route),
         "Errors, swallowed and counted": html.Div(
-            table(counts, errors[:_MOST], empty="None."), id="health-errors"
+            table(counts, errors[:_MOST], empty="None.", label="Errors"), id="health-errors"
         ),
     }
     return html.Div(
@@ -101,7 +101,8 @@ def _relays(relays: Iterable[Mapping[str, Any]], route: Route) -> html.Div:
     }
     rest = len(known) - _RELAYS
     more = f"{rest:,} more nodes; those that are lost or silent for longest are shown." if rest > 0 else ""
-    return html.Div([table(columns, known[:_RELAYS]), html.P(more, className="hint")], id="health-relays")
+    rows = table(columns, known[:_RELAYS], label="Relays")
+    return html.Div([rows, html.P(more, className="hint")], id="health-relays")
 
 
 def _clock(relay: Mapping[str, Any]) -> str:

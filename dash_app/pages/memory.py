@@ -48,10 +48,10 @@ _KEYS: listing.Keys = {
     "rank": lambda row: row.rank,
     "node": lambda row: row.node,
     "samples": lambda row: row.samples,
-    "allocated": lambda row: row.allocated_growth_bytes,
-    "reserved": lambda row: row.reserved_growth_bytes,
+    "allocated, growth": lambda row: row.allocated_growth_bytes,
+    "reserved, growth": lambda row: row.reserved_growth_bytes,
     "hidden": lambda row: row.gap_bytes,
-    "RSS": lambda row: row.rss_growth_bytes,
+    "RSS, growth": lambda row: row.rss_growth_bytes,
     "used": lambda row: row.used_bytes,
     "runs out in": lambda row: row.forecast_s,
 }
@@ -230,10 +230,10 @@ def _ranks(view: Mapping[str, Any], route: Route) -> list[Any]:
         "node": lambda row: row.node,
         "memory": lambda row: _where([row.device]),
         ">samples": lambda row: f"{row.samples:,}",
-        ">allocated": lambda row: text.size(row.allocated_growth_bytes),
-        ">reserved": lambda row: text.size(row.reserved_growth_bytes),
+        ">allocated, growth": lambda row: text.size(row.allocated_growth_bytes),
+        ">reserved, growth": lambda row: text.size(row.reserved_growth_bytes),
         ">hidden": lambda row: text.size(row.gap_bytes),
-        ">RSS": lambda row: text.size(row.rss_growth_bytes),
+        ">RSS, growth": lambda row: text.size(row.rss_growth_bytes),
         ">used": lambda row: _used(row),
         ">runs out in": _forecast,
         "finding": lambda row: html.Span(anomaly(row)),
@@ -241,7 +241,7 @@ def _ranks(view: Mapping[str, Any], route: Route) -> list[Any]:
     heads = listing.heads(columns, _KEYS, route)
     shown = view["chosen"]
     rows = table(columns, shown.items, heads=heads, empty="No rank is like that.", label="Memory of ranks")
-    hint = "Allocated, reserved and RSS: by how much they have grown above the rank's own settled level. "
+    hint = "Growth is that above the rank's own settled level. "
     hint += "Hidden: what the driver counts for the process and torch's allocator does not."
     return [rows, listing.pages(shown, route, "row"), html.P(hint, className="hint")]
 

@@ -332,13 +332,14 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], route: Route, named: Sequence[int
         ">last step": lambda rank: text.plain(rank["last_step"]),
         "now in": lambda rank: text.words(rank["open_stage"] or text.NA),
         ">memory": lambda rank: text.size(rank["rss_bytes"]),
-        **({">GPU memory, reserved": lambda rank: _allocated(rank["device_memory"])} if devices else {}),
+        **({">GPU memory allocated, reserved": _allocated} if devices else {}),
         "state": lambda rank: _state(rank, named),
     }
     return table(columns, ranks, empty="No rank has reported from this node.", label="Ranks of this node")
 
 
-def _allocated(known: Sequence[int] | None) -> str:
+def _allocated(rank: Mapping[str, Any]) -> str:
+    known: Sequence[int] | None = rank["device_memory"]
     return text.NA if known is None else ", ".join(map(text.size, known))
 
 

@@ -267,9 +267,9 @@ def _heatmap_panel(view: Mapping[str, Any], route: Route) -> html.Section:
         html.Div(
             [
                 part(names),
-                graph,
+                html.Div(graph, **aria(hidden="true")),
                 html.I(id="heat-cursor"),
-                dcc.Tooltip(id="heat-tip", className="tip", **colours),
+                html.Div(dcc.Tooltip(id="heat-tip", className="tip", **colours), **aria(live="polite")),
             ],
             className="graph heat-box",
             role="application",

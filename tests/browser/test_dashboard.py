@@ -169,6 +169,54 @@ def test_rank_page_draws_the_rows_of_gpu_and_host_under_each_other(browser, tmp_
         served.close()
 
 
+def looks_right(browser: webdriver.Chrome, url: str, *shown: str) -> None:
+    """A page shows these words, without a fault, at all widths, light and dark."""
+    browser.get(url)
+    try:
+        for what in shown:
+            shows(browser, "react-entry-point", what)
+        for theme, width in ((theme, width) for theme in ("light", "dark") for width in (1440, 1280, 414)):
+            media = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
+            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+            screen(browser, width)
+            until(browser, lambda: browser.execute_script(WIDTH) <= 0)
+            assert browser.execute_script(FAULTS) == []
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_trouble_is_said_where_a_person_looks(browser, tmp_path):
+    """A rank is killed, then all are dead; a session's file is deleted; two sessions beside each other."""
+    for name, onset in (("before", 20), ("gone", 20)):
+        earlier = Played(tmp_path / name, onset=onset)
+        earlier.play(60)
+        earlier.end()
+    served = Served(Played(tmp_path / "job", onset=40))
+    try:
+        served.play(16)
+        served.played.dies(5, -9)
+        served.pages.poll()
+        killed = "Killed by SIGKILL at ", ", in step 80, in forward"
+        looks_right(browser, served.url + "/", "Rank lost", "ending", "Rank 5 has ended")
+        looks_right(browser, served.url + "/rank/5", *killed, "It ended first")
+        looks_right(browser, served.url + "/node/node-1", *killed)
+        for rank in (0, 1, 2, 3, 4, 6, 7):
+            served.played.dies(rank, 1, "RuntimeError: connection closed by peer")
+        served.played.end(1)
+        served.pages.poll()
+        looks_right(browser, served.url + "/events", "First cause", "What followed", "connection closed")
+        (tmp_path / "gone/session.sqlite").unlink()
+        missing = "Session 'gone' cannot be read: ", "before"
+        looks_right(browser, served.url + "/rank/5?session=gone", *missing)
+        assert "Rank lost" not in text(browser, "react-entry-point")
+        both = "A: before", "B: job", "median step"
+        looks_right(browser, served.url + "/sessions?a=before&b=job", *both)
+    finally:
+        browser.get("about:blank")
+        served.close()
+
+
 def test_tooltip_of_the_heatmap_has_the_exact_time(browser, served):
     browser.get(served.url + "/")
     point(browser, 5).perform()
@@ -269,6 +317,98 @@ def test_one_range_drives_every_chart_and_the_url(browser, served):
         until(browser, lambda: "from=" in browser.current_url and shown(browser)[0] > 0.5)
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def touch(browser: webdriver.Chrome, *points: tuple[float, float]) -> None:
+    """Put a finger down, move it, and lift it."""
+    for at, (x, y) in enumerate(points):
+        event = {"type": "touchMove" if at else "touchStart", "touchPoints": [{"x": x, "y": y}]}
+        browser.execute_cdp_cmd("Input.dispatchTouchEvent", event)
+    browser.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+
+
+def box(browser: webdriver.Chrome, selector: str) -> tuple[float, float, float, float]:
+    """Where the middle of an element is that has been scrolled to, and how large it is."""
+    rect = "arguments[0].scrollIntoView({ block: 'center' }); const { x, y, width, height } ="
+    rect += " arguments[0].getBoundingClientRect(); return [x + width / 2, y + height / 2, width, height]"
+    found = until(browser, lambda: browser.find_element(By.CSS_SELECTOR, selector))
+    return tuple(browser.execute_script(rect, found))
+
+
+def test_finger_scrolls_over_charts_draws_a_range_and_opens_a_rank(browser, served):
+    size = {"width": 414, "height": 900, "deviceScaleFactor": 2, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True})
+    try:
+        browser.get(served.url + "/")
+        drawn(browser)
+        x, y, _, height = box(browser, "#heat .nsewdrag")
+        before = browser.execute_script("return scrollY")
+        touch(browser, *((x, y + height / 3 - 10 * way) for way in range(8)))
+        until(browser, lambda: browser.execute_script("return scrollY") > before + 20)
+        assert browser.current_url == served.url + "/"
+        x, y, width, _ = box(browser, "#spine .nsewdrag")
+        touch(browser, *((x + width * way / 40, y) for way in range(-10, 11)))
+        until(browser, lambda: "from=" in browser.current_url and "to=" in browser.current_url)
+        drawn(browser)
+        x, y, _, height = box(browser, "#heat .nsewdrag")
+        touch(browser, (x, y + height * (5.5 / 8 - 0.5)))
+        shows(browser, "rank-title", "Rank 5")
+        x, y, _, _ = box(browser, "#nav a[href^='/sessions']")
+        touch(browser, (x, y))
+        until(browser, lambda: "/sessions" in browser.current_url)
+    finally:
+        browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": False})
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+STOPS = """return [...document.querySelectorAll("a, button, input, summary, [tabindex]")]
+    .filter((one) => one.tabIndex === 0 && one.getClientRects().length).map((one) => one.textContent)"""
+NAMED = {
+    "link",
+    "button",
+    "combobox",
+    "searchbox",
+    "textbox",
+    "table",
+    "image",
+    "region",
+    "navigation",
+    "form",
+}
+
+
+def spoken(browser: webdriver.Chrome) -> list[tuple[str, str, dict[str, Any]]]:
+    """What a screen reader has of the page: role, name and properties."""
+    nodes = browser.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
+    return [
+        (
+            node["role"]["value"],
+            node.get("name", {}).get("value", "").strip(),
+            {each["name"]: each["value"].get("value") for each in node.get("properties", ())},
+        )
+        for node in nodes
+        if not node["ignored"]
+    ]
+
+
+def test_screen_reader_has_names_headers_and_the_verdict_as_it_changes(browser, served):
+    browser.get(served.url + "/?table=heat")
+    drawn(browser)
+    shows(browser, "heat-table", "rank 5 (host-1)")
+    found = spoken(browser)
+    assert [role for role, name, _ in found if role in NAMED and not name] == []
+    assert [role for role, _, of in found if of.get("focusable") and role == "generic"] == []
+    assert {of["live"] for _, _, of in found if of.get("live")} >= {"polite"}
+    tables = [name for role, name, _ in found if role == "table"]
+    assert "Busy time over the median, the worst rows first" in tables
+    assert {"row", "mean", "severity", "what"} <= {name for role, name, _ in found if role == "columnheader"}
+    assert not any("graphics" in role for role, _, _ in found)  # a chart is a picture, and a table behind it
+    stops = browser.execute_script(STOPS)
+    assert stops[:4] == ["Skip to the page", "traceml-ray", "Overview", "Ranks"]
+    assert (
+        stops.index("Pause") < stops.index("Open rank 5") < stops.index("whole run") < stops.index("by cost")
+    )
 
 
 def test_keys_move_the_cursor_of_the_heatmap_and_open_a_rank(browser, served):
