@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from traceml_ray.launchers.control import ControlError
 from traceml_ray.launchers.profile_request import Progress, profile
 from traceml_ray.rank_filter import rank_filter
 from traceml_ray.reports.profiles import render_list, render_profile
+from traceml_ray.stages import STAGES
 from traceml_ray.store.profiles import FOLDER, listed, remove_profile
 from traceml_ray.text import one_line
 
@@ -33,10 +34,56 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--run", help="id or name of one run of the session (default: the newest)")
     command.add_argument("--list", action="store_true", help="list the profiles of the session")
     command.add_argument("--remove", metavar="ID", help="remove a profile of the session")
+    _add_views(command)
 
 
-def run(folder: Path, arguments: argparse.Namespace) -> int:
-    """Do what the arguments ask for; return the exit code."""
+def _add_views(command: argparse.ArgumentParser) -> None:
+    """Add the options that show traces."""
+    command.add_argument(
+        "files",
+        nargs="*",
+        metavar="TRACE",
+        help="after the word merge: traces of your own, or folders of them",
+    )
+    about = (
+        "Of a profile of the session, or of merge TRACE …; nothing is recorded. docs/profiles.md has more."
+    )
+    shown = command.add_argument_group("traces that are there", about)
+    shown.add_argument("--id", help="which profile (default: the newest)")
+    shown.add_argument("--table", action="store_true", help="print the operations of --ranks")
+    shown.add_argument("--json", action="store_true", help="print them, or the difference, as JSON")
+    shown.add_argument("--csv", type=Path, metavar="OUT", help="write them as CSV")
+    shown.add_argument("--parquet", type=Path, metavar="OUT", help="write them as parquet (needs pyarrow)")
+    shown.add_argument("--trace", type=Path, metavar="OUT", help="write one trace of all ranks, for Perfetto")
+    shown.add_argument(
+        "--diff",
+        metavar="5,median",
+        help="what rank 5 does more of than the median of the others, or than rank 2",
+    )
+    shown.add_argument("--stage", choices=STAGES, help="of --diff: only operations of this stage")
+    shown.add_argument("--sort", default="self_cpu_ms", metavar="COLUMN", help="(default: self_cpu_ms)")
+    shown.add_argument(
+        "--name", metavar="TEXT", help="only operations with this in their name, or a pattern: aten::*"
+    )
+    shown.add_argument("--top", type=int, metavar="N", help="only so many operations")
+    shown.add_argument("--by-shape", action="store_true", help="a row for each shape of inputs")
+
+
+def _views(arguments: argparse.Namespace) -> bool:
+    """Return whether traces that are there are to be shown."""
+    output = "table", "json", "csv", "parquet", "trace", "diff"
+    return any(
+        getattr(arguments, name) for name in (*output, "files", "id", "stage", "name", "top", "by_shape")
+    )
+
+
+def run(find: Callable[[], Path], arguments: argparse.Namespace) -> int:
+    """Do what the arguments ask for; return the exit code. `find` returns the session's folder."""
+    if _views(arguments):
+        from traceml_ray.launchers import profile_views
+
+        return profile_views.run(find, arguments, _progress)
+    folder = find()
     if arguments.list:
         print(render_list(listed(folder), folder / FOLDER), end="")
         return 0

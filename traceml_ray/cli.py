@@ -136,11 +136,15 @@ def dump(arguments: argparse.Namespace) -> int:
 
 
 def profile(arguments: argparse.Namespace) -> int:
-    """Profile some steps of a live session with torch's profiler: all named ranks, the same steps."""
+    """
+    Profile some steps of a live session with torch's profiler: all named ranks, the same steps; or show what
+    was profiled.
+    """
     from traceml_ray.launchers import profile_command
 
-    folder = session.find(arguments.session, Settings.load(out=arguments.out).out)
-    return profile_command.run(folder, arguments)
+    return profile_command.run(
+        lambda: session.find(arguments.session, Settings.load(out=arguments.out).out), arguments
+    )
 
 
 def stop(arguments: argparse.Namespace) -> int:

@@ -93,7 +93,7 @@ def test_waiting_in_a_collective_is_no_cause(tmp_path: Path) -> None:
     found = compared(tmp_path, waiting, late)
     assert more(found) == {"aten::slow": -40.0} and found.waits[0].name == "gloo:all_reduce"
     assert found.sentences == [
-        "rank 0 spends no more time a step in any operation than rank 1.",
+        "rank 0 spends clearly more time a step in no operation than rank 1.",
         "It waits 40 ms a step more than rank 1: it waits for others.",
     ]
 

@@ -153,7 +153,7 @@ def sentences(found: Difference) -> list[str]:
     within = f" of `{found.stage}`" if found.stage else ""
     lines = [_sentence(found.rank, row, per + within, than) for row in named]
     if not named:
-        lines = [f"rank {found.rank} spends no more time {per}{within} in any operation than {than}."]
+        lines = [f"rank {found.rank} spends clearly more time {per}{within} in no operation than {than}."]
     waits_less = found.other_waiting_ms - found.waiting_ms
     if abs(waits_less) >= max(_LIMITS.least_share * found.step_ms, 0.01):
         less, who = ("less", "the others wait for it") if waits_less > 0 else ("more", "it waits for others")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from traceml_ray.identity import rank_in_name
-from traceml_ray.store.profiles import ProfileStep, RankProfile, StoredProfile
+from traceml_ray.store.profiles import MANIFEST, ProfileStep, RankProfile, StoredProfile, read_profile
 from traceml_ray.traces.chrome import ChromeTrace, TraceError
 from traceml_ray.traces.trace import Header, read_header
 
@@ -62,9 +62,12 @@ def _of_rank(stored: StoredProfile, rank: RankProfile) -> Source:
 def of_files(paths: Iterable[Path]) -> list[Source]:
     """
     Return traces that somebody has taken, in order of ranks, those in folders too. Who is who is taken from
-    what a trace says of itself, else from its name. Raises TraceError, also where two say they are one rank.
+    what a trace says of itself, else from its name; a folder that is a profile has it in its manifest. Raises
+    TraceError, also where two say they are one rank.
     """
-    found = [_of_file(path) for path in _files(paths)]
+    found: list[Source] = []
+    for path in _files(paths):
+        found += _of_folder(path) if path.is_dir() else [_of_file(path)]
     taken: dict[int, Path] = {}
     for source in found:
         if source.rank is not None and (other := taken.setdefault(source.rank, source.path)) != source.path:
@@ -77,13 +80,20 @@ def of_files(paths: Iterable[Path]) -> list[Source]:
 def _files(paths: Iterable[Path]) -> Iterator[Path]:
     seen = set[Path]()
     for given in paths:
-        inside = given.is_dir()
+        inside = given.is_dir() and not (given / MANIFEST).is_file()
         for path in sorted(p for p in given.iterdir() if p.name.endswith(SUFFIXES)) if inside else [given]:
             if (real := path.resolve()) not in seen:
                 seen.add(real)
                 yield path
             if len(seen) > _MOST_FILES:
                 raise TraceError(f"{given}: there are more than {_MOST_FILES:,} files")
+
+
+def _of_folder(path: Path) -> list[Source]:
+    try:
+        return of_profile(StoredProfile(path, read_profile(path)))
+    except (OSError, ValueError) as error:
+        raise TraceError(f"{path / MANIFEST}: {error}") from None
 
 
 def _of_file(path: Path) -> Source:

@@ -1,0 +1,126 @@
+"""What `traceml-ray profile` shows of traces that are there: tables, a difference, one trace."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from traceml_ray import text
+from traceml_ray.files import write_file
+from traceml_ray.rank_filter import RankFilterError, rank_filter
+from traceml_ray.reports.profile_text import render_difference, render_operations
+from traceml_ray.store.profiles import Profile, StoredProfile, profiles_of
+from traceml_ray.text import one_line
+from traceml_ray.traces import tables
+from traceml_ray.traces.chrome import TraceError
+from traceml_ray.traces.difference import MEDIAN, difference
+from traceml_ray.traces.key_averages import ColumnError, key_averages, select, sort
+from traceml_ray.traces.merged_trace import merge
+from traceml_ray.traces.sources import Source, of_files, of_profile
+from traceml_ray.traces.spent import RecordingError
+
+_MERGED = "merged-trace.json.gz"
+_TOP = 30
+_WRITERS = {"csv": tables.to_csv, "parquet": tables.to_parquet}
+
+Progress = Callable[[], AbstractContextManager[Callable[[str, float], object]]]
+
+
+class ViewError(ValueError):
+    """What is asked for cannot be shown; the message says why."""
+
+
+def run(folder: Callable[[], Path], arguments: argparse.Namespace, progress: Progress) -> int:
+    """
+    Show what is asked for; return the exit code.
+
+    Args:
+        folder: returns that of the session.
+        arguments: of the command.
+        progress: shows how far it is.
+    """
+    try:
+        if arguments.files:
+            sources, profile = _files(arguments), None
+        else:
+            stored = _stored(folder(), arguments.id)
+            sources, profile = of_profile(stored), stored.profile
+        _show(sources, profile, arguments, progress)
+    except (ViewError, TraceError, RecordingError, ColumnError, RankFilterError, tables.FormatError) as error:
+        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _files(arguments: argparse.Namespace) -> list[Source]:
+    if arguments.session != "merge":
+        raise ViewError(f"{arguments.files[0]}: write `profile merge TRACE …` for traces of your own")
+    if not any((arguments.table, arguments.json, arguments.csv, arguments.parquet, arguments.diff)):
+        arguments.trace = arguments.trace or Path(_MERGED)
+    return of_files(Path(file) for file in arguments.files)
+
+
+def _stored(folder: Path, name: str | None) -> StoredProfile:
+    there = profiles_of(folder)
+    found = [stored for stored in there if name in (None, stored.profile.id)]
+    if found:
+        return found[-1]
+    known = (
+        text.listed([stored.profile.id for stored in there[-5:]]) or "none; `traceml-ray profile` makes one"
+    )
+    raise ViewError(f"no profile {name or ''!s} in {folder}: there is {known}".replace("  ", " "))
+
+
+def _show(
+    sources: Sequence[Source], profile: Profile | None, arguments: argparse.Namespace, progress: Progress
+) -> None:
+    if not sources:
+        raise ViewError("no rank was captured: there is no trace to show")
+    if arguments.trace:
+        with progress() as bar:
+            merged = merge(sources, arguments.trace, profile, lambda done: bar("merging", done))
+        matched = f"{text.count(merged.collectives, 'collective')} matched"
+        print(f"{arguments.trace}: {text.count(len(sources), 'rank')}, {matched}", *merged.notes, sep="\n")
+    if arguments.diff:
+        rank, beside = _pair(arguments.diff)
+        found = difference(sources, rank, beside, arguments.stage)
+        as_json = msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n"
+        print(as_json if arguments.json else render_difference(found, arguments.top or 15), end="")
+    none = not any((arguments.trace, arguments.diff, arguments.csv, arguments.parquet, arguments.json))
+    arguments.table = arguments.table or none
+    if arguments.table or arguments.csv or arguments.parquet or (arguments.json and not arguments.diff):
+        _operations(sources, arguments, progress)
+
+
+def _pair(given: str) -> tuple[int, int | Literal["median"]]:
+    rank, comma, beside = (part.strip() for part in given.partition(","))
+    if rank.isdecimal() and (beside.isdecimal() or beside == MEDIAN or not comma):
+        return int(rank), int(beside) if beside.isdecimal() else MEDIAN
+    raise ViewError(f"--diff {given[:40]!r}: write two ranks, as 5,2, or 5,{MEDIAN}")
+
+
+def _operations(sources: Sequence[Source], arguments: argparse.Namespace, progress: Progress) -> None:
+    ranks = None if arguments.ranks == "all" else rank_filter(arguments.ranks)
+    with progress() as bar:
+        found = key_averages(_counted(sources, bar), arguments.by_shape)
+    rows = select(sort(found, arguments.sort), arguments.name, ranks, arguments.top)
+    for name, write in _WRITERS.items():
+        if out := getattr(arguments, name):
+            write_file(out, write(rows))
+            print(f"{out}: {text.count(len(rows), 'row')}")
+    if arguments.json:
+        print(tables.to_json(rows).decode(), end="")
+    if arguments.table:
+        print(render_operations("Operations", rows[: arguments.top or _TOP]), end="")
+
+
+def _counted(sources: Sequence[Source], bar: Callable[[str, float], object]) -> Iterator[Source]:
+    for number, source in enumerate(sources):
+        bar(f"reading {source.label}", number / len(sources))
+        yield source

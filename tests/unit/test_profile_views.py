@@ -1,0 +1,118 @@
+"""`traceml-ray profile` on traces that are there: of a stored profile, and of files of a user."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from recorded import WALL_NS, operation, written
+from trace_format import check, processes
+
+from traceml_ray.cli import main
+from traceml_ray.session import DATABASE, prepare
+from traceml_ray.store import profiles
+from traceml_ray.store.profiles import Profile, ProfileStep, RankProfile
+
+MS = 1_000_000
+STEP = ProfileStep(7, WALL_NS, WALL_NS + 100 * MS, WALL_NS + 90 * MS, [0, 0, 0, 40 * MS, 50 * MS, 0])
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """A folder with one session `s` that has a profile `p` of three ranks, one of which could not."""
+    folder = prepare(tmp_path / "out", "s").path
+    (folder / DATABASE).touch()
+    here, ranks = profiles.unfinished(folder, "p"), [RankProfile(2, "refused", "a profiler is on already")]
+    for rank in (0, 1):
+        extra = [operation("aten::copy_", 30_000 + 1000 * at, 900) for at in range(10 * rank)]
+        late = [operation("aten::mul", 60_000, 9000 * rank + 1)]
+        written(here / f"rank-{rank}.json.gz", [operation("aten::mm", 1000, 5000), *extra, *late])
+        ranks.append(
+            RankProfile(
+                rank, "captured", None, "ab", f"node-{rank}", file=f"rank-{rank}.json.gz", steps=[STEP]
+            )
+        )
+    manifest = Profile(
+        id="p",
+        session="s",
+        run=None,
+        time="",
+        t_ns=1,
+        why="",
+        first_step=7,
+        n_steps=1,
+        ranks=ranks,
+        traceml_ray="0",
+    )
+    profiles.finish(folder, manifest)
+    return folder.parent
+
+
+def run(out: Path, line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = main(["profile", *shlex.split(line.format(out=out)), "--out", str(out)])
+    found = capsys.readouterr()
+    return code, found.out, found.err
+
+
+def test_table_of_a_profile(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, _ = run(out, "s --table --name 'aten::c*' --top 3", capsys)
+    assert code == 0 and " ".join(text.split()).endswith("node-1 1 aten::copy_ operation 9.000 9.000 10")
+    code, text, _ = run(out, "s --id p --ranks 0", capsys)
+    assert code == 0 and "node-0" in text and "node-1" not in text
+    code, text, _ = run(out, "s --json --sort calls --top 1", capsys)
+    assert [each["name"] for each in json.loads(text)] == ["aten::copy_"]
+    assert run(out, "s --csv {out}/t.csv --parquet {out}/t.parquet", capsys)[0] == 0
+    assert len([*csv.reader((out / "t.csv").open())]) == 6 and (out / "t.parquet").stat().st_size
+
+
+def test_difference_of_a_profile(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, text, _ = run(out, "s --diff 1,median", capsys)
+    assert text.startswith("Rank 1 spends 9 ms a step more in `aten::copy_` (10 calls more) than rank 0.\n")
+    _, text, _ = run(out, "s --diff 1,0 --stage backward --json", capsys)
+    found = json.loads(text)
+    assert (found["stage"], found["operations"][0]["name"], found["others"]) == ("backward", "aten::mul", [0])
+
+
+def test_one_trace_of_a_profile_and_of_files(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(out, "s --trace {out}/m.json.gz", capsys)[0] == 0
+    assert "node-1 / rank 1 / steps" in processes(check(out / "m.json.gz")).values()
+    traces = "{out}/s/profiles/p/rank-0.json.gz {out}/s/profiles/p/rank-1.json.gz"
+    code, text, _ = run(out, f"merge {traces} --trace {{out}}/u.json.gz --diff 1", capsys)
+    assert code == 0 and "2 ranks, 0 collectives matched\nTimes are as the clock" in text
+    assert sorted(processes(check(out / "u.json.gz")).values()) == ["rank 0", "rank 1"]
+    assert "Rank 1 spends 9 ms in the trace more in" in text
+    assert "Rank 1 spends 9 ms a step more in" in run(out, "merge {out}/s/profiles/p --diff 1", capsys)[1]
+
+
+def test_traces_of_users_become_one_without_being_asked(
+    out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(out)
+    assert run(out, "merge s/profiles/p/rank-0.json.gz", capsys)[0] == 0
+    check(out / "merged-trace.json.gz")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("s --id q --table", "no profile q in"),
+        ("nothing --table", "no session 'nothing'"),
+        ("s --diff 5,median", "rank 5 was not recorded: the profile has ranks 0 and 1"),
+        ("s --diff five", "write two ranks, as 5,2, or 5,median"),
+        ("s --diff 1 --stage data", "no whole `data`"),
+        ("s --table --sort nme", "no column 'nme'"),
+        ("s --table --ranks x", "is not a rank"),
+        ("s x.json", "write `profile merge TRACE …`"),
+        ("merge {out}/missing.json", "No such file"),
+        ("merge {out}/s/profiles/p/profile.json", "no traceEvents"),
+    ],
+)
+def test_what_cannot_be_shown_is_said(
+    out: Path, capsys: pytest.CaptureFixture[str], line: str, reason: str
+) -> None:
+    code, text, error = run(out, line, capsys)
+    assert (code, text) == (2, "") and reason in error and error.startswith("traceml-ray: ")
+    assert len(error.splitlines()) == 1
