@@ -18,6 +18,7 @@ from ray_cluster import until
 
 from traceml_ray import wire
 from traceml_ray.stages import ROW_BYTES
+from traceml_ray.store.profiles import under_way
 from traceml_ray.store.session_file import SessionFile
 
 Steps = Generator[None, None, None]
@@ -134,6 +135,22 @@ def unbundled(run: Run) -> Steps:
 
     until(counted, "the bundle failed", 20)
     yield
+
+
+def profiled(*names: str) -> Fault:
+    """Kill them once ranks are asked for a profile; without any, that is all."""
+
+    def fault(run: Run) -> Steps:
+        wanted = wire.ProfileRequest(steps=20)
+        with connected(run) as sock:
+            sock.send(wire.encode(wire.Request(wire.VERSION, "p", wanted)))
+        until(lambda: (now := under_way(run.session)) is not None and now.ranks, "a capture", 20)
+        yield
+        for name in names:
+            run.signal(name, signal.SIGKILL)
+        yield
+
+    return fault
 
 
 def corrupted(run: Run) -> Steps:

@@ -65,6 +65,22 @@ LONG = [
     ),
     *(
         Case(
+            f"profile under way, {what}",
+            faults.profiled(*names),
+            script=("--steps", "900", *end),
+            whole=not end,
+            hook_ms=500.0,
+        )
+        for what, names, *end in [
+            ("nothing", ()),
+            ("relay killed", (RELAY,)),
+            ("aggregator killed", (AGGREGATOR,)),
+            ("both killed", (RELAY, AGGREGATOR)),
+            ("the script raises", (), "--end", "raise"),
+        ]
+    ),
+    *(
+        Case(
             "GCS gone for 120 s", faults.killed(GCS), channel, ("--steps", "300", "--ms", "480"), limit_s=260
         )
         for channel in BOTH

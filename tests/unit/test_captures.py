@@ -110,6 +110,14 @@ def test_long_steps_are_asked_for_two_ahead(job: Job) -> None:
     assert job.command["first_step"] == 103 + 1 + captures.AHEAD_STEPS
 
 
+def test_length_of_a_step_is_known_before_there_is_a_verdict(job: Job) -> None:
+    for process in job.ranks.values():
+        process.first_seen_ns, process.last_rows_ns = 10**9, 10**9 + 50_000_000 * (process.last_step or 0)
+    run = RunNow("run", "name", job.ranks, {}, {})
+    assert run.step_s == pytest.approx(0.05)
+    assert RunNow("run", "name", {}, {}, {}).step_s is None
+
+
 def test_rank_that_was_past_the_step_has_all_begin_anew_further_ahead(job: Job) -> None:
     job.ask("0,1")
     job.turn()

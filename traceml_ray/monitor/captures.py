@@ -29,7 +29,7 @@ AHEAD_S = 3.0
 AHEAD_STEPS = 2
 """And at least so many steps."""
 MAX_NUMBER = 3
-"""How often one is begun, each time twice as far ahead."""
+"""How often one is begun, each time four times as far ahead: how long a step takes may not be known."""
 ANSWER_S = 15.0
 """A rank that has not answered within that time is not waited for."""
 STEPS_S = 120.0
@@ -59,9 +59,15 @@ class RunNow:
 
     @property
     def step_s(self) -> float | None:
-        """How long a step takes; None: not known."""
-        mean_ms = None if self.verdict is None else self.verdict.mean_step_ms
-        return None if not mean_ms else mean_ms / 1e3
+        """How long a step takes, about; None: not known."""
+        if self.verdict is not None and self.verdict.mean_step_ms:
+            return self.verdict.mean_step_ms / 1e3
+        took = [
+            (process.last_rows_ns - process.first_seen_ns) / 1e9 / process.last_step
+            for process in self.ranks.values()
+            if process.last_rows_ns is not None and process.last_step
+        ]
+        return min(took, default=0.0) or None
 
 
 @dataclass(frozen=True)
@@ -277,7 +283,7 @@ class Captures:
     def _command(self, now: _Capture, run: RunNow) -> None:
         """Make the command of this number; its first step is ahead of all ranks."""
         asked, profile = now.wanted.request, now.profile
-        ahead = max(AHEAD_STEPS, math.ceil(AHEAD_S * 2 ** (now.number - 1) / now.step_s))
+        ahead = max(AHEAD_STEPS, math.ceil(AHEAD_S * 4 ** (now.number - 1) / now.step_s))
         going = [run.ranks[rank.about.rank] for rank in now.ranks.values() if rank.about.rank in run.ranks]
         # The last row that came is of a step that is over, and the next one is under way.
         newest = max((process.last_step or 0 for process in going), default=0) + 1
