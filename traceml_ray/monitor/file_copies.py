@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from pathlib import Path
 
@@ -40,13 +41,17 @@ class Snapshots:
         """
         Return at most `n` bytes of a copy or of a report, b"" beyond its end.
 
-        Raises QueryError for any other name, OSError for a file that is not there.
+        Raises QueryError for any other name, and for a file that is not there (yet, or any more).
         """
         if name not in _REPORTS and name not in {path.name for path in self._copies()}:
             raise QueryError(f"there is no file called {name!r} to be read")
-        with (self._folder / name).open("rb") as file:
-            file.seek(offset)
-            return file.read(max(0, min(n, MAX_CHUNK)))
+        try:
+            with (self._folder / name).open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(min(offset, size))  # what is far beyond the end cannot be sought
+                return file.read(max(0, min(n, MAX_CHUNK)))
+        except FileNotFoundError:
+            raise QueryError(f"there is no {name} at present: reports are written at the end") from None
 
     def remove(self, name: str | None = None) -> None:
         """Remove the copy of that name; None: all of them."""
