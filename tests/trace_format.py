@@ -67,6 +67,7 @@ def _flows(events: list[dict[str, Any]], slices: dict[tuple[int, int], list[tupl
         if event["ph"] in "stf":
             flows[event["cat"], event["name"], event["id"]].append(event)
     for own in flows.values():
+        own.sort(key=lambda event: (event["ts"], event["ph"] == "f"))
         assert [event["ph"] for event in own] == ["s", "f"], own
         assert own[0]["ts"] <= own[1]["ts"] and own[1]["bp"] == "e", own
         for event in own:

@@ -222,3 +222,19 @@ def test_profile_says_who_and_why(tmp_path: Path) -> None:
     )
     assert merged.profile == "p1" and [each.label for each in merged.ranks] == ["node-1 / rank 5"]
     assert check(tmp_path / "m.json.gz")["traceml_ray"]["why"] == "it was asked for."
+
+
+def test_arrows_go_from_calls_to_what_they_run(tmp_path: Path) -> None:
+    def ran(name: str, *begins: float) -> list[dict[str, Any]]:
+        return [operation(name, begin, 8, cat="user_annotation") for begin in begins]
+
+    called = "rpc_async#run({} -> worker1)".format
+    ranks = [
+        ran(called("trainer"), 10, 30) + ran("rpc_sync#other(trainer -> worker1)", 50),
+        ran("run", 5, 15, 35, 45),  # one was asked for before
+        ran(called("third"), 20),
+    ]
+    merged = merge(_job(tmp_path, *ranks), tmp_path / "m.json.gz")
+    found = check(tmp_path / "m.json.gz")
+    ends = [event["ts"] for event in found["traceEvents"] if event.get("cat") == "rpc"]
+    assert merged.calls == 3 and [each + 5 for each in ends] == [10, 15, 20, 35, 30, 45]

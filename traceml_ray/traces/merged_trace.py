@@ -23,7 +23,8 @@ import numpy as np
 from traceml_ray import __version__, text
 from traceml_ray.store.profiles import Profile
 from traceml_ray.traces.chrome import ChromeTrace, TraceError
-from traceml_ray.traces.collectives import Collective, Parts, apart
+from traceml_ray.traces.collectives import Collective, Part, Parts, apart
+from traceml_ray.traces.rpc_calls import Calls
 from traceml_ray.traces.sources import Source
 from traceml_ray.traces.step_rows import intervals
 from traceml_ray.traces.trace import Trace, as_text, read_trace
@@ -71,6 +72,8 @@ class Merged(msgspec.Struct, kw_only=True):
     """Parts of collectives of which it is not known what they belong to."""
     apart: int = 0
     """Collectives whose parts are further apart than the error of the clocks allows: without arrows."""
+    calls: int = 0
+    """Over torch.distributed.rpc, with an arrow to what they have run."""
     notes: list[str] = []
     """Sentences, about clocks above all."""
 
@@ -139,24 +142,25 @@ class _Merge:
         self._ranks = [_Rank(place, source) for place, source in enumerate(sources)]
         self._progress = progress
         self._pids, self._ids, self._other_ids = count(1), count(_OUR_IDS), dict[tuple[int, str], int]()
-        parts = Parts()
+        parts, calls = Parts(), Calls()
         self.merged = Merged(profile=profile.id if profile else None, why=profile.why if profile else None)
         for rank in self._ranks:
-            self._scan(rank, parts)
+            self._scan(rank, parts, calls)
             progress((rank.place + 1) / (2 * len(self._ranks)))
         self.merged.notes += _clock_notes(sources)
         self._base_ns = min((rank.begin_ns for rank in self._ranks if rank.begin_ns is not None), default=0)
         for rank in self._ranks:
             if rank.begin_ns is None:
                 rank.base_ns = self._base_ns - rank.first_ns
-        matched = parts.matched()
+        matched, self._calls = parts.matched(), calls.matched()
+        self.merged.calls = len(self._calls)
         bounds = {rank.place: rank.source.clock_bound_ns for rank in self._ranks}
         self._collectives = [each for each in matched.collectives if not apart([each], bounds)]
         self.merged.unmatched = matched.unmatched
         self.merged.collectives = len(matched.collectives)
         self.merged.apart = len(matched.collectives) - len(self._collectives)
 
-    def _scan(self, rank: _Rank, parts: Parts) -> None:
+    def _scan(self, rank: _Rank, parts: Parts, calls: Calls) -> None:
         """Read a trace for the first time."""
         source = rank.source
         trace, shift_ns = read_trace(source.path), source.clock_offset_ns or 0
@@ -168,6 +172,7 @@ class _Merge:
             begun += [step.begin_ns for step in source.steps[:1]]
             rank.begin_ns = min(begun) + shift_ns if begun else None
             parts.add(rank.place, source, trace, shift_ns)
+            calls.add(rank.place, source, trace, shift_ns)
         else:
             rank.first_ns = int(trace.begin_ns.min()) - trace.header.base_ns
             self.merged.notes.append(f"{source.label}: its times are not of the wall clock; it begins at 0.")
@@ -212,6 +217,10 @@ class _Merge:
             self._progress(0.5 + (rank.place + 1) / (2 * len(self._ranks)))
         for collective in self._collectives:
             yield from self._arrows(collective)
+        for call in self._calls:
+            if call.asked.begin_ns <= call.done.begin_ns:  # else the clocks are off by as much
+                begin, end = (call.asked, call.asked.begin_ns), (call.done, call.done.begin_ns)
+                yield from self._arrow("rpc", call.name, begin, end)
         for rank in self._ranks:
             yield from _processes_named(rank)
 
@@ -275,10 +284,16 @@ class _Merge:
             end_ns = max(part.begin_ns, part.end_ns - 1)  # inside
             if part is last or end_ns < last.begin_ns:
                 continue
-            flow = {"cat": "collective", "name": collective.name, "id": next(self._ids)}
-            for kind, one, at_ns in (("s", last, last.begin_ns), ("f", part, end_ns)):
-                pid, tid = self._lane(self._ranks[one.place], *one.lane)
-                yield flow | {"ph": kind, "pid": pid, "tid": tid, "ts": self._us(at_ns)} | _BOUND[kind]
+            yield from self._arrow("collective", collective.name, (last, last.begin_ns), (part, end_ns))
+
+    def _arrow(
+        self, category: str, name: str, begin: tuple[Part, int], end: tuple[Part, int]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the two ends of a flow, each inside a slice at some time."""
+        flow = {"cat": category, "name": name, "id": next(self._ids)}
+        for kind, (part, at_ns) in (("s", begin), ("f", end)):
+            pid, tid = self._lane(self._ranks[part.place], *part.lane)
+            yield flow | {"ph": kind, "pid": pid, "tid": tid, "ts": self._us(at_ns)} | _BOUND[kind]
 
 
 def _clock_notes(sources: Sequence[Source]) -> Iterator[str]:

@@ -1,0 +1,187 @@
+"""
+Do two recorders agree? Steps of real gloo DDP runs, recorded by torch's profiler and by the monitor at once.
+
+    python benchmarks/traces.py [--world 3] [--severity 30] [--seed 0] [--keep DIR]
+
+The faults of `faults.py`, one rank late in each stage in turn, and one balanced stretch; then the example
+model, healthy. Of each some steps are captured on all ranks. The traces alone are reduced to the six
+stages (`traces.traced_rows`) and compared with the rows of the same steps: how much of a step a stage differs
+by, and whom the verdict's rules name from either. The check is that of StageFrontier (arXiv 2606.06751): both
+must name the same rank and stage, and shares of stages must agree within 5 % of the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from faults import LIMITS, Late, Plan, Segment, launch, markdown, said, say  # type: ignore[import-not-found]
+from overhead import machine  # type: ignore[import-not-found]
+
+from traceml_ray import wire
+from traceml_ray.analysis.verdict import assess
+from traceml_ray.analysis.window import Window
+from traceml_ray.launchers.profile_request import profile
+from traceml_ray.session import DATABASE
+from traceml_ray.stages import SEGMENT_BITS, STAGES
+from traceml_ray.store.profiles import StoredProfile
+from traceml_ray.store.session_file import SessionFile
+from traceml_ray.traces.sources import of_profile
+from traceml_ray.traces.trace import read_trace
+from traceml_ray.traces.traced_rows import traced_rows
+
+STEPS, STEP_MS, NOISE = 26, 50.0, 0.05
+FIRST, FAULT, QUIET = 60, 120, 60
+INTO = 20
+"""Steps of a fault before the capture is asked for."""
+EXAMPLE = str(Path(__file__).parents[1] / "examples" / "train_gpt.py")
+MOST_APART = 0.05
+
+
+class Compared(NamedTuple):
+    """What two recorders say of the same steps of all ranks."""
+
+    what: str
+    steps: int
+    step_ms: float
+    worst: float
+    """Largest difference of a stage of a rank, as a share of the mean step,"""
+    stage: str
+    """and the stage."""
+    rows: str
+    """Whom the verdict's rules name from the rows,"""
+    trace: str
+    """and from the traces."""
+
+
+def planned(args: argparse.Namespace) -> Plan:
+    """Return a plan with one fault of each stage, and a stretch without any."""
+    segments, first = [], FIRST
+    for number, stage in enumerate(["post_sync", "data", "prepare", "forward", "backward", None]):
+        late = [Late(stage, [(number + args.seed) % args.world], args.severity / 100)] if stage else []
+        segments.append(Segment("fault" if late else "balanced", first, FAULT, late))
+        first += FAULT + QUIET
+    return Plan(args.world, args.seed, STEP_MS, NOISE, "sleep", first, segments)
+
+
+def last_step(folder: Path) -> int:
+    """Return the newest step that is stored; -1 for none."""
+    if not (folder / DATABASE).exists():
+        return -1
+    with SessionFile(folder / DATABASE) as file:
+        return max(
+            (int(rows.keys[-1]) >> SEGMENT_BITS for rows in file.rows()[0] if len(rows.keys)), default=-1
+        )
+
+
+def capture(folder: Path, from_step: int, running: threading.Thread) -> StoredProfile:
+    """Wait for a step of a session that runs, and capture what follows. Raises RuntimeError."""
+    while last_step(folder) < from_step:
+        if not running.is_alive():
+            raise RuntimeError(f"{folder}: the run has ended before step {from_step}")
+        time.sleep(0.1)
+    found = profile(folder, wire.ProfileRequest(steps=STEPS), lambda *_: None)
+    if len(found.profile.captured) < len(found.profile.ranks):
+        raise RuntimeError(f"not all ranks were captured: {found.profile.ranks}")
+    return found
+
+
+def compare(what: str, stored: StoredProfile) -> Compared:
+    """Return what both recorders say of the steps that both have whole, of all ranks."""
+    ranks = []
+    for source in of_profile(stored):
+        rows = {step.step: step.stages_ns for step in source.steps if step.stages_ns is not None}
+        traced = {row.step: row.stages_ns for row in traced_rows(read_trace(source.path), source.steps)}
+        ranks.append((rows, traced))
+    steps = sorted(set.intersection(*({*rows} & {*traced} for rows, traced in ranks)))
+    of_rows, of_traces = (
+        np.array([[each[which][step] for each in ranks] for step in steps], np.int64) for which in (0, 1)
+    )
+    step_ns = of_rows.sum(axis=2).mean()
+    apart = np.abs((of_traces - of_rows).mean(axis=0)) / step_ns
+    stage = STAGES[int(apart.max(axis=0).argmax())]
+    named = [judged(steps, each) for each in (of_rows, of_traces)]
+    return Compared(what, len(steps), step_ns / 1e6, float(apart.max()), stage, *named)
+
+
+def judged(steps: Sequence[int], d: Any) -> str:
+    """Return whom the verdict's rules name, from durations (steps, ranks, stages)."""
+    world = d.shape[1]
+    window = Window(
+        keys=np.array(steps, np.int64) << SEGMENT_BITS,
+        ranks=np.arange(world),
+        nodes=("node-0",) * world,
+        d=d,
+        flags=np.zeros(d.shape[:2], np.uint8),
+        expected=world,
+    )
+    found: str = said(msgspec.to_builtins(assess(window, LIMITS)[0]))
+    return found
+
+
+def faults(args: argparse.Namespace, root: Path) -> list[Compared]:
+    """Capture each fault of one run."""
+    plan, folder = planned(args), root / "faults"
+    running = threading.Thread(target=launch, args=(plan, folder))
+    running.start()
+    found = []
+    for segment in plan.segments:
+        say(f"{plan.world} ranks: {segment}")
+        found.append((str(segment), capture(folder / "session", segment.first + INTO, running)))
+    running.join()
+    return [compare(what, stored) for what, stored in found]
+
+
+def example(root: Path) -> Compared:
+    """Capture the example model."""
+    say("the example model")
+    command = [sys.executable, "-m", "traceml_ray.launch", "--nproc-per-node", "2", "--out", str(root)]
+    command += ["--session", "example", EXAMPLE, "--steps", "600"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def run() -> None:
+        with (root / "log").open("wb") as log:
+            subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=300, check=True)
+
+    running = threading.Thread(target=run)
+    running.start()
+    stored = capture(root / "example", 40, running)
+    running.join()
+    return compare("the example model, 2 ranks, healthy", stored)
+
+
+def main() -> None:
+    """Run, compare, print; exit code 1 where the two do not agree."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--world", type=int, default=3)
+    parser.add_argument("--severity", type=float, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="traces-") as made:
+        root = (args.keep or Path(made)).absolute()
+        root.mkdir(parents=True, exist_ok=True)
+        found = [*faults(args, root), example(root)]
+    rows = [
+        (one.what, one.steps, f"{one.step_ms:.1f} ms", f"{one.worst:.1%} ({one.stage})", one.rows, one.trace)
+        for one in found
+    ]
+    print(machine())
+    print(markdown("planted | steps | step | furthest apart, of the step | from rows | from traces", rows))
+    sys.exit(any(one.worst > MOST_APART or one.rows != one.trace for one in found))
+
+
+if __name__ == "__main__":
+    main()
