@@ -24,7 +24,10 @@ import psutil
 import pytest
 from sessions import check_ledger
 
+from traceml_ray.store.profiles import profiles_of
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.traces.merged_trace import merge
+from traceml_ray.traces.sources import of_profile
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 SMALL = ("--layers", "2", "--width", "64", "--context", "32", "--batch-size", "4")
@@ -269,6 +272,63 @@ def test_session_without_a_token_works_with_a_warning_and_one_stop_ends_both(hos
     assert len(summary["session"]["nodes"]) == 2
     check_ledger(hosts.folder / "out" / "open")
     until_gone(hosts)
+
+
+AHEAD_S = 3
+SHIFT = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/time.h>
+#include <time.h>
+
+int clock_gettime(clockid_t which, struct timespec *now) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    int failed = real(which, now);
+    if (!failed && (which == CLOCK_REALTIME || which == CLOCK_REALTIME_COARSE)) now->tv_sec += AHEAD_S;
+    return failed;
+}
+
+int gettimeofday(struct timeval *now, void *zone) {
+    struct timespec precise;
+    clock_gettime(CLOCK_REALTIME, &precise);
+    now->tv_sec = precise.tv_sec, now->tv_usec = precise.tv_nsec / 1000;
+    return 0;
+}
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(shutil.which("cc") is None, reason="another clock is made with a C compiler")
+def test_profile_over_two_hosts_whose_clocks_differ_is_on_one_clock(hosts: Hosts) -> None:
+    source, shift = hosts.folder / "shift.c", hosts.folder / "shift.so"
+    source.write_text(SHIFT)
+    built = ("cc", "-shared", "-fPIC", f"-DAHEAD_S={AHEAD_S}", "-o", shift, source, "-ldl")
+    subprocess.run(built, check=True, timeout=60)
+    out = ("--out", str(hosts.folder / "out"))
+    flags = (*out, "--session", "s", str(EXAMPLE), "--steps", "6000", *SMALL)
+    other = hosts.launch(1, *flags, RAY_AUTH_TOKEN=TOKEN, LD_PRELOAD=str(shift))
+    first = hosts.launch(0, *flags, RAY_AUTH_TOKEN=TOKEN)
+    session = hosts.folder / "out" / "s"
+    end, known = time.monotonic() + 90, 0
+    while known < 4 and time.monotonic() < end:
+        time.sleep(0.5)
+        with contextlib.suppress(Exception), SessionFile(session / "session.sqlite") as file:
+            known = len([process for process in file.processes() if process.stored > 50])
+    asked = hosts.start(0, sys.executable, "-m", "traceml_ray.cli", "profile", "s", *out)
+    said = asked.communicate(timeout=90)
+    first.send_signal(signal.SIGTERM)
+    both(first, other)
+    assert asked.returncode == 0, said
+    (stored,) = profiles_of(session)
+    clocks = {rank.hostname: (rank.clock_offset_ns, rank.clock_bound_ns) for rank in stored.profile.captured}
+    offset, bound = clocks["host-b"]
+    assert offset is not None and bound is not None
+    assert abs(offset + AHEAD_S * 1e9) <= bound < 0.1e9, clocks
+    merged = merge(of_profile(stored), hosts.folder / "merged.json.gz", stored.profile)
+    assert merged.collectives >= stored.profile.n_steps and merged.apart == 0, merged
+    assert [rank.rank for rank in merged.ranks] == [0, 1, 2, 3]
 
 
 @pytest.mark.long
