@@ -57,9 +57,14 @@ def spent(source: Source, stage: str | None = None) -> Spent:
         TraceError: the trace cannot be read.
     """
     trace = read_trace(source.path)
+    return spent_in(source, trace, nest(trace), stage)
+
+
+def spent_in(source: Source, trace: Trace, nesting: Nesting, stage: str | None = None) -> Spent:
+    """Return the same of a trace that has been read. Raises RecordingError."""
     windows, steps = _windows(source, trace, stage)
     found = Spent(steps, sets.length(windows) / max(steps, 1), device=bool(trace.on_device.any()))
-    reading = _Reading(trace, nest(trace), windows)
+    reading = _Reading(trace, nesting, windows)
     reading.fill(found)
     return found
 

@@ -1,0 +1,136 @@
+"""What pages show of profiles: made of the traces while pages are served, and kept beside these."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from traceml_ray import text
+from traceml_ray.errors import Errors, error_text
+from traceml_ray.files import read_file, write_file
+from traceml_ray.store import query
+from traceml_ray.store.profiles import MANIFEST, MAX_READ, Profile, ProfileInfo, read_profile
+from traceml_ray.store.query import QueryError
+from traceml_ray.traces.breakdown import MAX_BYTES, Breakdown, decode
+
+from . import trace_job
+from .source import Source
+from .trace_job import JobError
+
+FILE = "breakdown.msgpack"
+"""In the folder of a profile."""
+MAX_COPY = 1 << 30
+"""Of traces that are on another node."""
+_KEPT = 4
+"""Profiles whose breakdowns are held."""
+
+
+class Breakdowns:
+    """
+    One per session. Any thread may ask; none waits for a trace to be read.
+
+    Args:
+        source: the session.
+        errors: where failures are counted.
+        renew: is called when there is a new one.
+    """
+
+    def __init__(self, source: Source, errors: Errors, renew: Callable[[], None]) -> None:
+        self._source, self._errors, self._renew = source, errors, renew
+        self._lock = threading.Lock()
+        self._made: OrderedDict[str, Breakdown | str | None] = OrderedDict()
+        """By profile; None: it is being made."""
+
+    def of(self, info: ProfileInfo) -> Breakdown | str | None:
+        """Return that of a profile; None while it is being made, a sentence where it cannot be."""
+        name = info.profile.id
+        if not info.profile.captured:
+            return "no rank was captured"
+        with self._lock:
+            if name in self._made:
+                self._made.move_to_end(name)
+                return self._made[name]
+            self._made[name] = None
+        threading.Thread(target=self._make, args=(info,), name="traceml-traces", daemon=True).start()
+        return None
+
+    def _make(self, info: ProfileInfo) -> None:
+        found: Breakdown | str
+        try:
+            with traces_of(self._source, info) as folder:
+                found = _read(folder)
+        except (JobError, QueryError, OSError, ValueError) as error:
+            self._errors.note("traces", error)
+            found = str(error)
+        except Exception as error:
+            self._errors.note("traces", error)
+            found = error_text(error)
+        with self._lock:
+            self._made[info.profile.id] = found
+            done = [name for name, made in self._made.items() if made is not None]
+            for name in done[:-_KEPT]:
+                del self._made[name]
+        self._renew()
+
+
+def _read(folder: Path) -> Breakdown:
+    """Return what was made of a profile before, or make it. Raises JobError, OSError, ValueError."""
+    with contextlib.suppress(OSError, ValueError):
+        return decode(read_file(folder / FILE, MAX_BYTES))
+    with tempfile.TemporaryDirectory(prefix="traceml-") as there:
+        out = Path(there) / FILE
+        trace_job.run("breakdown", folder, out, wait_s=trace_job.MOST_S)
+        data = read_file(out, MAX_BYTES)
+    found = decode(data)
+    with contextlib.suppress(OSError):  # of a folder that is another user's
+        write_file(folder / FILE, data)
+    return found
+
+
+@contextlib.contextmanager
+def traces_of(source: Source, info: ProfileInfo) -> Iterator[Path]:
+    """
+    Give a folder with the traces of a profile: its own, or a copy where that is on another node. Raises
+    QueryError where they cannot be had, OSError where there is no room for a copy.
+    """
+    if is_here(info):
+        yield Path(info.path)
+        return
+    if info.bytes > MAX_COPY:
+        size = f"{text.size(info.bytes)}, of which {text.size(MAX_COPY)} at most are copied"
+        raise QueryError(f"its traces are on another node and have {size}")
+    with tempfile.TemporaryDirectory(prefix="traceml-") as there:
+        folder = Path(there)
+        (folder / MANIFEST).write_bytes(msgspec.json.encode(info.profile))
+        for rank in info.profile.captured:
+            with (folder / str(rank.file)).open("wb") as file:
+                for piece in pieces(source, info.profile, str(rank.file), rank.total_bytes):
+                    file.write(piece)
+        yield folder
+
+
+def is_here(info: ProfileInfo) -> bool:
+    """Return whether the folder of a profile is on this machine, or on a disk that both have."""
+    with contextlib.suppress(OSError, ValueError):
+        return read_profile(Path(info.path)) == info.profile
+    return False
+
+
+def pieces(source: Source, profile: Profile, name: str, size: int | None) -> Iterator[bytes]:
+    """Yield a file of a profile in pieces, `size` bytes (None: all of it). Raises QueryError: it is gone."""
+    offset = 0
+    while size is None or offset < size:
+        most = MAX_READ if size is None else min(MAX_READ, size - offset)
+        piece = query.ask_one(source.reply, query.ReadProfile(profile.id, name, offset, most))
+        if not piece and size is None:
+            return
+        if not piece:
+            raise QueryError(f"profile {profile.id} has been removed")
+        offset += len(piece)
+        yield piece

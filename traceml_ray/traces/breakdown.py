@@ -1,0 +1,111 @@
+"""What pages show of a profile, from one reading of its traces: the table, and what each rank spends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from traceml_ray import __version__
+from traceml_ray.stages import STAGES
+from traceml_ray.traces.chrome import TraceError
+from traceml_ray.traces.difference import MEDIAN, Difference, compare
+from traceml_ray.traces.key_averages import Operation, of_trace, sort
+from traceml_ray.traces.nesting import nest
+from traceml_ray.traces.sources import Source
+from traceml_ray.traces.spent import RecordingError, Spent, spent_in
+from traceml_ray.traces.trace import read_trace
+
+MAX_BYTES = 64 << 20
+"""Of an encoded one."""
+MOST = 3000
+"""Operations in the table."""
+
+
+class RankSpent(msgspec.Struct, frozen=True):
+    """What one rank spends."""
+
+    rank: int
+    all: Spent
+    """Of a step,"""
+    stages: dict[str, Spent]
+    """and of each stage that was recorded whole."""
+
+
+class Breakdown(msgspec.Struct, frozen=True):
+    """What the traces of a profile have."""
+
+    operations: list[Operation]
+    """Those with most time of their own first; of many, `MOST`"""
+    found: int
+    """of so many."""
+    ranks: list[RankSpent]
+    problems: list[str]
+    """Why there is nothing of some ranks, a sentence each."""
+    version: str = __version__
+    """That made this: another one reads the traces again."""
+
+    def stages(self) -> list[str]:
+        """Return the stages that can be compared."""
+        return [stage for stage in STAGES if sum(stage in rank.stages for rank in self.ranks) > 1]
+
+    def slowest(self) -> int | None:
+        """Return the rank with most time of a step that is no waiting; None: there is nothing to compare."""
+        if len(self.ranks) < 2:
+            return None
+        return max(self.ranks, key=lambda rank: rank.all.step_ns - rank.all.waiting_ns).rank
+
+    def difference(
+        self, rank: int, beside: int | Literal["median"] = MEDIAN, stage: str | None = None
+    ) -> Difference | None:
+        """Return what one rank does more of than others; None where one of them, or the stage, is not there."""
+        known = {each.rank: each.all if stage is None else each.stages.get(stage) for each in self.ranks}
+        own = known.pop(rank, None)
+        if beside != MEDIAN:
+            known = {beside: known.get(beside)}
+        others = {other: spent for other, spent in known.items() if spent is not None}
+        return compare(rank, own, others, stage) if own is not None and others else None
+
+
+_DECODER = msgspec.msgpack.Decoder(Breakdown)
+
+
+def encode(found: Breakdown) -> bytes:
+    """Return it as `decode` reads it."""
+    return msgspec.msgpack.encode(found)
+
+
+def decode(data: bytes) -> Breakdown:
+    """Return what was encoded. Raises ValueError, also for what another version has made."""
+    try:
+        found = _DECODER.decode(data)
+    except (msgspec.DecodeError, RecursionError, TypeError) as error:
+        raise ValueError(f"this is no breakdown: {error}") from None
+    if found.version != __version__:
+        raise ValueError(f"it was made by version {found.version[:20]}")
+    return found
+
+
+def breakdown(sources: Sequence[Source], by_shape: bool = False) -> Breakdown:
+    """Return what the traces of a profile have; one that cannot be read is a problem."""
+    operations, ranks, problems = list[Operation](), list[RankSpent](), list[str]()
+    for source in sources:
+        try:
+            trace = read_trace(source.path)
+            nesting = nest(trace)
+            operations += of_trace(source, trace, nesting, by_shape)
+            if source.rank is None:
+                continue
+            stages = {}
+            for stage in STAGES:
+                try:
+                    stages[stage] = spent_in(source, trace, nesting, stage)
+                except RecordingError:
+                    continue  # there is no such stage in these steps
+            ranks.append(RankSpent(source.rank, spent_in(source, trace, nesting), stages))
+        except (TraceError, RecordingError) as error:
+            problems.append(f"{source.label}: {error}")
+    operations = sort(operations, "self_cpu_ms")
+    longest = sorted(operations, key=lambda each: -max(each.self_cpu_ms, each.self_device_ms or 0.0))[:MOST]
+    return Breakdown(longest, len(operations), ranks, problems)
