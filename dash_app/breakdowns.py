@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from traceml_ray import text
 from traceml_ray.errors import Errors, error_text
 from traceml_ray.files import read_file, write_file
 from traceml_ray.store import query
-from traceml_ray.store.profiles import MANIFEST, MAX_READ, Profile, ProfileInfo, read_profile
+from traceml_ray.store.profiles import MANIFEST, Profile, ProfileInfo, read_profile
 from traceml_ray.store.query import QueryError
 from traceml_ray.traces.breakdown import MAX_BYTES, Breakdown, decode
 
@@ -29,6 +30,9 @@ MAX_COPY = 1 << 30
 """Of traces that are on another node."""
 _KEPT = 4
 """Profiles whose breakdowns are held."""
+_AGAIN_S = 60.0
+"""One that failed is tried again after that time, where it is still looked at."""
+_PIECE = 1 << 20
 
 
 class Breakdowns:
@@ -46,6 +50,8 @@ class Breakdowns:
         self._lock = threading.Lock()
         self._made: OrderedDict[str, Breakdown | str | None] = OrderedDict()
         """By profile; None: it is being made."""
+        self._failed: dict[str, float] = {}
+        """When, monotonic seconds."""
 
     def of(self, info: ProfileInfo) -> Breakdown | str | None:
         """Return that of a profile; None while it is being made, a sentence where it cannot be."""
@@ -53,9 +59,11 @@ class Breakdowns:
         if not info.profile.captured:
             return "no rank was captured"
         with self._lock:
-            if name in self._made:
+            known = self._made.get(name)
+            tired = isinstance(known, str) and time.monotonic() > self._failed[name] + _AGAIN_S
+            if name in self._made and not tired:
                 self._made.move_to_end(name)
-                return self._made[name]
+                return known
             self._made[name] = None
         threading.Thread(target=self._make, args=(info,), name="traceml-traces", daemon=True).start()
         return None
@@ -73,6 +81,8 @@ class Breakdowns:
             found = error_text(error)
         with self._lock:
             self._made[info.profile.id] = found
+            if isinstance(found, str):
+                self._failed[info.profile.id] = time.monotonic()
             done = [name for name, made in self._made.items() if made is not None]
             for name in done[:-_KEPT]:
                 del self._made[name]
@@ -118,7 +128,8 @@ def traces_of(source: Source, info: ProfileInfo) -> Iterator[Path]:
 def is_here(info: ProfileInfo) -> bool:
     """Return whether the folder of a profile is on this machine, or on a disk that both have."""
     with contextlib.suppress(OSError, ValueError):
-        return read_profile(Path(info.path)) == info.profile
+        found = read_profile(Path(info.path))
+        return (found.session, found.t_ns) == (info.profile.session, info.profile.t_ns)
     return False
 
 
@@ -126,7 +137,7 @@ def pieces(source: Source, profile: Profile, name: str, size: int | None) -> Ite
     """Yield a file of a profile in pieces, `size` bytes (None: all of it). Raises QueryError: it is gone."""
     offset = 0
     while size is None or offset < size:
-        most = MAX_READ if size is None else min(MAX_READ, size - offset)
+        most = _PIECE if size is None else min(_PIECE, size - offset)
         piece = query.ask_one(source.reply, query.ReadProfile(profile.id, name, offset, most))
         if not piece and size is None:
             return

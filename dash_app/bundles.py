@@ -34,7 +34,9 @@ def rows(bundles: Sequence[Mapping[str, Any]], route: Route, live: bool) -> Any:
         ">step": lambda one: step_link(one["step"], route),
         "why": lambda one: one["why"],
         ">size": lambda one: text.size(one["bytes"]),
-        "download": lambda one: html.A(one["name"], href=f"{PATH}{quote(one['name'])}.tar{session}"),
+        "download": lambda one: html.A(
+            one["name"], href=f"{PATH}{quote(one['name'])}.tar{session}", download=f"{one['name']}.tar"
+        ),
     }
     none = "None: no rank has died, hung or run out of memory."
     shown = [table(columns, bundles, empty=none, label="Bundles")]

@@ -17,6 +17,8 @@ _PATHS = {
     "ranks": "ranks",
     "step": "step",
     "memory": "memory",
+    "profiles": "profiles",
+    "profile": "profile",
     "events": "events",
     "sessions": "sessions",
     "ledger": "health",
@@ -39,7 +41,7 @@ class Route(msgspec.Struct, frozen=True):
         """Read a URL; None if no page has it."""
         first, _, key = (pathname or "/").strip("/").partition("/")
         page = _PATHS.get(first)
-        if page is None or bool(key) != (page in ("node", "rank", "step")):
+        if page is None or bool(key) != (page in ("node", "rank", "step", "profile")):
             return None
         if page in ("rank", "step") and whole(key) is None:
             return None

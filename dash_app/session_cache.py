@@ -8,6 +8,7 @@ what is not known is None (NaN in arrays).
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from traceml_ray.step_shapes import DeathInfo
 from traceml_ray.store import query
 from traceml_ray.store.query import A, Request
 
+from .breakdowns import Breakdowns
 from .run_state import RunState
 from .source import Source
 
@@ -75,6 +77,13 @@ class SessionCache:
         """What the pages that were just made would like to have asked."""
         self._used: _Wanted = {}
         """What the pages that are looked at have asked."""
+        renew = weakref.WeakMethod(self.renew)  # a session that is no longer shown goes at once
+        self.breakdowns = Breakdowns(source, self.errors, lambda: (of_this := renew()) and of_this())
+
+    def renew(self) -> None:
+        """Have all pages made anew: something that the source has not said is new."""
+        with self.lock:
+            self.version += 1
 
     def ask(self, request: Request[A], settled: Callable[[A], bool] | None = None) -> A | None:
         """

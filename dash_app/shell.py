@@ -12,8 +12,9 @@ from traceml_ray import text
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports.headlines import cost, lost, named, since
 from traceml_ray.reports.summary import moment
+from traceml_ray.store.profiles import Profile
 
-from . import zone
+from . import profiles, zone
 from .components import SIGNS, Content, aria, copying, dated, link, marked, part, severity
 from .incident import incident
 from .pages.node import evidence_link
@@ -27,10 +28,13 @@ _TABS = {
     "overview": "Overview",
     "ranks": "Ranks",
     "memory": "Memory",
+    "profiles": "Profiles",
     "events": "Events",
     "sessions": "Sessions",
     "health": "Health",
 }
+_SOMETIMES = ("memory", "profiles")
+"""Tabs that are there where the session has something of it."""
 _BADGES = {"empty": "no session", "stored": "stored file", "missing": "not found", "waiting": "starting"}
 _ICONS = {
     "good": ("#2f9e5b", "M8 1a7 7 0 1 0 .01 0zM7 11.5 3.8 8.3l1.3-1.3L7 8.9l4-4 1.3 1.3z"),
@@ -47,13 +51,15 @@ def data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
     """Return the header that all pages have."""
     state = state_of(cache, run)
     verdict = run.verdict if run else None
+    began = None if run is None or verdict is None else incident(cache, run, verdict)
     return {
         "version": cache.version,
         "state": state,
         "state_text": _state_text(cache, run, state),
-        "session": _session_data(cache, run),
+        "session": _session_data(cache, run, state),
         "verdict": None if verdict is None else _verdict_data(verdict, state),
-        "incident": None if run is None or verdict is None else incident(cache, run, verdict),
+        "incident": began,
+        "by_operation": _by_operation(cache, run, verdict, began),
         "coverage_text": _coverage_text(cache, run, state),
         "step": run.last_step if run else None,
     }
@@ -66,17 +72,18 @@ def missing(cache: SessionCache, what: str, name: str, why: str, others: Iterabl
         "version": cache.version,
         "state": "missing",
         "state_text": f"{what.capitalize()} {name!r} cannot be read: {why}.",
-        "session": {**dict.fromkeys(unknown), "id": name, "memory": False, "runs": []},
+        "session": {**dict.fromkeys(unknown), "id": name, "runs": [], **dict.fromkeys(_SOMETIMES, False)},
         "missing": what,
         "verdict": None,
         "incident": None,
+        "by_operation": None,
         "coverage_text": "",
         "step": None,
         "others": sorted(others, key=natural),
     }
 
 
-def _session_data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
+def _session_data(cache: SessionCache, run: RunState | None, state: str) -> dict[str, Any]:
     meta = cache.status
     entry: Mapping[str, Any] = next(
         (each for each in cache.runs if run is not None and each["id"] == run.id), {}
@@ -91,9 +98,19 @@ def _session_data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
         "nnodes": entry.get("nnodes") or nodes,
         "gpus": any(sample["gpus"] for sample in (run.samples if run else {}).values()),
         "memory": any(process.memory_from for process in run.ranks.values()) if run else False,
+        "profiles": state in _RUNNING or bool(run and profiles.found(cache, run)),
         "run": run.id if run else None,
         "runs": [{name: each[name] for name in ("id", "name", "status")} for each in cache.runs],
     }
+
+
+def _by_operation(
+    cache: SessionCache, run: RunState | None, verdict: Mapping[str, Any] | None, began: Mapping[str, Any] | None
+) -> Profile | None:
+    """Return the profile that says by operation why a rank is late."""
+    if run is None or verdict is None or began is None:
+        return None
+    return profiles.explains(cache, run, verdict, began["from_step"])
 
 
 def _verdict_data(verdict: Mapping[str, Any], state: str) -> dict[str, Any]:
@@ -206,7 +223,8 @@ def layout(poll_s: float) -> html.Div:
 
 def parts(header: Mapping[str, Any], route: Route) -> list[Content]:
     """Return the parts of the shell."""
-    shown = {page: label for page, label in _TABS.items() if page != "memory" or header["session"]["memory"]}
+    absent = {page for page in _SOMETIMES if not header["session"][page]}
+    shown = {page: label for page, label in _TABS.items() if page not in absent}
     tabs = [link(label, route.to(page), "tab", on=_is_on(page, route)) for page, label in shown.items()]
     stale = header["state_text"] if header["state"] == "stale" else None
     return [
@@ -248,7 +266,8 @@ def icon(tone: str) -> str:
 
 
 def _is_on(page: str, route: Route) -> bool:
-    return page == {"node": "overview", "step": "overview", "rank": "ranks"}.get(route.page, route.page)
+    above = {"node": "overview", "step": "overview", "rank": "ranks", "profile": "profiles"}
+    return page == above.get(route.page, route.page)
 
 
 def _session(session: Mapping[str, Any], route: Route) -> list[Any]:
@@ -286,7 +305,7 @@ def _verdict(header: Mapping[str, Any], route: Route) -> html.Section:
     return html.Section(
         [
             html.Div(sign, className="sign", **aria(hidden="true")),
-            html.Div(_sentences(header, began), className="sentences"),
+            html.Div(_sentences(header, began, route), className="sentences"),
             html.Div(_cost(header) if verdict else None, id="verdict-cost", className="cost"),
             html.Div(fresh, className="fresh"),
             html.Div(_about(header, route, began), id="verdict-about", className="chips"),
@@ -297,7 +316,7 @@ def _verdict(header: Mapping[str, Any], route: Route) -> html.Section:
     )
 
 
-def _sentences(header: Mapping[str, Any], began: str) -> list[Any]:
+def _sentences(header: Mapping[str, Any], began: str, route: Route) -> list[Any]:
     """Return headline, why, next and since when; before any verdict, the state."""
     verdict = header["verdict"]
     headline, _, why = header["state_text"].partition(". ")
@@ -310,9 +329,17 @@ def _sentences(header: Mapping[str, Any], began: str) -> list[Any]:
             **aria(live="polite", atomic="true"),
         ),
         html.P(marked(why), id="verdict-why"),
+        html.P(_operation(header["by_operation"], route), id="verdict-operation"),
         html.P(following, id="verdict-next"),
         html.P(marked(began), id="verdict-since"),
     ]
+
+
+def _operation(profile: Profile | None, route: Route) -> list[Any] | None:
+    """Return which operation makes a rank late, and a link to the profile that says so."""
+    if profile is None:
+        return None
+    return [html.B("By operation "), *marked(profile.found[0]), " ", profiles.link(profile, route, "Profile")]
 
 
 def _why(verdict: Mapping[str, Any], incident: Mapping[str, Any] | None) -> str:

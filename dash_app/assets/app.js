@@ -88,9 +88,9 @@
 
   /* Lead to another page without a reload, as dcc.Link does, which takes no ARIA properties. */
   const follow = (event) => {
-    if (event.metaKey || event.ctrlKey || event.shiftKey || event.altKey) return;
+    const { pathname, search, hash, download } = event.currentTarget;
+    if (event.metaKey || event.ctrlKey || event.shiftKey || event.altKey || download) return;
     event.preventDefault();
-    const { pathname, search, hash } = event.currentTarget;
     if (pathname !== location.pathname) window.scrollTo(0, 0);
     set("url", { pathname, search, hash });
   };

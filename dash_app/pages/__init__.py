@@ -12,7 +12,20 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from . import events, health, memory, node, overview, rank, ranks, sessions, start, step
+from . import (
+    events,
+    health,
+    memory,
+    node,
+    overview,
+    profile,
+    profiles,
+    rank,
+    ranks,
+    sessions,
+    start,
+    step,
+)
 
 PAGES: dict[str, ModuleType] = {
     "overview": overview,
@@ -21,6 +34,8 @@ PAGES: dict[str, ModuleType] = {
     "ranks": ranks,
     "step": step,
     "memory": memory,
+    "profiles": profiles,
+    "profile": profile,
     "events": events,
     "sessions": sessions,
     "health": health,

@@ -13,8 +13,9 @@ from traceml_ray.analysis.quantities import DEVICE_MEMORY, HOST_MEMORY, PROCESS
 from traceml_ray.analysis.step_sums import MAX_BINS
 from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
+from traceml_ray.store.profiles import Profile
 
-from .. import axis, figures
+from .. import axis, figures, profiles
 from ..components import (
     Chart,
     Columns,
@@ -37,6 +38,7 @@ from .node import HELD, SAMPLES, gpu_of, position, quantity_charts, samples_of, 
 
 _WITH_PROCESSES = 6
 _NEWEST = "allocated_bytes", "reserved_bytes", "rss_bytes", "limit_used_bytes", "limit_bytes"
+_PROFILES = 3
 _OFFERED = 24
 """In place of a rank that is not there."""
 
@@ -70,11 +72,18 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
         "suspect": next((suspect for suspect in suspects if suspect["rank"] == rank), None),
         "deaths": [*cache.deaths(run)],
         "stacks": hung[-1].stacks if hung else [],
+        "profiles": _profiles(cache, run, rank),
         "process": timed(sampled, PROCESS),
         "memory": _memory(samples_of(cache, query.MemorySamples((process.id,), SAMPLES, *between))),
         "axis": spine,
         **_steps(cache, run, rank, spine["range"]),
     }
+
+
+def _profiles(cache: SessionCache, run: RunState, rank: int) -> list[Profile]:
+    """Return the newest profiles that have the rank."""
+    of_run = (info.profile for info in profiles.found(cache, run) if info.profile.run == run.id)
+    return [one for one in of_run if any(each.rank == rank for each in one.captured)][:_PROFILES]
 
 
 def _memory(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -122,6 +131,12 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     step = view["step"] if asked is None else asked
     if step is not None:
         around.append(link(f"step {step:,} of all ranks", route.to("step", step, rank=number), "chip"))
+    around += [
+        link(f"profile, {profiles.steps_of(one)}", route.to("profile", one.id, of=number), "chip")
+        for one in view["profiles"]
+    ]
+    if view["state"] == "live" and not route.get("session"):
+        around.append(link("Profile this rank …", route.to("profiles", ranks=number), "chip"))
     node = (rank["node"] or text.NA, route.to("node", rank["node_key"]) if rank["node_key"] else None)
     way = trail(route, node, (f"rank {number}", None))
     chips = part(html.Div(around, id="rank-around", className="chips"))

@@ -1,0 +1,277 @@
+"""One profile: what a rank does more of than others, every operation of every rank, and the traces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from dash import html
+
+from traceml_ray import text
+from traceml_ray.store import query
+from traceml_ray.store.profiles import Profile, ProfileInfo
+from traceml_ray.traces.breakdown import MOST, Breakdown
+from traceml_ray.traces.difference import MEDIAN, Compared, Difference
+from traceml_ray.traces.key_averages import Operation
+
+from .. import listing, profiles
+from ..components import Columns, aria, facts, link, marked, panel, part, rank_link, step_link, table, trail, when
+from ..route import Route
+from ..run_state import RunState
+from ..session_cache import SessionCache
+from ..values import whole
+
+_TOP = 15
+"""Operations of a difference that are shown."""
+_MOST_CHIPS = 16
+_MORE = "What one rank does more of than others"
+_KEYS: listing.Keys = {
+    "node": lambda each: each.node or each.node_id,
+    "rank": lambda each: each.rank,
+    "operation": lambda each: each.name,
+    "self CPU": lambda each: each.self_cpu_ms,
+    "CPU": lambda each: each.cpu_ms,
+    "self device": lambda each: each.self_device_ms,
+    "device": lambda each: each.device_ms,
+    "self CPU memory": lambda each: each.self_cpu_bytes,
+    "self device memory": lambda each: each.self_device_bytes,
+    "calls": lambda each: each.calls,
+}
+_OPTIONAL = {
+    "inputs": "input_shapes",
+    ">self device": "self_device_ms",
+    ">device": "device_ms",
+    ">self CPU memory": "self_cpu_bytes",
+    ">self device memory": "self_device_bytes",
+}
+"""Columns that are shown where anything of that was recorded."""
+_PERFETTO = (
+    "Open it at ui.perfetto.dev (Open trace file): it is read in your browser and sent nowhere. All ranks are on "
+    "one clock; arrows lead from the rank that came last to a collective to those that waited."
+)
+
+
+def data(cache: SessionCache, _run: RunState, route: Route) -> dict[str, Any]:
+    """
+    Return one profile. In the URL `of`, `beside` and `stage` choose what is compared, `kind` and the names of
+    `listing` which operations are listed.
+    """
+    found = cache.ask(query.Profiles())
+    info = next((each for each in found.done if each.profile.id == route.key), None) if found else None
+    made = cache.breakdowns.of(info) if info else None
+    shown: dict[str, Any] = {"info": info, "known": found is not None, "made": made}
+    if info is None or not isinstance(made, Breakdown):
+        return shown
+    kind = route.get("kind")
+    rows = [each for each in made.operations if kind in (None, each.kind)]
+    return {
+        **shown,
+        "difference": _difference(info.profile, made, route),
+        "kinds": {name: sum(each.kind == name for each in made.operations) for name in _kinds(made)},
+        "chosen": listing.choose(rows, route, _words, _KEYS),
+    }
+
+
+def _kinds(made: Breakdown) -> list[str]:
+    return list(dict.fromkeys(each.kind for each in made.operations))
+
+
+def _words(each: Operation) -> str:
+    rank = "" if each.rank is None else f"rank {each.rank}"
+    return " ".join(filter(None, (each.name, each.kind, rank, each.node, each.input_shapes)))
+
+
+def _difference(profile: Profile, made: Breakdown, route: Route) -> Difference | None:
+    """Return what is compared: what the URL says, else the suspect or the slowest rank with the median."""
+    rank, beside = _sides(profile, made, route)
+    stage = route.get("stage")
+    return None if rank is None else made.difference(rank, beside, None if stage == "all" else stage)
+
+
+def _sides(
+    profile: Profile, made: Breakdown, route: Route
+) -> tuple[int | None, int | Literal["median"]]:
+    ranks = {each.rank for each in made.ranks}
+    rank, beside = whole(route.get("of")), whole(route.get("beside"))
+    if rank not in ranks:
+        rank = profile.suspect if profile.suspect in ranks else made.slowest()
+    return rank, beside if beside in ranks and beside != rank and beside is not None else MEDIAN
+
+
+def layout(view: Mapping[str, Any], route: Route) -> Any:
+    """Return the elements of the page."""
+    info: ProfileInfo | None = view["info"]
+    way = trail(route, ("profiles", route.to("profiles")), (route.key, None))
+    if info is None:
+        why = "There is no such profile: it has been removed." if view["known"] else "Not known yet."
+        return html.Div([way, part(html.Div([html.H1("Profile"), html.P(why)], id="profile-missing"))])
+    profile, made = info.profile, view["made"]
+    title = f"Profile of {profiles.ranks_of(profile)}, {profiles.steps_of(profile)}"
+    body: list[Any] = [
+        way,
+        html.H1(title),
+        facts("profile-facts", _facts(info)),
+        *([part(html.P(_found(profile), id="profile-found", className="callout"))] if profile.found else []),
+    ]
+    if not isinstance(made, Breakdown):
+        state = f"▲ Its traces cannot be read: {made}." if made else "Its traces are being read …"
+        body.append(part(html.P(state, id="profile-state", role="status", className="panel")))
+    else:
+        body += [_compared(view, route), _operations(view, route)]
+    return html.Div([*body, _traces(info, route)])
+
+
+def _found(profile: Profile) -> list[Any]:
+    sentences = (sentence[:1].upper() + sentence[1:] for sentence in profile.found)
+    return [html.B("Why, by operation: "), *marked(" ".join(sentences))]
+
+
+def _facts(info: ProfileInfo) -> dict[str, Any]:
+    profile = info.profile
+    more = [name for name in profiles.FIELDS[2:] if getattr(profile, name)]
+    bounds = [rank.clock_bound_ns for rank in profile.captured if rank.clock_bound_ns is not None]
+    return {
+        "asked for": when(profile.time),
+        "why": profile.why,
+        "recorded also": ", ".join(more) or "nothing",
+        **({"clocks agree within": text.ns(max(bounds))} if bounds else {}),
+        "size": text.size(info.bytes),
+    }
+
+
+def _compared(view: Mapping[str, Any], route: Route) -> Any:
+    """Return what one rank does more of than others, and the choice of both."""
+    made, found = view["made"], view["difference"]
+    profile: Profile = view["info"].profile
+    rank, beside = _sides(profile, made, route)
+    if rank is None:
+        alone = "Only one rank was captured: there is nothing to compare it with."
+        return panel(_MORE, part(html.P(alone, id="profile-compared", className="empty")))
+    ranks = [each.rank for each in made.ranks]
+    others = {"the median of the others": None} | {f"rank {other}": str(other) for other in ranks if other != rank}
+    chips = [
+        _chips(route, "of", {f"rank {each}": str(each) for each in ranks}, "Rank", str(rank)),
+        _chips(route, "beside", others, "Beside", None if beside == MEDIAN else str(beside)),
+        _chips(
+            route,
+            "stage",
+            {"all of the step": None} | {text.words(stage): stage for stage in made.stages()},
+            "Stage",
+            route.get("stage"),
+        ),
+    ]
+    return panel(_MORE, part(html.Div([*chips, *_differing(found)], id="profile-compared")))
+
+
+def _chips(route: Route, name: str, values: Mapping[str, str | None], label: str, chosen: str | None) -> Any:
+    """Return links to choices, `chosen` among them; of very many the first ones."""
+    shown = dict([*values.items()][:_MOST_CHIPS])
+    shown |= {each: value for each, value in values.items() if value == chosen}
+    links = [
+        link(each, route.here(**{name: value}), "chip", on=value == chosen) for each, value in shown.items()
+    ]
+    nav = html.Nav(links, className="chips", **aria(label=label))
+    return html.Div([html.Span(label, **aria(hidden="true")), nav], className="choice")
+
+
+def _differing(found: Difference | None) -> list[Any]:
+    if found is None:
+        return [html.P("That was not recorded of both.", className="empty")]
+    said = [html.P(marked(sentence[:1].upper() + sentence[1:])) for sentence in found.sentences]
+    per = f"ms a step, of {text.count(found.steps, 'step')}" if found.steps else "ms in the whole trace"
+    more = [row for row in found.operations if row.more_ms][:_TOP]
+    rows = table(_sided(found, more), more, empty="Nothing.", label="Operations that it does more of")
+    shown = [html.Div(said, className="said"), html.P(f"By operation, without those inside it; {per}.", className="hint"), rows]
+    if found.waits:
+        waits = found.waits[:_TOP]
+        shown += [
+            html.H3("Waiting for other ranks, or for a device"),
+            table(_sided(found, waits), waits, label="Waiting, by operation"),
+        ]
+    return shown
+
+
+def _sided(found: Difference, rows: Sequence[Compared]) -> Columns:
+    """Return the columns of a difference; those of a device only where there was one."""
+    own = f"rank {found.rank}"
+    than = f"rank {found.others[0]}" if len(found.others) == 1 else "median"
+    columns: Columns = {
+        "operation": lambda row: html.Code(row.name),
+        ">more": lambda row: text.number(row.more_ms, sign=True),
+        "on": lambda row: "device" if row.on_device else "CPU",
+        f">self CPU, {own}": lambda row: text.number(row.self_cpu_ms),
+        f">{than}": lambda row: text.number(row.other_self_cpu_ms),
+        f">self device, {own}": lambda row: text.number(row.self_device_ms),
+        f"> {than}": lambda row: text.number(row.other_self_device_ms),
+        f">calls, {own}": lambda row: text.number(row.calls),
+        f">  {than}": lambda row: text.number(row.other_calls),
+    }
+    device = any(row.self_device_ms is not None for row in rows)
+    return {name: cell for name, cell in columns.items() if device or not (name == "on" or "device" in name or name == f"> {than}")}
+
+
+def _operations(view: Mapping[str, Any], route: Route) -> Any:
+    """Return the table of all operations of all ranks."""
+    made, chosen = view["made"], view["chosen"]
+    every: Columns = {
+        "node": lambda each: html.Span(text.plain(each.node), title=each.node_id),
+        ">rank": lambda each: rank_link(each.rank, route),
+        "operation": lambda each: html.Code(each.name),
+        "kind": lambda each: each.kind,
+        "inputs": lambda each: each.input_shapes or "",
+        ">self CPU": lambda each: text.number(each.self_cpu_ms),
+        ">CPU": lambda each: text.number(each.cpu_ms),
+        ">self device": lambda each: text.number(each.self_device_ms),
+        ">device": lambda each: text.number(each.device_ms),
+        ">self CPU memory": lambda each: text.size(each.self_cpu_bytes),
+        ">self device memory": lambda each: text.size(each.self_device_bytes),
+        ">calls": lambda each: f"{each.calls:,}",
+    }
+    absent = {
+        name for name, of in _OPTIONAL.items() if all(getattr(each, of) is None for each in made.operations)
+    }
+    columns = {name: cell for name, cell in every.items() if name not in absent}
+    heads = listing.heads(columns, _KEYS, route)
+    rows = table(columns, chosen.items, heads=heads, empty="No operation is like that.", label="Operations")
+    kinds = {f"all kinds {len(made.operations):,}": None} | {
+        f"{kind} {n:,}": kind for kind, n in view["kinds"].items()
+    }
+    what = "Times in ms, of all calls of the recorded steps together; self: without the operations inside it."
+    if made.found > len(made.operations):
+        what += f" The {MOST:,} longest of {made.found:,}; the CSV file has all."
+    body = [listing.chips(route, "kind", kinds, "Kind"), rows, listing.pages(chosen, route, "operation")]
+    head = html.Div([html.H2("Operations of all ranks"), listing.field(route, "operations")], className="title-row")
+    hint = part(html.P([what, *_problems(made)], id="profile-hint", className="hint"))
+    return html.Section([head, hint, part(html.Div(body, id="profile-operations"))], className="panel")
+
+
+def _problems(made: Breakdown) -> list[Any]:
+    return [html.Span(f" ▲ {problem}.", className="sev warning") for problem in made.problems]
+
+
+def _traces(info: ProfileInfo, route: Route) -> Any:
+    """Return the ranks with their traces, the downloads, and the button that removes the profile."""
+    profile = info.profile
+    columns: Columns = {
+        ">rank": lambda rank: rank_link(rank.rank, route),
+        "node": lambda rank: text.plain(rank.node or rank.hostname),
+        "state": lambda rank: rank.state,
+        ">steps": lambda rank: f"{len(rank.steps):,}",
+        ">from": lambda rank: step_link(rank.steps[0].step, route) if rank.steps else "",
+        ">start": lambda rank: text.ms(rank.start_ms),
+        ">stop": lambda rank: text.ms(rank.stop_ms),
+        ">export": lambda rank: text.ms(rank.export_ms),
+        "trace": lambda rank: profiles.file_link(profile, rank.file, route, text.size(rank.total_bytes))
+        if rank.file
+        else "",
+        "why not": lambda rank: rank.reason or "",
+    }
+    shown: list[Any] = [table(columns, profile.ranks, empty=profile.error or "None.", label="Ranks")]
+    if profile.captured:
+        links = [
+            profiles.file_link(profile, profiles.TRACE, route, "One trace of all ranks"),
+            profiles.file_link(profile, profiles.TABLE, route, "All operations as CSV"),
+        ]
+        shown += [html.Div(links, className="links"), html.P(_PERFETTO, className="hint")]
+    shown.append(profiles.removal(profile, route))
+    return panel("Ranks and traces", part(html.Div(shown, id="profile-ranks")))

@@ -1,0 +1,202 @@
+"""What torch's profiler recorded of the run: the profiles there are, the one being made, and how to ask for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dash import html
+
+from traceml_ray import text
+from traceml_ray.launchers.profile_request import so_far
+from traceml_ray.store import query
+from traceml_ray.store.profiles import Profile, ProfileInfo, RankProfile
+from traceml_ray.wire import MAX_PROFILE_STEPS
+
+from .. import profiles, zone
+from ..components import Columns, aria, marked, panel, part, rank_link, step_link, table, when
+from ..route import Route
+from ..run_state import RunState
+from ..session_cache import SessionCache
+
+_MORE = {
+    "memory": "what each operation allocates",
+    "stacks": "where in the code it is called (slow)",
+    "shapes": "the shapes of its inputs",
+}
+_RANKS = r"\s*(all|[0-9]+(\s*-\s*[0-9]+)?(\s*,\s*[0-9]+(\s*-\s*[0-9]+)?)*)\s*"
+"""What a browser lets through; the server reads it again."""
+_MOST = 100
+
+
+def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
+    """
+    Return the profiles of the session. In the URL `ranks`, `steps`, … fill the form, `asked` is the request
+    that this browser has made.
+    """
+    found = cache.ask(query.Profiles())
+    wrong = ""
+    try:
+        profiles.request_of(dict(route.query))
+    except ValueError as error:
+        wrong = str(error)
+    return {
+        "done": [*reversed(found.done)][:_MOST] if found else None,
+        "now": found.now if found else None,
+        "ranks": route.get("ranks") or profiles.offered(run),
+        "wrong": wrong,
+        "names": {each["id"]: each["name"] for each in cache.runs},
+        "of_run": run.id,
+    }
+
+
+def layout(view: Mapping[str, Any], route: Route) -> Any:
+    """Return the elements of the page."""
+    asks = view["state"] == "live" and not route.get("session")
+    body: list[Any] = [html.H1("Profiles")]
+    if asks:
+        now = html.Div(_now(view, route), id="profile-now", **aria(live="polite"))
+        body += [panel("Profile the steps to come", part(_form(view, route)), part(now))]
+    rows = part(html.Div(_rows(view, route, asks), id="profile-list"))
+    return html.Div([*body, panel("Profiles of this session, the newest first", rows)])
+
+
+def _form(view: Mapping[str, Any], route: Route) -> html.Form:
+    """Return the form that asks for one."""
+    wrong = html.P(["▲ ", view["wrong"]], className="sev critical", role="alert") if view["wrong"] else None
+    hint = "all, or ranks and ranges of them: 0,4-7"
+    fields = [
+        _labelled(
+            "Ranks",
+            {"name": "ranks", "defaultValue": view["ranks"], "pattern": _RANKS, "maxLength": 1024},
+            {"title": hint, "required": True, "className": "goto", "placeholder": "0,4-7", "type": "text"},
+        ),
+        _labelled(
+            "Steps",
+            {"name": "steps", "defaultValue": route.get("steps") or "3", "type": "number", "min": 1},
+            {"max": MAX_PROFILE_STEPS, "required": True, "className": "goto short", "inputMode": "numeric"},
+        ),
+    ]
+    more = [
+        html.Label([_box(name, route), html.Span([html.B(name), f": {what}"])], htmlFor=f"profile-{name}")
+        for name, what in _MORE.items()
+    ]
+    run = profiles.field("input", type="hidden", name="run", value=view["of_run"])
+    return html.Form(
+        [
+            html.Div(fields, className="fields"),
+            html.Fieldset([html.Legend("Record also"), *more], className="fields"),
+            wrong,
+            html.P(_cost(view["done"]), className="hint"),
+            run,
+            html.Button("Profile these steps"),
+        ],
+        id="profile-form",
+        action=profiles.PATH,
+        method="post",
+        **aria(label="Profile the steps to come"),
+    )
+
+
+def _labelled(name: str, *properties: Mapping[str, Any]) -> html.Label:
+    id = f"profile-{name.lower()}"
+    given = {key: value for each in properties for key, value in each.items()}
+    return html.Label([html.Span(name), profiles.field("input", id=id, **given)], htmlFor=id)
+
+
+def _box(name: str, route: Route) -> Any:
+    on = route.get(name) not in (None, "", "0")
+    return profiles.field(
+        "input", id=f"profile-{name}", name=name, type="checkbox", value="1", defaultChecked=on
+    )
+
+
+def _cost(done: Sequence[ProfileInfo] | None) -> str:
+    """Return what a profile costs: what it is, and what the newest one has cost."""
+    what = (
+        "All these ranks record the same steps, which begin some seconds from now. torch's profiler makes these "
+        "steps slower; once they are over it stops training while it collects them, and while it writes the "
+        "trace. Every other step is as fast as ever."
+    )
+    newest = next((info.profile for info in done or () if info.profile.captured), None)
+    if newest is None:
+        return what
+    took = [f"{name} {text.ms(_most(newest, name))}" for name in ("start", "stop", "export")]
+    of = f"{text.count(newest.n_steps, 'step')} of {profiles.ranks_of(newest)}"
+    return f"{what} The newest one, of {of}, cost a rank at most: {', '.join(took)}."
+
+
+def _most(profile: Profile, what: str) -> float | None:
+    """Return what starting, stopping or exporting has cost the rank that it cost most, ms."""
+    return max(filter(None, (getattr(rank, f"{what}_ms") for rank in profile.captured)), default=None)
+
+
+def _per_step(profile: Profile) -> float | None:
+    """Return what it has cost the rank that it cost most, ms for each step that was recorded."""
+    costs = [
+        sum(filter(None, (rank.start_ms, rank.stop_ms, rank.export_ms))) / max(len(rank.steps), 1)
+        for rank in profile.captured
+        if rank.stop_ms is not None
+    ]
+    return max(costs, default=None)
+
+
+def _now(view: Mapping[str, Any], route: Route) -> list[Any]:
+    """Return how far the profile is that is being made, and what became of the one that was asked for."""
+    asked, now, shown = route.get("asked"), view["now"], list[Any]()
+    done = [info.profile for info in view["done"] or () if asked in info.profile.requests]
+    if done and not done[0].captured:
+        shown.append(html.P(f"Nothing was captured: {profiles.reasons(done[0])}.", className="sev critical"))
+    elif done:
+        shown.append(html.P(["The profile is there: ", profiles.link(done[0], route), "."]))
+    elif asked and not (now and asked in now.requests):
+        shown.append(html.P("Asked for; it begins when the aggregator has told all ranks."))
+    if now:
+        at, share = so_far(now)
+        said = f"{at} {text.share(share)}" if share else at
+        heading = f"Profile {now.id} of {text.ranks(rank.rank for rank in now.ranks)}: {said}"
+        bar = html.Progress(value=str(round(share, 3)), max="1", **aria(label=f"Profile {now.id}"))
+        shown += [html.P(heading), bar, _states(now.ranks, route)]
+    return shown
+
+
+def _states(ranks: Sequence[RankProfile], route: Route) -> Any:
+    columns: Columns = {
+        ">rank": lambda rank: rank_link(rank.rank, route),
+        "node": lambda rank: text.plain(rank.node),
+        "state": lambda rank: rank.state,
+        ">steps": lambda rank: f"{len(rank.steps):,}",
+        ">arrived": lambda rank: f"{text.size(rank.bytes)} of {text.size(rank.total_bytes)}"
+        if rank.total_bytes
+        else "",
+        "why not": lambda rank: rank.reason or "",
+    }
+    return table(columns, ranks, label="Ranks of the profile that is being made")
+
+
+def _rows(view: Mapping[str, Any], route: Route, asks: bool) -> Any:
+    if view["done"] is None:
+        return html.P("Not known while the aggregator does not answer.", className="empty")
+    several = len(view["names"]) > 1
+    run: dict[str, Callable[[Any], Any]] = {"run": lambda one: view["names"].get(one.run, one.run)}
+    columns: Columns = {
+        "asked for": lambda one: profiles.link(one, route, zone.date(one.time)),
+        "why": lambda one: html.Span(marked(one.why)),
+        **(run if several else {}),
+        ">ranks": lambda one: text.ranges(rank.rank for rank in one.captured) or "none",
+        ">from step": lambda one: step_link(one.first_step, route),
+        ">steps": lambda one: f"{one.n_steps:,}",
+        ">start": lambda one: text.ms(_most(one, "start")),
+        ">stop": lambda one: text.ms(_most(one, "stop")),
+        ">export": lambda one: text.ms(_most(one, "export")),
+        ">a step": lambda one: text.ms(_per_step(one)),
+        ">size": lambda one: text.size(sizes[one.id]),
+        "without a trace": profiles.reasons,
+    }
+    sizes = {info.profile.id: info.bytes for info in view["done"]}
+    empty = "None yet: a verdict that lasts has one made by itself" + ", or ask for one." * asks + "." * (not asks)
+    shown = [table(columns, [info.profile for info in view["done"]], empty=empty, label="Profiles")]
+    if view["done"]:
+        cost = "start, stop, export: what it cost the training of the rank that it cost most; a step: all of it, for each step recorded."
+        shown.append(html.P(cost, className="hint"))
+    return shown
