@@ -48,7 +48,7 @@ def found(cache: SessionCache, run: RunState) -> list[ProfileInfo]:
 
 
 def explains(cache: SessionCache, run: RunState, verdict: Mapping[str, Any], since: int) -> Profile | None:
-    """Return the newest profile that was made for a verdict whose episode began at step `since`, if it says why."""
+    """Return the newest profile that says why a rank is late, of an episode that began at step `since`."""
     for info in found(cache, run) if verdict["rank"] is not None else ():
         one = info.profile
         first = -1 if one.first_step is None else one.first_step
@@ -74,7 +74,7 @@ def steps_of(profile: Profile) -> str:
 
 
 def offered(run: RunState) -> str:
-    """Return the ranks that a person most likely wants: who is suspected beside the median, else all up to 8."""
+    """Return the ranks that are most likely wanted: the suspect and a median one, else all up to 8."""
     suspect = run.named["ranks"][:1]
     times = run.times
     if suspect and times and len(times.get("ranks", ())) > 1:

@@ -105,7 +105,10 @@ def _session_data(cache: SessionCache, run: RunState | None, state: str) -> dict
 
 
 def _by_operation(
-    cache: SessionCache, run: RunState | None, verdict: Mapping[str, Any] | None, began: Mapping[str, Any] | None
+    cache: SessionCache,
+    run: RunState | None,
+    verdict: Mapping[str, Any] | None,
+    began: Mapping[str, Any] | None,
 ) -> Profile | None:
     """Return the profile that says by operation why a rank is late."""
     if run is None or verdict is None or began is None:

@@ -172,10 +172,10 @@ LIMITS = Thresholds(hold_s=0.2, hold_group_s=0.2, hold_cost_s=0.05)
 
 
 def aggregation(folder: Path, clock: Clock | None = None, **info: Any) -> AggregatorCore:
-    """An aggregator on `folder`."""
+    """An aggregator on `folder`; it profiles nothing without being asked."""
     folder.mkdir(parents=True, exist_ok=True)
-    clock = clock or Clock()
-    return AggregatorCore(folder, Settings(thresholds=LIMITS), {"launcher": "torchrun", **info}, clock, clock)
+    clock, settings = clock or Clock(), Settings(thresholds=LIMITS, auto_profile=0)
+    return AggregatorCore(folder, settings, {"launcher": "torchrun", **info}, clock, clock)
 
 
 def run_message(aggregator: AggregatorCore, run: str = "job", **fields: Any) -> wire.Finished:

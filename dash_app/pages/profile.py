@@ -14,8 +14,20 @@ from traceml_ray.traces.breakdown import MOST, Breakdown
 from traceml_ray.traces.difference import MEDIAN, Compared, Difference
 from traceml_ray.traces.key_averages import Operation
 
-from .. import listing, profiles
-from ..components import Columns, aria, facts, link, marked, panel, part, rank_link, step_link, table, trail, when
+from .. import listing, profiles, zone
+from ..components import (
+    Columns,
+    aria,
+    facts,
+    link,
+    marked,
+    panel,
+    part,
+    rank_link,
+    step_link,
+    table,
+    trail,
+)
 from ..route import Route
 from ..run_state import RunState
 from ..session_cache import SessionCache
@@ -46,8 +58,9 @@ _OPTIONAL = {
 }
 """Columns that are shown where anything of that was recorded."""
 _PERFETTO = (
-    "Open it at ui.perfetto.dev (Open trace file): it is read in your browser and sent nowhere. All ranks are on "
-    "one clock; arrows lead from the rank that came last to a collective to those that waited."
+    "Open the trace of all ranks at ui.perfetto.dev (Open trace file): it is read in your browser and sent "
+    "nowhere. All ranks are on one clock; arrows lead from the rank that came last to a collective to those "
+    "that waited. Trace and CSV are made when they are asked for, which takes some seconds."
 )
 
 
@@ -88,9 +101,7 @@ def _difference(profile: Profile, made: Breakdown, route: Route) -> Difference |
     return None if rank is None else made.difference(rank, beside, None if stage == "all" else stage)
 
 
-def _sides(
-    profile: Profile, made: Breakdown, route: Route
-) -> tuple[int | None, int | Literal["median"]]:
+def _sides(profile: Profile, made: Breakdown, route: Route) -> tuple[int | None, int | Literal["median"]]:
     ranks = {each.rank for each in made.ranks}
     rank, beside = whole(route.get("of")), whole(route.get("beside"))
     if rank not in ranks:
@@ -117,8 +128,9 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         state = f"▲ Its traces cannot be read: {made}." if made else "Its traces are being read …"
         body.append(part(html.P(state, id="profile-state", role="status", className="panel")))
     else:
-        body += [_compared(view, route), _operations(view, route)]
-    return html.Div([*body, _traces(info, route)])
+        body += [_compared(view, route)]
+    body.append(_traces(info, route))
+    return html.Div([*body, *([_operations(view, route)] if isinstance(made, Breakdown) else [])])
 
 
 def _found(profile: Profile) -> list[Any]:
@@ -131,7 +143,7 @@ def _facts(info: ProfileInfo) -> dict[str, Any]:
     more = [name for name in profiles.FIELDS[2:] if getattr(profile, name)]
     bounds = [rank.clock_bound_ns for rank in profile.captured if rank.clock_bound_ns is not None]
     return {
-        "asked for": when(profile.time),
+        f"asked for, {zone.abbreviation()}": zone.date(profile.time),
         "why": profile.why,
         "recorded also": ", ".join(more) or "nothing",
         **({"clocks agree within": text.ns(max(bounds))} if bounds else {}),
@@ -148,7 +160,9 @@ def _compared(view: Mapping[str, Any], route: Route) -> Any:
         alone = "Only one rank was captured: there is nothing to compare it with."
         return panel(_MORE, part(html.P(alone, id="profile-compared", className="empty")))
     ranks = [each.rank for each in made.ranks]
-    others = {"the median of the others": None} | {f"rank {other}": str(other) for other in ranks if other != rank}
+    others = {"the median of the others": None} | {
+        f"rank {other}": str(other) for other in ranks if other != rank
+    }
     chips = [
         _chips(route, "of", {f"rank {each}": str(each) for each in ranks}, "Rank", str(rank)),
         _chips(route, "beside", others, "Beside", None if beside == MEDIAN else str(beside)),
@@ -181,7 +195,11 @@ def _differing(found: Difference | None) -> list[Any]:
     per = f"ms a step, of {text.count(found.steps, 'step')}" if found.steps else "ms in the whole trace"
     more = [row for row in found.operations if row.more_ms][:_TOP]
     rows = table(_sided(found, more), more, empty="Nothing.", label="Operations that it does more of")
-    shown = [html.Div(said, className="said"), html.P(f"By operation, without those inside it; {per}.", className="hint"), rows]
+    shown = [
+        html.Div(said, className="said"),
+        html.P(f"By operation, without those inside it; {per}.", className="hint"),
+        rows,
+    ]
     if found.waits:
         waits = found.waits[:_TOP]
         shown += [
@@ -207,7 +225,11 @@ def _sided(found: Difference, rows: Sequence[Compared]) -> Columns:
         f">  {than}": lambda row: text.number(row.other_calls),
     }
     device = any(row.self_device_ms is not None for row in rows)
-    return {name: cell for name, cell in columns.items() if device or not (name == "on" or "device" in name or name == f"> {than}")}
+    return {
+        name: cell
+        for name, cell in columns.items()
+        if device or not (name == "on" or "device" in name or name == f"> {than}")
+    }
 
 
 def _operations(view: Mapping[str, Any], route: Route) -> Any:
@@ -240,7 +262,9 @@ def _operations(view: Mapping[str, Any], route: Route) -> Any:
     if made.found > len(made.operations):
         what += f" The {MOST:,} longest of {made.found:,}; the CSV file has all."
     body = [listing.chips(route, "kind", kinds, "Kind"), rows, listing.pages(chosen, route, "operation")]
-    head = html.Div([html.H2("Operations of all ranks"), listing.field(route, "operations")], className="title-row")
+    head = html.Div(
+        [html.H2("Operations of all ranks"), listing.field(route, "operations")], className="title-row"
+    )
     hint = part(html.P([what, *_problems(made)], id="profile-hint", className="hint"))
     return html.Section([head, hint, part(html.Div(body, id="profile-operations"))], className="panel")
 
@@ -261,15 +285,15 @@ def _traces(info: ProfileInfo, route: Route) -> Any:
         ">start": lambda rank: text.ms(rank.start_ms),
         ">stop": lambda rank: text.ms(rank.stop_ms),
         ">export": lambda rank: text.ms(rank.export_ms),
-        "trace": lambda rank: profiles.file_link(profile, rank.file, route, text.size(rank.total_bytes))
-        if rank.file
-        else "",
+        "trace": lambda rank: (
+            profiles.file_link(profile, rank.file, route, text.size(rank.total_bytes)) if rank.file else ""
+        ),
         "why not": lambda rank: rank.reason or "",
     }
     shown: list[Any] = [table(columns, profile.ranks, empty=profile.error or "None.", label="Ranks")]
     if profile.captured:
         links = [
-            profiles.file_link(profile, profiles.TRACE, route, "One trace of all ranks"),
+            profiles.file_link(profile, profiles.TRACE, route, "Trace of all ranks"),
             profiles.file_link(profile, profiles.TABLE, route, "All operations as CSV"),
         ]
         shown += [html.Div(links, className="links"), html.P(_PERFETTO, className="hint")]

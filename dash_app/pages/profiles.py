@@ -1,4 +1,4 @@
-"""What torch's profiler recorded of the run: the profiles there are, the one being made, and how to ask for one."""
+"""What torch's profiler recorded: the profiles there are, the one being made, and how to ask for one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from traceml_ray.store.profiles import Profile, ProfileInfo, RankProfile
 from traceml_ray.wire import MAX_PROFILE_STEPS
 
 from .. import profiles, zone
-from ..components import Columns, aria, marked, panel, part, rank_link, step_link, table, when
+from ..components import Columns, aria, marked, panel, part, rank_link, step_link, table
 from ..route import Route
 from ..run_state import RunState
 from ..session_cache import SessionCache
@@ -27,6 +27,10 @@ _MORE = {
 _RANKS = r"\s*(all|[0-9]+(\s*-\s*[0-9]+)?(\s*,\s*[0-9]+(\s*-\s*[0-9]+)?)*)\s*"
 """What a browser lets through; the server reads it again."""
 _MOST = 100
+_COSTS = (
+    "start, stop, export: for how long training stood still, on the rank where that was longest; a step: all "
+    "of it, for each step recorded."
+)
 
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
@@ -57,7 +61,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     if asks:
         now = html.Div(_now(view, route), id="profile-now", **aria(live="polite"))
         body += [panel("Profile the steps to come", part(_form(view, route)), part(now))]
-    rows = part(html.Div(_rows(view, route, asks), id="profile-list"))
+    rows = part(html.Div(_rows(view, route), id="profile-list"))
     return html.Div([*body, panel("Profiles of this session, the newest first", rows)])
 
 
@@ -114,9 +118,9 @@ def _box(name: str, route: Route) -> Any:
 def _cost(done: Sequence[ProfileInfo] | None) -> str:
     """Return what a profile costs: what it is, and what the newest one has cost."""
     what = (
-        "All these ranks record the same steps, which begin some seconds from now. torch's profiler makes these "
-        "steps slower; once they are over it stops training while it collects them, and while it writes the "
-        "trace. Every other step is as fast as ever."
+        "All these ranks record the same steps, which begin some seconds from now. torch's profiler makes "
+        "these steps slower; when they are over, training stops while it collects what it has recorded and "
+        "writes the trace."
     )
     newest = next((info.profile for info in done or () if info.profile.captured), None)
     if newest is None:
@@ -166,15 +170,15 @@ def _states(ranks: Sequence[RankProfile], route: Route) -> Any:
         "node": lambda rank: text.plain(rank.node),
         "state": lambda rank: rank.state,
         ">steps": lambda rank: f"{len(rank.steps):,}",
-        ">arrived": lambda rank: f"{text.size(rank.bytes)} of {text.size(rank.total_bytes)}"
-        if rank.total_bytes
-        else "",
+        ">arrived": lambda rank: (
+            f"{text.size(rank.bytes)} of {text.size(rank.total_bytes)}" if rank.total_bytes else ""
+        ),
         "why not": lambda rank: rank.reason or "",
     }
     return table(columns, ranks, label="Ranks of the profile that is being made")
 
 
-def _rows(view: Mapping[str, Any], route: Route, asks: bool) -> Any:
+def _rows(view: Mapping[str, Any], route: Route) -> Any:
     if view["done"] is None:
         return html.P("Not known while the aggregator does not answer.", className="empty")
     several = len(view["names"]) > 1
@@ -194,9 +198,8 @@ def _rows(view: Mapping[str, Any], route: Route, asks: bool) -> Any:
         "without a trace": profiles.reasons,
     }
     sizes = {info.profile.id: info.bytes for info in view["done"]}
-    empty = "None yet: a verdict that lasts has one made by itself" + ", or ask for one." * asks + "." * (not asks)
+    empty = "None yet. A straggler that lasts is profiled without being asked."
     shown = [table(columns, [info.profile for info in view["done"]], empty=empty, label="Profiles")]
     if view["done"]:
-        cost = "start, stop, export: what it cost the training of the rank that it cost most; a step: all of it, for each step recorded."
-        shown.append(html.P(cost, className="hint"))
+        shown.append(html.P(_COSTS, className="hint"))
     return shown

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from recorded import WALL_NS, operation
 
 from traceml_ray.reports.profile_text import render_difference, render_operations
-from traceml_ray.traces import tables
+from traceml_ray.traces import breakdown, tables
 from traceml_ray.traces.chrome import TraceError
 from traceml_ray.traces.difference import difference
 from traceml_ray.traces.key_averages import key_averages
@@ -78,6 +78,8 @@ def made_of(folder: Path) -> None:
             found = key_averages(sources, by_shape=True)
             merge(sources, folder / "merged")
             compared(sources)
+            made = breakdown.breakdown(sources, by_shape=True)
+            assert breakdown.decode(breakdown.encode(made)).found == len(found)
         except TraceError as error:
             assert 0 < len(str(error)) < 2000
             return

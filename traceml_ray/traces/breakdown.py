@@ -59,7 +59,7 @@ class Breakdown(msgspec.Struct, frozen=True):
     def difference(
         self, rank: int, beside: int | Literal["median"] = MEDIAN, stage: str | None = None
     ) -> Difference | None:
-        """Return what one rank does more of than others; None where one of them, or the stage, is not there."""
+        """Return what one rank does more of than others; None where that was not recorded."""
         known = {each.rank: each.all if stage is None else each.stages.get(stage) for each in self.ranks}
         own = known.pop(rank, None)
         if beside != MEDIAN:

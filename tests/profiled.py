@@ -1,0 +1,68 @@
+"""A profile of a session, with small traces of torch's profiler in it."""
+
+from __future__ import annotations
+
+import gzip
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from recorded import WALL_NS, operation
+
+from traceml_ray.store import profiles
+from traceml_ray.store.profiles import Profile, ProfileStep, RankProfile
+
+MS = 1_000_000
+ROW = [10 * MS, 10 * MS, 0, 40 * MS, 30 * MS, 10 * MS]
+"""Of steps of 100 ms; a row begins 10 ms before its step."""
+
+
+def steps(number: int, begin_ns: int = WALL_NS, first: int = 0) -> list[ProfileStep]:
+    """Return steps of 100 ms, with the rows of each."""
+    begins = [begin_ns + at * 100 * MS for at in range(number)]
+    return [
+        ProfileStep(first + at, begin, begin + 100 * MS, begin + 90 * MS, ROW)
+        for at, begin in enumerate(begins)
+    ]
+
+
+def events(extra: int = 0, n: int = 2) -> list[dict[str, Any]]:
+    """Return what a rank does in `n` of them: `extra` copies more in `forward` than others."""
+    one = [operation("aten::mm", 20_000, 10_000), operation("aten::add", 60_000, 10_000)]
+    one += [operation("aten::copy_", 32_000 + 600 * at, 500) for at in range(extra)]
+    return [event | {"ts": event["ts"] + 100_000 * at} for at in range(n) for event in one]
+
+
+def stored(folder: Path, name: str, write: dict[int, Callable[[Path], object]], **about: Any) -> Profile:
+    """Have a profile in a session's folder; `write` writes the trace of each rank to a path (gzip)."""
+    here = profiles.unfinished(folder, name)
+    ranks = list[RankProfile]()
+    for rank, writes in write.items():
+        path = here / profiles.trace_name(rank)
+        writes(path)
+        size = path.stat().st_size
+        clock = {"clock_offset_ns": 0, "clock_bound_ns": 200_000}
+        cost = {"start_ms": 40.0 + rank, "stop_ms": 12.5, "export_ms": 80.0}
+        who = {"node": f"node-{rank // 4}", "node_id": f"node-{rank // 4}", "process": rank + 1}
+        own = {"file": path.name, "bytes": size, "total_bytes": size, "steps": steps(2)}
+        ranks.append(RankProfile(rank, "captured", **who, **own, **clock, **cost))  # type: ignore[arg-type]
+    usual: dict[str, Any] = {
+        "session": folder.name,
+        "run": None,
+        "time": "2026-11-23T10:00:00+00:00",
+        "t_ns": time.time_ns(),
+        "why": "it was requested.",
+        "first_step": 812,
+        "n_steps": 2,
+        "traceml_ray": "0",
+        "ranks": ranks + about.pop("others", []),
+    }
+    found = Profile(id=name, **(usual | about))
+    profiles.finish(folder, found)
+    return found
+
+
+def packed(path: Path, data: bytes) -> None:
+    """Write a file as gzip."""
+    path.write_bytes(gzip.compress(data, 1))
