@@ -21,7 +21,7 @@ from ..session_cache import SessionCache
 
 _MORE = {
     "memory": "what each operation allocates",
-    "stacks": "where in the code it is called (slow)",
+    "stacks": "Python functions; makes steps several times longer",
     "shapes": "the shapes of its inputs",
 }
 _RANKS = r"\s*(all|[0-9]+(\s*-\s*[0-9]+)?(\s*,\s*[0-9]+(\s*-\s*[0-9]+)?)*)\s*"
