@@ -13,13 +13,14 @@ must name the same rank and stage, and shares of stages must agree within 5 % of
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from traceml_ray.launchers.profile_request import profile
 from traceml_ray.session import DATABASE
 from traceml_ray.stages import SEGMENT_BITS, STAGES
 from traceml_ray.store.profiles import StoredProfile
+from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.traces.sources import of_profile
 from traceml_ray.traces.trace import read_trace
@@ -78,16 +80,16 @@ def last_step(folder: Path) -> int:
     """Return the newest step that is stored; -1 for none."""
     if not (folder / DATABASE).exists():
         return -1
-    with SessionFile(folder / DATABASE) as file:
-        return max(
-            (int(rows.keys[-1]) >> SEGMENT_BITS for rows in file.rows()[0] if len(rows.keys)), default=-1
-        )
+    with contextlib.suppress(SessionFileError), SessionFile(folder / DATABASE) as file:  # it is being made
+        newest = [int(rows.keys[-1]) >> SEGMENT_BITS for rows in file.rows()[0] if len(rows.keys)]
+        return max(newest, default=-1)
+    return -1
 
 
-def capture(folder: Path, from_step: int, running: threading.Thread) -> StoredProfile:
+def capture(folder: Path, from_step: int, running: Callable[[], bool]) -> StoredProfile:
     """Wait for a step of a session that runs, and capture what follows. Raises RuntimeError."""
     while last_step(folder) < from_step:
-        if not running.is_alive():
+        if not running():
             raise RuntimeError(f"{folder}: the run has ended before step {from_step}")
         time.sleep(0.1)
     found = profile(folder, wire.ProfileRequest(steps=STEPS), lambda *_: None)
@@ -137,7 +139,7 @@ def faults(args: argparse.Namespace, root: Path) -> list[Compared]:
     found = []
     for segment in plan.segments:
         say(f"{plan.world} ranks: {segment}")
-        found.append((str(segment), capture(folder / "session", segment.first + INTO, running)))
+        found.append((str(segment), capture(folder / "session", segment.first + INTO, running.is_alive)))
     running.join()
     return [compare(what, stored) for what, stored in found]
 
@@ -146,17 +148,16 @@ def example(root: Path) -> Compared:
     """Capture the example model."""
     say("the example model")
     command = [sys.executable, "-m", "traceml_ray.launch", "--nproc-per-node", "2", "--out", str(root)]
-    command += ["--session", "example", EXAMPLE, "--steps", "600"]
+    command += ["--session", "example", EXAMPLE, "--steps", "100000"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-    def run() -> None:
-        with (root / "log").open("wb") as log:
-            subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=300, check=True)
-
-    running = threading.Thread(target=run)
-    running.start()
-    stored = capture(root / "example", 40, running)
-    running.join()
+    with (
+        (root / "log").open("wb") as log,
+        subprocess.Popen(command, env=environment, stdout=log, stderr=log) as run,
+    ):
+        try:
+            stored = capture(root / "example", 40, lambda: run.poll() is None)
+        finally:
+            run.terminate()
     return compare("the example model, 2 ranks, healthy", stored)
 
 

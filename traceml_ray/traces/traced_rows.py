@@ -25,7 +25,10 @@ _FORWARD = ("DistributedDataParallel.forward", "FullyShardedDataParallel.forward
 _BACKWARD = "autograd::engine::evaluate_function"
 _OPTIMIZER = "Optimizer.step#"
 _LATE_NS = 1_000_000
-"""The end of a collective is written down by its own thread, when the one that trains may have gone on."""
+"""
+A collective has a thread of its own, which may begin it later than it was asked for, and write down its end
+when the thread that trains has gone on.
+"""
 
 
 class TracedRow(NamedTuple):
@@ -74,7 +77,8 @@ def _marks(trace: Trace, step: ProfileStep) -> tuple[list[tuple[int, int]], int 
         marks += [(first_ns, BACKWARD), (last_ns, SYNC_WAIT)]
     last_ns = max(marks)[0]
     exchange = within & np.array([exchanges(name) for name in trace.names], bool)[trace.name]
-    waited = exchange & ((trace.begin_ns < last_ns) | (trace.end_ns <= until_ns + _LATE_NS))
+    of_backward = trace.begin_ns < last_ns + _LATE_NS
+    waited = exchange & (of_backward | (trace.end_ns <= until_ns + _LATE_NS))
     ends = np.minimum(trace.end_ns[waited], until_ns)
     return sorted(marks), max(last_ns, int(ends.max())) if len(ends) else last_ns
 
