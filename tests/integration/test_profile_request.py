@@ -24,6 +24,7 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.cli import main
 from traceml_ray.launchers.control import ControlError
 from traceml_ray.launchers.profile_request import profile
+from traceml_ray.monitor import captures
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.relay import RelayCore
 from traceml_ray.session import Live, SessionFolder, prepare, write_live
@@ -144,6 +145,12 @@ class Job:
         self.relay.close()
         self.aggregator.close()
         self.session.release()
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is near here: the first steps need not lie far ahead."""
+    monkeypatch.setattr(captures, "AHEAD_S", 1.2)
 
 
 @pytest.fixture
