@@ -43,7 +43,7 @@ from traceml_ray.traces.trace import read_trace
 from traceml_ray.traces.traced_rows import traced_rows
 
 STEPS, STEP_MS, NOISE = 26, 50.0, 0.05
-FIRST, FAULT, QUIET = 60, 120, 60
+FIRST, FAULT, QUIET = 150, 160, 60
 INTO = 20
 """Steps of a fault before the capture is asked for."""
 EXAMPLE = str(Path(__file__).parents[1] / "examples" / "train_gpt.py")
@@ -139,7 +139,10 @@ def faults(args: argparse.Namespace, root: Path) -> list[Compared]:
     found = []
     for segment in plan.segments:
         say(f"{plan.world} ranks: {segment}")
-        found.append((str(segment), capture(folder / "session", segment.first + INTO, running.is_alive)))
+        stored = capture(folder / "session", segment.first + INTO, running.is_alive)
+        if (stored.profile.first_step or 0) + STEPS > segment.end:
+            raise RuntimeError(f"{segment} was over before it was captured: is the machine busy?")
+        found.append((str(segment), stored))
     running.join()
     return [compare(what, stored) for what, stored in found]
 
