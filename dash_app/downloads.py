@@ -36,7 +36,7 @@ def serve(server: Flask, session: SessionPages) -> None:
     def dump() -> Response:
         asked = secrets.token_hex(8)
         query.ask_one(session.source.reply, query.Dump(asked))
-        if request.accept_mimetypes.best == "text/html":  # the button of a page, which stays where it is
+        if is_page():  # which stays where it is
             page = urlsplit(request.referrer or "")
             return cast("Response", redirect(f"/{page.path.lstrip('/')}?{page.query}", 303))
         return Response(f'{{"request": "{asked}"}}\n', 202, mimetype="application/json")
@@ -47,6 +47,11 @@ def serve(server: Flask, session: SessionPages) -> None:
     server.add_url_rule(f"{PATH}<name>.tar", "bundle", download)
     server.add_url_rule(PATH.rstrip("/"), "dump", dump, methods=["POST"])
     server.register_error_handler(query.QueryError, failed)
+
+
+def is_page() -> bool:
+    """Return whether the button of a page has sent this request, and no program."""
+    return "text/html" in request.accept_mimetypes.values()
 
 
 def _tar(source: Source, bundle: BundleInfo) -> Iterator[bytes]:

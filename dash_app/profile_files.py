@@ -16,7 +16,9 @@ from traceml_ray.store.profiles import ProfileInfo, remove_profile, trace_name
 
 from . import trace_job
 from .breakdowns import is_here, pieces, traces_of
+from .downloads import is_page
 from .profiles import FIELDS, PATH, TABLE, TRACE, request_of
+from .route import SCOPE
 from .session_pages import SessionPages
 from .trace_job import Job, JobError
 
@@ -33,12 +35,12 @@ def serve(server: Flask, session: SessionPages) -> None:
         try:
             wanted = request_of(request.form)
         except ValueError as error:
-            if _is_page():  # which says the same of these values
+            if is_page():  # which says the same of these values
                 return _back({name: request.form[name] for name in FIELDS if name in request.form})
             return _plain(str(error), 400)
         asked = secrets.token_hex(8)
         query.ask_one(session.source.reply, query.StartProfile(asked, wanted))
-        if _is_page():
+        if is_page():
             return _back({"asked": asked})
         return Response(f'{{"request": "{asked}"}}\n', 202, mimetype="application/json")
 
@@ -68,7 +70,7 @@ def serve(server: Flask, session: SessionPages) -> None:
         elif is_here(info):
             remove_profile(Path(info.path).parents[1], profile)
         pages.renew()
-        if _is_page():
+        if is_page():
             return _back({}, "/profiles")
         return Response("{}\n", mimetype="application/json")
 
@@ -100,15 +102,11 @@ def _made(pages: SessionPages, info: ProfileInfo, job: Job, name: str) -> Respon
     return Response(sent(), headers=headers, mimetype=_KINDS.get(name, "application/gzip"))
 
 
-def _is_page() -> bool:
-    """Whether it is the button of a page."""
-    return request.accept_mimetypes.best == "text/html"
-
-
 def _back(values: dict[str, str], path: str = "") -> Response:
-    """Lead back to the page whose button it was, with `values` in its URL."""
+    """Lead back to the page whose button it was, or to `path`, with `values` in the URL."""
     page = urlsplit(request.referrer or "")
-    kept = {name: value for name, value in parse_qsl(page.query) if name not in _ASKED} | values
+    given = {name: value for name, value in parse_qsl(page.query) if name not in _ASKED}
+    kept = {name: value for name, value in given.items() if not path or name in SCOPE} | values
     target = f"/{(path or page.path).lstrip('/')}" + (f"?{urlencode(kept)}" if kept else "")
     return cast("Response", redirect(target, 303))
 

@@ -371,7 +371,9 @@ def _about(header: Mapping[str, Any], route: Route, began: str) -> list[Any]:
     view = route.here(session=header["session"]["id"], run=header["session"]["run"])
     why, following = f"Why: {verdict['why']}", f"Next: {verdict['next']}"
     spent = f"Cost: {cost(incident, unit)}." if incident else ""
-    every = (verdict["headline"], began, spent, why, following, "{link}")
+    of_profile = header["by_operation"]
+    operation = f"By operation: {of_profile.found[0]}" if of_profile else ""
+    every = (verdict["headline"], began, spent, why, operation, following, "{link}")
     copied = "\n".join(map(zone.written, filter(None, every)))
     chips: list[Any] = [evidence_link(anomaly, route) for anomaly in verdict.get("machine") or ()]
     if (rank := verdict["rank"]) is not None:

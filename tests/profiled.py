@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,17 @@ def events(extra: int = 0, n: int = 2) -> list[dict[str, Any]]:
     return [event | {"ts": event["ts"] + 100_000 * at} for at in range(n) for event in one]
 
 
-def stored(folder: Path, name: str, write: dict[int, Callable[[Path], object]], **about: Any) -> Profile:
-    """Have a profile in a session's folder; `write` writes the trace of each rank to a path (gzip)."""
+def stored(
+    folder: Path,
+    name: str,
+    write: dict[int, Callable[[Path], object]],
+    recorded: Sequence[ProfileStep] = tuple(steps(2)),
+    **about: Any,
+) -> Profile:
+    """
+    Have a profile in a session's folder; `write` writes the trace of each rank to a path (gzip), `recorded`
+    are the steps that are known of it.
+    """
     here = profiles.unfinished(folder, name)
     ranks = list[RankProfile]()
     for rank, writes in write.items():
@@ -45,7 +53,7 @@ def stored(folder: Path, name: str, write: dict[int, Callable[[Path], object]], 
         clock = {"clock_offset_ns": 0, "clock_bound_ns": 200_000}
         cost = {"start_ms": 40.0 + rank, "stop_ms": 12.5, "export_ms": 80.0}
         who = {"node": f"node-{rank // 4}", "node_id": f"node-{rank // 4}", "process": rank + 1}
-        own = {"file": path.name, "bytes": size, "total_bytes": size, "steps": steps(2)}
+        own = {"file": path.name, "bytes": size, "total_bytes": size, "steps": [*recorded]}
         ranks.append(RankProfile(rank, "captured", **who, **own, **clock, **cost))  # type: ignore[arg-type]
     usual: dict[str, Any] = {
         "session": folder.name,
@@ -61,8 +69,3 @@ def stored(folder: Path, name: str, write: dict[int, Callable[[Path], object]], 
     found = Profile(id=name, **(usual | about))
     profiles.finish(folder, found)
     return found
-
-
-def packed(path: Path, data: bytes) -> None:
-    """Write a file as gzip."""
-    path.write_bytes(gzip.compress(data, 1))

@@ -298,4 +298,4 @@ def _traces(info: ProfileInfo, route: Route) -> Any:
         ]
         shown += [html.Div(links, className="links"), html.P(_PERFETTO, className="hint")]
     shown.append(profiles.removal(profile, route))
-    return panel("Ranks and traces", part(html.Div(shown, id="profile-ranks")))
+    return panel("Ranks and traces", part(html.Div(shown, id="profile-traces")))

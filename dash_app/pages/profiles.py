@@ -138,9 +138,9 @@ def _most(profile: Profile, what: str) -> float | None:
 def _per_step(profile: Profile) -> float | None:
     """Return what it has cost the rank that it cost most, ms for each step that was recorded."""
     costs = [
-        sum(filter(None, (rank.start_ms, rank.stop_ms, rank.export_ms))) / max(len(rank.steps), 1)
+        sum(filter(None, (rank.start_ms, rank.stop_ms, rank.export_ms))) / len(rank.steps)
         for rank in profile.captured
-        if rank.stop_ms is not None
+        if rank.steps and rank.stop_ms is not None
     ]
     return max(costs, default=None)
 

@@ -34,6 +34,7 @@ PAGES = {
     "/rank/5": "Rank 5 on host-1",
     "/ranks": "Ranks",
     "/memory": "Memory",
+    "/profiles": "Profiles",
     "/step/60": "Step 60",
     "/events": "Events",
     "/sessions": "Sessions",

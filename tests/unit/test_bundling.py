@@ -290,7 +290,11 @@ def test_web_app_lists_downloads_and_requests_bundles(played: Played) -> None:
     assert files == {f"{bundle.path.name}/{file.name}": file.read_bytes() for file in bundle.path.iterdir()}
     for wrong in ("x", "..", f"{bundle.path.name}x"):
         assert client.get(f"/bundles/{wrong}.tar", headers=token).status_code == 404
-    browser = {**token, "Accept": "text/html,*/*;q=0.8", "Referer": "http://localhost//memory?session=demo"}
+    browser = {
+        **token,
+        "Accept": "text/html,image/avif,*/*;q=0.8",
+        "Referer": "http://localhost//memory?session=demo",
+    }
     back = client.post("/bundles", headers=browser)
     assert (back.status_code, back.headers["Location"]) == (303, "/memory?session=demo")
     asked = client.post("/bundles", headers=token)

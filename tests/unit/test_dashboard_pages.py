@@ -25,7 +25,7 @@ from traceml_ray.dash_app.pages import node
 from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.session_pages import SessionPages
 
-PAGES = ["/", "/node/host-1", "/rank/5", "/ranks", "/step/60", "/events", "/sessions", "/ledger"]
+PAGES = ["/", "/node/host-1", "/rank/5", "/ranks", "/step/60", "/profiles", "/events", "/sessions", "/ledger"]
 
 
 @pytest.fixture(scope="module")

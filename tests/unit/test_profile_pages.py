@@ -34,7 +34,9 @@ from traceml_ray.traces.sources import of_profile
 
 SENTENCE = "rank 5 spends 4 ms a step of `forward` more in `aten::copy_` (8 calls more) than rank 1."
 TOKEN = {"Authorization": "Bearer secret"}
-BROWSER = {**TOKEN, "Accept": "text/html,*/*;q=0.8"}
+ACCEPT = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,image/webp,*/*;q=0.8"
+BROWSER = {**TOKEN, "Accept": ACCEPT}
+"""As Chromium asks."""
 
 
 @pytest.fixture
@@ -259,7 +261,7 @@ def test_files_of_a_profile_are_downloaded_and_removed(played: Played) -> None:
     for wrong in ("rank-0.json.gz", "profile.json", FILE, "rank-5.json.gz%00"):
         assert client.get(f"{path}/{wrong}", headers=TOKEN).status_code == 404
     assert client.get(f"{path}/remove", headers=TOKEN).status_code == 404
-    browser = {**BROWSER, "Referer": f"http://localhost/profile/{profile.id}?run=0"}
+    browser = {**BROWSER, "Referer": f"http://localhost/profile/{profile.id}?run=0&sort=calls"}
     back = client.post(f"{path}/remove", headers=browser)
     assert (back.status_code, back.headers["Location"]) == (303, "/profiles?run=0")
     assert client.post(f"{path}/remove", headers=TOKEN).status_code == 404
