@@ -20,6 +20,9 @@ FEW = msgspec.Meta(max_length=MAX_ITEMS)
 # What is decoded fits the int64 columns of the session file, and an index points at something.
 Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
+"""An id, as of a rank process or a profile; also used as a file name."""
+Value = str | Int64 | float | None
 
 
 class WireError(ValueError):

@@ -7,7 +7,6 @@ Times are int64 nanoseconds. `*_ns` of a row are durations on the rank's own mon
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -18,12 +17,18 @@ from traceml_ray.codec import MAX_MESSAGE_BYTES as MAX_MESSAGE_BYTES
 from traceml_ray.codec import UNREADABLE as UNREADABLE
 from traceml_ray.codec import VERSION as VERSION
 from traceml_ray.codec import Message as Message
+from traceml_ray.codec import Name as Name
+from traceml_ray.codec import Value as Value
 from traceml_ray.codec import WireError as WireError
 from traceml_ray.codec import decode as decode
 from traceml_ray.codec import encode as encode
 from traceml_ray.codec import size_of as size_of
 from traceml_ray.codec import tag_of as tag_of
 from traceml_ray.identity import RankIdentity
+from traceml_ray.profile_messages import MAX_PROFILE_STEPS as MAX_PROFILE_STEPS
+from traceml_ray.profile_messages import Capture as Capture
+from traceml_ray.profile_messages import ProfileRequest as ProfileRequest
+from traceml_ray.profile_messages import TracePiece as TracePiece
 from traceml_ray.samples import GpuProcess as GpuProcess
 from traceml_ray.samples import GpuSample as GpuSample
 from traceml_ray.samples import MemorySample as MemorySample
@@ -34,16 +39,12 @@ from traceml_ray.stages import LEAD_BYTES, N_STAGES, ROW_BYTES
 MAX_BATCH_BYTES = 64 * 1024
 """A larger argument of an actor call goes through Ray's object store, 2-3 times as slow."""
 MAX_ROWS = 1024
-MAX_PROFILE_STEPS = 50
 TICK_S = 0.25
 """How often a relay sends, where the aggregator does not say otherwise."""
 
 Rows = Annotated[int, msgspec.Meta(ge=0, le=1 << 44)]
 """A number of rows: more than any run has, and those of all ranks add up to an int64."""
 StageIndex = Annotated[int, msgspec.Meta(ge=0, lt=N_STAGES)]
-Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
-"""Id of a rank process; also used as a file name."""
-Value = str | Int64 | float | None
 DEVICE_CLOCK = "device clock"
 """In `RankBatch.missing`: why a rank on a CUDA device has no rows on its clock."""
 CLOSED = "off since step"
@@ -108,36 +109,6 @@ class Overhead(Part, frozen=True):
     agent_cpu_ns: Count
     agent_wall_ns: Count
     sent_bytes: Count
-
-
-class Capture(Part, frozen=True):
-    """How far this rank is with the profile that it was asked for; in every batch while there is one."""
-
-    id: Name
-    number: Count
-    """Of the command that it obeys: a profile may be begun anew, see `Command`."""
-    state: Literal["armed", "recording", "sending", "refused", "failed"]
-    """See `store.profiles.State`."""
-    reason: str = ""
-    total_bytes: Count | None = None
-    """Of the trace, once that is made."""
-    steps: Annotated[list[tuple[Int64, Int64, Int64, Int64 | None]], FEW] = []
-    """Of each step that was recorded: its number, begin, end, and the end of its row; see `ProfileStep`."""
-    start_ns: Count | None = None
-    stop_ns: Count | None = None
-    export_ns: Count | None = None
-    """What it has cost, see `RankProfile`."""
-
-
-class TracePiece(Part, frozen=True):
-    """A part of a rank's trace; pieces overlap where some may have been lost."""
-
-    id: Name
-    """Of the profile,"""
-    number: Count
-    """and of the command, as in `Capture`."""
-    offset: Count
-    data: bytes
 
 
 class RankBatch(Message, tag="rank", frozen=True):
@@ -356,35 +327,6 @@ class Finished(Message, tag="finished", frozen=True):
     def ok(self) -> bool:
         """Whether what was asked for is done."""
         return self.state in ("noted", "written")
-
-
-class ProfileRequest(Part, frozen=True):
-    """Which steps of which ranks a person wants to have profiled."""
-
-    ranks: Annotated[str, msgspec.Meta(max_length=1024)] = "all"
-    """A rank filter: `all`, or `0,4-7`."""
-    steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROFILE_STEPS)] = 3
-    memory: bool = False
-    """With the allocations of each operation,"""
-    stacks: bool = False
-    """where in the code it was called,"""
-    shapes: bool = False
-    """and the shapes of its inputs."""
-    run: str | None = None
-    """Id or name; None: the newest."""
-
-    @classmethod
-    def of(cls, values: Mapping[str, object]) -> ProfileRequest:
-        """Return the request that has these fields. Raises ValueError, which says what is wrong with them."""
-        try:
-            return msgspec.convert([*msgspec.structs.astuple(cls(**values))], cls, strict=False)  # type: ignore[arg-type]
-        except (msgspec.ValidationError, TypeError) as error:
-            raise ValueError(f"{error} (a profile has {', '.join(cls.__struct_fields__)})") from None
-
-    def values(self) -> dict[str, Value]:
-        """Return the fields as the data of an event, of which `of` makes the same."""
-        fields = msgspec.structs.asdict(self).items()
-        return {name: int(value) if isinstance(value, bool) else value for name, value in fields}
 
 
 class Request(Message, tag="request", frozen=True):

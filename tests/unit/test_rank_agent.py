@@ -389,7 +389,9 @@ def test_long_events_with_many_rows_stay_within_a_packet() -> None:
     pipe = Pipe()
     agent = make(pipe)
     push(agent, 1024)
-    agent._events += [wire.Event(kind, 1, message="x" * 12_000) for kind in ("stacks", "flight_recorder")]
+    agent.unsent.events += [
+        wire.Event(kind, 1, message="x" * 12_000) for kind in ("stacks", "flight_recorder")
+    ]
     agent.tick()
     assert all(len(data) <= wire.MAX_BATCH_BYTES for data in pipe.taken)
     assert sum(len(batch.flags) for batch in pipe.batches()) == 1024
@@ -428,12 +430,12 @@ def test_losses_before_sending_are_counted(monkeypatch: pytest.MonkeyPatch) -> N
         spans.begin("stage 0")
     recorder.lost_marks, recorder.lost_rows = 7, 2
     for seq in range(3):
-        agent._events.append(wire.Event("note", seq))
+        agent.unsent.events.append(wire.Event("note", seq))
         agent.recorder.sums.add("mine", DATA, 1, 10, 0, False)
         agent.tick()  # what was made before has no room any longer
     encode = wire.encode
     monkeypatch.setattr(wire, "encode", lambda _: encode(1 / 0))
-    agent._events.append(wire.Event("note", 4))
+    agent.unsent.events.append(wire.Event("note", 4))
     agent.tick()
     monkeypatch.undo()
     pipe.room = 1000

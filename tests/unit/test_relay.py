@@ -307,7 +307,7 @@ def test_caller_that_has_not_noticed_a_restart_gets_an_error(bench: Bench) -> No
 def test_relay_spool_and_agent_spool_do_not_overwrite_each_other(bench: Bench) -> None:
     bench.relay.take(rank_batch("a", 1))
     write_spool(bench.spool / "a.spool", [rank_batch("a", 2)])
-    bench.relay.salvage()
+    bench.relay._spool.salvage()
     assert [path.name for path in sorted(bench.spool.iterdir())] == ["a.0.spool", "a.spool"]
     again = Bench(bench.path.parent / "again", spool=bench.spool)
     assert not again.relay.flush(0)

@@ -36,6 +36,7 @@ from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.agent.sampler import ProcessSampler
+from traceml_ray.agent.unsent import Unsent
 from traceml_ray.errors import sendable
 from traceml_ray.rank_filter import rank_filter
 from traceml_ray.settings import Settings
@@ -48,10 +49,6 @@ CLOSE_WAIT_S = 0.3
 """Longest wait at the end of the process for the relay to confirm the last batch."""
 CONFIRM_POLL_S = 0.005
 SETTLE_S = 1.0
-_ITEM_BYTES = 28 * 1024
-"""Of events, spans and samples of memory in one batch; the rest of them waits for the next one."""
-_FIXED_BYTES = 7 * 1024
-"""Of a batch, for what is neither these nor rows."""
 _SOURCES_EVERY = 30
 """In so many samples of memory it is said once where they come from."""
 _CERTAIN = ("torch.distributed", "ray_train", "explicit")
@@ -59,7 +56,6 @@ _CERTAIN = ("torch.distributed", "ray_train", "explicit")
 
 
 _T = TypeVar("_T")
-_Item = TypeVar("_Item", wire.Event, wire.SpanSum, wire.MemorySample, wire.TracePiece)
 
 
 def new_process_id() -> str:
@@ -88,11 +84,7 @@ class RankAgent:
         self._identity_known = False
         self.verdict: dict[str, wire.Value] = {}
         """On rank 0: how its run is judged just now, see `wire.RankReply`."""
-        self._events: list[wire.Event] = []
-        self._spans: list[wire.SpanSum] = []
-        self._memory: list[wire.MemorySample] = []
-        self._memory_from: dict[str, str] = {}
-        """To be sent with the next batch."""
+        self.unsent = Unsent(self.instrumentation.errors)
         self._outbox = Outbox(settings.agent_buffer_bytes)
         self._early = EarlyCopy(settings.spool, settings.agent_buffer_bytes)
         self._seq = 0
@@ -111,7 +103,6 @@ class RankAgent:
             settings.memory_history, settings.spool, self.add_event, ours.errors, ours.missing
         )
         self.captures = Captures(self.recorder, ours.spans, ours.errors, settings.spool)
-        self._pieces: list[wire.TracePiece] = []
 
     def start(self) -> None:
         """Start the thread; it does the rest, so that the import of torch is not held up."""
@@ -120,11 +111,11 @@ class RankAgent:
 
     def add_event(self, event: wire.Event) -> None:
         """Have an event sent with the next batch; any thread may."""
-        self._events.append(event)
+        self.unsent.events.append(event)
 
     def close(self, events: list[wire.Event] | None = None) -> None:
         """Send what is left as the final batch; what is not stored yet goes to the spool. Bounded in time."""
-        self._events.extend(events or [])
+        self.unsent.events.extend(events or [])
         self._closing.set()
         if self._thread is not None:
             self._thread.join(timeout=2 * CLOSE_WAIT_S + 0.4)
@@ -167,14 +158,14 @@ class RankAgent:
         if not self.recorder.settle(LOCK_S):
             self.instrumentation.errors.count("marks: not read, a thread holds the recorder")
         self.guard("device clock", self.device.finish if final else self.device.turn)
-        self._spans += self.guard("spans", functools.partial(self._collect_spans, final)) or []
+        self.unsent.spans += self.guard("spans", functools.partial(self._collect_spans, final)) or []
         self.guard("memory", self._sample_memory)
         self.guard("memory history", self.history.turn)
         self.guard("profile", self._collect_pieces)
         while self._enqueue(final):
             pass
         self._exchange()
-        if self._events and not final:  # what the relay has asked for
+        if self.unsent.events and not final:  # what the relay has asked for
             self._enqueue(final)
             self._exchange()
         self.guard("spool", lambda: self._early.turn(self.process_id, self._outbox))
@@ -185,10 +176,9 @@ class RankAgent:
             self._lose(dropped)
         batch, room = self._without_rows()
         # Rows come last: from here on nothing but the encoding may go wrong.
-        most = (wire.MAX_BATCH_BYTES - _FIXED_BYTES - (_ITEM_BYTES - room)) // self.ring.row_bytes
-        first, keys, flags, rows, host_rows, leads = self.ring.drain_hosts(min(wire.MAX_ROWS, most))
-        waiting = self._events or self._spans or self._memory or self._pieces
-        more = bool(self.ring.accepted > first + len(flags) or waiting)
+        most = min(wire.MAX_ROWS, room // self.ring.row_bytes)
+        first, keys, flags, rows, host_rows, leads = self.ring.drain_hosts(most)
+        more = bool(self.ring.accepted > first + len(flags) or self.unsent)
         lost = self.ring.dropped + self.recorder.lost_rows
         batch = msgspec.structs.replace(
             batch,
@@ -214,9 +204,9 @@ class RankAgent:
         return more
 
     def _without_rows(self) -> tuple[wire.RankBatch, int]:
-        """Return a batch with all but rows, and the room that events and spans have left in it."""
+        """Return a batch with all but rows, and how many bytes these may have."""
         patches = self.instrumentation
-        self._events += patches.errors.causes() + self.channel.errors.causes()
+        self.unsent.events += patches.errors.causes() + self.channel.errors.causes()
         batch = wire.RankBatch(
             v=wire.VERSION,
             process_id=self.process_id,
@@ -243,15 +233,11 @@ class RankAgent:
             strategy=patches.strategy,
             group=patches.group,
         )
-        events, room = self._fitting(self._events, _ITEM_BYTES)
-        spans, room = self._fitting(self._spans, room)
-        memory, room = self._fitting(self._memory, room)
-        pieces, room = self._fitting(self._pieces, room)
-        sources, self._memory_from = self._memory_from, {}
-        about = {} if self._seq else self.guard("environment", environment) or {}
-        more = {"events": events, "spans": spans, "memory": memory, "memory_from": sources, "pieces": pieces}
-        more["capture"] = self.captures.status
-        return msgspec.structs.replace(batch, **more, environment=about, errors=self._errors()), room
+        taken, room = self.unsent.take()
+        taken["environment"] = {} if self._seq else self.guard("environment", environment) or {}
+        return msgspec.structs.replace(
+            batch, **taken, capture=self.captures.status, errors=self._errors()
+        ), room
 
     def _errors(self) -> dict[str, int]:
         """
@@ -277,21 +263,6 @@ class RankAgent:
         self.instrumentation.errors.count("memory samples lost with their batch", batch.memory)
         if batch.piece is not None:
             self.captures.lose(batch.piece)
-
-    def _fitting(self, waiting: list[_Item], room: int) -> tuple[list[_Item], int]:
-        """Take what fits into `room` bytes from `waiting`, in order; return it, and the room that is left."""
-        taken: list[_Item] = []
-        while waiting and len(taken) < wire.MAX_ITEMS:
-            size = self.guard("size", functools.partial(wire.size_of, waiting[0]))
-            if size is None or size > _ITEM_BYTES:
-                self.instrumentation.errors.count("event or span too large to send")
-                del waiting[0]
-                continue
-            if size > room:
-                break
-            taken.append(waiting.pop(0))
-            room -= size
-        return taken, room
 
     def _exchange(self) -> None:
         self._take_replies()
@@ -327,7 +298,7 @@ class RankAgent:
         self.guard("flight recorder", functools.partial(self._add_pending, event, opened, command.name))
         if command.name == "where":
             event = msgspec.structs.replace(event, kind="standing", message="")
-        self._events.append(event)
+        self.unsent.events.append(event)
 
     def _is_meant(self, command: wire.Command) -> bool:
         """Return whether a command about a profile is for this rank process."""
@@ -341,15 +312,15 @@ class RankAgent:
     def _collect_pieces(self) -> None:
         """Have the next pieces of a trace sent, as long as rows have room enough beside them."""
         self.captures.turn()
-        room = self._outbox.room // 2 - len(self._pieces) * PIECE_BYTES
-        self._pieces += self.captures.pieces(max(0, room // PIECE_BYTES))
+        room = self._outbox.room // 2 - len(self.unsent.pieces) * PIECE_BYTES
+        self.unsent.pieces += self.captures.pieces(max(0, room // PIECE_BYTES))
 
     def _add_pending(self, event: wire.Event, opened: wire.OpenStage, asked: str) -> None:
         """Add the collective under way to `event`; asked for a dump, also all that torch's recorder has."""
         found = stacks.flight_recorder(opened, str(event.data["dump"]))
         if found is not None:
             event.data.update({name: value for name, value in found.data.items() if name != "by"})
-            self._events.extend([found] if asked == "dump" else [])
+            self.unsent.events.extend([found] if asked == "dump" else [])
 
     def _open_stage(self) -> wire.OpenStage:
         opened = self.recorder.open_stage()
@@ -387,9 +358,9 @@ class RankAgent:
         """Sample memory; where it comes from is sent when that is new, and again now and then."""
         sampler = self._memory_sampler
         before = dict(sampler.sources)
-        self._memory += sampler.sample(time.time_ns(), self.recorder.open_stage().step)
+        self.unsent.memory += sampler.sample(time.time_ns(), self.recorder.open_stage().step)
         if sampler.sources != before or self._memory_samples % _SOURCES_EVERY == 0:
-            self._memory_from = dict(sampler.sources)
+            self.unsent.memory_from = dict(sampler.sources)
         self._memory_samples += 1
 
     def _finish(self) -> None:

@@ -29,9 +29,8 @@ from traceml_ray.monitor.node_sampler import SamplerThread, xid_events
 from traceml_ray.monitor.outbox import Outbox
 from traceml_ray.monitor.rank_connections import RankConnection, RankConnections
 from traceml_ray.monitor.rank_intake import RankIntake
-from traceml_ray.monitor.spooled import spooled
+from traceml_ray.monitor.relay_spool import RelaySpool
 from traceml_ray.settings import Settings
-from traceml_ray.spool import SUFFIX, write_spool
 
 BUSY_S = 0.01
 """How often the loop runs while there is a backlog, or an end to bring about."""
@@ -72,7 +71,8 @@ class RelayCore:
         self._node = node
         self._sampler = sampler
         self._idle_ttl = settings.idle_ttl
-        self._spool = spool
+        self._has_own_folder = spool == path.parent
+        """No launcher ends the run: processes of Ray come and go."""
         self._on_stop = on_stop
         self._clock, self._wall = clock, wall
         self._lock = threading.RLock()
@@ -90,6 +90,7 @@ class RelayCore:
             clock,
         )
         self._connections = RankConnections(path, wire.MAX_BATCH_BYTES, self._packet, self._intake.gone)
+        self._spool = RelaySpool(spool, self._outbox, self._intake, self._errors, self._lock)
         self._link = AggregatorLink(transport, self._outbox, self._errors, self._replied, clock(), wall)
         about: dict[str, wire.Value] = {"pid": os.getpid(), "incarnation": self.incarnation}
         self._intake.events.append(wire.Event("relay_start", time.time_ns(), data=about))
@@ -101,9 +102,6 @@ class RelayCore:
         """The launcher that waits for the end."""
         self._next_sign = 0.0
         self._next_tick = self._next_spool = clock()
-        self._collected: list[Path] = []
-        """Spool files that can go once what was in them is stored."""
-        self._seen: set[Path] = set()
 
     def start(self) -> None:
         """Run in a thread of its own until the relay ends itself or is closed."""
@@ -136,7 +134,8 @@ class RelayCore:
                 self._next_tick = now + (BUSY_S if self._tick(now) else self._link.tick_s)
             if now >= self._next_spool:
                 self._next_spool = now + SPOOL_S
-                self._collect()
+                if self._has_own_folder:
+                    self._spool.collect(self._all_stored)
 
     def _is_idle(self, now: float) -> bool:
         """Whether nothing has come for long, and no watched process that reported still lives."""
@@ -188,7 +187,7 @@ class RelayCore:
         launcher waits for the end. Called from another thread.
         """
         if not self._flush(timeout_s, leaving=True):
-            self.salvage()
+            self._spool.salvage()
         if self._ending is None:
             self.close()
 
@@ -201,7 +200,7 @@ class RelayCore:
             self._closed = True
             remove([self._path])
             self._connections.close()
-            if self._has_own_folder():
+            if self._has_own_folder:
                 private_folders.leave(self._path.parent)  # unless there are rows in it
 
     def _packet(self, peer: RankConnection, data: bytes, cut: bool) -> None:
@@ -293,10 +292,10 @@ class RelayCore:
         commit. Return the files that can go once all is stored. A relay that is `leaving` may be ended
         before, or not be heard in time: what it holds is in files first.
         """
-        files = self._read_spool(set())
+        files = self._spool.read()
         if leaving:
             try:
-                files += self.salvage()
+                files += self._spool.salvage()
             except OSError as error:  # no room: it may be stored all the same
                 self._errors.note("spool", error)
         self._link.hurry = True
@@ -351,51 +350,5 @@ class RelayCore:
                 message = msgspec.structs.replace(message, waited_s=self._clock() - started)
                 asked_at = link.failures if link.finish(message) else None
             yield
-        self.salvage()
+        self._spool.salvage()
         return wire.Finished(wire.VERSION, "failed", "the aggregator did not answer in time")
-
-    # -- spool files -----------------------------------------------------------------------------
-
-    def _has_own_folder(self) -> bool:
-        return self._spool == self._path.parent
-
-    def _collect(self) -> None:
-        """Take what agents left, where no launcher ends the run: processes of Ray come and go."""
-        if not self._has_own_folder():
-            return
-        if self._collected and self._all_stored():
-            remove(self._collected)
-            self._seen.difference_update(self._collected)
-            self._collected = []
-        self._collected += self._read_spool(self._seen)
-
-    def _read_spool(self, seen: set[Path]) -> list[Path]:
-        """Take what agents left in files not `seen`; return the files that can go once it is stored."""
-        read = []
-        for path, batches in spooled(self._spool, self._errors, seen) if self._spool else ():
-            for batch, frame in batches:
-                try:
-                    self._intake.take(batch, frame)
-                except wire.WireError as error:
-                    self._errors.note("spool", error)
-            read.append(path)
-        return read
-
-    def salvage(self) -> list[Path]:
-        """
-        Leave what is not known to be stored in the spool folder; return the files. Any thread may. Raises
-        OSError.
-        """
-        if self._spool is None:
-            return []
-        with self._lock:
-            packets, waiting = self._outbox.salvage()
-        packed = [frame for packet in packets for frame in wire.decode(packet, wire.RelayBatch).batches]
-        frames: dict[str, list[bytes]] = {}
-        for frame in [*packed, *waiting]:
-            frames.setdefault(wire.decode(frame, wire.RankBatch).process_id, []).append(frame)
-        # An agent's own file, which begins later or goes further, sorts after this one.
-        files = {self._spool / f"{process}.0{SUFFIX}": held for process, held in frames.items()}
-        for path, held in files.items():
-            write_spool(path, held)
-        return [*files]

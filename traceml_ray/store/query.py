@@ -5,16 +5,15 @@ A question is a `Request` struct, declared with the type of its answer. `ask` en
 carry them to whoever answers (`reports.answers.Answers`: in the aggregator of a session that runs, or over a
 session's file), and decodes each answer as the type of its request. An array is its bytes, kind and shape.
 
-`Dump`, `Snapshot`, `ReadFile` and `Discard` are commands: only a session that runs takes them. What is asked
-of its aggregator as an actor (who it is, to look for nodes without a relay, to end) are calls of
-`ray.aggregator`.
+Commands are in `store.commands`. What is asked of its aggregator as an actor (who it is, to look for nodes
+without a relay, to end) are calls of `ray.aggregator`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Annotated, Any, Generic, TypeVar, Union, get_args
+from typing import Annotated, Any, Generic, Union, get_args
 
 import msgspec
 import numpy as np
@@ -24,9 +23,16 @@ from traceml_ray.analysis.memory import shapes
 from traceml_ray.codec import UNREADABLE, Count, Int64
 from traceml_ray.errors import sendable
 from traceml_ray.store import profiles
+from traceml_ray.store.commands import Discard as Discard
+from traceml_ray.store.commands import Dump as Dump
+from traceml_ray.store.commands import ReadFile as ReadFile
+from traceml_ray.store.commands import RemoveProfile as RemoveProfile
+from traceml_ray.store.commands import Snapshot as Snapshot
+from traceml_ray.store.commands import StartProfile as StartProfile
 from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.request import A
+from traceml_ray.store.request import Request as Request
 
-A = TypeVar("A", covariant=True)
 _ARRAY = 1
 """The extension of msgpack that an array is."""
 _KINDS = ("<f8", "<f4", "<i8", "|u1")
@@ -36,12 +42,6 @@ _MAX_ERROR = 1000
 
 class QueryError(RuntimeError):
     """There is no answer; the message is for a person."""
-
-
-class Request(
-    msgspec.Struct, Generic[A], frozen=True, tag_field="what", tag=True, forbid_unknown_fields=True
-):
-    """A question, answered with an `A`."""
 
 
 class OfRun(Request[A], Generic[A], frozen=True):
@@ -236,12 +236,6 @@ class ReadBundle(Request[bytes], frozen=True):
     n: Count
 
 
-class Dump(Request[None], frozen=True):
-    """Make a bundle, with the stacks of all ranks; `id` will be in it."""
-
-    id: wire.Name
-
-
 class Profiles(Request[profiles.Profiles], frozen=True):
     """The profiles of the session, and the one that is being made."""
 
@@ -253,37 +247,6 @@ class ReadProfile(Request[bytes], frozen=True):
     name: str
     offset: Count
     n: Count
-
-
-class StartProfile(Request[None], frozen=True):
-    """Have steps profiled, when those asked for before are; `id` will be in the profile."""
-
-    id: wire.Name
-    request: wire.ProfileRequest
-
-
-class RemoveProfile(Request[bool], frozen=True):
-    """Remove a profile; whether there was one of that id."""
-
-    id: str
-
-
-class Snapshot(Request[str], frozen=True):
-    """Make a copy of the session file as it stands, and write the reports of the same; its name."""
-
-
-class ReadFile(Request[bytes], frozen=True):
-    """At most `n` bytes of a copy or of a report, from `offset` on; none beyond its end."""
-
-    name: str
-    offset: Count
-    n: Count
-
-
-class Discard(Request[None], frozen=True):
-    """Remove a copy."""
-
-    name: str
 
 
 class Asked(msgspec.Struct):
