@@ -1,0 +1,71 @@
+"""What travels about profiles: what a person asks for, how far a rank is with it, and its trace in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import msgspec
+
+from traceml_ray.codec import FEW, Count, Int64, Name, Part, Value
+
+MAX_PROFILE_STEPS = 50
+
+
+class ProfileRequest(Part, frozen=True):
+    """Which steps of which ranks a person wants to have profiled."""
+
+    ranks: Annotated[str, msgspec.Meta(max_length=1024)] = "all"
+    """A rank filter: `all`, or `0,4-7`."""
+    steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROFILE_STEPS)] = 3
+    memory: bool = False
+    """With the allocations of each operation,"""
+    stacks: bool = False
+    """where in the code it was called,"""
+    shapes: bool = False
+    """and the shapes of its inputs."""
+    run: str | None = None
+    """Id or name; None: the newest."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, object]) -> ProfileRequest:
+        """Return the request that has these fields. Raises ValueError, which says what is wrong with them."""
+        try:
+            return msgspec.convert([*msgspec.structs.astuple(cls(**values))], cls, strict=False)  # type: ignore[arg-type]
+        except (msgspec.ValidationError, TypeError) as error:
+            raise ValueError(f"{error} (a profile has {', '.join(cls.__struct_fields__)})") from None
+
+    def values(self) -> dict[str, Value]:
+        """Return the fields as the data of an event, of which `of` makes the same."""
+        fields = msgspec.structs.asdict(self).items()
+        return {name: int(value) if isinstance(value, bool) else value for name, value in fields}
+
+
+class Capture(Part, frozen=True):
+    """How far this rank is with the profile that it was asked for; in every batch while there is one."""
+
+    id: Name
+    number: Count
+    """Of the command that it obeys: a profile may be begun anew, see `wire.Command`."""
+    state: Literal["armed", "recording", "sending", "refused", "failed"]
+    """See `store.profiles.State`."""
+    reason: str = ""
+    total_bytes: Count | None = None
+    """Of the trace, once that is made."""
+    steps: Annotated[list[tuple[Int64, Int64, Int64, Int64 | None]], FEW] = []
+    """Of each step that was recorded: number, begin, end, and end of its row, see `store.profiles.ProfileStep`."""
+    start_ns: Count | None = None
+    stop_ns: Count | None = None
+    export_ns: Count | None = None
+    """What it has cost, see `store.profiles.RankProfile`."""
+
+
+class TracePiece(Part, frozen=True):
+    """A part of a rank's trace; pieces overlap where some may have been lost."""
+
+    id: Name
+    """Of the profile,"""
+    number: Count
+    """and of the command, as in `Capture`."""
+    offset: Count
+    data: bytes

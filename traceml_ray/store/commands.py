@@ -1,0 +1,44 @@
+"""What a session is asked to do: only one that runs takes these, its file answers questions (`store.query`)."""
+
+from __future__ import annotations
+
+from traceml_ray import wire
+from traceml_ray.codec import Count
+from traceml_ray.store.request import Request
+
+
+class Dump(Request[None], frozen=True):
+    """Make a bundle, with the stacks of all ranks; `id` will be in it."""
+
+    id: wire.Name
+
+
+class StartProfile(Request[None], frozen=True):
+    """Have steps profiled, when those asked for before are; `id` will be in the profile."""
+
+    id: wire.Name
+    request: wire.ProfileRequest
+
+
+class RemoveProfile(Request[bool], frozen=True):
+    """Remove a profile; whether there was one of that id."""
+
+    id: str
+
+
+class Snapshot(Request[str], frozen=True):
+    """Make a copy of the session file as it stands, and write the reports of the same; its name."""
+
+
+class ReadFile(Request[bytes], frozen=True):
+    """At most `n` bytes of a copy or of a report, from `offset` on; none beyond its end."""
+
+    name: str
+    offset: Count
+    n: Count
+
+
+class Discard(Request[None], frozen=True):
+    """Remove a copy."""
+
+    name: str
