@@ -53,7 +53,7 @@ class Capture(Part, frozen=True):
     total_bytes: Count | None = None
     """Of the trace, once that is made."""
     steps: Annotated[list[tuple[Int64, Int64, Int64, Int64 | None]], FEW] = []
-    """Of each step that was recorded: number, begin, end, and end of its row, see `store.profiles.ProfileStep`."""
+    """Of each step that was recorded: number, begin, end, end of its row: `store.profiles.ProfileStep`."""
     start_ns: Count | None = None
     stop_ns: Count | None = None
     export_ns: Count | None = None

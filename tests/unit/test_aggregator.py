@@ -22,7 +22,7 @@ from sessions import SECOND, Clock, Rank, Relay, actor_of, aggregation, ask, che
 from snapshot import Snapshot
 
 from traceml_ray import wire
-from traceml_ray.monitor import aggregator as core
+from traceml_ray.monitor import relay_intake, relay_pace
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.live_verdict import MAX_UNKNOWN, _Known
 from traceml_ray.monitor.offline import finish_offline
@@ -595,7 +595,7 @@ def test_actor_ends_itself_though_ray_does_not_answer(
 def test_rank_processes_beyond_the_limit_are_refused_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core, "MAX_PROCESSES", 2)
+    monkeypatch.setattr(relay_intake, "MAX_PROCESSES", 2)
     aggregator, relay, ranks = aggregation(tmp_path), Relay(), [Rank(number, 3) for number in range(3)]
     aggregator.ingest(relay.message(*(rank.batch(3) for rank in ranks)))
     aggregator.ingest(relay.message(ranks[0].batch(3), lost=[ranks[2].process_id], dropped={"x": 5}))
@@ -678,7 +678,7 @@ OPERATIONS = ["rows", "open", "final", "restart", "unknown", "node", "lost", "en
 def test_aggregator_of_many_nodes_judges_once_all_with_ranks_have_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core, "MANY_NODES", 1)
+    monkeypatch.setattr(relay_pace, "MANY_NODES", 1)
     clock = Clock()
     aggregator = aggregation(tmp_path, clock)
     relays, ranks = [Relay(0), Relay(1), Relay(2)], [Rank(0), Rank(1)]
@@ -688,7 +688,7 @@ def test_aggregator_of_many_nodes_judges_once_all_with_ranks_have_reported(
         for number in numbers:
             aggregator.ingest(relays[number].message(ranks[number].batch(5)))
             aggregator.ingest(relays[2].message())  # a node without ranks
-            complete.append(aggregator.round_is_complete)
+            complete.append(aggregator.pace.round_is_complete)
         aggregator.commit()
         aggregator.judge()
         clock.tick()
@@ -696,7 +696,7 @@ def test_aggregator_of_many_nodes_judges_once_all_with_ranks_have_reported(
 
     round_of(0, 1)
     aggregator.ingest(relays[2].message())
-    assert not aggregator.round_is_complete
+    assert not aggregator.pace.round_is_complete
     assert round_of(0, 1) == [False, True]
     assert [round_of(0) for _ in range(4)] == [[False]] * 3 + [[True]], "a silent node is not waited for"
     assert round_of(1, 0) == [False, True]

@@ -32,9 +32,8 @@ from traceml_ray import wire
 from traceml_ray.agent.channel import SocketChannel
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.identity import RankIdentity
-from traceml_ray.monitor import aggregator as aggregator_core
 from traceml_ray.monitor import rank_connections as peers
-from traceml_ray.monitor import rank_intake
+from traceml_ray.monitor import rank_intake, relay_pace
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.aggregator_link import LISTEN_S, LOOK_S, RESEND_S
 from traceml_ray.monitor.finish import ASK_S, LATE_S, LAUNCHER_S, OTHERS_S, SIGN_S, WORD_S
@@ -420,7 +419,7 @@ def test_failed_call_is_repeated_as_soon_as_there_is_an_aggregator(bench: Bench)
 def test_relay_of_many_nodes_sends_once_all_its_ranks_have_reported(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aggregator_core, "MANY_NODES", 0)
+    monkeypatch.setattr(relay_pace, "MANY_NODES", 0)
     for seq in range(2):
         for name in "ab":
             bench.relay.take(rank_batch(name, seq))

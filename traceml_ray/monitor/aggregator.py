@@ -12,36 +12,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from traceml_ray import wire
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.errors import Errors
-from traceml_ray.identity import RankIdentity
-from traceml_ray.monitor.attempts import Restarts
 from traceml_ray.monitor.bundling import Bundling
 from traceml_ray.monitor.ending import Endings
-from traceml_ray.monitor.finish import QUIET_S, failed
+from traceml_ray.monitor.finish import failed
 from traceml_ray.monitor.live_memory import LiveMemory
 from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.live_verdict import LiveJudge
-from traceml_ray.monitor.node_clocks import NodeClocks
 from traceml_ray.monitor.profiling import Profiling
 from traceml_ray.monitor.queries import LiveAnswers
-from traceml_ray.monitor.rank_numbering import Groups
+from traceml_ray.monitor.relay_intake import RelayIntake
+from traceml_ray.monitor.relay_pace import RelayPace
 from traceml_ray.monitor.spooled import spooled
 from traceml_ray.session import SessionFolder
 from traceml_ray.settings import Settings
 from traceml_ray.store.nodes import process_labels
-from traceml_ray.store.rank_processes import NUMBERED, RankProcess, shown
+from traceml_ray.store.rank_processes import shown
 from traceml_ray.store.recent import Recent
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
-
-MAX_PROCESSES = 1 << 17
-"""Processes of one session; what more of them send is counted, not taken."""
-MANY_NODES, MANY_NODES_TICK_S = 64, 1.0
-"""Relays of more nodes send less often: each call costs the aggregator some 0.3 ms of CPU time."""
 
 
 class AggregatorCore:
@@ -75,31 +66,25 @@ class AggregatorCore:
         self._writer = SessionWriter(
             self.folder.sqlite, max_bytes=settings.session_bytes, thresholds=settings.thresholds
         )
-        self._clocks = NodeClocks(self._writer)
-        self._recent = Recent()
+        recent = Recent()
         self.errors = Errors(self._writer.meta.get("errors"), debug=settings.debug)
         self._steps = LiveSteps(
             settings.thresholds, lambda run: SessionFile(self._writer.path, run=run), self.errors
         )
-        self._memory = LiveMemory(self._writer.lock, lambda: ticks() / 1e9)
+        memory = LiveMemory(self._writer.lock, lambda: ticks() / 1e9)
         self._bundling = Bundling(settings, self._writer, self.errors, clock, ticks, self.commit)
         self._judge = LiveJudge(
-            self._writer, self._recent, self._steps, self._memory, settings, clock, self.errors,
+            self._writer, recent, self._steps, memory, settings, clock, self.errors,
             self._bundling,
         )  # fmt: skip
         self._profiling = Profiling(
-            settings,
-            self._writer,
-            self.errors,
-            clock,
-            ticks,
-            self._judge.running,
-            self._judge.peer,
+            settings, self._writer, self.errors, clock, ticks, self._judge.running, self._judge.peer,
             self.commit,
-        )
-        self._refused: dict[str, int] = {}
-        processes = self._writer.processes.values()
-        self._groups, self._restarts = Groups(processes), Restarts(processes)
+        )  # fmt: skip
+        self._intake = RelayIntake(
+            self._writer, recent, self._steps, memory, self._judge, self._bundling, self._profiling, clock,
+            self.errors,
+        )  # fmt: skip
         self._answers = LiveAnswers(
             settings.thresholds, self._writer, self._judge, self._steps, self.errors,
             flush=flush, commit=self.commit, used=self._be_busy, request=self._bundling.requested,
@@ -107,13 +92,9 @@ class AggregatorCore:
         )  # fmt: skip
         self.endings = Endings(
             self.folder, settings, self._writer, self.errors, self._bundling, self._profiling, clock, ticks,
-            self._resize_groups, self._let_go,
+            self._intake.resize_groups, self._let_go,
         )  # fmt: skip
-        self._tick_s = wire.TICK_S
-        self._rows_at: dict[str, int] = {}
-        """When ranks of a node reported last, in `ticks`; only of those that still do."""
-        self._reported: set[str] = set()
-        """Nodes whose ranks have reported since the last judgement."""
+        self.pace = RelayPace(ticks)
         self._busy_ns = ticks()
         start = {"session": self.folder.name, "started_at": clock(), "status": "running", **info}
         start["settings"] = settings.changed()
@@ -136,13 +117,12 @@ class AggregatorCore:
         try:
             batch = wire.decode(data, wire.RelayBatch)
             incarnation = batch.incarnation
-            inner = [self._decode(part, batch.node.hostname) for part in batch.batches]
+            inner = self._intake.decode(batch)
             with self._writer.lock:
-                if inner:
-                    self._busy_ns = self._rows_at[batch.node.node_id] = self._ticks()
-                    self._reported.add(batch.node.node_id)
-                if self._is_next(incarnation, batch.seq):
-                    self._take(batch, [part for part in inner if part is not None], now)
+                if batch.batches:
+                    self._be_busy()
+                    self.pace.reported(batch.node.node_id)
+                self._intake.take(batch, inner, now)
         except wire.WireError as error:
             self.errors.note("ingest", error)
         except Exception as error:
@@ -150,18 +130,15 @@ class AggregatorCore:
         stored = self._writer.committed.get(incarnation, 0)
         commands, brief = self._judge.commands + self._profiling.commands, self._judge.brief
         return wire.encode(
-            wire.RelayReply(wire.VERSION, stored, commands, brief, self._tick_s, self._clock())
+            wire.RelayReply(wire.VERSION, stored, commands, brief, self.pace.tick_s, self._clock())
         )
 
     def commit(self) -> bool:
         """Write what is pending; False (and counted) when the disk refuses, then it stays pending."""
         try:
             with self._writer.lock:
-                self._resize_groups()
-                living = sum(node.lost_ns is None for node in self._writer.nodes.values())
-                self._tick_s = wire.TICK_S if living <= MANY_NODES else MANY_NODES_TICK_S
-                since = self._ticks() - int(QUIET_S * 1e9)
-                self._rows_at = {node: at for node, at in self._rows_at.items() if at > since}
+                self._intake.resize_groups()
+                self.pace.adapt(sum(node.lost_ns is None for node in self._writer.nodes.values()))
                 for what, n in self._writer.lost.items():
                     self.errors.count(what, n)
                 self._writer.lost.clear()
@@ -178,19 +155,9 @@ class AggregatorCore:
             self.errors.note("fold", error)
         return True
 
-    @property
-    def many_nodes(self) -> bool:
-        """Whether relays send less often, all at the same times."""
-        return self._tick_s > wire.TICK_S
-
-    @property
-    def round_is_complete(self) -> bool:
-        """Whether ranks of each of many nodes have reported since the last judgement: the next may come."""
-        return self.many_nodes and 0 < len(self._rows_at) <= len(self._reported)
-
     def judge(self) -> None:
         """Judge the last steps of every run that goes on; write the bundle that is due; go on profiling."""
-        self._reported.clear()
+        self.pace.begin_round()
         try:
             self._judge.judge()
         except Exception as error:
@@ -254,7 +221,7 @@ class AggregatorCore:
         for path, batches in spooled(folder, self.errors, set()):
             with self._writer.lock:
                 for batch, _ in batches:
-                    self._take_rank(batch, None)
+                    self._intake.take_rank(batch, None)
             read.append(path)
         return read
 
@@ -280,124 +247,13 @@ class AggregatorCore:
         self._answers.close()
         self._answers.snapshots.remove()
 
-    def _decode(self, data: bytes, hostname: str) -> wire.RankBatch | None:
-        try:
-            return wire.decode(data, wire.RankBatch)
-        except wire.WireError as error:
-            self.errors.note("rank batch", error, hostname)
-            return None
-
-    def _is_next(self, incarnation: str, seq: int) -> bool:
-        """Whether this message is the next of its relay; a gap is let pass when it comes a second time."""
-        due = self._writer.taken.get(incarnation, 0) + 1
-        if seq > due and self._refused.get(incarnation) != seq:
-            self._refused.setdefault(incarnation, seq)
-            return False
-        if seq >= due:
-            self._refused.pop(incarnation, None)
-        return seq >= due
-
-    def _take(self, batch: wire.RelayBatch, inner: list[wire.RankBatch], now: int) -> None:
-        writer, node_id = self._writer, batch.node.node_id
-        writer.take(batch, now)
-        self._clocks.take(batch, now)
-        for part in inner:
-            self._take_rank(part, node_id)
-        for name, rows in batch.dropped.items():
-            if (process := self._process(name, now)) is None:
-                continue
-            before = process.dropped_by_relay.get(batch.incarnation, 0)
-            process.dropped_by_relay[batch.incarnation] = max(rows, before)
-            process.produced = max(process.produced, rows)
-        for name in batch.lost:
-            if (process := self._process(name, now)) is not None:
-                process.lost = not process.final
-        for event in batch.events:
-            process = writer.processes.get(str(event.data.get("process_id")))
-            self._add_event(self._clocks.on_ours(event, node_id), process, node_id)
-        if batch.sample is not None:
-            self._recent.add_sample(node_id, batch.sample)
-
-    def _take_rank(self, batch: wire.RankBatch, node_id: str | None) -> None:
-        now, writer = self._clock(), self._writer
-        process = writer.processes.get(batch.process_id) or self._process(batch.process_id, now)
-        if process is None or batch.seq <= process.last_batch:
-            return
-        before = process.identity
-        if batch.identity is not None:
-            self._identify(process, batch.identity, node_id)
-        self._take_rows(process, batch, now)
-        if process.absorb(batch, now) or process.identity is not before:
-            writer.process(batch.process_id, now)
-        else:
-            writer.progressed(process)
-        restart = self._restarts.check(process)
-        if restart is not None and process.identity is not None:
-            writer.add_event(restart, run=process.identity.job_id)
-        if batch.process is not None:
-            writer.add_process(process, batch.process)
-        for sample in batch.memory:
-            writer.add_memory(process, sample)
-            self._memory.add(process.id, sample)
-        for span in batch.spans:
-            writer.add_span(process, span)
-            self._recent.add_span(process.id, span)
-            self._memory.add_span(process.id, span)
-        for event in batch.events:
-            self._add_event(self._clocks.on_ours(event, node_id), process, node_id)
-        self._profiling.take_batch(process, batch)
-
-    def _process(self, name: str, now: int) -> RankProcess | None:
-        """Return the rank process of that name, made when it is new; None when there are too many."""
-        if name not in self._writer.processes and len(self._writer.processes) >= MAX_PROCESSES:
-            self.errors.count("too_many_processes")
-            return None
-        return self._writer.process(name, now)
-
-    def _add_event(self, event: wire.Event, process: RankProcess | None, node_id: str | None) -> None:
-        if event.kind != "standing":  # of use for the judge only
-            self._writer.add_event(event, process, node_id)
-        self._bundling.take(event, process)
-        self._profiling.take(event)
-        if process is not None:
-            self._judge.note({"process": process.id, **msgspec.structs.asdict(event)})
-
-    def _take_rows(self, process: RankProcess, batch: wire.RankBatch, now: int) -> None:
-        """Add the rows that are new: an agent sends what its relay may have lost a second time."""
-        n = len(batch.flags)
-        skip = max(0, process.next_row - batch.first_row)
-        if skip >= n:
-            return
-        columns = batch.columns(skip)
-        self._writer.add_rows(process, batch.first_row + skip, *columns)
-        self._steps.append(process.id, columns)
-        process.next_row = batch.first_row + n
-        process.last_key = int.from_bytes(batch.keys[-8:], "little", signed=True)
-        process.last_rows_ns = now
-
-    def _identify(self, process: RankProcess, identity: RankIdentity, node_id: str | None) -> None:
-        """Note which rank a process is, on which node; processes of Ray without a rank are numbered."""
-        before = process.identity
-        if identity.node_id is None:
-            known = node_id or (before.node_id if before else None)
-            identity = msgspec.structs.replace(identity, node_id=known)
-        if identity.source == NUMBERED:
-            identity = self._groups.number(process, identity)
-        if identity != before:
-            process.identity = identity
-
-    def _resize_groups(self) -> None:
-        """Bring the sizes that numbered processes were given up to date."""
-        for process, identity in self._groups.grown():
-            self._writer.process(process.process_id, 0).identity = identity
-
     def _lose_node(self, node_id: str, message: str, now: int) -> None:
         self._writer.add_event(wire.Event("node_lost", now, message=message), node_id=node_id)
         for name, process in self._writer.processes.items():
             if process.identity and process.identity.node_id == node_id and not process.ended:
                 self._writer.process(name, now).lost = True
                 event = wire.Event("rank_lost", now, message="its node was lost", data={"process_id": name})
-                self._add_event(event, process, node_id)
+                self._intake.add_event(event, process, node_id)
 
     def _reload(self) -> None:
         """After a restart: bring back the last rows, so that the verdicts go on at once."""

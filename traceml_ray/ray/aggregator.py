@@ -96,12 +96,12 @@ class Aggregator:
                 self._core.endings.write_due()
                 if self._core.endings.left_behind:
                     self._stay_alone()
-                if (now >= judge_at or self._core.round_is_complete) and not self._is_over():
+                if (now >= judge_at or self._core.pace.round_is_complete) and not self._is_over():
                     now = time.monotonic()
                     self._core.judge()
                     took = time.monotonic() - now
                     pause = min(COMMIT_S, max(JUDGE_S, took / JUDGE_SHARE))
-                    judge_at = now + (1.5 * COMMIT_S if self._core.many_nodes else pause)
+                    judge_at = now + (1.5 * COMMIT_S if self._core.pace.many_nodes else pause)
             except Exception as error:  # without this thread nothing would be stored any more
                 self._core.errors.note("beat", error)
             self._wake.wait(0 if self._is_over() else max(0, min(commit_at, judge_at) - time.monotonic()))
@@ -156,7 +156,7 @@ class Aggregator:
     def ingest(self, data: bytes, commit: bool = False) -> bytes:
         """Take a RelayBatch and return RelayReply; with `commit`, it is on disk before that."""
         reply = self._core.ingest(data)
-        if self._core.round_is_complete:
+        if self._core.pace.round_is_complete:
             self._wake.set()
         if commit and self._core.commit():
             reply = self._core.ingest(data)  # already taken: only answers what is stored

@@ -1,4 +1,4 @@
-"""What a session is asked to do: only one that runs takes these, its file answers questions (`store.query`)."""
+"""What a session can be asked to do, while it runs; questions, which its file answers too, are in `query`."""
 
 from __future__ import annotations
 
