@@ -24,7 +24,7 @@ from snapshot import Snapshot
 from traceml_ray import wire
 from traceml_ray.monitor import relay_intake, relay_pace
 from traceml_ray.monitor.aggregator import AggregatorCore
-from traceml_ray.monitor.live_verdict import MAX_UNKNOWN, _Known
+from traceml_ray.monitor.live_runs import MAX_UNKNOWN, LiveRanks
 from traceml_ray.monitor.offline import finish_offline
 from traceml_ray.ray import aggregator as actor
 from traceml_ray.settings import Settings
@@ -709,7 +709,7 @@ def test_judge_knows_the_ranks_as_if_it_learned_them_anew(operations: list[tuple
     """It learns them again only when something has changed that matters for them."""
     with tempfile.TemporaryDirectory() as folder:
         aggregator, relay = aggregation(Path(folder)), Relay()
-        judge = aggregator._judge
+        runs = aggregator._judge.live_runs
         ranks = {number: Rank(number, 4 + number) for number in range(4)}
         for operation, number in operations:
             rank = ranks[number]
@@ -726,11 +726,11 @@ def test_judge_knows_the_ranks_as_if_it_learned_them_anew(operations: list[tuple
                 fields = special.get(operation, {})
                 aggregator.ingest(relay.message(rank.batch(int(operation == "rows"), **fields)))
             aggregator.judge()
-            known, judge._known = judge._known, _Known()
+            known, runs.known = runs.known, LiveRanks()
             with aggregator._writer.lock:
-                anew = judge._learn()
+                anew = runs.learn()
             assert dataclasses.replace(known, epoch=anew.epoch) == anew
             for run, own in anew.ranks.items():
                 assert aggregator._steps._runs[run].world == world_size(own, None)
-            judge._known = known
+            runs.known = known
         aggregator.close()

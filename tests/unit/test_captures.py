@@ -14,7 +14,8 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.errors import Errors
 from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor import captures
-from traceml_ray.monitor.captures import Captures, RunNow, Wanted
+from traceml_ray.monitor.captures import Captures, Wanted
+from traceml_ray.monitor.live_runs import RunNow
 from traceml_ray.stages import SEGMENT_BITS
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import Profile

@@ -259,7 +259,7 @@ class AggregatorCore:
         """After a restart: bring back the last rows, so that the verdicts go on at once."""
         with self._writer.reader() as reader:
             self.endings.events.update(reader.run_events())
-            for run, processes in self._judge.live_runs().items():
+            for run, processes in self._judge.live_runs.processes().items():
                 reader.run = run
                 self._judge.resume(run, reader, {process.id for process in processes})
                 labels = process_labels(self._writer.nodes.values(), self._writer.processes.values())

@@ -11,13 +11,13 @@ import itertools
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from traceml_ray import __version__, text, wire
-from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.errors import Errors
+from traceml_ray.monitor.live_runs import RunNow
 from traceml_ray.rank_filter import RankFilterError, rank_filter
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.store import profiles
@@ -41,33 +41,6 @@ AGAIN = 3
 MAX_WAITING = 8
 """Captures that wait for the one before."""
 _LATE = "was over when the request came"
-
-
-@dataclass(frozen=True)
-class RunNow:
-    """A run that goes on."""
-
-    run: str
-    name: str
-    ranks: Mapping[int, RankProcess]
-    labels: Mapping[int, str]
-    """Of the rank processes' nodes."""
-    clocks: Mapping[str, tuple[int, int]]
-    """Offset and bound of each node's clock, ns, by its id."""
-    verdict: Verdict | None = None
-    """As it stands."""
-
-    @property
-    def step_s(self) -> float | None:
-        """How long a step takes, about; None: not known."""
-        if self.verdict is not None and self.verdict.mean_step_ms:
-            return self.verdict.mean_step_ms / 1e3
-        took = [
-            (process.last_rows_ns - process.first_seen_ns) / 1e9 / process.last_step
-            for process in self.ranks.values()
-            if process.last_rows_ns is not None and process.last_step
-        ]
-        return min(took, default=0.0) or None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,11 +23,11 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.errors import Errors
 from traceml_ray.monitor.bundling import Bundling
-from traceml_ray.monitor.captures import RunNow
 from traceml_ray.monitor.hang_watch import HangWatch
 from traceml_ray.monitor.incidents import asked_for_bundle
 from traceml_ray.monitor.kept_judging import KeptJudging
 from traceml_ray.monitor.live_memory import LiveMemory, Ranks
+from traceml_ray.monitor.live_runs import MAX_LIVE, LiveRanks, LiveRuns, RunNow
 from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.monitor.memory_events import KIND as MEMORY_EVENT
 from traceml_ray.monitor.memory_events import MemoryEvents
@@ -36,23 +36,18 @@ from traceml_ray.reports.deaths import FATAL, culprits, deaths, headline
 from traceml_ray.reports.device_clock import with_advice
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.settings import Settings
-from traceml_ray.store.nodes import process_labels
-from traceml_ray.store.rank_processes import RankProcess, generations, standing, trained
+from traceml_ray.store.rank_processes import RankProcess, generations
 from traceml_ray.store.recent import Recent
-from traceml_ray.store.runs import by_run, newest, run_names
+from traceml_ray.store.runs import newest
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
 
-MAX_LIVE = 16
-"""Runs judged at the same time, the newest; no rows of other runs are kept in memory."""
 MAX_WINDOWS = 32
 """Windows judged at a time: all new ones, where steps are short; fewer where there are many ranks."""
 MAX_ROWS = 100_000
 """Rows in the windows before the newest."""
 MAX_EPISODES = 50
 """Episodes of a run in an answer."""
-MAX_UNKNOWN = 256
-"""Rank processes of unknown rank, the newest, whose rows are kept in memory."""
 MAX_RESUMED = 200_000
 """Samples of memory that are read of a run after a restart."""
 MAX_FATAL = 4
@@ -92,7 +87,7 @@ class LiveJudge:
         self._limits = self.settings.thresholds
         self.tail = self._limits.window_steps + MAX_WINDOWS * self._limits.stride_steps
         """Steps of each rank that are judged at a time, where there are few ranks."""
-        self._known = _Known()
+        self.live_runs = LiveRuns(self.writer, self.recent)
         self._runs: dict[str, _LiveRun] = {}
         self._kept = KeptJudging(self.writer, self.settings, self.clock, self.errors)
         self._fatal: list[dict[str, Any]] = []
@@ -145,7 +140,7 @@ class LiveJudge:
         except Exception as error:
             self.errors.swallow("memory", error)
 
-    def _forget_deaths(self, known: _Known) -> None:
+    def _forget_deaths(self, known: LiveRanks) -> None:
         """Keep events on deaths in the last generation of each run, and of processes of unknown rank."""
         if not self._fatal_seen:
             return
@@ -155,33 +150,10 @@ class LiveJudge:
         self._fatal = [event for event in self._fatal if event["process"] in last]
         self._fatal_seen = Counter({who: n for who, n in self._fatal_seen.items() if who[0] in last})
 
-    def live_runs(self) -> dict[str, list[RankProcess]]:
-        """Return the rank processes of the runs that are judged. Called with the writer's lock."""
-        facts = self.writer.meta.get("runs", {})
-        runs = by_run(self.writer.processes.values())
-        going = [run for run in runs if "ended_at" not in facts.get(run, {})]
-        return {run: runs[run] for run in going[-MAX_LIVE:]}
-
-    def _learn(self) -> _Known:
-        """Return which processes are the ranks of the live runs. Called with the writer's lock."""
-        writer = self.writer
-        if self._known.epoch == writer.epoch:
-            return self._known
-        runs, processes = self.live_runs(), writer.processes.values()
-        unknown = [process.id for process in processes if process.identity is None][-MAX_UNKNOWN:]
-        last = {run: trained(own) for run, own in runs.items()}
-        ranks = {run: standing(together) for run, (together, _) in last.items()}
-        kept = {process.id for own in ranks.values() for process in own.values()}.union(unknown)
-        self.recent.keep(kept)
-        # Where a rank has had several processes, time alone may decide which of them is the one.
-        epoch = writer.epoch if len(kept) == sum(map(len, runs.values())) + len(unknown) else -1
-        which = {run: of for run, (_, of) in last.items()}
-        return _Known(epoch, runs, ranks, which, process_labels(writer.nodes.values(), processes), unknown)
-
-    def feed(self) -> _Known:
+    def feed(self) -> LiveRanks:
         """Put the rows that have arrived into the histories of the live runs. An error is counted."""
         with self.writer.lock:
-            known = self._known = self._learn()
+            known = self.live_runs.learn()
             self._forget_deaths(known)
             arrived = self.steps.drain()
         try:
@@ -210,7 +182,7 @@ class LiveJudge:
             del self._runs[next(iter(self._runs))]
         self._memory_events = {run: own for run, own in self._memory_events.items() if run in known.runs}
 
-    def _judge(self, run: str, known: _Known) -> None:
+    def _judge(self, run: str, known: LiveRanks) -> None:
         processes, ranks, which, labels = known.runs[run], known.ranks[run], known.which[run], known.labels
         limits, own = self._limits, self.steps.of(run)
         assert own is not None
@@ -257,7 +229,7 @@ class LiveJudge:
         verdict = with_advice(state.evidence.add(verdict, ranks, labels), ranks.values())
         self._keep(run, verdict, store=verdict.window_steps >= limits.first_window_steps)
 
-    def _judge_memory(self, known: _Known) -> None:
+    def _judge_memory(self, known: LiveRanks) -> None:
         """Judge the memory of some ranks; what needs action is an event."""
         for run in self.memory.judge({run: self._ranks_of(run, known) for run in known.runs}):
             found = self.memory.of(run)
@@ -270,41 +242,26 @@ class LiveJudge:
     def memory_now(self, run: str | None) -> Memory | None:
         """Return what is found about the memory of a live run (None: the newest), see `LiveMemory.fresh`."""
         run = run or self.newest() or ""
-        known = self._known
+        known = self.live_runs.known
         return self.memory.fresh(run, self._ranks_of(run, known)) if run in known.runs else None
 
     def running(self) -> list[RunNow]:
-        """Return the runs that are judged, the newest last, with the processes that stand for their ranks."""
-        known, clocks = self._known, self._clocks()
-        names = run_names([], self.writer.meta)
-        return [
-            RunNow(run, names.get(run, run), ranks, known.labels, clocks, self.verdict(run))
-            for run, ranks in known.ranks.items()
-            if ranks
-        ]
+        """Return the runs that are judged, the newest last, as they are profiled."""
+        return self.live_runs.running(self.verdict)
 
     def peer(self, run: str, verdict: Verdict) -> int | None:
         """Return the rank that those of a verdict on a run are compared with: the median of the others."""
-        own, ranks = self.steps.of(run), sorted(self._known.ranks.get(run, {}))
+        own, ranks = self.steps.of(run), sorted(self.live_runs.known.ranks.get(run, {}))
         if own is None:
             return None
         with self.steps.lock:
             window = own.history.window(ranks, len(ranks), (), self._limits.window_steps)
         return median_rank(window, verdict.ranks, verdict.stage)
 
-    def _ranks_of(self, run: str, known: _Known) -> Ranks:
+    def _ranks_of(self, run: str, known: LiveRanks) -> Ranks:
         own = self.steps.of(run)
         processes = {process.id: process for process in known.runs[run]}
-        return Ranks(processes, known.labels, own.world if own is not None else None, self._clocks())
-
-    def _clocks(self) -> dict[str, tuple[int, int]]:
-        """Return offset and bound of each node's clock that are known."""
-        with self.writer.lock:
-            return {
-                name: (node.clock_offset_ns, node.clock_bound_ns)
-                for name, node in self.writer.nodes.items()
-                if node.clock_offset_ns is not None and node.clock_bound_ns is not None
-            }
+        return Ranks(processes, known.labels, own.world if own is not None else None, self.live_runs.clocks())
 
     def _begin_generation(self, run: str, state: _LiveRun, which: tuple[int, int]) -> None:
         """From here on judge the processes of another attempt, or restart, with the run's baseline."""
@@ -345,22 +302,6 @@ class LiveJudge:
         sure = memory if verdict.label in DEATHS else events.lasting(memory)
         with_memory = words.with_memory(verdict, sure)
         return with_memory, with_memory is not verdict
-
-
-@dataclass(frozen=True)
-class _Known:
-    """Which processes are the ranks of the live runs."""
-
-    epoch: int = -1
-    """As of that change, see `SessionWriter.epoch`; -1: to be found anew each time."""
-    runs: dict[str, list[RankProcess]] = field(default_factory=dict)
-    ranks: dict[str, dict[int, RankProcess]] = field(default_factory=dict)
-    which: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """The generation of `ranks`, see `rank_processes.trained`."""
-    labels: dict[int, str] = field(default_factory=dict)
-    """Of the rank processes' nodes."""
-    unknown: list[int] = field(default_factory=list)
-    """Rank processes of unknown rank, the newest."""
 
 
 class _LiveRun:

@@ -16,7 +16,8 @@ from traceml_ray import text, wire
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.errors import Errors
 from traceml_ray.monitor.auto_profile import AutoProfile
-from traceml_ray.monitor.captures import Captures, RunNow, Wanted
+from traceml_ray.monitor.captures import Captures, Wanted
+from traceml_ray.monitor.live_runs import RunNow
 from traceml_ray.settings import Settings
 from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 from traceml_ray.store import profiles

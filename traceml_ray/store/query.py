@@ -30,7 +30,7 @@ from traceml_ray.store.commands import RemoveProfile as RemoveProfile
 from traceml_ray.store.commands import Snapshot as Snapshot
 from traceml_ray.store.commands import StartProfile as StartProfile
 from traceml_ray.store.rank_processes import RankProcess
-from traceml_ray.store.request import A
+from traceml_ray.store.request import A as A
 from traceml_ray.store.request import Request as Request
 
 _ARRAY = 1

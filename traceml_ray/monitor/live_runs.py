@@ -1,0 +1,122 @@
+"""The runs of a session that go on: which processes are their ranks, and on whose clock each of these is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.store.nodes import process_labels
+from traceml_ray.store.rank_processes import RankProcess, standing, trained
+from traceml_ray.store.recent import Recent
+from traceml_ray.store.runs import by_run, run_names
+from traceml_ray.store.writer import SessionWriter
+
+MAX_LIVE = 16
+"""Runs judged at the same time, the newest; no rows of other runs are kept in memory."""
+MAX_UNKNOWN = 256
+"""Rank processes of unknown rank, the newest, whose rows are kept in memory."""
+
+
+@dataclass(frozen=True)
+class LiveRanks:
+    """Which processes are the ranks of the live runs."""
+
+    epoch: int = -1
+    """As of that change, see `SessionWriter.epoch`; -1: to be found anew each time."""
+    runs: dict[str, list[RankProcess]] = field(default_factory=dict)
+    ranks: dict[str, dict[int, RankProcess]] = field(default_factory=dict)
+    which: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """The generation of `ranks`, see `rank_processes.trained`."""
+    labels: dict[int, str] = field(default_factory=dict)
+    """Of the rank processes' nodes."""
+    unknown: list[int] = field(default_factory=list)
+    """Rank processes of unknown rank, the newest."""
+
+
+@dataclass(frozen=True)
+class RunNow:
+    """A run that goes on, as it is profiled."""
+
+    run: str
+    name: str
+    ranks: Mapping[int, RankProcess]
+    labels: Mapping[int, str]
+    """Of the rank processes' nodes."""
+    clocks: Mapping[str, tuple[int, int]]
+    """Offset and bound of each node's clock, ns, by its id."""
+    verdict: Verdict | None = None
+    """As it stands."""
+
+    @property
+    def step_s(self) -> float | None:
+        """How long a step takes, about; None: not known."""
+        if self.verdict is not None and self.verdict.mean_step_ms:
+            return self.verdict.mean_step_ms / 1e3
+        took = [
+            (process.last_rows_ns - process.first_seen_ns) / 1e9 / process.last_step
+            for process in self.ranks.values()
+            if process.last_rows_ns is not None and process.last_step
+        ]
+        return min(took, default=0.0) or None
+
+
+@dataclass(eq=False)
+class LiveRuns:
+    """
+    Args:
+        writer: of the session; its lock is held briefly.
+        recent: keeps what belongs to the ranks of these runs, and nothing else.
+    """
+
+    writer: SessionWriter
+    recent: Recent
+
+    def __post_init__(self) -> None:
+        self.known = LiveRanks()
+        """As it was learned last."""
+
+    def processes(self) -> dict[str, list[RankProcess]]:
+        """Return the rank processes of the runs that are judged. Called with the writer's lock."""
+        facts = self.writer.meta.get("runs", {})
+        runs = by_run(self.writer.processes.values())
+        going = [run for run in runs if "ended_at" not in facts.get(run, {})]
+        return {run: runs[run] for run in going[-MAX_LIVE:]}
+
+    def learn(self) -> LiveRanks:
+        """Return which processes are the ranks of the live runs. Called with the writer's lock."""
+        if self.known.epoch != self.writer.epoch:
+            self.known = self._learn()
+        return self.known
+
+    def _learn(self) -> LiveRanks:
+        writer = self.writer
+        runs, processes = self.processes(), writer.processes.values()
+        unknown = [process.id for process in processes if process.identity is None][-MAX_UNKNOWN:]
+        last = {run: trained(own) for run, own in runs.items()}
+        ranks = {run: standing(together) for run, (together, _) in last.items()}
+        kept = {process.id for own in ranks.values() for process in own.values()}.union(unknown)
+        self.recent.keep(kept)
+        # Where a rank has had several processes, time alone may decide which of them is the one.
+        epoch = writer.epoch if len(kept) == sum(map(len, runs.values())) + len(unknown) else -1
+        which = {run: of for run, (_, of) in last.items()}
+        return LiveRanks(epoch, runs, ranks, which, process_labels(writer.nodes.values(), processes), unknown)
+
+    def running(self, verdict: Callable[[str], Verdict | None]) -> list[RunNow]:
+        """Return the runs that have ranks, the newest last, each with its present `verdict`."""
+        known, clocks = self.known, self.clocks()
+        names = run_names([], self.writer.meta)
+        return [
+            RunNow(run, names.get(run, run), ranks, known.labels, clocks, verdict(run))
+            for run, ranks in known.ranks.items()
+            if ranks
+        ]
+
+    def clocks(self) -> dict[str, tuple[int, int]]:
+        """Return offset and bound of each node's clock that are known."""
+        with self.writer.lock:
+            return {
+                name: (node.clock_offset_ns, node.clock_bound_ns)
+                for name, node in self.writer.nodes.items()
+                if node.clock_offset_ns is not None and node.clock_bound_ns is not None
+            }
