@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from traceml_ray import wire
+from traceml_ray.codec import Part
 from traceml_ray.errors import Errors
 
 _ITEM_BYTES = 28 * 1024
@@ -60,7 +61,7 @@ class Unsent:
             room -= size
         return taken, room
 
-    def _size_of(self, item: wire.Part) -> int | None:
+    def _size_of(self, item: Part) -> int | None:
         """Return how many bytes that takes; None, and counted, where it cannot be encoded."""
         try:
             return wire.size_of(item)
