@@ -1,6 +1,6 @@
 """
-Reads files that others may have put there (a FIFO does not hang, a huge one is not taken in), and removes
-some. Standard library only.
+Reads files that others may have put there (a FIFO does not hang, a huge one is not taken in); writes, names
+and removes files. Standard library only.
 """
 
 from __future__ import annotations
@@ -10,10 +10,27 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
+
+MAX_PART = 4 << 20
+"""Bytes of a file in one answer."""
+
+
+def stamp(t_ns: int) -> str:
+    """Return the beginning of a name for what was made then: UTC, to the second."""
+    return time.strftime("%Y%m%dT%H%M%S", time.gmtime(t_ns // 1_000_000_000))
+
+
+def free_name(name: str, taken: Collection[str]) -> str:
+    """Return `name`, with a number after it where it is `taken`."""
+    free, number = name, 2
+    while free in taken:
+        free, number = f"{name}-{number}", number + 1
+    return free
 
 
 def remove(paths: Iterable[Path]) -> None:
@@ -53,6 +70,14 @@ def open_file(path: Path) -> BinaryIO:
         os.close(fd)
         raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "not a regular file", str(path))
     return os.fdopen(fd, "rb")
+
+
+def read_part(path: Path, offset: int, n: int) -> bytes:
+    """Return at most `n` bytes (and `MAX_PART`) of a regular file from `offset` on. Raises OSError."""
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(min(offset, size))  # what is far beyond the end cannot be sought
+        return file.read(max(0, min(n, MAX_PART)))
 
 
 def read_file(path: Path, most: int) -> bytes:

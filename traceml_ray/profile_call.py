@@ -6,8 +6,11 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from traceml_ray import wire
 from traceml_ray.agent import bootstrap
+from traceml_ray.profile_messages import REQUEST_EVENT
 from traceml_ray.rank_filter import rank_filter
 
 if TYPE_CHECKING:
@@ -55,9 +58,8 @@ class profile:  # noqa: N801 - used as a function is
         agent = bootstrap.current()
         if agent is not None:
             run = None if agent.identity is None else agent.identity.job_id
-            values = wire.ProfileRequest.of({**fields, "run": run}).values()
-            values["request"] = self._id
-            agent.add_event(wire.Event("profile_request", time.time_ns(), data=values))
+            data = msgspec.structs.replace(request, run=run).event_data(self._id)
+            agent.add_event(wire.Event(REQUEST_EVENT, time.time_ns(), data=data))
             return
         from traceml_ray.driver import session_here
 

@@ -10,6 +10,15 @@ import msgspec
 from traceml_ray.codec import FEW, Count, Int64, Name, Part, Value
 
 MAX_PROFILE_STEPS = 50
+OPTIONS = ("memory", "stacks", "shapes")
+"""What may be recorded besides, see `ProfileRequest`."""
+LATE = "was over when the request came"
+"""In the reason of a rank that was past the first step: a profile is begun anew where one says so."""
+REQUEST_EVENT = "profile_request"
+"""The event by which a rank or a relay hands on what a person asks for."""
+
+CaptureState = Literal["armed", "recording", "sending", "refused", "failed"]
+"""Of one rank, as it knows it; see `store.profiles.State`."""
 
 
 class ProfileRequest(Part, frozen=True):
@@ -35,10 +44,38 @@ class ProfileRequest(Part, frozen=True):
         except (msgspec.ValidationError, TypeError) as error:
             raise ValueError(f"{error} (a profile has {', '.join(cls.__struct_fields__)})") from None
 
-    def values(self) -> dict[str, Value]:
-        """Return the fields as the data of an event, of which `of` makes the same."""
+    def event_data(self, asked: str) -> dict[str, Value]:
+        """Return the data of `REQUEST_EVENT`, with the id of the request."""
         fields = msgspec.structs.asdict(self).items()
-        return {name: int(value) if isinstance(value, bool) else value for name, value in fields}
+        data = {name: int(value) if isinstance(value, bool) else value for name, value in fields}
+        return {**data, "request": asked}
+
+    @classmethod
+    def of_event(cls, data: Mapping[str, Value]) -> tuple[ProfileRequest, str]:
+        """Return what `event_data` was made of. Raises ValueError."""
+        fields = dict(data)
+        asked = str(fields.pop("request", ""))
+        return cls.of(fields), asked
+
+
+class ProfileCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """The arguments of the command `profile`, see `wire.Command`."""
+
+    id: Name
+    """Of the profile."""
+    number: Count
+    """Grows where it is begun anew, since a rank was past its first step already."""
+    run: str | None = None
+    ranks: str = "all"
+    """A rank filter: those of the run that are meant."""
+    first_step: Count
+    steps: Count
+    limit_s: float
+    """How long to wait for these."""
+    memory: int = 0
+    stacks: int = 0
+    shapes: int = 0
+    """0 or 1, as torch has them."""
 
 
 class Capture(Part, frozen=True):
@@ -47,8 +84,7 @@ class Capture(Part, frozen=True):
     id: Name
     number: Count
     """Of the command that it obeys: a profile may be begun anew, see `wire.Command`."""
-    state: Literal["armed", "recording", "sending", "refused", "failed"]
-    """See `store.profiles.State`."""
+    state: CaptureState
     reason: str = ""
     total_bytes: Count | None = None
     """Of the trace, once that is made."""

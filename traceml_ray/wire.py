@@ -27,6 +27,7 @@ from traceml_ray.codec import tag_of as tag_of
 from traceml_ray.identity import RankIdentity
 from traceml_ray.profile_messages import MAX_PROFILE_STEPS as MAX_PROFILE_STEPS
 from traceml_ray.profile_messages import Capture as Capture
+from traceml_ray.profile_messages import ProfileCommand as ProfileCommand
 from traceml_ray.profile_messages import ProfileRequest as ProfileRequest
 from traceml_ray.profile_messages import TracePiece as TracePiece
 from traceml_ray.samples import GpuProcess as GpuProcess
@@ -200,10 +201,8 @@ class Command(Part, frozen=True):
     `dump`: send the stack of every thread (event `stacks`); `where`: only the place of the training thread
     (event `standing`, which is not stored). `args["run"]`: ranks of that job only.
 
-    `profile`: record `steps` steps from `first_step` on with torch's profiler, on the `ranks` (a filter) of
-    the `run`; `number` grows where it is begun anew, since a rank was past that step already. `memory`,
-    `stacks`, `shapes`: 0 or 1, as torch has them; `limit_s`: how long to wait for the steps. `trace`: send
-    the trace of profile `profile` again from `offset` on, where `process` is meant.
+    `profile`: record steps with torch's profiler, see `ProfileCommand`. `trace`: send the trace of profile
+    `profile` again from `offset` on, where `process` is meant.
     """
 
     name: str

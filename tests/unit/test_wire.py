@@ -34,6 +34,15 @@ def tail(message: wire.Message) -> list[object]:
     return msgspec.msgpack.decode(wire.encode(message))
 
 
+def test_request_of_a_profile_is_the_same_as_data_of_an_event():
+    request = wire.ProfileRequest("0,4-7", 5, memory=True, run="job")
+    data = request.event_data("asked")
+    event = wire.Event("profile_request", 1, data=data)
+    message = msgspec.structs.replace(relay_batch(), events=[event])
+    (received,) = wire.decode(wire.encode(message), wire.RelayBatch).events
+    assert wire.ProfileRequest.of_event(received.data) == (request, "asked")
+
+
 @every_message
 def test_messages_round_trip(message):
     data = wire.encode(message)

@@ -20,8 +20,8 @@ from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.spans import Spans
 from traceml_ray.agent.torch_profiler import ProfilerBusyError, TorchProfiler
 from traceml_ray.agent.trace_file import TraceFile, TraceTooLargeError
-from traceml_ray.codec import Count
 from traceml_ray.errors import Errors, error_text
+from traceml_ray.profile_messages import LATE, CaptureState
 
 PIECE_BYTES = 24 * 1024
 SETTLE_S = 0.05
@@ -32,28 +32,8 @@ SPAN = "profiler"
 """The span of what turning the profiler on and off takes, on the training thread."""
 _REASON_CHARS = 300
 
-State = Literal["armed", "recording", "recorded", "sending", "refused", "failed"]
-_SHOWN: dict[State, Literal["armed", "recording", "sending", "refused", "failed"]] = {
-    "armed": "armed",
-    "recording": "recording",
-    "recorded": "recording",
-    "sending": "sending",
-    "refused": "refused",
-    "failed": "failed",
-}
-
-
-class _Wanted(msgspec.Struct, frozen=True):
-    """What a command `profile` asks for, see `wire.Command`."""
-
-    id: wire.Name
-    number: Count
-    first_step: Count
-    steps: Count
-    limit_s: float
-    memory: int = 0
-    stacks: int = 0
-    shapes: int = 0
+State = CaptureState | Literal["recorded"]
+"""recorded: the trace is yet to be written, which shows as recording."""
 
 
 class Captures:
@@ -88,7 +68,7 @@ class Captures:
         if command.name == "trace":
             self._send_again(command)
             return
-        wanted = msgspec.convert(command.args, _Wanted)
+        wanted = msgspec.convert(command.args, wire.ProfileCommand)
         self._heard = self._clock()
         now = self._now
         if now is not None and now.wanted.id == wanted.id and now.wanted.number >= wanted.number:
@@ -145,7 +125,7 @@ class _Capture:
 
     def __init__(
         self,
-        wanted: _Wanted,
+        wanted: wire.ProfileCommand,
         recorder: Recorder,
         spans: Spans,
         errors: Errors,
@@ -203,7 +183,7 @@ class _Capture:
             return
         step, began, _ = found
         if step > self.wanted.first_step:
-            self.end("refused", f"step {self.wanted.first_step} was over when the request came")
+            self.end("refused", f"step {self.wanted.first_step} {LATE}")
             return
         span = self._spans.begin(SPAN)
         try:
@@ -287,12 +267,12 @@ class _Capture:
         return found
 
     def status(self) -> wire.Capture:
-        """Return what is told of it in each batch."""
+        """Return what each batch has about it."""
         total = None if self._file is None else self._file.size
         return wire.Capture(
             self.wanted.id,
             self.wanted.number,
-            _SHOWN[self.state],
+            "recording" if self.state == "recorded" else self.state,
             self._reason,
             total,
             list(self._steps),

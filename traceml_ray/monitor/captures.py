@@ -14,10 +14,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
+
+import msgspec
 
 from traceml_ray import __version__, text, wire
 from traceml_ray.errors import Errors
 from traceml_ray.monitor.live_runs import RunNow
+from traceml_ray.profile_messages import LATE, OPTIONS
 from traceml_ray.rank_filter import RankFilterError, rank_filter
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.store import profiles
@@ -40,7 +44,6 @@ AGAIN = 3
 """and how often that is done."""
 MAX_WAITING = 8
 """Captures that wait for the one before."""
-_LATE = "was over when the request came"
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,10 @@ class _Rank:
     """How often the rest of its trace was asked for,"""
     stalled: bool = False
     """and whether that is so now."""
+
+    def end(self, state: Literal["refused", "failed"], reason: str) -> None:
+        """Expect no trace of it any more."""
+        self.about.state, self.about.reason = state, reason
 
 
 @dataclass(eq=False)
@@ -145,23 +152,22 @@ class Captures:
         rank = None if now is None else now.ranks.get(process.process_id)
         if now is None or rank is None or rank.about.state in OVER:
             return
-        told = batch.capture
-        if told is not None and told.id == now.profile.id and told.number == now.number:
-            self._note(now, rank, told)
+        status = batch.capture
+        if status is not None and status.id == now.profile.id and status.number == now.number:
+            self._note(rank, status)
         for piece in batch.pieces:
             if piece.id == now.profile.id and piece.number == now.number:
                 self._add(now, rank, piece)
 
-    def _note(self, now: _Capture, rank: _Rank, told: wire.Capture) -> None:
+    def _note(self, rank: _Rank, status: wire.Capture) -> None:
         about = rank.about
-        if told.state != about.state:
+        if status.state != about.state:
             rank.moved_s = self._ticks()
-        rank.heard, about.state, about.reason = True, told.state, told.reason or None
-        about.total_bytes = told.total_bytes
-        about.steps = [profiles.ProfileStep(*step) for step in told.steps]
-        about.start_ms, about.stop_ms, about.export_ms = map(
-            _ms, (told.start_ns, told.stop_ns, told.export_ns)
-        )
+        rank.heard, about.state, about.reason = True, status.state, status.reason or None
+        about.total_bytes = status.total_bytes
+        about.steps = [profiles.ProfileStep(*step) for step in status.steps]
+        costs = status.start_ns, status.stop_ns, status.export_ns
+        about.start_ms, about.stop_ms, about.export_ms = map(_ms, costs)
         self._check_whole(about)
 
     def _add(self, now: _Capture, rank: _Rank, piece: wire.TracePiece) -> None:
@@ -239,7 +245,7 @@ class Captures:
             median=wanted.median,
             first_step=None,
             n_steps=asked.steps,
-            **{name: getattr(asked, name) for name in ("memory", "stacks", "shapes")},
+            **{name: getattr(asked, name) for name in OPTIONS},
             ranks=[],
             traceml_ray=__version__,
         )
@@ -262,17 +268,17 @@ class Captures:
         newest = max((process.last_step or 0 for process in going), default=0) + 1
         profile.first_step = newest + ahead
         limit_s = STEPS_S + 4 * (ahead + asked.steps) * now.step_s
-        args: dict[str, wire.Value] = {
-            "id": profile.id,
-            "number": now.number,
-            "run": profile.run,
-            "ranks": ",".join(str(rank.about.rank) for rank in now.ranks.values()),
-            "first_step": profile.first_step,
-            "steps": asked.steps,
-            "limit_s": limit_s,
-            **{name: int(getattr(asked, name)) for name in ("memory", "stacks", "shapes")},
-        }
-        now.commands = [wire.Command("profile", args)] if now.ranks else []
+        command = wire.ProfileCommand(
+            id=profile.id,
+            number=now.number,
+            run=profile.run,
+            ranks=",".join(str(rank.about.rank) for rank in now.ranks.values()),
+            first_step=profile.first_step,
+            steps=asked.steps,
+            limit_s=limit_s,
+            **{name: int(getattr(asked, name)) for name in OPTIONS},
+        )
+        now.commands = [wire.Command("profile", msgspec.structs.asdict(command))] if now.ranks else []
         now.began_s = self._ticks()
         for rank in now.ranks.values():
             rank.moved_s = now.began_s
@@ -297,23 +303,20 @@ class Captures:
                 continue
             process = run.ranks.get(about.rank)
             if process is None or process.process_id != rank.process_id or process.ended:
-                about.state, about.reason = "failed", "it ended before its trace was there"
+                rank.end("failed", "it ended before its trace was there")
             elif not rank.heard and quiet_s > ANSWER_S:
-                about.state, about.reason = "refused", f"it has not answered within {ANSWER_S:g} s"
+                rank.end("refused", f"it has not answered within {ANSWER_S:g} s")
             elif about.state in ("armed", "recording") and quiet_s > limit_s + ANSWER_S:
-                about.state, about.reason = (
-                    "failed",
-                    f"it has not ended its steps within {text.duration(quiet_s)}",
-                )
+                rank.end("failed", f"it has not ended its steps within {text.duration(quiet_s)}")
             elif about.state == "sending" and quiet_s > SEND_S:
                 rank.again, rank.moved_s, rank.stalled = rank.again + 1, self._ticks(), True
                 if rank.again > AGAIN:
-                    about.state, about.reason = "failed", "the rest of its trace has not come"
+                    rank.end("failed", "the rest of its trace has not come")
 
     def _give_up(self, now: _Capture, why: str) -> None:
         for rank in now.ranks.values():
             if rank.about.state not in OVER:
-                rank.about.state, rank.about.reason = "failed", why
+                rank.end("failed", why)
 
     def _show(self, now: _Capture) -> None:
         """Have others see how far it is."""
@@ -336,8 +339,8 @@ def _asked(profile: Profile, asked: wire.ProfileRequest, run: RunNow) -> dict[in
     found = {rank: _rank(rank, run) for rank in numbers[: 4 * profiles.MAX_RANKS]}
     going = [rank for rank in found.values() if rank.about.state == "asked"]
     for rank in going[profiles.MAX_RANKS :]:
-        rank.process_id, rank.about.state = "", "refused"
-        rank.about.reason = f"a profile has {profiles.MAX_RANKS} ranks at most"
+        rank.process_id = ""
+        rank.end("refused", f"a profile has {profiles.MAX_RANKS} ranks at most")
     absent = {rank: _Rank(RankProfile(rank, "refused", "there is no such rank")) for rank in unknown}
     return dict(sorted((found | absent).items()))
 
@@ -358,7 +361,7 @@ def _rank(rank: int, run: RunNow) -> _Rank:
 
 
 def _was_late(about: RankProfile) -> bool:
-    return about.state == "refused" and _LATE in (about.reason or "")
+    return about.state == "refused" and LATE in (about.reason or "")
 
 
 def _again(now: _Capture) -> list[wire.Command]:

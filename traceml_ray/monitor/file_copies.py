@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from pathlib import Path
 
+from traceml_ray.files import read_part
 from traceml_ray.store.query import QueryError
 from traceml_ray.store.session_file import SessionFile
 
@@ -13,8 +13,6 @@ _PREFIX = "snapshot-"
 _REPORTS = frozenset({"summary.json", "report.txt"})
 _MOST = 3
 """Copies at the same time; another one replaces the oldest."""
-MAX_CHUNK = 4 << 20
-"""Bytes of a file in one answer."""
 
 
 class Snapshots:
@@ -46,10 +44,7 @@ class Snapshots:
         if name not in _REPORTS and name not in {path.name for path in self._copies()}:
             raise QueryError(f"there is no file called {name!r} to be read")
         try:
-            with (self._folder / name).open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                file.seek(min(offset, size))  # what is far beyond the end cannot be sought
-                return file.read(max(0, min(n, MAX_CHUNK)))
+            return read_part(self._folder / name, offset, n)
         except FileNotFoundError:
             raise QueryError(f"there is no {name} at present: reports are written at the end") from None
 

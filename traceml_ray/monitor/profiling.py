@@ -18,6 +18,7 @@ from traceml_ray.errors import Errors
 from traceml_ray.monitor.auto_profile import AutoProfile
 from traceml_ray.monitor.captures import Captures, Wanted
 from traceml_ray.monitor.live_runs import RunNow
+from traceml_ray.profile_messages import REQUEST_EVENT
 from traceml_ray.settings import Settings
 from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 from traceml_ray.store import profiles
@@ -26,8 +27,6 @@ from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile, columns_of
 from traceml_ray.store.writer import SessionWriter
 
-REQUEST = "profile_request"
-"""The event by which a relay hands on what a person has asked it for."""
 EVENT = "profile"
 """The event that a profile is over."""
 EXPLAIN = "traceml_ray.traces.explain"
@@ -78,11 +77,9 @@ class Profiling:
 
     def take(self, event: wire.Event) -> None:
         """Take an event of a node, if it is a request."""
-        if event.kind == REQUEST:
-            values = dict(event.data)
-            asked = str(values.pop("request", ""))
+        if event.kind == REQUEST_EVENT:
             try:
-                self.ask(wire.ProfileRequest.of(values), asked)
+                self.ask(*wire.ProfileRequest.of_event(event.data))
             except ValueError as error:
                 self._errors.note("profile request", error)
 

@@ -30,6 +30,7 @@ from traceml_ray.monitor.outbox import Outbox
 from traceml_ray.monitor.rank_connections import RankConnection, RankConnections
 from traceml_ray.monitor.rank_intake import RankIntake
 from traceml_ray.monitor.relay_spool import RelaySpool
+from traceml_ray.profile_messages import REQUEST_EVENT
 from traceml_ray.settings import Settings
 
 BUSY_S = 0.01
@@ -211,11 +212,7 @@ class RelayCore:
                 self._begin_end(peer, wire.decode(data, wire.Finish))
                 return
             if wire.tag_of(data) == "request":
-                asked = wire.decode(data, wire.Request)
-                about = {} if asked.profile is None else asked.profile.values()
-                about["request"] = asked.request
-                kind = "bundle_request" if asked.profile is None else "profile_request"
-                self._add_events([wire.Event(kind, time.time_ns(), data=about)])
+                self._hand_on(wire.decode(data, wire.Request))
                 peer.send(wire.encode(wire.Finished(wire.VERSION, "noted")))
                 return
         except wire.WireError as error:
@@ -227,6 +224,15 @@ class RelayCore:
             return  # counted
         if not (v1.is_v1(data) or peer.send(reply)):  # a later reply acknowledges this one too
             self._errors.count("reply not sent")
+
+    def _hand_on(self, asked: wire.Request) -> None:
+        """Have the aggregator know what a person asks for."""
+        now, profile = time.time_ns(), asked.profile
+        if profile is None:
+            event = wire.Event("bundle_request", now, data={"request": asked.request})
+        else:
+            event = wire.Event(REQUEST_EVENT, now, data=profile.event_data(asked.request))
+        self._add_events([event])
 
     def _replied(self, reply: wire.RelayReply) -> None:
         self._intake.obey(reply.commands)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +17,12 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from traceml_ray import text
+from traceml_ray.files import free_name, read_part, stamp
 from traceml_ray.session import read_json
 
 FOLDER = "bundles"
 MANIFEST = "manifest.json"
 SCHEMA = "traceml_ray/bundle/1"
-MAX_READ = 4 << 20
 _UNFINISHED = ".unfinished-"
 Reason = Literal["hang", "oom", "exception", "killed", "terminated", "request"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
@@ -147,12 +146,7 @@ def bundle_files(path: Path) -> list[str]:
 
 def new_name(folder: Path, t_ns: int, reason: str) -> str:
     """Return a free name for a bundle of that moment."""
-    name = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(t_ns // 1_000_000_000))}-{reason}"
-    taken, number = set(names_of(folder)), 2
-    free = name
-    while free in taken:
-        free, number = f"{name}-{number}", number + 1
-    return free
+    return free_name(f"{stamp(t_ns)}-{reason}", names_of(folder))
 
 
 def read_bundle(folder: Path, bundle: str, name: str, offset: int, n: int) -> bytes:
@@ -161,9 +155,7 @@ def read_bundle(folder: Path, bundle: str, name: str, offset: int, n: int) -> by
     if bundle not in names_of(folder) or name not in _files(path):
         return b""
     try:
-        with (path / name).open("rb") as file:
-            file.seek(offset)
-            return file.read(min(n, MAX_READ))
+        return read_part(path / name, offset, n)
     except OSError:  # it was removed
         return b""
 

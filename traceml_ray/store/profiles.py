@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 import msgspec
 
-from traceml_ray.files import write_file
+from traceml_ray import files
 from traceml_ray.session import read_json
 from traceml_ray.stages import N_STAGES
 
 FOLDER = "profiles"
 MANIFEST = "profile.json"
 SCHEMA = "traceml_ray/profile/1"
-MAX_READ = 4 << 20
 MAX_RANKS = 64
 """Of one profile: the others of a larger job do what one of these does."""
 _UNFINISHED = ".unfinished-"
@@ -206,11 +204,7 @@ def names_of(folder: Path) -> list[str]:
 
 def new_id(folder: Path, t_ns: int) -> str:
     """Return a free id for a profile that was asked for then."""
-    name = time.strftime("%Y%m%dT%H%M%S", time.gmtime(t_ns // 1_000_000_000))
-    taken, number, free = set(names_of(folder)), 2, name
-    while free in taken:
-        free, number = f"{name}-{number}", number + 1
-    return free
+    return files.free_name(files.stamp(t_ns), names_of(folder))
 
 
 def trace_name(rank: int) -> str:
@@ -223,9 +217,7 @@ def read_part(folder: Path, profile: str, name: str, offset: int, n: int) -> byt
     if profile not in names_of(folder) or "/" in name:
         return b""
     try:
-        with (folder / FOLDER / profile / name).open("rb") as file:
-            file.seek(offset)
-            return file.read(min(n, MAX_READ))
+        return files.read_part(folder / FOLDER / profile / name, offset, n)
     except (OSError, ValueError):
         return b""
 
@@ -264,7 +256,7 @@ def show(folder: Path, profile: Profile) -> None:
 
 def change(path: Path, profile: Profile) -> None:
     """Write the manifest of the profile in that folder. Raises OSError."""
-    write_file(path / MANIFEST, msgspec.json.format(msgspec.json.encode(profile), indent=2))
+    files.write_file(path / MANIFEST, msgspec.json.format(msgspec.json.encode(profile), indent=2))
 
 
 def clear_unfinished(folder: Path, but: str | None = None) -> None:
