@@ -303,14 +303,13 @@ def test_one_range_drives_every_chart_and_the_url(browser, served):
         assert f"from={low + 0.5:.0f}" in browser.current_url
         browser.back()
         drawn(browser)
-        plot = browser.find_element(By.CSS_SELECTOR, "#timeline .nsewdrag")
-        ActionChains(browser).move_to_element(plot).perform()
+        on_chart(browser, "timeline", ActionChains.move_to_element)
         crosses = (
             "return ['spine', 'heat', 'skew'].map((id) => document.getElementById(id).closest('.graph')"
             ".style.getPropertyValue('--cross')).filter((left) => parseFloat(left) > 50).length"
         )
         until(browser, lambda: browser.execute_script(crosses) == 3)
-        ActionChains(browser).double_click(plot).perform()
+        on_chart(browser, "timeline", ActionChains.double_click)
         until(browser, lambda: browser.current_url == served.url + "/")
         bar = browser.find_element(By.CSS_SELECTOR, "#lanes a")
         assert "rank 5" in bar.get_attribute("textContent")
@@ -320,12 +319,25 @@ def test_one_range_drives_every_chart_and_the_url(browser, served):
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+def on_chart(browser: webdriver.Chrome, chart: str, act: Callable[..., ActionChains]) -> None:
+    """Do what is done to a chart with the mouse; it may be drawn anew at any time."""
+
+    def done() -> bool:
+        act(ActionChains(browser), browser.find_element(By.CSS_SELECTOR, f"#{chart} .nsewdrag")).perform()
+        return True
+
+    until(browser, done)
+
+
 def touch(browser: webdriver.Chrome, *points: tuple[float, float]) -> None:
     """Put a finger down, move it, and lift it."""
     for at, (x, y) in enumerate(points):
         event = {"type": "touchMove" if at else "touchStart", "touchPoints": [{"x": x, "y": y}]}
         browser.execute_cdp_cmd("Input.dispatchTouchEvent", event)
     browser.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+
+
+RESTS = "const [tell] = arguments, before = scrollY; setTimeout(() => tell(scrollY === before), 150)"
 
 
 def box(browser: webdriver.Chrome, selector: str) -> tuple[float, float, float, float]:
@@ -347,6 +359,7 @@ def test_finger_scrolls_over_charts_draws_a_range_and_opens_a_rank(browser, serv
         before = browser.execute_script("return scrollY")
         touch(browser, *((x, y + height / 3 - 10 * way) for way in range(8)))
         until(browser, lambda: browser.execute_script("return scrollY") > before + 20)
+        until(browser, lambda: browser.execute_async_script(RESTS))  # a browser lets nobody end a scroll
         assert browser.current_url == served.url + "/"
         x, y, width, _ = box(browser, "#spine .nsewdrag")
         touch(browser, *((x + width * way / 40, y) for way in range(-10, 11)))
