@@ -284,9 +284,13 @@ def node_link(key: str | None, label: str | None, route: Route) -> Any:
 
 
 def died(death: DeathInfo) -> list[Any]:
-    """Return how a rank died: "Killed by SIGKILL at 03:33:59 UTC, in step 110, in data"."""
+    """
+    Return how a rank died: "Killed by SIGKILL at 03:33:59 UTC, last seen in step 110, in data". Only one that
+    raised an exception has said where it was when it ended.
+    """
     when = f"{'at' if death['exact'] else 'about'} {moment(death['t_ns'])}"
-    where = f"in step {death['step']:,}" if death["step"] is not None else ""
+    seen = "" if death["message"] else "last seen "
+    where = f"{seen}in step {death['step']:,}" if death["step"] is not None else ""
     stage = f"in {text.words(death['stage'])}" if death["stage"] else ""
     how = death["how"][:1].upper() + death["how"][1:]
     return marked(", ".join(filter(None, (f"{how} {when}", where, stage))))

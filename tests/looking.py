@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import threading
+import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,14 @@ import waitress
 from played import Played
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
 
 from traceml_ray.dash_app.server import create_app
 from traceml_ray.dash_app.session_pages import SessionPages
 
+FAULTS = Path(__file__).with_name("browser").joinpath("faults.js").read_text()
+WIDTH = "return document.documentElement.scrollWidth - window.innerWidth"
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FLAGS = (
     "--headless=new",
@@ -67,6 +73,47 @@ def shift(browser: webdriver.Chrome) -> float:
     since it was opened: CLS (cumulative layout shift) as browsers report it.
     """
     return float(browser.execute_async_script(_SHIFT))
+
+
+def answers(port: int) -> bool:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
+        return bool(answer.status == 200)
+
+
+def until(browser: webdriver.Chrome, seen: Callable[[], Any], seconds: float = 20.0) -> Any:
+    """Return what `seen` does, once that is true."""
+    wait = WebDriverWait(browser, seconds, 0.05, ignored_exceptions=(Exception,))
+    return wait.until(lambda _: seen())
+
+
+def text(browser: webdriver.Chrome, id: str) -> str:
+    return browser.find_element(By.ID, id).get_attribute("textContent") or ""
+
+
+def shows(browser: webdriver.Chrome, id: str, what: str, seconds: float = 20.0) -> None:
+    until(browser, lambda: what in text(browser, id), seconds)
+
+
+def screen(browser: webdriver.Chrome, width: int, height: int = 900) -> None:
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
+def looks_right(browser: webdriver.Chrome, url: str, *shown: str) -> None:
+    """A page shows these words, without a fault, at all widths, light and dark."""
+    browser.get(url)
+    try:
+        for what in shown:
+            shows(browser, "react-entry-point", what)
+        for theme, width in ((theme, width) for theme in ("light", "dark") for width in (1440, 1280, 414)):
+            media = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
+            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+            screen(browser, width)
+            until(browser, lambda: browser.execute_script(WIDTH) <= 0)
+            assert browser.execute_script(FAULTS) == []
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def end(server: Any) -> None:

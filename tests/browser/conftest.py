@@ -19,6 +19,15 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
     driver.quit()
 
 
+@pytest.fixture
+def quiet(browser: webdriver.Chrome) -> Iterator[None]:
+    """The console says nothing bad, of whatever a test does: no error, nothing that the policy forbids."""
+    browser.get_log("browser")
+    yield
+    bad = [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+    assert bad == []
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Eight ranks on two nodes; from step 60 on, rank 5 is late in `data`."""

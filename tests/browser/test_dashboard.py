@@ -5,28 +5,37 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import urllib.request
-from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from looking import Served, shift, transferred
+from looking import (
+    FAULTS,
+    WIDTH,
+    Served,
+    answers,
+    looks_right,
+    screen,
+    shift,
+    shows,
+    text,
+    transferred,
+    until,
+)
 from played import Played, look
 from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.support.ui import WebDriverWait
 
 from traceml_ray.launchers.cluster import free_port
 from traceml_ray.stages import STAGES
 from traceml_ray.text import words
 
-FAULTS = Path(__file__).with_name("faults.js").read_text()
-WIDTH = "return document.documentElement.scrollWidth - window.innerWidth"
+pytestmark = pytest.mark.usefixtures("quiet")
+
 EXAMPLE = Path(__file__).parents[2] / "examples/train_gpt.py"
 PAGES = {
     "/": "Overview",
@@ -47,26 +56,6 @@ OPTIONS = "return [...document.querySelectorAll('#places option')].map(option =>
 OF_HOST_0 = [f"rank {rank} on host-0" for rank in range(4)]
 
 
-@pytest.fixture(autouse=True)
-def quiet(browser: webdriver.Chrome) -> Iterator[None]:
-    """The console says nothing bad, of whatever a test does: no error, nothing that the policy forbids."""
-    browser.get_log("browser")
-    yield
-    bad = [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
-    assert bad == []
-
-
-def until(browser: webdriver.Chrome, seen: Callable[[], Any], seconds: float = 20.0) -> Any:
-    """Return what `seen` does, once that is true."""
-    wait = WebDriverWait(browser, seconds, 0.05, ignored_exceptions=(Exception,))
-    return wait.until(lambda _: seen())
-
-
-def answers(port: int) -> bool:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
-        return bool(answer.status == 200)
-
-
 def aggregator(launcher: int) -> psutil.Process:
     """Return the aggregator's process, of that launcher's own Ray."""
     members = psutil.Process(launcher).children(recursive=True)
@@ -75,24 +64,11 @@ def aggregator(launcher: int) -> psutil.Process:
     )
 
 
-def text(browser: webdriver.Chrome, id: str) -> str:
-    return browser.find_element(By.ID, id).get_attribute("textContent") or ""
-
-
-def shows(browser: webdriver.Chrome, id: str, what: str, seconds: float = 20.0) -> None:
-    until(browser, lambda: what in text(browser, id), seconds)
-
-
 def drawn(browser: webdriver.Chrome) -> None:
     until(
         browser,
         lambda: browser.execute_script("return document.querySelector('#heat .js-plotly-plot').data.length"),
     )
-
-
-def screen(browser: webdriver.Chrome, width: int, height: int = 900) -> None:
-    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
 def point(browser: webdriver.Chrome, row: int, of: int = 8) -> ActionChains:
@@ -170,23 +146,6 @@ def test_rank_page_draws_the_rows_of_gpu_and_host_under_each_other(browser, tmp_
         served.close()
 
 
-def looks_right(browser: webdriver.Chrome, url: str, *shown: str) -> None:
-    """A page shows these words, without a fault, at all widths, light and dark."""
-    browser.get(url)
-    try:
-        for what in shown:
-            shows(browser, "react-entry-point", what)
-        for theme, width in ((theme, width) for theme in ("light", "dark") for width in (1440, 1280, 414)):
-            media = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
-            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-            screen(browser, width)
-            until(browser, lambda: browser.execute_script(WIDTH) <= 0)
-            assert browser.execute_script(FAULTS) == []
-    finally:
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
 def test_trouble_is_said_where_a_person_looks(browser, tmp_path):
     """A rank is killed, then all are dead; a session's file is deleted; two sessions beside each other."""
     for name, onset in (("before", 20), ("gone", 20)):
@@ -198,7 +157,7 @@ def test_trouble_is_said_where_a_person_looks(browser, tmp_path):
         served.play(16)
         served.played.dies(5, -9)
         served.pages.poll()
-        killed = "Killed by SIGKILL at ", ", in step 80, in forward"
+        killed = "Killed by SIGKILL at ", ", last seen in step 80, in forward"
         looks_right(browser, served.url + "/", "Rank lost", "ending", "Rank 5 has ended")
         looks_right(browser, served.url + "/rank/5", *killed, "It ended first")
         looks_right(browser, served.url + "/node/node-1", *killed)

@@ -224,7 +224,7 @@ class LiveJudge:
         steps = max(limits.window_steps + limits.stride_steps, min(self.tail, MAX_ROWS // len(live)))
         window = own.history.window(live, world + sum(rank >= world for rank in live), missing, steps)
         verdict = with_span(state.judge.update(window), window, functools.partial(self._rates, ranks), limits)
-        state.history = {"episodes": state.dated(self.clock()), "brief": state.judge.episodes.brief}
+        state.history = {"episodes": state.dated(self.clock(), ranks), "brief": state.judge.episodes.brief}
         self._kept.keep(run, which, state.judge, state.began)
         verdict = with_advice(state.evidence.add(verdict, ranks, labels), ranks.values())
         self._keep(run, verdict, store=verdict.window_steps >= limits.first_window_steps)
@@ -320,17 +320,18 @@ class _LiveRun:
         self.began: dict[int, int] = {}
         """When an episode began (ns since the epoch), by its first step."""
 
-    def dated(self, now_ns: int) -> list[dict[str, Any]]:
+    def dated(self, now_ns: int, ranks: dict[int, RankProcess]) -> list[dict[str, Any]]:
         """
-        Return the episodes, the costliest first, with when they began. That is known to a second or two from
-        the time at which one was named, and stays.
+        Return the episodes, the costliest first, with when they began: dated once named, by the rows as the
+        summary does, and kept.
         """
         episodes, for_ns = self.judge.episodes, self.judge.episodes.named_for_ns
         found = [msgspec.to_builtins(episode) for episode in episodes.episodes[:MAX_EPISODES]]
         for episode in found:
-            if episode["goes_on"] and for_ns is not None:
-                self.began.setdefault(episode["from_step"], now_ns - for_ns)
-            episode["started_at"] = moment(self.began.get(episode["from_step"]))
+            step = episode["from_step"]
+            if episode["goes_on"] and for_ns is not None and step not in self.began:
+                self.began[step] = self.evidence.began_ns(episode["rank"], step, ranks) or now_ns - for_ns
+            episode["started_at"] = moment(self.began.get(step))
         first = {episode["from_step"] for episode in found}
         self.began = {step: t_ns for step, t_ns in self.began.items() if step in first}
         return found

@@ -9,7 +9,7 @@ import msgspec
 
 from traceml_ray.analysis.anomalies import Anomaly
 from traceml_ray.analysis.samples import Excerpt
-from traceml_ray.analysis.step_times import of_rows, trained_since
+from traceml_ray.analysis.step_times import of_rows, span, trained_since
 from traceml_ray.analysis.thresholds import MACHINE
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.monitor.live_steps import LiveSteps
@@ -74,6 +74,21 @@ class NodeEvidence:
             self._examined_ns = now
             self._machine = machines.examine(verdict, first_ns, when[1], trained_ns, self._since_ns).machine
         return msgspec.structs.replace(verdict, machine=self._machine)
+
+    def began_ns(self, rank: int | None, step: int, ranks: dict[int, RankProcess]) -> int | None:
+        """
+        Return when `rank` (None: all) came to `step`, ns since the epoch; None where its rows are not known
+        from there on.
+        """
+        process = ranks.get(min(ranks, default=-1) if rank is None else rank)
+        if process is None or process.last_rows_ns is None:
+            return None
+        keys, _, rows = self.steps.rows_of(process.id, _ROWS)
+        line = of_rows(keys, rows)
+        if not len(line.first) or line.first[0] > step:
+            return None
+        when = span(line, process.last_rows_ns, step, None)
+        return None if when is None else when[0]
 
     def _trained_ns(self, ranks: dict[int, RankProcess]) -> int:
         """Return since when the run is beyond its warm-up, by its first rows, which are dropped later."""
