@@ -12,7 +12,7 @@ from traceml_ray import text
 from traceml_ray.results import BundleInfo
 from traceml_ray.store import query
 
-from .components import Columns, aria, part, rank_link, step_link, table, when
+from .components import Columns, aria, marked, part, rank_link, step_link, table, when
 from .route import Route
 from .session_cache import SessionCache
 
@@ -32,7 +32,7 @@ def rows(bundles: Sequence[Mapping[str, Any]], route: Route, live: bool) -> Any:
         "reason": lambda one: one["reason"],
         ">rank": lambda one: rank_link(one["rank"], route),
         ">step": lambda one: step_link(one["step"], route),
-        "why": lambda one: one["why"],
+        "why": lambda one: marked(one["why"]),
         ">size": lambda one: text.size(one["bytes"]),
         "download": lambda one: html.A(
             one["name"], href=f"{PATH}{quote(one['name'])}.tar{session}", download=f"{one['name']}.tar"

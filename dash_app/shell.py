@@ -59,6 +59,7 @@ def data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
         "session": _session_data(cache, run, state),
         "verdict": None if verdict is None else _verdict_data(verdict, state),
         "incident": began,
+        "began": _since(cache, run, verdict, began),
         "by_operation": _by_operation(cache, run, verdict, began),
         "coverage_text": _coverage_text(cache, run, state),
         "step": run.last_step if run else None,
@@ -76,6 +77,7 @@ def missing(cache: SessionCache, what: str, name: str, why: str, others: Iterabl
         "missing": what,
         "verdict": None,
         "incident": None,
+        "began": "",
         "by_operation": None,
         "coverage_text": "",
         "step": None,
@@ -297,7 +299,7 @@ def _verdict(header: Mapping[str, Any], route: Route) -> html.Section:
     """Return the verdict, its cost, and how fresh and complete the data is."""
     verdict, state, compact = header["verdict"], header["state"], route.page != "overview"
     tone, sign = _tone(verdict)
-    began = _began(header["incident"])
+    began = header["began"]
     step = "" if header["step"] is None else f"step {header['step']:,}"
     coverage = " · ".join(filter(None, (header["coverage_text"], step)))
     fresh = [
@@ -355,11 +357,23 @@ def _why(verdict: Mapping[str, Any], incident: Mapping[str, Any] | None) -> str:
     return why + (f" ({'; '.join(notes)})" if notes else "")
 
 
-def _began(incident: Mapping[str, Any] | None) -> str:
+def _since(
+    cache: SessionCache,
+    run: RunState | None,
+    verdict: Mapping[str, Any] | None,
+    incident: Mapping[str, Any] | None,
+) -> str:
     """Return since when it is so, and what else happened then."""
-    began, changes = (since(incident), incident["changes"]) if incident else ("", [])
-    lines = [began[:1].upper() + began[1:] + "." if began else ""]
-    return " ".join([*lines, *([f"When it began: {'; '.join(changes)}."] if changes else [])])
+    if run is None or verdict is None:
+        return ""
+    if incident is None:
+        first = next((death for death in cache.deaths(run) if death["first"]), None)
+        if first is not None:
+            return f"Ended {'at' if first['exact'] else 'about'} {moment(first['t_ns'])}."
+        return f"Since {moment(verdict['began_ns'])}." if verdict.get("began_ns") else ""
+    began = since(incident)
+    changes = f" When it began: {'; '.join(incident['changes'])}." if incident["changes"] else ""
+    return f"{began[:1].upper()}{began[1:]}.{changes}"
 
 
 def _about(header: Mapping[str, Any], route: Route, began: str) -> list[Any]:

@@ -3,6 +3,7 @@ const inside = (element, ...of) => of.some((one) => element.closest(one));
 const seen = (element) => element.getClientRects().length && !inside(element, ".unseen", ".skip", ".js-plotly-plot");
 const controls = [...document.querySelectorAll("a, button, input, select, summary")].filter(seen);
 const ids = [...document.querySelectorAll("[id]")].map(({ id }) => id);
+const leaves = [...document.body.querySelectorAll("*:not(:has(*))")].filter((one) => !inside(one, "script"));
 const charts = [...document.querySelectorAll("main .js-plotly-plot")];
 
 const name = ({ ariaLabel, labels, textContent, title }) =>
@@ -22,7 +23,7 @@ const faults = {
   "picture without text": [...document.images].filter(({ alt }) => !alt),
   "id of two": ids.filter((id, at) => ids.indexOf(id) !== at),
   "not one current page": document.querySelectorAll("#nav [aria-current=page]").length === 1 ? [] : ["#nav"],
-  "traceback": document.body.textContent.includes("Traceback") ? ["page"] : [],
+  "traceback but of a rank": leaves.filter((one) => one.textContent.includes("Traceback") && !inside(one, "#page pre")),
 };
 return Object.entries(faults).flatMap(([what, found]) =>
   found.map((one) => `${what}: ${one.outerHTML?.slice(0, 200) ?? one}`));

@@ -9,22 +9,26 @@ import traceback
 
 from traceml_ray import wire
 from traceml_ray.errors import error_text, sendable
+from traceml_ray.stages import DATA
 
 _CALLS = 30
 """Of a traceback, that are sent: the last ones."""
 _TRACEBACK_CHARS = 6000
 _WHERE_CHARS = 64
+_OF_DATA = {"traceml_ray.agent.patch.dataloader", "traceml_ray.agent.patch.iterators"}
+"""Modules whose frames wait for batches."""
 
 
 def event(
     opened: wire.OpenStage, error: BaseException | None, kind: str = "exit", **data: wire.Value
 ) -> wire.Event:
     """Return the event of how the training thread ended, in `opened`: as `kind`, or by an exception."""
-    message = ""
+    message, stage = "", opened.stage
     if error is not None:
+        stage = _raised_in(error, stage)
         kind, data = "exception", {"type": type(error).__name__, "traceback": _traceback(error)}
         message = error_text(error)[:2000]
-    return wire.Event(kind, time.time_ns(), opened.step, opened.stage, message, data)
+    return wire.Event(kind, time.time_ns(), opened.step, stage, message, data)
 
 
 def out_of_memory(opened: wire.OpenStage, error: BaseException, where: str) -> wire.Event:
@@ -33,6 +37,14 @@ def out_of_memory(opened: wire.OpenStage, error: BaseException, where: str) -> w
     data["traceback"] = _traceback(error)
     message = error_text(error)[:2000]
     return wire.Event("oom", time.time_ns(), opened.step, opened.stage, message, data)
+
+
+def _raised_in(error: BaseException, opened: int) -> int:
+    """Return in which stage `error` was raised: one that came through a loader has left `data` by now."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") in _OF_DATA:
+            return DATA
+    return opened
 
 
 def _traceback(error: BaseException) -> str | None:
