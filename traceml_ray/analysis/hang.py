@@ -220,7 +220,7 @@ def _next(blocking: Sequence[Place], stalled: bool) -> str:
         )
     if stalled:
         return f"Look at what `{blocking[0].span}` waits for; if it comes to an end, the job goes on."
-    return f"Look at the stack of {who} below: the others wait for what it is doing there."
+    return f"Look at the stack of {who}: the others wait for what it is doing there."
 
 
 def _stacks(blocking: Sequence[Place], others: Sequence[Place]) -> tuple[Stack, ...]:

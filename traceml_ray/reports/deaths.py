@@ -17,7 +17,6 @@ from traceml_ray import text
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.out_of_memory import is_out_of_memory
-from traceml_ray.stages import STAGES
 from traceml_ray.store.nodes import node_key
 from traceml_ray.store.rank_processes import RankProcess, generations, last_attempt
 
@@ -75,8 +74,6 @@ class Death:
     circumstances: str = ""
     """The message of the event that reported it as lost."""
     traceback: str | None = None
-    raised_in: int | None = None
-    """The stage that its exception was raised in."""
     oom_kills: int = 0
     """Processes of its cgroup that the kernel killed in its lifetime because memory ran out."""
 
@@ -92,9 +89,7 @@ class Death:
 
     @property
     def stage(self) -> str | None:
-        """The stage it was in: where its exception was raised, else as last reported."""
-        if self.raised_in is not None:
-            return STAGES[self.raised_in]
+        """The stage it was in, as last reported."""
         return self.process.stage if self.process else None
 
     @property
@@ -198,9 +193,7 @@ def _death(
     gone = next((event["message"] for event in mine if event["kind"] == "rank_lost"), "")
     when, kills = _moment(every, failure, process.last_seen_ns), _whole(ended, "oom_kills") or 0
     traceback = calls if isinstance(calls, str) else None
-    stage = next((event["stage"] for event in raised), None)
-    known = stage if isinstance(stage, int) and 0 <= stage < len(STAGES) else None
-    return Death(rank, when, message, code, process, gone, traceback, known, kills)
+    return Death(rank, when, message, code, process, gone, traceback, kills)
 
 
 def _moment(
