@@ -146,6 +146,7 @@ def press(browser: webdriver.Chrome, name: str) -> bool:
     return True
 
 
+@pytest.mark.long
 def test_killed_rank_is_named_first_with_when_and_in_what_it_was(browser, launch):
     job = launch("killed")
     job.opened(browser)
