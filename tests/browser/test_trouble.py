@@ -69,7 +69,7 @@ QUICK = {
 
 
 class Job:
-    """A launch of the script with a dashboard, which stays while it is looked at; `do` has something happen."""
+    """A launch of the script with a dashboard that outlives it; `do` has something happen."""
 
     def __init__(self, out: Path, session: str, ranks: int = 2) -> None:
         self.folder, self._port = out / f"{session}-files", free_port()
