@@ -72,6 +72,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
         "suspect": next((suspect for suspect in suspects if suspect["rank"] == rank), None),
         "deaths": [*cache.deaths(run)],
         "stacks": hung[-1].stacks if hung else [],
+        "hangs": bool(run.verdict) and run.verdict["label"] == "hang",
         "profiles": _profiles(cache, run, rank),
         "process": timed(sampled, PROCESS),
         "memory": _memory(samples_of(cache, query.MemorySamples((process.id,), SAMPLES, *between))),
@@ -141,12 +142,13 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     way = trail(route, node, (f"rank {number}", None))
     chips = part(html.Div(around, id="rank-around", className="chips"))
     head = html.Div([part(html.H1(title, id="rank-title")), chips], className="title-row")
+    known = facts("rank-facts", _facts(rank) | _memory_facts(view["memory"]))
     body: list[Any] = [
         way,
         head,
         axis.panel(view, route),
         part(html.Div(_callout(view, number, route), id="rank-callout")),
-        facts("rank-facts", _facts(rank) | _memory_facts(view["memory"])),
+        known,
         *_both_rows(view, route),
         html.H2("Stages, against the median rank"),
         html.Div(
@@ -164,7 +166,8 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     body += _memory_charts(view, route)
     if view["stacks"]:
         stacks = part(html.Div([_stack(stack) for stack in view["stacks"]], id="rank-stacks"))
-        body.append(panel("Where the ranks were in the last hang", stacks))
+        shown = panel("Where the ranks were in the last hang", stacks)
+        body.insert(body.index(known) + 1 if view["hangs"] else len(body), shown)
     return html.Div(body)
 
 

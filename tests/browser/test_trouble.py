@@ -186,7 +186,7 @@ def test_hang_is_named_with_since_when_and_where_the_ranks_are(browser, launch):
     shows(browser, "verdict-headline", "in data")
     looks_right(browser, job.url + "/", "ang: rank 1", "No step is closed", "Since ", "Next")
     looks_right(browser, job.url + "/rank/1", "Where the ranks were in the last hang", "in __getitem__")
-    looks_right(browser, job.url + "/events", "stacks")
+    looks_right(browser, job.url + "/events", "hang: rank 1")
     goes_where_it_says(browser, job, 1)
     job.process.terminate()
     assert job.ended() != 0
