@@ -72,7 +72,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
         "suspect": next((suspect for suspect in suspects if suspect["rank"] == rank), None),
         "deaths": [*cache.deaths(run)],
         "stacks": hung[-1].stacks if hung else [],
-        "hangs": bool(run.verdict) and run.verdict["label"] == "hang",
+        "hangs": run.verdict is not None and run.verdict["label"] == "hang",
         "profiles": _profiles(cache, run, rank),
         "process": timed(sampled, PROCESS),
         "memory": _memory(samples_of(cache, query.MemorySamples((process.id,), SAMPLES, *between))),
@@ -167,7 +167,8 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     if view["stacks"]:
         stacks = part(html.Div([_stack(stack) for stack in view["stacks"]], id="rank-stacks"))
         shown = panel("Where the ranks were in the last hang", stacks)
-        body.insert(body.index(known) + 1 if view["hangs"] else len(body), shown)
+        place = next(at for at, one in enumerate(body) if one is known) + 1
+        body.insert(place if view["hangs"] else len(body), shown)
     return html.Div(body)
 
 
