@@ -123,7 +123,7 @@ def headline(browser: webdriver.Chrome) -> str:
 
 def goes_where_it_says(browser: webdriver.Chrome, job: Job, rank: int) -> None:
     """The headline's buttons: copy as text, copy the link, and open the rank."""
-    kept = "navigator.clipboard.writeText = async (text) => { window.copied = text }"
+    kept = "document.addEventListener('copy', (event) => { window.copied = event.target.value })"
     browser.get(job.url + "/")
     until(browser, lambda: browser.find_element(By.LINK_TEXT, f"Open rank {rank}"))
     browser.execute_script(kept)
@@ -205,7 +205,7 @@ def test_sessions_beside_each_other_and_one_whose_file_is_deleted(browser, launc
     job.do("slow")
     job.opened(browser)
     shows(browser, "verdict-headline", "traggler: rank 1", 60.0)
-    looks_right(browser, job.url + "/", "traggler: rank 1", "since step", "Next")
+    looks_right(browser, job.url + "/", "traggler: rank 1", "Since step ", "Next")
     goes_where_it_says(browser, job, 1)
     looks_right(browser, job.url + "/sessions", "before", "now", "running", "completed")
     looks_right(browser, job.url + "/sessions?a=before&b=now", "A: before", "B: now", "median step")
