@@ -4,10 +4,10 @@ One real aggregator under the load of many nodes: `python benchmarks/scale.py [-
 Relays are played: 8 ranks each, 5 steps a second, one rank late in data from the middle on. At the end of
 each second all of them send what was in it, as the relays of a large job do; with `--calls N` they send N
 messages a second one after the other. `--rows` leaves out what ranks send besides rows (identity, samples,
-spans, the agent's own cost); with `--device` each row is one of a device's clock, with its host's row and how
-far that was ahead. Printed for each size: CPU and memory of the aggregator's process, how long a
-message waits for its answer, how long until the late rank is named, what was lost, how far the player fell
-behind.
+spans, the agent's own cost); with `--device` each row is one of a device's clock, with its host's row and
+how far that was ahead; with `--memory` a sample of its memory each second. Printed for each size: CPU and
+memory of the aggregator's process, how long a message waits for its answer, how long until the late rank is
+named, what was lost, how far the player fell behind.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ HOST_ROW = np.array([3, 10, 1, 8, 12, 166]) * MS
 class Node:
     """One relay with its ranks."""
 
-    def __init__(self, number: int, ranks: int, device: bool) -> None:
-        self.device = device
+    def __init__(self, number: int, ranks: int, device: bool, memory: bool) -> None:
+        self.device, self.memory = device, memory
         self.identity = wire.NodeIdentity(
             f"{number:056x}", f"node-{number}", f"10.0.{number >> 8}.{number & 255}"
         )
@@ -126,7 +126,14 @@ class Node:
                 self.second * 50_000, self.second * MS, self.second * 1000 * MS, self.second * 700
             ),
             "strategy": "ddp",
+            "memory": [self._memory(step, now)] if self.memory else [],
         }
+
+    def _memory(self, step: int, now: int) -> wire.MemorySample:
+        """Return a sample of a rank on a device whose allocator's memory varies a little."""
+        used = [(30 << 30) + (self.second * 7919 % 64 << 20) + n for n in range(5)]
+        allocator = (*used, 0, 0, used[1], 4 * used[0], 80 << 30)
+        return wire.MemorySample(now, step, 0, *allocator, 2 << 30, None, 1 << 40, 64 << 30)
 
 
 def collect(sent: deque[tuple[float, Any]], waits: list[float], timeout_s: float) -> None:
@@ -139,7 +146,7 @@ def collect(sent: deque[tuple[float, Any]], waits: list[float], timeout_s: float
         waits.append(time.monotonic() - when)
 
 
-def run(ranks: int, seconds: int, calls: int, rows_only: bool, device: bool) -> str:
+def run(ranks: int, seconds: int, calls: int, rows_only: bool, device: bool, memory: bool) -> str:
     """Play one size; return its row of the table."""
     rng, late_from = np.random.default_rng(0), seconds // 2
     with tempfile.TemporaryDirectory() as out:
@@ -147,7 +154,7 @@ def run(ranks: int, seconds: int, calls: int, rows_only: bool, device: bool) -> 
         aggregator = ensure_aggregator(config, ray.get_runtime_context().get_node_id())
         session = Session(config.session, aggregator)
         [process] = actor_processes("Aggregator")
-        nodes = [Node(number, ranks, device) for number in range(-(-ranks // PER_NODE))]
+        nodes = [Node(number, ranks, device, memory) for number in range(-(-ranks // PER_NODE))]
         late, found = ranks - 1, None
         waits: list[float] = []
         sent: deque[tuple[float, Any]] = deque()
@@ -194,6 +201,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=40, help="of each size")
     parser.add_argument("--calls", type=int, default=0, help="a second and relay, one after the other")
     parser.add_argument("--device", action="store_true", help="rows of a device's clock")
+    parser.add_argument("--memory", action="store_true", help="a sample of each rank's memory, each second")
     parser.add_argument("--rows", action="store_true", help="ranks send nothing but rows")
     args = parser.parse_args()
     rows = "rows of a device's clock" if args.device else "rows of the CPU's clock"
@@ -202,7 +210,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     with fake_cluster(nodes=1, cpus=1):
         for ranks in args.ranks:
-            print(run(ranks, args.seconds, args.calls, args.rows, args.device), flush=True)
+            print(run(ranks, args.seconds, args.calls, args.rows, args.device, args.memory), flush=True)
 
 
 if __name__ == "__main__":
