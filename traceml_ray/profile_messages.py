@@ -71,7 +71,9 @@ class ProfileCommand(msgspec.Struct, frozen=True, kw_only=True):
     first_step: Count
     steps: Count
     limit_s: float
-    """How long to wait for these."""
+    """How long to wait for these,"""
+    record_s: float = 60.0
+    """and how long they may take: what is recorded takes memory, an evaluation among them gigabytes."""
     memory: int = 0
     stacks: int = 0
     shapes: int = 0

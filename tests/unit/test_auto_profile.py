@@ -15,7 +15,9 @@ from traceml_ray.monitor.auto_profile import AutoProfile
 from traceml_ray.monitor.captures import Wanted
 from traceml_ray.settings import Settings
 
-LATE = Verdict(label="straggler", rank=5, ranks=(5,), stage="data", chronic=True, from_step=10)
+LATE = Verdict(
+    label="straggler", rank=5, ranks=(5,), stage="data", chronic=True, from_step=10, mean_step_ms=100.0
+)
 
 
 class Run:
@@ -46,6 +48,12 @@ def test_lasting_straggler_is_profiled_beside_the_median() -> None:
 )  # fmt: skip
 def test_what_does_not_last_or_names_nobody_is_not_profiled(changes: dict[str, Any]) -> None:
     assert Run().check(LATE, **changes) is None and Run().check(None) is None
+
+
+@pytest.mark.parametrize(("step_ms", "steps"), [(1.0, 3), (4000.0, 2), (9000.0, 1), (11_000.0, 0), (None, 0)])
+def test_long_steps_are_profiled_fewer_at_a_time(step_ms: float | None, steps: int) -> None:
+    found = Run().check(LATE, mean_step_ms=step_ms)
+    assert (found.request.steps if found else 0) == steps
 
 
 def test_drift_of_all_ranks_is_profiled_on_the_median() -> None:

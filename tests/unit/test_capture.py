@@ -188,6 +188,23 @@ def test_steps_that_do_not_come_are_given_up(rank: Rank) -> None:
     assert rank.recorder.at_step is None
 
 
+def test_evaluation_among_its_steps_is_not_recorded_for_long(rank: Rank) -> None:
+    rank.train(1)
+    rank.ask(first_step=2, steps=3, record_s=10)
+    rank.train(2)
+    assert rank.status.state == "recording"
+    loader = iter(torch.utils.data.DataLoader(torch.ones(40, 4)))
+    next(loader), next(loader)
+    rank.now = 5.0
+    assert rank.status.state == "recording"
+    rank.now = 20.0
+    assert rank.status.state == "failed" and "took longer than 10 s" in rank.status.reason
+    next(loader)
+    assert not torch.autograd._profiler_enabled()
+    rank.train(5)
+    assert rank.status.state == "failed" and not rank.captures.pieces(1)
+
+
 def test_end_of_watching_turns_the_profiler_off(rank: Rank) -> None:
     rank.train(1)
     rank.ask(first_step=2, steps=5)

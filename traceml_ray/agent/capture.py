@@ -94,6 +94,8 @@ class Captures:
             now.export(self._folder)
         elif now.state == "armed" and self._clock() - now.began > now.wanted.limit_s:
             now.end("refused", f"step {now.wanted.first_step} did not come within {now.wanted.limit_s:g} s")
+        elif now.is_on:
+            now.watch(self._clock())
         elif now.state in ("sending", "refused", "failed") and self._clock() - self._heard > KEPT_S:
             now.let_go()
             self._now = None
@@ -148,6 +150,8 @@ class _Capture:
         self._thread = 0
         """The one that has turned the profiler on."""
         self._given_up = False
+        self._on_since = 0.0
+        """When the agent's thread first saw that it is on."""
 
     def arm(self) -> None:
         self._recorder.at_step = self.at_step
@@ -156,6 +160,25 @@ class _Capture:
         self._reason = reason[:_REASON_CHARS]
         self.state = state
         self._disarm()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the training thread has the profiler on."""
+        return bool(self._thread)
+
+    def watch(self, now: float) -> None:
+        """
+        End it where its steps take much longer than they should, as with an evaluation among them: what is
+        recorded takes memory. The thread that trains does so at its next wait for data, or after its step.
+        """
+        self._on_since = self._on_since or now
+        if now - self._on_since > self.wanted.record_s:
+            self._given_up = True
+            self.state = "failed"
+            self._reason = (
+                f"its steps took longer than {self.wanted.record_s:g} s, and what is recorded takes memory"
+            )
+            self._recorder.new_iterator()
 
     def _disarm(self) -> None:
         if self._recorder.at_step == self.at_step:
@@ -229,6 +252,8 @@ class _Capture:
 
     def _turn_off(self) -> None:
         """Turn the profiler off, whatever has become of the capture."""
+        if self._thread not in (0, get_ident()):
+            return
         self._disarm()
         if self._thread:
             self._thread = 0

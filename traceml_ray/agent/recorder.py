@@ -35,7 +35,10 @@ class Recorder(MarkLog):
         self.iterator = 0
         """The id of the iterator that the training thread has waited for last."""
         self.at_step: Callable[[], object] | None = None
-        """Called by the training thread once an optimizer has taken its step, while a profile is wanted."""
+        """
+        Called by the training thread once an optimizer has taken its step, and at the first wait for an
+        iterator, while a profile is wanted.
+        """
 
     @property
     def sums(self) -> SpanSums:
@@ -73,6 +76,8 @@ class Recorder(MarkLog):
             self.log.append(marks.DATA_BEGIN)
             self.log.append(self.stamp())
             return True
+        if self.at_step is not None and get_ident() == self.owner:
+            self.at_step()
         # Iterators come and go with the epochs: the loader (noted on them) is who feeds the step.
         known = getattr(iterator, "__dict__", {})
         named = known.get("_traceml_loader") or id(iterator), known.get("_num_workers") or 0

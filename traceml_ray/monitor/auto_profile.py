@@ -11,7 +11,9 @@ from traceml_ray.monitor.captures import Wanted
 from traceml_ray.settings import Settings
 
 STEPS = 3
-"""Of each such profile."""
+"""Of each such profile,"""
+MOST_S = 10.0
+"""fewer where they take longer than that: what is recorded takes memory. None of steps that are longer."""
 
 Peer = Callable[[Verdict], int | None]
 """Returns the rank that those of a verdict are compared with."""
@@ -42,12 +44,13 @@ class AutoProfile:
             return None
         median = peer(verdict)
         ranks = sorted({rank for rank in (verdict.rank, median) if rank is not None})
-        if not ranks:
+        steps = min(STEPS, int(1e3 * MOST_S / verdict.mean_step_ms)) if verdict.mean_step_ms else 0
+        if not ranks or not steps:
             return None
         self._times[run] += 1
         self._last[run] = now
         self._done.add(what)
-        request = wire.ProfileRequest(",".join(map(str, ranks)), STEPS, run=run)
+        request = wire.ProfileRequest(",".join(map(str, ranks)), steps, run=run)
         return Wanted(
             request,
             _why(verdict, median),

@@ -38,6 +38,8 @@ ANSWER_S = 15.0
 """A rank that has not answered within that time is not waited for."""
 STEPS_S = 120.0
 """How long a rank waits for its steps, beside the time that they take;"""
+RECORD_S = 5.0
+"""how much longer they may take than four times what they usually do;"""
 SEND_S = 30.0
 """how long nothing of a trace may come before it is asked for again,"""
 AGAIN = 3
@@ -276,6 +278,7 @@ class Captures:
             first_step=profile.first_step,
             steps=asked.steps,
             limit_s=limit_s,
+            record_s=RECORD_S + 4 * asked.steps * now.step_s,
             **{name: int(getattr(asked, name)) for name in OPTIONS},
         )
         now.commands = [wire.Command("profile", msgspec.structs.asdict(command))] if now.ranks else []
