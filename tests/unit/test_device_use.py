@@ -116,17 +116,26 @@ def test_batch_holds_both_rows_and_leads_within_its_size() -> None:
     assert first.host_rows[96:144] != first.rows[96:144] and first.leads[6:9] == b"\1\2\3"
 
 
+class Parameter(nn.Parameter):
+    """One that says that it is on a CUDA device."""
+
+    is_cuda = True
+
+    def __new__(cls) -> Parameter:
+        return super().__new__(cls, torch.zeros(1))  # type: ignore[no-any-return]
+
+
 class OnCuda(nn.Module):
     """A DDP module whose parameters say that they are on a CUDA device."""
 
-    process_group = None
+    process_group = types.SimpleNamespace(group_name="0")
 
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
 
     def parameters(self, recurse: bool = True) -> object:  # type: ignore[override]
-        return iter([types.SimpleNamespace(is_cuda=True)])
+        return iter([Parameter()])
 
 
 @pytest.mark.parametrize(("part", "coupled"), [(nn.Linear(1, 1), False), (nn.SyncBatchNorm(1), True)])

@@ -45,6 +45,7 @@ def test_source_waits_for_a_session_and_then_shows_it(tmp_path: Path) -> None:
     assert pages.poll() and look(pages, "header")["state"] == "stored"
     assert (source.target, source.stored) == ("demo", True)
     assert look(pages, "header")["step"] == 49
+    pages.poll()  # answers what the header has asked
     assert not pages.poll()
     source.close()
 

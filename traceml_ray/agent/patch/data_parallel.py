@@ -74,10 +74,10 @@ class DataParallel:
         self._note_group(min(ranks), len(ranks))
         if len(ranks) < 2:
             return
-        self._note_reduction(ddp)
         if next(ddp.parameters()).is_cuda:
             self._on_device(ddp)
         self._exchange.peers = self._exchanges.of_ddp
+        self._note_reduction(ddp)
 
     def _note_reduction(self, ddp: Any) -> None:
         """Record that gradients are reduced from here on, in which group and how much."""
