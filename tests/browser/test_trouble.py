@@ -133,7 +133,7 @@ def goes_where_it_says(browser: webdriver.Chrome, job: Job, rank: int) -> None:
         copied.append(
             until(browser, lambda: browser.execute_script("const was = copied; copied = ''; return was"))
         )
-    assert headline(browser) in copied[0] and "Why: " in copied[0] and copied[1] in copied[0]
+    assert headline(browser).lower() in copied[0].lower() and "Why: " in copied[0] and copied[1] in copied[0]
     assert copied[1].startswith(job.url) and "session=" in copied[1]
     browser.find_element(By.LINK_TEXT, f"Open rank {rank}").click()
     shows(browser, "rank-title", f"Rank {rank} on ")
@@ -207,7 +207,7 @@ def test_sessions_beside_each_other_and_one_whose_file_is_deleted(browser, launc
     shows(browser, "verdict-headline", "traggler: rank 1", 60.0)
     looks_right(browser, job.url + "/", "traggler: rank 1", "Since step ", "Next")
     goes_where_it_says(browser, job, 1)
-    looks_right(browser, job.url + "/sessions", "before", "now", "running", "completed")
+    looks_right(browser, job.url + "/sessions", "before", "now", "running", "finished")
     looks_right(browser, job.url + "/sessions?a=before&b=now", "A: before", "B: now", "median step")
     browser.get(job.url + "/rank/1?session=before")
     shows(browser, "rank-title", "Rank 1")
