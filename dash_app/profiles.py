@@ -9,7 +9,6 @@ from urllib.parse import quote
 from dash import dcc, html
 
 from traceml_ray import text
-from traceml_ray.rank_filter import rank_filter
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile, ProfileInfo, Profiles
 from traceml_ray.wire import ProfileRequest
@@ -92,8 +91,7 @@ def request_of(values: Mapping[str, Any]) -> ProfileRequest:
     steps = str(values.get("steps") or "3").strip()
     if not (steps.isascii() and steps.isdecimal()):
         raise ValueError(f"{steps[:20]!r} is no number of steps")
-    rank_filter(given["ranks"])
-    return ProfileRequest.of({**given, "steps": int(steps[:9])})
+    return ProfileRequest.checked({**given, "steps": int(steps[:9])})
 
 
 def field(tag: str, **properties: Any) -> Content:

@@ -11,7 +11,6 @@ from pathlib import Path
 from traceml_ray import text, wire
 from traceml_ray.launchers.control import ControlError
 from traceml_ray.launchers.profile_request import Progress, profile
-from traceml_ray.rank_filter import rank_filter
 from traceml_ray.reports.profiles import render_list, render_profile
 from traceml_ray.stages import STAGES
 from traceml_ray.store.profiles import FOLDER, listed, remove_profile
@@ -90,9 +89,8 @@ def run(find: Callable[[], Path], arguments: argparse.Namespace) -> int:
     if arguments.remove:
         return _remove(folder, arguments.remove)
     try:
-        rank_filter(arguments.ranks)
         fields = ("ranks", "steps", "memory", "stacks", "shapes", "run")
-        wanted = wire.ProfileRequest.of({name: getattr(arguments, name) for name in fields})
+        wanted = wire.ProfileRequest.checked({name: getattr(arguments, name) for name in fields})
     except ValueError as error:
         print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
         return 2

@@ -20,7 +20,6 @@ from traceml_ray.launchers.dashboard import DashboardProcess
 from traceml_ray.launchers.ray_train import leave_trainers
 from traceml_ray.monitor.finish import ANSWER_S, KILL_S, LEAVE_S
 from traceml_ray.monitor.private_folders import is_private
-from traceml_ray.rank_filter import rank_filter
 from traceml_ray.ray.config import About, ActorConfig, current_config, forget
 from traceml_ray.ray.discovery import (
     answers,
@@ -146,10 +145,9 @@ class Session:
 
         Raises ValueError for arguments that cannot be used, StartError where it is not there in `timeout` s.
         """
-        rank_filter(ranks)
         fields = {"ranks": ranks, "steps": steps, "memory": memory, "stacks": stacks, "shapes": shapes}
         asked = secrets.token_hex(8)
-        self.request_profile(asked, wire.ProfileRequest.of({**fields, "run": run}))
+        self.request_profile(asked, wire.ProfileRequest.checked({**fields, "run": run}))
         return self.wait_for_profile(asked, timeout)
 
     def request_profile(self, asked: str, request: wire.ProfileRequest) -> None:

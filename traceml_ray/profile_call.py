@@ -11,7 +11,6 @@ import msgspec
 from traceml_ray import wire
 from traceml_ray.agent import bootstrap
 from traceml_ray.profile_messages import REQUEST_EVENT
-from traceml_ray.rank_filter import rank_filter
 
 if TYPE_CHECKING:
     from typing import Self
@@ -51,9 +50,8 @@ class profile:  # noqa: N801 - used as a function is
         stacks: bool = False,
         shapes: bool = False,
     ) -> None:
-        rank_filter(ranks)
         fields = {"ranks": ranks, "steps": steps, "memory": memory, "stacks": stacks, "shapes": shapes}
-        request, self._id = wire.ProfileRequest.of(fields), secrets.token_hex(8)
+        request, self._id = wire.ProfileRequest.checked(fields), secrets.token_hex(8)
         self._session: Session | None = None
         agent = bootstrap.current()
         if agent is not None:

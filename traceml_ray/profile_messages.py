@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from traceml_ray.codec import FEW, Count, Int64, Name, Part, Value
+from traceml_ray.rank_filter import rank_filter
 
 MAX_PROFILE_STEPS = 50
 OPTIONS = ("memory", "stacks", "shapes")
@@ -43,6 +44,12 @@ class ProfileRequest(Part, frozen=True):
             return msgspec.convert([*msgspec.structs.astuple(cls(**values))], cls, strict=False)  # type: ignore[arg-type]
         except (msgspec.ValidationError, TypeError) as error:
             raise ValueError(f"{error} (a profile has {', '.join(cls.__struct_fields__)})") from None
+
+    @classmethod
+    def checked(cls, values: Mapping[str, Any]) -> ProfileRequest:
+        """Return what a person asks for, as `of`. Raises ValueError also for ranks that cannot be read."""
+        rank_filter(values["ranks"])
+        return cls.of(values)
 
     def event_data(self, asked: str) -> dict[str, Value]:
         """Return the data of `REQUEST_EVENT`, with the id of the request."""
