@@ -92,7 +92,7 @@ def capture(folder: Path, from_step: int, running: Callable[[], bool]) -> Stored
         if not running():
             raise RuntimeError(f"{folder}: the run has ended before step {from_step}")
         time.sleep(0.1)
-    found = profile(folder, wire.ProfileRequest(steps=STEPS), lambda *_: None)
+    found = profile(folder, wire.ProfileRequest(steps=STEPS))
     if len(found.profile.captured) < len(found.profile.ranks):
         raise RuntimeError(f"not all ranks were captured: {found.profile.ranks}")
     return found

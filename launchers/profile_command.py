@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
-from traceml_ray import text, wire
+from traceml_ray import progress, text, wire
 from traceml_ray.launchers.control import ControlError
-from traceml_ray.launchers.profile_request import Progress, profile
+from traceml_ray.launchers.profile_request import profile
 from traceml_ray.reports.profiles import render_list, render_profile
 from traceml_ray.stages import STAGES
 from traceml_ray.store.profiles import FOLDER, listed, remove_profile
@@ -81,7 +80,7 @@ def run(find: Callable[[], Path], arguments: argparse.Namespace) -> int:
     if _views(arguments):
         from traceml_ray.launchers import profile_views
 
-        return profile_views.run(find, arguments, _progress)
+        return profile_views.run(find, arguments)
     folder = find()
     if arguments.list:
         print(render_list(listed(folder), folder / FOLDER), end="")
@@ -95,8 +94,8 @@ def run(find: Callable[[], Path], arguments: argparse.Namespace) -> int:
         print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
         return 2
     try:
-        with _progress() as progress:
-            found = profile(folder, wanted, progress)
+        with progress.shown("profile"):
+            found = profile(folder, wanted)
     except ControlError as error:
         print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
         return 1
@@ -110,16 +109,3 @@ def _remove(folder: Path, name: str) -> int:
     known = text.listed([info.profile.id for info in listed(folder).done[-5:]]) or "none"
     print(f"traceml-ray: no profile {one_line(name)!r} in {folder}; there: {known}", file=sys.stderr)
     return 2
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """Show on stderr how far it is, where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("profile", total=1.0)
-        yield lambda what, done: bar.update(task, description=f"profile: {what}", completed=done)

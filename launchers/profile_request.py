@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from traceml_ray import wire
+from traceml_ray import progress, wire
 from traceml_ray.launchers.control import ControlError, request
 from traceml_ray.session import holder
 from traceml_ray.store.profiles import OVER, Profile, StoredProfile, profiles_of, under_way
@@ -16,13 +15,8 @@ LIMIT_S = 600.0
 """How long a capture is waited for; it goes on all the same."""
 _POLL_S = 0.2
 
-Progress = Callable[[str, float], object]
-"""Takes what happens now, and how far that is, 0 to 1."""
 
-
-def profile(
-    folder: Path, wanted: wire.ProfileRequest, progress: Progress, limit_s: float = LIMIT_S
-) -> StoredProfile:
+def profile(folder: Path, wanted: wire.ProfileRequest, limit_s: float = LIMIT_S) -> StoredProfile:
     """
     Have steps of the live session in `folder` profiled, and wait for it.
 
@@ -38,7 +32,8 @@ def profile(
             if asked in stored.profile.requests:
                 return stored
         now = under_way(folder)
-        progress(*(so_far(now) if now is not None and asked in now.requests else ("waiting", 0.0)))
+        what, share = so_far(now) if now is not None and asked in now.requests else ("waiting", None)
+        progress.advance(f"profile: {what}", share)
         time.sleep(_POLL_S)
     if not goes_on:
         raise ControlError(f"session {folder.name!r} has ended before there was a profile")

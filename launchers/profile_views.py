@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from traceml_ray import text
+from traceml_ray import progress, text
 from traceml_ray.files import write_file
 from traceml_ray.rank_filter import RankFilterError, rank_filter
 from traceml_ray.reports.profile_text import render_difference, render_operations
@@ -29,21 +28,18 @@ _MERGED = "merged-trace.json.gz"
 _TOP = 30
 _WRITERS = {"csv": tables.to_csv, "parquet": tables.to_parquet}
 
-Progress = Callable[[], AbstractContextManager[Callable[[str, float], object]]]
-
 
 class ViewError(ValueError):
     """What is asked for cannot be shown; the message says why."""
 
 
-def run(folder: Callable[[], Path], arguments: argparse.Namespace, progress: Progress) -> int:
+def run(folder: Callable[[], Path], arguments: argparse.Namespace) -> int:
     """
     Show what is asked for; return the exit code.
 
     Args:
         folder: returns that of the session.
         arguments: of the command.
-        progress: shows how far it is.
     """
     try:
         if arguments.files:
@@ -51,7 +47,7 @@ def run(folder: Callable[[], Path], arguments: argparse.Namespace, progress: Pro
         else:
             stored = _stored(folder(), arguments.id)
             sources, profile = of_profile(stored), stored.profile
-        _show(sources, profile, arguments, progress)
+        _show(sources, profile, arguments)
     except (ViewError, TraceError, RecordingError, ColumnError, RankFilterError, tables.FormatError) as error:
         print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
         return 2
@@ -77,13 +73,11 @@ def _stored(folder: Path, name: str | None) -> StoredProfile:
     raise ViewError(f"no profile {name or ''!s} in {folder}: there is {known}".replace("  ", " "))
 
 
-def _show(
-    sources: Sequence[Source], profile: Profile | None, arguments: argparse.Namespace, progress: Progress
-) -> None:
+def _show(sources: Sequence[Source], profile: Profile | None, arguments: argparse.Namespace) -> None:
     if not sources:
         raise ViewError("no rank was captured: there is no trace to show")
     if arguments.trace:
-        with progress() as bar:
+        with progress.shown("merging") as bar:
             merged = merge(sources, arguments.trace, profile, lambda done: bar("merging", done))
         matched = f"{text.count(merged.collectives, 'collective')} matched"
         print(f"{arguments.trace}: {text.count(len(sources), 'rank')}, {matched}", *merged.notes, sep="\n")
@@ -95,7 +89,7 @@ def _show(
     none = not any((arguments.trace, arguments.diff, arguments.csv, arguments.parquet, arguments.json))
     arguments.table = arguments.table or none
     if arguments.table or arguments.csv or arguments.parquet or (arguments.json and not arguments.diff):
-        _operations(sources, arguments, progress)
+        _operations(sources, arguments)
 
 
 def _pair(given: str) -> tuple[int, int | Literal["median"]]:
@@ -105,10 +99,10 @@ def _pair(given: str) -> tuple[int, int | Literal["median"]]:
     raise ViewError(f"--diff {given[:40]!r}: write two ranks, as 5,2, or 5,{MEDIAN}")
 
 
-def _operations(sources: Sequence[Source], arguments: argparse.Namespace, progress: Progress) -> None:
+def _operations(sources: Sequence[Source], arguments: argparse.Namespace) -> None:
     ranks = None if arguments.ranks == "all" else rank_filter(arguments.ranks)
-    with progress() as bar:
-        found = key_averages(_counted(sources, bar), arguments.by_shape)
+    with progress.shown("reading"):
+        found = key_averages(_counted(sources), arguments.by_shape)
     rows = select(sort(found, arguments.sort), arguments.name, ranks, arguments.top)
     for name, write in _WRITERS.items():
         if out := getattr(arguments, name):
@@ -120,7 +114,7 @@ def _operations(sources: Sequence[Source], arguments: argparse.Namespace, progre
         print(render_operations("Operations", rows[: arguments.top or _TOP]), end="")
 
 
-def _counted(sources: Sequence[Source], bar: Callable[[str, float], object]) -> Iterator[Source]:
+def _counted(sources: Sequence[Source]) -> Iterator[Source]:
     for number, source in enumerate(sources):
-        bar(f"reading {source.label}", number / len(sources))
+        progress.advance(f"reading {source.label}", number / len(sources))
         yield source

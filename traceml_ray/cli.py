@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from traceml_ray import __version__, session
+from traceml_ray import __version__, progress, session
 from traceml_ray.launchers.arguments import add_command, marked
 from traceml_ray.settings import SettingError, Settings
 from traceml_ray.store import query
@@ -61,7 +61,7 @@ def report(arguments: argparse.Namespace) -> int:
     from traceml_ray.reports.text import render
 
     folder, send = _stored(arguments)
-    with legible(folder):
+    with legible(folder), progress.shown(f"report of {folder.name}"):
         summary: Any = query.ask_one(send, query.Summary(arguments.run, whole=True))
         text = json.dumps(summary, indent=2) + "\n" if arguments.json else render(summary, folder)
     print(text, end="")
@@ -82,7 +82,9 @@ def status(arguments: argparse.Namespace) -> int:
     from traceml_ray.reports.status import render_status
 
     folder, send = _stored(arguments)
-    print(render_status(send, folder, session.holder(folder), time.time_ns()), end="")
+    with progress.shown(f"status of {folder.name}"):
+        shown = render_status(send, folder, session.holder(folder), time.time_ns())
+    print(shown, end="")
     return 0
 
 
@@ -93,7 +95,10 @@ def analyze(arguments: argparse.Namespace) -> int:
     from traceml_ray.reports.analyze_text import render_analysis
 
     try:
-        found = over_files.analyze(arguments.paths, ranks=arguments.ranks, sensitivity=arguments.sensitivity)
+        with progress.shown("analyze"):
+            found = over_files.analyze(
+                arguments.paths, ranks=arguments.ranks, sensitivity=arguments.sensitivity
+            )
     except RankFilterError as error:
         print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
         return 2

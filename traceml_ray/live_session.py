@@ -14,7 +14,7 @@ from typing import Any, cast
 import msgspec
 import psutil
 
-from traceml_ray import __version__, wire
+from traceml_ray import __version__, progress, text, wire
 from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.launchers.dashboard import DashboardProcess
 from traceml_ray.launchers.ray_train import leave_trainers
@@ -212,12 +212,13 @@ class Session:
         """
         folder = Path(path) / self.id
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        copy = self._ask(query.Snapshot())
-        try:
-            for name, target in ((copy, DATABASE), *((n, n) for n in _REPORTS)):
-                self._fetch(name, folder / target)
-        finally:
-            self._ask(query.Discard(copy))
+        with progress.shown(f"downloading {self.id}"):
+            copy = self._ask(query.Snapshot())
+            try:
+                for name, target in ((copy, DATABASE), *((n, n) for n in _REPORTS)):
+                    self._fetch(name, folder / target)
+            finally:
+                self._ask(query.Discard(copy))
         return folder
 
     def dashboard(self, port: int | None = None) -> str:
@@ -319,6 +320,7 @@ class Session:
         with target.open("wb") as file:
             while chunk := self._ask(query.ReadFile(name, file.tell(), _CHUNK)):
                 file.write(chunk)
+                progress.advance(f"downloading {target.name}: {text.size(file.tell())}", None)
 
     def _ask(self, request: query.Request[query.A]) -> query.A:
         try:

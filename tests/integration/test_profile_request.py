@@ -126,7 +126,7 @@ class Job:
 
     def profile(self, **wanted: object) -> StoredProfile:
         request = wire.ProfileRequest.of(wanted)
-        return profile(self.session.path, request, lambda *_: None, limit_s=60)
+        return profile(self.session.path, request, limit_s=60)
 
     def end(self) -> list[int]:
         (self.folder / "stop").touch()
@@ -251,5 +251,5 @@ def test_lasting_straggler_is_profiled_without_being_asked_and_its_operation_nam
 def test_session_that_is_not_live_says_so(tmp_path: Path) -> None:
     folder = prepare(tmp_path, "s")
     with pytest.raises(ControlError, match="is not live"):
-        profile(folder.path, wire.ProfileRequest(), lambda *_: None)
+        profile(folder.path, wire.ProfileRequest())
     assert not profiles_of(folder.path)

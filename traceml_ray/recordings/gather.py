@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from traceml_ray import progress
 from traceml_ray.identity import rank_in_name
 from traceml_ray.recordings import sessions, stormlog_files
 from traceml_ray.recordings.recording import FileContents, NoSamplesError, RefusedFileError
@@ -51,6 +52,7 @@ def gather(paths: Iterable[Path]) -> Gathered:
             for path in _files(given, found):
                 if (real := path.resolve()) not in seen:
                     seen.add(real)
+                    progress.advance(f"reading {path.name}", None)
                     _take(found, path, given)
         except (
             OSError,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from traceml_ray import progress
 from traceml_ray.analysis.reduction import Reduction
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.thresholds import Thresholds
@@ -79,6 +80,8 @@ class HistoryReader:
         """Read all that is stored, about `most` rows at a time. Raises `SessionFileError`."""
         while not self.whole:
             self.read(most)
+            stored = sum(process.stored for process in self.ranks.values())
+            progress.advance("reading the steps", min(1.0, self._run.rows / max(1, stored)))
         self._run.finish(self.world)
 
     def _begin(self) -> None:
