@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from traceml_ray.text import one_line
 
@@ -42,17 +42,46 @@ Columns = Mapping[str, Callable[[Any], str]]
 
 def table(title: str, columns: Columns, items: Iterable[Any]) -> list[str]:
     """Return a titled table with a row for each item, without columns that stay empty; [] for no items."""
-    from rich.table import Table
+    from rich.table import Table as Grid
 
-    rows = [{header: cell(item) for header, cell in columns.items()} for item in items]
-    kept = [header for header in columns if any(row[header] for row in rows)]
-    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for header in kept:
+    rows = Table(title, columns, [*items]).cells()
+    grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for header in rows[0] if rows else ():
         number = header.startswith(">")
         grid.add_column(header.lstrip(">"), justify="right" if number else "left", no_wrap=number)
     for row in rows:
-        grid.add_row(*(_written(shortened(row[header], _CELL)) for header in kept))
+        grid.add_row(*(_written(shortened(row[header], _CELL)) for header in row))
     return [title, *(" " * _INDENT + line for line in _lines(grid, WIDTH - _INDENT))] if rows else []
+
+
+class Facts:
+    """(label, text) pairs, those without a text left out. One without a label goes on with that before."""
+
+    def __init__(self, *pairs: tuple[str, str]) -> None:
+        self.pairs = [pair for pair in pairs if pair[1]]
+
+
+class Table(NamedTuple):
+    """A titled table with a row for each item, and a note below it."""
+
+    title: str
+    columns: Columns
+    items: Sequence[Any]
+    note: str = ""
+
+    def cells(self) -> list[dict[str, str]]:
+        """Return the cells of each row by header, without columns that stay empty."""
+        rows = [{header: cell(item) for header, cell in self.columns.items()} for item in self.items]
+        kept = [header for header in self.columns if any(row[header] for row in rows)]
+        return [{header: row[header] for header in kept} for row in rows]
+
+
+def laid_out(block: Facts | Table) -> list[str]:
+    """Return a block as lines; none where it is empty."""
+    if isinstance(block, Facts):
+        return facts(*block.pairs)
+    lines = table(block.title, block.columns, block.items)
+    return lines + [f"{' ' * _INDENT}{block.note}"] * bool(block.note)
 
 
 def shortened(line: str, most: int = WIDTH) -> str:

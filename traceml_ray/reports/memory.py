@@ -13,7 +13,7 @@ from traceml_ray.rank_filter import RankFilter
 from traceml_ray.recordings.merge import merge
 from traceml_ray.recordings.sessions import recordings_of
 from traceml_ray.reports.analyze import judged
-from traceml_ray.reports.layout import facts
+from traceml_ray.reports.layout import Facts
 from traceml_ray.reports.run_facts import RunFacts
 from traceml_ray.store.session_file import SessionFile
 
@@ -47,18 +47,18 @@ def memory_block(of: RunFacts, found: Memory) -> dict[str, Any]:
     return {"per_rank": per_rank, **{name: shown[name] for name in kept}}
 
 
-def memory_lines(block: Mapping[str, Any], failed: bool) -> list[str]:
+def memory_facts(block: Mapping[str, Any], failed: bool) -> Facts:
     """
-    Return the lines of a report about the memory of a summary; none where nothing stands out. Of a run that
+    Return what a report says about the memory of a summary; none where nothing stands out. Of a run that
     has `failed`, also what is only information.
     """
     found = msgspec.convert({name: value for name, value in block.items() if name != "per_rank"}, Memory)
     if not any(failed or each.severity != "info" for each in found.findings):
-        return []
+        return Facts()
     first, others = first_words(found), [each.why for each in found.findings]
     rest = [why for why in others[:_LINES] if why not in first]
     more = f"and {len(others) - _LINES:,} more findings" if len(others) > _LINES else ""
-    return facts(("Memory", " ".join(first)), *(("", why) for why in rest), ("", more))
+    return Facts(("Memory", " ".join(first)), *(("", why) for why in rest), ("", more))
 
 
 def first_words(found: Memory) -> Sequence[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from traceml_ray import text
-from traceml_ray.reports.layout import Columns, facts, page, table
+from traceml_ray.reports.layout import Columns, Facts, page, table
 from traceml_ray.store.profiles import Profile, Profiles, profiles_of
 
 
@@ -41,10 +41,10 @@ def by_operation(summary: dict[str, Any]) -> list[str]:
     return [*newest["found"], f"profile {newest['id']}, steps from {newest['first_step']} on"]
 
 
-def profile_lines(summary: dict[str, Any]) -> list[str]:
+def profile_facts(summary: dict[str, Any]) -> Facts:
     """Return the part of the report that says which operations make the rank late."""
     found = by_operation(summary)
-    return facts(*zip(["Operation", *[""] * (len(found) - 1)], found, strict=True)) if found else []
+    return Facts(*zip(["Operation", *[""] * len(found)], found, strict=False))
 
 
 def render_list(found: Profiles, folder: Path) -> str:

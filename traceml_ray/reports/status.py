@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from traceml_ray import text
-from traceml_ray.reports.layout import Columns, facts, page, table
-from traceml_ray.reports.text import ledger_lines, run_lines
+from traceml_ray.reports.contents import ledger_facts, runs_table
+from traceml_ray.reports.layout import Columns, facts, laid_out, page, table
 from traceml_ray.results import NodeInfo
 from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
@@ -30,11 +30,11 @@ def render_status(send: Callable[[bytes], bytes], folder: Path, holder: int | No
     parts = [[f"{folder}: {status.get('status', 'running')} ({live})"]]
     if verdict is not None:
         parts.append(facts(("Verdict", f"{text.words(verdict['label'])}: {verdict['why']}")))
-    parts.append(run_lines(runs, status["run"]))
+    parts.append(laid_out(runs_table(runs, status["run"])))
     parts.append(_ranks(ranks, labels, now) or ["No rank has reported."])
     lost = [labels[node["node_id"]] for node in nodes if node["lost_ns"]]
     parts.append(facts(("Nodes", ", ".join(lost))))
-    parts.append(ledger_lines(ledger))
+    parts.append(laid_out(ledger_facts(ledger)))
     errors = _errors(status["errors"], nodes, processes)
     missing = Counter(f"{name}: {why}" for process in processes for name, why in process.missing.items())
     for place in [place for place in errors if NOT_MEASURED in place]:

@@ -2,298 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from traceml_ray import text
-from traceml_ray.analysis.labels import LABELS, Meaning
+from traceml_ray.reports import contents
 from traceml_ray.reports.heading import files, title
-from traceml_ray.reports.headlines import brief, lost, named
-from traceml_ray.reports.layout import WIDTH, Columns, facts, page, table
-from traceml_ray.reports.memory import memory_lines
-from traceml_ray.reports.profiles import profile_lines
+from traceml_ray.reports.layout import WIDTH, laid_out, page
+from traceml_ray.reports.memory import memory_facts
+from traceml_ray.reports.profiles import profile_facts
 
-_MAX_RANKS = 32
-_MAX_LINES = 20
 _MAX_STACKS = 4
 _MAX_STACK_LINES = 100
-_WORTH = 0.03
 
 
 def render(summary: dict[str, Any], folder: Path) -> str:
     """Return the report on `summary` (schema `traceml_ray/summary/1`) of the session in `folder`."""
-    nodes = summary["system"]["nodes"]
+    failed = contents.meaning(summary["verdict"]).kind == "failure"
     parts = [
         title(summary, folder),
-        _verdict(summary["verdict"], "GPU" if any(node["gpus"] for node in nodes) else "rank"),
-        profile_lines(summary),
-        memory_lines(summary["memory"], _meaning(summary["verdict"]).kind == "failure"),
-        _steps(summary["steps"]) + _baseline(summary),
-        _stages(summary["stages"]),
-        _spans(summary["spans"], summary["steps"]["median_ms"]),
-        _nodes(summary),
-        _ranks(summary),
-        _suspects(summary["suspects"]) if _meaning(summary["verdict"]).kind != "healthy" else [],
-        _history(summary["episodes"], summary["brief"], summary["verdicts"]),
-        _stacks(summary["verdicts"]),
-        _events(summary["events"]),
-        run_lines(summary["runs"], summary["run"]),
-        ledger_lines(summary["ledger"]),
-        _overhead(summary["overhead"]),
+        laid_out(contents.verdict_facts(summary)),
+        laid_out(profile_facts(summary)),
+        laid_out(memory_facts(summary["memory"], failed)),
+        laid_out(contents.steps_facts(summary)),
+        laid_out(contents.stages_table(summary["stages"])),
+        laid_out(contents.spans_table(summary["spans"], summary["steps"]["median_ms"])),
+        laid_out(contents.nodes_table(summary)),
+        laid_out(contents.ranks_table(summary)),
+        laid_out(contents.suspects_table(summary)),
+        laid_out(contents.history_table(summary)),
+        _stacks(contents.last_stacks(summary["verdicts"])),
+        laid_out(contents.events_table(summary["events"])),
+        laid_out(contents.runs_table(summary["runs"], summary["run"])),
+        laid_out(contents.ledger_facts(summary["ledger"])),
+        laid_out(contents.overhead_facts(summary["overhead"])),
         files(folder),
     ]
     return page(parts)
 
 
-def run_lines(runs: Sequence[dict[str, Any]], chosen: str | None) -> list[str]:
-    """Return the list of runs, where there is more than one; `chosen` is the one that the rest is of."""
-    columns: Columns = {
-        "run": lambda run: run["name"],
-        "status": lambda run: run["status"],
-        "began (UTC)": lambda run: text.clock(run["started_at"]),
-        ">ranks": lambda run: text.plain(run["world_size"]),
-        ">attempts": lambda run: text.plain(run["attempts"]),
-        ">rows": lambda run: text.plain(run["ledger"]["stored"]),
-        "verdict": lambda run: text.words(run["label"] or text.NA) + " (selected)" * (run["id"] == chosen),
-    }
-    return table("Runs of this session", columns, runs[-_MAX_LINES:]) if len(runs) > 1 else []
-
-
-def _verdict(verdict: dict[str, Any], unit: str) -> list[str]:
-    about = []
-    if verdict["confidence"]:
-        about.append(f"confidence {verdict['confidence']}")
-    transient = verdict["pattern"] == "transient"
-    if verdict["chronic"] is not None or transient:
-        about.append("chronic" if verdict["chronic"] else "transient" if transient else "now and then")
-    if verdict["cost_pct"]:
-        about.append(f"costs {text.percent(verdict['cost_pct'])} of the step")
-        about.append(f"{text.number(verdict['gpu_hours_per_hour'])} {unit}-hours wasted per hour")
-    if verdict["lost_s"]:
-        about.append(lost(verdict))
-    return facts(
-        ("Verdict", named(verdict)),
-        ("", ", ".join(about)),
-        ("Why", verdict["why"]),
-        ("", verdict["note"]),
-        *_evidence(verdict["machine"] or ()),
-        ("Next", verdict["next"]),
-    )
-
-
-def _evidence(anomalies: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return the anomalies of the nodes named: evidence, not the cause of the verdict."""
-    nodes: dict[str, list[str]] = {}
-    for anomaly in anomalies:
-        nodes.setdefault(anomaly["node"], []).append(anomaly["text"])
-    return [("", f"at the same time on {node}: {'; '.join(each)}") for node, each in nodes.items()]
-
-
-def _steps(steps: dict[str, Any]) -> list[str]:
-    if steps["median_ms"] is None:
-        return []
-    times = f"median {text.ms(steps['median_ms'])}, p95 {text.ms(steps['p95_ms'])}"
-    several = steps["exchanges"] > 1.05  # else a single step was cut in two
-    of = f" of {text.number(steps['exchanges'])} exchanges" if several else ""
-    error_pct = (steps["covers"] or {}).get("error_pct")
-    within = f"; medians and percentiles within {text.percent(error_pct)}" if error_pct else ""
-    skew = node = ""
-    if steps["worst_rank"] is not None and steps["global_skew_pct"] is not None:
-        worst, over = steps["per_rank_median_ms"][str(steps["worst_rank"])], steps["global_skew_pct"]
-        skew = f"rank {steps['worst_rank']} is busy longest: {text.ms(worst)} a step without waiting, "
-        skew += f"{text.percent(over)} over the median of {text.ms(steps['busy_median_ms'])}"
-    if steps["worst_node"] is not None and steps["node_skew_pct"] is not None:
-        node = f"slowest node {steps['worst_node']}, {text.percent(steps['node_skew_pct'])} over the fastest"
-    after = f"of the {text.plain(steps['judged'])} after warm-up{within}"
-    return facts(
-        ("Steps", f"{text.count(steps['count'], 'step')}{of}, {times} ({after})"),
-        ("Skew", skew),
-        ("" if skew else "Skew", node),
-        ("GPU idle", _idle(steps)),
-        ("Covers", _covers(steps)),
-        ("Sampled", _sampled(steps)),
-    )
-
-
-def _idle(steps: dict[str, Any]) -> str:
-    """Return for how much of their time GPUs wait for their hosts; "" without device clocks."""
-    idle = {rank: pct for rank, pct in steps.get("per_rank_gpu_idle_pct", {}).items() if pct is not None}
-    if not idle:
-        return ""
-    most, middle = max(idle, key=lambda rank: idle[rank]), sorted(idle.values())[(len(idle) - 1) // 2]
-    return (
-        f"that of rank {most} waits for its host {text.percent(idle[most])} of the time; median "
-        f"{text.percent(middle)}"
-    )
-
-
-def _sampled(steps: dict[str, Any]) -> str:
-    """Return which numbers are of some steps only, where devices' clocks are not read in all of them."""
-    timed_pct = (steps["covers"] or {}).get("timed_pct", 100)
-    if timed_pct > 99:
-        return ""
-    return (
-        f"all but the number of steps and their mean is of {text.percent(timed_pct)} of the steps: only in "
-        "these was the device's clock read"
-    )
-
-
-def _covers(steps: dict[str, Any]) -> str:
-    """Return which steps the numbers and the verdict are of, where they leave out the oldest rows."""
-    covers = steps["covers"]
-    if covers is None or covers["rows_pct"] == 100:
-        return ""
-    all_counted = covers["counted_pct"] == 100
-    what = "medians, shares, the verdict and its history" if all_counted else "all numbers"
-    line = f"not the whole run: {what} are of steps {covers['from_step']}–{covers['to_step']}, "
-    line += f"{text.percent(covers['rows_pct'])} of the rows that were stored"
-    if all_counted:
-        mean = text.ms(steps["mean_ms"])
-        line += f"; the {text.plain(steps['count'])} steps and their mean, {mean}, are of the whole run"
-    return line
-
-
-def _baseline(summary: dict[str, Any]) -> list[str]:
-    """Return the baseline, where it was given or something has drifted from it."""
-    baseline = summary["baseline"]
-    drifted = any(_meaning(one).names == "all" for one in [summary["verdict"], *summary["verdicts"]])
-    if baseline is None or not (baseline["source"] or drifted):
-        return []
-    where = baseline["source"] or f"steps {baseline['from_step']}–{baseline['to_step']} of this run"
-    return facts(("Baseline", f"{where}: {text.ms(baseline['step_ms'])} a step"))
-
-
-def _stages(stages: Sequence[dict[str, Any]]) -> list[str]:
-    columns: Columns = {
-        "stage": lambda stage: stage["name"],
-        ">exposed ms": lambda stage: _figure(stage["exposed_ms"]),
-        ">share": lambda stage: text.share(stage["exposed_share"]),
-        "": lambda stage: "█" * round(20 * stage["exposed_share"]),
-        ">median ms": lambda stage: _figure(stage["median_ms"]),
-        ">largest ms": lambda stage: _figure(stage["max_ms"]),
-        "of": _of_rank,
-    }
-    return table("Where the time of a step goes (exposed: what the job waited for)", columns, stages)
-
-
-def _spans(spans: Sequence[dict[str, Any]], step_ms: float | None) -> list[str]:
-    """Return the spans that take a noticeable share of a step."""
-    columns: Columns = {
-        "span": lambda span: span["name"],
-        "in": lambda span: span["stage"],
-        ">median ms": lambda span: _figure(span["median_ms"]),
-        ">largest ms": lambda span: _figure(span["max_ms"]),
-        "of": _of_rank,
-        ">of its stage": lambda span: text.share(span["share"]),
-    }
-    large = [span for span in spans if step_ms and span["max_ms"] >= _WORTH * step_ms]
-    return table("Parts inside the stages (mean per step)", columns, large[:_MAX_LINES])
-
-
-def _of_rank(stage: dict[str, Any]) -> str:
-    """Return the rank with the largest time, where that is above the median."""
-    alone = stage["worst_rank"] is not None and stage["max_ms"] > 1.01 * stage["median_ms"]
-    return f"rank {stage['worst_rank']}" if alone else ""
-
-
-def _nodes(summary: dict[str, Any]) -> list[str]:
-    busy = summary["steps"]["per_node_median_ms"]
-    measured = {node["node_id"]: node for node in summary["system"]["nodes"]}
-    nodes = [{**measured.get(node["node_id"], {}), **node} for node in summary["session"]["nodes"]]
-    columns: Columns = {
-        "node": lambda node: node["hostname"] + " (lost)" * node["lost"],
-        "ranks": lambda node: text.ranges(node["ranks"]),
-        ">busy ms": lambda node: _figure(busy.get(node["hostname"])),
-        ">cpu (peak)": lambda node: _spread(node.get("cpu_pct"), text.percent),
-        ">memory (peak)": lambda node: _spread(node.get("mem_used_bytes"), text.size),
-        ">gpus": lambda node: _load(node.get("gpus") or []),
-    }
-    return table("Nodes", columns, nodes)
-
-
-def _load(gpus: Sequence[dict[str, Any]]) -> str:
-    load = [gpu["util_pct"]["median"] for gpu in gpus if gpu.get("util_pct")]
-    return f"{len(gpus)} × {text.percent(sum(load) / len(load))}" if load else text.NA
-
-
-def _ranks(summary: dict[str, Any]) -> list[str]:
-    busy, ranks = summary["steps"]["per_rank_median_ms"], summary["ranks"]
-    median, memory = summary["steps"]["busy_median_ms"], summary["memory"]["per_rank"]
-    idle = summary["steps"].get("per_rank_gpu_idle_pct")  # older summaries have none
-    listed, title = list(ranks), "Ranks"
-    if len(listed) > _MAX_RANKS:
-        worst = sorted(listed, key=lambda rank: (ranks[rank]["ended"] != "died", -(busy.get(rank) or 0)))
-        listed = sorted(worst[:_MAX_RANKS], key=int)
-        title = f"Ranks (the worst {_MAX_RANKS} of {len(ranks):,})"
-    over = {rank: 100 * (ms / median - 1) for rank, ms in busy.items() if median and ms is not None}
-    columns: Columns = {
-        ">rank": str,
-        "name": lambda rank: ranks[rank]["name"] or "",
-        "node": lambda rank: text.plain(ranks[rank]["node"]),
-        ">busy ms": lambda rank: _figure(busy.get(rank)),
-        ">to median": lambda rank: text.percent(over.get(rank), sign=True),
-        **({">gpu idle": lambda rank: text.percent(idle.get(rank))} if idle else {}),
-        ">peak rss": lambda rank: text.size(memory.get(rank, {}).get("rss_peak_bytes")),
-        ">last step": lambda rank: text.plain(ranks[rank]["last_step"]),
-        "end": lambda rank: _end(ranks[rank]),
-    }
-    return table(title, columns, listed)
-
-
-def _end(rank: dict[str, Any]) -> str:
-    attempt = f", attempt {rank['attempt']}" if rank["attempt"] else ""
-    return (rank["exit_reason"] or rank["ended"] or "no last message") + attempt
-
-
-def _suspects(suspects: Sequence[dict[str, Any]]) -> list[str]:
-    columns: Columns = {
-        "rank": lambda suspect: f"rank {suspect['rank']}",
-        "node": lambda suspect: suspect["node"],
-        "stage": lambda suspect: suspect["stage"],
-        ">late by ms": lambda suspect: _figure(suspect["excess_ms"]),
-        ">of step": lambda suspect: text.share(suspect["share"]),
-        ">fixing saves ms": lambda suspect: _figure(suspect["gain_ms"]),
-    }
-    return table("Suspects", columns, suspects)
-
-
-def _history(
-    episodes: Sequence[dict[str, Any]], few: dict[str, Any], verdicts: Sequence[dict[str, Any]]
-) -> list[str]:
-    """Return the hangs, the episodes, and the steps for which no verdict was possible."""
-    costly = {(episode["label"], episode["from_step"]) for episode in episodes}
-    others = [verdict for verdict in verdicts if (verdict["label"], verdict["from_step"]) not in costly]
-    hung = [verdict for verdict in others if verdict["began_ns"] is not None]
-    blind = [verdict for verdict in others if _meaning(verdict).kind == "abstention"]
-    columns: Columns = {
-        "steps": lambda one: f"{text.plain(one['from_step'])}–{text.plain(one['to_step'])}",
-        "verdict": lambda one: text.words(one["label"]),
-        "stage": lambda one: ", ".join(one["stages"]) or "all" * (_meaning(one).names == "all"),
-        "who": lambda one: text.ranks(one["ranks"]),
-        ">lasted": _lasted,
-        ">cost": lambda one: text.duration(one["cost_s"]) if "cost_s" in one else "",
-        ">of it": lambda one: "" if one.get("cost_pct") is None else text.percent(one["cost_pct"]),
-    }
-    lines = table("Episodes, the costliest first", columns, [*hung, *episodes, *blind][:_MAX_LINES])
-    return lines + [f"  {brief(few)}"] * (few["count"] > 0)
-
-
-def _meaning(verdict: dict[str, Any]) -> Meaning:
-    return LABELS[verdict["label"]]
-
-
-def _lasted(one: dict[str, Any]) -> str:
-    if "cost_s" in one:
-        return text.duration(one["seconds"])
-    goes_on = one["began_ns"] is not None and one["lasted_s"] is None
-    return "to the end" if goes_on else "" if one["began_ns"] is None else text.duration(one["lasted_s"])
-
-
-def _stacks(verdicts: Sequence[dict[str, Any]]) -> list[str]:
-    """Return where the ranks were in the last hang: all threads of the rank named, then the others."""
-    every = [span["stacks"] for span in verdicts if span["stacks"]]
-    last = every[-1] if every else []
+def _stacks(last: Sequence[dict[str, Any]]) -> list[str]:
+    """Return where the ranks were when the job hung."""
     lines = ["Where the ranks were"] if last else []
     for stack in last[:_MAX_STACKS]:
         lines.append(f"  {text.ranks(stack['ranks'])}")
@@ -301,48 +51,3 @@ def _stacks(verdicts: Sequence[dict[str, Any]]) -> list[str]:
             # The end of a stack line is specific: a long one loses the beginning of its path.
             lines.append("    " + (line if len(line) <= WIDTH - 4 else f"  …{line[-(WIDTH - 7) :]}"))
     return lines
-
-
-def _events(events: Sequence[dict[str, Any]]) -> list[str]:
-    silent = ("exit", "relay_start", "process_ended")
-    worth = [event for event in events if event["message"] or event["kind"] not in silent]
-    worth = [event for event in worth if event["kind"] not in ("stacks", "flight_recorder")]
-    columns: Columns = {
-        "time": lambda event: text.clock(event["time"]),
-        "kind": lambda event: event["kind"],
-        "who": lambda event: event["node"] or "" if event["rank"] is None else f"rank {event['rank']}",
-        "what": lambda event: event["message"].partition("\n")[0],
-    }
-    return table("Events (UTC)", columns, worth[-_MAX_LINES:])
-
-
-def ledger_lines(ledger: dict[str, Any]) -> list[str]:
-    """Return the ledger of the rows."""
-    counts = {name: f"{ledger[name]:,}" for name in ("produced", "stored", "in_flight", "folded")}
-    total = sum(ledger["dropped"].values())
-    places = ", ".join(f"{where} {rows:,}" for where, rows in ledger["dropped"].items() if rows)
-    unknown = [rank for rank, entry in ledger["per_rank"].items() if entry["unreported"] is None]
-    who = text.ranks(int(rank) for rank in unknown if rank.isdigit()) or "a process of unknown rank"
-    line = f"{counts['produced']} rows produced = {counts['stored']} stored + {counts['in_flight']} in flight"
-    line += f" + {total:,} dropped" + f" ({places})" * (total > 0)
-    folded = f"the oldest {counts['folded']} stored rows are kept as sums and statistics, not one by one"
-    missing = f"not known: what {who} produced after the last report"
-    return facts(("Ledger", line), ("", folded * (ledger["folded"] > 0)), ("", missing * bool(unknown)))
-
-
-def _overhead(overhead: dict[str, Any]) -> list[str]:
-    names = {
-        "training_thread_us_per_step": "µs a step on the training thread",
-        "agent_cpu_pct": "% of a core for the agent",
-        "bytes_per_step": "bytes a step sent",
-    }
-    known = [f"{text.number(overhead[n])} {what}" for n, what in names.items() if overhead[n] is not None]
-    return facts(("Monitor", f"{', '.join(known)} ({overhead['of']})" if known else ""))
-
-
-def _figure(value: float | None) -> str:
-    return text.number(value, aligned=True)
-
-
-def _spread(spread: dict[str, float | None] | None, written: Callable[[float | None], str]) -> str:
-    return f"{written(spread['median'])} ({written(spread['peak'])})" if spread else text.NA

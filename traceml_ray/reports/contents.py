@@ -1,0 +1,333 @@
+"""What a report says of a summary: blocks of facts and tables, which the text and `report.html` lay out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from traceml_ray import text
+from traceml_ray.analysis.labels import LABELS, Meaning
+from traceml_ray.reports.headlines import brief, lost, named
+from traceml_ray.reports.layout import Columns, Facts, Table
+
+_MAX_RANKS = 32
+_MAX_LINES = 20
+_WORTH = 0.03
+
+
+def runs_table(runs: Sequence[dict[str, Any]], chosen: str | None) -> Table:
+    """Return the list of runs, where there is more than one; `chosen` is the one that the rest is of."""
+    columns: Columns = {
+        "run": lambda run: run["name"],
+        "status": lambda run: run["status"],
+        "began (UTC)": lambda run: text.clock(run["started_at"]),
+        ">ranks": lambda run: text.plain(run["world_size"]),
+        ">attempts": lambda run: text.plain(run["attempts"]),
+        ">rows": lambda run: text.plain(run["ledger"]["stored"]),
+        "verdict": lambda run: text.words(run["label"] or text.NA) + " (selected)" * (run["id"] == chosen),
+    }
+    return Table("Runs of this session", columns, runs[-_MAX_LINES:] if len(runs) > 1 else [])
+
+
+def verdict_facts(summary: dict[str, Any]) -> Facts:
+    """Return the verdict, what it costs, why, what else was anomalous then, and what to do."""
+    verdict = summary["verdict"]
+    return Facts(
+        ("Verdict", named(verdict)),
+        ("", ", ".join(about_verdict(summary))),
+        ("Why", verdict["why"]),
+        ("", verdict["note"]),
+        *_evidence(verdict["machine"] or ()),
+        ("Next", verdict["next"]),
+    )
+
+
+def about_verdict(summary: dict[str, Any]) -> list[str]:
+    """Return how sure a verdict is, and what its cause and all causes cost."""
+    verdict, unit = summary["verdict"], unit_of(summary)
+    about = []
+    if verdict["confidence"]:
+        about.append(f"confidence {verdict['confidence']}")
+    transient = verdict["pattern"] == "transient"
+    if verdict["chronic"] is not None or transient:
+        about.append("chronic" if verdict["chronic"] else "transient" if transient else "now and then")
+    if verdict["cost_pct"]:
+        about.append(f"costs {text.percent(verdict['cost_pct'])} of the step")
+        about.append(f"{text.number(verdict['gpu_hours_per_hour'])} {unit}-hours wasted per hour")
+    if verdict["lost_s"]:
+        about.append(lost(verdict))
+    return about
+
+
+def unit_of(summary: dict[str, Any]) -> str:
+    """Return what hours are counted of: GPU, or rank where there is none."""
+    return "GPU" if any(node["gpus"] for node in summary["system"]["nodes"]) else "rank"
+
+
+def _evidence(anomalies: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return the anomalies of the nodes named: evidence, not the cause of the verdict."""
+    nodes: dict[str, list[str]] = {}
+    for anomaly in anomalies:
+        nodes.setdefault(anomaly["node"], []).append(anomaly["text"])
+    return [("", f"at the same time on {node}: {'; '.join(each)}") for node, each in nodes.items()]
+
+
+def steps_facts(summary: dict[str, Any]) -> Facts:
+    """Return the time of a step, how far ranks and nodes are apart, and what these numbers are of."""
+    steps = summary["steps"]
+    if steps["median_ms"] is None:
+        return Facts(*_baseline(summary))
+    times = f"median {text.ms(steps['median_ms'])}, p95 {text.ms(steps['p95_ms'])}"
+    several = steps["exchanges"] > 1.05  # else a single step was cut in two
+    of = f" of {text.number(steps['exchanges'])} exchanges" if several else ""
+    error_pct = (steps["covers"] or {}).get("error_pct")
+    within = f"; medians and percentiles within {text.percent(error_pct)}" if error_pct else ""
+    skew = node = ""
+    if steps["worst_rank"] is not None and steps["global_skew_pct"] is not None:
+        worst, over = steps["per_rank_median_ms"][str(steps["worst_rank"])], steps["global_skew_pct"]
+        skew = f"rank {steps['worst_rank']} is busy longest: {text.ms(worst)} a step without waiting, "
+        skew += f"{text.percent(over)} over the median of {text.ms(steps['busy_median_ms'])}"
+    if steps["worst_node"] is not None and steps["node_skew_pct"] is not None:
+        node = f"slowest node {steps['worst_node']}, {text.percent(steps['node_skew_pct'])} over the fastest"
+    after = f"of the {text.plain(steps['judged'])} after warm-up{within}"
+    return Facts(
+        ("Steps", f"{text.count(steps['count'], 'step')}{of}, {times} ({after})"),
+        ("Skew", skew),
+        ("" if skew else "Skew", node),
+        ("GPU idle", _idle(steps)),
+        ("Covers", _covers(steps)),
+        ("Sampled", _sampled(steps)),
+        *_baseline(summary),
+    )
+
+
+def _idle(steps: dict[str, Any]) -> str:
+    """Return for how much of their time GPUs wait for their hosts; "" without device clocks."""
+    idle = {rank: pct for rank, pct in steps.get("per_rank_gpu_idle_pct", {}).items() if pct is not None}
+    if not idle:
+        return ""
+    most, middle = max(idle, key=lambda rank: idle[rank]), sorted(idle.values())[(len(idle) - 1) // 2]
+    return (
+        f"that of rank {most} waits for its host {text.percent(idle[most])} of the time; median "
+        f"{text.percent(middle)}"
+    )
+
+
+def _sampled(steps: dict[str, Any]) -> str:
+    """Return which numbers are of some steps only, where devices' clocks are not read in all of them."""
+    timed_pct = (steps["covers"] or {}).get("timed_pct", 100)
+    if timed_pct > 99:
+        return ""
+    return (
+        f"all but the number of steps and their mean is of {text.percent(timed_pct)} of the steps: only in "
+        "these was the device's clock read"
+    )
+
+
+def _covers(steps: dict[str, Any]) -> str:
+    """Return which steps the numbers and the verdict are of, where they leave out the oldest rows."""
+    covers = steps["covers"]
+    if covers is None or covers["rows_pct"] == 100:
+        return ""
+    all_counted = covers["counted_pct"] == 100
+    what = "medians, shares, the verdict and its history" if all_counted else "all numbers"
+    line = f"not the whole run: {what} are of steps {covers['from_step']}–{covers['to_step']}, "
+    line += f"{text.percent(covers['rows_pct'])} of the rows that were stored"
+    if all_counted:
+        mean = text.ms(steps["mean_ms"])
+        line += f"; the {text.plain(steps['count'])} steps and their mean, {mean}, are of the whole run"
+    return line
+
+
+def _baseline(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the baseline, where it was given or something has drifted from it."""
+    baseline = summary["baseline"]
+    drifted = any(meaning(one).names == "all" for one in [summary["verdict"], *summary["verdicts"]])
+    if baseline is None or not (baseline["source"] or drifted):
+        return []
+    where = baseline["source"] or f"steps {baseline['from_step']}–{baseline['to_step']} of this run"
+    return [("Baseline", f"{where}: {text.ms(baseline['step_ms'])} a step")]
+
+
+def stages_table(stages: Sequence[dict[str, Any]]) -> Table:
+    """Return where the time of a step goes."""
+    columns: Columns = {
+        "stage": lambda stage: stage["name"],
+        ">exposed ms": lambda stage: _figure(stage["exposed_ms"]),
+        ">share": lambda stage: text.share(stage["exposed_share"]),
+        "": lambda stage: "█" * round(20 * stage["exposed_share"]),
+        ">median ms": lambda stage: _figure(stage["median_ms"]),
+        ">largest ms": lambda stage: _figure(stage["max_ms"]),
+        "of": _of_rank,
+    }
+    return Table("Where the time of a step goes (exposed: what the job waited for)", columns, stages)
+
+
+def spans_table(spans: Sequence[dict[str, Any]], step_ms: float | None) -> Table:
+    """Return the spans that take a noticeable share of a step."""
+    columns: Columns = {
+        "span": lambda span: span["name"],
+        "in": lambda span: span["stage"],
+        ">median ms": lambda span: _figure(span["median_ms"]),
+        ">largest ms": lambda span: _figure(span["max_ms"]),
+        "of": _of_rank,
+        ">of its stage": lambda span: text.share(span["share"]),
+    }
+    large = [span for span in spans if step_ms and span["max_ms"] >= _WORTH * step_ms]
+    return Table("Parts inside the stages (mean per step)", columns, large[:_MAX_LINES])
+
+
+def _of_rank(stage: dict[str, Any]) -> str:
+    """Return the rank with the largest time, where that is above the median."""
+    alone = stage["worst_rank"] is not None and stage["max_ms"] > 1.01 * stage["median_ms"]
+    return f"rank {stage['worst_rank']}" if alone else ""
+
+
+def nodes_table(summary: dict[str, Any]) -> Table:
+    """Return the nodes: their ranks, and how busy and how full they were."""
+    busy = summary["steps"]["per_node_median_ms"]
+    measured = {node["node_id"]: node for node in summary["system"]["nodes"]}
+    nodes = [{**measured.get(node["node_id"], {}), **node} for node in summary["session"]["nodes"]]
+    columns: Columns = {
+        "node": lambda node: node["hostname"] + " (lost)" * node["lost"],
+        "ranks": lambda node: text.ranges(node["ranks"]),
+        ">busy ms": lambda node: _figure(busy.get(node["hostname"])),
+        ">cpu (peak)": lambda node: _spread(node.get("cpu_pct"), text.percent),
+        ">memory (peak)": lambda node: _spread(node.get("mem_used_bytes"), text.size),
+        ">gpus": lambda node: _load(node.get("gpus") or []),
+    }
+    return Table("Nodes", columns, nodes)
+
+
+def _load(gpus: Sequence[dict[str, Any]]) -> str:
+    load = [gpu["util_pct"]["median"] for gpu in gpus if gpu.get("util_pct")]
+    return f"{len(gpus)} × {text.percent(sum(load) / len(load))}" if load else text.NA
+
+
+def ranks_table(summary: dict[str, Any]) -> Table:
+    """Return the ranks, of many the worst ones: their times, memory, and how they ended."""
+    busy, ranks = summary["steps"]["per_rank_median_ms"], summary["ranks"]
+    median, memory = summary["steps"]["busy_median_ms"], summary["memory"]["per_rank"]
+    idle = summary["steps"].get("per_rank_gpu_idle_pct")  # older summaries have none
+    listed, title = list(ranks), "Ranks"
+    if len(listed) > _MAX_RANKS:
+        worst = sorted(listed, key=lambda rank: (ranks[rank]["ended"] != "died", -(busy.get(rank) or 0)))
+        listed = sorted(worst[:_MAX_RANKS], key=int)
+        title = f"Ranks (the worst {_MAX_RANKS} of {len(ranks):,})"
+    over = {rank: 100 * (ms / median - 1) for rank, ms in busy.items() if median and ms is not None}
+    columns: Columns = {
+        ">rank": str,
+        "name": lambda rank: ranks[rank]["name"] or "",
+        "node": lambda rank: text.plain(ranks[rank]["node"]),
+        ">busy ms": lambda rank: _figure(busy.get(rank)),
+        ">to median": lambda rank: text.percent(over.get(rank), sign=True),
+        **({">gpu idle": lambda rank: text.percent(idle.get(rank))} if idle else {}),
+        ">peak rss": lambda rank: text.size(memory.get(rank, {}).get("rss_peak_bytes")),
+        ">last step": lambda rank: text.plain(ranks[rank]["last_step"]),
+        "end": lambda rank: _end(ranks[rank]),
+    }
+    return Table(title, columns, listed)
+
+
+def _end(rank: dict[str, Any]) -> str:
+    attempt = f", attempt {rank['attempt']}" if rank["attempt"] else ""
+    return (rank["exit_reason"] or rank["ended"] or "no last message") + attempt
+
+
+def suspects_table(summary: dict[str, Any]) -> Table:
+    """Return the ranks that were late; none where all is well."""
+    healthy = meaning(summary["verdict"]).kind == "healthy"
+    columns: Columns = {
+        "rank": lambda suspect: f"rank {suspect['rank']}",
+        "node": lambda suspect: suspect["node"],
+        "stage": lambda suspect: suspect["stage"],
+        ">late by ms": lambda suspect: _figure(suspect["excess_ms"]),
+        ">of step": lambda suspect: text.share(suspect["share"]),
+        ">fixing saves ms": lambda suspect: _figure(suspect["gain_ms"]),
+    }
+    return Table("Suspects", columns, [] if healthy else summary["suspects"])
+
+
+def history_table(summary: dict[str, Any]) -> Table:
+    """Return the hangs, the episodes, and the steps for which no verdict was possible."""
+    episodes, verdicts = summary["episodes"], summary["verdicts"]
+    costly = {(episode["label"], episode["from_step"]) for episode in episodes}
+    others = [verdict for verdict in verdicts if (verdict["label"], verdict["from_step"]) not in costly]
+    hung = [verdict for verdict in others if verdict["began_ns"] is not None]
+    blind = [verdict for verdict in others if meaning(verdict).kind == "abstention"]
+    columns: Columns = {
+        "steps": lambda one: f"{text.plain(one['from_step'])}–{text.plain(one['to_step'])}",
+        "verdict": lambda one: text.words(one["label"]),
+        "stage": lambda one: ", ".join(one["stages"]) or "all" * (meaning(one).names == "all"),
+        "who": lambda one: text.ranks(one["ranks"]),
+        ">lasted": _lasted,
+        ">cost": lambda one: text.duration(one["cost_s"]) if "cost_s" in one else "",
+        ">of it": lambda one: "" if one.get("cost_pct") is None else text.percent(one["cost_pct"]),
+    }
+    title = "Episodes, the costliest first"
+    return Table(title, columns, [*hung, *episodes, *blind][:_MAX_LINES], brief(summary["brief"]))
+
+
+def meaning(verdict: dict[str, Any]) -> Meaning:
+    """Return what the label of a verdict means."""
+    return LABELS[verdict["label"]]
+
+
+def _lasted(one: dict[str, Any]) -> str:
+    if "cost_s" in one:
+        return text.duration(one["seconds"])
+    goes_on = one["began_ns"] is not None and one["lasted_s"] is None
+    return "to the end" if goes_on else "" if one["began_ns"] is None else text.duration(one["lasted_s"])
+
+
+def last_stacks(verdicts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return where the ranks were in the last hang: all threads of the rank named, then the others."""
+    every = [span["stacks"] for span in verdicts if span["stacks"]]
+    return every[-1] if every else []
+
+
+def events_table(events: Sequence[dict[str, Any]]) -> Table:
+    """Return the newest events that say something."""
+    silent = ("exit", "relay_start", "process_ended")
+    worth = [event for event in events if event["message"] or event["kind"] not in silent]
+    worth = [event for event in worth if event["kind"] not in ("stacks", "flight_recorder")]
+    columns: Columns = {
+        "time": lambda event: text.clock(event["time"]),
+        "kind": lambda event: event["kind"],
+        "who": lambda event: event["node"] or "" if event["rank"] is None else f"rank {event['rank']}",
+        "what": lambda event: event["message"].partition("\n")[0],
+    }
+    return Table("Events (UTC)", columns, worth[-_MAX_LINES:])
+
+
+def ledger_facts(ledger: dict[str, Any]) -> Facts:
+    """Return the ledger of the rows."""
+    counts = {name: f"{ledger[name]:,}" for name in ("produced", "stored", "in_flight", "folded")}
+    total = sum(ledger["dropped"].values())
+    places = ", ".join(f"{where} {rows:,}" for where, rows in ledger["dropped"].items() if rows)
+    unknown = [rank for rank, entry in ledger["per_rank"].items() if entry["unreported"] is None]
+    who = text.ranks(int(rank) for rank in unknown if rank.isdigit()) or "a process of unknown rank"
+    line = f"{counts['produced']} rows produced = {counts['stored']} stored + {counts['in_flight']} in flight"
+    line += f" + {total:,} dropped" + f" ({places})" * (total > 0)
+    folded = f"the oldest {counts['folded']} stored rows are kept as sums and statistics, not one by one"
+    missing = f"not known: what {who} produced after the last report"
+    return Facts(("Ledger", line), ("", folded * (ledger["folded"] > 0)), ("", missing * bool(unknown)))
+
+
+def overhead_facts(overhead: dict[str, Any]) -> Facts:
+    """Return what the monitor cost."""
+    names = {
+        "training_thread_us_per_step": "µs a step on the training thread",
+        "agent_cpu_pct": "% of a core for the agent",
+        "bytes_per_step": "bytes a step sent",
+    }
+    known = [f"{text.number(overhead[n])} {what}" for n, what in names.items() if overhead[n] is not None]
+    return Facts(("Monitor", f"{', '.join(known)} ({overhead['of']})" if known else ""))
+
+
+def _figure(value: float | None) -> str:
+    return text.number(value, aligned=True)
+
+
+def _spread(spread: dict[str, float | None] | None, written: Callable[[float | None], str]) -> str:
+    return f"{written(spread['median'])} ({written(spread['peak'])})" if spread else text.NA
