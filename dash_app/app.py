@@ -23,13 +23,14 @@ from dash import ClientsideFunction, Input, Output, State, dcc, html
 from flask import Flask
 from plotly.io.json import to_json_plotly
 
+from traceml_ray.views.session_poll import keep
+
 from . import listing, shell, zone
 from .components import Chart, Content
 from .figures import Figure
 from .pages import PAGES, has_nothing, start
 from .places import places
 from .route import SCOPE, Route
-from .session_cache import keep
 from .session_pages import SessionPages
 
 _LOG = logging.getLogger("traceml_ray.dash_app")

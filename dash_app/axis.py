@@ -8,7 +8,6 @@ shown whole, and of one that goes on the newest steps, or as many as hold the on
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,13 +17,15 @@ from traceml_ray import text
 from traceml_ray.analysis.step_sums import MAX_BINS
 from traceml_ray.reports.headlines import named
 from traceml_ray.store import query
+from traceml_ray.views.incident import present
+from traceml_ray.views.run_state import RunState
+from traceml_ray.views.severity import severity
+from traceml_ray.views.values import Array, rounded, whole
 
 from . import figures
-from .components import CLICKED, Columns, aria, link, numbers, part, severity, table
+from .components import CLICKED, Columns, aria, link, numbers, part, table
 from .route import Route
-from .run_state import RunState
 from .session_cache import SessionCache
-from .values import Array, rounded, whole
 
 NEWEST = "newest"
 _LANES, _ROWS = 4, 100
@@ -64,15 +65,6 @@ def chosen(cache: SessionCache, run: RunState, route: Route) -> Range:
     # Power of two, so that the range stays for a while: what is drawn is not asked for anew at every tick.
     lead = 1 << max(0, (newest - episode["from_step"]).bit_length() - 3)
     return Range(max(0, episode["from_step"] - lead))
-
-
-def present(verdict: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return the episode that a verdict is about, None without any."""
-    if verdict is None:
-        return None
-    who = itemgetter("label", "rank", "stage")
-    same = [episode for episode in verdict.get("episodes") or () if who(episode) == who(verdict)]
-    return max(same, key=itemgetter("goes_on", "cost_s"), default=None)
 
 
 def change(run: RunState) -> query.Change | None:

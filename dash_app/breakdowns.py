@@ -19,9 +19,9 @@ from traceml_ray.store import query
 from traceml_ray.store.profiles import MANIFEST, Profile, ProfileInfo, read_profile
 from traceml_ray.store.query import QueryError
 from traceml_ray.traces.breakdown import MAX_BYTES, Breakdown, decode
+from traceml_ray.views.source import Source
 
 from . import trace_job
-from .source import Source
 from .trace_job import JobError
 
 FILE = "breakdown.msgpack"

@@ -11,7 +11,6 @@ from dash import dcc, html
 from dash.development.base_component import Component
 
 from traceml_ray import text
-from traceml_ray.analysis.labels import LABELS, Severity
 from traceml_ray.reports.summary import moment
 from traceml_ray.step_shapes import DeathInfo
 
@@ -24,17 +23,6 @@ _MOST_OFF = 8
 _TABLE_ROWS = 100
 CONFIG: Any = {"displayModeBar": False, "responsive": True, "doubleClick": "autosize"}
 CLICKED: Any = {**CONFIG, "doubleClick": False, "showTips": False}
-SIGNS = {"critical": "◆", "warning": "▲", "info": "●"}
-_SEVERITY: dict[str, Severity] = {
-    **{label: meaning.severity for label, meaning in LABELS.items()},
-    **dict.fromkeys(("node_lost", "exception", "xid"), "critical"),
-    **dict.fromkeys(("restart", "note", "swallowed"), "warning"),
-}
-
-
-def severity(kind: str) -> Severity:
-    """Return how bad a kind of event, or the label of a verdict, is."""
-    return _SEVERITY.get(kind, "info")
 
 
 class Content(Component):

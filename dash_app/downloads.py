@@ -12,10 +12,10 @@ from flask import Flask, Response, redirect, request
 
 from traceml_ray.results import BundleInfo
 from traceml_ray.store import query
+from traceml_ray.views.source import Source
 
 from .bundles import PATH
 from .session_pages import SessionPages
-from .source import Source
 
 _CHUNK = 1 << 20
 _BLOCK = 512

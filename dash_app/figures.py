@@ -15,9 +15,9 @@ import numpy as np
 
 from traceml_ray import text
 from traceml_ray.analysis.quantities import Quantity
+from traceml_ray.views.values import Array, brief, rounded
 
 from . import zone
-from .values import Array, brief, rounded
 
 Series = Array | Sequence[float | None]
 """What is not known is NaN, or None."""

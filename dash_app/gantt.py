@@ -11,9 +11,9 @@ import numpy as np
 from traceml_ray import text
 from traceml_ray.analysis import row_layout
 from traceml_ray.stages import STAGES
+from traceml_ray.views.values import Array, rounded
 
 from . import figures
-from .values import Array, rounded
 
 MOST_ROWS = 128
 """Of ranks; in a larger job a row is a node, as the rank of it that came last."""

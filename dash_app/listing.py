@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from dash import dcc, html
 
 from traceml_ray import text
+from traceml_ray.views.values import natural, whole
 
 from .components import aria, link
 from .route import Route
-from .values import natural, whole
 
 PER_PAGE = 100
 FIELD = "find"

@@ -14,11 +14,11 @@ from prometheus_client.exposition import choose_encoder
 from traceml_ray import text
 from traceml_ray.analysis.quantities import GPU, NODE, Quantity
 from traceml_ray.analysis.spread import quantiles
-
-from .shell import state_of
+from traceml_ray.views.state import state_of
 
 if TYPE_CHECKING:
-    from .run_state import RunState
+    from traceml_ray.views.run_state import RunState
+
     from .session_pages import SessionPages
 
 _MOST = 1024

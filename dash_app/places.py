@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
+from traceml_ray.views.run_state import RunState
+from traceml_ray.views.values import natural, whole
+
 from .route import Route
-from .run_state import RunState
-from .values import natural, whole
 
 _MOST = 20
 

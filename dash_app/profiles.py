@@ -11,11 +11,11 @@ from dash import dcc, html
 from traceml_ray import text
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile, ProfileInfo, Profiles
+from traceml_ray.views.run_state import RunState
 from traceml_ray.wire import ProfileRequest
 
 from .components import Content, aria
 from .route import Route
-from .run_state import RunState
 from .session_cache import SessionCache
 
 PATH = "/profiles"

@@ -7,7 +7,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 import msgspec
 
-from .values import whole
+from traceml_ray.views.values import whole
 
 # Not Dash Pages: its routes are known to its own callback alone, and a refresh and a link need them as well.
 _PATHS = {

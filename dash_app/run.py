@@ -30,11 +30,11 @@ from traceml_ray.launchers.cluster import free_port
 from traceml_ray.launchers.dashboard import LINGERS
 from traceml_ray.ray.connection import join
 from traceml_ray.settings import Settings
+from traceml_ray.views.source import open_source
 
 from . import security
 from .server import create_app
 from .session_pages import SessionPages
-from .source import open_source
 
 PORT = 8050
 """The default; if it is taken, a free one."""

@@ -9,19 +9,28 @@ from urllib.parse import quote
 from dash import dcc, html
 
 from traceml_ray import text
-from traceml_ray.analysis.window import missing_of
-from traceml_ray.reports.headlines import cost, lost, named, since
-from traceml_ray.reports.summary import moment
+from traceml_ray.reports.headlines import cost, lost, named
 from traceml_ray.store.profiles import Profile
+from traceml_ray.views.incident import incident
+from traceml_ray.views.run_state import RunState
+from traceml_ray.views.state import (
+    BADGES,
+    RUNNING,
+    began_text,
+    coverage_text,
+    session_facts,
+    state_of,
+    state_text,
+    tone_of,
+    why_text,
+)
+from traceml_ray.views.values import natural
 
 from . import profiles, zone
-from .components import SIGNS, Content, aria, copying, dated, link, marked, part, severity
-from .incident import incident
+from .components import Content, aria, copying, dated, link, marked, part
 from .pages.node import evidence_link
 from .route import Route
-from .run_state import RunState
 from .session_cache import SessionCache
-from .values import age_s, natural
 
 PARTS = ("nav", "session", "verdict-strip", "problem")
 _TABS = {
@@ -35,7 +44,6 @@ _TABS = {
 }
 _SOMETIMES = ("memory", "profiles")
 """Tabs that are there where the session has something of it."""
-_BADGES = {"empty": "no session", "stored": "stored file", "missing": "not found", "waiting": "starting"}
 _ICONS = {
     "good": ("#2f9e5b", "M8 1a7 7 0 1 0 .01 0zM7 11.5 3.8 8.3l1.3-1.3L7 8.9l4-4 1.3 1.3z"),
     "warning": ("#d9731a", "M8 1 15.5 15H.5z"),
@@ -44,7 +52,6 @@ _ICONS = {
 }
 """Of the tab: colour and path."""
 _SVG = "http://www.w3.org/2000/svg"
-_RUNNING = ("live", "stale", "waiting", "ending")
 
 
 def data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
@@ -55,13 +62,13 @@ def data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
     return {
         "version": cache.version,
         "state": state,
-        "state_text": _state_text(cache, run, state),
+        "state_text": state_text(cache, run, state),
         "session": _session_data(cache, run, state),
         "verdict": None if verdict is None else _verdict_data(verdict, state),
         "incident": began,
-        "began": _since(cache, run, verdict, began),
+        "began": began_text(cache, run, verdict, began),
         "by_operation": _by_operation(cache, run, verdict, began),
-        "coverage_text": _coverage_text(cache, run, state),
+        "coverage_text": coverage_text(cache, run, state),
         "step": run.last_step if run else None,
     }
 
@@ -86,22 +93,9 @@ def missing(cache: SessionCache, what: str, name: str, why: str, others: Iterabl
 
 
 def _session_data(cache: SessionCache, run: RunState | None, state: str) -> dict[str, Any]:
-    meta = cache.status
-    entry: Mapping[str, Any] = next(
-        (each for each in cache.runs if run is not None and each["id"] == run.id), {}
-    )
-    strategies = [process.strategy for process in run.ranks.values() if process.strategy] if run else []
-    nodes = sum(bool(node["ranks"]) for node in run.nodes) if run else None
     return {
-        "id": meta.get("session") or cache.source.target,
-        "launcher": entry.get("launcher") or meta.get("launcher"),
-        "strategy": strategies[0] if strategies else meta.get("strategy"),
-        "world_size": entry.get("world_size") or (run.world if run else None) or meta.get("world_size"),
-        "nnodes": entry.get("nnodes") or nodes,
-        "gpus": any(sample["gpus"] for sample in (run.samples if run else {}).values()),
-        "memory": any(process.memory_from for process in run.ranks.values()) if run else False,
-        "profiles": state in _RUNNING or bool(run and profiles.found(cache, run)),
-        "run": run.id if run else None,
+        **session_facts(cache, run),
+        "profiles": state in RUNNING or bool(run and profiles.found(cache, run)),
         "runs": [{name: each[name] for name in ("id", "name", "status")} for each in cache.runs],
     }
 
@@ -123,78 +117,6 @@ def _verdict_data(verdict: Mapping[str, Any], state: str) -> dict[str, Any]:
     cost = lost(verdict) + " so far" * (state == "live") if verdict.get("lost_s") else ""
     kept = {name: value for name, value in verdict.items() if name not in ("episodes", "brief")}
     return {**kept, "headline": named(kept), "lost_text": cost}
-
-
-def state_of(cache: SessionCache, run: RunState | None) -> str:
-    """Return the state in one word: empty, starting, waiting, live, stale, ending, finished or stored."""
-    if not cache.status:
-        return "starting" if cache.source.starting else "empty"
-    if cache.source.stored:
-        return "stored"
-    if cache.status.get("status", "running") != "running":
-        return "finished"
-    if cache.stale_since_ns is not None:
-        return "stale"
-    if run is None or run.last_step is None:
-        return "waiting"
-    return "ending" if run.died or all(process.ended for process in run.ranks.values()) else "live"
-
-
-def _state_text(cache: SessionCache, run: RunState | None, state: str) -> str:
-    """Return the state in one sentence, and what to do."""
-    if state == "starting":
-        return "The run is starting: waiting for its aggregator."
-    if state == "empty":
-        return cache.trouble or "Searching for the session."
-    if state == "stale":
-        since = moment(cache.stale_since_ns)
-        return f"Aggregator not answering since {since} ({cache.trouble}). The page has what was known then."
-    if state in ("stored", "finished"):
-        status = cache.status.get("status", "running")
-        ended = "was never finished" if status == "running" else f"has ended: {status}"
-        reading = "" if run is None or run.whole else " It is still being read."
-        return f"This session {ended}; nothing changes any more.{reading}"
-    world = run.world if run else 0
-    seen = sorted(run.ranks) if run else []
-    missing = missing_of(world, seen)
-    awaited = text.ranks(missing, world - len(seen)) if missing else ""
-    if state == "waiting":
-        of = world or cache.status.get("world_size")
-        reported = f"{len(seen):,} of {text.count(of, 'rank') if of else 'the ranks'} have reported"
-        began = cache.status.get("started_at") if len(cache.runs) < 2 else None  # that of the first run
-        took = "" if began is None else f" ({text.age(age_s(cache.clock(), began))})"
-        starting = f"The run is starting: Ray is up, waiting for the first step{took}. {reported}."
-        return starting + (f" Awaited: {awaited}." if awaited else "")
-    if run and state == "ending":
-        return _ending_text(run)
-    silent = sorted(set(seen) - _heard(run)) if run else []
-    parts = [f"awaited: {awaited}" * bool(awaited), f"silent: {text.ranks(silent)}" if silent else ""]
-    hangs = run is not None and run.verdict is not None and run.verdict["label"] == "hang"
-    return "; ".join(["No step is closed" if hangs else "Training runs", *filter(None, parts)]) + "."
-
-
-def _ending_text(run: RunState) -> str:
-    ended = [rank for rank, process in run.ranks.items() if process.ended]
-    going = sorted(set(run.ranks) - {*ended})
-    if not going:
-        return "All ranks have ended."
-    gone = f"{text.ranks(ended)} {'has' if len(ended) == 1 else 'have'} ended, " if ended else ""
-    rest = f"{gone}{text.ranks(going)} still {'runs' if len(going) == 1 else 'run'}."
-    return rest[:1].upper() + rest[1:]
-
-
-def _coverage_text(cache: SessionCache, run: RunState | None, state: str) -> str:
-    """Return how many ranks report, and how old that is."""
-    if run is None or not run.world:
-        return "no rank yet"
-    newest = max((process.last_seen_ns for process in run.ranks.values()), default=None)
-    running, age = state in _RUNNING, age_s(cache.clock(), newest)
-    heard = f"{len(_heard(run) if running else run.ranks):,} of {text.count(run.world, 'rank')}"
-    return heard + (f", {text.age(age)} old" if running and age is not None else "")
-
-
-def _heard(run: RunState) -> set[int]:
-    return run.reporting() | {rank for rank, process in run.ranks.items() if process.final}
 
 
 def layout(poll_s: float) -> html.Div:
@@ -246,17 +168,10 @@ def problem(sentence: Any) -> Content:
     return part(html.Div(sentence, id="problem", className="problem", role="alert"))
 
 
-def _tone(verdict: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Return how bad a verdict is, as colour and sign."""
-    label = verdict["label"] if verdict else ""
-    tone = "good" if label == "healthy" else severity(label).replace("info", "unsure")
-    return tone, {"good": "✓", "unsure": "○"}.get(tone) or SIGNS[tone]
-
-
 def tab(header: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a browser's tab shows: the verdict as a title and an icon."""
-    tone, sign = _tone(header["verdict"])
-    state = _BADGES.get(header["state"], header["state"])
+    tone, sign = tone_of(header["verdict"])
+    state = BADGES.get(header["state"], header["state"])
     headline = f"{sign} {header['verdict']['headline']}" if header["verdict"] else state
     return {
         "title": " · ".join((headline, str(header["session"]["id"] or "traceml-ray"))),
@@ -299,12 +214,12 @@ def _session(session: Mapping[str, Any], route: Route) -> list[Any]:
 def _verdict(header: Mapping[str, Any], route: Route) -> html.Section:
     """Return the verdict, its cost, and how fresh and complete the data is."""
     verdict, state, compact = header["verdict"], header["state"], route.page != "overview"
-    tone, sign = _tone(verdict)
+    tone, sign = tone_of(verdict)
     began = header["began"]
     step = "" if header["step"] is None else f"step {header['step']:,}"
     coverage = " · ".join(filter(None, (header["coverage_text"], step)))
     fresh = [
-        html.Span(_BADGES.get(state, state), id="state-badge", className=f"badge {state}"),
+        html.Span(BADGES.get(state, state), id="state-badge", className=f"badge {state}"),
         html.Div(coverage, id="coverage"),
         html.Div(dated(header["state_text"]) if verdict and state != "stale" else None, id="state-text"),
     ]
@@ -327,7 +242,7 @@ def _sentences(header: Mapping[str, Any], began: str, route: Route) -> list[Any]
     verdict = header["verdict"]
     headline, _, why = header["state_text"].partition(". ")
     if verdict:
-        headline, why = verdict["headline"], _why(verdict, header["incident"])
+        headline, why = verdict["headline"], why_text(verdict, header["incident"])
     following = [html.B("Next "), *marked(verdict["next"])] if verdict and verdict["next"] else None
     return [
         html.Div(
@@ -346,35 +261,6 @@ def _operation(profile: Profile | None, route: Route) -> list[Any] | None:
     if profile is None:
         return None
     return [html.B("By operation "), *marked(profile.found[0]), " ", profiles.link(profile, route, "Profile")]
-
-
-def _why(verdict: Mapping[str, Any], incident: Mapping[str, Any] | None) -> str:
-    """Return why, without what is beside it: since when it is so, and what it costs."""
-    notes = [note for note in (verdict.get("note") or "").split("; ") if note]
-    why: str = verdict["why"]
-    if incident:
-        notes = [note for note in notes if "of which it cost" not in note]
-        why = why.removesuffix(f" Fixing it saves {text.percent(verdict['cost_pct'])} of the step.")
-    return why + (f" ({'; '.join(notes)})" if notes else "")
-
-
-def _since(
-    cache: SessionCache,
-    run: RunState | None,
-    verdict: Mapping[str, Any] | None,
-    incident: Mapping[str, Any] | None,
-) -> str:
-    """Return since when it is so, and what else happened then."""
-    if run is None or verdict is None:
-        return ""
-    if incident is None:
-        first = next((death for death in cache.deaths(run) if death["first"]), None)
-        if first is not None:
-            return f"Ended {'at' if first['exact'] else 'about'} {moment(first['t_ns'])}."
-        return f"Since {moment(verdict['began_ns'])}." if verdict.get("began_ns") else ""
-    began = since(incident)
-    changes = f" When it began: {'; '.join(incident['changes'])}." if incident["changes"] else ""
-    return f"{began[:1].upper()}{began[1:]}.{changes}"
 
 
 def _about(header: Mapping[str, Any], route: Route, began: str) -> list[Any]:

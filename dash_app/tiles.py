@@ -10,9 +10,9 @@ from dash import html
 
 from traceml_ray import text
 from traceml_ray.analysis.spread import quantiles
+from traceml_ray.views.values import Array, number, rounded
 
 from .components import spark
-from .values import Array, number, rounded
 
 _SPARK = 60
 

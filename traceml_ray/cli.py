@@ -171,7 +171,7 @@ def dashboard(arguments: argparse.Namespace) -> int:
         os.nice(5)  # training comes first
     try:
         from traceml_ray.dash_app import run
-        from traceml_ray.dash_app.source import SourceError
+        from traceml_ray.views.source import SourceError
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("traceml_ray"):
             raise

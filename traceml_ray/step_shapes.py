@@ -45,6 +45,8 @@ class StepTimes(TypedDict, total=False):
     steps_per_s: float
     worst_rank: int | None
     worst_over: float
+    skew_pct: float
+    """By how much the worst rank is above the median one; NaN of one rank."""
     waiting_pct: float
     """Of all ranks' time, how much they waited."""
     stages: dict[str, float]

@@ -13,12 +13,12 @@ from traceml_ray import text
 from traceml_ray.reports.summary import overhead_of
 from traceml_ray.store import query
 from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.views.run_state import RunState
+from traceml_ray.views.values import age_s, number
 
 from ..components import Columns, facts, node_link, panel, part, table
 from ..route import Route
-from ..run_state import RunState
 from ..session_cache import SessionCache
-from ..values import age_s, number
 
 _MOST = 200
 _RELAYS = 24

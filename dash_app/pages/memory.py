@@ -13,10 +13,11 @@ from traceml_ray.rank_filter import RankFilter, RankFilterError, rank_filter
 from traceml_ray.reports.memory import first_words
 from traceml_ray.reports.summary import moment
 from traceml_ray.store import query
+from traceml_ray.views.run_state import RunState
+from traceml_ray.views.severity import SIGNS
 
 from .. import axis, bundles, figures, listing
 from ..components import (
-    SIGNS,
     Chart,
     Columns,
     chart,
@@ -29,7 +30,6 @@ from ..components import (
     when,
 )
 from ..route import Route
-from ..run_state import RunState
 from ..session_cache import SessionCache
 
 _LINES = 6

@@ -11,6 +11,10 @@ from traceml_ray import text, wire
 from traceml_ray.analysis.quantities import GPU, NODE, Quantity, charts, series
 from traceml_ray.identity import RankIdentity
 from traceml_ray.store import query
+from traceml_ray.views.nodes import nodes
+from traceml_ray.views.ranks import position
+from traceml_ray.views.run_state import RunState
+from traceml_ray.views.values import as_dict, by_rank, natural, number, rounded
 
 from .. import axis, figures
 from ..components import (
@@ -29,10 +33,7 @@ from ..components import (
     trail,
 )
 from ..route import Route
-from ..run_state import RunState
 from ..session_cache import SessionCache
-from ..values import as_dict, by_rank, natural, number, rounded
-from .overview import nodes
 
 _SPARK = 120
 SAMPLES = 170
@@ -120,19 +121,6 @@ def _device_memory(cache: SessionCache, ranks: Mapping[int, int]) -> dict[int, l
     newest = {rank: [each for each in own if each.t_ns == own[-1].t_ns] for rank, own in found.items()}
     both = "allocated_bytes", "reserved_bytes"
     return {rank: [sum(getattr(each, name) for each in own) for name in both] for rank, own in newest.items()}
-
-
-def position(run: RunState, rank: int) -> dict[str, Any]:
-    """Return which rank of its node a rank is, and what it is doing."""
-    process = run.ranks[rank]
-    identity = process.identity
-    return {
-        "rank": rank,
-        "local_rank": identity.local_rank if identity else None,
-        "last_step": process.last_step,
-        "open_stage": None if process.ended else process.stage,
-        "state": process.end or ("running" if rank in run.reporting() else "silent"),
-    }
 
 
 def gpu_of(who: RankIdentity | None, samples: Sequence[Mapping[str, Any]]) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -15,6 +15,10 @@ from traceml_ray.analysis.step_numbers import MAX_LINES
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
+from traceml_ray.views.events import events_of
+from traceml_ray.views.nodes import nodes
+from traceml_ray.views.run_state import RunState
+from traceml_ray.views.values import by_stage, natural
 
 from .. import axis, figures, heatmap, tiles
 from ..components import (
@@ -33,10 +37,8 @@ from ..components import (
     table,
 )
 from ..route import Route
-from ..run_state import RunState
 from ..session_cache import SessionCache
-from ..values import by_stage, natural, number
-from .events import event_table, events_of
+from .events import event_table
 
 _CARDS, _FEW_CARDS = 24, 12
 _EVENTS, _LISTED = 200, 40
@@ -44,7 +46,6 @@ _UNPLACED = "no report"
 """In place of the node of a rank that has not reported yet."""
 _ORDERS: dict[str, str | None] = {"by node": None, "by cost": "cost"}
 _STAGES = {"total": None, **{name: name for name in STAGES if name != "sync_wait"}}
-_NO_TIMES: dict[str, Any] = dict.fromkeys(("median_ms", "worst_rank", "worst_ms", "skew_pct", "slower_pct"))
 
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
@@ -93,45 +94,6 @@ def _heatmap(run: RunState, columns: Mapping[str, Any]) -> dict[str, Any]:
         "last": columns["last"].tolist(),
         "z": np.concatenate([columns["z"], absent])[order],
     }
-
-
-def nodes(run: RunState, times: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the nodes of a run: the lost ones first, then those that the verdict names, then by name."""
-    found = times["nodes"] if times else {}
-    listed = {node["label"] for node in run.nodes}
-    cards = []
-    for node in [*run.nodes, *(_unlisted(run, label) for label in found if label not in listed)]:
-        own = found.get(node["label"], _NO_TIMES)
-        shown = {name: number(own[name]) for name in _NO_TIMES if name != "worst_rank"}
-        load = _load(run.samples.get(node["node_id"], {}))
-        about = {name: node[name] for name in ("node_id", "label", "hostname", "address", "alive", "ranks")}
-        cards.append({**about, "worst_rank": own["worst_rank"], **shown, **load})
-    named = {*run.named["nodes"]}
-    return sorted(cards, key=lambda card: (card["alive"], card["label"] not in named, natural(card["label"])))
-
-
-def _unlisted(run: RunState, label: str) -> dict[str, Any]:
-    """Return a node that is known from its ranks alone."""
-    ranks = [rank for rank in run.ranks if run.node_of(rank) == label]
-    known = {"node_id": label, "label": label, "hostname": label, "address": None}
-    return {**known, "alive": True, "ranks": ranks}
-
-
-def _load(sample: Mapping[str, Any]) -> dict[str, float | None]:
-    gpus = sample.get("gpus") or []
-    used = [gpu["util_pct"] for gpu in gpus if gpu["util_pct"] is not None]
-    return {
-        "cpu_pct": sample.get("cpu_pct"),
-        "mem_pct": _memory_pct([sample]),
-        "gpu_util_pct": sum(used) / len(used) if used else None,
-        "gpu_mem_pct": _memory_pct(gpus),
-    }
-
-
-def _memory_pct(of: Sequence[Mapping[str, Any]]) -> float | None:
-    pairs = [(each.get("mem_used_bytes"), each.get("mem_total_bytes")) for each in of]
-    known = [(used, total) for used, total in pairs if used is not None and total]
-    return 100 * sum(used for used, _ in known) / sum(total for _, total in known) if known else None
 
 
 class _Cell(msgspec.Struct):

@@ -13,6 +13,8 @@ from traceml_ray.store.profiles import Profile, ProfileInfo
 from traceml_ray.traces.breakdown import MOST, Breakdown
 from traceml_ray.traces.difference import MEDIAN, Compared, Difference
 from traceml_ray.traces.key_averages import Operation
+from traceml_ray.views.run_state import RunState
+from traceml_ray.views.values import whole
 
 from .. import listing, profiles, zone
 from ..components import (
@@ -29,9 +31,7 @@ from ..components import (
     trail,
 )
 from ..route import Route
-from ..run_state import RunState
 from ..session_cache import SessionCache
-from ..values import whole
 
 _TOP = 15
 """Operations of a difference that are shown."""

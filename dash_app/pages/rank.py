@@ -14,6 +14,9 @@ from traceml_ray.analysis.step_sums import MAX_BINS
 from traceml_ray.store import query
 from traceml_ray.store.nodes import node_key
 from traceml_ray.store.profiles import Profile
+from traceml_ray.views.ranks import position
+from traceml_ray.views.run_state import RunState
+from traceml_ray.views.values import by_rank, by_stage, mean, number, whole
 
 from .. import axis, figures, profiles
 from ..components import (
@@ -31,10 +34,8 @@ from ..components import (
     trail,
 )
 from ..route import Route
-from ..run_state import RunState
 from ..session_cache import SessionCache
-from ..values import by_rank, by_stage, mean, number, whole
-from .node import HELD, SAMPLES, gpu_of, position, quantity_charts, samples_of, timed
+from .node import HELD, SAMPLES, gpu_of, quantity_charts, samples_of, timed
 
 _WITH_PROCESSES = 6
 _NEWEST = "allocated_bytes", "reserved_bytes", "rss_bytes", "limit_used_bytes", "limit_bytes"

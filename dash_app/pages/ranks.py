@@ -9,22 +9,19 @@ from typing import Any
 from dash import html
 
 from traceml_ray import text
-from traceml_ray.analysis.window import missing_of
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
-from traceml_ray.store.nodes import node_key
+from traceml_ray.views.ranks import NAMED, SILENT, rank_rows
+from traceml_ray.views.run_state import RunState
+from traceml_ray.views.values import as_dict
 
 from .. import listing
 from ..components import Columns, died, node_link, part, rank_link, table, trail
 from ..route import Route
-from ..run_state import RunState
 from ..session_cache import SessionCache
-from ..values import as_dict, number
-from .node import gpu_of, position
+from .node import gpu_of
 
 _WITH_PROCESSES = 6
-_MOST_MISSING = 1024
-_NAMED, _DIED, _SILENT = "named by the verdict", "died", "no report"
 _KEYS: listing.Keys = {
     "rank": lambda row: row["rank"],
     "node": lambda row: row["node"],
@@ -40,7 +37,7 @@ _KEYS: listing.Keys = {
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """Return the ranks that the URL asks for, named ones first, and how many are in each state."""
-    rows = _rows(cache, run)
+    rows = rank_rows(cache, run)
     states = Counter(row["state"] for row in rows)
     node, state = route.get("node"), route.get("state")
     rows = [row for row in rows if node in (None, row["node"], row["node_key"])]
@@ -56,45 +53,6 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
             row["gpu"] = gpu_of(process.identity, samples.get(row["node_key"] or "", ()))
     suspects = {(each["rank"], each["stage"]) for each in (run.verdict or {}).get("suspects") or ()}
     return {"chosen": chosen, "states": dict(states), "suspects": suspects}
-
-
-def _rows(cache: SessionCache, run: RunState) -> list[dict[str, Any]]:
-    times: Any = cache.ask(query.RankTimes(run.id)) or {"ranks": [], "busy_ms": [], "over": [], "stages": []}
-    at = {rank: place for place, rank in enumerate(times["ranks"])}
-    dead = {death["rank"]: death for death in cache.deaths(run)}
-    named = {*run.named["ranks"]}
-    rows = [{**_NO_REPORT, "rank": rank} for rank in missing_of(run.world, run.ranks, _MOST_MISSING)]
-    for rank, process in run.ranks.items():
-        place, own = at.get(rank), position(run, rank)
-        shown = _DIED if rank in dead else _NAMED if rank in named else own["state"]
-        row = {**_NO_REPORT, **own, "state": shown, "death": dead.get(rank)}
-        row |= {"node": run.node_of(rank), "node_key": node_key(process) if process.identity else None}
-        row |= {
-            "hostname": process.identity.hostname if process.identity else "",
-            "exit_code": process.exit_code,
-        }
-        if place is not None:
-            stages = dict(zip(STAGES, (number(ms) for ms in times["stages"][place]), strict=True))
-            row |= {
-                "busy_ms": number(times["busy_ms"][place]),
-                "over": number(times["over"][place]),
-                "stages": stages,
-            }
-        rows.append(row)
-    first = {_NAMED: 0, _DIED: 1}
-    return sorted(rows, key=lambda row: (first.get(row["state"], 2), row["rank"]))
-
-
-_NO_REPORT: dict[str, Any] = {
-    **dict.fromkeys(
-        ("node", "node_key", "hostname", "local_rank", "gpu", "exit_code", "last_step", "open_stage")
-    ),
-    "state": _SILENT,
-    "busy_ms": None,
-    "over": None,
-    "stages": {},
-    "death": None,
-}
 
 
 def _words(row: Mapping[str, Any]) -> str:
@@ -152,6 +110,6 @@ def _columns(view: Mapping[str, Any], route: Route) -> Columns:
 def _state(row: Mapping[str, Any]) -> Any:
     if row["death"]:
         return html.Span(["◆ ", *died(row["death"])], className="sev critical")
-    if row["state"] in (_NAMED, _SILENT):
+    if row["state"] in (NAMED, SILENT):
         return html.Span(f"▲ {row['state']}", className="sev warning")
     return text.words(row["state"])

@@ -13,6 +13,9 @@ from traceml_ray import text
 from traceml_ray.reports.comparison import compared
 from traceml_ray.reports.listing import Entry, entries, names
 from traceml_ray.store import query
+from traceml_ray.views.run_state import RunState
+from traceml_ray.views.severity import severity
+from traceml_ray.views.values import age_s, rounded
 
 from .. import figures, listing, zone
 from ..components import (
@@ -22,14 +25,11 @@ from ..components import (
     link,
     panel,
     part,
-    severity,
     table,
     when,
 )
 from ..route import Route
-from ..run_state import RunState
 from ..session_cache import SessionCache
-from ..values import age_s, rounded
 
 __all__ = ["data", "layout", "names", "side"]
 SIDES = "ab"

@@ -12,13 +12,13 @@ from traceml_ray import text
 from traceml_ray.stages import STAGES
 from traceml_ray.step_shapes import OneStep
 from traceml_ray.store import query
+from traceml_ray.views.run_state import RunState
+from traceml_ray.views.values import whole
 
 from .. import figures, gantt
 from ..components import Columns, chart, facts, link, part, rank_link, table, trail
 from ..route import Route
-from ..run_state import RunState
 from ..session_cache import SessionCache
-from ..values import whole
 
 _TOGETHER = (
     "One clock for all: each row begins where its rank left the exchange before, which ranks leave together. "

@@ -31,7 +31,6 @@ from traceml_ray.dash_app.listing import choose
 from traceml_ray.dash_app.pages import sessions
 from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.session_pages import SessionPages
-from traceml_ray.dash_app.source import SourceError, StoredSource, _attachment
 from traceml_ray.launchers import control
 from traceml_ray.reports.listing import entries
 from traceml_ray.session import Live
@@ -40,6 +39,7 @@ from traceml_ray.store import query
 from traceml_ray.store.kept import pack, unpack
 from traceml_ray.store.schema import NONSENSE, SessionFileError
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.views.source import SourceError, StoredSource, _attachment
 
 SECONDS = 60.0
 MIB = 512

@@ -21,7 +21,7 @@ from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.server import create_app
 from traceml_ray.dash_app.session_pages import SessionPages
-from traceml_ray.dash_app.source import SourceError, open_source
+from traceml_ray.views.source import SourceError, open_source
 
 TOKEN = "a-Token_that.is-long"
 HOST = {"HTTP_HOST": "localhost"}

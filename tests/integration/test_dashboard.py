@@ -20,8 +20,8 @@ from sessions import Clock, Rank, Relay, aggregation, watch
 
 from traceml_ray.dash_app import run
 from traceml_ray.dash_app.session_pages import SessionPages
-from traceml_ray.dash_app.source import open_source
 from traceml_ray.launchers.dashboard import DashboardProcess
+from traceml_ray.views.source import open_source
 
 
 @pytest.fixture(scope="module")

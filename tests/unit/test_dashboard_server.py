@@ -11,7 +11,7 @@ from flask.testing import FlaskClient
 
 from traceml_ray.dash_app.server import create_app
 from traceml_ray.dash_app.session_pages import SessionPages
-from traceml_ray.dash_app.source import open_source
+from traceml_ray.views.source import open_source
 
 PACKED = {"Accept-Encoding": "gzip, deflate, br"}
 ASSETS = Path(__file__).parents[2] / "dash_app/assets"

@@ -12,7 +12,6 @@ import pytest
 from sessions import Clock, Rank, Relay, aggregation, identity
 
 from traceml_ray import cli, session, wire
-from traceml_ray.dash_app.source import StoredSource, _attachment
 from traceml_ray.files import read_file
 from traceml_ray.launchers import control, torchrun
 from traceml_ray.reports.listing import entries
@@ -21,6 +20,7 @@ from traceml_ray.store import query
 from traceml_ray.store.rank_processes import RankProcess, world_size
 from traceml_ray.store.schema import SessionFileError, legible
 from traceml_ray.text import one_line
+from traceml_ray.views.source import StoredSource, _attachment
 
 
 def stored(folder: Path) -> Path:

@@ -21,11 +21,11 @@ from unit.test_step_history import LIMITS, rows
 from traceml_ray.analysis import step_numbers
 from traceml_ray.analysis.kept_steps import ALL, Between
 from traceml_ray.analysis.step_history import StepHistory
-from traceml_ray.dash_app.session_cache import joined
-from traceml_ray.dash_app.source import StoredSource
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.reports.answers import Answers
 from traceml_ray.store import query
+from traceml_ray.views.session_poll import joined
+from traceml_ray.views.source import StoredSource
 
 QUESTIONS: list[query.Request[Any]] = [
     query.Times("job", whole=False),

@@ -10,7 +10,7 @@ from plotly.io.json import to_json_plotly
 
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.session_pages import SessionPages
-from traceml_ray.dash_app.source import StoredSource
+from traceml_ray.views.source import StoredSource
 
 LEAK = 256 << 20
 

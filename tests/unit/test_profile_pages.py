@@ -22,7 +22,6 @@ from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.breakdowns import FILE, Breakdowns, traces_of
 from traceml_ray.dash_app.server import create_app
 from traceml_ray.dash_app.session_pages import SessionPages
-from traceml_ray.dash_app.source import StoredSource
 from traceml_ray.errors import Errors
 from traceml_ray.store import profiles, query
 from traceml_ray.store.profiles import Profile, ProfileInfo, RankProfile
@@ -31,6 +30,7 @@ from traceml_ray.traces.breakdown import Breakdown
 from traceml_ray.traces.difference import difference
 from traceml_ray.traces.key_averages import key_averages
 from traceml_ray.traces.sources import of_profile
+from traceml_ray.views.source import StoredSource
 
 SENTENCE = "rank 5 spends 4 ms a step of `forward` more in `aten::copy_` (8 calls more) than rank 1."
 TOKEN = {"Authorization": "Bearer secret"}

@@ -21,8 +21,8 @@ from sessions import Rank, Relay, aggregation
 from traceml_ray.dash_app import run, security
 from traceml_ray.dash_app.server import create_app
 from traceml_ray.dash_app.session_pages import SessionPages
-from traceml_ray.dash_app.source import open_source
 from traceml_ray.settings import SettingError
+from traceml_ray.views.source import open_source
 
 TOKEN = "a-Token_that.is-long"
 POST = {"Content-Type": "application/x-www-form-urlencoded"}

@@ -26,8 +26,6 @@ from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.pages import rank
 from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.session_pages import SessionPages
-from traceml_ray.dash_app.source import StoredSource
-from traceml_ray.dash_app.values import by_stage, natural
 from traceml_ray.reports.comparison import compared
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.summary import summarize
@@ -35,6 +33,8 @@ from traceml_ray.session import SessionFolder, prepare
 from traceml_ray.stages import FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT
 from traceml_ray.store import query
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.views.source import StoredSource
+from traceml_ray.views.values import by_stage, natural
 
 DRAWN = ("heat", "columns", "nodes", "tiles")
 

@@ -11,17 +11,17 @@ from played import Played, look
 
 from traceml_ray import session
 from traceml_ray.attachment import Attachment
-from traceml_ray.dash_app import source as sources
 from traceml_ray.dash_app.session_pages import SessionPages
-from traceml_ray.dash_app.source import (
+from traceml_ray.session import Live, SessionError, write_live
+from traceml_ray.store import query
+from traceml_ray.views import source as sources
+from traceml_ray.views.source import (
     LiveSource,
     LocalSource,
     SourceError,
     StoredSource,
     open_source,
 )
-from traceml_ray.session import Live, SessionError, write_live
-from traceml_ray.store import query
 from traceml_ray.wire import Event
 
 NOWHERE = "127.0.0.1:1"

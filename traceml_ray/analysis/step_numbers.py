@@ -91,6 +91,7 @@ def _numbers(
         "steps_per_s": 1e3 / step_ms,
         "worst_rank": ranks[worst] if worst >= 0 and len(ranks) > 1 else None,
         "worst_over": 1 + float(apart.global_skew_pct[0]) / 100,
+        "skew_pct": float(apart.global_skew_pct[0]),
         "stages": dict(zip(STAGES, exposed.tolist(), strict=True)),
         "busy_ms": per_rank,
         "nodes": _by_node(apart, per_rank, history.nodes, ranks),

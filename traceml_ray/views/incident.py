@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from operator import itemgetter
 from typing import Any
 
 from traceml_ray import text
 from traceml_ray.store import query
 
-from . import axis
 from .run_state import RunState
-from .session_cache import SessionCache
+from .session_poll import SessionPoll
 
 _AT_ONCE_S = 10.0
 """So close to the beginning of an episode an event may have to do with it,"""
@@ -22,9 +22,18 @@ _AROUND_STEPS = 2
 _CHANGES = 3
 
 
-def incident(cache: SessionCache, run: RunState, verdict: Mapping[str, Any]) -> dict[str, Any] | None:
+def present(verdict: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return the episode that a verdict is about, None without any."""
+    if verdict is None:
+        return None
+    who = itemgetter("label", "rank", "stage")
+    same = [episode for episode in verdict.get("episodes") or () if who(episode) == who(verdict)]
+    return max(same, key=itemgetter("goes_on", "cost_s"), default=None)
+
+
+def incident(cache: SessionPoll, run: RunState, verdict: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the episode that the verdict is about, and what else happened when it began."""
-    episode = axis.present(verdict)
+    episode = present(verdict)
     if episode is None:
         return None
     began = episode.get("started_at") and datetime.fromisoformat(episode["started_at"]).timestamp()
@@ -39,7 +48,7 @@ def incident(cache: SessionCache, run: RunState, verdict: Mapping[str, Any]) -> 
     return {**episode, "changes": changes[:_CHANGES], "alone": alone}
 
 
-def _checkpoint(cache: SessionCache, run: RunState, step: int) -> list[str]:
+def _checkpoint(cache: SessionPoll, run: RunState, step: int) -> list[str]:
     """Return that a checkpoint was written about then; nothing where each step writes one."""
     first = max(0, step - _AROUND_STEPS)
     spans = cache.ask(query.Spans(run.id, min(run.ranks, default=0), first, step + _AROUND_STEPS)) or ()

@@ -1,0 +1,70 @@
+"""The ranks of a run: where each is, in what state, and where its time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from traceml_ray.analysis.window import missing_of
+from traceml_ray.stages import STAGES
+from traceml_ray.store import query
+from traceml_ray.store.nodes import node_key
+
+from .run_state import RunState
+from .session_poll import SessionPoll
+from .values import number
+
+_MOST_MISSING = 1024
+NAMED, DIED, SILENT = "named by the verdict", "died", "no report"
+_NO_REPORT: dict[str, Any] = {
+    **dict.fromkeys(
+        ("node", "node_key", "hostname", "local_rank", "gpu", "exit_code", "last_step", "open_stage")
+    ),
+    "state": SILENT,
+    "busy_ms": None,
+    "over": None,
+    "stages": {},
+    "death": None,
+}
+
+
+def rank_rows(cache: SessionPoll, run: RunState) -> list[dict[str, Any]]:
+    """Return a row for each rank: where it is, what its steps are made of; named ones first, then the dead"""
+    times: Any = cache.ask(query.RankTimes(run.id)) or {"ranks": [], "busy_ms": [], "over": [], "stages": []}
+    at = {rank: place for place, rank in enumerate(times["ranks"])}
+    dead = {death["rank"]: death for death in cache.deaths(run)}
+    named, reporting = {*run.named["ranks"]}, run.reporting()
+    rows = [{**_NO_REPORT, "rank": rank} for rank in missing_of(run.world, run.ranks, _MOST_MISSING)]
+    for rank, process in run.ranks.items():
+        place, own = at.get(rank), position(run, rank, reporting)
+        shown = DIED if rank in dead else NAMED if rank in named else own["state"]
+        row = {**_NO_REPORT, **own, "state": shown, "death": dead.get(rank)}
+        row |= {"node": run.node_of(rank), "node_key": node_key(process) if process.identity else None}
+        row |= {
+            "hostname": process.identity.hostname if process.identity else "",
+            "exit_code": process.exit_code,
+        }
+        if place is not None:
+            stages = dict(zip(STAGES, (number(ms) for ms in times["stages"][place]), strict=True))
+            row |= {
+                "busy_ms": number(times["busy_ms"][place]),
+                "over": number(times["over"][place]),
+                "stages": stages,
+            }
+        rows.append(row)
+    first = {NAMED: 0, DIED: 1}
+    return sorted(rows, key=lambda row: (first.get(row["state"], 2), row["rank"]))
+
+
+def position(run: RunState, rank: int, reporting: Collection[int] | None = None) -> dict[str, Any]:
+    """Return which rank of its node a rank is, and what it is doing; `reporting` as of the run."""
+    process = run.ranks[rank]
+    reporting = run.reporting() if reporting is None else reporting
+    identity = process.identity
+    return {
+        "rank": rank,
+        "local_rank": identity.local_rank if identity else None,
+        "last_step": process.last_step,
+        "open_stage": None if process.ended else process.stage,
+        "state": process.end or ("running" if rank in reporting else "silent"),
+    }

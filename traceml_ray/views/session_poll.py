@@ -1,0 +1,332 @@
+"""
+What is known of a session in this process: its state, and the newest answers, brought up to date once a tick.
+
+Nothing is computed about training here or in the views but by `traceml_ray.analysis`; times are ms, and
+what is not known is None (NaN in arrays).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from traceml_ray.analysis.step_sums import MAX_BINS
+from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.errors import Errors, error_text
+from traceml_ray.results import RunInfo, Status
+from traceml_ray.step_shapes import DeathInfo
+from traceml_ray.store import query
+from traceml_ray.store.query import A, QueryError, Request
+
+from .run_state import SLOW_RANKS, SLOW_S, RunState
+from .source import Source
+
+_MAX_KEPT = 64
+_ABOUT = ("by", "ranks", "nodes")
+"""Of columns: only in an answer that is whole."""
+_MAX_RUNS = 3
+"""Runs that are polled at the same time: the newest, and those that were viewed"""
+_VIEWED_S = 60.0
+"""this recently."""
+_SLICE_S = 0.5
+"""How long one tick reads on in a long run."""
+_QUICK_S, _SHARE = 0.25, 5
+"""A source that takes longer to answer is not asked for so many times as long."""
+_OF_STEPS = query.Cell, query.Spans, query.Step
+"""Questions about certain steps: the next tick's are of others."""
+_ROUNDS = 3
+"""What a view asks may depend on an answer."""
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+def keep(kept: OrderedDict[_K, _V], key: _K, value: _V) -> None:
+    """Keep a value, and of all no more than the newest."""
+    kept[key] = value
+    kept.move_to_end(key)
+    while len(kept) > _MAX_KEPT:
+        kept.popitem(last=False)
+
+
+_Wanted = dict[Request[Any], None]
+"""Questions, in order."""
+
+
+class SessionPoll:
+    """
+    What views are made of. Any thread may call `poll` and `made`; none holds `lock` while the source is
+    asked, so one that is slow holds up only who needs its answer.
+
+    Args:
+        source: the session.
+        clock: wall clock in ns.
+        timer: measures how long the source takes, s.
+        thresholds: of the session's steps (warm-up, first window, coverage).
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        clock: Callable[[], int] = time.time_ns,
+        timer: Callable[[], float] = time.perf_counter,
+        thresholds: Thresholds | None = None,
+    ) -> None:
+        self.source = source
+        self.version = self.answered = 0
+        """Changes so far, and answers to questions of views."""
+        self.errors = Errors()
+        """What went wrong in here, by place."""
+        self.status: Status = {}
+        self.runs: list[RunInfo] = []
+        self.poll_ms: deque[float] = deque(maxlen=300)
+        self.stale_since_ns: int | None = None
+        self.trouble = ""
+        """Why the source does not answer."""
+        self.clock = clock
+        self.lock = threading.RLock()
+        """Held while what is here is read or changed."""
+        self._answers: OrderedDict[Request[Any], tuple[int, Any]] = OrderedDict()
+        """To questions of views, and as of which version."""
+        self._wanted: _Wanted = {}
+        """What the views that were just made would like to have asked."""
+        self._used: _Wanted = {}
+        """What the views that are looked at have asked."""
+        self.timer = timer
+        self._limits = thresholds or Thresholds()
+        self._polled: dict[str, RunState] = {}
+        self._polling = threading.Lock()
+        self._asked_runs = self._rest_until = 0.0
+        self._over = False
+        """Everything of a session that is over has been read."""
+
+    def poll(self) -> bool:
+        """Bring everything up to date; return whether anything changed. Never raises."""
+        with self._polling:
+            return self._poll()
+
+    def _poll(self) -> bool:
+        began = self.timer()
+        if began < self._rest_until or (self._over and self._caught_up()):
+            return False
+        try:
+            over = self.source.stored
+            changed = self._ask(began)
+            self._over = over and self._caught_up()
+            if self.stale_since_ns is not None or self.trouble:
+                self.stale_since_ns, self.trouble, changed = None, "", True
+        except QueryError as error:
+            changed = self._failed(error)
+        except Exception as error:
+            self.errors.note("poll", error)
+            changed = self._failed(QueryError(error_text(error)))
+        took = self.timer() - began
+        before = self.poll_ms[-1] / 1e3 if self.poll_ms else 0.0
+        slow = min(took, before) - _QUICK_S  # twice: the first time there is more to read
+        self._rest_until = began + took + (_SHARE * slow if slow > 0 and self._caught_up() else 0)
+        self.poll_ms.append(1e3 * took)
+        if changed:
+            with self.lock:
+                self.version += 1
+            self._renewed()
+        return changed
+
+    def _renewed(self) -> None:
+        """Make anew what is looked at: there is another version."""
+
+    def made(self, make: Callable[[], _V]) -> tuple[int, _V]:
+        """
+        Return what `make` makes of what is known (with `lock`), and as of which version; again once what it
+        asked is answered.
+        """
+        for _ in range(_ROUNDS):
+            with self.lock:
+                found, version = make(), self.version
+                wanted, self._wanted = self._wanted, {}
+            if not self._fetch(wanted):
+                break
+        return version, found
+
+    def renew(self) -> None:
+        """Have all views made anew: something that the source has not said is new."""
+        with self.lock:
+            self.version += 1
+
+    def ask(self, request: Request[A], settled: Callable[[A], bool] | None = None) -> A | None:
+        """
+        Return the newest answer to a question of one view, None before any. Called with `lock` by what makes
+        it; what is not as of now is asked afterwards, and the view made again: not where the answer is
+        `settled`.
+        """
+        self._used[request] = None
+        known: tuple[int, A | None] = self._answers.get(request, (-1, None))
+        version, found = known
+        if version < self.version and not (settled and found is not None and settled(found)):
+            self._wanted[request] = None
+        return found
+
+    def deaths(self, run: RunState) -> Sequence[DeathInfo]:
+        """Return the ranks of a run that died, the first cause first; see `ask`."""
+        return self.ask(query.Deaths(run.id)) or () if run.died else ()
+
+    def _question(self, requests: Sequence[Request[Any]]) -> list[Any]:
+        """Ask the source, without `lock`; a view that stays open is no use of the session, and says so."""
+        return query.ask(self.source.reply, requests, watching=True)
+
+    def _fetch(self, wanted: _Wanted) -> bool:
+        """Ask what views want to know, unless the source does not answer; return whether it did."""
+        if not wanted or self.stale_since_ns is not None or self.trouble:
+            return False
+        version = self.version
+        try:
+            answers = self._question(self._as_asked(wanted))
+        except query.QueryError as error:
+            self.errors.note("view", error, type(next(iter(wanted))).__name__)
+            self.trouble = str(error)
+            return False
+        with self.lock:
+            self._keep_answers(wanted, answers, version)
+        return True
+
+    def _as_asked(self, wanted: _Wanted) -> list[Request[Any]]:
+        """Return questions as they are asked: of columns, only for those that are not here."""
+        return [
+            msgspec.structs.replace(request, since=self._answers[request][1]["next"])
+            if isinstance(request, query.Columns) and request in self._answers
+            else request
+            for request in wanted
+        ]
+
+    def _keep_answers(self, wanted: _Wanted, answers: Sequence[Any], version: int) -> bool:
+        """Keep answers that are as of `version`; return whether one is new. Called with `lock`."""
+        new = False
+        self.answered += 1
+        for request, answer in zip(wanted, answers, strict=True):
+            _, before = self._answers.get(request, (-1, None))
+            found = joined(before, answer) if isinstance(request, query.Columns) else answer
+            new |= before is None or (found is not before and query.encode([found]) != query.encode([before]))
+            keep(self._answers, request, (version, found))
+        return new
+
+    @property
+    def newest(self) -> RunState | None:
+        """The run that is shown where none is chosen."""
+        return self._polled.get(self.status.get("run") or "")
+
+    def _ask(self, now: float) -> bool:
+        """Ask for what is new; several questions go in one message."""
+        with self.lock:
+            for run in [*self._polled.values()]:
+                if run is not self.newest and now - run.viewed_at > _VIEWED_S:
+                    del self._polled[run.id]
+            followed = [*self._polled.values()]
+        slow = int(self.status.get("ranks") or 0) >= SLOW_RANKS
+        runs = not slow or self.newest is None or now - self._asked_runs > SLOW_S
+        asked: list[Request[Any]] = [query.Status(), *([query.Runs()] if runs else [])]
+        parts = [(run, run.questions(now)) for run in followed]
+        with self.lock:
+            used = dict.fromkeys(each for each in self._used if not isinstance(each, _OF_STEPS))
+            of_views = self._as_asked(used)
+        every = [*asked, *(q for _, part in parts for q in part), *of_views]
+        answers = self._question(every)
+        status, at = answers[0], len(asked)
+        changed = bool(status != self.status)
+        with self.lock:
+            self.status = status
+            if runs:
+                changed |= self.runs != answers[1]
+                self.runs, self._asked_runs = answers[1], now
+            for run, part in parts:
+                changed |= run.take(part, answers[at : at + len(part)])
+                at += len(part)
+            changed |= self._keep_answers(used, answers[at:], self.version + 1)
+        newest = status["run"]
+        if newest is not None and newest not in self._polled:
+            changed |= self._follow(newest, now)
+        for run in [*self._polled.values()]:
+            changed |= self._catch_up(run, now)
+        return changed
+
+    def _follow(self, run_id: str, now: float) -> bool:
+        """Begin with a run."""
+        run = RunState(run_id, self._limits)
+        for again in (0.0, SLOW_S + 1):  # samples can be asked for once the nodes are known
+            questions = run.questions(now + again)
+            answers = self._question(questions)
+            with self.lock:
+                run.take(questions, answers)
+        run.viewed_at = now
+        with self.lock:
+            self._polled[run_id] = run
+            others = {
+                other.viewed_at: name for name, other in self._polled.items() if other is not self.newest
+            }
+            while len(self._polled) > _MAX_RUNS:
+                del self._polled[others.pop(min(others))]
+        return True
+
+    def _catch_up(self, run: RunState, began: float) -> bool:
+        """Read on in a run that has more stored than one answer holds, for a while."""
+        changed, more = False, True
+        while more and not run.whole and self.timer() - began < _SLICE_S:
+            (times,) = self._question([query.Times(run.id)])
+            with self.lock:
+                more = run.take_times(times)
+            changed |= more
+        return changed
+
+    def _caught_up(self) -> bool:
+        return all(run.whole for run in [*self._polled.values()])
+
+    def selected(self, named: str | None) -> RunState | None:
+        """
+        Return the run of that id or name, from here on followed. Called without `lock`. Raises QueryError for
+        one that is not there, or cannot be read.
+        """
+        if named is None or not self.runs:
+            return self.newest
+        run_id = next((run["id"] for run in reversed(self.runs) if named in (run["id"], run["name"])), None)
+        if run_id is None:
+            raise QueryError(f"there is none of that name in session {self.source.target!r}")
+        now = self.timer()
+        if run_id not in self._polled:
+            self._follow(run_id, now)
+            self._catch_up(self._polled[run_id], now)
+        run = self._polled.get(run_id)
+        if run is not None:
+            run.viewed_at = now
+        return run
+
+    def _failed(self, error: QueryError) -> bool:
+        """Note that there was no answer: what is known stays."""
+        before = self.stale_since_ns, self.trouble
+        if self.status and self.stale_since_ns is None:
+            self.stale_since_ns = self.clock()
+        self.trouble = str(error)
+        return before != (self.stale_since_ns, self.trouble)
+
+
+def joined(before: Mapping[str, Any] | None, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Return what was held `before` with what is new in `answer`, see `analysis.step_numbers.columns`. `next` is
+    `since` of the next question.
+    """
+    found = {name: value for name, value in answer.items() if name not in ("token", "since")}
+    if answer["since"] is not None:
+        if before is None or before["next"][0] != answer["token"]:
+            return dict(before or {})  # it is of another one: the next answer is whole
+        keep = slice(0, int(np.searchsorted(before["last"], answer["since"])))
+        for name, value in found.items():
+            axis = 1 if name == "z" else 0
+            old = before[name][:, keep] if axis else before[name][keep]
+            whole = np.concatenate([old, value], axis)
+            found[name] = whole[:, -MAX_BINS:] if axis else whole[-MAX_BINS:]
+        found |= {name: before[name] for name in _ABOUT}
+    last = int(found["last"][-1]) if len(found["last"]) else -1
+    return {**found, "next": [answer["token"], last]}

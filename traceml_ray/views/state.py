@@ -1,0 +1,147 @@
+"""The state of a session in a word and in a sentence, how complete it is, and the verdict in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from traceml_ray import text
+from traceml_ray.analysis.window import missing_of
+from traceml_ray.reports.headlines import since
+from traceml_ray.reports.summary import moment
+
+from .run_state import RunState
+from .session_poll import SessionPoll
+from .severity import SIGNS, severity
+from .values import age_s
+
+BADGES = {"empty": "no session", "stored": "stored file", "missing": "not found", "waiting": "starting"}
+RUNNING = ("live", "stale", "waiting", "ending")
+
+
+def state_of(cache: SessionPoll, run: RunState | None) -> str:
+    """Return the state in one word: empty, starting, waiting, live, stale, ending, finished or stored."""
+    if not cache.status:
+        return "starting" if cache.source.starting else "empty"
+    if cache.source.stored:
+        return "stored"
+    if cache.status.get("status", "running") != "running":
+        return "finished"
+    if cache.stale_since_ns is not None:
+        return "stale"
+    if run is None or run.last_step is None:
+        return "waiting"
+    return "ending" if run.died or all(process.ended for process in run.ranks.values()) else "live"
+
+
+def state_text(cache: SessionPoll, run: RunState | None, state: str) -> str:
+    """Return the state in one sentence, and what to do."""
+    if state == "starting":
+        return "The run is starting: waiting for its aggregator."
+    if state == "empty":
+        return cache.trouble or "Searching for the session."
+    if state == "stale":
+        since = moment(cache.stale_since_ns)
+        return f"Aggregator not answering since {since} ({cache.trouble}). Shown is what was known then."
+    if state in ("stored", "finished"):
+        status = cache.status.get("status", "running")
+        ended = "was never finished" if status == "running" else f"has ended: {status}"
+        reading = "" if run is None or run.whole else " It is still being read."
+        return f"This session {ended}; nothing changes any more.{reading}"
+    world = run.world if run else 0
+    seen = sorted(run.ranks) if run else []
+    missing = missing_of(world, seen)
+    awaited = text.ranks(missing, world - len(seen)) if missing else ""
+    if state == "waiting":
+        of = world or cache.status.get("world_size")
+        reported = f"{len(seen):,} of {text.count(of, 'rank') if of else 'the ranks'} have reported"
+        began = cache.status.get("started_at") if len(cache.runs) < 2 else None  # that of the first run
+        took = "" if began is None else f" ({text.age(age_s(cache.clock(), began))})"
+        starting = f"The run is starting: Ray is up, waiting for the first step{took}. {reported}."
+        return starting + (f" Awaited: {awaited}." if awaited else "")
+    if run and state == "ending":
+        return _ending_text(run)
+    silent = sorted(set(seen) - _heard(run)) if run else []
+    parts = [f"awaited: {awaited}" * bool(awaited), f"silent: {text.ranks(silent)}" if silent else ""]
+    hangs = run is not None and run.verdict is not None and run.verdict["label"] == "hang"
+    return "; ".join(["No step is closed" if hangs else "Training runs", *filter(None, parts)]) + "."
+
+
+def _ending_text(run: RunState) -> str:
+    ended = [rank for rank, process in run.ranks.items() if process.ended]
+    going = sorted(set(run.ranks) - {*ended})
+    if not going:
+        return "All ranks have ended."
+    gone = f"{text.ranks(ended)} {'has' if len(ended) == 1 else 'have'} ended, " if ended else ""
+    rest = f"{gone}{text.ranks(going)} still {'runs' if len(going) == 1 else 'run'}."
+    return rest[:1].upper() + rest[1:]
+
+
+def coverage_text(cache: SessionPoll, run: RunState | None, state: str) -> str:
+    """Return how many ranks report, and how old that is."""
+    if run is None or not run.world:
+        return "no rank yet"
+    newest = max((process.last_seen_ns for process in run.ranks.values()), default=None)
+    running, age = state in RUNNING, age_s(cache.clock(), newest)
+    heard = f"{len(_heard(run) if running else run.ranks):,} of {text.count(run.world, 'rank')}"
+    return heard + (f", {text.age(age)} old" if running and age is not None else "")
+
+
+def _heard(run: RunState) -> set[int]:
+    return run.reporting() | {rank for rank, process in run.ranks.items() if process.final}
+
+
+def session_facts(cache: SessionPoll, run: RunState | None) -> dict[str, Any]:
+    """Return what a session is called, how large it is and what trains in it, as far as known."""
+    meta = cache.status
+    entry: Mapping[str, Any] = next(
+        (each for each in cache.runs if run is not None and each["id"] == run.id), {}
+    )
+    strategies = [process.strategy for process in run.ranks.values() if process.strategy] if run else []
+    nodes = sum(bool(node["ranks"]) for node in run.nodes) if run else None
+    return {
+        "id": meta.get("session") or cache.source.target,
+        "launcher": entry.get("launcher") or meta.get("launcher"),
+        "strategy": strategies[0] if strategies else meta.get("strategy"),
+        "world_size": entry.get("world_size") or (run.world if run else None) or meta.get("world_size"),
+        "nnodes": entry.get("nnodes") or nodes,
+        "gpus": any(sample["gpus"] for sample in (run.samples if run else {}).values()),
+        "memory": any(process.memory_from for process in run.ranks.values()) if run else False,
+        "run": run.id if run else None,
+    }
+
+
+def why_text(verdict: Mapping[str, Any], incident: Mapping[str, Any] | None) -> str:
+    """Return why, without what is beside it: since when it is so, and what it costs."""
+    notes = [note for note in (verdict.get("note") or "").split("; ") if note]
+    why: str = verdict["why"]
+    if incident:
+        notes = [note for note in notes if "of which it cost" not in note]
+        why = why.removesuffix(f" Fixing it saves {text.percent(verdict['cost_pct'])} of the step.")
+    return why + (f" ({'; '.join(notes)})" if notes else "")
+
+
+def began_text(
+    cache: SessionPoll,
+    run: RunState | None,
+    verdict: Mapping[str, Any] | None,
+    incident: Mapping[str, Any] | None,
+) -> str:
+    """Return since when it is so, and what else happened then."""
+    if run is None or verdict is None:
+        return ""
+    if incident is None:
+        first = next((death for death in cache.deaths(run) if death["first"]), None)
+        if first is not None:
+            return f"Ended {'at' if first['exact'] else 'about'} {moment(first['t_ns'])}."
+        return f"Since {moment(verdict['began_ns'])}." if verdict.get("began_ns") else ""
+    began = since(incident)
+    changes = f" When it began: {'; '.join(incident['changes'])}." if incident["changes"] else ""
+    return f"{began[:1].upper()}{began[1:]}.{changes}"
+
+
+def tone_of(verdict: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Return how bad a verdict is, as colour and sign."""
+    label = verdict["label"] if verdict else ""
+    tone = "good" if label == "healthy" else severity(label).replace("info", "unsure")
+    return tone, {"good": "✓", "unsure": "○"}.get(tone) or SIGNS[tone]
