@@ -75,6 +75,27 @@ def shift(browser: webdriver.Chrome) -> float:
     return float(browser.execute_async_script(_SHIFT))
 
 
+_LOOP = "let sum = 0; for (let i = 0; i < 3e8; i++) sum += i % 7; return sum"
+
+
+def metrics(browser: webdriver.Chrome) -> dict[str, float]:
+    """Return what Chrome counts, in s of CPU time: `TaskDuration` is all of its main thread."""
+    browser.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})
+    return {m["name"]: m["value"] for m in browser.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]}
+
+
+def loops(browser: webdriver.Chrome, act: Callable[[], Any]) -> float:
+    """
+    Return what `act` costs the page's main thread, in runs of a loop that takes half a second or so: so much
+    is the longest task in it at most, on any machine.
+    """
+    at = [metrics(browser)["TaskDuration"]]
+    for what in (act, lambda: browser.execute_script(_LOOP)):
+        what()
+        at.append(metrics(browser)["TaskDuration"])
+    return (at[1] - at[0]) / (at[2] - at[1])
+
+
 def answers(port: int) -> bool:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
         return bool(answer.status == 200)

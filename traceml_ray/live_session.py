@@ -343,12 +343,13 @@ class Session:
 
 def _end_hung(pid: int | None) -> None:
     """End an aggregator of this node that Ray has told to go, and that hears nothing."""
-    if pid is not None:
+    if pid is None:
+        return
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):  # it has ended by itself
         process = psutil.Process(pid)
         if "".join(process.cmdline()[:1]).startswith("ray::Aggregator"):
             process.kill()
-            with contextlib.suppress(psutil.TimeoutExpired):
-                process.wait(KILL_S)
+            process.wait(KILL_S)
 
 
 def cause_of(error: Exception) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import waitress
-from looking import chromium, shift, transferred
+from looking import chromium, metrics, shift, transferred
 from selenium import webdriver
 from selenium.webdriver.support.ui import WebDriverWait
 
@@ -154,9 +154,9 @@ def measure(pages: SessionPages, play: Callable[[], Any], refreshes: int, paths:
             first, again = load(path), load(path)
             browser.execute_script(_WATCH)
             refresh(3)
-            before, seen = _metrics(browser), browser.execute_script("return took.length")
+            before, seen = metrics(browser), browser.execute_script("return took.length")
             refresh(refreshes)
-            after, took = _metrics(browser), browser.execute_script("return took")[seen:]
+            after, took = metrics(browser), browser.execute_script("return took")[seen:]
             kinds = ("TaskDuration", "ScriptDuration", "LayoutDuration")
             spent = [f"{1e3 * (after[kind] - before[kind]) / len(took):.0f} ms" for kind in kinds]
             longest = max(browser.execute_script("return long"), default=0)
@@ -181,15 +181,9 @@ def measure(pages: SessionPages, play: Callable[[], Any], refreshes: int, paths:
             print(f"| {at * _MEMORY} | {heap:.1f} | {nodes} | {listeners} |")
 
 
-def _metrics(browser: webdriver.Chrome) -> dict[str, float]:
-    """Return what Chrome counts, in s of CPU time: `TaskDuration` is all of its main thread."""
-    browser.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})
-    return {m["name"]: m["value"] for m in browser.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]}
-
-
 def _held(browser: webdriver.Chrome) -> tuple[float, int, int]:
     """Return what is in use after collections: heap in MB, nodes, listeners."""
     for _ in range(3):
         browser.execute_cdp_cmd("HeapProfiler.collectGarbage", {})
-    found = _metrics(browser)
+    found = metrics(browser)
     return found["JSHeapUsedSize"] / 1e6, int(found["Nodes"]), int(found["JSEventListeners"])

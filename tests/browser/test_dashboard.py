@@ -18,6 +18,7 @@ from looking import (
     Served,
     answers,
     looks_right,
+    loops,
     screen,
     shift,
     shows,
@@ -111,6 +112,10 @@ def test_page_has_title_verdict_and_data_and_no_fault(browser, served, path):
     before = text(browser, "coverage")
     served.play(1)
     until(browser, lambda: text(browser, "coverage") != before)
+    before = text(browser, "coverage")
+    served.play(1)
+    cost = loops(browser, lambda: until(browser, lambda: text(browser, "coverage") != before))
+    print(path, cost)
     assert shift(browser) < 0.1
     try:
         for width in (1440, 1280, 414):

@@ -164,6 +164,7 @@ for step in range(4000):
     optimizer.step()
     optimizer.zero_grad()
     if bad and go.exists():
+        time.sleep(0.25)  # it is sampled once a second: some samples are of its growth
         held.append(bytearray(b"x") * (1 << 26))
         if not group and len(held) == 8:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -209,6 +209,14 @@ def test_killed_relay_and_aggregator_return_without_losing_rows(worker: Any, tmp
         assert (ledger["produced"], ledger["stored"]) == (120, 120)
 
 
+def test_aggregator_that_ends_by_itself_meanwhile_needs_no_end() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    live_session._end_hung(child.pid)  # a zombie
+    child.wait()
+    live_session._end_hung(child.pid)
+
+
 def test_agent_notices_a_relay_restarted_between_two_calls(tmp_path: Path) -> None:
     def batch(seq: int) -> bytes:
         made = wire.RankBatch(wire.VERSION, "process_id", seq, 0, seq, 0, seq - 1, bytes(8), b"\0", bytes(48))

@@ -65,7 +65,7 @@ def cause(memory: Memory, dead: Collection[int], node: str | None) -> str:
         return _grew(same[0], f"It was on the same node as rank {same[0].rank}, whose")
     samples = [row.samples for row in memory.ranks if row.rank in dead]
     if samples and max(samples) >= MEMORY.short_samples:
-        return "Its memory had not grown before: what it asked for last was too much."
+        return "Its memory had not grown up to its last sample: what it asked for after that was too much."
     return ""
 
 
