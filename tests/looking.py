@@ -86,8 +86,8 @@ def metrics(browser: webdriver.Chrome) -> dict[str, float]:
 
 def loops(browser: webdriver.Chrome, act: Callable[[], Any]) -> float:
     """
-    Return what `act` costs the page's main thread, in runs of a loop that takes half a second or so: so much
-    is the longest task in it at most, on any machine.
+    Return what `act` costs the page's main thread, in runs of a loop that takes a third of a second or so. No
+    task in it is longer, on any machine.
     """
     at = [metrics(browser)["TaskDuration"]]
     for what in (act, lambda: browser.execute_script(_LOOP)):
