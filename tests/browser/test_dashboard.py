@@ -53,6 +53,10 @@ PAGES = {
 }
 
 
+THEME = """
+document.documentElement.dataset.theme = arguments[0];
+document.getAnimations().forEach((one) => one.finish());
+"""
 BARS = "return document.querySelector('#step-gantt .js-plotly-plot').data.map(bars => bars.x.length)"
 OPTIONS = "return [...document.querySelectorAll('#places option')].map(option => option.value)"
 OF_HOST_0 = [f"rank {rank} on host-0" for rank in range(4)]
@@ -126,8 +130,9 @@ def test_page_has_title_verdict_and_data_and_no_fault(browser, served, path):
     assert loops(browser, lambda: refresh(browser, served)) < 1.2  # 0.07 to 0.5
     assert shift(browser) < 0.1
     try:
-        for width in (1440, 1280, 414):
+        for width, theme in ((1440, "light"), (1280, "dark"), (414, "light")):
             screen(browser, width)
+            browser.execute_script(THEME, theme)
             until(browser, lambda: browser.execute_script(WIDTH) <= 0)  # once the charts have followed
             assert browser.execute_script(FAULTS) == []
     finally:
