@@ -16,8 +16,8 @@ from dash import dcc, html
 from traceml_ray import text
 from traceml_ray.analysis.step_sums import MAX_BINS
 from traceml_ray.reports.headlines import named
+from traceml_ray.reports.present import present
 from traceml_ray.store import query
-from traceml_ray.views.incident import present
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.severity import severity
 from traceml_ray.views.values import Array, rounded, whole
@@ -65,19 +65,6 @@ def chosen(cache: SessionCache, run: RunState, route: Route) -> Range:
     # Power of two, so that the range stays for a while: what is drawn is not asked for anew at every tick.
     lead = 1 << max(0, (newest - episode["from_step"]).bit_length() - 3)
     return Range(max(0, episode["from_step"] - lead))
-
-
-def change(run: RunState) -> query.Change | None:
-    """Return the question what a step took before the present verdict's onset and since; None without any."""
-    verdict = run.verdict or {}
-    episode = present(verdict)
-    if episode is None:
-        return None
-    first = episode["from_step"]
-    ended = [each["to_step"] + 1 for each in verdict["episodes"] if each["to_step"] < first]
-    return query.Change(
-        run.id, max(ended, default=0), first, None if episode["goes_on"] else episode["to_step"]
-    )
 
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:

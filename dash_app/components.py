@@ -11,6 +11,7 @@ from dash import dcc, html
 from dash.development.base_component import Component
 
 from traceml_ray import text
+from traceml_ray.reports import drawing
 from traceml_ray.reports.summary import moment
 from traceml_ray.step_shapes import DeathInfo
 
@@ -237,7 +238,7 @@ def spark(values: Sequence[float | None], text: str, between: tuple[float, float
     image: the browser takes a whole document for each, 2 ms of its main thread.
     """
     width, height = 120, 28
-    path = figures.spark(values, between, (width, height))
+    path = drawing.spark(values, between, (width, height))
     if not path:
         return html.Span(className="spark")
     around = {"viewBox": f"0 0 {width} {height}", "preserveAspectRatio": "none", "className": "spark"}

@@ -15,6 +15,14 @@ import numpy as np
 
 from traceml_ray import text
 from traceml_ray.analysis.quantities import Quantity
+from traceml_ray.reports import drawing
+from traceml_ray.reports.drawing import BLUE as BLUE
+from traceml_ray.reports.drawing import GREEN as GREEN
+from traceml_ray.reports.drawing import GREY as GREY
+from traceml_ray.reports.drawing import ORANGE as ORANGE
+from traceml_ray.reports.drawing import RED as RED
+from traceml_ray.reports.drawing import ROSE as ROSE
+from traceml_ray.reports.drawing import STAGES as STAGES
 from traceml_ray.views.values import Array, brief, rounded
 
 from . import zone
@@ -23,17 +31,8 @@ Series = Array | Sequence[float | None]
 """What is not known is NaN, or None."""
 Figure = dict[str, Any]
 
-STAGES = {
-    "post_sync": "#9a63b8",
-    "data": "#c77c11",
-    "prepare": "#86891c",
-    "forward": "#1b9696",
-    "backward": "#3b6fc4",
-    "sync_wait": "#8b939c",
-}
 STAGE_NAMES = {text.words(stage): colour for stage, colour in STAGES.items()}
 """As a legend has them."""
-BLUE, ORANGE, RED, GREY, ROSE, GREEN = "#3b82c4", "#d9731a", "#d03b3b", "#8b939c", "#c2568f", "#5a9e3c"
 LINES = (BLUE, ORANGE, "#1b9696", "#9a63b8", "#86891c", ROSE, "#6b7785", GREEN)
 FONT = (
     "-apple-system, BlinkMacSystemFont, 'Segoe UI', Roboto, 'Noto Sans', 'Liberation Sans', Arial, sans-serif"
@@ -43,8 +42,6 @@ _MARKS = {"critical": RED, "warning": ORANGE, "info": GREY}
 MARGIN = {"l": 96, "r": 12}
 """px of every chart that has the axis of steps: they are aligned, whatever is beside them."""
 _FULL_PCT = 102
-_SPIKE = 3.0
-"""A value this many times over the 98th percentile does not set the scale."""
 
 
 def _axis(title: str, **more: Any) -> dict[str, Any]:
@@ -123,16 +120,16 @@ def _array(values: Series) -> Array:
 
 def scale(values: Array, unit: str) -> dict[str, Any]:
     """Keep one slow first step from pressing all others flat, and say that it is cut off."""
-    values = values[np.isfinite(values)]
-    if not len(values) or values.max() <= _SPIKE * (usual := float(np.percentile(values, 98))) or usual <= 0:
+    end = drawing.cap(values)
+    if end is None:
         return {}
     note = {
-        "text": f"▲ up to {text.unit(float(values.max()), unit)}",
+        "text": f"▲ up to {text.unit(float(values[np.isfinite(values)].max()), unit)}",
         "showarrow": False,
         "xanchor": "right",
     }
     note |= {"xref": "paper", "yref": "paper", "x": 1, "y": 1, "yanchor": "top"}
-    return {"yaxis": _exactly(maxallowed=1.25 * usual), "annotations": [note]}
+    return {"yaxis": _exactly(maxallowed=end), "annotations": [note]}
 
 
 def _line(name: str, x: Sequence[Any], y: Series, width: float, colour: str, **more: Any) -> dict[str, Any]:
@@ -295,34 +292,21 @@ def sizes(
 
 def waterfall(before: Mapping[str, float], since: Mapping[str, float]) -> Figure:
     """Return what a step took before and takes since, and between them what each stage has added, ms."""
-    names = {"before": "before", **{stage: text.words(stage) for stage in STAGES}, "since": "since"}
-    total = {"before": sum(before.values()), "since": sum(since.values())}
-    changes = {stage: since[stage] - before[stage] for stage in STAGES}
-    bases, at = [], total["before"]
-    for change in changes.values():
-        bases.append(min(at, at + change))
-        at += change
-    widths = [total["before"], *map(abs, changes.values()), total["since"]]
-    colours = [GREY, *(ORANGE if change > 0 else BLUE for change in changes.values()), GREY]
-    labels = [
-        text.ms(total["before"]),
-        *(f"{text.number(change, sign=True)} ms" for change in changes.values()),
-        text.ms(total["since"]),
-    ]
+    bars = drawing.waterfall(before, since)[::-1]  # the first is on top
     trace = {
         "type": "bar",
         "orientation": "h",
         "name": "ms",
-        "y": [*names.values()][::-1],
-        "x": rounded(widths[::-1]),
-        "base": rounded([0.0, *bases, 0.0][::-1]),
-        "text": labels[::-1],
+        "y": [bar.name for bar in bars],
+        "x": rounded([bar.width for bar in bars]),
+        "base": rounded([bar.base for bar in bars]),
+        "text": [bar.label for bar in bars],
         "textposition": "outside",
         "cliponaxis": False,
-        "marker": {"color": colours[::-1]},
+        "marker": {"color": [bar.colour for bar in bars]},
         "hoverinfo": "skip",
     }
-    room = 1.18 * max(*total.values(), *(base + wide for base, wide in zip(bases, widths[1:-1], strict=True)))
+    room = 1.18 * max(bar.base + bar.width for bar in bars)
     axes: dict[str, Any] = {
         "xaxis": {"range": [0, room], "fixedrange": True},
         "yaxis": {"nticks": 0, "dtick": 1, "automargin": True},
@@ -367,20 +351,3 @@ def _clock(t_ns: Sequence[int]) -> dict[str, Any]:
     short = t_ns[-1] - t_ns[0] < 600e9
     ticks = {"nticks": 4, "tickformat": "%H:%M:%S"} if short else {"nticks": 5, "tickformat": "%H:%M"}
     return {"type": "date", "hoverformat": "%d %b %H:%M:%S", **ticks}
-
-
-def spark(values: Sequence[float | None], between: tuple[float, float] | None, size: tuple[int, int]) -> str:
-    """Return a sparkline as the path of an SVG; nothing where fewer than two values are known."""
-    width, height = size
-    known = [value for value in values if value is not None]
-    if len(known) < 2:
-        return ""
-    low, high = between or (min(known), max(known))
-    span = (high - low) or 1.0
-    across = width / max(1, len(values) - 1)
-    points = [
-        None if v is None else f"{i * across:.1f} {height - 2 - (height - 4) * (v - low) / span:.1f}"
-        for i, v in enumerate(values)
-    ]
-    pairs = zip([None, *points], points, strict=False)
-    return "".join(("L" if before else "M") + at for before, at in pairs if at)

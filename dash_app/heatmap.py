@@ -7,7 +7,7 @@ import math
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from dash import dcc, html
@@ -15,57 +15,21 @@ from dash import dcc, html
 from traceml_ray import text
 from traceml_ray.analysis.spread import MISSING, excess, level, ratio
 from traceml_ray.analysis.window import UInt8
+from traceml_ray.reports import heat_rows
+from traceml_ray.reports.drawing import HEAT_COLOURS, HEAT_MARKS, HEAT_MISSING, css
+from traceml_ray.reports.heat_rows import HEIGHT, Row
 
 from . import figures
 from .components import Columns, table
 from .route import Route
 
 TOP, BOTTOM = 6, 38
-_LEAST_HEIGHT, _HEIGHT, _ROW = 66, 278, 22
+_LEAST_HEIGHT, _ROW = 66, 22
 """px of all rows, and of one where there are few."""
 _LABEL, _TOGGLE, _LINE = 13, 24, 14
 """px that a label, one that is clicked on, and a line between nodes need."""
-_MOST_ROWS = 128
-"""Of ranks: with more, a row of one rank is too thin to be seen."""
-_WORST = 40
-"""Ranks of more that have a row of their own, the costliest first."""
-_MOST_GROUPS, _MOST_NAMED, _MOST_CHANGED = 200, 8, 8
+_MOST_CHANGED = 8
 _TABLE_ROWS, _TABLE_COLUMNS = 100, 10
-# A median shows the ground, so that the colours hold on light and on dark.
-_COLOURS = {
-    0.25: "rgb(20,70,150)",
-    0.5: "rgb(59,130,196)",
-    0.85: "rgba(59,130,196,.35)",
-    1.0: "rgba(139,147,156,.08)",
-    1.12: "rgba(232,150,50,.35)",
-    1.5: "rgb(232,140,50)",
-    2.0: "rgb(212,85,20)",
-    4.0: "rgb(150,15,85)",
-}
-_MISSING = "rgba(139,147,156,.6)"
-MARKS = (0.25, 0.5, 1, 2, 4)
-"""Under the scale."""
-
-
-class Row(NamedTuple):
-    """What is drawn as one row."""
-
-    lines: Sequence[int]
-    """Of the data's `z`: one, or several, of which the worst is drawn."""
-    name: str
-    """What the tooltip calls it."""
-    node: str
-    href: str | None
-    """Where a click leads."""
-    rank: int | None = None
-    """Of a row that is one rank."""
-    first: bool = False
-    """Whether it is the first of its node."""
-    named: bool = False
-    """Whether the verdict names it."""
-    height: int = 1
-    toggle: str | None = None
-    """Link that opens or closes its node."""
 
 
 def rows(heat: Mapping[str, Any], verdict: Mapping[str, Any], route: Route) -> list[Row]:
@@ -73,49 +37,21 @@ def rows(heat: Mapping[str, Any], verdict: Mapping[str, Any], route: Route) -> l
     Return what is drawn. In the URL `order` is `cost`, or by default by node; `open` and `shut` are nodes
     that a person has opened or closed. By itself one is open where ranks are few, or the verdict names it.
     """
-    kind = "nodes" if heat["by"] == "node" else "ranks"
-    suspects = () if verdict.get("label") == "healthy" else (verdict.get(kind) or ())[:_MOST_NAMED]
-    named = {at for at, line in enumerate(heat[kind]) if line in suspects}
-    found = _by_cost(heat, route) if route.get("order") == "cost" else _by_node(heat, named, route)
-    return [row._replace(named=len(row.lines) == 1 and row.lines[0] in named) for row in found]
+    named = heat_rows.suspects(heat, verdict)
+    if route.get("order") == "cost":
+        return [_linked(heat, row, route) for row in heat_rows.by_cost(heat, named)]
+    found = heat_rows.by_node(heat, named, _listed(route, "open"), _listed(route, "shut"))
+    several = heat["by"] != "node" and sum(row.first for row in found) > 1
+    return [_linked(heat, row, route, several and row.first) for row in found]
 
 
-def _by_node(heat: Mapping[str, Any], named: set[int], route: Route) -> list[Row]:
-    nodes, count = heat["nodes"], len(heat["nodes"])
-    few, open_, shut = count <= _MOST_ROWS, _listed(route, "open"), _listed(route, "shut")
-    starts = [at for at in range(count) if at == 0 or nodes[at] != nodes[at - 1]]
-    groups = starts if few else starts[:: -(-len(starts) // _MOST_GROUPS)]
-    spans = [range(*both) for both in pairwise([*groups, count])]
-    opened = [
-        span
-        for span in spans
-        if nodes[span[0]] in open_ or ((few or named & {*span}) and nodes[span[0]] not in shut)
-    ]
-    many = max(1, sum(map(len, opened)))
-    high = 1 if few else max(1, min(round(12 * len(spans) / _HEIGHT), round(0.7 * len(spans) / many)))
-    found = []
-    for span in spans:
-        node, is_open = nodes[span[0]], span in opened
-        toggle = None if heat["by"] == "node" or len(spans) == 1 else _toggle(route, node, is_open)
-        if is_open:
-            found += [_single(heat, at, route)._replace(first=at == span[0], height=high) for at in span]
-            found[-len(span)] = found[-len(span)]._replace(toggle=toggle)
-        else:
-            found.append(Row(span, f"worst of {node}", node, toggle, first=True, toggle=toggle))
-    return found
-
-
-def _by_cost(heat: Mapping[str, Any], route: Route) -> list[Row]:
-    order = np.argsort(-np.nan_to_num(excess(heat["z"]), nan=-1.0), kind="stable").tolist()
-    if len(order) <= _MOST_ROWS:
-        return [_single(heat, at, route)._replace(first=True) for at in order]
-    found = [_single(heat, at, route)._replace(first=True) for at in order[:_WORST]]
-    rest = order[_WORST:]
-    of = "node" if heat["by"] == "node" else "rank"
-    return [
-        *found,
-        Row(sorted(rest), f"worst of {text.count(len(rest), f'other {of}')}", "others", None, first=True),
-    ]
+def _linked(heat: Mapping[str, Any], row: Row, route: Route, opens: bool = False) -> Row:
+    """Return a row with its links."""
+    toggle = _toggle(route, row.node, row.rank is not None) if opens else None
+    if row.rank is not None:
+        return row._replace(href=route.to("rank", row.rank), toggle=toggle)
+    single = heat["by"] == "node" and len(row.lines) == 1
+    return row._replace(href=route.to("node", row.node) if single else toggle, toggle=toggle)
 
 
 def _listed(route: Route, name: str) -> list[str]:
@@ -129,13 +65,6 @@ def _toggle(route: Route, node: str, is_open: bool) -> str:
     return route.here(**{name: ",".join(nodes[-_MOST_CHANGED:]) or None for name, nodes in lists.items()})
 
 
-def _single(heat: Mapping[str, Any], at: int, route: Route) -> Row:
-    rank, node = heat["ranks"][at], heat["nodes"][at]
-    if heat["by"] == "node":
-        return Row((at,), node, node, route.to("node", node))
-    return Row((at,), f"rank {rank} ({node})", node, route.to("rank", rank), rank)
-
-
 def figure(
     heat: Mapping[str, Any], drawn: Sequence[Row], revision: str, frame: Mapping[str, Any]
 ) -> figures.Figure:
@@ -143,7 +72,7 @@ def figure(
     heights = [row.height for row in drawn]
     edges = [0, *accumulate(heights)]
     ends = [heat["first"][0] - 0.5, *(last + 0.5 for last in heat["last"])]
-    z = _worst(heat, drawn)
+    z = heat_rows.worst(heat, drawn)
     # Lines of one height: plotly.js paints others cell by cell, in twice the time.
     z = np.repeat(z, heights, axis=0)
     grey = 254.01 / 255
@@ -155,9 +84,9 @@ def figure(
         "zmin": 0,
         "zmax": 255,
         "colorscale": [
-            *((level(at) / 255, c) for at, c in _COLOURS.items()),
-            (grey, _MISSING),
-            (1, _MISSING),
+            *((level(at) / 255, css(c)) for at, c in HEAT_COLOURS.items()),
+            (grey, css(HEAT_MISSING)),
+            (1, css(HEAT_MISSING)),
         ],
         "showscale": False,
         "hoverinfo": "none",
@@ -168,7 +97,7 @@ def figure(
         },
     }
     lines = [edge for edge, row in zip(edges, drawn, strict=False) if edge and row.toggle]
-    room = _LINE * len(lines) <= _HEIGHT
+    room = _LINE * len(lines) <= HEIGHT
     return figures.figure(
         [trace],
         "step",
@@ -180,12 +109,6 @@ def figure(
         yaxis={"visible": False, "autorange": "reversed"},
         shapes=[_line(edge) for edge in lines] if room else [],
     )
-
-
-def _worst(heat: Mapping[str, Any], drawn: Sequence[Row]) -> UInt8:
-    z = heat["z"] + np.uint8(1)  # what is missing is 255, and now 0: less than any other
-    worst: UInt8 = np.array([z[np.asarray(row.lines)].max(axis=0) for row in drawn]) - np.uint8(1)
-    return worst
 
 
 def _about(heat: Mapping[str, Any], row: Row, at: int) -> dict[str, Any]:
@@ -204,7 +127,7 @@ def _line(y: float) -> dict[str, Any]:
 def gutter(drawn: Sequence[Row]) -> html.Div:
     """Return the names of the rows, as many as there is room for; it is as high as the heatmap."""
     lines = sum(row.height for row in drawn)
-    px = min(_HEIGHT, max(_LEAST_HEIGHT, _ROW * lines))
+    px = min(HEIGHT, max(_LEAST_HEIGHT, _ROW * lines))
     edges = [0, *accumulate(row.height for row in drawn)]
     middles = [px * (low + high) / 2 / lines for low, high in pairwise(edges)]
     labels = [_label(drawn[at], TOP + middles[at]) for at in _shown(drawn, middles)]
@@ -245,8 +168,8 @@ def _shown(drawn: Sequence[Row], at: Sequence[float]) -> list[int]:
 
 def scale() -> html.Div:
     """Return the colours with what they mean."""
-    stops = ", ".join(f"{colour} {100 * level(at) / 254:.0f}%" for at, colour in _COLOURS.items())
-    marks = [html.Span(f"{at:g}×", style={"left": f"{100 * level(at) / 254:.0f}%"}) for at in MARKS]
+    stops = ", ".join(f"{css(colour)} {100 * level(at) / 254:.0f}%" for at, colour in HEAT_COLOURS.items())
+    marks = [html.Span(f"{at:g}×", style={"left": f"{100 * level(at) / 254:.0f}%"}) for at in HEAT_MARKS]
     return html.Div(
         [html.I(style={"background": f"linear-gradient(90deg, {stops})"}), *marks], className="scale"
     )
@@ -254,7 +177,7 @@ def scale() -> html.Div:
 
 def as_table(heat: Mapping[str, Any], drawn: Sequence[Row]) -> html.Div:
     """Return the newest columns in numbers, the worst rows first."""
-    z = _worst(heat, drawn)
+    z = heat_rows.worst(heat, drawn)
     over: list[float] = excess(z).tolist()
     order = sorted(range(len(drawn)), key=lambda at: (-over[at] if over[at] == over[at] else math.inf, at))
     columns: Columns = {

@@ -13,6 +13,7 @@ from traceml_ray import text
 from traceml_ray.analysis.spread import MISSING
 from traceml_ray.analysis.step_numbers import MAX_LINES
 from traceml_ray.analysis.window import missing_of
+from traceml_ray.reports.present import change
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
 from traceml_ray.views.events import events_of
@@ -57,7 +58,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     whole = asked.whole and not asked.first and asked.last is None if route.get("from") else None
     times = run.times if whole is None else cache.ask(query.Times(run.id, whole))
     columns: Mapping[str, Any] | None = cache.ask(asked)
-    spine, asked_change = axis.data(cache, run, route), axis.change(run)
+    spine, asked_change = axis.data(cache, run, route), change(run.id, run.verdict)
     found: dict[str, Any] = {
         "nodes": nodes(run, times),
         "events": events_of(cache, run)[:_EVENTS],

@@ -24,6 +24,7 @@ from traceml_ray.dash_app.components import part
 from traceml_ray.dash_app.pages import node
 from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.session_pages import SessionPages
+from traceml_ray.reports import drawing
 
 PAGES = ["/", "/node/host-1", "/rank/5", "/ranks", "/step/60", "/profiles", "/events", "/sessions", "/ledger"]
 
@@ -409,8 +410,8 @@ class TestFigures:
         assert '"href":"/?off=exposed.data"' in sent["?off=timeline.worst,exposed.data"]
 
     def test_sparkline_has_gaps_where_nothing_is_known(self) -> None:
-        assert figures.spark([1.0, None, 2.0, 3.0], None, (120, 28)).count("M") == 2
-        assert figures.spark([1.0, None], None, (120, 28)) == ""
+        assert drawing.spark([1.0, None, 2.0, 3.0], None, (120, 28)).count("M") == 2
+        assert drawing.spark([1.0, None], None, (120, 28)) == ""
 
 
 class TestSentences:

@@ -11,14 +11,13 @@ from typing import Any, cast
 import msgspec
 
 from traceml_ray import results
-from traceml_ray.analysis import step_numbers
-from traceml_ray.analysis.kept_steps import ALL, Between
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors, error_text
 from traceml_ray.reports.manifest import bundle_infos
 from traceml_ray.reports.memory import memory_of
 from traceml_ray.reports.one_step import step_of
 from traceml_ray.reports.run_facts import RunFacts, deaths_of
+from traceml_ray.reports.step_answers import OF_STEPS
 from traceml_ray.reports.stored_spans import spans_of
 from traceml_ray.reports.summary import nodes_of, runs_of, summaries, summarize
 from traceml_ray.session import SessionFolder, holder, read_json
@@ -68,7 +67,7 @@ class Answers:
             query.ReadProfile: lambda of: profiles.read_part(
                 self.folder, of.profile, of.name, of.offset, of.n
             ),
-            **dict.fromkeys(_OF_STEPS, self._steps),
+            **dict.fromkeys(OF_STEPS, self._steps),
             **dict.fromkeys(_OF_FILE, self._read),
         }
 
@@ -205,7 +204,7 @@ class Answers:
         whole = getattr(asked, "whole", None)
         whole = self._over() if whole is None else whole
         with self._history(asked.run, isinstance(asked, query.Times)) as of:
-            return _OF_STEPS[type(asked)](of, asked, whole)
+            return OF_STEPS[type(asked)](of, asked, whole)
 
 
 def _time(asked: Any) -> tuple[int, int] | None:
@@ -229,49 +228,4 @@ _OF_FILE: dict[type[Request[Any]], Callable[[SessionFile, Any], Any]] = {
     query.Memory: lambda file, _: memory_of(file),
     query.Spans: lambda file, asked: spans_of(file, asked.rank, asked.first, asked.last),
     query.Step: lambda file, asked: step_of(file, asked.step),
-}
-
-
-def _times(of: RunSteps, _: query.Times, whole: bool) -> dict[str, Any]:
-    began = min((process.first_seen_ns for process in of.ranks.values()), default=0)
-    ended = max((process.last_rows_ns or 0 for process in of.ranks.values()), default=0)
-    stored = sum(process.stored for process in of.ranks.values())
-    wall_ms = (ended - began) / 1e6 if ended > began else None
-    return {**step_numbers.times(of.history, whole, of.world, wall_ms, stored), "whole": of.whole}
-
-
-def _spine(of: RunSteps, asked: query.Spine, _: bool) -> dict[str, Any]:
-    ended = ((rank, of.ranks[rank].last_rows_ns) for rank in of.history.ranks if rank in of.ranks)
-    rank, end_ns = next((each for each in ended if each[1] is not None), (None, None))
-    return step_numbers.spine(of.history, rank, end_ns, asked.most)
-
-
-def _between(asked: Any, newest: bool) -> Between | None:
-    """Return the part of the run that is asked for; None: its newest steps."""
-    if newest:
-        return None
-    return Between(asked.first or 0, ALL.last if asked.last is None else asked.last)
-
-
-_OF_STEPS: dict[type[Request[Any]], Callable[[RunSteps, Any, bool], dict[str, Any]]] = {
-    query.Times: _times,
-    query.Columns: lambda of, asked, whole: step_numbers.columns(
-        of.history,
-        asked.stage,
-        _between(asked, not whole and not asked.first and asked.last is None),
-        of.world,
-        asked.since,
-    ),
-    query.Spine: _spine,
-    query.Change: lambda of, asked, _: step_numbers.change(
-        of.history, Between(asked.begin, asked.first - 1), _between(asked, False) or ALL
-    ),
-    query.Busy: lambda of, asked, *_: step_numbers.busy(of.history, asked.ranks, asked.most),
-    query.RankSteps: lambda of, asked, *_: step_numbers.of_rank(
-        of.history, asked.rank, asked.most, _between(asked, asked.first is asked.last is None)
-    ),
-    query.RankTimes: lambda of, _, whole: step_numbers.rank_times(of.history, whole),
-    query.Cell: lambda of, asked, *_: step_numbers.cell(
-        of.history, asked.rank, asked.first, asked.last, of.world
-    ),
 }

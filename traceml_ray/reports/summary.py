@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,6 +22,7 @@ from traceml_ray.analysis.history import RunJudge
 from traceml_ray.analysis.memory import words
 from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.analysis.span_rates import with_span
+from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.step_times import Timeline, span
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
@@ -52,6 +53,16 @@ _MAX_EXPLAINED = 50
 _MAX_EPISODES = 200
 
 
+class Report(NamedTuple):
+    """A summary with what else a report with charts is made of."""
+
+    summary: dict[str, Any]
+    facts: RunFacts
+    """Of the run."""
+    history: StepHistory | None
+    """Its steps, those that statistics are of; None without any."""
+
+
 def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = None) -> dict[str, Any]:
     """
     Return the summary of a run of `session` (None: the one that the session says, see `SessionFile`).
@@ -60,7 +71,7 @@ def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = No
     """
     with session.at_one_moment():
         facts = RunFacts(session if run is None else session.of(run), thresholds)
-        return _summary(facts, memory_of(facts.session))
+        return _report(facts, memory_of(facts.session)).summary
 
 
 def summaries(session: SessionFile, thresholds: Thresholds) -> Iterator[dict[str, Any]]:
@@ -68,17 +79,28 @@ def summaries(session: SessionFile, thresholds: Thresholds) -> Iterator[dict[str
     Yield the summary; of a long run, first that of its newest steps, which takes no longer however long the
     run is. Raises `SessionFileError`.
     """
+    return (report.summary for report in reports(session, thresholds))
+
+
+def reports(session: SessionFile, thresholds: Thresholds) -> Iterator[Report]:
+    """Yield the same with what else a report with charts is made of."""
     with session.at_one_moment():
         facts = RunFacts(session, thresholds)
         memory = memory_of(session)
         if facts.stored > reports_whole.MAX_ROWS:
-            yield _summary(facts, memory, newest=True)
-        yield _summary(facts, memory)
+            yield _report(facts, memory, newest=True)
+        yield _report(facts, memory)
 
 
-def _summary(facts: RunFacts, memory: Memory, newest: bool = False) -> dict[str, Any]:
+def _report(facts: RunFacts, memory: Memory, newest: bool = False) -> Report:
     session = facts.session
     whole = reduce(session, facts.thresholds, session.baseline(), newest=newest)
+    history = whole.history if whole else None
+    return Report(_summary(facts, memory, whole), facts, history)
+
+
+def _summary(facts: RunFacts, memory: Memory, whole: Whole | None) -> dict[str, Any]:
+    session = facts.session
     judged, lines = (whole.judged, whole.lines) if whole else (None, {})
     spans = StoredSpans(session, facts.ranks)
     performance = _with_span(judged.whole() if judged else _no_step(facts), facts, whole, spans)

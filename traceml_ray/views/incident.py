@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from operator import itemgetter
 from typing import Any
 
 from traceml_ray import text
+from traceml_ray.reports.present import present
 from traceml_ray.store import query
 
 from .run_state import RunState
@@ -20,15 +20,6 @@ _NO_CHANGES = {"exit", "process_ended", "attach", "stacks", "flight_recorder", "
 _AROUND_STEPS = 2
 """A checkpoint so near to an onset is said beside it."""
 _CHANGES = 3
-
-
-def present(verdict: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return the episode that a verdict is about, None without any."""
-    if verdict is None:
-        return None
-    who = itemgetter("label", "rank", "stage")
-    same = [episode for episode in verdict.get("episodes") or () if who(episode) == who(verdict)]
-    return max(same, key=itemgetter("goes_on", "cost_s"), default=None)
 
 
 def incident(cache: SessionPoll, run: RunState, verdict: Mapping[str, Any]) -> dict[str, Any] | None:

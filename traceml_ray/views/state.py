@@ -8,11 +8,11 @@ from typing import Any
 from traceml_ray import text
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports.headlines import since
+from traceml_ray.reports.severity import tone_of as tone_of
 from traceml_ray.reports.summary import moment
 
 from .run_state import RunState
 from .session_poll import SessionPoll
-from .severity import SIGNS, severity
 from .values import age_s
 
 BADGES = {"empty": "no session", "stored": "stored file", "missing": "not found", "waiting": "starting"}
@@ -138,10 +138,3 @@ def began_text(
     began = since(incident)
     changes = f" When it began: {'; '.join(incident['changes'])}." if incident["changes"] else ""
     return f"{began[:1].upper()}{began[1:]}.{changes}"
-
-
-def tone_of(verdict: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Return how bad a verdict is, as colour and sign."""
-    label = verdict["label"] if verdict else ""
-    tone = "good" if label == "healthy" else severity(label).replace("info", "unsure")
-    return tone, {"good": "✓", "unsure": "○"}.get(tone) or SIGNS[tone]

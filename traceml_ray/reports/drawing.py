@@ -1,0 +1,100 @@
+"""What the charts of all faces have in common: colours, the ends of a scale, and where lines and bars are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from traceml_ray import text
+from traceml_ray.analysis.spread import MISSING, level
+
+STAGES = {
+    "post_sync": "#9a63b8",
+    "data": "#c77c11",
+    "prepare": "#86891c",
+    "forward": "#1b9696",
+    "backward": "#3b6fc4",
+    "sync_wait": "#8b939c",
+}
+"""In the order of `traceml_ray.stages`."""
+BLUE, ORANGE, RED, GREY, ROSE, GREEN = "#3b82c4", "#d9731a", "#d03b3b", "#8b939c", "#c2568f", "#5a9e3c"
+HEAT_COLOURS: dict[float, tuple[int, int, int, float]] = {
+    0.25: (20, 70, 150, 1.0),
+    0.5: (59, 130, 196, 1.0),
+    0.85: (59, 130, 196, 0.35),
+    1.0: (139, 147, 156, 0.08),
+    1.12: (232, 150, 50, 0.35),
+    1.5: (232, 140, 50, 1.0),
+    2.0: (212, 85, 20, 1.0),
+    4.0: (150, 15, 85, 1.0),
+}
+"""By ratio to the median. That shows the ground, so that the colours hold on light and on dark."""
+HEAT_MISSING = (139, 147, 156, 0.6)
+HEAT_MARKS = (0.25, 0.5, 1, 2, 4)
+"""Under the scale."""
+_SPIKE = 3.0
+"""A value this many times over the 98th percentile does not set the scale."""
+Array = np.ndarray[Any, Any]
+
+
+class Bar(NamedTuple):
+    """A bar of a waterfall, ms."""
+
+    name: str
+    base: float
+    width: float
+    colour: str
+    label: str
+
+
+def css(colour: tuple[int, int, int, float]) -> str:
+    """Return a colour as style sheets and SVG have it."""
+    return "rgba({},{},{},{:g})".format(*colour)
+
+
+def heat_palette() -> Array:
+    """Return the colour of each of the 256 levels of `spread.deviations`, (256, 4) uint8 RGBA."""
+    at = [float(level(ratio)) for ratio in HEAT_COLOURS]
+    channels = np.array([(*rgb, 255 * alpha) for *rgb, alpha in HEAT_COLOURS.values()])
+    found = np.array([np.interp(np.arange(256), at, channel) for channel in channels.T]).T
+    found[MISSING] = (*HEAT_MISSING[:3], 255 * HEAT_MISSING[3])
+    palette: Array = np.rint(found).astype(np.uint8)
+    return palette
+
+
+def cap(values: Array) -> float | None:
+    """Return where a scale ends so that one slow first step does not press all others flat; None: nowhere."""
+    values = values[np.isfinite(values)]
+    usual = float(np.percentile(values, 98)) if len(values) else 0.0
+    return 1.25 * usual if usual > 0 and values.max() > _SPIKE * usual else None
+
+
+def waterfall(before: Mapping[str, float], since: Mapping[str, float]) -> list[Bar]:
+    """Return what a step took before and takes since, and between them what each stage has added, ms."""
+    total = sum(before.values()), sum(since.values())
+    bars, at = [Bar("before", 0.0, total[0], GREY, text.ms(total[0]))], total[0]
+    for stage in STAGES:
+        change = since[stage] - before[stage]
+        colour, label = ORANGE if change > 0 else BLUE, f"{text.number(change, sign=True)} ms"
+        bars.append(Bar(text.words(stage), min(at, at + change), abs(change), colour, label))
+        at += change
+    return [*bars, Bar("since", 0.0, total[1], GREY, text.ms(total[1]))]
+
+
+def spark(values: Sequence[float | None], between: tuple[float, float] | None, size: tuple[int, int]) -> str:
+    """Return a sparkline as the path of an SVG; nothing where fewer than two values are known."""
+    width, height = size
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
+        return ""
+    low, high = between or (min(known), max(known))
+    span = (high - low) or 1.0
+    across = width / max(1, len(values) - 1)
+    points = [
+        None if v is None else f"{i * across:.1f} {height - 2 - (height - 4) * (v - low) / span:.1f}"
+        for i, v in enumerate(values)
+    ]
+    pairs = zip([None, *points], points, strict=False)
+    return "".join(("L" if before else "M") + at for before, at in pairs if at)
