@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from traceml_ray import text
 
 ROOT = Path(__file__).parents[2]
-DRAWN = {f"dash_app/{name}.py" for name in ("axis", "components", "figures", "heatmap")}
+DRAWN = {
+    *(f"dash_app/{name}.py" for name in ("axis", "components", "figures", "heatmap")),
+    *(f"traceml_ray/reports/{name}.py" for name in ("drawing", "html/charts")),
+}
 """Coordinates and widths, which nobody reads."""
 
 
