@@ -120,6 +120,18 @@ def screen(browser: webdriver.Chrome, width: int, height: int = 900) -> None:
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
+def wear(browser: webdriver.Chrome, theme: str) -> None:
+    """Show the page in a theme, light or dark, at once: nothing moves from one colour to another."""
+    wanted = {"prefers-color-scheme": theme, "prefers-reduced-motion": "reduce"}
+    features = [{"name": name, "value": value} for name, value in wanted.items()]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+
+def as_started(browser: webdriver.Chrome) -> None:
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
 def looks_right(browser: webdriver.Chrome, url: str, *shown: str) -> None:
     """A page shows these words, without a fault, at all widths, light and dark."""
     browser.get(url)
@@ -127,14 +139,12 @@ def looks_right(browser: webdriver.Chrome, url: str, *shown: str) -> None:
         for what in shown:
             shows(browser, "react-entry-point", what)
         for theme, width in ((theme, width) for theme in ("light", "dark") for width in (1440, 1280, 414)):
-            media = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
-            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
             screen(browser, width)
+            wear(browser, theme)
             until(browser, lambda: browser.execute_script(WIDTH) <= 0)
-            assert browser.execute_script(FAULTS) == []
+            assert (found := browser.execute_script(FAULTS)) == [], found
     finally:
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        as_started(browser)
 
 
 def end(server: Any) -> None:

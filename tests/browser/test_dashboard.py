@@ -17,6 +17,7 @@ from looking import (
     WIDTH,
     Served,
     answers,
+    as_started,
     looks_right,
     loops,
     screen,
@@ -25,6 +26,7 @@ from looking import (
     text,
     transferred,
     until,
+    wear,
 )
 from played import Played, look
 from selenium import webdriver
@@ -53,10 +55,6 @@ PAGES = {
 }
 
 
-THEME = """
-document.documentElement.dataset.theme = arguments[0];
-document.getAnimations().forEach((one) => one.finish());
-"""
 BARS = "return document.querySelector('#step-gantt .js-plotly-plot').data.map(bars => bars.x.length)"
 OPTIONS = "return [...document.querySelectorAll('#places option')].map(option => option.value)"
 OF_HOST_0 = [f"rank {rank} on host-0" for rank in range(4)]
@@ -132,11 +130,11 @@ def test_page_has_title_verdict_and_data_and_no_fault(browser, served, path):
     try:
         for width, theme in ((1440, "light"), (1280, "dark"), (414, "light")):
             screen(browser, width)
-            browser.execute_script(THEME, theme)
+            wear(browser, theme)
             until(browser, lambda: browser.execute_script(WIDTH) <= 0)  # once the charts have followed
             assert browser.execute_script(FAULTS) == []
     finally:
-        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        as_started(browser)
 
 
 def test_first_visit_and_reload_are_light(browser, served):
