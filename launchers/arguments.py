@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from traceml_ray.floors import too_old
+from traceml_ray.masking import HIDDEN, SECRET_NAME, hide_login
 from traceml_ray.settings import Settings
 
 from .nodes import UsageError
 
-_SECRET = re.compile(r"(key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
-_URL_LOGIN = re.compile(r"://[^/@\s]+@")
 _COMMAND_CHARS = 1000
 RAY_PORT = 29501
 """Of `traceml-ray run` on several nodes: torchrun's default port + 1."""
@@ -107,13 +106,13 @@ def command_text(words: Sequence[str]) -> str:
     shown, hide = [], False
     for word in words:
         name, sign, _ = word.partition("=")
-        secret = _SECRET.search(name) is not None
+        secret = SECRET_NAME.search(name) is not None
         if secret and sign:
-            word = f"{name}=***"
+            word = f"{name}={HIDDEN}"
         elif hide and not word.startswith("-"):
-            word = "***"
+            word = HIDDEN
         hide = secret and not sign and word.startswith("-")
-        shown.append(_URL_LOGIN.sub("://***@", word))
+        shown.append(hide_login(word))
     return shlex.join(shown)[:_COMMAND_CHARS]
 
 

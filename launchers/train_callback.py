@@ -107,6 +107,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
         profile_bytes: int | None = None,
         auto_profile: int | None = None,
         auto_profile_minutes: float | None = None,
+        output_lines: int | None = None,
         idle_ttl: float | None = None,
         device_clock: str | None = None,
         memory_history: bool | None = None,

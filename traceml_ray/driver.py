@@ -43,6 +43,7 @@ def start(
     profile_bytes: int | None = None,
     auto_profile: int | None = None,
     auto_profile_minutes: float | None = None,
+    output_lines: int | None = None,
     idle_ttl: float | None = None,
     device_clock: str | None = None,
     memory_history: bool | None = None,
@@ -82,6 +83,8 @@ def start(
         auto_profile: how often a verdict that lasts has a run profiled without being asked, 0 to 100.
             Default: 3.
         auto_profile_minutes: and how long it waits between two, 0.1 to 1440. Default: 30.
+        output_lines: how many of the last lines of each rank's stdout and stderr are kept, 0 to 200; 0: none
+            are read. Default: 40.
         idle_ttl: seconds without any message after which the session ends itself, 1 to 2592000 (30 days).
             Default: 600.
         device_clock: `1` takes the times of CUDA jobs from the device's own clock, `0` never does, `auto`

@@ -30,7 +30,7 @@ from traceml_ray.ray.discovery import (
     relay_folder,
     relay_nodes,
 )
-from traceml_ray.results import BundleInfo, LiveVerdict, NodeInfo, RankInfo, RunInfo, Status
+from traceml_ray.results import BundleInfo, LastOutput, LiveVerdict, NodeInfo, RankInfo, RunInfo, Status
 from traceml_ray.session import DATABASE, holder
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile, ProfileInfo
@@ -109,6 +109,10 @@ class Session:
     def memory(self, run: str | None = None) -> Memory:
         """Return which rank's memory grew first, and what else is to be said about it."""
         return self._ask(query.Memory(run))
+
+    def output(self, rank: int, most: int = 40, run: str | None = None) -> LastOutput:
+        """Return what a rank printed last, `most` lines of stdout and as many of stderr."""
+        return self._ask(query.Output(run, rank, most))
 
     def bundles(self) -> list[BundleInfo]:
         """Return what was kept of incidents (a rank that died, a hang, …), the oldest first."""

@@ -45,6 +45,31 @@ class WholeLedger(Ledger):
     """Rows that are stored as statistics only."""
 
 
+class OutputLine(TypedDict):
+    """A line that a rank printed."""
+
+    stream: str
+    """stdout or stderr."""
+    t_ns: int
+    """When it was read, half a second after it was printed at most; on the aggregator's clock."""
+    text: str
+    """Without what steers a terminal; what looks like a secret is `***`."""
+    unfinished: bool
+    """It has no end yet: a progress bar, a question."""
+    skipped: int
+    """Lines before it that were not kept: so many came at once."""
+
+
+class LastOutput(TypedDict):
+    """What a rank printed last."""
+
+    rank: int
+    lines: list[OutputLine]
+    """In order of time."""
+    missing: str | None
+    """Why there are none, or none of a stream, where that is known."""
+
+
 class BundleInfo(TypedDict):
     """What was kept of an incident."""
 

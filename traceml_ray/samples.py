@@ -1,8 +1,8 @@
-"""What is sampled of rank processes, nodes and devices, as it travels and as the session file has it."""
+"""What is sampled of rank processes, nodes and devices, and what they print, as it travels and is stored."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from traceml_ray.codec import FEW, Count, Int64, Part
 
@@ -52,6 +52,22 @@ class MemorySample(Part, frozen=True):
     """Of host memory: the tightest limit of a cgroup, or what the machine has."""
     limit_used_bytes: Count | None = None
     """What is used of it, without the file cache that can be had back."""
+
+
+class Output(Part, frozen=True):
+    """The newest lines that a rank process wrote to stdout or stderr, since those before."""
+
+    stream: Literal[1, 2]
+    """As its file descriptor."""
+    t_ns: Int64
+    """When they were read, on the clock of the rank's node."""
+    lines: Annotated[list[str], FEW] = []
+    unfinished: str = ""
+    """What stands after the last line break: a progress bar, a question."""
+    skipped: Count = 0
+    """Lines before these that are not kept: so many came at once."""
+    by_relay: bool = False
+    """Read from the file that the stream goes to; else seen by the agent, in Python."""
 
 
 class GpuProcess(Part, frozen=True):

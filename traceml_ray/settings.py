@@ -59,6 +59,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How often a verdict that lasts has a run profiled without being asked; 0: never."""
     auto_profile_minutes: float = 30.0
     """So long, at least, between two of these."""
+    output_lines: int = 40
+    """How many of the last lines of each rank's stdout and stderr are kept, 0 … 200; 0: none are read."""
     idle_ttl: float = 600.0
     """Seconds without any message after which relay and aggregator end themselves."""
     device_clock: str = "auto"
@@ -158,6 +160,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "profile_bytes": (1 << 20, 1 << 44),
     "auto_profile": (0, 100),
     "auto_profile_minutes": (0.1, 1440),
+    "output_lines": (0, 200),
     "idle_ttl": (1, 30 * 86_400),
     "nice": (0, 19),
     "window_steps": (2, 10_000),

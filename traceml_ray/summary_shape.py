@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
-from traceml_ray.results import Brief, RunInfo, Suspect, TimedEpisode, VerdictInfo, WholeLedger
+from traceml_ray.results import Brief, LastOutput, RunInfo, Suspect, TimedEpisode, VerdictInfo, WholeLedger
 
 
 class SummaryNode(TypedDict):
@@ -236,6 +236,8 @@ class Summary(TypedDict):
     brief: Brief
     baseline: BaselineInfo | None
     ranks: dict[str, SummaryRank]
+    output: list[LastOutput]
+    """What ranks that died or hang printed last, the first cause first."""
     memory: Memory
     profiles: list[ProfileFound]
     """The oldest first."""

@@ -34,6 +34,7 @@ from traceml_ray.samples import GpuProcess as GpuProcess
 from traceml_ray.samples import GpuSample as GpuSample
 from traceml_ray.samples import MemorySample as MemorySample
 from traceml_ray.samples import NodeSample as NodeSample
+from traceml_ray.samples import Output as Output
 from traceml_ray.samples import ProcessSample as ProcessSample
 from traceml_ray.stages import LEAD_BYTES, N_STAGES, ROW_BYTES
 
@@ -170,6 +171,7 @@ class RankBatch(Message, tag="rank", frozen=True):
     """Versions and the configuration of torch's allocator, in the first batch."""
     capture: Capture | None = None
     pieces: Annotated[list[TracePiece], FEW] = []
+    output: Annotated[list[Output], FEW] = []
 
     def columns(self, skip: int = 0) -> Columns:
         """Return the columns of the rows without the first `skip`."""
@@ -255,6 +257,8 @@ class RelayBatch(Message, tag="relay", frozen=True):
     Of an answer since the message before: its `sent_ns`, and when it was here on the node's clock; of several
     the one that was under way for the least time.
     """
+    output: Annotated[dict[str, Annotated[list[Output], FEW]], FEW] = {}
+    """By rank process: what the relay has read in the files that its output goes to."""
 
 
 class RelayReply(Message, tag="relay_reply", frozen=True):

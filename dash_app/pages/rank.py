@@ -22,6 +22,7 @@ from .. import axis, figures, profiles
 from ..components import (
     Chart,
     Columns,
+    aria,
     chart,
     died,
     facts,
@@ -72,6 +73,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
         },
         "suspect": next((suspect for suspect in suspects if suspect["rank"] == rank), None),
         "deaths": [*cache.deaths(run)],
+        "output": cache.ask(query.Output(run.id, rank)),
         "stacks": hung[-1].stacks if hung else [],
         "hangs": run.verdict is not None and run.verdict["label"] == "hang",
         "profiles": _profiles(cache, run, rank),
@@ -165,10 +167,13 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     ):
         body += [html.H2("Process"), html.Div(process, className="grid")]
     body += _memory_charts(view, route)
+    output = part(html.Div(_output(view["output"]), id="rank-output"))
+    dead = any(death["rank"] == number for death in view["deaths"])
+    place = next(at for at, one in enumerate(body) if one is known) + 1
+    body.insert(place if dead or view["hangs"] else len(body), panel("Last output", output))
     if view["stacks"]:
         stacks = part(html.Div([_stack(stack) for stack in view["stacks"]], id="rank-stacks"))
         shown = panel("Where the ranks were in the last hang", stacks)
-        place = next(at for at, one in enumerate(body) if one is known) + 1
         body.insert(place if view["hangs"] else len(body), shown)
     return html.Div(body)
 
@@ -311,6 +316,20 @@ def _spans(found: Sequence[Mapping[str, Any]]) -> Any:
         ">bytes each": lambda span: text.size(span["bytes"]),
     }
     return table(columns, found, empty="No span was marked in this run.", label="Spans")
+
+
+def _output(output: Mapping[str, Any] | None) -> Any:
+    """Return the lines that a rank printed last, those of stderr marked."""
+    if output is None or not output["lines"]:
+        why = output and output["missing"]
+        return html.P(f"No line is known{f' ({why})' if why else ''}.", className="empty")
+    lines: list[Any] = []
+    for line in output["lines"]:
+        if line["skipped"]:
+            lines.append(html.I(f"… {text.count(line['skipped'], 'line')} more\n"))
+        marked = line["stream"] == "stderr"
+        lines.append(html.Span(f"{line['text']}\n", className="stderr" if marked else ""))
+    return html.Pre(lines, className="output", tabIndex=0, **aria(label="Last lines of stdout and stderr"))
 
 
 def _stack(stack: Any) -> html.Details:

@@ -36,6 +36,7 @@ def questions(run: str | None, processes: tuple[int, ...] = (1, 3)) -> list[quer
         query.Ledger(run), query.Deaths(run), query.Bundles(), query.ReadBundle("x", "y", 0, 9),
         query.Profiles(), query.ReadProfile("x", "y", 0, 9),
         query.Verdict(run), query.Verdicts(run), query.Verdicts(run, 1),
+        query.Output(run, 1), query.Output(run, 99), query.Output(run, 0, most=1),
         query.Events(run), query.Events(run, 3, brief=True, most=2), query.Summary(run),
         query.Summary(run, whole=True), query.NodeSamples(("node-0", "node-1", "x"), 3),
         query.ProcessSamples(processes, 2), query.Times(run), query.Times(run, whole=False),

@@ -42,6 +42,7 @@ def test_settings_each_have_a_variable():
         "profile_bytes": ("2097152", 2 << 20),
         "auto_profile": ("0", 0),
         "auto_profile_minutes": ("1", 1.0),
+        "output_lines": ("0", 0),
         "idle_ttl": ("5", 5.0),
         "device_clock": ("1", "1"),
         "memory_history": ("1", True),

@@ -43,6 +43,7 @@ _NAMES = (
     "agent_buffer_bytes",
     "device_clock",
     "memory_history",
+    "output_lines",
 )
 _VARIABLES = {name: f"TRACEML_{name.upper()}" for name in _NAMES}
 """Settings that a rank is given, and their variables."""
@@ -201,6 +202,7 @@ def _in_child() -> None:
     if agent is not None:
         atexit.unregister(_at_exit)
         agent.instrumentation.remove()
+        agent.output.remove()
         agent.channel.forked()
 
 

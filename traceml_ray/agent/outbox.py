@@ -25,6 +25,8 @@ class Batch(msgspec.Struct, gc=False):
     data: bytes
     piece: int | None = None
     """Where the first of its pieces of a trace begins."""
+    lines: int = 0
+    """Of output."""
     offered: bool = False
     handed: bool = False
     """A relay has been given it, though maybe not the one that is there now."""

@@ -32,12 +32,14 @@ from traceml_ray.agent.mark_log import LOCK_S
 from traceml_ray.agent.memory_history import MemoryHistory
 from traceml_ray.agent.memory_samples import MemorySampler
 from traceml_ray.agent.outbox import Batch, Outbox
+from traceml_ray.agent.output_tap import OutputTap
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.agent.sampler import ProcessSampler
 from traceml_ray.agent.unsent import Unsent
 from traceml_ray.errors import sendable
+from traceml_ray.last_lines import lines_of
 from traceml_ray.rank_filter import rank_filter
 from traceml_ray.settings import Settings
 
@@ -104,10 +106,12 @@ class RankAgent:
         self.history = MemoryHistory(
             settings.memory_history, settings.spool, self.add_event, ours.errors, ours.missing
         )
+        self.output = OutputTap(settings.output_lines, ours.errors, ours.missing)
         self.captures = Captures(self.recorder, ours.spans, ours.errors, settings.spool)
 
     def start(self) -> None:
         """Start the thread; it does the rest, so that the import of torch is not held up."""
+        self.output.install()
         self._thread = threading.Thread(target=self._run, name="traceml-agent", daemon=True)
         self._thread.start()
 
@@ -121,6 +125,7 @@ class RankAgent:
         self._closing.set()
         if self._thread is not None:
             self._thread.join(timeout=2 * CLOSE_WAIT_S + 0.4)
+        self.output.remove()
 
     # -- the thread ------------------------------------------------------------------------------
 
@@ -164,6 +169,7 @@ class RankAgent:
         self.guard("memory", self._sample_memory)
         self.guard("memory history", self.history.turn)
         self.guard("profile", self._collect_pieces)
+        self.unsent.output += self.guard("output", lambda: self.output.take(time.time_ns())) or []
         while self._enqueue(final):
             pass
         self._exchange()
@@ -196,8 +202,8 @@ class RankAgent:
         )
         data = self.guard("batch", functools.partial(wire.encode, batch))
         held = len(batch.events), len(batch.spans), len(batch.memory)
-        piece = batch.pieces[0].offset if batch.pieces else None
-        made = Batch(self._seq + 1, len(flags), *held, data or b"", piece)
+        piece, lines = batch.pieces[0].offset if batch.pieces else None, lines_of(batch.output)
+        made = Batch(self._seq + 1, len(flags), *held, data or b"", piece, lines)
         if data is None:
             self._lose(made)
             return more
@@ -263,6 +269,7 @@ class RankAgent:
         self.instrumentation.errors.count("events lost with their batch", batch.events)
         self.instrumentation.errors.count("spans lost with their batch", batch.spans)
         self.instrumentation.errors.count("memory samples lost with their batch", batch.memory)
+        self.instrumentation.errors.count("lines of output lost with their batch", batch.lines)
         if batch.piece is not None:
             self.captures.lose(batch.piece)
 

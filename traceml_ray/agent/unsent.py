@@ -13,7 +13,7 @@ _ITEM_BYTES = 28 * 1024
 _FIXED_BYTES = 7 * 1024
 """Of a batch, for what is neither these nor rows."""
 
-_Item = TypeVar("_Item", wire.Event, wire.SpanSum, wire.MemorySample, wire.TracePiece)
+_Item = TypeVar("_Item", wire.Event, wire.SpanSum, wire.MemorySample, wire.TracePiece, wire.Output)
 
 
 class Unsent:
@@ -30,20 +30,23 @@ class Unsent:
         self.memory: list[wire.MemorySample] = []
         self.memory_from: dict[str, str] = {}
         self.pieces: list[wire.TracePiece] = []
+        self.output: list[wire.Output] = []
         self._errors = errors
 
     def __bool__(self) -> bool:
         """Whether there is something for another batch."""
-        return bool(self.events or self.spans or self.memory or self.pieces)
+        return bool(self.events or self.spans or self.memory or self.pieces or self.output)
 
     def take(self) -> tuple[dict[str, Any], int]:
         """Take what fits into the next batch; return it by field, and how many bytes rows may have there."""
         events, room = self._fitting(self.events, _ITEM_BYTES)
         spans, room = self._fitting(self.spans, room)
         memory, room = self._fitting(self.memory, room)
+        output, room = self._fitting(self.output, room)
         pieces, room = self._fitting(self.pieces, room)
         sources, self.memory_from = self.memory_from, {}
         taken = {"events": events, "spans": spans, "memory": memory, "memory_from": sources, "pieces": pieces}
+        taken["output"] = output
         return taken, wire.MAX_BATCH_BYTES - _FIXED_BYTES - (_ITEM_BYTES - room)
 
     def _fitting(self, waiting: list[_Item], room: int) -> tuple[list[_Item], int]:

@@ -64,7 +64,10 @@ class AggregatorCore:
         self._clock = clock
         self._ticks = ticks
         self._writer = SessionWriter(
-            self.folder.sqlite, max_bytes=settings.session_bytes, thresholds=settings.thresholds
+            self.folder.sqlite,
+            max_bytes=settings.session_bytes,
+            thresholds=settings.thresholds,
+            output_lines=settings.output_lines,
         )
         recent = Recent()
         self.errors = Errors(self._writer.meta.get("errors"), debug=settings.debug)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -16,6 +16,7 @@ _FINE_NS = 1_000_000
 """A bound that is smaller need not be improved in the file before that."""
 _ON_ITS_OWN_CLOCK = "xid"
 """Events that are compared with samples of their node by their time."""
+_Dated = TypeVar("_Dated", wire.Event, wire.Output)
 
 
 class _Stored(NamedTuple):
@@ -47,10 +48,11 @@ class NodeClocks:
             self._stored[node_id] = _Stored(now_ns, offset, bound)
             self._writer.add_clock(node_id, now_ns - offset, offset, bound)
 
-    def on_ours(self, event: wire.Event, node_id: str | None) -> wire.Event:
-        """Return a node's event with its time on the aggregator's clock, where that is known to differ."""
+    def on_ours(self, event: _Dated, node_id: str | None) -> _Dated:
+        """Return what a node sent with its time on the aggregator's clock, where that is known to differ."""
         node = self._writer.nodes.get(node_id or "")
-        if node is None or not node.correction_ns or event.kind == _ON_ITS_OWN_CLOCK:
+        own = isinstance(event, wire.Event) and event.kind == _ON_ITS_OWN_CLOCK
+        if node is None or not node.correction_ns or own:
             return event
         t_ns = event.t_ns + node.correction_ns
         return msgspec.structs.replace(event, t_ns=min(max(t_ns, -(1 << 63)), (1 << 63) - 1))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass
 
+from traceml_ray.last_lines import lines_of
 from traceml_ray.wire import MAX_ITEMS, RankBatch, WireError, decode
 
 PACK_BYTES = 60 * 1024
@@ -174,5 +175,6 @@ def _besides_rows(data: bytes) -> Counter[str]:
         "span": len(batch.spans),
         "process sample": int(batch.process is not None),
         "memory sample": len(batch.memory),
+        "line of output": lines_of(batch.output),
     }
     return Counter({f"{what}: no room": n for what, n in found.items() if n})

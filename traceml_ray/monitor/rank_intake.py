@@ -12,6 +12,7 @@ from traceml_ray import v1, wire
 from traceml_ray.errors import Errors
 from traceml_ray.monitor import proc_inspect
 from traceml_ray.monitor.outbox import Outbox
+from traceml_ray.monitor.output_files import OutputFiles
 from traceml_ray.monitor.rank_connections import RankConnection
 from traceml_ray.spool import SUFFIX
 
@@ -42,6 +43,7 @@ class RankIntake:
     Args:
         node: this machine.
         outbox: where batches go.
+        output: reads what the processes print into files.
         errors: counts refused messages.
         watch: returns the watched process of a pid that calls instead of connecting.
         spool: folder where agents leave what they could not deliver.
@@ -52,6 +54,7 @@ class RankIntake:
 
     node: wire.NodeIdentity
     outbox: Outbox
+    output: OutputFiles
     errors: Errors
     watch: Callable[[int], RankConnection]
     spool: Path | None
@@ -117,6 +120,7 @@ class RankIntake:
         if process.pid is None and pid:
             process.pid, process.memory_events = pid, proc_inspect.memory_events(pid)
             process.oom_kills = proc_inspect.oom_kills(process.memory_events)
+            self.output.follow(batch.process_id, pid)
         if batch.seq > process.seq:
             self.outbox.add(batch.process_id, batch.seq, len(batch.flags), data)
             process.seq, process.final = batch.seq, batch.final
@@ -143,6 +147,7 @@ class RankIntake:
         """Forget the rank processes of a process that has ended; those without a final batch are lost."""
         self._v1.forget(peer.pid)
         for name in peer.processes:
+            self.output.ended(name)
             process = self._processes.get(name)
             if process is None or (self.spool is not None and (self.spool / f"{name}{SUFFIX}").exists()):
                 continue  # its last batches, in that file, may be read yet

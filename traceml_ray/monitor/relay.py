@@ -27,6 +27,7 @@ from traceml_ray.monitor.aggregator_link import WAITING, AggregatorLink, Transpo
 from traceml_ray.monitor.finish import ASK_S, DRAIN_S, SIGN_S, WORD_S, failed
 from traceml_ray.monitor.node_sampler import SamplerThread, xid_events
 from traceml_ray.monitor.outbox import Outbox
+from traceml_ray.monitor.output_files import OutputFiles
 from traceml_ray.monitor.rank_connections import RankConnection, RankConnections
 from traceml_ray.monitor.rank_intake import RankIntake
 from traceml_ray.monitor.relay_spool import RelaySpool
@@ -35,6 +36,8 @@ from traceml_ray.settings import Settings
 
 BUSY_S = 0.01
 """How often the loop runs while there is a backlog, or an end to bring about."""
+LAST_LOOK_S = 0.2
+"""How long the end waits for the last look into the files that ranks print into."""
 SPOOL_S = 1.0
 """How often a relay without a launcher looks for spool files."""
 _MOST = wire.MAX_ITEMS // 2
@@ -80,9 +83,11 @@ class RelayCore:
         self._errors = Errors(debug=settings.debug)
         self._path = path
         self._outbox = Outbox(settings.relay_buffer_bytes)
+        self._output = OutputFiles(settings.output_lines, wall)
         self._intake = RankIntake(
             node,
             self._outbox,
+            self._output,
             self._errors,
             lambda pid: self._connections.caller(pid),
             spool,
@@ -107,6 +112,7 @@ class RelayCore:
     def start(self) -> None:
         """Run in a thread of its own until the relay ends itself or is closed."""
         threading.Thread(target=self._run, name="traceml-relay", daemon=True).start()
+        self._output.start()
 
     def _run(self) -> None:
         while not self.stopped:
@@ -201,6 +207,7 @@ class RelayCore:
             self._closed = True
             remove([self._path])
             self._connections.close()
+            self._output.close()
             if self._has_own_folder:
                 private_folders.leave(self._path.parent)  # unless there are rows in it
 
@@ -263,10 +270,17 @@ class RelayCore:
         """Whether there is anything to pack but a sample."""
         outbox, intake = self._outbox, self._intake
         content = outbox.waiting or outbox.drops_to_report or intake.lost or intake.events
-        return bool(content or sum(errors.total() for errors in self._counted()) != self._reported)
+        printed = self._output.waiting
+        return bool(content or printed or sum(errors.total() for errors in self._counted()) != self._reported)
 
     def _counted(self) -> list[Counter[str]]:
-        return [self._errors, self._sampler.errors, self._connections.errors, self._outbox.lost]
+        return [
+            self._errors,
+            self._sampler.errors,
+            self._connections.errors,
+            self._outbox.lost,
+            self._output.errors,
+        ]
 
     def _pack(self, sample: wire.NodeSample | None) -> None:
         intake, counted = self._intake, self._counted()
@@ -287,6 +301,7 @@ class RelayCore:
             lost=lost,
             events=events + self._errors.causes() + self._connections.errors.causes(),
             errors={name: n for errors in counted for name, n in errors.items()},
+            output=self._output.take(),
         )
         self._outbox.pack(wire.encode(message))
 
@@ -300,6 +315,7 @@ class RelayCore:
         """
         files = self._spool.read()
         if leaving:
+            self._output.settle(LAST_LOOK_S)
             try:
                 files += self._spool.salvage()
             except OSError as error:  # no room: it may be stored all the same

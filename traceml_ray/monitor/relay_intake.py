@@ -92,6 +92,9 @@ class RelayIntake:
         for name in batch.lost:
             if (process := self._process(name, now)) is not None:
                 process.lost = not process.final
+        for name, output in batch.output.items():
+            if (process := writer.processes.get(name)) is not None:
+                self._add_output(output, process, node_id)
         for event in batch.events:
             process = writer.processes.get(str(event.data.get("process_id")))
             self.add_event(self._clocks.on_ours(event, node_id), process, node_id)
@@ -134,6 +137,7 @@ class RelayIntake:
             writer.add_span(process, span)
             self.recent.add_span(process.id, span)
             self.memory.add_span(process.id, span)
+        self._add_output(batch.output, process, node_id)
         for event in batch.events:
             self.add_event(self._clocks.on_ours(event, node_id), process, node_id)
         self.profiling.take_batch(process, batch)
@@ -153,6 +157,10 @@ class RelayIntake:
         self.profiling.take(event)
         if process is not None:
             self.judge.note({"process": process.id, **msgspec.structs.asdict(event)})
+
+    def _add_output(self, output: list[wire.Output], process: RankProcess, node_id: str | None) -> None:
+        for each in output:
+            self.writer.add_output(process, self._clocks.on_ours(each, node_id))
 
     def _take_rows(self, process: RankProcess, batch: wire.RankBatch, now: int) -> None:
         """Add the rows that are new: an agent sends what its relay may have lost a second time."""

@@ -16,6 +16,7 @@ from traceml_ray.errors import Errors, error_text
 from traceml_ray.reports.manifest import bundle_infos
 from traceml_ray.reports.memory import memory_of
 from traceml_ray.reports.one_step import step_of
+from traceml_ray.reports.output import output_of
 from traceml_ray.reports.run_facts import RunFacts, deaths_of
 from traceml_ray.reports.step_answers import OF_STEPS
 from traceml_ray.reports.stored_spans import spans_of
@@ -222,6 +223,7 @@ _OF_FILE: dict[type[Request[Any]], Callable[[SessionFile, Any], Any]] = {
     query.Ledger: lambda file, _: file.ledger(),
     query.Verdicts: lambda file, asked: Page(*file.verdicts(asked.since)),
     query.Events: lambda file, asked: Page(*file.events(asked.since, brief=asked.brief, most=asked.most)),
+    query.Output: lambda file, asked: output_of(file, asked.rank, asked.most),
     query.NodeSamples: lambda file, asked: file.node_samples(asked.nodes, asked.last, _time(asked)),
     query.ProcessSamples: lambda file, asked: file.process_samples(asked.processes, asked.last, _time(asked)),
     query.MemorySamples: lambda file, asked: file.memory_rows(asked.processes, asked.last, _time(asked)),

@@ -10,6 +10,7 @@ from traceml_ray import __version__, text
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports.deaths import Death, culprits, headline
 from traceml_ray.reports.layout import Columns, page, table
+from traceml_ray.reports.output import output_of_ranks
 from traceml_ray.reports.run_facts import RunFacts, deaths_of, moment, ranks_block
 from traceml_ray.results import BundleInfo
 from traceml_ray.store.bundles import FOLDER, REASONS, Cause, Manifest, Reason, bundles_of
@@ -41,11 +42,13 @@ def manifest_of(
     found = facts.deaths() if any(cause.fatal for cause in causes) else []
     head = _of_death(facts, found) if found else _of_cause(facts, causes)
     t_ns = min(cause.t_ns for cause in causes)
+    named = [] if head["rank"] is None else [head["rank"]]
     return Manifest(
         session=session,
         run=facts.run.get("id"),
         time=cast("str", moment(t_ns)),
         t_ns=t_ns,
+        output=[cast("dict[str, Any]", each) for each in output_of_ranks(facts, named, found)],
         causes=list(causes),
         deaths=[cast("dict[str, Any]", death) for death in deaths_of(facts)] if found else [],
         ranks=ranks_block(facts, found),

@@ -32,6 +32,7 @@ from traceml_ray.reports.deaths import Death, headline
 from traceml_ray.reports.device_clock import with_advice
 from traceml_ray.reports.machines import Machines, system_of
 from traceml_ray.reports.memory import memory_block, memory_of
+from traceml_ray.reports.output import beside_failure
 from traceml_ray.reports.profiles import profiles_block
 from traceml_ray.reports.run_facts import (
     RunFacts,
@@ -127,6 +128,7 @@ def _summary(facts: RunFacts, memory: Memory, whole: Whole | None) -> dict[str, 
         "brief": msgspec.to_builtins(judged.episodes.brief if judged else Brief()),
         "baseline": _baseline(judged.baseline if judged else None),
         "ranks": ranks_block(facts, found),
+        "output": beside_failure(facts, verdict, found),
         "memory": memory_block(facts, memory),
         "profiles": profiles_block(session.path.parent, facts.run.get("id")),
         "system": {"nodes": system_of(session, facts.nodes)},

@@ -84,6 +84,8 @@ class Manifest(msgspec.Struct, kw_only=True):
     """Of that rank, as `Type: text`,"""
     traceback: str | None
     """and the last calls of it."""
+    output: list[dict[str, Any]] = []
+    """What the ranks that are named printed last: `rank`, and `lines` as of `Session.output`."""
     causes: list[Cause]
     """All that happened, in order of arrival."""
     deaths: list[dict[str, Any]]

@@ -21,7 +21,7 @@ MAX_SAMPLES = 300_000
 """entries of each table of samples, and spans;"""
 MAX_EVENTS = 5_000
 """events, and verdicts."""
-_WHOLE = ("meta", "node", "rank_process")
+_WHOLE = ("meta", "node", "rank_process", "output")
 _SAMPLES = {"process_sample": "process", "memory_sample": "process", "node_sample": "node_id"}
 """Tables of samples, and whose they are."""
 

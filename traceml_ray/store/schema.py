@@ -27,6 +27,7 @@ LISTS = {
     "node_sample": ("node_id", *wire.NodeSample.__struct_fields__),
     "clock": ("node_id", "t_ns", "offset_ns", "bound_ns"),
     "span": ("process", *wire.SpanSum.__struct_fields__),
+    "output": ("process", *wire.Output.__struct_fields__),
     "event": ("process", "node_id", *wire.Event.__struct_fields__, "run"),
     "verdict": ("t_ns", "body", "run"),
     "rollup": ("process", "first_row", "n", "first_key", "last_key", "sums"),

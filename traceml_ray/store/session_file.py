@@ -25,6 +25,7 @@ from traceml_ray.analysis.wide_rows import from_wire
 from traceml_ray.analysis.window import RankRows
 from traceml_ray.stages import N_STAGES
 from traceml_ray.store.nodes import Node, process_labels
+from traceml_ray.store.output import OutputReader
 from traceml_ray.store.rank_processes import RankProcess, from_row, shown
 from traceml_ray.store.runs import ledger, list_runs, newest_of, of_run
 from traceml_ray.store.samples import SampleReader
@@ -32,7 +33,7 @@ from traceml_ray.store.schema import SessionFileError
 from traceml_ray.store.step_reader import StepReader
 
 
-class SessionFile(SampleReader, StepReader):
+class SessionFile(SampleReader, StepReader, OutputReader):
     """
     Reads one session, live or stored; views ask `store.query`.
 

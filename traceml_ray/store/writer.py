@@ -23,9 +23,11 @@ from traceml_ray import wire
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import DEFAULTS
 from traceml_ray.files import write_files
+from traceml_ray.settings import Settings
 from traceml_ray.store.fence import Fence, identity
 from traceml_ray.store.nodes import COLUMNS as NODE
 from traceml_ray.store.nodes import Node
+from traceml_ray.store.output import OutputRetention
 from traceml_ray.store.rank_processes import PROGRESS, RankProcess, to_progress, to_row
 from traceml_ray.store.retention import Retention
 from traceml_ray.store.schema import connect, insert, legible, transaction, update, write
@@ -35,7 +37,10 @@ MAX_PENDING_BYTES = 256 << 20
 """Rows kept in memory while the disk refuses them; beyond that, the oldest are dropped and counted."""
 MAX_PENDING_ITEMS = 100_000
 """Samples, spans, events and verdicts kept the same way, of each kind."""
-_APPENDED = ("process_sample", "memory_sample", "node_sample", "clock", "span", "event", "verdict", "chunk")
+_APPENDED = (
+    *("process_sample", "memory_sample", "node_sample", "clock", "span", "output", "event", "verdict"),
+    "chunk",
+)
 _PROGRESSED = update("rank_process", "id", PROGRESS)
 _NODES, _RELAYS = update("node", "node_id", NODE[1:]), update("relay", "incarnation", ["last_seq"])
 
@@ -55,6 +60,7 @@ class SessionWriter:
         *,
         max_bytes: int = 1 << 62,
         thresholds: Thresholds = DEFAULTS,
+        output_lines: int = Settings().output_lines,
     ) -> None:
         self.path = path
         self.lock = threading.Lock()
@@ -81,6 +87,7 @@ class SessionWriter:
         self._by_id = {process.id: process for process in self.processes.values()}
         self._pending = _Pending()
         folded = self.meta.get("folded", {})
+        self._output = OutputRetention(self._connection, output_lines)
         self._retention = Retention(self._connection, path, max_bytes, folded, thresholds)
 
     def process(self, name: str, now: int) -> RankProcess:
@@ -165,6 +172,11 @@ class SessionWriter:
         """Add a span."""
         self._add("span", (process.id, *msgspec.structs.astuple(span)))
 
+    def add_output(self, process: RankProcess, output: wire.Output) -> None:
+        """Add what a rank process has printed."""
+        values = msgspec.structs.asdict(output) | {"lines": "\n".join(output.lines) or None}
+        self._add("output", (process.id, *values.values()))
+
     def add_event(
         self,
         event: wire.Event,
@@ -214,6 +226,7 @@ class SessionWriter:
                         if table != "chunk" and len(rows) > self.max_pending_items:
                             self._cut(table)
                 raise
+            self._output.entries += len(work.inserts["output"])
             with self.lock:
                 self.committed.update(work.relays)
 
@@ -225,6 +238,9 @@ class SessionWriter:
         of a run from being kept, once; its rows are folded without.
         """
         with self._database:
+            if self._output.due():
+                with self._transaction():
+                    self._output.prune()
             retention = self._retention
             if not retention.due():
                 return

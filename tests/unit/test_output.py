@@ -1,0 +1,336 @@
+"""What ranks print: seen without a change of their streams, kept as the last lines, without secrets."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from played import Played
+from ray_cluster import until
+from sessions import Clock, Rank, Relay, aggregation, ask
+
+from traceml_ray import wire
+from traceml_ray.agent.output_tap import _PIECE_CHARS, _PIECES, OutputTap
+from traceml_ray.errors import Errors
+from traceml_ray.last_lines import LINE_CHARS, MOST_BYTES, LastLines
+from traceml_ray.masking import masked
+from traceml_ray.monitor.output_files import OutputFiles
+from traceml_ray.store.output import Line, joined
+from traceml_ray.store.writer import SessionWriter
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("loss 0.25, 8,192 tokens/s, lr=3e-4", None),
+        ("missing key: model.layers.0.weight", None),
+        ("KeyError: 'loss'", None),
+        ("WANDB_API_KEY=abc123 next", "WANDB_API_KEY=*** next"),
+        ('{"token": "abc 123", "lr": 1}', '{"token": ***, "lr": 1}'),
+        ("password: hunter2", "password: ***"),
+        ("run --hf-token abc --lr 1", "run --hf-token *** --lr 1"),
+        ("Authorization: Bearer abcdefghijklmnop", "Authorization: ***"),
+        ("login with hf_abcdefghijklmnopqrst done", "login with *** done"),
+        ("pulling from https://me:pass@host/x", "pulling from https://***@host/x"),
+    ],
+)
+def test_secrets_in_lines_are_hidden(line: str, shown: str | None) -> None:
+    assert masked(line) == (shown or line)
+
+
+def lines(*pieces: str, most: int = 5) -> wire.Output | None:
+    made = LastLines(1, most)
+    for piece in pieces:
+        made.feed(piece)
+    return made.take(7)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "ended", "unfinished"),
+    [
+        (["one\ntw", "o\n", "\n", "thr"], ["one", "two"], "thr"),
+        (["\r 10%|#", "\r 20%|##"], [], " 20%|##"),
+        (["\r 10%|#", "\r 20%|##\n"], [" 20%|##"], ""),
+        (["windows\r", "\nends\r\n"], ["windows", "ends"], ""),
+        (["\x1b[31mred\x1b[0m\tx\x07\n"], ["red x"], ""),
+        (["TOK", "EN=abc\n"], ["TOKEN=***"], ""),
+        (["half \ud800 of a character\n"], ["half  of a character"], ""),
+        (["x" * 5000 + "\n"], ["x" * (LINE_CHARS - 1) + "…"], ""),
+    ],
+)
+def test_lines_are_what_a_terminal_shows(pieces: list[str], ended: list[str], unfinished: str) -> None:
+    assert lines(*pieces) == wire.Output(1, 7, ended, unfinished)
+
+
+def test_newest_lines_are_kept_and_others_counted() -> None:
+    few = lines(*(f"{n}\n" for n in range(12)))
+    assert few == wire.Output(1, 7, ["7", "8", "9", "10", "11"], skipped=7)
+    long = lines(*("ü" * LINE_CHARS + "\n" for _ in range(100)), most=100)
+    assert long is not None
+    assert sum(len(line.encode()) for line in long.lines) <= MOST_BYTES
+    assert long.skipped + len(long.lines) == 100
+
+
+def test_only_what_is_new_is_taken() -> None:
+    made = LastLines(2, 5)
+    made.feed("a\n50%")
+    assert made.take(1) == wire.Output(2, 1, ["a"], "50%")
+    assert made.take(2) is None
+    made.feed("\r    \r")  # a bar that is taken away
+    assert made.take(3) == wire.Output(2, 3, [], "")
+    made.feed("lost ")
+    made.lose()
+    made.feed("the end of a line\nwhole\n")
+    assert made.take(4) == wire.Output(2, 4, ["whole"])
+
+
+class Streams:
+    """Stdout and stderr that go to files, and a tap on them; no fixture: pytest sets its own for a test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = {name: folder / name for name in ("stdout", "stderr")}
+        self.errors, self.missing = Errors(), dict[str, str]()
+        self.tap = OutputTap(40, self.errors, self.missing)
+
+    def __enter__(self) -> Streams:
+        self._before = sys.stdout, sys.stderr
+        self._own = self.paths["stdout"].open("w"), self.paths["stderr"].open("w", buffering=1)
+        sys.stdout, sys.stderr = self._own
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.stdout, sys.stderr = self._before
+        for stream in self._own:
+            stream.close()
+
+    def taken(self) -> list[tuple[int, list[str], str]]:
+        return [(each.stream, each.lines, each.unfinished) for each in self.tap.take(1)]
+
+
+def facts(stream: Any) -> list[Any]:
+    """What a script may ask of a stream."""
+    return [
+        type(stream), stream.isatty(), stream.fileno(), stream.line_buffering, stream.write_through,
+        stream.encoding, stream.errors, stream.buffer,
+    ]  # fmt: skip
+
+
+def test_whoever_holds_a_stream_is_seen_and_the_stream_stays_as_it_was(tmp_path: Path) -> None:
+    with Streams(tmp_path) as streams:
+        handler, before = logging.StreamHandler(), sys.stdout
+        was = [facts(sys.stdout), facts(sys.stderr)]
+        streams.tap.install()
+        assert sys.stdout is before and [facts(sys.stdout), facts(sys.stderr)] == was
+        print("printed", 1)
+        sys.stdout.writelines(["a\n", "b"])
+        handler.emit(logging.makeLogRecord({"msg": "logged"}))
+        assert streams.paths["stdout"].read_text() == ""  # as ever, it is in the buffer
+        assert streams.paths["stderr"].read_text() == "logged\n"
+        assert streams.taken() == [(1, ["printed 1", "a"], "b"), (2, ["logged"], "")]
+        streams.tap.remove()
+        assert "write" not in vars(sys.stdout) and "write" not in vars(sys.stderr)
+        sys.stdout.flush()
+        assert streams.paths["stdout"].read_text() == "printed 1\na\nb"
+
+
+def test_a_write_that_fails_fails_as_ever_and_is_not_noted(tmp_path: Path) -> None:
+    with Streams(tmp_path) as streams:
+        streams.tap.install()
+        with pytest.raises(TypeError, match="must be str"):
+            sys.stdout.write(b"x")  # type: ignore[arg-type]
+
+        class Loud(str):
+            def __len__(self) -> int:
+                raise RuntimeError("never asked")
+
+        assert sys.stdout.write(Loud("loud\n")) == 5
+        sys.stdout.close()
+        with pytest.raises(ValueError, match="closed file"):
+            print("x")
+        assert streams.taken() == [(1, ["loud"], "")]
+        assert streams.errors == {}
+
+
+def test_a_flood_is_bounded(tmp_path: Path) -> None:
+    with Streams(tmp_path) as streams:
+        streams.tap.install()
+        for n in range(_PIECES):
+            print(f"line {n}")
+        print("x\n" * _PIECE_CHARS + "end")
+        (_, found, _), *_ = streams.taken()
+        assert found[-1] == "end" and len(found) == 40
+        assert sum(len(tapped._pieces) for tapped in streams.tap._tapped) == 0
+
+
+def test_what_another_puts_around_the_stream_stays(tmp_path: Path) -> None:
+    with Streams(tmp_path) as streams:
+        streams.tap.install()
+        ours, heard = sys.stdout.write, list[str]()
+
+        def theirs(text: str) -> int:
+            heard.append(text)
+            return ours(text)
+
+        sys.stdout.write = theirs  # type: ignore[method-assign]
+        streams.tap.remove()
+        print("x")
+        assert heard == ["x", "\n"] and sys.stdout.write is theirs
+
+
+def test_streams_that_cannot_be_seen_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Streams(tmp_path) as streams:
+
+        class Slotted:
+            __slots__ = ()
+
+            def write(self, text: str) -> int:
+                return len(text)
+
+        monkeypatch.setattr(sys, "stdout", Slotted())
+        monkeypatch.setattr(sys, "stderr", None)
+        streams.tap.install()
+        assert list(streams.missing) == ["last lines of stdout"]
+        off = OutputTap(0, streams.errors, {})
+        monkeypatch.setattr(sys, "stdout", io.StringIO())
+        off.install()
+        assert off.take(1) == []
+
+
+class Writer:
+    """A process of its own that writes what it is told, as C does."""
+
+    def __init__(self, stdout: Path | int, code: str = "", **options: Any) -> None:
+        code = code or "import os, sys\nfor line in sys.stdin: os.write(1, eval(line))"
+        command = [sys.executable, "-S", "-c", code]
+        out = stdout.open("ab") if isinstance(stdout, Path) else stdout
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.DEVNULL, **options
+        )
+        self.path = stdout
+
+    def write(self, text: bytes) -> None:
+        assert self.process.stdin is not None and isinstance(self.path, Path)
+        due = self.path.stat().st_size + len(text)
+        self.process.stdin.write(repr(text).encode() + b"\n")
+        self.process.stdin.flush()
+        until(lambda: self.path.stat().st_size >= due, "the text")  # type: ignore[union-attr]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def taken(files: OutputFiles) -> dict[str, list[str]]:
+    files.turn()
+    return {name: [line for each in found for line in each.lines] for name, found in files.take().items()}
+
+
+def test_a_file_of_a_ranks_own_is_read_to_its_end(tmp_path: Path) -> None:
+    (tmp_path / "out").write_bytes(b"of an earlier life\n")
+    os.utime(tmp_path / "out", (1e9, 1e9))
+    rank, files = Writer(tmp_path / "out"), OutputFiles(40)
+    files.follow("r", rank.process.pid)
+    assert taken(files) == {}
+    rank.write(b":job_id:01000000\nhello \xc3")
+    rank.write(b"\xbc\n")
+    assert taken(files) == {"r": ["hello ü"]}
+    rank.write(b"Fatal Python error: Segmentation fault\n")
+    os.truncate(tmp_path / "out", 0)
+    rank.write(b"last\n")
+    rank.end()
+    files.ended("r")
+    assert taken(files) == {"r": ["last"]}
+    files.turn()
+    assert not files.waiting and files._processes == {} and files.errors == {}
+
+
+def test_a_file_that_several_write_into_is_nobodys(tmp_path: Path) -> None:
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    ranks, files = [Writer(shared), Writer(shared), Writer(own)], OutputFiles(40)
+    for number, rank in enumerate(ranks):
+        files.follow(str(number), rank.process.pid)
+        rank.write(b"x\n")
+    assert taken(files) == {"2": ["x"]}
+    nested = "import os, subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {!r}])"
+    inner = "import os, time; os.write(1, b'of parent and child\\n'); time.sleep(60)"
+    parent = Writer(tmp_path / "parents", nested.format(inner))
+    until(lambda: (tmp_path / "parents").stat().st_size, "the text")
+    (child,) = Path(f"/proc/{parent.process.pid}/task/{parent.process.pid}/children").read_text().split()
+    files.follow("child", int(child))
+    assert taken(files) == {}
+    os.kill(int(child), signal.SIGKILL)
+    for rank in [*ranks, parent]:
+        rank.end()
+    files.close()
+
+
+def at(t_ns: int, *texts: str, unfinished: bool = False) -> list[Line]:
+    return [Line("stdout", t_ns, text, unfinished, 0) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("in_file", "seen", "both"),
+    [
+        (at(1, "a", "c warning"), [], at(1, "a", "c warning")),
+        (at(1, "a", "c warning"), at(2, "a", "b"), at(1, "a", "c warning") + at(2, "b")),
+        (at(1, "nccl"), at(2, "still in the buffer"), at(1, "nccl") + at(2, "still in the buffer")),
+        (at(9, "flood", "of C"), at(2, "a"), at(2, "a") + at(9, "flood", "of C")),
+        (at(3, "52%", unfinished=True), at(2, "50%", unfinished=True), at(3, "52%", unfinished=True)),
+    ],
+)
+def test_lines_of_both_ways_are_joined(in_file: list[Line], seen: list[Line], both: list[Line]) -> None:
+    assert joined(in_file, seen) == both
+
+
+def answered(aggregator: Any, rank: int, **asked: Any) -> list[tuple[str, str, bool, int]]:
+    found = ask(aggregator, "output", rank=rank, **asked)
+    return [(line["stream"], line["text"], line["unfinished"], line["skipped"]) for line in found["lines"]]
+
+
+def test_the_last_lines_of_a_rank_are_answered_in_order(tmp_path: Path) -> None:
+    played = Played(tmp_path, 2, per_node=2, late=None)
+    played.play(
+        output=[wire.Output(1, played.clock(), ["epoch 1"], "1%"), wire.Output(2, played.clock(), ["w"])]
+    )
+    played.play(output=[wire.Output(1, played.clock(), ["epoch 2", "epoch 3"], "7%", 4)])
+    played.play(silent=(0,), output=[wire.Output(1, played.clock(), [], "9%")])
+    first = [("stdout", "epoch 1", False, 0), ("stderr", "w", False, 0)]
+    last = [("stdout", "epoch 2", False, 4), ("stdout", "epoch 3", False, 0)]
+    assert answered(played.aggregator, 0) == [*first, *last, ("stdout", "7%", True, 0)]
+    assert answered(played.aggregator, 1, most=2) == [first[1], last[1], ("stdout", "9%", True, 0)]
+    assert ask(played.aggregator, "output", rank=7)["missing"] == "the rank has not reported"
+
+
+def test_lines_of_the_relay_are_those_of_the_process(tmp_path: Path) -> None:
+    aggregator, relay, rank = aggregation(tmp_path, Clock()), Relay(), Rank(0)
+    aggregator.ingest(relay.message(rank.batch(output=[wire.Output(2, 1, ["seen"])])))
+    of_file = [wire.Output(2, 2, ["seen", "Segmentation fault"], by_relay=True)]
+    aggregator.ingest(relay.message(output={rank.process_id: of_file, "unknown": of_file}))
+    aggregator.commit()
+    assert [text for _, text, _, _ in answered(aggregator, 0)] == ["seen", "Segmentation fault"]
+
+
+def test_few_entries_stay_and_last_lines_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("traceml_ray.store.output._FEW", 50)
+    writer = SessionWriter(tmp_path / "s.sqlite", output_lines=3)
+    quiet, loud = writer.process("a", 1), writer.process("b", 1)
+    writer.add_output(quiet, wire.Output(1, 1, ["said once"]))
+    for n in range(100):
+        writer.add_output(quiet, wire.Output(1, 1, [], f"{n}%"))
+        writer.add_output(loud, wire.Output(1, 1, [f"line {n}"]))
+        writer.commit()
+        writer.fold()
+    with writer.reader() as file:
+        found = file.output([quiet.id, loud.id], 3)
+        assert [line.text for line in found[quiet.id]] == ["said once", "99%"]
+        assert [line.text for line in found[loud.id]] == ["line 97", "line 98", "line 99"]
+        ((entries,),) = file._all("SELECT count(*) FROM output")
+    assert entries < 60
+    writer.close()

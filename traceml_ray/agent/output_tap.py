@@ -1,0 +1,125 @@
+"""
+Sees what the training process writes to stdout and stderr in Python, for its last lines.
+
+The streams stay what they are: the same objects, with the same descriptor, buffer and `isatty`. Only their
+attribute `write` is another, which calls the original with the caller's text and then notes that text. So
+whoever holds the stream (a logging handler, tqdm, print) is seen, from the first line on, whether or not it
+was in a buffer when the process was killed. A pipe in the place of the descriptor would see what C writes as
+well, but it changes `isatty` and buffering, and a pipe that is full blocks: the relay reads that, where a
+stream goes to a file of its own (`monitor.output_files`).
+
+A write costs 0.1 µs more (`benchmarks/overhead.py --output`); no lock, no I/O. What was noted is bounded: of
+too much at once the newest is left.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from traceml_ray.errors import Errors
+from traceml_ray.last_lines import LINE_CHARS, LastLines
+from traceml_ray.samples import Output
+
+_PIECES = 512
+"""Of one stream, that are noted between two looks."""
+_PIECE_CHARS = 8000
+_STREAMS = {1: "stdout", 2: "stderr"}
+
+
+class OutputTap:
+    """
+    Of one process.
+
+    Args:
+        most: how many lines of each stream are kept; 0: the streams are left alone.
+        errors: counts what goes wrong on the way.
+        missing: gets the stream that cannot be seen, with the reason.
+    """
+
+    def __init__(self, most: int, errors: Errors, missing: dict[str, str]) -> None:
+        self._most, self._errors, self._missing = most, errors, missing
+        self._tapped: list[_Tapped] = []
+
+    def install(self) -> None:
+        """See what is written from now on."""
+        for number, name in _STREAMS.items() if self._most else ():
+            stream = getattr(sys, name)
+            if stream is None or any(each.stream is stream for each in self._tapped):
+                continue  # closed, or both are one
+            try:
+                self._tapped.append(_Tapped(stream, number, self._most, self._errors))
+            except Exception as error:
+                self._missing[f"last lines of {name}"] = f"{type(error).__name__}: {error}"[:200]
+
+    def take(self, t_ns: int) -> list[Output]:
+        """Return what is new, read at `t_ns`; one thread may ask."""
+        found = [tapped.take(t_ns) for tapped in self._tapped]
+        return [output for output in found if output is not None]
+
+    def remove(self) -> None:
+        """Put the streams back as they were."""
+        tapped, self._tapped = self._tapped, []
+        for each in tapped:
+            each.remove()
+
+
+class _Tapped:
+    """One stream. Raises what hinders its `write` from being another."""
+
+    def __init__(self, stream: Any, number: int, most: int, errors: Errors) -> None:
+        self.stream = stream
+        self._pieces: deque[str] = deque(maxlen=_PIECES)
+        self._lines = LastLines(number, most)
+        self._own = vars(stream).get("write")
+        self._write = _seen(stream.write, self._pieces, errors)
+        stream.write = self._write
+
+    def take(self, t_ns: int) -> Output | None:
+        """Return what is new."""
+        pieces = []
+        if len(self._pieces) == _PIECES:
+            self._lines.lose()
+        for _ in range(_PIECES):  # who writes faster than this is not waited for
+            try:
+                pieces.append(self._pieces.popleft())
+            except IndexError:
+                break
+        self._lines.feed("".join(pieces))
+        return self._lines.take(t_ns)
+
+    def remove(self) -> None:
+        """Put `write` back, unless somebody has put their own around it since."""
+        if vars(self.stream).get("write") is self._write:
+            if self._own is None:
+                del self.stream.write
+            else:
+                self.stream.write = self._own
+
+
+def _seen(write: Callable[[str], Any], pieces: deque[str], errors: Errors) -> Callable[[str], Any]:
+    """Return `write`, of which each text is noted in `pieces` once it is written."""
+    note = pieces.append
+
+    def seen(text: str, /) -> Any:
+        written = write(text)
+        try:
+            note(text if type(text) is str and len(text) <= _PIECE_CHARS else _end_of(text))
+        except Exception as error:
+            errors.swallow("output", error)
+        return written
+
+    return seen
+
+
+def _end_of(text: Any) -> str:
+    """Return the last lines of a long text, or how its only one begins."""
+    if not isinstance(text, str):
+        return ""
+    whole: str = str.__str__(text)
+    if len(whole) <= _PIECE_CHARS:
+        return whole
+    _, newline, end = whole[-_PIECE_CHARS:].partition("\n")
+    return newline + end if newline else whole[: 2 * LINE_CHARS]

@@ -1,0 +1,257 @@
+"""
+Reads the ends of the files that ranks' stdout and stderr go to: Ray's log of a worker, torchrun's with
+`--redirects`, Slurm's of a task.
+
+It costs the training process nothing, and has what the agent cannot see: what C writes, and the last words of
+a process that crashed. Only a file of the rank's own is read. Into one that its parent or another rank has as
+well, all write at once; a terminal or a pipe cannot be read without taking from who reads it. There the agent
+sees what Python writes (`agent.output_tap`).
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import re
+import stat
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from traceml_ray.last_lines import LastLines
+from traceml_ray.wire import Output
+
+_READ_BYTES = 1 << 16
+"""Of a file at a time, the last ones."""
+_MOST_BYTES = 1 << 14
+"""About so much is handed over at a time."""
+_STREAMS = 1, 2
+_OF_RAY = re.compile(r"^:(?:job_id|actor_name|task_name):.*\n", re.MULTILINE)
+"""How Ray notes in a worker's log what it works for."""
+_Key = tuple[int, int]
+"""Which file: device and inode."""
+
+
+@dataclass(eq=False)
+class _File:
+    """One stream of a process, open for reading."""
+
+    key: _Key
+    fd: int
+    at: int
+    lines: LastLines
+    decoder: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
+    )
+
+    def read(self) -> str:
+        """Return what is new, the end of it where that is much."""
+        size = os.fstat(self.fd).st_size
+        if size < self.at:  # it was emptied
+            self.at = 0
+        if size - self.at > _READ_BYTES:
+            self.at = size - _READ_BYTES
+            self.lines.lose()
+            self.decoder.reset()
+        data = os.pread(self.fd, _READ_BYTES, self.at)
+        self.at += len(data)
+        return _OF_RAY.sub("", self.decoder.decode(data))
+
+
+@dataclass(eq=False)
+class _Process:
+    pid: int
+    files: dict[int, _File] = field(default_factory=dict)
+    """By stream."""
+    ended: bool = False
+
+
+class OutputFiles:
+    """
+    Of the ranks of one node. `turn` reads, in a thread of its own where `start` was called: a file system
+    that hangs holds up nothing. All else may be called by any thread.
+
+    Args:
+        most: how many lines of a stream are kept; 0: nothing is read.
+        wall: the node's clock, ns since the epoch.
+        interval: seconds between two looks.
+    """
+
+    def __init__(self, most: int, wall: Callable[[], int] = time.time_ns, interval: float = 1.0) -> None:
+        self.errors: Counter[str] = Counter()
+        self._most, self._wall, self._interval = most, wall, interval
+        self._processes: dict[str, _Process] = {}
+        self._lock = threading.Lock()
+        """Held while lines are changed, and never while a file is read."""
+        self._wake, self._looked = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        """Read from now on."""
+        if self._most:
+            self._thread = threading.Thread(target=self._run, name="traceml-output", daemon=True)
+            self._thread.start()
+
+    def follow(self, process_id: str, pid: int) -> None:
+        """Read the output of a rank process from now on."""
+        if self._most:
+            with self._lock:
+                self._processes.setdefault(process_id, _Process(pid))
+
+    def ended(self, process_id: str) -> None:
+        """Read the output of a rank process once more: it is over."""
+        with self._lock:
+            if (process := self._processes.get(process_id)) is not None:
+                process.ended = True
+
+    def settle(self, timeout_s: float) -> None:
+        """Read once more now; what takes longer is not waited for."""
+        if self._thread is None:
+            self.turn()
+            return
+        self._looked.clear()
+        self._wake.set()
+        self._looked.wait(timeout_s)
+
+    def close(self) -> None:
+        """Read no more."""
+        self._closed = True
+        self._wake.set()
+        if self._thread is None:
+            self._drop_all()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something has not been taken yet."""
+        with self._lock:
+            files = [file for process in self._processes.values() for file in process.files.values()]
+            return any(file.lines.waiting for file in files)
+
+    def take(self) -> dict[str, list[Output]]:
+        """Return what is new, by rank process; where that is much, the rest of it the next time."""
+        found: dict[str, list[Output]] = {}
+        size, t_ns = 0, self._wall()
+        with self._lock:
+            for name, process in [*self._processes.items()]:
+                if size > _MOST_BYTES:
+                    break
+                self._processes[name] = self._processes.pop(name)  # the next time it is the others' turn
+                outputs = [file.lines.take(t_ns) for file in process.files.values()]
+                if new := [output for output in outputs if output is not None]:
+                    found[name] = new
+                    size += sum(len(line) for each in new for line in (*each.lines, each.unfinished))
+        return found
+
+    def turn(self) -> None:
+        """Read what is new in all files."""
+        with self._lock:
+            processes = [*self._processes.items()]
+        self._open(processes)
+        for name, process in processes:
+            over = process.ended
+            for file in [*process.files.values()]:
+                try:
+                    new = file.read()
+                except OSError as error:
+                    self.errors[f"output file: {type(error).__name__}"] += 1
+                    continue
+                with self._lock:
+                    file.lines.feed(new)
+            if over:
+                self._forget(name, process)
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                self.turn()
+            except Exception as error:
+                self.errors[f"output: {type(error).__name__}"] += 1
+            self._looked.set()
+            self._wake.wait(self._interval)
+            self._wake.clear()
+        self._drop_all()
+
+    def _open(self, processes: list[tuple[str, _Process]]) -> None:
+        """Open the files of streams that go to others than before; close those that several write into."""
+        used: dict[_Key, set[int]] = {}
+        found = {name: dict(_regular(process.pid)) for name, process in processes if not process.ended}
+        for name, process in processes:
+            keys = {*found.get(name, {}).values(), *(file.key for file in process.files.values())}
+            for key in keys:
+                used.setdefault(key, set()).add(process.pid)
+        for name, process in processes:
+            others = {key for key, pids in used.items() if pids != {process.pid}}
+            own: dict[int, _Key] = {}
+            for number, key in found.get(name, {}).items():
+                if key not in own.values():
+                    own[number] = key
+            if own:
+                others.update(_of_parent(process.pid))
+            for number, file in [*process.files.items()]:
+                if file.key in others:
+                    self._drop(process, number)
+            for number, key in own.items():
+                before = process.files.get(number)
+                if key not in others and (before is None or before.key != key):
+                    self._drop(process, number)
+                    with contextlib.suppress(OSError):  # it has just ended, or is not ours to read
+                        process.files[number] = self._opened(process.pid, number)
+
+    def _opened(self, pid: int, number: int) -> _File:
+        """Open the file of a stream: all of it is read, but for what was there before the process."""
+        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        found = os.fstat(fd)
+        old = found.st_mtime < _began(pid)
+        lines = LastLines(number, self._most, by_relay=True)
+        return _File((found.st_dev, found.st_ino), fd, found.st_size if old else 0, lines)
+
+    def _drop(self, process: _Process, number: int) -> None:
+        with self._lock:
+            file = process.files.pop(number, None)
+        if file is not None:
+            os.close(file.fd)
+
+    def _drop_all(self) -> None:
+        for process in [*self._processes.values()]:
+            for number in [*process.files]:
+                self._drop(process, number)
+
+    def _forget(self, name: str, process: _Process) -> None:
+        """Forget a process that has ended, once all that was read of it is taken."""
+        with self._lock:
+            left = any(file.lines.waiting for file in process.files.values())
+            if not left:
+                del self._processes[name]
+        for number in [] if left else [*process.files]:
+            self._drop(process, number)
+
+
+def _regular(pid: int) -> Iterator[tuple[int, _Key]]:
+    """Yield each stream of a process that goes to a regular file, and which one."""
+    for number in _STREAMS:
+        with contextlib.suppress(OSError):
+            found = Path(f"/proc/{pid}/fd/{number}").stat()
+            if stat.S_ISREG(found.st_mode):
+                yield number, (found.st_dev, found.st_ino)
+
+
+def _of_parent(pid: int) -> list[_Key]:
+    try:
+        return [key for _, key in _regular(psutil.Process(pid).ppid())]
+    except psutil.Error:
+        return []
+
+
+def _began(pid: int) -> float:
+    """Return when a process began, in seconds since the epoch; 0 where that is not known."""
+    try:
+        return float(psutil.Process(pid).create_time())
+    except psutil.Error:
+        return 0.0
