@@ -167,15 +167,19 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     ):
         body += [html.H2("Process"), html.Div(process, className="grid")]
     body += _memory_charts(view, route)
-    output = part(html.Div(_output(view["output"]), id="rank-output"))
     dead = any(death["rank"] == number for death in view["deaths"])
-    place = next(at for at, one in enumerate(body) if one is known) + 1
-    body.insert(place if dead or view["hangs"] else len(body), panel("Last output", output))
+    place = 1 + next(at for at, one in enumerate(body) if one is known)
+    place = place if dead or view["hangs"] else len(body)
+    return html.Div([*body[:place], *_last_words(view), *body[place:]])
+
+
+def _last_words(view: Mapping[str, Any]) -> list[Any]:
+    """Return where the ranks were in the last hang, and what this one printed last."""
+    shown = [panel("Last output", part(html.Div(_output(view["output"]), id="rank-output")))]
     if view["stacks"]:
         stacks = part(html.Div([_stack(stack) for stack in view["stacks"]], id="rank-stacks"))
-        shown = panel("Where the ranks were in the last hang", stacks)
-        body.insert(place if view["hangs"] else len(body), shown)
-    return html.Div(body)
+        shown.insert(0, panel("Where the ranks were in the last hang", stacks))
+    return shown
 
 
 def _memory_charts(view: Mapping[str, Any], route: Route) -> list[Any]:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from traceml_ray.errors import Errors
+from traceml_ray.errors import Errors, error_text
 from traceml_ray.last_lines import LINE_CHARS, LastLines
 from traceml_ray.samples import Output
 
@@ -52,7 +52,8 @@ class OutputTap:
             try:
                 self._tapped.append(_Tapped(stream, number, self._most, self._errors))
             except Exception as error:
-                self._missing[f"last lines of {name}"] = f"{type(error).__name__}: {error}"[:200]
+                self._errors.note("output", error, name)
+                self._missing[f"last lines of {name}"] = error_text(error)[:200]
 
     def take(self, t_ns: int) -> list[Output]:
         """Return what is new, read at `t_ns`; one thread may ask."""

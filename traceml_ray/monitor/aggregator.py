@@ -64,17 +64,14 @@ class AggregatorCore:
         self._clock = clock
         self._ticks = ticks
         self._writer = SessionWriter(
-            self.folder.sqlite,
-            max_bytes=settings.session_bytes,
-            thresholds=settings.thresholds,
+            self.folder.sqlite, max_bytes=settings.session_bytes, thresholds=settings.thresholds,
             output_lines=settings.output_lines,
-        )
-        recent = Recent()
+        )  # fmt: skip
         self.errors = Errors(self._writer.meta.get("errors"), debug=settings.debug)
         self._steps = LiveSteps(
             settings.thresholds, lambda run: SessionFile(self._writer.path, run=run), self.errors
         )
-        memory = LiveMemory(self._writer.lock, lambda: ticks() / 1e9)
+        recent, memory = Recent(), LiveMemory(self._writer.lock, lambda: ticks() / 1e9)
         self._bundling = Bundling(settings, self._writer, self.errors, clock, ticks, self.commit)
         self._judge = LiveJudge(
             self._writer, recent, self._steps, memory, settings, clock, self.errors,

@@ -153,7 +153,7 @@ class Bundling:
         run = next((cause.run for cause in causes if cause.run is not None), None)
         with SessionFile(self.writer.path, run=run) as file, file.at_one_moment():
             facts = RunFacts(file, self.settings.thresholds)
-        manifest = manifest_of(facts, causes, self.folder.name, self.settings.changed())
+            manifest = manifest_of(facts, causes, self.folder.name, self.settings.changed())
         name, seconds = incident.name, 60 * self.settings.bundle_minutes
         if name is None or manifest.reason not in name:
             name = new_name(self.folder, manifest.t_ns, manifest.reason)
