@@ -306,7 +306,7 @@ def marked(sentence: str) -> list[Any]:
 
 def dated(sentence: str) -> list[Any]:
     """Return a sentence with its moments (ISO 8601) in the zone of who reads."""
-    pieces = enumerate(zone.MOMENT.split(sentence))
+    pieces = enumerate(text.MOMENT.split(sentence))
     return [when(piece, zone.clock(piece)) if i % 2 else piece for i, piece in pieces if piece]
 
 

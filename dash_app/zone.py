@@ -10,8 +10,8 @@ from datetime import datetime, timedelta, timezone, tzinfo
 from functools import lru_cache
 from zoneinfo import ZoneInfo
 
-MOMENT = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:\+00:00|Z))")
-"""In a sentence."""
+from traceml_ray import text
+
 _ZONE: ContextVar[tzinfo] = ContextVar("zone", default=timezone.utc)
 
 
@@ -55,7 +55,7 @@ def clock(moment: str) -> str:
 
 def written(sentence: str) -> str:
     """Return a sentence with its moments as "23:13:25 CET"."""
-    return MOMENT.sub(lambda found: clock(found[0]), sentence)
+    return text.MOMENT.sub(lambda found: clock(found[0]), sentence)
 
 
 def date(moment: str) -> str:

@@ -188,6 +188,13 @@ def dashboard(arguments: argparse.Namespace) -> int:
         return 1
 
 
+def top(arguments: argparse.Namespace) -> int:
+    """Watch a session, live or stored, in the terminal; line by line where stdout is none."""
+    from traceml_ray.terminal import top as terminal
+
+    return terminal.run(arguments)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="traceml-ray",
@@ -202,7 +209,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(command=run)
     add_command(command.add_argument)
-    for subcommand in (report, status, dashboard, bundles, dump, profile, stop):
+    for subcommand in (report, status, top, dashboard, bundles, dump, profile, stop):
         about = (subcommand.__doc__ or "").strip()
         name = subcommand.__name__
         command = commands.add_parser(name, help=about, description=about, epilog=parser.epilog)
@@ -218,8 +225,12 @@ def _parser() -> argparse.ArgumentParser:
         )
         if subcommand is report:
             command.add_argument("--json", action="store_true", help="print summary.json instead of text")
-        if subcommand in (report, dashboard):
+        if subcommand in (report, top, dashboard):
             command.add_argument("--run", help="id or name of one run of the session (default: the newest)")
+        if subcommand in (top, dashboard):
+            _attaching(command)
+        if subcommand is top:
+            command.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="s (default: 1)")
         if subcommand is dashboard:
             _serving(command)
         if subcommand is profile:
@@ -259,10 +270,13 @@ def _analyzing(commands: Any) -> None:
     )
 
 
-def _serving(command: argparse.ArgumentParser) -> None:
+def _attaching(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--ray-address", metavar="HOST:PORT", help="of the cluster of a live session (default: RAY_ADDRESS)"
     )
+
+
+def _serving(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1); others need a token"
     )
@@ -282,6 +296,16 @@ def _serving(command: argparse.ArgumentParser) -> None:
     for hidden in ("--linger", "--listening"):  # of a launcher's dashboard: see dash_app/run.py
         command.add_argument(hidden, type=int, default=0, help=argparse.SUPPRESS)
     command.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.2 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is no interval: 0.2 to 3600 seconds")
+    return seconds
 
 
 def _port(text: str) -> int:

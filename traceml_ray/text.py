@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 
 NA = "n/a"
+MOMENT = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:\+00:00|Z))")
+"""In a sentence."""
 _LISTED = 8
 
 
@@ -95,6 +98,11 @@ def age(seconds: float | None) -> str:
 def clock(moment: str | None) -> str:
     """Return a moment (ISO 8601, UTC) as "22:13:25"."""
     return NA if moment is None else moment[11:19]
+
+
+def with_clocks(sentence: str) -> str:
+    """Return a sentence with its moments as "22:13:25 UTC"."""
+    return MOMENT.sub(lambda found: f"{clock(found[0])} UTC", sentence)
 
 
 def date(moment: str | None) -> str:

@@ -21,9 +21,9 @@ def nodes(run: RunState, times: Mapping[str, Any] | None) -> list[dict[str, Any]
         shown = {name: number(own[name]) for name in _NO_TIMES if name != "worst_rank"}
         load = _load(run.samples.get(node["node_id"], {}))
         about = {name: node[name] for name in ("node_id", "label", "hostname", "address", "alive", "ranks")}
+        about["named"] = node["label"] in run.named["nodes"]
         cards.append({**about, "worst_rank": own["worst_rank"], **shown, **load})
-    named = {*run.named["nodes"]}
-    return sorted(cards, key=lambda card: (card["alive"], card["label"] not in named, natural(card["label"])))
+    return sorted(cards, key=lambda card: (card["alive"], not card["named"], natural(card["label"])))
 
 
 def _unlisted(run: RunState, label: str) -> dict[str, Any]:
@@ -58,9 +58,9 @@ def _memory_pct(of: Sequence[Mapping[str, Any]]) -> float | None:
     return 100 * sum(used for used, _ in known) / sum(total for _, total in known) if known else None
 
 
-def worst_first(node: Mapping[str, Any]) -> tuple[bool, float]:
-    """Return what puts nodes in order: lost ones, then by how much they are slower."""
-    return bool(node["alive"]), -(node["slower_pct"] or 0.0)
+def worst_first(node: Mapping[str, Any]) -> tuple[bool, bool, float]:
+    """Return what puts nodes in order: lost ones, those that the verdict names, then the slowest."""
+    return bool(node["alive"]), not node["named"], -(node["slower_pct"] or 0.0)
 
 
 def evidence_of(verdict: Mapping[str, Any] | None) -> dict[str, list[str]]:

@@ -1,0 +1,255 @@
+"""What the terminal shows of a session, at the sizes that windows have, and what is sent of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from played import Played, look
+from rich.color import ColorSystem
+from rich.text import Text
+from sessions import SECOND
+from snapshot import Snapshot as Kept
+from terminal_screen import TerminalScreen
+
+from traceml_ray import wire
+from traceml_ray.dash_app.session_pages import SessionPages
+from traceml_ray.stages import SYNC_WAIT
+from traceml_ray.store import query
+from traceml_ray.terminal.keys import Control, Keys, press
+from traceml_ray.terminal.panel import line, panel
+from traceml_ray.terminal.screen import Screen
+from traceml_ray.terminal.snapshot import PANES, Choice, Snapshot, take
+from traceml_ray.views.session_poll import SessionPoll
+from traceml_ray.views.source import StoredSource
+
+SIZES = ((80, 24), (120, 40), (200, 60))
+
+
+def followed(played: Played, seconds: int = 30) -> SessionPoll:
+    poll = SessionPoll(played.source, clock=played.clock, timer=played.clock.timer)
+    for _ in range(seconds):
+        played.play(5)
+        poll.poll()
+    assert not poll.errors
+    return poll
+
+
+def seen(poll: SessionPoll, choice: Choice | None = None) -> Snapshot:
+    chosen = choice or Choice()
+    return poll.made(lambda: take(poll, poll.newest, chosen))[1]
+
+
+def text(of: Snapshot, width: int, height: int, choice: Choice | None = None) -> str:
+    lines = panel(of, choice or Choice(), width, height)
+    assert len(lines) == height and {line.cell_len for line in lines} == {width}
+    return "\n".join(line.plain for line in lines)
+
+
+@pytest.fixture
+def played(tmp_path: Path) -> Played:
+    """A session of 16 ranks on 4 nodes, with rank 5 late."""
+    return Played(tmp_path / "demo", 16)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> SessionPoll:
+    """The same as it stands after half a minute, for tests that only look at it."""
+    return followed(Played(tmp_path_factory.mktemp("job") / "demo", 16))
+
+
+def in_state(played: Played, state: str) -> SessionPoll:
+    poll = followed(played)
+    if state == "stale":
+        played.source.down = True
+        played.clock.tick()
+    if state == "hang":
+        for second in range(30):
+            waits = wire.OpenStage(played.step, SYNC_WAIT, (second + 1) * SECOND)
+            played.play(0, silent=(5,), open=waits)
+    if state == "finished":
+        played.end()
+    poll.poll()
+    return poll
+
+
+@pytest.mark.parametrize("state", ["live", "stale", "hang", "finished"])
+def test_panel_at_the_sizes_of_windows(played: Played, kept: Any, state: str) -> None:
+    of = seen(in_state(played, state))
+    assert of.state == ("live" if state == "hang" else state)
+    assert (of.verdict or {})["label"] == ("hang" if state == "hang" else "straggler")
+    kept(of)
+
+
+@pytest.fixture
+def kept(snapshot: Kept) -> Any:
+    """Compares the panel at all sizes with what is kept."""
+    return lambda of: [snapshot("top", text(of, width, height)) for width, height in SIZES]
+
+
+def test_panel_of_one_rank(tmp_path: Path, kept: Any) -> None:
+    kept(seen(followed(Played(tmp_path / "demo", 1, late=None, gpus=0))))
+
+
+def test_panel_of_1024_ranks_has_the_slowest_ones(tmp_path: Path, kept: Any) -> None:
+    played = Played(tmp_path / "demo", 1024, per_node=8, gpus=8, onset=10)
+    of = seen(followed(played, 8))
+    small = text(of, 80, 24)
+    assert "slowest of 1,024" in small and "rank5       3" in small and "… 125 more nodes (key 2)" in small
+    kept(of)
+
+
+def test_panel_has_all_that_the_design_has(job: SessionPoll) -> None:
+    shown = text(seen(job), 120, 40)
+    for words in (
+        "TraceML — Multi-Node DDP  (4 nodes × 4 processes = 16 ranks)",
+        "SESSION demo │ STEP 149 │ GLOBAL SKEW 62 % │ STRAGGLER rank 5",
+        *("NODE SUMMARY", "median=", "worst=", "(rank 5)", "skew=", "← +", "vs host-"),
+        *("RANK GRID", "rank0 ", "rank15", "▲", "Verdict", "Why ", "Next ", "Cost "),
+        *("EXPOSED TIME", "NODE HEALTH", "CPU 50 %", "VRAM", "MEMORY", "EVENTS"),
+    ):
+        assert words in shown, words
+
+
+def test_all_that_is_shown_is_in_the_answers_that_the_web_app_asks_for(played: Played) -> None:
+    asked: dict[str, set[str]] = {"top": set(), "web": set()}
+    reply, who = played.source.reply, "web"
+
+    def noted(message: bytes) -> bytes:
+        requests, watching = query.decode(message)
+        assert watching, "a view keeps no session alive"
+        asked[who] |= {type(request).__name__ for request in requests}
+        return reply(message)
+
+    played.source.reply = noted  # type: ignore[method-assign]
+    poll = followed(played)
+    pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
+    pages.poll()
+    for page in ("overview", "ranks", "memory", "events"):
+        look(pages, page)
+    who = "top"
+    for pane in PANES:
+        seen(poll, Choice(pane))
+    poll.poll()
+    assert asked["top"] and asked["top"] <= asked["web"]
+
+
+@pytest.mark.parametrize("pane", [*PANES, "help", "rank"])
+@pytest.mark.parametrize("size", [(1, 1), (20, 5), (40, 10), (79, 23), (300, 100)])
+def test_any_pane_fits_into_any_window(job: SessionPoll, pane: str, size: tuple[int, int]) -> None:
+    choice = Choice("ranks", rank=5) if pane == "rank" else Choice(pane, scroll=3)
+    text(seen(job, choice), *size, choice)
+
+
+def test_session_without_a_run_says_what_is_awaited(played: Played) -> None:
+    poll = SessionPoll(played.source, clock=played.clock, timer=played.clock.timer)
+    poll.poll()
+    shown = text(seen(poll), 80, 24)
+    assert "starting · no rank yet" in shown and "The run is starting" in shown
+    assert "STRAGGLER n/a" in shown and "STEP n/a" in shown
+
+
+def test_stored_session_shows_what_the_live_one_showed(played: Played) -> None:
+    poll = followed(played)
+    played.end()
+    poll.poll()
+    stored = SessionPoll(StoredSource(played.folder), clock=played.clock, timer=played.clock.timer)
+    stored.poll()
+    live, file = seen(poll), seen(stored)
+    assert (live.step, live.named, live.verdict["why"]) == (file.step, file.named, file.verdict["why"])
+    assert line(file, "12:00:00").startswith("12:00:00 ") and "rank 5 (host-1) in data" in line(file, "")
+
+
+def test_pane_of_ranks_is_in_the_order_that_was_chosen(job: SessionPoll) -> None:
+    def column(choice: Choice, number: int, height: int = 40) -> list[float]:
+        rows = [row.split() for row in text(seen(job, choice), 120, height, choice).splitlines()]
+        return [float(row[number]) for row in rows if "running" in row]
+
+    by_rank, by_time = Choice("ranks"), Choice("ranks", "time")
+    assert column(by_rank, 1) == [rank for rank in range(16) if rank != 5]
+    busy = column(by_time, -9)
+    assert len(busy) == 15 and busy == sorted(busy, reverse=True)
+    assert column(Choice("ranks", scroll=4), 1, 20)[0] == 3  # the named one is above them
+
+
+def test_keys_are_read_whatever_the_pieces_in_which_they_come() -> None:
+    typed = b"1q\x1b[A\x1bOB\x1b[6~\t\x1b[Z\r\x7f \x1b"
+    names = ["1", "q", "up", "down", "page_down", "tab", "back_tab", "enter", "backspace", "space", "escape"]
+    assert Keys().feed(typed) == names
+    keys = Keys()
+    assert [*keys.feed(b"\x1b["), *keys.feed(b"5"), *keys.feed(b"~r")] == ["page_up", "r"]
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_break_the_keys(data: bytes) -> None:
+    control, keys = Control(), Keys()
+    for key in [*keys.feed(data), *keys.feed(data[::-1])]:
+        control = press(control, key, 20)
+    assert control.choice.pane in (*PANES, "help") and control.choice.scroll >= 0
+
+
+def _pressed(*keys: str) -> Control:
+    control = Control()
+    for key in keys:
+        control = press(control, key, 20)
+    return control
+
+
+def test_keys_choose_panes_order_and_rank() -> None:
+    assert _pressed("3").choice.pane == "ranks" and _pressed("tab", "tab").choice.pane == "ranks"
+    assert _pressed("back_tab").choice.pane == PANES[-1] and _pressed("9").choice == Choice()
+    assert _pressed("s").choice.sort == "time" and _pressed("s", "s").choice.sort == "rank"
+    assert _pressed("r", "1", "2", "enter").choice.rank == 12
+    assert _pressed("r", "1", "2", "backspace", "enter").choice.rank == 1
+    assert _pressed("r", "1", "enter", "escape").choice.rank is None
+    assert _pressed("r", "q").quit is False and _pressed("q").quit
+    assert _pressed("p").paused and not _pressed("p", "space").paused
+    assert _pressed("?", "?").choice == Choice() and _pressed("?", "escape").choice.pane == "overview"
+    assert _pressed("down", "down", "up").choice.scroll == 1 and _pressed("page_down").choice.scroll == 20
+
+
+_LINES = st.lists(
+    st.lists(
+        st.tuples(st.sampled_from(["a", "b", " ", "─", "漢", "é", "é"]), st.sampled_from(["", "red"])),
+        min_size=12,
+        max_size=12,
+    ),
+    min_size=3,
+    max_size=3,
+)
+
+
+@given(st.lists(_LINES, min_size=1, max_size=4), st.sampled_from([None, ColorSystem.STANDARD]))
+def test_screen_shows_each_frame_whatever_was_there(frames: list[Any], colours: ColorSystem | None) -> None:
+    seen = TerminalScreen(10, 3)
+    seen.modes.discard("7")
+    screen = Screen(seen.feed, colours)
+    for frame in frames:
+        lines = [Text.assemble(*row) for row in frame]
+        for row in lines:
+            row.truncate(10, pad=True)
+        screen.draw(lines)
+        assert seen.lines == [row.plain.rstrip() for row in lines]
+
+
+def test_what_has_not_changed_is_not_sent(played: Played) -> None:
+    poll, sent = followed(played), list[int]()
+    screen = Screen(lambda text: sent.append(len(text.encode())), ColorSystem.STANDARD)
+    for _ in range(10):
+        played.play(5)
+        poll.poll()
+        screen.draw(panel(seen(poll), Choice(), 80, 24))
+    screen.draw(panel(seen(poll), Choice(), 80, 24))
+    assert len(sent) == 10, "nothing is sent where nothing is new"
+    assert sent[0] > 2000 and max(sent[1:]) < 1000
+
+
+def test_no_colour_is_sent_where_none_is_wanted(job: SessionPoll) -> None:
+    sent: list[str] = []
+    screen = Screen(sent.append, None, plain=True)
+    screen.draw(panel(seen(job), Choice(), 80, 24))
+    assert "\x1b[0;1m" in sent[0] and "\x1b[0;3" not in sent[0] and "\x1b[0;1;3" not in sent[0]
+    assert sent[0].isascii()

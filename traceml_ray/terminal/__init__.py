@@ -1,0 +1,1 @@
+"""The terminal's view of a session: `traceml-ray top`."""

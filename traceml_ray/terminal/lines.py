@@ -1,0 +1,144 @@
+"""Lines of styled text (`rich.text.Text`): cut, wrapped, in columns, in a frame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.text import Text
+
+from traceml_ray import text
+
+Cell = Text | str
+TONES = {"good": "green", "warning": "bold yellow", "critical": "bold red", "info": "", "unsure": ""}
+"""Style by tone or severity."""
+MARK, QUIET, HEAD = "bold yellow", "bright_black", "bold"
+_GAP = 2
+
+
+def fit(line: Cell, width: int) -> Text:
+    """Return a line of exactly `width` cells: cut, with …, or filled up."""
+    found = line.copy() if isinstance(line, Text) else Text(line)
+    found.truncate(max(0, width), overflow="ellipsis", pad=True)
+    return found
+
+
+def wrap(line: str, width: int, style: str = "") -> list[Text]:
+    """Return text as lines of at most `width` cells, broken between words."""
+    found: list[str] = []
+    for word in text.one_line(line).split():
+        if found and cell_len(found[-1]) + 1 + cell_len(word) <= width:
+            found[-1] += f" {word}"
+        else:
+            found.append(word)
+    return [Text(each, style=style) for each in found]
+
+
+def cut(lines: Sequence[Text], most: int) -> list[Text]:
+    """Return at most so many lines; … at the end of the last says that there are more."""
+    if len(lines) <= most:
+        return [*lines]
+    kept = [line.copy() for line in lines[: max(0, most)]]
+    if kept:
+        kept[-1].append(" …")
+    return kept
+
+
+def table(rows: Sequence[Sequence[Cell]], width: int, right: Iterable[int] = ()) -> list[Text]:
+    """Return rows of cells as lines with columns, those in `right` aligned to the right."""
+    own, numbers = [[_written(cell) for cell in row] for row in rows], {*right}
+    wide = [max(cell.cell_len for cell in column) for column in zip(*own, strict=True)]
+    found = []
+    for row in own:
+        line = Text()
+        for at, cell in enumerate(row):
+            fill = " " * (wide[at] - cell.cell_len)
+            line.append_text(Text(fill) + cell if at in numbers else cell + Text(fill))
+            if wide[at] and at + 1 < len(row):
+                line.append(" " * _GAP)
+        line.rstrip()
+        line.truncate(width, overflow="ellipsis")
+        found.append(line)
+    return found
+
+
+def _written(cell: Cell) -> Text:
+    return cell if isinstance(cell, Text) else Text(text.one_line(cell))
+
+
+def flow(items: Sequence[Text], width: int, gap: int = _GAP) -> list[Text]:
+    """Return items one after the other, on as many lines as they need."""
+    found: list[Text] = []
+    for item in items:
+        if found and found[-1].cell_len + gap + item.cell_len <= width:
+            found[-1].append(" " * gap).append_text(item)
+        else:
+            found.append(item.copy())
+    return found
+
+
+@dataclass(frozen=True)
+class Section:
+    """
+    A part of the panel. `lines` returns what is in it, in at most so many lines of a width; it would like to
+    have `want`, and has `least` or is left out. Of several, the first gets lines first.
+    """
+
+    title: str
+    lines: Callable[[int], Sequence[Text]]
+    want: int
+    least: int = 1
+    note: Cell = ""
+    """At the right of its title."""
+
+
+def framed(
+    title: str, head: Sequence[Text], sections: Sequence[Section], foot: Cell, width: int, height: int
+) -> list[Text]:
+    """Return a panel of exactly `height` lines of `width` cells."""
+    inner = max(0, width - 4)
+    sizes = _sizes(sections, height - 2 - len(head))
+    found = [_rule("┌─ ", title, "", "─┐", width), *(_boxed(line, inner) for line in head)]
+    for section, size in zip(sections, sizes, strict=True):
+        if size:
+            found.append(_rule("├─ ", section.title, section.note, "─┤", width))
+            body = [_boxed(line, inner) for line in section.lines(size)]
+            found += body + [_boxed("", inner)] * (size - len(body))
+    found = found[: max(0, height - 1)]
+    found += [_boxed("", inner)] * (height - 1 - len(found))
+    return [*found, _rule("└─", "", foot, "─┘", width)][-height:] if height else []
+
+
+def _sizes(sections: Sequence[Section], room: int) -> list[int]:
+    """Return how many lines each section gets, 0 for one that is left out; each has its title besides."""
+    sizes = [0] * len(sections)
+    for at, section in enumerate(sections):
+        if section.want and min(section.least, section.want) + 1 <= room:
+            sizes[at] = min(section.least, section.want)
+            room -= sizes[at] + 1
+    growing = True
+    while growing and room > 0:  # one line each, in turn
+        growing = False
+        for at, section in enumerate(sections):
+            if 0 < sizes[at] < section.want and room > 0:
+                sizes[at], room, growing = sizes[at] + 1, room - 1, True
+    return sizes
+
+
+def _rule(left: str, title: str, note: Cell, right: str, width: int) -> Text:
+    """Return a line of the frame, with a title at the left and a note at the right."""
+    about, beside = Text(left, QUIET), _written(note).copy()
+    if title:
+        about.append(f"{title} ", HEAD)
+    if beside.cell_len:
+        beside = Text(" ") + beside + Text(" ")
+    room = width - len(right) - len(left)
+    about.truncate(max(0, room + len(left)), overflow="ellipsis")
+    beside.truncate(max(0, width - len(right) - about.cell_len), overflow="ellipsis")
+    about.append("─" * (width - len(right) - about.cell_len - beside.cell_len), QUIET)
+    return fit(about.append_text(beside).append(right, QUIET), width)
+
+
+def _boxed(line: Cell, inner: int) -> Text:
+    return Text("│ ", QUIET).append_text(fit(line, inner)).append(" │", QUIET)

@@ -1,0 +1,198 @@
+"""The panes that fill the window: nodes, ranks, one rank, memory, events, and the keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.text import Text
+
+from traceml_ray import text
+from traceml_ray.reports.memory import first_words
+from traceml_ray.stages import STAGES
+from traceml_ray.views.nodes import evidence_of, worst_first
+from traceml_ray.views.severity import SIGNS
+
+from .lines import HEAD, MARK, QUIET, TONES, Cell, Section, flow, table, wrap
+from .sections import bar, event_cells
+from .snapshot import PANES, Choice, Snapshot
+
+KEYS = {
+    "1 … 5, Tab": "panes",
+    "↑ ↓ PgUp PgDn": "scroll",
+    "s": "ranks by number, or the slowest first",
+    "r 12 Enter": "one rank alone; Esc: back",
+    "p, Space": "pause",
+    "?": "these keys",
+    "q, Ctrl-C": "quit",
+}
+_Columns = Mapping[str, Callable[[Any], Cell]]
+"""Cells by header; a header that begins with `>` is that of a column of numbers."""
+
+
+def help_pane(_of: Snapshot, _choice: Choice, width: int) -> list[Section]:
+    """Return the keys, and what the signs mean."""
+    found = table([[Text(keys, HEAD), about] for keys, about in KEYS.items()], width)
+    found += [Text(), *wrap("◆ critical  ▲ warning, or the worst rank  ● for your information", width)]
+    about = "Times are of each rank's own work, without its waiting for others. n/a: not known."
+    found += wrap(about, width)
+    return [Section("KEYS", lambda most: found[:most], len(found))]
+
+
+def nodes_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
+    """Return all nodes with all that is known of each."""
+    rows = sorted(of.nodes, key=worst_first) if choice.sort == "time" else of.nodes
+    evidence = evidence_of(of.verdict)
+    columns: _Columns = {
+        "node": lambda node: node["label"],
+        ">ranks": lambda node: str(len(node["ranks"])) if node["alive"] else Text("lost", TONES["critical"]),
+        ">median ms": lambda node: text.number(node["median_ms"], aligned=True),
+        ">worst ms": lambda node: text.number(node["worst_ms"], aligned=True),
+        ">rank": lambda node: text.plain(node["worst_rank"]),
+        ">skew": lambda node: text.percent(node["skew_pct"]),
+        ">slower": lambda node: text.percent(node["slower_pct"], sign=True),
+        ">CPU": lambda node: text.percent(node["cpu_pct"]),
+        ">RAM": lambda node: text.percent(node["mem_pct"]),
+        ">GPU": lambda node: text.percent(node["gpu_util_pct"]),
+        ">VRAM": lambda node: text.percent(node["gpu_mem_pct"]),
+        ">°C": lambda node: text.number(node["gpu_temperature_c"], 0),
+        ">W": lambda node: text.number(node["gpu_power_w"], 0),
+        "evidence": lambda node: Text("; ".join(evidence.get(node["label"], ())), MARK),
+    }
+    drop = ">°C", ">W", ">rank", ">worst ms"
+    return [_listed("NODES", rows, columns, choice, width, drop)]
+
+
+def ranks_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
+    """Return all ranks: where each is, its state, and what its steps are made of."""
+    suspects = {(each["rank"], each["stage"]) for each in (of.verdict or {}).get("suspects") or ()}
+
+    def stage(name: str) -> Callable[[Any], Cell]:
+        def cell(row: Mapping[str, Any]) -> Cell:
+            shown = text.number(row["stages"].get(name), aligned=True)
+            return Text(f"▲{shown}", MARK) if (row["rank"], name) in suspects else shown
+
+        return cell
+
+    columns: _Columns = {
+        ">rank": lambda row: str(row["rank"]),
+        "node": lambda row: row["node"] or text.NA,
+        "state": _state,
+        ">step": lambda row: text.plain(row["last_step"]),
+        "in": lambda row: text.words(row["open_stage"] or text.NA),
+        ">busy": lambda row: Text(text.number(row["busy_ms"], aligned=True), HEAD),
+        ">÷ med": lambda row: text.times(row["over"]),
+        **{f">{text.words(name)}": stage(name) for name in STAGES},
+    }
+    rows = [*of.rows]
+    if choice.sort == "time":
+        rows.sort(key=lambda row: -(row["busy_ms"] or 0.0))
+    title = f"RANKS (ms; {'the slowest first' if choice.sort == 'time' else 'named ones first'})"
+    return [_listed(title, rows, columns, choice, width, ("in", ">step", "state", "node"))]
+
+
+def _state(row: Mapping[str, Any]) -> Cell:
+    if row["death"]:
+        return Text(f"◆ {row['death']['how']}", TONES["critical"])
+    late = row["state"] not in ("running", "finished")
+    return Text(f"▲ {row['state']}", MARK) if late else text.words(row["state"])
+
+
+def rank_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
+    """Return what is known of one rank."""
+    row = next((row for row in of.rows if row["rank"] == choice.rank), None)
+    if row is None:
+        return [Section(f"RANK {choice.rank}", lambda _: [Text("There is no rank of that number.")], 1)]
+    facts = {
+        "node": row["node"] or text.NA,
+        "local rank": text.plain(row["local_rank"]),
+        "last step": text.plain(row["last_step"]),
+        "now in": text.words(row["open_stage"] or text.NA),
+        "busy": text.ms(row["busy_ms"]),
+        "÷ median rank": text.times(row["over"]),
+    }
+    shown = flow([Text(f"{name} ").append(value, HEAD) for name, value in facts.items()], width)
+    state = _state(row)
+    shown.insert(0, Text("state ").append_text(state if isinstance(state, Text) else Text(state, HEAD)))
+    sections = [Section(f"RANK {choice.rank}", lambda most: shown[:most], len(shown))]
+    if row["stages"]:
+        stages = {name: ms or 0.0 for name, ms in row["stages"].items()}
+        named = [Text(f"{text.words(name)} {text.ms(ms)}") for name, ms in row["stages"].items()]
+        drawn = [bar(stages, width), *flow(named, width)]
+        sections.append(Section("ITS STEP", lambda most: drawn[:most], len(drawn)))
+    own = table([event_cells(event) for event in of.events if event["rank"] == choice.rank], width)
+    return [*sections, Section("ITS EVENTS (UTC)", lambda most: own[:most], len(own))]
+
+
+def memory_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
+    """Return what was found about the memory of the ranks, and each in numbers."""
+    found = of.memory
+    if found is None or not found.ranks:
+        return [Section("MEMORY", lambda _: [Text("No sample of a rank's memory.")], 1)]
+    said = [line for sentence in first_words(found) for line in wrap(sentence, width)]
+    for each in found.findings:
+        lines = wrap(f"{SIGNS[each.severity]} {each.why}", width, TONES[each.severity])
+        said += lines if each.why not in first_words(found) else []
+    columns: _Columns = {
+        ">rank": lambda row: str(row.rank),
+        "node": lambda row: row.node,
+        "on": lambda row: "host" if row.device is None else f"GPU {row.device}",
+        ">used": lambda row: text.size(row.used_bytes),
+        ">of": lambda row: text.size(row.total_bytes),
+        ">allocated +": lambda row: text.size(row.allocated_growth_bytes),
+        ">reserved +": lambda row: text.size(row.reserved_growth_bytes),
+        ">RSS +": lambda row: text.size(row.rss_growth_bytes),
+        ">hidden": lambda row: text.size(row.gap_bytes),
+        ">runs out in": lambda row: "" if row.forecast_s is None else text.duration(row.forecast_s),
+        "finding": lambda row: Text(text.words(row.anomaly or ""), TONES[row.severity or "info"]),
+    }
+    rows = [*found.ranks]
+    if choice.sort == "time":
+        rows.sort(key=lambda row: -(row.used_bytes or 0) / (row.total_bytes or 1))
+    listed = _listed("EACH RANK", rows, columns, choice, width, (">hidden", ">reserved +", "node", ">of"))
+    return [Section("MEMORY", lambda most: said[:most], len(said), min(3, len(said))), listed]
+
+
+def events_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
+    """Return what happened, newest first."""
+    columns: _Columns = {
+        "time": lambda event: event_cells(event)[0],
+        "kind": lambda event: event_cells(event)[1],
+        "node": lambda event: event["node"] or "",
+        "what": lambda event: event["text"],
+    }
+    return [_listed("EVENTS (UTC), newest first", of.events, columns, choice, width, ("node",))]
+
+
+def _listed(
+    title: str, rows: Sequence[Any], columns: _Columns, choice: Choice, width: int, drop: Sequence[str]
+) -> Section:
+    """Return a long table from the chosen line on; where it is too wide without the columns of `drop`."""
+
+    def lines(most: int) -> list[Text]:
+        room = max(0, most - 1)
+        first = min(choice.scroll, max(0, len(rows) - room))
+        shown = rows[first : first + room]
+        names, left = [*columns], [*drop]
+        while True:
+            body: list[list[Cell]] = [[Text(name.lstrip(">"), QUIET) for name in names]]
+            body += [[columns[name](row) for name in names] for row in shown]
+            right = [at for at, name in enumerate(names) if name.startswith(">")]
+            found = table(body, 10**6, right)
+            if not left or max(line.cell_len for line in found) <= width:
+                return table(body, width, right)
+            names.remove(left.pop(0))
+
+    last = f"from {choice.scroll + 1:,} of {len(rows):,}" if choice.scroll else f"{len(rows):,}"
+    return Section(title, lines, len(rows) + 1, 2, last)
+
+
+DRAWN: dict[str, Callable[[Snapshot, Choice, int], list[Section]]] = {
+    "nodes": nodes_pane,
+    "ranks": ranks_pane,
+    "memory": memory_pane,
+    "events": events_pane,
+    "help": help_pane,
+}
+"""By pane; the overview is in `panel`."""
+assert {*DRAWN} >= {*PANES[1:]}

@@ -1,0 +1,124 @@
+"""
+Lines on a terminal: of each frame only the cells are sent that differ from what is there. `rich.live` sends
+all lines of each frame: 10 times as much, and a slow line cannot keep up with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable, Sequence
+
+from rich.cells import cell_len
+from rich.color import ColorSystem
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J"
+"""The other screen, without a cursor; lines do not wrap."""
+LEAVE = "\x1b[m\x1b[?7h\x1b[?25h\x1b[?1049l"
+_NEAR = 6
+"""So few cells between two that differ are sent, too: as much as to move the cursor."""
+_ASCII = str.maketrans("│─├┤┌┐└┘…·×÷≈−–—←▲◆●✓○█▓▒░▚↑↓°", "|-++++++.:x/~---<^!o*o#%+=&^v ")
+"""For a terminal that has nothing else."""
+_Cell = tuple[str, str]
+"""A character with those that combine with it ("" in the second half of a wide one), and its SGR codes."""
+
+
+class Screen:
+    """
+    A terminal's cells.
+
+    Args:
+        write: sends text to it.
+        colours: which ones it has; None: none.
+        plain: it has ASCII only.
+    """
+
+    def __init__(
+        self, write: Callable[[str], object], colours: ColorSystem | None, plain: bool = False
+    ) -> None:
+        self._write = write
+        self._colours, self._plain = colours, plain
+        self._console = Console(file=io.StringIO(), _environ={})
+        self._texts: list[Text] = []
+        self._cells: list[list[_Cell]] = []
+
+    def forget(self) -> None:
+        """Take the terminal as empty: it has been cleared, or its size has changed."""
+        self._texts, self._cells = [], []
+
+    def draw(self, lines: Sequence[Text]) -> int:
+        """Show lines, the first at the top; return how many characters were sent."""
+        frame = "" if len(lines) == len(self._texts) else "\x1b[m\x1b[2J"
+        if frame:
+            self.forget()
+        texts, rows = [*lines], []
+        for row, line in enumerate(texts):
+            if self._texts and line == self._texts[row]:
+                rows.append(self._cells[row])
+                continue
+            cells = self._split(line)
+            frame += _changes(self._cells[row] if self._cells else [], cells, row)
+            rows.append(cells)
+        self._texts, self._cells = texts, rows
+        if frame:
+            self._write(frame)
+        return len(frame)
+
+    def _split(self, line: Text) -> list[_Cell]:
+        cells: list[_Cell] = []
+        for segment in line.render(self._console):
+            codes = _codes(segment.style, self._colours)
+            for char in segment.text.translate(_ASCII) if self._plain else segment.text:
+                wide = 1 if char.isascii() else cell_len(char)
+                if wide:
+                    cells += [(char, codes), *[("", codes)] * (wide - 1)]
+                elif cells:
+                    cells[-1] = cells[-1][0] + char, cells[-1][1]
+        return cells
+
+
+@functools.lru_cache(256)
+def _codes(style: Style | None, colours: ColorSystem | None) -> str:
+    """Return the codes of a style; without colours, what is left of it (bold)."""
+    if not style:
+        return ""
+    shown = style if colours else style.without_color
+    return shown.render("x", color_system=colours or ColorSystem.STANDARD).partition("x")[0][2:-1]
+
+
+def _changes(before: Sequence[_Cell], cells: Sequence[_Cell], row: int) -> str:
+    """Return what turns a line that is `before` into `cells`."""
+    found, at, codes = "", None, ""
+    for first, last in _runs(before, cells):
+        found += f"\x1b[{row + 1};{first + 1}H" if at is None else f"\x1b[{first - at}C"
+        for char, style in cells[first:last]:
+            if style != codes:
+                found += f"\x1b[0;{style}m" if style else "\x1b[m"
+                codes = style
+            found += char
+        at = last
+    return found + "\x1b[m" * bool(codes)
+
+
+def _runs(before: Sequence[_Cell], cells: Sequence[_Cell]) -> list[tuple[int, int]]:
+    """Return where cells differ: from which on, up to which."""
+    known, runs = len(before), list[tuple[int, int]]()
+    at = 0
+    while at < len(cells):
+        if at < known and before[at] == cells[at]:
+            at += 1
+            continue
+        first = at
+        while first and not cells[first][0]:
+            first -= 1
+        at += 1
+        while at < len(cells) and (not cells[at][0] or at >= known or before[at] != cells[at]):
+            at += 1
+        if runs and first - runs[-1][1] <= _NEAR:
+            runs[-1] = runs[-1][0], at
+        else:
+            runs.append((first, at))
+    return runs

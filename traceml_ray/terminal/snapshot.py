@@ -1,0 +1,146 @@
+"""All that the terminal shows of a session at one moment: plain values, as the queries have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from traceml_ray import text
+from traceml_ray.analysis.memory.shapes import Memory
+from traceml_ray.reports.headlines import cost, lost, named
+from traceml_ray.step_shapes import StepTimes
+from traceml_ray.store import query
+from traceml_ray.views.events import events_of
+from traceml_ray.views.incident import incident
+from traceml_ray.views.nodes import nodes
+from traceml_ray.views.ranks import rank_rows
+from traceml_ray.views.run_state import SLOW_RANKS, RunState
+from traceml_ray.views.session_poll import SessionPoll
+from traceml_ray.views.state import (
+    BADGES,
+    began_text,
+    coverage_text,
+    session_facts,
+    state_of,
+    state_text,
+    tone_of,
+    why_text,
+)
+
+PANES = ("overview", "nodes", "ranks", "memory", "events")
+"""In the order of their keys: 1, 2, …"""
+_EVENTS = 200
+OVER = ("stored", "finished")
+"""States of a session in which nothing changes any more."""
+SORTS = ("rank", "time")
+"""Orders of ranks: by number, or the slowest first."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a person has chosen to see."""
+
+    pane: str = PANES[0]
+    sort: str = SORTS[0]
+    rank: int | None = None
+    """Shown alone, with its stages."""
+    scroll: int = 0
+    """Lines of a pane that are above the window."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Times in ms, shares in %; what is not known is None (NaN in arrays)."""
+
+    state: str
+    """As of `views.state.state_of`; in words:"""
+    badge: str
+    state_text: str
+    coverage: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """See `views.state.session_facts`."""
+    step: int | None = None
+    tone: str = "unsure"
+    sign: str = ""
+    verdict: Mapping[str, Any] | None = None
+    """With its `headline`, `why` without notes, `began`, `cost` and `sure` in words."""
+    times: StepTimes | None = None
+    nodes: Sequence[Mapping[str, Any]] = ()
+    """See `views.nodes`."""
+    named: Sequence[int] = ()
+    """The ranks that the verdict names,"""
+    dead: Sequence[int] = ()
+    """and those that died."""
+    node_of: Mapping[int, str | None] = field(default_factory=dict)
+    rows: Sequence[Mapping[str, Any]] = ()
+    """One for each rank, see `views.ranks`; only where they are shown."""
+    memory: Memory | None = None
+    """Only where it is shown."""
+    events: Sequence[Mapping[str, Any]] = ()
+
+
+def take(poll: SessionPoll, run: RunState | None, choice: Choice) -> Snapshot:
+    """Return what is known of a run, and have asked what is missing; called with the lock of `poll`."""
+    state = state_of(poll, run)
+    known: dict[str, Any] = {
+        "state": state,
+        "badge": BADGES.get(state, state),
+        "state_text": text.with_clocks(state_text(poll, run, state)),
+        "coverage": coverage_text(poll, run, state),
+        "facts": session_facts(poll, run),
+    }
+    if run is None:
+        return Snapshot(**known)
+    tone, sign = tone_of(run.verdict)
+    rows = rank_rows(poll, run) if choice.pane == "ranks" or choice.rank is not None else ()
+    wants_memory = choice.pane == "memory" or (choice.pane == "overview" and run.world < SLOW_RANKS)
+    memory = poll.ask(query.Memory(run.id)) if wants_memory and known["facts"]["memory"] else None
+    return Snapshot(
+        **known,
+        step=run.last_step,
+        tone=tone,
+        sign=sign,
+        verdict=None if run.verdict is None else _verdict(poll, run, run.verdict, state),
+        times=run.times,
+        nodes=nodes(run, run.times),
+        named=run.named["ranks"],
+        dead=[death["rank"] for death in poll.deaths(run)],
+        node_of={rank: run.node_of(rank) for rank in run.ranks},
+        rows=rows,
+        memory=memory,
+        events=events_of(poll, run)[:_EVENTS],
+    )
+
+
+def _verdict(poll: SessionPoll, run: RunState, verdict: Mapping[str, Any], state: str) -> dict[str, Any]:
+    """Return the verdict with what a person reads of it."""
+    began = incident(poll, run, verdict)
+    return {
+        **verdict,
+        "headline": named(verdict),
+        "why": why_text(verdict, began),
+        "began": text.with_clocks(began_text(poll, run, verdict, began)),
+        "cost": _cost(poll, run, verdict, began, state),
+    }
+
+
+def _cost(
+    poll: SessionPoll,
+    run: RunState,
+    verdict: Mapping[str, Any],
+    began: Mapping[str, Any] | None,
+    state: str,
+) -> str:
+    """Return what the named cause costs, how sure that is, and what all causes have cost."""
+    unit = "GPU" if session_facts(poll, run)["gpus"] else "rank"
+    hours = verdict.get("gpu_hours_per_hour")
+    shown = verdict["cost_pct"] and verdict["label"] != "healthy"
+    every = verdict.get("lost_s") and not (began and began["alone"])
+    found = [
+        cost(began, unit) if shown and began else "",
+        f"≈ {text.number(hours)} {unit}-hours wasted per hour" if shown and hours else "",
+        f"all causes: {lost(verdict)}{' so far' * (state == 'live')}" if every else "",
+        f"confidence {verdict['confidence']}" if shown and verdict["confidence"] else "",
+    ]
+    return ", ".join(filter(None, found))

@@ -1,0 +1,172 @@
+"""
+`traceml-ray top`: a session in the terminal, live or stored. One thread asks for what is new, once an
+interval; this one draws it and takes keys, so that a slow aggregator never holds up a key.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from datetime import datetime, timezone
+from typing import NoReturn
+
+from rich.text import Text
+
+from traceml_ray.session import find
+from traceml_ray.settings import Settings
+from traceml_ray.store.query import QueryError
+from traceml_ray.views.session_poll import SessionPoll
+from traceml_ray.views.source import LocalSource, open_source
+
+from .keys import Control, Keys, press
+from .lines import fit
+from .panel import line, panel
+from .snapshot import OVER, Choice, Snapshot, take
+from .window import Window, is_window
+
+_SLOW_LINE_BPS = 2000
+"""Over ssh a frame waits until the line has taken the one before: else keys would wait behind frames."""
+_END_S = 1.0
+"""How long the end may take: that of Ray, with its cluster gone, takes minutes."""
+
+
+def run(arguments: Namespace) -> int:
+    """
+    Show the session that `traceml-ray top` was given until it is ended, or line by line where stdout is no
+    terminal; return the exit code.
+
+    Raises SessionError, SourceError or QueryError where there is nothing to show, and SettingError.
+    """
+    settings = Settings.load(out=arguments.out)
+    source = open_source(arguments.session, settings.out, arguments.ray_address)
+    if isinstance(source, LocalSource):
+        find(arguments.session, settings.out)  # one that is not there is an error here
+    feed = Feed(SessionPoll(source, thresholds=settings.thresholds), arguments.run)
+    try:
+        return _windowed(feed, arguments.interval) if is_window() else _lines(feed, arguments.interval)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        feed.end()
+        source.close()
+        if "ray" in sys.modules:
+            threading.Thread(target=_give_up, name="traceml-end", daemon=True).start()
+
+
+def _give_up() -> NoReturn:
+    time.sleep(_END_S)
+    os._exit(0)
+
+
+class Feed:
+    """
+    Snapshots of a session as it goes on.
+
+    Args:
+        poll: the session.
+        run: id or name of the run; None: the newest.
+    """
+
+    def __init__(self, poll: SessionPoll, run: str | None = None) -> None:
+        self.poll = poll
+        self.choice = Choice()
+        self.paused = False
+        self.newest: Snapshot | None = None
+        self.error: QueryError | None = None
+        """Why there is nothing to show."""
+        self._run = run
+        self._ending = threading.Event()
+        self._asked = threading.Event()
+
+    def renew(self) -> Snapshot:
+        """Ask for what is new; return what is known then."""
+        self.poll.poll()
+        self.newest = self._take()
+        return self.newest
+
+    def choose(self, choice: Choice) -> None:
+        """Show something else: at once what is known of it, and what is asked for as soon as it comes."""
+        self.choice = choice
+        if self.newest is not None:
+            with self.poll.lock:
+                self.newest = take(self.poll, self.poll.selected(self._run), choice)
+        self._asked.set()
+
+    def follow(self, interval_s: float, renewed: Callable[[], object]) -> None:
+        """Renew once an interval until `end`, in a thread of its own; `renewed` is called after each time."""
+        thread = threading.Thread(
+            target=self._follow, args=(interval_s, renewed), name="traceml-top", daemon=True
+        )
+        thread.start()
+
+    def end(self) -> None:
+        """Ask no more."""
+        self._ending.set()
+        self._asked.set()
+
+    def _follow(self, interval_s: float, renewed: Callable[[], object]) -> None:
+        due = time.monotonic()
+        while not self._ending.is_set():
+            try:
+                if time.monotonic() >= due and not self.paused:
+                    self.poll.poll()
+                    due = time.monotonic() + interval_s
+                self.newest = self._take()
+            except QueryError as error:
+                self.error = error
+            renewed()
+            self._asked.wait(interval_s if self.paused else max(0.0, due - time.monotonic()))
+            self._asked.clear()
+
+    def _take(self) -> Snapshot:
+        run = self.poll.selected(self._run)
+        return self.poll.made(lambda: take(self.poll, run, self.choice))[1]
+
+
+def _lines(feed: Feed, interval_s: float) -> int:
+    """Write one line an interval, until the session is over."""
+    while True:
+        began = time.monotonic()
+        found = feed.renew()
+        now = datetime.fromtimestamp(feed.poll.clock() / 1e9, timezone.utc)
+        print(line(found, f"{now:%H:%M:%S}"), flush=True)
+        if found.state in OVER:
+            return 0
+        time.sleep(max(0.0, began + interval_s - time.monotonic()))
+
+
+def _windowed(feed: Feed, interval_s: float) -> int:
+    """Show the panel until a key or a signal ends it."""
+    slow = bool(os.environ.get("SSH_CONNECTION") or os.environ.get("SSH_TTY"))
+    with Window() as window:
+        feed.follow(interval_s, window.wake)
+        control, keys, shown, free_at = Control(), Keys(), None, 0.0
+        while not (control.quit or window.ended) and feed.error is None:
+            wait_s = free_at - time.monotonic()
+            if wait_s <= 0 or shown != control:
+                sent = window.draw(_frame(feed, control, window))
+                free_at, shown = time.monotonic() + slow * sent / _SLOW_LINE_BPS, control
+                wait_s = 0.0
+            for key in keys.feed(window.wait(wait_s if wait_s > 0 else None)):
+                control = press(control, key, window.size()[1])
+            window.take_signals()
+            feed.paused = control.paused
+            if control.choice != feed.choice:
+                feed.choose(control.choice)
+    if feed.error is not None:
+        raise feed.error
+    return 0
+
+
+def _frame(feed: Feed, control: Control, window: Window) -> list[Text]:
+    width, height = window.size()
+    if feed.newest is None:
+        return [fit(said, width) for said in ["Asking the session …", *[""] * (height - 1)]]
+    foot = "paused: p goes on" if control.paused else None
+    if control.typed is not None:
+        foot = f"rank {control.typed}_  Enter shows it, Esc goes back"
+    return panel(feed.newest, control.choice, width, height, foot)
