@@ -128,7 +128,7 @@ def _sizes(sections: Sequence[Section], room: int) -> list[int]:
 
 def _rule(left: str, title: str, note: Cell, right: str, width: int) -> Text:
     """Return a line of the frame, with a title at the left and a note at the right."""
-    about, beside = Text(left, QUIET), _written(note).copy()
+    about, beside = Text().append(left, QUIET), _written(note).copy()
     if title:
         about.append(f"{title} ", HEAD)
     if beside.cell_len:
@@ -141,4 +141,4 @@ def _rule(left: str, title: str, note: Cell, right: str, width: int) -> Text:
 
 
 def _boxed(line: Cell, inner: int) -> Text:
-    return Text("│ ", QUIET).append_text(fit(line, inner)).append(" │", QUIET)
+    return Text().append("│ ", QUIET).append_text(fit(line, inner)).append(" │", QUIET)

@@ -90,7 +90,7 @@ def head(of: Snapshot, width: int) -> list[Text]:
 def verdict(of: Snapshot, width: int, most: int) -> Section:
     """Return the verdict, why, what to do, what it costs and since when; and how fresh and complete it is."""
     late = "bold yellow" if of.state == "stale" else ""
-    note = Text(of.badge, late).append(f" · {of.coverage}")
+    note = Text().append(of.badge, late).append(f" · {of.coverage}")
     known = of.verdict
     parts = [] if known is None else [
         ("Verdict", headline(of, known), TONES[of.tone] or HEAD),
@@ -123,7 +123,7 @@ def _labelled(parts: Sequence[tuple[str, Sequence[Text]]], most: int) -> list[Te
     found = []
     for (label, lines), size in zip(parts, sizes, strict=True):
         for at, line in enumerate(cut(lines, size)):
-            found.append(Text(f"{label if at == 0 else '':<{_LABEL}}", HEAD).append_text(line))
+            found.append(Text().append(f"{label if at == 0 else '':<{_LABEL}}", HEAD).append_text(line))
     return found
 
 
@@ -231,7 +231,8 @@ def exposed(of: Snapshot, width: int) -> Section:
         return Section("EXPOSED TIME", lambda _: [], 0)
     total = sum(stages.values())
     legend = [
-        Text(f"{_STAGES[name][0]} ", _STAGES[name][1])
+        Text()
+        .append(f"{_STAGES[name][0]} ", _STAGES[name][1])
         .append(f"{text.words(name)} {text.ms(ms)}")
         .append(f" {text.share(ms / total)}", HEAD)
         for name, ms in sorted(stages.items(), key=lambda each: -each[1])
@@ -264,7 +265,7 @@ def memory(of: Snapshot, width: int) -> Section:
     lines = [line for sentence in first_words(found) for line in wrap(sentence, width)]
     if found.findings:
         severe = found.findings[0].severity
-        lines[0] = Text(f"{SIGNS[severe]} ", TONES[severe]).append_text(lines[0])
+        lines[0] = Text().append(f"{SIGNS[severe]} ", TONES[severe]).append_text(lines[0])
     if fullest is not None:
         share = text.share((fullest.used_bytes or 0) / (fullest.total_bytes or 1))
         of_all = f"{text.size(fullest.used_bytes)} of {text.size(fullest.total_bytes)}, {share}"

@@ -43,7 +43,7 @@ def run(arguments: Namespace) -> int:
     """
     settings = Settings.load(out=arguments.out)
     source = open_source(arguments.session, settings.out, arguments.ray_address)
-    if isinstance(source, LocalSource):
+    if isinstance(source, LocalSource) and not source.starting:
         find(arguments.session, settings.out)  # one that is not there is an error here
     feed = Feed(SessionPoll(source, thresholds=settings.thresholds), arguments.run)
     try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import numpy as np
+
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
@@ -12,7 +14,7 @@ from traceml_ray.store.nodes import node_key
 
 from .run_state import RunState
 from .session_poll import SessionPoll
-from .values import number
+from .values import rounded
 
 _MOST_MISSING = 1024
 NAMED, DIED, SILENT = "named by the verdict", "died", "no report"
@@ -31,26 +33,23 @@ _NO_REPORT: dict[str, Any] = {
 def rank_rows(cache: SessionPoll, run: RunState) -> list[dict[str, Any]]:
     """Return a row for each rank: where it is, what its steps are made of; named ones first, then the dead"""
     times: Any = cache.ask(query.RankTimes(run.id)) or {"ranks": [], "busy_ms": [], "over": [], "stages": []}
+    numbers = {name: rounded(np.asarray(times[name], dtype=float), 4) for name in ("busy_ms", "over")}
+    stages = rounded(np.asarray(times["stages"], dtype=float).reshape(-1), 4)
     at = {rank: place for place, rank in enumerate(times["ranks"])}
     dead = {death["rank"]: death for death in cache.deaths(run)}
     named, reporting = {*run.named["ranks"]}, run.reporting()
     rows = [{**_NO_REPORT, "rank": rank} for rank in missing_of(run.world, run.ranks, _MOST_MISSING)]
     for rank, process in run.ranks.items():
-        place, own = at.get(rank), position(run, rank, reporting)
-        shown = DIED if rank in dead else NAMED if rank in named else own["state"]
-        row = {**_NO_REPORT, **own, "state": shown, "death": dead.get(rank)}
-        row |= {"node": run.node_of(rank), "node_key": node_key(process) if process.identity else None}
-        row |= {
-            "hostname": process.identity.hostname if process.identity else "",
-            "exit_code": process.exit_code,
-        }
+        identity, own = process.identity, position(run, rank, reporting)
+        row = {**_NO_REPORT, **own, "death": dead.get(rank), "exit_code": process.exit_code}
+        row["state"] = DIED if rank in dead else NAMED if rank in named else own["state"]
+        row["node"], row["node_key"] = run.node_of(rank), node_key(process) if identity else None
+        row["hostname"] = identity.hostname if identity else ""
+        place = at.get(rank)
         if place is not None:
-            stages = dict(zip(STAGES, (number(ms) for ms in times["stages"][place]), strict=True))
-            row |= {
-                "busy_ms": number(times["busy_ms"][place]),
-                "over": number(times["over"][place]),
-                "stages": stages,
-            }
+            mine = stages[place * len(STAGES) : (place + 1) * len(STAGES)]
+            row["stages"] = dict(zip(STAGES, mine, strict=True))
+            row |= {name: values[place] for name, values in numbers.items()}
         rows.append(row)
     first = {NAMED: 0, DIED: 1}
     return sorted(rows, key=lambda row: (first.get(row["state"], 2), row["rank"]))

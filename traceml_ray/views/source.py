@@ -161,7 +161,8 @@ class LocalSource:
     @property
     def starting(self) -> bool:
         """Whether it runs; asked before there is an answer."""
-        return self._folder is not None and holder(self._folder) is not None
+        folder = self._folder or _begun(self._session, self.out)
+        return folder is not None and holder(folder) is not None
 
     def reply(self, message: bytes) -> bytes:
         """Have a question answered. Raises `SourceError`."""
@@ -192,6 +193,12 @@ class LocalSource:
         where = _attachment(folder) if live else None
         self._now = StoredSource(folder) if where is None else LiveSource(folder.name, where, self.out)
         return self._now
+
+
+def _begun(session: str | None, out: str) -> Path | None:
+    """Return the folder under `out` of a session that has a launcher, but no file yet."""
+    folders = [Path(out, session)] if session else [*Path(out).glob("*")]
+    return next((folder for folder in folders if holder(folder) is not None), None)
 
 
 Source = StoredSource | LiveSource | LocalSource
