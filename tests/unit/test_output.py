@@ -158,6 +158,24 @@ def test_a_write_that_fails_fails_as_ever_and_is_not_noted(tmp_path: Path) -> No
         assert streams.errors == {}
 
 
+def test_a_stream_of_the_scripts_own_is_called_as_the_script_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own:
+        said = ""
+
+        def write(self, message: str, *, twice: bool = False) -> int:
+            self.said += message * (1 + twice)
+            return 3
+
+    own, errors = Own(), Errors()
+    monkeypatch.setattr(sys, "stdout", own)
+    tap = OutputTap(40, errors, {})
+    tap.install()
+    assert [own.write(message="a\n"), own.write("b\n", twice=True)] == [3, 3]
+    (output, *_) = tap.take(1)
+    tap.remove()
+    assert (own.said, output.lines, errors) == ("a\nb\nb\n", ["a", "b"], {})
+
+
 def test_a_flood_is_bounded(tmp_path: Path) -> None:
     with Streams(tmp_path) as streams:
         streams.tap.install()

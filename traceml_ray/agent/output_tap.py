@@ -8,7 +8,7 @@ was in a buffer when the process was killed. A pipe in the place of the descript
 well, but it changes `isatty` and buffering, and a pipe that is full blocks: the relay reads that, where a
 stream goes to a file of its own (`monitor.output_files`).
 
-A write costs 0.1 µs more (`benchmarks/overhead.py --output`); no lock, no I/O. What was noted is bounded: of
+A write costs 0.3 µs more (`benchmarks/overhead.py --output`); no lock, no I/O. What was noted is bounded: of
 too much at once the newest is left.
 """
 
@@ -100,13 +100,14 @@ class _Tapped:
                 self.stream.write = self._own
 
 
-def _seen(write: Callable[[str], Any], pieces: deque[str], errors: Errors) -> Callable[[str], Any]:
+def _seen(write: Callable[..., Any], pieces: deque[str], errors: Errors) -> Callable[[str], Any]:
     """Return `write`, of which each text is noted in `pieces` once it is written."""
     note = pieces.append
 
-    def seen(text: str, /) -> Any:
-        written = write(text)
+    def seen(*args: Any, **named: Any) -> Any:  # a script's own stream may take its text by name
+        written = write(*args, **named)
         try:
+            text = args[0] if args else next(iter(named.values()))
             note(text if type(text) is str and len(text) <= _PIECE_CHARS else _end_of(text))
         except Exception as error:
             errors.swallow("output", error)
