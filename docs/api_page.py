@@ -24,7 +24,10 @@ SECTIONS = {
         "traceml_ray/adapters/huggingface.py": ("TraceMLTrainerCallback",),
         "traceml_ray/adapters/lightning.py": ("TraceMLCallback",),
     },
-    "Over files": {"traceml_ray/reports/analyze.py": ("analyze", "AnalyzeError")},
+    "Over files": {
+        "traceml_ray/reports/analyze.py": ("analyze", "AnalyzeError"),
+        "traceml_ray/reports/comparison.py": ("compare",),
+    },
     "In a driver of Ray": {
         "traceml_ray/driver.py": ("start",),
         "traceml_ray/live_session.py": ("Session", "StartError"),
@@ -38,7 +41,7 @@ ERRORS = {
 }
 SETTINGS = {
     "traceml_ray/settings.py": ("Settings",),
-    "traceml_ray/analysis/thresholds.py": ("Thresholds", "MachineLimits"),
+    "traceml_ray/analysis/thresholds.py": ("Thresholds", "MachineLimits", "CompareLimits"),
 }
 RESULTS = ("traceml_ray/results.py", "traceml_ray/summary_shape.py")
 MEMORY = {
@@ -46,6 +49,10 @@ MEMORY = {
     "traceml_ray/analysis/memory/shapes.py": (
         *("Memory", "FirstCause", "CollectiveOnset", "Finding", "Attribution", "Incident", "RankMemory"),
     ),
+}
+COMPARISON = {
+    "traceml_ray/reports/comparison.py": ("Comparison", "Side"),
+    "traceml_ray/analysis/comparison.py": ("Change", "RankChange"),
 }
 PROFILES = {"traceml_ray/store/profiles.py": ("ProfileInfo", "Profile", "RankProfile", "ProfileStep")}
 LABELS = runpy.run_path(str(ROOT / "traceml_ray" / "analysis" / "labels.py"))["LABELS"]
@@ -80,6 +87,8 @@ def page() -> str:
         parts += [text_of(shapes), *(shape(node) for node in shapes.body if isinstance(node, ast.ClassDef))]
     parts.append("## What files say about memory\n")
     parts += [shape(node, default=False) for path, names in MEMORY.items() for node in found(path, names)]
+    parts.append("## How two sessions differ\n")
+    parts += [shape(node, default=False) for path, names in COMPARISON.items() for node in found(path, names)]
     parts.append("## What became of a profile\n")
     parts += [shape(node, default=False) for path, names in PROFILES.items() for node in found(path, names)]
     return "\n".join(parts)

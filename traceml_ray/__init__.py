@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from traceml_ray.live_session import Session, StartError
     from traceml_ray.profile_call import profile
     from traceml_ray.reports.analyze import analyze
+    from traceml_ray.reports.comparison import compare
 
 __version__ = "0.1.0"
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "analyze",
     "attach",
     "capture_oom",
+    "compare",
     "detach",
     "profile",
     "stage",
@@ -30,6 +32,7 @@ _MODULES = {
     "Session": "traceml_ray.live_session",
     "StartError": "traceml_ray.live_session",
     "analyze": "traceml_ray.reports.analyze",
+    "compare": "traceml_ray.reports.comparison",
     "profile": "traceml_ray.profile_call",
     "start": "traceml_ray.driver",
     # Not in __all__: each needs its framework, see _NEEDED.

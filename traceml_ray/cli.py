@@ -1,8 +1,9 @@
+# PYTHON_ARGCOMPLETE_OK
 """
-The command `traceml-ray`: one function per subcommand.
+The command `traceml-ray`: one function per subcommand, or a file in `commands/`.
 
-Each returns the exit code: 0 done, 1 failed, 2 bad input. Neither torch nor Ray is imported unless
-a subcommand needs it.
+Each returns the exit code: 0 done, 1 failed, 2 bad input, 3 a finding that was asked for. Neither torch nor
+Ray is imported unless a subcommand needs it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from traceml_ray import __version__, progress, session
+from traceml_ray.commands import compare, completion, export, sessions
+from traceml_ray.commands.help import EXIT_CODES, Formatter, ending
 from traceml_ray.launchers.arguments import add_command, marked
 from traceml_ray.settings import SettingError, Settings
 from traceml_ray.store import query
@@ -33,7 +36,9 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return its exit code."""
-    arguments = _parser().parse_args(marked(sys.argv[1:] if argv is None else argv))
+    parser = _parser()
+    completion.complete(parser)
+    arguments = parser.parse_args(marked(sys.argv[1:] if argv is None else argv))
     try:
         code: int = arguments.command(arguments)
         sys.stdout.flush()
@@ -199,30 +204,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="traceml-ray",
         description="Names the rank, node and stage that makes a distributed training step slow.",
-        epilog="Exit codes: 0 done, 1 failed, 2 bad input (with one line on stderr).",
+        epilog=EXIT_CODES,
+        formatter_class=Formatter,
     )
     parser.add_argument("--version", action="version", version=f"traceml-ray {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    about = (run.__doc__ or "").strip()
-    command = commands.add_parser(
-        "run", help=about, description=about, usage="%(prog)s [options] -- COMMAND …"
-    )
-    command.set_defaults(command=run)
-    add_command(command.add_argument)
+    add_command(_command(commands, "run", run, usage="%(prog)s [options] -- COMMAND …").add_argument)
     for subcommand in (report, status, top, dashboard, bundles, dump, profile, stop):
-        about = (subcommand.__doc__ or "").strip()
-        name = subcommand.__name__
-        command = commands.add_parser(name, help=about, description=about, epilog=parser.epilog)
-        command.set_defaults(command=subcommand)
-        command.add_argument(
-            "session",
-            nargs="?",
-            metavar="SESSION",
-            help="name, session folder or session.sqlite (default: the newest under --out)",
-        )
-        command.add_argument(
-            "--out", metavar="DIR", help="folder of sessions (default: TRACEML_OUT, else traceml-sessions)"
-        )
+        command = _command(commands, subcommand.__name__, subcommand)
+        _session(command)
         if subcommand is report:
             command.add_argument("--json", action="store_true", help="print summary.json instead of text")
         if subcommand in (report, top, dashboard):
@@ -237,18 +227,61 @@ def _parser() -> argparse.ArgumentParser:
             from traceml_ray.launchers.profile_command import add_arguments
 
             add_arguments(command)
-    _analyzing(commands)
+    _analyzing(_command(commands, "analyze", analyze))
+    _add_more(commands)
     return parser
 
 
-def _analyzing(commands: Any) -> None:
-    about = (analyze.__doc__ or "").strip()
-    codes = (
-        "Exit codes: 0 done; 2 bad input, also where only some of the files cannot be used (the others are "
-        "analyzed); 3 there is a finding of --fail-on."
+def _add_more(commands: Any) -> None:
+    """Add the subcommands that have a file of their own."""
+    about = "Say whether session B is better or worse than A, by how much, and which stage and ranks moved."
+    command = _command(commands, "compare", compare.run, about)
+    compare.add_arguments(command)
+    _folder(command)
+    command = _command(
+        commands, "sessions", sessions.run, "List the sessions of a folder, or remove old ones."
     )
-    command = commands.add_parser("analyze", help=about, description=about, epilog=codes)
-    command.set_defaults(command=analyze)
+    sessions.add_arguments(command)
+    _folder(command)
+    about = "Write a session as parquet or CSV, or as one trace for Perfetto."
+    command = _command(commands, "export", export.run, about)
+    _session(command)
+    export.add_arguments(command)
+    about = "Print what makes a shell complete subcommands, options and sessions."
+    completion.add_arguments(_command(commands, "completion", completion.run, about))
+
+
+def _command(
+    commands: Any, name: str, call: Callable[[argparse.Namespace], int], about: str = "", **given: Any
+) -> argparse.ArgumentParser:
+    """Return the parser of a subcommand; what it does is what `call` says of itself, or `about`."""
+    about = about or " ".join((call.__doc__ or "").split())
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=about, description=about, epilog=ending(name), formatter_class=Formatter, **given
+    )
+    command.set_defaults(command=call)
+    return command
+
+
+def _session(command: argparse.ArgumentParser) -> None:
+    """Add the arguments that say which session is meant."""
+    named: Any = command.add_argument(
+        "session",
+        nargs="?",
+        metavar="SESSION",
+        help="name, session folder or session.sqlite (default: the newest under --out)",
+    )
+    named.completer = completion.names_of_sessions
+    _folder(command)
+
+
+def _folder(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--out", metavar="DIR", help="folder of sessions (default: TRACEML_OUT, else traceml-sessions)"
+    )
+
+
+def _analyzing(command: argparse.ArgumentParser) -> None:
     command.add_argument("paths", nargs="+", metavar="PATH", help="file or folder; rank files may be apart")
     command.add_argument(
         "--ranks",

@@ -30,8 +30,10 @@ from traceml_ray.ray.discovery import (
     relay_folder,
     relay_nodes,
 )
+from traceml_ray.reports.comparison import Comparison, ask_side, compared, limits_of, stored_side
 from traceml_ray.results import BundleInfo, LastOutput, LiveVerdict, NodeInfo, RankInfo, RunInfo, Status
 from traceml_ray.session import DATABASE, holder
+from traceml_ray.settings import Settings
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile, ProfileInfo
 from traceml_ray.summary_shape import Summary
@@ -113,6 +115,25 @@ class Session:
     def output(self, rank: int, most: int = 40, run: str | None = None) -> LastOutput:
         """Return what a rank printed last, `most` lines of stdout and as many of stderr."""
         return self._ask(query.Output(run, rank, most))
+
+    def compare(
+        self,
+        baseline: str | os.PathLike[str],
+        *,
+        run: str | None = None,
+        baseline_run: str | None = None,
+        least_pct: float | None = None,
+    ) -> Comparison:
+        """
+        Say whether a run, as it is now, is better or worse than a stored session: its name beside this one,
+        or its path (read here). See `traceml_ray.compare`, also for what it raises about `baseline`.
+        """
+        stored = stored_side(baseline, baseline_run, Settings.load(out=str(self.folder.parent)))
+        try:
+            own = ask_side(lambda message: self._call("query", message), run)
+        except query.QueryError as error:
+            raise StartError(f"session {self.id!r}: {error}") from None
+        return compared(stored, own, limits_of(least_pct))
 
     def bundles(self) -> list[BundleInfo]:
         """Return what was kept of incidents (a rank that died, a hang, …), the oldest first."""

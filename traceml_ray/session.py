@@ -14,6 +14,7 @@ import errno
 import fcntl
 import os
 import secrets
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,11 @@ from traceml_ray.settings import check_session_name
 DATABASE = "session.sqlite"
 LIVE = "live.json"
 _LOCK = ".lock"
+_OWN = (
+    *("session.*", "snapshot-*.sqlite*", "summary.json", "report.*", LIVE, "*.tmp", "*.spool"),
+    *("bundles", "profiles"),
+)
+"""What a monitor writes into the folder of its session."""
 _MAX_JSON_BYTES = 64 << 20
 _T = TypeVar("_T")
 
@@ -168,6 +174,40 @@ def holder(folder: Path) -> int | None:
         return _pid_in(fd) if error.errno == errno.EWOULDBLOCK else None
     finally:
         os.close(fd)
+
+
+def remove(path: Path) -> list[str]:
+    """
+    Remove the session at `path`; return what is left in its folder because it is no file of ours.
+
+    Nobody can begin a session there meanwhile. Raises SessionHeldError for one that is live, SessionError for
+    what is no session, OSError.
+    """
+    if path.is_symlink() or not (path / DATABASE).is_file():
+        raise SessionError(f"{path} is not the folder of a session")
+    fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        _flock(fd, path.name)
+        own = [entry for entry in path.iterdir() if any(map(entry.match, _OWN))]
+        for entry in sorted(own, key=_order):  # cut short, it is a session still
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink(missing_ok=True)
+        left = sorted(_contents(path) - {_LOCK})
+        if not left:
+            (path / _LOCK).unlink(missing_ok=True)
+            path.rmdir()
+        return left
+    finally:
+        os.close(fd)
+
+
+def _order(entry: Path) -> int:
+    """Return what is removed when: the database nearly last, then what belongs to it."""
+    return (
+        0 if entry.is_dir() else 1 + entry.name.startswith("session.") + entry.name.startswith(f"{DATABASE}-")
+    )
 
 
 def read_json(path: Path, kind: type[_T]) -> _T:

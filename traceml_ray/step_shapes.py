@@ -125,6 +125,35 @@ class StepSpan(TypedDict):
     to_step: int
 
 
+class StepSample(TypedDict):
+    """
+    What a step of a run takes, and how far that would differ by chance: see `analysis.step_sample`. Of the
+    steps beyond the warm-up, C columns of `per` steps each; `numbers` (Q) is empty where they are too few.
+    """
+
+    world: int
+    ranks: list[int]
+    nodes: list[str]
+    columns: int
+    per: int
+    first: int | None
+    last: int | None
+    block: int
+    """Columns that are drawn together."""
+    numbers: dict[str, float]
+    """Mean ms of `step` and of each stage, `median step`, `p95 step` (ms), `skew` (%); NaN is not known."""
+    replicates: Array
+    """(B, Q), of `numbers` in that order;"""
+    drift: Array
+    """(Q,), the standard deviation of what drifts in the run."""
+    stages: Array
+    """(R, 6) mean ms of each rank,"""
+    errors: Array
+    """(R, 6), and its standard error, with what drifts."""
+    flags: int
+    """Of `stages.FLAG_*`, those that most rows have."""
+
+
 class OneStep(TypedDict):
     """
     One step of all ranks that have it, ms since each left the exchange before. Ranks leave it together, so

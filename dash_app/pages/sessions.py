@@ -10,8 +10,10 @@ from typing import Any
 from dash import dcc, html
 
 from traceml_ray import text
-from traceml_ray.reports.comparison import compared
-from traceml_ray.reports.listing import Entry, entries, names
+from traceml_ray.reports import comparison
+from traceml_ray.reports.comparison_text import change, range_of, render_value
+from traceml_ray.reports.listing import Entry, entries, found_in, names
+from traceml_ray.step_shapes import StepSample
 from traceml_ray.store import query
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.severity import severity
@@ -23,6 +25,7 @@ from ..components import (
     Columns,
     chart,
     link,
+    marked,
     panel,
     part,
     table,
@@ -33,6 +36,8 @@ from ..session_cache import SessionCache
 
 __all__ = ["data", "layout", "names", "side"]
 SIDES = "ab"
+_ANEW = 1.1
+"""A run that has grown by this is compared anew."""
 _COLOURS = {"a": figures.BLUE, "b": figures.ORANGE}
 _CURVES = {
     "step_ms": ("Step", "ms"),
@@ -66,15 +71,24 @@ def side(cache: SessionCache, run: RunState, _route: Route) -> dict[str, Any]:
     """Return one of two sessions that are compared: its newest run from its first step on."""
     status: Mapping[str, Any] = cache.status
     facts = {name: status.get(name) for name in _FACTS} | {"ranks": run.world or None}
+
+    def still_holds(sample: StepSample) -> bool:  # of a run that goes on it is drawn anew now and then only
+        return (run.last_step or 0) <= _ANEW * (sample["last"] or 0)
+
     return {
         "columns": cache.ask(query.Columns(run.id, whole=True)),
         "times": cache.ask(query.Times(run.id, True)),
+        "run": run.id,
+        "status": status,
+        "processes": run.ranks,
+        "sample": cache.ask(query.StepSample(run.id), still_holds),
+        "samples": cache.ask(comparison.memory_question(run.ranks)),
         "facts": facts | {f"setting {name}": value for name, value in (status.get("settings") or {}).items()},
     }
 
 
 def _words(entry: Entry) -> str:
-    words = entry.name, entry.status, entry.launcher, _verdict(entry)
+    words = entry.name, entry.status, entry.launcher, found_in(entry)
     return " ".join(filter(None, words))
 
 
@@ -93,7 +107,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         ">ranks": lambda s: text.plain(s.world_size),
         ">steps": lambda s: text.plain(s.steps),
         ">median step": lambda s: text.ms(s.median_ms),
-        "verdict": lambda s: html.Span(_verdict(s), className=f"sev {severity(s.label or '')}"),
+        "verdict": lambda s: html.Span(found_in(s), className=f"sev {severity(s.label or '')}"),
         ">costs": lambda s: text.percent(s.cost_pct),
         ">lost": lambda s: text.duration(s.lost_s),
     }
@@ -135,12 +149,6 @@ def _choose(at: str, name: str, route: Route) -> Any:
     return link(at.upper(), href, "chip", on=on, title=title)
 
 
-def _verdict(entry: Entry) -> str:
-    where = [] if entry.rank is None else [f"rank {entry.rank}"]
-    where += [f"in {text.words(entry.stage)}"] if entry.stage else []
-    return text.words(entry.label or text.NA) + (": " if where else "") + " ".join(where)
-
-
 def _compared(sides: Sequence[Mapping[str, Any]] | None, route: Route) -> list[Any]:
     """Return two sessions side by side: numbers, curves over each other, what they were started with."""
     if sides is None:
@@ -165,24 +173,45 @@ def _compared(sides: Sequence[Mapping[str, Any]] | None, route: Route) -> list[A
     return [part(shown), html.Div(drawn, className="grid three")]
 
 
+def _judged(sides: Sequence[Mapping[str, Any]]) -> comparison.Comparison | None:
+    """Return how B differs from A; None while answers are under way."""
+    names = "status", "run", "times", "verdict", "processes", "sample", "samples"
+    if any(one.get(name) is None for one in sides for name in ("times", "sample", "samples")):
+        return None
+    a, b = (comparison.known(*(one[name] for name in names)) for one in sides)
+    return comparison.compared(a, b)
+
+
 def _numbers(sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Any:
-    rows = compared(*((one["times"], one["verdict"]) for one in sides))
-    tones = {True: "sev critical", False: "better", None: ""}
-    words = {True: " worse", False: " better", None: ""}
+    found = _judged(sides)
+    if found is None:
+        return html.P("The steps of both are read …")
+    tones = {"worse": "sev critical", "better": "better"}
     columns: Columns = {
-        "": lambda row: text.words(row["what"]),
-        f">{titles['a']}": lambda row: text.unit(row["a"], row["unit"]),
-        f">{titles['b']}": lambda row: text.unit(row["b"], row["unit"]),
+        "": lambda row: text.words(row.what),
+        f">{titles['a']}": lambda row: render_value(row.a, row.unit),
+        f">{titles['b']}": lambda row: render_value(row.b, row.unit),
         ">change": lambda row: html.Span(
-            ""
-            if row["change_pct"] is None
-            else text.percent(row["change_pct"], sign=True) + words[row["worse"]],
-            className=tones[row["worse"]],
+            f"{change(row)} {row.word if row.word in tones else ''}".strip(),
+            className=tones.get(row.word, ""),
         ),
+        "95 %": range_of,
     }
     verdicts = [one["verdict"]["headline"] if one["verdict"] else text.NA for one in sides]
-    named = html.P([html.B("Verdicts "), f"A: {verdicts[0]}. B: {verdicts[1]}."], className="hint")
-    return html.Div([named, table(columns, rows, label="Numbers of both sessions")])
+    words = [
+        html.P(
+            [html.B("Compared "), *marked(f"{found.headline}. {found.where}")],
+            className=tones.get(found.word or "", ""),
+        )
+    ]
+    words.append(html.P([html.B("Verdicts "), f"A: {verdicts[0]}. B: {verdicts[1]}."], className="hint"))
+    more = [html.Li(f"Not compared, {each}.") for each in found.cannot] + [
+        html.Li(each) for each in found.notes
+    ]
+    rows = [row for row in found.changes if (row.a, row.b) != (None, None)]
+    return html.Div(
+        [*words, table(columns, rows, label="Numbers of both sessions"), html.Ul(more, className="hint")]
+    )
 
 
 def _settings(sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Any:

@@ -20,6 +20,7 @@ import traceml_ray
 from traceml_ray import live_session, wire
 from traceml_ray.ray.actor_channel import ActorChannel
 from traceml_ray.ray.discovery import find_aggregator, relay_folder
+from traceml_ray.session import SessionError
 from traceml_ray.settings import SettingError
 from traceml_ray.store.session_file import SessionFile
 
@@ -260,14 +261,18 @@ def test_rows_not_taken_by_a_hung_actor_are_in_the_file(worker: Any, tmp_path: P
     assert not list(relay_folder(session.id, ray.get_runtime_context().get_node_id()).glob("*.spool"))
 
 
-def test_session_files_are_downloaded_to_the_driver(worker: Any, tmp_path: Path) -> None:
+def test_session_files_are_downloaded_to_the_driver_and_compared(worker: Any, tmp_path: Path) -> None:
     with traceml_ray.start("far", out=tmp_path / "there").wait_ready() as session:
         ray.get(worker.attach.remote("far"))
-        ray.get(worker.train.remote(25))
+        ray.get(worker.train.remote(60, 2.0))
         ray.get(worker.detach.remote())
-        until(lambda: session.status()["ledger"]["stored"] == 25, "rows")
+        until(lambda: session.status()["ledger"]["stored"] == 60, "rows")
         here = session.download(tmp_path / "here")
-        assert rows_of(here) == 25
+        assert rows_of(here) == 60
+        found = session.compare(here)  # they are the same steps
+        assert (found.word, found.change_pct, found.b.last_step) == ("no difference", 0, found.a.last_step)
+        with pytest.raises(SessionError, match="no session 'gone'"):
+            session.compare("gone")
         assert sorted(path.name for path in session.folder.iterdir() if "download" in path.name) == []
 
 

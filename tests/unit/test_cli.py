@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 from sessions import Rank, Relay, aggregation
 
 from traceml_ray import __version__
+from traceml_ray.cli import _parser, main
+from traceml_ray.commands.help import EXAMPLES
+from traceml_ray.launchers.arguments import marked
 from traceml_ray.session import prepare
 
 
@@ -100,6 +104,44 @@ def test_help_and_version_are_printed(tmp_path: Path) -> None:
     done = _run("--help", cwd=tmp_path).stdout
     assert "2 bad input" in done
     assert all(name in done for name in ("report", "status", "dashboard", "stop"))
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_help_of_each_subcommand_has_an_example_that_is_one(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+    shown = capsys.readouterr().out
+    assert "Exit codes: 0 done" in shown
+    for example in EXAMPLES[name]:
+        assert f"  {example}\n" in shown
+        words = shlex.split(example.partition("|")[0].removeprefix('eval "$(').removesuffix(')"'))
+        _parser().parse_args(marked(words[1:]))  # raises for what there is not
+
+
+def test_each_subcommand_has_an_example() -> None:
+    assert {*_parser()._subparsers._group_actions[0].choices} == {*EXAMPLES}
+
+
+def test_shell_completes_subcommands_and_sessions(out: Path, tmp_path: Path) -> None:
+    pytest.importorskip("argcomplete")
+    script = _run("completion", "bash", cwd=tmp_path)
+    assert script.returncode == 0 and "traceml-ray" in script.stdout
+    for line, found in (("traceml-ray stat", "status"), (f"traceml-ray report --out {out} ", "s")):
+        asked = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
+        asked |= {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "found")}
+        assert _run(cwd=tmp_path, **asked).returncode == 0
+        assert found in (tmp_path / "found").read_text().replace("\v", " ").split()
+
+
+def test_completion_without_argcomplete_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "argcomplete.shell_integration", None)
+    monkeypatch.setitem(sys.modules, "argcomplete", None)
+    assert main(["completion", "zsh"]) == 1
+    assert "pip install 'traceml-ray[completion]'" in capsys.readouterr().err
 
 
 def test_closed_pipe_is_no_error(out: Path, tmp_path: Path) -> None:

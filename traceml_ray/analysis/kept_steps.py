@@ -15,7 +15,7 @@ from traceml_ray.analysis.step_stats import StepStats
 from traceml_ray.analysis.step_sums import MAX_BINS, Array, Bins, Columns, StepSums, grouped, stages_in
 from traceml_ray.analysis.tally import Tally
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.window import Int64, Window
+from traceml_ray.analysis.window import Bool, Int64, Window
 from traceml_ray.stages import N_STAGES, SEGMENT_BITS
 
 _STEPS, _FULL_RANKS, _LEAST = 4096, 32, 300
@@ -124,6 +124,19 @@ class KeptSteps:
         both = zip(zip(*found, strict=True), (0, 0, 1), strict=True)
         first, last, d = (np.concatenate(part, axis) for part, axis in both)
         return first, last, d
+
+    def settled(self, most: int) -> Bool:
+        """Return which columns of the whole run (C,), see `columns`, are full and beyond the warm-up."""
+        found = []
+        for store, part, per in self._chosen(ALL, most):
+            at = np.arange(part.start, part.stop, per)
+            steps, warm, chained = (
+                np.add.reduceat(column[: part.stop], at)
+                for column in (store.steps, store.warm, store.chained)
+            )
+            full = steps == per * getattr(store, "width", 1)
+            found.append(full & (warm == steps) & (chained == steps))
+        return np.concatenate([np.empty(0, bool), *found])
 
     def step_means(self, between: Between | None, most: int = MAX_BINS) -> tuple[Int64, Int64, Array]:
         """Return of the same how long a step took: first and last step (C,), mean ms (C,)."""

@@ -202,3 +202,34 @@ class MachineLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MACHINE = MachineLimits()
+
+
+class CompareLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """From where on two sessions differ; these cannot be set. Shares are 0..1."""
+
+    steps: int = 30
+    """Fewer steps beyond the warm-up are not compared."""
+    columns: int = 4096
+    """Steps that are resampled one by one; of a longer run, means of some steps each."""
+    replicates: int = 1000
+    """Of the bootstrap."""
+    confidence: float = 0.95
+    """Of an interval."""
+    least: float = 0.05
+    """
+    Smallest difference of times, as a share of the step of the first session, that is called one: whole runs
+    of the same script differ by nearly as much, which no interval from the steps of one run covers.
+    """
+    least_skew: float = 5.0
+    """The same of the skew between ranks, percentage points;"""
+    least_memory: float = 0.05
+    """of memory, a share of what the first session had."""
+    carries: float = 0.5
+    """Share of what a step has become longer by from which a stage carries it."""
+    moved: float = 0.5
+    """Share of the largest change of any rank from which a rank has moved, too."""
+    samples: int = 20
+    """Fewer samples of memory are not compared."""
+
+
+COMPARE = CompareLimits()

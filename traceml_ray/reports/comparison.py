@@ -1,73 +1,369 @@
-"""Two runs beside each other: numbers, and by how much they differ."""
+"""Two sessions beside each other, live or stored: asked the same, and judged by `analysis.comparison`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypedDict
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
-from traceml_ray.stages import STAGES
-from traceml_ray.step_shapes import StepTimes
-
-ALIKE_PCT = 1.0
-"""Numbers that differ by less are not told apart, nor are times that differ by less of the median step."""
-
-
-class Difference(TypedDict):
-    """One number of run `a` and of run `b`; None where it is not known."""
-
-    what: str
-    unit: str
-    a: float | None
-    b: float | None
-    change_pct: float | None
-    worse: bool | None
-    """Whether `b` is worse than `a`; None: they are alike, or it cannot be said."""
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if value is not None and np.isfinite(value) else None
-
-
-_Of = Callable[[Mapping[str, Any], Mapping[str, Any]], Any]
-_ROWS: tuple[tuple[str, str, int, _Of], ...] = (
-    ("median step", "ms", 1, lambda times, _: times.get("median_ms")),
-    ("p95 step", "ms", 1, lambda times, _: times.get("p95_ms")),
-    ("throughput", "steps/s", -1, lambda times, _: times.get("steps_per_s")),
-    ("productive time", "%", -1, lambda times, _: times.get("productive_pct")),
-    ("worst ÷ median rank", "×", 1, lambda times, _: times.get("worst_over")),
-    ("cost of what is named", "%", 1, lambda _, verdict: verdict.get("cost_pct")),
-    ("named causes cost", "s", 1, lambda _, verdict: verdict.get("lost_s")),
+from traceml_ray import session, text, wire
+from traceml_ray.analysis.comparison import (
+    Change,
+    MemorySeries,
+    RankChange,
+    Verdict,
+    Word,
+    compare_memory,
+    compare_steps,
+    fact,
 )
-"""What, its unit, 1 where more is worse, and where it is found."""
+from traceml_ray.analysis.thresholds import COMPARE, CompareLimits
+from traceml_ray.reports.answers import Answers
+from traceml_ray.reports.headlines import named
+from traceml_ray.settings import Settings
+from traceml_ray.step_shapes import StepSample, StepTimes
+from traceml_ray.store import query
+from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.schema import legible
+
+SCHEMA = "traceml_ray/comparison/1"
+DEFAULT_PCT = 100 * COMPARE.least
+"""Times that differ by less, in % of a step of the first session, are not called different."""
+_SAMPLES, _ALL_SAMPLES, _LEAST_SAMPLES = 600, 60_000, 50
+"""Of memory: of each rank, of all together, and of each where there are many."""
+_MEMORY = {
+    "host memory": "rss_bytes",
+    "device memory, allocated": "allocated_bytes",
+    "device memory, reserved": "reserved_bytes",
+}
+_FACTS: tuple[tuple[str, str, Callable[[Mapping[str, Any], Mapping[str, Any]], Any]], ...] = (
+    ("throughput", "steps/s", lambda times, _: times.get("steps_per_s")),
+    ("productive time", "%", lambda times, _: times.get("productive_pct")),
+    ("cost of what is named", "%", lambda _, verdict: verdict.get("cost_pct")),
+    ("named causes cost", "s", lambda _, verdict: verdict.get("lost_s")),
+)
 
 
-def compared(
-    a: tuple[StepTimes | None, Mapping[str, Any] | None], b: tuple[StepTimes | None, Mapping[str, Any] | None]
-) -> list[Difference]:
-    """Return the numbers of two runs (times and verdict of each), and the exposed time of each stage."""
-    rows = [(what, unit, sign, of(*_known(a)), of(*_known(b))) for what, unit, sign, of in _ROWS]
-    stages: list[Mapping[str, float]] = [
-        {} if times is None else times.get("stages") or {} for times, _ in (a, b)
+class Side(msgspec.Struct, frozen=True, kw_only=True):
+    """One of two sessions that are compared; what is not known is None."""
+
+    session: str | None
+    run: str | None
+    status: str | None
+    exit_code: int | None = None
+    command: str | None = None
+    launcher: str | None = None
+    strategy: str | None = None
+    world_size: int | None = None
+    first_step: int | None = None
+    """The steps that are compared: those beyond the warm-up."""
+    last_step: int | None = None
+    verdict: str | None = None
+    """What was found in it, in one line."""
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """How session `b` differs from session `a`; ms, %, bytes. What is not known is None."""
+
+    schema: str = SCHEMA
+    word: Word | None
+    """better, worse or no difference; None: the steps cannot be compared, `cannot` says why."""
+    headline: str
+    """The same in a sentence, with by how much."""
+    where: str
+    """Which stage carries the difference, on which ranks; "" without one."""
+    a: Side
+    b: Side
+    change_pct: float | None
+    """By how much a step of `b` takes longer,"""
+    low_pct: float | None
+    """and the interval that this is in, of the steps of both."""
+    high_pct: float | None
+    stage: str | None
+    """The stage that carries it; None: none does."""
+    ranks: list[RankChange]
+    """Those that moved in that stage, the most first."""
+    changes: list[Change]
+    """Number by number."""
+    cannot: list[str]
+    """What cannot be compared, and why: a sentence each."""
+    notes: list[str]
+    """What a reader has to know."""
+
+
+class Known(NamedTuple):
+    """What was answered about one of two sessions."""
+
+    side: Side
+    times: Mapping[str, Any]
+    verdict: Mapping[str, Any]
+    sample: StepSample
+    memory: Mapping[str, Sequence[MemorySeries]]
+    """By what is measured."""
+
+
+def compare(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str] | None = None,
+    *,
+    run_a: str | None = None,
+    run_b: str | None = None,
+    out: str | os.PathLike[str] | None = None,
+    least_pct: float | None = None,
+) -> Comparison:
+    """
+    Say whether the stored session `b` is better or worse than `a`, by how much, and what moved.
+
+    Intervals come from the steps of both (a block bootstrap, since steps are correlated). They do not cover
+    what differs from one run to the next, for which `least_pct` stands.
+
+    Args:
+        a: name, folder or session.sqlite of the session to compare with.
+        b: the same of the other; None: the newest.
+        run_a: id or name of one run of `a` (default: the newest).
+        run_b: the same of `b`.
+        out: folder of sessions (default: as in the settings).
+        least_pct: smallest difference of times, in % of a step of `a`, that is called one (default: 5).
+
+    Raises:
+        SessionError: there is no such session.
+        SessionFileError: one cannot be read.
+        QueryError: there is no such run.
+    """
+    settings = Settings.load(out=None if out is None else os.fspath(out))
+    one, other = (stored_side(name, run, settings) for name, run in ((a, run_a), (b, run_b)))
+    return compared(one, other, limits_of(least_pct))
+
+
+def stored_side(name: str | os.PathLike[str] | None, run: str | None, settings: Settings) -> Known:
+    """Return what the files of a session answer. Raises as `compare`."""
+    folder = session.find(None if name is None else os.fspath(name), settings.out)
+    answers = Answers(folder, settings.thresholds)
+    try:
+        with legible(folder):
+            return ask_side(answers.reply, run)
+    finally:
+        answers.close()
+
+
+def limits_of(least_pct: float | None) -> CompareLimits:
+    """Return the limits with another smallest difference of times, in %."""
+    return COMPARE if least_pct is None else msgspec.structs.replace(COMPARE, least=least_pct / 100)
+
+
+def ask_side(send: Callable[[bytes], bytes], run: str | None = None) -> Known:
+    """Return what `send` answers about one session. Raises as `query.ask`."""
+    status, ranks, verdict = query.ask(send, [query.Status(), query.Ranks(run), query.Verdict(run)])
+    times = _read(send, run, live=status.get("status", "running") == "running")
+    memory = query.ask_one(send, memory_question(ranks))
+    return known(
+        status,
+        run or status["run"],
+        times,
+        verdict,
+        ranks,
+        query.ask_one(send, query.StepSample(run)),
+        memory,
+    )
+
+
+def _read(send: Callable[[bytes], bytes], run: str | None, live: bool) -> StepTimes:
+    """Return the numbers of a run once all of it has been read: of a long one, a slice at each question."""
+    before = None
+    while True:
+        times = query.ask_one(send, query.Times(run, True))
+        if times["whole"] or (live and times["version"] == before):
+            return times
+        before = times["version"]
+
+
+def memory_question(ranks: Mapping[int, RankProcess]) -> query.MemorySamples:
+    """Return the question about the memory of all ranks, over all of the run."""
+    last = max(_LEAST_SAMPLES, min(_SAMPLES, _ALL_SAMPLES // max(1, len(ranks))))
+    return query.MemorySamples(tuple(process.id for process in ranks.values()), last, first_ns=1)
+
+
+def known(
+    status: Mapping[str, Any],
+    run: str | None,
+    times: StepTimes,
+    verdict: Mapping[str, Any] | None,
+    ranks: Mapping[int, RankProcess],
+    sample: StepSample,
+    memory: Sequence[tuple[int, wire.MemorySample]],
+) -> Known:
+    """Return what is compared of the answers about one session."""
+    strategies = {process.strategy for process in ranks.values() if process.strategy}
+    side = Side(
+        session=status.get("session"),
+        run=run,
+        status=status.get("status"),
+        exit_code=status.get("exit_code"),
+        command=status.get("command"),
+        launcher=status.get("launcher"),
+        strategy=", ".join(sorted(strategies)) or None,
+        world_size=sample["world"] or None,
+        first_step=sample["first"],
+        last_step=sample["last"],
+        verdict=named(verdict) if verdict else None,
+    )
+    of = {process.id: rank for rank, process in ranks.items()}
+    series = {what: _series(memory, field, of, sample["first"]) for what, field in _MEMORY.items()}
+    return Known(side, times, verdict or {}, sample, series)
+
+
+def _series(
+    samples: Sequence[tuple[int, wire.MemorySample]],
+    field: str,
+    rank_of: Mapping[int, int],
+    first: int | None,
+) -> list[MemorySeries]:
+    """Return what was measured of each rank and device from step `first` on; none of what is not known."""
+    found: dict[tuple[int, int | None], list[int]] = {}
+    for process, sample in samples:
+        value, step = getattr(sample, field), sample.step
+        if value is not None and process in rank_of and (step is None or step >= (first or 0)):
+            found.setdefault((rank_of[process], sample.device), []).append(value)
+    return [MemorySeries(rank=rank, samples=np.array(own, float)) for (rank, _), own in found.items()]
+
+
+def compared(a: Known, b: Known, limits: CompareLimits = COMPARE) -> Comparison:
+    """Return how session `b` differs from `a`."""
+    verdict, steps = compare_steps(a.sample, b.sample, limits)
+    memory = [
+        compare_memory(what, a.memory[what], b.memory[what], limits)
+        for what in _MEMORY
+        if a.memory[what] or b.memory[what]
     ]
-    rows += [(f"exposed {name}", "ms", 1, stages[0].get(name), stages[1].get(name)) for name in STAGES]
-    least = {"ms": ALIKE_PCT / 100 * (_number(_known(a)[0].get("median_ms")) or 0.0)}
-    return [
-        _difference(what, unit, sign, _number(x), _number(y), least.get(unit, 0.0))
-        for what, unit, sign, x, y in rows
-    ]
+    facts = [fact(what, unit, of(a.times, a.verdict), of(b.times, b.verdict)) for what, unit, of in _FACTS]
+    by = verdict.by or Change(what="step", unit="ms")
+    return Comparison(
+        word=verdict.word,
+        headline=_headline(verdict, steps[0], limits),
+        where=_where(verdict),
+        a=a.side,
+        b=b.side,
+        change_pct=by.change_pct,
+        low_pct=by.low_pct,
+        high_pct=by.high_pct,
+        stage=verdict.stage,
+        ranks=[*verdict.ranks],
+        changes=[*steps, *memory, *facts],
+        cannot=_cannot(a, b, [*steps, *memory]),
+        notes=[*_notes(a, b, limits)],
+    )
 
 
-def _known(of: tuple[Any, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    return of[0] or {}, of[1] or {}
+def regressed(found: Comparison, percent: float) -> bool:
+    """Return whether a step of `b` is longer by `percent` or more."""
+    return found.word == "worse" and (found.change_pct or 0.0) >= percent
 
 
-def _difference(
-    what: str, unit: str, sign: int, a: float | None, b: float | None, least: float
-) -> Difference:
-    change, worse = None, None
-    if a and b is not None:
-        change = 100 * (b - a) / a
-        worse = None if abs(change) < ALIKE_PCT or abs(b - a) < least else change * sign > 0
-    return {"what": what, "unit": unit, "a": a, "b": b, "change_pct": change, "worse": worse}
+def to_json(found: Comparison) -> str:
+    """Return it as indented JSON with a line break at the end."""
+    return msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n"
+
+
+def interval(low: float | None, high: float | None, unit: str = "%") -> str:
+    """Return "+13.9 … +16.4 %"; "" where there is none."""
+    return "" if low is None or high is None else f"{signed(low)} … {signed(high)} {unit}"
+
+
+def signed(value: float | None) -> str:
+    """Return by how much something changed: "+15.2", "−0.3", "+132"."""
+    digits = 0 if value is not None and abs(value) >= 100 else 1
+    return text.number(value, digits, sign=True)
+
+
+def _headline(verdict: Verdict, step: Change, limits: CompareLimits) -> str:
+    by = verdict.by
+    if by is None:
+        return f"cannot be compared: {step.why}"
+    what = {"step": "a step", "median step": "the median step"}[by.what]
+    sizes = f"{text.ms(by.a)} → {text.ms(by.b)}"
+    share = f"{signed(by.change_pct)} % (95 %: {interval(by.low_pct, by.high_pct)})"
+    if by.word == "no difference":
+        return (
+            f"no difference: {what} took {sizes}, {share}; from {100 * limits.least:g} % on it is called one"
+        )
+    return f"{by.word}: {what} took {sizes}, {share}"
+
+
+def _where(verdict: Verdict) -> str:
+    """Return "`data` carries it: +3.6 ms a step (95 %: …) on rank 2 (node-0)."."""
+    if verdict.word in (None, "no difference"):
+        return ""
+    if verdict.stage is None:
+        return "No stage carries most of it."
+    own, exposed = verdict.ranks, verdict.exposed
+    if len(own) == verdict.of_ranks > 1:
+        return f"`{verdict.stage}` carries it: {_apart(exposed)} on all {len(own):,} ranks."
+    if own and verdict.of_ranks > 1:
+        node = f" ({own[0].node})" if len(own) == 1 else ""
+        on = text.ranks(each.rank for each in own) + node
+        return f"`{verdict.stage}` carries it: {_apart(own[0])} on {on}."
+    return f"`{verdict.stage}` carries it: {_apart(own[0] if own else exposed)}."
+
+
+def _apart(change: RankChange | Change | None) -> str:
+    """Return "+3.6 ms a step (95 %: +3.1 … +4.0 ms)"."""
+    if change is None:
+        return text.NA
+    return f"{signed(change.change)} ms a step (95 %: {interval(change.low, change.high, 'ms')})"
+
+
+def _cannot(a: Known, b: Known, changes: Sequence[Change]) -> list[str]:
+    """Return what cannot be compared, with the reason; what has the same reason together."""
+    by_reason: dict[str, list[str]] = {}
+    for each in changes:
+        if each.why:
+            by_reason.setdefault(each.why, []).append(each.what)
+    found = [f"{text.listed(names)}: {why}" for why, names in by_reason.items()]
+    if not any(each.memory[what] for each in (a, b) for what in _MEMORY):
+        found.append("memory: neither has samples of it")
+    elif not any(a.memory[what] or b.memory[what] for what in [*_MEMORY][1:]):
+        found.append("memory of devices: neither has one")
+    if a.sample["ranks"] != b.sample["ranks"]:
+        found.append(f"rank by rank: A has {_ranks(a)}, B {_ranks(b)}")
+    return found
+
+
+def _ranks(side: Known) -> str:
+    return text.ranks(side.sample["ranks"]) or "no rank"
+
+
+def _notes(a: Known, b: Known, limits: CompareLimits) -> list[str]:
+    found = []
+    sizes = a.sample["world"], b.sample["world"]
+    if sizes[0] != sizes[1] and all(sizes):
+        found.append(
+            f"A has {text.count(sizes[0], 'rank')}, B {sizes[1]:,}: with the same batch on each rank a step "
+            f"of B does {text.times(sizes[1] / sizes[0])} the work. More ranks have a larger skew by chance."
+        )
+    if a.side.strategy != b.side.strategy:
+        found.append(f"A is {a.side.strategy or text.NA}, B is {b.side.strategy or text.NA}.")
+    for name, own in (("A", a), ("B", b)):
+        found += _notes_of(name, own)
+    found.append(
+        "Intervals are of the steps of these two runs. What differs from run to run and lasts for all of one "
+        f"is in none, so times that differ by less than {100 * limits.least:g} % of a step of A are not "
+        "called different."
+    )
+    return found
+
+
+def _notes_of(name: str, own: Known) -> list[str]:
+    found = []
+    if own.side.status == "running":
+        found.append(f"{name} goes on: it is compared as it is now.")
+    elif own.side.status not in ("finished", "stopped", None):
+        found.append(f"{name} is {own.side.status}.")
+    if own.sample["per"] > 1:
+        found.append(
+            f"{name} has more steps than are kept one by one: {own.sample['columns']:,} means over "
+            f"{own.sample['per']:,} steps each are compared, and its median and p95 are of these."
+        )
+    return found

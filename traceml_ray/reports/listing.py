@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import stat
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 
 import msgspec
 
+from traceml_ray import text
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.session import DATABASE, holder, read_json
 from traceml_ray.store.schema import SessionFileError, legible
@@ -28,6 +30,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     status: str = UNFINISHED
     started_at: str | None = None
     ended_at: str | None = None
+    last_at: str | None = None
+    """Its end; of a session that was never finished, when a rank reported last."""
     launcher: str | None = None
     world_size: int | None = None
     steps: int | None = None
@@ -52,11 +56,31 @@ class _Summary(msgspec.Struct):
     verdict: Entry = Entry()
 
 
-def entries(out: str) -> list[Entry]:
-    """Return the sessions under `out`: those that run, then the newest first."""
+def entries(out: str, most: int | None = _MOST) -> list[Entry]:
+    """Return the sessions under `out`, the newest `most`: those that run, then the newest first."""
     files = sorted(Path(out).glob(f"*/{DATABASE}"), key=_changed_ns, reverse=True)
-    found = [_entry(path.parent) for path in files[:_MOST]]
+    found = [_entry(path.parent) for path in files[:most]]
     return sorted(found, key=lambda entry: entry.status != "running")
+
+
+def found_in(entry: Entry) -> str:
+    """Return what was found in a session in a few words: "straggler: rank 5 in data"."""
+    where = [] if entry.rank is None else [f"rank {entry.rank}"]
+    where += [f"in {text.words(entry.stage)}"] if entry.stage else []
+    return text.words(entry.label or text.NA) + (": " if where else "") + " ".join(where)
+
+
+def size_of(folder: Path) -> int:
+    """Return how many bytes all files of a session take, as far as they can be looked at."""
+    return sum(_size(path) for path in folder.rglob("*"))
+
+
+def _size(path: Path) -> int:
+    try:
+        found = path.lstat()
+    except OSError:
+        return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
 
 def names(out: str) -> set[str]:
@@ -86,7 +110,7 @@ def _summed_up(path: Path, _changed_ns: int) -> Entry | None:
         return None
     steps = {"steps": read.steps.count, "median_ms": read.steps.median_ms}
     verdict = {name: getattr(read.verdict, name) for name in _OF_VERDICT}
-    return msgspec.structs.replace(read.session, **steps, **verdict)
+    return msgspec.structs.replace(read.session, last_at=read.session.ended_at, **steps, **verdict)
 
 
 @lru_cache(2 * _MOST)
@@ -97,8 +121,10 @@ def _from_file(path: Path, _changed_ns: int) -> Entry:
             meta, ranks = file.meta(), file.ranks()
             found, _ = file.verdicts()
             steps = [rank.last_step + 1 for rank in ranks.values() if rank.last_step is not None]
+            seen = max((rank.last_seen_ns for rank in ranks.values()), default=None)
             return msgspec.structs.replace(
                 msgspec.convert(found[-1], Entry) if found else Entry(),
+                last_at=moment(meta.get("ended_at") or seen or meta.get("started_at")),
                 status=meta.get("status", "running"),
                 launcher=meta.get("launcher"),
                 world_size=meta.get("world_size") or len(ranks) or None,

@@ -7,6 +7,7 @@ from typing import Any
 
 from traceml_ray.analysis import step_numbers
 from traceml_ray.analysis.kept_steps import ALL, Between
+from traceml_ray.analysis.step_sample import sampled
 from traceml_ray.store import query
 from traceml_ray.store.histories import RunSteps
 from traceml_ray.store.query import Request
@@ -50,6 +51,7 @@ OF_STEPS: dict[type[Request[Any]], Callable[[RunSteps, Any, bool], dict[str, Any
     query.RankSteps: lambda of, asked, *_: step_numbers.of_rank(
         of.history, asked.rank, asked.most, _between(asked, asked.first is asked.last is None)
     ),
+    query.StepSample: lambda of, *_: sampled(of.history, of.world),
     query.RankTimes: lambda of, _, whole: step_numbers.rank_times(of.history, whole),
     query.Cell: lambda of, asked, *_: step_numbers.cell(
         of.history, asked.rank, asked.first, asked.last, of.world

@@ -208,6 +208,10 @@ class RankTimes(OfRun[step_shapes.RankTimes], frozen=True):
     whole: bool | None = None
 
 
+class StepSample(OfRun[step_shapes.StepSample], frozen=True):
+    """What a step takes, and how far that would differ by chance: what two runs are compared by."""
+
+
 class Step(OfRun[step_shapes.OneStep], frozen=True):
     """One step of all ranks."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -107,6 +107,20 @@ class SessionFile(SampleReader, StepReader, OutputReader):
             if s.id in columns
         ]
         return found, top
+
+    def chunks(self) -> Iterator[tuple[Any, ...]]:
+        """Yield (process, first row, keys, flags, rows, host rows, leads) of each batch, as they came."""
+        yield from self._iterate(
+            "SELECT process, first_row, keys, flags, rows, host_rows, leads FROM chunk ORDER BY id"
+        )
+
+    def table(self, name: str, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+        """Yield these columns of a table of `schema`, in order of arrival."""
+        yield from self._iterate(f"SELECT {', '.join(columns)} FROM {name} ORDER BY rowid")
+
+    def last_chunk(self) -> int:
+        """Return the cursor of the newest batch, see `rows`."""
+        return self._top("chunk")
 
     def newest_chunks(self, rows: int) -> int:
         """Return how many of the newest batches, of whatever run, hold about so many rows."""

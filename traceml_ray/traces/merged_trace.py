@@ -8,8 +8,6 @@ other, then all of it. A rank becomes a process for its threads, one for each de
 from __future__ import annotations
 
 import contextlib
-import gzip
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,12 +22,12 @@ from traceml_ray import __version__, text
 from traceml_ray.store.profiles import Profile
 from traceml_ray.traces.chrome import ChromeTrace, TraceError
 from traceml_ray.traces.collectives import Collective, Part, Parts, apart
+from traceml_ray.traces.event_file import write_events
 from traceml_ray.traces.rpc_calls import Calls
 from traceml_ray.traces.sources import Source
 from traceml_ray.traces.step_rows import intervals
 from traceml_ray.traces.trace import Trace, as_text, read_trace
 
-_LEVEL = 4
 _KINDS = frozenset("XBEiICbnestfNODv")
 """Of events that are passed on; what processes and threads are called is written anew."""
 _IDS = frozenset({"id", "bind_id"})
@@ -41,7 +39,6 @@ _NAMED = 1 << 30
 _OUR_IDS = 1 << 48
 _MOST_THREADS = 100_000
 _LATEST_US = 1 << 51
-_AT_ONCE = 1000
 _BOUND: dict[str, dict[str, str]] = {"s": {}, "f": {"bp": "e"}}
 
 
@@ -196,15 +193,7 @@ class _Merge:
             "baseTimeNanoseconds": self._base_ns,
             "traceml_ray": self.merged,
         }
-        with gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as packed:
-            packed.write(msgspec.json.encode(header)[:-1] + b',"traceEvents":[\n')
-            pieces, before = list[bytes](), b""
-            for event in self._events():
-                pieces.append(_encoded(event))
-                if len(pieces) == _AT_ONCE:
-                    packed.write(before + b",\n".join(pieces))
-                    pieces, before = [], b",\n"
-            packed.write((before if pieces else b"") + b",\n".join(pieces) + b"\n]}\n")
+        write_events(file, header, self._events())
 
     def _events(self) -> Iterator[dict[str, Any]]:
         for rank in self._ranks:
@@ -342,11 +331,3 @@ def _processes_named(rank: _Rank) -> Iterator[dict[str, Any]]:
     for (process, thread), tid in rank.tids.items():
         args = {"name": rank.names.get((process, thread)) or thread or "others"}
         yield {"ph": "M", "name": "thread_name", "pid": rank.pids[process], "tid": tid, "ts": 0, "args": args}
-
-
-def _encoded(event: dict[str, Any]) -> bytes:
-    try:
-        return msgspec.json.encode(event)
-    except (ValueError, RecursionError):  # half a character, or nested as no trace of torch is
-        name = as_text(event.get("name"))
-        return json.dumps({**event, "name": name, "cat": as_text(event.get("cat")), "args": {}}).encode()

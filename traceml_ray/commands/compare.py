@@ -1,0 +1,71 @@
+"""The command `traceml-ray compare`: two sessions, and whether the second is worse."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from typing import Any
+
+from traceml_ray import progress
+from traceml_ray.commands.completion import names_of_sessions
+from traceml_ray.text import one_line
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the options of `traceml-ray compare`."""
+    about = "session to compare with: name, folder or session.sqlite"
+    both: list[Any] = [
+        command.add_argument("a", metavar="A", help=about),
+        command.add_argument(
+            "b", nargs="?", metavar="B", help="session that is judged (default: the newest under --out)"
+        ),
+    ]
+    for each in both:
+        each.completer = names_of_sessions
+    for side in "ab":
+        command.add_argument(
+            f"--run-{side}", metavar="RUN", help=f"run of {side.upper()} (default: the newest)"
+        )
+    command.add_argument("--json", action="store_true", help="print data instead of text")
+    command.add_argument(
+        "--fail-on-regression",
+        type=percent,
+        metavar="5%",
+        help="exit with 3 where a step of B is longer by so much or more; with 1 where that cannot be said",
+    )
+
+
+def percent(given: str) -> float:
+    """Return "5%" or "5" as 5.0. Raises ArgumentTypeError."""
+    try:
+        value = float(given.removesuffix("%"))
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1000:
+        raise argparse.ArgumentTypeError(f"{one_line(given)} is no percentage above 0, as 5%")
+    return value
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print how B differs from A; return the exit code."""
+    from traceml_ray.reports.comparison import DEFAULT_PCT, compare, regressed, to_json
+    from traceml_ray.reports.comparison_text import render_comparison
+
+    gate = arguments.fail_on_regression
+    with progress.shown("compare"):
+        found = compare(
+            arguments.a,
+            arguments.b,
+            run_a=arguments.run_a,
+            run_b=arguments.run_b,
+            out=arguments.out,
+            least_pct=None if gate is None else min(gate, DEFAULT_PCT),
+        )
+    print(to_json(found) if arguments.json else render_comparison(found), end="")
+    if gate is None:
+        return 0
+    if found.word is None:
+        print(f"traceml-ray: {one_line(found.headline)}", file=sys.stderr)
+        return 1
+    return 3 if regressed(found, gate) else 0

@@ -1,0 +1,46 @@
+"""Completion in a shell, by argcomplete: `eval "$(traceml-ray completion bash)"`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+SHELLS = ("bash", "zsh", "fish")
+_ASKED = "_ARGCOMPLETE"
+"""In the environment when a shell asks what may come next."""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the options of `traceml-ray completion`."""
+    command.add_argument("shell", choices=SHELLS, help="which shell the script is for")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what a shell evaluates at its start; return the exit code."""
+    try:
+        from argcomplete.shell_integration import shellcode
+    except ImportError:
+        missing = "completion needs argcomplete: pip install 'traceml-ray[completion]'"
+        print(f"traceml-ray: {missing}", file=sys.stderr)
+        return 1
+    print(shellcode(["traceml-ray"], shell=arguments.shell))
+    return 0
+
+
+def complete(parser: argparse.ArgumentParser) -> None:
+    """Answer the shell and end the process, where it is the shell that asks."""
+    if _ASKED not in os.environ:
+        return
+    from argcomplete import autocomplete
+
+    autocomplete(parser)
+
+
+def names_of_sessions(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
+    """Return the sessions whose names begin so, for argcomplete."""
+    from traceml_ray.reports.listing import names
+    from traceml_ray.settings import Settings
+
+    out = Settings.load(out=getattr(parsed_args, "out", None)).out
+    return sorted(name for name in names(out) if name.startswith(prefix))

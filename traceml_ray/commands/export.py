@@ -1,0 +1,73 @@
+"""The command `traceml-ray export`: a session as parquet, CSV, or one trace for Perfetto."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from traceml_ray import progress, text
+from traceml_ray.text import one_line
+
+FORMATS = ("parquet", "csv", "perfetto")
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the options of `traceml-ray export`."""
+    command.add_argument(
+        "--format",
+        choices=FORMATS,
+        required=True,
+        help="parquet (needs pyarrow) or csv: a folder with a file for each table; perfetto: one trace, with "
+        "a track for each rank and stage, on one clock",
+    )
+    command.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="PATH",
+        help="folder or trace to write (default: SESSION-FORMAT here)",
+    )
+    command.add_argument(
+        "--ranks", default="all", metavar="0,4-7", help="of whom there are steps (default: all)"
+    )
+    command.add_argument(
+        "--steps", type=steps, default=(0, 1 << 62), metavar="100-200", help="which steps (default: all)"
+    )
+    command.add_argument("--run", help="of the trace: id or name of one run (default: the newest)")
+
+
+def steps(given: str) -> tuple[int, int]:
+    """Return "100-200" as both ends. Raises ArgumentTypeError."""
+    first, dash, last = given.partition("-")
+    ends = first, last if dash else first
+    if not all(end.isdecimal() and len(end) < 16 for end in ends) or int(ends[0]) > int(ends[1]):
+        raise argparse.ArgumentTypeError(f"{one_line(given)} is no range of steps, as 100-200")
+    return int(ends[0]), int(ends[1])
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the files; return the exit code."""
+    from traceml_ray import session
+    from traceml_ray.exports.files import TRACE_SUFFIX, ExportError, export
+    from traceml_ray.exports.tables import Chosen
+    from traceml_ray.rank_filter import RankFilterError, rank_filter
+    from traceml_ray.settings import Settings
+
+    folder = session.find(arguments.session, Settings.load(out=arguments.out).out)
+    kind, name = arguments.format, folder.absolute().name
+    out = arguments.output or Path(f"{name}{TRACE_SUFFIX}" if kind == "perfetto" else f"{name}-{kind}")
+    try:
+        chosen = Chosen(rank_filter(arguments.ranks), *arguments.steps)
+        with progress.shown(f"export of {name}"):
+            files = export(folder, kind, out, chosen, arguments.run)
+    except RankFilterError as error:
+        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        return 2
+    except ExportError as error:
+        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        return 1
+    size = text.size(sum(path.stat().st_size for path in files))
+    what = "open it at https://ui.perfetto.dev" if kind == "perfetto" else text.count(len(files), "file")
+    print(f"{out}: {size}, {what}")
+    return 0

@@ -1,0 +1,60 @@
+"""What `--help` of a subcommand ends with: examples, and the exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 failed; 2 bad input (with one line on stderr); 3 there is a finding that was "
+    "asked for (analyze --fail-on, compare --fail-on-regression). run: that of the command."
+)
+_ANALYZED = "Exit code 2 also where only some of the files cannot be used: the others are analyzed."
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "run": (
+        "traceml-ray run -- accelerate launch train.py",
+        "traceml-ray run --session lr3 -- mpirun -np 4 python train.py",
+    ),
+    "report": ("traceml-ray report", "traceml-ray report lr3 --json | jq .verdict"),
+    "status": ("traceml-ray status lr3",),
+    "top": ("traceml-ray top", "traceml-ray top lr3 --interval 5"),
+    "dashboard": ("traceml-ray dashboard", "traceml-ray dashboard lr3 --port 0"),
+    "bundles": ("traceml-ray bundles lr3",),
+    "dump": ("traceml-ray dump",),
+    "profile": (
+        "traceml-ray profile --ranks 0,5 --steps 3",
+        "traceml-ray profile --diff 5,median --stage forward",
+    ),
+    "stop": ("traceml-ray stop lr3",),
+    "analyze": (
+        "traceml-ray analyze traceml-sessions/lr3",
+        "traceml-ray analyze rank*.json --fail-on critical",
+    ),
+    "compare": ("traceml-ray compare before after", "traceml-ray compare good --fail-on-regression 5%"),
+    "sessions": ("traceml-ray sessions", "traceml-ray sessions --prune --older-than 30d --keep 20"),
+    "export": (
+        "traceml-ray export lr3 --format parquet",
+        "traceml-ray export lr3 --format perfetto --steps 100-200",
+    ),
+    "completion": ('eval "$(traceml-ray completion bash)"', "traceml-ray completion fish | source"),
+}
+"""By subcommand."""
+
+
+class Formatter(argparse.HelpFormatter):
+    """Wraps paragraphs, and leaves lines alone that begin with a space: they are examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        parts = (
+            part if part.startswith(" ") else textwrap.fill(part, width, break_on_hyphens=False)
+            for part in text.split("\n")
+        )
+        return "\n".join(parts)
+
+
+def ending(name: str) -> str:
+    """Return what stands at the end of the help of a subcommand."""
+    examples = EXAMPLES.get(name, ())
+    parts = ["Examples:" if len(examples) > 1 else "Example:", *(f"  {line}" for line in examples), ""]
+    more = [_ANALYZED] if name == "analyze" else []
+    return "\n".join([*(parts if examples else []), *more, EXIT_CODES])

@@ -1,0 +1,109 @@
+"""The command `traceml-ray sessions`: lists the sessions of a folder, and removes old ones."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from traceml_ray import progress
+from traceml_ray.text import one_line
+
+if TYPE_CHECKING:
+    from traceml_ray.reports.session_list import Listed
+
+_SECONDS = {"min": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_AGE = re.compile(r"(\d{1,6})\s*(min|h|d|w)", re.ASCII)
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the options of `traceml-ray sessions`."""
+    command.add_argument("--json", action="store_true", help="print data instead of text")
+    prune = command.add_argument_group(
+        "removing old sessions", "Shown only, until --yes is given. A session that runs is never removed."
+    )
+    prune.add_argument(
+        "--prune", action="store_true", help="show the sessions that can go; needs one of these:"
+    )
+    prune.add_argument(
+        "--older-than", type=age, metavar="30d", help="only those over for so long (min, h, d, w)"
+    )
+    prune.add_argument(
+        "--keep", type=number, metavar="20", help="keep the newest so many, whatever their age"
+    )
+    prune.add_argument("--yes", action="store_true", help="remove them")
+
+
+def age(given: str) -> float:
+    """Return "30d" in seconds. Raises ArgumentTypeError."""
+    found = _AGE.fullmatch(given.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{one_line(given)} is no age, as 45min, 12h, 30d or 4w")
+    return float(int(found[1]) * _SECONDS[found[2]])
+
+
+def number(given: str) -> int:
+    """Return "20" as 20. Raises ArgumentTypeError."""
+    if not (given.isdecimal() and len(given) < 10):
+        raise argparse.ArgumentTypeError(f"{one_line(given)} is no number of sessions")
+    return int(given)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the sessions, or those that can go, and remove these where that is asked for."""
+    from traceml_ray.reports.session_list import listed, render_sessions, to_json, total
+    from traceml_ray.settings import Settings
+
+    limits = arguments.older_than, arguments.keep
+    if not arguments.prune and (arguments.yes or limits != (None, None)):
+        return _refused("--older-than, --keep and --yes are of --prune")
+    if arguments.prune and limits == (None, None):
+        return _refused("--prune needs --older-than or --keep (or both)")
+    out = Settings.load(out=arguments.out).out
+    with progress.shown("sessions"):
+        found = listed(out, time.time_ns())
+    if arguments.prune:
+        return _prune(found, arguments, out)
+    title = f"{total(found)} in {Path(out).absolute()}"
+    print(to_json(found) if arguments.json else render_sessions(found, title), end="")
+    return 0
+
+
+def _prune(found: list[Listed], arguments: argparse.Namespace, out: str) -> int:
+    from traceml_ray.reports.session_list import render_sessions, to_go, to_json, total
+
+    chosen = to_go(found, arguments.older_than, arguments.keep)
+    what = "Removing" if arguments.yes else "To be removed:"
+    stay = total([each for each in found if each not in chosen])
+    title = f"{what} {total(chosen)}; {stay} stay in {Path(out).absolute()}"
+    print(to_json(found, chosen) if arguments.json else render_sessions(chosen, title), end="")
+    if not arguments.yes:
+        if chosen and not arguments.json:
+            print("\nNothing was removed; the same with --yes removes them.")
+        return 0
+    with progress.shown("removing sessions") as show:
+        return max([0, *(_remove(one, show, at / len(chosen)) for at, one in enumerate(chosen))])
+
+
+def _remove(one: Listed, show: progress.Progress, share: float) -> int:
+    """Remove a session; return the exit code."""
+    from traceml_ray import session
+
+    show(f"removing {one.name}", share)
+    try:
+        left = session.remove(Path(one.path))
+    except (session.SessionError, OSError) as error:
+        print(f"traceml-ray: {one_line(error)}", file=sys.stderr)
+        return 1
+    if left:
+        names = one_line(", ".join(left[:5]))
+        print(f"traceml-ray: {one.path}: left there, as it is not of the monitor: {names}", file=sys.stderr)
+    return 0
+
+
+def _refused(why: str) -> int:
+    print(f"traceml-ray sessions: {why}", file=sys.stderr)
+    return 2

@@ -1,0 +1,121 @@
+"""Writes a session as parquet, as CSV, or as one trace: each file appears when it is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from traceml_ray import progress
+from traceml_ray.exports.step_trace import write_step_trace
+from traceml_ray.exports.tables import TABLES, Batch, Chosen, Table
+from traceml_ray.session import DATABASE
+from traceml_ray.store.query import QueryError
+from traceml_ray.store.runs import run_names
+from traceml_ray.store.schema import legible
+from traceml_ray.store.session_file import SessionFile
+
+FORMATS = ("parquet", "csv", "perfetto")
+TRACE_SUFFIX = ".perfetto.json.gz"
+
+
+class ExportError(RuntimeError):
+    """A session that cannot be exported so; the message says why, and what to do."""
+
+
+def export(
+    folder: Path,
+    kind: str,
+    out: Path,
+    chosen: Chosen,
+    run: str | None = None,
+) -> list[Path]:
+    """
+    Write the session in `folder` as it is now; return the files.
+
+    Args:
+        folder: of the session.
+        kind: one of `FORMATS`.
+        out: folder of the tables, made where there is none, or the trace; files of that name are replaced.
+        chosen: which ranks and steps; of tables other than `steps` there is all.
+        run: of the trace, its id or name; None: the newest.
+
+    Raises:
+        ExportError: what is needed for it is not installed, or there is no step.
+        SessionFileError: the session file cannot be read.
+        QueryError: there is no such run.
+        OSError: it cannot be written.
+    """
+    path = folder / DATABASE
+    with SessionFile(path) as whole, legible(path), whole.at_one_moment():
+        session = whole.of(_run_id(whole, run))
+        if kind == "perfetto":
+            with _whole(out) as temporary:
+                if not write_step_trace(session, temporary, chosen):
+                    raise ExportError(f"{path}: there is no step to be drawn")
+            return [out]
+        write = {"parquet": _parquet, "csv": _csv}[kind]()
+        out.mkdir(parents=True, exist_ok=True)
+        files = []
+        for at, (name, table) in enumerate(TABLES.items()):
+            progress.advance(f"writing {name}.{kind}", at / len(TABLES))
+            files.append(out / f"{name}.{kind}")
+            with _whole(files[-1]) as temporary:
+                write(temporary, table, table.batches(session, chosen))
+        return files
+
+
+def _run_id(session: SessionFile, name: str | None) -> str | None:
+    names = run_names(session.processes(), session.meta())
+    found = [run for run, known in names.items() if name in (run, known)]
+    if name is not None and not found:
+        raise QueryError(f"there is no run {name!r} in {session.path}")
+    return found[-1] if found else None
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """Give another name to write to; the file gets the name `path` when it is whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _csv() -> Callable[[Path, Table, Iterator[Batch]], None]:
+    def write(path: Path, table: Table, batches: Iterator[Batch]) -> None:
+        with path.open("w", newline="", errors="replace") as file:
+            rows = csv.writer(file)
+            rows.writerow(table.columns)
+            for batch in batches:
+                rows.writerows(zip(*(batch[name] for name in table.columns), strict=True))
+
+    return write
+
+
+def _parquet() -> Callable[[Path, Table, Iterator[Batch]], None]:
+    """Return what writes a table. Raises ExportError where pyarrow is not installed."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ExportError(f"parquet needs pyarrow (pip install pyarrow): {error}") from None
+    kinds: dict[str, Any] = {
+        "integer": pyarrow.int64(),
+        "real": pyarrow.float64(),
+        "text": pyarrow.string(),
+    }
+
+    def write(path: Path, table: Table, batches: Iterator[Batch]) -> None:
+        schema = pyarrow.schema([(name, kinds[kind]) for name, kind in table.columns.items()])
+        with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
+            for batch in batches:
+                columns = [pyarrow.array(batch[field.name], field.type) for field in schema]
+                writer.write_batch(pyarrow.record_batch(columns, schema=schema))
+
+    return write

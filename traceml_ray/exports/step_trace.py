@@ -1,0 +1,208 @@
+"""
+The steps of a run as a trace for Perfetto: a process for each rank, a track for each of its stages.
+
+Rows are durations on the clock of each rank. They are put on one axis by what all ranks have in common: they
+leave the exchange of a step together, so how far two ranks' clocks are apart is known at every step, and no
+clocks of nodes are compared. Where ranks have no step in common, each is placed by when its last rows came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from traceml_ray import __version__, progress
+from traceml_ray.analysis.row_layout import begins
+from traceml_ray.analysis.window import Int64, RankRows
+from traceml_ray.exports.tables import Chosen
+from traceml_ray.stages import N_STAGES, SEGMENT_BITS, STAGES
+from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.session_file import SessionFile
+from traceml_ray.traces.event_file import Event, write_events
+
+_CHUNKS = 4096
+"""Batches that are read at a time."""
+_MOST_EDGES = 1 << 18
+"""Ends of steps that are kept to compare ranks by, of all ranks together."""
+_SMOOTHED = 21
+"""So many ends in a row have their median taken: a rank may leave an exchange late now and then."""
+
+
+@dataclass
+class _Line:
+    """The rows of a rank, one after the other from 0 on."""
+
+    rank: int
+    node: str
+    length_ns: int = 0
+    edges: dict[int, int] = field(default_factory=dict)
+    """When steps were over, by their number."""
+    first: int | None = None
+    steps: Int64 = field(default_factory=lambda: np.zeros(1, np.int64))
+    offsets: Int64 = field(default_factory=lambda: np.zeros(1, np.int64))
+    """What is added to its times, at these steps, to have them on the axis of all ranks."""
+    alone: bool = False
+    """There is no step to compare it by."""
+
+
+def write_step_trace(session: SessionFile, path: Path, chosen: Chosen) -> bool:
+    """
+    Write the steps of the run that `session` reads; return whether there are any. Raises `SessionFileError`,
+    OSError.
+    """
+    lines = _Lines(session, chosen)
+    for found, share in _slices(session):
+        lines.add(found)
+        progress.advance("reading steps", share / 2)
+    if not lines.place(session.ranks()):
+        return False
+    header = {
+        "schemaVersion": 1,
+        "displayTimeUnit": "ms",
+        "traceml_ray": {"version": __version__, "run": session.run_id(), "notes": lines.notes()},
+    }
+    events = _events(lines, session)
+    with path.open("wb") as file:
+        write_events(file, header, events)
+    return True
+
+
+def _slices(session: SessionFile) -> Iterator[tuple[list[RankRows], float]]:
+    """Yield the rows of the run a slice at a time, and which share of them that was."""
+    cursor, top = 0, max(1, session.last_chunk())
+    while True:
+        found, after = session.rows(since=cursor, most=_CHUNKS)
+        if after == cursor:
+            return
+        cursor = after
+        yield found, cursor / top
+
+
+class _Lines:
+    """The lines of the chosen ranks, by rank."""
+
+    def __init__(self, session: SessionFile, chosen: Chosen) -> None:
+        self.chosen = chosen
+        self.of: dict[int, _Line] = {}
+        self._every, self._edges, self.start_ns = 1, 0, 0
+
+    def add(self, found: list[RankRows]) -> None:
+        """Take the next rows of some ranks, and note when steps were over."""
+        for own in found:
+            if own.rank not in self.chosen.ranks:
+                continue
+            line = self.of.setdefault(own.rank, _Line(own.rank, own.node))
+            steps = own.keys >> SEGMENT_BITS
+            ends = line.length_ns + np.cumsum(own.rows[:, :N_STAGES].sum(axis=1))
+            line.first = int(steps[0]) if line.first is None else line.first
+            line.length_ns = int(ends[-1])
+            at = np.flatnonzero(steps % self._every == 0)
+            before = len(line.edges)
+            line.edges.update(zip(steps[at].tolist(), ends[at].tolist(), strict=True))
+            self._edges += len(line.edges) - before
+        while self._edges > _MOST_EDGES and self._every < 1 << 40:
+            self._thin()
+
+    def _thin(self) -> None:
+        self._every *= 2
+        for line in self.of.values():
+            line.edges = {step: end for step, end in line.edges.items() if step % self._every == 0}
+        self._edges = sum(len(line.edges) for line in self.of.values())
+
+    def place(self, ranks: dict[int, RankProcess]) -> bool:
+        """Learn where on one axis each rank is; False where there is none."""
+        if not self.of:
+            return False
+        known = max(self.of.values(), key=lambda line: (len(line.edges), -line.rank))
+        for line in self.of.values():
+            self._compare(line, known, ranks)
+        self.start_ns = min(int(line.offsets[0]) for line in self.of.values())
+        return True
+
+    def _compare(self, line: _Line, known: _Line, ranks: dict[int, RankProcess]) -> None:
+        common = np.array(sorted(line.edges.keys() & known.edges.keys()), np.int64)
+        if len(common):
+            apart = np.array([known.edges[step] - line.edges[step] for step in common.tolist()])
+            line.steps, line.offsets = common, _smoothed(apart)
+            return
+        came = [ranks[each.rank].last_rows_ns or 0 for each in (line, known)]
+        line.alone = True
+        line.offsets = np.array([came[0] - came[1] + known.length_ns - line.length_ns])
+
+    def notes(self) -> list[str]:
+        """Return sentences about the axis."""
+        found = ["Ranks are placed so that they leave each exchange together; clocks are not compared."]
+        alone = [line.rank for line in self.of.values() if line.alone]
+        if alone:
+            found.append(f"Ranks {alone} have no step in common with others: placed by when their rows came.")
+        return found
+
+
+def _smoothed(values: Int64) -> Int64:
+    """Return the running median of values (n,)."""
+    half = min(_SMOOTHED // 2, (len(values) - 1) // 2)
+    around = np.pad(values, half, mode="edge")
+    windows = np.lib.stride_tricks.sliding_window_view(around, 2 * half + 1)
+    found: Int64 = np.rint(np.median(windows, axis=1)).astype(np.int64)
+    return found
+
+
+def _events(lines: _Lines, session: SessionFile) -> Iterator[Event]:
+    for line in sorted(lines.of.values(), key=lambda each: each.rank):
+        yield from _names(line)
+    length = dict.fromkeys(lines.of, 0)
+    before = dict.fromkeys(lines.of, -(1 << 62))
+    for found, share in _slices(session):
+        for own in found:
+            if own.rank in lines.of:
+                yield from _slices_of(lines, own, length, before)
+        progress.advance("writing the trace", (1 + share) / 2)
+
+
+def _slices_of(
+    lines: _Lines, own: RankRows, length: dict[int, int], before: dict[int, int]
+) -> Iterator[Event]:
+    """Yield the stages of some rows; `length` and `before` are where the rank's rows, and slices, ended."""
+    line, rows = lines.of[own.rank], own.rows[:, :N_STAGES]
+    steps = own.keys >> SEGMENT_BITS
+    starts = length[own.rank] + np.cumsum(rows.sum(axis=1)) - rows.sum(axis=1)
+    length[own.rank] += int(rows.sum())
+    moved = np.interp(steps, line.steps, line.offsets - line.offsets[0]).astype(np.int64) + line.offsets[0]
+    edges = (starts + moved - lines.start_ns)[:, None] + begins(rows)
+    ends = edges + rows
+    for at in np.flatnonzero((steps >= lines.chosen.first) & (steps <= lines.chosen.last)).tolist():
+        step = int(steps[at])
+        for stage, name in enumerate(STAGES):
+            begin = max(int(edges[at, stage]), before[own.rank])
+            end = int(ends[at, stage])
+            if end > begin:
+                before[own.rank] = end
+                yield _slice(own.rank, stage, name, begin, end, step)
+
+
+def _slice(rank: int, stage: int, name: str, begin_ns: int, end_ns: int, step: int) -> Event:
+    times = {"ts": begin_ns / 1000, "dur": (end_ns - begin_ns) / 1000}
+    lane = {"pid": rank + 1, "tid": _track(rank, stage)}
+    return {"ph": "X", "cat": "stage", "name": name, **lane, **times, "args": {"step": step}}
+
+
+def _track(rank: int, stage: int) -> int:
+    """Return the number of a track; threads of all processes have different ones."""
+    return (rank + 1) * 10 + stage
+
+
+def _names(line: _Line) -> Iterator[Event]:
+    """Yield what a rank and its tracks are called, and their order."""
+
+    def named(key: str, tid: int, **args: Any) -> Event:
+        return {"ph": "M", "name": key, "pid": line.rank + 1, "tid": tid, "ts": 0, "args": args}
+
+    yield named("process_name", 0, name=f"rank {line.rank} ({line.node})")
+    yield named("process_sort_index", 0, sort_index=line.rank)
+    for stage, name in enumerate(STAGES):
+        yield named("thread_name", _track(line.rank, stage), name=name)
+        yield named("thread_sort_index", _track(line.rank, stage), sort_index=stage)

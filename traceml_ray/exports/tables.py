@@ -1,0 +1,184 @@
+"""
+The tables of a session as columns of plain values, a batch at a time: what is written as parquet and CSV.
+
+They are those of `store.schema`, with two differences: `steps` has the rows of all ranks one by one, and
+`ranks` is the table of rank processes. Text that is JSON in the file stays JSON. What is not known is None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from traceml_ray import wire
+from traceml_ray.identity import RankIdentity
+from traceml_ray.rank_filter import RankFilter
+from traceml_ray.stages import LEAD_BYTES, SEGMENT_BITS, STAGES
+from traceml_ray.store.nodes import Node
+from traceml_ray.store.rank_processes import COLUMNS as OF_RANKS
+from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.session_file import SessionFile
+
+AT_ONCE = 1 << 16
+"""Rows of a batch, about."""
+_FETCHED = 10_000
+Kind = Literal["integer", "real", "text"]
+Batch = dict[str, Any]
+"""Columns of the same length, by name: lists or arrays."""
+
+
+class Chosen(NamedTuple):
+    """Which rows of `steps` are wanted."""
+
+    ranks: RankFilter = RankFilter()
+    first: int = 0
+    last: int = 1 << 62
+
+
+class Table(NamedTuple):
+    """A table: the kind of each column, and what reads it."""
+
+    columns: Mapping[str, Kind]
+    batches: Callable[[SessionFile, Chosen], Iterator[Batch]]
+
+
+_HOST = tuple(f"host_{stage}_ns" for stage in STAGES)
+_LEADS = ("late", "full", "sure")
+_STEPS: dict[str, Kind] = {
+    "run": "text",
+    "rank": "integer",
+    "process": "integer",
+    "row": "integer",
+    "step": "integer",
+    "segment": "integer",
+    "flags": "integer",
+    **dict.fromkeys([f"{stage}_ns" for stage in STAGES], "integer"),
+    **dict.fromkeys([*_HOST, *_LEADS], "integer"),
+}
+
+
+def _steps(session: SessionFile, chosen: Chosen) -> Iterator[Batch]:
+    """Yield the rows of all processes of known rank, in order of arrival."""
+    who = {each.id: each.identity for each in session.processes() if each.identity is not None}
+    wanted = {process: own for process, own in who.items() if own.global_rank in chosen.ranks}
+    found, rows = [], 0
+    for process, first, *chunk in session.chunks():
+        if process not in wanted:
+            continue
+        own = wanted[process]
+        columns = _chunk(chunk, chosen)
+        n = len(columns["step"])
+        columns["row"] = columns.pop("at") + first
+        columns |= {"process": np.full(n, process), "rank": np.full(n, own.global_rank)}
+        found.append((columns, [own.job_id] * n))
+        rows += n
+        if rows >= AT_ONCE:
+            yield _joined(found)
+            found, rows = [], 0
+    if rows:
+        yield _joined(found)
+
+
+def _chunk(chunk: Sequence[bytes], chosen: Chosen) -> dict[str, Any]:
+    """Return the columns of one chunk; of `host_…` and leads None where the rank has no device clock."""
+    keys, flags, rows, host, leads = chunk
+    key = np.frombuffer(keys, "<i8")
+    step = key >> SEGMENT_BITS
+    at = np.flatnonzero((step >= chosen.first) & (step <= chosen.last))
+    stages = np.frombuffer(rows, "<i8").reshape(-1, len(STAGES))[at]
+    found: dict[str, Any] = {"at": at, "step": step[at], "segment": (key & (1 << SEGMENT_BITS) - 1)[at]}
+    found["flags"] = np.frombuffer(flags, np.uint8)[at].astype(np.int64)
+    found |= {f"{stage}_ns": stages[:, place] for place, stage in enumerate(STAGES)}
+    own = np.frombuffer(host, "<i8").reshape(-1, len(STAGES))[at] if host else None
+    three = np.frombuffer(leads, np.uint8).reshape(-1, LEAD_BYTES)[at].astype(np.int64) if leads else None
+    found |= {name: None if own is None else own[:, place] for place, name in enumerate(_HOST)}
+    return found | {name: None if three is None else three[:, place] for place, name in enumerate(_LEADS)}
+
+
+def _joined(parts: Sequence[tuple[Mapping[str, Any], list[str]]]) -> Batch:
+    found: Batch = {"run": [run for _, runs in parts for run in runs]}
+    for name in _STEPS:
+        if name == "run":
+            continue
+        columns = [(columns[name], len(runs)) for columns, runs in parts]
+        if any(column is None for column, _ in columns):
+            found[name] = [
+                value
+                for column, n in columns
+                for value in ([None] * n if column is None else column.tolist())
+            ]
+        else:
+            found[name] = np.concatenate([column for column, _ in columns])
+    return found
+
+
+def _stored(table: str, columns: Mapping[str, Kind]) -> Table:
+    """Return a table as the session file has it."""
+
+    def batches(session: SessionFile, _: Chosen) -> Iterator[Batch]:
+        rows = session.table(table, [*columns])
+        while some := list(itertools.islice(rows, _FETCHED)):
+            yield {
+                name: [_plain(value) for value in column]
+                for name, column in zip(columns, zip(*some, strict=True), strict=True)
+            }
+
+    return Table(columns, batches)
+
+
+def _plain(value: Any) -> Any:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _kinds(of: type[msgspec.Struct]) -> dict[str, Kind]:
+    """Return the kinds of the columns that a message is stored in."""
+    return {field.name: _kind(field.type) for field in msgspec.structs.fields(of)}
+
+
+def _kind(of: Any) -> Kind:
+    """Return what a value of a type is in the file: what has parts is JSON."""
+    while typing.get_origin(of) is typing.Annotated:
+        of = typing.get_args(of)[0]
+    parts = [part for part in typing.get_args(of) if part is not type(None)] or [of]
+    if typing.get_origin(of) in (list, dict, tuple) or len(parts) > 1:
+        return "text"
+    while typing.get_origin(parts[0]) is typing.Annotated:
+        parts = [typing.get_args(parts[0])[0]]
+    return "real" if parts[0] is float else "integer" if parts[0] in (int, bool) else "text"
+
+
+def _of_ranks() -> dict[str, Kind]:
+    hints = typing.get_type_hints(RankProcess)
+    identity = _kinds(RankIdentity)
+    return {name: identity[name] if name in identity else _kind(hints[name]) for name in OF_RANKS}
+
+
+def _of_nodes() -> dict[str, Kind]:
+    hints = typing.get_type_hints(Node)
+    return {field.name: _kind(hints[field.name]) for field in dataclasses.fields(Node)}
+
+
+_PROCESS: dict[str, Kind] = {"process": "integer"}
+_NODE: dict[str, Kind] = {"node_id": "text"}
+_CLOCK: dict[str, Kind] = {"t_ns": "integer", "offset_ns": "integer", "bound_ns": "integer"}
+TABLES: dict[str, Table] = {
+    "steps": Table(_STEPS, _steps),
+    "ranks": _stored("rank_process", _of_ranks()),
+    "nodes": _stored("node", _of_nodes()),
+    "process_samples": _stored("process_sample", _PROCESS | _kinds(wire.ProcessSample)),
+    "memory_samples": _stored("memory_sample", _PROCESS | _kinds(wire.MemorySample)),
+    "node_samples": _stored("node_sample", _NODE | _kinds(wire.NodeSample)),
+    "clocks": _stored("clock", _NODE | _CLOCK),
+    "spans": _stored("span", _PROCESS | _kinds(wire.SpanSum)),
+    "output": _stored("output", _PROCESS | _kinds(wire.Output)),
+    "events": _stored("event", _PROCESS | _NODE | _kinds(wire.Event) | {"run": "text"}),
+    "verdicts": _stored("verdict", {"t_ns": "integer", "body": "text", "run": "text"}),
+    "meta": _stored("meta", {"key": "text", "value": "text"}),
+}
+"""By name; each is a file."""
