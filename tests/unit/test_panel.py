@@ -130,6 +130,7 @@ def test_all_that_is_shown_is_in_the_answers_that_the_web_app_asks_for(played: P
     pages.poll()
     for page in ("overview", "ranks", "memory", "events"):
         look(pages, page)
+    look(pages, "rank", rank=5)
     who = "top"
     for pane in PANES:
         seen(poll, Choice(pane))
@@ -142,6 +143,21 @@ def test_all_that_is_shown_is_in_the_answers_that_the_web_app_asks_for(played: P
 def test_any_pane_fits_into_any_window(job: SessionPoll, pane: str, size: tuple[int, int]) -> None:
     choice = Choice("ranks", rank=5) if pane == "rank" else Choice(pane, scroll=3)
     text(seen(job, choice), *size, choice)
+
+
+def test_last_lines_of_a_rank_that_died_stand_below_the_verdict(played: Played) -> None:
+    poll = followed(played)
+    lines = [wire.Output(2, played.clock(), ["Traceback (most recent call last):", "CUDA error \x1b[31m漢"])]
+    played.play(output=lines)
+    played.dies(5, -9)
+    poll.poll()
+    of = seen(poll)
+    shown = text(of, 80, 24)
+    assert "◆ rank lost: rank 5 (host-1)" in shown and "LAST OUTPUT OF RANK 5" in shown
+    assert "! CUDA error" in shown and "漢" in shown and "\x1b" not in shown
+    assert "rank5  " in shown and "◆" in shown.partition("RANK GRID")[2]
+    chosen = Choice("output", rank=3)
+    assert "LAST OUTPUT OF RANK 3" in text(seen(poll, chosen), 80, 24, chosen)
 
 
 def test_session_without_a_run_says_what_is_awaited(played: Played) -> None:

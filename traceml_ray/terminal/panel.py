@@ -40,7 +40,9 @@ def panel(of: Snapshot, choice: Choice, width: int, height: int, foot: str | Non
 
 
 def _overview(of: Snapshot, choice: Choice, width: int) -> list[Section]:
+    failed = [sections.output(of, width)] if of.tone == "critical" else []
     return [
+        *failed,
         sections.node_summary(of, width),
         sections.rank_grid(of, width, choice),
         sections.exposed(of, width),

@@ -14,11 +14,11 @@ from traceml_ray.views.nodes import evidence_of, worst_first
 from traceml_ray.views.severity import SIGNS
 
 from .lines import HEAD, MARK, QUIET, TONES, Cell, Section, flow, table, wrap
-from .sections import bar, event_cells
+from .sections import bar, event_cells, output
 from .snapshot import PANES, Choice, Snapshot
 
 KEYS = {
-    "1 … 5, Tab": "panes",
+    "1 … 6, Tab": "panes",
     "↑ ↓ PgUp PgDn": "scroll",
     "s": "ranks by number, or the slowest first",
     "r 12 Enter": "one rank alone; Esc: back",
@@ -121,7 +121,8 @@ def rank_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
         drawn = [bar(stages, width), *flow(named, width)]
         sections.append(Section("ITS STEP", lambda most: drawn[:most], len(drawn)))
     own = table([event_cells(event) for event in of.events if event["rank"] == choice.rank], width)
-    return [*sections, Section("ITS EVENTS (UTC)", lambda most: own[:most], len(own))]
+    printed = output(of, width, choice.rank)
+    return [*sections, printed, Section("ITS EVENTS (UTC)", lambda most: own[:most], len(own))]
 
 
 def memory_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
@@ -164,6 +165,11 @@ def events_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
     return [_listed("EVENTS (UTC), newest first", of.events, columns, choice, width, ("node",))]
 
 
+def output_pane(of: Snapshot, _choice: Choice, width: int) -> list[Section]:
+    """Return what the chosen rank printed last, else the one that is named."""
+    return [output(of, width)]
+
+
 def _listed(
     title: str, rows: Sequence[Any], columns: _Columns, choice: Choice, width: int, drop: Sequence[str]
 ) -> Section:
@@ -192,6 +198,7 @@ DRAWN: dict[str, Callable[[Snapshot, Choice, int], list[Section]]] = {
     "ranks": ranks_pane,
     "memory": memory_pane,
     "events": events_pane,
+    "output": output_pane,
     "help": help_pane,
 }
 """By pane; the overview is in `panel`."""

@@ -330,3 +330,21 @@ def event_cells(event: Mapping[str, Any]) -> list[Text | str]:
         Text(f"{SIGNS[tone]} {text.words(event['kind'])}", TONES[tone]),
         event["text"],
     ]
+
+
+def output(of: Snapshot, width: int, rank: int | None = None) -> Section:
+    """Return what a rank printed last, the newest line at the end; those of stderr are marked."""
+    found = of.output
+    if found is None or rank not in (None, found["rank"]):
+        return Section("LAST OUTPUT", lambda _: [], 0)
+    shown: list[Text] = []
+    for each in found["lines"]:
+        if each["skipped"]:
+            shown.append(Text(f"… {text.count(each['skipped'], 'more line')}", QUIET))
+        err = each["stream"] == "stderr"
+        shown.append(Text().append("! " if err else "  ", MARK).append(text.one_line(each["text"])))
+    if not shown:
+        shown = [Text(f"No line is known{f' ({why})' if (why := found['missing']) else ''}.", QUIET)]
+    note = Text("! stderr", QUIET)
+    title = f"LAST OUTPUT OF RANK {found['rank']}"
+    return Section(title, lambda most: [fit(line, width) for line in shown[-most:]], len(shown), 2, note)

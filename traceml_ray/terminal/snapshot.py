@@ -9,6 +9,7 @@ from typing import Any
 from traceml_ray import text
 from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.reports.headlines import cost, lost, named
+from traceml_ray.results import LastOutput
 from traceml_ray.step_shapes import StepTimes
 from traceml_ray.store import query
 from traceml_ray.views.events import events_of
@@ -28,7 +29,7 @@ from traceml_ray.views.state import (
     why_text,
 )
 
-PANES = ("overview", "nodes", "ranks", "memory", "events")
+PANES = ("overview", "nodes", "ranks", "memory", "events", "output")
 """In the order of their keys: 1, 2, …"""
 _EVENTS = 200
 OVER = ("stored", "finished")
@@ -78,6 +79,8 @@ class Snapshot:
     memory: Memory | None = None
     """Only where it is shown."""
     events: Sequence[Mapping[str, Any]] = ()
+    output: LastOutput | None = None
+    """What a rank printed last: the chosen one, else the one that is named; only where it is shown."""
 
 
 def take(poll: SessionPoll, run: RunState | None, choice: Choice) -> Snapshot:
@@ -96,6 +99,8 @@ def take(poll: SessionPoll, run: RunState | None, choice: Choice) -> Snapshot:
     rows = rank_rows(poll, run) if choice.pane == "ranks" or choice.rank is not None else ()
     wants_memory = choice.pane == "memory" or (choice.pane == "overview" and run.world < SLOW_RANKS)
     memory = poll.ask(query.Memory(run.id)) if wants_memory and known["facts"]["memory"] else None
+    wants_output = choice.pane == "output" or choice.rank is not None or tone == "critical"
+    output = poll.ask(query.Output(run.id, _subject(run, choice))) if wants_output else None
     return Snapshot(
         **known,
         step=run.last_step,
@@ -110,7 +115,15 @@ def take(poll: SessionPoll, run: RunState | None, choice: Choice) -> Snapshot:
         rows=rows,
         memory=memory,
         events=events_of(poll, run)[:_EVENTS],
+        output=output,
     )
+
+
+def _subject(run: RunState, choice: Choice) -> int:
+    """Return the rank that a person looks at: the chosen one, else the named one, else the slowest."""
+    worst = run.times.get("worst_rank") if run.times else None
+    among = choice.rank, *run.named["ranks"][:1], worst, min(run.ranks, default=0)
+    return next(int(rank) for rank in among if rank is not None)
 
 
 def _verdict(poll: SessionPoll, run: RunState, verdict: Mapping[str, Any], state: str) -> dict[str, Any]:
