@@ -58,7 +58,7 @@ def _keys(choice: Choice) -> Text:
     for at, name in enumerate(PANES, 1):
         shown = name == choice.pane and choice.rank is None
         found.append(f"[{at} {name}]" if shown else f" {at} {name} ", "bold" if shown else QUIET)
-    return found.append(" ? help  q quit", QUIET)
+    return found.append(" ? help q quit", QUIET)
 
 
 def line(of: Snapshot, clock: str) -> str:

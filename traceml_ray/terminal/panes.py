@@ -11,6 +11,7 @@ from traceml_ray import text
 from traceml_ray.reports.memory import first_words
 from traceml_ray.stages import STAGES
 from traceml_ray.views.nodes import evidence_of, worst_first
+from traceml_ray.views.ranks import NAMED, SILENT
 from traceml_ray.views.severity import SIGNS
 
 from .lines import HEAD, MARK, QUIET, TONES, Cell, Section, flow, table, wrap
@@ -75,7 +76,7 @@ def ranks_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
         return cell
 
     columns: _Columns = {
-        ">rank": lambda row: str(row["rank"]),
+        ">rank": _number,
         "node": lambda row: row["node"] or text.NA,
         "state": _state,
         ">step": lambda row: text.plain(row["last_step"]),
@@ -89,6 +90,12 @@ def ranks_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
         rows.sort(key=lambda row: -(row["busy_ms"] or 0.0))
     title = f"RANKS (ms; {'the slowest first' if choice.sort == 'time' else 'named ones first'})"
     return [_listed(title, rows, columns, choice, width, ("in", ">step", "state", "node"))]
+
+
+def _number(row: Mapping[str, Any]) -> Cell:
+    if row["death"]:
+        return Text(f"◆ {row['rank']}", TONES["critical"])
+    return Text(f"▲ {row['rank']}", MARK) if row["state"] in (NAMED, SILENT) else str(row["rank"])
 
 
 def _state(row: Mapping[str, Any]) -> Cell:

@@ -310,8 +310,8 @@ def _health(node: Mapping[str, Any], evidence: Sequence[str]) -> list[Text | str
         f"RAM {text.percent(node['mem_pct'])}",
         f"GPU {text.percent(node['gpu_util_pct'])}",
         f"VRAM {text.percent(node['gpu_mem_pct'])}",
-        text.unit(heat, "°C", 0),
-        text.unit(power, "W", 0),
+        f"{text.number(heat, 0)} °C",
+        f"{text.number(power, 0)} W",
         Text(f"▲ {'; '.join(evidence)}" if evidence else "", MARK),
     ]
 
@@ -347,4 +347,4 @@ def output(of: Snapshot, width: int, rank: int | None = None) -> Section:
         shown = [Text(f"No line is known{f' ({why})' if (why := found['missing']) else ''}.", QUIET)]
     note = Text("! stderr", QUIET)
     title = f"LAST OUTPUT OF RANK {found['rank']}"
-    return Section(title, lambda most: [fit(line, width) for line in shown[-most:]], len(shown), 2, note)
+    return Section(title, lambda most: [fit(line, width) for line in shown[-most:]], len(shown), 3, note)

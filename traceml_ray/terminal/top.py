@@ -5,6 +5,7 @@ interval; this one draws it and takes keys, so that a slow aggregator never hold
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -41,25 +42,28 @@ def run(arguments: Namespace) -> int:
 
     Raises SessionError, SourceError or QueryError where there is nothing to show, and SettingError.
     """
+    logging.getLogger("ray._private.worker").setLevel(logging.ERROR)  # which handlers it did not set
     settings = Settings.load(out=arguments.out)
     source = open_source(arguments.session, settings.out, arguments.ray_address)
     if isinstance(source, LocalSource) and not source.starting:
         find(arguments.session, settings.out)  # one that is not there is an error here
     feed = Feed(SessionPoll(source, thresholds=settings.thresholds), arguments.run)
+    code = 2
     try:
-        return _windowed(feed, arguments.interval) if is_window() else _lines(feed, arguments.interval)
+        code = _windowed(feed, arguments.interval) if is_window() else _lines(feed, arguments.interval)
     except KeyboardInterrupt:
-        return 0
+        code = 0
     finally:
         feed.end()
         source.close()
         if "ray" in sys.modules:
-            threading.Thread(target=_give_up, name="traceml-end", daemon=True).start()
+            threading.Thread(target=_give_up, args=(code,), name="traceml-end", daemon=True).start()
+    return code
 
 
-def _give_up() -> NoReturn:
+def _give_up(code: int) -> NoReturn:
     time.sleep(_END_S)
-    os._exit(0)
+    os._exit(code)
 
 
 class Feed:
