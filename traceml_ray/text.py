@@ -162,4 +162,5 @@ def _run(run: range) -> str:
 
 def one_line(text: object) -> str:
     """Return `text` with what a terminal cannot show (line breaks, escapes, half characters) written out."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
+    line = str(text)
+    return line if line.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)

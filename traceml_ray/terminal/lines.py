@@ -45,26 +45,37 @@ def cut(lines: Sequence[Text], most: int) -> list[Text]:
     return kept
 
 
-def table(rows: Sequence[Sequence[Cell]], width: int, right: Iterable[int] = ()) -> list[Text]:
-    """Return rows of cells as lines with columns, those in `right` aligned to the right."""
+def table(rows: Sequence[Sequence[Cell]], width: int | None, right: Iterable[int] = ()) -> list[Text]:
+    """Return rows of cells as lines (cut at `width`) with columns, those in `right` aligned to the right."""
     own, numbers = [[_written(cell) for cell in row] for row in rows], {*right}
-    wide = [max(cell.cell_len for cell in column) for column in zip(*own, strict=True)]
+    sizes = [[cell_len(cell) if isinstance(cell, str) else cell.cell_len for cell in row] for row in own]
+    wide = [max(column) for column in zip(*sizes, strict=True)]
     found = []
-    for row in own:
-        line = Text()
+    for row, taken in zip(own, sizes, strict=True):
+        parts: list[Cell] = [""]
         for at, cell in enumerate(row):
-            fill = " " * (wide[at] - cell.cell_len)
-            line.append_text(Text(fill) + cell if at in numbers else cell + Text(fill))
-            if wide[at] and at + 1 < len(row):
-                line.append(" " * _GAP)
+            fill = " " * (wide[at] - taken[at])
+            _join(parts, *((fill, cell) if at in numbers else (cell, fill)), " " * (_GAP * bool(wide[at])))
+        line = Text.assemble(*parts)
         line.rstrip()
-        line.truncate(width, overflow="ellipsis")
+        if width is not None:
+            line.truncate(width, overflow="ellipsis")
         found.append(line)
     return found
 
 
-def _written(cell: Cell) -> Text:
-    return cell if isinstance(cell, Text) else Text(text.one_line(cell))
+def _join(parts: list[Cell], *cells: Cell) -> None:
+    """Put cells at the end of the parts of a line, those without a style into one: of long tables, most."""
+    for cell in cells:
+        last = parts[-1]
+        if isinstance(cell, str) and isinstance(last, str):
+            parts[-1] = last + cell
+        else:
+            parts.append(cell)
+
+
+def _written(cell: Cell) -> Cell:
+    return cell if isinstance(cell, Text) else text.one_line(cell)
 
 
 def flow(items: Sequence[Text], width: int, gap: int = _GAP) -> list[Text]:
@@ -128,7 +139,10 @@ def _sizes(sections: Sequence[Section], room: int) -> list[int]:
 
 def _rule(left: str, title: str, note: Cell, right: str, width: int) -> Text:
     """Return a line of the frame, with a title at the left and a note at the right."""
-    about, beside = Text().append(left, QUIET), _written(note).copy()
+    about, beside = (
+        Text().append(left, QUIET),
+        Text().append_text(note) if isinstance(note, Text) else Text(note),
+    )
     if title:
         about.append(f"{title} ", HEAD)
     if beside.cell_len:

@@ -191,9 +191,9 @@ def _listed(
             body: list[list[Cell]] = [[Text(name.lstrip(">"), QUIET) for name in names]]
             body += [[columns[name](row) for name in names] for row in shown]
             right = [at for at, name in enumerate(names) if name.startswith(">")]
-            found = table(body, 10**6, right)
+            found = table(body, None, right)
             if not left or max(line.cell_len for line in found) <= width:
-                return table(body, width, right)
+                return found
             names.remove(left.pop(0))
 
     last = f"from {choice.scroll + 1:,} of {len(rows):,}" if choice.scroll else f"{len(rows):,}"

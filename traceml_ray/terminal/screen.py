@@ -24,6 +24,8 @@ _ASCII = str.maketrans("│─├┤┌┐└┘…·×÷≈−–—←▲◆�
 """For a terminal that has nothing else."""
 _Cell = tuple[str, str]
 """A character with those that combine with it ("" in the second half of a wide one), and its SGR codes."""
+_BLANK: _Cell = (" ", "")
+"""Of a cleared screen."""
 
 
 class Screen:
@@ -60,7 +62,7 @@ class Screen:
                 rows.append(self._cells[row])
                 continue
             cells = self._split(line)
-            frame += _changes(self._cells[row] if self._cells else [], cells, row)
+            frame += _changes(self._cells[row] if self._cells else [_BLANK] * len(cells), cells, row)
             rows.append(cells)
         self._texts, self._cells = texts, rows
         if frame:

@@ -26,7 +26,6 @@ _LABEL = 9
 _FIRST = 3
 """Parts of the verdict that have a line in any case: what, why, next."""
 _SHORT = 8
-_WIDEST = 1000
 _MANY, _WORST = 16, 8
 _SEEN = 0.005
 """%: less is written as 0."""
@@ -142,7 +141,7 @@ def node_summary(of: Snapshot, width: int) -> Section:
         shown = ordered if few else sorted(timed, key=worst_first)[: most - 1]
         rows = [_node(node, of) for node in shown]
         for against in (f" vs {fastest}", ""):  # that is in the title, too
-            found = table([[*row[:-1], _beside(row[-1], against)] for row in rows], _WIDEST)
+            found = table([[*row[:-1], _beside(row[-1], against)] for row in rows], None)
             if max(line.cell_len for line in found) <= width:
                 break
         found = [fit(line, width) for line in found]

@@ -19,14 +19,13 @@ from .values import rounded
 _MOST_MISSING = 1024
 NAMED, DIED, SILENT = "named by the verdict", "died", "no report"
 _NO_REPORT: dict[str, Any] = {
-    **dict.fromkeys(
-        ("node", "node_key", "hostname", "local_rank", "gpu", "exit_code", "last_step", "open_stage")
-    ),
+    **dict.fromkeys(("node", "node_key", "local_rank", "gpu", "exit_code", "last_step", "open_stage")),
     "state": SILENT,
     "busy_ms": None,
     "over": None,
     "stages": {},
     "death": None,
+    "hostname": "",
 }
 
 
@@ -43,8 +42,9 @@ def rank_rows(cache: SessionPoll, run: RunState) -> list[dict[str, Any]]:
         identity, own = process.identity, position(run, rank, reporting)
         row = {**_NO_REPORT, **own, "death": dead.get(rank), "exit_code": process.exit_code}
         row["state"] = DIED if rank in dead else NAMED if rank in named else own["state"]
-        row["node"], row["node_key"] = run.node_of(rank), node_key(process) if identity else None
-        row["hostname"] = identity.hostname if identity else ""
+        if identity:
+            key = node_key(process)
+            row |= {"node": run.labels.get(key, key), "node_key": key, "hostname": identity.hostname}
         place = at.get(rank)
         if place is not None:
             mine = stages[place * len(STAGES) : (place + 1) * len(STAGES)]
