@@ -177,6 +177,8 @@ def test_keys_and_a_new_size_change_what_is_shown_and_q_leaves_a_clean_terminal(
     terminal.type("1")
     wide = terminal.shows("[1 overview]", "NODE HEALTH", "host-1  CPU 50 %", "EVENTS").splitlines()
     assert len(wide) == 40 and {len(line) for line in wide} == {120}
+    terminal.resize(60, 15)
+    terminal.until(lambda text: {len(line) for line in text.splitlines()} == {60})
     terminal.type("p")
     held = _step(terminal.shows("paused: p goes on"))
     for _ in range(5):
@@ -213,3 +215,29 @@ def test_error_leaves_a_clean_terminal_and_one_line(top: Callable[..., Terminal]
     assert terminal.ends() == 2
     said = terminal.screen.text.replace("\n", "")
     assert "traceml-ray: there is none of that name in session 'demo'" in said
+
+
+def test_without_a_terminal_there_is_a_line_an_interval(going: Going) -> None:
+    command = [sys.executable, "-m", "traceml_ray.cli", "top", "--out", going.out, "--interval", "0.3"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = [line for line, _ in zip(process.stdout, range(4), strict=False)]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT_S) == 0
+    assert all("▲ straggler: rank 5 (host-1) in data" in line and "\x1b" not in line for line in lines)
+    steps = [line.partition("step ")[2].split()[0] for line in lines]
+    assert len({*steps}) > 1 and steps == sorted(steps)
+
+
+def test_stored_session_is_one_line_and_one_that_is_not_there_an_error(tmp_path: Path) -> None:
+    played = Played(tmp_path / "over")
+    for _ in range(20):
+        played.play(5)
+    played.end()
+    command = [sys.executable, "-m", "traceml_ray.cli", "top", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
+    assert " stored file  step 99  " in done.stdout
+    done = subprocess.run([*command, "nobody"], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no session 'nobody' under" in done.stderr and done.stderr.count("\n") == 1
