@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from traceml_ray import __version__, progress, session
 from traceml_ray.commands import compare, completion, export, sessions
 from traceml_ray.commands.help import EXIT_CODES, Formatter, ending
+from traceml_ray.files import write_file
 from traceml_ray.launchers.arguments import add_command, marked
 from traceml_ray.settings import SettingError, Settings
 from traceml_ray.store import query
@@ -65,11 +66,30 @@ def report(arguments: argparse.Namespace) -> int:
     """Print the report of a session, built anew from its file."""
     from traceml_ray.reports.text import render
 
+    if arguments.html is not None:
+        return _report_page(arguments)
     folder, send = _stored(arguments)
     with legible(folder), progress.shown(f"report of {folder.name}"):
         summary: Any = query.ask_one(send, query.Summary(arguments.run, whole=True))
         text = json.dumps(summary, indent=2) + "\n" if arguments.json else render(summary, folder)
     print(text, end="")
+    return 0
+
+
+def _report_page(arguments: argparse.Namespace) -> int:
+    """Write `report.html`, into the session's folder unless a path was given."""
+    page = Path(arguments.html)
+    if arguments.html and page.suffix.lower() not in (".html", ".htm"):
+        if arguments.session is not None:
+            wrong = f"--html {page}: the name of the page has to end in .html"
+            print(f"traceml-ray: {one_line(wrong)}", file=sys.stderr)
+            return 2
+        arguments.session, arguments.html = arguments.html, ""  # `report --html SESSION`
+    folder, send = _stored(arguments)
+    page = page if arguments.html else folder / session.PAGE
+    with legible(folder), progress.shown(f"page of {folder.name}"):
+        write_file(page, query.ask_one(send, query.ReportPage(arguments.run)))
+    print(page)
     return 0
 
 
@@ -215,6 +235,13 @@ def _parser() -> argparse.ArgumentParser:
         _session(command)
         if subcommand is report:
             command.add_argument("--json", action="store_true", help="print summary.json instead of text")
+            command.add_argument(
+                "--html",
+                nargs="?",
+                const="",
+                metavar="PATH",
+                help="write it as one page that needs nothing else (default: report.html of the session)",
+            )
         if subcommand in (report, top, dashboard):
             command.add_argument("--run", help="id or name of one run of the session (default: the newest)")
         if subcommand in (top, dashboard):

@@ -32,7 +32,7 @@ from traceml_ray.ray.discovery import (
 )
 from traceml_ray.reports.comparison import Comparison, ask_side, compared, limits_of, stored_side
 from traceml_ray.results import BundleInfo, LastOutput, LiveVerdict, NodeInfo, RankInfo, RunInfo, Status
-from traceml_ray.session import DATABASE, holder
+from traceml_ray.session import DATABASE, PAGE, REPORTS, holder
 from traceml_ray.settings import Settings
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile, ProfileInfo
@@ -42,7 +42,6 @@ QUESTION_S = 20.0
 """How long a question may take to be answered."""
 _CHUNK = 4 << 20
 _POLL_S = 0.2
-_REPORTS = ("summary.json", "report.txt")
 
 
 class StartError(RuntimeError):
@@ -240,8 +239,10 @@ class Session:
         with progress.shown(f"downloading {self.id}"):
             copy = self._ask(query.Snapshot())
             try:
-                for name, target in ((copy, DATABASE), *((n, n) for n in _REPORTS)):
+                for name, target in ((copy, DATABASE), *((n, n) for n in REPORTS if n != PAGE)):
                     self._fetch(name, folder / target)
+                with contextlib.suppress(StartError):  # there is none where it could not be made
+                    self._fetch(PAGE, folder / PAGE)
             finally:
                 self._ask(query.Discard(copy))
         return folder
@@ -342,10 +343,12 @@ class Session:
         return f"<traceml_ray session {self.id!r}: files in {self.folder}; try .verdict(), .nodes(), .stop()>"
 
     def _fetch(self, name: str, target: Path) -> None:
+        chunk = self._ask(query.ReadFile(name, 0, _CHUNK))
         with target.open("wb") as file:
-            while chunk := self._ask(query.ReadFile(name, file.tell(), _CHUNK)):
+            while chunk:
                 file.write(chunk)
                 progress.advance(f"downloading {target.name}: {text.size(file.tell())}", None)
+                chunk = self._ask(query.ReadFile(name, file.tell(), _CHUNK))
 
     def _ask(self, request: query.Request[query.A]) -> query.A:
         try:

@@ -1,8 +1,8 @@
 """
 The session folder: where one run's files are, who holds it, and how it is found again.
 
-`<out>/<session>/` holds `session.sqlite`, `summary.json` and `report.txt`. The launcher's process
-(the aggregator's, where there is no launcher) holds an flock on `.lock` for as long as it lives, so a
+`<out>/<session>/` holds `session.sqlite`, `summary.json`, `report.txt` and `report.html`. The launcher's
+process (the aggregator's, where there is no launcher) holds an flock on `.lock` for as long as it lives, so a
 second launch cannot write into a live session. Nothing is ever overwritten: an older session of the
 same name is moved aside.
 """
@@ -26,6 +26,9 @@ from traceml_ray.files import read_file, write_file
 from traceml_ray.settings import check_session_name
 
 DATABASE = "session.sqlite"
+PAGE = "report.html"
+REPORTS = ("summary.json", "report.txt", PAGE)
+"""Files that people and programs read; the page is missing where it could not be made."""
 LIVE = "live.json"
 _LOCK = ".lock"
 _OWN = (
@@ -79,6 +82,11 @@ class SessionFolder:
     def summary_json(self) -> Path:
         """The summary, schema `traceml_ray/summary/1`."""
         return self.path / "summary.json"
+
+    @property
+    def report_html(self) -> Path:
+        """The report as a page that needs nothing else."""
+        return self.path / PAGE
 
     @property
     def report_txt(self) -> Path:

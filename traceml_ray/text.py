@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -110,6 +111,11 @@ def date(moment: str | None) -> str:
     return NA if moment is None else moment[:19].replace("T", " ")
 
 
+def moments(sentence: str) -> str:
+    """Return a sentence with its moments (ISO 8601, UTC) as "2023-11-14 22:13:25 UTC"."""
+    return MOMENT.sub(lambda found: f"{date(found[0])} UTC", sentence)
+
+
 def count(amount: int, noun: str) -> str:
     """Return "1 rank", "1,024 ranks"."""
     return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
@@ -164,3 +170,11 @@ def one_line(text: object) -> str:
     """Return `text` with what a terminal cannot show (line breaks, escapes, half characters) written out."""
     line = str(text)
     return line if line.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+
+
+@functools.lru_cache(4096)
+def natural(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Return what sorts names as people do: node-2 before node-10."""
+    return tuple(
+        (0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name)
+    )

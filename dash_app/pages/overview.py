@@ -10,16 +10,16 @@ import numpy as np
 from dash import dcc, html
 
 from traceml_ray import text
-from traceml_ray.analysis.spread import MISSING
 from traceml_ray.analysis.step_numbers import MAX_LINES
 from traceml_ray.analysis.window import missing_of
+from traceml_ray.reports.heat_rows import ordered
 from traceml_ray.reports.present import change
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
 from traceml_ray.views.events import events_of
 from traceml_ray.views.nodes import nodes
 from traceml_ray.views.run_state import RunState
-from traceml_ray.views.values import by_stage, natural
+from traceml_ray.views.values import by_stage
 
 from .. import axis, figures, heatmap, tiles
 from ..components import (
@@ -81,20 +81,9 @@ def _columns(cache: SessionCache, run: RunState, route: Route) -> query.Columns:
 
 def _heatmap(run: RunState, columns: Mapping[str, Any]) -> dict[str, Any]:
     """Return the heatmap, with a row for each rank that has not reported yet, unless a row is a node."""
-    ranks, labels, by_node = [*columns["ranks"]], [*columns["nodes"]], columns["by"] == "node"
-    for rank in missing_of(run.world, ranks, MAX_LINES) if not by_node else ():
-        ranks.append(rank)
-        labels.append(run.node_of(rank) or _UNPLACED)
-    order = sorted(range(len(labels)), key=lambda at: (natural(labels[at]), ranks[at]))
-    absent = np.full((len(ranks) - len(columns["ranks"]), len(columns["first"])), MISSING, np.uint8)
-    return {
-        "by": columns["by"],
-        "ranks": [ranks[at] for at in order],
-        "nodes": [labels[at] for at in order],
-        "first": columns["first"].tolist(),
-        "last": columns["last"].tolist(),
-        "z": np.concatenate([columns["z"], absent])[order],
-    }
+    missing = missing_of(run.world, columns["ranks"], MAX_LINES)
+    heat = ordered(columns, {rank: run.node_of(rank) or _UNPLACED for rank in missing})
+    return {**heat, **{name: columns[name].tolist() for name in ("first", "last")}}
 
 
 class _Cell(msgspec.Struct):

@@ -246,7 +246,8 @@ class Endings:
         end.reporting = True
         try:
             with self.writer.reader() as reader:
-                return write_reports(self.folder, reader, self.settings.thresholds, put=put)
+                limits = self.settings.thresholds
+                return write_reports(self.folder, reader, limits, put=put, errors=self.errors)
         finally:
             end.reporting = False
 

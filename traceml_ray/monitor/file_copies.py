@@ -6,11 +6,11 @@ import secrets
 from pathlib import Path
 
 from traceml_ray.files import read_part
+from traceml_ray.session import REPORTS
 from traceml_ray.store.query import QueryError
 from traceml_ray.store.session_file import SessionFile
 
 _PREFIX = "snapshot-"
-_REPORTS = frozenset({"summary.json", "report.txt"})
 _MOST = 3
 """Copies at the same time; another one replaces the oldest."""
 
@@ -41,7 +41,7 @@ class Snapshots:
 
         Raises QueryError for any other name, and for a file that is not there (yet, or any more).
         """
-        if name not in _REPORTS and name not in {path.name for path in self._copies()}:
+        if name not in REPORTS and name not in {path.name for path in self._copies()}:
             raise QueryError(f"there is no file called {name!r} to be read")
         try:
             return read_part(self._folder / name, offset, n)

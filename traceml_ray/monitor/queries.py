@@ -111,5 +111,6 @@ class LiveAnswers(Answers):
     def _snapshot(self, _: query.Snapshot) -> str:
         """Copy the session file as it stands, with everything that has come; the reports are of the same."""
         with self._file() as file:
-            write_reports(self._files, file, self._limits, quick=True, put=self._writer.put)
+            put, errors = self._writer.put, self._errors
+            write_reports(self._files, file, self._limits, quick=True, put=put, errors=errors)
             return self.snapshots.make(file)

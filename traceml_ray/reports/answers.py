@@ -13,6 +13,7 @@ import msgspec
 from traceml_ray import results
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import Errors, error_text
+from traceml_ray.reports.files import page_of
 from traceml_ray.reports.manifest import bundle_infos
 from traceml_ray.reports.memory import memory_of
 from traceml_ray.reports.one_step import step_of
@@ -20,7 +21,7 @@ from traceml_ray.reports.output import output_of
 from traceml_ray.reports.run_facts import RunFacts, deaths_of
 from traceml_ray.reports.step_answers import OF_STEPS
 from traceml_ray.reports.stored_spans import spans_of
-from traceml_ray.reports.summary import nodes_of, runs_of, summaries, summarize
+from traceml_ray.reports.summary import nodes_of, report_of, runs_of, summaries, summarize
 from traceml_ray.session import SessionFolder, holder, read_json
 from traceml_ray.store import profiles, query
 from traceml_ray.store.bundles import read_bundle
@@ -62,6 +63,7 @@ class Answers:
             query.Verdict: self._verdict,
             query.Summary: self._summary,
             query.Deaths: self._deaths,
+            query.ReportPage: self._page,
             query.Bundles: lambda _: bundle_infos(self.folder),
             query.ReadBundle: lambda of: read_bundle(self.folder, of.bundle, of.name, of.offset, of.n),
             query.Profiles: lambda _: profiles.listed(self.folder),
@@ -182,6 +184,10 @@ class Answers:
     def _summary(self, asked: query.Summary) -> Any:
         with self._file(asked.run) as file:
             return summarize(file, self._limits) if asked.whole else next(summaries(file, self._limits))
+
+    def _page(self, asked: query.ReportPage) -> bytes:
+        with self._file(asked.run) as file:
+            return page_of(report_of(file, self._limits), self.folder)
 
     def _deaths(self, asked: query.Deaths) -> Any:
         with self._file(asked.run) as file:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from traceml_ray import text
@@ -37,12 +37,12 @@ def verdict_facts(summary: dict[str, Any]) -> Facts:
         ("", ", ".join(about_verdict(summary))),
         ("Why", verdict["why"]),
         ("", verdict["note"]),
-        *_evidence(verdict["machine"] or ()),
+        *evidence(verdict["machine"] or ()),
         ("Next", verdict["next"]),
     )
 
 
-def about_verdict(summary: dict[str, Any]) -> list[str]:
+def about_verdict(summary: Mapping[str, Any]) -> list[str]:
     """Return how sure a verdict is, and what its cause and all causes cost."""
     verdict, unit = summary["verdict"], unit_of(summary)
     about = []
@@ -59,12 +59,12 @@ def about_verdict(summary: dict[str, Any]) -> list[str]:
     return about
 
 
-def unit_of(summary: dict[str, Any]) -> str:
+def unit_of(summary: Mapping[str, Any]) -> str:
     """Return what hours are counted of: GPU, or rank where there is none."""
     return "GPU" if any(node["gpus"] for node in summary["system"]["nodes"]) else "rank"
 
 
-def _evidence(anomalies: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+def evidence(anomalies: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     """Return the anomalies of the nodes named: evidence, not the cause of the verdict."""
     nodes: dict[str, list[str]] = {}
     for anomaly in anomalies:

@@ -1,4 +1,4 @@
-"""Writes the files a session leaves for people and programs: `summary.json` and `report.txt`."""
+"""Writes the files a session leaves for people and programs: `summary.json`, `report.txt`, `report.html`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from traceml_ray.analysis.thresholds import Thresholds
+from traceml_ray.errors import Errors
 from traceml_ray.files import write_files
-from traceml_ray.reports.summary import summaries
+from traceml_ray.reports.charted import charted
+from traceml_ray.reports.html import page
+from traceml_ray.reports.summary import Report, reports
 from traceml_ray.reports.text import render
 from traceml_ray.session import SessionFolder
 from traceml_ray.store.session_file import SessionFile
@@ -22,19 +25,31 @@ def write_reports(
     *,
     quick: bool = False,
     put: Callable[[Mapping[Path, bytes]], None] = write_files,
+    errors: Errors | None = None,
 ) -> dict[str, Any]:
     """
     Write the reports of `session` into `folder`, each whole or not at all; return the summary.
 
     Of a very long run those of its newest steps are written first: the job's end does not wait for ever.
     `quick` leaves it at that, while the run goes on. `put` writes the files: a `SessionWriter`'s own does not
-    where another process has the session. Raises what `put` raises, OSError for one.
+    where another process has the session. A page that cannot be made is counted in `errors`; the others are
+    there before it. Raises what `put` raises, OSError for one.
     """
     summary: dict[str, Any] = {}
-    for summary in summaries(session, thresholds):
+    errors = Errors() if errors is None else errors
+    for report in reports(session, thresholds):
+        summary = report.summary
         text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
-        report = render(summary, folder.path)
-        put({folder.summary_json: text.encode(), folder.report_txt: report.encode()})
+        put({folder.summary_json: text.encode(), folder.report_txt: render(summary, folder.path).encode()})
+        try:
+            put({folder.report_html: page_of(report, folder.path)})
+        except Exception as error:
+            errors.note("report.html", error)
         if quick:
             break
     return summary
+
+
+def page_of(report: Report, folder: Path) -> bytes:
+    """Return `report.html` of the session in `folder`."""
+    return page.render(charted(report), folder)

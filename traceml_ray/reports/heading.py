@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from traceml_ray.analysis.labels import LABELS
 from traceml_ray.reports.deaths import exit_words
 from traceml_ray.reports.headlines import named
 from traceml_ray.reports.layout import LABEL, shortened
+from traceml_ray.session import DATABASE, REPORTS
 from traceml_ray.store.bundles import FOLDER as BUNDLES
 from traceml_ray.store.bundles import bundle_files, kept_why, names_of
 
@@ -22,6 +23,22 @@ _SHELL = 128
 
 def title(summary: dict[str, Any], folder: Path) -> list[str]:
     """Return the first lines of a report: the session, who and why where a run has failed, and its size."""
+    name = f"traceml-ray · session {summary['session']['id']}"
+    verdict, kept = summary["verdict"], kept_why(folder)
+    # Who and why comes before anything else where a run has failed, or this was kept of it.
+    first = f"bundle of {kept}" if kept else ""
+    if LABELS[verdict["label"]].kind == "failure":
+        first = f"{named(verdict)}: {verdict['exit_reason'] or verdict['why']}"
+    about = [first, " · ".join(about_session(summary))]
+    return [
+        *(name, "=" * len(name)),
+        *(shortened(line) for line in about if line),
+        *(shortened(line) for line in run_of(summary["runs"], summary["run"])),
+    ]
+
+
+def about_session(summary: Mapping[str, Any]) -> list[str]:
+    """Return how a session ended, how it was started, and its size."""
     session = summary["session"]
     ranks, nodes = session["world_size"], session["nnodes"]
     size = f"{text.count(ranks, 'rank')} on {text.count(nodes, 'node')}" if ranks and nodes else None
@@ -34,33 +51,22 @@ def title(summary: dict[str, Any], folder: Path) -> list[str]:
         code = session["exit_code"]
         status += f" by {exit_words(code if code < 0 else _SHELL - code)}"
     about = [status, session["launcher"], size, session["strategy"], _duration(session)]
-    name = f"traceml-ray · session {session['id']}"
-    verdict, kept = summary["verdict"], kept_why(folder)
-    # Who and why comes before anything else where a run has failed, or this was kept of it.
-    first = f"bundle of {kept}" if kept else ""
-    if LABELS[verdict["label"]].kind == "failure":
-        first = f"{named(verdict)}: {verdict['exit_reason'] or verdict['why']}"
-    about = [first, " · ".join(filter(None, about))]
-    return [
-        *(name, "=" * len(name)),
-        *(shortened(line) for line in about if line),
-        *_run_of(summary["runs"], summary["run"]),
-    ]
+    return [each for each in about if each]
 
 
-def _run_of(runs: Sequence[dict[str, Any]], chosen: str | None) -> list[str]:
+def run_of(runs: Sequence[dict[str, Any]], chosen: str | None) -> list[str]:
     """Return which run this is of, where there is more than one or it has a name of its own."""
     for at, run in enumerate(runs):
         if run["id"] == chosen and (len(runs) > 1 or run["name"] != run["id"]):
             of = f" ({at + 1} of {len(runs)})" if len(runs) > 1 else ""
-            return [shortened(f"run {run['name']}{of}: {run['status']}")]
+            return [f"run {run['name']}{of}: {run['status']}"]
     return []
 
 
 def files(folder: Path) -> list[str]:
     """Return where the files of the session, or of the bundle, in `folder` are."""
     # Not through rich: a path is copied, so it is never wrapped.
-    here = bundle_files(folder) or ["session.sqlite", "summary.json", "report.txt"]
+    here = bundle_files(folder) or [DATABASE, *REPORTS]
     lines = [f"{'Files':{LABEL}}{folder}", f"{'':{LABEL}}{' · '.join(here)}"]
     bundles = names_of(folder)
     if len(bundles) > _MAX_BUNDLES:
@@ -68,7 +74,7 @@ def files(folder: Path) -> list[str]:
     return lines + [f"{'':{LABEL}}{BUNDLES}/{name}" for name in bundles[-_MAX_BUNDLES:]]
 
 
-def _duration(session: dict[str, Any]) -> str | None:
+def _duration(session: Mapping[str, Any]) -> str | None:
     if session["started_at"] is None or session["ended_at"] is None:
         return None
     began, ended = (datetime.fromisoformat(session[name]) for name in ("started_at", "ended_at"))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from traceml_ray import text
-from traceml_ray.analysis.spread import excess
+from traceml_ray.analysis.spread import MISSING, excess
 from traceml_ray.analysis.window import UInt8
 
 HEIGHT = 278
@@ -40,6 +40,25 @@ class Row(NamedTuple):
     """Where a click leads, on a face that has links."""
     toggle: str | None = None
     """Link that opens or closes its node."""
+
+
+def ordered(columns: Mapping[str, Any], absent: Mapping[int, str]) -> dict[str, Any]:
+    """
+    Return the columns of a run (`query.Columns`) with their lines in order of nodes and ranks, and one for
+    each rank that is `absent` (by rank, where it belongs), unless a line is a node.
+    """
+    ranks, nodes = [*columns["ranks"]], [*columns["nodes"]]
+    if columns["by"] != "node":
+        ranks += absent
+        nodes += absent.values()
+    order = sorted(range(len(nodes)), key=lambda at: (text.natural(nodes[at]), ranks[at]))
+    unknown = np.full((len(ranks) - len(columns["ranks"]), len(columns["first"])), MISSING, np.uint8)
+    return {
+        **columns,
+        "ranks": [ranks[at] for at in order],
+        "nodes": [nodes[at] for at in order],
+        "z": np.concatenate([columns["z"], unknown])[order],
+    }
 
 
 def suspects(heat: Mapping[str, Any], verdict: Mapping[str, Any]) -> set[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,10 +11,9 @@ from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports.deaths import Death, culprits, headline
 from traceml_ray.reports.layout import Columns, page, table
 from traceml_ray.reports.output import output_of_ranks
-from traceml_ray.reports.run_facts import RunFacts, deaths_of, moment, ranks_block
+from traceml_ray.reports.run_facts import RunFacts, alike, deaths_of, moment, ranks_block
 from traceml_ray.results import BundleInfo
 from traceml_ray.store.bundles import FOLDER, REASONS, Cause, Manifest, Reason, bundles_of
-from traceml_ray.store.rank_processes import RankProcess
 
 _STACKS_NS = 60_000_000_000
 """Stacks that are so much older than the first cause are not of the incident: a hang is known late."""
@@ -53,8 +52,8 @@ def manifest_of(
         deaths=[cast("dict[str, Any]", death) for death in deaths_of(facts)] if found else [],
         ranks=ranks_block(facts, found),
         silent_ranks=missing_of(facts.world_size, facts.ranks),
-        environment=_alike(facts, lambda process: process.environment),
-        memory_from=_alike(facts, lambda process: process.memory_from),
+        environment=alike(facts, lambda process: process.environment),
+        memory_from=alike(facts, lambda process: process.memory_from),
         settings=dict(settings),
         traceml_ray=__version__,
         files={},
@@ -91,15 +90,6 @@ def _of_cause(facts: RunFacts, causes: Sequence[Cause]) -> dict[str, Any]:
         "exception": cause.error,
         "traceback": cause.traceback,
     }
-
-
-def _alike(facts: RunFacts, of: Callable[[RankProcess], Mapping[str, str]]) -> list[dict[str, Any]]:
-    """Return what processes say by name, with the ranks that say the same."""
-    found: dict[tuple[tuple[str, str], ...], list[int]] = {}
-    for rank, process in facts.ranks.items():
-        if values := of(process):
-            found.setdefault(tuple(sorted(values.items())), []).append(rank)
-    return [{"ranks": ranks, "values": dict(values)} for values, ranks in found.items()]
 
 
 def stacks_of(facts: RunFacts, t_ns: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def profiles_block(folder: Path, run: str | None) -> list[dict[str, Any]]:
     ]
 
 
-def by_operation(summary: dict[str, Any]) -> list[str]:
+def by_operation(summary: Mapping[str, Any]) -> list[str]:
     """Return what a profile has found of a rank that the verdict names, of its stage if one has."""
     verdict = summary["verdict"]
     found = [one for one in summary["profiles"] if one["suspect"] in verdict["ranks"] and one["found"]]

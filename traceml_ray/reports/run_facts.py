@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -208,6 +208,15 @@ def _event(event: dict[str, Any], facts: RunFacts) -> dict[str, Any]:
         "message": event["message"][:_MAX_MESSAGE],
         "data": event["data"],
     }
+
+
+def alike(facts: RunFacts, of: Callable[[RankProcess], Mapping[str, str]]) -> list[dict[str, Any]]:
+    """Return what processes say by name, with the ranks that say the same."""
+    found: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for rank, process in facts.ranks.items():
+        if values := of(process):
+            found.setdefault(tuple(sorted(values.items())), []).append(rank)
+    return [{"ranks": ranks, "values": dict(values)} for values, ranks in found.items()]
 
 
 def overhead_of(processes: Iterable[RankProcess]) -> dict[str, Any]:

@@ -70,9 +70,14 @@ def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = No
 
     Raises `SessionFileError` when the file cannot be read.
     """
+    return report_of(session, thresholds, run).summary
+
+
+def report_of(session: SessionFile, thresholds: Thresholds, run: str | None = None) -> Report:
+    """Return the same with what else a report with charts is made of."""
     with session.at_one_moment():
         facts = RunFacts(session if run is None else session.of(run), thresholds)
-        return _report(facts, memory_of(facts.session)).summary
+        return _report(facts, memory_of(facts.session))
 
 
 def summaries(session: SessionFile, thresholds: Thresholds) -> Iterator[dict[str, Any]]:

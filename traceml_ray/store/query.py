@@ -119,6 +119,10 @@ class Summary(OfRun[summary_shape.Summary], frozen=True):
     whole: bool = False
 
 
+class ReportPage(OfRun[bytes], frozen=True):
+    """`report.html` of all of the run, made anew."""
+
+
 class NodeSamples(Request[list[tuple[str, wire.NodeSample]]], frozen=True):
     """
     The newest `last` samples of each of `nodes` (ids), with its id; as many, evenly,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,6 +9,7 @@ import msgspec
 import numpy as np
 
 from traceml_ray.stages import STAGES
+from traceml_ray.text import natural as natural
 
 Array = np.ndarray[Any, Any]
 
@@ -57,14 +56,6 @@ def by_rank(answer: Mapping[str, Any] | None, name: str) -> dict[int, Any]:
 def by_stage(values: Array) -> dict[str, Array]:
     """Return a series for each stage of `values` (K, 6)."""
     return {name: values[:, at] for at, name in enumerate(STAGES)}
-
-
-@functools.lru_cache(4096)
-def natural(text: str) -> tuple[tuple[int, int, str], ...]:
-    """Return what sorts names as people do: node-2 before node-10."""
-    return tuple(
-        (0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", text)
-    )
 
 
 def as_dict(value: Any) -> Any:

@@ -1,0 +1,263 @@
+"""The parts of `report.html`, from the first that is read to the last."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from traceml_ray import text
+from traceml_ray.reports import contents
+from traceml_ray.reports.charted import Charted
+from traceml_ray.reports.heading import about_session, run_of
+from traceml_ray.reports.headlines import cost, named, since
+from traceml_ray.reports.html import charts
+from traceml_ray.reports.html.elements import NOTHING, Markup, block, facts, grid, join, panel, sentence, tag
+from traceml_ray.reports.html.heatmap import heatmap
+from traceml_ray.reports.layout import Columns, Facts, Table
+from traceml_ray.reports.memory import memory_facts
+from traceml_ray.reports.present import present
+from traceml_ray.reports.profiles import by_operation
+from traceml_ray.reports.severity import SIGNS, tone_of
+from traceml_ray.reports.summary import moment
+from traceml_ray.reports.tiles import tiles
+from traceml_ray.step_shapes import DeathInfo
+
+_MAX_DEATHS, _MAX_STACKS, _MAX_OUTPUTS, _MAX_ALIKE = 8, 4, 4, 4
+_MAX_NODES, _MAX_FINDINGS, _MAX_SETTINGS = 48, 12, 60
+_MAX_LINES, _MAX_LINE = 60, 300
+"""Of a traceback, a stack, and what a rank printed last."""
+_SIGNS = {
+    "good": "M8 1a7 7 0 1 0 .01 0zM7 11.5 3.8 8.3l1.3-1.3L7 8.9l4-4 1.3 1.3z",
+    "warning": "M8 1 15.5 15H.5z",
+    "critical": "M8 0 16 8 8 16 0 8z",
+    "unsure": "M8 1a7 7 0 1 0 .01 0zM8 4a4 4 0 1 1-.01 0z",
+}
+_TONES = {"good": "#1b7a43", "warning": "#c05f0c", "critical": "#c22f2f", "unsure": "#6a7887"}
+
+
+def heading(summary: Mapping[str, Any]) -> Markup:
+    """Return which session this is of."""
+    name = tag("h1", "traceml-ray · session ", tag("b", str(summary["session"]["id"])))
+    lines = [" · ".join(about_session(summary)), *run_of(summary["runs"], summary["run"])]
+    return tag("header", name, (tag("p", line) for line in lines))
+
+
+def verdict(found: Charted) -> Markup:
+    """Return the verdict: what, why, what to do; what it costs and how sure it is; how much that is of."""
+    summary = found.summary
+    one = summary["verdict"]
+    tone, sign = tone_of(one)
+    headline = named(one)
+    episode = _episode(summary)
+    began = since(episode) if episode else ""
+    operation = by_operation(summary)
+    sentences = [
+        tag("h2", headline[:1].upper() + headline[1:]),
+        tag("p", sentence(one["why"])),
+        tag("p", sentence(one["note"])) if one["note"] else None,
+        *(tag("p", said) for _, said in contents.evidence(one["machine"] or ())),
+        tag("p", tag("b", "By operation "), sentence(". ".join(operation))) if operation else None,
+        tag("p", tag("b", "Next "), sentence(one["next"])) if one["next"] else None,
+        tag("p", sentence(f"{began[:1].upper()}{began[1:]}."), cls="hint") if began else None,
+    ]
+    path = tag("path", d=_SIGNS[tone], fill=_TONES[tone])
+    icon = tag("svg", path, viewBox="0 0 16 16", width=28, height=28, role="img", aria_label=f"{sign} {tone}")
+    beside = tag("div", _cost(summary, episode), tag("p", coverage(found), cls="hint"), cls="cost")
+    inside = icon, tag("div", sentences, cls="sentences"), beside
+    return tag("section", inside, cls=f"verdict {tone}", aria_label="Verdict")
+
+
+def _episode(summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the episode that the verdict is about; of a run that is over none goes on."""
+    found = present({**summary["verdict"], "episodes": summary["episodes"]})
+    running = summary["session"]["status"] == "running"
+    return found and {**found, "goes_on": found["goes_on"] and running}
+
+
+def _cost(summary: Mapping[str, Any], episode: Mapping[str, Any] | None) -> list[Markup]:
+    """Return what the cause that is named costs, and how sure it is."""
+    one = summary["verdict"]
+    shown = []
+    if one["cost_pct"] and one["label"] != "healthy":
+        shown.append(tag("p", tag("span", text.percent(one["cost_pct"]), cls="value"), " of each step"))
+    if episode:
+        shown.append(tag("p", cost(episode, contents.unit_of(summary))))
+    told = ("costs ", "cost ") if episode and len(summary["episodes"]) == 1 else ("costs ",)
+    rest = [said for said in contents.about_verdict(summary) if not (shown and said.startswith(told))]
+    return [*shown, *(tag("p", said) for said in rest)]
+
+
+def coverage(found: Charted) -> str:
+    """Return of how many ranks this is, and of when."""
+    summary = found.summary
+    world, silent = summary["session"]["world_size"], summary["session"]["silent_ranks"]
+    newest = max((rank["last_seen"] for rank in summary["ranks"].values() if rank["last_seen"]), default=None)
+    when = summary["session"]["ended_at"] or newest
+    of = f"{world - len(silent):,} of {text.count(world, 'rank')}" if world else "no rank has reported"
+    return of + (f", as of {text.date(when)} UTC" if when else "")
+
+
+def numbers(found: Charted) -> Markup:
+    """Return the numbers above all charts."""
+    return charts.tiles(tiles(found.times, found.columns)) if found.times and found.columns else NOTHING
+
+
+def ranks_by_time(found: Charted) -> Markup:
+    """Return the heatmap."""
+    if found.columns is None:
+        return NOTHING
+    drawn = heatmap(found.columns, found.summary["verdict"])
+    return panel("Busy time by rank, against the median of the step", drawn, wide=True)
+
+
+def times_by_step(found: Charted) -> Markup:
+    """Return the charts over the steps."""
+    if found.columns is None:
+        return NOTHING
+    episode = _episode(found.summary)
+    onset = episode["from_step"] if episode else None
+    stacked, lines = charts.exposed(found.columns, onset), charts.timeline(found.columns, onset)
+    return join(
+        panel("Where a step's time goes (exposed: what the job waited for)", stacked),
+        panel("Step timeline (busy: without waiting)", lines),
+    )
+
+
+def before_and_since(found: Charted) -> Markup:
+    """Return what each stage has added to a step since the onset; nothing where one of both is not known."""
+    change = found.change
+    if change is None or change["before"]["stages"] is None or change["since"]["stages"] is None:
+        return NOTHING
+    steps = f"{text.count(change['before']['steps'], 'step')} before, {change['since']['steps']:,} since"
+    drawn = charts.waterfall(change["before"]["stages"], change["since"]["stages"])
+    return panel("A step before the onset, and since", tag("p", steps, cls="hint"), drawn)
+
+
+def step_tables(found: Charted) -> Markup:
+    """Return the stages and spans in numbers."""
+    summary = found.summary
+    return join(
+        panel("Steps", facts(contents.steps_facts(summary)), wide=True),
+        block("Stages of a step", contents.stages_table(summary["stages"])),
+        block("", contents.spans_table(summary["spans"], summary["steps"]["median_ms"])),
+    )
+
+
+def places(found: Charted) -> Markup:
+    """Return nodes and ranks."""
+    summary = found.summary
+    return join(
+        block("", contents.nodes_table(summary), _MAX_NODES),
+        block("", contents.suspects_table(summary)),
+        block("", contents.ranks_table(summary), wide=True),
+    )
+
+
+def deaths(found: Charted) -> Markup:
+    """Return how ranks died, the first cause first, and their last words."""
+    shown = [_death(death, found.summary) for death in found.deaths[:_MAX_DEATHS]]
+    left = len(found.deaths) - len(shown)
+    more = tag("p", f"and {text.count(left, 'more rank')} that died after them", cls="hint") if left else None
+    return panel("Ranks that died, the first cause first", shown, more, wide=True)
+
+
+def _death(death: DeathInfo, summary: Mapping[str, Any]) -> Markup:
+    node = (summary["ranks"].get(str(death["rank"])) or {}).get("node")
+    when = f"{'at' if death['exact'] else 'about'} {text.date(moment(death['t_ns']))} UTC"
+    step = "" if death["step"] is None else f"in step {death['step']:,}"
+    stage = f"in {text.words(death['stage'])}" if death["stage"] else ""
+    said = ", ".join(filter(None, (f"{death['how']} {when}", step, stage)))
+    name = f"rank {death['rank']}{f' ({node})' if node else ''}: "
+    words = death["traceback"] or (death["message"] if "\n" in death["message"] else "")
+    return join(tag("p", tag("b", name), said), _lines(words.splitlines()))
+
+
+def outputs(found: Charted) -> Markup:
+    """Return what ranks that died or hang printed last."""
+    shown = []
+    for output in found.summary.get("output", ())[:_MAX_OUTPUTS]:  # older summaries have none
+        lines = [f"{line['stream']}  {line['text']}" for line in output["lines"]]
+        shown += [tag("h3", f"Rank {output['rank']}"), _lines(lines)] if lines else []
+    return panel("Last output", shown, wide=True)
+
+
+def stacks(found: Charted) -> Markup:
+    """Return where the ranks were in the last hang."""
+    last = contents.last_stacks(found.summary["verdicts"])[:_MAX_STACKS]
+    shown = (join(tag("h3", text.ranks(s["ranks"])), _lines(s["text"].splitlines())) for s in last)
+    return panel("Where the ranks were", shown, wide=True)
+
+
+def _lines(lines: Sequence[str]) -> Markup:
+    """Return lines as they are, the last ones of many, the ends of long ones."""
+    kept = [line if len(line) <= _MAX_LINE else f"…{line[1 - _MAX_LINE :]}" for line in lines[-_MAX_LINES:]]
+    return tag("pre", "\n".join(kept), tabindex=0) if kept else NOTHING
+
+
+def memory(found: Charted) -> Markup:
+    """Return what stands out about memory."""
+    summary = found.summary
+    failed = contents.meaning(summary["verdict"]).kind == "failure"
+    columns: Columns = {
+        "": lambda one: f"{SIGNS[one['severity']]} {one['severity']}",
+        "kind": lambda one: text.words(one["kind"]),
+        ">rank": lambda one: str(one["rank"]),
+        "node": lambda one: one["node"],
+        "of": lambda one: "host" if one["device"] is None else f"device {one['device']}",
+        "why": lambda one: one["why"],
+    }
+    first = Facts(*memory_facts(summary["memory"], failed).pairs[:1])
+    rows = block("", Table("Findings about memory", columns, summary["memory"]["findings"]), _MAX_FINDINGS)
+    return join(panel("Memory", facts(first)), rows)
+
+
+def history(found: Charted) -> Markup:
+    """Return what was named when, what happened, and the runs."""
+    summary = found.summary
+    return join(
+        block("", contents.history_table(summary), wide=True),
+        block("", contents.events_table(summary["events"]), wide=True),
+        block("", contents.runs_table(summary["runs"], summary["run"]), wide=True),
+    )
+
+
+def surroundings(found: Charted, folder: Path) -> Markup:
+    """Return how it was run, with what, what the monitor has recorded and cost, and how to see more."""
+    summary = found.summary
+    session = summary["session"]
+    rows = [
+        {"name": name, "value": value, "of": text.ranks(same["ranks"])}
+        for same in found.environment[:_MAX_ALIKE]
+        for name, value in same["values"].items()
+    ]
+    settings = [{"setting": name, "value": value} for name, value in found.settings.items()][:_MAX_SETTINGS]
+    run = Facts(
+        ("Command", session["command"] or ""),
+        ("Launcher", session["launcher"] or ""),
+        ("Began", f"{text.date(session['started_at'])} UTC" if session["started_at"] else ""),
+        ("Ended", f"{text.date(session['ended_at'])} UTC" if session["ended_at"] else ""),
+    )
+    return join(
+        panel("How it was run", facts(run), grid("Settings that are not as by default", settings)),
+        panel("Environment", grid("Environment", rows)),
+        panel("Monitor", _monitor(summary)),
+        panel("To see more", _more(folder), wide=True),
+    )
+
+
+def _monitor(summary: Mapping[str, Any]) -> Iterable[Markup]:
+    rows, spent = contents.ledger_facts(summary["ledger"]), contents.overhead_facts(summary["overhead"])
+    return facts(rows), facts(spent)
+
+
+def _more(folder: Path) -> list[Markup]:
+    """Return how the web app and the other files are opened."""
+    here = shlex.quote(str(folder))
+    return [
+        tag("p", "Each step, rank and node in the web app, on the machine that has the session:"),
+        tag("pre", f"traceml-ray dashboard {here}", tabindex=0),
+        tag("p", "This page anew, or all of it as data:"),
+        tag("pre", f"traceml-ray report {here} --html\ntraceml-ray report {here} --json", tabindex=0),
+    ]
