@@ -111,7 +111,7 @@ def date(moment: str | None) -> str:
     return NA if moment is None else moment[:19].replace("T", " ")
 
 
-def moments(sentence: str) -> str:
+def with_dates(sentence: str) -> str:
     """Return a sentence with its moments (ISO 8601, UTC) as "2023-11-14 22:13:25 UTC"."""
     return MOMENT.sub(lambda found: f"{date(found[0])} UTC", sentence)
 

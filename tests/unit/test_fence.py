@@ -99,12 +99,13 @@ def test_stopped_writer_that_goes_on_changes_nothing(tmp_path: Path, disk: str, 
     after = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert after["summary.json"] == before["summary.json"]
     assert after["report.txt"] == before["report.txt"]
+    assert after["report.html"] == before["report.html"]
     count = check_ledger(folder)
     assert (count["stored"], count["produced"], count["in_flight"]) == (30, 30, 0)
     summary = json.loads(after["summary.json"])
     assert (summary["session"]["status"], summary["session"]["exit_code"]) == ("failed", 1)
     assert {name for name in after if not name.startswith("session.sqlite-")} == {
-        "session.sqlite", "summary.json", "report.txt"
+        "session.sqlite", "summary.json", "report.txt", "report.html"
     }  # fmt: skip
     with connect(folder / "session.sqlite") as stored:
         assert stored.execute("PRAGMA integrity_check").fetchone() == ("ok",)

@@ -187,7 +187,7 @@ def test_page_of_1024_ranks_is_bounded_and_a_part_too_large_says_so(late: Path) 
     large = shown._replace(columns={**shown.columns, **ranks}, summary={**shown.summary, "events": events})
     data = page.render(large, late)
     assert len(data) < page.MAX_BYTES // 2
-    assert "worst of host-127" in Parsed(data).text
+    assert "worst of host-" in Parsed(data).text
     wordy = {
         **large.summary,
         "verdict": {**shown.summary["verdict"], "why": "y" * page.MAX_BYTES},

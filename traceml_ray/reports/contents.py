@@ -184,7 +184,7 @@ def _of_rank(stage: dict[str, Any]) -> str:
 
 
 def nodes_table(summary: dict[str, Any]) -> Table:
-    """Return the nodes: their ranks, and how busy and how full they were."""
+    """Return the nodes, of many the worst ones: their ranks, and how busy and how full they were."""
     busy = summary["steps"]["per_node_median_ms"]
     measured = {node["node_id"]: node for node in summary["system"]["nodes"]}
     nodes = [{**measured.get(node["node_id"], {}), **node} for node in summary["session"]["nodes"]]
@@ -196,7 +196,19 @@ def nodes_table(summary: dict[str, Any]) -> Table:
         ">memory (peak)": lambda node: _spread(node.get("mem_used_bytes"), text.size),
         ">gpus": lambda node: _load(node.get("gpus") or []),
     }
-    return Table("Nodes", columns, nodes)
+    named, title = {*summary["verdict"]["nodes"]}, "Nodes"
+    if len(nodes) > _MAX_RANKS:
+        title = f"Nodes (the worst {_MAX_RANKS} of {len(nodes):,})"
+        order = sorted(
+            range(len(nodes)),
+            key=lambda at: (
+                not nodes[at]["lost"],
+                nodes[at]["hostname"] not in named,
+                -(busy.get(nodes[at]["hostname"]) or 0),
+            ),
+        )
+        nodes = [nodes[at] for at in sorted(order[:_MAX_RANKS])]
+    return Table(title, columns, nodes)
 
 
 def _load(gpus: Sequence[dict[str, Any]]) -> str:

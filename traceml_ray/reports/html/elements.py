@@ -59,7 +59,7 @@ def _legal(given: str) -> str:
 
 def sentence(said: str) -> Markup:
     """Return a sentence with what is in backticks as code, and its moments (ISO 8601) as people write."""
-    parts = enumerate(text.moments(said).split("`"))
+    parts = enumerate(text.with_dates(said).split("`"))
     return join(tag("code", part) if at % 2 else part for at, part in parts)
 
 

@@ -62,17 +62,17 @@ def _names(rows: Sequence[Row], px: int) -> Markup:
     """Return the names of the rows, as many as there is room for: those named by the verdict come first."""
     lines = sum(row.height for row in rows)
     edges = [0, *accumulate(row.height for row in rows)]
-    middles = [px * (low + high) / 2 / lines for low, high in pairwise(edges)]
+    # A label at the edge is moved inside: what is beyond is cut off.
+    middles = [min(max(px * (low + high) / 2 / lines, 6), px - 6) for low, high in pairwise(edges)]
     chosen: list[int] = []
     for at in sorted(range(len(rows)), key=lambda at: (not rows[at].named, not rows[at].first)):
         if all(abs(middles[at] - middles[other]) >= _LABEL_PX for other in chosen):
             chosen.append(at)
-    # A label at the edge is moved inside: what is beyond is cut off.
     shown = [
         tag(
             *("text", _name(rows[at])),
             x=_GUTTER_PX - 4,
-            y=round(min(max(middles[at], 6), px - 6)) + 4,
+            y=round(middles[at]) + 4,
             text_anchor="end",
             font_size=11,
             cls="named" if rows[at].named else None,

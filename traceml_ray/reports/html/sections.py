@@ -25,7 +25,7 @@ from traceml_ray.reports.tiles import tiles
 from traceml_ray.step_shapes import DeathInfo
 
 _MAX_DEATHS, _MAX_STACKS, _MAX_OUTPUTS, _MAX_ALIKE = 8, 4, 4, 4
-_MAX_NODES, _MAX_FINDINGS, _MAX_SETTINGS = 48, 12, 60
+_MAX_FINDINGS, _MAX_SETTINGS = 12, 60
 _MAX_LINES, _MAX_LINE = 60, 300
 """Of a traceback, a stack, and what a rank printed last."""
 _SIGNS = {
@@ -149,8 +149,8 @@ def places(found: Charted) -> Markup:
     """Return nodes and ranks."""
     summary = found.summary
     return join(
-        block("", contents.nodes_table(summary), _MAX_NODES),
-        block("", contents.suspects_table(summary)),
+        block("", contents.suspects_table(summary), wide=True),
+        block("", contents.nodes_table(summary), wide=True),
         block("", contents.ranks_table(summary), wide=True),
     )
 
@@ -209,8 +209,10 @@ def memory(found: Charted) -> Markup:
         "why": lambda one: one["why"],
     }
     first = Facts(*memory_facts(summary["memory"], failed).pairs[:1])
-    rows = block("", Table("Findings about memory", columns, summary["memory"]["findings"]), _MAX_FINDINGS)
-    return join(panel("Memory", facts(first)), rows)
+    rows = block(
+        "", Table("Findings about memory", columns, summary["memory"]["findings"]), _MAX_FINDINGS, wide=True
+    )
+    return join(panel("Memory", facts(first), wide=True), rows)
 
 
 def history(found: Charted) -> Markup:
