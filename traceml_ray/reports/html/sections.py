@@ -177,8 +177,11 @@ def _death(death: DeathInfo, summary: Mapping[str, Any]) -> Markup:
 def outputs(found: Charted) -> Markup:
     """Return what ranks that died or hang printed last."""
     shown = []
-    for output in found.summary.get("output", ())[:_MAX_OUTPUTS]:  # older summaries have none
-        lines = [f"{line['stream']}  {line['text']}" for line in output["lines"]]
+    for output in contents.last_output(found.summary)[:_MAX_OUTPUTS]:
+        lines = list[str]()
+        for line in output["lines"]:
+            lines += [f"… {text.count(line['skipped'], 'more line')}"] * (line["skipped"] > 0)
+            lines.append(f"{line['stream']}  {line['text']}")
         shown += [tag("h3", f"Rank {output['rank']}"), _lines(lines)] if lines else []
     return panel("Last output", shown, wide=True)
 
