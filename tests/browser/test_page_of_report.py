@@ -1,0 +1,41 @@
+"""`report.html` as a browser opens it from a disk: readable at every width, in both themes and on paper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from looking import FAULTS, WIDTH, as_started, screen, wear
+from played import Played
+from selenium import webdriver
+
+pytestmark = pytest.mark.usefixtures("quiet")
+NO_NAVIGATION = "not one current page"
+
+
+def test_page_of_a_report_has_no_fault_at_any_width_and_on_paper(
+    browser: webdriver.Chrome, tmp_path: Path
+) -> None:
+    played = Played(tmp_path / "s", 16, late=5, onset=30)
+    for _ in range(12):
+        played.play(5)
+    played.dies(5, 1, "ValueError: " + "x" * 300)
+    played.end(1)
+    browser.get((tmp_path / "s" / "report.html").as_uri())
+    try:
+        for theme, width in ((theme, width) for theme in ("light", "dark") for width in (1440, 768, 414)):
+            screen(browser, width)
+            wear(browser, theme)
+            assert browser.execute_script(WIDTH) <= 0, width
+            found = [one for one in browser.execute_script(FAULTS) if not one.startswith(NO_NAVIGATION)]
+            assert found == [], (theme, width)
+        ground = "return getComputedStyle(document.body).backgroundColor"
+        assert browser.execute_script(ground) == "rgb(15, 18, 22)", "its own style is allowed, and dark"
+        picture = "const one = document.images[0]; return one.complete && one.naturalHeight"
+        assert browser.execute_script(picture) == 16, "the heatmap is there, a row for each rank"
+        screen(browser, 700)
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+        assert browser.execute_script(WIDTH) <= 0
+    finally:
+        as_started(browser)
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
