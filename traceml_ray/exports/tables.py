@@ -145,6 +145,8 @@ def _kind(of: Any) -> Kind:
     """Return what a value of a type is in the file: what has parts is JSON."""
     while typing.get_origin(of) is typing.Annotated:
         of = typing.get_args(of)[0]
+    if typing.get_origin(of) is Literal:
+        return _kind(type(typing.get_args(of)[0]))
     parts = [part for part in typing.get_args(of) if part is not type(None)] or [of]
     if typing.get_origin(of) in (list, dict, tuple) or len(parts) > 1:
         return "text"
