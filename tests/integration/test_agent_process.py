@@ -11,10 +11,11 @@ import textwrap
 import venv
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray_cluster import until
-from sessions import NoSamples, Straight, aggregation
+from sessions import NoSamples, Straight, aggregation, ask
 
 from traceml_ray import wire
 from traceml_ray.agent.bootstrap import SITE_FOLDER, rank_environment
@@ -81,6 +82,14 @@ class Node:
         """How many processes have reported."""
         return len({batch.process_id for batch in self.batches()})
 
+    def printed(self, rank: int) -> list[tuple[str, str]]:
+        """The last lines of a rank, with their stream."""
+        self.heard()
+        self._aggregator.commit()
+        return [
+            (line["stream"], line["text"]) for line in ask(self._aggregator, "output", rank=rank)["lines"]
+        ]
+
     def _decoded(self) -> list[wire.RankBatch]:
         return [wire.decode(data, wire.RankBatch) for data in self.heard()]
 
@@ -96,7 +105,9 @@ def relay(tmp_path: Path) -> Iterator[Node]:
     node.close()
 
 
-def run(tmp_path: Path, script: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def run(
+    tmp_path: Path, script: str, *, stderr: Any = subprocess.PIPE, **environ: str
+) -> subprocess.CompletedProcess[str]:
     """Run `script` as a rank's process; its output and exit code."""
     file = tmp_path / "script.py"
     file.write_text(script)
@@ -105,7 +116,8 @@ def run(tmp_path: Path, script: str, **environ: str) -> subprocess.CompletedProc
     return subprocess.run(
         [sys.executable, str(file)],
         env={**base, **rank_environment(settings, base)},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         timeout=60,
         cwd=tmp_path,
@@ -125,6 +137,26 @@ def test_agent_watches_an_unchanged_script_to_its_end(tmp_path: Path, relay: Nod
     (left,) = tmp_path.glob("*.spool")
     copy = [wire.decode(data, wire.RankBatch) for data in read_spool(left)]
     assert copy == batches[-len(copy) :]  # the relay has it all, but has not confirmed that it is stored
+
+
+def test_last_lines_of_a_killed_rank_are_there(tmp_path: Path, relay: Node) -> None:
+    """Stdout is a pipe, so what Python writes is seen; stderr a file of the rank's own, which is read."""
+    script = (
+        TRAIN
+        + """
+import os, signal, sys, time
+print("never flushed", end="\\n50%\\r60%")
+train()
+time.sleep(1)  # some reports of the agent
+os.write(2, b"\\x1b[31mlast words of C\\x1b[0m, TOKEN=abc\\n")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    with (tmp_path / "stderr").open("w") as own:
+        done = run(tmp_path, script, stderr=own, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
+    known = [("stdout", "never flushed"), ("stdout", "60%"), ("stderr", "last words of C, TOKEN=***")]
+    until(lambda: relay.printed(0) == known, "its last words")
 
 
 def test_child_processes_start_as_without_the_agent(tmp_path: Path, relay: Node) -> None:
