@@ -153,7 +153,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     )
     with (tmp_path / "stderr").open("w") as own:
-        done = run(tmp_path, script, stderr=own, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+        done = run(tmp_path, script, stderr=own, PYTHONUNBUFFERED="", RANK="0", WORLD_SIZE="1")
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
     known = [("stdout", "never flushed"), ("stdout", "60%"), ("stderr", "last words of C, TOKEN=***")]
     until(lambda: relay.printed(0) == known, "its last words")
