@@ -36,6 +36,11 @@ def add_flags(add: Callable[..., Any], default_port: str) -> None:
         help=f"Of the monitor's own Ray, on the first of several nodes; default: {default_port}.",
     )
     add(
+        "--live",
+        action="store_true",
+        help="Show the session beneath the job's output, where that is a terminal (as traceml-ray top).",
+    )
+    add(
         "--dashboard",
         type=_dashboard_port,
         metavar="[=PORT]",

@@ -72,7 +72,7 @@ def _monitor(args: argparse.Namespace, words: Sequence[str]) -> Monitor | None:
         "command": command_text(words),
         "nnodes": nodes.count,
     }
-    return monitor_of(settings, info, os.environ, nodes, dashboard_of(args))
+    return monitor_of(settings, info, os.environ, nodes, dashboard_of(args), args.live)
 
 
 def _nodes(args: argparse.Namespace) -> Nodes:

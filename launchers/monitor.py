@@ -40,6 +40,7 @@ from .cluster import JOIN_S, PrivateRay, yield_cores
 from .control import ask_finish
 from .dashboard import DashboardProcess
 from .helper import HelperReply, HelperRequest
+from .live import LiveView, terminal
 from .nodes import Nodes
 
 ATTACH_S = 30.0
@@ -52,6 +53,7 @@ def monitor_of(
     environ: Mapping[str, str],
     nodes: Nodes,
     dashboard: Mapping[str, str] | None = None,
+    live: bool = False,
 ) -> Monitor | None:
     """
     Return the monitor of a launch. None, and a line on stderr, where a name that the user has not chosen is
@@ -64,7 +66,7 @@ def monitor_of(
 
         settings = checked(settings)
     try:
-        return Monitor(settings, info, environ, nodes, dashboard)
+        return Monitor(settings, info, environ, nodes, dashboard, live)
     except SessionHeldError as error:
         if settings.session or not nodes.several:
             raise
@@ -84,6 +86,7 @@ class Monitor:
         nodes: of the job.
         dashboard: its options: `port` ("0" for a free one, "" for the usual one), `linger`; None for no
             dashboard.
+        live: show the session beneath the job's output.
 
     Raises SessionError when there can be no such session.
     """
@@ -93,6 +96,7 @@ class Monitor:
     environ: Mapping[str, str]
     nodes: Nodes
     dashboard: Mapping[str, str] | None = None
+    live: bool = False
 
     def __post_init__(self) -> None:
         name = self.settings.session or self.nodes.job or None
@@ -117,6 +121,7 @@ class Monitor:
         self._ray: PrivateRay | None = None
         self._helper: subprocess.Popen[bytes] | None = None
         self._dashboard: DashboardProcess | None = None
+        self._view: LiveView | None = None
         self._ended = False
 
     def rank_environment(self) -> dict[str, str]:
@@ -157,6 +162,7 @@ class Monitor:
         except Exception as error:
             _print(f"no monitor for this run: {error_text(error)}")
         else:
+            self._start_view()
             self._start_dashboard()
 
     def finish(self, exit_code: int, failures: list[wire.RankFailure]) -> None:
@@ -164,6 +170,8 @@ class Monitor:
         self._ended = True
         left_behind = False
         deadline = time.monotonic() + LAUNCHER_S
+        if self._view is not None:
+            self._view.end()
         if self._dashboard is not None:
             self._dashboard.end()
         try:
@@ -221,6 +229,21 @@ class Monitor:
                 shutil.rmtree(path, ignore_errors=True)
             elif path != self._spool:
                 path.unlink(missing_ok=True)
+
+    def _start_view(self) -> None:
+        """Start the live view; nothing of the run waits for that."""
+        fd = terminal() if self.live else None
+        if fd is None:
+            return
+        if self._session is None:
+            _print(f"the live view is on {self.nodes.host or 'the first node'}")
+            return
+        environ = {name: value for name, value in self.environ.items() if name != "RAY_ADDRESS"}
+        try:
+            self._view = LiveView(self._session.path, fd, environ)
+            yield_cores(self._view.pid, self.settings.nice)
+        except OSError as error:
+            _print(f"no live view: {error}")
 
     def _start_dashboard(self) -> None:
         """Start the dashboard; nothing of the run waits for that."""

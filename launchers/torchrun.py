@@ -89,7 +89,7 @@ def _monitor(args: argparse.Namespace) -> Monitor | None:
     settings = settings_of(args)
     nodes = read_nodes(args, settings.ray_address)
     _check(args, nodes)
-    return monitor_of(settings, _info(args, nodes), os.environ, nodes, dashboard_of(args))
+    return monitor_of(settings, _info(args, nodes), os.environ, nodes, dashboard_of(args), args.live)
 
 
 def _failures(error: ChildFailedError) -> list[wire.RankFailure]:

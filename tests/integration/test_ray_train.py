@@ -100,6 +100,8 @@ def train_until_rank_1_raises() -> None:
     model, optimizer = prepared()
     for number in range(40):
         if number == 30 and ray.train.get_context().get_world_rank() == 1:
+            print("last line of rank 1")
+            os.write(2, b"and of C\n")
             raise ValueError("planted\nin the loop")
         step(model, optimizer, torch.ones(1, 4), torch.ones(1))
         time.sleep(0.01)
@@ -243,6 +245,8 @@ def test_exception_in_the_loop_is_unchanged_and_the_headline(session: Session, t
     assert (verdict["label"], verdict["rank"]) == ("rank_lost", 1)
     assert verdict["exit_reason"] == "ValueError: planted"
     assert {rank["processes"] for rank in summary["ranks"].values()} == {1}
+    (last,) = summary["output"]
+    assert {"last line of rank 1", "and of C"} <= {line["text"] for line in last["lines"]}
     kinds = {event["kind"]: event for event in summary["events"]}
     assert kinds["stopped"]["rank"] == 0
     assert kinds["worker_failure"]["message"] == "rank 1: ValueError: planted"

@@ -44,6 +44,8 @@ class Screen:
         self._write = write
         self._colours, self._plain = colours, plain
         self._console = Console(file=io.StringIO(), _environ={})
+        self.top = 0
+        """Lines of the terminal above, which are not ours."""
         self._texts: list[Text] = []
         self._cells: list[list[_Cell]] = []
 
@@ -53,7 +55,7 @@ class Screen:
 
     def draw(self, lines: Sequence[Text]) -> int:
         """Show lines, the first at the top; return how many characters were sent."""
-        frame = "" if len(lines) == len(self._texts) else "\x1b[m\x1b[2J"
+        frame = "" if len(lines) == len(self._texts) else self._cleared(len(lines))
         if frame:
             self.forget()
         texts, rows = [*lines], []
@@ -62,12 +64,19 @@ class Screen:
                 rows.append(self._cells[row])
                 continue
             cells = self._split(line)
-            frame += _changes(self._cells[row] if self._cells else [_BLANK] * len(cells), cells, row)
+            known = self._cells[row] if self._cells else [_BLANK] * len(cells)
+            frame += _changes(known, cells, self.top + row)
             rows.append(cells)
         self._texts, self._cells = texts, rows
         if frame:
             self._write(frame)
         return len(frame)
+
+    def _cleared(self, lines: int) -> str:
+        """Return what empties the terminal, or our lines of it."""
+        if not self.top:
+            return "\x1b[m\x1b[2J"
+        return "\x1b[m" + "".join(f"\x1b[{self.top + row + 1}H\x1b[2K" for row in range(lines))
 
     def _split(self, line: Text) -> list[_Cell]:
         cells: list[_Cell] = []

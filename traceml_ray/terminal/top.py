@@ -29,7 +29,7 @@ from .panel import line, panel
 from .snapshot import OVER, Choice, Snapshot, take
 from .window import Window, is_window
 
-_SLOW_LINE_BPS = 2000
+SLOW_LINE_BPS = 2000
 """Over ssh a frame waits until the line has taken the one before: else keys would wait behind frames."""
 _END_S = 1.0
 """How long the end may take: that of Ray, with its cluster gone, takes minutes."""
@@ -59,6 +59,11 @@ def run(arguments: Namespace) -> int:
         if "ray" in sys.modules:
             threading.Thread(target=_give_up, args=(code,), name="traceml-end", daemon=True).start()
     return code
+
+
+def is_slow() -> bool:
+    """Return whether what is shown goes over ssh, maybe over a slow line."""
+    return bool(os.environ.get("SSH_CONNECTION") or os.environ.get("SSH_TTY"))
 
 
 def _give_up(code: int) -> NoReturn:
@@ -145,7 +150,7 @@ def _lines(feed: Feed, interval_s: float) -> int:
 
 def _windowed(feed: Feed, interval_s: float) -> int:
     """Show the panel until a key or a signal ends it."""
-    slow = bool(os.environ.get("SSH_CONNECTION") or os.environ.get("SSH_TTY"))
+    slow = is_slow()
     with Window() as window:
         feed.follow(interval_s, window.wake)
         control, keys, shown, free_at = Control(), Keys(), None, 0.0
@@ -153,7 +158,7 @@ def _windowed(feed: Feed, interval_s: float) -> int:
             wait_s = free_at - time.monotonic()
             if wait_s <= 0 or shown != control:
                 sent = window.draw(_frame(feed, control, window))
-                free_at, shown = time.monotonic() + slow * sent / _SLOW_LINE_BPS, control
+                free_at, shown = time.monotonic() + slow * sent / SLOW_LINE_BPS, control
                 wait_s = 0.0
             for key in keys.feed(window.wait(wait_s if wait_s > 0 else None)):
                 control = press(control, key, window.size()[1])

@@ -27,6 +27,13 @@ _READ = 4096
 _SMALLEST = 4
 
 
+def look() -> tuple[ColorSystem | None, bool]:
+    """Return which colours the terminal at stdout has, None for none, and whether it has ASCII only."""
+    console = Console(file=sys.stdout)
+    colours = None if console.no_color or not console.color_system else _system(console.color_system)
+    return colours, "utf" not in (sys.stdout.encoding or "").lower()
+
+
 def is_window() -> bool:
     """Return whether stdout is a terminal that can show more than lines."""
     return sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
@@ -39,10 +46,7 @@ class Window:
     """
 
     def __init__(self) -> None:
-        console = Console(file=sys.stdout)
-        colours = None if console.no_color or not console.color_system else _system(console.color_system)
-        plain = "utf" not in (sys.stdout.encoding or "").lower()
-        self.screen = Screen(self._write, colours, plain)
+        self.screen = Screen(self._write, *look())
         self.ended = False
         """A signal has asked for the end."""
         self._out = -1
