@@ -8,8 +8,8 @@ was in a buffer when the process was killed. A pipe in the place of the descript
 well, but it changes `isatty` and buffering, and a pipe that is full blocks: the relay reads that, where a
 stream goes to a file of its own (`monitor.output_files`).
 
-A write costs 0.3 µs more (`benchmarks/overhead.py --only output`); no lock, no I/O. What was noted is bounded: of
-too much at once the newest is left.
+A write costs 0.3 µs more, a printed line has two (`benchmarks/overhead.py --only output`); no lock, no I/O.
+What was noted is bounded: of too much at once the newest is left.
 """
 
 from __future__ import annotations
