@@ -330,7 +330,7 @@ def _output(output: Mapping[str, Any] | None) -> Any:
     lines: list[Any] = []
     for line in output["lines"]:
         if line["skipped"]:
-            lines.append(html.I(f"… {text.count(line['skipped'], 'line')} more\n"))
+            lines.append(html.I(f"… {text.count(line['skipped'], 'more line')}\n"))
         marked = line["stream"] == "stderr"
         lines.append(html.Span(f"{line['text']}\n", className="stderr" if marked else ""))
     return html.Pre(lines, className="output", tabIndex=0, **aria(label="Last lines of stdout and stderr"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import signal
@@ -12,17 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from played import Played
+from played import Played, look
+from plotly.io.json import to_json_plotly
 from ray_cluster import until
 from sessions import Clock, Rank, Relay, aggregation, ask
 
 from traceml_ray import wire
 from traceml_ray.agent.output_tap import _PIECE_CHARS, _PIECES, OutputTap
+from traceml_ray.dash_app.app import Refresher
+from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.errors import Errors
 from traceml_ray.last_lines import LINE_CHARS, MOST_BYTES, LastLines
 from traceml_ray.masking import masked
 from traceml_ray.monitor.output_files import OutputFiles
 from traceml_ray.store.output import Line, joined
+from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
 
 
@@ -352,3 +357,29 @@ def test_few_entries_stay_and_last_lines_with_them(tmp_path: Path, monkeypatch: 
         ((entries,),) = file._all("SELECT count(*) FROM output")
     assert entries < 60
     writer.close()
+
+
+def test_last_lines_stand_beside_a_death_in_report_bundle_and_page(tmp_path: Path) -> None:
+    played = Played(tmp_path, 2, per_node=2, late=None)
+    pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
+    printed = [wire.Output(2, played.clock(), ["Fatal error", "no room"], skipped=7)]
+    for fields in ({"output": printed}, {}, {}):
+        played.play(5, **fields)
+    played.dies(1, -9)
+    pages.poll()
+    look(pages, "rank", rank=1)  # the first look asks
+    assert [line["text"] for line in look(pages, "rank", rank=1)["output"]["lines"]] == printed[0].lines
+    page = to_json_plotly(Refresher(pages).refresh("/rank/1", "", {}))
+    assert page.index("Last output") < page.index("Stages, against") and "7 more lines" in page
+    played.end(1)
+    (last,) = ask(played.aggregator, "summary")["output"]
+    assert (last["rank"], [line["text"] for line in last["lines"]]) == (1, printed[0].lines)
+    report = (tmp_path / "report.txt").read_text()
+    assert (
+        "Last output of rank 1\n          … 7 more lines\n  stderr  Fatal error\n  stderr  no room\n"
+        in report
+    )
+    (bundle,) = (tmp_path / "bundles").iterdir()
+    assert json.loads((bundle / "manifest.json").read_text())["output"] == [last]
+    with SessionFile(bundle / "session.sqlite") as file:
+        assert len(file.output([1, 2], 9)) == 2

@@ -197,6 +197,7 @@ class RankIntake:
         return len(self._processes) < MAX_PROCESSES
 
     def _forget(self, name: str) -> None:
+        self.output.ended(name)
         del self._processes[name]
         self.outbox.stored.pop(name, None)
 
