@@ -202,7 +202,9 @@ class OutputFiles:
                 if key not in others and (before is None or before.key != key):
                     self._drop(process, number)
                     with contextlib.suppress(OSError):  # it has just ended, or is not ours to read
-                        process.files[number] = self._opened(process.pid, number)
+                        opened = self._opened(process.pid, number)
+                        with self._lock:
+                            process.files[number] = opened
 
     def _opened(self, pid: int, number: int) -> _File:
         """Open the file of a stream: all of it is read, but for what was there before the process."""

@@ -284,6 +284,7 @@ class RelayCore:
 
     def _pack(self, sample: wire.NodeSample | None) -> None:
         intake, counted = self._intake, self._counted()
+        printed = self._output.take()
         intake.begin_round()
         self._reported = sum(errors.total() for errors in counted)
         lost, intake.lost = intake.lost[:_MOST], intake.lost[_MOST:]
@@ -301,7 +302,7 @@ class RelayCore:
             lost=lost,
             events=events + self._errors.causes() + self._connections.errors.causes(),
             errors={name: n for errors in counted for name, n in errors.items()},
-            output=self._output.take(),
+            output=printed,
         )
         self._outbox.pack(wire.encode(message))
 
