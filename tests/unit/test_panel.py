@@ -29,7 +29,7 @@ from traceml_ray.views.source import StoredSource
 SIZES = ((80, 24), (120, 40), (200, 60))
 
 
-def followed(played: Played, seconds: int = 30) -> SessionPoll:
+def followed(played: Played, seconds: int = 18) -> SessionPoll:
     poll = SessionPoll(played.source, clock=played.clock, timer=played.clock.timer)
     for _ in range(seconds):
         played.play(5)
@@ -52,13 +52,13 @@ def text(of: Snapshot, width: int, height: int, choice: Choice | None = None) ->
 @pytest.fixture
 def played(tmp_path: Path) -> Played:
     """A session of 16 ranks on 4 nodes, with rank 5 late."""
-    return Played(tmp_path / "demo", 16)
+    return Played(tmp_path / "demo", 16, onset=35)
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> SessionPoll:
     """The same as it stands after half a minute, for tests that only look at it."""
-    return followed(Played(tmp_path_factory.mktemp("job") / "demo", 16))
+    return followed(Played(tmp_path_factory.mktemp("job") / "demo", 16, onset=35))
 
 
 def in_state(played: Played, state: str) -> SessionPoll:
@@ -67,7 +67,7 @@ def in_state(played: Played, state: str) -> SessionPoll:
         played.source.down = True
         played.clock.tick()
     if state == "hang":
-        for second in range(30):
+        for second in range(25):
             waits = wire.OpenStage(played.step, SYNC_WAIT, (second + 1) * SECOND)
             played.play(0, silent=(5,), open=waits)
     if state == "finished":
@@ -106,7 +106,7 @@ def test_panel_has_all_that_the_design_has(job: SessionPoll) -> None:
     shown = text(seen(job), 120, 40)
     for words in (
         "TraceML — Multi-Node DDP  (4 nodes × 4 processes = 16 ranks)",
-        "SESSION demo │ STEP 149 │ GLOBAL SKEW 62 % │ STRAGGLER rank 5",
+        "SESSION demo │ STEP 89 │ GLOBAL SKEW 62 % │ STRAGGLER rank 5",
         *("NODE SUMMARY", "median=", "worst=", "(rank 5)", "skew=", "← +", "vs host-"),
         *("RANK GRID", "rank0 ", "rank15", "▲", "Verdict", "Why ", "Next ", "Cost "),
         *("EXPOSED TIME", "NODE HEALTH", "CPU 50 %", "VRAM", "MEMORY", "EVENTS"),

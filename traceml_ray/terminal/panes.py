@@ -15,7 +15,7 @@ from traceml_ray.views.ranks import NAMED, SILENT
 from traceml_ray.views.severity import SIGNS
 
 from .lines import HEAD, MARK, QUIET, TONES, Cell, Section, flow, table, wrap
-from .sections import bar, event_cells, output
+from .sections import bar, event_cells, legend, output
 from .snapshot import PANES, Choice, Snapshot
 
 KEYS = {
@@ -124,8 +124,7 @@ def rank_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
     sections = [Section(f"RANK {choice.rank}", lambda most: shown[:most], len(shown))]
     if row["stages"]:
         stages = {name: ms or 0.0 for name, ms in row["stages"].items()}
-        named = [Text(f"{text.words(name)} {text.ms(ms)}") for name, ms in row["stages"].items()]
-        drawn = [bar(stages, width), *flow(named, width)]
+        drawn = [bar(stages, width), *flow(legend(stages), width)]
         sections.append(Section("ITS STEP", lambda most: drawn[:most], len(drawn)))
     own = table([event_cells(event) for event in of.events if event["rank"] == choice.rank], width)
     printed = output(of, width, choice.rank)

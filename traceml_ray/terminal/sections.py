@@ -229,17 +229,22 @@ def exposed(of: Snapshot, width: int) -> Section:
     if not stages:
         return Section("EXPOSED TIME", lambda _: [], 0)
     total = sum(stages.values())
-    legend = [
+    found = [bar(stages, width), *flow(legend(stages), width)]
+    title = f"EXPOSED TIME OF A STEP (mean {text.ms(total)})"
+    return Section(title, lambda most: found[:most], len(found), 2)
+
+
+def legend(stages: Mapping[str, float]) -> list[Text]:
+    """Return the stages of a step that can be seen in a bar, the longest first, in numbers."""
+    total = sum(stages.values())
+    return [
         Text()
         .append(f"{_STAGES[name][0]} ", _STAGES[name][1])
-        .append(f"{text.words(name)} {text.ms(ms)}")
-        .append(f" {text.share(ms / total)}", HEAD)
+        .append(f"{text.words(name)} {text.ms(ms)} ")
+        .append(text.share(ms / total), HEAD)
         for name, ms in sorted(stages.items(), key=lambda each: -each[1])
         if total and ms >= _LEAST_SHARE * total
     ]
-    found = [bar(stages, width), *flow(legend, width)]
-    title = f"EXPOSED TIME OF A STEP (mean {text.ms(total)})"
-    return Section(title, lambda most: found[:most], len(found), 2)
 
 
 def bar(stages: Mapping[str, float], width: int) -> Text:

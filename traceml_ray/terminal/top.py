@@ -19,7 +19,6 @@ from rich.text import Text
 
 from traceml_ray.session import find
 from traceml_ray.settings import Settings
-from traceml_ray.store.query import QueryError
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import LocalSource, open_source
 
@@ -85,8 +84,8 @@ class Feed:
         self.choice = Choice()
         self.paused = False
         self.newest: Snapshot | None = None
-        self.error: QueryError | None = None
-        """Why there is nothing to show."""
+        self.error: Exception | None = None
+        """Why there is nothing more to show."""
         self._run = run
         self._ending = threading.Event()
         self._asked = threading.Event()
@@ -101,8 +100,9 @@ class Feed:
         """Show something else: at once what is known of it, and what is asked for as soon as it comes."""
         self.choice = choice
         if self.newest is not None:
+            run = self.poll.selected(self._run)
             with self.poll.lock:
-                self.newest = take(self.poll, self.poll.selected(self._run), choice)
+                self.newest = take(self.poll, run, choice)
         self._asked.set()
 
     def follow(self, interval_s: float, renewed: Callable[[], object]) -> None:
@@ -125,7 +125,7 @@ class Feed:
                     self.poll.poll()
                     due = time.monotonic() + interval_s
                 self.newest = self._take()
-            except QueryError as error:
+            except Exception as error:  # for the thread that draws, which raises it
                 self.error = error
             renewed()
             self._asked.wait(interval_s if self.paused else max(0.0, due - time.monotonic()))
