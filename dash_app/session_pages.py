@@ -139,9 +139,9 @@ class SessionPages(SessionCache):
 
     def _renewed(self) -> None:
         """Make the pages anew that were viewed since the last time, before a browser waits for them."""
+        super()._renewed()
         with self.lock:
             viewed, self._viewed = self._viewed, set()
-            self._used = {}
         for key in viewed:
             try:
                 self._made(key, self._polled.get(key[1] or ""))

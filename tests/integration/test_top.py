@@ -179,6 +179,10 @@ def test_keys_and_a_new_size_change_what_is_shown_and_q_leaves_a_clean_terminal(
     assert len(wide) == 40 and {len(line) for line in wide} == {120}
     terminal.resize(60, 15)
     terminal.until(lambda text: {len(line) for line in text.splitlines()} == {60})
+    terminal.screen.feed("\x1b[2J")  # somebody else writes there
+    terminal.process.send_signal(signal.SIGSTOP)  # while it is stopped, but by no key
+    terminal.process.send_signal(signal.SIGCONT)
+    terminal.shows("SESSION demo", "VERDICT")
     terminal.type("p")
     held = _step(terminal.shows("paused: p goes on"))
     for _ in range(5):

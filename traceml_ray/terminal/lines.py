@@ -13,7 +13,7 @@ from traceml_ray import text
 Cell = Text | str
 TONES = {"good": "green", "warning": "bold yellow", "critical": "bold red", "info": "", "unsure": ""}
 """Style by tone or severity."""
-MARK, QUIET, HEAD = "bold yellow", "bright_black", "bold"
+MARK, QUIET, HEAD = "bold yellow", "dim", "bold"
 _GAP = 2
 
 

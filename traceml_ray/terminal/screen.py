@@ -82,13 +82,17 @@ class Screen:
         cells: list[_Cell] = []
         for segment in line.render(self._console):
             codes = _codes(segment.style, self._colours)
-            for char in segment.text.translate(_ASCII) if self._plain else segment.text:
+            for char in _ascii(segment.text) if self._plain else segment.text:
                 wide = 1 if char.isascii() else cell_len(char)
                 if wide:
                     cells += [(char, codes), *[("", codes)] * (wide - 1)]
                 elif cells:
                     cells[-1] = cells[-1][0] + char, cells[-1][1]
         return cells
+
+
+def _ascii(shown: str) -> str:
+    return shown.translate(_ASCII).encode("ascii", "replace").decode()
 
 
 @functools.lru_cache(256)

@@ -215,7 +215,7 @@ def _per_line(most: int, of: Snapshot) -> int:
 def _cell(rank: int, busy_ms: float, of: Snapshot) -> Text:
     worst = of.times["worst_rank"] if of.times and of.times["steps"] else None
     dead, named = rank in of.dead, rank in of.named
-    digits = len(str(max(of.node_of, default=0)))
+    digits = len(str(of.times["ranks"][-1])) if of.times else 1
     found = Text(f"rank{rank:<{digits}}  {text.number(busy_ms, aligned=True):>6} ")
     sign = "◆" if dead else "▲" if named or (rank == worst and not of.named) else " "
     found.append(sign)

@@ -73,7 +73,6 @@ class Snapshot:
     """The ranks that the verdict names,"""
     dead: Sequence[int] = ()
     """and those that died."""
-    node_of: Mapping[int, str | None] = field(default_factory=dict)
     rows: Sequence[Mapping[str, Any]] = ()
     """One for each rank, see `views.ranks`; only where they are shown."""
     memory: Memory | None = None
@@ -106,12 +105,11 @@ def take(poll: SessionPoll, run: RunState | None, choice: Choice) -> Snapshot:
         step=run.last_step,
         tone=tone,
         sign=sign,
-        verdict=None if run.verdict is None else _verdict(poll, run, run.verdict, state),
+        verdict=None if run.verdict is None else _verdict(poll, run, run.verdict, known),
         times=run.times,
         nodes=nodes(run, run.times),
         named=run.named["ranks"],
         dead=[death["rank"] for death in poll.deaths(run)],
-        node_of={rank: run.node_of(rank) for rank in run.ranks},
         rows=rows,
         memory=memory,
         events=events_of(poll, run)[:_EVENTS],
@@ -126,34 +124,29 @@ def _subject(run: RunState, choice: Choice) -> int:
     return next(int(rank) for rank in among if rank is not None)
 
 
-def _verdict(poll: SessionPoll, run: RunState, verdict: Mapping[str, Any], state: str) -> dict[str, Any]:
-    """Return the verdict with what a person reads of it."""
+def _verdict(
+    poll: SessionPoll, run: RunState, verdict: Mapping[str, Any], known: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the verdict with what a person reads of it; `known`: `state` and `facts` of the session."""
     began = incident(poll, run, verdict)
     return {
         **verdict,
         "headline": named(verdict),
         "why": why_text(verdict, began),
         "began": text.with_clocks(began_text(poll, run, verdict, began)),
-        "cost": _cost(poll, run, verdict, began, state),
+        "cost": _cost(verdict, began, "GPU" if known["facts"]["gpus"] else "rank", known["state"] == "live"),
     }
 
 
-def _cost(
-    poll: SessionPoll,
-    run: RunState,
-    verdict: Mapping[str, Any],
-    began: Mapping[str, Any] | None,
-    state: str,
-) -> str:
+def _cost(verdict: Mapping[str, Any], began: Mapping[str, Any] | None, unit: str, live: bool) -> str:
     """Return what the named cause costs, how sure that is, and what all causes have cost."""
-    unit = "GPU" if session_facts(poll, run)["gpus"] else "rank"
     hours = verdict.get("gpu_hours_per_hour")
     shown = verdict["cost_pct"] and verdict["label"] != "healthy"
     every = verdict.get("lost_s") and not (began and began["alone"])
     found = [
         cost(began, unit) if shown and began else "",
         f"≈ {text.number(hours)} {unit}-hours wasted per hour" if shown and hours else "",
-        f"all causes: {lost(verdict)}{' so far' * (state == 'live')}" if every else "",
+        f"all causes: {lost(verdict)}{' so far' * live}" if every else "",
         f"confidence {verdict['confidence']}" if shown and verdict["confidence"] else "",
     ]
     return ", ".join(filter(None, found))

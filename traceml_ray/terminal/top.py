@@ -5,6 +5,7 @@ interval; this one draws it and takes keys, so that a slow aggregator never hold
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -118,7 +119,7 @@ class Feed:
         self._asked.set()
 
     def _follow(self, interval_s: float, renewed: Callable[[], object]) -> None:
-        due = time.monotonic()
+        due, first = time.monotonic(), True
         while not self._ending.is_set():
             try:
                 if time.monotonic() >= due and not self.paused:
@@ -128,6 +129,10 @@ class Feed:
             except Exception as error:  # for the thread that draws, which raises it
                 self.error = error
             renewed()
+            if first:
+                gc.collect()
+                gc.freeze()  # modules, mostly, through which each full collection would go
+                first = False
             self._asked.wait(interval_s if self.paused else max(0.0, due - time.monotonic()))
             self._asked.clear()
 

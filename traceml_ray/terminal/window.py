@@ -22,7 +22,7 @@ from rich.text import Text
 from .screen import ENTER, LEAVE, Screen
 
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_HANDLED = (*_ENDS, signal.SIGWINCH, signal.SIGTSTP)
+_HANDLED = (*_ENDS, signal.SIGWINCH, signal.SIGTSTP, signal.SIGCONT)
 _READ = 4096
 _SMALLEST = 4
 
@@ -65,6 +65,7 @@ class Window:
         self._wakeup = signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
         self.take_signals()
         self._silence()
+        self._learn()
         self._take()
         return self
 
@@ -72,13 +73,12 @@ class Window:
         with contextlib.suppress(OSError):  # a terminal that is gone
             self._leave()
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._wakeup)
         for to, saved in self._saved:
             os.dup2(saved, to)
             os.close(saved)
-        for fd in (self._out, *self._wake):
-            os.close(fd)
+        os.close(self._out)  # the pipe stays: the thread that asks may still write to it
 
     def take_signals(self) -> None:
         """Have signals come here: Ray puts handlers of its own there when it attaches."""
@@ -125,6 +125,8 @@ class Window:
             self.screen.forget()
         if signal.SIGTSTP in found and not self.ended:
             self._stop()
+        elif signal.SIGCONT in found and not self.ended:  # it was stopped without being asked
+            self._take()
 
     def _stop(self) -> None:
         """Leave the terminal to the shell until this process goes on."""
@@ -132,11 +134,17 @@ class Window:
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
         self.take_signals()
+        self._found.discard(signal.SIGCONT)
+        self._learn()
         self._take()
+
+    def _learn(self) -> None:
+        """Note the modes that the terminal is left in."""
+        if self._in is not None:
+            self._modes = termios.tcgetattr(self._in)
 
     def _take(self) -> None:
         if self._in is not None:
-            self._modes = termios.tcgetattr(self._in)
             modes = termios.tcgetattr(self._in)
             modes[3] &= ~(termios.ICANON | termios.ECHO)
             modes[6][termios.VMIN], modes[6][termios.VTIME] = 1, 0

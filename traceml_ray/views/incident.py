@@ -19,6 +19,8 @@ _NO_CHANGES = {"exit", "process_ended", "attach", "stacks", "flight_recorder", "
 """but for these kinds."""
 _AROUND_STEPS = 2
 """A checkpoint so near to an onset is said beside it."""
+_SETTLED_STEPS = 1000
+"""So much later, no more is reported about a step."""
 _CHANGES = 3
 
 
@@ -42,7 +44,9 @@ def incident(cache: SessionPoll, run: RunState, verdict: Mapping[str, Any]) -> d
 def _checkpoint(cache: SessionPoll, run: RunState, step: int) -> list[str]:
     """Return that a checkpoint was written about then; nothing where each step writes one."""
     first = max(0, step - _AROUND_STEPS)
-    spans = cache.ask(query.Spans(run.id, min(run.ranks, default=0), first, step + _AROUND_STEPS)) or ()
+    over = (run.last_step or 0) > step + _SETTLED_STEPS
+    asked = query.Spans(run.id, min(run.ranks, default=0), first, step + _AROUND_STEPS)
+    spans = cache.ask(asked, lambda _: over) or ()
     written = any(span["name"] == "checkpoint" and span["times_per_step"] < 0.5 for span in spans)
     return ["a checkpoint was written"] * written
 

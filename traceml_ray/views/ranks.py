@@ -18,38 +18,45 @@ from .values import rounded
 
 _MOST_MISSING = 1024
 NAMED, DIED, SILENT = "named by the verdict", "died", "no report"
+_NO_TIMES: dict[str, Any] = {"busy_ms": None, "over": None, "stages": {}}
 _NO_REPORT: dict[str, Any] = {
-    **dict.fromkeys(("node", "node_key", "local_rank", "gpu", "exit_code", "last_step", "open_stage")),
-    "state": SILENT,
-    "busy_ms": None,
-    "over": None,
-    "stages": {},
-    "death": None,
+    **dict.fromkeys(
+        ("node", "node_key", "local_rank", "gpu", "exit_code", "last_step", "open_stage", "death")
+    ),
     "hostname": "",
+    "state": SILENT,
+    **_NO_TIMES,
 }
 
 
 def rank_rows(cache: SessionPoll, run: RunState) -> list[dict[str, Any]]:
     """Return a row for each rank: where it is, what its steps are made of; named ones first, then the dead"""
     times: Any = cache.ask(query.RankTimes(run.id)) or {"ranks": [], "busy_ms": [], "over": [], "stages": []}
-    numbers = {name: rounded(np.asarray(times[name], dtype=float), 4) for name in ("busy_ms", "over")}
+    busy, over = (rounded(np.asarray(times[name], dtype=float), 4) for name in ("busy_ms", "over"))
     stages = rounded(np.asarray(times["stages"], dtype=float).reshape(-1), 4)
     at = {rank: place for place, rank in enumerate(times["ranks"])}
     dead = {death["rank"]: death for death in cache.deaths(run)}
     named, reporting = {*run.named["ranks"]}, run.reporting()
     rows = [{**_NO_REPORT, "rank": rank} for rank in missing_of(run.world, run.ranks, _MOST_MISSING)]
     for rank, process in run.ranks.items():
-        identity, own = process.identity, position(run, rank, reporting)
-        row = {**_NO_REPORT, **own, "death": dead.get(rank), "exit_code": process.exit_code}
-        row["state"] = DIED if rank in dead else NAMED if rank in named else own["state"]
-        if identity:
-            key = node_key(process)
-            row |= {"node": run.labels.get(key, key), "node_key": key, "hostname": identity.hostname}
-        place = at.get(rank)
-        if place is not None:
+        own, place, identity = position(run, rank, reporting), at.get(rank), process.identity
+        key = node_key(process) if identity else None
+        row = {
+            **own,
+            "state": DIED if rank in dead else NAMED if rank in named else own["state"],
+            "node": None if key is None else run.labels.get(key, key),
+            "node_key": key,
+            "hostname": identity.hostname if identity else "",
+            "exit_code": process.exit_code,
+            "gpu": None,
+            "death": dead.get(rank),
+        }
+        if place is None:
+            row |= _NO_TIMES
+        else:
             mine = stages[place * len(STAGES) : (place + 1) * len(STAGES)]
             row["stages"] = dict(zip(STAGES, mine, strict=True))
-            row |= {name: values[place] for name, values in numbers.items()}
+            row["busy_ms"], row["over"] = busy[place], over[place]
         rows.append(row)
     first = {NAMED: 0, DIED: 1}
     return sorted(rows, key=lambda row: (first.get(row["state"], 2), row["rank"]))

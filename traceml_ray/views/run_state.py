@@ -32,6 +32,9 @@ class RunState:
         """The numbers of its steps, see `analysis.step_numbers.times`."""
         self.verdict: Mapping[str, Any] | None = None
         self.ranks: dict[int, RankProcess] = {}
+        self.world = 0
+        """How many ranks the job has, as far as known."""
+        self._reporting: frozenset[int] = frozenset()
         self.nodes: list[NodeInfo] = []
         self.labels: dict[str, str] = {}
         """How nodes are shown, by id."""
@@ -79,6 +82,8 @@ class RunState:
             ranks, nodes = found[query.Ranks], found[query.Nodes]
             new |= (ranks, nodes) != (self.ranks, self.nodes)
             self.ranks, self.nodes = ranks, nodes
+            self.world = world_size(ranks, None)
+            self._reporting = frozenset(reporting(ranks, self._patience_ns))
             self.labels = {node["node_id"]: node["label"] for node in nodes}
             self.samples = {node: as_dict(sample) for node, sample in found[query.NodeSamples]}
         return self.take_times(found[query.Times]) or new
@@ -87,11 +92,6 @@ class RunState:
         """Take the numbers of its steps; return whether there are new ones."""
         before, self.times = self.times, times
         return before is None or _state(before) != _state(times)
-
-    @property
-    def world(self) -> int:
-        """How many ranks the job has, as far as known."""
-        return world_size(self.ranks, None)
 
     @property
     def died(self) -> bool:
@@ -104,9 +104,9 @@ class RunState:
         verdict = {} if self.verdict is None or self.verdict["label"] == "healthy" else self.verdict
         return {name: verdict.get(name) or () for name in ("ranks", "nodes")}
 
-    def reporting(self) -> set[int]:
+    def reporting(self) -> frozenset[int]:
         """Return the ranks that may still deliver: neither ended nor silent for long while others are not."""
-        return reporting(self.ranks, self._patience_ns)
+        return self._reporting
 
     def node_of(self, rank: int | None) -> str | None:
         """Return the label of the node that a rank is on; None if not known."""

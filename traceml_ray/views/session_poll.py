@@ -138,7 +138,9 @@ class SessionPoll:
         return changed
 
     def _renewed(self) -> None:
-        """Make anew what is looked at: there is another version."""
+        """Make anew what is looked at: there is another version. What is looked at asks again."""
+        with self.lock:
+            self._used = {}
 
     def made(self, make: Callable[[], _V]) -> tuple[int, _V]:
         """

@@ -87,7 +87,7 @@ def coverage_text(cache: SessionPoll, run: RunState | None, state: str) -> str:
     return heard + (f", {text.age(age)} old" if running and age is not None else "")
 
 
-def _heard(run: RunState) -> set[int]:
+def _heard(run: RunState) -> frozenset[int]:
     return run.reporting() | {rank for rank, process in run.ranks.items() if process.final}
 
 
