@@ -126,8 +126,9 @@ class Feed:
                     self.poll.poll()
                     due = time.monotonic() + interval_s
                 self.newest = self._take()
-            except Exception as error:  # for the thread that draws, which raises it
-                self.error = error
+            except Exception as error:
+                self.poll.errors.note("top", error)
+                self.error = error  # for the thread that draws, which raises it
             renewed()
             if first:
                 gc.collect()
