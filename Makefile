@@ -4,14 +4,15 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test long api snapshots lint types lines fuzz chaos frameworks bench compat screenshots plotly clean
+.PHONY: help demo says-demo test long api snapshots lint types lines fuzz chaos frameworks bench compat screenshots plotly clean
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
 EXAMPLES ?= 1000
 CASES ?=
 FRAMEWORKS_ARGS ?=
-DEMO ?= --nproc-per-node 4 --session demo --out traceml-sessions \
+LIVE := $(shell grep -qs '"--live"' launchers/arguments.py && echo --live)
+DEMO ?= $(LIVE) --nproc-per-node 4 --session demo --out traceml-sessions \
 	examples/train_gpt.py --steps 120 --slow data:2:40
 
 COMPAT_oldest := torch==2.4.0 'ray[train]==2.51.0'
@@ -44,14 +45,19 @@ help:
 	@echo "PYTHON=python3.12 chooses the Python that .venv is made with."
 
 # On a GPU where there is one, which the example says; the device's clock is what names a rank there.
-demo: $(INSTALLED)
+demo: says-demo $(INSTALLED)
 	@rm -rf traceml-sessions/demo
 	TRACEML_DEVICE_CLOCK=$${TRACEML_DEVICE_CLOCK:-1} $(PY) -m traceml_ray.launch $(DEMO)
 	@echo
 	@cat traceml-sessions/demo/report.txt
 	@echo
-	@echo "All of it is in traceml-sessions/demo: report.txt, summary.json, session.sqlite."
-	@echo "The same on your own script: .venv/bin/python -m traceml_ray.launch --nproc-per-node 2 train.py"
+	@echo "With charts, to be opened in a browser, mailed or printed:  $(CURDIR)/traceml-sessions/demo/report.html"
+	@echo "In the web app, step by step, on http://127.0.0.1:8050:  .venv/bin/traceml-ray dashboard demo"
+	@echo "In this terminal:  .venv/bin/traceml-ray top demo"
+	@echo "On your own script:  .venv/bin/python -m traceml_ray.launch $(LIVE) --nproc-per-node 2 train.py"
+
+says-demo:
+	@echo "Trains a small GPT on 4 processes of this machine for half a minute, one of them slow, and says which and why."
 
 # $(call run_tests,PYTHON,WHICH): three at a time, the long ones first (of two cores, two leave a quarter idle: tests
 # wait, too); then those that judge time. Status 5: PYTEST_ARGS has chosen none of them.

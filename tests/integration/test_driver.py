@@ -269,6 +269,7 @@ def test_session_files_are_downloaded_to_the_driver_and_compared(worker: Any, tm
         until(lambda: session.status()["ledger"]["stored"] == 60, "rows")
         here = session.download(tmp_path / "here")
         assert rows_of(here) == 60
+        assert b"traceml-ray" in (here / "report.html").read_bytes()
         found = session.compare(here)  # they are the same steps
         assert (found.word, found.change_pct, found.b.last_step) == ("no difference", 0, found.a.last_step)
         with pytest.raises(SessionError, match="no session 'gone'"):

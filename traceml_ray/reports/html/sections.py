@@ -83,7 +83,7 @@ def _cost(summary: Mapping[str, Any], episode: Mapping[str, Any] | None) -> list
     if one["cost_pct"] and one["label"] != "healthy":
         shown.append(tag("p", tag("span", text.percent(one["cost_pct"]), cls="value"), " of each step"))
     if episode:
-        shown.append(tag("p", cost(episode, contents.unit_of(summary))))
+        shown.append(tag("p", f"cost {cost(episode, contents.unit_of(summary))}"))
     told = ("costs ", "cost ") if episode and len(summary["episodes"]) == 1 else ("costs ",)
     rest = [said for said in contents.about_verdict(summary) if not (shown and said.startswith(told))]
     return [*shown, *(tag("p", said) for said in rest)]
