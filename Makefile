@@ -11,8 +11,7 @@ PYTEST_ARGS ?=
 EXAMPLES ?= 1000
 CASES ?=
 FRAMEWORKS_ARGS ?=
-LIVE := $(shell grep -qs '"--live"' launchers/arguments.py && echo --live)
-DEMO ?= $(LIVE) --nproc-per-node 4 --session demo --out traceml-sessions \
+DEMO ?= --live --nproc-per-node 4 --session demo --out traceml-sessions \
 	examples/train_gpt.py --steps 250 --slow data:2:40
 
 COMPAT_oldest := torch==2.4.0 'ray[train]==2.51.0'
@@ -55,7 +54,7 @@ demo: says-demo $(INSTALLED)
 	@echo "With charts, to be opened in a browser, mailed or printed:  $(CURDIR)/traceml-sessions/demo/report.html"
 	@echo "In the web app, step by step, on http://127.0.0.1:8050:  .venv/bin/traceml-ray dashboard demo"
 	@echo "In this terminal:  .venv/bin/traceml-ray top demo"
-	@echo "On your own script:  .venv/bin/python -m traceml_ray.launch $(LIVE) --nproc-per-node 2 train.py"
+	@echo "On your own script:  .venv/bin/python -m traceml_ray.launch --live --nproc-per-node 2 train.py"
 
 says-demo:
 	@echo "Trains a small GPT on 4 processes of this machine for a minute, one of them slow, and says which and why."
