@@ -66,12 +66,6 @@ def ranks_of(profile: Profile) -> str:
     return text.ranks(rank.rank for rank in profile.captured) if profile.captured else "no rank"
 
 
-def steps_of(profile: Profile) -> str:
-    """Return which steps were recorded: "3 steps from step 812 on"."""
-    began = "" if profile.first_step is None else f" from step {profile.first_step:,} on"
-    return text.count(profile.n_steps, "step") + began
-
-
 def offered(run: RunState) -> str:
     """Return the ranks that are most likely wanted: the suspect and a median one, else all up to 8."""
     suspect = run.named["ranks"][:1]

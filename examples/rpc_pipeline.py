@@ -2,16 +2,19 @@
 A model in two stages on two workers, trained by a third over torch.distributed.rpc, in plain PyTorch.
 
     python examples/rpc_pipeline.py
+    traceml-ray run --nproc-per-node 3 examples/rpc_pipeline.py --steps 5000
+    traceml-ray profile --steps 3                               # meanwhile: of all workers, at the same time
+
+Without the monitor, each worker can record itself:
+
     python examples/rpc_pipeline.py --profile traces
     traceml-ray profile merge traces --table --trace pipeline.json.gz
 
 With --profile each worker records its last steps with torch's profiler, and leaves a trace in that folder;
 `traceml-ray profile merge` makes one table and one trace of them, with arrows from calls to what they run.
-
-Three things make remote operations visible. What others ask for runs on threads of the RPC agent, so the
-profiler has to record all threads (`profile_all_threads`). It has to be stopped by the thread that has
-started it, so each worker has one for that. And torch names no calls in such a trace: `call` below gives them
-the names that torch's own RPC profiling used to have, `rpc_async#run_stage(trainer0 -> stage1)`.
+What others ask for runs on threads of the RPC agent, so the profiler has to record all threads
+(`profile_all_threads`). And torch names no calls in such a trace: `call` below gives them the names that
+torch's own RPC profiling used to have, `rpc_async#run_stage(trainer0 -> stage1)`.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import argparse
 import os
 import socket
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +66,7 @@ class Stage(nn.Module):
 
 def run_stage(stage: Any, inputs: Tensor) -> Tensor:
     """Run a stage on the worker that has it."""
-    with record_function("run_stage"):
+    with record_function("run_stage") if _wanted.is_set() else nullcontext():
         outputs: Tensor = stage.local_value()(inputs)
         return outputs
 
@@ -92,6 +96,8 @@ def record(folder: Path) -> None:
 
 def call(to: str, function: Any, *args: Any) -> Any:
     """Call a function on another worker; return a future."""
+    if not _wanted.is_set():
+        return rpc.rpc_async(to, function, args=args)
     here = rpc.get_worker_info().name
     with record_function(f"rpc_async#{function.__name__}({here} -> {to})"):
         return rpc.rpc_async(to, function, args=args)
@@ -150,6 +156,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.profile:
         args.profile.mkdir(parents=True, exist_ok=True)
+    if "RANK" in os.environ:  # a launcher has started this worker
+        work(int(os.environ["RANK"]), int(os.environ["MASTER_PORT"]), args.steps, args.recorded, args.profile)
+        return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -85,6 +85,12 @@ class ProfileCommand(msgspec.Struct, frozen=True, kw_only=True):
     stacks: int = 0
     shapes: int = 0
     """0 or 1, as torch has them."""
+    delay_s: float = 0.0
+    """A rank without steps, to which others give work, begins to record after so long,"""
+    serve_s: float = 60.0
+    """and ends after so long at most,"""
+    over: int = 0
+    """or when this is 1: the others have recorded their steps."""
 
 
 class Capture(Part, frozen=True):
@@ -103,6 +109,8 @@ class Capture(Part, frozen=True):
     stop_ns: Count | None = None
     export_ns: Count | None = None
     """What it has cost, see `store.profiles.RankProfile`."""
+    serves: bool = False
+    """It has no steps of its own; `steps` then has one, 0, for all the time that was recorded."""
 
 
 class TracePiece(Part, frozen=True):

@@ -117,7 +117,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         why = "There is no such profile: it has been removed." if view["known"] else "Not known yet."
         return html.Div([way, part(html.Div([html.H1("Profile"), html.P(why)], id="profile-missing"))])
     profile, made = info.profile, view["made"]
-    title = f"Profile of {profiles.ranks_of(profile)}, {profiles.steps_of(profile)}"
+    title = f"Profile of {profiles.ranks_of(profile)}, {profile.extent}"
     body: list[Any] = [
         way,
         html.H1(title),

@@ -136,7 +136,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     if step is not None:
         around.append(link(f"step {step:,} of all ranks", route.to("step", step, rank=number), "chip"))
     around += [
-        link(f"profile, {profiles.steps_of(one)}", route.to("profile", one.id, of=number), "chip")
+        link(f"profile, {one.extent}", route.to("profile", one.id, of=number), "chip")
         for one in view["profiles"]
     ]
     if view["state"] == "live" and not route.get("session"):

@@ -179,7 +179,7 @@ def test_ranks_record_the_same_steps_and_training_goes_on(
     assert all(step.stages_ns and sum(step.stages_ns) > 0 for rank in ranks for step in rank.steps)
     names = {rank.rank: _names(found.trace(rank)) for rank in ranks}
     assert "aten::acosh" in names[1] and not any("aten::acosh" in names[rank] for rank in (0, 2))
-    message = f"profile {found.profile.id}: 2 steps of ranks 0-2, from step {found.profile.first_step} on"
+    message = f"profile {found.profile.id} of ranks 0-2: 2 steps from step {found.profile.first_step} on"
     job.wait_for_event(message)
     # Some of the ranks, again; what cannot be is said.
     second = job.profile(ranks="1,7", steps=1, shapes=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,55 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from captured_rank import Rank
 from torch.autograd import profiler
 
 from traceml_ray import wire
 from traceml_ray.agent import capture
-from traceml_ray.agent.capture import Captures
-from traceml_ray.agent.instrument import Instrumentation
-from traceml_ray.agent.recorder import Recorder
-from traceml_ray.agent.ring import StepRing
 from traceml_ray.agent.trace_file import TraceFile, TraceTooLargeError
-
-
-class Rank:
-    """A watched training loop, whose agent's thread is the test."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.recorder = Recorder(StepRing(4096))
-        self.patches = Instrumentation(self.recorder)
-        self.patches.install()
-        self.captures = Captures(
-            self.recorder, self.patches.spans, self.patches.errors, None, lambda: self.now
-        )
-        self.model = torch.nn.Linear(4, 4)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            self.model(torch.ones(2, 4)).sum().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def ask(self, first_step: int, steps: int = 2, number: int = 1, **more: int) -> None:
-        args: dict[str, Any] = {"id": "p", "number": number, "first_step": first_step, "steps": steps}
-        self.captures.obey(
-            wire.Command("profile", {**args, "limit_s": 60.0, "run": "r", "ranks": "0", **more})
-        )
-
-    @property
-    def status(self) -> wire.Capture:
-        self.captures.turn()
-        found = self.captures.status
-        assert found is not None
-        return found
-
-    def trace(self) -> dict[str, Any]:
-        """Return what has been sent."""
-        data = b"".join(piece.data for piece in self.captures.pieces(1000))
-        found: dict[str, Any] = json.loads(gzip.decompress(data))
-        return found
 
 
 @pytest.fixture

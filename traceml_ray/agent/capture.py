@@ -16,6 +16,9 @@ from typing import Literal
 import msgspec
 
 from traceml_ray import wire
+from traceml_ray.agent import all_threads
+from traceml_ray.agent.all_threads import AllThreadsProfiler, CannotRecordError
+from traceml_ray.agent.patch import rpc
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.spans import Spans
 from traceml_ray.agent.torch_profiler import ProfilerBusyError, TorchProfiler
@@ -46,6 +49,7 @@ class Captures:
         errors: counts what goes wrong.
         folder: where a trace may be while it is made.
         clock: monotonic seconds.
+        calls: names calls over torch.distributed.rpc; None: no thread but the one that trains is recorded.
     """
 
     def __init__(
@@ -55,9 +59,10 @@ class Captures:
         errors: Errors,
         folder: str | None,
         clock: Callable[[], float] = time.monotonic,
+        calls: rpc.RpcCalls | None = None,
     ) -> None:
         self._recorder, self._spans, self._errors = recorder, spans, errors
-        self._folder, self._clock = folder, clock
+        self._folder, self._clock, self._calls = folder, clock, calls
         self._now: _Capture | None = None
         self._heard = 0.0
 
@@ -72,12 +77,21 @@ class Captures:
         self._heard = self._clock()
         now = self._now
         if now is not None and now.wanted.id == wanted.id and now.wanted.number >= wanted.number:
+            now.others_are_done = bool(wanted.over)
             return
         if now is not None:
             now.let_go()
-        own = functools.partial(TorchProfiler, bool(wanted.memory), bool(wanted.stacks), bool(wanted.shapes))
-        self._now = _Capture(wanted, self._recorder, self._spans, self._errors, own, self._clock())
+        self._now = _Capture(
+            wanted, self._recorder, self._spans, self._errors, self._profiler(wanted), self._clock()
+        )
         self._now.arm()
+
+    def _profiler(self, wanted: wire.ProfileCommand) -> Callable[[Callable[[], object]], TorchProfiler]:
+        """Return what makes the profiler, of a function that is called when the script starts its own."""
+        options = bool(wanted.memory), bool(wanted.stacks), bool(wanted.shapes)
+        if self._calls is None or not rpc.is_on() or not all_threads.is_possible():
+            return functools.partial(TorchProfiler, *options)
+        return functools.partial(AllThreadsProfiler, *options, calls=self._calls)
 
     def _send_again(self, command: wire.Command) -> None:
         now, offset = self._now, command.args.get("offset")
@@ -91,7 +105,10 @@ class Captures:
         if now is None:
             return
         if now.state == "recorded":
-            now.export(self._folder)
+            if now.settled:
+                now.export(self._folder)
+        elif now.serves and now.state in ("armed", "recording"):
+            now.serve(self._clock())
         elif now.state == "armed" and self._clock() - now.began > now.wanted.limit_s:
             now.end("refused", f"step {now.wanted.first_step} did not come within {now.wanted.limit_s:g} s")
         elif now.is_on:
@@ -152,9 +169,15 @@ class _Capture:
         self._given_up = False
         self._on_since = 0.0
         """When the agent's thread first saw that it is on."""
+        self.serves = recorder.owner is None and isinstance(self._profiler, AllThreadsProfiler)
+        """No thread of this process trains: others have it work, over torch.distributed.rpc."""
+        self.others_are_done = False
 
     def arm(self) -> None:
-        self._recorder.at_step = self.at_step
+        if self._profiler.cannot:
+            self.end("refused", self._profiler.cannot)
+        elif not self.serves:
+            self._recorder.at_step = self.at_step
 
     def end(self, state: Literal["refused", "failed"], reason: str) -> None:
         self._reason = reason[:_REASON_CHARS]
@@ -208,12 +231,18 @@ class _Capture:
         if step > self.wanted.first_step:
             self.end("refused", f"step {self.wanted.first_step} {LATE}")
             return
+        self._start(step, began)
+
+    def _start(self, step: int, began: int) -> None:
         span = self._spans.begin(SPAN)
         try:
             self._profiler.start()
             self._thread = get_ident()
         except ProfilerBusyError as error:
             self.end("refused", f"{error}: the script's own")
+            return
+        except CannotRecordError as error:
+            self.end("refused", str(error))
             return
         finally:
             now = self._recorder.clock()
@@ -259,6 +288,7 @@ class _Capture:
             self._thread = 0
             try:
                 self._profiler.stop()
+                self._profiler.drop()
             except Exception as error:
                 self._errors.note("profile", error)
 
@@ -268,6 +298,28 @@ class _Capture:
         self._given_up = True
 
     # -- the agent's thread --------------------------------------------------------------------------
+
+    def serve(self, now: float) -> None:
+        """Record without steps: from a while after the command until the others have recorded theirs."""
+        try:
+            if self.state == "armed" and now - self.began >= self.wanted.delay_s:
+                self._on_since = now
+                self._start(0, self._recorder.clock())
+            elif self.state == "recording" and (
+                self.others_are_done or now - self._on_since > self.wanted.serve_s
+            ):
+                ended, wall = self._recorder.clock(), self._wall_ns
+                self._steps.append((0, self._edge[1] + wall, ended + wall, None))
+                self._stop()
+        except Exception as error:
+            self._errors.note("profile", error)
+            self.end("failed" if self._thread else "refused", error_text(error))
+            self._turn_off()
+
+    @property
+    def settled(self) -> bool:
+        """Whether what was recorded may be written."""
+        return self._profiler.settled()
 
     def export(self, folder: str | None) -> None:
         """Make the file of what was recorded."""
@@ -304,12 +356,16 @@ class _Capture:
             self._cost.get("start_ns"),
             self._cost.get("stop_ns"),
             self._cost.get("export_ns"),
+            self.serves,
         )
 
     def let_go(self) -> None:
         """End it with nothing."""
         self._given_up = True
-        if self._thread == get_ident():
+        if self._thread and isinstance(self._profiler, AllThreadsProfiler):
+            self._disarm()
+            self._profiler.drop()  # any thread may
+        elif self._thread == get_ident():
             self._turn_off()
         elif self._thread:
             self._turn_off_later()

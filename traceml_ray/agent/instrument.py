@@ -20,6 +20,7 @@ from traceml_ray.agent.patch import (
     process_group,
     ray_data,
     root_modules,
+    rpc,
 )
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.recorder import Recorder
@@ -45,6 +46,7 @@ class Instrumentation:
         self.collectives = collectives.Collectives(recorder, self.spans, self.failed)
         self.data_parallel = data_parallel.DataParallel(recorder, self.roots, self.spans, patcher)
         self.model_parallel = model_parallel.ModelParallel(recorder.exchange, patcher)
+        self.rpc = rpc.RpcCalls(self.failed)
         self._is_rank: Callable[[], None] | None = None
 
     @property
@@ -104,6 +106,7 @@ class Instrumentation:
             (model_parallel.PIPELINE_MODULE, "pp", self.model_parallel.patch_pipeline),
             (root_modules.COMPILE_MODULE, "compile", self.roots.patch_compile),
             (ray_data.MODULE, "ray_data", lambda: ray_data.patch(patcher, self.recorder)),
+            (rpc.MODULE, "rpc", lambda: self.rpc.patch(patcher)),
             (checkpoint.MODULE, "checkpoint", lambda: checkpoint.patch(patcher, self.spans)),
             (
                 collectives.FUNCTIONAL_MODULE,

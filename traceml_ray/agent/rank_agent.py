@@ -107,7 +107,7 @@ class RankAgent:
             settings.memory_history, settings.spool, self.add_event, ours.errors, ours.missing
         )
         self.output = OutputTap(settings.output_lines, ours.errors, ours.missing)
-        self.captures = Captures(self.recorder, ours.spans, ours.errors, settings.spool)
+        self.captures = Captures(self.recorder, ours.spans, ours.errors, settings.spool, calls=ours.rpc)
 
     def start(self) -> None:
         """Start the thread; it does the rest, so that the import of torch is not held up."""

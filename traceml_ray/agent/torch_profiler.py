@@ -38,7 +38,13 @@ class TorchProfiler:
     """
 
     def __init__(self, memory: bool, stacks: bool, shapes: bool, gave_way: Callable[[], object]) -> None:
-        self._options = {"profile_memory": memory, "with_stack": stacks, "record_shapes": shapes}
+        self._options: dict[str, Any] = {
+            "profile_memory": memory,
+            "with_stack": stacks,
+            "record_shapes": shapes,
+        }
+        self.cannot = ""
+        """Why it cannot record what is wanted."""
         self._gave_way = gave_way
         self._thread = 0
         self._lost = False
@@ -52,7 +58,7 @@ class TorchProfiler:
 
     def start(self) -> None:
         """Start to record on this thread. Raises `ProfilerBusyError`, and whatever torch does."""
-        torch, profiler = _torch()
+        torch, profiler = torch_and_profiler()
         if getattr(profiler, "_is_profiler_enabled", False) or torch.autograd._profiler_enabled():
             raise ProfilerBusyError("a profiler is on already")
         cuda = torch.cuda.is_initialized()
@@ -104,13 +110,21 @@ class TorchProfiler:
         return not self._lost
 
     def _disable(self) -> None:
-        _, profiler = _torch()
+        _, profiler = torch_and_profiler()
         self._undo()
         if self._thread and not self._too_late:
             self._thread = 0
             self._result = profiler._disable_profiler()
             profiler._run_on_profiler_stop()
         self._is_off.set()
+
+    def settled(self) -> bool:
+        """Return whether it may be saved."""
+        return True
+
+    def drop(self) -> None:
+        """Let go of what was recorded."""
+        self._result = None
 
     def save(self, path: Path) -> None:
         """Write the trace, and let go of it; no Python of this process runs meanwhile. Any thread may."""
@@ -120,7 +134,8 @@ class TorchProfiler:
         result.save(str(path))
 
 
-def _torch() -> tuple[Any, Any]:
+def torch_and_profiler() -> tuple[Any, Any]:
+    """Return torch and its `autograd.profiler`."""
     import torch
     from torch.autograd import profiler
 

@@ -20,6 +20,7 @@ import msgspec
 
 from traceml_ray import __version__, text, wire
 from traceml_ray.errors import Errors
+from traceml_ray.monitor import serving
 from traceml_ray.monitor.live_runs import RunNow
 from traceml_ray.profile_messages import LATE, OPTIONS
 from traceml_ray.rank_filter import RankFilterError, rank_filter
@@ -93,6 +94,8 @@ class _Capture:
     began_s: float
     step_s: float
     number: int = 1
+    over: bool = False
+    """All have recorded their steps: ranks without steps end."""
     commands: list[wire.Command] = field(default_factory=list)
 
     @property
@@ -166,6 +169,7 @@ class Captures:
         if status.state != about.state:
             rank.moved_s = self._ticks()
         rank.heard, about.state, about.reason = True, status.state, status.reason or None
+        about.serves = status.serves
         about.total_bytes = status.total_bytes
         about.steps = [profiles.ProfileStep(*step) for step in status.steps]
         costs = status.start_ns, status.stop_ns, status.export_ns
@@ -207,10 +211,12 @@ class Captures:
             self._begin_anew(now, run)
         else:
             self._check(now, run)
+            self._end_serving(now)
         if not all(rank.about.state in OVER for rank in now.ranks.values()):
             self._show(now)
             return None
         self._now = None
+        serving.share_steps(now.profile)
         return now.profile
 
     def _may_begin(self, goes_on: bool) -> bool:
@@ -270,6 +276,8 @@ class Captures:
         newest = max((process.last_step or 0 for process in going), default=0) + 1
         profile.first_step = newest + ahead
         limit_s = STEPS_S + 4 * (ahead + asked.steps) * now.step_s
+        record_s = RECORD_S + 4 * asked.steps * now.step_s
+        delay_s = max(0.0, (ahead - 1) * now.step_s - AHEAD_S)
         command = wire.ProfileCommand(
             id=profile.id,
             number=now.number,
@@ -278,7 +286,9 @@ class Captures:
             first_step=profile.first_step,
             steps=asked.steps,
             limit_s=limit_s,
-            record_s=RECORD_S + 4 * asked.steps * now.step_s,
+            record_s=record_s,
+            delay_s=delay_s,
+            serve_s=record_s + ahead * now.step_s - delay_s + serving.HEAR_S,
             **{name: int(getattr(asked, name)) for name in OPTIONS},
         )
         now.commands = [wire.Command("profile", msgspec.structs.asdict(command))] if now.ranks else []
@@ -287,7 +297,7 @@ class Captures:
             rank.moved_s = now.began_s
 
     def _begin_anew(self, now: _Capture, run: RunNow) -> None:
-        now.number += 1
+        now.number, now.over = now.number + 1, False
         for rank in now.ranks.values():
             if rank.about.state != "refused" or _was_late(rank.about):
                 rank.heard, rank.again = False, 0
@@ -315,6 +325,13 @@ class Captures:
                 rank.again, rank.moved_s, rank.stalled = rank.again + 1, self._ticks(), True
                 if rank.again > AGAIN:
                     rank.end("failed", "the rest of its trace has not come")
+
+    def _end_serving(self, now: _Capture) -> None:
+        """Have ranks without steps end when the others have recorded theirs."""
+        since = {rank.about.rank: self._ticks() - rank.moved_s for rank in now.ranks.values()}
+        if not now.over and serving.is_over(now.profile, since):
+            now.over = True
+            now.commands = [wire.Command(each.name, {**each.args, "over": 1}) for each in now.commands]
 
     def _give_up(self, now: _Capture, why: str) -> None:
         for rank in now.ranks.values():

@@ -178,8 +178,7 @@ def _event(profile: Profile, there: bool, now_ns: int) -> wire.Event:
     message = f"profile {profile.id}: nothing was captured"
     if captured and there:
         who = text.ranks(rank.rank for rank in captured)
-        steps = text.count(profile.n_steps, "step")
-        message = f"profile {profile.id}: {steps} of {who}, from step {profile.first_step} on"
+        message = f"profile {profile.id} of {who}: {profile.extent}"
     why = profile.error or "; ".join(f"rank {rank.rank}: {rank.reason}" for rank in lacking[:_NAMED])
     data: dict[str, wire.Value] = {"profile": profile.id, "ranks": len(captured), "asked": len(profile.ranks)}
     return wire.Event(

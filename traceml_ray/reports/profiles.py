@@ -77,6 +77,6 @@ def render_profile(profile: Profile, path: Path) -> str:
         ">export": lambda one: text.ms(one.export_ms),
         "why not": lambda one: one.reason or "",
     }
-    title = f"Profile {profile.id}: {text.count(profile.n_steps, 'step')} from step {profile.first_step} on"
+    title = f"Profile {profile.id}: {profile.extent}"
     lines = [f"nothing was captured: {profile.error}"] if profile.error else []
     return page([table(title, columns, profile.ranks), [*lines, f"in {path}"]])

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from traceml_ray import files
+from traceml_ray import files, text
 from traceml_ray.session import read_json
 from traceml_ray.stages import N_STAGES
 
@@ -81,6 +81,9 @@ class RankProfile(msgspec.Struct):
     """to turn it off and collect what was recorded,"""
     export_ms: float | None = None
     """and to write the trace, while no Python of the process ran."""
+    serves: bool = False
+    """It has no steps of its own, but works for other ranks (torch.distributed.rpc): it has recorded all the
+    time in which these did their steps, which `steps` has by its own clock, and some before and after."""
 
 
 class Profile(msgspec.Struct, kw_only=True):
@@ -107,8 +110,9 @@ class Profile(msgspec.Struct, kw_only=True):
     """and the stage; `median` is the rank that it is compared with."""
     median: int | None = None
     first_step: int | None
-    """The same steps of all ranks."""
+    """The same steps of all ranks; None where no rank has steps (torch.distributed.rpc),"""
     n_steps: int
+    """and then each of these was a second of all ranks at the same time."""
     memory: bool = False
     stacks: bool = False
     shapes: bool = False
@@ -122,6 +126,14 @@ class Profile(msgspec.Struct, kw_only=True):
     def captured(self) -> list[RankProfile]:
         """The ranks whose traces are there."""
         return [rank for rank in self.ranks if rank.state == "captured"]
+
+    @property
+    def extent(self) -> str:
+        """What was recorded: `3 steps from step 812 on`."""
+        if self.first_step is None and any(rank.serves for rank in self.ranks):
+            return f"{text.count(self.n_steps, 'second')}, since no rank has steps"
+        began = "" if self.first_step is None else f" from step {self.first_step:,} on"
+        return text.count(self.n_steps, "step") + began
 
 
 class ProfileInfo(msgspec.Struct, frozen=True):

@@ -92,7 +92,7 @@ def breakdown(sources: Sequence[Source], by_shape: bool = False) -> Breakdown:
     operations, ranks, problems = list[Operation](), list[RankSpent](), list[str]()
     for source in sources:
         try:
-            trace = read_trace(source.path)
+            trace = read_trace(source.path, source.window)
             nesting = nest(trace)
             operations += of_trace(source, trace, nesting, by_shape)
             if source.rank is None:

@@ -43,11 +43,18 @@ class ChromeTrace:
 
     Args:
         path: a regular file.
+        window: only what begins then, ns on the wall clock; where the trace's times are of that.
         max_bytes, max_events: a trace that has more is refused.
     """
 
-    def __init__(self, path: Path, max_bytes: int = MAX_BYTES, max_events: int = MAX_EVENTS) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        window: tuple[int, int] | None = None,
+        max_bytes: int = MAX_BYTES,
+        max_events: int = MAX_EVENTS,
+    ) -> None:
+        self.path, self._window = path, window
         self.header: dict[str, Any] = {}
         """What stands beside the events: what comes before them from the first event on, all at the end."""
         self._max_bytes, self._max_events = max_bytes, max_events
@@ -102,7 +109,15 @@ class ChromeTrace:
             number += 1
             if number > self._max_events:
                 raise TraceError(f"it has more than {count(self._max_events, 'event')}: {_ADVICE}")
-            yield event
+            if self._window is None or self._is_inside(event, *self._window):
+                yield event
+
+    def _is_inside(self, event: dict[str, Any], begin_ns: int, end_ns: int) -> bool:
+        """Return whether an event is of the time that is wanted, or has none."""
+        at_us, base_ns = event.get("ts"), self.header.get("baseTimeNanoseconds")
+        if event.get("ph") == "M" or not isinstance(at_us, int | float) or not isinstance(base_ns, int):
+            return True
+        return begin_ns <= base_ns + at_us * 1000 < end_ns
 
 
 class _Text:

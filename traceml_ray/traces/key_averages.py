@@ -81,7 +81,7 @@ def key_averages(sources: Iterable[Source], by_shape: bool = False) -> list[Oper
     """Return what each operation took on each rank, the longest first. Raises TraceError."""
     found = []
     for source in sources:
-        trace = read_trace(source.path)
+        trace = read_trace(source.path, source.window)
         found += of_trace(source, trace, nest(trace), by_shape)
     return sort(found, "self_cpu_ms")
 

@@ -160,7 +160,7 @@ class _Merge:
     def _scan(self, rank: _Rank, parts: Parts, calls: Calls) -> None:
         """Read a trace for the first time."""
         source = rank.source
-        trace, shift_ns = read_trace(source.path), source.clock_offset_ns or 0
+        trace, shift_ns = read_trace(source.path, source.window), source.clock_offset_ns or 0
         rank.base_ns = trace.header.base_ns + shift_ns
         rank.main, rank.devices = _processes(trace)
         if trace.wall_clock or not len(trace):
@@ -198,7 +198,7 @@ class _Merge:
     def _events(self) -> Iterator[dict[str, Any]]:
         for rank in self._ranks:
             yield from self._steps(rank)
-            for event in ChromeTrace(rank.source.path):
+            for event in ChromeTrace(rank.source.path, rank.source.window):
                 if event.get("ph") == "M":
                     _note_name(rank, event)
                 elif (moved := self._moved(rank, event)) is not None:

@@ -17,7 +17,9 @@ from traceml_ray.traces.collectives import Part
 from traceml_ray.traces.sources import Source
 from traceml_ray.traces.trace import Trace
 
-_CALL = re.compile(r"rpc_(?:sync|async|remote)#(?P<name>[^()]+)\((?P<caller>[^()]+) -> (?P<callee>[^()]+)\)")
+_CALL = re.compile(
+    r"rpc_(?:sync|async|async_jit|remote)#(?P<name>[^()]+)\((?P<caller>[^()]+) -> (?P<callee>[^()]+)\)"
+)
 _NUMBER = re.compile(r"(\d{1,6})$")
 _RANGES = frozenset({"user_annotation"})
 _MOST_RANGES = 500_000
@@ -50,10 +52,15 @@ class Calls:
         if source.rank is not None:
             self._ranks[source.rank] = place
         ranges = np.flatnonzero(trace.of_category(_RANGES) & ~trace.on_device)
+        ends_ns: dict[tuple[int, int], int] = {}
         for at in ranges[np.argsort(trace.begin_ns[ranges], kind="stable")][: self._left].tolist():
             self._left -= 1
-            name, lane = trace.names[int(trace.name[at])], trace.lanes[int(trace.lane[at])]
-            part = Part(place, lane, int(trace.begin_ns[at]) + shift_ns, int(trace.end_ns[at]) + shift_ns)
+            key, end_ns = (int(trace.name[at]), int(trace.lane[at])), int(trace.end_ns[at])
+            if end_ns <= ends_ns.get(key, -1):
+                continue  # the same, named twice: by the script, too
+            ends_ns[key] = end_ns
+            name, lane = trace.names[key[0]], trace.lanes[key[1]]
+            part = Part(place, lane, int(trace.begin_ns[at]) + shift_ns, end_ns + shift_ns)
             if call := _CALL.fullmatch(name):
                 self._workers[call["caller"]] = place
                 self._asked[call["callee"], call["name"]].append(part)

@@ -32,6 +32,8 @@ class Source:
     """and how far off that is at most."""
     steps: tuple[ProfileStep, ...] = ()
     """The steps that were recorded, by its node's clock."""
+    window: tuple[int, int] | None = None
+    """What begins outside of this time, by its node's clock, is no part of it; None: all is."""
 
     @property
     def label(self) -> str:
@@ -56,7 +58,14 @@ def _of_rank(stored: StoredProfile, rank: RankProfile) -> Source:
         clock_offset_ns=rank.clock_offset_ns,
         clock_bound_ns=rank.clock_bound_ns,
         steps=tuple(rank.steps),
+        window=_window(rank),
     )
+
+
+def _window(rank: RankProfile) -> tuple[int, int] | None:
+    if not (rank.serves and rank.steps):
+        return None
+    return min(step.begin_ns for step in rank.steps), max(step.end_ns for step in rank.steps)
 
 
 def of_files(paths: Iterable[Path]) -> list[Source]:

@@ -56,7 +56,7 @@ def spent(source: Source, stage: str | None = None) -> Spent:
         RecordingError: no whole step, or stage, was recorded.
         TraceError: the trace cannot be read.
     """
-    trace = read_trace(source.path)
+    trace = read_trace(source.path, source.window)
     return spent_in(source, trace, nest(trace), stage)
 
 

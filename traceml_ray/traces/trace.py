@@ -118,9 +118,9 @@ class Memory:
     on_device: npt.NDArray[np.bool_]
 
 
-def read_trace(path: Path) -> Trace:
-    """Return the operations in a trace, plain or gzip. Raises TraceError."""
-    stream, reader = ChromeTrace(path), _Reader()
+def read_trace(path: Path, window: tuple[int, int] | None = None) -> Trace:
+    """Return the operations in a trace, plain or gzip; see `ChromeTrace`. Raises TraceError."""
+    stream, reader = ChromeTrace(path, window), _Reader()
     try:
         for event in stream:
             reader.take(event)

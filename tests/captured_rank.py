@@ -1,0 +1,55 @@
+"""A rank that trains and is profiled, whose agent's thread is the test."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from typing import Any
+
+import torch
+
+from traceml_ray import wire
+from traceml_ray.agent.capture import Captures
+from traceml_ray.agent.instrument import Instrumentation
+from traceml_ray.agent.recorder import Recorder
+from traceml_ray.agent.ring import StepRing
+
+
+class Rank:
+    """A watched training loop, whose agent's thread is the test."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.recorder = Recorder(StepRing(4096))
+        self.patches = Instrumentation(self.recorder)
+        self.patches.install()
+        self.captures = Captures(
+            self.recorder, self.patches.spans, self.patches.errors, None, lambda: self.now
+        )
+        self.model = torch.nn.Linear(4, 4)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.model(torch.ones(2, 4)).sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def ask(self, first_step: int, steps: int = 2, number: int = 1, **more: float) -> None:
+        args: dict[str, Any] = {"id": "p", "number": number, "first_step": first_step, "steps": steps}
+        self.captures.obey(
+            wire.Command("profile", {**args, "limit_s": 60.0, "run": "r", "ranks": "0", **more})
+        )
+
+    @property
+    def status(self) -> wire.Capture:
+        self.captures.turn()
+        found = self.captures.status
+        assert found is not None
+        return found
+
+    def trace(self) -> dict[str, Any]:
+        """Return what has been sent."""
+        data = b"".join(piece.data for piece in self.captures.pieces(1000))
+        found: dict[str, Any] = json.loads(gzip.decompress(data))
+        return found

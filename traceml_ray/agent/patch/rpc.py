@@ -1,0 +1,106 @@
+"""Calls over torch.distributed.rpc: named, on both workers, while they are recorded; else left alone."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from traceml_ray.agent.patch.patcher import Failed, Patcher, expect
+
+MODULE = "torch.distributed.rpc.api"
+_ARGUMENTS = ("should_profile", "qualified_name", "func", "rpc_type", "dst_worker_info")
+
+
+def is_on() -> bool:
+    """Return whether this process is a worker of a job on torch.distributed.rpc."""
+    api = sys.modules.get(MODULE)
+    return api is not None and bool(api._is_current_rpc_agent_set())
+
+
+class RpcCalls:
+    """
+    Gives a call the name that torch's own RPC profiling had, `rpc_async#run(worker1 -> worker2)`, and what it
+    runs on the other worker the name of the function.
+    """
+
+    def __init__(self, failed: Failed) -> None:
+        self.recording = False
+        self._failed = failed
+        self._running: set[object] = set()
+
+    @property
+    def recorded_run(self) -> bool:
+        """Whether functions run that have a range in what was recorded."""
+        return bool(self._running)
+
+    def patch(self, patcher: Patcher) -> None:
+        """Patch torch.distributed.rpc, whose module has been imported."""
+        from torch.distributed.rpc import api, internal
+
+        expect(api._enable_rpc_profiler, _ARGUMENTS)
+        expect(internal._run_function, ("python_udf",))
+        patcher.replace(api, "_enable_rpc_profiler", self._name_call)
+        patcher.replace(internal, "_run_function", self._name_function)
+
+    def _name_call(self, original: Any) -> Any:
+        def enable_rpc_profiler(
+            should_profile: Any, qualified_name: Any, func: Any, rpc_type: Any, dst_worker_info: Any
+        ) -> Any:
+            if self.recording and not should_profile:
+                try:
+                    return _call_range(qualified_name or _name_of(func), rpc_type, dst_worker_info)
+                except Exception as error:
+                    self._failed("rpc", error)
+            return original(should_profile, qualified_name, func, rpc_type, dst_worker_info)
+
+        return enable_rpc_profiler
+
+    def _name_function(self, original: Any) -> Any:
+        def run_function(python_udf: Any) -> Any:
+            if not self.recording:
+                return original(python_udf)
+            began = self._begin(getattr(python_udf, "func", None))
+            try:
+                return original(python_udf)
+            finally:
+                self._end(began)
+
+        return run_function
+
+    def _begin(self, function: Any) -> Any:
+        from torch.profiler import record_function
+
+        try:
+            began = record_function(_name_of(function))
+            began.__enter__()
+            self._running.add(began)
+        except Exception as error:
+            self._failed("rpc", error)
+            return None
+        return began
+
+    def _end(self, began: Any) -> None:
+        try:
+            if began is not None:
+                began.__exit__(None, None, None)
+        except Exception as error:
+            self._failed("rpc", error)
+        finally:
+            self._running.discard(began)
+
+
+def _call_range(name: str, rpc_type: Any, callee: Any) -> Any:
+    from torch.distributed.rpc import api, internal
+    from torch.profiler import record_function
+
+    here = api.get_worker_info().name
+    return record_function(internal._build_rpc_profiling_key(rpc_type, name, here, callee.name))
+
+
+def _name_of(function: Any) -> str:
+    """Return what a function is called, one of Python or of TorchScript."""
+    return str(
+        getattr(function, "__qualname__", None)
+        or getattr(function, "qualified_name", None)
+        or type(function).__name__
+    )
