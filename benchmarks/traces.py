@@ -1,10 +1,12 @@
 """
 Do two recorders agree? Steps of real gloo DDP runs, recorded by torch's profiler and by the monitor at once.
 
-    python benchmarks/traces.py [--world 3] [--severity 30] [--seed 0] [--keep DIR]
+    python benchmarks/traces.py [--world 3] [--severities 15 30 60] [--stages …] [--specials …] [--seed 0]
+                                [--no-example] [--keep DIR]
 
-The faults of `faults.py`, one rank late in each stage in turn, and one balanced stretch; then the example
-model, healthy. Of each some steps are captured on all ranks. The traces alone are reduced to the six
+The fault matrix of `faults.py`: one rank late in each stage by each severity, two ranks late in one stage and
+in two, a late rank that changes, all ranks slower, nothing; then the example model, healthy. (6 minutes; in
+parts by the options.) Of each some steps are captured on all ranks. The traces alone are reduced to the six
 stages (`traces.traced_rows`) and compared with the rows of the same steps: how much of a step a stage differs
 by, and whom the verdict's rules name from either. The check is that of StageFrontier (arXiv 2606.06751): both
 must name the same rank and stage, and shares of stages must agree within 5 % of the step.
@@ -26,7 +28,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from faults import LIMITS, Late, Plan, Segment, launch, markdown, said, say  # type: ignore[import-not-found]
+from faults import LIMITS, SPECIALS, Plan, launch, markdown, said, say  # type: ignore[import-not-found]
+from faults import planned as plan_of
 from overhead import machine  # type: ignore[import-not-found]
 
 from traceml_ray import wire
@@ -43,7 +46,8 @@ from traceml_ray.traces.trace import read_trace
 from traceml_ray.traces.traced_rows import traced_rows
 
 STEPS, STEP_MS, NOISE = 26, 50.0, 0.05
-FIRST, FAULT, QUIET = 150, 160, 60
+FIRST, FAULT, QUIET = 150, 180, 60
+STAGES_LATE = ["post_sync", "data", "prepare", "forward", "backward"]
 INTO = 20
 """Steps of a fault before the capture is asked for."""
 EXAMPLE = str(Path(__file__).parents[1] / "examples" / "train_gpt.py")
@@ -67,13 +71,11 @@ class Compared(NamedTuple):
 
 
 def planned(args: argparse.Namespace) -> Plan:
-    """Return a plan with one fault of each stage, and a stretch without any."""
-    segments, first = [], FIRST
-    for number, stage in enumerate(["post_sync", "data", "prepare", "forward", "backward", None]):
-        late = [Late(stage, [(number + args.seed) % args.world], args.severity / 100)] if stage else []
-        segments.append(Segment("fault" if late else "balanced", first, FAULT, late))
-        first += FAULT + QUIET
-    return Plan(args.world, args.seed, STEP_MS, NOISE, "sleep", first, segments)
+    """Return a plan with all that is asked for, one after the other."""
+    fixed = {"every_rank": False, "opening": FIRST, "steps": FAULT, "balanced": QUIET, "device": False}
+    options = {**fixed, "step_ms": [STEP_MS], "noise": NOISE, "work": "sleep", **vars(args)}
+    plan: Plan = plan_of(args.world, args.seed, argparse.Namespace(**options))
+    return plan
 
 
 def last_step(folder: Path) -> int:
@@ -170,14 +172,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--world", type=int, default=3)
-    parser.add_argument("--severity", type=float, default=30)
+    parser.add_argument("--severities", type=float, nargs="*", default=[15.0, 30.0, 60.0])
+    parser.add_argument("--stages", nargs="*", choices=STAGES_LATE, default=STAGES_LATE)
+    parser.add_argument("--specials", nargs="*", choices=SPECIALS, default=SPECIALS)
+    parser.add_argument("--no-example", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="traces-") as made:
         root = (args.keep or Path(made)).absolute()
         root.mkdir(parents=True, exist_ok=True)
-        found = [*faults(args, root), example(root)]
+        found = faults(args, root) if args.stages or args.specials else []
+        found += [] if args.no_example else [example(root)]
     rows = [
         (one.what, one.steps, f"{one.step_ms:.1f} ms", f"{one.worst:.1%} ({one.stage})", one.rows, one.trace)
         for one in found

@@ -9,6 +9,7 @@ from urllib.parse import quote
 from dash import dcc, html
 
 from traceml_ray import text
+from traceml_ray.profile_messages import OPTIONS
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile, ProfileInfo, Profiles
 from traceml_ray.views.run_state import RunState
@@ -22,7 +23,7 @@ PATH = "/profiles"
 """Of what is posted and downloaded: `/profiles`, `/profiles/<id>/<file>`."""
 TRACE, TABLE = "trace.json.gz", "operations.csv"
 EVENT = "profile"
-FIELDS = ("ranks", "steps", "memory", "stacks", "shapes")
+FIELDS = ("ranks", "steps", *OPTIONS)
 """Of the form."""
 _MOST_RANKS = 8
 """That are chosen where nobody is suspected."""
@@ -80,7 +81,7 @@ def offered(run: RunState) -> str:
 
 def request_of(values: Mapping[str, Any]) -> ProfileRequest:
     """Return what a form or a URL asks for. Raises ValueError, which says what is wrong."""
-    given: dict[str, Any] = {name: values.get(name) not in (None, "", "0") for name in FIELDS[2:]}
+    given: dict[str, Any] = {name: values.get(name) not in (None, "", "0") for name in OPTIONS}
     given |= {"ranks": str(values.get("ranks") or "all"), "run": values.get("run") or None}
     steps = str(values.get("steps") or "3").strip()
     if not (steps.isascii() and steps.isdecimal()):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from traceml_ray import wire
 from traceml_ray.monitor.finish import LAUNCHER_S, REPORT_S, SILENT_S
-from traceml_ray.session import LIVE, Live, read_json
+from traceml_ray.session import LIVE, Live, holder, read_json
 from traceml_ray.store.bundles import bundles_of
 
 _STOPPED = -15
@@ -30,9 +30,8 @@ def dump(folder: Path, limit_s: float = DUMP_S) -> Path:
 
     Raises ControlError when it is not live, does not answer, or makes none in time.
     """
-    asked = secrets.token_hex(8)
-    request(folder, wire.Request(wire.VERSION, asked))
-    deadline = time.monotonic() + limit_s
+    asked, deadline = secrets.token_hex(8), time.monotonic() + limit_s
+    request(folder, wire.Request(wire.VERSION, asked), limit_s)
     while time.monotonic() < deadline:
         for bundle in reversed(bundles_of(folder)):
             if any(cause.request == asked for cause in bundle.manifest.causes):
@@ -44,11 +43,26 @@ def dump(folder: Path, limit_s: float = DUMP_S) -> Path:
     )
 
 
-def request(folder: Path, message: wire.Request) -> None:
-    """Hand a request to the live session in `folder`. Raises ControlError when that cannot be done."""
-    live = _live(folder)
-    if ask_finish(Path(live.socket), message) is None:
-        raise ControlError(f"the relay of session {folder.name!r} does not answer at {live.socket}")
+def request(folder: Path, message: wire.Request, limit_s: float) -> None:
+    """
+    Hand a request to the live session in `folder`; waits for a relay that is busy, or not there yet.
+
+    Raises ControlError when there is none, or it has not answered within `limit_s` seconds.
+    """
+    live, deadline = _live(folder), time.monotonic() + limit_s
+    try:
+        while not Path(live.socket).exists() and holder(folder) is not None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            sock.connect(live.socket)
+            sock.send(wire.encode(message))
+            wire.decode(sock.recv(wire.MAX_BATCH_BYTES), wire.Finished)
+    except (OSError, ValueError) as error:
+        late = f" within {limit_s:g} s" if isinstance(error, TimeoutError) else ""
+        raise ControlError(
+            f"the relay of session {folder.name!r} does not answer{late} at {live.socket}"
+        ) from None
 
 
 def stop(folder: Path) -> None:
@@ -72,9 +86,7 @@ def _live(folder: Path) -> Live:
         raise ControlError(f"session {folder.name!r} is not live: no usable {folder / LIVE}") from None
 
 
-def ask_finish(
-    path: Path, message: wire.Finish | wire.Request, limit_s: float = LAUNCHER_S
-) -> wire.Finished | None:
+def ask_finish(path: Path, message: wire.Finish, limit_s: float = LAUNCHER_S) -> wire.Finished | None:
     """
     Send `message` to the relay at `path` and wait for the end that it asks for; None where there is none.
 

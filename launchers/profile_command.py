@@ -88,7 +88,7 @@ def run(find: Callable[[], Path], arguments: argparse.Namespace) -> int:
     if arguments.remove:
         return _remove(folder, arguments.remove)
     try:
-        fields = ("ranks", "steps", "memory", "stacks", "shapes", "run")
+        fields = wire.ProfileRequest.__struct_fields__
         wanted = wire.ProfileRequest.checked({name: getattr(arguments, name) for name in fields})
     except ValueError as error:
         print(f"traceml-ray: {one_line(error)}", file=sys.stderr)

@@ -24,7 +24,8 @@ def profile(folder: Path, wanted: wire.ProfileRequest, limit_s: float = LIMIT_S)
     `limit_s` seconds.
     """
     asked, deadline = secrets.token_hex(8), time.monotonic() + limit_s
-    request(folder, wire.Request(wire.VERSION, asked, wanted))
+    progress("waiting", 0.0)
+    request(folder, wire.Request(wire.VERSION, asked, wanted), limit_s)
     goes_on = True
     while goes_on and time.monotonic() < deadline:
         goes_on = holder(folder) is not None

@@ -8,8 +8,9 @@ import re
 import secrets
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import psutil
@@ -40,6 +41,7 @@ from traceml_ray.summary_shape import Summary
 
 QUESTION_S = 20.0
 """How long a question may take to be answered."""
+_T = TypeVar("_T")
 _CHUNK = 4 << 20
 _POLL_S = 0.2
 
@@ -143,14 +145,9 @@ class Session:
         Have a bundle made of the last minutes of every rank, with their stacks; StartError where there is
         none after `timeout` s, as when one was requested within the last 5 s.
         """
-        asked, deadline = secrets.token_hex(8), time.monotonic() + timeout
+        asked = secrets.token_hex(8)
         self._ask(query.Dump(asked))
-        while time.monotonic() < deadline:
-            for bundle in reversed(self.bundles()):
-                if asked in bundle["requests"]:
-                    return bundle
-            time.sleep(_POLL_S)
-        raise StartError(f"session {self.id!r} has made no bundle within {timeout:g} s; see .status()")
+        return self._wait_for("bundle", self.bundles, lambda bundle: asked in bundle["requests"], timeout)
 
     def profile(
         self,
@@ -180,13 +177,9 @@ class Session:
 
     def wait_for_profile(self, asked: str, timeout: float) -> Profile:
         """Return the profile that was asked for by that id; StartError without one in `timeout` s."""
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            for info in reversed(self.profiles()):
-                if asked in info.profile.requests:
-                    return info.profile
-            time.sleep(_POLL_S)
-        raise StartError(f"session {self.id!r} has made no profile within {timeout:g} s; see .status()")
+        return self._wait_for(
+            "profile", self.profiles, lambda info: asked in info.profile.requests, timeout
+        ).profile
 
     def profiles(self) -> list[ProfileInfo]:
         """Return the profiles of the session, the oldest first."""
@@ -341,6 +334,18 @@ class Session:
     def __repr__(self) -> str:
         """Say what this is and where to look."""
         return f"<traceml_ray session {self.id!r}: files in {self.folder}; try .verdict(), .nodes(), .stop()>"
+
+    def _wait_for(
+        self, what: str, listed: Callable[[], list[_T]], is_it: Callable[[_T], bool], timeout: float
+    ) -> _T:
+        """Return the newest one listed that `is_it`; StartError, which has `what`, where none comes."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            for found in reversed(listed()):
+                if is_it(found):
+                    return found
+            time.sleep(_POLL_S)
+        raise StartError(f"session {self.id!r} has made no {what} within {timeout:g} s; see .status()")
 
     def _fetch(self, name: str, target: Path) -> None:
         chunk = self._ask(query.ReadFile(name, 0, _CHUNK))

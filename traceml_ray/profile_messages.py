@@ -85,12 +85,10 @@ class ProfileCommand(msgspec.Struct, frozen=True, kw_only=True):
     stacks: int = 0
     shapes: int = 0
     """0 or 1, as torch has them."""
-    delay_s: float = 0.0
-    """A rank without steps, to which others give work, begins to record after so long,"""
     serve_s: float = 60.0
-    """and ends after so long at most,"""
+    """A rank without steps, to which others give work, records at once, for so long at most,"""
     over: int = 0
-    """or when this is 1: the others have recorded their steps."""
+    """or until this is 1: the others have recorded their steps."""
 
 
 class Capture(Part, frozen=True):

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from dash import html
 
 from traceml_ray import text
+from traceml_ray.profile_messages import OPTIONS
 from traceml_ray.store import query
 from traceml_ray.store.profiles import Profile, ProfileInfo
 from traceml_ray.traces.breakdown import MOST, Breakdown
@@ -140,7 +141,7 @@ def _found(profile: Profile) -> list[Any]:
 
 def _facts(info: ProfileInfo) -> dict[str, Any]:
     profile = info.profile
-    more = [name for name in profiles.FIELDS[2:] if getattr(profile, name)]
+    more = [name for name in OPTIONS if getattr(profile, name)]
     bounds = [rank.clock_bound_ns for rank in profile.captured if rank.clock_bound_ns is not None]
     return {
         f"asked for, {zone.abbreviation()}": zone.date(profile.time),

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from sessions import NoSamples, Straight
+from watched_job import WORLD, Job
 
 from traceml_ray import wire
-from traceml_ray.agent.bootstrap import rank_environment
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.cli import main
 from traceml_ray.launchers.control import ControlError
 from traceml_ray.launchers.profile_request import profile
 from traceml_ray.monitor import captures
-from traceml_ray.monitor.aggregator import AggregatorCore
-from traceml_ray.monitor.relay import RelayCore
-from traceml_ray.session import Live, SessionFolder, prepare, write_live
-from traceml_ray.settings import Settings
+from traceml_ray.session import prepare
 from traceml_ray.store.profiles import FOLDER, StoredProfile, names_of, profiles_of
 
-WORLD = 3
 SCRIPT = """
 import os
 import sys
@@ -67,86 +57,6 @@ dist.destroy_process_group()
 """
 
 
-class Job:
-    """Three ranks of which one has operations that the others have not, and what watches them."""
-
-    def __init__(self, folder: Path, extra: int = 1, **settings: Any) -> None:
-        self.folder = folder
-        self.session: SessionFolder = prepare(folder, "s")
-        settings = Settings(interval=0.25, **settings)
-        self.aggregator = AggregatorCore(self.session.path, settings, {"world_size": WORLD})
-        self.socket = folder / "run" / "relay.sock"
-        node = wire.NodeIdentity("node-0", "host-0", "127.0.0.1")
-        self.relay = RelayCore(self.socket, node, Straight(self.aggregator), NoSamples(), settings)
-        write_live(self.session.path, Live(os.getpid(), str(self.socket), ""))
-        (folder / "train.py").write_text(SCRIPT)
-        environ = rank_environment(
-            Settings(session="s", socket=str(self.socket), interval=0.25), dict(os.environ)
-        )
-        environ |= {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)}
-        self.ranks = [
-            subprocess.Popen(
-                [sys.executable, "train.py", str(extra)],
-                cwd=folder,
-                env=environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stderr=(folder / f"{rank}.err").open("wb"),
-            )
-            for rank in range(WORLD)
-        ]
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self.relay.start()
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._over.wait(0.2):
-            self.aggregator.commit()
-            self.aggregator.judge()
-
-    def wait_for_steps(self, steps: int) -> None:
-        deadline = time.monotonic() + 90
-        while time.monotonic() < deadline:
-            with self.aggregator.stored() as file:
-                found = [process.last_step or 0 for process in file.ranks().values()]
-            if len(found) == WORLD and min(found) >= steps:
-                return
-            time.sleep(0.1)
-        raise AssertionError(f"steps {found}: {self.errors()}")
-
-    def wait_for_event(self, message: str) -> None:
-        deadline, found = time.monotonic() + 30, []
-        while time.monotonic() < deadline and message not in found:
-            time.sleep(0.1)
-            with self.aggregator.stored() as file:
-                found = [event["message"] for event in file.events()[0]]
-        assert message in found
-
-    def errors(self) -> list[str]:
-        return [(self.folder / f"{rank}.err").read_text()[-2000:] for rank in range(WORLD)]
-
-    def profile(self, **wanted: object) -> StoredProfile:
-        request = wire.ProfileRequest.of(wanted)
-        return profile(self.session.path, request, limit_s=60)
-
-    def end(self) -> list[int]:
-        (self.folder / "stop").touch()
-        codes = [rank.wait(60) for rank in self.ranks]
-        self._over.set()
-        self._thread.join()
-        return codes
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            with contextlib.suppress(ProcessLookupError):
-                rank.kill()
-            rank.wait()
-        self._over.set()
-        self._thread.join()
-        self.relay.close()
-        self.aggregator.close()
-        self.session.release()
-
-
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is near here: the first steps need not lie far ahead."""
@@ -155,7 +65,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    made = Job(tmp_path, auto_profile=0)
+    made = Job(tmp_path, SCRIPT, [1], auto_profile=0)
     try:
         yield made
     finally:
@@ -228,7 +138,7 @@ def _recording(job: Job) -> bool:
 
 def test_lasting_straggler_is_profiled_without_being_asked_and_its_operation_named(tmp_path: Path) -> None:
     limits = Thresholds(hold_s=0.5, warmup_steps=5)
-    job = Job(tmp_path, extra=800, thresholds=limits)
+    job = Job(tmp_path, SCRIPT, [800], thresholds=limits)
     try:
         job.wait_for_steps(50)
         deadline, found = time.monotonic() + 90, []

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from trace_format import check, processes
+from watched_job import Job
 
+from traceml_ray.monitor import captures
 from traceml_ray.traces.key_averages import key_averages
 from traceml_ray.traces.merged_trace import merge
-from traceml_ray.traces.sources import of_files
+from traceml_ray.traces.sources import of_files, of_profile
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rpc_pipeline.py"
 
@@ -33,3 +37,40 @@ def test_pipeline_is_recorded_on_all_workers(tmp_path: Path) -> None:
     names = processes(found)
     assert {names[event["pid"]][-1] for event in arrows if event["ph"] == "s"} == {"0"}
     assert {names[event["pid"]][-1] for event in arrows if event["ph"] == "f"} == {"1", "2"}
+
+
+def test_all_workers_of_a_job_that_is_watched_are_profiled_without_a_line_about_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captures, "AHEAD_S", 1.2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = EXAMPLE.read_text().replace(
+        "with dist_autograd.context()", "with trace_step(), dist_autograd.context()"
+    )
+    assert "trace_step()" in script
+    script = script.replace("import torch\n", "import torch\nfrom traceml_ray import trace_step\n", 1)
+    job = Job(tmp_path, script, ["--steps", 10**6], {"MASTER_PORT": str(port)}, auto_profile=0)
+    try:
+        job.wait_for_steps(5, ranks=1)
+        found = job.profile(steps=2)
+        ranks = found.profile.captured
+        assert [rank.rank for rank in ranks] == [0, 1, 2], (found.profile.ranks, job.errors())
+        assert [rank.serves for rank in ranks] == [False, True, True]
+        first = found.profile.first_step
+        assert first is not None and all(
+            [step.step for step in rank.steps] == [first, first + 1] for rank in ranks
+        )
+        sources = of_profile(found)
+        calls = {(each.rank, each.name): each.calls for each in key_averages(sources)}
+        for stage, layers in ((1, 3), (2, 1)):
+            assert calls[0, f"rpc_async#run_stage(trainer0 -> stage{stage})"] == 2 * 4
+            assert calls[stage, "run_stage"] == 2 * 4 and calls[stage, "aten::addmm"] == layers * 2 * 4
+        assert {each.node_id for each in key_averages(sources)} == {"node-0"}
+        merged = merge(sources, tmp_path / "m.json.gz", found.profile)
+        assert merged.calls == 2 * 8
+        check(tmp_path / "m.json.gz")
+        assert all(rank.poll() is None for rank in job.ranks)
+    finally:
+        job.close()

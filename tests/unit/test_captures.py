@@ -54,12 +54,21 @@ class Job:
         (found,) = [each for each in self.captures.commands() if each.name == "profile"]
         return found.args
 
-    def say(self, rank: int, state: str, reason: str = "", total: int | None = None) -> None:
+    def say(
+        self,
+        rank: int,
+        state: str,
+        reason: str = "",
+        total: int | None = None,
+        served: tuple[int, int] | None = None,
+    ) -> None:
+        """Have a rank say how far it is; one without steps what it has `served`, from when to when."""
         args, steps = self.command, []
         if state == "sending":
             first = args["first_step"]
             steps = [(first + n, 10 * n, 10 * n + 10, None) for n in range(args["steps"])]
-        about: Any = args["id"], args["number"], state, reason, total, steps, 10, 20, 30
+            steps = steps if served is None else [(0, *served, None)]
+        about: Any = args["id"], args["number"], state, reason, total, steps, 10, 20, 30, served is not None
         self._take(rank, capture=wire.Capture(*about))
 
     def send(self, rank: int, offset: int, data: bytes, number: int | None = None) -> None:
@@ -277,3 +286,56 @@ def test_session_that_ends_keeps_what_is_whole(job: Job) -> None:
     over = job.captures.stop("the session is over")
     assert over is not None and [rank.rank for rank in over.captured] == [1]
     assert job.captures.stop("again") is None and not job.captures.commands()
+
+
+def test_rank_without_steps_ends_with_the_others_and_has_their_steps(job: Job) -> None:
+    job.ask("0,1,2", steps=2)
+    job.turn()
+    for rank in (0, 1):
+        job.say(rank, "recording", served=(0, 0))
+        job.say(2, "armed")
+        job.turn(5.0)
+        assert job.command["over"] == 0
+    job.capture(2)
+    job.turn()
+    assert job.command["over"] == 1
+    for rank in (0, 1):
+        job.say(rank, "sending", total=len(TRACE), served=(-50, 100))
+        job.send(rank, 0, TRACE)
+    job.turn()
+    assert job.over is not None and len(job.over.captured) == 3
+    steps = [(step.step, step.begin_ns, step.end_ns) for step in job.over.ranks[2].steps]
+    assert len(steps) == 2 and job.over.first_step == steps[0][0]
+    for rank in job.over.ranks:
+        assert [(step.step, step.begin_ns, step.end_ns) for step in rank.steps] == steps
+
+
+def test_rank_that_began_to_serve_too_late_has_all_begin_anew(job: Job) -> None:
+    job.ask("0,1", steps=2)
+    job.turn()
+    job.say(0, "recording", served=(0, 0))
+    job.capture(1)
+    job.turn()
+    job.say(0, "sending", total=len(TRACE), served=(5, 100))
+    before = job.command["first_step"]
+    job.turn()
+    assert job.command["number"] == 2 and job.command["first_step"] > before and job.command["over"] == 0
+    assert job.state(0) == job.state(1) == ("asked", None)
+
+
+def test_job_without_steps_is_recorded_for_as_many_seconds(job: Job) -> None:
+    job.ask("0,1", steps=2)
+    job.turn()
+    for rank in (0, 1):
+        job.say(rank, "recording", served=(0, 0))
+    job.turn(1.5)
+    assert job.command["over"] == 0
+    job.turn(1.5)
+    assert job.command["over"] == 1
+    for rank, served in ((0, (0, 80)), (1, (30, 100))):
+        job.say(rank, "sending", total=len(TRACE), served=served)
+        job.send(rank, 0, TRACE)
+    job.turn()
+    assert job.over is not None and job.over.first_step is None
+    assert job.over.extent == "2 seconds, since no rank has steps"
+    assert [(rank.steps[0].begin_ns, rank.steps[0].end_ns) for rank in job.over.ranks] == [(30, 80)] * 2

@@ -169,8 +169,8 @@ class _Capture:
         self._given_up = False
         self._on_since = 0.0
         """When the agent's thread first saw that it is on."""
-        self.serves = recorder.owner is None and isinstance(self._profiler, AllThreadsProfiler)
-        """No thread of this process trains: others have it work, over torch.distributed.rpc."""
+        self.serves = not recorder.steps.rows.step and isinstance(self._profiler, AllThreadsProfiler)
+        """It has done no step: others have it work, over torch.distributed.rpc."""
         self.others_are_done = False
 
     def arm(self) -> None:
@@ -300,9 +300,9 @@ class _Capture:
     # -- the agent's thread --------------------------------------------------------------------------
 
     def serve(self, now: float) -> None:
-        """Record without steps: from a while after the command until the others have recorded theirs."""
+        """Record without steps: until the others have recorded theirs."""
         try:
-            if self.state == "armed" and now - self.began >= self.wanted.delay_s:
+            if self.state == "armed":
                 self._on_since = now
                 self._start(0, self._recorder.clock())
             elif self.state == "recording" and (

@@ -35,6 +35,11 @@ class AutoProfile:
         self._last: dict[str, float] = {}
         self._done: set[tuple[object, ...]] = set()
 
+    @property
+    def is_on(self) -> bool:
+        """Whether anything may be profiled without being asked."""
+        return self._most > 0
+
     def check(self, run: str, verdict: Verdict | None, peer: Peer) -> Wanted | None:
         """Return what is to be profiled because of the present verdict on `run`; None: nothing."""
         if verdict is None or not _lasts(verdict) or self._times[run] >= self._most:

@@ -159,12 +159,12 @@ class Captures:
             return
         status = batch.capture
         if status is not None and status.id == now.profile.id and status.number == now.number:
-            self._note(rank, status)
+            self._note(now, rank, status)
         for piece in batch.pieces:
             if piece.id == now.profile.id and piece.number == now.number:
                 self._add(now, rank, piece)
 
-    def _note(self, rank: _Rank, status: wire.Capture) -> None:
+    def _note(self, now: _Capture, rank: _Rank, status: wire.Capture) -> None:
         about = rank.about
         if status.state != about.state:
             rank.moved_s = self._ticks()
@@ -174,6 +174,8 @@ class Captures:
         about.steps = [profiles.ProfileStep(*step) for step in status.steps]
         costs = status.start_ns, status.stop_ns, status.export_ns
         about.start_ms, about.stop_ms, about.export_ms = map(_ms, costs)
+        if serving.was_late(now.profile, about):
+            rank.end("refused", f"step {now.profile.first_step} {LATE}")
         self._check_whole(about)
 
     def _add(self, now: _Capture, rank: _Rank, piece: wire.TracePiece) -> None:
@@ -277,7 +279,6 @@ class Captures:
         profile.first_step = newest + ahead
         limit_s = STEPS_S + 4 * (ahead + asked.steps) * now.step_s
         record_s = RECORD_S + 4 * asked.steps * now.step_s
-        delay_s = max(0.0, (ahead - 1) * now.step_s - AHEAD_S)
         command = wire.ProfileCommand(
             id=profile.id,
             number=now.number,
@@ -287,8 +288,7 @@ class Captures:
             steps=asked.steps,
             limit_s=limit_s,
             record_s=record_s,
-            delay_s=delay_s,
-            serve_s=record_s + ahead * now.step_s - delay_s + serving.HEAR_S,
+            serve_s=record_s + ahead * now.step_s + serving.HEAR_S,
             **{name: int(getattr(asked, name)) for name in OPTIONS},
         )
         now.commands = [wire.Command("profile", msgspec.structs.asdict(command))] if now.ranks else []

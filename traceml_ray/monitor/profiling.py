@@ -95,7 +95,7 @@ class Profiling:
     def turn(self) -> None:
         """Go on with what is to be captured; once a second. An error is counted."""
         try:
-            runs = self._runs()
+            runs = self._runs() if self._auto.is_on or self._captures.busy else []
             aimed = [self._auto.check(run.run, run.verdict, partial(self._peer, run.run)) for run in runs]
             with self._writer.lock:
                 for wanted in filter(None, aimed):

@@ -37,6 +37,16 @@ def is_over(profile: Profile, since_s: Mapping[int, float]) -> bool:
     return all(since_s[rank.rank] >= profile.n_steps * STEP_S for rank in serving)
 
 
+def was_late(profile: Profile, rank: RankProfile) -> bool:
+    """Return whether a rank without steps has begun to record when the others did theirs already."""
+    own = [each for each in profile.ranks if not each.serves and each.steps]
+    edges = _steps_of(own)
+    if not (rank.serves and rank.steps and edges):
+        return False
+    ((_, began_ns, _),) = _edges(rank)
+    return began_ns > min(begin_ns for begin_ns, _ in edges.values())
+
+
 def share_steps(profile: Profile) -> None:
     """Give ranks without steps those of the others, or the time that all have recorded."""
     serving = [rank for rank in profile.captured if rank.serves]

@@ -99,8 +99,7 @@ def _call_range(name: str, rpc_type: Any, callee: Any) -> Any:
 
 def _name_of(function: Any) -> str:
     """Return what a function is called, one of Python or of TorchScript."""
-    return str(
-        getattr(function, "__qualname__", None)
-        or getattr(function, "qualified_name", None)
-        or type(function).__name__
-    )
+    script = getattr(function, "qualified_name", None)
+    if isinstance(script, str):
+        return script.removeprefix("__torch__.")
+    return str(getattr(function, "__qualname__", None) or type(function).__name__)
