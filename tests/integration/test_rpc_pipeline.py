@@ -53,7 +53,7 @@ def test_all_workers_of_a_job_that_is_watched_are_profiled_without_a_line_about_
     script = script.replace("import torch\n", "import torch\nfrom traceml_ray import trace_step\n", 1)
     job = Job(tmp_path, script, ["--steps", 10**6], {"MASTER_PORT": str(port)}, auto_profile=0)
     try:
-        job.wait_for_steps(5, ranks=1)
+        job.wait_for_steps(60, ranks=1)
         found = job.profile(steps=2)
         ranks = found.profile.captured
         assert [rank.rank for rank in ranks] == [0, 1, 2], (found.profile.ranks, job.errors())

@@ -18,6 +18,7 @@ import msgspec
 from traceml_ray import wire
 from traceml_ray.agent import all_threads
 from traceml_ray.agent.all_threads import AllThreadsProfiler, CannotRecordError
+from traceml_ray.agent.mark_log import LOCK_S
 from traceml_ray.agent.patch import rpc
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.spans import Spans
@@ -81,6 +82,7 @@ class Captures:
             return
         if now is not None:
             now.let_go()
+        self._recorder.settle(LOCK_S)  # whether it has done a step
         self._now = _Capture(
             wanted, self._recorder, self._spans, self._errors, self._profiler(wanted), self._clock()
         )

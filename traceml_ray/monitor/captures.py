@@ -7,23 +7,21 @@ command is everywhere before it. Where a rank was past it all the same, all begi
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from traceml_ray import __version__, text, wire
 from traceml_ray.errors import Errors
 from traceml_ray.monitor import serving
+from traceml_ray.monitor.asked_ranks import AskedRank, asked_ranks
 from traceml_ray.monitor.live_runs import RunNow
 from traceml_ray.profile_messages import LATE, OPTIONS
-from traceml_ray.rank_filter import RankFilterError, rank_filter
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.store import profiles
 from traceml_ray.store.profiles import OVER, Profile, RankProfile
@@ -64,36 +62,18 @@ class Wanted:
 
 
 @dataclass(eq=False)
-class _Rank:
-    """State of one rank of the capture."""
-
-    about: RankProfile
-    process_id: str = ""
-    heard: bool = False
-    """It has answered the command of this number."""
-    moved_s: float = 0.0
-    """When it went on last."""
-    again: int = 0
-    """How often the rest of its trace was asked for,"""
-    stalled: bool = False
-    """and whether that is so now."""
-
-    def end(self, state: Literal["refused", "failed"], reason: str) -> None:
-        """Expect no trace of it any more."""
-        self.about.state, self.about.reason = state, reason
-
-
-@dataclass(eq=False)
 class _Capture:
     """The capture that is under way."""
 
     wanted: Wanted
     profile: Profile
-    ranks: dict[str, _Rank]
+    ranks: dict[str, AskedRank]
     """Those that were asked, by their process ids."""
     began_s: float
     step_s: float
     number: int = 1
+    newest: int = 0
+    """The step that was under way when the command was made."""
     over: bool = False
     """All have recorded their steps: ranks without steps end."""
     commands: list[wire.Command] = field(default_factory=list)
@@ -164,7 +144,7 @@ class Captures:
             if piece.id == now.profile.id and piece.number == now.number:
                 self._add(now, rank, piece)
 
-    def _note(self, now: _Capture, rank: _Rank, status: wire.Capture) -> None:
+    def _note(self, now: _Capture, rank: AskedRank, status: wire.Capture) -> None:
         about = rank.about
         if status.state != about.state:
             rank.moved_s = self._ticks()
@@ -178,7 +158,7 @@ class Captures:
             rank.end("refused", f"step {now.profile.first_step} {LATE}")
         self._check_whole(about)
 
-    def _add(self, now: _Capture, rank: _Rank, piece: wire.TracePiece) -> None:
+    def _add(self, now: _Capture, rank: AskedRank, piece: wire.TracePiece) -> None:
         """Put a piece where it belongs; one beyond a gap comes again."""
         about = rank.about
         if piece.offset > about.bytes or piece.offset + len(piece.data) <= about.bytes:
@@ -261,7 +241,7 @@ class Captures:
         )
         if run is None:
             profile.error = "no run goes on" if asked.run is None else f"no run {asked.run!r} goes on"
-        ranks = {} if run is None else _asked(profile, asked, run)
+        ranks = {} if run is None else asked_ranks(profile, asked, run)
         profile.ranks = [rank.about for rank in ranks.values()]
         process_ids = {rank.process_id: rank for rank in ranks.values() if rank.process_id}
         step_s = (run.step_s if run is not None else None) or 1.0
@@ -273,10 +253,8 @@ class Captures:
         """Make the command of this number; its first step is ahead of all ranks."""
         asked, profile = now.wanted.request, now.profile
         ahead = max(AHEAD_STEPS, math.ceil(AHEAD_S * 4 ** (now.number - 1) / now.step_s))
-        going = [run.ranks[rank.about.rank] for rank in now.ranks.values() if rank.about.rank in run.ranks]
-        # The last row that came is of a step that is over, and the next one is under way.
-        newest = max((process.last_step or 0 for process in going), default=0) + 1
-        profile.first_step = newest + ahead
+        now.newest = _newest(now, run)
+        profile.first_step = now.newest + ahead
         limit_s = STEPS_S + 4 * (ahead + asked.steps) * now.step_s
         record_s = RECORD_S + 4 * asked.steps * now.step_s
         command = wire.ProfileCommand(
@@ -298,6 +276,8 @@ class Captures:
 
     def _begin_anew(self, now: _Capture, run: RunNow) -> None:
         now.number, now.over = now.number + 1, False
+        if done := _newest(now, run) - now.newest:  # at the start of a run it is not known what a step takes
+            now.step_s = (self._ticks() - now.began_s) / done
         for rank in now.ranks.values():
             if rank.about.state != "refused" or _was_late(rank.about):
                 rank.heard, rank.again = False, 0
@@ -346,38 +326,11 @@ class Captures:
             self._errors.note("profile", error)
 
 
-def _asked(profile: Profile, asked: wire.ProfileRequest, run: RunNow) -> dict[int, _Rank]:
-    """Return the ranks that are meant; those that cannot be profiled say why."""
-    try:
-        wanted = rank_filter(asked.ranks)
-    except RankFilterError as error:
-        profile.error = str(error)
-        return {}
-    numbers = [rank for rank in sorted(run.ranks) if rank in wanted]
-    named = () if wanted.ranges is None else itertools.chain.from_iterable(wanted.ranges)
-    unknown = [rank for rank in itertools.islice(named, profiles.MAX_RANKS) if rank not in run.ranks]
-    found = {rank: _rank(rank, run) for rank in numbers[: 4 * profiles.MAX_RANKS]}
-    going = [rank for rank in found.values() if rank.about.state == "asked"]
-    for rank in going[profiles.MAX_RANKS :]:
-        rank.process_id = ""
-        rank.end("refused", f"a profile has {profiles.MAX_RANKS} ranks at most")
-    absent = {rank: _Rank(RankProfile(rank, "refused", "there is no such rank")) for rank in unknown}
-    return dict(sorted((found | absent).items()))
-
-
-def _rank(rank: int, run: RunNow) -> _Rank:
-    process = run.ranks[rank]
-    identity, about = process.identity, RankProfile(rank, "asked", process=process.id)
-    about.node = run.labels.get(process.id)
-    if identity is not None:
-        about.node_id, about.hostname, about.pid = identity.node_id, identity.hostname, identity.pid
-    clock = run.clocks.get(about.node_id or "")
-    if clock is not None:
-        about.clock_offset_ns, about.clock_bound_ns = clock
-    if process.ended:
-        about.state, about.reason = "refused", f"it has ended ({text.plain(process.end)})"
-        return _Rank(about)
-    return _Rank(about, process.process_id)
+def _newest(now: _Capture, run: RunNow) -> int:
+    """Return the step that is under way."""
+    going = [run.ranks[rank.about.rank] for rank in now.ranks.values() if rank.about.rank in run.ranks]
+    # The last row that came is of a step that is over, and the next one is under way.
+    return max((process.last_step or 0 for process in going), default=0) + 1
 
 
 def _was_late(about: RankProfile) -> bool:
