@@ -2,7 +2,7 @@
 A model in two stages on two workers, trained by a third over torch.distributed.rpc, in plain PyTorch.
 
     python examples/rpc_pipeline.py
-    traceml-ray run --nproc-per-node 3 examples/rpc_pipeline.py --steps 5000
+    python -m traceml_ray.launch --nproc-per-node 3 examples/rpc_pipeline.py --steps 5000
     traceml-ray profile --steps 3                               # meanwhile: of all workers, at the same time
 
 Without the monitor, each worker can record itself:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, cast
 
 from traceml_ray.agent.patch.patcher import Failed, Patcher, expect
 
@@ -71,7 +71,7 @@ class RpcCalls:
         from torch.profiler import record_function
 
         try:
-            began = record_function(_name_of(function))
+            began: Any = record_function(_name_of(function))
             began.__enter__()
             self._running.add(began)
         except Exception as error:
@@ -93,8 +93,8 @@ def _call_range(name: str, rpc_type: Any, callee: Any) -> Any:
     from torch.distributed.rpc import api, internal
     from torch.profiler import record_function
 
-    here = api.get_worker_info().name
-    return record_function(internal._build_rpc_profiling_key(rpc_type, name, here, callee.name))
+    here, key_of = api.get_worker_info().name, cast("Any", internal)._build_rpc_profiling_key
+    return record_function(key_of(rpc_type, name, here, callee.name))
 
 
 def _name_of(function: Any) -> str:
