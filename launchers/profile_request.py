@@ -24,7 +24,7 @@ def profile(folder: Path, wanted: wire.ProfileRequest, limit_s: float = LIMIT_S)
     `limit_s` seconds.
     """
     asked, deadline = secrets.token_hex(8), time.monotonic() + limit_s
-    progress("waiting", 0.0)
+    progress.advance("profile: waiting", None)
     request(folder, wire.Request(wire.VERSION, asked, wanted), limit_s)
     goes_on = True
     while goes_on and time.monotonic() < deadline:

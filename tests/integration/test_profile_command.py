@@ -105,4 +105,4 @@ def test_progress_is_shown_in_a_terminal(
     os.close(screen)
     assert codes == [0] and "20261123T080006" in capsys.readouterr().out
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
-    assert "profile: waiting" in plain and "profile: recording step 12 and after" in plain and "━" in plain
+    assert "profile: recording step 12 and after ━" in plain and "profile: sending ━" in plain
