@@ -145,11 +145,11 @@ class StepSample(TypedDict):
     replicates: Array
     """(B, Q), of `numbers` in that order;"""
     drift: Array
-    """(Q,), the standard deviation of what drifts in the run."""
+    """(Q,), by how much the next run may differ (a standard deviation), see `analysis.resampling.drift`."""
     stages: Array
     """(R, 6) mean ms of each rank,"""
     errors: Array
-    """(R, 6), and its standard error, with what drifts."""
+    """(R, 6), and its standard error, as that of one run among others."""
     flags: int
     """Of `stages.FLAG_*`, those that most rows have."""
 

@@ -9,12 +9,13 @@ the next (where it ran, what else ran there) is in no interval; for that there i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
 from traceml_ray.analysis import resampling
+from traceml_ray.analysis.resampling import PARTS
 from traceml_ray.analysis.step_sample import MEDIAN, NAMES, P95, SKEW, STEP, error_of
 from traceml_ray.analysis.thresholds import COMPARE, CompareLimits
 from traceml_ray.analysis.window import Float
@@ -30,8 +31,11 @@ from traceml_ray.stages import (
 StepSample = Mapping[str, Any]
 """What `step_sample` returns."""
 Word = Literal["better", "worse", "no difference"]
+_OPPOSITE = {"better": "worse", "worse": "better"}
 _PAIRED = 7
 """Seed of the order in which replicates of two runs meet: their steps may have spikes at the same places."""
+_FIFTHS = 2 * PARTS - 1
+"""As many blocks have the degrees of freedom that the fifths of two runs have."""
 _MERGED = {
     FLAG_NO_DATA: ("post_sync", "data"),
     FLAG_NO_FORWARD: ("prepare", "forward"),
@@ -67,7 +71,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankChange(msgspec.Struct, frozen=True, kw_only=True):
-    """By how much longer a rank was in the stage that moved, ms a step."""
+    """A rank in the stage that moved, ms a step; `change`: what `b` is more than all else would have it."""
 
     rank: int
     node: str
@@ -83,15 +87,15 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     word: Word | None
     by: Change | None
-    """What says so: the mean step, or where that is no different the median one."""
+    """What says so: a stage, else the mean step, or where that is no different the median one."""
     stage: str | None = None
-    """The stage that carries the difference; None: none does, or there is no difference."""
-    exposed: Change | None = None
-    """By how much its exposed time changed."""
+    """The stage that took longer, or less, than all else did; None: none, or there is no difference."""
     ranks: tuple[RankChange, ...] = ()
     """Those that moved in that stage, the most first; empty where ranks cannot be compared one by one."""
     of_ranks: int = 0
     """How many ranks were compared."""
+    rest: float | None = None
+    """How many times as long as in `a` all else took that ranks do themselves; None: not known."""
 
 
 class MemorySeries(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +134,9 @@ def compare_memory(
         why = f"only {few} samples; {limits.samples} are needed"
         return Change(what=what, unit="B", a=mean_a, b=mean_b, rank_a=one.rank, rank_b=other.rank, why=why)
     (error_a, blocks_a), (error_b, blocks_b) = _error(one.samples), _error(other.samples)
-    half = resampling.student(min(blocks_a, blocks_b), _upper(limits)) * float(np.hypot(error_a, error_b))
+    half = resampling.student(min(blocks_a, blocks_b, _FIFTHS), _upper(limits)) * float(
+        np.hypot(error_a, error_b)
+    )
     change = _change(what, "B", mean_a, mean_b, mean_b - mean_a - half, mean_b - mean_a + half)
     change = msgspec.structs.replace(change, rank_a=one.rank, rank_b=other.rank)
     return _judged(change, limits.least_memory * mean_a)
@@ -173,7 +179,7 @@ def _interval(at: int, a: StepSample, b: StepSample, apart: float, upper: float)
     one, two = (own["replicates"][:, at] for own in (a, b))
     drawn = np.random.default_rng(_PAIRED).permutation(two) - one - apart
     few = resampling.few_blocks(blocks) * resampling.student(blocks, upper) / resampling.student(1e9, upper)
-    drift = resampling.student(1e9, upper) * float(np.hypot(a["drift"][at], b["drift"][at]))
+    drift = resampling.student(_FIFTHS, upper) * float(np.hypot(a["drift"][at], b["drift"][at]))
     below, above = few * np.quantile(drawn, (1 - upper, upper))
     return apart + min(-float(np.hypot(below, drift)), 0.0), apart + float(np.hypot(above, drift))
 
@@ -214,67 +220,145 @@ def _judged(change: Change, least: float) -> Change:
 
 
 def _verdict(a: StepSample, b: StepSample, changes: Mapping[str, Change], limits: CompareLimits) -> Verdict:
-    by = changes[STEP]
-    if by.word == "no difference" and changes[MEDIAN].word != "no difference":
-        by = changes[MEDIAN]
+    whole = changes[STEP]
+    if whole.word == "no difference" and changes[MEDIAN].word != "no difference":
+        whole = changes[MEDIAN]
     alike = a["ranks"] == b["ranks"]
     of_ranks = len(a["ranks"]) if alike else 0
-    if by.word == "no difference":
-        return Verdict(word=by.word, by=by, of_ranks=of_ranks)
-    sign = 1 if by.word == "worse" else -1
-    least = limits.carries * max(abs(changes[STEP].change or 0.0), abs(by.change or 0.0))
-    stage, ranks = (_moved_most(a, b, sign, least, limits) if alike else None) or (None, ())
-    if stage is None:
-        exposed = [changes[name] for name in _exposed_names(alike) if changes[name].word == by.word]
-        most = max(exposed, key=lambda each: sign * (each.change or 0.0), default=None)
-        stage = most.what if most is not None and sign * (most.change or 0.0) >= least else None
-    exposed_change = None if stage is None else changes[stage]
-    return Verdict(word=by.word, by=by, stage=stage, exposed=exposed_change, ranks=ranks, of_ranks=of_ranks)
+    moved = _moved(a, b, alike, limits)
+    if moved is None:
+        return Verdict(word=whole.word, by=whole, of_ranks=of_ranks)
+    if moved.change.word in ("no difference", _OPPOSITE.get(whole.word or "")):
+        stage = _waited(changes, whole, limits)
+        return Verdict(word=whole.word, by=whole, stage=stage, of_ranks=of_ranks, rest=moved.all_else)
+    ranks = moved.ranks if alike else ()
+    stage = moved.change.what
+    return Verdict(
+        word=moved.change.word, by=moved.change, stage=stage, ranks=ranks, of_ranks=of_ranks, rest=moved.rest
+    )
 
 
-def _exposed_names(alike: bool) -> tuple[str, ...]:
-    """Return the stages that exposed time may name: what ranks do themselves is seen in their own times."""
-    return ("sync_wait",) if alike else STAGES
+def _waited(changes: Mapping[str, Change], whole: Change, limits: CompareLimits) -> str | None:
+    """Return `sync_wait` where it carries a difference that is in no rank's own time: the exchange itself."""
+    waited, sign = changes["sync_wait"], 1 if whole.word == "worse" else -1
+    least = limits.carries * abs(whole.change or 0.0)
+    carries = waited.word == whole.word != "no difference" and sign * (waited.change or 0.0) >= least
+    return "sync_wait" if carries else None
 
 
-def _moved_most(
-    a: StepSample, b: StepSample, sign: int, least: float, limits: CompareLimits
-) -> tuple[str, tuple[RankChange, ...]] | None:
+class _Moved(NamedTuple):
+    """The stage that fits least to all others."""
+
+    change: Change
+    """What it took more than the others would have it, on the rank where that is most; shares of a step."""
+    ranks: tuple[RankChange, ...]
+    rest: float
+    """How many times as long the others took,"""
+    all_else: float
+    """and all, with it."""
+
+
+def _moved(a: StepSample, b: StepSample, alike: bool, limits: CompareLimits) -> _Moved | None:
     """
-    Return the stage in which any rank's own time changed most with `sign`, `least` ms or more, and the ranks
-    that did. Not waiting: the others wait longer for a rank that has become late.
+    Return the stage that moved; None where there is nothing to compare it with.
+
+    Beside other work, or on another machine, all that a rank does takes longer, by about the same factor. For
+    each stage that factor is taken from the others; the stage without which the others agree best is the one.
+    Waiting is left out: all others wait longer for a rank that has become late.
     """
     flags = a["flags"] | b["flags"]
     waits = {name for flag in (FLAG_NO_SPLIT, FLAG_COUPLED) if flags & flag for name in _MERGED[flag]}
-    found = {
-        name: _moved(a, b, at, sign, limits)
-        for at, name in enumerate(STAGES)
-        if name not in waits | {"sync_wait"} and not _incomparable(name, a, b)
-    }
-    known = {name: own for name, own in found.items() if own and sign * own[0].change >= least}
-    return max(known.items(), key=lambda each: sign * each[1][0].change, default=None)
+    names = [s for s in STAGES if s not in waits | {"sync_wait"} and not _incomparable(s, a, b)]
+    at = [STAGES.index(name) for name in names]
+    own = [np.nan_to_num(_of_ranks(each["stages"], alike)[:, at]) for each in (a, b)]
+    errors = [np.nan_to_num(_of_ranks(each["errors"], alike)[:, at]) for each in (a, b)]
+    if len(names) < 2 or min(each.sum() for each in own) <= 0:
+        return None
+    factors = [_factor(np.delete(own[0], s, axis=1), np.delete(own[1], s, axis=1)) for s in range(len(names))]
+    left = [np.abs(np.delete(own[1] - factor * own[0], s, axis=1)).sum() for s, factor in enumerate(factors)]
+    stage = int(np.argmin(left))
+    factor, others = factors[stage], [s for s in range(len(names)) if s != stage]
+    unsure = factor * np.hypot(
+        *(
+            np.hypot.reduce(e[:, others], axis=None) / max(o[:, others].sum(), 1e-9)
+            for e, o in zip(errors, own, strict=True)
+        )
+    )
+    more = own[1][:, stage] - factor * own[0][:, stage]
+    error = np.sqrt(
+        errors[1][:, stage] ** 2 + (factor * errors[0][:, stage]) ** 2 + (unsure * own[0][:, stage]) ** 2
+    )
+    half = resampling.student(_FIFTHS, _upper(limits)) * error
+    return _Moved(
+        _of_step(names[stage], a, own, stage, more, half, limits),
+        _ranks(a, b, own, stage, more, half, limits),
+        factor,
+        _factor(*own),
+    )
 
 
-def _moved(
-    a: StepSample, b: StepSample, stage: int, sign: int, limits: CompareLimits
+def _of_ranks(values: Float, alike: bool) -> Float:
+    """Return a value of each rank (R, 6), or where ranks are not the same ones of the median rank (1, 6)."""
+    return values if alike else np.nanmedian(values, axis=0, keepdims=True)
+
+
+def _factor(a: Float, b: Float) -> float:
+    return float(b.sum() / max(a.sum(), 1e-9))
+
+
+def _of_step(
+    name: str,
+    a: StepSample,
+    own: Sequence[Float],
+    stage: int,
+    more: Float,
+    half: Float,
+    limits: CompareLimits,
+) -> Change:
+    """Return what a stage took more on the rank where that is most, as a change of the step, judged."""
+    most, step = int(np.argmax(np.abs(more))), a["numbers"][STEP]
+    by, low, high = (float(each) for each in (more[most], more[most] - half[most], more[most] + half[most]))
+    change = Change(
+        what=name,
+        unit="ms",
+        a=float(own[0][most, stage]),
+        b=float(own[1][most, stage]),
+        change=by,
+        low=low,
+        high=high,
+        change_pct=100 * by / step,
+        low_pct=100 * low / step,
+        high_pct=100 * high / step,
+    )
+    return _judged(change, limits.least * step)
+
+
+def _ranks(
+    a: StepSample,
+    b: StepSample,
+    own: Sequence[Float],
+    stage: int,
+    more: Float,
+    half: Float,
+    limits: CompareLimits,
 ) -> tuple[RankChange, ...]:
-    """Return the ranks that moved with `sign` in a stage, the most first."""
-    blocks = min(own["columns"] / own["block"] for own in (a, b))
-    half = resampling.student(blocks, _upper(limits)) * np.hypot(a["errors"][:, stage], b["errors"][:, stage])
-    change = b["stages"][:, stage] - a["stages"][:, stage]
-    most = np.nanmax(sign * change)
-    which = np.flatnonzero((sign * change >= limits.moved * most) & (sign * change > half))
+    """Return the ranks that moved as the one that moved most did, the most first."""
+    if len(more) != len(b["nodes"]):
+        return ()
+    most = more[int(np.argmax(np.abs(more)))]
+    sign = 1 if most > 0 else -1
+    which = np.flatnonzero((sign * more >= limits.moved * abs(most)) & (sign * more > half))
     return tuple(
         RankChange(
             rank=a["ranks"][at],
             node=b["nodes"][at],
-            a=float(a["stages"][at, stage]),
-            b=float(b["stages"][at, stage]),
-            change=float(change[at]),
-            low=float(change[at] - half[at]),
-            high=float(change[at] + half[at]),
+            a=float(own[0][at, stage]),
+            b=float(own[1][at, stage]),
+            change=float(more[at]),
+            low=float(more[at] - half[at]),
+            high=float(more[at] + half[at]),
         )
-        for at in sorted(which.tolist(), key=lambda at: -sign * change[at])
+        for at in sorted(which.tolist(), key=lambda at: -sign * more[at])
     )
 
 

@@ -24,9 +24,7 @@ _CELLS = 1 << 21
 """Numbers that are drawn at a time."""
 _OUTLIER_MADS = 5.0
 PARTS = 5
-"""Of a run, in which it is looked at whether it drifts."""
-_DRIFTS = 2.37
-"""Variances of five values differ by more in one of twenty cases: χ² of four degrees of freedom over four."""
+"""Of a run: how far they differ says how far the next run may."""
 
 
 class Drawn(NamedTuple):
@@ -116,15 +114,12 @@ def parts_of(n: int) -> list[slice]:
     return [slice(*ends) for ends in itertools.pairwise(edges)]
 
 
-def drift(of_parts: Values, error: Values) -> Float:
+def drift(of_parts: Values) -> Float:
     """
-    Return the standard deviation (…) of what drifts in a run: `of_parts` (5, …) is a number of each of its
-    fifths, `error` (…) its standard error over all of it. 0 where fifths scatter no more than chance has it.
-
-    A run that wanders within itself differs by as much from the next one, which no block inside of it shows.
+    Return by how much the next run may differ, as a standard deviation (…): by as much as the fifths of this
+    one (5, …) differ from one another. What goes on around a run has no length at which it averages out.
     """
-    apart, chance = of_parts.var(axis=0, ddof=1), PARTS * np.square(error)
-    found: Float = np.sqrt(np.where(apart > _DRIFTS * chance, apart - chance, 0.0))
+    found: Float = of_parts.std(axis=0, ddof=1)
     return found
 
 

@@ -65,23 +65,21 @@ def _drawn(exposed: Array, busy: Array, d: Array, limits: CompareLimits) -> dict
     tails = resampling.quantiles_of(total, _TAILS, block, starts)
     replicates = _numbers(means.replicates, tails.replicates)
     parts = [_of(columns[part], total[part]) for part in resampling.parts_of(len(total))]
-    error = replicates.std(axis=0) * resampling.few_blocks(len(total) / block)
     own = _filled(d).swapaxes(0, 1)
     return {
         "block": block,
         "numbers": dict(zip(NAMES, _of(columns, total).tolist(), strict=True)),
         "replicates": replicates,
-        "drift": resampling.drift(np.array(parts), error),
+        "drift": resampling.drift(np.array(parts)),
         "stages": own.mean(axis=0, dtype=float),
         "errors": error_of(own, block),
     }
 
 
 def error_of(columns: Values, block: int) -> Float:
-    """Return the standard error of the means of `columns` (n, …), with what drifts in the run."""
-    error = resampling.error_of_means(columns, block)
+    """Return the standard error of the means of `columns` (n, …) as those of one run among others."""
     parts = [columns[part].mean(axis=0, dtype=float) for part in resampling.parts_of(len(columns))]
-    return np.hypot(error, resampling.drift(np.array(parts), error))
+    return np.hypot(resampling.error_of_means(columns, block), resampling.drift(np.array(parts)))
 
 
 def _of(columns: Values, total: Values) -> Float:

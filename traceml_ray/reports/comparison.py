@@ -24,6 +24,7 @@ from traceml_ray.analysis.thresholds import COMPARE, CompareLimits
 from traceml_ray.reports.answers import Answers
 from traceml_ray.reports.headlines import named
 from traceml_ray.settings import Settings
+from traceml_ray.stages import STAGES
 from traceml_ray.step_shapes import StepSample, StepTimes
 from traceml_ray.store import query
 from traceml_ray.store.rank_processes import RankProcess
@@ -74,16 +75,16 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     headline: str
     """The same in a sentence, with by how much."""
     where: str
-    """Which stage carries the difference, on which ranks; "" without one."""
+    """What the rest of the step did; "" where nothing differs."""
     a: Side
     b: Side
     change_pct: float | None
-    """By how much a step of `b` takes longer,"""
+    """By how much `b` is worse, in % of a step of `a`: by its `stage`, or without one by all of the step;"""
     low_pct: float | None
     """and the interval that this is in, of the steps of both."""
     high_pct: float | None
     stage: str | None
-    """The stage that carries it; None: none does."""
+    """The stage that took longer, or less, than all else did; None: none."""
     ranks: list[RankChange]
     """Those that moved in that stage, the most first."""
     changes: list[Change]
@@ -243,7 +244,7 @@ def compared(a: Known, b: Known, limits: CompareLimits = COMPARE) -> Comparison:
     return Comparison(
         word=verdict.word,
         headline=_headline(verdict, steps[0], limits),
-        where=_where(verdict),
+        where=_where(verdict, steps[0]),
         a=a.side,
         b=b.side,
         change_pct=by.change_pct,
@@ -279,40 +280,51 @@ def signed(value: float | None) -> str:
 
 
 def _headline(verdict: Verdict, step: Change, limits: CompareLimits) -> str:
+    """Return "worse by 15.2 % of a step (95 %: …): `data` took 3.6 ms more on rank 2 (node-0)"."""
     by = verdict.by
     if by is None:
         return f"cannot be compared: {step.why}"
-    what = {"step": "a step", "median step": "the median step"}[by.what]
-    sizes = f"{text.ms(by.a)} → {text.ms(by.b)}"
-    share = f"{signed(by.change_pct)} % (95 %: {interval(by.low_pct, by.high_pct)})"
-    if by.word == "no difference":
-        return (
-            f"no difference: {what} took {sizes}, {share}; from {100 * limits.least:g} % on it is called one"
-        )
-    return f"{by.word}: {what} took {sizes}, {share}"
+    if by.what in STAGES:
+        more = f"{text.number(abs(by.change or 0.0))} ms {'more' if verdict.word == 'worse' else 'less'}"
+        share = f"{text.number(abs(by.change_pct or 0.0), 1)} % of a step (95 %: {_pct(by)})"
+        return f"{verdict.word} by {share}: `{by.what}` took {more}{_on_ranks(verdict)}"
+    most = max(abs(by.low_pct or 0.0), abs(by.high_pct or 0.0))
+    unsure = ""
+    if by.word == "no difference" and most > 100 * limits.least:
+        unsure = f"; {most:.0f} % either way cannot be ruled out"
+    return f"{by.word}: {_step(by)}{unsure}"
 
 
-def _where(verdict: Verdict) -> str:
-    """Return "`data` carries it: +3.6 ms a step (95 %: …) on rank 2 (node-0)."."""
+def _step(by: Change) -> str:
+    """Return "a step took 24.1 ms → 27.8 ms, +15.2 % (95 %: +13.9 … +16.4 %)"."""
+    what = "the median step" if by.what == "median step" else "a step"
+    return f"{what} took {text.ms(by.a)} → {text.ms(by.b)}, {signed(by.change_pct)} % (95 %: {_pct(by)})"
+
+
+def _pct(by: Change) -> str:
+    return interval(by.low_pct, by.high_pct)
+
+
+def _on_ranks(verdict: Verdict) -> str:
+    own = verdict.ranks
+    if not own or verdict.of_ranks < 2:
+        return ""
+    if len(own) == verdict.of_ranks:
+        return f" on all {len(own):,} ranks"
+    return f" on {text.ranks(each.rank for each in own)}" + (f" ({own[0].node})" if len(own) == 1 else "")
+
+
+def _where(verdict: Verdict, step: Change) -> str:
+    """Return what the rest of the step did, in a sentence; "" where nothing differs."""
     if verdict.word in (None, "no difference"):
         return ""
-    if verdict.stage is None:
-        return "No stage carries most of it."
-    own, exposed = verdict.ranks, verdict.exposed
-    if len(own) == verdict.of_ranks > 1:
-        return f"`{verdict.stage}` carries it: {_apart(exposed)} on all {len(own):,} ranks."
-    if own and verdict.of_ranks > 1:
-        node = f" ({own[0].node})" if len(own) == 1 else ""
-        on = text.ranks(each.rank for each in own) + node
-        return f"`{verdict.stage}` carries it: {_apart(own[0])} on {on}."
-    return f"`{verdict.stage}` carries it: {_apart(own[0] if own else exposed)}."
-
-
-def _apart(change: RankChange | Change | None) -> str:
-    """Return "+3.6 ms a step (95 %: +3.1 … +4.0 ms)"."""
-    if change is None:
-        return text.NA
-    return f"{signed(change.change)} ms a step (95 %: {interval(change.low, change.high, 'ms')})"
+    rest = f"took {text.times(verdict.rest)} as long"
+    if verdict.by is not None and verdict.by.what in STAGES:
+        return f"In all {_step(step)}; what else ranks did {rest}."
+    if verdict.stage is not None:
+        return f"`{verdict.stage}` carries it: the exchange itself, as no rank's own time does."
+    alike = "" if verdict.rest is None else f": all that ranks did {rest}, as beside other work"
+    return f"No stage carries it{alike}."
 
 
 def _cannot(a: Known, b: Known, changes: Sequence[Change]) -> list[str]:
@@ -348,9 +360,9 @@ def _notes(a: Known, b: Known, limits: CompareLimits) -> list[str]:
     for name, own in (("A", a), ("B", b)):
         found += _notes_of(name, own)
     found.append(
-        "Intervals are of the steps of these two runs. What differs from run to run and lasts for all of one "
-        f"is in none, so times that differ by less than {100 * limits.least:g} % of a step of A are not "
-        "called different."
+        "Intervals are of the steps of these two runs, and take it that the next run may differ by as much "
+        "as the fifths of one do. What lasts longer than a run is in none of them; below "
+        f"{100 * limits.least:g} % of a step nothing is called different."
     )
     return found
 
