@@ -217,15 +217,15 @@ class CompareLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Of an interval."""
     least: float = 0.05
     """
-    Smallest difference of times, as a share of the step of the first session, that is called one: whole runs
-    of the same script differ by nearly as much, which no interval from the steps of one run covers.
+    Smallest difference of times, as a share of the step of the first session, that is called one: runs of the
+    same script differ by some per cent however quiet a machine is.
     """
     least_skew: float = 5.0
     """The same of the skew between ranks, percentage points;"""
     least_memory: float = 0.05
     """of memory, a share of what the first session had."""
     carries: float = 0.5
-    """Share of what a step has become longer by from which a stage carries it."""
+    """Share of what a step has become longer by from which waiting for the exchange carries it."""
     moved: float = 0.5
     """Share of the largest change of any rank from which a rank has moved, too."""
     samples: int = 20

@@ -32,7 +32,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--fail-on-regression",
         type=percent,
         metavar="5%",
-        help="exit with 3 where a step of B is longer by so much or more; with 1 where that cannot be said",
+        help="exit with 3 where B is worse by so much of a step or more; with 1 where that cannot be said",
     )
 
 

@@ -118,8 +118,8 @@ def compare(
     """
     Say whether the stored session `b` is better or worse than `a`, by how much, and what moved.
 
-    Intervals come from the steps of both (a block bootstrap, since steps are correlated). They do not cover
-    what differs from one run to the next, for which `least_pct` stands.
+    Intervals come from the steps of both: a block bootstrap, since steps are correlated, and by how much a
+    run drifts. They do not cover what lasts longer than a run. See docs/method.md.
 
     Args:
         a: name, folder or session.sqlite of the session to compare with.
@@ -259,7 +259,7 @@ def compared(a: Known, b: Known, limits: CompareLimits = COMPARE) -> Comparison:
 
 
 def regressed(found: Comparison, percent: float) -> bool:
-    """Return whether a step of `b` is longer by `percent` or more."""
+    """Return whether `b` is worse by `percent` of a step or more."""
     return found.word == "worse" and (found.change_pct or 0.0) >= percent
 
 
