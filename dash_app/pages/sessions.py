@@ -11,7 +11,7 @@ from dash import dcc, html
 
 from traceml_ray import text
 from traceml_ray.reports import comparison
-from traceml_ray.reports.comparison_text import change, range_of, render_value
+from traceml_ray.reports.comparison_text import change, label, range_of, render_value
 from traceml_ray.reports.listing import Entry, entries, found_in, names
 from traceml_ray.step_shapes import StepSample
 from traceml_ray.store import query
@@ -188,7 +188,7 @@ def _numbers(sides: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> A
         return html.P("The steps of both are read …")
     tones = {"worse": "sev critical", "better": "better"}
     columns: Columns = {
-        "": lambda row: text.words(row.what),
+        "": label,
         f">{titles['a']}": lambda row: render_value(row.a, row.unit),
         f">{titles['b']}": lambda row: render_value(row.b, row.unit),
         ">change": lambda row: html.Span(

@@ -6,6 +6,7 @@ from traceml_ray import text
 from traceml_ray.analysis.comparison import Change
 from traceml_ray.reports.comparison import Comparison, Side, interval, signed
 from traceml_ray.reports.layout import Columns, facts, page, table
+from traceml_ray.stages import STAGES
 
 _MOST_RANKS = 16
 
@@ -27,6 +28,11 @@ def render_comparison(found: Comparison) -> str:
 def render_value(of: float | None, unit: str) -> str:
     """Return a number of a comparison: "41.3 ms", "3.2 GB"."""
     return text.size(of) if unit == "B" else text.unit(of, unit)
+
+
+def label(of: Change) -> str:
+    """Return what a number of a comparison is: of a stage, its exposed time."""
+    return text.words(f"exposed {of.what}" if of.what in STAGES else of.what)
 
 
 def change(of: Change) -> str:
@@ -55,7 +61,7 @@ def _is_shown(of: Change) -> bool:
 
 
 _NUMBERS: Columns = {
-    "": lambda of: text.words(of.what) + (f", rank {of.rank_b}" if of.rank_b is not None else ""),
+    "": lambda of: label(of) + (f", rank {of.rank_b}" if of.rank_b is not None else ""),
     ">A": lambda of: render_value(of.a, of.unit),
     ">B": lambda of: render_value(of.b, of.unit),
     ">change": change,
