@@ -600,7 +600,8 @@ def test_sessions_are_compared_side_by_side(tmp_path: Path) -> None:
     shown = json.dumps(json.loads(to_json_plotly([page, answer])), ensure_ascii=False).replace("\xa0", " ")
     found = compare("good", "slow", out=tmp_path)  # the command line says the same
     assert found.change_pct == pytest.approx(57, abs=3) and found.stage == "data"
-    assert found.headline in shown and "rank 1 (host-0)" in shown
+    before, _, after = found.headline.split("`")  # what is in backticks is code
+    assert before in shown and after in shown and after.endswith("more on rank 1 (host-0)")
     assert "python train.py --lr 2" in shown and "+57" in shown and not pages.errors
     for names in (("good", "gone"), ("gone", "slow")):
         page, _ = Refresher(pages).refresh("/sessions", "?a={}&b={}".format(*names), {})

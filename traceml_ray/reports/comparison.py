@@ -291,7 +291,7 @@ def _headline(verdict: Verdict, step: Change, limits: CompareLimits) -> str:
     most = max(abs(by.low_pct or 0.0), abs(by.high_pct or 0.0))
     unsure = ""
     if by.word == "no difference" and most > 100 * limits.least:
-        unsure = f"; {most:.0f} % either way cannot be ruled out"
+        unsure = f"; {text.number(most, 0)} % either way cannot be ruled out"
     return f"{by.word}: {_step(by)}{unsure}"
 
 
