@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo says-demo test long api snapshots lint types lines fuzz chaos frameworks bench compat screenshots plotly clean
+.PHONY: help demo says-demo test long api snapshots lint ruff types lines fuzz chaos frameworks bench compat screenshots plotly clean
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
@@ -67,8 +67,11 @@ two=0; $(1) -m pytest -m "not long and alone" $(2) $(PYTEST_ARGS) || two=$$?; \
 [[ $$one$$two =~ ^(00|05|50)$$ ]]
 endef
 
-test: lint
-	@$(call run_tests,$(PY))
+# Types are checked while tests run, which wait for much: what is said of them is said at the end.
+test: ruff
+	@mkdir -p build; $(MAKE) --no-print-directory types >build/types.log 2>&1 & types=$$!; \
+	tests=0; { $(call run_tests,$(PY)); } || tests=1; \
+	typed=0; wait $$types || typed=1; cat build/types.log; [ $$tests$$typed = 00 ]
 
 long: $(INSTALLED)
 	$(PY) -m pytest -m long $(PYTEST_ARGS)
@@ -84,10 +87,11 @@ frameworks: $(FRAMEWORKS)/.installed
 lines:
 	@$(PYTHON) benchmarks/lines.py $(if $(REV),--rev $(REV))
 
-lint: $(INSTALLED)
+lint: ruff types
+
+ruff: $(INSTALLED)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	@$(MAKE) --no-print-directory types
 
 # The type checker gets the package as a plain install has it: that is where launchers/ and dash_app/
 # are mapped to their names. It runs away from the sources, which it would find first.
