@@ -19,6 +19,9 @@ COMPAT_newest := torch 'ray[train]'
 COMPAT_TESTS := tests/unit --deselect tests/unit/test_package.py $(addprefix tests/integration/test_, \
 	loops.py span_verdict.py example.py sync_groups.py launch.py multihost.py attached.py driver.py ray_train.py)
 
+# Where there are such tests (`tests/conftest.py` sees to it): the others are not even collected for them.
+ALONE := tests/browser tests/chaos tests/integration
+
 PY := $(CURDIR)/.venv/bin/python
 INSTALLED := .venv/.installed
 TYPES := build/types
@@ -63,7 +66,7 @@ says-demo:
 # wait, too); then those that judge time. Status 5: PYTEST_ARGS has chosen none of them.
 define run_tests
 one=0; $(1) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not alone" $(2) $(PYTEST_ARGS) || one=$$?; \
-two=0; $(1) -m pytest -m "not long and alone" $(2) $(PYTEST_ARGS) || two=$$?; \
+two=0; $(1) -m pytest -m "not long and alone" $(or $(2),$(if $(filter tests/%,$(PYTEST_ARGS)),,$(ALONE))) $(PYTEST_ARGS) || two=$$?; \
 [[ $$one$$two =~ ^(00|05|50)$$ ]]
 endef
 

@@ -53,5 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         where = item.path.relative_to(Path(__file__).parent)
         if {where.parts[0], str(where)} & _ALONE:
             item.add_marker("alone")
+        alone = item.get_closest_marker("alone") is not None
+        assert not alone or where.parts[0] in ("browser", "chaos", "integration"), "see ALONE in the Makefile"
         if "snapshot" in getattr(item, "fixturenames", ()):
             item.add_marker("snapshot")
