@@ -21,6 +21,8 @@ COMPAT_TESTS := tests/unit --deselect tests/unit/test_package.py $(addprefix tes
 
 # Where there are such tests (`tests/conftest.py` sees to it): the others are not even collected for them.
 ALONE := tests/browser tests/chaos tests/integration
+# By a name of its own: a line with the word MAKE in it is run by `make -n` as well.
+TYPES_TOO = $(MAKE) --no-print-directory types
 
 PY := $(CURDIR)/.venv/bin/python
 INSTALLED := .venv/.installed
@@ -72,7 +74,7 @@ endef
 
 # Types are checked while tests run, which wait for much: what is said of them is said at the end.
 test: ruff
-	@mkdir -p build; $(MAKE) --no-print-directory types >build/types.log 2>&1 & types=$$!; \
+	@mkdir -p build; $(TYPES_TOO) >build/types.log 2>&1 & types=$$!; \
 	tests=0; { $(call run_tests,$(PY)); } || tests=1; \
 	typed=0; wait $$types || typed=1; cat build/types.log; [ $$tests$$typed = 00 ]
 
