@@ -23,7 +23,14 @@ TINY = {
 """The other benchmarks, in a form that takes seconds, and what each prints last."""
 
 
-@pytest.mark.parametrize("command", TINY)
+# Those that start whole jobs take 60 s together.
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(one, marks=[pytest.mark.long] * one.startswith(("startup", "nodes", "scale")))
+        for one in TINY
+    ],
+)
 def test_benchmark_runs_and_names_its_commit(command: str) -> None:
     name, *arguments = command.split()
     ran = subprocess.run(
@@ -102,6 +109,7 @@ def test_quick_run_prints_every_figure() -> None:
     assert all(any(character.isdigit() for character in row[2]) for row in rows)
 
 
+@pytest.mark.long
 def test_short_soak_loses_nothing_and_passes_every_check() -> None:
     ran = subprocess.run(
         [sys.executable, str(BENCHMARK.with_name("soak.py")), "--seconds", "20", "--ranks", "2"],

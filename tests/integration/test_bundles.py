@@ -27,7 +27,7 @@ from traceml_ray.store.session_file import SessionFile, SessionFileError
 WORLD, FAILS = 2, 1
 GROUPS = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 LIMITS = "memory.limit_in_bytes", "memory.max"
-LIMIT = 1 << 30
+LIMIT = 3 << 28
 SCRIPT = """
 import os
 import signal
@@ -164,7 +164,7 @@ for step in range(4000):
     optimizer.step()
     optimizer.zero_grad()
     if bad and go.exists():
-        time.sleep(0.25)  # it is sampled once a second: some samples are of its growth
+        time.sleep(0.2)  # it is sampled once a second: some samples are of its growth
         held.append(bytearray(b"x") * (1 << 26))
         if not group and len(held) == 8:
             os.kill(os.getpid(), signal.SIGKILL)

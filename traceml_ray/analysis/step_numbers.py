@@ -88,7 +88,7 @@ def _numbers(
         "steps": steps,
         "median_ms": median_ms,
         "p95_ms": p95_ms,
-        "steps_per_s": 1e3 / step_ms,
+        "steps_per_s": 1e3 / step_ms if step_ms else np.nan,
         "worst_rank": ranks[worst] if worst >= 0 and len(ranks) > 1 else None,
         "worst_over": 1 + float(apart.global_skew_pct[0]) / 100,
         "skew_pct": float(apart.global_skew_pct[0]),
