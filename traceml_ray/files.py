@@ -11,7 +11,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
@@ -60,6 +60,17 @@ def write_files(files: Mapping[Path, bytes], inside: AbstractContextManager[None
                 name.replace(path)
     finally:
         remove(temporary)
+
+
+@contextlib.contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """Give another name to write to; the file gets the name `path` when it is whole, or there is none."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        remove([temporary])
 
 
 def open_file(path: Path) -> BinaryIO:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 from traceml_ray import progress
 from traceml_ray.exports.step_trace import write_step_trace
 from traceml_ray.exports.tables import TABLES, Batch, Chosen, Table
+from traceml_ray.files import appearing
 from traceml_ray.session import DATABASE
 from traceml_ray.store.query import QueryError
 from traceml_ray.store.runs import run_names
@@ -53,7 +52,7 @@ def export(
     with SessionFile(path) as whole, legible(path), whole.at_one_moment():
         session = whole.of(_run_id(whole, run))
         if kind == "perfetto":
-            with _whole(out) as temporary:
+            with appearing(out) as temporary:
                 if not write_step_trace(session, temporary, chosen):
                     raise ExportError(f"{path}: there is no step to be drawn")
             return [out]
@@ -63,7 +62,7 @@ def export(
         for at, (name, table) in enumerate(TABLES.items()):
             progress.advance(f"writing {name}.{kind}", at / len(TABLES))
             files.append(out / f"{name}.{kind}")
-            with _whole(files[-1]) as temporary:
+            with appearing(files[-1]) as temporary:
                 write(temporary, table, table.batches(session, chosen))
         return files
 
@@ -74,17 +73,6 @@ def _run_id(session: SessionFile, name: str | None) -> str | None:
     if name is not None and not found:
         raise QueryError(f"there is no run {name!r} in {session.path}")
     return found[-1] if found else None
-
-
-@contextlib.contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """Give another name to write to; the file gets the name `path` when it is whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _csv() -> Callable[[Path, Table, Iterator[Batch]], None]:

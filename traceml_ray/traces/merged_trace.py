@@ -7,8 +7,6 @@ other, then all of it. A rank becomes a process for its threads, one for each de
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -19,6 +17,7 @@ import msgspec
 import numpy as np
 
 from traceml_ray import __version__, text
+from traceml_ray.files import appearing
 from traceml_ray.store.profiles import Profile
 from traceml_ray.traces.chrome import ChromeTrace, TraceError
 from traceml_ray.traces.collectives import Collective, Part, Parts, apart
@@ -119,14 +118,8 @@ def merge(
     if not sources:
         raise TraceError("there is no trace to merge")
     merging = _Merge(sources, profile, progress)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            merging.write(file)
-        temporary.replace(out)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    with appearing(out) as temporary, temporary.open("xb") as file:
+        merging.write(file)
     return merging.merged
 
 
