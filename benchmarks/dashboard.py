@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import numpy as np
-from figures import machine
+from figures import answering, machine
 from played import Played
 from plotly.io.json import to_json_plotly
 
@@ -96,22 +96,12 @@ def server(played: Played, pages: SessionPages, ticks: int) -> None:
     print("\n| page | refresh p50 | p95 | first, gzip | refresh p50, gzip | p95, gzip | p95, as it is |")
     print("|---|---|---|---|---|---|---|")
     polls: list[float] = []
-    source, answering, own = played.source, [0.0], dict[str, float]()
-    reply = source.reply
-
-    def timed(message: bytes) -> bytes:
-        began = time.process_time()
-        try:
-            return reply(message)
-        finally:
-            answering[0] += time.process_time() - began
-
-    source.reply = timed  # type: ignore[method-assign]
+    spent, own = answering(played.source), dict[str, float]()
     for page in PAGES:
         refresher, seen, times, sizes, cpu = Refresher(pages), dict[str, Any](), [], [], []
         for _ in range(ticks if page == "/" else max(5, ticks // 4)):
             played.play(STEPS_A_SECOND)
-            answering[0], used = 0.0, time.process_time()
+            spent[0], used = 0.0, time.process_time()
             while not pages.poll():  # it rests where a machine is slow
                 time.sleep(0.05)
             polls.append(pages.poll_ms[-1])
@@ -120,7 +110,7 @@ def server(played: Played, pages: SessionPages, ticks: int) -> None:
             elements, answer = refresher.refresh(path, search, seen)
             sent = to_json_plotly([elements, answer]).encode()
             times.append(1e3 * (time.perf_counter() - began))
-            cpu.append(1e3 * (time.process_time() - used - answering[0]))
+            cpu.append(1e3 * (time.process_time() - used - spent[0]))
             sizes.append((len(gzip.compress(sent, 6)) / 1e3, len(sent) / 1e3))
             seen = answer["seen"]
         p50, p95 = np.percentile(times[1:], [50, 95])

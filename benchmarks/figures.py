@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import time
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Figure(NamedTuple):
@@ -18,6 +19,21 @@ class Figure(NamedTuple):
     what: str
     value: str
     budget: str = ""
+
+
+def answering(source: Any) -> list[float]:
+    """Return the CPU seconds (one number) that `source` takes to reply from now on; it may be set anew."""
+    spent, reply = [0.0], source.reply
+
+    def timed(message: bytes) -> bytes:
+        began = time.process_time()
+        try:
+            return reply(message)
+        finally:
+            spent[0] += time.process_time() - began
+
+    source.reply = timed
+    return spent
 
 
 def machine() -> str:

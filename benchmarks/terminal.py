@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import numpy as np
-from figures import machine
+from figures import answering, machine
 from played import Played
 from rich.color import ColorSystem
 from rich.console import Console, Group
@@ -58,16 +58,7 @@ def main() -> None:
 
 def measure(played: Played, size: tuple[int, int], choice: Choice, ticks: int) -> str:
     """Return a row of the table."""
-    answering, reply = [0.0], played.source.reply
-
-    def timed(message: bytes) -> bytes:
-        began = time.process_time()
-        try:
-            return reply(message)
-        finally:
-            answering[0] += time.process_time() - began
-
-    played.source.reply = timed  # type: ignore[method-assign]
+    spent = answering(played.source)
     sent: list[int] = []
     screen = Screen(lambda text: sent.append(len(text.encode())), ColorSystem.EIGHT_BIT)
     feed = Feed(SessionPoll(played.source, clock=played.clock, timer=played.clock.timer))
@@ -75,11 +66,11 @@ def measure(played: Played, size: tuple[int, int], choice: Choice, ticks: int) -
     own, asked = [], []
     for _ in range(ticks + 1):
         played.play(5)
-        answering[0], used = 0.0, time.process_time()
+        spent[0], used = 0.0, time.process_time()
         screen.draw(panel(feed.renew(), choice, *size))
-        own.append(1e3 * (time.process_time() - used - answering[0]))
-        asked.append(1e3 * answering[0])
-    played.source.reply = reply  # type: ignore[method-assign]
+        own.append(1e3 * (time.process_time() - used - spent[0]))
+        asked.append(1e3 * spent[0])
+    del played.source.reply  # what was put in its place
     assert feed.newest is not None
     live = _of_live(feed, choice, size)
     cpu, part = np.median(own[1:]), np.median(asked[1:])
