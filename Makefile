@@ -123,7 +123,7 @@ fuzz: $(INSTALLED)
 	FUZZ_EXAMPLES=$(EXAMPLES) $(PY) -m pytest tests/unit -m hypothesis --timeout=0 $(PYTEST_ARGS)
 
 bench: $(INSTALLED)
-	@for run in overhead.py startup.py nodes.py "scale.py 8 64 512" \
+	@for run in overhead.py "captures.py --rounds 20" startup.py nodes.py "scale.py 8 64 512" \
 		"faults.py --quick" memory.py dashboard.py terminal.py "compare.py --runs 2 --steps 100" "soak.py --seconds 20 --ranks 2"; do \
 		echo "== $$run"; $(PY) benchmarks/$$run; done
 

@@ -1,0 +1,200 @@
+"""
+What a profile costs: the steps that it records, those in which its trace is written and sent, those after it.
+
+    python benchmarks/captures.py [--rounds 100] [--markdown]
+
+One process that trains (steps of 20 to 30 ms), with the whole agent and a relay. Each round: some steps, a
+capture of three, the steps until its trace has been sent, some steps again. Every other round is without a
+capture, which shows how much such rounds differ by themselves. Nothing else should run meanwhile. Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+from figures import Figure, machine, table
+from overhead import (  # type: ignore[import-not-found]
+    RANK,
+    Training,
+    check,
+    gpt_training,
+    medians,
+    middle,
+    relay_process,
+    settle_down,
+)
+
+from traceml_ray import wire
+from traceml_ray.agent.channel import SocketChannel
+from traceml_ray.agent.rank_agent import RankAgent
+from traceml_ray.profile_messages import ProfileCommand
+from traceml_ray.settings import Settings
+
+AROUND = 12
+"""Steps before a capture, and as many after it."""
+STEPS = 3
+AHEAD = 3
+MOST_STEPS = 2000
+
+
+class Round(NamedTuple):
+    """What one round took, in ms; nothing of a capture where there was none."""
+
+    before: float
+    after: float
+    recorded: float | None = None
+    """Median of the steps recorded,"""
+    turning: float | None = None
+    """turning the profiler on and off,"""
+    sending: list[float] | None = None
+    """and each step until the trace had been sent."""
+    exported: float | None = None
+
+
+class Rank:
+    """A rank whose agent takes its turns when it is told to, in a thread of its own."""
+
+    def __init__(self, path: str, training: Training) -> None:
+        self.training = training
+        self.agent = RankAgent(Settings(socket=path, session="bench"), SocketChannel(path))
+        self.agent.instrumentation.install()
+        self.agent.instrumentation.roots.add(training.model)
+        self._due: queue.Queue[Callable[[], object]] = queue.Queue()
+        threading.Thread(target=self._turns, daemon=True).start()
+
+    def _turns(self) -> None:
+        while True:
+            self._due.get()()
+
+    def turn(self, first: Callable[[], object] = lambda: None) -> None:
+        """Have the agent do `first`, and take its turn."""
+        self._due.put(first)
+        self._due.put(self.agent.tick)
+
+    def settle(self) -> None:
+        """Wait until the agent has nothing more to do, and train on without a collection of garbage."""
+        done = threading.Event()
+        self.turn(done.set)
+        done.wait(30)
+        settle_down(self.training)
+
+    def steps_ms(self, steps: int) -> list[float]:
+        """Train, and return what each step took."""
+        return [1e3 * self.training.seconds(1) for _ in range(steps)]
+
+    def ask(self, number: int) -> None:
+        """Have the agent hear of a capture a few steps ahead."""
+        self.agent.recorder.settle(0.1)
+        first = self.agent.recorder.steps.rows.step + AHEAD
+        wanted = ProfileCommand(id=f"p{number}", number=1, first_step=first, steps=STEPS, limit_s=30.0)
+        self.agent.captures.obey(wire.Command("profile", msgspec.structs.asdict(wanted)))
+
+    def captured(self, number: int) -> tuple[wire.Capture, list[float]]:
+        """Train until a capture is over: what became of it, and what each step took after those recorded."""
+        self.turn(partial(self.ask, number))
+        sending = []
+        for _ in range(MOST_STEPS):
+            (took,) = self.steps_ms(1)
+            status = self.agent.captures.status
+            if status is not None and status.id == f"p{number}" and len(status.steps) == STEPS:
+                sending.append(took)
+            if status is not None and status.state == "sending" and self._is_sent(status):
+                return status, sending[1:]
+            if status is not None and status.reason:
+                raise RuntimeError(status.reason)
+            if self._due.empty():
+                self.turn()
+        raise RuntimeError(f"no trace after {MOST_STEPS} steps")
+
+    def _is_sent(self, status: wire.Capture) -> bool:
+        now = self.agent.captures._now
+        return now is not None and now.sent == status.total_bytes and not self.agent.unsent.pieces
+
+    def round(self, number: int, capture: bool) -> Round:
+        """Some steps, a capture or none, some steps."""
+        self.settle()
+        before = statistics.median(self.steps_ms(AROUND))
+        if not capture:
+            self.steps_ms(AROUND)
+            self.settle()
+            return Round(before, statistics.median(self.steps_ms(AROUND)))
+        status, sending = self.captured(number)
+        self.settle()
+        after = statistics.median(self.steps_ms(AROUND))
+        recorded = statistics.median((end - began) / 1e6 for _, began, end, _ in status.steps)
+        turning = ((status.start_ns or 0) + (status.stop_ns or 0)) / 1e6
+        return Round(before, after, recorded, turning, sending, (status.export_ns or 0) / 1e6)
+
+
+def figures(rounds: list[Round]) -> list[Figure]:
+    """Make the table."""
+
+    def added(one: list[Round]) -> str:
+        found = middle(medians([100 * (each.after / each.before - 1) for each in one]))
+        return f"{found.value:+.2f} % ({found.low:+.2f} … {found.high:+.2f})"
+
+    with_one = [each for each in rounds if each.recorded is not None]
+    without = [each for each in rounds if each.recorded is None]
+    more = [100 * ((each.recorded or 0) / each.before - 1) for each in with_one]
+    sent = [step / each.before for each in with_one for step in each.sending or []]
+    lost = [sum(step - each.before for step in each.sending or []) for each in with_one]
+    return [
+        Figure("capture", "step", f"{statistics.median(each.before for each in rounds):.1f} ms"),
+        Figure("capture", "added to a step that is recorded", f"{statistics.median(more):+.0f} %"),
+        Figure(
+            "capture",
+            "turning the profiler on and off, once",
+            f"{statistics.median(each.turning or 0 for each in with_one):.0f} ms",
+        ),
+        Figure(
+            "capture",
+            "writing the trace, on the agent's thread",
+            f"{statistics.median(each.exported or 0 for each in with_one):.0f} ms",
+        ),
+        Figure(
+            "capture",
+            "steps while it is written and sent",
+            f"{len(sent) / len(with_one):.0f}, {100 * (statistics.median(sent) - 1):+.0f} % each (median)",
+        ),
+        Figure("capture", "that is, in all", f"{statistics.median(lost):+.0f} ms"),
+        Figure("capture", f"added to a step after it, {len(with_one)} pairs", added(with_one), "≈ 0"),
+        Figure("capture", f"the same without a capture, {len(without)} pairs", added(without)),
+    ]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--markdown", action="store_true", help="print the block for RESULTS.md")
+    args = parser.parse_args()
+    import os
+
+    import torch
+
+    os.environ.update(RANK)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    where, began = machine(), time.monotonic()
+    with relay_process() as path:
+        rank = Rank(path, gpt_training())
+        rank.settle()
+        rounds = [rank.round(number, number % 2 == 0) for number in range(args.rounds)]
+        check(rank.agent.instrumentation)
+        rank.agent.channel.close()
+    print(where, table(figures(rounds), args.markdown), sep="\n\n")
+    print(f"\n{time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
