@@ -6,9 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
-
-import msgspec
+from typing import Literal, TextIO
 
 from traceml_ray import progress, text
 from traceml_ray.files import write_file
@@ -18,8 +16,8 @@ from traceml_ray.store.profiles import Profile, StoredProfile, profiles_of
 from traceml_ray.text import one_line
 from traceml_ray.traces import tables
 from traceml_ray.traces.chrome import TraceError
-from traceml_ray.traces.difference import MEDIAN, difference
-from traceml_ray.traces.key_averages import ColumnError, key_averages, select, sort
+from traceml_ray.traces.difference import MEDIAN, Difference, difference
+from traceml_ray.traces.key_averages import ColumnError, Operation, key_averages, select, sort
 from traceml_ray.traces.merged_trace import merge
 from traceml_ray.traces.sources import Source, of_files, of_profile
 from traceml_ray.traces.spent import RecordingError
@@ -76,20 +74,32 @@ def _stored(folder: Path, name: str | None) -> StoredProfile:
 def _show(sources: Sequence[Source], profile: Profile | None, arguments: argparse.Namespace) -> None:
     if not sources:
         raise ViewError("no rank was captured: there is no trace to show")
+    # What is printed as JSON is one document, and nothing but that.
+    messages = sys.stderr if arguments.json else sys.stdout
+    document: dict[str, Difference | Sequence[Operation]] = {}
     if arguments.trace:
         with progress.shown("merging") as bar:
             merged = merge(sources, arguments.trace, profile, lambda done: bar("merging", done))
         matched = f"{text.count(merged.collectives, 'collective')} matched"
-        print(f"{arguments.trace}: {text.count(len(sources), 'rank')}, {matched}", *merged.notes, sep="\n")
+        made = f"{arguments.trace}: {text.count(len(sources), 'rank')}, {matched}"
+        print(made, *merged.notes, sep="\n", file=messages)
     if arguments.diff:
         rank, beside = _pair(arguments.diff)
-        found = difference(sources, rank, beside, arguments.stage)
-        as_json = msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n"
-        print(as_json if arguments.json else render_difference(found, arguments.top or 15), end="")
+        found = document["difference"] = difference(sources, rank, beside, arguments.stage)
+        if not arguments.json:
+            print(render_difference(found, arguments.top or 15), end="")
+    alone = arguments.json and not arguments.diff
     none = not any((arguments.trace, arguments.diff, arguments.csv, arguments.parquet, arguments.json))
-    arguments.table = arguments.table or none
-    if arguments.table or arguments.csv or arguments.parquet or (arguments.json and not arguments.diff):
-        _operations(sources, arguments)
+    table = arguments.table or none or alone
+    if table or arguments.csv or arguments.parquet:
+        rows = _operations(sources, arguments, messages)
+        if arguments.json and table:
+            document["operations"] = rows
+        elif table:
+            print(render_operations("Operations", rows[: arguments.top or _TOP]), end="")
+    if arguments.json:
+        (shown,) = document.values() if len(document) == 1 else (document,)
+        print(tables.to_json(shown).decode(), end="")
 
 
 def _pair(given: str) -> tuple[int, int | Literal["median"]]:
@@ -99,7 +109,10 @@ def _pair(given: str) -> tuple[int, int | Literal["median"]]:
     raise ViewError(f"--diff {given[:40]!r}: write two ranks, as 5,2, or 5,{MEDIAN}")
 
 
-def _operations(sources: Sequence[Source], arguments: argparse.Namespace) -> None:
+def _operations(
+    sources: Sequence[Source], arguments: argparse.Namespace, messages: TextIO
+) -> Sequence[Operation]:
+    """Return the rows asked for, which are also written to the files asked for."""
     ranks = None if arguments.ranks == "all" else rank_filter(arguments.ranks)
     with progress.shown("reading"):
         found = key_averages(_counted(sources), arguments.by_shape)
@@ -107,11 +120,8 @@ def _operations(sources: Sequence[Source], arguments: argparse.Namespace) -> Non
     for name, write in _WRITERS.items():
         if out := getattr(arguments, name):
             write_file(out, write(rows))
-            print(f"{out}: {text.count(len(rows), 'row')}")
-    if arguments.json:
-        print(tables.to_json(rows).decode(), end="")
-    if arguments.table:
-        print(render_operations("Operations", rows[: arguments.top or _TOP]), end="")
+            print(f"{out}: {text.count(len(rows), 'row')}", file=messages)
+    return rows
 
 
 def _counted(sources: Sequence[Source]) -> Iterator[Source]:

@@ -76,6 +76,17 @@ def test_difference_of_a_profile(out: Path, capsys: pytest.CaptureFixture[str]) 
     assert (found["stage"], found["operations"][0]["name"], found["others"]) == ("backward", "aten::mul", [0])
 
 
+def test_json_is_one_document_whatever_else_is_asked_for(
+    out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, text, _ = run(out, "s --table --json --top 1", capsys)
+    assert [each["name"] for each in json.loads(text)] == ["aten::mul"]
+    _, text, messages = run(out, "s --diff 1,0 --table --json --csv {out}/t.csv --trace {out}/t.gz", capsys)
+    found = json.loads(text)
+    assert (found["difference"]["others"], len(found["operations"])) == ([0], 5)
+    assert "t.csv: 5 rows" in messages and "t.gz: 2 ranks" in messages
+
+
 def test_one_trace_of_a_profile_and_of_files(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(out, "s --trace {out}/m.json.gz", capsys)[0] == 0
     assert "node-1 / rank 1 / steps" in processes(check(out / "m.json.gz")).values()

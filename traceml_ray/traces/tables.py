@@ -18,9 +18,9 @@ class FormatError(RuntimeError):
     """A file of this kind cannot be written here; the message says what is missing."""
 
 
-def to_json(operations: Sequence[Operation]) -> bytes:
-    """Return a list of objects, by the names of the columns; what is not known is null."""
-    return msgspec.json.format(msgspec.json.encode(operations), indent=2) + b"\n"
+def to_json(found: object) -> bytes:
+    """Return operations as a list of objects, by the names of the columns; what is not known is null."""
+    return msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n"
 
 
 def to_csv(operations: Sequence[Operation]) -> bytes:
