@@ -36,6 +36,8 @@ from traceml_ray.samples import MemorySample as MemorySample
 from traceml_ray.samples import NodeSample as NodeSample
 from traceml_ray.samples import Output as Output
 from traceml_ray.samples import ProcessSample as ProcessSample
+from traceml_ray.samples import Sharding as Sharding
+from traceml_ray.samples import UnevenShard as UnevenShard
 from traceml_ray.stages import LEAD_BYTES, N_STAGES, ROW_BYTES
 
 MAX_BATCH_BYTES = 64 * 1024
@@ -146,7 +148,10 @@ class RankBatch(Message, tag="rank", frozen=True):
     """Patches and signals that could not be had, with the reason."""
     overhead: Overhead | None = None
     strategy: str | None = None
-    """single, ddp, fsdp2, ddp+tp, pp, all_reduce (inferred), … see INFERRED"""
+    """
+    What this rank has seen: single, ddp, fsdp2, fsdp2+hsdp, ddp+tp, pp, all_reduce (inferred), … see
+    INFERRED; of all ranks together: `analysis.parallelism.mode`.
+    """
     final: bool = False
     group: tuple[Count, Count] | None = None
     """
@@ -172,6 +177,8 @@ class RankBatch(Message, tag="rank", frozen=True):
     capture: Capture | None = None
     pieces: Annotated[list[TracePiece], FEW] = []
     output: Annotated[list[Output], FEW] = []
+    sharding: Sharding | None = None
+    """Where FSDP2 is used; not in every batch."""
 
     def columns(self, skip: int = 0) -> Columns:
         """Return the columns of the rows without the first `skip`."""

@@ -1,4 +1,4 @@
-"""The memory of all ranks on one clock: what was found, who grew first, and each rank in numbers."""
+"""The memory of all ranks on one clock: what was found, who grew first, each rank in numbers; shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from traceml_ray.store import query
 from traceml_ray.views.run_state import RunState
 from traceml_ray.views.severity import SIGNS
 
-from .. import axis, bundles, figures, listing
+from .. import axis, bundles, figures, listing, shards
 from ..components import (
     Chart,
     Columns,
@@ -60,9 +60,9 @@ _KEYS: listing.Keys = {
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """Return what was found about the memory of the ranks that the URL asks for."""
     spine = axis.data(cache, run, route)
-    found = cache.ask(query.Memory(run.id))
+    found, divided = cache.ask(query.Memory(run.id)), cache.ask(query.Sharding(run.id))
     if found is None or not found.ranks:
-        return {"memory": None, "axis": spine}
+        return {"memory": None, "axis": spine, "sharding": divided}
     asked, wrong = _asked(route)
     ranks = [row for row in found.ranks if row.rank in asked]
     searched = route if asked.ranges is None else Route(route.page, route.key, _without(route, "q"))
@@ -80,6 +80,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
         "lines": _lines(run, drawn, samples),
         "axis": spine,
         "bundles": bundles.data(cache),
+        "sharding": divided,
     }
 
 
@@ -133,7 +134,8 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     found: Memory | None = view["memory"]
     if found is None:
         none = "No rank has sent a sample of its memory yet."
-        return html.Div([*body, part(html.P(none, id="memory-missing", className="empty"))])
+        body.append(part(html.P(none, id="memory-missing", className="empty")))
+        return html.Div([*body, *shards.panels(view["sharding"], route)])
     body += [
         part(html.Div(view["wrong"], id="memory-filter", className="problem", role="alert")),
         axis.panel(view, route),
@@ -145,6 +147,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         ),
         panel("Ranks", part(html.Div(_ranks(view, route), id="memory-ranks"))),
     ]
+    body += shards.panels(view["sharding"], route)
     if view["attributions"]:
         rows = _collectives(view["attributions"], route)
         body.append(panel("Hidden memory of communication", part(html.Div(rows, id="memory-collectives"))))

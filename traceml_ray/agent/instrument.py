@@ -22,6 +22,7 @@ from traceml_ray.agent.patch import (
     root_modules,
     rpc,
 )
+from traceml_ray.agent.patch.data_parallel import HYBRID
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.spans import Spans
@@ -51,9 +52,10 @@ class Instrumentation:
 
     @property
     def strategy(self) -> str:
-        """How the job is known to be parallel: single, ddp, fsdp, fsdp2, ddp+tp, all_reduce (inferred), …"""
+        """How the job is known to be parallel: single, ddp, fsdp2+hsdp, ddp+tp, all_reduce (inferred), …"""
         inferred = self.collectives.reduction + INFERRED if self.recorder.exchange.inferred else ""
-        known = [self.data_parallel.strategy, inferred, *sorted(self.model_parallel.strategies)]
+        own, others = self.data_parallel, sorted(self.model_parallel.strategies)
+        known = [own.engine, own.strategy, HYBRID * own.hybrid, inferred, *others]
         return "+".join(filter(None, known)) or "single"
 
     @property
@@ -102,6 +104,8 @@ class Instrumentation:
         patcher = self.patcher
         return (
             (data_parallel.FSDP_MODULE, "fsdp", self.data_parallel.patch_fsdp),
+            (data_parallel.DEEPSPEED_MODULE, "deepspeed", self.data_parallel.patch_deepspeed),
+            (data_parallel.COMPOSABLE_MODULE, "fsdp", self.data_parallel.patch_composable),
             (model_parallel.TENSOR_MODULE, "tp", self.model_parallel.patch_tensor),
             (model_parallel.PIPELINE_MODULE, "pp", self.model_parallel.patch_pipeline),
             (root_modules.COMPILE_MODULE, "compile", self.roots.patch_compile),
@@ -126,4 +130,5 @@ class Instrumentation:
 
     def _first_step(self, optimizer: Any) -> None:
         self.roots.learn(optimizer)
+        self.data_parallel.find_sharded()
         self._note_rank()

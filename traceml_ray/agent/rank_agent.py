@@ -37,6 +37,7 @@ from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.agent.sampler import ProcessSampler
+from traceml_ray.agent.shards import Shards
 from traceml_ray.agent.unsent import Unsent
 from traceml_ray.errors import sendable
 from traceml_ray.last_lines import lines_of
@@ -107,6 +108,7 @@ class RankAgent:
             settings.memory_history, settings.spool, self.add_event, ours.errors, ours.missing
         )
         self.output = OutputTap(settings.output_lines, ours.errors, ours.missing)
+        self.shards = Shards(ours.data_parallel)
         self.captures = Captures(self.recorder, ours.spans, ours.errors, settings.spool, calls=ours.rpc)
 
     def start(self) -> None:
@@ -165,7 +167,9 @@ class RankAgent:
         if not self.recorder.settle(LOCK_S):
             self.instrumentation.errors.count("marks: not read, a thread holds the recorder")
         self.guard("device clock", self.device.finish if final else self.device.turn)
-        self.unsent.spans += self.guard("spans", functools.partial(self._collect_spans, final)) or []
+        spans = self.guard("spans", functools.partial(self._collect_spans, final)) or []
+        self.unsent.spans += spans
+        self.guard("shards", functools.partial(self.shards.turn, self.unsent, spans, final))
         self.guard("memory", self._sample_memory)
         self.guard("memory history", self.history.turn)
         self.guard("profile", self._collect_pieces)

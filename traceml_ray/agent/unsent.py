@@ -31,6 +31,7 @@ class Unsent:
         self.memory_from: dict[str, str] = {}
         self.pieces: list[wire.TracePiece] = []
         self.output: list[wire.Output] = []
+        self.sharding: wire.Sharding | None = None
         self._errors = errors
 
     def __bool__(self) -> bool:
@@ -45,8 +46,9 @@ class Unsent:
         output, room = self._fitting(self.output, room)
         pieces, room = self._fitting(self.pieces, room)
         sources, self.memory_from = self.memory_from, {}
+        sharding, self.sharding = self.sharding, None
         taken = {"events": events, "spans": spans, "memory": memory, "memory_from": sources, "pieces": pieces}
-        taken["output"] = output
+        taken |= {"output": output, "sharding": sharding}
         return taken, wire.MAX_BATCH_BYTES - _FIXED_BYTES - (_ITEM_BYTES - room)
 
     def _fitting(self, waiting: list[_Item], room: int) -> tuple[list[_Item], int]:

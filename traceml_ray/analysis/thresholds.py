@@ -233,3 +233,13 @@ class CompareLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 COMPARE = CompareLimits()
+
+
+class ShardLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """From where on a model is called unevenly divided; these cannot be set."""
+
+    imbalance: float = 1.1
+    """Largest shard ÷ that of the median rank, or that ÷ the smallest."""
+
+
+SHARDS = ShardLimits()

@@ -133,6 +133,8 @@ class RelayIntake:
         for sample in batch.memory:
             writer.add_memory(process, sample)
             self.memory.add(process.id, sample)
+        if batch.sharding is not None:
+            writer.set_sharding(process, batch.sharding)
         for span in batch.spans:
             writer.add_span(process, span)
             self.recent.add_span(process.id, span)

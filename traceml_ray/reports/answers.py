@@ -19,6 +19,7 @@ from traceml_ray.reports.memory import memory_of
 from traceml_ray.reports.one_step import step_of
 from traceml_ray.reports.output import output_of
 from traceml_ray.reports.run_facts import RunFacts, deaths_of
+from traceml_ray.reports.sharding import sharding_of
 from traceml_ray.reports.step_answers import OF_STEPS
 from traceml_ray.reports.stored_spans import spans_of
 from traceml_ray.reports.summary import nodes_of, report_of, runs_of, summaries, summarize
@@ -234,6 +235,7 @@ _OF_FILE: dict[type[Request[Any]], Callable[[SessionFile, Any], Any]] = {
     query.ProcessSamples: lambda file, asked: file.process_samples(asked.processes, asked.last, _time(asked)),
     query.MemorySamples: lambda file, asked: file.memory_rows(asked.processes, asked.last, _time(asked)),
     query.Memory: lambda file, _: memory_of(file),
+    query.Sharding: lambda file, _: sharding_of(file),
     query.Spans: lambda file, asked: spans_of(file, asked.rank, asked.first, asked.last),
     query.Step: lambda file, asked: step_of(file, asked.step),
 }

@@ -20,6 +20,7 @@ from traceml_ray.analysis.comparison import (
     compare_steps,
     fact,
 )
+from traceml_ray.analysis.parallelism import mode
 from traceml_ray.analysis.thresholds import COMPARE, CompareLimits
 from traceml_ray.reports.answers import Answers
 from traceml_ray.reports.headlines import named
@@ -197,7 +198,6 @@ def known(
     memory: Sequence[tuple[int, wire.MemorySample]],
 ) -> Known:
     """Return what is compared of the answers about one session."""
-    strategies = {process.strategy for process in ranks.values() if process.strategy}
     side = Side(
         session=status.get("session"),
         run=run,
@@ -205,7 +205,7 @@ def known(
         exit_code=status.get("exit_code"),
         command=status.get("command"),
         launcher=status.get("launcher"),
-        strategy=", ".join(sorted(strategies)) or None,
+        strategy=mode(process.strategy for process in ranks.values()),
         world_size=sample["world"] or None,
         first_step=sample["first"],
         last_step=sample["last"],

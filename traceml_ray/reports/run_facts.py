@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
+from traceml_ray.analysis.parallelism import mode
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.identity import RankIdentity
@@ -86,7 +87,6 @@ class RunFacts:
 def session_block(facts: RunFacts) -> dict[str, Any]:
     """Return what the summary says of the session as a whole."""
     meta, nodes = facts.meta, _nodes(facts)
-    strategies = [process.strategy for process in facts.ranks.values() if process.strategy]
     return {
         "id": meta.get("session"),
         "status": meta.get("status", "running"),
@@ -95,7 +95,7 @@ def session_block(facts: RunFacts) -> dict[str, Any]:
         "ended_at": moment(meta.get("ended_at")),
         "launcher": facts.fact("launcher"),
         "command": meta.get("command"),
-        "strategy": strategies[0] if strategies else meta.get("strategy"),
+        "strategy": mode(process.strategy for process in facts.ranks.values()) or meta.get("strategy"),
         "world_size": facts.world_size or None,
         "silent_ranks": missing_of(facts.world_size, facts.ranks),
         "nnodes": facts.fact("nnodes") or sum(bool(node["ranks"]) for node in nodes) or None,

@@ -42,6 +42,7 @@ from traceml_ray.reports.run_facts import (
     ranks_block,
     session_block,
 )
+from traceml_ray.reports.sharding import sharding_of
 from traceml_ray.reports.stored_spans import StoredSpans
 from traceml_ray.reports.whole import Whole, reduce
 from traceml_ray.stages import STAGES
@@ -135,6 +136,7 @@ def _summary(facts: RunFacts, memory: Memory, whole: Whole | None) -> dict[str, 
         "ranks": ranks_block(facts, found),
         "output": beside_failure(facts, verdict, found),
         "memory": memory_block(facts, memory),
+        "sharding": sharding_of(session),
         "profiles": profiles_block(session.path.parent, facts.run.get("id")),
         "system": {"nodes": system_of(session, facts.nodes)},
         "events": events_block(facts),

@@ -12,6 +12,7 @@ from traceml_ray.reports.heading import files, title
 from traceml_ray.reports.layout import WIDTH, laid_out, page
 from traceml_ray.reports.memory import memory_facts
 from traceml_ray.reports.profiles import profile_facts
+from traceml_ray.reports.sharding import sharding_facts, sharding_table
 
 _MAX_STACKS = 4
 _MAX_STACK_LINES = 100
@@ -25,11 +26,13 @@ def render(summary: dict[str, Any], folder: Path) -> str:
         laid_out(contents.verdict_facts(summary)),
         laid_out(profile_facts(summary)),
         laid_out(memory_facts(summary["memory"], failed)),
+        laid_out(sharding_facts(summary.get("sharding"))),
         laid_out(contents.steps_facts(summary)),
         laid_out(contents.stages_table(summary["stages"])),
         laid_out(contents.spans_table(summary["spans"], summary["steps"]["median_ms"])),
         laid_out(contents.nodes_table(summary)),
         laid_out(contents.ranks_table(summary)),
+        laid_out(sharding_table(summary.get("sharding"))),
         laid_out(contents.suspects_table(summary)),
         laid_out(contents.history_table(summary)),
         *map(_output, contents.last_output(summary)),

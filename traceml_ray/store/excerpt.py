@@ -21,7 +21,7 @@ MAX_SAMPLES = 300_000
 """entries of each table of samples, and spans;"""
 MAX_EVENTS = 5_000
 """events, and verdicts."""
-_WHOLE = ("meta", "node", "rank_process", "output")
+_WHOLE = ("meta", "node", "rank_process", "output", "sharding")
 _SAMPLES = {"process_sample": "process", "memory_sample": "process", "node_sample": "node_id"}
 """Tables of samples, and whose they are."""
 
@@ -40,7 +40,7 @@ def cut(source: Path, target: Path, seconds: float, batches: int) -> None:
         connection.execute("ATTACH DATABASE ? AS cut", (str(target),))
         with transaction(connection, "DEFERRED"):  # one moment of `source`, which is only read
             for table in _WHOLE:
-                connection.execute(f"INSERT INTO cut.{table} SELECT * FROM main.{table}")
+                connection.execute(f"INSERT INTO cut.{table} SELECT * FROM {table}")  # see `schema.ADDED`
             connection.execute("DELETE FROM cut.meta WHERE key = 'folded'")
             _cut_steps(connection, batches)
             for table, whose in _SAMPLES.items():

@@ -157,6 +157,10 @@ class Memory(OfRun[shapes.Memory], frozen=True):
     """What is to be said about the memory of the run's ranks; without `ranks` where no sample has come."""
 
 
+class Sharding(OfRun[summary_shape.ShardingInfo | None], frozen=True):
+    """How FSDP2 divides the model of the run; None where it does not."""
+
+
 class Times(OfRun[step_shapes.StepTimes], frozen=True):
     """The numbers of a run (`analysis.step_numbers`); `whole`: of all of it, None: where it is over."""
 

@@ -37,8 +37,11 @@ _KEYED = {
     "meta": ("key", "value"),
     "node": NODE,
     "relay": ("incarnation", "last_seq"),
+    "sharding": ("process", "body"),
 }
 """Tables with one row for each value of their first column."""
+ADDED = ("sharding",)
+"""Tables that files of this SCHEMA may lack: whoever reads one finds them empty, who writes it makes them."""
 _MAX_VALUES = 999
 """Of one statement; newer versions of SQLite take more."""
 _INDEXES = {"node_sample": "node_id, id", "clock": "node_id", "span": "last_step"}
@@ -73,6 +76,11 @@ def write(connection: sqlite3.Connection, statement: str, rows: Sequence[tuple[A
         )
 
 
+def _keyed(name: str, kind: str = "TABLE") -> str:
+    key, *columns = _KEYED[name]
+    return f"CREATE {kind} {name}({key} PRIMARY KEY, {', '.join(columns)})"
+
+
 def _statements() -> Iterator[str]:
     yield f"CREATE TABLE rank_process(id INTEGER PRIMARY KEY, {', '.join(RANK_PROCESS[1:])})"
     for name, columns in LISTS.items():
@@ -80,8 +88,7 @@ def _statements() -> Iterator[str]:
         typed = ["process INT" if column == "process" else column for column in columns]
         yield f"CREATE TABLE {name}(id INTEGER PRIMARY KEY, {', '.join(typed)})"
     yield "CREATE TABLE kept(id INTEGER PRIMARY KEY, run UNIQUE, body)"
-    for name, columns in _KEYED.items():
-        yield f"CREATE TABLE {name}({columns[0]} PRIMARY KEY, {', '.join(columns[1:])})"
+    yield from map(_keyed, _KEYED)
     for name, indexed in _INDEXES.items():
         yield f"CREATE INDEX {name}_of ON {name}({indexed})"
 
@@ -182,7 +189,16 @@ def _set_up(connection: sqlite3.Connection, path: Path, create: bool) -> None:
         raise SessionFileError(
             f"{path}: written by {age} traceml-ray (schema {version}; this one reads {SCHEMA}): {hint}"
         )
+    _add_tables(connection, create)
     connection.execute("PRAGMA synchronous=NORMAL")
+
+
+def _add_tables(connection: sqlite3.Connection, create: bool) -> None:
+    """Make the tables that an older file lacks: in it, or for a reader in memory, where they stay empty."""
+    there = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    for name in ADDED:
+        if name not in there:
+            connection.execute(_keyed(name, "TABLE" if create else "TEMP TABLE"))
 
 
 def on_network_filesystem(path: Path) -> bool:

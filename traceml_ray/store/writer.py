@@ -43,6 +43,7 @@ _APPENDED = (
 )
 _PROGRESSED = update("rank_process", "id", PROGRESS)
 _NODES, _RELAYS = update("node", "node_id", NODE[1:]), update("relay", "incarnation", ["last_seq"])
+_SHARDINGS = update("sharding", "process", ["body"])
 
 
 class SessionWriter:
@@ -163,6 +164,10 @@ class SessionWriter:
     def add_memory(self, process: RankProcess, sample: wire.MemorySample) -> None:
         """Add a sample of the memory of a rank process, or of one of its devices."""
         self._add("memory_sample", (process.id, *msgspec.structs.astuple(sample)))
+
+    def set_sharding(self, process: RankProcess, sharding: wire.Sharding) -> None:
+        """Set how the model of a rank process is divided."""
+        self._pending.shardings[process.id] = msgspec.json.encode(sharding).decode()
 
     def add_clock(self, node_id: str, t_ns: int, offset_ns: int, bound_ns: int) -> None:
         """Add what was measured of a node's clock, see `analysis.node_clock`."""
@@ -300,6 +305,7 @@ class SessionWriter:
             ("REPLACE INTO meta VALUES ?", [(key, json.dumps(self.meta[key])) for key in work.meta]),
             (_NODES, [node.to_row() for node in work.nodes.values()]),
             (_RELAYS, [*work.relays.items()]),
+            (_SHARDINGS, [*work.shardings.items()]),
         ]
 
     def _write(self, changes: list[tuple[str, list[Any]]]) -> None:
@@ -338,6 +344,7 @@ class _Pending:
     meta: set[str] = field(default_factory=set)
     nodes: dict[str, Node] = field(default_factory=dict)
     relays: dict[str, int] = field(default_factory=dict)
+    shardings: dict[int, str] = field(default_factory=dict)
     row_bytes: int = 0
 
     def follow(self, later: _Pending) -> None:
@@ -349,6 +356,7 @@ class _Pending:
         self.meta |= later.meta
         self.nodes |= later.nodes
         self.relays |= later.relays
+        self.shardings |= later.shardings
         self.row_bytes += later.row_bytes
 
 

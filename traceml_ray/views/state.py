@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from traceml_ray import text
+from traceml_ray.analysis.parallelism import mode
 from traceml_ray.analysis.window import missing_of
 from traceml_ray.reports.headlines import since
 from traceml_ray.reports.severity import tone_of as tone_of
@@ -97,12 +98,12 @@ def session_facts(cache: SessionPoll, run: RunState | None) -> dict[str, Any]:
     entry: Mapping[str, Any] = next(
         (each for each in cache.runs if run is not None and each["id"] == run.id), {}
     )
-    strategies = [process.strategy for process in run.ranks.values() if process.strategy] if run else []
+    parallel = mode(process.strategy for process in run.ranks.values()) if run else None
     nodes = sum(bool(node["ranks"]) for node in run.nodes) if run else None
     return {
         "id": meta.get("session") or cache.source.target,
         "launcher": entry.get("launcher") or meta.get("launcher"),
-        "strategy": strategies[0] if strategies else meta.get("strategy"),
+        "strategy": parallel or meta.get("strategy"),
         "world_size": entry.get("world_size") or (run.world if run else None) or meta.get("world_size"),
         "nnodes": entry.get("nnodes") or nodes,
         "gpus": any(sample["gpus"] for sample in (run.samples if run else {}).values()),

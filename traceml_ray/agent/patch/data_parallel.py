@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from typing import Any
 
 from traceml_ray.agent.exchange import STREAMED
@@ -9,10 +11,16 @@ from traceml_ray.agent.patch.collectives import group_name
 from traceml_ray.agent.patch.exchanges import Exchanges
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.patch.root_modules import RootModules
+from traceml_ray.agent.patch.shard_traffic import ShardTraffic, groups_of, part_of_fsdp2
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.spans import Spans
 
 FSDP_MODULE = "torch.distributed.fsdp"
+COMPOSABLE_MODULE = "torch.distributed._composable.fsdp"
+"""Where older versions of torch have `fully_shard`."""
+DEEPSPEED_MODULE = "deepspeed.runtime.engine"
+HYBRID = "hsdp"
+"""Beside fsdp or fsdp2 in a strategy: several ranks hold the same shard."""
 REDUCTION = "all_reduce of gradients"
 """What DDP does in each backward, which is not timed: a span of no length, when the module is made."""
 
@@ -23,6 +31,11 @@ class DataParallel:
     def __init__(self, recorder: Recorder, roots: RootModules, spans: Spans, patcher: Patcher) -> None:
         self.strategy = ""
         """ddp, fsdp or fsdp2; empty while there is no such module."""
+        self.engine = ""
+        """deepspeed, where that wraps the model: it exchanges gradients by collectives of its own."""
+        self.hybrid = False
+        """Several ranks hold the same shard (HSDP)."""
+        self.traffic = ShardTraffic(recorder, patcher.failed)
         self.group: tuple[int, int] | None = None
         """With whom this rank exchanges gradients, see `wire.RankBatch`; of several groups the largest."""
         self._exchange = recorder.exchange
@@ -30,6 +43,11 @@ class DataParallel:
         self._spans = spans
         self._patcher = patcher
         self._exchanges = Exchanges(recorder.exchange, patcher.failed)
+        self._sharded: list[weakref.ref[Any]] = []
+
+    def sharded(self) -> list[Any]:
+        """Return the modules that were given to `fully_shard` and are still alive."""
+        return [module for ref in self._sharded if (module := ref()) is not None]
 
     def patch_ddp(self) -> None:
         """Note DDP modules as they are made; their broadcast of buffers before a forward is a wait."""
@@ -62,6 +80,28 @@ class DataParallel:
             patcher.replace(fsdp, "fully_shard", patcher.after("fsdp", self._add_fsdp2))
         patcher.replace(fsdp.FullyShardedDataParallel, "__init__", patcher.after("fsdp", self._add_fsdp))
         self._exchanges.patch_fsdp(patcher)
+        patcher.apply("fsdp: bytes", lambda: self.traffic.patch(patcher))
+
+    def patch_composable(self) -> None:
+        """Do so for `fully_shard` of a torch before 2.6, whose module has been imported."""
+        import torch.distributed._composable.fsdp as composable
+        import torch.distributed.fsdp as fsdp
+
+        if hasattr(fsdp, "fully_shard"):
+            return
+        patcher = self._patcher
+        patcher.replace(composable, "fully_shard", patcher.after("fsdp", self._add_fsdp2))
+        self._exchanges.patch_fsdp(patcher)
+        patcher.apply("fsdp: bytes", lambda: self.traffic.patch(patcher))
+
+    def patch_deepspeed(self) -> None:
+        """Note that a model is given to DeepSpeed, whose module has been imported."""
+
+        def note(*_: object) -> None:
+            self.engine = "deepspeed"
+
+        engine = sys.modules[DEEPSPEED_MODULE].DeepSpeedEngine
+        self._patcher.replace(engine, "__init__", self._patcher.after("deepspeed", note))
 
     def _add_ddp(self, ddp: Any, _: dict[str, Any]) -> None:
         """A DDP module: root, and its backward waits for peers unless `no_sync` is on."""
@@ -96,8 +136,25 @@ class DataParallel:
             self._note_group(min(ranks), len(ranks))
         devices = getattr(torch, "accelerator", torch.cuda)
         on_cpu = mesh.device_type == "cpu" if mesh is not None else not devices.is_available()
-        for module in modules if isinstance(modules, (list, tuple)) else (modules,):
+        self._add_modules([*modules] if isinstance(modules, (list, tuple)) else [modules], on_cpu)
+
+    def find_sharded(self) -> None:
+        """Note `FSDPModule`s that were made by a name for `fully_shard` which was imported before us."""
+        of_fsdp2 = part_of_fsdp2("_fully_shard") or part_of_fsdp2("fully_shard")
+        if of_fsdp2 is None or self._sharded:
+            return
+        modules = [module for root in self._roots.modules() for module in root.modules()]
+        found = [module for module in modules if isinstance(module, of_fsdp2.FSDPModule)]
+        if found:
+            group = next(iter(groups_of(found)), None)
+            self._add_modules(found, group is None or group.device.type == "cpu")
+
+    def _add_modules(self, modules: list[Any], on_cpu: bool) -> None:
+        for module in modules:
+            self._sharded.append(weakref.ref(module))
             self._add_sharded("fsdp2", module, on_cpu)
+        infos = [group.mesh_info for group in groups_of(modules)]
+        self.hybrid |= any(getattr(info, "replicate_mesh_size", 1) > 1 for info in infos)
 
     def _add_fsdp(self, module: Any, _: dict[str, Any]) -> None:
         import torch.distributed as dist
@@ -109,6 +166,7 @@ class DataParallel:
             column = dist.get_process_group_ranks(between)
             first, size = first + min(column) - dist.get_rank(), size * len(column)
         self._note_group(first, size)
+        self.hybrid |= between is not None
         self._add_sharded("fsdp", module, module.compute_device.type == "cpu")
 
     def _add_sharded(self, strategy: str, module: Any, on_cpu: bool) -> None:

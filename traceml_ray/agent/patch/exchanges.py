@@ -11,6 +11,7 @@ from traceml_ray.agent.patch.patcher import Failed, Patcher
 
 _REDUCES = (
     ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "foreach_reduce"),
+    ("torch.distributed._composable.fsdp._fsdp_param_group", "foreach_reduce"),
     ("torch.distributed.fsdp._runtime_utils", "_reduce_grad"),
     ("torch.distributed.fsdp._runtime_utils", "_reduce_grad_no_shard"),
 )
@@ -25,6 +26,7 @@ class Exchanges:
         self._failed = failed
         self._ddp: list[tuple[weakref.ref[Any], list[int]]] = []
         self._reduces = self._known = 0
+        self._patched: set[str] = set()
 
     def add_ddp(self, module: Any) -> None:
         """Ask for this DDP module at the end of a backward, too."""
@@ -60,7 +62,7 @@ class Exchanges:
         return self._reduces != before or not self._reduces
 
     def patch_fsdp(self, patcher: Patcher) -> None:
-        """Count the reductions of FSDP, whose modules have been imported."""
+        """Count the reductions of FSDP in those of its modules that have been imported; again for others."""
         from torch.compiler import is_compiling
 
         def make(original: Any) -> Any:
@@ -72,5 +74,7 @@ class Exchanges:
             return reduce
 
         for name, function in _REDUCES:
-            if hasattr(sys.modules.get(name), function):
+            place = f"{name}.{function}"
+            if hasattr(sys.modules.get(name), function) and place not in self._patched:
+                self._patched.add(place)
                 patcher.replace(sys.modules[name], function, make)

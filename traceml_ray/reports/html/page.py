@@ -50,6 +50,7 @@ def _parts(found: Charted, folder: Path) -> Iterator[tuple[str, Markup]]:
     yield "The change", sections.before_and_since(found)
     yield "Nodes and ranks", sections.places(found)
     yield "Memory", sections.memory(found)
+    yield "Shards", sections.shards(found)
     yield "What happened", sections.history(found)
     yield "The environment", sections.surroundings(found, folder)
 

@@ -20,6 +20,7 @@ from traceml_ray.reports.memory import memory_facts
 from traceml_ray.reports.present import present
 from traceml_ray.reports.profiles import by_operation
 from traceml_ray.reports.severity import SIGNS, tone_of
+from traceml_ray.reports.sharding import sharding_facts, sharding_table
 from traceml_ray.reports.summary import moment
 from traceml_ray.reports.tiles import tiles
 from traceml_ray.step_shapes import DeathInfo
@@ -216,6 +217,13 @@ def memory(found: Charted) -> Markup:
         "", Table("Findings about memory", columns, summary["memory"]["findings"]), _MAX_FINDINGS, wide=True
     )
     return join(panel("Memory", facts(first), wide=True), rows)
+
+
+def shards(found: Charted) -> Markup:
+    """Return how FSDP2 has divided the model, and what each rank holds."""
+    known = found.summary.get("sharding")
+    about = panel("How the model is divided", facts(sharding_facts(known)), wide=True)
+    return join(about, block("", sharding_table(known), wide=True)) if known else NOTHING
 
 
 def history(found: Charted) -> Markup:

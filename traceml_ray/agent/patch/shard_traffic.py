@@ -1,0 +1,251 @@
+"""
+What FSDP2 gathers and reduces in a step, and how many bytes of parameters are whole at a time.
+
+Counted where `FSDPParamGroup` calls its collectives and changes its state: by the sizes of the buffers that
+these were given. Nothing is gathered, allocated or waited for, and no model is kept alive.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from time import perf_counter_ns
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from traceml_ray.agent.patch.patcher import Failed, Make, Patcher
+from traceml_ray.agent.recorder import Recorder
+
+_PLACES = ("torch.distributed.fsdp._fully_shard", "torch.distributed._composable.fsdp")
+"""Where torch has FSDP2, the newer place first."""
+_PLACE = "fsdp: bytes"
+_STATES = ("_to_unsharded", "_to_sharded", "_to_sharded_post_forward")
+"""What changes the state of a group; FSDP2 asks these for nothing else."""
+
+
+def part_of_fsdp2(name: str) -> ModuleType | None:
+    """Return a module of FSDP2's own, wherever this torch has it; None while it is not imported."""
+    found = (sys.modules.get(f"{place}.{name}") for place in _PLACES)
+    return next(filter(None, found), None)
+
+
+def groups_of(modules: Iterable[Any]) -> Iterator[Any]:
+    """Yield the groups of parameters of modules that were given to `fully_shard`; several may share one."""
+    states = part_of_fsdp2("_fsdp_state")
+    known = {id(state): state for each in modules if (state := states._get_module_fsdp_state(each))}  # type: ignore[union-attr]
+    for state in known.values():
+        found = getattr(state, "_fsdp_param_groups", None)
+        yield from filter(None, [state._fsdp_param_group] if found is None else found)
+
+
+class Moved(NamedTuple):
+    """Sums over whole steps: bytes, and ns on the clock of the host."""
+
+    steps: int = 0
+    step_ns: int = 0
+    gathers: int = 0
+    gathered: int = 0
+    reductions: int = 0
+    reduced: int = 0
+    all_reduced: int = 0
+    peak: int = 0
+    """The most that whole parameters took at once in any of the steps."""
+    unsharded_ns: int = 0
+    byte_ns: int = 0
+    """Bytes of whole parameters × ns."""
+
+
+class ShardTraffic:
+    """
+    Counts what FSDP2 moves in this process: the training thread's, and autograd's while that waits.
+
+    Args:
+        recorder: says when a backward is over.
+        failed: counts an exception that is kept away from the training script.
+    """
+
+    def __init__(self, recorder: Recorder, failed: Failed) -> None:
+        self.closed = Moved()
+        """Replaced whole when a step is over, so that the agent's thread reads one state."""
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Those that have taken a step."""
+        self._recorder = recorder
+        self._failed = failed
+        self._patched = False
+        self._boundary = False
+        """An optimizer has taken a step since parameters were gathered last."""
+        self._sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """By group: bytes of its whole parameters, as they are gathered."""
+        self._held: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """By group that is not sharded: what it holds beside its shards."""
+        self._now = 0
+        """Sum of `_held`."""
+        self._since = 0
+        self._reset(0)
+
+    def _reset(self, now: int) -> None:
+        self._began = now
+        self._gathers = self._gathered = self._reductions = self._reduced = self._all_reduced = 0
+        self._now = sum(self._held.values())
+        self._peak, self._unsharded_ns, self._byte_ns = self._now, 0, 0
+
+    def patch(self, patcher: Patcher) -> None:
+        """Wrap functions of FSDP2, once it is imported. Raises RuntimeError where this torch lacks one."""
+        groups = part_of_fsdp2("_fsdp_param_group")
+        if groups is None or self._patched:
+            return
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        group = groups.FSDPParamGroup
+        lacking = [name for name in ("foreach_all_gather", "foreach_reduce") if not hasattr(groups, name)]
+        lacking += [f"FSDPParamGroup.{name}" for name in _STATES if not hasattr(group, name)]
+        if lacking:
+            raise RuntimeError(f"FSDP2 of this torch has no {', '.join(lacking)}")
+        self._patched = True
+        patcher.replace(groups, "foreach_all_gather", self._counting(lambda *_: self._gather))
+        patcher.replace(groups, "foreach_reduce", self._counting(self._reducer))
+        for name in _STATES:
+            patcher.replace(group, name, self._following(name == "_to_unsharded"))
+        patcher.when_restored(register_optimizer_step_post_hook(self._stepped).remove)
+
+    def finish(self) -> None:
+        """Close the last step, if its optimizer has taken it; nothing trains any more."""
+        if self._boundary:
+            self._cut(perf_counter_ns())
+
+    # -- the training thread, and autograd's -----------------------------------------------------------
+
+    def _counting(self, of: Any) -> Make:
+        """Return what makes a wrapper that then calls `of(original)(args, keywords, result)`."""
+        from torch.compiler import is_compiling
+
+        def make(original: Any) -> Any:
+            count = of(original)
+
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                result = original(*args, **kwargs)
+                if not is_compiling():
+                    try:
+                        count(args, kwargs, result)
+                    except Exception as error:
+                        self._failed(_PLACE, error)
+                return result
+
+            return counted
+
+        return make
+
+    def _following(self, unsharded: bool) -> Make:
+        """Return what makes the wrapper of a change of a group's state."""
+        from torch.compiler import is_compiling
+
+        def make(original: Any) -> Any:
+            def change(group: Any) -> Any:
+                result = original(group)
+                if not is_compiling():
+                    try:
+                        self._hold(group, unsharded)
+                    except Exception as error:
+                        self._failed(_PLACE, error)
+                return result
+
+            return change
+
+        return make
+
+    def _stepped(self, optimizer: Any, *_: object) -> None:
+        try:
+            if self._recorder.ready and self._began:  # not inside a backward
+                self._boundary = True
+                self.optimizers.add(optimizer)
+        except Exception as error:
+            self._failed(_PLACE, error)
+
+    def _gather(self, _args: Any, _keywords: Any, result: Any) -> None:
+        if result is not None:
+            self._begin()
+            self._gathers += 1
+            self._gathered += _size(result[0])
+
+    def _reducer(self, original: Any) -> Any:
+        """Return what counts a reduction; FSDP2 passes its groups by place."""
+        names = list(inspect.signature(original).parameters)
+
+        def count(args: Any, keywords: Any, result: Any) -> None:
+            given = {**dict(zip(names, args, strict=False)), **keywords}
+            size = _size(result[0])
+            self._reductions += 1
+            self._reduced += size
+            if given.get("all_reduce_group") is not None and given.get("all_reduce_grads", True):
+                shards = given.get("reduce_scatter_group")
+                self._all_reduced += size // (1 if shards is None else shards.size())
+
+        return count
+
+    def _hold(self, group: Any, unsharded: bool) -> None:
+        """Note what a group holds beside its shards from here on."""
+        if unsharded:
+            self._begin()
+            size = self._sizes.get(group) or self._sizes.setdefault(group, _whole(group))
+        else:
+            size = _after_forward(group, self._sizes.get(group, 0))
+        if size == self._held.get(group, 0):
+            return
+        now = perf_counter_ns()
+        self._spend(now)
+        if size:
+            self._held[group] = size
+        else:
+            del self._held[group]
+        self._now = sum(self._held.values())
+        self._peak = max(self._peak, self._now)
+
+    def _spend(self, now: int) -> None:
+        if self._now:
+            self._unsharded_ns += now - self._since
+            self._byte_ns += self._now * (now - self._since)
+        self._since = now
+
+    def _begin(self) -> None:
+        """Parameters are needed again: with the first time after an optimizer's step another step begins."""
+        if self._boundary or not self._began:
+            now = perf_counter_ns()
+            if self._began:
+                self._cut(now)
+            self._since = self._began = now
+
+    def _cut(self, now: int) -> None:
+        self._spend(now)
+        before = self.closed
+        self.closed = Moved(
+            before.steps + 1,
+            before.step_ns + now - self._began,
+            before.gathers + self._gathers,
+            before.gathered + self._gathered,
+            before.reductions + self._reductions,
+            before.reduced + self._reduced,
+            before.all_reduced + self._all_reduced,
+            max(before.peak, self._peak),
+            before.unsharded_ns + self._unsharded_ns,
+            before.byte_ns + self._byte_ns,
+        )
+        self._boundary = False
+        self._reset(now)
+
+
+def _size(tensor: Any) -> int:
+    return int(tensor.numel() * tensor.element_size())
+
+
+def _whole(group: Any) -> int:
+    """Return the bytes of a group's parameters as they were gathered last; their storage may be freed."""
+    return sum(_size(tensor) for each in group.fsdp_params for tensor in each.all_gather_outputs)
+
+
+def _after_forward(group: Any, whole: int) -> int:
+    """Return what a group keeps that is not whole: a part of it, where it is resharded to fewer ranks."""
+    if not getattr(group, "is_sharded_post_forward", False):
+        return 0
+    return whole // int(group.post_forward_mesh_info.shard_mesh_size)

@@ -1,0 +1,249 @@
+"""
+How FSDP2 has divided the model of this process, read by the agent's thread from FSDP2's own state.
+
+Nothing is gathered, copied or recorded for autograd: sizes are those of the local tensors and of the global
+shapes that DTensors have. The modules are held weakly.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from traceml_ray.agent.patch.collectives import group_name
+from traceml_ray.agent.patch.data_parallel import DataParallel
+from traceml_ray.agent.patch.shard_traffic import groups_of
+from traceml_ray.agent.unsent import Unsent
+from traceml_ray.errors import sendable
+from traceml_ray.wire import Sharding, SpanSum, UnevenShard
+
+_READ_S = 60.0
+"""A model that seems to be the same is read again after so long,"""
+_SEND_S = 10.0
+"""and what its steps have moved is sent so often."""
+_FIRST_STEPS = 3
+"""It is read after each of the first steps: the first makes the optimizer's state."""
+_MAX_NAMED = 3
+"""Uneven parameters that are named."""
+_MAX_NAME_CHARS = 120
+_GATHERS, _REDUCES = ("all_gather",), ("reduce_scatter", "all_reduce")
+
+
+class _Part(NamedTuple):
+    """A parameter: this rank's part of it, and the whole."""
+
+    name: str
+    own: int
+    full: int
+    dtypes: tuple[str, str, str]
+    offloaded: bool
+    trains: bool
+    rows: int
+    own_rows: int
+    shards: int
+
+
+class Shards:
+    """
+    Reads the modules that were given to `fully_shard`.
+
+    Args:
+        data_parallel: knows them, and counts what their steps move.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, data_parallel: DataParallel, clock: Callable[[], float] = time.monotonic) -> None:
+        self._of = data_parallel
+        self._clock = clock
+        self._known: Sharding | None = None
+        """As it was read last."""
+        self._groups: tuple[set[str], set[str]] = set(), set()
+        """Torch's names of the process groups in which parameters are gathered, and gradients reduced."""
+        self._waits = [0, 0]
+        self._wait_steps: tuple[int, int] | None = None
+        self._read_at = self._sent_at = -_READ_S
+        self._read_for = 0, -1
+        """How many modules and steps there were when it was read last."""
+
+    def turn(self, unsent: Unsent, spans: Iterable[SpanSum], final: bool) -> None:
+        """Have what is new sent; `spans` are those since the last turn. May raise what reading does."""
+        if modules := self._of.sharded():
+            self._note(spans)
+            unsent.sharding = self._due(modules, final) or unsent.sharding
+
+    def _note(self, spans: Iterable[SpanSum]) -> None:
+        """Count the waits in collectives that are FSDP2's; on a device they are none of the host's."""
+        for span in spans:
+            for kind, ops in enumerate((_GATHERS, _REDUCES)):
+                if span.process_group in self._groups[kind] and span.name.startswith(ops):
+                    self._waits[kind] += span.total_ns
+                    first, last = self._wait_steps or (span.first_step, span.last_step)
+                    self._wait_steps = min(first, span.first_step), max(last, span.last_step)
+
+    def _due(self, modules: list[Any], final: bool) -> Sharding | None:
+        """Return what is to be sent, None while there is nothing new."""
+        if final:
+            self._of.traffic.finish()
+        now = self._clock()
+        state = len(modules), min(self._of.traffic.closed.steps, _FIRST_STEPS)
+        changed = False
+        if state != self._read_for or now - self._read_at >= _READ_S:
+            before, self._known = self._known, self._read(modules)
+            self._read_at, self._read_for = now, state
+            changed = self._known != before
+        if self._known is None or not (changed or final or now - self._sent_at >= _SEND_S):
+            return None
+        self._sent_at = now
+        return self._with_traffic(self._known)
+
+    def _with_traffic(self, known: Sharding) -> Sharding:
+        moved = self._of.traffic.closed
+        first, last = self._wait_steps or (0, -1)
+        waits = [None, None] if self._wait_steps is None else self._waits
+        return msgspec.structs.replace(
+            known,
+            steps=moved.steps,
+            step_ns=moved.step_ns,
+            gathers=moved.gathers,
+            gathered_bytes=moved.gathered,
+            reductions=moved.reductions,
+            reduced_bytes=moved.reduced,
+            all_reduced_bytes=moved.all_reduced,
+            unsharded_peak_bytes=moved.peak,
+            unsharded_ns=moved.unsharded_ns,
+            unsharded_mean_bytes=moved.byte_ns // max(1, moved.step_ns),
+            gather_wait_ns=waits[0],
+            reduce_wait_ns=waits[1],
+            wait_steps=last - first + 1,
+        )
+
+    def _read(self, modules: list[Any]) -> Sharding | None:
+        """Return the model as it is divided now; None while there is nothing to be divided."""
+        groups = [*groups_of(modules)]
+        parts = [part for group in groups for part in _parts(group)]
+        if not parts:
+            return None
+        largest = max(groups, key=lambda group: sum(part.full for part in _parts(group)))
+        mesh_info = largest.mesh_info
+        mesh = mesh_info.mesh
+        uneven = sorted(filter(_is_uneven, parts), key=lambda part: (-_differ(part), part.name))
+        self._groups = _process_groups(groups)
+        return Sharding(
+            groups=len(groups),
+            shard_bytes=sum(part.own for part in parts),
+            full_bytes=sum(part.full for part in parts),
+            offloaded_bytes=sum(part.own for part in parts if part.offloaded),
+            gradient_bytes=sum(part.own for part in parts if part.trains),
+            shards=_shards(mesh_info),
+            position=int(getattr(mesh_info, "shard_mesh_rank", 0)),
+            replicas=int(getattr(mesh_info, "replicate_mesh_size", 1)),
+            mesh_shape=[int(size) for size in mesh.mesh.shape],
+            mesh_dims=[sendable(str(name))[:_MAX_NAME_CHARS] for name in mesh.mesh_dim_names or ()],
+            dtypes=_dtypes(parts),
+            resharded=dict(Counter(map(_resharded, groups))),
+            uneven=[
+                UnevenShard(part.name, part.rows, part.own_rows, part.own) for part in uneven[:_MAX_NAMED]
+            ],
+            uneven_count=len(uneven),
+            optimizer_bytes=_optimizer_bytes([*self._of.traffic.optimizers]),
+        )
+
+
+def _parts(group: Any) -> list[_Part]:
+    import torch
+
+    with torch.no_grad():  # `to_local` is recorded for autograd without it
+        return [_part(each, group) for each in group.fsdp_params]
+
+
+def _part(each: Any, group: Any) -> _Part:
+    parameter = each.sharded_param
+    local = parameter.to_local()
+    dim = getattr(getattr(each, "fsdp_placement", None), "dim", 0)
+    whole = getattr(each, "_orig_size", None) or parameter.shape
+    stored = parameter.dtype
+    policy = group.mp_policy
+    computed = getattr(each, "param_dtype", None) or policy.param_dtype or stored
+    reduced = getattr(each, "reduce_dtype", None) or policy.reduce_dtype or computed
+    name = getattr(each, "_param_fqn", None) or each._module_info.param_name
+    return _Part(
+        name=sendable(str(name))[-_MAX_NAME_CHARS:],
+        own=local.numel() * local.element_size(),
+        full=parameter.numel() * parameter.element_size(),
+        dtypes=(_named(stored), _named(computed), _named(reduced)),
+        offloaded=bool(getattr(each, "offload_to_cpu", False)),
+        trains=bool(parameter.requires_grad),
+        rows=int(whole[dim]) if len(whole) else 1,
+        own_rows=int(local.shape[dim]) if local.dim() else local.numel(),
+        shards=_shards(getattr(each, "mesh_info", None) or group.mesh_info),
+    )
+
+
+def _named(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shards(mesh_info: Any) -> int:
+    return int(getattr(mesh_info, "shard_mesh_size", 1))
+
+
+def _is_uneven(part: _Part) -> bool:
+    return part.rows % part.shards != 0
+
+
+def _differ(part: _Part) -> float:
+    """Return by how many bytes the largest and the smallest part of a parameter differ."""
+    most = -(-part.rows // part.shards)
+    least = max(0, part.rows - most * (part.shards - 1))
+    return (most - least) * part.full / max(1, part.rows)
+
+
+def _dtypes(parts: Iterable[_Part]) -> dict[str, str]:
+    """Return the dtypes in each of the three uses, with a comma between several."""
+    stored, computed, reduced = (sorted(set(own)) for own in zip(*(p.dtypes for p in parts), strict=True))
+    return {"stored": ", ".join(stored), "computed": ", ".join(computed), "reduced": ", ".join(reduced)}
+
+
+def _resharded(group: Any) -> str:
+    """Return what happens to the parameters of a group after its forward, see `wire.Sharding`."""
+    after = group.post_forward_mesh_info
+    if after is None:
+        return "no"
+    return "yes" if _shards(after) == _shards(group.mesh_info) else str(_shards(after))
+
+
+def _process_groups(groups: Iterable[Any]) -> tuple[set[str], set[str]]:
+    """Return the names of the process groups in which parameters are gathered, and gradients reduced."""
+    gathering, reducing = set[str](), set[str]()
+    for group in groups:
+        infos = group.mesh_info, group.post_forward_mesh_info
+        gathering |= {group_name(of) for info in infos if (of := _of(info, "shard_process_group"))}
+        own = _of(group.mesh_info, "reduce_scatter_process_group") or _of(
+            group.mesh_info, "shard_process_group"
+        )
+        every = own, _of(group.mesh_info, "replicate_process_group")
+        reducing |= {group_name(of) for of in every if of is not None}
+    return gathering, reducing
+
+
+def _of(mesh_info: Any, name: str) -> Any:
+    return getattr(mesh_info, name, None)
+
+
+def _optimizer_bytes(optimizers: Iterable[Any]) -> int | None:
+    """Return what the state of optimizers takes on this rank; None before any has taken a step."""
+    import torch
+
+    found = None
+    with torch.no_grad():
+        for optimizer in optimizers:
+            found = found or 0
+            for state in [*optimizer.state.values()]:
+                tensors = [value for value in [*state.values()] if isinstance(value, torch.Tensor)]
+                local = [getattr(tensor, "to_local", lambda tensor=tensor: tensor)() for tensor in tensors]
+                found += sum(tensor.numel() * tensor.element_size() for tensor in local)
+    return found

@@ -1,0 +1,146 @@
+"""How a model is divided among ranks (FSDP2): who holds how much of it, and why some hold more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+import msgspec
+
+from traceml_ray import text
+from traceml_ray.analysis.thresholds import SHARDS, ShardLimits
+from traceml_ray.samples import Sharding, UnevenShard
+
+_MAX_PARTS = 8
+"""Parts of a parameter that are written out."""
+
+
+class Uneven(msgspec.Struct, frozen=True):
+    """A parameter that does not divide evenly."""
+
+    name: str
+    rows: int
+    """Size of the dimension along which it is divided,"""
+    shards: int
+    """among so many ranks,"""
+    per_rank: dict[int, int]
+    """and how much of that each of the ranks has."""
+
+
+class Imbalance(msgspec.Struct, frozen=True):
+    """Some ranks hold more of a model, or less, than the median rank does."""
+
+    ranks: list[int]
+    """Those that hold most, or where most hold as much, those that hold least."""
+    bytes: int
+    """What each of them holds,"""
+    median_bytes: float
+    ratio: float | None
+    """and by what factor these differ; None where one of them is nothing."""
+    why: str
+    next: str
+
+
+class ShardedModel(msgspec.Struct, frozen=True):
+    """A model, or the part of it that a pipeline stage has, and the ranks that it is divided among."""
+
+    ranks: list[int]
+    groups: int
+    """Groups of parameters that are gathered together."""
+    full_bytes: int
+    shards: int
+    replicas: int
+    mesh_shape: list[int]
+    mesh_dims: list[str]
+    dtypes: dict[str, str]
+    """`stored`, `computed` (as they are gathered) and `reduced` (gradients)."""
+    resharded: dict[str, int]
+    """Groups by what happens after their forward: `yes`, `no`, or to how many ranks."""
+    offloaded: bool
+    """Shards lie in host memory (`CPUOffloadPolicy`)."""
+    uneven: list[Uneven]
+    """Parameters that do not divide evenly, three at most."""
+    uneven_count: int
+    imbalance: Imbalance | None
+
+
+def models(ranks: Mapping[int, Sharding], limits: ShardLimits = SHARDS) -> list[ShardedModel]:
+    """Return the models that `ranks` hold shards of, the one with the lowest rank first."""
+    alike: dict[tuple[object, ...], dict[int, Sharding]] = {}
+    for rank, own in sorted(ranks.items()):
+        key = own.full_bytes, own.groups, own.shards, own.replicas, tuple(own.mesh_shape)
+        alike.setdefault(key, {})[rank] = own
+    return [_model(own, limits) for own in alike.values()]
+
+
+def _model(ranks: Mapping[int, Sharding], limits: ShardLimits) -> ShardedModel:
+    first = next(iter(ranks.values()))
+    uneven = _uneven(ranks)
+    return ShardedModel(
+        ranks=[*ranks],
+        groups=first.groups,
+        full_bytes=first.full_bytes,
+        shards=first.shards,
+        replicas=first.replicas,
+        mesh_shape=first.mesh_shape,
+        mesh_dims=first.mesh_dims,
+        dtypes=first.dtypes,
+        resharded=first.resharded,
+        offloaded=any(own.offloaded_bytes for own in ranks.values()),
+        uneven=uneven,
+        uneven_count=first.uneven_count,
+        imbalance=_imbalance(ranks, uneven, limits),
+    )
+
+
+def _uneven(ranks: Mapping[int, Sharding]) -> list[Uneven]:
+    """Return the uneven parameters that the ranks have named, with what each has of them."""
+    found: dict[str, tuple[UnevenShard, int, dict[int, int]]] = {}
+    for rank, own in ranks.items():
+        for part in own.uneven:
+            found.setdefault(part.name, (part, own.shards, {}))[2][rank] = part.own_rows
+    return [Uneven(name, part.rows, shards, rows) for name, (part, shards, rows) in found.items()]
+
+
+def _imbalance(
+    ranks: Mapping[int, Sharding], uneven: Sequence[Uneven], limits: ShardLimits
+) -> Imbalance | None:
+    held = {rank: own.shard_bytes for rank, own in ranks.items()}
+    middle, most, least = median(held.values()), max(held.values()), min(held.values())
+    if most > limits.imbalance * middle:
+        extreme = most
+    elif middle > limits.imbalance * least:
+        extreme = least
+    else:
+        return None
+    low, high = sorted((extreme, middle))
+    ratio = high / low if low else None
+    who = [rank for rank, own in held.items() if own == extreme]
+    names, size = text.ranks(who).capitalize(), text.size(extreme)
+    holding = f"{names} holds {size}" if len(who) == 1 else f"{names} hold {size} each"
+    why = f"{holding} of the parameters, the median rank {text.size(middle)}{_because(uneven)}."
+    return Imbalance(who, extreme, middle, ratio, why, _next(ranks, uneven))
+
+
+def _next(ranks: Mapping[int, Sharding], uneven: Sequence[Uneven]) -> str:
+    shards = next(iter(ranks.values())).shards
+    if not uneven:
+        return "The rank that holds most sets how large the model may be."
+    return (
+        f"Pad that dimension to a multiple of {shards:,}, or divide another one (`shard_placement_fn`): the "
+        "rank that holds most sets how large the model may be."
+    )
+
+
+def _because(uneven: Sequence[Uneven]) -> str:
+    """Return which parameter does not divide evenly, and who has how much of it."""
+    if not uneven:
+        return ""
+    first = uneven[0]
+    rows = [*dict(sorted(first.per_rank.items())).values()][: first.shards]
+    shown = [f"{each:,}" for each in rows[:_MAX_PARTS]]
+    more = ", …" if len(rows) > _MAX_PARTS else ""
+    return (
+        f": {first.name} has {first.rows:,} rows for {first.shards:,} ranks, which does not divide evenly, "
+        f"so that they have {', '.join(shown)}{more}"
+    )

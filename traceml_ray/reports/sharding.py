@@ -1,0 +1,144 @@
+"""How FSDP2 divides the model of a run, and what that moves: for the summary, a report and a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from traceml_ray import text
+from traceml_ray.analysis.sharding import models
+from traceml_ray.reports.layout import Columns, Facts, Table
+from traceml_ray.samples import Sharding
+from traceml_ray.store.session_file import SessionFile
+
+_MAX_RANKS = 32
+_NOT_AFTER = {"yes": "resharded after forward", "no": "kept whole after forward"}
+
+
+def sharding_of(session: SessionFile) -> dict[str, Any] | None:
+    """Return how the model of a file's run is divided (`results.ShardingInfo`); None without FSDP2."""
+    stored = session.shardings()
+    known = {rank: stored[process.id] for rank, process in session.ranks().items() if process.id in stored}
+    if not known:
+        return None
+    found = [msgspec.to_builtins(each, str_keys=True) for each in models(known)]
+    return {"models": found, "per_rank": {str(rank): _rank(own) for rank, own in known.items()}}
+
+
+def _rank(own: Sharding) -> dict[str, Any]:
+    """Return what a rank holds, and what its steps move on average."""
+    steps = own.steps
+
+    def each(total: int, unit: float = 1.0) -> float | None:
+        return total / steps / unit if steps else None
+
+    def waited(total: int | None) -> float | None:
+        return None if total is None or own.wait_steps < 1 else total / own.wait_steps / 1e6
+
+    return {
+        **{name: getattr(own, name) for name in _HELD},
+        "steps": steps,
+        "gathered_bytes": each(own.gathered_bytes),
+        "gathers": each(own.gathers),
+        "reduced_bytes": each(own.reduced_bytes),
+        "reductions": each(own.reductions),
+        "all_reduced_bytes": each(own.all_reduced_bytes),
+        "gather_wait_ms": waited(own.gather_wait_ns),
+        "reduce_wait_ms": waited(own.reduce_wait_ns),
+        "unsharded_peak_bytes": own.unsharded_peak_bytes if steps else None,
+        "unsharded_mean_bytes": own.unsharded_mean_bytes if steps else None,
+        "unsharded_share": own.unsharded_ns / own.step_ns if own.step_ns else None,
+    }
+
+
+_HELD = (
+    *("shard_bytes", "offloaded_bytes", "gradient_bytes", "optimizer_bytes", "position"),
+    *("after_forward_bytes", "forward_peak_bytes"),
+)
+
+
+def about_model(model: Mapping[str, Any]) -> list[str]:
+    """Return in a few words each: size, mesh, dtypes, what happens after a forward."""
+    groups = text.count(model["groups"], "group")
+    about = [
+        f"{text.size(model['full_bytes'])} of parameters in {groups}",
+        _mesh(model),
+        _dtypes(model["dtypes"]),
+        _resharded(model["resharded"]),
+    ]
+    return [each for each in [*about, "shards offloaded to the host" * model["offloaded"]] if each]
+
+
+def _mesh(model: Mapping[str, Any]) -> str:
+    names = model["mesh_dims"] or [""] * len(model["mesh_shape"])
+    sizes = [f"{name} {size:,}".strip() for name, size in zip(names, model["mesh_shape"], strict=False)]
+    copies = f", {model['replicas']:,} replicas of each shard" if model["replicas"] > 1 else ""
+    return f"divided among {text.count(model['shards'], 'rank')}{copies} (mesh: {' × '.join(sizes)})"
+
+
+def _dtypes(dtypes: Mapping[str, str]) -> str:
+    stored, computed, reduced = (dtypes.get(use, text.NA) for use in ("stored", "computed", "reduced"))
+    if stored == computed == reduced:
+        return stored
+    return f"{stored}, gathered as {computed}, gradients reduced as {reduced}"
+
+
+def _resharded(groups: Mapping[str, int]) -> str:
+    """Return what happens to parameters after their forward; of some groups only, to how many."""
+    words = {how: _NOT_AFTER.get(how, f"resharded to {how} ranks after forward") for how in groups}
+    if len(groups) == 1:
+        return words[next(iter(groups))]
+    return ", ".join(f"{groups[how]:,} {words[how]}" for how in sorted(groups, reverse=True))
+
+
+def sharding_facts(found: Mapping[str, Any] | None) -> Facts:
+    """Return what a report says of the models that are divided; nothing without one."""
+    pairs: list[tuple[str, str]] = []
+    for model in found["models"] if found else ():
+        who = "" if len(found["models"]) == 1 else f"{text.ranks(model['ranks'])}: "  # type: ignore[index]
+        pairs.append(("" if pairs else "Sharding", who + "; ".join(about_model(model))))
+        if imbalance := model["imbalance"]:
+            pairs += [("", imbalance["why"]), ("", imbalance["next"])]
+        elif model["uneven_count"]:
+            count = text.count(model["uneven_count"], "parameter")
+            pairs.append(("", f"{count} cannot be divided evenly; shards differ little by that"))
+    return Facts(*pairs)
+
+
+def sharding_table(found: Mapping[str, Any] | None) -> Table:
+    """Return what each rank holds and moves in a step, of many ranks those that hold most and least."""
+    rows = [(int(rank), own) for rank, own in found["per_rank"].items()] if found else []
+    title = "Shards (FSDP2; per step: gathered, reduced, waited)"
+    if len(rows) > _MAX_RANKS:
+        title = f"Shards (the {_MAX_RANKS} of {len(rows):,} ranks that hold most; FSDP2, per step)"
+        rows = sorted(sorted(rows, key=lambda row: -row[1]["shard_bytes"])[:_MAX_RANKS])
+    return Table(title, columns(rows), rows)
+
+
+def columns(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> Columns:
+    """Return the columns of a table of `rows` (rank, what it holds), those that say something."""
+    sizes = {
+        ">parameters": "shard_bytes",
+        ">on the host": "offloaded_bytes",
+        ">gradients": "gradient_bytes",
+        ">optimizer": "optimizer_bytes",
+        ">gathered": "gathered_bytes",
+        ">reduced": "reduced_bytes",
+        ">all-reduced": "all_reduced_bytes",
+        ">whole at once": "unsharded_peak_bytes",
+        ">after forward": "forward_peak_bytes",
+    }
+    used = {header: name for header, name in sizes.items() if any(own[name] for _, own in rows)}
+    waits = {">gather wait": "gather_wait_ms", ">reduce wait": "reduce_wait_ms"}
+    waited = {header: name for header, name in waits.items() if any(own[name] for _, own in rows)}
+    return {
+        ">rank": lambda row: str(row[0]),
+        **{header: _cell(name, text.size) for header, name in used.items()},
+        **{header: _cell(name, text.ms) for header, name in waited.items()},
+    }
+
+
+def _cell(name: str, written: Any) -> Any:
+    return lambda row: written(row[1][name])
