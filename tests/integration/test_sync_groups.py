@@ -17,16 +17,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
-from integration import loops
+from integration import loops, shard_cases
 from torch import nn
 from unit.sample_windows import align, judge
 
 from traceml_ray.analysis.window import RankRows
+from traceml_ray.samples import Sharding
 from traceml_ray.stages import FLAG_COUPLED, FLAG_NO_PEERS, POST_SYNC, SEGMENT_BITS, STAGES, SYNC_WAIT
 
 STEPS = 26
@@ -259,6 +261,16 @@ def main(folder: Path) -> None:
         of = job.instrumentation
         result = {"rows": job.rows(), "errors": of.errors, "missing": of.missing, "group": of.group}
         (folder / f"{name}.{rank}.json").write_text(json.dumps({**result, "strategy": of.strategy}))
+    for name, shard_case in shard_cases.CASES.items() if HAS_FSDP2 else ():
+        job = loops.Job("", rank, WORLD)
+        job.instrumentation.install()
+        try:
+            result = shard_cases.train(job, shard_case)
+        finally:
+            job.instrumentation.remove()
+        of = job.instrumentation
+        result |= {"errors": of.errors, "missing": of.missing, "strategy": of.strategy}
+        (folder / f"shards_{name}.{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
 
@@ -306,13 +318,13 @@ PAIRS = [(0, 2), (0, 2), (2, 2), (2, 2)]
         ("metrics", [(0, 4)] * 4, "ddp", "post_sync"),
         ("fsdp2_forward", PAIRS, "fsdp2", "forward"),
         ("fsdp2_backward", PAIRS, "fsdp2", "backward"),
-        ("hybrid", [(0, 4)] * 4, "fsdp2", "data"),
+        ("hybrid", [(0, 4)] * 4, "fsdp2+hsdp", "data"),
     ],
 )
 def test_late_rank_is_named_in_its_group(
     cases: Path, name: str, groups: list[tuple[int, int]], strategy: str, stage: str
 ) -> None:
-    if strategy == "fsdp2" and not HAS_FSDP2:
+    if strategy.startswith("fsdp2") and not HAS_FSDP2:
         pytest.skip("this torch has no fully_shard")
     ranks = ranks_of(cases, name)
     assert [rank.group for rank in ranks] == groups and {rank.strategy for rank in ranks} == {strategy}
@@ -444,3 +456,32 @@ def test_collective_work_before_the_wait_is_time_of_the_rank_itself() -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+
+
+@pytest.mark.skipif(not HAS_FSDP2, reason="this torch has no fully_shard")
+@pytest.mark.parametrize("name", shard_cases.CASES)
+def test_shards_and_what_moves_are_as_computed_by_hand(cases: Path, name: str) -> None:
+    case = shard_cases.CASES[name]
+    inner, outer = case.padded(shard_cases.INNER), case.padded(shard_cases.OUTER)
+    for rank in range(WORLD):
+        found = json.loads((folder := cases / f"shards_{name}.{rank}.json").read_text())
+        assert found["errors"] == found["missing"] == {} and found["freed"], folder
+        assert found["strategy"] == ("fsdp2+hsdp" if name == "hsdp" else "fsdp2")
+        own = msgspec.convert(found["sharding"], Sharding)
+        held = case.held(rank)
+        assert (own.shard_bytes, own.gradient_bytes, own.optimizer_bytes) == (held, held, held)
+        assert own.full_bytes == 4 * (10 * loops.WIDTH + 10 + 3 * 10 + 3)
+        assert own.offloaded_bytes == held * case.offloaded
+        assert (own.groups, own.shards, own.position) == (2, case.shards, case.position(rank))
+        assert (own.replicas, own.resharded) == (WORLD // case.shards, case.resharded)
+        assert own.mesh_shape == ([2, 2] if name == "hsdp" else [4])
+        assert own.uneven_count == (2 if case.shards == 2 else 4)
+        moved = case.inner_gathers * inner + case.outer_gathers * outer
+        gathers, steps = case.inner_gathers + case.outer_gathers, shard_cases.COUNTED
+        assert (own.steps, own.gathers) == (steps, steps * gathers)
+        assert own.gathered_bytes == steps * case.gathered_as * moved
+        assert (own.reductions, own.reduced_bytes) == (2 * steps, steps * 4 * (inner + outer))
+        assert own.all_reduced_bytes == (own.reduced_bytes // case.shards if own.replicas > 1 else 0)
+        assert own.unsharded_peak_bytes == case.gathered_as * (inner + outer)
+        assert 0 < own.unsharded_ns < own.step_ns and 0 < own.unsharded_mean_bytes < own.unsharded_peak_bytes
+        assert own.gather_wait_ns and own.reduce_wait_ns and own.wait_steps == steps

@@ -63,6 +63,8 @@ class Shards:
         """As it was read last."""
         self._groups: tuple[set[str], set[str]] = set(), set()
         """Torch's names of the process groups in which parameters are gathered, and gradients reduced."""
+        self._first_step: int | None = None
+        """In which ranks still connect to each other: it is not counted."""
         self._waits = [0, 0]
         self._wait_steps: tuple[int, int] | None = None
         self._read_at = self._sent_at = -_READ_S
@@ -78,6 +80,9 @@ class Shards:
     def _note(self, spans: Iterable[SpanSum]) -> None:
         """Count the waits in collectives that are FSDP2's; on a device they are none of the host's."""
         for span in spans:
+            if self._first_step in (None, span.first_step):
+                self._first_step = span.first_step
+                continue
             for kind, ops in enumerate((_GATHERS, _REDUCES)):
                 if span.process_group in self._groups[kind] and span.name.startswith(ops):
                     self._waits[kind] += span.total_ns

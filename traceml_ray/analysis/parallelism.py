@@ -14,7 +14,7 @@ _MODEL = ("tp", "pp")
 
 def mode(strategies: Iterable[str | None]) -> str | None:
     """
-    Return the parallelism mode of a job: `single`, `ddp`, `fsdp`, `fsdp2`, `hsdp`, `deepspeed`, or the function
+    Return the mode of a job: `single`, `ddp`, `fsdp`, `fsdp2`, `hsdp`, `deepspeed`, or the function
     that gradients are inferred to be exchanged by, with `+tp` and `+pp`; None where no rank has said.
 
     Args:

@@ -73,7 +73,7 @@ class ShardTraffic:
         """Those that have taken a step."""
         self._recorder = recorder
         self._failed = failed
-        self._patched = False
+        self._patched = self._counting_steps = False
         self._boundary = False
         """An optimizer has taken a step since parameters were gathered last."""
         self._sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -217,11 +217,18 @@ class ShardTraffic:
             self._since = self._began = now
 
     def _cut(self, now: int) -> None:
+        """Close the step; the first one is not counted, in which ranks still connect to each other."""
         self._spend(now)
+        if self._counting_steps:
+            self._add()
+        self._boundary, self._counting_steps = False, True
+        self._reset(now)
+
+    def _add(self) -> None:
         before = self.closed
         self.closed = Moved(
             before.steps + 1,
-            before.step_ns + now - self._began,
+            before.step_ns + self._since - self._began,
             before.gathers + self._gathers,
             before.gathered + self._gathered,
             before.reductions + self._reductions,
@@ -231,8 +238,6 @@ class ShardTraffic:
             before.unsharded_ns + self._unsharded_ns,
             before.byte_ns + self._byte_ns,
         )
-        self._boundary = False
-        self._reset(now)
 
 
 def _size(tensor: Any) -> int:

@@ -1,0 +1,128 @@
+"""
+Models that FSDP2 divides among four ranks in every way it has, and what is computed of each by hand.
+
+A parameter of `rows` is divided as `torch.chunk` does: each of `shards` ranks gets ⌈rows ÷ shards⌉ of them,
+the last ones fewer, or none. What is gathered and reduced is padded to as many for all.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from integration import loops
+from torch import nn
+
+from traceml_ray.agent.shards import Shards
+from traceml_ray.agent.unsent import Unsent
+
+WORLD, STEPS = 4, 4
+COUNTED = STEPS - 1
+"""In the first step ranks still connect to each other."""
+INNER = [(10, loops.WIDTH), (10, 1)]
+"""Weight and bias of the inner layer, (rows, elements of a row): the last rank has one row of ten."""
+OUTER = [(3, 10), (3, 1)]
+"""Of the root itself: the last rank has none of three rows."""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer = nn.Linear(loops.WIDTH, 10), nn.Linear(10, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.inner(x).relu()) * 1.0
+
+
+def _with(**options: Any) -> Callable[[], dict[str, Any]]:
+    return lambda: options
+
+
+def _hybrid() -> dict[str, Any]:
+    return {"mesh": dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
+
+
+def _mixed() -> dict[str, Any]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+
+
+def _offloaded() -> dict[str, Any]:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """How `fully_shard` is called, and what follows from that."""
+
+    options: Callable[[], dict[str, Any]]
+    shards: int = WORLD
+    gathered_as: int = 4
+    """Bytes of an element."""
+    inner_gathers: int = 2
+    """In forward, and again in backward where it was resharded between them."""
+    outer_gathers: int = 1
+    resharded: dict[str, int] = field(default_factory=lambda: {"yes": 1, "no": 1})
+    """The root is kept whole unless it is told otherwise: its backward comes next."""
+    offloaded: bool = False
+
+    def position(self, rank: int) -> int:
+        return rank % self.shards
+
+    def held(self, rank: int) -> int:
+        """Return the bytes of parameters that a rank holds."""
+        at = self.position(rank)
+        return sum(4 * size * _rows(rows, self.shards)[at] for rows, size in (*INNER, *OUTER))
+
+    def padded(self, group: list[tuple[int, int]]) -> int:
+        """Return the elements of a group as it is gathered and reduced."""
+        return sum(self.shards * size * _rows(rows, self.shards)[0] for rows, size in group)
+
+
+def _rows(rows: int, shards: int) -> list[int]:
+    most = -(-rows // shards)
+    return [max(0, min(most, rows - most * at)) for at in range(shards)]
+
+
+CASES = {
+    "uneven": Case(_with()),
+    "hsdp": Case(_hybrid, shards=2),
+    "mixed": Case(_mixed, gathered_as=2),
+    "offloaded": Case(_offloaded, offloaded=True),
+    "kept": Case(_with(reshard_after_forward=False), inner_gathers=1, resharded={"no": 2}),
+    "to_two": Case(_with(reshard_after_forward=2), outer_gathers=2, resharded={"2": 2}),
+}
+
+
+def train(job: loops.Job, case: Case) -> dict[str, Any]:
+    """Train a model that is divided so, and return what the agent would send."""
+    from torch.distributed.fsdp import fully_shard
+
+    net, options = Net(), case.options()
+    fully_shard(net.inner, **options)
+    fully_shard(net, **options)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    shards, unsent = Shards(job.instrumentation.data_parallel), Unsent(job.instrumentation.errors)
+    for batch in job.loader(STEPS):
+        net(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        job.recorder.settle()
+        shards.turn(unsent, job.recorder.sums.collect(), final=False)
+    job.recorder.finish()
+    for _ in range(2):
+        shards.turn(unsent, job.recorder.sums.collect(), final=True)
+    ref = weakref.ref(net)
+    del net, optimizer
+    gc.collect()
+    return {"sharding": msgspec.to_builtins(unsent.sharding), "freed": ref() is None}

@@ -1,0 +1,192 @@
+"""Who holds how much of a model that FSDP2 divides: from what ranks say to summary, report and page."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from played import Played, look
+from plotly.io.json import to_json_plotly
+from sessions import Rank
+
+from traceml_ray import wire
+from traceml_ray.analysis.parallelism import mode
+from traceml_ray.analysis.sharding import models
+from traceml_ray.dash_app.app import Refresher
+from traceml_ray.dash_app.session_pages import SessionPages
+from traceml_ray.reports.sharding import about_model, sharding_of
+from traceml_ray.samples import Sharding, UnevenShard
+from traceml_ray.store.excerpt import cut
+from traceml_ray.store.session_file import SessionFile
+from traceml_ray.store.writer import SessionWriter
+from traceml_ray.views.source import StoredSource
+
+MB = 1_000_000
+
+
+def sharding(rank: int = 0, **fields: Any) -> Sharding:
+    """Two shards of a model of ten rows of a megabyte, on a mesh of 2 × 2."""
+    own = Sharding(
+        *(2, 5 * MB, 10 * MB, 0, 5 * MB, 2, rank % 2, 2, [2, 2], ["replicate", "shard"]),
+        *({"stored": "float32", "computed": "bfloat16", "reduced": "float32"}, {"yes": 1, "no": 1}),
+        steps=4, step_ns=400, unsharded_ns=100, gathered_bytes=48 * MB, gathers=12,
+        unsharded_peak_bytes=5 * MB, wait_steps=4, gather_wait_ns=8_000_000, reduce_wait_ns=0,
+    )
+    return msgspec.structs.replace(own, **fields)
+
+
+class Divided(Played):
+    """All ranks say how their model is divided; rank 0 has more of it, for 3 rows cannot be halved."""
+
+    def _batch(self, rank: Rank, rows: Any, **fields: Any) -> bytes:
+        at = rank.identity.global_rank
+        part = UnevenShard("embed.weight", 3, 2 - at % 2, (2 - at % 2) * MB)
+        own = sharding(at, shard_bytes=(2 - at % 2) * MB, full_bytes=3 * MB, uneven=[part], uneven_count=1)
+        return super()._batch(rank, rows, **{"sharding": own, "strategy": "fsdp2+hsdp", **fields})
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    played = Divided(tmp_path_factory.mktemp("divided"), 4, late=None)
+    for _ in range(8):
+        played.play(5)
+    played.end()
+    return played.folder
+
+
+@pytest.mark.parametrize(
+    ("strategies", "expected"),
+    [
+        ([], None),
+        ([None, "single"], "single"),
+        (["ddp", "single", None], "ddp"),
+        (["fsdp2", "fsdp2+hsdp"], "hsdp"),
+        (["fsdp", "ddp"], "fsdp"),
+        (["ddp+tp+pp"], "ddp+tp+pp"),
+        (["fsdp2+pp", "fsdp2+tp"], "fsdp2+tp+pp"),
+        (["pp"], "pp"),
+        (["deepspeed+all_reduce (inferred)"], "deepspeed"),
+        (["all_reduce (inferred)"], "all_reduce (inferred)"),
+        (["fsdp2+ep"], "fsdp2+ep"),
+    ],
+)
+def test_mode_of_a_job_is_that_of_all_its_ranks(strategies: list[str | None], expected: str | None) -> None:
+    assert mode(strategies) == expected
+
+
+def test_ranks_that_hold_more_are_named_with_the_parameter_that_makes_it() -> None:
+    rows = [3, 3, 3, 1]
+    ranks = {
+        rank: sharding(
+            shards=4, shard_bytes=own * MB, uneven=[UnevenShard("w", 10, own, own * MB)], uneven_count=1
+        )
+        for rank, own in enumerate(rows)
+    }
+    (one,) = models(ranks)
+    assert one.imbalance is not None  # three have as much: the one that has less stands out
+    assert (one.imbalance.ranks, one.imbalance.bytes, one.imbalance.ratio) == ([3], MB, 3.0)
+    assert "w has 10 rows for 4 ranks" in one.imbalance.why and "3, 3, 3, 1" in one.imbalance.why
+    assert "multiple of 4" in one.imbalance.next
+
+    ranks[0] = sharding(shard_bytes=4 * MB)
+    ranks |= {rank: sharding(shard_bytes=2 * MB) for rank in (1, 2, 3)}
+    (one,) = models(ranks)
+    assert one.imbalance is not None
+    assert (one.imbalance.ranks, one.imbalance.median_bytes, one.imbalance.ratio) == ([0], 2 * MB, 2.0)
+
+
+def test_rank_without_any_part_has_no_ratio_and_equal_shards_no_imbalance() -> None:
+    (one,) = models({0: sharding(shard_bytes=MB), 1: sharding(shard_bytes=MB), 2: sharding(shard_bytes=0)})
+    assert one.imbalance is not None and one.imbalance.ratio is None and one.imbalance.ranks == [2]
+    (one,) = models({0: sharding(shard_bytes=100), 1: sharding(shard_bytes=105)})
+    assert one.imbalance is None
+
+
+def test_stages_of_a_pipeline_are_models_by_themselves() -> None:
+    ranks = {
+        rank: sharding(full_bytes=(rank // 2 + 1) * MB, shard_bytes=(rank // 2 + 1)) for rank in range(4)
+    }
+    assert [one.ranks for one in models(ranks)] == [[0, 1], [2, 3]]
+    assert all(one.imbalance is None for one in models(ranks))
+
+
+def test_summary_report_and_page_say_who_holds_what(divided: Path) -> None:
+    summary = json.loads((divided / "summary.json").read_text())
+    assert summary["session"]["strategy"] == "hsdp"
+    found = summary["sharding"]
+    (one,) = found["models"]
+    assert one["imbalance"]["ranks"] == [0, 2] and one["uneven"][0]["per_rank"]["1"] == 1
+    own = found["per_rank"]["0"]
+    assert (own["shard_bytes"], own["gathered_bytes"], own["gather_wait_ms"]) == (2 * MB, 12 * MB, 2.0)
+    assert (own["unsharded_share"], own["optimizer_bytes"], own["forward_peak_bytes"]) == (0.25, None, None)
+
+    text = " ".join((divided / "report.txt").read_text().split())
+    assert "hsdp" in text and "Ranks 0 and 2 hold 2 MB each" in text
+    assert "2 replicas of each shard (mesh: replicate 2 × shard 2)" in text
+    assert "float32, gathered as bfloat16, gradients reduced as float32" in text
+    page = (divided / "report.html").read_text()
+    assert "How the model is divided" in page and "embed.weight has 3 rows" in page
+
+    pages = SessionPages(StoredSource(divided))
+    pages.poll()
+    assert look(pages, "memory")["session"]["strategy"] == "hsdp"
+    shown = to_json_plotly(Refresher(pages).refresh("/memory", "", {}))
+    assert "Shards of the model" in shown and "embed.weight" in shown
+
+
+def test_live_session_answers_as_its_file_does(tmp_path: Path) -> None:
+    played = Divided(tmp_path / "live", 4, late=None)
+    for _ in range(3):
+        played.play(5)
+    pages = SessionPages(played.source)
+    pages.poll()
+    look(pages, "memory")
+    pages.poll()
+    assert look(pages, "memory")["sharding"]["models"][0]["replicas"] == 2
+
+
+def test_model_in_words() -> None:
+    (one,) = models({0: sharding(resharded={"2": 2}, offloaded_bytes=1, mesh_dims=[], mesh_shape=[4])})
+    said = about_model(msgspec.to_builtins(one))
+    assert said[0] == "10 MB of parameters in 2 groups" and said[-1] == "shards offloaded to the host"
+    assert "(mesh: 4)" in said[1] and said[3] == "resharded to 2 ranks after forward"
+
+
+def test_file_of_before_has_no_shards_and_takes_some(tmp_path: Path, divided: Path) -> None:
+    """Files of this schema were written before there was a table for shards."""
+    path = tmp_path / "session.sqlite"
+    with SessionFile(divided / "session.sqlite") as stored:
+        stored.copy_to(path)
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("DROP TABLE sharding")
+        connection.commit()
+    with SessionFile(path) as old:
+        assert old.shardings() == {} and sharding_of(old) is None and len(old.ranks()) == 4
+    cut(path, excerpt := tmp_path / "excerpt.sqlite", 60.0, 10)
+    with SessionFile(excerpt) as old:
+        assert old.shardings() == {}
+
+    writer = SessionWriter(path)
+    process = next(iter(writer.processes.values()))
+    writer.set_sharding(process, sharding())
+    writer.commit()
+    writer.close()
+    with SessionFile(path) as again:
+        assert again.shardings() == {process.id: sharding()}
+
+
+def test_shards_are_in_an_excerpt(tmp_path: Path, divided: Path) -> None:
+    cut(divided / "session.sqlite", tmp_path / "excerpt.sqlite", 60.0, 10)
+    with SessionFile(divided / "session.sqlite") as whole, SessionFile(tmp_path / "excerpt.sqlite") as part:
+        assert part.shardings() == whole.shardings() != {}
+
+
+def test_batch_with_shards_goes_over_the_wire() -> None:
+    rank = Rank(0, 1)
+    batch = wire.decode(rank.batch(0, sharding=sharding(uneven=[UnevenShard("w", 3, 1, 4)])), wire.RankBatch)
+    assert batch.sharding == sharding(uneven=[UnevenShard("w", 3, 1, 4)])
