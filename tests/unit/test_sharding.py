@@ -34,8 +34,15 @@ def sharding(rank: int = 0, **fields: Any) -> Sharding:
     own = Sharding(
         *(2, 5 * MB, 10 * MB, 0, 5 * MB, 2, rank % 2, 2, [2, 2], ["replicate", "shard"]),
         *({"stored": "float32", "computed": "bfloat16", "reduced": "float32"}, {"yes": 1, "no": 1}),
-        steps=4, step_ns=400, unsharded_ns=100, gathered_bytes=48 * MB, gathers=12,
-        unsharded_peak_bytes=5 * MB, wait_steps=4, gather_wait_ns=8_000_000, reduce_wait_ns=0,
+        steps=4,
+        step_ns=400,
+        unsharded_ns=100,
+        gathered_bytes=48 * MB,
+        gathers=12,
+        unsharded_peak_bytes=5 * MB,
+        wait_steps=4,
+        gather_wait_ns=8_000_000,
+        reduce_wait_ns=0,
     )
     return msgspec.structs.replace(own, **fields)
 
