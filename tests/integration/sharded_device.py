@@ -133,11 +133,14 @@ def watched(device: FakeDevice, steps: int, micro: int, began: int, *kind: bool)
 
     losses = train(device, steps, micro, after, *kind)
     device.wait(1000 * MS)
+    agent.tick()
+    waited = agent.device.waited
     agent.instrumentation.remove()
     agent.tick(final=True)
     last = relay.taken[-1]
     rows = [row for batch in relay.taken for row in rows_of(batch)]
-    return {"losses": losses, "rows": rows, "missing": last.missing, "errors": last.errors}
+    found = {"losses": losses, "rows": rows, "missing": last.missing, "errors": last.errors}
+    return {**found, "waited": waited}
 
 
 def main(folder: str) -> None:

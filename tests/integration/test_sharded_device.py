@@ -46,6 +46,19 @@ def test_waits_are_taken_out_of_forward_and_backward(ranks: list[dict[str, Any]]
         assert all(row["flags"] & FLAG_COUPLED for row in rows[: 3 + rank])
 
 
+@pytest.mark.parametrize(
+    ("version", "gather_ms", "reduce_ms"),
+    [("plain", 4, 0), ("accumulated", 8, 0), ("hybrid", 0, 6), ("first hybrid", 4, 6)],
+)
+def test_waits_for_parameters_are_told_from_those_for_gradients(
+    ranks: list[dict[str, Any]], version: str, gather_ms: int, reduce_ms: int
+) -> None:
+    for each in ranks:
+        gathers, others, steps = each[version]["waited"]
+        assert steps > 10 and gathers / MS / steps == pytest.approx(gather_ms, abs=0.1)
+        assert others / MS / steps == pytest.approx(reduce_ms, abs=0.1)
+
+
 def test_each_exchange_of_a_step_is_a_row_with_its_waits(ranks: list[dict[str, Any]]) -> None:
     rows = ranks[0]["accumulated"]["rows"]
     last = len(ranks[0]["accumulated"]["losses"]) - 1

@@ -29,6 +29,7 @@ from traceml_ray.stages import (
     N_STAGES,
     POST_SYNC,
     SEGMENT_BITS,
+    SYNC_WAIT,
 )
 
 EVENT_SLOTS = 8192
@@ -116,6 +117,10 @@ class DeviceClock:
         """Step and first event of the newest row that was SAMPLED."""
         self.record_ns = 0
         """Time that recording has taken on the training thread."""
+        self.waited = [0, 0]
+        """Of rows of FSDP, what they waited: in brackets in which parameters are gathered, and in others;"""
+        self.waited_steps = 0
+        """in so many steps."""
         self.medians: deque[int] = deque(maxlen=64)
         """Totals of the newest rows."""
         self._api = api
@@ -127,6 +132,8 @@ class DeviceClock:
         """Nothing is recorded any more."""
         self._hosts = array("q", bytes(8 * EVENT_SLOTS))
         self._full = bytearray(EVENT_SLOTS)
+        self._gathers = bytearray(EVENT_SLOTS)
+        """Which events begin a bracket in which parameters are gathered."""
         self._rows: deque[_Row] = deque()
         self._begun = False
         """The first row, which began before there were events, is over."""
@@ -172,6 +179,10 @@ class DeviceClock:
             return now
 
         return stamp
+
+    def bracketing(self, gathers: bool) -> None:
+        """Note what is waited for in the bracket whose first event is the next one."""
+        self._gathers[self.next & _MASK] = gathers
 
     def elsewhere(self) -> bool:
         """
@@ -288,9 +299,17 @@ class DeviceClock:
             stages[POST_SYNC] = 0
         self.medians.append(times[-1])
         if self.sharded:
-            self.last_sampled = row.key >> SEGMENT_BITS, cuts[0].since
+            step = row.key >> SEGMENT_BITS
+            self.waited_steps += step != self.last_sampled[0] or not self.waited_steps
+            self.last_sampled = step, cuts[0].since
+            self._add_waits(cuts, times)
         leads = self._leads(cuts, times)
         self._ring.push(row.key, row.flags | FLAG_DEVICE_CLOCK, stages, row.times, leads)
+
+    def _add_waits(self, cuts: list[Cut], times: list[int]) -> None:
+        for cut, since, until in zip(cuts, [0, *times], times, strict=False):
+            if cut.stage == SYNC_WAIT:
+                self.waited[not self._gathers[cut.since & _MASK]] += until - since
 
     def _leads(self, cuts: list[Cut], times: list[int]) -> bytes:
         first = cuts[0].since

@@ -81,6 +81,14 @@ class DeviceUse:
             self.clock = clock
             self._recorder.use(clock)
 
+    @property
+    def waited(self) -> tuple[int, int, int] | None:
+        """Time that FSDP has waited for gathers, and for all else (ns), in so many steps; None: not known."""
+        clock = self.clock
+        if clock is None or not clock.sharded or not clock.waited_steps:
+            return None
+        return clock.waited[0], clock.waited[1], clock.waited_steps
+
     def standing(self, step: int) -> OpenStage | None:
         """Return where the device is, if that is behind its host, whose step this is."""
         if self.clock is None:

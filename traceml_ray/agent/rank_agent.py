@@ -108,7 +108,7 @@ class RankAgent:
             settings.memory_history, settings.spool, self.add_event, ours.errors, ours.missing
         )
         self.output = OutputTap(settings.output_lines, ours.errors, ours.missing)
-        self.shards = Shards(ours.data_parallel)
+        self.shards = Shards(ours.data_parallel, self.device)
         self.captures = Captures(self.recorder, ours.spans, ours.errors, settings.spool, calls=ours.rpc)
 
     def start(self) -> None:

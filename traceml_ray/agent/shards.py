@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from traceml_ray.agent.device_use import DeviceUse
 from traceml_ray.agent.patch.collectives import group_name
 from traceml_ray.agent.patch.data_parallel import DataParallel
 from traceml_ray.agent.patch.shard_traffic import groups_of
@@ -53,11 +54,18 @@ class Shards:
 
     Args:
         data_parallel: knows them, and counts what their steps move.
+        device: knows the waits on a device.
         clock: monotonic seconds.
     """
 
-    def __init__(self, data_parallel: DataParallel, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        data_parallel: DataParallel,
+        device: DeviceUse | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._of = data_parallel
+        self._device = device
         self._clock = clock
         self._known: Sharding | None = None
         """As it was read last."""
@@ -65,6 +73,7 @@ class Shards:
         """Torch's names of the process groups in which parameters are gathered, and gradients reduced."""
         self._first_step: int | None = None
         """In which ranks still connect to each other: it is not counted."""
+        self._on_cpu = True
         self._waits = [0, 0]
         self._wait_steps: tuple[int, int] | None = None
         self._read_at = self._sent_at = -_READ_S
@@ -107,8 +116,7 @@ class Shards:
 
     def _with_traffic(self, known: Sharding) -> Sharding:
         moved = self._of.traffic.closed
-        first, last = self._wait_steps or (0, -1)
-        waits = [None, None] if self._wait_steps is None else self._waits
+        gather_wait, reduce_wait, wait_steps = self._waited()
         return msgspec.structs.replace(
             known,
             steps=moved.steps,
@@ -121,10 +129,20 @@ class Shards:
             unsharded_peak_bytes=moved.peak,
             unsharded_ns=moved.unsharded_ns,
             unsharded_mean_bytes=moved.byte_ns // max(1, moved.step_ns),
-            gather_wait_ns=waits[0],
-            reduce_wait_ns=waits[1],
-            wait_steps=last - first + 1,
+            gather_wait_ns=gather_wait,
+            reduce_wait_ns=reduce_wait,
+            wait_steps=wait_steps,
         )
+
+    def _waited(self) -> tuple[int | None, int | None, int]:
+        """Return the time (ns) in all-gathers and in reductions, and in how many steps that was."""
+        if not self._on_cpu:
+            waited = self._device.waited if self._device else None
+            return waited or (None, None, 0)
+        if self._wait_steps is None:
+            return None, None, 0
+        first, last = self._wait_steps
+        return self._waits[0], self._waits[1], last - first + 1
 
     def _read(self, modules: list[Any]) -> Sharding | None:
         """Return the model as it is divided now; None while there is nothing to be divided."""
@@ -136,7 +154,7 @@ class Shards:
         mesh_info = largest.mesh_info
         mesh = mesh_info.mesh
         uneven = sorted(filter(_is_uneven, parts), key=lambda part: (-_differ(part), part.name))
-        self._groups = _process_groups(groups)
+        self._groups, self._on_cpu = _process_groups(groups), largest.device.type == "cpu"
         return Sharding(
             groups=len(groups),
             shard_bytes=sum(part.own for part in parts),

@@ -7,6 +7,7 @@ step, only those of one step in 2, 4, 8, … are marked, by the number of the st
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -30,6 +31,8 @@ _WAITS = {
     ),
 }
 """By strategy: the functions in which the compute stream waits, looked up where they are called."""
+_GATHERS = ("wait_for_unshard", "_pre_forward_unshard", "_pre_backward_hook")
+"""Those of them that wait for parameters; the others wait for reductions of gradients."""
 _ALL_UNTIL = 64
 """So many steps are all marked,"""
 _MAX_SHARE = 0.002
@@ -74,11 +77,11 @@ class ShardedWaits:
             found.append((owner, function))
         is_compiling, exchange = torch.compiler.is_dynamo_compiling, self._recorder.exchange
 
-        def make(original: Any) -> Any:
+        def make(gathers: bool, original: Any) -> Any:
             def wait(*args: Any, **kwargs: Any) -> Any:
                 if is_compiling():
                     return original(*args, **kwargs)
-                began = self._begin()
+                began = self._begin(gathers)
                 exchange.bracketed += 1
                 try:
                     return original(*args, **kwargs)
@@ -90,7 +93,7 @@ class ShardedWaits:
             return wait
 
         for owner, function in found:
-            patcher.replace(owner, function, make)
+            patcher.replace(owner, function, functools.partial(make, function in _GATHERS))
         patcher.when_restored(register_optimizer_step_post_hook(self._stepped).remove)
 
     # -- the training thread, and autograd's -----------------------------------------------------------
@@ -103,7 +106,7 @@ class ShardedWaits:
         """Mark nothing more."""
         self.period = 0
 
-    def _begin(self) -> bool:
+    def _begin(self, gathers: bool) -> bool:
         try:
             if not self.period:
                 return False
@@ -112,6 +115,8 @@ class ShardedWaits:
                 self._step += 1
                 self._marking = self._step % self.period == 0
                 self._marked += self._marking
+            if self._marking:
+                self._device.bracketing(gathers)
             if self._marking and self._recorder.bracket(BRACKET_BEGIN):
                 self._marks += 1
                 return True
