@@ -47,8 +47,7 @@ def test_waits_are_taken_out_of_forward_and_backward(ranks: list[dict[str, Any]]
 
 
 @pytest.mark.parametrize(
-    ("version", "gather_ms", "reduce_ms"),
-    [("plain", 4, 0), ("accumulated", 8, 0), ("hybrid", 0, 6), ("first hybrid", 4, 6)],
+    ("version", "gather_ms", "reduce_ms"), [("plain", 4, 0), ("dear", 4, 0), ("hybrid", 0, 6)]
 )
 def test_waits_for_parameters_are_told_from_those_for_gradients(
     ranks: list[dict[str, Any]], version: str, gather_ms: int, reduce_ms: int

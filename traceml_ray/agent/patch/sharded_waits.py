@@ -32,7 +32,7 @@ _WAITS = {
 }
 """By strategy: the functions in which the compute stream waits, looked up where they are called."""
 _GATHERS = ("wait_for_unshard", "_pre_forward_unshard", "_pre_backward_hook")
-"""Those of them that wait for parameters; the others wait for reductions of gradients."""
+"""Those of them that wait for parameters; the others wait for reductions of gradients (FSDP1: mostly)."""
 _ALL_UNTIL = 64
 """So many steps are all marked,"""
 _MAX_SHARE = 0.002
