@@ -248,6 +248,8 @@ def _parser() -> argparse.ArgumentParser:
             _attaching(command)
         if subcommand is top:
             command.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="s (default: 1)")
+            waits = "how long to wait for a session to begin, s (default: 30)"
+            command.add_argument("--wait", type=_patience, default=30.0, metavar="S", help=waits)
         if subcommand is dashboard:
             _serving(command)
         if subcommand is profile:
@@ -358,14 +360,18 @@ def _serving(command: argparse.ArgumentParser) -> None:
     command.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
 
 
-def _seconds(text: str) -> float:
+def _seconds(text: str, least: float = 0.2, most: float = 3600.0) -> float:
     try:
         seconds = float(text)
     except ValueError:
-        seconds = 0.0
-    if not 0.2 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} is no interval: 0.2 to 3600 seconds")
+        seconds = -1.0
+    if not least <= seconds <= most:
+        raise argparse.ArgumentTypeError(f"{text} is no time: {least:g} to {most:g} seconds")
     return seconds
+
+
+def _patience(text: str) -> float:
+    return _seconds(text, 0.0, 86_400.0)
 
 
 def _port(text: str) -> int:

@@ -242,6 +242,31 @@ def test_stored_session_is_one_line_and_one_that_is_not_there_an_error(tmp_path:
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
     assert " stored file  step 99  " in done.stdout
-    done = subprocess.run([*command, "nobody"], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    command += ["nobody", "--wait", "0.3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "no session 'nobody' under" in done.stderr and done.stderr.count("\n") == 1
+    awaited, ended = done.stderr.splitlines()
+    assert "no session 'nobody' under" in awaited and "sessions there: over; waiting 0.3 s for it" in awaited
+    assert "no session 'nobody' under" in ended and "(waited 0.3 s for it: --wait)" in ended
+
+
+def test_session_that_was_just_launched_is_awaited_and_not_taken_for_an_old_one(tmp_path: Path) -> None:
+    Played(tmp_path / "old").end()
+    terminal = Terminal("new", "--out", str(tmp_path), "--interval", "0.3")
+    newest = None
+    try:
+        terminal.shows("no session 'new' under", "waiting 30 s for it to begin")
+        held = prepare(tmp_path, "new")
+        terminal.shows("The run is starting", "STEP n/a")
+        newest = Terminal("--out", str(tmp_path), "--interval", "0.3")
+        newest.shows("The run is starting", "STEP n/a")
+        played = Played(held.path)
+        for _ in range(4):
+            played.play(5)
+        for each in (terminal, newest):
+            each.shows("SESSION new", "STEP 19")
+            each.type("q")
+            assert each.ends() == 0
+    finally:
+        for each in filter(None, (terminal, newest)):
+            each.close()

@@ -209,3 +209,20 @@ def test_parquet_without_pyarrow_says_what_to_install(
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert export(out, "host", "parquet", tmp_path / "tables") == 1
     assert "parquet needs pyarrow (pip install pyarrow)" in capsys.readouterr().err
+
+
+def test_value_that_does_not_fit_its_column_is_named_and_the_file_is_not_called_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("pyarrow")
+    played = Apart(tmp_path / "odd", 2, late=None)
+    played.play(5)
+    played.end()
+    played.aggregator.close()
+    with sqlite3.connect(tmp_path / "odd" / "session.sqlite") as file:
+        file.execute("UPDATE span SET count = 'many'")
+    assert export(tmp_path, "odd", "parquet", tmp_path / "tables") == 1
+    said = capsys.readouterr().err
+    assert "table 'spans': column 'count' has a value that is no int64" in said and "damaged" not in said
+    assert not (tmp_path / "tables" / "spans.parquet").exists()
+    assert export(tmp_path, "odd", "csv", tmp_path / "csv") == 0

@@ -179,6 +179,26 @@ def test_stored_session_shows_what_the_live_one_showed(played: Played) -> None:
     assert line(file, "12:00:00").startswith("12:00:00 ") and "rank 5 (host-1) in data" in line(file, "")
 
 
+def test_stored_session_shows_the_steps_in_which_a_rank_was_late(played: Played) -> None:
+    followed(played)  # late from step 35 to 89
+    played.late = None
+    for _ in range(60):
+        played.play(5)
+    played.end()
+    poll = SessionPoll(StoredSource(played.folder), clock=played.clock, timer=played.clock.timer)
+    poll.poll()
+    of = seen(poll)
+    shown = text(of, 120, 40)
+    first, last = of.steps or (0, 0)
+    assert 30 <= first <= 40 and 85 <= last <= 95
+    assert of.verdict and of.verdict["label"] == "straggler"
+    assert "GLOBAL SKEW 62 %" in shown and f"NODE SUMMARY, steps {first}–{last}" in shown
+    assert "rank5     31" in shown and f"Since step {first}" in shown and "so far" not in shown
+    ranks = seen(poll, Choice("ranks"))
+    (late,) = [row for row in ranks.rows if row["rank"] == 5]
+    assert late["over"] == pytest.approx(1.62, abs=0.05) and late["stages"]["data"] > 12
+
+
 def test_pane_of_ranks_is_in_the_order_that_was_chosen(job: SessionPoll) -> None:
     def column(choice: Choice, number: int, height: int = 40) -> list[float]:
         rows = [row.split() for row in text(seen(job, choice), 120, height, choice).splitlines()]

@@ -52,6 +52,8 @@ def questions(run: str | None, processes: tuple[int, ...] = (1, 3)) -> list[quer
         query.Busy(run, (1, 2, 9), 50), query.RankSteps(run, 1, 100), query.RankSteps(run, 99, 100),
         query.Cell(run, 1, 5, 9), query.Cell(run, 99, 5, 9), query.Spans(run, 1, 0, 30),
         query.RankTimes(run), query.RankTimes(run, whole=True), query.StepSample(run),
+        query.RankTimes(run, first=10, last=30), query.Times(run, first=10, last=30),
+        query.Times(run, first=500, last=501),
         query.Step(run, 0), query.Step(run, 7), query.Step(run, 1 << 40),
     ]  # fmt: skip
 

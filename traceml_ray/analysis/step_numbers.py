@@ -23,10 +23,16 @@ _UNSEEN = 1.1
 
 
 def times(
-    history: StepHistory, whole: bool, world: int, wall_ms: float | None, stored: int
+    history: StepHistory,
+    whole: bool,
+    world: int,
+    wall_ms: float | None,
+    stored: int,
+    between: Between | None = None,
 ) -> dict[str, Any]:
     """
-    Return the numbers of a run: over the newest steps that a live verdict looks at, or (`whole`) over all.
+    Return the numbers of a run: over the newest steps that a live verdict looks at, over all (`whole`), or
+    over those of a part of the run (`between`), where sums of some steps each stand for these.
 
     Times in ms, shares in %, unknown is None (NaN in arrays). `ranks` (R,), their median `busy_ms` (R,) and
     `gpu_idle_pct` (R,), the share of its time in which the device waited for its host,
@@ -35,7 +41,6 @@ def times(
     where much of the steps was over before the first report. `timed_pct`: the share of all steps that have
     times, see `StepHistory.timed`. `waiting_pct`: the share of all ranks' time in which they waited.
     """
-    stats = history.stats(None if whole else history.limits.window_steps)
     if wall_ms is not None and history.total_ms() > _UNSEEN * wall_ms:
         wall_ms = None  # many steps were over before the first report
     found: dict[str, Any] = {
@@ -52,8 +57,11 @@ def times(
     }
     if wall_ms and found["all_read"]:
         found["productive_pct"] = min(100.0, 100 * history.total_ms() / wall_ms)
+    unknown = np.full(len(found["ranks"]), np.nan)
+    if between is not None:
+        return {**found, "busy_ms": unknown, "gpu_idle_pct": unknown, "nodes": {}, **_part(history, between)}
+    stats = history.stats(None if whole else history.limits.window_steps)
     if stats is None:
-        unknown = np.full(len(found["ranks"]), np.nan)
         return {**found, "busy_ms": unknown, "gpu_idle_pct": unknown, "nodes": {}}
     median, p95 = stats.step(0.5, 0.95)
     numbers = _numbers(history, stats.steps, median, p95, stats.exposed, stats.busy())
@@ -61,22 +69,30 @@ def times(
     return {**found, **numbers, "waiting_pct": waiting, "gpu_idle_pct": 100 * stats.idle()}
 
 
-def rank_times(history: StepHistory, whole: bool) -> dict[str, Any]:
+def _part(history: StepHistory, between: Between) -> dict[str, Any]:
+    """Return the numbers of a part of a run; only `steps`, 0, where none of its steps is beyond the warm-up."""
+    steps, exposed = history.mean_exposed(between)
+    if not steps:
+        return {"steps": 0}
+    made = history.columns(between=between)
+    median, p95 = quantiles(made.exposed.sum(axis=1)[:, None], (0.5, 0.95))[:, 0].tolist()
+    numbers = _numbers(history, steps, median, p95, exposed, quantiles(made.busy.T, (0.5,))[0])
+    return {**numbers, "waiting_pct": 100 * _mean(made.waiting[None, :, None]).item()}
+
+
+def rank_times(history: StepHistory, whole: bool, between: Between | None = None) -> dict[str, Any]:
     """Return what each rank's steps are made of, over the steps of `times`: see `step_shapes.RankTimes`."""
-    ranks, stats = history.ranks, history.stats(None if whole else history.limits.window_steps)
-    if stats is None:
-        unknown = np.full(len(ranks), np.nan)
-        stages = np.full((len(ranks), len(STAGES)), np.nan)
-        return {"steps": 0, "ranks": ranks, "busy_ms": unknown, "over": unknown, "stages": stages}
-    busy = stats.busy()
-    over = busy / quantiles(busy[:, None], (0.5,))[0]
-    return {
-        "steps": stats.steps,
-        "ranks": ranks,
-        "busy_ms": busy,
-        "over": over,
-        "stages": stats.mean_stages(),
-    }
+    ranks, steps = history.ranks, 0
+    busy, stages = np.full(len(ranks), np.nan), np.full((len(ranks), len(STAGES)), np.nan)
+    if between is None:
+        stats = history.stats(None if whole else history.limits.window_steps)
+        if stats is not None:
+            steps, busy, stages = stats.steps, stats.busy(), stats.mean_stages()
+    elif steps := history.mean_exposed(between)[0]:
+        busy = quantiles(history.columns(between=between).busy.T, (0.5,))[0]
+        stages = _mean(history.stage_columns(between)[2])
+    over = busy / quantiles(busy[:, None], (0.5,))[0] if steps else busy
+    return {"steps": steps, "ranks": ranks, "busy_ms": busy, "over": over, "stages": stages}
 
 
 def _numbers(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def export(
         for at, (name, table) in enumerate(TABLES.items()):
             progress.advance(f"writing {name}.{kind}", at / len(TABLES))
             files.append(out / f"{name}.{kind}")
-            with appearing(files[-1]) as temporary:
+            with appearing(files[-1]) as temporary, _of_table(name):
                 write(temporary, table, table.batches(session, chosen))
         return files
 
@@ -103,7 +104,28 @@ def _parquet() -> Callable[[Path, Table, Iterator[Batch]], None]:
         schema = pyarrow.schema([(name, kinds[kind]) for name, kind in table.columns.items()])
         with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
             for batch in batches:
-                columns = [pyarrow.array(batch[field.name], field.type) for field in schema]
+                columns = [_column(pyarrow, batch[field.name], field) for field in schema]
                 writer.write_batch(pyarrow.record_batch(columns, schema=schema))
 
     return write
+
+
+class _KindError(Exception):
+    """A value of another kind than its column."""
+
+
+def _column(pyarrow: Any, values: Any, field: Any) -> Any:
+    try:
+        return pyarrow.array(values, field.type)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _KindError(f"{field.name!r} has a value that is no {field.type}: {error}") from error
+
+
+@contextmanager
+def _of_table(name: str) -> Iterator[None]:
+    """Say of which table a value is that does not fit its column."""
+    try:
+        yield
+    except _KindError as error:
+        text = f"table {name!r}: column {error}; `--format csv` takes any value"
+        raise ExportError(text) from error

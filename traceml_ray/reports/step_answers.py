@@ -13,18 +13,23 @@ from traceml_ray.store.histories import RunSteps
 from traceml_ray.store.query import Request
 
 
-def _times(of: RunSteps, _: query.Times, whole: bool) -> dict[str, Any]:
+def _times(of: RunSteps, asked: query.Times, whole: bool) -> dict[str, Any]:
     began = min((process.first_seen_ns for process in of.ranks.values()), default=0)
     ended = max((process.last_rows_ns or 0 for process in of.ranks.values()), default=0)
     stored = sum(process.stored for process in of.ranks.values())
     wall_ms = (ended - began) / 1e6 if ended > began else None
-    return {**step_numbers.times(of.history, whole, of.world, wall_ms, stored), "whole": of.whole}
+    found = step_numbers.times(of.history, whole, of.world, wall_ms, stored, _part(asked))
+    return {**found, "whole": of.whole}
 
 
 def _spine(of: RunSteps, asked: query.Spine, _: bool) -> dict[str, Any]:
     ended = ((rank, of.ranks[rank].last_rows_ns) for rank in of.history.ranks if rank in of.ranks)
     rank, end_ns = next((each for each in ended if each[1] is not None), (None, None))
     return step_numbers.spine(of.history, rank, end_ns, asked.most)
+
+
+def _part(asked: query.Times | query.RankTimes) -> Between | None:
+    return None if asked.last is None else Between(asked.first, asked.last)
 
 
 def _between(asked: Any, newest: bool) -> Between | None:
@@ -52,7 +57,7 @@ OF_STEPS: dict[type[Request[Any]], Callable[[RunSteps, Any, bool], dict[str, Any
         of.history, asked.rank, asked.most, _between(asked, asked.first is asked.last is None)
     ),
     query.StepSample: lambda of, *_: sampled(of.history, of.world),
-    query.RankTimes: lambda of, _, whole: step_numbers.rank_times(of.history, whole),
+    query.RankTimes: lambda of, asked, whole: step_numbers.rank_times(of.history, whole, _part(asked)),
     query.Cell: lambda of, asked, *_: step_numbers.cell(
         of.history, asked.rank, asked.first, asked.last, of.world
     ),

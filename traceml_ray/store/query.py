@@ -162,9 +162,14 @@ class Sharding(OfRun[summary_shape.ShardingInfo | None], frozen=True):
 
 
 class Times(OfRun[step_shapes.StepTimes], frozen=True):
-    """The numbers of a run (`analysis.step_numbers`); `whole`: of all of it, None: where it is over."""
+    """
+    The numbers of a run (`analysis.step_numbers`); `whole`: of all of it, None: where it is over; with `last`:
+    of the steps from `first` to `last`.
+    """
 
     whole: bool | None = None
+    first: Count = 0
+    last: Count | None = None
 
 
 class Columns(OfRun[step_shapes.StepColumns], frozen=True):
@@ -211,9 +216,11 @@ class RankSteps(OfRun[step_shapes.RankSteps], frozen=True):
 
 
 class RankTimes(OfRun[step_shapes.RankTimes], frozen=True):
-    """The times of each rank; `whole` as of `Times`."""
+    """The times of each rank; of the steps that `Times` is of."""
 
     whole: bool | None = None
+    first: Count = 0
+    last: Count | None = None
 
 
 class StepSample(OfRun[step_shapes.StepSample], frozen=True):

@@ -15,7 +15,7 @@ from traceml_ray.views.ranks import NAMED, SILENT
 from traceml_ray.views.severity import SIGNS
 
 from .lines import HEAD, MARK, QUIET, TONES, Cell, Section, flow, table, wrap
-from .sections import bar, event_cells, legend, output
+from .sections import bar, event_cells, legend, of_steps, output
 from .snapshot import PANES, Choice, Snapshot
 
 KEYS = {
@@ -61,7 +61,7 @@ def nodes_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
         "evidence": lambda node: Text("; ".join(evidence.get(node["label"], ())), MARK),
     }
     drop = ">°C", ">W", ">rank", ">worst ms"
-    return [_listed("NODES", rows, columns, choice, width, drop)]
+    return [_listed(f"NODES{of_steps(of)}", rows, columns, choice, width, drop)]
 
 
 def ranks_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
@@ -88,7 +88,7 @@ def ranks_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
     rows = [*of.rows]
     if choice.sort == "time":
         rows.sort(key=lambda row: -(row["busy_ms"] or 0.0))
-    title = f"RANKS (ms; {'the slowest first' if choice.sort == 'time' else 'named ones first'})"
+    title = f"RANKS{of_steps(of)} (ms; {'the slowest first' if choice.sort == 'time' else 'named ones first'})"
     return [_listed(title, rows, columns, choice, width, ("in", ">step", "state", "node"))]
 
 
@@ -125,7 +125,7 @@ def rank_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
     if row["stages"]:
         stages = {name: ms or 0.0 for name, ms in row["stages"].items()}
         drawn = [bar(stages, width), *flow(legend(stages), width)]
-        sections.append(Section("ITS STEP", lambda most: drawn[:most], len(drawn)))
+        sections.append(Section(f"ITS STEP{of_steps(of)}", lambda most: drawn[:most], len(drawn)))
     own = table([event_cells(event) for event in of.events if event["rank"] == choice.rank], width)
     printed = output(of, width, choice.rank)
     return [*sections, printed, Section("ITS EVENTS (UTC)", lambda most: own[:most], len(own))]

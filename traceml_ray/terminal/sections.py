@@ -14,14 +14,14 @@ from traceml_ray.reports.memory import first_words
 from traceml_ray.stages import STAGES
 from traceml_ray.views.nodes import evidence_of, worst_first
 from traceml_ray.views.severity import SIGNS
+from traceml_ray.views.state import OVER
 from traceml_ray.views.values import natural, number
 
 from .lines import HEAD, MARK, QUIET, TONES, Section, cut, fit, flow, table, wrap
-from .snapshot import OVER, Choice, Snapshot
+from .snapshot import Choice, Snapshot
 
 MOST_CELLS = 32
 """Of a larger job the grid shows only so many ranks, the slowest."""
-_GRID = "RANK GRID (step time without waiting, ms)"
 _LABEL = 9
 _FIRST = 3
 """Parts of the verdict that have a line in any case: what, why, next."""
@@ -148,7 +148,14 @@ def node_summary(of: Snapshot, width: int) -> Section:
         return found if few else [*found, _more(len(ordered) - len(shown), "node", 2)]
 
     note = Text(f"← above the fastest, {fastest}" if len(ordered) > 1 and fastest else "", QUIET)
-    return Section("NODE SUMMARY", lines, _listed(ordered), min(4, len(ordered)), note)
+    return Section(f"NODE SUMMARY{of_steps(of)}", lines, _listed(ordered), min(4, len(ordered)), note)
+
+
+def of_steps(of: Snapshot) -> str:
+    """Return ", steps 35–89": which steps the numbers are of, where that is not plain."""
+    if of.steps is not None:
+        return f", steps {of.steps[0]:,}–{of.steps[1]:,}"
+    return ", all steps" if of.state in OVER and of.times and of.times["steps"] else ""
 
 
 def _listed(nodes: Sequence[object]) -> int:
@@ -199,7 +206,7 @@ def rank_grid(of: Snapshot, width: int, choice: Choice) -> Section:
 
     few = len(cells) < len(busy)
     note = f"slowest of {len(busy):,} (key 3)" if few else ""
-    return Section(_GRID, lines, want, min(want, 4) if few else want, note)
+    return Section(f"RANK GRID{of_steps(of)} (step time without waiting, ms)", lines, want, min(want, 4) if few else want, note)
 
 
 def _per_line(most: int, of: Snapshot) -> int:
@@ -230,7 +237,7 @@ def exposed(of: Snapshot, width: int) -> Section:
         return Section("EXPOSED TIME", lambda _: [], 0)
     total = sum(stages.values())
     found = [bar(stages, width), *flow(legend(stages), width)]
-    title = f"EXPOSED TIME OF A STEP (mean {text.ms(total)})"
+    title = f"EXPOSED TIME OF A STEP{of_steps(of)} (mean {text.ms(total)})"
     return Section(title, lambda most: found[:most], len(found), 2)
 
 

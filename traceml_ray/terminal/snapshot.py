@@ -9,6 +9,7 @@ from typing import Any
 from traceml_ray import text
 from traceml_ray.analysis.memory.shapes import Memory
 from traceml_ray.reports.headlines import cost, lost, named
+from traceml_ray.reports.present import present
 from traceml_ray.results import LastOutput
 from traceml_ray.step_shapes import StepTimes
 from traceml_ray.store import query
@@ -20,6 +21,7 @@ from traceml_ray.views.run_state import SLOW_RANKS, RunState
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.state import (
     BADGES,
+    OVER,
     began_text,
     coverage_text,
     session_facts,
@@ -32,8 +34,6 @@ from traceml_ray.views.state import (
 PANES = ("overview", "nodes", "ranks", "memory", "events", "output")
 """In the order of their keys: 1, 2, …"""
 _EVENTS = 200
-OVER = ("stored", "finished")
-"""States of a session in which nothing changes any more."""
 SORTS = ("rank", "time")
 """Orders of ranks: by number, or the slowest first."""
 
@@ -67,6 +67,8 @@ class Snapshot:
     verdict: Mapping[str, Any] | None = None
     """With its `headline`, `why` without notes, `began`, `cost` and `sure` in words."""
     times: StepTimes | None = None
+    steps: tuple[int, int] | None = None
+    """The first and the last step that `times`, `nodes` and `rows` are of; None: the newest, or all."""
     nodes: Sequence[Mapping[str, Any]] = ()
     """See `views.nodes`."""
     named: Sequence[int] = ()
@@ -95,7 +97,11 @@ def take(poll: SessionPoll, run: RunState | None, choice: Choice) -> Snapshot:
     if run is None:
         return Snapshot(**known)
     tone, sign = tone_of(run.verdict)
-    rows = rank_rows(poll, run) if choice.pane == "ranks" or choice.rank is not None else ()
+    steps = _shown(run, state)
+    times = run.times if steps is None else poll.ask(query.Times(run.id, True, *steps))
+    if steps is not None and not (times and times["steps"]):  # not known one by one
+        times, steps = run.times, None
+    rows = rank_rows(poll, run, steps) if choice.pane == "ranks" or choice.rank is not None else ()
     wants_memory = choice.pane == "memory" or (choice.pane == "overview" and run.world < SLOW_RANKS)
     memory = poll.ask(query.Memory(run.id)) if wants_memory and known["facts"]["memory"] else None
     wants_output = choice.pane == "output" or choice.rank is not None or tone == "critical"
@@ -106,8 +112,9 @@ def take(poll: SessionPoll, run: RunState | None, choice: Choice) -> Snapshot:
         tone=tone,
         sign=sign,
         verdict=None if run.verdict is None else _verdict(poll, run, run.verdict, known),
-        times=run.times,
-        nodes=nodes(run, run.times),
+        times=times,
+        steps=steps,
+        nodes=nodes(run, times),
         named=run.named["ranks"],
         dead=[death["rank"] for death in poll.deaths(run)],
         rows=rows,
@@ -115,6 +122,15 @@ def take(poll: SessionPoll, run: RunState | None, choice: Choice) -> Snapshot:
         events=events_of(poll, run)[:_EVENTS],
         output=output,
     )
+
+
+def _shown(run: RunState, state: str) -> tuple[int, int] | None:
+    """
+    Return the steps that the numbers are of: in a run that is over, those of what is named. Over all steps,
+    what was late in a part of them would hardly be seen.
+    """
+    episode = present(run.verdict) if state in OVER else None
+    return episode and (episode["from_step"], episode["to_step"])
 
 
 def _subject(run: RunState, choice: Choice) -> int:

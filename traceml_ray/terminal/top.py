@@ -18,19 +18,24 @@ from typing import NoReturn
 
 from rich.text import Text
 
-from traceml_ray.session import find
+from traceml_ray import text
+from traceml_ray.session import SessionError, find
 from traceml_ray.settings import Settings
+from traceml_ray.text import one_line
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import LocalSource, open_source
+from traceml_ray.views.state import OVER
 
 from .keys import Control, Keys, press
 from .lines import fit
 from .panel import line, panel
-from .snapshot import OVER, Choice, Snapshot, take
+from .snapshot import Choice, Snapshot, take
 from .window import Window, is_window
 
 SLOW_LINE_BPS = 2000
 """Over ssh a frame waits until the line has taken the one before: else keys would wait behind frames."""
+_LOOK_S = 0.2
+"""How often it looks for a session that is awaited."""
 _END_S = 1.0
 """How long the end may take: that of Ray, with its cluster gone, takes minutes."""
 
@@ -45,8 +50,8 @@ def run(arguments: Namespace) -> int:
     logging.getLogger("ray._private.worker").setLevel(logging.ERROR)  # which handlers it did not set
     settings = Settings.load(out=arguments.out)
     source = open_source(arguments.session, settings.out, arguments.ray_address)
-    if isinstance(source, LocalSource) and not source.starting:
-        find(arguments.session, settings.out)  # one that is not there is an error here
+    if isinstance(source, LocalSource) and not _begins(source, arguments.session, arguments.wait):
+        return 0
     feed = Feed(SessionPoll(source, thresholds=settings.thresholds), arguments.run)
     code = 2
     try:
@@ -59,6 +64,31 @@ def run(arguments: Namespace) -> int:
         if "ray" in sys.modules:
             threading.Thread(target=_give_up, args=(code,), name="traceml-end", daemon=True).start()
     return code
+
+
+def _begins(source: LocalSource, session: str | None, wait_s: float) -> bool:
+    """
+    Wait until there is a session, or one begins: it may have been launched a moment ago. Return False at
+    Ctrl-C. Raises SessionError where there is none by then.
+    """
+    by, said = time.monotonic() + wait_s, False
+    try:
+        while not source.starting:
+            try:
+                find(session, source.out)
+                break
+            except SessionError as error:
+                if time.monotonic() >= by:
+                    waited = f" (waited {text.duration(wait_s)} for it: --wait)" if wait_s else ""
+                    raise SessionError(f"{error}{waited}") from error
+                if not said:
+                    why = f"traceml-ray: {one_line(error)}; waiting {text.duration(wait_s)} for it to begin"
+                    print(f"{why} (Ctrl-C ends)", file=sys.stderr, flush=True)
+                said = True
+            time.sleep(_LOOK_S)
+    except KeyboardInterrupt:
+        return False
+    return True
 
 
 def is_slow() -> bool:

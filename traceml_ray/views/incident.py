@@ -12,6 +12,7 @@ from traceml_ray.store import query
 
 from .run_state import RunState
 from .session_poll import SessionPoll
+from .state import OVER, state_of
 
 _AT_ONCE_S = 10.0
 """So close to the beginning of an episode an event may have to do with it,"""
@@ -25,7 +26,10 @@ _CHANGES = 3
 
 
 def incident(cache: SessionPoll, run: RunState, verdict: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the episode that the verdict is about, and what else happened when it began."""
+    """
+    Return the episode that the verdict is about, and what else happened when it began; of a run that is over
+    none goes on.
+    """
     episode = present(verdict)
     if episode is None:
         return None
@@ -38,7 +42,8 @@ def incident(cache: SessionPoll, run: RunState, verdict: Mapping[str, Any]) -> d
     changes = _checkpoint(cache, run, episode["from_step"])
     changes += [_change(run, *what, events) for what, events in found.items()]
     alone = len(verdict["episodes"]) == 1
-    return {**episode, "changes": changes[:_CHANGES], "alone": alone}
+    goes_on = episode["goes_on"] and state_of(cache, run) not in OVER
+    return {**episode, "goes_on": goes_on, "changes": changes[:_CHANGES], "alone": alone}
 
 
 def _checkpoint(cache: SessionPoll, run: RunState, step: int) -> list[str]:

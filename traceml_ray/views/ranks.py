@@ -29,9 +29,15 @@ _NO_REPORT: dict[str, Any] = {
 }
 
 
-def rank_rows(cache: SessionPoll, run: RunState) -> list[dict[str, Any]]:
-    """Return a row for each rank: where it is, what its steps are made of; named ones first, then the dead"""
-    times: Any = cache.ask(query.RankTimes(run.id)) or {"ranks": [], "busy_ms": [], "over": [], "stages": []}
+def rank_rows(
+    cache: SessionPoll, run: RunState, steps: tuple[int, int] | None = None
+) -> list[dict[str, Any]]:
+    """
+    Return a row for each rank: where it is, what its steps (the first and the last of them may be given) are
+    made of; named ones first, then the dead.
+    """
+    asked = query.RankTimes(run.id) if steps is None else query.RankTimes(run.id, True, *steps)
+    times: Any = cache.ask(asked) or {"ranks": [], "busy_ms": [], "over": [], "stages": []}
     busy, over = (rounded(np.asarray(times[name], dtype=float), 4) for name in ("busy_ms", "over"))
     stages = rounded(np.asarray(times["stages"], dtype=float).reshape(-1), 4)
     at = {rank: place for place, rank in enumerate(times["ranks"])}

@@ -52,7 +52,7 @@ def open_source(session: str | None, out: str, ray_address: str | None, *, file:
     around = os.environ.get("TRACEML_RAY_ADDRESS") or os.environ.get("RAY_ADDRESS")
     if not ray_address:
         try:
-            folder = find(session, out)
+            folder = (_begun(None, out) if session is None else None) or find(session, out)
             around = around if session is None and holder(folder) is None else None
         except SessionError:
             if session is not None and (os.sep in session or Path(session).exists()):
@@ -142,8 +142,8 @@ class CannotAttach(SourceError):  # noqa: N818
 
 class LocalSource:
     """
-    The session of that name under `out` (None: the newest), on this machine: its aggregator while it is
-    live and lets us in (never, if not `attach`), else its file.
+    The session of that name under `out` (None: the one that runs, else the newest), on this machine: its
+    aggregator while it is live and lets us in (never, if not `attach`), else its file.
     """
 
     def __init__(self, session: str | None, out: str, *, attach: bool = True) -> None:
@@ -185,7 +185,8 @@ class LocalSource:
 
     def _choose(self) -> StoredSource | LiveSource:
         try:
-            self._folder = folder = find(self._session, self.out)
+            runs = _begun(None, self.out) if self._session is None else None  # maybe without a file so far
+            self._folder = folder = find(runs or self._session, self.out)
         except SessionError as error:
             raise SourceError(f"{error}. {START}") from error
         self.target = folder.name
@@ -196,9 +197,10 @@ class LocalSource:
 
 
 def _begun(session: str | None, out: str) -> Path | None:
-    """Return the folder under `out` of a session that has a launcher, but no file yet."""
+    """Return the folder under `out` of a session that runs, the newest; it may have no file yet."""
     folders = [Path(out, session)] if session else [*Path(out).glob("*")]
-    return next((folder for folder in folders if holder(folder) is not None), None)
+    held = [folder.absolute() for folder in folders if holder(folder) is not None]
+    return max(held, key=lambda folder: folder.stat().st_ctime_ns, default=None)
 
 
 Source = StoredSource | LiveSource | LocalSource

@@ -18,6 +18,8 @@ from .values import age_s
 
 BADGES = {"empty": "no session", "stored": "stored file", "missing": "not found", "waiting": "starting"}
 RUNNING = ("live", "stale", "waiting", "ending")
+OVER = ("stored", "finished")
+"""In which nothing changes any more."""
 
 
 def state_of(cache: SessionPoll, run: RunState | None) -> str:
@@ -44,7 +46,7 @@ def state_text(cache: SessionPoll, run: RunState | None, state: str) -> str:
     if state == "stale":
         since = moment(cache.stale_since_ns)
         return f"Aggregator not answering since {since} ({cache.trouble}). Shown is what was known then."
-    if state in ("stored", "finished"):
+    if state in OVER:
         status = cache.status.get("status", "running")
         ended = "was never finished" if status == "running" else f"has ended: {status}"
         reading = "" if run is None or run.whole else " It is still being read."
