@@ -70,7 +70,7 @@ def times(
 
 
 def _part(history: StepHistory, between: Between) -> dict[str, Any]:
-    """Return the numbers of a part of a run; only `steps`, 0, where none of its steps is beyond the warm-up."""
+    """Return the numbers of a part of a run; only `steps`, 0, where all of it is warm-up."""
     steps, exposed = history.mean_exposed(between)
     if not steps:
         return {"steps": 0}

@@ -163,7 +163,7 @@ class Sharding(OfRun[summary_shape.ShardingInfo | None], frozen=True):
 
 class Times(OfRun[step_shapes.StepTimes], frozen=True):
     """
-    The numbers of a run (`analysis.step_numbers`); `whole`: of all of it, None: where it is over; with `last`:
+    The numbers of a run (`analysis.step_numbers`); `whole`: of all of it, None: where it is over. With `last`
     of the steps from `first` to `last`.
     """
 

@@ -88,7 +88,9 @@ def ranks_pane(of: Snapshot, choice: Choice, width: int) -> list[Section]:
     rows = [*of.rows]
     if choice.sort == "time":
         rows.sort(key=lambda row: -(row["busy_ms"] or 0.0))
-    title = f"RANKS{of_steps(of)} (ms; {'the slowest first' if choice.sort == 'time' else 'named ones first'})"
+    title = (
+        f"RANKS{of_steps(of)} (ms; {'the slowest first' if choice.sort == 'time' else 'named ones first'})"
+    )
     return [_listed(title, rows, columns, choice, width, ("in", ">step", "state", "node"))]
 
 

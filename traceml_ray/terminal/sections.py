@@ -206,7 +206,13 @@ def rank_grid(of: Snapshot, width: int, choice: Choice) -> Section:
 
     few = len(cells) < len(busy)
     note = f"slowest of {len(busy):,} (key 3)" if few else ""
-    return Section(f"RANK GRID{of_steps(of)} (step time without waiting, ms)", lines, want, min(want, 4) if few else want, note)
+    return Section(
+        f"RANK GRID{of_steps(of)} (step time without waiting, ms)",
+        lines,
+        want,
+        min(want, 4) if few else want,
+        note,
+    )
 
 
 def _per_line(most: int, of: Snapshot) -> int:
