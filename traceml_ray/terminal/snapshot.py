@@ -130,7 +130,7 @@ def _shown(run: RunState, state: str) -> tuple[int, int] | None:
     what was late in a part of them would hardly be seen.
     """
     episode = present(run.verdict) if state in OVER else None
-    return episode and (episode["from_step"], episode["to_step"])
+    return None if episode is None else (episode["from_step"], episode["to_step"])
 
 
 def _subject(run: RunState, choice: Choice) -> int:
