@@ -7,10 +7,10 @@ from typing import Any
 from dash import html
 
 from traceml_ray import text
-from traceml_ray.reports.sharding import about_model, columns
+from traceml_ray.reports.sharding import about_model, columns, holding_most, per_step
 from traceml_ray.summary_shape import ShardedModel, ShardingInfo
 
-from .components import Columns, panel, part, rank_link, table
+from .components import Columns, marked, panel, part, rank_link, table
 from .route import Route
 
 _MOST = 64
@@ -22,26 +22,24 @@ def panels(found: ShardingInfo | None, route: Route) -> list[Any]:
     if not found:
         return []
     rows = [(int(rank), own) for rank, own in found["per_rank"].items()]
-    hint = f"Gathered, reduced and waited for: mean per step. {_LISTED}" if len(rows) > _MOST else _HINT
-    rows = sorted(sorted(rows, key=lambda row: (-row[1]["shard_bytes"], row[0]))[:_MOST])
+    hint = _HINT + f" Of {len(rows):,} ranks those that hold most." * (len(rows) > _MOST)
+    rows = holding_most(rows, _MOST)
     shown: Columns = {**columns(rows), ">rank": lambda row: rank_link(row[0], route)}
-    body = [*(_model(each, len(found["models"])) for each in found["models"])]
+    body = [_model(found, each) for each in found["models"]]
     listed = table(shown, rows, label="Shards of ranks")
     inside = html.Div([*body, listed, html.P(hint, className="hint")], id="memory-shards")
     return [panel("Shards of the model (FSDP2)", part(inside))]
 
 
-_HINT = (
-    "Gathered, reduced and waited for: mean per step. Whole at once: the most that gathered parameters took."
-)
-_LISTED = f"Of more than {_MOST} ranks, those that hold most."
+_HINT = "Waits: time in all-gathers, and in reductions of gradients, mean per step."
 
 
-def _model(model: ShardedModel, among: int) -> html.Div:
-    who = f"{text.ranks(model['ranks'])}: " if among > 1 else ""
+def _model(found: ShardingInfo, model: ShardedModel) -> html.Div:
+    who = f"{text.ranks(model['ranks'])}: " if len(found["models"]) > 1 else ""
     lines: list[Any] = [html.P(who + "; ".join(about_model(model)))]
+    if moved := per_step(found, model):
+        lines.append(html.P(f"Per step: {moved}"))
     if imbalance := model["imbalance"]:
-        lines.append(
-            html.Div([html.P(imbalance["why"]), html.P(imbalance["next"])], className="callout warning")
-        )
+        sentences = [html.P(marked(each)) for each in (imbalance["why"], imbalance["next"])]
+        lines.append(html.Div(sentences, className="callout warning"))
     return html.Div(lines)

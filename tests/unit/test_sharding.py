@@ -97,7 +97,7 @@ def test_ranks_that_hold_more_are_named_with_the_parameter_that_makes_it() -> No
     (one,) = models(ranks)
     assert one.imbalance is not None  # three have as much: the one that has less stands out
     assert (one.imbalance.ranks, one.imbalance.bytes, one.imbalance.ratio) == ([3], MB, 3.0)
-    assert "w has 10 rows for 4 ranks" in one.imbalance.why and "3, 3, 3, 1" in one.imbalance.why
+    assert "w has 10 rows for 4 ranks" in one.imbalance.why and "3, 3, 3 and 1" in one.imbalance.why
     assert "multiple of 4" in one.imbalance.next
 
     ranks[0] = sharding(shard_bytes=4 * MB)
@@ -136,6 +136,7 @@ def test_summary_report_and_page_say_who_holds_what(divided: Path) -> None:
     assert "hsdp" in text and "Ranks 0 and 2 hold 2 MB each" in text
     assert "2 replicas of each shard (mesh: replicate 2 × shard 2)" in text
     assert "float32, gathered as bfloat16, gradients reduced as float32" in text
+    assert "Per step 12 MB gathered in 3 all-gathers, 0 B of gradients" in text
     page = (divided / "report.html").read_text()
     assert "How the model is divided" in page and "embed.weight has 3 rows" in page
 

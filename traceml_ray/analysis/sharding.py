@@ -11,9 +11,6 @@ from traceml_ray import text
 from traceml_ray.analysis.thresholds import SHARDS, ShardLimits
 from traceml_ray.samples import Sharding, UnevenShard
 
-_MAX_PARTS = 8
-"""Parts of a parameter that are written out."""
-
 
 class Uneven(msgspec.Struct, frozen=True):
     """A parameter that does not divide evenly."""
@@ -137,10 +134,8 @@ def _because(uneven: Sequence[Uneven]) -> str:
     if not uneven:
         return ""
     first = uneven[0]
-    rows = [*dict(sorted(first.per_rank.items())).values()][: first.shards]
-    shown = [f"{each:,}" for each in rows[:_MAX_PARTS]]
-    more = ", …" if len(rows) > _MAX_PARTS else ""
+    rows = [own for _, own in sorted(first.per_rank.items())][: first.shards]
     return (
-        f": {first.name} has {first.rows:,} rows for {first.shards:,} ranks, which does not divide evenly, "
-        f"so that they have {', '.join(shown)}{more}"
+        f": {first.name} has {first.rows:,} rows for {first.shards:,} ranks, which do not divide evenly: "
+        f"they have {text.listed([f'{own:,}' for own in rows])}"
     )

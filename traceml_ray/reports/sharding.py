@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from statistics import median_low
 from typing import Any
 
 import msgspec
@@ -13,6 +15,8 @@ from traceml_ray.reports.layout import Columns, Facts, Table
 from traceml_ray.samples import Sharding
 from traceml_ray.store.session_file import SessionFile
 
+Row = tuple[int, Mapping[str, Any]]
+"""A rank, and what it holds (`summary_shape.ShardsOfRank`)."""
 _MAX_RANKS = 32
 _NOT_AFTER = {"yes": "resharded after forward", "no": "kept whole after forward"}
 
@@ -93,52 +97,91 @@ def _resharded(groups: Mapping[str, int]) -> str:
     return ", ".join(f"{groups[how]:,} {words[how]}" for how in sorted(groups, reverse=True))
 
 
+def per_step(found: Mapping[str, Any], model: Mapping[str, Any]) -> str:
+    """Return what a step of a model moves, of the median rank; "" while that is not known."""
+    ranks = [found["per_rank"][str(rank)] for rank in model["ranks"]]
+
+    def middle(name: str) -> float:
+        return median_low([own[name] or 0 for own in ranks])
+
+    if not middle("gathers") and not middle("reductions"):
+        return ""
+    about = [
+        f"{text.size(middle('gathered_bytes'))} gathered in {_times(middle('gathers'), 'all-gather')}",
+        f"{text.size(middle('reduced_bytes'))} of gradients reduced in "
+        f"{_times(middle('reductions'), 'reduce-scatter')}",
+    ]
+    if middle("all_reduced_bytes"):
+        about.append(f"{text.size(middle('all_reduced_bytes'))} all-reduced between replicas")
+    if middle("unsharded_peak_bytes"):
+        most, mean = text.size(middle("unsharded_peak_bytes")), text.size(middle("unsharded_mean_bytes"))
+        none = text.share(1 - middle("unsharded_share"))  # of the step
+        about.append(
+            f"whole parameters take {most} at most, {mean} on average, and nothing for {none} of the step"
+        )
+    return ", ".join(about)
+
+
+def _times(count: float, noun: str) -> str:
+    return f"{text.number(count)} {noun}{'' if count == 1 else 's'}"
+
+
 def sharding_facts(found: Mapping[str, Any] | None) -> Facts:
     """Return what a report says of the models that are divided; nothing without one."""
     pairs: list[tuple[str, str]] = []
     for model in found["models"] if found else ():
         who = "" if len(found["models"]) == 1 else f"{text.ranks(model['ranks'])}: "  # type: ignore[index]
         pairs.append(("" if pairs else "Sharding", who + "; ".join(about_model(model))))
+        pairs.append(("Per step", per_step(found, model)))  # type: ignore[arg-type]
         if imbalance := model["imbalance"]:
             pairs += [("", imbalance["why"]), ("", imbalance["next"])]
         elif model["uneven_count"]:
+            one = model["uneven_count"] == 1
             count = text.count(model["uneven_count"], "parameter")
-            pairs.append(("", f"{count} cannot be divided evenly; shards differ little by that"))
+            pairs.append(
+                ("", f"{count} {'does' if one else 'do'} not divide evenly, which makes little difference")
+            )
     return Facts(*pairs)
 
 
 def sharding_table(found: Mapping[str, Any] | None) -> Table:
-    """Return what each rank holds and moves in a step, of many ranks those that hold most and least."""
+    """Return what each rank holds and waits for, of many ranks those that hold most."""
     rows = [(int(rank), own) for rank, own in found["per_rank"].items()] if found else []
-    title = "Shards (FSDP2; per step: gathered, reduced, waited)"
+    title = "Shards (FSDP2; waits: mean per step)"
     if len(rows) > _MAX_RANKS:
-        title = f"Shards (the {_MAX_RANKS} of {len(rows):,} ranks that hold most; FSDP2, per step)"
-        rows = sorted(sorted(rows, key=lambda row: -row[1]["shard_bytes"])[:_MAX_RANKS])
+        title = f"Shards (of {len(rows):,} ranks the {_MAX_RANKS} that hold most; waits: mean per step)"
+    rows = holding_most(rows, _MAX_RANKS)
     return Table(title, columns(rows), rows)
 
 
-def columns(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> Columns:
-    """Return the columns of a table of `rows` (rank, what it holds), those that say something."""
-    sizes = {
-        ">parameters": "shard_bytes",
-        ">on the host": "offloaded_bytes",
-        ">gradients": "gradient_bytes",
-        ">optimizer": "optimizer_bytes",
-        ">gathered": "gathered_bytes",
-        ">reduced": "reduced_bytes",
-        ">all-reduced": "all_reduced_bytes",
-        ">whole at once": "unsharded_peak_bytes",
-        ">after forward": "forward_peak_bytes",
+def holding_most(rows: Sequence[Row], most: int) -> list[Row]:
+    """Return `most` of the rows, those of the ranks that hold most, by rank."""
+    return sorted(
+        sorted(rows, key=lambda row: (-row[1]["shard_bytes"], row[0]))[:most], key=lambda row: row[0]
+    )
+
+
+def columns(rows: Sequence[Row]) -> Columns:
+    """Return the columns of a table of `rows`, those that say something."""
+    shown = {
+        ">parameters": ("shard_bytes", text.size),
+        ">on the host": ("offloaded_bytes", text.size),
+        ">gradients": ("gradient_bytes", text.size),
+        ">optimizer": ("optimizer_bytes", text.size),
+        ">after forward": ("after_forward_bytes", text.size),
+        ">peak until then": ("forward_peak_bytes", text.size),
+        ">gather wait": ("gather_wait_ms", text.ms),
+        ">reduce wait": ("reduce_wait_ms", text.ms),
     }
-    used = {header: name for header, name in sizes.items() if any(own[name] for _, own in rows)}
-    waits = {">gather wait": "gather_wait_ms", ">reduce wait": "reduce_wait_ms"}
-    waited = {header: name for header, name in waits.items() if any(own[name] for _, own in rows)}
     return {
         ">rank": lambda row: str(row[0]),
-        **{header: _cell(name, text.size) for header, name in used.items()},
-        **{header: _cell(name, text.ms) for header, name in waited.items()},
+        **{
+            header: partial(_cell, name, written)
+            for header, (name, written) in shown.items()
+            if any(own[name] for _, own in rows)
+        },
     }
 
 
-def _cell(name: str, written: Any) -> Any:
-    return lambda row: written(row[1][name])
+def _cell(name: str, written: Callable[[Any], str], row: Row) -> str:
+    return written(row[1][name])
